@@ -20,7 +20,7 @@ ALWAYS = (
     "faults::mr_2_a_forged_key_fails_alone_and_the_link_is_made_anew",
     "peers::rs_4_a_peer_killed_mid_transfer_ends_everything_in_time",
     "rails::rs_4_the_link_of_an_own_rail_fails_and_returns",
-    "shares::processes_share_a_nic_and_a_dead_one_has_no_share",
+    "shares::processes_share_a_nic_and_a_dead_process_has_no_share",
 )
 MODULES = ("faults", "limits", "peers", "rails", "registrations", "shares")
 _RAILS = 2

@@ -104,7 +104,7 @@ def test_topo_marks_ports_that_are_down_and_cards_with_two_functions(tmp_path: P
     _, out, _ = topo("--sys", unpack("dgx-h100", tmp_path))
     assert "mlx5_8 0000:aa:00.1 · Ethernet 40 Gb/s · ens1f1np1 · DOWN" in out
     assert "root port 0000:a7:01.0" in out
-    assert "taken for storage or management" in out
+    assert "assumed to serve storage or management" in out
 
 
 def test_topo_does_without_rdma_and_without_hardware(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ use crate::{
 pub use crate::{
     memory::fuzz::peer_names as regions,
     transport::{
-        libfabric::fuzz::peer_says as libfabric, shm::fuzz::peer_does as shm,
-        staged::fuzz::peer_whispers as staging, tcp::fuzz::peer_says as tcp,
-        verbs::fuzz::peer_says as verbs,
+        libfabric::fuzz::peer_input as libfabric, shm::fuzz::peer_input as shm,
+        staged::fuzz::peer_requests as staging, tcp::fuzz::peer_input as tcp,
+        verbs::fuzz::peer_input as verbs,
     },
 };
 

@@ -1,5 +1,5 @@
-//! Engines that keep the kernel out of memory which they didn't allocate: peers reach it through
-//! windows, and the promises hold as they do everywhere.
+//! Engines that must not let the kernel access memory which they didn't allocate: peers reach that
+//! memory through staging windows, and all promises hold.
 
 use std::{sync::Arc, time::Duration};
 
@@ -20,7 +20,7 @@ fn engine(transport: TransportKind) -> Arc<TransferEngine> {
     Arc::new(TransferEngine::open(config).unwrap())
 }
 
-/// Memory of the user's own, registered; the region keeps it.
+/// Registers memory allocated by the caller; the region keeps it alive.
 fn foreign(engine: &TransferEngine, bytes: Vec<u8>) -> Region {
     let (addr, len) = (bytes.as_ptr() as usize, bytes.len() as u64);
     // SAFETY: the vector's buffer stays where it is for as long as the region keeps it.
@@ -55,19 +55,19 @@ fn writes_pages_and_reads_arrive_and_count() {
         expected.wait(PATIENCE).unwrap().unwrap();
         assert!(dst.get(1000, 4 << 20).unwrap() == bytes[3..3 + (4 << 20)]);
         assert_eq!(counter.arrived(), 1);
-        let said = a.explain(remote.peer()).unwrap();
-        let chosen = said.verdicts.iter().find(|v| v.chosen).unwrap();
+        let explanation = a.explain(remote.peer()).unwrap();
+        let chosen = explanation.verdicts.iter().find(|v| v.chosen).unwrap();
         assert!(chosen.reason.contains("staged through a window"), "{}", chosen.reason);
 
         let order: Vec<u32> = (0..1200).rev().collect();
-        let theirs = Pages::new(PageIndices::list(order).unwrap(), 100, 0);
-        let ours = Pages::new(PageIndices::range(0, 1200).unwrap(), 100, 0);
+        let dst_pages = Pages::new(PageIndices::list(order).unwrap(), 100, 0);
+        let src_pages = Pages::new(PageIndices::range(0, 1200).unwrap(), 100, 0);
         let pages = Op::WritePages {
             page_len: 100,
             src: &src,
-            src_pages: &ours,
+            src_pages: &src_pages,
             dst: &remote,
-            dst_pages: &theirs,
+            dst_pages: &dst_pages,
             imm: Some(counter.imm()),
         };
         a.submit(&[pages], Submit::default()).unwrap().wait(PATIENCE).unwrap().unwrap();
@@ -148,7 +148,7 @@ fn mr_3_the_owner_of_staged_memory_keeps_its_bounds() {
 }
 
 #[test]
-fn rs_4_a_closed_peer_ends_what_is_staged() {
+fn rs_4_a_closed_peer_ends_staged_transfers() {
     on_both(|transport| {
         let (a, b) = (engine(transport), engine(transport));
         let (src, dst) = (foreign(&a, vec![1; 64 << 20]), foreign(&b, vec![0; 64 << 20]));
@@ -163,7 +163,7 @@ fn rs_4_a_closed_peer_ends_what_is_staged() {
             (0..8).map(|_| a.submit(&[op()], Submit::default()).unwrap()).collect();
         b.close();
         for handle in handles {
-            let end = handle.wait(PATIENCE).expect("it ends");
+            let end = handle.wait(PATIENCE).expect("the handle ends");
             assert!(
                 matches!(
                     end,
@@ -185,8 +185,8 @@ fn mr_3_staged_memory_granted_to_one_peer_is_refused_to_all_others() {
             memory.grant(1024, 64, Grant { peer: Some(a.id()), ..Default::default() }).unwrap();
         let write = |by: &TransferEngine, len| {
             let src = foreign(by, vec![1; 4096]);
-            let there = RegionDescriptor { len, ..grant.descriptor() };
-            let remote = by.import(&there).unwrap();
+            let imported = RegionDescriptor { len, ..grant.descriptor() };
+            let remote = by.import(&imported).unwrap();
             let (src, dst) =
                 (Local { region: &src, offset: 0 }, Remote { region: &remote, offset: 0 });
             let op = Op::Write { src, dst, len, imm: None };

@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 
 use fabric_engine::{
-    topology::{pair, Choice, Gpu, LeftOut, Nic, Pairing, Place, Rules, Topology},
+    topology::{pair, Gpu, Nic, Pairing, PciLocation, RailChoice, Rules, Topology, UnusedNic},
     EngineError,
 };
 use pyo3::prelude::*;
@@ -91,7 +91,7 @@ impl MachineView {
         let node = |n: &fabric_engine::topology::Node| NodeView { id: n.id, cpus: n.cpus.clone() };
         let gpu = |g: &Gpu| GpuView {
             name: g.name.clone(),
-            place: PlaceView::new(&g.place),
+            place: PlaceView::new(&g.pci),
             numa: g.numa,
             vendor: g.vendor,
             device: g.device,
@@ -113,7 +113,7 @@ impl MachineView {
 }
 
 impl PlaceView {
-    fn new(place: &Place) -> Self {
+    fn new(place: &PciLocation) -> Self {
         Self {
             address: place.address.to_string(),
             root: place.root.clone(),
@@ -126,11 +126,11 @@ impl NicView {
     fn new(nic: &Nic) -> Self {
         Self {
             name: nic.name.clone(),
-            place: nic.place.as_ref().map(PlaceView::new),
+            place: nic.pci.as_ref().map(PlaceView::new),
             numa: nic.numa,
             software: nic.software,
             port: nic.port.number,
-            link: nic.port.link.words(),
+            link: nic.port.link.name(),
             state: nic.port.state.clone(),
             gbps: nic.port.gbps,
             interfaces: nic.interfaces.clone(),
@@ -139,14 +139,14 @@ impl NicView {
 }
 
 impl ChoiceView {
-    fn new(choice: Choice) -> Self {
+    fn new(choice: RailChoice) -> Self {
         let rails = choice.rails.into_iter().map(|r| (r.nic, r.distance.code()));
         Self { name: choice.name, rails: rails.collect(), reason: choice.reason }
     }
 }
 
 impl LeftOutView {
-    fn new(left_out: LeftOut) -> Self {
+    fn new(left_out: UnusedNic) -> Self {
         Self { nic: left_out.nic, reason: left_out.reason }
     }
 }

@@ -44,6 +44,6 @@ impl SimNet {
 
     /// A choice in words.
     pub fn words(&self, choice: Choice) -> String {
-        self.world.lock().words(choice, &self.lives)
+        self.world.lock().describe(choice, &self.lives)
     }
 }

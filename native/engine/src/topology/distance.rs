@@ -1,6 +1,6 @@
 //! The distance between two devices, in tiers.
 
-use super::{Place, Topology};
+use super::{PciLocation, Topology};
 
 /// The part of the machine between two devices, nearest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -19,7 +19,7 @@ pub enum Tier {
 
 impl Tier {
     /// The tier as the end of a sentence about the other device.
-    pub fn words(self) -> &'static str {
+    pub fn description(self) -> &'static str {
         match self {
             Self::Switch => "on the same PCIe switch",
             Self::RootComplex => "under the same root complex",
@@ -66,8 +66,8 @@ impl Topology {
     /// The distance between two devices, each given by its PCI location and NUMA node, where known.
     pub fn distance(
         &self,
-        a: (Option<&Place>, Option<u32>),
-        b: (Option<&Place>, Option<u32>),
+        a: (Option<&PciLocation>, Option<u32>),
+        b: (Option<&PciLocation>, Option<u32>),
     ) -> Distance {
         if let (Some(p), Some(q)) = (a.0, b.0) {
             let shared = p.shared_bridges(q);

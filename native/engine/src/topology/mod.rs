@@ -18,9 +18,9 @@ mod usable;
 pub use cpus::{cpus_near, cpus_near_within};
 pub use distance::{Distance, Tier};
 pub(crate) use glob::matches as matches_glob;
-pub use pair::{pair, pairing_for, tiers, Choice, LeftOut, Location, Pairing, Rail};
-pub use pci::{PciAddress, Place};
-pub use rules::{Rules, MOST_RAILS};
+pub use pair::{pair, pairing_for, tiers, Location, Pairing, Rail, RailChoice, UnusedNic};
+pub use pci::{PciAddress, PciLocation};
+pub use rules::{Rules, DEFAULT_MAX_RAILS};
 
 /// The devices of one machine, in the order of PCI addresses.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -46,7 +46,7 @@ pub struct Node {
 pub struct Gpu {
     /// `gpu0` has the lowest PCI address: the order of `CUDA_DEVICE_ORDER=PCI_BUS_ID`.
     pub name: String,
-    pub place: Place,
+    pub pci: PciLocation,
     pub vendor: u16,
     pub device: u16,
     pub numa: Option<u32>,
@@ -58,7 +58,7 @@ pub struct Nic {
     /// The name in libibverbs.
     pub name: String,
     /// `None` for a software device on an interface without a PCI device.
-    pub place: Option<Place>,
+    pub pci: Option<PciLocation>,
     /// Whether it is a software device over an interface, such as soft-RoCE.
     pub software: bool,
     pub numa: Option<u32>,
@@ -98,7 +98,7 @@ pub enum Link {
 }
 
 impl Link {
-    pub fn words(self) -> &'static str {
+    pub fn name(self) -> &'static str {
         match self {
             Self::InfiniBand => "InfiniBand",
             Self::Ethernet => "Ethernet",
@@ -110,7 +110,7 @@ impl Link {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Interface {
     pub name: String,
-    pub place: Option<Place>,
+    pub pci: Option<PciLocation>,
     pub numa: Option<u32>,
 }
 
@@ -118,7 +118,7 @@ impl Topology {
     /// Finds a GPU by its name (`gpu0`) or its PCI address in any spelling.
     pub fn gpu(&self, which: &str) -> Option<&Gpu> {
         let address = which.parse().ok();
-        self.gpus.iter().find(|g| g.name == which || Some(g.place.address) == address)
+        self.gpus.iter().find(|g| g.name == which || Some(g.pci.address) == address)
     }
 
     pub fn nic(&self, name: &str) -> Option<&Nic> {

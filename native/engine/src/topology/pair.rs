@@ -5,9 +5,9 @@ use std::cmp::Reverse;
 use super::{
     cpus,
     rules::Assignment,
-    share::{share, spread, Share, Want},
+    share::{share, spread, Demand, Share},
     usable::usable,
-    Distance, Gpu, Link, Nic, PciAddress, Place, Port, Rules, Tier, Topology,
+    Distance, Gpu, Link, Nic, PciAddress, PciLocation, Port, Rules, Tier, Topology,
 };
 
 /// Whose memory the rails are for.
@@ -23,15 +23,15 @@ pub enum Location {
 /// What [`pair()`] found: everything that has a NIC, might have one, or is one.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Pairing {
-    pub gpus: Vec<Choice>,
+    pub gpus: Vec<RailChoice>,
     /// For each NUMA node that has CPUs.
-    pub hosts: Vec<Choice>,
+    pub hosts: Vec<RailChoice>,
     /// NICs that no GPU or node uses.
-    pub left_out: Vec<LeftOut>,
+    pub left_out: Vec<UnusedNic>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub struct Choice {
+pub struct RailChoice {
     pub location: Location,
     /// `gpu0`, `host0`.
     pub name: String,
@@ -46,7 +46,7 @@ pub struct Rail {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LeftOut {
+pub struct UnusedNic {
     pub nic: String,
     pub reason: String,
 }
@@ -78,11 +78,11 @@ pub fn pairing_for(
     let pairing = pair_among(topology, &nics, &rules.limited_to(max))?;
     let all = || pairing.hosts.iter().chain(&pairing.gpus);
     let choice = match location {
-        Location::Host => home(topology, &pairing.hosts, &cpus::allowed()),
+        Location::Host => home_node(topology, &pairing.hosts, &cpus::allowed()),
         known => all().find(|c| c.location == known),
     };
     let choice = choice.ok_or_else(|| {
-        let there: Vec<String> = spots(topology).iter().map(Spot::shown).collect();
+        let there: Vec<String> = targets(topology).iter().map(RailTarget::label).collect();
         let missing = match location {
             Location::Gpu(address) => format!("GPU at {address}"),
             Location::Node(id) => format!("NUMA node {id} with CPUs"),
@@ -104,13 +104,13 @@ pub fn pairing_for(
 /// The distance of each device from a location; `Unknown` if the location does not exist or may be
 /// any of several NUMA nodes.
 pub fn tiers(topology: &Topology, location: Location, devices: &[String]) -> Vec<Tier> {
-    let spots = spots(topology);
-    let mut named = spots.iter().filter(|s| match location {
+    let targets = targets(topology);
+    let mut named = targets.iter().filter(|s| match location {
         Location::Host => matches!(s.location, Location::Node(_)),
         known => s.location == known,
     });
-    let spot = named.next().filter(|_| named.next().is_none());
-    let tier = |name: &String| spot.map(|s| s.to(topology, &candidate(topology, name)).tier);
+    let target = named.next().filter(|_| named.next().is_none());
+    let tier = |name: &String| target.map(|s| s.to(topology, &candidate(topology, name)).tier);
     devices.iter().map(|d| tier(d).unwrap_or(Tier::Unknown)).collect()
 }
 
@@ -121,16 +121,16 @@ fn candidate(topology: &Topology, name: &str) -> Nic {
     }
     let interface = topology.interfaces.iter().find(|i| i.name == name);
     Nic {
-        place: interface.and_then(|i| i.place.clone()),
+        pci: interface.and_then(|i| i.pci.clone()),
         numa: interface.and_then(|i| i.numa),
-        ..placeless(name)
+        ..without_location(name)
     }
 }
 
-fn placeless(name: &str) -> Nic {
+fn without_location(name: &str) -> Nic {
     Nic {
         name: name.to_owned(),
-        place: None,
+        pci: None,
         software: false,
         numa: None,
         cpus: Vec::new(),
@@ -141,8 +141,12 @@ fn placeless(name: &str) -> Nic {
 }
 
 /// The node that this process is confined to, or the one with the nearest and most rails.
-fn home<'a>(topology: &Topology, hosts: &'a [Choice], allowed: &[usize]) -> Option<&'a Choice> {
-    let on = |choice: &&Choice| {
+fn home_node<'a>(
+    topology: &Topology,
+    hosts: &'a [RailChoice],
+    allowed: &[usize],
+) -> Option<&'a RailChoice> {
+    let on = |choice: &&RailChoice| {
         let node = topology.nodes.iter().find(|n| choice.location == Location::Node(n.id));
         node.is_some_and(|n| n.cpus.iter().any(|cpu| allowed.contains(cpu)))
     };
@@ -157,16 +161,16 @@ fn home<'a>(topology: &Topology, hosts: &'a [Choice], allowed: &[usize]) -> Opti
 }
 
 /// A GPU or NUMA node that needs rails.
-pub(super) struct Spot<'a> {
+pub(super) struct RailTarget<'a> {
     location: Location,
     name: String,
-    place: Option<&'a Place>,
+    pci: Option<&'a PciLocation>,
     numa: Option<u32>,
 }
 
-impl Spot<'_> {
+impl RailTarget<'_> {
     /// Whether the target of a rule names it.
-    pub fn is_named_by(&self, target: &str) -> bool {
+    pub fn matches_rule(&self, target: &str) -> bool {
         let matches = |name: &str| super::glob::matches(target, name);
         let kind = match self.location {
             Location::Gpu(address) => {
@@ -177,7 +181,7 @@ impl Spot<'_> {
         kind || matches(&self.name)
     }
 
-    pub fn shown(&self) -> String {
+    pub fn label(&self) -> String {
         match self.location {
             Location::Gpu(address) => format!("{} ({address})", self.name),
             _ => self.name.clone(),
@@ -185,65 +189,67 @@ impl Spot<'_> {
     }
 
     fn to(&self, topology: &Topology, nic: &Nic) -> Distance {
-        topology.distance((self.place, self.numa), (nic.place.as_ref(), nic.numa))
+        topology.distance((self.pci, self.numa), (nic.pci.as_ref(), nic.numa))
     }
 }
 
 impl Topology {
     pub fn gpu_to_nic(&self, gpu: &Gpu, nic: &Nic) -> Distance {
-        self.distance((Some(&gpu.place), gpu.numa), (nic.place.as_ref(), nic.numa))
+        self.distance((Some(&gpu.pci), gpu.numa), (nic.pci.as_ref(), nic.numa))
     }
 }
 
-fn spots(topology: &Topology) -> Vec<Spot<'_>> {
-    let gpus = topology.gpus.iter().map(|g| Spot {
-        location: Location::Gpu(g.place.address),
+fn targets(topology: &Topology) -> Vec<RailTarget<'_>> {
+    let gpus = topology.gpus.iter().map(|g| RailTarget {
+        location: Location::Gpu(g.pci.address),
         name: g.name.clone(),
-        place: Some(&g.place),
+        pci: Some(&g.pci),
         numa: g.numa,
     });
     // A node without CPUs is the memory of a GPU; no process runs there.
     let bare = topology.nodes.iter().all(|n| n.cpus.is_empty());
-    let nodes = topology.nodes.iter().filter(|n| bare || !n.cpus.is_empty()).map(|n| Spot {
+    let nodes = topology.nodes.iter().filter(|n| bare || !n.cpus.is_empty()).map(|n| RailTarget {
         location: Location::Node(n.id),
         name: format!("host{}", n.id),
-        place: None,
+        pci: None,
         numa: Some(n.id),
     });
     gpus.chain(nodes).collect()
 }
 
 fn pair_among(topology: &Topology, nics: &[Nic], rules: &Rules) -> Result<Pairing, String> {
-    let spots = spots(topology);
+    let targets = targets(topology);
     let mut names: Vec<String> = topology.nics.iter().map(|n| n.name.clone()).collect();
     names.extend(nics.iter().filter(|n| topology.nic(&n.name).is_none()).map(|n| n.name.clone()));
-    rules.check(&spots, &names)?;
+    rules.check(&targets, &names)?;
     let (usable, mut left_out) = usable(topology, nics, rules);
     let mut uses = vec![0; usable.len()];
-    let mut choices: Vec<Option<Choice>> = Vec::new();
-    for spot in &spots {
-        let ruled = rules.for_spot(spot).map(|rule| by_rule(topology, spot, rule, nics, rules));
+    let mut choices: Vec<Option<RailChoice>> = Vec::new();
+    for target in &targets {
+        let ruled =
+            rules.for_target(target).map(|rule| by_rule(topology, target, rule, nics, rules));
         let ruled = ruled.transpose()?;
-        for rail in ruled.iter().filter(|_| spot.place.is_some()).flat_map(|c| &c.rails) {
+        for rail in ruled.iter().filter(|_| target.pci.is_some()).flat_map(|c| &c.rails) {
             usable.iter().zip(&mut uses).for_each(|(n, u)| *u += usize::from(n.name == rail.nic));
         }
         choices.push(ruled);
     }
-    let open = |i: &usize| choices[*i].is_none() && spots[*i].place.is_some();
-    let open: Vec<usize> = (0..spots.len()).filter(open).collect();
-    let wants: Vec<Want> = open.iter().map(|i| want(topology, &spots[*i], &usable)).collect();
-    let shares = share(&wants, &mut uses, rules.max_rails);
-    for ((i, want), share) in open.iter().zip(&wants).zip(&shares) {
-        let reason = shared_reason(want, share);
-        choices[*i] = Some(choice(topology, &spots[*i], &usable, &share.rails, reason));
+    let open = |i: &usize| choices[*i].is_none() && targets[*i].pci.is_some();
+    let open: Vec<usize> = (0..targets.len()).filter(open).collect();
+    let demands: Vec<Demand> =
+        open.iter().map(|i| demand(topology, &targets[*i], &usable)).collect();
+    let shares = share(&demands, &mut uses, rules.max_rails);
+    for ((i, demand), share) in open.iter().zip(&demands).zip(&shares) {
+        let reason = shared_reason(demand, share);
+        choices[*i] = Some(choice(topology, &targets[*i], &usable, &share.rails, reason));
     }
-    for (spot, open) in spots.iter().zip(&mut choices).filter(|(_, c)| c.is_none()) {
-        let want = want(topology, spot, &usable);
-        let rails = spread(&want.nearest, rules.max_rails);
-        let reason = found_reason(rails.len(), want.nearest.len(), want.distance);
-        *open = Some(choice(topology, spot, &usable, &rails, reason));
+    for (target, open) in targets.iter().zip(&mut choices).filter(|(_, c)| c.is_none()) {
+        let demand = demand(topology, target, &usable);
+        let rails = spread(&demand.nearest, rules.max_rails);
+        let reason = found_reason(rails.len(), demand.nearest.len(), demand.distance);
+        *open = Some(choice(topology, target, &usable, &rails, reason));
     }
-    let choices: Vec<Choice> = choices.into_iter().flatten().collect();
+    let choices: Vec<RailChoice> = choices.into_iter().flatten().collect();
     let used = |nic: &str| choices.iter().any(|c| c.rails.iter().any(|r| r.nic == nic));
     left_out.retain(|l| !used(&l.nic));
     for nic in usable.iter().filter(|n| !used(&n.name)) {
@@ -252,34 +258,34 @@ fn pair_among(topology: &Topology, nics: &[Nic], rules: &Rules) -> Result<Pairin
             already",
             rules.max_rails
         );
-        left_out.push(LeftOut { nic: nic.name.clone(), reason });
+        left_out.push(UnusedNic { nic: nic.name.clone(), reason });
     }
-    let is_gpu = |c: &Choice| matches!(c.location, Location::Gpu(_));
+    let is_gpu = |c: &RailChoice| matches!(c.location, Location::Gpu(_));
     let (gpus, hosts) = choices.into_iter().partition(is_gpu);
     Ok(Pairing { gpus, hosts, left_out })
 }
 
 fn by_rule(
     topology: &Topology,
-    spot: &Spot<'_>,
+    target: &RailTarget<'_>,
     rule: &Assignment,
     nics: &[Nic],
     rules: &Rules,
-) -> Result<Choice, String> {
+) -> Result<RailChoice, String> {
     let names: Vec<String> = nics.iter().map(|n| n.name.clone()).collect();
     let named = rule.select(&names);
     // A device named by the rule is kept even if a pattern excludes it.
     let kept = named.into_iter().filter(|n| rule.names(n) || !rules.excludes(n));
     let mut rails: Vec<Rail> = kept
         .filter_map(|name| nics.iter().find(|n| n.name == name))
-        .map(|nic| Rail { nic: nic.name.clone(), distance: spot.to(topology, nic) })
+        .map(|nic| Rail { nic: nic.name.clone(), distance: target.to(topology, nic) })
         .collect();
     let mut reason = format!("the rule `{}`", rule.text);
     if rails.is_empty() {
         return Err(format!(
             "{reason} leaves no device for {}: its devices are excluded or can't be opened; \
             available: {}",
-            spot.name,
+            target.name,
             names.join(", ")
         ));
     }
@@ -288,33 +294,35 @@ fn by_rule(
         rails.sort_by_key(|r| r.distance.rank());
         rails.truncate(rules.max_rails);
     }
-    Ok(Choice { location: spot.location, name: spot.name.clone(), rails, reason })
+    Ok(RailChoice { location: target.location, name: target.name.clone(), rails, reason })
 }
 
 /// The usable NICs nearest to a target.
-fn want(topology: &Topology, spot: &Spot<'_>, usable: &[&Nic]) -> Want {
-    let all: Vec<Distance> = usable.iter().map(|nic| spot.to(topology, nic)).collect();
+fn demand(topology: &Topology, target: &RailTarget<'_>, usable: &[&Nic]) -> Demand {
+    let all: Vec<Distance> = usable.iter().map(|nic| target.to(topology, nic)).collect();
     let nearest = all.iter().copied().min_by_key(|d| d.rank());
     let distance = nearest.unwrap_or_else(|| topology.distance((None, None), (None, None)));
     let near = (0..all.len()).filter(|i| all[*i].rank() == distance.rank());
-    Want { nearest: near.collect(), distance }
+    Demand { nearest: near.collect(), distance }
 }
 
 fn choice(
     topology: &Topology,
-    spot: &Spot<'_>,
+    target: &RailTarget<'_>,
     usable: &[&Nic],
     rails: &[usize],
     reason: String,
-) -> Choice {
-    let rail =
-        |i: &usize| Rail { nic: usable[*i].name.clone(), distance: spot.to(topology, usable[*i]) };
-    let (location, name) = (spot.location, spot.name.clone());
-    Choice { location, name, rails: rails.iter().map(rail).collect(), reason }
+) -> RailChoice {
+    let rail = |i: &usize| Rail {
+        nic: usable[*i].name.clone(),
+        distance: target.to(topology, usable[*i]),
+    };
+    let (location, name) = (target.location, target.name.clone());
+    RailChoice { location, name, rails: rails.iter().map(rail).collect(), reason }
 }
 
-fn shared_reason(want: &Want, share: &Share) -> String {
-    let reason = found_reason(share.rails.len(), share.of, want.distance);
+fn shared_reason(demand: &Demand, share: &Share) -> String {
+    let reason = found_reason(share.rails.len(), share.of, demand.distance);
     match share.gpus {
         0 | 1 => reason,
         n if n <= share.of => format!("{reason}, shared out evenly to {n} GPUs"),
@@ -323,13 +331,13 @@ fn shared_reason(want: &Want, share: &Share) -> String {
 }
 
 fn found_reason(taken: usize, of: usize, distance: Distance) -> String {
-    let place = distance.tier.words();
+    let relation = distance.tier.description();
     match (taken, of) {
         (0, _) => "no usable RDMA device".to_owned(),
-        (1, 1) => format!("the only NIC {place}"),
-        (2, 2) => format!("both NICs {place}"),
-        (n, of) if n == of => format!("all {n} NICs {place}"),
-        (n, of) => format!("{n} of the {of} NICs {place}"),
+        (1, 1) => format!("the only NIC {relation}"),
+        (2, 2) => format!("both NICs {relation}"),
+        (n, of) if n == of => format!("all {n} NICs {relation}"),
+        (n, of) => format!("{n} of the {of} NICs {relation}"),
     }
 }
 
@@ -339,18 +347,19 @@ mod tests {
 
     #[test]
     fn the_home_node_is_the_confined_one_or_the_one_with_the_nearest_rails() {
-        let place = Place::of(std::path::Path::new("pci0000:10/0000:10:00.0"));
-        let nic = |name: &str, numa| Nic { place: place.clone(), numa, ..placeless(name) };
+        let pci = PciLocation::of(std::path::Path::new("pci0000:10/0000:10:00.0"));
+        let nic = |name: &str, numa| Nic { pci: pci.clone(), numa, ..without_location(name) };
         let nics = vec![nic("a", Some(0)), nic("b", Some(1)), nic("c", Some(1))];
         let node = |id| Node { id, cpus: vec![id as usize], distances: Vec::new() };
         let topology = Topology { nodes: (0..3).map(node).collect(), nics, ..Default::default() };
         let pairing = pair(&topology, &Rules::default()).expect("no rules");
-        let home = |cpus: &[usize]| home(&topology, &pairing.hosts, cpus).map(|c| c.name.as_str());
-        assert_eq!(home(&[2]), Some("host2"), "confined to a node without rails of its own");
-        assert_eq!(home(&[0, 1, 2]), Some("host1"), "near, and the most");
-        assert_eq!(home(&[]), Some("host1"));
+        let home_node =
+            |cpus: &[usize]| home_node(&topology, &pairing.hosts, cpus).map(|c| c.name.as_str());
+        assert_eq!(home_node(&[2]), Some("host2"), "confined to a node without rails of its own");
+        assert_eq!(home_node(&[0, 1, 2]), Some("host1"), "near, and the most");
+        assert_eq!(home_node(&[]), Some("host1"));
         let bare = pair(&Topology { nics: Vec::new(), ..topology.clone() }, &Rules::default());
         let bare = bare.expect("no rules").hosts;
-        assert_eq!(super::home(&topology, &bare, &[]).map(|c| c.rails.len()), Some(0));
+        assert_eq!(super::home_node(&topology, &bare, &[]).map(|c| c.rails.len()), Some(0));
     }
 }

@@ -48,7 +48,7 @@ fn parse(text: &str) -> Option<PciAddress> {
 
 /// A device's location in the PCI tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct PciLocation {
     pub address: PciAddress,
     /// The root complex (host bridge) in sysfs: `pci0000:15`.
     pub root: String,
@@ -56,7 +56,7 @@ pub struct Place {
     pub bridges: Vec<PciAddress>,
 }
 
-impl Place {
+impl PciLocation {
     /// The location that a path below `/sys/devices` describes; `None` if it isn't a PCI device.
     ///
     /// Path parts below the last PCI device are ignored: `.../0000:18:00.0/mlx5_core.sf.2` is at
@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn locations_are_parsed_from_paths() {
-        let at = |path| Place::of(Path::new(path));
+        let at = |path| PciLocation::of(Path::new(path));
         let nic = at("/sys/devices/pci0000:15/0000:15:01.0/0000:16:00.0/0000:18:00.0/net/ib0");
         let nic = nic.expect("a PCI device");
         assert_eq!((nic.root.as_str(), nic.bridges.len()), ("pci0000:15", 2));

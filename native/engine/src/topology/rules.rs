@@ -2,11 +2,11 @@
 
 use super::{
     glob::{is_pattern, matches},
-    pair::Spot,
+    pair::RailTarget,
 };
 
 /// Largest number of rails of one group.
-pub const MOST_RAILS: usize = 4;
+pub const DEFAULT_MAX_RAILS: usize = 4;
 
 /// Parsed rules such as `gpu0=mlx5_0,mlx5_1; host=mlx5_2; exclude=mlx5_bond_*`.
 ///
@@ -30,7 +30,7 @@ pub(super) struct Assignment {
 
 impl Default for Rules {
     fn default() -> Self {
-        Self { assignments: Vec::new(), excluded: Vec::new(), max_rails: MOST_RAILS }
+        Self { assignments: Vec::new(), excluded: Vec::new(), max_rails: DEFAULT_MAX_RAILS }
     }
 }
 
@@ -77,15 +77,16 @@ impl Rules {
     }
 
     /// The rule for a target, if there is one.
-    pub(super) fn for_spot(&self, spot: &Spot) -> Option<&Assignment> {
-        self.assignments.iter().rev().find(|rule| spot.is_named_by(&rule.target))
+    pub(super) fn for_target(&self, target: &RailTarget) -> Option<&Assignment> {
+        self.assignments.iter().rev().find(|rule| target.matches_rule(&rule.target))
     }
 
     /// Every rule must match something: a misspelt rule would leave the defaults without notice.
-    pub(super) fn check(&self, spots: &[Spot], nics: &[String]) -> Result<(), String> {
+    pub(super) fn check(&self, targets: &[RailTarget], nics: &[String]) -> Result<(), String> {
         for rule in &self.assignments {
-            if !spots.iter().any(|spot| spot.is_named_by(&rule.target)) {
-                let there = list(spots.iter().map(Spot::shown), "neither GPUs nor NUMA nodes");
+            if !targets.iter().any(|target| target.matches_rule(&rule.target)) {
+                let there =
+                    list(targets.iter().map(RailTarget::label), "neither GPUs nor NUMA nodes");
                 return Err(format!(
                     "the rule `{}` matches nothing: there is no `{}` here, only {there}",
                     rule.text, rule.target

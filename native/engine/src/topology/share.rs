@@ -3,7 +3,7 @@
 use super::Distance;
 
 /// A GPU and the NICs nearest to it, by index, in order.
-pub(super) struct Want {
+pub(super) struct Demand {
     pub nearest: Vec<usize>,
     pub distance: Distance,
 }
@@ -11,28 +11,29 @@ pub(super) struct Want {
 #[derive(Clone, Default)]
 pub(super) struct Share {
     pub rails: Vec<usize>,
-    /// Number of GPUs that want the same NICs.
+    /// Number of GPUs that share the same candidate NICs.
     pub gpus: usize,
     /// Number of NICs for them.
     pub of: usize,
 }
 
-/// GPUs that want the same NICs get equally many, because collectives run at the pace of the
+/// GPUs with the same candidate NICs get equally many, because collectives run at the pace of the
 /// slowest. If there are fewer NICs than GPUs, neighbours share one: PCI addresses follow the
 /// switches, even where a guest does not see them. GPUs nearer to their NICs choose first. NICs
 /// with more `uses` are chosen last.
-pub(super) fn share(wants: &[Want], uses: &mut [usize], most: usize) -> Vec<Share> {
-    let mut shares = vec![Share::default(); wants.len()];
-    let mut order: Vec<usize> = (0..wants.len()).collect();
-    order.sort_by_key(|i| wants[*i].distance.rank());
-    let mut served = vec![false; wants.len()];
+pub(super) fn share(demands: &[Demand], uses: &mut [usize], most: usize) -> Vec<Share> {
+    let mut shares = vec![Share::default(); demands.len()];
+    let mut order: Vec<usize> = (0..demands.len()).collect();
+    order.sort_by_key(|i| demands[*i].distance.rank());
+    let mut served = vec![false; demands.len()];
     for first in order {
-        if served[first] || wants[first].nearest.is_empty() {
+        if served[first] || demands[first].nearest.is_empty() {
             continue;
         }
-        let (nearest, rank) = (&wants[first].nearest, wants[first].distance.rank());
-        let same = |i: &usize| wants[*i].nearest == *nearest && wants[*i].distance.rank() == rank;
-        let group: Vec<usize> = (0..wants.len()).filter(same).collect();
+        let (nearest, rank) = (&demands[first].nearest, demands[first].distance.rank());
+        let same =
+            |i: &usize| demands[*i].nearest == *nearest && demands[*i].distance.rank() == rank;
+        let group: Vec<usize> = (0..demands.len()).filter(same).collect();
         let least = nearest.iter().map(|nic| uses[*nic]).min().unwrap_or(0);
         let pool: Vec<usize> = nearest.iter().copied().filter(|nic| uses[*nic] == least).collect();
         for (k, gpu) in group.iter().enumerate() {

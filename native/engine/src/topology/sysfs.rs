@@ -10,7 +10,7 @@ use std::{
     str::FromStr,
 };
 
-use super::{cpus::parse_cpus, Gpu, Interface, Link, Nic, Node, Place, Port, Topology};
+use super::{cpus::parse_cpus, Gpu, Interface, Link, Nic, Node, PciLocation, Port, Topology};
 
 const NVIDIA: u16 = 0x10de;
 const AMD: u16 = 0x1002;
@@ -86,17 +86,17 @@ impl Tree {
                 // AMD's accelerators have a separate class.
                 let gpu = (drawing && matches!(vendor, NVIDIA | AMD))
                     || (class == 0x1200 && vendor == AMD);
-                let place = self.place(&dir).filter(|_| gpu)?;
+                let pci = self.pci(&dir).filter(|_| gpu)?;
                 Some(Gpu {
                     name: String::new(),
-                    place,
+                    pci,
                     vendor,
                     device: hex(&dir.join("device")).unwrap_or(0) as u16,
                     numa: numa(&dir, nodes),
                 })
             })
             .collect();
-        gpus.sort_by_key(|g| g.place.address);
+        gpus.sort_by_key(|g| g.pci.address);
         for (i, gpu) in gpus.iter_mut().enumerate() {
             gpu.name = format!("gpu{i}");
         }
@@ -108,7 +108,7 @@ impl Tree {
         let mut nics: Vec<Nic> =
             names(&base).into_iter().map(|name| self.nic(&base.join(&name), name, nodes)).collect();
         nics.sort_by(|a, b| {
-            let key = |n: &Nic| (n.place.is_none(), n.place.as_ref().map(|p| p.address));
+            let key = |n: &Nic| (n.pci.is_none(), n.pci.as_ref().map(|p| p.address));
             key(a).cmp(&key(b)).then_with(|| by_number(&a.name, &b.name))
         });
         nics
@@ -132,13 +132,13 @@ impl Tree {
             _ => dir.join("device"),
         };
         Nic {
-            place: self.place(&device),
+            pci: self.pci(&device),
             software,
             numa: numa(&device, nodes),
             cpus: cpus(&device.join("local_cpulist")),
             port: port(&dir.join("ports")),
             interfaces,
-            parent: self.place(&device.join("physfn")).map(|p| p.address),
+            parent: self.pci(&device.join("physfn")).map(|p| p.address),
             name,
         }
     }
@@ -149,16 +149,16 @@ impl Tree {
             .into_iter()
             .map(|name| {
                 let device = base.join(&name).join("device");
-                Interface { place: self.place(&device), numa: numa(&device, nodes), name }
+                Interface { pci: self.pci(&device), numa: numa(&device, nodes), name }
             })
             .collect();
         all.sort_by(|a, b| by_number(&a.name, &b.name));
         all
     }
 
-    fn place(&self, link: &Path) -> Option<Place> {
+    fn pci(&self, link: &Path) -> Option<PciLocation> {
         let path = fs::canonicalize(link).ok()?;
-        Place::of(path.strip_prefix(&self.root).ok()?)
+        PciLocation::of(path.strip_prefix(&self.root).ok()?)
     }
 }
 

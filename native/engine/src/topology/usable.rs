@@ -1,6 +1,6 @@
 //! Decides which NICs are usable, and why the others are not.
 
-use super::{Gpu, LeftOut, Link, Nic, Rules, Tier, Topology};
+use super::{Gpu, Link, Nic, Rules, Tier, Topology, UnusedNic};
 
 /// The NICs that GPUs and nodes may be paired with, and the others with reasons.
 ///
@@ -9,29 +9,29 @@ pub(super) fn usable<'a>(
     topology: &Topology,
     nics: &'a [Nic],
     rules: &Rules,
-) -> (Vec<&'a Nic>, Vec<LeftOut>) {
-    let mut sieve = Sieve { kept: nics.iter().collect(), left_out: Vec::new() };
-    sieve.drop_if(|nic, _| rules.excludes(&nic.name).then(|| "a rule excludes it".to_owned()));
-    sieve.drop_if(|nic, _| (!nic.port.is_active()).then(|| port_down(nic)));
-    sieve.drop_if(virtual_function);
-    sieve.drop_if(software);
-    sieve.drop_if(other_fabric);
-    sieve.drop_if(slow);
-    sieve.drop_if(|nic, kept| far_from_gpus(topology, nic, kept));
-    (sieve.kept, sieve.left_out)
+) -> (Vec<&'a Nic>, Vec<UnusedNic>) {
+    let mut filter = NicFilter { kept: nics.iter().collect(), left_out: Vec::new() };
+    filter.exclude_if(|nic, _| rules.excludes(&nic.name).then(|| "a rule excludes it".to_owned()));
+    filter.exclude_if(|nic, _| (!nic.port.is_active()).then(|| port_down(nic)));
+    filter.exclude_if(virtual_function);
+    filter.exclude_if(software);
+    filter.exclude_if(other_fabric);
+    filter.exclude_if(slow);
+    filter.exclude_if(|nic, kept| far_from_gpus(topology, nic, kept));
+    (filter.kept, filter.left_out)
 }
 
-struct Sieve<'a> {
+struct NicFilter<'a> {
     kept: Vec<&'a Nic>,
-    left_out: Vec<LeftOut>,
+    left_out: Vec<UnusedNic>,
 }
 
-impl<'a> Sieve<'a> {
-    fn drop_if(&mut self, reason: impl Fn(&Nic, &[&'a Nic]) -> Option<String>) {
+impl<'a> NicFilter<'a> {
+    fn exclude_if(&mut self, reason: impl Fn(&Nic, &[&'a Nic]) -> Option<String>) {
         let mut kept = Vec::with_capacity(self.kept.len());
         for nic in &self.kept {
             match reason(nic, &self.kept) {
-                Some(reason) => self.left_out.push(LeftOut { nic: nic.name.clone(), reason }),
+                Some(reason) => self.left_out.push(UnusedNic { nic: nic.name.clone(), reason }),
                 None => kept.push(*nic),
             }
         }
@@ -49,13 +49,14 @@ fn port_down(nic: &Nic) -> String {
 /// A virtual function adds nothing if its physical function is used: they share the port.
 fn virtual_function(nic: &Nic, kept: &[&Nic]) -> Option<String> {
     let parent = nic.parent?;
-    let parent = kept.iter().find(|n| n.place.as_ref().is_some_and(|p| p.address == parent))?;
+    let parent = kept.iter().find(|n| n.pci.as_ref().is_some_and(|p| p.address == parent))?;
     Some(format!("a virtual function of {}, which is here itself", parent.name))
 }
 
 fn software(nic: &Nic, kept: &[&Nic]) -> Option<String> {
     let real = kept.iter().any(|n| !n.software);
-    (nic.software && real).then(|| "a software device, while there are hardware RDMA devices".to_owned())
+    (nic.software && real)
+        .then(|| "a software device, while there are hardware RDMA devices".to_owned())
 }
 
 /// Devices of different link layers can't communicate, so the layer with the most bandwidth is
@@ -77,7 +78,7 @@ fn other_fabric(nic: &Nic, kept: &[&Nic]) -> Option<String> {
             1 => "1 device carries".to_owned(),
             n => format!("{n} devices carry"),
         };
-        let (ours, theirs) = (nic.port.link.words(), chosen.words());
+        let (ours, theirs) = (nic.port.link.name(), chosen.name());
         format!("{ours}, while {devices} {} Gb/s over {theirs}", carries(chosen))
     })
 }

@@ -39,9 +39,9 @@ fn location(topology: &Topology, config: &NicConfig) -> Result<Location, DomainE
 
 fn gpu_address(topology: &Topology, gpu: &str) -> Result<PciAddress, DomainError> {
     if let Some(gpu) = topology.gpu(gpu) {
-        return Ok(gpu.place.address);
+        return Ok(gpu.pci.address);
     }
-    let there: Vec<_> = topology.gpus.iter().map(|g| g.place.address.to_string()).collect();
+    let there: Vec<_> = topology.gpus.iter().map(|g| g.pci.address.to_string()).collect();
     Err(DomainError::Unavailable(format!(
         "there is no GPU {gpu:?} here; there are: {}",
         if there.is_empty() { "none".to_owned() } else { there.join(", ") }

@@ -1,4 +1,4 @@
-//! Who may have how much under way: priorities on one rail, and senders of one receiver.
+//! Admission: priorities on one rail, and credits of several senders to one receiver.
 
 use std::{sync::Arc, time::Duration};
 
@@ -39,9 +39,9 @@ impl World {
             .map(|_| {
                 let sender = net.engine(engine.clone()).unwrap();
                 let src = sender.alloc(64 * M).unwrap();
-                let there = sender.import(&dst.descriptor()).unwrap();
-                sender.connect(there.peer()).unwrap();
-                (sender, src, there)
+                let imported = sender.import(&dst.descriptor()).unwrap();
+                sender.connect(imported.peer()).unwrap();
+                (sender, src, imported)
             })
             .collect();
         let mut world = Self { net, senders, receiver: (receiver, dst) };
@@ -62,20 +62,20 @@ impl World {
         self.net.advance(Time(at));
     }
 
-    /// `pages` pages of 1 MiB, all to the same place: what matters is how long they take.
+    /// `pages` pages of 1 MiB, all to the same offset: only their duration is tested.
     fn send(&self, sender: usize, pages: u64, priority: Priority) -> Handle {
-        let (engine, src, there) = &self.senders[sender];
-        let ops: Vec<_> = (0..pages).map(|_| write(src, there, M)).collect();
+        let (engine, src, imported) = &self.senders[sender];
+        let ops: Vec<_> = (0..pages).map(|_| write(src, imported, M)).collect();
         engine.submit(&ops, Submit { priority: Some(priority), ..Submit::default() }).unwrap()
     }
 
     fn small(&self, sender: usize, priority: Priority) -> Handle {
-        let (engine, src, there) = &self.senders[sender];
-        let op = write(src, there, 4096);
+        let (engine, src, imported) = &self.senders[sender];
+        let op = write(src, imported, 4096);
         engine.submit(&[op], Submit { priority: Some(priority), ..Submit::default() }).unwrap()
     }
 
-    /// Virtual nanoseconds until it is over.
+    /// Virtual nanoseconds until the handle is done.
     fn takes(&mut self, handle: &Handle) -> u64 {
         let start = self.now();
         while handle.poll().is_none() && self.net.step() {}
@@ -93,13 +93,13 @@ fn config() -> EngineConfig {
     EngineConfig { op_timeout: Duration::from_secs(600), ..EngineConfig::default() }
 }
 
-/// Nanoseconds that so many bytes take on the wire.
+/// Nanoseconds that `bytes` take on the wire.
 fn wire(bytes: u64) -> u64 {
     (bytes as f64 / RATE) as u64
 }
 
 #[test]
-fn what_is_urgent_waits_behind_no_more_than_a_window() {
+fn urgent_work_waits_behind_at_most_one_window() {
     let window = 4 * M;
     let mut world = World::new(1, &EngineConfig { rail_window: window, ..config() });
     let bulk = world.send(0, 256, Priority::Bulk);
@@ -115,13 +115,13 @@ fn what_is_urgent_waits_behind_no_more_than_a_window() {
 }
 
 #[test]
-fn background_takes_what_is_left_and_does_not_starve() {
+fn background_work_uses_spare_bandwidth_and_does_not_starve() {
     let mut world = World::new(1, &config());
     let background = world.send(0, 128, Priority::Background);
     let bulk = world.send(0, 512, Priority::Bulk);
     let start = world.now();
     let took = world.takes(&bulk);
-    // A page every ten milliseconds is all that it may have of a busy rail.
+    // A busy rail admits one background page every ten milliseconds.
     let turns = took / (10 * MS) + 1;
     assert!(took < wire(512 * M) + turns * wire(M) + 20 * MS, "{took} ns");
     assert!(background.poll().is_none());
@@ -132,24 +132,24 @@ fn background_takes_what_is_left_and_does_not_starve() {
 }
 
 #[test]
-fn a_deadline_moves_background_up() {
+fn a_deadline_raises_background_priority() {
     let mut world = World::new(1, &config());
     let bulk = world.send(0, 512, Priority::Bulk);
-    let (engine, src, there) = &world.senders[0];
-    let ops: Vec<_> = (0..16).map(|_| write(src, there, M)).collect();
+    let (engine, src, imported) = &world.senders[0];
+    let ops: Vec<_> = (0..16).map(|_| write(src, imported, M)).collect();
     let submit = |ms| Submit {
         timeout: Some(Duration::from_millis(ms)),
         priority: Some(Priority::Background),
         ..Submit::default()
     };
-    // By its turns alone it would have 16 of 512 pages in as many turns of ten milliseconds.
+    // Without its deadline it would have 16 of 512 pages after 16 turns of ten milliseconds.
     let soon = engine.submit(&ops, submit(120)).unwrap();
     let took = world.takes(&soon);
     assert!(took < 120 * MS, "{took} ns");
     world.takes(&bulk);
 }
 
-/// Many senders at once: the receiver's port has a queue of what is on its way, and that is bounded.
+/// Many senders at once: the queue at the receiver's port is bounded.
 #[test]
 fn a_receiver_is_not_overrun() {
     let queue = |receive_window| {
@@ -172,7 +172,7 @@ fn a_receiver_is_not_overrun() {
     assert!(without > 3 * with, "{without} ns without credits, {with} ns with them");
 }
 
-/// The senders' demand ends: who is left has all of the receiver again.
+/// When the other senders' demand ends, the remaining sender has the whole receiver again.
 #[test]
 fn credits_come_back() {
     let mut world = World::new(8, &EngineConfig { receive_window: 8 * M, ..config() });
@@ -189,37 +189,37 @@ fn credits_come_back() {
     }
 }
 
-/// Nobody would wake up again and again for what waits no more.
+/// Otherwise the engine would wake up repeatedly for operations that no longer wait.
 #[test]
-fn what_is_cancelled_in_the_queue_leaves_no_alarm_behind() {
+fn cancelling_queued_work_leaves_no_timer_behind() {
     let mut world = World::new(1, &config());
-    // All of it is under way, and nothing else waits.
+    // All of this transfer is under way, and nothing else waits.
     let bulk = world.send(0, 12, Priority::Bulk);
-    let (engine, src, there) = &world.senders[0];
-    let op = write(src, there, M);
+    let (engine, src, imported) = &world.senders[0];
+    let op = write(src, imported, M);
     let options = Submit { priority: Some(Priority::Background), ..Submit::default() };
     let queued = engine.submit(&[op], options).unwrap();
     let engine = Arc::clone(engine);
     queued.cancel();
     assert!(matches!(queued.poll(), Some(Err(_))), "{:?}", queued.poll());
-    // Its turn would have come in ten milliseconds; for credit, somebody asks again in a hundred.
+    // Its turn would have come in ten milliseconds; credit is requested again after a hundred.
     world.until(world.now() + MS);
     let next = engine.next_timer();
     assert!(next > Time(world.now() + 50 * MS), "{next:?} at {}", world.now());
     world.takes(&bulk);
 }
 
-/// The count of a write that was cut follows its bytes, not all that was asked for since.
+/// The count of a cut write follows its bytes, not the bytes submitted after it.
 #[test]
 fn a_count_does_not_wait_behind_later_bytes() {
     let mut world = World::new(1, &config());
     let (len, counter) = (32 * M, world.receiver().counter().unwrap());
     let large = world.receiver().alloc(len).unwrap();
     let (engine, src, _) = &world.senders[0];
-    let there = engine.import(&large.descriptor()).unwrap();
+    let imported = engine.import(&large.descriptor()).unwrap();
     let op = Op::Write {
         src: Local { region: src, offset: 0 },
-        dst: Remote { region: &there, offset: 0 },
+        dst: Remote { region: &imported, offset: 0 },
         len,
         imm: Some(counter.imm()),
     };
@@ -231,13 +231,13 @@ fn a_count_does_not_wait_behind_later_bytes() {
     world.takes(&rest);
 }
 
-/// A deadline moves work up, but not past the windows.
+/// A deadline raises the priority of work, but does not exempt it from the windows.
 #[test]
-fn urgent_background_keeps_to_the_window() {
+fn background_with_a_deadline_stays_within_the_window() {
     let mut world = World::new(1, &config());
     let bulk = world.send(0, 600, Priority::Bulk);
-    let (engine, src, there) = &world.senders[0];
-    let ops: Vec<_> = (0..400).map(|_| write(src, there, M)).collect();
+    let (engine, src, imported) = &world.senders[0];
+    let ops: Vec<_> = (0..400).map(|_| write(src, imported, M)).collect();
     let options = Submit {
         timeout: Some(Duration::from_millis(600)),
         priority: Some(Priority::Background),
@@ -252,9 +252,9 @@ fn urgent_background_keeps_to_the_window() {
     world.takes(&bulk);
 }
 
-/// Much work for one receiver leaves room for a little to another.
+/// A large transfer to one receiver leaves room for a small one to another.
 #[test]
-fn nobody_waits_for_ever_behind_another_receiver() {
+fn work_for_one_receiver_does_not_starve_another() {
     let mut world = World::new(1, &config());
     let other = world.net.engine(config()).unwrap();
     let (large, small) = (world.receiver().alloc(16 * M).unwrap(), other.alloc(M).unwrap());

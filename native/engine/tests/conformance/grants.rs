@@ -44,7 +44,7 @@ pub fn mr_3_a_grant_reaches_no_further_than_its_part(w: &mut dyn World) {
     let honest = import(&a, &grant.descriptor());
     assert_eq!(write(w, &a, &src, &honest, 4096), Ok(()));
     memory.put(4096, &[0; 4096]).unwrap();
-    // A descriptor that lies about where it ends: the key is that of the part alone.
+    // A descriptor with a forged end: its key covers the part alone.
     let longer = RegionDescriptor { len: 8192, ..grant.descriptor() };
     let longer = import(&a, &longer);
     let e = write(w, &a, &src, &longer, 8192).unwrap_err();
@@ -63,18 +63,18 @@ pub fn mr_3_a_grant_reaches_no_further_than_its_part(w: &mut dyn World) {
         let e = memory.grant(0, len, terms).unwrap_err();
         assert!(matches!(e, EngineError::Invalid(_)), "{e}");
     }
-    // A part of a part counts from the part.
+    // Offsets of a nested part are relative to the outer part.
     let inner = grant.slice(1024, 2048).unwrap().grant(512, 64, Grant::default()).unwrap();
     assert_eq!(inner.addr(), memory.addr() + 4096 + 1536);
-    let there = import(&a, &inner.descriptor());
+    let imported = import(&a, &inner.descriptor());
     memory.put(0, &[0; 3 * 4096]).unwrap();
-    assert_eq!(write(w, &a, &src, &there, 64), Ok(()));
+    assert_eq!(write(w, &a, &src, &imported, 64), Ok(()));
     let mut expected = vec![0; 3 * 4096];
     expected[4096 + 1536..4096 + 1600].fill(7);
     assert_eq!(memory.get(0, 3 * 4096).unwrap(), expected);
 }
 
-pub fn mr_3_what_was_granted_to_one_peer_is_refused_to_all_others(w: &mut dyn World) {
+pub fn mr_3_a_grant_to_one_peer_is_refused_to_all_others(w: &mut dyn World) {
     if !w.sees_writers() {
         return;
     }
@@ -98,13 +98,13 @@ pub fn mr_3_what_was_granted_to_one_peer_is_refused_to_all_others(w: &mut dyn Wo
     assert_eq!(memory.get(0, 4096).unwrap(), [0; 4096]);
     assert_eq!(write(w, &a, &of_a, &to_a, 4096), Ok(()));
     assert_eq!(memory.get(0, 4096).unwrap(), [7; 4096]);
-    // Who was refused is not cut off: what was given to it goes on.
+    // The refused peer keeps its link and its own grants.
     let own = memory.grant(64, 64, Grant { peer: Some(c.id()), ttl: None }).unwrap();
     let own = import(&c, &own.descriptor());
     assert_eq!(write(w, &c, &of_c, &own, 64), Ok(()));
 }
 
-pub fn mr_2_a_grant_ends_by_itself(w: &mut dyn World) {
+pub fn mr_2_a_grant_expires(w: &mut dyn World) {
     let (a, b) = (w.engine("a"), w.engine("b"));
     let (src, memory) = (full(&a, 4096), b.alloc(8192).unwrap());
     let long = Grant { ttl: Some(Duration::from_secs(1 << 20)), ..Default::default() };
@@ -112,30 +112,30 @@ pub fn mr_2_a_grant_ends_by_itself(w: &mut dyn World) {
     let to_stay = import(&a, &stays.descriptor());
     let short = Grant { ttl: Some(Duration::from_millis(30)), ..Default::default() };
     let grant = memory.grant(0, 4096, short).unwrap();
-    let there = import(&a, &grant.descriptor());
+    let imported = import(&a, &grant.descriptor());
     let mut last = Ok(());
     for _ in 0..1000 {
-        last = write(w, &a, &src, &there, 64);
+        last = write(w, &a, &src, &imported, 64);
         if last.is_err() {
             break;
         }
         w.idle();
     }
-    assert!(last.is_err(), "a grant outlives its time");
+    assert!(last.is_err(), "a grant is valid after its expiry");
     let stale = |e: &EngineError| matches!(e, EngineError::Stale { .. });
     assert!(stale(last.as_ref().unwrap_err()), "{last:?}");
-    // Here as well, and a revocation has no more to do.
+    // The grant has ended at the owner as well; a revocation has no effect.
     assert!(stale(&grant.get(0, 1).unwrap_err()));
     assert!(stale(&grant.grant(0, 1, Grant::default()).unwrap_err()));
     grant.deregister(SOON).unwrap();
     memory.put(0, &[0; 64]).unwrap();
-    assert!(write(w, &a, &src, &there, 64).is_err());
+    assert!(write(w, &a, &src, &imported, 64).is_err());
     w.idle();
     assert_eq!(memory.get(0, 64).unwrap(), [0; 64]);
     assert_eq!(write(w, &a, &src, &to_stay, 4096), Ok(()));
 }
 
-pub fn mr_2_a_grant_of_a_grant_gives_no_more_than_that(w: &mut dyn World) {
+pub fn mr_2_a_nested_grant_gives_no_more_than_its_parent(w: &mut dyn World) {
     let (a, b, c) = (w.engine("a"), w.engine("b"), w.engine("c"));
     let memory = b.alloc(4096).unwrap();
     let for_a = Grant { peer: Some(a.id()), ttl: None };
@@ -150,17 +150,17 @@ pub fn mr_2_a_grant_of_a_grant_gives_no_more_than_that(w: &mut dyn World) {
         let e = write(w, &c, &of_c, &to_c, 64).unwrap_err();
         assert!(matches!(e, EngineError::Refused { .. }), "{e}");
     }
-    // It ends when the first would have, which needn't be there any more.
+    // It ends when the first grant would have, even if that one was dropped.
     let long = Grant { ttl: Some(Duration::from_secs(1 << 20)), ..for_a };
     let in_time = |ttl: Duration| {
         let first = memory.grant(0, 4096, Grant { ttl: Some(ttl), ..for_a })?;
         first.grant(0, 64, Grant::default())?.grant(0, 64, long)
     };
     let third = (5..20).find_map(|n| in_time(Duration::from_millis(1 << n)).ok()).unwrap();
-    let there = import(&a, &third.descriptor());
+    let imported = import(&a, &third.descriptor());
     let mut last = Ok(());
     for _ in 0..1000 {
-        last = write(w, &a, &src, &there, 64);
+        last = write(w, &a, &src, &imported, 64);
         if last.is_err() {
             break;
         }
@@ -182,11 +182,11 @@ pub fn mr_1_a_region_is_quiet_when_all_its_grants_are(w: &mut dyn World) {
         let region = b.register_again(&memory).unwrap();
         let half = region.grant(0, n / 2, Grant::default()).unwrap();
         let grant = half.grant(0, n / 2, Grant::default()).unwrap();
-        // Whether what lies between them is still there makes no difference.
+        // It makes no difference whether the grants between them still exist.
         let half = Some(half).filter(|_| round % 2 == 0);
         w.idle();
-        let there = import(&a, &grant.descriptor());
-        let handle = submit(&a, &src, &there, n / 2).unwrap();
+        let imported = import(&a, &grant.descriptor());
+        let handle = submit(&a, &src, &imported, n / 2).unwrap();
         w.until("the first bytes", &mut || {
             handle.drive();
             memory.get(0, 64).unwrap() != [0; 64] || handle.is_done()
@@ -198,9 +198,9 @@ pub fn mr_1_a_region_is_quiet_when_all_its_grants_are(w: &mut dyn World) {
         assert!(look() == quiet, "something landed in round {round}");
         assert!(grant.get(0, 1).is_err());
         assert!(half.is_none_or(|half| half.get(0, 1).is_err()));
-        assert!(write(w, &a, &src, &there, 64).is_err());
+        assert!(write(w, &a, &src, &imported, 64).is_err());
     }
-    // A grant ends what was granted from it, and leaves what wasn't.
+    // Revoking a grant ends the grants made from it, and no others.
     let middle = memory.grant(0, 64, Grant::default()).unwrap();
     let (own, other) = (middle.slice(0, 32).unwrap(), memory.slice(0, 32).unwrap());
     let [inner, beside] = [own, other].map(|of| of.grant(0, 32, Grant::default()).unwrap());
@@ -209,14 +209,14 @@ pub fn mr_1_a_region_is_quiet_when_all_its_grants_are(w: &mut dyn World) {
     w.idle();
     middle.deregister(SOON).unwrap();
     assert!(innermost.get(0, 1).is_err() && beside.get(0, 1).is_ok());
-    // Without a revocation a grant outlives what it was granted from, and keeps its memory.
+    // Without a revocation a grant outlives the grant it was made from, and keeps the memory.
     let region = full(&b, 4096);
     let grant = region.grant(0, 64, Grant::default()).unwrap();
     drop(region);
     w.idle();
     assert_eq!(grant.get(0, 64).unwrap(), [7; 64]);
-    let there = import(&a, &grant.descriptor());
-    assert_eq!(write(w, &a, &src, &there, 64), Ok(()));
+    let imported = import(&a, &grant.descriptor());
+    assert_eq!(write(w, &a, &src, &imported, 64), Ok(()));
     drop(grant);
     let b: Arc<TransferEngine> = b;
     w.until("the end of all registrations", &mut || b.stats().retiring == 0);

@@ -1,4 +1,4 @@
-//! Links that are lost, slow or refused something, where the moment matters.
+//! Links that are lost or slow, and refused writes, at particular moments.
 
 use fabric_engine::{
     api::{EngineConfig, Imm},
@@ -14,7 +14,7 @@ struct Pair {
     b: Arc<TransferEngine>,
     src: Region,
     dst: Region,
-    there: RemoteRegion,
+    imported: RemoteRegion,
 }
 fn pair(config: SimConfig, rails: (u8, u8)) -> Pair {
     let mut net = SimNet::new(config);
@@ -24,9 +24,9 @@ fn pair(config: SimConfig, rails: (u8, u8)) -> Pair {
     let (src, dst) = (a.alloc(1 << 20).unwrap(), b.alloc(1 << 20).unwrap());
     let bytes: Vec<u8> = (0..1u32 << 20).map(|i| (i % 251) as u8 | 1).collect();
     src.put(0, &bytes).unwrap();
-    let there = a.import(&dst.descriptor()).unwrap();
-    a.connect(there.peer()).unwrap();
-    let mut p = Pair { net, a, b, src, dst, there };
+    let imported = a.import(&dst.descriptor()).unwrap();
+    a.connect(imported.peer()).unwrap();
+    let mut p = Pair { net, a, b, src, dst, imported };
     p.us(1_000_000);
     p
 }
@@ -43,11 +43,13 @@ impl Pair {
     }
     fn wait(&mut self, handle: &Handle) -> Result<()> {
         while handle.drive().is_none() && self.net.step() {}
-        handle.poll().expect("nothing happens any more, and it has not ended")
+        handle.poll().expect("the simulation has no more events, and the handle has not ended")
     }
     fn write(&self, at: u64, len: u64, imm: Option<fabric_engine::api::Imm>) -> Handle {
-        let (src, dst) =
-            (Local { region: &self.src, offset: at }, Remote { region: &self.there, offset: at });
+        let (src, dst) = (
+            Local { region: &self.src, offset: at },
+            Remote { region: &self.imported, offset: at },
+        );
         self.a.submit(&[Op::Write { src, dst, len, imm }], Submit::default()).unwrap()
     }
     fn posted(&self, rails: u8) -> Vec<u64> {
@@ -56,7 +58,7 @@ impl Pair {
 }
 
 #[test]
-fn a_question_whose_link_is_lost_is_asked_again_by_another() {
+fn a_request_on_a_lost_link_is_repeated_on_another() {
     let mut failed = Vec::new();
     for seed in 0..20 {
         let mut p = pair(config(seed), (3, 3));
@@ -67,7 +69,7 @@ fn a_question_whose_link_is_lost_is_asked_again_by_another() {
         let rail = (0..3).find(|r| now[*r] > before[*r]).unwrap() as u8;
         let id = p.a.id();
         p.net.plug(id, rail, false);
-        p.us(0); // a finds out, and asks by the first link that is up
+        p.us(0); // a notices, and asks over the first link that is up
         let via = if rail == 0 { 1 } else { 0 };
         p.net.plug(id, via, false);
         let r = p.wait(&done);
@@ -79,7 +81,7 @@ fn a_question_whose_link_is_lost_is_asked_again_by_another() {
 }
 
 #[test]
-fn refused_writes_leave_room_behind() {
+fn refused_writes_free_their_queue_slots() {
     let mut p = pair(config(1), (2, 2));
     let gone = p.b.alloc(1 << 20).unwrap();
     let stale = p.a.import(&gone.descriptor()).unwrap();
@@ -118,10 +120,10 @@ fn links_with_latency_are_not_taken_for_stalled() {
     }
     let after = p.posted(2);
     let n: u64 = after.iter().zip(&before).map(|(a, b)| a - b).sum();
-    assert_eq!(n, 60, "posted; more were sent twice because a healthy link was given up");
+    assert_eq!(n, 60, "posted; extra posts mean that a healthy link was given up");
 }
 
-/// App-level reuse after a count.
+/// The application reuses the memory after a count.
 #[test]
 fn mr_1_bytes_that_were_counted_do_not_land_again() {
     let mut bad = Vec::new();
@@ -132,7 +134,7 @@ fn mr_1_bytes_that_were_counted_do_not_land_again() {
         let a1 = p.write(0, 100, Some(counter.imm()));
         while counter.arrived() == 0 && p.net.step() {}
         assert_eq!(first.drive(), Some(Ok(())));
-        // The receiver has used it, and uses the memory for something else.
+        // The receiver has consumed the bytes, and reuses the memory.
         p.dst.put(0, &[0; 100]).unwrap();
         let second = counter.expect(1, &[], SOON).unwrap();
         let a2 = p.write(4096, 100, Some(counter.imm()));
@@ -153,7 +155,7 @@ fn mr_1_bytes_that_were_counted_do_not_land_again() {
 fn a_message_on_a_broken_last_link_is_not_a_lost_peer() {
     let mut p = pair(config(1), (1, 1));
     let sent =
-        p.a.submit(&[Op::Send { peer: p.there.peer(), message: &[1; 100] }], Submit::default())
+        p.a.submit(&[Op::Send { peer: p.imported.peer(), message: &[1; 100] }], Submit::default())
             .unwrap();
     let id = p.a.id();
     p.net.plug(id, 0, false);
@@ -174,7 +176,7 @@ fn a_first_write_with_latency_is_not_a_stall() {
     for i in 0..100 {
         let rail = if i < 30 { Some(0) } else { None };
         let (src, dst) =
-            (Local { region: &p.src, offset: 0 }, Remote { region: &p.there, offset: 0 });
+            (Local { region: &p.src, offset: 0 }, Remote { region: &p.imported, offset: 0 });
         handles.push(
             p.a.submit(
                 &[Op::Write { src, dst, len: 1000, imm: None }],
@@ -190,7 +192,7 @@ fn a_first_write_with_latency_is_not_a_stall() {
     }
     let after = p.posted(2);
     let n: u64 = after.iter().zip(&before).map(|(a, b)| a - b).sum();
-    assert_eq!(n, 100, "posted; more were sent twice because a healthy link was given up");
+    assert_eq!(n, 100, "posted; extra posts mean that a healthy link was given up");
 }
 
 /// Pinned to a healthy rail whose round trip takes 30 ms.
@@ -203,7 +205,7 @@ fn a_pinned_write_over_a_healthy_rail_with_latency() {
     for i in 0..100 {
         let rail = if i == 30 { 1 } else { 0 };
         let (src, dst) =
-            (Local { region: &p.src, offset: 0 }, Remote { region: &p.there, offset: 0 });
+            (Local { region: &p.src, offset: 0 }, Remote { region: &p.imported, offset: 0 });
         handles.push(
             p.a.submit(
                 &[Op::Write { src, dst, len: 1000, imm: None }],
@@ -233,18 +235,18 @@ fn mr_1_close_in_the_middle_does_not_promise_quiet() {
         }
         p.a.close();
         let quiet = done.quiet();
-        let ours = vec![0xEE; 1 << 20];
-        p.dst.put(0, &ours).unwrap();
+        let reused = vec![0xEE; 1 << 20];
+        p.dst.put(0, &reused).unwrap();
         p.us(5_000_000);
-        let landed = p.dst.get(0, 1 << 20).unwrap() != ours;
+        let landed = p.dst.get(0, 1 << 20).unwrap() != reused;
         if landed && quiet == fabric_engine::Quiet::Quiet {
             bad.push((seed, done.poll()));
         }
     }
-    assert!(bad.is_empty(), "quiet, and something landed later: {} {:?}", bad.len(), bad[0]);
+    assert!(bad.is_empty(), "bytes landed after quiet: {} {:?}", bad.len(), bad[0]);
 }
 
-/// 64 mib pinned to a rail of 10 gb/s, small work on the other.
+/// 64 MiB pinned to a rail of 10 Gb/s, small writes on the other.
 #[test]
 fn a_slow_healthy_rail_is_not_stalled() {
     let len = 64 << 20;
@@ -257,8 +259,8 @@ fn a_slow_healthy_rail_is_not_stalled() {
     };
     let mut p = pair(config, (2, 2));
     let (src, dst) = (p.a.alloc(len).unwrap(), p.b.alloc(len).unwrap());
-    let there = p.a.import(&dst.descriptor()).unwrap();
-    let (from, to) = (Local { region: &src, offset: 0 }, Remote { region: &there, offset: 0 });
+    let imported = p.a.import(&dst.descriptor()).unwrap();
+    let (from, to) = (Local { region: &src, offset: 0 }, Remote { region: &imported, offset: 0 });
     let before = p.posted(2);
     let big =
         p.a.submit(
@@ -284,7 +286,8 @@ fn a_slow_healthy_rail_is_not_stalled() {
     assert_eq!(n, [60, slices], "posted");
 }
 
-/// Silent, and nobody is told: what it carries goes another way long before the peer would be missed.
+/// A rail goes silent without a report: its operations move to another rail long before the peer
+/// timeout.
 #[test]
 fn a_rail_that_has_stalled_is_given_up() {
     for seed in 0..10 {
@@ -298,7 +301,7 @@ fn a_rail_that_has_stalled_is_given_up() {
         let lasts = 1_500_000_000;
         p.net.inject(&Fault::Stall { node: 0, rail: 1, nth: 0, lasts });
         let start = p.net.now().0;
-        // Others go on meanwhile: by that the rail is seen to be at fault, and not the peer.
+        // Other rails carry on meanwhile, which shows that the rail is at fault and not the peer.
         while !done.is_done() {
             assert!(p.net.now().0 < start + 100_000_000, "seed {seed}");
             let _ = p.write(0, 1000, Some(Imm::plain(7).unwrap()));

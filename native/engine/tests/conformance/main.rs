@@ -1,6 +1,6 @@
-//! One suite for every transport. A test's name says which promise (design §3) it holds; each runs
-//! on every world below. Those that need NICs are ignored: `tests/rdma` runs them in a guest that has
-//! some.
+//! One suite for every transport. Each test runs on every world below; its name begins with the
+//! promise (design §3) that it checks. Tests that need NICs are ignored: `tests/rdma` runs them in
+//! a guest with soft-RoCE devices.
 
 mod admission;
 mod grants;
@@ -63,9 +63,9 @@ on_every_transport! {
     ic_1_counts_are_logical,
     ic_1_a_cut_write_counts_once,
     ic_1_a_write_in_pieces_counts_once,
-    ic_2_bytes_are_there_when_the_counter_says_so,
+    ic_2_bytes_have_landed_when_the_counter_counts_them,
     ic_5_early_arrivals_are_kept,
-    ic_6_a_released_counter_sees_no_ghosts,
+    ic_6_a_released_counter_sees_no_late_arrivals,
     counters_fire_in_order_and_rounds_do_not_mix,
     shuffled_pages_land_where_they_belong,
     reads_fetch,
@@ -77,27 +77,27 @@ on_every_transport! {
     mr_2_a_deregistered_region_is_stale,
     mr_1_deregistration_waits_for_peers,
     mr_1_nothing_lands_once_a_region_is_quiet,
-    mr_1_a_transfer_that_was_given_up_tells_when_it_is_quiet,
-    mr_2_what_one_peer_was_given_is_taken_back_from_it_alone,
+    mr_1_an_abandoned_transfer_reports_when_it_is_quiet,
+    mr_2_revoking_one_peers_grant_leaves_the_others,
     mr_3_bounds_hold_on_both_sides,
     mr_3_memory_beside_a_region_is_out_of_reach,
     mr_3_a_grant_reaches_no_further_than_its_part,
-    mr_3_what_was_granted_to_one_peer_is_refused_to_all_others,
-    mr_2_a_grant_ends_by_itself,
-    mr_2_a_grant_of_a_grant_gives_no_more_than_that,
+    mr_3_a_grant_to_one_peer_is_refused_to_all_others,
+    mr_2_a_grant_expires,
+    mr_2_a_nested_grant_gives_no_more_than_its_parent,
     mr_1_a_region_is_quiet_when_all_its_grants_are,
     rs_1_no_read_ends_well_without_its_bytes,
     rs_2_the_transport_in_use_is_visible,
     rs_4_a_closed_peer_ends_everything,
     rs_4_an_expectation_ends_by_its_deadline,
-    ic_5_a_wait_that_was_given_up_takes_nothing,
+    ic_5_a_cancelled_wait_takes_no_arrivals,
     an_engine_can_write_to_itself,
     both_sides_connect_at_once,
     bad_requests_are_refused_before_anything_is_sent,
     foreign_memory_is_reached,
-    files_are_reached_or_refused_in_words,
+    files_are_reached_or_refused_with_a_reason,
     many_small_writes_all_count,
     memory_of_another_engine_of_the_process_is_reached_through_either,
-    tags_are_told_once_each_with_their_bytes,
+    each_tag_is_reported_once_with_its_bytes,
     closing_in_any_order_is_safe,
 }

@@ -1,5 +1,6 @@
-//! Engines over NICs. `FABRIC_TEST_NICS_A` names those of the first engine of a test,
-//! `FABRIC_TEST_NICS_B` those of all others, with commas between; without them, whatever is there.
+//! Engines over NICs. `FABRIC_TEST_NICS_A` lists the NICs of the first engine of a test,
+//! `FABRIC_TEST_NICS_B` those of all others, separated by commas; if unset, all NICs of the
+//! machine.
 
 use fabric_engine::{
     api::{EngineConfig, NicConfig, TransportKind},
@@ -26,7 +27,8 @@ pub fn verbs() -> Threads {
     Threads::over(TransportKind::Verbs, nics(None, None))
 }
 
-/// Runs a test over a provider; says so and passes where libfabric or the provider is missing.
+/// Runs a test over a provider; prints `skipped` and passes where libfabric or the provider is
+/// missing.
 pub fn libfabric(provider: &str, shuffle: Option<u64>, test: fn(&mut dyn World)) {
     let nics = nics(Some(provider), shuffle);
     let config = EngineConfig {

@@ -1,11 +1,11 @@
-//! What an engine says when it can't have what its user requires, and what it won't do in silence.
+//! Errors of an engine whose required transports are missing, and fallbacks that must be allowed.
 
 use fabric_engine::{
     api::{Endpoint, EngineAddress, EngineConfig, EngineId, NicConfig, Requirement, TransportKind},
     EngineError, Op, Submit, TransferEngine,
 };
 
-/// Why an engine doesn't open.
+/// The error of an engine that doesn't open: its transport and reasons.
 fn refusal(config: EngineConfig) -> (String, String) {
     match TransferEngine::open(config) {
         Err(EngineError::TransportUnavailable { wanted, reasons }) => (wanted, reasons),
@@ -18,7 +18,7 @@ fn over_libfabric_tcp(config: EngineConfig) -> EngineConfig {
     EngineConfig { token: Some(b"t".to_vec()), nics, ..config }
 }
 
-/// Whether libfabric's own tcp can be had; says so where not.
+/// Whether libfabric's tcp provider is available; prints `skipped` if not.
 fn has_libfabric_tcp() -> bool {
     let transports = vec![TransportKind::Libfabric];
     let opened =
@@ -30,7 +30,7 @@ fn has_libfabric_tcp() -> bool {
 }
 
 #[test]
-fn rs_2_what_is_required_and_missing_is_named_with_its_reason() {
+fn rs_2_a_missing_required_transport_is_named_with_its_reason() {
     // No machine has such a NIC.
     let nics = NicConfig { names: vec!["no-such-nic".into()], ..Default::default() };
     let require = Some(Requirement::Rdma);
@@ -43,7 +43,7 @@ fn rs_2_what_is_required_and_missing_is_named_with_its_reason() {
 }
 
 #[test]
-fn rs_2_what_is_required_must_be_allowed() {
+fn rs_2_a_required_transport_must_be_allowed() {
     for (require, allowed, word) in [
         (Requirement::Transport(TransportKind::Tcp), TransportKind::Shm, "tcp"),
         (Requirement::Rdma, TransportKind::Tcp, "rdma"),
@@ -56,7 +56,7 @@ fn rs_2_what_is_required_must_be_allowed() {
 }
 
 #[test]
-fn rs_2_a_nic_made_of_sockets_is_no_rdma_and_is_named() {
+fn rs_2_a_socket_based_nic_is_not_rdma_and_is_named() {
     if has_libfabric_tcp() {
         let require = Some(Requirement::Rdma);
         let (_, reasons) =
@@ -67,16 +67,16 @@ fn rs_2_a_nic_made_of_sockets_is_no_rdma_and_is_named() {
 }
 
 #[test]
-fn rs_2_between_nics_that_do_not_speak_to_each_other_sockets_must_be_asked_for() {
+fn rs_2_incompatible_nics_fall_back_to_sockets_only_if_requested() {
     if !has_libfabric_tcp() {
         return;
     }
-    let nobody = [TransportKind::Verbs, TransportKind::Tcp]
+    let unreachable = [TransportKind::Verbs, TransportKind::Tcp]
         .map(|transport| Endpoint { transport, data: vec![127, 0, 0, 1, 0, 1] });
     let address = EngineAddress {
         id: EngineId([7; 16]),
         name: "with other NICs".into(),
-        endpoints: nobody.to_vec(),
+        endpoints: unreachable.to_vec(),
     };
     let reasons = |transports| {
         let config = EngineConfig { transports, ..Default::default() };
@@ -86,8 +86,8 @@ fn rs_2_between_nics_that_do_not_speak_to_each_other_sockets_must_be_asked_for()
         let sent = engine.submit(&[send], Submit::default()).unwrap();
         sent.wait(std::time::Duration::from_secs(20)).expect("it ends").unwrap_err().to_string()
     };
-    let said = reasons(Vec::new());
-    assert!(said.contains("tcp is used only when asked for"), "{said}");
-    let said = reasons(vec![TransportKind::Libfabric, TransportKind::Tcp]);
-    assert!(!said.contains("only when asked for"), "{said}");
+    let error = reasons(Vec::new());
+    assert!(error.contains("tcp is used only when asked for"), "{error}");
+    let error = reasons(vec![TransportKind::Libfabric, TransportKind::Tcp]);
+    assert!(!error.contains("only when asked for"), "{error}");
 }

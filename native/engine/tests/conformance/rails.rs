@@ -1,4 +1,4 @@
-//! Several NICs behind one engine: what is spread, what is pinned, what a lost rail does.
+//! Several NICs behind one engine: spread and pinned transfers, and lost rails.
 
 use std::{sync::Arc, time::Duration};
 
@@ -18,14 +18,14 @@ struct Pair {
     b: Arc<TransferEngine>,
     src: Region,
     dst: Region,
-    there: RemoteRegion,
+    imported: RemoteRegion,
 }
 
 fn pair(seed: u64, rails: (u8, u8)) -> Pair {
     pair_with(seed, rails, 1 << 20, None)
 }
 
-/// Where NICs take at most `max_bytes`, and the cable of one of b's may be out at first.
+/// NICs take at most `max_bytes`; the cable of rail `out` of b is unplugged at first.
 fn pair_with(seed: u64, rails: (u8, u8), max_bytes: u64, out: Option<u8>) -> Pair {
     let config = SimConfig { seed, max_bytes, max_pages: 32, ..Default::default() };
     let mut net = SimNet::new(config);
@@ -35,12 +35,12 @@ fn pair_with(seed: u64, rails: (u8, u8), max_bytes: u64, out: Option<u8>) -> Pai
     let (src, dst) = (a.alloc(1 << 20).unwrap(), b.alloc(1 << 20).unwrap());
     let bytes: Vec<u8> = (0..1u32 << 20).map(|i| (i % 251) as u8).collect();
     src.put(0, &bytes).unwrap();
-    let there = a.import(&dst.descriptor()).unwrap();
+    let imported = a.import(&dst.descriptor()).unwrap();
     if let Some(rail) = out {
         net.plug(b.id(), rail, false);
     }
-    a.connect(there.peer()).unwrap();
-    let mut pair = Pair { net, a, b, src, dst, there };
+    a.connect(imported.peer()).unwrap();
+    let mut pair = Pair { net, a, b, src, dst, imported };
     pair.ms(1000);
     pair
 }
@@ -53,17 +53,17 @@ impl Pair {
 
     fn wait(&mut self, handle: &Handle) -> Result<()> {
         while handle.drive().is_none() && self.net.step() {}
-        handle.poll().expect("nothing happens any more, and it has not ended")
+        handle.poll().expect("the simulation has no more events, and the handle has not ended")
     }
 
     fn write(&self, len: u64, rail: Option<u8>) -> Handle {
         let (src, dst) =
-            (Local { region: &self.src, offset: 0 }, Remote { region: &self.there, offset: 0 });
+            (Local { region: &self.src, offset: 0 }, Remote { region: &self.imported, offset: 0 });
         let op = Op::Write { src, dst, len, imm: None };
         self.a.submit(&[op], Submit { rail, ..Default::default() }).unwrap()
     }
 
-    /// What each rail of `a` was given while `f` ran.
+    /// Number of operations posted on each rail of `a` while `f` ran.
     fn carried(&mut self, rails: u8, f: impl FnOnce(&mut Self)) -> Vec<u64> {
         let now = |p: &Self| (0..rails).map(|r| p.net.posted(p.a.id(), r)).collect::<Vec<_>>();
         let before = now(self);
@@ -93,11 +93,11 @@ fn the_side_with_more_nics_uses_them_all() {
         assert_eq!(p.wait(&done), Ok(()));
     });
     // b writes back: its four NICs all have a link to the one of a.
-    let (mine, there) = (p.b.alloc(1 << 20).unwrap(), p.b.import(&p.src.descriptor()).unwrap());
+    let (src, imported) = (p.b.alloc(1 << 20).unwrap(), p.b.import(&p.src.descriptor()).unwrap());
     let before: Vec<u64> = (0..4).map(|r| p.net.posted(p.b.id(), r)).collect();
     let op = Op::Write {
-        src: Local { region: &mine, offset: 0 },
-        dst: Remote { region: &there, offset: 0 },
+        src: Local { region: &src, offset: 0 },
+        dst: Remote { region: &imported, offset: 0 },
         len: 1 << 20,
         imm: None,
     };
@@ -119,7 +119,7 @@ fn pages_rotate_and_count_once_each() {
             page_len: 4096,
             src: &p.src,
             src_pages: &pages,
-            dst: &p.there,
+            dst: &p.imported,
             dst_pages: &pages,
             imm: Some(counter.imm()),
         };
@@ -157,7 +157,7 @@ fn a_pinned_transfer_keeps_to_its_rail() {
 }
 
 #[test]
-fn what_a_lost_rail_carried_goes_over_the_others() {
+fn a_lost_rails_operations_move_to_other_rails() {
     for seed in 0..20 {
         let mut p = pair(seed, (2, 2));
         let waits = p.b.counter().unwrap();
@@ -168,7 +168,7 @@ fn what_a_lost_rail_carried_goes_over_the_others() {
         p.net.plug(if seed % 2 == 0 { a } else { b }, 1, false);
         assert_eq!(p.wait(&cut), Ok(()), "seed {seed}");
         assert!(p.src.get(0, 1 << 20) == p.dst.get(0, 1 << 20));
-        // Nobody is lost: who waits for the peer waits on.
+        // The peer is not lost: expectations of it wait on.
         assert!(waiting.poll().is_none());
         let pinned = p.write(64, Some(1));
         let pinned = p.wait(&pinned).unwrap_err();
@@ -177,7 +177,7 @@ fn what_a_lost_rail_carried_goes_over_the_others() {
 }
 
 #[test]
-fn ic_3_what_is_sent_again_counts_once() {
+fn ic_3_a_resent_write_counts_once() {
     let pages = Pages::new(PageIndices::range(0, 64).unwrap(), 4096, 0);
     for seed in 0..200 {
         let mut p = pair(seed, (2, 3));
@@ -185,23 +185,24 @@ fn ic_3_what_is_sent_again_counts_once() {
         let (n, id) = (1 + 1 + 64 + 8, p.a.id());
         let arrived = counter.expect(n, &[], SOON).unwrap();
         let imm = Some(counter.imm());
-        let (src, there) =
-            (Local { region: &p.src, offset: 0 }, Remote { region: &p.there, offset: 0 });
+        let (src, imported) =
+            (Local { region: &p.src, offset: 0 }, Remote { region: &p.imported, offset: 0 });
         let mut ops = vec![
-            Op::Write { src, dst: there, len: 1 << 20, imm },
-            Op::Write { src, dst: there, len: 100, imm },
+            Op::Write { src, dst: imported, len: 1 << 20, imm },
+            Op::Write { src, dst: imported, len: 100, imm },
             Op::WritePages {
                 page_len: 4096,
                 src: &p.src,
                 src_pages: &pages,
-                dst: &p.there,
+                dst: &p.imported,
                 dst_pages: &pages,
                 imm,
             },
         ];
-        ops.extend((0..8).map(|_| Op::Write { src, dst: there, len: 0, imm }));
+        ops.extend((0..8).map(|_| Op::Write { src, dst: imported, len: 0, imm }));
         let done = p.a.submit(&ops, Submit::default()).unwrap();
-        // At any step of it, and some steps later the other rail, while the first is back.
+        // One rail fails at any step of the write; some steps later the other does, while the first
+        // is back.
         for rail in [(seed % 2) as u8, (seed % 2) as u8 ^ 1] {
             for _ in 0..seed * 3 {
                 p.net.step();
@@ -286,7 +287,7 @@ fn a_rail_that_was_out_at_first_is_used_when_it_comes() {
             never.push(seed);
         }
     }
-    assert!(never.is_empty(), "never sought again under seeds {never:?}");
+    assert!(never.is_empty(), "never connected again under seeds {never:?}");
 }
 
 #[test]
@@ -296,7 +297,7 @@ fn a_pinned_write_that_is_cut_counts_over_its_rail() {
     let carried = p.carried(4, |p| {
         let op = Op::Write {
             src: Local { region: &p.src, offset: 0 },
-            dst: Remote { region: &p.there, offset: 0 },
+            dst: Remote { region: &p.imported, offset: 0 },
             len: 1 << 20,
             imm: Some(counter.imm()),
         };
@@ -307,7 +308,7 @@ fn a_pinned_write_that_is_cut_counts_over_its_rail() {
 }
 
 #[test]
-fn what_was_not_posted_takes_another_rail() {
+fn unposted_work_takes_another_rail() {
     let mut p = pair(5, (2, 2));
     let id = p.a.id();
     p.net.plug(id, 1, false);
@@ -325,13 +326,13 @@ fn rs_4_a_pinned_transfer_learns_that_the_peer_is_lost() {
     p.ms(100);
     p.net.plug(id, 0, false);
     let results: Vec<_> = handles.iter().map(|h| p.wait(h)).collect();
-    // What was posted went over the other rail; what wasn't fails with its own.
+    // Posted work went over the other rail; work that was not posted fails with its own rail.
     let lost = results.iter().filter(|r| matches!(r, Err(EngineError::PeerLost { .. }))).count();
     let done = results.iter().filter(|r| r.is_ok()).count();
     assert!(lost > 0 && done > 0 && lost + done == results.len(), "{:?}", results.last());
 }
 
-/// The trap that `RailLost` warns of: its count may have arrived.
+/// `RailLost` warns that its count may have arrived.
 #[test]
 fn ic_6_a_repeat_after_a_lost_rail_counts_on_a_fresh_counter() {
     for seed in 0..20 {
@@ -341,7 +342,7 @@ fn ic_6_a_repeat_after_a_lost_rail_counts_on_a_fresh_counter() {
         let write = |p: &Pair, counter: &Counter| {
             let op = Op::Write {
                 src: Local { region: &p.src, offset: 0 },
-                dst: Remote { region: &p.there, offset: 0 },
+                dst: Remote { region: &p.imported, offset: 0 },
                 len: 64,
                 imm: Some(counter.imm()),
             };
@@ -362,7 +363,7 @@ fn ic_6_a_repeat_after_a_lost_rail_counts_on_a_fresh_counter() {
 }
 
 #[test]
-fn mr_1_a_cancelled_transfer_says_when_nothing_of_it_can_land() {
+fn mr_1_a_cancelled_transfer_reports_when_it_is_quiet() {
     let mut under_way = 0;
     for seed in 0..60 {
         let mut p = pair(seed, (2, 2));
@@ -376,18 +377,18 @@ fn mr_1_a_cancelled_transfer_says_when_nothing_of_it_can_land() {
         done.cancel();
         assert!(matches!(done.poll(), Some(Err(EngineError::Cancelled { .. }))), "{done:?}");
         if seed % 2 == 1 {
-            // A link that is lost meanwhile: quiet means that its other end is down as well.
+            // If a link is lost meanwhile, quiet means that its other end is down as well.
             let id = p.a.id();
             p.net.plug(id, 0, false);
         }
         under_way += u32::from(done.quiet() == Quiet::NotYet);
         while done.quiet() == Quiet::NotYet && p.net.step() {}
         assert_eq!(done.quiet(), Quiet::Quiet, "seed {seed}");
-        let ours = vec![0xEE; 1 << 20];
-        p.dst.put(0, &ours).unwrap();
+        let reused = vec![0xEE; 1 << 20];
+        p.dst.put(0, &reused).unwrap();
         p.ms(5000);
-        assert!(p.dst.get(0, 1 << 20).unwrap() == ours, "seed {seed}: something landed later");
-        // The peer is as good as before.
+        assert!(p.dst.get(0, 1 << 20).unwrap() == reused, "seed {seed}: bytes landed after quiet");
+        // The peer is still usable.
         let again = p.write(1 << 20, None);
         assert_eq!(p.wait(&again), Ok(()));
     }
@@ -405,7 +406,7 @@ fn a_cancelled_expectation_takes_nothing_from_the_next() {
     assert_eq!(first.quiet(), Quiet::Quiet);
     let op = Op::Write {
         src: Local { region: &p.src, offset: 0 },
-        dst: Remote { region: &p.there, offset: 0 },
+        dst: Remote { region: &p.imported, offset: 0 },
         len: 8,
         imm: Some(counter.imm()),
     };

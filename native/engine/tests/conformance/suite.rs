@@ -13,17 +13,18 @@ use fabric_engine::{
 };
 
 pub use crate::grants::{
-    mr_1_a_region_is_quiet_when_all_its_grants_are, mr_2_a_grant_ends_by_itself,
-    mr_2_a_grant_of_a_grant_gives_no_more_than_that, mr_3_a_grant_reaches_no_further_than_its_part,
-    mr_3_what_was_granted_to_one_peer_is_refused_to_all_others,
+    mr_1_a_region_is_quiet_when_all_its_grants_are, mr_2_a_grant_expires,
+    mr_2_a_nested_grant_gives_no_more_than_its_parent,
+    mr_3_a_grant_reaches_no_further_than_its_part,
+    mr_3_a_grant_to_one_peer_is_refused_to_all_others,
 };
 pub use crate::tags::{
+    each_tag_is_reported_once_with_its_bytes,
     memory_of_another_engine_of_the_process_is_reached_through_either,
-    tags_are_told_once_each_with_their_bytes,
 };
 use crate::worlds::World;
 
-/// Generous: some NICs under test have an emulated processor behind them.
+/// Long, because some NICs under test run on an emulated processor.
 const SOON: Duration = Duration::from_secs(60);
 
 fn pattern(n: usize, salt: u8) -> Vec<u8> {
@@ -38,7 +39,7 @@ fn filled(engine: &TransferEngine, n: usize, salt: u8) -> (Region, Vec<u8>) {
     (region, bytes)
 }
 
-/// What a peer that was sent `region`'s descriptor makes of it.
+/// The region as imported by a peer that was sent its descriptor.
 fn import(at: &TransferEngine, region: &Region) -> RemoteRegion {
     let sent = region.descriptor().to_bytes();
     at.import(&RegionDescriptor::from_bytes(&sent).unwrap()).unwrap()
@@ -71,8 +72,8 @@ pub fn a_write_arrives_and_counts_once(w: &mut dyn World) {
     let counter = b.counter().unwrap();
     let reference = CounterRef::from_bytes(&counter.reference().to_bytes()).unwrap();
     assert_eq!(reference.owner, b.id());
-    let there = import(&a, &dst);
-    let done = submit(&a, write(&src, &there, 0, 10_000, Some(reference.imm()))).unwrap();
+    let imported = import(&a, &dst);
+    let done = submit(&a, write(&src, &imported, 0, 10_000, Some(reference.imm()))).unwrap();
     let arrived = counter.expect(1, &[], SOON).unwrap();
     assert_eq!(w.wait(&arrived), Ok(()));
     assert_eq!(dst.get(0, 10_000).unwrap(), bytes);
@@ -85,19 +86,19 @@ pub fn ic_1_counts_are_logical(w: &mut dyn World) {
     let (a, b) = (w.engine("a"), w.engine("b"));
     let (src, _) = filled(&a, 64 * 100, 2);
     let dst = b.alloc(64 * 100).unwrap();
-    let there = import(&a, &dst);
+    let imported = import(&a, &dst);
     let [single, paged, scatter] = [(); 3].map(|()| b.counter().unwrap());
     let pages = |first| Pages::new(PageIndices::range(first, 37).unwrap(), 64, 0);
     let parts: Vec<ScatterDst> = (0..5)
-        .map(|i| ScatterDst { len: 10, src_offset: i, dst: there.clone(), dst_offset: i * 64 })
+        .map(|i| ScatterDst { len: 10, src_offset: i, dst: imported.clone(), dst_offset: i * 64 })
         .collect();
     let ops = [
-        write(&src, &there, 0, 64, Some(single.imm())),
+        write(&src, &imported, 0, 64, Some(single.imm())),
         Op::WritePages {
             page_len: 64,
             src: &src,
             src_pages: &pages(0),
-            dst: &there,
+            dst: &imported,
             dst_pages: &pages(50),
             imm: Some(paged.imm()),
         },
@@ -113,14 +114,14 @@ pub fn ic_1_counts_are_logical(w: &mut dyn World) {
 
 pub fn ic_1_a_cut_write_counts_once(w: &mut dyn World) {
     let (a, b) = (w.engine("a"), w.engine("b"));
-    // Those in between go over several streams where there are some.
+    // The lengths in between go over several streams where the transport has them.
     for n in if w.cuts() { [100_000, 3000] } else { [20 << 20, 3 << 20] } {
         let (src, bytes) = filled(&a, n, 3);
         let dst = b.alloc(n as u64).unwrap();
-        let there = import(&a, &dst);
+        let imported = import(&a, &dst);
         let counter = b.counter().unwrap();
         let arrived = counter.expect(1, &[], SOON).unwrap();
-        let done = submit(&a, write(&src, &there, 0, n as u64, Some(counter.imm()))).unwrap();
+        let done = submit(&a, write(&src, &imported, 0, n as u64, Some(counter.imm()))).unwrap();
         assert_eq!(w.wait(&arrived), Ok(()));
         assert!(dst.get(0, n as u64).unwrap() == bytes);
         assert_eq!(w.wait(&done), Ok(()));
@@ -134,7 +135,7 @@ pub fn ic_1_a_write_in_pieces_counts_once(w: &mut dyn World) {
     let n: u64 = if w.cuts() { 5_000 } else { 700_000 };
     let (one, first) = filled(&a, n as usize, 1);
     let (two, second) = filled(&a, 2 * n as usize, 2);
-    let here = a.segment(&[(0, one), (n, two)]).unwrap();
+    let local = a.segment(&[(0, one), (n, two)]).unwrap();
     let bytes = [first, second].concat();
     let targets = [n / 2, n, n / 3, 2 * n].map(|len| b.alloc(len).unwrap().slice(0, len).unwrap());
     let mut at = 0;
@@ -143,14 +144,14 @@ pub fn ic_1_a_write_in_pieces_counts_once(w: &mut dyn World) {
         (at - region.len(), region)
     });
     let sent = b.segment(&parts).unwrap().descriptor().to_bytes();
-    let there = a.open_segment(&SegmentDescriptor::from_bytes(&sent).unwrap()).unwrap();
+    let imported = a.open_segment(&SegmentDescriptor::from_bytes(&sent).unwrap()).unwrap();
     let counter = b.counter().unwrap();
     for (round, (from, to, len)) in
         [(0, 0, 3 * n), (5, n / 2 - 7, n), (n - 1, n / 2 - 1, 2), (7, 9, 100)]
             .into_iter()
             .enumerate()
     {
-        let pieces = here.pieces(from, (&there, to), len).unwrap();
+        let pieces = local.pieces(from, (&imported, to), len).unwrap();
         let arrived = counter.expect(1, &[], SOON).unwrap();
         let op = Op::WritePieces { pieces: &pieces, imm: Some(counter.imm()) };
         let done = submit(&a, op).unwrap();
@@ -159,16 +160,16 @@ pub fn ic_1_a_write_in_pieces_counts_once(w: &mut dyn World) {
             all[to as usize..(to + len) as usize] == bytes[from as usize..(from + len) as usize]
         };
         w.until("arrival", &mut || {
-            let there = arrived.drive().is_some();
-            assert!(!there || whole(), "round {round}: counted before all pieces are there");
-            there
+            let counted = arrived.drive().is_some();
+            assert!(!counted || whole(), "round {round}: counted before all pieces are there");
+            counted
         });
         assert_eq!(w.wait(&done), Ok(()));
         w.idle();
         assert_eq!(counter.arrived(), round as u64 + 1);
         let (back, _) = filled(&a, len as usize, 9);
         let back = a.segment(&[(0, back)]).unwrap();
-        let pieces = back.pieces(0, (&there, to), len).unwrap();
+        let pieces = back.pieces(0, (&imported, to), len).unwrap();
         let done = submit(&a, Op::ReadPieces { pieces: &pieces }).unwrap();
         assert_eq!(w.wait(&done), Ok(()));
         let got = back.regions()[0].get(0, len).unwrap();
@@ -176,22 +177,22 @@ pub fn ic_1_a_write_in_pieces_counts_once(w: &mut dyn World) {
     }
 }
 
-pub fn ic_2_bytes_are_there_when_the_counter_says_so(w: &mut dyn World) {
+pub fn ic_2_bytes_have_landed_when_the_counter_counts_them(w: &mut dyn World) {
     let (a, b) = (w.engine("a"), w.engine("b"));
     const N: usize = 3000;
     let dst = b.alloc(N as u64).unwrap();
-    let there = import(&a, &dst);
+    let imported = import(&a, &dst);
     let counter = b.counter().unwrap();
     for round in 0..50u8 {
         let (src, bytes) = filled(&a, N, round);
         let arrived = counter.expect(1, &[], SOON).unwrap();
-        let done = submit(&a, write(&src, &there, 0, N as u64, Some(counter.imm()))).unwrap();
+        let done = submit(&a, write(&src, &imported, 0, N as u64, Some(counter.imm()))).unwrap();
         w.until("arrival", &mut || {
-            let there = arrived.drive().is_some();
-            if there {
+            let imported = arrived.drive().is_some();
+            if imported {
                 assert!(dst.get(0, N as u64).unwrap() == bytes, "round {round}");
             }
-            there
+            imported
         });
         assert_eq!(w.wait(&done), Ok(()));
     }
@@ -201,10 +202,10 @@ pub fn ic_5_early_arrivals_are_kept(w: &mut dyn World) {
     let (a, b) = (w.engine("a"), w.engine("b"));
     let (src, _) = filled(&a, 64, 4);
     let dst = b.alloc(64).unwrap();
-    let there = import(&a, &dst);
+    let imported = import(&a, &dst);
     let imm = Imm::plain(77).unwrap();
     for _ in 0..3 {
-        let h = submit(&a, write(&src, &there, 0, 64, Some(imm))).unwrap();
+        let h = submit(&a, write(&src, &imported, 0, 64, Some(imm))).unwrap();
         assert_eq!(w.wait(&h), Ok(()));
     }
     w.idle();
@@ -213,26 +214,26 @@ pub fn ic_5_early_arrivals_are_kept(w: &mut dyn World) {
     assert_eq!(w.wait(&two), Ok(()));
     let two_more = counter.expect(2, &[], SOON).unwrap();
     w.idle();
-    assert!(!two_more.is_done(), "three arrivals are not four");
-    let h = submit(&a, write(&src, &there, 0, 64, Some(imm))).unwrap();
+    assert!(!two_more.is_done(), "done after three arrivals of four");
+    let h = submit(&a, write(&src, &imported, 0, 64, Some(imm))).unwrap();
     assert_eq!(w.wait(&h), Ok(()));
     assert_eq!(w.wait(&two_more), Ok(()));
     assert_eq!(counter.unclaimed(), 0);
 }
 
-pub fn ic_6_a_released_counter_sees_no_ghosts(w: &mut dyn World) {
+pub fn ic_6_a_released_counter_sees_no_late_arrivals(w: &mut dyn World) {
     let (a, b) = (w.engine("a"), w.engine("b"));
     let (src, _) = filled(&a, 64, 5);
     let dst = b.alloc(64).unwrap();
-    let there = import(&a, &dst);
+    let imported = import(&a, &dst);
     let old = b.counter().unwrap().imm();
     w.idle();
     let before = b.stats().ghosts;
-    let h = submit(&a, write(&src, &there, 0, 64, Some(old))).unwrap();
+    let h = submit(&a, write(&src, &imported, 0, 64, Some(old))).unwrap();
     assert_eq!(w.wait(&h), Ok(()));
     let fresh: Vec<_> = (0..3).map(|_| b.counter().unwrap()).collect();
     let other = b.plain_counter(Imm::plain(0).unwrap());
-    w.until("a ghost", &mut || {
+    w.until("a late arrival", &mut || {
         other.poll().unwrap();
         b.stats().ghosts > before
     });
@@ -245,7 +246,7 @@ pub fn counters_fire_in_order_and_rounds_do_not_mix(w: &mut dyn World) {
     let (a, b) = (w.engine("a"), w.engine("b"));
     let (src, _) = filled(&a, 64, 6);
     let dst = b.alloc(64).unwrap();
-    let there = import(&a, &dst);
+    let imported = import(&a, &dst);
     let counter = b.counter().unwrap();
     let order = Arc::new(Mutex::new(Vec::new()));
     let rounds: Vec<_> = [3, 1, 2].map(|n| counter.expect(n, &[], SOON).unwrap()).into();
@@ -254,7 +255,7 @@ pub fn counters_fire_in_order_and_rounds_do_not_mix(w: &mut dyn World) {
         h.on_done(move |r| order.lock().unwrap().push((i, r)));
     }
     for _ in 0..6 {
-        let h = submit(&a, write(&src, &there, 0, 8, Some(counter.imm()))).unwrap();
+        let h = submit(&a, write(&src, &imported, 0, 8, Some(counter.imm()))).unwrap();
         assert_eq!(w.wait(&h), Ok(()));
     }
     w.until("callbacks", &mut || {
@@ -270,7 +271,7 @@ pub fn shuffled_pages_land_where_they_belong(w: &mut dyn World) {
     const N: usize = 50;
     let (src, bytes) = filled(&a, PAGE * N, 7);
     let dst = b.alloc((PAGE * 2 * N + 16) as u64).unwrap();
-    let there = import(&a, &dst);
+    let imported = import(&a, &dst);
     let counter = b.counter().unwrap();
     let to: Vec<u32> = (0..N as u32).map(|i| (i * 17 + 5) % N as u32).collect();
     let from: Vec<u32> = (0..N as u32).rev().collect();
@@ -278,7 +279,7 @@ pub fn shuffled_pages_land_where_they_belong(w: &mut dyn World) {
         page_len: PAGE as u64,
         src: &src,
         src_pages: &Pages::new(PageIndices::list(from.clone()).unwrap(), PAGE as u64, 0),
-        dst: &there,
+        dst: &imported,
         dst_pages: &Pages::new(PageIndices::list(to.clone()).unwrap(), 2 * PAGE as u64, 16),
         imm: Some(counter.imm()),
     };
@@ -298,9 +299,9 @@ pub fn reads_fetch(w: &mut dyn World) {
     let (a, b) = (w.engine("a"), w.engine("b"));
     let (remote, bytes) = filled(&b, 50_000, 8);
     let local = a.alloc(60_000).unwrap();
-    let there = import(&a, &remote);
+    let imported = import(&a, &remote);
     let op = Op::Read {
-        src: Remote { region: &there, offset: 10 },
+        src: Remote { region: &imported, offset: 10 },
         dst: Local { region: &local, offset: 100 },
         len: 49_000,
     };
@@ -311,7 +312,7 @@ pub fn reads_fetch(w: &mut dyn World) {
     let pages = |i: Vec<u32>| Pages::new(PageIndices::list(i).unwrap(), 100, 0);
     let op = Op::ReadPages {
         page_len: 100,
-        src: &there,
+        src: &imported,
         src_pages: &pages(vec![9, 2, 400]),
         dst: &local,
         dst_pages: &pages(vec![0, 7, 3]),
@@ -329,8 +330,8 @@ pub fn preparing_moves_and_counts_nothing(w: &mut dyn World) {
     let (src, bytes) = filled(&a, N as usize, 9);
     let dst = b.alloc(N).unwrap();
     let counter = b.counter().unwrap();
-    let there = import(&a, &dst);
-    let op = || write(&src, &there, 0, N, Some(counter.imm()));
+    let imported = import(&a, &dst);
+    let op = || write(&src, &imported, 0, N, Some(counter.imm()));
     let ready = a.prepare(&[op()], Submit::default()).unwrap();
     assert_eq!(w.wait(&ready), Ok(()));
     w.idle();
@@ -413,7 +414,7 @@ pub fn messages_arrive_whole_and_wait_for_room(w: &mut dyn World) {
     let handles: Vec<_> =
         sent.iter().map(|m| submit(&a, Op::Send { peer: &peer, message: m }).unwrap()).collect();
     w.idle();
-    assert!(handles.iter().all(|h| !h.is_done()), "nobody receives yet");
+    assert!(handles.iter().all(|h| !h.is_done()), "no message is received yet");
     let got = Arc::new(Mutex::new(Vec::new()));
     let held = Arc::new(AtomicU32::new(0));
     let most = Arc::new(AtomicU32::new(0));
@@ -464,16 +465,16 @@ pub fn mr_2_a_deregistered_region_is_stale(w: &mut dyn World) {
     let (a, b) = (w.engine("a"), w.engine("b"));
     let (src, _) = filled(&a, 64, 12);
     let dst = b.alloc(64).unwrap();
-    let (there, counter) = (import(&a, &dst), b.counter().unwrap());
-    let h = submit(&a, write(&src, &there, 0, 64, None)).unwrap();
+    let (imported, counter) = (import(&a, &dst), b.counter().unwrap());
+    let h = submit(&a, write(&src, &imported, 0, 64, None)).unwrap();
     assert_eq!(w.wait(&h), Ok(()));
     drop(dst);
     w.idle();
-    let h = submit(&a, write(&src, &there, 0, 64, Some(counter.imm()))).unwrap();
+    let h = submit(&a, write(&src, &imported, 0, 64, Some(counter.imm()))).unwrap();
     assert!(matches!(w.wait(&h), Err(EngineError::Stale { .. })));
-    // Whoever takes the place next has another key.
+    // The next region in the same slot has another key.
     let next = b.alloc(64).unwrap();
-    let h = submit(&a, write(&src, &there, 0, 64, Some(counter.imm()))).unwrap();
+    let h = submit(&a, write(&src, &imported, 0, 64, Some(counter.imm()))).unwrap();
     assert!(matches!(w.wait(&h), Err(EngineError::Stale { .. })));
     assert_eq!(next.get(0, 64).unwrap(), [0; 64]);
     w.idle();
@@ -486,9 +487,9 @@ pub fn mr_1_deregistration_waits_for_peers(w: &mut dyn World) {
     let (src, _) = filled(&a, n as usize, 13);
     for _ in 0..3 {
         let dst = b.alloc(n).unwrap();
-        let there = import(&a, &dst);
+        let imported = import(&a, &dst);
         let mut quick = vec![0; 64];
-        let h = submit(&a, write(&src, &there, 0, n, None)).unwrap();
+        let h = submit(&a, write(&src, &imported, 0, n, None)).unwrap();
         w.until("the first bytes", &mut || {
             h.drive();
             quick = dst.get(0, 64).unwrap();
@@ -516,7 +517,7 @@ pub fn mr_1_nothing_lands_once_a_region_is_quiet(w: &mut dyn World) {
     let n = w.large();
     let (src, _) = filled(&a, n as usize, 13);
     let dst = b.alloc(n).unwrap();
-    // A look at some bytes everywhere: quick enough to see what lands a moment later.
+    // Samples a few bytes of each part: quick enough to catch bytes that land a moment later.
     let look = || -> Vec<u8> {
         (0..n).step_by(n as usize / 1000).map(|at| dst.get(at, 1).unwrap()[0]).collect()
     };
@@ -524,8 +525,8 @@ pub fn mr_1_nothing_lands_once_a_region_is_quiet(w: &mut dyn World) {
         dst.put(0, &vec![0; n as usize]).unwrap();
         // SAFETY: `dst` outlives this registration.
         let alias = unsafe { b.register(dst.addr(), n, None) }.unwrap();
-        let there = import(&a, &alias);
-        let h = submit(&a, write(&src, &there, 0, n, None)).unwrap();
+        let imported = import(&a, &alias);
+        let h = submit(&a, write(&src, &imported, 0, n, None)).unwrap();
         w.until("the first bytes", &mut || {
             h.drive();
             dst.get(0, 64).unwrap() != [0; 64] || h.is_done()
@@ -534,55 +535,55 @@ pub fn mr_1_nothing_lands_once_a_region_is_quiet(w: &mut dyn World) {
         let quiet = look();
         let _ = w.wait(&h);
         w.idle();
-        assert!(look() == quiet, "something landed in round {round}");
+        assert!(look() == quiet, "bytes landed after quiet in round {round}");
     }
 }
 
-pub fn mr_2_what_one_peer_was_given_is_taken_back_from_it_alone(w: &mut dyn World) {
+pub fn mr_2_revoking_one_peers_grant_leaves_the_others(w: &mut dyn World) {
     let (a, b, c) = (w.engine("a"), w.engine("b"), w.engine("c"));
-    let (ours, bytes) = filled(&a, 4096, 17);
-    let (theirs, _) = filled(&c, 4096, 18);
+    let (a_src, bytes) = filled(&a, 4096, 17);
+    let (c_src, _) = filled(&c, 4096, 18);
     let memory = b.alloc(4096).unwrap();
     let (first, second) = (b.register_again(&memory).unwrap(), b.register_again(&memory).unwrap());
     let (to_first, to_second) = (import(&a, &first), import(&c, &second));
-    for (engine, src, dst) in [(&a, &ours, &to_first), (&c, &theirs, &to_second)] {
+    for (engine, src, dst) in [(&a, &a_src, &to_first), (&c, &c_src, &to_second)] {
         let handle = submit(engine, write(src, dst, 0, 4096, None)).unwrap();
         assert_eq!(w.wait(&handle), Ok(()));
     }
     second.deregister(SOON).unwrap();
-    let refused = submit(&c, write(&theirs, &to_second, 0, 4096, None));
+    let refused = submit(&c, write(&c_src, &to_second, 0, 4096, None));
     let refused = refused.and_then(|handle| w.wait(&handle));
     assert!(
         matches!(refused, Err(EngineError::Stale { .. } | EngineError::Refused { .. })),
         "{refused:?}"
     );
-    let handle = submit(&a, write(&ours, &to_first, 0, 4096, None)).unwrap();
+    let handle = submit(&a, write(&a_src, &to_first, 0, 4096, None)).unwrap();
     assert_eq!(w.wait(&handle), Ok(()));
-    // The memory is that of both, and stays as long as either.
+    // Both regions keep the memory; it stays as long as either does.
     drop(memory);
     assert_eq!(first.get(0, 4096).unwrap(), bytes);
     second.get(0, 1).unwrap_err();
     b.register_again(&second).unwrap_err();
 }
 
-pub fn mr_1_a_transfer_that_was_given_up_tells_when_it_is_quiet(w: &mut dyn World) {
+pub fn mr_1_an_abandoned_transfer_reports_when_it_is_quiet(w: &mut dyn World) {
     let (a, b) = (w.engine("a"), w.engine("b"));
     let n = w.large();
     let (src, _) = filled(&a, n as usize, 19);
     let dst = b.alloc(n).unwrap();
-    let there = import(&a, &dst);
+    let imported = import(&a, &dst);
     for give_up in [false, true] {
-        let handle = submit(&a, write(&src, &there, 0, n, None)).unwrap();
+        let handle = submit(&a, write(&src, &imported, 0, n, None)).unwrap();
         if give_up {
             handle.cancel();
         }
-        let told = Arc::new(AtomicBool::new(false));
-        let theirs = Arc::clone(&told);
-        handle.on_quiet(move |quiet| theirs.store(quiet == Quiet::Quiet, SeqCst));
+        let reported = Arc::new(AtomicBool::new(false));
+        let reporter = Arc::clone(&reported);
+        handle.on_quiet(move |quiet| reporter.store(quiet == Quiet::Quiet, SeqCst));
         let _ = w.wait(&handle);
         w.until("quiet", &mut || {
             handle.drive();
-            told.load(SeqCst)
+            reported.load(SeqCst)
         });
         assert_eq!(handle.quiet(), Quiet::Quiet);
     }
@@ -601,18 +602,18 @@ pub fn mr_3_bounds_hold_on_both_sides(w: &mut dyn World) {
     let (src, _) = filled(&a, 8192, 14);
     let dst = b.alloc(8192).unwrap();
     let part = dst.slice(4096, 64).unwrap();
-    let there = import(&a, &part);
+    let imported = import(&a, &part);
     for (offset, len) in [(0, 65), (64, 1), (1 << 63, 1 << 63), (u64::MAX, 2), (0, 1 << 63)] {
         let op = Op::Write {
             src: Local { region: &src, offset: 0 },
-            dst: Remote { region: &there, offset },
+            dst: Remote { region: &imported, offset },
             len,
             imm: None,
         };
         let e = submit(&a, op).unwrap_err();
         assert!(matches!(e, EngineError::OutOfBounds { .. }), "{e}");
     }
-    // A descriptor that lies: the receiver's own word decides.
+    // A forged descriptor: the owner's bounds decide.
     let mut lie = dst.descriptor();
     lie.len = 1 << 40;
     lie.offset = 1 << 30;
@@ -620,7 +621,7 @@ pub fn mr_3_bounds_hold_on_both_sides(w: &mut dyn World) {
     let counter = b.counter().unwrap();
     let h = submit(&a, write(&src, &lie, 0, 64, Some(counter.imm()))).unwrap();
     assert!(matches!(w.wait(&h), Err(EngineError::Refused { .. })));
-    // Some bits of a key say what kind of memory it is.
+    // Some bits of a key encode the kind of memory.
     for bit in [0, 1, 2, 20, 50] {
         let mut guess = dst.descriptor();
         guess.key.rkey ^= 1 << bit;
@@ -631,21 +632,21 @@ pub fn mr_3_bounds_hold_on_both_sides(w: &mut dyn World) {
     w.idle();
     assert_eq!(counter.poll().unwrap(), 0);
     assert_eq!(dst.get(0, 8192).unwrap(), vec![0; 8192]);
-    // The link survives all that.
-    let h = submit(&a, write(&src, &there, 0, 64, Some(counter.imm()))).unwrap();
+    // The link survives all these errors.
+    let h = submit(&a, write(&src, &imported, 0, 64, Some(counter.imm()))).unwrap();
     assert_eq!(w.wait(&h), Ok(()));
 }
 
 pub fn mr_3_memory_beside_a_region_is_out_of_reach(w: &mut dyn World) {
     let (a, b) = (w.engine("a"), w.engine("b"));
     let (src, _) = filled(&a, 8192, 14);
-    // In the middle of memory that is one for whoever maps or copies it.
+    // In the middle of memory that transports map or copy as one range.
     let around = b.alloc(3 * 4096).unwrap();
     // SAFETY: `around` outlives this registration.
     let region = unsafe { b.register(around.addr() + 4096, 4096, None) }.unwrap();
     let mut lie = region.descriptor();
     lie.len = 8192;
-    let there = a.import(&lie).unwrap();
+    let imported = a.import(&lie).unwrap();
     let counter = b.counter().unwrap();
     let range = |first| Pages::new(PageIndices::range(first, 3).unwrap(), 1024, 0);
     let (from, over_the_end) = (range(0), range(2));
@@ -654,16 +655,16 @@ pub fn mr_3_memory_beside_a_region_is_out_of_reach(w: &mut dyn World) {
         page_len: 1024,
         src: &src,
         src_pages: &from,
-        dst: &there,
+        dst: &imported,
         dst_pages,
         imm: None,
     };
     let ops = [
-        write(&src, &there, 4095, 2, Some(counter.imm())),
-        write(&src, &there, 4096, 4096, Some(counter.imm())),
+        write(&src, &imported, 4095, 2, Some(counter.imm())),
+        write(&src, &imported, 4096, 4096, Some(counter.imm())),
         paged(&over_the_end),
         paged(&scattered),
-        read(&there, &src, 4095, 2),
+        read(&imported, &src, 4095, 2),
     ];
     for op in ops {
         let name = format!("{op:?}");
@@ -675,7 +676,7 @@ pub fn mr_3_memory_beside_a_region_is_out_of_reach(w: &mut dyn World) {
     for beside in [0, 8192] {
         assert_eq!(around.get(beside, 4096).unwrap(), [0; 4096], "bytes from {beside} on");
     }
-    let h = submit(&a, write(&src, &there, 0, 4096, Some(counter.imm()))).unwrap();
+    let h = submit(&a, write(&src, &imported, 0, 4096, Some(counter.imm()))).unwrap();
     assert_eq!(w.wait(&h), Ok(()));
 }
 
@@ -684,18 +685,18 @@ pub fn rs_1_no_read_ends_well_without_its_bytes(w: &mut dyn World) {
     let n = w.large();
     let (remote, bytes) = filled(&b, n as usize, 8);
     let gone = b.alloc(64).unwrap();
-    let (there, lost) = (import(&a, &remote), import(&a, &gone));
+    let (imported, lost) = (import(&a, &remote), import(&a, &gone));
     let places: Vec<Region> = (0..6).map(|_| a.alloc(n).unwrap()).collect();
     drop(gone);
     w.idle();
-    // A request is whole or has failed.
-    let (good, bad) = (read(&there, &places[0], 0, 64), read(&lost, &places[1], 0, 64));
+    // A read either has all its bytes or has failed.
+    let (good, bad) = (read(&imported, &places[0], 0, 64), read(&lost, &places[1], 0, 64));
     for ops in [[good.clone(), bad.clone()], [bad, good]] {
         let h = a.submit(&ops, Submit::default()).unwrap();
         assert!(w.wait(&h).is_err(), "{h:?}");
     }
     let handles: Vec<_> =
-        places.iter().map(|to| submit(&a, read(&there, to, 0, n)).unwrap()).collect();
+        places.iter().map(|to| submit(&a, read(&imported, to, 0, n)).unwrap()).collect();
     w.until("the first bytes", &mut || {
         handles[0].drive();
         places[0].get(100, 64).unwrap() != [0; 64] || handles[0].is_done()
@@ -714,11 +715,11 @@ pub fn rs_2_the_transport_in_use_is_visible(w: &mut dyn World) {
     let (a, b) = (w.engine("a"), w.engine("b"));
     let (src, _) = filled(&a, 64, 9);
     let dst = b.alloc(64).unwrap();
-    let there = import(&a, &dst);
-    let h = submit(&a, write(&src, &there, 0, 64, None)).unwrap();
+    let imported = import(&a, &dst);
+    let h = submit(&a, write(&src, &imported, 0, 64, None)).unwrap();
     assert_eq!(w.wait(&h), Ok(()));
-    let used = a.transport(there.peer()).expect("there is a link");
-    let verdicts = a.explain(there.peer()).unwrap().verdicts;
+    let used = a.transport(imported.peer()).expect("there is a link");
+    let verdicts = a.explain(imported.peer()).unwrap().verdicts;
     assert!(verdicts.iter().any(|v| v.chosen), "{verdicts:?}");
     for v in &verdicts {
         assert!(!v.chosen || v.transport == used, "{used} is in use: {v:?}");
@@ -730,10 +731,10 @@ pub fn rs_4_a_closed_peer_ends_everything(w: &mut dyn World) {
     let (a, b) = (w.engine("a"), w.engine("b"));
     let (src, _) = filled(&a, 64, 15);
     let dst = b.alloc(64).unwrap();
-    let there = import(&a, &dst);
-    let h = submit(&a, write(&src, &there, 0, 64, None)).unwrap();
+    let imported = import(&a, &dst);
+    let h = submit(&a, write(&src, &imported, 0, 64, None)).unwrap();
     assert_eq!(w.wait(&h), Ok(()));
-    let peer = there.peer().clone();
+    let peer = imported.peer().clone();
     let counter = a.counter().unwrap();
     let expected = counter.expect(1, std::slice::from_ref(&peer), SOON).unwrap();
     let unheard = submit(&a, Op::Send { peer: &peer, message: b"?" }).unwrap();
@@ -742,9 +743,9 @@ pub fn rs_4_a_closed_peer_ends_everything(w: &mut dyn World) {
     for h in [expected, unheard] {
         assert!(matches!(w.wait(&h), Err(EngineError::PeerLost { .. })), "{:?}", h);
     }
-    let h = submit(&a, write(&src, &there, 0, 64, None)).unwrap();
+    let h = submit(&a, write(&src, &imported, 0, 64, None)).unwrap();
     let e = w.wait(&h).unwrap_err();
-    // Somebody else may have its port by now: then it is stale (MR-2).
+    // Another process may have its port by now: then the error is `Stale` (MR-2).
     let over = matches!(
         e,
         EngineError::PeerLost { .. } | EngineError::Unreachable { .. } | EngineError::Stale { .. }
@@ -764,16 +765,16 @@ pub fn rs_4_an_expectation_ends_by_its_deadline(w: &mut dyn World) {
     assert!(e.to_string().contains("3 writes are missing"), "{e}");
 }
 
-pub fn ic_5_a_wait_that_was_given_up_takes_nothing(w: &mut dyn World) {
+pub fn ic_5_a_cancelled_wait_takes_no_arrivals(w: &mut dyn World) {
     let (a, b) = (w.engine("a"), w.engine("b"));
     let (src, _) = filled(&a, 64, 30);
     let dst = b.alloc(64).unwrap();
-    let there = import(&a, &dst);
+    let imported = import(&a, &dst);
     let counter = b.counter().unwrap();
     let early = counter.expect(2, &[], Duration::from_millis(30)).unwrap();
     let late = counter.expect(1, &[], SOON).unwrap();
     assert!(matches!(w.wait(&early), Err(EngineError::Timeout { .. })));
-    let h = submit(&a, write(&src, &there, 0, 64, Some(counter.imm()))).unwrap();
+    let h = submit(&a, write(&src, &imported, 0, 64, Some(counter.imm()))).unwrap();
     assert_eq!(w.wait(&h), Ok(()));
     assert_eq!(w.wait(&late), Ok(()));
     assert_eq!((counter.arrived(), counter.unclaimed()), (1, 0));
@@ -783,10 +784,10 @@ pub fn an_engine_can_write_to_itself(w: &mut dyn World) {
     let a = w.engine("a");
     let (src, bytes) = filled(&a, 5000, 16);
     let dst = a.alloc(5000).unwrap();
-    let there = import(&a, &dst);
+    let imported = import(&a, &dst);
     let counter = a.counter().unwrap();
     let arrived = counter.expect(1, &[], SOON).unwrap();
-    let h = submit(&a, write(&src, &there, 0, 5000, Some(counter.imm()))).unwrap();
+    let h = submit(&a, write(&src, &imported, 0, 5000, Some(counter.imm()))).unwrap();
     assert_eq!(w.wait(&h), Ok(()));
     assert_eq!(w.wait(&arrived), Ok(()));
     assert!(dst.get(0, 5000).unwrap() == bytes);
@@ -803,7 +804,8 @@ pub fn both_sides_connect_at_once(w: &mut dyn World) {
         let ha = submit(&a, write(&src_a, &to_b, 0, 64, Some(imm))).unwrap();
         let hb = submit(&b, write(&src_b, &to_a, 0, 64, Some(imm))).unwrap();
         assert_eq!((w.wait(&ha), w.wait(&hb)), (Ok(()), Ok(())));
-        // A write is over for its sender when its bytes are there; the count is seen a moment later.
+        // A write is done for its sender when its bytes have landed; its count is seen a moment
+        // later.
         for engine in [&a, &b] {
             w.until("the count", &mut || engine.plain_counter(imm).poll().unwrap() > 0);
         }
@@ -819,9 +821,9 @@ pub fn bad_requests_are_refused_before_anything_is_sent(w: &mut dyn World) {
     let (a, b) = (w.engine("a"), w.engine("b"));
     let (src, _) = filled(&a, 4096, 19);
     let dst = b.alloc(4096).unwrap();
-    let there = import(&a, &dst);
+    let imported = import(&a, &dst);
     let counter = b.counter().unwrap();
-    let good = write(&src, &there, 0, 64, Some(counter.imm()));
+    let good = write(&src, &imported, 0, 64, Some(counter.imm()));
     let elsewhere = b.alloc(64).unwrap();
     let other_peer = b.peer(a.address()).unwrap();
     let list = |i: &[u32]| Pages::new(PageIndices::list(i).unwrap(), 1024, 0);
@@ -830,15 +832,15 @@ pub fn bad_requests_are_refused_before_anything_is_sent(w: &mut dyn World) {
         page_len,
         src: &src,
         src_pages,
-        dst: &there,
+        dst: &imported,
         dst_pages,
         imm: None,
     };
     let (one, two, out) = (list(&[0]), list(&[0, 1]), list(&[4]));
     let none = list(&[]);
     let bad = [
-        write(&src, &there, 0, 0, None),
-        write(&elsewhere, &there, 0, 64, None),
+        write(&src, &imported, 0, 0, None),
+        write(&elsewhere, &imported, 0, 64, None),
         paged(&one, &two, 64),
         paged(&one, &out, 64),
         paged(&out, &one, 64),
@@ -872,14 +874,14 @@ pub fn foreign_memory_is_reached(w: &mut dyn World) {
             b.register(target.as_mut_ptr() as usize, 3 << 20, None).unwrap(),
         )
     };
-    let there = import(&a, &dst);
+    let imported = import(&a, &dst);
     let counter = b.counter().unwrap();
     let pages = |i: &[u32]| Pages::new(PageIndices::list(i).unwrap(), 10_000, 3);
     let op = Op::WritePages {
         page_len: 10_000,
         src: &src,
         src_pages: &pages(&[5, 100, 7]),
-        dst: &there,
+        dst: &imported,
         dst_pages: &pages(&[100, 7, 5]),
         imm: Some(counter.imm()),
     };
@@ -890,12 +892,12 @@ pub fn foreign_memory_is_reached(w: &mut dyn World) {
     for (f, t) in [(5, 100), (100, 7), (7, 5)] {
         assert!(target[t * 10_000 + 3..][..10_000] == bytes[f * 10_000 + 3..][..10_000]);
     }
-    let h = submit(&a, write(&src, &there, 0, 3 << 20, None)).unwrap();
+    let h = submit(&a, write(&src, &imported, 0, 3 << 20, None)).unwrap();
     assert_eq!(w.wait(&h), Ok(()));
     assert!(target == bytes);
     target.fill(1);
     let op = Op::Read {
-        src: Remote { region: &there, offset: 0 },
+        src: Remote { region: &imported, offset: 0 },
         dst: Local { region: &src, offset: 0 },
         len: 100,
     };
@@ -907,7 +909,7 @@ pub fn foreign_memory_is_reached(w: &mut dyn World) {
     assert!(registrations.iter().all(|r| r.is_ok()), "{registrations:?}");
 }
 
-pub fn files_are_reached_or_refused_in_words(w: &mut dyn World) {
+pub fn files_are_reached_or_refused_with_a_reason(w: &mut dyn World) {
     const N: u64 = 300_000;
     let (a, b) = (w.engine("a"), w.engine("b"));
     let path = |end| {
@@ -915,19 +917,19 @@ pub fn files_are_reached_or_refused_in_words(w: &mut dyn World) {
         std::env::temp_dir().join(name)
     };
     let options = FileOptions { len: Some(N), create: true, ..Default::default() };
-    let (there, here) =
+    let (remote_file, local_file) =
         match (b.register_file(&path("b"), options), a.register_file(&path("a"), options)) {
-            (Ok(there), Ok(here)) => (there, here),
-            // In a simulation.
+            (Ok(remote_file), Ok(local_file)) => (remote_file, local_file),
+            // The simulator has no files.
             (e, _) => return assert!(e.unwrap_err().to_string().contains("no files")),
         };
     let (src, bytes) = filled(&a, N as usize, 5);
     let counter = b.counter().unwrap();
     let mut reached = 0;
-    let to_file = import(&a, &there);
+    let to_file = import(&a, &remote_file);
     let memory = b.alloc(N).unwrap();
     let to_memory = import(&a, &memory);
-    for (from, to) in [(&src, &to_file), (&here, &to_memory)] {
+    for (from, to) in [(&src, &to_file), (&local_file, &to_memory)] {
         let done = submit(&a, write(from, to, 0, N, Some(counter.imm()))).unwrap();
         match w.wait(&done) {
             Ok(()) => reached += 1,
@@ -941,7 +943,7 @@ pub fn files_are_reached_or_refused_in_words(w: &mut dyn World) {
         assert!(std::fs::read(path("b")).unwrap() == bytes);
         assert_eq!(memory.get(0, N).unwrap(), vec![0; N as usize]);
     }
-    // Memory is reached as ever.
+    // Memory is still reachable.
     let done = submit(&a, write(&src, &to_memory, 0, N, None)).unwrap();
     assert_eq!(w.wait(&done), Ok(()));
     assert!(memory.get(0, N).unwrap() == bytes);
@@ -952,14 +954,14 @@ pub fn many_small_writes_all_count(w: &mut dyn World) {
     let (a, b) = (w.engine("a"), w.engine("b"));
     let (src, bytes) = filled(&a, 8000, 21);
     let dst = b.alloc(8000).unwrap();
-    let there = import(&a, &dst);
+    let imported = import(&a, &dst);
     let counter = b.counter().unwrap();
     let n = w.many();
     let handles: Vec<_> = (0..n)
-        .map(|i| submit(&a, write(&src, &there, i % 1000 * 8, 8, Some(counter.imm()))).unwrap())
+        .map(|i| submit(&a, write(&src, &imported, i % 1000 * 8, 8, Some(counter.imm()))).unwrap())
         .collect();
     let all = counter.expect(n as u32, &[], SOON).unwrap();
-    // First those that can say what went wrong.
+    // First the handles, whose errors say what went wrong.
     for h in handles {
         assert_eq!(w.wait(&h), Ok(()), "{} of {n} arrived", counter.arrived());
     }
@@ -973,22 +975,22 @@ pub fn closing_in_any_order_is_safe(w: &mut dyn World) {
         let (a, b) = (w.engine("a"), w.engine("b"));
         let (src, _) = filled(&a, 1 << 20, 22);
         let dst = b.alloc(1 << 20).unwrap();
-        let there = import(&a, &dst);
+        let imported = import(&a, &dst);
         let counter = b.counter().unwrap();
-        let h = submit(&a, write(&src, &there, 0, 1 << 20, Some(counter.imm()))).unwrap();
+        let h = submit(&a, write(&src, &imported, 0, 1 << 20, Some(counter.imm()))).unwrap();
         let expected = counter.expect(1, &[], SOON).unwrap();
         if order % 2 == 0 {
             let _ = w.wait(&h);
         }
         match order / 2 {
             0 => {
-                drop((a, src, there));
+                drop((a, src, imported));
                 drop((dst, counter, b));
             }
             1 => {
                 drop((b, counter));
                 drop(dst);
-                drop((there, a));
+                drop((imported, a));
                 drop(src);
             }
             _ => {

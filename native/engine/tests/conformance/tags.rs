@@ -7,24 +7,24 @@ use fabric_engine::{
 
 use crate::worlds::World;
 
-/// IC-2, IC-3 and IC-4 for values: whatever order they come in.
-pub fn tags_are_told_once_each_with_their_bytes(w: &mut dyn World) {
+/// IC-2, IC-3 and IC-4 for tags, in any order of arrival.
+pub fn each_tag_is_reported_once_with_its_bytes(w: &mut dyn World) {
     const WRITES: u32 = 200;
     let (a, b) = (w.engine("a"), w.engine("b"));
     let (src, dst) = (a.alloc(64 * 256).unwrap(), b.alloc(64 * 256).unwrap());
-    let told: Arc<Mutex<Vec<(u32, u32)>>> = Arc::default();
-    let theirs = Arc::clone(&told);
-    b.take_tags(move |tag, n| theirs.lock().unwrap().push((tag, n))).unwrap();
+    let reported: Arc<Mutex<Vec<(u32, u32)>>> = Arc::default();
+    let sink = Arc::clone(&reported);
+    b.take_tags(move |tag, n| sink.lock().unwrap().push((tag, n))).unwrap();
     let again = b.take_tags(|_, _| ()).unwrap_err();
     assert!(matches!(again, EngineError::Invalid(_)));
-    let there = a.import(&dst.descriptor()).unwrap();
+    let imported = a.import(&dst.descriptor()).unwrap();
     let tag = |i: u32| (1 << TAG_BITS) - 1 - i * 4099;
     let mut handles = Vec::new();
     for i in 0..WRITES {
         let offset = u64::from(i) * 64;
         src.put(offset, &[i as u8 + 1; 64]).unwrap();
-        let (src, dst) = (Local { region: &src, offset }, Remote { region: &there, offset });
-        // Every fourth carries nothing but its tag.
+        let (src, dst) = (Local { region: &src, offset }, Remote { region: &imported, offset });
+        // Every fourth write carries only its tag.
         let len = if i % 4 == 3 { 0 } else { 64 };
         let op = Op::Write { src, dst, len, imm: Some(Imm::tagged(tag(i)).unwrap()) };
         handles.push(a.submit(&[op], Submit::default()).unwrap());
@@ -33,16 +33,16 @@ pub fn tags_are_told_once_each_with_their_bytes(w: &mut dyn World) {
     w.until("the tags", &mut || {
         b.poll().unwrap();
         handles.iter().for_each(|h| drop(h.drive()));
-        for (value, n) in told.lock().unwrap().drain(..) {
+        for (value, n) in reported.lock().unwrap().drain(..) {
             let i = (0..WRITES).find(|i| tag(*i) == value).expect("a tag that was sent");
             let bytes = dst.get(u64::from(i) * 64, 64).unwrap();
-            assert!(i % 4 == 3 || bytes == [i as u8 + 1; 64], "told before its bytes");
+            assert!(i % 4 == 3 || bytes == [i as u8 + 1; 64], "reported before its bytes");
             seen[i as usize] += n;
         }
         handles.iter().all(|h| h.is_done()) && !seen.contains(&0)
     });
     w.idle();
-    assert!(told.lock().unwrap().is_empty());
+    assert!(reported.lock().unwrap().is_empty());
     assert_eq!(seen, vec![1; WRITES as usize]);
 }
 
@@ -53,9 +53,9 @@ pub fn memory_of_another_engine_of_the_process_is_reached_through_either(w: &mut
     assert_eq!(part.is_mappable(), memory.is_mappable());
     let src = a.alloc(4096).unwrap();
     src.put(0, &[7; 4096]).unwrap();
-    let there = a.import(&part.descriptor()).unwrap();
+    let imported = a.import(&part.descriptor()).unwrap();
     let (local, remote) =
-        (Local { region: &src, offset: 0 }, Remote { region: &there, offset: 512 });
+        (Local { region: &src, offset: 0 }, Remote { region: &imported, offset: 512 });
     let op = Op::Write { src: local, dst: remote, len: 1536, imm: None };
     let handle = a.submit(&[op], Submit::default()).unwrap();
     assert_eq!(w.wait(&handle), Ok(()));

@@ -1,4 +1,4 @@
-//! Where engines live: real threads and links, or the simulator.
+//! Environments of a test: engines on threads with real links, or in the simulator.
 
 use std::{
     sync::Arc,
@@ -15,10 +15,10 @@ use fabric_engine::{
 pub trait World {
     fn engine(&mut self, name: &str) -> Arc<TransferEngine>;
 
-    /// Lets things happen until `done`; panics if that takes too long.
+    /// Runs until `done`; panics if that takes too long.
     fn until(&mut self, what: &str, done: &mut dyn FnMut() -> bool);
 
-    /// Lets things happen for a while.
+    /// Runs for a while.
     fn idle(&mut self);
 
     fn wait(&mut self, handle: &Handle) -> Result<()> {
@@ -26,17 +26,17 @@ pub trait World {
         handle.poll().expect("done")
     }
 
-    /// Writes that are many here.
+    /// A large number of writes for this world.
     fn many(&self) -> u64 {
         50_000
     }
 
-    /// Bytes that take a while here.
+    /// A number of bytes whose transfer takes a while in this world.
     fn large(&self) -> u64 {
         64 << 20
     }
 
-    /// Whether the owner's software sees who writes: a NIC knows keys only.
+    /// Whether the owner's software checks the writing peer: a NIC checks keys only.
     fn sees_writers(&self) -> bool {
         true
     }
@@ -53,7 +53,7 @@ fn config(name: &str) -> EngineConfig {
 
 pub struct Threads {
     transport: TransportKind,
-    /// Those of the first engine, and of all others.
+    /// NICs of the first engine, and of all others.
     nics: [NicConfig; 2],
     engines: usize,
 }
@@ -67,7 +67,7 @@ impl Threads {
         Self { transport, nics, engines: 0 }
     }
 
-    /// NICs have emulated processors behind them in some tests.
+    /// Longer for NICs, which run on emulated processors in some tests.
     fn patience(&self) -> Duration {
         Duration::from_secs(if self.transport.has_nics() { 60 } else { 20 })
     }
@@ -124,7 +124,7 @@ impl World for Threads {
 pub struct Sim {
     pub net: SimNet,
     seed: u64,
-    /// Those of the first engine, and of all others.
+    /// NICs of the first engine, and of all others.
     rails: [u8; 2],
     engines: usize,
 }
@@ -136,7 +136,7 @@ impl Sim {
         Self { net: SimNet::new(config), seed, rails: [1, 1], engines: 0 }
     }
 
-    /// Several NICs a side, not always as many on both.
+    /// Several NICs on each side, not always equally many.
     pub fn with_rails(seed: u64) -> Self {
         let rails = [[2, 2], [4, 4], [1, 4], [3, 2], [4, 1]][seed as usize % 5];
         Self { rails, ..Self::new(seed) }

@@ -1,4 +1,4 @@
-//! A peer that hangs: stopped, not dead. Nobody is told, and its connection stays open.
+//! A peer that hangs (SIGSTOP): its connection stays open, and no error is reported.
 
 use std::{
     io::Write,
@@ -18,7 +18,7 @@ fn signal(peer: &Peer, signal: &str) {
     assert!(Command::new("kill").args([signal, &pid]).status().unwrap().success());
 }
 
-/// Stops a peer: all its threads, which takes a moment.
+/// Stops all threads of a peer; returns when all are stopped.
 pub fn stop(peer: &Peer) {
     signal(peer, "-STOP");
     until_all(peer, 'T');
@@ -30,7 +30,7 @@ pub fn stop_asleep(peer: &Peer) {
     stop(peer);
 }
 
-/// Waits until all threads of a peer are in this state, as the kernel letters it.
+/// Waits until all threads of a peer are in `state` (the letter in `/proc/<pid>/stat`).
 fn until_all(peer: &Peer, state: char) {
     let tasks = format!("/proc/{}/task", peer.child.id());
     let reached = || {
@@ -41,7 +41,7 @@ fn until_all(peer: &Peer, state: char) {
     };
     let start = Instant::now();
     while !reached() {
-        assert!(start.elapsed() < SOON, "its threads never are all {state}");
+        assert!(start.elapsed() < SOON, "not all of its threads reach state {state}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -51,16 +51,16 @@ fn rs_4_a_hung_peer_does_not_stop_the_others() {
     let Some(a) = engine("tcp") else { return };
     let (mut hung, mut well) = (Peer::start("tcp"), Peer::start("tcp"));
     let lost = a.import(&descriptor(&hung.says("descriptor"))).unwrap();
-    let there = a.import(&descriptor(&well.says("descriptor"))).unwrap();
+    let imported = a.import(&descriptor(&well.says("descriptor"))).unwrap();
     let src = a.alloc(BYTES).unwrap();
     let write = |to: &RemoteRegion| {
         let (src, dst) = (Local { region: &src, offset: 0 }, Remote { region: to, offset: 0 });
         a.submit(&[Op::Write { src, dst, len: 64, imm: None }], Submit::default()).unwrap()
     };
     assert_eq!(write(&lost).wait(SOON), Some(Ok(())));
-    assert_eq!(write(&there).wait(SOON), Some(Ok(())));
+    assert_eq!(write(&imported).wait(SOON), Some(Ok(())));
     stop(&hung);
-    // Twice as many pages as the whole rail has places for.
+    // Twice as many pages as the rail's queue holds.
     let pages = Pages::new(PageIndices::range(0, 256).unwrap(), 4096, 0);
     let cut: Vec<_> = (0..8)
         .map(|_| {
@@ -76,11 +76,11 @@ fn rs_4_a_hung_peer_does_not_stop_the_others() {
             a.submit(&[op], Submit::default()).unwrap()
         })
         .collect();
-    // While it is not known yet that the peer is lost, and after.
+    // Before the peer is known to be lost, and after.
     let start = Instant::now();
     while start.elapsed() < Duration::from_secs(5) {
         let asked = Instant::now();
-        assert_eq!(write(&there).wait(SOON), Some(Ok(())));
+        assert_eq!(write(&imported).wait(SOON), Some(Ok(())));
         assert!(asked.elapsed() < Duration::from_millis(500), "{:?}", asked.elapsed());
         std::thread::sleep(Duration::from_millis(20));
     }
@@ -94,17 +94,17 @@ fn rs_4_a_hung_peer_does_not_stop_the_others() {
 fn mr_1_a_region_that_is_not_quiet_names_the_peer_that_it_waits_for() {
     let Some(a) = engine("tcp") else { return };
     let mut peer = Peer::start("tcp");
-    let there = a.import(&descriptor(&peer.says("descriptor"))).unwrap();
+    let imported = a.import(&descriptor(&peer.says("descriptor"))).unwrap();
     let src = a.alloc(64).unwrap();
     let op = Op::Write {
         src: Local { region: &src, offset: 0 },
-        dst: Remote { region: &there, offset: 0 },
+        dst: Remote { region: &imported, offset: 0 },
         len: 64,
         imm: None,
     };
     assert_eq!(a.submit(&[op], Submit::default()).unwrap().wait(SOON), Some(Ok(())));
     stop(&peer);
-    // The peer may be writing here, for all that is known.
+    // The peer may still be writing to the region.
     let end = src.deregister(Duration::from_millis(300));
     let Err(EngineError::NotQuiesced { cause, .. }) = end else { panic!("{end:?}") };
     assert!(
@@ -116,7 +116,7 @@ fn mr_1_a_region_that_is_not_quiet_names_the_peer_that_it_waits_for() {
 }
 
 #[test]
-fn rs_4_who_did_not_listen_does_not_take_its_peer_for_dead() {
+fn rs_4_a_process_that_was_stopped_does_not_take_its_peer_for_dead() {
     if engine("tcp").is_none() {
         return;
     }
@@ -130,13 +130,14 @@ fn rs_4_who_did_not_listen_does_not_take_its_peer_for_dead() {
 }
 
 #[test]
-fn mr_1_a_read_that_has_failed_lands_no_more() {
+fn mr_1_a_failed_read_lands_no_more_bytes() {
     let Some(a) = engine("tcp") else { return };
     let mut peer = Peer::start("tcp");
-    let there = a.import(&descriptor(&peer.says("descriptor"))).unwrap();
+    let imported = a.import(&descriptor(&peer.says("descriptor"))).unwrap();
     let dst = a.alloc(BYTES).unwrap();
     let read = || {
-        let (dst, src) = (Local { region: &dst, offset: 0 }, Remote { region: &there, offset: 0 });
+        let (dst, src) =
+            (Local { region: &dst, offset: 0 }, Remote { region: &imported, offset: 0 });
         a.submit(&[Op::Read { dst, src, len: BYTES }], Submit::default()).unwrap()
     };
     assert_eq!(read().wait(SOON), Some(Ok(())));

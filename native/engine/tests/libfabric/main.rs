@@ -1,5 +1,5 @@
-//! Two processes over libfabric's own providers: what a killed one leaves behind. The conformance
-//! suite covers the rest, within one process.
+//! Two processes over libfabric's software providers: peers that are killed or stopped. The
+//! conformance suite covers the rest, within one process.
 
 mod hung;
 
@@ -20,7 +20,7 @@ const PAIR: &str = "FABRIC_TEST_PAIR_PROVIDER";
 const BYTES: u64 = 1 << 20;
 const SOON: Duration = Duration::from_secs(20);
 
-/// None where the library is missing and nobody insists on it.
+/// `None` where the library is missing and `FABRIC_TEST_REQUIRE` is unset.
 fn engine(provider: &str) -> Option<Arc<TransferEngine>> {
     open(provider, EngineConfig::default().peer_timeout)
 }
@@ -45,7 +45,7 @@ fn open(provider: &str, peer_timeout: Duration) -> Option<Arc<TransferEngine>> {
     }
 }
 
-/// The other process: offers a region, then does nothing until it is told to leave, or killed.
+/// The other process: offers a region, then waits until its input ends or it is killed.
 #[test]
 fn child() {
     let Ok(provider) = std::env::var(PROVIDER) else { return };
@@ -60,27 +60,28 @@ fn child() {
     engine.close();
 }
 
-/// The time after which the two of [`pair`] miss each other.
+/// Peer timeout of the two engines of [`pair`].
 const PAIR_TIMEOUT: Duration = Duration::from_millis(600);
 
-/// Two engines in one other process, which is stopped and goes on.
+/// Two engines in one other process, which is stopped and continued.
 #[test]
 fn pair() {
     let Ok(provider) = std::env::var(PAIR) else { return };
     let ends = [(); 2].map(|()| open(&provider, PAIR_TIMEOUT).unwrap());
     let (src, dst) = (ends[0].alloc(64).unwrap(), ends[1].alloc(64).unwrap());
-    let there = ends[0].import(&dst.descriptor()).unwrap();
+    let imported = ends[0].import(&dst.descriptor()).unwrap();
     let write = || {
-        let (src, dst) = (Local { region: &src, offset: 0 }, Remote { region: &there, offset: 0 });
+        let (src, dst) =
+            (Local { region: &src, offset: 0 }, Remote { region: &imported, offset: 0 });
         let op = Op::Write { src, dst, len: 64, imm: None };
         ends[0].submit(&[op], Submit::default()).unwrap().wait(SOON)
     };
     assert_eq!(write(), Some(Ok(())));
     let counter = ends[0].plain_counter(Imm::plain(1).unwrap());
-    let waiting = counter.expect(1, std::slice::from_ref(there.peer()), SOON).unwrap();
+    let waiting = counter.expect(1, std::slice::from_ref(imported.peer()), SOON).unwrap();
     println!("\nready");
     let _ = std::io::stdin().read(&mut [0]);
-    // Long enough for both to miss signs of life, and to show some.
+    // Long enough for both to miss heartbeats, and to send some.
     std::thread::sleep(PAIR_TIMEOUT / 2);
     println!("\nsince {:?} {:?}", waiting.poll(), write());
 }
@@ -107,10 +108,12 @@ impl Peer {
         Self { child, lines }
     }
 
-    /// What follows `word` in its next line that begins with it.
+    /// The rest of the child's next line that begins with `word`.
     fn says(&mut self, word: &str) -> String {
         let line = self.lines.by_ref().map(Result::unwrap).find(|l| l.starts_with(word));
-        line.unwrap_or_else(|| panic!("it ended without {word}"))[word.len()..].trim().to_owned()
+        line.unwrap_or_else(|| panic!("the child ended without printing {word}"))[word.len()..]
+            .trim()
+            .to_owned()
     }
 }
 
@@ -118,7 +121,7 @@ impl Drop for Peer {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
-        // What a killed one leaves in shared memory; the kernel doesn't, and it is 16 MiB each.
+        // Removes a killed process's shared memory (16 MiB each), which the kernel keeps.
         let (pid, left) = (self.child.id().to_string(), std::fs::read_dir("/dev/shm"));
         for entry in left.into_iter().flatten().flatten() {
             let name = entry.file_name().to_string_lossy().into_owned();
@@ -137,38 +140,39 @@ fn descriptor(hex: &str) -> RegionDescriptor {
 }
 
 enum Goes {
-    /// In good order.
+    /// It drops its engine.
     Leaving,
-    /// By SIGKILL, in the middle of things.
+    /// By SIGKILL, while it works.
     Killed,
-    /// The same, but while it was asleep. libfabric's shm provider (seen with 1.17) guards memory of
-    /// both processes with a spinlock, and who waits for one that a dead peer held does so for ever:
-    /// a known gap, `docs/design/promises.md`.
+    /// By SIGKILL, while it sleeps. libfabric's shm provider (seen with 1.17) guards memory of both
+    /// processes with a spinlock; a process waits forever for a lock that a dead peer held: a known
+    /// gap, `docs/design/promises.md`.
     KilledAsleep,
 }
 
 fn a_peer_goes(provider: &str, how: Goes) {
     let Some(a) = engine(provider) else { return };
     let mut peer = Peer::start(provider);
-    let there = a.import(&descriptor(&peer.says("descriptor"))).unwrap();
+    let imported = a.import(&descriptor(&peer.says("descriptor"))).unwrap();
     let src = a.alloc(BYTES).unwrap();
     src.put(0, &vec![7; BYTES as usize]).unwrap();
     let write = |imm| {
-        let (src, dst) = (Local { region: &src, offset: 0 }, Remote { region: &there, offset: 0 });
+        let (src, dst) =
+            (Local { region: &src, offset: 0 }, Remote { region: &imported, offset: 0 });
         a.submit(&[Op::Write { src, dst, len: BYTES, imm }], Submit::default()).unwrap()
     };
     let counted = write(Some(Imm::plain(1).unwrap()));
     assert_eq!(counted.wait(SOON), Some(Ok(())));
     assert_eq!(peer.says("counted"), "7");
-    // Only waits, and would learn nothing from operations of its own.
+    // Only an expectation: it has no operations of its own that could fail.
     let waiting = a.plain_counter(Imm::plain(2).unwrap());
-    let waiting = waiting.expect(1, std::slice::from_ref(there.peer()), SOON).unwrap();
+    let waiting = waiting.expect(1, std::slice::from_ref(imported.peer()), SOON).unwrap();
     if matches!(how, Goes::KilledAsleep) {
         hung::stop_asleep(&peer);
     }
     let leaves = matches!(how, Goes::Leaving);
     let unheard =
-        a.submit(&[Op::Send { peer: there.peer(), message: b"?" }], Submit::default()).unwrap();
+        a.submit(&[Op::Send { peer: imported.peer(), message: b"?" }], Submit::default()).unwrap();
     let writes: Vec<_> = if leaves { Vec::new() } else { (0..100).map(|_| write(None)).collect() };
     let start = Instant::now();
     if leaves {
@@ -184,7 +188,7 @@ fn a_peer_goes(provider: &str, how: Goes) {
         assert!(handle.wait(SOON).is_some(), "every operation ends");
     }
     let took = start.elapsed();
-    // The time after which a silent peer is lost, and as long again for another try to reach it.
+    // The peer timeout, and as long again for another attempt to connect.
     assert!(took < Duration::from_millis(4500), "{took:?}");
     let late = write(None).wait(SOON);
     assert!(matches!(late, Some(Err(_))), "{late:?}");
@@ -210,20 +214,20 @@ fn a_peer_that_leaves_is_missed_at_once_over_shm() {
     a_peer_goes("shm", Goes::Leaving);
 }
 
-/// The memory of a region that is dropped while nobody polls is free as soon as its peers have
-/// answered, not with somebody's next sign of life.
-fn a_dropped_region_is_let_go_of_at_once(provider: &str) {
-    // Signs of life are shown once in a quarter of this: after the test has ended.
+/// The memory of a region that is dropped while no thread polls is released as soon as its peers
+/// have answered, not with the next heartbeat.
+fn a_dropped_region_is_released_at_once(provider: &str) {
+    // Heartbeats are sent once in a quarter of this: after the test has ended.
     let patient = Duration::from_secs(600);
     let (Some(a), Some(b)) = (open(provider, patient), open(provider, patient)) else { return };
     let src = a.alloc(64).unwrap();
     for _ in 0..3 {
         let before = b.stats().regions;
         let dst = b.alloc(64).unwrap();
-        let there = a.import(&dst.descriptor()).unwrap();
+        let imported = a.import(&dst.descriptor()).unwrap();
         let write = || {
             let (src, dst) =
-                (Local { region: &src, offset: 0 }, Remote { region: &there, offset: 0 });
+                (Local { region: &src, offset: 0 }, Remote { region: &imported, offset: 0 });
             let op = Op::Write { src, dst, len: 64, imm: None };
             a.submit(&[op], Submit::default()).unwrap().wait(SOON)
         };
@@ -233,7 +237,7 @@ fn a_dropped_region_is_let_go_of_at_once(provider: &str) {
         let start = Instant::now();
         drop(dst);
         while b.stats().regions > before {
-            assert!(start.elapsed() < SOON, "it is never let go of");
+            assert!(start.elapsed() < SOON, "the region is never released");
             std::thread::sleep(Duration::from_millis(1));
         }
         let end = write();
@@ -242,11 +246,11 @@ fn a_dropped_region_is_let_go_of_at_once(provider: &str) {
 }
 
 #[test]
-fn mr_2_a_dropped_region_is_let_go_of_at_once_over_tcp() {
-    a_dropped_region_is_let_go_of_at_once("tcp");
+fn mr_2_a_dropped_region_is_released_at_once_over_tcp() {
+    a_dropped_region_is_released_at_once("tcp");
 }
 
 #[test]
-fn mr_2_a_dropped_region_is_let_go_of_at_once_over_shm() {
-    a_dropped_region_is_let_go_of_at_once("shm");
+fn mr_2_a_dropped_region_is_released_at_once_over_shm() {
+    a_dropped_region_is_released_at_once("shm");
 }

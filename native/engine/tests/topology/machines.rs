@@ -1,4 +1,4 @@
-//! What each recorded machine is seen as, and the pairing it should have.
+//! Topology and expected pairing of each recorded machine.
 
 use fabric_engine::topology::{
     cpus_near_within, pairing_for, tiers, Link, Location, PciAddress, Rules, Tier,
@@ -30,7 +30,7 @@ fn p5_gives_each_gpu_the_four_efa_on_its_switch() {
         ]
     );
     assert_eq!(pairing.gpus[0].reason, "all 4 NICs on the same PCIe switch");
-    // One of each switch, so that the host's traffic doesn't crowd one GPU's.
+    // One of each switch, so that the host's traffic doesn't compete with a single GPU's.
     assert_eq!(
         shown(&pairing.hosts),
         [
@@ -136,7 +136,7 @@ fn a_passthrough_guest_pairs_by_order() {
         "1 of the 8 NICs under the same root complex, shared out evenly to 8 GPUs"
     );
     assert_eq!(shown(&pairing.hosts)[0], "host0: mlx5_0 mlx5_2 mlx5_4 mlx5_6 (?)");
-    // Nobody says on which node the NICs are, but the kernel says which CPUs it thinks near.
+    // The NICs' NUMA node is unknown, but `local_cpulist` lists CPUs near them.
     assert_eq!(cpus_near_within(&guest, &["mlx5_0".into()], &[3, 100, 900]), [3, 100]);
 }
 
@@ -153,10 +153,10 @@ fn a_passthrough_guest_with_half_the_nics_shares_them_between_neighbours() {
 }
 
 #[test]
-fn a_laptop_has_a_gpu_and_nothing_to_pair_it_with() {
+fn a_laptop_has_a_gpu_and_no_rdma_device() {
     let laptop = machine("laptop");
-    let names: Vec<_> = laptop.gpus.iter().map(|g| g.place.address.to_string()).collect();
-    assert_eq!(names, ["0000:01:00.0"], "graphics of the processor are no GPU to us");
+    let names: Vec<_> = laptop.gpus.iter().map(|g| g.pci.address.to_string()).collect();
+    assert_eq!(names, ["0000:01:00.0"], "integrated graphics don't count as a GPU");
     assert_eq!(laptop.gpus[0].numa, Some(0), "with one node, everything is on it");
     let pairing = paired(&laptop, "");
     assert_eq!(shown(&pairing.gpus), ["gpu0:"]);
@@ -165,22 +165,25 @@ fn a_laptop_has_a_gpu_and_nothing_to_pair_it_with() {
     let gpu = Location::Gpu("01:00.0".parse::<PciAddress>().expect("an address"));
     let none = pairing_for(&laptop, gpu, &[], 4, &Rules::default());
     assert_eq!(none, Err("no device for gpu0: there are none".to_owned()));
-    // Interfaces have places too, for transports that open them.
+    // Network interfaces are located too, for transports that open them.
     let wifi = ["wlp0s20f3".to_owned(), "lo".to_owned()];
     assert_eq!(pairing_for(&laptop, gpu, &wifi, 4, &Rules::default()), Ok(vec![wifi[0].clone()]));
 }
 
 #[test]
-fn soft_roce_is_used_where_there_is_nothing_else() {
+fn soft_roce_is_used_if_it_is_the_only_device() {
     let guest = machine("soft-roce-guest");
-    assert!(guest.nics.iter().all(|n| n.software && n.place.is_none()));
+    assert!(guest.nics.iter().all(|n| n.software && n.pci.is_none()));
     assert_eq!(guest.nics[3].interfaces, ["h1r1"]);
     let pairing = paired(&guest, "");
     assert_eq!(shown(&pairing.hosts), ["host0: rxe_h0r0 rxe_h0r1 rxe_h1r0 rxe_h1r1 (?)"]);
     assert_eq!(pairing.hosts[0].rails[0].distance.tier, Tier::Unknown);
-    let mine = ["rxe_h1r0".to_owned(), "rxe_h1r1".to_owned()];
-    assert_eq!(pairing_for(&guest, Location::Host, &mine, 4, &Rules::default()), Ok(mine.to_vec()));
-    assert_eq!(cpus_near_within(&guest, &mine, &[0, 1]), [] as [usize; 0]);
+    let own_nics = ["rxe_h1r0".to_owned(), "rxe_h1r1".to_owned()];
+    assert_eq!(
+        pairing_for(&guest, Location::Host, &own_nics, 4, &Rules::default()),
+        Ok(own_nics.to_vec())
+    );
+    assert_eq!(cpus_near_within(&guest, &own_nics, &[0, 1]), [] as [usize; 0]);
 }
 
 #[test]
@@ -199,7 +202,7 @@ fn the_distances_have_the_names_that_nvidia_smi_prints() {
 fn interfaces_are_as_near_as_their_cards() {
     let dgx = machine("dgx-h100");
     let interfaces = ["ibp64s0".to_owned(), "ibp24s0".to_owned()];
-    let gpu = Location::Gpu(dgx.gpus[0].place.address);
+    let gpu = Location::Gpu(dgx.gpus[0].pci.address);
     let found = pairing_for(&dgx, gpu, &interfaces, 4, &Rules::default());
     assert_eq!(found, Ok(vec!["ibp24s0".to_owned()]));
 }
@@ -208,7 +211,7 @@ fn interfaces_are_as_near_as_their_cards() {
 fn rails_are_near_or_far_from_the_memory_that_an_engine_serves() {
     let dgx = machine("dgx-h100");
     let devices = ["mlx5_0", "mlx5_1", "mlx5_9", "eth0"].map(str::to_owned);
-    let gpu = Location::Gpu(dgx.gpus[0].place.address);
+    let gpu = Location::Gpu(dgx.gpus[0].pci.address);
     let expected = [Tier::Switch, Tier::Node, Tier::System, Tier::Unknown];
     assert_eq!(tiers(&dgx, gpu, &devices), expected);
     let node = [Tier::Node, Tier::Node, Tier::System, Tier::Unknown];

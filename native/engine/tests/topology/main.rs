@@ -5,7 +5,7 @@ mod rules;
 mod shapes;
 mod trees;
 
-use fabric_engine::topology::{pair, Choice, Pairing, Rules, Topology};
+use fabric_engine::topology::{pair, Pairing, RailChoice, Rules, Topology};
 
 /// The pairing of a machine under rules that are known to match.
 fn paired(topology: &Topology, rules: &str) -> Pairing {
@@ -13,9 +13,9 @@ fn paired(topology: &Topology, rules: &str) -> Pairing {
     pair(topology, &rules).expect("rules that match")
 }
 
-/// `gpu0: mlx5_0 mlx5_1 (PIX)` for each place, to compare and to read.
-fn shown(choices: &[Choice]) -> Vec<String> {
-    let line = |choice: &Choice| {
+/// `gpu0: mlx5_0 mlx5_1 (PIX)` for each GPU or host.
+fn shown(choices: &[RailChoice]) -> Vec<String> {
+    let line = |choice: &RailChoice| {
         let mut line = format!("{}:", choice.name);
         for rail in &choice.rails {
             line += &format!(" {}", rail.nic);

@@ -1,4 +1,4 @@
-//! What users may say, and what they are told when it means nothing here.
+//! User rules, and the errors of rules that don't fit the machine.
 
 use fabric_engine::topology::{pair, pairing_for, Location, Rules};
 
@@ -13,18 +13,18 @@ fn refused(rules: &str) -> String {
 }
 
 #[test]
-fn rules_override_what_the_machine_suggests() {
+fn rules_override_the_automatic_choice() {
     let dgx = machine("dgx-h100");
     let pairing = paired(&dgx, "gpu0=mlx5_7,mlx5_3; host1=mlx5_1; host0 = mlx5_0");
     assert_eq!(shown(&pairing.gpus)[0], "gpu0: mlx5_7 mlx5_3 mixed (SYS)");
     assert_eq!(pairing.gpus[0].reason, "the rule `gpu0=mlx5_7,mlx5_3`");
-    assert_eq!(shown(&pairing.gpus)[1], "gpu1: mlx5_3 (PXB)", "others are as they were");
+    assert_eq!(shown(&pairing.gpus)[1], "gpu1: mlx5_3 (PXB)", "other GPUs are unchanged");
     assert_eq!(shown(&pairing.hosts), ["host0: mlx5_0 (NODE)", "host1: mlx5_1 (SYS)"]);
     assert!(!pairing.left_out.iter().any(|l| l.nic == "mlx5_7"), "a used device isn't left out");
 }
 
 #[test]
-fn places_go_by_name_pattern_or_address() {
+fn rules_match_by_name_pattern_or_address() {
     let gb200 = machine("gb200-nvl72");
     let by = |rule: &str| shown(&paired(&gb200, rule).gpus)[1].clone();
     for place in ["gpu1", "gpu?", "*", "0009:01:00.0", "00000009:01:00.0", "0009:*"] {
@@ -37,7 +37,7 @@ fn places_go_by_name_pattern_or_address() {
 }
 
 #[test]
-fn what_a_rule_gives_to_one_gpu_others_take_last() {
+fn a_nic_assigned_by_a_rule_is_the_last_choice_of_other_gpus() {
     let gpus = shown(&paired(&machine("passthrough-vm"), "gpu7=mlx5_0").gpus);
     let others: Vec<_> = (0..7).map(|i| format!("gpu{i}: mlx5_{} (PHB)", i + 1)).collect();
     assert_eq!(gpus[..7], others);
@@ -64,7 +64,7 @@ fn an_excluded_device_is_used_only_by_name() {
 }
 
 #[test]
-fn a_rule_that_matches_nothing_lists_what_there_is() {
+fn a_rule_that_matches_nothing_lists_the_choices() {
     assert_eq!(
         refused("gpu4=mlx5_0"),
         "the rule `gpu4=mlx5_0` matches nothing: there is no `gpu4` here, only gpu0 \
@@ -80,10 +80,10 @@ fn a_rule_that_matches_nothing_lists_what_there_is() {
 }
 
 #[test]
-fn what_is_no_rule_is_quoted() {
+fn an_invalid_rule_is_quoted() {
     for (rule, why) in [
         ("mlx5_0", "`mlx5_0` isn't a rule for rails: it has no `=`; write for example"),
-        ("gpu0=mlx5_0; =mlx5_1", "`=mlx5_1` isn't a rule for rails: it doesn't say for which GPU"),
+        ("gpu0=mlx5_0; =mlx5_1", "`=mlx5_1` isn't a rule for rails: it names no GPU"),
         ("gpu0= , ", "it names no device"),
     ] {
         assert!(refused(rule).contains(why), "{rule}: {}", refused(rule));
@@ -92,19 +92,19 @@ fn what_is_no_rule_is_quoted() {
 }
 
 #[test]
-fn a_transport_that_cant_open_what_a_rule_names_is_told() {
+fn a_rule_naming_an_unavailable_nic_is_reported() {
     let dgx = machine("dgx-h100");
     let open = ["mlx5_0".to_owned(), "mlx5_3".to_owned()];
     let rules = Rules::parse("gpu0=mlx5_5; exclude=mlx5_4").expect("rules");
     let gpu = |address: &str| Location::Gpu(address.parse().expect("an address"));
     let refused = pairing_for(&dgx, gpu("1b:00.0"), &open, 4, &rules);
-    let sentence = refused.expect_err("mlx5_5 can't be opened");
-    assert!(sentence.contains("`gpu0=mlx5_5` leaves no device for gpu0"), "{sentence}");
-    assert!(sentence.ends_with("there are mlx5_0, mlx5_3"), "{sentence}");
+    let error = refused.expect_err("mlx5_5 can't be opened");
+    assert!(error.contains("`gpu0=mlx5_5` leaves no device for gpu0"), "{error}");
+    assert!(error.ends_with("available: mlx5_0, mlx5_3"), "{error}");
 }
 
 #[test]
-fn the_engine_asks_for_one_place_among_what_it_can_open() {
+fn the_engine_selects_rails_among_the_nics_it_can_open() {
     let p5 = machine("p5.48xlarge");
     let open: Vec<String> = p5.nics.iter().skip(4).map(|n| n.name.clone()).collect();
     let ask = |location, max| pairing_for(&p5, location, &open, max, &Rules::default());

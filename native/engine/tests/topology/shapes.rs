@@ -1,4 +1,4 @@
-//! Single traits of machines, each in the smallest tree that has it.
+//! Single features of machines, each in a minimal tree.
 
 use fabric_engine::topology::Topology;
 
@@ -7,7 +7,7 @@ use crate::{
     trees::{tree, Folder},
 };
 
-/// Grows a tree line by line.
+/// Builds a tree line by line.
 #[derive(Default)]
 struct Machine(String);
 
@@ -71,7 +71,7 @@ fn the_longest_common_path_is_nearest() {
 }
 
 #[test]
-fn without_a_near_one_the_nearest_node_has_it() {
+fn without_a_local_nic_the_nearest_node_is_used() {
     // Four nodes on two sockets; NICs on nodes 1 and 2.
     let rows = ["10 12 32 32", "12 10 32 32", "32 32 10 12", "32 32 12 10"];
     let mut machine = Machine::default();
@@ -92,7 +92,7 @@ fn without_a_near_one_the_nearest_node_has_it() {
 }
 
 #[test]
-fn who_is_nearer_chooses_first() {
+fn the_nearer_gpu_chooses_first() {
     let topology = Machine::default()
         .node(0, "0", "10 20")
         .node(1, "1", "20 10")
@@ -107,7 +107,7 @@ fn who_is_nearer_chooses_first() {
 }
 
 #[test]
-fn what_cant_be_shared_evenly_is_left_over() {
+fn nics_that_cant_be_shared_evenly_are_unused() {
     let mut machine = Machine::default();
     for i in 0..2 {
         machine = machine.gpu(&format!("pci0000:10/0000:10:01.0/0000:1{i}:00.0"), 0);
@@ -118,11 +118,11 @@ fn what_cant_be_shared_evenly_is_left_over() {
     }
     let pairing = paired(&machine.read(), "host=n0");
     assert_eq!(shown(&pairing.gpus), ["gpu0: n0 (PIX)", "gpu1: n1 (PIX)"]);
-    assert!(reason_for(&pairing, "n2").starts_with("left over: it can't be shared evenly"));
+    assert!(reason_for(&pairing, "n2").starts_with("not needed: it can't be shared evenly"));
 }
 
 #[test]
-fn a_virtual_function_stands_back_for_its_device() {
+fn a_virtual_function_is_unused_if_its_device_is_present() {
     let port = "pci0000:10/0000:10:01.0/0000:11:00";
     let both = Machine::default()
         .nic(&format!("{port}.0"), 0, "mlx5_0", IB)
@@ -137,7 +137,7 @@ fn a_virtual_function_stands_back_for_its_device() {
 }
 
 #[test]
-fn slow_and_soft_devices_stand_back() {
+fn slow_and_software_devices_are_unused() {
     let topology = Machine::default()
         .nic("pci0000:10/0000:10:01.0/0000:11:00.0", 0, "fast", IB)
         .nic("pci0000:10/0000:10:02.0/0000:12:00.0", 0, "slow", SLOW)
@@ -153,17 +153,17 @@ fn slow_and_soft_devices_stand_back() {
         .read();
     let soft = topology.nic("rxe0").expect("a soft device");
     assert!(soft.software);
-    let place = soft.place.as_ref().expect("the place of the card it is made over");
+    let place = soft.pci.as_ref().expect("the PCI location of the underlying card");
     assert_eq!(place.address.to_string(), "0000:11:00.0");
     let pairing = paired(&topology, "");
     assert_eq!(shown(&pairing.hosts), ["host0: fast half (NODE)"]);
     let reason = "100 Gb/s, less than half of the fastest (400 Gb/s)";
     assert_eq!(reason_for(&pairing, "slow"), reason);
-    assert!(reason_for(&pairing, "rxe0").starts_with("made by software"));
+    assert!(reason_for(&pairing, "rxe0").starts_with("a software device"));
 }
 
 #[test]
-fn one_link_is_chosen_by_what_it_carries() {
+fn the_link_layer_with_more_bandwidth_is_chosen() {
     let mixed = |a, b| {
         Machine::default()
             .nic("pci0000:10/0000:10:01.0/0000:11:00.0", 0, "a", a)
@@ -178,7 +178,7 @@ fn one_link_is_chosen_by_what_it_carries() {
 }
 
 #[test]
-fn a_port_that_is_up_stands_for_its_device() {
+fn an_active_port_represents_its_device() {
     let topology = Machine::default()
         .nic(
             "pci0000:10/0000:10:01.0/0000:11:00.0",
@@ -195,7 +195,7 @@ fn a_port_that_is_up_stands_for_its_device() {
 }
 
 #[test]
-fn an_auxiliary_device_is_where_its_card_is() {
+fn an_auxiliary_device_has_its_cards_location() {
     let path = "pci0000:10/0000:10:01.0/0000:11:00.0";
     let topology = Machine::default()
         .line(&pci(path, "class=0x020700 vendor=0x15b3 numa_node=0"))
@@ -208,12 +208,12 @@ fn an_auxiliary_device_is_where_its_card_is() {
         ))
         .read();
     let nic = topology.nic("sf2").expect("a sub-function");
-    assert_eq!(nic.place.as_ref().map(|p| p.address.to_string()).as_deref(), Some("0000:11:00.0"));
+    assert_eq!(nic.pci.as_ref().map(|p| p.address.to_string()).as_deref(), Some("0000:11:00.0"));
     assert_eq!(nic.numa, Some(0));
 }
 
 #[test]
-fn what_is_no_sysfs_is_refused() {
+fn a_folder_that_is_not_sysfs_is_refused() {
     let empty = Folder::new();
     let refused = Topology::read(&empty.0).expect_err("an empty folder");
     assert!(refused.contains("is no sysfs tree"), "{refused}");

@@ -33,7 +33,7 @@ pub fn tree(text: &str) -> Topology {
     Topology::read(&folder.0).expect("a tree of sysfs")
 }
 
-/// A folder that goes when it is dropped.
+/// A folder that is removed on drop.
 pub struct Folder(pub PathBuf);
 
 impl Folder {

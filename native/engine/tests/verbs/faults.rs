@@ -6,7 +6,7 @@ use crate::world::{
     config, ends, engine, filled, import, interface, nic, pattern, run, wait, write, Side, Undo,
 };
 
-/// What the default promises, and a bit for emulated processors.
+/// The default peer timeout, and some slack for emulated processors.
 const SOON: Duration = Duration::from_secs(4);
 
 #[test]
@@ -15,8 +15,8 @@ fn mr_2_a_forged_key_fails_alone_and_the_link_is_made_anew() {
     let (a, b) = (engine(Side::A), engine(Side::B));
     let src = filled(&a, 4096, 1);
     let dst = b.alloc(4096).unwrap();
-    let there = import(&a, &dst.descriptor().to_bytes());
-    assert_eq!(wait(&write(&a, &src, &there, 4096, None)), Ok(()));
+    let imported = import(&a, &dst.descriptor().to_bytes());
+    assert_eq!(wait(&write(&a, &src, &imported, 4096, None)), Ok(()));
     let mut forged = dst.descriptor();
     let keys: Vec<RailKey> = forged.rail_keys.into();
     let bad: Vec<RailKey> = keys.iter().map(|k| RailKey { key: k.key ^ 0x5A00, ..*k }).collect();
@@ -27,7 +27,7 @@ fn mr_2_a_forged_key_fails_alone_and_the_link_is_made_anew() {
     assert!(matches!(error, EngineError::Stale { .. } | EngineError::Refused { .. }), "{error}");
     assert!(error.to_string().contains("b#") && after < SOON, "{error} after {after:?}");
     for _ in 0..3 {
-        assert_eq!(wait(&write(&a, &src, &there, 4096, Some(counter.imm()))), Ok(()));
+        assert_eq!(wait(&write(&a, &src, &imported, 4096, Some(counter.imm()))), Ok(()));
     }
     assert_eq!(wait(&counter.expect(3, &[], SOON).unwrap()), Ok(()));
     assert_eq!(counter.arrived(), 3);
@@ -36,35 +36,36 @@ fn mr_2_a_forged_key_fails_alone_and_the_link_is_made_anew() {
 
 #[test]
 #[ignore = "needs RDMA devices"]
-fn rs_4_a_link_that_is_down_is_told_to_both_and_used_again_when_it_is_up() {
+fn rs_4_both_ends_learn_of_a_link_that_is_down_and_use_it_when_it_is_up() {
     for down in [Side::A, Side::B] {
         let (a, b) = (engine(Side::A), engine(Side::B));
         let src = filled(&a, 8 << 20, 2);
         let dst = b.alloc(8 << 20).unwrap();
-        let there = import(&a, &dst.descriptor().to_bytes());
-        assert_eq!(wait(&write(&a, &src, &there, 64, None)), Ok(()));
+        let imported = import(&a, &dst.descriptor().to_bytes());
+        assert_eq!(wait(&write(&a, &src, &imported, 64, None)), Ok(()));
         let back = b.peer(a.address()).unwrap();
         let awaited = b.counter().unwrap().expect(1, &[back], Duration::from_secs(30)).unwrap();
         let up = Undo::with(&format!("ip link set {} up", interface(down)));
-        let under_way = write(&a, &src, &there, 8 << 20, None);
+        let under_way = write(&a, &src, &imported, 8 << 20, None);
         run(&format!("ip link set {} down", interface(down)));
         let start = Instant::now();
-        // What was under way may have come through just before.
-        let error = wait(&under_way).and_then(|()| wait(&write(&a, &src, &there, 64, None)));
+        // Operations under way may have completed just before.
+        let error = wait(&under_way).and_then(|()| wait(&write(&a, &src, &imported, 64, None)));
         let (error, after) = (error.unwrap_err(), start.elapsed());
-        // Or the link was gone by then, and no new one could be made.
-        let told = matches!(error, EngineError::PeerLost { .. } | EngineError::Unreachable { .. });
-        assert!(told, "{error}");
+        // Or the link was already lost, and no new one could be made.
+        let reported =
+            matches!(error, EngineError::PeerLost { .. } | EngineError::Unreachable { .. });
+        assert!(reported, "{error}");
         assert!(error.to_string().contains(&nic(Side::A)), "the NIC is named: {error}");
         assert!(after < SOON, "{error} after {after:?}");
         let (error, after) = ends(&awaited);
         assert!(matches!(error, EngineError::PeerLost { .. }), "{error}");
         assert!(after < SOON, "{error} after {after:?}");
         drop(up);
-        // The port takes a moment, and so does the route to it.
+        // The port and the route to it take a moment to come up.
         let again = (0..20).find_map(|_| {
             std::thread::sleep(Duration::from_millis(500));
-            wait(&write(&a, &src, &there, 8 << 20, None)).ok()
+            wait(&write(&a, &src, &imported, 8 << 20, None)).ok()
         });
         assert!(again.is_some(), "the link is up and not used");
         assert!(dst.get(0, 8 << 20).unwrap() == pattern(8 << 20, 2));
@@ -84,8 +85,8 @@ fn handshakes_survive_lost_datagrams() {
         let (a, b) = (engine(Side::A), engine(Side::B));
         let src = filled(&a, 64, 3);
         let dst = b.alloc(64).unwrap();
-        let there = import(&a, &dst.descriptor().to_bytes());
-        assert_eq!(wait(&write(&a, &src, &there, 64, None)), Ok(()));
+        let imported = import(&a, &dst.descriptor().to_bytes());
+        assert_eq!(wait(&write(&a, &src, &imported, 64, None)), Ok(()));
         assert_eq!(dst.get(0, 64).unwrap(), pattern(64, 3));
     }
     drop(undo);
@@ -106,9 +107,9 @@ fn handshakes_go_by_tcp_where_datagrams_do_not_get_through() {
     let (a, b) = (engine(Side::A), engine(Side::B));
     let src = filled(&a, 64, 4);
     let dst = b.alloc(64).unwrap();
-    let there = import(&a, &dst.descriptor().to_bytes());
-    assert_eq!(wait(&write(&a, &src, &there, 64, None)), Ok(()));
-    let why = a.explain(there.peer()).unwrap().verdicts[0].reason.clone();
+    let imported = import(&a, &dst.descriptor().to_bytes());
+    assert_eq!(wait(&write(&a, &src, &imported, 64, None)), Ok(()));
+    let why = a.explain(imported.peer()).unwrap().verdicts[0].reason.clone();
     assert!(why.contains("by TCP"), "{why}");
     assert!(why.contains("RoCE v2") && why.contains("mtu"), "{why}");
 }
@@ -126,11 +127,11 @@ fn mr_2_a_peer_that_restarted_is_not_taken_for_the_old_one() {
     let b = engine(Side::B);
     let dst = b.alloc(64).unwrap();
     let (error, _) = ends(&write(&a, &src, &old, 64, None));
-    let told = matches!(
+    let reported = matches!(
         error,
         EngineError::PeerLost { .. } | EngineError::Unreachable { .. } | EngineError::Stale { .. }
     );
-    assert!(told, "{error}");
+    assert!(reported, "{error}");
     let new = import(&a, &dst.descriptor().to_bytes());
     assert_eq!(wait(&write(&a, &src, &new, 64, None)), Ok(()));
     assert_eq!(dst.get(0, 64).unwrap(), pattern(64, 5));
@@ -144,8 +145,8 @@ fn the_same_token_is_needed() {
     let b = fabric_engine::TransferEngine::open(other).unwrap();
     let src = filled(&a, 64, 6);
     let dst = b.alloc(64).unwrap();
-    let there = import(&a, &dst.descriptor().to_bytes());
-    let (error, _) = ends(&write(&a, &src, &there, 64, None));
+    let imported = import(&a, &dst.descriptor().to_bytes());
+    let (error, _) = ends(&write(&a, &src, &imported, 64, None));
     assert!(error.to_string().contains("token"), "{error}");
     assert_eq!(dst.get(0, 64).unwrap(), [0; 64]);
 }

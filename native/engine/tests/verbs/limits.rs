@@ -13,22 +13,23 @@ fn cpu_time() -> Duration {
 
 #[test]
 #[ignore = "needs RDMA devices"]
-fn nobody_polls_when_nothing_happens() {
+fn an_idle_engine_does_not_poll() {
     let (a, b) = (engine(Side::A), engine(Side::B));
     let src = filled(&a, 64, 1);
     let dst = b.alloc(64).unwrap();
-    let there = import(&a, &dst.descriptor().to_bytes());
-    assert_eq!(wait(&write(&a, &src, &there, 64, None)), Ok(()));
+    let imported = import(&a, &dst.descriptor().to_bytes());
+    assert_eq!(wait(&write(&a, &src, &imported, 64, None)), Ok(()));
     std::thread::sleep(Duration::from_millis(500));
     let (before, idle) = (cpu_time(), Duration::from_secs(3));
     std::thread::sleep(idle);
     let used = cpu_time() - before;
     // Heartbeats of both engines, on an emulated processor.
     assert!(used < idle / 5, "{used:?} of {idle:?}");
-    assert_eq!(wait(&write(&a, &src, &there, 64, None)), Ok(()), "the link has lived on");
+    assert_eq!(wait(&write(&a, &src, &imported, 64, None)), Ok(()), "the link has lived on");
 }
 
-/// Limits are lowered by the environment, before an engine opens: in a process of its own.
+/// Runs a test in a child process: limits are lowered by environment variables before an engine
+/// opens.
 fn in_a_child(test: &str, variables: &[(&str, &str)]) {
     let done = Command::new(std::env::current_exe().unwrap())
         .args(["--ignored", "--exact", "--nocapture", &format!("limits::{test}")])
@@ -36,8 +37,8 @@ fn in_a_child(test: &str, variables: &[(&str, &str)]) {
         .env("FABRIC_TEST_CHILD", test)
         .output()
         .unwrap();
-    let said = String::from_utf8_lossy(&done.stderr).into_owned();
-    assert!(done.status.success(), "{said}{}", String::from_utf8_lossy(&done.stdout));
+    let stderr = String::from_utf8_lossy(&done.stderr).into_owned();
+    assert!(done.status.success(), "{stderr}{}", String::from_utf8_lossy(&done.stdout));
 }
 
 fn is_child(test: &str) -> bool {
@@ -59,9 +60,9 @@ fn regions_and_writes_larger_than_the_nic_takes_are_cut() {
     if std::env::var_os("FABRIC_TEST_MAX_MR").is_some() {
         assert!(dst.descriptor().rail_keys.as_slice().len() >= 16);
     }
-    let there = import(&a, &dst.descriptor().to_bytes());
+    let imported = import(&a, &dst.descriptor().to_bytes());
     let counter = b.counter().unwrap();
-    assert_eq!(wait(&write(&a, &src, &there, n as u64, Some(counter.imm()))), Ok(()));
+    assert_eq!(wait(&write(&a, &src, &imported, n as u64, Some(counter.imm()))), Ok(()));
     assert_eq!(wait(&counter.expect(1, &[], Duration::from_secs(30)).unwrap()), Ok(()));
     assert!(dst.get(0, n as u64).unwrap() == pattern(n, 7));
     // Pages across the ends of registrations, in both directions.
@@ -71,7 +72,7 @@ fn regions_and_writes_larger_than_the_nic_takes_are_cut() {
         page_len: 30_000,
         src: &src,
         src_pages: &from,
-        dst: &there,
+        dst: &imported,
         dst_pages: &to,
         imm: Some(counter.imm()),
     };
@@ -91,13 +92,13 @@ fn regions_and_writes_larger_than_the_nic_takes_are_cut() {
 fn too_little_locked_memory_is_named_with_the_remedy() {
     const TEST: &str = "too_little_locked_memory_is_named_with_the_remedy";
     if !is_child(TEST) {
-        // Root may lock what it likes; the child becomes somebody else.
+        // Root has no limit; the child drops to another user.
         run("chmod -R a+rwX /dev/infiniband");
         return in_a_child(TEST, &[]);
     }
     let engine = {
         let engine = engine(Side::A);
-        // What is found out at first use is found out as root.
+        // Facts that are determined at first use are determined as root.
         engine.alloc(4096).unwrap();
         let limit = rustix::process::Rlimit { current: Some(1 << 20), maximum: Some(1 << 20) };
         rustix::process::setrlimit(rustix::process::Resource::Memlock, limit).unwrap();

@@ -1,5 +1,5 @@
-//! Faults where an engine has two NICs: `FABRIC_TEST_NICS_A` and `FABRIC_TEST_NICS_B` name two each,
-//! and the first of one reaches the first of the other, as the second does the second.
+//! Faults of engines with two NICs: `FABRIC_TEST_NICS_A` and `FABRIC_TEST_NICS_B` list two each,
+//! and each NIC of one list reaches the NIC at the same position of the other.
 
 use std::{
     sync::Arc,
@@ -13,9 +13,9 @@ use fabric_engine::{
 
 use crate::world::{config, filled, import, nics, pattern, run, wait, Side, Undo, LONG};
 
-/// Until one rail's failure is known not to be the peer's, and a bit for emulated processors.
+/// Time to tell a rail's failure from the peer's, and some slack for emulated processors.
 const SOON: Duration = Duration::from_secs(8);
-/// The longest rest between tries to bring a rail back, and a bit more.
+/// The longest interval between attempts to reconnect a rail, and some slack.
 const BACK: Duration = Duration::from_secs(30);
 const BYTES: usize = 32 << 20;
 
@@ -25,14 +25,14 @@ struct Pair {
     b: Arc<TransferEngine>,
     src: Region,
     dst: Region,
-    there: RemoteRegion,
-    /// `a`, as `b` knows it.
+    imported: RemoteRegion,
+    /// Peer `a` of engine `b`.
     from: Peer,
 }
 
 fn engine(side: Side) -> Arc<TransferEngine> {
     let names = nics(side);
-    assert!(names.len() >= 2, "two rails are needed, and there is {names:?}");
+    assert!(names.len() >= 2, "two rails are needed, got {names:?}");
     let nics = NicConfig { names, ..Default::default() };
     Arc::new(TransferEngine::open(EngineConfig { nics, ..config(side) }).unwrap())
 }
@@ -42,9 +42,9 @@ impl Pair {
         let (a, b) = (engine(Side::A), engine(Side::B));
         let src = filled(&a, bytes, salt);
         let dst = b.alloc(bytes as u64).unwrap();
-        let there = import(&a, &dst.descriptor().to_bytes());
+        let imported = import(&a, &dst.descriptor().to_bytes());
         let from = b.peer(a.address()).unwrap();
-        let pair = Self { a, b, src, dst, there, from };
+        let pair = Self { a, b, src, dst, imported, from };
         assert_eq!(wait(&pair.write(64, None)), Ok(()));
         (0..2).for_each(|rail| pair.until_used(rail));
         pair
@@ -52,7 +52,7 @@ impl Pair {
 
     fn write(&self, len: usize, rail: Option<u8>) -> Handle {
         let (src, dst) =
-            (Local { region: &self.src, offset: 0 }, Remote { region: &self.there, offset: 0 });
+            (Local { region: &self.src, offset: 0 }, Remote { region: &self.imported, offset: 0 });
         let op = Op::Write { src, dst, len: len as u64, imm: None };
         self.a.submit(&[op], Submit { rail, ..Default::default() }).unwrap()
     }
@@ -61,7 +61,7 @@ impl Pair {
         until("a rail carries", BACK, || wait(&self.write(64, Some(rail))).is_ok());
     }
 
-    /// The whole region arrives.
+    /// Checks that the whole region arrives.
     fn arrives(&self, salt: u8) {
         let bytes = pattern(self.src.len() as usize, salt);
         self.src.put(0, &bytes).unwrap();
@@ -69,12 +69,12 @@ impl Pair {
         assert!(self.dst.get(0, bytes.len() as u64).unwrap() == bytes);
     }
 
-    /// One expectation at either end, that only a lost peer ends.
+    /// One expectation at each end, which only the loss of the peer ends.
     fn waiting(&self) -> [Handle; 2] {
         let expect = |at: &TransferEngine, peer: &Peer| {
             at.counter().unwrap().expect(1, std::slice::from_ref(peer), LONG).unwrap()
         };
-        [expect(&self.a, self.there.peer()), expect(&self.b, &self.from)]
+        [expect(&self.a, self.imported.peer()), expect(&self.b, &self.from)]
     }
 
     /// Whether each end has its second rail in use.
@@ -84,7 +84,7 @@ impl Pair {
             let verdicts = at.explain(peer).unwrap().verdicts;
             verdicts.iter().any(|v| v.device == *name && v.chosen)
         };
-        [used(&self.a, self.there.peer(), Side::A), used(&self.b, &self.from, Side::B)]
+        [used(&self.a, self.imported.peer(), Side::A), used(&self.b, &self.from, Side::B)]
     }
 }
 
@@ -100,19 +100,19 @@ fn interface(side: Side, rail: usize) -> String {
     nics(side)[rail].trim_start_matches("rxe_").to_owned()
 }
 
-/// RoCE packets that a NIC of `a`'s has sent.
+/// Number of RoCE packets sent by a NIC of `a`.
 fn sent(rail: usize) -> u64 {
     let path =
         format!("/sys/class/infiniband/{}/ports/1/hw_counters/sent_pkts", nics(Side::A)[rail]);
     std::fs::read_to_string(path).unwrap().trim().parse().unwrap()
 }
 
-/// Takes one link of the second rail down in the middle of a write, and up again.
+/// Takes one link of the second rail down during a write, and up again.
 fn second_rail_fails(link: &str) {
     let pair = Pair::new(BYTES, 1);
     let waiting = pair.waiting();
     let up = Undo::with(&format!("ip link set {link} up"));
-    // Slow enough that it can't be over before the link is down, however the CPUs are shared.
+    // Slow enough that the write can't end before the link is down, even on busy CPUs.
     let wire = interface(Side::A, 1);
     let free = Undo::with(&format!("tc qdisc del dev {wire} root"));
     run(&format!("tc qdisc add dev {wire} root netem rate 50mbit"));
@@ -123,7 +123,7 @@ fn second_rail_fails(link: &str) {
     run(&format!("ip link set {link} down"));
     drop(free);
     let start = Instant::now();
-    // What the rail had under way goes over the other one.
+    // The rail's operations under way move to the other rail.
     assert_eq!(wait(&cut), Ok(()));
     let after = start.elapsed();
     assert!(pair.dst.get(0, BYTES as u64).unwrap() == pattern(BYTES, 1));
@@ -139,7 +139,7 @@ fn second_rail_fails(link: &str) {
     until("both ends know", SOON, || pair.second_in_use() == [true, true]);
     let before = sent(1);
     pair.arrives(3);
-    // A rail that is slower at the moment gets fewer pieces, of 1 MiB in packets of at most 4 KiB.
+    // A slower rail gets fewer chunks, each 1 MiB in packets of at most 4 KiB.
     let packets = sent(1) - before;
     assert!(packets > 200, "{packets} packets went over it");
     for h in &waiting {
@@ -165,16 +165,16 @@ fn rs_4_the_switch_of_a_rail_fails_and_returns() {
     second_rail_fails("rail1");
 }
 
-/// Whether or not the accepting end has seen its rail used.
+/// Independent of whether the accepting end has seen the rail used.
 #[test]
 #[ignore = "needs RDMA devices"]
 fn ic_4_the_first_write_over_a_rail_survives_its_loss() {
     let (a, b) = (engine(Side::A), engine(Side::B));
     let (src, dst) = (filled(&a, BYTES, 8), b.alloc(BYTES as u64).unwrap());
-    let there = import(&a, &dst.descriptor().to_bytes());
+    let imported = import(&a, &dst.descriptor().to_bytes());
     let from = b.peer(a.address()).unwrap();
-    a.connect(there.peer()).unwrap();
-    let pair = Pair { a, b, src, dst, there, from };
+    a.connect(imported.peer()).unwrap();
+    let pair = Pair { a, b, src, dst, imported, from };
     until("the initiator has both rails", SOON, || pair.second_in_use()[0]);
     let up = Undo::with("ip link set rail1 up");
     run("ip link set rail1 down");
@@ -189,7 +189,7 @@ fn rs_4_with_the_last_rail_the_peer_is_lost_at_both_ends() {
     let pair = Pair::new(BYTES, 4);
     let waiting = pair.waiting();
     let up: Vec<Undo> = (0..2).map(|i| Undo::with(&format!("ip link set rail{i} up"))).collect();
-    // More than one, for the first may come through before both are down.
+    // Several writes: the first may complete before both links are down.
     let writes: Vec<Handle> = (0..4).map(|_| pair.write(BYTES, None)).collect();
     (0..2).for_each(|i| run(&format!("ip link set rail{i} down")));
     let start = Instant::now();
@@ -205,7 +205,7 @@ fn rs_4_with_the_last_rail_the_peer_is_lost_at_both_ends() {
 
 #[test]
 #[ignore = "needs RDMA devices"]
-fn everything_arrives_over_a_network_that_loses_and_delays() {
+fn writes_arrive_over_a_lossy_and_slow_network() {
     const PAGE: u64 = 4096;
     const PAGES: u32 = 64;
     let ends: Vec<String> = [Side::A, Side::B]
@@ -229,7 +229,7 @@ fn everything_arrives_over_a_network_that_loses_and_delays() {
             page_len: PAGE,
             src: &pair.src,
             src_pages: &pages((0..PAGES).collect()),
-            dst: &pair.there,
+            dst: &pair.imported,
             dst_pages: &pages((0..PAGES).rev().collect()),
             imm: Some(counter.imm()),
         };

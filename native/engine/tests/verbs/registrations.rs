@@ -1,4 +1,4 @@
-//! What registering and its end cost others, and what keys are good for.
+//! Effects of registration and deregistration on other work, and the validity of keys.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use fabric_engine::{api::EngineConfig, EngineError, TransferEngine};
 
 use crate::world::{config, ends, engine, filled, import, wait, write, Side, LONG};
 
-/// Registers so many bytes, ends that, and tells how long it took.
+/// Registers and deregisters `bytes`; returns how long that took.
 fn pin(engine: &TransferEngine, bytes: usize) -> Duration {
     let (mut memory, begun) = (vec![0u8; bytes], Instant::now());
     // SAFETY: the vector outlives the registration, whose end is waited for.
@@ -27,14 +27,14 @@ fn mr_1_a_large_region_ends_also_after_its_engine() {
 
 #[test]
 #[ignore = "needs RDMA devices"]
-fn rs_4_nobody_is_taken_for_dead_while_it_pins_memory() {
+fn rs_4_a_peer_that_pins_memory_is_not_taken_for_dead() {
     let big = 400 << 20;
-    // Registered and ended once, on this machine.
+    // Duration of one registration and deregistration on this machine.
     let once = pin(&engine(Side::A), big);
     let timeout = (once / 3).clamp(Duration::from_millis(100), Duration::from_millis(400));
     if once < 2 * timeout {
         return eprintln!(
-            "skipped: {big} bytes are pinned and let go of in {once:?}, too quick to matter"
+            "skipped: {big} bytes are pinned and unpinned in {once:?}, too quick to matter"
         );
     }
     let open = |side| {
@@ -43,32 +43,32 @@ fn rs_4_nobody_is_taken_for_dead_while_it_pins_memory() {
     let (a, b) = (open(Side::A), open(Side::B));
     let src = filled(&a, 64, 1);
     let dst = b.alloc(64).unwrap();
-    let there = import(&a, &dst.descriptor().to_bytes());
+    let imported = import(&a, &dst.descriptor().to_bytes());
     let counter = b.counter().unwrap();
-    assert_eq!(wait(&write(&a, &src, &there, 64, Some(counter.imm()))), Ok(()));
-    // Ends with the peer, should it be taken for lost.
+    assert_eq!(wait(&write(&a, &src, &imported, 64, Some(counter.imm()))), Ok(()));
+    // Ends if the peer is reported lost.
     let second = counter.expect(2, &[b.peer(a.address()).unwrap()], LONG).unwrap();
     let longest = pin(&a, big);
     assert_eq!(second.poll(), None, "a was taken for lost while it pinned for {longest:?}");
-    assert_eq!(wait(&write(&a, &src, &there, 64, Some(counter.imm()))), Ok(()));
+    assert_eq!(wait(&write(&a, &src, &imported, 64, Some(counter.imm()))), Ok(()));
     assert_eq!(wait(&second), Ok(()));
     eprintln!("pinned and unpinned 400 MiB in {longest:?}, with a peer timeout of {timeout:?}");
 }
 
 #[test]
 #[ignore = "needs RDMA devices"]
-fn mr_2_memory_has_another_name_with_each_registration() {
+fn mr_2_each_registration_has_a_new_key() {
     let (a, b) = (engine(Side::A), engine(Side::B));
     let mut bytes = vec![0u8; 1 << 20];
     let (addr, len) = (bytes.as_mut_ptr() as usize, bytes.len() as u64);
     // SAFETY: the vector outlives the registration, whose end is waited for.
     let first = unsafe { a.register(addr, len, None) }.unwrap();
-    let (there, src) = (import(&b, &first.descriptor().to_bytes()), filled(&b, 64, 3));
-    assert_eq!(wait(&write(&b, &src, &there, 64, None)), Ok(()));
+    let (imported, src) = (import(&b, &first.descriptor().to_bytes()), filled(&b, 64, 3));
+    assert_eq!(wait(&write(&b, &src, &imported, 64, None)), Ok(()));
     first.deregister(LONG).unwrap();
     // SAFETY: as above.
     let second = unsafe { a.register(addr, len, None) }.unwrap();
-    let (error, _) = ends(&write(&b, &src, &there, 64, None));
+    let (error, _) = ends(&write(&b, &src, &imported, 64, None));
     assert!(matches!(error, EngineError::Stale { .. }), "{error}");
     second.deregister(LONG).unwrap();
     let mut names: Vec<u64> = (0..16)
@@ -86,6 +86,6 @@ fn mr_2_memory_has_another_name_with_each_registration() {
     assert_eq!(
         names.len(),
         16,
-        "a NIC that gives a key again would open memory to its old holders"
+        "a NIC that reuses a key would expose memory to the previous holders of the key"
     );
 }

@@ -11,7 +11,7 @@ use fabric_engine::{
     EngineError, Handle, Local, Op, Region, Remote, RemoteRegion, Result, Submit, TransferEngine,
 };
 
-/// Patience for whatever ends well: the guest's processors may be emulated.
+/// Timeout of operations that should succeed: the guest's processors may be emulated.
 pub const LONG: Duration = Duration::from_secs(60);
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -30,7 +30,7 @@ pub fn nics(side: Side) -> Vec<String> {
     names.split(',').map(str::to_owned).collect()
 }
 
-/// The first of them, which is all that most tests use.
+/// The first device of a side; most tests use only this one.
 pub fn nic(side: Side) -> String {
     nics(side).swap_remove(0)
 }
@@ -86,20 +86,20 @@ pub fn wait(handle: &Handle) -> Result<()> {
     handle.wait(LONG).unwrap_or_else(|| panic!("{} does not end", handle.op()))
 }
 
-/// How it ends, and how long that takes.
+/// The error with which a handle ends, and how long that takes.
 pub fn ends(handle: &Handle) -> (EngineError, Duration) {
     let start = Instant::now();
     (wait(handle).unwrap_err(), start.elapsed())
 }
 
-/// Runs a program of the guest's.
+/// Runs a command in the guest.
 pub fn run(line: &str) {
     let mut words = line.split_whitespace();
     let done = Command::new(words.next().unwrap()).args(words).output().unwrap();
     assert!(done.status.success(), "{line}: {}", String::from_utf8_lossy(&done.stderr));
 }
 
-/// Something done to the network, undone at the end whatever happens.
+/// Runs a command when dropped, to undo a change of the network.
 pub struct Undo(String);
 
 impl Undo {

@@ -134,7 +134,7 @@ pub(crate) enum Ticket {
 
 impl Ticket {
     /// Whether somebody must look now, for no bell rings at its end or it has ended.
-    pub fn wants_a_look(&self) -> bool {
+    pub fn needs_check(&self) -> bool {
         match self {
             Self::Done | Self::Lane { .. } => true,
             Self::File(work) => work.is_over(),

@@ -357,7 +357,7 @@ impl Domain for FileDomain {
 
     fn arm(&mut self) -> bool {
         let room = self.moving.len() < MOST_MOVING && !self.queue.is_empty();
-        let look = self.moving.iter().any(|m| m.ticket.wants_a_look());
+        let look = self.moving.iter().any(|m| m.ticket.needs_check());
         self.news.is_empty() && !look && !(room && self.slots.is_free())
     }
 

@@ -89,7 +89,7 @@ fn an_initiator_that_has_not_proven_itself_gets_nothing_that_depends_on_the_toke
 }
 
 #[test]
-fn a_handshake_of_version_1_is_refused_in_its_own_words() {
+fn a_handshake_of_version_1_is_refused_in_that_version() {
     let b = credentials("b", b"x");
     let hello = super::messages::OUTDATED.seal(&[0, 1, 1]);
     let Err(refusal) = Acceptor::on_hello(&b, &hello) else { panic!("they met") };

@@ -66,7 +66,7 @@ impl LibfabricDomain {
         self.send_next_query(id);
     }
 
-    /// The peer asks to be told when no earlier operation of this side is under way (MR-1).
+    /// The peer requests an answer when no earlier operation of this side is under way (MR-1).
     pub(super) fn on_fence(&mut self, id: LinkId, number: u32) {
         for (_, op) in self.table.ops.iter_mut().filter(|(_, o)| o.link == id) {
             op.fenced = true;

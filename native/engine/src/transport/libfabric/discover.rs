@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unusable_offer_names_what_it_lacks() {
+    fn an_unusable_offer_names_the_missing_features() {
         let nics = NicConfig::default();
         let small = Offer { cq_data_bytes: 2, ..offer("efa", "efa", "a") };
         let raw = Offer { mr_mode: 1 << 3, ..offer("efa", "efa", "b") };

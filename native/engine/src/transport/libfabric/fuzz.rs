@@ -16,7 +16,7 @@ use crate::{
 
 /// Endpoints, terms, handshake messages and frames. Checks that decoded values are bounded and
 /// encode to the same bytes, and that a frame is new once, however often it arrives.
-pub fn peer_says(bytes: &[u8]) {
+pub fn peer_input(bytes: &[u8]) {
     let Some((kind, said)) = bytes.split_first() else { return };
     match kind % 4 {
         0 => address(&sealed(b"FRlf", said)),

@@ -432,7 +432,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_strangers_send_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
+        fn unauthenticated_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
             let _ = split_parts(&bytes);
             for magic in [b"FRlt", b"FRlf"] {
                 let sealed = crate::fuzzing::sealed(magic, &bytes);

@@ -1,7 +1,7 @@
 //! Regions: registration for remote access, and release once nothing can touch them (MR-1).
 //!
 //! If the NIC places bytes, all access ends with the registration. Peers that query accesses first
-//! (`queries_first`) are still told, because a refusal by the NIC breaks their connection.
+//! (`queries_first`) are still notified, because a refusal by the NIC breaks their connection.
 //! Providers that move bytes by software check a key when a transfer begins, and may go on after
 //! the registration has ended. There a fence asks each peer to report when none of its earlier
 //! operations is under way. A lost peer can't answer: memory registered before the loss is kept

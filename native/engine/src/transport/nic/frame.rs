@@ -26,7 +26,7 @@ pub(crate) type Exchange = [u8; 16];
 /// Fields of every frame before its body. The counts only grow, and wrap.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Header {
-    /// The receiver's number of the link, where the wire does not tell it already.
+    /// The receiver's number of the link, on wires that do not identify it.
     pub link: u32,
     /// Frames of the receiver whose slots are free again.
     pub frame_credits: u32,

@@ -108,7 +108,7 @@ fn a_message_waits_for_room_and_one_too_long_is_refused() {
 }
 
 #[test]
-fn the_window_bounds_what_is_on_its_way() {
+fn the_window_bounds_unacknowledged_messages() {
     let mut p = Pair::new();
     let shut = Room { limit: 100, open: false };
     assert!((0..WINDOW).all(|i| p.send(0, i as u32, b"x")));
@@ -161,7 +161,7 @@ fn questions_answers_and_farewells_are_heard() {
 }
 
 #[test]
-fn what_a_flood_of_frames_leaves_is_bounded() {
+fn a_flood_of_frames_uses_bounded_memory() {
     let mut end = MessageChannel::new(LIMITS, LIMITS, 0);
     (0..1000).for_each(|n| end.fenced(n));
     let mut slot = [0; 300];

@@ -319,9 +319,9 @@ impl ShmDomain {
                 self.on_resolved(id, key, added, out);
             }
             Frame::Device { key, len, handle, uuid, offset, base } => {
-                let here = link.control.peer_pid() == Some(std::process::id() as i32);
+                let same_process = link.control.peer_pid() == Some(std::process::id() as i32);
                 let at = (uuid, offset, base);
-                let added = link.imports.add_device(key, len, &handle, at, here);
+                let added = link.imports.add_device(key, len, &handle, at, same_process);
                 self.on_resolved(id, key, added, out);
             }
             Frame::Unknown { key, reason } => {

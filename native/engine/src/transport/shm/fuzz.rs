@@ -74,7 +74,7 @@ fn joined() -> Option<(ShmDomain, ShmDomain)> {
 
 /// Executes the input step by step. Checks that the domain works until the link is down, that every
 /// local operation completes at most once, and that none is left after that.
-pub fn peer_does(bytes: &[u8]) {
+pub fn peer_input(bytes: &[u8]) {
     let (Some((mut us, mut peer)), Ok((_, shared))) = (joined(), Map::create(SHARED)) else {
         return;
     };

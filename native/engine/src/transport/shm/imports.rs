@@ -145,19 +145,19 @@ impl Imports {
         self.add(Import { key, len, base, reach: Reach::Process(pid) });
     }
 
-    /// `here` if the peer is this process, because CUDA does not map handles of the same process.
+    /// `same_process`: CUDA does not map handles that the same process exported.
     pub fn add_device(
         &mut self,
         key: RegionKey,
         len: u64,
         handle: &[u8],
         (uuid, offset, base): ([u8; 16], u64, u64),
-        here: bool,
+        same_process: bool,
     ) -> Result<(), DomainError> {
         let driver = Driver::open()?;
         // From CUDA 10.1 on, devices that this process does not see can be mapped too.
         let device = driver.ordinal_of(&uuid).unwrap_or(0);
-        if here {
+        if same_process {
             let base = (base + offset) as usize;
             self.add(Import { key, len, base, reach: Reach::Device(device, None) });
             return Ok(());

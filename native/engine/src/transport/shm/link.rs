@@ -86,7 +86,7 @@ pub(super) struct Link {
     pub closing: Option<DomainError>,
     /// Whether nothing is received from the peer any more.
     pub receiving_stopped: bool,
-    /// Whether the peer was told that this side accesses its memory no more (MR-1).
+    /// Whether the sending side is closed: this side no longer accesses the peer's memory (MR-1).
     pub send_closed: bool,
     /// Whether `LinkDown` was reported.
     pub down_reported: bool,

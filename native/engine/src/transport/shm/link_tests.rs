@@ -60,10 +60,10 @@ struct Pair {
 
 impl Pair {
     fn new() -> Self {
-        let ((a, _), (b, there)) = (domain(), domain());
+        let ((a, _), (b, b_address)) = (domain(), domain());
         let (from_a, from_b, now) = (Vec::new(), Vec::new(), Time(1));
         let mut pair = Self { a, b, from_a, from_b, own_link: 0, peer_link: 0, now };
-        pair.a.connect(now, &there, 0).unwrap();
+        pair.a.connect(now, &b_address, 0).unwrap();
         loop {
             pair.poll_a();
             pair.poll_b();

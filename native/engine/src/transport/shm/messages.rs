@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_ring_keeps_what_it_has() {
+    fn a_full_ring_keeps_its_messages() {
         let (map, _fd) = Map::create(8192).unwrap();
         let (mut tx, mut rx) = (Sender::new(LAYOUT), Receiver::new(LAYOUT));
         let mut n = 0;

@@ -44,7 +44,7 @@ use crate::{
         handshake::{Credentials, Secret},
         listener::Listener,
         log_limit::LogLimit,
-        staged::Whispers,
+        staged::ControlChannel,
     },
     wake::Waker,
 };
@@ -500,7 +500,7 @@ impl Domain for ShmDomain {
     }
 }
 
-impl Whispers for ShmDomain {
+impl ControlChannel for ShmDomain {
     fn is_up(&self, id: LinkId) -> bool {
         let link = self.links.get(Self::slot(id)).filter(|l| l.id == id);
         link.is_some_and(|l| l.is_up() && l.closing.is_none())
@@ -510,7 +510,7 @@ impl Whispers for ShmDomain {
         self.links.get(Self::slot(id)).filter(|l| l.id == id)?.peer
     }
 
-    fn whisper(&mut self, id: LinkId, frame: Vec<u8>) {
+    fn send_control(&mut self, id: LinkId, frame: Vec<u8>) {
         if let Some(link) = self.link(id).filter(|l| l.is_up() && l.closing.is_none()) {
             // If the peer is gone, the socket reports it soon. Most control messages are answers.
             let _ = link.reply(&Frame::ControlMessage(frame), smallvec![]);
@@ -518,7 +518,7 @@ impl Whispers for ShmDomain {
         }
     }
 
-    fn heard(&mut self) -> Option<(LinkId, Vec<u8>)> {
+    fn receive_control(&mut self) -> Option<(LinkId, Vec<u8>)> {
         self.control_messages.pop_front()
     }
 

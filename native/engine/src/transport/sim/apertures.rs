@@ -12,7 +12,7 @@ use crate::{
 };
 
 /// An aperture of engine `by` into a region.
-struct Shown {
+struct OpenAperture {
     by: EngineId,
     owner: Port,
     index: u32,
@@ -22,14 +22,14 @@ struct Shown {
 /// All apertures of a network.
 #[derive(Default)]
 pub(crate) struct Apertures {
-    shown: Vec<Shown>,
+    open: Vec<OpenAperture>,
     /// Deregistered regions whose stays have not all ended.
-    leaving: Vec<(Port, u32)>,
+    deregistered: Vec<(Port, u32)>,
 }
 
 impl World {
     /// Opens an aperture into a region of another node.
-    pub fn show(
+    pub fn open_aperture(
         &mut self,
         (by, owner): (Port, Port),
         key: RegionKey,
@@ -43,26 +43,31 @@ impl World {
         let (base, len, held) = (region.base, region.len, Arc::clone(region) as Held);
         let left = move || {
             if let Some(world) = world.upgrade() {
-                world.lock().end_stays();
+                world.lock().report_ended_stays();
             }
         };
         let aperture = Aperture::new(base, len, held, left);
         let (by, index) = (by.engine, key.index);
-        self.apertures.shown.push(Shown { by, owner, index, aperture: Arc::clone(&aperture) });
+        self.apertures.open.push(OpenAperture {
+            by,
+            owner,
+            index,
+            aperture: Arc::clone(&aperture),
+        });
         Ok(aperture)
     }
 
     /// A region is deregistered: no further stay begins (MR-1).
-    pub fn withdraw(&mut self, owner: Port, index: u32) -> Quiet {
-        let of_region = |s: &&Shown| s.owner == owner && s.index == index;
+    pub fn deregister(&mut self, owner: Port, index: u32) -> Quiet {
+        let of_region = |s: &&OpenAperture| s.owner == owner && s.index == index;
         self.apertures
-            .shown
+            .open
             .iter()
             .filter(of_region)
             .for_each(|s| s.aperture.shut("its owner has revoked it"));
-        match self.apertures.is_entered(owner, index) {
+        match self.apertures.has_stays(owner, index) {
             true => {
-                self.apertures.leaving.push((owner, index));
+                self.apertures.deregistered.push((owner, index));
                 Quiet::Later
             }
             false => Quiet::Now,
@@ -71,32 +76,32 @@ impl World {
 
     /// Closes the apertures of an engine that has ended.
     pub fn end_apertures_of(&mut self, engine: EngineId) {
-        let shown = &mut self.apertures.shown;
-        shown.iter().filter(|s| s.by == engine).for_each(|s| s.aperture.shut("this node has ended"));
-        shown.retain(|s| s.by != engine);
-        self.end_stays();
+        let open = &mut self.apertures.open;
+        open.iter().filter(|s| s.by == engine).for_each(|s| s.aperture.shut("this node has ended"));
+        open.retain(|s| s.by != engine);
+        self.report_ended_stays();
     }
 
     /// Reports regions whose last stay has ended.
-    fn end_stays(&mut self) {
-        let leaving = std::mem::take(&mut self.apertures.leaving);
-        let (still, over) = leaving
+    fn report_ended_stays(&mut self) {
+        let deregistered = std::mem::take(&mut self.apertures.deregistered);
+        let (still, over) = deregistered
             .into_iter()
-            .partition(|(owner, index)| self.apertures.is_entered(*owner, *index));
-        self.apertures.leaving = still;
+            .partition(|(owner, index)| self.apertures.has_stays(*owner, *index));
+        self.apertures.deregistered = still;
         for (owner, index) in over {
             if let Some(node) = self.nodes.get_mut(&owner) {
                 node.inbox.push_back(Completion::RegionQuiet { index });
                 self.stirred.insert(owner.engine);
             }
         }
-        self.apertures.shown.retain(|s| s.aperture.is_open() || s.aperture.stays() > 0);
+        self.apertures.open.retain(|s| s.aperture.is_open() || s.aperture.stays() > 0);
     }
 }
 
 impl Apertures {
-    fn is_entered(&self, owner: Port, index: u32) -> bool {
-        let of_region = |s: &&Shown| s.owner == owner && s.index == index;
-        self.shown.iter().filter(of_region).any(|s| s.aperture.stays() > 0)
+    fn has_stays(&self, owner: Port, index: u32) -> bool {
+        let of_region = |s: &&OpenAperture| s.owner == owner && s.index == index;
+        self.open.iter().filter(of_region).any(|s| s.aperture.stays() > 0)
     }
 }

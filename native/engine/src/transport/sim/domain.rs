@@ -5,7 +5,7 @@ use parking_lot::Mutex;
 use super::{
     land::Job,
     node::{Port, Side},
-    wire::{Event, Way, World},
+    wire::{Event, Route, World},
     SimConfig,
 };
 use crate::{
@@ -37,13 +37,13 @@ impl SimDomain {
     }
 
     /// The other end of a link that is up here, and the link's name.
-    fn there(&self, world: &World, link: LinkId) -> Option<(Side, LinkName)> {
+    fn remote_end(&self, world: &World, link: LinkId) -> Option<(Side, LinkName)> {
         let end = world.nodes.get(&self.port)?.links.get(&link)?;
-        Some((end.there, end.name))
+        Some((end.remote, end.name))
     }
 
-    fn way(&self, to: Port, name: LinkName) -> Way {
-        Way { from: self.port, to, name }
+    fn route(&self, to: Port, name: LinkName) -> Route {
+        Route { from: self.port, to, name }
     }
 }
 
@@ -87,7 +87,7 @@ impl Domain for SimDomain {
             // As with a NIC, later deliveries find an invalid key.
             node.book.remove(index);
         }
-        world.withdraw(self.port, index)
+        world.deregister(self.port, index)
     }
 
     fn aperture(
@@ -97,8 +97,8 @@ impl Domain for SimDomain {
         _by: Option<i32>,
     ) -> Result<Arc<Aperture>, String> {
         let mut world = self.world.lock();
-        let (there, _) = self.there(&world, link).ok_or("the link is down")?;
-        world.show((self.port, there.0), key, Arc::downgrade(&self.world))
+        let (remote, _) = self.remote_end(&world, link).ok_or("the link is down")?;
+        world.open_aperture((self.port, remote.0), key, Arc::downgrade(&self.world))
     }
 
     fn unfit(&self, peer: &EngineAddress) -> Option<String> {
@@ -120,17 +120,17 @@ impl Domain for SimDomain {
         };
         let link = node.new_link();
         let to = Port { engine: peer.id, rail: endpoint as u8 };
-        let way = self.way(to, 0);
-        world.send(way, 0, Event::Connect { from: self.port, to, link });
+        let route = self.route(to, 0);
+        world.send(route, 0, Event::Connect { from: self.port, to, link });
         Ok(link)
     }
 
     fn disconnect(&mut self, link: LinkId, cause: &str) {
         let mut world = self.world.lock();
-        let Some((there, name)) = self.there(&world, link) else { return };
+        let Some((remote, name)) = self.remote_end(&world, link) else { return };
         let cause = DomainError::LinkDown(cause.into());
         world.cut((self.port, link), &cause);
-        world.send(self.way(there.0, name), 0, Event::Cut { at: there, cause });
+        world.send(self.route(remote.0, name), 0, Event::Cut { at: remote, cause });
     }
 
     fn receipts(&self) -> Receipts {
@@ -139,8 +139,8 @@ impl Domain for SimDomain {
 
     fn note(&mut self, link: LinkId, frame: Vec<u8>) {
         let mut world = self.world.lock();
-        if let Some((to, name)) = self.there(&world, link) {
-            world.send(self.way(to.0, name), 0, Event::Note { to, frame });
+        if let Some((to, name)) = self.remote_end(&world, link) {
+            world.send(self.route(to.0, name), 0, Event::Note { to, frame });
         }
     }
 
@@ -148,7 +148,7 @@ impl Domain for SimDomain {
         let mut world = self.world.lock();
         let SimConfig { window, page_counts, carries, .. } = world.config;
         world.stirred.insert(self.port.engine);
-        let Some((to, name)) = self.there(&world, link) else {
+        let Some((to, name)) = self.remote_end(&world, link) else {
             return Err(DomainError::LinkDown("the link is down".into()));
         };
         if matches!(wr, WorkRequest::Prepare { .. }) {
@@ -166,13 +166,13 @@ impl Domain for SimDomain {
         if let WorkRequest::Send(message) = wr {
             let message = Arc::clone(message);
             let event = Event::Message { from, to, token, number, message };
-            world.send(self.way(to.0, name), 0, event);
+            world.send(self.route(to.0, name), 0, event);
         } else if let Some(job) =
             Job::new((from, to, name), (token, number), wr, (page_counts, carries))
         {
             let job = Arc::new(job);
-            for (piece, bytes) in job.deliveries().into_iter().enumerate() {
-                world.send(job.way(), bytes, Event::Land { job: Arc::clone(&job), piece });
+            for (chunk, bytes) in job.deliveries().into_iter().enumerate() {
+                world.send(job.route(), bytes, Event::Land { job: Arc::clone(&job), chunk });
             }
         }
         Ok(Post::Queued)
@@ -183,27 +183,27 @@ impl Domain for SimDomain {
         let mut world = self.world.lock();
         let Some(node) = world.nodes.get_mut(&self.port) else { return false };
         out.extend(node.inbox.drain(..));
-        world.trace_told(self.port, &out[before..]);
+        world.trace_notified(self.port, &out[before..]);
         let Some(node) = world.nodes.get_mut(&self.port) else { return false };
-        if let Some(held) = node.held.pop_front() {
-            let len = held.message.len();
+        if let Some(waiting) = node.waiting.pop_front() {
+            let len = waiting.message.len();
             let result = match room.admit(len) {
                 Admit::Wait => {
-                    node.held.push_front(held);
+                    node.waiting.push_front(waiting);
                     return out.len() > before;
                 }
                 Admit::TooLong { limit } => Err(DomainError::Refused(format!(
                     "the message of {len} bytes is longer than the peer's receive buffers of {limit} bytes"
                 ))),
                 Admit::Take => {
-                    let message = held.message.as_ref().into();
-                    out.push(Completion::Message { link: held.link, message });
+                    let message = waiting.message.as_ref().into();
+                    out.push(Completion::Message { link: waiting.link, message });
                     Ok(())
                 }
             };
-            let (to, token) = (held.sender, held.token);
-            if let Some((_, name)) = self.there(&world, held.link) {
-                world.send(self.way(to.0, name), 0, Event::Done { to, token, result });
+            let (to, token) = (waiting.sender, waiting.token);
+            if let Some((_, name)) = self.remote_end(&world, waiting.link) {
+                world.send(self.route(to.0, name), 0, Event::Done { to, token, result });
             }
         }
         out.len() > before

@@ -68,9 +68,9 @@ pub enum Fault {
 }
 
 impl World {
-    pub(crate) fn inject(&mut self, fault: &Fault, lives: &[EngineId]) {
+    pub(crate) fn inject(&mut self, fault: &Fault, incarnations: &[EngineId]) {
         let port = |node: u8, rail| {
-            lives.get(usize::from(node)).map(|engine| Port { engine: *engine, rail })
+            incarnations.get(usize::from(node)).map(|engine| Port { engine: *engine, rail })
         };
         match *fault {
             Fault::WorkFails { node, rail, nth, pick, rest } => {
@@ -115,10 +115,10 @@ impl World {
                 }
             }
             Fault::Partition { side, told, gone, lasts } => {
-                self.part(side, (told, gone, lasts), lives);
+                self.partition(side, (told, gone, lasts), incarnations);
             }
             Fault::Crash { node, there } => {
-                if let Some(engine) = lives.get(usize::from(node)) {
+                if let Some(engine) = incarnations.get(usize::from(node)) {
                     self.kill(*engine, there);
                 }
             }
@@ -130,7 +130,7 @@ impl World {
         let links = &self.nodes.get(&port)?.links;
         let nth = usize::from(nth).checked_rem(links.len())?;
         let (link, end) = links.iter().nth(nth)?;
-        Some(((port, *link), end.there))
+        Some(((port, *link), end.remote))
     }
 
     fn name_of(&self, (port, link): Side) -> Option<u64> {
@@ -145,7 +145,7 @@ impl World {
     /// Both ends of every link of a NIC.
     pub(super) fn links_of(&self, port: Port) -> Vec<(Side, Side)> {
         let Some(node) = self.nodes.get(&port) else { return Vec::new() };
-        node.links.iter().map(|(link, end)| ((port, *link), end.there)).collect()
+        node.links.iter().map(|(link, end)| ((port, *link), end.remote)).collect()
     }
 
     /// Unplugs a NIC: nothing arrives or leaves until it is plugged in.
@@ -154,20 +154,20 @@ impl World {
         let Some(node) = self.nodes.get_mut(&port) else { return };
         node.unplugged = true;
         let cause = DomainError::LinkDown(cause.into());
-        for (ours, theirs) in links {
+        for (own_end, remote_end) in links {
             let there = self.rng.u64(..=there);
             match here {
-                0 => self.cut(ours, &cause),
-                _ => self.after(here, Event::Cut { at: ours, cause: cause.clone() }),
+                0 => self.cut(own_end, &cause),
+                _ => self.after(here, Event::Cut { at: own_end, cause: cause.clone() }),
             }
-            self.after(there, Event::Cut { at: theirs, cause: cause.clone() });
+            self.after(there, Event::Cut { at: remote_end, cause: cause.clone() });
         }
     }
 
-    fn part(&mut self, side: u64, how: (Option<u64>, bool, u64), lives: &[EngineId]) {
+    fn partition(&mut self, side: u64, how: (Option<u64>, bool, u64), incarnations: &[EngineId]) {
         let (told, gone, lasts) = how;
         let mut one_side = Vec::new();
-        for (i, engine) in lives.iter().enumerate() {
+        for (i, engine) in incarnations.iter().enumerate() {
             if side.checked_shr(i as u32).is_some_and(|bits| bits & 1 == 1) {
                 one_side.push(*engine);
             }
@@ -200,9 +200,9 @@ impl World {
 
     /// Ends a NIC.
     pub(crate) fn end(&mut self, port: Port, there: u64, cause: &DomainError) {
-        for (_, theirs) in self.links_of(port) {
+        for (_, remote_end) in self.links_of(port) {
             let after = self.rng.u64(..=there);
-            self.after(after, Event::Cut { at: theirs, cause: cause.clone() });
+            self.after(after, Event::Cut { at: remote_end, cause: cause.clone() });
         }
         self.nodes.remove(&port);
     }

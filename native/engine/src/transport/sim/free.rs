@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 use super::{
     node::{Port, Side},
-    wire::{Event, Way, World},
+    wire::{Event, Route, World},
 };
 use crate::{
     api::EngineId,
@@ -21,13 +21,13 @@ use crate::{
 pub enum Choice {
     /// A delivery arrives, or an end learns of an event.
     Event(usize),
-    /// One end of a link is lost. The other end learns of it later, or is told before.
+    /// One end of a link is lost. The other end learns of it later, or already knows.
     Loss(usize),
 }
 
 struct Pending {
     id: u64,
-    way: Option<Way>,
+    route: Option<Route>,
     event: Event,
 }
 
@@ -48,11 +48,11 @@ pub(crate) struct Free {
 
 impl Free {
     /// Adds an event that `by` has sent.
-    pub fn add(&mut self, by: EngineId, way: Option<Way>, event: Event) {
+    pub fn add(&mut self, by: EngineId, route: Option<Route>, event: Event) {
         let history = self.histories.entry(by).or_default();
         history.sent += 1;
         let id = mix(history.seen, history.sent);
-        self.pending.push(Pending { id, way, event });
+        self.pending.push(Pending { id, route, event });
     }
 
     /// A hash of what all engines have seen.
@@ -73,7 +73,7 @@ impl Free {
 
     /// Indices of pending events that no other event must precede.
     fn ready(&self, ordered: bool) -> Vec<usize> {
-        let lane = |p: &Pending| p.way.map(|w| (w.name, w.from));
+        let lane = |p: &Pending| p.route.map(|w| (w.name, w.from));
         let is_note = |p: &Pending| matches!(p.event, Event::Note { .. });
         let behind = |a: &Pending, b: &Pending| {
             lane(a).is_some() && lane(a) == lane(b) && (ordered || is_note(a) && is_note(b))
@@ -128,7 +128,7 @@ impl World {
 
     pub(crate) fn choices(&mut self) -> Vec<Choice> {
         let Some(mut free) = self.free.take() else { return Vec::new() };
-        // Events at an end that is down have no effect, in whatever order.
+        // Events at an end that is down have no effect, in any order.
         free.pending.retain(|p| p.event.end().map_or(true, |end| self.is_up(end)));
         let events = free.ready(self.config.ordered).into_iter().map(Choice::Event);
         let losses = (0..self.ends().len()).map(Choice::Loss);
@@ -160,10 +160,11 @@ impl World {
         }
     }
 
-    pub(crate) fn words(&self, choice: Choice, lives: &[EngineId]) -> String {
+    pub(crate) fn describe(&self, choice: Choice, incarnations: &[EngineId]) -> String {
         let node = |port: Port| {
-            let place = lives.iter().position(|l| *l == port.engine);
-            place.map_or("a past life".into(), |n| format!("node {n} rail {}", port.rail))
+            let place = incarnations.iter().position(|l| *l == port.engine);
+            place
+                .map_or("an earlier incarnation".into(), |n| format!("node {n} rail {}", port.rail))
         };
         let by = |link: LinkId| format!("link {link}");
         match choice {
@@ -176,15 +177,15 @@ impl World {
                 Some(p) => {
                     let at = node(p.event.at());
                     match &p.event {
-                        Event::Land { job, piece } => {
-                            let (what, of) = (job.words(), by(job.to.1));
-                            format!("piece {piece} of {what} arrives at {at} by {of}")
+                        Event::Land { job, chunk } => {
+                            let (what, of) = (job.describe(), by(job.to.1));
+                            format!("chunk {chunk} of {what} arrives at {at} by {of}")
                         }
-                        Event::Fetched { job, piece } => {
-                            format!("piece {piece} of {} comes home to {at}", job.words())
+                        Event::Fetched { job, chunk } => {
+                            format!("chunk {chunk} of {} arrives back at {at}", job.describe())
                         }
                         Event::Done { to, result, .. } => {
-                            format!("{at} is told of work on {}: {result:?}", by(to.1))
+                            format!("{at} is notified of work on {}: {result:?}", by(to.1))
                         }
                         Event::Message { to, .. } => {
                             format!("a message arrives at {at} by {}", by(to.1))

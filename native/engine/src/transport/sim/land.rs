@@ -6,8 +6,8 @@ use parking_lot::Mutex;
 
 use super::{
     free,
-    node::{End, Held, Port, Side},
-    wire::{Event, Way, World},
+    node::{End, Port, Side, WaitingMessage},
+    wire::{Event, Route, World},
 };
 use crate::{
     api::RegionKey,
@@ -28,10 +28,10 @@ enum Kind {
 }
 
 /// A part of a page.
-struct Piece {
+struct Chunk {
     /// Its address at the poster, and its offset in the peer's region.
-    here: usize,
-    there: u64,
+    local: usize,
+    remote_offset: u64,
     page: usize,
     len: usize,
     /// The bytes under way. A write's bytes are taken when it is posted and, if the sender still
@@ -50,7 +50,7 @@ pub(crate) struct Job {
     number: u64,
     kind: Kind,
     key: RegionKey,
-    pieces: Vec<Piece>,
+    chunks: Vec<Chunk>,
     count: Option<Count>,
     /// Whether each page is counted separately.
     page_counts: bool,
@@ -61,7 +61,7 @@ pub(crate) struct Job {
 
 /// What has not arrived.
 struct Left {
-    pieces: usize,
+    chunks: usize,
     of_pages: Vec<u8>,
     error: Option<DomainError>,
 }
@@ -80,15 +80,15 @@ impl Job {
             WorkRequest::Count(count) => (None, Kind::Count, Some(*count)),
             WorkRequest::Send(_) | WorkRequest::Prepare { .. } => return None,
         };
-        let pieces = data.map(|d| cut(d, kind == Kind::Write, carries)).unwrap_or_default();
+        let chunks = data.map(|d| cut(d, kind == Kind::Write, carries)).unwrap_or_default();
         let pages = data.map_or(0, |d| d.pages);
         let mut of_pages = vec![0; pages as usize];
-        pieces.iter().for_each(|p| of_pages[p.page] += 1);
+        chunks.iter().for_each(|p| of_pages[p.page] += 1);
         let parts = match (kind, count) {
             (Kind::Count, Some(c)) if page_counts => c.n as usize,
             _ => 1,
         };
-        let left = Left { pieces: pieces.len().max(parts), of_pages, error: None };
+        let left = Left { chunks: chunks.len().max(parts), of_pages, error: None };
         Some(Self {
             from,
             to,
@@ -97,7 +97,7 @@ impl Job {
             number,
             kind,
             key: data.map_or(Default::default(), |d| d.remote),
-            pieces,
+            chunks,
             count,
             page_counts: page_counts && count.is_some_and(|c| c.n == pages),
             parts,
@@ -105,7 +105,7 @@ impl Job {
         })
     }
 
-    pub fn words(&self) -> String {
+    pub fn describe(&self) -> String {
         let what = match self.kind {
             Kind::Write => "write",
             Kind::Read => "read",
@@ -114,27 +114,27 @@ impl Job {
         format!("{what} {}", self.number)
     }
 
-    pub fn way(&self) -> Way {
-        Way { from: self.from.0, to: self.to.0, name: self.name }
+    pub fn route(&self) -> Route {
+        Route { from: self.from.0, to: self.to.0, name: self.name }
     }
 
-    fn way_back(&self) -> Way {
-        Way { from: self.to.0, to: self.from.0, name: self.name }
+    fn return_route(&self) -> Route {
+        Route { from: self.to.0, to: self.from.0, name: self.name }
     }
 
     /// Bytes of each delivery towards the peer.
     pub fn deliveries(&self) -> Vec<usize> {
-        match (self.pieces.is_empty(), self.kind) {
+        match (self.chunks.is_empty(), self.kind) {
             (true, _) => vec![0; self.parts],
-            (_, Kind::Read) => vec![0; self.pieces.len()],
-            _ => self.pieces.iter().map(|p| p.len).collect(),
+            (_, Kind::Read) => vec![0; self.chunks.len()],
+            _ => self.chunks.iter().map(|p| p.len).collect(),
         }
     }
 }
 
 /// The chunks in which a work request's bytes land.
-fn cut(data: &Data, write: bool, carries: bool) -> Vec<Piece> {
-    let mut pieces = Vec::new();
+fn cut(data: &Data, write: bool, carries: bool) -> Vec<Chunk> {
+    let mut chunks = Vec::new();
     for page in 0..data.pages {
         let n = data.page_len as usize;
         let half = if n > WHOLE && carries { n / 2 } else { n };
@@ -142,19 +142,25 @@ fn cut(data: &Data, write: bool, carries: bool) -> Vec<Piece> {
             if from == to {
                 continue;
             }
-            let here = data.local.0 + data.local_seq.nth(page) as usize + from;
+            let local = data.local.0 + data.local_seq.nth(page) as usize + from;
             let len = to - from;
             let mut bytes = vec![0; if carries { len } else { 0 }];
             if write {
                 // SAFETY: the request keeps its local region registered, and its bounds were
                 // checked.
-                unsafe { take(here, &mut bytes) };
+                unsafe { take(local, &mut bytes) };
             }
-            let there = data.remote_seq.nth(page) + from as u64;
-            pieces.push(Piece { here, there, page: page as usize, len, bytes: Mutex::new(bytes) });
+            let remote_offset = data.remote_seq.nth(page) + from as u64;
+            chunks.push(Chunk {
+                local,
+                remote_offset,
+                page: page as usize,
+                len,
+                bytes: Mutex::new(bytes),
+            });
         }
     }
-    pieces
+    chunks
 }
 
 /// # Safety
@@ -183,9 +189,9 @@ impl World {
         };
         let mut error = None;
         let mut found = None;
-        if let Some(piece) = job.pieces.get(at) {
-            let mut bytes = piece.bytes.lock();
-            match target.book.resolve(from, job.key, piece.there, piece.len as u64) {
+        if let Some(chunk) = job.chunks.get(at) {
+            let mut bytes = chunk.bytes.lock();
+            match target.book.resolve(from, job.key, chunk.remote_offset, chunk.len as u64) {
                 Err(e) => error = Some(e),
                 Ok(addr) => {
                     // SAFETY: the book holds the peer's region registered, and the range lies
@@ -201,7 +207,7 @@ impl World {
                                     found = Some(free::hash(&before));
                                 }
                                 if sending {
-                                    take(piece.here, &mut bytes);
+                                    take(chunk.local, &mut bytes);
                                 }
                                 place(&bytes, addr);
                             }
@@ -215,14 +221,14 @@ impl World {
             free.see(to.engine, found);
         }
         if job.kind == Kind::Read && error.is_none() {
-            let n = job.pieces.get(at).map_or(0, |p| p.len);
+            let n = job.chunks.get(at).map_or(0, |p| p.len);
             if let Some(end) = self.end_of(job.to) {
-                end.over_here(job.number, true);
+                end.on_executed(job.number, true);
             }
             return self.send(
-                job.way_back(),
+                job.return_route(),
                 n,
-                Event::Fetched { job: Arc::clone(job), piece: at },
+                Event::Fetched { job: Arc::clone(job), chunk: at },
             );
         }
         let refused = error.is_some();
@@ -242,17 +248,17 @@ impl World {
         }
         if let Some(result) = over {
             if let Some(end) = self.end_of(job.to) {
-                end.over_here(job.number, result.is_ok());
+                end.on_executed(job.number, result.is_ok());
             }
             let (to, token) = (job.from, job.token);
-            self.send(job.way_back(), 0, Event::Done { to, token, result });
+            self.send(job.return_route(), 0, Event::Done { to, token, result });
         }
         if refused && self.config.ordered {
             // Such a link ends with the first refused work request, so later ones don't count
             // either.
             let cause = DomainError::LinkDown("it refused a work request".into());
             self.cut(job.to, &cause);
-            self.send(job.way_back(), 0, Event::Cut { at: job.from, cause });
+            self.send(job.return_route(), 0, Event::Cut { at: job.from, cause });
         }
     }
 
@@ -268,14 +274,14 @@ impl World {
         if let Some(e) = error {
             left.error.get_or_insert(e);
         }
-        let page = job.pieces.get(at).is_some_and(|p| {
+        let page = job.chunks.get(at).is_some_and(|p| {
             // A page with a refused chunk is never complete.
             let n = &mut left.of_pages[p.page];
             *n = if refused { u8::MAX } else { n.saturating_sub(1) };
             *n == 0
         });
-        left.pieces -= 1;
-        let over = left.pieces == 0;
+        left.chunks -= 1;
+        let over = left.chunks == 0;
         (page, over.then(|| left.error.take().map_or(Ok(()), Err)))
     }
 
@@ -283,9 +289,9 @@ impl World {
     pub(crate) fn fetched(&mut self, job: &Job, at: usize) {
         let (port, link) = job.from;
         let waits = |w: &Self| w.nodes.get(&port).is_some_and(|n| n.is_posted(link, job.token));
-        let Some(piece) = job.pieces.get(at).filter(|_| waits(self)) else { return };
+        let Some(chunk) = job.chunks.get(at).filter(|_| waits(self)) else { return };
         // SAFETY: the request keeps its local region registered until it completes.
-        unsafe { place(&piece.bytes.lock(), piece.here) };
+        unsafe { place(&chunk.bytes.lock(), chunk.local) };
         if let (_, Some(result)) = self.arrived(job, at, None) {
             if let Some(node) = self.nodes.get_mut(&port) {
                 node.complete(link, job.token, result);
@@ -297,22 +303,22 @@ impl World {
         self.nodes.get_mut(&port)?.links.get_mut(&link)
     }
 
-    pub(crate) fn take_in(
+    pub(crate) fn deliver_message(
         &mut self,
         (from, to): (Side, Side),
         (token, number): (Token, u64),
         message: Arc<[u8]>,
     ) {
         if let Some(end) = self.end_of(to) {
-            end.over_here(number, true);
+            end.on_executed(number, true);
         }
         let Some(node) = self.nodes.get_mut(&to.0) else { return };
         if node.links.contains_key(&to.1) {
-            node.held.push_back(Held { link: to.1, message, sender: from, token });
+            node.waiting.push_back(WaitingMessage { link: to.1, message, sender: from, token });
         }
     }
 
-    pub(crate) fn hand_over(&mut self, to: Side, frame: Vec<u8>) {
+    pub(crate) fn deliver_note(&mut self, to: Side, frame: Vec<u8>) {
         let Some(node) = self.nodes.get_mut(&to.0) else { return };
         if node.links.contains_key(&to.1) {
             node.inbox.push_back(Completion::Note { link: to.1, frame });
@@ -325,22 +331,22 @@ impl World {
             Some(free) => free.name(),
             None => self.rng.u64(1..),
         };
-        let way = Way { from, to, name };
+        let route = Route { from, to, name };
         let half = self.config.half_open;
         let half = half > 0 && self.rng.u32(..half) == 0;
-        let apart = self.blocked(way) > self.now();
+        let apart = self.blocked(route) > self.now();
         let address = |w: &Self, port| {
             let node = w.nodes.get(&port);
             node.filter(|n| !n.unplugged && !apart).and_then(|n| n.address.clone())
         };
-        let (ours, theirs) = (address(self, from), address(self, to));
-        let (Some(ours), Some(theirs)) = (ours, theirs) else {
+        let (own_end, remote_end) = (address(self, from), address(self, to));
+        let (Some(own_end), Some(remote_end)) = (own_end, remote_end) else {
             return self.fail_to_connect((from, link), "no engine answers at its address");
         };
-        let Some(there) = self.nodes.get_mut(&to) else { return };
-        let back = there.new_link();
-        there.links.insert(back, End::new((from, link), name));
-        there.inbox.push_back(up(back, ours, from, name));
+        let Some(acceptor) = self.nodes.get_mut(&to) else { return };
+        let back = acceptor.new_link();
+        acceptor.links.insert(back, End::new((from, link), name));
+        acceptor.inbox.push_back(up(back, own_end, from, name));
         if half {
             // The last handshake message is lost: the acceptor learns of it later.
             let cause = DomainError::LinkDown("the initiator's end never came up".into());
@@ -348,9 +354,9 @@ impl World {
             self.after(time, Event::Cut { at: (to, back), cause });
             return self.fail_to_connect((from, link), "the handshake was interrupted");
         }
-        let Some(here) = self.nodes.get_mut(&from) else { return };
-        here.links.insert(link, End::new((to, back), name));
-        here.inbox.push_back(up(link, theirs, to, name));
+        let Some(initiator) = self.nodes.get_mut(&from) else { return };
+        initiator.links.insert(link, End::new((to, back), name));
+        initiator.inbox.push_back(up(link, remote_end, to, name));
     }
 
     fn fail_to_connect(&mut self, (port, link): Side, why: &str) {

@@ -1,9 +1,8 @@
 //! Simulated links on a virtual clock: seeded and replayable. The engine is the real one; only time
 //! and the network are simulated.
 //!
-//! The two ends of a link know of each other only by what travels. A delivery lands as long as the
-//! receiving end is up, whatever happened to the sending end. Each end learns of a loss at its own
-//! time.
+//! The two ends of a link communicate only by deliveries. A delivery lands as long as the receiving
+//! end is up, even if the sending end is down. Each end learns of a loss at its own time.
 
 mod apertures;
 mod clock;

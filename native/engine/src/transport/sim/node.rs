@@ -25,7 +25,7 @@ pub(crate) type Side = (Port, LinkId);
 
 /// One end of a link that is up.
 pub(crate) struct End {
-    pub there: Side,
+    pub remote: Side,
     pub name: LinkName,
     landed: Landed,
     /// Number of counted writes.
@@ -38,9 +38,9 @@ pub(crate) struct End {
 }
 
 impl End {
-    pub fn new(there: Side, name: LinkName) -> Self {
+    pub fn new(remote: Side, name: LinkName) -> Self {
         Self {
-            there,
+            remote,
             name,
             landed: Landed::default(),
             begun: 0,
@@ -62,7 +62,7 @@ impl End {
     }
 
     /// This end has carried out work of the other end.
-    pub fn over_here(&mut self, number: u64, done: bool) {
+    pub fn on_executed(&mut self, number: u64, done: bool) {
         self.landed.note(number, done);
     }
 
@@ -76,7 +76,7 @@ impl End {
 }
 
 /// A message that waits for room: its link, and the sender to notify.
-pub(crate) struct Held {
+pub(crate) struct WaitingMessage {
     pub link: LinkId,
     pub message: Arc<[u8]>,
     pub sender: Side,
@@ -157,7 +157,7 @@ pub(crate) struct Node {
     /// Number of work requests ever posted.
     pub posts: u64,
     /// Messages that found no room.
-    pub held: VecDeque<Held>,
+    pub waiting: VecDeque<WaitingMessage>,
     /// Bytes per nanosecond in each direction.
     pub rate: Option<f64>,
     /// When everything given to it has been sent, and everything received has been accepted.
@@ -192,7 +192,7 @@ impl Node {
     /// Ends a link here: its work fails, and nothing lands over it any more.
     pub fn cut(&mut self, link: LinkId, cause: &DomainError, receipts: Receipts) {
         let Some(mut end) = self.links.remove(&link) else { return };
-        self.held.retain(|h| h.link != link);
+        self.waiting.retain(|h| h.link != link);
         let mut unfinished = Vec::from(std::mem::take(&mut end.posted));
         for (token, _) in unfinished.iter().copied() {
             let result = Err(cause.clone());

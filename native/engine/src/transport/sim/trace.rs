@@ -65,7 +65,7 @@ impl Trace {
     }
 
     /// The sender of a work request is notified.
-    pub fn told(&mut self, now: u64, port: Port, completion: &Completion) {
+    pub fn notified(&mut self, now: u64, port: Port, completion: &Completion) {
         let Completion::Done { link, token, result } = completion else { return };
         if let Some(mut traced) = self.open.remove(&(port, *link, *token)) {
             traced.ended = Some((now, result.is_ok()));
@@ -92,10 +92,10 @@ impl World {
         }
     }
 
-    pub(crate) fn trace_told(&mut self, port: Port, completions: &[Completion]) {
+    pub(crate) fn trace_notified(&mut self, port: Port, completions: &[Completion]) {
         let now = self.now();
         if let Some(trace) = &mut self.trace {
-            completions.iter().for_each(|c| trace.told(now, port, c));
+            completions.iter().for_each(|c| trace.notified(now, port, c));
         }
     }
 }

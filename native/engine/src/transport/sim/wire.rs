@@ -29,12 +29,12 @@ pub(crate) enum Event {
     /// A chunk of a work request arrives at the peer; for a read, at the memory to read.
     Land {
         job: Arc<Job>,
-        piece: usize,
+        chunk: usize,
     },
     /// A chunk that was read arrives at the reader.
     Fetched {
         job: Arc<Job>,
-        piece: usize,
+        chunk: usize,
     },
     /// The sender of a work request is notified.
     Done {
@@ -72,7 +72,7 @@ pub(crate) enum Event {
 
 /// Sender, receiver and link of a delivery. Events within one node have no route.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Way {
+pub(crate) struct Route {
     pub from: Port,
     pub to: Port,
     pub name: LinkName,
@@ -81,14 +81,14 @@ pub(crate) struct Way {
 pub(crate) struct Scheduled {
     pub at: u64,
     order: u64,
-    way: Option<Way>,
+    route: Option<Route>,
     bytes: usize,
     /// Whether the receiving NIC has accepted it.
     is_in: bool,
     pub event: Event,
 }
 
-/// Time of an event in `World::coming`. The heap moves its entries, so they are small.
+/// Time of an event in `World::scheduled`. The heap moves its entries, so they are small.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 struct Due {
     at: u64,
@@ -125,7 +125,7 @@ pub(crate) struct World {
     /// The events under way if nothing has a time.
     pub free: Option<Free>,
     pub apertures: Apertures,
-    coming: Slab<Scheduled>,
+    scheduled: Slab<Scheduled>,
     events: BinaryHeap<Reverse<Due>>,
     lanes: HashMap<(LinkName, Port), Lane, ByName>,
     order: u64,
@@ -146,7 +146,7 @@ impl World {
             trace: None,
             stirred: BTreeSet::new(),
             apertures: Apertures::default(),
-            coming: Slab::new(),
+            scheduled: Slab::new(),
             events: BinaryHeap::new(),
             lanes: HashMap::default(),
             order: 0,
@@ -182,19 +182,19 @@ impl World {
         self.push(at, None, 0, event);
     }
 
-    fn push(&mut self, at: u64, way: Option<Way>, bytes: usize, event: Event) {
+    fn push(&mut self, at: u64, route: Option<Route>, bytes: usize, event: Event) {
         if let Some(free) = &mut self.free {
-            let by = way.map_or(event.at().engine, |w| w.from.engine);
-            return free.add(by, way, event);
+            let by = route.map_or(event.at().engine, |w| w.from.engine);
+            return free.add(by, route, event);
         }
         self.order += 1;
-        let scheduled = Scheduled { at, order: self.order, way, bytes, is_in: false, event };
+        let scheduled = Scheduled { at, order: self.order, route, bytes, is_in: false, event };
         // A connect fails at an unplugged NIC; other events wait until it is plugged in.
         let waits = !matches!(scheduled.event, Event::Connect { .. });
-        let unplugged = |w: &Way| self.nodes.get(&w.from).is_some_and(|n| n.unplugged);
-        match way.filter(|w| waits && unplugged(w)) {
-            Some(way) => {
-                if let Some(node) = self.nodes.get_mut(&way.from) {
+        let unplugged = |w: &Route| self.nodes.get(&w.from).is_some_and(|n| n.unplugged);
+        match route.filter(|w| waits && unplugged(w)) {
+            Some(route) => {
+                if let Some(node) = self.nodes.get_mut(&route.from) {
                     node.parked.push(scheduled);
                 }
             }
@@ -204,19 +204,19 @@ impl World {
 
     fn schedule(&mut self, scheduled: Scheduled) {
         let (at, order) = (scheduled.at, scheduled.order);
-        let place = self.coming.insert(scheduled);
+        let place = self.scheduled.insert(scheduled);
         self.events.push(Reverse(Due { at, order, place }));
     }
 
     /// Sends something over the network.
-    pub fn send(&mut self, way: Way, bytes: usize, event: Event) {
+    pub fn send(&mut self, route: Route, bytes: usize, event: Event) {
         let now = self.now();
         let delay = self.delay();
-        let rate = self.nodes.get(&way.from).and_then(|n| n.rate);
-        let lane = self.lanes.entry((way.name, way.from)).or_default();
+        let rate = self.nodes.get(&route.from).and_then(|n| n.rate);
+        let lane = self.lanes.entry((route.name, route.from)).or_default();
         let mut sent = now;
         if let Some(rate) = rate.filter(|_| bytes > 0) {
-            if let Some(node) = self.nodes.get_mut(&way.from) {
+            if let Some(node) = self.nodes.get_mut(&route.from) {
                 node.sent_at = node.sent_at.max(now) + time(bytes, rate);
                 sent = sent.max(node.sent_at);
             }
@@ -234,7 +234,7 @@ impl World {
             at = at.max(lane.last_note);
             lane.last_note = at;
         }
-        self.push(at, Some(way), bytes, event);
+        self.push(at, Some(route), bytes, event);
     }
 
     /// Time of the next event.
@@ -245,19 +245,19 @@ impl World {
     /// The next event; `None` if it is delayed.
     pub fn pop(&mut self) -> Option<Event> {
         let Reverse(due) = self.events.pop()?;
-        let mut next = self.coming.remove(due.place);
+        let mut next = self.scheduled.remove(due.place);
         self.clock.fetch_max(next.at, SeqCst);
-        let Some(way) = next.way else {
+        let Some(route) = next.route else {
             self.note(&next);
             return Some(next.event);
         };
         if !matches!(next.event, Event::Connect { .. }) {
-            if let Some(node) = self.nodes.get_mut(&way.to).filter(|n| n.unplugged) {
+            if let Some(node) = self.nodes.get_mut(&route.to).filter(|n| n.unplugged) {
                 node.parked.push(next);
                 return None;
             }
         }
-        let free_at = self.blocked(way);
+        let free_at = self.blocked(route);
         if free_at > next.at {
             // Ordered deliveries keep their order among those that wait.
             let jitter = match self.config.ordered || matches!(next.event, Event::Note { .. }) {
@@ -268,7 +268,7 @@ impl World {
             self.schedule(next);
             return None;
         }
-        if let Some(node) = self.nodes.get_mut(&way.to).filter(|_| !next.is_in) {
+        if let Some(node) = self.nodes.get_mut(&route.to).filter(|_| !next.is_in) {
             if let Some(rate) = node.rate {
                 // Deliveries without bytes too, or they would overtake.
                 node.in_at = node.in_at.max(next.at) + time(next.bytes, rate);
@@ -282,17 +282,17 @@ impl World {
     }
 
     fn note(&mut self, happened: &Scheduled) {
-        let rail = happened.way.map_or(0, |w| u64::from(w.to.rail) + 1);
+        let rail = happened.route.map_or(0, |w| u64::from(w.to.rail) + 1);
         for word in [happened.at, happened.order, rail] {
             self.digest = (self.digest.rotate_left(5) ^ word).wrapping_mul(0x517c_c1b7_2722_0a95);
         }
     }
 
     /// Time until which nothing gets through.
-    pub fn blocked(&self, way: Way) -> u64 {
-        let stall = self.stalls.get(&way.name).copied().unwrap_or(0);
+    pub fn blocked(&self, route: Route) -> u64 {
+        let stall = self.stalls.get(&route.name).copied().unwrap_or(0);
         let apart = |p: &&Partition| {
-            p.one_side.contains(&way.from.engine) != p.one_side.contains(&way.to.engine)
+            p.one_side.contains(&route.from.engine) != p.one_side.contains(&route.to.engine)
         };
         let until = self.partitions.iter().filter(apart).map(|p| p.until);
         until.fold(stall, u64::max)
@@ -315,17 +315,17 @@ impl World {
             self.stirred.insert(from.engine);
         }
         match event {
-            Event::Land { job, piece } => self.land(&job, piece),
-            Event::Fetched { job, piece } => self.fetched(&job, piece),
+            Event::Land { job, chunk } => self.land(&job, chunk),
+            Event::Fetched { job, chunk } => self.fetched(&job, chunk),
             Event::Done { to, token, result } => {
                 if let Some(node) = self.nodes.get_mut(&to.0) {
                     node.complete(to.1, token, result);
                 }
             }
             Event::Message { from, to, token, number, message } => {
-                self.take_in((from, to), (token, number), message)
+                self.deliver_message((from, to), (token, number), message)
             }
-            Event::Note { to, frame } => self.hand_over(to, frame),
+            Event::Note { to, frame } => self.deliver_note(to, frame),
             Event::Connect { from, to, link } => self.link_up(from, to, link),
             Event::Cut { at, cause } => self.cut(at, &cause),
             Event::WorkFails { at, pick } => self.work_fails(at, pick),

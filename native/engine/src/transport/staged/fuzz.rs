@@ -1,7 +1,7 @@
 //! Fuzz target of a proven peer that requests copies between its window and any region.
 
 use super::{
-    wire::{slot_offset, Frame},
+    frames::{slot_offset, Frame},
     SLOTS, SLOT_BYTES,
 };
 use crate::{
@@ -14,14 +14,14 @@ const LEN: u64 = 3 << 20;
 const WINDOW: usize = 1 << 30;
 
 /// Checks that requested copies lie in the region and in their slot, or are refused (MR-3).
-pub fn peer_whispers(bytes: &[u8]) {
+pub fn peer_requests(bytes: &[u8]) {
     let Ok(frame) = Frame::decode(&sealed(b"FRst", bytes)) else { return };
     assert_eq!(Frame::decode(&frame.encode()).as_ref(), Ok(&frame));
     match frame {
-        Frame::Moved { result: Err(why), .. } => {
+        Frame::CopyDone { result: Err(why), .. } => {
             assert!(!why.into_error().to_string().chars().any(char::is_control));
         }
-        Frame::Move { slot, pages, inward, .. } if slot < SLOTS => {
+        Frame::CopyRequest { slot, pages, inward, .. } if slot < SLOTS => {
             let region = RegionMemory::new(pages.key, BASE, LEN, Backing::Foreign, None);
             let at = WINDOW + slot_offset(slot) as usize;
             let Ok(pieces) = pages.pieces(&region, at, inward) else { return };
@@ -40,23 +40,28 @@ pub fn peer_whispers(bytes: &[u8]) {
 
 #[cfg(all(test, not(loom)))]
 pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
-    use super::wire::{Pages, Refusal};
+    use super::frames::{Pages, Refusal};
     use crate::api::RegionKey;
     let key = RegionKey { index: 3, rkey: 1 << 60 };
     let strided = Pages { key, offset: 4096, stride: 8192, page_len: 1024, n: 4, indices: vec![] };
     let listed = Pages { indices: vec![9, 0, 300], n: 3, ..strided.clone() };
-    let asks =
-        |pages, inward| Frame::Move { slot: 7, chunk: 5, pages, inward, count: Some((1, 2)) };
+    let asks = |pages, inward| Frame::CopyRequest {
+        slot: 7,
+        chunk: 5,
+        pages,
+        inward,
+        count: Some((1, 2)),
+    };
     let body = |f: Frame| f.encode()[10..].to_vec();
     vec![
-        ("open", body(Frame::Open)),
+        ("open", body(Frame::OpenWindow)),
         ("window", body(Frame::Window { key })),
         ("strided", body(asks(strided, true))),
         ("listed", body(asks(listed, false))),
-        ("moved", body(Frame::Moved { chunk: 5, result: Ok(()) })),
+        ("moved", body(Frame::CopyDone { chunk: 5, result: Ok(()) })),
         (
             "refused",
-            body(Frame::Moved { chunk: 5, result: Err(Refusal::Stale("it is gone".into())) }),
+            body(Frame::CopyDone { chunk: 5, result: Err(Refusal::Stale("it is gone".into())) }),
         ),
         ("note", body(Frame::Note(vec![1, 2, 3]))),
     ]

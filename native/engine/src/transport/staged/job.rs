@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::wire::Cut;
+use super::frames::Chunking;
 use crate::{
     api::RegionKey,
     domain::{Count, Data, DomainError, LinkId, Token},
@@ -15,14 +15,14 @@ use crate::{
 };
 
 /// Marks tokens of staged transfers; no transfer has so many parts.
-pub(super) const OWN: u32 = u32::MAX;
+pub(super) const STAGED_PART: u32 = u32::MAX;
 
 /// State of the peer's window.
 #[derive(Debug, Default)]
-pub(super) enum Far {
+pub(super) enum PeerWindow {
     #[default]
     Unknown,
-    Asked,
+    Requested,
     Open {
         key: RegionKey,
         free: Vec<u8>,
@@ -31,7 +31,7 @@ pub(super) enum Far {
 
 /// Local staging memory.
 #[derive(Debug)]
-pub(super) struct Own {
+pub(super) struct StagingMemory {
     pub memory: Pinned,
     pub free: Vec<u8>,
 }
@@ -47,7 +47,7 @@ pub(super) struct Job {
     /// The local region, if it is staged.
     pub local: Option<Arc<RegionMemory>>,
     pub remote: bool,
-    pub cut: Cut,
+    pub chunking: Chunking,
     pub next: u64,
     pub running: u32,
     pub error: Option<DomainError>,
@@ -57,17 +57,17 @@ pub(super) struct Job {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stage {
     /// Copy between local memory and the local slot.
-    Copy,
+    LocalCopy,
     /// Transfer between the ends.
-    Wire,
+    Transfer,
     /// Copy between the peer's slot and its region, by the peer.
-    Ask,
+    RemoteCopy,
     /// Count of a job whose chunks are all in place.
     Count,
 }
 
 #[derive(Debug)]
-pub(super) enum State {
+pub(super) enum ChunkState {
     /// To be started; possibly tried before without success.
     Ready,
     Copying(Ticket),
@@ -84,26 +84,26 @@ pub(super) struct Chunk {
     pub data: Data,
     pub stages: SmallVec<[Stage; 3]>,
     pub at: usize,
-    pub state: State,
+    pub state: ChunkState,
     /// Counted with this chunk, which is the only one of its job.
     pub count: Option<Count>,
-    pub near: Option<u8>,
-    pub far: Option<(RegionKey, u8)>,
+    pub local_slot: Option<u8>,
+    pub remote_slot: Option<(RegionKey, u8)>,
 }
 
 impl Chunk {
     pub fn is_copying(&self) -> bool {
-        matches!(self.state, State::Copying(_))
+        matches!(self.state, ChunkState::Copying(_))
     }
 
     /// Whether its copy has ended or must be polled.
-    pub fn wants_a_look(&self) -> bool {
-        matches!(&self.state, State::Copying(ticket) if ticket.wants_a_look())
+    pub fn needs_check(&self) -> bool {
+        matches!(&self.state, ChunkState::Copying(ticket) if ticket.needs_check())
     }
 
     /// Waits until its copy touches no memory any more.
     pub fn quiesce(&self) {
-        if let State::Copying(ticket) = &self.state {
+        if let ChunkState::Copying(ticket) = &self.state {
             ticket.quiesce();
         }
     }
@@ -116,9 +116,9 @@ impl Chunk {
 /// The stages of a chunk, depending on whether local and remote memory are staged.
 pub(super) fn stages(write: bool, local: bool, remote: bool) -> SmallVec<[Stage; 3]> {
     let mut stages: SmallVec<[Stage; 3]> = SmallVec::new();
-    stages.extend(local.then_some(Stage::Copy));
-    stages.push(Stage::Wire);
-    stages.extend(remote.then_some(Stage::Ask));
+    stages.extend(local.then_some(Stage::LocalCopy));
+    stages.push(Stage::Transfer);
+    stages.extend(remote.then_some(Stage::RemoteCopy));
     if !write {
         stages.reverse();
     }
@@ -132,13 +132,13 @@ impl Job {
         local: Option<Arc<RegionMemory>>,
         remote: bool,
     ) -> Self {
-        let cut = Cut::of(&data);
+        let chunking = Chunking::of(&data);
         let (next, running, error) = (0, 0, None);
-        Self { link, token, data, count, write, local, remote, cut, next, running, error }
+        Self { link, token, data, count, write, local, remote, chunking, next, running, error }
     }
 
     pub fn is_over(&self) -> bool {
-        self.running == 0 && (self.error.is_some() || self.next == self.cut.chunks)
+        self.running == 0 && (self.error.is_some() || self.next == self.chunking.chunks)
     }
 
     pub fn touches_device(&self) -> bool {
@@ -153,7 +153,7 @@ impl Job {
 }
 
 #[cfg(test)]
-impl Own {
+impl StagingMemory {
     pub fn idle(&self) -> usize {
         self.free.len()
     }
@@ -167,8 +167,8 @@ mod tests {
     fn a_read_has_the_stages_of_a_write_in_reverse() {
         for (local, remote) in [(true, false), (false, true), (true, true)] {
             let mut write = stages(true, local, remote);
-            assert_eq!(write.contains(&Stage::Copy), local);
-            assert_eq!(write.contains(&Stage::Ask), remote);
+            assert_eq!(write.contains(&Stage::LocalCopy), local);
+            assert_eq!(write.contains(&Stage::RemoteCopy), remote);
             write.reverse();
             assert_eq!(write, stages(false, local, remote));
         }

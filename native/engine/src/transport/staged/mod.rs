@@ -8,14 +8,14 @@
 //! different stages at the same time, so copy engines and network overlap. All other work goes to
 //! the transport unchanged.
 
-mod far;
+mod chunks;
+mod frames;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
 mod job;
-mod near;
 #[cfg(test)]
 mod tests;
-mod wire;
+mod windows;
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -34,9 +34,9 @@ use crate::{
     },
     time::Time,
 };
-use job::{Chunk, Far, Job, Own};
-use near::{Landing, Window};
-use wire::Frame;
+use frames::Frame;
+use job::{Chunk, Job, PeerWindow, StagingMemory};
+use windows::{Window, WindowCopy};
 
 /// Slots of a window, and of the local staging memory.
 const SLOTS: u8 = 8;
@@ -46,7 +46,7 @@ const SLOT_BYTES: u64 = 1 << 20;
 const MAX_JOBS: usize = 1 << 12;
 
 /// A transport that carries small messages beside its traffic, in order.
-pub(crate) trait Whispers: Domain {
+pub(crate) trait ControlChannel: Domain {
     /// Whether a link is up; false once `poll` has reported its `LinkDown`.
     fn is_up(&self, link: LinkId) -> bool;
 
@@ -54,10 +54,10 @@ pub(crate) trait Whispers: Domain {
     fn peer(&self, link: LinkId) -> Option<EngineId>;
 
     /// Sends a message of at most 3584 bytes; drops it if the link is closing.
-    fn whisper(&mut self, link: LinkId, frame: Vec<u8>);
+    fn send_control(&mut self, link: LinkId, frame: Vec<u8>);
 
     /// Takes the next received message; messages of one link are in order.
-    fn heard(&mut self) -> Option<(LinkId, Vec<u8>)>;
+    fn receive_control(&mut self) -> Option<(LinkId, Vec<u8>)>;
 
     /// Whether the transport itself moves bytes of this nature.
     fn reaches(&self, nature: Nature) -> bool {
@@ -67,8 +67,8 @@ pub(crate) trait Whispers: Domain {
 
 /// State of one link.
 #[derive(Debug, Default)]
-struct Side {
-    far: Far,
+struct LinkState {
+    peer_window: PeerWindow,
     /// The window that the peer was given.
     window: Option<Window>,
     /// Jobs that are not fully cut into chunks, in order.
@@ -91,57 +91,57 @@ pub(crate) struct Staged<D> {
     /// Local regions that the transport can't access.
     book: RegionBook,
     lanes: Lanes,
-    own: Option<Own>,
-    sides: HashMap<LinkId, Side>,
+    own: Option<StagingMemory>,
+    link_states: HashMap<LinkId, LinkState>,
     jobs: Slab<Job>,
     chunks: Slab<Chunk>,
-    landings: Vec<Landing>,
+    window_copies: Vec<WindowCopy>,
     /// Deregistered regions whose last copy has not ended.
     retiring: Vec<u32>,
     /// Windows of closed links that the transport has not released.
-    shut: Vec<Window>,
+    closing_windows: Vec<Window>,
     /// Number of windows created.
-    windows: u32,
+    next_window: u32,
     serial: u32,
     /// A device of this process with registered memory: staging memory is pinned for it.
     device: Option<i32>,
-    news: Vec<Completion>,
+    completions: Vec<Completion>,
     /// Stages everything, so that tests cover each stage on a machine without a GPU.
     #[cfg(test)]
-    pub everything: bool,
+    pub stage_all: bool,
 }
 
 impl<D> std::fmt::Debug for Staged<D> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Staged({} jobs, {} landings)", self.jobs.len(), self.landings.len())
+        write!(f, "Staged({} jobs, {} landings)", self.jobs.len(), self.window_copies.len())
     }
 }
 
-impl<D: Whispers> Staged<D> {
+impl<D: ControlChannel> Staged<D> {
     pub fn new(inner: D, files: &Arc<FileQueue>) -> Self {
         Self {
             inner,
             book: RegionBook::default(),
             lanes: Lanes::new(files),
             own: None,
-            sides: HashMap::new(),
+            link_states: HashMap::new(),
             jobs: Slab::new(),
             chunks: Slab::new(),
-            landings: Vec::new(),
+            window_copies: Vec::new(),
             retiring: Vec::new(),
-            shut: Vec::new(),
-            windows: 0,
+            closing_windows: Vec::new(),
+            next_window: 0,
             serial: 0,
             device: None,
-            news: Vec::new(),
+            completions: Vec::new(),
             #[cfg(test)]
-            everything: false,
+            stage_all: false,
         }
     }
 
     #[cfg(test)]
     fn is_forced(&self) -> bool {
-        self.everything
+        self.stage_all
     }
 
     #[cfg(not(test))]
@@ -150,7 +150,7 @@ impl<D: Whispers> Staged<D> {
     }
 
     /// Whether a local region is accessed by staging only.
-    fn keeps(&self, region: &RegionMemory) -> bool {
+    fn is_staged_region(&self, region: &RegionMemory) -> bool {
         !self.inner.reaches(region.key.nature()) || self.is_forced()
     }
 
@@ -167,32 +167,33 @@ impl<D: Whispers> Staged<D> {
     }
 
     fn is_idle(&self) -> bool {
-        let own = self.jobs.is_empty() && self.landings.is_empty() && self.sides.is_empty();
-        own && self.news.is_empty() && self.shut.is_empty()
+        let own =
+            self.jobs.is_empty() && self.window_copies.is_empty() && self.link_states.is_empty();
+        own && self.completions.is_empty() && self.closing_windows.is_empty()
     }
 
     /// Takes completions of staged transfers out of those for the group.
-    fn sort(&mut self, from: usize, out: &mut Vec<Completion>) {
+    fn take_own_completions(&mut self, from: usize, out: &mut Vec<Completion>) {
         let mut i = from;
         while i < out.len() {
             match &out[i] {
-                Completion::Done { token, .. } if token.part == job::OWN => {
+                Completion::Done { token, .. } if token.part == job::STAGED_PART => {
                     if let Completion::Done { token, result, .. } = out.remove(i) {
-                        self.wired(token, result);
+                        self.on_transfer_done(token, result);
                     }
                 }
                 Completion::RegionQuiet { index } if index & HIDDEN != 0 => {
                     let index = *index;
-                    self.shut.retain(|w| w.key.index != index);
+                    self.closing_windows.retain(|w| w.key.index != index);
                     out.remove(i);
                 }
-                Completion::LinkDown { link, .. } if self.sides.contains_key(link) => {
+                Completion::LinkDown { link, .. } if self.link_states.contains_key(link) => {
                     let Completion::LinkDown { link, cause, receipt, unfinished } = out.remove(i)
                     else {
                         continue;
                     };
-                    if let Some(side) = self.sides.get_mut(&link) {
-                        (side.receipt, side.unfinished) = (receipt, unfinished);
+                    if let Some(state) = self.link_states.get_mut(&link) {
+                        (state.receipt, state.unfinished) = (receipt, unfinished);
                     }
                     self.link_lost(link, &cause);
                 }
@@ -201,42 +202,42 @@ impl<D: Whispers> Staged<D> {
         }
     }
 
-    fn hear(&mut self) -> bool {
+    fn poll_control(&mut self) -> bool {
         let mut heard = false;
-        while let Some((link, bytes)) = self.inner.heard() {
+        while let Some((link, bytes)) = self.inner.receive_control() {
             heard = true;
-            if let Err(e) = self.understand(link, &bytes) {
+            if let Err(e) = self.on_control(link, &bytes) {
                 self.inner.disconnect(link, &e.to_string());
             }
         }
         heard
     }
 
-    fn understand(&mut self, link: LinkId, bytes: &[u8]) -> Result<(), DomainError> {
+    fn on_control(&mut self, link: LinkId, bytes: &[u8]) -> Result<(), DomainError> {
         let frame = Frame::decode(bytes)?;
         if let Frame::Note(frame) = frame {
-            self.news.push(Completion::Note { link, frame });
+            self.completions.push(Completion::Note { link, frame });
             return Ok(());
         }
         // The other frames are about windows, which end with their link.
-        let closing = self.sides.get(&link).is_some_and(|side| side.closing.is_some());
+        let closing = self.link_states.get(&link).is_some_and(|state| state.closing.is_some());
         if closing || !self.inner.is_up(link) {
             return Ok(());
         }
-        self.sides.entry(link).or_default();
+        self.link_states.entry(link).or_default();
         match frame {
-            Frame::Open => self.open_window(link),
-            Frame::Window { key } => self.window_opened(link, key),
-            Frame::Move { slot, chunk, pages, inward, count } => {
-                self.land(link, (slot, chunk, inward), &pages, count)
+            Frame::OpenWindow => self.open_window(link),
+            Frame::Window { key } => self.on_window(link, key),
+            Frame::CopyRequest { slot, chunk, pages, inward, count } => {
+                self.start_window_copy(link, (slot, chunk, inward), &pages, count)
             }
-            Frame::Moved { chunk, result } => self.moved(link, chunk, result),
+            Frame::CopyDone { chunk, result } => self.on_copy_done(link, chunk, result),
             Frame::Note(_) => Ok(()),
         }
     }
 }
 
-impl<D: Whispers> Domain for Staged<D> {
+impl<D: ControlChannel> Domain for Staged<D> {
     fn kind(&self) -> TransportKind {
         self.inner.kind()
     }
@@ -269,7 +270,7 @@ impl<D: Whispers> Domain for Staged<D> {
         if let Some(range) = region.location.cuda() {
             self.device = Some(range.device);
         }
-        if !self.keeps(region) {
+        if !self.is_staged_region(region) {
             return self.inner.register(region, pinned);
         }
         self.book.insert(region);
@@ -277,7 +278,7 @@ impl<D: Whispers> Domain for Staged<D> {
     }
 
     fn deregister(&mut self, index: u32) -> Quiet {
-        match self.withdraw(index) {
+        match self.deregister_staged(index) {
             Some(quiet) => quiet,
             None => self.inner.deregister(index),
         }
@@ -321,7 +322,7 @@ impl<D: Whispers> Domain for Staged<D> {
     }
 
     fn note(&mut self, link: LinkId, frame: Vec<u8>) {
-        self.inner.whisper(link, Frame::Note(frame).encode());
+        self.inner.send_control(link, Frame::Note(frame).encode());
     }
 
     fn begin_request(&mut self) {
@@ -352,11 +353,11 @@ impl<D: Whispers> Domain for Staged<D> {
         }
         if matches!(wr, WorkRequest::Prepare { .. }) {
             if remote {
-                self.ask_for_window(link);
+                self.request_window(link);
             }
             return Ok(Post::Done);
         }
-        self.begin(
+        self.submit(
             link,
             token,
             Job::new((link, token), (data.clone(), count, write), local, remote),
@@ -365,19 +366,19 @@ impl<D: Whispers> Domain for Staged<D> {
 
     fn poll(&mut self, now: Time, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
         let from = out.len();
-        let mut moved = self.inner.poll(now, room, out);
-        moved |= self.hear();
+        let mut progressed = self.inner.poll(now, room, out);
+        progressed |= self.poll_control();
         if self.is_idle() {
-            return moved;
+            return progressed;
         }
-        self.sort(from, out);
-        moved |= self.settle(out);
-        moved |= self.step_chunks();
-        moved |= self.pump_all();
-        self.bury();
-        moved |= !self.news.is_empty();
-        out.append(&mut self.news);
-        moved
+        self.take_own_completions(from, out);
+        progressed |= self.report_window_copies(out);
+        progressed |= self.advance_chunks();
+        progressed |= self.start_all_chunks();
+        self.close_lost_links();
+        progressed |= !self.completions.is_empty();
+        out.append(&mut self.completions);
+        progressed
     }
 
     fn flush(&mut self) {
@@ -387,9 +388,9 @@ impl<D: Whispers> Domain for Staged<D> {
     fn arm(&mut self) -> bool {
         let armed = self.inner.arm();
         // Copy engines do not wake the engine, so it keeps polling while they copy.
-        let look = self.landings.iter().any(|l| l.ticket.wants_a_look())
-            || self.chunks.iter().any(|(_, c)| c.wants_a_look());
-        armed && !look && self.news.is_empty()
+        let look = self.window_copies.iter().any(|l| l.ticket.needs_check())
+            || self.chunks.iter().any(|(_, c)| c.needs_check());
+        armed && !look && self.completions.is_empty()
     }
 
     fn disarm(&mut self) {
@@ -401,7 +402,7 @@ impl<D: Whispers> Domain for Staged<D> {
     }
 
     fn is_staging(&self, link: LinkId) -> bool {
-        self.sides.get(&link).is_some_and(|side| side.jobs > 0)
+        self.link_states.get(&link).is_some_and(|state| state.jobs > 0)
     }
 
     fn stages(&self, key: RegionKey) -> bool {
@@ -421,32 +422,32 @@ impl<D: Whispers> Domain for Staged<D> {
     }
 
     fn describe(&self, link: LinkId) -> String {
-        let mut said = self.inner.describe(link);
-        let side = self.sides.get(&link);
+        let mut text = self.inner.describe(link);
+        let state = self.link_states.get(&link);
         let here = |nature: Nature| !self.inner.reaches(nature);
-        if self.device.is_some() && here(Nature::Device) || side.is_some_and(|s| s.device) {
-            said += "; GPU memory is staged through pinned host memory";
+        if self.device.is_some() && here(Nature::Device) || state.is_some_and(|s| s.device) {
+            text += "; GPU memory is staged through pinned host memory";
         }
-        if side.is_some_and(|s| s.file) {
-            said += "; files are staged through host memory, by ";
-            said += self.lanes.files_by();
+        if state.is_some_and(|s| s.file) {
+            text += "; files are staged through host memory, by ";
+            text += self.lanes.files_by();
         }
-        if side.is_some_and(|s| s.host) {
-            said += "; memory that the engine did not allocate is staged through a window";
+        if state.is_some_and(|s| s.host) {
+            text += "; memory that the engine did not allocate is staged through a window";
         }
-        said
+        text
     }
 
     fn close(&mut self) {
         self.inner.close();
         // Waits for the copies under way: after this nothing lands (MR-1).
         self.lanes.close();
-        self.landings.iter().for_each(|l| l.ticket.quiesce());
+        self.window_copies.iter().for_each(|l| l.ticket.quiesce());
         self.chunks.iter().for_each(|(_, c)| c.quiesce());
-        self.landings.clear();
+        self.window_copies.clear();
         self.chunks.clear();
         self.jobs.clear();
-        self.sides.clear();
-        self.news.clear();
+        self.link_states.clear();
+        self.completions.clear();
     }
 }

@@ -3,8 +3,8 @@
 use std::{collections::HashMap, sync::Arc};
 
 use super::{
-    wire::{Frame, Pages},
-    Staged, Whispers, SLOTS, SLOT_BYTES,
+    frames::{Frame, Pages},
+    ControlChannel, Staged, SLOTS, SLOT_BYTES,
 };
 use crate::{
     api::{EngineAddress, EngineConfig, EngineId, PageIndices, RailKeys, RegionKey, TransportKind},
@@ -39,10 +39,10 @@ struct End<D> {
     notes: Vec<Vec<u8>>,
 }
 
-impl<D: Whispers> End<D> {
+impl<D: ControlChannel> End<D> {
     fn new(id: EngineId, inner: D) -> Self {
         let mut domain = Staged::new(inner, &FileQueue::new(&Waker::default(), Means::Best));
-        domain.everything = true;
+        domain.stage_all = true;
         let endpoints = vec![domain.endpoint()];
         let address = EngineAddress { id, name: "end".into(), endpoints };
         domain.announce(&address);
@@ -103,7 +103,7 @@ fn shm(_: u8) -> End<ShmDomain> {
 }
 
 /// Two ends with a link between them.
-fn pair<D: Whispers>(end: impl Fn(u8) -> End<D>) -> (End<D>, End<D>) {
+fn pair<D: ControlChannel>(end: impl Fn(u8) -> End<D>) -> (End<D>, End<D>) {
     let (mut a, mut b) = (end(1), end(2));
     let peer = b.address.clone();
     a.domain.connect(Time::now(), &peer, 0).unwrap();
@@ -111,7 +111,7 @@ fn pair<D: Whispers>(end: impl Fn(u8) -> End<D>) -> (End<D>, End<D>) {
     (a, b)
 }
 
-fn drive<D: Whispers>(
+fn drive<D: ControlChannel>(
     a: &mut End<D>,
     b: &mut End<D>,
     what: &str,
@@ -126,18 +126,18 @@ fn drive<D: Whispers>(
 }
 
 fn data(
-    (mine, at): (&[u8], Seq),
-    (theirs, there): (RegionKey, Seq),
+    (own_memory, local_seq): (&[u8], Seq),
+    (key, remote_seq): (RegionKey, Seq),
     page_len: u64,
     n: u32,
 ) -> Data {
     Data {
-        local: LocalAddr(mine.as_ptr() as usize),
+        local: LocalAddr(own_memory.as_ptr() as usize),
         local_region: 0,
-        local_seq: at,
-        remote: theirs,
+        local_seq,
+        remote: key,
         remote_keys: RailKeys::default(),
-        remote_seq: there,
+        remote_seq,
         page_len,
         pages: n,
     }
@@ -150,7 +150,7 @@ fn noise(rng: &mut fastrand::Rng, n: usize) -> Vec<u8> {
 }
 
 /// Pages in some order, in a separate range of the region.
-fn places(rng: &mut fastrand::Rng, from: u64, stride: u64, pages: u32) -> Seq {
+fn ranges(rng: &mut fastrand::Rng, from: u64, stride: u64, pages: u32) -> Seq {
     if rng.bool() {
         return Seq::Strided { offset: from, stride };
     }
@@ -162,16 +162,16 @@ fn places(rng: &mut fastrand::Rng, from: u64, stride: u64, pages: u32) -> Seq {
     }
 }
 
-fn moves_bytes<D: Whispers>(end: impl Fn(u8) -> End<D>, seed: u64) {
+fn moves_bytes<D: ControlChannel>(end: impl Fn(u8) -> End<D>, seed: u64) {
     const SPAN: usize = 7 << 19;
     const JOBS: usize = 6;
     let mut rng = fastrand::Rng::with_seed(seed);
     let (mut a, mut b) = pair(end);
-    let mine = noise(&mut rng, SPAN * JOBS);
-    let theirs = noise(&mut rng, SPAN * JOBS);
-    a.register(0, &mine);
-    let key = b.register(0, &theirs);
-    let before = [mine.clone(), theirs.clone()];
+    let own_memory = noise(&mut rng, SPAN * JOBS);
+    let peer_memory = noise(&mut rng, SPAN * JOBS);
+    a.register(0, &own_memory);
+    let key = b.register(0, &peer_memory);
+    let before = [own_memory.clone(), peer_memory.clone()];
 
     let mut jobs = Vec::new();
     for slot in 0..JOBS {
@@ -179,9 +179,9 @@ fn moves_bytes<D: Whispers>(end: impl Fn(u8) -> End<D>, seed: u64) {
         let stride = page_len + rng.u64(0..9);
         let pages = rng.u32(1..=(SPAN as u64 / stride).min(1500) as u32);
         let from = (SPAN * slot) as u64;
-        let here = places(&mut rng, from, stride, pages);
-        let there = places(&mut rng, from, stride, pages);
-        let work = data((&mine, here), (key, there), page_len, pages);
+        let here = ranges(&mut rng, from, stride, pages);
+        let there = ranges(&mut rng, from, stride, pages);
+        let work = data((&own_memory, here), (key, there), page_len, pages);
         let write = rng.bool();
         let count = rng.bool().then_some(Count { imm: 100 + slot as u32, n: pages });
         let wr = match write {
@@ -211,28 +211,30 @@ fn moves_bytes<D: Whispers>(end: impl Fn(u8) -> End<D>, seed: u64) {
         for i in 0..work.pages {
             let (r, n) = (work.remote_seq.nth(i) as usize, work.page_len as usize);
             assert!(
-                theirs[r..r + n] == expected[r..r + n],
+                peer_memory[r..r + n] == expected[r..r + n],
                 "counted before the bytes were in place"
             );
         }
     };
     let start = std::time::Instant::now();
-    let counted =
+    let to_count =
         |b: &End<D>| jobs.iter().filter_map(|j| j.2).all(|c| b.counts.contains_key(&c.imm));
-    while a.done.len() < JOBS || !counted(&b) {
+    while a.done.len() < JOBS || !to_count(&b) {
         assert!(start.elapsed().as_secs() < 20, "seed {seed} does not end: {:?}", a.done);
         a.poll(&mut |_| {});
         b.poll(&mut { in_place });
     }
     assert!(a.done.values().all(Result::is_ok), "seed {seed}: {:?}", a.done);
-    assert!(mine == after[0] && theirs == after[1], "seed {seed}: wrong bytes");
+    assert!(own_memory == after[0] && peer_memory == after[1], "seed {seed}: wrong bytes");
     for (_, _, count) in &jobs {
         if let Some(c) = count {
             assert_eq!(b.counts[&c.imm], c.n, "seed {seed}: IC-1");
         }
     }
     assert_eq!(b.counts.len(), jobs.iter().filter(|j| j.2.is_some()).count());
-    assert!(a.domain.jobs.is_empty() && a.domain.chunks.is_empty() && b.domain.landings.is_empty());
+    assert!(
+        a.domain.jobs.is_empty() && a.domain.chunks.is_empty() && b.domain.window_copies.is_empty()
+    );
 }
 
 #[test]
@@ -248,11 +250,11 @@ fn ic_2_staged_bytes_arrive_and_count_once_over_shared_memory() {
 #[test]
 fn mr_2_and_mr_3_hold_at_the_owner() {
     let (mut a, mut b) = pair(tcp);
-    let (mine, theirs) = (vec![1u8; 4096], vec![0u8; 4096]);
-    a.register(0, &mine);
-    let key = b.register(0, &theirs);
+    let (own_memory, peer_memory) = (vec![1u8; 4096], vec![0u8; 4096]);
+    a.register(0, &own_memory);
+    let key = b.register(0, &peer_memory);
     let write = |key, offset| WorkRequest::Write {
-        data: data((&mine, Seq::at(0)), (key, Seq::at(offset)), 64, 1),
+        data: data((&own_memory, Seq::at(0)), (key, Seq::at(offset)), 64, 1),
         count: Some(Count { imm: 1, n: 1 }),
     };
     a.post(0, &write(key, 4096 - 63));
@@ -266,19 +268,19 @@ fn mr_2_and_mr_3_hold_at_the_owner() {
     a.post(3, &write(key, 0));
     drive(&mut a, &mut b, "a refusal", |a, _| a.done.len() == 4);
     assert!(matches!(&a.done[&3], Err(DomainError::Stale(_))), "{:?}", a.done);
-    assert!(theirs == [0; 4096] && b.counts.is_empty());
+    assert!(peer_memory == [0; 4096] && b.counts.is_empty());
 }
 
 #[test]
 fn rs_4_everything_under_way_ends_when_the_peer_leaves() {
     for polls in [0, 1, 3, 10, 100] {
         let (mut a, mut b) = pair(shm);
-        let (mine, theirs) = (vec![1u8; 40 << 20], vec![0u8; 40 << 20]);
-        a.register(0, &mine);
-        let key = b.register(0, &theirs);
+        let (own_memory, peer_memory) = (vec![1u8; 40 << 20], vec![0u8; 40 << 20]);
+        a.register(0, &own_memory);
+        let key = b.register(0, &peer_memory);
         for slot in 0..20 {
             let at = u64::from(slot) * (2 << 20);
-            let work = data((&mine, Seq::at(at)), (key, Seq::at(at)), 2 << 20, 1);
+            let work = data((&own_memory, Seq::at(at)), (key, Seq::at(at)), 2 << 20, 1);
             let count = Some(Count { imm: 1, n: 1 });
             let wr = match slot % 2 {
                 0 => WorkRequest::Write { data: work, count },
@@ -303,7 +305,7 @@ fn rs_4_everything_under_way_ends_when_the_peer_leaves() {
         assert_eq!(a.done.len(), 20);
         assert!(a.link.is_none_or(|link| !a.domain.is_staging(link)));
         assert!(a.domain.jobs.is_empty() && a.domain.chunks.is_empty());
-        assert!(a.domain.sides.is_empty());
+        assert!(a.domain.link_states.is_empty());
         assert_eq!(a.domain.own.as_ref().map(|o| o.idle()), Some(usize::from(SLOTS)));
     }
 }
@@ -311,15 +313,15 @@ fn rs_4_everything_under_way_ends_when_the_peer_leaves() {
 /// The group sees the end of a link after other reports of the same poll, and may post in between.
 #[test]
 fn rs_4_nothing_starts_on_a_link_whose_end_is_reported() {
-    fn late<D: Whispers>(end: impl Fn(u8) -> End<D>) {
+    fn late<D: ControlChannel>(end: impl Fn(u8) -> End<D>) {
         let (mut a, mut b) = pair(end);
-        let (mine, theirs) = (vec![1; 64], vec![0; 64]);
-        a.register(0, &mine);
-        let key = b.register(0, &theirs);
+        let (own_memory, peer_memory) = (vec![1; 64], vec![0; 64]);
+        a.register(0, &own_memory);
+        let key = b.register(0, &peer_memory);
         b.domain.close();
         drive(&mut a, &mut b, "its end", |a, _| a.down.is_some());
         let at = Seq::Strided { offset: 0, stride: 64 };
-        let data = data((&mine, at.clone()), (key, at), 64, 1);
+        let data = data((&own_memory, at.clone()), (key, at), 64, 1);
         a.post(0, &WorkRequest::Write { data, count: None });
         assert!(matches!(a.done.get(&0), Some(Err(DomainError::LinkDown(_)))), "{:?}", a.done);
         assert!(a.domain.is_idle());
@@ -330,7 +332,7 @@ fn rs_4_nothing_starts_on_a_link_whose_end_is_reported() {
 
 #[test]
 fn notes_pass_without_staging() {
-    fn one<D: Whispers>(end: impl Fn(u8) -> End<D>) {
+    fn one<D: ControlChannel>(end: impl Fn(u8) -> End<D>) {
         let (mut a, mut b) = pair(end);
         a.domain.note(a.link.unwrap(), vec![7; 9]);
         drive(&mut a, &mut b, "a note", |_, b| b.notes == [vec![7; 9]]);
@@ -341,17 +343,19 @@ fn notes_pass_without_staging() {
 
 #[test]
 fn a_window_is_released_when_its_peer_has_left() {
-    fn leaves<D: Whispers>(end: impl Fn(u8) -> End<D>) {
+    fn leaves<D: ControlChannel>(end: impl Fn(u8) -> End<D>) {
         let (mut a, mut b) = pair(end);
-        let (mine, theirs) = (vec![1; 64], vec![0; 64]);
-        a.register(0, &mine);
-        let key = b.register(0, &theirs);
+        let (own_memory, peer_memory) = (vec![1; 64], vec![0; 64]);
+        a.register(0, &own_memory);
+        let key = b.register(0, &peer_memory);
         let at = Seq::Strided { offset: 0, stride: 64 };
-        let data = data((&mine, at.clone()), (key, at), 64, 1);
+        let data = data((&own_memory, at.clone()), (key, at), 64, 1);
         a.post(0, &WorkRequest::Write { data, count: None });
         drive(&mut a, &mut b, "a write", |a, _| a.done.contains_key(&0));
         a.domain.close();
-        drive(&mut a, &mut b, "its end", |_, b| b.down.is_some() && b.domain.shut.is_empty());
+        drive(&mut a, &mut b, "its end", |_, b| {
+            b.down.is_some() && b.domain.closing_windows.is_empty()
+        });
     }
     leaves(tcp);
     leaves(shm);
@@ -359,17 +363,17 @@ fn a_window_is_released_when_its_peer_has_left() {
 
 #[test]
 fn a_peer_that_violates_the_protocol_loses_its_link() {
-    fn ask(slot: u8, key: RegionKey) -> Frame {
+    fn request_copy(slot: u8, key: RegionKey) -> Frame {
         let pages = Pages { key, offset: 0, stride: 8, page_len: 8, n: 1, indices: Vec::new() };
-        Frame::Move { slot, chunk: 1, pages, inward: true, count: None }
+        Frame::CopyRequest { slot, chunk: 1, pages, inward: true, count: None }
     }
     type Say = Box<dyn Fn(RegionKey) -> Vec<Vec<u8>>>;
     let bad: Vec<(&str, Say)> = vec![
         ("decode", Box::new(|_| vec![b"nonsense".to_vec()])),
-        ("slot that it does not own", Box::new(|key| vec![ask(0, key).encode()])),
+        ("slot that it does not own", Box::new(|key| vec![request_copy(0, key).encode()])),
         (
             "slot that it does not own",
-            Box::new(|key| vec![Frame::Open.encode(), ask(SLOTS, key).encode()]),
+            Box::new(|key| vec![Frame::OpenWindow.encode(), request_copy(SLOTS, key).encode()]),
         ),
         (
             "without a request",
@@ -379,20 +383,20 @@ fn a_peer_that_violates_the_protocol_loses_its_link() {
         ),
         (
             "answer without a request",
-            Box::new(|_| vec![Frame::Moved { chunk: 77, result: Ok(()) }.encode()]),
+            Box::new(|_| vec![Frame::CopyDone { chunk: 77, result: Ok(()) }.encode()]),
         ),
     ];
-    for (cause, say) in bad {
+    for (cause, send) in bad {
         let (mut a, mut b) = pair(tcp);
-        let theirs = vec![0u8; 64];
-        let key = b.register(0, &theirs);
-        for frame in say(key) {
+        let peer_memory = vec![0u8; 64];
+        let key = b.register(0, &peer_memory);
+        for frame in send(key) {
             let link = a.link.unwrap();
-            a.domain.inner.whisper(link, frame);
+            a.domain.inner.send_control(link, frame);
         }
         drive(&mut a, &mut b, "the end of the link", |a, b| a.down.is_some() && b.down.is_some());
-        let said = b.down.as_ref().unwrap().to_string();
-        assert!(said.contains(cause), "{said}");
-        assert!(b.domain.sides.is_empty() && b.domain.landings.is_empty());
+        let text = b.down.as_ref().unwrap().to_string();
+        assert!(text.contains(cause), "{text}");
+        assert!(b.domain.link_states.is_empty() && b.domain.window_copies.is_empty());
     }
 }

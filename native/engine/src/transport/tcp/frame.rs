@@ -12,7 +12,7 @@ pub(super) const HEADER: usize = 64;
 pub(super) const MAX_PAGES: u32 = 16 << 10;
 pub(super) const MAX_MESSAGE: usize = 64 << 10;
 const MAX_REASON: usize = 512;
-pub(super) const MAX_WHISPER: usize = 4096;
+pub(super) const MAX_CONTROL_MESSAGE: usize = 4096;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -32,21 +32,33 @@ pub(super) enum Kind {
     /// Refuses an operation; the reason follows.
     Nak = 7,
     /// The result of a message.
-    Taken = 8,
+    MessageResult = 8,
     /// A heartbeat.
     Ping = 9,
     /// Closes the link; the reason follows.
-    Bye = 10,
+    Close = 10,
     /// A message of the layer above this transport, followed by its bytes.
-    Whisper = 11,
+    ControlMessage = 11,
 }
 
 impl Kind {
     fn from_byte(b: u8) -> Option<Self> {
         use Kind::*;
-        [Write, Read, ReadData, Count, Message, Ack, Nak, Taken, Ping, Bye, Whisper]
-            .into_iter()
-            .find(|k| *k as u8 == b)
+        [
+            Write,
+            Read,
+            ReadData,
+            Count,
+            Message,
+            Ack,
+            Nak,
+            MessageResult,
+            Ping,
+            Close,
+            ControlMessage,
+        ]
+        .into_iter()
+        .find(|k| *k as u8 == b)
     }
 }
 
@@ -152,8 +164,10 @@ impl Header {
         }
         match self.kind {
             Kind::Message if self.len > MAX_MESSAGE as u64 => bad("too long a message"),
-            Kind::Nak | Kind::Bye if self.len > MAX_REASON as u64 => bad("too long a reason"),
-            Kind::Whisper if self.len > MAX_WHISPER as u64 => bad("too long a control message"),
+            Kind::Nak | Kind::Close if self.len > MAX_REASON as u64 => bad("too long a reason"),
+            Kind::ControlMessage if self.len > MAX_CONTROL_MESSAGE as u64 => {
+                bad("too long a control message")
+            }
             Kind::Write if self.parts == 0 => bad("no parts"),
             _ => Ok(()),
         }
@@ -163,8 +177,10 @@ impl Header {
     pub fn body(&self) -> u64 {
         match self.kind {
             Kind::Write => u64::from(self.pages) * self.len,
-            Kind::ReadData | Kind::Message | Kind::Nak | Kind::Bye | Kind::Whisper => self.len,
-            Kind::Read | Kind::Count | Kind::Ack | Kind::Taken | Kind::Ping => 0,
+            Kind::ReadData | Kind::Message | Kind::Nak | Kind::Close | Kind::ControlMessage => {
+                self.len
+            }
+            Kind::Read | Kind::Count | Kind::Ack | Kind::MessageResult | Kind::Ping => 0,
         }
     }
 }
@@ -212,7 +228,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_decodes_encodes_to_the_same_and_nothing_panics(b in any::<[u8; HEADER]>(), kind in 0u8..13) {
+        fn decoding_never_panics_and_reencodes_to_the_same(b in any::<[u8; HEADER]>(), kind in 0u8..13) {
             let mut b = b;
             b[0] = kind;
             if let Ok(h) = Header::decode(&b) {

@@ -2,7 +2,7 @@
 
 use std::{io::Write, os::unix::net::UnixStream, sync::Arc};
 
-use super::{link::Link, net::Where, stream::Stream, Role, Socket, TcpDomain};
+use super::{link::Link, net::TcpEndpoint, stream::Stream, Role, Socket, TcpDomain};
 use crate::{
     api::{EngineConfig, EngineId, RegionKey},
     domain::{
@@ -20,9 +20,9 @@ const FETCHED: std::ops::Range<usize> = 64..192;
 
 /// Checks that a decoded endpoint encodes to the same bytes.
 pub(crate) fn endpoint(bytes: &[u8]) {
-    let Ok(place) = Where::decode(bytes) else { return };
-    assert!(place.candidates(&place.host).len() <= 1 + super::net::MOST_ADDRESSES);
-    assert_eq!(Where::decode(&place.encode()).as_ref(), Ok(&place));
+    let Ok(own_endpoint) = TcpEndpoint::decode(bytes) else { return };
+    assert!(own_endpoint.candidates(&own_endpoint.host).len() <= 1 + super::net::MAX_ADDRESSES);
+    assert_eq!(TcpEndpoint::decode(&own_endpoint.encode()).as_ref(), Ok(&own_endpoint));
 }
 
 struct Room;
@@ -40,7 +40,7 @@ impl MessageRoom for Room {
 /// Frames on the two streams of a link with a local write, read and message under way. Checks that
 /// no byte lands outside the region and the read's memory (MR-3), none of the read after it ended
 /// (MR-1), and that every operation ends once.
-pub fn peer_says(bytes: &[u8]) {
+pub fn peer_input(bytes: &[u8]) {
     let Ok(mut domain) = TcpDomain::open(EngineId([2; 16]), &EngineConfig::default()) else {
         return;
     };
@@ -53,14 +53,14 @@ pub fn peer_says(bytes: &[u8]) {
     let id = 1 << 16;
     let mut link = Link::new(id, [1; 16], 2, true, Time(0));
     let mut peer = Vec::new();
-    for seat in &mut link.streams {
-        let Ok((ours, theirs)) = UnixStream::pair() else { return };
+    for stream_id in &mut link.streams {
+        let Ok((ours, peer_region)) = UnixStream::pair() else { return };
         let _ = ours.set_nonblocking(true);
-        let _ = theirs.set_nonblocking(true);
+        let _ = peer_region.set_nonblocking(true);
         let mut stream = Stream::new(ours.into());
         stream.hot_until = Time::NEVER;
-        *seat = Some(domain.sockets.insert(Socket { stream, role: Role::Of(id) }));
-        peer.push(theirs);
+        *stream_id = Some(domain.sockets.insert(Socket { stream, role: Role::Link(id) }));
+        peer.push(peer_region);
     }
     domain.links.insert(link);
     for (slot, wr) in our_work(local.as_mut_ptr() as usize).iter().enumerate() {
@@ -70,9 +70,9 @@ pub fn peer_says(bytes: &[u8]) {
 
     // The first byte is the number of bytes for the first stream.
     let Some((cut, said)) = bytes.split_first() else { return };
-    let (quick, bulk) = said.split_at(said.len() * usize::from(*cut) / 255);
-    let _ = peer[0].write_all(quick);
-    let _ = peer[1].write_all(bulk);
+    let (urgent_stream, bulk_streams) = said.split_at(said.len() * usize::from(*cut) / 255);
+    let _ = peer[0].write_all(urgent_stream);
+    let _ = peer[1].write_all(bulk_streams);
     if cut % 2 == 1 {
         peer.pop();
     }
@@ -145,7 +145,7 @@ mod seeds {
 
     pub fn an_endpoint() -> Vec<u8> {
         let addrs = vec!["10.0.0.1:7000".parse().unwrap(), "[fd00::1]:7000".parse().unwrap()];
-        Where { addrs, loopback_port: Some(7001), host: [3; 16] }.encode()
+        TcpEndpoint { addrs, loopback_port: Some(7001), host: [3; 16] }.encode()
     }
 
     fn frame(header: Header, body: &[u8]) -> Vec<u8> {
@@ -159,8 +159,8 @@ mod seeds {
         let ours = |serial: u64, slot: u64| serial << 32 | slot;
         let write = Header { key: KEY, parts: 1, pages: 1, code: 1, ..first(Kind::Write) };
         let written = frame(Header { len: 100, offset: 924, ..write }, &[1; 100]);
-        let half = |offset| Header { len: 50, offset, parts: 2, ..write };
-        let parts = [frame(half(0), &[2; 50]), frame(half(50), &[3; 50])].concat();
+        let pending = |offset| Header { len: 50, offset, parts: 2, ..write };
+        let parts = [frame(pending(0), &[2; 50]), frame(pending(50), &[3; 50])].concat();
         let listed = Header { pages: 3, indices: 3, len: 8, stride: 64, ..write };
         let indices: Vec<u8> = [5u32, 0, 9].iter().flat_map(|i| i.to_le_bytes()).collect();
         let pages = frame(listed, &[&indices[..], &[4; 24]].concat());
@@ -172,10 +172,10 @@ mod seeds {
         let twice = [&[102], &answer[..128], &answer].concat();
         let message = frame(Header { len: 5, ..first(Kind::Message) }, b"hello");
         let refusal = |op| frame(Header { op, len: 2, code: 1, ..Header::new(Kind::Nak) }, b"no");
-        let taken = Header { op: ours(3, 2), ..Header::new(Kind::Taken) };
+        let taken = Header { op: ours(3, 2), ..Header::new(Kind::MessageResult) };
         let acks = [first(Kind::Ack), first(Kind::Count), taken, first(Kind::Ping)];
         let acks: Vec<u8> = acks.iter().flat_map(|h| h.encode()).collect();
-        let bye = frame(Header { len: 4, ..Header::new(Kind::Bye) }, b"gone");
+        let bye = frame(Header { len: 4, ..Header::new(Kind::Close) }, b"gone");
         let said = [
             ("writes", [written, parts, outside].concat()),
             ("pages", pages),

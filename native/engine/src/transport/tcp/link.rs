@@ -8,7 +8,7 @@ use std::{
 
 use slab::Slab;
 
-use super::place::Walk;
+use super::page_cursor::PageCursor;
 use crate::{
     domain::{Count, DomainError, Landed, LinkId, LinkName, PeerIdentity, Receipt, Token},
     time::Time,
@@ -32,7 +32,7 @@ pub(super) const MAX_OPS: usize = 1 << 16;
 
 /// Memory that a link's reads may take at the peer, bytes; further reads wait in the group. A peer
 /// that keeps to it is never throttled, so two peers that read from each other always progress.
-pub(super) const READ_WINDOW: u64 = super::stream::MOST_OWED / 2;
+pub(super) const READ_WINDOW: u64 = super::stream::MAX_REPLY_BYTES / 2;
 
 /// A local operation: done when all its parts are acknowledged.
 pub(super) struct Op {
@@ -47,7 +47,7 @@ pub(super) struct Op {
 /// A part of a local read, and the memory for its bytes.
 pub(super) struct Fetch {
     pub op: u64,
-    pub into: Walk,
+    pub into: PageCursor,
     /// Memory that its reply takes at the peer.
     cost: u64,
     /// Whether its bytes are being received: it can be neither answered again nor refused.
@@ -69,11 +69,11 @@ pub(super) struct Link {
     pub streams: Vec<Option<StreamKey>>,
     pub peer: Option<PeerIdentity>,
     /// The initiator's address of the peer to connect to.
-    pub wanted: Option<crate::api::EngineAddress>,
+    pub target: Option<crate::api::EngineAddress>,
     pub candidates: VecDeque<SocketAddr>,
-    pub tried: Vec<String>,
+    pub errors: Vec<String>,
     /// Whether a connection broke in the middle of a handshake.
-    pub cut_off: bool,
+    pub interrupted: bool,
     pub remote: String,
     ops: Slab<Op>,
     /// Numbered operations started: writes and counts. And unnumbered ones.
@@ -82,12 +82,12 @@ pub(super) struct Link {
     pub fetches: HashMap<u64, Fetch>,
     next_fetch: u64,
     /// Memory that the replies to all of `fetches` take at the peer.
-    asked: u64,
+    read_bytes: u64,
     pub messages: usize,
     pub incoming: HashMap<u64, Incoming>,
-    pub held: VecDeque<(u64, Vec<u8>)>,
-    pub heard_at: Time,
-    pub spoke_at: Time,
+    pub waiting_messages: VecDeque<(u64, Vec<u8>)>,
+    pub received_at: Time,
+    pub sent_at: Time,
     pub deadline: Time,
     next_bulk: usize,
     /// The peer's operations that this side has carried out.
@@ -102,22 +102,22 @@ impl Link {
             initiator,
             streams: vec![None; streams],
             peer: None,
-            wanted: None,
+            target: None,
             candidates: VecDeque::new(),
-            tried: Vec::new(),
-            cut_off: false,
+            errors: Vec::new(),
+            interrupted: false,
             remote: String::new(),
             ops: Slab::new(),
             begun: 0,
             reads: 0,
             fetches: HashMap::new(),
             next_fetch: 1,
-            asked: 0,
+            read_bytes: 0,
             messages: 0,
             incoming: HashMap::new(),
-            held: VecDeque::new(),
-            heard_at: now,
-            spoke_at: now,
+            waiting_messages: VecDeque::new(),
+            received_at: now,
+            sent_at: now,
             deadline: Time::NEVER,
             next_bulk: 0,
             landed: Landed::default(),
@@ -134,7 +134,7 @@ impl Link {
 
     /// Opens an operation in `parts` parts. The peer's receipt refers to its number, whose lower
     /// bits are sent above the slot.
-    pub fn open(&mut self, token: Token, parts: u16) -> u64 {
+    pub fn open_op(&mut self, token: Token, parts: u16) -> u64 {
         self.begun += 1;
         let (number, serial) = (self.begun, (self.begun & MASK) as u32);
         let slot = self.ops.insert(Op { serial, number, token, parts, error: None });
@@ -152,7 +152,7 @@ impl Link {
     }
 
     /// This side has carried out an operation of the peer.
-    pub fn over_here(&mut self, op: u64, done: bool) {
+    pub fn on_op_executed(&mut self, op: u64, done: bool) {
         let number = self.landed.widen(op >> 32 & MASK, NUMBER_BITS);
         self.landed.note(number, done);
     }
@@ -180,9 +180,9 @@ impl Link {
         Some((op.token, op.error.map_or(Ok(()), Err)))
     }
 
-    pub fn open_fetch(&mut self, op: u64, into: Walk, cost: u64) -> u64 {
+    pub fn open_fetch(&mut self, op: u64, into: PageCursor, cost: u64) -> u64 {
         self.next_fetch += 1;
-        self.asked += cost;
+        self.read_bytes += cost;
         self.fetches.insert(self.next_fetch, Fetch { op, into, cost, begun: false });
         self.next_fetch
     }
@@ -190,19 +190,19 @@ impl Link {
     /// A part of a read is done.
     pub fn close_fetch(&mut self, fetch: u64) -> Option<Fetch> {
         let fetch = self.fetches.remove(&fetch)?;
-        self.asked -= fetch.cost;
+        self.read_bytes -= fetch.cost;
         Some(fetch)
     }
 
     /// Whether a read whose replies take `cost` bytes at the peer may be sent now.
-    pub fn may_ask(&self, cost: u64) -> bool {
-        self.asked == 0 || self.asked + cost <= READ_WINDOW
+    pub fn can_read(&self, cost: u64) -> bool {
+        self.read_bytes == 0 || self.read_bytes + cost <= READ_WINDOW
     }
 
     /// Removes everything under way, to be failed, with its number or 0.
     pub fn abandon(&mut self) -> Vec<(Token, u64)> {
         self.fetches.clear();
-        self.asked = 0;
+        self.read_bytes = 0;
         self.messages = 0;
         std::mem::take(&mut self.ops).into_iter().map(|(_, op)| (op.token, op.number)).collect()
     }
@@ -218,12 +218,12 @@ impl Link {
     }
 
     /// The stream for urgent frames.
-    pub fn quick(&self) -> Option<StreamKey> {
+    pub fn urgent_stream(&self) -> Option<StreamKey> {
         self.streams.first().copied().flatten()
     }
 
     /// The streams for bulk data, starting with another one each time.
-    pub fn bulk(&mut self) -> Vec<StreamKey> {
+    pub fn bulk_streams(&mut self) -> Vec<StreamKey> {
         let from = if self.streams.len() > 1 { 1 } else { 0 };
         let mut keys: Vec<StreamKey> = self.streams[from..].iter().copied().flatten().collect();
         self.next_bulk += 1;
@@ -237,7 +237,7 @@ impl Link {
         if !self.is_complete() {
             return self.deadline;
         }
-        self.spoke_at.after(peer_timeout / 4).min(self.heard_at.after(peer_timeout))
+        self.sent_at.after(peer_timeout / 4).min(self.received_at.after(peer_timeout))
     }
 }
 
@@ -248,19 +248,21 @@ mod tests {
     #[test]
     fn ic_3_messages_and_reads_leave_no_gaps_in_the_receipt() {
         let link = || Link::new(1, [0; 16], 2, true, Time(0));
-        let (mut here, mut there) = (link(), link());
+        let (mut sender, mut receiver) = (link(), link());
         for _ in 0..1000 {
-            let write = here.open(Token::default(), 1);
-            here.open_unnumbered(Token::default(), 1);
-            there.over_here(write, true);
-            here.part_done(write);
+            let write = sender.open_op(Token::default(), 1);
+            sender.open_unnumbered(Token::default(), 1);
+            receiver.on_op_executed(write, true);
+            sender.part_done(write);
         }
-        let last = here.open(Token::default(), 1);
-        let numbers: Vec<u64> = here.abandon().into_iter().map(|(_, n)| n).collect();
+        let last = sender.open_op(Token::default(), 1);
+        let numbers: Vec<u64> = sender.abandon().into_iter().map(|(_, n)| n).collect();
         assert_eq!(numbers.iter().filter(|n| **n != 0).collect::<Vec<_>>(), [&1001]);
         assert_eq!(numbers.len(), 1001);
-        there.over_here(last, false);
-        let Receipt::Landed(landed) = there.receipt() else { panic!("it knows") };
+        receiver.on_op_executed(last, false);
+        let Receipt::Landed(landed) = receiver.receipt() else {
+            panic!("tcp reports which operations landed")
+        };
         assert_eq!((landed.contains(1000), landed.contains(1001)), (Some(true), Some(false)));
         assert_eq!(landed.remembered(), 1, "one that was refused, and nothing else");
     }

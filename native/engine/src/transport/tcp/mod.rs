@@ -4,17 +4,17 @@
 mod frame;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
+mod handshake;
+#[cfg(test)]
+mod handshake_tests;
 mod link;
 mod net;
-mod place;
+mod page_cursor;
 mod protocol;
 mod raw;
-mod setup;
-#[cfg(test)]
-mod setup_tests;
-#[cfg(test)]
-mod stall_tests;
 mod stream;
+#[cfg(test)]
+mod throttle_tests;
 
 use std::{
     collections::VecDeque,
@@ -39,19 +39,19 @@ use crate::{
         handshake::{Credentials, Secret},
         listener::Listener,
         log_limit::LogLimit,
-        staged::Whispers,
+        staged::ControlChannel,
     },
 };
 use frame::{Header, Kind};
+use handshake::PendingStream;
 use link::{Link, StreamKey, MESSAGE_WINDOW};
-use net::Where;
-use setup::Half;
+use net::TcpEndpoint;
 use stream::Stream;
 
 /// Interval at which a polling thread asks the kernel about idle sockets.
-const LOOK_EVERY: Duration = Duration::from_micros(20);
+const SOCKET_POLL_INTERVAL: Duration = Duration::from_micros(20);
 /// Time after the last receive during which every poll tries a stream.
-const HOT: Duration = Duration::from_micros(300);
+const HOT_TIME: Duration = Duration::from_micros(300);
 /// Bytes of small frames that are sent together while earlier ones are unacknowledged.
 const COALESCE: u64 = 16 << 10;
 
@@ -65,9 +65,9 @@ struct Socket {
 
 enum Role {
     /// In its handshake.
-    Half(Box<Half>),
+    Handshake(Box<PendingStream>),
     /// One of a link's streams.
-    Of(LinkId),
+    Link(LinkId),
 }
 
 /// The tcp transport; see the module.
@@ -75,19 +75,19 @@ pub struct TcpDomain {
     credentials: Credentials,
     log: LogLimit,
     listeners: Vec<Listener>,
-    place: Where,
+    own_endpoint: TcpEndpoint,
     epoll: OwnedFd,
     sockets: Slab<Socket>,
     links: Slab<Link>,
-    lives: u32,
+    generation: u32,
     book: RegionBook,
     retiring: Vec<u32>,
     streams: usize,
     peer_timeout: Duration,
-    news: Vec<Completion>,
+    completions: Vec<Completion>,
     /// Control messages that were received and not taken yet.
-    whispers: VecDeque<(LinkId, Vec<u8>)>,
-    look_at: Time,
+    control_messages: VecDeque<(LinkId, Vec<u8>)>,
+    poll_sockets_at: Time,
     /// Time of the last poll, for posts between polls.
     now: Time,
     bulk_from: u64,
@@ -101,7 +101,7 @@ impl std::fmt::Debug for TcpDomain {
 
 impl TcpDomain {
     pub(crate) fn open(id: EngineId, config: &EngineConfig) -> Result<Self, DomainError> {
-        let (listeners, place) = net::listen(config)?;
+        let (listeners, own_endpoint) = net::listen(config)?;
         let epoll =
             epoll::create(epoll::CreateFlags::CLOEXEC).map_err(DomainError::io("epoll_create"))?;
         let listeners = (LISTENER..)
@@ -115,18 +115,18 @@ impl TcpDomain {
                 Secret::new(config.token.as_deref())?,
             ),
             listeners,
-            place,
+            own_endpoint,
             epoll,
             sockets: Slab::new(),
             links: Slab::new(),
-            lives: 0,
+            generation: 0,
             book: RegionBook::default(),
             retiring: Vec::new(),
             streams: 1 + config.tcp_streams.clamp(1, 15),
             peer_timeout: config.peer_timeout,
-            news: Vec::new(),
-            whispers: VecDeque::new(),
-            look_at: Time(0),
+            completions: Vec::new(),
+            control_messages: VecDeque::new(),
+            poll_sockets_at: Time(0),
             now: Time(0),
             bulk_from: 16 << 10,
         })
@@ -142,13 +142,13 @@ impl TcpDomain {
     }
 
     /// Updates the events for which the socket is watched.
-    fn watch(&self, key: StreamKey) {
+    fn update_interest(&self, key: StreamKey) {
         let Some(s) = self.sockets.get(key) else { return };
-        let mut flags = match s.stream.is_stalled() {
+        let mut flags = match s.stream.is_throttled() {
             true => epoll::EventFlags::empty(),
             false => epoll::EventFlags::IN,
         };
-        let connecting = matches!(&s.role, Role::Half(h) if h.is_connecting());
+        let connecting = matches!(&s.role, Role::Handshake(h) if h.is_connecting());
         if s.stream.blocked || connecting {
             flags |= epoll::EventFlags::OUT;
         }
@@ -157,7 +157,7 @@ impl TcpDomain {
     }
 
     /// Sends a stream's queue; closes its link if that fails.
-    fn push_out(&mut self, key: StreamKey) -> bool {
+    fn send_queued(&mut self, key: StreamKey) -> bool {
         let Some(s) = self.sockets.get_mut(key) else { return false };
         if s.stream.unsent == 0 {
             return false;
@@ -166,20 +166,20 @@ impl TcpDomain {
         let sent = s.stream.send();
         let is_blocked = s.stream.blocked;
         // A throttled peer that receives its replies is alive.
-        let takes = s.stream.is_stalled() && matches!(sent, Ok(true));
-        if let Role::Of(id) = s.role {
+        let takes = s.stream.is_throttled() && matches!(sent, Ok(true));
+        if let Role::Link(id) = s.role {
             let now = self.now;
             if let Some(link) = self.link(id) {
-                link.spoke_at = now;
-                link.heard_at = if takes { now } else { link.heard_at };
+                link.sent_at = now;
+                link.received_at = if takes { now } else { link.received_at };
             }
         }
-        self.listen_or_stall(key);
+        self.update_throttle(key);
         if was_blocked != is_blocked {
-            self.watch(key);
+            self.update_interest(key);
         }
         match sent {
-            Ok(moved) => moved,
+            Ok(progressed) => progressed,
             Err(e) => {
                 self.socket_failed(key, e);
                 true
@@ -188,7 +188,7 @@ impl TcpDomain {
     }
 
     /// Asks the kernel which sockets are ready, without waiting.
-    fn look(&mut self, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
+    fn poll_sockets(&mut self, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
         let blank =
             epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
         let mut events = [blank; 64];
@@ -201,9 +201,9 @@ impl TcpDomain {
                     let key = tag as StreamKey;
                     let flags = event.flags;
                     if flags.contains(epoll::EventFlags::OUT) {
-                        self.writable(key);
+                        self.on_writable(key);
                     }
-                    self.readable(key, room, out);
+                    self.on_readable(key, room, out);
                 }
             }
         }
@@ -212,14 +212,14 @@ impl TcpDomain {
 
     /// Whether frames wait in a stream's buffer since its handshake, and may be processed.
     fn has_leftover(&self, s: &Socket) -> bool {
-        let Role::Of(id) = s.role else { return false };
+        let Role::Link(id) = s.role else { return false };
         let link = self.links.get(Self::slot(id)).filter(|l| l.id == id);
-        let may = s.stream.leftover && !s.stream.owes_too_much();
+        let may = s.stream.leftover && !s.stream.exceeds_reply_limit();
         may && link.is_some_and(Link::is_complete)
     }
 
     /// Reports regions whose last read has been sent.
-    fn reap(&mut self, out: &mut Vec<Completion>) {
+    fn report_released(&mut self, out: &mut Vec<Completion>) {
         let sockets = &self.sockets;
         self.retiring.retain(|index| {
             let used = sockets.iter().any(|(_, s)| s.stream.uses(*index));
@@ -241,7 +241,7 @@ impl Domain for TcpDomain {
     }
 
     fn endpoint(&self) -> Endpoint {
-        Endpoint { transport: TransportKind::Tcp, data: self.place.encode() }
+        Endpoint { transport: TransportKind::Tcp, data: self.own_endpoint.encode() }
     }
 
     fn announce(&mut self, own: &EngineAddress) {
@@ -262,7 +262,7 @@ impl Domain for TcpDomain {
             return Quiet::Now;
         }
         for (_, s) in &mut self.sockets {
-            s.stream.forget(index);
+            s.stream.discard_region(index);
         }
         if self.sockets.iter().any(|(_, s)| s.stream.uses(index)) {
             self.retiring.push(index);
@@ -275,9 +275,9 @@ impl Domain for TcpDomain {
         let Some(endpoint) = peer.endpoint(TransportKind::Tcp) else {
             return Some("the peer does not offer tcp".into());
         };
-        match Where::decode(&endpoint.data) {
+        match TcpEndpoint::decode(&endpoint.data) {
             Err(e) => Some(e.to_string()),
-            Ok(w) if w.candidates(&self.place.host).is_empty() => Some(
+            Ok(w) if w.candidates(&self.own_endpoint.host).is_empty() => Some(
                 "the peer listens on its own loopback only, because it has no token; give all \
                 engines the same token"
                     .into(),
@@ -293,7 +293,7 @@ impl Domain for TcpDomain {
         _endpoint: usize,
     ) -> Result<LinkId, DomainError> {
         self.now = now;
-        self.begin(now, peer)
+        self.start_connect(now, peer)
     }
 
     fn receipts(&self) -> Receipts {
@@ -301,7 +301,7 @@ impl Domain for TcpDomain {
     }
 
     fn disconnect(&mut self, link: LinkId, cause: &str) {
-        self.take_down(link, DomainError::LinkDown(cause.to_owned()), true);
+        self.close_link(link, DomainError::LinkDown(cause.to_owned()), true);
     }
 
     #[inline]
@@ -315,7 +315,7 @@ impl Domain for TcpDomain {
         let too_many_messages =
             matches!(wr, WorkRequest::Send(_)) && link.messages >= MESSAGE_WINDOW;
         let too_much_asked = match wr {
-            WorkRequest::Read { data } => !link.may_ask(stream::read_cost(data)),
+            WorkRequest::Read { data } => !link.can_read(stream::read_cost(data)),
             _ => false,
         };
         if link.is_full() || too_many_messages || too_much_asked {
@@ -327,36 +327,36 @@ impl Domain for TcpDomain {
 
     fn poll(&mut self, now: Time, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool {
         self.now = now;
-        out.append(&mut self.news);
+        out.append(&mut self.completions);
         let before = out.len();
-        let mut moved = before > 0;
+        let mut progressed = before > 0;
         for key in 0..self.sockets.capacity() {
             let Some(s) = self.sockets.get(key) else { continue };
-            if !matches!(s.role, Role::Of(_)) {
+            if !matches!(s.role, Role::Link(_)) {
                 continue;
             }
             let (hot, blocked) = (s.stream.hot_until > now, s.stream.blocked);
-            let heard = (hot || self.has_leftover(s)) && self.readable(key, room, out);
-            moved |= heard;
+            let heard = (hot || self.has_leftover(s)) && self.on_readable(key, room, out);
+            progressed |= heard;
             let Some(s) = self.sockets.get_mut(key) else { continue };
             if !heard {
                 s.stream.acknowledge();
             }
             if s.stream.unsent > 0 && (!blocked || hot) {
-                moved |= self.push_out(key);
+                progressed |= self.send_queued(key);
             }
         }
-        if now >= self.look_at {
-            self.look_at = now.after(LOOK_EVERY);
-            moved |= self.look(room, out);
-            moved |= self.take_held(room, out);
-            moved |= self.tick(now);
+        if now >= self.poll_sockets_at {
+            self.poll_sockets_at = now.after(SOCKET_POLL_INTERVAL);
+            progressed |= self.poll_sockets(room, out);
+            progressed |= self.deliver_waiting(room, out);
+            progressed |= self.tick(now);
         }
         if !self.retiring.is_empty() {
-            self.reap(out);
+            self.report_released(out);
         }
-        out.append(&mut self.news);
-        moved || out.len() > before
+        out.append(&mut self.completions);
+        progressed || out.len() > before
     }
 
     fn flush(&mut self) {
@@ -371,24 +371,24 @@ impl Domain for TcpDomain {
             let waits = stream.unsent < COALESCE && !stream.is_first_flight();
             if !waits {
                 stream.acknowledge();
-                self.push_out(key);
+                self.send_queued(key);
             }
         }
     }
 
     fn arm(&mut self) -> bool {
-        self.look_at = Time(0);
+        self.poll_sockets_at = Time(0);
         let busy = |s: &Socket| {
             (s.stream.unsent > 0 && !s.stream.blocked)
-                || s.stream.done != s.stream.done_told
+                || s.stream.executed != s.stream.executed_acked
                 || self.has_leftover(s)
         };
-        let news = !self.news.is_empty() || !self.whispers.is_empty();
-        !news && !self.sockets.iter().any(|(_, s)| busy(s))
+        let completions = !self.completions.is_empty() || !self.control_messages.is_empty();
+        !completions && !self.sockets.iter().any(|(_, s)| busy(s))
     }
 
     fn disarm(&mut self) {
-        self.look_at = Time(0);
+        self.poll_sockets_at = Time(0);
     }
 
     fn wake_fds(&self) -> WakeFds {
@@ -397,12 +397,12 @@ impl Domain for TcpDomain {
 
     fn next_timer(&self) -> Time {
         let links = self.links.iter().map(|(_, l)| l.next_timer(self.peer_timeout));
-        let halves = self.sockets.iter().filter_map(|(_, s)| match &s.role {
-            Role::Half(h) => Some(h.deadline),
-            Role::Of(_) => None,
+        let pending = self.sockets.iter().filter_map(|(_, s)| match &s.role {
+            Role::Handshake(h) => Some(h.deadline),
+            Role::Link(_) => None,
         });
         let listeners = self.listeners.iter().map(|l| l.wakes_at);
-        links.chain(halves).chain(listeners).fold(Time::NEVER, Time::min)
+        links.chain(pending).chain(listeners).fold(Time::NEVER, Time::min)
     }
 
     fn describe(&self, id: LinkId) -> String {
@@ -416,13 +416,13 @@ impl Domain for TcpDomain {
         self.listeners.clear();
         let ids: Vec<LinkId> = self.links.iter().map(|(_, l)| l.id).collect();
         for id in ids {
-            self.take_down(id, DomainError::Gone("its engine was closed".into()), true);
+            self.close_link(id, DomainError::Gone("its engine was closed".into()), true);
         }
         self.sockets.clear();
     }
 }
 
-impl Whispers for TcpDomain {
+impl ControlChannel for TcpDomain {
     fn is_up(&self, id: LinkId) -> bool {
         let link = self.links.get(Self::slot(id)).filter(|l| l.id == id);
         link.is_some_and(|l| l.is_complete())
@@ -433,19 +433,20 @@ impl Whispers for TcpDomain {
         Some(link.peer.as_ref()?.id())
     }
 
-    fn whisper(&mut self, id: LinkId, frame: Vec<u8>) {
-        let Some(key) = self.link(id).filter(|l| l.is_complete()).and_then(|l| l.quick()) else {
+    fn send_control(&mut self, id: LinkId, frame: Vec<u8>) {
+        let Some(key) = self.link(id).filter(|l| l.is_complete()).and_then(|l| l.urgent_stream())
+        else {
             return;
         };
-        let header = Header { len: frame.len() as u64, ..Header::new(Kind::Whisper) };
+        let header = Header { len: frame.len() as u64, ..Header::new(Kind::ControlMessage) };
         let stream = &mut self.sockets[key].stream;
-        stream.say(&header.encode());
-        stream.say(&frame);
+        stream.queue_bytes(&header.encode());
+        stream.queue_bytes(&frame);
         // Most control messages are answers.
-        stream.owe(frame.len() as u64);
+        stream.charge_reply(frame.len() as u64);
     }
 
-    fn heard(&mut self) -> Option<(LinkId, Vec<u8>)> {
-        self.whispers.pop_front()
+    fn receive_control(&mut self) -> Option<(LinkId, Vec<u8>)> {
+        self.control_messages.pop_front()
     }
 }

@@ -21,11 +21,11 @@ use crate::{
 const ENVELOPE: Envelope = Envelope::new(*b"FRte", "a tcp endpoint", 2048);
 
 /// Maximum of addresses that are listened on by default, sent to peers, or tried; plus loopback.
-pub(super) const MOST_ADDRESSES: usize = 8;
+pub(super) const MAX_ADDRESSES: usize = 8;
 
 /// Where an engine is reached over tcp.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Where {
+pub(super) struct TcpEndpoint {
     /// Loopback addresses are valid only for peers with the same `host`.
     pub addrs: Vec<SocketAddr>,
     /// The port at 127.0.0.1, for peers with the same `host`.
@@ -34,7 +34,7 @@ pub(super) struct Where {
     pub host: [u8; 16],
 }
 
-impl Where {
+impl TcpEndpoint {
     pub fn encode(&self) -> Vec<u8> {
         ENVELOPE.encode(self)
     }
@@ -43,27 +43,27 @@ impl Where {
         ENVELOPE.decode(bytes).map_err(|e| DomainError::Handshake(e.to_string()))
     }
 
-    /// The addresses to try from `here`, best first.
-    pub fn candidates(&self, here: &[u8; 16]) -> Vec<SocketAddr> {
-        let same = self.host == *here;
+    /// The addresses to try from `own_host`, best first.
+    pub fn candidates(&self, own_host: &[u8; 16]) -> Vec<SocketAddr> {
+        let same = self.host == *own_host;
         let loopback = self
             .loopback_port
             .filter(|_| same)
             .map(|port| SocketAddr::new(Ipv4Addr::LOCALHOST.into(), port));
         // A remote peer's loopback addresses are left out.
         let others = self.addrs.iter().copied().filter(|a| same || !a.ip().is_loopback());
-        loopback.into_iter().chain(few(others.collect(), SocketAddr::is_ipv6)).collect()
+        loopback.into_iter().chain(limit_addresses(others.collect(), SocketAddr::is_ipv6)).collect()
     }
 }
 
 /// The first addresses; the last one is replaced if the other address family would be missing.
-fn few<T>(mut addrs: Vec<T>, is_v6: impl Fn(&T) -> bool) -> Vec<T> {
-    if addrs.len() > MOST_ADDRESSES {
-        let rest = addrs.split_off(MOST_ADDRESSES);
+fn limit_addresses<T>(mut addrs: Vec<T>, is_v6: impl Fn(&T) -> bool) -> Vec<T> {
+    if addrs.len() > MAX_ADDRESSES {
+        let rest = addrs.split_off(MAX_ADDRESSES);
         let family = is_v6(&addrs[0]);
         if addrs.iter().all(|a| is_v6(a) == family) {
             if let Some(other) = rest.into_iter().find(|a| is_v6(a) != family) {
-                addrs[MOST_ADDRESSES - 1] = other;
+                addrs[MAX_ADDRESSES - 1] = other;
             }
         }
     }
@@ -83,34 +83,34 @@ pub(super) fn host_identity() -> [u8; 16] {
 }
 
 /// The listening sockets, and the endpoint to send to peers.
-pub(super) fn listen(config: &EngineConfig) -> Result<(Vec<OwnedFd>, Where), DomainError> {
-    let (ips, policy) = wanted(config);
+pub(super) fn listen(config: &EngineConfig) -> Result<(Vec<OwnedFd>, TcpEndpoint), DomainError> {
+    let (ips, policy) = listen_addresses(config);
     let listening = sockets::listen(&ips, policy, config.ports)?;
     let port = listening.port;
-    let mut place = Where { host: host_identity(), ..Where::default() };
+    let mut own_endpoint = TcpEndpoint { host: host_identity(), ..TcpEndpoint::default() };
     for (ip, _) in &listening.sockets {
         let reached = match ip.is_unspecified() {
             true => own_addresses(ip.is_ipv6()),
             false => vec![*ip],
         };
         if ip.is_unspecified() || *ip == Ipv4Addr::LOCALHOST {
-            place.loopback_port = Some(port);
+            own_endpoint.loopback_port = Some(port);
         }
-        let told = reached.into_iter().filter(|ip| *ip != Ipv4Addr::LOCALHOST);
-        place.addrs.extend(told.map(|ip| SocketAddr::new(ip, port)));
+        let announced = reached.into_iter().filter(|ip| *ip != Ipv4Addr::LOCALHOST);
+        own_endpoint.addrs.extend(announced.map(|ip| SocketAddr::new(ip, port)));
     }
-    place.addrs = few(place.addrs, SocketAddr::is_ipv6);
-    Ok((listening.sockets.into_iter().map(|(_, socket)| socket).collect(), place))
+    own_endpoint.addrs = limit_addresses(own_endpoint.addrs, SocketAddr::is_ipv6);
+    Ok((listening.sockets.into_iter().map(|(_, socket)| socket).collect(), own_endpoint))
 }
 
 /// The addresses to listen on: the configured ones, or with a token those of the interfaces; plus
 /// loopback.
-fn wanted(config: &EngineConfig) -> (Vec<IpAddr>, AddressPolicy) {
+fn listen_addresses(config: &EngineConfig) -> (Vec<IpAddr>, AddressPolicy) {
     let loopback = IpAddr::from(Ipv4Addr::LOCALHOST);
     match (config.bind.as_slice(), &config.token) {
         ([], None) => (vec![loopback], AddressPolicy::All),
         ([], Some(_)) => {
-            let mut ips = few(own_addresses(true), IpAddr::is_ipv6);
+            let mut ips = limit_addresses(own_addresses(true), IpAddr::is_ipv6);
             ips.push(loopback);
             (ips, AddressPolicy::Found)
         }
@@ -167,9 +167,9 @@ pub(super) fn tune(socket: &OwnedFd) {
 mod tests {
     use super::*;
 
-    fn place(addrs: &[&str], loopback_port: Option<u16>, host: u8) -> Where {
+    fn own_endpoint(addrs: &[&str], loopback_port: Option<u16>, host: u8) -> TcpEndpoint {
         let addrs = addrs.iter().map(|a| a.parse().unwrap()).collect();
-        Where { addrs, loopback_port, host: [host; 16] }
+        TcpEndpoint { addrs, loopback_port, host: [host; 16] }
     }
 
     fn ips(texts: &[&str]) -> Vec<IpAddr> {
@@ -178,14 +178,14 @@ mod tests {
 
     #[test]
     fn loopback_is_for_the_same_host_only() {
-        let p = place(&["10.0.0.1:7", "127.0.0.1:7", "[::1]:7", "[fd00::1]:7"], Some(9), 1);
-        let shown = |here| -> Vec<String> {
-            p.candidates(&[here; 16]).iter().map(|a| a.to_string()).collect()
+        let p = own_endpoint(&["10.0.0.1:7", "127.0.0.1:7", "[::1]:7", "[fd00::1]:7"], Some(9), 1);
+        let shown = |own_host| -> Vec<String> {
+            p.candidates(&[own_host; 16]).iter().map(|a| a.to_string()).collect()
         };
         let all = ["127.0.0.1:9", "10.0.0.1:7", "127.0.0.1:7", "[::1]:7", "[fd00::1]:7"];
         assert_eq!(shown(1), all);
         assert_eq!(shown(2), ["10.0.0.1:7", "[fd00::1]:7"]);
-        assert!(place(&["[::1]:7"], Some(9), 1).candidates(&[2; 16]).is_empty());
+        assert!(own_endpoint(&["[::1]:7"], Some(9), 1).candidates(&[2; 16]).is_empty());
     }
 
     #[test]
@@ -193,41 +193,41 @@ mod tests {
         let v4 = |i: u8| format!("10.0.0.{i}:7");
         let many: Vec<String> = (1..20).map(v4).chain(["[fd00::1]:7".into()]).collect();
         let many: Vec<&str> = many.iter().map(String::as_str).collect();
-        let all = place(&many, Some(9), 1);
-        let told = few(all.addrs.clone(), SocketAddr::is_ipv6);
-        assert_eq!(told.len(), MOST_ADDRESSES);
-        let shown: Vec<String> = told.iter().map(SocketAddr::to_string).collect();
-        assert_eq!(shown[..MOST_ADDRESSES - 1], many[..MOST_ADDRESSES - 1]);
-        assert_eq!(shown[MOST_ADDRESSES - 1], "[fd00::1]:7");
+        let all = own_endpoint(&many, Some(9), 1);
+        let announced = limit_addresses(all.addrs.clone(), SocketAddr::is_ipv6);
+        assert_eq!(announced.len(), MAX_ADDRESSES);
+        let shown: Vec<String> = announced.iter().map(SocketAddr::to_string).collect();
+        assert_eq!(shown[..MAX_ADDRESSES - 1], many[..MAX_ADDRESSES - 1]);
+        assert_eq!(shown[MAX_ADDRESSES - 1], "[fd00::1]:7");
         // A peer that sends more addresses gets no more tried.
-        assert_eq!(all.candidates(&[2; 16]), told);
-        assert_eq!(all.candidates(&[1; 16])[1..], told);
+        assert_eq!(all.candidates(&[2; 16]), announced);
+        assert_eq!(all.candidates(&[1; 16])[1..], announced);
     }
 
     #[test]
     fn without_a_token_only_loopback_listens() {
-        let (sockets, place) = listen(&EngineConfig::default()).unwrap();
-        assert_eq!((sockets.len(), place.addrs.len()), (1, 0));
-        assert!(place.loopback_port.is_some());
+        let (sockets, own_endpoint) = listen(&EngineConfig::default()).unwrap();
+        assert_eq!((sockets.len(), own_endpoint.addrs.len()), (1, 0));
+        assert!(own_endpoint.loopback_port.is_some());
     }
 
     #[test]
     fn with_a_token_the_interfaces_and_loopback_listen() {
         let config = EngineConfig { token: Some(vec![1]), ..Default::default() };
-        let (sockets, place) = listen(&config).unwrap();
+        let (sockets, own_endpoint) = listen(&config).unwrap();
         let mut heard: Vec<SocketAddr> = sockets
             .iter()
             .map(|s| SocketAddr::try_from(net::getsockname(s).unwrap()).unwrap())
             .collect();
-        let port = place.loopback_port.unwrap();
+        let port = own_endpoint.loopback_port.unwrap();
         let loopback = SocketAddr::new(Ipv4Addr::LOCALHOST.into(), port);
-        let mut told = place.addrs.clone();
-        assert!(told.iter().all(|a| !a.ip().is_loopback() && a.port() == port));
-        told.push(loopback);
+        let mut announced = own_endpoint.addrs.clone();
+        assert!(announced.iter().all(|a| !a.ip().is_loopback() && a.port() == port));
+        announced.push(loopback);
         heard.sort();
-        told.sort();
-        assert_eq!(heard, told);
-        assert_eq!(Where::decode(&place.encode()).unwrap(), place);
+        announced.sort();
+        assert_eq!(heard, announced);
+        assert_eq!(TcpEndpoint::decode(&own_endpoint.encode()).unwrap(), own_endpoint);
     }
 
     #[test]
@@ -237,12 +237,12 @@ mod tests {
             bind: ips(&["0.0.0.0", "127.0.0.1"]),
             ..Default::default()
         };
-        let (sockets, place) = listen(&config).unwrap();
+        let (sockets, own_endpoint) = listen(&config).unwrap();
         let bound = SocketAddr::try_from(net::getsockname(&sockets[0]).unwrap()).unwrap();
         assert_eq!((sockets.len(), bound.ip()), (1, Ipv4Addr::UNSPECIFIED.into()));
-        assert_eq!(place.loopback_port, Some(bound.port()));
-        let told: Vec<IpAddr> = place.addrs.iter().map(|a| a.ip()).collect();
-        assert_eq!(told, own_addresses(false));
+        assert_eq!(own_endpoint.loopback_port, Some(bound.port()));
+        let announced: Vec<IpAddr> = own_endpoint.addrs.iter().map(|a| a.ip()).collect();
+        assert_eq!(announced, own_addresses(false));
     }
 
     #[test]
@@ -258,10 +258,10 @@ mod tests {
     #[test]
     fn a_configured_loopback_address_is_sent_to_peers() {
         let config = EngineConfig { bind: ips(&["127.0.0.2"]), ..Default::default() };
-        let (_, place) = listen(&config).unwrap();
-        assert_eq!(place.loopback_port, None);
-        assert_eq!(place.candidates(&host_identity()), place.addrs);
-        assert_eq!(place.addrs[0].ip(), ips(&["127.0.0.2"])[0]);
+        let (_, own_endpoint) = listen(&config).unwrap();
+        assert_eq!(own_endpoint.loopback_port, None);
+        assert_eq!(own_endpoint.candidates(&host_identity()), own_endpoint.addrs);
+        assert_eq!(own_endpoint.addrs[0].ip(), ips(&["127.0.0.2"])[0]);
     }
 
     #[test]

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use super::{
     frame::{describe, reason, shown, Header, Kind, Refusal, HEADER},
     link::{Incoming, StreamKey, MAX_OPS, MESSAGE_WINDOW},
-    place::{Index, Walk},
+    page_cursor::{PageCursor, PageIndex},
     stream::{reply_cost, Body, Step},
-    Role, TcpDomain, HOT,
+    Role, TcpDomain, HOT_TIME,
 };
 use crate::{
     domain::{
@@ -19,7 +19,7 @@ use crate::{
 /// Smallest part of a large operation; shorter ones are not cut.
 const MIN_PART: u64 = 512 << 10;
 /// System calls on one stream per poll.
-const TURNS: usize = 8;
+const READS_PER_POLL: usize = 8;
 
 impl TcpDomain {
     /// Queues the frames of an operation. The link is up and not full.
@@ -33,10 +33,10 @@ impl TcpDomain {
                 link.messages += 1;
                 let op = link.open_unnumbered(token, 1);
                 let header = Header { op, len: message.len() as u64, ..Header::new(Kind::Message) };
-                let Some(key) = link.quick() else { return };
+                let Some(key) = link.urgent_stream() else { return };
                 let stream = &mut self.sockets[key].stream;
-                stream.say(&header.encode());
-                stream.say(message);
+                stream.queue_bytes(&header.encode());
+                stream.queue_bytes(message);
             }
             WorkRequest::Write { data, count } => self.write(id, token, data, *count),
             WorkRequest::Read { data } => self.read(id, token, data),
@@ -45,86 +45,86 @@ impl TcpDomain {
     }
 
     /// Queues a frame that is acknowledged in the order of its stream.
-    fn frame(&mut self, id: LinkId, body: Option<Walk>, token: Token, mut header: Header) {
+    fn frame(&mut self, id: LinkId, body: Option<PageCursor>, token: Token, mut header: Header) {
         let Some(link) = self.link(id) else { return };
-        header.op = link.open(token, 1);
-        let Some(key) = link.quick() else { return };
+        header.op = link.open_op(token, 1);
+        let Some(key) = link.urgent_stream() else { return };
         let stream = &mut self.sockets[key].stream;
         stream.await_ack(header.op);
-        stream.frame(&header, &[], body);
+        stream.queue_frame(&header, &[], body);
     }
 
     fn write(&mut self, id: LinkId, token: Token, data: &Data, count: Option<Count>) {
-        let walk = Walk::local(data);
+        let cursor = PageCursor::local(data);
         let (mut header, indices) = describe(Kind::Write, data);
         header.code = u8::from(count.is_some());
         header.count = count.unwrap_or(Count { imm: 0, n: 0 });
         header.parts = 1;
         let bytes = data.bytes();
         if bytes < self.bulk_from && indices.is_empty() {
-            return self.frame(id, Some(walk), token, header);
+            return self.frame(id, Some(cursor), token, header);
         }
         let Some(link) = self.link(id) else { return };
-        let streams = link.bulk();
+        let streams = link.bulk_streams();
         // Only a single page is cut; its parts use all streams at once.
         let cut =
             if data.pages == 1 { (bytes / MIN_PART).clamp(1, streams.len() as u64) } else { 1 };
         header.parts = cut as u16;
-        header.op = link.open(token, header.parts);
+        header.op = link.open_op(token, header.parts);
         for (i, key) in streams.iter().enumerate().take(cut as usize) {
             let stream = &mut self.sockets[*key].stream;
             stream.await_ack(header.op);
             if cut == 1 {
-                stream.frame(&header, &indices, Some(walk));
+                stream.queue_frame(&header, &indices, Some(cursor));
                 return;
             }
             let (from, len) = part(bytes, cut, i as u64);
             let h = Header { offset: header.offset + from, len, ..header };
-            stream.frame(&h, &[], Some(walk.part(from, len)));
+            stream.queue_frame(&h, &[], Some(cursor.part(from, len)));
         }
     }
 
     fn read(&mut self, id: LinkId, token: Token, data: &Data) {
-        let walk = Walk::local(data);
+        let cursor = PageCursor::local(data);
         let (mut header, indices) = describe(Kind::Read, data);
         let bytes = data.bytes();
         let Some(link) = self.link(id) else { return };
-        let streams = link.bulk();
+        let streams = link.bulk_streams();
         let cut =
             if data.pages == 1 { (bytes / MIN_PART).clamp(1, streams.len() as u64) } else { 1 };
         let cost = reply_cost(bytes / cut, indices.len() as u64);
         let op = link.open_unnumbered(token, cut as u16);
         for (i, key) in streams.iter().enumerate().take(cut as usize) {
             let (from, len) = part(bytes, cut, i as u64);
-            let into = if cut == 1 { walk.clone() } else { walk.part(from, len) };
+            let into = if cut == 1 { cursor.clone() } else { cursor.part(from, len) };
             let Some(link) = self.links.get_mut(Self::slot(id)) else { return };
             header.op = link.open_fetch(op, into, cost);
             let h = match cut {
                 1 => header,
                 _ => Header { offset: header.offset + from, len, ..header },
             };
-            self.sockets[*key].stream.frame(&h, &indices, None);
+            self.sockets[*key].stream.queue_frame(&h, &indices, None);
         }
     }
 
     /// Reads a socket; false if it had nothing.
-    pub(super) fn readable(
+    pub(super) fn on_readable(
         &mut self,
         key: StreamKey,
         room: &dyn MessageRoom,
         out: &mut Vec<Completion>,
     ) -> bool {
-        let moved = self.read_from(key, room, out);
-        self.listen_or_stall(key);
-        moved
+        let progressed = self.read_from(key, room, out);
+        self.update_throttle(key);
+        progressed
     }
 
     /// Watches the socket unless the peer leaves too many replies unread.
-    pub(super) fn listen_or_stall(&mut self, key: StreamKey) {
+    pub(super) fn update_throttle(&mut self, key: StreamKey) {
         let Some(s) = self.sockets.get_mut(key) else { return };
-        let was = s.stream.is_stalled();
-        if s.stream.stalls() != was {
-            self.watch(key);
+        let was = s.stream.is_throttled();
+        if s.stream.update_throttle() != was {
+            self.update_interest(key);
         }
     }
 
@@ -134,24 +134,24 @@ impl TcpDomain {
         room: &dyn MessageRoom,
         out: &mut Vec<Completion>,
     ) -> bool {
-        let mut moved = false;
-        for _ in 0..TURNS {
+        let mut progressed = false;
+        for _ in 0..READS_PER_POLL {
             let Some(s) = self.sockets.get(key) else { return true };
-            if s.stream.owes_too_much() {
-                return moved;
+            if s.stream.exceeds_reply_limit() {
+                return progressed;
             }
-            let Role::Of(id) = s.role else {
-                if let Err(e) = self.shake(key) {
+            let Role::Link(id) = s.role else {
+                if let Err(e) = self.advance_handshake(key) {
                     self.socket_failed(key, e);
                 }
                 return true;
             };
             // Until all streams are proven, frames stay in the kernel.
             if self.link(id).is_none_or(|l| !l.is_complete()) {
-                return moved;
+                return progressed;
             }
-            match self.gulp(key, id, room, out) {
-                Ok(true) => moved = true,
+            match self.receive_once(key, id, room, out) {
+                Ok(true) => progressed = true,
                 Ok(false) => break,
                 Err(e) => {
                     self.socket_failed(key, e);
@@ -159,11 +159,11 @@ impl TcpDomain {
                 }
             }
         }
-        moved
+        progressed
     }
 
     /// Handles the frames of one system call; false if there was nothing to read.
-    fn gulp(
+    fn receive_once(
         &mut self,
         key: StreamKey,
         id: LinkId,
@@ -175,21 +175,21 @@ impl TcpDomain {
         if let Some(s) = self.sockets.get_mut(key) {
             s.stream.leftover = false;
         }
-        self.digest(key, id, room, out)?;
+        self.process_frames(key, id, room, out)?;
         let Some(s) = self.sockets.get_mut(key) else { return Ok(true) };
-        if s.stream.owes_too_much() || s.stream.fill()?.is_none() {
+        if s.stream.exceeds_reply_limit() || s.stream.fill()?.is_none() {
             return Ok(false);
         }
-        s.stream.hot_until = now.after(HOT);
+        s.stream.hot_until = now.after(HOT_TIME);
         if let Some(link) = self.link(id) {
-            link.heard_at = now;
+            link.received_at = now;
         }
-        self.digest(key, id, room, out)?;
+        self.process_frames(key, id, room, out)?;
         Ok(true)
     }
 
     /// Handles every complete frame.
-    fn digest(
+    fn process_frames(
         &mut self,
         key: StreamKey,
         id: LinkId,
@@ -198,22 +198,24 @@ impl TcpDomain {
     ) -> Result<(), DomainError> {
         loop {
             let Some(s) = self.sockets.get_mut(key) else { return Ok(()) };
-            if s.stream.owes_too_much() {
+            if s.stream.exceeds_reply_limit() {
                 // The rest stays in the buffer.
-                s.stream.shaken();
+                s.stream.mark_leftover();
                 return Ok(());
             }
-            match s.stream.step()? {
+            match s.stream.next_step()? {
                 Step::Starved => return Ok(()),
                 Step::Head(header, index) => {
                     let body = self.destination(key, id, &header, index)?;
                     let Some(s) = self.sockets.get_mut(key) else { return Ok(()) };
                     match body {
-                        Some(body) => s.stream.begin(header, body),
-                        None => self.act(key, id, &header, None, room, out)?,
+                        Some(body) => s.stream.set_body(header, body),
+                        None => self.on_frame(key, id, &header, None, room, out)?,
                     }
                 }
-                Step::Tail(header, body) => self.act(key, id, &header, Some(body), room, out)?,
+                Step::Tail(header, body) => {
+                    self.on_frame(key, id, &header, Some(body), room, out)?
+                }
             }
         }
     }
@@ -224,41 +226,41 @@ impl TcpDomain {
         key: StreamKey,
         id: LinkId,
         header: &Header,
-        index: Index,
+        index: PageIndex,
     ) -> Result<Option<Body>, DomainError> {
         let n = header.body();
         let peer = self.links.get(Self::slot(id)).and_then(|l| Some(l.peer.as_ref()?.id()));
         Ok(match header.kind {
             Kind::Write => {
-                let place = self
+                let own_endpoint = self
                     .book
                     .lookup_for(peer, header.key)
-                    .and_then(|region| Walk::in_region(region, header, index));
-                Some(match place {
-                    Ok(walk) => Body::Place(walk),
+                    .and_then(|region| PageCursor::in_region(region, header, index));
+                Some(match own_endpoint {
+                    Ok(cursor) => Body::IntoPages(cursor),
                     Err(e) => {
-                        self.say_no(key, header.op, &e);
+                        self.send_nak(key, header.op, &e);
                         Body::Discard(n)
                     }
                 })
             }
             Kind::Read => {
-                let place = self.book.lookup_for(peer, header.key).cloned();
-                let place =
-                    place.and_then(|r: Arc<RegionMemory>| Walk::in_region(&r, header, index));
-                match place {
-                    Ok(walk) => {
+                let own_endpoint = self.book.lookup_for(peer, header.key).cloned();
+                let own_endpoint = own_endpoint
+                    .and_then(|r: Arc<RegionMemory>| PageCursor::in_region(&r, header, index));
+                match own_endpoint {
+                    Ok(cursor) => {
                         let stream = &mut self.sockets[key].stream;
                         let h = Header {
                             op: header.op,
-                            len: walk.left(),
+                            len: cursor.left(),
                             ..Header::new(Kind::ReadData)
                         };
-                        let cost = reply_cost(walk.left(), u64::from(header.indices));
-                        stream.frame(&h, &[], Some(walk));
-                        stream.owe(cost);
+                        let cost = reply_cost(cursor.left(), u64::from(header.indices));
+                        stream.queue_frame(&h, &[], Some(cursor));
+                        stream.charge_reply(cost);
                     }
-                    Err(e) => self.say_no(key, header.op, &e),
+                    Err(e) => self.send_nak(key, header.op, &e),
                 }
                 None
             }
@@ -267,21 +269,21 @@ impl TcpDomain {
                 match link.fetches.get_mut(&header.op) {
                     Some(f) if f.into.left() == n && !f.begun => {
                         f.begun = true;
-                        Some(Body::Place(f.into.clone()))
+                        Some(Body::IntoPages(f.into.clone()))
                     }
                     _ => {
                         return Err(DomainError::Handshake("data without a pending read".into()));
                     }
                 }
             }
-            Kind::Message | Kind::Nak | Kind::Bye | Kind::Whisper => {
+            Kind::Message | Kind::Nak | Kind::Close | Kind::ControlMessage => {
                 Some(Body::Collect(Vec::with_capacity(n as usize)))
             }
-            Kind::Count | Kind::Ack | Kind::Taken | Kind::Ping => None,
+            Kind::Count | Kind::Ack | Kind::MessageResult | Kind::Ping => None,
         })
     }
 
-    fn say_no(&mut self, key: StreamKey, op: u64, e: &DomainError) {
+    fn send_nak(&mut self, key: StreamKey, op: u64, e: &DomainError) {
         let text = reason(&e.to_string());
         let code = match e {
             DomainError::Stale(_) => Refusal::Stale,
@@ -289,13 +291,13 @@ impl TcpDomain {
         };
         let nak = Header { code: code as u8, op, len: text.len() as u64, ..Header::new(Kind::Nak) };
         let stream = &mut self.sockets[key].stream;
-        stream.say(&nak.encode());
-        stream.say(&text);
-        stream.owe((HEADER + text.len()) as u64);
+        stream.queue_bytes(&nak.encode());
+        stream.queue_bytes(&text);
+        stream.charge_reply((HEADER + text.len()) as u64);
     }
 
     /// Handles a complete frame.
-    fn act(
+    fn on_frame(
         &mut self,
         key: StreamKey,
         id: LinkId,
@@ -312,12 +314,12 @@ impl TcpDomain {
         let stream = &mut self.sockets[key].stream;
         match header.kind {
             Kind::Write => {
-                stream.done += 1;
-                self.landed(id, header, refused, out)?;
+                stream.executed += 1;
+                self.on_write_part(id, header, refused, out)?;
             }
             Kind::Count => {
-                stream.done += 1;
-                self.over_here(id, header.op, true);
+                stream.executed += 1;
+                self.on_op_executed(id, header.op, true);
                 out.push(Completion::Count(header.count));
             }
             Kind::Ack => {
@@ -353,15 +355,15 @@ impl TcpDomain {
             }
             Kind::Message => {
                 let Some(link) = self.link(id) else { return Ok(()) };
-                if link.held.len() >= MESSAGE_WINDOW {
+                if link.waiting_messages.len() >= MESSAGE_WINDOW {
                     return Err(DomainError::Handshake("too many messages".into()));
                 }
                 if let Some(Body::Collect(bytes)) = body {
-                    link.held.push_back((header.op, bytes));
+                    link.waiting_messages.push_back((header.op, bytes));
                 }
-                self.hand_up(id, room, out);
+                self.deliver_message(id, room, out);
             }
-            Kind::Taken => {
+            Kind::MessageResult => {
                 let limit = header.len;
                 let Some(link) = self.link(id) else { return Ok(()) };
                 link.messages = link.messages.saturating_sub(1);
@@ -373,16 +375,16 @@ impl TcpDomain {
                 }
                 self.part_done(id, header.op, out);
             }
-            Kind::Whisper => {
-                if self.whispers.len() > MAX_OPS {
+            Kind::ControlMessage => {
+                if self.control_messages.len() > MAX_OPS {
                     return Err(DomainError::Handshake("too many control messages".into()));
                 }
                 if let Some(Body::Collect(bytes)) = body {
-                    self.whispers.push_back((id, bytes));
+                    self.control_messages.push_back((id, bytes));
                 }
             }
             Kind::Ping => {}
-            Kind::Bye => {
+            Kind::Close => {
                 let text = format!("the peer closed the connection: {}", shown(text));
                 return Err(match header.code {
                     0 => DomainError::LinkDown(text),
@@ -396,7 +398,7 @@ impl TcpDomain {
 
     /// A part of the peer's write is in place. The count of a write follows its last part (IC-2),
     /// once for all parts (IC-1, IC-3).
-    fn landed(
+    fn on_write_part(
         &mut self,
         id: LinkId,
         header: &Header,
@@ -405,7 +407,7 @@ impl TcpDomain {
     ) -> Result<(), DomainError> {
         let count = (header.code != 0 && !refused).then_some(header.count);
         if header.parts == 1 {
-            self.over_here(id, header.op, !refused);
+            self.on_op_executed(id, header.op, !refused);
             out.extend(count.map(Completion::Count));
             return Ok(());
         }
@@ -427,16 +429,16 @@ impl TcpDomain {
         if incoming.left == 0 {
             let whole = link.incoming.remove(&header.op);
             if let Some(whole) = whole {
-                self.over_here(id, header.op, !whole.refused);
+                self.on_op_executed(id, header.op, !whole.refused);
                 out.extend(whole.count.map(Completion::Count));
             }
         }
         Ok(())
     }
 
-    fn over_here(&mut self, id: LinkId, op: u64, done: bool) {
+    fn on_op_executed(&mut self, id: LinkId, op: u64, done: bool) {
         if let Some(link) = self.link(id) {
-            link.over_here(op, done);
+            link.on_op_executed(op, done);
         }
     }
 
@@ -448,37 +450,43 @@ impl TcpDomain {
 
     /// Delivers the oldest message if the pool has room. One at a time: each takes its buffer
     /// before the next is admitted.
-    fn hand_up(&mut self, id: LinkId, room: &dyn MessageRoom, out: &[Completion]) -> bool {
-        let mut reported = out.iter().chain(&self.news);
+    fn deliver_message(&mut self, id: LinkId, room: &dyn MessageRoom, out: &[Completion]) -> bool {
+        let mut reported = out.iter().chain(&self.completions);
         let waiting = reported.any(|c| matches!(c, Completion::Message { .. }));
         let Some(link) = self.link(id) else { return false };
-        let Some((op, message)) = link.held.pop_front() else { return false };
+        let Some((op, message)) = link.waiting_messages.pop_front() else { return false };
         let (code, limit) = match room.admit(message.len()) {
             Admit::Take if !waiting => {
                 let message = message.into_boxed_slice();
                 // After a pending `LinkUp`: before it the group does not know the link.
-                self.news.push(Completion::Message { link: id, message });
+                self.completions.push(Completion::Message { link: id, message });
                 (0, 0)
             }
             Admit::TooLong { limit } => (1, limit as u64),
             _ => {
-                link.held.push_front((op, message));
+                link.waiting_messages.push_front((op, message));
                 return false;
             }
         };
-        let Some(key) = self.link(id).and_then(|l| l.quick()) else { return true };
-        let taken = Header { code, op, len: limit, ..Header::new(Kind::Taken) };
+        let Some(key) = self.link(id).and_then(|l| l.urgent_stream()) else { return true };
+        let taken = Header { code, op, len: limit, ..Header::new(Kind::MessageResult) };
         let stream = &mut self.sockets[key].stream;
-        stream.say(&taken.encode());
-        stream.owe(HEADER as u64);
+        stream.queue_bytes(&taken.encode());
+        stream.charge_reply(HEADER as u64);
         true
     }
 
     /// Delivers messages that waited for room.
-    pub(super) fn take_held(&mut self, room: &dyn MessageRoom, out: &[Completion]) -> bool {
-        let waiting: Vec<LinkId> =
-            self.links.iter().filter(|(_, l)| !l.held.is_empty()).map(|(_, l)| l.id).collect();
-        waiting.into_iter().fold(false, |moved, id| self.hand_up(id, room, out) | moved)
+    pub(super) fn deliver_waiting(&mut self, room: &dyn MessageRoom, out: &[Completion]) -> bool {
+        let waiting: Vec<LinkId> = self
+            .links
+            .iter()
+            .filter(|(_, l)| !l.waiting_messages.is_empty())
+            .map(|(_, l)| l.id)
+            .collect();
+        waiting
+            .into_iter()
+            .fold(false, |progressed, id| self.deliver_message(id, room, out) | progressed)
     }
 }
 

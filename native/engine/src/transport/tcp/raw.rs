@@ -4,7 +4,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 
 use rustix::io::Errno;
 
-use super::place::Walk;
+use super::page_cursor::PageCursor;
 
 /// Memory ranges for one system call. The caller of `push` guarantees that a range may be read or
 /// written until the call ends: a registered region, or a buffer of the stream.
@@ -54,9 +54,9 @@ pub(super) fn receive(socket: BorrowedFd<'_>, iov: &IoVecs) -> Result<usize, Err
 }
 
 /// Copies the cursor's bytes to `out`, which has room for them; returns their number.
-pub(super) fn gather(walk: &Walk, out: &mut [u8]) -> usize {
+pub(super) fn gather(cursor: &PageCursor, out: &mut [u8]) -> usize {
     let mut at = 0;
-    walk.peek(usize::MAX, out.len() as u64, |addr, n| {
+    cursor.peek(usize::MAX, out.len() as u64, |addr, n| {
         // SAFETY: the cursor's memory is kept registered by the request; `peek` yields at most
         // `out.len()` bytes.
         unsafe { std::ptr::copy_nonoverlapping(addr as *const u8, out[at..].as_mut_ptr(), n) };
@@ -66,9 +66,9 @@ pub(super) fn gather(walk: &Walk, out: &mut [u8]) -> usize {
 }
 
 /// Copies `bytes` into the cursor's pages as far as there is room; returns the number copied.
-pub(super) fn scatter(walk: &Walk, bytes: &[u8]) -> usize {
+pub(super) fn scatter(cursor: &PageCursor, bytes: &[u8]) -> usize {
     let mut at = 0;
-    walk.peek(usize::MAX, bytes.len() as u64, |addr, n| {
+    cursor.peek(usize::MAX, bytes.len() as u64, |addr, n| {
         // SAFETY: the cursor keeps its region registered, or the request keeps the local side of a
         // read; `peek` yields at most `bytes.len()` bytes.
         unsafe { std::ptr::copy_nonoverlapping(bytes[at..].as_ptr(), addr as *mut u8, n) };

@@ -9,7 +9,7 @@ use rustix::io::Errno;
 
 use super::{
     frame::{Header, Kind, HEADER},
-    place::{Index, Walk},
+    page_cursor::{PageCursor, PageIndex},
     raw,
 };
 use crate::{
@@ -21,25 +21,25 @@ use crate::{
 const RX: usize = 128 << 10;
 /// Bytes beyond the current body that a bulk stream receives into its buffer. A body in the buffer
 /// has to be copied once more.
-pub(super) const AHEAD: usize = 4096;
+pub(super) const BULK_READ_AHEAD: usize = 4096;
 /// Bodies up to this size are copied behind their header; larger ones are sent from their memory.
 const SMALL_BODY: u64 = 2048;
 /// Bytes received per call.
-const GULP: u64 = 1 << 20;
+const MAX_RECEIVE: u64 = 1 << 20;
 /// Bytes sent per call. Larger calls delay the first bytes and acknowledgements, smaller ones cost
 /// more than they carry. Over loopback this size was fastest by a sixth or more.
-const GIVEN: u64 = 384 << 10;
+const MAX_SEND: u64 = 384 << 10;
 const MAX_IOV: usize = 64;
 
 /// Memory that replies to the peer may take before its further requests stay in the kernel, bytes.
 /// Honest peers stay below it: see [`super::link::READ_WINDOW`].
-pub(super) const MOST_OWED: u64 = 8 << 20;
+pub(super) const MAX_REPLY_BYTES: u64 = 8 << 20;
 /// Memory of a queue entry besides its bytes.
-const PIECE: u64 = 256;
+const QUEUE_OVERHEAD: u64 = 256;
 
 /// Memory of a reply to a read until it is sent: small bodies are copied, page lists kept.
 pub(super) fn reply_cost(bytes: u64, indices: u64) -> u64 {
-    PIECE + HEADER as u64 + bytes.min(SMALL_BODY) + 4 * indices
+    QUEUE_OVERHEAD + HEADER as u64 + bytes.min(SMALL_BODY) + 4 * indices
 }
 
 /// Memory that a whole read takes at the peer; the headers of its parts are neglected.
@@ -51,20 +51,20 @@ pub(super) fn read_cost(data: &Data) -> u64 {
     reply_cost(data.bytes(), indices)
 }
 
-struct Out {
-    piece: Piece,
+struct Queued {
+    data: QueuedData,
     /// Memory that it takes on the peer's behalf.
-    owed: u64,
+    reply_bytes: u64,
 }
 
-enum Piece {
+enum QueuedData {
     Bytes { bytes: Vec<u8>, sent: usize },
-    Pages(Walk),
+    Pages(PageCursor),
 }
 
 /// What to do with a frame's body.
 pub(super) enum Body {
-    Place(Walk),
+    IntoPages(PageCursor),
     Collect(Vec<u8>),
     /// Skip it; the operation was refused.
     Discard(u64),
@@ -80,36 +80,36 @@ enum Rx {
 pub(super) enum Step {
     /// More bytes are needed.
     Starved,
-    /// A header and its indices: call `begin` with the body's destination.
-    Head(Header, Index),
+    /// A header and its indices: call `start_connect` with the body's destination.
+    Head(Header, PageIndex),
     /// A frame is complete.
     Tail(Header, Body),
 }
 
 pub(super) struct Stream {
     socket: OwnedFd,
-    out: VecDeque<Out>,
+    out: VecDeque<Queued>,
     /// Bytes in `out`.
     pub unsent: u64,
     /// Memory in `out` for the peer's requests; only the peer can free it.
-    pub owed: u64,
+    pub reply_bytes: u64,
     /// Whether reading is suspended because the peer leaves too many replies unread.
-    stalled: bool,
+    throttled: bool,
     spare: Vec<u8>,
     /// Whether the socket took less than it was given; wait for room.
     pub blocked: bool,
     /// Operations whose frames were queued here and are not acknowledged, in order.
     unacked: VecDeque<u64>,
     /// Upper bound of those that are not sent yet.
-    aboard: usize,
+    unsent_ops: usize,
     /// Number of acknowledged operations.
     acked: u64,
-    /// Number of the peer's frames carried out, and the number last acknowledged.
-    pub done: u64,
-    pub done_told: u64,
+    /// Number of the peer's frames executed, and the number last acknowledged.
+    pub executed: u64,
+    pub executed_acked: u64,
     rx: Box<[u8]>,
     /// Bytes without a destination that one call may receive.
-    pub ahead: usize,
+    pub read_ahead: usize,
     from: usize,
     to: usize,
     state: Rx,
@@ -126,17 +126,17 @@ impl Stream {
             socket,
             out: VecDeque::new(),
             unsent: 0,
-            owed: 0,
-            stalled: false,
+            reply_bytes: 0,
+            throttled: false,
             spare: Vec::new(),
             blocked: false,
             unacked: VecDeque::new(),
-            aboard: 0,
+            unsent_ops: 0,
             acked: 0,
-            done: 0,
-            done_told: 0,
+            executed: 0,
+            executed_acked: 0,
             rx: vec![0; RX].into_boxed_slice(),
-            ahead: RX,
+            read_ahead: RX,
             from: 0,
             to: 0,
             state: Rx::Header,
@@ -150,9 +150,9 @@ impl Stream {
     }
 
     /// Queues raw bytes.
-    pub fn say(&mut self, bytes: &[u8]) {
+    pub fn queue_bytes(&mut self, bytes: &[u8]) {
         self.unsent += bytes.len() as u64;
-        if let Some(Out { piece: Piece::Bytes { bytes: b, .. }, .. }) = self.out.back_mut() {
+        if let Some(Queued { data: QueuedData::Bytes { bytes: b, .. }, .. }) = self.out.back_mut() {
             if b.len() + bytes.len() <= RX {
                 return b.extend_from_slice(bytes);
             }
@@ -160,100 +160,103 @@ impl Stream {
         let mut fresh = std::mem::take(&mut self.spare);
         fresh.clear();
         fresh.extend_from_slice(bytes);
-        self.out.push_back(Out { piece: Piece::Bytes { bytes: fresh, sent: 0 }, owed: 0 });
+        self.out.push_back(Queued {
+            data: QueuedData::Bytes { bytes: fresh, sent: 0 },
+            reply_bytes: 0,
+        });
     }
 
     /// Queues a frame. The memory of its body stays unchanged until it is acknowledged.
-    pub fn frame(&mut self, header: &Header, indices: &[u32], body: Option<Walk>) {
-        self.say(&header.encode());
+    pub fn queue_frame(&mut self, header: &Header, indices: &[u32], body: Option<PageCursor>) {
+        self.queue_bytes(&header.encode());
         if !indices.is_empty() {
             let bytes: Vec<u8> = indices.iter().flat_map(|i| i.to_le_bytes()).collect();
-            self.say(&bytes);
+            self.queue_bytes(&bytes);
         }
-        let Some(walk) = body else { return };
-        if walk.left() > SMALL_BODY {
-            self.unsent += walk.left();
-            self.out.push_back(Out { piece: Piece::Pages(walk), owed: 0 });
+        let Some(cursor) = body else { return };
+        if cursor.left() > SMALL_BODY {
+            self.unsent += cursor.left();
+            self.out.push_back(Queued { data: QueuedData::Pages(cursor), reply_bytes: 0 });
             return;
         }
         let mut small = [0u8; SMALL_BODY as usize];
-        let n = raw::gather(&walk, &mut small);
-        self.say(&small[..n]);
+        let n = raw::gather(&cursor, &mut small);
+        self.queue_bytes(&small[..n]);
     }
 
     /// Marks the last queue entry as a reply that takes `memory` bytes.
-    pub fn owe(&mut self, memory: u64) {
+    pub fn charge_reply(&mut self, memory: u64) {
         if let Some(last) = self.out.back_mut() {
-            last.owed += memory;
-            self.owed += memory;
+            last.reply_bytes += memory;
+            self.reply_bytes += memory;
         }
     }
 
     /// Whether reading from the peer is suspended, because its replies take too much memory.
     /// Resumes once half of the limit is free.
-    pub fn stalls(&mut self) -> bool {
-        self.stalled = self.owes_too_much();
-        self.stalled
+    pub fn update_throttle(&mut self) -> bool {
+        self.throttled = self.exceeds_reply_limit();
+        self.throttled
     }
 
-    pub fn is_stalled(&self) -> bool {
-        self.stalled
+    pub fn is_throttled(&self) -> bool {
+        self.throttled
     }
 
-    /// Whether [`Stream::stalls`] would be true now.
-    pub fn owes_too_much(&self) -> bool {
-        self.owed > if self.stalled { MOST_OWED / 2 } else { MOST_OWED }
+    /// Whether [`Stream::update_throttle`] would be true now.
+    pub fn exceeds_reply_limit(&self) -> bool {
+        self.reply_bytes > if self.throttled { MAX_REPLY_BYTES / 2 } else { MAX_REPLY_BYTES }
     }
 
     /// Queues an acknowledgement of the peer's frames, if there is anything new.
     pub fn acknowledge(&mut self) {
-        if self.done != self.done_told {
-            self.done_told = self.done;
-            let ack = Header { op: self.done, ..Header::new(Kind::Ack) };
-            self.say(&ack.encode());
-            self.owe(HEADER as u64);
+        if self.executed != self.executed_acked {
+            self.executed_acked = self.executed;
+            let ack = Header { op: self.executed, ..Header::new(Kind::Ack) };
+            self.queue_bytes(&ack.encode());
+            self.charge_reply(HEADER as u64);
         }
     }
 
     /// Expects an acknowledgement for the next frame, in order.
     pub fn await_ack(&mut self, op: u64) {
         self.unacked.push_back(op);
-        self.aboard += 1;
+        self.unsent_ops += 1;
     }
 
-    /// The peer has carried out `done` frames in total; returns their operations.
+    /// The peer has executed `done` frames in total; returns their operations.
     pub fn acked(&mut self, done: u64) -> Result<Vec<u64>, DomainError> {
         let most = self.unacked.len() as u64;
         let n = done.checked_sub(self.acked).filter(|n| *n <= most).ok_or_else(|| {
             DomainError::Handshake("an acknowledgement of a frame that was not sent".into())
         })?;
         self.acked = done;
-        self.aboard = self.aboard.min((most - n) as usize);
+        self.unsent_ops = self.unsent_ops.min((most - n) as usize);
         Ok(self.unacked.drain(..n as usize).collect())
     }
 
     /// Whether all unacknowledged operations are still unsent.
     pub fn is_first_flight(&self) -> bool {
-        self.unacked.len() == self.aboard
+        self.unacked.len() == self.unsent_ops
     }
 
     /// Sends as much as the kernel takes; true if it took anything.
     pub fn send(&mut self) -> Result<bool, DomainError> {
-        let mut moved = false;
+        let mut progressed = false;
         while !self.out.is_empty() {
             let mut iov = raw::IoVecs::new();
             let mut offered = 0;
             for out in &self.out {
-                if iov.len() >= MAX_IOV || offered >= GIVEN {
+                if iov.len() >= MAX_IOV || offered >= MAX_SEND {
                     break;
                 }
-                match &out.piece {
-                    Piece::Bytes { bytes, sent } => {
+                match &out.data {
+                    QueuedData::Bytes { bytes, sent } => {
                         iov.push(bytes.as_ptr() as usize + sent, bytes.len() - sent);
                         offered += (bytes.len() - sent) as u64;
                     }
-                    Piece::Pages(walk) => {
-                        walk.peek(MAX_IOV - iov.len(), GIVEN - offered, |a, n| {
+                    QueuedData::Pages(cursor) => {
+                        cursor.peek(MAX_IOV - iov.len(), MAX_SEND - offered, |a, n| {
                             iov.push(a, n);
                             offered += n as u64;
                         })
@@ -262,7 +265,7 @@ impl Stream {
             }
             match raw::send(self.socket.as_fd(), &iov) {
                 Ok(n) => {
-                    moved = true;
+                    progressed = true;
                     self.sent(n as u64);
                     if (n as u64) < offered {
                         self.blocked = true;
@@ -271,39 +274,39 @@ impl Stream {
                 }
                 Err(Errno::AGAIN) => {
                     self.blocked = true;
-                    return Ok(moved);
+                    return Ok(progressed);
                 }
                 Err(Errno::INTR) => {}
-                Err(e) => return Err(lost(e)),
+                Err(e) => return Err(connection_error(e)),
             }
         }
         self.blocked = false;
-        self.aboard = 0;
-        Ok(moved)
+        self.unsent_ops = 0;
+        Ok(progressed)
     }
 
     fn sent(&mut self, mut n: u64) {
         self.unsent -= n;
         while n > 0 {
             let Some(front) = self.out.front_mut() else { return };
-            let done = match &mut front.piece {
-                Piece::Bytes { bytes, sent } => {
+            let done = match &mut front.data {
+                QueuedData::Bytes { bytes, sent } => {
                     let k = n.min((bytes.len() - *sent) as u64);
                     *sent += k as usize;
                     n -= k;
                     *sent == bytes.len()
                 }
-                Piece::Pages(walk) => {
-                    let k = n.min(walk.left());
-                    walk.advance(k);
+                QueuedData::Pages(cursor) => {
+                    let k = n.min(cursor.left());
+                    cursor.advance(k);
                     n -= k;
-                    walk.is_done()
+                    cursor.is_done()
                 }
             };
             if done {
-                let Some(Out { piece, owed }) = self.out.pop_front() else { return };
-                self.owed -= owed;
-                if let Piece::Bytes { bytes, .. } = piece {
+                let Some(Queued { data, reply_bytes }) = self.out.pop_front() else { return };
+                self.reply_bytes -= reply_bytes;
+                if let QueuedData::Bytes { bytes, .. } = data {
                     self.spare = bytes;
                 }
             }
@@ -312,15 +315,15 @@ impl Stream {
 
     /// Whether queued data lies in this region.
     pub fn uses(&self, index: u32) -> bool {
-        let is = |w: &Walk| w.region.as_ref().is_some_and(|r| r.key.index == index);
-        self.out.iter().any(|o| matches!(&o.piece, Piece::Pages(w) if is(w)))
+        let is = |w: &PageCursor| w.region.as_ref().is_some_and(|r| r.key.index == index);
+        self.out.iter().any(|o| matches!(&o.data, QueuedData::Pages(w) if is(w)))
     }
 
     /// A region is deregistered: the rest of a body for it is skipped (MR-1).
-    pub fn forget(&mut self, index: u32) {
+    pub fn discard_region(&mut self, index: u32) {
         if let Rx::Body(_, body) = &mut self.state {
             let left = match body {
-                Body::Place(w) if w.region.as_ref().is_some_and(|r| r.key.index == index) => {
+                Body::IntoPages(w) if w.region.as_ref().is_some_and(|r| r.key.index == index) => {
                     w.left()
                 }
                 _ => return,
@@ -342,21 +345,21 @@ impl Stream {
         }
         let mut iov = raw::IoVecs::new();
         let mut direct = 0;
-        if let Rx::Body(_, Body::Place(walk)) = &self.state {
+        if let Rx::Body(_, Body::IntoPages(cursor)) = &self.state {
             // The buffer is empty here; otherwise the body would have been filled from it.
-            walk.peek(MAX_IOV - 1, GULP, |a, n| {
+            cursor.peek(MAX_IOV - 1, MAX_RECEIVE, |a, n| {
                 iov.push(a, n);
                 direct += n as u64;
             });
         }
-        let whole = matches!(&self.state, Rx::Body(_, Body::Place(w)) if w.left() > direct);
+        let whole = matches!(&self.state, Rx::Body(_, Body::IntoPages(w)) if w.left() > direct);
         if !whole {
             let need = match &self.state {
                 Rx::Indices(header) => header.indices as usize * 4,
                 _ => 0,
             };
             let room = &mut self.rx[self.to..];
-            let n = room.len().min(self.ahead.max(need));
+            let n = room.len().min(self.read_ahead.max(need));
             iov.push(room.as_mut_ptr() as usize, n);
         }
         let n = match raw::receive(self.socket.as_fd(), &iov) {
@@ -365,18 +368,18 @@ impl Stream {
             }
             Ok(n) => n,
             Err(Errno::AGAIN | Errno::INTR) => return Ok(None),
-            Err(e) => return Err(lost(e)),
+            Err(e) => return Err(connection_error(e)),
         };
         let placed = direct.min(n as u64);
-        if let Rx::Body(_, Body::Place(walk)) = &mut self.state {
-            walk.advance(placed);
+        if let Rx::Body(_, Body::IntoPages(cursor)) = &mut self.state {
+            cursor.advance(placed);
         }
         self.to += n - placed as usize;
         Ok(Some(n))
     }
 
     /// Marks buffered bytes as frames, after a handshake or while the peer is throttled.
-    pub fn shaken(&mut self) {
+    pub fn mark_leftover(&mut self) {
         self.leftover = self.from < self.to;
     }
 
@@ -397,7 +400,7 @@ impl Stream {
     }
 
     /// Parses received bytes up to the next decision.
-    pub fn step(&mut self) -> Result<Step, DomainError> {
+    pub fn next_step(&mut self) -> Result<Step, DomainError> {
         match std::mem::replace(&mut self.state, Rx::Header) {
             Rx::Header => {
                 let Some(b) = self.rx[self.from..self.to].first_chunk::<HEADER>() else {
@@ -407,9 +410,9 @@ impl Stream {
                 self.from += HEADER;
                 if header.indices > 0 {
                     self.state = Rx::Indices(header);
-                    return self.step();
+                    return self.next_step();
                 }
-                Ok(Step::Head(header, Index::Strided))
+                Ok(Step::Head(header, PageIndex::Strided))
             }
             Rx::Indices(header) => {
                 let need = header.indices as usize * 4;
@@ -420,15 +423,15 @@ impl Stream {
                 let list = b.chunks_exact(4).map(|c| u32::from_le_bytes([c[0], c[1], c[2], c[3]]));
                 let list = list.collect();
                 self.from += need;
-                Ok(Step::Head(header, Index::Listed(list)))
+                Ok(Step::Head(header, PageIndex::Listed(list)))
             }
             Rx::Body(header, mut body) => {
                 let have = &self.rx[self.from..self.to];
                 let (used, done) = match &mut body {
-                    Body::Place(walk) => {
-                        let n = raw::scatter(walk, have);
-                        walk.advance(n as u64);
-                        (n, walk.is_done())
+                    Body::IntoPages(cursor) => {
+                        let n = raw::scatter(cursor, have);
+                        cursor.advance(n as u64);
+                        (n, cursor.is_done())
                     }
                     Body::Collect(bytes) => {
                         let n = (header.body() as usize - bytes.len()).min(have.len());
@@ -452,12 +455,12 @@ impl Stream {
     }
 
     /// Sets the destination of the body of the frame that `step` returned.
-    pub fn begin(&mut self, header: Header, body: Body) {
+    pub fn set_body(&mut self, header: Header, body: Body) {
         self.state = Rx::Body(header, body);
     }
 }
 
-fn lost(e: Errno) -> DomainError {
+fn connection_error(e: Errno) -> DomainError {
     DomainError::LinkDown(match e {
         Errno::CONNRESET | Errno::PIPE => "the connection was reset".into(),
         e => e.to_string(),

@@ -107,8 +107,8 @@ impl NicAddress {
     /// Why packets from `self` can't reach `remote`, judged by the addresses alone.
     pub fn unfit(&self, remote: &Self) -> Option<String> {
         if self.fabric != remote.fabric {
-            let (here, remote) = (self.fabric.name(), remote.fabric.name());
-            return Some(format!("{here} here can't reach {remote} at the peer"));
+            let (local_fabric, remote) = (self.fabric.name(), remote.fabric.name());
+            return Some(format!("{local_fabric} here can't reach {remote} at the peer"));
         }
         let both = (self.pkey, remote.pkey);
         if (both.0 ^ both.1) & PARTITION != 0 || (both.0 | both.1) & !PARTITION == 0 {
@@ -208,10 +208,10 @@ pub(super) struct Route {
     pub traffic_class: u8,
 }
 
-/// The address vector from `here` to `remote`. On RoCE v2 the flow label becomes the UDP source
+/// The address vector from `local` to `remote`. On RoCE v2 the flow label becomes the UDP source
 /// port, by which switches spread links over equal paths, so `flow` differs between links.
 pub(super) fn address_attr(
-    here: &NicAddress,
+    local: &NicAddress,
     remote: &NicAddress,
     route: &Route,
     flow: u32,
@@ -219,10 +219,10 @@ pub(super) fn address_attr(
     let mut attr = sys::AhAttr {
         dlid: remote.lid,
         sl: route.service_level,
-        port_num: here.port,
+        port_num: local.port,
         ..Default::default()
     };
-    if here.is_global(remote) {
+    if local.is_global(remote) {
         attr.is_global = 1;
         attr.grh = sys::GlobalRoute {
             dgid: remote.gid,

@@ -106,12 +106,12 @@ pub(super) fn split_parts(bytes: &[u8]) -> Result<(&[u8], &[u8]), DomainError> {
 /// Resolves the peer's datagram address. Blocks during address resolution.
 pub(super) fn resolve(
     device: &Device,
-    here: &NicAddress,
+    local: &NicAddress,
     remote: &NicAddress,
 ) -> Result<DatagramAddress, DomainError> {
-    let attr = address_attr(here, remote, &device.route, remote.qpn);
-    let ah = Ah::new(&device.pd, attr).map_err(|e| unreachable_error(&e, here, remote))?;
-    let mtu = mtu_bytes(here.mtu.min(remote.mtu));
+    let attr = address_attr(local, remote, &device.route, remote.qpn);
+    let ah = Ah::new(&device.pd, attr).map_err(|e| unreachable_error(&e, local, remote))?;
+    let mtu = mtu_bytes(local.mtu.min(remote.mtu));
     Ok(DatagramAddress { ah, qpn: remote.qpn, qkey: remote.qkey, mtu })
 }
 
@@ -156,9 +156,9 @@ impl VerbsDomain {
         };
         let id = self.add_slot(State::Opening(Box::new(attempt)))?;
         self.attempts.insert(exchange, id);
-        let (device, here) = (Arc::clone(&self.device), self.address.clone());
+        let (device, local) = (Arc::clone(&self.device), self.address.clone());
         self.helper.run(JobOrigin::Local, move || {
-            HelperResult::AddressResolved(Role::Initiator(id), resolve(&device, &here, &remote))
+            HelperResult::AddressResolved(Role::Initiator(id), resolve(&device, &local, &remote))
         });
         Ok(id)
     }
@@ -321,9 +321,9 @@ impl VerbsDomain {
         a.message = None;
         a.stage = Stage::ConnectingQps(peer);
         let remote = a.remote.clone();
-        let (device, here) = (Arc::clone(&self.device), self.address.clone());
+        let (device, local) = (Arc::clone(&self.device), self.address.clone());
         self.helper.run(JobOrigin::Local, move || {
-            let joined = pair.join(&device, (&here, &remote), &remote_setup);
+            let joined = pair.join(&device, (&local, &remote), &remote_setup);
             HelperResult::QpsConnected(
                 id,
                 cq_slot,

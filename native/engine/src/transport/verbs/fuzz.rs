@@ -24,7 +24,7 @@ impl crate::domain::MessageRoom for Room {
 
 /// Frames of a proven peer, handshake fragments of strangers, endpoints and queue pairs. Checks
 /// that decoded values are bounded and encode to the same bytes.
-pub fn peer_says(bytes: &[u8]) {
+pub fn peer_input(bytes: &[u8]) {
     let Some((kind, said)) = bytes.split_first() else { return };
     match kind % 5 {
         0 => address(&sealed(b"FRve", said)),

@@ -55,8 +55,8 @@ fn cut(
                      before that NIC was opened, or for another engine"
                 )));
             };
-            let (lkey, addr, here) = regions.local(data.local_region, local)?;
-            let n = left.min(next - offset).min(here).min(longest);
+            let (lkey, addr, local_left) = regions.local(data.local_region, local)?;
+            let n = left.min(next - offset).min(local_left).min(longest);
             each(Chunk {
                 local: sys::Sge { addr, length: n as u32, lkey },
                 address: local,

@@ -329,8 +329,8 @@ impl VerbsDomain {
         }
     }
 
-    /// Closes a link: nothing can touch memory on its behalf any more, all its work fails (RS-4),
-    /// and the peer is told.
+    /// Closes a link: it can no longer access memory, all its work fails (RS-4), and the peer is
+    /// notified.
     pub(super) fn close_link(&mut self, id: LinkId, cause: DomainError) {
         if self.slot(id).is_some_and(|s| matches!(s.state, State::Opening(_))) {
             return self.drop_attempt(id, cause);

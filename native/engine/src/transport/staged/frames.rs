@@ -19,13 +19,13 @@ const MAX_REASON: usize = 1600;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Frame {
     /// Requests a window.
-    Open,
+    OpenWindow,
     /// The window: a region through which the sender's other regions are accessed.
     Window { key: RegionKey },
     /// Requests a copy between a slot of the window and pages of a region.
-    Move { slot: u8, chunk: u64, pages: Pages, inward: bool, count: Option<(u32, u32)> },
+    CopyRequest { slot: u8, chunk: u64, pages: Pages, inward: bool, count: Option<(u32, u32)> },
     /// The result of a copy.
-    Moved { chunk: u64, result: Result<(), Refusal> },
+    CopyDone { chunk: u64, result: Result<(), Refusal> },
     /// A frame between groups.
     Note(Vec<u8>),
 }
@@ -50,7 +50,7 @@ pub(super) struct Pages {
 }
 
 /// A copy that can't start is refused, unless a file is the cause.
-pub(super) fn refused(e: DomainError) -> DomainError {
+pub(super) fn copy_error(e: DomainError) -> DomainError {
     match e {
         DomainError::Storage(_) => e,
         e => DomainError::Refused(e.to_string()),
@@ -142,32 +142,32 @@ impl Pages {
                 region.key.index, region.len
             )));
         }
-        let places = (0..self.n).map(|i| {
+        let ranges = (0..self.n).map(|i| {
             let at = region.base + (self.offset + self.index(i) * self.stride) as usize;
             (at, slot + i as usize * self.page_len as usize)
         });
-        Ok(join(places, self.page_len as usize, inward))
+        Ok(merge(ranges, self.page_len as usize, inward))
     }
 }
 
 /// The copies between a slot, where pages are adjacent, and the local pages of a request.
 pub(super) fn local_pieces(data: &Data, slot: usize, inward: bool) -> SmallVec<[Piece; 4]> {
     let page = data.page_len as usize;
-    let places = (0..data.pages).map(|i| {
+    let ranges = (0..data.pages).map(|i| {
         let at = data.local.0 + data.local_seq.nth(i) as usize;
         (at, slot + i as usize * page)
     });
-    join(places, page, inward)
+    merge(ranges, page, inward)
 }
 
 /// Merges adjacent ranges into one copy: each costs the driver some microseconds.
-fn join(
-    places: impl Iterator<Item = (usize, usize)>,
+fn merge(
+    ranges: impl Iterator<Item = (usize, usize)>,
     page: usize,
     inward: bool,
 ) -> SmallVec<[Piece; 4]> {
     let mut pieces: SmallVec<[Piece; 4]> = SmallVec::new();
-    for (at, slot) in places.filter(|_| page > 0) {
+    for (at, slot) in ranges.filter(|_| page > 0) {
         let (to, from) = if inward { (at, slot) } else { (slot, at) };
         match pieces.last_mut() {
             Some(p) if p.to + p.len == to && p.from + p.len == from => p.len += page,
@@ -179,7 +179,7 @@ fn join(
 
 /// How a request is cut into chunks that fit a slot each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Cut {
+pub(super) struct Chunking {
     /// Chunks per page, if a page is longer than a slot.
     per_page: u64,
     /// Pages per chunk otherwise.
@@ -187,7 +187,7 @@ pub(super) struct Cut {
     pub chunks: u64,
 }
 
-impl Cut {
+impl Chunking {
     pub fn of(data: &Data) -> Self {
         if data.page_len > SLOT_BYTES {
             let per_page = data.page_len.div_ceil(SLOT_BYTES);
@@ -221,7 +221,7 @@ pub(super) fn slot_offset(slot: u8) -> u64 {
 pub(super) const WINDOW_BYTES: u64 = SLOT_BYTES * SLOTS as u64;
 
 /// A count from its encoding.
-pub(super) fn counted((imm, n): (u32, u32)) -> Count {
+pub(super) fn to_count((imm, n): (u32, u32)) -> Count {
     Count { imm, n }
 }
 
@@ -274,10 +274,10 @@ mod tests {
     proptest! {
         #[test]
         fn chunks_fit_a_slot_and_cover_the_work_once(data in work()) {
-            let cut = Cut::of(&data);
+            let chunking = Chunking::of(&data);
             let mut parts = Vec::new();
-            for i in 0..cut.chunks {
-                let chunk = cut.nth(&data, i);
+            for i in 0..chunking.chunks {
+                let chunk = chunking.nth(&data, i);
                 prop_assert!(chunk.bytes() <= SLOT_BYTES && chunk.bytes() > 0);
                 prop_assert!(chunk.pages <= MAX_INDICES);
                 parts.extend(spans(&chunk));
@@ -324,17 +324,17 @@ mod tests {
         fn merging_ranges_changes_no_byte(
             at in proptest::collection::vec(0usize..12, 1..12), page in 1usize..9,
         ) {
-            let places: Vec<_> = at.iter().enumerate().map(|(i, a)| (a * page, i * page)).collect();
+            let ranges: Vec<_> = at.iter().enumerate().map(|(i, a)| (a * page, i * page)).collect();
             let bytes = |pieces: &[Piece]| -> HashSet<(usize, usize)> {
                 pieces.iter().flat_map(|p| (0..p.len).map(|b| (p.to + b, p.from + b))).collect()
             };
             for inward in [true, false] {
-                let plain = places.iter().map(|(at, slot)| match inward {
+                let plain = ranges.iter().map(|(at, slot)| match inward {
                     true => Piece { to: *at, from: *slot, len: page },
                     false => Piece { to: *slot, from: *at, len: page },
                 });
                 let plain: Vec<_> = plain.collect();
-                let joined = join(places.iter().copied(), page, inward);
+                let joined = merge(ranges.iter().copied(), page, inward);
                 prop_assert_eq!(bytes(&joined), bytes(&plain));
             }
         }
@@ -360,10 +360,10 @@ mod tests {
             indices,
         };
         let count = Some((u32::MAX, u32::MAX));
-        let frame = Frame::Move { slot: 255, chunk: u64::MAX, pages, inward: true, count };
+        let frame = Frame::CopyRequest { slot: 255, chunk: u64::MAX, pages, inward: true, count };
         assert!(frame.encode().len() <= ENVELOPE.limit);
         let refusal = Refusal::of(&DomainError::Stale("\u{1F980}".repeat(1000)));
-        let frame = Frame::Moved { chunk: u64::MAX, result: Err(refusal) };
+        let frame = Frame::CopyDone { chunk: u64::MAX, result: Err(refusal) };
         assert!(frame.encode().len() <= ENVELOPE.limit);
     }
 }

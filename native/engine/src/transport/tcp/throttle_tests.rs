@@ -7,7 +7,7 @@ use rustix::io::Errno;
 use super::{
     frame::{Header, Kind, HEADER, MAX_PAGES},
     link::READ_WINDOW,
-    stream::MOST_OWED,
+    stream::MAX_REPLY_BYTES,
     Role, StreamKey, TcpDomain,
 };
 use crate::{
@@ -65,9 +65,9 @@ impl End {
     }
 
     /// Memory that the peer's requests take, and whether reading from it is suspended.
-    fn owes(&self) -> (u64, bool) {
+    fn reply_memory(&self) -> (u64, bool) {
         let streams = || self.domain.sockets.iter().map(|(_, s)| &s.stream);
-        (streams().map(|s| s.owed).sum(), streams().any(|s| s.is_stalled()))
+        (streams().map(|s| s.reply_bytes).sum(), streams().any(|s| s.is_throttled()))
     }
 
     fn done(&self) -> usize {
@@ -103,9 +103,9 @@ impl End {
 }
 
 fn joined() -> (End, End, Time) {
-    let ((mut a, _), (mut b, there)) = (End::new(1), End::new(2));
+    let ((mut a, _), (mut b, b_address)) = (End::new(1), End::new(2));
     let mut now = Time(1);
-    a.domain.connect(now, &there, 0).unwrap();
+    a.domain.connect(now, &b_address, 0).unwrap();
     while a.link == 0 || b.link == 0 {
         a.poll(&mut now);
         b.poll(&mut now);
@@ -114,8 +114,8 @@ fn joined() -> (End, End, Time) {
 }
 
 /// A client that uses its socket directly and reads nothing: the last stream of a link of `a`.
-fn bulk(a: &End) -> StreamKey {
-    let of_link = a.domain.sockets.iter().filter(|(_, s)| matches!(s.role, Role::Of(_)));
+fn bulk_streams(a: &End) -> StreamKey {
+    let of_link = a.domain.sockets.iter().filter(|(_, s)| matches!(s.role, Role::Link(_)));
     of_link.map(|(key, _)| key).next_back().unwrap()
 }
 
@@ -135,7 +135,7 @@ fn request() -> Vec<u8> {
 
 /// Sends requests until neither the kernel nor `b` accepts more; returns the bytes sent.
 fn flood(a: &End, b: &mut End, now: &mut Time) -> usize {
-    let (request, key) = (request(), bulk(a));
+    let (request, key) = (request(), bulk_streams(a));
     let (mut sent, mut refused) = (0, 0);
     while refused < 200 {
         let at = sent % request.len();
@@ -145,7 +145,11 @@ fn flood(a: &End, b: &mut End, now: &mut Time) -> usize {
             Err(e) => panic!("{e}"),
         }
         b.poll(now);
-        assert!(b.owes().0 <= MOST_OWED + (128 << 10), "{} bytes are kept for it", b.owes().0);
+        assert!(
+            b.reply_memory().0 <= MAX_REPLY_BYTES + (128 << 10),
+            "{} bytes are kept for it",
+            b.reply_memory().0
+        );
         assert!(sent < 256 << 20, "its requests are read for ever");
     }
     sent
@@ -155,12 +159,12 @@ fn flood(a: &End, b: &mut End, now: &mut Time) -> usize {
 fn the_memory_of_unread_replies_is_bounded() {
     let (a, mut b, mut now) = joined();
     let sent = flood(&a, &mut b, &mut now);
-    assert!(b.owes().1 && b.domain.arm(), "it must neither read nor poll");
+    assert!(b.reply_memory().1 && b.domain.arm(), "it must neither read nor poll");
     // Once the peer reads, it receives everything that it requested.
     let (mut got, mut buffer) = (0, vec![0; 1 << 20]);
     let whole = (sent / request().len()) * (HEADER + BYTES as usize);
     while got < whole {
-        match rustix::io::read(a.domain.sockets[bulk(&a)].stream.fd(), &mut buffer) {
+        match rustix::io::read(a.domain.sockets[bulk_streams(&a)].stream.fd(), &mut buffer) {
             Ok(0) => panic!("the connection has ended after {got} of {whole} bytes"),
             Ok(n) => got += n,
             Err(Errno::AGAIN) => {}
@@ -168,7 +172,7 @@ fn the_memory_of_unread_replies_is_bounded() {
         }
         b.poll(&mut now);
     }
-    assert_eq!((got, b.owes()), (whole, (0, false)));
+    assert_eq!((got, b.reply_memory()), (whole, (0, false)));
 }
 
 #[test]
@@ -183,7 +187,7 @@ fn rs_4_a_peer_that_reads_and_sends_nothing_is_lost() {
         _ => None,
     });
     assert!(down.is_some_and(|cause| cause.contains("read none of its replies")));
-    assert_eq!(b.owes(), (0, false));
+    assert_eq!(b.reply_memory(), (0, false));
 }
 
 #[test]
@@ -195,7 +199,7 @@ fn two_peers_that_read_from_each_other_are_never_throttled() {
     while a.done() < posted.0 || b.done() < posted.1 {
         a.poll(&mut now);
         b.poll(&mut now);
-        assert!(!a.owes().1 && !b.owes().1, "honest peers are not throttled");
+        assert!(!a.reply_memory().1 && !b.reply_memory().1, "honest peers are not throttled");
     }
     assert!(a.read_all() > 1, "there is room again");
 }

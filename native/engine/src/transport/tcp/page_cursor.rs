@@ -11,35 +11,35 @@ use super::frame::Header;
 
 /// Start of each page, relative to a base address.
 #[derive(Clone, Debug)]
-pub(super) enum Index {
+pub(super) enum PageIndex {
     Strided,
     Listed(Arc<[u32]>),
 }
 
 /// A cursor over pages in memory.
 #[derive(Clone, Debug)]
-pub(super) struct Walk {
+pub(super) struct PageCursor {
     base: usize,
     stride: u64,
     page_len: u64,
     pages: u32,
-    index: Index,
+    index: PageIndex,
     page: u32,
     byte: u64,
     /// The region of a remote request, kept while the cursor exists.
     pub region: Option<Arc<RegionMemory>>,
 }
 
-impl Walk {
+impl PageCursor {
     /// The pages that a peer names, if they lie inside the region (MR-3).
     pub fn in_region(
         region: &Arc<RegionMemory>,
         h: &Header,
-        index: Index,
+        index: PageIndex,
     ) -> Result<Self, DomainError> {
         let last = match &index {
-            Index::Strided => u64::from(h.pages - 1),
-            Index::Listed(list) => u64::from(list.iter().copied().max().unwrap_or(0)),
+            PageIndex::Strided => u64::from(h.pages - 1),
+            PageIndex::Listed(list) => u64::from(list.iter().copied().max().unwrap_or(0)),
         };
         let end = last
             .checked_mul(h.stride)
@@ -67,12 +67,12 @@ impl Walk {
     pub fn local(data: &Data) -> Self {
         let (base, stride, index) = match &data.local_seq {
             crate::domain::Seq::Strided { offset, stride } => {
-                (data.local.0 + *offset as usize, *stride, Index::Strided)
+                (data.local.0 + *offset as usize, *stride, PageIndex::Strided)
             }
             crate::domain::Seq::Indexed { list, from, offset, stride } => {
                 let from = *from as usize;
                 let part = &list.indices[from..from + data.pages as usize];
-                (data.local.0 + *offset as usize, *stride, Index::Listed(part.into()))
+                (data.local.0 + *offset as usize, *stride, PageIndex::Listed(part.into()))
             }
         };
         Self {
@@ -88,13 +88,13 @@ impl Walk {
     }
 
     /// One contiguous range.
-    pub fn stretch(addr: usize, len: u64) -> Self {
+    pub fn contiguous(addr: usize, len: u64) -> Self {
         Self {
             base: addr,
             stride: 0,
             page_len: len,
             pages: 1,
-            index: Index::Strided,
+            index: PageIndex::Strided,
             page: 0,
             byte: 0,
             region: None,
@@ -107,8 +107,8 @@ impl Walk {
 
     fn addr(&self, page: u32) -> usize {
         let i = match &self.index {
-            Index::Strided => page,
-            Index::Listed(list) => list[page as usize],
+            PageIndex::Strided => page,
+            PageIndex::Listed(list) => list[page as usize],
         };
         self.base + (u64::from(i) * self.stride) as usize
     }
@@ -152,7 +152,7 @@ impl Walk {
     /// `len` bytes from `from` of a cursor over a single page.
     pub fn part(&self, from: u64, len: u64) -> Self {
         debug_assert!(self.pages == 1 && from + len <= self.page_len);
-        Self { region: self.region.clone(), ..Self::stretch(self.addr(0) + from as usize, len) }
+        Self { region: self.region.clone(), ..Self::contiguous(self.addr(0) + from as usize, len) }
     }
 }
 
@@ -162,16 +162,16 @@ mod tests {
 
     #[test]
     fn a_cursor_covers_its_pages_in_any_steps() {
-        let walk = Walk {
+        let cursor = PageCursor {
             stride: 100,
             page_len: 30,
             pages: 4,
-            index: Index::Listed([3, 0, 2, 9].into()),
-            ..Walk::stretch(1000, 0)
+            index: PageIndex::Listed([3, 0, 2, 9].into()),
+            ..PageCursor::contiguous(1000, 0)
         };
         let whole: Vec<usize> = [1300, 1000, 1200, 1900].iter().flat_map(|a| *a..*a + 30).collect();
         for step in [1, 7, 30, 31, 119, 120, 500] {
-            let (mut w, mut seen) = (walk.clone(), Vec::new());
+            let (mut w, mut seen) = (cursor.clone(), Vec::new());
             while !w.is_done() {
                 let mut n = 0;
                 w.peek(3, step, |addr, len| {

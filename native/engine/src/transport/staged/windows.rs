@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use super::{
-    wire::{counted, refused, slot_offset, Frame, Pages, Refusal, WINDOW_BYTES},
-    Staged, Whispers, SLOTS,
+    frames::{copy_error, slot_offset, to_count, Frame, Pages, Refusal, WINDOW_BYTES},
+    ControlChannel, Staged, SLOTS,
 };
 use crate::{
     api::RegionKey,
@@ -26,7 +26,7 @@ pub(super) struct Window {
 
 /// A local copy that a peer requested.
 #[derive(Debug)]
-pub(super) struct Landing {
+pub(super) struct WindowCopy {
     pub link: LinkId,
     slot: u8,
     chunk: u64,
@@ -36,44 +36,44 @@ pub(super) struct Landing {
     count: Option<Count>,
 }
 
-impl<D: Whispers> Staged<D> {
+impl<D: ControlChannel> Staged<D> {
     /// Gives a peer its window.
     pub(super) fn open_window(&mut self, link: LinkId) -> Result<(), DomainError> {
-        let Some(side) = self.sides.get(&link) else { return Ok(()) };
-        let key = match &side.window {
+        let Some(state) = self.link_states.get(&link) else { return Ok(()) };
+        let key = match &state.window {
             Some(window) => window.key,
             None => {
                 let mut rkey = [0; 8];
                 getrandom::fill(&mut rkey)
                     .map_err(|e| DomainError::Unavailable(format!("getrandom: {e}")))?;
-                self.windows = (self.windows + 1) & (HIDDEN - 1);
+                self.next_window = (self.next_window + 1) & (HIDDEN - 1);
                 let key =
-                    RegionKey { index: HIDDEN | self.windows, rkey: u64::from_le_bytes(rkey) };
+                    RegionKey { index: HIDDEN | self.next_window, rkey: u64::from_le_bytes(rkey) };
                 let memory = Pinned::new(WINDOW_BYTES, self.device)?;
                 let backing =
                     Backing::Owned { allocation: Arc::clone(&memory.allocation), offset: 0 };
                 let region = RegionMemory::new(key, memory.base(), WINDOW_BYTES, backing, None);
                 self.inner.register(&Arc::new(region), None)?;
-                if let Some(side) = self.sides.get_mut(&link) {
-                    side.window = Some(Window { key, memory, busy: 0 });
+                if let Some(state) = self.link_states.get_mut(&link) {
+                    state.window = Some(Window { key, memory, busy: 0 });
                 }
                 key
             }
         };
-        self.inner.whisper(link, Frame::Window { key }.encode());
+        self.inner.send_control(link, Frame::Window { key }.encode());
         Ok(())
     }
 
     /// Starts a copy that a peer requested, if its key names a region (MR-2) that it may access and
     /// the pages lie inside (MR-3). An error means that the peer violates the protocol.
-    pub(super) fn land(
+    pub(super) fn start_window_copy(
         &mut self,
         link: LinkId,
         (slot, chunk, inward): (u8, u64, bool),
         pages: &Pages,
         count: Option<(u32, u32)>,
     ) -> Result<(), DomainError> {
-        let window = self.sides.get_mut(&link).and_then(|s| s.window.as_mut());
+        let window = self.link_states.get_mut(&link).and_then(|s| s.window.as_mut());
         let bit = 1u32.checked_shl(u32::from(slot)).unwrap_or(0);
         let Some(window) = window.filter(|w| slot < SLOTS && w.busy & bit == 0) else {
             return Err(DomainError::Handshake("it uses a slot that it does not own".into()));
@@ -84,65 +84,65 @@ impl<D: Whispers> Staged<D> {
             // SAFETY: the pieces lie in the region, which the copy keeps registered, and in the
             // slot, whose window is kept while its bit is set. A peer that writes to the slot
             // meanwhile damages its own bytes.
-            let ticket =
-                unsafe { self.lanes.start(&region.location, inward, &pieces) }.map_err(refused)?;
+            let ticket = unsafe { self.lanes.start(&region.location, inward, &pieces) }
+                .map_err(copy_error)?;
             Ok((ticket, Arc::clone(region)))
         });
         match begun {
             Ok((ticket, region)) => {
                 window.busy |= bit;
-                let count = count.map(counted).filter(|_| inward);
-                self.landings.push(Landing { link, slot, chunk, ticket, region, count });
+                let count = count.map(to_count).filter(|_| inward);
+                self.window_copies.push(WindowCopy { link, slot, chunk, ticket, region, count });
             }
             Err(e) => {
                 let result = Err(Refusal::of(&e));
-                self.inner.whisper(link, Frame::Moved { chunk, result }.encode());
+                self.inner.send_control(link, Frame::CopyDone { chunk, result }.encode());
             }
         }
         Ok(())
     }
 
     /// Reports copies that have ended; their counts follow the bytes (IC-2).
-    pub(super) fn settle(&mut self, out: &mut Vec<Completion>) -> bool {
-        let mut moved = false;
+    pub(super) fn report_window_copies(&mut self, out: &mut Vec<Completion>) -> bool {
+        let mut progressed = false;
         let mut i = 0;
-        while i < self.landings.len() {
-            let Some(result) = self.lanes.poll(&self.landings[i].ticket) else {
+        while i < self.window_copies.len() {
+            let Some(result) = self.lanes.poll(&self.window_copies[i].ticket) else {
                 i += 1;
                 continue;
             };
-            moved = true;
+            progressed = true;
             // `remove` keeps the order, and so the order of one peer's counts.
-            let landing = self.landings.remove(i);
-            let count = landing.count.filter(|_| result.is_ok());
-            if let Some(side) = self.sides.get_mut(&landing.link) {
-                if let Some(window) = &mut side.window {
-                    window.busy &= !(1 << landing.slot);
+            let copy = self.window_copies.remove(i);
+            let count = copy.count.filter(|_| result.is_ok());
+            if let Some(state) = self.link_states.get_mut(&copy.link) {
+                if let Some(window) = &mut state.window {
+                    window.busy &= !(1 << copy.slot);
                 }
             }
             out.extend(count.map(Completion::Count));
             let result = result.map_err(|e| Refusal::of(&e));
-            let frame = Frame::Moved { chunk: landing.chunk, result };
-            self.inner.whisper(landing.link, frame.encode());
-            let index = landing.region.key.index;
-            drop(landing);
-            if self.retiring.contains(&index) && !self.is_landing(index) {
+            let frame = Frame::CopyDone { chunk: copy.chunk, result };
+            self.inner.send_control(copy.link, frame.encode());
+            let index = copy.region.key.index;
+            drop(copy);
+            if self.retiring.contains(&index) && !self.is_copying_region(index) {
                 self.retiring.retain(|r| *r != index);
                 out.push(Completion::RegionQuiet { index });
             }
         }
-        moved
+        progressed
     }
 
     /// Whether a copy to or from a local region is under way.
-    pub(super) fn is_landing(&self, index: u32) -> bool {
-        self.landings.iter().any(|l| l.region.key.index == index)
+    pub(super) fn is_copying_region(&self, index: u32) -> bool {
+        self.window_copies.iter().any(|l| l.region.key.index == index)
     }
 
     /// Deregisters a staged region; `None` if it isn't one.
-    pub(super) fn withdraw(&mut self, index: u32) -> Option<Quiet> {
+    pub(super) fn deregister_staged(&mut self, index: u32) -> Option<Quiet> {
         self.book.remove(index)?;
-        if !self.is_landing(index) {
+        if !self.is_copying_region(index) {
             return Some(Quiet::Now);
         }
         self.retiring.push(index);
@@ -150,11 +150,11 @@ impl<D: Whispers> Staged<D> {
     }
 
     /// Deregisters a window that no copy uses any more.
-    pub(super) fn shut_window(&mut self, window: Window) {
+    pub(super) fn release_window(&mut self, window: Window) {
         match self.inner.deregister(window.key.index) {
             Quiet::Now => drop(window),
             // Until the transport reports that the peer has released it.
-            Quiet::Later => self.shut.push(window),
+            Quiet::Later => self.closing_windows.push(window),
         }
     }
 }

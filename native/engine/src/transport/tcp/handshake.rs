@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     frame::{reason, Header, Kind, HEADER},
     link::{Link, LinkNonce, StreamKey},
-    net::{self, Where},
+    net::{self, TcpEndpoint},
     stream::Stream,
     Role, Socket, TcpDomain,
 };
@@ -24,16 +24,16 @@ use crate::{
 };
 
 /// Time for one address: connect and handshake.
-const PATIENCE: Duration = Duration::from_secs(2);
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(2);
 
 const ENVELOPE: Envelope = Envelope::new(*b"FRts", "a stream id", 128);
 
 /// Identifies a stream of a link.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-struct Seat {
+struct StreamId {
     link: LinkNonce,
     index: u8,
-    of: u8,
+    count: u8,
 }
 
 enum Stage {
@@ -41,46 +41,50 @@ enum Stage {
     AwaitWelcome(Initiator),
     AwaitAccepted(Pending),
     AwaitHello,
-    AwaitProof(Acceptor, Seat),
+    AwaitProof(Acceptor, StreamId),
 }
 
 /// A socket in its handshake.
-pub(super) struct Half {
+pub(super) struct PendingStream {
     stage: Stage,
     /// The link and stream index, if this side is the initiator.
     link: Option<(LinkId, usize)>,
     remote: String,
-    begun: Time,
+    started_at: Time,
     pub deadline: Time,
 }
 
-impl Half {
+impl PendingStream {
     pub fn is_connecting(&self) -> bool {
         matches!(self.stage, Stage::Connecting)
     }
 }
 
-fn length_first(message: &[u8]) -> Vec<u8> {
+fn length_prefixed(message: &[u8]) -> Vec<u8> {
     let mut out = (message.len() as u32).to_le_bytes().to_vec();
     out.extend_from_slice(message);
     out
 }
 
 impl TcpDomain {
-    pub(super) fn begin(&mut self, now: Time, peer: &EngineAddress) -> Result<LinkId, DomainError> {
+    pub(super) fn start_connect(
+        &mut self,
+        now: Time,
+        peer: &EngineAddress,
+    ) -> Result<LinkId, DomainError> {
         let endpoint = peer
             .endpoint(TransportKind::Tcp)
             .ok_or_else(|| DomainError::Unavailable("the peer does not offer tcp".into()))?;
-        let candidates = Where::decode(&endpoint.data)?.candidates(&self.place.host);
+        let candidates = TcpEndpoint::decode(&endpoint.data)?.candidates(&self.own_endpoint.host);
         let mut nonce = [0; 16];
         getrandom::fill(&mut nonce)
             .map_err(|e| DomainError::Unavailable(format!("getrandom: {e}")))?;
         let id = self.add_link(nonce, self.streams, true)?;
         let link = &mut self.links[Self::slot(id)];
-        link.wanted = Some(peer.clone());
+        link.target = Some(peer.clone());
         link.candidates = candidates.into();
         link.deadline = Time::NEVER;
-        self.try_next(now, id);
+        self.try_next_address(now, id);
         Ok(id)
     }
 
@@ -95,34 +99,34 @@ impl TcpDomain {
         if slot > 0xFFFF {
             return Err(DomainError::Unavailable("65536 links are open already".into()));
         }
-        self.lives = (self.lives + 1) & 0xFFFF;
-        let id = self.lives << 16 | slot;
+        self.generation = (self.generation + 1) & 0xFFFF;
+        let id = self.generation << 16 | slot;
         entry.insert(Link::new(id, nonce, streams, initiator, self.now));
         Ok(id)
     }
 
     /// Connects the first stream to the next address of a peer; closes the link if none is left.
-    fn try_next(&mut self, now: Time, id: LinkId) {
+    fn try_next_address(&mut self, now: Time, id: LinkId) {
         while let Some(link) = self.link(id) {
             let Some(addr) = link.candidates.pop_front() else {
-                let tried = link.tried.join(", ");
+                let errors = link.errors.join(", ");
                 // A handshake that was interrupted may be tried again.
-                let cause = match link.cut_off {
-                    true => DomainError::LinkDown(tried),
-                    false => DomainError::Gone(tried),
+                let cause = match link.interrupted {
+                    true => DomainError::LinkDown(errors),
+                    false => DomainError::Gone(errors),
                 };
-                return self.take_down(id, cause, false);
+                return self.close_link(id, cause, false);
             };
             link.remote = addr.to_string();
             match self.open_stream(now, id, 0, &addr) {
                 Ok(()) => return,
                 // A limit of this process: another address would not help.
                 Err(e @ DomainError::Io { errno, .. }) if EngineError::is_limit(errno) => {
-                    return self.take_down(id, e, false);
+                    return self.close_link(id, e, false);
                 }
                 Err(e) => {
                     if let Some(link) = self.link(id) {
-                        link.tried.push(e.to_string());
+                        link.errors.push(e.to_string());
                     }
                 }
             }
@@ -137,30 +141,33 @@ impl TcpDomain {
         addr: &SocketAddr,
     ) -> Result<(), DomainError> {
         let socket = net::connect(addr)?;
-        let half = Half {
+        let pending = PendingStream {
             stage: Stage::Connecting,
             link: Some((id, index)),
             remote: addr.to_string(),
-            begun: now,
-            deadline: now.after(PATIENCE),
+            started_at: now,
+            deadline: now.after(HANDSHAKE_TIMEOUT),
         };
-        self.add_socket(socket, half).map(drop)
+        self.add_socket(socket, pending).map(drop)
     }
 
     fn add_socket(
         &mut self,
         socket: std::os::fd::OwnedFd,
-        half: Half,
+        pending: PendingStream,
     ) -> Result<StreamKey, DomainError> {
         let mut flags = epoll::EventFlags::IN;
-        if half.is_connecting() {
+        if pending.is_connecting() {
             flags |= epoll::EventFlags::OUT;
         }
         let entry = self.sockets.vacant_entry();
         let key = entry.key();
         epoll::add(&self.epoll, &socket, epoll::EventData::new_u64(key as u64), flags)
             .map_err(DomainError::io("epoll_ctl"))?;
-        entry.insert(Socket { stream: Stream::new(socket), role: Role::Half(Box::new(half)) });
+        entry.insert(Socket {
+            stream: Stream::new(socket),
+            role: Role::Handshake(Box::new(pending)),
+        });
         Ok(key)
     }
 
@@ -168,7 +175,7 @@ impl TcpDomain {
         let now = self.now;
         while let Some(l) = self.listeners.get_mut(listener) {
             let unproven = self.sockets.iter().filter_map(|(key, s)| match &s.role {
-                Role::Half(h) if h.link.is_none() => Some((key, h.begun)),
+                Role::Handshake(h) if h.link.is_none() => Some((key, h.started_at)),
                 _ => None,
             });
             match l.admit(now, unproven, 1, &self.epoll) {
@@ -187,54 +194,58 @@ impl TcpDomain {
                 .ok()
                 .and_then(|a| SocketAddr::try_from(a?).ok())
                 .map_or_else(|| "a peer".to_owned(), |a| a.to_string());
-            let half = Half {
+            let pending = PendingStream {
                 stage: Stage::AwaitHello,
                 link: None,
                 remote,
-                begun: now,
-                deadline: now.after(PATIENCE),
+                started_at: now,
+                deadline: now.after(HANDSHAKE_TIMEOUT),
             };
-            if let Err(e) = self.add_socket(socket, half) {
+            if let Err(e) = self.add_socket(socket, pending) {
                 self.log.warn("refusing a connection", &e);
             }
         }
     }
 
     /// A connect has finished, or a blocked socket has room.
-    pub(super) fn writable(&mut self, key: StreamKey) {
+    pub(super) fn on_writable(&mut self, key: StreamKey) {
         let Some(s) = self.sockets.get_mut(key) else { return };
-        let connecting = matches!(&s.role, Role::Half(h) if h.is_connecting());
+        let connecting = matches!(&s.role, Role::Handshake(h) if h.is_connecting());
         if connecting {
-            if let Err(e) = self.say_hello(key) {
+            if let Err(e) = self.send_hello(key) {
                 self.socket_failed(key, e);
             }
         }
-        self.push_out(key);
-        self.watch(key);
+        self.send_queued(key);
+        self.update_interest(key);
     }
 
-    fn say_hello(&mut self, key: StreamKey) -> Result<(), DomainError> {
-        let Some(Socket { stream, role: Role::Half(half) }) = self.sockets.get_mut(key) else {
+    fn send_hello(&mut self, key: StreamKey) -> Result<(), DomainError> {
+        let Some(Socket { stream, role: Role::Handshake(pending) }) = self.sockets.get_mut(key)
+        else {
             return Ok(());
         };
         net::connect_result(&stream.fd())
-            .map_err(|e| DomainError::Gone(format!("connect to {}: {e}", half.remote)))?;
-        let Some((id, index)) = half.link else { return Ok(()) };
+            .map_err(|e| DomainError::Gone(format!("connect to {}: {e}", pending.remote)))?;
+        let Some((id, index)) = pending.link else { return Ok(()) };
         let link = self.links.get(Self::slot(id)).filter(|l| l.id == id);
-        let Some((link, wanted)) = link.and_then(|l| l.wanted.as_ref().map(|w| (l, w))) else {
+        let Some((link, target)) = link.and_then(|l| l.target.as_ref().map(|w| (l, w))) else {
             return Err(DomainError::LinkDown("the link is closed".into()));
         };
-        let seat = Seat { link: link.nonce, index: index as u8, of: link.streams.len() as u8 };
-        let (init, hello) = Initiator::start(&self.credentials, wanted.id, ENVELOPE.encode(&seat))?;
-        half.stage = Stage::AwaitWelcome(init);
-        stream.say(&length_first(&hello));
+        let stream_id =
+            StreamId { link: link.nonce, index: index as u8, count: link.streams.len() as u8 };
+        let (init, hello) =
+            Initiator::start(&self.credentials, target.id, ENVELOPE.encode(&stream_id))?;
+        pending.stage = Stage::AwaitWelcome(init);
+        stream.queue_bytes(&length_prefixed(&hello));
         Ok(())
     }
 
     /// Advances a socket's handshake as far as its bytes allow.
-    pub(super) fn shake(&mut self, key: StreamKey) -> Result<(), DomainError> {
+    pub(super) fn advance_handshake(&mut self, key: StreamKey) -> Result<(), DomainError> {
         loop {
-            let Some(Socket { stream, role: Role::Half(_) }) = self.sockets.get_mut(key) else {
+            let Some(Socket { stream, role: Role::Handshake(_) }) = self.sockets.get_mut(key)
+            else {
                 return Ok(());
             };
             let Some(message) = stream.handshake_message(MAX_MESSAGE)? else {
@@ -243,134 +254,136 @@ impl TcpDomain {
                     None => return Ok(()),
                 }
             };
-            if let Err(Failure { reply, error }) = self.hear(key, &message) {
+            if let Err(Failure { reply, error }) = self.on_handshake_message(key, &message) {
                 if let (Some(reply), Some(s)) = (reply, self.sockets.get_mut(key)) {
-                    s.stream.say(&length_first(&reply));
+                    s.stream.queue_bytes(&length_prefixed(&reply));
                     let _ = s.stream.send();
                 }
                 return Err(error);
             }
-            self.push_out(key);
+            self.send_queued(key);
         }
     }
 
-    fn hear(&mut self, key: StreamKey, message: &[u8]) -> Result<(), Failure> {
-        let Some(Socket { stream, role: Role::Half(half) }) = self.sockets.get_mut(key) else {
+    fn on_handshake_message(&mut self, key: StreamKey, message: &[u8]) -> Result<(), Failure> {
+        let Some(Socket { stream, role: Role::Handshake(pending) }) = self.sockets.get_mut(key)
+        else {
             return Ok(());
         };
-        match std::mem::replace(&mut half.stage, Stage::AwaitHello) {
+        match std::mem::replace(&mut pending.stage, Stage::AwaitHello) {
             Stage::Connecting => Ok(()),
             Stage::AwaitHello => {
                 let (acceptor, welcome) = Acceptor::on_hello(&self.credentials, message)?;
-                let seat: Seat = ENVELOPE.decode(&acceptor.extra).map_err(|e| Failure {
-                    reply: None,
-                    error: DomainError::Handshake(e.to_string()),
+                let stream_id: StreamId = ENVELOPE.decode(&acceptor.extra).map_err(|e| {
+                    Failure { reply: None, error: DomainError::Handshake(e.to_string()) }
                 })?;
-                stream.say(&length_first(&welcome));
-                half.stage = Stage::AwaitProof(acceptor, seat);
+                stream.queue_bytes(&length_prefixed(&welcome));
+                pending.stage = Stage::AwaitProof(acceptor, stream_id);
                 Ok(())
             }
             Stage::AwaitWelcome(init) => {
                 let welcomed = init.on_welcome(message)?;
-                stream.say(&length_first(&welcomed.proof));
-                half.stage = Stage::AwaitAccepted(welcomed.pending);
+                stream.queue_bytes(&length_prefixed(&welcomed.proof));
+                pending.stage = Stage::AwaitAccepted(welcomed.pending);
                 Ok(())
             }
-            Stage::AwaitAccepted(pending) => {
-                let peer = pending.on_accepted(message)?;
-                let seat = half.link;
-                if let Some((id, index)) = seat {
-                    self.seated(key, id, index, peer);
+            Stage::AwaitAccepted(unproven) => {
+                let peer = unproven.on_accepted(message)?;
+                let link = pending.link;
+                if let Some((id, index)) = link {
+                    self.on_stream_proven(key, id, index, peer);
                 }
                 Ok(())
             }
-            Stage::AwaitProof(acceptor, seat) => {
+            Stage::AwaitProof(acceptor, stream_id) => {
                 let accepted = acceptor.on_proof(message)?;
-                stream.say(&length_first(&accepted));
-                self.take_seat(key, seat, acceptor.peer)
+                stream.queue_bytes(&length_prefixed(&accepted));
+                self.assign_stream(key, stream_id, acceptor.peer)
                     .map_err(|error| Failure { reply: None, error })
             }
         }
     }
 
     /// Acceptor: finds or creates the link of a proven stream.
-    fn take_seat(
+    fn assign_stream(
         &mut self,
         key: StreamKey,
-        seat: Seat,
+        stream_id: StreamId,
         peer: PeerIdentity,
     ) -> Result<(), DomainError> {
-        let (index, of) = (usize::from(seat.index), usize::from(seat.of));
-        if of == 0 || of > 16 || index >= of {
+        let (index, count) = (usize::from(stream_id.index), usize::from(stream_id.count));
+        if count == 0 || count > 16 || index >= count {
             return Err(DomainError::Handshake("an impossible number of streams".into()));
         }
         let known = self.links.iter().find(|(_, l)| {
             !l.initiator
-                && l.nonce == seat.link
+                && l.nonce == stream_id.link
                 && l.peer.as_ref().is_some_and(|p| p.id() == peer.id())
         });
         let known = known.map(|(_, l)| (l.id, l.streams.len(), l.streams.get(index).copied()));
         let id = match known {
-            Some((id, n, Some(None))) if n == of => id,
+            Some((id, n, Some(None))) if n == count => id,
             Some(_) => return Err(DomainError::Handshake("the stream exists already".into())),
             None => {
-                let id = self.add_link(seat.link, of, false)?;
-                let deadline = self.now.after(PATIENCE);
+                let id = self.add_link(stream_id.link, count, false)?;
+                let deadline = self.now.after(HANDSHAKE_TIMEOUT);
                 let link = &mut self.links[Self::slot(id)];
                 link.peer = Some(peer.clone());
                 link.deadline = deadline;
                 id
             }
         };
-        self.seated(key, id, index, peer);
+        self.on_stream_proven(key, id, index, peer);
         Ok(())
     }
 
     /// A stream is proven. With the last one the link is up.
-    fn seated(&mut self, key: StreamKey, id: LinkId, index: usize, peer: PeerIdentity) {
+    fn on_stream_proven(&mut self, key: StreamKey, id: LinkId, index: usize, peer: PeerIdentity) {
         let now = self.now;
         let Some(s) = self.sockets.get_mut(key) else { return };
-        let Role::Half(half) = std::mem::replace(&mut s.role, Role::Of(id)) else { return };
-        s.stream.hot_until = now.after(super::HOT);
-        s.stream.shaken();
+        let Role::Handshake(pending) = std::mem::replace(&mut s.role, Role::Link(id)) else {
+            return;
+        };
+        s.stream.hot_until = now.after(super::HOT_TIME);
+        s.stream.mark_leftover();
         if index > 0 {
-            s.stream.ahead = super::stream::AHEAD;
+            s.stream.read_ahead = super::stream::BULK_READ_AHEAD;
         }
         let Some(link) = self.link(id) else {
             self.sockets.remove(key);
             return;
         };
         link.streams[index] = Some(key);
-        link.remote.clone_from(&half.remote);
+        link.remote.clone_from(&pending.remote);
         link.peer = Some(peer.clone());
         if link.is_complete() {
-            (link.heard_at, link.spoke_at) = (now, now);
-            let note = format!("handshake with {}", half.remote);
+            (link.received_at, link.sent_at) = (now, now);
+            let note = format!("handshake with {}", pending.remote);
             let (endpoint, name) = (peer.address.first_of(TransportKind::Tcp), link.name());
-            self.news.push(Completion::LinkUp { link: id, peer, endpoint, name, note });
+            self.completions.push(Completion::LinkUp { link: id, peer, endpoint, name, note });
         } else if link.initiator && index == 0 {
             let n = link.streams.len();
-            let addr: Option<SocketAddr> = half.remote.parse().ok();
+            let addr: Option<SocketAddr> = pending.remote.parse().ok();
             for i in 1..n {
                 let opened = addr
                     .ok_or_else(|| DomainError::Unavailable("the peer's address is unknown".into()))
                     .and_then(|a| self.open_stream(now, id, i, &a));
                 if let Err(e) = opened {
-                    return self.take_down(id, e, false);
+                    return self.close_link(id, e, false);
                 }
             }
         }
-        self.watch(key);
+        self.update_interest(key);
     }
 
     /// A socket has failed: its link closes, or tries another address.
     pub(super) fn socket_failed(&mut self, key: StreamKey, error: DomainError) {
         let Some(s) = self.sockets.try_remove(key) else { return };
         match s.role {
-            Role::Of(id) => self.take_down(id, error, false),
-            Role::Half(half) => {
-                let Some((id, index)) = half.link else {
-                    self.log.unproven(&half.remote, &error);
+            Role::Link(id) => self.close_link(id, error, false),
+            Role::Handshake(pending) => {
+                let Some((id, index)) = pending.link else {
+                    self.log.unproven(&pending.remote, &error);
                     return;
                 };
                 let now = self.now;
@@ -382,54 +395,53 @@ impl TcpDomain {
                 };
                 match self.link(id) {
                     Some(link) if index == 0 && !refused => {
-                        link.cut_off |= matches!(error, DomainError::LinkDown(_));
+                        link.interrupted |= matches!(error, DomainError::LinkDown(_));
                         let why = error.to_string();
-                        link.tried.push(match why.contains(&half.remote) {
+                        link.errors.push(match why.contains(&pending.remote) {
                             true => why,
-                            false => format!("connect to {}: {why}", half.remote),
+                            false => format!("connect to {}: {why}", pending.remote),
                         });
-                        self.try_next(now, id);
+                        self.try_next_address(now, id);
                     }
-                    _ => self.take_down(id, error, false),
+                    _ => self.close_link(id, error, false),
                 }
             }
         }
     }
 
-    pub(super) fn take_down(&mut self, id: LinkId, cause: DomainError, tell: bool) {
+    pub(super) fn close_link(&mut self, id: LinkId, cause: DomainError, tell: bool) {
         if self.link(id).is_none() {
             return;
         }
         let mut link = self.links.remove(Self::slot(id));
-        if let (Some(key), true) = (link.quick(), tell) {
+        if let (Some(key), true) = (link.urgent_stream(), tell) {
             if let Some(s) = self.sockets.get_mut(key) {
                 let text = reason(&cause.to_string());
                 let gone = u8::from(matches!(cause, DomainError::Gone(_)));
-                let bye = Header { code: gone, len: text.len() as u64, ..Header::new(Kind::Bye) };
-                s.stream.say(&bye.encode());
-                s.stream.say(&text);
+                let bye = Header { code: gone, len: text.len() as u64, ..Header::new(Kind::Close) };
+                s.stream.queue_bytes(&bye.encode());
+                s.stream.queue_bytes(&text);
                 let _ = s.stream.send();
             }
         }
         for key in link.streams.iter().flatten() {
             self.sockets.try_remove(*key);
         }
-        let of_link =
-            |s: &Socket| matches!(&s.role, Role::Half(h) if h.link.is_some_and(|(l, _)| l == id));
-        let halves: Vec<StreamKey> =
+        let of_link = |s: &Socket| matches!(&s.role, Role::Handshake(h) if h.link.is_some_and(|(l, _)| l == id));
+        let pending: Vec<StreamKey> =
             self.sockets.iter().filter(|(_, s)| of_link(s)).map(|(k, _)| k).collect();
-        for key in halves {
+        for key in pending {
             self.sockets.remove(key);
         }
         let mut unfinished = link.abandon();
         for (token, _) in &unfinished {
             let token = *token;
             let result = Err(cause.clone());
-            self.news.push(Completion::Done { link: id, token, result });
+            self.completions.push(Completion::Done { link: id, token, result });
         }
         unfinished.retain(|(_, number)| *number != 0);
         let receipt = link.receipt();
-        self.news.push(Completion::LinkDown { link: id, cause, receipt, unfinished });
+        self.completions.push(Completion::LinkDown { link: id, cause, receipt, unfinished });
     }
 
     /// Sends heartbeats on idle links, and closes links of silent peers (RS-4).
@@ -443,39 +455,40 @@ impl TcpDomain {
             }
             if !link.is_complete() {
                 late.push((link.id, "the peer did not finish the handshake in time".to_owned()));
-            } else if now >= link.heard_at.after(self.peer_timeout) {
-                let stalls =
-                    |key: &StreamKey| self.sockets.get(*key).is_some_and(|s| s.stream.is_stalled());
-                let what = match link.streams.iter().flatten().any(stalls) {
+            } else if now >= link.received_at.after(self.peer_timeout) {
+                let update_throttle = |key: &StreamKey| {
+                    self.sockets.get(*key).is_some_and(|s| s.stream.is_throttled())
+                };
+                let what = match link.streams.iter().flatten().any(update_throttle) {
                     true => "the peer read none of its replies",
                     false => "nothing received",
                 };
                 late.push((link.id, format!("{what} for {:?}", self.peer_timeout)));
             } else {
-                quiet.extend(link.quick());
+                quiet.extend(link.urgent_stream());
             }
         }
         for key in &quiet {
             if let Some(s) = self.sockets.get_mut(*key) {
-                s.stream.say(&Header::new(Kind::Ping).encode());
-                s.stream.owe(HEADER as u64);
-                self.push_out(*key);
+                s.stream.queue_bytes(&Header::new(Kind::Ping).encode());
+                s.stream.charge_reply(HEADER as u64);
+                self.send_queued(*key);
             }
         }
         let slow: Vec<StreamKey> = self
             .sockets
             .iter()
-            .filter(|(_, s)| matches!(&s.role, Role::Half(h) if h.deadline <= now))
+            .filter(|(_, s)| matches!(&s.role, Role::Handshake(h) if h.deadline <= now))
             .map(|(k, _)| k)
             .collect();
-        let moved = !(late.is_empty() && slow.is_empty() && quiet.is_empty());
+        let progressed = !(late.is_empty() && slow.is_empty() && quiet.is_empty());
         for key in slow {
             let cause = "no answer in time".to_owned();
             self.socket_failed(key, DomainError::Gone(cause));
         }
         for (id, cause) in late {
-            self.take_down(id, DomainError::Gone(cause), false);
+            self.close_link(id, DomainError::Gone(cause), false);
         }
-        moved
+        progressed
     }
 }

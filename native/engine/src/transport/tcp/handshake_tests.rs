@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{TcpDomain, HOT};
+use super::{TcpDomain, HOT_TIME};
 use crate::{
     api::{EngineAddress, EngineConfig, EngineId, RegionKey},
     domain::{
@@ -35,14 +35,14 @@ fn domain(id: u8) -> (TcpDomain, EngineAddress) {
 
 /// Polls at times so far apart that no stream is hot.
 fn poll(domain: &mut TcpDomain, now: &mut Time, out: &mut Vec<Completion>) {
-    *now = now.after(HOT * 2);
+    *now = now.after(HOT_TIME * 2);
     domain.poll(*now, &Room, out);
 }
 
 /// Connects `a` to `b` until `b` is ready and `a` is about to be. Returns the link at `b`.
-fn half_way(a: &mut TcpDomain, b: &mut TcpDomain, there: &EngineAddress) -> (LinkId, Time) {
+fn half_way(a: &mut TcpDomain, b: &mut TcpDomain, b_address: &EngineAddress) -> (LinkId, Time) {
     let (mut now, mut of_a, mut of_b) = (Time(1), Vec::new(), Vec::new());
-    a.connect(now, there, 0).unwrap();
+    a.connect(now, b_address, 0).unwrap();
     loop {
         poll(a, &mut now, &mut of_a);
         assert!(of_a.is_empty());
@@ -55,13 +55,13 @@ fn half_way(a: &mut TcpDomain, b: &mut TcpDomain, there: &EngineAddress) -> (Lin
 
 #[test]
 fn ic_4_frames_that_arrive_with_the_last_handshake_message_are_kept() {
-    let ((mut a, _), (mut b, there)) = (domain(1), domain(2));
+    let ((mut a, _), (mut b, b_address)) = (domain(1), domain(2));
     let (mut memory, mut source) = (vec![0u8; 4 * PAGE], vec![7u8; 4 * PAGE]);
     let (base, len) = (memory.as_mut_ptr() as usize, memory.len() as u64);
     let region = RegionMemory::new(KEY, base, len, Backing::Foreign, None);
     a.register(&Arc::new(region), None).unwrap();
 
-    let (link, mut now) = half_way(&mut a, &mut b, &there);
+    let (link, mut now) = half_way(&mut a, &mut b, &b_address);
     let mut of_a = Vec::new();
     // The acceptor is ready first, and its frames follow its last handshake message on every
     // stream.
@@ -94,8 +94,8 @@ fn ic_4_frames_that_arrive_with_the_last_handshake_message_are_kept() {
 
 #[test]
 fn ic_4_a_message_is_not_reported_before_its_link() {
-    let ((mut a, _), (mut b, there)) = (domain(1), domain(2));
-    let (link, mut now) = half_way(&mut a, &mut b, &there);
+    let ((mut a, _), (mut b, b_address)) = (domain(1), domain(2));
+    let (link, mut now) = half_way(&mut a, &mut b, &b_address);
     b.post(link, Token::default(), &WorkRequest::Send((*b"hello").into())).unwrap();
     b.flush();
     let mut of_a = Vec::new();
