@@ -24,7 +24,7 @@ impl fmt::Display for OpenError {
 
 impl std::error::Error for OpenError {}
 
-/// Keeps a library open for ever, in a static, so that leak checkers don't report it.
+/// Keeps a library open forever, in a static, so that leak checkers don't report it.
 fn kept(library: libloading::Library) -> &'static libloading::Library {
     static OPENED: Mutex<Vec<&'static libloading::Library>> = Mutex::new(Vec::new());
     let library: &'static libloading::Library = Box::leak(Box::new(library));

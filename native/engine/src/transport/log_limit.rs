@@ -96,6 +96,6 @@ mod tests {
         };
         assert_eq!(flood(&mut limit, start), MOST_CAUSES + 1);
         assert!(flood(&mut limit, start + INTERVAL) <= 2 * MOST_CAUSES);
-        assert!(limit.0.len() <= MOST_CAUSES + 1, "causes are kept for ever");
+        assert!(limit.0.len() <= MOST_CAUSES + 1, "causes are kept forever");
     }
 }

@@ -103,7 +103,7 @@ impl Frame {
     }
 
     /// When to send it again. If the window is full, heartbeats are repeated too: two sides with
-    /// windows full of heartbeats would otherwise be silent for ever.
+    /// windows full of heartbeats would otherwise be silent forever.
     fn due_at(&self, has_room: bool) -> Time {
         match self.due == Time::NEVER && !self.in_flight && !has_room {
             true => self.completed_at.after(self.retry_timeout()),

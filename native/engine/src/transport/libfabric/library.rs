@@ -38,7 +38,7 @@ pub(super) fn get() -> Result<Api, DomainError> {
     static API: OnceLock<Result<Api, String>> = OnceLock::new();
     let api = API.get_or_init(|| {
         let path = std::env::var(PATH_VAR).ok().filter(|p| !p.is_empty());
-        // Once per process: the path must live as long as the library, which is for ever.
+        // Once per process: the path must live as long as the library, which is forever.
         let path: Option<&'static str> = path.map(|p| &*p.leak());
         open(path)
     });

@@ -266,7 +266,7 @@ impl ControlSocket {
     /// Closes the sending side. The peer sees that, and can still send.
     pub fn finish(&mut self) {
         let _ = self.flush();
-        // The kernel reports a shut socket as writable for ever.
+        // The kernel reports a shut socket as writable forever.
         self.drop_unsent();
         self.send_closed = true;
         let _ = net::shutdown(&self.socket, net::Shutdown::Write);

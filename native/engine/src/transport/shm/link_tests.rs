@@ -427,7 +427,7 @@ fn a_peer_that_reads_no_replies_cannot_exhaust_descriptors() {
         pair.poll_b();
         // Other tests of this process open descriptors as well.
         assert!(descriptors() < before + 4 * MAX_PENDING_REPLIES, "after {asked} questions");
-        assert!(asked < 100_000, "its requests are read for ever");
+        assert!(asked < 100_000, "its requests are read forever");
     }
     assert!(asked > MAX_PENDING_REPLIES);
     // Once it reads, each request has its answer.

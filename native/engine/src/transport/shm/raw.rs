@@ -247,10 +247,8 @@ mod tests {
         }
         let (mut a, mut b) = ([io_range(src.as_ptr() as usize, 8)], [io_range(8, 8)]);
         // SAFETY: the local range lies in a vector; the remote one does not exist.
-        assert_eq!(
-            unsafe { process_vm_copy(pid, Direction::Out, &mut a, &mut b) },
-            Err(Errno::FAULT)
-        );
+        let result = unsafe { process_vm_copy(pid, Direction::Out, &mut a, &mut b) };
+        assert_eq!(result, Err(Errno::FAULT));
     }
 
     #[test]

@@ -150,7 +150,7 @@ fn flood(a: &End, b: &mut End, now: &mut Time) -> usize {
             "{} bytes are kept for it",
             b.reply_memory().0
         );
-        assert!(sent < 256 << 20, "its requests are read for ever");
+        assert!(sent < 256 << 20, "its requests are read forever");
     }
     sent
 }

@@ -74,7 +74,7 @@ impl Chain {
         if n == 0 {
             return Ok(());
         }
-        // Derived anew each time, so that no use in between can invalidate the pointers.
+        // Derived again each time, so that no use in between can invalidate the pointers.
         let wrs = self.wrs.as_mut_ptr();
         let sges = self.sges.as_mut_ptr();
         // SAFETY: `n` requests of this chain, linked to each other; their memory is valid by `Wr`'s
