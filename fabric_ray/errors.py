@@ -91,21 +91,34 @@ class PeerError(FabricError):
     peer: str
 
 
-class PeerLost(PeerError, ConnectionError):
-    """A peer died or can't be reached any more. ``nic`` is ours; empty where there is none."""
+class _LinkLost(PeerError, ConnectionError):
+    """A link to a peer was lost.
 
-    transport: str
-    nic: str
-
-
-class RailLost(PeerError, ConnectionError):
-    """One of several NICs failed while it carried the transfer; others still reach the peer.
-
-    Send again; if the transfer was counted, with a fresh counter: its count may have arrived.
+    ``nic`` is the local one, empty where there is none, and ``rail`` its number. ``errno`` is what
+    a system call returned, ``incarnation`` the peer's: an engine's id or a rank's number. Each of
+    the three is ``None`` where it isn't known.
     """
 
     transport: str
     nic: str
+    rail: int | None
+    incarnation: str | None
+
+    def __init__(self, message: str, **fields: Any) -> None:
+        unknown = {"errno": None, "rail": None, "incarnation": None, "transport": "", "nic": ""}
+        super().__init__(message, **{**unknown, **fields})
+        self.errno = self.fields["errno"]  # OSError has an attribute of this name.
+
+
+class PeerLost(_LinkLost):
+    """A peer died or can't be reached any more."""
+
+
+class RailLost(_LinkLost):
+    """One of several rails failed while it carried the transfer; others still reach the peer.
+
+    Send again; if the transfer was counted, with a fresh counter: its count may have arrived.
+    """
 
 
 class Unreachable(PeerError, ConnectionError):

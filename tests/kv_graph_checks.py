@@ -94,7 +94,7 @@ def check_layers(stand: Stand, transport: str) -> None:
         ):
             word = word_of(prefiller.word, stand)
             graph = Captured(ours, word, stand)
-            to = decoder.meet(prefiller.offer())
+            to = decoder.connect(prefiller.offer())
             here, there = [5, 0, 2, 9, 1, 12], [3, 1, 15, 0, 7, 8]
             for round_ in range(3):
                 pull = decoder.pull(to, tokens=2 * CHUNK, tables=[there], timeout=30)

@@ -144,7 +144,7 @@ class DecodeEnd(_End):
 
     def bind(self, case: Case, description: bytes) -> None:
         if self._to is None:
-            self._to = self._decoder.meet(description)
+            self._to = self._decoder.connect(description)
             pages = list(range(self.shape.held_pages))
             self._pull(pages).wait_released(PATIENCE)
             self.memory.fill(0)

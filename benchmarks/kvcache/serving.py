@@ -98,7 +98,7 @@ class LoadedDecoder:
         threading.Thread(target=self._run, daemon=True).start()
 
     def meet(self, offer: bytes) -> None:
-        number = self._decoder.meet(offer)
+        number = self._decoder.connect(offer)
         asyncio.run_coroutine_threadsafe(self._met(number), self._loop).result()
 
     def submit(self, orders: list[Order]) -> None:
@@ -170,7 +170,7 @@ class LoadedDecoder:
                 tables.hold()
                 await pull.released()
                 tables.release()
-                if not self._decoder.knows(prefiller):
+                if not self._decoder.is_connected(prefiller):
                     self._forget(prefiller)
                 return f"{type(error).__name__}: {error}", error.retryable
             finally:

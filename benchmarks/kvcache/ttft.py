@@ -53,7 +53,7 @@ class DecodeNode:
         self._to = -1
 
     def meet(self, offer: bytes) -> None:
-        self._to = self._decoder.meet(offer)
+        self._to = self._decoder.connect(offer)
 
     def first_token(self, prompt: list[int], computed: bool) -> dict[str, Any]:
         """Asks for a prompt, and decodes one step after its first token. Times are monotonic

@@ -92,8 +92,8 @@ class Fetcher:
 
     def _prefiller(self, offer: str) -> int:
         known = self._prefillers.get(offer)
-        if known is None or not self._decoder.knows(known):
+        if known is None or not self._decoder.is_connected(known):
             live = self._prefillers.items()
-            self._prefillers = {text: n for text, n in live if self._decoder.knows(n)}
-            known = self._prefillers[offer] = self._decoder.meet(from_text(offer))
+            self._prefillers = {text: n for text, n in live if self._decoder.is_connected(n)}
+            known = self._prefillers[offer] = self._decoder.connect(from_text(offer))
         return known

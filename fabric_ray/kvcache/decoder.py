@@ -1,4 +1,4 @@
-"""The decoder's end: asks prefillers for pages, and knows when they are there or free again."""
+"""The decoder's end: requests pages from prefillers, and reports when they are ready or free."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing_extensions import Self
 
 from fabric_ray import _native
 from fabric_ray.errors import HandshakeError
-from fabric_ray.kvcache.errors import KvError, LayoutMismatch, of_cause
+from fabric_ray.kvcache.errors import KvCause, KvError, KvEvent, LayoutMismatch, error_for
 from fabric_ray.kvcache.layout import CacheLayout
 from fabric_ray.kvcache.terms import RankCache, Terms, encoded, weakly
 
 
 class Pull:
-    """A request for pages, from the call that makes it until its memory is free again.
+    """A request for pages.
 
-    Its pages must not be read before :meth:`ready` has returned, and not be given to another
-    request before :meth:`released` has (MR-1), whatever became of it.
+    Don't read its pages before :meth:`ready` has returned. Don't give them to another request
+    before :meth:`released` has returned (MR-1), even if the request failed.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -33,16 +33,16 @@ class Pull:
 
     @property
     def number(self) -> int:
-        """As the decoder counts its requests."""
+        """Its number among the decoder's requests."""
         return self._number
 
     async def ready(self) -> None:
-        """Returns when every page and the tail are there (IC-2).
+        """Returns when all pages and the tail have arrived (IC-2). Cancelling the wait doesn't
+        cancel the request.
 
         Raises:
-            KvError: they will not be; its class says why, ``retryable`` whether to ask another.
+            KvError: the request failed; ``retryable`` says whether to ask another prefiller.
         """
-        # Who waits may be cancelled; the request isn't, by that.
         await asyncio.shield(asyncio.wrap_future(self._ready))
 
     def wait_ready(self, timeout: float | None = None) -> None:
@@ -58,19 +58,19 @@ class Pull:
         self._released.result(timeout)
 
     def on_release(self, callback: Callable[[], object]) -> None:
-        """Calls back when the memory is free, at once if it is; on an engine's callback thread, in
-        a copy of the caller's context."""
+        """Calls ``callback`` when the memory is free, at once if it is already. It runs on an
+        engine's callback thread, in a copy of the caller's context."""
         context = copy_context()
         self._released.add_done_callback(lambda _: context.run(callback))
 
     @property
     def is_ready(self) -> bool:
-        """Whether the pages are there."""
+        """Whether all pages have arrived."""
         return self._ready.done() and self._ready.exception() is None
 
     @property
     def error(self) -> KvError | None:
-        """Why they will not be."""
+        """Why the request failed, if it did."""
         error = self._ready.exception() if self._ready.done() else None
         return error if isinstance(error, KvError) else None
 
@@ -79,31 +79,32 @@ class Pull:
         return self._released.done()
 
     def cancel(self) -> None:
-        """Gives it up: :meth:`ready` raises :class:`PullCancelled` unless it was over, and
-        :meth:`released` returns when the prefiller has confirmed that it writes no more."""
+        """Cancels the request: :meth:`ready` raises :class:`PullCancelled` unless the request has
+        ended, and :meth:`released` returns when the prefiller confirms that it writes no more."""
         self._decoder._native.cancel(self._number)
 
-    def _tell(self, what: str, cause: str, text: str) -> None:
-        if what == "ready":
+    def _on_event(self, event: KvEvent, cause: KvCause, text: str) -> None:
+        if event == "ready":
             self._ready.set_result(None)
-        elif what == "failed":
-            self._ready.set_exception(of_cause(cause, text))
+        elif event == "failed":
+            self._ready.set_exception(error_for(cause, text))
         else:
             self._released.set_result(None)
 
 
 class Decoder:
-    """A decoder instance's process (fabric-lib, section 4): asks, and counts what arrives.
+    """One process of a decoder instance (fabric-lib, section 4): requests pages and counts their
+    arrival.
 
     Args:
-        ranks: those of this process; the first one's engine takes messages.
-        name: what prefillers call it in their errors.
-        terms: what it holds prefillers to.
-        layouts: those of all ranks of the instance; by default this process has all.
+        ranks: the ranks of this process; the engine of the first one receives messages.
+        name: its name in the errors of prefillers.
+        terms: heartbeats and limits.
+        layouts: of all ranks of the instance; by default those of ``ranks``.
         first_rank: the number of the first rank of this process.
 
     Raises:
-        InvalidArgument: layouts, ranks and regions don't fit together.
+        InvalidArgument: layouts, ranks and regions don't match.
     """
 
     def __init__(
@@ -117,8 +118,8 @@ class Decoder:
     ) -> None:
         self._lock = threading.Lock()
         self._pulls: dict[int, Pull] = {}
-        # What became of requests whose number isn't known here yet.
-        self._early: dict[int, list[tuple[str, str, str]]] = {}
+        # Events that came before request() returned the number.
+        self._early: dict[int, list[tuple[KvEvent, KvCause, str]]] = {}
         every, local = encoded(ranks, layouts, first_rank)
         self._native = _native.KvDecoder(
             name=name,
@@ -128,26 +129,26 @@ class Decoder:
             on_event=weakly(self._on_event),
         )
 
-    def meet(self, offer: bytes) -> int:
-        """Makes a prefiller known; returns its number. The memory is registered once more for it,
-        so that it can be taken back from it alone.
+    def connect(self, offer: bytes) -> int:
+        """Opens a session with a prefiller; returns the prefiller's number. The memory gets a
+        registration for this prefiller alone, which can be revoked separately.
 
         Raises:
-            LayoutMismatch: its pages and ours don't fit together.
+            LayoutMismatch: the layouts of the two instances don't match.
             DecodeError: the offer is damaged, or of another version.
         """
         try:
-            return self._native.meet(offer)
+            return self._native.connect(offer)
         except HandshakeError as error:
             raise LayoutMismatch(str(error)) from None
 
-    def knows(self, prefiller: int) -> bool:
-        """Whether it can be asked: it hasn't been given up."""
-        return self._native.knows(prefiller)
+    def is_connected(self, prefiller: int) -> bool:
+        """Whether the session with a prefiller is open."""
+        return self._native.is_connected(prefiller)
 
-    def leave(self, prefiller: int) -> None:
-        """Parts with a prefiller: what was asked of it fails."""
-        self._native.leave(prefiller)
+    def disconnect(self, prefiller: int) -> None:
+        """Ends the session with a prefiller: its requests fail."""
+        self._native.disconnect(prefiller)
 
     def pull(
         self,
@@ -161,22 +162,22 @@ class Decoder:
         timeout: float = 60.0,
         salt: int = 0,
     ) -> Pull:
-        """Asks a prefiller for the pages of a prompt.
+        """Requests the pages of a prompt from a prefiller.
 
         Args:
-            prefiller: its number, from :meth:`meet`.
-            tokens: of the prompt.
-            tables: the pages of all tokens, in their order, for each group of the layout.
-            have: how many of the first tokens are in them already: whole pages, not all tokens.
-            tail_slot: where logits and hidden states are to go.
-            payload: for the engine behind the prefiller: the prompt.
-            timeout: seconds until it fails with :class:`PullTimeout`.
-            salt: chooses among replicas of what prefill ranks hold.
+            prefiller: its number, from :meth:`connect`.
+            tokens: length of the prompt.
+            tables: for each group of the layout, the pages of all tokens in order.
+            have: leading tokens that are in the pages already: whole pages, fewer than ``tokens``.
+            tail_slot: the slot for logits and hidden states.
+            payload: for the engine behind the prefiller, for example the prompt.
+            timeout: seconds until the request fails with :class:`PullTimeout`.
+            salt: chooses among replicas of prefill ranks.
 
         Raises:
-            InvalidArgument: tables that don't fit the tokens, pages that there aren't, a payload
-                that is too long.
-            Stale: the prefiller has been given up: :meth:`meet` it again, or ask another.
+            InvalidArgument: tables don't match ``tokens``, a page is out of range, or the payload
+                is too long.
+            Stale: the session has ended: :meth:`connect` again, or ask another prefiller.
         """
         pull = Pull(self)
         number = self._native.request(
@@ -192,10 +193,10 @@ class Decoder:
         pull._number = number
         with self._lock:
             early = self._early.pop(number, [])
-            if not any(what == "released" for what, _, _ in early):
+            if not any(event == "released" for event, _, _ in early):
                 self._pulls[number] = pull
         for event in early:
-            pull._tell(*event)
+            pull._on_event(*event)
         return pull
 
     @property
@@ -204,7 +205,7 @@ class Decoder:
         return self._native.open
 
     def close(self) -> None:
-        """Parts with all prefillers; what was asked fails, and is released when it is safe."""
+        """Ends all sessions: requests fail, and are released when no peer can write any more."""
         self._native.close()
 
     def __enter__(self) -> Self:
@@ -218,12 +219,12 @@ class Decoder:
     ) -> None:
         self.close()
 
-    def _on_event(self, number: int, what: str, cause: str, text: str) -> None:
+    def _on_event(self, number: int, event: KvEvent, cause: KvCause, text: str) -> None:
         with self._lock:
             pull = self._pulls.get(number)
             if pull is None:
-                self._early.setdefault(number, []).append((what, cause, text))
+                self._early.setdefault(number, []).append((event, cause, text))
                 return
-            if what == "released":
+            if event == "released":
                 del self._pulls[number]
-        pull._tell(what, cause, text)
+        pull._on_event(event, cause, text)

@@ -1,12 +1,25 @@
-"""Why pages didn't come."""
+"""Why a request for pages failed."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Literal, TypeAlias
 
 from fabric_ray.errors import FabricError, HandshakeError
 
 
+class RefusalReason(Enum):
+    """Why a prefiller's engine refused a request; see :meth:`Job.refuse`."""
+
+    BUSY = "busy"
+    """It has too many requests, and may take this one later."""
+    TOO_LONG = "too_long"
+    """It has too few pages for the prompt, however few other requests it has."""
+
+
 class LayoutMismatch(HandshakeError):
-    """Pages of a prefiller and a decoder don't fit together; the text lists all that differs."""
+    """The page layouts of a prefiller and a decoder don't match; the text lists all differences."""
 
 
 class KvError(FabricError):
@@ -17,57 +30,83 @@ class KvError(FabricError):
 
 
 class PullCancelled(KvError):
-    """The decoder gave the request up."""
+    """The decoder cancelled the request."""
 
 
 class PrefillerLost(KvError):
-    """The prefiller died, was silent for too long, declined this decoder, or one of the two parted
-    with the other."""
+    """The prefiller died, sent no heartbeat in time or declined this decoder, or one of the two
+    disconnected."""
 
     retryable = True
 
 
 class PullTimeout(KvError):
-    """The pages were not there by the deadline."""
+    """The pages did not arrive by the deadline."""
 
     retryable = True
 
 
 class PullRefused(KvError):
-    """What was asked was not begun, there or here.
+    """The decoder or the prefiller refused the request before any work on it.
 
-    ``retryable`` says whether because the prefiller takes nothing more, or because of what was
-    asked: then another one would refuse it as well.
+    ``retryable`` is true where the prefiller takes no more requests, and false where the request
+    itself is at fault. ``reason`` is what the prefiller's engine gave, if it refused.
     """
+
+    reason: RefusalReason | None
+
+    def __init__(
+        self, message: str, *, retryable: bool = False, reason: RefusalReason | None = None
+    ) -> None:
+        super().__init__(message, retryable=retryable, reason=reason)
+        self.retryable, self.reason = retryable, reason
 
 
 class PrefillFailed(KvError):
-    """The engine behind the prefiller gave up; the text says why."""
+    """The engine behind the prefiller failed; the text says why."""
 
     retryable = True
 
 
 class DecoderClosed(KvError):
-    """This decoder was closed, or an engine of it."""
+    """This decoder or one of its engines is closed."""
 
 
-_TURNED_AWAY = "turned away"
-"""The native core's name of a refusal that isn't because of what was asked."""
+KvEvent: TypeAlias = Literal["ready", "failed", "released", "stopped"]
+"""What the native core reports of a request."""
 
-_BY_CAUSE: dict[str, type[KvError]] = {
+KvCause: TypeAlias = Literal[
+    "",
+    "cancelled",
+    "closed",
+    "failed",
+    "lost",
+    "refused",
+    "refused_busy",
+    "refused_here",
+    "refused_too_long",
+    "timed_out",
+]
+"""What the native core calls a cause; empty for an event without one."""
+
+
+def _refused(retryable: bool, reason: RefusalReason | None = None) -> Callable[[str], KvError]:
+    return lambda text: PullRefused(text, retryable=retryable, reason=reason)
+
+
+_BY_CAUSE: dict[KvCause, Callable[[str], KvError]] = {
     "cancelled": PullCancelled,
-    "lost": PrefillerLost,
-    "timed out": PullTimeout,
-    "refused": PullRefused,
-    _TURNED_AWAY: PullRefused,
-    "failed": PrefillFailed,
     "closed": DecoderClosed,
+    "failed": PrefillFailed,
+    "lost": PrefillerLost,
+    "refused": _refused(False),
+    "refused_busy": _refused(True, RefusalReason.BUSY),
+    "refused_here": _refused(True),
+    "refused_too_long": _refused(False, RefusalReason.TOO_LONG),
+    "timed_out": PullTimeout,
 }
 
 
-def of_cause(cause: str, text: str) -> KvError:
-    """The exception for a cause, as the native core names it."""
-    error = _BY_CAUSE.get(cause, KvError)(text)
-    if cause == _TURNED_AWAY:
-        error.retryable = True
-    return error
+def error_for(cause: KvCause, text: str) -> KvError:
+    """The exception for a cause of the native core."""
+    return _BY_CAUSE[cause](text)

@@ -1,4 +1,4 @@
-"""What one rank's paged cache looks like. Ranks tell each other when they meet."""
+"""The layout of one rank's paged cache. Instances exchange layouts when they connect."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import msgspec
 
 
 class Place(msgspec.Struct, frozen=True):
-    """A place in one of the rank's buffers."""
+    """A position in one of the rank's buffers."""
 
     buffer: int
-    """Which of :attr:`CacheLayout.buffers`."""
+    """Index into :attr:`CacheLayout.buffers`."""
     offset: int
-    """Bytes from its begin."""
+    """Bytes from the start of the buffer."""
 
 
 class CacheTensor(msgspec.Struct, frozen=True):
@@ -21,44 +21,44 @@ class CacheTensor(msgspec.Struct, frozen=True):
     name: str
     """Keys and values are ``k`` and ``v``, MLA's are ``latent`` and ``rope``."""
     heads: int
-    """Of the whole model; 1 for what isn't divided by heads."""
+    """Heads of the whole model; 1 for a tensor without heads."""
     first_head: int
-    """The first of those heads that this rank holds."""
+    """The first head that this rank holds."""
     held_heads: int
-    """How many it holds."""
+    """Number of heads that this rank holds."""
     width: int
-    """Elements of one head of one token; they lie side by side."""
+    """Elements of one head of one token, contiguous."""
     dtype: str
-    """As torch names it, ``bfloat16`` for example."""
+    """Torch's name, for example ``bfloat16``."""
     page_stride: int
     head_stride: int
     token_stride: int
     places: tuple[Place, ...]
-    """Where page 0 begins, for each layer of the group."""
+    """The start of page 0, for each layer of the group."""
 
 
 class CacheGroup(msgspec.Struct, frozen=True):
-    """Layers whose tokens lie in the same pages."""
+    """Layers that share one page table."""
 
     name: str
     layers: tuple[int, ...]
-    """Their numbers in the model, in the order in which they are computed."""
+    """Numbers of the layers in the model, in the order of computation."""
     page_tokens: int
-    """Tokens of a page."""
+    """Tokens per page."""
     pages: int
-    """Pages that there are, numbered from 0."""
+    """Number of pages."""
     tensors: tuple[CacheTensor, ...]
     window: int | None = None
-    """Tokens that these layers look back; ``None`` for all of them."""
+    """Sliding window of these layers, in tokens; ``None`` for full attention."""
 
 
 class CacheLayout(msgspec.Struct, frozen=True):
     """One rank's cache."""
 
     model: str
-    """Whose activations these are: model, revision and whatever else must agree for the bytes to
-    mean the same."""
+    """Names the activations: model, revision and all else that must be equal for the bytes to mean
+    the same."""
     groups: tuple[CacheGroup, ...]
-    """Most models have one, hybrid ones several."""
+    """One for most models, several for hybrid models."""
     buffers: tuple[int, ...]
-    """The length in bytes of each registered region that holds pages."""
+    """Bytes of each registered region that holds pages."""

@@ -1,4 +1,4 @@
-"""The prefiller's end: takes requests, and has pages pushed while they are computed."""
+"""The prefiller's end: receives requests, and pushes pages while they are computed."""
 
 from __future__ import annotations
 
@@ -15,69 +15,73 @@ from typing_extensions import Self
 
 from fabric_ray import _native
 from fabric_ray._native import KvTimeline, Watcher
-from fabric_ray.kvcache.errors import KvError, of_cause
+from fabric_ray.kvcache.errors import KvCause, KvError, KvEvent, RefusalReason, error_for
 from fabric_ray.kvcache.layout import CacheLayout
 from fabric_ray.kvcache.terms import RankCache, Terms, encoded, weakly
 from fabric_ray.kvcache.timeline import LayerTimes
 
 
 class Job:
-    """A request that has come, until its memory is free again."""
+    """A request of a decoder, until its memory is free again."""
 
     def __init__(
         self,
         prefiller: Prefiller,
         number: int,
-        asked: tuple[str, int, int, bytes],
+        request: tuple[str, int, int, bytes],
         timeline: KvTimeline,
     ) -> None:
         self._prefiller, self._timeline = prefiller, timeline
         self.id = number
-        self.decoder, self.tokens, self.have, self.payload = asked
+        self.decoder, self.tokens, self.have, self.payload = request
         self._stopped: Future[KvError] = Future()
         self._released: Future[None] = Future()
 
     decoder: str
-    """Who asks, by the name that it gave itself."""
+    """The name of the decoder."""
     tokens: int
-    """Of the prompt."""
+    """Length of the prompt."""
     have: int
-    """How many of the first ones needn't be sent."""
+    """Leading tokens that needn't be sent."""
     payload: bytes
-    """What the decoder wants the engine to know."""
+    """The decoder's data for the engine."""
 
     def accept(self, tables: Sequence[Sequence[int]], *, computed: int = 0) -> None:
-        """Names our pages for all tokens, for each group. What is in them already, of the first
-        ``computed`` tokens, is sent at once.
+        """Names the pages that hold all tokens, for each group. The first ``computed`` tokens are
+        in them already and are sent at once.
 
         Raises:
-            InvalidArgument: the tables don't fit, or it was accepted before.
-            Cancelled: the request is over.
+            InvalidArgument: the tables don't match, or the request was accepted before.
+            Cancelled: the request has ended.
         """
         tables = [list(table) for table in tables]
         self._prefiller._native.accept(self.id, tables, computed)
 
     def finish(self, tail_slot: int = 0) -> None:
-        """Sends the tail from a slot of the first rank; the rest of the pages may still be leaving.
+        """Sends the tail from a slot of the first rank, while pages may still be under way.
 
         Raises:
-            InvalidArgument: there is no such slot, or it was called before.
-            Cancelled: the request is over.
+            InvalidArgument: the slot is out of range, or it was called before.
+            Cancelled: the request has ended.
         """
         self._prefiller._native.finish(self.id, tail_slot)
 
     def fail(self, why: str) -> None:
-        """Gives the request up; the decoder is told why."""
+        """Fails the request: the decoder's pull raises :class:`PrefillFailed` with this text."""
         self._prefiller._native.fail(self.id, why)
 
+    def refuse(self, reason: RefusalReason, why: str) -> None:
+        """Refuses the request: the decoder's pull raises :class:`PullRefused` with this reason."""
+        self._prefiller._native.refuse(self.id, reason.value, why)
+
     def timeline(self) -> tuple[LayerTimes, ...]:
-        """When its layers were computed, posted and delivered, in the order in which they are
-        computed; also when it is over."""
+        """When each layer was computed, posted and delivered, in the order of computation; also
+        after the request has ended."""
         return tuple(LayerTimes(*times) for times in self._timeline.layers())
 
     @property
     def stopped(self) -> bool:
-        """Whether what is computed is for nobody: it was cancelled, or its decoder is gone."""
+        """Whether the request was cancelled or its decoder is gone: computing it is useless."""
         return self._stopped.done()
 
     @property
@@ -86,8 +90,8 @@ class Job:
         return self._stopped.result() if self._stopped.done() else None
 
     def on_stop(self, callback: Callable[[KvError], object]) -> None:
-        """Calls back when it is stopped, at once if it is; on an engine's callback thread, in a
-        copy of the caller's context."""
+        """Calls ``callback`` when the request is stopped, at once if it is already. It runs on an
+        engine's callback thread, in a copy of the caller's context."""
         context = copy_context()
         self._stopped.add_done_callback(lambda future: context.run(callback, future.result()))
 
@@ -100,8 +104,8 @@ class Job:
         self._released.result(timeout)
 
     def on_release(self, callback: Callable[[], object]) -> None:
-        """Calls back when its memory is free, at once if it is; on an engine's callback thread, in
-        a copy of the caller's context."""
+        """Calls ``callback`` when the memory is free, at once if it is already. It runs on an
+        engine's callback thread, in a copy of the caller's context."""
         context = copy_context()
         self._released.add_done_callback(lambda _: context.run(callback))
 
@@ -111,18 +115,18 @@ class Job:
 
 
 class Prefiller:
-    """A prefiller instance's process (fabric-lib, section 4 and appendix A).
+    """One process of a prefiller instance (fabric-lib, section 4 and appendix A).
 
     Args:
-        ranks: those of this process; the first one's engine takes messages.
-        name: what decoders call it in their errors.
-        terms: what it holds decoders to.
+        ranks: the ranks of this process; the engine of the first one receives messages.
+        name: its name in the errors of decoders.
+        terms: heartbeats and limits.
         device: the GPU whose kernels count layers in :attr:`word`; ``None`` for the host.
-        layouts: those of all ranks of the instance; by default this process has all.
+        layouts: of all ranks of the instance; by default those of ``ranks``.
         first_rank: the number of the first rank of this process. Rank 0 sends the tail.
 
     Raises:
-        InvalidArgument: layouts, ranks and regions don't fit together.
+        InvalidArgument: layouts, ranks and regions don't match.
     """
 
     def __init__(
@@ -147,19 +151,19 @@ class Prefiller:
             ranks=local,
             terms=(terms or Terms())._native(),
             on_event=weakly(self._on_event),
-            on_asked=weakly(self._on_asked),
+            on_request=weakly(self._on_request),
             device=device,
         )
         self._word = self._native.word
 
     def offer(self) -> bytes:
-        """What decoders need to know of it; to be published."""
+        """What :meth:`Decoder.connect` takes; publish it to decoders."""
         return self._native.offer()
 
     @property
     def word(self) -> Watcher:
-        """The word that counts layers: one more for each, over all passes. A captured kernel may do
-        it in place of :meth:`layer_done`."""
+        """The word that counts computed layers over all passes. A captured kernel may increment it
+        instead of :meth:`layer_done`."""
         return self._word
 
     @property
@@ -168,7 +172,7 @@ class Prefiller:
         return self._native.layers
 
     async def jobs(self) -> AsyncIterator[Job]:
-        """Requests as they come; ends when the prefiller is closed. For one reader."""
+        """Yields requests until the prefiller is closed. Only one reader at a time."""
         event = asyncio.Event()
         self._wake = mine = (asyncio.get_running_loop(), event)
         try:
@@ -180,55 +184,53 @@ class Prefiller:
                 await event.wait()
                 event.clear()
         finally:
-            # A loop ends generators that were left when it likes: another may read by now.
+            # An event loop may finalise an abandoned generator after another reader has begun.
             if self._wake is mine:
                 self._wake = None
 
     def take(self) -> list[Job]:
-        """The requests that have come since the last call; never waits."""
+        """The requests since the last call; never waits."""
         with self._lock:
             jobs = list(self._waiting)
             self._waiting.clear()
         return jobs
 
     def begin(self, requests: Sequence[tuple[Job, int]], *, counted: int | None = None) -> None:
-        """Says that a pass through all layers begins, which computes each of these requests up to
-        so many of its tokens.
+        """Begins a pass through all layers that computes each request up to a number of tokens.
 
-        It has the counts that follow, one for each layer. Passes follow one another: what of the
-        last one isn't counted by now never will be, and its requests fail, for nobody knows what
-        is in their pages.
+        The next counts of :attr:`word` belong to this pass, one for each layer. If layers of the
+        last pass are still uncounted, its requests fail: the content of their pages is unknown.
 
         Args:
-            requests: and their tokens that are computed after it.
-            counted: what :attr:`word` will be when the pass begins, if a device still counts the
-                one before; by default what it is.
+            requests: pairs of a request and its number of computed tokens after the pass.
+            counted: the value of :attr:`word` when the pass begins, where a device still counts
+                the last pass; by default its present value.
 
         Raises:
-            InvalidArgument: an earlier pass begins after more layers than this one.
+            InvalidArgument: ``counted`` is lower than that of an earlier pass.
         """
         self._native.begin([(job.id, done) for job, done in requests], counted)
 
     def layer_done(self, layer: int | None = None) -> None:
-        """Says that one more layer of the pass is in the cache, of all ranks: its pages leave, on
-        another thread. ``layer`` is for callers that number them; they come in order."""
+        """One more layer of the pass is in the cache of all ranks: another thread sends its pages.
+        ``layer`` is ignored, for callers that pass the number; layers come in order."""
         self._native.layer_done()
 
     @property
     def open(self) -> int:
-        """Jobs that aren't released."""
+        """Number of jobs that aren't released."""
         return self._native.jobs
 
     @property
     def decoders(self) -> int:
-        """Decoders that it talks to."""
+        """Number of decoders with an open session."""
         return self._native.decoders
 
     def close(self) -> None:
-        """Takes nothing new, stops all jobs and says so to the decoders."""
+        """Stops all jobs, tells their decoders, and accepts no more requests."""
         self._closed = True
         self._native.close()
-        self._poke()
+        self._wake_reader()
 
     def __enter__(self) -> Self:
         return self
@@ -241,13 +243,13 @@ class Prefiller:
     ) -> None:
         self.close()
 
-    def _poke(self) -> None:
+    def _wake_reader(self) -> None:
         wake = self._wake
         if wake is not None:
-            with suppress(RuntimeError):  # the loop may be gone, and its reader
+            with suppress(RuntimeError):  # The loop may be closed.
                 wake[0].call_soon_threadsafe(wake[1].set)
 
-    def _on_asked(
+    def _on_request(
         self,
         number: int,
         decoder: str,
@@ -260,16 +262,16 @@ class Prefiller:
         with self._lock:
             self._jobs[number] = job
             self._waiting.append(job)
-        self._poke()
+        self._wake_reader()
 
-    def _on_event(self, number: int, what: str, cause: str, text: str) -> None:
+    def _on_event(self, number: int, event: KvEvent, cause: KvCause, text: str) -> None:
         with self._lock:
             job = self._jobs.get(number)
-            if job is not None and what == "released":
+            if job is not None and event == "released":
                 del self._jobs[number]
         if job is None:
             return
-        if what == "stopped":
-            job._stopped.set_result(of_cause(cause, text))
+        if event == "stopped":
+            job._stopped.set_result(error_for(cause, text))
         else:
             job._released.set_result(None)

@@ -1,4 +1,4 @@
-"""What both ends of a transfer are made of."""
+"""Parameters that prefillers and decoders share."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _Terms = tuple[float, float, int, int, int]
 
 
 class Terms(BaseModel):
-    """What an end holds others to."""
+    """Heartbeats and limits of an end."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     beat: float = Field(default=0.5, ge=0.001, le=3600)
-    """Seconds between a decoder's beats."""
+    """Heartbeat interval, in seconds."""
     silence: float = Field(default=5.0, gt=0)
-    """Who says nothing for so many seconds is given up, with all that it has under way. Two beats
-    at least; what the engine knows of a dead process comes sooner (RS-4)."""
+    """Heartbeat timeout, in seconds, at least two intervals: the session with a silent peer ends
+    and its requests fail. The engine reports a dead process sooner (RS-4)."""
     max_message: int = Field(default=1 << 20, ge=4096, le=1 << 28)
-    """The longest request that is taken, bytes: 4 bytes for each token of a prompt, and some."""
+    """Most bytes of one request; each token of a prompt takes about 4."""
     tail_nbytes: int = Field(default=0, ge=0)
-    """Bytes that come with the last page, as :attr:`InferenceEngine.tail` lays them out."""
+    """Bytes of the tail that follows the last page; see :attr:`InferenceEngine.tail`."""
     max_payloads: int = Field(default=1 << 28, ge=4096)
-    """Bytes of the payloads of all requests that a prefiller has, one longest message at least;
-    what would go beyond is refused."""
+    """Most bytes of the payloads of all requests of a prefiller, at least ``max_message``; further
+    requests are refused."""
 
     def _native(self) -> _Terms:
         return (
@@ -49,16 +49,16 @@ class Terms(BaseModel):
 
 @dataclass(frozen=True)
 class RankCache:
-    """The cache of one rank that lives in this process."""
+    """The cache of one rank in this process."""
 
     engine: TransferEngine
-    """That writes from it, or that others' writes come through. The first rank's takes messages
-    too: its receive pool belongs to the transfer."""
+    """Writes from the cache, or receives writes to it. The first rank's engine also receives
+    messages: don't use its receive pool otherwise."""
     layout: CacheLayout
     buffers: Sequence[Region]
-    """What :attr:`CacheLayout.buffers` are, in their order."""
+    """The regions that :attr:`CacheLayout.buffers` describes, in its order."""
     tail: Region | None = None
-    """Slots of :attr:`Terms.tail_nbytes` each; used of the first rank only."""
+    """Slots of :attr:`Terms.tail_nbytes` each; only the first rank needs them."""
 
 
 def encoded(
@@ -66,22 +66,22 @@ def encoded(
 ) -> tuple[list[bytes], list[_Rank]]:
     """Layouts of all ranks, and the local ranks, as the native core takes them."""
     if not ranks:
-        raise InvalidArgument("an end needs one rank at least")
-    every = [rank.layout for rank in ranks] if layouts is None else list(layouts)
+        raise InvalidArgument("ranks: got none, expected at least one local rank")
+    all_layouts = [rank.layout for rank in ranks] if layouts is None else list(layouts)
     local: list[_Rank] = [
         (first + i, rank.engine, list(rank.buffers), rank.tail) for i, rank in enumerate(ranks)
     ]
-    return [msgspec.msgpack.encode(layout) for layout in every], local
+    return [msgspec.msgpack.encode(layout) for layout in all_layouts], local
 
 
 def weakly(method: Callable[..., object]) -> Callable[..., None]:
-    """A method as the native core keeps it: without its object, whose native half would be kept by
-    it in turn, and no collector sees through that."""
+    """A callback that doesn't keep the method's object alive. The native core keeps the callback
+    and the object keeps the native core; the garbage collector can't see that cycle."""
     weak = weakref.WeakMethod(method)
 
     def call(*args: Any) -> None:
-        found = weak()
-        if found is not None:
-            found(*args)
+        alive = weak()
+        if alive is not None:
+            alive(*args)
 
     return call

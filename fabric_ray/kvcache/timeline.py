@@ -6,17 +6,17 @@ import msgspec
 
 
 class LayerTimes(msgspec.Struct, frozen=True):
-    """One layer of a job; nanoseconds of the clock behind ``time.monotonic_ns``.
+    """Times of one layer of a job, in nanoseconds of ``time.monotonic_ns``'s clock.
 
-    ``None`` where it hasn't come so far, or nothing of the layer had to be sent. Of a prompt that
-    is computed in chunks they are those of the last one.
+    ``None`` where the event has not happened, or the layer had nothing to send. For a prompt that
+    is computed in chunks, the times are those of the last chunk.
     """
 
     layer: int
     """Its number in the model."""
     computed: int | None
-    """It was said to be in the cache; where a kernel counts, it was seen to be."""
+    """The layer was reported as computed, or its count was seen."""
     posted: int | None
-    """The last of its pages was given to the engines."""
+    """The last of its pages was posted."""
     delivered: int | None
-    """The last of its pages is known to be in the decoder's memory."""
+    """The last of its pages was confirmed to be in the decoder's memory."""

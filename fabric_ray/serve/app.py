@@ -1,4 +1,4 @@
-"""From configuration to a Serve application, and a way to run it here.
+"""Builds the Serve application from its configuration.
 
 Annotations are real types in this module: Serve reads those of :func:`build_app`.
 """
@@ -16,8 +16,7 @@ from fabric_ray.serve.prefill import Prefill
 from fabric_ray.serve.scaling import with_policy
 
 _SLACK = 16
-"""Requests beyond its limit that Serve may bring to a replica, which turns them away itself: it
-knows best how long its queue is."""
+"""Requests beyond a replica's limit that Serve may send to it; the replica refuses them itself."""
 
 
 def build_app(args: ServeArgs) -> serve.Application:
@@ -28,12 +27,12 @@ def build_app(args: ServeArgs) -> serve.Application:
         args: of the deployment; a dictionary is parsed.
 
     Raises:
-        ValidationError: fields that there aren't, or values that they can't have.
-        BadRequest: there is no such model.
+        ValidationError: a field is unknown, or its value is invalid.
+        BadRequest: the model is unknown.
     """
     if not isinstance(args, ServeArgs):
         args = ServeArgs.model_validate(args)
-    model_config(args)  # a wrong name is better found here than by every replica
+    model_config(args)  # Raises for an unknown model, sooner than a replica would.
     prefill = _deployment(
         Prefill,
         with_policy(args.prefill.options),

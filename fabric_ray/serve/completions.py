@@ -1,4 +1,4 @@
-"""A decoder's requests, from their arrival to their last token or the cause of their end."""
+"""A decoder's requests, from arrival to the last token or the error."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, TypeAlias
 
 from fabric_ray.inference.protocols import Tail
 from fabric_ray.inference.sampling import Sampling
 from fabric_ray.inference.tokenizer import Tokenizer
 from fabric_ray.kvcache import Decoder
-from fabric_ray.serve.asking import Asking
-from fabric_ray.serve.clock import Clock
 from fabric_ray.serve.config import DecodeArgs
+from fabric_ray.serve.decode_loop import DecodeLoop, Row
 from fabric_ray.serve.errors import BadRequest, Busy, ServeError
 from fabric_ray.serve.instance import Instance
+from fabric_ray.serve.kv_allocator import KvAllocator, KvReservation
+from fabric_ray.serve.messages import Emitted, Event, Failed, Finished, Generate
 from fabric_ray.serve.metrics import Metrics
+from fabric_ray.serve.prefill_client import PrefillClient
 from fabric_ray.serve.prefillers import Discovery, Prefillers
-from fabric_ray.serve.seats import Seat, Seats
-from fabric_ray.serve.steps import DecodeLoop, Row
-from fabric_ray.serve.text import Text
-from fabric_ray.serve.wire import Emitted, Event, Failed, Finished, Generate
+from fabric_ray.serve.request_clock import RequestClock
+from fabric_ray.serve.stop_text import StopTextFilter
 
 logger = logging.getLogger(__name__)
+
+_Step: TypeAlias = tuple[int, str | None] | ServeError
+"""A token and why it was the last one, or the error that ended the row."""
 
 
 class Completions:
@@ -44,8 +47,10 @@ class Completions:
         self._instance, self._args, self._tokenizer = instance, args, tokenizer
         self._decoder = Decoder(instance.ranks, name=instance.name, terms=instance.terms)
         self._prefillers = Prefillers(self._decoder, discovery, avoid_lost=args.avoid_lost)
-        self._asking = Asking(instance, self._decoder, self._prefillers, args)
-        self._seats = Seats(instance.pools, slots=instance.slots, max_queue=args.max_queue)
+        self._prefill_client = PrefillClient(instance, self._decoder, self._prefillers, args)
+        self._allocator = KvAllocator(
+            instance.pools, slots=instance.slots, max_queue=args.max_queue
+        )
         self._loop = DecodeLoop(
             instance.engine, loop=asyncio.get_running_loop(), stuck_after=args.stuck_after
         )
@@ -54,9 +59,10 @@ class Completions:
         self._open = 0
 
     async def generate(self, request: Generate) -> AsyncGenerator[Event, None]:
-        """What comes of a request; the last event is :class:`Finished` or :class:`Failed`.
+        """The events of a request; the last one is :class:`Finished` or :class:`Failed`.
 
-        Who stops reading cancels it: its pages come free as soon as no prefiller writes to them.
+        Closing the generator cancels the request: its pages come free as soon as no prefiller can
+        write to them.
         """
         self._open += 1
         outcome = "cancelled"
@@ -71,7 +77,6 @@ class Completions:
             outcome = "busy" if isinstance(error, Busy) else "failed"
             yield Failed.of(error)
         except Exception as error:
-            # Whoever asked learns the cause, whatever it is.
             outcome = "failed"
             logger.exception("request %s failed", request.id)
             yield Failed.of(ServeError(f"{type(error).__name__}: {error}"))
@@ -88,48 +93,48 @@ class Completions:
                 "with the model's tokenizer",
                 param="prompt",
             )
-        clock = Clock()
-        seat = await self._seats.take(
+        clock = RequestClock()
+        reservation = await self._allocator.reserve(
             request.tokens,
             len(request.tokens) + request.max_tokens,
             timeout=self._args.queue_timeout,
         )
-        clock.seated = time.monotonic()
+        clock.reserved = time.monotonic()
         row: Row | None = None
         try:
-            tail = await self._asking.tail(request, seat, clock)
-            said: asyncio.Queue[tuple[int, str | None] | ServeError] = asyncio.Queue()
-            row = self._row(request, seat, tail, said)
+            tail = await self._prefill_client.prefill(request, reservation, clock)
+            steps: asyncio.Queue[_Step] = asyncio.Queue()
+            row = self._row(request, reservation, tail, steps)
             self._loop.add(row)
-            async with contextlib.aclosing(self._spoken(request, clock, row, said)) as events:
+            async with contextlib.aclosing(self._text_events(request, clock, steps)) as events:
                 async for event in events:
                     yield event
         finally:
-            # A step may be writing to the row's pages: the batch says when it is out.
+            # A step may be writing to the row's pages: on_out releases them.
             if row is None:
-                seat.leave()
+                reservation.release()
             else:
                 self._loop.remove(row)
 
     def _row(
         self,
         request: Generate,
-        seat: Seat,
+        reservation: KvReservation,
         tail: Tail,
-        said: asyncio.Queue[tuple[int, str | None] | ServeError],
+        steps: asyncio.Queue[_Step],
     ) -> Row:
         def on_token(token: int, finish: str | None) -> None:
-            said.put_nowait((token, finish))
+            steps.put_nowait((token, finish))
 
         def on_out(error: ServeError | None) -> None:
-            # The last token was chosen and not computed with.
-            seat.leave(known=[*request.tokens, *row.tokens[:-1]])
+            # The last token has no keys and values yet.
+            reservation.release(known=[*request.tokens, *row.tokens[:-1]])
             if error is not None:
-                said.put_nowait(error)
+                steps.put_nowait(error)
 
         row = Row(
             prompt_tokens=len(request.tokens),
-            tables=seat.tables.tables,
+            tables=reservation.tables.tables,
             tail=tail,
             sampling=Sampling(request.temperature, request.top_p, request.seed),
             max_tokens=request.max_tokens,
@@ -139,21 +144,17 @@ class Completions:
         )
         return row
 
-    async def _spoken(
-        self,
-        request: Generate,
-        clock: Clock,
-        row: Row,
-        said: asyncio.Queue[tuple[int, str | None] | ServeError],
+    async def _text_events(
+        self, request: Generate, clock: RequestClock, steps: asyncio.Queue[_Step]
     ) -> AsyncGenerator[Event, None]:
-        """Tokens of a row as text."""
-        text = Text(self._tokenizer, request.stop)
+        """The events of a row, with the text of its tokens."""
+        text = StopTextFilter(self._tokenizer, request.stop)
         tokens: list[int] = []
         while True:
-            came = await said.get()
-            if isinstance(came, ServeError):
-                raise came
-            token, finish = came
+            step = await steps.get()
+            if isinstance(step, ServeError):
+                raise step
+            token, finish = step
             tokens.append(token)
             clock.last = time.monotonic()
             if len(tokens) == 1:
@@ -179,22 +180,22 @@ class Completions:
     @property
     def load(self) -> dict[str, float]:
         """For routing."""
-        return {"open": float(self._open), "waiting": float(self._seats.waiting)}
+        return {"open": float(self._open), "waiting": float(self._allocator.waiting)}
 
     def stats(self) -> dict[str, Any]:
         return {
             **self._instance.stats(),
             **self._counts,
-            "retries": self._asking.retries,
+            "retries": self._prefill_client.retries,
             "open": self._open,
-            "waiting": self._seats.waiting,
+            "waiting": self._allocator.waiting,
             "running": self._loop.running,
             "steps": self._loop.steps,
             "tokens": self._loop.tokens,
-            "taken_slots": self._seats.taken,
-            "slots": self._seats.slots,
+            "taken_slots": self._allocator.taken,
+            "slots": self._allocator.slots,
             "pulls": self._decoder.open,
-            "prefillers": len(self._prefillers.met),
+            "prefillers": len(self._prefillers.connected),
         }
 
     def close(self) -> None:

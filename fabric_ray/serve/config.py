@@ -1,4 +1,4 @@
-"""What users configure: one :class:`ServeArgs`, from Python, from YAML or from a command line."""
+"""Configuration of a deployment: :class:`ServeArgs`, from Python, YAML or the command line."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -23,16 +23,16 @@ class CacheArgs(_Args):
     """A paged cache. Prefillers and decoders may differ in all but the dtype."""
 
     page_tokens: int = Field(default=16, ge=1, le=1 << 20)
-    """Tokens of a page."""
+    """Tokens per page."""
 
     pages: int = Field(default=512, ge=1, lt=1 << 31)
     """Pages of each group of layers."""
 
     window_pages: int | None = Field(default=None, ge=1, lt=1 << 31)
-    """Pages of groups with a sliding window, where they need fewer."""
+    """Pages of each group with a sliding window; ``pages`` by default."""
 
     order: Literal["heads_first", "tokens_first", "heads_outermost"] = "heads_first"
-    """How pages, heads and tokens follow each other in memory."""
+    """Order of pages, heads and tokens in memory."""
 
     buffers: Literal["one", "split", "per_layer"] = "one"
     """One buffer, one for keys and one for values, or one for each layer."""
@@ -42,22 +42,22 @@ class CacheArgs(_Args):
 
 
 class TermsArgs(_Args):
-    """What prefillers and decoders hold each other to."""
+    """Heartbeats and limits between prefillers and decoders."""
 
     beat: float = Field(default=0.5, ge=0.001, le=3600)
-    """Seconds between a decoder's signs of life."""
+    """Heartbeat interval, in seconds."""
 
     silence: float = Field(default=5.0, gt=0, le=1e6)
-    """Seconds after which who says nothing is given up, and what it had reserved is free again."""
+    """Heartbeat timeout, in seconds. A silent peer's reservations are released after it."""
 
     max_message: int = Field(default=4 << 20, ge=4096, le=1 << 28)
-    """The longest request in bytes: a prompt takes up to five for each token."""
+    """Most bytes of one request; each token of a prompt takes up to five."""
 
     @model_validator(mode="after")
     def _two_beats(self) -> Self:
         if self.silence < 2 * self.beat:
             raise ValueError(
-                f"silence of {self.silence} s is less than two beats of {self.beat} s; allow two"
+                f"silence: got {self.silence} s, expected at least two beats of {self.beat} s"
             )
         return self
 
@@ -71,13 +71,13 @@ class PrefillArgs(_Args):
     cache: CacheArgs = CacheArgs()
 
     chunk_tokens: int = Field(default=256, ge=1, le=1 << 20)
-    """Tokens of a pass: prompts that are computed at the same time take turns after so many."""
+    """Tokens of one pass; the next pass computes a chunk of another prompt, if there is one."""
 
     max_running: int = Field(default=8, ge=1, le=4096)
-    """Prompts that are computed or sent at the same time."""
+    """Most prompts that are computed or sent at the same time."""
 
     max_queue: int = Field(default=64, ge=0, le=1 << 20)
-    """Prompts that may wait; more are turned away, and their decoders ask another replica."""
+    """Most queued prompts; further ones are refused, and their decoders ask another replica."""
 
     stuck_after: float = Field(default=120.0, gt=0)
     """Seconds that one pass may take before the replica counts as unhealthy."""
@@ -95,23 +95,23 @@ class DecodeArgs(_Args):
     cache: CacheArgs = CacheArgs()
 
     max_running: int = Field(default=32, ge=1, le=4096)
-    """Requests that have pages at the same time; also the largest batch."""
+    """Most requests that have pages at the same time; also the largest batch."""
 
     max_queue: int = Field(default=64, ge=0, le=1 << 20)
-    """Requests that may wait for pages; more are turned away as busy."""
+    """Most requests that wait for pages; further ones fail as busy."""
 
     queue_timeout: float = Field(default=30.0, gt=0)
-    """Seconds that a request waits for pages."""
+    """Seconds that a request may wait for pages."""
 
     prefill_timeout: float = Field(default=30.0, gt=0)
     """Seconds that one prefiller has for a prompt."""
 
     prefill_attempts: int = Field(default=4, ge=1, le=100)
-    """Prefillers that are asked for one prompt, one after the other, before the request fails."""
+    """Prefillers that are tried in turn for one prompt before the request fails."""
 
     avoid_lost: float = Field(default=15.0, ge=0)
-    """Seconds in which a prefiller that was lost is asked only where all are: by one prompt at a
-    time, whether it is back. The others end with the cause of each loss."""
+    """Seconds for which a lost prefiller is avoided. Where all are lost, one prompt at a time
+    probes them; the others fail with the cause of each loss."""
 
     stuck_after: float = Field(default=120.0, gt=0)
     """Seconds that one step may take before the replica counts as unhealthy."""
@@ -121,37 +121,37 @@ class DecodeArgs(_Args):
 
 
 class RouterArgs(_Args):
-    """Replicas that speak HTTP."""
+    """Replicas that serve HTTP."""
 
     default_max_tokens: int = Field(default=16, ge=1)
-    """What a request generates that doesn't say; 16 is OpenAI's."""
+    """``max_tokens`` of a request that doesn't set it; 16 is OpenAI's default."""
 
     max_tokens: int = Field(default=4096, ge=1, le=1 << 24)
-    """The most that a request may ask for."""
+    """The largest ``max_tokens`` of a request."""
 
     max_requests: int = Field(default=256, ge=1, le=1 << 20)
-    """Requests that a replica handles at the same time; more get status 429."""
+    """Most open requests of a replica; further ones get status 429."""
 
     max_body: int = Field(default=16 << 20, ge=1024, le=1 << 30)
-    """Bytes that a request may have; longer ones get status 413. A prompt of tokens takes up to
-    seven for each."""
+    """Most bytes of a body; longer ones get status 413. A prompt of token ids takes up to seven
+    bytes for each."""
 
     body_timeout: float = Field(default=30.0, gt=0)
     """Seconds from a request's headers to the end of its body; later ones get status 408. A body
     that is being read holds no request slot."""
 
     retry_after: int = Field(default=1, ge=0, le=3600)
-    """Seconds that clients are told to wait when all are busy."""
+    """Seconds in the ``Retry-After`` header of a refusal."""
 
     attempts: int = Field(default=3, ge=1, le=100)
-    """Decoders that are tried for one request, as long as its client has got no token."""
+    """Decoders that are tried for one request until its client has a token."""
 
     prefix_blocks: int = Field(default=64, ge=0, le=1 << 16)
-    """Blocks of a prompt's begin that decide where it goes; 0 routes by load alone."""
+    """Leading blocks of a prompt that decide its decoder; 0 routes by load alone."""
 
     prefix_slack: int = Field(default=4, ge=0)
-    """How many more requests a decoder may have than the least loaded one, and still be preferred
-    for the prefix that it holds."""
+    """How many requests more than the least loaded decoder one may have and still be preferred for
+    its prefix."""
 
     options: dict[str, Any] = Field(default_factory=dict)
     """Of its deployment: ``num_replicas``, ``autoscaling_config``, ``ray_actor_options``..."""

@@ -16,14 +16,14 @@ from fabric_ray.serve.completions import Completions
 from fabric_ray.serve.config import ServeArgs
 from fabric_ray.serve.errors import NoPrefill
 from fabric_ray.serve.instance import Instance, tokenizer
-from fabric_ray.serve.prefillers import Offered
-from fabric_ray.serve.wire import Event, Generate
+from fabric_ray.serve.messages import Event, Generate
+from fabric_ray.serve.prefillers import PrefillerOffer
 
 logger = logging.getLogger("ray.serve")
 
 
 class ServeDiscovery:
-    """Prefillers as Serve knows them: its controller tells every handle who there is.
+    """Finds prefillers through Serve, whose controller sends every handle the list of replicas.
 
     Args:
         prefill: handle of the prefill deployment.
@@ -32,30 +32,32 @@ class ServeDiscovery:
     def __init__(self, prefill: "DeploymentHandle[Any]") -> None:
         self._prefill = prefill
 
-    async def choose(self, *, avoid: Mapping[str, int], load: Mapping[str, int]) -> Offered:
+    async def choose(self, *, avoid: Mapping[str, int], load: Mapping[str, int]) -> PrefillerOffer:
         """See :class:`fabric_ray.serve.prefillers.Discovery`."""
-        said = {"avoid": dict(avoid), "load": dict(load)}
-        # Nothing is reserved at the replica: where it hangs, that would take the whole deadline,
-        # and asking it for pages finds out sooner.
+        # Reserving a slot would take the whole deadline where the replica hangs. The request for
+        # pages finds that out sooner.
+        choice = self._prefill.offer.choose_replica(
+            avoid=dict(avoid), load=dict(load), _reserve=False
+        )
         try:
-            async with self._prefill.offer.choose_replica(**said, _reserve=False) as chosen:
-                return offered(chosen.replica_metadata)
+            async with choice as chosen:
+                return offer_from(chosen.replica_metadata)
         except (RayError, RayServeException) as error:
             raise NoPrefill(f"Serve names no prefiller: {type(error).__name__}: {error}") from error
 
 
-def offered(metadata: Mapping[str, Any]) -> Offered:
-    """A prefiller by what it says of itself to Serve.
+def offer_from(metadata: Mapping[str, Any]) -> PrefillerOffer:
+    """The offer in a prefiller's replica metadata.
 
     Raises:
-        NoPrefill: it doesn't say how it is met.
+        NoPrefill: there is none, or it is damaged.
     """
     try:
         offer = base64.b64decode(metadata["offer"], validate=True)
-        return Offered(str(metadata["name"]).removeprefix("prefill-"), offer)
+        return PrefillerOffer(str(metadata["name"]).removeprefix("prefill-"), offer)
     except (KeyError, TypeError, ValueError) as error:
         raise NoPrefill(
-            f"a prefiller's replica_metadata can't be used ({type(error).__name__}: {error}); use "
+            f"cannot read a prefiller's replica_metadata ({type(error).__name__}: {error}); run "
             "the same release everywhere"
         ) from error
 
@@ -94,7 +96,7 @@ class Decode:
         return self._running
 
     async def generate(self, request: Generate) -> AsyncGenerator[Event, None]:
-        """What comes of a request; see :meth:`Completions.generate`."""
+        """The events of a request; see :meth:`Completions.generate`."""
         async with contextlib.aclosing(self._completions.generate(request)) as events:
             async for event in events:
                 yield event

@@ -1,4 +1,4 @@
-"""Why a request ends without its tokens."""
+"""Errors of requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fabric_ray.errors import FabricError
 
 
 class ServeError(FabricError):
-    """A request that ends without its tokens; the message names the cause.
+    """A request failed; the message names the cause.
 
     ``status`` is the HTTP status, ``kind`` OpenAI's ``type``, ``code`` a word for programs.
     """
@@ -19,7 +19,7 @@ class ServeError(FabricError):
 
 
 class BadRequest(ServeError, ValueError):
-    """It can't be carried out as asked. ``param`` names the field."""
+    """The request is invalid. ``param`` names the field."""
 
     status = 400
     kind = "invalid_request_error"
@@ -34,7 +34,7 @@ class NotFound(BadRequest):
 
 
 class TooLarge(BadRequest):
-    """Its body is longer than the router reads."""
+    """The body is longer than ``router.max_body``."""
 
     status = 413
     code = "too_large"
@@ -48,7 +48,7 @@ class BodyTimeout(BadRequest):
 
 
 class Busy(ServeError):
-    """All that could do it have their hands full; nothing was done."""
+    """All replicas have as many requests as they take; nothing was done."""
 
     status = 429
     kind = "rate_limit_error"
@@ -57,7 +57,7 @@ class Busy(ServeError):
 
 
 class NoPrefill(ServeError):
-    """No prefiller computed the prompt. The message tells what became of each attempt."""
+    """No prefiller computed the prompt; the message has the cause of each attempt."""
 
     status = 503
     code = "prefill_failed"
@@ -65,7 +65,7 @@ class NoPrefill(ServeError):
 
 
 class DecoderLost(ServeError):
-    """The replica that generated the tokens is gone."""
+    """The decoder died while it generated."""
 
     status = 503
     code = "decoder_lost"
@@ -73,7 +73,7 @@ class DecoderLost(ServeError):
 
 
 class Unavailable(ServeError):
-    """The replica can't go on; Serve replaces it."""
+    """The replica failed; Serve replaces it."""
 
     status = 503
     code = "unavailable"
@@ -94,4 +94,4 @@ KINDS: dict[str, type[ServeError]] = {
         Unavailable,
     )
 }
-"""By the name that goes over the wire."""
+"""Errors by the name in :attr:`Failed.kind`."""

@@ -1,4 +1,4 @@
-"""The deployment that speaks HTTP, and finds a decoder for each request."""
+"""The deployment that serves HTTP and sends each request to a decoder."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from fabric_ray.runtime.causes import cause_of
 from fabric_ray.serve import openai
-from fabric_ray.serve.bodies import BodyReader
+from fabric_ray.serve.body_reader import BodyReader
+from fabric_ray.serve.broadcast import broadcast
 from fabric_ray.serve.config import ServeArgs
 from fabric_ray.serve.errors import (
     BadRequest,
@@ -28,20 +29,19 @@ from fabric_ray.serve.errors import (
     NotFound,
     ServeError,
 )
-from fabric_ray.serve.everyone import all_say
 from fabric_ray.serve.instance import tokenizer
-from fabric_ray.serve.wire import Emitted, Event, Failed, Finished, Generate
+from fabric_ray.serve.messages import Emitted, Event, Failed, Finished, Generate
 
 logger = logging.getLogger("ray.serve")
 
-_ASK_ALL = 5.0
-"""Seconds that replicas have to say how they are."""
+_STATS_TIMEOUT = 5.0
+"""Seconds for the statistics of all replicas."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Router:
-    """A replica of routers.
+    """A replica of the router.
 
     Args:
         args: of the deployment.
@@ -88,11 +88,13 @@ class Router:
         self._require_slot()
         body = openai.parse(await self._bodies.read(request))
         self._require_slot()
-        asked = openai.asked(body, self._args, self._tokenizer, id=f"cmpl-{uuid.uuid4().hex}")
-        answer = openai.Answer(body, asked, model=self._args.model_id)
-        events = self._events(asked)
+        generate = openai.generate_request(
+            body, self._args, self._tokenizer, id=f"cmpl-{uuid.uuid4().hex}"
+        )
+        answer = openai.Answer(body, generate, model=self._args.model_id)
+        events = self._events(generate)
         try:
-            # Nothing is said before it is known whether the request can be carried out.
+            # The first event decides the HTTP status.
             first = await anext(events)
             if isinstance(first, Failed):
                 raise first.error()
@@ -101,8 +103,8 @@ class Router:
         except BaseException:
             await events.aclose()
             raise
-        spoken = self._spoken(answer, first, events)
-        return StreamingResponse(spoken, media_type="text/event-stream")
+        stream = self._stream(answer, first, events)
+        return StreamingResponse(stream, media_type="text/event-stream")
 
     @property
     def _full(self) -> bool:
@@ -115,14 +117,14 @@ class Router:
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
-        """A request is open."""
+        """Counts an open request."""
         self._open += 1
         try:
             yield
         finally:
             self._open -= 1
 
-    async def _spoken(
+    async def _stream(
         self, answer: openai.Answer, first: Event, events: AsyncGenerator[Event, None]
     ) -> AsyncGenerator[bytes, None]:
         async with contextlib.aclosing(events):
@@ -139,31 +141,31 @@ class Router:
                 event = await anext(events)
 
     async def _events(self, request: Generate) -> AsyncGenerator[Event, None]:
-        """What comes of a request, from as many decoders as it takes to get a first token."""
+        """The events of a request. Other decoders are tried until one gives a first token."""
         with self._counted():
             for left in reversed(range(self._args.router.attempts)):
-                said = False
-                async with contextlib.aclosing(self._asked(request)) as events:
+                started = False
+                async with contextlib.aclosing(self._decoder_events(request)) as events:
                     async for event in events:
                         if (
                             isinstance(event, Failed)
-                            and not said
+                            and not started
                             and left
-                            and _elsewhere(event, request)
+                            and _may_retry(event, request)
                         ):
                             self._counts["retries"] += 1
                             logger.warning("%s is tried again: %s", request.id, event.message)
-                            # By load this time: whoever held its prefix couldn't do it.
-                            request = _without_blocks(request)
+                            # By load: the decoder with the prefix has failed.
+                            request = msgspec.structs.replace(request, blocks=())
                             break
-                        said = True
+                        started = True
                         self._counts["failed"] += isinstance(event, Failed)
                         yield event
                         if not isinstance(event, Emitted):
                             return
 
-    async def _asked(self, request: Generate) -> AsyncGenerator[Event, None]:
-        """What one decoder says; the last event is :class:`Finished` or :class:`Failed`."""
+    async def _decoder_events(self, request: Generate) -> AsyncGenerator[Event, None]:
+        """The events of one decoder; the last one is :class:`Finished` or :class:`Failed`."""
         response: Any = self._decode.options(stream=True).generate.remote(request)
         over = False
         try:
@@ -181,16 +183,14 @@ class Router:
         finally:
             if not over:
                 response.cancel()
-        over = True
-        lost = DecoderLost(f"the decoder of this request is gone ({cause}); ask again")
-        yield Failed.of(lost)
+        yield Failed.of(DecoderLost(f"the decoder was lost: {cause}; send the request again"))
 
     async def _models(self, request: Request) -> Response:
         model = {"id": self._args.model_id, "object": "model", "owned_by": "fabric-ray"}
         return JSONResponse({"object": "list", "data": [{**model, "created": 0}]})
 
     async def _health(self, request: Request) -> Response:
-        """Whether a request can be taken: a slot is free, a decoder and a prefiller answer."""
+        """Succeeds if a slot is free, and a decoder and a prefiller answer."""
         if self._full:
             text = f"all {self._open} slots of this router are taken; see router.max_requests"
             return JSONResponse({"status": "busy", "cause": text}, status_code=503)
@@ -205,8 +205,8 @@ class Router:
         return JSONResponse(await self.stats())
 
     async def stats(self) -> dict[str, Any]:
-        """Of all replicas that answer, this one's included."""
-        mine = {
+        """Statistics of this replica, and of all others that answer."""
+        own = {
             "role": "router",
             "replica": self._name,
             "pid": os.getpid(),
@@ -214,13 +214,13 @@ class Router:
             "reading": self._bodies.open,
             "body_timeouts": self._bodies.timed_out,
         }
-        theirs = await asyncio.gather(
+        prefill, decode = await asyncio.gather(
             *(
-                all_say(handle, "stats", timeout=_ASK_ALL)
+                broadcast(handle, "stats", timeout=_STATS_TIMEOUT)
                 for handle in (self._prefill, self._decode)
             )
         )
-        return {"replicas": [{**mine, **self._counts}, *theirs[0], *theirs[1]]}
+        return {"replicas": [{**own, **self._counts}, *prefill, *decode]}
 
     def _refusal(self, error: ServeError) -> Response:
         wait = {"Retry-After": str(self._args.router.retry_after)}
@@ -228,17 +228,13 @@ class Router:
         return JSONResponse(openai.error_body(error), status_code=error.status, headers=headers)
 
 
-def _elsewhere(event: Failed, request: Generate) -> bool:
-    """Whether another decoder may be asked. Prefillers are the same for all decoders; where all are
-    busy, asking more of them makes it worse."""
+def _may_retry(event: Failed, request: Generate) -> bool:
+    """Whether another decoder may succeed. All decoders use the same prefillers, and retries while
+    all are busy would add to their load."""
     error = event.error()
     if isinstance(error, Busy):
-        return bool(request.blocks)  # it went where its prefix is, not where there is room
+        return bool(request.blocks)  # It was routed by its prefix: another decoder may have room.
     return error.retryable and not isinstance(error, NoPrefill)
-
-
-def _without_blocks(request: Generate) -> Generate:
-    return msgspec.structs.replace(request, blocks=())
 
 
 def _unknown(method: str, path: str, paths: dict[tuple[str, str], Handler]) -> ServeError:

@@ -1,4 +1,4 @@
-"""A deployment on this machine, for demos, tests and first steps."""
+"""Runs a deployment on this machine, for demos, tests and first steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 import ray
 from ray import serve
 from ray.serve.context import _get_global_client
-from ray.serve.schema import ServeDeploySchema
+from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 from typing_extensions import Self
 
 from fabric_ray.serve.config import ServeArgs
@@ -22,11 +22,11 @@ _OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class LocalApp:
-    """An application that runs; a context manager that ends it.
+    """A running application; as a context manager it deletes the application at the end.
 
     Args:
         args: of the deployment.
-        url: where it listens.
+        url: of its HTTP server.
         name: of the application.
     """
 
@@ -36,13 +36,12 @@ class LocalApp:
         self._deploy()
 
     def scale(self, deployment: Literal["Router", "Prefill", "Decode"], replicas: int) -> None:
-        """Changes how many replicas of a deployment there should be, and returns; those that stay
-        go on as they are."""
+        """Sets the number of replicas of a deployment, without waiting; other replicas go on."""
         self._replicas[deployment] = replicas
         self._deploy()
 
     def _deploy(self) -> None:
-        # As from a file: what serve.run deploys, it deploys anew each time.
+        # As from a file: serve.run would restart all replicas.
         application = {
             "name": self.name,
             "route_prefix": "/",
@@ -57,50 +56,51 @@ class LocalApp:
         client.deploy_apps(schema)
 
     def wait_running(self, timeout: float = 120.0) -> None:
-        """Returns when as many replicas run as there should be.
+        """Returns when all replicas run.
 
         Raises:
-            Unavailable: they don't, or can't be started; the message has Serve's reason.
+            Unavailable: they don't in time, or can't be started; the message has Serve's reason.
         """
-        deadline, said = time.monotonic() + timeout, "it is not known"
+        deadline, state = time.monotonic() + timeout, "Serve doesn't list it"
         while time.monotonic() < deadline:
-            here = serve.status().applications.get(self.name)
-            if here is not None:
-                said = f"{here.status.value} {here.message}".strip()
-                if here.status.value == "RUNNING":
+            application = serve.status().applications.get(self.name)
+            if application is not None:
+                status = application.status
+                state = f"{status.value} {application.message}".strip()
+                if status is ApplicationStatus.RUNNING:
                     return
-                if here.status.value in ("DEPLOY_FAILED", "UNHEALTHY"):
-                    raise Unavailable(f"application {self.name} doesn't run: {said}")
+                if status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+                    raise Unavailable(f"application {self.name} doesn't run: {state}")
             time.sleep(0.2)
-        raise Unavailable(f"application {self.name} did not run within {timeout:g} s: {said}")
+        raise Unavailable(f"application {self.name} did not run within {timeout:g} s: {state}")
 
     def stats(self) -> list[dict[str, Any]]:
-        """What every replica that answers says of itself: pages, queues, counts."""
+        """Pages, queues and counts of every replica that answers."""
         with _OPEN.open(f"{self.url}/stats", timeout=30) as response:
-            found: list[dict[str, Any]] = json.load(response)["replicas"]
-        return found
+            replicas: list[dict[str, Any]] = json.load(response)["replicas"]
+        return replicas
 
     def complete(self, prompt: str | list[int], **fields: Any) -> dict[str, Any]:
-        """One completion; fields as of OpenAI's interface.
+        """One completion; ``fields`` are those of OpenAI's interface.
 
         Raises:
-            urllib.error.HTTPError: it was refused, or failed.
+            urllib.error.HTTPError: the request was refused or failed.
         """
         body = json.dumps({"prompt": prompt, **fields}).encode()
         request = urllib.request.Request(
             f"{self.url}/v1/completions", body, {"Content-Type": "application/json"}
         )
         with _OPEN.open(request, timeout=300) as response:
-            found: dict[str, Any] = json.load(response)
-        return found
+            completion: dict[str, Any] = json.load(response)
+        return completion
 
     def wait_healthy(self, timeout: float = 60.0) -> None:
         """Returns when a prefiller and a decoder answer.
 
         Raises:
-            Unavailable: they didn't in time.
+            Unavailable: they don't in time.
         """
-        deadline, cause = time.monotonic() + timeout, "nobody answered"
+        deadline, cause = time.monotonic() + timeout, "no replica answered"
         while time.monotonic() < deadline:
             try:
                 with _OPEN.open(f"{self.url}/health", timeout=10):
@@ -108,10 +108,10 @@ class LocalApp:
             except OSError as error:
                 cause = str(error)
             time.sleep(0.2)
-        raise Unavailable(f"{self.url}/health was not well after {timeout:g} s: {cause}")
+        raise Unavailable(f"{self.url}/health did not succeed within {timeout:g} s: {cause}")
 
     def close(self) -> None:
-        """Ends the application; Serve goes on."""
+        """Deletes the application; Serve goes on."""
         serve.delete(self.name)
 
     def __enter__(self) -> Self:
@@ -134,21 +134,21 @@ def run_local(
     name: str = "fabric-ray",
     timeout: float = 120.0,
 ) -> LocalApp:
-    """Starts Ray and Serve where they don't run yet, then the application, and waits until it is
+    """Starts Ray and Serve unless they run already, then the application; returns when it is
     healthy.
 
     Args:
         args: of the deployment.
-        host: where it listens, unless Serve listens elsewhere already.
+        host: address of Serve's HTTP server, if this call starts it.
         port: likewise.
         name: of the application.
-        timeout: seconds until it must be healthy.
+        timeout: seconds for each step of the start.
     """
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
     serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
     args = args or ServeArgs()
-    model_config(args)  # a wrong name is better found here than by a builder
+    model_config(args)  # Raises for an unknown model, sooner than a replica would.
     app = LocalApp(args, url=f"http://{host}:{port}", name=name)
     app.wait_running(timeout)
     app.wait_healthy(timeout)

@@ -1,17 +1,17 @@
-"""What a decoder reports of its requests to Ray's metrics, once for each request."""
+"""Ray metrics of a decoder, recorded once for each request."""
 
 from __future__ import annotations
 
 from ray.util.metrics import Counter, Histogram
 
-from fabric_ray.serve.wire import Timings
+from fabric_ray.serve.messages import Timings
 
 _SECONDS = [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0]
 _STAGES = {
-    "queue": "until a request has pages at its decoder",
-    "prefill_queue": "that a prompt waits at its prefiller",
-    "prefill": "that a prompt is computed",
-    "transfer": "of the wait for pages that neither waiting nor computing explains",
+    "queue": "from a request's arrival until it has pages at its decoder",
+    "prefill_queue": "of a prompt's wait at its prefiller",
+    "prefill": "of a prompt's computation",
+    "transfer": "of the wait for pages beyond queue and computation at the prefiller",
     "first_token": "from a request's arrival at its decoder to its first token",
     "per_token": "between tokens after the first",
 }
@@ -33,10 +33,10 @@ class Metrics:
         )
 
     def record(self, timings: Timings) -> None:
-        """A request that came out right."""
+        """Records a request that succeeded."""
         for stage, histogram in self._stages.items():
             histogram.observe(getattr(timings, stage))
 
     def ended(self, outcome: str) -> None:
-        """Any request: ``finished``, ``failed``, ``busy`` or ``cancelled``."""
+        """Counts any request: ``finished``, ``failed``, ``busy`` or ``cancelled``."""
         self._requests.inc(tags={"outcome": outcome})

@@ -1,4 +1,4 @@
-"""OpenAI's completions endpoint as data: what clients send, and what they get."""
+"""Requests and answers of OpenAI's completions endpoint."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fabric_ray.inference.tokenizer import Tokenizer
 from fabric_ray.serve.config import ServeArgs
 from fabric_ray.serve.errors import BadRequest, NotFound, ServeError
+from fabric_ray.serve.messages import Emitted, Finished, Generate
 from fabric_ray.serve.routing import prompt_blocks
-from fabric_ray.serve.wire import Emitted, Finished, Generate
 
 DONE = b"data: [DONE]\n\n"
 
@@ -29,18 +29,18 @@ _ONLY: Mapping[str, tuple[object, ...]] = {
     "frequency_penalty": (None, 0),
     "logit_bias": (None, {}),
 }
-"""Fields of the interface that have one meaning here, and the values that mean it."""
+"""Fields with one supported meaning, and the values that have it."""
 
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     include_usage: bool = False
-    """Whether the last chunk tells how many tokens there were."""
+    """Whether the last chunk has the numbers of tokens."""
 
 
 class Body(BaseModel):
-    """What is asked for."""
+    """The body of a request."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -68,10 +68,10 @@ class Body(BaseModel):
 
 
 def parse(raw: bytes) -> Body:
-    """The body of a request.
+    """Parses the body of a request.
 
     Raises:
-        BadRequest: it can't be read, or asks for what there isn't; ``param`` names the field.
+        BadRequest: the JSON is malformed, or a field is unsupported; ``param`` names the field.
     """
     try:
         body = Body.model_validate_json(raw)
@@ -79,10 +79,10 @@ def parse(raw: bytes) -> Body:
         wrong = error.errors(include_url=False)[0]
         field = str(wrong["loc"][0]) if wrong["loc"] else None
         if wrong["type"] == "json_invalid":
-            raise BadRequest(f"the body is no JSON: {wrong['msg']}; send an object") from None
-        said = "there is no such field" if wrong["type"] == "extra_forbidden" else wrong["msg"]
-        named = f"{field}: " if field else ""
-        raise BadRequest(f"{named}{said[0].lower()}{said[1:]}", param=field) from None
+            raise BadRequest(f"the body is not JSON: {wrong['msg']}; send an object") from None
+        why = "there is no such field" if wrong["type"] == "extra_forbidden" else wrong["msg"]
+        prefix = f"{field}: " if field else ""
+        raise BadRequest(f"{prefix}{why[0].lower()}{why[1:]}", param=field) from None
     for field, allowed in _ONLY.items():
         value = getattr(body, field)
         if value not in allowed:
@@ -90,27 +90,26 @@ def parse(raw: bytes) -> Body:
     return body
 
 
-def asked(body: Body, args: ServeArgs, tokenizer: Tokenizer, *, id: str) -> Generate:
-    """What a decoder is asked for.
+def generate_request(body: Body, args: ServeArgs, tokenizer: Tokenizer, *, id: str) -> Generate:
+    """The request to a decoder.
 
     Raises:
-        BadRequest: the model is another, the prompt is empty or several, a limit is passed.
+        BadRequest: the model is unknown, there is not exactly one prompt, or a limit is exceeded.
     """
     if body.model not in (None, args.model_id):
-        raise NotFound(
-            f"there is no model {body.model!r} here; ask for {args.model_id!r}", param="model"
-        )
+        raise NotFound(f"model: got {body.model!r}, expected {args.model_id!r}", param="model")
     most = args.router.max_tokens
     max_tokens = min(args.router.default_max_tokens, most)
     max_tokens = max_tokens if body.max_tokens is None else body.max_tokens
     if max_tokens > most:
         raise BadRequest(
-            f"max_tokens is {max_tokens} and at most {most} are generated here; ask for less",
+            f"max_tokens: got {max_tokens}, expected at most {most} (router.max_tokens); ask for "
+            "less",
             param="max_tokens",
         )
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     if len(stop) > 16:
-        raise BadRequest("at most 16 stop texts are taken; give fewer", param="stop")
+        raise BadRequest(f"stop: got {len(stop)} texts, expected at most 16", param="stop")
     tokens = _tokens(body, tokenizer)
     return Generate(
         id=id,
@@ -134,7 +133,7 @@ def _tokens(body: Body, tokenizer: Tokenizer) -> tuple[int, ...]:
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         if len(prompt) > 1:
             raise BadRequest(
-                f"{len(prompt)} prompts came and one is taken; send one request for each",
+                f"prompt: got {len(prompt)} prompts, expected one; send one request for each",
                 param="prompt",
             )
         prompt = prompt[0]
@@ -145,12 +144,12 @@ def _tokens(body: Body, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 class Answer:
-    """One completion as clients see it.
+    """Formats one completion for the client.
 
     Args:
-        body: what was asked.
-        request: as the decoder got it.
-        model: what clients call the model.
+        body: of the HTTP request.
+        request: to the decoder.
+        model: the model's name for clients.
     """
 
     def __init__(self, body: Body, request: Generate, *, model: str) -> None:
@@ -158,15 +157,15 @@ class Answer:
         self._created = int(time.time())
 
     def whole(self, end: Finished) -> dict[str, Any]:
-        """A completion that isn't streamed."""
+        """The answer of a request that isn't streamed."""
         return self._object(end.text, end.tokens, end.reason) | self._totals(end)
 
     def chunk(self, event: Emitted) -> bytes:
-        """Some tokens of one that is."""
+        """A chunk of a streamed answer."""
         return _data(self._object(event.text, event.tokens, None))
 
     def last(self, end: Finished) -> bytes:
-        """The end of one that is."""
+        """The last chunk of a streamed answer."""
         totals = self._totals(end)
         options = self._body.stream_options
         if options is None or not options.include_usage:
@@ -214,7 +213,7 @@ def error_body(error: ServeError) -> dict[str, Any]:
 
 
 def error_data(error: ServeError) -> bytes:
-    """An error after tokens were sent; no ``[DONE]`` follows."""
+    """An error in a streamed answer; no ``[DONE]`` follows."""
     return _data(error_body(error))
 
 

@@ -10,15 +10,15 @@ from ray import serve
 
 from fabric_ray.serve.config import ServeArgs
 from fabric_ray.serve.instance import Instance
-from fabric_ray.serve.passes import PrefillLoop
+from fabric_ray.serve.prefill_loop import PrefillLoop
 from fabric_ray.serve.scaling import METRIC
 
 logger = logging.getLogger("ray.serve")
 
 
 class Prefill:
-    """A replica of prefillers. Decoders find it by its metadata and talk to its transfer engines;
-    Serve carries none of their requests.
+    """A prefill replica. Decoders find it by its metadata and send requests to its transfer
+    engines; none pass through Serve.
 
     Args:
         args: of the deployment.
@@ -37,7 +37,7 @@ class Prefill:
         self._serving: asyncio.Task[None] | None = None
 
     async def record_replica_metadata(self) -> dict[str, Any]:
-        """What decoders need to know; Serve hands it to them with the list of replicas."""
+        """The offer for decoders; Serve sends it to them with the list of replicas."""
         if self._serving is None:
             self._serving = asyncio.create_task(self._loop.serve())
         return {"name": self._name, "offer": base64.b64encode(self._loop.offer).decode()}
@@ -55,10 +55,10 @@ class Prefill:
         self._loop.check()
         if self._serving is not None and self._serving.done():
             self._serving.result()
-            raise RuntimeError("the prefiller takes no more requests")
+            raise RuntimeError("the prefiller accepts no more requests")
 
     async def offer(self) -> dict[str, Any]:
-        """As its metadata."""
+        """The replica metadata."""
         return await self.record_replica_metadata()
 
     async def stats(self) -> dict[str, Any]:

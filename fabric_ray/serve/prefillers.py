@@ -1,4 +1,4 @@
-"""A decoder's view of prefillers: who there is, who is met, who is asked next."""
+"""A decoder's prefillers: which exist, which are connected, which is asked next."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ import msgspec
 from fabric_ray.errors import FabricError
 from fabric_ray.kvcache import Decoder
 from fabric_ray.serve.errors import NoPrefill
-from fabric_ray.serve.verdicts import Reluctance
+from fabric_ray.serve.failures import AvoidLevel
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 1.0
-"""Seconds in which somebody may come who wasn't lost, before a prompt ends that finds no other."""
+_ALL_LOST_TIMEOUT = 1.0
+"""Seconds that a prompt waits for a new prefiller where all known ones are lost."""
 
-_ASK_AGAIN = 1.0
-"""Seconds after which one that was lost may be asked once more, where there is no other."""
+_PROBE_AFTER = 1.0
+"""Seconds after a loss until one prompt may probe the prefiller, where there is no other."""
 
-_LOOK = 0.1
-"""Seconds between looks at who there is."""
+_POLL_INTERVAL = 0.1
+"""Seconds between looks at the list of prefillers."""
 
 
-class Offered(msgspec.Struct, frozen=True):
+class PrefillerOffer(msgspec.Struct, frozen=True):
     """A prefiller that may be asked."""
 
     replica: str
-    """Its name in its deployment; a replica that is replaced gets another."""
+    """Its replica's name; a replacement has another name."""
     offer: bytes
+    """What :meth:`Prefiller.offer` returned."""
 
     @property
     def incarnation(self) -> str:
@@ -49,26 +50,26 @@ class Loss(msgspec.Struct, frozen=True):
     why: str
 
 
-class Unmet(FabricError):
-    """A prefiller and this decoder don't come together; what was to be asked has no part in it."""
+class ConnectFailed(FabricError):
+    """No session with a prefiller could be opened, whatever the request."""
 
 
-class AllLost(NoPrefill):
-    """Every prefiller that there is was lost lately; the message has the cause of each."""
+class AllPrefillersLost(NoPrefill):
+    """Every known prefiller was lost recently; the message has the cause of each loss."""
 
 
 class Discovery(Protocol):
-    """Finds prefillers as they come and go."""
+    """Finds running prefillers."""
 
-    async def choose(self, *, avoid: Mapping[str, int], load: Mapping[str, int]) -> Offered:
-        """The prefiller to ask next; one to avoid only if there is none that is to be avoided less.
+    async def choose(self, *, avoid: Mapping[str, int], load: Mapping[str, int]) -> PrefillerOffer:
+        """The prefiller to ask next: the lowest :class:`AvoidLevel` first, then the lowest load.
 
         Args:
-            avoid: how much, by replica; those that aren't named not at all.
+            avoid: levels by replica; 0 for replicas that aren't named.
             load: prompts that this decoder waits for, by replica.
 
         Raises:
-            ServeError: it can't be told who there is; the message has the cause.
+            ServeError: the list of prefillers can't be read; the message has the cause.
         """
 
 
@@ -78,44 +79,42 @@ def least_loaded(
     avoid: Mapping[str, int] | None = None,
     tie: random.Random | None = None,
 ) -> list[str]:
-    """Replicas in the order in which they should be asked: those to avoid least first, then by
-    load, in random order where nothing tells them apart."""
-    draw, much = (tie or random).random, avoid or {}
-    return sorted(loads, key=lambda replica: (much.get(replica, 0), loads[replica], draw()))
+    """Replicas sorted by avoid level, then by load, then at random."""
+    draw, levels = (tie or random).random, avoid or {}
+    return sorted(loads, key=lambda replica: (levels.get(replica, 0), loads[replica], draw()))
 
 
 class Prefillers:
-    """Keeps meetings with prefillers for one decoder.
+    """Keeps one decoder's sessions with prefillers, and selects the next to ask.
 
     Args:
-        decoder: which meets them.
-        discovery: who there is.
-        avoid_lost: seconds in which a lost one, or one that missed a deadline, is asked only if
-            there is no other.
+        decoder: opens the sessions.
+        discovery: lists prefillers.
+        avoid_lost: seconds for which a prefiller that was lost or missed a deadline is avoided.
     """
 
     def __init__(self, decoder: Decoder, discovery: Discovery, *, avoid_lost: float) -> None:
         self._decoder, self._discovery, self._avoid_lost = decoder, discovery, avoid_lost
-        self._meetings: dict[str, asyncio.Future[int]] = {}
+        self._sessions: dict[str, asyncio.Future[int]] = {}
         self._lost: dict[str, Loss] = {}
         self._probed: set[str] = set()
         self._slow: dict[str, float] = {}
         self._asked: dict[str, int] = {}
 
-    async def choose(self, *, tried: Mapping[str, int], timeout: float) -> Offered:
+    async def choose(self, *, tried: Mapping[str, int], timeout: float) -> PrefillerOffer:
         """The prefiller to ask next: one that was tried, slow or lost only if there is no other.
 
-        Of those that were lost, one prompt at a time asks again whether they are back; the others
-        end, for nobody knows whether they ever are.
+        One prompt at a time probes a lost prefiller. All other prompts fail rather than wait for
+        a prefiller that may never return.
 
         Args:
-            tried: those that this request was asked of, and their :class:`Reluctance`.
+            tried: replicas that this request was sent to, with their :class:`AvoidLevel`.
             timeout: seconds.
 
         Raises:
-            TimeoutError: there was none in time.
-            AllLost: there are only those that were lost.
-            ServeError: it can't be told who there is.
+            TimeoutError: no prefiller was found in time.
+            AllPrefillersLost: all known prefillers were lost.
+            ServeError: the list of prefillers can't be read.
         """
         begun = time.monotonic()
         deadline = begun + timeout
@@ -124,96 +123,96 @@ class Prefillers:
             if now >= deadline:
                 raise TimeoutError(f"no prefiller could be asked within {timeout:g} s")
             avoid = self._avoided(now)
-            for replica, reluctance in tried.items():
-                avoid[replica] = max(reluctance, avoid.get(replica, 0))
+            for replica, level in tried.items():
+                avoid[replica] = max(level, avoid.get(replica, 0))
             choice = self._discovery.choose(avoid=avoid, load=dict(self._asked))
             try:
-                offered = await asyncio.wait_for(choice, deadline - now)
+                offer = await asyncio.wait_for(choice, deadline - now)
             except asyncio.TimeoutError as error:
                 raise TimeoutError(f"no prefiller was found within {timeout:g} s") from error
-            if offered.replica not in self._lost or self._ask_again(offered.replica, tried):
-                return offered
-            if time.monotonic() >= begun + _PATIENCE:
+            if offer.replica not in self._lost or self._start_probe(offer.replica, tried):
+                return offer
+            if time.monotonic() >= begun + _ALL_LOST_TIMEOUT:
                 raise self._all_lost()
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(_POLL_INTERVAL)
 
-    def _ask_again(self, replica: str, tried: Mapping[str, int]) -> bool:
-        """Whether to ask a lost one if it is back; who does ends with :meth:`end`."""
-        in_vain = tried.get(replica, 0) >= Reluctance.LOST or replica in self._probed
-        if in_vain or time.monotonic() < self._lost[replica].at + _ASK_AGAIN:
+    def _start_probe(self, replica: str, tried: Mapping[str, int]) -> bool:
+        """Whether this prompt may probe a lost replica; :meth:`end` ends the probe."""
+        in_vain = tried.get(replica, 0) >= AvoidLevel.LOST or replica in self._probed
+        if in_vain or time.monotonic() < self._lost[replica].at + _PROBE_AFTER:
             return False
         self._probed.add(replica)
         return True
 
-    def _all_lost(self) -> AllLost:
+    def _all_lost(self) -> AllPrefillersLost:
         now = time.monotonic()
-        told = "; ".join(
+        losses = "; ".join(
             f"{replica} {now - loss.at:.1f} s ago: {loss.why}"
             for replica, loss in self._lost.items()
         )
-        return AllLost(f"all prefillers were lost: {told}")
+        return AllPrefillersLost(f"all prefillers were lost: {losses}")
 
     def _avoided(self, now: float) -> dict[str, int]:
         since = now - self._avoid_lost
         self._lost = {replica: loss for replica, loss in self._lost.items() if loss.at > since}
         self._slow = {replica: until for replica, until in self._slow.items() if until > now}
         return {
-            **dict.fromkeys(self._slow, int(Reluctance.SLOW)),
-            **dict.fromkeys(self._lost, int(Reluctance.LOST)),
+            **dict.fromkeys(self._slow, int(AvoidLevel.SLOW)),
+            **dict.fromkeys(self._lost, int(AvoidLevel.LOST)),
         }
 
-    async def meet(self, offered: Offered) -> int:
-        """The decoder's number for a prefiller, which is met if it isn't yet.
+    async def connect(self, offer: PrefillerOffer) -> int:
+        """The decoder's number for a prefiller; opens a session if there is none.
 
         Raises:
-            Unmet: it can't be met; the message lists all that doesn't fit.
+            ConnectFailed: no session can be opened; the message lists all mismatches.
         """
-        name = offered.incarnation
-        known = self._meetings.get(name)
-        if known is None or (known.done() and not self._open(known)):
-            self._forget_lost()
-            met = asyncio.to_thread(self._decoder.meet, offered.offer)
-            known = self._meetings[name] = asyncio.ensure_future(met)
+        name = offer.incarnation
+        session = self._sessions.get(name)
+        if session is None or (session.done() and not self._is_open(session)):
+            self._drop_ended()
+            connecting = asyncio.to_thread(self._decoder.connect, offer.offer)
+            session = self._sessions[name] = asyncio.ensure_future(connecting)
         try:
-            # Others may wait for the same meeting: who is cancelled doesn't end it.
-            return await asyncio.shield(known)
+            # Other prompts may await the same session: cancelling one must not end it.
+            return await asyncio.shield(session)
         except (FabricError, OSError) as error:
-            raise Unmet(f"it can't be met: {error}") from error
+            raise ConnectFailed(f"no session: {error}") from error
 
-    def begin(self, offered: Offered) -> None:
-        """A prompt is asked of it from here on, until :meth:`end`."""
-        self._asked[offered.replica] = self._asked.get(offered.replica, 0) + 1
+    def begin(self, offer: PrefillerOffer) -> None:
+        """A prompt is sent to this prefiller; :meth:`end` follows."""
+        self._asked[offer.replica] = self._asked.get(offer.replica, 0) + 1
 
-    def end(self, offered: Offered) -> None:
-        self._probed.discard(offered.replica)
-        left = self._asked.get(offered.replica, 1) - 1
+    def end(self, offer: PrefillerOffer) -> None:
+        self._probed.discard(offer.replica)
+        left = self._asked.get(offer.replica, 1) - 1
         if left > 0:
-            self._asked[offered.replica] = left
+            self._asked[offer.replica] = left
         else:
-            self._asked.pop(offered.replica, None)
+            self._asked.pop(offer.replica, None)
 
-    def slow(self, offered: Offered) -> None:
-        """It missed a deadline: others are asked before it for a while."""
-        self._slow[offered.replica] = time.monotonic() + self._avoid_lost
+    def slow(self, offer: PrefillerOffer) -> None:
+        """Avoids a prefiller that missed a deadline."""
+        self._slow[offer.replica] = time.monotonic() + self._avoid_lost
 
-    def lost(self, offered: Offered, why: str) -> None:
-        """It is gone, or doesn't answer: others are asked before it for a while."""
-        self._lost[offered.replica] = Loss(time.monotonic(), why)
+    def lost(self, offer: PrefillerOffer, why: str) -> None:
+        """Avoids a prefiller that is gone, or doesn't answer."""
+        self._lost[offer.replica] = Loss(time.monotonic(), why)
 
-    def answered(self, offered: Offered) -> None:
-        """It is there: what was known of its loss is over."""
-        self._lost.pop(offered.replica, None)
+    def answered(self, offer: PrefillerOffer) -> None:
+        """Forgets the loss of a prefiller that answers."""
+        self._lost.pop(offer.replica, None)
 
     @property
-    def met(self) -> Sequence[str]:
-        """Those that can be asked at once."""
-        return [name for name, meeting in self._meetings.items() if self._open(meeting)]
+    def connected(self) -> Sequence[str]:
+        """Incarnations of prefillers with an open session."""
+        return [name for name, session in self._sessions.items() if self._is_open(session)]
 
-    def _open(self, meeting: asyncio.Future[int]) -> bool:
-        done = meeting.done() and not meeting.cancelled() and meeting.exception() is None
-        return done and self._decoder.knows(meeting.result())
+    def _is_open(self, session: asyncio.Future[int]) -> bool:
+        done = session.done() and not session.cancelled() and session.exception() is None
+        return done and self._decoder.is_connected(session.result())
 
-    def _forget_lost(self) -> None:
-        for name, meeting in list(self._meetings.items()):
-            if meeting.done() and not self._open(meeting):
-                del self._meetings[name]
+    def _drop_ended(self) -> None:
+        for name, session in list(self._sessions.items()):
+            if session.done() and not self._is_open(session):
+                del self._sessions[name]

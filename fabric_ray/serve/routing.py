@@ -1,4 +1,4 @@
-"""Which replica gets a request: Serve's routers for decoders and prefillers, and their policies."""
+"""Request routers for Serve, which select decoders and prefillers, and their policies."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter
 from ray.serve.request_router import RunningReplica as Replica
 
 from fabric_ray.inference.pool import page_keys
+from fabric_ray.serve.messages import Generate
 from fabric_ray.serve.prefillers import least_loaded
-from fabric_ray.serve.wire import Generate
 
 
 def prompt_blocks(tokens: Sequence[int], *, block_tokens: int, most: int) -> tuple[bytes, ...]:
-    """A digest for each full block of a prompt's begin, of everything up to the block's end."""
+    """For each of the first full blocks of a prompt, a digest of all tokens up to its end."""
     return tuple(page_keys(tokens[: block_tokens * most], block_tokens))
 
 
 def prefer_prefix(
     loads: Mapping[str, float], held: Mapping[str, int], *, slack: float
 ) -> list[list[str]]:
-    """Replicas in groups, the preferred first.
+    """Groups of replicas, the preferred group first.
 
-    Those that hold the longest begin of the prompt come first, except where they have more than
-    ``slack`` requests more than the least loaded replica has; all others follow by load.
+    The first group has the replicas with the longest prefix of the prompt, unless they have over
+    ``slack`` requests more than the least loaded replica. The second has all others, by load.
 
     Args:
         loads: requests of each replica.
-        held: blocks of the prompt that a replica has seen.
+        held: leading blocks of the prompt that a replica has seen.
         slack: requests.
     """
     if not loads:
@@ -43,10 +43,10 @@ def prefer_prefix(
 
 
 class PrefixMemory:
-    """Which replicas have seen which blocks; the blocks that were used longest ago are forgotten.
+    """An LRU map of blocks to the replicas that have seen them.
 
     Args:
-        entries: pairs of block and replica that are kept.
+        entries: most pairs of block and replica.
     """
 
     def __init__(self, entries: int = 200_000) -> None:
@@ -55,7 +55,7 @@ class PrefixMemory:
         self._at: dict[bytes, set[str]] = {}
 
     def remember(self, blocks: Sequence[bytes], replica: str) -> None:
-        """A replica gets a prompt that begins so."""
+        """Records that a replica gets a prompt with these leading blocks."""
         for block in blocks:
             self._seen[block, replica] = None
             self._seen.move_to_end((block, replica))
@@ -65,7 +65,7 @@ class PrefixMemory:
             self._drop(block, old)
 
     def held(self, blocks: Sequence[bytes]) -> dict[str, int]:
-        """How many of the first blocks each replica has seen."""
+        """Number of leading blocks that each replica has seen."""
         out: dict[str, int] = {}
         for count, block in enumerate(blocks, start=1):
             holders = [r for r in self._at.get(block, ()) if out.get(r, 0) == count - 1]
@@ -75,7 +75,7 @@ class PrefixMemory:
         return out
 
     def forget(self, replica: str) -> None:
-        """It is gone, and what it held with it."""
+        """Drops all entries of a replica that is gone."""
         for block, holder in [key for key in self._seen if key[1] == replica]:
             del self._seen[block, holder]
             self._drop(block, holder)
@@ -92,7 +92,7 @@ def _by_name(replicas: Sequence[Replica]) -> dict[str, Replica]:
 
 
 class PrefixRouter(RequestRouter):
-    """Sends requests to decoders: where the begin of the prompt is, then where least is to do."""
+    """Routes requests to decoders: by the prompt's prefix, then by load."""
 
     def initialize_state(self, *, slack: float = 4, **_: Any) -> None:
         self._slack = slack
@@ -124,16 +124,15 @@ class PrefixRouter(RequestRouter):
 
 
 def _blocks(request: PendingRequest | None) -> tuple[bytes, ...]:
-    asked = request.args[0] if request is not None and request.args else None
-    return asked.blocks if isinstance(asked, Generate) else ()
+    argument = request.args[0] if request is not None and request.args else None
+    return argument.blocks if isinstance(argument, Generate) else ()
 
 
 class PrefillRouter(RequestRouter):
-    """Names prefillers to decoders: those that have least to do first, those to avoid last.
+    """Names prefillers to decoders: by avoid level, then by load.
 
-    A decoder says what it knows itself, as keyword arguments: ``avoid``, how little it wants some
-    replicas, and ``load``, what it waits for at each. Those that haven't told yet how they are met
-    aren't named.
+    A decoder passes what only it knows as keyword arguments: ``avoid``, a level for replicas, and
+    ``load``, the prompts that it waits for at each. Replicas without an offer are left out.
     """
 
     def initialize_state(self, **_: Any) -> None: ...
@@ -142,15 +141,15 @@ class PrefillRouter(RequestRouter):
         self, candidate_replicas: list[Replica], pending_request: PendingRequest | None = None
     ) -> list[list[Replica]]:
         by_name = _by_name(candidate_replicas)
-        said: dict[Any, Any] = {}
+        options: dict[Any, Any] = {}
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
-            said = pending_request.kwargs
-        mine: Mapping[str, int] = said.get("load", {})
+            options = pending_request.kwargs
+        pending: Mapping[str, int] = options.get("load", {})
         loads = {
-            name: mine.get(name, 0) + float((replica.routing_stats or {}).get("load", 0))
+            name: pending.get(name, 0) + float((replica.routing_stats or {}).get("load", 0))
             for name, replica in by_name.items()
             if "offer" in replica.replica_metadata
         }
-        order = least_loaded(loads, avoid=said.get("avoid"))
+        order = least_loaded(loads, avoid=options.get("avoid"))
         return [[by_name[name]] for name in order]

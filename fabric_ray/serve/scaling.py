@@ -1,4 +1,4 @@
-"""How many prefillers there should be. Serve sees none of their requests: they say themselves."""
+"""Autoscaling of prefillers. Serve sees none of their requests, so replicas report their load."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
 METRIC = "prompts"
-"""Prompts that wait or are computed at a replica; see ``record_autoscaling_stats``."""
+"""Prompts that are queued or computed at a replica; see ``record_autoscaling_stats``."""
 
 
 def replicas_for(loads: Sequence[float], *, target: float, least: int, most: int) -> int:
-    """As many replicas as give each ``target`` prompts, between ``least`` and ``most``."""
+    """The number of replicas that gives each ``target`` prompts, from ``least`` to ``most``."""
     wanted = math.ceil(sum(loads) / target) if loads else least
     return min(max(wanted, least), most)
 
 
 def by_prompts(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """A policy of Serve: ``target_ongoing_requests`` of the deployment is what a replica should
-    have to do."""
+    """A policy for Serve: aims at ``target_ongoing_requests`` prompts for each replica."""
     loads = list((context.aggregated_metrics or {}).get(METRIC, {}).values())
     config: Any = context.config
     wanted = replicas_for(
@@ -34,7 +33,7 @@ def by_prompts(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
 
 
 def with_policy(options: dict[str, Any]) -> dict[str, Any]:
-    """Deployment options in which autoscaling, if there is any, goes by prompts."""
+    """Deployment options with autoscaling, if any, by prompts."""
     config = options.get("autoscaling_config")
     if not isinstance(config, dict) or "policy" in config:
         return options

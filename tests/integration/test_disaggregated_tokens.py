@@ -154,7 +154,7 @@ def test_tokens_are_those_of_one_engine(
         theirs = Instance(stack, "decode", model, target)
         prefiller = stack.enter_context(Prefiller(ours.ranks, terms=ours.terms))
         decoder = stack.enter_context(Decoder(theirs.ranks, terms=theirs.terms))
-        to = decoder.meet(prefiller.offer())
+        to = decoder.connect(prefiller.offer())
         for prompt in prompts:
             pages = theirs.pools.open(prompt, len(prompt) + NEW)
             needed = [

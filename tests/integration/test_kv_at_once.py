@@ -144,10 +144,10 @@ def cancelled(w: World, number: int) -> None:
 
 
 def another_meeting(w: World, number: int) -> None:
-    to = w.decoder.meet(w.prefiller.offer())
-    assert w.decoder.knows(to)
-    w.decoder.leave(to)
-    assert not w.decoder.knows(to)
+    to = w.decoder.connect(w.prefiller.offer())
+    assert w.decoder.is_connected(to)
+    w.decoder.disconnect(to)
+    assert not w.decoder.is_connected(to)
     with pytest.raises(Stale):
         w.decoder.pull(to, tokens=TOKENS, tables=[pages_of(number)])
 
@@ -185,7 +185,7 @@ def world() -> Iterator[World]:
         prefill.tail.numpy()[:] = 7
         prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=PATIENT))
         decoder = stack.enter_context(Decoder(decode.ranks, terms=PATIENT))
-        yield World(prefill, decode, prefiller, decoder, decoder.meet(prefiller.offer()))
+        yield World(prefill, decode, prefiller, decoder, decoder.connect(prefiller.offer()))
 
 
 def test_ic_2_both_ends_of_kv_transfer_from_32_threads_at_once(world: World) -> None:

@@ -14,9 +14,9 @@ from fabric_ray.inference.sampling import Sampling
 from fabric_ray.serve.completions import Completions
 from fabric_ray.serve.config import ServeArgs
 from fabric_ray.serve.instance import Instance, load_model, tokenizer
-from fabric_ray.serve.passes import PrefillLoop
-from fabric_ray.serve.prefillers import Offered, least_loaded
-from fabric_ray.serve.wire import Event, Generate
+from fabric_ray.serve.messages import Event, Generate
+from fabric_ray.serve.prefill_loop import PrefillLoop
+from fabric_ray.serve.prefillers import PrefillerOffer, least_loaded
 
 FABRIC = {"token": "serve-tests", "bind": "127.0.0.1"}
 
@@ -27,10 +27,10 @@ class Listed:
     def __init__(self) -> None:
         self.offers: dict[str, bytes] = {}
 
-    async def choose(self, *, avoid: Mapping[str, int], load: Mapping[str, int]) -> Offered:
+    async def choose(self, *, avoid: Mapping[str, int], load: Mapping[str, int]) -> PrefillerOffer:
         loads = {name: float(load.get(name, 0)) for name in self.offers}
         name = least_loaded(loads, avoid=avoid)[0]
-        return Offered(name, self.offers[name])
+        return PrefillerOffer(name, self.offers[name])
 
 
 class World:

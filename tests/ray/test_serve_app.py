@@ -34,7 +34,7 @@ ARGS = ServeArgs.model_validate(
             "chunk_tokens": 16,
             "options": {
                 "num_replicas": 1,
-                # Three in a row, and Serve gives up who doesn't answer.
+                # Serve gives up a replica that misses three checks in a row.
                 "health_check_period_s": 1.0,
                 "health_check_timeout_s": 4.0,
                 "graceful_shutdown_timeout_s": 1.0,
@@ -212,7 +212,7 @@ def health(app: LocalApp) -> int:
         return connection.getresponse().status
 
 
-def test_prefillers_are_added_while_everybody_else_goes_on(app: LocalApp) -> None:
+def test_prefillers_are_added_while_all_others_go_on(app: LocalApp) -> None:
     before = {replica["pid"] for replica in app.stats()}
     app.scale("Prefill", 2)
     app.wait_running()
@@ -249,7 +249,7 @@ def test_a_prefiller_that_is_stopped_under_load_costs_no_request(app: LocalApp) 
             time.sleep(0.01)
         os.kill(victim, signal.SIGSTOP)
         try:
-            # Long before Serve gives it up: nobody else is missing because one doesn't answer.
+            # Long before Serve gives it up, all other replicas are listed.
             there = ({replica["pid"] for replica in of_role(app, "prefill")} for _ in range(3))
             assert any(pids == {other} for pids in there)
             got = [answer.result() for answer in answers]

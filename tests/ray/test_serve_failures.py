@@ -1,4 +1,4 @@
-"""What becomes of requests when prefillers hang, engines fail, or nobody can be found."""
+"""Requests whose prefillers hang, whose engines fail, or that find no prefiller."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from torch import Tensor
 from fabric_ray.errors import InvalidArgument, PeerLost, Stale
 from fabric_ray.inference.protocols import DecodeRow, OnLayer, PrefillChunk, Tail
 from fabric_ray.kvcache import errors as kv
-from fabric_ray.serve.bodies import BodyReader, read_body
+from fabric_ray.serve.body_reader import BodyReader, read_body
 from fabric_ray.serve.config import ServeArgs
-from fabric_ray.serve.decode import offered
+from fabric_ray.serve.decode import offer_from
 from fabric_ray.serve.errors import BadRequest, BodyTimeout, NoPrefill, TooLarge, Unavailable
+from fabric_ray.serve.failures import AvoidLevel, FailureKind, failure_kind
 from fabric_ray.serve.health import EngineHealth, is_sticky
 from fabric_ray.serve.instance import Instance
-from fabric_ray.serve.passes import PrefillLoop
-from fabric_ray.serve.prefillers import Offered, least_loaded
-from fabric_ray.serve.verdicts import Reluctance, Verdict, verdict
-from fabric_ray.serve.wire import Failed, Finished
+from fabric_ray.serve.messages import Failed, Finished
+from fabric_ray.serve.prefill_loop import PrefillLoop
+from fabric_ray.serve.prefillers import PrefillerOffer, least_loaded
 from tests.processes import Other
 from tests.ray.serve_world import FABRIC, Around, World, expected, prompts, request, world
 
@@ -66,8 +66,8 @@ def failed(end: object, kind: str) -> str:
     return end.message
 
 
-async def test_after_the_last_attempt_the_causes_are_told_and_no_pages_waited_for() -> None:
-    """MR-1: whoever hangs keeps its pages, and the decoder has no others here."""
+async def test_the_last_attempt_raises_all_causes_and_waits_for_no_pages() -> None:
+    """MR-1: the prefiller that hangs keeps its pages, and the decoder has no others here."""
     decode = {"cache": {"pages": 6}, "prefill_timeout": 0.3, "queue_timeout": 0.3}
     for attempts in (1, 3):
         many = {**decode, "prefill_attempts": attempts}
@@ -81,7 +81,9 @@ async def test_after_the_last_attempt_the_causes_are_told_and_no_pages_waited_fo
             await w.idle()
 
 
-async def test_who_missed_a_deadline_is_asked_again_only_if_there_is_no_other() -> None:
+async def test_a_prefiller_that_missed_a_deadline_is_asked_again_only_if_there_is_no_other() -> (
+    None
+):
     decode = {"prefill_timeout": 5.0, "prefill_attempts": 3, "avoid_lost": 600}
     async with frozen_one(decode=decode) as (w, frozen):
         (first, *rest) = [request(i, p) for i, p in enumerate(prompts(7, seed=20))]
@@ -92,7 +94,7 @@ async def test_who_missed_a_deadline_is_asked_again_only_if_there_is_no_other() 
         end = await asking
         assert isinstance(end, Finished), end
         assert end.timings.prefill_attempts == 2
-        # Others, which it did nothing to, ask who is left.
+        # Later requests go to the other prefiller at once.
         ends = [await w.ask(r) for r in rest]
         assert [e.tokens for e in [end, *ends]] == expected(w.args, [first, *rest])  # type: ignore[union-attr]
         assert {e.timings.prefill_attempts for e in ends} == {1}  # type: ignore[union-attr]
@@ -100,53 +102,44 @@ async def test_who_missed_a_deadline_is_asked_again_only_if_there_is_no_other() 
         await w.idle()
 
 
-def test_prefillers_are_wanted_by_what_they_did() -> None:
+def test_prefillers_are_sorted_by_avoid_level() -> None:
     loads = {"gone": 0.0, "missed": 0.0, "tried": 1.0, "slow": 2.0, "fresh": 9.0}
     avoid = {
-        "gone": Reluctance.LOST,
-        "missed": Reluctance.MISSED,
-        "tried": Reluctance.TRIED,
-        "slow": Reluctance.SLOW,
+        "gone": AvoidLevel.LOST,
+        "missed": AvoidLevel.MISSED,
+        "tried": AvoidLevel.TRIED,
+        "slow": AvoidLevel.SLOW,
     }
     assert least_loaded(loads, avoid=avoid) == ["fresh", "slow", "tried", "missed", "gone"]
 
 
-def turned_away(why: str) -> kv.PullRefused:
-    """A refusal that isn't because of what was asked."""
-    error = kv.PullRefused(why)
-    error.retryable = True
-    return error
-
-
 @pytest.mark.parametrize(
-    ("error", "found"),
+    ("error", "kind"),
     [
-        (kv.PrefillFailed("the prefiller gave up: busy: 4 prompts wait"), Verdict.BUSY),
-        (kv.PullRefused("the prefiller refused the request: busy: 4 wait"), Verdict.BUSY),
-        (kv.PullRefused("busy: 4 wait"), Verdict.BUSY),
-        (kv.PrefillFailed("the prefiller gave up: too long: by 4"), Verdict.TOO_LONG),
-        (kv.PrefillFailed("the prefiller gave up: RuntimeError: busy: no"), Verdict.FAILED),
-        (kv.PullRefused("page 7 of 4"), Verdict.HERE),
-        (turned_away("it takes nothing more"), Verdict.FAILED),
-        (kv.PullTimeout("too late"), Verdict.SLOW),
-        (kv.PrefillerLost("busy: it died"), Verdict.LOST),
-        (kv.PullCancelled("here"), Verdict.HERE),
-        (kv.DecoderClosed("here"), Verdict.HERE),
-        (InvalidArgument("tables"), Verdict.HERE),
-        (Stale("met before"), Verdict.STALE),
-        (PeerLost("died"), Verdict.LOST),
-        (OSError("no descriptors"), Verdict.LOST),
+        (kv.error_for("refused_busy", "4 prompts are queued"), FailureKind.BUSY),
+        (kv.error_for("refused_too_long", "by 4 tokens"), FailureKind.TOO_LONG),
+        (kv.error_for("failed", "RuntimeError: busy: no"), FailureKind.FAILED),
+        (kv.error_for("refused", "page 7 of 4"), FailureKind.LOCAL),
+        (kv.error_for("refused_here", "it takes nothing more"), FailureKind.FAILED),
+        (kv.PullTimeout("too late"), FailureKind.SLOW),
+        (kv.PrefillerLost("busy: it died"), FailureKind.LOST),
+        (kv.PullCancelled("here"), FailureKind.LOCAL),
+        (kv.DecoderClosed("here"), FailureKind.LOCAL),
+        (InvalidArgument("tables"), FailureKind.LOCAL),
+        (Stale("met before"), FailureKind.STALE),
+        (PeerLost("died"), FailureKind.LOST),
+        (OSError("no descriptors"), FailureKind.LOST),
     ],
 )
-def test_an_error_says_whether_another_is_asked(error: Exception, found: Verdict) -> None:
-    assert verdict(error) is found
+def test_the_failure_kind_of_an_error(error: Exception, kind: FailureKind) -> None:
+    assert failure_kind(error) is kind
 
 
-async def test_prefillers_of_another_model_are_named_as_the_cause() -> None:
+async def test_a_prefiller_of_another_model_is_named_as_the_cause() -> None:
     async with world((), decode={"prefill_attempts": 2, "avoid_lost": 0.1}) as w:
         w.add_prefiller("p0", args=w.args.model_copy(update={"seed": 1}))
         text = failed(await w.ask(request(0, (1, 2, 3))), "NoPrefill")
-        assert "p0: it can't be met: " in text
+        assert "p0: no session: " in text
         assert "model" in text
         await w.idle()
 
@@ -154,7 +147,7 @@ async def test_prefillers_of_another_model_are_named_as_the_cause() -> None:
 async def test_a_prompt_that_no_prefiller_has_room_for_is_the_clients_to_change() -> None:
     async with world(prefill={"cache": {"pages": 2}}) as w:
         text = failed(await w.ask(request(0, tuple(range(60)))), "BadRequest")
-        assert "has 60 tokens and prefillers have room for 32" in text
+        assert "has 60 tokens, the pages of prefillers have 32" in text
         await w.idle()
 
 
@@ -205,20 +198,23 @@ async def test_a_lost_prefiller_that_is_back_is_asked_again_where_there_is_no_ot
 
 
 class Lost:
-    """Finds nobody."""
+    """Finds no prefiller."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
 
-    async def choose(self, *, avoid: Mapping[str, int], load: Mapping[str, int]) -> Offered:
+    async def choose(self, *, avoid: Mapping[str, int], load: Mapping[str, int]) -> PrefillerOffer:
         raise self.error
 
 
 @pytest.mark.parametrize(
     ("error", "kind"),
-    [(NoPrefill("Serve names no prefiller"), "NoPrefill"), (RuntimeError("nobody"), "ServeError")],
+    [
+        (NoPrefill("Serve names no prefiller"), "NoPrefill"),
+        (RuntimeError("no prefiller"), "ServeError"),
+    ],
 )
-async def test_a_request_that_finds_nobody_has_failed_and_says_why(
+async def test_a_request_that_finds_no_prefiller_fails_with_the_cause(
     error: Exception, kind: str
 ) -> None:
     async with world() as w:
@@ -231,9 +227,9 @@ async def test_a_request_that_finds_nobody_has_failed_and_says_why(
 
 
 @pytest.mark.parametrize("metadata", [{}, {"name": "p"}, {"name": "p", "offer": "?"}, {"offer": 3}])
-def test_a_replica_that_does_not_say_how_it_is_met_is_told_apart(metadata: dict[str, Any]) -> None:
+def test_replica_metadata_without_an_offer_is_an_error(metadata: dict[str, Any]) -> None:
     with pytest.raises(NoPrefill, match="replica_metadata"):
-        offered(metadata)
+        offer_from(metadata)
 
 
 class Failing(Around):
@@ -342,17 +338,17 @@ def test_failures_count_by_request_and_until_something_goes_right() -> None:
 
 async def test_being_cancelled_while_pages_come_too_late_is_being_cancelled() -> None:
     async with world(decode={"max_running": 1}) as w:
-        seats = w.decode._seats
-        seat = await seats.take((1, 2), 8, timeout=5)
-        task = asyncio.create_task(seats.take((1, 2), 8, timeout=500))
+        allocator = w.decode._allocator
+        reservation = await allocator.reserve((1, 2), 8, timeout=5)
+        task = asyncio.create_task(allocator.reserve((1, 2), 8, timeout=500))
         await asyncio.sleep(0)
-        seats._expire(seats._queue[0], 500)
+        allocator._expire(allocator._queue[0], 500)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert seats.waiting == 0
-        seat.leave()
-        assert seats.taken == 0
+        assert allocator.waiting == 0
+        reservation.release()
+        assert allocator.taken == 0
 
 
 @pytest.mark.parametrize("said", [True, False])

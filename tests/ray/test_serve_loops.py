@@ -16,7 +16,7 @@ from torch import Tensor
 from fabric_ray.inference.errors import InferenceError, PageMisuse
 from fabric_ray.inference.protocols import DecodeRow, OnLayer, PrefillChunk, Tail
 from fabric_ray.serve.instance import Instance
-from fabric_ray.serve.wire import Emitted, Failed, Finished, Generate
+from fabric_ray.serve.messages import Emitted, Failed, Finished, Generate
 from tests.ray.serve_world import Around, expected, prompts, request, world
 
 SIDES = {
@@ -88,7 +88,7 @@ async def test_a_stop_text_ends_a_completion_before_it() -> None:
         await w.idle()
 
 
-async def test_who_stops_reading_gives_pages_back_and_disturbs_nobody() -> None:
+async def test_a_closed_stream_frees_its_pages_and_disturbs_no_other_request() -> None:
     """MR-1: pages of cancelled requests go to others only when no prefiller writes to them; if they
     went earlier, tokens of those others would be wrong."""
     draw = random.Random(5)
@@ -125,36 +125,38 @@ async def test_a_stream_that_is_closed_between_tokens_gives_its_pages_back() -> 
         assert w.decode.stats()["cancelled"] == 1
 
 
-async def test_pages_are_held_until_their_prefiller_says_that_it_writes_no_more() -> None:
+async def test_mr_1_pages_are_held_until_their_prefiller_confirms_that_it_writes_no_more() -> None:
     """MR-1."""
     async with world() as w:
-        seats, (prompt,) = w.decode._seats, prompts(1, seed=11)
-        seat = await seats.take(prompt, len(prompt) + 8, timeout=1)
-        number = await asyncio.to_thread(w.decode._decoder.meet, w.listed.offers["p0"])
-        seat.expect(w.decode._asking.pull(request(0, prompt), seat, number))
-        with pytest.raises(PageMisuse, match="wait until it is quiet"):
-            seat.expect(w.decode._asking.pull(request(0, prompt), seat, number))
-        taken = len(seat.tables.fresh[0])
-        seat.leave()
+        allocator, (prompt,) = w.decode._allocator, prompts(1, seed=11)
+        ask = request(0, prompt)
+        reservation = await allocator.reserve(prompt, len(prompt) + 8, timeout=1)
+        number = await asyncio.to_thread(w.decode._decoder.connect, w.listed.offers["p0"])
+        reservation.attach(w.decode._prefill_client.pull(ask, reservation, number))
+        with pytest.raises(PageMisuse, match="await quiesced"):
+            reservation.attach(w.decode._prefill_client.pull(ask, reservation, number))
+        taken = len(reservation.tables.fresh[0])
+        reservation.release()
         stats = w.decode.stats()
         assert (stats["held_pages"], stats["taken_slots"]) == (taken, 1)
         await w.idle()
 
 
-async def test_a_hanging_prefiller_keeps_the_pages_that_it_was_given_and_others_get_others() -> (
+async def test_mr_1_a_hanging_prefiller_keeps_its_pages_and_the_next_attempt_gets_other_pages() -> (
     None
 ):
-    """MR-1: whoever hangs may go on to write one day."""
+    """MR-1: a prefiller that hangs may write later."""
     async with world() as w:
-        seats, (prompt,) = w.decode._seats, prompts(1, seed=13)
-        seat = await seats.take(prompt, len(prompt) + 8, timeout=1)
-        number = await asyncio.to_thread(w.decode._decoder.meet, w.listed.offers["p0"])
-        seat.expect(w.decode._asking.pull(request(0, prompt), seat, number))
-        pages, slot = set(seat.tables.fresh[0]), seat.slot
-        await seat.renew(timeout=1)
-        assert pages.isdisjoint(seat.tables.fresh[0])
-        assert seat.slot != slot
-        seat.leave()
+        allocator, (prompt,) = w.decode._allocator, prompts(1, seed=13)
+        ask = request(0, prompt)
+        reservation = await allocator.reserve(prompt, len(prompt) + 8, timeout=1)
+        number = await asyncio.to_thread(w.decode._decoder.connect, w.listed.offers["p0"])
+        reservation.attach(w.decode._prefill_client.pull(ask, reservation, number))
+        pages, slot = set(reservation.tables.fresh[0]), reservation.slot
+        await reservation.replace(timeout=1)
+        assert pages.isdisjoint(reservation.tables.fresh[0])
+        assert reservation.slot != slot
+        reservation.release()
         await w.idle()
 
 

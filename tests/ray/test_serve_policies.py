@@ -16,11 +16,11 @@ from ray.serve.request_router import RunningReplica
 from fabric_ray.inference.tokenizer import ByteTokenizer
 from fabric_ray.serve import BadRequest, NotFound, ServeArgs, build_app, openai
 from fabric_ray.serve.errors import Busy
+from fabric_ray.serve.messages import Failed
 from fabric_ray.serve.prefillers import least_loaded
 from fabric_ray.serve.routing import PrefillRouter, PrefixMemory, prefer_prefix, prompt_blocks
 from fabric_ray.serve.scaling import replicas_for, with_policy
-from fabric_ray.serve.text import Text
-from fabric_ray.serve.wire import Failed
+from fabric_ray.serve.stop_text import StopTextFilter
 
 
 def test_the_longest_prefix_wins_while_its_holder_is_not_much_busier() -> None:
@@ -36,7 +36,7 @@ def test_replicas_to_avoid_come_last() -> None:
 
 
 class Named(RunningReplica):
-    """A replica that nobody calls."""
+    """A replica that is never called."""
 
     def __init__(self, name: str, **told: Any) -> None:
         of = ReplicaID(name, DeploymentID("Prefill", "app"))
@@ -79,7 +79,7 @@ def test_the_oldest_blocks_are_forgotten_and_so_is_who_is_gone() -> None:
     st.lists(st.text(alphabet="ab€", min_size=1, max_size=4), max_size=3),
 )
 def test_text_ends_before_the_first_stop_text_however_it_comes(said: str, stop: list[str]) -> None:
-    whole = Text(ByteTokenizer(), stop)
+    whole = StopTextFilter(ByteTokenizer(), stop)
     got = ""
     for token in said.encode():
         got += whole.push(token)
@@ -101,11 +101,11 @@ ARGS = ServeArgs()
 
 def test_a_request_says_what_a_decoder_needs() -> None:
     sent = openai.parse(body(max_tokens=5, stop="x", seed=3, temperature=0, top_p=0.5))
-    asked = openai.asked(sent, ARGS, ByteTokenizer(), id="i")
+    asked = openai.generate_request(sent, ARGS, ByteTokenizer(), id="i")
     assert asked.tokens == (256, *b"hi")
     assert (asked.max_tokens, asked.stop, asked.seed, asked.top_p) == (5, ("x",), 3, 0.5)
     tokens = openai.parse(json.dumps({"prompt": [1, 2]}).encode())
-    assert openai.asked(tokens, ARGS, ByteTokenizer(), id="i").tokens == (1, 2)
+    assert openai.generate_request(tokens, ARGS, ByteTokenizer(), id="i").tokens == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_request_says_what_a_decoder_needs() -> None:
 )
 def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as caught:
-        openai.asked(openai.parse(body(**fields)), ARGS, ByteTokenizer(), id="i")
+        openai.generate_request(openai.parse(body(**fields)), ARGS, ByteTokenizer(), id="i")
     assert openai.error_body(caught.value)["error"]["param"] == param
 
 
@@ -137,8 +137,8 @@ def test_a_number_that_is_not_finite_is_called_that() -> None:
 
 
 def test_another_model_is_not_found() -> None:
-    with pytest.raises(NotFound, match="ask for 'tiny-llama'"):
-        openai.asked(openai.parse(body(model="gpt")), ARGS, ByteTokenizer(), id="i")
+    with pytest.raises(NotFound, match="expected 'tiny-llama'"):
+        openai.generate_request(openai.parse(body(model="gpt")), ARGS, ByteTokenizer(), id="i")
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"x"', b"\xff"])

@@ -15,10 +15,10 @@ from fabric_ray.compat.sessions import _Question as SessionsQuestion
 from fabric_ray.compat.sessions import _Table as SessionsTable
 from fabric_ray.integrations.letters import Invitation, Letter
 from fabric_ray.integrations.vllm_kv_plan import Claim
-from fabric_ray.observe.asking import AskRecords
+from fabric_ray.observe.client import AskRecords
 from fabric_ray.observe.process import ProcessMetrics, ProcessRecords
 from fabric_ray.runtime.rdt.offer import Offer
-from fabric_ray.serve.wire import Finished, Generate, Prompt
+from fabric_ray.serve.messages import Finished, Generate, Prompt
 
 PACKAGE = Path(__file__).parents[2] / "fabric_ray"
 MESSAGES = [

@@ -24,6 +24,7 @@ pub enum EngineError {
         /// Empty where the transport has none.
         nic: String,
         cause: String,
+        link: Box<LostLink>,
     },
 
     /// One NIC of several: the peer is still there.
@@ -31,7 +32,7 @@ pub enum EngineError {
         "a rail of {transport} to peer {peer} was lost: {on}{cause}; others still reach it: send again, with a fresh counter if it was counted, for its count may have arrived",
         on = on(.nic)
     )]
-    RailLost { peer: String, transport: String, nic: String, cause: String },
+    RailLost { peer: String, transport: String, nic: String, cause: String, link: Box<LostLink> },
 
     #[error("no transport reaches peer {peer}: {}", advised(.reasons, "allow one on both sides that both hosts have, as `fabric-ray doctor` lists them"))]
     Unreachable { peer: String, reasons: String },
@@ -86,6 +87,17 @@ pub enum EngineError {
     Cancelled { what: &'static str, cause: String },
 }
 
+/// What is known of a lost link, for programs; the texts beside it are for people.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct LostLink {
+    /// What the system said, if a system call failed.
+    pub errno: Option<rustix::io::Errno>,
+    /// The local rail, by its number.
+    pub rail: Option<u8>,
+    /// The peer's incarnation: an engine's id as hex, a rank's number.
+    pub incarnation: Option<String>,
+}
+
 fn with(peer: &str) -> String {
     if peer.is_empty() {
         return String::new();
@@ -130,6 +142,13 @@ impl EngineError {
         let peer = || "rank-3#5f0c".to_owned();
         let (transport, nic) = (|| "verbs".to_owned(), || "mlx5_1".to_owned());
         let cause = || "the link broke".to_owned();
+        let link = || {
+            Box::new(LostLink {
+                errno: Some(rustix::io::Errno::CONNRESET),
+                rail: Some(1),
+                incarnation: Some("5f0c".into()),
+            })
+        };
         let after = Duration::from_secs(2);
         let timeout = |hint| Self::Timeout {
             op: "write",
@@ -142,8 +161,20 @@ impl EngineError {
         vec![
             Self::Invalid("a read of zero bytes does nothing; name how many".into()),
             Self::OutOfBounds { what: "source".into(), offset: 8, len: 9, limit: 16 },
-            Self::PeerLost { peer: peer(), transport: transport(), nic: nic(), cause: cause() },
-            Self::RailLost { peer: peer(), transport: transport(), nic: nic(), cause: cause() },
+            Self::PeerLost {
+                peer: peer(),
+                transport: transport(),
+                nic: nic(),
+                cause: cause(),
+                link: link(),
+            },
+            Self::RailLost {
+                peer: peer(),
+                transport: transport(),
+                nic: nic(),
+                cause: cause(),
+                link: link(),
+            },
             Self::Unreachable { peer: peer(), reasons: "verbs: no such NIC".into() },
             Self::Stale {
                 what: "region 5".into(),

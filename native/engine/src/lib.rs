@@ -28,7 +28,7 @@ pub use engine::{
     Path, Peer, PeerGroup, Quiet, Rail, Region, Remote, RemoteRegion, RemoteSegment, ScatterDst,
     Segment, SegmentPiece, Stats, Submit, TransferEngine, Transports, Watcher, Way,
 };
-pub use error::{EngineError, Result};
+pub use error::{EngineError, LostLink, Result};
 pub use group::Verdict;
 pub use memory::file::FileOptions;
 pub use process::ProcessLocal;

@@ -39,7 +39,7 @@ pub(crate) mod tests {
     use super::*;
     use crate::{
         layout::{CacheGroup, CacheLayout, CacheTensor, Place},
-        wire::{Grant, Hello, OfferEnd, PageTable, Request, State},
+        wire::{Grant, Hello, OfferEnd, PageTable, RefusalReason, Request, State},
     };
 
     pub(crate) fn layout() -> CacheLayout {
@@ -91,7 +91,8 @@ pub(crate) mod tests {
             tail_slot: 0,
             payload: b"a prompt".to_vec(),
         };
-        let refused = State::Refused { why: "full".into(), elsewhere: true };
+        let refused =
+            State::Refused { why: "full".into(), elsewhere: true, reason: RefusalReason::Busy };
         let failed = State::Failed("why".into());
         let states = vec![(1, State::Open), (2, failed), (3, State::Unknown), (4, refused)];
         let offer = Offer {
@@ -157,7 +158,11 @@ pub(crate) mod tests {
     fn states_and_reasons_fit_the_smallest_message() {
         let why = crate::wire::reason(&"ä".repeat(4000));
         assert!(why.len() <= 512 && why.chars().all(|c| c == 'ä'));
-        let refused = || State::Refused { why: why.clone(), elsewhere: false };
+        let refused = || State::Refused {
+            why: why.clone(),
+            elsewhere: false,
+            reason: RefusalReason::TooLong,
+        };
         let states: Vec<_> = (0..1000)
             .map(|i| (u64::MAX - i, if i < 500 { State::Failed(why.clone()) } else { refused() }))
             .collect();

@@ -4,7 +4,10 @@ use std::{sync::Arc, time::Duration};
 
 use fabric_engine::{EngineError, Region, TransferEngine};
 
-use crate::layout::{CacheGroup, CacheLayout};
+use crate::{
+    layout::{CacheGroup, CacheLayout},
+    wire::RefusalReason,
+};
 
 /// One rank that lives in this process.
 #[derive(Clone, Debug)]
@@ -90,7 +93,7 @@ pub enum Cause {
     TimedOut(String),
     /// It was not begun, there or here. `elsewhere`: nothing is wrong with what was asked, and another prefiller may do it.
     #[error("{why}")]
-    Refused { why: String, elsewhere: bool },
+    Refused { why: String, elsewhere: bool, reason: RefusalReason },
     #[error("the prefiller gave up: {0}")]
     Failed(String),
     #[error("this end is closed")]
@@ -102,9 +105,11 @@ impl Cause {
         match error {
             EngineError::Timeout { .. } => Self::TimedOut(error.to_string()),
             EngineError::Closed | EngineError::Draining => Self::Closed,
-            EngineError::Invalid(_) | EngineError::OutOfBounds { .. } => {
-                Self::Refused { why: error.to_string(), elsewhere: false }
-            }
+            EngineError::Invalid(_) | EngineError::OutOfBounds { .. } => Self::Refused {
+                why: error.to_string(),
+                elsewhere: false,
+                reason: RefusalReason::Other,
+            },
             _ => Self::Lost(error.to_string()),
         }
     }

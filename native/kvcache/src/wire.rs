@@ -117,7 +117,24 @@ pub(crate) enum State {
     /// It was given up by the prefiller, and nothing of it is under way any more.
     Failed(String),
     /// It was never taken up. `elsewhere`: another prefiller may take it, for nothing is wrong with it.
-    Refused { why: String, elsewhere: bool },
+    Refused {
+        why: String,
+        elsewhere: bool,
+        #[serde(default)]
+        reason: RefusalReason,
+    },
+}
+
+/// Why the engine behind a prefiller refused a request, for programs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum RefusalReason {
+    /// Only the text says why.
+    #[default]
+    Other,
+    /// The prefiller has too many requests; it may take this one later.
+    Busy,
+    /// The prefiller has too few pages for the prompt, however few other requests it has.
+    TooLong,
 }
 
 impl State {
@@ -303,7 +320,7 @@ impl Message {
         let mut bytes = 0;
         for (seq, state) in states {
             // A number, a name and what is around them.
-            let cost = 32 + state.reason().map_or(0, |why| 24 + why.len());
+            let cost = 32 + state.reason().map_or(0, |why| 40 + why.len());
             bytes += cost;
             if bytes > STATUS_BYTES {
                 bytes = cost;

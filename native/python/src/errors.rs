@@ -1,6 +1,6 @@
 //! Engine errors as exceptions of `fabric_ray.errors`, one class for each kind.
 
-use fabric_engine::EngineError;
+use fabric_engine::{EngineError, LostLink};
 use pyo3::{prelude::*, sync::PyOnceLock, types::PyDict};
 
 static MODULE: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
@@ -24,16 +24,12 @@ fn build(py: Python<'_>, error: &EngineError) -> PyResult<PyErr> {
             fields.set_item("limit", limit)?;
             "OutOfBounds"
         }
-        EngineError::PeerLost { peer, transport, nic, .. } => {
-            fields.set_item("peer", peer)?;
-            fields.set_item("transport", transport)?;
-            fields.set_item("nic", nic)?;
+        EngineError::PeerLost { peer, transport, nic, link, .. } => {
+            lost_fields(&fields, peer, transport, nic, link)?;
             "PeerLost"
         }
-        EngineError::RailLost { peer, transport, nic, .. } => {
-            fields.set_item("peer", peer)?;
-            fields.set_item("transport", transport)?;
-            fields.set_item("nic", nic)?;
+        EngineError::RailLost { peer, transport, nic, link, .. } => {
+            lost_fields(&fields, peer, transport, nic, link)?;
             "RailLost"
         }
         EngineError::Unreachable { peer, .. } => {
@@ -90,6 +86,21 @@ fn build(py: Python<'_>, error: &EngineError) -> PyResult<PyErr> {
     };
     let exception = module.getattr(class)?.call((error.to_string(),), Some(&fields))?;
     Ok(PyErr::from_value(exception))
+}
+
+fn lost_fields(
+    fields: &Bound<'_, PyDict>,
+    peer: &str,
+    transport: &str,
+    nic: &str,
+    link: &LostLink,
+) -> PyResult<()> {
+    fields.set_item("peer", peer)?;
+    fields.set_item("transport", transport)?;
+    fields.set_item("nic", nic)?;
+    fields.set_item("errno", link.errno.map(|errno| errno.raw_os_error()))?;
+    fields.set_item("rail", link.rail)?;
+    fields.set_item("incarnation", link.incarnation.as_deref())
 }
 
 /// One exception of each kind that the engine raises, as it raises them.

@@ -5,7 +5,10 @@ use std::{sync::Arc, time::Duration};
 
 use fabric_engine as fe;
 use fabric_kvcache as kv;
-use fabric_kvcache::{layout::CacheLayout, wire::Offer};
+use fabric_kvcache::{
+    layout::CacheLayout,
+    wire::{Offer, RefusalReason},
+};
 use pyo3::{prelude::*, types::PyBytes};
 
 use crate::{
@@ -60,8 +63,10 @@ fn cause(cause: &kv::Cause) -> &'static str {
     match cause {
         kv::Cause::Cancelled => "cancelled",
         kv::Cause::Lost(_) => "lost",
-        kv::Cause::TimedOut(_) => "timed out",
-        kv::Cause::Refused { elsewhere: true, .. } => "turned away",
+        kv::Cause::TimedOut(_) => "timed_out",
+        kv::Cause::Refused { reason: RefusalReason::Busy, .. } => "refused_busy",
+        kv::Cause::Refused { reason: RefusalReason::TooLong, .. } => "refused_too_long",
+        kv::Cause::Refused { elsewhere: true, .. } => "refused_here",
         kv::Cause::Refused { .. } => "refused",
         kv::Cause::Closed => "closed",
         _ => "failed",
@@ -107,7 +112,7 @@ impl KvDecoder {
     }
 
     /// Makes a prefiller known by its offer; returns its number.
-    fn meet(&self, py: Python<'_>, offer: &[u8]) -> PyResult<u64> {
+    fn connect(&self, py: Python<'_>, offer: &[u8]) -> PyResult<u64> {
         py.detach(|| Offer::from_bytes(offer).and_then(|offer| self.0.meet(&offer))).or_raise(py)
     }
 
@@ -136,11 +141,11 @@ impl KvDecoder {
         py.detach(|| self.0.cancel(request));
     }
 
-    fn leave(&self, py: Python<'_>, #[pyo3(from_py_with = whole)] prefiller: u64) {
+    fn disconnect(&self, py: Python<'_>, #[pyo3(from_py_with = whole)] prefiller: u64) {
         py.detach(|| self.0.leave(prefiller));
     }
 
-    fn knows(&self, #[pyo3(from_py_with = whole)] prefiller: u64) -> bool {
+    fn is_connected(&self, #[pyo3(from_py_with = whole)] prefiller: u64) -> bool {
         self.0.knows(prefiller)
     }
 
@@ -182,7 +187,7 @@ struct KvPrefiller {
 #[pymethods]
 impl KvPrefiller {
     #[new]
-    #[pyo3(signature = (*, name, layouts, ranks, terms, on_event, on_asked, device=None))]
+    #[pyo3(signature = (*, name, layouts, ranks, terms, on_event, on_request, device=None))]
     #[allow(clippy::too_many_arguments)] // keyword arguments
     fn new(
         py: Python<'_>,
@@ -191,14 +196,14 @@ impl KvPrefiller {
         #[pyo3(from_py_with = whole)] ranks: Vec<RankArg<'_>>,
         #[pyo3(from_py_with = whole)] terms: TermsArg,
         on_event: Standing,
-        on_asked: Standing,
+        on_request: Standing,
         #[pyo3(from_py_with = whole)] device: Option<i32>,
     ) -> PyResult<Self> {
         let (layouts, local) = (self::layouts(py, &layouts)?, local(&ranks));
         let terms = self::terms(py, terms)?;
         let engine = local.first().map(|rank| Arc::clone(&rank.engine));
         let told = move |job: u64, event: kv::JobEvent| match event {
-            kv::JobEvent::Asked(asked) => on_asked.call(|py, f| {
+            kv::JobEvent::Asked(asked) => on_request.call(|py, f| {
                 let payload = PyBytes::new(py, &asked.payload);
                 let timeline = Py::new(py, KvTimeline(asked.timeline))?;
                 (f, job, asked.decoder, asked.tokens, asked.have, payload, timeline)
@@ -282,6 +287,27 @@ impl KvPrefiller {
 
     fn fail(&self, py: Python<'_>, #[pyo3(from_py_with = whole)] job: u64, why: &str) {
         py.detach(|| self.prefiller.fail(job, why));
+    }
+
+    /// Refuses a request: `reason` is `busy` or `too_long`.
+    fn refuse(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = whole)] job: u64,
+        reason: &str,
+        why: &str,
+    ) -> PyResult<()> {
+        let reason = match reason {
+            "busy" => RefusalReason::Busy,
+            "too_long" => RefusalReason::TooLong,
+            _ => {
+                let text =
+                    format!("reason of a refusal: got {reason:?}, expected busy or too_long");
+                return Err(raise(py, &fe::EngineError::Invalid(text)));
+            }
+        };
+        py.detach(|| self.prefiller.refuse(job, reason, why));
+        Ok(())
     }
 
     /// Jobs that aren't released.

@@ -91,8 +91,8 @@ class Asking:
 
     async def _ask(self, ask: Ask, offer: bytes, pages: list[int], slot: int) -> Pull:
         number = self._met.get(offer)
-        if number is None or not self._decoder.knows(number):
-            number = self._met[offer] = self._decoder.meet(offer)
+        if number is None or not self._decoder.is_connected(number):
+            number = self._met[offer] = self._decoder.connect(offer)
         return self._decoder.pull(
             number,
             tokens=ask.tokens,

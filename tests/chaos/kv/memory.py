@@ -30,8 +30,8 @@ def tail(key: tuple[object, ...]) -> Words:
 
 
 class Memory:
-    """The caches of all ranks of a process. Free pages hold one word, and nobody else may change
-    them (MR-1): that is looked at whenever they are handed out.
+    """The caches of all ranks of a process. Free pages hold one word, which no other writer may
+    change (MR-1): this is checked whenever pages are handed out.
 
     Args:
         name: of engines.
@@ -86,7 +86,7 @@ class Memory:
         return pages, slot, self._disturbed(pages, slot)
 
     def give(self, pages: Sequence[int], slot: int) -> None:
-        """Nobody writes to or reads them any more: their owner uses them at once (MR-1)."""
+        """No peer reads or writes these pages any more: their owner reuses them at once (MR-1)."""
         for view in self._views:
             view[:, pages] = _FREE
         self._tails[slot] = _FREE

@@ -119,7 +119,7 @@ class KvWorld:
         return self._crew.ask(function, dict.fromkeys(ranks, args), PATIENCE)
 
     def _end_life(self, number: int) -> None:
-        """Closes all engines; whoever lives must hold no more than before it opened its first."""
+        """Closes all engines; live workers must hold no more than before it opened its first."""
         held = 0
         for rank, said in self._all(KvWorker.close).items():
             if isinstance(said, Exception):

@@ -116,7 +116,7 @@ def test_callbacks_of_pulls_and_jobs_have_their_callers_contexts() -> None:
         ours, theirs = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
         prefiller = stack.enter_context(Prefiller(ours.ranks, terms=TERMS))
         decoder = stack.enter_context(Decoder(theirs.ranks, terms=TERMS))
-        pull = decoder.pull(decoder.meet(prefiller.offer()), tokens=8, tables=[[0, 1]])
+        pull = decoder.pull(decoder.connect(prefiller.offer()), tokens=8, tables=[[0, 1]])
         jobs: list[Job] = []
 
         def asked() -> bool:

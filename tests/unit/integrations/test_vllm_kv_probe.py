@@ -95,7 +95,7 @@ def paired(source: list[CacheLayout], target: list[CacheLayout]) -> None:
         Prefiller(ranks(source, ours)) as prefiller,
         Decoder(ranks(target, theirs)) as decoder,
     ):
-        decoder.meet(prefiller.offer())
+        decoder.connect(prefiller.offer())
 
 
 PAIRS = [

@@ -57,7 +57,7 @@ def test_a_pass_that_could_not_begin_fails_its_transfers_and_sends_nothing_of_th
     sender = Sender(prefiller, cache, then=at_once, lease=30.0)
     stack.callback(sender.close)
     decoder = stack.enter_context(Decoder([their_rank], terms=TERMS))
-    to = decoder.meet(sender.offer())
+    to = decoder.connect(sender.offer())
 
     def pull(name: str, table: list[int]) -> Pull:
         claim = Claim(name, digest(PROMPT), f"{name} of d", 1)

@@ -56,7 +56,7 @@ class Pair:
         decoder = stack.enter_context(Decoder([rank], terms=TERMS))
         claim = Claim("t", digest(PROMPT), "attempt", 1)
         self.pull: Pull = decoder.pull(
-            decoder.meet(self.sender.offer()),
+            decoder.connect(self.sender.offer()),
             tokens=len(PROMPT),
             tables=theirs.tables([0, 1, 2], len(PROMPT)),
             payload=claim.encoded(),

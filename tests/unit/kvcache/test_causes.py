@@ -69,7 +69,7 @@ def pair(stack: ExitStack, theirs: Terms = TERMS, ours: Terms = TERMS) -> Pair:
     p, d = end(stack, "p"), end(stack, "d")
     prefiller = stack.enter_context(Prefiller([p], terms=theirs))
     decoder = stack.enter_context(Decoder([d], terms=ours))
-    return Pair(stack, prefiller, decoder, (p.engine, d.engine), decoder.meet(prefiller.offer()))
+    return Pair(stack, prefiller, decoder, (p.engine, d.engine), decoder.connect(prefiller.offer()))
 
 
 def cancelled(stack: ExitStack) -> Pull:
@@ -109,7 +109,7 @@ def declined(stack: ExitStack) -> Pull:
     assert closed.wait(20)
     d = end(stack, "rare")
     decoder = stack.enter_context(Decoder([d], terms=Terms(beat=20.0, silence=60.0)))
-    met = decoder.meet(it.prefiller.offer())
+    met = decoder.connect(it.prefiller.offer())
     pull = decoder.pull(met, tokens=8, tables=[[0, 1]])
     gate.set()
     return pull
@@ -118,7 +118,7 @@ def declined(stack: ExitStack) -> Pull:
 def left(stack: ExitStack) -> Pull:
     it = pair(stack)
     pull = it.pull()
-    it.decoder.leave(it.met)
+    it.decoder.disconnect(it.met)
     return pull
 
 
@@ -223,6 +223,6 @@ def test_a_pull_ends_as_the_table_says(
 
 
 def test_what_is_refused_as_wrong_is_refused_by_others_as_well() -> None:
-    error = errors.of_cause("refused", "page 8 of 8")
+    error = errors.error_for("refused", "page 8 of 8")
     assert (type(error), str(error)) == (errors.PullRefused, "page 8 of 8")
     assert not error.retryable

@@ -103,7 +103,7 @@ def test_pages_of_other_sizes_and_ranks_are_pulled_layer_by_layer(
 
     async def main() -> None:
         serving = asyncio.create_task(serve())
-        to = decoder.meet(prefiller.offer())
+        to = decoder.connect(prefiller.offer())
         pull = decoder.pull(to, tokens=11, tables=[theirs], payload=b"the prompt", timeout=20)
         await pull.ready()
         for rank, cache in enumerate(decode.caches):
@@ -129,7 +129,7 @@ def test_numbers_that_do_not_fit_are_refused_by_the_call_that_gives_them(
     prefill, decode = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
     prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=TERMS))
     decoder = stack.enter_context(Decoder(decode.ranks, terms=TERMS))
-    to = decoder.meet(prefiller.offer())
+    to = decoder.connect(prefiller.offer())
     with pytest.raises(InvalidArgument, match=rf"^{n} at \[0\]\[1\] is no .* index"):
         decoder.pull(to, tokens=8, tables=[[0, n]])
     asked = {"tokens": 8, "have": 0, "tail_slot": 0, "salt": 0}
@@ -153,7 +153,7 @@ def test_numbers_that_do_not_fit_are_refused_by_the_call_that_gives_them(
     with pytest.raises(errors.KvError):
         asyncio.run(pull.ready())
     if n < 0 or n >= 1 << 64:
-        for call in (decoder.knows, decoder.leave):
+        for call in (decoder.is_connected, decoder.disconnect):
             with pytest.raises(InvalidArgument, match=f"^{n} is no"):
                 call(n)
 
@@ -162,7 +162,7 @@ def test_a_cancelled_pull_says_so_and_is_released(stack: ExitStack) -> None:
     prefill, decode = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
     prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=TERMS))
     decoder = stack.enter_context(Decoder(decode.ranks, terms=TERMS))
-    pull = decoder.pull(decoder.meet(prefiller.offer()), tokens=8, tables=[[0, 1]])
+    pull = decoder.pull(decoder.connect(prefiller.offer()), tokens=8, tables=[[0, 1]])
     pull.cancel()
     with pytest.raises(errors.PullCancelled):
         pull.wait_ready(10)
@@ -174,7 +174,7 @@ def test_a_prefiller_that_gives_up_says_why(stack: ExitStack) -> None:
     prefill, decode = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
     prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=TERMS))
     decoder = stack.enter_context(Decoder(decode.ranks, terms=TERMS))
-    pull = decoder.pull(decoder.meet(prefiller.offer()), tokens=8, tables=[[0, 1]])
+    pull = decoder.pull(decoder.connect(prefiller.offer()), tokens=8, tables=[[0, 1]])
 
     async def refuse() -> None:
         async for job in prefiller.jobs():
@@ -194,7 +194,7 @@ def test_a_payload_longer_than_any_links_messages_arrives_whole(stack: ExitStack
     prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=terms))
     decoder = stack.enter_context(Decoder(decode.ranks, terms=terms))
     prompt = msgspec.msgpack.encode([n * 7919 % 150_000 for n in range(200_000)])
-    to = decoder.meet(prefiller.offer())
+    to = decoder.connect(prefiller.offer())
     pull = decoder.pull(to, tokens=8, tables=[[0, 1]], payload=prompt, timeout=30)
     deadline = time.monotonic() + 30
     while not (jobs := prefiller.take()):
@@ -207,7 +207,7 @@ def test_what_is_wrong_with_a_request_is_said_before_anything_is_sent(stack: Exi
     prefill, decode = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
     prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=TERMS))
     decoder = stack.enter_context(Decoder(decode.ranks, terms=TERMS))
-    to = decoder.meet(prefiller.offer())
+    to = decoder.connect(prefiller.offer())
     for wrong, text in [
         ({"tokens": 8, "tables": [[0]]}, "fill 2"),
         ({"tokens": 8, "tables": [[0, 8]]}, "page 8 of 8"),
@@ -233,15 +233,15 @@ def test_pages_that_do_not_fit_are_refused_with_all_that_differs(stack: ExitStac
     prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=TERMS))
     decoder = stack.enter_context(Decoder([unlike], terms=TERMS))
     with pytest.raises(errors.LayoutMismatch) as error:
-        decoder.meet(prefiller.offer())
+        decoder.connect(prefiller.offer())
     for word in ("other", "float64", "window"):
         assert word in str(error.value)
 
 
-def test_ends_that_nobody_has_any_more_are_gone_and_say_so(stack: ExitStack) -> None:
+def test_ends_that_are_garbage_collected_disconnect(stack: ExitStack) -> None:
     prefill, decode = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
     prefiller, decoder = Prefiller(prefill.ranks, terms=TERMS), Decoder(decode.ranks, terms=TERMS)
-    pull = decoder.pull(decoder.meet(prefiller.offer()), tokens=8, tables=[[0, 1]])
+    pull = decoder.pull(decoder.connect(prefiller.offer()), tokens=8, tables=[[0, 1]])
     gone = weakref.ref(prefiller)
     del prefiller
     gc.collect()
@@ -261,7 +261,7 @@ def test_a_timeline_says_when_each_layer_was_computed_posted_and_delivered(
     prefill, decode = Node(stack, "p", 2, 4, 8), Node(stack, "d", 1, 8, 6)
     prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=PATIENT))
     decoder = stack.enter_context(Decoder(decode.ranks, terms=PATIENT))
-    to = decoder.meet(prefiller.offer())
+    to = decoder.connect(prefiller.offer())
 
     async def next_job() -> Job:
         async for job in prefiller.jobs():
@@ -306,7 +306,7 @@ def test_layers_counted_without_a_begin_are_no_other_passes(stack: ExitStack) ->
     prefill, decode = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
     prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=PATIENT))
     decoder = stack.enter_context(Decoder(decode.ranks, terms=PATIENT))
-    pull = decoder.pull(decoder.meet(prefiller.offer()), tokens=8, tables=[[6, 7]])
+    pull = decoder.pull(decoder.connect(prefiller.offer()), tokens=8, tables=[[6, 7]])
 
     async def serve() -> None:
         async for job in prefiller.jobs():
@@ -334,7 +334,7 @@ def test_a_reader_that_left_does_not_take_the_next_one_s_word_along(stack: ExitS
     prefill, decode = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
     prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=PATIENT))
     decoder = stack.enter_context(Decoder(decode.ranks, terms=PATIENT))
-    to = decoder.meet(prefiller.offer())
+    to = decoder.connect(prefiller.offer())
 
     async def main() -> None:
         decoder.pull(to, tokens=8, tables=[[0, 1]])

@@ -22,6 +22,11 @@ impl EngineId {
         })?;
         Ok(Self(id))
     }
+
+    /// All of it, as Python and metrics name an engine.
+    pub fn to_hex(self) -> String {
+        format!("{:032x}", u128::from_be_bytes(self.0))
+    }
 }
 
 impl fmt::Display for EngineId {

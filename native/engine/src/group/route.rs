@@ -22,7 +22,7 @@ use crate::{
     domain::{Domain, DomainError, LinkId, LinkName, Receipt, Receipts},
     flight::PeerTally,
     time::Time,
-    EngineError,
+    EngineError, LostLink,
 };
 
 /// Names a peer within its group.
@@ -452,17 +452,19 @@ impl Route {
             self.policy.receipts(&**rail) != Receipts::None && !matches!(e, DomainError::Gone(_));
         let last = self.state == State::Lost
             || (!heals && self.active().iter().all(|l| l.pair.rail == rail_of));
-        let lost = |cause: String| {
+        let lost = |cause: String, errno| {
             let (transport, nic) = (rail.kind().to_string(), rail.device().to_owned());
             let peer = peer.clone();
+            let incarnation = Some(self.address.id.to_hex());
+            let link = Box::new(LostLink { errno, rail: u8::try_from(rail_of).ok(), incarnation });
             match last {
-                true => EngineError::PeerLost { peer, transport, nic, cause },
-                false => EngineError::RailLost { peer, transport, nic, cause },
+                true => EngineError::PeerLost { peer, transport, nic, cause, link },
+                false => EngineError::RailLost { peer, transport, nic, cause, link },
             }
         };
         match e {
-            DomainError::LinkDown(cause) | DomainError::Gone(cause) => lost(cause),
-            DomainError::Io { call, errno } => lost(format!("{call}: {errno}")),
+            DomainError::LinkDown(cause) | DomainError::Gone(cause) => lost(cause, None),
+            DomainError::Io { call, errno } => lost(format!("{call}: {errno}"), Some(errno)),
             DomainError::Stale(cause) => EngineError::Stale {
                 what: format!("the region of {peer} named by the {op}"),
                 cause,

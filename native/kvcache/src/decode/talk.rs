@@ -236,11 +236,11 @@ impl State {
                 self.fail(seq, Cause::Failed(why), acts);
                 self.settle(seq, acts);
             }
-            (At::Refused { why, elsewhere }, _) => {
+            (At::Refused { why, elsewhere, reason }, _) => {
                 *place = AtEnd::Over;
                 let name = self.meetings.get(&number).map_or("", |m| &m.facts.name);
                 let why = format!("prefiller {name} refused the request: {why}");
-                self.fail(seq, Cause::Refused { why, elsewhere }, acts);
+                self.fail(seq, Cause::Refused { why, elsewhere, reason }, acts);
                 self.settle(seq, acts);
             }
         }

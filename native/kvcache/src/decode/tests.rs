@@ -11,7 +11,7 @@ use super::{Ask, Decoder, Event};
 use crate::{
     fuzzing::tests::layout,
     terms::{Cause, LocalRank, Terms},
-    wire::{Message, Offer, OfferEnd, State},
+    wire::{Message, Offer, OfferEnd, RefusalReason, State},
 };
 
 const LIFE: u64 = 9;
@@ -95,10 +95,10 @@ fn told(state: State) -> Vec<Event> {
 
 #[test]
 fn what_a_prefiller_refuses_is_refused_and_says_whether_to_ask_another() {
-    for elsewhere in [false, true] {
-        let events = told(State::Refused { why: "too many".into(), elsewhere });
+    for (elsewhere, reason) in [(false, RefusalReason::TooLong), (true, RefusalReason::Busy)] {
+        let events = told(State::Refused { why: "too many".into(), elsewhere, reason });
         let why = "prefiller p refused the request: too many".into();
-        let cause = Cause::Refused { why, elsewhere };
+        let cause = Cause::Refused { why, elsewhere, reason };
         assert_eq!(events, [Event::Failed(cause), Event::Released]);
     }
 }

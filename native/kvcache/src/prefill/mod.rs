@@ -27,7 +27,7 @@ use crate::{
     layout::{CacheGroup, CacheLayout},
     parts::Parts,
     terms::{check_local, common_groups, Cause, LocalRank, Terms},
-    wire::{reason, Offer, OfferEnd, State as At},
+    wire::{reason, Offer, OfferEnd, RefusalReason, State as At},
 };
 
 /// What becomes of a request. `Released` comes last, once.
@@ -279,6 +279,15 @@ impl Prefiller {
     pub fn fail(&self, job: u64, why: &str) {
         if let Ok(job) = self.inner.job(job) {
             self.inner.stop(&job, At::Failed(reason(why)), None);
+        }
+    }
+
+    /// Refuses a request that was not accepted. A decoder that is told [`RefusalReason::TooLong`] asks no other prefiller.
+    pub fn refuse(&self, job: u64, kind: RefusalReason, why: &str) {
+        if let Ok(job) = self.inner.job(job) {
+            let elsewhere = kind != RefusalReason::TooLong;
+            let at = At::Refused { why: reason(why), elsewhere, reason: kind };
+            self.inner.stop(&job, at, None);
         }
     }
 

@@ -18,7 +18,7 @@ use crate::{
     parts::cut,
     terms::{common_groups, Cause},
     timer::after,
-    wire::{reason, Hello, Message, Request, State as At},
+    wire::{reason, Hello, Message, RefusalReason, Request, State as At},
 };
 
 const TOO_MANY_ENDED: &str = "it has not said that it knows how its requests ended";
@@ -363,7 +363,7 @@ impl Inner {
 
     /// Says that a request isn't taken. That is kept like the end of any other: it may come once more.
     fn refuse(self: &Arc<Self>, meeting: (EngineId, u64), seq: u64, why: &str, elsewhere: bool) {
-        let at = At::Refused { why: reason(why), elsewhere };
+        let at = At::Refused { why: reason(why), elsewhere, reason: RefusalReason::Other };
         let facts = {
             let mut state = self.state.lock();
             let Some(m) = state.meetings.get_mut(&meeting) else { return };

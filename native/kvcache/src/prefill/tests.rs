@@ -145,7 +145,7 @@ fn requests_that_lie_are_refused_in_words() {
         let request = Box::new(request);
         let answer = talk.say(&Message::Request { meeting: MEETING, life, request });
         let [Message::Status { states, .. }] = answer.as_slice() else { panic!("{answer:?}") };
-        let [(of, State::Refused { why: said, elsewhere: false })] = states.as_slice() else {
+        let [(of, State::Refused { why: said, elsewhere: false, .. })] = states.as_slice() else {
             panic!("{states:?}")
         };
         assert!(*of == seq && said.contains(why), "{said}, not: {why}");
@@ -252,7 +252,7 @@ fn a_decoder_that_acknowledges_is_never_too_much() {
     let said = talk.asks(life, next, 0);
     let full = |why: &str| why.contains("are not over for it");
     assert!(
-        matches!(&said, Some(State::Refused { why, elsewhere: true }) if full(why)),
+        matches!(&said, Some(State::Refused { why, elsewhere: true, .. }) if full(why)),
         "{said:?}"
     );
     talk.say(&Message::Beat { meeting: MEETING, floor: next + 1, open: Vec::new() });
@@ -270,7 +270,7 @@ fn payloads_of_requests_that_wait_are_bounded_together() {
     let said = talk.asks(life, 1, 3000);
     let full = |why: &str| why.contains("would pass 5000 bytes");
     assert!(
-        matches!(&said, Some(State::Refused { why, elsewhere: true }) if full(why)),
+        matches!(&said, Some(State::Refused { why, elsewhere: true, .. }) if full(why)),
         "{said:?}"
     );
     assert_eq!(talk.asks(life, 2, 2000), None);

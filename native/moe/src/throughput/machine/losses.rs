@@ -338,5 +338,6 @@ fn lost(peer: String, cause: &str, then: &str) -> EngineError {
         transport: "the high-throughput exchange".into(),
         nic: String::new(),
         cause: format!("{cause}; {then}"),
+        link: Box::default(),
     }
 }

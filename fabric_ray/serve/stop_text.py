@@ -1,4 +1,4 @@
-"""A completion's text as its tokens come, up to the first of its stop texts."""
+"""The text of a completion up to its first stop text."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from fabric_ray.inference.tokenizer import Tokenizer
 
 
-class Text:
-    """Holds back what could be the begin of a stop text.
+class StopTextFilter:
+    """Turns tokens into text, and holds back what may be the start of a stop text.
 
     Args:
         tokenizer: the model's.
-        stop: texts that end it; they aren't part of it.
+        stop: texts that end the completion; they aren't part of it.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -21,14 +21,14 @@ class Text:
         self._sent = ""
         self._held = ""
         self.stopped = False
-        """A stop text came."""
+        """A stop text was found."""
 
     def push(self, token: int) -> str:
-        """The text that is certain now and wasn't before."""
+        """The text that this token makes certain."""
         return self._add(self._stream.push(token))
 
     def end(self) -> str:
-        """What is left when no token follows."""
+        """The rest, when no token follows."""
         if self.stopped:
             return ""
         fresh = self._add(self._stream.end())
@@ -39,7 +39,7 @@ class Text:
         return fresh + rest
 
     def whole(self) -> str:
-        """All of it, when no token follows."""
+        """The whole text, when no token follows."""
         self.end()
         return self._sent
 
@@ -59,7 +59,7 @@ class Text:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of ``text`` that ``stop`` begins with."""
+    """Length of the longest end of ``text`` that is a proper start of ``stop``."""
     for count in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[-count:]):
             return count

@@ -1,4 +1,4 @@
-"""Continuous batched decode: one thread, a step of all running requests at a time."""
+"""Continuous batching: one thread computes one token of all running requests per step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fabric_ray.inference.errors import InferenceError
 from fabric_ray.inference.protocols import DecodeEngine, DecodeRow, PageTable, Tail
 from fabric_ray.inference.sampling import Sampling, sample
 from fabric_ray.serve.errors import ServeError, Unavailable
-from fabric_ray.serve.health import EngineHealth, in_words
+from fabric_ray.serve.health import EngineHealth, one_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,15 +27,15 @@ class Row:
     """One request in the batch.
 
     Args:
-        prompt_tokens: positions that are in the pages already.
-        tables: its pages, for each group; they stay until ``on_out``.
+        prompt_tokens: tokens whose keys and values are in the pages.
+        tables: its pages, for each group; valid until ``on_out``.
         tail: of its prefill.
         sampling: how tokens are chosen.
-        max_tokens: after so many it is over.
-        stop: tokens that end it.
-        on_token: gets each token, and why it was the last; on the event loop.
-        on_out: called once, on the event loop: no step touches its pages any more. With the error
-            that ended it, if one did.
+        max_tokens: most tokens to generate.
+        stop: tokens that end the request.
+        on_token: called on the event loop with each token, and why it is the last one, if so.
+        on_out: called once on the event loop, with the error if there was one, when no step
+            touches the pages any more.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Row:
         self.removed = False
 
     def take(self, token: int) -> str | None:
-        """Adds a token; returns why it was the last, if it was."""
+        """Adds a token; returns why it is the last one, if it is."""
         self.tokens.append(token)
         if token in self.stop:
             return "stop"
@@ -66,12 +66,12 @@ class Row:
 
 
 class DecodeLoop:
-    """Steps all rows of a decoder, in a thread of its own.
+    """Steps all rows of a decoder in a thread.
 
     Args:
-        engine: which this thread alone computes with.
-        loop: where rows are told.
-        stuck_after: seconds of a step after which :meth:`check` raises.
+        engine: used by this thread only.
+        loop: runs the callbacks of rows.
+        stuck_after: seconds of one step after which :meth:`check` raises.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class DecodeLoop:
         self._thread.start()
 
     def add(self, row: Row) -> None:
-        """Joins a row to the batch from the next step on."""
+        """Adds a row to the batch before the next step."""
         with self._wake:
             if not (self._closed or self._broken):
                 self._new.append(row)
@@ -101,7 +101,7 @@ class DecodeLoop:
         row.on_out(Unavailable(f"the decode engine stopped: {self._broken or 'it was closed'}"))
 
     def remove(self, row: Row) -> None:
-        """Takes a row out before the next step; nothing if it is out already."""
+        """Removes a row before the next step; does nothing if it is out already."""
         with self._wake:
             row.removed = True
             self._wake.notify()
@@ -126,7 +126,7 @@ class DecodeLoop:
             self._wake.notify()
         self._thread.join(timeout=5)
 
-    # What follows runs in the thread.
+    # The methods below run in the thread.
 
     def _run(self) -> None:
         try:
@@ -142,33 +142,33 @@ class DecodeLoop:
         with self._wake:
             self._broken = self._broken or "it was closed"
             left, self._rows, self._new = [*self._rows, *self._new], [], []
-        self._tell([partial(row.on_out, why) for row in left])
+        self._call_on_loop([partial(row.on_out, why) for row in left])
 
     def _gather(self) -> bool:
-        """Waits for something to do; False if it is over."""
+        """Waits until there are rows; false once the loop is closed."""
         with self._wake:
             while True:
                 if self._closed:
                     return False
                 self._rows += self._new
                 self._new = []
-                gone = [row for row in self._rows if row.removed]
+                removed = [row for row in self._rows if row.removed]
                 self._rows = [row for row in self._rows if not row.removed]
-                if self._rows or gone:
+                if self._rows or removed:
                     break
                 self._wake.wait()
-        self._tell([partial(row.on_out, None) for row in gone])
+        self._call_on_loop([partial(row.on_out, None) for row in removed])
         return True
 
     def _step(self) -> None:
-        """First tokens of those that have none, then one token of everybody."""
+        """Chooses the first token of new rows, then computes one more token of all rows."""
         self._choose_all([(row, row.tail.logits) for row in self._rows if not row.tokens])
         rows = list(self._rows)
         if not rows:
             return
-        asked = [DecodeRow(row.tokens[-1], row.position, row.tables) for row in rows]
+        batch = [DecodeRow(row.tokens[-1], row.position, row.tables) for row in rows]
         try:
-            logits = self._engine.decode(asked)
+            logits = self._engine.decode(batch)
         except Exception as error:
             self._end_all(rows, error)
             return
@@ -179,59 +179,60 @@ class DecodeLoop:
             self._health.worked()
 
     def _end_all(self, rows: Sequence[Row], error: Exception) -> None:
-        """Which of them a step failed for can't be told: all end with the cause."""
+        """Ends all rows: the row that made the step fail is unknown."""
         self._rows = []
         if not isinstance(error, InferenceError):
             logger.exception("a step of %d requests failed", len(rows))
-        why = ServeError(f"a step of {len(rows)} requests failed: {in_words(error)}")
-        self._tell([partial(row.on_out, why) for row in rows])
-        self._note(error)
+        why = ServeError(f"a step of {len(rows)} requests failed: {one_line(error)}")
+        self._call_on_loop([partial(row.on_out, why) for row in rows])
+        self._record_failure(error)
 
-    def _note(self, error: Exception) -> None:
+    def _record_failure(self, error: Exception) -> None:
         self._failures += 1
         self._health.failed(f"step {self._failures}", error)
         if self._health.lost is not None:
             raise Unavailable(self._health.lost) from error
 
-    def _choose_all(self, ahead: Sequence[tuple[Row, Tensor]]) -> bool:
-        """Whether every row got its token."""
-        said: list[Callable[[], None]] = []
-        wrong: Exception | None = None
-        for row, logits in ahead:
+    def _choose_all(self, computed: Sequence[tuple[Row, Tensor]]) -> bool:
+        """Chooses a token from each row's logits; false if that failed for any row."""
+        callbacks: list[Callable[[], None]] = []
+        failure: Exception | None = None
+        for row, logits in computed:
             try:
-                self._choose(row, logits, said)
+                self._choose(row, logits, callbacks)
             except Exception as error:
-                # Its logits are its own: others may have theirs.
-                wrong = error
+                # Bad logits of one row don't affect other rows.
+                failure = error
                 self._rows.remove(row)
-                why = ServeError(f"no token could be chosen: {in_words(error)}")
-                said.append(partial(row.on_out, why))
-        self._tell(said)
-        if wrong is not None:
-            self._note(wrong)
-        return wrong is None
+                why = ServeError(f"no token could be chosen: {one_line(error)}")
+                callbacks.append(partial(row.on_out, why))
+        self._call_on_loop(callbacks)
+        if failure is not None:
+            self._record_failure(failure)
+        return failure is None
 
-    def _choose(self, row: Row, logits: Tensor, said: list[Callable[[], None]]) -> None:
+    def _choose(self, row: Row, logits: Tensor, callbacks: list[Callable[[], None]]) -> None:
         token = sample(logits, row.sampling, len(row.tokens))
         finish = row.take(token)
         self.tokens += 1
-        said.append(partial(row.on_token, token, finish))
+        callbacks.append(partial(row.on_token, token, finish))
         if finish is not None:
             self._rows.remove(row)
-            said.append(partial(row.on_out, None))
+            callbacks.append(partial(row.on_out, None))
 
-    def _tell(self, said: Sequence[Callable[[], None]]) -> None:
-        """All at once: waking the event loop for each would cost more than the step."""
-        if not said:
+    def _call_on_loop(self, callbacks: Sequence[Callable[[], None]]) -> None:
+        """Wakes the event loop once for all callbacks: once for each would cost more than a
+        step."""
+        if not callbacks:
             return
 
-        def deliver() -> None:
-            for say in said:
+        def run() -> None:
+            for callback in callbacks:
                 try:
-                    say()
+                    callback()
                 except Exception:
-                    # What others are told must not depend on it.
-                    logger.exception("a request could not be told what became of it")
+                    # A failed callback must not keep the others from running.
+                    logger.exception("a request's callback failed")
 
-        with contextlib.suppress(RuntimeError):  # the loop may be gone
-            self._loop.call_soon_threadsafe(deliver)
+        with contextlib.suppress(RuntimeError):  # The loop may be closed.
+            self._loop.call_soon_threadsafe(run)

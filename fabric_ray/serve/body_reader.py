@@ -1,4 +1,4 @@
-"""Reading request bodies, with bounds on bytes, seconds and the number of connections."""
+"""Reads request bodies, with limits on bytes, time and the number of connections."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fabric_ray.serve.errors import BodyTimeout, TooLarge
 
 
 class BodyReader:
-    """Reads bodies of requests that hold no slot yet.
+    """Reads the bodies of requests that hold no slot yet.
 
-    Bodies being read are bounded in number: when one more comes, the one that has been read for
-    the longest time ends. Idle connections therefore never keep a new request out.
+    When ``max_open`` bodies are being read, a new one displaces the oldest. Idle connections
+    therefore can't keep out new requests.
 
     Args:
-        max_bytes: of one body.
-        max_open: bodies that are read at the same time.
+        max_bytes: most bytes of one body.
+        max_open: most bodies that are read at the same time.
         timeout: seconds from a request's headers to the end of its body.
     """
 
@@ -25,19 +25,19 @@ class BodyReader:
         self._max_bytes, self._max_open, self._timeout = max_bytes, max_open, timeout
         self._open: dict[asyncio.Task[bytes], None] = {}
         self.timed_out = 0
-        """Bodies that didn't arrive in time, or were displaced by a newer request."""
+        """Bodies that didn't arrive in time or were displaced."""
 
     @property
     def open(self) -> int:
-        """Bodies that are being read."""
+        """Number of bodies that are being read."""
         return len(self._open)
 
     async def read(self, request: Request) -> bytes:
         """The whole body.
 
         Raises:
-            TooLarge: it has more than ``max_bytes``.
-            BodyTimeout: it took longer than ``timeout``, or ``max_open`` newer requests came.
+            TooLarge: the body has more than ``max_bytes``.
+            BodyTimeout: the body took longer than ``timeout``, or was displaced.
         """
         if len(self._open) >= self._max_open:
             oldest = next(iter(self._open))
@@ -61,13 +61,13 @@ class BodyReader:
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """A request's body, as far as it has to be read.
+    """Reads a request's body.
 
     Raises:
-        TooLarge: it has more than ``most`` bytes.
+        TooLarge: the body has more than ``most`` bytes; the rest isn't read.
     """
-    said = request.headers.get("content-length", "")
-    body, length = bytearray(), int(said) if said.isdecimal() else 0
+    header = request.headers.get("content-length", "")
+    body, length = bytearray(), int(header) if header.isdecimal() else 0
     if length <= most:
         async for part in request.stream():
             body += part

@@ -1,4 +1,4 @@
-"""Computes prompts for decoders: one thread, a chunk of one prompt at a time, in turns."""
+"""Computes prompts for decoders in one thread: one chunk of each prompt in turn."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from fabric_ray.inference.errors import InferenceError, OutOfPages
 from fabric_ray.inference.protocols import PrefillChunk
 from fabric_ray.inference.tables import Tables
 from fabric_ray.kvcache import Job, Prefiller
+from fabric_ray.kvcache.errors import RefusalReason
 from fabric_ray.serve.config import PrefillArgs
 from fabric_ray.serve.errors import Unavailable
-from fabric_ray.serve.health import EngineHealth, in_words
+from fabric_ray.serve.health import EngineHealth, one_line
 from fabric_ray.serve.instance import Instance
-from fabric_ray.serve.wire import Prompt, Reason
+from fabric_ray.serve.messages import Prompt
 
 logger = logging.getLogger(__name__)
 
 
 class _Work:
-    """A prompt on its way."""
+    """A prompt from its request until its pages are free."""
 
     def __init__(self, job: Job, prompt: Prompt) -> None:
         self.job, self.id, self.tokens = job, prompt.id, prompt.tokens
@@ -38,15 +39,13 @@ class _Work:
         """Tokens whose keys and values are in the pages."""
         self.tables: Tables | None = None
         self.slot: int | None = None
-        self.came = time.monotonic()
+        self.arrived = time.monotonic()
         self.began = 0.0
         self.pass_began = 0.0
 
 
 class PrefillLoop:
-    """A prefiller's work, from requests that come to pages that are free again.
-
-    All of it happens in one thread, which alone touches the engine and the pools.
+    """Serves the requests of a prefiller. Only its thread touches the engine and the pools.
 
     Args:
         instance: engine, pages, tails.
@@ -60,7 +59,7 @@ class PrefillLoop:
         self._waiting: deque[_Work] = deque()
         self._turns: deque[_Work] = deque()
         self._accepted: set[_Work] = set()
-        """Those that have pages: their turn comes, or their pages are being sent."""
+        """Prompts with pages: being computed, or being sent."""
         self._slots = list(range(instance.slots))
         self._pass_began: float | None = None
         self._health = EngineHealth()
@@ -74,7 +73,7 @@ class PrefillLoop:
 
     @property
     def offer(self) -> bytes:
-        """What decoders need to know."""
+        """What decoders need to connect."""
         return self._prefiller.offer()
 
     async def serve(self) -> None:
@@ -89,13 +88,13 @@ class PrefillLoop:
         try:
             prompt = from_msgpack(job.payload, Prompt)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            job.fail(f"the request's payload is no prompt ({error}); use the same release")
+            job.fail(f"cannot decode the prompt ({error}); run the same release everywhere")
             return
         if len(prompt.tokens) != job.tokens:
-            job.fail(f"a prompt of {len(prompt.tokens)} tokens came for pages of {job.tokens}")
+            job.fail(f"prompt: got {len(prompt.tokens)} tokens, expected {job.tokens}")
             return
         work = _Work(job, prompt)
-        job.on_stop(lambda *_: self._commands.put(self._drop_stopped))
+        job.on_stop(lambda _: self._commands.put(self._drop_stopped))
         self._commands.put(lambda: self._queue(work))
         await job.released()
         self._commands.put(lambda: self._release(work))
@@ -128,28 +127,28 @@ class PrefillLoop:
         }
 
     def close(self) -> None:
-        """Ends everything; decoders are told."""
+        """Stops all jobs and tells their decoders."""
         self._closed = True
         self._commands.put(lambda: None)
         self._prefiller.close()
         self._thread.join(timeout=5)
 
-    # What follows runs in the thread.
+    # The methods below run in the thread.
 
     def _run(self) -> None:
         try:
             while not self._closed:
-                self._obey(wait=not self._turns)
+                self._run_commands(wait=not self._turns)
                 self._admit()
                 if self._turns:
                     self._pass(self._turns[0])
         except Exception as error:
             self._broken = f"{type(error).__name__}: {error}"
             logger.exception("the prefill engine stopped")
-            # Decoders ask others at once; nothing more is taken until this replica is replaced.
+            # Decoders ask other prefillers at once, until Serve has replaced this replica.
             self._prefiller.close()
 
-    def _obey(self, *, wait: bool) -> None:
+    def _run_commands(self, *, wait: bool) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._commands.get(block=wait)()
@@ -158,26 +157,22 @@ class PrefillLoop:
     def _queue(self, work: _Work) -> None:
         if not self._instance.pools.fits(len(work.tokens)):
             most = min(pool.total * pool.page_tokens for pool in self._instance.pools.pools)
-            why = (
-                f"the prompt has {len(work.tokens)} tokens and prefillers have room for {most}; "
-                "shorten it, or raise prefill.cache.pages"
+            work.job.refuse(
+                RefusalReason.TOO_LONG,
+                f"the prompt has {len(work.tokens)} tokens, the pages of prefillers have {most}; "
+                "shorten it or raise prefill.cache.pages",
             )
-            work.job.fail(Reason.TOO_LONG.text(why))
-        elif len(self._waiting) >= self._args.max_queue and not self._room():
+        elif len(self._waiting) >= self._args.max_queue and (self._waiting or not self._slots):
             self._counts["busy"] += 1
-            wait = f"{len(self._waiting)} prompts wait at {self._instance.name}"
-            work.job.fail(Reason.BUSY.text(wait))
+            work.job.refuse(RefusalReason.BUSY, f"{len(self._waiting)} prompts are queued")
         else:
             self._waiting.append(work)
-
-    def _room(self) -> bool:
-        return bool(self._slots) and not self._waiting
 
     def _drop_stopped(self) -> None:
         self._waiting = deque(work for work in self._waiting if not work.job.stopped)
 
     def _admit(self) -> None:
-        """Gives pages to those that wait, the oldest first."""
+        """Gives pages to queued prompts, the oldest first."""
         while self._waiting and self._slots:
             work = self._waiting[0]
             if work.job.stopped:
@@ -186,7 +181,7 @@ class PrefillLoop:
             try:
                 work.tables = self._instance.pools.open(work.tokens, len(work.tokens))
             except OutOfPages:
-                return  # until pages come back
+                return  # The oldest goes first: none overtakes it.
             self._waiting.popleft()
             work.slot = self._slots.pop()
             work.began = time.monotonic()
@@ -195,13 +190,13 @@ class PrefillLoop:
             try:
                 work.job.accept(work.tables.tables, computed=work.done)
             except FabricError as error:
-                self._give_up(work, error)
+                self._fail(work, error)
             else:
                 self._counts["skipped_tokens"] += work.job.have
                 self._turns.append(work)
 
     def _pass(self, work: _Work) -> None:
-        """One chunk of one prompt, whose pages are pushed layer by layer."""
+        """Computes one chunk of one prompt; its pages are pushed layer by layer."""
         work.pass_began = time.monotonic()
         self._turns.rotate(-1)
         if work.job.stopped:
@@ -215,10 +210,10 @@ class PrefillLoop:
         try:
             self._compute(work, chunk, work.slot)
         except Exception as error:
-            # Memory that is short, or a kernel that failed: others may go on.
+            # Too little memory or a failed kernel need not affect other prompts.
             if not isinstance(error, InferenceError):
                 logger.exception("a pass of %d tokens failed", len(chunk.tokens))
-            self._give_up(work, error)
+            self._fail(work, error)
             self._health.failed(work.id, error)
             if self._health.lost is not None:
                 raise Unavailable(self._health.lost) from error
@@ -230,7 +225,7 @@ class PrefillLoop:
             self._finish(work, work.tables, work.slot)
 
     def _compute(self, work: _Work, chunk: PrefillChunk, slot: int) -> None:
-        """One pass; the tail of a prompt's last one is in its slot then."""
+        """Runs one pass; the last pass of a prompt writes its tail to its slot."""
         layers = 0
 
         def on_layer(layer: int) -> None:
@@ -245,9 +240,9 @@ class PrefillLoop:
             if tail is not None:
                 self._instance.engine.write_tail(tail, self._instance.tail(slot))
         except Exception as error:
-            # The job ends first: nothing of the layers that are missing is sent.
-            work.job.fail(in_words(error))
-            # A pass has as many layers as the model, whatever became of it: the next one counts on.
+            # The job ends first, so that the missing layers are not sent.
+            work.job.fail(one_line(error))
+            # Every pass counts all layers: the next one depends on it.
             for _ in range(layers, self._layers):
                 self._prefiller.layer_done()
             raise
@@ -255,35 +250,37 @@ class PrefillLoop:
             self._pass_began = None
 
     def _finish(self, work: _Work, tables: Tables, slot: int) -> None:
-        """The prompt is computed; what is left is to send it."""
+        """The prompt is computed: sends its tail."""
         self._turns.remove(work)
         tables.insert(work.tokens)
         now = time.monotonic()
-        self._instance.write_times(slot, waited=work.began - work.came, computed=now - work.began)
+        self._instance.write_times(
+            slot, waited=work.began - work.arrived, computed=now - work.began
+        )
         self._counts["computed_prompts"] += 1
         try:
             work.job.finish(slot)
         except FabricError as error:
-            self._give_up(work, error)
+            self._fail(work, error)
 
     @property
     def _layers(self) -> int:
         return sum(len(group.layers) for group in self._instance.pools.groups)
 
-    def _give_up(self, work: _Work, error: Exception) -> None:
+    def _fail(self, work: _Work, error: Exception) -> None:
         if work in self._turns:
             self._turns.remove(work)
         if not work.job.stopped:
             self._counts["failed"] += 1
-            work.job.fail(in_words(error))
+            work.job.fail(one_line(error))
 
     def _release(self, work: _Work) -> None:
-        """Nothing reads the pages any more (MR-1)."""
+        """Frees the pages: nothing reads them any more (MR-1)."""
         if work in self._turns:
             self._turns.remove(work)
         self._accepted.discard(work)
         if work.done == len(work.tokens) and not work.job.stopped:
-            self._last_sent = _layers(work)
+            self._last_sent = _layer_times(work)
         if work.tables is not None:
             work.tables.close()
             work.tables = None
@@ -294,8 +291,8 @@ class PrefillLoop:
             self._waiting.remove(work)
 
 
-def _layers(work: _Work) -> dict[str, Any]:
-    """A prompt's layers, as its last pass computed them: seconds from the pass's begin."""
+def _layer_times(work: _Work) -> dict[str, Any]:
+    """Times of the layers of a prompt's last pass, in seconds from its start."""
 
     def since(ns: int | None) -> float | None:
         return None if ns is None else ns / 1e9 - work.pass_began
