@@ -46,7 +46,7 @@ CASES = [
     Case("some tokens", SMALL, 37, holes=0.3),
     Case("all tokens", SMALL, 100),
     Case("one expert gets all", SMALL, 100, hot=True),
-    Case("nobody goes anywhere", SMALL, 50, holes=2.0),
+    Case("no token is routed", SMALL, 50, holes=2.0),
     Case("one expert", MoeSizes(1, 1, 1, 300), 300),
     Case("more experts than threads", MoeSizes(3, 600, 8, 90), 90, holes=0.1),
     Case("fewer experts than threads, and many tiles", MoeSizes(1, 2, 1, 1100), 1100, holes=0.1),

@@ -21,7 +21,7 @@ from fabric_ray.cli.keys import keys
 from fabric_ray.cli.options import size
 from fabric_ray.cli.progress import working
 from fabric_ray.cli.trace import nothing_shown
-from fabric_ray.observe.asking import Silent, ask_metrics, ask_records, sockets
+from fabric_ray.observe.client import Silent, ask_metrics, ask_records, sockets
 from fabric_ray.observe.process import ProcessMetrics, ProcessRecords
 from fabric_ray.observe.rates import OLDEST, EngineRow, Going, PeerRow, going_on, rows
 

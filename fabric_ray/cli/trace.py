@@ -18,9 +18,9 @@ from fabric_ray.cli.options import size
 from fabric_ray.cli.progress import working
 from fabric_ray.errors import given_path
 from fabric_ray.observe import Flight, ProcessRecords, join, load, story
-from fabric_ray.observe.asking import Silent, ask_records, sockets
 from fabric_ray.observe.chrome import trace as chrome_trace
-from fabric_ray.observe.places import run_dir
+from fabric_ray.observe.client import Silent, ask_records, sockets
+from fabric_ray.observe.run_directory import run_dir
 
 _MOST_ROWS = 40
 

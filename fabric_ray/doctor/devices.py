@@ -1,4 +1,4 @@
-"""Libraries and NICs: which there are, which would be used, and why not the others."""
+"""Libraries and NICs of this host, which of them an engine uses, and why not the others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fabric_ray.doctor.findings import Finding, Status
 
 
 class Library(msgspec.Struct, frozen=True):
-    """A library that is opened at run time; ``what`` is its version, or why it can't be used."""
+    """A library that is loaded at run time; ``what`` is its version, or why it can't be used."""
 
     found: bool
     what: str
@@ -43,7 +43,7 @@ class Port(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What libfabric offers."""
+    """A domain that libfabric lists."""
 
     provider: str
     fabric: str
@@ -55,7 +55,7 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Survey(msgspec.Struct, frozen=True):
-    """Both libraries and all that they know."""
+    """Both libraries, and the devices that they list."""
 
     verbs: Library
     ports: tuple[Port, ...]
@@ -64,12 +64,12 @@ class Survey(msgspec.Struct, frozen=True):
 
 
 def survey(names: Sequence[str] = (), provider: str | None = None) -> Survey:
-    """Looks at everything and opens nothing."""
+    """Lists libraries and devices; opens none."""
     return converted(_native.survey(list(names), provider), Survey)
 
 
 def devices(found: Survey) -> Iterator[Finding]:
-    """Yields what there is to say about libraries, ports, GIDs and offers."""
+    """Yields findings about libraries, ports, GIDs and libfabric domains."""
     needed = bool(found.ports)
     if found.verbs.found:
         yield Finding("libibverbs", "libibverbs", "ok", found.verbs.what)
@@ -95,12 +95,12 @@ def devices(found: Survey) -> Iterator[Finding]:
 
 
 def nowhere(found: Survey, names: Sequence[str]) -> Iterator[Finding]:
-    """Yields the NICs that were asked for by name or glob and that nothing here answers to."""
+    """Yields a finding for each name or glob that matches no NIC."""
     there = {p.device for p in found.ports} | {o.domain for o in found.offers}
     for name in names:
         if not any(fnmatchcase(nic, name) for nic in there):
             here = ", ".join(sorted(there)) or "none"
-            detail = f"nothing matches it; there are: {here}"
+            detail = f"nothing matches it; this host has: {here}"
             yield Finding("nic", f"NIC {name}", "fail", detail, "see fabric-ray topo")
 
 

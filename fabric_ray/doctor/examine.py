@@ -1,4 +1,4 @@
-"""The whole examination."""
+"""Examines this host."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def examine(
     budget: float = BUDGET,
     on_finding: Callable[[Finding], object] | None = None,
 ) -> Report:
-    """Looks at libraries, NICs and limits, then sends bytes over every usable pair of links.
+    """Examines libraries, NICs and limits, then writes over every usable pair of links.
 
     Args:
-        nics: only these, by name or glob.
-        provider: judge libfabric by this provider instead of efa.
+        nics: names or globs of NICs; all by default.
+        provider: libfabric provider; efa by default.
         budget: seconds for the writes.
-        on_finding: called with each finding as it is made.
+        on_finding: called with each finding at once.
     """
     began = time.monotonic()
     findings = []
@@ -48,8 +48,8 @@ def _all(nics: Sequence[str], provider: str | None, budget: float) -> Iterator[F
 
 
 def links(found: Survey, provider: str | None = None, nics: Sequence[str] = ()) -> list[Link]:
-    """The ends that an engine on this host could use; with ``nics`` only these, by name or glob."""
-    # Also those that an engine would leave to others: they should work.
+    """The links that an engine of this host could use; ``nics`` are names or globs."""
+    # Includes NICs that an engine wouldn't choose: they should work too.
     usable = [
         p
         for p in found.ports

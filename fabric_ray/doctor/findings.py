@@ -1,4 +1,4 @@
-"""What an examination finds."""
+"""Findings and the report of an examination."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Status = Literal["ok", "absent", "warn", "fail"]
 
 
 class Speed(msgspec.Struct, frozen=True):
-    """How a link between two hosts did, as its sender saw it."""
+    """Speed of a link between two hosts, measured by the sender."""
 
     latency_us: float
-    """Microseconds from a write of 8 bytes to its acknowledgement, the median of many."""
+    """Median microseconds from a write of 8 bytes to its acknowledgement."""
     bytes_per_s: float
-    """Bytes a second of large writes, one under way behind the other."""
+    """Bytes per second of large writes, two under way."""
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that was looked at."""
+    """One examined item."""
 
     code: str
     """Names the kind of finding for programs: ``memlock``, ``port``, ``write``."""

@@ -1,4 +1,4 @@
-"""The doctor that waits for one of another host, and lends it this host's ends of links."""
+"""The waiting doctor: serves one visit of the doctor of another host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import TracebackType
 from typing_extensions import Self
 
 from fabric_ray import __version__
-from fabric_ray.doctor import line as said
+from fabric_ray.doctor import line as messages
 from fabric_ray.doctor.devices import nowhere, survey
 from fabric_ray.doctor.examine import links
 from fabric_ray.doctor.findings import Report
@@ -20,26 +20,32 @@ from fabric_ray.doctor.line import End, Invitation, Line
 from fabric_ray.doctor.speed import NBYTES, digest, send
 from fabric_ray.doctor.writes import Link
 from fabric_ray.engine import Counter, EngineAddress, EngineConfig, Region, TransferEngine
-from fabric_ray.errors import DecodeError, FabricError, InvalidArgument, TransferTimeout
+from fabric_ray.errors import (
+    DecodeError,
+    FabricError,
+    InvalidArgument,
+    PeerLost,
+    TransferTimeout,
+    Unreachable,
+)
 
 STEP_S = 20.0
-"""Seconds for one step of the two, whatever it is."""
+"""Seconds for one step of a visit."""
 _VISIT_S = 600.0
-_AWAY_S = 2.0
-"""Seconds for the answer to somebody else, for which the visitor waits."""
+_REJECT_S = 2.0
+"""Seconds for the answer to a second visitor; the first one waits meanwhile."""
 
 
 class Host:
-    """Waits, is visited once, and tells what was found.
+    """Serves one visit, and returns the visitor's findings.
 
     Args:
-        provider: of libfabric, instead of efa.
-        nics: of this host only these, by name or glob.
-        token: by default ``FABRIC_RAY_TOKEN``; without one a secret is drawn, and the invitation
-            holds it.
+        provider: libfabric provider; efa by default.
+        nics: names or globs of this host's NICs; all by default.
+        token: by default ``FABRIC_RAY_TOKEN``; without one the invitation holds a random secret.
 
     Raises:
-        InvalidArgument: no NIC here answers to one of the names.
+        InvalidArgument: a name matches no NIC of this host.
         FabricError: no engine opens; see :class:`fabric_ray.TransferEngine`.
     """
 
@@ -60,7 +66,7 @@ class Host:
         self.engine = TransferEngine(name=socket.gethostname(), token=self._token)
         self._line = Line(self.engine)
         self.invitation = Invitation(self.engine.address.to_bytes(), secret)
-        self._lent: tuple[TransferEngine, Region, Counter] | None = None
+        self._target: tuple[TransferEngine, Region, Counter] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -74,111 +80,114 @@ class Host:
         self.close()
 
     def close(self) -> None:
-        """Waits for nobody any more."""
-        self._take_back()
+        """Accepts no more visits."""
+        self._close_target()
         self.engine.close()
 
     def wait(self, seconds: float, on_visit: Callable[[str], object] | None = None) -> Report:
         """Serves one visitor.
 
         Args:
-            seconds: until it must have come.
-            on_visit: called with the visitor's name when it has.
+            seconds: timeout for its arrival.
+            on_visit: called with the visitor's name on arrival.
 
         Returns:
-            What the visitor found.
+            The visitor's findings.
 
         Raises:
-            TransferTimeout: nobody came.
+            TransferTimeout: no visitor came.
             FabricError: the visitor was lost.
         """
-        address, number = self._door(seconds)
+        address, number = self._accept(seconds)
         began = time.monotonic()
         if on_visit is not None:
             on_visit(address.name)
-        self._line.dial(address, _VISIT_S)
-        self._line.say(said.Welcome(__version__, self._ends), STEP_S, number=number)
-        while (came := self._line.hear(_VISIT_S)) is not None:
-            sender, letter = came
+        self._line.connect(address, _VISIT_S)
+        self._line.send(messages.Welcome(__version__, self._ends), STEP_S, number=number)
+        while (received := self._line.receive(_VISIT_S)) is not None:
+            sender, envelope = received
             if sender != address.id:
-                self._send_away(letter)
-            elif isinstance(letter, DecodeError):
-                raise letter
-            elif isinstance(letter.message, said.Bye):
-                return Report(tuple(letter.message.findings), time.monotonic() - began)
+                self._reject(envelope)
+            elif isinstance(envelope, DecodeError):
+                raise envelope
+            elif isinstance(envelope.message, messages.Bye):
+                return Report(tuple(envelope.message.findings), time.monotonic() - began)
             else:
-                self._line.say(self._answer(letter.message), STEP_S, number=letter.number)
-        raise TransferTimeout(f"{address.name} came and asked for nothing any more")
+                self._line.send(self._answer(envelope.message), STEP_S, number=envelope.number)
+        raise TransferTimeout(f"{address.name} sent no request for {_VISIT_S:.0f} s")
 
-    def _door(self, seconds: float) -> tuple[EngineAddress, int]:
-        """Who comes, and the number of its question."""
+    def _accept(self, seconds: float) -> tuple[EngineAddress, int]:
+        """The visitor's address, and the number of its request."""
         end = time.monotonic() + seconds
         why = (
             "if the other host had no answer, have a firewall here let in the ports of "
             "FABRIC_RAY_PORTS, and name some if it is not set"
         )
-        while (came := self._line.hear(end - time.monotonic())) is not None:
-            sender, letter = came
+        while (received := self._line.receive(end - time.monotonic())) is not None:
+            sender, envelope = received
             try:
-                if isinstance(letter, DecodeError):
-                    raise letter
-                if isinstance(letter.message, said.Hello):
-                    address = EngineAddress.from_bytes(letter.message.address)
+                if isinstance(envelope, DecodeError):
+                    raise envelope
+                if isinstance(envelope.message, messages.Hello):
+                    address = EngineAddress.from_bytes(envelope.message.address)
                     if address.id == sender:
-                        return address, letter.number
+                        return address, envelope.number
             except DecodeError as error:
                 why = str(error)
-        raise TransferTimeout(f"nobody came within {seconds:.0f} s; {why}")
+        raise TransferTimeout(f"no visitor came within {seconds:.0f} s; {why}")
 
-    def _send_away(self, letter: said.Letter | DecodeError) -> None:
-        if isinstance(letter, said.Letter) and isinstance(letter.message, said.Hello):
-            busy = said.Failed("it is being visited by another host; wait until that is done")
-            # Whether it hears that is nothing to the visitor.
+    def _reject(self, envelope: messages.Envelope | DecodeError) -> None:
+        if isinstance(envelope, messages.Envelope) and isinstance(envelope.message, messages.Hello):
+            busy = messages.Failed("another host is visiting it; wait until that visit has ended")
+            # The present visit goes on, even if this answer is lost.
             with contextlib.suppress(FabricError):
-                address = EngineAddress.from_bytes(letter.message.address)
-                self._line.say(busy, _AWAY_S, number=letter.number, to=address)
+                address = EngineAddress.from_bytes(envelope.message.address)
+                self._line.send(busy, _REJECT_S, number=envelope.number, to=address)
 
-    def _answer(self, request: said.Message) -> said.Message:
+    def _answer(self, request: messages.Message) -> messages.Message:
         try:
             match request:
-                case said.Open(end):
-                    return self._lend(end)
-                case said.Check():
+                case messages.Open(end):
+                    return self._open_target(end)
+                case messages.Check():
                     return self._check()
-                case said.Write(end, region, counter):
-                    # Whose write hasn't come may hold a port still.
-                    self._take_back()
+                case messages.Write(end, region, counter):
+                    # A target whose write has not come may still hold a port.
+                    self._close_target()
                     with self._open(end) as engine:
                         sent = send(engine, region, counter, STEP_S)
-                    return said.Wrote(sent.digest, sent.speed, sent.way)
+                    return messages.Wrote(sent.digest, sent.speed, sent.way)
                 case _:
-                    raise DecodeError("nothing that this doctor can be asked; upgrade the older")
-        except Exception as error:  # whatever the visitor has made of it, the doctor goes on
-            return said.Failed(f"on {socket.gethostname()}: {error or type(error).__name__}")
+                    raise DecodeError("unknown request; install the same version on both hosts")
+        except Exception as error:  # The doctor goes on, whatever the visitor sent.
+            return messages.Failed(
+                f"on {socket.gethostname()}: {error or type(error).__name__}",
+                unreachable=isinstance(error, Unreachable | PeerLost),
+            )
 
     def _open(self, end: End) -> TransferEngine:
         link = Link(end.transport, end.nic, end.provider)
         if end not in self._ends:
-            raise FabricError(f"{link.label} is not among the ends that it has offered")
+            raise FabricError(f"{link.label} is not among the links that this host offered")
         return link.open(f"{socket.gethostname()} {link.label}", self._token, STEP_S)
 
-    def _lend(self, end: End) -> said.Opened:
-        self._take_back()
+    def _open_target(self, end: End) -> messages.Opened:
+        self._close_target()
         engine = self._open(end)
         region, counter = engine.alloc(NBYTES), engine.counter()
-        self._lent = engine, region, counter
-        return said.Opened(region.descriptor().to_bytes(), counter.ref.to_bytes())
+        self._target = engine, region, counter
+        return messages.Opened(region.descriptor().to_bytes(), counter.ref.to_bytes())
 
-    def _check(self) -> said.Checked:
-        if self._lent is None:
-            raise FabricError("nothing was written that could be checked")
-        _, region, counter = self._lent
+    def _check(self) -> messages.Checked:
+        if self._target is None:
+            raise FabricError("check: no target is open; ask for one first")
+        _, region, counter = self._target
         counter.wait(1, timeout=STEP_S)
         found = digest(region)
-        self._take_back()
-        return said.Checked(found)
+        self._close_target()
+        return messages.Checked(found)
 
-    def _take_back(self) -> None:
-        lent, self._lent = self._lent, None
-        if lent is not None:
-            lent[0].close()
+    def _close_target(self) -> None:
+        target, self._target = self._target, None
+        if target is not None:
+            target[0].close()

@@ -1,4 +1,4 @@
-"""What the doctors of two hosts say to each other, and the text by which one finds the other."""
+"""Messages between the doctors of two hosts, and the invitation text that names one of them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ from fabric_ray._native import Message as Received
 from fabric_ray.decoding import from_msgpack
 from fabric_ray.doctor.findings import Finding, Speed
 from fabric_ray.engine import EngineAddress, TransferEngine
-from fabric_ray.errors import DecodeError, FabricError, InvalidArgument, TransferTimeout
+from fabric_ray.errors import (
+    DecodeError,
+    FabricError,
+    InvalidArgument,
+    TransferTimeout,
+    Unreachable,
+)
 
 _MARK = "fabric1-"
 _LONGEST_TEXT = 4096
 
 
 class Invitation(msgspec.Struct, frozen=True):
-    """Where a doctor waits, as text that can be pasted."""
+    """The address of a waiting doctor, as text to paste."""
 
     address: bytes
     secret: bytes | None
-    """Drawn for this meeting alone; ``None`` where both hosts have a token."""
+    """A random token for this visit; ``None`` where both hosts have a token."""
 
     def __str__(self) -> str:
         text = base64.urlsafe_b64encode(msgspec.msgpack.encode(self)).decode()
@@ -33,10 +39,10 @@ class Invitation(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, text: str) -> Invitation:
-        """Reads it.
+        """Parses an invitation.
 
         Raises:
-            InvalidArgument: it isn't one, or not all of it.
+            InvalidArgument: the text is not a complete invitation.
         """
         text = "".join(text.split())
         try:
@@ -49,8 +55,8 @@ class Invitation(msgspec.Struct, frozen=True):
         except (ValueError, binascii.Error, msgspec.DecodeError, DecodeError) as error:
             why = f": {error}" if isinstance(error, DecodeError) else ""
             raise InvalidArgument(
-                f"that is no address of a doctor{why}; paste what `fabric-ray doctor --listen` "
-                f"printed on the other host, all of it, from {_MARK} on"
+                f"cannot read the address of the other doctor{why}; paste all that `fabric-ray "
+                f"doctor --listen` printed on the other host, from {_MARK} on"
             ) from None
         return invitation
 
@@ -64,21 +70,21 @@ class End(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Of who comes."""
+    """The visitor's first message."""
 
     address: bytes
     version: str
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """Of who waits: what there is on its host."""
+    """The waiting doctor's answer: the links of its host."""
 
     version: str
     ends: list[End]
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
-    """Asks for memory behind this end, to be written to."""
+    """Asks for memory behind this end to write to."""
 
     end: End
 
@@ -89,7 +95,7 @@ class Opened(msgspec.Struct, frozen=True, tag="opened"):
 
 
 class Check(msgspec.Struct, frozen=True, tag="check"):
-    """Asks for the digest of what lies there, once the counted write has arrived."""
+    """Asks for the digest of that memory once the counted write has arrived."""
 
 
 class Checked(msgspec.Struct, frozen=True, tag="checked"):
@@ -111,13 +117,15 @@ class Wrote(msgspec.Struct, frozen=True, tag="wrote"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """What was asked for can't be done; why."""
+    """A request failed."""
 
     cause: str
+    unreachable: bool = False
+    """Whether no transport reached the visitor."""
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
-    """All that was found."""
+    """All findings; ends the visit."""
 
     findings: list[Finding]
 
@@ -126,34 +134,36 @@ Message = Hello | Welcome | Open | Opened | Check | Checked | Write | Wrote | Fa
 _Answer = TypeVar("_Answer", Welcome, Opened, Checked, Wrote)
 
 
-class Letter(msgspec.Struct, frozen=True, array_like=True):
-    """A message, and which question it asks or answers: an answer may come when nobody waits."""
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """A message with the number of its request, which tells late answers apart."""
 
     number: int
     message: Message
 
 
 class Line:
-    """What comes to an engine, message by message, and what goes to its peer."""
+    """Sends messages to one peer, and receives messages of any peer."""
 
     def __init__(self, engine: TransferEngine) -> None:
         self.engine = engine
-        # Messages wait in it with their places in the pool: what peers can have kept is bounded.
-        self._came: queue.SimpleQueue[Received | BaseException] = queue.SimpleQueue()
+        # Queued messages hold slots of the receive pool, which bounds what peers can queue.
+        self._received: queue.SimpleQueue[Received | BaseException] = queue.SimpleQueue()
         self._address: EngineAddress | None = None
-        self._asked = 0
-        engine.receive(self._came.put)
+        self._requests = 0
+        engine.receive(self._received.put)
 
-    def dial(self, address: EngineAddress, seconds: float) -> None:
-        """From now on this engine is the other end; its loss is an error of :meth:`hear`."""
+    def connect(self, address: EngineAddress, seconds: float) -> None:
+        """Sets the peer; its loss is an error of :meth:`receive`."""
         self._address = address
         peer = self.engine.peer(address)
         self._watch = self.engine.counter().expect(1, writers=[peer], timeout=seconds)
         self._watch.add_done_callback(
-            lambda transfer: self._came.put(transfer.exception() or TransferTimeout("no answer"))
+            lambda transfer: self._received.put(
+                transfer.exception() or TransferTimeout("no answer")
+            )
         )
 
-    def say(
+    def send(
         self,
         message: Message,
         seconds: float,
@@ -161,59 +171,61 @@ class Line:
         number: int = 0,
         to: EngineAddress | None = None,
     ) -> None:
-        """Sends, and waits until it was taken.
+        """Sends a message, and waits until the peer has received it.
 
         Raises:
-            FabricError: it can't be reached.
+            FabricError: the peer can't be reached.
         """
         address = to or self._address
-        assert address is not None, "nobody was dialled"
-        packed = msgspec.msgpack.encode(Letter(number, message))
+        assert address is not None, "connect() comes first"
+        packed = msgspec.msgpack.encode(Envelope(number, message))
         self.engine.send(self.engine.peer(address), packed, timeout=seconds).wait()
 
-    def hear(self, seconds: float) -> tuple[str, Letter | DecodeError] | None:
-        """The next letter, or why it can't be read, and its sender; ``None`` if none comes.
+    def receive(self, seconds: float) -> tuple[str, Envelope | DecodeError] | None:
+        """The next message, or why it can't be read, with its sender's id; ``None`` after so many
+        seconds.
 
-        Anybody who has the token may send: who hears judges by the sender.
+        Any peer with the token may send: the caller must check the sender.
 
         Raises:
-            FabricError: the other end was lost.
+            FabricError: the peer of :meth:`connect` was lost.
         """
         try:
-            came = self._came.get(timeout=max(0.0, seconds))
+            received = self._received.get(timeout=max(0.0, seconds))
         except queue.Empty:
             return None
-        if isinstance(came, BaseException):
-            raise came
-        sender = came.sender
+        if isinstance(received, BaseException):
+            raise received
+        sender = received.sender
         try:
-            return sender, from_msgpack(came.data, Letter)
+            return sender, from_msgpack(received.data, Envelope)
         except msgspec.DecodeError as error:
             return sender, DecodeError(
-                f"the doctor of the other host says what this one doesn't understand ({error}); "
-                "install the same version on both"
+                f"cannot decode a message of the other doctor ({error}); install the same version "
+                "on both hosts"
             )
 
     def ask(self, message: Message, answer: type[_Answer], seconds: float) -> _Answer:
-        """Asks the other end.
+        """Sends a request to the peer, and returns its answer.
 
         Raises:
-            FabricError: it is lost, refuses, or doesn't answer in this time.
+            Unreachable: no transport of the peer reached this host.
+            FabricError: the peer is lost, refuses, or doesn't answer in time.
         """
         end = time.monotonic() + seconds
-        self._asked += 1
-        self.say(message, seconds, number=self._asked)
-        while (came := self.hear(end - time.monotonic())) is not None:
-            sender, letter = came
+        self._requests += 1
+        self.send(message, seconds, number=self._requests)
+        while (received := self.receive(end - time.monotonic())) is not None:
+            sender, envelope = received
             if self._address is None or sender != self._address.id:
                 continue
-            if isinstance(letter, DecodeError):
-                raise letter
-            if letter.number != self._asked:
+            if isinstance(envelope, DecodeError):
+                raise envelope
+            if envelope.number != self._requests:
                 continue
-            said = letter.message
-            if isinstance(said, answer):
-                return said
-            if isinstance(said, Failed):
-                raise FabricError(said.cause)
+            reply = envelope.message
+            if isinstance(reply, answer):
+                return reply
+            if isinstance(reply, Failed):
+                raise Unreachable(reply.cause) if reply.unreachable else FabricError(reply.cause)
         raise TransferTimeout(f"no answer within {seconds:.0f} s")

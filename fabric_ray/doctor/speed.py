@@ -1,4 +1,4 @@
-"""Bytes that go from one host to another, and how fast."""
+"""Writes to another host: bytes compared, latency and bandwidth."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from fabric_ray.engine import CounterRef, Region, RegionDescriptor, Transfer, Tr
 from fabric_ray.errors import FabricError
 
 NBYTES = 16 << 20
-"""Of a large write, and of the memory that is written to."""
-_TRIP = 8
-_TRIPS = 50
-_LONG_ENOUGH_S = 0.5
+"""Bytes of a large write, and of its target."""
+_SMALL_NBYTES = 8
+_SMALL_WRITES = 50
+_MEASURE_S = 0.5
 _UNDER_WAY = 2
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What was sent, and how."""
+    """The result of a write."""
 
     digest: bytes
     speed: Speed
     way: str
-    """In the engine's words."""
+    """The engine's reason for its choice of transport."""
 
 
 def digest(region: Region) -> bytes:
-    """Of all bytes of a region."""
+    """The SHA-256 of a region."""
     return hashlib.sha256(region.numpy().data).digest()
 
 
 def send(engine: TransferEngine, region: bytes, counter: bytes, seconds: float) -> Sent:
-    """Fills a peer's region with random bytes, counts 1 there, and measures.
+    """Fills a peer's region with random bytes, counts 1 there, and measures the link.
 
     Args:
         region: the encoded descriptor.
         counter: the encoded reference of the counter.
-        seconds: for all of it.
+        seconds: for all writes.
 
     Raises:
-        FabricError: a write failed, or was too slow, or the region isn't of :data:`NBYTES`.
+        FabricError: a write failed or was too slow, or the region hasn't :data:`NBYTES`.
     """
     end = time.monotonic() + seconds
     there = engine.import_region(RegionDescriptor.from_bytes(region))
     if there.nbytes != NBYTES:
-        raise FabricError(f"a region of {there.nbytes} bytes was lent, and not one of {NBYTES}")
+        raise FabricError(f"target region: got {there.nbytes} bytes, expected {NBYTES}")
     source = engine.alloc(NBYTES)
     source.numpy()[:] = np.frombuffer(secrets.token_bytes(source.nbytes), dtype=np.uint8)
 
@@ -62,9 +62,9 @@ def send(engine: TransferEngine, region: bytes, counter: bytes, seconds: float) 
 
     engine.write(source, there, imm=CounterRef.from_bytes(counter), timeout=left()).wait()
     trips = []
-    for _ in range(_TRIPS):
+    for _ in range(_SMALL_WRITES):
         began = time.perf_counter()
-        engine.write(source, there, _TRIP, timeout=left()).wait()
+        engine.write(source, there, _SMALL_NBYTES, timeout=left()).wait()
         trips.append(time.perf_counter() - began)
     rate = _rate(lambda: engine.write(source, there, timeout=left()), source.nbytes)
     explained = engine.explain(there.peer)
@@ -73,10 +73,10 @@ def send(engine: TransferEngine, region: bytes, counter: bytes, seconds: float) 
 
 
 def _rate(write: Callable[[], Transfer], nbytes: int) -> float:
-    """Bytes a second of writes that follow each other for a while."""
+    """Bytes per second of a stream of writes."""
     under_way: deque[Transfer] = deque()
     began, done = time.perf_counter(), 0
-    while time.perf_counter() - began < _LONG_ENOUGH_S or not done:
+    while time.perf_counter() - began < _MEASURE_S or not done:
         under_way.append(write())
         if len(under_way) == _UNDER_WAY:
             under_way.popleft().wait()

@@ -1,4 +1,4 @@
-"""Bytes that were sent and compared, over every pair of links that could carry them."""
+"""Writes over every pair of links of this host, with their bytes compared."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MORE_TIME = "give it a longer --budget"
 
 @dataclass(frozen=True)
 class Link:
-    """One end: a transport, and its NIC if it has some."""
+    """One end of a link: a transport, and its NIC if it has one."""
 
     transport: str
     nic: str = ""
@@ -35,14 +35,15 @@ class Link:
         return f"{self.transport} {self.nic}".rstrip()
 
     def open(self, name: str, token: bytes, timeout: float, **options: Any) -> TransferEngine:
-        """An engine of this end alone; ``options`` are its configuration's."""
+        """Opens an engine with this transport and NIC only; ``options`` are fields of its
+        configuration."""
         return TransferEngine(
             name=name,
             transport=self.transport,
             nics=(self.nic,) if self.nic else (),
             libfabric_provider=self.provider,
             token=token,
-            # What the environment asks of users' engines is not asked of each link.
+            # FABRIC_RAY_REQUIRE is for users' engines, not for each link.
             require=None,
             op_timeout=timeout,
             **options,
@@ -50,11 +51,11 @@ class Link:
 
 
 def writes(links: Sequence[Link], budget: float) -> Iterator[Finding]:
-    """Yields the fate of a byte-checked write between all links of one transport, both ways.
+    """Writes between all links of each transport, in both directions, and compares the bytes.
 
     Args:
-        links: the ends there are on this host.
-        budget: seconds for all of it.
+        links: the links of this host.
+        budget: seconds for all writes.
     """
     token = secrets.token_bytes(16)
     end = time.monotonic() + budget
@@ -65,7 +66,7 @@ def writes(links: Sequence[Link], budget: float) -> Iterator[Finding]:
             try:
                 for end_, engines in (("from", senders), ("to", receivers)):
                     name = f"doctor-{end_}-{link.label}"
-                    # Nothing leaves this host: the ports that a firewall lets in are others'.
+                    # Nothing leaves this host: no port of FABRIC_RAY_PORTS is needed.
                     engine = link.open(name, token, budget, ports=None)
                     engines[link] = stack.enter_context(engine)
             except FabricError as error:
@@ -114,5 +115,5 @@ def _round(
     took = time.monotonic() - began
     transfer.wait(timeout)
     if not np.array_equal(dst.numpy(), sent):
-        raise FabricError("the bytes that arrived are not those that were sent")
+        raise FabricError("the bytes that arrived differ from the bytes that were sent")
     return took, transfer.transport

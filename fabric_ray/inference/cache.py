@@ -17,7 +17,7 @@ Allocate = Callable[[int, int], Tensor]
 
 
 def host_memory(rank: int, nbytes: int) -> Tensor:
-    """Memory that nobody else can reach, for engines that stand alone."""
+    """Memory that no peer can reach, for engines without transfers."""
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 

@@ -1,12 +1,12 @@
-"""Pages of one cache group: who owns them, which hold a known prefix, which may not be reused yet.
+"""Pages of one cache group: their owners, known prefixes, and quarantine.
 
 A page is in exactly one of four states:
 
 - *free*: holds nothing;
-- *idle*: nobody owns it, but it holds the tokens of a prefix and may be found by them. Idle pages
-  count as free: the one that was let go first is taken when no free one is left;
+- *idle*: has no owner, but holds a known prefix. When no free page is left, the page that has been
+  idle for the longest time is reused;
 - *owned*: by one request, or by several that share a prefix;
-- *held*: its owner is gone, but a peer may still write to it (MR-1), so nobody may have it until
+- *held*: its owner is gone, but a peer may still write to it (MR-1); it can't be reserved until
   :meth:`PagePool.release`.
 """
 
@@ -34,17 +34,17 @@ def page_keys(tokens: Sequence[int], page_tokens: int) -> list[bytes]:
 
 
 class PagePool:
-    """Hands out the pages of one group, counted by reference.
+    """Allocates the pages of one group and counts their owners.
 
-    Not thread-safe: one thread, or one event loop, drives it.
+    Not thread-safe: use it from one thread or one event loop.
 
     Args:
-        pages: how many there are, numbered from 0.
-        page_tokens: tokens of a page.
+        pages: number of pages.
+        page_tokens: tokens per page.
         group: the group's name, for errors.
 
     Raises:
-        InvalidSpec: there are no pages, or they hold no tokens.
+        InvalidSpec: either number is below 1.
     """
 
     def __init__(self, pages: int, page_tokens: int, *, group: str = "full") -> None:
@@ -71,7 +71,7 @@ class PagePool:
 
     @property
     def idle_pages(self) -> int:
-        """Pages that nobody owns, kept for the prefix in them."""
+        """Pages without an owner that hold a known prefix."""
         return len(self._idle)
 
     @property
@@ -110,10 +110,10 @@ class PagePool:
         return taken
 
     def share(self, pages: Iterable[int]) -> None:
-        """Makes the caller one more owner of pages that somebody owns.
+        """Makes the caller one more owner of owned pages.
 
         Raises:
-            PageMisuse: nobody owns one of them.
+            PageMisuse: a page has no owner.
         """
         pages = list(pages)
         self._owned(pages)
@@ -125,11 +125,11 @@ class PagePool:
         prefix that was inserted.
 
         Raises:
-            PageMisuse: nobody owns one of them, or it is named more often than owned.
+            PageMisuse: a page has no owner, or is named more often than it has owners.
         """
         pages = list(pages)
         self._owned(pages)
-        # Ends of prefixes are evicted before their begins, without which they are useless.
+        # Later pages of a prefix are evicted first: they are useless without the earlier ones.
         for page in reversed(pages):
             self._owners[page] -= 1
             if self._owners[page]:
@@ -140,7 +140,7 @@ class PagePool:
                 self._free.append(page)
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
-        """The pages of the longest known prefix; the caller is an owner of them from here on.
+        """The pages of the longest known prefix; the caller becomes an owner of them.
 
         Args:
             keys: the request's :func:`page_keys`.
@@ -150,7 +150,7 @@ class PagePool:
         return found
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """The pages of the longest known prefix, which stay whose they are."""
+        """The pages of the longest known prefix, without a change of owners."""
         found = []
         for key in keys:
             page = self._page_of.get(key)
@@ -160,7 +160,7 @@ class PagePool:
         return found
 
     def lookup(self, key: bytes) -> int | None:
-        """The page of one key, whether or not those before it are known."""
+        """The page of one key, even if earlier keys are unknown."""
         return self._page_of.get(key)
 
     def adopt(self, pages: Iterable[int]) -> None:
@@ -178,15 +178,14 @@ class PagePool:
             self._owners[page] += 1
 
     def insert(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
-        """Makes complete pages known by what they hold. Of a prefix that is known already the pages
-        that hold it are kept.
+        """Registers complete pages by their keys. Keys that are known already keep their pages.
 
         Args:
-            keys: as of :func:`page_keys`, one for each page.
-            pages: owned by the caller, complete: all their tokens were computed or arrived.
+            keys: of :func:`page_keys`, one for each page.
+            pages: owned by the caller; all their tokens were computed or have arrived.
 
         Raises:
-            PageMisuse: nobody owns one of them, or it is known by other tokens.
+            PageMisuse: a page has no owner, or is known by another key.
         """
         self._owned(pages)
         for key, page in zip(keys, pages, strict=True):
@@ -202,10 +201,10 @@ class PagePool:
                 self._key_of[page] = key
 
     def hold(self, pages: Iterable[int]) -> None:
-        """Puts pages of the caller in quarantine, where nobody owns them and nobody gets them.
+        """Quarantines pages of the caller: they have no owner and can't be reserved.
 
         Raises:
-            PageMisuse: the caller isn't the only owner: others rely on what is in them.
+            PageMisuse: a page has other owners, which rely on its content.
         """
         pages = list(pages)
         self._owned(pages)
@@ -218,15 +217,15 @@ class PagePool:
                 )
         for page in pages:
             self._owners[page] = 0
-            # What a late write leaves in it is no prefix.
+            # A late write may overwrite the prefix.
             self._forget(page)
             self._held.add(page)
 
     def release(self, pages: Iterable[int]) -> None:
-        """Frees held pages: no write can reach them any more.
+        """Frees held pages, which no write can reach any more.
 
         Raises:
-            PageMisuse: one of them isn't held.
+            PageMisuse: a page isn't held.
         """
         pages = list(pages)
         left = set(self._held)
@@ -241,7 +240,7 @@ class PagePool:
         self._free.extend(pages)
 
     def forget_prefixes(self) -> None:
-        """Empties the prefix cache: the weights changed, so what pages hold is out of date."""
+        """Empties the prefix cache, for the weights have changed."""
         self._free.extend(self._idle)
         self._idle.clear()
         self._page_of.clear()

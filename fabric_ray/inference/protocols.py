@@ -1,10 +1,9 @@
-"""The seam: what an inference engine offers to stand behind a disaggregated deployment.
+"""The interface of an inference engine for disaggregated deployments.
 
-An engine computes; who owns which page, which request goes where and when bytes may move is decided
-above it. So an engine keeps nothing about requests: each call brings the page tables it works on. A
-page table lists, for one cache group, the page of each stretch of ``page_tokens`` tokens from
-position 0 on: position ``p`` lies in page ``table[p // page_tokens]``. Engines are driven by one
-thread at a time.
+An engine only computes. Its caller assigns pages and routes requests, and decides when bytes may
+move. An engine keeps no state of requests: each call passes the page tables it works on. A page
+table lists the pages of one cache group: position ``p`` lies in page ``table[p // page_tokens]``.
+Only one thread at a time calls an engine.
 """
 
 from __future__ import annotations
@@ -82,12 +81,12 @@ class TailLayout(msgspec.Struct, frozen=True):
 
 
 class InferenceEngine(Protocol):
-    """What both halves offer."""
+    """Members of prefill and decode engines."""
 
     @property
     def fingerprint(self) -> str:
         """Configuration, weights and precision as one short text. Two engines may exchange pages
-        if theirs are equal; it is the ``model`` of their layouts."""
+        if their fingerprints are equal; it is the ``model`` of their layouts."""
 
     @property
     def ranks(self) -> int:
@@ -132,7 +131,7 @@ class PrefillEngine(InferenceEngine, Protocol):
 
 
 class DecodeEngine(InferenceEngine, Protocol):
-    """Continues prompts, whoever computed their pages."""
+    """Continues prompts; any engine may have computed their pages."""
 
     def read_tail(self, source: Tensor) -> Tail:
         """A copy of the tail that ``write_tail`` laid out, on whichever machine."""

@@ -174,13 +174,13 @@ class Words:
 
 
 class Channel:
-    """The device's end of a proxy's FIFO (uccl-ep §3.1), and words that a device waits for.
+    """The device's end of a proxy's command FIFO (uccl-ep §3.1), and words that a device waits for.
 
     Args:
         launcher: :class:`~fabric_ray.kernels.Device`.
         fifo: ``None`` if it is only for words.
-        abort: the address of a word of 8 bytes that the host makes anything but 0 when somebody
-            who is waited for is lost.
+        abort: address of an 8-byte word that the host sets to non-zero when a rank that the device
+            waits for is lost.
         timeout: seconds until a wait ends by itself.
 
     Raises:

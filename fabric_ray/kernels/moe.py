@@ -186,17 +186,17 @@ class Placement:
         """Waits for the device.
 
         Raises:
-            InvalidArgument: who sends more rows than there is room for; nothing was handed out.
+            InvalidArgument: a rank or an expert has more rows than there is room for; nothing was
+                handed out.
         """
         fault = int(self.fault.item())
         if fault == -1:
             return
-        kind, who = fault >> 32, fault & 0xFFFFFFFF
+        kind, value = fault >> 32, fault & 0xFFFFFFFF
         text = {
-            1: f"rank {who} says that it sends more rows than it can have",
-            2: f"local expert {who} gets more rows than its stride has; make room for as many as "
-            "can come",
-            3: f"{who} rows come, and there is room for fewer; make room for as many as can come",
+            1: f"rank {value} sends more rows than it can have",
+            2: f"local expert {value} gets more rows than its stride; raise the stride",
+            3: f"{value} rows arrive and there is room for fewer; make room for them",
         }[kind]
         raise InvalidArgument(text)
 

@@ -2,6 +2,6 @@
 
 from fabric_ray.moe.all_to_all import AllToAll
 from fabric_ray.moe.throughput import ThroughputAllToAll, Traffic
-from fabric_ray.moe.tokens import Dispatched, Lost, RowPart
+from fabric_ray.moe.tokens import Dispatched, RankLoss, RowPart
 
-__all__ = ["AllToAll", "Dispatched", "Lost", "RowPart", "ThroughputAllToAll", "Traffic"]
+__all__ = ["AllToAll", "Dispatched", "RankLoss", "RowPart", "ThroughputAllToAll", "Traffic"]

@@ -13,49 +13,49 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.kernels import Launcher, MoeSizes
 from fabric_ray.moe import rows, tokens
 from fabric_ray.moe.device import DeviceSteps, check_sizes, gpu, room_on
-from fabric_ray.moe.tokens import SUMS, Dispatched, Lost, RowPart
+from fabric_ray.moe.tokens import SUMS, Dispatched, RankLoss, RowPart
 
 
 class AllToAll:
     """One rank of an exchange: ``dispatch_send``, ``dispatch_recv``, ``combine_send``,
-    ``combine_recv``, in turns (fabric-lib §6).
+    ``combine_recv``, in this order (fabric-lib §6).
 
-    What sends returns when the tensors may be used again; bytes move in the background until what
-    receives is called. Between the two a shared expert may run, or another exchange.
+    The sending calls return when their tensors may be used again. Bytes move in the background
+    until the receiving call; a shared expert or another exchange may run meanwhile.
 
-    Each rank tells all others of itself once: ``connect([card of each rank])``, gathered by
-    whatever is at hand (``torch.distributed.all_gather_object``, Ray). A rank that dies or says
-    nothing for ``timeout`` seconds while it is waited for is given up: its tokens and answers are
-    left out, the others go on, and :attr:`lost` names it.
+    Each rank calls ``connect([card of each rank])`` once; gather the cards by any means
+    (``torch.distributed.all_gather_object``, Ray). A rank that dies, or is silent for ``timeout``
+    seconds while others wait for it, is given up: its tokens and answers are left out, the others
+    go on, and :attr:`lost` names it.
 
-    With ``device``, kernels do a rank's part on torch's current stream, and no call waits for
-    them: what a call returns is there for what follows on that stream. What goes wrong on the
-    device is raised by a later call, or by :meth:`check`. Calls can be captured into a CUDA graph,
-    whole exchanges from ``dispatch_send`` on. Ranks with and without kernels are one exchange.
+    With ``device``, kernels do a rank's part on torch's current stream, and no call waits for them:
+    results are valid for later work of that stream. An error on the device is raised by a later
+    call, or by :meth:`check`. Whole exchanges, from ``dispatch_send`` on, can be captured into a
+    CUDA graph. Ranks with and without kernels can share an exchange.
 
     Args:
-        engine: this rank's; each rank has one of its own.
-        rank: this one, from 0.
-        ranks: how many there are.
-        experts: of all ranks, ``experts / ranks`` on each; rank 0 hosts the first ones.
+        engine: of this rank alone.
+        rank: the number of this rank, from 0.
+        ranks: number of ranks.
+        experts: number of experts, ``experts / ranks`` on each rank; rank 0 has the first ones.
         topk: experts of each token.
         hidden: elements of a token.
-        max_tokens: tokens that a rank dispatches at a time, at most.
-        dtype: of tokens on their way to experts; any, fp8 and int8 with scales as a part.
-        parts: what goes with each token.
-        answer_dtype: of what experts answer: float32, bfloat16 or float16.
-        private_rows: rows that each source sends to each rank at once; further ones wait until
-            that rank has said where they go. If all fit (``max_tokens * topk``), nothing waits.
-        shared_rows: rows of the buffer for all further ones; as many as can ever come if
-            ``None``. With fewer, they come in turns.
+        max_tokens: most tokens of one dispatch.
+        dtype: of tokens; any. For fp8 and int8, scales are a part.
+        parts: further tensors with a row for each token.
+        answer_dtype: of the experts' answers: float32, bfloat16 or float16.
+        private_rows: rows that each source sends to each rank at once; further rows wait for that
+            rank's slot offer. With ``max_tokens * topk`` rows, none wait.
+        shared_rows: rows of the buffer for further rows; the largest possible number if ``None``.
+            With fewer, they arrive in several rounds.
         timeout: seconds; :meth:`set_timeout` changes it.
         device: the GPU that tokens and answers lie on; the host if ``None``. Each rank on a GPU
             has a stream of its own.
         launcher: launches kernels on ``device``, in place of that GPU.
         direct: kernels store rows and answers straight to the memory of peers that they reach
-            (NVLink and the GPU itself, by ``cuda_ipc``); :meth:`explain` says to whom. If there are
-            more rows than ``private_rows``, ``dispatch_send`` then waits on the device until those
-            peers have said where they go.
+            (NVLink and the GPU itself, by ``cuda_ipc``); :meth:`explain` names these peers. If
+            there are more rows than ``private_rows``, ``dispatch_send`` then waits on the device
+            until those peers have said where they go.
 
     Raises:
         InvalidArgument: sizes that don't go together.
@@ -208,32 +208,30 @@ class AllToAll:
         return self._native.admit(card)
 
     def connect(self, cards: Iterable[bytes | None]) -> None:
-        """Takes all ranks in by their cards; ``None`` for one that is left out, this one's is
-        passed over."""
+        """Admits all ranks by their cards; ``None`` for a rank that is left out. The card of this
+        rank is ignored."""
         for rank, card in enumerate(cards):
             if card is not None and rank != self._rank:
                 self.admit(card)
 
     def set_timeout(self, seconds: float) -> None:
-        """How long ranks may be apart: who doesn't do its part for so long is given up. Who waits
-        for another rank says so, and isn't taken for that one; no wait is longer than twelve times
-        this. The same on all ranks: whose is longer speaks more seldom than others listen. Waits
-        of a device end by themselves after sixteen times as long, those in a CUDA graph as it was
-        captured."""
+        """Sets the seconds after which other ranks give up a rank that they wait for. Only the rank
+        that stalled is given up: ranks blocked on it report that. No wait takes longer than twelve
+        timeouts. Use one timeout on all ranks: a longer one sends heartbeats too rarely for the
+        others. Waits of a device end by themselves after sixteen timeouts; a CUDA graph keeps the
+        timeout of its capture."""
         self._native.set_timeout(seconds)
         if self._steps is not None:
             self._steps.set_timeout(seconds)
 
     def check(self) -> None:
-        """Waits for what was launched on the device, and raises what went wrong there; without a
-        device that is known already.
+        """Waits for the device and raises its error, if there is one.
 
         Raises:
-            InvalidArgument: tokens went where they can't, and their rows were left out of the
-                exchange.
-            Cancelled: the device went on without what it waited for, or the exchange was closed;
-                its results are none. Or the host hasn't followed the device in time.
-            NotQuiesced: as above, for a lost rank has not let go of memory.
+            InvalidArgument: tokens named experts out of range, and their rows were left out.
+            Cancelled: a wait of the device failed, the exchange was closed, or the host did not
+                follow the device in time; results are invalid.
+            NotQuiesced: as ``Cancelled``, because a lost rank has not released memory.
         """
         if self._steps is None:
             self._native.check()
@@ -241,9 +239,8 @@ class AllToAll:
             self._steps.check()
 
     def finish(self) -> None:
-        """Waits until others have what was handed in for them, so that the engine can be closed;
-        for those that are late with their calls until they are given up. On a device, call
-        :meth:`check` before: what it has not done by then is not waited for.
+        """Waits until all other ranks have this rank's data or are given up, so that the engine
+        can be closed. On a device, call :meth:`check` first: this call doesn't wait for kernels.
 
         Raises:
             InvalidArgument: another thread is in a call.
@@ -251,13 +248,13 @@ class AllToAll:
         self._native.finish()
 
     def expect_departures(self) -> None:
-        """All calls of this rank are done: other ranks may leave from now on, and the log doesn't
-        report that as a loss."""
+        """Tells that this rank makes no more calls: the log no longer reports other ranks that
+        leave as lost."""
         self._native.expect_departures()
 
     def close(self) -> None:
-        """Ends the waits of the device; calls on it raise from then on. Others give this rank up
-        when they wait for it."""
+        """Ends all waits of the device; later calls raise. Other ranks give this rank up when they
+        wait for it."""
         self._native.leave()
 
     def mask(self, rank: int, cause: str = "it was masked") -> None:
@@ -265,19 +262,19 @@ class AllToAll:
         self._native.mask(rank, cause)
 
     @property
-    def lost(self) -> tuple[Lost, ...]:
-        """Ranks that were given up and have not come again."""
-        return tuple(Lost(*one) for one in self._native.lost)
+    def lost(self) -> tuple[RankLoss, ...]:
+        """Ranks that were lost and not replaced."""
+        return tuple(RankLoss(*one) for one in self._native.lost)
 
     @property
     def left_out(self) -> tuple[int, ...]:
-        """Ranks whose answers are missing in the sums of the last :meth:`combine_recv`; a device is
-        waited for, and what went wrong there is raised as by :meth:`check`."""
+        """Ranks whose answers are missing in the sums of the last :meth:`combine_recv`. Waits for a
+        device, and raises as :meth:`check`."""
         return self._left_out if self._steps is None else self._steps.left_out()
 
     @property
     def present(self) -> tuple[bool, ...]:
-        """Whether each rank is here."""
+        """Whether each rank takes part."""
         return tuple(self._native.present)
 
     def dispatch_send(self, x: Tensor, indices: Tensor, **parts: Tensor) -> None:
@@ -289,7 +286,7 @@ class AllToAll:
             parts: by name, ``[tokens, width]``.
 
         Raises:
-            InvalidArgument: what doesn't fit, before anything is sent; or it isn't dispatch's turn.
+            InvalidArgument: a tensor doesn't match, or dispatch_send is not next; nothing was sent.
         """
         if self._steps is not None:
             self._steps.dispatch_send(indices, {"x": x, **parts})
@@ -314,7 +311,7 @@ class AllToAll:
         rows that can come, by ``stride`` and in ``x``, and ``x`` has all of it.
 
         Raises:
-            InvalidArgument: no room for as many rows; or it isn't dispatch_recv's turn.
+            InvalidArgument: there are too few rows of room, or dispatch_recv is not next.
         """
         tokens.check_order(multiple, stride)
         if self._steps is not None:
@@ -329,7 +326,7 @@ class AllToAll:
         """Sends the experts' answers, ``[rows, hidden]``, each where its token was.
 
         Raises:
-            InvalidArgument: what doesn't fit; or it isn't combine's turn.
+            InvalidArgument: a tensor doesn't match, or combine_send is not next.
         """
         if self._steps is not None:
             self._steps.combine_send(y)
@@ -343,7 +340,7 @@ class AllToAll:
         weight needs.
 
         Raises:
-            InvalidArgument: it isn't combine_recv's turn.
+            InvalidArgument: combine_recv is not next.
         """
         if self._steps is not None:
             return self._steps.combine_answers()
@@ -374,7 +371,7 @@ class AllToAll:
             wanted: bool ``[tokens, topk]``, the answers that are summed; all if ``None``.
 
         Raises:
-            InvalidArgument: what doesn't fit; or it isn't combine_recv's turn.
+            InvalidArgument: a tensor doesn't match, or combine_recv is not next.
         """
         if self._steps is not None:
             return self._steps.combine_recv(weights, out, dtype, wanted)

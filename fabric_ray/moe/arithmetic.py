@@ -66,8 +66,8 @@ class Arithmetic(Protocol):
         """
 
 
-class Fast:
-    """What torch does."""
+class TorchMath:
+    """Torch's own kernels."""
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
@@ -96,8 +96,8 @@ class Fast:
         return out[0].transpose(0, 1).flatten(1)
 
 
-class Fixed:
-    """The same bits for a row whatever is beside it. It has no gradients."""
+class RowInvariantMath:
+    """Gives a row the same bits whatever other rows are in the batch. It has no gradients."""
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         check_no_gradient(x, weight)
@@ -153,8 +153,8 @@ class Fixed:
         return out.flatten(1)
 
 
-FAST: Arithmetic = Fast()
-FIXED: Arithmetic = Fixed()
+FAST: Arithmetic = TorchMath()
+FIXED: Arithmetic = RowInvariantMath()
 
 
 def check_no_gradient(*tensors: Tensor | None) -> None:

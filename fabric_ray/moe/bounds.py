@@ -70,11 +70,11 @@ def layer_bound(
             ranks, and of nodes, to the layer's dtype.
     """
     c, w, dtype = layer.config, layer.weights, layer.config.torch_dtype
-    given = _Near(x.double(), torch.zeros_like(x, dtype=torch.float64))
+    given = _Bounded(x.double(), torch.zeros_like(x, dtype=torch.float64))
     scores = _scores(_linear(given, w.router).rounded(torch.float32), c)
     chosen, settled = _chosen(scores, c, w.bias)
     weights = _weights(scores, chosen, c)
-    sums = _Near.zeros(len(x), c.hidden, device=x.device)
+    sums = _Bounded.zeros(len(x), c.hidden, device=x.device)
     size = torch.zeros_like(sums.value)
     for expert in {*chosen.flatten().tolist()} - {*left_out}:
         token, place = (chosen == expert).nonzero(as_tuple=True)
@@ -86,23 +86,23 @@ def layer_bound(
     sums = _sum(sums, c.topk + 1, size)
     for _ in range(2 if by_nodes else 0):
         # What is rounded adds up to the sum, and its magnitudes to no more than all terms'.
-        sums = _Near(sums.value, sums.error + _UNIT[dtype] * (size + sums.error) + _SMALLEST)
+        sums = _Bounded(sums.value, sums.error + _UNIT[dtype] * (size + sums.error) + _SMALLEST)
     if w.shared_w13 is not None and w.shared_w2 is not None:
         shared = _expert(given, w.shared_w13, w.shared_w2, dtype)
-        sums = _Near(sums.value + shared.value, sums.error + shared.error).rounded(torch.float32)
+        sums = _Bounded(sums.value + shared.value, sums.error + shared.error).rounded(torch.float32)
     sums = sums.rounded(dtype)
     return Bound(sums.value, _SLACK * sums.error, settled & sums.error.isfinite().all(-1))
 
 
 @dataclass(frozen=True)
-class _Near:
+class _Bounded:
     """Numbers, and how far they may be off."""
 
     value: Tensor
     error: Tensor
 
     @classmethod
-    def zeros(cls, *shape: int, device: torch.device) -> _Near:
+    def zeros(cls, *shape: int, device: torch.device) -> _Bounded:
         return cls(*(torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(2)))
 
     @property
@@ -110,93 +110,95 @@ class _Near:
         """Their largest magnitudes."""
         return self.value.abs() + self.error
 
-    def at(self, where: Any) -> _Near:
-        return _Near(self.value[where], self.error[where])
+    def at(self, where: Any) -> _Bounded:
+        return _Bounded(self.value[where], self.error[where])
 
-    def column(self) -> _Near:
-        return _Near(self.value[:, None], self.error[:, None])
+    def column(self) -> _Bounded:
+        return _Bounded(self.value[:, None], self.error[:, None])
 
-    def rounded(self, dtype: torch.dtype) -> _Near:
+    def rounded(self, dtype: torch.dtype) -> _Bounded:
         return _finite(self.off(_UNIT[dtype]), self.most, dtype)
 
-    def off(self, relative: float | Tensor) -> _Near:
+    def off(self, relative: float | Tensor) -> _Bounded:
         """With another relative error."""
-        return _Near(self.value, self.error + relative * self.most + _SMALLEST)
+        return _Bounded(self.value, self.error + relative * self.most + _SMALLEST)
 
-    def __mul__(self, other: _Near) -> _Near:
+    def __mul__(self, other: _Bounded) -> _Bounded:
         value = self.value * other.value
-        return _Near(value, self.most * other.most - value.abs())
+        return _Bounded(value, self.most * other.most - value.abs())
 
-    def __truediv__(self, other: _Near) -> _Near:
+    def __truediv__(self, other: _Bounded) -> _Bounded:
         """By what is above its error; anything else may give anything."""
         least = other.value - other.error
         sure = least > 0
         value = torch.where(sure, self.value / other.value, 0.0)
         error = (self.error + value.abs() * other.error) / least
-        return _Near(value, torch.where(sure, error, float("inf")))
+        return _Bounded(value, torch.where(sure, error, float("inf")))
 
 
 def _gamma(n: int) -> float:
     return n * _U / (1 - n * _U)
 
 
-def _finite(of: _Near, size: Tensor, dtype: torch.dtype) -> _Near:
+def _finite(of: _Bounded, size: Tensor, dtype: torch.dtype) -> _Bounded:
     """What may be beyond the format's largest number, or isn't one, may be off by anything."""
     fits = size <= torch.finfo(dtype).max
-    return _Near(of.value, torch.where(fits, of.error, float("inf")))
+    return _Bounded(of.value, torch.where(fits, of.error, float("inf")))
 
 
-def _sum(of: _Near, n: int, size: Tensor) -> _Near:
+def _sum(of: _Bounded, n: int, size: Tensor) -> _Bounded:
     """A sum of ``n`` numbers in float32 whose magnitudes come to ``size``."""
-    return _finite(_Near(of.value, of.error + _gamma(n) * size), size, torch.float32)
+    return _finite(_Bounded(of.value, of.error + _gamma(n) * size), size, torch.float32)
 
 
-def _linear(x: _Near, weight: Tensor) -> _Near:
+def _linear(x: _Bounded, weight: Tensor) -> _Bounded:
     matrix = weight.double().t()
     size = x.most @ matrix.abs()
-    return _sum(_Near(x.value @ matrix, x.error @ matrix.abs()), len(matrix), size)
+    return _sum(_Bounded(x.value @ matrix, x.error @ matrix.abs()), len(matrix), size)
 
 
-def _expert(x: _Near, w13: Tensor, w2: Tensor, dtype: torch.dtype) -> _Near:
+def _expert(x: _Bounded, w13: Tensor, w2: Tensor, dtype: torch.dtype) -> _Bounded:
     both = _linear(x, w13).rounded(dtype)
     half = len(w13) // 2
     gate, up = both.at((slice(None), slice(half))), both.at((slice(None), slice(half, None)))
-    silu = _Near(gate.value * gate.value.sigmoid(), 1.1 * gate.error).off(_FUNCTION).rounded(dtype)
+    silu = (
+        _Bounded(gate.value * gate.value.sigmoid(), 1.1 * gate.error).off(_FUNCTION).rounded(dtype)
+    )
     return _linear((silu * up).rounded(dtype), w2).rounded(dtype)
 
 
-def _scores(logits: _Near, config: MoeConfig) -> _Near:
+def _scores(logits: _Bounded, config: MoeConfig) -> _Bounded:
     if config.score == "sigmoid":
-        return _Near(logits.value.sigmoid(), 0.25 * logits.error).off(_FUNCTION)
+        return _Bounded(logits.value.sigmoid(), 0.25 * logits.error).off(_FUNCTION)
     below = logits.value.amax(-1, keepdim=True) - logits.value
     apart = 2 * logits.error.amax(-1, keepdim=True)
     # The difference from the largest is rounded, exponentials are off, and so is their sum.
     relative = torch.expm1(apart + _U * (below + apart)) + _gamma(logits.value.shape[-1])
-    scores = _Near(logits.value.softmax(-1), torch.zeros_like(logits.error))
+    scores = _Bounded(logits.value.softmax(-1), torch.zeros_like(logits.error))
     return scores.off(relative).off(2 * _FUNCTION)
 
 
-def _chosen(scores: _Near, config: MoeConfig, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _chosen(scores: _Bounded, config: MoeConfig, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """The experts of each token, and whether every evaluation chooses them."""
     c, preferred = config, scores
     if bias is not None:
-        preferred = _Near(scores.value + bias.double(), scores.error).rounded(torch.float32)
+        preferred = _Bounded(scores.value + bias.double(), scores.error).rounded(torch.float32)
     settled = torch.ones(len(scores.value), dtype=torch.bool, device=scores.value.device)
     open_to = torch.ones_like(scores.value, dtype=torch.bool)
     if c.groups > 1:
         each = (len(scores.value), c.groups, c.experts // c.groups)
-        grouped = _Near(preferred.value.view(each), preferred.error.view(each))
+        grouped = _Bounded(preferred.value.view(each), preferred.error.view(each))
         best = grouped.value.sort(dim=-1, descending=True).values[..., :2].sum(-1)
-        group = _Near(best, 2 * grouped.error.amax(-1)).rounded(torch.float32)
+        group = _Bounded(best, 2 * grouped.error.amax(-1)).rounded(torch.float32)
         kept, settled = _best(group, c.kept_groups)
         open_to = kept[..., None].expand(each).flatten(1)
     shut = torch.where(open_to, preferred.value, float("-inf"))
-    chosen, sure = _best(_Near(shut, preferred.error), c.topk)
+    chosen, sure = _best(_Bounded(shut, preferred.error), c.topk)
     order = torch.where(chosen, shut, float("-inf")).sort(-1, descending=True).indices
     return order[:, : c.topk], settled & sure
 
 
-def _best(of: _Near, count: int) -> tuple[Tensor, Tensor]:
+def _best(of: _Bounded, count: int) -> tuple[Tensor, Tensor]:
     """Which are the ``count`` largest, and whether they are whatever the errors are."""
     best = torch.zeros_like(of.value, dtype=torch.bool)
     best.scatter_(-1, of.value.sort(-1, descending=True).indices[:, :count], True)
@@ -205,12 +207,12 @@ def _best(of: _Near, count: int) -> tuple[Tensor, Tensor]:
     return best, least > rest
 
 
-def _weights(scores: _Near, chosen: Tensor, config: MoeConfig) -> _Near:
-    weights = _Near(scores.value.gather(-1, chosen), scores.error.gather(-1, chosen))
+def _weights(scores: _Bounded, chosen: Tensor, config: MoeConfig) -> _Bounded:
+    weights = _Bounded(scores.value.gather(-1, chosen), scores.error.gather(-1, chosen))
     if config.normalise:
         error = weights.error.sum(-1) + _AT_LEAST
-        total = _Near(weights.value.sum(-1), error).off(_gamma(config.topk + 1))
+        total = _Bounded(weights.value.sum(-1), error).off(_gamma(config.topk + 1))
         weights = (weights / total.column()).rounded(torch.float32)
-    scaled = _Near(weights.value * config.scale, weights.error * abs(config.scale))
+    scaled = _Bounded(weights.value * config.scale, weights.error * abs(config.scale))
     # The scale is rounded, too.
     return scaled.off(2 * _U)

@@ -98,8 +98,8 @@ def comm_of(group: Any, comm: Any = None) -> Comm:
 
 
 def agree(comm: Comm, value: bytes | FabricError) -> list[bytes]:
-    """Each rank's value. Whoever has an error raises it, and all others say so: nobody waits for a
-    rank that gave up.
+    """Each rank's value. A rank with an error raises it, and all other ranks report it, so that
+    none waits for a rank that gave up.
 
     Raises:
         HandshakeError: another rank had an error; the text is its.
@@ -218,7 +218,7 @@ class Exchanges:
             )
 
     def forget(self, exchanges: Sequence[AnyExchange]) -> None:
-        """Lets go of exchanges that no rank uses any more; whom they lost stays lost."""
+        """Closes exchanges that no rank uses any more; ranks that they lost stay lost."""
         lost = self.masked
         with self._lock:
             self._masked = lost | self._masked
@@ -252,10 +252,10 @@ class Exchanges:
         return masked | {lost.rank: lost.cause for one in made for lost in one.lost}
 
     def check_whole(self) -> None:
-        """That no rank was lost, unless the caller masked it or asked to go on without (RS-1).
+        """Checks that no rank was lost, unless the caller masked it or chose to go on (RS-1).
 
         Raises:
-            PeerLost: one was: sums lack its part, and so would those of later calls.
+            PeerLost: a rank was lost: sums lack its part, and so would later sums.
         """
         if self.shrink:
             return
@@ -298,7 +298,7 @@ class Exchanges:
                 self.comm.all_gather(b"")
         finally:
             for one in exchanges:
-                # Whoever is in a call on another thread isn't waited for.
+                # Don't wait for a call of another thread.
                 with suppress(InvalidArgument):
                     one.finish()
             self._made.clear()

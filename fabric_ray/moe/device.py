@@ -31,19 +31,19 @@ from fabric_ray.kernels import (
     structs,
 )
 from fabric_ray.kernels.launch import Launcher
-from fabric_ray.moe.mailbox import Mailbox, Told, Word
+from fabric_ray.moe.mailbox import DeviceEvent, Mailbox, Word
 from fabric_ray.moe.rows import check_rows
 from fabric_ray.moe.tokens import Dispatched, RowPart, check_wanted, room_for_sums
 
-#: How much longer a device waits than ranks may be apart: the host, which gives up who is late, is
-#: to be the first. A device that waits for so long has lost its host.
-_PATIENCE = 16
+#: A device waits for so many timeouts: the host gives up a late rank after one. A device that waits
+#: longer has lost its host.
+_DEVICE_TIMEOUTS = 16
 #: A command names its own rank in ten bits.
 _MAX_RANKS = 1024
 
 
-class _Turn(enum.Enum):
-    """What the caller has done last; its value is what comes next."""
+class _Phase(enum.Enum):
+    """The phase of an exchange; the value names the call that comes next."""
 
     IDLE = "dispatch_send"
     DISPATCHED = "dispatch_recv"
@@ -52,16 +52,16 @@ class _Turn(enum.Enum):
 
 
 class DeviceSteps:
-    """One rank's kernels of an exchange, and what they share with the host.
+    """Launches one rank's kernels of an exchange.
 
     Args:
         native: the exchange, whose rows lie in ``memory``.
         memory: uint8, on the device.
-        parts: what a token is made of.
-        answer_dtype: of what experts answer, ``hidden`` elements.
-        launcher: launches on the device that ``memory`` is on.
-        timeout: seconds that ranks may be apart.
-        direct: kernels store to peers' memory by themselves where they reach it.
+        parts: the tensors of a token.
+        answer_dtype: of answers, with ``hidden`` elements.
+        launcher: launches on the device of ``memory``.
+        timeout: seconds after which a rank that others wait for is given up.
+        direct: kernels store to the memory of peers that they can reach.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class DeviceSteps:
         self._device = device = memory.device
         self._parts, self._hidden, self._answer_dtype = tuple(parts), hidden, answer_dtype
         self._kernels = MoeKernels(launcher, sizes)
-        self._turn = _Turn.IDLE
+        self._phase = _Phase.IDLE
         self._fault: InvalidArgument | None = None
         self._tokens = self._room = 0
         self._caller = threading.Lock()
@@ -98,7 +98,7 @@ class DeviceSteps:
             fault=note[0:1],
             counts=note[2:].view(torch.int32)[: sizes.experts],
         )
-        # What is read before it was ever routed, because a wait failed, is nobody's row.
+        # A row that is read before routing, because a wait failed, belongs to no token.
         self._routing.row_of.fill_(-1)
         self._routing.first.fill_(0)
         self._placement = Placement.empty(sizes, device)
@@ -108,12 +108,12 @@ class DeviceSteps:
         fifo = (box.fifo.slots, box.fifo.capacity, box.fifo.pushers, box.fifo.completed)
         native.serve(fifo, box.words.data_ptr(), (box.host, box.pushers, memory), direct)
         used = (box, memory, self._given, self._routing, self._placement)
-        self._used = _Used(device, used)
+        self._used = _KernelResources(device, used)
         self._finalizer = weakref.finalize(self, _leave, native, self._used)
 
     def _warm_up(self) -> None:
-        """What torch launches in between is loaded: later that could wait for a kernel that
-        waits."""
+        """Loads the torch kernels that are launched between ours: loading one later could wait for
+        a kernel that waits itself."""
         self._placement.counts.to(torch.int64)
         missing = torch.zeros(self._sizes.ranks, dtype=torch.uint8, device=self._device)
         self._single(missing, 1)
@@ -123,13 +123,13 @@ class DeviceSteps:
             torch.cuda.synchronize(self._device)
 
     def set_timeout(self, seconds: float) -> None:
-        """For launches from now on."""
+        """Sets the timeout of later launches."""
         self._timeout = seconds
-        self._box.set_timeout(min(seconds * _PATIENCE, 1e8))
+        self._box.set_timeout(min(seconds * _DEVICE_TIMEOUTS, 1e8))
 
     def finish(self) -> None:
-        """Waits until the device has done what was launched, and the host has heard of it; not
-        at all for the host once the exchange was left.
+        """Waits until the device is idle and the host has processed its commands; doesn't wait for
+        the host once the exchange was left.
 
         Raises:
             Cancelled: the host has not caught up in twice the timeout.
@@ -143,53 +143,53 @@ class DeviceSteps:
                 return
             if time.monotonic() > end:
                 raise Cancelled(
-                    f"the host has not followed what the device did in {2 * self._timeout:g} s; "
-                    "call it again, or raise the timeout"
+                    "the host did not process the device's commands within "
+                    f"{2 * self._timeout:g} s; call again, or raise the timeout"
                 )
             time.sleep(50e-6)
 
     def check(self) -> None:
         """As :meth:`AllToAll.check`."""
         self.finish()
-        self._note_fault()
+        self._record_fault()
         self._raise_fault()
 
     def left_out(self) -> tuple[int, ...]:
-        """Whose answers are missing in the last sums; waits for them.
+        """Ranks whose answers are missing in the last sums; waits for the device.
 
         Raises:
-            FabricError: as :meth:`AllToAll.check`, for then nobody knows.
+            FabricError: as :meth:`AllToAll.check`; the state of the exchange is unknown then.
         """
         self.check()
         return tuple(self._native.left_out)
 
     def dispatch_send(self, indices: Tensor, parts: Mapping[str, Tensor]) -> None:
         """As :meth:`AllToAll.dispatch_send`."""
-        with self._turn_of("dispatch_send", _Turn.IDLE, _Turn.COLLECTED):
+        with self._in_phase("dispatch_send", _Phase.IDLE, _Phase.COLLECTED):
             tokens = self._check_tokens(indices, parts)
             indices = indices.to(torch.int64).contiguous()
             with self._launching():
                 box = self._box
                 box.begin(tokens, self._given, self._now)
                 self._kernels.count(indices, self._now, self._routing)
-                # Peers wait for it.
-                box.tell(Told.BEGUN, note=True)
+                # Peers wait for this event.
+                box.tell(DeviceEvent.BEGUN, note=True)
                 self._kernels.order(indices, self._now, self._routing)
                 self._pack([parts[p.name] for p in self._parts])
-            self._tokens, self._turn = tokens, _Turn.DISPATCHED
+            self._tokens, self._phase = tokens, _Phase.DISPATCHED
 
     def _pack(self, given: Sequence[Tensor]) -> None:
-        """Rows to where they are sent from, and straight to where they go where that is near."""
+        """Packs rows into the send buffer, or directly into the memory of peers within reach."""
         box, own, ways = self._box, self._rows(self._row_stride), None
         if self._direct:
             ways = box.fetch("ways", Word.WAYS, box.ways)
         self._kernels.pack(given, self._now, self._routing, own, ways=ways)
-        box.tell(Told.PACKED)
+        box.tell(DeviceEvent.PACKED)
 
     def dispatch_recv(self, multiple: int, stride: int | None, x: Tensor | None) -> Dispatched:
-        """As :meth:`AllToAll.dispatch_recv`; nobody knows yet how many rows come, and there must be
+        """As :meth:`AllToAll.dispatch_recv`; the number of rows is not yet known, and there must be
         room for all that can."""
-        with self._turn_of("dispatch_recv", _Turn.DISPATCHED):
+        with self._in_phase("dispatch_recv", _Phase.DISPATCHED):
             total = self._most_rows(multiple, stride)
             tensors = {}
             for p in self._parts:
@@ -206,34 +206,34 @@ class DeviceSteps:
                     self._kernels.hand_out(
                         self._placement, chunks, count, self._memory, self._row_stride, into
                     )
-                    self._box.tell(Told.HANDED_OUT)
+                    self._box.tell(DeviceEvent.HANDED_OUT)
                 dispatched = Dispatched(
                     x=tensors.pop("x")[:total],
                     parts=tensors,
                     counts=self._placement.counts.to(torch.int64),
                     starts=self._placement.starts[:-1].to(torch.int64),
                 )
-            self._room, self._turn = total, _Turn.COLLECTED
+            self._room, self._phase = total, _Phase.COLLECTED
             return dispatched
 
     def combine_send(self, y: Tensor) -> None:
         """As :meth:`AllToAll.combine_send`."""
-        with self._turn_of("combine_send", _Turn.COLLECTED):
+        with self._in_phase("combine_send", _Phase.COLLECTED):
             self._check("answers", y, self._hidden, self._answer_dtype, rows=self._room)
             with self._launching():
                 if self._direct:
-                    self._box.tell(Told.COMBINING)
+                    self._box.tell(DeviceEvent.COMBINING)
                 for turn in self._box.rooms:
                     chunks, count = self._box.chunks("answers", Word.ROOM, turn)
                     self._kernels.pack_answers(
                         self._placement, chunks, count, y, self._memory, self._back_stride
                     )
-                    self._box.tell(Told.ANSWERED)
-            self._turn = _Turn.ANSWERED
+                    self._box.tell(DeviceEvent.ANSWERED)
+            self._phase = _Phase.ANSWERED
 
     def combine_answers(self) -> Tensor:
         """As :meth:`AllToAll.combine_answers`."""
-        with self._turn_of("combine_answers", _Turn.ANSWERED), self._launching():
+        with self._in_phase("combine_answers", _Phase.ANSWERED), self._launching():
             return self._single(self._box.missing(self._sizes.ranks), self._tokens)
 
     def combine_recv(
@@ -244,7 +244,7 @@ class DeviceSteps:
         wanted: Tensor | None = None,
     ) -> Tensor:
         """As :meth:`AllToAll.combine_recv`."""
-        with self._turn_of("combine_recv", _Turn.ANSWERED):
+        with self._in_phase("combine_recv", _Phase.ANSWERED):
             shape = (self._tokens, self._hidden)
             out = room_for_sums(out, self._answer_dtype, dtype, shape, self._device)
             self._check("sums", out, self._hidden, out.dtype, rows=self._tokens)
@@ -256,7 +256,7 @@ class DeviceSteps:
             with self._launching():
                 missing = self._box.missing(self._sizes.ranks)
                 if wanted is not None:
-                    # What is nobody's row is passed over.
+                    # Rows without a token are skipped.
                     self._routing.row_of[: self._tokens].masked_fill_(~wanted, -1)
                 self._kernels.sum(
                     self._answers(),
@@ -266,28 +266,28 @@ class DeviceSteps:
                     weights=weights,
                     missing=missing,
                 )
-                self._box.tell(Told.SUMMED)
-            self._turn = _Turn.IDLE
+                self._box.tell(DeviceEvent.SUMMED)
+            self._phase = _Phase.IDLE
             return out[: self._tokens]
 
     @contextmanager
-    def _turn_of(self, call: str, *turns: _Turn) -> Iterator[None]:
+    def _in_phase(self, call: str, *turns: _Phase) -> Iterator[None]:
         if not self._caller.acquire(blocking=False):
             raise InvalidArgument(
                 "another thread is in a call of this exchange; make one exchange for each"
             )
         try:
             self._check_earlier(call)
-            if self._turn not in turns:
-                raise InvalidArgument(f"{call} is not next; it is {self._turn.value}")
+            if self._phase not in turns:
+                raise InvalidArgument(f"{call} is not next; it is {self._phase.value}")
             yield
         finally:
             self._caller.release()
 
     def _check_earlier(self, call: str) -> None:
-        """A fault in tokens is held back until the next are sent: an exchange that has begun is
-        carried through, for peers and whoever calls both halves at once count on it."""
-        self._note_fault()
+        """Holds back a fault in tokens until the next dispatch: peers and the caller rely on an
+        exchange that has begun to go on."""
+        self._record_fault()
         if call != "dispatch_send":
             return
         try:
@@ -298,8 +298,8 @@ class DeviceSteps:
                 "again"
             ) from fault
 
-    def _note_fault(self) -> None:
-        """What the native side says once is kept until it is raised.
+    def _record_fault(self) -> None:
+        """Keeps a fault, which the native side reports once, until it is raised.
 
         Raises:
             FabricError: the device has left the exchange, for good.
@@ -316,8 +316,8 @@ class DeviceSteps:
 
     @contextmanager
     def _launching(self) -> Iterator[None]:
-        """Leaves the exchange if not everything of a call could be launched: what comes next would
-        wait for the rest."""
+        """Leaves the exchange if a call was launched only in part: later calls would wait for the
+        rest."""
         self._used.by_graph |= _is_captured(self._device)
         try:
             yield
@@ -327,10 +327,10 @@ class DeviceSteps:
             raise
 
     def _check_tokens(self, indices: Tensor, parts: Mapping[str, Tensor]) -> int:
-        """How many they are.
+        """The number of tokens.
 
         Raises:
-            InvalidArgument: what doesn't fit.
+            InvalidArgument: a tensor doesn't match.
         """
         sizes = self._sizes
         if (
@@ -449,33 +449,33 @@ def gpu(device: torch.device) -> Device:
 
 
 @dataclasses.dataclass
-class _Used:
-    """What kernels that were launched use."""
+class _KernelResources:
+    """Memory that launched kernels use."""
 
     device: torch.device
     what: tuple[object, ...]
     by_graph: bool = False
 
 
-#: What graphs use that may be replayed after their exchange is gone: every wait of theirs ends at
-#: once then, and nothing moves.
-_OF_GRAPHS: list[_Used] = []
+#: Memory of graphs that may be replayed after their exchange is gone: all their waits then end at
+#: once, and nothing moves.
+_KEPT_FOR_GRAPHS: list[_KernelResources] = []
 
 
 def _is_captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _leave(native: MoeExchange, used: _Used) -> None:
-    """Ends the waits of kernels that were launched, and keeps what they use until then."""
+def _leave(native: MoeExchange, used: _KernelResources) -> None:
+    """Ends the waits of launched kernels, and keeps their memory until they have ended."""
     native.leave()
     if used.by_graph:
-        _OF_GRAPHS.append(used)
+        _KEPT_FOR_GRAPHS.append(used)
     _settle(native, used.device)
 
 
 def _settle(native: MoeExchange, device: torch.device) -> None:
-    """Until then kernels may store to peers' memory. It is not to be known while a graph is
+    """Waits until no kernel can store to peers' memory any more; does nothing while a graph is
     captured."""
     if _is_captured(device):
         return

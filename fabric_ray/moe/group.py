@@ -19,10 +19,10 @@ from typing_extensions import Self
 
 from fabric_ray.errors import FabricError, InvalidArgument, PeerLost
 from fabric_ray.kernels import Launcher
-from fabric_ray.moe.asking import WATCH_S, gather, given_up
 from fabric_ray.moe.layer import Traffic
 from fabric_ray.moe.model import MoeModelConfig, likeliest
-from fabric_ray.moe.rank import Member, Options, Pass, Rank, Unread, Work
+from fabric_ray.moe.rank import Member, Options, Pass, Rank, UnreadTokens, Work
+from fabric_ray.moe.rank_calls import WATCH_S, gather, ranks_to_evict
 from fabric_ray.runtime.causes import cause_of, original
 
 _CLOSE_S = 10.0
@@ -33,16 +33,16 @@ class LostRank(msgspec.Struct, frozen=True):
 
     rank: int
     member: Member
-    """Who played it."""
+    """The actor that had the rank."""
     cause: str
     named_by: tuple[int, ...]
-    """Ranks that gave it up by themselves; none where Ray or the caller said so."""
+    """Ranks that gave it up by themselves; empty where Ray or the caller reported the loss."""
     at: float
-    """Seconds since the epoch when the group knew."""
+    """Seconds since the epoch when the group learnt of it."""
 
 
 class Forward(msgspec.Struct, frozen=True):
-    """What became of sequences that were read."""
+    """Results for sequences."""
 
     logits: list[Tensor]
     """Of each sequence, float32 ``[tokens, vocab]``."""
@@ -51,11 +51,11 @@ class Forward(msgspec.Struct, frozen=True):
     lost: tuple[LostRank, ...]
     """Ranks that were given up meanwhile."""
     traffic: dict[int, Traffic]
-    """Of each rank, passes that were made again included."""
+    """For each rank, including repeated passes."""
 
 
 class Generated(msgspec.Struct, frozen=True):
-    """What was said behind prompts."""
+    """Tokens generated after prompts."""
 
     tokens: list[list[int]]
     left_out: list[tuple[int, ...]]
@@ -76,7 +76,7 @@ class ExpertGroup:
     Controller and ranks exchange arguments and results as Ray does, which pickles them. Ranks among
     themselves exchange bytes that the native exchange decodes and checks; nothing is unpickled.
     A rank is identified by its actor and by the incarnation of its engine
-    (:class:`~fabric_ray.moe.rank.Member`): who comes anew is another one.
+    (:class:`~fabric_ray.moe.rank.Member`): a replacement is another member.
 
     Calls wait for one another. ``ray.init()`` comes first.
 
@@ -155,7 +155,7 @@ class ExpertGroup:
         self._needs = {"CPU": cpus_per_rank} | ({"GPU": gpus_per_rank} if gpus_per_rank else {})
         self._per_node = per_node
         self._start_timeout, self._pass_timeout = start_timeout, pass_timeout
-        self._turn = threading.RLock()
+        self._lock = threading.RLock()
         self._actors: dict[int, Any] = {}
         self._members: dict[int, Member] = {}
         self._lost: dict[int, LostRank] = {}
@@ -186,7 +186,7 @@ class ExpertGroup:
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """Those who are here, by rank."""
+        """The present ranks, in order."""
         # Copies: another thread may be waiting in a call that gives ranks up, or takes them in.
         members, actors = dict(self._members), dict(self._actors)
         return tuple(members[rank] for rank in sorted(members.keys() & actors.keys()))
@@ -205,13 +205,13 @@ class ExpertGroup:
 
     def explain(self) -> str:
         """Where the ranks are, and what the exchange's memory on each is for."""
-        with self._open_turn():
+        with self._exclusive():
             lines = [
                 f"rank {m.rank}: actor {m.actor_id}, engine {m.incarnation}, node {m.node_id}"
                 for m in self.members
             ]
-            said, _ = self._ask("explain", sorted(self._actors)[:1])
-            return "\n".join([*lines, "each has", *said.values()])
+            answers, _ = self._ask("explain", sorted(self._actors)[:1])
+            return "\n".join([*lines, "each has", *answers.values()])
 
     def forward(self, sequences: Sequence[Sequence[int]]) -> Forward:
         """Reads sequences, which are divided among the ranks.
@@ -222,8 +222,8 @@ class ExpertGroup:
         """
         for tokens in sequences:
             self.config.check_tokens(tokens)
-        with self._open_turn():
-            reading = _Reading(self, sequences)
+        with self._exclusive():
+            reading = _ReadSession(self, sequences)
             return Forward(
                 logits=reading.read(last=False),
                 left_out=self.left_out,
@@ -243,8 +243,8 @@ class ExpertGroup:
         for prompt in prompts:
             self.config.check_tokens(prompt)
             self.config.check_tokens(prompt[:1], len(prompt) + max_tokens - 2)
-        with self._open_turn():
-            reading = _Reading(self, prompts)
+        with self._exclusive():
+            reading = _ReadSession(self, prompts)
             left_out = []
             for _ in range(max_tokens):
                 logits = reading.read(last=True)
@@ -266,37 +266,36 @@ class ExpertGroup:
             InvalidArgument: it isn't here.
             PeerLost: it was the last one.
         """
-        with self._open_turn():
+        with self._exclusive():
             if rank not in self._actors:
                 raise InvalidArgument(f"rank {rank} is not here; {sorted(self._actors)} are")
-            self._give_up({rank: (cause, ())})
+            self._evict({rank: (cause, ())})
 
     def join(self, rank: int | None = None) -> Member:
-        """Puts a fresh actor in the place of a rank that was given up, and has all others take it
-        in.
+        """Replaces a rank that was given up by a new actor, which all other ranks admit.
 
         Args:
-            rank: the lowest that was given up, by default.
+            rank: by default the lowest that was given up.
 
         Raises:
-            InvalidArgument: nobody was given up, or not that one.
-            PeerLost: it died before all had taken it in, and is left out as before.
-            FabricError: it didn't come up in time.
+            InvalidArgument: the rank was not given up, or none was.
+            PeerLost: the new actor died before all ranks had admitted it, and is left out.
+            FabricError: the new actor didn't start in time.
         """
-        with self._open_turn():
-            # Who has died since the last pass is found out before anybody waits for it.
-            self._survive(self._ask("member", self._actors)[1])
+        with self._exclusive():
+            # Finds ranks that died since the last pass before others wait for them.
+            self._evict_failed(self._ask("member", self._actors)[1])
             if rank is None:
                 rank = min(self._lost, default=-1)
             if rank not in self._lost:
                 raise InvalidArgument(
                     f"rank {rank} was not given up; {sorted(self._lost) or 'none'} were"
                 )
-            return self._take_in(rank)
+            return self._admit(rank)
 
     def close(self) -> None:
         """Ends all actors and gives their places back. Further calls do nothing."""
-        with self._turn:
+        with self._lock:
             self._closed = True
             if ray.is_initialized():
                 self._ask("close", self._actors, timeout=_CLOSE_S)
@@ -307,8 +306,8 @@ class ExpertGroup:
             self._actors, self._members, self._places = {}, {}, []
 
     @contextmanager
-    def _open_turn(self) -> Iterator[None]:
-        with self._turn:
+    def _exclusive(self) -> Iterator[None]:
+        with self._lock:
             if self._closed:
                 raise InvalidArgument("the group was closed; make another one")
             yield
@@ -344,19 +343,19 @@ class ExpertGroup:
         }
         return kind.options(**options).remote(rank, self._options)
 
-    def _take_in(self, rank: int) -> Member:
+    def _admit(self, rank: int) -> Member:
         actor = self._actor(rank)
         try:
             member: Member = self._of_one(actor.member.remote())
             card = self._of_one(actor.card.remote())
             cards, failed = self._ask("card", self._actors, rank)
-            self._survive(failed)
+            self._evict_failed(failed)
             given = [cards.get(r) for r in range(self._options.ranks)]
             self._of_one(actor.connect.remote(given))
         except RayError as error:
             ray.kill(actor)
             raise PeerLost(
-                f"rank {rank} did not come anew: {cause_of(error)}", peer=f"rank {rank}"
+                f"rank {rank} could not be replaced: {cause_of(error)}", peer=f"rank {rank}"
             ) from original(error)
         except BaseException:
             ray.kill(actor)
@@ -366,92 +365,92 @@ class ExpertGroup:
         self._actors[rank], self._members[rank] = actor, member
         self._epoch += 1
         if failed:
-            # If it is dead, nobody is to blame for not having reached it.
+            # If the new actor is dead, the ranks that failed to reach it are not at fault.
             dead = self._ask("member", [rank])[1]
-            self._survive(dead or failed)
+            self._evict_failed(dead or failed)
         if rank in self._lost:
             cause = self._lost[rank].cause
-            raise PeerLost(f"rank {rank} did not come anew: {cause}", peer=f"rank {rank}")
+            raise PeerLost(f"rank {rank} could not be replaced: {cause}", peer=f"rank {rank}")
         return member
 
     def _of_one(self, ref: Any) -> Any:
         return ray.get(ref, timeout=self._start_timeout)
 
     def _need(self, method: str, ranks: Iterable[int], *args: Any) -> dict[int, Any]:
-        """What all say; raises what one of them raised."""
-        said, failed = self._ask(method, ranks, *args)
+        """The results of all ranks; raises if one failed."""
+        answers, failed = self._ask(method, ranks, *args)
         if failed:
             causes = "; ".join(f"rank {rank}: {cause}" for rank, cause in failed.items())
             raise FabricError(f"the group did not start: {causes}")
-        return said
+        return answers
 
     def _ask(
         self, method: str, ranks: Iterable[int], *args: Any, timeout: float | None = None
     ) -> tuple[dict[int, Any], dict[int, str]]:
-        """What each says, or why it doesn't."""
+        """Results by rank, and causes of failures."""
         refs = {getattr(self._actors[r], method).remote(*args): r for r in ranks}
         return gather(refs, timeout or self._start_timeout)
 
-    def _survive(self, failed: Mapping[int, str]) -> None:
+    def _evict_failed(self, failed: Mapping[int, str]) -> None:
         if failed:
-            self._give_up({rank: (cause, ()) for rank, cause in failed.items()})
+            self._evict({rank: (cause, ()) for rank, cause in failed.items()})
 
     def _pass(self, work: Mapping[int, Work]) -> tuple[dict[int, Pass], dict[int, LostRank]]:
-        """Has all ranks run, and gives those up that are lost."""
+        """Runs one pass on all ranks, and evicts lost ranks."""
 
         def hopeless(passes: Mapping[int, Pass], waited_for: Collection[int]) -> bool:
-            """Whether everybody who is done has given up everybody who isn't."""
+            """Whether all ranks that have answered have given up all ranks that have not."""
             return bool(passes) and all(p.lost.keys() >= {*waited_for} for p in passes.values())
 
         refs = {self._actors[rank].run.remote(one): rank for rank, one in work.items()}
-        passes, failed = gather(refs, self._pass_timeout, hopeless, self._watch)
+        passes, failed = gather(refs, self._pass_timeout, hopeless, self._end_evicted)
         named = {rank: p.lost.keys() & work.keys() for rank, p in passes.items()}
         causes = {}
-        for rank in {*failed, *given_up(named)}:
+        for rank in {*failed, *ranks_to_evict(named)}:
             by = tuple(sorted(r for r, blamed in named.items() if rank in blamed))
-            said = passes[by[0]].lost[rank] if by else failed[rank]
-            causes[rank] = (said, by)
-        return passes, self._give_up(causes) if causes else {}
+            answers = passes[by[0]].lost[rank] if by else failed[rank]
+            causes[rank] = (answers, by)
+        return passes, self._evict(causes) if causes else {}
 
-    def _watch(self) -> None:
-        """Ends whom the others have given up while a pass is under way: they wait for that, for one
-        that lives might write to memory that it shared with them (MR-1)."""
-        said, _ = self._ask("lost", self._actors, timeout=WATCH_S)
-        named = {rank: said.get(rank, {}).keys() & self._actors.keys() for rank in self._actors}
-        for rank in given_up(named):
+    def _end_evicted(self) -> None:
+        """Kills ranks that the others have given up during a pass. The others wait for that: a live
+        rank might write to memory that it shared with them (MR-1)."""
+        answers, _ = self._ask("lost", self._actors, timeout=WATCH_S)
+        named = {rank: answers.get(rank, {}).keys() & self._actors.keys() for rank in self._actors}
+        for rank in ranks_to_evict(named):
             self._end(self._members[rank])
 
     def _end(self, gone: Member) -> None:
-        """Ends a process for good, by another rank on its node."""
+        """Has another rank of its node kill a process."""
         for rank, member in self._members.items():
             if member.node_id == gone.node_id and member != gone:
-                # Nobody waits: whether it has ended shows elsewhere.
+                # The result isn't awaited: others see the process end.
                 self._actors[rank].end.remote(gone)
 
-    def _give_up(self, causes: Mapping[int, tuple[str, tuple[int, ...]]]) -> dict[int, LostRank]:
-        """Has all others mask these ranks; returns those and whoever was found dead meanwhile."""
+    def _evict(self, causes: Mapping[int, tuple[str, tuple[int, ...]]]) -> dict[int, LostRank]:
+        """Has all others mask these ranks; returns them and all ranks found dead meanwhile."""
         now, lost = time.time(), {}
         self._epoch += 1
         for rank, (cause, by) in causes.items():
             actor = self._actors.pop(rank)
             lost[rank] = LostRank(rank, self._members.pop(rank), cause, by, now)
-            # One that is only slow must not come back with what it knew.
+            # A rank that is only slow must not return with old state.
             ray.kill(actor)
         self._lost |= lost
         if not self._actors:
-            said = "; ".join(f"rank {one.rank}: {one.cause}" for one in lost.values())
-            raise PeerLost(f"no rank is left; {said}", peer=f"rank {max(lost)}")
+            answers = "; ".join(f"rank {one.rank}: {one.cause}" for one in lost.values())
+            raise PeerLost(f"no rank is left; {answers}", peer=f"rank {max(lost)}")
         for one in list(lost.values()):
             self._end(one.member)
         for rank, (cause, _) in causes.items():
             failed = self._ask("mask", self._actors, rank, cause)[1]
             if failed:
-                lost |= self._give_up({r: (why, ()) for r, why in failed.items()})
+                lost |= self._evict({r: (why, ()) for r, why in failed.items()})
         return lost
 
 
-class _Reading:
-    """Sequences that are read to their ends, whoever is lost meanwhile."""
+class _ReadSession:
+    """Reads sequences to their ends, even if ranks are lost meanwhile."""
 
     def __init__(self, group: ExpertGroup, sequences: Sequence[Sequence[int]]) -> None:
         self._group = group
@@ -463,7 +462,7 @@ class _Reading:
         self._known = [0] * len(self.sequences)
 
     def read(self, *, last: bool) -> list[Tensor]:
-        """Logits of what was not read yet; of everything if ranks went or came since."""
+        """Logits of unread tokens; of all tokens if ranks were lost or replaced since."""
         group = self._group
         while True:
             if self._epoch != group._epoch:
@@ -488,7 +487,7 @@ class _Reading:
     def _divided(self, last: bool) -> dict[int, Work]:
         here = sorted(self._group._actors)
         unread = [
-            Unread(number, tuple(tokens[known:]))
+            UnreadTokens(number, tuple(tokens[known:]))
             for number, (tokens, known) in enumerate(zip(self.sequences, self._known, strict=True))
         ]
         shares = {rank: tuple(unread[i :: len(here)]) for i, rank in enumerate(here)}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.models.stored import plain_dtype
-from fabric_ray.moe.arithmetic import FIXED, Arithmetic, Fixed, check_no_gradient
+from fabric_ray.moe.arithmetic import FIXED, Arithmetic, RowInvariantMath, check_no_gradient
 from fabric_ray.moe.passes import Exchange, carrier, pass_over
 
 _Done = TypeVar("_Done")
@@ -352,7 +352,7 @@ class ParallelMoeLayer(MoeLayer):
                 f"{len(x)} tokens don't go into {rounds} rounds of {self.max_tokens}; give more "
                 "rounds on every rank"
             )
-        if isinstance(self.arithmetic, Fixed):
+        if isinstance(self.arithmetic, RowInvariantMath):
             check_no_gradient(x, *_values(self.weights))
         parts = [x[i * self.max_tokens :][: self.max_tokens] for i in range(rounds)]
         return torch.cat([self._exchanged(part) for part in parts])

@@ -1,5 +1,5 @@
-"""What the kernels of an exchange share with its host: commands in a FIFO, words that are waited
-for, tables. Its other half is native/moe's ``device.rs``.
+"""Memory that the kernels of an exchange share with its host: a command FIFO, words, tables. The
+other half is native/moe's ``device.rs``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LINE = 128
 
 
 class Word(enum.IntEnum):
-    """What a device waits for, in the order in which words lie."""
+    """The words that a device waits for, in their order in memory."""
 
     ABORT = 0
     OVER = 1
@@ -29,8 +29,8 @@ class Word(enum.IntEnum):
     WAYS = 6
 
 
-class Told(enum.IntEnum):
-    """What a device has done: the slot of an atomic to its own rank."""
+class DeviceEvent(enum.IntEnum):
+    """A step that the device has finished; the slot of an atomic to its own rank."""
 
     BEGUN = 0
     PACKED = 1
@@ -41,8 +41,8 @@ class Told(enum.IntEnum):
 
 
 class Mailbox:
-    """One rank's words, tables and commands. All that a call does is launched, in the same order
-    each time.
+    """One rank's words, tables and commands. A call launches everything it does, always in the same
+    order.
 
     Args:
         native: the exchange.
@@ -57,7 +57,7 @@ class Mailbox:
         words, (row_turns, answer_turns) = native.device_words, native.device_turns
         commands = 2 * (4 + row_turns + answer_turns)
         capacity = max(32, 1 << (commands - 1).bit_length())
-        # What the host writes and reads, in its memory, behind one another.
+        # Completion words, FIFO slots and waited-for words, in host memory.
         self.host = _zeros(_LINE + 16 * capacity + 8 * words, device, on_host=True)
         completed, slots = self.host[:_LINE], self.host[_LINE : _LINE + 16 * capacity]
         self.words = self.host[_LINE + 16 * capacity :].view(torch.int64)
@@ -70,13 +70,13 @@ class Mailbox:
         self.mirror = {
             name: torch.zeros_like(of, device=device) for name, of in self.tables.items()
         }
-        self._commands = {told: add_command(rank, told, 0) for told in Told}
-        # 1 until a wait ends without what it waited for, then 0 for good.
+        self._commands = {told: add_command(rank, told, 0) for told in DeviceEvent}
+        # 1 until a wait fails, then 0 for good.
         self.gate = torch.ones(1, dtype=torch.int64, device=device)
         self._index = torch.zeros(1, dtype=torch.int64, device=device)
         self._waited = torch.zeros(1, dtype=torch.int32, device=device)
-        # Of each wait, the value that is waited for, and by how much it grows with each exchange;
-        # one more for an exchange to be over if its answers are summed.
+        # The value of each wait, and its growth with each exchange. An exchange whose answers are
+        # summed counts one more.
         values = [-2, 0, 0, 0, *range(1, row_turns + 1), *range(1, answer_turns + 1)]
         grows = [2, 1, 1, 1, *[row_turns] * row_turns, *[answer_turns] * answer_turns]
         self._values = torch.tensor(values, dtype=torch.int64, device=device)
@@ -86,7 +86,7 @@ class Mailbox:
         self.lots, self.rooms = each[4 : 4 + row_turns], each[4 + row_turns :]
 
     def set_timeout(self, seconds: float) -> None:
-        """For waits that are launched from now on."""
+        """Sets the timeout of waits that are launched later."""
         abort = self._word(Word.ABORT)
         self._channel = Channel(self._launcher, self.fifo, abort=abort, timeout=seconds)
 
@@ -96,24 +96,25 @@ class Mailbox:
         return bool(self.words[Word.ABORT])
 
     def begin(self, tokens: int, given: Tensor, now: Tensor) -> None:
-        """Waits are for the next exchange from now on, and until the last one is over, its answers
-        summed if they are. ``given`` takes how many tokens it has, ``now`` as many, or none once a
-        wait failed: none are packed over rows that may still be on their way (MR-1)."""
+        """Begins the next exchange once the last one has ended. ``given`` receives its number of
+        tokens. ``now`` receives the same, or 0 once a wait has failed, so that no token is packed
+        over rows that may still be under way (MR-1)."""
         over, waits = self._word(Word.OVER), (self._values, self._grows)
         self._channel.begin_exchange(over, waits, tokens, (given, now), self._waited, self.gate)
 
-    def tell(self, told: Told, *, note: bool = False) -> None:
-        """What was launched before is done; with what the host is to know of it."""
+    def tell(self, told: DeviceEvent, *, note: bool = False) -> None:
+        """Tells the host that all launched before has ended, with the device's note if there is
+        one."""
         words = (self.mirror["note"], self.tables["note"]) if note else None
-        # The next exchange waits for the answers of this one to be summed.
-        counter = self.over if told is Told.SUMMED else None
+        # The next exchange waits until the answers of this one are summed.
+        counter = self.over if told is DeviceEvent.SUMMED else None
         self._channel.tell_host(
             self._commands[told], self.gate, self._index, self._waited, note=words, counter=counter
         )
 
     def fetch(self, name: str, word: Word, value: Tensor, *, closed: int = 0) -> Tensor:
-        """What the host has written down when the word has this value, on the device; ``closed``
-        once a wait failed, for then it may be another exchange's (RS-1)."""
+        """A table of the host, copied to the device when the word has this value. It is ``closed``
+        once a wait has failed, for the table may then be another exchange's (RS-1)."""
         into = self.mirror[name]
         self._channel.fetch_words(
             self.tables[name], into, self._waited, self.gate,
@@ -122,12 +123,13 @@ class Mailbox:
         return into
 
     def chunks(self, name: str, word: Word, value: Tensor) -> tuple[Tensor, Tensor]:
-        """A table of chunks, and how many there are."""
+        """A table of chunks, and their number."""
         table = self.fetch(name, word, value)
         return table[1:].view(-1, 3), table[:1].view(torch.int32)[:1]
 
     def missing(self, ranks: int) -> Tensor:
-        """Whose answers don't come, when all others have; nobody's do once a wait failed."""
+        """Ranks whose answers are missing, once all others have arrived; all ranks once a wait has
+        failed."""
         missing = self.fetch("missing", Word.ANSWERS, self.answered, closed=(1 << 64) - 1)
         return missing.view(torch.uint8)[:ranks]
 
@@ -136,7 +138,7 @@ class Mailbox:
 
 
 def _zeros(nbytes: int, device: torch.device, *, on_host: bool = False) -> Tensor:
-    """Zero bytes from the beginning of a line, on the device or where the host sees them too."""
+    """Zero bytes from the start of a cache line, on the device or in pinned host memory."""
     where = torch.device("cpu") if on_host else device
     pinned = on_host and device.type == "cuda"
     whole = torch.zeros(nbytes + _LINE, dtype=torch.uint8, device=where, pin_memory=pinned)
@@ -146,5 +148,5 @@ def _zeros(nbytes: int, device: torch.device, *, on_host: bool = False) -> Tenso
 
 
 def _each(tensor: Tensor) -> list[Tensor]:
-    """Views of what it is made of, one by one."""
+    """Views of single elements."""
     return [tensor[i : i + 1] for i in range(len(tensor))]

@@ -12,7 +12,7 @@ from fabric_ray.moe import autograd
 from fabric_ray.moe.all_to_all import AllToAll
 from fabric_ray.moe.autograd import Differentiable
 from fabric_ray.moe.throughput import ThroughputAllToAll
-from fabric_ray.moe.tokens import Dispatched, Lost
+from fabric_ray.moe.tokens import Dispatched, RankLoss
 
 Exchange: TypeAlias = AllToAll | ThroughputAllToAll | Differentiable
 
@@ -44,11 +44,11 @@ def pass_over(exchange: Exchange, *, shrink: bool = False) -> Pass:
     if isinstance(exchange, Differentiable):
         return _Trained(exchange)
     if isinstance(exchange, ThroughputAllToAll):
-        return _ByNodes(exchange)
+        return _Hierarchical(exchange)
     return _Direct(exchange, shrink)
 
 
-def _lost(lost: Lost) -> PeerLost:
+def _lost(lost: RankLoss) -> PeerLost:
     return PeerLost(
         f"rank {lost.rank} was lost: {lost.cause}; its experts are missing, admit its next "
         "incarnation or make the exchange anew",
@@ -84,7 +84,7 @@ class _Direct:
         return sums
 
 
-class _ByNodes:
+class _Hierarchical:
     """Weights go with tokens, and sums are made on the way. The exchange says once that it lost a
     rank and goes on; a layer, which has no place to say so, doesn't."""
 

@@ -15,7 +15,7 @@ from fabric_ray.moe.comm import Comm, Exchanges, comm_of
 from fabric_ray.moe.rows import check_rows
 from fabric_ray.moe.tokens import RowPart
 
-# Tokens are bytes to the exchange; whoever dispatches says what they are.
+# Tokens are bytes to the exchange; the caller of dispatch gives their dtype.
 _BY_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SUMMED = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -174,7 +174,7 @@ class AllToAll:
             do_recv: whether to do the second one; it is called with the same arguments.
 
         Raises:
-            InvalidArgument: what doesn't fit; or a half out of turn.
+            InvalidArgument: a tensor doesn't match, or another half is next.
             PeerLost: a rank was lost, then or before; on a device, the next call says so.
         """
         self._check_outputs(out_expert_num_tokens, out_expert_x, out_expert_x_scale, dp_x)
@@ -228,14 +228,14 @@ class AllToAll:
             do_recv: as at dispatch.
 
         Raises:
-            InvalidArgument: what doesn't fit; or a half out of turn.
+            InvalidArgument: a tensor doesn't match, or another half is next.
             PeerLost: a rank was lost, then or before; on a device, the next call says so.
         """
         if self._indices is None:
             raise InvalidArgument("nothing was dispatched; dispatch before combine")
         tokens = self._bound(bound_m, len(indices))
         same = indices[:tokens].shape == self._indices.shape
-        # Whoever compares what lies on a device waits for it.
+        # Comparing tensors of a device would wait for it.
         if same and not self._exchange.asynchronous:
             same = torch.equal(indices[:tokens].to(torch.int64), self._indices)
         if not same:

@@ -44,51 +44,52 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Member(msgspec.Struct, frozen=True):
-    """Who plays a rank: one life of one actor."""
+    """The actor that has a rank, in one incarnation."""
 
     rank: int
     actor_id: str
     incarnation: str
-    """The id of its engine: another one after every start."""
+    """The id of its engine, different after every start."""
     node_id: str
     pid: int
     born: int
-    """When its process began, as its kernel counts: another one of that pid began later."""
+    """Start time of its process in kernel ticks, which tells it from a later process of that
+    pid."""
 
 
-class Unread(msgspec.Struct, frozen=True):
-    """Tokens of a sequence that a rank is to read, behind those that it has read in the session."""
+class UnreadTokens(msgspec.Struct, frozen=True):
+    """Tokens of a sequence that follow those which the rank has read in this session."""
 
     sequence: int
     tokens: tuple[int, ...]
 
 
 class Work(msgspec.Struct, frozen=True):
-    """What a rank does in one pass of all ranks."""
+    """The work of one rank in one pass of all ranks."""
 
     session: int
-    """What was read in another one is forgotten."""
+    """A new session forgets what earlier ones have read."""
     rounds: int
     """Exchanges in each layer."""
     last: bool
-    """Only logits of last tokens are wanted."""
-    unread: tuple[Unread, ...]
+    """Whether only logits of the last tokens are needed."""
+    unread: tuple[UnreadTokens, ...]
 
 
 class Pass(msgspec.Struct, frozen=True):
-    """What a rank found."""
+    """The result of one rank's pass."""
 
     logits: list[Tensor]
     lost: dict[int, str]
-    """Ranks that this one has given up, and why."""
+    """Ranks that this rank has given up, with causes."""
     traffic: Traffic
     seconds: float
 
 
 class Rank:
-    """Calls come from the group's controller, one at a time but for those of the concurrency group
-    ``watch``, which are answered while a pass is under way. Cards of other ranks are bytes that
-    the exchange decodes and checks; nothing that a rank sends another is unpickled."""
+    """The actor of one rank. The group's controller makes one call at a time, except calls of the
+    concurrency group ``watch``, which run during a pass. The exchange decodes and checks the cards
+    of other ranks; nothing that ranks send each other is unpickled."""
 
     def __init__(self, rank: int, options: Options) -> None:
         self._rank, self._options = rank, options
@@ -117,7 +118,7 @@ class Rank:
             exchange=self._exchange,
             max_tokens=options.max_tokens,
             deterministic=options.deterministic,
-            shrink=True,  # each pass says who was lost
+            shrink=True,  # Each pass reports lost ranks.
         )
         self._session = -1
         self._caches: dict[int, Cache] = {}
@@ -153,7 +154,7 @@ class Rank:
 
     @ray.method(concurrency_group="watch")
     def lost(self) -> dict[int, str]:
-        """Ranks that this one has given up, and why."""
+        """Ranks that this rank has given up, with causes."""
         return self._lost()
 
     def _lost(self) -> dict[int, str]:

@@ -14,7 +14,7 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe import rows, tokens
 from fabric_ray.moe.device import check_sizes
-from fabric_ray.moe.tokens import SUMS, Dispatched, Lost, RowPart
+from fabric_ray.moe.tokens import SUMS, Dispatched, RankLoss, RowPart
 from fabric_ray.moe.workers import Memory, WorkerSteps, workers_on
 
 
@@ -34,44 +34,42 @@ class Traffic:
 
 class ThroughputAllToAll:
     """One rank of a high-throughput exchange: the calls of :class:`~fabric_ray.moe.AllToAll`, in
-    the same turns (uccl-ep §3 to §5).
+    the same order (uccl-ep §3 to §5).
 
-    A token goes once to each node that has experts of it, to the rank there with its source's
-    place, which forwards it; on the way back each node sends one sum for it. Tokens go in chunks,
-    through rings.
+    A token is sent once to each node with experts of it: to the rank with the source's local
+    number, which forwards it. Each node sends back one sum. Tokens move in chunks, through rings.
 
-    Ranks forward for one another while they are in a call. Between calls, as much moves as rings
-    hold.
+    Ranks forward for one another while they are in a call. Between calls, only as much moves as
+    the rings hold.
 
-    A rank that dies or does nothing for ``timeout`` seconds while it is waited for is given up by
-    all. What is under way ends with it: on each other rank one call, the one that it is in or its
-    next, raises :class:`~fabric_ray.errors.PeerLost`, which names it; ranks of which it is known by
-    then are named by one error together, others by the next. The next ``dispatch_send``
-    goes on among the others, and nothing is made anew. Some ranks may have finished the exchange
-    that others were in: begin again, everywhere, with a step that all have the input of.
-    :attr:`lost` says who is missing, and :attr:`left_out` whose answers sums are without. While
-    anybody is missing nobody forwards: a token goes to each rank of its experts, over one channel.
+    All ranks give up a rank that dies, or does nothing for ``timeout`` seconds while another waits
+    for it. This ends the exchange: on each other rank the present or next call raises
+    :class:`~fabric_ray.errors.PeerLost` once, with all lost ranks known by then. The next
+    ``dispatch_send`` goes on with the remaining ranks; nothing is rebuilt. Some ranks may have
+    finished the exchange that others were in: restart all ranks at a step of which all have the
+    input. :attr:`lost` names the lost ranks, :attr:`left_out` the ranks whose answers are missing
+    in sums. While a rank is missing, tokens are not forwarded: each is sent to every rank of its
+    experts, over one channel.
 
-    No majority is needed to go on. If the network falls apart, the ranks of each part give up those
-    of the others and go on alone, with sums that lack the others' answers: only :attr:`lost` and
-    :attr:`left_out` say so. Whoever needs all answers looks there after each error, and stops.
+    No majority is needed to go on. If the network is partitioned, the ranks of each part give up
+    all others and go on with sums that lack their answers; only :attr:`lost` and :attr:`left_out`
+    tell. A caller that needs all answers must check both after each error, and stop.
 
-    A process that takes a lost rank's place is a further ``life`` of it: all others :meth:`admit`
-    it, and it all others, between the same two exchanges. A rank that others have given up can't
-    go on: its calls raise ``PeerLost`` with its own name.
+    A process that replaces a lost rank has the next ``incarnation``: all others :meth:`admit` it,
+    and it all others, between the same two exchanges. A rank that others have given up can't go
+    on: its calls raise ``PeerLost`` with its own name.
 
     With ``device``, rows stay there: each call launches a kernel on torch's current stream that
-    moves and sums them. A call returns when its rows have been seen to, for which it waits for what
-    is before the kernel on that stream, so calls can't be captured into a graph; the kernel itself
-    ends soon after. Make all calls of an exchange on one stream: what they share has no other
-    order. After a call that raises, kernels may be at the tensors that it was given until what is
-    on the stream has ended; torch gives their memory to nobody before. Ranks with and without
-    kernels are one exchange.
+    moves and sums them. A call returns when its rows are done; it waits for earlier work of the
+    stream, so that it can't be captured into a graph. Make all calls of an exchange on one stream:
+    only the stream orders them. After a call that raises, kernels may use its tensors until the
+    stream is idle; torch doesn't reuse their memory before. Ranks with and without kernels can
+    share an exchange.
 
     Args:
-        engine: what the engines of this exchange are like; it opens one for each proxy thread.
-        rank: this one, from 0.
-        ranks: how many there are.
+        engine: the model for the exchange's own engines, one for each proxy thread.
+        rank: the number of this rank, from 0.
+        ranks: number of ranks.
         ranks_per_node: rank ``r`` is on node ``r // ranks_per_node``.
         experts: as for ``AllToAll``.
         topk: as for ``AllToAll``.
@@ -80,12 +78,12 @@ class ThroughputAllToAll:
         dtype: as for ``AllToAll``.
         parts: as for ``AllToAll``.
         answer_dtype: as for ``AllToAll``.
-        channels: rings of each pair of ranks, 1 to 3; each takes a part of the tokens.
-        chunk: tokens that are sent, given back and summed together.
-        ring_chunks: chunks that a ring holds, 2 at least.
-        threads: proxy threads, ``channels`` at most.
+        channels: rings of each pair of ranks, 1 to 3; each carries a part of the tokens.
+        chunk: tokens that are sent, returned and summed together.
+        ring_chunks: chunks of a ring, at least 2.
+        threads: proxy threads, at most ``channels``.
         timeout: seconds, the same on all ranks; :meth:`set_timeout` changes it.
-        life: how many processes have had this rank's place before.
+        incarnation: number of earlier processes with this rank, below 4096.
         device: the GPU that tokens, indices, weights and answers lie on; the host if ``None``. Each
             rank on a GPU has a stream of its own.
         workers: thread blocks of the kernel that moves rows, no more than ``device`` runs at once.
@@ -116,7 +114,7 @@ class ThroughputAllToAll:
         ring_chunks: int = 4,
         threads: int = 1,
         timeout: float = 30.0,
-        life: int = 0,
+        incarnation: int = 0,
         device: torch.device | str | None = None,
         workers: int = 16,
         launcher: Launcher | None = None,
@@ -135,8 +133,8 @@ class ThroughputAllToAll:
         )
         if not 0 <= rank < ranks:
             raise InvalidArgument(f"rank {rank} of {ranks}: ranks count from 0")
-        if not 0 <= life < 1 << 12:
-            raise InvalidArgument(f"life {life}; lives count from 0 to 4095")
+        if not 0 <= incarnation < 1 << 12:
+            raise InvalidArgument(f"incarnation: got {incarnation}, expected 0 to 4095")
         self._parts = (RowPart("x", hidden, dtype), *parts)
         self._topk, self._hidden, self._ranks = topk, hidden, ranks
         self._local = experts // ranks
@@ -169,7 +167,7 @@ class ThroughputAllToAll:
             ring_chunks=ring_chunks,
             threads=threads,
             timeout=timeout,
-            life=life,
+            life=incarnation,
             far=None if memory is None else (workers, memory.allocate),
         )
         self._steps: WorkerSteps | None = None
@@ -236,22 +234,22 @@ class ThroughputAllToAll:
         return self._native.card()
 
     def admit(self, card: bytes) -> int:
-        """Takes a rank in by its card, before the first dispatch, or in a lost one's place between
-        two; returns its number.
+        """Admits a rank by its card, before the first dispatch, or between two exchanges in place
+        of a lost rank; returns its number.
 
         Raises:
-            HandshakeError: it is of another shape; the text lists what differs.
-            InvalidArgument: it is here already, an exchange is under way, or that life of it has
-                ended.
-            PeerLost: others go on without this one.
-            NotQuiesced: the process before it may still write to this rank's memory, after the
-                timeout: it is connected.
+            HandshakeError: its sizes differ; the text lists all differences.
+            InvalidArgument: the rank is here already, an exchange is under way, or its incarnation
+                has ended.
+            PeerLost: the other ranks go on without this one.
+            NotQuiesced: its predecessor may still write to this rank's memory after the timeout,
+                for it is still connected.
         """
         return self._native.admit(card)
 
     def connect(self, cards: Iterable[bytes | None]) -> None:
-        """Takes all ranks in by their cards; ``None`` for one that is left out, by all, this one's
-        is passed over."""
+        """Admits all ranks by their cards; ``None`` for a rank that all ranks leave out. The card
+        of this rank is ignored."""
         for rank, card in enumerate(cards):
             if rank == self._rank:
                 continue
@@ -261,29 +259,28 @@ class ThroughputAllToAll:
                 self.admit(card)
 
     def set_timeout(self, seconds: float) -> None:
-        """How long nothing may happen before a rank that is waited for, and is in no call, is given
-        up; one that is in a call may take eight times as long, and one whose own kernels do nothing
-        gives itself up after four times. Give all ranks the same: one with less than half a second
-        hears too rarely of those that wait longer."""
+        """Sets the seconds without progress after which other ranks give up a rank that they wait
+        for. A rank that is in a call has eight times as long; a rank whose own kernels do nothing
+        leaves after four times. Use one timeout on all ranks: a longer one sends heartbeats too
+        rarely for ranks with less than half a second."""
         self._native.set_timeout(seconds)
         if self._steps is not None:
             self._steps.set_timeout(seconds)
 
     def mask(self, rank: int, cause: str = "it was masked") -> None:
-        """Gives a rank up, on all ranks. On each, this one too, one call raises
-        :class:`~fabric_ray.errors.PeerLost`: the one that it is in, for another thread may mask
-        a rank while a call waits, or its next. Ranks that are masked together may be named by one
-        error. Returns when all others have been told, after two seconds at most."""
+        """Gives a rank up on all ranks. On each, including this one, the present or next call
+        raises :class:`~fabric_ray.errors.PeerLost`. One error may name several ranks. Another
+        thread may call this while a call waits. Returns when all ranks know, after at most two
+        seconds."""
         self._native.mask(rank, cause)
 
     @property
-    def lost(self) -> tuple[Lost, ...]:
-        """Ranks that were given up and have not come again, and this one if others go on without
-        it."""
+    def lost(self) -> tuple[RankLoss, ...]:
+        """Ranks that were lost and not replaced, and this one if the others go on without it."""
         lost = self._native.lost
         if (own := self._native.broken) is not None:
             lost.append(own)
-        return tuple(Lost(rank, "the exchange", cause) for rank, cause in lost)
+        return tuple(RankLoss(rank, "the exchange", cause) for rank, cause in lost)
 
     @property
     def left_out(self) -> tuple[int, ...]:
@@ -292,7 +289,7 @@ class ThroughputAllToAll:
 
     @property
     def present(self) -> tuple[bool, ...]:
-        """Whether each rank is here, as the last call left it."""
+        """Whether each rank takes part, after the last call."""
         return tuple(self._native.present)
 
     def dispatch_send(
@@ -308,7 +305,7 @@ class ThroughputAllToAll:
             parts: by name, ``[tokens, width]``.
 
         Raises:
-            InvalidArgument: what doesn't fit, before anything is sent; or it isn't dispatch's turn.
+            InvalidArgument: a tensor doesn't match, or dispatch_send is not next; nothing was sent.
             PeerLost: a rank was lost; or others go on without this one.
         """
         if self._steps is not None:
@@ -331,7 +328,7 @@ class ThroughputAllToAll:
         on. Rows and arguments are as for ``AllToAll``.
 
         Raises:
-            InvalidArgument: no room for as many rows; or it isn't dispatch_recv's turn.
+            InvalidArgument: there are too few rows of room, or dispatch_recv is not next.
             PeerLost: a rank was lost; or others go on without this one.
         """
         tokens.check_order(multiple, stride)
@@ -348,7 +345,7 @@ class ThroughputAllToAll:
         those of this node are summed.
 
         Raises:
-            InvalidArgument: what doesn't fit; or it isn't combine's turn.
+            InvalidArgument: a tensor doesn't match, or combine_send is not next.
             PeerLost: a rank was lost; or others go on without this one.
         """
         if self._steps is not None:
@@ -372,7 +369,7 @@ class ThroughputAllToAll:
             dtype: of the sums: ``answer_dtype`` if ``None``.
 
         Raises:
-            InvalidArgument: what doesn't fit; or it isn't combine_recv's turn.
+            InvalidArgument: a tensor doesn't match, or combine_recv is not next.
             PeerLost: a rank was lost; or others go on without this one.
         """
         if self._steps is not None:

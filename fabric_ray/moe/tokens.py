@@ -58,8 +58,8 @@ class Dispatched:
         return slice(start, start + int(self.counts[expert]))
 
     def experts(self) -> Tensor:
-        """The local expert of each row, int64 ``[rows]``, and -1 for rows that fill up; known where
-        the tokens lie, and no device is waited for."""
+        """The local expert of each row, int64 ``[rows]``, and -1 for padding rows; on the tokens'
+        device, without waiting for it."""
         row = torch.arange(len(self.x), dtype=torch.int64, device=self.x.device)
         starts, counts = self.starts.to(row.device), self.counts.to(row.device)
         expert = torch.searchsorted(starts, row, right=True) - 1
@@ -67,20 +67,20 @@ class Dispatched:
 
 
 @dataclass(frozen=True)
-class Lost:
-    """A rank that was given up."""
+class RankLoss:
+    """A rank that was lost."""
 
     rank: int
     stage: str
-    """What was under way with it."""
+    """The phase of the exchange in which it was lost."""
     cause: str
 
 
 def check_sizes(parts: Sequence[RowPart], answer_dtype: torch.dtype, **sizes: int) -> None:
-    """That an exchange can carry such tokens and answers, and each size is at least 1.
+    """Checks that an exchange can carry such tokens and answers, and that each size is at least 1.
 
     Raises:
-        InvalidArgument: it can't.
+        InvalidArgument: a part, the dtype or a size is invalid.
     """
     if answer_dtype not in SUMS:
         raise InvalidArgument(f"answers of {answer_dtype} can't be summed; use one of {[*SUMS]}")

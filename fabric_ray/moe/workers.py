@@ -29,28 +29,28 @@ from fabric_ray.moe.tokens import Dispatched, RowPart, given, room, room_for_sum
 _FILE = "moe/work.cu"
 _THREADS = 256
 _LINE = 128
-#: How many timeouts a worker goes on for when the host does nothing: it has lost it.
-_PATIENCE = 16
+#: A worker ends after so many timeouts without progress of the host.
+_DEVICE_TIMEOUTS = 16
 
 
 def workers_on(device: torch.device, workers: int, answer_dtype: torch.dtype) -> Launcher:
-    """Launches so many workers on a GPU.
+    """A launcher for so many workers on a GPU.
 
     Raises:
-        InvalidArgument: they can't all run at a time. A job of one that waits for another to end
-            would never be done.
+        InvalidArgument: the GPU can't run all of them at once: a worker that waits for another's
+        job would wait for ever.
         ResourceError: there is no such GPU.
         CompileError: a kernel doesn't compile for it.
     """
     launcher = gpu(device)
     most = launcher.resident(_FILE, _kernel(answer_dtype), _THREADS)
     if workers > most:
-        raise InvalidArgument(f"{workers} workers; {device} runs {most} at a time, so give fewer")
+        raise InvalidArgument(f"workers: got {workers}, expected at most {most} on {device}")
     return launcher
 
 
 class Memory:
-    """What a rank's kernels and its exchange share, made when it is known how much that is.
+    """Memory that a rank's kernels and its exchange share; allocated once its size is known.
 
     Args:
         engine: registers this rank's part of the memory.
@@ -64,7 +64,7 @@ class Memory:
         self.words = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def allocate(self, nbytes: int, words: int) -> tuple[Region, int, object]:
-        """This rank's part, and words in the host's memory that kernels reach."""
+        """The rows, and words in host memory that kernels can reach."""
         self.region, region = room_on(self._engine, nbytes, self.device)
         pinned = self.device.type == "cuda"
         whole = torch.zeros(words + _LINE // 8, dtype=torch.int64, device="cpu", pin_memory=pinned)
@@ -74,7 +74,7 @@ class Memory:
 
 
 class WorkerSteps:
-    """One rank's kernels of an exchange, and what they are told.
+    """Launches one rank's kernels of an exchange.
 
     Args:
         native: the exchange, over ``memory``.
@@ -130,18 +130,19 @@ class WorkerSteps:
         kept = (memory, self._of_node, self._totals, self._scratch)
         self._finalizer = weakref.finalize(self, _finish, device, kept)
         if device.type == "cuda":
-            # Zeros are there before peers write, and before kernels on any other stream.
+            # The zeros must be in memory before peers write, and before kernels of other streams
+            # run.
             torch.cuda.current_stream(device).synchronize()
 
     def set_timeout(self, seconds: float) -> None:
-        """For calls from now on."""
-        self._fixed.timeout_ns = int(min(seconds * _PATIENCE, 1e8) * 1e9)
+        """Sets the timeout of later calls."""
+        self._fixed.timeout_ns = int(min(seconds * _DEVICE_TIMEOUTS, 1e8) * 1e9)
 
     def dispatch_send(
         self, indices: Tensor, weights: Tensor | None, tensors: Mapping[str, Tensor]
     ) -> None:
         """As :meth:`ThroughputAllToAll.dispatch_send`; waits for what made the indices."""
-        with self._turn():
+        with self._exclusive():
             self._on_device("indices", indices)
             experts = rows.indices(indices.cpu(), self._topk)
             weight = None
@@ -158,7 +159,7 @@ class WorkerSteps:
 
     def dispatch_recv(self, multiple: int, stride: int | None, x: Tensor | None) -> Dispatched:
         """As :meth:`ThroughputAllToAll.dispatch_recv`."""
-        with self._turn():
+        with self._exclusive():
             with self._at_work():
                 counts, starts, total = self._native.arriving(multiple=multiple, stride=stride)
             tensors, _ = room(self._parts, total, x, self._device)
@@ -169,7 +170,7 @@ class WorkerSteps:
 
     def combine_send(self, y: Tensor) -> None:
         """As :meth:`ThroughputAllToAll.combine_send`."""
-        with self._turn():
+        with self._exclusive():
             check_rows(
                 "answers",
                 y,
@@ -183,7 +184,7 @@ class WorkerSteps:
 
     def combine_recv(self, out: Tensor | None, dtype: torch.dtype | None) -> Tensor:
         """As :meth:`ThroughputAllToAll.combine_recv`."""
-        with self._turn():
+        with self._exclusive():
             shape = (self._tokens, self._hidden)
             out = room_for_sums(out, self._answer_dtype, dtype, shape, self._device)
             check_rows(
@@ -199,7 +200,7 @@ class WorkerSteps:
             return out[:tokens].copy_(self._totals[:tokens])
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         if not self._caller.acquire(blocking=False):
             raise InvalidArgument(
                 "another thread is in a call of this exchange; make one exchange for each"
@@ -213,7 +214,7 @@ class WorkerSteps:
     def _at_work(
         self, parts: Sequence[Tensor] = (), answers: Tensor | None = None
     ) -> Iterator[None]:
-        """Kernels carry out what a call of the exchange needs, and end with it."""
+        """Runs the kernel that carries out the jobs of one call."""
         arguments = structs.Work.from_buffer_copy(self._fixed)
         arguments.parts = len(parts)
         for i, part in enumerate(parts):
@@ -225,15 +226,14 @@ class WorkerSteps:
             self._launcher.launch(_FILE, self._kernel, (self._workers, 1), _THREADS, arguments)
             yield
         except BaseException:
-            # Workers may still be at their last jobs when the caller lets go of these.
+            # Workers may still use these tensors after the caller has released them.
             self._keep(parts if answers is None else (*parts, answers))
             raise
         finally:
             self._native.end_work(call)
 
     def _keep(self, tensors: Sequence[Tensor]) -> None:
-        """Their memory is not given to others before what is on the stream has ended, whichever
-        stream they were made on."""
+        """Keeps torch from reusing their memory before the current stream is idle."""
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device)
             for tensor in tensors:
@@ -241,7 +241,9 @@ class WorkerSteps:
 
     def _on_device(self, what: str, tensor: Tensor) -> None:
         if tensor.device != self._device:
-            raise InvalidArgument(f"{what} lie on {tensor.device}; move them to {self._device}")
+            raise InvalidArgument(
+                f"{what}: got a tensor on {tensor.device}, expected {self._device}"
+            )
 
 
 def _kernel(answer_dtype: torch.dtype) -> str:
@@ -249,16 +251,16 @@ def _kernel(answer_dtype: torch.dtype) -> str:
 
 
 def _part(tensor: Tensor) -> structs.Part:
-    """Rows that were checked."""
+    """The rows of a checked tensor."""
     count, width = tensor.shape
-    # Strides along which there is nothing to go may be anything.
+    # The stride of a single row may be anything.
     stride = tensor.stride(0) if count > 1 else width
     size = tensor.element_size()
     return structs.Part(tensor.data_ptr(), stride * size, width * size)
 
 
 def _finish(device: torch.device, kept: object) -> None:
-    """Keeps what kernels that were launched use until they have ended."""
+    """Keeps memory of launched kernels until they have ended."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     del kept

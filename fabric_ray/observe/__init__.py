@@ -1,4 +1,4 @@
-"""Seeing what happens: metrics, flight records of transfers, and who may look at them.
+"""Metrics, flight records of transfers, and access to them.
 
 ``FABRIC_RAY_OBSERVE=1`` in a process's environment, or :func:`serve` in its code, lets
 ``fabric-ray top`` and ``fabric-ray trace`` look into it.

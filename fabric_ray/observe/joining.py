@@ -40,7 +40,7 @@ class Received(msgspec.Struct, frozen=True):
     last: int
     """The last of them was: all bytes were readable."""
     delivered: int | None
-    """Whoever expected them was told."""
+    """The waiting caller was notified."""
     span: int
     """Of the request that expected them; 0 for none."""
     exact: bool
@@ -169,8 +169,8 @@ class _Arrivals:
         self._at = 0
 
     def take(self, counts: int, not_before: int) -> tuple[int, int] | None:
-        """When the first and the last of so many came, none of them too early: what came earlier
-        belongs to writes that nobody recorded."""
+        """When the first and the last of so many counts arrived. Counts before ``not_before`` are
+        skipped: they belong to writes without a record."""
         while self._at < len(self._left) and self._left[self._at][0] < not_before:
             self._at += 1
         first = last = None

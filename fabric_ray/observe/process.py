@@ -1,4 +1,4 @@
-"""What a process tells of its engines."""
+"""Metrics and flight records of a process's engines."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from fabric_ray.observe.spans import names
 
 
 class Clock(msgspec.Struct, frozen=True):
-    """One moment, as a machine's clocks have it."""
+    """One moment on both clocks of a machine."""
 
     boot: str
     """Names the machine and its boot: processes of one boot share their monotonic clock."""
     monotonic: int
-    """Nanoseconds, as records have them."""
+    """Nanoseconds of the clock that records use."""
     wall: int
     """Nanoseconds since 1970."""
 
 
 class ProcessMetrics(msgspec.Struct, frozen=True):
-    """The numbers of all engines of a process."""
+    """The metrics of all engines of a process."""
 
     pid: int
     host: str
@@ -71,7 +71,7 @@ def _command() -> str:
 
 
 def metrics() -> ProcessMetrics:
-    """The numbers of this process's open engines."""
+    """The metrics of this process's open engines."""
     engines = tuple(engine.metrics() for engine in opened())
     return ProcessMetrics(os.getpid(), socket.gethostname(), _command(), clock(), engines)
 
@@ -80,8 +80,8 @@ def records(since: Mapping[str, Cursor] | None = None, oldest: int | None = None
     """The records of this process's open engines.
 
     Args:
-        since: of an engine, by id, the cursor of an earlier answer.
-        oldest: of each engine's transfers that go on, so many at most; None for all.
+        since: the cursor of an earlier answer, by engine id.
+        oldest: most open transfers of each engine; all if ``None``.
     """
     since, start = since or {}, (0, 0, 0, 0)
     engines = tuple(e.records(since.get(e.id, start), oldest=oldest) for e in opened())
@@ -89,11 +89,11 @@ def records(since: Mapping[str, Cursor] | None = None, oldest: int | None = None
 
 
 def dump(path: str | Path) -> ProcessRecords:
-    """Writes the records of this process to a file, for ``fabric-ray trace``. What is there is
-    replaced as a whole."""
+    """Writes the records of this process to a file, for ``fabric-ray trace``; replaces the file
+    atomically."""
     found = records()
     path = Path(path)
-    # Threads may write to one path at a time: the last one is there then, whole.
+    # Several threads may write to one path: the last one wins.
     fresh = path.with_name(f".{path.name}.{os.getpid()}.{get_ident()}")
     fresh.write_bytes(msgspec.json.encode(found))
     fresh.replace(path)
@@ -101,10 +101,10 @@ def dump(path: str | Path) -> ProcessRecords:
 
 
 def load(path: str | Path) -> list[ProcessRecords]:
-    """The records of a file: of one process, or of several, one a line.
+    """Reads the records of a file, with one process on each line.
 
     Raises:
-        DecodeError: it is no such file.
+        DecodeError: the file has no records.
     """
     try:
         return [

@@ -69,8 +69,7 @@ def text() -> str:
 
 
 class Endpoint:
-    """``/metrics`` over HTTP. Whoever reaches it may read it: it listens on loopback unless told
-    otherwise.
+    """Serves ``/metrics`` over HTTP without authentication, by default on loopback only.
 
     Args:
         port: 0 for any that is free.

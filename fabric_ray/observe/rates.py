@@ -1,4 +1,4 @@
-"""What engines do per second: two looks at their numbers, and the time between them."""
+"""Rates of engines, from two samples of their metrics."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from fabric_ray.observe.process import ProcessMetrics, ProcessRecords
 Health = Literal["ok", "waits", "degraded", "lost"]
 
 OLDEST = 8
-"""Transfers going on that are told one by one."""
+"""Most open transfers that are listed."""
 
 _NOTHING_OVER: Cursor = (2**62,) * 4
 
 
 class PeerRow(msgspec.Struct, frozen=True):
-    """An engine's way to one peer, over the last moments."""
+    """An engine's path to one peer since the last sample."""
 
     peer: str
     peer_id: str
     health: Health
-    """``lost``: no connection any more; ``degraded``: something failed, was sent again, or a link
-    was lost since the last look; ``waits``: there is more to do than room for it."""
+    """``lost``: no connection; ``degraded``: since the last sample a transfer failed, was sent
+    again, or a link was lost; ``waits``: work exceeds the room for it."""
     state: str
     transport: str | None
     links: int
     bytes_per_s: float
     slices_per_s: float
     again: int
-    """Since the last look, as are the next three."""
+    """Since the last sample, as are the next three."""
     failed: int
     excluded: int
     waits: int
@@ -42,22 +42,22 @@ class PeerRow(msgspec.Struct, frozen=True):
 
 
 class Going(msgspec.Struct, frozen=True):
-    """A transfer that isn't over."""
+    """An open transfer."""
 
     op: str
     peers: tuple[str, ...]
-    """Their names; ids of those that have none."""
+    """Names of peers; ids of peers without a name."""
     nbytes: int
     age: float
-    """Seconds since the engine was asked."""
+    """Seconds since the request."""
     posted: bool
-    """Whether some of it was given to a link; before that it waits for room, or for the link."""
+    """Whether a part of it was posted; before that it waits for room or for a link."""
     span: str
-    """Of the request that it was made for, if that has a name."""
+    """The name of its request, if it has one."""
 
 
 class EngineRow(msgspec.Struct, frozen=True):
-    """One engine, over the last moments."""
+    """One engine since the last sample."""
 
     pid: int
     host: str
@@ -68,7 +68,8 @@ class EngineRow(msgspec.Struct, frozen=True):
     counted_per_s: float
     bytes_per_s: float
     wire_p50: float | None
-    """Seconds of a work request, to a power of two, since the last look; None of none."""
+    """Median seconds of work requests since the last sample, to a power of two; ``None`` without
+    any."""
     wire_p99: float | None
     peers: tuple[PeerRow, ...]
     transfers: tuple[Going, ...] = ()

@@ -41,7 +41,7 @@ _STAGES = {
     "queue": "from a request to its first work request",
     "post": "from a request's first work request to its last",
     "wire": "until a work request was acknowledged",
-    "deliver": "from the last acknowledgement until whoever waits was told",
+    "deliver": "from the last acknowledgement until the waiting caller was notified",
 }
 
 

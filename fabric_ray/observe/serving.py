@@ -1,4 +1,4 @@
-"""Letting other processes of this user look: a socket that answers with numbers and records."""
+"""A socket through which other processes of this user read metrics and records."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import msgspec
 from fabric_ray.decoding import from_json
 from fabric_ray.errors import FabricError
 from fabric_ray.observe import process
-from fabric_ray.observe.asking import LONGEST_QUESTION, AskMetrics, Question
-from fabric_ray.observe.places import make_run_dir, run_dir, socket_path, unready_path
+from fabric_ray.observe.client import LONGEST_QUESTION, AskMetrics, Question
+from fabric_ray.observe.run_directory import make_run_dir, run_dir, socket_path, unready_path
 
 _PATIENCE_S = 5.0
 _REST_S = 0.1
@@ -41,19 +41,19 @@ class Window:
         self._listener.bind(str(unready))
         unready.chmod(0o600)
         self._listener.listen(8)
-        # Who finds a socket that nobody listens at removes it: it gets its name when all is ready.
+        # Clients remove a socket without a listener, so it gets its name once it listens.
         unready.replace(self.path)
         Thread(target=self._serve, name="fabric-observe", daemon=True).start()
 
     @property
-    def is_ours(self) -> bool:
-        """False in a process that was forked off: the socket is its parent's."""
+    def is_owner(self) -> bool:
+        """False in a forked child: the socket belongs to its parent."""
         return self._owner == os.getpid()
 
     def close(self) -> None:
-        """Ends it, in the process that opened it."""
+        """Closes the socket, in the process that opened it."""
         self._closed.set()
-        if self.is_ours:
+        if self.is_owner:
             self.path.unlink(missing_ok=True)
             # Wakes the thread that accepts.
             with contextlib.suppress(OSError):
@@ -111,7 +111,7 @@ _lock = Lock()
 
 
 def _anew() -> None:
-    # Whoever held it isn't in the child.
+    # The thread that held the lock does not exist in the child.
     global _lock
     _lock = Lock()
 
@@ -139,7 +139,7 @@ def serve(directory: str | Path | None = None) -> Path:
     """
     global _window
     with _lock:
-        if _window is not None and not _window.is_ours:
+        if _window is not None and not _window.is_owner:
             _window.close()
             _window = None
         if _window is None:
@@ -149,7 +149,7 @@ def serve(directory: str | Path | None = None) -> Path:
 
 
 def serve_quietly() -> None:
-    """As :func:`serve`; who can't be looked into works all the same, and says so."""
+    """As :func:`serve`, but only logs a warning if that fails."""
     try:
         serve()
     except (FabricError, OSError) as error:

@@ -17,7 +17,7 @@ _lock = Lock()
 
 
 def _anew() -> None:
-    # Whoever held it isn't in the child.
+    # The thread that held the lock does not exist in the child.
     global _lock
     _lock = Lock()
 

@@ -28,7 +28,7 @@ def reset_sockets(pid: int, chance: int, transport: str) -> int:
     pidfd = os.pidfd_open(pid)
     try:
         links = sorted(int(fd) for fd in os.listdir(f"/proc/{pid}/fd") if _is_socket(pid, fd))
-        # Its own copy, so that numbers that are used again meanwhile harm nobody.
+        # A copy, so that reused numbers have no effect.
         for fd in links[chance % max(1, len(links)) :] + links[: chance % max(1, len(links))]:
             copy = _libc.syscall(_PIDFD_GETFD, pidfd, fd, 0)
             if copy < 0:

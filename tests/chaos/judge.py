@@ -86,7 +86,7 @@ def _answers(each: dict[int, Any], said: Said) -> Iterator[str]:
             yield f"hang: w{rank} did not answer; it stands at\n{answer}"
         elif isinstance(answer, Gone):
             if rank not in said.killed:
-                yield f"crash: w{rank} died though nobody killed it"
+                yield f"crash: w{rank} died without being killed"
         elif isinstance(answer, Exception):
             yield f"error: w{rank}: {type(answer).__name__}: {answer}"
 
@@ -193,7 +193,7 @@ def _messages(stage: Round, said: Said, rank: int, messages: list[bytes]) -> Ite
     sent = {p.id: content(stage, p) for p in stage.pieces if p.kind == "message"}
     for message in messages:
         if message not in sent.values():
-            yield f"RS-1: w{rank} received a message that nobody sent in this round"
+            yield f"RS-1: w{rank} received a message that was not sent in this round"
     for piece in stage.pieces:
         if piece.kind == "message" and piece.other == rank:
             came = messages.count(sent[piece.id])

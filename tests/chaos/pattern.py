@@ -39,4 +39,4 @@ def mixes(found: Bytes, before: Bytes, after: Bytes) -> str | None:
     wrong = np.flatnonzero((found != before) & (found != after))
     if not len(wrong):
         return None
-    return f"{len(wrong)} of {len(found)} bytes are nobody's, from {wrong[0]} to {wrong[-1]}"
+    return f"{len(wrong)} of {len(found)} bytes are of no write, from {wrong[0]} to {wrong[-1]}"

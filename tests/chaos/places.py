@@ -13,7 +13,7 @@ from fabric_ray.errors import NotQuiesced
 from tests.chaos.draw import Piece, Round
 from tests.chaos.pattern import EMPTY, SCRIBBLE, Bytes, differs, mixes, pattern
 
-# Bytes on either side of what is written, which nobody may touch.
+# Guard bytes on either side of a write; they must not change.
 _GUARD = 192
 
 
@@ -87,7 +87,7 @@ class Place:
         return f"{len(wrong)} bytes landed afterwards, from {wrong[0]}" if len(wrong) else None
 
     def withdraw(self, timeout: float) -> bool:
-        """Ends the registration; false if it can't be shown that nobody writes."""
+        """Ends the registration; false if it can't be shown that no peer writes."""
         if self.gone:
             return True
         try:

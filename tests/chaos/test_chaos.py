@@ -46,7 +46,7 @@ def test_bytes_name_their_writer_and_version() -> None:
     torn = np.where(np.arange(1000) < 400, wanted, 9).astype(np.uint8)
     assert mixes(torn, np.full(1, 9, np.uint8), wanted) is None
     torn[700] ^= 1
-    assert "1 of 1000 bytes are nobody's, from 700" in str(
+    assert "1 of 1000 bytes are of no write, from 700" in str(
         mixes(torn, np.full(1, 9, np.uint8), wanted)
     )
 

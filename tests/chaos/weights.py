@@ -34,11 +34,11 @@ def values(name: str, seed: int, version: int) -> torch.Tensor:
     return torch.from_numpy(pattern(count, name, seed, version)).view(torch.int16).reshape(rows)
 
 
-def side(twins: bool) -> Side:
-    """What rollouts hold: q and k in one, cut by rows; the norm everywhere; the rest cut. As twins
-    they hold everything, and pass it on to each other."""
+def side(replicas: bool) -> Side:
+    """What rollouts hold: q and k in one, cut by rows; the norm everywhere; the rest cut. As
+    replicas they hold everything, and pass it on to each other."""
     mesh = Mesh.line(range(len(ROLLOUTS)))
-    cut = Replicate() if twins else Shard(0)
+    cut = Replicate() if replicas else Shard(0)
 
     def leaf(name: str, placement: Any) -> Leaf:
         return Leaf(Tensor(name, SHAPES[name], INT16), mesh, (placement,))
@@ -52,8 +52,8 @@ def side(twins: bool) -> Side:
     return Side.of(len(ROLLOUTS), containers)
 
 
-def expected(rank: int, seed: int, version: int, twins: bool) -> dict[str, torch.Tensor]:
-    parts, at = (1, 0) if twins else (len(ROLLOUTS), rank)
+def expected(rank: int, seed: int, version: int, replicas: bool) -> dict[str, torch.Tensor]:
+    parts, at = (1, 0) if replicas else (len(ROLLOUTS), rank)
     q, k, big = (values(n, seed, version).chunk(parts)[at] for n in ("q", "k", "big"))
     return {"qk": torch.cat([q, k]), "norm": values("norm", seed, version), "big": big}
 
@@ -61,7 +61,7 @@ def expected(rank: int, seed: int, version: int, twins: bool) -> dict[str, torch
 # In the processes.
 
 
-def join(worker: Worker, seed: int, in_place: bool, twins: bool) -> None:
+def join(worker: Worker, seed: int, in_place: bool, replicas: bool) -> None:
     """Gives a process its part, unless it has one."""
     if worker.parts:
         return
@@ -72,7 +72,7 @@ def join(worker: Worker, seed: int, in_place: bool, twins: bool) -> None:
         part.tensors = tensors
     else:
         at = ROLLOUTS.index(worker.rank)
-        part = WeightTarget(side(twins), rank=at, engine=worker.engine, staged=not in_place)
+        part = WeightTarget(side(replicas), rank=at, engine=worker.engine, staged=not in_place)
     worker.parts.append(part)
 
 
@@ -97,8 +97,8 @@ def held(worker: Worker, seed: int) -> Held:
     except WeightSyncError:
         return Held(target.version, target.version is not None, ())
     wrong = []
-    twins = target.side == side(True)
-    for name, want in expected(target.rank, seed, target.version, twins).items():
+    replicas = target.side == side(True)
+    for name, want in expected(target.rank, seed, target.version, replicas).items():
         found = weights[name].contiguous().view(torch.uint8).numpy().ravel()
         if what := differs(found, want.contiguous().view(torch.uint8).numpy().ravel()):
             wrong.append(f"RS-3: `{name}` of version {target.version} at w{worker.rank}: {what}")
@@ -133,9 +133,9 @@ class Pipes(NamedTuple):
         return [Unanswered(_cause(a)) if isinstance(a, Exception) else a for a in answers]
 
 
-def controller(crew: Crew, *, digest: bool, twins: bool) -> WeightSync:
+def controller(crew: Crew, *, digest: bool, replicas: bool) -> WeightSync:
     return WeightSync(
-        TRAINERS, ROLLOUTS, digest=digest, relay=twins, timeout=TIMEOUT, calls=Pipes(crew)
+        TRAINERS, ROLLOUTS, digest=digest, relay=replicas, timeout=TIMEOUT, calls=Pipes(crew)
     )
 
 
@@ -191,7 +191,7 @@ def judge(
     if error is None and reached != version:
         yield f"RS-3: push({version}) returned, but the version is {reached}"
     if error is not None and not failed:
-        yield f"RS-3: the push of {version} failed and names nobody: {error}"
+        yield f"RS-3: the push of {version} failed and names no rank: {error}"
     for at, rank in enumerate(ROLLOUTS):
         each = found.get(rank)
         if not isinstance(each, Held):

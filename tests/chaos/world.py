@@ -61,7 +61,7 @@ class World:
         self._opened: dict[int, Opened] = {}
         self._sync: WeightSync | None = None
         self._reached = 0
-        self._in_place = self._twins = False
+        self._in_place = self._replicas = False
         self._broken: list[str] = []
 
     def play(self, first: int, count: int, told: Callable[[], None] = lambda: None) -> Summary:
@@ -96,7 +96,7 @@ class World:
     def _open_all(self, number: int) -> None:
         if not self._opened:
             dice = random.Random(f"{self._seed}/{number}")
-            self._in_place, self._twins = dice.random() < 0.3, dice.random() < 0.5
+            self._in_place, self._replicas = dice.random() < 0.3, dice.random() < 0.5
         for rank in self._crew.renew():
             self._opened.pop(rank, None)
             self._sync = None
@@ -138,7 +138,7 @@ class World:
     def _weights(self, stage: Round) -> None:
         version = stage.number + 1
         members = (*TRAINERS, *ROLLOUTS)
-        joined = self._all(weights.join, self._seed, self._in_place, self._twins)
+        joined = self._all(weights.join, self._seed, self._in_place, self._replicas)
         joined |= self._all(weights.train, self._seed, version)
         failed = [f"error: {e!r}" for e in joined.values() if isinstance(e, Exception)]
         if failed:
@@ -146,11 +146,11 @@ class World:
             return
         if self._sync is None:
             self._sync = weights.controller(
-                self._crew, digest=bool(stage.number % 2), twins=self._twins
+                self._crew, digest=bool(stage.number % 2), replicas=self._replicas
             )
             self._sync.connect()
         if stage.reconnect:
-            self._sync = weights.controller(self._crew, digest=True, twins=self._twins)
+            self._sync = weights.controller(self._crew, digest=True, replicas=self._replicas)
         start = time.monotonic() + 0.005
         with Faults(self._crew, stage, start) as faults:
             time.sleep(0.005)
@@ -159,7 +159,7 @@ class World:
         found = self._all(weights.held, self._seed)
         for rank, each in found.items():
             if isinstance(each, Gone) and rank not in killed:
-                self._broken.append(f"crash: w{rank} died though nobody killed it")
+                self._broken.append(f"crash: w{rank} died without being killed")
             elif isinstance(each, Exception) and rank in ROLLOUTS:
                 self._broken.append(f"error: w{rank}: {each!r}")
         self._broken += weights.judge(stage, pushed, found, killed)
@@ -177,7 +177,7 @@ class World:
         self.summary.notes.update(faults.notes)
 
     def _end_life(self, number: int) -> None:
-        """Closes all engines; whoever lives must hold no more than before it opened its first."""
+        """Closes all engines; live workers must hold no more than before it opened its first."""
         self._sync = None
         for rank, said in self._all(Worker.close).items():
             if isinstance(said, Exception):

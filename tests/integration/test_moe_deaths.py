@@ -62,7 +62,7 @@ def work(
     Its part is done by the kernels of a folder, if one is given.
     """
     torch.set_num_threads(1)
-    # Whoever is stopped is gone for the exchange long before it is for the engine.
+    # The exchange gives up a stopped rank long before the engine does.
     engine = TransferEngine(name=f"rank-{rank}", transport=transport, peer_timeout=peer_timeout)
     a = AllToAll(
         engine,
@@ -153,7 +153,7 @@ class Group:
 
 @pytest.mark.parametrize("on_kernels", [False, True])
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_rs_4_whoever_is_killed_at_any_step_is_named_and_left_out(
+def test_rs_4_a_rank_killed_at_any_step_is_named_and_left_out(
     transport: str, on_kernels: bool, tmp_path: Path
 ) -> None:
     never = (-1, "", 0)
@@ -179,7 +179,7 @@ def test_rs_4_whoever_is_killed_at_any_step_is_named_and_left_out(
         group.close()
 
 
-def test_mr_1_who_stops_is_left_out_and_harms_nobody_when_it_goes_on() -> None:
+def test_mr_1_a_stopped_rank_is_left_out_and_writes_nothing_when_it_goes_on() -> None:
     never = (-1, "", 0)
     stop = (2, "dispatched", int(signal.SIGSTOP))
     group = Group([never, never, stop], transport="tcp", timeout=2.0, turns=8)
@@ -212,7 +212,7 @@ def test_mr_1_who_stops_is_left_out_and_harms_nobody_when_it_goes_on() -> None:
         ),
     ],
 )
-def test_rs_4_who_merely_waits_for_a_rank_that_stalls_is_given_up_by_nobody(
+def test_rs_4_ranks_blocked_on_a_stalled_rank_are_not_given_up(
     transport: str, step: str, how: int
 ) -> None:
     """Rank 0 waits for ranks that wait for the last one, and wants nothing of that itself.

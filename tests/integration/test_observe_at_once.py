@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fabric_ray import Counter, RemoteRegion, TransferEngine, observe
-from fabric_ray.observe import asking, chrome, prometheus
+from fabric_ray.observe import chrome, client, prometheus
 from tests.at_once import THREADS, at_once
 
 ROUNDS = 3
@@ -84,9 +84,9 @@ def ask(w: World, number: int) -> None:
     """Others look in while the window is opened and shut."""
     path = observe.serve(w.folder)
     try:
-        assert w.engines <= {engine.id for engine in asking.ask_metrics(path).engines}
-        assert w.engines <= {engine.id for engine in asking.ask_records(path).engines}
-    except asking.Silent:
+        assert w.engines <= {engine.id for engine in client.ask_metrics(path).engines}
+        assert w.engines <= {engine.id for engine in client.ask_records(path).engines}
+    except client.Silent:
         pass  # another thread has shut it
     if number % 8 == 0:
         observe.stop()

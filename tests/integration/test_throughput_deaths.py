@@ -35,7 +35,7 @@ def work(rank: int, life: int, transport: str, kernels: Path | None, pipe: Conne
         one = ThroughputAllToAll(
             engine, rank=rank, ranks=RANKS, ranks_per_node=PER_NODE, experts=EXPERTS, topk=TOPK,
             hidden=HIDDEN, max_tokens=TOKENS, parts=SOURCE, chunk=4, ring_chunks=2, timeout=20.0,
-            workers=1, launcher=stream, life=life,
+            workers=1, launcher=stream, incarnation=life,
         )  # fmt: skip
 
         def exchange(turn: int, here: Sequence[bool] = (True,) * RANKS, *, checked: bool) -> None:

@@ -1,4 +1,4 @@
-"""Ranks as Ray actors: the model of one place, whoever dies, stalls or comes anew."""
+"""Ranks as Ray actors: the same model, even if ranks die, stall or are replaced."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import ray
 import torch
 
 from fabric_ray import errors
-from fabric_ray.moe.asking import given_up
 from fabric_ray.moe.group import ExpertGroup, Forward
 from fabric_ray.moe.layer import MoeConfig
 from fabric_ray.moe.model import MoeModel, MoeModelConfig
+from fabric_ray.moe.rank_calls import ranks_to_evict
 
 CONFIG = MoeModelConfig(
     moe=MoeConfig(hidden=32, experts=9, topk=3, intermediate=16, shared_intermediate=16),
@@ -211,16 +211,16 @@ def test_a_place_that_no_node_has_is_said(cluster: list[str]) -> None:
         ExpertGroup(CONFIG, **{**OPTIONS, "cpus_per_rank": 1000}, start_timeout=1.0)
 
 
-def test_who_stays_has_given_up_nobody_who_stays() -> None:
-    assert given_up({0: [], 1: []}) == set()
-    assert given_up({0: [2], 1: [2], 2: [0, 1]}) == {2}
-    assert given_up({0: [1], 1: [0]}) == {1}
-    assert given_up({0: [3], 1: [0]}) == {0}, "3 is dead already"
+def test_no_remaining_rank_has_given_up_another_remaining_rank() -> None:
+    assert ranks_to_evict({0: [], 1: []}) == set()
+    assert ranks_to_evict({0: [2], 1: [2], 2: [0, 1]}) == {2}
+    assert ranks_to_evict({0: [1], 1: [0]}) == {1}
+    assert ranks_to_evict({0: [3], 1: [0]}) == {0}, "3 is dead already"
     draw = random.Random(0)
     for _ in range(300):
         ranks = range(draw.randint(1, 6))
         named = {r: {b for b in ranks if b != r and draw.random() < 0.3} for r in ranks}
-        out = given_up(named)
+        out = ranks_to_evict(named)
         left = set(ranks) - out
         assert all(not named[r] & left for r in left)
         assert left

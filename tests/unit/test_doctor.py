@@ -95,7 +95,7 @@ def test_a_nic_that_was_asked_for_and_is_not_there_is_a_failure() -> None:
     assert (missing.subject, missing.status) == ("NIC mlx6_0", "fail")
     assert "mlx5_0, rdmap0" in missing.detail
     (missing,) = nowhere(found(), ["*"])
-    assert "there are: none" in missing.detail
+    assert "this host has: none" in missing.detail
 
 
 def test_only_what_would_be_used_is_tried() -> None:
@@ -124,7 +124,7 @@ def test_locked_memory(soft: int, hard: int, has_nics: bool, status: str, words:
     assert memlock(soft, hard, has_nics=has_nics, exempt=True).status == "ok"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change the user")
 def test_a_device_file_that_may_not_be_opened_is_named_with_its_group() -> None:
     # Not below tmp_path, which is closed to others.
     with tempfile.TemporaryDirectory() as root:
@@ -137,7 +137,7 @@ def test_a_device_file_that_may_not_be_opened_is_named_with_its_group() -> None:
             (folder / name).chmod(mode)
             os.chown(folder / name, 0, 4321)
         (folder / "uverbs3").symlink_to("/nowhere/at/all")
-        found = as_somebody_else(root)
+        found = as_another_user(root)
     assert {f["subject"]: f["status"] for f in found} == {
         "/dev/infiniband/uverbs0": "fail",
         "/dev/infiniband/uverbs1": "fail",
@@ -150,8 +150,8 @@ def test_a_device_file_that_may_not_be_opened_is_named_with_its_group() -> None:
     assert "No such file" in found[3]["detail"]
 
 
-def as_somebody_else(root: str) -> Any:
-    """What is found of device files by a user who is in no group."""
+def as_another_user(root: str) -> Any:
+    """Findings about device files of a user in no group."""
     code = (
         "import os, sys, json, msgspec; from pathlib import Path;"
         "from fabric_ray.doctor.system import device_files;"

@@ -100,7 +100,7 @@ def test_a_token_that_differs_is_named_and_the_doctor_waits_on(pool: ThreadPoolE
     with Host(token=b"of one") as host:
         told = waiting(pool, host)
         assert host.invitation.secret is None
-        with pytest.raises(InvalidArgument, match="set the same here"):
+        with pytest.raises(InvalidArgument, match="set the same token"):
             visit(str(host.invitation))
         (refused,) = visit(str(host.invitation), token=b"of another").findings
         assert (refused.code, refused.status) == ("handshake", "fail")
@@ -110,16 +110,16 @@ def test_a_token_that_differs_is_named_and_the_doctor_waits_on(pool: ThreadPoolE
         assert told.result(30).healthy
 
 
-def test_nobody_there_is_told_with_what_to_look_at() -> None:
+def test_a_host_that_does_not_answer_fails_with_a_remedy() -> None:
     with Host() as host:
         text = str(host.invitation)
     (finding,) = visit(text).findings
     assert finding.status == "fail"
-    assert "--listen` there again" in finding.remedy
+    assert "start it there again" in finding.remedy
 
 
-def test_nobody_comes() -> None:
-    with Host() as host, pytest.raises(TransferTimeout, match=r"nobody came.*FABRIC_RAY_PORTS"):
+def test_a_visitor_that_does_not_come_is_an_error() -> None:
+    with Host() as host, pytest.raises(TransferTimeout, match=r"no visitor came.*FABRIC_RAY_PORTS"):
         host.wait(0.01)
 
 
@@ -128,63 +128,63 @@ def test_a_visitor_that_dies_ends_the_visit(pool: ThreadPoolExecutor) -> None:
         told = waiting(pool, host)
         with TransferEngine(name="visitor", token=host.invitation.secret) as engine:
             line = Line(engine)
-            line.dial(host.engine.address, 30)
-            line.say(Hello(engine.address.to_bytes(), "0"), 10)
-            assert line.hear(10) is not None
+            line.connect(host.engine.address, 30)
+            line.send(Hello(engine.address.to_bytes(), "0"), 10)
+            assert line.receive(10) is not None
         with pytest.raises(PeerLost):
             told.result(20)
 
 
-def test_a_second_visitor_is_sent_away(pool: ThreadPoolExecutor) -> None:
+def test_a_second_visitor_is_rejected(pool: ThreadPoolExecutor) -> None:
     with Host() as host:
         told = waiting(pool, host)
         with TransferEngine(name="first", token=host.invitation.secret) as engine:
             line = Line(engine)
-            line.dial(host.engine.address, 30)
-            line.say(Hello(engine.address.to_bytes(), "0"), 10)
-            assert line.hear(10) is not None
+            line.connect(host.engine.address, 30)
+            line.send(Hello(engine.address.to_bytes(), "0"), 10)
+            assert line.receive(10) is not None
             (finding,) = visit(str(host.invitation)).findings
-            assert "visited by another host" in finding.detail
+            assert "another host is visiting" in finding.detail
         with pytest.raises(PeerLost):
             told.result(20)
 
 
-def test_who_says_hello_and_goes_does_not_end_the_visit_of_another(
+def test_a_second_visitor_that_leaves_does_not_end_the_first_visit(
     pool: ThreadPoolExecutor,
 ) -> None:
     with Host() as host:
         told = waiting(pool, host)
         with TransferEngine(name="first", token=host.invitation.secret) as engine:
             line = Line(engine)
-            line.dial(host.engine.address, 30)
-            line.say(Hello(engine.address.to_bytes(), "0"), 10)
-            assert line.hear(10) is not None
+            line.connect(host.engine.address, 30)
+            line.send(Hello(engine.address.to_bytes(), "0"), 10)
+            assert line.receive(10) is not None
             with TransferEngine(name="second", token=host.invitation.secret) as second:
                 passing = Line(second)
-                passing.dial(host.engine.address, 30)
-                passing.say(Hello(second.address.to_bytes(), "0"), 10)
+                passing.connect(host.engine.address, 30)
+                passing.send(Hello(second.address.to_bytes(), "0"), 10)
                 second.send(second.peer(host.engine.address), b"nothing", timeout=10).wait()
-            line.say(Bye([]), 10)
+            line.send(Bye([]), 10)
         assert told.result(30).findings == ()
 
 
-def test_what_nobody_understands_does_not_end_the_wait(pool: ThreadPoolExecutor) -> None:
+def test_messages_that_cannot_be_decoded_do_not_end_the_wait(pool: ThreadPoolExecutor) -> None:
     with Host() as host:
         told = waiting(pool, host)
         with TransferEngine(name="stranger", token=host.invitation.secret) as engine:
             line = Line(engine)
-            line.dial(host.engine.address, 30)
+            line.connect(host.engine.address, 30)
             engine.send(engine.peer(host.engine.address), b"nothing", timeout=10).wait()
-            line.say(Hello(b"no address", "0"), 10)
-            line.say(Hello(host.engine.address.to_bytes(), "0"), 10)
+            line.send(Hello(b"no address", "0"), 10)
+            line.send(Hello(host.engine.address.to_bytes(), "0"), 10)
         assert visit(str(host.invitation), budget=60).healthy
         assert told.result(30).healthy
 
 
-def test_a_version_that_is_not_understood_is_named_when_nobody_came() -> None:
+def test_a_version_that_is_not_understood_is_named_when_no_visitor_came() -> None:
     with Host() as host, TransferEngine(name="old", token=host.invitation.secret) as engine:
         engine.send(engine.peer(host.engine.address), b"nothing", timeout=10).wait()
-        with pytest.raises(TransferTimeout, match=r"nobody came.*install the same version"):
+        with pytest.raises(TransferTimeout, match=r"no visitor came.*install the same version"):
             host.wait(0.01)
 
 
@@ -224,11 +224,11 @@ def test_an_invitation_survives_the_line_breaks_of_a_terminal() -> None:
     assert EngineAddress.from_bytes(Invitation.read(text).address) == engine.address
 
 
-def test_rails_are_tried_one_by_one_and_what_one_side_lacks_is_said() -> None:
+def test_rails_are_paired_and_a_transport_of_one_side_is_named() -> None:
     here = [Link("shm"), Link("tcp"), *(Link("verbs", f"mlx5_{i}") for i in range(3))]
     there = [End("tcp", "", None), End("verbs", "a", None), End("verbs", "b", None)]
     there += [End("libfabric", "efa0", None)]
-    found = list(_pairs(here, there, near=False))
+    found = list(_pairs(here, there, same_host=False))
     words = [f.subject if isinstance(f, Finding) else f.words("B") for f in found]
     assert words == [
         "tcp to tcp of B",
@@ -248,7 +248,7 @@ def ran(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
 
 
-def test_the_commands_meet_and_print_json() -> None:
+def test_the_commands_connect_and_print_json() -> None:
     listening = [COMMAND, "doctor", "--listen", "--json", "--wait", "100"]
     with subprocess.Popen(listening, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -265,12 +265,12 @@ def test_the_commands_meet_and_print_json() -> None:
 @pytest.mark.long
 def test_the_commands_end_with_the_code_of_their_answer() -> None:
     late = ran("--listen", "--wait", "1")
-    assert (late.returncode, "nobody came" in late.stderr) == (Code.NO, True)
+    assert (late.returncode, "no visitor came" in late.stderr) == (Code.NO, True)
     text = late.stdout.split("--peer ")[1].split()[0]
     gone = ran("--peer", text)
     assert (gone.returncode, "listen" in gone.stdout) == (Code.NO, True)
     wrong = ran("--peer", "10.0.0.1")
-    assert (wrong.returncode, "no address of a doctor" in wrong.stderr) == (Code.IMPOSSIBLE, True)
+    assert (wrong.returncode, "cannot read the address" in wrong.stderr) == (Code.IMPOSSIBLE, True)
     both = ran("--peer", text, "--listen")
     assert both.returncode == Code.IMPOSSIBLE
     taken = ran("--listen", FABRIC_RAY_PORTS="3-2")
@@ -291,22 +291,24 @@ def test_an_option_that_would_do_nothing_is_refused(options: list[str], words: s
     assert (done.exit_code, words in done.output) == (Code.IMPOSSIBLE, True), done.output
 
 
-def test_what_the_other_host_can_not_do_is_said_with_its_name(pool: ThreadPoolExecutor) -> None:
+def test_errors_of_the_other_host_have_its_name(pool: ThreadPoolExecutor) -> None:
     with Host() as host:
         told = waiting(pool, host)
         with TransferEngine(name="visitor", token=host.invitation.secret) as engine:
             line = Line(engine)
-            line.dial(host.engine.address, 30)
-            line.say(Hello(engine.address.to_bytes(), "0"), 10)
-            assert line.hear(10) is not None
-            with pytest.raises(FabricError, match=rf"on {host.engine.address.name}: .*nothing was"):
+            line.connect(host.engine.address, 30)
+            line.send(Hello(engine.address.to_bytes(), "0"), 10)
+            assert line.receive(10) is not None
+            with pytest.raises(
+                FabricError, match=rf"on {host.engine.address.name}: .*no target is open"
+            ):
                 line.ask(Check(), Checked, 10)
             for end in (End("verbs", "no_such_nic", None), End("cuda_ipc", "", None)):
-                with pytest.raises(FabricError, match=r"on .*: .* not among the ends"):
+                with pytest.raises(FabricError, match=r"on .*: .* not among the links"):
                     line.ask(Open(end), Opened, 10)
             small, counter = engine.alloc(64), engine.counter()
             lent = small.descriptor().to_bytes(), counter.ref.to_bytes()
-            with pytest.raises(FabricError, match="a region of 64 bytes was lent"):
+            with pytest.raises(FabricError, match="got 64 bytes, expected"):
                 line.ask(Write(End("tcp", "", None), *lent), Wrote, 10)
         with pytest.raises(PeerLost):
             told.result(20)

@@ -7,9 +7,9 @@ namespace fr {
 
 enum Waited : u32 { READY = 0, TIMED_OUT = 1, ABORTED = 2 };
 
-// When to give up.
+// When a wait ends.
 struct Patience {
-  const u64* abort;  // not zero: somebody who is waited for is lost; may be null
+  const u64* abort;  // non-zero once a rank that the device waits for is lost; may be null
   u64 timeout_ns;
 };
 

@@ -1,4 +1,4 @@
-// The one seam to what compiles and runs a kernel. Whoever adds a vendor writes one header that defines what is below.
+// The only interface to the compiler and the device. A new vendor needs one header with the definitions below.
 //
 // | name | what |
 // |---|---|

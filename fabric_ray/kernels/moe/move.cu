@@ -53,6 +53,6 @@ FR_KERNEL(pack_answers, PackAnswers) {
     u32 row = p.places.of(chunk.source, chunk.first + i);
     if (row != NONE) copy_row(whole_warp(), to + i * p.back_stride, p.answers.row(row), p.answers.width);
   }
-  // Whoever hears that this is over may count answers that lie at peers (IC-2).
+  // After this step the host may count answers that lie in peers' memory (IC-2).
   if (chunk.is_straight()) fence_system();
 }

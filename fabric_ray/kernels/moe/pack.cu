@@ -73,6 +73,6 @@ FR_KERNEL(pack_rows, PackRows) {
       offset += part.width;
     }
   }
-  // Whoever hears that this is over may count rows that lie at peers (IC-2).
+  // After this step the host may count rows that lie in peers' memory (IC-2).
   if (straight) fence_system();
 }

@@ -6,7 +6,7 @@ using namespace fr;
 
 constexpr u64 NO_FAULT = ~0ull;
 
-// A fault is one of these in the upper half, and who in the lower; the lowest is told.
+// A fault has its kind in the upper half and the rank or expert in the lower; the lowest is reported.
 enum Fault : u64 { SOURCE_HAS_TOO_MANY = 1, EXPERT_GETS_TOO_MANY = 2, NO_ROOM = 3 };
 
 struct Incoming {
@@ -41,7 +41,7 @@ FR_DEVICE void each_word(const u32* words, u64 stride, u32 n, Each each) {
   }
 }
 
-FR_DEVICE u64 fault_of(Fault kind, u32 who) { return u64(kind) << 32 | who; }
+FR_DEVICE u64 fault_of(Fault kind, u32 value) { return u64(kind) << 32 | value; }
 
 // What a peer says it sends is checked before anything is moved by it. One block.
 FR_KERNEL(place_rows, Incoming) {

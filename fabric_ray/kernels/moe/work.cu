@@ -280,7 +280,7 @@ FR_DEVICE void work(const Work& p) {
   u32 worker = p.first + block();
   u64* posted = p.shared + LINE * (1 + 2 * worker);
   u64* done = posted + LINE;
-  // Nobody but this worker writes it.
+  // Only this worker writes it.
   u64 i = *done;
   for (;;) {
     if (thread() == 0) goes_on = await_job(p, posted, i);
@@ -300,7 +300,7 @@ FR_DEVICE void work(const Work& p) {
     ++i;
     sync_block();
     if (thread() != 0) continue;
-    // Whoever sees the count sees what was written for it, on the device and by a NIC too.
+    // A reader of the count, on the device or a NIC, also sees all writes of the job.
     fence_system();
     store_release(done, i);
   }

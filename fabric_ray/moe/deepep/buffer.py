@@ -313,8 +313,8 @@ class Buffer(NormalCalls):
                 f"[{self.group_size}]"
             )
         masked = self._exchanges.masked
-        given_up = [int(r in masked) for r in range(self.group_size)]
-        mask_status.copy_(torch.tensor(given_up, dtype=torch.int32, device="cpu"))
+        ranks_to_evict = [int(r in masked) for r in range(self.group_size)]
+        mask_status.copy_(torch.tensor(ranks_to_evict, dtype=torch.int32, device="cpu"))
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Nothing if no rank is masked.

@@ -1,4 +1,4 @@
-"""Calls of DeepEP's ``ElasticBuffer`` that there is nothing for."""
+"""Calls of DeepEP's ``ElasticBuffer`` that are unsupported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fabric_ray.errors import Unsupported
 
 
 class ElasticLacks:
-    """Each says what to do instead."""
+    """Each call raises, and names an alternative."""
 
     def engram_write(self, *_: Any, **__: Any) -> NoReturn:
         self._no_engram()

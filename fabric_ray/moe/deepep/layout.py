@@ -1,4 +1,4 @@
-"""Where tokens that came lie for their experts: ``ElasticBuffer``'s handle and expanded layout."""
+"""The layout of received tokens by expert: ``ElasticBuffer``'s handle and expanded layout."""
 
 from __future__ import annotations
 
@@ -12,54 +12,54 @@ from fabric_ray.moe.deepep import normal
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """One slot for each expert of a token, behind one another for each expert, in the order of
-    tokens; each expert's begin at a multiple of the alignment."""
+    """One slot for each expert of a token. The slots of an expert are contiguous, in the order of
+    tokens, and begin at a multiple of the alignment."""
 
     counts: Tensor
     """Tokens of each local expert, int64 ``[local experts]``."""
     starts: Tensor
-    """The first slot of each, int64; the slot behind the last expert's is at the end."""
+    """The first slot of each expert, then the number of slots, int64."""
     of: Tensor
-    """The slot of each expert of a token, int64 ``[rows, topk]``; -1 for others' experts."""
+    """The slot of each expert of a token, int64 ``[rows, topk]``; -1 for experts of other ranks."""
 
     @property
     def total(self) -> int:
-        """Slots, those that fill up included; waits for a device."""
+        """Number of slots, padding included; waits for a device."""
         return int(self.starts[-1])
 
     def expand(self, rows: Tensor, total: int) -> Tensor:
-        """Each row in its slots, zeros in those that fill up: ``[total, width]``."""
+        """Copies each row to its slots: ``[total, width]``; padding is zero."""
         token, place = (self.of >= 0).nonzero(as_tuple=True)
-        # By bytes: not every format can be indexed.
+        # By bytes: torch can't index every dtype.
         plain = rows.contiguous().view(torch.uint8)
         out = plain.new_zeros(total, plain.shape[1])
         out[self.of[token, place]] = plain[token]
         return out.view(rows.dtype)
 
     def expand_each(self, each: Tensor, total: int) -> Tensor:
-        """What belongs to each expert of a token, ``[rows, topk]``: ``[total]``."""
+        """Moves a value for each expert of a token, ``[rows, topk]``, to slots ``[total]``."""
         there = self.of >= 0
         out = each.new_zeros(total)
         out[self.of[there]] = each[there]
         return out
 
     def fold(self, slots: Tensor) -> Tensor:
-        """The sums of tokens' slots, in float32 whatever torch's default is (RS-1), in the order of
-        their experts, rounded: ``[rows, width]``."""
+        """Sums each token's slots in float32, whatever torch's default dtype (RS-1), in the order
+        of its experts: ``[rows, width]``."""
         total = torch.zeros(len(self.of), slots.shape[1], dtype=torch.float32, device=slots.device)
         for slot in self.of.unbind(1):
             total += torch.where(slot[:, None] >= 0, slots[slot.clamp(min=0)].float(), 0.0)
         return total.to(slots.dtype)
 
     def fold_each(self, slots: Tensor) -> Tensor:
-        """What lies in the slots ``[total]`` of each expert of a token, 0 for others':
-        ``[rows, topk]``."""
+        """Moves slots ``[total]`` to the experts of tokens, ``[rows, topk]``; 0 for experts of
+        other ranks."""
         return torch.where(self.of >= 0, slots[self.of.clamp(min=0)], 0.0)
 
 
 @dataclass(eq=False)
 class EPHandle:
-    """Where the tokens of a dispatch went, in DeepEP's names."""
+    """The handle of a dispatch, with DeepEP's names."""
 
     do_expand: bool
     num_experts: int
@@ -93,8 +93,9 @@ class EPHandle:
 def slots_of(topk_idx: Tensor, local: int, alignment: int) -> Slots:
     """
     Args:
-        topk_idx: the local experts of tokens that came, ``[rows, topk]``; -1 for others'.
-        local: experts here.
+        topk_idx: the local experts of received tokens, ``[rows, topk]``; -1 for experts of other
+            ranks.
+        local: number of local experts.
         alignment: of each expert's slots.
     """
     experts = topk_idx.flatten()

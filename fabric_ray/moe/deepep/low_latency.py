@@ -94,7 +94,7 @@ class LowLatency:
         self._limit = limit
         self._launcher = launcher
         self._slots: dict[Form, list[Slot]] = {}
-        self._turn: dict[Form, int] = {}
+        self._phase: dict[Form, int] = {}
 
     def dispatch(
         self, x: Tensor, topk_idx: Tensor, form: Form, stats: Tensor | None, powers_of_two: bool
@@ -124,7 +124,7 @@ class LowLatency:
         received = _room(slot, x.dtype)
         slot.handle, slot.indices = received.handle, topk_idx.clone()
         slot.pending = "low_latency_dispatch"
-        self._turn[form] += 1
+        self._phase[form] += 1
 
         def hook() -> None:
             if slot.handle is received.handle and slot.pending == "low_latency_dispatch":
@@ -165,7 +165,7 @@ class LowLatency:
             if tensor.device != where:
                 raise InvalidArgument(f"a tensor lies on {tensor.device}; move it to {where}")
         kept = topk_idx >= 0
-        # Whoever compares what lies on a device waits for it.
+        # Comparing tensors of a device would wait for it.
         if not slot.exchange.asynchronous:
             same = (topk_idx == slot.indices) | ~kept
             if not same.all():
@@ -218,7 +218,7 @@ class LowLatency:
     def forget(self) -> None:
         """Lets go of all exchanges."""
         self._slots.clear()
-        self._turn.clear()
+        self._phase.clear()
 
     def next_buffer(self, handle: Handle) -> Tensor:
         """Where answers lie for ``zero_copy``: bfloat16 ``[local experts, M * ranks, hidden]``."""
@@ -230,8 +230,8 @@ class LowLatency:
     def _next(self, form: Form) -> Slot:
         if form not in self._slots:
             self._slots[form] = self._make(form)
-            self._turn[form] = 0
-        slot = self._slots[form][self._turn[form] % ALIVE]
+            self._phase[form] = 0
+        slot = self._slots[form][self._phase[form] % ALIVE]
         if slot.pending is not None:
             raise InvalidArgument(
                 f"{ALIVE} results may be alive, and the hook of {slot.pending} of the one before "

@@ -131,7 +131,7 @@ class Handle:
 
 @dataclass
 class _Lane:
-    """An exchange, and whose answers it can take."""
+    """An exchange, and the ranks whose answers it can take."""
 
     exchange: AnyExchange
     handle: Handle | None = None
@@ -345,8 +345,8 @@ class Normal:
         )
 
     def _follow(self, lane: _Lane) -> frozenset[int]:
-        """Who takes no part any more: whoever one exchange lost doesn't in any other either, or
-        rows of one would lie where another has none."""
+        """Ranks that take no part any more. A rank that one exchange lost is masked in all others,
+        so that their rows have the same places."""
         if isinstance(lane.exchange, AllToAll):
             return self._exchanges.follow(lane.exchange)
         return frozenset(self._exchanges.masked)

@@ -1,4 +1,4 @@
-"""What normal calls carry: tokens, and what goes with them."""
+"""The tensors of normal calls: tokens, scales, weights, indices."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from fabric_ray.moe import rows
 from fabric_ray.moe.tokens import Dispatched, RowPart
 
 SUMMED = (torch.bfloat16, torch.float16, torch.float32)
-"""What answers may be."""
+"""Supported dtypes of answers."""
 Tokens: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 """Tokens ``[tokens, hidden]``, or fp8 ones and their scales."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """What exchanges of one kind carry."""
+    """The tensors that an exchange carries."""
 
     hidden: int
     dtype: torch.dtype
     width: int
-    """Ranks of a token at most."""
+    """Most ranks of a token."""
     topk: int = 0
     """Experts that go with a token; 0 for none."""
     weights: bool = False
     scales: int = 0
     scales_dtype: torch.dtype = torch.float32
     origin: bool = False
-    """Whether a number of each token's goes with it, int32."""
+    """Whether each token carries its int32 number."""
     device: torch.device = field(default=torch.device("cpu"), repr=False)
     """What tokens lie on; ranks needn't agree on it, and say of a form what shows."""
 

@@ -1,11 +1,11 @@
-"""How large buffers get, and DeepEP's tuning object."""
+"""Sizes of buffers, and DeepEP's tuning object."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 MAX_TOPK = 16
-"""Experts of a token that size hints have room for; DeepEP's models have 8."""
+"""Most experts of a token in size hints; DeepEP's models have 8."""
 PRIVATE_ROWS = 32
 
 _PAGE = 4096
@@ -21,7 +21,7 @@ def _up(n: int, multiple: int) -> int:
 def exchange_nbytes(
     *, ranks: int, experts: int, topk: int, max_tokens: int, row_nbytes: int, answer_nbytes: int
 ) -> int:
-    """No fewer bytes than the buffers of one rank's exchange have; less than 32 KiB more."""
+    """An upper bound of the bytes of one rank's exchange, less than 32 KiB above them."""
     local = experts // ranks
     row, answer = _up(row_nbytes, _ALIGN), _up(answer_nbytes, _ALIGN)
     pair = max_tokens * min(topk, local)
@@ -47,8 +47,8 @@ def low_latency_nbytes(max_tokens: int, hidden: int, ranks: int, experts: int) -
 
 @dataclass(frozen=True)
 class Config:
-    """DeepEP's tuning of normal calls. Its chunks decide the size hints alone: tokens aren't cut
-    into chunks here, and no SMs are used."""
+    """DeepEP's tuning of normal calls. It only affects the size hints: there are no chunks here,
+    and no SMs are used."""
 
     num_sms: int = 20
     num_max_nvl_chunked_send_tokens: int = 6
@@ -57,7 +57,7 @@ class Config:
     num_max_rdma_chunked_recv_tokens: int = 256
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes of an exchange for as many tokens as a chunk that is received."""
+        """Bytes of an exchange with as many tokens as a received chunk."""
         return exchange_nbytes(
             ranks=num_ranks,
             experts=num_ranks,
@@ -68,5 +68,5 @@ class Config:
         )
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """None: one buffer serves all links, and the other hint is for that."""
+        """0: one buffer serves all links, and the other hint covers it."""
         return 0

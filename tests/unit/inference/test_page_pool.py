@@ -165,7 +165,7 @@ def test_of_a_prefix_that_is_known_the_first_pages_are_kept() -> None:
     assert pool.idle_pages == 1
 
 
-def test_held_pages_are_given_to_nobody() -> None:
+def test_held_pages_are_not_reserved() -> None:
     pool = PagePool(2, 2)
     pages = pool.reserve(2)
     keys = page_keys([1, 2, 3, 4], 2)

@@ -82,12 +82,12 @@ def test_rows_go_to_their_experts_and_answers_back(
 @pytest.mark.parametrize(
     ("incoming", "options", "said"),
     [
-        ([[9, 0], [1, 1]], {"room": 99}, "rank 0 says that it sends more rows"),
-        ([[0, 0], [-1, 3]], {"room": 99}, "rank 1 says"),
+        ([[9, 0], [1, 1]], {"room": 99}, "rank 0 sends more rows"),
+        ([[0, 0], [-1, 3]], {"room": 99}, "rank 1 sends"),
         ([[2, 4], [1, 4]], {"room": 99, "stride": 7}, "local expert 1 gets more rows"),
-        ([[2, 4], [1, 4]], {"room": 10}, "11 rows come"),
-        ([[2, 4], [1, 4]], {"room": 15, "multiple": 8}, "16 rows come"),
-        ([[1, 0], [0, 1]], {"room": 99, "stride": (1 << 31) - 1}, "rows come"),
+        ([[2, 4], [1, 4]], {"room": 10}, "11 rows arrive"),
+        ([[2, 4], [1, 4]], {"room": 15, "multiple": 8}, "16 rows arrive"),
+        ([[1, 0], [0, 1]], {"room": 99, "stride": (1 << 31) - 1}, "rows arrive"),
     ],
 )
 def test_rs_1_what_a_peer_says_is_checked_before_a_row_is_moved(

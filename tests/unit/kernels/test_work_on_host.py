@@ -52,7 +52,7 @@ class Desk:
         self.words[LINE] = i + 1
 
     def run(self, host: Host, call: int = 1) -> None:
-        """Until nobody has moved for a while."""
+        """Waits until no worker has moved for a while."""
         arguments = structs.Work(
             shared=self.words.ctypes.data,
             jobs=JOBS,

@@ -76,7 +76,7 @@ def routes(kind: str, tokens: int, experts: int, topk: int, g: torch.Generator) 
         return torch.empty(0, topk, dtype=torch.int64)
     idx = torch.multinomial(odds.expand(tokens, -1), topk, generator=g)
     if kind == "hot":
-        # The last expert is everybody's, and others come behind it.
+        # All tokens choose the last expert first.
         idx = torch.where(idx == experts - 1, idx[:, :1], idx)
         idx[:, 0] = experts - 1
     if kind == "holes":

@@ -252,7 +252,7 @@ def test_what_is_wrong_or_not_here_is_named_before_anything_is_sent() -> None:
         Buffer()
 
 
-def test_ranks_that_disagree_are_told_so_and_nobody_waits() -> None:
+def test_ranks_that_disagree_raise_and_none_waits() -> None:
     def work(comm: ThreadComm) -> str:
         buffer = low_latency(comm)
         x, idx, _ = batch(0, 2, 6, TOPK, 16 + 16 * (comm.rank() == 1))

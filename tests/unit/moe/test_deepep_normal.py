@@ -257,7 +257,7 @@ def test_rs_1_what_a_device_took_by_a_handle_is_checked_for_losses_once(host: Ho
             buffer.check()
             buffer.dispatch(x, handle=handle)
             comm.all_gather(b"")
-            # Nobody had waited for the device: it may have been lost before its rows came.
+            # The device was not waited for: it may have been lost before its rows arrived.
             buffer.low_latency_update_mask_buffer(1 - buffer.rank, True)
             with pytest.raises(errors.PeerLost, match="was here when the handle was made"):
                 buffer.check()

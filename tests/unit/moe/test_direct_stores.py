@@ -31,7 +31,7 @@ from tests.processes import Other, within
 
 LIMIT = 60.0
 SIZES: dict[str, Any] = {"experts": EXPERTS, "topk": TOPK, "hidden": HIDDEN, "max_tokens": TOKENS}
-#: What memory holds that nobody has written to.
+#: The content of memory before any write.
 BLANK = 0x5A
 
 
@@ -182,9 +182,9 @@ def test_combine_may_be_left_out_and_comes_again(host: Host) -> None:
 
 
 def test_rows_and_answers_go_straight_without_a_copy_between(host: Host) -> None:
-    """Neither a rank's own rows nor its shared buffer hold what goes to its peer. Answers wait for
-    nobody: to a peer that has yet to take its rows they go by the buffer, so that it is enough if
-    they have gone straight in one of many exchanges."""
+    """Neither a rank's own rows nor its shared buffer hold what goes to its peer. Answers never
+    wait: to a peer that has not taken its rows they go by the buffer. It is enough if they went
+    straight in one of many exchanges."""
     with group(host, (DIRECT, DIRECT), private_rows=64) as ranks:
         half = EXPERTS // 2
         both = threading.Barrier(2)
@@ -296,7 +296,7 @@ def stalled_in(
         (stall,) = stalls
 
         def exchange(rank: AllToAll) -> None:
-            # Whoever is in a call when the other is masked, or closed, may be told there.
+            # A call may raise when the other rank is masked or closed.
             with contextlib.suppress(errors.FabricError):
                 while not stall.stands.is_set():
                     layer(rank, *given(rank.rank))
@@ -326,7 +326,7 @@ def stalled_in(
 def test_mr_1_memory_that_a_stalled_rank_may_store_to_is_not_used_again(
     host: Host, kernel: str
 ) -> None:
-    """It is masked, and lives; its kernel stores late, and to nobody's harm."""
+    """The rank is masked and lives; late stores of its kernel do no harm."""
     with stalled_in(host, kernel) as (_, a, ends):
         x, idx, w = given(0)
         with pytest.raises(errors.NotQuiesced):
@@ -375,8 +375,8 @@ def test_an_engine_that_is_closed_in_a_kernel_lets_go_when_that_has_ended(host: 
 
 
 @pytest.mark.parametrize("private", [2, 64])
-def test_rs_4_who_waits_for_one_rank_is_not_given_up_by_others(host: Host, private: int) -> None:
-    """Rows for those who are there go to them, whoever else is late."""
+def test_rs_4_a_rank_that_waits_for_another_is_not_given_up(host: Host, private: int) -> None:
+    """Present ranks get their rows, even if another rank is late."""
     with group(host, (DIRECT, DIRECT, DIRECT), private_rows=private, timeout=3.0) as ranks:
         together(ranks, lambda a: layer(a, *given(a.rank)))
         gone = range(2 * EXPERTS // 3, EXPERTS)
@@ -390,7 +390,7 @@ def test_rs_4_who_waits_for_one_rank_is_not_given_up_by_others(host: Host, priva
 
 
 def test_mr_1_a_rank_that_stands_between_its_calls_lets_go_at_once(host: Host) -> None:
-    """Nothing of its is stored then, so that nobody waits for it."""
+    """It has no stores under way, so no rank waits for it."""
     with group(host, (DIRECT, PLAIN)) as (silent, a):
         x, idx, w = given(0)
 
@@ -410,7 +410,7 @@ def test_mr_1_a_rank_that_stands_between_its_calls_lets_go_at_once(host: Host) -
 def test_rs_4_a_rank_that_is_killed_while_it_stores_is_left_out(
     host: Host, build: Path, kernel: str, private: int
 ) -> None:
-    """What it had stored by then is nobody's row, and its memory is stored to in vain."""
+    """Rows that it had stored belong to no token, and stores to its memory have no effect."""
     with ExitStack() as stack:
         others = [
             stack.enter_context(

@@ -238,7 +238,7 @@ def test_a_rank_comes_anew(host: Host) -> None:
 
 
 def test_rs_4_a_wait_ends_when_the_exchange_is_left(host: Host) -> None:
-    """A rank that says nothing, and nobody gives up, holds nobody who doesn't want to be held."""
+    """A silent rank that is not given up doesn't keep others from leaving."""
     with group(host, (True, True), experts=2, topk=1, hidden=8, max_tokens=4) as ranks:
         x, idx, _ = batch(0, 4, 2, 1, 8)
         ranks[0].dispatch_send(x, idx)
@@ -319,7 +319,7 @@ def test_rs_1_a_device_that_has_waited_for_too_long_hands_out_nothing_and_says_s
     host: Host, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     sizes = {"experts": 2, "topk": 1, "hidden": 8, "max_tokens": 4}
-    monkeypatch.setattr(device, "_PATIENCE", 1e-3)
+    monkeypatch.setattr(device, "_DEVICE_TIMEOUTS", 1e-3)
     with group(host, (True, False), timeout=LIMIT, **sizes) as (a, _):
         x, idx, _w = batch(0, 4, 2, 1, 8)
         a.dispatch_send(x, idx)
@@ -348,7 +348,7 @@ def test_a_host_that_does_not_follow_the_device_is_told_of(
         steps._box.pushers[0] += 1
         a.set_timeout(0.01)
         for wants in (lambda: a.left_out, a.card, a.check):
-            with pytest.raises(errors.Cancelled, match="host has not followed"):
+            with pytest.raises(errors.Cancelled, match="host did not process"):
                 wants()
         a.close()
         with pytest.raises(errors.Cancelled, match="closed"):

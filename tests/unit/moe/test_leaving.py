@@ -1,4 +1,4 @@
-"""Whoever has its own sums leaves, and takes nobody else's along."""
+"""A rank leaves once it has its own sums, without loss to others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def destroyed(comm: ThreadComm, engine: TransferEngine, shape: dict[str, Any]) -
     exchanges = Exchanges(comm, engine, 30.0)
     one = exchanges.make(**shape)
     if comm.rank() < 2:
-        # Without a rank nobody waits until all are here.
+        # Once a rank is masked, no rank waits for all to arrive.
         exchanges.mask(2)
         summed(one)
         exchanges.close()

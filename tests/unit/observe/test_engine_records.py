@@ -58,7 +58,7 @@ def test_pages_and_scatters_say_what_went_where(pair: Pair, open_engine: Open) -
     assert records.peers[b.id] == "b"
 
 
-def test_places_that_nobody_has_any_more_are_no_peers() -> None:
+def test_slots_without_a_peer_are_not_listed() -> None:
     empty = dict.fromkeys(("rails", "transfers", "arrivals", "expectations", "events"), ())
     peers = (("0" * 32, ""), ("7" * 32, "b"))
     raw = {**empty, "peers": peers, "cursor": (0, 0, 0, 0), "missed": 0}
@@ -134,7 +134,7 @@ def test_a_span_marks_what_is_done_within_it_and_nothing_else(pair: Pair) -> Non
     a.write(a.alloc(1 << 16)[:64], there, imm=counter.ref).wait(10)
     waits.wait(10)
     spans = [t.span for t in a.records().transfers if t.op == "write"]
-    # Small writes that nobody named may be left out.
+    # Small writes without a name may be left out.
     assert spans[:2] == [number, inner]
     assert set(spans[2:]) <= {0}
     assert [e.span for e in b.records().expectations] == [number]

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from fabric_ray import TransferEngine, errors, observe
 from fabric_ray.cli.main import app
-from fabric_ray.observe.asking import LONGEST_QUESTION, Silent, ask_metrics, ask_records, sockets
+from fabric_ray.observe.client import LONGEST_QUESTION, Silent, ask_metrics, ask_records, sockets
 
 Pair = tuple[TransferEngine, TransferEngine]
 
@@ -66,7 +66,7 @@ def test_a_directory_that_is_not_this_users_alone_is_refused(
     else:
         runs_in.mkdir()
         runs_in.chmod(0o777)
-    with pytest.raises(errors.InvalidArgument, match="isn't this user's alone"):
+    with pytest.raises(errors.InvalidArgument, match="must belong to this user"):
         observe.serve()
 
 
@@ -76,7 +76,7 @@ def test_a_directory_that_others_may_write_to_is_not_read(runs_in: Path) -> None
     for arguments in (["top", "--once"], ["trace"]):
         result = run(*arguments)
         assert result.exit_code == 2
-        assert "isn't this user's alone" in result.stderr
+        assert "must belong to this user" in result.stderr
     assert path.exists()
 
 
@@ -189,7 +189,7 @@ def test_a_child_by_fork_leaves_its_parents_socket_alone(runs_in: Path) -> None:
         "    observe.stop()\n"
         "    os._exit(0)\n"
         "assert os.waitpid(child, 0)[1] == 0\n"
-        "from fabric_ray.observe.asking import ask_metrics\n"
+        "from fabric_ray.observe.client import ask_metrics\n"
         "assert ask_metrics(path).pid == os.getpid()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
@@ -197,7 +197,7 @@ def test_a_child_by_fork_leaves_its_parents_socket_alone(runs_in: Path) -> None:
     assert path.exists()
 
 
-def test_a_child_by_fork_waits_for_no_lock_that_nobody_there_holds(runs_in: Path) -> None:
+def test_a_forked_child_waits_for_no_lock_of_its_parent(runs_in: Path) -> None:
     program = (
         "import os, signal, threading\n"
         "from fabric_ray import observe\n"
@@ -303,10 +303,10 @@ def test_what_can_not_be_shown_is_one_sentence(
     assert result.stdout == ""
 
 
-def test_a_request_that_nobody_recorded_is_said_so(runs_in: Path, pair: Pair) -> None:
+def test_a_request_without_a_record_is_reported(runs_in: Path, pair: Pair) -> None:
     moved(pair)
     observe.serve()
-    result = run("trace", "--id", "somebody else's")
+    result = run("trace", "--id", "another user's")
     assert result.exit_code == 1
     assert "nothing is recorded of" in result.stderr
 
@@ -315,7 +315,7 @@ def test_a_request_that_nobody_recorded_is_said_so(runs_in: Path, pair: Pair) ->
 def test_the_environment_has_a_process_show_itself(runs_in: Path, value: str, shown: bool) -> None:
     program = (
         "import fabric_ray\n"
-        "from fabric_ray.observe.asking import sockets\n"
+        "from fabric_ray.observe.client import sockets\n"
         "assert sockets() == []\n"
         "with fabric_ray.TransferEngine():\n"
         "    print(len(sockets()))\n"

@@ -12,7 +12,7 @@ from fabric_ray import TransferEngine, observe
 from fabric_ray.engine import EngineMetrics
 from fabric_ray.engine.seeing import Histogram, PeerMetrics, PeerRail, Tally
 from fabric_ray.observe import Clock, ProcessMetrics
-from fabric_ray.observe.asking import ask_records
+from fabric_ray.observe.client import ask_records
 from fabric_ray.observe.rates import OLDEST, going_on, rows
 
 PEER = PeerMetrics("2", "b", "up", "shm", 1, 0, 0, {"bulk": 0}, ())
@@ -71,7 +71,7 @@ def test_what_goes_on_is_told_with_its_peer_and_nothing_that_is_over(
     peer, inbox = a.peer(b.address), b.alloc(4096)
     a.write(a.alloc(4096), a.import_region(inbox.descriptor())).wait(10)
     assert going_on(observe.metrics()) == {}
-    # Nobody receives them yet.
+    # No engine receives them yet.
     with observe.span("request 9"):
         sent = [a.send(peer, b"x" * 500, timeout=60) for _ in range(OLDEST + 3)]
     now = observe.metrics()

@@ -83,7 +83,7 @@ def at_once(*calls: Callable[[], None]) -> list[BaseException | None]:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("side", [uneven(), one_way()], ids=["uneven", "one-way"])
-def test_every_version_gets_its_own_maxima_whoever_is_slow(
+def test_every_version_gets_its_own_maxima_if_a_rank_is_slow(
     side: Side, open_engine: Open, transport: str
 ) -> None:
     ranks = connected(side, open_engine, transport)

@@ -1,4 +1,4 @@
-"""Where processes of one user that can be looked into have their sockets."""
+"""The directory with the sockets of one user's processes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from fabric_ray.errors import InvalidArgument
 
 RUN_DIR_VARIABLE = "FABRIC_RAY_RUN_DIR"
-# What fits into sockaddr_un beside its end.
+# Most bytes of a path in sockaddr_un, without its terminator.
 _LONGEST = 107
 
 
 def run_dir() -> Path:
-    """``$FABRIC_RAY_RUN_DIR``, else ``$XDG_RUNTIME_DIR/fabric-ray``, else one in ``/tmp`` that is
-    this user's alone. It need not exist."""
+    """``$FABRIC_RAY_RUN_DIR``, else ``$XDG_RUNTIME_DIR/fabric-ray``, else a directory of
+    this user in ``/tmp``. It may not exist yet."""
     named = os.environ.get(RUN_DIR_VARIABLE)
     if named:
         return Path(named)
@@ -26,10 +26,10 @@ def run_dir() -> Path:
 
 
 def make_run_dir(directory: Path) -> None:
-    """Makes it, for this user alone, or sees that it is so.
+    """Creates the directory for this user alone, and checks it.
 
     Raises:
-        InvalidArgument: it belongs to somebody else, is a link, or others may write to it.
+        InvalidArgument: another user owns it, it is a link, or others may write to it.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -42,39 +42,39 @@ def make_run_dir(directory: Path) -> None:
 
 
 def check_run_dir(directory: Path) -> None:
-    """Sees that it is this user's alone: whoever can put sockets there can pass for a process of
-    this user.
+    """Checks that only this user can write to it. A user who can create sockets there could pose
+    as a process of this user.
 
     Raises:
-        InvalidArgument: it isn't there, belongs to somebody else, is a link, or others may write
+        InvalidArgument: it doesn't exist, another user owns it, it is a link, or others may write
             to it.
     """
     try:
         found = directory.lstat()
     except OSError as error:
         raise InvalidArgument(
-            f"the run directory {directory} can't be looked at: {error.strerror}; name another in "
+            f"the run directory {directory} can't be read: {error.strerror}; name another in "
             f"{RUN_DIR_VARIABLE}"
         ) from None
     others_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or others_write:
         raise InvalidArgument(
-            f"the run directory {directory} isn't this user's alone; remove it, or name another "
-            f"in {RUN_DIR_VARIABLE}"
+            f"the run directory {directory} must belong to this user, and only this user may write "
+            f"to it; remove it, or name another in {RUN_DIR_VARIABLE}"
         )
 
 
 def unready_path(path: Path) -> Path:
-    """Where a socket is until its process listens, so that nobody takes it for one whose process is
-    gone."""
+    """The path of a socket until its process listens, so that no client takes it for the socket of
+    a dead process."""
     return path.with_suffix(".new")
 
 
 def socket_path(directory: Path, pid: int) -> Path:
-    """Where a process has its socket.
+    """The path of a process's socket.
 
     Raises:
-        InvalidArgument: the directory's name is too long for a socket.
+        InvalidArgument: the path is too long for a socket.
     """
     path = directory / f"{pid}.sock"
     if len(os.fsencode(path)) > _LONGEST:

@@ -1,4 +1,4 @@
-"""What can be asked of a process over its socket: one line of JSON, and one of JSON back."""
+"""Reads metrics and records of a process over its socket: one line of JSON each way."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import msgspec
 from fabric_ray.decoding import from_json
 from fabric_ray.engine.seeing import Cursor
 from fabric_ray.errors import FabricError
-from fabric_ray.observe.places import check_run_dir, run_dir
 from fabric_ray.observe.process import ProcessMetrics, ProcessRecords
+from fabric_ray.observe.run_directory import check_run_dir, run_dir
 
 LONGEST_QUESTION = 1 << 20
 _LONGEST_ANSWER = 1 << 30
-_PATIENCE_S = 5.0
+_TIMEOUT_S = 5.0
 
 
 class AskMetrics(msgspec.Struct, frozen=True, tag="metrics", tag_field="ask"):
@@ -29,7 +29,7 @@ class AskRecords(msgspec.Struct, frozen=True, tag="records", tag_field="ask"):
 
     since: dict[str, Cursor] = {}
     oldest: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """Of each engine's transfers that go on, so many; all if it isn't said."""
+    """Most open transfers of each engine, the oldest first; all by default."""
 
 
 Question = AskMetrics | AskRecords
@@ -42,14 +42,14 @@ class _Refusal(msgspec.Struct, frozen=True):
 
 
 class Silent(FabricError):
-    """A process doesn't answer, or not with what was asked."""
+    """A process doesn't answer, or its answer can't be decoded."""
 
 
 def sockets(directory: Path | None = None) -> list[Path]:
-    """Those of all processes that may be looked into.
+    """Sockets of all processes of this user.
 
     Raises:
-        InvalidArgument: the directory isn't this user's alone.
+        InvalidArgument: other users may write to the directory.
     """
     directory = directory or run_dir()
     if not directory.is_dir():
@@ -59,10 +59,10 @@ def sockets(directory: Path | None = None) -> list[Path]:
 
 
 def ask_metrics(path: Path) -> ProcessMetrics:
-    """The numbers of one process.
+    """The metrics of one process.
 
     Raises:
-        Silent: it is gone, or doesn't answer.
+        Silent: the process is gone, or doesn't answer.
     """
     return _ask(path, AskMetrics(), ProcessMetrics)
 
@@ -73,37 +73,37 @@ def ask_records(
     """The records of one process.
 
     Args:
-        since: of an engine, by id, the cursor of an earlier answer.
-        oldest: of each engine's transfers that go on, so many at most. An older release tells all.
+        since: the cursor of an earlier answer, by engine id.
+        oldest: most open transfers of each engine; an older release ignores it.
 
     Raises:
-        Silent: it is gone, or doesn't answer.
+        Silent: the process is gone, or doesn't answer.
     """
     return _ask(path, AskRecords(since or {}, oldest), ProcessRecords)
 
 
 def _ask(path: Path, question: Question, answer: type[_Answer]) -> _Answer:
-    heard = bytearray()
+    reply = bytearray()
     try:
         with socket.socket(socket.AF_UNIX) as peer:
-            peer.settimeout(_PATIENCE_S)
+            peer.settimeout(_TIMEOUT_S)
             peer.connect(str(path))
             peer.sendall(msgspec.json.encode(question) + b"\n")
-            while len(heard) < _LONGEST_ANSWER and (piece := peer.recv(1 << 16)):
-                heard += piece
+            while len(reply) < _LONGEST_ANSWER and (part := peer.recv(1 << 16)):
+                reply += part
     except ConnectionRefusedError:
-        # Its process is gone: nobody listens at a socket that outlived it.
+        # The socket has outlived its process.
         with contextlib.suppress(OSError):
             path.unlink()
         raise Silent(f"{path.stem}: the process is gone") from None
     except OSError as error:
         raise Silent(f"{path.stem}: {error.strerror or error}") from None
     try:
-        return from_json(bytes(heard), answer)
+        return from_json(bytes(reply), answer)
     except msgspec.DecodeError as error:
         with contextlib.suppress(msgspec.DecodeError):
-            refusal = from_json(bytes(heard), _Refusal)
+            refusal = from_json(bytes(reply), _Refusal)
             raise Silent(f"{path.stem}: {refusal.error}") from None
         raise Silent(
-            f"{path.stem}: its answer isn't understood ({error}); it may run another version"
+            f"{path.stem}: cannot decode its answer ({error}); it may run another version"
         ) from None

@@ -1,4 +1,4 @@
-"""What the ranks of a group answer, and whom to leave out by what they say."""
+"""Collects the answers of a group's ranks, and decides which ranks to evict."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ray.exceptions import RayError
 from fabric_ray.runtime.causes import cause_of
 
 WATCH_S = 0.5
-"""Between two looks at whom ranks have given up, while a pass takes long; and for a look."""
+"""Seconds between two polls of a long pass for evicted ranks, and the timeout of a poll."""
 
 
-def given_up(named: Mapping[int, Collection[int]]) -> set[int]:
-    """Whom to leave out, so that nobody who stays has given up another who stays.
+def ranks_to_evict(named: Mapping[int, Collection[int]]) -> set[int]:
+    """Ranks to evict so that no remaining rank has given up another remaining rank.
 
-    A rank that fell behind gives up the others as they give it up: who is named most often goes
-    first, of equals the higher rank.
+    A rank that fell behind gives up the others while they give it up. The rank named most often is
+    evicted first, the higher rank among equals.
 
     Args:
-        named: ranks that each living one has given up.
+        named: for each living rank, the ranks that it has given up.
     """
     out: set[int] = set()
     while True:
@@ -44,13 +44,13 @@ def gather(
     hopeless: Callable[[Mapping[int, Any], Collection[int]], bool] = lambda *_: False,
     watch: Callable[[], None] | None = None,
 ) -> tuple[dict[int, Any], dict[int, str]]:
-    """Results and failures by rank, once all are there, or the rest is ``hopeless`` or late;
-    ``watch`` is called as long as nothing comes."""
+    """Results and failures by rank, once all ranks have answered, ``hopeless`` gives up the rest,
+    or the timeout is over. ``watch`` is called while no answer comes."""
     deadline = time.monotonic() + timeout
-    said: dict[int, Any] = {}
+    results: dict[int, Any] = {}
     failed: dict[int, str] = {}
     waiting = dict(refs)
-    while waiting and not hopeless(said, waiting.values()):
+    while waiting and not hopeless(results, waiting.values()):
         left = max(0.0, deadline - time.monotonic())
         at_once = left if watch is None else min(left, WATCH_S)
         ready, _ = ray.wait([*waiting], num_returns=1, timeout=at_once)
@@ -61,9 +61,9 @@ def gather(
             break
         rank = waiting.pop(ready[0])
         try:
-            said[rank] = ray.get(ready[0])
+            results[rank] = ray.get(ready[0])
         except RayError as error:
             failed[rank] = cause_of(error)
     for rank in waiting.values():
-        failed[rank] = f"it gave no answer within {timeout} s, or the others had given it up"
-    return said, failed
+        failed[rank] = f"no answer within {timeout} s, or all other ranks have given it up"
+    return results, failed
