@@ -8,14 +8,14 @@ use std::{
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use super::each::{Each, News};
+use super::request_batch::{BatchEvent, RequestBatch};
 
 type Call = Box<dyn FnOnce() + Send>;
 
 enum Job {
     Call(Call),
     /// Grows while nothing is queued behind it, so that all is told in the order in which it ended.
-    News(Arc<Each>, Vec<News>),
+    Batch(Arc<RequestBatch>, Vec<BatchEvent>),
 }
 
 #[derive(Default)]
@@ -59,11 +59,11 @@ impl Callbacks {
     }
 
     /// Queues what is told to one listener, as [`Callbacks::push`] does.
-    pub(super) fn tell(&self, each: Arc<Each>, news: impl Iterator<Item = News>) {
+    pub(super) fn tell(&self, each: Arc<RequestBatch>, news: impl Iterator<Item = BatchEvent>) {
         let mut q = self.inner.0.lock();
         match q.jobs.last_mut() {
-            Some(Job::News(last, told)) if Arc::ptr_eq(last, &each) => told.extend(news),
-            _ => self.add(q, Job::News(each, news.collect())),
+            Some(Job::Batch(last, told)) if Arc::ptr_eq(last, &each) => told.extend(news),
+            _ => self.add(q, Job::Batch(each, news.collect())),
         }
     }
 
@@ -130,7 +130,7 @@ fn serve((queue, wake): &(Mutex<Queue>, Condvar)) {
 fn run(job: Job) {
     let call = || match job {
         Job::Call(call) => call(),
-        Job::News(each, news) => each.hear(news),
+        Job::Batch(each, news) => each.hear(news),
     };
     if catch_unwind(AssertUnwindSafe(call)).is_err() {
         tracing::error!("a completion callback panicked; the engine goes on");

@@ -18,7 +18,7 @@ use super::{
 use crate::{
     api::{EngineId, Imm, Span, FIRST_ALLOCATED_SLOT},
     domain::Count,
-    group::Claimed,
+    group::CompletionHandle,
     sync::{
         atomic::{
             AtomicU32, AtomicU64,
@@ -40,7 +40,7 @@ pub(super) struct Expectation {
     pub span: Option<Span>,
     pub begun: Time,
     deadline: Time,
-    claim: Claimed,
+    claim: CompletionHandle,
     writers: Writers,
     timeout: std::time::Duration,
 }
@@ -101,7 +101,7 @@ impl Cell {
         let told = now.max(Time(self.arrived_at.load(Relaxed)));
         for e in done {
             log.over(imm, &e, told, None);
-            e.claim.0.finished(e.claim.1, Ok(()));
+            e.claim.0.resolve(e.claim.1, Ok(()));
         }
     }
 
@@ -135,7 +135,7 @@ impl Cell {
             self.fire(now, log, imm);
         }
         for ((claim, at), error) in failed {
-            claim.finished(at, Err(error));
+            claim.resolve(at, Err(error));
         }
     }
 }
@@ -294,7 +294,7 @@ impl Counters {
         (imm, n, span): (Imm, u32, Option<Span>),
         (now, timeout): (Time, std::time::Duration),
         writers: Writers,
-        claim: Claimed,
+        claim: CompletionHandle,
     ) {
         let cell = self.cell(imm.slot());
         let deadline = now.after(timeout);
@@ -457,7 +457,7 @@ mod loom_tests {
     use loom::thread;
 
     use super::*;
-    use crate::{engine::handle::Pending, group::Claim};
+    use crate::{engine::handle::Pending, group::OperationCompletion};
 
     #[test]
     fn ic_4_an_expectation_and_its_arrival_never_miss_each_other() {
@@ -471,7 +471,7 @@ mod loom_tests {
                 thread::spawn(move || theirs.arrive(Time(0), Count { imm: imm.to_wire(), n: 1 }));
             let handle = Arc::new(Pending::default());
             let never = (Time(0), std::time::Duration::MAX);
-            let claim = (Arc::clone(&handle) as Arc<dyn Claim>, 0);
+            let claim = (Arc::clone(&handle) as Arc<dyn OperationCompletion>, 0);
             counters.expect((imm, 1, Some(Span::NONE)), never, Writers::new(), claim);
             counters.look((Time(0), None), std::iter::once(imm));
             arrival.join().unwrap();

@@ -18,7 +18,7 @@ use rustix::thread::futex;
 use super::{callbacks::Callbacks, Region, Shared};
 use crate::{
     api::Imm,
-    group::{Claim, TransferKey},
+    group::{OperationCompletion, TransferKey},
     time::Time,
     EngineError, Result,
 };
@@ -78,12 +78,12 @@ pub(crate) struct Pending {
 
 pub(crate) type HandleRef = Arc<Pending>;
 
-impl Claim for Pending {
-    fn finished(&self, _at: u32, result: Result<()>) {
+impl OperationCompletion for Pending {
+    fn resolve(&self, _at: u32, result: Result<()>) {
         self.complete(result);
     }
 
-    fn over(&self, _at: u32, proven: bool, result: Option<Result<()>>) {
+    fn release(&self, _at: u32, proven: bool, result: Option<Result<()>>) {
         self.let_go(proven);
         if let Some(result) = result {
             self.complete(result);

@@ -6,7 +6,6 @@ mod callbacks;
 mod counters;
 mod draw;
 mod driver;
-mod each;
 mod expected;
 mod grants;
 mod handle;
@@ -18,6 +17,7 @@ mod rails;
 mod receives;
 mod regions;
 mod register;
+mod request_batch;
 mod seeing;
 mod segment;
 mod shared;
@@ -47,7 +47,6 @@ use crate::{
     EngineError, Result,
 };
 
-pub use each::{Expect, Listener, Outcome};
 pub use grants::Grant;
 pub use handle::{Handle, Notify, Quiet};
 pub(crate) use handle::{HandleRef, Source};
@@ -58,6 +57,7 @@ pub use peers::{Peer, PeerGroup};
 pub use rails::Rail;
 pub use receives::Delivery;
 pub use regions::{Region, RemoteRegion};
+pub use request_batch::{Expect, Listener, Outcome};
 pub use segment::{RemoteSegment, Segment};
 
 pub(crate) use shared::Shared;

@@ -25,7 +25,7 @@ use super::{
 use crate::{
     api::{EngineAddress, EngineId, Imm, Span, TransportKind},
     domain::{Count, Quiet},
-    group::Sink,
+    group::GroupEvents,
     memory::{Backing, Index, Indices, RegionMemory, HIDDEN},
     process::ProcessLocal,
     time::Time,
@@ -414,7 +414,7 @@ impl Shared {
     }
 }
 
-impl Sink for Shared {
+impl GroupEvents for Shared {
     #[inline]
     fn counted(&self, now: Time, count: Count) {
         self.counted.fetch_add(u64::from(count.n), Relaxed);

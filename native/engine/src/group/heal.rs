@@ -12,10 +12,10 @@ use super::{
     backlog::Waiting,
     ledger::Slice,
     missing::{self, Share},
-    notes::{Came, Note, MAX_NUMBERS},
+    notes::{Arrived, Note, MAX_NUMBERS},
     route::{Link, PeerKey, Route, State},
     slices::BoundOp,
-    Group, Rails, Sink, TransferKey,
+    Group, GroupEvents, Rails, TransferKey,
 };
 use crate::{
     api::EngineAddress,
@@ -25,7 +25,7 @@ use crate::{
 };
 
 /// Why a link is ended here.
-const THEIRS: &str = "the peer has lost it";
+const LOST_BY_PEER: &str = "the peer has lost it";
 /// How often the same bytes are sent at most.
 const MAX_TRIES: u8 = 8;
 /// Links of a peer whose receipts are remembered.
@@ -37,8 +37,8 @@ const MOST_QUESTIONS: usize = 1024;
 #[derive(Default)]
 pub(super) struct Healing {
     /// Slices that came back with an error, until their link is down.
-    fallen: Vec<(Token, Slice)>,
-    limbos: Vec<Limbo>,
+    failed_slices: Vec<(Token, Slice)>,
+    unresolved: Vec<UnresolvedSlices>,
     asked: u32,
     /// What the peer may ask for.
     receipts: VecDeque<(LinkName, Receipt)>,
@@ -47,7 +47,7 @@ pub(super) struct Healing {
 }
 
 /// Slices of a lost link, until the peer says what became of them.
-struct Limbo {
+struct UnresolvedSlices {
     id: u32,
     name: LinkName,
     rail: usize,
@@ -68,15 +68,16 @@ struct Question {
 }
 
 impl Healing {
-    pub fn fall(&mut self, token: Token, slice: Slice) {
-        self.fallen.push((token, slice));
+    pub fn add_failed(&mut self, token: Token, slice: Slice) {
+        self.failed_slices.push((token, slice));
     }
 
     /// The slices of a link that is down, with the numbers that it gave them.
-    fn take_fallen(&mut self, link: (usize, LinkId), numbers: &[(Token, u64)]) -> Vec<Slice> {
-        let fallen = std::mem::take(&mut self.fallen);
-        let (ours, others): (Vec<_>, _) = fallen.into_iter().partition(|(_, s)| s.link == link);
-        self.fallen = others;
+    fn take_failed(&mut self, link: (usize, LinkId), numbers: &[(Token, u64)]) -> Vec<Slice> {
+        let failed_slices = std::mem::take(&mut self.failed_slices);
+        let (ours, others): (Vec<_>, _) =
+            failed_slices.into_iter().partition(|(_, s)| s.link == link);
+        self.failed_slices = others;
         let numbers: HashMap<Token, u64> = numbers.iter().copied().collect();
         let named = |(token, slice)| Slice { number: numbers.get(&token).copied(), ..slice };
         ours.into_iter().map(named).collect()
@@ -84,7 +85,7 @@ impl Healing {
 
     /// Whether nothing waits for the peer, nor it for us.
     pub fn is_idle(&self) -> bool {
-        self.fallen.is_empty() && self.limbos.is_empty() && self.questions.is_empty()
+        self.failed_slices.is_empty() && self.unresolved.is_empty() && self.questions.is_empty()
     }
 
     /// Whether no link of the peer has ended here.
@@ -94,9 +95,9 @@ impl Healing {
 
     /// Everything that waits, for want of the peer, and all that it might have asked.
     pub fn take_all(&mut self) -> Vec<Slice> {
-        let fallen = std::mem::take(&mut self.fallen).into_iter().map(|(_, s)| s);
-        let limbos = std::mem::take(&mut self.limbos).into_iter().flat_map(|l| l.slices);
-        fallen.chain(limbos).collect()
+        let failed_slices = std::mem::take(&mut self.failed_slices).into_iter().map(|(_, s)| s);
+        let unresolved = std::mem::take(&mut self.unresolved).into_iter().flat_map(|l| l.slices);
+        failed_slices.chain(unresolved).collect()
     }
 
     pub fn keep_receipt(&mut self, name: LinkName, receipt: Receipt) {
@@ -113,14 +114,14 @@ impl Healing {
 
     /// The answer to a question about a link that is down here. One that never was up may still come up:
     /// nothing can be promised of it.
-    fn came(&self, name: LinkName, numbers: &[u64]) -> Came {
+    fn arrived(&self, name: LinkName, numbers: &[u64]) -> Arrived {
         let receipt = self.receipts.iter().rev().find(|(n, _)| *n == name);
         match receipt.map(|(_, r)| r) {
-            None | Some(Receipt::Unknown) => Came::Unknown,
-            Some(Receipt::InOrder(n)) => Came::InOrder(*n),
+            None | Some(Receipt::Unknown) => Arrived::Unknown,
+            Some(Receipt::InOrder(n)) => Arrived::InOrder(*n),
             Some(Receipt::Landed(landed)) => {
                 let each: Option<Vec<bool>> = numbers.iter().map(|n| landed.contains(*n)).collect();
-                each.map_or(Came::Unknown, Came::These)
+                each.map_or(Arrived::Unknown, Arrived::These)
             }
         }
     }
@@ -128,7 +129,7 @@ impl Healing {
 
 impl Group {
     /// A link of a peer is down; other links may be up.
-    pub(super) fn mourn(
+    pub(super) fn on_link_lost(
         &mut self,
         now: Time,
         peer: PeerKey,
@@ -140,10 +141,10 @@ impl Group {
         let route = &mut self.peers[peer as usize];
         route.keep_receipt(now, link.name, receipt);
         let healing = &mut route.healing;
-        for limbo in healing.limbos.iter_mut().filter(|l| l.asked_by == Some(place)) {
-            limbo.asked_by = None;
+        for entry in healing.unresolved.iter_mut().filter(|l| l.asked_by == Some(place)) {
+            entry.asked_by = None;
         }
-        let slices = healing.take_fallen(place, numbers);
+        let slices = healing.take_failed(place, numbers);
         self.answer_all(peer, link.name, rails);
         let (back, lost): (Vec<_>, Vec<_>) =
             slices.into_iter().partition(|s| matches!(s.wr, WorkRequest::Read { .. }));
@@ -160,13 +161,13 @@ impl Group {
             let n = lost.len();
             tracing::debug!(peer = %self.peers[peer as usize].address.label(), n, "to be made good");
             let until = now.after(self.policy.peer_timeout);
-            self.patience.insert((until, peer));
+            self.resolve_deadlines.insert((until, peer));
             let most = if kind == Receipts::Numbered { MAX_NUMBERS } else { usize::MAX };
             let healing = &mut self.peers[peer as usize].healing;
             let mut lost = lost.into_iter().peekable();
             while lost.peek().is_some() {
                 healing.asked = healing.asked.wrapping_add(1);
-                healing.limbos.push(Limbo {
+                healing.unresolved.push(UnresolvedSlices {
                     id: healing.asked,
                     name: link.name,
                     rail: place.0,
@@ -186,7 +187,7 @@ impl Group {
     /// Asks what became of the slices of lost links, over a link that is up.
     pub(super) fn ask(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) {
         let route = &mut self.peers[peer as usize];
-        if route.state != State::Up || route.healing.limbos.is_empty() {
+        if route.state != State::Up || route.healing.unresolved.is_empty() {
             return;
         }
         let policy = self.policy;
@@ -195,20 +196,20 @@ impl Group {
             route.active().iter().filter(heals).map(|l| (l.pair.rail, l.id)).collect();
         if able.is_empty() {
             // The transport that replaced the lost one can't ask.
-            for l in std::mem::take(&mut route.healing.limbos) {
+            for l in std::mem::take(&mut route.healing.unresolved) {
                 self.give_up(now, peer, l.slices, (rails, l.rail, &l.cause));
             }
             return;
         }
-        for limbo in route.healing.limbos.iter_mut().filter(|l| l.asked_by.is_none()) {
+        for entry in route.healing.unresolved.iter_mut().filter(|l| l.asked_by.is_none()) {
             // Another rail's link is less likely to be the next that is lost.
-            let via = able.iter().find(|(rail, _)| *rail != limbo.rail).unwrap_or(&able[0]);
-            limbo.asked_by = Some(*via);
+            let via = able.iter().find(|(rail, _)| *rail != entry.rail).unwrap_or(&able[0]);
+            entry.asked_by = Some(*via);
             // Where work comes in order, a count says it all, however much work it is.
-            let numbered = limbo.kind == Receipts::Numbered;
-            let slices = limbo.slices.iter().filter(|_| numbered);
+            let numbered = entry.kind == Receipts::Numbered;
+            let slices = entry.slices.iter().filter(|_| numbered);
             let numbers = slices.filter_map(|s| s.number).collect();
-            let note = Note::Lost { id: limbo.id, name: limbo.name, numbers };
+            let note = Note::Lost { id: entry.id, name: entry.name, numbers };
             rails[via.0].note(via.1, note.encode());
         }
     }
@@ -219,7 +220,7 @@ impl Group {
         via: (usize, LinkId),
         frame: &[u8],
         rails: &mut Rails,
-        sink: &dyn Sink,
+        sink: &dyn GroupEvents,
     ) {
         let Some(peer) = self.links.get(&via).copied() else { return };
         match Note::decode(frame) {
@@ -227,10 +228,10 @@ impl Group {
                 self.on_question(peer, Question { id, name, numbers, via }, rails);
             }
             Ok(Note::Ended { id, came }) => {
-                let limbos = &mut self.peers[peer as usize].healing.limbos;
-                let Some(at) = limbos.iter().position(|l| l.id == id) else { return };
-                let limbo = limbos.remove(at);
-                self.make_good(now, peer, limbo, came, rails, sink);
+                let unresolved = &mut self.peers[peer as usize].healing.unresolved;
+                let Some(at) = unresolved.iter().position(|l| l.id == id) else { return };
+                let entry = unresolved.remove(at);
+                self.resolve(now, peer, entry, came, rails, sink);
             }
             Ok(Note::Want(wants)) => self.on_want(now, peer, wants, rails),
             Ok(Note::Credit(bytes)) => self.on_credit(peer, bytes),
@@ -251,7 +252,7 @@ impl Group {
         match route.named(question.name) {
             None if route.healing.is_over(question.name) => self.answer(peer, &question, rails),
             // It may be one that the peer has lost before it used it.
-            None => match rails.iter_mut().any(|r| r.end_unused(question.name, THEIRS)) {
+            None => match rails.iter_mut().any(|r| r.end_unused(question.name, LOST_BY_PEER)) {
                 true => wait(route, question),
                 false => self.answer(peer, &question, rails),
             },
@@ -261,7 +262,7 @@ impl Group {
             }
             Some((rail, link)) => {
                 wait(route, question);
-                rails[rail].disconnect(link, THEIRS);
+                rails[rail].disconnect(link, LOST_BY_PEER);
             }
         }
     }
@@ -292,28 +293,28 @@ impl Group {
         // Whoever asked by a link that is down will ask again by another.
         if self.links.contains_key(&question.via) {
             let healing = &self.peers[peer as usize].healing;
-            let came = healing.came(question.name, &question.numbers);
+            let came = healing.arrived(question.name, &question.numbers);
             let note = Note::Ended { id: question.id, came };
             rails[question.via.0].note(question.via.1, note.encode());
         }
     }
 
     /// The peer has told what came over a lost link.
-    fn make_good(
+    fn resolve(
         &mut self,
         now: Time,
         peer: PeerKey,
-        limbo: Limbo,
-        came: Came,
+        entry: UnresolvedSlices,
+        came: Arrived,
         rails: &mut Rails,
-        sink: &dyn Sink,
+        sink: &dyn GroupEvents,
     ) {
-        let Limbo { slices, kind, acked, rail, cause, .. } = limbo;
+        let UnresolvedSlices { slices, kind, acked, rail, cause, .. } = entry;
         let came = match (came, kind) {
-            (Came::InOrder(all), Receipts::InOrder) => {
+            (Arrived::InOrder(all), Receipts::InOrder) => {
                 missing::in_order(slices, all.checked_sub(acked))
             }
-            (Came::These(each), Receipts::Numbered) => missing::numbered(slices, &each),
+            (Arrived::These(each), Receipts::Numbered) => missing::numbered(slices, &each),
             // Nor has the peer promised that its end is down (MR-1).
             _ => Err(slices),
         };
@@ -388,11 +389,11 @@ impl Group {
     }
 
     /// Gives up on answers that have not come.
-    pub(super) fn lose_patience(&mut self, now: Time, peer: PeerKey, rails: &Rails) {
-        let limbos = &mut self.peers[peer as usize].healing.limbos;
+    pub(super) fn expire_unresolved(&mut self, now: Time, peer: PeerKey, rails: &Rails) {
+        let unresolved = &mut self.peers[peer as usize].healing.unresolved;
         let (late, waiting): (Vec<_>, Vec<_>) =
-            std::mem::take(limbos).into_iter().partition(|l| l.until <= now);
-        *limbos = waiting;
+            std::mem::take(unresolved).into_iter().partition(|l| l.until <= now);
+        *unresolved = waiting;
         for l in late {
             let why = format!("{}; what had arrived could not be found out in time", l.cause);
             let cause = DomainError::LinkDown(why);

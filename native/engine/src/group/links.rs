@@ -2,7 +2,7 @@
 
 use super::{
     route::{PeerKey, State},
-    Group, Rails, Sink,
+    Group, GroupEvents, Rails,
 };
 use crate::{
     domain::{DomainError, LinkId, Receipt, Receipts, Token},
@@ -13,7 +13,13 @@ use crate::{
 
 impl Group {
     /// Tries the next transport that may reach a peer; none left means that it is lost.
-    pub(super) fn connect(&mut self, now: Time, peer: PeerKey, rails: &mut Rails, sink: &dyn Sink) {
+    pub(super) fn connect(
+        &mut self,
+        now: Time,
+        peer: PeerKey,
+        rails: &mut Rails,
+        sink: &dyn GroupEvents,
+    ) {
         let route = &mut self.peers[peer as usize];
         if route.state != State::Connecting {
             route.begin(rails);
@@ -61,7 +67,7 @@ impl Group {
         (rail, link): (usize, LinkId),
         (cause, receipt, unfinished): (DomainError, Receipt, Vec<(Token, u64)>),
         rails: &mut Rails,
-        sink: &dyn Sink,
+        sink: &dyn GroupEvents,
     ) {
         if let Some(peer) = self.links.remove(&(rail, link)) {
             let route = &mut self.peers[peer as usize];
@@ -77,7 +83,7 @@ impl Group {
                     self.returns.insert((route.returns.miss(now, down.pair), peer));
                 }
             }
-            self.mourn(now, peer, (&down, &cause), (receipt, &unfinished), rails);
+            self.on_link_lost(now, peer, (&down, &cause), (receipt, &unfinished), rails);
             return;
         }
         let found = self.peers.iter_mut().find_map(|(p, r)| Some((p, r.tried(rail, link)?)));
@@ -109,7 +115,7 @@ impl Group {
         rail: usize,
         cause: &DomainError,
         rails: &mut Rails,
-        sink: &dyn Sink,
+        sink: &dyn GroupEvents,
     ) {
         let route = &mut self.peers[peer as usize];
         let blamed = DomainError::Gone(cause.to_string());
@@ -125,7 +131,7 @@ impl Group {
         // What is left of the time in which a death must be told, after the link took its share of it.
         let until = now.after(self.policy.peer_timeout * 2 / 5);
         (route.reviving, route.reviving_until) = (Some(error), until);
-        self.patience.insert((until, peer));
+        self.resolve_deadlines.insert((until, peer));
         self.connect(now, peer, rails, sink);
     }
 
@@ -135,7 +141,7 @@ impl Group {
         now: Time,
         peer: PeerKey,
         rails: &mut Rails,
-        sink: &dyn Sink,
+        sink: &dyn GroupEvents,
     ) {
         let route = &mut self.peers[peer as usize];
         if route.state != State::Connecting || route.reviving_until > now {
@@ -148,7 +154,7 @@ impl Group {
         self.lose(peer, error, sink);
     }
 
-    fn lose(&mut self, peer: PeerKey, error: EngineError, sink: &dyn Sink) {
+    fn lose(&mut self, peer: PeerKey, error: EngineError, sink: &dyn GroupEvents) {
         let route = &mut self.peers[peer as usize];
         (route.state, route.since) = (State::Lost, self.recorder.now);
         (route.asking, route.credit) = (false, u64::MAX);

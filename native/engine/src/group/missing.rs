@@ -5,7 +5,7 @@ use super::ledger::Slice;
 use crate::domain::Count;
 
 /// Slices, each with how much of it has come: all of it, or so many of its counts.
-pub(super) type Came = Vec<(Slice, Share)>;
+pub(super) type Shares = Vec<(Slice, Share)>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Share {
@@ -16,7 +16,7 @@ pub(super) enum Share {
 
 /// Of an ordered link, whose peer has counted `came` writes more than it had acknowledged. Slices without
 /// a count may have come or not.
-pub(super) fn in_order(mut slices: Vec<Slice>, came: Option<u64>) -> Result<Came, Vec<Slice>> {
+pub(super) fn in_order(mut slices: Vec<Slice>, came: Option<u64>) -> Result<Shares, Vec<Slice>> {
     let counts = |s: &Slice| s.count().map_or(0, |c| u64::from(c.n));
     let posted: u64 = slices.iter().map(counts).sum();
     let Some(mut came) = came.filter(|came| *came <= posted) else { return Err(slices) };
@@ -31,7 +31,7 @@ pub(super) fn in_order(mut slices: Vec<Slice>, came: Option<u64>) -> Result<Came
 }
 
 /// Of a link that numbers work, where the peer has said of each whether it came.
-pub(super) fn numbered(slices: Vec<Slice>, came: &[bool]) -> Result<Came, Vec<Slice>> {
+pub(super) fn numbered(slices: Vec<Slice>, came: &[bool]) -> Result<Shares, Vec<Slice>> {
     if slices.len() != came.len() {
         return Err(slices);
     }

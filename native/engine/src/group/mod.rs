@@ -1,7 +1,7 @@
 //! The group layer: requests become slices on links, completions become results.
 //!
 //! A state machine without threads, clocks or sockets: time comes in as a value, work goes out
-//! through the [`Domain`] seam, results through [`Sink`]. The same code runs under a worker thread
+//! through the [`Domain`] seam, results through [`GroupEvents`]. The same code runs under a worker thread
 //! and inside the simulator.
 
 mod backlog;
@@ -60,7 +60,7 @@ pub(crate) use transfer::TransferKey;
 pub(crate) type Rails = [Box<dyn Domain>];
 
 /// Where the group's events go.
-pub(crate) trait Sink {
+pub(crate) trait GroupEvents {
     fn counted(&self, now: Time, count: Count);
     fn message(&self, from: EngineId, message: Box<[u8]>);
     fn peer_lost(&self, now: Time, peer: EngineId, error: &EngineError);
@@ -68,16 +68,16 @@ pub(crate) trait Sink {
 }
 
 /// Who waits for a transfer, and the memory that it needs: the layer above knows both.
-pub(crate) trait Claim: Send + Sync {
+pub(crate) trait OperationCompletion: Send + Sync {
     /// The result, once; `at`: its place among those that are waited for together.
-    fn finished(&self, at: u32, result: Result<(), EngineError>);
+    fn resolve(&self, at: u32, result: Result<(), EngineError>);
     /// Nothing of a transfer is under way any more; `proven`: nor can any byte of it still land (MR-1). With its result,
     /// unless that was told before.
-    fn over(&self, at: u32, proven: bool, result: Option<Result<(), EngineError>>);
+    fn release(&self, at: u32, proven: bool, result: Option<Result<(), EngineError>>);
 }
 
 /// Who waits, and for which of what it waits for.
-pub(crate) type Claimed = (Arc<dyn Claim>, u32);
+pub(crate) type CompletionHandle = (Arc<dyn OperationCompletion>, u32);
 
 /// What the user allows, beyond the list of rails.
 #[derive(Clone, Copy, Debug, Default)]
@@ -123,7 +123,7 @@ pub(crate) struct Group {
     /// When lost rails are tried again.
     returns: BTreeSet<(Time, PeerKey)>,
     /// When peers should have said what came over a lost link.
-    patience: BTreeSet<(Time, PeerKey)>,
+    resolve_deadlines: BTreeSet<(Time, PeerKey)>,
     ledger: Ledger,
     credits: Credits,
     /// When links are looked at that may have stalled.
@@ -169,7 +169,7 @@ impl Group {
         key: TransferKey,
         mut op: BoundOp,
         rails: &mut Rails,
-        sink: &dyn Sink,
+        sink: &dyn GroupEvents,
     ) {
         let peer = op.peer;
         self.recorder.tell(now);
@@ -250,7 +250,7 @@ impl Group {
     }
 
     /// Whom to tell when a pending request is over.
-    pub fn attach(&mut self, key: TransferKey, claim: Claimed) {
+    pub fn attach(&mut self, key: TransferKey, claim: CompletionHandle) {
         self.transfers[key.slot as usize].claim = Some(claim);
     }
 
@@ -260,7 +260,7 @@ impl Group {
         now: Time,
         peer: PeerKey,
         rails: &mut Rails,
-        sink: &dyn Sink,
+        sink: &dyn GroupEvents,
     ) -> Result<(), EngineError> {
         self.recorder.tell(now);
         let route = &mut self.peers[peer as usize];
@@ -288,7 +288,7 @@ impl Group {
         rail: usize,
         completion: Completion,
         rails: &mut Rails,
-        sink: &dyn Sink,
+        sink: &dyn GroupEvents,
     ) {
         self.recorder.tell(now);
         match completion {
@@ -333,7 +333,7 @@ impl Group {
     }
 
     /// Moves backlogs on and lets deadlines strike. Call after polling.
-    pub fn progress(&mut self, now: Time, rails: &mut Rails, sink: &dyn Sink) -> bool {
+    pub fn progress(&mut self, now: Time, rails: &mut Rails, sink: &dyn GroupEvents) -> bool {
         let mut moved = false;
         self.recorder.tell(now);
         self.move_at = Time::NEVER;
@@ -389,10 +389,12 @@ impl Group {
             moved = true;
             self.look(now, rails);
         }
-        while let Some((at, peer)) = self.patience.first().copied().filter(|(t, _)| *t <= now) {
+        while let Some((at, peer)) =
+            self.resolve_deadlines.first().copied().filter(|(t, _)| *t <= now)
+        {
             moved = true;
-            self.patience.remove(&(at, peer));
-            self.lose_patience(now, peer, rails);
+            self.resolve_deadlines.remove(&(at, peer));
+            self.expire_unresolved(now, peer, rails);
             self.end_revival(now, peer, rails, sink);
         }
         moved
@@ -409,7 +411,7 @@ impl Group {
         self.deadlines.clear();
         self.returns.clear();
         self.verdicts.clear();
-        self.patience.clear();
+        self.resolve_deadlines.clear();
         self.ledger.clear();
         self.credits = Credits::default();
         (self.look_at, self.move_at) = (Time::NEVER, Time::NEVER);
@@ -430,7 +432,7 @@ impl Group {
         token: Token,
         result: Result<(), DomainError>,
         rails: &mut Rails,
-        sink: &dyn Sink,
+        sink: &dyn GroupEvents,
     ) {
         let (key, confirm) = match Ledger::is_slice(token) {
             false => Transfer::of_token(token),
@@ -444,7 +446,7 @@ impl Group {
                 }
                 if result.as_ref().is_err_and(DomainError::is_loss) && heals && slice.may_return() {
                     // The link goes down next.
-                    return route.healing.fall(token, slice);
+                    return route.healing.add_failed(token, slice);
                 }
                 (slice.owner, slice.confirm)
             }
@@ -469,7 +471,7 @@ impl Group {
         key: TransferKey,
         confirm: Option<u32>,
         rails: &mut Rails,
-        sink: &dyn Sink,
+        sink: &dyn GroupEvents,
     ) {
         let transfer = &mut self.transfers[key.slot as usize];
         transfer.outstanding -= 1;

@@ -21,7 +21,7 @@ pub(crate) enum Note {
     /// tell what came of it: of these work requests, where they have numbers. `id` comes back.
     Lost { id: u32, name: LinkName, numbers: Vec<u64> },
     /// It has ended here too.
-    Ended { id: u32, came: Came },
+    Ended { id: u32, came: Arrived },
     /// I send you much, or have done.
     Want(bool),
     /// So many bytes may be on their way from you to me.
@@ -30,7 +30,7 @@ pub(crate) enum Note {
 
 /// See [`crate::domain::Receipt`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Came {
+pub(crate) enum Arrived {
     Unknown,
     /// So many counts, in the order in which they were posted.
     InOrder(u64),
@@ -68,7 +68,7 @@ mod tests {
     fn the_largest_notes_fit() {
         let lost =
             Note::Lost { id: u32::MAX, name: u64::MAX, numbers: vec![u64::MAX; MAX_NUMBERS] };
-        let came = Came::These(vec![true; MAX_NUMBERS]);
+        let came = Arrived::These(vec![true; MAX_NUMBERS]);
         for note in [lost, Note::Ended { id: u32::MAX, came }] {
             let bytes = note.encode();
             assert!(bytes.len() <= MAX_NOTE, "{}", bytes.len());

@@ -170,7 +170,7 @@ impl Group {
         );
         gone.iter().for_each(|key| self.credits.forget(*key));
         self.returns.retain(|(_, peer)| !gone.contains(peer));
-        self.patience.retain(|(_, peer)| !gone.contains(peer));
+        self.resolve_deadlines.retain(|(_, peer)| !gone.contains(peer));
         self.waiters.retain(|peer| !gone.contains(peer));
     }
 }

@@ -7,7 +7,7 @@ use super::{
     recorder::Flight,
     route::Route,
     slices::{BoundOp, Joint},
-    Claimed, PeerKey,
+    CompletionHandle, PeerKey,
 };
 use crate::{
     api::Priority,
@@ -54,7 +54,7 @@ pub(super) struct Transfer {
     pub error: Option<EngineError>,
     /// A rail to this peer failed it. Whether the rail was lost or the peer is not known until then.
     pub undecided: Option<(PeerKey, Time)>,
-    pub claim: Option<Claimed>,
+    pub claim: Option<CompletionHandle>,
     /// Its result was told, maybe before everything of it was over.
     told: bool,
     /// A link that carried some of it was lost, and its other end hasn't said that it is down.
@@ -223,7 +223,7 @@ impl Transfer {
     /// Gives the result to whoever waits, once.
     pub fn tell(&mut self) {
         if let Some((claim, at)) = self.claim.as_ref().filter(|_| !self.told) {
-            claim.finished(*at, self.error.clone().map_or(Ok(()), Err));
+            claim.resolve(*at, self.error.clone().map_or(Ok(()), Err));
             self.told = true;
         }
     }
@@ -233,6 +233,6 @@ impl Transfer {
         let Some((claim, at)) = &self.claim else { return };
         let result = (!self.told).then(|| self.error.clone().map_or(Ok(()), Err));
         self.told = true;
-        claim.over(*at, !self.unproven, result);
+        claim.release(*at, !self.unproven, result);
     }
 }

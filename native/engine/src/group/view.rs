@@ -19,7 +19,7 @@ impl Group {
         let first = self.deadlines.first().map_or(Time::NEVER, |(t, _)| *t);
         let returns = self.returns.first().map_or(Time::NEVER, |(t, _)| *t);
         let verdicts = self.verdicts.first().map_or(Time::NEVER, |(t, _)| *t);
-        let patience = self.patience.first().map_or(Time::NEVER, |(t, _)| *t);
+        let patience = self.resolve_deadlines.first().map_or(Time::NEVER, |(t, _)| *t);
         first
             .min(returns)
             .min(verdicts)

@@ -14,9 +14,9 @@ use std::{
 };
 
 use super::{
-    baton::{Baton, CarryOut, Held},
+    combining_lock::{CarryOut, CombiningGuard, CombiningLock},
+    parker::Parker,
     share::HostShare,
-    sleep::Bed,
 };
 use crate::{
     api::Priority,
@@ -122,14 +122,14 @@ impl Core {
 }
 
 pub(crate) struct Cell {
-    core: Baton<Core, Command>,
+    core: CombiningLock<Core, Command>,
     /// Threads that poll because they wait for something.
     pollers: AtomicU32,
     /// When a poller last left.
     left_at: AtomicU64,
     /// How often in a row the worker found the lock taken.
     misses: AtomicU32,
-    bed: Option<Bed>,
+    parker: Option<Parker>,
     assistants: Vec<Arc<dyn Assist>>,
     pinners: Vec<Option<Arc<dyn Pinner>>>,
     spin: Duration,
@@ -144,7 +144,7 @@ impl CarryOut<Core, Command> for &Arc<Shared> {
     }
 }
 
-pub(crate) type Guard<'a> = Held<'a, Core, Command, &'a Arc<Shared>>;
+pub(crate) type Guard<'a> = CombiningGuard<'a, Core, Command, &'a Arc<Shared>>;
 
 impl Cell {
     /// `tiers`: how far each rail is from the memory that the engine serves, where that is known.
@@ -155,7 +155,7 @@ impl Cell {
         spin: Duration,
         threaded: bool,
     ) -> Result<Self> {
-        let bed = threaded.then(|| Bed::new(&domains)).transpose()?;
+        let parker = threaded.then(|| Parker::new(&domains)).transpose()?;
         let assistants = domains.iter().filter_map(|d| d.assistant()).collect();
         // Where the clock is not the machine's, nor are the NICs.
         let shares = domains.iter().enumerate().filter(|(_, d)| threaded && d.kind().has_nics());
@@ -165,7 +165,7 @@ impl Cell {
         let mut group = Group::new(policy);
         tiers.iter().enumerate().for_each(|(rail, tier)| group.place(rail, *tier));
         Ok(Self {
-            core: Baton::new(Core {
+            core: CombiningLock::new(Core {
                 group,
                 domains,
                 completions: Vec::new(),
@@ -178,7 +178,7 @@ impl Cell {
             pollers: AtomicU32::new(0),
             left_at: AtomicU64::new(0),
             misses: AtomicU32::new(0),
-            bed,
+            parker,
             assistants,
             pinners,
             spin,
@@ -214,22 +214,22 @@ impl Cell {
     }
 
     pub fn kick_worker(&self) {
-        if let Some(bed) = &self.bed {
-            bed.kick();
+        if let Some(parker) = &self.parker {
+            parker.kick();
         }
     }
 
     /// A sleeping worker must wake for the earliest timer, which may have become earlier.
     pub fn set_alarm(&self, at: Time) {
-        if let Some(bed) = self.bed.as_ref().filter(|_| at != Time::NEVER) {
-            bed.alarm(at, Duration::ZERO);
+        if let Some(parker) = self.parker.as_ref().filter(|_| at != Time::NEVER) {
+            parker.alarm(at, Duration::ZERO);
         }
     }
 
     /// The worker sleeps and nothing is armed: have it take over if no caller comes back soon.
     fn linger(&self, now: Time) {
-        if let Some(bed) = &self.bed {
-            bed.alarm(now.after(LINGER), LINGER_MAX - LINGER);
+        if let Some(parker) = &self.parker {
+            parker.alarm(now.after(LINGER), LINGER_MAX - LINGER);
         }
     }
 
@@ -255,7 +255,7 @@ impl Cell {
     /// One round on this thread, if nobody else is at it.
     #[inline]
     pub fn poll_once(&self, shared: &Arc<Shared>) -> bool {
-        if self.bed.is_none() {
+        if self.parker.is_none() {
             return false;
         }
         self.enter();
@@ -287,7 +287,7 @@ impl Cell {
     /// One round on a thread that has news of its own, so that the worker needn't be woken for them: where cores are
     /// few, it would take one from those who copy.
     pub fn act(&self, shared: &Arc<Shared>) {
-        if self.bed.is_none() {
+        if self.parker.is_none() {
             return;
         }
         // Who has the lock may have looked before the news were there.
@@ -305,7 +305,7 @@ impl Cell {
 
     /// Polls until `done` or `deadline`, whichever is first, without ever sleeping.
     pub fn spin(&self, shared: &Arc<Shared>, done: &dyn Fn() -> bool, deadline: Time) {
-        if self.bed.is_none() {
+        if self.parker.is_none() {
             return;
         }
         self.enter();
@@ -322,7 +322,7 @@ impl Cell {
     /// Polls while things move and for the spin time after; then hands over to the worker, so that
     /// the caller can sleep.
     pub fn wait(&self, shared: &Arc<Shared>, done: &dyn Fn() -> bool, deadline: Time) {
-        if self.bed.is_none() {
+        if self.parker.is_none() {
             return;
         }
         self.enter();
@@ -376,7 +376,7 @@ impl Cell {
 
     /// Prepares for nobody polling; false if there is something to do first.
     fn arm(&self, core: &mut Core, shared: &Arc<Shared>) -> bool {
-        let Some(bed) = &self.bed else { return true };
+        let Some(parker) = &self.parker else { return true };
         // What was armed may have gone off since: the worker woke, saw a poller, and slept again.
         if core.armed {
             core.disarm();
@@ -384,7 +384,7 @@ impl Cell {
         if !core.arm_domains() {
             return false;
         }
-        bed.arm(&core.domains);
+        parker.arm(&core.domains);
         self.set_alarm(core.next_timer(shared));
         true
     }
@@ -396,12 +396,12 @@ impl Cell {
 
     /// The worker's life: drive while there is traffic, sleep when there is none.
     pub(super) fn work(&self, shared: &Arc<Shared>, always: bool) {
-        let Some(bed) = &self.bed else { return };
+        let Some(parker) = &self.parker else { return };
         let mut spin = self.spin;
         while !self.stopping.load(SeqCst) {
             self.work_awake(shared, always, spin);
             while !self.stopping.load(SeqCst) {
-                let only_alarm = bed.sleep();
+                let only_alarm = parker.sleep();
                 // After news there may be more; when a caller has merely left, there is no sign of it.
                 spin = if only_alarm { Duration::ZERO } else { self.spin };
                 let now = Time::now();

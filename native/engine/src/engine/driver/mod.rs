@@ -1,9 +1,9 @@
 //! Threads and sleeping: who drives the group when.
 
-mod baton;
 mod cell;
+mod combining_lock;
+mod parker;
 mod share;
-mod sleep;
 mod worker;
 
 pub(crate) use cell::{Cell, Command, Core, Guard};

@@ -21,7 +21,7 @@ const KICK: u64 = u64::MAX;
 const TIMER: u64 = u64::MAX - 1;
 
 #[derive(Debug)]
-pub(super) struct Bed {
+pub(super) struct Parker {
     epoll: OwnedFd,
     kick: OwnedFd,
     timer: OwnedFd,
@@ -31,10 +31,10 @@ pub(super) struct Bed {
     setting: Mutex<()>,
 }
 
-impl Bed {
+impl Parker {
     pub fn new(domains: &[Box<dyn Domain>]) -> Result<Self> {
         let fail = |call| move |e| EngineError::resource(call, e);
-        let bed = Self {
+        let parker = Self {
             epoll: epoll::create(epoll::CreateFlags::CLOEXEC).map_err(fail("epoll_create"))?,
             kick: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
                 .map_err(fail("eventfd"))?,
@@ -46,20 +46,21 @@ impl Bed {
             alarm: AtomicU64::new(u64::MAX),
             setting: Mutex::new(()),
         };
-        for (fd, tag) in [(&bed.kick, KICK), (&bed.timer, TIMER)] {
+        for (fd, tag) in [(&parker.kick, KICK), (&parker.timer, TIMER)] {
             let data = epoll::EventData::new_u64(tag);
-            epoll::add(&bed.epoll, fd, data, epoll::EventFlags::IN).map_err(fail("epoll_ctl"))?;
+            epoll::add(&parker.epoll, fd, data, epoll::EventFlags::IN)
+                .map_err(fail("epoll_ctl"))?;
         }
         for domain in domains {
             for fd in domain.wake_fds() {
                 // SAFETY: the domain keeps its descriptors open while it lives, and it lives as
                 // long as the worker that sleeps here.
                 let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-                epoll::add(&bed.epoll, fd, epoll::EventData::new_u64(0), Self::quiet())
+                epoll::add(&parker.epoll, fd, epoll::EventData::new_u64(0), Self::quiet())
                     .map_err(fail("epoll_ctl"))?;
             }
         }
-        Ok(bed)
+        Ok(parker)
     }
 
     fn quiet() -> epoll::EventFlags {

@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     api::{Priority, Span},
-    group::{Claim, Hold, Submitted},
+    group::{Hold, OperationCompletion, Submitted},
     EngineError, Result,
 };
 
@@ -34,7 +34,7 @@ pub enum Outcome {
 }
 
 /// What has become of one, by its place in what was asked for.
-pub(super) type News = (usize, Outcome);
+pub(super) type BatchEvent = (usize, Outcome);
 
 /// Hears what becomes of requests, or expectations, that were made together.
 ///
@@ -55,8 +55,8 @@ pub struct Expect<'a> {
 }
 
 /// Those of one call.
-pub(super) struct Each {
-    me: Weak<Each>,
+pub(super) struct RequestBatch {
+    me: Weak<RequestBatch>,
     shared: Weak<Shared>,
     callbacks: Callbacks,
     /// Until it is dropped.
@@ -67,7 +67,7 @@ pub(super) struct Each {
     keep: Mutex<Vec<Region>>,
 }
 
-impl Each {
+impl RequestBatch {
     fn new(
         shared: &Arc<Shared>,
         listener: Arc<dyn Listener>,
@@ -85,14 +85,14 @@ impl Each {
     }
 
     /// Has the callback thread tell this.
-    fn tell(&self, news: impl IntoIterator<Item = News>) {
+    fn tell(&self, news: impl IntoIterator<Item = BatchEvent>) {
         if let Some(me) = self.me.upgrade() {
             self.callbacks.tell(me, news.into_iter());
         }
     }
 
     /// Tells it, on the callback thread.
-    pub fn hear(self: Arc<Self>, news: Vec<News>) {
+    pub fn hear(self: Arc<Self>, news: Vec<BatchEvent>) {
         if let Some(listener) = &self.listener {
             listener.hear(news);
         }
@@ -101,8 +101,8 @@ impl Each {
 
     /// Drops the listener with the last of those that hold on to it; for where it may be dropped.
     fn let_go(this: Arc<Self>) {
-        if let Some(mut each) = Arc::into_inner(this) {
-            each.listener = None;
+        if let Some(mut batch) = Arc::into_inner(this) {
+            batch.listener = None;
         }
     }
 
@@ -118,7 +118,7 @@ impl Each {
     }
 }
 
-impl Drop for Each {
+impl Drop for RequestBatch {
     /// What a listener owns may do anything when it is dropped, and here the engine's lock may be held.
     fn drop(&mut self) {
         if let Some(listener) = self.listener.take() {
@@ -127,12 +127,12 @@ impl Drop for Each {
     }
 }
 
-impl Claim for Each {
-    fn finished(&self, at: u32, result: Result<()>) {
+impl OperationCompletion for RequestBatch {
+    fn resolve(&self, at: u32, result: Result<()>) {
         self.tell([(at as usize, Outcome::Ended(result))]);
     }
 
-    fn over(&self, at: u32, proven: bool, result: Option<Result<()>>) {
+    fn release(&self, at: u32, proven: bool, result: Option<Result<()>>) {
         let failed = !matches!(result, Some(Ok(())));
         let quiet = Outcome::Quiet(if proven { Quiet::Quiet } else { Quiet::Unknown });
         self.are_over(1);
@@ -145,7 +145,7 @@ impl Claim for Each {
 /// What is over before the call returns.
 #[derive(Default)]
 struct AtOnce {
-    news: Vec<News>,
+    news: Vec<BatchEvent>,
     over: usize,
     /// How many there are.
     of: usize,
@@ -217,7 +217,7 @@ impl Shared {
         at_once: &mut AtOnce,
     ) {
         let timeout = options.timeout.unwrap_or(self.op_timeout);
-        let each = Each::new(self, listener, ops);
+        let batch = RequestBatch::new(self, listener, ops);
         let (mut now, mut bytes) = (self.now(), 0);
         core.domains.iter_mut().for_each(|d| d.begin_request());
         let before = at_once.over;
@@ -234,16 +234,16 @@ impl Shared {
             }
             match core.group.seal((begun, now), key, timeout) {
                 Submitted::Done(result) => at_once.ended(*at, result),
-                Submitted::Pending(key) => core.group.attach(key, (each.clone(), *at as u32)),
+                Submitted::Pending(key) => core.group.attach(key, (batch.clone(), *at as u32)),
             }
         }
         core.domains.iter_mut().for_each(|d| d.flush());
         match at_once.over - before {
             0 => {}
-            n => each.are_over(n),
+            n => batch.are_over(n),
         }
         // The caller has the listener as well: this isn't the last of it.
-        Each::let_go(each);
+        RequestBatch::let_go(batch);
         self.set_alarm(core.group.next_deadline());
     }
 
@@ -254,7 +254,7 @@ impl Shared {
         listener: Arc<dyn Listener>,
     ) {
         let timeout = options.timeout.unwrap_or(self.op_timeout);
-        let each = Each::new(self, listener, ops);
+        let batch = RequestBatch::new(self, listener, ops);
         let (mut waiting, mut bound) = (Vec::with_capacity(ops.len()), Vec::new());
         // Until it is posted only we name its peers.
         let mut peers: Vec<Hold> = Vec::new();
@@ -272,7 +272,9 @@ impl Shared {
         let queued = self.now();
         let command = move |core: &mut Core, shared: &Arc<Self>| {
             if let Err(e) = core.check_open() {
-                return waiting.iter().for_each(|w| each.over(w.at, true, Some(Err(e.clone()))));
+                return waiting
+                    .iter()
+                    .for_each(|w| batch.release(w.at, true, Some(Err(e.clone()))));
             }
             let mut now = shared.now();
             core.domains.iter_mut().for_each(|d| d.begin_request());
@@ -284,8 +286,8 @@ impl Shared {
                 }
                 let begun = std::mem::replace(&mut now, shared.now());
                 match core.group.seal((begun, now), key, timeout) {
-                    Submitted::Done(result) => each.over(at, true, Some(result)),
-                    Submitted::Pending(key) => core.group.attach(key, (each.clone(), at)),
+                    Submitted::Done(result) => batch.release(at, true, Some(result)),
+                    Submitted::Pending(key) => core.group.attach(key, (batch.clone(), at)),
                 }
             }
             drop(peers);
@@ -305,14 +307,14 @@ impl Shared {
         if self.draining.load(SeqCst) {
             return Err(EngineError::Draining);
         }
-        let (each, now) = (Each::new(self, listener, &[]), self.now());
+        let (batch, now) = (RequestBatch::new(self, listener, &[]), self.now());
         for (at, Expect { counter, n, writers }) in expected.iter().enumerate() {
             let what = (counter.imm(), *n, Some(Span::NONE));
             self.counters.expect(
                 what,
                 (now, timeout),
                 (*writers).into(),
-                (each.clone(), at as u32),
+                (batch.clone(), at as u32),
             );
         }
         let counters = expected.iter().map(|e| e.counter.imm());
@@ -323,8 +325,8 @@ impl Shared {
 }
 
 impl TransferEngine {
-    /// Submits many requests of one operation each, with the same options: as many calls of [`TransferEngine::submit`]
-    /// would, but for one price. `listener` hears what becomes of each, by its place among `ops`: one that is found wrong
+    /// Submits many requests of one operation batch, with the same options: as many calls of [`TransferEngine::submit`]
+    /// would, but for one price. `listener` hears what becomes of batch, by its place among `ops`: one that is found wrong
     /// ends, and the others go on. The local memory of all is in use until the last of them is over (MR-1).
     ///
     /// # Errors
@@ -339,7 +341,7 @@ impl TransferEngine {
     }
 
     /// Expects writes at many counters of this engine: as many calls of [`Counter::expect`] would, but for one price, and
-    /// counters are not kept by it. `listener` hears of each, by its place.
+    /// counters are not kept by it. `listener` hears of batch, by its place.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for a counter of another engine, or no writes at one; or if the engine takes nothing any
@@ -378,12 +380,12 @@ mod tests {
     /// Keeps what it hears, and says when it is dropped.
     #[derive(Default)]
     struct Heard {
-        news: Arc<Mutex<Vec<News>>>,
+        news: Arc<Mutex<Vec<BatchEvent>>>,
         dropped: Arc<AtomicBool>,
     }
 
     impl Listener for Heard {
-        fn hear(&self, news: Vec<News>) {
+        fn hear(&self, news: Vec<BatchEvent>) {
             self.news.lock().extend(news);
         }
     }
@@ -400,9 +402,9 @@ mod tests {
         let a = net.engine(EngineConfig::default()).unwrap();
         let heard = Heard::default();
         let dropped = Arc::clone(&heard.dropped);
-        let each = Each::new(&a.shared, Arc::new(heard), &[]);
+        let batch = RequestBatch::new(&a.shared, Arc::new(heard), &[]);
         let core = a.shared.lock().unwrap();
-        drop(each as Arc<dyn Claim>);
+        drop(batch as Arc<dyn OperationCompletion>);
         assert!(!dropped.load(SeqCst));
         drop(core);
         a.shared.callbacks.run_queued();

@@ -9,31 +9,31 @@ pub(crate) trait CarryOut<T, C> {
 }
 
 #[derive(Debug)]
-pub(crate) struct Baton<T, C> {
+pub(crate) struct CombiningLock<T, C> {
     state: Mutex<T>,
     inbox: Queue<C>,
 }
 
 /// The lock, held. Letting go empties the inbox.
-pub(crate) struct Held<'a, T, C, D: CarryOut<T, C>> {
+pub(crate) struct CombiningGuard<'a, T, C, D: CarryOut<T, C>> {
     state: Option<MutexGuard<'a, T>>,
-    baton: &'a Baton<T, C>,
+    lock: &'a CombiningLock<T, C>,
     duty: D,
 }
 
-impl<T, C> Baton<T, C> {
+impl<T, C> CombiningLock<T, C> {
     pub fn new(state: T) -> Self {
         Self { state: Mutex::new(state), inbox: Queue::new() }
     }
 
-    pub fn lock<D: CarryOut<T, C>>(&self, duty: D) -> Held<'_, T, C, D> {
-        Held { state: Some(self.state.lock()), baton: self, duty }
+    pub fn lock<D: CarryOut<T, C>>(&self, duty: D) -> CombiningGuard<'_, T, C, D> {
+        CombiningGuard { state: Some(self.state.lock()), lock: self, duty }
     }
 
     #[inline]
-    pub fn try_lock<D: CarryOut<T, C>>(&self, duty: D) -> Option<Held<'_, T, C, D>> {
+    pub fn try_lock<D: CarryOut<T, C>>(&self, duty: D) -> Option<CombiningGuard<'_, T, C, D>> {
         let state = self.state.try_lock()?;
-        Some(Held { state: Some(state), baton: self, duty })
+        Some(CombiningGuard { state: Some(state), lock: self, duty })
     }
 
     /// Has `command` done: by this thread if the lock is free, else by its holder.
@@ -45,7 +45,7 @@ impl<T, C> Baton<T, C> {
     }
 }
 
-impl<T, C, D: CarryOut<T, C>> std::ops::Deref for Held<'_, T, C, D> {
+impl<T, C, D: CarryOut<T, C>> std::ops::Deref for CombiningGuard<'_, T, C, D> {
     type Target = T;
 
     fn deref(&self) -> &T {
@@ -53,18 +53,18 @@ impl<T, C, D: CarryOut<T, C>> std::ops::Deref for Held<'_, T, C, D> {
     }
 }
 
-impl<T, C, D: CarryOut<T, C>> std::ops::DerefMut for Held<'_, T, C, D> {
+impl<T, C, D: CarryOut<T, C>> std::ops::DerefMut for CombiningGuard<'_, T, C, D> {
     fn deref_mut(&mut self) -> &mut T {
         self.state.as_mut().expect("held until dropped")
     }
 }
 
-impl<T, C, D: CarryOut<T, C>> Drop for Held<'_, T, C, D> {
+impl<T, C, D: CarryOut<T, C>> Drop for CombiningGuard<'_, T, C, D> {
     #[inline]
     fn drop(&mut self) {
         loop {
             if let Some(state) = self.state.as_mut() {
-                while let Some(command) = self.baton.inbox.pop() {
+                while let Some(command) = self.lock.inbox.pop() {
                     self.duty.carry_out(state, command);
                 }
             }
@@ -72,10 +72,10 @@ impl<T, C, D: CarryOut<T, C>> Drop for Held<'_, T, C, D> {
             total_order();
             // Between the last look and now somebody may have left a command and failed to get
             // the lock.
-            if self.baton.inbox.is_empty() {
+            if self.lock.inbox.is_empty() {
                 return;
             }
-            self.state = self.baton.state.try_lock();
+            self.state = self.lock.state.try_lock();
             if self.state.is_none() {
                 return;
             }
@@ -109,14 +109,14 @@ mod loom_tests {
         let mut model = loom::model::Builder::new();
         model.preemption_bound = Some(2);
         model.check(|| {
-            let baton = Arc::new(Baton::new(0));
-            let theirs = Arc::clone(&baton);
+            let lock = Arc::new(CombiningLock::new(0));
+            let theirs = Arc::clone(&lock);
             let other = thread::spawn(move || theirs.post(Add, 10));
-            baton.post(Add, 1);
+            lock.post(Add, 1);
             other.join().unwrap();
             // Nobody takes the lock any more: everything must have been done.
-            assert!(baton.inbox.is_empty());
-            assert_eq!(*baton.state.lock(), 11);
+            assert!(lock.inbox.is_empty());
+            assert_eq!(*lock.state.lock(), 11);
         });
     }
 
@@ -131,16 +131,16 @@ mod loom_tests {
         }
 
         loom::model(|| {
-            let baton = Arc::new(Baton::new(0));
+            let lock = Arc::new(CombiningLock::new(0));
             let word = Arc::new(AtomicU32::new(0));
-            let (b, w) = (Arc::clone(&baton), Arc::clone(&word));
+            let (b, w) = (Arc::clone(&lock), Arc::clone(&word));
             let sender = thread::spawn(move || {
                 w.store(7, SeqCst);
                 b.post(See(w), ());
             });
-            drop(baton.try_lock(See(word)));
+            drop(lock.try_lock(See(word)));
             sender.join().unwrap();
-            assert_eq!(*baton.state.lock(), 7);
+            assert_eq!(*lock.state.lock(), 7);
         });
     }
 }
