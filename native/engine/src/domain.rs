@@ -311,7 +311,7 @@ pub trait Domain: Send {
     /// Called once, when all endpoints of the engine are known and before any link exists.
     fn announce(&mut self, own: &EngineAddress);
 
-    /// Whoever registers has this make the memory ready first, if there is one.
+    /// The registering engine has this make the memory ready first, if there is one.
     fn pinner(&self) -> Option<Arc<dyn Pinner>> {
         None
     }

@@ -47,7 +47,7 @@ pub enum EngineError {
     #[error("the {op} with {peer} failed at a file: {cause}; its bytes may have arrived in part, and were not counted: mend the file or its disk, then send again")]
     Storage { peer: String, op: &'static str, cause: String },
 
-    /// `peer` is empty where nobody is named; `missing` counts the writes that an expectation lacks.
+    /// `peer` is empty where no peer is known; `missing` counts the writes that an expectation lacks.
     #[error("{op}{with} did not finish within {after:?}{lack}{hint}", with = with(.peer), lack = lack(*.missing), hint = or_longer(.hint))]
     Timeout {
         op: &'static str,
@@ -136,7 +136,7 @@ fn lack(missing: u64) -> String {
 }
 
 impl EngineError {
-    /// One of each kind, with what every field may hold, for whoever shows errors and must be able to show all.
+    /// One of each kind, with what every field may hold, for code that must show all of them.
     #[doc(hidden)]
     pub fn one_of_each() -> Vec<Self> {
         let peer = || "rank-3#5f0c".to_owned();
@@ -250,7 +250,7 @@ impl EngineError {
 pub enum DomainError {
     #[error("{0}")]
     LinkDown(String),
-    /// As `LinkDown`, and another attempt would find nobody: the peer said goodbye, or hasn't been heard
+    /// As `LinkDown`, and another attempt would find no engine: the peer said goodbye, or hasn't been heard
     /// for as long as a peer may be silent.
     #[error("{0}")]
     Gone(String),

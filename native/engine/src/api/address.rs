@@ -8,7 +8,7 @@ use crate::{EngineError, Result};
 const ENVELOPE: Envelope = Envelope::new(*b"FRad", "an engine address", 4096);
 
 /// One life of one engine: drawn at random when it opens, so that a restart under the same name is
-/// somebody else (MR-2).
+/// another engine (MR-2).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct EngineId(pub [u8; 16]);
 

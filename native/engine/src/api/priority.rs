@@ -1,9 +1,9 @@
 //! How urgent requests are.
 
-/// How urgent a request is. Who shares a rail with more urgent work leaves room for it; nobody starves.
+/// How urgent a request is. Less urgent work on the same rail leaves room for it; no class starves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Priority {
-    /// Somebody waits for it: tokens, tails, control.
+    /// A caller waits for it: tokens, tails, control.
     Latency,
     #[default]
     Bulk,

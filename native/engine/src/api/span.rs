@@ -1,7 +1,7 @@
 //! The name that a request has beyond this engine: what everything that is done for it bears.
 
 /// Names a request in the flight records of all who take part in it. What its user calls it is a text;
-/// everybody makes the same number of it without having to agree.
+/// every process makes the same number of it without having to agree.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Span(pub u64);
 

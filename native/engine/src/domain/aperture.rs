@@ -18,7 +18,7 @@ pub(crate) type Held = Arc<dyn Any + Send + Sync>;
 
 /// Where stores to a peer's region go, for as long as its owner lets them.
 ///
-/// Whoever stores has a [`Stay`] from before the first store until after the last one. The owner's memory is not quiet
+/// A device that stores has a [`Stay`] from before the first store until after the last one. The owner's memory is not quiet
 /// while there is one, and none begins once the owner has taken the region back, or the connection to it has ended (MR-1).
 pub struct Aperture {
     base: usize,
@@ -26,7 +26,7 @@ pub struct Aperture {
     /// What is mapped, and in use; once it was shut, why.
     held: ProcessLocal<Mutex<Result<Held, String>>>,
     stays: AtomicUsize,
-    /// Has somebody look whether the last stay is over. May be called under any lock.
+    /// Wakes the thread that checks whether the last stay is over. May be called under any lock.
     left: Box<dyn Fn() + Send + Sync>,
 }
 
@@ -75,7 +75,7 @@ impl Aperture {
         self.held.get().is_ok_and(|held| held.lock().is_ok())
     }
 
-    /// Why nobody may store there any more; `None` while somebody may.
+    /// Why no device may store there any more; `None` while one may.
     pub fn shut_by(&self) -> Option<String> {
         match self.held.get() {
             Ok(held) => held.lock().as_ref().err().cloned(),
@@ -83,7 +83,7 @@ impl Aperture {
         }
     }
 
-    /// Lets nobody in any more; those who are in stay. The first cause is kept.
+    /// Admits no further stay; stays that have begun go on. The first cause is kept.
     pub(crate) fn shut(&self, cause: &str) {
         let Ok(held) = self.held.get() else { return };
         let mut held = held.lock();
@@ -126,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn mr_1_who_is_in_keeps_what_is_stored_to_and_nobody_comes_after() {
+    fn mr_1_a_stay_keeps_its_memory_and_none_begins_after_the_end() {
         let (memory, told) = (Arc::new([0u8; 64]), Arc::new(AtomicUsize::new(0)));
         let tell = Arc::clone(&told);
         let left = move || {

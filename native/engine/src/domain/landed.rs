@@ -38,7 +38,7 @@ impl Landed {
             }
         }
         if self.remembered() > MOST {
-            // Nobody will be told anything: nothing is worth remembering.
+            // No receipt will be asked for: nothing needs to be remembered.
             self.lost_track = true;
             (self.beyond, self.refused) = Default::default();
         }
@@ -60,7 +60,7 @@ impl Landed {
         }
     }
 
-    /// Whether all of a work request has come, and its count was reported; `None` if nobody knows.
+    /// Whether all of a work request has come, and its count was reported; `None` if that is unknown.
     pub fn contains(&self, number: u64) -> Option<bool> {
         let over = number <= self.upto || self.beyond.contains(&number);
         (!self.lost_track).then(|| over && !self.refused.contains(&number))

@@ -1,5 +1,5 @@
 //! What is kept of transfers for those who ask afterwards: the latest records of each kind, durations by
-//! stage, and counts by peer. Values only; time comes in from whoever records.
+//! stage, and counts by peer. Values only; the recording caller gives the time.
 //!
 //! `docs/design/flight.md` says what each moment means and how both ends of a transfer are joined.
 

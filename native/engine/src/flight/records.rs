@@ -16,7 +16,7 @@ pub struct Moments {
     pub all_posted: Time,
     /// The latest of its work requests was acknowledged.
     pub wire: Time,
-    /// Whoever waits for it was told.
+    /// The waiter was told.
     pub told: Time,
 }
 
@@ -127,7 +127,7 @@ pub struct Stages {
     pub post: Histogram,
     /// Of one work request, until it was acknowledged.
     pub wire: Histogram,
-    /// From the last acknowledgement until whoever waits was told.
+    /// From the last acknowledgement until the waiter was told.
     pub deliver: Histogram,
 }
 

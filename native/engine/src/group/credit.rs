@@ -93,7 +93,7 @@ impl Group {
     pub(super) fn on_credit(&mut self, peer: PeerKey, bytes: u64) {
         let route = &mut self.peers[peer as usize];
         if route.asking {
-            // Nobody can be stopped altogether: one slice always goes.
+            // No sender can be stopped altogether: one slice always goes.
             route.credit = bytes;
             route.backlog.try_again();
         }

@@ -30,7 +30,7 @@ impl Group {
         self.settle(key);
     }
 
-    /// Ends a transfer for whoever waits; what is under way keeps its memory until it is over (MR-1).
+    /// Ends a transfer for its waiter; what is under way keeps its memory until it is over (MR-1).
     pub fn cancel(&mut self, now: Time, key: TransferKey) {
         self.recorder.tell(now);
         let transfer = self.transfers.get_mut(key.slot as usize);

@@ -4,7 +4,7 @@
 //! to end the lost one on its side too and to say what came over it. After that answer nothing of
 //! the old link can land any more, and it is known what is missing. What came is done. Bytes of the rest
 //! are sent again, without counts, and when they are acknowledged, the counts follow that are missing. If the
-//! answer can't be had, the transfers fail: nobody guesses. The protocol: `docs/design/healing.md`.
+//! answer can't be had, the transfers fail. The protocol: `docs/design/healing.md`.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -280,7 +280,7 @@ impl Group {
         self.answer_all(peer, name, rails);
     }
 
-    /// A link is down: whoever waited for that is told what came over it.
+    /// A link is down: peers that asked are told what came over it.
     fn answer_all(&mut self, peer: PeerKey, name: LinkName, rails: &mut Rails) {
         let questions = &mut self.peers[peer as usize].healing.questions;
         let (ready, waiting): (Vec<_>, _) =
@@ -290,7 +290,7 @@ impl Group {
     }
 
     fn answer(&mut self, peer: PeerKey, question: &Question, rails: &mut Rails) {
-        // Whoever asked by a link that is down will ask again by another.
+        // A peer that asked over a link that is down asks again over another.
         if self.links.contains_key(&question.via) {
             let healing = &self.peers[peer as usize].healing;
             let came = healing.arrived(question.name, &question.numbers);

@@ -51,7 +51,7 @@ impl Slice {
         }
     }
 
-    /// Whether it can be sent again. Messages can't: nobody knows whether they were taken (RS-1).
+    /// Whether it can be sent again. Messages can't: it is unknown whether they were taken (RS-1).
     pub fn may_return(&self) -> bool {
         !matches!(self.wr, WorkRequest::Send(_) | WorkRequest::Prepare { .. })
     }
@@ -84,7 +84,7 @@ impl Ledger {
         self.rails.get(rail).and_then(|r| r.window).unwrap_or(self.window)
     }
 
-    /// Bytes under way over one of our rails, whoever they are for.
+    /// Bytes under way over one local rail, to all peers.
     #[inline]
     pub fn under_way(&self, rail: usize) -> ByClass {
         self.rails.get(rail).map(|r| r.under_way).unwrap_or_default()

@@ -16,7 +16,7 @@ use crate::{
     time::Time,
 };
 
-/// Peers that nobody needs are looked for when there are so many, or half as many again as were left.
+/// Unused peers are looked for when there are so many, or half as many again as were left.
 const FEW: usize = 64;
 
 enum Slot {
@@ -66,7 +66,7 @@ impl Peers {
         self.slots.iter().next_back().map_or(0, |(key, _)| key + 1)
     }
 
-    /// Of every key, who it is in flight records; of one that nobody has, no name and zeros.
+    /// The peer of every key, for flight records; no name and zeros for an unused key.
     pub fn names(&self) -> Vec<(EngineId, String)> {
         let mut names = vec![(EngineId([0; 16]), String::new()); self.ends_at()];
         for (key, slot) in &self.slots {
@@ -155,7 +155,7 @@ impl Group {
         (key, self.peers[key as usize].hold())
     }
 
-    /// Forgets peers that are gone, or were never met, for good: that nobody above can name, that nothing here
+    /// Forgets peers that are gone, or were never met, for good: that no caller can name, that nothing here
     /// refers to, and whose links ended too long ago for questions about them of who is as patient as we are.
     fn forget(&mut self) {
         let rest = self.policy.peer_timeout * 2;

@@ -126,7 +126,7 @@ impl Recorder {
         }
     }
 
-    /// The group is told the time, which whoever drives it may have read earlier than the one before.
+    /// The group is told the time, which the driving thread may have read earlier than the one before.
     #[inline]
     pub fn tell(&mut self, now: Time) {
         self.now = self.now.max(now);
@@ -146,7 +146,7 @@ impl Recorder {
             return;
         }
         let (imm, counts) = count.map_or((0, 0), |c| (c.imm, c.n));
-        // While a request is described nobody else adds parts.
+        // While a request is described no other thread adds parts.
         let last = match flight.parts {
             0 => None,
             1 => Some(&mut flight.first),
@@ -194,7 +194,7 @@ impl Recorder {
         let flight = &mut transfer.flight;
         flight.told(self.now);
         let small = flight.parts == 1 && flight.first.bytes < SMALL;
-        // What is done for a request that somebody may ask about is kept.
+        // What is done for a request that a caller may ask about is kept.
         let sampled = at_once && small && flight.span.is_none() && transfer.error.is_none();
         match sampled {
             true if !flight.id.is_multiple_of(SAMPLE) => {}
@@ -477,7 +477,7 @@ mod tests {
         let mut t = transfer(&mut r, 1);
         r.part(&mut t.flight, 0, None, 8);
         r.arrived(Time(1), 0, Count { imm: 1, n: 1 });
-        r.event(EventKind::LinkUp, 0, None, || unreachable!("nobody reads it"));
+        r.event(EventKind::LinkUp, 0, None, || unreachable!("no reader asks for it"));
         r.ended(&mut t, false);
         assert_eq!(read(&r, Cursor::default()).cursor, Cursor::default());
     }

@@ -27,7 +27,7 @@ pub(super) struct Returns {
 }
 
 impl Returns {
-    /// Nobody looks after lost rails any more; what is known of their health stays.
+    /// Lost rails are no longer probed; what is known of their health stays.
     pub fn clear(&mut self) {
         self.missing.clear();
     }

@@ -110,7 +110,7 @@ pub(super) struct Route {
     /// Pairs that failed before any other was up.
     failed: SmallVec<[Pair; 1]>,
     reasons: Vec<(Option<usize>, TransportKind, String)>,
-    /// What says more than that nobody answered: somebody else did, or refused, or a limit of this
+    /// Causes that say more than a missing answer: another engine answered, or refused, or a limit of this
     /// process is in the way.
     telling: Option<DomainError>,
     pub lost: Option<EngineError>,
@@ -181,7 +181,7 @@ impl Route {
         self.healing.keep_receipt(name, receipt);
     }
 
-    /// Whether nobody above names it, nothing here waits for it or leads to it, and none of its links has ever ended
+    /// Whether no caller names it, nothing here waits for it or leads to it, and none of its links has ever ended
     /// here, or not for so long.
     pub fn may_be_forgotten(&self, now: Time, rest: Duration) -> bool {
         matches!(self.state, State::Idle | State::Lost)
@@ -482,7 +482,7 @@ impl Route {
     /// Every transport was tried in vain.
     pub fn unreachable(&self, rails: &Rails) -> EngineError {
         let peer = self.address.label();
-        // That files are not reached this way helps nobody who has other transports.
+        // That files are not reached this way does not help a caller that has other transports.
         let file = |kind: TransportKind| kind == TransportKind::File;
         let elsewhere = self.reasons.iter().any(|(_, kind, _)| !file(*kind));
         let telling = self.reasons.iter().filter(|(_, kind, _)| !(elsewhere && file(*kind)));

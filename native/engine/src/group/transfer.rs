@@ -121,7 +121,7 @@ impl Transfer {
         route.tally.waited(self.priority);
     }
 
-    /// Ends it before everything of it is over, for whoever waits. The last word: what failed before
+    /// Ends it before everything of it is over, for its waiter. The last word: what failed before
     /// doesn't say that other parts are still under way (MR-1).
     pub fn end_early(&mut self, error: EngineError) {
         self.undecided = None;
@@ -220,7 +220,7 @@ impl Transfer {
         (TransferKey { slot: token.slot, serial: token.serial }, token.part.checked_sub(1))
     }
 
-    /// Gives the result to whoever waits, once.
+    /// Gives the result to the waiter, once.
     pub fn tell(&mut self) {
         if let Some((claim, at)) = self.claim.as_ref().filter(|_| !self.told) {
             claim.resolve(*at, self.error.clone().map_or(Ok(()), Err));

@@ -8,7 +8,7 @@ pub(super) const MOST: usize = 4;
 const EVERY: u32 = 127;
 /// Comparisons with each of the others that come first, without a pause.
 const TRIALS: u32 = 16;
-/// Uses of one comparison. The first is not timed: whoever comes back after a pause finds nothing in the cache. Then
+/// Uses of one comparison. The first is not timed: after a pause the cache is cold. Then
 /// come the best and another, in turn the one and the other first, so that nothing is always the earlier one's cost.
 const USES: u32 = 3;
 /// Comparisons that may be under way at a time; more overwrite each other.
@@ -17,7 +17,7 @@ const UNDER_WAY: usize = 8;
 const ONE: u64 = 1 << 10;
 /// How far one comparison moves what is known of a routine.
 const STEP: u64 = ONE / 128;
-/// Whoever costs less than this of the best takes its place.
+/// A candidate that costs less than this share of the best replaces it.
 const CLEARLY: u64 = ONE - ONE / 32;
 /// No worse is known of any: else one that becomes cheap is found out too late.
 const DEARLY: u64 = ONE + ONE / 8;
@@ -127,7 +127,7 @@ impl Choice {
             return ratio.store(new, Relaxed);
         }
         self.best.store(used.other as u32, Relaxed);
-        // To the new one nobody has been compared yet.
+        // No candidate has been compared with the new one yet.
         self.ratio.iter().for_each(|ratio| ratio.store(ONE, Relaxed));
     }
 }

@@ -21,7 +21,7 @@ pub(crate) fn map_shared(fd: BorrowedFd<'_>, len: usize) -> Result<usize> {
         // SAFETY: a fresh mapping that takes the place of none aliases nothing.
         unsafe { mm::mmap(at as *mut _, len, prot, mm::MapFlags::SHARED | flags, fd, 0) }
     };
-    // What it is may be longer than what was asked for, and somebody may have come in between: nothing is replaced.
+    // What it is may be longer than what was asked for, and another thread may have mapped in between: nothing is replaced.
     let tries = if len >= HUGE { TRIES } else { 0 };
     let begun = (0..tries).find_map(|_| map(room(len)?, mm::MapFlags::FIXED_NOREPLACE).ok());
     let at = begun.map_or_else(|| map(0, mm::MapFlags::empty()), Ok);
@@ -32,7 +32,7 @@ pub(crate) fn map_shared(fd: BorrowedFd<'_>, len: usize) -> Result<usize> {
 fn room(len: usize) -> Option<usize> {
     let more = len.checked_add(HUGE)?;
     let flags = mm::MapFlags::PRIVATE | mm::MapFlags::NORESERVE;
-    // SAFETY: a fresh mapping at an address of the kernel's choice, of which nobody else knows.
+    // SAFETY: a fresh mapping at an address of the kernel's choice, that no other code knows.
     unsafe {
         let at = mm::mmap_anonymous(ptr::null_mut(), more, mm::ProtFlags::empty(), flags).ok()?;
         mm::munmap(at, more).ok()?;

@@ -3,7 +3,7 @@
 /// Asks for the node of an address, not for a policy.
 const NODE_OF_ADDRESS: libc::c_ulong = 1 | 2;
 
-/// The node of the page at `addr`; `None` where the kernel doesn't say. A page that nobody has touched
+/// The node of the page at `addr`; `None` where the kernel doesn't say. A page that was never touched
 /// is given its place by the question.
 pub(crate) fn node_of(addr: usize) -> Option<u16> {
     let mut node: libc::c_int = -1;
@@ -26,7 +26,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_lies_on_a_node_of_this_machine_or_nobody_knows() {
+    fn memory_lies_on_a_node_of_this_machine_or_an_unknown_one() {
         let word = 7u64;
         if let Some(node) = node_of(std::ptr::from_ref(&word) as usize) {
             let path = format!("/sys/devices/system/node/node{node}");

@@ -20,7 +20,7 @@ pub type Keep = Option<Box<dyn Any + Send + Sync>>;
 pub enum Backing {
     /// Part of an allocation of the engine; peers on this host can map it.
     Owned { allocation: Arc<Allocation>, offset: u64 },
-    /// Somebody else's; reached by the kernel (process_vm_writev) or a NIC only.
+    /// Memory of another owner; reached by the kernel (process_vm_writev) or a NIC only.
     Foreign,
 }
 
@@ -38,7 +38,7 @@ pub struct RegionMemory {
     pub rail_keys: OnceLock<RailKeys>,
     /// Requests under way that use it as their local side.
     pub users: AtomicU32,
-    /// The one peer that may reach it, if not all; refused by whoever of ours sees the peer.
+    /// The one peer that may reach it, if not all; refused by the domain that sees the peer.
     pub only: Option<EngineId>,
     /// What it was granted from, whose memory it keeps.
     pub grantor: Option<Arc<RegionMemory>>,
@@ -46,7 +46,7 @@ pub struct RegionMemory {
     pub until: Time,
     /// Grants from it, and from those, that are not over.
     pub grants: AtomicU32,
-    /// Gives the key's index back when nobody holds this any more.
+    /// Gives the key's index back when the last holder drops this.
     _index: Option<Index>,
 }
 

@@ -5,7 +5,7 @@
 /// are ordered before any later store of this thread.
 pub(super) type Routine = unsafe fn(dst: *mut u8, src: *const u8, len: usize);
 
-/// Copies one page of several; `next` is where the following page's bytes lie. Whoever calls it
+/// Copies one page of several; `next` is where the following page's bytes lie. The caller
 /// fences after the last.
 pub(super) type PageRoutine = unsafe fn(dst: *mut u8, src: *const u8, len: usize, next: *const u8);
 

@@ -1,4 +1,4 @@
-//! A network on which nothing happens until somebody chooses it.
+//! A network on which nothing happens until the test chooses it.
 
 use super::SimNet;
 use crate::transport::sim::{mix, Choice};

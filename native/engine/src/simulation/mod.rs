@@ -222,7 +222,7 @@ impl SimNet {
         debug_assert!(!self.world.lock().config.carries);
         let keep = vec![0u8; len as usize];
         let addr = keep.as_ptr() as usize;
-        // SAFETY: the registration keeps the bytes, and nobody else has them.
+        // SAFETY: the registration keeps the bytes, and no other code has them.
         unsafe { engine.register(addr, len, Some(Box::new(keep))) }
     }
 

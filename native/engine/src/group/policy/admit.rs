@@ -75,7 +75,7 @@ pub fn admit(now: Time, ask: Ask, rail: Window, receiver: Window) -> Verdict {
     let urgent = now >= urgent_at;
     for pressed in [urgent, false] {
         let class = ask.judged(pressed);
-        // Others may fill the rail for as long as they like: whoever has nothing under way has its turn (rule 2).
+        // Others may fill the rail for as long as they like: a class with nothing under way has its turn (rule 2).
         let idle = class != Priority::Background && receiver.under_way.of(class) == 0;
         if (idle || rail.admits(now, ask, pressed)) && receiver.admits(now, ask, pressed) {
             return Verdict::Post(class);
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_has_nothing_under_way_to_a_receiver_has_its_turn() {
+    fn a_class_with_nothing_under_way_to_a_receiver_has_its_turn() {
         let (full, idle) = (window(M, M, M), window(0, 0, 0));
         for (class, expected) in
             [(Priority::Latency, true), (Priority::Bulk, true), (Priority::Background, false)]
@@ -317,7 +317,7 @@ mod tests {
 
         /// A class with nothing under way goes within its turn, whatever the others do.
         #[test]
-        fn nobody_starves(class in any_class(), rail in any_window(), receiver in any_window()) {
+        fn no_class_starves(class in any_class(), rail in any_window(), receiver in any_window()) {
             let mut windows = [rail, receiver];
             for w in &mut windows {
                 match class {
@@ -331,7 +331,7 @@ mod tests {
             prop_assert!(matches!(posted, Verdict::Post(_)));
         }
 
-        /// Nobody who waits is asked again later than the answer could change by itself.
+        /// No waiter is asked again later than the answer could change by itself.
         #[test]
         fn a_wait_ends_no_later_than_the_answer_changes(
             class in any_class(), rail in any_window(), receiver in any_window(),

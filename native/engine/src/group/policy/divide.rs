@@ -2,7 +2,7 @@
 //!
 //! TENT §3.3.2 keeps quotas between processes in shared memory, so that none saturates a NIC, and
 //! doesn't say how they are divided. Here every engine computes its own part from what all of them
-//! have told, so that nobody has to decide for the others:
+//! have told, so that no engine has to decide for the others:
 //!
 //! 1. Classes come one after another, as in [`admit`](super::admit): bulk divides what latency
 //!    leaves, background what both leave.
@@ -11,7 +11,7 @@
 //! 3. An engine's own window is what it would get if it wanted everything in that class, so that it
 //!    needn't be computed anew with each slice. If all engines see the same, what they use adds up
 //!    to no more than the window.
-//! 4. Everyone may have [`LEAST`] under way, so that nobody starves: the sum exceeds the window by
+//! 4. Every sender may have [`LEAST`] under way, so that none starves: the sum exceeds the window by
 //!    that much for each engine at most.
 
 use super::classes::ByClass;
@@ -58,7 +58,7 @@ pub fn divide(window: u64, own: Party, others: &[Party]) -> ByClass {
 fn part(bytes: u64, weight: u64, others: &[Party], class: Priority) -> u64 {
     let mut satisfied = usize::MAX;
     // Per unit of weight everyone gets at most `left / weights`. Each round sets those aside that want
-    // less, which leaves more to the others, until nobody is set aside any more.
+    // less, which leaves more to the others, until none is set aside any more.
     let (mut left, mut weights) =
         (bytes, others.iter().fold(weight, |n, p| n.saturating_add(p.weight())));
     loop {
@@ -135,7 +135,7 @@ mod tests {
                 assert!(w.latency <= window && w.background >= LEAST.min(window), "{w:?}");
             }
         }
-        // Weight 0 counts as 1, and nobody for more than the heaviest.
+        // Weight 0 counts as 1, and none for more than the heaviest.
         assert_eq!(divide(WINDOW, party(0, 0, M, 0), &[bulk(99 * M)]).bulk, 4 * M);
         let half = divide(WINDOW, party(u32::MAX, 0, M, 0), &[party(HEAVIEST, 0, 99 * M, 0)]);
         assert_eq!(half.bulk, 4 * M);
@@ -191,7 +191,7 @@ mod tests {
         }
 
         #[test]
-        fn nobody_starves_and_a_class_has_no_less_than_the_one_below(
+        fn no_sender_starves_and_a_class_has_no_less_than_the_one_below(
             own in any_party(), others in any_parties(), window in 0..64 * M,
         ) {
             let w = divide(window, own, &others);

@@ -28,7 +28,7 @@ pub struct Seen {
 
 /// Whether a stalled slice is the rail's fault, and not that of a peer that has stopped: another
 /// rail to the same peer must have finished something in the second half of the wait. Or all that
-/// it had, at any time of the wait: whoever waits for the stalled slice may give the others nothing
+/// it had, at any time of the wait: the waiter for the stalled slice may give the others nothing
 /// to do meanwhile.
 pub fn is_at_fault(rail: usize, posted: Time, now: Time, seen: &[Seen]) -> bool {
     let half = Time(posted.0.saturating_add(now.since(posted).as_nanos() as u64 / 2));
@@ -55,7 +55,7 @@ mod tests {
             (vec![busy(0), busy(0), busy(150)],  true,  "one of several goes on"),
             (vec![busy(0), idle(101)],           true,  "the other was done with all it had"),
             (vec![busy(0), idle(99)],            false, "the other had nothing to do"),
-            (vec![busy(0), busy(101), idle(0)],  false, "nobody goes on"),
+            (vec![busy(0), busy(101), idle(0)],  false, "no link goes on"),
         ];
         for (seen, expected, name) in table {
             assert_eq!(is_at_fault(0, Time(100), Time(200), &seen), expected, "{name}");

@@ -1,4 +1,4 @@
-//! libcuda as this process uses it: opened when somebody asks for it, errors in words.
+//! libcuda as this process uses it: opened on first use, errors in words.
 //!
 //! CUDA must not be started by accident: a process that has started it can't use it after a fork,
 //! and pays for a context. So memory is looked at only when the process itself uses CUDA already.
@@ -107,7 +107,7 @@ impl Driver {
 
     /// Makes a device's primary context, the one that torch uses too, current on this thread.
     ///
-    /// What is called meanwhile has nothing to do with streams that somebody captures into a graph, and neither breaks
+    /// What is called meanwhile has nothing to do with streams that another thread captures into a graph, and neither breaks
     /// that nor is refused because of it.
     pub fn enter(&'static self, ordinal: i32) -> Result<Current, DomainError> {
         let device = self.device(ordinal)?;

@@ -20,7 +20,7 @@ pub(crate) struct Piece {
     pub len: usize,
 }
 
-/// A stream of our own on one device. Non-blocking: it waits for nobody's kernels.
+/// A stream of our own on one device. Non-blocking: it waits for no kernels.
 struct Lane {
     driver: &'static Driver,
     device: i32,
@@ -106,7 +106,7 @@ impl Lane {
 impl Drop for Lane {
     fn drop(&mut self) {
         let Ok(_current) = self.driver.enter(self.device) else { return };
-        // SAFETY: stream and events are ours and used by nobody after this; the copies have ended
+        // SAFETY: stream and events belong to this lane and are not used after this; the copies have ended
         // when the first call returns.
         unsafe {
             (self.driver.table.stream_synchronize)(self.stream as *mut _);
@@ -133,7 +133,7 @@ pub(crate) enum Ticket {
 }
 
 impl Ticket {
-    /// Whether somebody must look now, for no bell rings at its end or it has ended.
+    /// Whether a thread must look now, for no bell rings at its end or it has ended.
     pub fn needs_check(&self) -> bool {
         match self {
             Self::Done | Self::Lane { .. } => true,
@@ -176,7 +176,7 @@ impl Lanes {
         self.files.close();
     }
 
-    /// Has somebody poll the transports.
+    /// Wakes a thread that polls the transports.
     pub fn wake(&self) {
         self.files.wake();
     }
@@ -190,7 +190,7 @@ impl Lanes {
     /// location and way end in the order in which they began.
     ///
     /// # Safety
-    /// All ranges must stay allocated, and nobody else may rely on their bytes, until `poll` has
+    /// All ranges must stay allocated, and no other code may rely on their bytes, until `poll` has
     /// said that the ticket is over.
     pub unsafe fn start(
         &mut self,

@@ -98,7 +98,7 @@ impl DeviceWord {
         let rc = unsafe { (driver.table.mem_alloc)(&mut buffer, 2 * PAGE) };
         driver.check("cuMemAlloc", rc).map_err(close)?;
         let free = |e: DomainError| {
-            // SAFETY: just allocated, pinned by nobody.
+            // SAFETY: just allocated, not pinned yet.
             unsafe { (driver.table.mem_free)(buffer) };
             close(e)
         };
@@ -159,7 +159,7 @@ impl DeviceWord {
 impl Drop for DeviceWord {
     fn drop(&mut self) {
         let Ok(_current) = self.driver.enter(self.device) else { return };
-        // SAFETY: made in `new`, in the opposite order; nobody reads the word any more.
+        // SAFETY: made in `new`, in the opposite order; no thread reads the word any more.
         unsafe {
             match &self.home {
                 Home::Pinned => {

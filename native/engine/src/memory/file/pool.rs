@@ -24,7 +24,7 @@ fn carry_out(work: &Work) -> Result<(), DomainError> {
     for piece in 0.. {
         let Some(mut rest) = work.range(piece) else { break };
         loop {
-            // SAFETY: whoever queued the work keeps its memory until it is over.
+            // SAFETY: the caller that queued the work keeps its memory until it is over.
             let n = unsafe { raw::move_some(work, rest) };
             match work.after(rest, n) {
                 Moved::All => break,

@@ -21,7 +21,7 @@ use super::{
 };
 use crate::{error::DomainError, memory::device::Piece, wake::Waker};
 
-/// Where work waits for whoever carries it out.
+/// Where work waits for the thread that carries it out.
 pub(super) struct Inbox {
     works: Mutex<VecDeque<Arc<Work>>>,
     arrived: Condvar,
@@ -109,7 +109,7 @@ impl FileQueue {
     /// Begins to move ranges into (`inward`) or out of a file.
     ///
     /// # Safety
-    /// The memory of all ranges must stay allocated, and nobody else may rely on its bytes, until the
+    /// The memory of all ranges must stay allocated, and no other code may rely on its bytes, until the
     /// work is over.
     pub unsafe fn start(
         &self,
@@ -136,7 +136,7 @@ impl FileQueue {
         Ok(work)
     }
 
-    /// Has somebody poll the transports.
+    /// Wakes a thread that polls the transports.
     pub fn wake(&self) {
         self.waker.wake();
     }

@@ -1,4 +1,4 @@
-//! File work by io_uring. One thread owns the ring: it may block, its requests end with nobody else's
+//! File work by io_uring. One thread owns the ring: it may block, its requests end with no other thread's
 //! thread, and what the kernel copies at once it doesn't copy under the engine's lock.
 
 use std::{collections::VecDeque, os::fd::AsRawFd, sync::Arc};
@@ -124,7 +124,7 @@ impl<'a> Ring<'a> {
             };
             let work = &self.jobs[flight.job].work;
             let entry = raw::entry(work, flight.rest, self.flights.vacant_key() as u64);
-            // SAFETY: the job keeps its file until it is over; whoever queued the work keeps its
+            // SAFETY: the job keeps its file until it is over; the caller that queued the work keeps its
             // memory until then.
             if unsafe { !raw::push(&mut self.ring, &entry) } {
                 return self.again.push(flight);

@@ -94,7 +94,7 @@ impl Work {
         }
     }
 
-    /// Whether it is to be carried out; asked once, by whoever does.
+    /// Whether it is to be carried out; asked once, by the thread that does.
     pub(super) fn begin(&self) -> bool {
         let mut state = self.state.lock();
         let queued = matches!(*state, State::Queued);
