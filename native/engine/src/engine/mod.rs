@@ -311,7 +311,7 @@ impl TransferEngine {
         match self.shared.counters.take_tags(Box::new(take)) {
             true => Ok(()),
             false => Err(EngineError::Invalid(
-                "somebody takes the tags of this engine already; open another engine".into(),
+                "tags of this engine are received already; open another engine".into(),
             )),
         }
     }

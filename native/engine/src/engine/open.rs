@@ -206,12 +206,15 @@ fn chosen_kinds(config: &EngineConfig) -> Result<Vec<TransportKind>> {
     let listens = kinds.iter().any(|k| matches!(k, TransportKind::Tcp | TransportKind::Verbs));
     if let Some(ip) = public.filter(|_| !secret && listens) {
         return Err(EngineError::Invalid(format!(
-            "without a token whoever reaches {ip} could write to this engine's memory; give all \
+            "without a token any process that reaches {ip} could write to this engine's memory; give all \
              engines the same token, or bind a loopback address"
         )));
     }
     if config.token.as_ref().is_some_and(|t| t.is_empty()) {
-        return Err(EngineError::Invalid("an empty token keeps nobody out; leave it away".into()));
+        return Err(EngineError::Invalid(
+            "the token is empty, which disables authentication; omit it or set a non-empty token"
+                .into(),
+        ));
     }
     Ok(kinds)
 }
