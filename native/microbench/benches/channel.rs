@@ -17,7 +17,7 @@ use fabric_engine::{
 use fabric_proxy::{
     command::{Add, Command},
     fifo::{fifo, Popper, Pusher},
-    Bed, Common, Config, Executor, ThreadDescriptor,
+    Config, Executor, Parker, SharedState, ThreadDescriptor,
 };
 
 fn write(add: Option<Add>) -> Command {
@@ -39,9 +39,9 @@ fn throughput(c: &mut Criterion) {
 }
 
 fn through(channels: u64, each: u64) -> Duration {
-    let bed = Arc::new(Bed::default());
+    let parker = Arc::new(Parker::default());
     let (pushers, mut poppers): (Vec<Pusher>, Vec<Popper>) =
-        (0..channels).map(|_| fifo(1024, Arc::clone(&bed)).expect("a power of two")).unzip();
+        (0..channels).map(|_| fifo(1024, Arc::clone(&parker)).expect("a power of two")).unzip();
     let begin = Arc::new(AtomicBool::new(false));
     let threads: Vec<_> = pushers
         .into_iter()
@@ -85,9 +85,9 @@ fn through(channels: u64, each: u64) -> Duration {
 /// From a push to the poll that sees it, one at a time: the half of a round trip between two threads.
 fn latency(_: &mut Criterion) {
     const ROUNDS: usize = 100_000;
-    let bed = Arc::new(Bed::default());
-    let (there, mut at_there) = fifo(64, Arc::clone(&bed)).expect("a power of two");
-    let (back, mut at_back) = fifo(64, bed).expect("a power of two");
+    let parker = Arc::new(Parker::default());
+    let (there, mut at_there) = fifo(64, Arc::clone(&parker)).expect("a power of two");
+    let (back, mut at_back) = fifo(64, parker).expect("a power of two");
     let words = write(None).encode().expect("a command");
     let far = thread::spawn(move || {
         for _ in 0..ROUNDS {
@@ -120,7 +120,7 @@ struct Nowhere {
     part: Region,
     /// Of the peer, which does nothing but to be there.
     _peer: Executor,
-    theirs: ThreadDescriptor,
+    descriptor: ThreadDescriptor,
     there: RemoteRegion,
     executor: Executor,
     pusher: Pusher,
@@ -135,14 +135,14 @@ fn executor(rank: usize) -> (Arc<TransferEngine>, Region, Executor, Pusher) {
     let engine = Arc::new(engine.expect("a null engine opens"));
     let config = Config { rank, ranks: 2, ..Config::default() };
     let part = engine.alloc(1 << 20).expect("memory");
-    let bed = Arc::new(Bed::default());
-    let (pusher, popper) = fifo(1024, Arc::clone(&bed)).expect("a power of two");
+    let parker = Arc::new(Parker::default());
+    let (pusher, popper) = fifo(1024, Arc::clone(&parker)).expect("a power of two");
     let executor = Executor::new(
         Arc::clone(&engine),
         part.clone(),
         &config,
-        Common::new(&config),
-        (bed, vec![popper]),
+        SharedState::new(&config),
+        (parker, vec![popper]),
         Arc::new(|event| panic!("{event:?}")),
     );
     (engine, part, executor.expect("an executor"), pusher)
@@ -151,15 +151,15 @@ fn executor(rank: usize) -> (Arc<TransferEngine>, Region, Executor, Pusher) {
 fn nowhere() -> Nowhere {
     let (engine, part, mut executor, pusher) = executor(0);
     let (_, _, peer, _) = self::executor(1);
-    let theirs = peer.descriptor();
-    executor.membership().join(1, 1, theirs.clone());
-    let there = engine.import(&theirs.memory).expect("a descriptor");
+    let descriptor = peer.descriptor();
+    executor.membership().join(1, 1, descriptor.clone());
+    let there = engine.import(&descriptor.memory).expect("a descriptor");
     // Connects.
     let first = pusher.push(&write(None)).expect("a command");
     while !pusher.is_complete(first) || executor.outstanding() > 0 {
         executor.step(Time::now());
     }
-    Nowhere { engine, part, _peer: peer, theirs, there, executor, pusher }
+    Nowhere { engine, part, _peer: peer, descriptor, there, executor, pusher }
 }
 
 /// Writes by way of the executor, and the same writes submitted as the engine takes them: the difference is what a
@@ -167,7 +167,7 @@ fn nowhere() -> Nowhere {
 fn command(c: &mut Criterion) {
     const BATCH: u64 = 32;
     let mut n = nowhere();
-    assert_eq!(n.theirs.memory.len, 1 << 20);
+    assert_eq!(n.descriptor.memory.len, 1 << 20);
     let mut group = c.benchmark_group("command");
     group.throughput(Throughput::Elements(BATCH));
     group.bench_function("pushed, decoded and posted by 32", |b| {

@@ -60,10 +60,11 @@ struct Floor {
 
 impl Floor {
     fn new(engine: &TransferEngine, peers: &[Arc<TransferEngine>]) -> Self {
-        let theirs: Vec<Region> = peers.iter().map(|p| p.alloc(1 << 16).expect("memory")).collect();
+        let descriptor: Vec<Region> =
+            peers.iter().map(|p| p.alloc(1 << 16).expect("memory")).collect();
         let reach = |region: &Region| engine.import(&region.descriptor()).expect("a descriptor");
-        let there = theirs.iter().map(reach).collect();
-        Self { src: engine.alloc(1 << 16).expect("memory"), there, _theirs: theirs }
+        let there = descriptor.iter().map(reach).collect();
+        Self { src: engine.alloc(1 << 16).expect("memory"), there, _theirs: descriptor }
     }
 
     /// To each peer as many bytes as a block of routes has, and as its rows have.

@@ -1,4 +1,4 @@
-//! What a device asks its proxy to do: 128 bits, a `TransferCmd` (uccl-ep §3.1).
+//! Commands of a device to its proxy: 128 bits, a `TransferCmd` (uccl-ep §3.1).
 //!
 //! Two words of 64 bits, little-endian, word 0 first. Bit 63 of either word belongs to the [`fifo`](crate::fifo).
 //!
@@ -14,10 +14,9 @@
 //! | 1    | 32-47 | addend   | 0                | 16 bits, signed  | 0                 | 0              | 0             |
 //! | 1    | 0-31  | high     | to, in units     | to, in units     | value, high half  | 0              | 0             |
 //!
-//! Offsets and lengths are in units of 16 bytes: tokens, their scales and their metadata are aligned so for the
-//! sake of vector loads anyway, 32 bits then reach 64 GiB of symmetric memory, and 15 bits a write of 512 KiB, which is
-//! dozens of tokens. The value of a standalone atomic has all 64 bits. What must be 0 is checked, so that a kind
-//! can be given more fields later.
+//! Offsets and lengths are in units of 16 bytes, the alignment of tokens, scales and metadata. So 32
+//! bits reach 64 GiB of symmetric memory, and 15 bits a write of 512 KiB. The value of a standalone
+//! atomic has 64 bits. Unused bits must be 0 and are checked, so that kinds can gain fields later.
 //!
 //! [`header`] is the same for C and CUDA.
 
@@ -33,10 +32,10 @@ pub const CHANNELS: usize = 1 << CHANNEL.bits;
 pub const SLOTS: usize = 1 << SLOT.bits;
 /// Bytes of the longest write.
 pub const MAX_LEN: u64 = UNIT << LENGTH.bits;
-/// The bit of either word that belongs to the FIFO.
+/// The bit of each word that belongs to the FIFO.
 pub const LAP: u64 = 1 << 63;
 
-/// A field: its word, its lowest bit, and how many it has.
+/// A field: its word, its lowest bit, and its width in bits.
 #[derive(Clone, Copy)]
 struct Field {
     name: &'static str,
@@ -69,12 +68,12 @@ const KINDS: [(&str, u64); 5] = [
     ("BARRIER", BARRIER),
 ];
 
-/// A command as it lies in a FIFO.
+/// A command as it is stored in a FIFO.
 pub type Words = [u64; 2];
 
-/// Which field of a command is wrong, and why.
+/// The field of a command that is wrong, and the rule it breaks.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{kind}: its {field} is {value}: {rule}")]
+#[error("{kind}: {field} is {value}: {rule}")]
 pub struct CommandError {
     pub kind: &'static str,
     pub field: &'static str,
@@ -82,28 +81,29 @@ pub struct CommandError {
     pub rule: &'static str,
 }
 
-/// An addition to one of a rank's atomic words. It is applied when the writes that its sender pushed before it on
-/// its channel, since the last atomic there and to the same rank, have arrived (completion fence, uccl-ep §3.3).
+/// An addition to one of a rank's atomic words. It is applied after all writes that its sender pushed
+/// before it, since the last atomic on the same channel and to the same rank (completion fence,
+/// uccl-ep §3.3).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Add {
     pub slot: u16,
     pub value: i64,
-    /// Not before the earlier atomics of the same sender and channel, either (per-channel order).
+    /// Also after the earlier atomics of the same sender and channel (per-channel order).
     pub ordered: bool,
 }
 
-/// Who must have entered a barrier before anybody leaves it.
+/// The ranks that a barrier waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Scope {
     All,
-    /// The ranks with this rank's place on their nodes.
+    /// The ranks with the same index on their nodes.
     Rail,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Command {
-    /// Bytes from this rank's part of symmetric memory to another's. Offsets and length are bytes, multiples of
-    /// [`UNIT`].
+    /// Copies bytes from this rank's part of symmetric memory to another rank's. Offsets and length are
+    /// bytes, multiples of [`UNIT`].
     Write {
         rank: u16,
         channel: u8,
@@ -117,12 +117,12 @@ pub enum Command {
         channel: u8,
         add: Add,
     },
-    /// Over when what this FIFO's commands sent is over, so that the bytes it was sent from may be used again:
-    /// all of it, or that of commands up to an index, of which the lower 32 bits are given.
+    /// Completes when this FIFO's earlier commands have ended, so that their source bytes may be reused:
+    /// all of them, or those up to an index, of which the lower 32 bits are given.
     Drain {
         up_to: Option<u32>,
     },
-    /// Over when all have pushed one of the same scope and channel, each to the same thread of its proxy.
+    /// Completes when all ranks have pushed one of the same scope and channel, each to the same thread.
     Barrier {
         scope: Scope,
         channel: u8,
@@ -141,7 +141,7 @@ impl Command {
     }
 
     /// # Errors
-    /// What doesn't fit into its field, or is no multiple of the unit.
+    /// [`CommandError`] for a value that exceeds its field or is no multiple of the unit.
     pub fn encode(&self) -> Result<Words, CommandError> {
         let mut e = Encoder { words: [0; 2], kind: self.name() };
         match *self {
@@ -154,11 +154,15 @@ impl Command {
                 let units = e.units("length", len)?;
                 let less = units
                     .checked_sub(1)
-                    .ok_or_else(|| e.wrong("length", 0, "a write moves at least 16 bytes"))?;
+                    .ok_or_else(|| e.wrong("length", 0, "must be at least 16 bytes"))?;
                 e.put(LENGTH, less)?;
                 if let Some(add) = add {
                     let addend = i16::try_from(add.value).map_err(|_| {
-                        e.wrong("value", add.value, "beside a write it has 16 bits; send it alone")
+                        e.wrong(
+                            "value",
+                            add.value,
+                            "must fit 16 bits beside a write; send the atomic alone",
+                        )
                     })?;
                     e.put(FLAG, u64::from(add.ordered))?;
                     e.put(SLOT, u64::from(add.slot))?;
@@ -188,7 +192,7 @@ impl Command {
         Ok(e.words)
     }
 
-    /// Total: any 128 bits are a command or an error. The FIFO's bits are passed over.
+    /// Any 128 bits give a command or an error. The FIFO's bits are ignored.
     #[inline]
     pub fn decode(words: Words) -> Result<Self, CommandError> {
         let get = |field: Field| words[field.word] >> field.shift & ((1 << field.bits) - 1);
@@ -196,7 +200,7 @@ impl Command {
             let wrong = fields.iter().find(|f| get(**f) != 0);
             wrong.map_or(Ok(()), |f| {
                 let (field, value) = (f.name, get(*f) as i64);
-                Err(CommandError { kind, field, value, rule: "it must be 0" })
+                Err(CommandError { kind, field, value, rule: "must be 0" })
             })
         };
         let (rank, channel) = (get(RANK) as u16, get(CHANNEL) as u8);
@@ -238,7 +242,7 @@ impl Command {
                 kind: "command",
                 field: "kind",
                 value: other as i64,
-                rule: "kinds are 1 to 5",
+                rule: "out of range [1, 5]",
             }),
         }
     }
@@ -257,18 +261,18 @@ impl Encoder {
     fn units(&self, field: &'static str, bytes: u64) -> Result<u64, CommandError> {
         match bytes % UNIT {
             0 => Ok(bytes / UNIT),
-            _ => Err(self.wrong(field, bytes as i64, "it must be a multiple of 16 bytes")),
+            _ => Err(self.wrong(field, bytes as i64, "must be a multiple of 16 bytes")),
         }
     }
 
     fn put(&mut self, field: Field, value: u64) -> Result<(), CommandError> {
         if value >> field.bits != 0 {
             let rule = match field.name {
-                "rank" => "ranks are 0 to 1023",
-                "channel" => "channels are 0 to 31",
-                "slot" => "slots are 0 to 4095",
-                "length" => "a write has at most 512 KiB; push several",
-                _ => "offsets are below 64 GiB",
+                "rank" => "out of range [0, 1023]",
+                "channel" => "out of range [0, 31]",
+                "slot" => "out of range [0, 4095]",
+                "length" => "must be at most 512 KiB; push several writes",
+                _ => "must be below 64 GiB",
             };
             return Err(self.wrong(field.name, value as i64, rule));
         }
@@ -385,7 +389,7 @@ pub(crate) mod tests {
         }
         let atomic = Command::Atomic { rank: 0, channel: 0, add }.encode().unwrap();
         let long = Command::decode([atomic[0], atomic[1] | 1 << 48]).unwrap_err();
-        assert_eq!(long.to_string(), "atomic: its length is 1: it must be 0");
+        assert_eq!(long.to_string(), "atomic: length is 1: must be 0");
         assert_eq!(Command::decode([0; 2]).unwrap_err().field, "kind", "untouched memory");
     }
 

@@ -7,32 +7,32 @@ use crate::{
     ProxyError, Result,
 };
 
-/// What a rank's proxy is like. Ranks, threads and the ranks of a node must be the same everywhere.
+/// Configuration of a rank's proxy. `ranks`, `threads` and `per_node` must be the same on all ranks.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub rank: usize,
     /// At most 1024.
     pub ranks: usize,
-    /// Ranks on a node: those whose numbers are alike modulo this share a rail.
+    /// Ranks of a node. Ranks that are equal modulo this number share a rail.
     pub per_node: usize,
-    /// Which life of this rank this is; every further one has a larger number.
+    /// The incarnation of this rank; each restart must have a larger one.
     pub incarnation: u32,
-    /// Thread *i* carries out the commands of its own FIFOs, and talks to thread *i* of the peers.
+    /// Thread *i* executes the commands of its own FIFOs and exchanges data with thread *i* of the peers.
     pub threads: usize,
     /// FIFOs of each thread.
     pub fifos: usize,
-    /// Commands that a FIFO holds, `kMaxInflight` of the paper; a power of two.
+    /// Capacity of a FIFO in commands, `kMaxInflight` of the paper; a power of two.
     pub capacity: u32,
-    /// Atomic words that the device reads; at most 4096.
+    /// Number of atomic words that the device reads; at most 4096.
     pub words: usize,
-    /// Commands to one peer whose bytes may be under way: pacing against incast.
+    /// Maximum number of commands in flight to one peer: pacing against incast.
     pub max_outstanding: u32,
-    /// How long a command, or an answer that a command waits for, may take before the peer is taken for lost.
+    /// Timeout of a command and of a reply that a command waits for; after it the peer is lost.
     pub deadline: Duration,
-    /// How long a thread looks for work before it sleeps.
+    /// Time for which a thread polls before it sleeps.
     pub spin: Duration,
-    /// How long a sleeping thread may miss what was pushed by a device that can't wake it; what processors push wakes
-    /// it at once.
+    /// Maximum sleep of a thread. A device that can't wake it is noticed after it; a push by a CPU wakes
+    /// the thread at once.
     pub nap: Duration,
 }
 
@@ -70,12 +70,12 @@ impl Config {
         ];
         for (what, n, most) in within {
             if n == 0 || n > most {
-                return Err(ProxyError::Invalid(format!("{n} {what}: take 1 to {most}")));
+                return Err(ProxyError::Invalid(format!("{what} is {n}; expected 1 to {most}")));
             }
         }
         if !self.ranks.is_multiple_of(self.per_node) {
             return Err(ProxyError::Invalid(format!(
-                "{} ranks are no whole number of nodes of {}",
+                "{} ranks are not a multiple of {} ranks per node",
                 self.ranks, self.per_node
             )));
         }

@@ -2,37 +2,39 @@ use fabric_engine::EngineError;
 
 use crate::{command::CommandError, fifo::FifoError, order::OrderError};
 
-/// What failed between a device and a peer's.
+/// An error between a device and a peer's device.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ProxyError {
-    #[error("rank {rank}: there are {ranks} ranks, from 0")]
+    #[error("rank {rank} is out of range [0, {ranks})")]
     Rank { rank: usize, ranks: usize },
 
     #[error("rank {rank} is not connected; give its descriptor to join()")]
-    NotThere { rank: usize },
+    NotConnected { rank: usize },
 
-    #[error("rank {rank}: bytes {offset}..{end} lie outside its {limit} bytes of symmetric memory", end = .offset.saturating_add(*.len))]
+    #[error("rank {rank}: bytes {offset}..{end} exceed its {limit} bytes of symmetric memory", end = .offset.saturating_add(*.len))]
     OutOfBounds { rank: usize, offset: u64, len: u64, limit: u64 },
 
-    #[error("rank {rank} has {len} bytes of symmetric memory, this rank has {ours}; allocate the same everywhere")]
-    Unequal { rank: usize, len: u64, ours: u64 },
+    #[error("rank {rank} has {len} bytes of symmetric memory, this rank has {local}; allocate the same on all ranks")]
+    UnequalMemory { rank: usize, len: u64, local: u64 },
 
-    #[error("slot {slot}: there are {slots} atomic words; open the proxy with more")]
+    #[error("slot {slot} is out of range [0, {slots}); open the proxy with more atomic words")]
     Slot { slot: u16, slots: usize },
 
-    /// The rank gave up a rule of the protocol, and is treated as lost.
-    #[error("rank {rank} broke the protocol: {cause}; run the same version everywhere")]
+    /// The rank violated a rule of the protocol, and is treated as lost.
+    #[error("rank {rank} violated the protocol: {cause}; run the same version on all ranks")]
     Protocol { rank: usize, cause: OrderError },
 
-    #[error("rank {rank} did not {what} within {after:?}; it is taken for lost, mask it everywhere or let it join anew")]
+    #[error("rank {rank} did not {what} within {after:?}; it is lost; mask it on all ranks or let it join again")]
     Silent { rank: usize, what: &'static str, after: std::time::Duration },
 
-    #[error("rank {rank}: what was sent to it may still land; it is taken for lost, let it join anew with fresh memory")]
+    #[error(
+        "rank {rank}: requests to it may still land; it is lost, let it join again with new memory"
+    )]
     NotQuiet { rank: usize },
 
-    #[error("rank {rank} joins with incarnation {given}, and had {had} already; open it anew")]
-    OldLife { rank: usize, given: u32, had: u32 },
+    #[error("rank {rank} joins with incarnation {given}, but its latest is {had}; open it with a larger one")]
+    StaleIncarnation { rank: usize, given: u32, had: u32 },
 
     #[error("{0}")]
     Invalid(String),

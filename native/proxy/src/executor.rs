@@ -1,8 +1,8 @@
-//! Carries out the commands of one thread's FIFOs by an engine of its own. It has no thread and no clock: whoever
-//! drives it calls [`Executor::step`], a thread of a [`Proxy`](crate::Proxy) or a simulation.
+//! Executes the commands of one thread's FIFOs through an engine of its own. It has no thread and no
+//! clock: a thread of a [`Proxy`](crate::Proxy) or a simulation calls [`Executor::step`].
 //!
-//! Nothing is shared with the executors of other threads but the atomic words and who is alive. Each has an engine of
-//! its own, for an engine has one lock: two threads that post through one would hand each other their requests.
+//! Executors of one rank share only the atomic words and the ranks' liveness. Each has its own engine:
+//! an engine has one lock, and two threads on one engine would pass each other their requests.
 
 mod arrivals;
 mod commands;
@@ -15,84 +15,84 @@ use fabric_engine::{
 };
 
 use crate::{
-    alive::Alive,
+    barrier::BarrierRounds,
     command::{Scope, CHANNELS},
     config::Config,
     descriptor::ThreadDescriptor,
     fifo::Popper,
-    inbox::{Inbox, News},
+    inbox::{Inbox, MembershipChange},
+    liveness::Liveness,
     order::ENTRY,
-    peer::{Peer, Posted, State},
+    peer::{Peer, PostedRequest, State},
     raw::AtomicWords,
-    rounds::Rounds,
     symmetric::SymmetricMemory,
     tag::EPOCHS,
-    Bed, ProxyError, Result,
+    Parker, ProxyError, Result,
 };
-use commands::Planned;
+use commands::PlannedCommand;
 
-/// What an executor has to say.
+/// Events that an executor reports.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Event {
-    /// A rank is lost: commands to it are over at once from now on, and all threads have taken in what it sent before,
-    /// as far as it knew that to have arrived. Told once for each life of it.
+    /// A rank is lost. Commands to it complete at once, and all threads have applied what is known to
+    /// have arrived from it. Reported once per incarnation.
     Lost { rank: usize, incarnation: u32, error: ProxyError },
-    /// The engine of a rank that was given up is gone: nothing of that life can come to this thread any more. Each thread
-    /// tells it of the engine that it writes to; the life is over when all have.
+    /// The engine of a lost rank is gone: nothing of that incarnation can reach this thread any more.
+    /// Each thread reports it; the incarnation is over when all have.
     Gone { rank: usize, incarnation: u32 },
-    /// A command that can't be carried out. It is completed, and nothing was sent.
+    /// A command that can't be executed. It is completed without sending anything.
     Refused { fifo: usize, index: u64, error: ProxyError },
 }
 
 pub type OnEvent = Arc<dyn Fn(Event) + Send + Sync>;
 
-/// What all executors of a rank share.
+/// State that all executors of a rank share.
 #[derive(Clone, Debug)]
-pub struct Common {
+pub struct SharedState {
     pub words: AtomicWords,
-    pub alive: Arc<Alive>,
+    pub alive: Arc<Liveness>,
 }
 
-impl Common {
+impl SharedState {
     pub fn new(config: &Config) -> Self {
         let words = AtomicWords::allocate(config.words);
-        Self { words, alive: Arc::new(Alive::new(config.ranks, config.threads)) }
+        Self { words, alive: Arc::new(Liveness::new(config.ranks, config.threads)) }
     }
 }
 
-/// A FIFO and what its oldest command waits for.
+/// A FIFO and the state of its oldest command.
 #[derive(Debug)]
-struct Source {
+struct CommandSource {
     popper: Popper,
-    /// Commands of it whose bytes are under way.
+    /// Commands of the FIFO that are in flight.
     outstanding: u32,
-    /// The oldest command could not be carried out in the last step.
+    /// The oldest command could not be executed in the last step.
     blocked: bool,
-    /// The round of the barrier that it has entered, and when.
+    /// The round of the barrier that the FIFO has entered, and the time of entry.
     barrier: Option<(u64, Time)>,
 }
 
 pub struct Executor {
     engine: Arc<TransferEngine>,
     config: Config,
-    common: Common,
+    common: SharedState,
     memory: SymmetricMemory,
     part: Region,
-    /// Where peers put atomics, then where those to be sent lie; by rank, channel and epoch.
+    /// Receives atomics of peers, then holds atomics to be sent; by rank, channel and epoch.
     control: Region,
     peers: Vec<Peer>,
-    /// Ranks to which something is under way.
+    /// Ranks with requests in flight.
     active: Vec<usize>,
-    sources: Vec<Source>,
-    rounds: HashMap<(Scope, u8), Rounds>,
+    sources: Vec<CommandSource>,
+    rounds: HashMap<(Scope, u8), BarrierRounds>,
     inbox: Arc<Inbox>,
     on_event: OnEvent,
-    /// When `common.alive` was last looked at.
+    /// Value of `common.alive.changes()` at the last check.
     changes: u64,
-    /// Kept for their memory.
+    /// Reused allocations.
     tags: Vec<(u32, u32)>,
-    plan: Vec<Planned>,
+    plan: Vec<PlannedCommand>,
 }
 
 impl std::fmt::Debug for Executor {
@@ -101,19 +101,19 @@ impl std::fmt::Debug for Executor {
     }
 }
 
-/// Tells an executor which ranks are there, from other threads.
+/// Changes the membership of an executor from other threads.
 #[derive(Clone, Debug)]
 pub struct Membership(Arc<Inbox>);
 
 impl Membership {
-    /// A rank is there, or there again: in a later life.
+    /// A rank has joined, or joined again with a later incarnation.
     pub fn join(&self, rank: usize, incarnation: u32, descriptor: ThreadDescriptor) {
-        self.0.news(News::Join { rank, incarnation, descriptor: Box::new(descriptor) });
+        self.0.push(MembershipChange::Join { rank, incarnation, descriptor: Box::new(descriptor) });
     }
 
-    /// A rank is given up.
+    /// A rank is excluded.
     pub fn mask(&self, rank: usize) {
-        self.0.news(News::Mask { rank });
+        self.0.push(MembershipChange::Mask { rank });
     }
 }
 
@@ -121,25 +121,26 @@ impl Membership {
 const RING: u64 = CHANNELS as u64 * EPOCHS * ENTRY;
 
 impl Executor {
-    /// `part` is this rank's part of symmetric memory, of this engine, whose address nobody has been told yet. `bed` is
-    /// where the pushers of `poppers` wake the caller.
+    /// `part` is this rank's part of symmetric memory, registered with this engine. The pushers of
+    /// `poppers` wake the caller through the parker.
     ///
     /// # Errors
-    /// See [`Config::check`]; what the engine says to one more region.
+    /// See [`Config::check`]; the engine's error when it can't register memory.
     pub fn new(
         engine: Arc<TransferEngine>,
         part: Region,
         config: &Config,
-        common: Common,
-        (bed, poppers): (Arc<Bed>, Vec<Popper>),
+        common: SharedState,
+        (parker, poppers): (Arc<Parker>, Vec<Popper>),
         on_event: OnEvent,
     ) -> Result<Self> {
         config.check()?;
         let control = engine.alloc(2 * RING * config.ranks as u64)?;
-        let inbox = Arc::new(Inbox::new(bed));
-        let theirs = Arc::clone(&inbox);
-        engine.take_tags(move |value, n| theirs.tag(value, n))?;
-        let source = |popper| Source { popper, outstanding: 0, blocked: false, barrier: None };
+        let inbox = Arc::new(Inbox::new(parker));
+        let tag_inbox = Arc::clone(&inbox);
+        engine.take_tags(move |value, n| tag_inbox.tag(value, n))?;
+        let source =
+            |popper| CommandSource { popper, outstanding: 0, blocked: false, barrier: None };
         Ok(Self {
             memory: SymmetricMemory::new(part.clone(), config.rank, config.ranks)?,
             part,
@@ -159,7 +160,7 @@ impl Executor {
         })
     }
 
-    /// What the peers' executors with the same number need.
+    /// The descriptor for executors with the same number on other ranks.
     pub fn descriptor(&self) -> ThreadDescriptor {
         let control = self.control.descriptor();
         ThreadDescriptor { memory: self.part.descriptor(), control }
@@ -169,45 +170,45 @@ impl Executor {
         Membership(Arc::clone(&self.inbox))
     }
 
-    /// One round: takes in what has arrived, carries out what can be, gives up what takes too long. True if
-    /// anything was done.
+    /// One round: applies arrivals, executes commands and drops peers that exceed their timeout. Returns
+    /// whether it did anything.
     pub fn step(&mut self, now: Time) -> bool {
         let _ = self.engine.poll();
         let mut moved = self.take_arrivals(now);
         moved |= self.collect();
         moved |= self.follow_masks(now);
         for fifo in 0..self.sources.len() {
-            moved |= self.run(fifo, now);
+            moved |= self.run_fifo(fifo, now);
         }
         moved
     }
 
-    /// Whether a step could do something that the last one couldn't, as far as this executor can see.
-    pub fn has_news(&self) -> bool {
+    /// Whether a step has new input, as far as this executor can see.
+    pub fn has_work(&self) -> bool {
         !self.inbox.is_empty()
             || self.sources.iter().any(|s| !s.blocked && s.popper.poll(0).is_some())
     }
 
-    /// To be called before sleeping: has the end of what commands wait for wake the sleeper. How long it may sleep.
+    /// Call before sleeping. Arranges that completions wake the sleeper, and returns the longest sleep.
     pub fn prepare_sleep(&mut self) -> Duration {
         let waits = self.sources.iter().any(|s| s.blocked);
         if waits {
             for rank in &self.active {
-                let front = self.peers[*rank].posted.front_mut().filter(|p| !p.told);
+                let front = self.peers[*rank].posted.front_mut().filter(|p| !p.wakes);
                 if let Some(posted) = front {
-                    posted.told = true;
+                    posted.wakes = true;
                     posted.handle.on_done_notify(self.inbox.clone(), 0);
                 }
             }
         }
         match waits || !self.active.is_empty() {
-            // Deadlines, and what is done but not quiet, are looked at meanwhile.
+            // Timeouts, and completed but not quiesced requests, are polled.
             true => self.config.nap.min(Duration::from_millis(1)),
             false => self.config.nap,
         }
     }
 
-    /// Commands whose bytes are under way.
+    /// Commands in flight.
     pub fn outstanding(&self) -> usize {
         self.peers.iter().map(|p| p.outstanding as usize).sum()
     }
@@ -221,8 +222,8 @@ impl Executor {
         self.engine.submit(ops, options)
     }
 
-    /// Keeps a request until it is over.
-    fn keep(&mut self, rank: usize, posted: Posted) {
+    /// Stores a request until it has ended.
+    fn track(&mut self, rank: usize, posted: PostedRequest) {
         let peer = &mut self.peers[rank];
         if let Some(fifo) = posted.fifo {
             self.sources[fifo].outstanding += posted.commands;
@@ -234,7 +235,7 @@ impl Executor {
         peer.posted.push_back(posted);
     }
 
-    /// Lets go of requests that are over.
+    /// Removes requests that have ended.
     fn collect(&mut self) -> bool {
         let mut moved = false;
         let mut i = 0;
@@ -249,9 +250,9 @@ impl Executor {
                     (_, Quiet::NotYet) => break,
                     (_, Quiet::Quiet) => {
                         let posted = peer.posted.pop_front().expect("there is a front");
-                        peer.over += 1;
+                        peer.ended += 1;
                         peer.outstanding -= posted.commands;
-                        peer.waits_since = None;
+                        peer.waiting_since = None;
                         if let Some(fifo) = posted.fifo {
                             self.sources[fifo].outstanding -= posted.commands;
                         }
@@ -264,7 +265,7 @@ impl Executor {
                 }
             }
             if let Some(error) = failed {
-                // Takes it off the list.
+                // Removes the rank from `active`.
                 self.lose(rank, error);
                 moved = true;
                 continue;
@@ -277,7 +278,7 @@ impl Executor {
         moved
     }
 
-    /// Ranks of a scope that take part, without this one.
+    /// The other ranks of a scope that take part.
     fn participants(&self, scope: Scope) -> impl Iterator<Item = usize> + '_ {
         let (own, per_node) = (self.config.rank, self.config.per_node);
         let there = self.peers.iter().enumerate().filter(|(_, p)| p.state == State::Alive);
@@ -293,7 +294,7 @@ impl Drop for Executor {
     }
 }
 
-/// Where the atomic of a rank's channel and epoch lies in a ring, bytes.
-fn place(rank: usize, channel: u8, epoch: u8) -> u64 {
+/// Byte offset of an atomic in a ring, by rank, channel and epoch.
+fn control_offset(rank: usize, channel: u8, epoch: u8) -> u64 {
     ((rank as u64 * CHANNELS as u64 + u64::from(channel)) * EPOCHS + u64::from(epoch)) * ENTRY
 }

@@ -1,43 +1,44 @@
-//! The channel from a device to its proxy: a bounded lock-free FIFO of commands, with many pushers and one popper
-//! (uccl-ep §3.1, Figure 6).
+//! The channel from a device to its proxy: a bounded lock-free FIFO of commands with many pushers and
+//! one popper (uccl-ep §3.1, Figure 6).
 //!
-//! **How a slot is published.** Either 64-bit word of a slot carries one lap bit: 1 in the first lap around the FIFO,
-//! 0 in the second, and so on. The popper takes a slot when *both* words show the lap that it is in. So the two words
-//! may become visible in any order and at any time: two 8-byte stores of a processor, which has no atomic 16-byte
-//! store, do as well as one 16-byte store of a GPU, even where the bus tears that. One bit is enough, for a slot
-//! is written again only after its command was completed: until then it shows this lap or the one before. No shared
-//! "published" index is needed, so that a slow pusher doesn't make others wait for it.
+//! **Publishing a slot.** Each 64-bit word of a slot has one lap bit: 1 in the first lap around the
+//! FIFO, 0 in the second, and so on. The popper takes a slot when *both* words show the current lap.
+//! So the words may become visible in any order: two 8-byte stores of a CPU do as well as one 16-byte
+//! store of a GPU, even where the bus splits that. One bit is enough, because a slot is written again
+//! only after its command was completed. There is no shared \"published\" index, so a slow pusher does
+//! not delay others.
 //!
-//! **Order.** A release store of each word comes after whatever its pusher wrote before (the token itself), and the
-//! popper's acquire load of both before whatever it reads. On a GPU: a system-scope release, or a fence and plain stores.
+//! **Order.** A pusher's release store of each word follows its earlier writes (the token itself). The
+//! popper's acquire load of both words precedes its reads. On a GPU: a system-scope release, or a
+//! fence and plain stores.
 //!
-//! **Flow control.** A pusher takes an index when fewer than `capacity` (`kMaxInflight`) commands are not completed.
-//! It reads the popper's index only when the copy that all pushers share says that the FIFO is full.
+//! **Flow control.** A pusher takes an index while fewer than `capacity` (`kMaxInflight`) commands are
+//! not completed. It reads the popper's index only when the pushers' shared copy shows a full FIFO.
 //!
-//! Where things lie is in [`raw`](crate::raw): a word that one side polls is near that side.
+//! [`raw`](crate::raw) places each polled word near the side that polls it.
 
 use std::sync::Arc;
 
 use crate::{
     command::{Command, CommandError, Words, LAP},
+    parker::Parker,
     raw::Area,
     sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release},
-    wake::Bed,
 };
 
-/// The most commands that a FIFO holds.
+/// Maximum number of commands that a FIFO holds.
 pub const MAX_CAPACITY: u32 = 1 << 20;
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FifoError {
-    #[error("a FIFO of {0} commands: take a power of two, 1048576 at most")]
+    #[error("a FIFO capacity of {0} is invalid; expected a power of two, at most 1048576")]
     Capacity(u32),
     #[error(transparent)]
     Command(#[from] CommandError),
     #[error("the FIFO is full: {0} commands are not completed; wait for one, or give the proxy more capacity")]
     Full(u64),
-    #[error("the proxy is closed, and what isn't completed never will be; open another one")]
+    #[error("the proxy is closed; its remaining commands will never complete; open another one")]
     Closed,
 }
 
@@ -46,14 +47,14 @@ pub enum FifoError {
 pub struct Pusher {
     area: Arc<Area>,
     /// Where the popper sleeps.
-    bed: Arc<Bed>,
+    parker: Arc<Parker>,
 }
 
 /// The proxy's end.
 #[derive(Debug)]
 pub struct Popper {
     area: Arc<Area>,
-    /// Commands completed, which nobody else writes.
+    /// Number of completed commands; only this end writes it.
     completed: u64,
 }
 
@@ -61,19 +62,19 @@ pub struct Popper {
 ///
 /// # Errors
 /// [`FifoError::Capacity`].
-pub fn fifo(capacity: u32, bed: Arc<Bed>) -> Result<(Pusher, Popper), FifoError> {
+pub fn fifo(capacity: u32, parker: Arc<Parker>) -> Result<(Pusher, Popper), FifoError> {
     check(capacity)?;
-    fifo_in(Area::allocate(capacity), bed)
+    fifo_in(Area::allocate(capacity), parker)
 }
 
-/// A FIFO in memory that is handed in, such as pinned host memory that a GPU pushes to.
+/// A FIFO in caller-provided memory, such as pinned host memory that a GPU pushes to.
 ///
 /// # Errors
 /// [`FifoError::Capacity`].
-pub fn fifo_in(area: Area, bed: Arc<Bed>) -> Result<(Pusher, Popper), FifoError> {
+pub fn fifo_in(area: Area, parker: Arc<Parker>) -> Result<(Pusher, Popper), FifoError> {
     check(area.parts().capacity)?;
     let area = Arc::new(area);
-    Ok((Pusher { area: Arc::clone(&area), bed }, Popper { area, completed: 0 }))
+    Ok((Pusher { area: Arc::clone(&area), parker }, Popper { area, completed: 0 }))
 }
 
 fn check(capacity: u32) -> Result<(), FifoError> {
@@ -93,7 +94,7 @@ fn lap(index: u64, capacity: u64) -> u64 {
 }
 
 impl Pusher {
-    /// Pushes a command if there is room; its index, for [`Pusher::is_complete`].
+    /// Pushes a command if there is room; returns its index for [`Pusher::is_complete`].
     ///
     /// # Errors
     /// [`FifoError::Full`], [`FifoError::Command`], [`FifoError::Closed`].
@@ -102,7 +103,7 @@ impl Pusher {
         self.try_push_words(command.encode()?)
     }
 
-    /// Pushes a command, waiting for room: this is how the proxy paces its device.
+    /// Pushes a command and waits for room: so the proxy paces its device.
     ///
     /// # Errors
     /// [`FifoError::Command`], [`FifoError::Closed`].
@@ -110,14 +111,14 @@ impl Pusher {
         let words = command.encode()?;
         loop {
             match self.try_push_words(words) {
-                Err(FifoError::Full(_)) if !self.bed.is_closed() => pause(),
+                Err(FifoError::Full(_)) if !self.parker.is_closed() => pause(),
                 Err(FifoError::Full(_)) => return Err(FifoError::Closed),
                 other => return other,
             }
         }
     }
 
-    /// As [`Pusher::try_push`], with the command as a device would write it. The highest bit of either word is lost.
+    /// As [`Pusher::try_push`], with an encoded command. The highest bit of each word is ignored.
     #[inline]
     pub fn try_push_words(&self, words: Words) -> Result<u64, FifoError> {
         let index = self.claim()?;
@@ -125,7 +126,7 @@ impl Pusher {
         let slot = self.area.slot(index);
         slot[0].store(words[0] & !LAP | lap, Release);
         slot[1].store(words[1] & !LAP | lap, Release);
-        match self.bed.wake() {
+        match self.parker.wake() {
             true => Ok(index),
             false => Err(FifoError::Closed),
         }
@@ -152,8 +153,8 @@ impl Pusher {
         }
     }
 
-    /// Whether the command with this index is completed: a write or an atomic when it was posted, a drain or a barrier
-    /// when it is over.
+    /// Whether the command with this index is completed: a write or an atomic when it is posted, a drain
+    /// or a barrier when it has ended.
     #[inline]
     pub fn is_complete(&self, index: u64) -> bool {
         self.area.completed().load(Acquire) > index
@@ -165,8 +166,8 @@ impl Pusher {
     /// [`FifoError::Closed`].
     pub fn wait(&self, index: u64) -> Result<(), FifoError> {
         loop {
-            // Before the look, so that what was completed last is seen.
-            let closed = self.bed.is_closed();
+            // Read before the check, so that the last completion is seen.
+            let closed = self.parker.is_closed();
             if self.is_complete(index) {
                 return Ok(());
             }
@@ -179,10 +180,10 @@ impl Pusher {
 }
 
 impl Popper {
-    /// The command `ahead` places behind the oldest that isn't completed, if it was pushed: looks without taking.
+    /// Peeks at the command `ahead` places behind the oldest one that isn't completed.
     #[inline]
     pub fn poll(&self, ahead: u64) -> Option<Words> {
-        // Slots from there on are of the lap before.
+        // Slots from here on belong to the lap before.
         if ahead >= self.area.capacity() {
             return None;
         }
@@ -193,7 +194,7 @@ impl Popper {
         (words[0] & LAP == lap && words[1] & LAP == lap).then(|| [words[0] & !LAP, words[1] & !LAP])
     }
 
-    /// Completes the `n` oldest commands, which [`Popper::poll`] has returned: their slots may be used again.
+    /// Completes the `n` oldest commands that [`Popper::poll`] returned: their slots may be reused.
     #[inline]
     pub fn pop(&mut self, n: u64) {
         self.completed += n;
@@ -251,7 +252,7 @@ mod tests {
         }
     }
 
-    /// A word that shows the next lap is not taken while the other doesn't: what a torn store looks like.
+    /// A word of the next lap is not taken while the other word shows the old lap: a torn store.
     #[test]
     fn a_half_written_command_is_not_taken() {
         for first in [0, 1] {
@@ -309,21 +310,21 @@ mod loom_tests {
 
     use super::*;
 
-    /// Every command once, whole, in its pusher's order, none beyond the capacity, and after what was written before it.
+    /// Every command arrives once, whole, in its pusher's order, within the capacity, and after earlier writes.
     #[test]
     fn two_pushers_and_a_popper_over_two_laps() {
         let mut model = loom::model::Builder::new();
         model.preemption_bound = Some(2);
         model.max_branches = 20_000;
         model.check(|| {
-            let (pusher, mut popper) = fifo(2, Arc::new(Bed::default())).unwrap();
+            let (pusher, mut popper) = fifo(2, Arc::new(Parker::default())).unwrap();
             let tokens: Arc<[_; 2]> = Arc::new([0, 0].map(loom::sync::atomic::AtomicU64::new));
             let threads: Vec<_> = (0..2u64)
                 .map(|t| {
                     let (pusher, tokens) = (pusher.clone(), Arc::clone(&tokens));
                     thread::spawn(move || {
                         for i in 0..2 - t {
-                            // Both words say who and which.
+                            // Both words encode the thread and the command.
                             let id = t * 2 + i + 1;
                             tokens[t as usize].store(id, Relaxed);
                             while pusher.try_push_words([id, id]).is_err() {
@@ -354,15 +355,15 @@ mod loom_tests {
     }
 
     #[test]
-    fn completion_is_never_early_and_carries_what_was_done() {
+    fn completion_is_never_early_and_publishes_earlier_writes() {
         loom::model(|| {
-            let (pusher, mut popper) = fifo(1, Arc::new(Bed::default())).unwrap();
+            let (pusher, mut popper) = fifo(1, Arc::new(Parker::default())).unwrap();
             let done = Arc::new(loom::sync::atomic::AtomicU32::new(0));
             let index = pusher.try_push_words([1, 1]).unwrap();
-            let theirs = Arc::clone(&done);
+            let descriptor = Arc::clone(&done);
             let proxy = thread::spawn(move || {
                 assert_eq!(popper.poll(0), Some([1, 1]));
-                theirs.store(1, Relaxed);
+                descriptor.store(1, Relaxed);
                 popper.pop(1);
             });
             if pusher.is_complete(index) {
@@ -376,10 +377,10 @@ mod loom_tests {
     #[test]
     fn a_sleeping_proxy_is_woken_by_a_push() {
         loom::model(|| {
-            let bed = Arc::new(Bed::default());
-            let (pusher, popper) = fifo(1, Arc::clone(&bed)).unwrap();
+            let parker = Arc::new(Parker::default());
+            let (pusher, popper) = fifo(1, Arc::clone(&parker)).unwrap();
             let device = thread::spawn(move || pusher.try_push_words([1, 1]).unwrap());
-            bed.sleep(std::time::Duration::MAX, || popper.poll(0).is_some());
+            parker.park(std::time::Duration::MAX, || popper.poll(0).is_some());
             assert_eq!(popper.poll(0), Some([1, 1]), "woken by nothing");
             device.join().unwrap();
         });

@@ -1,5 +1,5 @@
-//! What a fuzzer calls: everything that reads bytes of a device's or a peer's. It must return, however odd its input, and
-//! holds what it says as assertions.
+//! Entry points of fuzzers: everything that reads bytes of a device or a peer. Each returns for any
+//! input and asserts its properties.
 
 use fabric_engine::api::{Imm, TAG_BITS};
 
@@ -10,7 +10,7 @@ use crate::{
     RankDescriptor,
 };
 
-/// A command, an atomic, a tag, a rank's descriptor: refused, or the same once more when it is encoded again.
+/// A command, an atomic, a tag, a descriptor: each is refused, or encodes to the same value again.
 pub fn commands(bytes: &[u8]) {
     if let Ok(descriptor) = RankDescriptor::from_bytes(bytes) {
         assert_eq!(RankDescriptor::from_bytes(&descriptor.to_bytes()), Ok(descriptor));
@@ -70,7 +70,7 @@ mod tests {
         ]
     }
 
-    /// `FABRIC_RAY_SEEDS=1` writes them anew.
+    /// With `FABRIC_RAY_SEEDS=1`, writes the seeds again.
     #[test]
     fn seeds_are_what_is_encoded_today() {
         for (name, bytes) in seeds() {

@@ -1,4 +1,4 @@
-//! What an executor is told by other threads.
+//! Messages from other threads to an executor.
 
 use std::sync::{
     atomic::{
@@ -11,11 +11,11 @@ use std::sync::{
 use fabric_engine::{EngineError, Notify};
 use parking_lot::Mutex;
 
-use crate::{descriptor::ThreadDescriptor, Bed};
+use crate::{descriptor::ThreadDescriptor, Parker};
 
-/// What isn't a tag.
+/// A change of a peer's membership.
 #[derive(Debug)]
-pub(crate) enum News {
+pub(crate) enum MembershipChange {
     /// The engine has lost a rank.
     Lost {
         rank: usize,
@@ -35,78 +35,78 @@ pub(crate) enum News {
 #[derive(Debug)]
 pub(crate) struct Inbox {
     any: AtomicBool,
-    /// Some of it is no tag.
-    any_news: AtomicBool,
+    /// Whether `changes` has entries.
+    has_changes: AtomicBool,
     /// Values of tagged immediates, and how many writes carried each.
     tags: Mutex<Vec<(u32, u32)>>,
-    news: Mutex<Vec<News>>,
-    bed: Arc<Bed>,
+    changes: Mutex<Vec<MembershipChange>>,
+    parker: Arc<Parker>,
 }
 
 impl Inbox {
-    pub fn new(bed: Arc<Bed>) -> Self {
+    pub fn new(parker: Arc<Parker>) -> Self {
         Self {
             any: AtomicBool::new(false),
-            any_news: AtomicBool::new(false),
+            has_changes: AtomicBool::new(false),
             tags: Mutex::default(),
-            news: Mutex::default(),
-            bed,
+            changes: Mutex::default(),
+            parker,
         }
     }
 
-    /// Called under the engine's lock.
+    /// Called with the engine's lock held.
     pub fn tag(&self, value: u32, n: u32) {
         self.tags.lock().push((value, n));
-        self.tell();
+        self.notify_thread();
     }
 
-    pub fn news(&self, news: News) {
-        let mut all = self.news.lock();
-        all.push(news);
-        // Under the lock, as it is cleared: it says what the list holds.
-        self.any_news.store(true, Release);
+    pub fn push(&self, change: MembershipChange) {
+        let mut all = self.changes.lock();
+        all.push(change);
+        // Set with the lock held, like the reset: the flag mirrors the list.
+        self.has_changes.store(true, Release);
         drop(all);
-        self.tell();
+        self.notify_thread();
     }
 
-    fn tell(&self) {
+    fn notify_thread(&self) {
         self.any.store(true, Release);
-        self.bed.wake();
+        self.parker.wake();
     }
 
-    /// Nobody takes anything any more, here or from the FIFOs.
+    /// Closes the inbox and the FIFOs: pushers fail from now on.
     pub fn close(&self) {
-        self.bed.close();
+        self.parker.close();
     }
 
     pub fn is_empty(&self) -> bool {
         !self.any.load(Acquire)
     }
 
-    /// Whether ranks have come or gone since the last [`Inbox::take`].
+    /// Whether membership changed since the last [`Inbox::take`].
     #[inline]
-    pub fn has_news(&self) -> bool {
-        self.any_news.load(Acquire)
+    pub fn has_changes(&self) -> bool {
+        self.has_changes.load(Acquire)
     }
 
-    /// What has come since the last time; `tags` must be empty.
+    /// Takes everything that arrived since the last call; `tags` must be empty.
     #[inline]
-    pub fn take(&self, tags: &mut Vec<(u32, u32)>) -> Vec<News> {
+    pub fn take(&self, tags: &mut Vec<(u32, u32)>) -> Vec<MembershipChange> {
         if self.is_empty() {
             return Vec::new();
         }
-        // Before the look, so that what comes after it is announced anew.
+        // Reset before reading, so that later arrivals set the flag again.
         self.any.store(false, std::sync::atomic::Ordering::SeqCst);
         std::mem::swap(tags, &mut self.tags.lock());
-        let mut news = self.news.lock();
-        self.any_news.store(false, Release);
-        std::mem::take(&mut news)
+        let mut changes = self.changes.lock();
+        self.has_changes.store(false, Release);
+        std::mem::take(&mut changes)
     }
 }
 
-/// A transfer that somebody waits for is over.
+/// Wakes the thread when a transfer that it waits for has ended.
 impl Notify for Inbox {
     fn notify(&self, _key: u64) {
-        self.tell();
+        self.notify_thread();
     }
 }

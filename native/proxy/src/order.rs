@@ -1,27 +1,27 @@
-//! What a receiver may apply, and when: order rebuilt from what arrives in any order (uccl-ep §3.3). Pure.
+//! Restores order at the receiver from arrivals in any order (uccl-ep §3.3). Pure.
 //!
-//! Writes and atomics of one sender on one channel are numbered by *epochs*. An epoch is the writes since the last
-//! atomic, and the atomic that ends it; a write's tag names its epoch, the atomic says how many writes that had. So
-//! a count belongs to one epoch only, and a later write never stands in for a missing one.
+//! Writes and atomics of one sender on one channel are numbered by *epochs*. An epoch consists of the
+//! writes since the last atomic and the atomic that ends it. A write's tag names its epoch, and the
+//! atomic carries the number of writes. So a later write never stands in for a missing one.
 //!
-//! - **OR-1 fence.** An atomic is applied when all writes of its epoch have been counted, in whatever order they came.
-//! - **OR-2 order.** An ordered atomic is applied when all earlier atomics of its channel are, too; its fence then
-//!   covers all writes before it. Others don't wait for one another.
+//! - **OR-1 fence.** An atomic is applied when all writes of its epoch have been counted, in any order.
+//! - **OR-2 order.** An ordered atomic is applied after all earlier atomics of its channel; its fence
+//!   then covers all writes before it. Unordered atomics don't wait for each other.
 //! - **OR-3 once.** Every atomic is applied once.
-//! - **OR-4 bounded.** At most [`EPOCHS`] epochs of a channel are under way: a sender begins one only when its number
-//!   is free again, which the receiver says by credits. So numbers may wrap around.
+//! - **OR-4 bounded.** At most [`EPOCHS`] epochs of a channel are in flight. A sender reuses an epoch's
+//!   number only after the receiver's credit. So numbers may wrap around.
 //!
-//! What breaks these rules is an error of the sender, and names it.
+//! A violation of these rules is an error of the sender, and names it.
 
 use crate::tag::EPOCHS;
 
-/// Epochs that one credit gives back.
+/// Epochs that one credit returns.
 pub const CREDIT: u64 = EPOCHS / 4;
 /// Bytes of an atomic in the control ring.
 pub(crate) const ENTRY: u64 = 16;
 
-/// An atomic as it is sent: 16 bytes, little-endian. Bits 0-11 slot, 12 whether in order, 32-63 writes of its epoch;
-/// then the value.
+/// An atomic on the wire: 16 bytes, little-endian. Bits 0-11 slot, 12 ordered, 32-63 number of writes
+/// of its epoch; then the value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
     pub slot: u16,
@@ -49,18 +49,18 @@ impl Entry {
     }
 }
 
-/// How a sender broke the protocol.
+/// A sender's violation of the protocol.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum OrderError {
-    #[error("it sent two atomics of epoch {0} at a time")]
+    #[error("it sent two atomics in epoch {0}")]
     Twice(u8),
     #[error("it counted {counted} writes of epoch {epoch}, which had {writes}")]
     TooMany { epoch: u8, counted: u32, writes: u32 },
-    #[error("it gave back more epochs than it was sent")]
+    #[error("it returned more epochs than it received")]
     Credits,
-    #[error("it sent an atomic that can't be read")]
+    #[error("it sent an invalid atomic")]
     Garbled,
-    #[error("it sent an atomic on slot {slot}, and there are {slots}")]
+    #[error("it sent an atomic for slot {slot}, which is out of range [0, {slots})")]
     Slot { slot: u16, slots: usize },
 }
 
@@ -68,7 +68,7 @@ pub enum OrderError {
 struct Epoch {
     counted: u32,
     entry: Option<Entry>,
-    /// Before its turn; only atomics without order are.
+    /// Applied before its predecessors; only unordered atomics are.
     applied: bool,
 }
 
@@ -82,9 +82,9 @@ impl Epoch {
 #[derive(Clone, Debug)]
 pub struct Channel {
     epochs: [Epoch; EPOCHS as usize],
-    /// The oldest epoch that isn't over.
+    /// The oldest epoch that hasn't ended.
     oldest: u64,
-    /// Epochs that are over and haven't been given back.
+    /// Ended epochs that haven't been returned.
     freed: u64,
 }
 
@@ -95,7 +95,7 @@ impl Default for Channel {
 }
 
 impl Channel {
-    /// `n` writes of an epoch have arrived. Atomics that may be applied now go to `apply`.
+    /// Records `n` arrived writes of an epoch, and passes atomics that are due to `apply`.
     ///
     /// # Errors
     /// [`OrderError::TooMany`].
@@ -105,7 +105,7 @@ impl Channel {
         self.settle(epoch, apply)
     }
 
-    /// An epoch's atomic has arrived.
+    /// Records the arrival of an epoch's atomic.
     ///
     /// # Errors
     /// [`OrderError::Twice`], [`OrderError::TooMany`].
@@ -122,7 +122,7 @@ impl Channel {
         self.settle(epoch, apply)
     }
 
-    /// Credits to be sent to the sender now.
+    /// Credits to send to the sender now.
     pub fn credits(&mut self) -> u64 {
         let credits = self.freed / CREDIT;
         self.freed %= CREDIT;

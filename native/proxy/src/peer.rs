@@ -1,58 +1,58 @@
-//! What an executor knows of one rank.
+//! State that an executor keeps for one rank.
 
 use std::collections::{HashMap, VecDeque};
 
 use fabric_engine::{Handle, RemoteRegion, Time};
 
-use crate::{command::CHANNELS, order::Channel, sending::Sending, tag::LIVES};
+use crate::{command::CHANNELS, order::Channel, send_channel::SendChannel, tag::TAG_INCARNATIONS};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum State {
-    /// Not there yet: what it sends is kept until it is.
+    /// Not joined yet; its early messages are kept.
     Absent,
     Alive,
-    /// Given up: what it sends counts for nobody, what is sent to it is over at once.
+    /// Dropped: its messages are ignored, and commands to it complete at once.
     Masked,
 }
 
-/// A request under way.
+/// A request in flight.
 #[derive(Debug)]
-pub(crate) struct Posted {
+pub(crate) struct PostedRequest {
     pub handle: Handle,
-    /// The FIFO that it came from; credits and entries into barriers come from none.
+    /// The FIFO of its commands; credits and barrier entries have none.
     pub fifo: Option<usize>,
     /// The index of its first command.
     pub first: u64,
     pub commands: u32,
-    /// Whoever sleeps is told of its end.
-    pub told: bool,
+    /// Its end wakes the sleeping thread.
+    pub wakes: bool,
 }
 
 #[derive(Debug)]
 pub(crate) struct Peer {
     pub state: State,
-    /// Of the latest life that was announced; 0: none.
+    /// The latest announced incarnation; 0 for none.
     pub incarnation: u32,
-    /// Where its proxy takes atomics.
+    /// The region that receives the peer's atomics.
     pub control: Option<RemoteRegion>,
-    /// Ends when the peer does.
+    /// Fails when the peer is lost.
     pub watch: Option<Handle>,
-    /// Under way, the oldest first.
-    pub posted: VecDeque<Posted>,
-    /// Requests so far, and how many of them are over, from the oldest on.
+    /// Requests in flight, oldest first.
+    pub posted: VecDeque<PostedRequest>,
+    /// Requests posted so far, and how many of them have ended, in order.
     pub requests: u64,
-    pub over: u64,
-    /// Commands under way.
+    pub ended: u64,
+    /// Commands in flight.
     pub outstanding: u32,
-    /// Commands that are about to be.
+    /// Commands that are about to be posted.
     pub planned: u32,
-    /// When something of it last arrived.
-    pub heard: Time,
-    /// Since when a command has waited for epochs.
-    pub waits_since: Option<Time>,
-    sending: Box<[Option<Box<Sending>>]>,
+    /// Time of the last arrival.
+    pub last_arrival: Time,
+    /// Time since which a command has waited for epochs.
+    pub waiting_since: Option<Time>,
+    sending: Box<[Option<Box<SendChannel>>]>,
     receiving: Box<[Option<Box<Channel>>]>,
-    /// What a life that isn't announced yet has sent: tags and how many writes carried each.
+    /// Early messages of an unannounced incarnation: tags, and how many writes carried each.
     pub early: HashMap<u32, u32>,
 }
 
@@ -65,11 +65,11 @@ impl Default for Peer {
             watch: None,
             posted: VecDeque::new(),
             requests: 0,
-            over: 0,
+            ended: 0,
             outstanding: 0,
             planned: 0,
-            heard: Time(0),
-            waits_since: None,
+            last_arrival: Time(0),
+            waiting_since: None,
             sending: Box::default(),
             receiving: Box::default(),
             early: HashMap::new(),
@@ -85,18 +85,19 @@ fn channel<T: Default>(of: &mut Box<[Option<Box<T>>]>, channel: u8) -> &mut T {
 }
 
 impl Peer {
-    pub fn life(&self) -> u8 {
-        life(self.incarnation)
+    pub fn tag_incarnation(&self) -> u8 {
+        tag_incarnation(self.incarnation)
     }
 
-    /// Whether a tag is of a life that may still be announced.
-    pub fn is_ahead(&self, life: u8) -> bool {
-        let ahead = u32::from(life.wrapping_sub(self.life())) % LIVES;
-        self.incarnation == 0 || (1..LIVES / 2).contains(&ahead)
+    /// Whether a tag belongs to an incarnation that may still be announced.
+    pub fn is_ahead(&self, tag_incarnation: u8) -> bool {
+        let ahead =
+            u32::from(tag_incarnation.wrapping_sub(self.tag_incarnation())) % TAG_INCARNATIONS;
+        self.incarnation == 0 || (1..TAG_INCARNATIONS / 2).contains(&ahead)
     }
 
     #[inline]
-    pub fn sending(&mut self, number: u8) -> &mut Sending {
+    pub fn sending(&mut self, number: u8) -> &mut SendChannel {
         channel(&mut self.sending, number)
     }
 
@@ -105,8 +106,8 @@ impl Peer {
         channel(&mut self.receiving, number)
     }
 
-    /// Forgets an earlier life, all but what the next one has sent already.
-    pub fn reborn(&mut self, incarnation: u32, control: RemoteRegion) {
+    /// Resets the state for a new incarnation, except for its early messages.
+    pub fn restart(&mut self, incarnation: u32, control: RemoteRegion) {
         let early = std::mem::take(&mut self.early);
         *self = Self {
             state: State::Alive,
@@ -118,6 +119,6 @@ impl Peer {
     }
 }
 
-pub(crate) fn life(incarnation: u32) -> u8 {
-    (incarnation % LIVES) as u8
+pub(crate) fn tag_incarnation(incarnation: u32) -> u8 {
+    (incarnation % TAG_INCARNATIONS) as u8
 }

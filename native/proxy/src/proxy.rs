@@ -13,22 +13,22 @@ use fabric_engine::{api::EngineConfig, EngineError, ProcessLocal, Region, Time, 
 use parking_lot::Mutex;
 
 use crate::{
-    alive::Alive,
     config::Config,
     descriptor::RankDescriptor,
-    executor::{Common, Executor, Membership, OnEvent},
+    executor::{Executor, Membership, OnEvent, SharedState},
     fifo::{fifo_in, Popper, Pusher},
+    liveness::Liveness,
     raw::{Area, AtomicWords},
     symmetric::check_rank,
-    Bed, ProxyError, Result,
+    Parker, ProxyError, Result,
 };
 
-/// A rank's proxy: threads that carry out what is pushed into their FIFOs. Dropping it closes it; peers see the rank
-/// as lost.
+/// A rank's proxy: threads that execute the commands in their FIFOs. Dropping it closes it; peers then
+/// see the rank as lost.
 pub struct Proxy {
     threads: Vec<Thread>,
     pushers: Vec<Vec<Pusher>>,
-    common: Common,
+    common: SharedState,
     descriptor: RankDescriptor,
     memory: Region,
     ranks: usize,
@@ -38,7 +38,7 @@ pub struct Proxy {
 
 struct Thread {
     membership: Membership,
-    bed: Arc<Bed>,
+    parker: Arc<Parker>,
     engine: Arc<TransferEngine>,
     handle: Mutex<Option<ProcessLocal<JoinHandle<()>>>>,
 }
@@ -50,15 +50,15 @@ impl std::fmt::Debug for Proxy {
     }
 }
 
-/// An engine for each thread, and this rank's part of symmetric memory as each of them has registered it.
+/// One engine per thread, and this rank's part of symmetric memory, registered with each.
 #[derive(Debug)]
 pub struct Engines(pub Vec<(Arc<TransferEngine>, Region)>);
 
 impl Engines {
-    /// Opens `threads` engines and allocates one part for all of them: `len` bytes of host memory.
+    /// Opens `threads` engines and allocates one part of `len` bytes of host memory for all of them.
     ///
     /// # Errors
-    /// What the engine says.
+    /// The engine's error.
     pub fn open(config: &EngineConfig, threads: usize, len: u64) -> Result<Self> {
         let mut all: Vec<(Arc<TransferEngine>, Region)> = Vec::new();
         for i in 0..threads {
@@ -74,7 +74,7 @@ impl Engines {
     }
 }
 
-/// The memory that a device and its proxy share.
+/// Memory that a device and its proxy share.
 #[derive(Debug)]
 pub struct DeviceMemory {
     /// By thread and FIFO.
@@ -83,7 +83,7 @@ pub struct DeviceMemory {
 }
 
 impl DeviceMemory {
-    /// For a device that is made of processors: memory of this process.
+    /// Memory of this process, for a device that consists of CPU threads.
     ///
     /// # Errors
     /// [`Config::check`].
@@ -96,12 +96,12 @@ impl DeviceMemory {
 }
 
 impl Proxy {
-    /// Starts the threads. Each has its own engine, which nobody else should use. `on_event` is called on them: it
-    /// must be quick. Of `device`, capacity and number of words are what counts, not what the configuration says.
+    /// Starts the threads. Each has its own engine, for its exclusive use. The threads call `on_event`, which
+    /// must be quick. The capacity and number of words of `device` apply, not those of `config`.
     ///
     /// # Errors
-    /// [`Config::check`]; [`ProxyError::Invalid`] for another number of engines or FIFOs than the configuration has;
-    /// what an engine or the system says.
+    /// [`Config::check`]; [`ProxyError::Invalid`] when the number of engines or FIFOs differs from the
+    /// configuration; errors of an engine or the system.
     pub fn open(
         config: &Config,
         engines: Engines,
@@ -117,31 +117,31 @@ impl Proxy {
         {
             let (engines, fifos) = (engines.0.len(), fifos.iter().map(Vec::len).sum::<usize>());
             return Err(ProxyError::Invalid(format!(
-                "{engines} engines and {fifos} FIFOs for {threads} threads: give each one engine and {each} FIFOs"
+                "got {engines} engines and {fifos} FIFOs for {threads} threads; expected one engine and {each} FIFOs per thread"
             )));
         }
-        let common = Common { words, ..Common::new(config) };
+        let common = SharedState { words, ..SharedState::new(config) };
         let stop = Arc::new(AtomicBool::new(false));
         let memory = engines.0[0].1.clone();
         let (mut threads, mut pushers, mut executors, mut descriptors) =
             (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         for ((engine, part), areas) in engines.0.into_iter().zip(fifos) {
-            let bed = Arc::new(Bed::default());
-            let ends = areas.into_iter().map(|area| fifo_in(area, Arc::clone(&bed)));
-            let (ours, theirs): (Vec<Pusher>, Vec<Popper>) =
+            let parker = Arc::new(Parker::default());
+            let ends = areas.into_iter().map(|area| fifo_in(area, Arc::clone(&parker)));
+            let (ours, descriptor): (Vec<Pusher>, Vec<Popper>) =
                 ends.collect::<Result<Vec<_>, _>>()?.into_iter().unzip();
             let executor = Executor::new(
                 Arc::clone(&engine),
                 part,
                 config,
                 common.clone(),
-                (Arc::clone(&bed), theirs),
+                (Arc::clone(&parker), descriptor),
                 Arc::clone(&on_event),
             )?;
             pushers.push(ours);
             descriptors.push(executor.descriptor());
             let membership = executor.membership();
-            threads.push(Thread { membership, bed, engine, handle: Mutex::new(None) });
+            threads.push(Thread { membership, parker, engine, handle: Mutex::new(None) });
             executors.push(executor);
         }
         let (rank, incarnation) = (config.rank as u16, config.incarnation);
@@ -156,11 +156,11 @@ impl Proxy {
             threads,
         };
         for (i, (thread, executor)) in this.threads.iter().zip(executors).enumerate() {
-            let (stop, bed) = (Arc::clone(&this.stop), Arc::clone(&thread.bed));
+            let (stop, parker) = (Arc::clone(&this.stop), Arc::clone(&thread.parker));
             let spin = config.spin;
             let handle = std::thread::Builder::new()
                 .name(format!("fabric-proxy-{i}"))
-                .spawn(move || work(executor, &bed, &stop, spin))
+                .spawn(move || work(executor, &parker, &stop, spin))
                 .map_err(|e| EngineError::Resource {
                     call: "pthread_create",
                     cause: e.to_string(),
@@ -173,7 +173,7 @@ impl Proxy {
         Ok(this)
     }
 
-    /// What peers need; it doesn't change.
+    /// The descriptor for peers; it doesn't change.
     pub fn descriptor(&self) -> &RankDescriptor {
         &self.descriptor
     }
@@ -189,55 +189,55 @@ impl Proxy {
     }
 
     /// Which ranks are there.
-    pub fn alive(&self) -> &Arc<Alive> {
+    pub fn alive(&self) -> &Arc<Liveness> {
         &self.common.alive
     }
 
     /// The device's end of a FIFO.
     ///
     /// # Errors
-    /// [`ProxyError::Invalid`]: there is none with these numbers.
+    /// [`ProxyError::Invalid`] for numbers out of range.
     pub fn pusher(&self, thread: usize, fifo: usize) -> Result<Pusher> {
         let pusher = self.pushers.get(thread).and_then(|of| of.get(fifo));
         pusher.cloned().ok_or_else(|| {
             ProxyError::Invalid(format!(
-                "FIFO {fifo} of thread {thread}: there are {} threads with {} each",
+                "FIFO {fifo} of thread {thread} is out of range: {} threads have {} FIFOs each",
                 self.pushers.len(),
                 self.pushers.first().map_or(0, Vec::len)
             ))
         })
     }
 
-    /// A rank is there, or there again with a larger incarnation. What it has sent already is not lost. Commands that
-    /// are pushed after the call find it.
+    /// Adds a rank, or adds it again with a larger incarnation. What it has sent already is applied.
+    /// Commands that are pushed after the call reach it.
     ///
-    /// A rank that takes the place of a lost one must join everywhere between the same two barriers.
+    /// A rank that replaces a lost one must join on all ranks between the same two barriers.
     ///
     /// # Errors
-    /// [`ProxyError::Rank`], [`ProxyError::OldLife`], [`ProxyError::Invalid`]; what the threads find wrong is told as
+    /// [`ProxyError::Rank`], [`ProxyError::StaleIncarnation`], [`ProxyError::Invalid`]; threads report errors as
     /// [`Event::Lost`](crate::Event::Lost).
     pub fn join(&self, descriptor: &RankDescriptor) -> Result<()> {
         let (rank, given) = (usize::from(descriptor.rank), descriptor.incarnation);
         check_rank(rank, self.ranks)?;
         if descriptor.threads.len() != self.threads.len() {
             return Err(ProxyError::Invalid(format!(
-                "rank {rank} has {} proxy threads, this rank {}; open as many everywhere",
+                "rank {rank} has {} proxy threads, this rank has {}; open the same number on all ranks",
                 descriptor.threads.len(),
                 self.threads.len()
             )));
         }
         let had = self.common.alive.incarnation(rank);
         if given <= had {
-            return Err(ProxyError::OldLife { rank, given, had });
+            return Err(ProxyError::StaleIncarnation { rank, given, had });
         }
         self.common.alive.begin(rank, given);
-        for (thread, theirs) in self.threads.iter().zip(&descriptor.threads) {
-            thread.membership.join(rank, given, theirs.clone());
+        for (thread, descriptor) in self.threads.iter().zip(&descriptor.threads) {
+            thread.membership.join(rank, given, descriptor.clone());
         }
         Ok(())
     }
 
-    /// Gives a rank up: commands to it are over at once, and nothing that it sends counts any more.
+    /// Excludes a rank: commands to it complete at once, and its messages are ignored.
     ///
     /// # Errors
     /// [`ProxyError::Rank`]; [`ProxyError::Invalid`] for this rank itself.
@@ -250,7 +250,7 @@ impl Proxy {
         Ok(())
     }
 
-    /// Stops the threads and closes their engines. Commands that aren't completed never are: who waits for them is told.
+    /// Stops the threads and closes their engines. Waiters for commands that aren't completed get an error.
     pub fn close(&self) {
         let mut ended = self.ended.lock();
         if std::mem::replace(&mut *ended, true) {
@@ -258,7 +258,7 @@ impl Proxy {
         }
         self.stop.store(true, SeqCst);
         for thread in &self.threads {
-            thread.bed.wake();
+            thread.parker.wake();
         }
         for thread in &self.threads {
             let handle = thread.handle.lock().take().and_then(ProcessLocal::into_inner);
@@ -277,7 +277,7 @@ impl Drop for Proxy {
     }
 }
 
-fn work(mut executor: Executor, bed: &Bed, stop: &AtomicBool, spin: Duration) {
+fn work(mut executor: Executor, parker: &Parker, stop: &AtomicBool, spin: Duration) {
     let mut quiet_since = None;
     let mut idle = 0u32;
     while !stop.load(SeqCst) {
@@ -286,7 +286,7 @@ fn work(mut executor: Executor, bed: &Bed, stop: &AtomicBool, spin: Duration) {
             continue;
         }
         idle += 1;
-        // On few cores, whoever is waited for may need this one.
+        // With few cores, the awaited thread may need this core.
         match idle % 16 {
             0 => std::thread::yield_now(),
             _ => std::hint::spin_loop(),
@@ -295,7 +295,7 @@ fn work(mut executor: Executor, bed: &Bed, stop: &AtomicBool, spin: Duration) {
             continue;
         }
         let limit = executor.prepare_sleep();
-        bed.sleep(limit, || executor.has_news() || stop.load(SeqCst));
+        parker.park(limit, || executor.has_work() || stop.load(SeqCst));
         quiet_since = None;
     }
 }

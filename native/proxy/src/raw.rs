@@ -1,35 +1,35 @@
-//! Memory that a device and its proxy share, wherever it lies. All that is unsafe in this crate is here.
+//! Memory that a device and its proxy share. All unsafe code of this crate is here.
 #![allow(unsafe_code)]
 
 use std::{any::Any, ptr::NonNull, sync::Arc};
 
 use crate::sync::atomic::AtomicU64;
 
-/// One command. Each word says by its highest bit in which lap around the FIFO it was written; see
+/// One command. The highest bit of each word is the lap in which it was written; see
 /// [`fifo`](crate::fifo).
 #[derive(Debug)]
 #[repr(C, align(16))]
 pub struct Slot(pub(crate) [AtomicU64; 2]);
 
-/// What pushers read and write: where they run.
+/// State that pushers read and write; placed near them.
 #[derive(Debug)]
 #[repr(C, align(128))]
 pub struct PusherSide {
-    /// Commands for which a slot has been taken.
+    /// Number of commands that have taken a slot.
     pub(crate) claimed: AtomicU64,
-    /// What a pusher last read in [`Completed`]; it may be old.
+    /// The last value of [`Completed`] that a pusher read; it may be old.
     pub(crate) completed_seen: AtomicU64,
 }
 
-/// What the proxy writes and pushers read: where pushers run, if the proxy can write there.
+/// State that the proxy writes and pushers read; placed near the pushers where the proxy can write.
 #[derive(Debug)]
 #[repr(C, align(128))]
 pub struct Completed(pub(crate) AtomicU64);
 
-/// The three parts of a FIFO in memory that somebody else allocated, all zero to begin with.
+/// The three parts of a FIFO in caller-allocated memory, initially zero.
 #[derive(Debug)]
 pub struct Parts {
-    /// In host memory, as many as the capacity.
+    /// In host memory; `capacity` slots.
     pub slots: NonNull<Slot>,
     /// A power of two.
     pub capacity: u32,
@@ -43,7 +43,7 @@ pub struct Area {
     _keep: Arc<dyn Any + Send + Sync>,
 }
 
-// SAFETY: all that the pointers lead to are atomics, which `_keep` keeps alive.
+// SAFETY: all pointees are atomics, which `_keep` keeps alive.
 unsafe impl Send for Area {}
 // SAFETY: as above.
 unsafe impl Sync for Area {}
@@ -75,20 +75,20 @@ impl Area {
             pushers: NonNull::from(&owned.pushers),
             completed: NonNull::from(&owned.completed),
         };
-        // SAFETY: the parts lie in `owned`, which is kept and never changed but through atomics.
+        // SAFETY: the parts lie in `owned`, which is kept and only changed through atomics.
         unsafe { Self::over(parts, owned) }
     }
 
     /// Memory that a device reaches.
     ///
     /// # Safety
-    /// The parts must be zero now, stay valid as long as `keep` lives, belong to one area, and be written to by
-    /// nobody but the ends of its FIFO and devices that keep to the protocol of [`fifo`](crate::fifo).
+    /// The parts must be zero now, stay valid as long as `keep` lives, and belong to one area. Only the ends
+    /// of its FIFO and devices that follow the protocol of [`fifo`](crate::fifo) may write to them.
     pub unsafe fn over(parts: Parts, keep: Arc<dyn Any + Send + Sync>) -> Self {
         Self { parts, _keep: keep }
     }
 
-    /// Where it lies, for kernels.
+    /// The addresses, for kernels.
     pub fn parts(&self) -> &Parts {
         &self.parts
     }
@@ -100,7 +100,7 @@ impl Area {
     #[inline]
     pub(crate) fn slot(&self, index: u64) -> &[AtomicU64; 2] {
         let place = index as usize & (self.parts.capacity as usize - 1);
-        // SAFETY: the place is below the capacity, which is a power of two; the memory is kept.
+        // SAFETY: the index is below the capacity, a power of two; the memory is kept.
         unsafe { &self.parts.slots.add(place).as_ref().0 }
     }
 
@@ -117,7 +117,7 @@ impl Area {
     }
 }
 
-/// The atomic words of a rank, which its device reads and all its proxy threads add to.
+/// The atomic words of a rank: its device reads them, all its proxy threads add to them.
 #[derive(Clone)]
 pub struct AtomicWords {
     first: NonNull<std::sync::atomic::AtomicU64>,
@@ -125,7 +125,7 @@ pub struct AtomicWords {
     _keep: Arc<dyn Any + Send + Sync>,
 }
 
-// SAFETY: all that the pointer leads to are atomics, which `_keep` keeps alive.
+// SAFETY: all pointees are atomics, which `_keep` keeps alive.
 unsafe impl Send for AtomicWords {}
 // SAFETY: as above.
 unsafe impl Sync for AtomicWords {}
@@ -163,7 +163,7 @@ impl std::ops::Deref for AtomicWords {
 
     #[inline]
     fn deref(&self) -> &Self::Target {
-        // SAFETY: so many atomics lie there, and are kept.
+        // SAFETY: as many atomics lie there, and are kept.
         unsafe { std::slice::from_raw_parts(self.first.as_ptr(), self.len) }
     }
 }

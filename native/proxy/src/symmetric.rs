@@ -1,4 +1,4 @@
-//! Symmetric memory: every rank has one region of the same length, so that an address is a rank and an offset
+//! Symmetric memory: every rank has one region of the same length; an address is a rank and an offset
 //! (uccl-ep §3.2).
 
 use fabric_engine::{
@@ -10,25 +10,25 @@ use crate::error::{ProxyError, Result};
 /// The parts of all ranks, as one engine sees them.
 #[derive(Debug)]
 pub struct SymmetricMemory {
-    ours: Region,
+    local: Region,
     rank: usize,
     parts: Vec<Option<RemoteRegion>>,
 }
 
 impl SymmetricMemory {
-    /// `ours` is the part of `rank`, of the engine that will write from it. There are no others yet.
+    /// `local` is the part of `rank`, registered with the engine that writes from it.
     ///
     /// # Errors
     /// [`ProxyError::Rank`].
-    pub fn new(ours: Region, rank: usize, ranks: usize) -> Result<Self> {
+    pub fn new(local: Region, rank: usize, ranks: usize) -> Result<Self> {
         check_rank(rank, ranks)?;
-        Ok(Self { ours, rank, parts: vec![None; ranks] })
+        Ok(Self { local, rank, parts: vec![None; ranks] })
     }
 
-    /// Says where the part of `rank` is, in place of an earlier life's.
+    /// Sets the part of `rank`; replaces that of an earlier incarnation.
     ///
     /// # Errors
-    /// [`ProxyError::Rank`], [`ProxyError::Unequal`], and what the engine has against the descriptor.
+    /// [`ProxyError::Rank`], [`ProxyError::UnequalMemory`], and the engine's error about the descriptor.
     pub fn set(
         &mut self,
         engine: &TransferEngine,
@@ -36,15 +36,15 @@ impl SymmetricMemory {
         descriptor: &RegionDescriptor,
     ) -> Result<&Peer> {
         check_rank(rank, self.parts.len())?;
-        if descriptor.len != self.ours.len() {
-            let (len, ours) = (descriptor.len, self.ours.len());
-            return Err(ProxyError::Unequal { rank, len, ours });
+        if descriptor.len != self.local.len() {
+            let (len, local) = (descriptor.len, self.local.len());
+            return Err(ProxyError::UnequalMemory { rank, len, local });
         }
         let part = engine.import(descriptor)?;
         Ok(self.parts[rank].insert(part).peer())
     }
 
-    /// Forgets the part of a rank.
+    /// Removes the part of a rank.
     pub fn clear(&mut self, rank: usize) {
         if let Some(part) = self.parts.get_mut(rank) {
             *part = None;
@@ -53,7 +53,7 @@ impl SymmetricMemory {
 
     /// Bytes of each part.
     pub fn nbytes(&self) -> u64 {
-        self.ours.len()
+        self.local.len()
     }
 
     pub fn ranks(&self) -> usize {
@@ -65,26 +65,26 @@ impl SymmetricMemory {
     /// # Errors
     /// [`ProxyError::OutOfBounds`].
     #[inline]
-    pub fn here(&self, offset: u64, len: u64) -> Result<Local<'_>> {
+    pub fn local(&self, offset: u64, len: u64) -> Result<Local<'_>> {
         self.check(self.rank, offset, len)?;
-        Ok(Local { region: &self.ours, offset })
+        Ok(Local { region: &self.local, offset })
     }
 
-    /// `len` bytes of the part of any rank, this one too.
+    /// `len` bytes of the part of any rank, including this one.
     ///
     /// # Errors
-    /// [`ProxyError::Rank`], [`ProxyError::NotThere`], [`ProxyError::OutOfBounds`].
+    /// [`ProxyError::Rank`], [`ProxyError::NotConnected`], [`ProxyError::OutOfBounds`].
     #[inline]
-    pub fn at(&self, rank: usize, offset: u64, len: u64) -> Result<Remote<'_>> {
+    pub fn remote(&self, rank: usize, offset: u64, len: u64) -> Result<Remote<'_>> {
         check_rank(rank, self.parts.len())?;
         self.check(rank, offset, len)?;
-        let region = self.parts[rank].as_ref().ok_or(ProxyError::NotThere { rank })?;
+        let region = self.parts[rank].as_ref().ok_or(ProxyError::NotConnected { rank })?;
         Ok(Remote { region, offset })
     }
 
     #[inline]
     fn check(&self, rank: usize, offset: u64, len: u64) -> Result<()> {
-        let limit = self.ours.len();
+        let limit = self.local.len();
         match offset.checked_add(len).is_some_and(|end| end <= limit) {
             true => Ok(()),
             false => Err(ProxyError::OutOfBounds { rank, offset, len, limit }),
@@ -107,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_lies_in_the_part_of_a_rank_that_is_there_or_is_refused() {
+    fn addresses_outside_a_joined_ranks_part_are_refused() {
         let mut net = SimNet::new(SimConfig::default());
         let engines: Vec<_> =
             (0..2).map(|_| net.engine(EngineConfig::default()).unwrap()).collect();
@@ -116,22 +116,22 @@ mod tests {
         for (rank, part) in parts.iter().enumerate() {
             memory.set(&engines[0], rank, &part.descriptor()).unwrap();
         }
-        assert!(memory.at(1, 4032, 64).is_ok() && memory.here(0, 4096).is_ok());
-        let refused = |rank, offset, len| memory.at(rank, offset, len).unwrap_err().to_string();
-        assert_eq!(refused(3, 0, 1), "rank 3: there are 3 ranks, from 0");
+        assert!(memory.remote(1, 4032, 64).is_ok() && memory.local(0, 4096).is_ok());
+        let refused = |rank, offset, len| memory.remote(rank, offset, len).unwrap_err().to_string();
+        assert_eq!(refused(3, 0, 1), "rank 3 is out of range [0, 3)");
         assert_eq!(refused(2, 0, 1), "rank 2 is not connected; give its descriptor to join()");
         assert_eq!(
             refused(1, 4090, 64),
-            "rank 1: bytes 4090..4154 lie outside its 4096 bytes of symmetric memory"
+            "rank 1: bytes 4090..4154 exceed its 4096 bytes of symmetric memory"
         );
         for (offset, len) in [(u64::MAX, 2), (4096, 1), (0, 4097)] {
-            let error = memory.at(1, offset, len).unwrap_err();
+            let error = memory.remote(1, offset, len).unwrap_err();
             assert!(matches!(error, ProxyError::OutOfBounds { .. }), "{error}");
-            assert!(memory.here(offset, len).is_err());
+            assert!(memory.local(offset, len).is_err());
         }
         let short = engines[1].alloc(4095).unwrap().descriptor();
         let unequal = memory.set(&engines[0], 1, &short).unwrap_err();
-        assert_eq!(unequal, ProxyError::Unequal { rank: 1, len: 4095, ours: 4096 });
+        assert_eq!(unequal, ProxyError::UnequalMemory { rank: 1, len: 4095, local: 4096 });
         assert!(SymmetricMemory::new(parts[0].clone(), 3, 3).is_err());
     }
 }

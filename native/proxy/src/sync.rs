@@ -5,9 +5,9 @@ pub(crate) use loom::sync::atomic;
 #[cfg(not(loom))]
 pub(crate) use std::sync::atomic;
 
-/// For two sides of which at least one must see what the other wrote: the frequent side calls [`light`] between
-/// its write and its look, the rare side [`heavy`]. The system has all threads of the process pass a barrier on behalf
-/// of the rare side, so that the frequent one executes none; where it can't, both fence.
+/// Fences for two threads of which at least one must see the other's write. The frequent side calls
+/// [`light`] between its write and its read, the rare side [`heavy`]. `membarrier` makes all threads of
+/// the process pass a barrier for the rare side. Where it is missing, both sides fence.
 #[cfg(not(loom))]
 mod fences {
     use std::sync::{
@@ -19,7 +19,7 @@ mod fences {
 
     static FREE: OnceLock<bool> = OnceLock::new();
 
-    /// To be called before either side is used.
+    /// Call before either side is used.
     pub(crate) fn prepare() {
         FREE.get_or_init(|| membarrier(MembarrierCommand::RegisterPrivateExpedited).is_ok());
     }
@@ -35,7 +35,7 @@ mod fences {
     pub(crate) fn heavy() {
         fence(SeqCst);
         if FREE.get() == Some(&true) {
-            // It was registered, and has no other way to fail.
+            // The process is registered, so the call cannot fail.
             let _ = membarrier(MembarrierCommand::PrivateExpedited);
         }
     }

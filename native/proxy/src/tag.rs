@@ -1,9 +1,9 @@
-//! What the 26 bits of a tagged immediate say here: which write arrived.
+//! The 26 bits of a tagged immediate: which write arrived.
 //!
 //! | bits  | field       |                                                            |
 //! |-------|-------------|------------------------------------------------------------|
 //! | 16-25 | source      | the rank that wrote                                        |
-//! | 12-15 | incarnation | of that rank, so that an earlier life's counts for nobody (IC-6) |
+//! | 12-15 | incarnation | of that rank, modulo 16: an earlier incarnation is ignored (IC-6) |
 //! | 10-11 | kind        | data, atomic, credit, barrier                              |
 //! | 5-9   | channel     |                                                            |
 //! | 0-4   | epoch       | of data and atomics; the scope of a barrier                |
@@ -19,35 +19,36 @@ pub const EPOCHS: u64 = 32;
 pub(crate) enum Kind {
     /// A write of an epoch.
     Data,
-    /// The atomic that ends an epoch lies in its place of the control ring.
+    /// The atomic that ends an epoch is in its slot of the control ring.
     Atomic,
-    /// [`order::CREDIT`](crate::order::CREDIT) epochs of what this rank sent there are over.
+    /// The receiver returns [`order::CREDIT`](crate::order::CREDIT) epochs of this channel.
     Credit,
     /// The source has entered a barrier.
     Barrier,
 }
 
-/// Lives of a rank that can be told apart.
-pub(crate) const LIVES: u32 = 16;
+/// Incarnations of a rank that tags distinguish.
+pub(crate) const TAG_INCARNATIONS: u32 = 16;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Tag {
     pub source: u16,
-    /// Below [`LIVES`].
-    pub life: u8,
+    /// Below [`TAG_INCARNATIONS`].
+    pub incarnation: u8,
     pub kind: Kind,
     pub channel: u8,
     /// Below [`EPOCHS`].
     pub epoch: u8,
 }
 
-const _: () = assert!(RANKS * LIVES as usize * 4 * CHANNELS * EPOCHS as usize == 1 << TAG_BITS);
+const _: () =
+    assert!(RANKS * TAG_INCARNATIONS as usize * 4 * CHANNELS * EPOCHS as usize == 1 << TAG_BITS);
 
 impl Tag {
     #[inline]
     pub fn imm(self) -> Imm {
         let value = u32::from(self.source) << 16
-            | u32::from(self.life) << 12
+            | u32::from(self.incarnation) << 12
             | (self.kind as u32) << 10
             | u32::from(self.channel) << 5
             | u32::from(self.epoch);
@@ -58,7 +59,7 @@ impl Tag {
     pub fn of(value: u32) -> Self {
         Self {
             source: (value >> 16) as u16 & (RANKS as u16 - 1),
-            life: (value >> 12) as u8 & (LIVES as u8 - 1),
+            incarnation: (value >> 12) as u8 & (TAG_INCARNATIONS as u8 - 1),
             kind: match value >> 10 & 3 {
                 0 => Kind::Data,
                 1 => Kind::Atomic,

@@ -17,7 +17,7 @@ use fabric_engine::{EngineError, ProcessLocal, Result};
 use fabric_proxy::{
     fifo::{fifo_in, Popper},
     raw::Area,
-    Bed,
+    Parker,
 };
 
 use super::{device::Device, AllToAll, Inner};
@@ -58,7 +58,7 @@ impl AllToAll {
     pub fn serve(&self, fifo: Area, shared: Shared, stores: bool) -> Result<()> {
         let wrong = |e: fabric_proxy::fifo::FifoError| EngineError::Invalid(e.to_string());
         // The device has the other end.
-        let (_, popper) = fifo_in(fifo, Arc::new(Bed::default())).map_err(wrong)?;
+        let (_, popper) = fifo_in(fifo, Arc::new(Parker::default())).map_err(wrong)?;
         let mut server = self.server.lock();
         self.attach(shared, stores)?;
         let stop = Arc::new(AtomicBool::new(false));

@@ -98,13 +98,13 @@ impl Commands {
 mod tests {
     use std::sync::Arc;
 
-    use fabric_proxy::{fifo::fifo, Bed};
+    use fabric_proxy::{fifo::fifo, Parker};
 
     use super::*;
 
     #[test]
     fn a_rank_has_left_when_its_one_drain_is_over() {
-        let (pusher, mut popper) = fifo(16, Arc::new(Bed::default())).unwrap();
+        let (pusher, mut popper) = fifo(16, Arc::new(Parker::default())).unwrap();
         let mut commands = Commands::new(pusher);
         commands.add(1, 0, 0, 1);
         for _ in 0..40 {

@@ -205,13 +205,13 @@ impl Inbound {
 mod tests {
     use std::sync::Arc;
 
-    use fabric_proxy::{fifo::fifo, Bed};
+    use fabric_proxy::{fifo::fifo, Parker};
 
     use super::*;
 
     #[test]
     fn slots_that_were_passed_over_are_not_given_back_again() {
-        let (pusher, _popper) = fifo(8, Arc::new(Bed::default())).unwrap();
+        let (pusher, _popper) = fifo(8, Arc::new(Parker::default())).unwrap();
         let mut commands = Commands::new(pusher);
         let place = Place {
             partner: 1,

@@ -133,13 +133,13 @@ fn shift(life: u32) -> u32 {
 mod tests {
     use std::sync::Arc;
 
-    use fabric_proxy::{fifo::fifo, Bed};
+    use fabric_proxy::{fifo::fifo, Parker};
 
     use super::*;
 
     #[test]
     fn rs_4_the_last_beat_may_be_older_than_the_end_of_the_call() {
-        let (pusher, _popper) = fifo(1, Arc::new(Bed::default())).unwrap();
+        let (pusher, _popper) = fifo(1, Arc::new(Parker::default())).unwrap();
         let signals = Signals::new(pusher, 2);
         let timeout = Duration::from_secs(1);
         // Its last beat was at 0, and it left its call just before the next.

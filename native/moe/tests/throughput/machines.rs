@@ -17,7 +17,7 @@ use fabric_moe::{
     kernels::Float,
     throughput::{proxy_config, Io, Layout, Machine, Prompt, Seat, Spec, Worker},
 };
-use fabric_proxy::{fifo::fifo, Bed, Common, Event, Executor, ThreadDescriptor};
+use fabric_proxy::{fifo::fifo, Event, Executor, Parker, SharedState, ThreadDescriptor};
 
 use crate::{
     grouped::{rows_of_answers, spec, sums, Batch, Handed, EXTRA, ORDERS, WIDE},
@@ -98,9 +98,10 @@ impl Rank {
             ..proxy_config(&spec, seat, 4 * TIMEOUT)
         };
         let part = engine.alloc(Layout::new(spec).unwrap().nbytes()).unwrap();
-        let common = Common::new(&config);
-        let bed = Arc::new(Bed::default());
-        let fifos = (0..=spec.channels).map(|_| fifo(config.capacity, Arc::clone(&bed)).unwrap());
+        let common = SharedState::new(&config);
+        let parker = Arc::new(Parker::default());
+        let fifos =
+            (0..=spec.channels).map(|_| fifo(config.capacity, Arc::clone(&parker)).unwrap());
         let (pushers, poppers): (Vec<_>, Vec<_>) = fifos.unzip();
         let events = Arc::new(Mutex::new(Vec::new()));
         let told = Arc::clone(&events);
@@ -109,7 +110,7 @@ impl Rank {
             part.clone(),
             &config,
             common.clone(),
-            (bed, poppers),
+            (parker, poppers),
             Arc::new(move |e| told.lock().unwrap().push(e)),
         )
         .unwrap();

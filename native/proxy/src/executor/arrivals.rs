@@ -1,15 +1,15 @@
-//! What peers have sent: data and atomics that may be applied, credits, entries into barriers.
+//! Arrivals from peers: data, atomics, credits and barrier entries.
 
 use std::sync::atomic::Ordering::AcqRel;
 
 use fabric_engine::{Local, Op, Remote, Time};
 
-use super::{place, Event, Executor};
+use super::{control_offset, Event, Executor};
 use crate::{
-    inbox::News,
+    barrier::BarrierRounds,
+    inbox::MembershipChange,
     order::{Entry, OrderError, ENTRY},
-    peer::{Posted, State},
-    rounds::Rounds,
+    peer::{PostedRequest, State},
     tag::{Kind, Tag},
     ProxyError,
 };
@@ -21,21 +21,21 @@ impl Executor {
         let any = !tags.is_empty() || !news.is_empty();
         for (value, n) in tags.drain(..) {
             if let Some(peer) = self.peers.get_mut(usize::from(Tag::of(value).source)) {
-                peer.heard = now;
+                peer.last_arrival = now;
             }
-            self.sort(value, n);
+            self.dispatch(value, n);
         }
         self.tags = tags;
         for item in news {
             match item {
-                News::Lost { rank, incarnation, error } => {
+                MembershipChange::Lost { rank, incarnation, error } => {
                     if self.peers[rank].incarnation == incarnation {
                         self.lose(rank, ProxyError::Engine(error));
                         (self.on_event)(Event::Gone { rank, incarnation });
                     }
                 }
-                News::Mask { rank } => self.mask(rank),
-                News::Join { rank, incarnation, descriptor } => {
+                MembershipChange::Mask { rank } => self.mask(rank),
+                MembershipChange::Join { rank, incarnation, descriptor } => {
                     self.join(rank, incarnation, &descriptor);
                 }
             }
@@ -43,38 +43,41 @@ impl Executor {
         any
     }
 
-    /// By the life that it is of: taken in now, kept until that life is announced, or nothing (IC-6).
-    fn sort(&mut self, value: u32, n: u32) {
+    /// Applies tags of the current incarnation, keeps those of a later one, drops earlier ones (IC-6).
+    fn dispatch(&mut self, value: u32, n: u32) {
         let tag = Tag::of(value);
         let Some(peer) = self.peers.get_mut(usize::from(tag.source)) else { return };
-        if peer.incarnation != 0 && tag.life == peer.life() {
+        if peer.incarnation != 0 && tag.incarnation == peer.tag_incarnation() {
             if peer.state == State::Alive {
-                self.arrive(tag, n);
+                self.apply(tag, n);
             }
-        } else if peer.is_ahead(tag.life) {
+        } else if peer.is_ahead(tag.incarnation) {
             *peer.early.entry(value).or_default() += n;
         }
     }
 
-    /// What a life that was announced now has sent before.
-    pub(super) fn take_early(&mut self, rank: usize) {
+    /// Applies what an incarnation sent before it was announced here.
+    pub(super) fn apply_early(&mut self, rank: usize) {
         for (value, n) in std::mem::take(&mut self.peers[rank].early) {
-            self.sort(value, n);
+            self.dispatch(value, n);
         }
     }
 
-    fn arrive(&mut self, tag: Tag, n: u32) {
+    fn apply(&mut self, tag: Tag, n: u32) {
         let rank = usize::from(tag.source);
         let result = match tag.kind {
-            Kind::Data | Kind::Atomic => self.order(rank, tag, n),
+            Kind::Data | Kind::Atomic => self.apply_in_order(rank, tag, n),
             Kind::Credit => {
-                self.peers[rank].waits_since = None;
+                self.peers[rank].waiting_since = None;
                 self.peers[rank].sending(tag.channel).credit(n)
             }
             Kind::Barrier => {
                 let ranks = self.peers.len();
                 let key = (tag.scope(), tag.channel);
-                self.rounds.entry(key).or_insert_with(|| Rounds::new(ranks)).tell(rank, n);
+                self.rounds
+                    .entry(key)
+                    .or_insert_with(|| BarrierRounds::new(ranks))
+                    .on_entered(rank, n);
                 Ok(())
             }
         };
@@ -83,16 +86,16 @@ impl Executor {
         }
     }
 
-    fn order(&mut self, rank: usize, tag: Tag, n: u32) -> Result<(), OrderError> {
+    fn apply_in_order(&mut self, rank: usize, tag: Tag, n: u32) -> Result<(), OrderError> {
         let words = &self.common.words;
-        // Whoever sees the sum sees the bytes of the writes that it stands for.
+        // Release: a device that reads the sum also sees the bytes of its writes.
         let apply = |entry: Entry| {
             words[usize::from(entry.slot)].fetch_add(entry.value as u64, AcqRel);
         };
         let channel = self.peers[rank].receiving(tag.channel);
         match tag.kind {
             Kind::Atomic => {
-                let at = place(rank, tag.channel, tag.epoch);
+                let at = control_offset(rank, tag.channel, tag.epoch);
                 let bytes = self.control.with_bytes(at, ENTRY, |b| b.try_into());
                 let bytes = bytes.ok().and_then(Result::ok).ok_or(OrderError::Garbled)?;
                 let entry = Entry::from_bytes(bytes)?;
@@ -107,13 +110,13 @@ impl Executor {
             _ => channel.wrote(tag.epoch, n, apply)?,
         }
         for _ in 0..channel.credits() {
-            self.tell(rank, Kind::Credit, tag.channel, 0);
+            self.send_tag(rank, Kind::Credit, tag.channel, 0);
         }
         Ok(())
     }
 
-    /// A tag and nothing else.
-    pub(super) fn tell(&mut self, rank: usize, kind: Kind, channel: u8, epoch: u8) {
+    /// Sends a tag without data.
+    pub(super) fn send_tag(&mut self, rank: usize, kind: Kind, channel: u8, epoch: u8) {
         let tag = self.tag(kind, channel, epoch);
         let Some(control) = &self.peers[rank].control else { return };
         let op = Op::Write {
@@ -125,15 +128,17 @@ impl Executor {
         match self.post(&[op]) {
             Ok(handle) => {
                 self.peers[rank].requests += 1;
-                let posted = Posted { handle, fifo: None, first: 0, commands: 0, told: false };
-                self.keep(rank, posted);
+                let posted =
+                    PostedRequest { handle, fifo: None, first: 0, commands: 0, wakes: false };
+                self.track(rank, posted);
             }
             Err(error) => self.lose(rank, ProxyError::Engine(error)),
         }
     }
 
     pub(super) fn tag(&self, kind: Kind, channel: u8, epoch: u8) -> Tag {
-        let (source, life) = (self.config.rank as u16, crate::peer::life(self.config.incarnation));
-        Tag { source, life, kind, channel, epoch }
+        let (source, incarnation) =
+            (self.config.rank as u16, crate::peer::tag_incarnation(self.config.incarnation));
+        Tag { source, incarnation, kind, channel, epoch }
     }
 }

@@ -1,4 +1,4 @@
-//! Ranks that come and go.
+//! Ranks that join, leave and are lost.
 
 use std::time::Duration;
 
@@ -6,60 +6,60 @@ use fabric_engine::Time;
 
 use super::{Event, Executor, RING};
 use crate::{
-    descriptor::ThreadDescriptor, inbox::News, peer::State, symmetric::check_rank, ProxyError,
-    Result,
+    descriptor::ThreadDescriptor, inbox::MembershipChange, peer::State, symmetric::check_rank,
+    ProxyError, Result,
 };
 
 impl Executor {
-    /// A rank is lost, for a reason that is told once.
+    /// Drops a rank as lost; the cause is reported once.
     pub(super) fn lose(&mut self, rank: usize, error: ProxyError) {
         if self.peers[rank].state != State::Alive || rank == self.config.rank {
-            // Nothing that is sent to this rank itself is lost but when the engine is closed.
-            return self.give_up(rank);
+            // The rank itself is lost only when its engine is closed.
+            return self.drop_rank(rank);
         }
         let incarnation = self.peers[rank].incarnation;
         if self.common.alive.end(rank, incarnation) {
             tracing::warn!(rank, %error, "a rank is lost");
             self.common.alive.lost(rank, incarnation, error);
         }
-        self.give_up(rank);
+        self.drop_rank(rank);
     }
 
-    /// A rank is given up because somebody says so.
+    /// Drops a rank because the caller excludes it.
     pub(super) fn mask(&mut self, rank: usize) {
         if rank < self.peers.len() && rank != self.config.rank {
             let incarnation = self.peers[rank].incarnation;
             self.common.alive.end(rank, incarnation);
-            self.give_up(rank);
+            self.drop_rank(rank);
         }
     }
 
-    /// What other threads have given up is given up here, too. True if something had come meanwhile.
+    /// Drops ranks that other threads have dropped. Returns whether anything arrived meanwhile.
     pub(super) fn follow_masks(&mut self, now: Time) -> bool {
         let changes = self.common.alive.changes();
         if self.changes == changes {
             return false;
         }
         self.changes = changes;
-        // Another thread may be the first to see that a rank left; what it sent here before still counts.
+        // Another thread may see first that a rank left. Its earlier data to this thread still counts.
         let _ = self.engine.poll();
         let moved = self.take_arrivals(now);
         for rank in 0..self.peers.len() {
             let peer = &self.peers[rank];
             if peer.state == State::Alive && self.common.alive.has_ended(rank, peer.incarnation) {
-                self.give_up(rank);
+                self.drop_rank(rank);
             }
         }
         moved
     }
 
-    /// Ends all that is under way to a rank; nothing is sent to it any more, and nothing of it counts.
-    fn give_up(&mut self, rank: usize) {
+    /// Ends all requests to a rank, sends it nothing more and ignores what it sends.
+    fn drop_rank(&mut self, rank: usize) {
         let peer = &mut self.peers[rank];
         let (was, incarnation) =
             (std::mem::replace(&mut peer.state, State::Masked), peer.incarnation);
         peer.outstanding = 0;
-        peer.waits_since = None;
+        peer.waiting_since = None;
         peer.control = None;
         for posted in peer.posted.drain(..) {
             posted.handle.cancel();
@@ -70,67 +70,74 @@ impl Executor {
         self.active.retain(|r| *r != rank);
         self.memory.clear(rank);
         if was == State::Alive {
-            self.tell_given_up(rank, incarnation);
+            self.on_dropped(rank, incarnation);
         }
     }
 
-    /// A rank is there, in a life of its own.
-    pub(super) fn join(&mut self, rank: usize, incarnation: u32, theirs: &ThreadDescriptor) {
-        let Err(error) = self.try_join(rank, incarnation, theirs) else { return };
+    /// Adds a rank with a new incarnation.
+    pub(super) fn join(&mut self, rank: usize, incarnation: u32, descriptor: &ThreadDescriptor) {
+        let Err(error) = self.try_join(rank, incarnation, descriptor) else { return };
         let Some(peer) = self.peers.get(rank) else {
             return (self.on_event)(Event::Lost { rank, incarnation, error });
         };
         let (alive, joined) = (&self.common.alive, peer.incarnation >= incarnation);
         alive.end(rank, incarnation);
-        if let ProxyError::OldLife { .. } = error {
+        if let ProxyError::StaleIncarnation { .. } = error {
             return (self.on_event)(Event::Lost { rank, incarnation, error });
         }
-        // What is wrong is told even if the rank never was there, and when the other threads have given it up as well.
+        // Errors are reported even if the rank never took part or other threads dropped it too.
         alive.lost(rank, incarnation, error);
         match joined {
-            true => self.give_up(rank),
-            false => self.tell_given_up(rank, incarnation),
+            true => self.drop_rank(rank),
+            false => self.on_dropped(rank, incarnation),
         }
     }
 
-    /// This thread has given a life up.
-    fn tell_given_up(&self, rank: usize, incarnation: u32) {
-        if let Some(error) = self.common.alive.given_up(rank, incarnation) {
+    /// Records that this thread has dropped an incarnation.
+    fn on_dropped(&self, rank: usize, incarnation: u32) {
+        if let Some(error) = self.common.alive.thread_dropped(rank, incarnation) {
             (self.on_event)(Event::Lost { rank, incarnation, error });
         }
     }
 
-    fn try_join(&mut self, rank: usize, incarnation: u32, theirs: &ThreadDescriptor) -> Result<()> {
+    fn try_join(
+        &mut self,
+        rank: usize,
+        incarnation: u32,
+        descriptor: &ThreadDescriptor,
+    ) -> Result<()> {
         check_rank(rank, self.peers.len())?;
         let had = self.peers[rank].incarnation;
         if incarnation <= had {
-            return Err(ProxyError::OldLife { rank, given: incarnation, had });
+            return Err(ProxyError::StaleIncarnation { rank, given: incarnation, had });
         }
         let needed = 2 * RING * self.config.ranks as u64;
-        if theirs.control.len < needed || theirs.control.owner.id != theirs.memory.owner.id {
+        if descriptor.control.len < needed
+            || descriptor.control.owner.id != descriptor.memory.owner.id
+        {
             return Err(ProxyError::Invalid(format!(
-                "rank {rank} comes with {} bytes for atomics, {needed} are needed, of the engine of its memory",
-                theirs.control.len
+                "rank {rank} has {} bytes for atomics; expected {needed}, in the engine of its memory",
+                descriptor.control.len
             )));
         }
         self.common.alive.begin(rank, incarnation);
-        self.give_up(rank);
-        let control = self.engine.import(&theirs.control)?;
-        let peer = self.memory.set(&self.engine, rank, &theirs.memory)?.clone();
-        self.peers[rank].reborn(incarnation, control);
+        self.drop_rank(rank);
+        let control = self.engine.import(&descriptor.control)?;
+        let peer = self.memory.set(&self.engine, rank, &descriptor.memory)?.clone();
+        self.peers[rank].restart(incarnation, control);
         self.rounds.values_mut().for_each(|r| r.join(rank));
         if rank != self.config.rank {
-            // Of somebody who has nothing to send: it ends when he does.
+            // The expectation never completes; it fails when the peer is lost.
             let watch = self.engine.counter()?.expect(1, &[peer], Duration::MAX)?;
             let inbox = self.inbox.clone();
             watch.on_done(move |end| {
                 if let Err(error) = end {
-                    inbox.news(News::Lost { rank, incarnation, error });
+                    inbox.push(MembershipChange::Lost { rank, incarnation, error });
                 }
             });
             self.peers[rank].watch = Some(watch);
         }
-        self.take_early(rank);
+        self.apply_early(rank);
         Ok(())
     }
 }

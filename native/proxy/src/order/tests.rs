@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// What a sender sends, by channel: the writes of each epoch, and whether its atomic is in order.
+/// A sender's channels: the number of writes of each epoch, and whether its atomic is ordered.
 type Sent = Vec<Vec<(u32, bool)>>;
 
 /// One arrival: a write or the atomic of an epoch of a channel.
@@ -27,13 +27,13 @@ fn arrivals(sent: &Sent) -> Vec<Arrival> {
     all
 }
 
-/// A receiver, and what it has applied.
+/// A receiver, and the atomics that it has applied.
 #[derive(Clone)]
 struct Receiver {
     channels: Vec<Channel>,
     came: HashMap<Arrival, u32>,
     applied: Vec<Vec<usize>>,
-    /// The number that the first epoch has.
+    /// The number of the first epoch.
     first: u64,
 }
 
@@ -48,7 +48,7 @@ impl Receiver {
         }
     }
 
-    /// Lets it arrive, and checks all that is applied then.
+    /// Delivers one arrival and checks every atomic that is applied.
     fn take(&mut self, sent: &Sent, a: Arrival) {
         *self.came.entry(a).or_default() += 1;
         let epoch = ((self.first + a.epoch as u64) % EPOCHS) as u8;
@@ -82,7 +82,7 @@ impl Receiver {
     }
 }
 
-/// Tries every order in which `left` can come; the number of them.
+/// Tries every order of `left`; returns the number of orders.
 fn explore(sent: &Sent, receiver: &Receiver, left: &mut Vec<Arrival>) -> u64 {
     if left.is_empty() {
         assert!(receiver.is_over(sent), "lost: only {:?} of {sent:?}", receiver.applied);
@@ -90,7 +90,7 @@ fn explore(sent: &Sent, receiver: &Receiver, left: &mut Vec<Arrival>) -> u64 {
     }
     let mut orders = 0;
     for i in 0..left.len() {
-        // Equal ones are the same order.
+        // Equal arrivals give the same order.
         if left[..i].contains(&left[i]) {
             continue;
         }
@@ -117,7 +117,7 @@ fn or_every_order_of_arrival_on_two_channels_applies_each_atomic_once_and_in_its
     ];
     let mut orders = 0;
     for sent in &cases {
-        // Also where the epochs' numbers wrap around.
+        // Includes epochs whose numbers wrap around.
         for first in [0, EPOCHS - 2] {
             orders += explore(sent, &Receiver::new(2, first), &mut arrivals(sent));
         }
@@ -126,7 +126,7 @@ fn or_every_order_of_arrival_on_two_channels_applies_each_atomic_once_and_in_its
 }
 
 proptest! {
-    /// Long runs whose numbers wrap around many times: whoever keeps to his credits is served, in any order.
+    /// Long runs whose numbers wrap around many times: a sender that respects its credits never stalls.
     #[test]
     fn or_4_credits_keep_a_sender_going(
         epochs in prop::collection::vec((0u32..4, any::<bool>()), 1..200),
@@ -136,16 +136,16 @@ proptest! {
         let mut dice = fastrand::Rng::with_seed(seed);
         let mut receiver = Receiver::new(1, 0);
         let (mut begun, mut credits) = (0, 0);
-        let mut under_way = Vec::new();
+        let mut in_flight = Vec::new();
         loop {
             while begun < sent[0].len() && (begun as u64) < EPOCHS + credits * CREDIT {
-                under_way.extend(arrivals(&sent).into_iter().filter(|a| a.epoch == begun));
+                in_flight.extend(arrivals(&sent).into_iter().filter(|a| a.epoch == begun));
                 begun += 1;
             }
-            if under_way.is_empty() {
+            if in_flight.is_empty() {
                 break;
             }
-            let next = under_way.swap_remove(dice.usize(..under_way.len()));
+            let next = in_flight.swap_remove(dice.usize(..in_flight.len()));
             receiver.take(&sent, next);
             credits += receiver.channels[0].credits();
         }
@@ -160,7 +160,7 @@ proptest! {
 }
 
 #[test]
-fn a_sender_that_breaks_the_rules_is_found_out() {
+fn a_sender_that_violates_the_protocol_is_detected() {
     let entry = Entry { slot: 0, value: 1, ordered: true, writes: 1 };
     let mut channel = Channel::default();
     channel.ended(0, entry, |_| panic!("its write is missing")).unwrap();

@@ -1,5 +1,5 @@
-//! What a device does: it sends tokens and says so by atomics, and at the other end looks at the bytes whenever an atomic
-//! says that they are there.
+//! A simulated device: it sends tokens and signals them by atomics. The receiver checks the bytes of
+//! each token when its atomic arrives.
 
 use std::{collections::VecDeque, sync::atomic::Ordering::Acquire};
 
@@ -13,13 +13,13 @@ use fabric_proxy::{
 const TOKEN: u64 = 32;
 const MOST: u64 = 3;
 
-/// All that any rank sends, the same for whoever computes it.
+/// Everything that each rank sends; the same on all ranks.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
     pub ranks: usize,
     pub channels: u8,
     pub rounds: u32,
-    /// Atomics in order, one word for each sender and channel; else a word for each round.
+    /// Ordered atomics use one word per sender and channel; others one word per round.
     pub ordered: bool,
     pub seed: u64,
 }
@@ -29,7 +29,7 @@ impl Plan {
         src * usize::from(self.channels) + usize::from(channel)
     }
 
-    /// Bytes of one half of a rank's part: tokens to be sent, then tokens received.
+    /// Bytes of one half of a rank's part: tokens to send, then received tokens.
     fn half(&self) -> u64 {
         (self.ranks * usize::from(self.channels)) as u64 * u64::from(self.rounds) * MOST * TOKEN
     }
@@ -83,16 +83,16 @@ pub struct Device {
     words: AtomicWords,
     /// One for each channel.
     pushers: Vec<Pusher>,
-    /// Not pushed yet, by channel.
+    /// Commands not pushed yet, by channel.
     queues: Vec<VecDeque<Command>>,
-    /// Commands that nobody may skip: the last of each channel.
+    /// Commands that must complete: the last of each channel.
     pub last: Vec<Option<u64>>,
-    /// Rounds of each lane that were seen and checked.
+    /// BarrierRounds of each lane that were checked.
     seen: Vec<Vec<bool>>,
 }
 
 impl Device {
-    /// Sends to each of `peers`, all rounds on all channels, and drains and meets the others at the end if asked to.
+    /// Sends to each of `peers`, all rounds on all channels; then drains and enters a barrier if asked to.
     pub fn new(
         rank: usize,
         plan: Plan,
@@ -149,7 +149,7 @@ impl Device {
         Self { rank, plan, memory, words, pushers, queues, last, seen }
     }
 
-    /// Pushes what there is room for, and looks at what has come.
+    /// Pushes while there is room, and checks arrivals.
     pub fn step(&mut self) {
         for (i, queue) in self.queues.iter_mut().enumerate() {
             while let Some(command) = queue.front() {
@@ -164,7 +164,7 @@ impl Device {
         self.look();
     }
 
-    /// Every atomic that is seen stands for tokens that are there.
+    /// For every visible atomic, its tokens must be there.
     pub fn look(&mut self) {
         for src in 0..self.plan.ranks {
             for channel in 0..self.plan.channels {
@@ -198,14 +198,14 @@ impl Device {
         }
     }
 
-    /// All that `sources` send has come.
+    /// Whether everything of `sources` has arrived.
     pub fn has_all_of(&self, sources: &[usize]) -> bool {
         sources.iter().all(|src| {
             (0..self.plan.channels).all(|c| self.seen[self.plan.lane(*src, c)].iter().all(|s| *s))
         })
     }
 
-    /// All its commands are completed.
+    /// Whether all its commands are completed.
     pub fn has_sent_all(&self) -> bool {
         self.queues.iter().all(VecDeque::is_empty)
             && self

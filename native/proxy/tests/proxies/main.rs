@@ -1,4 +1,4 @@
-//! Ranks that send one another tokens and atomics by their proxies: in the simulator, by threads, by processes.
+//! Ranks that send each other tokens and atomics through their proxies: simulated, threads, processes.
 
 mod device;
 mod processes;

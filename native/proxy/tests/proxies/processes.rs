@@ -1,4 +1,4 @@
-//! Ranks in processes of their own. A child is this test program, told to run [`child`] only.
+//! Ranks in processes of their own. A child is this test program, run with [`child`] only.
 
 use std::{
     env,
@@ -17,10 +17,10 @@ use crate::{
 
 const RANK: &str = "FABRIC_PROXY_TEST_RANK";
 const TRANSPORT: &str = "FABRIC_PROXY_TEST_TRANSPORT";
-/// What a child says begins so, for the test harness says other things.
+/// Prefix of a child's output, among that of the test harness.
 const MARK: &str = "rank says ";
 
-/// Enough for the third rank to be killed in the middle.
+/// Long enough to kill the third rank in the middle.
 const PLAN: Plan = Plan { ranks: 3, channels: 2, rounds: 400, ordered: true, seed: 7 };
 
 fn rank(rank: usize, transport: TransportKind) -> Proxy {
@@ -47,7 +47,7 @@ fn of_line(line: &str) -> RankDescriptor {
     RankDescriptor::from_bytes(&bytes).unwrap()
 }
 
-/// Sends to all until the third rank is gone and all else is there.
+/// Sends to all until the third rank is lost and all other tokens have arrived.
 fn take_part(proxy: &Proxy) {
     let mut device: Device = device(proxy, PLAN, &[0, 1, 2], true);
     until("sending past a dead process", || {
@@ -70,7 +70,7 @@ fn child() {
     println!("\n{MARK}joined");
     take_part(&proxy);
     println!("\n{MARK}done");
-    // Lives until nobody needs it.
+    // Runs until the parent ends it.
     let _ = lines.next();
 }
 
@@ -125,7 +125,7 @@ fn a_process_is_killed(transport: TransportKind) {
         own.join(&of_line(&lines[i])).unwrap();
     }
     assert!(far.iter_mut().all(|child| child.hear() == "joined"));
-    // In the middle: what it sends begins to arrive, and it waits for what this rank hasn't sent yet.
+    // In the middle: its data begins to arrive, and it waits for data of this rank.
     let of_third = || PLAN.of(2).any(|slot| own.words()[slot].load(Acquire) > 0);
     until("the first of it", of_third);
     far[1].child.kill().unwrap();

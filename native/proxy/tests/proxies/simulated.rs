@@ -9,7 +9,7 @@ use fabric_engine::{
 use fabric_proxy::{
     command::{Command, Scope},
     fifo::{fifo, Pusher},
-    Bed, Common, Config, Event, Executor, ThreadDescriptor,
+    Config, Event, Executor, Parker, SharedState, ThreadDescriptor,
 };
 
 use crate::device::{Device, Plan};
@@ -21,7 +21,7 @@ struct Rank {
     executor: Executor,
     engine: Arc<TransferEngine>,
     device: Device,
-    common: Common,
+    common: SharedState,
     descriptor: ThreadDescriptor,
     events: Arc<Mutex<Vec<Event>>>,
     pushers: Vec<Pusher>,
@@ -47,19 +47,19 @@ impl Rank {
             ..Config::default()
         };
         let part = engine.alloc(plan.memory().max(16)).unwrap();
-        let common = Common::new(&config);
-        let bed = Arc::new(Bed::default());
-        let fifos = (0..config.fifos).map(|_| fifo(config.capacity, Arc::clone(&bed)).unwrap());
+        let common = SharedState::new(&config);
+        let parker = Arc::new(Parker::default());
+        let fifos = (0..config.fifos).map(|_| fifo(config.capacity, Arc::clone(&parker)).unwrap());
         let (pushers, poppers): (Vec<_>, Vec<_>) = fifos.unzip();
         let events = Arc::new(Mutex::new(Vec::new()));
-        let theirs = Arc::clone(&events);
+        let descriptor = Arc::clone(&events);
         let executor = Executor::new(
             Arc::clone(&engine),
             part.clone(),
             &config,
             common.clone(),
-            (bed, poppers),
-            Arc::new(move |e| theirs.lock().unwrap().push(e)),
+            (parker, poppers),
+            Arc::new(move |e| descriptor.lock().unwrap().push(e)),
         )
         .unwrap();
         let descriptor = executor.descriptor();
@@ -93,7 +93,7 @@ fn network(seed: u64) -> SimNet {
     SimNet::new(SimConfig { seed, max_bytes, ordered, ..SimConfig::default() })
 }
 
-fn everybody(net: &mut SimNet, plan: Plan, barrier: bool) -> Vec<Rank> {
+fn all_ranks(net: &mut SimNet, plan: Plan, barrier: bool) -> Vec<Rank> {
     let all: Vec<_> = (0..plan.ranks).collect();
     let ranks: Vec<_> =
         all.iter().map(|r| Rank::new(engine(net), plan, (*r, 1), &all, barrier)).collect();
@@ -105,7 +105,7 @@ fn everybody(net: &mut SimNet, plan: Plan, barrier: bool) -> Vec<Rank> {
     ranks
 }
 
-/// Lets the next thing happen, in which every rank takes its part.
+/// Advances the simulation by one event, and steps every rank.
 fn step(net: &mut SimNet, ranks: &mut [Rank]) {
     while ranks.iter_mut().fold(false, |moved, r| {
         r.device.step();
@@ -113,7 +113,7 @@ fn step(net: &mut SimNet, ranks: &mut [Rank]) {
     }) {}
     assert!(ranks.iter().all(|r| r.executor.outstanding() <= 3 * MAX_OUTSTANDING));
     if !net.step() {
-        // Only who waits for a deadline is left.
+        // Only timeouts are left.
         net.advance(Time(net.now().0 + 1_000_000));
     }
     ranks.iter_mut().for_each(|r| r.device.look());
@@ -139,7 +139,7 @@ fn or_tokens_are_there_when_an_atomic_says_so_whatever_order_they_come_in() {
     for seed in 0..10 {
         for ordered in [false, true] {
             let mut net = network(seed);
-            let mut ranks = everybody(&mut net, plan(seed, ordered), true);
+            let mut ranks = all_ranks(&mut net, plan(seed, ordered), true);
             until(&mut net, &mut ranks, "sending", |ranks| {
                 ranks.iter().all(|r| r.device.has_sent_all() && r.device.has_all_of(&[0, 1, 2]))
             });
@@ -150,10 +150,10 @@ fn or_tokens_are_there_when_an_atomic_says_so_whatever_order_they_come_in() {
 }
 
 #[test]
-fn a_killed_rank_is_told_once_and_the_others_go_on() {
+fn a_killed_rank_is_reported_once_and_the_others_go_on() {
     for seed in 0..16 {
         let mut net = network(seed);
-        let mut ranks = everybody(&mut net, plan(seed, seed % 2 == 0), true);
+        let mut ranks = all_ranks(&mut net, plan(seed, seed % 2 == 0), true);
         for _ in 0..seed * seed * 16 {
             step(&mut net, &mut ranks);
         }
@@ -169,7 +169,7 @@ fn a_killed_rank_is_told_once_and_the_others_go_on() {
         assert!(took < Duration::from_secs(4), "RS-4: {took:?} under seed {seed}");
         assert!(ranks.iter().all(|r| !r.common.alive.is_alive(2) && r.common.alive.is_alive(1)));
 
-        // Another life of it joins, and is sent to as if nothing had been.
+        // A later incarnation joins and takes part as before.
         let again = Plan { seed: seed + 100, ..plan(seed, false) };
         let newcomer = Rank::new(engine(&mut net), again, (2, 2), &[0, 1, 2], false);
         let mut all = ranks;
@@ -190,7 +190,7 @@ fn a_killed_rank_is_told_once_and_the_others_go_on() {
         }
         newcomer.pushers[1].try_push(&Command::Barrier { scope: Scope::All, channel: 1 }).unwrap();
         all.push(newcomer);
-        // The survivors' devices look at words that the newcomer's plan changes: only its own looks count.
+        // The newcomer's plan changes words that the survivors read: only the newcomer checks.
         let own = all.len() - 1;
         for _ in 0..2_000_000 {
             if all[own].device.has_sent_all() && all[own].device.has_all_of(&[2]) {
@@ -212,7 +212,7 @@ fn a_rank_that_is_killed_at_any_step_does_not_stop_the_others() {
     let small = |seed| Plan { ranks: 3, channels: 2, rounds: 3, ordered: seed % 2 == 0, seed };
     for at in 0..150 {
         let mut net = network(at);
-        let mut ranks = everybody(&mut net, small(at), true);
+        let mut ranks = all_ranks(&mut net, small(at), true);
         (0..at).for_each(|_| step(&mut net, &mut ranks));
         let killed = ranks.pop().unwrap();
         net.kill(killed.engine.id());
@@ -227,26 +227,26 @@ fn a_rank_that_is_killed_at_any_step_does_not_stop_the_others() {
     }
 }
 
-/// Time begins at 0, and nobody has been heard of yet.
+/// Time begins at 0, before anything has arrived from a peer.
 #[test]
-fn a_barrier_at_once_loses_nobody() {
+fn an_immediate_barrier_loses_no_rank() {
     let mut net = network(3);
-    let mut ranks = everybody(&mut net, Plan { rounds: 0, ..plan(3, true) }, true);
+    let mut ranks = all_ranks(&mut net, Plan { rounds: 0, ..plan(3, true) }, true);
     until(&mut net, &mut ranks, "meeting", |ranks| ranks.iter().all(|r| r.device.has_sent_all()));
     assert!(ranks.iter().all(|r| r.lost().is_empty()));
 }
 
-/// Its engine lives and takes bytes, but its proxy does nothing any more.
+/// The engine runs and takes bytes, but its proxy executes nothing.
 #[test]
 fn a_rank_that_stalls_is_given_up_by_the_deadline() {
     for seed in 0..6 {
         let mut net = network(seed);
-        // Where nobody waits for epochs, it is a barrier that it is missing in.
+        // A rank that waits for no epochs notices the stall in a barrier.
         let plan = match seed % 2 {
             0 => plan(seed, true),
             _ => Plan { rounds: 3, ..plan(seed, true) },
         };
-        let mut ranks = everybody(&mut net, plan, true);
+        let mut ranks = all_ranks(&mut net, plan, true);
         (0..seed / 2 * 40).for_each(|_| step(&mut net, &mut ranks));
         let stalled = ranks.pop().unwrap();
         let since = net.now();
@@ -263,24 +263,24 @@ fn a_rank_that_stalls_is_given_up_by_the_deadline() {
 
 type Thread = (Executor, Arc<TransferEngine>, Pusher);
 
-/// Two ranks of two threads each: rank 0's, then rank 1's; what the ranks share, and what all say.
-fn two_threads_each(net: &mut SimNet) -> (Vec<Thread>, [Common; 2], Arc<Mutex<Vec<Event>>>) {
+/// Two ranks of two threads each; with the shared state of each rank and all events.
+fn two_threads_each(net: &mut SimNet) -> (Vec<Thread>, [SharedState; 2], Arc<Mutex<Vec<Event>>>) {
     let plan = Plan { ranks: 2, channels: 1, rounds: 0, ordered: true, seed: 1 };
     let config = Config { ranks: 2, threads: 2, fifos: 1, words: 2, ..Config::default() };
-    let common = [Common::new(&config), Common::new(&config)];
+    let common = [SharedState::new(&config), SharedState::new(&config)];
     let events = Arc::new(Mutex::new(Vec::new()));
     let open = |rank: usize| {
-        let (engine, bed) = (engine(net), Arc::new(Bed::default()));
+        let (engine, parker) = (engine(net), Arc::new(Parker::default()));
         let part = engine.alloc(plan.memory().max(16)).unwrap();
-        let (pusher, popper) = fifo(16, Arc::clone(&bed)).unwrap();
-        let (config, theirs) = (Config { rank, ..config.clone() }, Arc::clone(&events));
+        let (pusher, popper) = fifo(16, Arc::clone(&parker)).unwrap();
+        let (config, descriptor) = (Config { rank, ..config.clone() }, Arc::clone(&events));
         let on_event: fabric_proxy::OnEvent = Arc::new(move |event| {
-            // That an engine is gone is told by each thread when it sees it.
+            // Each thread reports the engine's end.
             if !matches!(event, Event::Gone { .. }) {
-                theirs.lock().unwrap().push(event);
+                descriptor.lock().unwrap().push(event);
             }
         });
-        let ends = (bed, vec![popper]);
+        let ends = (parker, vec![popper]);
         let common = common[rank].clone();
         let executor =
             Executor::new(Arc::clone(&engine), part, &config, common, ends, on_event).unwrap();
@@ -290,15 +290,17 @@ fn two_threads_each(net: &mut SimNet) -> (Vec<Thread>, [Common; 2], Arc<Mutex<Ve
     (all, common, events)
 }
 
-/// One thread can't take a rank in, and another has.
+/// One thread fails to add a rank that another thread has added.
 #[test]
-fn a_rank_that_a_thread_cannot_join_is_told_of_when_all_have_given_it_up() {
+fn a_failed_join_is_reported_when_all_threads_have_dropped_the_rank() {
     let mut net = network(1);
     let (mut all, common, events) = two_threads_each(&mut net);
-    let theirs = [all[2].0.descriptor(), all[3].0.descriptor()];
-    let mixed =
-        ThreadDescriptor { memory: theirs[0].memory.clone(), control: theirs[1].control.clone() };
-    all[0].0.membership().join(1, 1, theirs[0].clone());
+    let descriptor = [all[2].0.descriptor(), all[3].0.descriptor()];
+    let mixed = ThreadDescriptor {
+        memory: descriptor[0].memory.clone(),
+        control: descriptor[1].control.clone(),
+    };
+    all[0].0.membership().join(1, 1, descriptor[0].clone());
     all[0].0.step(net.now());
     assert!(common[0].alive.is_alive(1));
     all[1].0.membership().join(1, 1, mixed);
@@ -314,15 +316,15 @@ fn a_rank_that_a_thread_cannot_join_is_told_of_when_all_have_given_it_up() {
     assert!(matches!(events[..], [Event::Lost { rank: 1, incarnation: 1, .. }]), "{events:?}");
 }
 
-/// One thread hears that a rank left while another still has to take in what came before.
+/// One thread sees that a rank left while another has not applied its earlier data.
 #[test]
-fn a_loss_is_told_when_all_threads_have_taken_in_what_was_sent_before() {
+fn a_loss_is_reported_after_all_threads_have_applied_earlier_data() {
     let mut net = network(1);
     let (mut all, common, events) = two_threads_each(&mut net);
     for (i, (executor, ..)) in all.iter().enumerate() {
         for rank in 0..2 {
-            let theirs = all[2 * rank + i % 2].0.descriptor();
-            executor.membership().join(rank, 1, theirs);
+            let descriptor = all[2 * rank + i % 2].0.descriptor();
+            executor.membership().join(rank, 1, descriptor);
         }
     }
     for thread in 0..2 {
@@ -330,7 +332,7 @@ fn a_loss_is_told_when_all_threads_have_taken_in_what_was_sent_before() {
         let command = Command::Atomic { rank: 0, channel: 0, add };
         all[2 + usize::from(thread)].2.try_push(&command).unwrap();
     }
-    // Rank 1 sends on both threads and leaves; of rank 0 one thread takes nothing in meanwhile.
+    // Rank 1 sends on both threads and leaves; one thread of rank 0 is not stepped meanwhile.
     for _ in 0..1000 {
         for (executor, ..) in all.iter_mut().skip(2) {
             executor.step(net.now());

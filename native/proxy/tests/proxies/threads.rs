@@ -17,7 +17,7 @@ use fabric_proxy::{
 
 use crate::device::{Device, Plan};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 pub fn open(transport: TransportKind, config: &Config, memory: u64, on_event: OnEvent) -> Proxy {
     let engine = EngineConfig {
@@ -29,8 +29,8 @@ pub fn open(transport: TransportKind, config: &Config, memory: u64, on_event: On
     Proxy::open(config, engines, DeviceMemory::host(config).unwrap(), on_event).unwrap()
 }
 
-/// All ranks in this process, and what each has to say.
-/// Each thread says when its engine of a lost rank is gone; what is told once is looked at here.
+/// All ranks in this process, and the events of each.
+/// `Gone` events are left out: each thread reports them.
 fn tell(told: &Sender<Event>, event: Event) {
     if !matches!(event, Event::Gone { .. }) {
         drop(told.send(event));
@@ -40,8 +40,8 @@ fn tell(told: &Sender<Event>, event: Event) {
 fn group(transport: TransportKind, config: &Config, memory: u64) -> Vec<(Proxy, Receiver<Event>)> {
     let open_one = |rank| {
         let (told, events) = channel();
-        // Beyond the patience of these tests: nothing that hangs is helped by it.
-        let config = Config { rank, deadline: 4 * PATIENCE, ..config.clone() };
+        // Longer than the tests' timeout, so that it hides no hang.
+        let config = Config { rank, deadline: 4 * TIMEOUT, ..config.clone() };
         let proxy = open(transport, &config, memory, Arc::new(move |e| tell(&told, e)));
         (proxy, events)
     };
@@ -63,7 +63,7 @@ fn through_bytes(descriptor: &RankDescriptor) -> RankDescriptor {
 pub fn until(what: &str, mut done: impl FnMut() -> bool) {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < PATIENCE, "{what} does not end");
+        assert!(start.elapsed() < TIMEOUT, "{what} does not end");
         thread::yield_now();
     }
 }
@@ -122,12 +122,12 @@ fn a_rank_leaves(transport: TransportKind) {
     let (leaving, _) = all.pop().unwrap();
     devices.pop();
     leaving.close();
-    until("sending past one who left", || {
+    until("sending after a rank left", || {
         devices.iter_mut().for_each(Device::step);
         devices.iter().all(|d| d.has_sent_all() && d.has_all_of(&[0, 1]))
     });
     for (proxy, events) in &all {
-        match events.recv_timeout(PATIENCE).unwrap() {
+        match events.recv_timeout(TIMEOUT).unwrap() {
             Event::Lost { rank: 2, incarnation: 1, .. } => {}
             other => panic!("{other:?}"),
         }
@@ -137,12 +137,12 @@ fn a_rank_leaves(transport: TransportKind) {
 }
 
 #[test]
-fn a_rank_that_leaves_is_told_once_and_does_not_stop_the_others_over_shm() {
+fn a_rank_that_leaves_is_reported_once_and_does_not_stop_the_others_over_shm() {
     a_rank_leaves(TransportKind::Shm);
 }
 
 #[test]
-fn a_rank_that_leaves_is_told_once_and_does_not_stop_the_others_over_tcp() {
+fn a_rank_that_leaves_is_reported_once_and_does_not_stop_the_others_over_tcp() {
     a_rank_leaves(TransportKind::Tcp);
 }
 
@@ -156,7 +156,7 @@ fn a_rank_that_comes_back_takes_part_again() {
         let rank = usize::from(lost.descriptor().rank);
         lost.close();
         for (proxy, events) in &all {
-            match events.recv_timeout(PATIENCE).unwrap() {
+            match events.recv_timeout(TIMEOUT).unwrap() {
                 Event::Lost { rank: gone, .. } => assert_eq!(gone, rank),
                 other => panic!("{other:?}"),
             }
@@ -166,7 +166,7 @@ fn a_rank_that_comes_back_takes_part_again() {
         let config = Config { rank, incarnation: life, ..config(&plan) };
         let on_event: OnEvent = Arc::new(move |e| tell(&told, e));
         let newcomer = open(TransportKind::Shm, &config, plan.memory(), on_event);
-        // It sends before anybody knows it: what comes early is kept.
+        // The rank sends before it is announced: early messages are kept.
         for (proxy, _) in &all {
             newcomer.join(proxy.descriptor()).unwrap();
         }
@@ -191,7 +191,7 @@ fn a_rank_that_comes_back_takes_part_again() {
     }
 }
 
-/// It naps for an hour, so that only a push can have woken it.
+/// The proxy sleeps for up to an hour, so that only a push can have woken it.
 #[test]
 fn a_sleeping_proxy_is_woken_by_a_push_and_by_a_peer() {
     let (nap, spin) = (Duration::from_secs(3600), Duration::ZERO);
@@ -230,7 +230,7 @@ fn a_barrier_of_a_rail_waits_for_its_ranks_only() {
 }
 
 #[test]
-fn commands_that_cannot_be_are_refused_in_words_and_others_go_on() {
+fn invalid_commands_are_refused_and_others_go_on() {
     let base = Config { ranks: 3, words: 4, ..Config::default() };
     let (told, events) = channel();
     let proxy = open(TransportKind::Shm, &base, 4096, Arc::new(move |e| tell(&told, e)));
@@ -238,19 +238,19 @@ fn commands_that_cannot_be_are_refused_in_words_and_others_go_on() {
     let add = |slot| Add { slot, value: 1, ordered: false };
     let write = |rank, from, to| Command::Write { rank, channel: 0, from, to, len: 64, add: None };
     let wrong = [
-        (write(0, 4096, 0).encode().unwrap(), "rank 0: bytes 4096..4160 lie outside its 4096"),
-        (write(0, 0, 4080).encode().unwrap(), "rank 0: bytes 4080..4144 lie outside its 4096"),
-        (write(5, 0, 0).encode().unwrap(), "rank 5: there are 3 ranks"),
+        (write(0, 4096, 0).encode().unwrap(), "rank 0: bytes 4096..4160 exceed its 4096"),
+        (write(0, 0, 4080).encode().unwrap(), "rank 0: bytes 4080..4144 exceed its 4096"),
+        (write(5, 0, 0).encode().unwrap(), "rank 5 is out of range [0, 3)"),
         (write(1, 0, 0).encode().unwrap(), "rank 1 is not connected"),
         (
             Command::Atomic { rank: 0, channel: 1, add: add(4) }.encode().unwrap(),
-            "slot 4: there are 4 atomic words",
+            "slot 4 is out of range [0, 4)",
         ),
-        ([7 << 60, 0], "command: its kind is 7"),
+        ([7 << 60, 0], "command: kind is 7"),
     ];
     for (i, (words, text)) in wrong.into_iter().enumerate() {
         pusher.try_push_words(words).unwrap();
-        match events.recv_timeout(PATIENCE).unwrap() {
+        match events.recv_timeout(TIMEOUT).unwrap() {
             Event::Refused { fifo: 0, index, error } => {
                 assert!(error.to_string().contains(text), "{error}");
                 assert_eq!(index, i as u64);
@@ -260,16 +260,18 @@ fn commands_that_cannot_be_are_refused_in_words_and_others_go_on() {
     }
     pusher.push(&Command::Atomic { rank: 0, channel: 0, add: add(3) }).unwrap();
     until("the atomic", || proxy.words()[3].load(Acquire) == 1);
-    // Never there, so nothing is waited for.
+    // The rank never joined, so there is nothing to wait for.
     proxy.mask(1).unwrap();
     let masked = pusher.push(&write(1, 0, 0)).unwrap();
     let barrier = pusher.push(&Command::Barrier { scope: Scope::All, channel: 0 }).unwrap();
-    until("what goes to nobody", || pusher.is_complete(masked) && pusher.is_complete(barrier));
+    until("commands to a masked rank", || {
+        pusher.is_complete(masked) && pusher.is_complete(barrier)
+    });
     assert!(events.try_recv().is_err());
     assert!(matches!(proxy.mask(0), Err(ProxyError::Invalid(_))));
     assert!(matches!(proxy.mask(3), Err(ProxyError::Rank { .. })));
     let own = proxy.descriptor().clone();
-    assert!(matches!(proxy.join(&own), Err(ProxyError::OldLife { had: 1, .. })));
+    assert!(matches!(proxy.join(&own), Err(ProxyError::StaleIncarnation { had: 1, .. })));
     let fewer = RankDescriptor { rank: 1, threads: Vec::new(), ..own };
     assert!(matches!(proxy.join(&fewer), Err(ProxyError::Invalid(_))));
     for bytes in [&[][..], &[0xff; 64], &proxy.descriptor().to_bytes()[1..]] {
@@ -278,7 +280,7 @@ fn commands_that_cannot_be_are_refused_in_words_and_others_go_on() {
 }
 
 #[test]
-fn who_waits_for_a_closed_proxy_is_told() {
+fn waiting_pushers_of_a_closed_proxy_get_an_error() {
     let base = Config { ranks: 2, capacity: 2, ..Config::default() };
     let mut all = group(TransportKind::Shm, &base, 4096);
     let (proxy, _) = all.remove(0);
@@ -301,7 +303,7 @@ fn who_waits_for_a_closed_proxy_is_told() {
     assert!(!pusher.is_complete(entered));
 }
 
-/// Several threads push into each FIFO at once, more than it holds, and all of it arrives.
+/// Several threads push more commands into each FIFO at once than it holds, and all arrive.
 #[test]
 fn fifos_of_many_pushers_lose_nothing() {
     const EACH: u64 = 3000;

@@ -1,4 +1,4 @@
-//! How a proxy thread sleeps: whoever has news for it looks at one word, which is written only when it goes to sleep.
+//! Where a proxy thread sleeps. Producers read one word, which is written only when the thread sleeps.
 
 use std::time::Duration;
 
@@ -12,31 +12,31 @@ use crate::sync::{
 
 const AWAKE: u32 = 0;
 const ASLEEP: u32 = 1;
-/// For good: nobody will take what is pushed.
+/// Permanent: the thread has ended, and pushed commands will not be taken.
 const CLOSED: u32 = 2;
 
-/// On a line of its own: pushers read it with every command.
+/// On a cache line of its own: pushers read it with every command.
 #[derive(Debug)]
 #[repr(align(128))]
-pub struct Bed(AtomicU32);
+pub struct Parker(AtomicU32);
 
-impl Default for Bed {
+impl Default for Parker {
     fn default() -> Self {
         prepare();
         Self(AtomicU32::new(AWAKE))
     }
 }
 
-impl Bed {
-    /// To be called after the news is there for [`Bed::sleep`]'s `news` to see. A load and a branch while the
-    /// sleeper is awake. False if nobody will look any more.
+impl Parker {
+    /// Call after the event is visible to [`Parker::park`]'s `has_work`. Costs a load and a branch while the
+    /// thread is awake. Returns false if the thread has ended.
     #[inline]
     pub fn wake(&self) -> bool {
         light();
         match self.0.load(Relaxed) {
             AWAKE => true,
             ASLEEP => {
-                self.rouse();
+                self.wake_sleeper();
                 true
             }
             _ => false,
@@ -47,36 +47,36 @@ impl Bed {
         self.0.load(Acquire) == CLOSED
     }
 
-    /// The sleeper goes away.
+    /// The thread ends.
     pub(crate) fn close(&self) {
         self.0.store(CLOSED, SeqCst);
     }
 
     #[cold]
-    fn rouse(&self) {
+    fn wake_sleeper(&self) {
         if self.0.compare_exchange(ASLEEP, AWAKE, SeqCst, SeqCst).is_ok() {
-            self.ring();
+            self.futex_wake();
         }
     }
 
-    /// Sleeps until woken or for so long; not at all if there is news. One thread only.
-    pub fn sleep(&self, limit: Duration, news: impl FnOnce() -> bool) {
+    /// Sleeps until woken or for `limit`; returns at once if `has_work` is true. One thread only.
+    pub fn park(&self, limit: Duration, has_work: impl FnOnce() -> bool) {
         self.0.store(ASLEEP, SeqCst);
         heavy();
-        if !news() {
-            self.wait(limit);
+        if !has_work() {
+            self.futex_wait(limit);
         }
         self.0.store(AWAKE, SeqCst);
     }
 
     #[cfg(not(loom))]
-    fn ring(&self) {
+    fn futex_wake(&self) {
         use rustix::thread::futex;
         let _ = futex::wake(&self.0, futex::Flags::PRIVATE, 1);
     }
 
     #[cfg(not(loom))]
-    fn wait(&self, limit: Duration) {
+    fn futex_wait(&self, limit: Duration) {
         use rustix::thread::futex;
         let limit = futex::Timespec {
             tv_sec: limit.as_secs().min(3600) as i64,
@@ -86,11 +86,11 @@ impl Bed {
     }
 
     #[cfg(loom)]
-    fn ring(&self) {}
+    fn futex_wake(&self) {}
 
-    /// There is no time in loom: who isn't woken never ends, and the model says so.
+    /// Loom has no time: a thread that isn't woken never ends, which the model reports.
     #[cfg(loom)]
-    fn wait(&self, _limit: Duration) {
+    fn futex_wait(&self, _limit: Duration) {
         while self.0.load(SeqCst) == ASLEEP {
             loom::thread::yield_now();
         }

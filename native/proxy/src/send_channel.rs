@@ -1,4 +1,4 @@
-//! The sender's half of [`order`](crate::order): which epoch a write belongs to, and when one may begin (OR-4). Pure.
+//! The sender's half of [`order`](crate::order): assigns epochs and bounds them by credits (OR-4). Pure.
 
 use crate::{
     order::{OrderError, CREDIT},
@@ -7,28 +7,28 @@ use crate::{
 
 /// One channel to one peer.
 #[derive(Clone, Debug)]
-pub(crate) struct Sending {
-    /// The epoch that writes belong to now.
+pub(crate) struct SendChannel {
+    /// The current epoch.
     epoch: u64,
     /// Whether it has begun.
     begun: bool,
-    /// Writes of it.
+    /// Number of its writes.
     writes: u32,
-    /// Epochs that the peer has given back.
+    /// Epochs that the peer has returned.
     credited: u64,
-    /// The last request that carried something of the epoch with each number.
+    /// By epoch number, the last request of its latest epoch.
     last: [u64; EPOCHS as usize],
 }
 
-impl Default for Sending {
+impl Default for SendChannel {
     fn default() -> Self {
         Self { epoch: 0, begun: false, writes: 0, credited: 0, last: [0; EPOCHS as usize] }
     }
 }
 
-impl Sending {
-    /// The number of the epoch that the next write or atomic belongs to; `None` while the number is in use: the peer
-    /// hasn't given it back, or of its last use something may still land. `over`: requests to the peer that are.
+impl SendChannel {
+    /// The number of the current epoch. `None` while the number is in use: the peer hasn't returned it, or
+    /// requests of its last use may still land. `over` is the number of ended requests to the peer.
     #[inline]
     pub fn begin(&mut self, over: u64) -> Option<u8> {
         let number = (self.epoch % EPOCHS) as usize;
@@ -41,14 +41,14 @@ impl Sending {
         Some(number as u8)
     }
 
-    /// A write goes into the epoch, with this request.
+    /// Adds a write of `request` to the epoch.
     #[inline]
     pub fn write(&mut self, request: u64) {
         self.writes += 1;
         self.last[(self.epoch % EPOCHS) as usize] = request;
     }
 
-    /// An atomic ends the epoch, with this request; the writes that it had.
+    /// Ends the epoch with an atomic of `request`; returns the number of its writes.
     #[inline]
     pub fn end(&mut self, request: u64) -> u32 {
         self.last[(self.epoch % EPOCHS) as usize] = request;
@@ -74,7 +74,7 @@ mod tests {
 
     #[test]
     fn or_4_a_number_is_used_again_when_it_is_given_back_and_quiet() {
-        let mut s = Sending::default();
+        let mut s = SendChannel::default();
         for e in 0..EPOCHS {
             assert_eq!(s.begin(0), Some(e as u8));
             s.write(e + 1);

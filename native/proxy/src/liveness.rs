@@ -1,4 +1,4 @@
-//! Which ranks are there: one word for each, for all threads of a proxy and its device.
+//! Which ranks take part: one word for each rank, shared by all threads of a proxy and its device.
 
 use std::sync::atomic::{
     AtomicU64,
@@ -9,27 +9,27 @@ use parking_lot::Mutex;
 
 use crate::ProxyError;
 
-/// Bit 0 of a rank's word says that it is there, the others which life of it.
+/// Bit 0 of a rank's word is set while it takes part; the other bits are its incarnation.
 #[derive(Debug)]
-pub struct Alive {
+pub struct Liveness {
     words: Box<[AtomicU64]>,
     changes: AtomicU64,
     threads: usize,
-    ending: Mutex<Vec<Ending>>,
+    ending: Mutex<Vec<PendingLoss>>,
 }
 
-/// A life that not all threads have given up yet.
+/// An ended incarnation that some threads have not dropped yet.
 #[derive(Debug)]
-struct Ending {
+struct PendingLoss {
     rank: usize,
     incarnation: u32,
-    /// Threads that have.
-    given_up: usize,
-    /// Why it is lost, if it is.
+    /// Number of threads that have dropped it.
+    dropped: usize,
+    /// The cause, if it was lost.
     error: Option<ProxyError>,
 }
 
-impl Alive {
+impl Liveness {
     pub(crate) fn new(ranks: usize, threads: usize) -> Self {
         let words = (0..ranks).map(|_| AtomicU64::new(0)).collect();
         Self { words, changes: AtomicU64::new(0), threads, ending: Mutex::default() }
@@ -40,12 +40,12 @@ impl Alive {
         self.words.get(rank).is_some_and(|w| w.load(Acquire) & 1 == 1)
     }
 
-    /// The words themselves, by rank.
+    /// The words, indexed by rank.
     pub fn words(&self) -> &[AtomicU64] {
         &self.words
     }
 
-    /// The latest life of a rank; 0 before the first.
+    /// The latest incarnation of a rank; 0 before the first.
     pub(crate) fn incarnation(&self, rank: usize) -> u32 {
         (self.words[rank].load(Acquire) >> 1) as u32
     }
@@ -55,7 +55,7 @@ impl Alive {
         self.changes.load(Acquire)
     }
 
-    /// A life begins, unless it or a later one has.
+    /// Begins an incarnation, unless it or a later one has begun.
     pub(crate) fn begin(&self, rank: usize, incarnation: u32) {
         let later = |word: u64| {
             (word >> 1 < u64::from(incarnation)).then_some(u64::from(incarnation) << 1 | 1)
@@ -64,7 +64,7 @@ impl Alive {
         self.changes.fetch_add(1, AcqRel);
     }
 
-    /// A life ends; true if that is news.
+    /// Ends an incarnation. Returns whether this call ended it.
     pub(crate) fn end(&self, rank: usize, incarnation: u32) -> bool {
         let word = u64::from(incarnation) << 1;
         let ended = self.words[rank].compare_exchange(word | 1, word, AcqRel, Relaxed).is_ok();
@@ -72,35 +72,35 @@ impl Alive {
         ended
     }
 
-    /// Why a life is lost, to be told when all threads have given it up.
+    /// Records why an incarnation was lost; the event follows when all threads have dropped it.
     pub(crate) fn lost(&self, rank: usize, incarnation: u32, error: ProxyError) {
         self.ending(rank, incarnation, |ending| ending.error = Some(error));
     }
 
-    /// One more thread has given a life up, after it took in what that had sent it. Says why the life is lost to the
-    /// last of them: whoever is told earlier might miss what another thread has yet to take in.
-    pub(crate) fn given_up(&self, rank: usize, incarnation: u32) -> Option<ProxyError> {
-        self.ending(rank, incarnation, |ending| ending.given_up += 1)
+    /// Records that one more thread has dropped the incarnation and has applied what it sent before.
+    /// The last thread gets the cause, so that the event comes after all that was sent.
+    pub(crate) fn thread_dropped(&self, rank: usize, incarnation: u32) -> Option<ProxyError> {
+        self.ending(rank, incarnation, |ending| ending.dropped += 1)
     }
 
     fn ending(
         &self,
         rank: usize,
         incarnation: u32,
-        change: impl FnOnce(&mut Ending),
+        change: impl FnOnce(&mut PendingLoss),
     ) -> Option<ProxyError> {
         let mut all = self.ending.lock();
         let known = all.iter().position(|e| (e.rank, e.incarnation) == (rank, incarnation));
         let at = known.unwrap_or(all.len());
         if known.is_none() {
-            all.push(Ending { rank, incarnation, given_up: 0, error: None });
+            all.push(PendingLoss { rank, incarnation, dropped: 0, error: None });
         }
         change(&mut all[at]);
-        let over = all[at].given_up >= self.threads;
+        let over = all[at].dropped >= self.threads;
         over.then(|| all.swap_remove(at)).and_then(|ending| ending.error)
     }
 
-    /// Whether this life has ended.
+    /// Whether this incarnation has ended.
     pub(crate) fn has_ended(&self, rank: usize, incarnation: u32) -> bool {
         self.words[rank].load(Acquire) != u64::from(incarnation) << 1 | 1
     }
