@@ -1,14 +1,14 @@
-//! Telling the user what happens: in the order in which it was decided, from whatever thread, never under a lock.
+//! Reports events to the caller: in the order of decisions, from any thread, never under a lock.
 
 use std::collections::VecDeque;
 
 use parking_lot::Mutex;
 
-/// What is to be told, and to whom.
+/// Queued events and their receiver.
 ///
-/// Events are [`push`](Self::push)ed under the lock that decides them, so that their order is that of the
-/// decisions, and [`tell`](Self::tell)d when it is free. One thread tells at a time: another one's `Released` never
-/// overtakes a `Ready` that is being told.
+/// Events are [`push`](Self::push)ed under the lock that decides them, so they keep the order of
+/// decisions, and reported by [`tell`](Self::tell) after it is released. One thread reports at a
+/// time, so that no `Released` overtakes a `Ready`.
 pub(crate) struct Events<E> {
     queue: Mutex<Queue<E>>,
     on_event: Box<dyn Fn(u64, E) + Send + Sync>,
@@ -29,7 +29,7 @@ impl<E> Events<E> {
         self.queue.lock().waiting.push_back((of, event));
     }
 
-    /// Tells everything, or leaves it to the thread that is at it.
+    /// Reports all events, or leaves them to the thread that is reporting.
     pub fn tell(&self) {
         {
             let mut queue = self.queue.lock();
@@ -53,7 +53,7 @@ impl<E> Events<E> {
     }
 }
 
-/// Given up when it goes: by a panic only, for who has told everything has given it up already.
+/// Released on drop only by a panic; otherwise it has been released already.
 struct Turn<'a, E>(&'a Mutex<Queue<E>>);
 
 impl<E> Drop for Turn<'_, E> {

@@ -1,12 +1,13 @@
-//! What a fuzzer calls: everything that reads bytes of a peer's. It must return, however odd its input, and holds
-//! what it says as assertions.
+//! Entry points of fuzzers: everything that reads a peer's bytes. Each returns for any input and
+//! asserts its properties.
 
 use crate::{
     table::MAX_ENTRIES,
     wire::{sealed, Message, Offer},
 };
 
-/// Messages and offers: refused, or safe to use; what decodes encodes to something that decodes to the same.
+/// Messages and offers: refused, or safe to use; what decodes encodes to something that decodes to
+/// the same.
 pub fn messages(bytes: &[u8]) {
     for bytes in [bytes.to_vec(), sealed(bytes)] {
         if let Ok(offer) = Offer::from_bytes(&bytes) {

@@ -1,6 +1,6 @@
-//! What one rank's paged cache looks like: which tensors of which layers it keeps, of which heads, and where.
+//! The layout of one rank's paged cache: the tensors, layers and heads it holds, and their offsets.
 //!
-//! A layout comes from a peer. [`CacheLayout::check`] comes first, everything else relies on it.
+//! A layout comes from a peer. [`CacheLayout::check`] comes first; all other code relies on it.
 
 mod check;
 mod overlap;
@@ -16,7 +16,7 @@ pub use check::{
 /// One rank's cache. All lengths are bytes unless said otherwise.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CacheLayout {
-    /// Whose activations these are: model, revision and whatever else must agree for the bytes to mean the same.
+    /// Identifies the activations: model, revision and everything else that must agree.
     pub model: String,
     /// Layers that are paged alike: most models have one group, hybrid ones several.
     pub groups: Vec<CacheGroup>,
@@ -40,7 +40,8 @@ pub struct CacheGroup {
     pub tensors: Vec<CacheTensor>,
 }
 
-/// One tensor of each layer of a group: pages x heads x tokens x width in any order, width innermost.
+/// One tensor of each layer of a group: pages x heads x tokens x width in any order, width
+/// innermost.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CacheTensor {
     pub name: String,
@@ -90,7 +91,8 @@ fn dtype_bytes(name: &str) -> Option<u64> {
 }
 
 impl CacheLayout {
-    /// As Python's `fabric_ray.kvcache.CacheLayout` encodes it; see [`CacheLayout::check`] for whether it makes sense.
+    /// As Python's `fabric_ray.kvcache.CacheLayout` encodes it; see [`CacheLayout::check`] for
+    /// whether it makes sense.
     ///
     /// # Errors
     /// [`EngineError::Decode`] says what is missing or of another kind.

@@ -1,8 +1,8 @@
 //! KV cache transfer: which bytes of which pages go where, and the protocol that moves them.
 //!
-//! [`layout`] says what one rank's cache looks like, [`pairing`] what goes between two instances; both are pure.
-//! [`Decoder`] and [`Prefiller`] are the two ends of the protocol, on engines of any kind; [`wire`] is what they
-//! tell each other.
+//! [`layout`] describes one rank's cache, [`pairing`] the copies between two instances; both are
+//! pure. [`Decoder`] and [`Prefiller`] are the two ends of the protocol, on engines of any kind;
+//! [`wire`] has its messages.
 #![forbid(unsafe_code)]
 
 mod decode;

@@ -1,8 +1,8 @@
 //! Which bytes of which pages go from a prefilling instance's ranks to a decoding instance's.
 //!
 //! Both ends make a [`Pairing`] of the same layouts and come to the same answers. It is pure: no
-//! addresses, no clock, no I/O. Ranks and groups are numbered as in the layouts it was made of, layers by
-//! their place in the group.
+//! addresses, no clock, no I/O. Ranks and groups are numbered as in the layouts it was made of,
+//! layers by their place in the group.
 //!
 //! - **Heads.** Any numbers of ranks; where several source ranks hold a head, [`Pairing::link`] says which.
 //! - **Cells.** The page boundaries of both sides cut the tokens into cells. Cells repeat after a cycle of
@@ -10,8 +10,8 @@
 //! - **Runs.** What lies side by side in a cell on both sides is one paged write: over all cycles, by
 //!   indices picked from the request's page tables.
 //!
-//! The offsets and strides of slices under GQA and the random matching of MLA's replicas are those of
-//! fabric-lib, section 4.
+//! The offsets and strides of slices under GQA and the random matching of MLA's replicas are those
+//! of fabric-lib, section 4.
 
 mod cells;
 mod choice;
@@ -47,10 +47,12 @@ pub struct Pairing {
 impl Pairing {
     /// Pairs the ranks of an instance that prefills with those of one that decodes.
     ///
-    /// Page sizes, strides, orders of dimensions and of tensors, buffers and numbers of pages may differ.
+    /// Page sizes, strides, orders of dimensions and of tensors, buffers and numbers of pages may
+    /// differ.
     ///
     /// # Errors
-    /// A layout that isn't consistent, or every field that must agree and doesn't, with both values.
+    /// A layout that isn't consistent, or every field that must agree and doesn't, with both
+    /// values.
     pub fn new(source: &[CacheLayout], target: &[CacheLayout]) -> Result<Self, Mismatch> {
         Ok(Self { inner: Arc::new(Inner::new(source, target)?) })
     }
@@ -91,11 +93,13 @@ impl Pairing {
         })
     }
 
-    /// What goes from a source rank to a target rank in requests of that salt; empty if nothing does.
+    /// What goes from a source rank to a target rank in requests of that salt; empty if nothing
+    /// does.
     ///
-    /// Each head of each tensor reaches a target rank from one source rank. Let `C` be the ranks that hold
-    /// the head, ascending, and `j` the place of the target rank among those that need any head held by
-    /// exactly `C`, ascending. The rank is `C[(j + h(salt)) mod |C|]`, `h` being the finaliser of SplitMix64.
+    /// Each head of each tensor reaches a target rank from one source rank. Let `C` be the ranks
+    /// that hold the head, ascending, and `j` the place of the target rank among those that need
+    /// any head held by exactly `C`, ascending. The rank is `C[(j + h(salt)) mod |C|]`, `h` being
+    /// the finaliser of SplitMix64.
     ///
     /// # Errors
     /// There is no such rank.
@@ -133,12 +137,13 @@ impl Pairing {
         Ok((0..self.target_ranks()).filter(gets).collect())
     }
 
-    /// The cells to send of a request of `tokens.end` tokens, whose decoder has the first `tokens.start`.
+    /// The cells to send of a request of `tokens.end` tokens, whose decoder has the first
+    /// `tokens.start`.
     ///
-    /// These are the cells that hold a token of `tokens`, and of a group with a window one of the prompt's
-    /// last `window`. A window counts the token that looks back: neither the next token nor the prompt's
-    /// last, should it be computed again, sees further. Cells are sent whole, the last one too, whose
-    /// rest is unused memory of the same pages.
+    /// These are the cells that hold a token of `tokens`, and of a group with a window one of the
+    /// prompt's last `window`. A window counts the token that looks back: neither the next token
+    /// nor the prompt's last, should it be computed again, sees further. Cells are sent whole, the
+    /// last one too, whose rest is unused memory of the same pages.
     ///
     /// # Errors
     /// The prefix is longer than the prompt or ends within a page of the target.

@@ -1,7 +1,7 @@
 //! Messages that are longer than what an engine carries go in parts.
 //!
-//! Parts may come in any order, twice or not at all, as messages may: who has said something that didn't come finds out by
-//! its beats, whether all of it is missing or a part.
+//! Parts may come in any order, twice or not at all, like messages. The sender learns by its beats
+//! that a message was lost, whole or in part.
 
 use std::{borrow::Cow, cmp::Reverse, collections::BTreeMap, time::Duration};
 
@@ -13,7 +13,8 @@ use crate::terms::Terms;
 const MARK: [u8; 3] = *b"FKP";
 /// Bumped when a part's meaning changes.
 const VERSION: u8 = 1;
-/// Mark and version, the message's number, its length, the length of its parts, and which of them this is.
+/// Mark and version, the message's number, its length, the length of its parts, and which of them
+/// this is.
 const HEADER: usize = 4 + 8 + 4 + 4 + 4;
 /// Parts are as long as an engine carries them; shorter ones would only have many of them noted.
 const LEAST: usize = 256;
@@ -102,7 +103,7 @@ impl<'a> Part<'a> {
     }
 }
 
-/// Puts messages together again, within bounds whatever comes.
+/// Reassembles messages, within bounds for any input.
 #[derive(Debug)]
 pub(crate) struct Parts {
     /// The longest message that is taken.
@@ -162,14 +163,14 @@ impl Parts {
         }
         let mut open = self.open.lock();
         if !open.messages.contains_key(&(from, part.number)) {
-            // No meeting may be left whose beat would do so.
+            // Without a session no beat would remove it.
             open.expire(now, self.patience);
         }
         let whole = open.add(from, part, now, self.max_bytes).map_err(wrong)?;
         Ok(whole.map(Cow::Owned))
     }
 
-    /// Forgets messages whose missing parts have had time enough.
+    /// Removes messages whose missing parts are overdue.
     pub fn expire(&self, now: Time) {
         self.open.lock().expire(now, self.patience);
     }
@@ -217,7 +218,8 @@ impl Open {
         Ok(whole.then(|| self.remove(key)).flatten())
     }
 
-    /// Who sends more than there is room for loses what it began first, and so does whoever holds the most.
+    /// A sender that exceeds its room loses its oldest message, and so does the sender that holds
+    /// the most.
     fn make_room(&mut self, from: EngineId, nbytes: u64, max_bytes: u64) {
         let theirs = self.messages.range((from, 0)..=(from, u64::MAX));
         let full = theirs.clone().count() >= OPEN_EACH;
@@ -231,7 +233,8 @@ impl Open {
         }
     }
 
-    /// The oldest message of the peer that holds the most, with what one of them is to hold in addition.
+    /// The oldest message of the peer that holds the most, with what one of them is to hold in
+    /// addition.
     fn most_dispensable(&self, (from, nbytes): (EngineId, u64)) -> Option<(EngineId, u64)> {
         let mut peers: BTreeMap<EngineId, (u64, Time, u64)> = BTreeMap::new();
         for ((peer, number), message) in &self.messages {

@@ -7,8 +7,7 @@ use crate::layout::CacheGroup;
 /// Pages that the tables of one request name in all.
 pub(crate) const MAX_ENTRIES: u64 = 1 << 22;
 
-/// How many pages so many tokens fill, in all groups: not more than somebody would name in earnest, whatever a message of
-/// a few bytes claims.
+/// Pages of `tokens` tokens, in all groups; bounded, whatever a message of a few bytes claims.
 pub(crate) fn entries(groups: &[CacheGroup], tokens: u64) -> Result<u64, String> {
     let fill = |g: &CacheGroup| tokens.div_ceil(u64::from(g.page_tokens));
     let sum = groups.iter().map(fill).try_fold(0u64, u64::checked_add);
@@ -20,8 +19,8 @@ pub(crate) fn entries(groups: &[CacheGroup], tokens: u64) -> Result<u64, String>
     }
 }
 
-/// Whether a table is one of `tokens` tokens: as many pages as they fill, each of them there, none twice. Entries of pages that
-/// lie before the window may be anything.
+/// Whether a table is one of `tokens` tokens: as many pages as they fill, each of them there, none
+/// twice. Entries of pages that lie before the window may be anything.
 pub(crate) fn check(group: &CacheGroup, tokens: u64, table: &[u32]) -> Result<(), String> {
     let page = u64::from(group.page_tokens);
     let should = tokens.div_ceil(page);

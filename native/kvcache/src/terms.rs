@@ -1,4 +1,4 @@
-//! What both ends are made of, and how things end.
+//! Terms that both ends share, and the causes of ends.
 
 use std::{sync::Arc, time::Duration};
 
@@ -21,12 +21,12 @@ pub struct LocalRank {
     pub tail: Option<Region>,
 }
 
-/// What an end holds others to.
+/// Limits that an end enforces on others.
 #[derive(Clone, Debug)]
 pub struct Terms {
     /// A decoder's beats are so far apart.
     pub beat: Duration,
-    /// Who says nothing for so long is given up, with all that it has under way.
+    /// Timeout of a silent peer, which is given up with everything in flight.
     pub silence: Duration,
     /// The longest message that is taken, bytes.
     pub max_message: usize,
@@ -86,12 +86,13 @@ impl Terms {
 pub enum Cause {
     #[error("the request was cancelled")]
     Cancelled,
-    /// Nobody else has done anything wrong: another prefiller may be asked.
+    /// The other end is not at fault: another prefiller may be asked.
     #[error("{0}")]
     Lost(String),
     #[error("{0}")]
     TimedOut(String),
-    /// It was not begun, there or here. `elsewhere`: nothing is wrong with what was asked, and another prefiller may do it.
+    /// It was not begun, there or here. `elsewhere`: nothing is wrong with what was asked, and
+    /// another prefiller may do it.
     #[error("{why}")]
     Refused { why: String, elsewhere: bool, reason: RefusalReason },
     #[error("the prefiller gave up: {0}")]

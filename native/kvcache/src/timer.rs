@@ -4,10 +4,10 @@ use std::{sync::Arc, time::Duration};
 
 use fabric_engine::{Result, TransferEngine};
 
-/// Runs `f` on the engine's callback thread after `delay`, or as soon as the engine is closed: what has to end then (MR-1)
-/// is not left to whoever else may notice.
+/// Runs `f` on the engine's callback thread after `delay`, or as soon as the engine is closed: the
+/// end (MR-1) does not depend on another event.
 ///
-/// It is an expectation of something that nobody sends: its deadline is the time.
+/// The timer is an expectation that never completes: its deadline is the time.
 pub(crate) fn after(
     engine: &Arc<TransferEngine>,
     delay: Duration,

@@ -1,9 +1,9 @@
-//! What the two ends tell each other: msgpack behind a mark and a version, so that an end of another version
-//! is refused in words.
+//! What the two ends tell each other: msgpack behind a mark and a version, so that an end of
+//! another version is refused in words.
 //!
-//! Field names are on the wire: an end that knows more of them than the other loses nothing by it, as long as
-//! new ones have defaults. Messages come from peers: decoding is bounded by the message, and what they say is
-//! checked where it is used.
+//! Field names are on the wire: an end that knows more of them than the other loses nothing by it,
+//! as long as new ones have defaults. Messages come from peers: decoding is bounded by the message,
+//! and what they say is checked where it is used.
 
 use std::ops::RangeInclusive;
 
@@ -16,7 +16,8 @@ use serde::{de::DeserializeOwned, Deserialize, Serialize};
 use crate::layout::CacheLayout;
 
 const MARK: [u8; 3] = *b"FKV";
-/// Which is written. Bumped when a message's meaning changes, one release after the new one is first read.
+/// Which is written. Bumped when a message's meaning changes, one release after the new one is
+/// first read.
 pub const VERSION: u8 = 2;
 /// Which are read: never more than the one that is written and a neighbour.
 const READS: RangeInclusive<u8> = VERSION..=VERSION;
@@ -33,7 +34,7 @@ pub(crate) fn reason(why: &str) -> String {
     why[..end.unwrap_or(0)].to_owned()
 }
 
-/// What a prefiller publishes of itself; whoever has it can ask.
+/// A prefiller's offer; its holder can request pages.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Offer {
     pub name: String,
@@ -149,7 +150,8 @@ impl State {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Message {
     Hello(Box<Hello>),
-    /// `life` is the prefiller's number of the meeting. One that forgot a meeting and is greeted again has another.
+    /// `life` is the prefiller's number of the meeting. One that forgot a meeting and is greeted
+    /// again has another.
     Welcome {
         meeting: u64,
         life: u64,
@@ -168,7 +170,8 @@ pub(crate) enum Message {
         meeting: u64,
         seq: u64,
     },
-    /// That the decoder lives, and what it still waits for. Everything before `floor` is over for it.
+    /// That the decoder lives, and what it still waits for. Everything before `floor` is over for
+    /// it.
     Beat {
         meeting: u64,
         floor: u64,
@@ -204,8 +207,8 @@ impl PageTable {
         Self(stretches)
     }
 
-    /// The page numbers, if there are as many as should be. A few bytes can claim any number of them: `should` is to be
-    /// within reason.
+    /// The page numbers, if there are as many as should be. A few bytes can claim any number of
+    /// them: `should` is to be within reason.
     pub fn pages(&self, should: u64) -> Result<Vec<u32>, String> {
         let total: u64 = self.0.iter().map(|s| u64::from(s.1)).sum();
         if total != should {
@@ -365,7 +368,8 @@ mod tests {
 
     #[test]
     fn ends_one_version_apart_understand_each_other() {
-        // The newer release reads both and writes the older one, which is all that the older release reads.
+        // The newer release reads both and writes the older one, which is all that the older
+        // release reads.
         let (older, newer) = (VERSION..=VERSION, VERSION..=VERSION + 1);
         assert_eq!(read(newer.clone(), VERSION), Ok(BEAT));
         assert_eq!(read(older, VERSION), Ok(BEAT));

@@ -1,6 +1,7 @@
-//! What a rank tells the others before the first exchange: msgpack behind a mark and a version.
+//! A rank's descriptor, sent before the first exchange: msgpack behind a mark and a version.
 //!
-//! Cards come from peers: decoding is bounded by the message, and what they say is checked where it is used.
+//! Descriptors come from peers: the message bounds decoding, and values are checked where they are
+//! used.
 
 use fabric_engine::{
     api::{CounterRef, EngineAddress, RegionDescriptor},
@@ -11,20 +12,20 @@ use serde::{Deserialize, Serialize};
 use crate::{exchange::STAGES, shape::Shape};
 
 const MARK: [u8; 3] = *b"FEP";
-/// Bumped when the meaning of a card, of a block in memory, or of a count changes.
+/// Incremented when the meaning of a descriptor, of a block in memory, or of a count changes.
 pub const VERSION: u8 = 3;
 
-/// A rank, as others see it.
+/// A rank, as other ranks see it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Card {
     pub rank: u32,
     pub shape: Shape,
     pub address: EngineAddress,
-    /// What each rank may use of this one's memory; `None` for ranks that it was not made for.
+    /// The memory that each rank may use; `None` for ranks that the descriptor was not made for.
     pub grants: Vec<Option<Grant>>,
 }
 
-/// What one rank may use of another's.
+/// The memory of a rank that one other rank may use.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Grant {
     pub control: RegionDescriptor,
@@ -34,7 +35,7 @@ pub struct Grant {
 
 impl Card {
     pub fn to_bytes(&self) -> Vec<u8> {
-        // Plain fields in memory can't fail to be written down.
+        // Plain fields in memory always serialise.
         Self::sealed(&rmp_serde::to_vec_named(self).unwrap_or_default())
     }
 
@@ -44,7 +45,7 @@ impl Card {
     }
 
     /// # Errors
-    /// [`EngineError::Decode`] for what is no card, or one of another version.
+    /// [`EngineError::Decode`] for invalid bytes, or for another version.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let fail = |cause: String| EngineError::Decode { what: "a rank's card", cause };
         let (head, body) =

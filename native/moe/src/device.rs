@@ -1,8 +1,9 @@
-//! What an exchange and the kernels that carry it out tell one another, in memory that both reach.
+//! The protocol between an exchange and the kernels that execute it, in memory that both reach.
 //!
-//! Kernels push a command for each [`Told`] into a FIFO, in turn; the host sets a [`Word`] when what it stands for is
-//! there, and kernels wait for that. Both only grow: a word's value says for which exchange, and for which of its turns.
-//! The tables beside them are written by one side before it says so, and not again before the other has answered.
+//! Kernels push one command per [`Told`] into a FIFO, in order. The host sets a [`Word`] when its
+//! event has happened, and kernels wait for it. Both only grow: a value names the exchange and the
+//! phase. A table beside them is written before its word, and again only after the other side has
+//! answered.
 
 use std::sync::atomic::Ordering::{Relaxed, Release};
 
@@ -17,7 +18,7 @@ use crate::{routes::Routes, shape::Shape};
 /// What a device waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Word {
-    /// Not 0: nothing comes any more.
+    /// Not 0: the exchange has ended, and nothing more comes.
     Abort,
     /// The last exchange is over: twice its number, and one more if its answers were summed.
     Over,
@@ -33,21 +34,21 @@ pub enum Word {
     Ways,
 }
 
-/// What a device has done: the slot of an atomic to its own rank, which adds 0 if something that it waited for before did
-/// not come.
+/// What a device has done: the slot of an atomic to its own rank, which adds 0 if something that it
+/// waited for before did not come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Told {
-    /// Its routes are written down.
+    /// The routes are written.
     Begun,
-    /// Its rows lie ready.
+    /// The rows are packed.
     Packed,
-    /// It has handed out what there was.
+    /// The available rows are handed out.
     HandedOut,
-    /// Its answers lie where there was room.
+    /// The answers are written where there was room.
     Answered,
-    /// It has read the answers.
+    /// The answers have been read.
     Summed,
-    /// It has come to the answers.
+    /// The kernels have reached the answers.
     Combining,
 }
 
@@ -106,8 +107,8 @@ pub const BLANK: u64 = u64::MAX;
 /// In a place: it is an address that the device stores to, and not an offset in this rank's rows.
 pub const STORED: u64 = 1 << 62;
 
-/// Where a rank's rows go, for kernels that pack them: so many first ones to an address at that rank, and all others to
-/// this rank's own memory.
+/// Where a rank's rows go, for kernels that pack them: so many first ones to an address at that
+/// rank, and all others to this rank's own memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RowWay {
     pub to: u64,
@@ -168,13 +169,15 @@ impl Layout {
     }
 }
 
-/// In how many turns rows can come, and answers can leave, at most: one of each where the shared buffer takes all.
+/// In how many turns rows can come, and answers can leave, at most: one of each where the shared
+/// buffer takes all.
 pub fn turns(shape: &Shape) -> (u64, u64) {
     let (others, room) = (u64::from(shape.ranks) - 1, shape.shared_rows());
     // A turn that isn't the last fills the buffer.
     let rows = (others * (shape.pair_rows() - shape.private_rows())).div_ceil(room).max(1);
     let all = others * shape.pair_rows();
-    // Answers to one rank leave in pieces of the buffer's size, and any two turns in a row are more than the buffer.
+    // Answers to one rank leave in pieces of the buffer's size, and any two turns in a row are more
+    // than the buffer.
     let pieces = others * shape.pair_rows().div_ceil(room);
     let answers = if all <= room { 1 } else { pieces.min(2 * all.div_ceil(room)) };
     (rows, answers.max(1))
@@ -199,15 +202,16 @@ impl Shared {
         Ok(Self { words, layout })
     }
 
-    /// What was written down before can be read by whoever sees the value.
+    /// Readers of the value can read everything that was written before.
     pub fn set(&self, word: Word, value: u64) {
         self.words[word as usize].store(value, Release);
     }
 
-    /// What the device has routed, or the fault that it found first; rows at fault are in no count.
+    /// The counts that the device has routed, or the first fault that it found; faulty rows are not
+    /// counted.
     ///
     /// # Errors
-    /// Counts that can't be.
+    /// Invalid counts.
     pub fn note(&self, shape: &Shape) -> Result<(Routes, Option<u64>)> {
         let first = self.layout.note.0;
         let word = |i: usize| self.words[first + i].load(Relaxed);
@@ -249,13 +253,13 @@ impl Shared {
         self.put(self.layout.missing, words);
     }
 
-    /// Nothing comes any more, and nothing is there: who waits is told, and whatever is read is empty.
+    /// Ends the exchange: waiting kernels continue, and everything they read is empty.
     pub fn abort(&self) {
         self.clear();
         self.set(Word::Abort, 1);
     }
 
-    /// Nothing is there until it is put (RS-1): no rows, no room, and every rank's answers are missing.
+    /// Initial contents (RS-1): no rows, no room, and every rank's answers are missing.
     pub fn clear(&self) {
         let clear = |(first, n): Area8| {
             self.words[first..first + n].iter().for_each(|word| word.store(0, Relaxed));

@@ -1,5 +1,5 @@
-//! What a fuzzer calls: everything that reads bytes of a peer's. It must return, however odd its input, and holds
-//! what it says as assertions.
+//! Entry points of fuzzers: everything that reads a peer's bytes. Each returns for any input and
+//! asserts its properties.
 
 use crate::{
     card::Card,
@@ -20,7 +20,7 @@ const SHAPE: Shape = Shape {
     shared_rows: Some(8),
 };
 
-/// Cards of either mode: refused, or what encodes to the same.
+/// Descriptors of either mode: each is refused, or encodes to the same value again.
 pub fn cards(bytes: &[u8]) {
     for bytes in [bytes.to_vec(), throughput::Card::sealed(bytes)] {
         if let Ok(card) = throughput::Card::from_bytes(&bytes) {
@@ -36,7 +36,8 @@ pub fn cards(bytes: &[u8]) {
     }
 }
 
-/// Routes and grants that peers write into this rank's memory: what is taken of them lies inside (MR-3).
+/// Routes and slot offers that peers write into this rank's memory: accepted values lie inside it
+/// (MR-3).
 pub fn blocks(bytes: &[u8]) {
     let (words, _) = bytes.as_chunks::<4>();
     let words: Vec<u32> = words.iter().map(|w| u32::from_le_bytes(*w)).collect();
@@ -96,7 +97,7 @@ mod tests {
     type Said = Vec<(&'static str, Vec<u8>)>;
     type Target = (&'static str, fn(&[u8]), Said);
 
-    /// What honest ranks say, by target.
+    /// Valid inputs, by target.
     fn said() -> [Target; 2] {
         let bytes = |words: Vec<u32>| words.iter().flat_map(|w| w.to_le_bytes()).collect();
         let whole = vec![("low_latency", card()), ("high_throughput", throughput_card())];
@@ -118,7 +119,8 @@ mod tests {
                     fs::write(folder.join(name), bytes).unwrap();
                 }
             }
-            // Keys and names of engines are drawn anew each time: of a card its version and what it decodes to stay.
+            // Keys and names of engines are drawn anew each time: of a card its version and what it
+            // decodes to stay.
             for (name, bytes) in said {
                 let kept = fs::read(folder.join(name)).unwrap_or_default();
                 let why = "is of another format; write the seeds anew as their README says";

@@ -1,10 +1,11 @@
-//! Expert parallelism: every rank sends each of its tokens to the ranks that host its experts, and gets the experts'
-//! answers back, weighted and summed (fabric-lib §6).
+//! Expert parallelism: every rank sends its tokens to the ranks that host their experts, and gets
+//! back the experts' answers, weighted and summed (fabric-lib §6).
 //!
-//! From pure to stateful: [`Shape`] (what all ranks agree on), [`memory`] (what lies where in each rank's part of
-//! the symmetric memory), [`routes`] (which row goes where), [`kernels`] (what a device does with rows; here, a CPU),
-//! and [`AllToAll`], the exchange itself: a state machine that completions of the engine drive. Nothing in it blocks
-//! but the calls that say so, so that it runs in the simulator as it does over links.
+//! From pure to stateful: [`Shape`] (agreed on by all ranks), [`memory`] (the layout of each rank's
+//! part of the symmetric memory), [`routes`] (the destination of each row), [`kernels`] (the
+//! device's work on rows; here, a CPU), and [`AllToAll`], the exchange: a state machine that
+//! completions of the engine drive. Only calls that say so block, so it runs in the simulator as
+//! over real links.
 //!
 //! [`throughput`] is the mode for many tokens on many nodes.
 

@@ -1,5 +1,5 @@
-//! What lies where in each rank's part of the symmetric memory: control, which is always the host's, and rows, which lie
-//! where the kernels run.
+//! The layout of each rank's part of the symmetric memory: control, always in host memory, and
+//! rows, in the memory of the kernels.
 //!
 //! | area | rows | written by | when |
 //! |---|---|---|---|
@@ -9,8 +9,9 @@
 //! | private | some for each source | that source | at dispatch, with the routes |
 //! | shared | for all sources | sources, where a grant said; at combine this rank, with answers | |
 //! | own | one for each (token, expert) of this rank | at dispatch this rank, with tokens; at combine peers, with answers | |
-//!
-//! Blocks are control, the others are rows. The last two serve twice (fabric-lib §6.3): who writes there waits for the fence of the owner.
+//! Blocks are control, the others are rows. The last two are used twice (fabric-lib §6.3): writers
+//! wait for the owner's fence. Blocks are control, the others are rows. The last two serve twice
+//! (fabric-lib §6.3): who writes there waits for the fence of the owner.
 
 use fabric_engine::{EngineError, Result};
 
@@ -56,7 +57,7 @@ impl Areas {
 
 impl Memory {
     /// # Errors
-    /// [`EngineError::Invalid`] for a shape that can't be.
+    /// [`EngineError::Invalid`] for an invalid shape.
     pub fn new(shape: Shape) -> Result<Self> {
         shape.check()?;
         let ranks = u64::from(shape.ranks);

@@ -1,8 +1,8 @@
-//! Which row goes where. A row is a token on its way to one of its experts.
+//! The destination of each row. A row is a token on its way to one of its experts.
 //!
-//! A rank's rows are in the order of experts, and among those of one expert in the order of tokens: then the rows for
-//! one rank are contiguous, and whoever knows how many each expert gets knows which row is whose (fabric-lib §6.2).
-//! Answers come back in the same order.
+//! A rank's rows are sorted by expert, and those of one expert by token. So the rows for one rank
+//! are contiguous, and the counts per expert determine which row belongs to which expert
+//! (fabric-lib §6.2). Answers come back in the same order.
 
 use fabric_engine::{EngineError, Result};
 
@@ -27,11 +27,11 @@ pub struct Routes {
 }
 
 impl Routes {
-    /// `indices` are the experts of each token, `topk` of them; -1 for none. A token that names an expert twice sends it one
-    /// row, whose answer counts for both.
+    /// `indices` are the experts of each token, `topk` of them; -1 for none. A token that names an
+    /// expert twice sends it one row, whose answer counts for both.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`]: too many tokens, or an expert that there isn't.
+    /// [`EngineError::Invalid`]: too many tokens, or an unknown expert.
     pub fn new(shape: &Shape, indices: &[i64]) -> Result<Self> {
         let topk = shape.topk as usize;
         if !indices.len().is_multiple_of(topk) {
@@ -82,7 +82,7 @@ impl Routes {
         Ok(Self { tokens: tokens as u32, token_of, row_of, counts, first })
     }
 
-    /// Of what a device has counted and packed: which row is whose, it alone knows.
+    /// Routes from a device's counts; only the device knows which row is whose.
     ///
     /// # Errors
     /// [`EngineError::Invalid`]: no tokens of this shape have so many rows.
@@ -165,7 +165,8 @@ pub struct Run {
 }
 
 impl Placing {
-    /// `incoming[source]` are the rows of a source for each local expert; none from one that is left out.
+    /// `incoming[source]` are the rows of a source for each local expert; none from one that is
+    /// left out.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] if an expert gets more rows than a stride has.
@@ -289,7 +290,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever ranks send, every row of every source has a place of its own, in its expert's part.
+        /// For any input, every row of every source has its own place, in its expert's part.
         #[test]
         fn every_row_has_one_place(
             incoming in prop::collection::vec(prop::collection::vec(0u32..5, 3), 1..5),

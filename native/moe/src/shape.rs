@@ -1,11 +1,11 @@
-//! What all ranks of an exchange agree on.
+//! The parameters that all ranks of an exchange agree on.
 
 use fabric_engine::{EngineError, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::kernels::Float;
 
-/// Rows begin at multiples of this, bytes: what a GPU loads and a NIC likes.
+/// Rows begin at multiples of this, bytes: the alignment of GPU loads and of NICs.
 pub const ALIGN: u64 = 16;
 
 /// What an expert's answer to one token is.
@@ -27,12 +27,13 @@ pub struct Shape {
     pub topk: u32,
     /// Tokens that a rank dispatches at a time, at most.
     pub max_tokens: u32,
-    /// Bytes of a token on its way to an expert: activations, scales and whatever else goes with them.
+    /// Bytes of a token on its way to an expert: activations, scales and whatever else goes with
+    /// them.
     pub row_nbytes: u32,
     pub back: Back,
-    /// Rows that each source may send to each rank before that has said where the others go.
+    /// Rows that each source may send to each rank before that rank has sent a slot offer.
     pub private_rows: u32,
-    /// Rows of the buffer that all sources share; `None` for as many as can ever come, so that nobody waits.
+    /// Rows of the shared buffer; `None` for as many as can ever come, so that no source waits.
     pub shared_rows: Option<u32>,
 }
 
@@ -105,8 +106,8 @@ impl Shape {
         u64::from(self.max_tokens) * u64::from(self.topk)
     }
 
-    /// Rows from one rank to another, at most: a token sends an expert one row, so that no more of its experts are on
-    /// one rank than that hosts. (The paper's bound has the larger of the two numbers where this has the smaller.)
+    /// Maximum rows from one rank to another. A token sends an expert one row, so the bound is the
+    /// smaller of `topk` and the rank's experts. (The paper's bound has the larger of the two.)
     pub fn pair_rows(&self) -> u64 {
         u64::from(self.max_tokens) * u64::from(self.topk.min(self.local_experts()))
     }
@@ -121,8 +122,8 @@ impl Shape {
         u64::from(self.private_rows).min(self.pair_rows())
     }
 
-    /// Rows of the shared buffer: what can come from all others and doesn't fit into private slots, or fewer if so
-    /// configured. Never none, for answers go out from there.
+    /// Rows of the shared buffer: the rows of all others that exceed their private slots, or fewer
+    /// if so configured. At least one, because answers leave from there.
     pub fn shared_rows(&self) -> u64 {
         let most = self.in_rows();
         self.shared_rows.map_or(most, |rows| u64::from(rows).min(most)).max(1)

@@ -52,7 +52,8 @@ pub(crate) struct Assignment {
     choices: Vec<u32>,
     splits: Vec<(u32, u32)>,
     parts: Vec<Part>,
-    /// Section, and first rank of a group of it, in which a sender was chosen: its replicas may differ.
+    /// Section, and first rank of a group of it, in which a sender was chosen: its replicas may
+    /// differ.
     chosen: FxHashSet<(u32, u32)>,
     /// Bytes each source rank (dense) sends.
     pub loads: Vec<u64>,

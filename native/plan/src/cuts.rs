@@ -151,7 +151,8 @@ pub(crate) struct MeshMap {
 }
 
 impl MeshMap {
-    /// `dims[m]` is the tensor dimension that mesh dimension `m` shards, or `None` if it replicates.
+    /// `dims[m]` is the tensor dimension that mesh dimension `m` shards, or `None` if it
+    /// replicates.
     pub fn new(mesh_shape: &[u32], dims: &[Option<u32>], ndim: usize) -> MeshMap {
         let mut strides = vec![1u32; mesh_shape.len()];
         for m in (0..mesh_shape.len().saturating_sub(1)).rev() {

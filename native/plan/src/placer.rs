@@ -65,8 +65,8 @@ impl<'s> Placer<'s> {
 
     /// `leaf_shape(n)` is the local shape of the n-th leaf on this rank, `None` where it has none.
     ///
-    /// Returns `None` when the rank has no part of the container. Afterwards [`Self::leaf_offset`] gives
-    /// the offset of each present leaf.
+    /// Returns `None` when the rank has no part of the container. Afterwards [`Self::leaf_offset`]
+    /// gives the offset of each present leaf.
     pub fn place(
         &mut self,
         rank: u32,

@@ -1,5 +1,5 @@
-//! Barriers by counting: a rank that enters sends a message to all ranks, and leaves after a message
-//! from each. There is no leader, so a lost rank does not stop the others. Pure.
+//! Barriers by counting: a rank that enters sends a message to all ranks, and leaves after a
+//! message from each. There is no leader, so a lost rank does not stop the others. Pure.
 
 /// The barriers of one scope and channel.
 #[derive(Clone, Debug)]

@@ -1,6 +1,7 @@
 //! Commands of a device to its proxy: 128 bits, a `TransferCmd` (uccl-ep §3.1).
 //!
-//! Two words of 64 bits, little-endian, word 0 first. Bit 63 of either word belongs to the [`fifo`](crate::fifo).
+//! Two words of 64 bits, little-endian, word 0 first. Bit 63 of either word belongs to the
+//! [`fifo`](crate::fifo).
 //!
 //! | word | bits  | field    | write            | write + atomic   | atomic            | drain          | barrier       |
 //! |------|-------|----------|------------------|------------------|-------------------|----------------|---------------|
@@ -14,9 +15,10 @@
 //! | 1    | 32-47 | addend   | 0                | 16 bits, signed  | 0                 | 0              | 0             |
 //! | 1    | 0-31  | high     | to, in units     | to, in units     | value, high half  | 0              | 0             |
 //!
-//! Offsets and lengths are in units of 16 bytes, the alignment of tokens, scales and metadata. So 32
-//! bits reach 64 GiB of symmetric memory, and 15 bits a write of 512 KiB. The value of a standalone
-//! atomic has 64 bits. Unused bits must be 0 and are checked, so that kinds can gain fields later.
+//! Offsets and lengths are in units of 16 bytes, the alignment of tokens, scales and metadata. So
+//! 32 bits reach 64 GiB of symmetric memory, and 15 bits a write of 512 KiB. The value of a
+//! standalone atomic has 64 bits. Unused bits must be 0 and are checked, so that kinds can gain
+//! fields later.
 //!
 //! [`header`] is the same for C and CUDA.
 
@@ -81,9 +83,9 @@ pub struct CommandError {
     pub rule: &'static str,
 }
 
-/// An addition to one of a rank's atomic words. It is applied after all writes that its sender pushed
-/// before it, since the last atomic on the same channel and to the same rank (completion fence,
-/// uccl-ep §3.3).
+/// An addition to one of a rank's atomic words. It is applied after all writes that its sender
+/// pushed before it, since the last atomic on the same channel and to the same rank (completion
+/// fence, uccl-ep §3.3).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Add {
     pub slot: u16,
@@ -102,8 +104,8 @@ pub enum Scope {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Command {
-    /// Copies bytes from this rank's part of symmetric memory to another rank's. Offsets and length are
-    /// bytes, multiples of [`UNIT`].
+    /// Copies bytes from this rank's part of symmetric memory to another rank's. Offsets and length
+    /// are bytes, multiples of [`UNIT`].
     Write {
         rank: u16,
         channel: u8,
@@ -117,12 +119,13 @@ pub enum Command {
         channel: u8,
         add: Add,
     },
-    /// Completes when this FIFO's earlier commands have ended, so that their source bytes may be reused:
-    /// all of them, or those up to an index, of which the lower 32 bits are given.
+    /// Completes when this FIFO's earlier commands have ended, so that their source bytes may be
+    /// reused: all of them, or those up to an index, of which the lower 32 bits are given.
     Drain {
         up_to: Option<u32>,
     },
-    /// Completes when all ranks have pushed one of the same scope and channel, each to the same thread.
+    /// Completes when all ranks have pushed one of the same scope and channel, each to the same
+    /// thread.
     Barrier {
         scope: Scope,
         channel: u8,

@@ -7,7 +7,8 @@ use crate::{
     ProxyError, Result,
 };
 
-/// Configuration of a rank's proxy. `ranks`, `threads` and `per_node` must be the same on all ranks.
+/// Configuration of a rank's proxy. `ranks`, `threads` and `per_node` must be the same on all
+/// ranks.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub rank: usize,
@@ -17,7 +18,8 @@ pub struct Config {
     pub per_node: usize,
     /// The incarnation of this rank; each restart must have a larger one.
     pub incarnation: u32,
-    /// Thread *i* executes the commands of its own FIFOs and exchanges data with thread *i* of the peers.
+    /// Thread *i* executes the commands of its own FIFOs and exchanges data with thread *i* of the
+    /// peers.
     pub threads: usize,
     /// FIFOs of each thread.
     pub fifos: usize,
@@ -31,8 +33,8 @@ pub struct Config {
     pub deadline: Duration,
     /// Time for which a thread polls before it sleeps.
     pub spin: Duration,
-    /// Maximum sleep of a thread. A device that can't wake it is noticed after it; a push by a CPU wakes
-    /// the thread at once.
+    /// Maximum sleep of a thread. A device that can't wake it is noticed after it; a push by a CPU
+    /// wakes the thread at once.
     pub nap: Duration,
 }
 

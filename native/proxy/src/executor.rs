@@ -1,8 +1,9 @@
-//! Executes the commands of one thread's FIFOs through an engine of its own. It has no thread and no
-//! clock: a thread of a [`Proxy`](crate::Proxy) or a simulation calls [`Executor::step`].
+//! Executes the commands of one thread's FIFOs through an engine of its own. It has no thread and
+//! no clock: a thread of a [`Proxy`](crate::Proxy) or a simulation calls [`Executor::step`].
 //!
-//! Executors of one rank share only the atomic words and the ranks' liveness. Each has its own engine:
-//! an engine has one lock, and two threads on one engine would pass each other their requests.
+//! Executors of one rank share only the atomic words and the ranks' liveness. Each has its own
+//! engine: an engine has one lock, and two threads on one engine would pass each other their
+//! requests.
 
 mod arrivals;
 mod commands;
@@ -35,11 +36,11 @@ use commands::PlannedCommand;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Event {
-    /// A rank is lost. Commands to it complete at once, and all threads have applied what is known to
-    /// have arrived from it. Reported once per incarnation.
+    /// A rank is lost. Commands to it complete at once, and all threads have applied what is known
+    /// to have arrived from it. Reported once per incarnation.
     Lost { rank: usize, incarnation: u32, error: ProxyError },
-    /// The engine of a lost rank is gone: nothing of that incarnation can reach this thread any more.
-    /// Each thread reports it; the incarnation is over when all have.
+    /// The engine of a lost rank is gone: nothing of that incarnation can reach this thread any
+    /// more. Each thread reports it; the incarnation is over when all have.
     Gone { rank: usize, incarnation: u32 },
     /// A command that can't be executed. It is completed without sending anything.
     Refused { fifo: usize, index: u64, error: ProxyError },
@@ -170,8 +171,8 @@ impl Executor {
         Membership(Arc::clone(&self.inbox))
     }
 
-    /// One round: applies arrivals, executes commands and drops peers that exceed their timeout. Returns
-    /// whether it did anything.
+    /// One round: applies arrivals, executes commands and drops peers that exceed their timeout.
+    /// Returns whether it did anything.
     pub fn step(&mut self, now: Time) -> bool {
         let _ = self.engine.poll();
         let mut moved = self.take_arrivals(now);
@@ -189,7 +190,8 @@ impl Executor {
             || self.sources.iter().any(|s| !s.blocked && s.popper.poll(0).is_some())
     }
 
-    /// Call before sleeping. Arranges that completions wake the sleeper, and returns the longest sleep.
+    /// Call before sleeping. Arranges that completions wake the sleeper, and returns the longest
+    /// sleep.
     pub fn prepare_sleep(&mut self) -> Duration {
         let waits = self.sources.iter().any(|s| s.blocked);
         if waits {

@@ -1,19 +1,20 @@
-//! The channel from a device to its proxy: a bounded lock-free FIFO of commands with many pushers and
-//! one popper (uccl-ep §3.1, Figure 6).
+//! The channel from a device to its proxy: a bounded lock-free FIFO of commands with many pushers
+//! and one popper (uccl-ep §3.1, Figure 6).
 //!
 //! **Publishing a slot.** Each 64-bit word of a slot has one lap bit: 1 in the first lap around the
-//! FIFO, 0 in the second, and so on. The popper takes a slot when *both* words show the current lap.
-//! So the words may become visible in any order: two 8-byte stores of a CPU do as well as one 16-byte
-//! store of a GPU, even where the bus splits that. One bit is enough, because a slot is written again
-//! only after its command was completed. There is no shared \"published\" index, so a slow pusher does
-//! not delay others.
+//! FIFO, 0 in the second, and so on. The popper takes a slot when *both* words show the current
+//! lap. So the words may become visible in any order: two 8-byte stores of a CPU do as well as one
+//! 16-byte store of a GPU, even where the bus splits that. One bit is enough, because a slot is
+//! written again only after its command was completed. There is no shared \"published\" index, so a
+//! slow pusher does not delay others.
 //!
-//! **Order.** A pusher's release store of each word follows its earlier writes (the token itself). The
-//! popper's acquire load of both words precedes its reads. On a GPU: a system-scope release, or a
-//! fence and plain stores.
+//! **Order.** A pusher's release store of each word follows its earlier writes (the token itself).
+//! The popper's acquire load of both words precedes its reads. On a GPU: a system-scope release, or
+//! a fence and plain stores.
 //!
-//! **Flow control.** A pusher takes an index while fewer than `capacity` (`kMaxInflight`) commands are
-//! not completed. It reads the popper's index only when the pushers' shared copy shows a full FIFO.
+//! **Flow control.** A pusher takes an index while fewer than `capacity` (`kMaxInflight`) commands
+//! are not completed. It reads the popper's index only when the pushers' shared copy shows a full
+//! FIFO.
 //!
 //! [`raw`](crate::raw) places each polled word near the side that polls it.
 
@@ -153,8 +154,8 @@ impl Pusher {
         }
     }
 
-    /// Whether the command with this index is completed: a write or an atomic when it is posted, a drain
-    /// or a barrier when it has ended.
+    /// Whether the command with this index is completed: a write or an atomic when it is posted, a
+    /// drain or a barrier when it has ended.
     #[inline]
     pub fn is_complete(&self, index: u64) -> bool {
         self.area.completed().load(Acquire) > index
@@ -310,7 +311,8 @@ mod loom_tests {
 
     use super::*;
 
-    /// Every command arrives once, whole, in its pusher's order, within the capacity, and after earlier writes.
+    /// Every command arrives once, whole, in its pusher's order, within the capacity, and after
+    /// earlier writes.
     #[test]
     fn two_pushers_and_a_popper_over_two_laps() {
         let mut model = loom::model::Builder::new();

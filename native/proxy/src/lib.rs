@@ -1,6 +1,6 @@
 //! Host proxies of expert parallelism (uccl-ep §3). A device pushes 128-bit commands. A host thread
-//! executes them through a [`TransferEngine`](fabric_engine::TransferEngine), and keeps the order that
-//! the device relies on, whatever order the NIC delivers in.
+//! executes them through a [`TransferEngine`](fabric_engine::TransferEngine), and keeps the order
+//! that the device relies on, whatever order the NIC delivers in.
 //!
 //! From the device down: a [`command`] in a [`fifo`]; a [`Proxy`], whose threads each drive an
 //! [`Executor`]; [`symmetric`] memory, where an address is a rank and an offset; [`order`], which

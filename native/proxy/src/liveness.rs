@@ -77,8 +77,8 @@ impl Liveness {
         self.ending(rank, incarnation, |ending| ending.error = Some(error));
     }
 
-    /// Records that one more thread has dropped the incarnation and has applied what it sent before.
-    /// The last thread gets the cause, so that the event comes after all that was sent.
+    /// Records that one more thread has dropped the incarnation and has applied what it sent
+    /// before. The last thread gets the cause, so that the event comes after all that was sent.
     pub(crate) fn thread_dropped(&self, rank: usize, incarnation: u32) -> Option<ProxyError> {
         self.ending(rank, incarnation, |ending| ending.dropped += 1)
     }

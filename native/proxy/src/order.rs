@@ -1,8 +1,8 @@
 //! Restores order at the receiver from arrivals in any order (uccl-ep §3.3). Pure.
 //!
-//! Writes and atomics of one sender on one channel are numbered by *epochs*. An epoch consists of the
-//! writes since the last atomic and the atomic that ends it. A write's tag names its epoch, and the
-//! atomic carries the number of writes. So a later write never stands in for a missing one.
+//! Writes and atomics of one sender on one channel are numbered by *epochs*. An epoch consists of
+//! the writes since the last atomic and the atomic that ends it. A write's tag names its epoch, and
+//! the atomic carries the number of writes. So a later write never stands in for a missing one.
 //!
 //! - **OR-1 fence.** An atomic is applied when all writes of its epoch have been counted, in any order.
 //! - **OR-2 order.** An ordered atomic is applied after all earlier atomics of its channel; its fence
@@ -20,8 +20,8 @@ pub const CREDIT: u64 = EPOCHS / 4;
 /// Bytes of an atomic in the control ring.
 pub(crate) const ENTRY: u64 = 16;
 
-/// An atomic on the wire: 16 bytes, little-endian. Bits 0-11 slot, 12 ordered, 32-63 number of writes
-/// of its epoch; then the value.
+/// An atomic on the wire: 16 bytes, little-endian. Bits 0-11 slot, 12 ordered, 32-63 number of
+/// writes of its epoch; then the value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
     pub slot: u16,

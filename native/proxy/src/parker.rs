@@ -1,4 +1,5 @@
-//! Where a proxy thread sleeps. Producers read one word, which is written only when the thread sleeps.
+//! Where a proxy thread sleeps. Producers read one word, which is written only when the thread
+//! sleeps.
 
 use std::time::Duration;
 
@@ -28,8 +29,8 @@ impl Default for Parker {
 }
 
 impl Parker {
-    /// Call after the event is visible to [`Parker::park`]'s `has_work`. Costs a load and a branch while the
-    /// thread is awake. Returns false if the thread has ended.
+    /// Call after the event is visible to [`Parker::park`]'s `has_work`. Costs a load and a branch
+    /// while the thread is awake. Returns false if the thread has ended.
     #[inline]
     pub fn wake(&self) -> bool {
         light();

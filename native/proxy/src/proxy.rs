@@ -23,8 +23,8 @@ use crate::{
     Parker, ProxyError, Result,
 };
 
-/// A rank's proxy: threads that execute the commands in their FIFOs. Dropping it closes it; peers then
-/// see the rank as lost.
+/// A rank's proxy: threads that execute the commands in their FIFOs. Dropping it closes it; peers
+/// then see the rank as lost.
 pub struct Proxy {
     threads: Vec<Thread>,
     pushers: Vec<Vec<Pusher>>,
@@ -55,7 +55,8 @@ impl std::fmt::Debug for Proxy {
 pub struct Engines(pub Vec<(Arc<TransferEngine>, Region)>);
 
 impl Engines {
-    /// Opens `threads` engines and allocates one part of `len` bytes of host memory for all of them.
+    /// Opens `threads` engines and allocates one part of `len` bytes of host memory for all of
+    /// them.
     ///
     /// # Errors
     /// The engine's error.
@@ -96,12 +97,13 @@ impl DeviceMemory {
 }
 
 impl Proxy {
-    /// Starts the threads. Each has its own engine, for its exclusive use. The threads call `on_event`, which
-    /// must be quick. The capacity and number of words of `device` apply, not those of `config`.
+    /// Starts the threads. Each has its own engine, for its exclusive use. The threads call
+    /// `on_event`, which must be quick. The capacity and number of words of `device` apply, not
+    /// those of `config`.
     ///
     /// # Errors
-    /// [`Config::check`]; [`ProxyError::Invalid`] when the number of engines or FIFOs differs from the
-    /// configuration; errors of an engine or the system.
+    /// [`Config::check`]; [`ProxyError::Invalid`] when the number of engines or FIFOs differs from
+    /// the configuration; errors of an engine or the system.
     pub fn open(
         config: &Config,
         engines: Engines,
@@ -208,14 +210,14 @@ impl Proxy {
         })
     }
 
-    /// Adds a rank, or adds it again with a larger incarnation. What it has sent already is applied.
-    /// Commands that are pushed after the call reach it.
+    /// Adds a rank, or adds it again with a larger incarnation. What it has sent already is
+    /// applied. Commands that are pushed after the call reach it.
     ///
     /// A rank that replaces a lost one must join on all ranks between the same two barriers.
     ///
     /// # Errors
-    /// [`ProxyError::Rank`], [`ProxyError::StaleIncarnation`], [`ProxyError::Invalid`]; threads report errors as
-    /// [`Event::Lost`](crate::Event::Lost).
+    /// [`ProxyError::Rank`], [`ProxyError::StaleIncarnation`], [`ProxyError::Invalid`]; threads
+    /// report errors as [`Event::Lost`](crate::Event::Lost).
     pub fn join(&self, descriptor: &RankDescriptor) -> Result<()> {
         let (rank, given) = (usize::from(descriptor.rank), descriptor.incarnation);
         check_rank(rank, self.ranks)?;
@@ -250,7 +252,8 @@ impl Proxy {
         Ok(())
     }
 
-    /// Stops the threads and closes their engines. Waiters for commands that aren't completed get an error.
+    /// Stops the threads and closes their engines. Waiters for commands that aren't completed get
+    /// an error.
     pub fn close(&self) {
         let mut ended = self.ended.lock();
         if std::mem::replace(&mut *ended, true) {

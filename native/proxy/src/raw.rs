@@ -82,8 +82,9 @@ impl Area {
     /// Memory that a device reaches.
     ///
     /// # Safety
-    /// The parts must be zero now, stay valid as long as `keep` lives, and belong to one area. Only the ends
-    /// of its FIFO and devices that follow the protocol of [`fifo`](crate::fifo) may write to them.
+    /// The parts must be zero now, stay valid as long as `keep` lives, and belong to one area. Only
+    /// the ends of its FIFO and devices that follow the protocol of [`fifo`](crate::fifo) may write
+    /// to them.
     pub unsafe fn over(parts: Parts, keep: Arc<dyn Any + Send + Sync>) -> Self {
         Self { parts, _keep: keep }
     }
@@ -148,7 +149,8 @@ impl AtomicWords {
     /// Words that a device reads, such as pinned host memory.
     ///
     /// # Safety
-    /// `len` words from `first` must stay valid as long as `keep` lives, and be accessed atomically only.
+    /// `len` words from `first` must stay valid as long as `keep` lives, and be accessed atomically
+    /// only.
     pub unsafe fn over(
         first: NonNull<std::sync::atomic::AtomicU64>,
         len: usize,

@@ -1,4 +1,5 @@
-//! The sender's half of [`order`](crate::order): assigns epochs and bounds them by credits (OR-4). Pure.
+//! The sender's half of [`order`](crate::order): assigns epochs and bounds them by credits (OR-4).
+//! Pure.
 
 use crate::{
     order::{OrderError, CREDIT},
@@ -27,8 +28,9 @@ impl Default for SendChannel {
 }
 
 impl SendChannel {
-    /// The number of the current epoch. `None` while the number is in use: the peer hasn't returned it, or
-    /// requests of its last use may still land. `over` is the number of ended requests to the peer.
+    /// The number of the current epoch. `None` while the number is in use: the peer hasn't returned
+    /// it, or requests of its last use may still land. `over` is the number of ended requests to
+    /// the peer.
     #[inline]
     pub fn begin(&mut self, over: u64) -> Option<u8> {
         let number = (self.epoch % EPOCHS) as usize;

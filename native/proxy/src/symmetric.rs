@@ -1,5 +1,5 @@
-//! Symmetric memory: every rank has one region of the same length; an address is a rank and an offset
-//! (uccl-ep §3.2).
+//! Symmetric memory: every rank has one region of the same length; an address is a rank and an
+//! offset (uccl-ep §3.2).
 
 use fabric_engine::{
     api::RegionDescriptor, Local, Peer, Region, Remote, RemoteRegion, TransferEngine,
@@ -28,7 +28,8 @@ impl SymmetricMemory {
     /// Sets the part of `rank`; replaces that of an earlier incarnation.
     ///
     /// # Errors
-    /// [`ProxyError::Rank`], [`ProxyError::UnequalMemory`], and the engine's error about the descriptor.
+    /// [`ProxyError::Rank`], [`ProxyError::UnequalMemory`], and the engine's error about the
+    /// descriptor.
     pub fn set(
         &mut self,
         engine: &TransferEngine,

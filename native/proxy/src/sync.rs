@@ -6,8 +6,8 @@ pub(crate) use loom::sync::atomic;
 pub(crate) use std::sync::atomic;
 
 /// Fences for two threads of which at least one must see the other's write. The frequent side calls
-/// [`light`] between its write and its read, the rare side [`heavy`]. `membarrier` makes all threads of
-/// the process pass a barrier for the rare side. Where it is missing, both sides fence.
+/// [`light`] between its write and its read, the rare side [`heavy`]. `membarrier` makes all
+/// threads of the process pass a barrier for the rare side. Where it is missing, both sides fence.
 #[cfg(not(loom))]
 mod fences {
     use std::sync::{

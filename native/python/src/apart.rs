@@ -5,8 +5,9 @@ use std::ops::Deref;
 use fabric_engine::ProcessLocal;
 use pyo3::prelude::*;
 
-/// Part of a Python object whose end waits for threads of its own, which may be waiting for the interpreter, with which
-/// CPython ends objects. A child by fork, which has none of these threads, forgets it.
+/// Part of a Python object whose end waits for threads of its own, which may be waiting for the
+/// interpreter, with which CPython ends objects. A child by fork, which has none of these threads,
+/// forgets it.
 pub struct Apart<T: Send> {
     part: Option<T>,
     process: ProcessLocal<()>,

@@ -8,8 +8,9 @@ use std::{
 
 use pyo3::{ffi, prelude::*};
 
-/// How long a thread looks for the interpreter to be free before it sleeps until somebody wakes it. Who stores to a word
-/// or submits often holds it for no more than a moment after that, which is less than a wake-up takes.
+/// How long a thread looks for the interpreter to be free before it sleeps until another thread
+/// wakes it. A thread that stores to a word or submits often releases it soon after, sooner than a
+/// wake-up takes.
 const LOOK: Duration = Duration::from_micros(20);
 
 thread_local! {
@@ -18,8 +19,9 @@ thread_local! {
 
 /// Runs `f` with the interpreter; `None` if the interpreter is gone.
 ///
-/// CPython makes a thread state, and maps memory for its frames, each time that a thread attaches which has none, and
-/// unmaps it again: several microseconds before a callback begins. A thread that comes here keeps its first until it ends.
+/// CPython makes a thread state, and maps memory for its frames, each time that a thread attaches
+/// which has none, and unmaps it again: several microseconds before a callback begins. A thread
+/// that comes here keeps its first until it ends.
 pub fn attached<R>(f: impl FnOnce(Python<'_>) -> R) -> Option<R> {
     if KEPT.with(Option::is_some) {
         let begun = Instant::now();
@@ -30,8 +32,8 @@ pub fn attached<R>(f: impl FnOnce(Python<'_>) -> R) -> Option<R> {
     Python::try_attach(f)
 }
 
-/// Whether some thread has the interpreter, as far as CPython tells those that don't have it: up to 3.11 it does, later
-/// ones tell of the asking thread alone.
+/// Whether some thread has the interpreter, as far as CPython tells those that don't have it: up to
+/// 3.11 it does, later ones tell of the asking thread alone.
 fn is_taken() -> bool {
     type Current = unsafe extern "C" fn() -> *mut c_void;
     static CURRENT: OnceLock<Option<Current>> = OnceLock::new();
@@ -42,7 +44,8 @@ fn is_taken() -> bool {
             std::mem::transmute::<*mut c_void, Option<Current>>(found)
         }
     });
-    // SAFETY: reads a pointer, atomically, and may be called by any thread at any time; nobody follows the pointer.
+    // SAFETY: reads a pointer, atomically; any thread may call it at any time; the pointer is not
+    // dereferenced.
     current.is_some_and(|current| unsafe { !current().is_null() })
 }
 
@@ -56,7 +59,8 @@ impl Kept {
         if unsafe { !ffi::PyGILState_GetThisThreadState().is_null() } {
             return None;
         }
-        // SAFETY: attached; counts one more user of the thread's state, which `drop` takes back on the same thread.
+        // SAFETY: attached; counts one more user of the thread's state, which `drop` takes back on
+        // the same thread.
         Python::try_attach(|_| Self(unsafe { ffi::PyGILState_Ensure() }))
     }
 }
@@ -64,7 +68,8 @@ impl Kept {
 impl Drop for Kept {
     /// As the thread ends. An interpreter that has ended before has taken the state with it.
     fn drop(&mut self) {
-        // SAFETY: attached, as `new` was when it took the state, so that letting go of it leaves the thread attached.
+        // SAFETY: attached, as `new` was when it took the state, so that letting go of it leaves
+        // the thread attached.
         Python::try_attach(|_| unsafe { ffi::PyGILState_Release(self.0) });
     }
 }

@@ -8,18 +8,18 @@ use crate::{attach::attached, engine::without_span};
 
 static COPY_CONTEXT: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 
-/// A function and the context of who gave it, as asyncio's `call_soon` keeps one.
+/// A function and its caller's context, as in asyncio's `call_soon`.
 ///
-/// The engine's threads call for everybody. Each call has a copy of its own, so that context variables that it sets are
-/// seen by no other call, and several threads may be in the same function.
+/// Engine threads make the calls. Each call has a copy of the context, so that no other call sees
+/// the variables it sets, and several threads may be in the function.
 pub struct Callback {
     function: Py<PyAny>,
     context: Py<PyAny>,
 }
 
 impl Callback {
-    /// Calls, unless the interpreter is gone. `args` puts the function first and what it gets after it. What the
-    /// function raises goes to `sys.unraisablehook`.
+    /// Calls, unless the interpreter is gone. `args` puts the function first and what it gets after
+    /// it. What the function raises goes to `sys.unraisablehook`.
     pub fn call<F>(&self, args: F)
     where
         F: for<'py> FnOnce(Python<'py>, &Py<PyAny>) -> PyResult<Bound<'py, PyTuple>>,
@@ -38,8 +38,8 @@ impl Callback {
     }
 }
 
-/// What is called again and again: its calls are for other requests than the one in whose context it was given, so they
-/// bear no span. The context is kept as long as the function.
+/// What is called again and again: its calls are for other requests than the one in whose context
+/// it was given, so they bear no span. The context is kept as long as the function.
 pub struct Standing(Callback);
 
 impl Deref for Standing {

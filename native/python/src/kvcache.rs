@@ -1,5 +1,5 @@
-//! The two ends of KV cache transfer. Layouts and offers come in as MessagePack; what becomes of requests is told to
-//! Python callbacks, on an engine's callback thread.
+//! The two ends of KV cache transfer. Layouts and offers come in as MessagePack; what becomes of
+//! requests is told to Python callbacks, on an engine's callback thread.
 
 use std::{sync::Arc, time::Duration};
 

@@ -1,7 +1,8 @@
 //! What the engine logs, as records of Python's logger `fabric_ray.native`.
 //!
 //! Events come from threads that hold the engine's lock, and who waits for that lock may hold the
-//! GIL: so an event is put on a queue, and one thread, which starts with the first, hands them over.
+//! GIL: so an event is put on a queue, and one thread, which starts with the first, hands them
+//! over.
 
 use std::{
     collections::VecDeque,
@@ -44,7 +45,7 @@ fn waiting() -> MutexGuard<'static, Waiting> {
 
 /// From now on the engine's events reach Python.
 pub fn install() {
-    // Somebody else's subscriber is as good.
+    // Another subscriber serves as well.
     let _ = tracing::subscriber::set_global_default(ToPython);
 }
 
@@ -126,7 +127,7 @@ fn serve() {
                 }
             }
         };
-        // No interpreter any more: nobody to tell.
+        // The interpreter has ended: there is no receiver.
         Python::try_attach(|py| {
             if let Err(e) = hand_over(py, &record, dropped) {
                 e.write_unraisable(py, None);

@@ -1,4 +1,5 @@
-//! One rank of an expert-parallel exchange. Tensors come in as addresses: `fabric_ray.moe` looks after their types.
+//! One rank of an expert-parallel exchange. Tensors come in as addresses: `fabric_ray.moe` looks
+//! after their types.
 
 use std::{ptr::NonNull, sync::Arc, time::Duration};
 
@@ -25,7 +26,7 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
 pub(crate) type PartArg = (usize, usize, usize, usize);
 
 /// # Safety
-/// The bytes must stay readable, and be written by nobody, for as long as the slice is used.
+/// The bytes must stay readable and unmodified as long as the slice is used.
 unsafe fn slice<'a>(address: usize, nbytes: usize) -> &'a [u8] {
     if nbytes == 0 {
         return &[];
@@ -42,7 +43,7 @@ pub(crate) unsafe fn part<'a>((address, nbytes, stride, width): PartArg) -> Part
 }
 
 /// # Safety
-/// The bytes must stay writable, and be used by nobody else, for as long as the part is used.
+/// The bytes must stay writable, for exclusive use, as long as the part is used.
 pub(crate) unsafe fn part_mut<'a>((address, nbytes, stride, width): PartArg) -> PartMut<'a> {
     let bytes: &mut [u8] = match nbytes {
         0 => &mut [],
@@ -71,7 +72,8 @@ pub(crate) fn timeout(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
 /// The integers at an address.
 ///
 /// # Safety
-/// It must be that of so many 64-bit integers, which nobody writes to as long as the slice is used.
+/// It must be that of as many 64-bit integers, which are not written to as long as the slice is
+/// used.
 pub(crate) unsafe fn integers<'a>((address, n): (usize, usize)) -> &'a [i64] {
     match n {
         0 => &[],
@@ -142,7 +144,8 @@ impl MoeExchange {
         Ok(Self(Apart::new(exchange)))
     }
 
-    /// Where this rank's own rows begin in its rows, bytes; bytes from one row to the next, and from one answer.
+    /// Where this rank's own rows begin in its rows, bytes; bytes from one row to the next, and
+    /// from one answer.
     #[getter]
     fn own_rows(&self) -> (u64, u64, u64) {
         let shape = self.0.shape();
@@ -173,8 +176,9 @@ impl MoeExchange {
         py.detach(|| self.0.ways())
     }
 
-    /// Kernels carry the exchange out from now on, and store to peers' memory by themselves if they are to. Addresses of the FIFO's parts and of what is shared, which `keep`
-    /// keeps, all zero now.
+    /// Kernels carry the exchange out from now on, and store to peers' memory by themselves if they
+    /// are to. Addresses of the FIFO's parts and of what is shared, which `keep` keeps, all zero
+    /// now.
     fn serve(
         &self,
         py: Python<'_>,
@@ -192,7 +196,8 @@ impl MoeExchange {
             completed: at(py, completed)?,
         };
         let n = device::Layout::new(self.0.shape()).words;
-        // SAFETY: the Python caller gives memory of its own of these sizes, zeroed, and `keep` holds it.
+        // SAFETY: the Python caller gives memory of its own of these sizes, zeroed, and `keep`
+        // holds it.
         let area = unsafe { device::Area::over(parts, Arc::clone(&keep) as _) };
         // SAFETY: as above; kernels read and write it in 8 bytes, or when the host doesn't.
         let words = unsafe { device::AtomicWords::over(at(py, words)?, n, keep) };
@@ -215,7 +220,8 @@ impl MoeExchange {
         py.detach(|| self.0.leave());
     }
 
-    /// All calls of this rank are done: other ranks may leave from now on, which isn't reported as a loss.
+    /// All calls of this rank are done: other ranks may leave from now on, which isn't reported as
+    /// a loss.
     fn expect_departures(&self, py: Python<'_>) {
         py.detach(|| self.0.expect_departures());
     }
@@ -237,7 +243,8 @@ impl MoeExchange {
         py.detach(|| self.0.left_out())
     }
 
-    /// What a rank of such an exchange would allocate: the purpose of each area, what it holds, and its bytes.
+    /// What a rank of such an exchange would allocate: the purpose of each area, what it holds, and
+    /// its bytes.
     #[getter]
     fn areas(&self) -> Vec<(&'static str, String, u64)> {
         self.0.memory().explain()
@@ -303,8 +310,9 @@ impl MoeExchange {
         .or_raise(py)
     }
 
-    /// Waits for the routes: rows of each expert, the first row of each, rows in all. With `stride`, each expert's
-    /// rows begin at a multiple of it; else they follow one another, filled up to a multiple of `multiple`.
+    /// Waits for the routes: rows of each expert, the first row of each, rows in all. With
+    /// `stride`, each expert's rows begin at a multiple of it; else they follow one another, filled
+    /// up to a multiple of `multiple`.
     #[pyo3(signature = (*, multiple, stride))]
     fn arriving(
         &self,
@@ -318,7 +326,7 @@ impl MoeExchange {
 
     fn dispatch_recv(&self, py: Python<'_>, parts: Vec<PartArg>) -> PyResult<()> {
         py.detach(|| {
-            // SAFETY: the Python caller holds the tensors during the call, and nobody else uses them.
+            // SAFETY: the Python caller holds the tensors during the call, for exclusive use.
             let mut parts: Vec<PartMut<'_>> =
                 parts.into_iter().map(|p| unsafe { part_mut(p) }).collect();
             self.0.dispatch_recv(&mut parts).map(drop)
@@ -332,7 +340,7 @@ impl MoeExchange {
     }
 
     fn combine_answers(&self, py: Python<'_>, out: PartArg) -> PyResult<()> {
-        // SAFETY: the Python caller holds the tensor during the call, and nobody else uses it.
+        // SAFETY: the Python caller holds the tensor during the call, for exclusive use.
         py.detach(|| self.0.combine_answers(&mut unsafe { part_mut(out) })).or_raise(py)
     }
 
@@ -347,7 +355,8 @@ impl MoeExchange {
     ) -> PyResult<Vec<u32>> {
         let float = float(py, dtype)?;
         py.detach(|| {
-            // SAFETY: the Python caller holds the tensors during the call, and nobody else uses `out`.
+            // SAFETY: the Python caller holds the tensors during the call, and uses `out`
+            // exclusively.
             let weights = weights.map(|w| unsafe { part(w) });
             // SAFETY: as above.
             let mut out = unsafe { part_mut(out) };

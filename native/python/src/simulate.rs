@@ -13,7 +13,8 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(simulate, m)?)
 }
 
-/// A step: its containers, its stages, its memory, how many steps must have been sent before, its group.
+/// A step: its containers, its stages, its memory, how many steps must have been sent before, its
+/// group.
 #[derive(FromPyObject)]
 struct StepView(Vec<u32>, [u64; 4], u64, usize, u32);
 

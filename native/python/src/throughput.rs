@@ -1,4 +1,5 @@
-//! One rank of a high-throughput exchange. Tensors come in as addresses: `fabric_ray.moe` looks after their types.
+//! One rank of a high-throughput exchange. Tensors come in as addresses: `fabric_ray.moe` looks
+//! after their types.
 
 use std::sync::Arc;
 
@@ -28,14 +29,15 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
 #[pyclass(frozen, module = "fabric_ray._native")]
 struct MoeThroughput(Apart<Throughput>);
 
-/// Memory for an exchange that kernels carry out, as `allocate` gives it for so many bytes and words.
+/// Memory for an exchange that kernels carry out, as `allocate` gives it for so many bytes and
+/// words.
 fn far(py: Python<'_>, spec: &Spec, (workers, allocate): (u32, Bound<'_, PyAny>)) -> PyResult<Far> {
     let nbytes = Layout::new(*spec).or_raise(py)?.nbytes();
     let n = Form::new(spec, workers).or_raise(py)?.words;
     let (region, words, keep): (Bound<'_, Region>, usize, Py<PyAny>) =
         allocate.call1((nbytes, n))?.extract()?;
-    // SAFETY: the Python caller gives so many zero words of its own, which `keep` holds; kernels read and write them in
-    // turns with the host, in 8 bytes.
+    // SAFETY: the Python caller gives so many zero words of its own, which `keep` holds; kernels
+    // read and write them in turns with the host, in 8 bytes.
     let words = unsafe { AtomicWords::over(at(py, words)?, n, Arc::new(keep)) };
     Ok(Far { region: region.get().0.clone(), words, workers })
 }
@@ -112,7 +114,7 @@ impl MoeThroughput {
         Ok(())
     }
 
-    /// Nobody waits for a rank that has yet to come.
+    /// Marks a rank that has yet to join as absent: no rank waits for it.
     fn leave_out(&self, py: Python<'_>, rank: u32) -> PyResult<()> {
         py.detach(|| self.0.leave_out(rank)).or_raise(py)
     }
@@ -146,7 +148,8 @@ impl MoeThroughput {
         py.detach(|| self.0.left_out())
     }
 
-    /// Rows sent so far: tokens to other nodes, tokens on this node, answers on this node, sums to other nodes.
+    /// Rows sent so far: tokens to other nodes, tokens on this node, answers on this node, sums to
+    /// other nodes.
     #[getter]
     fn traffic(&self, py: Python<'_>) -> (u64, u64, u64, u64) {
         let t = py.detach(|| self.0.traffic());
@@ -188,7 +191,7 @@ impl MoeThroughput {
 
     fn dispatch_recv(&self, py: Python<'_>, parts: Vec<PartArg>) -> PyResult<()> {
         py.detach(|| {
-            // SAFETY: the Python caller holds the tensors during the call, and nobody else uses them.
+            // SAFETY: the Python caller holds the tensors during the call, for exclusive use.
             let mut parts: Vec<PartMut<'_>> =
                 parts.into_iter().map(|p| unsafe { part_mut(p) }).collect();
             self.0.dispatch_recv(&mut parts).map(drop)
@@ -203,12 +206,12 @@ impl MoeThroughput {
 
     fn combine_recv(&self, py: Python<'_>, out: PartArg, dtype: &str) -> PyResult<()> {
         let float = float(py, dtype)?;
-        // SAFETY: the Python caller holds the tensor during the call, and nobody else uses it.
+        // SAFETY: the Python caller holds the tensor during the call, for exclusive use.
         py.detach(|| self.0.combine_recv(&mut unsafe { part_mut(out) }, float)).or_raise(py)
     }
 
-    /// Of what the host shares with so many workers: the first job's word, words from one job to the next, jobs of a worker;
-    /// bytes from one token to the next, and ahead of each.
+    /// Of what the host shares with so many workers: the first job's word, words from one job to
+    /// the next, jobs of a worker; bytes from one token to the next, and ahead of each.
     fn work_form(
         &self,
         py: Python<'_>,

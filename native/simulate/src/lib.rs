@@ -1,5 +1,5 @@
-//! Simulates a weight push on a virtual clock. Preparation times are given; transfers run through the
-//! real engines and their groups, over simulated NICs.
+//! Simulates a weight push on a virtual clock. Preparation times are given; transfers run through
+//! the real engines and their groups, over simulated NICs.
 //!
 //! [`push`] has input and result, [`planned`] makes steps of a plan, [`pipeline`] is one trainer's
 //! state machine, [`run`] drives trainers and network, and [`path`] finds the critical path.

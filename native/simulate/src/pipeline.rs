@@ -1,5 +1,5 @@
-//! The stages of one trainer. Copies, the GPU and the processor work in parallel, each on one step at
-//! a time. A step begins when there is memory for it.
+//! The stages of one trainer. Copies, the GPU and the processor work in parallel, each on one step
+//! at a time. A step begins when there is memory for it.
 
 use crate::push::{Network, Step, Write};
 

@@ -13,8 +13,8 @@ pub struct Division {
     pub step: Step,
 }
 
-/// The steps of a source rank. Rollouts are numbered by their index on the target side. Each trainer
-/// begins with another rollout. Steps without writes are left out.
+/// The steps of a source rank. Rollouts are numbered by their index on the target side. Each
+/// trainer begins with another rollout. Steps without writes are left out.
 ///
 /// # Errors
 /// The plan has no such source rank.

@@ -107,7 +107,8 @@ impl Network {
         self.call + self.request * u64::from(write.requests)
     }
 
-    /// Pages of a write, and bytes of each. Every NIC gets at least one page where there are enough.
+    /// Pages of a write, and bytes of each. Every NIC gets at least one page where there are
+    /// enough.
     pub(crate) fn pages(&self, bytes: u64) -> (u32, u64) {
         const WORTH_SPREADING: u64 = 256 << 10;
         let least = if bytes >= WORTH_SPREADING { u64::from(self.nics) } else { 1 };

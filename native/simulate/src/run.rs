@@ -1,4 +1,5 @@
-//! Drives trainers and network. Engines and groups are the real ones; clock and wires are simulated.
+//! Drives trainers and network. Engines and groups are the real ones; clock and wires are
+//! simulated.
 
 use std::{
     cmp::Reverse,

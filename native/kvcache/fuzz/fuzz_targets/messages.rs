@@ -1,4 +1,4 @@
-//! What the two ends of a KV cache transfer tell each other.
+//! Messages between the two ends of a KV cache transfer.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| fabric_kvcache::fuzzing::messages(bytes));

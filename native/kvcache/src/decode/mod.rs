@@ -1,5 +1,5 @@
-//! The decoder's end: asks prefillers for the pages of a prompt, and knows when they are there, when they will
-//! never come, and when they may be used for something else.
+//! The decoder's end: requests the pages of a prompt from prefillers, and reports when they have
+//! arrived, when they never will, and when they may be reused.
 
 mod state;
 mod talk;
@@ -27,34 +27,34 @@ use crate::{
     wire::{Grant, Hello, Message, Offer, PageTable, Request},
 };
 
-/// What becomes of a request. `Ready` or `Failed` comes once, then `Released` once.
+/// Events of a request. `Ready` or `Failed` comes once, then `Released` once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// Every page and the tail are there (IC-2).
     Ready,
-    /// They will not be; the pages must not be read, and not be used for anything else yet.
+    /// The pages will not arrive; they must neither be read nor reused yet.
     Failed(Cause),
-    /// Nothing that the prefiller wrote can land any more: the pages may be used for something else (MR-1).
+    /// Nothing that the prefiller wrote can land any more: the pages may be reused (MR-1).
     Released,
 }
 
-/// What a decoder asks for.
+/// A request of a decoder.
 #[derive(Clone, Debug, Default)]
 pub struct Ask {
     /// Tokens of the prompt.
     pub tokens: u64,
-    /// How many of the first ones the decoder has in its pages already: whole pages.
+    /// Number of leading tokens that the decoder has already: whole pages.
     pub have: u64,
-    /// Chooses among replicas of what prefill ranks hold; any number.
+    /// Selects among replicas of prefill ranks; any number.
     pub salt: u64,
     /// The pages for all tokens, in their order, for each group of the layout.
     pub tables: Vec<Vec<u32>>,
     pub tail_slot: u32,
-    /// For the engine behind the prefiller.
+    /// Opaque data for the engine behind the prefiller.
     pub payload: Vec<u8>,
-    /// Seconds until it has failed with [`Cause::TimedOut`].
+    /// Timeout in seconds; after it the request fails with [`Cause::TimedOut`].
     pub timeout: std::time::Duration,
-    /// The request that it is made for, in flight records.
+    /// The request's name in flight records.
     pub span: Span,
 }
 
@@ -83,10 +83,10 @@ struct Inner {
 }
 
 impl Decoder {
-    /// `layouts` are those of all ranks of the instance, `local` the ranks of this process. The first of them takes
-    /// messages: its engine's receive pool is opened here.
+    /// `layouts` are those of all ranks of the instance, `local` the ranks of this process. The
+    /// first of them takes messages: its engine's receive pool is opened here.
     ///
-    /// `on_event` is called with a request's number and what became of it, on an engine's callback thread.
+    /// Callback threads of an engine call `on_event` with a request's number and event.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] if layouts, ranks and regions don't fit together.
@@ -119,17 +119,19 @@ impl Decoder {
         Ok(Self { inner })
     }
 
-    /// Takes a message of a prefiller. For who has opened the pool of the first rank's engine anew, because he expects
-    /// other messages there as well; what isn't one of a prefiller is left alone, with a warning.
+    /// Takes a message of a prefiller. For callers that opened the pool of the first rank's engine
+    /// themselves, because they receive other messages there too. Messages of no prefiller are
+    /// ignored, with a warning.
     pub fn hear(&self, from: EngineId, message: &[u8]) {
         self.inner.hear(from, message);
     }
 
-    /// Makes a prefiller known; returns its number for [`Decoder::request`]. Our memory is registered once more for
-    /// it, so that it can be taken back from it alone.
+    /// Registers a prefiller; returns its number for [`Decoder::request`]. The local memory is
+    /// registered once more for it, so that its access can be revoked alone.
     ///
     /// # Errors
-    /// [`EngineError::Handshake`] if its pages and ours don't fit together; the text lists all that differs.
+    /// [`EngineError::Handshake`] if its pages don't fit the local ones; the text lists all
+    /// differences.
     pub fn meet(&self, offer: &Offer) -> Result<u64> {
         let inner = &self.inner;
         let unlike = |cause: String| EngineError::Handshake { peer: offer.name.clone(), cause };
@@ -217,11 +219,13 @@ impl Decoder {
         Ok(number)
     }
 
-    /// Asks a prefiller for pages; returns the request's number. What becomes of it is told by [`Event`]s.
+    /// Requests pages from a prefiller; returns the request's number. [`Event`]s report its
+    /// progress.
     ///
     /// # Errors
-    /// Whatever is wrong with the request itself, before anything is sent: tables that don't fit the tokens, a page that
-    /// there isn't, a message that is too long. [`EngineError::Stale`] if the prefiller has been given up.
+    /// Errors of the request itself, before anything is sent: tables that don't fit the tokens, a
+    /// page out of range, a message that is too long. [`EngineError::Stale`] if the prefiller has
+    /// been given up.
     pub fn request(&self, prefiller: u64, ask: Ask) -> Result<u64> {
         let inner = &self.inner;
         let facts = {
@@ -290,7 +294,7 @@ impl Decoder {
                 )));
             }
             state.next_seq += 1;
-            // It may have been given up since we looked, and forgotten.
+            // The prefiller may have been given up and removed meanwhile.
             let Some(meeting) = state.meetings.get_mut(&prefiller) else {
                 return Err(given_up(prefiller));
             };
@@ -318,7 +322,7 @@ impl Decoder {
                 lingers: 0,
             };
             state.tickets.insert(seq, ticket);
-            // Given up, and not forgotten yet.
+            // Given up, but not removed yet.
             let lost = |m: &Meeting| matches!(m.phase, MeetingPhase::Lost(_));
             if state.meetings.get(&prefiller).is_some_and(lost) {
                 let cause = state.cause_of_loss(prefiller);
@@ -338,8 +342,8 @@ impl Decoder {
         Ok(seq)
     }
 
-    /// Gives a request up. [`Event::Failed`] follows unless its pages had come or failed before; `Released` when the prefiller has
-    /// confirmed that it writes no more.
+    /// Cancels a request. [`Event::Failed`] follows unless it was ready or failed before;
+    /// `Released` follows when the prefiller has confirmed that it writes no more.
     pub fn cancel(&self, seq: u64) {
         let mut acts = Vec::new();
         {
@@ -350,12 +354,13 @@ impl Decoder {
         self.inner.run(acts);
     }
 
-    /// Parts with a prefiller: what was asked of it fails, and our memory is taken back from it.
+    /// Ends the session with a prefiller: its requests fail, and its access to local memory is
+    /// revoked.
     pub fn leave(&self, prefiller: u64) {
         self.inner.leave(prefiller, "this decoder has left it");
     }
 
-    /// Whether a prefiller can be asked: it has not been given up.
+    /// Whether the prefiller accepts requests: it has not been given up.
     pub fn knows(&self, prefiller: u64) -> bool {
         let state = self.inner.state.lock();
         state.meetings.get(&prefiller).is_some_and(|m| !matches!(m.phase, MeetingPhase::Lost(_)))
@@ -366,12 +371,12 @@ impl Decoder {
         self.inner.state.lock().tickets.len()
     }
 
-    /// Prefillers that it talks to, and given up ones whose memory isn't taken back yet.
+    /// Prefillers with a session, and given up ones whose access isn't revoked yet.
     pub fn prefillers(&self) -> usize {
         self.inner.state.lock().meetings.len()
     }
 
-    /// Parts with all prefillers, as dropping it does. Events still come until all requests are released.
+    /// Ends all sessions, as dropping it does. Events still come until all requests are released.
     pub fn close(&self) {
         let mut acts = Vec::new();
         {
@@ -431,7 +436,7 @@ impl Inner {
         Ok(())
     }
 
-    /// One rank's expectation is over.
+    /// Handles the end of one rank's expectation.
     fn arrived(self: &Arc<Self>, seq: u64, end: Result<()>) {
         let mut acts = Vec::new();
         {
@@ -475,7 +480,7 @@ fn given_up(prefiller: u64) -> EngineError {
     }
 }
 
-/// Whether an error says that a peer is gone, and not only what was asked of it.
+/// Whether an error says that a peer is gone, and not only that one request failed.
 fn is_loss(error: &EngineError) -> bool {
     matches!(
         error,

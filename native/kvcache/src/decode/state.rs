@@ -1,4 +1,4 @@
-//! What a decoder knows of its prefillers and of what it has asked them.
+//! A decoder's state of its prefillers and requests.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -20,16 +20,16 @@ pub(super) struct State {
     pub closed: bool,
 }
 
-/// A prefiller, as one that this decoder talks to.
+/// One session with a prefiller.
 pub(super) struct Meeting {
     pub facts: Arc<Facts>,
     pub ends: Vec<End>,
-    /// Our memory, registered for this prefiller alone (MR-2).
+    /// Local memory, registered for this prefiller alone (MR-2).
     pub grants: Vec<Region>,
     pub phase: MeetingPhase,
-    /// What was asked before all of its processes said welcome.
+    /// Requests made before all of its processes had welcomed this decoder.
     pub early: Vec<u64>,
-    /// All that it was given has been taken back.
+    /// All of its access has been revoked.
     pub revoked: bool,
 }
 
@@ -45,9 +45,9 @@ pub(super) struct Facts {
 /// One process of a prefiller.
 pub(super) struct End {
     pub peer: Peer,
-    /// Its number of our meeting, since it said welcome.
+    /// Its number of the session, since its welcome.
     pub life: Option<u64>,
-    /// Beats since it was last heard.
+    /// Beats since its last message.
     pub silent: u32,
 }
 
@@ -61,15 +61,15 @@ pub(super) enum MeetingPhase {
 /// A request, from the call that makes it until its pages can be used for another.
 pub(super) struct Ticket {
     pub meeting: u64,
-    /// What is to be asked when the prefiller has said welcome.
+    /// The request message, until the prefiller's welcome.
     pub early: Option<Box<Request>>,
     pub counters: Vec<Counter>,
     pub expectations: Vec<Handle>,
-    /// Expectations that aren't full.
+    /// Expectations that aren't complete.
     pub missing: usize,
     pub phase: Phase,
     pub ends: Vec<AtEnd>,
-    /// Beats since it is over for us and the prefiller hasn't let go.
+    /// Beats since it ended here without the prefiller's confirmation.
     pub lingers: u32,
 }
 
@@ -80,12 +80,12 @@ pub(super) enum Phase {
     Failed(Cause),
 }
 
-/// Where a request is with one process of its prefiller.
+/// State of a request at one process of its prefiller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AtEnd {
-    /// It knows nothing of it.
+    /// The process does not know the request.
     Unasked,
-    /// It may write. So many beats have been answered without a word of it.
+    /// It may write. Number of answered beats that did not mention the request.
     Asked { unknown: u32 },
     /// It has been told to stop, and may still write.
     Stopping,
@@ -93,7 +93,7 @@ pub(super) enum AtEnd {
     Over,
 }
 
-/// What is to be done when the lock is free.
+/// Actions to take after the lock is released.
 pub(super) enum Act {
     Send { meeting: u64, end: usize, peer: Peer, bytes: Vec<u8>, request: Option<u64> },
     Cancel(Vec<Handle>),
@@ -102,7 +102,7 @@ pub(super) enum Act {
 }
 
 impl State {
-    /// Ends the wait for a request's bytes; what its prefiller may still write is another matter.
+    /// Ends the wait for a request's bytes; the prefiller may still write.
     pub fn fail(&mut self, seq: u64, cause: Cause, acts: &mut Vec<Act>) {
         let Some(ticket) = self.tickets.get_mut(&seq).filter(|t| t.phase == Phase::Waiting) else {
             return;
@@ -116,7 +116,7 @@ impl State {
         self.stop(seq, acts);
     }
 
-    /// Tells every process of the prefiller that nothing more is wanted.
+    /// Cancels the request at every process of the prefiller.
     pub fn stop(&mut self, seq: u64, acts: &mut Vec<Act>) {
         let Some(ticket) = self.tickets.get_mut(&seq) else { return };
         let number = ticket.meeting;
@@ -135,7 +135,7 @@ impl State {
         self.settle(seq, acts);
     }
 
-    /// Forgets a request whose memory is its owner's again.
+    /// Removes a request whose memory was released.
     pub fn settle(&mut self, seq: u64, acts: &mut Vec<Act>) {
         let over =
             |t: &Ticket| t.phase != Phase::Waiting && t.ends.iter().all(|e| *e == AtEnd::Over);
@@ -149,8 +149,9 @@ impl State {
         }
     }
 
-    /// Gives a prefiller up, with all that was asked of it: its grants end, and once they have, nothing that it
-    /// wrote can land any more. Its processes are told to stop what they do for nothing, unless they are known dead.
+    /// Gives a prefiller up with all its requests: its access is revoked, and afterwards nothing
+    /// that it wrote can land any more. Its processes are told to cancel, unless they are known
+    /// dead.
     pub fn lose(&mut self, number: u64, why: &str, tell: bool, acts: &mut Vec<Act>) {
         let Some(meeting) = self.meetings.get_mut(&number) else { return };
         if matches!(meeting.phase, MeetingPhase::Lost(_)) {
@@ -170,7 +171,7 @@ impl State {
         }
     }
 
-    /// Why requests end that were asked of a prefiller that is given up.
+    /// The cause with which requests to a given up prefiller fail.
     pub fn cause_of_loss(&self, number: u64) -> Cause {
         match self.meetings.get(&number) {
             _ if self.closed => Cause::Closed,
@@ -181,7 +182,7 @@ impl State {
         }
     }
 
-    /// All that a prefiller was given has been taken back from it.
+    /// All access of a prefiller has been revoked.
     pub fn revoked(&mut self, number: u64, acts: &mut Vec<Act>) {
         if let Some(meeting) = self.meetings.get_mut(&number) {
             meeting.revoked = true;

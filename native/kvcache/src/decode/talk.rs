@@ -1,4 +1,4 @@
-//! What a decoder and its prefillers say to each other.
+//! Messages between a decoder and its prefillers.
 
 use std::sync::{atomic::AtomicUsize, atomic::Ordering::SeqCst, Arc};
 
@@ -16,12 +16,12 @@ use crate::{
     wire::{Message, State as At, BEAT_REQUESTS},
 };
 
-/// Beats that a prefiller may answer without knowing a request, before the request counts as lost: the message
-/// that brings it may be slower than a beat.
+/// Beats that a prefiller may answer without knowing a request before the request counts as lost:
+/// the request message may be slower than a beat.
 const UNKNOWN: u32 = 2;
 
 impl Inner {
-    /// Does what was decided under the lock.
+    /// Executes actions that were decided under the lock.
     pub(super) fn run(self: &Arc<Self>, acts: Vec<Act>) {
         for act in acts {
             match act {
@@ -52,7 +52,8 @@ impl Inner {
     fn revoke(self: &Arc<Self>, meeting: u64, regions: &[fabric_engine::Region]) {
         let left = Arc::new(AtomicUsize::new(regions.len()));
         for region in regions {
-            // Kept until the memory is its owner's again, which he is told even if he has dropped the decoder.
+            // Kept until the memory is released; the caller is told so even after it dropped the
+            // decoder.
             let (inner, left) = (Arc::clone(self), Arc::clone(&left));
             // It fails in a process that has been forked off only, whose engine does nothing.
             let over = move |_| {
@@ -69,7 +70,7 @@ impl Inner {
         }
     }
 
-    /// A message didn't get there.
+    /// A message was not delivered.
     fn unsent(
         self: &Arc<Self>,
         meeting: u64,
@@ -110,7 +111,7 @@ impl Inner {
         self.run(acts);
     }
 
-    /// The next beat of a meeting, a while from now.
+    /// Schedules the next beat of a session.
     pub(super) fn beat_later(self: &Arc<Self>, meeting: u64) {
         let weak = Arc::downgrade(self);
         let beat = move || {
@@ -119,7 +120,7 @@ impl Inner {
             }
         };
         if let Err(error) = after(self.control(), self.terms.beat, beat) {
-            // Without beats nobody would find out that the prefiller is gone.
+            // Without beats the loss of the prefiller would go unnoticed.
             let mut acts = Vec::new();
             self.state.lock().mute(meeting, &error, &mut acts);
             self.run(acts);
@@ -141,14 +142,14 @@ impl State {
     fn hear(&mut self, from: EngineId, message: Message, acts: &mut Vec<Act>) {
         let number = message.meeting();
         let Some(meeting) = self.meetings.get_mut(&number) else { return };
-        // Only those that we met with this number speak for it.
+        // Only processes of this session speak for the prefiller.
         let Some(end) = meeting.ends.iter().position(|e| e.peer.id() == from) else { return };
         meeting.ends[end].silent = 0;
         match message {
             Message::Welcome { life, .. } => {
                 let known = *meeting.ends[end].life.get_or_insert(life);
                 if known != life {
-                    // What it wrote before may still be under way, and it can't say so (MR-1).
+                    // Its earlier writes may still be under way, and it can't report them (MR-1).
                     return self.lose(number, "it has forgotten this decoder", true, acts);
                 }
                 let all = meeting.ends.iter().all(|e| e.life.is_some());
@@ -162,7 +163,7 @@ impl State {
                 self.lose(number, &format!("it declined this decoder: {why}"), true, acts);
             }
             Message::Goodbye { why, .. } => self.lose(number, &why, true, acts),
-            // Of another life of the prefiller's, it says nothing of this one (MR-2).
+            // A message of another incarnation says nothing about this one (MR-2).
             Message::Status { life, .. } if meeting.ends[end].life != Some(life) => {}
             Message::Status { states, .. } => {
                 for (seq, at) in states {
@@ -173,7 +174,7 @@ impl State {
         }
     }
 
-    /// Parts with a prefiller because of this end's engine.
+    /// Ends the session with a prefiller because the local engine failed.
     fn mute(&mut self, number: u64, error: &EngineError, acts: &mut Vec<Act>) {
         if Cause::of(error) == Cause::Closed {
             for seq in self.of(number) {
@@ -196,7 +197,7 @@ impl State {
         }
     }
 
-    /// What a process of the prefiller says of a request.
+    /// Handles a prefiller process's report on a request.
     fn learn(&mut self, number: u64, end: usize, seq: u64, at: At, acts: &mut Vec<Act>) {
         let Some(ticket) = self.tickets.get_mut(&seq).filter(|t| t.meeting == number) else {
             return;
@@ -246,7 +247,7 @@ impl State {
         }
     }
 
-    /// True if there is to be another beat.
+    /// Returns whether to send another beat.
     fn beat(&mut self, number: u64, silent_beats: u32, acts: &mut Vec<Act>) -> bool {
         let next_seq = self.next_seq;
         let mut ready = Vec::new();
@@ -264,12 +265,13 @@ impl State {
             }
         }
         if let Some(seq) = stuck {
-            // It answers, but whoever should end its writes doesn't: memory isn't left to it for ever.
+            // The prefiller answers but does not end its writes: its access is revoked after a
+            // bound.
             let why = format!("it doesn't let go of request {seq}, which is over");
             self.lose(number, &why, true, acts);
             return false;
         }
-        // All has come, so that there is nothing to stop but what keeps the prefiller from saying so.
+        // All data has arrived; only the prefiller's confirmation is missing.
         ready.into_iter().for_each(|seq| self.stop(seq, acts));
         let mut open = Vec::new();
         for (seq, ticket) in self.tickets.iter().filter(|(_, t)| t.meeting == number) {

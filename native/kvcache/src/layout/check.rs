@@ -1,4 +1,4 @@
-//! Whether a rank's description of its cache can be true.
+//! Checks a rank's description of its cache.
 
 use std::fmt;
 
@@ -23,7 +23,7 @@ pub const MAX_PLACES: usize = 1 << 12;
 pub const MAX_HEADS: u32 = 4096;
 pub const MAX_PAGE_TOKENS: u32 = 1 << 16;
 
-/// A description that can't be true, or that passes a limit.
+/// A description that is inconsistent or exceeds a limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LayoutError {
     pub group: Option<String>,
@@ -97,10 +97,10 @@ impl From<Flaw> for LayoutError {
 impl CacheLayout {
     /// Whether the description is consistent in itself and within the limits.
     ///
-    /// What it has checked: every page of every tensor of every layer lies in its buffer, no two rows
-    /// of a tensor overlap, nor tensors and layers of a group that have the same strides, names are
-    /// unique, and sums of offsets don't overflow. Groups may overlap: an engine may lend the same
-    /// memory to pages of either.
+    /// What it has checked: every page of every tensor of every layer lies in its buffer, no two
+    /// rows of a tensor overlap, nor tensors and layers of a group that have the same strides,
+    /// names are unique, and sums of offsets don't overflow. Groups may overlap: an engine may lend
+    /// the same memory to pages of either.
     ///
     /// # Errors
     /// The first flaw, with the group, tensor and layer that has it.
@@ -186,7 +186,8 @@ impl CacheTensor {
 
     /// Bytes from the begin of page 0 to the end of whatever ends last; `None` if they pass 2^64.
     ///
-    /// Whatever the order of the dimensions is, each stride steps over all that the smaller ones span.
+    /// Whatever the order of the dimensions is, each stride steps over all that the smaller ones
+    /// span.
     fn span(&self, group: &CacheGroup, row: u64) -> Result<Option<u64>, Flaw> {
         let mut steps = [
             ("pages", group.pages, self.page_stride),

@@ -4,8 +4,8 @@ use super::{CacheGroup, CacheTensor};
 
 /// Two (tensor, layer) pairs that share bytes, by their numbers in the group.
 ///
-/// Found among those that have the same strides in the same buffer, as layers and keys and values do that
-/// interleave, and among those whose strides differ if they begin at the same byte.
+/// Found among those that have the same strides in the same buffer, as layers and keys and values
+/// do that interleave, and among those whose strides differ if they begin at the same byte.
 pub(super) fn shared(group: &CacheGroup) -> Option<[(usize, usize); 2]> {
     let mut all: Vec<(usize, usize)> = (0..group.tensors.len())
         .flat_map(|t| (0..group.layers.len()).map(move |l| (t, l)))
@@ -18,7 +18,8 @@ pub(super) fn shared(group: &CacheGroup) -> Option<[(usize, usize); 2]> {
     for (i, one) in all.iter().enumerate() {
         let a = &group.tensors[one.0];
         let (buffer, from) = place(one);
-        // Sorted by place: what begins after the end can't share anything, nor can what comes after it.
+        // Sorted by place: what begins after the end can't share anything, nor can what comes after
+        // it.
         let end = from + span(a, group);
         let near = all[i + 1..].iter().take_while(|other| place(other) < (buffer, end));
         for other in near {
@@ -63,8 +64,9 @@ fn meet(group: &CacheGroup, a: &CacheTensor, b: &CacheTensor, apart: u64) -> boo
     within(apart as i64, &both[..len], (row(a) as i64, row(b) as i64))
 }
 
-/// Whether two rows of those lengths meet, of all that steps of a stride lead to from two that begin
-/// `apart` bytes apart. A step is a stride and how many rows there are along it, of the one and of the other.
+/// Whether two rows of those lengths meet, of all that steps of a stride lead to from two that
+/// begin `apart` bytes apart. A step is a stride and how many rows there are along it, of the one
+/// and of the other.
 ///
 /// A stride steps over all that smaller ones span, so only the two nearest differences can.
 fn within(apart: i64, steps: &[(i64, i64, i64)], rows: (i64, i64)) -> bool {

@@ -5,8 +5,8 @@ use std::ops::Range;
 /// Most tokens of a request: one page each, they can still be listed.
 pub(super) const MAX_TOKENS: u64 = 1 << 31;
 
-/// A cell is a stretch of tokens between neighbouring page boundaries of either side: the most that lies
-/// in one page here and in one page there. Cells are numbered from token 0.
+/// A cell is a stretch of tokens between neighbouring page boundaries of either side: the most that
+/// lies in one page here and in one page there. Cells are numbered from token 0.
 #[derive(Debug)]
 pub(super) struct Cells {
     source_page: u64,

@@ -1,4 +1,4 @@
-//! Which source rank sends what, where several hold the same.
+//! Chooses the source rank where several hold the same heads.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::compare::held_heads;
 use crate::layout::CacheGroup;
 
-/// Heads that the same source ranks hold. A target rank takes all that it needs of them from one of these.
+/// Heads that the same source ranks hold. A target rank takes all of them from one of these ranks.
 #[derive(Debug)]
 pub(super) struct Class {
     /// Ranks that hold these heads, ascending.
@@ -18,10 +18,10 @@ pub(super) struct Class {
 }
 
 impl Class {
-    /// Who sends these heads to a target rank; `None` if that needs none of them.
+    /// The rank that sends these heads to a target rank; `None` if the target needs none of them.
     ///
-    /// Neighbours among those that need them take neighbours among those that hold them, so no source
-    /// rank serves two more targets than another. The salt turns the ring.
+    /// Neighbours among those that need them take neighbours among those that hold them, so no
+    /// source rank serves two more targets than another. The salt turns the ring.
     pub fn source(&self, target: u32, salt: u64) -> Option<u32> {
         let place = self.targets.binary_search(&target).ok()? as u64;
         let holders = self.sources.len() as u64;
@@ -30,7 +30,7 @@ impl Class {
     }
 }
 
-/// Sorts the heads of a group by who holds them. Tensors are in the same order on all ranks.
+/// Groups the heads by their holders. Tensors are in the same order on all ranks.
 pub(super) fn classes(source: &[CacheGroup], target: &[CacheGroup]) -> Vec<Class> {
     let mut by_holders: BTreeMap<Vec<u32>, Vec<(usize, Range<u32>)>> = BTreeMap::new();
     for tensor in 0..source[0].tensors.len() {

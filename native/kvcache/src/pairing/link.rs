@@ -59,8 +59,8 @@ impl Link {
 
     /// The pages of a range of cells, looked up once for all layers of the group.
     ///
-    /// Entry `i` of a table is the page of tokens `i * page_tokens..` of the request. Entries in whose pages
-    /// no cell lies are never looked at.
+    /// Entry `i` of a table is the page of tokens `i * page_tokens..` of the request. Entries in
+    /// whose pages no cell lies are never looked at.
     ///
     /// # Errors
     /// A table that is too short or names pages that its rank hasn't.
@@ -120,8 +120,8 @@ impl Link {
         Ok(writes.into_iter())
     }
 
-    /// What the target counts of these cells (IC-1): one for each page of each write, in all layers of
-    /// the group. Parts of a range add up to the whole.
+    /// What the target counts of these cells (IC-1): one for each page of each write, in all layers
+    /// of the group. Parts of a range add up to the whole.
     ///
     /// # Errors
     /// A group or cells that don't exist.

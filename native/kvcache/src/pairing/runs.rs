@@ -11,7 +11,8 @@ use super::choice::common;
 use super::compare::held_heads;
 use super::MAX_RUNS;
 
-/// Bytes that lie side by side in a source page and in a target page, once in each cell of one phase.
+/// Bytes that lie side by side in a source page and in a target page, once in each cell of one
+/// phase.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Run {
     /// The tensor from whose place the offsets count and whose page strides hold.
@@ -29,7 +30,8 @@ pub(super) struct GroupRuns {
     forms: Vec<Form>,
     /// Which form a layer has.
     form_of: Box<[u32]>,
-    /// Writes of a page in all layers, in the phases before each; the last entry is those of a cycle.
+    /// Writes of a page in all layers, in the phases before each; the last entry is those of a
+    /// cycle.
     before: Box<[u64]>,
 }
 
@@ -156,7 +158,8 @@ fn add_rows(
 
 /// Joins runs that continue each other on both sides.
 ///
-/// No two runs overlap at the target, so whatever continues a run comes right after it by target offset.
+/// No two runs overlap at the target, so whatever continues a run comes right after it by target
+/// offset.
 fn merge(mut rows: Vec<Run>, runs: &mut Vec<Run>) {
     rows.sort_unstable_by_key(|r| (r.tensor, r.dst_offset));
     let first = runs.len();
@@ -244,7 +247,8 @@ fn touching(group: &CacheGroup, one: usize, other: usize, layer: usize) -> bool 
         && q.offset <= p.offset + page(a)
 }
 
-/// Most runs of a layer that any link between the two has, before those of different heads or tensors join.
+/// Most runs of a layer that any link between the two has, before those of different heads or
+/// tensors join.
 pub(super) fn run_limit(source: &CacheGroup, target: &CacheGroup) -> u64 {
     let (a, b) = (u64::from(source.page_tokens), u64::from(target.page_tokens));
     let of = |(src, dst): (&CacheTensor, &CacheTensor)| {

@@ -18,7 +18,7 @@ use crate::{
     wire::State as At,
 };
 
-/// Whose request it is: the decoder's engine, its meeting, its number there.
+/// Identifies a request: the decoder's engine, its session, its number there.
 pub(super) type Key = (EngineId, u64, u64);
 
 /// What doesn't change about a decoder.
@@ -26,7 +26,7 @@ pub(super) struct Facts {
     pub name: String,
     /// Its engine that takes messages, known to ours that sends them.
     pub peer: Peer,
-    /// Our number of the meeting, which no other has or had.
+    /// The local number of the session; never reused.
     pub life: u64,
     pub pairing: Pairing,
     pub groups: Vec<crate::layout::CacheGroup>,
@@ -68,7 +68,7 @@ pub(super) struct Route {
     pub link: Link,
     /// Which of our local ranks.
     pub from: usize,
-    /// Which grant.
+    /// Index of the grant.
     pub to: usize,
 }
 
@@ -78,7 +78,8 @@ pub(super) struct Progress {
     pub here: Option<Arc<Vec<Vec<u32>>>>,
     /// For each step of a pass, the first cell that hasn't been sent.
     pub sent: Vec<u64>,
-    /// What the last cells that were sent meant in pages, by route and group: layers of a pass send the same.
+    /// What the last cells that were sent meant in pages, by route and group: layers of a pass send
+    /// the same.
     pub selected: HashMap<(usize, usize), (Range<u64>, Arc<Selection>)>,
     pub tail: Tail,
     /// For each step of a pass, writes that aren't delivered.
@@ -86,15 +87,15 @@ pub(super) struct Progress {
     /// Writes that aren't over, by a number.
     pub under_way: BTreeMap<u64, Write>,
     pub next: u64,
-    /// What was on a link that broke may still land, for all that is known here (MR-1).
+    /// Writes on a broken link may still land, as far as this end knows (MR-1).
     pub unproven: bool,
     /// Why nothing more is sent.
     pub stop: Option<At>,
     pub over: bool,
 }
 
-/// A write that was submitted. It is over when its result is known and it touches no memory any more: neither comes
-/// first.
+/// A submitted write. It has ended when its result is known and it touches no memory any more; the
+/// two may come in either order.
 pub(super) struct Write {
     pub handle: Handle,
     /// Of which step of a pass; `None` for the tail.
@@ -140,7 +141,8 @@ impl Progress {
         (number, handle)
     }
 
-    /// A write has ended well; the step of which nothing is on its way any more, if it is the last of one.
+    /// A write has ended well; the step of which nothing is on its way any more, if it is the last
+    /// of one.
     pub fn delivered(&mut self, number: u64) -> Option<usize> {
         let step = self.under_way.get(&number)?.step?;
         self.open[step] -= 1;

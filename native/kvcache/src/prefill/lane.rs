@@ -1,8 +1,8 @@
-//! Passes of the model, one after another, and how far the first of them is.
+//! Passes of the model, in order, and the progress of the first.
 //!
-//! Layers are counted by a word that only grows, over all passes. A pass has the counts that follow the word's value at its
-//! begin, as many as there are layers: a count that is made for a pass that nobody began, or seen late, is never taken for
-//! another's (IC-2).
+//! Layers are counted by a word that only grows, over all passes. A pass has the counts after the
+//! word's value at its begin, one per layer. So a count for a pass that was not begun, or a late
+//! count, is never taken for another pass's (IC-2).
 
 use std::{collections::VecDeque, sync::Arc};
 
@@ -33,12 +33,13 @@ struct Pass {
     requests: Requests,
 }
 
-/// What one pass computes: requests, and how many of their tokens are there after it.
+/// The work of one pass: requests, and how many of their tokens are computed after it.
 type Requests = Arc<[(Arc<Job>, u64)]>;
 
 impl Lane {
-    /// A pass of so many layers begins when the word has the value `after`. If the one before it would have gone on, it has
-    /// ended there; its requests are returned, for nobody counts the rest of their layers (RS-1).
+    /// Begins a pass of `layers` layers when the word has the value `after`. An unfinished earlier
+    /// pass ends there; its requests are returned, because the rest of their layers will not be
+    /// counted (RS-1).
     fn begin(
         &mut self,
         after: u64,
@@ -88,7 +89,7 @@ impl Lane {
         tracing::error!(
             from,
             count,
-            "layers are done of a pass that nobody began: nothing is sent"
+            "layers of a pass that was not begun are counted: nothing is sent"
         );
         self.seen = to;
     }
@@ -155,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn counts_of_a_pass_that_nobody_began_are_no_other_passes() {
+    fn counts_of_a_pass_that_was_not_begun_are_no_other_passes() {
         let mut lane = Lane::default();
         // Three layers were counted without a begin, and are seen after the next pass has begun.
         assert!(lane.begin(3, 3, Vec::new()).unwrap().is_none());

@@ -1,4 +1,4 @@
-//! The prefiller's end: takes requests, and writes pages as they are computed, layer by layer.
+//! The prefiller's end: takes requests, and writes pages layer by layer as they are computed.
 
 mod job;
 mod lane;
@@ -30,25 +30,25 @@ use crate::{
     wire::{reason, Offer, OfferEnd, RefusalReason, State as At},
 };
 
-/// What becomes of a request. `Released` comes last, once.
+/// Events of a request. `Released` comes last, once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JobEvent {
-    /// A decoder asks for pages: answer with [`Prefiller::accept`] or [`Prefiller::fail`].
+    /// A decoder requests pages: answer with [`Prefiller::accept`] or [`Prefiller::fail`].
     Asked(Asked),
-    /// It has ended early, for a reason that isn't this prefiller's: what is computed for it is for nobody.
+    /// The request ended early, not by this prefiller: its pages are not needed any more.
     Stopped(Cause),
-    /// Nothing reads its pages any more: they may be used for something else (MR-1).
+    /// Nothing reads its pages any more: they may be reused (MR-1).
     Released,
 }
 
 /// A request that has come.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Asked {
-    /// Who asks, by the name that it gave itself.
+    /// The decoder's name.
     pub decoder: String,
     /// Tokens of the prompt.
     pub tokens: u64,
-    /// How many of the first ones needn't be sent; they are needed for computing all the same.
+    /// Number of leading tokens that needn't be sent; the computation needs them.
     pub have: u64,
     pub payload: Vec<u8>,
     /// How far its layers are, then and later.
@@ -94,38 +94,40 @@ struct State {
     closed: bool,
 }
 
-/// A decoder, as one that this prefiller talks to.
+/// One session with a decoder.
 struct Meeting {
     facts: Arc<Facts>,
     /// Everything before is over for the decoder; no request of it is taken any more.
     floor: u64,
     /// By the decoder's numbers.
     jobs: BTreeMap<u64, u64>,
-    /// How those that are over ended, until the decoder has said that it knows.
+    /// How ended requests ended, until the decoder has acknowledged it.
     ended: BTreeMap<u64, At>,
-    /// Beats of ours since it was last heard.
+    /// Local beats since its last message.
     silent: u32,
-    /// Answers to its beats that it hasn't taken.
+    /// Answers to its beats that it has not received.
     answers: Arc<AtomicU32>,
 }
 
 impl Meeting {
-    /// Requests of which something is kept until the decoder's floor has passed them: each job leaves its end.
+    /// Requests of which something is kept until the decoder's floor has passed them: each job
+    /// leaves its end.
     fn remembers(&self) -> usize {
         self.jobs.len() + self.ended.len()
     }
 
-    /// Whether a request has come, is over before it came, or is of before.
+    /// Whether a request has arrived, was cancelled before it arrived, or is below the floor.
     fn knows(&self, seq: u64) -> bool {
         seq < self.floor || self.jobs.contains_key(&seq) || self.ended.contains_key(&seq)
     }
 }
 
 impl Prefiller {
-    /// `layouts` are those of all ranks of the instance, `local` the ranks of this process. The first of them takes messages:
-    /// its engine's receive pool is opened here. Rank 0 sends the tail.
+    /// `layouts` are those of all ranks of the instance, `local` the ranks of this process. The
+    /// first of them takes messages: its engine's receive pool is opened here. Rank 0 sends the
+    /// tail.
     ///
-    /// `on_event` is called with a job's number and what became of it, on an engine's callback thread.
+    /// Callback threads of an engine call `on_event` with a job's number and event.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] if layouts, ranks and regions don't fit together.
@@ -166,8 +168,9 @@ impl Prefiller {
         Ok(Self { inner })
     }
 
-    /// Takes a message of a decoder. For who has opened the pool of the first rank's engine anew, because he expects
-    /// other messages there as well; what isn't one of a decoder is left alone, with a warning.
+    /// Takes a message of a decoder. For callers that opened the pool of the first rank's engine
+    /// themselves, because they receive other messages there too. Messages of no decoder are
+    /// ignored, with a warning.
     pub fn hear(&self, from: EngineId, message: &[u8]) {
         self.inner.hear(from, message);
     }
@@ -178,7 +181,8 @@ impl Prefiller {
         OfferEnd { address: self.inner.control().address().clone(), ranks: ranks.collect() }
     }
 
-    /// The offer of an instance that is one process; of a larger one, its `ends` are to be put together.
+    /// The offer of an instance that is one process; of a larger one, its `ends` are to be put
+    /// together.
     pub fn offer(&self) -> Offer {
         Offer {
             name: self.inner.name.clone(),
@@ -194,11 +198,12 @@ impl Prefiller {
         self.inner.steps.len()
     }
 
-    /// Names our pages for a request, for all its tokens in their order, for each group. The first `computed` tokens are in
-    /// them already, of all layers, and are sent at once.
+    /// Names our pages for a request, for all its tokens in their order, for each group. The first
+    /// `computed` tokens are in them already, of all layers, and are sent at once.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] if the tables don't fit; [`EngineError::Cancelled`] if the request is over.
+    /// [`EngineError::Invalid`] if the tables don't fit; [`EngineError::Cancelled`] if the request
+    /// is over.
     pub fn accept(&self, job: u64, tables: Vec<Vec<u32>>, computed: u64) -> Result<()> {
         let inner = &self.inner;
         let job = inner.job(job)?;
@@ -220,17 +225,18 @@ impl Prefiller {
         Ok(())
     }
 
-    /// Says that a pass through all layers begins, which computes each of these requests up to so many of its tokens, when so
-    /// many layers have been counted: [`Prefiller::counted`], or the value of the word that is watched. It has the counts
-    /// that follow, one for each layer. Passes follow one another: what of the last one isn't counted by then never
-    /// will be, and its requests fail, for nobody knows what is in their pages.
+    /// Begins a pass through all layers that computes each of these requests up to the given number
+    /// of tokens, when that many layers have been counted by [`Prefiller::counted`] or the watched
+    /// word. The pass has the counts that follow, one for each layer. Uncounted layers of the pass
+    /// before will never be counted: its requests fail, because the contents of their pages are
+    /// unknown.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] if an earlier pass begins after more layers than this one.
     pub fn begin(&self, requests: &[(u64, u64)], counted: u64) -> Result<()> {
         let state = self.inner.state.lock();
         let jobs = requests.iter().filter_map(|(id, done)| {
-            // What has been stopped is still computed with the others, and sent to nobody.
+            // A stopped request is still computed with the others, but not sent.
             state.jobs.get(id).map(|job| (Arc::clone(job), *done))
         });
         let jobs = jobs.collect();
@@ -243,20 +249,20 @@ impl Prefiller {
         self.inner.counted()
     }
 
-    /// Says that so many more layers are in the cache: they are sent. To be called by whoever computes, unless a word
-    /// counts.
+    /// Counts further layers that are in the cache: they are sent. The computing engine calls this,
+    /// unless a word counts.
     pub fn advance(&self, layers: u64) {
         self.inner.advance(layers);
     }
 
-    /// Says that the word that is watched is about to have this value: the [`Timeline`] then says when layers were computed, and
-    /// not only when that was seen.
+    /// Says that the word that is watched is about to have this value: the [`Timeline`] then says
+    /// when layers were computed, and not only when that was seen.
     pub fn mark(&self, count: u64) {
         self.inner.mark(count);
     }
 
-    /// A function that takes the values of a word that counts layers, and that doesn't keep the prefiller: for
-    /// [`TransferEngine::watch`].
+    /// A function that takes the values of a word that counts layers, and that doesn't keep the
+    /// prefiller: for [`TransferEngine::watch`].
     pub fn advancer(&self) -> impl Fn(u64, u64) + Send + Sync + 'static {
         let weak = Arc::downgrade(&self.inner);
         move |_, count| {
@@ -266,7 +272,8 @@ impl Prefiller {
         }
     }
 
-    /// Sends the tail, which lies in a slot of rank 0. The job is over when everything has been sent.
+    /// Sends the tail, which lies in a slot of rank 0. The job is over when everything has been
+    /// sent.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] if there is no such slot, or it was called before.
@@ -275,7 +282,7 @@ impl Prefiller {
         self.inner.push_tail(&job, slot)
     }
 
-    /// Gives a request up; the decoder is told why, when nothing of it is under way any more.
+    /// Fails a request; the decoder is told the reason when nothing of it is in flight any more.
     pub fn fail(&self, job: u64, why: &str) {
         if let Ok(job) = self.inner.job(job) {
             self.inner.stop(&job, At::Failed(reason(why)), None);
@@ -296,12 +303,12 @@ impl Prefiller {
         self.inner.state.lock().jobs.len()
     }
 
-    /// Decoders that it talks to.
+    /// Number of decoders with a session.
     pub fn decoders(&self) -> usize {
         self.inner.state.lock().meetings.len()
     }
 
-    /// Takes nothing new, stops all jobs and says so to the decoders.
+    /// Accepts nothing new, stops all jobs and reports so to the decoders.
     pub fn close(&self) {
         let meetings: Vec<(EngineId, u64)> = {
             let mut state = self.inner.state.lock();

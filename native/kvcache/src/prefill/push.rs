@@ -1,4 +1,4 @@
-//! Writing pages: what has been computed and not sent, to every rank of the decoder that needs it.
+//! Writes computed and unsent pages to every rank of the decoder that needs them.
 
 use std::sync::{atomic::Ordering::Relaxed, Arc};
 
@@ -15,7 +15,8 @@ use crate::{
 };
 
 impl Inner {
-    /// Sends what is there of one layer, when so many tokens are computed, as they were at `computed`.
+    /// Sends what is there of one layer, when so many tokens are computed, as they were at
+    /// `computed`.
     pub(super) fn push(
         self: &Arc<Self>,
         job: &Arc<Job>,
@@ -137,7 +138,8 @@ impl Inner {
     /// Waits for writes: for their results, and for their end.
     fn follow(self: &Arc<Self>, job: &Arc<Job>, handles: Vec<(u64, Handle)>) {
         for (number, handle) in handles {
-            // Both keep this end until the write is over: its user is told so even if he has dropped the prefiller.
+            // Both keep this end until the write has ended: the caller is told so even after it
+            // dropped the prefiller.
             let (inner, theirs) = (Arc::clone(self), Arc::clone(job));
             handle.on_done(move |result| {
                 match result {
@@ -155,8 +157,8 @@ impl Inner {
                     progress.learn(number, |write| write.quiet = true);
                 }
                 if quiet == Quiet::Unknown {
-                    // Of our own memory nothing is used, for the links are gone; what the decoder may
-                    // believe of its memory it must make sure of itself (MR-1).
+                    // Of our own memory nothing is used, for the links are gone; what the decoder
+                    // may believe of its memory it must make sure of itself (MR-1).
                     let why = "links broke, and what was on them may still land";
                     inner.part((theirs.key.0, theirs.key.1), why, true);
                 }
@@ -185,7 +187,8 @@ impl Inner {
         }
     }
 
-    /// Sends nothing more of a job, and ends it when what was sent is over. `told` is what the engine behind is to know.
+    /// Sends nothing more of a job, and ends it when what was sent is over. `told` is what the
+    /// engine behind is to know.
     pub(super) fn stop(self: &Arc<Self>, job: &Arc<Job>, at: At, told: Option<Cause>) {
         let under_way: Vec<Handle> = {
             let mut progress = job.state.lock();

@@ -1,4 +1,4 @@
-//! What a prefiller and its decoders say to each other.
+//! Messages between a prefiller and its decoders.
 
 use std::{
     collections::BTreeMap,
@@ -23,23 +23,23 @@ use crate::{
 
 const TOO_MANY_ENDED: &str = "it has not said that it knows how its requests ended";
 
-/// Decoders beyond these are declined.
+/// Maximum number of decoders; further ones are declined.
 const MAX_MEETINGS: usize = 4096;
-/// Meetings with the same engine beyond these are declined.
+/// Maximum number of sessions with one engine; further ones are declined.
 const MAX_MEETINGS_EACH: usize = 64;
-/// Requests of one decoder beyond these are refused.
+/// Maximum number of requests of one decoder; further ones are refused.
 const MAX_JOBS: usize = 1 << 14;
-/// How one decoder's requests ended, which it hasn't said that it knows; who leaves more to be kept is parted with.
+/// Maximum number of unacknowledged ends of one decoder's requests; the session ends above it.
 pub(super) const MAX_ENDED: usize = 1 << 16;
-/// Of these, how many that were taken: requests beyond these are refused, which is kept as well.
+/// Maximum number of accepted requests among them; further ones are refused, which is kept as well.
 pub(super) const MAX_TAKEN: usize = MAX_ENDED / 2;
-/// Entries of the page tables of all jobs; requests beyond these are refused.
+/// Maximum number of page table entries of all jobs; requests beyond it are refused.
 const MAX_ENTRIES: u64 = 1 << 26;
-/// Answers that a decoder may leave untaken before its beats are no longer answered.
+/// Number of unreceived answers after which a decoder's beats are no longer answered.
 const MAX_ANSWERS: u32 = 1024;
 
 impl State {
-    /// Why nothing more is taken of a decoder now, if so. Others may have room.
+    /// Why requests of a decoder are refused now, if they are. Other prefillers may have room.
     fn full(&self, of: &Meeting, payload_nbytes: u64, max_payloads: u64) -> Option<String> {
         if self.closed {
             return Some("the prefiller is closed".into());
@@ -72,7 +72,7 @@ impl Inner {
         self.say_then(peer, message, || ());
     }
 
-    /// As `say`; calls `taken` when the other end has the message, or will never have it.
+    /// As `say`; calls `taken` when the other end has the message or will never have it.
     fn say_then(&self, peer: &Peer, message: &Message, taken: impl FnOnce() + Send + 'static) {
         let bytes = message.to_bytes();
         let parts = cut(&bytes, self.control());
@@ -141,7 +141,7 @@ impl Inner {
         self.say(&peer, &message);
     }
 
-    /// Makes a decoder known; the number of its life here.
+    /// Registers a decoder; returns the number of its session.
     fn meet(&self, from: EngineId, hello: &Hello, peer: Peer) -> Result<u64, String> {
         let key = (from, hello.meeting);
         {
@@ -269,7 +269,7 @@ impl Inner {
             state.entries += job.entries;
             state.payloads += job.payload_nbytes;
             state.jobs.insert(id, Arc::new(Job { id, ..job }));
-            // Before anybody else finds the job and ends it.
+            // Before another thread finds the job and ends it.
             self.events.push(id, JobEvent::Asked(asked));
         }
         self.events.tell();
@@ -361,7 +361,8 @@ impl Inner {
         Ok((request.payload, job))
     }
 
-    /// Says that a request isn't taken. That is kept like the end of any other: it may come once more.
+    /// Refuses a request. The refusal is kept like any other end, because the request may come
+    /// again.
     fn refuse(self: &Arc<Self>, meeting: (EngineId, u64), seq: u64, why: &str, elsewhere: bool) {
         let at = At::Refused { why: reason(why), elsewhere, reason: RefusalReason::Other };
         let facts = {
@@ -424,8 +425,8 @@ impl Inner {
             let below: Vec<Arc<Job>> = below.collect();
             (Arc::clone(&m.facts), Arc::clone(&m.answers), states, below)
         };
-        // What is over for a decoder that has never been told so is none of its requests: a number was changed on
-        // its way, and nobody else would end it (MR-1).
+        // An ended request that the decoder was never told of is not one of its requests: its
+        // number was changed on the way, and no message would end it (MR-1).
         for job in below {
             self.stop(&job, At::Cancelled, Some(Cause::Cancelled));
         }
@@ -441,7 +442,7 @@ impl Inner {
         }
     }
 
-    /// Ends a meeting, and all jobs of it.
+    /// Ends a session, and all jobs of it.
     pub(super) fn part(self: &Arc<Self>, meeting: (EngineId, u64), why: &str, say: bool) {
         let (gone, jobs) = {
             let mut state = self.state.lock();
@@ -469,13 +470,13 @@ impl Inner {
             }
         };
         if let Err(error) = after(self.control(), self.terms.beat, tick) {
-            // Nobody would find out any more that a decoder is gone.
+            // The loss of a decoder would go unnoticed.
             let all: Vec<_> = self.state.lock().meetings.keys().copied().collect();
             all.into_iter().for_each(|m| self.part(m, &format!("no more beats: {error}"), true));
         }
     }
 
-    /// Gives up decoders that haven't been heard for too long.
+    /// Gives up decoders that have been silent for too long.
     fn tick(self: &Arc<Self>) {
         let limit = self.terms.silent_beats();
         let silent: Vec<(EngineId, u64)> = {

@@ -244,7 +244,8 @@ fn a_decoder_that_acknowledges_is_never_too_much() {
     use super::talk::MAX_TAKEN;
     let mut talk = Talk::new();
     let life = talk.welcome();
-    // As so many requests that were cancelled leave it; their answers would take the simulator a while.
+    // As so many requests that were cancelled leave it; their answers would take the simulator a
+    // while.
     for meeting in talk.prefiller.inner.state.lock().meetings.values_mut() {
         meeting.ended.extend((0..MAX_TAKEN as u64).map(|seq| (seq, State::Cancelled)));
     }

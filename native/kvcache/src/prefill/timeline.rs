@@ -1,4 +1,5 @@
-//! When the layers of a request were computed, posted and delivered: one store for each, read by whoever wants to.
+//! Times at which the layers of a request were computed, posted and delivered: one store per layer,
+//! for any reader.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -19,8 +20,9 @@ struct Marks {
     delivered: AtomicU64,
 }
 
-/// One layer's times, by the clock of the first rank's engine; `None` where it hasn't come so far, or nothing of the layer had
-/// to be sent. Of a prompt that is computed in chunks they are those of the last one.
+/// One layer's times, by the clock of the first rank's engine; `None` where it hasn't come so far,
+/// or nothing of the layer had to be sent. Of a prompt that is computed in chunks they are those of
+/// the last one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerTimes {
     /// The layer's number in the model.
@@ -33,7 +35,7 @@ pub struct LayerTimes {
     pub delivered: Option<Time>,
 }
 
-/// When counts of layers were made, of the last so many; whoever counts says so, unless it is a kernel.
+/// Times of the latest layer counts; the counting thread records them, unless a kernel counts.
 pub(super) struct Counted {
     marks: Box<[AtomicU64]>,
 }
@@ -120,7 +122,7 @@ mod tests {
         counts.made(2, Time(20));
         assert_eq!(counts.take(1, Time(0), Time(50)), Time(10));
         assert_eq!(counts.take(2, Time(10), Time(50)), Time(20));
-        // Nobody said of these when they were made; one has the mark of a count that was skipped.
+        // These counts have no recorded time; one has the mark of a skipped count.
         assert_eq!(counts.take(3, Time(20), Time(50)), Time(50));
         counts.made(4, Time(30));
         assert_eq!(counts.take(4 + 1024, Time(40), Time(60)), Time(60));

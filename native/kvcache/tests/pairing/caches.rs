@@ -1,4 +1,5 @@
-//! Caches of every form: who holds which heads, in which order the dimensions lie, in how many buffers.
+//! Caches of every form: who holds which heads, in which order the dimensions lie, in how many
+//! buffers.
 
 use fabric_kvcache::layout::{CacheGroup, CacheLayout, CacheTensor, Place};
 use proptest::prelude::*;

@@ -170,7 +170,8 @@ proptest! {
             Ok(()) => prop_assert!(alone && inside),
             Err(Flaw::Shared { .. }) => prop_assert!(!alone),
             Err(Flaw::Outside { .. }) => prop_assert!(!inside),
-            // Refused as well: rows that are apart although a stride doesn't step over the smaller ones.
+            // Refused as well: rows that are apart although a stride doesn't step over the smaller
+            // ones.
             Err(flaw) => prop_assert!(matches!(flaw, Flaw::Overlap { .. }), "{flaw}"),
         }
     }

@@ -119,8 +119,8 @@ fn a_broken_layout_is_refused_with_its_rank() {
     let said = Pairing::new(&ranks(2), &target).unwrap_err().to_string();
     let start = "target rank 3: cache layout, group \"sliding\", tensor \"k\", layer 4: ";
     assert!(said.starts_with(start), "{said}");
-    let nobody = Pairing::new(&[], &target).unwrap_err();
-    assert_eq!(nobody, Mismatch::Ranks { side: Side::Source, count: 0 });
+    let no_ranks = Pairing::new(&[], &target).unwrap_err();
+    assert_eq!(no_ranks, Mismatch::Ranks { side: Side::Source, count: 0 });
 }
 
 #[test]
@@ -210,7 +210,8 @@ fn numbers_that_do_not_exist_are_refused() {
 
 #[test]
 fn the_last_tokens_within_the_window_are_sent() {
-    // Pages of 8 at both ends, a window of 20: of 44 tokens 24 to 43 are needed, of 45 tokens 25 to 44.
+    // Pages of 8 at both ends, a window of 20: of 44 tokens 24 to 43 are needed, of 45 tokens 25 to
+    // 44.
     let pairing = pairing();
     assert_eq!(pairing.cells(1, 0..44).unwrap(), 3..6);
     assert_eq!(pairing.cells(1, 0..43).unwrap(), 2..6);

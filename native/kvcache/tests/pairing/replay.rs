@@ -132,8 +132,8 @@ fn writes(
     all
 }
 
-/// The bytes that must have come, and no others: each row of each token in `sent`, from one rank for
-/// each head of a tensor.
+/// The bytes that must have come, and no others: each row of each token in `sent`, from one rank
+/// for each head of a tensor.
 pub fn check(
     memory: &Memory,
     source: &[CacheLayout],
@@ -166,7 +166,7 @@ pub fn check(
             }
         }
     }
-    assert_eq!(rest, 0, "bytes came that nobody asked for");
+    assert_eq!(rest, 0, "bytes came that were not requested");
 }
 
 /// The tokens of whole cells that hold what is needed, by the page sizes alone.
@@ -194,8 +194,8 @@ pub fn sent_tokens(
     start..end
 }
 
-/// How many contiguous runs the bytes that came are made of, cell by cell and layer by layer: no way of
-/// sending a cell of a layer when it is ready takes fewer writes.
+/// How many contiguous runs the bytes that came are made of, cell by cell and layer by layer: no
+/// way of sending a cell of a layer when it is ready takes fewer writes.
 pub fn fewest(
     memory: &Memory,
     pairing: &Pairing,

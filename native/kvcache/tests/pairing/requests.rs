@@ -86,7 +86,7 @@ pub fn choices() -> impl Strategy<Value = Choices> {
 
 /// A request of 1 to 40 tokens; the target may have any number of whole pages of all groups.
 ///
-/// Pages are mixed, and entries that nobody may look at are nonsense.
+/// Pages are mixed, and entries that must not be read are invalid.
 pub fn request(of: &Instances, (salt, tokens, have, chunks, seed): Choices) -> Request {
     let n = tokens.index(40) as u64 + 1;
     let whole = |t: &u64| of.groups.iter().all(|(_, _, f)| t.is_multiple_of(f.page_tokens.into()));

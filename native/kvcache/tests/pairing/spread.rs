@@ -100,7 +100,8 @@ fn the_choice_is_the_documented_one() {
     let pairing = paired(&of(5), &of(2));
     let chosen = |salt| [0, 1].map(|t| pairing.sources(t, salt).unwrap()[0]);
     assert_eq!(chosen(0), [0, 1]);
-    // SplitMix64's finaliser of 1 is 0x5692161d100b05e5, of 2 0xdbd238973a2b148a, of 2^64 - 1 0xb4d055fcf2cbbd7b.
+    // SplitMix64's finaliser of 1 is 0x5692161d100b05e5, of 2 0xdbd238973a2b148a, of 2^64 - 1
+    // 0xb4d055fcf2cbbd7b.
     assert_eq!(
         chosen(1),
         [0x5692_161d_100b_05e5_u64, 0x5692_161d_100b_05e6].map(|h| (h % 5) as usize)

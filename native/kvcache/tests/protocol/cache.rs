@@ -132,7 +132,8 @@ impl Cache {
         wrong.map_or(Ok(()), Err)
     }
 
-    /// Overwrites whole pages in all layers, as their next owner would; or checks that nobody else has.
+    /// Overwrites whole pages in all layers, as their next owner would; or checks that they are
+    /// unchanged.
     pub fn pages(&self, table: &[u32]) -> Vec<(u64, u64)> {
         let group = &self.layout.groups[0];
         let tensor = &group.tensors[0];

@@ -14,7 +14,8 @@ fn a_prompt_of_200_000_tokens_is_asked_for_over_any_link() {
     const TOKENS: u64 = 200_000;
     let shape = Shape { layers: 1, heads: 1, width: 8, window: None };
     let cut = Cut { page_tokens: 16, pages: 12_500 };
-    // In no order, as in a cache that has been used for long; five bytes of the prompt for each token.
+    // In no order, as in a cache that has been used for long; five bytes of the prompt for each
+    // token.
     let table: Vec<u32> = (0..12_500).map(|i| i * 7_919 % 12_500).collect();
     let payload: Vec<u8> = (0..5 * TOKENS).map(|i| (i % 251) as u8).collect();
     for kind in [TransportKind::Shm, TransportKind::Tcp] {

@@ -127,7 +127,8 @@ fn ic_2_layers_of_a_pass_that_was_not_begun_send_nothing_of_the_next() {
     let job = asked(&prefill, 0);
     prefill.prefiller.accept(job, vec![table.clone()], 0).unwrap();
     let word = prefill.prefiller.advancer();
-    // A pass that failed before it was begun has counted two layers, which are seen late: together with the next one's.
+    // A pass that failed before it was begun has counted two layers, which are seen late: together
+    // with the next one's.
     prefill.prefiller.begin(&[(job, 16)], 2).unwrap();
     for layer in 0..3 {
         prefill.caches[0].compute(5, layer, 0..16, &table);

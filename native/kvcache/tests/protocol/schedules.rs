@@ -1,5 +1,5 @@
-//! The protocol under random work and faults, on simulated links and a virtual clock. A schedule is replayed by its
-//! seed, which a failure prints:
+//! The protocol under random work and faults, on simulated links and a virtual clock. A schedule is
+//! replayed by its seed, which a failure prints:
 //!
 //! `FABRIC_KV_SEED=7 FABRIC_KV_SCHEDULES=1 cargo test -p fabric-kvcache --test protocol schedules`
 //!

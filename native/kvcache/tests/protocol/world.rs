@@ -124,8 +124,9 @@ impl PrefillNode {
     }
 }
 
-/// Engines of this process over the transports that `FABRIC_KV_TRANSPORTS` names, for example `verbs`; those of prefillers
-/// over the NICs of `FABRIC_TEST_NICS_A`, of decoders over those of `FABRIC_TEST_NICS_B`, if these are given.
+/// Engines of this process over the transports that `FABRIC_KV_TRANSPORTS` names, for example
+/// `verbs`; those of prefillers over the NICs of `FABRIC_TEST_NICS_A`, of decoders over those of
+/// `FABRIC_TEST_NICS_B`, if these are given.
 pub fn engines(count: u32, name: &str) -> Vec<Arc<TransferEngine>> {
     let named = std::env::var("FABRIC_KV_TRANSPORTS");
     let kind = |name: &str| match name {

@@ -1,4 +1,5 @@
-//! What the state asks of the engine: done without the state's lock, for its callbacks take that.
+//! Actions that the state requests of the engine: executed without the state's lock, which its
+//! callbacks take.
 
 use std::sync::{Arc, Weak};
 
@@ -11,7 +12,7 @@ use super::{
     Inner,
 };
 
-/// What a write is part of, for whoever waits until the memory that it reads is free.
+/// The purpose of a write, for waits until the memory that it reads is free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Load {
     /// Rows on their way to experts.
@@ -20,11 +21,12 @@ pub enum Load {
     Answers,
     /// Blocks and counts.
     Control,
-    /// That this rank waits for another. Nothing hangs on whether it arrives.
+    /// The signal that this rank waits for another. Its arrival is not required.
     Word,
 }
 
-/// One write, in bytes of both memories, blocks or rows as the stage says; it counts at the peer's counter for a stage.
+/// One write, in bytes of both memories, blocks or rows as the stage says; it counts at the peer's
+/// counter for a stage.
 #[derive(Clone, Copy, Debug)]
 pub struct Piece {
     pub src: u64,
@@ -53,13 +55,13 @@ pub enum Act {
         piece: Piece,
         load: Load,
     },
-    /// Writes `words` down where the piece begins, then writes the piece.
+    /// Writes `words` at the begin of the source range, then writes the range to the peer.
     Tell {
         wire: Arc<Wire>,
         words: Vec<u32>,
         piece: Piece,
     },
-    /// Takes memory back from whoever could write it.
+    /// Revokes a peer's access to memory.
     Revoke {
         rank: u32,
         memory: Region,
@@ -82,7 +84,8 @@ impl Ended {
     }
 }
 
-/// What the engine is asked for at one go: of each, what it will tell, and what it takes to ask for it.
+/// What the engine is asked for at one go: of each, what it will tell, and what it takes to ask for
+/// it.
 struct Asks<T> {
     what: Vec<(Arc<Wire>, Ended)>,
     how: Vec<T>,

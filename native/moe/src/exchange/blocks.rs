@@ -1,16 +1,16 @@
-//! The blocks that peers write down: what they may say, and what can't be.
+//! Blocks that peers write: their valid contents, and the checks of them.
 
 use crate::{memory::ROUTES_HEADER, shape::Shape};
 
-/// What a source says of its rows.
+/// A source's counts of its rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RoutesBlock {
-    /// Rows for each of our experts.
+    /// Rows for each local expert.
     pub counts: Vec<u32>,
     pub rows: u64,
     /// Where answers go among its rows.
     pub first: u64,
-    /// The number of the exchange among all ranks; 0 if it has none, since it doesn't know anybody yet.
+    /// The number of the exchange among all ranks; 0 from a rank that knows no other rank yet.
     pub number: u32,
 }
 
@@ -30,7 +30,7 @@ pub fn routes_words(
 }
 
 /// # Errors
-/// What is wrong: another exchange, or rows that no rank of this shape has (MR-3).
+/// The violation: another exchange, or rows that no rank of this shape has (MR-3).
 pub fn read_routes(shape: &Shape, number: Number, words: &[u32]) -> Result<RoutesBlock, String> {
     let (head, counts) =
         words.split_at_checked(ROUTES_HEADER as usize).ok_or("its routes are cut off")?;
@@ -55,10 +55,11 @@ pub fn grant_words(exchange: u32, place: u64, rows: u64) -> Vec<u32> {
     vec![exchange, place as u32, rows as u32, 0]
 }
 
-/// Where the next rows go in the shared buffer of a destination, and how many; `left` are to be sent yet.
+/// Where the next rows go in the shared buffer of a destination, and how many; `left` are to be
+/// sent yet.
 ///
 /// # Errors
-/// What is wrong: another exchange, more rows than are left, or a place outside the buffer (MR-3).
+/// The violation: another exchange, more rows than are left, or a place outside the buffer (MR-3).
 pub fn read_grant(
     shape: &Shape,
     exchange: u32,
@@ -120,7 +121,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever a peer writes down, what is made of it lies inside.
+        /// For any contents, accepted values lie inside the buffer.
         #[test]
         fn mr_3_no_block_reaches_outside(words in prop::collection::vec(any::<u32>(), 0..8), near in any::<bool>()) {
             let s = shape();

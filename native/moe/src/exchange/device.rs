@@ -1,9 +1,9 @@
-//! An exchange that kernels carry out: what they may know, and what follows from what they have done.
+//! An exchange that kernels execute: what they may read, and the effects of their commands.
 //!
-//! The caller's part of the exchange is the device's here. It says what it has done by commands, in turn, and waits for
-//! words in between; no call of the host stands between two kernels. All else is as with a caller: the same state, the
-//! same bytes between ranks. So ranks with kernels and without are one exchange, and a rank that is lost is masked: what
-//! a device waits for then comes without it.
+//! The device takes the caller's part of the exchange. It reports by commands, in order, and waits
+//! for words in between; no host call stands between two kernels. State and wire format are those
+//! of a caller's exchange. So ranks with and without kernels take part in one exchange. A lost rank
+//! is masked: the device's wait then ends without it.
 
 use std::{sync::Arc, time::Duration};
 
@@ -40,7 +40,8 @@ pub struct Device {
     answered: bool,
     lots: u64,
     lot: Option<(Vec<Lot>, bool)>,
-    /// Ranks that were answered, counted from the one behind this, and rows of the next one that were.
+    /// Ranks that were answered, counted from the one behind this, and rows of the next one that
+    /// were.
     cursor: (u32, u64),
     answers: u64,
     leaving: Option<(Vec<(u32, Leaving)>, bool)>,
@@ -52,7 +53,7 @@ pub struct Device {
     stays: Stays,
     /// Ranks whose answers are missing in the last sums.
     left_out: Vec<u32>,
-    /// What the device found wrong with tokens, until somebody is told.
+    /// The fault that the device found in tokens, until it is reported.
     fault: Option<String>,
     failed: Option<EngineError>,
 }
@@ -67,7 +68,7 @@ enum Leaving {
 }
 
 impl State {
-    /// Tells the device what it may know now.
+    /// Tells the device what it may read now.
     pub fn advance(&mut self, acts: &mut Vec<Act>) {
         if let Some(mut device) = self.device.take() {
             device.advance(self, acts);
@@ -92,12 +93,13 @@ impl State {
         over
     }
 
-    /// Whether the device waits for memory that lost ranks let go of when they like.
+    /// Whether the device waits for memory that lost ranks still hold.
     pub fn device_hangs(&self) -> bool {
         self.device.as_ref().is_some_and(|device| device.hangs(self))
     }
 
-    /// Lost ranks have not let go of memory for so long, or never will, and the device can't go on without it.
+    /// Lost ranks have not let go of memory for so long, or never will, and the device can't go on
+    /// without it.
     pub fn device_is_stuck(&mut self, after: Duration, cause: &str) {
         let error = self.not_quiet(after, cause);
         if let Some(device) = self.device.as_mut().filter(|d| d.failed.is_none()) {
@@ -155,7 +157,7 @@ impl Device {
         self.left_out.clone()
     }
 
-    /// What went wrong since it was last asked for.
+    /// The fault since the last call.
     ///
     /// # Errors
     /// That; for good if the device has left the exchange.
@@ -210,7 +212,7 @@ impl Device {
         s.hangs_on_quiet(until)
     }
 
-    /// The device gets nothing any more, and every wait of its ends (RS-4).
+    /// Ends the exchange for the device, and every wait of it (RS-4).
     pub fn end(&mut self, cause: EngineError) {
         self.failed.get_or_insert(cause);
         self.shared.abort();
@@ -365,15 +367,17 @@ impl Device {
         Ok(())
     }
 
-    /// Whether it waits for room for answers. Who stores says so, for what may be stored to isn't quiet.
+    /// Whether it waits for room for answers. Who stores says so, for what may be stored to isn't
+    /// quiet.
     fn awaits_room(&self) -> bool {
         self.leaving.is_none() && (!self.stores || self.combines)
     }
 
-    /// Where answers may lie: as many as fit, whole pieces as askers expect them; own ones with the last, for they
-    /// take the place of rows that have to have left.
+    /// Where answers may lie: as many as fit, whole pieces as askers expect them; own ones with the
+    /// last, for they take the place of rows that have to have left.
     fn tell_room(&mut self, s: &mut State) {
-        // Who stores has all answers leave at once as a rule, own ones with them: no peer is entered before that.
+        // Who stores has all answers leave at once as a rule, own ones with them: no peer is
+        // entered before that.
         let may = !self.stores || s.rows_left();
         let free = may && s.answers_out == 0 && s.holds(Until::Quiet);
         let Some(placing) = s.placing.clone().filter(|_| self.awaits_room() && free) else {

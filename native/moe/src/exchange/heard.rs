@@ -1,4 +1,4 @@
-//! What has become of what the engine was asked for: told to the state, and what follows from it is asked for.
+//! Results of engine operations: passed to the state, which then requests further actions.
 
 use std::{sync::Arc, time::Duration};
 
@@ -21,7 +21,8 @@ impl Inner {
         }
     }
 
-    /// What follows from something that has happened: for the device, the caller, and whoever lingers for others.
+    /// The effects of an event: for the device, the caller, and an exchange that lingers for other
+    /// ranks.
     pub(super) fn follow(self: &Arc<Self>, mut state: MutexGuard<'_, State>, mut acts: Vec<Act>) {
         self.wake(&mut state, &mut acts);
         let done = state.lingers.is_some() && !state.owes();
@@ -44,7 +45,7 @@ impl Inner {
         let mut state = self.state.lock();
         if let Some(at) = state.revoking.iter().position(|r| *r == rank) {
             state.revoking.swap_remove(at);
-            // Whoever makes a card waits for one rank, and not as a caller does.
+            // A caller of `card` waits for one rank, outside of the exchange's calls.
             self.changed.notify_all();
         }
         state.go_on(&mut acts);
@@ -94,7 +95,7 @@ impl Inner {
             }
             Ended::Written(..) => Ok(()),
         });
-        // Nobody waits for whoever can't be waited for (RS-4).
+        // No caller waits for a rank that can't be waited for (RS-4).
         if let Err(cause) = end {
             state.lose(wire.rank, stage, cause, acts);
         }

@@ -25,11 +25,12 @@ pub enum Stage {
     Rows,
     /// Where the rows go that don't fit into the private slot.
     Grant,
-    /// That its part of the memory may be written again: it has read what came, and sent what lay there.
+    /// That its part of the memory may be written again: it has read what came, and sent what lay
+    /// there.
     Fence,
     /// The experts' answers.
     Answers,
-    /// That it waits for somebody else: nothing but a count, which is looked at now and then.
+    /// That it waits for another rank: only a count, which is polled.
     Waits,
 }
 
@@ -56,7 +57,7 @@ impl fmt::Display for Stage {
     }
 }
 
-/// What a peer may use of ours. It is taken back with the link.
+/// The memory that a peer may use. It is revoked with the link.
 #[derive(Debug)]
 pub struct Ours {
     pub control: Region,
@@ -71,7 +72,7 @@ impl Ours {
     }
 }
 
-/// How to reach a peer. Once it is given up and comes again, it is another one (MR-2).
+/// The regions of a peer. A rank that joins again has new ones (MR-2).
 #[derive(Debug)]
 pub struct Wire {
     pub rank: u32,
@@ -81,7 +82,8 @@ pub struct Wire {
     pub rows: RemoteRegion,
     pub counters: [CounterRef; STAGES],
     pub ours: Ours,
-    /// Where this rank's device stores to the peer's rows itself, or why it doesn't; nothing until that is known.
+    /// Where this rank's device stores to the peer's rows itself, or why it doesn't; nothing until
+    /// that is known.
     pub stores: OnceLock<Result<Arc<Aperture>, String>>,
 }
 
@@ -107,7 +109,8 @@ pub struct Lot {
 #[derive(Debug)]
 pub struct Link {
     pub wire: Arc<Wire>,
-    /// Exchanges with it so far, and those of them with answers: all ranks leave combine out, or none.
+    /// Exchanges with it so far, and those of them with answers: all ranks leave combine out, or
+    /// none.
     pub exchanges: u32,
     pub combines: u32,
     /// It has said that its memory may be written, and nothing was written since.
@@ -135,7 +138,7 @@ pub struct Out {
     /// Its rows lie ready to be sent.
     pub packed: bool,
     pub routed: bool,
-    /// Rows that were sent.
+    /// Rows already sent.
     pub sent: u64,
     /// Where further ones go, and how many.
     pub grant: Option<(u64, u64)>,
@@ -167,8 +170,8 @@ pub struct In {
     pub first: u64,
     /// Rows that have a place.
     pub granted: u64,
-    /// Chunks whose counts are still to come. One count doesn't say which chunk it is for: they have arrived
-    /// when all have been counted.
+    /// Chunks whose counts are still to come. One count doesn't say which chunk it is for: they
+    /// have arrived when all have been counted.
     pub due: u32,
     pub chunks: VecDeque<Chunk>,
     /// Rows that were handed out.
@@ -193,7 +196,8 @@ impl Link {
         }
     }
 
-    /// Rows have come that were not handed out: all of them, for none is read before it was counted (IC-2).
+    /// Rows have come that were not handed out: all of them, for none is read before it was counted
+    /// (IC-2).
     pub fn has_rows(&self) -> bool {
         self.inward.due == 0 && !self.inward.chunks.is_empty()
     }

@@ -1,4 +1,4 @@
-//! Who takes part in an exchange: cards that go around, ranks that come, and ranks that are given up.
+//! Membership of an exchange: descriptors, ranks that join, and ranks that are given up.
 
 use std::{
     sync::{Arc, OnceLock},
@@ -17,14 +17,15 @@ use super::{
 use crate::card::{Card, Grant};
 
 impl AllToAll {
-    /// What others need to know of this rank; for all that aren't here, or for one.
+    /// This rank's descriptor, for all absent ranks or for one.
     ///
-    /// Each rank gets access of its own, so that it can be taken back from it alone (MR-2). There is none for a rank from
-    /// which some is being taken back: its slots would be written by both (MR-1).
+    /// Each rank gets its own access, so that it can be revoked alone (MR-2). There is none for a
+    /// rank whose access is being revoked: two processes would write to its slots (MR-1).
     ///
     /// # Errors
-    /// Those of a registration; [`EngineError::Invalid`] for a rank that is here; [`EngineError::NotQuiesced`] if the one
-    /// rank asked for still holds on to our memory.
+    /// Errors of a registration; [`EngineError::Invalid`] for a rank that is here;
+    /// [`EngineError::NotQuiesced`] if the last process of that rank may still access this rank's
+    /// memory.
     pub fn card(&self, only: Option<u32>) -> Result<Vec<u8>> {
         let inner = &self.inner;
         let mut state = inner.state.lock();
@@ -40,7 +41,7 @@ impl AllToAll {
         let mut acts = Vec::new();
         let mut renewed = Vec::new();
         for rank in (0..ranks).filter(|rank| wanted(*rank)) {
-            // What was handed out and never used is not handed out to somebody else.
+            // Access that was handed out and never used is not given to another process.
             if let Some(old) = state.ours[rank as usize].take() {
                 state.revoke(rank, &old, &mut acts);
                 renewed.push(rank);
@@ -71,11 +72,13 @@ impl AllToAll {
         Ok(Card { rank: inner.rank, shape: inner.shape, address, grants }.to_bytes())
     }
 
-    /// Takes a rank in by its card, from the next dispatch on. It must have this rank's card as well.
+    /// Admits a rank by its descriptor, from the next dispatch on. The rank must have this rank's
+    /// descriptor, too.
     ///
     /// # Errors
-    /// [`EngineError::Handshake`] if it is of another shape; [`EngineError::Invalid`] if it is here already, or this
-    /// rank made no card for it; [`EngineError::NotQuiesced`] if the one before it still holds on to our memory.
+    /// [`EngineError::Handshake`] if it is of another shape; [`EngineError::Invalid`] if it is here
+    /// already, or this rank made no card for it; [`EngineError::NotQuiesced`] if the one before it
+    /// still holds on to our memory.
     pub fn admit(&self, card: &[u8]) -> Result<u32> {
         let inner = &self.inner;
         let card = Card::from_bytes(card)?;
@@ -133,7 +136,7 @@ impl AllToAll {
         Ok(rank)
     }
 
-    /// Gives a rank up; its tokens and answers are not waited for, and it can't write here any more.
+    /// Gives a rank up: its tokens and answers are not awaited, and its access is revoked.
     pub fn mask(&self, rank: u32, cause: &str) -> Result<()> {
         self.inner.check_other(rank)?;
         let mut acts = Vec::new();
@@ -143,7 +146,7 @@ impl AllToAll {
         Ok(())
     }
 
-    /// Ranks that were given up and haven't come again, in that order.
+    /// Ranks that were given up and haven't joined again, in order of loss.
     pub fn lost(&self) -> Vec<Lost> {
         self.inner.state.lock().lost.clone()
     }
@@ -178,7 +181,8 @@ impl Inner {
         })
     }
 
-    /// Waits until none of the ranks can write here; those who still may after the timeout.
+    /// Waits until none of the ranks can write here; returns those that still may after the
+    /// timeout.
     fn wait_for_access(&self, state: &mut MutexGuard<'_, State>, ranks: &[u32]) -> Vec<u32> {
         let deadline = Instant::now() + self.timeout();
         loop {
@@ -190,7 +194,7 @@ impl Inner {
         }
     }
 
-    /// Makes what a rank may use of ours.
+    /// Makes the access of one rank.
     fn grant(&self, state: &mut State, rank: u32) -> Result<Grant> {
         let control = self.engine.register_again(&self.control)?;
         let rows = self.engine.register_again(&self.rows)?;

@@ -1,4 +1,5 @@
-//! The exchange of one rank with all others: tokens go out, tokens come in; answers go out, answers come in.
+//! The exchange of one rank with all others: tokens go out, tokens come in; answers go out, answers
+//! come in.
 
 mod act;
 pub(crate) mod blocks;
@@ -44,8 +45,8 @@ use crate::{
 
 /// Until told otherwise.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// What has been copied leaves when it is so many bytes: a request costs as much as copying some hundreds, and while these
-/// are copied the link may be idle.
+/// What has been copied leaves when it is so many bytes: a request costs as much as copying some
+/// hundreds, and while these are copied the link may be idle.
 const AT_ONE_GO: u64 = 16 << 10;
 
 /// What a dispatch has brought.
@@ -53,8 +54,9 @@ pub type Dispatched = Arc<Placing>;
 
 /// One rank of an exchange (fabric-lib §6).
 ///
-/// Calls come in turns: `dispatch_send`, `dispatch_recv`, `combine_send`, `combine_recv`, from one thread at a time;
-/// combine may be left out if all ranks do. What is between them runs while bytes move.
+/// Calls come in turns: `dispatch_send`, `dispatch_recv`, `combine_send`, `combine_recv`, from one
+/// thread at a time; combine may be left out if all ranks do. What is between them runs while bytes
+/// move.
 pub struct AllToAll {
     inner: Arc<Inner>,
     /// One call at a time.
@@ -149,16 +151,17 @@ impl AllToAll {
         &self.inner.memory
     }
 
-    /// How long ranks may be apart: who doesn't do its part for this long is given up. Who waits for another rank says so,
-    /// and isn't taken for the one that it waits for. No wait is longer than twelve times this. The same on all ranks: whose is
-    /// longer speaks more seldom than others listen.
+    /// How long ranks may be apart: a rank that does not do its part for this long is given up. A
+    /// rank that waits for another one signals so and is not given up in its place. No wait exceeds
+    /// twelve times this. Use one timeout on all ranks: a longer one sends signals too rarely for
+    /// the others.
     pub fn set_timeout(&self, timeout: Duration) {
         let nanos = timeout.as_nanos().min(u128::from(u64::MAX)) as u64;
         self.inner.timeout.store(nanos, Relaxed);
     }
 
-    /// Whether nothing of lost ranks can land here any more, and nothing on its way to them is read (MR-1). Until then,
-    /// what would use the same memory waits.
+    /// Whether nothing of lost ranks can land here any more, and nothing on its way to them is read
+    /// (MR-1). Until then, what would use the same memory waits.
     pub fn quiet(&self) -> bool {
         self.inner.state.lock().holds(Until::Quiet)
     }
@@ -168,12 +171,14 @@ impl AllToAll {
         self.inner.state.lock().holds(Until::MayDispatch)
     }
 
-    /// Sends tokens to the ranks of their experts. `parts` make up a row; `indices` are the experts of each token.
+    /// Sends tokens to the ranks of their experts. `parts` make up a row; `indices` are the experts
+    /// of each token.
     ///
     /// Returns when the tokens have been copied; they move in the background.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] for tokens that don't fit the shape, before anything is sent, or out of turn.
+    /// [`EngineError::Invalid`] for tokens that don't fit the shape, before anything is sent, or
+    /// out of turn.
     pub fn dispatch_send(&self, parts: &[Part<'_>], indices: &[i64]) -> Result<()> {
         let inner = &self.inner;
         let _caller = self.enter()?;
@@ -220,7 +225,8 @@ impl AllToAll {
     /// How many rows come, and where they will be; `None` until every rank's routes are here.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] out of turn, or if an expert gets more rows than `order` has room for.
+    /// [`EngineError::Invalid`] out of turn, or if an expert gets more rows than `order` has room
+    /// for.
     pub fn arriving(&self, order: Order) -> Result<Option<Dispatched>> {
         let _caller = self.enter()?;
         self.inner.place(order)
@@ -237,8 +243,9 @@ impl AllToAll {
         }
     }
 
-    /// Hands out the rows that have come since; true when those were the last. `out` has the parts of a row, as
-    /// `dispatch_send` was given them. Rows of a rank that was lost on the way are zeros.
+    /// Hands out the rows that have come since; true when those were the last. `out` has the parts
+    /// of a row, as `dispatch_send` was given them. Rows of a rank that was lost on the way are
+    /// zeros.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for room that doesn't suffice, or out of turn.
@@ -264,7 +271,8 @@ impl AllToAll {
 
     /// Sends the answers to all rows, which lie where `dispatch_recv` put the rows.
     ///
-    /// Returns when they have been copied; waits for room where the shared buffer is smaller than all of them.
+    /// Returns when they have been copied; waits for room where the shared buffer is smaller than
+    /// all of them.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for answers that don't fit the shape, or out of turn.
@@ -288,8 +296,9 @@ impl AllToAll {
         state.step == Step::Answered && state.holds(Until::Answers)
     }
 
-    /// The answers one by one, `topk` rows for each of this rank's tokens: zeros where its index was -1, and from lost
-    /// ranks. Before [`AllToAll::combine_recv`]; the gradient of a weight needs them.
+    /// The answers one by one, `topk` rows for each of this rank's tokens: zeros where its index
+    /// was -1, and from lost ranks. Before [`AllToAll::combine_recv`]; the gradient of a weight
+    /// needs them.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for room that doesn't suffice, or out of turn.
@@ -308,8 +317,9 @@ impl AllToAll {
         inner.single(&routes, &missing, out)
     }
 
-    /// For each of this rank's tokens the sum of its experts' answers, each times its weight: 32-bit floats, `topk`
-    /// for each token. Returns the ranks whose answers are left out, since they were lost.
+    /// For each of this rank's tokens the sum of its experts' answers, each times its weight:
+    /// 32-bit floats, `topk` for each token. Returns the ranks whose answers are left out, since
+    /// they were lost.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for weights or room that don't fit, or out of turn.
@@ -405,7 +415,8 @@ impl Inner {
     /// Waits for what comes, or is given up, by a deadline of its own.
     ///
     /// # Errors
-    /// [`EngineError::NotQuiesced`] if memory is needed that a lost rank doesn't let go of in time (MR-1).
+    /// [`EngineError::NotQuiesced`] if memory is needed that a lost rank doesn't let go of in time
+    /// (MR-1).
     fn wait(self: &Arc<Self>, state: &mut MutexGuard<'_, State>, until: Until) -> Result<()> {
         if !state.holds(until) {
             let mut acts = Vec::new();

@@ -1,7 +1,7 @@
-//! How a rank leaves: not before others have what was handed in for them.
+//! How a rank leaves: after other ranks have what was handed in for them.
 //!
-//! Answers wait here until their asker says that its memory may be written. Whoever has its own sums by then has no further
-//! call to make, and would take the others' with it.
+//! Answers wait here until their receiver opens its memory. A rank that has its own sums by then
+//! makes no further call, and would otherwise drop the others' answers when it leaves.
 
 use std::{sync::Arc, time::Instant};
 
@@ -16,8 +16,8 @@ use super::{
 };
 
 impl State {
-    /// Whether anything that was handed in hasn't reached others. Of an exchange that breaks off while rows or answers are
-    /// still to be handed in, what has left arrives, and nobody gets the rest.
+    /// Whether anything that was handed in hasn't reached other ranks. If an exchange ends before
+    /// all rows or answers are handed in, those that have left still arrive; the rest is dropped.
     pub fn owes(&self) -> bool {
         let all_in = !matches!(self.step, Step::Dispatched | Step::Answering);
         // A fence that waits for writes to a lost rank may never come.
@@ -31,13 +31,15 @@ impl State {
 }
 
 impl AllToAll {
-    /// All calls of this rank are done: other ranks may leave from now on, which isn't reported as a loss.
+    /// All calls of this rank are done: other ranks may leave from now on, which isn't reported as
+    /// a loss.
     pub fn expect_departures(&self) {
         self.inner.state.lock().parting = true;
     }
 
-    /// Waits until others have what was handed in for them, or were given up since they don't take it: then the engine may be
-    /// closed. An exchange that is dropped lingers as long, if its engine does.
+    /// Waits until others have what was handed in for them, or were given up since they don't take
+    /// it: then the engine may be closed. An exchange that is dropped lingers as long, if its
+    /// engine does.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] while another thread is in a call.
@@ -49,7 +51,7 @@ impl AllToAll {
 }
 
 impl Inner {
-    /// Waits while anything is owed, but not for ever: in a child process nobody hears of what happens.
+    /// Waits while data is owed, for a bounded time: a child process hears of no completions.
     fn wait_for_others(self: &Arc<Self>) {
         let mut state = self.state.lock();
         if !state.owes() {
@@ -63,7 +65,7 @@ impl Inner {
         state.awaited = None;
     }
 
-    /// Takes back what others may use.
+    /// Revokes the access of other ranks.
     pub(super) fn part(&self) {
         let mut state = self.state.lock();
         state.left = true;
@@ -73,7 +75,7 @@ impl Inner {
         drop(state);
         let given = links.iter().flatten().map(|l| &l.wire.ours).chain(ours.iter().flatten());
         for memory in given.flat_map(Ours::memory) {
-            // Nobody waits: the engine keeps the memory until it is quiet.
+            // Without a wait: the engine keeps the memory until it is quiesced.
             drop(memory.revoke());
         }
         drop(self.control.revoke());

@@ -1,10 +1,11 @@
-//! Who is waited for in vain, and who merely waits as well.
+//! Detects stalled ranks, as opposed to ranks that wait for a stalled one.
 //!
-//! A rank that stalls holds up all others, also those who want nothing of it: they wait for ranks that wait for it. So
-//! whoever is held up by somebody says so, again and again, to all others by a count, and a rank is given up when it has given
-//! no sign for the timeout: nothing that was waited for has come, and not that word either. That is the rank at the root.
+//! A rank that stalls holds up all others, including those that need nothing of it: they wait for
+//! ranks that wait for it. So a waiting rank repeatedly signals all others by a count. A rank is
+//! given up when neither awaited data nor this signal has come for the timeout. So only the rank
+//! that stalled is given up.
 //!
-//! Time is the pulse's: the state counts its beats.
+//! Time is counted in beats of this heartbeat.
 
 use std::{sync::Arc, time::Duration};
 
@@ -23,21 +24,22 @@ use super::{
 const BEATS: u32 = 4;
 /// Beats are no further apart.
 const SLOWEST: Duration = Duration::from_secs(1);
-/// How many timeouts any wait lasts at most, whatever signs a rank gives (RS-4): less than a device's own.
+/// Upper bound of any wait in timeouts, whatever signals a rank sends (RS-4): less than a device's
+/// own.
 const MOST: u32 = 12;
 
-/// What a rank has shown of itself.
+/// The activity of a rank.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Signs {
-    /// Its words that it waits for another, so far.
+    /// Its waiting signals so far.
     words: u64,
-    /// Something that was waited for has come since the last beat.
+    /// Awaited data has come since the last beat.
     pub came: bool,
-    /// The last sign was such a word.
+    /// The last activity was a waiting signal.
     pub waits: bool,
-    /// Beats since it last gave a sign, while this rank waited for it.
+    /// Beats since its last activity, while this rank waited for it.
     silent: u32,
-    /// This rank's own word is on its way there.
+    /// This rank's own signal is on its way there.
     pub telling: bool,
 }
 
@@ -50,8 +52,8 @@ impl State {
         }
     }
 
-    /// A beat: ranks that have given no sign for the `timeout`, beats being `every` so long, are given up; others are told
-    /// that this rank waits.
+    /// One beat, `every` long: gives up ranks without activity for the `timeout`, and signals other
+    /// ranks that this rank waits.
     pub fn beat(&mut self, timeout: Duration, every: Duration, acts: &mut Vec<Act>) {
         self.beating = false;
         if self.is_over() {
@@ -96,7 +98,7 @@ impl State {
         }
     }
 
-    /// Tells each rank that this one waits, unless for that rank alone.
+    /// Signals each rank that this one waits, unless it waits for that rank alone.
     fn tell_others(&mut self, acts: &mut Vec<Act>) {
         let holds_up = |l: &Link| l.flying > 0 || self.awaits(l.wire.rank).is_some();
         let by: Vec<u32> = self.here().filter(|l| holds_up(l)).map(|l| l.wire.rank).collect();
@@ -110,8 +112,8 @@ impl State {
         }
     }
 
-    /// What this rank waits for from another before it can go on, if anything. While it is the caller's turn, or the
-    /// device's, it waits for nobody.
+    /// What this rank awaits from another before it can continue, if anything. It waits for no rank
+    /// while the caller or the device has the next step.
     fn awaits(&self, rank: u32) -> Option<Stage> {
         let link = self.links.get(rank as usize)?.as_ref()?;
         let (out, inward) = (&link.out, &link.inward);
@@ -137,8 +139,8 @@ impl State {
         }
     }
 
-    /// Whether the caller, in a call, or the device hangs on ranks that were given up: on memory that they may write, or on
-    /// writes to them that aren't over.
+    /// Whether the caller, in a call, or the device hangs on ranks that were given up: on memory
+    /// that they may write, or on writes to them that aren't over.
     pub fn hangs_on_lost(&self) -> bool {
         let to_others = self.here().map(|l| l.flying + l.out.answers.len() as u32).sum();
         let writes = self.rows_out + self.answers_out > to_others;
@@ -159,7 +161,7 @@ impl State {
         }
     }
 
-    /// Nobody carries the exchange out any more.
+    /// The exchange has no caller and no device any more.
     fn is_over(&self) -> bool {
         if self.lingers.is_some() || self.awaited == Some(Until::NothingOwed) {
             return false;
@@ -278,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_begins_to_wait_for_quiet_memory_begins_to_say_so() {
+    fn a_rank_that_waits_for_quiesced_memory_signals_that_it_waits() {
         let (mut net, all) = pair();
         all[0].inner.state.lock().revoking.push(2);
         assert!(send(&all[0]).is_err() && all[0].inner.state.lock().beating);

@@ -1,4 +1,4 @@
-//! Where rows and answers are copied: into memory that is sent, and out of memory that came.
+//! Copies rows and answers into memory that is sent, and out of memory that arrived.
 
 use std::sync::Arc;
 
@@ -123,8 +123,8 @@ impl Inner {
         self.check_answers(&placing, answers)?;
         let mut acts = Vec::new();
         if state.step == Step::Collected {
-            // What a lost rank still writes must not meet answers in the shared buffer, nor must those that are
-            // still on their way to one (MR-1).
+            // What a lost rank still writes must not meet answers in the shared buffer, nor must
+            // those that are still on their way to one (MR-1).
             if !state.holds(Until::AnswersLeft) {
                 return Ok(false);
             }
@@ -329,7 +329,7 @@ fn copy_rows(
     }
 }
 
-/// Zeros in place of what a lost rank didn't send (RS-1).
+/// Zeros in place of rows that a lost rank didn't send (RS-1).
 fn blank(placing: &Placing, source: u32, out: &mut [PartMut<'_>]) {
     for run in placing.runs(source, 0, placing.rows_of(source)) {
         for row in run.to..run.to + run.rows {

@@ -1,7 +1,7 @@
-//! The thread that hears what a device has done.
+//! The thread that executes a device's commands.
 //!
-//! What the device waits for is told by whoever learns of it, engine threads too, so that this thread is on the way of
-//! commands only.
+//! Any thread that learns of an event tells the device, engine threads included. So this thread is
+//! on the path of commands only.
 
 use std::{
     num::NonZeroU64,
@@ -29,7 +29,8 @@ const NAP: Duration = Duration::from_micros(50);
 /// What it sleeps when nothing has come for [`IDLE`]. Until then the next exchange is near.
 const LONG_NAP: Duration = Duration::from_micros(500);
 const IDLE: Duration = Duration::from_millis(100);
-/// While one rank looks for each so many cores, it looks until [`IDLE`]; with more of them somebody else needs this one.
+/// While each polling rank has this many cores, it polls until [`IDLE`]; with fewer, another thread
+/// needs the core.
 const CORES: usize = 8;
 /// What it sleeps then, if there are so many cores at all.
 const SHORT_NAP: Duration = Duration::from_micros(10);
@@ -37,7 +38,7 @@ const SHORT_NAP: Duration = Duration::from_micros(10);
 const NEIGHBOURS: u32 = 8;
 /// Ranks of this process that look, and their neighbours.
 static LOOKING: AtomicUsize = AtomicUsize::new(0);
-/// How often it looks whether the device hangs on a lost rank.
+/// Interval of checks whether the device waits for a lost rank.
 const LOOK: Duration = Duration::from_millis(5);
 
 /// The thread, for as long as the exchange is there.
@@ -49,12 +50,12 @@ pub struct Server {
 
 impl AllToAll {
     /// From now on kernels carry the exchange out: they push what they have done into the FIFO, as
-    /// [`device`](crate::device) says, and wait for what is shared. If they are to store to peers' memory by
-    /// themselves, where they reach it, before any rank is admitted.
+    /// [`device`](crate::device) says, and wait for what is shared. If they are to store to peers'
+    /// memory by themselves, where they reach it, before any rank is admitted.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] if there is a device, or for a FIFO that can't be; [`EngineError::Resource`] without
-    /// a thread.
+    /// [`EngineError::Invalid`] if there is a device, or for a FIFO that can't be;
+    /// [`EngineError::Resource`] without a thread.
     pub fn serve(&self, fifo: Area, shared: Shared, stores: bool) -> Result<()> {
         let wrong = |e: fabric_proxy::fifo::FifoError| EngineError::Invalid(e.to_string());
         // The device has the other end.
@@ -75,7 +76,8 @@ impl AllToAll {
         Ok(())
     }
 
-    /// As [`AllToAll::serve`], without a thread: whoever drives the exchange hands it commands by [`AllToAll::tell`].
+    /// As [`AllToAll::serve`], without a thread: the driver of the exchange passes commands to
+    /// [`AllToAll::tell`].
     ///
     /// # Errors
     /// [`EngineError::Invalid`] if there is a device.
@@ -93,8 +95,8 @@ impl AllToAll {
         self.inner.told(words);
     }
 
-    /// What went wrong on the device since the last call: tokens that go nowhere, once; for good that it has left the
-    /// exchange, or was made to.
+    /// What went wrong on the device since the last call: tokens that go nowhere, once; for good
+    /// that it has left the exchange, or was made to.
     ///
     /// # Errors
     /// That.
@@ -112,15 +114,16 @@ impl AllToAll {
         self.inner.state.lock().device.as_ref().is_some_and(Device::begins)
     }
 
-    /// No kernel that was launched runs any more, and none comes: nothing is stored to peers' memory.
+    /// No kernel that was launched runs any more, and none comes: nothing is stored to peers'
+    /// memory.
     pub fn settled(&self) {
         let over = self.inner.state.lock().device.as_mut().map(Device::settled);
         // Without the lock, which is released by now.
         drop(over);
     }
 
-    /// Ends every wait of the device, now and later, and hears it no more: but for when it has ended what it stores to
-    /// peers' memory, which they wait for if they need it (MR-1).
+    /// Ends every wait of the device, now and later, and hears it no more: but for when it has
+    /// ended what it stores to peers' memory, which they wait for if they need it (MR-1).
     pub fn leave(&self) {
         let mut storing = false;
         let mut state = self.inner.state.lock();
@@ -154,8 +157,8 @@ impl Inner {
         self.state.lock().device.as_ref().is_some_and(Device::is_storing)
     }
 
-    /// Ends the exchange of a device that hangs on lost ranks for longer than the timeout, as a caller's wait would end.
-    /// `since` is when it was first seen to.
+    /// Ends the exchange of a device that hangs on lost ranks for longer than the timeout, as a
+    /// caller's wait would end. `since` is when it was first seen to.
     fn end_if_stuck(&self, since: &mut Option<Instant>) {
         let mut state = self.state.lock();
         if !state.device_hangs() {

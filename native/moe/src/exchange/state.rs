@@ -1,12 +1,12 @@
-//! The state of an exchange, and what follows from what has happened.
+//! The state of an exchange, and the effects of events on it.
 //!
-//! A rank's dispatch, to one peer: its routes go when the peer's memory is open; the first rows go to the private slot
-//! there as soon as they are packed; further ones go where the peer's grant says. The peer gives grants in the order
-//! in which routes come, as far as its shared buffer has room, and again when rows were handed out. When a rank has
-//! handed out all rows and its own have left, it opens its memory to everybody: answers may come, and the routes of the
-//! next exchange.
+//! A rank's dispatch, to one peer: its routes go when the peer's memory is open; the first rows go
+//! to the private slot there as soon as they are packed; further ones go where the peer's slot
+//! offer says. The peer sends offers in the order of routes, as far as its shared buffer has room,
+//! and again when rows were handed out. When a rank has handed out all rows and its own have left,
+//! it opens its memory to all ranks: answers may come, and the routes of the next exchange.
 //!
-//! The owner of memory alone says what goes where, so that ranks needn't agree on who is alive.
+//! Only the owner of memory decides what goes where, so ranks needn't agree on the membership.
 
 use std::sync::Arc;
 
@@ -33,7 +33,7 @@ pub struct Lost {
     pub cause: String,
 }
 
-/// What the caller has done last.
+/// The caller's last completed call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// Nothing, or taken all answers.
@@ -66,19 +66,20 @@ pub struct State {
     pub rank: u32,
     /// What the caller waits for.
     pub awaited: Option<Until>,
-    /// By rank; `None` where nobody is, or is any more.
+    /// By rank; `None` for absent ranks.
     pub links: Vec<Option<Link>>,
-    /// Who has come since the exchange began takes part from the next one on.
+    /// Ranks that have joined since the exchange began; they take part from the next one on.
     pub newcomers: Vec<Option<Link>>,
-    /// What was made for ranks that haven't come yet.
+    /// Access that was made for ranks that haven't joined yet.
     pub ours: Vec<Option<Ours>>,
     pub lost: Vec<Lost>,
-    /// Ranks whose access is being taken back, and who may still write here; once for each of their regions.
+    /// Ranks whose access is being revoked and that may still write here; one entry per region.
     pub revoking: Vec<u32>,
     /// Writes that failed, and may still read what they were to send.
     pub unsettled: u32,
     pub step: Step,
-    /// Of this exchange among all ranks: all count the same, but for those that come anew, who are told. 0 until then.
+    /// Of this exchange among all ranks: all count the same, but for those that come anew, who are
+    /// told. 0 until then.
     pub number: u32,
     pub routes: Arc<Routes>,
     pub placing: Option<Arc<Placing>>,
@@ -98,9 +99,9 @@ pub struct State {
     pub left: bool,
     /// All calls are done, and other ranks may leave: that is no failure to report.
     pub parting: bool,
-    /// Nobody holds on to the exchange any more but itself, until others have what was handed in.
+    /// Only the exchange itself is left, until other ranks have what was handed in.
     pub lingers: Option<Arc<Inner>>,
-    /// Whoever carries the exchange out in place of the caller.
+    /// The device, if one executes the exchange in place of the caller.
     pub device: Option<Device>,
     lives: u64,
 }
@@ -187,8 +188,8 @@ impl State {
         }
         // Routes go to each, and routes, a grant and a fence come.
         acts.reserve(4 * self.links.len());
-        let knows_nobody = self.here().all(|l| l.exchanges == 0);
-        self.number = if knows_nobody { 0 } else { self.number.checked_add(1).unwrap_or(1) };
+        let knows_no_rank = self.here().all(|l| l.exchanges == 0);
+        self.number = if knows_no_rank { 0 } else { self.number.checked_add(1).unwrap_or(1) };
         for rank in self.others() {
             let routes = Arc::clone(&self.routes);
             let Some(link) = self.link(rank) else { continue };
@@ -227,8 +228,9 @@ impl State {
         }
     }
 
-    /// All rows were handed out. What peers have to say before they can be answered is heard in the order in which they
-    /// are answered: if all ranks began with the same one, the others' ports would be idle meanwhile.
+    /// All rows were handed out. What peers have to say before they can be answered is heard in the
+    /// order in which they are answered: if all ranks began with the same one, the others' ports
+    /// would be idle meanwhile.
     pub fn collected(&mut self, acts: &mut Vec<Act>) {
         self.step = Step::Collected;
         for rank in self.others() {
@@ -304,8 +306,8 @@ impl State {
         self.rows_out += rows_out;
     }
 
-    /// What a peer sent has come. `words` are those of its block, for routes and grants. To be followed by
-    /// [`State::go_on`].
+    /// What a peer sent has come. `words` are those of its block, for routes and grants. To be
+    /// followed by [`State::go_on`].
     ///
     /// # Errors
     /// What is wrong with the block.
@@ -356,8 +358,8 @@ impl State {
         Ok(())
     }
 
-    /// A write of ours has ended. If it failed, the memory that it reads is not free yet. To be followed by
-    /// [`State::go_on`].
+    /// A write of ours has ended. If it failed, the memory that it reads is not free yet. To be
+    /// followed by [`State::go_on`].
     pub fn written(&mut self, wire: &Wire, load: Load, well: bool, acts: &mut Vec<Act>) {
         let link = self.link(wire.rank).filter(|l| l.wire.life == wire.life);
         match (load, link) {
@@ -380,8 +382,8 @@ impl State {
 
     /// What follows for all from something that has happened to one.
     pub fn go_on(&mut self, acts: &mut Vec<Act>) {
-        // The shared buffer has room again when nothing in it is wanted, nor can be written by anybody who was lost.
-        // What a device hands out is wanted, even if who sent it has gone since.
+        // The shared buffer has room again when nothing in it is needed and no lost rank can write
+        // to it. Rows that a device hands out are needed, even if their sender has left since.
         let is_used = || {
             self.here().any(|l| !l.inward.chunks.is_empty())
                 || self.device.as_ref().is_some_and(Device::hands_out)
@@ -465,9 +467,9 @@ impl State {
     }
 }
 
-/// The number of the exchange among all ranks, of what this rank thinks it is and what another one says. One that comes
-/// anew has none, and takes what the first other says: then all must say the same, or rows of one exchange would meet
-/// those of another (RS-1).
+/// The number of the exchange among all ranks, of what this rank thinks it is and what another one
+/// says. One that comes anew has none, and takes what the first other says: then all must say the
+/// same, or rows of one exchange would meet those of another (RS-1).
 ///
 /// # Errors
 /// That they differ.
@@ -477,7 +479,7 @@ fn agree(ours: u32, theirs: u32, first: bool) -> Result<u32, String> {
         (known, 0) if first => Ok(known),
         (known, same) if known == same => Ok(known),
         _ => Err(format!(
-            "it is in exchange {theirs} of all ranks, and this one in {ours}; have all ranks admit whoever comes anew \
+            "it is in exchange {theirs} of all ranks, and this one in {ours}; have all ranks admit a new process \
              between the same two exchanges"
         )),
     }

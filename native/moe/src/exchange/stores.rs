@@ -1,8 +1,8 @@
 //! Rows and answers that a device stores to peers' memory by itself.
 //!
-//! A peer is entered when the device is told where to store, and left when it says that it has: in between the peer's
-//! memory isn't quiet (MR-1). Both follow one another on the device, so that nobody is kept waiting by what a caller does
-//! between its calls.
+//! The device enters a peer's memory when it is told where to store, and leaves it when it reports
+//! the end: in between that memory isn't quiesced (MR-1). Both follow each other on the device, so
+//! that no peer waits for a caller between its calls.
 
 use std::sync::Arc;
 
@@ -31,8 +31,8 @@ impl Stays {
         self.0.push((until, stay));
     }
 
-    /// The device has said so: these are over. To be dropped without the state's lock, for a transport may have memory to
-    /// unmap then.
+    /// The device has said so: these are over. To be dropped without the state's lock, for a
+    /// transport may have memory to unmap then.
     pub fn over(&mut self, told: Told) -> Self {
         Self(self.0.extract_if(.., |(until, _)| *until == told).collect())
     }
@@ -52,9 +52,10 @@ pub struct AnswersThere {
 }
 
 impl State {
-    /// Where each rank's rows go: the first ones to the private slots of those whose memory the device reaches, and who have
-    /// said that it may be written. All others are packed here, to be written as a caller's are: where a further row goes
-    /// is known when its rank says so, and nobody's rows wait for another rank.
+    /// Where each rank's rows go. The first ones go to the private slots of ranks that the device
+    /// reaches and that have opened their memory. All others are packed here and written as a
+    /// caller's are: a further row's place is known after the slot offer, and no rank's rows wait
+    /// for another rank.
     pub fn ways(&mut self, stays: &mut Stays) -> Vec<RowWay> {
         let (memory, shape, me) = (self.memory, self.shape, self.rank);
         let mut ways = vec![RowWay::default(); shape.ranks as usize];
@@ -76,7 +77,8 @@ impl State {
         ways
     }
 
-    /// Where answers to a peer's rows go, from the `first` of them on, if the device may store them itself now.
+    /// Where answers to a peer's rows go, from the `first` of them on, if the device may store them
+    /// itself now.
     pub fn answers_there(&mut self, rank: u32, first: u64, rows: u64) -> Option<AnswersThere> {
         let (memory, shape) = (self.memory, self.shape);
         let link = self.link(rank).filter(|l| l.open)?;
@@ -96,7 +98,8 @@ impl State {
 }
 
 impl Inner {
-    /// Finds out whether the device reaches a peer's rows. Until that is known they are written as a caller's.
+    /// Finds out whether the device reaches a peer's rows. Until that is known they are written as
+    /// a caller's.
     pub(super) fn seek(self: &Arc<Self>, wire: Arc<Wire>) {
         if !self.state.lock().device.as_ref().is_some_and(Device::stores) {
             return;

@@ -1,4 +1,4 @@
-//! What a rank waits for, and whether it is there.
+//! The conditions that a rank waits for.
 
 use super::{
     link::Link,
@@ -8,7 +8,8 @@ use super::{
 /// What a caller may wait for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Until {
-    /// The last exchange has left nothing to do: own rows have left, peers know, and no answer waits for its asker.
+    /// The last exchange has left nothing to do: own rows have left, peers know, and no answer
+    /// waits for its asker.
     MayDispatch,
     /// Nothing of lost ranks can land any more, and nothing on its way to them is read (MR-1).
     Quiet,
@@ -57,8 +58,9 @@ impl State {
         }
     }
 
-    /// Whether all of this rank's routes and rows have left, those that wait for a fence or a grant included: what
-    /// comes later would count in the next exchange (IC-6), or be read when its memory is used again (MR-1).
+    /// Whether all of this rank's routes and rows have left, those that wait for a fence or a grant
+    /// included: what comes later would count in the next exchange (IC-6), or be read when its
+    /// memory is used again (MR-1).
     pub fn rows_left(&self) -> bool {
         self.rows_out == 0
             && self.unsettled == 0
@@ -75,7 +77,8 @@ impl State {
         self.here().all(|l| l.out.rows == 0 || l.out.answered)
     }
 
-    /// Ranks whose answers don't come: what is in their place is not theirs, or not of this exchange (RS-1).
+    /// Ranks whose answers don't come: what is in their place is not theirs, or not of this
+    /// exchange (RS-1).
     pub fn missing(&self) -> Vec<bool> {
         let gone = |(rank, link): (usize, &Option<Link>)| match link {
             None => rank != self.rank as usize,

@@ -1,5 +1,5 @@
-//! What a device does with rows. Here the device is the CPU: the reference for what GPUs run, and the way itself where
-//! there is none.
+//! What a device does with rows. Here the device is the CPU: the reference for what GPUs run, and
+//! the way itself where there is none.
 
 mod float;
 mod reduce;

@@ -1,7 +1,7 @@
 //! The weighted sum of the answers to each token.
 //!
-//! In 32-bit floats and in the order of a token's experts, whichever ranks they are on: the sum is the same, bit by
-//! bit, for any number of ranks (fabric-lib §7.4.3 has what other orders cost).
+//! In 32-bit floats and in the order of a token's experts, whichever ranks they are on: the sum is
+//! the same, bit by bit, for any number of ranks (fabric-lib §7.4.3 has what other orders cost).
 
 use half::{bf16, f16};
 
@@ -14,7 +14,8 @@ pub trait Answers {
     fn row(&self, row: u32) -> Option<&[u8]>;
 }
 
-/// For each token the sum of the answers to its rows, each times its weight, or times one without weights.
+/// For each token the sum of the answers to its rows, each times its weight, or times one without
+/// weights.
 ///
 /// `row_of` has the row of each (token, k). A token without any answer gets zeros.
 pub fn weighted_sum(

@@ -1,6 +1,7 @@
-//! What a rank tells the others before the first exchange: msgpack behind a mark and a version.
+//! A rank's descriptor, sent before the first exchange: msgpack behind a mark and a version.
 //!
-//! Cards come from peers: decoding is bounded by the message, and what they say is checked where it is used.
+//! Descriptors come from peers: the message bounds decoding, and values are checked where they are
+//! used.
 
 use fabric_engine::{EngineError, Result};
 use serde::{Deserialize, Serialize};
@@ -8,16 +9,17 @@ use serde::{Deserialize, Serialize};
 use super::spec::Spec;
 
 const MARK: [u8; 3] = *b"FET";
-/// Bumped when the meaning of a card, of a slot or of an atomic word changes.
+/// Incremented when the meaning of a descriptor, of a slot or of an atomic word changes.
 pub const VERSION: u8 = 2;
 
-/// A rank, as others see it.
+/// A rank, as other ranks see it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Card {
     pub spec: Spec,
-    /// Which life of the rank it is.
+    /// The incarnation of the rank.
     pub life: u32,
-    /// What the rank knows to have happened to each: twice the number of its life, and one more if that is over.
+    /// The state of each rank as this rank knows it: twice its incarnation, plus one if that has
+    /// ended.
     pub events: Vec<u32>,
     /// A [`RankDescriptor`](fabric_proxy::RankDescriptor).
     pub proxy: Vec<u8>,
@@ -25,7 +27,7 @@ pub struct Card {
 
 impl Card {
     pub fn to_bytes(&self) -> Vec<u8> {
-        // Plain fields in memory can't fail to be written down.
+        // Plain fields in memory always serialise.
         Self::sealed(&rmp_serde::to_vec_named(self).unwrap_or_default())
     }
 
@@ -35,7 +37,7 @@ impl Card {
     }
 
     /// # Errors
-    /// [`EngineError::Decode`] for what is no card, or one of another version.
+    /// [`EngineError::Decode`] for invalid bytes, or for another version.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let fail = |cause: String| EngineError::Decode { what: "a rank's card", cause };
         let (head, body) =

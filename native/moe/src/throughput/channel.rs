@@ -1,4 +1,4 @@
-//! The lanes of one channel at one rank.
+//! The lanes of one channel on one rank.
 
 use std::{collections::VecDeque, ops::Range};
 
@@ -24,8 +24,8 @@ pub struct Channel {
     takes: Vec<Take>,
     /// The rings of lanes that there are in another era only.
     shelf: Shelf,
-    /// Preambles, in the order of nodes, and this rank's tokens of the channel, as far as they have yet to be put where they
-    /// are sent from.
+    /// Preambles, in the order of nodes, and this rank's tokens of the channel, as far as they have
+    /// yet to be put where they are sent from.
     preambles: VecDeque<(u64, Vec<u8>)>,
     to_pack: Range<u32>,
     packing: Begun<()>,
@@ -33,7 +33,8 @@ pub struct Channel {
     part: Range<u32>,
     /// Over the nodes, which of their tokens is next.
     next: Vec<usize>,
-    /// Sums of nodes that are being summed: of each feed, what was read and whether that was the last.
+    /// Sums of nodes that are being summed: of each feed, what was read and whether that was the
+    /// last.
     summing: Begun<Vec<(u64, bool)>>,
     /// When it is over, this rank's tokens may be replaced.
     pub settled: Option<u64>,
@@ -59,7 +60,8 @@ impl Channel {
         }
     }
 
-    /// Gives its lanes up, and what was under way in them. What their commands read is in use until they are over (MR-1).
+    /// Gives its lanes up, and what was under way in them. What their commands read is in use until
+    /// they are over (MR-1).
     pub fn wind_up(&mut self) {
         self.feeds.drain(..).for_each(|feed| feed.shelve(&mut self.shelf));
         self.gateways.drain(..).for_each(|gateway| gateway.shelve(&mut self.shelf));
@@ -70,12 +72,13 @@ impl Channel {
         self.settled = Some(self.commands.drain());
     }
 
-    /// A rank's next life begins, with rings that nothing has gone over.
+    /// A rank's next incarnation begins, with new rings.
     pub fn forget(&mut self, ctx: &Context, rank: u32) {
         self.shelf.forget(rank, |other| ctx.is_near(other));
     }
 
-    /// Makes the lanes of an era, if it has this channel. All that was sent in earlier ones is over.
+    /// Makes the lanes of an era, if it has this channel. All that was sent in earlier ones is
+    /// over.
     pub fn renew(&mut self, ctx: &Context) {
         self.shelf.give_back(&ctx.here, &mut self.commands);
         if self.number >= ctx.spec.channels {
@@ -90,7 +93,8 @@ impl Channel {
         self.next = vec![0; grid.nodes() as usize];
     }
 
-    /// A new exchange: which of this rank's tokens go to which node. What is for ranks that aren't here goes nowhere.
+    /// A new exchange: which of this rank's tokens go to which node. What is for ranks that aren't
+    /// here goes nowhere.
     pub fn begin(&mut self, ctx: &Context, routes: &Routes, indices: &[i64]) {
         self.part = ctx.spec.part(self.number, routes.tokens);
         self.to_pack = self.part.clone();
@@ -212,7 +216,8 @@ impl Channel {
         Ok(moved)
     }
 
-    /// Has the nodes' sums of up to a chunk of tokens summed; whether there was one of which all are there (RS-1).
+    /// Has the nodes' sums of up to a chunk of tokens summed; whether there was one of which all
+    /// are there (RS-1).
     fn sum_some(&mut self, ctx: &Context, call: &mut Call<'_, '_, '_>) -> Result<bool, Stop> {
         let (mut sums, mut terms) = (Vec::new(), Vec::new());
         while sums.len() < ctx.spec.chunk as usize && !self.part.is_empty() {
@@ -237,7 +242,8 @@ impl Channel {
         Ok(true)
     }
 
-    /// Whether a token, all of whose predecessors have theirs, has the sums of all nodes that it went to.
+    /// Whether a token, all of whose predecessors have theirs, has the sums of all nodes that it
+    /// went to.
     fn has_all_sums(&self, ctx: &Context, token: u32) -> Result<bool, Stop> {
         let own = ctx.grid.node() as usize;
         let (tokens, made) = self.own_sums();
@@ -277,7 +283,8 @@ impl Channel {
         }
     }
 
-    /// This rank's own tokens that go to ranks of its node, and of how many of them the sums are made.
+    /// This rank's own tokens that go to ranks of its node, and of how many of them the sums are
+    /// made.
     fn own_sums(&self) -> (&[u32], usize) {
         self.gateways.iter().find(|g| g.is_own()).map_or((&[], 0), Gateway::own_sums)
     }
@@ -321,7 +328,7 @@ impl Channel {
         of_feeds.chain(of_gateways).chain(of_takes).for_each(|ring| ring.count(&near, all));
     }
 
-    /// Whom tokens are awaited from, or room for them.
+    /// The ranks from which tokens, or room for them, are awaited.
     pub fn suspects_of_tokens(&self, ctx: &Context) -> Vec<u32> {
         let gateways = self.gateways.iter().filter(|g| !g.is_done());
         let mut all: Vec<u32> = gateways.flat_map(|g| g.suspects_of_tokens(ctx)).collect();
@@ -330,7 +337,7 @@ impl Channel {
         all
     }
 
-    /// Whom answers are awaited from, or room for them.
+    /// The ranks from which answers, or room for them, are awaited.
     pub fn suspects_of_answers(&self, ctx: &Context) -> Vec<u32> {
         let gateways = self.gateways.iter().filter(|g| !g.is_summed());
         let mut all: Vec<u32> = gateways.flat_map(|g| g.suspects_of_answers(ctx)).collect();

@@ -1,4 +1,4 @@
-//! The commands of one channel: in their order, with their indexes, kept while the FIFO is full.
+//! The commands of one channel, in order and with their indices; buffered while the FIFO is full.
 
 use std::collections::VecDeque;
 
@@ -9,7 +9,7 @@ use fabric_proxy::{
 
 #[derive(Debug)]
 pub struct Commands {
-    /// Whose only user this is: so it knows the index that each command will have.
+    /// The only pusher of its FIFO, so it knows the index of each command.
     pusher: Pusher,
     queue: VecDeque<Command>,
     next: u64,
@@ -36,7 +36,8 @@ impl Commands {
         self.push(Command::Atomic { rank: rank as u16, channel, add });
     }
 
-    /// A drain that is over when the commands up to one are, so that what they read may be written again.
+    /// A drain that completes when the commands up to one have ended, so that their source may be
+    /// reused.
     pub fn drain_up_to(&mut self, index: u64) -> u64 {
         if self.drained.0 <= index {
             let drain = self.push(Command::Drain { up_to: Some(index as u32) });
@@ -79,7 +80,7 @@ impl Commands {
         Ok(moved)
     }
 
-    /// Whether all there is has arrived; nothing is awaited of a proxy that is closed.
+    /// Whether all commands have completed; true if the proxy is closed.
     pub fn has_left(&mut self) -> bool {
         let drain = match self.farewell {
             Some(drain) => drain,

@@ -1,4 +1,4 @@
-//! What the lanes of all channels share.
+//! State that the lanes of all channels share.
 
 use std::sync::Arc;
 
@@ -16,15 +16,15 @@ use crate::{
     routes::{Order, Placing},
 };
 
-/// Why an exchange can't go on.
+/// Why an exchange can't continue.
 #[derive(Debug)]
 pub enum Stop {
-    /// A rank broke the protocol.
+    /// A rank violated the protocol.
     Peer {
         rank: u32,
         cause: String,
     },
-    /// A rank has gone on without somebody whose loss this rank has yet to hear of.
+    /// A rank has continued without a rank whose loss this rank has not heard of yet.
     Ahead {
         rank: u32,
     },
@@ -78,7 +78,7 @@ impl Io<'_, '_> {
     }
 }
 
-/// What doesn't change in an exchange.
+/// The parameters of an exchange; they don't change.
 #[derive(Debug)]
 pub struct Context {
     /// Of the ranks that are here: of all, or flat.
@@ -160,7 +160,7 @@ impl Context {
         grid.node_of(rank) == grid.node()
     }
 
-    /// Whether nobody was missing yet.
+    /// Whether all ranks have been here since the start.
     pub fn is_first_era(&self) -> bool {
         self.era == 0
     }

@@ -1,5 +1,5 @@
-//! The calls of an exchange whose rows kernels move. The rules are the same machine's; what a caller gives for rows, kernels
-//! were told.
+//! The calls of an exchange whose rows kernels move. The same machine applies the rules; the
+//! kernels were given the row addresses that a caller would pass.
 
 use std::{sync::Arc, time::Duration};
 
@@ -53,7 +53,8 @@ impl Throughput {
         Ok(this)
     }
 
-    /// The number of the next call, which its workers are launched with; [`Throughput::end_work`] ends them.
+    /// The number of the next call, which its workers are launched with; [`Throughput::end_work`]
+    /// ends them.
     ///
     /// # Errors
     /// [`EngineError::Invalid`]: no kernels carry the exchange out.

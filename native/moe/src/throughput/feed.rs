@@ -1,4 +1,4 @@
-//! A source's tokens on their way to another node: each once, over the rail, in chunks.
+//! A source's tokens for another node: each is sent once, over the rail, in chunks.
 
 use super::{
     commands::Commands,

@@ -1,5 +1,5 @@
-//! A lane on this node, at its gateway: tokens go on to the ranks here that need them; the ranks' answers are summed in
-//! the order of the ranks, and one sum for each token goes back.
+//! A lane of this node at its gateway: forwards tokens to the ranks of the node that need them,
+//! sums the ranks' answers in rank order, and sends back one sum per token.
 
 mod sums;
 
@@ -57,7 +57,8 @@ struct Forwarded {
     cleared: Vec<u64>,
     /// How many jobs must have taken what is for this rank.
     takes: u64,
-    /// They are the last of an exchange, which may not be the one that is under way when they are given back.
+    /// They are the last of an exchange, which may not be the one that is under way when they are
+    /// given back.
     last: bool,
 }
 
@@ -183,7 +184,7 @@ impl Gateway {
         !self.received.tokens.is_empty()
     }
 
-    /// Whom tokens of the lane are awaited from, or room for them.
+    /// The ranks from which tokens of the lane, or room for them, are awaited.
     pub fn suspects_of_tokens(&self, ctx: &Context) -> Vec<u32> {
         let Input::Ring(reader) = &self.input else { return self.full().collect() };
         let ring = &reader.ring;
@@ -202,7 +203,7 @@ impl Gateway {
         self.targets.iter().flatten().filter(|ring| ring.room() == 0).map(|ring| ring.place.partner)
     }
 
-    /// Whom answers are awaited from, or room for their sums.
+    /// The ranks from which answers, or room for their sums, are awaited.
     pub fn suspects_of_answers(&self, ctx: &Context) -> Vec<u32> {
         let Some((_, mask)) = self.records.get(self.summed) else { return Vec::new() };
         let missing = |local: &u32| {
@@ -226,7 +227,8 @@ impl Gateway {
         self.targets.iter().flatten().chain(back)
     }
 
-    /// This rank's own tokens that go to ranks of its node, and of how many of them the sums are made.
+    /// This rank's own tokens that go to ranks of its node, and of how many of them the sums are
+    /// made.
     pub fn own_sums(&self) -> (&[u32], usize) {
         match &self.input {
             Input::Own { tokens, .. } => (tokens, self.made),
@@ -301,7 +303,7 @@ impl Gateway {
         Ok(true)
     }
 
-    /// What was read has been sent on to all ranks that it is for.
+    /// Everything that was read has been sent on to all its ranks.
     fn went_on(&mut self) {
         let last = self.is_read();
         let Input::Ring(Reader { ring, .. }) = &self.input else { return };
@@ -377,7 +379,8 @@ impl Gateway {
         Ok(taken > 0)
     }
 
-    /// When a lane has ended: each rank here got as many tokens as the preamble said, and this one as many rows (RS-1).
+    /// When a lane has ended: each rank here got as many tokens as the preamble said, and this one
+    /// as many rows (RS-1).
     fn check_counts(&self, ctx: &Context, arrivals: &Arrivals) -> Result<(), Stop> {
         let Some(preamble) = self.rows.as_ref().filter(|_| self.is_read()) else { return Ok(()) };
         for (local, want) in preamble.rows_to.iter().enumerate() {
@@ -393,7 +396,7 @@ impl Gateway {
         arrivals.check_complete(self.channel, source).map_err(by(source))
     }
 
-    /// Gives slots back that nothing reads any more (MR-1).
+    /// Returns slots that nothing reads any more (MR-1).
     fn give_back(&mut self, ctx: &Context, commands: &mut Commands) -> bool {
         let Input::Ring(Reader { ring, .. }) = &mut self.input else { return false };
         let mut moved = false;

@@ -1,10 +1,11 @@
 //! Ranks as a grid of nodes and rails, and the numbers of the rings between them. Pure.
 //!
-//! While a rank is missing, the grid is *flat*: every rank is a node of its own, and nobody forwards. A ring has the same two
-//! ends whatever the grid is, so that nobody else writes where a lost rank might (MR-1).
+//! While a rank is missing, the grid is *flat*: every rank is a node of its own, and no rank
+//! forwards. A ring has the same two ends in either grid, so that no other rank writes where a lost
+//! rank might (MR-1).
 
-/// What a ring carries, and between whom. A *lane* is a source's tokens on a channel; its *gateway* on a node is the
-/// rank there with the source's place.
+/// What a ring carries, and between whom. A *lane* is a source's tokens on a channel; its *gateway*
+/// on a node is the rank there with the source's place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Family {
     /// Tokens, from their source to its gateway on another node.
@@ -70,8 +71,8 @@ impl Grid {
         node * self.per_node + local
     }
 
-    /// The number of a ring at this rank, which is one of its two ends, among those out or those back of a
-    /// channel; `partner` is the other end, `source` the node of the lane's source.
+    /// The number of a ring at this rank, which is one of its two ends, among those out or those
+    /// back of a channel; `partner` is the other end, `source` the node of the lane's source.
     pub fn ring(self, family: Family, source: u32, partner: u32) -> u64 {
         if self.per_node != self.home {
             return self.flat_ring(family, partner);

@@ -1,7 +1,7 @@
-//! What touches rows: jobs, which a worker carries out. The rules are the host's, wherever rows lie.
+//! Jobs: all work on rows, executed by a worker. The host decides, wherever rows lie.
 //!
-//! A job covers up to a chunk of tokens. Jobs have no order among themselves: what one needs was done before it was begun,
-//! and what it reads or writes is in use until it is done (MR-1).
+//! A job covers up to a chunk of tokens. Jobs are unordered: the input of a job is complete before
+//! it begins, and the memory that it reads or writes is in use until it ends (MR-1).
 
 use std::{cmp::Ordering, collections::VecDeque, fmt};
 
@@ -63,8 +63,8 @@ pub struct Sum {
 pub enum Term {
     /// A slot that a rank has sent.
     Slot { at: u64, from: u32 },
-    /// The answer in a row of the caller's, times a weight. With the last of the rank's rows their sum is rounded, as if it
-    /// came from another rank.
+    /// The answer in a row of the caller's, times a weight. With the last of the rank's rows their
+    /// sum is rounded, as if it came from another rank.
     Row { row: u32, weight: f32, last: bool },
     /// What this rank's node has summed.
     Node,

@@ -1,4 +1,4 @@
-//! What lies where in each rank's part of the symmetric memory.
+//! The layout of each rank's part of the symmetric memory.
 //!
 //! | area | slots | written by |
 //! |---|---|---|
@@ -137,12 +137,12 @@ impl Layout {
         self.spec.rings() + number
     }
 
-    /// The word that says that others have given up a rank.
+    /// The word in which other ranks report that they have given up a rank.
     pub fn given_up(&self, rank: u32) -> u64 {
         2 * self.spec.rings() + u64::from(rank)
     }
 
-    /// The word that a rank moves while it is in a call.
+    /// The word that a rank increments while it is in a call.
     pub fn beat(&self, rank: u32) -> u64 {
         2 * self.spec.rings() + u64::from(self.spec.shape.ranks + rank)
     }

@@ -1,5 +1,5 @@
-//! One rank of a high-throughput exchange, without a thread and without a clock: its *device*. What it does, it does in
-//! [`Machine::step`], which whoever has a clock calls; what it sends are commands in the FIFOs of a proxy.
+//! One rank of a high-throughput exchange, without a thread and without a clock: its *device*. The
+//! owner of a clock calls [`Machine::step`]; the machine sends by commands in the FIFOs of a proxy.
 
 mod checks;
 mod losses;
@@ -29,7 +29,7 @@ use crate::{
 pub use losses::{Broken, Losses};
 use losses::{Last, ToMask};
 
-/// What the caller has done last.
+/// The caller's last completed call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Step {
     Idle,
@@ -39,13 +39,13 @@ enum Step {
     Answered,
 }
 
-/// Timeouts after which somebody is given up even if all are in calls.
+/// Timeouts after which a rank is given up even if all ranks are in calls.
 const LAST: u32 = 8;
-/// Timeouts after which a rank whose jobs don't get done gives itself up: well before those who began to wait sooner name
-/// one that merely waits, too (RS-4).
+/// Timeouts after which a rank whose jobs don't complete gives itself up: earlier than ranks that
+/// began to wait before it would name a rank that merely waits, too (RS-4).
 const OWN: u32 = LAST / 2;
 
-/// How long a rank's own jobs may take.
+/// Maximum duration of a rank's own jobs.
 pub fn own_patience(timeout: Duration) -> Duration {
     timeout.saturating_mul(OWN)
 }
@@ -89,27 +89,27 @@ pub struct Machine {
     arrivals: Arrivals,
     jobs: Jobs,
     losses: Arc<Losses>,
-    /// Losses that no call has told yet.
+    /// Losses that no call has reported yet.
     news: Vec<Broken>,
-    /// Those that a call told last.
+    /// The losses that the last failed call reported.
     told: Vec<Broken>,
-    /// Who takes part has changed since lanes were made, and there are none.
+    /// The membership has changed since lanes were made, and there are none.
     is_wound_up: bool,
-    /// Ranks that the proxy is to give up soon.
+    /// Ranks that the proxy will drop soon.
     to_mask: Vec<ToMask>,
-    /// Who has gone on without somebody whose loss this rank has yet to hear of.
+    /// Ranks that have continued without a rank whose loss this rank has not heard of yet.
     overtaken_by: Option<u32>,
-    /// Ranks that are gone, and why. Who has done its part may leave.
+    /// Ranks that are gone, and why. A rank may leave after its part is done.
     gone: Vec<(u32, String)>,
-    /// By rank, what is known of the life that it last had here, if any.
+    /// By rank, its last incarnation here, if any.
     last: Vec<Option<Last>>,
-    /// Since when nothing has happened.
+    /// Time of the last progress.
     quiet_since: Option<Time>,
 }
 
 impl Machine {
-    /// `region` is this rank's part of symmetric memory, `words` its atomic words, `pushers` one FIFO for each channel and
-    /// one more, which nobody else pushes into and nobody has pushed into.
+    /// `region` is this rank's part of symmetric memory, `words` its atomic words, `pushers` one
+    /// FIFO per channel and one more. No other thread pushes into them, before or after.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for a spec that can't be, or too little of either.
@@ -198,8 +198,8 @@ impl Machine {
         &self.ctx.layout
     }
 
-    /// Whether [`Machine::begin`] would be taken: the last exchange's tokens have left, and what was under way when a rank
-    /// was lost is over.
+    /// Whether [`Machine::begin`] would be taken: the last exchange's tokens have left, and what
+    /// was under way when a rank was lost is over.
     pub fn may_begin(&self) -> bool {
         matches!(self.step, Step::Idle | Step::Collected)
             && !self.jobs.are_under_way()
@@ -207,8 +207,9 @@ impl Machine {
             && self.channels.iter().all(Channel::is_settled)
     }
 
-    /// Takes this rank's tokens: `parts` make up a row, `indices` are the experts of each token, `weights` 32-bit floats,
-    /// one for each expert. Step on with the parts until they are [packed](Machine::is_packed).
+    /// Takes this rank's tokens: `parts` make up a row, `indices` are the experts of each token,
+    /// `weights` 32-bit floats, one for each expert. Step on with the parts until they are
+    /// [packed](Machine::is_packed).
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for tokens that don't fit the shape, or out of turn.
@@ -263,7 +264,8 @@ impl Machine {
         Ok(())
     }
 
-    /// Makes the lanes of those that are here. If somebody is missing, nobody forwards: every rank is a node of its own.
+    /// Makes the lanes of the present ranks. If a rank is missing, no rank forwards: the grid is
+    /// flat.
     fn renew(&mut self) -> Result<()> {
         let era = self.members.era();
         if era >= 1 << 15 {
@@ -290,8 +292,8 @@ impl Machine {
         missing.collect::<BTreeSet<_>>().into_iter().collect()
     }
 
-    /// Ranks that aren't here, and that experts of the tokens of the last exchange are on: their answers are missing in its
-    /// sums.
+    /// Ranks that aren't here, and that experts of the tokens of the last exchange are on: their
+    /// answers are missing in its sums.
     pub fn left_out(&self) -> &[u32] {
         &self.left_out
     }
@@ -317,11 +319,12 @@ impl Machine {
         self.channels.iter().all(Channel::is_packed)
     }
 
-    /// Does what can be done now; whether that was anything. When nothing has happened for `timeout`, whoever is waited
-    /// for and has been in no call for so long is given up. Who is waits for somebody else, who gives up whom he waits for.
+    /// Does all work that is possible now; returns whether there was any. After `timeout` without
+    /// progress, gives up awaited ranks that have been in no call for that long. A rank in a call
+    /// waits for another rank, and gives up the rank that it waits for itself.
     ///
     /// # Errors
-    /// [`EngineError::PeerLost`]: somebody was given up, here or by others.
+    /// [`EngineError::PeerLost`]: a rank was given up, here or by others.
     pub fn step(&mut self, now: Time, timeout: Duration, io: &mut Io<'_, '_>) -> Result<bool> {
         self.hear()?;
         let moved = match self.go_on(io) {
@@ -347,7 +350,7 @@ impl Machine {
         let since = *self.quiet_since.get_or_insert(now);
         let quiet = now.since(since);
         if self.jobs.are_under_way() {
-            // Others wait for this rank, not it for them, until its rows have been seen to.
+            // Other ranks wait for this rank until its rows are processed.
             if quiet >= own_patience(timeout) {
                 let rank = self.ctx.grid.rank;
                 self.fail(rank, format!("its device did nothing within {quiet:?}"));
@@ -356,7 +359,7 @@ impl Machine {
             return Ok(false);
         }
         let late = |rank: &u32| {
-            // Whatever goes round in circles ends, too (RS-4).
+            // Cyclic waits end, too (RS-4).
             quiet >= timeout.saturating_mul(LAST) || self.signals.is_silent(*rank, now, timeout)
         };
         if quiet >= timeout {
@@ -375,7 +378,7 @@ impl Machine {
         Ok(false)
     }
 
-    /// The caller was elsewhere: what didn't happen meanwhile is nobody's fault.
+    /// The caller was elsewhere: the time does not count against any rank.
     pub fn resume(&mut self) {
         self.quiet_since = None;
     }
@@ -411,7 +414,7 @@ impl Machine {
         Ok(moved)
     }
 
-    /// Whom something is awaited from.
+    /// The ranks from which something is awaited.
     fn suspects(&self) -> Vec<u32> {
         let ctx = &self.ctx;
         if let Some(rank) = self.overtaken_by {
@@ -428,7 +431,8 @@ impl Machine {
     /// Where rows will be, once all lanes have said how many come.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] out of turn, or if an expert gets more rows than `order` has room for.
+    /// [`EngineError::Invalid`] out of turn, or if an expert gets more rows than `order` has room
+    /// for.
     pub fn arriving(&mut self, order: Order) -> Result<Option<Dispatched>> {
         self.check()?;
         if self.step != Step::Dispatched {
@@ -453,7 +457,8 @@ impl Machine {
         all
     }
 
-    /// Whether all rows have come, and all that pass through this rank have gone on; the next thing are answers then.
+    /// Whether all rows have come, and all that pass through this rank have gone on; the next thing
+    /// are answers then.
     pub fn is_collected(&mut self) -> bool {
         if self.step == Step::Dispatched && self.channels.iter().all(Channel::is_dispatched) {
             self.step = Step::Collected;
@@ -484,7 +489,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Whether nobody needs this rank's answers any more.
+    /// Whether no rank needs this rank's answers any more.
     pub fn is_answered(&mut self) -> bool {
         if self.step == Step::Answering && self.channels.iter().all(Channel::is_answered) {
             self.step = Step::Answered;
@@ -520,7 +525,8 @@ impl Machine {
         Ok(self.tokens)
     }
 
-    /// Whether jobs are under way: what the caller gave for them is in use. None begin while the machine rests.
+    /// Whether jobs are under way: what the caller gave for them is in use. None begin while the
+    /// machine rests.
     pub fn is_at_work(&self) -> bool {
         self.jobs.are_under_way()
     }
@@ -529,7 +535,7 @@ impl Machine {
         self.jobs.resting = resting;
     }
 
-    /// Nobody works for this rank any more.
+    /// The worker has stopped.
     pub(super) fn abort(&mut self) {
         self.jobs.abort();
     }

@@ -1,11 +1,13 @@
-//! Who takes part in an exchange: lives of ranks that begin and end, counted alike by all.
+//! Membership of an exchange: incarnations of ranks that begin and end, counted equally by all
+//! ranks.
 //!
-//! Of each rank is known what has happened to it: twice the number of its life, and one more if that is over. The sum over
-//! all ranks is the *era*, which only grows. Ranks that know the same are in the same era, whatever order they heard it in.
+//! The state of each rank is twice its incarnation, plus one if that has ended. The sum over all
+//! ranks is the *era*, which only grows. Ranks with equal knowledge are in the same era, in
+//! whatever order they heard it.
 
 use fabric_engine::{EngineError, Result};
 
-/// A rank's place, and which life of it this is: 0, then one more for each process that takes a lost one's place.
+/// A rank and its incarnation: 0, plus one for each process that replaces a lost one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Seat {
     pub rank: u32,
@@ -14,7 +16,7 @@ pub struct Seat {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// Its card isn't here yet.
+    /// Its descriptor has not arrived yet.
     Awaited,
     Here,
     Out,
@@ -39,7 +41,7 @@ impl Members {
         self.states[rank as usize] == State::Here
     }
 
-    /// Whether a life of it has ended, and no other has begun.
+    /// Whether an incarnation of it has ended, and no other has begun.
     pub fn is_out(&self, rank: u32) -> bool {
         self.states[rank as usize] == State::Out
     }
@@ -52,17 +54,17 @@ impl Members {
         self.states.iter().all(|s| *s == State::Here)
     }
 
-    /// The first rank of which neither a card has come nor is it known that it takes no part.
+    /// The first rank without a descriptor that is not known to be absent.
     pub fn awaited(&self) -> Option<u32> {
         self.states.iter().position(|s| *s == State::Awaited).map(|rank| rank as u32)
     }
 
-    /// Which life of a rank the latest is.
+    /// The latest incarnation of a rank.
     pub fn life(&self, rank: u32) -> u32 {
         self.events[rank as usize] / 2
     }
 
-    /// What has happened to each rank.
+    /// The state of each rank.
     pub fn events(&self) -> &[u32] {
         &self.events
     }
@@ -71,10 +73,10 @@ impl Members {
         self.events.iter().sum()
     }
 
-    /// Whether a life of a rank may begin.
+    /// Checks that an incarnation of a rank may begin.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`]: it is here, or this life of it has ended.
+    /// [`EngineError::Invalid`]: the rank is here, or this incarnation has ended.
     pub fn check_newcomer(&self, Seat { rank, life }: Seat) -> Result<()> {
         if self.is_here(rank) {
             return Err(EngineError::Invalid(format!(
@@ -92,30 +94,30 @@ impl Members {
         }
     }
 
-    /// A life begins, which was checked.
+    /// Begins a checked incarnation.
     pub fn admit(&mut self, Seat { rank, life }: Seat) {
         self.events[rank as usize] = 2 * life;
         self.states[rank as usize] = State::Here;
     }
 
-    /// The life of a rank that is here ends, or nobody waits for one that hasn't come.
+    /// Ends the incarnation of a present rank, or marks a rank that hasn't joined as absent.
     pub fn lose(&mut self, rank: u32) {
         self.events[rank as usize] |= 1;
         self.states[rank as usize] = State::Out;
     }
 
-    /// A life of a rank that isn't here began and ended elsewhere; nobody waits for it.
+    /// An incarnation of an absent rank began and ended elsewhere; the rank stays absent.
     pub fn pass_over(&mut self, Seat { rank, life }: Seat) {
         self.events[rank as usize] = 2 * life + 1;
         self.states[rank as usize] = State::Out;
     }
 
-    /// The first life of a rank that isn't known to have ended.
+    /// The first incarnation of a rank that isn't known to have ended.
     pub fn next_life(&self, rank: u32) -> u32 {
         self.events[rank as usize].div_ceil(2)
     }
 
-    /// What another rank knows: of those that aren't here it may know more.
+    /// Merges another rank's knowledge; it may know more of absent ranks.
     pub fn learn(&mut self, events: &[u32]) {
         for ((had, state), new) in self.events.iter_mut().zip(&self.states).zip(events) {
             if *state != State::Here {
@@ -133,7 +135,8 @@ mod tests {
         Seat { rank, life }
     }
 
-    /// Four ranks of which two are lost and come again, as two of the others and one that comes anew see it.
+    /// Four ranks of which two are lost and join again, as two of the others and a new process see
+    /// it.
     #[test]
     fn ranks_that_know_the_same_are_in_the_same_era_in_whatever_order_they_heard_it() {
         let mut first = Members::new(seat(0, 0), 4);

@@ -1,17 +1,20 @@
 //! The high-throughput mode (uccl-ep §3 to §5): many tokens at a time, over nodes.
 //!
-//! A token goes once to each node that has experts of it, over the *rail*: to its *gateway*, the rank there with its
-//! source's place. The gateway forwards it to the ranks of its node that need it. Their answers come back to the gateway,
-//! which sums them in the order of the ranks; one sum for each token and node goes back, and the source sums those in
-//! the order of the nodes.
+//! A token goes once to each node that has experts of it, over the *rail*: to its *gateway*, the
+//! rank there with its source's place. The gateway forwards it to the ranks of its node that need
+//! it. Their answers come back to the gateway, which sums them in the order of the ranks; one sum
+//! for each token and node goes back, and the source sums those in the order of the nodes.
 //!
-//! Each hop is a ring of slots with a tail and a head, filled and given back in chunks ([`ring`]). Whatever is sent is a
-//! command to the rank's proxy: writes, the last of a batch with an atomic that moves the tail, in order.
+//! Each hop is a ring of slots with a tail and a head, filled and given back in chunks ([`ring`]).
+//! Whatever is sent is a command to the rank's proxy: writes, the last of a batch with an atomic
+//! that moves the tail, in order.
 //!
-//! While a rank is missing nobody forwards: every rank is a node of its own then ([`members`], [`grid`]).
+//! While a rank is missing, no rank forwards: every rank is a node of its own ([`members`],
+//! [`grid`]).
 //!
-//! From pure to stateful: [`Spec`], [`grid`], [`layout`], [`slots`], [`members`]; [`ring`] and the lanes ([`feed`],
-//! [`gateway`], [`take`]); [`Machine`], which needs neither thread nor clock; and [`Throughput`], which has both.
+//! From pure to stateful: [`Spec`], [`grid`], [`layout`], [`slots`], [`members`]; [`ring`] and the
+//! lanes ([`feed`], [`gateway`], [`take`]); [`Machine`], which needs neither thread nor clock; and
+//! [`Throughput`], which has both.
 
 mod card;
 mod channel;
@@ -95,24 +98,26 @@ pub fn proxy_config(spec: &Spec, seat: Seat, deadline: Duration) -> Config {
 
 /// One rank of a high-throughput exchange.
 ///
-/// Calls come in turns: `dispatch_send`, `dispatch_recv`, `combine_send`, `combine_recv`, from one thread at a time;
-/// combine may be left out if all ranks do. A rank forwards for others while it is in a call: between calls, as much moves as
-/// rings hold. Other threads may ask, or mask a rank, meanwhile.
+/// Calls come in turns: `dispatch_send`, `dispatch_recv`, `combine_send`, `combine_recv`, from one
+/// thread at a time; combine may be left out if all ranks do. A rank forwards for others while it
+/// is in a call: between calls, as much moves as rings hold. Other threads may ask, or mask a rank,
+/// meanwhile.
 pub struct Throughput {
     proxy: Proxy,
     spec: Spec,
     layout: Layout,
-    /// Held by whoever is in a call, which others are refused.
+    /// Held during a call; other callers are refused.
     turn: Mutex<()>,
     /// Locked for a whole call.
     machine: Mutex<Machine>,
     losses: Arc<Losses>,
-    /// Whom a caller wants given up, and why, until a call or the caller has done so.
+    /// Ranks to give up, and why, until a call or the caller has done so.
     masked: Mutex<Vec<(u32, String)>>,
     traffic: Mutex<Traffic>,
     closed: AtomicBool,
     events: Arc<Mutex<Vec<Event>>>,
-    /// Which ranks are here, and whose answers are missing in the last sums; as the last call left it.
+    /// The present ranks, and the ranks whose answers are missing in the last sums, as of the last
+    /// call.
     here: Mutex<Vec<bool>>,
     left_out: Mutex<Vec<u32>>,
     seat: Seat,
@@ -129,13 +134,15 @@ impl fmt::Debug for Throughput {
 }
 
 impl Throughput {
-    /// Opens engines like `engine`, one for each proxy thread, and allocates this rank's part of the memory.
+    /// Opens engines like `engine`, one for each proxy thread, and allocates this rank's part of
+    /// the memory.
     ///
-    /// `timeout` is how long a rank may be in no call while it is waited for; give all ranks the same. A rank that takes a lost
-    /// one's place is a further life of it.
+    /// `timeout` is the longest time that an awaited rank may be in no call; give all ranks the
+    /// same. A rank that replaces a lost one has a further incarnation.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] for a spec that can't be, or a rank that isn't one; what an engine says.
+    /// [`EngineError::Invalid`] for a spec that can't be, or a rank that isn't one; what an engine
+    /// says.
     pub fn open(engine: &EngineConfig, spec: Spec, seat: Seat, timeout: Duration) -> Result<Self> {
         let nbytes = Layout::new(spec)?.nbytes();
         let engines = Engines::open(engine, spec.threads as usize, nbytes).map_err(engine_error)?;
@@ -203,19 +210,20 @@ impl Throughput {
         Duration::from_nanos(self.timeout.load(Relaxed))
     }
 
-    /// What this rank has sent up to the end of its last call, or until nothing moved in the one that it is in.
+    /// What this rank has sent up to the end of its last call, or until nothing moved in the one
+    /// that it is in.
     pub fn traffic(&self) -> Traffic {
         *self.traffic.lock()
     }
 
-    /// Sends tokens to the ranks of their experts. `parts` make up a row; `indices` are the experts of each token; `weights`
-    /// 32-bit floats, one for each expert, or all one.
+    /// Sends tokens to the ranks of their experts. `parts` make up a row; `indices` are the experts
+    /// of each token; `weights` 32-bit floats, one for each expert, or all one.
     ///
     /// Returns when the tokens have been copied.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] for tokens that don't fit the shape, before anything is sent, or out of turn;
-    /// [`EngineError::PeerLost`] when a rank is lost.
+    /// [`EngineError::Invalid`] for tokens that don't fit the shape, before anything is sent, or
+    /// out of turn; [`EngineError::PeerLost`] when a rank is lost.
     pub fn dispatch_send(
         &self,
         parts: &[Part<'_>],
@@ -234,8 +242,8 @@ impl Throughput {
     /// How many rows come, and where they will be, when all lanes have said so.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] out of turn, or if an expert gets more rows than `order` has room for;
-    /// [`EngineError::PeerLost`] when a rank is lost.
+    /// [`EngineError::Invalid`] out of turn, or if an expert gets more rows than `order` has room
+    /// for; [`EngineError::PeerLost`] when a rank is lost.
     pub fn wait_arriving(&self, order: Order) -> Result<Dispatched> {
         let (_turn, mut machine) = self.enter()?;
         let mut found = Ok(None);
@@ -246,11 +254,12 @@ impl Throughput {
         found?.ok_or(EngineError::Closed)
     }
 
-    /// Waits until all rows are handed out, and what passes through this rank has gone on. `out` has the parts of a row, as
-    /// `dispatch_send` was given them.
+    /// Waits until all rows are handed out, and what passes through this rank has gone on. `out`
+    /// has the parts of a row, as `dispatch_send` was given them.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] for room that doesn't suffice, or out of turn; [`EngineError::PeerLost`] when a rank is lost.
+    /// [`EngineError::Invalid`] for room that doesn't suffice, or out of turn;
+    /// [`EngineError::PeerLost`] when a rank is lost.
     pub fn dispatch_recv(&self, out: &mut [PartMut<'_>]) -> Result<Dispatched> {
         let (_turn, mut machine) = self.enter_near()?;
         let placing = machine.check_room(out)?;
@@ -258,11 +267,12 @@ impl Throughput {
         Ok(placing)
     }
 
-    /// Sends the answers to all rows, which lie where `dispatch_recv` put the rows. Returns when nobody needs them any
-    /// more: those of this node are summed.
+    /// Sends the answers to all rows, which lie where `dispatch_recv` put the rows. Returns when no
+    /// rank needs the rows any more: those of this node are summed.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] for answers that don't fit the shape, or out of turn; [`EngineError::PeerLost`] when a rank is lost.
+    /// [`EngineError::Invalid`] for answers that don't fit the shape, or out of turn;
+    /// [`EngineError::PeerLost`] when a rank is lost.
     pub fn combine_send(&self, answers: Part<'_>) -> Result<()> {
         let (_turn, mut machine) = self.enter_near()?;
         machine.begin_answers(&answers)?;
@@ -272,7 +282,8 @@ impl Throughput {
     /// For each of this rank's tokens the sum of its experts' answers, each times its weight.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] for room that doesn't fit, or out of turn; [`EngineError::PeerLost`] when a rank is lost.
+    /// [`EngineError::Invalid`] for room that doesn't fit, or out of turn;
+    /// [`EngineError::PeerLost`] when a rank is lost.
     pub fn combine_recv(&self, out: &mut PartMut<'_>, float: Float) -> Result<()> {
         let (_turn, mut machine) = self.enter_near()?;
         machine.check_sums(out, float)?;
@@ -299,7 +310,8 @@ impl Throughput {
         Ok((turn, self.machine.lock()))
     }
 
-    /// Steps on until something is there and nothing that the caller gave is in use, or the exchange has ended.
+    /// Steps until a condition holds and no memory of the caller is in use, or until the exchange
+    /// has ended.
     fn drive(
         &self,
         machine: &mut Machine,
@@ -310,7 +322,7 @@ impl Throughput {
         if there.is_ok() && machine.is_at_work() {
             machine.rest(true);
             if self.step_until(machine, io, |machine| !machine.is_at_work()).is_err() {
-                // Who is lost meanwhile is for the next call to say.
+                // Losses meanwhile are reported by the next call.
                 machine.say_again();
                 self.put_down(machine, io);
             }
@@ -323,7 +335,7 @@ impl Throughput {
         there
     }
 
-    /// Sees to it that nothing that the caller gave is in use any more.
+    /// Waits until no memory of the caller is in use.
     fn put_down(&self, machine: &mut Machine, io: &mut Io<'_, '_>) {
         let end = Instant::now() + machine::own_patience(self.timeout());
         while machine.is_wound_up() && !machine.finish_jobs(io) {
@@ -338,7 +350,7 @@ impl Throughput {
         }
     }
 
-    /// For whoever asks between calls.
+    /// Updates the state that other threads read between calls.
     fn note(&self, machine: &Machine) {
         *self.here.lock() = machine.here();
     }
@@ -364,7 +376,7 @@ impl Throughput {
             match idle {
                 0..32 => std::hint::spin_loop(),
                 32..256 => std::thread::yield_now(),
-                // Whoever is waited for may need this core.
+                // The awaited rank may need this core.
                 _ => std::thread::sleep(Duration::from_micros(50)),
             }
         }
@@ -372,7 +384,7 @@ impl Throughput {
 
     fn step(&self, machine: &mut Machine, io: &mut Io<'_, '_>) -> Result<bool> {
         self.follow_masks(machine);
-        // What others say of whom they gave up came before they left themselves.
+        // A rank's reports of losses arrive before its own end.
         machine.hear()?;
         self.take_events(machine);
         self.mask_lost(machine);
@@ -399,7 +411,7 @@ impl Throughput {
         }
     }
 
-    /// Has the proxy give up whom all others have been told of.
+    /// Has the proxy drop ranks of whose loss all others have been told.
     fn mask_lost(&self, machine: &mut Machine) {
         for rank in machine.take_masked(Time::now(), self.timeout()) {
             // A rank that there is, and another one.
@@ -407,7 +419,7 @@ impl Throughput {
         }
     }
 
-    /// Leaves for good: what was said is heard by the others, or not awaited for ever. Calls fail from now on.
+    /// Leaves for good, after pending signals are sent or the wait for them ends. Later calls fail.
     pub fn close(&self) {
         if self.closed.swap(true, Relaxed) {
             return;
@@ -420,7 +432,7 @@ impl Throughput {
         self.proxy.close();
     }
 
-    /// Waits until all others have been told who was lost, but not for ever.
+    /// Waits, for a bounded time, until all others have been told of the losses.
     fn tell(&self, machine: &mut Machine) {
         wait_for(self.farewell(), || machine.has_told());
         self.mask_lost(machine);

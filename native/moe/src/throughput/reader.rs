@@ -1,8 +1,8 @@
-//! The receiver's end of a ring, and the beginnings of those slots that were looked at: what peers wrote there is the host's to
-//! check (MR-3), wherever the rows behind lie.
+//! The receiver's end of a ring, and the first bytes of slots that were read. The host checks what
+//! peers wrote there (MR-3), wherever the rows behind lie.
 //!
-//! Slots of an earlier era are passed over: their exchange was given up. Those of a later one stay where they are until this
-//! rank has heard who was lost.
+//! Slots of an earlier era are skipped: their exchange was abandoned. Slots of a later era stay
+//! until this rank has heard of the loss.
 
 use std::cmp::Ordering::{Equal, Greater, Less};
 
@@ -72,7 +72,8 @@ impl Reader {
         Ok(true)
     }
 
-    /// Looks at the first `nbytes` of up to a chunk of the next `left` slots; returns how many are seen.
+    /// Looks at the first `nbytes` of up to a chunk of the next `left` slots; returns how many are
+    /// seen.
     pub fn look(
         &mut self,
         ctx: &Context,

@@ -11,7 +11,8 @@ pub struct Received {
     pub tokens: Vec<u32>,
     /// Of each token, the end of its terms.
     ends: Vec<usize>,
-    /// Of each of this rank's experts of a token, in the order in which the token names them: row and weight.
+    /// Of each of this rank's experts of a token, in the order in which the token names them: row
+    /// and weight.
     terms: Vec<(u32, f32)>,
 }
 
@@ -58,7 +59,8 @@ impl Received {
         Ok((self.terms.len() - before) as u32)
     }
 
-    /// What this rank's answer to a token is the sum of: its experts' answers, each times its weight, in their order.
+    /// What this rank's answer to a token is the sum of: its experts' answers, each times its
+    /// weight, in their order.
     pub fn terms(&self, i: usize) -> impl Iterator<Item = Term> + '_ {
         let begin = i.checked_sub(1).map_or(0, |before| self.ends[before]);
         let end = self.ends[i];

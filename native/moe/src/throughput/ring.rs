@@ -1,8 +1,10 @@
-//! The two ends of a ring. Its tail is a word at the receiver: slots filled so far. Its head is a word at the sender:
-//! slots read so far. Both only grow, by atomics in order behind the bytes they stand for.
+//! The two ends of a ring. The tail is a word at the receiver, the number of filled slots. The head
+//! is a word at the sender, the number of read slots. Both only grow, by ordered atomics behind the
+//! bytes they count.
 //!
-//! A slot is written again when the receiver has given it back *and* the write before is over at the sender, so that no
-//! late copy of that can land on its successor, nor is what it was sent from read any more (MR-1).
+//! A slot is written again when the receiver has returned it *and* the previous write has ended at
+//! the sender. So no late copy of that write lands on its successor, and its source is not read any
+//! more (MR-1).
 
 use std::{collections::VecDeque, sync::atomic::Ordering::Acquire};
 
@@ -19,7 +21,7 @@ pub struct Place {
     pub partner: u32,
     /// What goes over it are answers or sums.
     pub is_back: bool,
-    /// Of the ring, in the part of whoever receives.
+    /// Offset of the ring in the receiver's part.
     pub base: u64,
     pub slots: u64,
     pub stride: u64,
@@ -189,9 +191,11 @@ impl Inbound {
         self.place.slot(self.taken + ahead)
     }
 
-    /// Gives back the slots before `up_to`, a chunk at a time, or all if they are the last of an exchange.
+    /// Gives back the slots before `up_to`, a chunk at a time, or all if they are the last of an
+    /// exchange.
     pub fn credit(&mut self, up_to: u64, chunk: u32, last: bool, commands: &mut Commands) {
-        // What earlier eras left may have been passed over, and given back, since `up_to` was noted.
+        // What earlier eras left may have been passed over, and given back, since `up_to` was
+        // noted.
         let Some(slots) = up_to.checked_sub(self.credited) else { return };
         if slots >= u64::from(chunk) || last && slots > 0 {
             let place = &self.place;

@@ -1,4 +1,4 @@
-//! The calls about who takes part: cards that go around, ranks that come, ranks that are given up.
+//! Membership calls: descriptors, ranks that join, ranks that are given up.
 
 use std::{
     sync::atomic::Ordering::Relaxed,
@@ -18,20 +18,22 @@ use super::{
 };
 
 impl Throughput {
-    /// What others need to know of this rank, and what it knows of others.
+    /// This rank's descriptor, with its knowledge of other ranks.
     pub fn card(&self) -> Vec<u8> {
         let proxy = self.proxy.descriptor().to_bytes();
         let events = self.machine.lock().events().to_vec();
         Card { spec: self.spec, life: self.seat.life, events, proxy }.to_bytes()
     }
 
-    /// Takes a rank in by its card; returns its number. All are there before the first dispatch. One that takes a lost one's
-    /// place is admitted by all between the same two exchanges, and admits all others.
+    /// Admits a rank by its descriptor; returns its number. All ranks are admitted before the first
+    /// dispatch. All ranks admit a replacement between the same two exchanges, and the replacement
+    /// admits all others.
     ///
     /// # Errors
-    /// [`EngineError::Handshake`] if it is of another shape; [`EngineError::Invalid`] if it is here already, or comes in a
-    /// life that has ended, or while an exchange is under way; [`EngineError::PeerLost`] if others go on without this rank;
-    /// [`EngineError::NotQuiesced`] if the one before it may still write to this rank's memory, after the timeout.
+    /// [`EngineError::Handshake`] if it is of another shape; [`EngineError::Invalid`] if it is here
+    /// already, or comes in a life that has ended, or while an exchange is under way;
+    /// [`EngineError::PeerLost`] if others go on without this rank; [`EngineError::NotQuiesced`] if
+    /// the one before it may still write to this rank's memory, after the timeout.
     pub fn admit(&self, card: &[u8]) -> Result<u32> {
         let card = Card::from_bytes(card)?;
         let proxy = RankDescriptor::from_bytes(&card.proxy).map_err(engine_error)?;
@@ -68,12 +70,12 @@ impl Throughput {
         Ok(rank)
     }
 
-    /// Waits until nothing of a rank's last life can land here any more (MR-1).
+    /// Waits until nothing of a rank's last incarnation can land here any more (MR-1).
     fn wait_for_end(&self, machine: &mut Machine, rank: u32) -> Result<()> {
         let end = Instant::now() + self.timeout();
         loop {
             self.take_events(machine);
-            // Others may wait for this rank meanwhile, or give somebody up.
+            // Meanwhile other ranks may wait for this rank, or give up a rank.
             machine.listen();
             machine.check_goes_on()?;
             machine.beat(Time::now(), self.timeout());
@@ -94,7 +96,7 @@ impl Throughput {
         }
     }
 
-    /// Nobody waits for a rank that has yet to come, until it does.
+    /// Marks a rank that has yet to join as absent: no rank waits for it.
     ///
     /// # Errors
     /// [`EngineError::Invalid`]: it is this rank, or none, or here.
@@ -108,8 +110,8 @@ impl Throughput {
         Ok(())
     }
 
-    /// Gives a rank up: also in the call that this rank is in, which ends. Each rank's next call says so, once, and names all
-    /// that it knows of by then; after that all go on without them.
+    /// Gives a rank up, and ends the current call of this rank. Each rank's next call reports the
+    /// loss once, and names all losses known by then; after that all ranks continue without them.
     ///
     /// # Errors
     /// [`EngineError::Invalid`]: it is this rank, or none.
@@ -136,7 +138,7 @@ impl Throughput {
         self.losses.ended().cloned()
     }
 
-    /// Ranks that were given up and haven't come again, in that order.
+    /// Ranks that were given up and haven't joined again, in order of loss.
     pub fn lost(&self) -> Vec<Broken> {
         self.losses.lost()
     }
@@ -151,8 +153,8 @@ impl Throughput {
         self.left_out.lock().clone()
     }
 
-    /// How long a rank may be in no call while it is waited for. Give all ranks the same: who waits a few hundred
-    /// milliseconds only hears too rarely of those that wait longer.
+    /// The longest time that an awaited rank may be in no call. Give all ranks the same: a rank
+    /// with a much longer timeout sends its signals too rarely for the others.
     pub fn set_timeout(&self, timeout: Duration) {
         let nanos = timeout.as_nanos().min(u128::from(u64::MAX)) as u64;
         self.timeout.store(nanos, Relaxed);

@@ -1,4 +1,4 @@
-//! The rings of a channel, kept from era to era: their counts only grow, whatever lanes they belong to.
+//! The rings of a channel, kept over eras: their counts only grow, whatever lanes use them.
 
 use std::collections::HashMap;
 
@@ -25,7 +25,7 @@ impl Shelf {
         ring
     }
 
-    /// A ring of which slots of earlier eras may come, if there was one: they count for nothing (IC-6).
+    /// A ring on which slots of earlier eras may arrive; these are ignored (IC-6).
     pub fn inbound(&mut self, place: Place, is_first: bool) -> Reader {
         let mut ring = self.inbound.remove(&place.word).unwrap_or_else(|| Inbound::new(place));
         (ring.place, ring.fresh) = (place, is_first);
@@ -47,7 +47,7 @@ impl Shelf {
         }
     }
 
-    /// Forgets the rings of a rank: in its next life they begin anew.
+    /// Removes the rings of a rank: they begin anew with its next incarnation.
     pub fn forget(&mut self, rank: u32, node: impl Fn(u32) -> bool) {
         let its: Vec<u64> = self
             .outbound
@@ -62,7 +62,8 @@ impl Shelf {
         self.inbound.retain(|_, ring| ring.place.partner != rank);
     }
 
-    /// Adds what was sent over rings that are here; `near` says which ranks are on this rank's node.
+    /// Adds what was sent over rings that are here; `near` says which ranks are on this rank's
+    /// node.
     pub fn count(&self, near: &impl Fn(u32) -> bool, all: &mut Traffic) {
         all.add(&self.before);
         self.outbound.values().for_each(|ring| ring.count(near, all));

@@ -1,5 +1,6 @@
-//! What ranks tell each other beside tokens: that they are in a call, and whom they have given up. In a FIFO and on a command
-//! channel of their own, so that they don't wait behind tokens that somebody doesn't take.
+//! Signals between ranks beside tokens: that a rank is in a call, and which ranks it has given up.
+//! They use a FIFO and a command channel of their own, so that they don't wait behind tokens that a
+//! rank does not take.
 
 use std::{
     sync::atomic::Ordering::{AcqRel, Acquire},
@@ -16,24 +17,26 @@ use super::{commands::Commands, context::Context, members::Seat};
 
 /// Bits that count ranks, of which there are less than 2^10.
 const TELLERS: u32 = 10;
-/// Lives of a rank that its word tells apart.
+/// Incarnations of a rank that its word distinguishes.
 const LIVES: u32 = u64::BITS / TELLERS;
-/// Lives to come whose ends are heard of: what is said late of earlier ones stands elsewhere in the word.
+/// Lives to come whose ends are heard of: what is said late of earlier ones stands elsewhere in the
+/// word.
 const AHEAD: u32 = LIVES / 2;
 const CHANNEL: u8 = CHANNELS as u8 - 1;
-/// Times in a timeout that a rank says that it is in a call.
+/// Signals per timeout while a rank is in a call.
 pub const BEATS: u32 = 4;
-/// It says so this often at least, for others may have shorter timeouts.
+/// Maximum interval of these signals, for ranks with shorter timeouts.
 const BEAT: Duration = Duration::from_millis(250);
 
 #[derive(Debug)]
 pub struct Signals {
     pub commands: Commands,
-    /// When this rank last said that it is in a call.
+    /// Time of this rank's last in-call signal.
     said: Option<Time>,
-    /// The drain after which all others know whom this rank has given up.
+    /// The drain after which all others know which ranks this rank has given up.
     told: Option<u64>,
-    /// By rank: lives before this have a place in its word of which those before them have been cleared.
+    /// By rank: lives before this have a place in its word of which those before them have been
+    /// cleared.
     ready: Vec<u32>,
     /// By rank: how often it said so, and when that was seen.
     heard: Vec<(u64, Time)>,
@@ -46,7 +49,7 @@ impl Signals {
         Self { commands: Commands::new(pusher), said: None, told: None, heard, ready }
     }
 
-    /// Says that this rank is in a call, if it is time to, and hears who else is.
+    /// Sends the in-call signal if it is due, and reads those of others.
     pub fn beat(&mut self, ctx: &Context, now: Time, timeout: Duration) {
         for (rank, (beats, when)) in self.heard.iter_mut().enumerate() {
             let word = ctx.words[ctx.layout.beat(rank as u32) as usize].load(Acquire);
@@ -61,26 +64,28 @@ impl Signals {
         }
     }
 
-    /// Whether a rank has been in no call for so long: the last time that it said so may be a beat before it left its last
-    /// call.
+    /// Whether a rank has been in no call for so long: the last time that it said so may be a beat
+    /// before it left its last call.
     pub fn is_silent(&self, rank: u32, now: Time, timeout: Duration) -> bool {
         now.since(self.heard[rank as usize].1) >= timeout + timeout / BEATS
     }
 
-    /// Tells all others which rank this one has given up, in which of its lives, so that all do the same (RS-4).
+    /// Tells all others which incarnation of a rank this rank has given up, so that all do the same
+    /// (RS-4).
     pub fn give_up(&mut self, ctx: &Context, seat: Seat) {
         self.tell_all(ctx, ctx.layout.given_up(seat.rank), 1 << shift(seat.life));
         self.told = Some(self.commands.drain());
     }
 
-    /// Whether all others have been told of whom this rank has given up; nothing is awaited of a proxy that is closed.
+    /// Whether all others have been told of whom this rank has given up; nothing is awaited of a
+    /// proxy that is closed.
     pub fn has_told(&mut self) -> bool {
         let told = self.told.is_none_or(|drain| self.commands.is_complete(drain));
         told || self.commands.flush().is_err()
     }
 
-    /// Tells that rank too, which may live, and may take nothing any more: so after all others. Returns a drain after which
-    /// it has been told.
+    /// Tells that rank too, which may live, and may take nothing any more: so after all others.
+    /// Returns a drain after which it has been told.
     pub fn tell_itself(&mut self, ctx: &Context, seat: Seat) -> u64 {
         let (slot, value) = (ctx.layout.given_up(seat.rank) as u16, 1 << shift(seat.life));
         let add = Add { slot, value, ordered: false };
@@ -88,20 +93,20 @@ impl Signals {
         self.commands.drain()
     }
 
-    /// Whether others have given up a life of a rank.
+    /// Whether other ranks have given up an incarnation of a rank.
     pub fn is_given_up(ctx: &Context, seat: Seat) -> bool {
         let word = ctx.words[ctx.layout.given_up(seat.rank) as usize].load(Acquire);
         tellers(word, seat.life) > 0
     }
 
-    /// The latest of the next lives of a rank that others have given up.
+    /// The latest future incarnation of a rank that others have given up.
     pub fn passed_by(&self, ctx: &Context, rank: u32, next: u32) -> Option<Seat> {
         let seats = (next..self.ready[rank as usize]).rev().map(|life| Seat { rank, life });
         seats.into_iter().find(|seat| Self::is_given_up(ctx, *seat))
     }
 
-    /// The next life of a rank is this. What was said of those that had its place in the word, or one of the next few, is
-    /// forgotten.
+    /// The next life of a rank is this. What was said of those that had its place in the word, or
+    /// one of the next few, is forgotten.
     pub fn make_ready(&mut self, ctx: &Context, Seat { rank, life }: Seat) {
         let (ready, to) = (&mut self.ready[rank as usize], life + AHEAD);
         let word = &ctx.words[ctx.layout.given_up(rank) as usize];

@@ -1,8 +1,8 @@
-//! What a slot of a ring says: its head, the experts of a token, how many rows come.
+//! Contents of a ring's slot: its head, the experts of a token, the number of rows.
 //!
-//! A head is four little-endian words: what it is, the exchange, the token (or the rows that follow a preamble), zero.
-//! The number of an exchange begins with its era: who takes part, and in which grid.
-//! Whatever a peer wrote there is checked before it is used (MR-3).
+//! A head is four little-endian words: what it is, the exchange, the token (or the rows that follow
+//! a preamble), zero. The number of an exchange begins with its era: who takes part, and in which
+//! grid. Everything that a peer wrote there is checked before use (MR-3).
 
 use super::spec::Spec;
 use crate::routes::NONE;
@@ -30,13 +30,15 @@ pub fn first_exchange(era: u32, is_flat: bool) -> u32 {
     (2 * era + u32::from(is_flat)) << COUNT | 1
 }
 
-/// The number of the next one of the same era. It comes round: whoever is that far off is not in the era any more.
+/// The next number in the same era. It wraps around: a rank that is so far behind is in another
+/// era.
 pub fn next_exchange(exchange: u32) -> u32 {
     let mask = (1 << COUNT) - 1;
     exchange & !mask | exchange.wrapping_add(1) & mask
 }
 
-/// Whether a slot with this head was sent in an earlier era than an exchange's, in its own, or in a later one.
+/// Whether a slot with this head was sent in an earlier era than an exchange's, in its own, or in a
+/// later one.
 pub fn compare_era(head: &[u8], exchange: u32) -> std::cmp::Ordering {
     (word(head, 1) >> COUNT).cmp(&(exchange >> COUNT))
 }
@@ -51,7 +53,7 @@ pub fn head(kind: Kind, exchange: u32, token: u32) -> [u8; HEAD as usize] {
 
 /// The third word of a slot of that kind and exchange.
 ///
-/// # Errors
+/// The contents, if they differ.
 /// What it says instead.
 pub fn read_head(bytes: &[u8], kind: Kind, exchange: u32) -> Result<u32, String> {
     let [k, e, token, zero] = std::array::from_fn(|i| word(bytes, i));
@@ -223,7 +225,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever a peer writes down, no more rows are made room for than a source can have.
+        /// For any input, no more rows get room than a source can have.
         #[test]
         fn mr_3_no_preamble_passes_what_a_source_can_send(
             words in prop::collection::vec(0u32..8, 0..12),

@@ -5,10 +5,10 @@ use serde::{Deserialize, Serialize};
 use super::{command_channels, grid::Grid};
 use crate::shape::{Shape, ALIGN};
 
-/// What all ranks of a high-throughput exchange agree on.
+/// The parameters that all ranks of a high-throughput exchange agree on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Spec {
-    /// Its private and shared rows mean nothing here: rings take their place.
+    /// Its private and shared rows are unused: rings take their place.
     pub shape: Shape,
     /// Ranks of a node: rank `r` is on node `r / ranks_per_node`.
     pub ranks_per_node: u32,
@@ -106,13 +106,14 @@ impl Spec {
         (super::slots::HEAD + self.shape.back_nbytes()).next_multiple_of(ALIGN)
     }
 
-    /// What is agreed on while a rank is missing: every rank is a node of its own, and one channel is enough for the rings
-    /// that only then are used.
+    /// What is agreed on while a rank is missing: every rank is a node of its own, and one channel
+    /// is enough for the rings that only then are used.
     pub(super) fn flat(&self) -> Self {
         Self { ranks_per_node: 1, channels: 1, ..*self }
     }
 
-    /// Pairs of ranks in each direction, for each rank, that have rings only while a rank is missing.
+    /// Pairs of ranks in each direction, for each rank, that have rings only while a rank is
+    /// missing.
     pub(super) fn spare(&self) -> u64 {
         u64::from(self.nodes() - 1) * u64::from(self.ranks_per_node - 1)
     }
@@ -122,8 +123,8 @@ impl Spec {
         2 * (u64::from(self.channels) * u64::from(self.shape.ranks - 1) + self.spare())
     }
 
-    /// Atomic words of a rank: a tail for each ring that ends there, a head for each that begins there, and of each rank
-    /// whether others have given it up and whether it is in a call.
+    /// Atomic words of a rank: a tail for each ring that ends there, a head for each that begins
+    /// there, and of each rank whether others have given it up and whether it is in a call.
     pub fn words(&self) -> u64 {
         2 * (self.rings() + u64::from(self.shape.ranks))
     }

@@ -1,4 +1,5 @@
-//! The tokens of a lane that a gateway of this node forwards here, and the answers that go back to it.
+//! The tokens of a lane that a gateway of this node forwards here, and the answers that go back to
+//! it.
 
 use super::{
     commands::Commands,
@@ -110,8 +111,8 @@ impl Take {
             self.taken = up_to;
             self.reader.ring.credit(self.taken, ctx.spec.chunk, false, commands);
         }
-        // All of it: a gateway gives back what it forwarded when everybody has read it, and would wait for those who
-        // have less than a chunk (IC-4).
+        // Returns all slots, also less than a chunk: a gateway frees forwarded slots when all ranks
+        // have read them, and would wait for a rank that has less than a chunk (IC-4).
         self.reader.ring.credit(self.taken, ctx.spec.chunk, true, commands);
         Ok((self.reader.ring.taken, self.taken) != before)
     }

@@ -1,4 +1,4 @@
-//! What kernels of a device do, step by step on the processor, with nothing but what is shared with the exchange and
+//! A device's kernels, step by step on the CPU, with only the memory shared with the exchange and
 //! this rank's rows.
 
 use std::sync::{
@@ -329,8 +329,8 @@ impl Kernels {
 
 /// What a device does to memory of a peer.
 fn store(to: u64, bytes: &[u8]) {
-    // SAFETY: the exchange has said that this rank may store there until it says that it has, and keeps the memory of
-    // the peer, which is in this process, until then.
+    // SAFETY: the exchange has said that this rank may store there until it says that it has, and
+    // keeps the memory of the peer, which is in this process, until then.
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to as *mut u8, bytes.len()) };
 }
 

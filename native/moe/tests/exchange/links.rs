@@ -13,8 +13,8 @@ use fabric_moe::{
 
 use crate::model::{rows_of_answers, shape, sums, Batch, Handed, EXTRA, ORDERS, WIDE};
 
-/// A rank's engine over one transport. `FABRIC_MOE_TRANSPORT` names another one; even ranks have the NICs of
-/// `FABRIC_TEST_NICS_A`, odd ones those of `FABRIC_TEST_NICS_B`, if these are given.
+/// A rank's engine over one transport. `FABRIC_MOE_TRANSPORT` names another one; even ranks have
+/// the NICs of `FABRIC_TEST_NICS_A`, odd ones those of `FABRIC_TEST_NICS_B`, if these are given.
 fn engine(rank: u32, name: &str, transport: TransportKind) -> Arc<TransferEngine> {
     let transport = match std::env::var("FABRIC_MOE_TRANSPORT").as_deref() {
         Ok("verbs") => TransportKind::Verbs,

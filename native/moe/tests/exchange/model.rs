@@ -1,4 +1,4 @@
-//! What tokens, experts and their answers are in these tests, and what must come of them.
+//! Tokens, experts and answers of these tests, and the expected results.
 
 use std::collections::BTreeSet;
 
@@ -157,8 +157,8 @@ impl Handed {
     }
 }
 
-/// That each local expert's rows are those of its tokens, source by source. A source that was lost may have none, or
-/// zeros.
+/// That each local expert's rows are those of its tokens, source by source. A source that was lost
+/// may have none, or zeros.
 ///
 /// # Errors
 /// Which expert was handed something else.
@@ -176,7 +176,8 @@ pub fn check_rows(
             handed.values[row * WIDE * 4..][..WIDE * 4] == **values
                 && handed.extra[row * EXTRA..][..EXTRA] == **extra
         };
-        // Where the next source's rows may begin: which of the lost ones have any is not known here.
+        // Where the next source's rows may begin: which of the lost ones have any is not known
+        // here.
         let mut begins = BTreeSet::from([*start as usize]);
         for (source, batch) in sent.iter().enumerate() {
             let rows = batch.map(|b| b.rows_to(expert)).unwrap_or_default();

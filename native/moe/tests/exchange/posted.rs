@@ -1,4 +1,5 @@
-//! How many writes an exchange posts to each peer (fabric-lib §6.1): what goes over a network is paid for by the write.
+//! How many writes an exchange posts to each peer (fabric-lib §6.1): what goes over a network is
+//! paid for by the write.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -30,8 +31,9 @@ impl Rank {
         Self { engine, all, read: Cursor::default() }
     }
 
-    /// What was posted since the last time, of rows or answers, by the peers' names. They are told from blocks and mere
-    /// counts by their length: all that goes to one counter of a peer is one row long at least.
+    /// What was posted since the last time, of rows or answers, by the peers' names. They are told
+    /// from blocks and mere counts by their length: all that goes to one counter of a peer is one
+    /// row long at least.
     fn payload(&mut self, shape: &Shape) -> BTreeMap<String, Posted> {
         let records = self.engine.records(self.read).unwrap();
         self.read = records.cursor;
@@ -81,7 +83,8 @@ fn rows_to(shape: &Shape, batch: &Batch, rank: u32) -> u64 {
     batch.indices.iter().filter(there).count() as u64
 }
 
-/// Two writes of rows at most, the second for those that don't fit into the private slot, and one of answers.
+/// Two writes of rows at most, the second for those that don't fit into the private slot, and one
+/// of answers.
 fn check(seed: u64) -> (u32, u32) {
     let mut rng = fastrand::Rng::with_seed(seed);
     let local = rng.u32(1..3);

@@ -1,5 +1,5 @@
-//! Exchanges under random faults, on simulated links and a virtual clock. A schedule is replayed by its seed, which a
-//! failure prints:
+//! Exchanges under random faults, on simulated links and a virtual clock. A failure prints its
+//! seed, which replays the schedule:
 //!
 //! `FABRIC_MOE_SEED=7 FABRIC_MOE_SCHEDULES=1 cargo test -p fabric-moe --test exchange schedules`
 
@@ -21,7 +21,7 @@ use crate::{
 pub const MS: u64 = 1_000_000;
 /// How long ranks wait for one another.
 pub const TIMEOUT: Duration = Duration::from_millis(200);
-/// All exchanges end so soon, whoever dies.
+/// Upper bound of the time of all exchanges, with any deaths.
 const BOUND: u64 = 60_000 * MS;
 const EXCHANGES: u32 = 3;
 
@@ -51,7 +51,8 @@ pub struct Rank {
     batches: Vec<Batch>,
     dead: bool,
     left_out: u32,
-    /// What it has done so far, and after how much of that it does nothing for a while, if it ever does.
+    /// What it has done so far, and after how much of that it does nothing for a while, if it ever
+    /// does.
     steps: u32,
     pub stall: Option<Stall>,
     /// Ranks that it has given up, as far as was noted.
@@ -59,7 +60,7 @@ pub struct Rank {
 }
 
 impl Drop for Rank {
-    /// What lingers for others would wait for ever: nobody drives its engine any more.
+    /// Exchanges that linger for others would wait forever: their engine is not driven any more.
     fn drop(&mut self) {
         self.all = None;
         self.engine.close();
@@ -75,8 +76,8 @@ pub struct Stall {
 }
 
 impl Stall {
-    /// Whether the rank's caller or device does nothing any more. One that stores to peers' memory ends that first: what it
-    /// may still write can't be used again (MR-1).
+    /// Whether the rank's caller or device does nothing any more. One that stores to peers' memory
+    /// ends that first: what it may still write can't be used again (MR-1).
     fn begins(&self, rank: &Rank) -> bool {
         self.after <= rank.steps && !rank.kernels.as_ref().is_some_and(Kernels::is_storing)
     }
@@ -135,7 +136,7 @@ pub struct Run {
     links: bool,
     /// A device stalls at one step in so many, if there are faults.
     steady: u32,
-    /// A death is known long before anybody is given up for being late.
+    /// A death is known long before any rank is given up for being late.
     prompt: bool,
     /// Whatever a rank does takes up to so long.
     pub pace: u64,
@@ -279,8 +280,8 @@ impl Run {
                 }
                 None => !self.net.step(),
             };
-            let nobody = self.ranks.iter().all(Rank::has_stopped);
-            if stands && !nobody || self.net.now() > Time(BOUND) {
+            let all_stopped = self.ranks.iter().all(Rank::has_stopped);
+            if stands && !all_stopped || self.net.now() > Time(BOUND) {
                 return Err(format!("it stands still after {steps} steps: {}", self.standing()));
             }
         }

@@ -1,15 +1,15 @@
-//! Ranks that live and do nothing: whoever waits for them, or for those who do, is given up by nobody.
+//! Ranks that run but stall: ranks that wait for them, directly or not, are not given up.
 
 use fabric_moe::device::turns;
 
 use crate::schedules::{env, Run, Stall, Sum, MS, TIMEOUT};
 
 const T: u64 = TIMEOUT.as_nanos() as u64;
-/// Steps after which somebody stalls: what three exchanges have of them, and more.
+/// Steps after which a rank stalls: the steps of three exchanges, and more.
 const STEPS: u32 = 20;
 
-/// Exchanges in which `stalls` befall ranks. All that a rank does in one takes less than a part of the timeout. Returns how
-/// long somebody took at most to give up one that had stopped.
+/// Exchanges in which `stalls` befall ranks. A rank's work in one takes a fraction of the timeout.
+/// Returns the longest time from a stop to the loss.
 fn run(
     seed: u64,
     kernels: bool,
@@ -52,7 +52,7 @@ fn within(took: u64, most: u64) -> Result<u64, String> {
 }
 
 #[test]
-fn rs_4_whoever_stalls_at_any_step_is_the_only_one_that_is_given_up() {
+fn rs_4_only_the_rank_that_stalls_is_given_up_at_any_step() {
     each(|seed, kernels, ranks, step| {
         let stall = Stall { after: step, lasts: None };
         within(run(seed, kernels, ranks, &[(1, stall)], 2)?, 3 * T)
@@ -69,7 +69,7 @@ fn rs_4_two_that_stall_one_after_the_other_are_the_only_ones_that_are_given_up()
 }
 
 #[test]
-fn nobody_is_given_up_for_less_than_the_timeout() {
+fn no_rank_is_given_up_for_less_than_the_timeout() {
     each(|seed, kernels, ranks, step| {
         let stall = Stall { after: step, lasts: Some(T * 3 / 4) };
         run(seed, kernels, ranks, &[(1, stall)], 8)

@@ -1,5 +1,6 @@
-//! What tokens, experts and their answers are in these tests, and what must come of them in the order of the mode: a
-//! rank's experts as the token names them, a node's ranks, the nodes; rounded wherever a sum leaves a rank or a node.
+//! What tokens, experts and their answers are in these tests, and what must come of them in the
+//! order of the mode: a rank's experts as the token names them, a node's ranks, the nodes; rounded
+//! wherever a sum leaves a rank or a node.
 
 use fabric_moe::{
     kernels::{Float, Part, PartMut},
@@ -121,7 +122,7 @@ impl Batch {
         self.sums_of(&vec![true; self.spec.shape.ranks as usize])
     }
 
-    /// The sums of those that are here. If somebody isn't, every rank is a node of its own.
+    /// The sums of the present ranks. If a rank is missing, every rank is a node of its own.
     pub fn sums_of(&self, here: &[bool]) -> Vec<f32> {
         let (shape, topk) = (&self.spec.shape, self.spec.shape.topk as usize);
         let per_node = if here.contains(&false) { 1 } else { self.spec.ranks_per_node };

@@ -1,4 +1,4 @@
-//! A worker that does its jobs when it likes and in whatever order, as kernels do.
+//! A worker that does its jobs late and in any order, as kernels do.
 
 use fabric_engine::Region;
 use fabric_moe::throughput::{Io, Job, Outcome, Prompt, Spec, Ticket, Worker};

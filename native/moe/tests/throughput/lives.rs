@@ -1,4 +1,4 @@
-//! Ranks as threads that leave, are given up and come again, over shared memory.
+//! Ranks as threads that leave, are given up and join again, over shared memory.
 
 use std::time::{Duration, Instant};
 
@@ -43,7 +43,7 @@ fn sums_are_right(ranks: &[(u32, &Throughput)], turn: usize, here: &[bool]) {
     }
 }
 
-/// Whoever comes anew may know of lives that others have yet to see.
+/// A rank that joins again may know of incarnations that others have yet to see.
 #[test]
 fn a_rank_comes_anew_though_others_knew_of_it_before_the_one_before_it_had_ended() {
     let spec = spec(1, 3, 2, 2, 8);
@@ -87,9 +87,9 @@ fn a_rank_that_comes_during_an_exchange_is_refused_at_once() {
     assert!(is_told, "{refused}");
 }
 
-/// One of two has admitted a newcomer that dies before the other does.
+/// One of two ranks has admitted a newcomer that dies before the other one admits it.
 #[test]
-fn a_newcomer_that_dies_before_all_admitted_it_takes_nobody_along() {
+fn a_newcomer_that_dies_before_all_admitted_it_is_the_only_loss() {
     let spec = spec(1, 3, 2, 2, 8);
     let ranks = two_of_three(spec);
     let both = [(0, &ranks[0]), (1, &ranks[1])];
@@ -121,7 +121,7 @@ fn mr_1_a_rank_with_several_proxy_threads_leaves_and_comes_anew() {
     other.admit(&all.card()).unwrap();
     sums_are_right(&[(0, &all), (1, &other)], 0, &[true; 2]);
     for life in 1..4 {
-        // Between two exchanges: nobody waits for it.
+        // Between two exchanges no rank waits for it.
         drop(other);
         other = open(spec, 1, life);
         let until = Instant::now() + PATIENCE;

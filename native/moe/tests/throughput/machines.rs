@@ -1,6 +1,6 @@
-//! Exchanges in the simulator, whose links deliver in any order; with ranks that die, stall or sleep at any moment, and come
-//! again. Whoever is told of a loss begins again with its first exchange. A schedule is replayed by its seed, which a failure
-//! prints:
+//! Exchanges in the simulator, whose links deliver in any order, with ranks that die, stall or
+//! sleep at any step and join again. A rank that hears of a loss begins again with its first
+//! exchange. A failure prints its seed, which replays the schedule:
 //!
 //! `FABRIC_MOE_SEED=7 FABRIC_MOE_SCHEDULES=1 cargo test -p fabric-moe --test throughput machines`
 
@@ -27,9 +27,9 @@ use crate::{
 const MS: u64 = 1_000_000;
 /// How long nothing may happen.
 const TIMEOUT: Duration = Duration::from_millis(200);
-/// How long a rank may be elsewhere, which nobody minds, nanoseconds.
+/// How long a rank may be elsewhere without being given up, nanoseconds.
 const NAP: u64 = 100 * MS;
-/// All exchanges end so soon, whoever dies.
+/// Upper bound of the time of all exchanges, with any deaths.
 const BOUND: u64 = 30_000 * MS;
 const EXCHANGES: usize = 3;
 
@@ -356,7 +356,7 @@ impl Run {
         Self::by(spec, seed, config, |_| By::Prompt)
     }
 
-    /// With ranks whose jobs are done by somebody else.
+    /// With ranks whose jobs another worker does.
     fn by(spec: Spec, seed: u64, config: SimConfig, by: impl Fn(u32) -> By) -> Self {
         let mut rng = fastrand::Rng::with_seed(seed);
         let mut net = SimNet::new(SimConfig { seed, ..config });
@@ -420,7 +420,7 @@ impl Run {
                     .map(|r| format!("rank {}: {:?}", r.seat.rank, r.machine.losses().lost()))
                     .collect();
                 return Err(format!(
-                    "it gave up somebody else: {}; {}",
+                    "it gave up another rank: {}; {}",
                     rank.standing(),
                     told.join("; ")
                 ));
@@ -444,11 +444,12 @@ impl Run {
         }
     }
 
-    /// Has those that died come again, with the tokens that they had; all then begin with their first exchange.
+    /// Has those that died come again, with the tokens that they had; all then begin with their
+    /// first exchange.
     fn come_again(&mut self, by: impl Fn(u32) -> By) -> Result<(), String> {
         let until = Time(self.net.now().0 + BOUND);
         let gone: Vec<u32> = self.gone.iter().map(|r| r.seat.rank).collect();
-        // Somebody may have done all its exchanges without a rank that it didn't need.
+        // A rank may have done all its exchanges without a rank that it didn't need.
         for rank in &mut self.ranks {
             gone.iter().for_each(|gone| rank.machine.fail(*gone, "it died".into()));
         }
@@ -511,7 +512,8 @@ fn random(seed: u64) -> Result<bool, String> {
     };
     let has_accident = rng.bool() && spec.shape.ranks > 1;
     let late: u32 = rng.u32(..) & rng.u32(..);
-    // What a rank's device takes is time in which it says nothing of a neighbour that died: timeouts are far longer.
+    // What a rank's device takes is time in which it says nothing of a neighbour that died:
+    // timeouts are far longer.
     let slowness = if has_accident { 2 } else { [2, 8, 40][rng.usize(..3)] };
     let by = |rank: u32| match late >> rank & 1 {
         0 => By::Prompt,
@@ -560,7 +562,7 @@ fn rs_1_rs_4_random_schedules_give_the_sums_of_those_that_are_left() {
             Err(what) => panic!("seed {seed}: {what}"),
         }
     }
-    println!("{runs} schedules, {ended} went on without somebody");
+    println!("{runs} schedules, {ended} went on without a rank");
 }
 
 /// The smallest rings there are: two chunks of one token each, and many tokens to one expert.
@@ -574,8 +576,9 @@ fn tokens_flow_through_rings_of_two_chunks() {
     }
 }
 
-/// A gateway goes on to the next exchange while a rank of its node has yet to read the last tokens of this one. Their slots are
-/// given back all the same, fewer than a chunk though they are: a source waits for room for a whole one.
+/// A gateway goes on to the next exchange while a rank of its node has yet to read the last tokens
+/// of this one. Their slots are given back all the same, fewer than a chunk though they are: a
+/// source waits for room for a whole one.
 #[test]
 fn tokens_flow_on_though_a_rank_reads_the_last_of_an_exchange_late() {
     let spec = Spec { channels: 1, chunk: 8, ring_chunks: 2, ..spec(2, 2, 1, 2, 24) };
@@ -620,7 +623,8 @@ fn rs_4_a_rank_whose_device_does_nothing_is_named_by_all() {
     }
 }
 
-/// A source that announces a row more than it sends, to a rank of its node, to a gateway, and through that.
+/// A source that announces a row more than it sends, to a rank of its node, to a gateway, and
+/// through that.
 #[test]
 fn rs_1_a_rank_that_announced_rows_which_never_come_is_named() {
     let spec = Spec { channels: 1, ..spec(2, 2, 2, 2, 4) };
@@ -648,7 +652,8 @@ fn rs_1_a_rank_that_announced_rows_which_never_come_is_named() {
     }
 }
 
-/// The same tokens, whatever order their bytes arrive in: the same bits, which are those of the order written down.
+/// The same tokens, whatever order their bytes arrive in: the same bits, which are those of the
+/// order written down.
 #[test]
 fn sums_do_not_depend_on_what_arrives_first() {
     for network in 0..12 {

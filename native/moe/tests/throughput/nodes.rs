@@ -135,7 +135,7 @@ fn calls_for_the_other_kind_of_exchange_are_refused() {
     assert_eq!(exchange(&near, 0, &batch, 0).unwrap(), batch.sums());
 }
 
-/// All that are left say once who is gone; then they go on without it.
+/// All remaining ranks report the loss once; then they continue without the rank.
 #[test]
 fn rs_4_a_rank_that_is_gone_is_named_by_all_others_and_left_out() {
     let spec = spec(2, 2, 2, 4, 40);
@@ -248,7 +248,7 @@ fn a_rank_is_masked_and_asked_after_while_a_call_waits_for_it() {
 }
 
 #[test]
-fn whoever_asks_who_is_lost_is_in_no_calls_way() {
+fn reading_losses_blocks_no_call() {
     let spec = spec(1, 2, 2, 2, 8);
     let ranks = ranks(spec, TransportKind::Shm, Duration::from_secs(60));
     let over = AtomicBool::new(false);

@@ -1,5 +1,5 @@
-//! Ranks in processes of their own, one of which is killed and comes again. A child is this test program, told to run [`child`]
-//! only, and then what to do.
+//! Ranks in processes of their own, one of which is killed and joins again. A child is this test
+//! program, run with [`child`] only and then given commands.
 
 use std::{
     env,
@@ -19,7 +19,7 @@ use crate::{
 const RANK: &str = "FABRIC_MOE_TEST_RANK";
 const LIFE: &str = "FABRIC_MOE_TEST_LIFE";
 const TRANSPORT: &str = "FABRIC_MOE_TEST_TRANSPORT";
-/// What a child says begins so, for the test harness says other things.
+/// Prefix of a child's output, among that of the test harness.
 const MARK: &str = "rank says ";
 
 fn shape() -> Spec {
@@ -120,13 +120,13 @@ impl Drop for Far {
     }
 }
 
-/// All at once, for they wait for one another; what each says.
+/// Sends a command to all at once, because they wait for each other; returns their replies.
 fn all_do(far: &mut [Far], what: &str) -> Vec<String> {
     far.iter_mut().for_each(|one| one.tell(what));
     far.iter_mut().map(Far::hear).collect()
 }
 
-/// Has everybody of some admit everybody of others.
+/// Has all of one group admit all of another.
 fn meet(some: &mut [Far], others: &mut [Far]) {
     let cards: Vec<String> = others.iter_mut().map(|one| one.ask("card")).collect();
     for one in some {

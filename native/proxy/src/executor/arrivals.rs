@@ -43,7 +43,8 @@ impl Executor {
         any
     }
 
-    /// Applies tags of the current incarnation, keeps those of a later one, drops earlier ones (IC-6).
+    /// Applies tags of the current incarnation, keeps those of a later one, drops earlier ones
+    /// (IC-6).
     fn dispatch(&mut self, value: u32, n: u32) {
         let tag = Tag::of(value);
         let Some(peer) = self.peers.get_mut(usize::from(tag.source)) else { return };

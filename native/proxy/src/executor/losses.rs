@@ -41,7 +41,8 @@ impl Executor {
             return false;
         }
         self.changes = changes;
-        // Another thread may see first that a rank left. Its earlier data to this thread still counts.
+        // Another thread may see first that a rank left. Its earlier data to this thread still
+        // counts.
         let _ = self.engine.poll();
         let moved = self.take_arrivals(now);
         for rank in 0..self.peers.len() {

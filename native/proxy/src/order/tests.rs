@@ -126,7 +126,8 @@ fn or_every_order_of_arrival_on_two_channels_applies_each_atomic_once_and_in_its
 }
 
 proptest! {
-    /// Long runs whose numbers wrap around many times: a sender that respects its credits never stalls.
+    /// Long runs whose numbers wrap around many times: a sender that respects its credits never
+    /// stalls.
     #[test]
     fn or_4_credits_keep_a_sender_going(
         epochs in prop::collection::vec((0u32..4, any::<bool>()), 1..200),

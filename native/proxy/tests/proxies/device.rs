@@ -1,5 +1,5 @@
-//! A simulated device: it sends tokens and signals them by atomics. The receiver checks the bytes of
-//! each token when its atomic arrives.
+//! A simulated device: it sends tokens and signals them by atomics. The receiver checks the bytes
+//! of each token when its atomic arrives.
 
 use std::{collections::VecDeque, sync::atomic::Ordering::Acquire};
 
@@ -92,7 +92,8 @@ pub struct Device {
 }
 
 impl Device {
-    /// Sends to each of `peers`, all rounds on all channels; then drains and enters a barrier if asked to.
+    /// Sends to each of `peers`, all rounds on all channels; then drains and enters a barrier if
+    /// asked to.
     pub fn new(
         rank: usize,
         plan: Plan,

@@ -1,4 +1,5 @@
-//! Ranks that send each other tokens and atomics through their proxies: simulated, threads, processes.
+//! Ranks that send each other tokens and atomics through their proxies: simulated, threads,
+//! processes.
 
 mod device;
 mod processes;

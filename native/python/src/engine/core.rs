@@ -117,8 +117,8 @@ impl Engine {
         py.detach(|| self.engine.alloc(nbytes)).map(Region).or_raise(py)
     }
 
-    /// Registers memory by address; `keep` is kept alive with it. With `segment`, the address and bytes
-    /// of what it is a part of, that is registered once for all parts.
+    /// Registers memory by address; `keep` is kept alive with it. With `segment`, the address and
+    /// bytes of what it is a part of, that is registered once for all parts.
     #[pyo3(signature = (addr, nbytes, keep, segment=None))]
     fn _register(
         &self,
@@ -195,7 +195,7 @@ impl Engine {
         self.engine.connect(&peer.0).or_raise(py)
     }
 
-    /// A counter that nobody else uses.
+    /// A counter for the exclusive use of the caller.
     fn counter(&self, py: Python<'_>) -> PyResult<Counter> {
         let counter = self.engine.counter().or_raise(py)?;
         Ok(Counter { counter, timeout: self.op_timeout })
@@ -262,8 +262,8 @@ impl Engine {
         self.submit_one(py, op, (len, Some(src.0.peer())), (timeout, rail, priority))
     }
 
-    /// Writes pages of `page_nbytes` bytes: page `i` of `src_pages` to page `i` of `dst_pages`. With
-    /// `imm`, the receiver's counter counts 1 for each page.
+    /// Writes pages of `page_nbytes` bytes: page `i` of `src_pages` to page `i` of `dst_pages`.
+    /// With `imm`, the receiver's counter counts 1 for each page.
     #[allow(clippy::too_many_arguments)] // keyword arguments
     #[pyo3(signature = (page_nbytes, src, src_pages, dst, dst_pages, *, imm=None, timeout=None, rail=None, priority=None))]
     fn write_pages(
@@ -392,8 +392,8 @@ impl Engine {
         Ok(Transfer::new(handle, one.map(|p| self.engine.way(p))))
     }
 
-    /// Makes everything ready that the writes of a batch will need: connections, keys, mappings. The
-    /// first of many pushes over the same ranges is then as quick as the others. No byte moves.
+    /// Makes everything ready that the writes of a batch will need: connections, keys, mappings.
+    /// The first of many pushes over the same ranges is then as quick as the others. No byte moves.
     #[pyo3(signature = (batch, *, timeout=None))]
     fn prepare(&self, py: Python<'_>, batch: &Batch, timeout: Option<f64>) -> PyResult<Transfer> {
         let options = options(py, timeout, None, None)?;
@@ -403,9 +403,9 @@ impl Engine {
         Ok(Transfer::new(handle, None))
     }
 
-    /// Opens the receive pool, in place of the one before: `callback(message)` is called for each message of at most
-    /// `max_nbytes` bytes. At most `count` messages are alive at a time; further ones wait at their
-    /// senders until one is dropped.
+    /// Opens the receive pool, in place of the one before: `callback(message)` is called for each
+    /// message of at most `max_nbytes` bytes. At most `count` messages are alive at a time; further
+    /// ones wait at their senders until one is dropped.
     #[pyo3(signature = (callback, *, count=16, max_nbytes=65536))]
     fn receive(
         &self,
@@ -487,7 +487,8 @@ impl Engine {
         seeing::metrics(py, metrics)
     }
 
-    /// What the flight recorder has since those numbers of transfers, arrivals, expectations and events.
+    /// What the flight recorder has since those numbers of transfers, arrivals, expectations and
+    /// events.
     fn _records<'py>(
         &self,
         py: Python<'py>,

@@ -15,9 +15,9 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The owner of registered memory.
 ///
-/// The engine drops it on threads of its own, with locks held that others may be waiting for with
-/// the interpreter's: so another thread lets it go. Left to itself, PyO3 would keep it until
-/// somebody calls into this module again.
+/// The engine drops it on its own threads while it holds locks that a holder of the interpreter's
+/// lock may wait for, so another thread releases it. PyO3 alone would keep it until the next call
+/// into this module.
 pub struct Keep(Option<Py<PyAny>>);
 
 impl Keep {
@@ -80,8 +80,8 @@ fn releaser() -> Option<&'static Releaser> {
     RELEASER.get_or_init(start).as_ref()
 }
 
-/// Before the interpreter ends, the thread has let go of what it was given: in the middle of it, the end
-/// would take the thread away from under the object's own code, which aborts the process.
+/// Before the interpreter ends, the thread has let go of what it was given: in the middle of it,
+/// the end would take the thread away from under the object's own code, which aborts the process.
 #[pyfunction]
 fn end_releases(py: Python<'_>) {
     ENDED.store(true, SeqCst);

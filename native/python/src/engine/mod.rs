@@ -81,8 +81,8 @@ fn seconds(
     })
 }
 
-/// A size, an offset, a count or an index, or several; one that doesn't fit is `InvalidArgument`, which
-/// names it, not `OverflowError`.
+/// A size, an offset, a count or an index, or several; one that doesn't fit is `InvalidArgument`,
+/// which names it, not `OverflowError`.
 pub(crate) fn whole<'py, T>(value: &Bound<'py, PyAny>) -> PyResult<T>
 where
     for<'a> T: FromPyObject<'a, 'py, Error: Into<PyErr>>,
@@ -99,8 +99,8 @@ where
     })
 }
 
-/// Of a number, or of numbers in lists and tuples: the first negative one, else the largest, and where
-/// it is.
+/// Of a number, or of numbers in lists and tuples: the first negative one, else the largest, and
+/// where it is.
 fn unfit(value: &Bound<'_, PyAny>) -> PyResult<String> {
     let mut found = Vec::new();
     numbers(value, String::new(), &mut found)?;

@@ -1,4 +1,5 @@
-//! The request that a call is made for: a context variable, so that it follows threads' and tasks' ways.
+//! The request that a call is made for: a context variable, so that it follows threads' and tasks'
+//! ways.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
@@ -6,7 +7,7 @@ use fabric_engine::api::Span;
 use pyo3::{prelude::*, sync::PyOnceLock, types::PyDict};
 
 static VARIABLE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-/// Nobody pays for a look into the context where no request was ever named.
+/// The context is not read while no request was ever named.
 static IN_USE: AtomicBool = AtomicBool::new(false);
 
 fn variable(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {

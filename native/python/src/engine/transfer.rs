@@ -128,8 +128,8 @@ impl Transfer {
         Ok(Flag { flag, word })
     }
 
-    /// Ends it with `Cancelled` unless it is over. What was not posted never will be; what is under way
-    /// may still land: see `quiesced`.
+    /// Ends it with `Cancelled` unless it is over. What was not posted never will be; what is under
+    /// way may still land: see `quiesced`.
     fn cancel(&self, py: Python<'_>) {
         py.detach(|| self.handle.cancel());
     }

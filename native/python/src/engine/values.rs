@@ -70,7 +70,7 @@ value! {
     #[getter]
     fn transports(&self) -> Vec<&'static str> {
         let kinds = self.0.endpoints.iter().map(|e| e.transport);
-        // Leads nobody else anywhere.
+        // Does not reveal addresses to other processes.
         kinds.filter(|k| *k != api::TransportKind::File).map(|k| k.name()).collect()
     }
 

@@ -88,7 +88,7 @@ pub fn gpu_array<'py>(
     d.set_item("typestr", typestr)?;
     d.set_item("data", (addr, false))?;
     d.set_item("strides", py.None())?;
-    // Nobody's work has to be waited for.
+    // There is no work to wait for.
     d.set_item("stream", py.None())?;
     Ok(d)
 }

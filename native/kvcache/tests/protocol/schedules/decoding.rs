@@ -61,7 +61,8 @@ pub struct Decoding {
     judge: Arc<Judge>,
 }
 
-/// Some time for a loss to be found out, beside the deadline: messages and time-outs of the engine's.
+/// Some time for a loss to be found out, beside the deadline: messages and time-outs of the
+/// engine's.
 const SLACK: u64 = 200_000_000;
 
 impl Desk {
@@ -317,7 +318,7 @@ impl Decoding {
         (desk.ready, desk.failed)
     }
 
-    /// When it has parted with everybody: nothing is kept of anybody.
+    /// After all sessions have ended: no state of a session is left.
     pub fn check_parted(&self) {
         let left = self.decoder.as_ref().map_or(0, |d| d.prefillers());
         if left > 0 {

@@ -1,4 +1,4 @@
-//! What everybody in a run shares: the time, and what was found wrong.
+//! State that all parts of a run share: the time, and the errors found.
 
 use std::sync::{
     atomic::{AtomicU64, Ordering::SeqCst},

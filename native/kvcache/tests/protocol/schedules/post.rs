@@ -1,4 +1,5 @@
-//! Messages on their way from an engine to its end of the protocol: some come twice, late, changed or not at all.
+//! Messages on their way from an engine to its end of the protocol: some come twice, late, changed
+//! or not at all.
 
 use std::{
     collections::BTreeMap,

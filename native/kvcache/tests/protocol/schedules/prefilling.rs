@@ -1,5 +1,5 @@
-//! One process of a prefiller and the engine behind it: takes requests when there are pages, computes several in a
-//! pass and chunk by chunk, fails some and forgets others.
+//! One process of a prefiller and the engine behind it: takes requests when there are pages,
+//! computes several in a pass and chunk by chunk, fails some and forgets others.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -13,7 +13,7 @@ use crate::{
     world::{tail_of, Cut, SLOTS, TAIL},
 };
 
-/// What pages have that belong to nobody: seen at the decoder, it is no request's.
+/// Contents of pages that belong to no request: the decoder must never see them.
 const NOBODYS: u8 = 0xa5;
 
 #[derive(Debug)]
@@ -50,7 +50,8 @@ pub struct Prefilling {
     pub engines: Vec<Arc<TransferEngine>>,
     pub prefiller: Option<Arc<Prefiller>>,
     pub dead: bool,
-    /// One of its engines is dead, and never says what became of its writes: only others are to end well.
+    /// One of its engines is dead, and never says what became of its writes: only others are to end
+    /// well.
     pub crippled: bool,
     caches: Vec<Cache>,
     tail: Region,
@@ -301,7 +302,7 @@ impl Prefilling {
         self.dead || self.crippled || self.desk.lock().jobs.is_empty()
     }
 
-    /// When it has parted with everybody: nothing is kept of anybody.
+    /// After all sessions have ended: no state of a session is left.
     pub fn check_parted(&self) {
         let left = self.prefiller.as_ref().map_or(0, |p| p.decoders());
         if left > 0 && !self.dead && !self.crippled {

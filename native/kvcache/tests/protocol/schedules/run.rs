@@ -1,5 +1,5 @@
-//! One schedule, drawn from its seed: decoders and prefillers on a simulated network, work and faults at random
-//! moments, and everything checked as it happens.
+//! One schedule, drawn from its seed: decoders and prefillers on a simulated network, work and
+//! faults at random moments, and everything checked as it happens.
 
 use std::{sync::Arc, time::Duration};
 
@@ -221,7 +221,7 @@ impl Run {
             process.check();
         }
         self.judge.verdict()?;
-        // Everybody goes, and late messages come.
+        // All processes end, and late messages come.
         self.decoders.iter().flat_map(|d| &d.decoder).for_each(|d| d.close());
         self.processes.iter().flat_map(|p| &p.prefiller).for_each(|p| p.close());
         self.end(BOUND, false)?;
@@ -370,7 +370,7 @@ impl Run {
                 ids.into_iter().for_each(|id| self.net.kill(id));
                 self.processes[p].dead = true;
                 self.processes[p].prefiller = None;
-                self.mourn(p);
+                self.stop_awaiting(p);
             }
             Kind::KillEngine => {
                 let any = self.rng.usize(..self.processes[p].engines.len());
@@ -382,7 +382,7 @@ impl Run {
         }
     }
 
-    fn mourn(&self, process: usize) {
+    fn stop_awaiting(&self, process: usize) {
         let of = |i: &&Instance| i.processes.contains(&process);
         if let Some(p) = self.instances.iter().position(|i| of(&i)) {
             self.decoders.iter().for_each(|d| d.mourns(p));

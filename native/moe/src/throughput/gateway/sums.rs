@@ -11,7 +11,8 @@ use super::{
 };
 
 impl Gateway {
-    /// Sums answers as far as they have come, and sends the sums; those of this rank's own tokens stay here.
+    /// Sums answers as far as they have come, and sends the sums; those of this rank's own tokens
+    /// stay here.
     pub fn sum(
         &mut self,
         ctx: &Context,

@@ -1,4 +1,4 @@
-//! What is refused before anything is done: calls out of turn, tensors that don't fit.
+//! Checks before anything is done: calls out of turn, tensors that don't fit.
 
 use std::sync::Arc;
 
@@ -12,7 +12,8 @@ use crate::{
 };
 
 impl Machine {
-    /// That the exchange hasn't ended, and the next one may begin when the tokens of the last have left.
+    /// That the exchange hasn't ended, and the next one may begin when the tokens of the last have
+    /// left.
     ///
     /// # Errors
     /// [`EngineError::PeerLost`], [`EngineError::Invalid`].

@@ -1,8 +1,9 @@
-//! Ranks that are lost, and ranks that come in their places.
+//! Lost ranks, and ranks that replace them.
 //!
-//! Who forwards can't be left out of what is under way. So a loss ends the exchange that each rank is in, by an error that
-//! names who was lost, once at each; and the next one goes on among the others. Nobody waits for anybody until then: a slot
-//! says which era it is of, and those of earlier ones are passed over.
+//! A forwarding rank can't be left out of a running exchange. So a loss ends the current exchange
+//! of every rank with an error that names the lost rank, once per rank. The next exchange runs
+//! among the others. No rank waits until then: a slot carries its era, and slots of earlier eras
+//! are skipped.
 
 use std::{
     sync::{atomic::Ordering::Relaxed, Arc, OnceLock},
@@ -18,15 +19,15 @@ use crate::throughput::{
     signals::BEATS,
 };
 
-/// Why a rank is no more, or why the exchange has ended for this one.
+/// Why a rank is lost, or why the exchange has ended for this rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Broken {
-    /// Who is to blame.
+    /// The lost rank.
     pub rank: u32,
     pub cause: String,
 }
 
-/// Whom this rank has given up. It can be asked while a call is under way.
+/// The ranks that this rank has given up; readable during a call.
 #[derive(Debug, Default)]
 pub struct Losses {
     ended: OnceLock<Broken>,
@@ -39,23 +40,23 @@ impl Losses {
         self.ended.get()
     }
 
-    /// Ranks that were given up and haven't come again, in that order.
+    /// Ranks that were given up and haven't come again, in order of loss.
     pub fn lost(&self) -> Vec<Broken> {
         self.lost.lock().clone()
     }
 }
 
-/// A rank that the proxy is to give up.
+/// A rank that the proxy will drop.
 #[derive(Debug)]
 pub(super) struct ToMask {
     rank: u32,
-    /// The drain after which all have been told of it.
+    /// The drain after which all ranks have been told.
     told: u64,
     /// When that was first awaited.
     since: Option<Time>,
 }
 
-/// The life that a rank last had here, whatever others say of later ones.
+/// The last incarnation of a rank here, whatever others report of later ones.
 #[derive(Debug)]
 pub(super) struct Last {
     life: u32,
@@ -65,8 +66,8 @@ pub(super) struct Last {
 
 impl Machine {
     /// # Errors
-    /// [`EngineError::PeerLost`]: ranks were lost, all that this rank knows of and hasn't told; or others go on without this
-    /// one, for good.
+    /// [`EngineError::PeerLost`]: ranks were lost, all that this rank knows of and hasn't told; or
+    /// others go on without this one, for good.
     pub fn check(&mut self) -> Result<()> {
         self.check_goes_on()?;
         if self.news.is_empty() {
@@ -98,12 +99,13 @@ impl Machine {
         }
     }
 
-    /// Who was told to have been lost will be told again, if anybody.
+    /// Takes the losses that the last call reported: they are reported again if ranks are lost
+    /// again.
     pub fn say_again(&mut self) {
         self.news.splice(..0, self.told.drain(..));
     }
 
-    /// Whether what was under way has been given up.
+    /// Whether the running exchange was abandoned.
     pub fn is_wound_up(&self) -> bool {
         self.is_wound_up
     }
@@ -116,12 +118,12 @@ impl Machine {
         !self.jobs.are_under_way()
     }
 
-    /// Whom this rank has given up, for whoever asks while a call is under way.
+    /// The ranks that this rank has given up, for readers during a call.
     pub fn losses(&self) -> Arc<Losses> {
         Arc::clone(&self.losses)
     }
 
-    /// What has happened to each rank, for one that comes anew.
+    /// The state of each rank, for a rank that joins again.
     pub fn events(&self) -> &[u32] {
         self.members.events()
     }
@@ -131,13 +133,13 @@ impl Machine {
         self.members.here()
     }
 
-    /// A rank of which neither a card has come nor is it known that it takes no part.
+    /// A rank without a descriptor that is not known to be absent.
     pub fn awaited(&self) -> Option<u32> {
         self.members.awaited()
     }
 
-    /// Gives a rank up. What is under way ends with it, here and at all others: they are told, and that rank too, which may
-    /// live. If it is this one, nothing goes on.
+    /// Gives a rank up. What is under way ends with it, here and at all others: they are told, and
+    /// that rank too, which may live. If it is this one, nothing goes on.
     pub fn fail(&mut self, rank: u32, cause: String) {
         if rank == self.seat.rank {
             if self.losses.ended.set(Broken { rank, cause: cause.clone() }).is_ok() {
@@ -149,7 +151,7 @@ impl Machine {
             return;
         }
         if !self.members.is_here(rank) {
-            // Nobody waits for one that has yet to come.
+            // No rank waits for one that has yet to join.
             self.members.lose(rank);
             return;
         }
@@ -169,8 +171,8 @@ impl Machine {
         self.wind_up();
     }
 
-    /// Others had taken in a life of a rank that isn't here, and have lost it since. They count both, so this rank does, and
-    /// ends what is under way as they do.
+    /// Others had taken in a life of a rank that isn't here, and have lost it since. They count
+    /// both, so this rank does, and ends what is under way as they do.
     fn pass_over(&mut self, seat: Seat) {
         self.members.pass_over(seat);
         self.signals.give_up(&self.ctx, seat);
@@ -192,7 +194,8 @@ impl Machine {
         self.signals.has_told()
     }
 
-    /// Gives up what is under way. Jobs that have begun and commands that were pushed are over by themselves.
+    /// Gives up what is under way. Jobs that have begun and commands that were pushed are over by
+    /// themselves.
     fn wind_up(&mut self) {
         self.step = Step::Idle;
         self.overtaken_by = None;
@@ -203,8 +206,8 @@ impl Machine {
         }
     }
 
-    /// Ranks that the proxy is to give up now: all have been told of it, and they, too, unless they take nothing. What is for
-    /// others waits behind that, so not for long.
+    /// Ranks that the proxy is to give up now: all have been told of it, and they, too, unless they
+    /// take nothing. What is for others waits behind that, so not for long.
     pub fn take_masked(&mut self, now: Time, timeout: Duration) -> Vec<u32> {
         let mut masked = Vec::new();
         self.to_mask.retain_mut(|one| {
@@ -245,7 +248,7 @@ impl Machine {
         !self.members.is_out(rank) || self.last[rank as usize].as_ref().is_none_or(is_over)
     }
 
-    /// Whether somebody else has given up a rank.
+    /// Whether another rank has given up a rank.
     ///
     /// # Errors
     /// As [`Machine::check`].
@@ -271,7 +274,7 @@ impl Machine {
         }
     }
 
-    /// Says that this rank is in a call.
+    /// Signals that this rank is in a call.
     pub fn beat(&mut self, now: Time, timeout: Duration) {
         self.signals.beat(&self.ctx, now, timeout);
     }

@@ -1,12 +1,13 @@
-//! Has kernels carry jobs out, in memory that both reach.
+//! Has kernels execute jobs, in memory that both reach.
 //!
-//! Each of some workers, a block of a kernel that runs while its rank is in a call, has a few places for jobs and two
-//! words: how many were posted, which the host writes behind a job, and how many are done, which the worker writes behind
-//! what came of one. A worker takes its jobs in their order and looks at nothing else of the exchange's, so all that it is
-//! told was checked.
+//! Each worker, a block of a kernel that runs while its rank is in a call, has a few places for
+//! jobs and two words: the number of posted jobs, which the host writes after a job, and the number
+//! of completed jobs, which the worker writes after a result. A worker takes its jobs in order and
+//! reads nothing else of the exchange, so everything it reads has been checked.
 //!
-//! It ends when the word of its call is set, when what was posted is all ones (nothing will be), or when the host's beat
-//! has not moved for a deadline: nobody is there any more (RS-4).
+//! A worker ends when the word of its call is set, when the number of posted jobs is all ones (no
+//! more will come), or when the host's heartbeat has not changed for a deadline: the host is gone
+//! (RS-4).
 
 use std::{
     collections::HashMap,
@@ -30,8 +31,8 @@ use super::super::{
 const LINE: usize = 16;
 /// Jobs that a worker may have at a time.
 pub const DEPTH: usize = 4;
-/// Words ahead of what a job is about: kind, number of things, and two more; words about it; from the ninth on, what came
-/// of it.
+/// Words ahead of what a job is about: kind, number of things, and two more; words about it; from
+/// the ninth on, what came of it.
 const HEADER: usize = LINE;
 const FOUND: usize = 8;
 /// Words that all workers of a call look at.
@@ -57,8 +58,8 @@ impl Form {
         if !(1..=1024).contains(&workers) {
             return Err(EngineError::Invalid(format!("{workers} workers; give 1 to 1024")));
         }
-        // A sum has two words, and two for each of its terms, of which there are no more than a token has experts. Other
-        // jobs of a chunk are shorter.
+        // A sum has two words, and two for each of its terms, of which there are no more than a
+        // token has experts. Other jobs of a chunk are shorter.
         let chunk = (spec.chunk as usize) * (2 + 2 * spec.shape.topk as usize);
         let preamble = 1 + (spec.preamble() / 8) as usize;
         let job = (HEADER + chunk.max(preamble)).next_multiple_of(LINE);
@@ -81,7 +82,7 @@ impl Form {
     }
 }
 
-/// When workers are at work: while their rank is in a call.
+/// The workers of the current call; they run while their rank is in a call.
 #[derive(Debug)]
 pub struct Shifts {
     words: AtomicWords,
@@ -146,7 +147,7 @@ impl Device {
         Ok((this, shifts))
     }
 
-    /// The worker with the fewest jobs of those that have room.
+    /// The worker with room that has the fewest jobs.
     fn free(&self) -> Option<usize> {
         if self.aborted {
             return None;
@@ -363,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn mr_1_a_place_is_taken_until_somebody_has_seen_what_came_of_its_job() {
+    fn mr_1_a_place_is_taken_until_the_result_of_its_job_is_read() {
         let mut device = device(&spec(4, 2), 2);
         for ticket in 0..2 * DEPTH as u64 {
             assert!(device.has_room());
@@ -384,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn rs_1_whoever_sent_a_slot_that_says_something_else_is_named() {
+    fn rs_1_the_sender_of_a_wrong_slot_is_named() {
         let mut device = device(&spec(4, 2), 1);
         let sum = |token| Sum { at: 0, token, terms: 2 };
         let term = |from| Term::Slot { at: 0, from };

@@ -1,4 +1,4 @@
-//! What carries jobs out: this thread, or kernels.
+//! Executors of jobs: this thread, or kernels.
 
 pub mod device;
 mod prompt;

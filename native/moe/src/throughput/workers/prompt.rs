@@ -1,4 +1,4 @@
-//! Does each job at once, on rows in the host's memory: the reference for what kernels do.
+//! Executes each job at once, on rows in host memory: the reference for kernels.
 
 use std::collections::HashMap;
 
