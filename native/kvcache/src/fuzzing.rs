@@ -72,9 +72,9 @@ pub(crate) mod tests {
         let mut net = SimNet::new(SimConfig::default());
         let engine = net.engine(EngineConfig::default()).unwrap();
         let region = engine.alloc(256).unwrap();
-        let (address, meeting, life) = (engine.address().clone(), 1 << 32, 1 << 33);
+        let (address, session, incarnation) = (engine.address().clone(), 1 << 32, 1 << 33);
         let hello = Hello {
-            meeting,
+            session,
             name: "decoder".into(),
             address: address.clone(),
             layouts: vec![layout()],
@@ -106,13 +106,16 @@ pub(crate) mod tests {
         let why = "because".to_owned();
         [
             ("hello", Message::Hello(Box::new(hello)).to_bytes()),
-            ("welcome", Message::Welcome { meeting, life }.to_bytes()),
-            ("declined", Message::Declined { meeting, why: why.clone() }.to_bytes()),
-            ("request", Message::Request { meeting, life, request: Box::new(request) }.to_bytes()),
-            ("cancel", Message::Cancel { meeting, seq: 3 }.to_bytes()),
-            ("beat", Message::Beat { meeting, floor: 1, open: vec![1, 3] }.to_bytes()),
-            ("status", Message::Status { meeting, life, states }.to_bytes()),
-            ("goodbye", Message::Goodbye { meeting, why }.to_bytes()),
+            ("welcome", Message::Welcome { session, incarnation }.to_bytes()),
+            ("declined", Message::Declined { session, why: why.clone() }.to_bytes()),
+            (
+                "request",
+                Message::Request { session, incarnation, request: Box::new(request) }.to_bytes(),
+            ),
+            ("cancel", Message::Cancel { session, seq: 3 }.to_bytes()),
+            ("beat", Message::Beat { session, floor: 1, open: vec![1, 3] }.to_bytes()),
+            ("status", Message::Status { session, incarnation, states }.to_bytes()),
+            ("goodbye", Message::Goodbye { session, why }.to_bytes()),
             ("offer", offer.to_bytes()),
         ]
         .map(|(name, bytes)| (name, bytes[4..].to_vec()))
@@ -176,7 +179,7 @@ pub(crate) mod tests {
         }
         assert_eq!(all, states);
         let open = vec![u64::MAX; crate::wire::BEAT_REQUESTS];
-        let beat = Message::Beat { meeting: u64::MAX, floor: u64::MAX, open };
+        let beat = Message::Beat { session: u64::MAX, floor: u64::MAX, open };
         assert!(beat.to_bytes().len() <= 4096);
     }
 

@@ -9,7 +9,7 @@ use crate::{
     wire::RefusalReason,
 };
 
-/// One rank that lives in this process.
+/// One rank of this process.
 #[derive(Clone, Debug)]
 pub struct LocalRank {
     /// Its number in the instance.
@@ -54,7 +54,7 @@ impl Terms {
         }
         if self.silence < self.beat * 2 {
             return Err(EngineError::Invalid(format!(
-                "silence of {:?} ends a meeting whose beats are {:?} apart; allow two beats at least",
+                "silence of {:?} ends a session whose beats are {:?} apart; allow two beats at least",
                 self.silence, self.beat
             )));
         }

@@ -60,8 +60,8 @@ pub struct OfferEnd {
 /// What a decoder's process sends first.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Hello {
-    /// Which of this decoder's meetings; later messages name it.
-    pub meeting: u64,
+    /// Which of this decoder's sessions; later messages name it.
+    pub session: u64,
     pub name: String,
     /// Where answers go.
     pub address: EngineAddress,
@@ -150,42 +150,43 @@ impl State {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Message {
     Hello(Box<Hello>),
-    /// `life` is the prefiller's number of the meeting. One that forgot a meeting and is greeted
-    /// again has another.
+    /// `incarnation` is the prefiller's number of the session. One that forgot a session and is
+    /// greeted again has another.
     Welcome {
-        meeting: u64,
-        life: u64,
+        session: u64,
+        incarnation: u64,
     },
     Declined {
-        meeting: u64,
+        session: u64,
         why: String,
     },
-    /// Taken only in the life for which it was meant: pages of an earlier one may have others now.
+    /// Taken only in the incarnation for which it was meant: pages of an earlier one may have
+    /// others now.
     Request {
-        meeting: u64,
-        life: u64,
+        session: u64,
+        incarnation: u64,
         request: Box<Request>,
     },
     Cancel {
-        meeting: u64,
+        session: u64,
         seq: u64,
     },
-    /// That the decoder lives, and what it still waits for. Everything before `floor` is over for
-    /// it.
+    /// That the decoder runs, and what it still waits for. Everything before `floor` is
+    /// over for it.
     Beat {
-        meeting: u64,
+        session: u64,
         floor: u64,
         open: Vec<u64>,
     },
     /// Answers a beat, and is sent unasked when something is over.
     Status {
-        meeting: u64,
-        life: u64,
+        session: u64,
+        incarnation: u64,
         states: Vec<(u64, State)>,
     },
     /// The decoder is done with this prefiller, or the other way round.
     Goodbye {
-        meeting: u64,
+        session: u64,
         why: String,
     },
 }
@@ -318,7 +319,7 @@ impl Message {
     }
 
     /// States, in as many messages as they need.
-    pub fn statuses(meeting: u64, life: u64, states: Vec<(u64, State)>) -> Vec<Self> {
+    pub fn statuses(session: u64, incarnation: u64, states: Vec<(u64, State)>) -> Vec<Self> {
         let mut all: Vec<Vec<(u64, State)>> = vec![Vec::new()];
         let mut bytes = 0;
         for (seq, state) in states {
@@ -333,19 +334,19 @@ impl Message {
                 last.push((seq, state));
             }
         }
-        all.into_iter().map(|states| Self::Status { meeting, life, states }).collect()
+        all.into_iter().map(|states| Self::Status { session, incarnation, states }).collect()
     }
 
-    pub fn meeting(&self) -> u64 {
+    pub fn session(&self) -> u64 {
         match self {
-            Self::Hello(hello) => hello.meeting,
-            Self::Welcome { meeting, .. }
-            | Self::Declined { meeting, .. }
-            | Self::Request { meeting, .. }
-            | Self::Cancel { meeting, .. }
-            | Self::Beat { meeting, .. }
-            | Self::Status { meeting, .. }
-            | Self::Goodbye { meeting, .. } => *meeting,
+            Self::Hello(hello) => hello.session,
+            Self::Welcome { session, .. }
+            | Self::Declined { session, .. }
+            | Self::Request { session, .. }
+            | Self::Cancel { session, .. }
+            | Self::Beat { session, .. }
+            | Self::Status { session, .. }
+            | Self::Goodbye { session, .. } => *session,
         }
     }
 }
@@ -354,7 +355,7 @@ impl Message {
 mod tests {
     use super::*;
 
-    const BEAT: Message = Message::Beat { meeting: 7, floor: 3, open: Vec::new() };
+    const BEAT: Message = Message::Beat { session: 7, floor: 3, open: Vec::new() };
 
     fn of_version(version: u8) -> Vec<u8> {
         let mut bytes = BEAT.to_bytes();
@@ -389,10 +390,10 @@ mod tests {
     fn what_a_later_release_adds_to_a_message_is_skipped() {
         #[derive(Serialize)]
         enum Later {
-            Beat { meeting: u64, hope: Vec<String>, floor: u64, open: Vec<u64> },
+            Beat { session: u64, hope: Vec<String>, floor: u64, open: Vec<u64> },
         }
         let hope = vec!["of a later release".to_owned()];
-        let bytes = encode(&Later::Beat { meeting: 7, hope, floor: 3, open: Vec::new() });
+        let bytes = encode(&Later::Beat { session: 7, hope, floor: 3, open: Vec::new() });
         assert_eq!(Message::from_bytes(&bytes), Ok(BEAT));
     }
 }

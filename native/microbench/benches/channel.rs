@@ -82,7 +82,8 @@ fn through(channels: u64, each: u64) -> Duration {
     took
 }
 
-/// From a push to the poll that sees it, one at a time: the half of a round trip between two threads.
+/// From a push to the poll that sees it, one at a time: the half of a round trip between two
+/// threads.
 fn latency(_: &mut Criterion) {
     const ROUNDS: usize = 100_000;
     let parker = Arc::new(Parker::default());
@@ -162,8 +163,8 @@ fn nowhere() -> Nowhere {
     Nowhere { engine, part, _peer: peer, descriptor, there, executor, pusher }
 }
 
-/// Writes by way of the executor, and the same writes submitted as the engine takes them: the difference is what a
-/// command costs beyond its post.
+/// Writes by way of the executor, and the same writes submitted as the engine takes them: the
+/// difference is what a command costs beyond its post.
 fn command(c: &mut Criterion) {
     const BATCH: u64 = 32;
     let mut n = nowhere();

@@ -1,6 +1,7 @@
-//! What it costs a rank to post what it sends in one dispatch, a block of routes and rows to each peer (fabric-lib,
-//! Table 9): over a link to nowhere, where all is the engine's and the exchange's, and over simulated links. Beside each
-//! the floor: as many writes, as long, by one request to the engine.
+//! What it costs a rank to post what it sends in one dispatch, a block of routes and rows to each
+//! peer (fabric-lib, Table 9): over a link to nowhere, where all is the engine's and the
+//! exchange's, and over simulated links. Beside each the floor: as many writes, as long, by one
+//! request to the engine.
 
 use std::{
     sync::Arc,
@@ -92,7 +93,8 @@ fn null_engine(name: &str) -> Arc<TransferEngine> {
     Arc::new(TransferEngine::open(config).expect("a null engine"))
 }
 
-/// A rank whose writes go nowhere. No answer comes, so each dispatch is that of a new exchange, to the same engines.
+/// A rank whose writes go nowhere. No answer comes, so each dispatch is that of a new exchange, to
+/// the same engines.
 fn nowhere(c: &mut Criterion) {
     let mut group = c.benchmark_group("post to nowhere");
     group.warm_up_time(Duration::from_millis(300)).measurement_time(Duration::from_millis(300));

@@ -1,6 +1,6 @@
-//! What the flight recorder adds to a request: engines with and without it in one process, over a link to nowhere, in
-//! many short turns. Their core and what else the machine does are the same; where their memory lies isn't, which makes some
-//! percent between runs. One thread does it all.
+//! What the flight recorder adds to a request: engines with and without it in one process, over a
+//! link to nowhere, in many short turns. Their core and what else the machine does are the same;
+//! where their memory lies isn't, which makes some percent between runs. One thread does it all.
 
 use std::time::{Duration, Instant};
 

@@ -1,8 +1,8 @@
 //! The decoder's end: requests the pages of a prompt from prefillers, and reports when they have
 //! arrived, when they never will, and when they may be reused.
 
+mod messages;
 mod state;
-mod talk;
 #[cfg(test)]
 mod tests;
 
@@ -17,7 +17,7 @@ use fabric_engine::{
 };
 use parking_lot::Mutex;
 
-use self::state::{AtEnd, End, Facts, Meeting, MeetingPhase, Phase, State, Ticket};
+use self::state::{AtEnd, End, Facts, Phase, Session, SessionPhase, State, Ticket};
 use crate::{
     events::Events,
     layout::{CacheGroup, CacheLayout},
@@ -100,7 +100,7 @@ impl Decoder {
         check_local(&layouts, &local, &terms)?;
         let events = Arc::new(Events::new(on_event));
         let state = Mutex::new(State {
-            meetings: BTreeMap::new(),
+            sessions: BTreeMap::new(),
             tickets: BTreeMap::new(),
             events: Arc::clone(&events),
             next_seq: 0,
@@ -156,7 +156,7 @@ impl Decoder {
         let mut ends = Vec::new();
         for end in &offer.ends {
             let peer = inner.control().peer(&end.address)?;
-            ends.push(End { peer, life: None, silent: 0 });
+            ends.push(End { peer, incarnation: None, silent: 0 });
         }
         let mut regions = Vec::new();
         let mut grants = Vec::new();
@@ -181,7 +181,7 @@ impl Decoder {
             }
             let number = inner.control().number();
             let hello = Message::Hello(Box::new(Hello {
-                meeting: number,
+                session: number,
                 name: inner.name.clone(),
                 address: inner.control().address().clone(),
                 layouts: inner.layouts.clone(),
@@ -200,18 +200,18 @@ impl Decoder {
                     offer.max_message
                 )));
             }
-            let meeting = Meeting {
+            let session = Session {
                 facts: Arc::new(facts),
                 ends,
                 grants: regions,
-                phase: MeetingPhase::Greeting,
+                phase: SessionPhase::Greeting,
                 early: Vec::new(),
                 revoked: false,
             };
-            for end in 0..meeting.ends.len() {
-                acts.extend(meeting.send(number, end, hello.clone(), None));
+            for end in 0..session.ends.len() {
+                acts.extend(session.send(number, end, hello.clone(), None));
             }
-            state.meetings.insert(number, meeting);
+            state.sessions.insert(number, session);
             number
         };
         inner.run(acts);
@@ -233,12 +233,12 @@ impl Decoder {
             if state.closed {
                 return Err(EngineError::Closed);
             }
-            let meeting = state.meetings.get(&prefiller);
-            let Some(meeting) = meeting.filter(|m| !matches!(m.phase, MeetingPhase::Lost(_)))
+            let session = state.sessions.get(&prefiller);
+            let Some(session) = session.filter(|m| !matches!(m.phase, SessionPhase::Lost(_)))
             else {
                 return Err(given_up(prefiller));
             };
-            Arc::clone(&meeting.facts)
+            Arc::clone(&session.facts)
         };
         inner.check(&ask)?;
         let mut counters: Vec<Counter> = Vec::new();
@@ -281,9 +281,12 @@ impl Decoder {
                 tail_slot: ask.tail_slot,
                 payload: ask.payload,
             });
-            let message =
-                Message::Request { meeting: prefiller, life: u64::MAX, request: request.clone() }
-                    .to_bytes();
+            let message = Message::Request {
+                session: prefiller,
+                incarnation: u64::MAX,
+                request: request.clone(),
+            }
+            .to_bytes();
             if message.len() as u64 > facts.max_message {
                 return Err(EngineError::Invalid(format!(
                     "a request of {} bytes, prefiller {} takes messages of {}; raise max_message there, or \
@@ -295,24 +298,24 @@ impl Decoder {
             }
             state.next_seq += 1;
             // The prefiller may have been given up and removed meanwhile.
-            let Some(meeting) = state.meetings.get_mut(&prefiller) else {
+            let Some(session) = state.sessions.get_mut(&prefiller) else {
                 return Err(given_up(prefiller));
             };
-            let mut ends = vec![AtEnd::Unasked; meeting.ends.len()];
-            let open = meeting.phase == MeetingPhase::Open;
+            let mut ends = vec![AtEnd::Unasked; session.ends.len()];
+            let open = session.phase == SessionPhase::Open;
             if open {
                 for (end, at) in ends.iter_mut().enumerate() {
-                    acts.extend(meeting.ask(prefiller, end, &request));
+                    acts.extend(session.ask(prefiller, end, &request));
                     *at = AtEnd::Asked { unknown: 0 };
                 }
             } else {
-                meeting.early.push(seq);
+                session.early.push(seq);
             }
             let missing = expectations.len();
             let early = (!open).then_some(request);
             let phase = Phase::Waiting;
             let ticket = Ticket {
-                meeting: prefiller,
+                session: prefiller,
                 early,
                 counters,
                 expectations,
@@ -323,8 +326,8 @@ impl Decoder {
             };
             state.tickets.insert(seq, ticket);
             // Given up, but not removed yet.
-            let lost = |m: &Meeting| matches!(m.phase, MeetingPhase::Lost(_));
-            if state.meetings.get(&prefiller).is_some_and(lost) {
+            let lost = |m: &Session| matches!(m.phase, SessionPhase::Lost(_));
+            if state.sessions.get(&prefiller).is_some_and(lost) {
                 let cause = state.cause_of_loss(prefiller);
                 state.fail(seq, cause, &mut acts);
             }
@@ -363,7 +366,7 @@ impl Decoder {
     /// Whether the prefiller accepts requests: it has not been given up.
     pub fn knows(&self, prefiller: u64) -> bool {
         let state = self.inner.state.lock();
-        state.meetings.get(&prefiller).is_some_and(|m| !matches!(m.phase, MeetingPhase::Lost(_)))
+        state.sessions.get(&prefiller).is_some_and(|m| !matches!(m.phase, SessionPhase::Lost(_)))
     }
 
     /// Requests whose pages aren't released.
@@ -373,7 +376,7 @@ impl Decoder {
 
     /// Prefillers with a session, and given up ones whose access isn't revoked yet.
     pub fn prefillers(&self) -> usize {
-        self.inner.state.lock().meetings.len()
+        self.inner.state.lock().sessions.len()
     }
 
     /// Ends all sessions, as dropping it does. Events still come until all requests are released.
@@ -382,9 +385,9 @@ impl Decoder {
         {
             let mut state = self.inner.state.lock();
             state.closed = true;
-            let meetings: Vec<u64> = state.meetings.keys().copied().collect();
-            for meeting in meetings {
-                state.lose(meeting, "this decoder is closed", true, &mut acts);
+            let sessions: Vec<u64> = state.sessions.keys().copied().collect();
+            for session in sessions {
+                state.lose(session, "this decoder is closed", true, &mut acts);
             }
         }
         self.inner.run(acts);
@@ -454,10 +457,10 @@ impl Inner {
                     state.settle(seq, &mut acts);
                 }
                 Err(error) => {
-                    let meeting = state.tickets.get(&seq).map(|t| t.meeting);
+                    let session = state.tickets.get(&seq).map(|t| t.session);
                     state.fail(seq, Cause::of(&error), &mut acts);
-                    if let (Some(meeting), true) = (meeting, is_loss(&error)) {
-                        state.lose(meeting, &error.to_string(), false, &mut acts);
+                    if let (Some(session), true) = (session, is_loss(&error)) {
+                        state.lose(session, &error.to_string(), false, &mut acts);
                     }
                 }
             }

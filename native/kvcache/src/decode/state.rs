@@ -13,7 +13,7 @@ use crate::{
 };
 
 pub(super) struct State {
-    pub meetings: BTreeMap<u64, Meeting>,
+    pub sessions: BTreeMap<u64, Session>,
     pub tickets: BTreeMap<u64, Ticket>,
     pub events: Arc<Events<Event>>,
     pub next_seq: u64,
@@ -21,12 +21,12 @@ pub(super) struct State {
 }
 
 /// One session with a prefiller.
-pub(super) struct Meeting {
+pub(super) struct Session {
     pub facts: Arc<Facts>,
     pub ends: Vec<End>,
     /// Local memory, registered for this prefiller alone (MR-2).
     pub grants: Vec<Region>,
-    pub phase: MeetingPhase,
+    pub phase: SessionPhase,
     /// Requests made before all of its processes had welcomed this decoder.
     pub early: Vec<u64>,
     /// All of its access has been revoked.
@@ -46,13 +46,13 @@ pub(super) struct Facts {
 pub(super) struct End {
     pub peer: Peer,
     /// Its number of the session, since its welcome.
-    pub life: Option<u64>,
+    pub incarnation: Option<u64>,
     /// Beats since its last message.
     pub silent: u32,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum MeetingPhase {
+pub(super) enum SessionPhase {
     Greeting,
     Open,
     Lost(String),
@@ -60,7 +60,7 @@ pub(super) enum MeetingPhase {
 
 /// A request, from the call that makes it until its pages can be used for another.
 pub(super) struct Ticket {
-    pub meeting: u64,
+    pub session: u64,
     /// The request message, until the prefiller's welcome.
     pub early: Option<Box<Request>>,
     pub counters: Vec<Counter>,
@@ -95,9 +95,9 @@ pub(super) enum AtEnd {
 
 /// Actions to take after the lock is released.
 pub(super) enum Act {
-    Send { meeting: u64, end: usize, peer: Peer, bytes: Vec<u8>, request: Option<u64> },
+    Send { session: u64, end: usize, peer: Peer, bytes: Vec<u8>, request: Option<u64> },
     Cancel(Vec<Handle>),
-    Revoke { meeting: u64, regions: Vec<Region> },
+    Revoke { session: u64, regions: Vec<Region> },
     Drop(Vec<Counter>, Vec<Handle>),
 }
 
@@ -119,14 +119,14 @@ impl State {
     /// Cancels the request at every process of the prefiller.
     pub fn stop(&mut self, seq: u64, acts: &mut Vec<Act>) {
         let Some(ticket) = self.tickets.get_mut(&seq) else { return };
-        let number = ticket.meeting;
+        let number = ticket.session;
         for end in 0..ticket.ends.len() {
             match ticket.ends[end] {
                 AtEnd::Unasked => ticket.ends[end] = AtEnd::Over,
                 AtEnd::Asked { .. } => {
                     ticket.ends[end] = AtEnd::Stopping;
-                    if let Some(meeting) = self.meetings.get(&number) {
-                        acts.extend(meeting.cancel(number, end, seq));
+                    if let Some(session) = self.sessions.get(&number) {
+                        acts.extend(session.cancel(number, end, seq));
                     }
                 }
                 AtEnd::Stopping | AtEnd::Over => {}
@@ -145,7 +145,7 @@ impl State {
         if let Some(ticket) = self.tickets.remove(&seq) {
             acts.push(Act::Drop(ticket.counters, ticket.expectations));
             self.events.push(seq, Event::Released);
-            self.forget(ticket.meeting);
+            self.forget(ticket.session);
         }
     }
 
@@ -153,18 +153,18 @@ impl State {
     /// that it wrote can land any more. Its processes are told to cancel, unless they are known
     /// dead.
     pub fn lose(&mut self, number: u64, why: &str, tell: bool, acts: &mut Vec<Act>) {
-        let Some(meeting) = self.meetings.get_mut(&number) else { return };
-        if matches!(meeting.phase, MeetingPhase::Lost(_)) {
+        let Some(session) = self.sessions.get_mut(&number) else { return };
+        if matches!(session.phase, SessionPhase::Lost(_)) {
             return;
         }
         if tell {
-            let goodbye = Message::Goodbye { meeting: number, why: reason(why) }.to_bytes();
-            for end in 0..meeting.ends.len() {
-                acts.extend(meeting.send(number, end, goodbye.clone(), None));
+            let goodbye = Message::Goodbye { session: number, why: reason(why) }.to_bytes();
+            for end in 0..session.ends.len() {
+                acts.extend(session.send(number, end, goodbye.clone(), None));
             }
         }
-        meeting.phase = MeetingPhase::Lost(why.to_owned());
-        acts.push(Act::Revoke { meeting: number, regions: std::mem::take(&mut meeting.grants) });
+        session.phase = SessionPhase::Lost(why.to_owned());
+        acts.push(Act::Revoke { session: number, regions: std::mem::take(&mut session.grants) });
         let cause = self.cause_of_loss(number);
         for seq in self.of(number) {
             self.fail(seq, cause.clone(), acts);
@@ -173,9 +173,9 @@ impl State {
 
     /// The cause with which requests to a given up prefiller fail.
     pub fn cause_of_loss(&self, number: u64) -> Cause {
-        match self.meetings.get(&number) {
+        match self.sessions.get(&number) {
             _ if self.closed => Cause::Closed,
-            Some(Meeting { phase: MeetingPhase::Lost(why), facts, .. }) => {
+            Some(Session { phase: SessionPhase::Lost(why), facts, .. }) => {
                 Cause::Lost(format!("prefiller {}: {why}", facts.name))
             }
             _ => Cause::Lost("the prefiller has been given up".into()),
@@ -184,8 +184,8 @@ impl State {
 
     /// All access of a prefiller has been revoked.
     pub fn revoked(&mut self, number: u64, acts: &mut Vec<Act>) {
-        if let Some(meeting) = self.meetings.get_mut(&number) {
-            meeting.revoked = true;
+        if let Some(session) = self.sessions.get_mut(&number) {
+            session.revoked = true;
         }
         for seq in self.of(number) {
             if let Some(ticket) = self.tickets.get_mut(&seq) {
@@ -197,43 +197,43 @@ impl State {
     }
 
     /// Requests of one prefiller.
-    pub fn of(&self, meeting: u64) -> Vec<u64> {
-        self.tickets.iter().filter(|(_, t)| t.meeting == meeting).map(|(seq, _)| *seq).collect()
+    pub fn of(&self, session: u64) -> Vec<u64> {
+        self.tickets.iter().filter(|(_, t)| t.session == session).map(|(seq, _)| *seq).collect()
     }
 
     /// A lost prefiller that nothing is left of.
     fn forget(&mut self, number: u64) {
-        let gone = |m: &Meeting| m.revoked;
-        if self.meetings.get(&number).is_some_and(gone) && self.of(number).is_empty() {
-            self.meetings.remove(&number);
+        let gone = |m: &Session| m.revoked;
+        if self.sessions.get(&number).is_some_and(gone) && self.of(number).is_empty() {
+            self.sessions.remove(&number);
         }
     }
 }
 
-impl Meeting {
+impl Session {
     /// A message to one process of the prefiller, unless it has been given up.
     pub fn send(
         &self,
-        meeting: u64,
+        session: u64,
         end: usize,
         bytes: Vec<u8>,
         request: Option<u64>,
     ) -> Option<Act> {
-        if matches!(self.phase, MeetingPhase::Lost(_)) {
+        if matches!(self.phase, SessionPhase::Lost(_)) {
             return None;
         }
         let peer = self.ends[end].peer.clone();
-        Some(Act::Send { meeting, end, peer, bytes, request })
+        Some(Act::Send { session, end, peer, bytes, request })
     }
 
-    pub fn ask(&self, meeting: u64, end: usize, request: &Request) -> Option<Act> {
-        let life = self.ends[end].life?;
+    pub fn ask(&self, session: u64, end: usize, request: &Request) -> Option<Act> {
+        let incarnation = self.ends[end].incarnation?;
         let (seq, request) = (request.seq, Box::new(request.clone()));
-        let message = Message::Request { meeting, life, request };
-        self.send(meeting, end, message.to_bytes(), Some(seq))
+        let message = Message::Request { session, incarnation, request };
+        self.send(session, end, message.to_bytes(), Some(seq))
     }
 
-    pub fn cancel(&self, meeting: u64, end: usize, seq: u64) -> Option<Act> {
-        self.send(meeting, end, Message::Cancel { meeting, seq }.to_bytes(), None)
+    pub fn cancel(&self, session: u64, end: usize, seq: u64) -> Option<Act> {
+        self.send(session, end, Message::Cancel { session, seq }.to_bytes(), None)
     }
 }

@@ -14,7 +14,7 @@ use crate::{
     wire::{Message, Offer, OfferEnd, RefusalReason, State},
 };
 
-const LIFE: u64 = 9;
+const INCARNATION: u64 = 9;
 
 /// A decoder, and an engine that answers whatever a prefiller might.
 struct Talk {
@@ -76,7 +76,7 @@ impl Talk {
 fn ends_with(welcome: bool, happens: impl FnOnce(&mut Talk, u64)) -> Vec<Event> {
     let mut talk = Talk::new();
     if welcome {
-        talk.say(&Message::Welcome { meeting: talk.met, life: LIFE });
+        talk.say(&Message::Welcome { session: talk.met, incarnation: INCARNATION });
     }
     let seq = talk.ask(Duration::from_secs(1));
     talk.passes(1);
@@ -88,8 +88,8 @@ fn ends_with(welcome: bool, happens: impl FnOnce(&mut Talk, u64)) -> Vec<Event> 
 
 fn told(state: State) -> Vec<Event> {
     ends_with(true, |talk, seq| {
-        let (meeting, states) = (talk.met, vec![(seq, state)]);
-        talk.say(&Message::Status { meeting, life: LIFE, states });
+        let (session, states) = (talk.met, vec![(seq, state)]);
+        talk.say(&Message::Status { session, incarnation: INCARNATION, states });
     })
 }
 
@@ -113,15 +113,15 @@ fn what_a_prefillers_engine_gives_up_has_failed_there() {
 fn a_prefiller_that_declines_or_parts_is_lost_by_name() {
     let why = || "it has 64 decoders".to_owned();
     let declined = ends_with(false, |talk, _| {
-        let meeting = talk.met;
-        talk.say(&Message::Declined { meeting, why: why() });
+        let session = talk.met;
+        talk.say(&Message::Declined { session, why: why() });
     });
     let lost = |said: &str| Event::Failed(Cause::Lost(said.into()));
     let text = "prefiller p: it declined this decoder: it has 64 decoders";
     assert_eq!(declined, [lost(text), Event::Released]);
     let parted = ends_with(true, |talk, _| {
-        let meeting = talk.met;
-        talk.say(&Message::Goodbye { meeting, why: why() });
+        let session = talk.met;
+        talk.say(&Message::Goodbye { session, why: why() });
     });
     assert_eq!(parted, [lost("prefiller p: it has 64 decoders"), Event::Released]);
     let left = ends_with(true, |talk, _| talk.decoder.leave(talk.met));

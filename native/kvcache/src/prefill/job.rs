@@ -27,7 +27,7 @@ pub(super) struct Facts {
     /// Its engine that takes messages, known to ours that sends them.
     pub peer: Peer,
     /// The local number of the session; never reused.
-    pub life: u64,
+    pub incarnation: u64,
     pub pairing: Pairing,
     pub groups: Vec<crate::layout::CacheGroup>,
     pub grants: Vec<Granted>,

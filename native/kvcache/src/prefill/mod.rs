@@ -2,8 +2,8 @@
 
 mod job;
 mod lane;
+mod messages;
 mod push;
-mod talk;
 #[cfg(test)]
 mod tests;
 mod timeline;
@@ -84,7 +84,7 @@ struct Inner {
 
 #[derive(Default)]
 struct State {
-    meetings: BTreeMap<(EngineId, u64), Meeting>,
+    sessions: BTreeMap<(EngineId, u64), Session>,
     jobs: BTreeMap<u64, Arc<Job>>,
     next_job: u64,
     /// Entries of the tables of all jobs.
@@ -95,7 +95,7 @@ struct State {
 }
 
 /// One session with a decoder.
-struct Meeting {
+struct Session {
     facts: Arc<Facts>,
     /// Everything before is over for the decoder; no request of it is taken any more.
     floor: u64,
@@ -109,7 +109,7 @@ struct Meeting {
     answers: Arc<AtomicU32>,
 }
 
-impl Meeting {
+impl Session {
     /// Requests of which something is kept until the decoder's floor has passed them: each job
     /// leaves its end.
     fn remembers(&self) -> usize {
@@ -305,18 +305,18 @@ impl Prefiller {
 
     /// Number of decoders with a session.
     pub fn decoders(&self) -> usize {
-        self.inner.state.lock().meetings.len()
+        self.inner.state.lock().sessions.len()
     }
 
     /// Accepts nothing new, stops all jobs and reports so to the decoders.
     pub fn close(&self) {
-        let meetings: Vec<(EngineId, u64)> = {
+        let sessions: Vec<(EngineId, u64)> = {
             let mut state = self.inner.state.lock();
             state.closed = true;
-            state.meetings.keys().copied().collect()
+            state.sessions.keys().copied().collect()
         };
-        for meeting in meetings {
-            self.inner.part(meeting, "the prefiller is closed", true);
+        for session in sessions {
+            self.inner.part(session, "the prefiller is closed", true);
         }
     }
 }

@@ -221,15 +221,15 @@ impl Inner {
             state.jobs.remove(&job.id);
             state.entries -= job.entries;
             state.payloads -= job.payload_nbytes;
-            let meeting = state.meetings.get_mut(&(from, number));
-            let meeting = meeting.filter(|m| m.facts.life == job.facts.life);
-            meeting.and_then(|meeting| {
-                meeting.jobs.remove(&seq);
+            let session = state.sessions.get_mut(&(from, number));
+            let session = session.filter(|m| m.facts.incarnation == job.facts.incarnation);
+            session.and_then(|session| {
+                session.jobs.remove(&seq);
                 let at = at?;
-                if seq >= meeting.floor {
-                    meeting.ended.insert(seq, at.clone());
+                if seq >= session.floor {
+                    session.ended.insert(seq, at.clone());
                 }
-                Some((meeting.facts.clone(), at))
+                Some((session.facts.clone(), at))
             })
         };
         if let Some((facts, at)) = peer {

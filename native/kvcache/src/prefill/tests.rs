@@ -16,7 +16,7 @@ use crate::{
 };
 
 const TAIL: u64 = 16;
-const MEETING: u64 = 7;
+const SESSION: u64 = 7;
 
 /// A prefiller, and an engine that says whatever is to be said.
 struct Talk {
@@ -72,7 +72,7 @@ impl Talk {
     fn hello(&self) -> Hello {
         let (buffers, tail) = &self.memory;
         Hello {
-            meeting: MEETING,
+            session: SESSION,
             name: "liar".into(),
             address: self.liar.address().clone(),
             layouts: vec![layout()],
@@ -89,15 +89,15 @@ impl Talk {
     fn welcome(&mut self) -> u64 {
         let hello = Message::Hello(Box::new(self.hello()));
         match self.say(&hello).as_slice() {
-            [Message::Welcome { meeting: MEETING, life }] => *life,
+            [Message::Welcome { session: SESSION, incarnation }] => *incarnation,
             other => panic!("{other:?}"),
         }
     }
 
     /// Asks with so many bytes beside; how the request is then, if that is said at once.
-    fn asks(&mut self, life: u64, seq: u64, payload: usize) -> Option<State> {
+    fn asks(&mut self, incarnation: u64, seq: u64, payload: usize) -> Option<State> {
         let request = Box::new(Request { payload: vec![0; payload], ..self.request(seq) });
-        match self.say(&Message::Request { meeting: MEETING, life, request }).as_slice() {
+        match self.say(&Message::Request { session: SESSION, incarnation, request }).as_slice() {
             [] => None,
             [Message::Status { states, .. }] => Some(states[0].1.clone()),
             other => panic!("{other:?}"),
@@ -138,12 +138,12 @@ fn requests_that_lie_are_refused_in_words() {
         }),
     ];
     let mut talk = Talk::new();
-    let life = talk.welcome();
+    let incarnation = talk.welcome();
     for (seq, (why, lie)) in (0..).zip(lies) {
         let mut request = talk.request(seq);
         lie(&mut request, &talk);
         let request = Box::new(request);
-        let answer = talk.say(&Message::Request { meeting: MEETING, life, request });
+        let answer = talk.say(&Message::Request { session: SESSION, incarnation, request });
         let [Message::Status { states, .. }] = answer.as_slice() else { panic!("{answer:?}") };
         let [(of, State::Refused { why: said, elsewhere: false, .. })] = states.as_slice() else {
             panic!("{states:?}")
@@ -152,7 +152,7 @@ fn requests_that_lie_are_refused_in_words() {
     }
     assert!(talk.events.lock().is_empty() && talk.prefiller.jobs() == 0);
     let request = Box::new(talk.request(99));
-    talk.say(&Message::Request { meeting: MEETING, life, request });
+    talk.say(&Message::Request { session: SESSION, incarnation, request });
     assert!(matches!(talk.events.lock().as_slice(), [(_, JobEvent::Asked(_))]));
 }
 
@@ -185,12 +185,12 @@ fn mr_2_a_prefiller_that_forgot_a_decoder_has_another_life_and_takes_nothing_of_
     let first = talk.welcome();
     assert_eq!(talk.welcome(), first);
     let why = "gone".to_owned();
-    assert_eq!(talk.say(&Message::Goodbye { meeting: MEETING, why }), []);
+    assert_eq!(talk.say(&Message::Goodbye { session: SESSION, why }), []);
     let second = talk.welcome();
     assert_ne!(first, second);
-    for (life, jobs) in [(first, 0), (second, 1)] {
+    for (incarnation, jobs) in [(first, 0), (second, 1)] {
         let request = Box::new(talk.request(5));
-        talk.say(&Message::Request { meeting: MEETING, life, request });
+        talk.say(&Message::Request { session: SESSION, incarnation, request });
         assert_eq!(talk.prefiller.jobs(), jobs);
     }
 }
@@ -200,25 +200,25 @@ fn what_a_decoder_doesnt_acknowledge_is_bounded() {
     let mut talk = Talk::new();
     talk.welcome();
     let from = talk.liar.id();
-    for seq in 0..super::talk::MAX_ENDED as u64 {
-        talk.prefiller.hear(from, &Message::Cancel { meeting: MEETING, seq }.to_bytes());
+    for seq in 0..super::messages::MAX_ENDED as u64 {
+        talk.prefiller.hear(from, &Message::Cancel { session: SESSION, seq }.to_bytes());
     }
     assert_eq!(talk.prefiller.decoders(), 1);
-    talk.prefiller.hear(from, &Message::Cancel { meeting: MEETING, seq: 1 << 40 }.to_bytes());
+    talk.prefiller.hear(from, &Message::Cancel { session: SESSION, seq: 1 << 40 }.to_bytes());
     assert_eq!(talk.prefiller.decoders(), 0);
 }
 
 #[test]
 fn ends_of_requests_that_a_decoder_doesnt_acknowledge_are_bounded() {
-    use super::talk::{MAX_ENDED, MAX_TAKEN};
+    use super::messages::{MAX_ENDED, MAX_TAKEN};
     let mut talk = Talk::new();
-    let life = talk.welcome();
+    let incarnation = talk.welcome();
     let from = talk.liar.id();
     let request = |seq| {
         let request = Box::new(talk.request(seq));
-        Message::Request { meeting: MEETING, life, request }.to_bytes()
+        Message::Request { session: SESSION, incarnation, request }.to_bytes()
     };
-    let cancel = |seq| Message::Cancel { meeting: MEETING, seq }.to_bytes();
+    let cancel = |seq| Message::Cancel { session: SESSION, seq }.to_bytes();
     for seq in 0..MAX_TAKEN as u64 {
         talk.prefiller.hear(from, &request(seq));
         assert_eq!(talk.prefiller.jobs(), 1, "request {seq} is taken");
@@ -232,7 +232,7 @@ fn ends_of_requests_that_a_decoder_doesnt_acknowledge_are_bounded() {
     }
     let kept = |talk: &Talk| {
         let state = talk.prefiller.inner.state.lock();
-        state.meetings.values().map(|m| m.ended.len()).sum::<usize>()
+        state.sessions.values().map(|m| m.ended.len()).sum::<usize>()
     };
     assert_eq!(kept(&talk), MAX_ENDED);
     talk.prefiller.hear(from, &request(MAX_ENDED as u64));
@@ -241,23 +241,23 @@ fn ends_of_requests_that_a_decoder_doesnt_acknowledge_are_bounded() {
 
 #[test]
 fn a_decoder_that_acknowledges_is_never_too_much() {
-    use super::talk::MAX_TAKEN;
+    use super::messages::MAX_TAKEN;
     let mut talk = Talk::new();
-    let life = talk.welcome();
+    let incarnation = talk.welcome();
     // As so many requests that were cancelled leave it; their answers would take the simulator a
     // while.
-    for meeting in talk.prefiller.inner.state.lock().meetings.values_mut() {
-        meeting.ended.extend((0..MAX_TAKEN as u64).map(|seq| (seq, State::Cancelled)));
+    for session in talk.prefiller.inner.state.lock().sessions.values_mut() {
+        session.ended.extend((0..MAX_TAKEN as u64).map(|seq| (seq, State::Cancelled)));
     }
     let next = MAX_TAKEN as u64;
-    let said = talk.asks(life, next, 0);
+    let said = talk.asks(incarnation, next, 0);
     let full = |why: &str| why.contains("are not over for it");
     assert!(
         matches!(&said, Some(State::Refused { why, elsewhere: true, .. }) if full(why)),
         "{said:?}"
     );
-    talk.say(&Message::Beat { meeting: MEETING, floor: next + 1, open: Vec::new() });
-    assert_eq!(talk.asks(life, next + 1, 0), None);
+    talk.say(&Message::Beat { session: SESSION, floor: next + 1, open: Vec::new() });
+    assert_eq!(talk.asks(incarnation, next + 1, 0), None);
     assert_eq!(talk.prefiller.jobs(), 1);
 }
 
@@ -266,18 +266,18 @@ fn payloads_of_requests_that_wait_are_bounded_together() {
     let (max_message, max_payloads) = (4096, 5000);
     let terms = Terms { tail_nbytes: TAIL, max_message, max_payloads, ..Terms::default() };
     let mut talk = Talk::with(terms);
-    let life = talk.welcome();
-    assert_eq!(talk.asks(life, 0, 3000), None);
-    let said = talk.asks(life, 1, 3000);
+    let incarnation = talk.welcome();
+    assert_eq!(talk.asks(incarnation, 0, 3000), None);
+    let said = talk.asks(incarnation, 1, 3000);
     let full = |why: &str| why.contains("would pass 5000 bytes");
     assert!(
         matches!(&said, Some(State::Refused { why, elsewhere: true, .. }) if full(why)),
         "{said:?}"
     );
-    assert_eq!(talk.asks(life, 2, 2000), None);
+    assert_eq!(talk.asks(incarnation, 2, 2000), None);
     // What is over makes room.
-    talk.say(&Message::Cancel { meeting: MEETING, seq: 0 });
-    assert_eq!(talk.asks(life, 3, 3000), None);
+    talk.say(&Message::Cancel { session: SESSION, seq: 0 });
+    assert_eq!(talk.asks(incarnation, 3, 3000), None);
     assert_eq!(talk.prefiller.jobs(), 2);
     let terms = Terms { max_payloads: 4095, max_message, ..Terms::default() };
     assert!(terms.check().unwrap_err().to_string().contains("one request must fit"));

@@ -10,7 +10,7 @@ use fabric_engine::{api::CounterRef, Aperture, Counter, Peer, Region, RemoteRegi
 
 use super::{
     act::{Act, Load, Piece},
-    pulse::Signs,
+    heartbeat::PeerActivity,
 };
 
 /// Counters of each pair of ranks.
@@ -120,7 +120,7 @@ pub struct Link {
     pub flying: u32,
     /// Blocks and counts to it that are.
     pub telling: u32,
-    pub signs: Signs,
+    pub activity: PeerActivity,
     pub out: Out,
     pub inward: In,
     /// Rows to it so far, and those of them that this rank's device stored.
@@ -188,7 +188,7 @@ impl Link {
             awaits_fence: false,
             flying: 0,
             telling: 0,
-            signs: Signs::default(),
+            activity: PeerActivity::default(),
             out: Out::default(),
             inward: In::default(),
             rows_out: 0,

@@ -320,7 +320,7 @@ impl State {
     ) -> Result<(), String> {
         let (shape, memory, number) = (self.shape, self.memory, self.number);
         let Some(link) = self.link(rank) else { return Ok(()) };
-        link.signs.came = true;
+        link.activity.came = true;
         match stage {
             Stage::Routes => {
                 let block = read_routes(&shape, (link.exchanges, link.combines), words)?;
@@ -363,7 +363,7 @@ impl State {
     pub fn written(&mut self, wire: &Wire, load: Load, well: bool, acts: &mut Vec<Act>) {
         let link = self.link(wire.rank).filter(|l| l.wire.life == wire.life);
         match (load, link) {
-            (Load::Word, Some(link)) => return link.signs.telling = false,
+            (Load::Word, Some(link)) => return link.activity.telling = false,
             (Load::Word, None) => return,
             (Load::Rows | Load::Answers, Some(link)) => link.flying -= 1,
             (Load::Control, Some(link)) => link.telling -= 1,

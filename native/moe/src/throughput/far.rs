@@ -9,7 +9,7 @@ use parking_lot::MutexGuard;
 
 use super::{
     context::{Given, Io},
-    device::{Device, Shifts},
+    device::{Device, WorkerLifecycle},
     machine::Machine,
     members::Seat,
     roster::check_all_here,
@@ -40,7 +40,7 @@ impl Throughput {
         timeout: Duration,
         far: Far,
     ) -> Result<Self> {
-        let (worker, shifts) = Device::new(&spec, far.workers, far.words)?;
+        let (worker, lifecycle) = Device::new(&spec, far.workers, far.words)?;
         let open = |i: u32| {
             let name = format!("{}.{i}", engine.name);
             let engine = TransferEngine::open(EngineConfig { name, ..engine.clone() })?;
@@ -49,7 +49,7 @@ impl Throughput {
         };
         let engines = (0..spec.threads).map(open).collect::<Result<_>>()?;
         let mut this = Self::over(Engines(engines), spec, seat, timeout, Box::new(worker))?;
-        this.shifts = Some(shifts);
+        this.lifecycle = Some(lifecycle);
         Ok(this)
     }
 
@@ -59,24 +59,24 @@ impl Throughput {
     /// # Errors
     /// [`EngineError::Invalid`]: no kernels carry the exchange out.
     pub fn begin_work(&self) -> Result<u64> {
-        self.shifts().map(Shifts::begin)
+        self.lifecycle().map(WorkerLifecycle::begin)
     }
 
-    fn shifts(&self) -> Result<&Shifts> {
+    fn lifecycle(&self) -> Result<&WorkerLifecycle> {
         let text = "no kernels carry this exchange out; use the calls that are given rows";
-        self.shifts.as_ref().ok_or_else(|| EngineError::Invalid(text.into()))
+        self.lifecycle.as_ref().ok_or_else(|| EngineError::Invalid(text.into()))
     }
 
     /// As [`Throughput::enter`], for a call whose rows kernels move.
     fn enter_far(&self) -> Result<(MutexGuard<'_, ()>, MutexGuard<'_, Machine>)> {
-        self.shifts()?;
+        self.lifecycle()?;
         self.enter()
     }
 
     /// The workers of a call end; those of one that failed after the job that they are at, if any.
     pub fn end_work(&self, call: u64) {
-        if let Some(shifts) = &self.shifts {
-            shifts.end(call);
+        if let Some(lifecycle) = &self.lifecycle {
+            lifecycle.end(call);
         }
     }
 

@@ -19,7 +19,7 @@ use super::{
     signals::Signals,
     slots::{first_exchange, head, next_exchange, put_experts, Kind},
     spec::Spec,
-    workers::Prompt,
+    workers::CpuWorker,
 };
 use crate::{
     exchange::Dispatched,
@@ -120,7 +120,7 @@ impl Machine {
         words: AtomicWords,
         pushers: Vec<Pusher>,
     ) -> Result<Self> {
-        let worker = Box::new(Prompt::new(spec, region.clone()));
+        let worker = Box::new(CpuWorker::new(spec, region.clone()));
         Self::with_worker(spec, seat, &region, words, pushers, worker)
     }
 

@@ -61,7 +61,7 @@ pub use self::{
     machine::{Broken, Losses, Machine, Traffic},
     members::Seat,
     spec::Spec,
-    workers::{device, Prompt},
+    workers::{device, CpuWorker},
 };
 use crate::{
     exchange::Dispatched,
@@ -124,7 +124,7 @@ pub struct Throughput {
     /// Nanoseconds.
     timeout: AtomicU64,
     /// When kernels are at work, if they carry the exchange out.
-    shifts: Option<device::Shifts>,
+    lifecycle: Option<device::WorkerLifecycle>,
 }
 
 impl fmt::Debug for Throughput {
@@ -147,7 +147,7 @@ impl Throughput {
         let nbytes = Layout::new(spec)?.nbytes();
         let engines = Engines::open(engine, spec.threads as usize, nbytes).map_err(engine_error)?;
         let region = engines.0[0].1.clone();
-        Self::over(engines, spec, seat, timeout, Box::new(Prompt::new(spec, region)))
+        Self::over(engines, spec, seat, timeout, Box::new(CpuWorker::new(spec, region)))
     }
 
     /// Over engines that have this rank's part of the memory, and with a worker that reaches it.
@@ -194,7 +194,7 @@ impl Throughput {
             events,
             seat,
             timeout,
-            shifts: None,
+            lifecycle: None,
         })
     }
 
@@ -294,7 +294,7 @@ impl Throughput {
 
     /// As [`Throughput::enter`], for a call whose rows the host moves.
     fn enter_near(&self) -> Result<(MutexGuard<'_, ()>, MutexGuard<'_, Machine>)> {
-        if self.shifts.is_some() {
+        if self.lifecycle.is_some() {
             let text = "kernels move the rows of this exchange; use the far calls";
             return Err(EngineError::Invalid(text.into()));
         }

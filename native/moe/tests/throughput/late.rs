@@ -1,11 +1,11 @@
 //! A worker that does its jobs late and in any order, as kernels do.
 
 use fabric_engine::Region;
-use fabric_moe::throughput::{Io, Job, Outcome, Prompt, Spec, Ticket, Worker};
+use fabric_moe::throughput::{CpuWorker, Io, Job, Outcome, Spec, Ticket, Worker};
 
 #[derive(Debug)]
 pub struct Late {
-    prompt: Prompt,
+    cpu: CpuWorker,
     rng: fastrand::Rng,
     /// Jobs that it takes at a time.
     room: usize,
@@ -18,7 +18,7 @@ impl Late {
     pub fn new(spec: Spec, region: Region, seed: u64, steps: u32) -> Self {
         let mut rng = fastrand::Rng::with_seed(seed);
         let room = rng.usize(1..5);
-        Self { prompt: Prompt::new(spec, region), rng, room, steps, jobs: Vec::new() }
+        Self { cpu: CpuWorker::new(spec, region), rng, room, steps, jobs: Vec::new() }
     }
 }
 
@@ -36,15 +36,15 @@ impl Worker for Late {
         while self.steps > 0 && !self.jobs.is_empty() && self.rng.u32(..self.steps) == 0 {
             let one = self.rng.usize(..self.jobs.len());
             let (ticket, job, exchange) = self.jobs.swap_remove(one);
-            self.prompt.begin(ticket, job, exchange, io);
+            self.cpu.begin(ticket, job, exchange, io);
         }
     }
 
     fn outcome(&mut self, ticket: Ticket) -> Option<Outcome> {
-        self.prompt.outcome(ticket)
+        self.cpu.outcome(ticket)
     }
 
     fn totals(&self) -> &[f32] {
-        self.prompt.totals()
+        self.cpu.totals()
     }
 }

@@ -15,7 +15,7 @@ use fabric_engine::{
 };
 use fabric_moe::{
     kernels::Float,
-    throughput::{proxy_config, Io, Layout, Machine, Prompt, Seat, Spec, Worker},
+    throughput::{proxy_config, CpuWorker, Io, Layout, Machine, Seat, Spec, Worker},
 };
 use fabric_proxy::{fifo::fifo, Event, Executor, Parker, SharedState, ThreadDescriptor};
 
@@ -48,7 +48,7 @@ enum Turn {
 /// What a rank's jobs are done by.
 #[derive(Clone, Copy, Debug)]
 enum By {
-    Prompt,
+    CpuWorker,
     /// In an order that a seed says, one in so many steps.
     Late(u64, u32),
     Stalled,
@@ -57,7 +57,7 @@ enum By {
 impl By {
     fn worker(self, spec: Spec, part: &Region) -> Box<dyn Worker> {
         match self {
-            Self::Prompt => Box::new(Prompt::new(spec, part.clone())),
+            Self::CpuWorker => Box::new(CpuWorker::new(spec, part.clone())),
             Self::Late(seed, steps) => Box::new(Late::new(spec, part.clone(), seed, steps)),
             Self::Stalled => Box::new(Late::new(spec, part.clone(), 0, 0)),
         }
@@ -353,7 +353,7 @@ struct Run {
 
 impl Run {
     fn new(spec: Spec, seed: u64, config: SimConfig) -> Self {
-        Self::by(spec, seed, config, |_| By::Prompt)
+        Self::by(spec, seed, config, |_| By::CpuWorker)
     }
 
     /// With ranks whose jobs another worker does.
@@ -516,7 +516,7 @@ fn random(seed: u64) -> Result<bool, String> {
     // timeouts are far longer.
     let slowness = if has_accident { 2 } else { [2, 8, 40][rng.usize(..3)] };
     let by = |rank: u32| match late >> rank & 1 {
-        0 => By::Prompt,
+        0 => By::CpuWorker,
         _ => By::Late(seed ^ u64::from(rank), slowness),
     };
     let new = |config| Run::by(spec, seed, config, by);

@@ -54,8 +54,8 @@ pub struct Decoding {
     pub engines: Vec<Arc<TransferEngine>>,
     pub decoder: Option<Arc<Decoder>>,
     pub dead: bool,
-    /// The meetings with each prefiller, the present one last.
-    pub meetings: Vec<Vec<u64>>,
+    /// The sessions with each prefiller, the present one last.
+    pub sessions: Vec<Vec<u64>>,
     cut: Cut,
     desk: Arc<Mutex<Desk>>,
     judge: Arc<Judge>,
@@ -201,7 +201,7 @@ impl Decoding {
             }),
         );
         let (judge, decoder) = (Arc::clone(judge), Some(decoder));
-        Self { engines, decoder, dead: false, meetings: Vec::new(), cut, desk, judge }
+        Self { engines, decoder, dead: false, sessions: Vec::new(), cut, desk, judge }
     }
 
     pub fn lies(&self) {
@@ -213,7 +213,7 @@ impl Decoding {
     }
 
     /// Asks a prefiller for something, if there is room.
-    pub fn ask(&self, prefiller: usize, meeting: u64, content: u64, rng: &mut fastrand::Rng) {
+    pub fn ask(&self, prefiller: usize, session: u64, content: u64, rng: &mut fastrand::Rng) {
         let Some(decoder) = &self.decoder else { return };
         let page = u64::from(self.cut.page_tokens);
         let (ask, asking) = {
@@ -270,7 +270,7 @@ impl Decoding {
                 Asking { content, tokens, seen, table, slot, at, deadline, prefiller, died };
             (ask, asking)
         };
-        let asked = decoder.request(meeting, ask);
+        let asked = decoder.request(session, ask);
         let mut desk = self.desk.lock();
         match asked {
             Ok(seq) => {

@@ -190,7 +190,7 @@ impl Run {
                 one.lies();
                 self.post.distrust(one.engines[0].id());
             }
-            one.meetings = vec![Vec::new(); self.instances.len()];
+            one.sessions = vec![Vec::new(); self.instances.len()];
             self.decoders.push(one);
         }
         let engines = self.processes.iter().map(|p| &p.engines);
@@ -290,15 +290,15 @@ impl Run {
             (self.rng.usize(..self.decoders.len()), self.rng.usize(..self.instances.len()));
         let decoding = &mut self.decoders[d];
         let Some(decoder) = decoding.decoder.clone().filter(|_| !decoding.dead) else { return };
-        let known = decoding.meetings[p].last().copied().filter(|m| decoder.knows(*m));
+        let known = decoding.sessions[p].last().copied().filter(|m| decoder.knows(*m));
         let known = known.filter(|_| self.rng.u8(..16) > 0);
-        let meeting = known.or_else(|| decoder.meet(&self.instances[p].offer).ok());
-        let Some(meeting) = meeting else { return };
+        let session = known.or_else(|| decoder.meet(&self.instances[p].offer).ok());
+        let Some(session) = session else { return };
         if known.is_none() {
-            decoding.meetings[p].push(meeting);
+            decoding.sessions[p].push(session);
         }
         self.content += 1;
-        decoding.ask(p, meeting, self.content, &mut self.rng);
+        decoding.ask(p, session, self.content, &mut self.rng);
         let dead = self.instances[p].processes.iter().any(|p| self.processes[*p].dead);
         if dead {
             decoding.mourns(p);
@@ -354,8 +354,8 @@ impl Run {
             }
             Kind::Leave => {
                 let decoding = &self.decoders[d];
-                let m = self.rng.usize(..decoding.meetings.len());
-                if let (Some(decoder), Some(m)) = (&decoding.decoder, decoding.meetings[m].last()) {
+                let m = self.rng.usize(..decoding.sessions.len());
+                if let (Some(decoder), Some(m)) = (&decoding.decoder, decoding.sessions[m].last()) {
                     decoder.leave(*m);
                 }
             }

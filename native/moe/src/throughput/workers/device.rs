@@ -84,12 +84,12 @@ impl Form {
 
 /// The workers of the current call; they run while their rank is in a call.
 #[derive(Debug)]
-pub struct Shifts {
+pub struct WorkerLifecycle {
     words: AtomicWords,
     calls: AtomicU64,
 }
 
-impl Shifts {
+impl WorkerLifecycle {
     /// The number of a call, for the workers that are launched for it.
     pub fn begin(&self) -> u64 {
         self.calls.fetch_add(1, Relaxed) + 1
@@ -127,13 +127,13 @@ impl Device {
     ///
     /// # Errors
     /// [`EngineError::Invalid`]: too few words, or no workers.
-    pub fn new(spec: &Spec, workers: u32, words: AtomicWords) -> Result<(Self, Shifts)> {
+    pub fn new(spec: &Spec, workers: u32, words: AtomicWords) -> Result<(Self, WorkerLifecycle)> {
         let form = Form::new(spec, workers)?;
         if words.len() != form.words {
             let text = format!("{} words to share; give {}", words.len(), form.words);
             return Err(EngineError::Invalid(text));
         }
-        let shifts = Shifts { words: words.clone(), calls: AtomicU64::new(0) };
+        let lifecycle = WorkerLifecycle { words: words.clone(), calls: AtomicU64::new(0) };
         let this = Self {
             form,
             words,
@@ -144,7 +144,7 @@ impl Device {
             beats: 0,
             aborted: false,
         };
-        Ok((this, shifts))
+        Ok((this, lifecycle))
     }
 
     /// The worker with room that has the fewest jobs.

@@ -1,6 +1,6 @@
 //! Executors of jobs: this thread, or kernels.
 
+mod cpu;
 pub mod device;
-mod prompt;
 
-pub use prompt::Prompt;
+pub use cpu::CpuWorker;

@@ -30,7 +30,7 @@ const MOST: u32 = 12;
 
 /// The activity of a rank.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Signs {
+pub struct PeerActivity {
     /// Its waiting signals so far.
     words: u64,
     /// Awaited data has come since the last beat.
@@ -65,14 +65,14 @@ impl State {
             let awaited = self.awaits(rank);
             let Some(link) = self.link(rank) else { continue };
             let words = link.wire.ours.counters[Stage::Waits as usize].arrived();
-            let signs = &mut link.signs;
-            let came = std::mem::take(&mut signs.came);
-            let word = std::mem::replace(&mut signs.words, words) != words;
+            let activity = &mut link.activity;
+            let came = std::mem::take(&mut activity.came);
+            let word = std::mem::replace(&mut activity.words, words) != words;
             let sign = came || word;
-            signs.waits = if sign { word } else { signs.waits };
-            signs.silent = if sign || awaited.is_none() { 0 } else { signs.silent + 1 };
+            activity.waits = if sign { word } else { activity.waits };
+            activity.silent = if sign || awaited.is_none() { 0 } else { activity.silent + 1 };
             // The first beat came at any time after the wait had begun.
-            silent.extend(awaited.filter(|_| signs.silent > most).map(|stage| (rank, stage)));
+            silent.extend(awaited.filter(|_| activity.silent > most).map(|stage| (rank, stage)));
         }
         for (rank, stage) in silent {
             let cause = format!(
@@ -90,7 +90,7 @@ impl State {
     pub fn why(&self, rank: u32, error: &EngineError) -> String {
         let link = self.links.get(rank as usize).and_then(Option::as_ref);
         match error {
-            EngineError::Timeout { .. } if link.is_some_and(|l| l.signs.waits) => format!(
+            EngineError::Timeout { .. } if link.is_some_and(|l| l.activity.waits) => format!(
                 "{error}; it said that it waits as well, so ranks may wait for one another in a circle: have all make \
                  the same calls"
             ),
@@ -105,7 +105,7 @@ impl State {
         let lost = self.hangs_on_lost();
         for link in self.links.iter_mut().flatten() {
             let waits = lost || by.iter().any(|rank| *rank != link.wire.rank);
-            if waits && !std::mem::replace(&mut link.signs.telling, waits) {
+            if waits && !std::mem::replace(&mut link.activity.telling, waits) {
                 let piece = Piece::count(Stage::Waits);
                 acts.push(Act::Write { wire: link.wire.clone(), piece, load: Load::Word });
             }
@@ -239,7 +239,7 @@ mod tests {
     fn words(all: &AllToAll) -> usize {
         let (mut acts, mut state) = (Vec::new(), all.inner.state.lock());
         state.beat(T, T / BEATS, &mut acts);
-        state.links.iter_mut().flatten().for_each(|l| l.signs.telling = false);
+        state.links.iter_mut().flatten().for_each(|l| l.activity.telling = false);
         acts.iter().filter(|a| matches!(a, Act::Write { load: Load::Word, .. })).count()
     }
 

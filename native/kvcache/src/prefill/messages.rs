@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use super::{
     job::{Facts, Granted, Job, Key, Progress, Route},
-    Asked, Inner, JobEvent, Meeting, State, Timeline,
+    Asked, Inner, JobEvent, Session, State, Timeline,
 };
 use crate::{
     pairing::Pairing,
@@ -40,7 +40,7 @@ const MAX_ANSWERS: u32 = 1024;
 
 impl State {
     /// Why requests of a decoder are refused now, if they are. Other prefillers may have room.
-    fn full(&self, of: &Meeting, payload_nbytes: u64, max_payloads: u64) -> Option<String> {
+    fn full(&self, of: &Session, payload_nbytes: u64, max_payloads: u64) -> Option<String> {
         if self.closed {
             return Some("the prefiller is closed".into());
         }
@@ -93,11 +93,11 @@ impl Inner {
     /// Says how requests are; they may take several messages.
     pub(super) fn say_states(
         self: &Arc<Self>,
-        meeting: u64,
+        session: u64,
         facts: &Facts,
         states: Vec<(u64, At)>,
     ) {
-        for message in Message::statuses(meeting, facts.life, states) {
+        for message in Message::statuses(session, facts.incarnation, states) {
             self.say(&facts.peer, &message);
         }
     }
@@ -113,13 +113,15 @@ impl Inner {
                 return;
             }
         };
-        let meeting = (from, message.meeting());
+        let session = (from, message.session());
         match message {
             Message::Hello(hello) => self.greet(from, &hello),
-            Message::Request { life, request, .. } => self.take(meeting, life, *request),
-            Message::Cancel { seq, .. } => self.cancel(meeting, seq),
-            Message::Beat { floor, open, .. } => self.beat(meeting, floor, &open),
-            Message::Goodbye { why, .. } => self.part(meeting, &why, false),
+            Message::Request { incarnation, request, .. } => {
+                self.take(session, incarnation, *request)
+            }
+            Message::Cancel { seq, .. } => self.cancel(session, seq),
+            Message::Beat { floor, open, .. } => self.beat(session, floor, &open),
+            Message::Goodbye { why, .. } => self.part(session, &why, false),
             other => tracing::warn!(%from, ?other, "a decoder sent what only prefillers send"),
         }
     }
@@ -133,30 +135,30 @@ impl Inner {
             Ok(peer) => peer,
             Err(error) => return tracing::warn!(%from, %error, "a decoder can't be answered"),
         };
-        let number = hello.meeting;
+        let number = hello.session;
         let message = match self.meet(from, hello, peer.clone()) {
-            Err(why) => Message::Declined { meeting: number, why: reason(&why) },
-            Ok(life) => Message::Welcome { meeting: number, life },
+            Err(why) => Message::Declined { session: number, why: reason(&why) },
+            Ok(incarnation) => Message::Welcome { session: number, incarnation },
         };
         self.say(&peer, &message);
     }
 
     /// Registers a decoder; returns the number of its session.
     fn meet(&self, from: EngineId, hello: &Hello, peer: Peer) -> Result<u64, String> {
-        let key = (from, hello.meeting);
+        let key = (from, hello.session);
         {
             let state = self.state.lock();
             // Said twice, a hello is welcome twice.
-            if let Some(meeting) = state.meetings.get(&key) {
-                return Ok(meeting.facts.life);
+            if let Some(session) = state.sessions.get(&key) {
+                return Ok(session.facts.incarnation);
             }
             if state.closed {
                 return Err("the prefiller is closed".into());
             }
-            if state.meetings.len() >= MAX_MEETINGS {
+            if state.sessions.len() >= MAX_MEETINGS {
                 return Err(format!("the prefiller has {MAX_MEETINGS} decoders"));
             }
-            if state.meetings.range((from, 0)..=(from, u64::MAX)).count() >= MAX_MEETINGS_EACH {
+            if state.sessions.range((from, 0)..=(from, u64::MAX)).count() >= MAX_MEETINGS_EACH {
                 return Err(format!("the prefiller has met its engine {MAX_MEETINGS_EACH} times"));
             }
         }
@@ -165,7 +167,7 @@ impl Inner {
         if state.closed {
             return Err("the prefiller is closed".into());
         }
-        let meeting = state.meetings.entry(key).or_insert_with(|| Meeting {
+        let session = state.sessions.entry(key).or_insert_with(|| Session {
             facts,
             floor: 0,
             jobs: BTreeMap::new(),
@@ -173,7 +175,7 @@ impl Inner {
             silent: 0,
             answers: Arc::default(),
         });
-        Ok(meeting.facts.life)
+        Ok(session.facts.incarnation)
     }
 
     /// What a decoder says of itself, checked.
@@ -228,17 +230,17 @@ impl Inner {
         }
         let groups = common_groups(&hello.layouts, hello.grants.iter().map(|g| g.rank));
         let name = reason(&hello.name);
-        Ok(Facts { name, peer, life: self.control().number(), pairing, groups, grants })
+        Ok(Facts { name, peer, incarnation: self.control().number(), pairing, groups, grants })
     }
 
-    fn take(self: &Arc<Self>, meeting: (EngineId, u64), life: u64, request: Request) {
+    fn take(self: &Arc<Self>, session: (EngineId, u64), incarnation: u64, request: Request) {
         let seq = request.seq;
         let payload_nbytes = request.payload.len() as u64;
         let known = {
             let state = self.state.lock();
-            let Some(m) = state.meetings.get(&meeting) else { return };
-            // It is of another life (MR-2), it was cancelled before it came, or it came before.
-            if m.facts.life != life || m.knows(seq) {
+            let Some(m) = state.sessions.get(&session) else { return };
+            // Of another incarnation (MR-2), cancelled before it came, or it came before.
+            if m.facts.incarnation != incarnation || m.knows(seq) {
                 return;
             }
             match state.full(m, payload_nbytes, self.terms.max_payloads) {
@@ -248,12 +250,12 @@ impl Inner {
         };
         let facts = match known {
             Ok(facts) => facts,
-            Err(why) => return self.refuse(meeting, seq, &why, true),
+            Err(why) => return self.refuse(session, seq, &why, true),
         };
         let (decoder, tokens, have) = (facts.name.clone(), request.tokens, request.have);
-        let (payload, job) = match self.job_of((meeting.0, meeting.1, seq), facts, request) {
+        let (payload, job) = match self.job_of((session.0, session.1, seq), facts, request) {
             Ok(made) => made,
-            Err(why) => return self.refuse(meeting, seq, &why, false),
+            Err(why) => return self.refuse(session, seq, &why, false),
         };
         let timeline = Arc::clone(&job.timeline);
         let asked = Asked { decoder, tokens, have, payload, timeline };
@@ -261,8 +263,8 @@ impl Inner {
             let mut state = self.state.lock();
             let id = state.next_job;
             state.next_job += 1;
-            let Some(m) = state.meetings.get_mut(&meeting) else { return };
-            if m.facts.life != life || m.knows(seq) {
+            let Some(m) = state.sessions.get_mut(&session) else { return };
+            if m.facts.incarnation != incarnation || m.knows(seq) {
                 return;
             }
             m.jobs.insert(seq, id);
@@ -363,11 +365,11 @@ impl Inner {
 
     /// Refuses a request. The refusal is kept like any other end, because the request may come
     /// again.
-    fn refuse(self: &Arc<Self>, meeting: (EngineId, u64), seq: u64, why: &str, elsewhere: bool) {
+    fn refuse(self: &Arc<Self>, session: (EngineId, u64), seq: u64, why: &str, elsewhere: bool) {
         let at = At::Refused { why: reason(why), elsewhere, reason: RefusalReason::Other };
         let facts = {
             let mut state = self.state.lock();
-            let Some(m) = state.meetings.get_mut(&meeting) else { return };
+            let Some(m) = state.sessions.get_mut(&session) else { return };
             if m.remembers() < MAX_ENDED {
                 m.ended.insert(seq, at.clone());
                 Some(Arc::clone(&m.facts))
@@ -376,15 +378,15 @@ impl Inner {
             }
         };
         match facts {
-            Some(facts) => self.say_states(meeting.1, &facts, vec![(seq, at)]),
-            None => self.part(meeting, TOO_MANY_ENDED, true),
+            Some(facts) => self.say_states(session.1, &facts, vec![(seq, at)]),
+            None => self.part(session, TOO_MANY_ENDED, true),
         }
     }
 
-    fn cancel(self: &Arc<Self>, meeting: (EngineId, u64), seq: u64) {
+    fn cancel(self: &Arc<Self>, session: (EngineId, u64), seq: u64) {
         let found = {
             let mut state = self.state.lock();
-            let Some(m) = state.meetings.get_mut(&meeting) else { return };
+            let Some(m) = state.sessions.get_mut(&session) else { return };
             m.silent = 0;
             match m.jobs.get(&seq).copied() {
                 Some(id) => Err(state.jobs.get(&id).cloned()),
@@ -398,18 +400,18 @@ impl Inner {
             }
         };
         match found {
-            Ok(Some((facts, at))) => self.say_states(meeting.1, &facts, vec![(seq, at)]),
-            Ok(None) => self.part(meeting, TOO_MANY_ENDED, true),
+            Ok(Some((facts, at))) => self.say_states(session.1, &facts, vec![(seq, at)]),
+            Ok(None) => self.part(session, TOO_MANY_ENDED, true),
             Err(Some(job)) => self.stop(&job, At::Cancelled, Some(Cause::Cancelled)),
             Err(None) => {}
         }
     }
 
-    fn beat(self: &Arc<Self>, meeting: (EngineId, u64), floor: u64, open: &[u64]) {
+    fn beat(self: &Arc<Self>, session: (EngineId, u64), floor: u64, open: &[u64]) {
         let (facts, answers, states, below) = {
             let mut guard = self.state.lock();
             let state = &mut *guard;
-            let Some(m) = state.meetings.get_mut(&meeting) else { return };
+            let Some(m) = state.sessions.get_mut(&session) else { return };
             m.silent = 0;
             if floor > m.floor {
                 m.floor = floor;
@@ -430,7 +432,7 @@ impl Inner {
         for job in below {
             self.stop(&job, At::Cancelled, Some(Cause::Cancelled));
         }
-        for message in Message::statuses(meeting.1, facts.life, states) {
+        for message in Message::statuses(session.1, facts.incarnation, states) {
             if answers.fetch_add(1, SeqCst) >= MAX_ANSWERS {
                 answers.fetch_sub(1, SeqCst);
                 return;
@@ -443,10 +445,10 @@ impl Inner {
     }
 
     /// Ends a session, and all jobs of it.
-    pub(super) fn part(self: &Arc<Self>, meeting: (EngineId, u64), why: &str, say: bool) {
+    pub(super) fn part(self: &Arc<Self>, session: (EngineId, u64), why: &str, say: bool) {
         let (gone, jobs) = {
             let mut state = self.state.lock();
-            let Some(gone) = state.meetings.remove(&meeting) else { return };
+            let Some(gone) = state.sessions.remove(&session) else { return };
             let jobs = gone.jobs.values().filter_map(|id| state.jobs.get(id).cloned());
             let jobs: Vec<Arc<Job>> = jobs.collect();
             (gone, jobs)
@@ -456,7 +458,7 @@ impl Inner {
             self.stop(&job, At::Cancelled, Some(cause.clone()));
         }
         if say {
-            let message = Message::Goodbye { meeting: meeting.1, why: reason(why) };
+            let message = Message::Goodbye { session: session.1, why: reason(why) };
             self.say(&gone.facts.peer, &message);
         }
     }
@@ -471,7 +473,7 @@ impl Inner {
         };
         if let Err(error) = after(self.control(), self.terms.beat, tick) {
             // The loss of a decoder would go unnoticed.
-            let all: Vec<_> = self.state.lock().meetings.keys().copied().collect();
+            let all: Vec<_> = self.state.lock().sessions.keys().copied().collect();
             all.into_iter().for_each(|m| self.part(m, &format!("no more beats: {error}"), true));
         }
     }
@@ -481,13 +483,13 @@ impl Inner {
         let limit = self.terms.silent_beats();
         let silent: Vec<(EngineId, u64)> = {
             let mut state = self.state.lock();
-            state.meetings.values_mut().for_each(|m| m.silent += 1);
-            let silent = state.meetings.iter().filter(|(_, m)| m.silent > limit);
+            state.sessions.values_mut().for_each(|m| m.silent += 1);
+            let silent = state.sessions.iter().filter(|(_, m)| m.silent > limit);
             silent.map(|(key, _)| *key).collect()
         };
         self.parts.expire(self.control().now());
-        for meeting in silent {
-            self.part(meeting, "it has not been heard for too long", true);
+        for session in silent {
+            self.part(session, "it has not been heard for too long", true);
         }
     }
 }

@@ -13,7 +13,7 @@ use super::super::{
 use crate::kernels::{add, store, Part, PartMut};
 
 #[derive(Debug)]
-pub struct Prompt {
+pub struct CpuWorker {
     spec: Spec,
     region: Region,
     done: HashMap<Ticket, Outcome>,
@@ -22,7 +22,7 @@ pub struct Prompt {
     totals: Vec<f32>,
 }
 
-impl Worker for Prompt {
+impl Worker for CpuWorker {
     fn has_room(&self) -> bool {
         true
     }
@@ -41,7 +41,7 @@ impl Worker for Prompt {
     }
 }
 
-impl Prompt {
+impl CpuWorker {
     pub fn new(spec: Spec, region: Region) -> Self {
         Self { spec, region, done: HashMap::new(), of_node: Vec::new(), totals: Vec::new() }
     }

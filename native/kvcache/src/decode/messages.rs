@@ -6,7 +6,7 @@ use fabric_engine::{api::EngineId, EngineError, Op, Result, Submit};
 
 use super::{
     is_loss,
-    state::{Act, AtEnd, MeetingPhase, Phase, State},
+    state::{Act, AtEnd, Phase, SessionPhase, State},
     Inner,
 };
 use crate::{
@@ -25,7 +25,7 @@ impl Inner {
     pub(super) fn run(self: &Arc<Self>, acts: Vec<Act>) {
         for act in acts {
             match act {
-                Act::Send { meeting, end, peer, bytes, request } => {
+                Act::Send { session, end, peer, bytes, request } => {
                     let parts = cut(&bytes, self.control());
                     let send = |message| Op::Send { peer: &peer, message };
                     let ops: Vec<Op<'_>> = parts.iter().map(|part| send(part)).collect();
@@ -33,7 +33,7 @@ impl Inner {
                     let weak = Arc::downgrade(self);
                     let told = move |result: Result<()>| {
                         if let (Err(error), Some(inner)) = (result, weak.upgrade()) {
-                            inner.unsent(meeting, end, request, &error);
+                            inner.unsent(session, end, request, &error);
                         }
                     };
                     match sent {
@@ -43,13 +43,13 @@ impl Inner {
                 }
                 Act::Cancel(handles) => handles.iter().for_each(fabric_engine::Handle::cancel),
                 Act::Drop(counters, handles) => drop((counters, handles)),
-                Act::Revoke { meeting, regions } => self.revoke(meeting, &regions),
+                Act::Revoke { session, regions } => self.revoke(session, &regions),
             }
         }
         self.events.tell();
     }
 
-    fn revoke(self: &Arc<Self>, meeting: u64, regions: &[fabric_engine::Region]) {
+    fn revoke(self: &Arc<Self>, session: u64, regions: &[fabric_engine::Region]) {
         let left = Arc::new(AtomicUsize::new(regions.len()));
         for region in regions {
             // Kept until the memory is released; the caller is told so even after it dropped the
@@ -59,7 +59,7 @@ impl Inner {
             let over = move |_| {
                 if left.fetch_sub(1, SeqCst) == 1 {
                     let mut acts = Vec::new();
-                    inner.state.lock().revoked(meeting, &mut acts);
+                    inner.state.lock().revoked(session, &mut acts);
                     inner.run(acts);
                 }
             };
@@ -73,7 +73,7 @@ impl Inner {
     /// A message was not delivered.
     fn unsent(
         self: &Arc<Self>,
-        meeting: u64,
+        session: u64,
         end: usize,
         request: Option<u64>,
         error: &EngineError,
@@ -86,9 +86,9 @@ impl Inner {
                 state.fail(seq, Cause::of(error), &mut acts);
             }
             if is_loss(error) || matches!(error, EngineError::Timeout { .. }) {
-                state.lose(meeting, &error.to_string(), false, &mut acts);
+                state.lose(session, &error.to_string(), false, &mut acts);
             } else {
-                tracing::warn!(meeting, end, %error, "a message to a prefiller was not sent");
+                tracing::warn!(session, end, %error, "a message to a prefiller was not sent");
             }
         }
         self.run(acts);
@@ -112,50 +112,50 @@ impl Inner {
     }
 
     /// Schedules the next beat of a session.
-    pub(super) fn beat_later(self: &Arc<Self>, meeting: u64) {
+    pub(super) fn beat_later(self: &Arc<Self>, session: u64) {
         let weak = Arc::downgrade(self);
         let beat = move || {
             if let Some(inner) = weak.upgrade() {
-                inner.beat(meeting);
+                inner.beat(session);
             }
         };
         if let Err(error) = after(self.control(), self.terms.beat, beat) {
             // Without beats the loss of the prefiller would go unnoticed.
             let mut acts = Vec::new();
-            self.state.lock().mute(meeting, &error, &mut acts);
+            self.state.lock().mute(session, &error, &mut acts);
             self.run(acts);
         }
     }
 
-    fn beat(self: &Arc<Self>, meeting: u64) {
+    fn beat(self: &Arc<Self>, session: u64) {
         let mut acts = Vec::new();
-        let goes_on = self.state.lock().beat(meeting, self.terms.silent_beats(), &mut acts);
+        let goes_on = self.state.lock().beat(session, self.terms.silent_beats(), &mut acts);
         self.run(acts);
         self.parts.expire(self.control().now());
         if goes_on {
-            self.beat_later(meeting);
+            self.beat_later(session);
         }
     }
 }
 
 impl State {
     fn hear(&mut self, from: EngineId, message: Message, acts: &mut Vec<Act>) {
-        let number = message.meeting();
-        let Some(meeting) = self.meetings.get_mut(&number) else { return };
+        let number = message.session();
+        let Some(session) = self.sessions.get_mut(&number) else { return };
         // Only processes of this session speak for the prefiller.
-        let Some(end) = meeting.ends.iter().position(|e| e.peer.id() == from) else { return };
-        meeting.ends[end].silent = 0;
+        let Some(end) = session.ends.iter().position(|e| e.peer.id() == from) else { return };
+        session.ends[end].silent = 0;
         match message {
-            Message::Welcome { life, .. } => {
-                let known = *meeting.ends[end].life.get_or_insert(life);
-                if known != life {
+            Message::Welcome { incarnation, .. } => {
+                let known = *session.ends[end].incarnation.get_or_insert(incarnation);
+                if known != incarnation {
                     // Its earlier writes may still be under way, and it can't report them (MR-1).
                     return self.lose(number, "it has forgotten this decoder", true, acts);
                 }
-                let all = meeting.ends.iter().all(|e| e.life.is_some());
-                if all && meeting.phase == MeetingPhase::Greeting {
-                    meeting.phase = MeetingPhase::Open;
-                    let early = std::mem::take(&mut meeting.early);
+                let all = session.ends.iter().all(|e| e.incarnation.is_some());
+                if all && session.phase == SessionPhase::Greeting {
+                    session.phase = SessionPhase::Open;
+                    let early = std::mem::take(&mut session.early);
                     self.ask(number, &early, acts);
                 }
             }
@@ -164,7 +164,8 @@ impl State {
             }
             Message::Goodbye { why, .. } => self.lose(number, &why, true, acts),
             // A message of another incarnation says nothing about this one (MR-2).
-            Message::Status { life, .. } if meeting.ends[end].life != Some(life) => {}
+            Message::Status { incarnation, .. }
+                if session.ends[end].incarnation != Some(incarnation) => {}
             Message::Status { states, .. } => {
                 for (seq, at) in states {
                     self.learn(number, end, seq, at, acts);
@@ -186,20 +187,20 @@ impl State {
 
     /// Sends what waited for the prefiller's welcome.
     fn ask(&mut self, number: u64, early: &[u64], acts: &mut Vec<Act>) {
-        let Some(meeting) = self.meetings.get_mut(&number) else { return };
+        let Some(session) = self.sessions.get_mut(&number) else { return };
         for seq in early {
             let Some(ticket) = self.tickets.get_mut(seq) else { continue };
             let Some(request) = ticket.early.take() else { continue };
             for end in 0..ticket.ends.len() {
                 ticket.ends[end] = AtEnd::Asked { unknown: 0 };
-                acts.extend(meeting.ask(number, end, &request));
+                acts.extend(session.ask(number, end, &request));
             }
         }
     }
 
     /// Handles a prefiller process's report on a request.
     fn learn(&mut self, number: u64, end: usize, seq: u64, at: At, acts: &mut Vec<Act>) {
-        let Some(ticket) = self.tickets.get_mut(&seq).filter(|t| t.meeting == number) else {
+        let Some(ticket) = self.tickets.get_mut(&seq).filter(|t| t.session == number) else {
             return;
         };
         let Some(place) = ticket.ends.get_mut(end).filter(|p| **p != AtEnd::Unasked) else {
@@ -219,8 +220,8 @@ impl State {
             (At::Unknown, _) | (At::Open, AtEnd::Stopping) => {
                 // It may not have heard that it was told to stop.
                 *place = AtEnd::Stopping;
-                if let Some(meeting) = self.meetings.get(&number) {
-                    acts.extend(meeting.cancel(number, end, seq));
+                if let Some(session) = self.sessions.get(&number) {
+                    acts.extend(session.cancel(number, end, seq));
                 }
             }
             (At::Done, _) => {
@@ -239,7 +240,7 @@ impl State {
             }
             (At::Refused { why, elsewhere, reason }, _) => {
                 *place = AtEnd::Over;
-                let name = self.meetings.get(&number).map_or("", |m| &m.facts.name);
+                let name = self.sessions.get(&number).map_or("", |m| &m.facts.name);
                 let why = format!("prefiller {name} refused the request: {why}");
                 self.fail(seq, Cause::Refused { why, elsewhere, reason }, acts);
                 self.settle(seq, acts);
@@ -252,7 +253,7 @@ impl State {
         let next_seq = self.next_seq;
         let mut ready = Vec::new();
         let mut stuck = None;
-        for (seq, ticket) in self.tickets.iter_mut().filter(|(_, t)| t.meeting == number) {
+        for (seq, ticket) in self.tickets.iter_mut().filter(|(_, t)| t.session == number) {
             if ticket.phase == Phase::Waiting {
                 continue;
             }
@@ -274,20 +275,20 @@ impl State {
         // All data has arrived; only the prefiller's confirmation is missing.
         ready.into_iter().for_each(|seq| self.stop(seq, acts));
         let mut open = Vec::new();
-        for (seq, ticket) in self.tickets.iter().filter(|(_, t)| t.meeting == number) {
+        for (seq, ticket) in self.tickets.iter().filter(|(_, t)| t.session == number) {
             open.push((*seq, ticket.ends.clone()));
         }
-        let Some(meeting) = self.meetings.get_mut(&number) else { return false };
-        if matches!(meeting.phase, MeetingPhase::Lost(_)) {
+        let Some(session) = self.sessions.get_mut(&number) else { return false };
+        if matches!(session.phase, SessionPhase::Lost(_)) {
             return false;
         }
-        meeting.ends.iter_mut().for_each(|e| e.silent += 1);
-        if meeting.ends.iter().any(|e| e.silent > silent_beats) {
+        session.ends.iter_mut().for_each(|e| e.silent += 1);
+        if session.ends.iter().any(|e| e.silent > silent_beats) {
             self.lose(number, "it has not answered for too long", true, acts);
             return false;
         }
-        for end in 0..meeting.ends.len() {
-            if meeting.ends[end].life.is_none() {
+        for end in 0..session.ends.len() {
+            if session.ends[end].incarnation.is_none() {
                 continue;
             }
             let there =
@@ -298,8 +299,8 @@ impl State {
             let parts = asked.chunks(BEAT_REQUESTS).map(<[u64]>::to_vec);
             let none = asked.is_empty().then(Vec::new);
             for open in parts.chain(none) {
-                let message = Message::Beat { meeting: number, floor, open };
-                acts.extend(meeting.send(number, end, message.to_bytes(), None));
+                let message = Message::Beat { session: number, floor, open };
+                acts.extend(session.send(number, end, message.to_bytes(), None));
             }
         }
         true
