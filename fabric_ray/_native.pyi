@@ -966,7 +966,7 @@ class PlanCore:
     def equals(self, other: PlanCore) -> bool: ...
 
 def holders(target: bytes) -> tuple[list[list[int]], list[list[int]]]:
-    """What `fabric_ray.plan.twins` gives types to."""
+    """What `fabric_ray.plan.replicas` gives types to."""
 
 # simulate
 

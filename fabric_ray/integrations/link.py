@@ -25,8 +25,8 @@ import msgspec
 
 from fabric_ray.decoding import from_msgpack
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.weights import stages
-from fabric_ray.weights.calls import DIED, Unanswered, unanswered
+from fabric_ray.weights import phases
+from fabric_ray.weights.calls import DIED, CallFailure, call_failure
 
 _SCHEME = "fabric://"
 _MOST_UNPROVEN = 64
@@ -37,7 +37,7 @@ _REST_S = 0.1
 Function = Callable[..., Any]
 STAGES: dict[str, Function] = {
     name: function
-    for name, function in vars(stages).items()
+    for name, function in vars(phases).items()
     if name.startswith("target_") and inspect.isfunction(function)
 }
 
@@ -112,7 +112,7 @@ class Server:
             result = self._functions[name](None, self._name, *values)
             return msgspec.msgpack.encode((True, result))
         except Exception as error:
-            cause, kind, _ = unanswered(error)
+            cause, kind, _ = call_failure(error)
             return msgspec.msgpack.encode((False, (cause, kind)))
 
 
@@ -144,7 +144,7 @@ class Link:
         self._connection: Connection | None = None
 
     def ask(self, function: Function, args: tuple[Any, ...], timeout: float) -> Any:
-        """What ``function`` returns there, or :class:`Unanswered`."""
+        """What ``function`` returns there, or :class:`CallFailure`."""
         try:
             if self._connection is None:
                 self._connection = Client(self._address, authkey=self._secret)
@@ -152,18 +152,18 @@ class Link:
             # Who acts within the time should be able to say what took it.
             if not self._connection.poll(timeout + 5.0):
                 self.close()  # A late answer would be taken for the next.
-                return Unanswered(
+                return CallFailure(
                     f"it did not answer within {timeout:g} s; see whether it is stuck"
                 )
             answer = self._connection.recv_bytes()
         except ConnectionRefusedError:
-            return Unanswered("its process has ended", DIED)
+            return CallFailure("its process has ended", DIED)
         except (EOFError, OSError, AuthenticationError) as error:
             self.close()
-            return Unanswered(f"its process can't be reached: {error or 'it hung up'}")
+            return CallFailure(f"its process can't be reached: {error or 'it hung up'}")
         done, result = from_msgpack(answer, tuple[bool, msgspec.Raw])
         if not done:
-            return Unanswered(*from_msgpack(result, tuple[str, str]))
+            return CallFailure(*from_msgpack(result, tuple[str, str]))
         return from_msgpack(result, get_type_hints(function)["return"])
 
     def close(self) -> None:

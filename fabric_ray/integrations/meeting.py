@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from fabric_ray.errors import WeightSyncError
 from fabric_ray.integrations.link import Link
-from fabric_ray.weights.calls import Unanswered, unanswered
+from fabric_ray.weights.calls import CallFailure, call_failure
 
 T = TypeVar("T")
 
@@ -89,7 +89,7 @@ class Meeting:
             answers: list[Any] = [None] * self.size
             self._dist.gather_object(_do(orders.get(0)), answers, 0, self._group)
         except RuntimeError as error:
-            return [Unanswered(f"the trainers' process group broke: {error}")] * len(actors)
+            return [CallFailure(f"the trainers' process group broke: {error}")] * len(actors)
         return [answers[rank] for rank in actors]
 
     def _workers(
@@ -129,4 +129,4 @@ def _do(order: _Order | None) -> Any:
     try:
         return order.function(None, *order.args)
     except Exception as error:
-        return unanswered(error)._replace(error=None)  # it need not pickle
+        return call_failure(error)._replace(error=None)  # it need not pickle

@@ -24,7 +24,7 @@ from fabric_ray.integrations.link import Link
 from fabric_ray.integrations.meeting import Meeting
 from fabric_ray.integrations.sglang import target_open
 from fabric_ray.weights import PushReport, WeightSync
-from fabric_ray.weights.calls import Unanswered
+from fabric_ray.weights.calls import CallFailure
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class UpdateWeightFabric:
         args = [("", *place) for place in places]
         answers = self._meeting.ask(self._links, target_open, args, self._timeout)
         asked = dict(zip(refs, answers, strict=True))
-        refused = {who: a.cause for who, a in asked.items() if isinstance(a, Unanswered)}
+        refused = {who: a.cause for who, a in asked.items() if isinstance(a, CallFailure)}
         _raise(refused, "take its place")
         trainers = range(self._meeting.size)
         sync = WeightSync(trainers, self._links, calls=self._meeting, **self._options)

@@ -22,8 +22,8 @@ from fabric_ray.plan.errors import (
 )
 from fabric_ray.plan.execute import apply
 from fabric_ray.plan.planner import Balance, Link, LocalContainer, Plan, plan
+from fabric_ray.plan.replicas import first_replicas, twins
 from fabric_ray.plan.report import ParamMeta, side_from_param_meta
-from fabric_ray.plan.twins import first_twins, twins
 from fabric_ray.plan.types import (
     Concat,
     Container,
@@ -82,7 +82,7 @@ __all__ = [
     "Uncovered",
     "UnknownRank",
     "apply",
-    "first_twins",
+    "first_replicas",
     "plan",
     "side_from_param_meta",
     "twins",

@@ -1,4 +1,4 @@
-"""How a controller reaches the processes that hold sources and targets."""
+"""Calls of a controller to the actors that hold sources and targets."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from fabric_ray.errors import FabricError, WeightSyncError
 DIED = "died"
 
 
-class Unanswered(NamedTuple):
-    """In place of an answer."""
+class CallFailure(NamedTuple):
+    """Stands for the answer of a call that failed."""
 
     cause: str
     kind: str = ""
-    """The error's class, by name, if there was one; ``DIED`` where its process has ended."""
+    """Class name of the error, if there is one; ``DIED`` if the process has ended."""
     error: BaseException | None = None
-    """What was raised, if it can be had here."""
+    """The error, if it could be transported."""
 
 
 class Calls(Protocol):
-    """Calls to actors, or to whatever stands in their place.
+    """Runs functions in actors.
 
-    A call is ``function(actor, *args)``, made where the actor lives; ``function`` is a plain
-    function of a module, so that it can be named there.
+    A call runs ``function(actor, *args)`` in the actor's process; ``function`` is a module-level
+    function, so that it can be pickled by name.
     """
 
     def share(self, value: Any) -> Any:
-        """What to pass in place of a value that several actors are given."""
+        """Returns what to pass for a large value in calls to several actors."""
 
     def ask(
         self,
@@ -38,23 +38,24 @@ class Calls(Protocol):
         args: Sequence[tuple[Any, ...]],
         timeout: float,
     ) -> list[Any]:
-        """Calls all at once; returns their answers in order.
+        """Calls all actors at once; returns their answers in order.
 
-        Whoever fails, dies or is silent for ``timeout`` seconds gives :class:`Unanswered`.
+        The answer of an actor that fails, dies or exceeds ``timeout`` seconds is a
+        :class:`CallFailure`.
 
         Raises:
-            WeightSyncError: there is no way to anybody; nothing was asked.
+            WeightSyncError: no actor could be called.
         """
 
 
 class RayCalls:
-    """Calls by ``__ray_call__``, which any Ray actor answers."""
+    """Calls Ray actors by ``__ray_call__``, which every actor has."""
 
     def share(self, value: Any) -> Any:
         import ray
 
         _need_ray()
-        # It travels to each node once.
+        # Ray transports an object to each node once.
         return ray.put(value)
 
     def ask(
@@ -68,65 +69,61 @@ class RayCalls:
         from ray.exceptions import RayError
 
         _need_ray()
-        refs = [_asked(actor, function, each) for actor, each in zip(actors, args, strict=True)]
-        # Whoever acts within the time should be able to say what took it.
+        refs = [_submit(actor, function, a) for actor, a in zip(actors, args, strict=True)]
+        # 5 s more, so that an actor's own timeout error arrives first.
         deadline = time.monotonic() + timeout + 5.0
         answers: list[Any] = []
         for ref in refs:
-            if isinstance(ref, Unanswered):
+            if isinstance(ref, CallFailure):
                 answers.append(ref)
                 continue
             try:
                 answers.append(ray.get(ref, timeout=max(0.1, deadline - time.monotonic())))
             except (RayError, FabricError) as error:
-                answers.append(_unanswered(error, timeout))
+                answers.append(_call_failure(error, timeout))
         return answers
 
 
 def _need_ray() -> None:
-    """That Ray runs: asked for anything, it would otherwise start a cluster without any actors.
-
-    Raises:
-        WeightSyncError: it doesn't.
-    """
+    """Raises WeightSyncError if Ray doesn't run: a call would start an empty cluster."""
     import ray
 
     if not ray.is_initialized():
         raise WeightSyncError(
-            "ray doesn't run in this process, or not any more, so nobody can be asked; call "
+            "ray doesn't run in this process, or not any more, so no actor can be called; call "
             "ray.init(), then make the actors and a WeightSync of them"
         )
 
 
-def _asked(actor: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """What the answer will come by, or why there will be none."""
+def _submit(actor: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Returns the reference of the answer, or a CallFailure."""
     try:
         return actor.__ray_call__.remote(function, *args)
     except Exception as error:
-        return Unanswered(
-            f"it can't be asked ({error}); if ray was restarted, make the actors and the "
+        return CallFailure(
+            f"its actor can't be called ({error}); if ray was restarted, make the actors and the "
             "WeightSync anew",
             type(error).__name__,
             error,
         )
 
 
-def _unanswered(error: BaseException, timeout: float) -> Unanswered:
+def _call_failure(error: BaseException, timeout: float) -> CallFailure:
     from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
     from fabric_ray.runtime.causes import cause_of, original
 
     if isinstance(error, ActorUnavailableError):
-        return Unanswered("its actor can't be reached at the moment", type(error).__name__, error)
+        return CallFailure("its actor can't be reached at the moment", type(error).__name__, error)
     if isinstance(error, RayActorError):
-        return Unanswered(f"its actor has died: {cause_of(error)}", DIED, error)
+        return CallFailure(f"its actor has died: {cause_of(error)}", DIED, error)
     if isinstance(error, GetTimeoutError):
-        return Unanswered(f"it did not answer within {timeout:g} s; see whether it is stuck")
-    return unanswered(original(error))
+        return CallFailure(f"it did not answer within {timeout:g} s; see whether it is stuck")
+    return call_failure(original(error))
 
 
-def unanswered(error: BaseException) -> Unanswered:
-    """What to answer where a call has raised."""
+def call_failure(error: BaseException) -> CallFailure:
+    """The answer of a call that raised ``error``."""
     kind = type(error).__name__
-    told = str(error) if isinstance(error, FabricError) else f"{kind}: {error}"
-    return Unanswered(told, kind, error)
+    cause = str(error) if isinstance(error, FabricError) else f"{kind}: {error}"
+    return CallFailure(cause, kind, error)

@@ -1,4 +1,4 @@
-"""Wall time by stages."""
+"""Wall time of stages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 class Clock:
-    """Begins when it is made; each lap ends a stage."""
+    """Starts when it is made; each lap ends a stage."""
 
     def __init__(self) -> None:
         self.began = time.time()

@@ -1,4 +1,4 @@
-"""How one rank's tensors change their dtype on the way."""
+"""Conversion of one rank's tensors to other dtypes during a push."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import LocalContainer, Side
-from fabric_ray.weights.local import told
+from fabric_ray.weights.local import describe_tensor
 from fabric_ray.weights.quant import EdgeExchange, Formats, Invitation, Preparation, RankQuantiser
 from fabric_ray.weights.report import Span
 from fabric_ray.weights.steps import Unit
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 
 class Recipe(msgspec.Struct, frozen=True):
-    """What becomes of what trainers hold."""
+    """The formats to which trainers convert their tensors."""
 
     side: Side
-    """As they hold it."""
+    """The trainers' side, before conversion."""
     formats: Formats
 
 
 class Conversion:
-    """One rank's part in it: its shards, and the maxima that it needs from others."""
+    """Converts one rank's shards, with block maxima from the other ranks."""
 
     def __init__(self, session: str, recipe: Recipe, rank: int, engine: TransferEngine) -> None:
         self.session = session
-        """Whose recipe it is."""
+        """The session of the recipe."""
         self._rank = rank
         self._dtypes = {c.name: c.dtype.name for c in recipe.side.containers}
         self._quantiser = RankQuantiser(recipe.side, recipe.formats, rank)
@@ -50,50 +50,50 @@ class Conversion:
 
     @property
     def names(self) -> frozenset[str]:
-        """Containers that change."""
+        """Containers that are converted."""
         return frozenset(self._quantiser.preparations)
 
     @property
     def made(self) -> frozenset[str]:
-        """Those, and their scales."""
+        """Containers that are converted, and their scales."""
         scales = (p.scale_name for p in self._quantiser.preparations.values())
         return self.names | {name for name in scales if name is not None}
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """That tensors are what they are made from by the side.
+        """Compares tensors with the trainers' side.
 
         Raises:
-            InvalidArgument: the first that isn't.
+            InvalidArgument: a tensor differs; the error names the first.
         """
         for name, preparation in self._quantiser.preparations.items():
             tensor = tensors.get(name)
-            found = "missing" if tensor is None else told(tensor.dtype, tensor.shape)
-            wanted = told(self._dtypes[name], preparation.shape)
+            found = "missing" if tensor is None else describe_tensor(tensor.dtype, tensor.shape)
+            wanted = describe_tensor(self._dtypes[name], preparation.shape)
             if found != wanted:
                 raise InvalidArgument(
-                    f"`{name}` of rank {self._rank} is {found} here and {wanted} by the side; give "
-                    "the side of this model and these parallel sizes"
+                    f"`{name}` of rank {self._rank} differs from the side: got {found}, expected "
+                    f"{wanted}; give the side of this model and these parallel sizes"
                 )
 
     def units(self, containers: Iterable[LocalContainer]) -> list[Unit]:
-        """What is made ready.
+        """The units to prepare.
 
         Args:
-            containers: this rank's, of the converted side. Other ranks may have others of the same
-                name, with other strides.
+            containers: this rank's, of the converted side. Containers of the same name may have
+                other strides on other ranks.
         """
         index = {container.name: container.index for container in containers}
         return [_unit(p, index) for p in self._quantiser.preparations.values()]
 
     def begin(self, version: int, local: Callable[[str], torch.Tensor], timeout: float) -> Span:
-        """Has all ranks agree on the maxima of blocks that they share.
+        """Exchanges the maxima of blocks that several ranks share.
 
         Args:
             local: this rank's shard by name.
             timeout: seconds.
 
         Raises:
-            ExchangeFailed: another rank is lost, late or at another version; names it.
+            ExchangeFailed: another rank is lost, late or at another version; the error names it.
         """
         start = time.time()
         self._maxima = self._quantiser.partial_maxima(_Shards(local))
@@ -108,7 +108,7 @@ class Conversion:
             memory: uint8; ``unit.nbytes`` of them are written.
 
         Raises:
-            NotFinite: there is NaN or infinity in it, or in a block that it shares.
+            NotFinite: the container or a shared block has NaN or infinity.
         """
         preparation = self._quantiser.preparations[unit.name]
         values = memory[: unit.values_nbytes].view(preparation.values_dtype)
@@ -119,7 +119,7 @@ class Conversion:
         preparation.prepare(local, values.view(preparation.shape), scales, self._maxima)
 
     def give_up(self) -> None:
-        """Tells the others that this rank doesn't come to the next exchange."""
+        """Tells the other ranks that this rank skips the next exchange."""
         self._exchange.give_up()
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class Conversion:
 
 
 class _Shards(dict[str, "torch.Tensor"]):
-    """Shards by name, each computed when it is looked up, and not kept."""
+    """Shards by name, computed at each lookup and not cached."""
 
     def __init__(self, local: Callable[[str], torch.Tensor]) -> None:
         super().__init__()

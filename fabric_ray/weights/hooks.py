@@ -1,4 +1,4 @@
-"""What an inference engine does around a change of its weights."""
+"""Callbacks of an inference engine around a change of its weights."""
 
 from __future__ import annotations
 
@@ -15,57 +15,57 @@ logger = logging.getLogger(__name__)
 
 
 class EngineHooks:
-    """The engine around a :class:`WeightTarget`; override what it needs.
+    """Callbacks of the engine around a :class:`WeightTarget`; override those it needs.
 
-    A push calls them in this order, each at most once, by the names that SGLang gives them:
-    ``pause_generation``, then the weights change, ``post_process_weights``, ``flush_cache``,
-    ``update_weight_version``, ``continue_generation``. They run where the actor's calls run, within
-    the timeout of the push.
+    A push calls each at most once, in this order, under SGLang's names: ``pause_generation``, then
+    the weights change, ``post_process_weights``, ``flush_cache``, ``update_weight_version``,
+    ``continue_generation``. They run in the thread of the actor's calls, within the timeout of the
+    push.
     """
 
     def pause_generation(self) -> None:
-        """Returns when nothing reads the weights any more.
+        """Pauses the engine; returns when it no longer reads the weights.
 
-        Called right before the flip where versions are staged, before the first byte where they
-        are written in place. If it fails, the weights don't change here.
+        With staging, it runs right before the flip; without, before the first byte is written. If
+        it fails, the weights of this rollout don't change.
         """
 
     def post_process_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Computes what the engine derives from ``weights``, e.g. by
+        """Computes tensors that the engine derives from ``weights``, e.g. by
         :func:`fabric_ray.weights.families.post_load`."""
 
     def flush_cache(self) -> None:
-        """Drops what was computed with the weights before, such as keys and values."""
+        """Drops results of the earlier weights, such as keys and values."""
 
     def update_weight_version(self, version: int) -> None:
-        """Takes note of the version in use."""
+        """Records the version in use."""
 
     def continue_generation(self) -> None:
-        """Ends the pause, also after a push that failed, and after a pause that did."""
+        """Ends the pause, also after a failed push or a failed ``pause_generation``."""
 
 
 class Pause:
-    """Whether the engine stands still, and that it goes on whenever there are weights to use."""
+    """Pauses the engine, and continues it once the weights are usable."""
 
     def __init__(self, hooks: EngineHooks) -> None:
         self._hooks = hooks
         self._paused = False
 
     def begin(self) -> None:
-        """Has the engine pause, if it doesn't.
+        """Pauses the engine, unless it is paused.
 
         Raises:
-            WeightSyncError: it couldn't; it was told to go on.
+            WeightSyncError: the hook failed; the engine was continued.
         """
         if self._paused:
             return
         self._paused = True
         if failed := attempt("pause_generation", self._hooks.pause_generation):
             self.end()
-            raise WeightSyncError(f"{failed}; generation goes on with the weights as they were")
+            raise WeightSyncError(f"{failed}; generation continues with the earlier weights")
 
     def end(self) -> str | None:
-        """Has the engine go on, if it was paused; returns why it couldn't."""
+        """Continues the engine if it is paused; returns why that failed."""
         if not self._paused:
             return None
         self._paused = False
@@ -73,7 +73,7 @@ class Pause:
 
 
 def attempt(name: str, call: Callable[[], object]) -> str | None:
-    """Why ``call`` failed, in a line; ``None`` if it didn't."""
+    """Runs ``call``; returns why it failed in one line, or ``None``."""
     try:
         call()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Whether a rank's tensors are what a side, or the plan that was made of it, says that it holds."""
+"""Compares a rank's tensors with the containers of its side or plan."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def check_local(
     """Compares names, shapes, dtypes and strides.
 
     Args:
-        by: who says it: a side that the user gave, or the plan of what ranks reported.
+        by: where ``containers`` come from: a side that the user gave, or the plan.
 
     Raises:
-        InvalidArgument: the first that differs, with what it is and what it should be.
+        InvalidArgument: a tensor differs; the error names the first.
     """
     remedy = {
         "side": "give the side of this model and these parallel sizes",
@@ -40,7 +40,10 @@ def check_local(
                 "and give all of the rank's parameters"
             )
         container, tensor = expected[name], tensors[name]
-        found, wanted = told(tensor.dtype, tensor.shape), told(container.dtype, container.shape)
+        found, wanted = (
+            describe_tensor(tensor.dtype, tensor.shape),
+            describe_tensor(container.dtype, container.shape),
+        )
         if found != wanted:
             raise InvalidArgument(
                 f"`{name}` of rank {rank} is {found} here and {wanted} by the {by}; {remedy}"
@@ -52,13 +55,13 @@ def check_local(
             )
 
 
-def told(dtype: object, shape: Iterable[int]) -> str:
-    """A tensor in a word, for errors."""
+def describe_tensor(dtype: object, shape: Iterable[int]) -> str:
+    """Dtype and shape, for errors."""
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
 def _steps(tensor: torch.Tensor) -> list[int]:
-    """Bytes between neighbours, along dimensions that have any."""
+    """Strides in bytes, of dimensions with more than one element."""
     dims = zip(tensor.shape, tensor.stride(), strict=True)
     return [stride * tensor.element_size() for size, stride in dims if size > 1]
 

@@ -1,7 +1,7 @@
-"""The tensors of a module as trainers hold it, by the names that the plain model gives them.
+"""The tensors of a trainer's module, by their names in the plain model.
 
-Wrappers (``torch.compile``, activation checkpointing, FSDP, DDP, PEFT) put components of their own
-into names. They are taken out here and nowhere else.
+Wrappers (``torch.compile``, activation checkpointing, FSDP, DDP, PEFT) insert components into
+names. Only this module removes them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-# Only where all names begin with one: a model may have a part of that name.
+# Removed only where all names begin with one, since a model may have a part of that name.
 _ROOTS = ("module.", "base_model.model.")
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ class Named(NamedTuple):
 
     tensors: dict[str, Any]
     merges: dict[str, Merge]
-    """By name of the tensor that active adapters are added to."""
+    """By name of the tensor to which active adapters are added."""
 
 
 def named(source: torch.nn.Module | Mapping[str, Any]) -> Named:
@@ -62,10 +62,10 @@ def plain_names(tensors: Mapping[str, T]) -> dict[str, T]:
 
 
 def of_module(module: torch.nn.Module) -> Named:
-    """Parameters, and the buffers that a checkpoint would have: routers' biases are such.
+    """Parameters and persistent buffers, such as biases of routers.
 
-    Adapters of PEFT are no tensors of their own: those that are active are merged into their base,
-    so that rollouts get what the module computes with (RS-1).
+    Active PEFT adapters are merged into their base, so that rollouts get the weights that the
+    module computes with (RS-1).
 
     Raises:
         InvalidArgument: adapters that can't be merged, or names that collide.
@@ -98,8 +98,7 @@ def of_module(module: torch.nn.Module) -> Named:
 
 
 def ties(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Names of tensors that are the memory of one before them, seen in the same way, and the name
-    of that."""
+    """Tensors that are the same view of the same memory as an earlier one, with its name."""
     first: dict[Any, str] = {}
     found = {}
     for name, tensor in tensors.items():
@@ -116,7 +115,7 @@ def ties(tensors: Mapping[str, Any]) -> dict[str, str]:
 def _tensors(
     module: torch.nn.Module, parts: Mapping[str, torch.nn.Module]
 ) -> Iterator[tuple[str, Any]]:
-    # Under all their names: a tied head is what an engine that doesn't tie it needs.
+    # Under all their names: an engine may need a tied head as a separate tensor.
     yield from module.named_parameters(remove_duplicate=False)
     for prefix, part in parts.items():
         for name, buffer in part._buffers.items():
@@ -125,16 +124,16 @@ def _tensors(
 
 
 def _is_adapted(part: torch.nn.Module) -> bool:
-    """Whether it is a layer of PEFT. Its attributes are asked for last: wrappers forward them."""
+    """Whether this is a PEFT layer. Attributes are checked last, since wrappers forward them."""
     inner = part._modules.keys() & {"base_layer", "original_module"}
     return bool(inner) and hasattr(part, "active_adapters")
 
 
 def _in_base(path: str, layer: Any, inner: str) -> str | None:
-    """A tensor's name in the layer without PEFT; ``None`` if it has none there."""
+    """A tensor's name in the layer without PEFT; ``None`` for tensors of PEFT."""
     if "base_layer" in layer._modules:
         return inner.removeprefix("base_layer.") if inner.startswith("base_layer.") else None
-    # A whole module that is trained beside the original, for each adapter.
+    # Each adapter trains a copy of the whole module.
     adapters = active(path, layer)
     copies = layer._modules.get("modules_to_save")
     if copies is None and adapters:
@@ -149,7 +148,7 @@ def _in_base(path: str, layer: Any, inner: str) -> str | None:
 
 
 def _ancestors(name: str) -> Iterator[str]:
-    """Of a tensor, the outermost module first."""
+    """Paths of the modules around a tensor, the outermost first."""
     at = name.find(".")
     while at >= 0:
         yield name[:at]

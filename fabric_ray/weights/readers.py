@@ -26,15 +26,15 @@ _TOO_LONG = (
 )
 _ASYNC_POLL_S = 0.002
 
-# The readings that the current thread or task, or the one that started it, has entered.
+# The readings entered by the current thread or task, or by the one that started it.
 _entered: ContextVar[tuple[Reading, ...]] = ContextVar("fabric_ray_readings", default=())
 
 
 class ReaderGate:
-    """Admits readers, except while a version is put into use.
+    """Admits readers, except during a commit.
 
     Args:
-        held: describes tensors of the version in use that are held without a reading.
+        held: describes tensors of the version in use that are referred to outside a reading.
     """
 
     def __init__(self, held: Callable[[], tuple[str, ...]]) -> None:
@@ -47,7 +47,7 @@ class ReaderGate:
         self._ended = False
 
     def close(self, seconds: float) -> tuple[str, ...]:
-        """Admits no further reader for ``seconds``; returns who reads still.
+        """Admits no further reader for ``seconds``; returns the current readers.
 
         Raises:
             WeightSyncError: the caller itself is inside ``reading()``.
@@ -58,7 +58,7 @@ class ReaderGate:
             closed_before = self._is_closed
             self._closed_until = time.monotonic() + seconds
             if not self._readings and not closed_before and self._held():
-                gc.collect()  # cycles hold tensors that no code can reach
+                gc.collect()  # unreachable cycles may refer to tensors
             return self._inside()
 
     def open(self) -> None:
@@ -67,17 +67,17 @@ class ReaderGate:
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Refuses all further readers. Those inside keep their tensors."""
+        """Refuses all further readers. Current readers keep their tensors."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Keeps readers out until the block ends; the calling thread may read.
+        """Blocks readers until the block ends; the calling thread may read.
 
         Raises:
-            WeightSyncError: somebody reads the version in use.
+            WeightSyncError: the version in use has a reader.
         """
         with self._changed:
             self._end_interrupted()
@@ -99,14 +99,14 @@ class ReaderGate:
 
     @contextmanager
     def access(self, reading: Reading | None) -> Iterator[None]:
-        """Waits until the weights may be looked at, and keeps them as they are for the block."""
+        """Waits until the weights may be read, and keeps them unchanged for the block."""
         with self._changed:
             if reading is None or not reading.depth:
                 self._wait("read the weights inside `async with target.reading()`")
             yield
 
     def enter(self, reading: Reading, *, block: bool = True) -> bool:
-        """Admits a reader; ``False`` if that would block and may not."""
+        """Admits a reader; returns ``False`` if that would block and ``block`` is false."""
         with self._changed:
             self._end_interrupted()
             outer = self._outer()
@@ -135,19 +135,19 @@ class ReaderGate:
             _entered.set(tuple(r for r in _entered.get() if r.depth))
 
     def leave_call(self, call: FrameType) -> None:
-        """Ends the reader that lasts as long as a call, if there is one."""
+        """Ends the reader of a call, if there is one."""
         with self._changed:
             if reading := self._calls.get(call):
                 self.leave(reading)
             self._end_interrupted()
 
     def _end_interrupted(self) -> None:
-        """Ends readers whose call is over without saying so: ``KeyboardInterrupt``, by which Ray
-        cancels as well, runs no hook of a module."""
+        """Ends readers whose call was interrupted. ``KeyboardInterrupt``, by which Ray cancels too,
+        runs no hook of a module."""
         for call, reading in list(self._calls.items()):
             try:
                 call.clear()
-            except RuntimeError:  # raised for a call that goes on
+            except RuntimeError:  # the call is running
                 continue
             self.leave(reading)
 
@@ -160,13 +160,13 @@ class ReaderGate:
         return self._is_closed and self._writer != threading.get_ident()
 
     def _outer(self) -> Reading | None:
-        """The reading that the caller is inside of."""
+        """The reading that encloses the caller."""
         return next((r for r in _entered.get() if r.depth and r in self._readings), None)
 
     def _refuse_readers(self) -> None:
         if outer := self._outer():
             raise WeightSyncError(
-                f"a push was asked for inside reading(), by {outer}, and would wait for it; leave "
+                f"a push was called inside reading(), by {outer}, and would wait for it; leave "
                 "reading() first"
             )
 
@@ -174,7 +174,7 @@ class ReaderGate:
         return (*map(str, self._readings), *self._held())
 
     def _wait(self, instead: str) -> None:
-        """Returns when the caller may read. The condition's lock is held."""
+        """Returns when the caller may read. The caller holds the condition's lock."""
         give_up = time.monotonic() + _ENTER_S
         while not self._ended and self._must_wait and self._outer() is None:
             if _in_event_loop():
@@ -191,13 +191,13 @@ class ReaderGate:
 
 
 class Reading:
-    """A span in which the weights don't change: ``with`` in threads, ``async with`` in event loops.
+    """A block in which the weights don't change: ``with``, or ``async with`` in event loops.
 
     Args:
-        gate: where commits wait for it.
-        weights: makes what the span reads.
+        gate: makes commits wait for the block.
+        weights: returns the weights that the block reads.
         where: the caller, for errors.
-        call: ends it, too.
+        call: a frame whose end also ends the reading.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Reading:
         self._where = where
         self._thread = ""
         self.depth = 0
-        """How many blocks of the same thread or task are inside."""
+        """Number of nested blocks of the same thread or task."""
         self.stack: list[Reading] = []
         self.since = 0.0
 
@@ -260,12 +260,12 @@ class Reading:
 
 
 class LiveWeights(Mapping[str, "torch.Tensor"]):
-    """The containers of the version in use, looked up anew at each access.
+    """The containers of the version in use, looked up at each access.
 
     Args:
-        names: of the containers.
-        look_up: returns one of them, for a reading or for none.
-        reading: the span that these are read in; afterwards they can't be.
+        names: returns the containers' names.
+        look_up: returns a container, inside or outside a reading.
+        reading: the block after which lookups raise; ``None`` outside a reading.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class LiveWeights(Mapping[str, "torch.Tensor"]):
     def __getitem__(self, name: str) -> torch.Tensor:
         if self._reading is not None and not self._reading.depth:
             raise WeightSyncError(
-                f"`{name}` was asked for after its `reading()` had ended; read it inside"
+                f"`{name}` was read after its `reading()` had ended; read it inside"
             )
         return self._look_up(name, self._reading)
 
@@ -291,7 +291,7 @@ class LiveWeights(Mapping[str, "torch.Tensor"]):
 
 
 def caller(depth: int) -> str:
-    """The function that calls, and its line."""
+    """The calling function and its line."""
     frame = sys._getframe(depth + 1)
     code = frame.f_code
     return f"`{code.co_name}` ({code.co_filename.rpartition('/')[2]}:{frame.f_lineno})"

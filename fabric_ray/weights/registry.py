@@ -1,4 +1,4 @@
-"""The sources and targets of this process, by name: how a controller finds them in an actor."""
+"""Registries of the sources and targets in a process, by name."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Living objects of one kind. Holds them weakly: they belong to the actor."""
+    """Weak references to objects of one kind, which the actor owns."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._items: WeakValueDictionary[str, T] = WeakValueDictionary()
-        # Whoever collects garbage under it may come back to close another one.
+        # Reentrant: garbage collection under the lock may close another object.
         self._lock = threading.RLock()
 
     def add(self, name: str, item: T) -> None:
         with self._lock:
             if name in self._items:
                 raise InvalidArgument(
-                    f"this process has a {self._kind} called {name!r} already; give this one "
-                    "another name"
+                    f"this process has a {self._kind} called {name!r} already; choose another name"
                 )
             self._items[name] = item
 
@@ -41,7 +40,7 @@ class Registry(Generic[T]):
         return item
 
     def remove(self, name: str, item: T) -> None:
-        """Forgets it, unless the name is another's by now."""
+        """Removes an object, unless the name now belongs to another."""
         with self._lock:
             if self._items.get(name) is item:
                 del self._items[name]

@@ -1,4 +1,4 @@
-"""What actors and the controller tell each other, and what a push reports."""
+"""Messages between actors and the controller, and reports of pushes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from fabric_ray.plan import LocalContainer
 
 
 class Span(msgspec.Struct, frozen=True):
-    """A stage of somebody's work, for the timeline."""
+    """A stage of one actor's work, for timelines."""
 
     who: str
+    """The actor, such as ``trainer 0``."""
     stage: str
     start: float
-    """Seconds since the epoch, by the clock of the host it ran on."""
+    """Seconds since the epoch, by the clock of the actor's host."""
     end: float
 
     @property
@@ -21,102 +22,103 @@ class Span(msgspec.Struct, frozen=True):
         return self.end - self.start
 
 
-class Arm(msgspec.Struct, frozen=True):
-    """Where the next version of a rollout is to be written, and on which counters it counts.
+class PushTarget(msgspec.Struct, frozen=True):
+    """Where a source writes the next version of a rollout: region and counters.
 
-    Each push has an arm of its own: writes of an earlier push that failed can reach neither the
+    Each push has new push targets: writes of an earlier push that failed reach neither the
     memory (MR-2) nor the counters (IC-6) of a later one.
     """
 
     rank: int
-    """In the layout that trainers write to."""
+    """Plan rank."""
     name: str
     address: bytes
     region: bytes
     counters: tuple[bytes, ...]
-    """One for each stripe."""
+    """One per stripe."""
     offsets: tuple[int, ...]
-    """Where each of the target side's containers begins in the region; -1 if it has none here."""
+    """Offset of each container of the target side in the region; -1: not held here."""
     staged: bool
     """Whether the version in use stays usable while the next arrives."""
     version: int | None = None
-    """The version that the rollout runs."""
+    """The version in use."""
     usable: bool = True
-    """Whether that can be read: not where it was overwritten in part."""
+    """False if the version in use was overwritten in part."""
     further: tuple[bytes, ...] = ()
     """Regions that later versions will be written to."""
     stripes: tuple[int, ...] = ()
-    """The stripe of each of the target side's containers."""
+    """The stripe of each container of the target side."""
     hook: str | None = None
-    """Why hooks failed for the version that was just put into use, or given up."""
+    """Why hooks failed for the version that was just committed or aborted."""
 
 
 class SourceShare(msgspec.Struct, frozen=True):
-    """What one trainer has to send, to whom and from where: its part of the routing table."""
+    """One trainer's share of the routing table."""
 
     session: str
-    """Whose route this is: one call of ``connect``. Only the latest counts."""
+    """Identifies one call of ``connect``. Actors refuse calls of earlier sessions."""
     plan: bytes
     containers: tuple[str, ...]
-    """Names by the indices that copies use."""
-    arms: tuple[Arm, ...]
+    """Names; copies refer to them by index."""
+    push_targets: tuple[PushTarget, ...]
     converted: bool = False
     """Whether tensors change their dtype on the way."""
 
 
-class Feed(msgspec.Struct, frozen=True):
-    """Who writes to a rollout, and what it has to count."""
+class InboundPlan(msgspec.Struct, frozen=True):
+    """The engines that write to a rollout, and the counts that it expects."""
 
     writers: tuple[bytes, ...]
-    """Addresses of their engines, and of those that feed them: who is lost ends the wait."""
+    """Engine addresses of the writers and of all rollouts above them: the loss of one ends the
+    wait."""
     pages: tuple[int, ...]
-    """To be expected, by stripe."""
+    """Expected counts, by stripe."""
     stripes: tuple[int, ...]
-    """The stripe of each of the target side's containers."""
+    """The stripe of each container of the target side."""
     relayed: bool = False
-    """Whether that is another rollout, not trainers."""
+    """Whether a rollout writes, not trainers."""
 
 
 class TargetShare(msgspec.Struct, frozen=True):
-    """What one rollout has to hold, and who writes it."""
+    """One rollout's share of the plan."""
 
     session: str
     name: str
-    """What the controller calls it."""
-    place: int
-    """The rank, of those that trainers write to, that holds the same."""
+    """The rollout's label, such as ``rollout 0``."""
+    plan_rank: int
+    """The rank of the plan whose bytes the rollout holds."""
     containers: tuple[LocalContainer, ...]
-    feed: Feed
+    inbound: InboundPlan
     plan: bytes | None
-    """For digests; absent when none are wanted."""
+    """The encoded plan, for digests; ``None`` without digests."""
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """What became of one trainer's share of a push."""
+    """The result of one trainer's share of a push."""
 
     spans: tuple[Span, ...]
     links: tuple[LinkReport, ...]
     failed: dict[int, str]
-    """Rollout rank to cause."""
+    """Causes, by plan rank."""
     digests: dict[int, int]
     temporary: Temporary | None = None
 
 
 class Temporary(msgspec.Struct, frozen=True):
-    """What a trainer with a replica took of its host's memory in a push."""
+    """Host memory that a :class:`ReplicaSource` took in a push."""
 
     gathered: int
-    """The most bytes of whole tensors at once: a bucket, and those that waited for it."""
+    """Peak bytes of whole tensors: a bucket, and the tensors kept from earlier buckets."""
     replica: int
-    """Bytes of the replica, which are registered once."""
+    """Bytes of the replica."""
 
 
 class LinkReport(msgspec.Struct, frozen=True):
-    """What moved from one trainer to one rollout."""
+    """Bytes that moved from one trainer to one rollout."""
 
     trainer: int
     rollout: int
-    """In the layout that trainers write to."""
+    """Plan rank."""
     nbytes: int
     seconds: float
     """From the trainer's submit to its completion."""
@@ -128,51 +130,50 @@ class LinkReport(msgspec.Struct, frozen=True):
 
 
 class ConnectReport(msgspec.Struct, frozen=True):
-    """What :meth:`WeightSync.connect` found out and set up."""
+    """The result of :meth:`WeightSync.connect`."""
 
     nbytes: int
     """Bytes of one version, over all links."""
     copies: int
     plan_bytes: int
     sender_imbalance: float
-    """Busiest trainer over the mean."""
+    """Bytes that the busiest trainer sends, over the mean."""
     receiver_imbalance: float
     seconds: dict[str, float]
-    """By stage: gather, plan, distribute."""
+    """Seconds of gather, plan and distribute."""
     converted: int = 0
-    """Containers that change their dtype on the way, and their scales."""
+    """Number of converted containers and of their scales."""
     left: tuple[str, ...] = ()
-    """Trainers' tensors that stay behind at every push, as ``leave`` allows."""
+    """Trainers' tensors that no push sends, since ``leave`` names them."""
 
 
 class PushReport(msgspec.Struct, frozen=True):
-    """A version that every rollout has confirmed."""
+    """The result of a push: a version that all rollouts have committed."""
 
     version: int
     nbytes: int
-    """That left trainers; what rollouts passed on to each other isn't among them."""
+    """Bytes that trainers sent, without bytes that rollouts relayed."""
     started: float
     """Seconds since the epoch, by the controller's clock."""
     seconds: float
-    """From the call until every rollout runs the version."""
+    """From the call until all rollouts have committed."""
     stages: dict[str, float]
-    """Wall seconds of write, confirm, commit."""
+    """Wall seconds of write, confirm, quiesce, commit."""
     links: tuple[LinkReport, ...]
     spans: tuple[Span, ...]
     dropped: dict[int, str] = {}
-    """Rollouts that died and were left out from then on, and the cause."""
+    """Rollouts that died and were dropped, and why."""
     temporary: tuple[Temporary, ...] = ()
-    """By trainer, where replicas are filled: what that took of memory."""
+    """Memory that each :class:`ReplicaSource` took."""
     left: tuple[str, ...] = ()
-    """Trainers' tensors that no rollout needs, and that ``leave`` names: stale where anything else
-    has a copy of them."""
+    """Trainers' tensors that were not sent, since ``leave`` names them."""
 
     @property
     def gbytes_per_s(self) -> float:
         return self.nbytes / self.seconds / 1e9
 
     def __str__(self) -> str:
-        """A few lines: version, bytes, seconds by stage, the slowest link, rollouts left out."""
+        """A few lines: version, bytes, seconds by stage, the slowest link, dropped rollouts."""
         stages = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.stages.items())
         lines = [
             f"version {self.version}: {self.nbytes / 1e6:,.1f} MB in {self.seconds:.3f} s "
@@ -188,17 +189,17 @@ class PushReport(msgspec.Struct, frozen=True):
         if self.left:
             more = f" and {len(self.left) - 1} more" if len(self.left) > 1 else ""
             lines.append(f"  not pushed: {self.left[0]}{more}")
-        lines += [f"  left out: rollout {rank}: {why}" for rank, why in self.dropped.items()]
+        lines += [f"  dropped: rollout {rank}: {why}" for rank, why in self.dropped.items()]
         return "\n".join(lines)
 
 
 class JoinReport(msgspec.Struct, frozen=True):
-    """A rollout that has joined."""
+    """The result of :meth:`WeightSync.join`."""
 
     rollout: int
-    """Its number from now on."""
+    """The number of the rollout."""
     version: int | None
-    """What it runs; ``None`` if nobody could give it a version: it gets the next."""
+    """The version in use; ``None`` if no replica could copy one: the next push brings it."""
     giver: int | None
-    """The rollout that it was given by."""
+    """The rollout that copied the version."""
     seconds: float

@@ -1,4 +1,4 @@
-"""From a plan's copies to requests: the only place where layouts meet regions."""
+"""Turns a plan's copies into requests on regions."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ def outgoing(
     target: RemoteRegion,
     offsets: Sequence[int],
 ) -> tuple[Batch, Digest]:
-    """What sends ``copies`` to one target, and the digest of what is sent.
+    """The batch that sends ``copies`` to one target, and the digest of its bytes.
 
     Args:
         copies: all to the same target rank.
-        sources: the region of each source container, and where the container begins in it.
+        sources: the region of each source container, and the container's offset in it.
         target: the target's region.
-        offsets: where each target container begins in it.
+        offsets: of each target container in ``target``.
     """
     batch, digest = Batch(), Digest()
     for copy in copies:
         region, begin = sources[copy.src_container]
         base = offsets[copy.dst_container]
         for row in copy.rows():
-            ours, theirs = _src_pages(row, begin), _dst_pages(row, base)
+            src, dst = _src_pages(row, begin), _dst_pages(row, base)
             if row.runs == 1:
                 batch.write(
                     region,
@@ -37,18 +37,18 @@ def outgoing(
                     dst_offset=base + row.dst_offset,
                 )
             else:
-                batch.write_pages(row.nbytes, region, ours, target, theirs)
-            digest.add(row.nbytes, region, ours, theirs)
+                batch.write_pages(row.nbytes, region, src, target, dst)
+            digest.add(row.nbytes, region, src, dst)
     return batch, digest
 
 
 def arriving(copies: Iterable[Copy], target: Region, offsets: Sequence[int]) -> Digest:
-    """The digest, at the receiver, of what ``copies`` bring."""
+    """The receiver's digest of the bytes of ``copies``."""
     digest = Digest()
     for copy in copies:
         for row in copy.rows():
-            places = _dst_pages(row, offsets[copy.dst_container])
-            digest.add(row.nbytes, target, places, places)
+            dst = _dst_pages(row, offsets[copy.dst_container])
+            digest.add(row.nbytes, target, dst, dst)
     return digest
 
 

@@ -1,4 +1,4 @@
-"""One connection of trainers and rollouts: what each was told, and the stages of a push."""
+"""One connection of trainers and rollouts: distributes the plan and runs the phases of a push."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from fabric_ray.errors import WeightSyncError
-from fabric_ray.weights import stages
+from fabric_ray.weights import phases
+from fabric_ray.weights.actor_group import ActorGroup, causes, names
 from fabric_ray.weights.calls import Calls
 from fabric_ray.weights.clock import Clock
 from fabric_ray.weights.conversion import Recipe
-from fabric_ray.weights.crew import Crew, causes, names
-from fabric_ray.weights.feeding import Feeding
-from fabric_ray.weights.report import Arm, Feed, PushReport, Sent, SourceShare, Span
+from fabric_ray.weights.fanout import Fanout
+from fabric_ray.weights.report import InboundPlan, PushReport, PushTarget, Sent, SourceShare, Span
 
-# Rollouts keep new readers out for the timeout and this long, unless they are told otherwise.
+# After quiesce, rollouts block new readers for the timeout plus this.
 _GATE_S = 10.0
 
 
 class Session:
-    """Has versions written, confirmed and put into use by those who were given its route.
+    """Writes, confirms and commits versions at the actors that have its plan.
 
     Args:
-        feeding: who writes what to whom.
-        recipe: what trainers convert, if anything.
-        digest: whether all bytes are compared on both sides.
-        spare: whether a rollout whose process has ended doesn't count, once a version is decided.
-        timeout: seconds that a stage may take.
-        calls: how the crews are reached.
+        fanout: the writers of each rollout.
+        recipe: the conversions of trainers, if any.
+        digest: whether pushes compare digests of all bytes.
+        spare: whether dead rollouts don't fail a push once its version is decided.
+        timeout: of each phase, in seconds.
+        calls: runs functions in the actors.
     """
 
     def __init__(
         self,
-        trainers: Crew,
-        rollouts: Crew,
-        feeding: Feeding,
+        trainers: ActorGroup,
+        rollouts: ActorGroup,
+        fanout: Fanout,
         *,
         recipe: Recipe | None,
         digest: bool,
@@ -44,10 +44,10 @@ class Session:
         timeout: float,
         calls: Calls,
     ) -> None:
-        self.feeding = feeding
+        self.fanout = fanout
         self.version = 0
         self.decided = False
-        """Whether the last push came so far that its version is in use."""
+        """Whether the last push has begun to commit."""
         self._id = uuid4().hex
         self._trainers = trainers
         self._rollouts = rollouts
@@ -56,82 +56,83 @@ class Session:
         self._spare = spare
         self._timeout = timeout
         self._calls = calls
-        self._met = False
-        self._encoded = feeding.plan.to_bytes()
-        # What each rollout said last, and was told last.
-        self._arms: dict[int, Arm] = {}
-        self._fed: dict[int, Feed] = {}
+        self._exchange_connected = False
+        self._encoded = fanout.plan.to_bytes()
+        # The latest of each rollout.
+        self._push_targets: dict[int, PushTarget] = {}
+        self._inbound_plans: dict[int, InboundPlan] = {}
 
     @property
     def plan_nbytes(self) -> int:
         return len(self._encoded)
 
     def distribute(self) -> None:
-        """Hands the route out. From then on the actors listen to nobody else.
+        """Distributes the plan. From then on the actors refuse earlier sessions.
 
         Raises:
-            WeightSyncError: somebody didn't take it.
+            WeightSyncError: an actor failed; the error names it.
         """
-        self._accept({number: self.feeding.feed(number) for number in self._rollouts.actors})
+        self._accept({number: self.fanout.inbound(number) for number in self._rollouts.actors})
         self._learn_version()
         if self._recipe is not None:
-            self._meet()
-        arms = tuple(self._arms[number] for number in self.feeding.heads.values())
-        containers = self.feeding.plan.containers("source")
+            self._connect_exchange()
+        push_targets = tuple(self._push_targets[number] for number in self.fanout.heads.values())
+        containers = self.fanout.plan.containers("source")
         converted = self._recipe is not None
-        share = SourceShare(self._id, self._encoded, containers, arms, converted)
-        args = self._trainers.each(self._calls.share(share), self._timeout)
-        self._trainers.all(stages.source_accept, "take the route", args)
+        share = SourceShare(self._id, self._encoded, containers, push_targets, converted)
+        args = self._trainers.same_args(self._calls.share(share), self._timeout)
+        self._trainers.call_all(phases.source_accept, "take the route", args)
 
     def prepare(self) -> None:
-        """Has everybody ready for a push; afterwards ``version`` is what they run.
+        """Gets all actors ready for a push and updates ``version``.
 
         Raises:
-            WeightSyncError: somebody can't take part.
+            WeightSyncError: an actor failed; the error names it.
         """
         self.decided = False
-        if self._recipe is not None and not self._met:
-            self._meet(again=True)
-        self._ask_the_silent()
-        self._feed_anew()
+        if self._recipe is not None and not self._exchange_connected:
+            self._connect_exchange(again=True)
+        self._recover_push_targets()
+        self._update_inbound()
 
     def push(self, version: int) -> PushReport:
-        """Moves every rollout from its version to the next, or none.
-
-        Raises:
-            WeightSyncError: as for :meth:`WeightSync.push`.
-        """
+        """As :meth:`WeightSync.push`."""
         clock, spans = Clock(), list[Span]()
-        # An arm is good for one push. If this one is interrupted, wherever that may be, the next
-        # has to ask for new ones: the old may name memory that is in use by then.
-        arms, self._arms = self._arms, {}
+        # A push target serves one push. After an interrupt, the next push asks for new ones, since
+        # the old may name memory that is in use.
+        push_targets, self._push_targets = self._push_targets, {}
         try:
-            self._announce(arms)
+            self._announce(push_targets)
         except WeightSyncError as error:
-            raise self._given_up(version, error, written=False) from error.__cause__
+            raise self._abort(version, error, written=False) from error.__cause__
         try:
-            sent = self._write(version, arms)
+            sent = self._write(version, push_targets)
             clock.lap("write")
-            digests = self._agree(version, sent)
+            digests = self._merge_digests(version, sent)
             args = {
-                number: (self._id, version, self._timeout, digests.get(self.feeding.place(number)))
+                number: (
+                    self._id,
+                    version,
+                    self._timeout,
+                    digests.get(self.fanout.plan_rank(number)),
+                )
                 for number in self._rollouts.actors
             }
-            confirmed = self._rollouts.all(stages.target_confirm, "confirm", args)
+            confirmed = self._rollouts.call_all(phases.target_confirm, "confirm", args)
             clock.lap("confirm")
             self._quiesce("commit", self._rollouts.actors)
         except WeightSyncError as error:
-            raise self._given_up(version, error) from error.__cause__
+            raise self._abort(version, error) from error.__cause__
         clock.lap("quiesce")
-        # From here the version is decided: who fails now is named, the others run it (RS-3).
+        # The version is decided: rollouts that fail now are named, the others run it (RS-3).
         self.decided = True
-        these = self._rollouts.each(self._id, version)
-        self._arms, failed = self._rollouts.some(stages.target_commit, these)
+        commits = self._rollouts.same_args(self._id, version)
+        self._push_targets, failed = self._rollouts.call(phases.target_commit, commits)
         self.version = version
         clock.lap("commit")
-        if self._spare and self._arms:
+        if self._spare and self._push_targets:
             for number in self._rollouts.dead:
-                failed.pop(self._rollouts.who(number), None)
+                failed.pop(self._rollouts.label(number), None)
         self._name_failures(version, failed, self._rollouts.raised)
         for s in (*(s.spans for s in sent), *confirmed.values()):
             spans.extend(s)
@@ -149,121 +150,134 @@ class Session:
         )
 
     def catch_up(self, number: int, rank: int) -> int | None:
-        """Gives one who has joined the version in use, from another who holds the same; returns
-        whom, or ``None`` if nobody could.
+        """Has a replica copy the version in use to a rollout that joins; returns the replica's
+        number, or ``None`` if no replica has the version.
 
         Raises:
-            WeightSyncError: that failed.
+            WeightSyncError: no replica could copy it.
         """
-        alike = [one for one in self.feeding.alike(rank) if one in self._arms and one != number]
-        able = [one for one in alike if self._arms[one].usable]
-        givers = [one for one in able if self.version and self._arms[one].version == self.version]
+        replicas = [
+            n for n in self.fanout.replicas(rank) if n in self._push_targets and n != number
+        ]
+        targets = self._push_targets
+        able = [n for n in replicas if targets[n].usable]
+        givers = [n for n in able if self.version and targets[n].version == self.version]
         for giver in givers:
             try:
-                self._take_from(giver, number)
+                self._copy_from(giver, number)
             except WeightSyncError:
-                # Another may hold the same.
+                # Try the next replica.
                 if giver == givers[-1] or number in self._rollouts.dead:
                     raise
             else:
                 return giver
-        self._accept({number: self.feeding.feed(number)})
+        self._accept({number: self.fanout.inbound(number)})
         return None
 
-    def _take_from(self, giver: int, number: int) -> None:
-        who = self._rollouts.who(number)
-        self._accept({number: self.feeding.given_by(number, giver)})
-        arm = self._arms.pop(number)
-        if (arm.version or 0) > self.version:
+    def _copy_from(self, giver: int, number: int) -> None:
+        who = self._rollouts.label(number)
+        self._accept({number: self.fanout.copied_by(number, giver)})
+        push_target = self._push_targets.pop(number)
+        if (push_target.version or 0) > self.version:
             raise WeightSyncError(
-                f"{who} runs version {arm.version}, and here {self.version} is the latest; let a "
-                "new WeightTarget join",
+                f"{who} runs version {push_target.version}, expected at most {self.version}; join "
+                "with a new WeightTarget",
                 version=self.version,
-                failed={who: f"it runs version {arm.version}"},
+                failed={who: f"it runs version {push_target.version}"},
             )
-        if not arm.staged:
+        if not push_target.staged:
             self._quiesce("write", (number,))
-            self._rollouts.all(stages.target_begin, "begin", {number: (self._id,)})
-        args: tuple[Any, ...] = (self._id, arm, self.version, self._timeout)
-        given = self._rollouts.all(stages.target_give, "give its version", {giver: args})
-        args = (self._id, self.version, self._timeout, given[giver])
-        self._rollouts.all(stages.target_confirm, "confirm", {number: args})
+            self._rollouts.call_all(phases.target_begin, "begin", {number: (self._id,)})
+        args: tuple[Any, ...] = (self._id, push_target, self.version, self._timeout)
+        copied = self._rollouts.call_all(phases.target_give, "give its version", {giver: args})
+        args = (self._id, self.version, self._timeout, copied[giver])
+        self._rollouts.call_all(phases.target_confirm, "confirm", {number: args})
         try:
             self._quiesce("commit", (number,))
         except WeightSyncError:
-            self._rollouts.some(stages.target_abort, {number: (self._id,)})
+            self._rollouts.call(phases.target_abort, {number: (self._id,)})
             raise
         args = (self._id, self.version, True)
-        arms = self._rollouts.all(stages.target_commit, "use the version", {number: args})
-        if cause := arms[number].hook:
+        push_targets = self._rollouts.call_all(
+            phases.target_commit, "use the version", {number: args}
+        )
+        if cause := push_targets[number].hook:
             raise WeightSyncError(f"a hook failed at {who}: {cause}", failed={who: cause})
-        self._arms |= arms
+        self._push_targets |= push_targets
 
     def forget(self, number: int) -> None:
-        """Somebody doesn't take part any more."""
-        self.feeding.leave(number)
-        self._arms.pop(number, None)
-        self._fed.pop(number, None)
+        """Removes a rollout."""
+        self.fanout.leave(number)
+        self._push_targets.pop(number, None)
+        self._inbound_plans.pop(number, None)
 
-    def _accept(self, feeds: dict[int, Feed]) -> None:
-        """Has rollouts make room."""
+    def _accept(self, plans: dict[int, InboundPlan]) -> None:
+        """Sends rollouts their share of the plan; they allocate memory."""
         encoded, who = self._encoded if self._digest else None, self._rollouts.who
         shares = {
-            number: (self.feeding.share(self._id, number, who(number), feed, encoded),)
-            for number, feed in feeds.items()
+            number: (self.fanout.share(self._id, number, who(number), inbound, encoded),)
+            for number, inbound in plans.items()
         }
-        self._arms |= self._rollouts.all(stages.target_accept, "make room", shares)
-        self._fed |= feeds
+        self._push_targets |= self._rollouts.call_all(phases.target_accept, "make room", shares)
+        self._inbound_plans |= plans
 
-    def _feed_anew(self) -> None:
-        """Tells those who are fed by others than before."""
-        feeds = {number: self.feeding.feed(number) for number in self._rollouts.actors}
-        other = {n: (self._id, feed) for n, feed in feeds.items() if self._fed.get(n) != feed}
+    def _update_inbound(self) -> None:
+        """Sends rollouts whose writers have changed their new inbound plan."""
+        plans = {number: self.fanout.inbound(number) for number in self._rollouts.actors}
+        other = {
+            n: (self._id, inbound)
+            for n, inbound in plans.items()
+            if self._inbound_plans.get(n) != inbound
+        }
         if other:
-            self._arms |= self._rollouts.all(stages.target_feed, "take another feed", other)
-            self._fed |= {number: feeds[number] for number in other}
+            self._push_targets |= self._rollouts.call_all(
+                phases.target_set_inbound, "take its inbound plan", other
+            )
+            self._inbound_plans |= {number: plans[number] for number in other}
 
-    def _ask_the_silent(self) -> None:
-        """Asks those again who didn't say where to write when they last could."""
-        silent = {n: (self._id,) for n in self._rollouts.actors if n not in self._arms}
-        arms, failed = self._rollouts.some(stages.target_abort, silent)
+    def _recover_push_targets(self) -> None:
+        """Aborts at rollouts without a push target, which returns one."""
+        silent = {n: (self._id,) for n in self._rollouts.actors if n not in self._push_targets}
+        push_targets, failed = self._rollouts.call(phases.target_abort, silent)
         raised = self._rollouts.raised
-        self._arms |= arms
+        self._push_targets |= push_targets
         self._learn_version()
         if failed:
             raise WeightSyncError(
-                f"nothing was pushed, since {names(failed)} can't take it: {causes(failed)}. "
-                "drop() what has died; what replaces it may join()",
+                f"push failed before any write: {names(failed)} can't receive: {causes(failed)}; "
+                "drop() dead rollouts, and join() their replacements",
                 version=self.version,
                 failed=failed,
             ) from raised
 
-    def _announce(self, arms: dict[int, Arm]) -> None:
-        """Tells rollouts of a push; no byte is written before all of them are ready."""
-        if not all(arm.staged for arm in arms.values()):
+    def _announce(self, push_targets: dict[int, PushTarget]) -> None:
+        """Announces a push. Returns when all rollouts are ready, before any byte is written."""
+        if not all(target.staged for target in push_targets.values()):
             self._quiesce("write", self._rollouts.actors)
-            self._rollouts.all(stages.target_begin, "begin", self._rollouts.each(self._id))
+            self._rollouts.call_all(
+                phases.target_begin, "begin", self._rollouts.same_args(self._id)
+            )
         relays = {
-            number: (self._id, [arms[child] for child in children], self._timeout)
-            for number, children in self.feeding.fed_by.items()
+            number: (self._id, [push_targets[child] for child in children], self._timeout)
+            for number, children in self.fanout.children.items()
         }
-        self._rollouts.all(stages.target_pass_on, "get ready to pass the version on", relays)
+        self._rollouts.call_all(phases.target_pass_on, "prepare to relay", relays)
 
     def _quiesce(self, before: Literal["write", "commit"], numbers: Iterable[int]) -> None:
-        """Waits until nobody reads the version in use at these rollouts (RS-1).
+        """Waits until these rollouts have no reader of the version in use (RS-1).
 
-        Each call answers at once: readers may share the thread that it runs in.
+        Polls, since readers may share the thread in which the actor runs the call.
 
         Raises:
-            WeightSyncError: somebody reads longer than the timeout.
+            WeightSyncError: a reader stays longer than the timeout; the error names it.
         """
         waits = dict.fromkeys(numbers, (self._id, before, self._timeout + _GATE_S))
         deadline, pause = time.monotonic() + self._timeout, 1e-3
         while waits:
-            readers = self._rollouts.all(stages.target_quiesce, "wait for its readers", waits)
+            readers = self._rollouts.call_all(phases.target_quiesce, "wait for its readers", waits)
             waits = {number: waits[number] for number, inside in readers.items() if inside}
             if waits and time.monotonic() > deadline:
-                failed = {self._rollouts.who(n): "; ".join(readers[n]) for n in waits}
+                failed = {self._rollouts.label(n): "; ".join(readers[n]) for n in waits}
                 raise WeightSyncError(
                     f"{names(failed)} did not stop reading within {self._timeout:g} s: "
                     f"{causes(failed)}",
@@ -273,45 +287,45 @@ class Session:
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
 
-    def _write(self, version: int, arms: dict[int, Arm]) -> list[Sent]:
-        heads = [arms[number] for number in self.feeding.heads.values()]
-        args = self._trainers.each(self._id, version, heads, self._digest, self._timeout)
-        return list(self._trainers.all(stages.source_push, "push", args).values())
+    def _write(self, version: int, push_targets: dict[int, PushTarget]) -> list[Sent]:
+        heads = [push_targets[number] for number in self.fanout.heads.values()]
+        args = self._trainers.same_args(self._id, version, heads, self._digest, self._timeout)
+        return list(self._trainers.call_all(phases.source_push, "push", args).values())
 
-    def _agree(self, version: int, sent: list[Sent]) -> dict[int, int]:
-        """The digest of each place; raises if a trainer couldn't reach one."""
-        heads, failed = self.feeding.heads, dict[str, str]()
+    def _merge_digests(self, version: int, sent: list[Sent]) -> dict[int, int]:
+        """The digest of each plan rank; raises if a trainer couldn't reach one."""
+        heads, failed = self.fanout.heads, dict[str, str]()
         for trainer, s in enumerate(sent):
-            for place, cause in s.failed.items():
-                failed[self._rollouts.who(heads[place])] = f"from trainer {trainer}: {cause}"
+            for plan_rank, cause in s.failed.items():
+                failed[self._rollouts.label(heads[plan_rank])] = f"from trainer {trainer}: {cause}"
         if failed:
             raise WeightSyncError(
                 f"version {version} did not reach {names(failed)}: {causes(failed)}", failed=failed
             )
         digests: dict[int, int] = {}
         for s in sent:
-            for place, digest in s.digests.items():
-                digests[place] = (digests.get(place, 0) + digest) & ((1 << 64) - 1)
+            for plan_rank, digest in s.digests.items():
+                digests[plan_rank] = (digests.get(plan_rank, 0) + digest) & ((1 << 64) - 1)
         return digests
 
-    def _given_up(
+    def _abort(
         self, version: int, error: WeightSyncError, *, written: bool = True
     ) -> WeightSyncError:
-        """Has all who live forget the version; returns what to raise."""
-        # Trainers that stopped in the middle of an exchange can't take it up again.
-        self._met = False
-        these = self._rollouts.each(self._id, written)
-        self._arms, failed = self._rollouts.some(stages.target_abort, these)
+        """Aborts the version at all live rollouts; returns the error to raise."""
+        # An exchange that was interrupted can't be resumed.
+        self._exchange_connected = False
+        args = self._rollouts.same_args(self._id, written)
+        self._push_targets, failed = self._rollouts.call(phases.target_abort, args)
         hooks = self._failed_hooks()
         named = {**hooks, **error.fields.get("failed", {}), **failed}
-        text = f"version {version} was given up; all rollouts that live stay at {self.version}. "
+        text = f"version {version} was aborted; all live rollouts stay at {self.version}: "
         text += str(error) + (f"; then {causes(hooks)}" if hooks else "")
         return WeightSyncError(text, version=version, failed=named)
 
     def _name_failures(
         self, version: int, failed: dict[str, str], raised: BaseException | None
     ) -> None:
-        """Raises if a decided version isn't in use somewhere, or a hook didn't do its part."""
+        """Raises if a rollout did not commit a decided version, or a hook failed."""
         if failed:
             raise WeightSyncError(
                 f"version {version} is in use, but not at {names(failed)}: {causes(failed)}",
@@ -327,18 +341,22 @@ class Session:
             )
 
     def _failed_hooks(self) -> dict[str, str]:
-        return {self._rollouts.who(n): arm.hook for n, arm in self._arms.items() if arm.hook}
+        return {
+            self._rollouts.label(n): target.hook
+            for n, target in self._push_targets.items()
+            if target.hook
+        }
 
-    def _meet(self, *, again: bool = False) -> None:
-        """Has trainers exchange block maxima with each other, from the next push on."""
+    def _connect_exchange(self, *, again: bool = False) -> None:
+        """Connects the trainers for the exchange of block maxima."""
         recipe = self._calls.share(self._recipe)
         what = "get ready to convert"
-        args = self._trainers.each(self._id, again, recipe)
-        made = self._trainers.all(stages.source_convert, what, args)
-        invited = self._trainers.each(self._id, self._calls.share(made))
-        self._trainers.all(stages.source_join, what, invited)
-        self._met = True
+        args = self._trainers.same_args(self._id, again, recipe)
+        made = self._trainers.call_all(phases.source_convert, what, args)
+        invited = self._trainers.same_args(self._id, self._calls.share(made))
+        self._trainers.call_all(phases.source_join, what, invited)
+        self._exchange_connected = True
 
     def _learn_version(self) -> None:
-        """Versions never run backwards, whoever counted them before."""
-        self.version = max(self.version, *(arm.version or 0 for arm in self._arms.values()), 0)
+        """Adopts the highest version of the rollouts, so that versions never decrease."""
+        self.version = max(self.version, *(t.version or 0 for t in self._push_targets.values()), 0)

@@ -1,4 +1,4 @@
-"""What trainers and rollouts say that they hold, as the planner needs it."""
+"""The planner's sides, from the metadata of trainers and rollouts."""
 
 from __future__ import annotations
 
@@ -14,48 +14,48 @@ from fabric_ray.weights.quant import Formats, quantised_source
 from fabric_ray.weights.quant.layout import scaled_tensors
 from fabric_ray.weights.stacked import unstacked
 
-# Between these, trainers cast.
+# Trainers can cast between these.
 _FLOATS = frozenset({"float32", "bfloat16", "float16"})
 
 
 def source_side(
-    said: Sequence[list[ParamMeta] | bytes], given: Callable[[], Side], target: Side
+    metas: Sequence[list[ParamMeta] | bytes], given: Callable[[], Side], target: Side
 ) -> Side:
-    """What trainers hold: by what each reports, or by the side that all of them were given.
+    """The trainers' side, from their reports or from the side that all of them were given.
 
     Args:
-        said: a trainer's report, or its side's digest; by rank.
+        metas: by rank, a trainer's report or the digest of its side.
         given: fetches the side.
-        target: what rollouts need: second names of tensors that it has no use for are left out,
-            and stacks of experts described by what it is made of.
+        target: the rollouts' side. Tied names that it doesn't use are left out, and stacks of
+            experts are described by their experts where it holds those.
 
     Raises:
-        InvalidArgument: they were given different ones, or one of other ranks.
+        InvalidArgument: the sides differ, or have other ranks than the trainers.
     """
-    reports = {rank: word for rank, word in enumerate(said) if not isinstance(word, bytes)}
-    if len(reports) == len(said):
-        return unstacked(side_from_param_meta(_once(reports, target)), target)
-    for rank, digest in enumerate(said):
-        if digest != said[0]:
+    reports = {rank: report for rank, report in enumerate(metas) if not isinstance(report, bytes)}
+    if len(reports) == len(metas):
+        return unstacked(side_from_param_meta(_without_ties(reports, target)), target)
+    for rank, digest in enumerate(metas):
+        if digest != metas[0]:
             raise InvalidArgument(
-                f"trainer {rank} was given another side than trainer 0, or none; give all of "
-                "them the same side"
+                f"trainer {rank} has another side than trainer 0, or none; give all trainers the "
+                "same side"
             )
     side = given()
-    if sorted(side.ranks) != list(range(len(said))):
+    if sorted(side.ranks) != list(range(len(metas))):
         raise InvalidArgument(
-            f"the trainers' side has ranks {side.ranks}, and there are {len(said)} trainers; "
-            "give the side of exactly these trainers"
+            f"the trainers' side has ranks {side.ranks}, expected {len(metas)} ranks from 0; give "
+            "the side of exactly these trainers"
         )
     return side
 
 
-def _once(
+def _without_ties(
     reports: Mapping[int, Sequence[ParamMeta]], target: Side
 ) -> Mapping[int, Sequence[ParamMeta]]:
-    """Reports without tied tensors that the target needs under another of their names alone.
+    """Reports without tied names that the target doesn't use, if it uses another of their names.
 
-    They are the same memory on every rank, so nothing stays behind (RS-1).
+    All names share memory on every rank, so the target gets all values (RS-1).
     """
     if not any(meta.same_as for metas in reports.values() for meta in metas):
         return reports
@@ -76,18 +76,19 @@ def _once(
 
 
 def converted(source: Side, target: Side, formats: Formats) -> Side:
-    """What trainers send instead of what they hold.
+    """The trainers' side after conversion.
 
     Raises:
-        InvalidArgument: nothing at all is converted, or rollouts hold a tensor without its scales.
+        InvalidArgument: no tensor is converted, or rollouts hold a tensor without its scales.
     """
     if not formats:
         return source
     sent = quantised_source(source, formats)
     if sent == source:
         raise InvalidArgument(
-            f"no tensor of the trainers fits any pattern of {sorted(formats)}, or all that do are "
-            "of these dtypes; see fabric_ray.weights.quant.linear_formats"
+            f"formats convert nothing: no tensor of the trainers matches a pattern of "
+            f"{sorted(formats)}, or all matches have these dtypes already; see "
+            "fabric_ray.weights.quant.linear_formats"
         )
     wanted = set(tensor_names(target))
     for values, scales in scaled_tensors(source, formats):
@@ -100,15 +101,15 @@ def converted(source: Side, target: Side, formats: Formats) -> Side:
 
 
 def with_cast(error: DtypeMismatch, sent: Side, needed: Side) -> DtypeMismatch:
-    """The error, with the formats that make trainers cast, if a cast is all that is missing."""
+    """The error, with the formats by which trainers cast, if a cast resolves it."""
     held, wanted = _dtypes(sent), _dtypes(needed)
     differ = {(held[n], wanted[n]) for n in held.keys() & wanted.keys() if held[n] != wanted[n]}
     if len(differ) != 1 or not _FLOATS.issuperset(*differ):
         return error
     [(_, dtype)] = differ
-    told = f'{error}, or have trainers cast it: WeightSync(formats={{"*": Cast("{dtype}")}}), with '
-    told += "Cast from fabric_ray.weights.quant"
-    return DtypeMismatch(told, tensor=error.tensor, container=error.container, rank=error.rank)
+    text = f'{error}, or have trainers cast it: WeightSync(formats={{"*": Cast("{dtype}")}}), with '
+    text += "Cast from fabric_ray.weights.quant"
+    return DtypeMismatch(text, tensor=error.tensor, container=error.container, rank=error.rank)
 
 
 def _dtypes(side: Side) -> dict[str, str]:
@@ -117,26 +118,26 @@ def _dtypes(side: Side) -> dict[str, str]:
 
 
 def target_side(sides: Mapping[int, tuple[int, Side]], missing: set[int]) -> Side:
-    """What all rollouts hold.
+    """The rollouts' side.
 
     Args:
         sides: rank and side, by the rollout's number.
-        missing: ranks that nobody need hold.
+        missing: ranks that may have no rollout.
 
     Raises:
-        InvalidArgument: they were given different sides, or a rank is nobody's.
+        InvalidArgument: the sides differ, or a rank has no rollout.
     """
     first, (_, side) = next(iter(sides.items()))
     for number, (_, other) in sides.items():
         if other != side:
             raise InvalidArgument(
-                f"rollout {number} describes another target layout than rollout {first}; give all "
-                "of them the same side"
+                f"rollout {number} has another side than rollout {first}; give all rollouts the "
+                "same side"
             )
     held = {rank for rank, _ in sides.values()} | missing
     if not held.issuperset(side.ranks):
         raise InvalidArgument(
-            f"the rollouts' layout has ranks {side.ranks}, and WeightSync was given "
-            f"{len(sides)}; pass one rollout for each rank"
+            f"the rollouts' side has ranks {side.ranks}, but WeightSync got {len(sides)} "
+            "rollouts; pass one rollout for each rank"
         )
     return side

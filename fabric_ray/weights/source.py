@@ -14,16 +14,16 @@ from fabric_ray._native import Region, RegionDescriptor
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Copy, LocalContainer, ParamMeta, Plan, Side
-from fabric_ray.weights.claims import Claims, of_session
 from fabric_ray.weights.conversion import Conversion, Recipe
-from fabric_ray.weights.held import Held
+from fabric_ray.weights.latest_call import LatestCallLock, require_session
 from fabric_ray.weights.local import check_local
-from fabric_ray.weights.prepared import Prepared, in_turn
 from fabric_ray.weights.quant import Invitation
-from fabric_ray.weights.report import Arm, Sent, SourceShare, Span
+from fabric_ray.weights.report import PushTarget, Sent, SourceShare, Span
+from fabric_ray.weights.request_cache import RequestCache, rotated
 from fabric_ray.weights.routing import outgoing
-from fabric_ray.weights.sending import Route, Sending
+from fabric_ray.weights.source_tensors import SourceTensors
 from fabric_ray.weights.sources import SOURCES, check_rank
+from fabric_ray.weights.step_sender import Route, StepSender
 from fabric_ray.weights.steps import Step, Unit, steps, temporary_nbytes
 
 if TYPE_CHECKING:
@@ -34,19 +34,19 @@ class WeightSource:
     """This rank's shards of a model, ready to be pushed.
 
     Args:
-        tensors: a module, of which parameters and persistent buffers are taken, or tensors by name;
-            DTensors and plain tensors, in host memory.
-        rank: this trainer's place among the trainers: its index in ``WeightSync(trainers=...)``.
-        side: what all trainers hold, where tensors can't tell (Megatron's, see
-            :func:`fabric_ray.weights.trainers.megatron_side`). The tensors are then plain, this
-            rank's part, under the names of the side's containers. All trainers are given the same.
-        name: tells several models of one process apart.
+        tensors: a module, for its parameters and persistent buffers, or tensors by name; DTensors
+            and plain tensors in host memory.
+        rank: this trainer's index in ``WeightSync(trainers=...)``.
+        side: the layout of all trainers, for plain tensors (such as Megatron's, see
+            :func:`fabric_ray.weights.trainers.megatron_side`). The tensors are then this rank's
+            parts, under the names of the side's containers. All trainers get the same side.
+        name: distinguishes the models of one process.
         engine: by default the process's own, :func:`fabric_ray.runtime.engine`.
-        watermark: bytes of temporary memory that a push may take: for tensors that change their
-            dtype on the way, and up to 8 MiB of it for what it needs besides.
+        watermark: bytes of temporary memory of a push: for converted tensors, and up to 8 MiB of
+            it for requests and scratch memory.
 
     Raises:
-        InvalidArgument: a parameter that can't be pushed as it is, by name.
+        InvalidArgument: a parameter can't be pushed; the error names it.
     """
 
     def __init__(
@@ -65,75 +65,75 @@ class WeightSource:
         if side is not None and rank not in side.ranks:
             raise InvalidArgument(f"rank {rank} is not among the side's ranks {side.ranks}")
         if watermark < 1:
-            raise InvalidArgument(f"a watermark of {watermark} bytes lets nothing be made ready")
+            raise InvalidArgument(f"watermark must be >= 1 byte, got {watermark}")
         self.rank = rank
         self.side = side
         self.name = name
         self.watermark = watermark
         self._engine = engine or process_engine()
-        self._held = Held(tensors, self._engine, rank)
+        self._tensors = SourceTensors(tensors, self._engine, rank)
         self._share: SourceShare | None = None
         self._conversion: Conversion | None = None
         self._steps: list[Step] = []
         self._ring: Region | None = None
-        self._routes: Prepared[list[tuple[int, Route]]] = Prepared()
-        self._claims = Claims()
+        self._routes: RequestCache[list[tuple[int, Route]]] = RequestCache()
+        self._calls_lock = LatestCallLock()
         SOURCES.add(name, self)
 
     @property
     def temporary(self) -> Region | None:
-        """The memory in which tensors are made ready, at most ``watermark`` bytes; ``None`` before
-        ``connect``, and where all tensors are sent from where they lie."""
+        """The memory in which tensors are prepared, at most ``watermark`` bytes; ``None`` before
+        ``connect``, and where no tensor needs preparation."""
         return self._ring
 
     def meta(self) -> tuple[int, list[ParamMeta] | bytes, bytes]:
-        """What the controller gathers: rank, shards (or the digest of the side that this source was
-        given), and where the engine is."""
+        """This source's metadata for the controller: rank, shards (or the digest of ``side``), and
+        engine address."""
         address = self._engine.address.to_bytes()
         if self.side is not None:
             encoded = msgspec.msgpack.encode(self.side)
             return self.rank, blake2b(encoded, digest_size=16).digest(), address
-        return self.rank, self._held.reports(self.rank), address
+        return self.rank, self._tensors.describe(self.rank), address
 
     def convert(self, session: str, recipe: Recipe, *, again: bool = False) -> Invitation:
-        """Gets ready to send other dtypes than it holds; returns what the other trainers need to
-        share block maxima with it.
+        """Prepares conversions; returns the invitation by which other trainers exchange block
+        maxima with this one.
 
         Args:
-            again: in the session that it is in, since an exchange has failed.
+            again: reconnects after a failed exchange, in the same session.
 
         Raises:
             Stale: another controller has connected since.
         """
-        with self._claims.claim():
+        with self._calls_lock.acquire():
             if again:
-                of_session(session, self._share)
+                require_session(session, self._share)
             self._drop_conversion()
             self._conversion = Conversion(session, recipe, self.rank, self._engine)
             return self._conversion.invitation
 
     def join(self, session: str, invitations: Mapping[int, Invitation]) -> None:
-        """Takes part in the exchange of block maxima, with all who were invited to it."""
-        with self._claims.claim():
-            of_session(session, self._conversion).connect(invitations)
+        """Connects to the other trainers for the exchange of block maxima."""
+        with self._calls_lock.acquire():
+            require_session(session, self._conversion).connect(invitations)
 
     def accept(self, share: SourceShare, *, timeout: float = 60.0) -> None:
-        """Takes this rank's part of the routing table, connects to its rollouts, and has everything
-        ready that the first push would otherwise wait for.
+        """Takes this rank's share of the plan, connects to its rollouts, and prepares the requests
+        of the first push.
 
         Raises:
-            InvalidArgument: this rank's tensors aren't what was planned for, or one of them takes
-                more temporary memory than the watermark.
+            InvalidArgument: this rank's tensors differ from the plan, or a tensor needs more
+                temporary memory than the watermark.
             Stale: another controller has connected since.
         """
-        with self._claims.claim():
+        with self._calls_lock.acquire():
             plan = Plan.from_bytes(share.plan)
             if share.converted:
-                of_session(share.session, self._conversion)
+                require_session(share.session, self._conversion)
             else:
                 self._drop_conversion()
             containers = plan.local_containers("source", self.rank)
-            self._held.refresh()
+            self._tensors.refresh()
             self._check(containers)
             units = self._conversion.units(containers) if self._conversion else []
             units += self._computed(containers)
@@ -143,121 +143,121 @@ class WeightSource:
             self._steps = steps(plan.for_source(self.rank), units, self.watermark)
             if nbytes := temporary_nbytes(self._steps):
                 self._ring = self._engine.alloc(nbytes)
-            self._held.note()
+            self._tensors.remember_layouts()
             self._share = share
-            ready = []
-            for arm in share.arms:
-                regions = (arm.region, *arm.further)
+            transfers = []
+            for push_target in share.push_targets:
+                regions = (push_target.region, *push_target.further)
                 for region in regions:
-                    at = msgspec.structs.replace(arm, region=region, further=regions)
-                    for _, route in self._routes.of(at, self._route):
-                        ready.append(self._engine.prepare(route.batch, timeout=timeout))
-            for transfer in ready:
+                    target = msgspec.structs.replace(push_target, region=region, further=regions)
+                    for _, route in self._routes.get(target, self._route):
+                        transfers.append(self._engine.prepare(route.batch, timeout=timeout))
+            for transfer in transfers:
                 transfer.wait()
 
     def push(
         self,
         session: str,
         version: int,
-        arms: list[Arm],
+        push_targets: list[PushTarget],
         *,
         digest: bool = False,
         timeout: float = 60.0,
     ) -> Sent:
-        """Writes this rank's share of ``version`` to every rollout, and waits until it is there.
+        """Writes this rank's share of ``version`` to all rollouts, and waits until it has arrived.
 
-        Step by step: while one is being sent, the next is made ready. A rollout that can't be
-        reached is named in the result; the others get their share.
+        Prepares each step while earlier steps are sent. The result names the rollouts that can't
+        be reached; the others get their share.
 
         Args:
-            timeout: seconds for all of it.
+            timeout: of the whole call, in seconds.
 
         Raises:
-            FabricError: tensors aren't what was planned for, or can't be made ready; nothing of
-                the version counts then.
+            FabricError: tensors differ from the plan, or can't be prepared. The version can't be
+                committed then.
         """
         deadline = time.monotonic() + timeout
-        with self._claims.claim() as proceed, observe.span(f"push {version}"):
-            of_session(session, self._share)
+        with self._calls_lock.acquire() as check_latest, observe.span(f"push {version}"):
+            require_session(session, self._share)
             who = f"trainer {self.rank}"
             start = time.time()
             try:
-                if self._held.follow():
+                if self._tensors.refresh_moved():
                     self._routes.clear()
-                self._held.gather()
-                mine = self._in_turn(arms)
+                self._tensors.gather_adapters()
+                by_rollout = self._by_rollout(push_targets)
                 spans = [Span(who, "route", start, time.time())]
                 if self._conversion is not None:
                     left = deadline - time.monotonic()
-                    spans.append(self._conversion.begin(version, self._held.local, left))
+                    spans.append(self._conversion.begin(version, self._tensors.local, left))
             except BaseException:
                 if self._conversion is not None:
                     self._conversion.give_up()
                 raise
             start = time.time()
-            sending = Sending(self.rank, self._engine, deadline)
+            sending = StepSender(self.rank, self._engine, deadline)
             for number, step in enumerate(self._steps):
-                proceed()
+                check_latest()
                 if step.units:
-                    sending.wait_for(step.place.after)
-                    spans.append(self._make_ready(step))
-                for arm, routes in mine:
+                    sending.wait_for(step.ring_slice.after)
+                    spans.append(self._prepare_step(step))
+                for push_target, routes in by_rollout:
                     for route in routes.get(number, ()):
-                        sending.send(number, arm, route)
+                        sending.send(number, push_target, route)
                         if digest:
-                            # Now: what was made ready isn't there any more when all is sent.
-                            sending.add_digest(arm, route)
-            self._held.let_go()
+                            # Before a later step reuses the memory.
+                            sending.add_digest(push_target, route)
+            self._tensors.release_adapters()
             sending.wait_for(len(self._steps))
             spans.append(Span(who, "write", start, time.time()))
             return sending.result(spans)
 
     def close(self) -> None:
-        """Forgets all registrations."""
+        """Drops all registrations."""
         SOURCES.remove(self.name, self)
-        with self._claims.claim():
+        with self._calls_lock.acquire():
             self._routes.clear()
             self._drop_conversion()
-            self._held.close()
+            self._tensors.close()
             self._ring = self._share = None
 
     def _check(self, containers: Collection[LocalContainer]) -> None:
-        """That tensors are what was planned for: those sent as they are by the plan, others by what
-        they are made from."""
-        made: Collection[str] = ()
-        held = {name: self._held.like(name) for name in self._held.tensors}
+        """Compares tensors with the plan: sent ones with its containers, converted ones with their
+        sources."""
+        converted: Collection[str] = ()
+        held = {name: self._tensors.like(name) for name in self._tensors.tensors}
         if self._conversion is not None:
             self._conversion.check(held)
-            made = self._conversion.made
-        # Second names of tied tensors may be left out of the plan.
-        ties, planned = self._held.ties(), {container.name for container in containers}
+            converted = self._conversion.made
+        # The plan may omit further names of tied tensors.
+        ties, planned = self._tensors.ties(), {container.name for container in containers}
         tied = ties.keys() | ties.values() if self.side is None else set()
         plain = {
             name: tensor
             for name, tensor in held.items()
-            if name not in made
+            if name not in converted
             and (self.side is not None or tensor.numel())
             and (name in planned or name not in tied)
         }
         by: Literal["side", "plan"] = "side" if self.side is not None else "plan"
-        check_local(plain, [c for c in containers if c.name not in made], self.rank, by=by)
+        check_local(plain, [c for c in containers if c.name not in converted], self.rank, by=by)
 
     def _computed(self, containers: Collection[LocalContainer]) -> list[Unit]:
-        """What no conversion makes ready and has no memory that could be sent: see RS-1."""
-        made: Collection[str] = self._conversion.made if self._conversion else ()
+        """Tensors whose values are computed at each push, apart from conversions (RS-1)."""
+        converted: Collection[str] = self._conversion.made if self._conversion else ()
         return [
             Unit(container.name, container.index, container.nbytes)
             for container in containers
-            if container.name not in made and self._held.is_computed(container.name)
+            if container.name not in converted and self._tensors.is_computed(container.name)
         ]
 
-    def _make_ready(self, step: Step) -> Span:
-        assert self._ring is not None, "accept has made room"
+    def _prepare_step(self, step: Step) -> Span:
+        assert self._ring is not None, "accept has allocated it"
         start, offsets = time.time(), step.offsets()
         memory = self._ring.tensor()
         for unit in step.units:
             at = offsets[unit.values]
-            local = self._held.local(unit.name)
+            local = self._tensors.local(unit.name)
             room = memory[at : at + unit.nbytes]
             if self._conversion is not None and unit.name in self._conversion.names:
                 self._conversion.prepare(unit, local, room)
@@ -265,60 +265,62 @@ class WeightSource:
                 room[: unit.values_nbytes].view(local.dtype).view(local.shape).copy_(local)
         return Span(f"trainer {self.rank}", "prepare", start, time.time())
 
-    def _in_turn(self, arms: list[Arm]) -> list[tuple[Arm, dict[int, list[Route]]]]:
-        """The rollouts that get something from here and the routes of each step, each trainer
-        beginning with another rollout."""
-        mine: list[tuple[Arm, dict[int, list[Route]]]] = []
-        for arm in sorted(arms, key=lambda a: a.rank):
+    def _by_rollout(
+        self, push_targets: list[PushTarget]
+    ) -> list[tuple[PushTarget, dict[int, list[Route]]]]:
+        """The rollouts that this rank writes to, with the routes of each step. Each trainer begins
+        with a different rollout."""
+        by_rollout: list[tuple[PushTarget, dict[int, list[Route]]]] = []
+        for push_target in sorted(push_targets, key=lambda a: a.rank):
             by_step: dict[int, list[Route]] = {}
-            for number, route in self._routes.of(arm, self._route):
+            for number, route in self._routes.get(push_target, self._route):
                 by_step.setdefault(number, []).append(route)
             if by_step:
-                mine.append((arm, by_step))
-        return in_turn(mine, self.rank)
+                by_rollout.append((push_target, by_step))
+        return rotated(by_rollout, self.rank)
 
-    def _route(self, arm: Arm) -> list[tuple[int, Route]]:
-        """The requests for one rollout by steps."""
+    def _route(self, push_target: PushTarget) -> list[tuple[int, Route]]:
+        """The requests for one rollout, with their steps."""
         return [
             (number, route)
             for number, step in enumerate(self._steps)
-            if arm.rank in step.copies
-            for route in self._requests(step, arm)
+            if push_target.rank in step.copies
+            for route in self._requests(step, push_target)
         ]
 
-    def _requests(self, step: Step, arm: Arm) -> list[Route]:
-        """What a step has for a rollout, by stripes."""
-        target = self._engine.import_region(RegionDescriptor.from_bytes(arm.region))
+    def _requests(self, step: Step, push_target: PushTarget) -> list[Route]:
+        """A step's requests for a rollout, by stripe."""
+        target = self._engine.import_region(RegionDescriptor.from_bytes(push_target.region))
         by_stripe: dict[int, list[Copy]] = {}
-        for copy in step.copies[arm.rank]:
-            by_stripe.setdefault(arm.stripes[copy.dst_container], []).append(copy)
+        for copy in step.copies[push_target.rank]:
+            by_stripe.setdefault(push_target.stripes[copy.dst_container], []).append(copy)
         return [
             Route(
                 stripe,
-                *outgoing(copies, self._sources(step, copies), target, arm.offsets),
+                *outgoing(copies, self._sources(step, copies), target, push_target.offsets),
                 sum(copy.nbytes for copy in copies),
             )
             for stripe, copies in sorted(by_stripe.items())
         ]
 
     def _sources(self, step: Step, copies: Iterable[Copy]) -> dict[int, tuple[Region, int]]:
-        """Where the containers that copies read lie."""
+        """Region and offset of the containers that copies read."""
         assert self._share is not None, "only a session has routes"
-        ready, names = step.offsets(), self._share.containers
-        made = self._conversion.made if self._conversion else frozenset()
+        prepared, names = step.offsets(), self._share.containers
+        converted = self._conversion.made if self._conversion else frozenset()
         sources: dict[int, tuple[Region, int]] = {}
         for container in {copy.src_container for copy in copies}:
             name = names[container]
-            if container in ready:
-                assert self._ring is not None, "accept has made room"
-                sources[container] = (self._ring, ready[container])
-            elif name in made:
+            if container in prepared:
+                assert self._ring is not None, "accept has allocated it"
+                sources[container] = (self._ring, prepared[container])
+            elif name in converted:
                 raise InvalidArgument(
-                    f"`{name}` is to be sent by trainer {self.rank}, which doesn't make it; this "
-                    "is a bug, please report it"
+                    f"trainer {self.rank} can't send `{name}`: the plan converts it, this trainer "
+                    "does not; this is a bug, please report it"
                 )
             else:
-                sources[container] = (self._held.region(name), 0)
+                sources[container] = (self._tensors.region(name), 0)
         return sources
 
     def _drop_conversion(self) -> None:

@@ -1,4 +1,4 @@
-"""The sources of this process: what a controller may ask of a trainer's half of a push."""
+"""The sources of this process, and the protocol by which a controller calls them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Side
 from fabric_ray.weights.registry import Registry
-from fabric_ray.weights.report import Arm, Sent, SourceShare
+from fabric_ray.weights.report import PushTarget, Sent, SourceShare
 
 if TYPE_CHECKING:
     from fabric_ray.weights.conversion import Recipe
@@ -16,41 +16,37 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """A trainer's half, whatever it sends its weights from."""
+    """A trainer's half of a push."""
 
     rank: int
     side: Side | None
 
     def meta(self) -> tuple[int, Any, bytes]:
-        """Rank, what it holds, and where its engine is."""
+        """Rank, metadata of the tensors, and engine address."""
 
     def convert(self, session: str, recipe: Recipe, *, again: bool = False) -> Invitation:
-        """Gets ready to send other dtypes than it holds."""
+        """Prepares conversions to other dtypes."""
 
     def join(self, session: str, invitations: Mapping[int, Invitation]) -> None:
-        """Takes part in the exchange that conversion needs."""
+        """Connects to the other trainers for the exchange of block maxima."""
 
     def accept(self, share: SourceShare, *, timeout: float = 60.0) -> None:
-        """Takes its part of the route."""
+        """Takes its share of the plan."""
 
     def push(
         self,
         session: str,
         version: int,
-        arms: list[Arm],
+        push_targets: list[PushTarget],
         *,
         digest: bool = False,
         timeout: float = 60.0,
     ) -> Sent:
-        """Writes its part of a version, and waits until it is there."""
+        """Writes its share of a version, and waits until it has arrived."""
 
 
 def check_rank(rank: int) -> None:
-    """That a trainer can have that place.
-
-    Raises:
-        InvalidArgument: it can't.
-    """
+    """Raises InvalidArgument unless ``rank`` is an integer >= 0."""
     if not isinstance(rank, int) or rank < 0:
         raise InvalidArgument(
             f"rank is {rank!r}; give this trainer's index in WeightSync(trainers=...), from 0"

@@ -1,4 +1,4 @@
-"""In which steps a rank makes its tensors ready and sends them, and where they lie meanwhile."""
+"""The steps in which a rank prepares and sends its tensors."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import msgspec
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Copy
-from fabric_ray.weights.watermark import ALIGN, Place, places
+from fabric_ray.weights.ring import ALIGN, RingSlice, ring_slices
 
-# Of the watermark: while some steps are being sent, another is made ready.
-_STEPS_UNDER_WAY = 4
-# More at once gains nothing.
+# Steps that share the watermark: one is prepared while the others are sent.
+_STEPS_IN_FLIGHT = 4
+# Larger steps are not faster.
 _LARGEST_STEP = 64 << 20
-# What a trainer takes besides what it has made ready: requests, working memory of conversions.
-_BESIDE = 8 << 20
+# Memory beside prepared tensors: requests, and scratch memory of conversions.
+_OVERHEAD = 8 << 20
 
 
 class Unit(msgspec.Struct, frozen=True):
-    """What is made ready as a whole: a converted container, and its scales behind it."""
+    """A container that is prepared as a whole, followed by its scales."""
 
     name: str
     """Of the container."""
     values: int
-    """Index of its values among the containers that copies name."""
+    """Container index of the values."""
     values_nbytes: int
     scales: int | None = None
     scales_nbytes: int = 0
 
     @property
     def scales_at(self) -> int:
-        """Bytes from where the values begin."""
+        """Offset of the scales from the values, in bytes."""
         return _aligned(self.values_nbytes)
 
     @property
@@ -41,17 +41,17 @@ class Unit(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """Tensors that are sent together, most urgent step first."""
+    """Tensors that are sent together; the most urgent step is first."""
 
     units: tuple[Unit, ...]
-    """To be made ready first; none where all is sent from where it lies."""
+    """To be prepared before the step is sent."""
     copies: dict[int, list[Copy]]
     """By target rank."""
-    place: Place
+    ring_slice: RingSlice
 
     def offsets(self) -> dict[int, int]:
-        """Where the values and scales of each unit begin in the temporary memory, by container."""
-        out, at = {}, self.place.offset
+        """Offsets of values and scales in the temporary memory, by container."""
+        out, at = {}, self.ring_slice.offset
         for unit in self.units:
             out[unit.values] = at
             if unit.scales is not None:
@@ -60,28 +60,28 @@ class Step(msgspec.Struct, frozen=True):
         return out
 
 
-class Division:
-    """Which step each container goes with. A unit is made ready once, whoever gets it.
+class StepAssignment:
+    """Assigns containers to steps. A unit is prepared once for all rollouts.
 
     Args:
-        units: containers that aren't sent from where they lie.
+        units: containers to prepare.
         watermark: bytes.
     """
 
     def __init__(self, units: Sequence[Unit], watermark: int) -> None:
         self._of = _by_container(units)
         self._watermark = watermark
-        self._most = min(_LARGEST_STEP, watermark // _STEPS_UNDER_WAY)
+        self._most = min(_LARGEST_STEP, watermark // _STEPS_IN_FLIGHT)
         self._sizes = [0]
         self._at: dict[str, int] = {}
         self.members: list[list[Unit]] = [[]]
         """The units of each step."""
 
     def step_of(self, container: int) -> int:
-        """To be asked in the order of sending.
+        """The step of a container; call it in the order of sending.
 
         Raises:
-            InvalidArgument: it needs more than the watermark.
+            InvalidArgument: the container needs more than the watermark.
         """
         unit = self._of.get(container)
         if unit is None:
@@ -90,15 +90,15 @@ class Division:
             self._add(unit)
         return self._at[unit.name]
 
-    def places(self) -> list[Place]:
-        """Where each step lies, when all containers are divided."""
-        return places(self._sizes, self._watermark)
+    def ring_slices(self) -> list[RingSlice]:
+        """The slice of each step, after all containers are assigned."""
+        return ring_slices(self._sizes, self._watermark)
 
     def _add(self, unit: Unit) -> None:
         if unit.nbytes > self._watermark:
             raise InvalidArgument(
-                f"container `{unit.name}` takes {unit.nbytes} bytes when it is made ready, "
-                f"more than the watermark of {self._watermark}; raise the watermark to that"
+                f"container `{unit.name}` needs {unit.nbytes} bytes to be prepared, expected at "
+                f"most the watermark of {self._watermark}; raise the watermark"
             )
         if self.members[-1] and self._sizes[-1] + unit.nbytes > self._most:
             self.members.append([])
@@ -108,37 +108,35 @@ class Division:
         self._at[unit.name] = len(self.members) - 1
 
 
-def room(units: Iterable[Unit], watermark: int) -> int:
-    """Bytes of the watermark in which units are made ready. The rest is left to what a push takes
-    besides, except where the largest unit needs it.
-    """
-    rest = watermark - min(_BESIDE, watermark // 8)
+def units_budget(units: Iterable[Unit], watermark: int) -> int:
+    """Bytes of the watermark for units. The rest is overhead, except where the largest unit needs
+    it."""
+    rest = watermark - min(_OVERHEAD, watermark // 8)
     return min(watermark, max(rest, *(unit.nbytes for unit in units), 0))
 
 
 def steps(copies: Iterable[Copy], units: Sequence[Unit], watermark: int) -> list[Step]:
-    """Divides a rank's copies into steps, so that what is made ready but not sent stays below the
-    watermark.
+    """Divides a rank's copies into steps, so that prepared bytes stay below the watermark.
 
     Args:
-        copies: in the order in which they should be sent.
-        units: containers that aren't sent from where they lie.
+        copies: in the order of sending.
+        units: containers to prepare.
         watermark: bytes.
 
     Raises:
         InvalidArgument: a container needs more than the watermark.
     """
-    division = Division(units, room(units, watermark))
+    assignment = StepAssignment(units, units_budget(units, watermark))
     sent: defaultdict[int, dict[int, list[Copy]]] = defaultdict(lambda: defaultdict(list))
     for copy in copies:
-        sent[division.step_of(copy.src_container)][copy.peer].append(copy)
-    together = enumerate(zip(division.members, division.places(), strict=True))
-    return [Step(tuple(m), dict(sent[number]), place) for number, (m, place) in together]
+        sent[assignment.step_of(copy.src_container)][copy.peer].append(copy)
+    together = enumerate(zip(assignment.members, assignment.ring_slices(), strict=True))
+    return [Step(tuple(m), dict(sent[number]), ring_slice) for number, (m, ring_slice) in together]
 
 
 def temporary_nbytes(these: Iterable[Step]) -> int:
     """Bytes of temporary memory that steps use."""
-    ends = (s.place.offset + sum(u.nbytes for u in s.units) for s in these)
+    ends = (s.ring_slice.offset + sum(u.nbytes for u in s.units) for s in these)
     return max(ends, default=0)
 
 

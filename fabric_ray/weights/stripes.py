@@ -1,4 +1,4 @@
-"""The parts of a version that are counted, and passed on, each by itself."""
+"""Stripes: parts of a version that are counted and relayed separately."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from fabric_ray.plan import Copy, LocalContainer
 
 
 def stripes(containers: Sequence[LocalContainer], container_count: int, count: int) -> list[int]:
-    """The stripe of every container of a side, the most urgent first, about equal in bytes.
+    """The stripe of each container of a side, in order and about equal in bytes.
 
     Args:
-        containers: those that a rank has, in order.
-        container_count: of the side; those that the rank lacks are in the first stripe.
-        count: of stripes.
+        containers: a rank's, in order of urgency.
+        container_count: number of containers of the side; those of other ranks get stripe 0.
+        count: number of stripes.
     """
     out = [0] * container_count
     total, before = sum(c.nbytes for c in containers), 0
     for c in containers:
-        # By its middle: a large one doesn't draw its neighbours along.
+        # By its midpoint, so that a large container doesn't pull its neighbours along.
         out[c.index] = (2 * before + c.nbytes) * count // (2 * total)
         before += c.nbytes
     return out
 
 
 def pages(copies: Iterable[Copy], stripe_of: Sequence[int], count: int) -> list[int]:
-    """Pages of copies, by stripe."""
+    """Number of pages of copies, by stripe."""
     out = [0] * count
     for copy in copies:
         out[stripe_of[copy.dst_container]] += copy.pages

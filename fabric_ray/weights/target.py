@@ -1,4 +1,4 @@
-"""The rollout's half of a weight push."""
+"""The rollout's half of a push."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fabric_ray._native import Counter, Digest, EngineAddress, Peer, Transfer
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import FabricError, InvalidArgument, Stale, WeightSyncError
 from fabric_ray.plan import LocalContainer, Plan, Side
+from fabric_ray.weights.destination import Destination
 from fabric_ray.weights.hooks import EngineHooks, Pause, attempt
-from fabric_ray.weights.into import Destination
 from fabric_ray.weights.readers import LiveWeights, ReaderGate, Reading, caller
 from fabric_ray.weights.registry import Registry
-from fabric_ray.weights.relay import Copying, Relay
-from fabric_ray.weights.report import Arm, Feed, Span, TargetShare
+from fabric_ray.weights.relay import Relay, RelayWriter
+from fabric_ray.weights.report import InboundPlan, PushTarget, Span, TargetShare
 from fabric_ray.weights.routing import arriving
-from fabric_ray.weights.slab import Slab
+from fabric_ray.weights.staging import StagingMemory
 
 if TYPE_CHECKING:
     import torch
@@ -38,29 +38,29 @@ TARGETS: Registry[WeightTarget] = Registry("weight target")
 
 
 class WeightTarget:
-    """This rollout rank's weights: filled by trainers, version by version.
+    """This rollout rank's weights, which trainers write version by version.
 
-    With ``staged`` (the default) a version arrives in a second copy of the memory while the first
-    is in use, and :attr:`weights` flips when the whole version is confirmed everywhere. Without, it
-    is written in place: half the memory, but the weights can't be used from the begin of a push
-    until its end, and are lost if it fails (a further push restores them).
+    With ``staged`` (the default), a version arrives in staging memory while the version before is
+    in use, and :attr:`weights` flips when all rollouts have confirmed the version. Without, the
+    version is written in place. That takes half the memory, but the weights can't be used during a
+    push, and are lost if it fails (a further push restores them).
 
-    With ``into``, each version is copied into the tensors of a module as it is put into use; the
-    module takes the place of the second copy.
+    With ``into``, a commit copies the version into the tensors of a module; the module replaces the
+    second copy.
 
-    A version is put into use when nobody reads the one before: no :meth:`reading` is under way, and
-    no tensor of :attr:`weights` is referred to. A push waits for that as long as for any stage, and
-    then fails and names the reader (RS-1).
+    A commit waits for readers of the version in use: for each :meth:`reading`, and for each
+    reference to a tensor of :attr:`weights`. After its timeout, the push fails and names the
+    reader (RS-1).
 
     Args:
-        side: what all rollout ranks hold, e.g. from ``fabric_ray.weights.families``.
+        side: the layout of all rollout ranks, e.g. from ``fabric_ray.weights.families``.
         rank: this rollout's index in ``WeightSync(rollouts=...)``; a rank of ``side``.
-        name: tells several models of one process apart.
+        name: distinguishes the models of one process.
         engine: by default the process's own, :func:`fabric_ray.runtime.engine`.
-        into: a module whose parameters and persistent buffers are the version in use after each
+        into: a module whose parameters and persistent buffers hold the version in use after each
             commit, or tensors by name. They keep their memory, on any device. A forward pass of
             the module counts as :meth:`reading`.
-        hooks: what the inference engine around it does when weights change.
+        hooks: callbacks of the inference engine.
     """
 
     def __init__(
@@ -84,23 +84,23 @@ class WeightTarget:
         self.version: int | None = None
         """The version in use; ``None`` before the first."""
         self._engine = engine or process_engine()
-        # What arrives for `into` needs no second copy: the version in use is in the module.
+        # With `into`, the version in use is in the module, so one staging memory is enough.
         self._staged = staged and into is None
         self._share: TargetShare | None = None
         self._layout: tuple[LocalContainer, ...] = ()
         self._containers: dict[str, LocalContainer] = {}
-        self._slabs: list[Slab] = []
+        self._staging: list[StagingMemory] = []
         self._live = 0
         self._counters: list[Counter] = []
         self._relay: Relay | None = None
         self._prepared: int | None = None
         self._torn = False
-        # Torn by the announcement of a push alone: no byte may have come yet.
+        # Torn by the announcement of a push alone: perhaps no byte was written.
         self._announced = False
         self._engine_hooks = hooks or EngineHooks()
         self._pause = Pause(self._engine_hooks)
         self._hooks: list[Callable[[int], None]] = []
-        self._gate = ReaderGate(self._held)
+        self._gate = ReaderGate(self._referenced)
         self._into: Destination | None = None
         if into is not None:
             from fabric_ray.weights.replica.sides import whole_plan
@@ -111,9 +111,9 @@ class WeightTarget:
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """The containers of the version in use, by name; nothing else can be had (RS-1).
+        """The containers of the version in use, by name, and no other version (RS-1).
 
-        The mapping looks a tensor up at each access. A tensor that is kept delays the next version
+        The mapping looks a tensor up at each access. A reference to a tensor delays the next commit
         as :meth:`reading` does; with ``into`` it is the module's own and changes with the version.
 
         Raises:
@@ -126,9 +126,9 @@ class WeightTarget:
         """A block in which the weights stay those of one version: ``with target.reading() as
         weights``, or ``async with`` in an event loop.
 
-        A push waits before it changes them, and fails if that takes longer than its timeout, with
-        the reader's name. A block that begins when a push waits already begins after it. Blocks of
-        one thread or task may be nested. Threads that a reader starts are given ``weights``.
+        A push waits for the block to end; after its timeout it fails and names the reader. A new
+        block waits for a push that is already waiting. Blocks of one thread or task may be nested.
+        Pass ``weights`` to threads that a reader starts.
 
         Raises:
             WeightSyncError: as for :attr:`weights`; the target is closed; or ``with`` in an event
@@ -142,19 +142,20 @@ class WeightTarget:
         return Reading(self._gate, admitted, caller(1))
 
     def on_commit(self, hook: Callable[[int], None]) -> None:
-        """Calls ``hook(version)`` right after a version went into use, e.g. to flush caches. What
-        the engine does around it, in which order, is for ``hooks``."""
+        """Calls ``hook(version)`` after each commit, e.g. to flush caches. ``hooks`` has the other
+        callbacks of an inference engine, and their order."""
         self._hooks.append(hook)
 
     def address(self) -> bytes:
         return self._engine.address.to_bytes()
 
-    def accept(self, share: TargetShare) -> Arm:
-        """Takes this rank's part of the plan and makes room; returns where to write first."""
+    def accept(self, share: TargetShare) -> PushTarget:
+        """Takes this rank's share of the plan and allocates memory; returns the first push
+        target."""
         self._stop_relay()
-        if self._slabs and share.containers == self._layout:
-            # Who was given the old route may not have noticed yet (MR-2).
-            self._lock_out()
+        if self._staging and share.containers == self._layout:
+            # Writers of an earlier session may still write with the old key (MR-2).
+            self._revoke()
         else:
             # Another layout ends the version in use.
             with self._gate.changing():
@@ -163,54 +164,60 @@ class WeightTarget:
                 self._layout = share.containers
                 self._containers = {c.name: c for c in share.containers}
                 copies = 2 if self._staged else 1
-                self._slabs = [Slab(self._engine, share.containers) for _ in range(copies)]
+                self._staging = [
+                    StagingMemory(self._engine, share.containers) for _ in range(copies)
+                ]
                 self.version, self._live = None, 0
         self._share, self._announced = share, False
         for writer in self._writers():
             self._engine.connect(writer)
-        return self._arm()
+        return self._push_target()
 
-    def feed(self, feed: Feed) -> Arm:
-        """From now on, others write here."""
-        self._share = msgspec.structs.replace(self._routed(), feed=feed)
+    def set_inbound(self, inbound: InboundPlan) -> PushTarget:
+        """Replaces the writers of this rollout."""
+        self._share = msgspec.structs.replace(self._routed(), inbound=inbound)
         for writer in self._writers():
             self._engine.connect(writer)
-        return self._arm()
+        return self._push_target()
 
-    def pass_on(self, children: Sequence[Arm], *, timeout: float = 60.0) -> None:
-        """Has the next version go to others that hold the same, while it arrives here."""
+    def pass_on(self, children: Sequence[PushTarget], *, timeout: float = 60.0) -> None:
+        """Relays the next version to replicas while it arrives."""
         share = self._routed()
-        slab = self._slabs[self._next]
+        staging = self._staging[self._next]
         to = [
-            Copying(self._engine, share.containers, slab.region, slab.offsets, arm)
-            for arm in children
+            RelayWriter(
+                self._engine, share.containers, staging.region, staging.offsets, push_target
+            )
+            for push_target in children
         ]
-        # Trainers aren't waited for by name: the first to know of their end is the controller.
-        writers = list(self._writers()) if share.feed.relayed else []
+        # Trainers are not watched here: the controller notices their end first.
+        writers = list(self._writers()) if share.inbound.relayed else []
         self._relay = Relay(self._arrivals(writers, timeout), to, timeout)
 
-    def give(self, arm: Arm, version: int, *, timeout: float = 60.0) -> int | None:
-        """Writes the version in use to another rollout that holds the same; returns its digest, if
-        digests are wanted.
+    def give(self, push_target: PushTarget, version: int, *, timeout: float = 60.0) -> int | None:
+        """Writes the version in use to a replica; returns its digest, if digests are on.
 
         Raises:
             WeightSyncError: another version is in use, or none.
-            FabricError: the other can't be reached.
+            FabricError: the replica can't be reached.
         """
         share = self._routed()
         if self.version != version or self._torn:
             raise WeightSyncError(
-                f"version {version} can't be given to {arm.name}: in use is {self.version}",
+                f"copy to {push_target.name} failed: version {self.version} is in use, expected "
+                f"{version}; push again, then join",
                 version=version,
             )
-        slab = self._slabs[self._live]
-        Copying(self._engine, share.containers, slab.region, slab.offsets, arm).send(timeout)
-        return None if share.plan is None else self._digest(slab).compute()
+        staging = self._staging[self._live]
+        RelayWriter(
+            self._engine, share.containers, staging.region, staging.offsets, push_target
+        ).send(timeout)
+        return None if share.plan is None else self._digest(staging).compute()
 
     def confirm(
         self, version: int, *, timeout: float = 60.0, digest: int | None = None
     ) -> tuple[Span, ...]:
-        """Returns when every byte of ``version`` is here (and its digest is right), see RS-3.
+        """Waits until all bytes of ``version`` have arrived, and checks their digest (RS-3).
 
         Raises:
             FabricError: a writer was lost, bytes are missing after ``timeout`` seconds, or the
@@ -224,7 +231,7 @@ class WeightTarget:
             self._relay.wait()
             self._relay = None
         else:
-            # Only now: who is lost sight of between pushes has nothing to do with a version.
+            # Watch writers only here: a writer lost between pushes does not affect a version.
             with observe.span(f"push {version}"):
                 arrivals = self._arrivals(list(self._writers()), timeout)
             for arrival in arrivals:
@@ -232,50 +239,54 @@ class WeightTarget:
         spans = [Span(who, "arrive", start, time.time())]
         if digest is not None:
             start = time.time()
-            found = self._digest(self._slabs[self._next]).compute()
+            found = self._digest(self._staging[self._next]).compute()
             spans.append(Span(who, "digest", start, time.time()))
             if found != digest:
                 raise WeightSyncError(
-                    f"the bytes of version {version} differ from what was sent (digest "
-                    f"{found:016x}, not {digest:016x})",
+                    f"version {version} is corrupt: got digest {found:016x}, expected "
+                    f"{digest:016x}; push again",
                     version=version,
                 )
         if self._into is not None:
             self._into.check(self._layout, self.rank)
-            self._into.check_ties(self._slabs[self._next].views(self._layout))
+            self._into.check_ties(self._staging[self._next].views(self._layout))
         self._prepared = version
         return tuple(spans)
 
     def quiesce(self, before: Literal["write", "commit"], seconds: float) -> tuple[str, ...]:
-        """Admits no further reader for ``seconds``; returns who reads the version in use still.
+        """Admits no further reader for ``seconds``; returns the current readers.
 
         Args:
-            before: what is to follow. Only in place does a write change what is read.
+            before: the next phase. A write changes what readers see only if it is in place.
         """
         if (before == "write") != self._writes_in_place:
             return ()
         return self._gate.close(seconds)
 
-    def commit(self, version: int, *, joining: bool = False) -> Arm:
-        """Puts a confirmed version into use, and no other (RS-3); returns where to write next.
+    def commit(self, version: int, *, joining: bool = False) -> PushTarget:
+        """Puts a confirmed version into use (RS-3); returns the next push target.
 
         Args:
-            joining: it may be the version that is in use, since it came from another rollout.
+            joining: a replica wrote the version, so it may equal the version in use.
         """
         if version < (self.version or 0) or (version == self.version and not joining):
             raise WeightSyncError(
-                f"version {version} is not after {self.version}, which is in use", version=version
+                f"commit failed: got version {version}, expected more than {self.version}, the "
+                "version in use",
+                version=version,
             )
         if self._prepared != version:
             raise WeightSyncError(
-                f"version {version} can't be put into use: confirmed is {self._prepared}",
+                f"commit failed: got version {version}, expected {self._prepared}, the version "
+                "that was confirmed",
                 version=version,
             )
-        # If this fails, the version stays decided; this rollout keeps the one before, by name.
+        # If this fails, the version stays decided; the error names this rollout, which keeps the
+        # version before.
         with self._gate.changing():
             self._pause.begin()
             try:
-                self._gate.check_unread()  # by what the engine did to pause
+                self._gate.check_unread()  # the pause hook may have read
                 if self._into is not None:
                     self._into.check(self._layout, self.rank)
             except FabricError:
@@ -283,16 +294,13 @@ class WeightTarget:
                 raise
             self._live = self._next
             if self._into is not None:
-                self._into.copy(self._slabs[self._live].views(self._layout))
+                self._into.copy(self._staging[self._live].views(self._layout))
             self.version, self._prepared = version, None
             self._torn = self._announced = False
-            return msgspec.structs.replace(self._arm(), hook=self._went_into_use(version))
+            return msgspec.structs.replace(self._push_target(), hook=self._run_hooks(version))
 
-    def _went_into_use(self, version: int) -> str | None:
-        """Tells whom it concerns, and the engine to go on; returns what of that failed.
-
-        The version is in use, here and elsewhere: that can't be taken back.
-        """
+    def _run_hooks(self, version: int) -> str | None:
+        """Runs the hooks after a commit; returns their errors, since a commit can't be undone."""
         hooks, weights = self._engine_hooks, self.weights
         failed = [attempt("on_commit", partial(hook, version)) for hook in self._hooks]
         failed += [
@@ -303,14 +311,14 @@ class WeightTarget:
         ]
         return ", ".join(cause for cause in failed if cause) or None
 
-    def abort(self, *, written: bool = True) -> Arm:
-        """Gives a version up: nothing of it can be used, counted or written any more.
+    def abort(self, *, written: bool = True) -> PushTarget:
+        """Discards a version: later writes and counts of it have no effect.
 
-        Generation goes on unless the version in use was overwritten in part: then not before a
-        push succeeds (RS-3).
+        Generation continues, unless the version in use was overwritten in part: then it continues
+        after the next successful push (RS-3).
 
         Args:
-            written: whether trainers may have begun to write it.
+            written: whether trainers may have written bytes of it.
         """
         self._routed()
         self._stop_relay()
@@ -320,11 +328,11 @@ class WeightTarget:
         elif self._announced:
             self._torn = False
         self._announced = False
-        self._lock_out()
+        self._revoke()
         self._gate.open()
-        stands_still = self._torn or (self._into is not None and self._into.partly_filled)
-        failed = None if stands_still else self._pause.end()
-        return msgspec.structs.replace(self._arm(), hook=failed)
+        stays_paused = self._torn or (self._into is not None and self._into.partly_filled)
+        failed = None if stays_paused else self._pause.end()
+        return msgspec.structs.replace(self._push_target(), hook=failed)
 
     def check_session(self, session: str) -> None:
         """Raises Stale if another controller has connected since."""
@@ -332,7 +340,7 @@ class WeightTarget:
             raise Stale(_OUTDATED)
 
     def begin(self) -> None:
-        """A push begins: in place, that is the end of the version in use."""
+        """Announces a push. Without staging, the version in use becomes unusable."""
         if self._staged:
             return
         if not self._writes_in_place:
@@ -343,18 +351,18 @@ class WeightTarget:
             self._announced, self._torn = not self._torn, True
 
     def close(self) -> None:
-        """Gives everything back. Tensors that users hold stay as they are."""
+        """Releases all resources. Tensors that users hold stay valid."""
         TARGETS.remove(self.name, self)
         self._gate.end()
         self._stop_relay()
         self._counters = []
-        self._slabs = []
+        self._staging = []
         if self._into is not None:
             self._into.close()
 
     @property
     def _writes_in_place(self) -> bool:
-        """Whether trainers write to what is read."""
+        """Whether trainers write to the memory that readers see."""
         return not self._staged and self._into is None
 
     def _check_usable(self) -> None:
@@ -362,7 +370,7 @@ class WeightTarget:
             self._into.check_filled()
         torn = self._torn and self._into is None
         if self.version is None or torn:
-            what = "the version in use was overwritten by a push that is not over or has failed"
+            what = "the version in use was overwritten by a push that is running or has failed"
             raise WeightSyncError(f"{what if torn else 'no version has arrived'}; push one")
 
     def _live_weights(self, reading: Reading | None) -> LiveWeights:
@@ -374,13 +382,13 @@ class WeightTarget:
             container = self._containers[name]
             if self._into is not None:
                 return self._into.tensors()[name]
-            return self._slabs[self._live].lend(container)
+            return self._staging[self._live].lend(container)
 
-    def _held(self) -> tuple[str, ...]:
-        """Tensors of the version in use that somebody has kept (RS-1)."""
-        if self.version is None or self._torn or self._into is not None or not self._slabs:
+    def _referenced(self) -> tuple[str, ...]:
+        """Describes tensors of the version in use that users refer to (RS-1)."""
+        if self.version is None or self._torn or self._into is not None or not self._staging:
             return ()
-        lent = self._slabs[self._live].lent()
+        lent = self._staging[self._live].lent()
         if not lent:
             return ()
         few = ", ".join(f"`{name}`" for name in list(lent)[:3])
@@ -393,9 +401,7 @@ class WeightTarget:
 
     def _routed(self) -> TargetShare:
         if self._share is None:
-            raise InvalidArgument(
-                "this rollout was given no route; call WeightSync.connect() again"
-            )
+            raise InvalidArgument("this rollout has no plan; call WeightSync.connect() again")
         return self._share
 
     def _stop_relay(self) -> None:
@@ -404,57 +410,57 @@ class WeightTarget:
             self._relay = None
 
     def _arrivals(self, writers: list[Peer], timeout: float) -> list[Transfer]:
-        pages = self._routed().feed.pages
+        pages = self._routed().inbound.pages
         return [
             counter.expect(count, writers=writers, timeout=timeout)
             for counter, count in zip(self._counters, pages, strict=True)
         ]
 
-    def _lock_out(self) -> None:
-        """Ends what earlier pushes may still write; replaces memory where that can't be shown."""
+    def _revoke(self) -> None:
+        """Revokes the key of earlier pushes; replaces the memory if a peer may still write."""
         at = self._next
-        if self._slabs[at].lock_out():
+        if self._staging[at].revoke():
             return
         logger.warning(
-            "a trainer may still write to memory of this rollout; %s is set aside and replaced",
-            self._slabs[at].region,
+            "a trainer may still write to memory of this rollout; %s was replaced",
+            self._staging[at].region,
         )
-        self._slabs[at] = Slab(self._engine, self._layout)
+        self._staging[at] = StagingMemory(self._engine, self._layout)
         self._torn = not self._staged and self.version is not None
 
     @property
     def _next(self) -> int:
-        return (self._live + 1) % len(self._slabs) if self.version is not None else 0
+        return (self._live + 1) % len(self._staging) if self.version is not None else 0
 
     def _writers(self) -> Iterator[Peer]:
-        for address in self._routed().feed.writers:
+        for address in self._routed().inbound.writers:
             yield self._engine.peer(EngineAddress.from_bytes(address))
 
-    def _arm(self) -> Arm:
-        """Fresh counters for the next version, and the place that they will count."""
-        share, slab = self._routed(), self._slabs[self._next]
-        self._counters = [self._engine.counter() for _ in share.feed.pages]
-        others = (s for i, s in enumerate(self._slabs) if i != self._next)
-        return Arm(
-            share.place,
+    def _push_target(self) -> PushTarget:
+        """A push target for the next version, with new counters."""
+        share, staging = self._routed(), self._staging[self._next]
+        self._counters = [self._engine.counter() for _ in share.inbound.pages]
+        others = (s for i, s in enumerate(self._staging) if i != self._next)
+        return PushTarget(
+            share.plan_rank,
             share.name,
             self.address(),
-            slab.region.descriptor().to_bytes(),
+            staging.region.descriptor().to_bytes(),
             tuple(counter.ref.to_bytes() for counter in self._counters),
-            self._offsets(slab),
+            self._offsets(staging),
             self._staged,
             self.version,
             not self._torn,
             tuple(s.region.descriptor().to_bytes() for s in others),
-            share.feed.stripes,
+            share.inbound.stripes,
         )
 
-    def _offsets(self, slab: Slab) -> tuple[int, ...]:
-        return tuple(slab.offsets.get(i, -1) for i in range(len(self._routed().feed.stripes)))
+    def _offsets(self, staging: StagingMemory) -> tuple[int, ...]:
+        return tuple(staging.offsets.get(i, -1) for i in range(len(self._routed().inbound.stripes)))
 
-    def _digest(self, slab: Slab) -> Digest:
+    def _digest(self, staging: StagingMemory) -> Digest:
         share = self._routed()
         if share.plan is None:
             raise InvalidArgument("digests were not asked for at connect")
-        copies = Plan.from_bytes(share.plan).for_target(share.place)
-        return arriving(copies, slab.region, self._offsets(slab))
+        copies = Plan.from_bytes(share.plan).for_target(share.plan_rank)
+        return arriving(copies, staging.region, self._offsets(staging))

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fabric_ray import TransferEngine
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.weights.held import Held
+from fabric_ray.weights.source_tensors import Held
 
 
 class Model(torch.nn.Module):

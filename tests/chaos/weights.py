@@ -11,7 +11,7 @@ import torch
 from fabric_ray.errors import WeightSyncError
 from fabric_ray.plan import Concat, Container, DType, Leaf, Mesh, Replicate, Shard, Side, Tensor
 from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
-from fabric_ray.weights.calls import Unanswered
+from fabric_ray.weights.calls import CallFailure
 from tests.chaos.crew import Crew, Gone, Stuck
 from tests.chaos.draw import ROLLOUTS, TRAINERS, Round
 from tests.chaos.judge import DEATH, MARGIN
@@ -130,7 +130,7 @@ class Pipes(NamedTuple):
         asked = {actor: (function, *each) for actor, each in zip(actors, args, strict=True)}
         said = self.crew.ask(call, asked, timeout + 1.0)
         answers = (said[actor] for actor in actors)
-        return [Unanswered(_cause(a)) if isinstance(a, Exception) else a for a in answers]
+        return [CallFailure(_cause(a)) if isinstance(a, Exception) else a for a in answers]
 
 
 def controller(crew: Crew, *, digest: bool, replicas: bool) -> WeightSync:

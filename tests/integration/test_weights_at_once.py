@@ -150,7 +150,7 @@ STAGES = {
     "WeightTarget.accept",
     "WeightTarget.begin",
     "WeightTarget.confirm",
-    "WeightTarget.feed",
+    "WeightTarget.set_inbound",
     "WeightTarget.give",
     "WeightTarget.pass_on",
     "WeightTarget.quiesce",

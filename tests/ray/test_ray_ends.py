@@ -80,5 +80,5 @@ def test_after_ray_has_ended_a_push_says_what_to_do() -> None:
     assert push.startswith("ray doesn't run in this process, or not any more")
     assert "call ray.init(), then make the actors and a WeightSync of them" in push
     assert running == "False", "no cluster was started without any actors"
-    assert "trainer 0: it can't be asked" in other
+    assert "trainer 0: its actor can't be called" in other
     assert other.endswith("if ray was restarted, make the actors and the WeightSync anew")

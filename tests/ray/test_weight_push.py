@@ -30,7 +30,7 @@ from fabric_ray.plan import (
     Side,
     Tensor,
 )
-from fabric_ray.weights import WeightSync, stages
+from fabric_ray.weights import WeightSync, phases
 from tests.ray.actors import BF16, SHAPES, expected, side, start, stop, values
 
 
@@ -276,7 +276,7 @@ def test_rs_3_an_interrupted_push_never_writes_to_weights_in_use(
 
         def commit_and_interrupt(function: Any, args: Any) -> Any:
             answers = ask(function, args)
-            return interrupt() if function is stages.target_commit else answers
+            return interrupt() if function is phases.target_commit else answers
 
         # Right after all have committed, before the controller has noted where to write next.
         monkeypatch.setattr(sync._rollouts, "some", commit_and_interrupt)

@@ -13,8 +13,8 @@ _TP_OFFERED = 256
 """Error messages offer sizes up to here."""
 
 
-def told(tp: int, dp: int) -> str:
-    """The sizes of a replica, in words."""
+def replica_sizes(tp: int, dp: int) -> str:
+    """The sizes of a replica, for errors."""
     return f"tp={tp}" if dp == 1 else f"tp={tp} times dp={dp}"
 
 
@@ -33,14 +33,14 @@ def parallel_sizes(config: ModelConfig, family: Family, *, tp: int, ep: int, dp:
     size = tp * dp
     if max(size, ep) > _MOST_RANKS:
         raise InvalidRanks(
-            f"a replica of {told(tp, dp)} in ep={ep} groups has too many ranks; give at most "
+            f"a replica of {replica_sizes(tp, dp)} with ep={ep} has too many ranks; use at most "
             f"{_MOST_RANKS}",
             family=family.name,
         )
     if size % ep:
         divisors = [n for n in range(1, size + 1) if size % n == 0]
         raise InvalidRanks(
-            f"ep={ep} doesn't divide {told(tp, dp)}; use ep={_either(divisors)}",
+            f"ep={ep} doesn't divide {replica_sizes(tp, dp)}; use ep={_either(divisors)}",
             family=family.name,
         )
     experts = config.moe.experts if config.moe else 0

@@ -28,7 +28,12 @@ from fabric_ray.weights.families.errors import IncompleteFamily, InvalidRanks
 from fabric_ray.weights.families.matching import Match, match
 from fabric_ray.weights.families.placing import Grid, fuse, local_shape
 from fabric_ray.weights.families.rules import Family
-from fabric_ray.weights.families.sharing import check_shares, owned_experts, parallel_sizes, told
+from fabric_ray.weights.families.sharing import (
+    check_shares,
+    owned_experts,
+    parallel_sizes,
+    replica_sizes,
+)
 from fabric_ray.weights.families.tables import family_of
 
 
@@ -88,7 +93,8 @@ def target_containers(
     engine = _Engine(config, tp=tp, ep=ep, dp=dp, ranks=None, family=family)
     if not 0 <= rank < engine.size:
         raise InvalidRanks(
-            f"rank {rank} is none of a replica of {told(tp, dp)}; use 0 to {engine.size - 1}",
+            f"rank {rank} is out of range [0, {engine.size}) of a replica "
+            f"of {replica_sizes(tp, dp)}",
             family=engine.family.name,
         )
     return tuple(engine.spec(found, rank) for found in engine.matches)
@@ -114,7 +120,7 @@ class _Engine:
         self.ranks = tuple(range(self.size)) if ranks is None else tuple(ranks)
         if not self.ranks or len(self.ranks) % self.size:
             raise InvalidRanks(
-                f"{len(self.ranks)} ranks don't make whole replicas of {told(tp, dp)}; "
+                f"{len(self.ranks)} ranks don't make whole replicas of {replica_sizes(tp, dp)}; "
                 "give a multiple",
                 family=self.family.name,
             )

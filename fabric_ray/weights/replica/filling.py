@@ -15,15 +15,15 @@ import torch
 from fabric_ray._native import RegionDescriptor
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Copy, Plan
-from fabric_ray.weights.prepared import Prepared, in_turn
 from fabric_ray.weights.replica.engine import EngineReplica
 from fabric_ray.weights.replica.gathering import Gathering
 from fabric_ray.weights.replica.memory import ReplicaMemory
 from fabric_ray.weights.replica.schedule import schedule
 from fabric_ray.weights.replica.sides import unnamed
-from fabric_ray.weights.report import Arm, Sent, SourceShare, Span, Temporary
+from fabric_ray.weights.report import PushTarget, Sent, SourceShare, Span, Temporary
+from fabric_ray.weights.request_cache import RequestCache, rotated
 from fabric_ray.weights.routing import outgoing
-from fabric_ray.weights.sending import Route, Sending
+from fabric_ray.weights.step_sender import Route, StepSender
 
 _Routes = dict[int, list[Route]]
 """By the number of the load whose tensors they send; one for each stripe."""
@@ -54,7 +54,7 @@ class Filling:
         self._replica = replica
         self._memory = memory
         self._rank = memory.rank
-        self._routes: Prepared[_Routes] = Prepared()
+        self._routes: RequestCache[_Routes] = RequestCache()
         plan = Plan.from_bytes(share.plan)
         self._copies: dict[tuple[int, str], list[Copy]] = defaultdict(list)
         """By rollout that a replica is loaded as, and engine tensor."""
@@ -73,27 +73,36 @@ class Filling:
         """Connects to the rollouts and has everything ready for all of their regions."""
         engine = self._memory.engine
         ready = []
-        for arm in self._share.arms:
-            regions = (arm.region, *arm.further)
+        for push_target in self._share.push_targets:
+            regions = (push_target.region, *push_target.further)
             for region in regions:
-                there = msgspec.structs.replace(arm, region=region, further=regions)
-                for route in chain.from_iterable(self._routes.of(there, self._requests).values()):
+                there = msgspec.structs.replace(push_target, region=region, further=regions)
+                for route in chain.from_iterable(self._routes.get(there, self._requests).values()):
                     ready.append(engine.prepare(route.batch, timeout=timeout))
         for transfer in ready:
             transfer.wait()
 
     def push(
-        self, arms: list[Arm], sending: Sending, *, digest: bool, proceed: Callable[[], None]
+        self,
+        push_targets: list[PushTarget],
+        sending: StepSender,
+        *,
+        digest: bool,
+        proceed: Callable[[], None],
     ) -> Sent:
         """Moves one version.
 
         Args:
-            arms: of all rollouts.
+            push_targets: of all rollouts.
             proceed: called before each load; raises to stop.
         """
         who = f"trainer {self._rank}"
-        ordered = in_turn(sorted(arms, key=lambda arm: arm.rank), self._rank)
-        routes = [(arm, self._routes.of(arm, self._requests)) for arm in ordered]
+        ordered = rotated(
+            sorted(push_targets, key=lambda push_target: push_target.rank), self._rank
+        )
+        routes = [
+            (push_target, self._routes.get(push_target, self._requests)) for push_target in ordered
+        ]
         spans: list[Span] = []
         coming = iter(self._gathering)
         held: dict[str, torch.Tensor] = {}
@@ -109,11 +118,13 @@ class Filling:
                 # On the critical path only where this load takes memory that is being sent.
                 sending.wait_for(load.after)
                 self._replica.load(load.rank, {name: held[name] for name in load.tensors})
-                for arm, route in ((arm, r) for arm, mine in routes for r in mine.get(number, ())):
-                    sending.send(number, arm, route)
+                for push_target, route in (
+                    (push_target, r) for push_target, mine in routes for r in mine.get(number, ())
+                ):
+                    sending.send(number, push_target, route)
                     if digest:
                         # Now: the next load may take the memory.
-                        sending.add_digest(arm, route)
+                        sending.add_digest(push_target, route)
                 number += 1
             kept = held.keys() - set(bucket.drop)
             held = {name: _alone(tensor) for name, tensor in held.items() if name in kept}
@@ -146,17 +157,17 @@ class Filling:
                 out[rollout][name] = frozenset(parts[name])
         return out
 
-    def _requests(self, arm: Arm) -> _Routes:
+    def _requests(self, push_target: PushTarget) -> _Routes:
         """What one rollout gets, by loads."""
-        target = self._memory.engine.import_region(RegionDescriptor.from_bytes(arm.region))
+        target = self._memory.engine.import_region(RegionDescriptor.from_bytes(push_target.region))
         routes: _Routes = defaultdict(list)
         for number, load in enumerate(self._loads):
             by_stripe: dict[int, list[Copy]] = defaultdict(list)
             for copy in chain.from_iterable(self._copies[load.rank, n] for n in load.complete):
-                if copy.peer == arm.rank:
-                    by_stripe[arm.stripes[copy.dst_container]].append(copy)
+                if copy.peer == push_target.rank:
+                    by_stripe[push_target.stripes[copy.dst_container]].append(copy)
             for stripe, copies in sorted(by_stripe.items()):
-                request = outgoing(copies, self._places, target, arm.offsets)
+                request = outgoing(copies, self._places, target, push_target.offsets)
                 nbytes = sum(copy.nbytes for copy in copies)
                 routes[number].append(Route(stripe, *request, nbytes))
         return dict(routes)

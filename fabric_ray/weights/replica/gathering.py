@@ -14,7 +14,7 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Tensor
 from fabric_ray.tensors import check_memory, resolved
 from fabric_ray.weights.adapters import Adapters, add
-from fabric_ray.weights.local import told
+from fabric_ray.weights.local import describe_tensor
 from fabric_ray.weights.modules import named, ties
 from fabric_ray.weights.quant import Formats
 from fabric_ray.weights.replica.converting import Converting, described
@@ -150,4 +150,4 @@ def _is_sharded(tensor: Any) -> bool:
 def _told(tensor: Tensor | None) -> str:
     if tensor is None:
         return "nothing"
-    return f"`{tensor.name}` ({told(tensor.dtype.name, tensor.shape)})"
+    return f"`{tensor.name}` ({describe_tensor(tensor.dtype.name, tensor.shape)})"

@@ -11,7 +11,7 @@ import torch
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Copy, LocalContainer, Plan, Side, Tensor
-from fabric_ray.weights.local import told
+from fabric_ray.weights.local import describe_tensor
 from fabric_ray.weights.replica.sides import whole_plan, whole_tensors
 
 # Suits any kernel, and every dtype.
@@ -114,10 +114,11 @@ class LayoutReplica:
         if tensor is None or tensor == self._wholes[tensor.name]:
             return
         expected = self._wholes[tensor.name]
+        found = describe_tensor(tensor.dtype.name, tensor.shape)
+        wanted = describe_tensor(expected.dtype.name, expected.shape)
         raise InvalidArgument(
-            f"`{tensor.name}` is gathered as {told(tensor.dtype.name, tensor.shape)} and is "
-            f"{told(expected.dtype.name, expected.shape)} by the rollouts' side; gather what that "
-            "was made of, and give ReplicaSource the formats, if any"
+            f"`{tensor.name}` differs from the rollouts' side: got {found}, expected {wanted}; "
+            "gather the tensors of that side's model, and give ReplicaSource the formats, if any"
         )
 
     def _bytes(self, name: str, container: LocalContainer) -> torch.Tensor:

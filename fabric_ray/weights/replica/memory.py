@@ -12,7 +12,7 @@ from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import LocalContainer
 from fabric_ray.tensors import check_memory
-from fabric_ray.weights.local import told
+from fabric_ray.weights.local import describe_tensor
 from fabric_ray.weights.replica.sides import unnamed
 
 if TYPE_CHECKING:
@@ -78,4 +78,4 @@ class ReplicaMemory:
 
 def _laid_out(dtype: object, shape: Sequence[int], strides: Sequence[int]) -> str:
     steps = [step for size, step in zip(shape, strides, strict=True) if size > 1]
-    return f"{told(dtype, shape)} with strides {steps} bytes"
+    return f"{describe_tensor(dtype, shape)} with strides {steps} bytes"

@@ -125,7 +125,7 @@ class ModuleReplica:
                 )
 
     def _held(self, rank: int) -> tuple[object, ...]:
-        """Equal for twins, which needn't be watched twice."""
+        """Equal for replicas, which needn't be watched twice."""
         found = [leaf for c in self.side.containers for leaf in leaves(c.layout)]
         here = [leaf for leaf in found if rank in leaf.mesh.ranks]
         if any(p != Replicate() for leaf in here for p in leaf.placements):

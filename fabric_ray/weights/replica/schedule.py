@@ -23,7 +23,7 @@ class Load(msgspec.Struct, frozen=True):
     """Loads a replica as one rollout and sends what is complete by that."""
 
     rank: int
-    """The rollout; its twins get the same."""
+    """The rollout; its replicas get the same."""
     tensors: tuple[str, ...]
     """What is loaded."""
     complete: tuple[str, ...]

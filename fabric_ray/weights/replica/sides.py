@@ -1,7 +1,7 @@
 """The route of a push from replicas, as an ordinary plan.
 
 Every engine tensor as one rollout holds it is a tensor of its own, which one trainer holds, and
-which that rollout and its twins need.
+which that rollout and its replicas need.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fabric_ray.plan import (
     Side,
     Tensor,
     plan,
-    twins,
+    replicas,
 )
 from fabric_ray.plan.errors import ExtraTensors
 from fabric_ray.plan.leaving import left_behind
@@ -111,7 +111,7 @@ def replica_sides(
     gathered tensors that stay behind.
 
     The containers that are needed keep their names, shapes, dtypes and strides; what they are made
-    of becomes one tensor for each group of twins. So each has one holder, and is sent whole.
+    of becomes one tensor for each group of replicas. So each has one holder, and is sent whole.
 
     Args:
         said: by trainer rank, what it reported.
@@ -183,7 +183,7 @@ def _senders(
     for stage in set(stage_of.values()):
         containers = [c for c in needed.containers if stage_of[c.name] == stage]
         trainers = [rank for rank, meta in enumerate(metas) if meta.stage == stage]
-        alike = twins(Side.of(needed.ranks, containers))
+        alike = replicas(Side.of(needed.ranks, containers))
         # Trainers have nothing for those who are fed by other rollouts.
         dealt = assign(trainers, [group for group in alike if whole.expected_pages(group[0])])
         senders = [(trainer, group) for trainer, groups in dealt.items() for group in groups]

@@ -9,7 +9,7 @@ from typing import NoReturn
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Side
-from fabric_ray.weights.claims import Claims, of_session
+from fabric_ray.weights.latest_call import LatestCallLock, require_session
 from fabric_ray.weights.quant import Formats
 from fabric_ray.weights.replica.engine import EngineReplica
 from fabric_ray.weights.replica.filling import Filling
@@ -17,9 +17,9 @@ from fabric_ray.weights.replica.gathering import Gathering, Weights
 from fabric_ray.weights.replica.memory import ReplicaMemory
 from fabric_ray.weights.replica.module import ModuleReplica
 from fabric_ray.weights.replica.sides import ReplicaMeta, layout_digest
-from fabric_ray.weights.report import Arm, Sent, SourceShare
-from fabric_ray.weights.sending import Sending
+from fabric_ray.weights.report import PushTarget, Sent, SourceShare
 from fabric_ray.weights.sources import SOURCES, check_rank
+from fabric_ray.weights.step_sender import StepSender
 
 
 class ReplicaSource:
@@ -74,7 +74,7 @@ class ReplicaSource:
         self._bucket, self._cache = bucket, cache
         self._memory = ReplicaMemory(rank, self._engine, replica)
         self._filling: Filling | None = None
-        self._claims = Claims()
+        self._calls_lock = LatestCallLock()
         SOURCES.add(name, self)
 
     def meta(self) -> tuple[int, ReplicaMeta, bytes]:
@@ -120,7 +120,7 @@ class ReplicaSource:
             InvalidArgument: bucket or cache are too small (nothing has been gathered then), or the
                 replica's tensors aren't those of the rollouts.
         """
-        with self._claims.claim():
+        with self._calls_lock.acquire():
             self._filling = None
             filling = Filling(
                 share,
@@ -137,7 +137,7 @@ class ReplicaSource:
         self,
         session: str,
         version: int,
-        arms: list[Arm],
+        push_targets: list[PushTarget],
         *,
         digest: bool = False,
         timeout: float = 60.0,
@@ -153,14 +153,14 @@ class ReplicaSource:
         Raises:
             FabricError: other tensors came than were announced, or one can't be converted.
         """
-        sending = Sending(self.rank, self._engine, time.monotonic() + timeout)
-        with self._claims.claim() as proceed:
-            filling = of_session(session, self._filling)
-            return filling.push(arms, sending, digest=digest, proceed=proceed)
+        sending = StepSender(self.rank, self._engine, time.monotonic() + timeout)
+        with self._calls_lock.acquire() as proceed:
+            filling = require_session(session, self._filling)
+            return filling.push(push_targets, sending, digest=digest, proceed=proceed)
 
     def close(self) -> None:
         """Forgets all registrations."""
         SOURCES.remove(self.name, self)
-        with self._claims.claim():
+        with self._calls_lock.acquire():
             self._filling = None
             self._memory.close()

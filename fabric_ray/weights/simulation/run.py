@@ -12,7 +12,7 @@ from fabric_ray.plan import Plan
 from fabric_ray.weights.forecast import Push, pushed_sides
 from fabric_ray.weights.simulation.setting import STAGES, Setting
 from fabric_ray.weights.simulation.tasks import Task, Tasks, tensors
-from fabric_ray.weights.steps import Division
+from fabric_ray.weights.steps import StepAssignment
 
 _WATERMARK = 256 << 20
 _NS = 1e9
@@ -86,12 +86,14 @@ def _steps(order: list[int], tasks: list[Task], watermark: int) -> tuple[list[_S
     task_of = {task.unit.name: task for task in tasks}
     group = {task.unit.values: task.group for task in tasks}
     group |= {t.unit.scales: t.group for t in tasks if t.unit.scales is not None}
-    division = Division([task.unit for task in tasks], watermark)
+    assignment = StepAssignment([task.unit for task in tasks], watermark)
     containers: dict[int, list[int]] = {}
     for container in sorted(order, key=lambda c: group.get(c, 0)):
-        containers.setdefault(division.step_of(container), []).append(container)
+        containers.setdefault(assignment.step_of(container), []).append(container)
     out: list[_Step] = []
-    for number, (units, place) in enumerate(zip(division.members, division.places(), strict=True)):
+    for number, (units, place) in enumerate(
+        zip(assignment.members, assignment.places(), strict=True)
+    ):
         these = [task_of[unit.name] for unit in units]
         ready = [round(sum(task.ready[stage] for task in these) * _NS) for stage in range(4)]
         out.append(
@@ -103,7 +105,7 @@ def _steps(order: list[int], tasks: list[Task], watermark: int) -> tuple[list[_S
                 max((task.group for task in these), default=0),
             )
         )
-    return out, tensors(unit.name for units in division.members for unit in units)
+    return out, tensors(unit.name for units in assignment.members for unit in units)
 
 
 def _network(setting: Setting) -> dict[str, float]:

@@ -21,13 +21,13 @@ from fabric_ray.plan import (
     Replicate,
     Side,
     Tensor,
-    first_twins,
+    first_replicas,
     plan,
 )
-from fabric_ray.weights.feeding import Feeding
+from fabric_ray.weights.fanout import Feeding
 from fabric_ray.weights.report import Arm
 from fabric_ray.weights.routing import outgoing
-from fabric_ray.weights.slab import Slab
+from fabric_ray.weights.staging import Slab
 from fabric_ray.weights.target import WeightTarget
 
 F32 = DType.of("float32")
@@ -62,7 +62,7 @@ class World:
     def __init__(self, transport: str, nics: tuple[str, str]) -> None:
         self._transport, self._nics = transport, nics
         self.target = everything(len(ROLLOUTS))
-        self.plan = plan(everything(1), first_twins(self.target))
+        self.plan = plan(everything(1), first_replicas(self.target))
         self.trainer = self._engine("trainer", 0)
         self.rollouts = {n: self._rollout(n, rank=n) for n in ROLLOUTS}
         self.feeding = Feeding(

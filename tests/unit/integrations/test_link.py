@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.integrations.link import Link, Server
-from fabric_ray.weights.calls import DIED, Unanswered
+from fabric_ray.weights.calls import DIED, CallFailure
 from fabric_ray.weights.report import Arm, Span
 
 ARM = Arm(1, "rollout 1", b"address", b"region", (b"counter",), (0, -1), True, 2**40)
@@ -36,7 +36,7 @@ def test_values_come_back_as_what_the_function_says_it_returns(server: Server) -
     assert answer == (Span("rollout 1", str(2**64 - 1), 0.5, 1.0),)
     assert link.ask(turn, (ARM,), 5.0)[0].stage == "None"
     refused = link.ask(turn, (replace(ARM, rank=2),), 5.0)
-    assert refused == Unanswered("not at worker", "InvalidArgument")
+    assert refused == CallFailure("not at worker", "InvalidArgument")
 
 
 def test_what_is_not_offered_or_not_understood_is_refused(server: Server) -> None:
@@ -60,10 +60,10 @@ def test_a_broken_link_is_made_anew_and_an_end_is_seen(server: Server) -> None:
     assert link.ask(turn, (ARM,), 5.0)
     assert link._connection is not None
     link._connection.close()
-    assert isinstance(link.ask(turn, (ARM,), 5.0), Unanswered)
-    assert not isinstance(link.ask(turn, (ARM,), 5.0), Unanswered)
+    assert isinstance(link.ask(turn, (ARM,), 5.0), CallFailure)
+    assert not isinstance(link.ask(turn, (ARM,), 5.0), CallFailure)
     server.close()
-    assert isinstance(link.ask(turn, (ARM,), 5.0), Unanswered)
+    assert isinstance(link.ask(turn, (ARM,), 5.0), CallFailure)
     assert link.ask(turn, (ARM,), 5.0).kind == DIED
 
 

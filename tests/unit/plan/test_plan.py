@@ -39,7 +39,7 @@ from fabric_ray.plan import (
     apply,
     plan,
 )
-from fabric_ray.plan.twins import first_twins
+from fabric_ray.plan.replicas import first_replicas
 
 BF16 = DType.of("bfloat16")
 W = Tensor("w", (8, 4), BF16)
@@ -263,7 +263,7 @@ def test_ranks_that_do_not_fit_are_refused_by_the_call(planned, rank):
     with pytest.raises(InvalidLayout, match="source side"):
         plan(Side.of((rank,), [mesh]), TARGET)
     with pytest.raises(InvalidLayout, match="target side"):
-        first_twins(Side.of((rank,), [mesh]))
+        first_replicas(Side.of((rank,), [mesh]))
 
 
 def test_nothing_is_written_when_a_buffer_does_not_fit(planned):

@@ -11,7 +11,7 @@ TRAINERS = st.lists(st.integers(0, 99), min_size=1, max_size=9, unique=True)
 
 
 @st.composite
-def twins(draw: st.DrawFn) -> list[list[int]]:
+def replicas(draw: st.DrawFn) -> list[list[int]]:
     rollouts = draw(st.permutations(range(draw(st.integers(1, 40)))))
     kinds = draw(st.lists(st.integers(0, 7), min_size=len(rollouts), max_size=len(rollouts)))
     groups: dict[int, list[int]] = {}
@@ -20,7 +20,7 @@ def twins(draw: st.DrawFn) -> list[list[int]]:
     return [sorted(group) for group in groups.values()]
 
 
-@given(TRAINERS, twins())
+@given(TRAINERS, replicas())
 def test_every_rollout_is_filled_once_and_twins_stay_with_who_stands_for_them(
     trainers: list[int], alike: list[list[int]]
 ) -> None:
@@ -31,10 +31,10 @@ def test_every_rollout_is_filled_once_and_twins_stay_with_who_stands_for_them(
     for group in groups:
         assert any(set(group) <= set(kind) for kind in alike)
     if len(alike) >= len(trainers):
-        assert sorted(map(sorted, groups)) == sorted(alike), "only idle trainers part twins"
+        assert sorted(map(sorted, groups)) == sorted(alike), "only idle trainers part replicas"
 
 
-@given(TRAINERS, twins())
+@given(TRAINERS, replicas())
 def test_replicas_are_loaded_as_often_by_all_and_idle_trainers_share_twins(
     trainers: list[int], alike: list[list[int]]
 ) -> None:

@@ -178,9 +178,9 @@ def test_a_push_that_is_overtaken_loads_nothing_more(
 
     def at(name: str, tensor: torch.Tensor) -> Any:
         if name == MIDDLE:
-            claim = source._claims.latest
+            claim = source._calls_lock.latest
             other.start()
-            while source._claims.latest is claim:
+            while source._calls_lock.latest is claim:
                 time.sleep(0.001)
             loads.append(replica.loads)
         return [(name, tensor)]
@@ -241,10 +241,10 @@ def test_bytes_changed_after_they_arrived_are_no_version(
     target = setup.targets[2]
 
     def spoil() -> None:
-        target._slabs[target._next].views(target._layout)["model.norm.weight"].fill_(-1)
+        target._staging[target._next].views(target._layout)["model.norm.weight"].fill_(-1)
 
     setup.before["target_confirm"] = spoil
-    with pytest.raises(WeightSyncError, match="differ from what was sent") as caught:
+    with pytest.raises(WeightSyncError, match="is corrupt") as caught:
         setup.sync.push()
     assert set(caught.value.failed) == {"rollout 2"}
     check(setup, trainer, {1})

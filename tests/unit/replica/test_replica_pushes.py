@@ -13,7 +13,7 @@ from fabric_ray.weights.families import target_side
 from fabric_ray.weights.quant import Fp8, Int8, linear_formats, quantise, quantised_target
 from fabric_ray.weights.reference import expected_containers
 from fabric_ray.weights.replica import LayoutReplica
-from fabric_ray.weights.sending import Sending
+from fabric_ray.weights.step_sender import StepSender
 from tests.unit.families.pushes import assert_same, noise
 from tests.unit.models.small_models import LAID_OUT, SMALL
 from tests.unit.replica.setups import Setup, closing, split
@@ -128,16 +128,16 @@ def test_memory_is_loaded_again_only_when_what_lay_there_has_been_sent(
     open_setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[tuple[str, int]] = []
-    send, wait_for, load = Sending.send, Sending.wait_for, LayoutReplica.load
+    send, wait_for, load = StepSender.send, StepSender.wait_for, LayoutReplica.load
 
     def noted(what: str, number: int) -> None:
         events.append((what, number))
 
     monkeypatch.setattr(
-        Sending, "send", lambda s, step, *rest: (noted("send", step), send(s, step, *rest))
+        StepSender, "send", lambda s, step, *rest: (noted("send", step), send(s, step, *rest))
     )
     monkeypatch.setattr(
-        Sending, "wait_for", lambda s, step: (noted("sent", step), wait_for(s, step))
+        StepSender, "wait_for", lambda s, step: (noted("sent", step), wait_for(s, step))
     )
     monkeypatch.setattr(
         LayoutReplica, "load", lambda r, rank, t: (noted("load", rank), load(r, rank, t))
@@ -176,7 +176,7 @@ def test_the_route_is_an_ordinary_plan_that_names_one_sender_for_each_rollout(
     ), "each engine tensor is sent whole"
     assert "trainer" not in setup.sync.explain()
     whole = {name.rpartition("@")[2] for name in setup.sync.plan.containers("source")}
-    assert whole == {"0", "1"}, "twins are given what is loaded once"
+    assert whole == {"0", "1"}, "replicas are given what is loaded once"
     links = {(link.src, link.dst) for link in setup.sync.plan.links()}
     assert links == {(src, dst) for src in range(2) for dst in range(4)}
     report = setup.sync.push()

@@ -14,7 +14,7 @@ from fabric_ray import TransferEngine
 from fabric_ray.errors import WeightSyncError
 from fabric_ray.plan import Container, DType, Leaf, Mesh, Replicate, Shard, Side, Tensor
 from fabric_ray.weights import EngineHooks, WeightSource, WeightSync, WeightTarget
-from fabric_ray.weights.calls import DIED, Unanswered
+from fabric_ray.weights.calls import DIED, CallFailure
 
 INT16 = DType.of("int16")
 SHAPES = {"w": (8, 6), "norm": (6,)}
@@ -85,7 +85,7 @@ class InProcess:
             try:
                 return self._call(who, function, rest)
             except Exception as error:
-                return Unanswered(str(error), DIED if who in self.dead else type(error).__name__)
+                return CallFailure(str(error), DIED if who in self.dead else type(error).__name__)
 
         self.before.get(function.__name__, lambda: None)()
         # At the same time, as actors are: some wait for each other.
@@ -171,7 +171,7 @@ class LocalSync(InProcess, WeightSync):
     def arriving(self, rank: int) -> dict[str, torch.Tensor]:
         """The memory that the next version is written to."""
         target = self.targets[rank]
-        return target._slabs[target._next].views(target._layout)
+        return target._staging[target._next].views(target._layout)
 
     def broken(self, named: set[str], before: int) -> Iterator[str]:
         """What of RS-3 doesn't hold after a push; ``named`` are those whom its error names."""

@@ -31,8 +31,8 @@ class Engine(EngineHooks):
 
     def _ask(self, what: str) -> None:
         self.asked.append(what)
-        slabs, layout = self.target._slabs, self.target._layout
-        memory = [slab.views(layout)["norm"].clone() for slab in slabs]
+        slabs, layout = self.target._staging, self.target._layout
+        memory = [staging.views(layout)["norm"].clone() for staging in slabs]
         self.seen[what] = self.target.version, memory
         if what in self.fails:
             raise RuntimeError(f"no {what} today")

@@ -17,7 +17,7 @@ from fabric_ray.plan import Container, DType, Leaf, Mesh, Replicate, Side, Tenso
 from fabric_ray.plan.errors import DtypeMismatch
 from fabric_ray.runtime.causes import cause_of
 from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
-from fabric_ray.weights.calls import DIED, _unanswered
+from fabric_ray.weights.calls import DIED, _call_failure
 from fabric_ray.weights.quant import Cast
 from tests.unit.weights.local_sync import InProcess, LocalSync
 
@@ -33,7 +33,7 @@ ZeroDivisionError: division by zero
 def test_what_an_init_raised_is_the_cause_of_a_dead_actor(more: str) -> None:
     raised = RayTaskError("__init__", TRACEBACK.format(more=more), ZeroDivisionError(), "p", 7, "h")
     error = ActorDiedError(raised)
-    answer = _unanswered(error, 5.0)
+    answer = _call_failure(error, 5.0)
     said = f"ZeroDivisionError: division by zero {more}".strip()
     assert answer.cause == f"its actor has died: its __init__ raised {said}"
     assert (answer.kind, answer.error) == (DIED, error)
@@ -41,7 +41,7 @@ def test_what_an_init_raised_is_the_cause_of_a_dead_actor(more: str) -> None:
 
 def test_what_a_call_raised_is_its_own_cause() -> None:
     cause = KeyError("w")
-    answer = _unanswered(RayTaskError("f", "traceback", cause, "p", 7, "h"), 5.0)
+    answer = _call_failure(RayTaskError("f", "traceback", cause, "p", 7, "h"), 5.0)
     assert (answer.cause, answer.error) == ("KeyError: 'w'", cause)
     assert cause_of(RayTaskError("f", "traceback", cause, "p", 7, "h")) == "KeyError: 'w'"
 
@@ -65,7 +65,7 @@ def test_an_error_of_a_push_is_raised_from_what_an_actor_raised(
         def ask(self, actors, function, args, timeout):  # type: ignore[no-untyped-def]
             answers = super().ask(actors, function, args, timeout)
             if function.__name__ == stage:
-                answers[0] = _unanswered(RayTaskError("f", "trace", raised, "p", 7, "h"), timeout)
+                answers[0] = _call_failure(RayTaskError("f", "trace", raised, "p", 7, "h"), timeout)
             return answers
 
     sync = Raising()

@@ -8,7 +8,7 @@ import pytest
 
 from fabric_ray.errors import WeightSyncError
 from fabric_ray.weights import WeightSync
-from tests.unit.weights.quantised_crew import FORMATS, Crew, Death, Held, held, train
+from tests.unit.weights.quantised_actors import FORMATS, Crew, Death, Held, held, train
 
 # In the order in which a push comes to them.
 DEATHS = {
@@ -20,10 +20,10 @@ DEATHS = {
     "a trainer, with nothing converted": Death("trainer 1", "Conversion.prepare"),
     "a trainer, with a step converted": Death("trainer 1", "Conversion.prepare", over=True),
     "a trainer, between two steps": Death("trainer 1", "Conversion.prepare", nth=2),
-    "a trainer, in the middle of a step": Death("trainer 1", "Sending.send", nth=3, over=True),
+    "a trainer, in the middle of a step": Death("trainer 1", "StepSender.send", nth=3, over=True),
     "a rollout, while others convert": Death("trainer 1", "Conversion.prepare", of="rollout 1"),
-    "a rollout, while it is written to": Death("trainer 1", "Sending.send", 2, of="rollout 1"),
-    "a trainer, with all submitted": Death("trainer 1", "Sending.result"),
+    "a rollout, while it is written to": Death("trainer 1", "StepSender.send", 2, of="rollout 1"),
+    "a trainer, with all submitted": Death("trainer 1", "StepSender.result"),
     "a trainer, with all written": Death("trainer 1", "WeightSource.push", over=True),
     "a rollout, with all written": Death("rollout 1", "WeightTarget.confirm"),
     "a rollout, with all counted": Death("rollout 1", "WeightTarget._digest"),

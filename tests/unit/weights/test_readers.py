@@ -349,7 +349,7 @@ def test_rs_1_a_module_holds_the_version_in_use_whatever_is_bound_to_it(open_syn
             assert torch.equal(buffer, want["norm"])
         seen.append((sync.targets[0].version, int(bound[0][3][0]) // 1000))
     assert seen == [(v, v) for v in range(1, 6)]
-    assert len(sync.targets[0]._slabs) == 1
+    assert len(sync.targets[0]._staging) == 1
 
 
 def test_rs_1_a_push_that_fails_leaves_a_module_whole(open_sync) -> None:
@@ -540,7 +540,7 @@ def test_rs_1_a_parameter_that_was_replaced_fails_the_push_by_name_before_it_is_
 
 
 def test_rs_1_containers_that_share_memory_in_the_module_must_be_equal(open_sync) -> None:
-    from fabric_ray.weights.into import Destination
+    from fabric_ray.weights.destination import Destination
 
     shared = torch.zeros(4)
     tied = Destination({"a": shared, "b": shared}, None)  # type: ignore[arg-type]
@@ -550,7 +550,7 @@ def test_rs_1_containers_that_share_memory_in_the_module_must_be_equal(open_sync
 
 
 def test_rs_1_containers_that_share_a_part_of_their_memory_must_agree_there() -> None:
-    from fabric_ray.weights.into import Destination
+    from fabric_ray.weights.destination import Destination
 
     def into(**tensors: torch.Tensor) -> Destination:
         return Destination(tensors, None)  # type: ignore[arg-type]
@@ -571,7 +571,7 @@ def test_rs_1_containers_that_share_a_part_of_their_memory_must_agree_there() ->
 
 
 def test_a_destination_that_repeats_its_memory_is_refused() -> None:
-    from fabric_ray.weights.into import Destination
+    from fabric_ray.weights.destination import Destination
 
     rows, columns = SHAPES["w"]
     one = torch.zeros(1, columns, dtype=torch.int16).expand(rows // 2, columns)

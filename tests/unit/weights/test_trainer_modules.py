@@ -22,11 +22,11 @@ from fabric_ray.plan import Container, DType, ExtraTensors, Leaf, Mesh, MissingT
 from fabric_ray.plan import Replicate as Whole
 from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
 from fabric_ray.weights.families import target_side
-from fabric_ray.weights.held import Held
 from fabric_ray.weights.quant import Cast, linear_formats, quantised_target
 from fabric_ray.weights.reference import expected_containers
 from fabric_ray.weights.replica import LayoutReplica, ReplicaSource
 from fabric_ray.weights.replica.gathering import Gathering
+from fabric_ray.weights.source_tensors import SourceTensors
 from tests.processes import Other
 from tests.unit.families.pushes import assert_same, noise
 from tests.unit.models.small_models import SMALL
@@ -128,7 +128,7 @@ def test_a_part_that_is_called_as_a_wrapper_is_left_alone(pushes: Pushes) -> Non
 def test_names_that_collide_are_refused(open_engine: Callable[..., TransferEngine]) -> None:
     tensors = {"a._orig_mod.w": torch.ones(2), "a.w": torch.ones(2)}
     with pytest.raises(InvalidArgument, match=r"`a._orig_mod.w` and `a.w` are both `a.w` without"):
-        Held(tensors, open_engine())
+        SourceTensors(tensors, open_engine())
 
 
 ENGINES = {
@@ -426,13 +426,13 @@ def sharded_by_fsdp(connection: Any, rank: int, ranks: int, store: str) -> None:
     fully_shard(layer, mesh=init_device_mesh("cpu", (ranks,)))
     engine = TransferEngine(transport="shm")
     model = torch.nn.ModuleDict({"q_proj": layer})
-    held = Held(model, engine, rank)
+    held = SourceTensors(model, engine, rank)
     gathering = Gathering(model, {}, rank)
     gathering.whole()
     for _ in range(2):
         wanted = plain.merged().chunk(ranks)[rank]
         held.refresh()
-        held.gather()
+        held.gather_adapters()
         connection.send(torch.equal(held.local("q_proj.weight"), wanted))
         ((_, whole),) = gathering
         connection.send(torch.equal(whole.chunk(ranks)[rank], wanted))

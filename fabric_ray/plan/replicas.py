@@ -22,7 +22,7 @@ def twins(side: Side) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted([tuple(group) for group in groups] + [(rank,) for rank in idle]))
 
 
-def first_twins(side: Side) -> Side:
+def first_replicas(side: Side) -> Side:
     """The target layout in which only the first rank of each group of twins holds anything.
 
     Raises:

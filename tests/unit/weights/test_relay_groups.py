@@ -13,9 +13,9 @@ from hypothesis import given
 from fabric_ray import TransferEngine
 from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.plan import LocalContainer
-from fabric_ray.weights.members import STRIPES, Members
-from fabric_ray.weights.relay import Copying, Relay
-from fabric_ray.weights.report import Arm
+from fabric_ray.weights.relay import Relay, RelayWriter
+from fabric_ray.weights.relay_groups import STRIPES, RelayGroups
+from fabric_ray.weights.report import PushTarget
 from fabric_ray.weights.stripes import containers_of, stripes
 from tests.processes import within
 from tests.unit.weights.local_sync import Fault, LocalSync, expected, side
@@ -25,28 +25,28 @@ from tests.unit.weights.local_sync import Fault, LocalSync, expected, side
 def test_everybody_is_fed_by_one_and_few_change_when_one_comes_or_goes(
     count: int, changes: list[tuple[bool, int]]
 ) -> None:
-    members = Members({7: list(range(count))})
+    members = RelayGroups({7: list(range(count))})
     for comes, draw in changes:
-        before = members.feeders()
+        before = members.parents()
         if comes:
             members.join(100 + draw, 7) if 100 + draw not in before else None
         elif len(before) > 1:
             members.leave(sorted(before)[draw % len(before)])
-        after = members.feeders()
-        assert members.heads == {7: next(m for m, feeder in after.items() if feeder is None)}
+        after = members.parents()
+        assert members.heads == {7: next(m for m, parent in after.items() if parent is None)}
         for member in after:
-            # Along its feeders everybody comes to the head, in few steps.
+            # Along its parents everybody comes to the head, in few steps.
             for _ in range(len(after)):
                 member = after[member] if after[member] is not None else member
             assert member == members.heads[7]
         if abs(len(after) - len(before)) == 1 and _is_chain(before) == _is_chain(after):
             moved = {m for m in after.keys() & before.keys() if after[m] != before[m]}
             assert len(moved) <= 3
-        assert all(len(children) <= 2 for children in members.fed_by().values())
+        assert all(len(children) <= 2 for children in members.children().values())
 
 
-def _is_chain(feeders: dict[int, int | None]) -> bool:
-    return len(set(feeders.values())) == len(feeders)
+def _is_chain(parents: dict[int, int | None]) -> bool:
+    return len(set(parents.values())) == len(parents)
 
 
 @given(st.lists(st.integers(1, 1 << 30), min_size=1, max_size=50), st.integers(1, STRIPES))
@@ -81,7 +81,7 @@ def test_a_stripe_is_passed_on_before_the_next_has_come(
     containers = [LocalContainer(i, f"c{i}", "uint8", (8,), (1,), 8) for i in range(2)]
     here, there = parent.alloc(16), child.alloc(16)
     counted, passed = [[e.counter() for _ in range(2)] for e in (parent, child)]
-    arm = Arm(
+    push_target = PushTarget(
         rank=0,
         name="child",
         address=child.address.to_bytes(),
@@ -91,7 +91,7 @@ def test_a_stripe_is_passed_on_before_the_next_has_come(
         staged=True,
         stripes=(0, 1),
     )
-    to = Copying(parent, containers, here, {0: 0, 1: 8}, arm)
+    to = RelayWriter(parent, containers, here, {0: 0, 1: 8}, push_target)
     relay = Relay([c.expect(1, timeout=10) for c in counted], [to], 10)
     source = trainer.alloc(16)
     source.tensor().fill_(7)
@@ -237,7 +237,7 @@ def test_a_version_that_was_overwritten_is_given_to_nobody(
     sync.push()
     assert list(sync.broken(set(), before=2)) == []
     with pytest.raises(WeightSyncError, match="in use is 2"):
-        sync.targets[0].give(sync._session._arms[2], 1)  # type: ignore[union-attr]
+        sync.targets[0].give(sync._session._push_targets[2], 1)  # type: ignore[union-attr]
 
 
 def test_who_runs_a_later_version_does_not_join_and_moves_nothing(
@@ -256,7 +256,7 @@ def test_who_runs_a_later_version_does_not_join_and_moves_nothing(
 
 def test_a_member_does_not_join_again(open_sync: Callable[..., LocalSync]) -> None:
     sync = open_sync(engines=2)
-    with pytest.raises(InvalidArgument, match="takes part already"):
+    with pytest.raises(InvalidArgument, match="has joined already"):
         sync.join("rollout 0")
     sync.push()
     assert list(sync.broken(set(), before=2)) == []
@@ -345,7 +345,7 @@ def test_an_abort_passes_nothing_on_any_more(open_engine: Callable[..., Transfer
         parent.counter(),
         child.counter(),
     )
-    arm = Arm(
+    push_target = PushTarget(
         rank=0,
         name="child",
         address=child.address.to_bytes(),
@@ -356,11 +356,11 @@ def test_an_abort_passes_nothing_on_any_more(open_engine: Callable[..., Transfer
         stripes=(0,),
     )
     arrival = counted.expect(1, timeout=10)
-    relay = Relay([arrival], [Copying(parent, containers, here, {0: 0}, arm)], 10)
+    relay = Relay([arrival], [RelayWriter(parent, containers, here, {0: 0}, push_target)], 10)
     relay.cancel()
     # What was on its way to the callback when the abort came.
     relay._submit(relay._children[0], 0)
-    assert relay._under_way == []
+    assert relay._in_flight == []
     assert passed.value == 0
 
 
@@ -368,8 +368,8 @@ def test_whom_a_version_could_not_be_passed_on_to_is_named(
     open_sync: Callable[..., LocalSync],
 ) -> None:
     sync = open_sync(engines=2, relay=True)
-    sync.before["source_push"] = lambda: sync.targets[2]._slabs[1].lock_out()
-    with pytest.raises(WeightSyncError, match="could not be passed on to rollout 2"):
+    sync.before["source_push"] = lambda: sync.targets[2]._staging[1].revoke()
+    with pytest.raises(WeightSyncError, match="relay failed: rollout 2"):
         sync.push()
     assert sync.version == 1
 
@@ -382,12 +382,12 @@ def test_only_what_fits_may_join_and_the_last_may_not_be_dropped(
     sync.targets[2].side = side(2)
     with pytest.raises(InvalidArgument, match="another target layout"):
         sync.join(who)
-    with pytest.raises(InvalidArgument, match=r"no rollout 2; those that take part are \(0, 1\)"):
+    with pytest.raises(InvalidArgument, match=r"got 2, expected one of \(0, 1\)"):
         sync.drop(2)
     sync.drop(1)
     with pytest.raises(InvalidArgument, match="is the last"):
         sync.drop(0)
-    with pytest.raises(InvalidArgument, match="say 'raise' or 'drop'"):
+    with pytest.raises(InvalidArgument, match="expected 'raise' or 'drop'"):
         LocalSync(lost="ignore")
 
 
@@ -402,7 +402,7 @@ def test_rs_3_bytes_that_change_on_their_way_between_replicas_are_no_version(
         sync.arriving(2)["norm"].fill_(-1)
 
     sync.before["target_confirm"] = change
-    with pytest.raises(WeightSyncError, match="differ from what was sent") as caught:
+    with pytest.raises(WeightSyncError, match="is corrupt") as caught:
         sync.push()
     assert set(caught.value.failed) == {"rollout 2"}
     assert list(sync.broken({"rollout 2"}, before=1)) == []

@@ -41,14 +41,14 @@ def test_mr_2_trainers_with_an_old_route_reach_no_byte_after_a_new_connect(
 ) -> None:
     old = open_sync(staged=staged)
     assert old._session is not None
-    session, arms = old._session._id, list(old._session._arms.values())
+    session, push_targets = old._session._id, list(old._session._push_targets.values())
     new = by_others(old)
     new.connect()
     for rank in range(len(old.targets)):
         for tensor in old.arriving(rank).values():
             tensor.fill_(-1)
     # They haven't heard of it: to them, their session is the latest.
-    sent = old.sources[0].push(session, 2, arms, timeout=20.0)
+    sent = old.sources[0].push(session, 2, push_targets, timeout=20.0)
     assert sent.links == (), "MR-2: a key from before the connect opens nothing"
     assert set(sent.failed) == {0, 1}
     assert all("not registered under this key any more" in why for why in sent.failed.values())

@@ -1,4 +1,4 @@
-"""What one rank holds: tensors that an optimizer may move and a checkpoint may replace."""
+"""The tensors of a source: an optimizer may move them, and a checkpoint may replace them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     import torch
 
 
-class Held:
+class SourceTensors:
     """A module's parameters and persistent buffers, or tensors by name, and their registrations.
 
     Args:
-        tensors: what is held; names lose what wrappers have added to them.
+        tensors: a module or a mapping; prefixes of wrappers are removed from names.
         engine: registers memory.
-        rank: of the trainer, for what only a part of is held.
+        rank: of the trainer, for shards.
 
     Raises:
-        InvalidArgument: a parameter that can't be pushed as it is, by name.
+        InvalidArgument: a parameter can't be pushed; the error names it.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Held:
         self._adapters = Adapters()
         self.tensors, merges = named(tensors)
         self._adapters.see(merges)
-        # Of adapters, whole, while a push goes on.
+        # Gathered adapters, during a push.
         self._factors: dict[str, list[Factors]] = {}
         self._layouts: dict[str, _Layout] = {}
         self._regions: dict[str, tuple[int, Region]] = {}
@@ -53,18 +53,18 @@ class Held:
         _check(self.tensors)
 
     def refresh(self) -> None:
-        """Looks the parameters up again: a module's may have been replaced, or removed."""
+        """Looks the parameters up again, since a module's may be replaced or removed."""
         found, merges = named(self._source)
         self._adapters.see(merges)
-        self.tensors = {param: self._newer(param, tensor) for param, tensor in found.items()}
+        self.tensors = {param: self._shard_of(param, tensor) for param, tensor in found.items()}
         _check(self.tensors)
 
-    def note(self) -> None:
-        """Remembers the layouts that a route has just been taken for."""
-        self._layouts = self._now()
+    def remember_layouts(self) -> None:
+        """Remembers the layouts that the plan was made for."""
+        self._layouts = self._current_layouts()
 
-    def reports(self, rank: int) -> list[ParamMeta]:
-        """What tensors say of themselves."""
+    def describe(self, rank: int) -> list[ParamMeta]:
+        """The metadata of all tensors."""
         self.refresh()
         tied = self.ties()
         out = []
@@ -77,21 +77,20 @@ class Held:
         return out
 
     def ties(self) -> dict[str, str]:
-        """Parameters that are the memory of another, and the first name of that."""
+        """Tied parameters, each with the first name of its memory."""
         own = {param: t for param, t in self.tensors.items() if not self.is_computed(param)}
         return ties(own)
 
     def is_computed(self, param: str) -> bool:
-        """Whether its values lie nowhere in memory, so that each push computes them."""
+        """Whether each push computes the values, since no memory holds them."""
         return param in self._adapters or _is_computed(self.tensors[param])
 
-    def gather(self) -> None:
-        """Takes the adapters as they are for the push that begins; with :meth:`local` alone, their
-        shards would be gathered in another order on each rank."""
+    def gather_adapters(self) -> None:
+        """Gathers the adapters for a push, in the same order on all ranks."""
         self._factors = self._adapters.all()
 
-    def let_go(self) -> None:
-        """Ends what :meth:`gather` began."""
+    def release_adapters(self) -> None:
+        """Drops the gathered adapters."""
         self._factors = {}
 
     def local(self, param: str) -> torch.Tensor:
@@ -107,13 +106,13 @@ class Held:
         return add(self._factors[param], values, meta.local_runs(self._rank))
 
     def like(self, param: str) -> torch.Tensor:
-        """A tensor with dtype, shape and strides of :meth:`local`, perhaps without values."""
+        """A tensor with dtype, shape and strides of :meth:`local`; it may have no values."""
         tensor = self.tensors[param]
         like: torch.Tensor = _empty(tensor) if self.is_computed(param) else _inner(tensor)
         return like
 
     def region(self, param: str) -> Region:
-        """Its memory, from the first element to the last, registered once for each address."""
+        """The shard's memory, registered once for each address."""
         known = self._regions.get(param)
         if known is None:
             flat = _memory(param, self.tensors[param])
@@ -121,25 +120,24 @@ class Held:
             self._regions[param] = known
         return known[1]
 
-    def follow(self) -> bool:
-        """Finds parameters that were given new memory; whether any registered one was.
+    def refresh_moved(self) -> bool:
+        """Drops registrations of parameters that have moved; returns whether there were any.
 
         Raises:
-            InvalidArgument: one has another shape, dtype, placement or strides than was planned
-                for, or isn't there any more.
+            InvalidArgument: a parameter's layout differs from the plan, or the parameter is gone.
         """
         self.refresh()
         for param in self._layouts.keys() - self.tensors.keys():
             raise InvalidArgument(
-                f"parameter `{param}` isn't there any more; call WeightSync.connect() again"
+                f"parameter `{param}` has been removed; call WeightSync.connect() again"
             )
-        for param, now in self._now().items():
-            _span(param, self.tensors[param])
+        for param, now in self._current_layouts().items():
+            _storage_span(param, self.tensors[param])
             planned = self._layouts.get(param)
             if now != planned:
                 raise InvalidArgument(
-                    f"parameter `{param}` was {planned} when the route was planned and is {now} "
-                    "now; call WeightSync.connect() again"
+                    f"parameter `{param}` differs from the plan: got {now}, expected {planned}; "
+                    "call WeightSync.connect() again"
                 )
         moved = [p for p, (at, _) in self._regions.items() if self.local(p).data_ptr() != at]
         for param in moved:
@@ -149,7 +147,7 @@ class Held:
     def close(self) -> None:
         self._regions.clear()
 
-    def _now(self) -> dict[str, _Layout]:
+    def _current_layouts(self) -> dict[str, _Layout]:
         tied = self.ties()
         return {
             param: _Layout(
@@ -163,29 +161,28 @@ class Held:
             for param, tensor in self.tensors.items()
         }
 
-    def _newer(self, param: str, tensor: Any) -> Any:
-        """While FSDP has gathered a parameter, the module shows the whole one for a moment; the
-        shards remain what is trained."""
+    def _shard_of(self, param: str, tensor: Any) -> Any:
+        """The shard of a parameter that FSDP has gathered for the moment; else the tensor."""
         held = self.tensors.get(param)
         gathered = hasattr(held, "_local_tensor") and not hasattr(tensor, "_local_tensor")
         return held if gathered else tensor
 
 
 def _check(tensors: Mapping[str, Any]) -> None:
-    """Raises for what can't be pushed, by name."""
+    """Raises InvalidArgument for a tensor that can't be pushed, by name."""
     for param, tensor in tensors.items():
         if tensor.device.type not in ("cpu", "meta"):
             raise InvalidArgument(
-                f"parameter `{param}` is on {tensor.device}, and weights are pushed "
-                "from host memory so far; give a copy on the host"
+                f"parameter `{param}` is on {tensor.device}, expected host memory; give a copy on "
+                "the host"
             )
         check_memory(f"parameter `{param}`", _inner(tensor), lazy=True)
 
 
 def _is_computed(tensor: Any) -> bool:
-    """Lazy negatives and conjugates; tensors that repeat the same bytes (by ``expand``).
+    """Whether a tensor is a lazy negative or conjugate, or repeats its bytes (by ``expand``).
 
-    RS-1: the bytes at their addresses are not their values, so they are never sent as they lie.
+    RS-1: the bytes at their addresses are not their values, so they are never sent directly.
     """
     local = _inner(tensor)
     dims = zip(local.shape, local.stride(), strict=True)
@@ -200,7 +197,7 @@ def _empty(tensor: Any) -> torch.Tensor:
 
 
 class _Layout(NamedTuple):
-    """What a plan depends on."""
+    """The properties of a tensor that the plan depends on."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -224,15 +221,15 @@ def _local(tensor: Any) -> Any:
 
 
 def _inner(tensor: Any) -> Any:
-    """The shard, not by ``to_local()``, which autograd records."""
+    """The shard, without ``to_local()``, which autograd records."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def _span(param: str, tensor: Any) -> tuple[int, int]:
-    """Where a shard begins in its storage and up to where it reaches, in bytes.
+def _storage_span(param: str, tensor: Any) -> tuple[int, int]:
+    """Offset and length of a shard in its storage, in bytes.
 
     Raises:
-        InvalidArgument: the storage is shorter than that: its memory was freed.
+        InvalidArgument: the storage is shorter, since its memory was freed.
     """
     local = _local(tensor)
     if not local.numel():
@@ -248,10 +245,10 @@ def _span(param: str, tensor: Any) -> tuple[int, int]:
 
 
 def _memory(param: str, tensor: Any) -> Any:
-    """The bytes from a shard's first element to its last, whatever its strides."""
+    """The bytes from a shard's first element to its last, for any strides."""
     import torch
 
-    start, nbytes = _span(param, tensor)
+    start, nbytes = _storage_span(param, tensor)
     storage = _local(tensor).untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
         storage, start, (nbytes,), (1,)

@@ -1,4 +1,4 @@
-"""What of one rank's share of a push is under way, and what became of it."""
+"""Sends one rank's share of a push, step by step."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 from fabric_ray._native import Batch, CounterRef, Digest, Transfer
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import FabricError
-from fabric_ray.weights.report import Arm, LinkReport, Sent, Span
+from fabric_ray.weights.report import LinkReport, PushTarget, Sent, Span
 
 
 class Route(NamedTuple):
-    """What one step has for one rollout and stripe, ready to be submitted at every push."""
+    """One step's batch for one rollout and stripe, submitted anew by every push."""
 
     stripe: int
     batch: Batch
@@ -20,24 +20,24 @@ class Route(NamedTuple):
     nbytes: int
 
 
-class _UnderWay(NamedTuple):
+class _InFlight(NamedTuple):
     step: int
     rollout: int
     transfer: Transfer
 
 
-class Sending:
-    """Sends steps in order. A rollout that can't be reached gets no more of them.
+class StepSender:
+    """Sends steps in order. After an error, a rollout is sent no further steps.
 
     Args:
-        deadline: by ``time.monotonic()``, for all of them together.
+        deadline: of the whole push, by ``time.monotonic()``.
     """
 
     def __init__(self, rank: int, engine: TransferEngine, deadline: float) -> None:
         self._rank = rank
         self._engine = engine
         self._deadline = deadline
-        self._under_way: list[_UnderWay] = []
+        self._in_flight: list[_InFlight] = []
         self._failed: dict[int, str] = {}
         self._digests: dict[int, int] = {}
         self._nbytes: dict[int, int] = {}
@@ -45,33 +45,33 @@ class Sending:
         self._ended: dict[int, float] = {}
         self._transports: dict[int, str | None] = {}
 
-    def send(self, step: int, arm: Arm, route: Route) -> None:
-        """Submits what a step has for a rollout."""
-        if arm.rank in self._failed:
+    def send(self, step: int, target: PushTarget, route: Route) -> None:
+        """Submits a step's batch for a rollout."""
+        if target.rank in self._failed:
             return
-        self._began.setdefault(arm.rank, time.perf_counter())
+        self._began.setdefault(target.rank, time.perf_counter())
         left = max(1e-3, self._deadline - time.monotonic())
         try:
             transfer = self._engine.submit(
-                route.batch, imm=CounterRef.from_bytes(arm.counters[route.stripe]), timeout=left
+                route.batch, imm=CounterRef.from_bytes(target.counters[route.stripe]), timeout=left
             )
         except FabricError as error:
-            self._failed[arm.rank] = str(error)
+            self._failed[target.rank] = str(error)
             return
-        self._under_way.append(_UnderWay(step, arm.rank, transfer))
-        self._nbytes[arm.rank] = self._nbytes.get(arm.rank, 0) + route.nbytes
+        self._in_flight.append(_InFlight(step, target.rank, transfer))
+        self._nbytes[target.rank] = self._nbytes.get(target.rank, 0) + route.nbytes
 
-    def add_digest(self, arm: Arm, route: Route) -> None:
-        """Adds that of what a step has for a rollout; to be called while it still lies there."""
-        if arm.rank not in self._failed:
-            sum_ = self._digests.get(arm.rank, 0) + route.digest.compute()
-            self._digests[arm.rank] = sum_ & ((1 << 64) - 1)
+    def add_digest(self, target: PushTarget, route: Route) -> None:
+        """Adds the digest of a route's bytes. Call it before their memory is reused."""
+        if target.rank not in self._failed:
+            sum_ = self._digests.get(target.rank, 0) + route.digest.compute()
+            self._digests[target.rank] = sum_ & ((1 << 64) - 1)
 
     def wait_for(self, step: int) -> None:
-        """Returns when nothing of any step up to this one is under way."""
-        over = [sent for sent in self._under_way if sent.step <= step]
-        self._under_way = [sent for sent in self._under_way if sent.step > step]
-        for _, rollout, transfer in over:
+        """Waits until no transfer of this step or an earlier one is in flight."""
+        done = [sent for sent in self._in_flight if sent.step <= step]
+        self._in_flight = [sent for sent in self._in_flight if sent.step > step]
+        for _, rollout, transfer in done:
             try:
                 transfer.wait()
             except FabricError as error:
@@ -81,7 +81,7 @@ class Sending:
             self._transports[rollout] = transfer.transport
 
     def result(self, spans: list[Span]) -> Sent:
-        """What became of it all; nothing may be under way any more."""
+        """The result of all steps, once no transfer is in flight."""
         links = tuple(
             LinkReport(
                 self._rank,

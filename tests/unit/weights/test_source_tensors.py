@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from fabric_ray import TransferEngine
-from fabric_ray.weights.held import Held
+from fabric_ray.weights.source_tensors import SourceTensors
 
 
 class Router(torch.nn.Module):
@@ -22,7 +22,7 @@ def test_of_a_module_that_is_pushed_which_a_checkpoint_would_have(
     open_engine: Callable[..., TransferEngine],
 ) -> None:
     model = torch.nn.ModuleDict({"gate": Router()})
-    held = Held(model, open_engine())
+    held = SourceTensors(model, open_engine())
     assert list(held.tensors) == ["gate.weight", "gate.e_score_correction_bias"]
     model["gate"].e_score_correction_bias = torch.ones(4)
     held.refresh()

@@ -1,4 +1,4 @@
-"""The memory that versions arrive in."""
+"""Memory that a version arrives in before it is used."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fabric_ray.plan import LocalContainer
 if TYPE_CHECKING:
     import torch
 
-# Every container begins on a boundary that suits any kernel.
+# Alignment of containers in bytes; enough for any kernel.
 _ALIGN = 256
-# A peer on this host lets go within microseconds, unless it is stopped.
+# A running peer on this host releases a region within microseconds.
 _QUIESCE_S = 2.0
 
 
-class Slab:
+class StagingMemory:
     """Memory for one version of all containers."""
 
     def __init__(self, engine: TransferEngine, containers: tuple[LocalContainer, ...]) -> None:
@@ -31,15 +31,14 @@ class Slab:
             end += -(-c.nbytes // _ALIGN) * _ALIGN
         self._memory = engine.alloc(max(end, 1))
         self._engine = engine
-        # Peers are given a registration of its own, so that its key can be changed.
+        # A separate registration for peers, since `revoke` changes its key.
         self.region: Region = engine.register(self._memory.numpy())
-        # What keeps the memory of tensors that were lent, and since when.
+        # The array under each lent tensor, and when it was lent.
         self._lent: dict[str, tuple[weakref.ref[Any], float]] = {}
 
     def lend(self, container: LocalContainer) -> torch.Tensor:
-        """A container as a tensor for users. :meth:`lent` knows it as long as anything refers to
-        its memory: the tensor, views of it, arrays made of it. What is known is not written (RS-1).
-        """
+        """A container as a tensor for users. :meth:`lent` lists it as long as the tensor, a view
+        or an array refers to its memory. Listed memory is not overwritten (RS-1)."""
         import torch
 
         known = self._lent.get(container.name)
@@ -51,20 +50,21 @@ class Slab:
         return _shaped(torch.from_numpy(array), container)
 
     def lent(self) -> dict[str, float]:
-        """Names of containers that users hold, and for how many seconds."""
+        """Containers that users still refer to, and for how many seconds."""
         now = time.monotonic()
         self._lent = {name: lent for name, lent in self._lent.items() if lent[0]() is not None}
         return {name: now - since for name, (_, since) in self._lent.items()}
 
     def views(self, containers: tuple[LocalContainer, ...]) -> dict[str, torch.Tensor]:
-        """All containers as tensors, for use within the package: no commit waits for them."""
+        """All containers as tensors. Commits don't wait for these, so they stay in the package."""
         flat, at = self._memory.tensor(), self.offsets
         return {c.name: _shaped(flat[at[c.index] : at[c.index] + c.nbytes], c) for c in containers}
 
-    def lock_out(self) -> bool:
-        """Gives the memory a new key: whatever still holds the old one is refused (MR-2).
+    def revoke(self) -> bool:
+        """Gives the memory a new key: writes with the old key are refused (MR-2).
 
-        False if somebody may still write by the old one: then this memory must not be used again.
+        Returns ``False`` if a peer may still write with the old key; the caller must then discard
+        this memory.
         """
         try:
             self.region.deregister(timeout=_QUIESCE_S)

@@ -83,7 +83,7 @@ def test_megatron_ranks_push_to_tensor_parallel_rollouts(open_sync) -> None:
 def test_every_trainer_must_be_given_the_same_side(open_sync) -> None:
     other = megatron_side(CONFIG, Parallel(tp=2, pp=2, ep=1, etp=1))
     sync = open_sync([SIDE, SIDE, other, SIDE])
-    with pytest.raises(InvalidArgument, match="trainer 2 was given another side than trainer 0"):
+    with pytest.raises(InvalidArgument, match="trainer 2 has another side than trainer 0"):
         sync.connect()
 
 

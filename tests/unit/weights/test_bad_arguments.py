@@ -56,7 +56,7 @@ def test_a_stage_before_the_first_is_refused() -> None:
         ({"leave": "draft.*"}, r"leave is 'draft\.\*', expected a tuple of patterns"),
         ({"leave": None}, "leave is None, expected a tuple of patterns"),
         ({"leave": [""]}, "leave names '', expected a pattern such as 'draft"),
-        ({"lost": "maybe"}, "lost is 'maybe'; say 'raise' or 'drop'"),
+        ({"lost": "maybe"}, "lost is 'maybe', expected 'raise' or 'drop'"),
     ],
 )
 def test_words_that_a_controller_does_not_know_are_refused(

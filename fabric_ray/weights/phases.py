@@ -1,4 +1,4 @@
-"""The stages of a push as an actor runs them: plain functions, so that any actor will do."""
+"""The phases of a push in an actor: plain functions, which any Ray actor can run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal
 from fabric_ray.plan import Side
 from fabric_ray.weights.conversion import Recipe
 from fabric_ray.weights.quant import Invitation
-from fabric_ray.weights.report import Arm, Feed, Sent, SourceShare, Span, TargetShare
+from fabric_ray.weights.report import InboundPlan, PushTarget, Sent, SourceShare, Span, TargetShare
 from fabric_ray.weights.sources import SOURCES
 from fabric_ray.weights.target import TARGETS, WeightTarget
 
@@ -33,9 +33,15 @@ def source_accept(_: Any, name: str, share: SourceShare, timeout: float) -> None
 
 
 def source_push(
-    _: Any, name: str, session: str, version: int, arms: list[Arm], digest: bool, timeout: float
+    _: Any,
+    name: str,
+    session: str,
+    version: int,
+    push_targets: list[PushTarget],
+    digest: bool,
+    timeout: float,
 ) -> Sent:
-    return SOURCES.get(name).push(session, version, arms, digest=digest, timeout=timeout)
+    return SOURCES.get(name).push(session, version, push_targets, digest=digest, timeout=timeout)
 
 
 def target_meta(_: Any, name: str) -> tuple[int, Side, bytes]:
@@ -43,22 +49,22 @@ def target_meta(_: Any, name: str) -> tuple[int, Side, bytes]:
     return target.rank, target.side, target.address()
 
 
-def target_accept(_: Any, name: str, share: TargetShare) -> Arm:
+def target_accept(_: Any, name: str, share: TargetShare) -> PushTarget:
     return TARGETS.get(name).accept(share)
 
 
-def target_feed(_: Any, name: str, session: str, feed: Feed) -> Arm:
-    return _target(name, session).feed(feed)
+def target_set_inbound(_: Any, name: str, session: str, inbound: InboundPlan) -> PushTarget:
+    return _target(name, session).set_inbound(inbound)
 
 
-def target_pass_on(_: Any, name: str, session: str, to: list[Arm], timeout: float) -> None:
+def target_pass_on(_: Any, name: str, session: str, to: list[PushTarget], timeout: float) -> None:
     _target(name, session).pass_on(to, timeout=timeout)
 
 
 def target_give(
-    _: Any, name: str, session: str, arm: Arm, version: int, timeout: float
+    _: Any, name: str, session: str, push_target: PushTarget, version: int, timeout: float
 ) -> int | None:
-    return _target(name, session).give(arm, version, timeout=timeout)
+    return _target(name, session).give(push_target, version, timeout=timeout)
 
 
 def target_begin(_: Any, name: str, session: str) -> None:
@@ -77,11 +83,13 @@ def target_quiesce(
     return _target(name, session).quiesce(before, seconds)
 
 
-def target_commit(_: Any, name: str, session: str, version: int, joining: bool = False) -> Arm:
+def target_commit(
+    _: Any, name: str, session: str, version: int, joining: bool = False
+) -> PushTarget:
     return _target(name, session).commit(version, joining=joining)
 
 
-def target_abort(_: Any, name: str, session: str, written: bool = True) -> Arm:
+def target_abort(_: Any, name: str, session: str, written: bool = True) -> PushTarget:
     return _target(name, session).abort(written=written)
 
 

@@ -1,4 +1,4 @@
-"""A rollout's own module, whose parameters are the version in use (RS-1)."""
+"""A rollout's module, whose parameters hold the version in use (RS-1)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.plan import LocalContainer
-from fabric_ray.weights.local import told
+from fabric_ray.weights.local import describe_tensor
 from fabric_ray.weights.modules import named
 from fabric_ray.weights.readers import ReaderGate, Reading
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     import torch
 
 
-# Any element begins at a multiple of its size, which divides it.
+# A multiple of every element size.
 _ALIGN = 16
 
 
 class Destination:
-    """Tensors that each version is copied into, when it is put into use.
+    """The tensors that a commit copies a version into.
 
-    Parameters keep their memory, so that whatever shares it (tied parameters, views, captured
-    graphs) is of the version in use as well.
+    Parameters keep their memory, so that tied parameters, views and captured graphs see the
+    version in use too.
 
     Args:
-        into: a module, of which parameters and persistent buffers count, or tensors by name.
-        gate: a forward pass of the module is a reader at it.
+        into: a module, for its parameters and persistent buffers, or tensors by name.
+        gate: admits each forward pass of the module as a reader.
     """
 
     def __init__(
@@ -37,33 +37,33 @@ class Destination:
     ) -> None:
         self._into = into
         self.partly_filled = False
-        """Whether the last :meth:`copy` failed, so that tensors of two versions lie here."""
+        """Whether the last :meth:`copy` failed, which leaves tensors of two versions."""
         self._removes: list[Callable[[], None]] = []
         if not isinstance(into, Mapping):
             import torch
 
             disable: Any = torch.compiler.disable
             guard = _ForwardGuard(gate, self.check_filled)
-            # Compiled into a graph, they would run once, when it is made.
+            # A compiled graph would run the hooks only once, when it is traced.
             before = into.register_forward_pre_hook(disable(guard.before), prepend=True)
             after = into.register_forward_hook(disable(guard.after), always_call=True)
             self._removes = [before.remove, after.remove]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """This rank's tensors, looked up anew: a module's may have been replaced."""
+        """This rank's tensors, looked up at each call, since a module's may be replaced."""
         found = named(self._into)
         if found.merges:
             raise InvalidArgument(
                 f"`{next(iter(found.merges))}` of `into` has an active adapter, which no push "
-                "fills; merge or disable adapters in the rollout's module"
+                "writes; merge or disable adapters in the rollout's module"
             )
         return {n: getattr(t, "_local_tensor", t).detach() for n, t in found.tensors.items()}
 
     def check(self, containers: Sequence[LocalContainer], rank: int) -> None:
-        """Compares names, shapes and dtypes with what arrives.
+        """Compares names, shapes and dtypes with the containers.
 
         Raises:
-            InvalidArgument: the first tensor that differs or that nothing would fill.
+            InvalidArgument: a tensor differs, or no container fills it; the error names the first.
         """
         tensors = self.tensors()
         for c in containers:
@@ -80,7 +80,10 @@ class Destination:
                     f"`{c.name}` of rank {rank} has the same memory for several elements in `into` "
                     f"(strides {list(tensor.stride())}); give its contiguous()"
                 )
-            found, wanted = told(tensor.dtype, tensor.shape), told(c.dtype, c.shape)
+            found, wanted = (
+                describe_tensor(tensor.dtype, tensor.shape),
+                describe_tensor(c.dtype, c.shape),
+            )
             if found != wanted or tensor.is_meta:
                 found += " without memory" if tensor.is_meta else ""
                 raise InvalidArgument(
@@ -96,10 +99,10 @@ class Destination:
                 )
 
     def check_ties(self, arrived: Mapping[str, torch.Tensor]) -> None:
-        """Raises WeightSyncError if containers that share memory here would not all keep what
-        arrived for them."""
+        """Raises WeightSyncError if containers that share memory here arrived with different
+        values."""
         tensors = self.tensors()
-        for names in _sharing({name: tensors[name] for name in arrived}):
+        for names in _memory_groups({name: tensors[name] for name in arrived}):
             kept = _filled({name: tensors[name] for name in names}, arrived)
             for name in names:
                 if not _same_bytes(kept[name], arrived[name]):
@@ -115,7 +118,7 @@ class Destination:
 
         tensors = self.tensors()
         self.partly_filled = True
-        # Parameters that were made under inference mode can be changed there alone.
+        # Parameters made in inference mode can be changed only in inference mode.
         with torch.inference_mode():
             for name, tensor in arrived.items():
                 tensors[name].copy_(tensor)
@@ -126,7 +129,7 @@ class Destination:
         if self.partly_filled:
             raise WeightSyncError(
                 "a version was copied into the module only in part, so its tensors are of two "
-                "versions; mend what the push's error named, and push again"
+                "versions; fix the cause in the push's error, and push again"
             )
 
     def close(self) -> None:
@@ -135,10 +138,10 @@ class Destination:
 
 
 class _ForwardGuard:
-    """Has a commit wait for a forward pass that it would otherwise change half of.
+    """Makes commits wait for a running forward pass.
 
     Args:
-        gate: ``None`` in a copy of the module, which no push fills.
+        gate: ``None`` in a copy of the module, which no push writes.
         check: raises if the module can't be used.
     """
 
@@ -164,7 +167,7 @@ class _ForwardGuard:
 
 
 def _module_call() -> FrameType:
-    """The call of torch that runs a hook of a module, and is over when the forward pass is."""
+    """The frame in which torch runs a module's hooks; it ends with the forward pass."""
     import torch
 
     frame = sys._getframe(2)
@@ -174,28 +177,28 @@ def _module_call() -> FrameType:
     return frame
 
 
-def _sharing(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+def _memory_groups(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """Names of tensors whose memory overlaps, from the first byte to the last, in order."""
     spans = sorted(
-        (str(tensor.device), *_span(tensor), place, name)
-        for place, (name, tensor) in enumerate(tensors.items())
+        (str(tensor.device), *_span(tensor), position, name)
+        for position, (name, tensor) in enumerate(tensors.items())
         if tensor.numel() and tensor.data_ptr()
     )
     groups: list[list[tuple[int, str]]] = []
     reach: tuple[str, int] = ("", 0)
-    for device, start, end, place, name in spans:
+    for device, start, end, position, name in spans:
         if device != reach[0] or start >= reach[1]:
             reach = (device, end)
             groups.append([])
         reach = (device, max(end, reach[1]))
-        groups[-1].append((place, name))
+        groups[-1].append((position, name))
     return [[name for _, name in sorted(group)] for group in groups if len(group) > 1]
 
 
 def _filled(
     tensors: Mapping[str, torch.Tensor], arrived: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What would be in tensors that share memory if each were filled, tried out in a copy."""
+    """The values of tensors that share memory after each is filled, computed in a copy."""
     import torch
 
     spans = [_span(tensor) for tensor in tensors.values()]
@@ -217,14 +220,14 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of its first byte and behind its last."""
+    """The addresses of a tensor's first byte and past its last."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     nbytes = (1 + sum((n - 1) * stride for n, stride in steps)) * tensor.element_size()
     return tensor.data_ptr(), tensor.data_ptr() + nbytes
 
 
 def _is_part(tensor: torch.Tensor, of: torch.Tensor) -> bool:
-    """Whether all elements lie in the memory of a tensor without gaps."""
+    """Whether all elements of a tensor lie in a contiguous tensor ``of``."""
     if not of.is_contiguous() or tensor.device != of.device:
         return False
     (start, end), (first, last) = _span(tensor), _span(of)

@@ -17,10 +17,10 @@ import torch
 from fabric_ray import TransferEngine
 from fabric_ray.errors import WeightSyncError
 from fabric_ray.weights import WeightSource, WeightTarget
-from fabric_ray.weights.calls import DIED, Unanswered, unanswered
+from fabric_ray.weights.calls import DIED, CallFailure, call_failure
 from fabric_ray.weights.conversion import Conversion
 from fabric_ray.weights.quant import EdgeExchange, Fp8, quantised_target
-from fabric_ray.weights.sending import Sending
+from fabric_ray.weights.step_sender import Sending
 from tests.unit.weights.quantised_model import (
     CONVERTED,
     ROLLOUTS,
@@ -95,7 +95,7 @@ def serve(connection: Connection, role: str, rank: int, staged: bool) -> None:
         try:
             answer = function(part, *args)
         except Exception as error:
-            answer = unanswered(error)
+            answer = call_failure(error)
         connection.send((number, answer))
 
 
@@ -167,8 +167,8 @@ class _Process:
                 if number == self._asked:
                     return answer
         except (EOFError, OSError):
-            return Unanswered("its process has ended", DIED)
-        return Unanswered("it did not answer")
+            return CallFailure("its process has ended", DIED)
+        return CallFailure("it did not answer")
 
     def end(self) -> None:
         self._process.kill()
@@ -207,7 +207,7 @@ class Crew:
         """What everybody of a crew answers."""
         answers = self.ask(crew, function, [args] * len(crew), 100.0)
         for who, answer in zip(crew, answers, strict=True):
-            assert not isinstance(answer, Unanswered), f"{who}: {answer}"
+            assert not isinstance(answer, CallFailure), f"{who}: {answer}"
         return dict(zip(crew, answers, strict=True))
 
     def expect(self, death: Death) -> None:
