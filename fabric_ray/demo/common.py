@@ -88,7 +88,7 @@ def draw_lanes(path: Path, spans: Sequence[Span], title: str) -> None:
     start."""
     from matplotlib.figure import Figure
 
-    lanes = list(dict.fromkeys(span.who for span in spans))
+    lanes = list(dict.fromkeys(span.actor for span in spans))
     figure = Figure(figsize=(11, 1.2 + 0.45 * len(lanes)), layout="constrained", dpi=130)
     axes = figure.subplots()
     draw_bars(axes, lanes, spans, min(span.start for span in spans), 1.0)
@@ -105,7 +105,7 @@ def draw_bars(
     named: set[str] = set()
     for span in spans:
         axes.barh(
-            rows.index(span.who),
+            rows.index(span.actor),
             max(span.seconds * scale, 0.0),
             left=(span.start - zero) * scale,
             height=0.7,

@@ -270,7 +270,7 @@ def _draw(path: Path, driver: Sequence[Span], pushes: Sequence[Push]) -> None:
     from matplotlib.figure import Figure
 
     last = pushes[-1].report
-    actors = sorted({span.who for span in last.spans}, key=lambda who: (who[0] != "t", who))
+    actors = sorted({span.actor for span in last.spans}, key=lambda who: (who[0] != "t", who))
     figure = Figure(figsize=(11, 2.6 + 0.42 * (len(actors) + 1)), layout="constrained", dpi=130)
     above, below = figure.subplots(2, 1, height_ratios=[1, 0.6 + 0.6 * len(actors)])
     begin = min(span.start for span in driver)

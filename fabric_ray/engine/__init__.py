@@ -31,7 +31,7 @@ from fabric_ray.engine.core import (
     opened,
 )
 from fabric_ray.engine.memory import pages
-from fabric_ray.engine.seeing import EngineMetrics, EngineRecords
+from fabric_ray.engine.observability import EngineMetrics, EngineRecords
 from fabric_ray.engine.symmetric import SymmetricMemory
 
 __all__ = [

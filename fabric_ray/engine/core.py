@@ -18,7 +18,7 @@ from fabric_ray import _native
 from fabric_ray._native import Batch, Message, Peer, Region
 from fabric_ray.engine.config import EngineConfig
 from fabric_ray.engine.memory import memory_of, segment_of
-from fabric_ray.engine.seeing import (
+from fabric_ray.engine.observability import (
     Cursor,
     EngineMetrics,
     EngineRecords,

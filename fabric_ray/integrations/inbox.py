@@ -16,16 +16,16 @@ from fabric_ray.engine import (
     TransferEngine,
 )
 from fabric_ray.errors import DecodeError, FabricError, NotQuiesced, WeightSyncError
-from fabric_ray.integrations.letters import (
+from fabric_ray.integrations.bucket_header import (
     FREE,
     GAVE_UP,
     SLOTS,
+    BucketHeader,
     Invitation,
-    Letter,
     Named,
     Piece,
     Reply,
-    read_letter,
+    read_header,
     slot_bytes,
 )
 
@@ -43,16 +43,16 @@ class Inbox:
     Args:
         engine: the receiver's.
         bucket: bytes of a slot.
-        who: what senders call it in errors.
+        receiver: this receiver's name, for senders' errors.
         timeout: seconds that the sender may take for a bucket.
     """
 
     def __init__(
-        self, engine: TransferEngine, bucket: int, *, who: str, timeout: float = 300.0
+        self, engine: TransferEngine, bucket: int, *, receiver: str, timeout: float = 300.0
     ) -> None:
         self._engine = engine
         self._bucket = bucket
-        self._who = who
+        self._receiver = receiver
         self._timeout = timeout
         self._slot = slot_bytes(bucket)
         self._memory: Region | None = None
@@ -71,7 +71,7 @@ class Inbox:
         self._region = self._engine.register(self._memory.numpy())
         self._counters = [self._engine.counter() for _ in range(SLOTS)]
         return Invitation(
-            self._who,
+            self._receiver,
             self._engine.address.to_bytes(),
             self._region.descriptor().to_bytes(),
             tuple(counter.ref.to_bytes() for counter in self._counters),
@@ -106,24 +106,24 @@ class Inbox:
                 yield arrival
                 arrival.result()
                 slot = self._memory.tensor()[index % SLOTS * self._slot :][: self._slot]
-                letter = read_letter(slot)
-                if letter.index != index:
-                    raise DecodeError(f"bucket {letter.index} came in place of bucket {index}")
+                header = read_header(slot)
+                if header.index != index:
+                    raise DecodeError(f"bucket {header.index} came in place of bucket {index}")
                 if answer is None:
-                    reply = letter.replies.get(self._counters[0].ref.to_bytes())
+                    reply = header.replies.get(self._counters[0].ref.to_bytes())
                     if reply is None:
-                        raise DecodeError("the first letter names no way to answer this receiver")
+                        raise DecodeError("the first header names no way to answer this receiver")
                     answer = self._answer = _Answer(self._engine, reply)
-                _check(letter, version)
-                for piece in letter.pieces:
+                _check(header, version)
+                for piece in header.pieces:
                     if (tensor := parts.join(slot, piece)) is not None:
                         yield piece.name, tensor
-                if letter.last:
+                if header.last:
                     parts.end()
                 freed = answer.give(FREE)
                 yield freed
                 freed.result()
-                over, index = letter.last, index + 1
+                over, index = header.last, index + 1
         finally:
             self.shut()
             if answer is not None and not over:
@@ -143,20 +143,20 @@ class Inbox:
         try:
             region.deregister(timeout=_QUIESCE_S)
         except NotQuiesced:
-            # Somebody may still write there: the engine keeps that memory, and we take other.
+            # A sender may still write there: the engine keeps that memory; allocate new memory.
             self._memory = None
 
 
-def _check(letter: Letter, version: int | None) -> None:
-    if letter.error:
+def _check(header: BucketHeader, version: int | None) -> None:
+    if header.error:
         raise WeightSyncError(
-            f"the sender of weights failed: {letter.error}", version=letter.version
+            f"the sender of weights failed: {header.error}", version=header.version
         )
-    if None not in (version, letter.version) and version != letter.version:
+    if None not in (version, header.version) and version != header.version:
         raise WeightSyncError(
-            f"weights of version {letter.version} came where {version} is expected; start both "
+            f"weights of version {header.version} came where {version} is expected; start both "
             "ends of an update with the same version",
-            version=letter.version,
+            version=header.version,
         )
 
 
@@ -181,7 +181,7 @@ class _Parts:
 
     def __init__(self) -> None:
         self._first: Piece | None = None
-        self._whole: torch.Tensor | None = None
+        self._receiverle: torch.Tensor | None = None
         self._got = 0
 
     def join(self, slot: torch.Tensor, piece: Piece) -> torch.Tensor | None:
@@ -199,7 +199,7 @@ class _Parts:
                 return data.view(dtype).view(piece.shape)
             return self._add(data, piece, dtype, nbytes)
         except RuntimeError as error:
-            raise DecodeError(f"`{piece.name}` can't be what its letter says: {error}") from error
+            raise DecodeError(f"`{piece.name}` can't be what its header says: {error}") from error
 
     def _add(
         self, data: torch.Tensor, piece: Piece, dtype: torch.dtype, nbytes: int
@@ -208,20 +208,20 @@ class _Parts:
 
         if self._first is None:
             self._first, self._got = piece, 0
-            self._whole = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        whole, first = self._whole, self._first
+            self._receiverle = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        whole, first = self._receiverle, self._first
         same = (piece.name, piece.dtype, piece.shape) == (first.name, first.dtype, first.shape)
         if whole is None or not same or piece.start != self._got:
             raise DecodeError(f"a part of `{piece.name}` came out of order")
         if piece.start + piece.nbytes > nbytes:
             raise DecodeError(
-                f"`{piece.name}` can't be what its letter says: its parts are too long"
+                f"`{piece.name}` can't be what its header says: its parts are too long"
             )
         whole[piece.start : piece.start + piece.nbytes] = data
         self._got += piece.nbytes
         if self._got < nbytes:
             return None
-        self._first = self._whole = None
+        self._first = self._receiverle = None
         return whole.view(dtype).view(piece.shape)
 
     def end(self) -> None:
@@ -234,7 +234,7 @@ class _Parts:
 
 
 def _form(piece: Piece) -> tuple[torch.dtype, int]:
-    """A tensor's dtype and bytes, by a letter that may say anything."""
+    """A tensor's dtype and bytes, by a header that may say anything."""
     import torch
 
     dtype = getattr(torch, piece.dtype, None)

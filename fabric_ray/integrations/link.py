@@ -48,7 +48,7 @@ class Server:
     Args:
         functions: by name; what they are annotated with is what is decoded.
         host: where to listen, as trainers reach it.
-        name: of this process's target, whatever callers call it.
+        name: of this process's target; names in calls are ignored.
     """
 
     def __init__(self, functions: dict[str, Function], host: str, name: str) -> None:
@@ -68,7 +68,7 @@ class Server:
             return
         self._closed = True
         with suppress(OSError):
-            Client(self._listener.address).close()  # Wakes whoever waits for one.
+            Client(self._listener.address).close()  # Wakes the accept loop.
         self._listener.close()
 
     def _accept(self) -> None:
@@ -149,7 +149,7 @@ class Link:
             if self._connection is None:
                 self._connection = Client(self._address, authkey=self._secret)
             self._connection.send_bytes(msgspec.msgpack.encode((function.__name__, args)))
-            # Who acts within the time should be able to say what took it.
+            # A worker's own timeout error should arrive first.
             if not self._connection.poll(timeout + 5.0):
                 self.close()  # A late answer would be taken for the next.
                 return CallFailure(

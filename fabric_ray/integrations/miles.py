@@ -20,8 +20,8 @@ from typing import Any
 
 from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.integrations import MissingFramework
+from fabric_ray.integrations.collective_calls import CollectiveCalls
 from fabric_ray.integrations.link import Link
-from fabric_ray.integrations.meeting import Meeting
 from fabric_ray.integrations.sglang import target_open
 from fabric_ray.weights import PushReport, WeightSync
 from fabric_ray.weights.calls import CallFailure
@@ -92,8 +92,8 @@ class UpdateWeightFabric:
         """Of the last push, on rank 0."""
         self._options = {"timeout": 60.0, **(options or {})}
         self._timeout = float(self._options["timeout"])
-        self._meeting = Meeting(group())
-        self.rank = self._meeting.rank
+        self._collective = CollectiveCalls(group())
+        self.rank = self._collective.rank
         self._source = source(self)
         self._engines: Sequence[Any] = ()
         self._counts: Sequence[int] = ()
@@ -122,18 +122,18 @@ class UpdateWeightFabric:
         per_engine = self.args.rollout_num_gpus_per_engine
         self._engines = list(rollout_engines)
         self._counts = list(engine_gpu_counts or [per_engine] * len(self._engines))
-        self.weight_version = self._meeting.hold(self._connect)
+        self.weight_version = self._collective.run(self._connect)
 
     def update_weights(self) -> None:
         """Pushes the next version.
 
         Raises:
-            WeightSyncError: on every rank; ``failed`` names who didn't get it, and why.
+            WeightSyncError: on every rank; ``failed`` maps engines to causes.
         """
         try:
-            self._meeting.hold(self._push)
+            self._collective.run(self._push)
         finally:
-            self.weight_version = self._meeting.version
+            self.weight_version = self._collective.version
 
     def _connect(self) -> int:
         self._sync = None
@@ -151,21 +151,21 @@ class UpdateWeightFabric:
         self._links = [Link(session_id) for session_id, _ in infos.values()]
         places = [(i, len(self._counts)) for i, n in enumerate(self._counts) for _ in range(n)]
         args = [("", *place) for place in places]
-        answers = self._meeting.ask(self._links, target_open, args, self._timeout)
+        answers = self._collective.ask(self._links, target_open, args, self._timeout)
         asked = dict(zip(refs, answers, strict=True))
-        refused = {who: a.cause for who, a in asked.items() if isinstance(a, CallFailure)}
+        refused = {name: a.cause for name, a in asked.items() if isinstance(a, CallFailure)}
         _raise(refused, "take its place")
-        trainers = range(self._meeting.size)
-        sync = WeightSync(trainers, self._links, calls=self._meeting, **self._options)
+        trainers = range(self._collective.size)
+        sync = WeightSync(trainers, self._links, calls=self._collective, **self._options)
         sync.connect()
         self._sync = sync
-        return self._meeting.version
+        return self._collective.version
 
     def _push(self) -> None:
         if self._sync is None:
             raise InvalidArgument("no engines are connected; call connect_rollout_engines first")
         everyone = range(len(self._engines))
-        version = self._meeting.version + 1
+        version = self._collective.version + 1
         try:
             self._pause()
             self.report = self._sync.push(version)
@@ -173,11 +173,11 @@ class UpdateWeightFabric:
             decided = self._sync.version == version
             whole = [i for i in everyone if not (decided and self._missed(i, error))]
             if decided:
-                self._meeting.version = version
+                self._collective.version = version
             if failed := self._go_on(whole, version if decided else None):
                 logger.error("engines stand still after a push that failed: %s", failed)
             raise
-        self._meeting.version = version
+        self._collective.version = version
         _raise(self._go_on(everyone, version), "go on")
 
     def _pause(self) -> None:
@@ -191,7 +191,7 @@ class UpdateWeightFabric:
             _raise(self._process(everyone, before=True), "unpack its weights")
 
     def _go_on(self, engines: Iterable[int], version: int | None) -> dict[str, str]:
-        """Has engines go on, with a new version if there is one; who can't stands still."""
+        """Continues engines with the new version, if any; engines without it stay paused."""
         failed: dict[str, str] = {}
 
         def left() -> list[int]:
@@ -219,10 +219,10 @@ class UpdateWeightFabric:
         return any(f"rollout {first + rank}" in failed for rank in range(self._counts[engine]))
 
     def _tell(self, engines: Iterable[int], call: str, **arguments: Any) -> dict[str, str]:
-        """Calls engines; returns who failed, and why."""
+        """Calls engines; returns causes of failed calls by engine."""
         refs = {f"engine {i}": getattr(self._engines[i], call).remote(**arguments) for i in engines}
         failed = self._get(refs)[1]
-        return {who: f"{call}: {cause}" for who, cause in failed.items()}
+        return {name: f"{call}: {cause}" for name, cause in failed.items()}
 
     def _get(self, refs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         import ray
@@ -231,17 +231,17 @@ class UpdateWeightFabric:
 
         deadline = time.monotonic() + self._timeout
         answers, failed = dict[str, Any](), dict[str, str]()
-        for who, ref in refs.items():
+        for name, ref in refs.items():
             try:
-                answers[who] = ray.get(ref, timeout=max(0.1, deadline - time.monotonic()))
+                answers[name] = ray.get(ref, timeout=max(0.1, deadline - time.monotonic()))
             except ray.exceptions.RayError as error:
-                failed[who] = cause_of(error)
+                failed[name] = cause_of(error)
         return answers, failed
 
 
 def _raise(failed: Mapping[str, str], what: str) -> None:
     if failed:
-        causes = "; ".join(f"{who}: {cause}" for who, cause in failed.items())
+        causes = "; ".join(f"{name}: {cause}" for name, cause in failed.items())
         raise WeightSyncError(
             f"{' and '.join(failed)} did not {what}: {causes}", failed=dict(failed)
         )

@@ -16,18 +16,18 @@ from fabric_ray.engine import (
     TransferEngine,
 )
 from fabric_ray.errors import FabricError, InvalidArgument, WeightSyncError
-from fabric_ray.integrations.letters import (
+from fabric_ray.integrations.bucket_header import (
     ALIGN,
     GAVE_UP,
     REPLY_BYTES,
     SLOTS,
+    BucketHeader,
     Invitation,
-    Letter,
     Piece,
     Reply,
     Waits,
     slot_bytes,
-    write_letter,
+    write_header,
 )
 from fabric_ray.tensors import resolved
 
@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 class Outbox:
     """Streams tensors to receivers, bucket by bucket, one pass after another.
 
-    A receiver that fails gets no more of a pass, and the others all of it; :meth:`finish` names who
-    failed. Tensors are copied into a bucket when they are given, so their memory is free at once.
+    A receiver that fails gets no further buckets of a pass; the others get all of them.
+    :meth:`finish` names the failed receivers. :meth:`put` copies a tensor, so that its memory can
+    be reused at once.
 
     Args:
         engine: sends.
@@ -56,7 +57,7 @@ class Outbox:
         self.begin([])
 
     def begin(self, invitations: Sequence[Invitation], version: int | None = None) -> None:
-        """Begins a pass to these receivers; to nobody, tensors are accepted and forgotten.
+        """Begins a pass to these receivers; without receivers, tensors are accepted and dropped.
 
         Raises:
             InvalidArgument: a receiver has buckets of another size.
@@ -64,8 +65,8 @@ class Outbox:
         for invitation in invitations:
             if invitation.bucket != self._bucket:
                 raise InvalidArgument(
-                    f"{invitation.who} has buckets of {invitation.bucket} bytes and the sender of "
-                    f"{self._bucket}; give all of them the same size"
+                    f"{invitation.receiver} has buckets of {invitation.bucket} bytes, expected the "
+                    f"sender's {self._bucket}; give both the same size"
                 )
         if invitations and self._memory is None:
             self._memory = self._engine.alloc(SLOTS * self._slot)
@@ -115,9 +116,9 @@ class Outbox:
         for receiver in self._to:
             yield from receiver.used(self._index, self._timeout)
             yield from receiver.wrote(0)
-        failed = {r.who: r.failed for r in self._to if r.failed}
+        failed = {r.name: r.failed for r in self._to if r.failed}
         if failed:
-            causes = "; ".join(f"{who}: {cause}" for who, cause in failed.items())
+            causes = "; ".join(f"{name}: {cause}" for name, cause in failed.items())
             raise WeightSyncError(
                 f"weights did not reach {' and '.join(failed)}: {causes}",
                 version=self._version,
@@ -154,13 +155,13 @@ class Outbox:
         self._said: int = 1024 + len(msgspec.msgpack.encode(self._replies))
 
     def _room(self, name: str, shape: Sequence[int]) -> int:
-        """Bytes left for a piece of this tensor, beside the letter that names it."""
+        """Bytes left for a piece of this tensor, beside the header that names it."""
         named = len(name.encode()) + 9 * len(shape) + 64
         return self._slot - ALIGN - self._at - self._said - named
 
     def _send(self, *, last: bool = False, error: str | None = None) -> Waits:
         """Sends the bucket, and waits until the next can be filled."""
-        letter = Letter(
+        header = BucketHeader(
             self._index,
             self._version,
             self._pieces,
@@ -168,7 +169,7 @@ class Outbox:
             last,
             error and error[:500],
         )
-        nbytes = write_letter(self._open(), self._at, letter)
+        nbytes = write_header(self._open(), self._at, header)
         assert self._memory is not None
         at = self._index % SLOTS * self._slot
         for receiver in self._to:
@@ -185,7 +186,7 @@ class _Receiver:
     """One receiver, as the sender sees it."""
 
     def __init__(self, engine: TransferEngine, invitation: Invitation) -> None:
-        self.who = invitation.who
+        self.name = invitation.receiver
         self.failed: str | None = None
         self.counters = [CounterRef.from_bytes(data) for data in invitation.counters]
         self._engine = engine

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.integrations import framework
+from fabric_ray.integrations.bucket_header import Invitation, Named, settle_async
 from fabric_ray.integrations.inbox import Inbox
-from fabric_ray.integrations.letters import Invitation, Named, settle_async
 from fabric_ray.integrations.outbox import Outbox
 from fabric_ray.models.stored import plain_dtype
 from fabric_ray.runtime import engine as process_engine
@@ -59,8 +59,8 @@ class FabricCheckpointEngine(_verl.CheckpointEngine):  # type: ignore[misc]
         self._trainer = is_master is not None
         self._dtype = _dtype(rollout_dtype)
         self._engine = engine or process_engine(**options)
-        who = f"rollout worker {self._engine.id[:8]}"
-        self._inbox = Inbox(self._engine, bucket_size, who=who, timeout=timeout)
+        receiver = f"rollout worker {self._engine.id[:8]}"
+        self._inbox = Inbox(self._engine, bucket_size, receiver=receiver, timeout=timeout)
         self._outbox = Outbox(self._engine, bucket_size, timeout=timeout)
         self._receivers: list[Invitation] = []
         self._sender: bytes | None = None
@@ -108,7 +108,7 @@ class FabricCheckpointEngine(_verl.CheckpointEngine):  # type: ignore[misc]
     ) -> None:
         """Sends all tensors to this trainer's rollouts; returns when they have used all of them.
 
-        All of ``weights`` is consumed, whoever fails: it may gather from the other trainers.
+        Consumes all of ``weights`` even after an error, since it may gather from other trainers.
 
         Raises:
             WeightSyncError: rollouts that did not get everything; ``failed`` names them.
@@ -130,7 +130,7 @@ class FabricCheckpointEngine(_verl.CheckpointEngine):  # type: ignore[misc]
             PeerLost: it died.
         """
         if self._sender is None:
-            raise InvalidArgument("nobody sends to this worker; call init_process_group first")
+            raise InvalidArgument("this worker has no sender; call init_process_group first")
         steps = self._inbox.receive(self._sender, global_steps)
         try:
             for step in steps:

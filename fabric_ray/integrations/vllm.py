@@ -25,8 +25,8 @@ from fabric_ray.decoding import from_msgpack
 from fabric_ray.engine import EngineAddress, Message, TransferEngine
 from fabric_ray.errors import DecodeError, InvalidArgument, WeightSyncError
 from fabric_ray.integrations import framework
+from fabric_ray.integrations.bucket_header import Invitation, settle
 from fabric_ray.integrations.inbox import Inbox
-from fabric_ray.integrations.letters import Invitation, settle
 from fabric_ray.integrations.outbox import Outbox
 from fabric_ray.integrations.vllm_control import PAUSES, control_of, discard_cached, explained
 from fabric_ray.integrations.vllm_plugin import check_version
@@ -111,8 +111,10 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
         self._leave = init_info.leave
         self._peer = self._engine.peer(EngineAddress.from_bytes(self._trainer))
         self._engine.connect(self._peer)
-        who = f"vllm worker {self._engine.id[:8]}"
-        self._inbox = Inbox(self._engine, init_info.bucket, who=who, timeout=init_info.timeout)
+        receiver = f"vllm worker {self._engine.id[:8]}"
+        self._inbox = Inbox(
+            self._engine, init_info.bucket, receiver=receiver, timeout=init_info.timeout
+        )
 
     def start_weight_update(self) -> None:
         """Nothing yet: the model keeps its weights until the first tensor has arrived."""

@@ -33,12 +33,12 @@ class Fetcher:
         self._invalid: set[int] = set()
 
     def start(self, loads: Sequence[Load]) -> None:
-        """Asks for blocks. Whatever is wrong with a load is reported as its failure."""
+        """Asks for blocks. Any error is reported as the failure of its load."""
         for load in loads:
             try:
                 pull = self._pull(load)
             except FabricError as error:
-                # Nothing was sent: its blocks are nobody's but its own.
+                # Nothing was sent, so no peer writes to its blocks.
                 self._ended.append((load, error))
                 continue
             self._open[load.request] = (load, pull)
@@ -52,7 +52,7 @@ class Fetcher:
                 self._open[request][1].cancel()
 
     def received(self) -> set[str]:
-        """Requests whose blocks are theirs again, loaded or not (MR-1)."""
+        """Requests whose blocks no peer writes to any more, loaded or not (MR-1)."""
         over = set()
         while self._ended:
             load, error = self._ended.popleft()

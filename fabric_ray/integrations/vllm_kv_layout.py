@@ -69,7 +69,7 @@ def worker_cache(
         tensors: the cache of each layer, [blocks, heads, tokens, content]; layers that share one
             have it under several names.
         block_tokens: of a block as the scheduler counts them; the kernels' may be smaller.
-        shards: whose they are.
+        shards: the shards of the caches.
         model: what the pages are of.
         form: what is known of the pages of a layer. Ends whose pages can't be divided are paired
             with pages of the same size only (RS-1).

@@ -14,12 +14,12 @@ from fabric_ray.errors import DecodeError
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """The payload of a pull: which prefill's pages are meant, and who else asks for them."""
+    """The payload of a pull: the prefill, and the number of ranks that pull its pages."""
 
     transfer: str
     """The name that both requests carry."""
     digest: bytes
-    """Of the prompt, so that a name that is used twice brings nobody the other's pages."""
+    """Of the prompt, so that a reused name can't bring another prompt's pages."""
     attempt: str
     """The decoder's request; all of its ranks ask."""
     ranks: int
@@ -50,7 +50,7 @@ class Ready:
     tokens: int
     """Of the prompt."""
     computed: int
-    """How many of the first ones are in the pages before the step, whoever wrote them; the rest is
+    """How many of the first ones are in the pages before the step, from any source; the rest is
     when the pass is through."""
     table: tuple[int, ...]
     """vLLM's blocks of all of them, in order."""
@@ -94,7 +94,7 @@ class Step:
     failed: list[Failed] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
-    """Requests whose loads nobody waits for any more."""
+    """Requests whose loads were cancelled."""
 
 
 def digest(

@@ -19,7 +19,7 @@ from fabric_ray.kvcache import Job, Prefiller
 
 _LOG = logging.getLogger(__name__)
 
-# Names of transfers that are over are remembered, so that who comes late is told at once.
+# Names of ended transfers are kept, so that late decoders get an error at once.
 _REMEMBERED = 10_000
 
 # Seconds that pages of preempted requests have to leave: the whole batch waits meanwhile.
@@ -28,7 +28,7 @@ _LEAVING = 0.5
 
 @dataclass
 class _Transfer:
-    """One request's blocks, and who asks for them. A decoder may ask before the request comes."""
+    """One request's blocks, and the decoders that ask for them, perhaps before it is scheduled."""
 
     ready: Ready | None = None
     computed: bool = False
@@ -40,11 +40,11 @@ class _Transfer:
     served: bool = False
     """Whether all ranks of a decoder that asked are done, with pages or without."""
     request: str | None = None
-    """Whose blocks are held: one that is over."""
+    """The transfer of a finished request whose blocks are held."""
     deadline: float = math.inf
     """On the clock of this process, for a decoder to ask."""
     why: str | None = None
-    """Why nobody gets its pages any more."""
+    """Why decoders get no more of its pages."""
 
 
 class Sender:
@@ -162,7 +162,7 @@ class Sender:
         ``held``, vLLM has taken them back: no job has read them."""
         with self._lock:
             key = self._key(request, transfer)
-            if held:  # before its jobs fail: the last of them takes along what nobody holds
+            if held:  # before its jobs fail: the last job drops transfers without holders
                 self._transfers.setdefault(key, _Transfer()).request = request
         self._fail(key, why)
         if not held:
@@ -237,7 +237,7 @@ class Sender:
                 passing += [(job, each.tokens) for job in self._take(transfer)]
             self._prefiller.begin(passing)
         except Exception as error:
-            # Its layers are counted all the same, and sent to nobody: no job waits for them.
+            # Its layers are counted but not sent: no job waits for them.
             for each in ready:
                 with self._lock:
                     key = self._key(each.request, each.transfer)

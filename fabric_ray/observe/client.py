@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from fabric_ray.decoding import from_json
-from fabric_ray.engine.seeing import Cursor
+from fabric_ray.engine.observability import Cursor
 from fabric_ray.errors import FabricError
 from fabric_ray.observe.process import ProcessMetrics, ProcessRecords
 from fabric_ray.observe.run_directory import check_run_dir, run_dir

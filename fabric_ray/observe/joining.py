@@ -15,7 +15,7 @@ import msgspec
 
 from fabric_ray import _native
 from fabric_ray.engine import EngineRecords
-from fabric_ray.engine.seeing import Arrival, Expected, Part, TransferRecord
+from fabric_ray.engine.observability import Arrival, Expected, Part, TransferRecord
 from fabric_ray.observe.process import ProcessRecords
 
 # A poll notes when it began: what it sees may have come that much later.

@@ -15,7 +15,7 @@ import msgspec
 
 from fabric_ray.decoding import from_json
 from fabric_ray.engine import EngineMetrics, EngineRecords, opened
-from fabric_ray.engine.seeing import Cursor
+from fabric_ray.engine.observability import Cursor
 from fabric_ray.errors import DecodeError
 from fabric_ray.observe.spans import names
 

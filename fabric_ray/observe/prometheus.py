@@ -11,7 +11,7 @@ from types import TracebackType
 
 from typing_extensions import Self
 
-from fabric_ray.engine.seeing import Histogram
+from fabric_ray.engine.observability import Histogram
 from fabric_ray.errors import ResourceError
 from fabric_ray.observe import process
 from fabric_ray.observe.samples import Sample, samples

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from fabric_ray.engine import EngineMetrics, EngineRecords
-from fabric_ray.engine.seeing import CLASSES, Cursor, Histogram, PeerMetrics, TransferRecord
+from fabric_ray.engine.observability import CLASSES, Cursor, Histogram, PeerMetrics, TransferRecord
 from fabric_ray.observe.process import ProcessMetrics, ProcessRecords
 
 Health = Literal["ok", "waits", "degraded", "lost"]

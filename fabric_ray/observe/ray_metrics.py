@@ -7,7 +7,7 @@ from threading import Event, Lock, Thread
 
 from ray.util.metrics import Counter, Gauge
 
-from fabric_ray.engine.seeing import Histogram
+from fabric_ray.engine.observability import Histogram
 from fabric_ray.observe import process
 from fabric_ray.observe.prometheus import buckets
 from fabric_ray.observe.samples import FAMILIES, Family, Sample, samples

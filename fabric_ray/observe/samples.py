@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from fabric_ray.engine import EngineMetrics
-from fabric_ray.engine.seeing import Histogram
+from fabric_ray.engine.observability import Histogram
 
 Kind = Literal["counter", "gauge", "histogram"]
 

@@ -22,7 +22,7 @@ from fabric_ray.plan.errors import (
 )
 from fabric_ray.plan.execute import apply
 from fabric_ray.plan.planner import Balance, Link, LocalContainer, Plan, plan
-from fabric_ray.plan.replicas import first_replicas, twins
+from fabric_ray.plan.replicas import first_replicas, replica_groups
 from fabric_ray.plan.report import ParamMeta, side_from_param_meta
 from fabric_ray.plan.types import (
     Concat,
@@ -84,6 +84,6 @@ __all__ = [
     "apply",
     "first_replicas",
     "plan",
+    "replica_groups",
     "side_from_param_meta",
-    "twins",
 ]

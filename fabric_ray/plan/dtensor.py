@@ -69,7 +69,7 @@ def param_meta(name: str, tensor: torch.Tensor, *, rank: int | None = None) -> P
 
 
 def _as_dtensor(tensor: torch.Tensor) -> DTensor | None:
-    # Importing it takes seconds, which nobody has to wait for who has none.
+    # Imported only for DTensors: the import takes seconds.
     module = sys.modules.get("torch.distributed.tensor")
     return tensor if module is not None and isinstance(tensor, module.DTensor) else None
 

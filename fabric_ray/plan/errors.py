@@ -6,7 +6,7 @@ from fabric_ray.errors import FabricError
 
 
 class PlanError(FabricError, ValueError):
-    """A layout, a pair of layouts or a plan that can't be used; says what, who and what to do."""
+    """A side, a pair of sides or a plan is invalid; the text names tensor, rank and remedy."""
 
     def __init__(
         self,

@@ -172,7 +172,7 @@ class Plan:
         return self._core.counts()[1]
 
     def explain(self, tensor_or_container: str | None = None, *, rank: int | None = None) -> str:
-        """The plan in words: who sends which box to whom, and why that replica.
+        """The plan as text: the sender and receiver of each box, and why that replica sends it.
 
         Without arguments a summary; with a tensor's or container's name, a target rank or both,
         every box that concerns them.
@@ -230,8 +230,8 @@ def plan(
     smaller than ``min_split_bytes``. Hosts that pass equal arguments get equal plans.
 
     Args:
-        source: who holds what.
-        target: who needs what, the most urgent container first.
+        source: the layout of the senders.
+        target: the layout of the receivers, the most urgent container first.
         leave: patterns of names of source tensors that may stay behind, since no target needs
             them, such as ``("draft.*",)``. Any other that no target needs is refused.
         min_split_bytes: bytes.

@@ -1,4 +1,4 @@
-"""Ranks that hold the same, such as the replicas of an engine."""
+"""Ranks that hold the same bytes, such as the replicas of an engine."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from fabric_ray.plan.planner import encoded
 from fabric_ray.plan.types import Side
 
 
-def twins(side: Side) -> tuple[tuple[int, ...], ...]:
-    """The ranks of a target layout in groups that hold the same boxes at the same bytes.
+def replica_groups(side: Side) -> tuple[tuple[int, ...], ...]:
+    """The ranks of a target side, in groups that hold the same boxes at the same bytes.
 
-    Every rank is in one group; those that hold nothing are alone.
+    Each rank is in one group; a rank that holds nothing is alone in its group.
 
     Raises:
-        PlanError: the layout means nothing.
+        PlanError: the side is invalid.
     """
     _, groups = holders(encoded(side, "target"))
     idle = set(side.ranks).difference(*groups)
@@ -23,10 +23,10 @@ def twins(side: Side) -> tuple[tuple[int, ...], ...]:
 
 
 def first_replicas(side: Side) -> Side:
-    """The target layout in which only the first rank of each group of twins holds anything.
+    """The target side in which only the first rank of each replica group holds containers.
 
     Raises:
-        PlanError: the layout means nothing.
+        PlanError: the side is invalid.
     """
     by_container, groups = holders(encoded(side, "target"))
     first = {group[0] for group in groups}

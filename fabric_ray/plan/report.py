@@ -206,9 +206,9 @@ def _containers(name: str, reports: dict[int, ParamMeta]) -> Iterable[Container]
 def _check(name: str, first: tuple[int, ParamMeta], other: tuple[int, ParamMeta]) -> None:
     rank, meta = other
     for field in ("shape", "dtype", "mesh_shape", "placements"):
-        ours, theirs = getattr(first[1], field), getattr(meta, field)
-        if ours != theirs:
-            raise _contradiction(name, [first[0], rank], field, f"{ours} and {theirs}")
+        first_value, value = getattr(first[1], field), getattr(meta, field)
+        if first_value != value:
+            raise _contradiction(name, [first[0], rank], field, f"{first_value} and {value}")
     problem = _problem(
         rank,
         meta.shape,
@@ -252,10 +252,10 @@ def _problem(
 
 
 def _contradiction(name: str, ranks: list[int], field: str, problem: str) -> InconsistentReports:
-    who = "rank " + ", ".join(map(str, ranks[:8])) + (" and more" if len(ranks) > 8 else "")
+    reporters = "rank " + ", ".join(map(str, ranks[:8])) + (" and more" if len(ranks) > 8 else "")
     return InconsistentReports(
-        f"parameter `{name}`, {who}, field {field}: {problem}; make all ranks report what they "
-        "hold of the same model",
+        f"parameter `{name}`, {reporters}, field {field}: {problem}; "
+        "make all ranks report what they hold of the same model",
         tensor=name,
         rank=ranks[0],
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.plan import LocalContainer, Plan, Side, replicas
+from fabric_ray.plan import LocalContainer, Plan, Side, replica_groups
 from fabric_ray.weights.relay_groups import RelayGroups
 from fabric_ray.weights.report import InboundPlan, TargetShare
 from fabric_ray.weights.stripes import containers_of, pages, stripes
@@ -39,7 +39,7 @@ class Fanout:
         self._target = target
         self._trainers = trainers
         self._rollouts = dict(rollouts)
-        self._replicas = {rank: group for group in replicas(target) for rank in group}
+        self._replicas = {rank: group for group in replica_groups(target) for rank in group}
         self._plan_rank_of = {r: group[0] if relay else r for r, group in self._replicas.items()}
         self._inbound_plans: dict[int, InboundPlan] = {}
         members: dict[int, list[int]] = {}

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Trainers(msgspec.Struct, frozen=True):
-    """Who trains."""
+    """The trainers of a forecast."""
 
     parallel: FsdpParallel | Parallel
     """FSDP2 or Megatron-Core."""
@@ -50,7 +50,7 @@ class Trainers(msgspec.Struct, frozen=True):
 
 
 class Rollouts(msgspec.Struct, frozen=True, kw_only=True):
-    """Who generates: engines of ``dp`` groups of ``tp`` ranks."""
+    """The rollouts of a forecast: engines of ``dp`` groups of ``tp`` ranks."""
 
     tp: int = 1
     ep: int = 1

@@ -10,7 +10,7 @@ from fabric_ray.plan import LocalContainer
 class Span(msgspec.Struct, frozen=True):
     """A stage of one actor's work, for timelines."""
 
-    who: str
+    actor: str
     """The actor, such as ``trainer 0``."""
     stage: str
     start: float

@@ -175,15 +175,15 @@ class Session:
         return None
 
     def _copy_from(self, giver: int, number: int) -> None:
-        who = self._rollouts.label(number)
+        label = self._rollouts.label(number)
         self._accept({number: self.fanout.copied_by(number, giver)})
         push_target = self._push_targets.pop(number)
         if (push_target.version or 0) > self.version:
             raise WeightSyncError(
-                f"{who} runs version {push_target.version}, expected at most {self.version}; join "
-                "with a new WeightTarget",
+                f"{label} runs version {push_target.version}, expected at most {self.version}; "
+                "join with a new WeightTarget",
                 version=self.version,
-                failed={who: f"it runs version {push_target.version}"},
+                failed={label: f"it runs version {push_target.version}"},
             )
         if not push_target.staged:
             self._quiesce("write", (number,))
@@ -202,7 +202,7 @@ class Session:
             phases.target_commit, "use the version", {number: args}
         )
         if cause := push_targets[number].hook:
-            raise WeightSyncError(f"a hook failed at {who}: {cause}", failed={who: cause})
+            raise WeightSyncError(f"a hook failed at {label}: {cause}", failed={label: cause})
         self._push_targets |= push_targets
 
     def forget(self, number: int) -> None:
@@ -213,9 +213,9 @@ class Session:
 
     def _accept(self, plans: dict[int, InboundPlan]) -> None:
         """Sends rollouts their share of the plan; they allocate memory."""
-        encoded, who = self._encoded if self._digest else None, self._rollouts.who
+        encoded, label = self._encoded if self._digest else None, self._rollouts.label
         shares = {
-            number: (self.fanout.share(self._id, number, who(number), inbound, encoded),)
+            number: (self.fanout.share(self._id, number, label(number), inbound, encoded),)
             for number, inbound in plans.items()
         }
         self._push_targets |= self._rollouts.call_all(phases.target_accept, "make room", shares)

@@ -179,14 +179,14 @@ class WeightSource:
         deadline = time.monotonic() + timeout
         with self._calls_lock.acquire() as check_latest, observe.span(f"push {version}"):
             require_session(session, self._share)
-            who = f"trainer {self.rank}"
+            actor = f"trainer {self.rank}"
             start = time.time()
             try:
                 if self._tensors.refresh_moved():
                     self._routes.clear()
                 self._tensors.gather_adapters()
                 by_rollout = self._by_rollout(push_targets)
-                spans = [Span(who, "route", start, time.time())]
+                spans = [Span(actor, "route", start, time.time())]
                 if self._conversion is not None:
                     left = deadline - time.monotonic()
                     spans.append(self._conversion.begin(version, self._tensors.local, left))
@@ -209,7 +209,7 @@ class WeightSource:
                             sending.add_digest(push_target, route)
             self._tensors.release_adapters()
             sending.wait_for(len(self._steps))
-            spans.append(Span(who, "write", start, time.time()))
+            spans.append(Span(actor, "write", start, time.time()))
             return sending.result(spans)
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from fabric_ray.plan.types import Stack, leaves
 
 
 class _Rows(NamedTuple):
-    """Some rows of a tensor, and who holds which columns of them; runs are start and length."""
+    """Rows of a tensor, and the ranks that hold their columns; runs are (start, length)."""
 
     box: tuple[int, int]
     by_column: Mapping[tuple[int, int], list[int]]

@@ -225,7 +225,7 @@ class WeightTarget:
         """
         if self._share is None:
             raise WeightSyncError(f"version {version} was not announced here", version=version)
-        who = self._share.name
+        actor = self._share.name
         start = time.time()
         if self._relay is not None:
             self._relay.wait()
@@ -236,11 +236,11 @@ class WeightTarget:
                 arrivals = self._arrivals(list(self._writers()), timeout)
             for arrival in arrivals:
                 arrival.wait()
-        spans = [Span(who, "arrive", start, time.time())]
+        spans = [Span(actor, "arrive", start, time.time())]
         if digest is not None:
             start = time.time()
             found = self._digest(self._staging[self._next]).compute()
-            spans.append(Span(who, "digest", start, time.time()))
+            spans.append(Span(actor, "digest", start, time.time()))
             if found != digest:
                 raise WeightSyncError(
                     f"version {version} is corrupt: got digest {found:016x}, expected "

@@ -36,7 +36,7 @@ def values(name: str, seed: int, version: int) -> torch.Tensor:
 
 def side(replicas: bool) -> Side:
     """What rollouts hold: q and k in one, cut by rows; the norm everywhere; the rest cut. As
-    replicas they hold everything, and pass it on to each other."""
+    replicas they hold everything, and relay it to each other."""
     mesh = Mesh.line(range(len(ROLLOUTS)))
     cut = Replicate() if replicas else Shard(0)
 

@@ -13,7 +13,7 @@ from fabric_ray.compat.nixl.exchange import Errand
 from fabric_ray.compat.nixl.metadata import Metadata
 from fabric_ray.compat.sessions import _Question as SessionsQuestion
 from fabric_ray.compat.sessions import _Table as SessionsTable
-from fabric_ray.integrations.letters import Invitation, Letter
+from fabric_ray.integrations.bucket_header import BucketHeader, Invitation
 from fabric_ray.integrations.vllm_kv_plan import Claim
 from fabric_ray.observe.client import AskRecords
 from fabric_ray.observe.process import ProcessMetrics, ProcessRecords
@@ -28,7 +28,7 @@ MESSAGES = [
     Finished,
     Generate,
     Invitation,
-    Letter,
+    BucketHeader,
     Metadata,
     Offer,
     ProcessMetrics,

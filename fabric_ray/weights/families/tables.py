@@ -217,9 +217,9 @@ def family_of(name: str, *, engine: Engine = "sglang", nest: Nest = "") -> Famil
             family=name,
         )
     family = FAMILIES[name]
-    for theirs, ours in _VLLM.items() if engine == "vllm" else ():
+    for hf, vllm in _VLLM.items() if engine == "vllm" else ():
         rules = tuple(
-            msgspec.structs.replace(rule, container=rule.container.replace(theirs, ours))
+            msgspec.structs.replace(rule, container=rule.container.replace(hf, vllm))
             for rule in family.rules
         )
         family = msgspec.structs.replace(family, rules=rules)

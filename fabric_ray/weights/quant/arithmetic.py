@@ -13,8 +13,8 @@ here, so that no scale is zero or subnormal. A block of zeros gets that scale, a
 ``|x / scale|`` exceeds ``limit`` by rounding at most, which the format rounds back: nothing
 saturates. NaN and infinity are refused.
 
-A maximum is exact and doesn't depend on order. So whoever knows a block's maximum gets the same
-scale and the same values as from the whole tensor.
+A maximum is exact and doesn't depend on order. So each rank that knows a block's maximum
+computes the same scale and values as from the whole tensor.
 """
 
 from __future__ import annotations

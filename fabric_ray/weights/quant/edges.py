@@ -1,4 +1,4 @@
-"""Blocks that lie on several ranks: whose maxima each rank needs, from whom. Pure, no I/O.
+"""Blocks that lie on several ranks: the maxima that each rank needs and sends. Pure, no I/O.
 
 A block's maximum is the maximum over its parts. Ranks with equal shards (replicas) are one class;
 a rank that has a part of a block gets the part's maximum of every other class from one of its
@@ -34,7 +34,7 @@ class TensorEdges(msgspec.Struct):
     incomplete: Ids
     """Blocks that none of its pieces has all of."""
     sends: dict[int, Ids]
-    """Per rank, the blocks whose maxima it gets."""
+    """The blocks whose maxima each rank receives."""
     receives: dict[int, Ids]
 
     @property
@@ -114,9 +114,9 @@ class Edges:
             edges = form[rank]
             blocks = edges.blocks
             tensors[name] = (size, blocks)
-            for theirs, ours in ((edges.sends, sends), (edges.receives, receives)):
-                for peer, ids in theirs.items():
-                    ours[peer].append(size + np.searchsorted(blocks, ids))
+            for by_peer, out in ((edges.sends, sends), (edges.receives, receives)):
+                for peer, ids in by_peer.items():
+                    out[peer].append(size + np.searchsorted(blocks, ids))
             size += len(blocks)
         return RankEdges(rank, tensors, size, _joined(sends), _joined(receives))
 
@@ -126,7 +126,7 @@ def _joined(parts: Mapping[int, list[Ids]]) -> dict[int, Ids]:
 
 
 class _Shards(msgspec.Struct):
-    """Equal shards: who holds them, and how they meet the blocks."""
+    """Equal shards: their holders, and the blocks that they cross."""
 
     ranks: list[int]
     touched: Ids

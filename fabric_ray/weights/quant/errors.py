@@ -22,7 +22,7 @@ class NotFinite(QuantError):
 
 
 class ExchangeFailed(FabricError):
-    """Block maxima that didn't come. ``ranks``: whose; ``version``."""
+    """Block maxima did not arrive. ``ranks``: the missing senders; ``version``."""
 
     ranks: tuple[int, ...]
     version: int

@@ -3,7 +3,7 @@
 Each rank has one region that is registered once: for every partner a slot of incoming and one of
 outgoing maxima, all of it twice. Rounds take turns between the halves, each with a counter of its
 own. A rank begins round ``n + 1`` when it has read what round ``n`` brought, and ends it when all
-its partners have begun theirs. So whoever writes for round ``n + 2`` knows that the half it writes
+its partners have begun theirs. So a writer of round ``n + 2`` knows that the half it writes
 to has been read, and a count of the next round can't be taken for one of this. To that end every
 partner writes in every round, if only its version.
 """
@@ -49,9 +49,8 @@ class Invitation:
 class EdgeExchange:
     """One rank's end of the exchange.
 
-    Make one per rank, hand everybody's :attr:`invitation` to everybody's :meth:`connect`, then call
-    :meth:`run` on all ranks once for each version. After an error it is of no more use: close it,
-    and connect new ones.
+    Make one per rank, pass the :attr:`invitation` of all ranks to each :meth:`connect`, then call
+    :meth:`run` on all ranks once for each version. After an error, close it and connect new ones.
 
     Args:
         engine: this rank's; ranks must not share one.
@@ -87,27 +86,27 @@ class EdgeExchange:
             InvalidArgument: a partner's invitation is missing, or made for another side.
         """
         for rank in self._edges.partners:
-            theirs = invitations.get(rank)
+            invitation = invitations.get(rank)
             wanted = self._outgoing[rank][1]
-            if theirs is None or theirs.slots.get(self._edges.rank, (0, 0))[1] != wanted:
+            if invitation is None or invitation.slots.get(self._edges.rank, (0, 0))[1] != wanted:
                 raise InvalidArgument(
                     f"rank {self._edges.rank} has {wanted} bytes for rank {rank}, which "
-                    f"{'is missing' if theirs is None else 'expects something else'}; connect all "
-                    "ranks of one side with the same formats"
+                    f"{'is missing' if invitation is None else 'expects another size'}; connect "
+                    "all ranks of one side with the same formats"
                 )
         self._batches = [Batch(), Batch()]
         for rank in self._edges.partners:
-            theirs = invitations[rank]
-            region = self._engine.import_region(theirs.descriptor)
+            invitation = invitations[rank]
+            region = self._engine.import_region(invitation.descriptor)
             self._peers[rank] = region.peer
-            offset, nbytes = theirs.slots[self._edges.rank]
+            offset, nbytes = invitation.slots[self._edges.rank]
             for parity, batch in enumerate(self._batches):
                 source = self._outgoing_at(rank, parity)
                 half = region.nbytes // 2
                 batch.write(
                     self._region[source : source + nbytes],
                     region.slice(parity * half + offset, nbytes),
-                    imm=theirs.counters[parity],
+                    imm=invitation.counters[parity],
                 )
         self._broken = None
 
@@ -145,9 +144,9 @@ class EdgeExchange:
             self._end("has failed")
             raise self._failure(version, parity, None)
         for rank, places in self._edges.receives.items():
-            _, theirs = self._slot(self._incoming_at(rank, parity), len(places))
+            _, received = self._slot(self._incoming_at(rank, parity), len(places))
             at = torch.from_numpy(places)
-            maxima[at] = torch.maximum(maxima[at], torch.from_numpy(theirs.copy()))
+            maxima[at] = torch.maximum(maxima[at], torch.from_numpy(received.copy()))
 
     def give_up(self) -> None:
         """Ends it before a round that partners begin or have begun: they hear of it at once, by a
@@ -174,9 +173,9 @@ class EdgeExchange:
     def _fill(self, parity: int, version: int, maxima: Tensor) -> None:
         for rank in self._peers:
             places = self._edges.sends.get(rank, _NONE)
-            header, ours = self._slot(self._outgoing_at(rank, parity), len(places))
+            header, values = self._slot(self._outgoing_at(rank, parity), len(places))
             header[0] = version
-            ours[:] = maxima[torch.from_numpy(places)].numpy()
+            values[:] = maxima[torch.from_numpy(places)].numpy()
 
     def _move(self, parity: int, timeout: float | None) -> None:
         """Writes to all partners and waits until all have written."""

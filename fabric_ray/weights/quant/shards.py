@@ -282,7 +282,7 @@ class Preparation:
                     raise arithmetic.not_finite(name, self.fmt, rank=self._edges.rank)
 
     def _scale_part(self, part: Piece, fmt: Scaled) -> _ScalePart:
-        """Which piece computes the scales that the layout of scales puts somewhere."""
+        """The piece that computes the scales of a part of the scale layout."""
         wanted = [
             np.concatenate([np.arange(start, start + n) for start, n in spans])
             for spans in part.spans

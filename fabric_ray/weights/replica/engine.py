@@ -25,7 +25,7 @@ class EngineReplica(Protocol):
 
     @property
     def side(self) -> Side | None:
-        """The rollouts' layout, where it knows it; the controller then compares it with theirs."""
+        """The rollouts' layout, if known; the controller compares it with the rollouts' own."""
 
     def needs(self, rank: int, tensors: Mapping[str, Tensor]) -> Mapping[str, Collection[str]]:
         """By engine tensor of a rollout: those of ``tensors`` that it is made of, all of which must

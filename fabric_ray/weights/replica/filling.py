@@ -1,5 +1,5 @@
-"""One trainer's work from connect to connect: gather a bucket, load a replica as one rollout after
-the other, send what is complete."""
+"""One trainer's share of pushes: gathers a bucket, loads the replica as each rollout in turn, and
+sends complete tensors."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from fabric_ray.weights.routing import outgoing
 from fabric_ray.weights.step_sender import Route, StepSender
 
 _Routes = dict[int, list[Route]]
-"""By the number of the load whose tensors they send; one for each stripe."""
+"""Routes by load number, one per stripe."""
 
 
 class Filling:
-    """What one route has a trainer do at every push.
+    """Runs one trainer's share of each push of a session.
 
     Raises:
         InvalidArgument: bucket or cache are too small, or the replica is of another engine than
@@ -48,7 +48,7 @@ class Filling:
         cache: int,
     ) -> None:
         self.session = share.session
-        """Whose route it is."""
+        """The session of the plan."""
         self._share = share
         self._gathering = gathering
         self._replica = replica
@@ -70,7 +70,7 @@ class Filling:
         self._places = memory.places(plan.local_containers("source", self._rank))
 
     def prepare(self, timeout: float) -> None:
-        """Connects to the rollouts and has everything ready for all of their regions."""
+        """Connects to the rollouts and prepares requests for all of their regions."""
         engine = self._memory.engine
         ready = []
         for push_target in self._share.push_targets:
@@ -90,13 +90,13 @@ class Filling:
         digest: bool,
         proceed: Callable[[], None],
     ) -> Sent:
-        """Moves one version.
+        """Gathers, loads and sends one version.
 
         Args:
             push_targets: of all rollouts.
             proceed: called before each load; raises to stop.
         """
-        who = f"trainer {self._rank}"
+        actor = f"trainer {self._rank}"
         ordered = rotated(
             sorted(push_targets, key=lambda push_target: push_target.rank), self._rank
         )
@@ -111,11 +111,11 @@ class Filling:
             start = time.time()
             held |= {name: next(coming)[1] for name in bucket.arrive}
             most = max(most, sum(tensor.nbytes for tensor in held.values()))
-            spans.append(Span(who, "gather", start, time.time()))
+            spans.append(Span(actor, "gather", start, time.time()))
             start = time.time()
             for load in bucket.loads:
                 proceed()
-                # On the critical path only where this load takes memory that is being sent.
+                # Waits only if this load reuses memory that is being sent.
                 sending.wait_for(load.after)
                 self._replica.load(load.rank, {name: held[name] for name in load.tensors})
                 for push_target, route in (
@@ -123,21 +123,21 @@ class Filling:
                 ):
                     sending.send(number, push_target, route)
                     if digest:
-                        # Now: the next load may take the memory.
+                        # Before the next load reuses the memory.
                         sending.add_digest(push_target, route)
                 number += 1
             kept = held.keys() - set(bucket.drop)
             held = {name: _alone(tensor) for name, tensor in held.items() if name in kept}
-            spans.append(Span(who, "load", start, time.time()))
-        next(coming, None)  # whatever comes now wasn't announced
+            spans.append(Span(actor, "load", start, time.time()))
+        next(coming, None)  # raises if the function yields a tensor that was not announced
         start = time.time()
         sending.wait_for(number)
-        spans.append(Span(who, "write", start, time.time()))
+        spans.append(Span(actor, "write", start, time.time()))
         sent = sending.result(spans)
         return msgspec.structs.replace(sent, temporary=Temporary(most, self._memory.nbytes))
 
     def _needs(self) -> dict[int, dict[str, frozenset[str]]]:
-        """What each engine tensor that is sent from here is made of, by rollout."""
+        """The whole tensors that each sent engine tensor needs, by rollout."""
         whole = self._gathering.whole()
         out: dict[int, dict[str, frozenset[str]]] = {}
         for rollout in sorted({rollout for rollout, _ in self._copies}):
@@ -158,7 +158,7 @@ class Filling:
         return out
 
     def _requests(self, push_target: PushTarget) -> _Routes:
-        """What one rollout gets, by loads."""
+        """The routes for one rollout, by load."""
         target = self._memory.engine.import_region(RegionDescriptor.from_bytes(push_target.region))
         routes: _Routes = defaultdict(list)
         for number, load in enumerate(self._loads):
@@ -174,5 +174,5 @@ class Filling:
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without whatever else its memory holds: that must not wait with it."""
+    """The tensor in memory of its own, so that a kept view does not keep a larger storage."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -83,7 +83,7 @@ class Gathering:
         announced = iter(self.whole().values())
         for name, gathered in self._gathered():
             made = self._converting.convert(name, gathered)
-            # Whoever took it decides how long it is kept; here it would outlive its bucket.
+            # The consumer keeps it as long as needed; a reference here would outlive its bucket.
             del gathered
             while made:
                 found, expected = described(*made[0]), next(announced, None)

@@ -1,4 +1,4 @@
-"""A replica of an engine whose layout is known: whole tensors go where the algebra says."""
+"""A replica of an engine with a known layout: whole tensors are copied by the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which trainer fills which rollouts: a pure function of who is there.
+"""Assigns rollouts to trainers: a pure function of both lists.
 
 After a gather every trainer of a pipeline stage has the same whole tensors, so any of them can fill
 any rollout. Each fills a few *groups*: rollouts that hold the same, the first of which stands for

@@ -1,4 +1,4 @@
-"""A replica's memory, registered once whatever it is loaded as."""
+"""A replica's memory, registered once for all ranks that it is loaded as."""
 
 from __future__ import annotations
 

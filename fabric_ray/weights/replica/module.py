@@ -1,5 +1,4 @@
-"""A replica that is the engine's own module: its ``load_weights`` knows the layout, and nobody else
-has to."""
+"""A replica that is the engine's own module, whose ``load_weights`` knows the layout."""
 
 from __future__ import annotations
 

@@ -33,12 +33,12 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Bucket(msgspec.Struct, frozen=True):
-    """What is gathered together, and what can be done then."""
+    """Tensors that are gathered together, and the loads that follow."""
 
     arrive: tuple[str, ...]
     loads: tuple[Load, ...]
     drop: tuple[str, ...]
-    """What nobody needs any more afterwards."""
+    """Tensors that no later load needs."""
 
 
 class Schedule(msgspec.Struct, frozen=True):

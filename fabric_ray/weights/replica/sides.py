@@ -177,14 +177,14 @@ class _Rollout:
 def _senders(
     metas: Sequence[ReplicaMeta], needed: Side, whole: Plan
 ) -> dict[str, list[tuple[int, Group]]]:
-    """By container: who fills which rollouts."""
+    """The trainer of each rollout, by container."""
     stage_of = _stages(metas, needed)
     out: dict[str, list[tuple[int, Group]]] = {}
     for stage in set(stage_of.values()):
         containers = [c for c in needed.containers if stage_of[c.name] == stage]
         trainers = [rank for rank, meta in enumerate(metas) if meta.stage == stage]
         alike = replicas(Side.of(needed.ranks, containers))
-        # Trainers have nothing for those who are fed by other rollouts.
+        # Trainers send nothing to rollouts that receive from another rollout.
         dealt = assign(trainers, [group for group in alike if whole.expected_pages(group[0])])
         senders = [(trainer, group) for trainer, groups in dealt.items() for group in groups]
         out |= {container.name: senders for container in containers}

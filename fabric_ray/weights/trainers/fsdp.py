@@ -71,7 +71,7 @@ def even_stages(layers: int, pp: int) -> tuple[int, ...]:
 def fsdp_side(
     config: ModelConfig, parallel: FsdpParallel, *, stages: Sequence[int] | None = None
 ) -> Side:
-    """What every rank of an FSDP2 trainer holds of a model whose experts are a parameter each.
+    """The side of an FSDP2 trainer, for models with one parameter per expert.
 
     Args:
         config: the model.

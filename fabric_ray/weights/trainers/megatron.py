@@ -45,7 +45,7 @@ def megatron_side(
     Args:
         config: the model.
         parallel: sizes and numbering of the ranks.
-        layers: whose layers it is built of, Transformer Engine's or Megatron-Core's own.
+        layers: the implementation of its layers, Transformer Engine's or Megatron-Core's.
         experts: held by one module (``grouped``) or by one each (``sequential``).
         stages: layers of each pipeline stage, in the order of the model (stage 0 to ``pp - 1``,
             ``vpp`` times); equal numbers by default.

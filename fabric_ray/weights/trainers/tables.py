@@ -28,7 +28,7 @@ def megatron_family(
     """The table of a Megatron-Core trainer.
 
     Args:
-        layers: whose linear layers and norms it is built of.
+        layers: the implementation of its linear layers and norms.
         experts: how experts are held.
         vocab_multiple: the vocabulary is padded to a multiple of this. Megatron's is
             ``make_vocab_size_divisible_by`` times ``tp``.
@@ -124,25 +124,25 @@ def _indexer(prefix: str) -> tuple[Rule, ...]:
         "linear_weights_proj.weight": "weights_proj.weight",
     }
     return tuple(
-        _rule(prefix + ours, f"{_ATTN}indexer.{theirs}", Whole()) for ours, theirs in names.items()
+        _rule(prefix + megatron, f"{_ATTN}indexer.{hf}", Whole()) for megatron, hf in names.items()
     )
 
 
-def _mlp(ours: str, theirs: str) -> tuple[Rule, ...]:
+def _mlp(megatron: str, hf: str) -> tuple[Rule, ...]:
     """SwiGLU: each rank's share of the gate over its share of up."""
-    prefix = _LAYER + ours
+    prefix = _LAYER + megatron
 
     def fc1(kind: str) -> Rule:
-        parts = tuple(Part(f"{theirs}{x}_proj.{kind}", Split(0)) for x in ("gate", "up"))
+        parts = tuple(Part(f"{hf}{x}_proj.{kind}", Split(0)) for x in ("gate", "up"))
         return Rule(f"{prefix}linear_fc1.{kind}", parts)
 
     return (
         fc1("weight"),
         fc1("bias"),
         # Where Hugging Face has gate over up as one parameter too.
-        _rule(f"{prefix}linear_fc1.weight", f"{theirs}gate_up_proj.weight", Split(0, chunks=2)),
-        _rule(f"{prefix}linear_fc2.weight", f"{theirs}down_proj.weight", Split(1)),
-        _rule(f"{prefix}linear_fc2.bias", f"{theirs}down_proj.bias", Whole()),
+        _rule(f"{prefix}linear_fc1.weight", f"{hf}gate_up_proj.weight", Split(0, chunks=2)),
+        _rule(f"{prefix}linear_fc2.weight", f"{hf}down_proj.weight", Split(1)),
+        _rule(f"{prefix}linear_fc2.bias", f"{hf}down_proj.bias", Whole()),
     )
 
 

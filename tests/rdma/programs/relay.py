@@ -24,10 +24,10 @@ from fabric_ray.plan import (
     first_replicas,
     plan,
 )
-from fabric_ray.weights.fanout import Feeding
-from fabric_ray.weights.report import Arm
+from fabric_ray.weights.fanout import Fanout
+from fabric_ray.weights.report import PushTarget
 from fabric_ray.weights.routing import outgoing
-from fabric_ray.weights.staging import Slab
+from fabric_ray.weights.staging import StagingMemory
 from fabric_ray.weights.target import WeightTarget
 
 F32 = DType.of("float32")
@@ -38,7 +38,7 @@ TIMEOUT = 60.0
 
 
 def everything(ranks: int) -> Side:
-    """Each rank holds all tensors, so that all are twins."""
+    """Each rank holds all tensors, so that all are replicas."""
     mesh = Mesh.line(range(ranks))
     return Side.of(ranks, [Container(t.name, F32, Leaf(t, mesh, (Replicate(),))) for t in MODEL])
 
@@ -50,7 +50,7 @@ def full(tensor: Tensor, version: int) -> np.ndarray:
     return (start + np.arange(count, dtype=np.float32)).reshape(tensor.shape)
 
 
-class NumpySlab(Slab):
+class NumpyStaging(StagingMemory):
     """Shows its memory as arrays: torch takes minutes to load on an emulated CPU."""
 
     def lend(self, container: LocalContainer) -> np.ndarray:  # type: ignore[override]
@@ -65,7 +65,7 @@ class World:
         self.plan = plan(everything(1), first_replicas(self.target))
         self.trainer = self._engine("trainer", 0)
         self.rollouts = {n: self._rollout(n, rank=n) for n in ROLLOUTS}
-        self.feeding = Feeding(
+        self.fanout = Fanout(
             self.plan,
             self.target,
             relay=True,
@@ -90,8 +90,8 @@ class World:
         name = f"rollout {number}"
         return WeightTarget(self.target, rank=rank, name=name, engine=engine)
 
-    def _accept(self, number: int, giver: int | None = None) -> Arm:
-        feeding, name = self.feeding, f"rollout {number}"
+    def _accept(self, number: int, giver: int | None = None) -> PushTarget:
+        feeding, name = self.fanout, f"rollout {number}"
         feed = feeding.feed(number) if giver is None else feeding.given_by(number, giver)
         share = feeding.share("session", number, name, feed, self.plan.to_bytes())
         return self.rollouts[number].accept(share)
@@ -99,10 +99,10 @@ class World:
     def push(self) -> None:
         """The trainer writes to the head, who passes on what has arrived; then all flip."""
         self.version += 1
-        for number, children in self.feeding.fed_by.items():
+        for number, children in self.fanout.fed_by.items():
             arms = [self.arms[child] for child in children]
             self.rollouts[number].pass_on(arms, timeout=TIMEOUT)
-        [head] = self.feeding.heads.values()
+        [head] = self.fanout.heads.values()
         digest = self._write(self.arms[head])
         for number, rollout in self.rollouts.items():
             rollout.confirm(self.version, timeout=TIMEOUT, digest=digest)
@@ -110,15 +110,17 @@ class World:
         self.arms = {n: rollout.commit(self.version) for n, rollout in self.rollouts.items()}
         self.check()
 
-    def _write(self, arm: Arm) -> int:
+    def _write(self, push_target: PushTarget) -> int:
         tensors = [full(tensor, self.version) for tensor in MODEL]
         sources = {i: (self.trainer.register(array), 0) for i, array in enumerate(tensors)}
-        there = self.trainer.import_region(RegionDescriptor.from_bytes(arm.region))
+        there = self.trainer.import_region(RegionDescriptor.from_bytes(push_target.region))
         sent, total = [], 0
-        for stripe, counter in enumerate(arm.counters):
-            copies = [c for c in self.plan.for_source(0) if arm.stripes[c.dst_container] == stripe]
+        for stripe, counter in enumerate(push_target.counters):
+            copies = [
+                c for c in self.plan.for_source(0) if push_target.stripes[c.dst_container] == stripe
+            ]
             if copies:
-                batch, digest = outgoing(copies, sources, there, arm.offsets)
+                batch, digest = outgoing(copies, sources, there, push_target.offsets)
                 total += digest.compute()
                 imm = CounterRef.from_bytes(counter)
                 sent.append(self.trainer.submit(batch, imm=imm, timeout=TIMEOUT))
@@ -129,15 +131,15 @@ class World:
 
     def join(self) -> None:
         """Another one is given the version by the last in the chain, and stands behind it then."""
-        giver = max(self.feeding.alike(0))
+        giver = max(self.fanout.alike(0))
         self.rollouts[JOINER] = joiner = self._rollout(JOINER, rank=0)
-        self.feeding.join(JOINER, 0, joiner.address())
-        arm = self._accept(JOINER, giver)
-        digest = self.rollouts[giver].give(arm, self.version, timeout=TIMEOUT)
+        self.fanout.join(JOINER, 0, joiner.address())
+        push_target = self._accept(JOINER, giver)
+        digest = self.rollouts[giver].give(push_target, self.version, timeout=TIMEOUT)
         joiner.confirm(self.version, timeout=TIMEOUT, digest=digest)
         joiner.commit(self.version, joining=True)
         self.check()
-        self.arms = {n: rollout.feed(self.feeding.feed(n)) for n, rollout in self.rollouts.items()}
+        self.arms = {n: rollout.feed(self.fanout.feed(n)) for n, rollout in self.rollouts.items()}
 
     def check(self) -> None:
         for number, rollout in self.rollouts.items():
@@ -150,7 +152,7 @@ class World:
 def main() -> None:
     import fabric_ray.weights.target
 
-    fabric_ray.weights.target.Slab = NumpySlab  # type: ignore[misc]
+    fabric_ray.weights.target.StagingMemory = NumpyStaging  # type: ignore[misc]
     transport, a, b = sys.argv[1:4]
     world = World(transport, (a, b))
     world.push()

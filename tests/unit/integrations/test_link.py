@@ -12,15 +12,15 @@ from msgspec.structs import replace
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.integrations.link import Link, Server
 from fabric_ray.weights.calls import DIED, CallFailure
-from fabric_ray.weights.report import Arm, Span
+from fabric_ray.weights.report import PushTarget, Span
 
-ARM = Arm(1, "rollout 1", b"address", b"region", (b"counter",), (0, -1), True, 2**40)
+ARM = PushTarget(1, "rollout 1", b"address", b"region", (b"counter",), (0, -1), True, 2**40)
 
 
-def turn(_: Any, name: str, arm: Arm, digest: int | None = None) -> tuple[Span, ...]:
-    if arm != ARM:
+def turn(_: Any, name: str, push_target: PushTarget, digest: int | None = None) -> tuple[Span, ...]:
+    if push_target != ARM:
         raise InvalidArgument(f"not at {name}")
-    return (Span(arm.name, str(digest), 0.5, 1.0),)
+    return (Span(push_target.name, str(digest), 0.5, 1.0),)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_what_is_not_offered_or_not_understood_is_refused(server: Server) -> Non
 
     link = Link(server.session_id)
     assert link.ask(other, (), 5.0).kind == "KeyError"
-    assert "Expected `object`" in link.ask(turn, ("no arm",), 5.0).cause
+    assert "Expected `object`" in link.ask(turn, ("no push_target",), 5.0).cause
 
 
 def test_strangers_are_turned_away_and_keep_nobody_waiting(server: Server) -> None:

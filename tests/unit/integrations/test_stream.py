@@ -12,8 +12,8 @@ import torch
 
 from fabric_ray import TransferEngine
 from fabric_ray.errors import DecodeError, InvalidArgument, PeerError, WeightSyncError
+from fabric_ray.integrations.bucket_header import Invitation, settle
 from fabric_ray.integrations.inbox import Inbox
-from fabric_ray.integrations.letters import Invitation, settle
 from fabric_ray.integrations.outbox import Outbox, _Receiver
 
 BUCKET = 4096
@@ -44,7 +44,7 @@ class Fleet:
         self.engine, *self.engines = whole
         self.outbox = Outbox(self.engine, BUCKET, **options)
         self.inboxes = [
-            Inbox(engine, BUCKET, who=f"rollout {i}", **options)
+            Inbox(engine, BUCKET, receiver=f"rollout {i}", **options)
             for i, engine in enumerate(self.engines)
         ]
         self.got: list[dict[str, torch.Tensor]] = []
@@ -225,11 +225,11 @@ def test_rs_4_a_sender_that_dies_ends_the_wait(fleet) -> None:
 
 def test_what_does_not_fit_is_refused_before_anything_moves(fleet) -> None:
     each = fleet(1)
-    other = Inbox(each.engines[0], 2 * BUCKET, who="rollout 7")
+    other = Inbox(each.engines[0], 2 * BUCKET, receiver="rollout 7")
     with pytest.raises(InvalidArgument, match="rollout 7 has buckets of 8192 bytes"):
         each.outbox.begin([other.invite()])
     with pytest.raises(InvalidArgument, match="too small"):
-        Inbox(each.engines[0], 100, who="rollout 8")
+        Inbox(each.engines[0], 100, receiver="rollout 8")
     with pytest.raises(DecodeError, match="not an invitation"):
         Invitation.from_bytes(b"hello")
     each.outbox.begin([each.inboxes[0].invite()])

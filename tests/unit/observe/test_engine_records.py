@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from fabric_ray import TransferEngine, errors, pages
-from fabric_ray.engine.seeing import EngineRecords, TransferRecord, records_of
+from fabric_ray.engine.observability import EngineRecords, TransferRecord, records_of
 from fabric_ray.observe import span
 
 Pair = tuple[TransferEngine, TransferEngine]

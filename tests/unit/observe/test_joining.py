@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fabric_ray.engine import EngineRecords
-from fabric_ray.engine.seeing import Arrival, Event, Expected, Part, TransferRecord
+from fabric_ray.engine.observability import Arrival, Event, Expected, Part, TransferRecord
 from fabric_ray.observe import Clock, ProcessRecords, join, story
 from fabric_ray.observe.chrome import trace
 

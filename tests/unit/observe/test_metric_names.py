@@ -11,7 +11,7 @@ from importlib import resources
 import pytest
 
 from fabric_ray import TransferEngine
-from fabric_ray.engine.seeing import Histogram
+from fabric_ray.engine.observability import Histogram
 from fabric_ray.observe import Endpoint
 from fabric_ray.observe.prometheus import render, text
 from fabric_ray.observe.samples import FAMILIES, Sample, samples

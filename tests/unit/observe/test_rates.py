@@ -10,7 +10,7 @@ import pytest
 
 from fabric_ray import TransferEngine, observe
 from fabric_ray.engine import EngineMetrics
-from fabric_ray.engine.seeing import Histogram, PeerMetrics, PeerRail, Tally
+from fabric_ray.engine.observability import Histogram, PeerMetrics, PeerRail, Tally
 from fabric_ray.observe import Clock, ProcessMetrics
 from fabric_ray.observe.client import ask_records
 from fabric_ray.observe.rates import OLDEST, going_on, rows

@@ -21,7 +21,7 @@ def replicas(draw: st.DrawFn) -> list[list[int]]:
 
 
 @given(TRAINERS, replicas())
-def test_every_rollout_is_filled_once_and_twins_stay_with_who_stands_for_them(
+def test_every_rollout_is_filled_once_and_replicas_stay_together(
     trainers: list[int], alike: list[list[int]]
 ) -> None:
     dealt = assign(trainers, alike)
@@ -35,7 +35,7 @@ def test_every_rollout_is_filled_once_and_twins_stay_with_who_stands_for_them(
 
 
 @given(TRAINERS, replicas())
-def test_replicas_are_loaded_as_often_by_all_and_idle_trainers_share_twins(
+def test_replicas_are_loaded_as_often_by_all_and_idle_trainers_share_replicas(
     trainers: list[int], alike: list[list[int]]
 ) -> None:
     dealt = assign(trainers, alike)

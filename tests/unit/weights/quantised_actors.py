@@ -20,7 +20,7 @@ from fabric_ray.weights import WeightSource, WeightTarget
 from fabric_ray.weights.calls import DIED, CallFailure, call_failure
 from fabric_ray.weights.conversion import Conversion
 from fabric_ray.weights.quant import EdgeExchange, Fp8, quantised_target
-from fabric_ray.weights.step_sender import Sending
+from fabric_ray.weights.step_sender import StepSender
 from tests.unit.weights.quantised_model import (
     CONVERTED,
     ROLLOUTS,
@@ -40,7 +40,7 @@ _WATERMARK = 1024
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([__name__])
 _CLASSES: dict[str, type] = {
-    cls.__name__: cls for cls in (WeightSource, Conversion, EdgeExchange, Sending, WeightTarget)
+    cls.__name__: cls for cls in (WeightSource, Conversion, EdgeExchange, StepSender, WeightTarget)
 }
 
 
@@ -176,7 +176,7 @@ class _Process:
         self._connection.close()
 
 
-class Crew:
+class ActorProcesses:
     """Everybody, by names such as ``trainer 0``; a controller's calls go to them over pipes."""
 
     def __init__(self, *, staged: bool) -> None:
@@ -202,13 +202,13 @@ class Crew:
         return [self._processes[who].hear(until) for who in actors]
 
     def each(
-        self, crew: Sequence[str], function: Callable[..., Any], *args: Any
+        self, group: Sequence[str], function: Callable[..., Any], *args: Any
     ) -> Mapping[str, Any]:
-        """What everybody of a crew answers."""
-        answers = self.ask(crew, function, [args] * len(crew), 100.0)
-        for who, answer in zip(crew, answers, strict=True):
+        """What everybody of a group answers."""
+        answers = self.ask(group, function, [args] * len(group), 100.0)
+        for who, answer in zip(group, answers, strict=True):
             assert not isinstance(answer, CallFailure), f"{who}: {answer}"
-        return dict(zip(crew, answers, strict=True))
+        return dict(zip(group, answers, strict=True))
 
     def expect(self, death: Death) -> None:
         self.each([death.at], expect_death, death, self._processes[death.who].pid)

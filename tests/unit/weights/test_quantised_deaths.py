@@ -8,7 +8,7 @@ import pytest
 
 from fabric_ray.errors import WeightSyncError
 from fabric_ray.weights import WeightSync
-from tests.unit.weights.quantised_actors import FORMATS, Crew, Death, Held, held, train
+from tests.unit.weights.quantised_actors import FORMATS, ActorProcesses, Death, Held, held, train
 
 # In the order in which a push comes to them.
 DEATHS = {
@@ -41,66 +41,66 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def crews() -> Iterator[dict[bool, Crew]]:
+def crews() -> Iterator[dict[bool, ActorProcesses]]:
     """Those who live after one test take part in the next; by whether versions are staged."""
-    made: dict[bool, Crew] = {}
+    made: dict[bool, ActorProcesses] = {}
     yield made
-    for crew in made.values():
-        crew.close()
+    for group in made.values():
+        group.close()
 
 
-def sync_of(crew: Crew) -> WeightSync:
+def sync_of(group: ActorProcesses) -> WeightSync:
     return WeightSync(
-        crew.trainers, crew.rollouts, formats=FORMATS, digest=True, timeout=30.0, calls=crew
+        group.trainers, group.rollouts, formats=FORMATS, digest=True, timeout=30.0, calls=group
     )
 
 
-def look(crew: Crew, dead: str = "") -> dict[str, Held]:
-    return dict(crew.each([who for who in crew.rollouts if who != dead], held))
+def look(group: ActorProcesses, dead: str = "") -> dict[str, Held]:
+    return dict(group.each([who for who in group.rollouts if who != dead], held))
 
 
 @pytest.mark.parametrize(("death", "staged"), CASES)
 def test_rs_3_whoever_dies_at_whatever_step_of_a_quantised_push_the_others_are_at_one_version(
-    crews: dict[bool, Crew], death: Death, staged: bool
+    crews: dict[bool, ActorProcesses], death: Death, staged: bool
 ) -> None:
     # Left out while a test is under way: after a failure nobody knows what it is at.
-    crew = crews.pop(staged, None) or Crew(staged=staged)
+    group = crews.pop(staged, None) or ActorProcesses(staged=staged)
     try:
-        _one_dies(crew, death, staged)
+        _one_dies(group, death, staged)
     except BaseException:
-        crew.close()
+        group.close()
         raise
-    crews[staged] = crew
+    crews[staged] = group
 
 
-def _one_dies(crew: Crew, death: Death, staged: bool) -> None:
-    sync = sync_of(crew)
+def _one_dies(group: ActorProcesses, death: Death, staged: bool) -> None:
+    sync = sync_of(group)
     sync.connect()
     before, after, later = (sync.version + step for step in (1, 2, 3))
-    crew.each(crew.trainers, train, before)
+    group.each(group.trainers, train, before)
     assert sync.push().version == before
-    crew.each(crew.trainers, train, after)
-    crew.expect(death)
+    group.each(group.trainers, train, after)
+    group.expect(death)
     with pytest.raises(WeightSyncError) as caught:
         sync.push()
     assert death.who in caught.value.failed, "RS-3: who failed is named"
     decided = death.call == "WeightTarget.commit"
     at = after if decided else before
     assert sync.version == at, "RS-3: decided is what everybody has confirmed"
-    for who, found in look(crew, death.who).items():
+    for who, found in look(group, death.who).items():
         assert found.version == at, f"RS-3: {who} is at {found.version}, not {at}"
         assert found.wrong == [], "RS-3: all bytes are of that version"
         assert found.usable or not staged, f"RS-3: {who} has nothing to use"
 
-    of_rollout = death.who in crew.rollouts
+    of_rollout = death.who in group.rollouts
     if of_rollout:
-        sync.drop(crew.rollouts.index(death.who))
+        sync.drop(group.rollouts.index(death.who))
     else:
-        crew.replace(death.who)
-        sync = sync_of(crew)
-    crew.each(crew.trainers, train, later)
+        group.replace(death.who)
+        sync = sync_of(group)
+    group.each(group.trainers, train, later)
     assert sync.push(later).version == later
-    for who, found in look(crew, death.who if of_rollout else "").items():
+    for who, found in look(group, death.who if of_rollout else "").items():
         assert found == Held(later, True, []), f"RS-3: the next version arrives at {who}"
     if of_rollout:
-        crew.replace(death.who)
+        group.replace(death.who)

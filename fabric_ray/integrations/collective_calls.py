@@ -1,4 +1,4 @@
-"""Trainers that stand in the same call: the first leads, the others do what it asks for."""
+"""Calls among trainers over collectives of a process group: rank 0 leads, the others follow."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from fabric_ray.weights.calls import CallFailure, call_failure
 T = TypeVar("T")
 
 
-class _Over(NamedTuple):
-    """What the others are told at the end."""
+class _Finished(NamedTuple):
+    """Ends a run at the followers."""
 
     version: int
     error: str | None
     failed: dict[str, str]
 
 
-class _Order(NamedTuple):
+class _RemoteCall(NamedTuple):
     function: Callable[..., Any]
     args: tuple[Any, ...]
 
 
-class Meeting:
-    """Calls to trainers by their ranks, and to workers by their links; all trainers make one.
+class CollectiveCalls:
+    """Calls trainers by rank, and workers by link. Each trainer makes one.
 
-    An actor that waits inside a method answers no calls, so they go by collectives of a process
-    group, which rank 0 begins and the others wait for.
+    A trainer actor that runs a method answers no actor calls. So rank 0 calls the other trainers by
+    collectives of a process group, in which they wait.
 
     Args:
         group: carries host memory; by default the process's first.
@@ -43,32 +43,32 @@ class Meeting:
         self._dist, self._group = dist, group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.version = 0
-        """The same everywhere after each meeting, whatever became of it."""
+        """The version in use, the same on all ranks after each run."""
 
-    def hold(self, lead: Callable[[], T]) -> T | int:
-        """Has rank 0 do something, which may ask the others for their part.
+    def run(self, lead: Callable[[], T]) -> T | int:
+        """Runs ``lead`` on rank 0, which may call the other ranks; these follow until it returns.
 
         Returns:
-            what ``lead`` does on rank 0, and elsewhere :attr:`version`.
+            the result of ``lead`` on rank 0, and :attr:`version` on the other ranks.
 
         Raises:
-            WeightSyncError: elsewhere, whatever it raised on rank 0.
+            WeightSyncError: on the other ranks, if ``lead`` raised on rank 0.
         """
         if self.rank:
             return self._follow()
         try:
             result = lead()
         except BaseException as error:
-            # If the others can't be told, they notice by themselves.
+            # If the broadcast fails, the other ranks fail in their own collective.
             with suppress(RuntimeError):
                 failed = getattr(error, "fields", {}).get("failed", {})
-                self._tell(_Over(self.version, f"{type(error).__name__}: {error}", failed))
+                self._finish(_Finished(self.version, f"{type(error).__name__}: {error}", failed))
             raise
-        self._tell(_Over(self.version, None, {}))
+        self._finish(_Finished(self.version, None, {}))
         return result
 
     def share(self, value: Any) -> Any:
-        """As it is."""
+        """Returns the value unchanged."""
         return value
 
     def ask(
@@ -78,21 +78,21 @@ class Meeting:
         args: Sequence[tuple[Any, ...]],
         timeout: float,
     ) -> list[Any]:
-        """As :class:`fabric_ray.weights.calls.Calls`; whoever is asked is of one kind."""
+        """As :class:`fabric_ray.weights.calls.Calls`; all actors are ranks, or all are links."""
         if not isinstance(actors[0], int):
-            return self._workers(actors, function, args, timeout)
-        orders = dict(zip(actors, map(_Order, [function] * len(args), args), strict=True))
+            return self._call_workers(actors, function, args, timeout)
+        calls = dict(zip(actors, map(_RemoteCall, [function] * len(args), args), strict=True))
         try:
             self._dist.scatter_object_list(
-                [None], [orders.get(rank) for rank in range(self.size)], 0, self._group
+                [None], [calls.get(rank) for rank in range(self.size)], 0, self._group
             )
             answers: list[Any] = [None] * self.size
-            self._dist.gather_object(_do(orders.get(0)), answers, 0, self._group)
+            self._dist.gather_object(_execute(calls.get(0)), answers, 0, self._group)
         except RuntimeError as error:
             return [CallFailure(f"the trainers' process group broke: {error}")] * len(actors)
         return [answers[rank] for rank in actors]
 
-    def _workers(
+    def _call_workers(
         self,
         links: Sequence[Link],
         function: Callable[..., Any],
@@ -105,16 +105,16 @@ class Meeting:
         with ThreadPoolExecutor(len(links)) as pool:
             return list(pool.map(one, links, args))
 
-    def _tell(self, over: _Over) -> None:
-        self._dist.scatter_object_list([None], [over] * self.size, 0, self._group)
+    def _finish(self, finished: _Finished) -> None:
+        self._dist.scatter_object_list([None], [finished] * self.size, 0, self._group)
 
     def _follow(self) -> int:
         while True:
             box: list[Any] = [None]
             self._dist.scatter_object_list(box, None, 0, self._group)
-            if isinstance(box[0], _Over):
+            if isinstance(box[0], _Finished):
                 break
-            self._dist.gather_object(_do(box[0]), None, 0, self._group)
+            self._dist.gather_object(_execute(box[0]), None, 0, self._group)
         self.version = box[0].version
         if box[0].error is not None:
             raise WeightSyncError(
@@ -123,10 +123,10 @@ class Meeting:
         return self.version
 
 
-def _do(order: _Order | None) -> Any:
-    if order is None:
+def _execute(call: _RemoteCall | None) -> Any:
+    if call is None:
         return None
     try:
-        return order.function(None, *order.args)
+        return call.function(None, *call.args)
     except Exception as error:
-        return call_failure(error)._replace(error=None)  # it need not pickle
+        return call_failure(error)._replace(error=None)  # it may not pickle

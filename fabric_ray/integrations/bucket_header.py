@@ -1,8 +1,8 @@
-"""What a stream of named tensors is cut into: buckets, each with a letter that says what it holds.
+"""Buckets of a stream of named tensors, each with a header that lists its tensors.
 
-A bucket is written in one piece: a head of fixed size, tensors' bytes, the letter. Each receiver
-has two slots for buckets; while it reads one, the next arrives in the other. Writes may overtake
-each other, so each slot has a counter of its own.
+One write carries a bucket: a prefix of fixed size, tensors' bytes, the header. Each receiver has
+two slots for buckets; while it reads one, the next arrives in the other. Writes may overtake each
+other, so each slot has its own counter.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 SLOTS = 2
 FREE, GAVE_UP = 0, 1
-"""Bytes of a reply: a slot is free; there is no use in sending more."""
+"""Bytes of a reply: a slot is free; the receiver has failed."""
 REPLY_BYTES = 2
 ALIGN = 256
-"""Tensors begin at multiples of so many bytes; so many are the head."""
+"""Alignment of tensors, and size of the prefix, in bytes."""
 MIN_BUCKET = 4096
 
 
@@ -36,37 +36,38 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    """Where it lies in the slot, in bytes."""
+    """Offset in the slot, in bytes."""
     nbytes: int
     start: int
-    """Which of the tensor's bytes it begins with."""
+    """Offset in the tensor, in bytes."""
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """Where a receiver says that a slot is free, or that it gives up: a byte for each."""
+    """Where a receiver writes its replies: one byte per slot."""
 
     region: bytes
     counter: bytes
 
 
-class Letter(msgspec.Struct, frozen=True):
-    """What a bucket holds."""
+class BucketHeader(msgspec.Struct, frozen=True):
+    """Describes the contents of a bucket."""
 
     index: int
-    """Buckets before it."""
+    """Index of the bucket in its pass, from 0."""
     version: int | None
     pieces: list[Piece]
     replies: dict[bytes, Reply]
-    """In the first alone, by the receivers' first counters."""
+    """Only in the first bucket, by the receivers' first counters."""
     last: bool
     error: str | None = None
-    """Why nothing comes after it, if not because all was sent."""
+    """Why the pass ends early, if it does."""
 
 
 class Invitation(msgspec.Struct, frozen=True):
-    """A receiver, to whoever is to send: where its slots are, and what counts their buckets."""
+    """What a receiver gives its sender: the slots and the counters of their buckets."""
 
-    who: str
+    receiver: str
+    """Name, for errors."""
     address: bytes
     region: bytes
     counters: tuple[bytes, ...]
@@ -85,38 +86,38 @@ class Invitation(msgspec.Struct, frozen=True):
 
 
 def slot_bytes(bucket: int) -> int:
-    """Bytes of a slot: the head and a bucket.
+    """Bytes of a slot: the prefix and a bucket.
 
     Raises:
-        InvalidArgument: too small a bucket.
+        InvalidArgument: the bucket is too small.
     """
     if bucket < MIN_BUCKET:
-        raise InvalidArgument(f"a bucket of {bucket} bytes is too small; give {MIN_BUCKET} or more")
+        raise InvalidArgument(f"bucket must be >= {MIN_BUCKET} bytes, got {bucket}")
     return ALIGN + bucket
 
 
-def read_letter(slot: torch.Tensor) -> Letter:
-    """The letter of a bucket that has arrived.
+def read_header(slot: torch.Tensor) -> BucketHeader:
+    """The header of a bucket that has arrived.
 
     Raises:
-        DecodeError: it isn't intact.
+        DecodeError: the header is malformed.
     """
     head = slot[:16].numpy().view("<u8")
     start, nbytes = int(head[0]), int(head[1])
     if start + nbytes > len(slot):
-        raise DecodeError("a bucket's letter lies outside its slot")
+        raise DecodeError("bucket header lies outside its slot")
     try:
         data = slot[start : start + nbytes].numpy().tobytes()
-        return from_msgpack(data, Letter)
+        return from_msgpack(data, BucketHeader)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise DecodeError(f"a bucket came with a broken letter: {error}") from error
+        raise DecodeError(f"bucket header is malformed: {error}") from error
 
 
-def write_letter(slot: torch.Tensor, start: int, letter: Letter) -> int:
-    """Puts it at ``start``, and where it is in the head; returns where the bucket ends."""
+def write_header(slot: torch.Tensor, start: int, header: BucketHeader) -> int:
+    """Writes the header at ``start``, and its position in the prefix; returns the bucket's end."""
     import numpy as np
 
-    data = msgspec.msgpack.encode(letter)
+    data = msgspec.msgpack.encode(header)
     view = slot.numpy()
     view[:16].view("<u8")[:] = (start, len(data))
     view[start : start + len(data)] = np.frombuffer(data, dtype=np.uint8)
@@ -125,18 +126,18 @@ def write_letter(slot: torch.Tensor, start: int, letter: Letter) -> int:
 
 Named: TypeAlias = "tuple[str, torch.Tensor]"
 Waits: TypeAlias = Generator[Transfer, None, None]
-"""Steps that have to wait: whoever runs them waits for each transfer, in its own way."""
+"""A generator of transfers: its caller waits for each, blocking or on an event loop."""
 
 
 def settle(steps: Iterable[Transfer]) -> None:
-    """Runs steps, blocking; how a transfer ended is for the steps to see."""
+    """Waits for each transfer, blocking; errors are left to the generator."""
     for transfer in steps:
         with suppress(FabricError):
             transfer.wait()
 
 
 async def settle_async(steps: Iterable[Transfer]) -> None:
-    """Runs steps on an event loop."""
+    """Waits for each transfer on an event loop; errors are left to the generator."""
     for transfer in steps:
         with suppress(FabricError):
             await transfer

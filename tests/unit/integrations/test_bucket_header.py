@@ -12,22 +12,22 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fabric_ray.errors import DecodeError
-from fabric_ray.integrations.inbox import _Parts
-from fabric_ray.integrations.letters import (
+from fabric_ray.integrations.bucket_header import (
     ALIGN,
+    BucketHeader,
     Invitation,
-    Letter,
     Piece,
     Reply,
-    read_letter,
+    read_header,
     slot_bytes,
-    write_letter,
+    write_header,
 )
+from fabric_ray.integrations.inbox import _Parts
 from fabric_ray.integrations.vllm_kv_offer import from_text, joined, to_text
 from fabric_ray.integrations.vllm_kv_plan import Claim
 
 SLOT = slot_bytes(4096)
-LETTER = Letter(0, 3, [Piece("w", "float32", (2, 8), ALIGN, 64, 0)], {}, last=True)
+LETTER = BucketHeader(0, 3, [Piece("w", "float32", (2, 8), ALIGN, 64, 0)], {}, last=True)
 NUMBERS = st.integers(-8, SLOT + 8) | st.integers(-(1 << 63), (1 << 63) - 1)
 DTYPES = st.sampled_from(
     ["float32", "bfloat16", "int8", "bool", "complex64", "quint4x2", "load", "os", "", "x.y"]
@@ -43,9 +43,9 @@ PIECES = st.builds(
 )
 
 
-def bucket(letter: Letter) -> Any:
+def bucket(header: BucketHeader) -> Any:
     slot = torch.zeros(SLOT, dtype=torch.uint8)
-    write_letter(slot, ALIGN + 64, letter)
+    write_header(slot, ALIGN + 64, header)
     return slot
 
 
@@ -53,13 +53,13 @@ def bucket(letter: Letter) -> Any:
 @given(at=st.integers(0, 200), value=st.integers(0, 255))
 def test_a_damaged_bucket_is_another_letter_or_an_error(at: int, value: int) -> None:
     slot = bucket(LETTER)
-    assert read_letter(slot) == LETTER
+    assert read_header(slot) == LETTER
     slot[at if at < 16 else ALIGN + 64 + at - 16] = value
     try:
-        letter = read_letter(slot)
+        header = read_header(slot)
     except DecodeError:
         return
-    for piece in letter.pieces:
+    for piece in header.pieces:
         try:
             tensor = _Parts().join(slot, piece)
         except DecodeError:
@@ -72,7 +72,7 @@ def test_a_damaged_bucket_is_another_letter_or_an_error(at: int, value: int) -> 
 def test_any_bytes_are_a_letter_or_an_error(head: bytes, rest: bytes) -> None:
     slot = torch.frombuffer(bytearray((head + rest).ljust(SLOT, b"\0")), dtype=torch.uint8)
     try:
-        read_letter(slot)
+        read_header(slot)
     except DecodeError:
         return
 
@@ -110,7 +110,7 @@ def part(name: str, start: int, nbytes: int, **other: Any) -> Piece:
         ([part("a", 0, 4), part("b", 4, 4)], "part of `b` came out of order"),
         ([part("a", 0, 4), part("b", 0, 8)], "part of `b` came out of order"),
         ([part("a", 0, 4), part("a", 0, 4)], "out of order"),
-        ([part("a", 0, 4), part("a", 4, 16)], "`a` can't be what its letter says"),
+        ([part("a", 0, 4), part("a", 4, 16)], "`a` can't be what its header says"),
         ([part("a", 0, -1)], "outside its bucket"),
     ],
 )
