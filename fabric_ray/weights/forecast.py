@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from fabric_ray.models.config import ModelConfig
-from fabric_ray.plan import Balance, Plan, Replicate, Side, plan, replicas
+from fabric_ray.plan import Balance, Plan, Replicate, Side, plan, replica_groups
 from fabric_ray.plan.types import Leaf, leaves
 from fabric_ray.weights.families import family_of, target_side
 from fabric_ray.weights.families.errors import InvalidRanks
@@ -154,7 +154,7 @@ def forecast(push: Push) -> tuple[Plan, Forecast]:
     return planned, Forecast(
         parameters=push.config.parameter_count,
         balance=balance,
-        once_nbytes=sum(balance.received[group[0]] for group in replicas(sides[1])),
+        once_nbytes=sum(balance.received[group[0]] for group in replica_groups(sides[1])),
         links=len(planned.links()),
         copies=planned.copy_count,
         copies_stored=planned.stored_copy_count,

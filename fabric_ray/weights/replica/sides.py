@@ -28,7 +28,7 @@ from fabric_ray.plan import (
     Side,
     Tensor,
     plan,
-    replicas,
+    replica_groups,
 )
 from fabric_ray.plan.errors import ExtraTensors
 from fabric_ray.plan.leaving import left_behind
@@ -183,7 +183,7 @@ def _senders(
     for stage in set(stage_of.values()):
         containers = [c for c in needed.containers if stage_of[c.name] == stage]
         trainers = [rank for rank, meta in enumerate(metas) if meta.stage == stage]
-        alike = replicas(Side.of(needed.ranks, containers))
+        alike = replica_groups(Side.of(needed.ranks, containers))
         # Trainers send nothing to rollouts that receive from another rollout.
         dealt = assign(trainers, [group for group in alike if whole.expected_pages(group[0])])
         senders = [(trainer, group) for trainer, groups in dealt.items() for group in groups]

@@ -91,8 +91,8 @@ def _steps(order: list[int], tasks: list[Task], watermark: int) -> tuple[list[_S
     for container in sorted(order, key=lambda c: group.get(c, 0)):
         containers.setdefault(assignment.step_of(container), []).append(container)
     out: list[_Step] = []
-    for number, (units, place) in enumerate(
-        zip(assignment.members, assignment.places(), strict=True)
+    for number, (units, ring_slice) in enumerate(
+        zip(assignment.members, assignment.ring_slices(), strict=True)
     ):
         these = [task_of[unit.name] for unit in units]
         ready = [round(sum(task.ready[stage] for task in these) * _NS) for stage in range(4)]
@@ -101,7 +101,7 @@ def _steps(order: list[int], tasks: list[Task], watermark: int) -> tuple[list[_S
                 containers.get(number, []),
                 (ready[0], ready[1], ready[2], ready[3]),
                 sum(unit.nbytes for unit in units),
-                place.after + 1,
+                ring_slice.after + 1,
                 max((task.group for task in these), default=0),
             )
         )

@@ -73,7 +73,7 @@ class World:
             trainers=[self.trainer.address.to_bytes()],
             rollouts={n: rollout.address() for n, rollout in self.rollouts.items()},
         )
-        self.arms = {n: self._accept(n) for n in ROLLOUTS}
+        self.push_targets = {n: self._accept(n) for n in ROLLOUTS}
         self.version = 0
 
     def _engine(self, name: str, host: int) -> TransferEngine:
@@ -91,23 +91,25 @@ class World:
         return WeightTarget(self.target, rank=rank, name=name, engine=engine)
 
     def _accept(self, number: int, giver: int | None = None) -> PushTarget:
-        feeding, name = self.fanout, f"rollout {number}"
-        feed = feeding.feed(number) if giver is None else feeding.given_by(number, giver)
-        share = feeding.share("session", number, name, feed, self.plan.to_bytes())
+        fanout, name = self.fanout, f"rollout {number}"
+        plan = fanout.inbound(number) if giver is None else fanout.copied_by(number, giver)
+        share = fanout.share("session", number, name, plan, self.plan.to_bytes())
         return self.rollouts[number].accept(share)
 
     def push(self) -> None:
         """The trainer writes to the head, who passes on what has arrived; then all flip."""
         self.version += 1
-        for number, children in self.fanout.fed_by.items():
-            arms = [self.arms[child] for child in children]
+        for number, children in self.fanout.children.items():
+            arms = [self.push_targets[child] for child in children]
             self.rollouts[number].pass_on(arms, timeout=TIMEOUT)
         [head] = self.fanout.heads.values()
-        digest = self._write(self.arms[head])
+        digest = self._write(self.push_targets[head])
         for number, rollout in self.rollouts.items():
             rollout.confirm(self.version, timeout=TIMEOUT, digest=digest)
             print(f"rollout {number} has version {self.version}", flush=True)
-        self.arms = {n: rollout.commit(self.version) for n, rollout in self.rollouts.items()}
+        self.push_targets = {
+            n: rollout.commit(self.version) for n, rollout in self.rollouts.items()
+        }
         self.check()
 
     def _write(self, push_target: PushTarget) -> int:
@@ -131,7 +133,7 @@ class World:
 
     def join(self) -> None:
         """Another one is given the version by the last in the chain, and stands behind it then."""
-        giver = max(self.fanout.alike(0))
+        giver = max(self.fanout.replicas(0))
         self.rollouts[JOINER] = joiner = self._rollout(JOINER, rank=0)
         self.fanout.join(JOINER, 0, joiner.address())
         push_target = self._accept(JOINER, giver)
@@ -139,7 +141,9 @@ class World:
         joiner.confirm(self.version, timeout=TIMEOUT, digest=digest)
         joiner.commit(self.version, joining=True)
         self.check()
-        self.arms = {n: rollout.feed(self.fanout.feed(n)) for n, rollout in self.rollouts.items()}
+        self.push_targets = {
+            n: rollout.set_inbound(self.fanout.inbound(n)) for n, rollout in self.rollouts.items()
+        }
 
     def check(self) -> None:
         for number, rollout in self.rollouts.items():

@@ -167,7 +167,7 @@ def test_ranks_must_agree_on_what_they_exchange(open_engine: Open) -> None:
     one = Rank(side, 0, open_engine("a"))
     other = RankQuantiser(side, {"a.*": Fp8((4, 4))}, 1)
     stranger = EdgeExchange(open_engine("b"), other.edges)
-    with pytest.raises(InvalidArgument, match="rank 1, which expects something else"):
+    with pytest.raises(InvalidArgument, match="rank 1, which expects another size"):
         one.exchange.connect({1: stranger.invitation})
     with pytest.raises(InvalidArgument, match="which is missing"):
         one.exchange.connect({})
