@@ -1,4 +1,4 @@
-"""Everything that fabric_ray raises on purpose, as one tree under :class:`FabricError`."""
+"""All errors that fabric_ray raises, as one tree under :class:`FabricError`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 class FabricError(Exception):
-    """What failed, with whom, and what to do next.
+    """Base class. The text says what failed, at which peer, and what to do next.
 
-    Fields that a program may want (``peer``, ``transport``, ...) are attributes; see
-    :attr:`fields` for all of them. What the engine raises has all that its class names.
+    Fields (``peer``, ``transport``, ...) are attributes; :attr:`fields` has all of them. An error
+    of the engine has all fields that its class declares.
     """
 
     def __init__(self, message: str, **fields: Any) -> None:
@@ -34,15 +34,15 @@ def _rebuild(cls: type[FabricError], message: str, fields: dict[str, Any]) -> Fa
 
 
 class InvalidArgument(FabricError, ValueError):
-    """A request that can't be carried out as described; nothing was sent."""
+    """A request is invalid; nothing was sent."""
 
 
 @contextmanager
 def given_path(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Around reading or writing what the user named, and nothing else.
+    """Wraps file access under a path from the user.
 
     Raises:
-        InvalidArgument: for whatever the system says to that; it names the path.
+        InvalidArgument: for any ``OSError``; the text names the path.
     """
     try:
         yield
@@ -51,8 +51,8 @@ def given_path(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 class OutOfBounds(InvalidArgument):
-    """Bytes outside a region; nothing was sent. ``limit`` is the region's bytes, ``what`` says
-    which region it is."""
+    """An access is outside a region; nothing was sent. ``limit`` is the region's size in bytes,
+    ``what`` describes the region."""
 
     what: str
     offset: int
@@ -61,21 +61,21 @@ class OutOfBounds(InvalidArgument):
 
 
 class Stale(FabricError):
-    """A region, address or counter of an earlier life: its owner withdrew it or restarted.
-    ``what`` says which."""
+    """A region, address or counter of an earlier incarnation: its owner withdrew it or restarted.
+    ``what`` describes it."""
 
     what: str
 
 
 class Refused(FabricError):
-    """The peer said no to an operation: a write, a read, a send."""
+    """The peer refused an operation: a write, a read, a send."""
 
     peer: str
     operation: str
 
 
 class StorageError(FabricError, OSError):
-    """A file could not be read or written: a full disk, a broken one, a file that was cut short.
+    """A file could not be read or written: a full or broken disk, or a truncated file.
 
     The message names the file and the cause. The transfer's bytes may have arrived in part; none of
     it was counted. ``peer`` is the other end of the transfer.
@@ -86,7 +86,7 @@ class StorageError(FabricError, OSError):
 
 
 class PeerError(FabricError):
-    """Something about a peer."""
+    """Base class of errors of one peer."""
 
     peer: str
 
@@ -122,16 +122,16 @@ class RailLost(_LinkLost):
 
 
 class Unreachable(PeerError, ConnectionError):
-    """No allowed transport leads to the peer; the message says why for each."""
+    """No allowed transport reaches the peer; the text says why for each."""
 
 
 class HandshakeError(PeerError):
-    """A peer that speaks another version or knows another token."""
+    """A peer has another protocol version or another token."""
 
 
 class TransferTimeout(FabricError, TimeoutError):
-    """A transfer or expectation that missed its deadline, ``after`` seconds. ``quiesced`` says
-    whether no byte of it can land any more.
+    """A transfer or expectation missed its deadline, ``after`` seconds. ``quiesced``: no byte of it
+    can land any more.
 
     ``peer`` is the peer of a transfer, or the ids of the writers that an expectation named, empty
     if it named none; ``missing`` counts the writes that the expectation lacks.
@@ -145,15 +145,15 @@ class TransferTimeout(FabricError, TimeoutError):
 
 
 class NotQuiesced(FabricError):
-    """It can't be shown that nobody writes to the memory any more; the engine keeps it. ``what``
-    says which memory, ``after`` how many seconds were waited."""
+    """A peer may still write to the memory after ``after`` seconds; the engine keeps it. ``what``
+    describes the memory."""
 
     what: str
     after: float
 
 
 class Cancelled(FabricError):
-    """It was given up before it was over; ``operation`` is what an engine calls it."""
+    """An operation was cancelled before it completed; ``operation`` is its name."""
 
     operation: str
 
@@ -171,29 +171,29 @@ class TransportUnavailable(FabricError):
 
 
 class ResourceError(FabricError, OSError):
-    """The system refused something; the message says which limit to raise."""
+    """The system refused ``call``; the text says which limit to raise."""
 
     call: str
 
 
 class Unsupported(FabricError, NotImplementedError):
-    """A call or an option of another library's interface that isn't here; nothing was done."""
+    """A call or option of another library's interface is not supported; nothing was done."""
 
 
 class CompileError(FabricError):
-    """A kernel that doesn't compile, or can't be compiled here. ``log``: what the compiler said."""
+    """A kernel does not compile, or can't be compiled here. ``log``: the compiler's output."""
 
     log: str
 
 
 class DecodeError(FabricError, ValueError):
-    """Bytes that are not an intact encoding of ``what`` they should be."""
+    """Bytes are not a valid encoding of ``what``."""
 
     what: str
 
 
 class WeightSyncError(FabricError):
-    """A weight update that didn't happen. ``failed`` maps receivers to causes."""
+    """A weight update failed. ``failed`` maps actors to causes."""
 
     version: int
     failed: dict[str, str]

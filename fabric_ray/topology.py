@@ -51,7 +51,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Gpu(msgspec.Struct, frozen=True):
-    """A GPU. ``gpu0`` has the lowest PCI address."""
+    """A GPU; ``gpu0`` has the lowest PCI address."""
 
     name: str
     place: Place
@@ -59,7 +59,7 @@ class Gpu(msgspec.Struct, frozen=True):
     vendor: int
     device: int
     distances: tuple[tuple[str, str], ...]
-    """Of each NIC: ``PIX`` or ``PXB`` (a switch, or several), ``PHB`` (the root complex),
+    """To each NIC: ``PIX`` or ``PXB`` (a switch, or several), ``PHB`` (the root complex),
     ``NODE`` (the NUMA node), ``SYS`` (another node) or ``?``."""
 
 
@@ -68,7 +68,7 @@ class Nic(msgspec.Struct, frozen=True):
 
     name: str
     place: Place | None
-    """None for a device of software."""
+    """``None`` for software devices."""
     numa: int | None
     software: bool
     port: int
@@ -100,14 +100,14 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True):
-    """A NIC that nobody uses."""
+    """A NIC that no GPU or node uses."""
 
     nic: str
     reason: str
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What a machine has, in the order of PCI addresses, and its pairing."""
+    """A machine's devices in the order of PCI addresses, and their pairing."""
 
     nodes: tuple[Node, ...]
     gpus: tuple[Gpu, ...]
@@ -125,7 +125,7 @@ class Machine(msgspec.Struct, frozen=True):
         for pair in self.pairs:
             if pair.name == name:
                 return pair.rails
-        raise KeyError(f"{name} is none of {', '.join(p.name for p in self.pairs)}")
+        raise KeyError(f"got {name}, expected one of {', '.join(p.name for p in self.pairs)}")
 
 
 def read(root: str | Path = "/sys", rules: str | None = None) -> Machine:

@@ -36,8 +36,8 @@ _on_open: list[Callable[[TransferEngine], None]] = []
 
 
 def _after_fork() -> None:
-    # The child forgets its parent's engines: whoever held their locks isn't there, and the event
-    # loops of their readers are woken through the parent's sockets.
+    # The child drops its parent's engines: threads that held their locks don't exist here, and
+    # their event loops wake through the parent's sockets.
     for engine in opened():
         engine._readers.clear()
     _opened.clear()
@@ -199,7 +199,7 @@ class TransferEngine(_native.Engine):
         of its parts: a NIC pays for each registration and not for its length. On the host that is
         the tensor's storage, on a GPU the allocator's segment. The registration ends when the last
         part's region is gone, or when one is deregistered. Until then the parts' memory is kept,
-        and who was given one part's key can reach all of them.
+        and a peer with one part's key can reach all of them.
 
         Raises:
             InvalidArgument: not contiguous, read-only, empty, or on a device that is neither the

@@ -1,4 +1,4 @@
-"""What an engine tells of its work: numbers, and the flight recorder's records.
+"""An engine's metrics, and the records of its flight recorder.
 
 Times are nanoseconds of the machine's monotonic clock (``time.monotonic_ns``).
 """
@@ -16,19 +16,19 @@ CLASSES: tuple[Class, ...] = ("latency", "bulk", "background")
 
 
 class Histogram(msgspec.Struct, frozen=True):
-    """Durations by powers of two."""
+    """Durations, in buckets of powers of two."""
 
     buckets: tuple[int, ...]
-    """Bucket ``i`` counts those below ``2**i`` ns that no lower one does; the last has no bound."""
+    """Bucket ``i`` counts durations in ``[2**(i-1), 2**i)`` ns; the last has no upper bound."""
     total: int
-    """Nanoseconds of all together."""
+    """Sum in nanoseconds."""
 
     @property
     def count(self) -> int:
         return sum(self.buckets)
 
     def quantile(self, q: float) -> float | None:
-        """Seconds that so large a part of them took at most, to a power of two; None of none."""
+        """The quantile in seconds, rounded up to a power of two ns; ``None`` without values."""
         left = q * self.count
         if not self.count:
             return None
@@ -40,7 +40,7 @@ class Histogram(msgspec.Struct, frozen=True):
 
 
 class Stages(msgspec.Struct, frozen=True):
-    """How long the stages of transfers of one class took that one rail carried, or carried last."""
+    """Durations of transfer stages, of one priority class on one rail."""
 
     priority: Class
     queue: Histogram
@@ -48,9 +48,9 @@ class Stages(msgspec.Struct, frozen=True):
     post: Histogram
     """From the first work request to the last."""
     wire: Histogram
-    """Of a work request, until it was acknowledged."""
+    """From posting a work request until its acknowledgement."""
     deliver: Histogram
-    """From the last acknowledgement until whoever waits was told."""
+    """From the last acknowledgement until the waiter was notified."""
 
 
 class RailMetrics(msgspec.Struct, frozen=True):
@@ -60,10 +60,10 @@ class RailMetrics(msgspec.Struct, frozen=True):
     device: str
     """The NIC; empty where there is none."""
     window: int
-    """Bytes that may be under way over it at a time."""
+    """Limit of bytes in flight."""
     under_way: int
     stages: tuple[Stages, ...]
-    """Of the classes that it has carried."""
+    """By class, of the classes that it has carried."""
 
 
 class Tally(msgspec.Struct, frozen=True):
@@ -73,17 +73,17 @@ class Tally(msgspec.Struct, frozen=True):
     slices: int
     nbytes: int
     again: int
-    """Of the slices, those that were sent before."""
+    """Slices that were retransmitted."""
     failed: int
 
 
 class PeerRail(msgspec.Struct, frozen=True):
-    """What went over one rail to one peer."""
+    """Traffic over one rail to one peer."""
 
     rail: int
-    """Its place among the engine's rails."""
+    """Index among the engine's rails."""
     excluded: int
-    """How often a link over it was lost or given up."""
+    """Number of links over it that were lost or closed."""
     tallies: tuple[Tally, ...]
 
 
@@ -96,43 +96,43 @@ class PeerMetrics(msgspec.Struct, frozen=True):
     transport: str | None
     links: int
     waiting: int
-    """Operations that wait for room."""
+    """Operations that wait for a window."""
     under_way: int
-    """Bytes under way to it, as far as they are limited."""
+    """Bytes in flight to it that count against its window."""
     waits: dict[Class, int]
-    """Operations that found no room in a window of a rail or of the peer."""
+    """Operations that had to wait for a window of a rail or of the peer."""
     rails: tuple[PeerRail, ...]
 
 
 class EngineMetrics(msgspec.Struct, frozen=True):
-    """All that an engine counts, since it was opened."""
+    """An engine's counts since it was opened."""
 
     id: str
     name: str
     counted: int
-    """Writes that arrived here and were counted."""
+    """Writes that arrived and were counted."""
     ghosts: int
     """Immediates of an earlier use of their counter: not counted."""
     regions: int
     retiring: int
-    """Regions whose deregistration isn't over."""
+    """Regions that are being deregistered."""
     going_on: int
-    """Requests that are not over."""
+    """Requests that are not complete."""
     expected: Histogram
-    """How long expectations waited until they were full."""
+    """Durations of expectations until they were fulfilled."""
     rails: tuple[RailMetrics, ...]
     peers: tuple[PeerMetrics, ...]
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What of a transfer went to one counter of one peer."""
+    """The part of a transfer that went to one counter of one peer."""
 
     peer: str
     """The peer's id."""
     imm: int
     """The counter's value on the wire, with its generation."""
     counts: int
-    """How many writes it is to count there; 0 where nothing counts."""
+    """Writes that it counts there; 0 without a counter."""
     nbytes: int
 
 
@@ -143,31 +143,31 @@ class TransferRecord(msgspec.Struct, frozen=True):
     op: str
     priority: Class
     span: int
-    """Of the request that it was made for, see :func:`fabric_ray.observe.span`; 0 for none."""
+    """Id of its span, see :func:`fabric_ray.observe.span`; 0 without one."""
     queued: int
-    """The engine was asked."""
+    """When the engine got the request."""
     posted: int | None
-    """Its first work request was given to a link."""
+    """When its first work request was posted."""
     all_posted: int | None
-    """The latest of them was."""
+    """When its last work request was posted."""
     wire: int | None
-    """The latest of them was acknowledged."""
+    """When its last work request was acknowledged."""
     told: int | None
-    """Whoever waits was told its result."""
+    """When the waiter was notified of the result."""
     parts: tuple[Part, ...]
     parts_lost: int
-    """Parts that are no longer known."""
+    """Parts that the recorder dropped."""
     slices: int
     again: int
-    """Work requests that were sent before, over a link that was lost."""
+    """Work requests that were retransmitted after a link was lost."""
     waits: int
-    """How often it found no room in a window."""
+    """Number of waits for a window."""
     rails: tuple[int, ...]
-    """Those that carried some of it."""
+    """Rails that carried parts of it."""
     over: bool
-    """Nothing of it is under way."""
+    """Whether it is complete."""
     weight: int
-    """How many transfers like it this one stands for."""
+    """Number of transfers that this sample represents."""
     failure: str | None
 
     @property
@@ -176,7 +176,7 @@ class TransferRecord(msgspec.Struct, frozen=True):
 
 
 class Arrival(msgspec.Struct, frozen=True):
-    """Writes that were counted: their bytes are readable from then on."""
+    """Counted writes; their bytes are readable from ``at`` on."""
 
     at: int
     rail: int
@@ -185,7 +185,7 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """A wait for counts that is over."""
+    """A completed expectation."""
 
     imm: int
     counts: int
@@ -196,7 +196,7 @@ class Expected(msgspec.Struct, frozen=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Something that happened to the way to a peer."""
+    """A change of the path to a peer."""
 
     at: int
     kind: Literal["link up", "link down", "stalled", "peer lost"]
@@ -209,27 +209,27 @@ Cursor = tuple[int, int, int, int]
 
 
 class EngineRecords(msgspec.Struct, frozen=True):
-    """What the flight recorder of an engine has."""
+    """The contents of an engine's flight recorder."""
 
     id: str
     name: str
     cursor: Cursor
-    """To be given when asking again."""
+    """Pass it to the next call."""
     missed: int
-    """Records that were written over before they were read."""
+    """Records that were overwritten before they were read."""
     peers: dict[str, str]
     """Names by id."""
     rails: tuple[tuple[str, str], ...]
     """Transports and NICs."""
     transfers: tuple[TransferRecord, ...]
-    """Those that are over, then those that are not."""
+    """Complete transfers, then incomplete ones."""
     arrivals: tuple[Arrival, ...]
     expectations: tuple[Expected, ...]
     events: tuple[Event, ...]
 
 
 def metrics_of(name: str, id: str, raw: dict[str, Any]) -> EngineMetrics:
-    """What the native core tells, with names."""
+    """Metrics from the native core's tuples."""
     plain = ("counted", "ghosts", "regions", "retiring", "going_on")
     return EngineMetrics(
         id=id,
@@ -242,8 +242,8 @@ def metrics_of(name: str, id: str, raw: dict[str, Any]) -> EngineMetrics:
 
 
 def records_of(name: str, id: str, raw: dict[str, Any], oldest: int | None = None) -> EngineRecords:
-    """What the native core tells, with names; peers by their ids. Of the transfers that are not
-    over all, or the ``oldest`` so many."""
+    """Records from the native core's tuples; peers by id. Of incomplete transfers, only the
+    ``oldest`` if given."""
     ids = [peer for peer, _ in raw["peers"]]
     transfers = raw["transfers"] if oldest is None else _shortened(raw["transfers"], oldest)
     return EngineRecords(
@@ -251,7 +251,7 @@ def records_of(name: str, id: str, raw: dict[str, Any], oldest: int | None = Non
         name=name,
         cursor=raw["cursor"],
         missed=raw["missed"],
-        # Places that nobody has any more have no name.
+        # Unused peer slots have no name.
         peers={peer: name for peer, name in raw["peers"] if name},
         rails=tuple(raw["rails"]),
         transfers=tuple(_transfer(ids, t) for t in transfers),

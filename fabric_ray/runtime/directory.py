@@ -1,8 +1,8 @@
-"""Who is where: an actor that holds the addresses of a cluster's engines, by name, with leases.
+"""The directory: an actor that holds the addresses of a cluster's engines, by name, with leases.
 
-An entry is one life of an engine. A lease that isn't renewed ends it; a restart under the same name
-replaces it, and whoever holds the old address gets ``Stale`` or ``PeerLost``, never somebody else's
-data.
+An entry is one incarnation of an engine. It ends when its lease expires, or when an engine of the same
+name is published. The old address then raises ``Stale`` or ``PeerLost``, and never reaches the new
+engine.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class Entry(msgspec.Struct, frozen=True):
     address: bytes
     """An encoded :class:`EngineAddress`."""
     incarnation: str
-    """The engine's id; differs between two lives of one name."""
+    """The engine's id; differs between incarnations of one name."""
     actor_id: str | None
-    """The Ray actor that it lives in, if it lives in one."""
+    """The Ray actor of the engine, if any."""
     node_id: str | None
     expires: float
     """Seconds on the directory's clock."""
 
 
 class DirectoryState:
-    """The directory without Ray, so that its rules can be tested by themselves."""
+    """The directory's state, without Ray."""
 
     def __init__(self, lease_s: float = LEASE_S) -> None:
         self._lease_s = lease_s
@@ -55,11 +55,11 @@ class DirectoryState:
         node_id: str | None = None,
         now: float | None = None,
     ) -> Entry:
-        """Adds an engine or renews its lease. A new life takes the name over from an old one."""
+        """Adds an engine or renews its lease. A new incarnation takes over the name."""
         now = time.monotonic() if now is None else now
         incarnation = EngineAddress.from_bytes(address).id
         if not name:
-            raise InvalidArgument("an engine needs a name to be found by")
+            raise InvalidArgument("engine name is empty; give a name")
         entry = Entry(name, address, incarnation, actor_id, node_id, now + self._lease_s)
         self._entries[name] = entry
         return entry
@@ -74,7 +74,7 @@ class DirectoryState:
         return entry
 
     def renew(self, name: str, incarnation: str, *, now: float | None = None) -> Lease:
-        """Extends a lease, if that life still has one."""
+        """Extends the lease of an incarnation, if it has not ended."""
         now = time.monotonic() if now is None else now
         entry = self.lookup(name, now=now)
         if entry is None:
@@ -85,7 +85,7 @@ class DirectoryState:
         return "renewed"
 
     def withdraw(self, name: str, incarnation: str) -> bool:
-        """Removes a life; another one of the same name stays."""
+        """Removes an incarnation; a newer one of the same name stays."""
         entry = self._entries.get(name)
         if entry is None or entry.incarnation != incarnation:
             return False
@@ -126,7 +126,7 @@ class Directory:
         """The address of the engine called ``name``; waits up to ``timeout`` seconds for it.
 
         Raises:
-            Stale: nobody of that name is alive.
+            Stale: no live engine has that name.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -134,7 +134,7 @@ class Directory:
             if entry is not None:
                 return EngineAddress.from_bytes(entry.address)
             if time.monotonic() >= deadline:
-                known = ", ".join(e.name for e in self.entries()) or "nobody"
+                known = ", ".join(e.name for e in self.entries()) or "none"
                 raise Stale(f"no living engine is called {name!r}; the directory knows {known}")
             time.sleep(0.05)
 

@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 _lock = threading.Lock()
 
 
-def _anew() -> None:
-    # Whoever held it isn't in the child.
+def _reset_lock() -> None:
+    # The thread that held the lock does not exist in the child.
     global _lock
     _lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_anew)
+os.register_at_fork(after_in_child=_reset_lock)
 
 _current: _Resident | None = None
 
@@ -58,13 +58,14 @@ class _Resident:
             try:
                 lease = directory().renew(str(self.name), self.engine.id)
                 if lease == "unknown":
-                    # The directory was restarted: say where we are.
+                    # The directory was restarted: publish again.
                     self._publish()
-                    if self._stop.is_set():  # meanwhile: close() may have withdrawn it before
+                    if self._stop.is_set():  # close() may have withdrawn it meanwhile
                         directory().withdraw(str(self.name), self.engine.id)
                 elif lease == "superseded":
                     logger.warning(
-                        "another engine is called %s now; nobody finds this one", self.name
+                        "another engine was published as %s; this one is no longer found by name",
+                        self.name,
                     )
                     return
             except Exception as error:
@@ -116,8 +117,8 @@ def _open(name: str | None, overrides: dict[str, Any]) -> _Resident:
 
 
 def cluster_engine(name: str, **overrides: Any) -> TransferEngine:
-    """An engine that knows the cluster's token and listens on the node's address; nobody finds it
-    by its name."""
+    """An engine with the cluster's token that listens on the node's address. It is not published
+    in the directory."""
     if "token" not in overrides and not os.environ.get("FABRIC_RAY_TOKEN"):
         overrides["token"] = cluster_token()
     overrides.setdefault("bind", (node_address(),))

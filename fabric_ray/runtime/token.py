@@ -17,8 +17,8 @@ _TRUE = ("1", "true")
 def ray_token() -> bytes | None:
     """A secret made of Ray's own authentication token; ``None`` where Ray doesn't use one.
 
-    Whoever has the same Ray token gets the same secret without asking a cluster: the engines of
-    several clusters, or a tool beside them. Ray's can't be computed from it.
+    The same Ray token gives the same secret in several clusters, and in tools without a cluster.
+    Ray's token can't be computed from the secret.
 
     Ray uses one where ``RAY_AUTH_MODE`` is ``token``, and takes it from ``RAY_AUTH_TOKEN``, the
     file ``RAY_AUTH_TOKEN_PATH``, or ``~/.ray/auth_token``, in this order.
@@ -54,7 +54,7 @@ def _read() -> bytes:
 
 def cluster_token() -> bytes:
     """The secret of this Ray cluster: made of Ray's token where there is one, else drawn by the
-    first who asks and kept in the cluster's control store.
+    first caller and kept in the cluster's control store.
 
     Raises:
         InvalidArgument: this process isn't part of a Ray cluster, or see :func:`ray_token`.

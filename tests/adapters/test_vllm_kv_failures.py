@@ -75,7 +75,7 @@ def failing(params: dict[str, Any], d: Instance, *running: Instance) -> None:
     released(d)
 
 
-def test_a_name_that_was_used_twice_brings_nobody_anothers_pages(
+def test_a_reused_name_never_brings_pages_of_another_prompt(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     p, d = Instance(config("kv_producer")), Instance(config("kv_consumer"))
@@ -98,7 +98,7 @@ def test_pages_that_were_handed_over_are_not_there_again(caplog: pytest.LogCaptu
         assert "handed over before" in caplog.text
 
 
-def test_caches_of_another_model_and_offers_of_nobody_are_refused(
+def test_caches_of_another_model_and_invalid_offers_are_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     p = Instance(config("kv_producer", model="another", lease=0.5))
@@ -109,7 +109,7 @@ def test_caches_of_another_model_and_offers_of_nobody_are_refused(
         assert "another" in caplog.text
         assert "small" in caplog.text
         d.ended.clear()
-        failing({"do_remote_prefill": True, "remote_offer": "nobody"}, d)
+        failing({"do_remote_prefill": True, "remote_offer": "invalid"}, d)
         assert "remote_offer" in caplog.text
         released(p)
 
@@ -163,7 +163,7 @@ def test_pages_of_a_model_that_raised_are_not_served(caplog: pytest.LogCaptureFi
         released(d)
 
 
-def test_blocks_that_nobody_asks_for_are_free_after_the_lease() -> None:
+def test_unclaimed_blocks_are_free_after_the_lease() -> None:
     p = Instance(config("kv_producer", lease=0.4))
     with instances(p):
         prefill(p)

@@ -15,7 +15,7 @@ from fabric_ray.runtime.directory import DirectoryState
 
 @pytest.fixture
 def two_lives() -> tuple[TransferEngine, TransferEngine]:
-    return TransferEngine(name="twin"), TransferEngine(name="twin")
+    return TransferEngine(name="same"), TransferEngine(name="same")
 
 
 def test_a_lease_ends_unless_renewed(two_lives: tuple[TransferEngine, TransferEngine]) -> None:
@@ -53,7 +53,7 @@ class Holder:
         return self.engine.id
 
     def greet(self, name: str) -> int:
-        """Writes one counted word to whoever is called ``name``; its region comes as a message."""
+        """Writes one counted word to the engine called ``name``; its region comes as a message."""
         peer = self.engine.peer(directory().lookup(name, timeout=10))
         self.engine.send(peer, b"hello").wait(10)
         return 5

@@ -1,4 +1,4 @@
-"""A controller whose Ray has ended says so, and starts no other Ray to ask nobody."""
+"""A controller whose Ray has ended raises, and starts no new Ray cluster."""
 
 from __future__ import annotations
 

@@ -288,7 +288,7 @@ def test_a_holder_that_is_killed_before_it_has_made_the_object_is_named_by_ray()
     ray.kill(reader)
 
 
-def test_rs_4_a_holder_that_is_killed_afterwards_is_named_by_whoever_fetches() -> None:
+def test_rs_4_a_fetch_names_a_holder_that_was_killed() -> None:
     dying, reader, late = Peer.remote(), Peer.remote(), Peer.remote()
     who = ray.get(dying.id.remote())
     ref = dying.make.remote(1.0)
@@ -305,7 +305,7 @@ def test_rs_4_a_holder_that_is_killed_afterwards_is_named_by_whoever_fetches() -
         ray.kill(actor)
 
 
-def test_a_reader_that_is_killed_costs_nobody_else_anything(peers: list[Any]) -> None:
+def test_a_killed_reader_does_not_affect_other_readers(peers: list[Any]) -> None:
     a, b, _ = peers
     dying = Peer.remote()
     ref = a.make.remote(1.0, 3_000_000)
@@ -322,7 +322,7 @@ def test_an_aborted_fetch_ends_and_both_actors_go_on() -> None:
     ray.wait([ref])
     pid = ray.get(holder.pid.remote())
     ray.get(reader.pid.remote())
-    os.kill(pid, signal.SIGSTOP)  # it answers nobody who doesn't know it yet
+    os.kill(pid, signal.SIGSTOP)  # it accepts no new connection
     try:
         got = reader.total.remote(ref)
         assert until(lambda: ray.get(reader.under_way.remote()) > 0)

@@ -96,7 +96,7 @@ def test_rs_1_weights_that_have_not_arrived_cannot_be_used(cluster: list[str]) -
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_rs_3_a_dead_rollout_is_named_and_nobody_advances(
+def test_rs_3_a_dead_rollout_is_named_and_no_rollout_advances(
     cluster: list[str], transport: str
 ) -> None:
     trainers, rollouts = start(cluster, rollouts=3, transport=transport)
@@ -123,7 +123,7 @@ def test_rs_3_a_dead_rollout_is_named_and_nobody_advances(
 
 @pytest.mark.long
 def test_rs_3_a_kill_at_any_moment_leaves_one_version(cluster: list[str]) -> None:
-    """Whoever dies while: those who live hold exactly one version, and the push says who died."""
+    """After any death, live rollouts hold one version, and the push names the dead actor."""
     chance = random.Random(7)
     for victim in ("trainer", "rollout", "trainer"):
         big = 8 << 20
@@ -313,7 +313,7 @@ def test_only_the_latest_controller_pushes_and_versions_never_run_backwards(
         check(rollouts, 6)
         assert new.push().version == 7
         check(rollouts, 7)
-        # Whoever connects last has the say.
+        # The latest controller to connect wins.
         old.connect()
         assert old.version == 7
         train(trainers, 8)
@@ -326,7 +326,7 @@ def test_only_the_latest_controller_pushes_and_versions_never_run_backwards(
 def test_mr_1_a_trainer_that_wakes_up_late_writes_to_nothing_in_use(cluster: list[str]) -> None:
     big = 64 << 20
     trainers, rollouts = start(cluster, target=_with_big(big), big=big)
-    spare, nobody = start(cluster, rollouts=0, big=big)
+    spare, no_rollouts = start(cluster, rollouts=0, big=big)
     pid = ray.get(trainers[0].pid.remote())
     try:
         sync = WeightSync(trainers, rollouts, timeout=4)
@@ -353,7 +353,7 @@ def test_mr_1_a_trainer_that_wakes_up_late_writes_to_nothing_in_use(cluster: lis
             assert (ray.get(actor.weights.remote())["big"] == 6).all()
     finally:
         os.kill(pid, signal.SIGCONT)
-        stop(trainers, rollouts, spare, nobody)
+        stop(trainers, rollouts, spare, no_rollouts)
 
 
 def test_a_freed_parameter_and_a_failing_hook_are_named(cluster: list[str]) -> None:

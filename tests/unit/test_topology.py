@@ -57,7 +57,7 @@ def test_a_machine_is_read_with_types(tmp_path: Path) -> None:
     assert storage.interfaces == ("ens2f0np0",)
     assert dgx.rails("gpu1") == (topology.Rail("mlx5_3", "PXB"),)
     assert {left_out.nic for left_out in dgx.left_out} == {"mlx5_1", "mlx5_2", "mlx5_7", "mlx5_8"}
-    with pytest.raises(KeyError, match="gpu8 is none of gpu0, gpu1"):
+    with pytest.raises(KeyError, match="got gpu8, expected one of gpu0, gpu1"):
         dgx.rails("gpu8")
 
 

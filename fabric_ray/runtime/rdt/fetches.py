@@ -33,19 +33,18 @@ class Fetch:
         self.offer = offer
         self.tensors = tensors
         self.ended = False
-        """Whether nobody waits for it any more."""
+        """Whether no caller waits for the fetch any more."""
         self._transfer = transfer
 
     def wait(self, timeout: float | None) -> list[torch.Tensor]:
-        """The tensors, when all of their bytes are there (RS-1).
+        """Waits for all bytes; returns the tensors (RS-1).
 
         Args:
-            timeout: seconds; the fetch goes on if they don't suffice.
+            timeout: seconds; afterwards the fetch continues.
 
         Raises:
-            TimeoutError: they didn't.
-            FabricError: it failed. The buffers are free again, or the message says that they
-                aren't.
+            TimeoutError: bytes are missing after ``timeout``.
+            FabricError: the fetch failed. The message says if the buffers can't be reused.
         """
         if self._transfer is None:
             return self.tensors
@@ -60,12 +59,12 @@ class Fetch:
         return self.tensors
 
     def cancel(self) -> None:
-        """Ends it for who waits, unless it is over."""
+        """Cancels the fetch for its waiters, unless it is complete."""
         if self._transfer is not None:
             self._transfer.cancel()
 
     def wait_settled(self) -> bool:
-        """:attr:`settled`, after a moment if need be."""
+        """Waits a moment for :attr:`settled`, and returns it."""
         return self._transfer is None or self._transfer.wait_quiesced(_QUIET_S) is True
 
     @property
@@ -80,7 +79,7 @@ class Fetches:
     Args:
         engine: reads.
         sources: knows what memory is registered for good.
-        pool: where tensors come that nobody gave memory for.
+        pool: memory for tensors without a given buffer.
         timeout: seconds that a fetch may take.
     """
 
@@ -91,9 +90,9 @@ class Fetches:
         self._sources = sources
         self._pool = pool
         self._timeout = timeout
-        self._under_way: WeakSet[Fetch] = WeakSet()
+        self._in_flight: WeakSet[Fetch] = WeakSet()
         # A fetch may end in the middle of anything, on any thread: it is only left here.
-        self._unquiet: deque[Fetch] = deque()
+        self._unsettled: deque[Fetch] = deque()
         self._aborted: dict[str, float] = {}
         self._lock = threading.Lock()
 
@@ -143,23 +142,23 @@ class Fetches:
         with self._lock:
             aborted = self._aborted.pop(obj_id, 0.0) > time.monotonic()
             if not aborted:
-                self._under_way.add(fetch)
+                self._in_flight.add(fetch)
         if aborted:
             self.end(fetch)
             raise Cancelled("the fetch was aborted while it began")
         return fetch
 
     def end(self, fetch: Fetch) -> None:
-        """Nobody waits for it any more. Its tensors are kept until nothing can land in them.
+        """Ends a fetch. Its tensors are kept until no byte can land in them (MR-1).
 
-        Takes no lock: the garbage collector may call it while this thread holds ours.
+        Takes no lock: the garbage collector may call it while this thread holds the lock.
         """
         if fetch.ended:
             return
         fetch.ended = True
         fetch.cancel()
         if not fetch.settled:
-            self._unquiet.append(fetch)
+            self._unsettled.append(fetch)
 
     def abort(self, obj_id: str) -> None:
         """Ends the fetches of an object, or the next one if none has begun."""
@@ -171,19 +170,19 @@ class Fetches:
             fetch.cancel()
 
     def __len__(self) -> int:
-        """Fetches that are under way, or whose memory isn't quiet yet."""
+        """Number of fetches in flight, or with memory that is not quiesced."""
         with self._lock:
             self._forget()
-            return len(self._going_on()) + len(self._unquiet)
+            return len(self._going_on()) + len(self._unsettled)
 
     def _going_on(self) -> list[Fetch]:
-        return [fetch for fetch in self._under_way if not fetch.ended]
+        return [fetch for fetch in self._in_flight if not fetch.ended]
 
     def _forget(self) -> None:
-        for _ in range(len(self._unquiet)):
-            fetch = self._unquiet.popleft()
+        for _ in range(len(self._unsettled)):
+            fetch = self._unsettled.popleft()
             if not fetch.settled:
-                self._unquiet.append(fetch)
+                self._unsettled.append(fetch)
         now = time.monotonic()
         self._aborted = {obj_id: end for obj_id, end in self._aborted.items() if end > now}
 

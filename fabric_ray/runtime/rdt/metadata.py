@@ -10,10 +10,10 @@ from ray.experimental import CommunicatorMetadata, TensorTransportMetadata
 
 @dataclass
 class FabricMetadata(TensorTransportMetadata):
-    """Ray's part, shapes and dtypes, and ours: an encoded :class:`Offer`.
+    """Ray's metadata (shapes and dtypes), with an encoded :class:`Offer`.
 
-    Ray pickles it from process to process. Whoever unpickles it has the transport registered from
-    then on, so that actors that were restarted, or made by others, can fetch.
+    Ray pickles it from process to process. Unpickling it registers the transport in the process,
+    so that restarted actors and actors of other jobs can fetch.
     """
 
     offer: bytes = b""

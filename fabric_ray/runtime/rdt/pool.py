@@ -119,7 +119,7 @@ class Pool:
         self._settle()
 
     def _settle(self) -> None:
-        """Puts what came back where it is found. Whoever holds the lock does it for others."""
+        """Returns freed blocks to the pool; the lock's holder does it for all threads."""
         while self._returned and self._lock.acquire(blocking=False):
             gone: list[_Block] = []
             try:

@@ -83,11 +83,11 @@ class Sources:
         return offer
 
     def remove(self, obj_id: str) -> None:
-        """Lets go of an object's tensors. Who reads them now fails with ``Stale``, unless another
-        object shares their memory."""
+        """Withdraws an object's tensors. Readers fail with ``Stale`` from now on, unless another
+        object shares the memory."""
         with self._lock:
             held = self._held.pop(obj_id, None)
-        del held  # outside of the lock: the engine may have to tell peers
+        del held  # outside the lock: deregistration may wait for peers
 
     def pin(self, tensor: torch.Tensor) -> None:
         """Registers the storage of a tensor until :meth:`unpin`, as often as it was pinned.

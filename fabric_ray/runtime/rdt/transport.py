@@ -182,7 +182,7 @@ class FabricTransport(TensorTransportManager):
     def garbage_collect(
         self, obj_id: str, tensor_transport_meta: TensorTransportMetadata, tensors: list[Any]
     ) -> None:
-        """Nobody has a reference any more: the tensors' memory isn't reached from now on."""
+        """Withdraws an object without references: its memory can no longer be read."""
         if self._exchange is not None:
             self._exchange.sources.remove(obj_id)
 

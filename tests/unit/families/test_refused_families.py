@@ -111,7 +111,7 @@ def test_a_rank_outside_the_replica(rank):
         target_containers(SMALL["llama"], tp=2, rank=rank)
 
 
-def test_a_family_nobody_knows():
+def test_an_unknown_family():
     with pytest.raises(UnknownFamily, match=r"'mamba'; use one of llama, .* or pass a Family"):
         family_of("mamba")
 

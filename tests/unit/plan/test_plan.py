@@ -146,7 +146,7 @@ def test_a_plan_is_json(planned):
     assert "copies" not in planned.to_dict(copies=False)
 
 
-def test_an_explanation_names_who_sends_which_box(planned):
+def test_an_explanation_names_the_sender_of_each_box(planned):
     assert "rank 2 container `b`: [0:4], the only holder" in planned.explain("b")
     assert "`b`" not in planned.explain(rank=10).split("mean")[1]
     with pytest.raises(PlanError, match="`nothing`"):

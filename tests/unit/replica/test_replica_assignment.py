@@ -1,4 +1,4 @@
-"""Who fills whom: every rollout once, everybody about as much."""
+"""Assignment of rollouts to trainers: each rollout once, about evenly."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_replicas_are_loaded_as_often_by_all_and_idle_trainers_share_replicas(
     loads = sorted(len(groups) for groups in dealt.values())
     assert loads[-1] - loads[0] <= 1
     rollouts = sum(map(len, alike))
-    assert bool(loads[0]) == (rollouts >= len(trainers)), "nobody is idle while there is work"
+    assert bool(loads[0]) == (rollouts >= len(trainers)), "no trainer is idle while there is work"
 
 
 def test_equal_engines_are_dealt_out_round_robin() -> None:

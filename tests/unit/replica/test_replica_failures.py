@@ -86,7 +86,7 @@ def check(setup: Setup, trainer: Trainer, versions: set[int]) -> None:
     ("stage", "who"),
     [("source_push", "trainer 1"), ("target_confirm", "rollout 0"), ("target_commit", "rollout 3")],
 )
-def test_rs_3_whatever_step_fails_every_rollout_is_at_one_version_or_is_named(
+def test_rs_3_after_any_failed_phase_every_rollout_is_at_one_version_or_is_named(
     open_setup: Callable[..., Setup], trainer: Trainer, stage: str, who: str, how: str
 ) -> None:
     setup = opened(open_setup, trainer)
@@ -102,7 +102,7 @@ def test_rs_3_whatever_step_fails_every_rollout_is_at_one_version_or_is_named(
         check(setup, trainer, {3})
 
 
-def test_rs_3_a_rollout_that_dies_in_the_middle_is_named_and_the_gather_goes_on(
+def test_rs_3_a_rollout_that_dies_in_a_push_is_named_and_the_gather_continues(
     open_setup: Callable[..., Setup], trainer: Trainer
 ) -> None:
     setup = opened(open_setup, trainer)
@@ -218,7 +218,7 @@ def test_other_tensors_than_announced_are_named_and_the_next_version_arrives(
     check(setup, trainer, {3})
 
 
-def test_a_tensor_that_cannot_be_converted_is_named_and_reaches_nobody(
+def test_an_inconvertible_tensor_is_named_and_reaches_no_rollout(
     open_setup: Callable[..., Setup], trainer: Trainer
 ) -> None:
     formats = linear_formats("llama", Fp8((8, 8)))
@@ -281,7 +281,7 @@ def test_what_does_not_fit_is_refused_in_words_before_anything_is_sent(
     assert all(target.version is None for target in setup.targets)
 
 
-def test_tensors_that_nobody_asks_for_can_be_left_behind(
+def test_unneeded_tensors_can_be_left_behind(
     open_setup: Callable[..., Setup],
 ) -> None:
     one, other = split(FULL, 2)

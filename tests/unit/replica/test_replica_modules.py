@@ -1,4 +1,4 @@
-"""Engines whose layout nobody knows but their own ``load_weights``."""
+"""Engines whose layout only their own ``load_weights`` knows."""
 
 from __future__ import annotations
 

@@ -125,8 +125,8 @@ class LocalSync(InProcess, WeightSync):
         self._staged, self._side, self._hooks = staged, side(engines), hooks
         self._into = into
         self.tensors = [{name: values(name, 0) for name in held} for held in HELD]
-        everybody = (*trainers, *rollouts)
-        self.engines = {who: TransferEngine(name=who, transport="shm") for who in everybody}
+        actors = (*trainers, *rollouts)
+        self.engines = {actor: TransferEngine(name=actor, transport="shm") for actor in actors}
         self.sources = [
             WeightSource(tensors, rank=i, name=who, engine=self.engines[who])
             for i, (who, tensors) in enumerate(zip(trainers, self.tensors, strict=True))

@@ -177,7 +177,7 @@ class _Process:
 
 
 class ActorProcesses:
-    """Everybody, by names such as ``trainer 0``; a controller's calls go to them over pipes."""
+    """Trainer and rollout processes, by names such as ``trainer 0``; calls go over pipes."""
 
     def __init__(self, *, staged: bool) -> None:
         self._staged = staged
@@ -204,7 +204,7 @@ class ActorProcesses:
     def each(
         self, group: Sequence[str], function: Callable[..., Any], *args: Any
     ) -> Mapping[str, Any]:
-        """What everybody of a group answers."""
+        """The answers of all actors of a group."""
         answers = self.ask(group, function, [args] * len(group), 100.0)
         for who, answer in zip(group, answers, strict=True):
             assert not isinstance(answer, CallFailure), f"{who}: {answer}"

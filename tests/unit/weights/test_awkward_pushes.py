@@ -157,7 +157,7 @@ def test_a_controller_that_was_fenced_off_does_not_come_back_by_itself(
     second.push()
 
 
-def test_who_fails_before_the_exchange_is_named_first_and_holds_nobody_up(
+def test_a_failure_before_the_exchange_is_named_first_and_delays_no_rank(
     few: Callable[..., Few],
 ) -> None:
     full, shapes = noise(22, 9), {"w": (22, 9)}

@@ -17,19 +17,19 @@ TENSORS = {"w": torch.zeros(8, 6, dtype=torch.int16)}
 
 
 def replica_source(**options: Any) -> ReplicaSource:
-    return ReplicaSource(TENSORS, LayoutReplica(side()), name="nobody", **options)
+    return ReplicaSource(TENSORS, LayoutReplica(side()), name="bad", **options)
 
 
 @pytest.mark.parametrize("rank", [-1, 1.0, "0", None])
 def test_a_rank_that_no_trainer_has_is_refused(rank: Any) -> None:
     words = rf"rank is {rank!r}; give this trainer's index in WeightSync\(trainers=\.\.\.\), from 0"
     with pytest.raises(InvalidArgument, match=words):
-        WeightSource(TENSORS, rank=rank, name="nobody")
+        WeightSource(TENSORS, rank=rank, name="bad")
     with pytest.raises(InvalidArgument, match=words):
         replica_source(rank=rank)
 
 
-def test_a_source_that_nobody_holds_leaves_its_name_to_another() -> None:
+def test_a_collected_source_frees_its_name() -> None:
     """At once: one that waits for the garbage collector would be in the next one's way."""
     gc.disable()
     try:
@@ -42,7 +42,7 @@ def test_a_source_that_nobody_holds_leaves_its_name_to_another() -> None:
 
 def test_a_rank_that_no_rollout_has_is_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"rank -1 is not among the side's ranks \(0, 1\)"):
-        WeightTarget(side(), rank=-1, name="nobody")
+        WeightTarget(side(), rank=-1, name="bad")
 
 
 def test_a_stage_before_the_first_is_refused() -> None:

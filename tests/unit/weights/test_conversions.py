@@ -1,5 +1,5 @@
 """Pushes that change dtypes: what arrives is what quantising whole tensors gives, whatever the
-watermark, and what cannot be converted reaches nobody."""
+watermark, and an inconvertible tensor reaches no rollout."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_tensor_above_the_watermark_is_refused_by_name_before_anything_is_sent
         setup.sync.connect()
 
 
-def test_what_cannot_be_converted_is_named_reaches_nobody_and_the_next_version_arrives(
+def test_an_inconvertible_tensor_is_named_is_not_committed_and_the_next_version_arrives(
     set_up: Callable[..., Setup],
 ) -> None:
     fmt = Fp8((3, 3))

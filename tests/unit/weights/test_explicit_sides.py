@@ -102,7 +102,7 @@ def test_a_side_of_more_trainers_than_there_are_is_refused(open_sync) -> None:
 
 def test_a_rank_outside_its_side_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="rank 4 is not among the side's ranks"):
-        WeightSource(held(0), rank=4, side=SIDE, name="nobody")
+        WeightSource(held(0), rank=4, side=SIDE, name="bad")
 
 
 NORM = "decoder.layers.0.input_layernorm.weight"

@@ -60,10 +60,10 @@ def look(group: ActorProcesses, dead: str = "") -> dict[str, Held]:
 
 
 @pytest.mark.parametrize(("death", "staged"), CASES)
-def test_rs_3_whoever_dies_at_whatever_step_of_a_quantised_push_the_others_are_at_one_version(
+def test_rs_3_after_a_death_at_any_step_of_a_quantised_push_the_others_are_at_one_version(
     crews: dict[bool, ActorProcesses], death: Death, staged: bool
 ) -> None:
-    # Left out while a test is under way: after a failure nobody knows what it is at.
+    # Unset during a test: after a failure the state of the processes is unknown.
     group = crews.pop(staged, None) or ActorProcesses(staged=staged)
     try:
         _one_dies(group, death, staged)
@@ -86,7 +86,7 @@ def _one_dies(group: ActorProcesses, death: Death, staged: bool) -> None:
     assert death.who in caught.value.failed, "RS-3: who failed is named"
     decided = death.call == "WeightTarget.commit"
     at = after if decided else before
-    assert sync.version == at, "RS-3: decided is what everybody has confirmed"
+    assert sync.version == at, "RS-3: a version is decided once all rollouts have confirmed"
     for who, found in look(group, death.who).items():
         assert found.version == at, f"RS-3: {who} is at {found.version}, not {at}"
         assert found.wrong == [], "RS-3: all bytes are of that version"

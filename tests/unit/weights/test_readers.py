@@ -267,7 +267,7 @@ def test_readers_wait_for_no_controller_that_has_gone(open_sync) -> None:
     assert 0.2 < time.monotonic() - began < 2.0
 
 
-def test_a_target_that_closes_leaves_tensors_as_they_are_and_admits_nobody(open_sync) -> None:
+def test_a_closed_target_keeps_tensors_unchanged_and_admits_no_reader(open_sync) -> None:
     sync = open_sync()
     target = sync.targets[0]
     assert target.quiesce("commit", 30.0) == ()

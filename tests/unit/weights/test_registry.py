@@ -33,7 +33,7 @@ def test_closing_again_leaves_the_next_one_of_that_name_alone() -> None:
     assert things.get("it") is second
 
 
-def test_what_nobody_holds_is_gone() -> None:
+def test_a_collected_object_leaves_the_registry() -> None:
     things = Registry[Thing]("thing")
     things.add("it", Thing())
     with pytest.raises(InvalidArgument, match="it has none"):

@@ -1,4 +1,4 @@
-"""Rollouts that come and go, and those that pass versions on to each other."""
+"""Rollouts that join and leave, and replicas that relay versions to each other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.weights.local_sync import Fault, LocalSync, expected, side
 
 
 @given(st.integers(1, 40), st.lists(st.tuples(st.booleans(), st.integers(0, 1000)), max_size=20))
-def test_everybody_is_fed_by_one_and_few_change_when_one_comes_or_goes(
+def test_each_member_has_one_parent_and_few_parents_change_on_join_or_leave(
     count: int, changes: list[tuple[bool, int]]
 ) -> None:
     members = RelayGroups({7: list(range(count))})
@@ -35,7 +35,7 @@ def test_everybody_is_fed_by_one_and_few_change_when_one_comes_or_goes(
         after = members.parents()
         assert members.heads == {7: next(m for m, parent in after.items() if parent is None)}
         for member in after:
-            # Along its parents everybody comes to the head, in few steps.
+            # Each member reaches the head along its parents.
             for _ in range(len(after)):
                 member = after[member] if after[member] is not None else member
             assert member == members.heads[7]
@@ -61,7 +61,7 @@ def test_stripes_are_in_order_and_about_even(sizes: list[int], count: int) -> No
 
 @pytest.mark.parametrize("staged", [True, False])
 @pytest.mark.parametrize("digest", [True, False])
-def test_rs_3_what_trainers_send_once_comes_to_every_replica(
+def test_rs_3_bytes_sent_once_reach_every_replica(
     open_sync: Callable[..., LocalSync], staged: bool, digest: bool
 ) -> None:
     sync = open_sync(engines=3, relay=True, staged=staged, digest=digest)
@@ -69,12 +69,12 @@ def test_rs_3_what_trainers_send_once_comes_to_every_replica(
     for version in (2, 3, 4):
         sync.train(version)
         report = sync.push()
-        assert report.nbytes == once, "each place is written to once"
+        assert report.nbytes == once, "each plan rank is written to once"
         assert {link.rollout for link in report.links} == {0, 1}
         assert list(sync.broken(set(), before=version)) == []
 
 
-def test_a_stripe_is_passed_on_before_the_next_has_come(
+def test_a_stripe_is_relayed_before_the_next_arrives(
     open_engine: Callable[..., TransferEngine],
 ) -> None:
     trainer, parent, child = (open_engine(name, transport="shm") for name in ("t", "p", "c"))
@@ -110,7 +110,7 @@ def test_a_stripe_is_passed_on_before_the_next_has_come(
     [("target_pass_on", f"rollout {number}") for number in (0, 2)]
     + [(s, f"rollout {n}") for s in ("target_confirm", "target_commit") for n in (0, 2, 4)],
 )
-def test_rs_3_a_replica_that_dies_while_it_passes_on_is_named(
+def test_rs_3_a_replica_that_dies_while_relaying_is_named(
     open_sync: Callable[..., LocalSync], stage: str, who: str
 ) -> None:
     sync = open_sync(engines=3, relay=True)
@@ -129,7 +129,7 @@ def test_rs_3_a_replica_that_dies_while_it_passes_on_is_named(
 
 @pytest.mark.parametrize("relay", [True, False])
 @pytest.mark.parametrize("stage", ["source_push", "target_confirm", "target_commit"])
-def test_rs_3_who_dies_is_left_out_by_name_and_the_others_go_on(
+def test_rs_3_a_dead_rollout_is_dropped_by_name_and_the_others_continue(
     open_sync: Callable[..., LocalSync], stage: str, relay: bool
 ) -> None:
     sync = open_sync(engines=2, relay=relay, lost="drop", digest=True)
@@ -167,7 +167,7 @@ def test_a_rollout_that_joins_has_the_version_in_use_at_once(
     assert list(sync.broken(set(), before=3)) == []
 
 
-def test_a_rollout_that_nobody_can_give_a_version_gets_the_next(
+def test_a_rollout_without_a_replica_to_copy_from_gets_the_next_version(
     open_sync: Callable[..., LocalSync],
 ) -> None:
     sync = open_sync()
@@ -209,7 +209,7 @@ def test_where_one_cannot_give_its_version_another_does(
 
 
 @pytest.mark.parametrize("staged", [True, False])
-def test_one_who_was_dropped_may_come_back(
+def test_a_dropped_rollout_may_join_again(
     open_sync: Callable[..., LocalSync], staged: bool
 ) -> None:
     sync = open_sync(engines=2, staged=staged, relay=True)
@@ -225,7 +225,7 @@ def test_one_who_was_dropped_may_come_back(
             sync.train(2)
 
 
-def test_a_version_that_was_overwritten_is_given_to_nobody(
+def test_an_overwritten_version_is_not_copied(
     open_sync: Callable[..., LocalSync],
 ) -> None:
     sync = open_sync(engines=2, staged=False)
@@ -240,7 +240,7 @@ def test_a_version_that_was_overwritten_is_given_to_nobody(
         sync.targets[0].give(sync._session._push_targets[2], 1)  # type: ignore[union-attr]
 
 
-def test_who_runs_a_later_version_does_not_join_and_moves_nothing(
+def test_a_rollout_with_a_later_version_does_not_join_and_changes_nothing(
     open_sync: Callable[..., LocalSync],
 ) -> None:
     sync = open_sync(engines=2)
@@ -262,13 +262,13 @@ def test_a_member_does_not_join_again(open_sync: Callable[..., LocalSync]) -> No
     assert list(sync.broken(set(), before=2)) == []
 
 
-def test_a_newcomer_is_not_taken_for_one_who_died_before_it(
+def test_a_new_rollout_is_not_mistaken_for_a_dead_one(
     open_sync: Callable[..., LocalSync],
 ) -> None:
     sync = open_sync(engines=2, lost="drop")
-    sync.dead.add("nobody")
+    sync.dead.add("unknown")
     with pytest.raises(WeightSyncError, match="rollout 4"):
-        sync.join("nobody")
+        sync.join("unknown")
     assert sync.join(sync.another(0)).rollout == 4
     report = sync.push()
     assert report.dropped == {}
@@ -292,11 +292,13 @@ def test_rs_4_a_death_in_a_chain_ends_the_wait_of_all_behind_it(
     start = time.monotonic()
     with pytest.raises(WeightSyncError) as caught:
         sync.push()
-    assert time.monotonic() - start < 10, "RS-4: nobody waits for the timeout"
+    assert time.monotonic() - start < 10, "RS-4: no call waits for the timeout"
     assert "rollout 8" in caught.value.failed
 
 
-def test_one_push_is_one_version_whoever_dies_in_it(open_sync: Callable[..., LocalSync]) -> None:
+def test_one_push_is_one_version_even_if_a_rollout_dies(
+    open_sync: Callable[..., LocalSync],
+) -> None:
     sync = open_sync(engines=2, lost="drop")
     sync.fault = Fault("target_commit", "rollout 0", "dies")
 
@@ -311,7 +313,7 @@ def test_one_push_is_one_version_whoever_dies_in_it(open_sync: Callable[..., Loc
     assert list(sync.broken(set(), before=2)) == []
 
 
-def test_a_version_that_nobody_lives_to_use_is_an_error(
+def test_a_push_without_live_rollouts_is_an_error(
     open_sync: Callable[..., LocalSync],
 ) -> None:
     sync = open_sync(lost="drop")
@@ -320,7 +322,7 @@ def test_a_version_that_nobody_lives_to_use_is_an_error(
         sync.push()
 
 
-def test_whoever_is_dropped_before_the_first_push_is_not_missed() -> None:
+def test_a_rollout_dropped_before_the_first_push_is_not_required() -> None:
     sync = LocalSync(engines=2, lost="drop")
     try:
         sync.drop(3)
@@ -328,7 +330,7 @@ def test_whoever_is_dropped_before_the_first_push_is_not_missed() -> None:
         sync.train(1)
         assert set(sync.push().dropped) == {2}
         sync.train(2)
-        # Ranks 2 and 3 are still nobody's.
+        # Ranks 2 and 3 still have no rollout.
         sync.connect()
         sync.push()
         assert list(sync.broken(set(), before=2)) == []

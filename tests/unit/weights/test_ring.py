@@ -29,12 +29,12 @@ def test_steps_that_may_be_under_way_together_share_no_byte(
 
 
 @given(SIZES, st.integers(4096, 20_000))
-def test_whoever_waits_waits_in_order(sizes: list[int], watermark: int) -> None:
+def test_steps_wait_in_order(sizes: list[int], watermark: int) -> None:
     waits = [p.after for p, size in zip(ring_slices(sizes, watermark), sizes, strict=True) if size]
     assert waits == sorted(waits)
 
 
-def test_a_ring_that_takes_all_waits_for_nobody() -> None:
+def test_a_ring_that_fits_all_steps_never_waits() -> None:
     assert [p.after for p in ring_slices([256] * 8, 2048)] == [-1] * 8
 
 

@@ -1,4 +1,4 @@
-"""MR-2: once another controller has connected, whoever pushes by an old route reaches nothing."""
+"""MR-2: once another controller has connected, pushes of an older session write nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def by_others(sync: LocalSync) -> WeightSync:
 
 @pytest.mark.usefixtures("other_trainers")
 @pytest.mark.parametrize("staged", [True, False])
-def test_mr_2_trainers_with_an_old_route_reach_no_byte_after_a_new_connect(
+def test_mr_2_trainers_of_an_old_session_write_no_byte_after_a_new_connect(
     open_sync: Callable[..., LocalSync], staged: bool
 ) -> None:
     old = open_sync(staged=staged)

@@ -31,7 +31,7 @@ CASES = [
 
 @pytest.mark.parametrize("how", ["is not asked", "is not heard", "dies"])
 @pytest.mark.parametrize(("stage", "who", "staged"), CASES)
-def test_rs_3_whatever_step_fails_every_rollout_is_at_one_version_or_is_named(
+def test_rs_3_after_any_failed_phase_every_rollout_is_at_one_version_or_is_named(
     open_sync: Callable[..., LocalSync], stage: str, who: str, staged: bool, how: str
 ) -> None:
     sync = open_sync(staged=staged)
@@ -41,7 +41,9 @@ def test_rs_3_whatever_step_fails_every_rollout_is_at_one_version_or_is_named(
     named = set(caught.value.failed)
     assert who in named, "RS-3: who failed is named"
     decided = stage == "target_commit"
-    assert sync.version == (2 if decided else 1), "RS-3: decided is what everybody has confirmed"
+    assert sync.version == (2 if decided else 1), (
+        "RS-3: a version is decided once all rollouts have confirmed"
+    )
     assert list(sync.broken(named, before=1)) == []
     if sync.dead:
         return
@@ -63,7 +65,7 @@ def test_rs_3_bytes_that_did_not_come_are_no_version(
     assert sync.version == 1, "RS-3: only what every rollout has confirmed is a version"
 
 
-def test_rs_3_changed_bytes_are_no_version(open_sync: Callable[..., LocalSync]) -> None:
+def test_rs_3_changed_bytes_are_not_committed(open_sync: Callable[..., LocalSync]) -> None:
     sync = open_sync(digest=True)
     sync.before["target_confirm"] = lambda: sync.arriving(1)["norm"].fill_(-1)
     with pytest.raises(WeightSyncError, match="is corrupt") as caught:
@@ -83,7 +85,7 @@ def test_rs_3_what_was_not_confirmed_cannot_be_put_into_use(
     assert target.version == 1
 
 
-def test_a_rank_that_nobody_holds_is_missed_before_anything_is_planned(
+def test_a_rank_without_a_rollout_fails_before_planning(
     open_sync: Callable[..., LocalSync],
 ) -> None:
     sync = open_sync()
