@@ -1,8 +1,8 @@
 """The directory: an actor that holds the addresses of a cluster's engines, by name, with leases.
 
-An entry is one incarnation of an engine. It ends when its lease expires, or when an engine of the same
-name is published. The old address then raises ``Stale`` or ``PeerLost``, and never reaches the new
-engine.
+An entry is one incarnation of an engine. It ends when its lease expires, or when an engine of the
+same name is published. The old address then raises ``Stale`` or ``PeerLost``, and never reaches the
+new engine.
 """
 
 from __future__ import annotations
