@@ -89,7 +89,7 @@ def test_rs_1_weights_that_have_not_arrived_cannot_be_used(cluster: list[str]) -
         sync = WeightSync(trainers, rollouts)
         sync.push(3)
         for version in (3, 2):
-            with pytest.raises(InvalidArgument, match="not after 3"):
+            with pytest.raises(InvalidArgument, match="expected more than 3"):
                 sync.push(version)
     finally:
         stop(trainers, rollouts)

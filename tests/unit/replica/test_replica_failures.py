@@ -261,7 +261,7 @@ def without(*words: str) -> dict[str, torch.Tensor]:
         ([(1, without("lm_head"))], {}, "no trainer gathers .* `lm_head.weight`"),
         ([(1, FULL), (1, FULL)], {}, r"stages \[0, 1\] all gather"),
         ([(1, FULL | {"odd": torch.zeros(1)})], {}, "no target container needs `odd`"),
-        ([(1, {n: t.half() for n, t in FULL.items()})], {}, "gathered as float16 .* float32"),
+        ([(1, {n: t.half() for n, t in FULL.items()})], {}, "got float16 .* expected float32"),
         ([(1, FULL)], {"bucket": 1000}, "`model.embed_tokens.weight` takes .* raise the bucket"),
         ([(1, FULL)], {"bucket": 12_416, "cache": 1}, r"more than the cache of 1; raise"),
         (

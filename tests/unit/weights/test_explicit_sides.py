@@ -96,7 +96,7 @@ def test_some_with_a_side_and_some_without_are_refused(open_sync) -> None:
 def test_a_side_of_more_trainers_than_there_are_is_refused(open_sync) -> None:
     more = megatron_side(CONFIG, Parallel(tp=2, pp=2, dp=2))
     sync = open_sync([more] * 4)
-    with pytest.raises(InvalidArgument, match="there are 4 trainers; give the side of exactly"):
+    with pytest.raises(InvalidArgument, match="expected 4 ranks from 0; give the side of exactly"):
         sync.connect()
 
 

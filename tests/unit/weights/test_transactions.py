@@ -78,9 +78,9 @@ def test_rs_3_what_was_not_confirmed_cannot_be_put_into_use(
     open_sync: Callable[..., LocalSync],
 ) -> None:
     target = open_sync().targets[0]
-    with pytest.raises(WeightSyncError, match="confirmed is None"):
+    with pytest.raises(WeightSyncError, match="expected None"):
         target.commit(2)
-    with pytest.raises(WeightSyncError, match="not after 1"):
+    with pytest.raises(WeightSyncError, match="expected more than 1"):
         target.commit(1)
     assert target.version == 1
 
