@@ -228,7 +228,7 @@ def test_what_does_not_fit_is_refused_before_anything_moves(fleet) -> None:
     other = Inbox(each.engines[0], 2 * BUCKET, receiver="rollout 7")
     with pytest.raises(InvalidArgument, match="rollout 7 has buckets of 8192 bytes"):
         each.outbox.begin([other.invite()])
-    with pytest.raises(InvalidArgument, match="too small"):
+    with pytest.raises(InvalidArgument, match="bucket must be >= 4096 bytes"):
         Inbox(each.engines[0], 100, receiver="rollout 8")
     with pytest.raises(DecodeError, match="not an invitation"):
         Invitation.from_bytes(b"hello")

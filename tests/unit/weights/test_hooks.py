@@ -128,7 +128,7 @@ def test_rs_3_a_rollout_that_cannot_pause_keeps_its_version_and_goes_on(open_syn
 def test_in_place_a_pause_that_fails_leaves_all_as_they_were(open_sync) -> None:
     sync, engines = open_sync(staged=False)
     engines[1].fails = {"pause"}
-    with pytest.raises(WeightSyncError, match=r"given up.*did not begin: rollout 1: pause_gen"):
+    with pytest.raises(WeightSyncError, match=r"aborted.*did not begin: rollout 1: pause_gen"):
         sync.push()
     assert [engine.asked for engine in engines] == [["pause", "continue"]] * 2
     assert list(sync.broken(set(), before=1)) == [], "nothing was written, so all can be used"

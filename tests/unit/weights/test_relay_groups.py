@@ -236,7 +236,7 @@ def test_an_overwritten_version_is_not_copied(
     assert sync.join(sync.another(0)).giver is None
     sync.push()
     assert list(sync.broken(set(), before=2)) == []
-    with pytest.raises(WeightSyncError, match="in use is 2"):
+    with pytest.raises(WeightSyncError, match="version 2 is in use"):
         sync.targets[0].give(sync._session._push_targets[2], 1)  # type: ignore[union-attr]
 
 
