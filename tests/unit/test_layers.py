@@ -53,7 +53,7 @@ CRATES_MAY_USE = {
     "fabric-plan": set[str](),
     "fabric-sys": set[str](),
 }
-ALIASES = {"EngineError": "error", "Result": "error", "Time": "time"}
+ALIASES = {"EngineError": "error", "LostLink": "error", "Result": "error", "Time": "time"}
 
 
 def _heads(tree: str) -> Iterator[str]:
