@@ -188,7 +188,7 @@ def test_parameters_may_move_but_not_change(cluster: list[str]) -> None:
         sync.push()
         check(rollouts, 1)
         ray.get(trainers[0].replace.remote("q", torch.zeros(3, dtype=torch.bfloat16)))
-        with pytest.raises(WeightSyncError, match=r"trainer 0.*`q` was .*\[64, 96\].*connect"):
+        with pytest.raises(WeightSyncError, match=r"trainer 0.*`q` differs.*\[64, 96\].*connect"):
             sync.push()
         assert sync.version == 2
         ray.get(trainers[0].replace.remote("q", values("q", 3)))
@@ -271,7 +271,7 @@ def test_rs_3_an_interrupted_push_never_writes_to_weights_in_use(
         def interrupt(*_: Any) -> None:
             raise KeyboardInterrupt
 
-        session, ask = sync._session, sync._rollouts.some
+        session, ask = sync._session, sync._rollouts.call
         assert session is not None
 
         def commit_and_interrupt(function: Any, args: Any) -> Any:
@@ -279,13 +279,13 @@ def test_rs_3_an_interrupted_push_never_writes_to_weights_in_use(
             return interrupt() if function is phases.target_commit else answers
 
         # Right after all have committed, before the controller has noted where to write next.
-        monkeypatch.setattr(sync._rollouts, "some", commit_and_interrupt)
+        monkeypatch.setattr(sync._rollouts, "call", commit_and_interrupt)
         with pytest.raises(KeyboardInterrupt):
             sync.push()
         monkeypatch.undo()
         train(trainers, 3)
         # This one ends before its commit: what is in use stays whole.
-        monkeypatch.setattr(session, "_agree", interrupt)
+        monkeypatch.setattr(session, "_merge_digests", interrupt)
         with pytest.raises(KeyboardInterrupt):
             sync.push()
         monkeypatch.undo()

@@ -129,7 +129,7 @@ def test_a_plot_shows_how_the_time_depends(experts: str, tmp_path: Path) -> None
         (["--costs", "nothing=1"], "'nothing=1' is no cost"),
         (["--nics", "5"], "5 NICs: an engine drives 1 to 4"),
         (["--gbps", "0"], "NICs of 0.0 Gb/s"),
-        (["--watermark", "1"], "more than the watermark of 1048576; raise the watermark"),
+        (["--watermark", "1"], "expected at most the watermark of 1048576; raise the watermark"),
         (["--sensitivity", "plot.gif"], "--sensitivity plot.gif: give a name that ends in .svg"),
         (["--trainer", "ddp:dp=8"], "'ddp' is no kind of trainer"),
     ],
