@@ -89,7 +89,7 @@ def test_a_parameter_that_becomes_lazy_is_noticed(few: Callable[..., Few]) -> No
     sync = setup.controller()
     sync.push()
     tensors["w"] = negative(tensors["w"])
-    with pytest.raises(Exception, match=r"`w` was .* and is .*computed for each push"):
+    with pytest.raises(Exception, match=r"`w` differs from the plan: .*computed for each push"):
         sync.push()
     sync.connect()
     sync.push()

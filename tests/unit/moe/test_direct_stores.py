@@ -448,7 +448,7 @@ def test_a_graph_that_outlives_its_exchange_moves_nothing(
 ) -> None:
     """What it uses is kept, every wait of its ends at once, its peer's rows stay as they are."""
     monkeypatch.setattr(device, "_is_captured", lambda _: True)
-    monkeypatch.setattr(device, "_OF_GRAPHS", [])
+    monkeypatch.setattr(device, "_KEPT_FOR_GRAPHS", [])
     graphs = [Graph(), Graph()]
     room = 2 * TOKENS
     # A replay reads and writes them again.
