@@ -95,12 +95,16 @@ def failing(w: World, job: Job, table: list[int]) -> None:
     job.fail("no room")
 
 
+def refusing(w: World, job: Job, table: list[int]) -> None:
+    job.refuse(errors.RefusalReason.BUSY, "too many requests")
+
+
 def never(w: World, job: Job, table: list[int]) -> None:
     job.accept([table])
     look(job)
 
 
-ANSWERS = [computed_before, layer_by_layer, failing, never]
+ANSWERS = [computed_before, layer_by_layer, failing, never, refusing]
 
 
 def pulled(w: World, number: int, way: int) -> None:
@@ -143,7 +147,15 @@ def cancelled(w: World, number: int) -> None:
     assert isinstance(pull.error, errors.PullCancelled)
 
 
-def another_meeting(w: World, number: int) -> None:
+def refused(w: World, number: int) -> None:
+    pull = w.ask(number, 4)
+    w.until(lambda: pull.is_released)
+    with pytest.raises(errors.PullRefused) as raised:
+        pull.wait_ready(60)
+    assert raised.value.reason is errors.RefusalReason.BUSY
+
+
+def another_session(w: World, number: int) -> None:
     to = w.decoder.connect(w.prefiller.offer())
     assert w.decoder.is_connected(to)
     w.decoder.disconnect(to)
@@ -157,12 +169,12 @@ def wrong(w: World, number: int) -> None:
         w.decoder.pull(w.to, tokens=TOKENS, tables=[[0]])
 
 
-CALLS = [whole, layers, failed, cancelled, another_meeting, wrong]
+CALLS = [whole, layers, failed, cancelled, refused, another_session, wrong]
 MADE = {
-    "Decoder": {"knows", "leave", "meet", "pull"},
+    "Decoder": {"connect", "disconnect", "is_connected", "pull"},
     "Pull": {"cancel", "on_release", "ready", "released", "wait_ready", "wait_released"},
     "Prefiller": {"begin", "layer_done", "offer", "take"},
-    "Job": {"accept", "fail", "finish", "on_release", "on_stop", "timeline"},
+    "Job": {"accept", "fail", "finish", "on_release", "on_stop", "refuse", "timeline"},
 }
 # They end what all others use; `jobs` is for one reader, and as `take`; a job's release is awaited
 # once.

@@ -94,7 +94,7 @@ def join_and_drop(w: World, draw: random.Random) -> None:
         w.joins += 1
         number = w.sync.join(w.sync.another(draw.randrange(2))).rollout
         w.sync.drop(number)
-    with pytest.raises(InvalidArgument, match="there is no rollout"):
+    with pytest.raises(InvalidArgument, match="rollout can't be dropped"):
         w.sync.drop(number)
 
 
