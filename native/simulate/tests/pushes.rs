@@ -131,7 +131,8 @@ fn invalid_input_is_refused_by_name() {
     let fine = step(&[0], MIB);
     assert!(refused(step(&[1], MIB), NETWORK).contains("step 0 of trainer 0"));
     assert!(refused(Step { after: 1, ..fine.clone() }, NETWORK).contains("step 0 of trainer 0"));
-    assert!(refused(fine.clone(), Network { nics: 5, ..NETWORK }).contains("nics is out of range [1, 4]"));
+    assert!(refused(fine.clone(), Network { nics: 5, ..NETWORK })
+        .contains("nics is out of range [1, 4]"));
     assert!(refused(fine, Network { rate: 0.0, ..NETWORK }).contains("rate"));
 }
 
