@@ -450,7 +450,6 @@ def sharded_by_fsdp(connection: Any, rank: int, ranks: int, store: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.long
 def test_rs_1_adapters_that_are_sharded_themselves_are_gathered_as_trained(tmp_path: Path) -> None:
     with ExitStack() as stack:
         others = [
