@@ -19,6 +19,8 @@ from fabric_ray.moe.throughput import ThroughputAllToAll
 
 _GOOD, _BAD = b"+", b"-"
 _OPTIONS = struct.Struct("<d?")
+_GATHERED = struct.Struct("<HH")
+_GATHERED_NBYTES = 512
 
 AnyExchange: TypeAlias = AllToAll | ThroughputAllToAll
 Made = TypeVar("Made", AllToAll, ThroughputAllToAll)
@@ -56,6 +58,16 @@ class GroupComm:
         return self._group.size()
 
     def all_gather(self, value: bytes) -> list[bytes]:
+        try:
+            return self._all_gather(value)
+        except RuntimeError as error:
+            raise PeerLost(
+                f"a rank left the torch.distributed group, or its timeout passed: {error}; look "
+                "for a rank that ended, and set the timeout with timeout= of init_process_group",
+                peer="",
+            ) from error
+
+    def _all_gather(self, value: bytes) -> list[bytes]:
         length = torch.tensor([len(value)], dtype=torch.int64, device=self.device)
         lengths = [torch.zeros_like(length) for _ in range(self.size())]
         dist.all_gather(lengths, length, group=self._group)
@@ -97,22 +109,24 @@ def comm_of(group: Any, comm: Any = None) -> Comm:
     )
 
 
-def agree(comm: Comm, value: bytes | FabricError) -> list[bytes]:
-    """Each rank's value. A rank with an error raises it, and all other ranks report it, so that
-    none waits for a rank that gave up.
+def agree(
+    all_gather: Callable[[bytes], Sequence[bytes | None]], value: bytes | FabricError
+) -> list[bytes | None]:
+    """Each rank's value; ``None`` for a rank that takes no part. A rank with an error raises it,
+    and all other ranks report it, so that none waits for a rank that gave up.
 
     Raises:
         HandshakeError: another rank had an error; the text is its.
     """
     if isinstance(value, FabricError):
-        comm.all_gather(_BAD + str(value).encode())
+        all_gather(_BAD + str(value).encode())
         raise value
-    said = comm.all_gather(_GOOD + value)
-    for rank, one in enumerate(said):
-        if one[:1] != _GOOD:
+    gathered = all_gather(_GOOD + value)
+    for rank, one in enumerate(gathered):
+        if one is not None and one[:1] != _GOOD:
             cause = one[1:].decode(errors="replace")
             raise HandshakeError(f"rank {rank} could not take part: {cause}", peer=f"rank {rank}")
-    return [one[1:] for one in said]
+    return [one and one[1:] for one in gathered]
 
 
 def ranks_per_node(comm: Comm) -> int:
@@ -193,16 +207,16 @@ class Exchanges:
             card: bytes | FabricError = options + made.card()
         except FabricError as error:
             card = error
-        cards = agree(self.comm, card)
+        cards = agree(self.comm.all_gather, card)
         connected: bytes | FabricError = b""
         try:
             for rank, one in enumerate(cards):
-                self._check_options(rank, one)
-            made.connect([one[_OPTIONS.size :] for one in cards])
+                self._check_options(rank, one or b"")
+            made.connect([one and one[_OPTIONS.size :] for one in cards])
         except FabricError as error:
             connected = error
         # Who isn't known yet must not be written to.
-        agree(self.comm, connected)
+        agree(self.comm.all_gather, connected)
         with self._lock:
             self._made.append(made)
         return made
@@ -306,3 +320,48 @@ class Exchanges:
                 self._engine.close()
         if wrong:
             raise wrong[0]
+
+
+class Gather:
+    """An all-gather of short values over an exchange, where a rank that stalls or dies is named
+    after the timeout, as in all calls of the face.
+
+    Each rank sends one row to every rank. All ranks make it together.
+    """
+
+    def __init__(self, exchanges: Exchanges) -> None:
+        self._exchanges = exchanges
+        self._rank, self._ranks = exchanges.comm.rank(), exchanges.comm.size()
+        self._exchange = exchanges.make(
+            experts=self._ranks,
+            topk=self._ranks,
+            hidden=_GATHERED_NBYTES,
+            max_tokens=1,
+            dtype=torch.uint8,
+            private_rows=1,
+        )
+        self._all = torch.arange(self._ranks, dtype=torch.int64, device="cpu")[None]
+
+    def __call__(self, value: bytes) -> list[bytes | None]:
+        """Each rank's value, cut to 508 bytes; ``None`` for a rank that takes no part.
+
+        Raises:
+            PeerLost: a rank was lost, and ranks don't go on without it.
+        """
+        self._exchanges.check_whole()
+        self._exchanges.follow(self._exchange)
+        value = value[: _GATHERED_NBYTES - _GATHERED.size]
+        # From 1, for rows of a rank that is lost on the way come as zeros.
+        row = _GATHERED.pack(self._rank + 1, len(value)) + value
+        sent = torch.zeros(1, _GATHERED_NBYTES, dtype=torch.uint8, device="cpu")
+        sent[0, : len(row)] = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+        self._exchange.dispatch_send(sent, self._all)
+        received = self._exchange.dispatch_recv()
+        self._exchanges.check_whole()
+        values: list[bytes | None] = [None] * self._ranks
+        for one in received.x.numpy():
+            row = one.tobytes()
+            rank, length = _GATHERED.unpack_from(row)
+            if 0 < rank <= self._ranks:
+                values[rank - 1] = row[_GATHERED.size :][:length]
+        return values

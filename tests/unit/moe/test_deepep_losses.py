@@ -181,7 +181,8 @@ def low_latency_passes(stall: Stall, **options: Any) -> list[str]:
 
 
 def normal_passes(stall: Stall, **options: Any) -> list[str]:
-    buffer = Buffer(timeout=stall.TIMEOUT, max_tokens=8, **stall.options, **options)
+    options = {"max_tokens": 8} | options
+    buffer = Buffer(timeout=stall.TIMEOUT, **stall.options, **options)
 
     def one(wait: Callable[[], None]) -> torch.Tensor:
         per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(IDX, 8)
@@ -204,6 +205,23 @@ def elastic_passes(stall: Stall) -> list[str]:
         wait()
         assert isinstance(y, torch.Tensor)
         return 2 * buffer.combine(y, handle)[0]
+
+    return stall.passes(one)
+
+
+def gathered_passes(stall: Stall, **options: Any) -> list[str]:
+    return normal_passes(stall, max_tokens=None, **options)
+
+
+def barrier_passes(stall: Stall) -> list[str]:
+    buffer = ElasticBuffer(
+        num_max_tokens_per_rank=8, num_gpu_timeout_secs=int(stall.TIMEOUT), **stall.options
+    )
+
+    def one(wait: Callable[[], None]) -> torch.Tensor:
+        wait()
+        buffer.barrier()
+        return torch.full((1,), 4.0)
 
     return stall.passes(one)
 
@@ -235,7 +253,17 @@ def after_a_stall(passes: Callable[[Stall], list[str]]) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("passes", [low_latency_passes, normal_passes, elastic_passes, pplx_passes])
+@pytest.mark.parametrize(
+    "passes",
+    [
+        low_latency_passes,
+        normal_passes,
+        gathered_passes,
+        elastic_passes,
+        barrier_passes,
+        pplx_passes,
+    ],
+)
 def test_rs_1_a_stall_raises_on_both_ranks_and_no_sum_is_wrong(
     passes: Callable[[Stall], list[str]],
 ) -> None:
@@ -247,7 +275,7 @@ def test_rs_1_a_stall_raises_on_both_ranks_and_no_sum_is_wrong(
                    for text in found[whole:])  # fmt: skip
 
 
-@pytest.mark.parametrize("passes", [low_latency_passes, normal_passes])
+@pytest.mark.parametrize("passes", [low_latency_passes, normal_passes, gathered_passes])
 def test_rs_1_a_buffer_that_shrinks_goes_on_without_the_rank_in_each_pass(
     passes: Callable[..., list[str]],
 ) -> None:
@@ -283,12 +311,19 @@ def test_rs_1_a_result_says_which_ranks_it_is_without() -> None:
     with_a_death(work)
 
 
+@pytest.mark.parametrize("max_tokens", [8, None])
 @pytest.mark.parametrize("options", [{"timeout": 5.0}, {"enable_shrink": True}], ids=str)
-def test_ranks_that_differ_in_what_a_stall_does_are_refused(options: dict[str, Any]) -> None:
+def test_ranks_that_differ_in_what_a_stall_does_are_refused(
+    options: dict[str, Any], max_tokens: int | None
+) -> None:
     def work(comm: ThreadComm) -> None:
         mine = options if comm.rank() else {}
-        buffer = Buffer(None, low_latency_mode=True, comm=comm, **mine)
-        with pytest.raises(errors.HandshakeError, match="differ in timeout and enable_shrink"):
+
+        def first_call() -> None:
+            buffer = Buffer(None, low_latency_mode=True, comm=comm, max_tokens=max_tokens, **mine)
             buffer.low_latency_dispatch(X, IDX, 8, 8, use_fp8=False)
+
+        with pytest.raises(errors.HandshakeError, match="differ in timeout and enable_shrink"):
+            first_call()
 
     on_ranks(2, work)
