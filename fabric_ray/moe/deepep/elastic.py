@@ -10,7 +10,7 @@ from torch import Tensor
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument, Unsupported
 from fabric_ray.kernels import Launcher
-from fabric_ray.moe.comm import Exchanges, Gather, comm_of
+from fabric_ray.moe.comm import Exchanges, comm_of
 from fabric_ray.moe.comm import ranks_per_node as nodes_of
 from fabric_ray.moe.deepep import normal
 from fabric_ray.moe.deepep.elastic_lacks import ElasticLacks
@@ -111,7 +111,6 @@ class ElasticBuffer(ElasticLacks):
         self._normal = normal.Normal(
             self._exchanges, num_max_tokens_per_rank, per_node, launcher, workers
         )
-        self._gather = Gather(self._exchanges)
         self._streams = Streams()
 
     # Sizes
@@ -177,7 +176,7 @@ class ElasticBuffer(ElasticLacks):
         """
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
-        self._gather(b"")
+        self._normal.gather(b"")
 
     def check(self) -> None:
         """As :meth:`Buffer.check`.

@@ -196,7 +196,7 @@ class Normal:
         self._launcher, self._workers = launcher, workers
         self.ranks_per_node = ranks_per_node or exchanges.comm.size()
         """All, if they are on one node."""
-        self._gather = Gather(exchanges) if max_tokens is None else None
+        self.gather = Gather(exchanges)
         self._fixed = max_tokens
         self._room = max_tokens or 0
         self._over_nodes = self.ranks_per_node < exchanges.comm.size()
@@ -226,7 +226,7 @@ class Normal:
                 )
             return self._fixed * self.comm.size()
         mine = tokens if isinstance(tokens, FabricError) else _said(tokens, form)
-        said = [_heard(one) for one in agree(self._gather, mine) if one is not None]
+        said = [_heard(one) for one in agree(self.gather, mine) if one is not None]
         kinds = {kind for _, kind in said}
         if len(kinds) > 1:
             raise HandshakeError(f"ranks dispatch different tokens: {sorted(kinds)}", peer="")
