@@ -60,7 +60,7 @@ class Checkpoint(Mapping[str, Tensor]):
 
         Raises:
             KeyError: the model has no such parameter.
-            CheckpointError: its file can't be read.
+            CheckpointError: its file can't be read, or a value is out of the dtype's range.
         """
         stored = self._slice(name)
         # safetensors makes slices on torch's default device, whatever it was opened with.
@@ -68,7 +68,18 @@ class Checkpoint(Mapping[str, Tensor]):
             part: Tensor = stored[box]
         dtype: torch.dtype = getattr(torch, parameter_dtype(self.config, name))
         # The view shares the mapped file; a copy lets pages of it go.
-        return part.to(dtype) if part.dtype != dtype else part.clone()
+        if part.dtype == dtype:
+            return part.clone()
+        cast = part.to(dtype)
+        # Of the plain floats, float16 alone has a range smaller than another's.
+        if dtype == torch.float16 and not torch.equal(cast.isfinite(), part.isfinite()):
+            raise CheckpointError(
+                f"{name} in {self._files[name]} has values of {part.dtype} out of the range of "
+                f"{dtype} (up to {torch.finfo(dtype).max:g}); set torch_dtype to bfloat16",
+                path=str(self.directory / self._files[name]),
+                parameter=name,
+            )
+        return cast
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)

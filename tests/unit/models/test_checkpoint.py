@@ -91,6 +91,20 @@ def test_tensors_come_in_the_dtype_of_the_config(tmp_path: Path) -> None:
     assert torch.equal(tensor, waves(config)["lm_head.weight"].bfloat16())
 
 
+def test_rs_1_a_value_out_of_the_range_of_the_config_dtype_is_refused(tmp_path: Path) -> None:
+    config = small("llama")
+    full = waves(config)
+    full["lm_head.weight"][3, 5] = 1e5
+    save_checkpoint(tmp_path, config, full)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"torch_dtype": "float16"}))
+    checkpoint = Checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="out of the range of torch.float16") as caught:
+        checkpoint["lm_head.weight"]
+    assert caught.value.parameter == "lm_head.weight"
+    assert checkpoint["model.embed_tokens.weight"].dtype == torch.float16
+
+
 def test_tensors_that_the_model_lacks_are_ignored(tmp_path: Path) -> None:
     untied = SMALL["llama"]
     full = waves(untied)
