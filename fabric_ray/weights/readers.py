@@ -165,13 +165,30 @@ class ReaderGate:
 
     def _refuse_readers(self) -> None:
         if outer := self._outer():
+            what = "a forward pass" if outer.is_forward else "reading()"
             raise WeightSyncError(
-                f"a push was called inside reading(), by {outer}, and would wait for it; leave "
-                "reading() first"
+                f"a push was called inside {what}, by {outer}, and would wait for it; push after "
+                f"{what} has ended"
             )
 
     def _inside(self) -> tuple[str, ...]:
-        return (*map(str, self._readings), *self._held())
+        """Describes the current readers, then says what their holders can do."""
+        readers = (*map(str, self._readings), *self._held())
+        return (*readers, self._advice()) if readers else ()
+
+    def _advice(self) -> str:
+        if not self._readings:
+            return (
+                "read them inside `with target.reading()` and drop them there, or bind the module "
+                "by WeightTarget(into=module)"
+            )
+        ends = []
+        if any(not reading.is_forward for reading in self._readings):
+            ends.append("end the reading() block sooner")
+        if any(reading.is_forward for reading in self._readings):
+            ends.append("push between forward passes")
+        held = ", drop its tensors before it ends" if self._held() else ""
+        return f"{' and '.join(ends)}{held}, or raise WeightSync(timeout=)"
 
     def _wait(self, instead: str) -> None:
         """Returns when the caller may read. The caller holds the condition's lock."""
@@ -217,9 +234,15 @@ class Reading:
         self.stack: list[Reading] = []
         self.since = 0.0
 
+    @property
+    def is_forward(self) -> bool:
+        """Whether a module's forward pass reads, not a block of the user."""
+        return self.call is not None
+
     def __str__(self) -> str:
         seconds = time.monotonic() - self.since
-        return f"{self._where} in {self._thread} has been inside reading() for {seconds:.1f} s"
+        lasts = "has run" if self.is_forward else "has been inside reading()"
+        return f"{self._where} in {self._thread} {lasts} for {seconds:.1f} s"
 
     def __enter__(self) -> Mapping[str, torch.Tensor]:
         if _in_event_loop() and not any(r.depth for r in _entered.get()):

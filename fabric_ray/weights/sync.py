@@ -330,8 +330,22 @@ class WeightSync:
 
 
 def _check_order(role: str, ranks: dict[int, int]) -> None:
-    if any(number != rank for number, rank in ranks.items()):
+    """Raises InvalidArgument unless each actor holds its own number as rank."""
+    if all(number == rank for number, rank in ranks.items()):
+        return
+    held, numbers = list(ranks.values()), sorted(ranks)
+    found = f"the {role}s passed to WeightSync hold ranks {held}"
+    if twice := sorted({rank for rank in held if held.count(rank) > 1}):
         raise InvalidArgument(
-            f"the {role}s passed to WeightSync hold ranks {list(ranks.values())}; pass them in the "
-            "order of ranks"
+            f"{found}: {_listed('rank', twice)} more than once, expected each of {numbers} once; "
+            f"give each {role} its index in WeightSync({role}s=...) as rank"
         )
+    if sorted(held) != numbers:
+        raise InvalidArgument(
+            f"{found}, expected {numbers}; pass one {role} for each rank, in the order of ranks"
+        )
+    raise InvalidArgument(f"{found}; pass them in the order of ranks")
+
+
+def _listed(noun: str, numbers: Sequence[int]) -> str:
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

@@ -395,8 +395,7 @@ class WeightTarget:
         more = f" and {len(lent) - 3} more" if len(lent) > 3 else ""
         return (
             f"tensors of version {self.version}, taken up to {max(lent.values()):.1f} s ago, are "
-            f"still referred to: {few}{more}; read them inside `with target.reading()` and drop "
-            "them there, or bind the module by WeightTarget(into=module)",
+            f"still referred to: {few}{more}",
         )
 
     def _routed(self) -> TargetShare:

@@ -85,6 +85,35 @@ def test_actors_that_are_no_list_are_refused_with_what_to_pass() -> None:
         WeightSync([actor], actor)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("role", "held", "words"),
+    [
+        (
+            "trainer",
+            [0, 0],
+            r"hold ranks \[0, 0\]: rank 0 more than once, expected each of \[0, 1\]",
+        ),
+        ("rollout", [1, 1], r"rank 1 more than once, .*; give each rollout its index in Weight"),
+        ("trainer", [0, 5], r"ranks \[0, 5\], expected \[0, 1\]; pass one trainer for each rank"),
+        ("trainer", [1, 0], r"hold ranks \[1, 0\]; pass them in the order of ranks"),
+    ],
+)
+def test_ranks_that_no_order_mends_are_refused_with_other_advice(
+    role: str, held: list[int], words: str
+) -> None:
+    sync = LocalSync()
+    try:
+        for end, rank in zip(
+            getattr(sync, "sources" if role == "trainer" else "targets"), held, strict=True
+        ):
+            end.rank = rank
+        with pytest.raises(InvalidArgument, match=words) as caught:
+            sync.connect()
+        assert ("in the order" in str(caught.value)) == (len(set(held)) == len(held))
+    finally:
+        sync.close()
+
+
 @pytest.fixture
 def pair() -> Iterator[Callable[[str, torch.Tensor], WeightTarget]]:
     with (

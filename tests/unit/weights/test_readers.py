@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -102,6 +103,7 @@ def test_rs_1_a_reader_that_takes_too_long_is_named_and_all_keep_their_version(
         assert set(caught.value.failed) == {"rollout 1"}
         assert "test_rs_1_a_reader_that_takes" in cause
         assert "thread MainThread has been inside reading() for" in cause
+        assert cause.endswith("; end the reading() block sooner, or raise WeightSync(timeout=)")
         assert is_version(weights, 1, 1)
         assert [t.version for t in sync.targets] == [1, 1]
         with target.reading() as again:  # the gate is open again
@@ -125,6 +127,43 @@ def test_rs_1_a_tensor_bound_once_is_never_rewritten_and_the_push_names_it(
     del bound
     assert sync.push().version == 2
     assert is_version(target.weights, 0, 2)
+
+
+def test_a_holder_inside_reading_is_not_told_to_read_inside_it(open_sync) -> None:
+    sync = open_sync(timeout=0.3)
+    with sync.targets[0].reading() as weights:
+        held = weights["w"]
+        with pytest.raises(WeightSyncError) as caught:
+            sync.push()
+        cause = caught.value.failed["rollout 0"]
+        assert "still referred to: `w`" in cause
+        assert "read them inside" not in cause
+        assert cause.endswith(
+            "; end the reading() block sooner, drop its tensors before it ends, or raise "
+            "WeightSync(timeout=)"
+        )
+        del held
+
+
+def test_a_forward_pass_that_takes_too_long_is_named_with_what_to_do(open_sync) -> None:
+    modules = [Module(), Module()]
+    sync = open_sync(first=False, into=modules.__getitem__, timeout=0.3)
+    sync.train(1)
+    sync.push()
+    with ThreadPoolExecutor() as pool:
+        passes = pool.submit(modules[0])
+        assert modules[0].inside.wait(10)
+        with pytest.raises(WeightSyncError) as caught:
+            sync.push()
+        modules[0].go_on.set()
+        passes.result(10)
+    cause = caught.value.failed["rollout 0"]
+    assert re.search(r"a forward pass in thread \S+ has run for 0\.\d s; ", cause)
+    assert cause.endswith("; push between forward passes, or raise WeightSync(timeout=)")
+    with sync.targets[0].reading(), pytest.raises(WeightSyncError) as caught:
+        sync.push()
+    advice = "; end the reading() block sooner, or raise WeightSync(timeout=)"
+    assert caught.value.failed["rollout 0"].endswith(advice)
 
 
 def test_tensors_that_only_a_cycle_holds_delay_no_push(open_sync) -> None:
