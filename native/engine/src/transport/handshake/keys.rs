@@ -62,9 +62,9 @@ impl Secret {
     /// Why a peer with the kind of secret `theirs` failed to prove this one.
     pub(super) fn mismatch_reason(&self, peer_kind: u8) -> String {
         match (self.is_token(), peer_kind == 2) {
-            (true, true) => "the tokens differ: give both engines the same token".into(),
+            (true, true) => "the tokens differ; give both engines the same token".into(),
             (true, false) | (false, true) => {
-                "one engine has a token and the other has none: give both the same token".into()
+                "one engine has a token and the other has none; give both the same token".into()
             }
             (false, false) => format!(
                 "without a token only processes of one user (here {}) that share /dev/shm are \

@@ -48,7 +48,7 @@ fn the_same_token_is_needed() {
     assert_eq!(handshake(&a, &b, b.own.id), Ok(()));
     let c = credentials("c", b"y");
     let Err(DomainError::Handshake(said)) = handshake(&a, &c, c.own.id) else { panic!("they met") };
-    assert_eq!(said, "the tokens differ: give both engines the same token");
+    assert_eq!(said, "the tokens differ; give both engines the same token");
     let tokenless = with(Secret::User, "d");
     for (a, b) in [(&a, &tokenless), (&tokenless, &a)] {
         let Err(DomainError::Handshake(said)) = handshake(a, b, b.own.id) else {
