@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from rich.console import Console
 from rich.markup import escape
@@ -40,3 +40,17 @@ def facts(rows: Iterable[tuple[str, str]]) -> Table:
     for name, value in rows:
         table.add_row(name, escape(value))
     return table
+
+
+def ranges(numbers: tuple[int, ...]) -> Iterator[str]:
+    """Runs of ascending numbers: ``0-3``, ``8``."""
+    if not numbers:
+        return
+    first = last = numbers[0]
+    for number in (*numbers[1:], None):
+        if number is not None and number == last + 1:
+            last = number
+            continue
+        yield f"{first}-{last}" if last > first else f"{first}"
+        if number is not None:
+            first = last = number

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -11,11 +14,13 @@ import msgspec
 import typer
 
 from fabric_ray.cli import options
-from fabric_ray.cli.console import facts, stdout
+from fabric_ray.cli.console import facts, ranges, stdout
 from fabric_ray.cli.ending import errors_in_words
 from fabric_ray.cli.options import size
 from fabric_ray.cli.picture import check_picture, draw
 from fabric_ray.cli.progress import working
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.plan import Plan, PlanError
 from fabric_ray.weights.forecast import Forecast, forecast
 
 
@@ -31,9 +36,12 @@ def plan(
         typer.Option(help="Bytes from each trainer to each rollout: FILE.svg, .png or .html."),
     ] = None,
     explain: Annotated[
-        str | None, typer.Option(help="Who sends which box of this container or tensor.")
+        str | None, typer.Option(help="List the boxes of this container or tensor, with senders.")
     ] = None,
-    rank: Annotated[int | None, typer.Option(help="Explain what this rollout receives.")] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(help="List what this rollout receives, equal layers and experts as one row."),
+    ] = None,
 ) -> None:
     """What a weight push of a model would be: bytes, balance, the floor of its time.
 
@@ -49,6 +57,8 @@ def plan(
           --picture plan.html                     # bytes between all ranks
       fabric-ray plan ./my-model/config.json --trainer megatron:tp=2,dp=4 \\
           --rollout tp=2 --explain model.norm.weight
+      fabric-ray plan llama-3.1-8b --trainer fsdp=8 --rollout tp=4 \\
+          --rank 1                                # what this rollout receives
       fabric-ray plan llama-3.1-8b --trainer fsdp=8 --rollout tp=4 --json \\
           | jq .floor_seconds
 
@@ -59,8 +69,10 @@ def plan(
             check_picture(picture)
         planned, told = forecast(options.push(model, trainer, rollout, dtype))
         explained = None
-        if explain is not None or rank is not None:
-            explained = planned.explain(explain, rank=rank)
+        if explain is not None or (rank is not None and as_json):
+            explained = _explained(planned, explain, rank)
+        elif rank is not None:
+            _check_rank(planned, rank)
         if picture is not None:
             tell("drawing")
             draw(planned, f"{model} as {dtype}\n{trainer} to {rollout}", picture)
@@ -68,10 +80,17 @@ def plan(
         said = {"model": model, "trainer": trainer, "rollout": rollout, "dtype": dtype}
         typer.echo(json.dumps(said | summary(told, nic) | {"explained": explained}))
         return
-    console = stdout()
-    console.print(facts(_rows(model, dtype, told, nic)))
+    stdout().print(facts(_rows(model, dtype, told, nic)))
+    # Names of containers stay whole: a terminal breaks lines that are too long for it.
     if explained is not None:
-        console.print(explained, markup=False, highlight=False)
+        typer.echo(explained)
+    elif rank is not None:
+        typer.echo(f"\nrollout rank {rank} receives")
+        for line in _received(planned, rank):
+            typer.echo(line)
+        typer.echo(
+            "add --explain NAME to list the boxes of a container, or --json for those of all"
+        )
 
 
 def summary(told: Forecast, nic: float) -> dict[str, Any]:
@@ -83,6 +102,58 @@ def summary(told: Forecast, nic: float) -> dict[str, Any]:
         "busiest_nbytes": told.busiest_nbytes,
         "floor_seconds": told.floor_seconds(nic),
     }
+
+
+def _explained(planned: Plan, name: str | None, rank: int | None) -> str:
+    if rank is not None:
+        _check_rank(planned, rank)
+    try:
+        return planned.explain(name, rank=rank)
+    except PlanError:
+        known = dict.fromkeys((*planned.containers("target"), *planned.containers("source")))
+        if name is None or name in known:
+            raise
+        parts = [each for each in known if name in each]
+        near = (parts or get_close_matches(name, known, n=1))[:1]
+        raise InvalidArgument(
+            f"--explain: got {name!r}, expected the name of a container or a tensor"
+            f"{''.join(f', such as {each}' for each in near)}; "
+            "give --rank 0 instead to list the containers"
+        ) from None
+
+
+def _check_rank(planned: Plan, rank: int) -> None:
+    known = planned.ranks("target")
+    if rank not in known:
+        raise InvalidArgument(
+            f"--rank: got {rank}, expected the rank of a rollout, {', '.join(ranges(known))}; "
+            "give one of these"
+        )
+
+
+def _received(planned: Plan, rank: int) -> Iterator[str]:
+    """What a rollout receives, a line for the containers whose names differ in numbers only."""
+    names = planned.containers("target")
+    senders: dict[str, set[int]] = {}
+    copies = planned.for_target(rank)
+    for peer, index in {*zip(copies.peer.tolist(), copies.dst_container.tolist(), strict=True)}:
+        senders.setdefault(_pattern(names[index]), set()).add(peer)
+    count: dict[str, int] = {}
+    nbytes: dict[str, int] = {}
+    for container in planned.local_containers("target", rank):
+        name = _pattern(container.name)
+        count[name] = count.get(name, 0) + 1
+        nbytes[name] = nbytes.get(name, 0) + container.nbytes
+    yield f"{'number':>6}  {'bytes':>10}  {'from trainers':<13}  container"
+    for name in count:
+        peers = tuple(sorted(senders.get(name, ())))
+        runs = [*ranges(peers)]
+        said = ",".join(runs) if len(runs) < 3 else f"{len(peers)} of {peers[0]}-{peers[-1]}"
+        yield f"{count[name]:>6}  {size(nbytes[name]):>10}  {said or 'none':<13}  {name}"
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.)", ".*", name)
 
 
 def _rows(model: str, dtype: str, told: Forecast, nic: float) -> list[tuple[str, str]]:

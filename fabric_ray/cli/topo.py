@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +13,7 @@ from rich.table import Table
 from rich.tree import Tree
 
 from fabric_ray import topology
-from fabric_ray.cli.console import stdout
+from fabric_ray.cli.console import ranges, stdout
 from fabric_ray.cli.ending import errors_in_words
 from fabric_ray.topology import Gpu, Machine, Nic
 
@@ -149,15 +148,4 @@ def _left_out(machine: Machine) -> Table:
 def _cpus(cpus: tuple[int, ...]) -> str:
     if not cpus:
         return "no CPUs"
-    return f"CPUs {','.join(_ranges(cpus))}"
-
-
-def _ranges(cpus: tuple[int, ...]) -> Iterator[str]:
-    first = last = cpus[0]
-    for cpu in (*cpus[1:], None):
-        if cpu is not None and cpu == last + 1:
-            last = cpu
-            continue
-        yield f"{first}-{last}" if last > first else f"{first}"
-        if cpu is not None:
-            first = last = cpu
+    return f"CPUs {','.join(ranges(cpus))}"

@@ -110,6 +110,21 @@ def test_the_table_names_what_matters(experts: str) -> None:
     assert "model.layers.0.self_attn.q_proj.weight" in done.stdout
 
 
+def test_a_rank_lists_equal_layers_as_one_row() -> None:
+    done = CliRunner().invoke(app, ["plan", *LLAMA, "--rank", "1"], env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    lines = [line.rstrip() for line in done.stdout.splitlines()]
+    assert len(lines) < 40
+    assert all(len(line) <= 80 for line in lines)
+    config = PRESETS["llama-3.1-8b"]
+    # Both norms of a layer are of the hidden size, in two bytes.
+    row = f"{config.layers}   262.14 kB  0-7            model.layers.*.input_layernorm.weight"
+    assert row in {line.strip() for line in lines}
+    boxes = said(*LLAMA, "--rank", "1")["explained"]
+    for number in range(config.layers):
+        assert f"target rank 1 container `model.layers.{number}.mlp.down_proj.weight`" in boxes
+
+
 @pytest.mark.parametrize("kind", ["svg", "png", "html"])
 def test_a_picture_is_one(experts: str, tmp_path: Path, kind: str) -> None:
     picture = tmp_path / f"plan.{kind}"
@@ -154,7 +169,11 @@ def test_the_picture_shows_every_link() -> None:
         (["--dtype", "fp9"], "'fp9' is none; use bfloat16, float16"),
         (["--dtype", "fp8:0x8"], "'fp8:0x8' is none"),
         (["--dtype", "fp8:100x128"], "has 4096 along dimension 0, not a multiple of"),
-        (["--explain", "nope"], "`nope`"),
+        (["--explain", "nope"], "give --rank 0 instead to list the containers"),
+        (["--explain", "0.self_attn.o_proj"], "such as model.layers.0.self_attn.o_proj.weight;"),
+        (["--explain", "lm_heed.weight"], "got 'lm_heed.weight', expected the name of a container"),
+        (["--explain", "lm_heed.weight"], "such as lm_head.weight;"),
+        (["--rank", "8"], "--rank: got 8, expected the rank of a rollout, 0-7;"),
         (["--picture", "plan.gif"], "ends in .svg, .png, .html"),
         (["--picture", "nowhere/plan.svg"], "nowhere is no directory"),
     ],
