@@ -6,9 +6,12 @@ the order of fields is part of the format.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import msgspec
+
+from fabric_ray.plan.errors import InvalidLayout
 
 ITEMSIZES = {
     "bool": 1,
@@ -68,10 +71,23 @@ class Mesh(msgspec.Struct, frozen=True, array_like=True, gc=False):
     names: tuple[str, ...] = ()
     """One name per dimension, or none at all."""
 
+    def __post_init__(self) -> None:
+        for field, given in (("ranks", self.ranks), ("shape", self.shape), ("names", self.names)):
+            if not isinstance(given, (tuple, list)):
+                raise InvalidLayout(
+                    f"{field} of Mesh is {type(given).__name__}, expected a tuple; give "
+                    "Mesh(ranks, shape), or Mesh.line(ranks) for one dimension"
+                )
+
     @classmethod
-    def line(cls, ranks: Sequence[int], *, name: str | None = None) -> Mesh:
-        """A mesh of one dimension."""
-        return cls(tuple(ranks), (len(ranks),), (name,) if name else ())
+    def line(cls, ranks: int | Sequence[int], *, name: str | None = None) -> Mesh:
+        """A mesh of one dimension over ``ranks`` ranks (a number, or their ids).
+
+        Raises:
+            InvalidLayout: ``ranks`` is neither.
+        """
+        ids = _ids("Mesh.line", ranks)
+        return cls(ids, (len(ids),), (name,) if name else ())
 
 
 class Shard(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="shard"):
@@ -156,9 +172,22 @@ class Side(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def of(cls, ranks: int | Sequence[int], containers: Sequence[Container]) -> Side:
-        """A side of ``ranks`` ranks (a number, or their ids)."""
-        ids = range(ranks) if isinstance(ranks, int) else ranks
-        return cls(tuple(ids), tuple(containers))
+        """A side of ``ranks`` ranks (a number, or their ids).
+
+        Raises:
+            InvalidLayout: ``ranks`` is neither.
+        """
+        return cls(_ids("Side.of", ranks), tuple(containers))
+
+
+def _ids(call: str, ranks: int | Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, range(ranks) if isinstance(ranks, int) else ranks))
+    except TypeError:
+        raise InvalidLayout(
+            f"ranks of {call} is {type(ranks).__name__} {ranks!r:.60}, expected a number of ranks "
+            "or a sequence of rank ids; give 1 for one rank, or range(8) for eight"
+        ) from None
 
 
 def leaves(layout: Layout) -> list[Leaf]:

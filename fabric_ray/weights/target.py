@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import msgspec
 
@@ -61,12 +61,15 @@ class WeightTarget:
             commit, or tensors by name. They keep their memory, on any device. A forward pass of
             the module counts as :meth:`reading`.
         hooks: callbacks of the inference engine.
+
+    Raises:
+        InvalidArgument: an argument is of another type, or ``into`` differs from ``side``.
     """
 
     def __init__(
         self,
         side: Side,
-        *,
+        *more: NoReturn,
         rank: int,
         name: str = "default",
         engine: TransferEngine | None = None,
@@ -76,6 +79,7 @@ class WeightTarget:
     ) -> None:
         from fabric_ray.runtime import engine as process_engine
 
+        _check_arguments(side, more, into)
         if rank not in side.ranks:
             raise InvalidArgument(f"rank {rank!r} is not among the side's ranks {side.ranks}")
         self.side = side
@@ -463,3 +467,26 @@ class WeightTarget:
             raise InvalidArgument("digests were not asked for at connect")
         copies = Plan.from_bytes(share.plan).for_target(share.plan_rank)
         return arriving(copies, staging.region, self._offsets(staging))
+
+
+def _check_arguments(side: Any, more: Sequence[Any], into: Any) -> None:
+    """Raises InvalidArgument where a call gives an argument in the place of another."""
+    advice = "call WeightTarget(side, rank=rank, into=module)"
+    if not isinstance(side, Side):
+        raise InvalidArgument(
+            f"side is {type(side).__name__}, expected a fabric_ray.plan.Side; {advice}, with the "
+            "side that describes the module's tensors"
+        )
+    if more:
+        raise InvalidArgument(
+            f"WeightTarget got {len(more) + 1} positional arguments, expected the side alone "
+            f"(the second is {type(more[0]).__name__}); {advice}"
+        )
+    if into is not None and not isinstance(into, Mapping):
+        import torch
+
+        if not isinstance(into, torch.nn.Module):
+            raise InvalidArgument(
+                f"into is {type(into).__name__}, expected a module or a mapping of names to "
+                f"tensors; {advice}"
+            )

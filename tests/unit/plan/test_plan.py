@@ -240,6 +240,25 @@ def test_unknown_dtypes_need_a_size():
         DType.of("float6")
 
 
+def test_a_number_of_ranks_stands_for_their_ids():
+    assert Mesh.line(2) == Mesh.line(range(2)) == Mesh.line([np.int64(0), 1])
+    assert Side.of(1, []) == Side.of([0], [])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Mesh.line(object), "ranks of Mesh.line is type .*, expected a number of ranks or"),
+        (lambda: Mesh.line("01"), "ranks of Mesh.line is str '01', .*; give 1 for one rank"),
+        (lambda: Side.of(1.5, []), "ranks of Side.of is float 1.5, expected a number of ranks"),
+        (lambda: Mesh((0,), 1), r"shape of Mesh is int, expected a tuple; .* Mesh.line\(ranks\)"),
+    ],
+)
+def test_what_stands_for_no_ranks_is_refused_where_it_is_given(make, words):
+    with pytest.raises(InvalidLayout, match=words):
+        make()
+
+
 def test_negative_numbers_in_a_layout_are_refused():
     with pytest.raises(InvalidLayout, match="source side"):
         plan(Side.of(1, [whole(Tensor("w", (-8, 4), BF16))]), TARGET)

@@ -45,6 +45,22 @@ def test_a_rank_that_no_rollout_has_is_refused() -> None:
         WeightTarget(side(), rank=-1, name="bad")
 
 
+@pytest.mark.parametrize(
+    ("args", "options", "words"),
+    [
+        ([torch.nn.Linear(2, 2)], {}, "side is Linear, expected a fabric_ray.plan.Side; call Wei"),
+        ([TENSORS], {}, r"side is dict, .*; call WeightTarget\(side, rank=rank, into=module\)"),
+        ([side(), torch.nn.Linear(2, 2)], {}, "2 positional arguments, .* second is Linear"),
+        ([side()], {"into": 3}, "into is int, expected a module or a mapping of names to tensors"),
+    ],
+)
+def test_arguments_in_the_place_of_others_are_refused(
+    args: list[Any], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=words):
+        WeightTarget(*args, rank=0, name="bad", **options)
+
+
 def test_a_stage_before_the_first_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="stage is -1; number pipeline stages from 0"):
         replica_source(rank=0, stage=-1)
