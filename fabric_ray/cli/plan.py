@@ -144,12 +144,12 @@ def _received(planned: Plan, rank: int) -> Iterator[str]:
         name = _pattern(container.name)
         count[name] = count.get(name, 0) + 1
         nbytes[name] = nbytes.get(name, 0) + container.nbytes
-    yield f"{'number':>6}  {'bytes':>10}  {'from trainers':<13}  container"
+    yield f"{'number':>6}  {'bytes':>9}  {'from trainers':<13}  container"
     for name in count:
         peers = tuple(sorted(senders.get(name, ())))
         runs = [*ranges(peers)]
         said = ",".join(runs) if len(runs) < 3 else f"{len(peers)} of {peers[0]}-{peers[-1]}"
-        yield f"{count[name]:>6}  {size(nbytes[name]):>10}  {said or 'none':<13}  {name}"
+        yield f"{count[name]:>6}  {size(nbytes[name]):>9}  {said or 'none':<13}  {name}"
 
 
 def _pattern(name: str) -> str:

@@ -118,7 +118,7 @@ def test_a_rank_lists_equal_layers_as_one_row() -> None:
     assert all(len(line) <= 80 for line in lines)
     config = PRESETS["llama-3.1-8b"]
     # Both norms of a layer are of the hidden size, in two bytes.
-    row = f"{config.layers}   262.14 kB  0-7            model.layers.*.input_layernorm.weight"
+    row = f"{config.layers}  262.14 kB  0-7            model.layers.*.input_layernorm.weight"
     assert row in {line.strip() for line in lines}
     boxes = said(*LLAMA, "--rank", "1")["explained"]
     for number in range(config.layers):
