@@ -30,6 +30,8 @@ class Code(IntEnum):
     """It can't be done as asked; one sentence on stderr says why."""
     INTERRUPTED = 130
     """Ctrl-C, while there was more to do."""
+    UNREAD = 141
+    """The reader of stdout closed it, as ``head`` does; what a shell says of SIGPIPE."""
 
 
 def fail(message: str, code: Code = Code.IMPOSSIBLE) -> NoReturn:
@@ -52,6 +54,15 @@ def errors_in_words() -> Iterator[None]:
 
 class Commands(TyperGroup):
     """All commands: what is typed wrongly ends as everything else does that can't be done."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        try:
+            return super().main(*args, **extra)
+        except SystemExit as end:
+            # Rich and Click turn a closed pipe into 1, which means "no" here.
+            if isinstance(end.__context__, BrokenPipeError):
+                raise SystemExit(Code.UNREAD) from None
+            raise
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any

@@ -257,6 +257,29 @@ def test_the_documented_codes_are_those_that_there_are() -> None:
     assert set(re.findall(r"^\| `fabric-ray (\w+)`", page, re.M)) == {*COMMANDS, "demo"}
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "doctor --budget 5",
+        "topo",
+        "bench --sizes 4KiB --turns 1 --transports tcp",
+        "plan llama-3.1-8b --trainer fsdp=8 --rollout tp=4 --rank 1",
+        "plan llama-3.1-8b --trainer fsdp=8 --rollout tp=4 --json",
+        "--help",
+        "demo --help",
+    ],
+)
+def test_a_closed_pipe_ends_a_command_quietly(arguments: str) -> None:
+    unread, stdout = os.pipe()
+    os.close(unread)
+    done = subprocess.run(
+        [*PROGRAM, *arguments.split()], cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True
+    )
+    os.close(stdout)
+    assert done.stderr == ""
+    assert done.returncode == Code.UNREAD
+
+
 def shown_at_a_terminal(*arguments: str) -> tuple[str, str, int]:
     """What a command writes to a terminal on stderr, to a pipe on stdout, and its exit code."""
     ours, theirs = pty.openpty()
