@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from fabric_ray.doctor import Finding, examine
+from fabric_ray.cli.findings import show
+from fabric_ray.doctor import Finding, Report, examine
 from fabric_ray.doctor.devices import Gid, Library, Offer, Port, Survey, devices, nowhere
 from fabric_ray.doctor.examine import links
 from fabric_ray.doctor.system import device_files, hugepages, memlock, ptrace, system
@@ -191,6 +193,24 @@ def test_gpu_memory_that_no_nic_can_reach_is_a_failure(tmp_path: Path) -> None:
     (tmp_path / "sys/module/nvidia_peermem").mkdir(parents=True)
     codes = {f.code: f.status for f in system(has_nics=True, root=tmp_path)}
     assert codes["peermem"] == "ok"
+
+
+def test_the_table_says_in_words_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    offers = tuple(
+        Offer("tcp", "net", name, None, rdma=False, chosen=False, why="efa is in use")
+        for name in ("lo", "a")
+    )
+    one = Report(tuple(devices(found(port(gids=(GOOD, BAD)), offers=offers))), 0.1)
+    show(Console(width=200), one, everything=False)
+    text = capsys.readouterr().out
+    assert "1 addresses (GIDs) of RDMA ports and 2 libfabric interfaces of other providers" in text
+    assert BAD.why not in text
+    show(Console(width=200), Report(tuple(devices(found(offers=offers))), 0.1), everything=False)
+    assert "GID" not in capsys.readouterr().out
+    show(Console(width=200), one, everything=True)
+    text = capsys.readouterr().out
+    assert "not needed" not in text
+    assert BAD.why in text
 
 
 def test_the_command_prints_json_and_an_exit_code() -> None:
