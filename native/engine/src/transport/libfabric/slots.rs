@@ -50,7 +50,7 @@ impl Slots {
     }
 
     pub fn addr(&self, i: usize) -> usize {
-        debug_assert!(i < self.n);
+        assert!(i < self.n, "slot {i} of {}", self.n);
         self.base as usize + i * SLOT
     }
 
