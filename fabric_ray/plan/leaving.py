@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import glob
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
@@ -11,6 +12,7 @@ from fabric_ray.plan.errors import ExtraTensors
 from fabric_ray.plan.types import Side, leaves
 
 _SHOWN = 3
+_MOST_PATTERNS = 8
 _ADAPTER = re.compile(r"(^|\.)(lora_\w+|modules_to_save|adapters?)\.")
 _DRAFT = re.compile(r"(^|[._])(mtp|draft|eagle\d?|medusa|nextn)([._]|$)")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_tokens)\.weight$")
@@ -79,7 +81,7 @@ def tensor_names(side: Side) -> Iterator[str]:
     return (leaf.tensor.name for c in side.containers for leaf in leaves(c.layout))
 
 
-def _advice(stale: Sequence[str], needed: Iterable[str]) -> str:
+def _advice(stale: Sequence[str], needed: Collection[str]) -> str:
     layers = max((int(n) for name in needed for n in _LAYER.findall(name)), default=None)
     advice = []
     if any(map(_ADAPTER.search, stale)):
@@ -90,7 +92,52 @@ def _advice(stale: Sequence[str], needed: Iterable[str]) -> str:
         advice.append("make the target of a configuration that doesn't tie the head")
     if not advice:
         advice.append("add containers for them to the target side")
-    return f'{", ".join(advice)}, or name what may become stale: leave=("{stale[0]}",)'
+    patterns, others = _patterns(stale, needed)
+    quoted = "".join(f'"{pattern}", ' for pattern in patterns)
+    tuple_ = f"({quoted.rstrip() if len(patterns) == 1 else quoted.removesuffix(', ')})"
+    more = f" and patterns for {others} more" if others else ""
+    return f"{', '.join(advice)}, or name what may become stale: leave={tuple_}{more}"
+
+
+def _patterns(stale: Sequence[str], needed: Collection[str]) -> tuple[list[str], int]:
+    """Patterns that name all stale tensors, and none that the target needs; and the number of
+    tensors that are left after the last pattern that fits in an error."""
+    used = {prefix for name in needed for prefix in _prefixes(_without_numbers(name))}
+    used |= {prefix for name in needed for prefix in _prefixes(name)}
+    patterns: list[str] = []
+    rest = list(stale)
+    while rest and len(patterns) < _MOST_PATTERNS:
+        name = rest[0]
+        exact = glob.escape(name)
+        for prefix in (*_prefixes(_without_numbers(name)), *_prefixes(name)):
+            # A `*` that stands for a number also matches names with more components.
+            matches = re.compile(fnmatch.translate(_pattern(prefix))).match
+            if prefix not in used and not any(map(matches, needed)):
+                left = [other for other in rest if not matches(other)]
+                break
+        else:
+            prefix, left = "", rest[1:]
+        alone = len(rest) - len(left) == 1
+        patterns.append(exact if alone else _pattern(prefix))
+        rest = left
+    return patterns, len(rest)
+
+
+def _pattern(prefix: str) -> str:
+    """The pattern of names that begin with these components, or of a whole name."""
+    escaped = ".".join(part if part == "*" else glob.escape(part) for part in prefix.split("."))
+    return f"{escaped}*" if prefix.endswith(".") else escaped
+
+
+def _without_numbers(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _prefixes(name: str) -> list[str]:
+    """The beginnings of a name in whole components, each with its dot, the shortest first, then
+    the name."""
+    parts = name.split(".")
+    return [".".join([*parts[:count], ""]) for count in range(1, len(parts))] + [name]
 
 
 def _is_draft(name: str, layers: int | None) -> bool:
