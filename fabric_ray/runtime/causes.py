@@ -32,7 +32,11 @@ def _after_traceback(lines: list[str]) -> list[str]:
 
 
 def _one_line(lines: list[str]) -> str:
-    return " ".join(" ".join(lines).split())[:_LENGTH]
+    text = " ".join(" ".join(lines).split())
+    if len(text) <= _LENGTH:
+        return text
+    whole_words = text[: _LENGTH + 1].rpartition(" ")[0] or text[:_LENGTH]
+    return f"{whole_words} ..."
 
 
 def original(error: BaseException) -> BaseException:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from fabric_ray.errors import FabricError, WeightSyncError
+from fabric_ray.errors import FabricError, InvalidArgument, WeightSyncError
 
 DIED = "died"
 
@@ -51,6 +51,10 @@ class Calls(Protocol):
 class RayCalls:
     """Calls Ray actors by ``__ray_call__``, which every actor has."""
 
+    def __init__(self) -> None:
+        self._ready: set[Any] = set()
+        """Actors that have answered a call."""
+
     def share(self, value: Any) -> Any:
         import ray
 
@@ -73,15 +77,34 @@ class RayCalls:
         # 5 s more, so that an actor's own timeout error arrives first.
         deadline = time.monotonic() + timeout + 5.0
         answers: list[Any] = []
-        for ref in refs:
+        for actor, ref in zip(actors, refs, strict=True):
             if isinstance(ref, CallFailure):
                 answers.append(ref)
                 continue
             try:
                 answers.append(ray.get(ref, timeout=max(0.1, deadline - time.monotonic())))
+                self._ready.add(actor)
             except (RayError, FabricError) as error:
-                answers.append(_call_failure(error, timeout))
+                answers.append(_call_failure(error, timeout, ready=actor in self._ready))
         return answers
+
+
+def check_handles(role: str, actors: Iterable[Any]) -> None:
+    """Raises InvalidArgument unless all of ``actors`` are handles of Ray actors, each once."""
+    seen: list[Any] = []
+    for index, actor in enumerate(actors):
+        # A class of actors has `__ray_call__` too, but no `remote` of it.
+        if not hasattr(getattr(actor, "__ray_call__", None), "remote"):
+            raise InvalidArgument(
+                f"{role}[{index}] is {type(actor).__name__}, expected an actor handle; pass what "
+                "ray.remote(Class).remote(...) returns, of the actor that holds the weights"
+            )
+        if actor in seen:
+            raise InvalidArgument(
+                f"{role}[{index}] is the actor of {role}[{seen.index(actor)}] again, expected "
+                "each actor once; make one actor for each rank"
+            )
+        seen.append(actor)
 
 
 def _need_ray() -> None:
@@ -108,7 +131,12 @@ def _submit(actor: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> 
         )
 
 
-def _call_failure(error: BaseException, timeout: float) -> CallFailure:
+def _call_failure(error: BaseException, timeout: float, *, ready: bool = True) -> CallFailure:
+    """The answer of a call that raised ``error``.
+
+    Args:
+        ready: whether the actor has answered a call before.
+    """
     from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
     from fabric_ray.runtime.causes import cause_of, original
@@ -118,6 +146,12 @@ def _call_failure(error: BaseException, timeout: float) -> CallFailure:
     if isinstance(error, RayActorError):
         return CallFailure(f"its actor has died: {cause_of(error)}", DIED, error)
     if isinstance(error, GetTimeoutError):
+        if not ready:
+            return CallFailure(
+                f"it is not ready yet after {timeout:g} s, for it has answered no call so far; see "
+                "in `ray list actors` whether it waits for resources, see what its __init__ does, "
+                "or raise the timeout"
+            )
         return CallFailure(f"it did not answer within {timeout:g} s; see whether it is stuck")
     return call_failure(original(error))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Side
 from fabric_ray.weights.conversion import Recipe
 from fabric_ray.weights.quant import Invitation
@@ -11,8 +12,14 @@ from fabric_ray.weights.report import InboundPlan, PushTarget, Sent, SourceShare
 from fabric_ray.weights.sources import SOURCES
 from fabric_ray.weights.target import TARGETS, WeightTarget
 
+_IN_ORDER = "pass WeightSync(trainers, rollouts) in this order"
+
 
 def source_meta(_: Any, name: str) -> tuple[int, Any, bytes]:
+    if name in TARGETS and name not in SOURCES:
+        raise InvalidArgument(
+            f"it holds a WeightTarget called {name!r}, expected a WeightSource; {_IN_ORDER}"
+        )
     return SOURCES.get(name).meta()
 
 
@@ -45,6 +52,10 @@ def source_push(
 
 
 def target_meta(_: Any, name: str) -> tuple[int, Side, bytes]:
+    if name in SOURCES and name not in TARGETS:
+        raise InvalidArgument(
+            f"it holds a WeightSource called {name!r}, expected a WeightTarget; {_IN_ORDER}"
+        )
     target = TARGETS.get(name)
     return target.rank, target.side, target.address()
 

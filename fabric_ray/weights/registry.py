@@ -39,6 +39,10 @@ class Registry(Generic[T]):
             )
         return item
 
+    def __contains__(self, name: str) -> bool:
+        with self._lock:
+            return name in self._items
+
     def remove(self, name: str, item: T) -> None:
         """Removes an object, unless the name now belongs to another."""
         with self._lock:

@@ -244,8 +244,7 @@ class Session:
         self._learn_version()
         if failed:
             raise WeightSyncError(
-                f"push failed before any write: {names(failed)} can't receive: {causes(failed)}; "
-                "drop() dead rollouts, and join() their replacements",
+                f"push failed before any write: {names(failed)} can't receive: {causes(failed)}",
                 version=self.version,
                 failed=failed,
             ) from raised

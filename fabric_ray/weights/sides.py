@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import ParamMeta, Side, side_from_param_meta
-from fabric_ray.plan.errors import DtypeMismatch
+from fabric_ray.plan.errors import DtypeMismatch, MissingTensors
 from fabric_ray.plan.leaving import tensor_names
 from fabric_ray.plan.types import leaves
 from fabric_ray.weights.quant import Formats, quantised_source
@@ -98,6 +98,21 @@ def converted(source: Side, target: Side, formats: Formats) -> Side:
                 "quantised_target and the same formats"
             )
     return sent
+
+
+def lacking(error: MissingTensors, sent: Side, needed: Side) -> MissingTensors:
+    """The error, with what to do about the ends of a push."""
+    missing = dict.fromkeys(tensor_names(needed)).keys() - set(tensor_names(sent))
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    return MissingTensors(
+        f"no trainer holds tensor `{error.tensor}`{more}, which container `{error.container}` of "
+        f"rollout rank {error.rank} needs; give it to a WeightSource, or take the container out of "
+        "the rollouts' side (with WeightTarget(into=), also out of the module: a buffer by "
+        "persistent=False)",
+        tensor=error.tensor,
+        container=error.container,
+        rank=error.rank,
+    )
 
 
 def with_cast(error: DtypeMismatch, sent: Side, needed: Side) -> DtypeMismatch:

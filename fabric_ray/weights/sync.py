@@ -12,12 +12,12 @@ import msgspec
 
 from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.plan import Plan, Side, first_replicas, plan
-from fabric_ray.plan.errors import DtypeMismatch
+from fabric_ray.plan.errors import DtypeMismatch, MissingTensors
 from fabric_ray.plan.leaving import check_patterns
 from fabric_ray.plan.planner import left_of
 from fabric_ray.weights import phases
 from fabric_ray.weights.actor_group import ActorGroup, names
-from fabric_ray.weights.calls import Calls, RayCalls
+from fabric_ray.weights.calls import Calls, RayCalls, check_handles
 from fabric_ray.weights.clock import Clock
 from fabric_ray.weights.conversion import Recipe
 from fabric_ray.weights.fanout import Fanout
@@ -25,7 +25,7 @@ from fabric_ray.weights.quant import Formats
 from fabric_ray.weights.replica.sides import ReplicaMeta, replica_sides
 from fabric_ray.weights.report import ConnectReport, JoinReport, PushReport
 from fabric_ray.weights.session import Session
-from fabric_ray.weights.sides import converted, source_side, target_side, with_cast
+from fabric_ray.weights.sides import converted, lacking, source_side, target_side, with_cast
 
 
 class WeightSync:
@@ -76,12 +76,15 @@ class WeightSync:
             raise InvalidArgument("a weight sync needs at least one trainer and one rollout")
         if lost not in ("raise", "drop"):
             raise InvalidArgument(f"lost is {lost!r}, expected 'raise' or 'drop'")
+        self._leave, self._left = check_patterns(leave), tuple[str, ...]()
         self._calls = calls or RayCalls()
+        if isinstance(self._calls, RayCalls):
+            check_handles("trainers", trainers)
+            check_handles("rollouts", rollouts)
         common = (name, self._calls, timeout)
         self._trainers = ActorGroup("trainer", dict(enumerate(trainers)), *common)
         self._rollouts = ActorGroup("rollout", dict(enumerate(rollouts)), *common)
         self._first, self._joined = len(rollouts), 0
-        self._leave, self._left = check_patterns(leave), tuple[str, ...]()
         self._formats = dict(formats or {})
         self._digest = digest
         self._relay = relay
@@ -140,6 +143,8 @@ class WeightSync:
             sent = converted(source, needed, self._formats)
             try:
                 routes = plan(sent, needed, leave=self._leave)
+            except MissingTensors as error:
+                raise lacking(error, sent, needed) from error
             except DtypeMismatch as error:
                 raise with_cast(error, sent, needed) from error
             self._left = left_of(sent, needed, self._leave) if self._leave else ()
@@ -241,6 +246,8 @@ class WeightSync:
             WeightSyncError: it didn't answer, or no replica could copy the version to it. It has
                 not joined then.
         """
+        if isinstance(self._calls, RayCalls):
+            check_handles("rollout", [rollout])
         with self._lock:
             if self._session is None:
                 self._connect()
@@ -300,13 +307,28 @@ class WeightSync:
         return dead
 
     def _with_dropped(self, error: WeightSyncError, dropped: dict[int, str]) -> WeightSyncError:
-        """The error, with the rollouts that were dropped before it."""
-        if not dropped:
+        """The error, with the rollouts that were dropped before it, and advice on dead actors."""
+        advice = self._advice_on_dead()
+        if not dropped and not advice:
             return error
         dead = {self._rollouts.label(number): cause for number, cause in dropped.items()}
-        text = f"{error} ({names(dead)} died before and was dropped)"
+        before = f" ({names(dead)} died before and was dropped)" if dead else ""
         failed = {**dead, **error.fields.get("failed", {})}
+        text = f"{error}{before}{advice}"
         return WeightSyncError(text, version=error.fields.get("version"), failed=failed)
+
+    def _advice_on_dead(self) -> str:
+        """What to do about actors that have died and take part still."""
+        if self._trainers.dead:
+            died = _listed("trainer", sorted(self._trainers.dead))
+            return f"; restart {died}, and make a WeightSync of the trainers anew"
+        if not (dead := sorted(self._rollouts.dead)):
+            return ""
+        died = _listed("rollout", dead)
+        if len(dead) == len(self._rollouts.actors):
+            return f"; restart {died}, and make a WeightSync of the rollouts anew"
+        again = "" if self._lost == "drop" else ', or let pushes do so: WeightSync(lost="drop")'
+        return f"; drop() {died}, and join() a replacement{again}"
 
     def _forget(self, number: int) -> None:
         del self._rollouts.actors[number]

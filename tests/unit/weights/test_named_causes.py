@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +16,10 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from fabric_ray import TransferEngine
 from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.plan import Container, DType, Leaf, Mesh, Replicate, Side, Tensor
-from fabric_ray.plan.errors import DtypeMismatch
+from fabric_ray.plan.errors import DtypeMismatch, MissingTensors
 from fabric_ray.runtime.causes import cause_of
 from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
-from fabric_ray.weights.calls import DIED, _call_failure
+from fabric_ray.weights.calls import DIED, RayCalls, _call_failure
 from fabric_ray.weights.quant import Cast
 from tests.unit.weights.local_sync import InProcess, LocalSync
 
@@ -53,6 +55,64 @@ def test_a_process_that_ended_says_how() -> None:
     )
     assert cause_of(error) == "Its worker process has died. OOM."
     assert cause_of(ActorDiedError()) == ActorDiedError.BASE_ERROR_MSG
+
+
+def test_a_long_cause_ends_after_a_word() -> None:
+    error = ActorDiedError()
+    error.error_msg = "The actor died.\n" + "disconnected " * 80
+    said = cause_of(error)
+    assert set(said.split()) == {"disconnected", "..."}
+    assert 380 < len(said) < 410
+
+
+def test_an_actor_that_is_slow_to_start_is_not_called_stuck(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import ray
+    from ray.exceptions import GetTimeoutError
+
+    class Handle:
+        class __ray_call__:
+            @staticmethod
+            def remote(*_: object) -> str:
+                return "reference"
+
+    def late(*_: object, **__: object) -> None:
+        raise GetTimeoutError("late")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    calls, actors = RayCalls(), [Handle()]
+    monkeypatch.setattr(ray, "get", late)
+    [slow] = calls.ask(actors, print, [()], 7.0)
+    assert slow.cause.startswith(
+        "it is not ready yet after 7 s, for it has answered no call so far"
+    )
+    assert "ray list actors" in slow.cause
+    monkeypatch.setattr(ray, "get", lambda *_, **__: 3)
+    assert calls.ask(actors, print, [()], 7.0) == [3]
+    monkeypatch.setattr(ray, "get", late)
+    [hangs] = calls.ask(actors, print, [()], 7.0)
+    assert hangs.cause == "it did not answer within 7 s; see whether it is stuck"
+
+
+@pytest.mark.parametrize(
+    ("who", "words"),
+    [
+        ("rollout 1", r"; drop\(\) rollout 1, and join\(\) a .*: WeightSync\(lost=\"drop\"\)$"),
+        ("trainer 0", "; restart trainer 0, and make a WeightSync of the trainers anew$"),
+    ],
+)
+def test_the_error_says_what_to_do_about_a_dead_actor(who: str, words: str) -> None:
+    sync = LocalSync()
+    try:
+        sync.push()
+        sync.kill(who)
+        for _ in range(2):
+            with pytest.raises(WeightSyncError, match=words) as caught:
+                sync.push()
+            assert str(caught.value).count("drop()") == (who == "rollout 1")
+    finally:
+        sync.close()
 
 
 @pytest.mark.parametrize("stage", ["source_push", "target_confirm", "target_commit", "target_meta"])
@@ -114,6 +174,38 @@ def test_ranks_that_no_order_mends_are_refused_with_other_advice(
         sync.close()
 
 
+def test_what_is_no_actor_handle_is_refused_before_any_call() -> None:
+    import ray
+
+    def handle() -> Any:
+        return SimpleNamespace(__ray_call__=SimpleNamespace(remote=print))
+
+    one, other = handle(), handle()
+    actor_class = ray.remote(LocalSync)
+    words = r"rollouts\[1\] is .*, expected an actor handle; pass what ray.remote\(Class\).remote"
+    for bad in (object(), actor_class, "rollout"):
+        with pytest.raises(InvalidArgument, match=words):
+            WeightSync([one], [other, bad])
+    with pytest.raises(InvalidArgument, match=r"trainers\[1\] is the actor of trainers\[0\] again"):
+        WeightSync([one, one], [other])
+    with pytest.raises(InvalidArgument, match=r"rollout\[0\] is int, expected an actor handle"):
+        WeightSync([one], [other]).join(3)
+
+
+def test_trainers_and_rollouts_that_are_swapped_are_named() -> None:
+    sync = LocalSync()
+    trainers, rollouts = ["trainer 0", "trainer 1"], ["rollout 0", "rollout 1"]
+    calls = InProcess()
+    try:
+        with pytest.raises(WeightSyncError, match="it holds a WeightTarget called") as caught:
+            WeightSync(rollouts, trainers, calls=calls).connect()
+        assert "pass WeightSync(trainers, rollouts) in this order" in str(caught.value)
+        with pytest.raises(WeightSyncError, match="it holds a WeightSource called"):
+            WeightSync(trainers, trainers, calls=calls).connect()
+    finally:
+        sync.close()
+
+
 @pytest.fixture
 def pair() -> Iterator[Callable[[str, torch.Tensor], WeightTarget]]:
     with (
@@ -145,6 +237,17 @@ def test_masters_in_float32_are_cast_as_the_error_advises(pair) -> None:
     WeightSync(*actors, calls=InProcess(), formats={"*": Cast("bfloat16")}).push()
     with target.reading() as weights:
         assert torch.equal(weights["w"], tensor.bfloat16())
+
+
+def test_a_tensor_that_no_trainer_holds_is_advised_in_the_terms_of_a_push(pair) -> None:
+    target = pair("int16", torch.zeros(4, dtype=torch.int16))
+    leaf = Leaf(Tensor("v", (4,), DType.of("int16")), Mesh.line(1), (Replicate(),))
+    more = Container("v", DType.of("int16"), leaf)
+    target.side = Side.of(1, [*target.side.containers, more])
+    with pytest.raises(MissingTensors, match="no trainer holds tensor `v`, which") as caught:
+        WeightSync(["default"], ["default"], calls=InProcess()).push()
+    assert "give it to a WeightSource, or take the container out" in str(caught.value)
+    assert "from the target" not in str(caught.value)
 
 
 def test_no_cast_is_advised_where_none_would_do(pair) -> None:
