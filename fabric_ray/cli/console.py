@@ -8,25 +8,26 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-_PIPE_COLUMNS = 160
+_PIPE_COLUMNS = 1000
 
 
 def stdout() -> Console:
-    """Standard output: as wide as its terminal, or 160 columns in a pipe or a file.
+    """Standard output: as wide as its terminal. In a pipe or a file rows and sentences stay whole.
 
     ``COLUMNS`` in the environment sets another width, as everywhere in rich.
     """
-    console = Console()
+    # ``:ab:`` in the address of a device is no emoji.
+    console = Console(emoji=False)
     if not console.is_terminal and "COLUMNS" not in console._environ:
         console.width = _PIPE_COLUMNS
     return console
 
 
-def plain(*columns: str, right: Iterable[str] = ()) -> Table:
+def plain(*columns: str, right: Iterable[str] = (), title: str | None = None) -> Table:
     """A table without lines; columns named in ``right`` are figures."""
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
     for column in columns:
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for column in right:
         table.add_column(column, justify="right", no_wrap=True)
     return table

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.tree import Tree
 
 from fabric_ray import topology
-from fabric_ray.cli.console import ranges, stdout
+from fabric_ray.cli.console import plain, ranges, stdout
 from fabric_ray.cli.ending import errors_in_words
 from fabric_ray.topology import Gpu, Machine, Nic
 
@@ -130,7 +130,7 @@ def _label(device: Gpu | Nic) -> str:
 
 
 def _pairs(machine: Machine) -> Table:
-    table = Table("for", "rails", "distance", "why", title="pairing", title_justify="left")
+    table = plain("for", "rails", "distance", "why", title="\npairing")
     for pair in machine.pairs:
         names = " ".join(rail.nic for rail in pair.rails) or "none"
         distances = " ".join(dict.fromkeys(rail.distance for rail in pair.rails))
@@ -139,7 +139,7 @@ def _pairs(machine: Machine) -> Table:
 
 
 def _left_out(machine: Machine) -> Table:
-    table = Table("NIC", "why", title="left out", title_justify="left")
+    table = plain("NIC", "why", title="\nleft out")
     for left_out in machine.left_out:
         table.add_row(escape(left_out.nic), escape(left_out.reason))
     return table

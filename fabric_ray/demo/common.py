@@ -13,6 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 from rich.console import Console
+from rich.table import Table
 
 from fabric_ray.errors import FabricError, InvalidArgument, given_path
 from fabric_ray.runtime.causes import cause_of
@@ -75,6 +76,14 @@ def make_output(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         # It may have been there, and belong to another user.
         TemporaryFile(dir=directory).close()
+
+
+def plain(title: str | None = None, *, show_header: bool = True) -> Table:
+    """A table without lines: figures stay whole in 80 columns."""
+    title = title and f"\n{title}"
+    return Table(
+        box=None, pad_edge=False, title=title, title_justify="left", show_header=show_header
+    )
 
 
 def print_checks(checks: Mapping[str, bool], console: Console) -> None:

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fabric_ray.decoding import converted
-from fabric_ray.demo.common import cluster, print_checks
+from fabric_ray.demo.common import cluster, plain, print_checks
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.inference.engine import TorchEngine
 from fabric_ray.inference.generate import GenerationRequest, Generator
@@ -373,7 +373,7 @@ def _free_port() -> int:
 
 
 def _pairs(title: str, rows: dict[str, str]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False)
+    table = plain(title, show_header=False)
     for row in rows.items():
         table.add_row(*row)
     return table
@@ -382,7 +382,7 @@ def _pairs(title: str, rows: dict[str, str]) -> Table:
 def _timeline(layers: Sequence[Layer]) -> Table:
     """A row for each layer: the time in which it was computed, then that of its transfer."""
     title = "Its layers, milliseconds from the begin of the prompt's last pass"
-    table = Table(title=title, title_justify="left")
+    table = plain(title)
     for name in ("layer", "computed", "posted", "delivered"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("[blue]compute[/] [red]transfer[/]", no_wrap=True)

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 from rich.table import Table
 
-from fabric_ray.demo.common import cluster, print_checks
+from fabric_ray.demo.common import cluster, plain, print_checks
 from fabric_ray.errors import FabricError, InvalidArgument
 from fabric_ray.moe.group import ExpertGroup, Forward
 from fabric_ray.moe.layer import MoeConfig, Traffic
@@ -165,7 +165,8 @@ class Outcome(msgspec.Struct, frozen=True):
             f"without it after {loss.recovered:.2f} s; replaced within {self.joined:.1f} s"
         )
         console.print(f"its cause: {loss.cause}", highlight=False, markup=False)
-        console.print(self.explanation.splitlines()[-1].strip(), "of exchange memory on each rank")
+        memory = next(s for s in self.explanation.splitlines() if s.endswith("bytes in all"))
+        console.print(f"exchange memory of each rank: {memory.strip()}", highlight=False)
         print_checks(self.checks, console)
 
 
@@ -300,14 +301,13 @@ class _Run:
 def _table(phase: Phase) -> Table:
     gone = phase.left_out
     without = f", without experts {gone[0]} to {gone[-1]}" if gone else ""
-    table = Table(
-        title=f"{phase.name}{without}: {phase.tokens} tokens in "
-        f"{phase.steps} steps, {statistics.median(phase.seconds) * 1e3:.0f} ms each",
-        title_justify="left",
+    table = plain(
+        f"{phase.name}{without}: {phase.tokens} tokens in "
+        f"{phase.steps} steps, {statistics.median(phase.seconds) * 1e3:.0f} ms each"
     )
     ms = ("dispatch [dim]ms[/]", "combine [dim]ms[/]")
     for name in ("rank", "rows of its experts", "load", "dispatched", "combined", *ms):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     mean = statistics.mean(t.rows for t in phase.traffic.values()) or 1.0
     for rank, one in sorted(phase.traffic.items()):
         each = max(1, one.exchanges)

@@ -17,10 +17,9 @@ from typing import Any, Literal
 import msgspec
 import ray
 from rich.console import Console
-from rich.table import Table
 
 from fabric_ray.demo.actors import Checked, Rollout, Trainer
-from fabric_ray.demo.common import cluster, draw_bars, make_output
+from fabric_ray.demo.common import cluster, draw_bars, make_output, plain
 from fabric_ray.errors import InvalidArgument, given_path
 from fabric_ray.models import ModelConfig, demo_config, read_config
 from fabric_ray.models.kinds import Kind
@@ -333,15 +332,14 @@ def summary(outcome: Outcome) -> dict[str, Any]:
 def show(outcome: Outcome, console: Console) -> None:
     """Prints the table and the verdict."""
     shown = outcome.pushes[-_COLUMNS:]
-    table = Table(
-        title=f"{outcome.model}, {outcome.parameters / 1e6:.0f} M parameters: "
-        f"{outcome.trainers} FSDP2 trainers into {outcome.rollouts} tensor-parallel rollouts",
-        title_justify="left",
+    table = plain(
+        f"{outcome.model}, {outcome.parameters / 1e6:.0f} M parameters: "
+        f"{outcome.trainers} FSDP2 trainers into {outcome.rollouts} tensor-parallel rollouts"
     )
     table.add_column("version")
     for push in shown:
-        table.add_column(str(push.report.version), justify="right")
-    table.add_column("median", justify="right", style="bold")
+        table.add_column(str(push.report.version), justify="right", no_wrap=True)
+    table.add_column("median", justify="right", style="bold", no_wrap=True)
 
     def row(name: str, unit: str, digits: int, value: Callable[[Push], float]) -> None:
         found = [value(push) for push in shown]
@@ -354,15 +352,15 @@ def show(outcome: Outcome, console: Console) -> None:
     for stage in outcome.pushes[0].report.stages:
         row(stage, "ms", 1, partial(_stage_ms, stage))
     row("whole push", "ms", 1, lambda p: p.report.seconds * 1e3)
-    table.add_section()
+    table.add_row()
     row("rate", "GB/s", 2, lambda p: p.report.gbytes_per_s)
     row("floor", "GB/s", 2, lambda p: p.report.nbytes / p.floor_seconds / 1e9)
     row("time over floor", "x", 2, lambda p: p.report.seconds / p.floor_seconds)
-    table.add_section()
+    table.add_row()
     for i, link in enumerate(outcome.links[:_LINKS]):
         name = f"{link.trainer} to {link.rollout}, {link.transport}, {link.nbytes / 1e6:.1f} MB"
         row(name, "GB/s", 2, partial(_link_rate, i))
-    table.add_section()
+    table.add_row()
     table.add_row("every byte as in the reference", *map(_verdict, shown), "")
     console.print(table)
     c = outcome.connect

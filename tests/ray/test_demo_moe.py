@@ -64,6 +64,25 @@ def test_one_wrong_bit_is_not_verified() -> None:
     assert not msgspec.structs.replace(good, loss=blamed).verified
 
 
+def test_the_tables_stay_whole_at_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    from fabric_ray.demo.moe import Loss, Options, Phase
+    from fabric_ray.moe.layer import Traffic
+
+    traffic = Traffic(2, 1617, 125_200, 109_100, dispatch_seconds=0.0252, combine_seconds=0.0304)
+    phase = Phase("whole", (), 1, 8, (0.1,), 2048, 0, True, {0: traffic})
+    loss = Loss(3, 1, (3,), (0,), "it died", 0.1, 0.2)
+    explanation = "each has\n  1,024  bytes in all\nrows to rank 1: written by the engine"
+    Outcome(Options(), (phase,) * 3, loss, 1.0, True, explanation).show(Console(width=80))
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    titles = "rank  rows of its experts  load  dispatched  combined  dispatch ms  combine ms"
+    assert titles in lines
+    row = lines[lines.index(titles) + 1].split()
+    assert row == ["0", "1617", "1.00", "125.2", "kB", "109.1", "kB", "12.60", "15.20"]
+    assert "exchange memory of each rank: 1,024  bytes in all" in lines
+
+
 def test_what_can_not_be_run_is_one_sentence() -> None:
     for option, words in [
         ("--ranks 1", "ranks is 1"),

@@ -45,6 +45,22 @@ def topo(*arguments: str | Path) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+def test_addresses_and_names_stay_whole_at_80_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = unpack("p5.48xlarge", tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = topo("--sys", root)
+    assert code == 0
+    assert "switch 0000:ab:00.0" in out
+    assert all(len(line) <= 80 for line in out.splitlines())
+    words = out.split()
+    machine = topology.read(root)
+    assert all(nic.name in words for nic in machine.nics)
+    assert all(pair.name in words for pair in machine.pairs)
+    assert not set(out) & set("┃━")
+
+
 def test_a_machine_is_read_with_types(tmp_path: Path) -> None:
     dgx = topology.read(unpack("dgx-h100", tmp_path))
     assert [node.id for node in dgx.nodes] == [0, 1]

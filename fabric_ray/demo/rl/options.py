@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
+from fabric_ray.demo.common import plain
 from fabric_ray.demo.rl import policy
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.models import ModelConfig
@@ -219,7 +219,7 @@ def show(outcome: Outcome, console: Console) -> None:
         "reward_rose": f"from {first:.3f} in the first quarter to {last:.3f} in the last; "
         f"{RISE} more is required",
     }
-    table = Table(show_header=False)
+    table = plain(show_header=False)
     for check, holds in o.checks.items():
         verdict = "[green]yes[/]" if holds else "[red]no[/]"
         table.add_row(check.replace("_", " "), verdict, told[check])

@@ -21,6 +21,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from fabric_ray import observe
+from fabric_ray.cli.console import facts, stdout
 from fabric_ray.cli.ending import Code
 from fabric_ray.cli.main import app
 
@@ -278,6 +279,15 @@ def test_a_closed_pipe_ends_a_command_quietly(arguments: str) -> None:
     os.close(stdout)
     assert done.stderr == ""
     assert done.returncode == Code.UNREAD
+
+
+def test_a_row_in_a_pipe_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    words = " ".join(["mlx5_bond_0"] * 40)
+    stdout().print(facts([("rails", words)]))
+    assert capsys.readouterr().out == f"rails  {words}\n"
 
 
 def shown_at_a_terminal(*arguments: str) -> tuple[str, str, int]:
