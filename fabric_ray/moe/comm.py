@@ -277,7 +277,8 @@ class Exchanges:
             if rank not in self._asked:
                 raise PeerLost(
                     f"rank {rank} takes no part any more: {cause}; sums lack its part, make a new "
-                    "buffer of the ranks that are left, or with a longer timeout if it was busy",
+                    "Buffer or AllToAll of the ranks that are left, or with a longer "
+                    "timeout if it was busy",
                     peer=f"rank {rank}",
                 )
 

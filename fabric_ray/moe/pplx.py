@@ -344,4 +344,11 @@ def _comm(group_name: str | None, comm: Any) -> Comm:
         return comm_of(dist.group.WORLD)
     # What torch itself finds groups by, in collectives that name them.
     resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
-    return comm_of(resolve(group_name))
+    try:
+        group = resolve(group_name)
+    except (RuntimeError, TypeError):
+        raise InvalidArgument(
+            f"group_name: got {group_name!r}, expected the name of a torch.distributed group of "
+            "this process; give group.group_name, or leave it out for the default group"
+        ) from None
+    return comm_of(group)

@@ -156,6 +156,8 @@ def process(connection: Connection, rank: int, ranks: int, store: str) -> None:
     a = made(rank, ranks)
     layer(a, rank, ranks, 5, fp8=False, split=True)
     a.destroy()
+    with pytest.raises(errors.InvalidArgument, match="group_name: got 'nosuch', expected"):
+        made(rank, ranks, group_name="nosuch")
     by_name = made(rank, ranks, fp8=True, group_name=dist.group.WORLD.group_name)
     layer(by_name, rank, ranks, 6, fp8=True, split=False)
     by_name.destroy()
