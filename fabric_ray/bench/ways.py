@@ -144,7 +144,7 @@ class _Near(ABC):
 
     def _ask(self, *question: Any) -> Any:
         # Where nothing reads any more, what was said last tells why.
-        with suppress(BrokenPipeError):
+        with suppress(ConnectionError):
             self._pipe.send(question)
         return self._answer()
 
@@ -323,7 +323,7 @@ def serve() -> None:
     """The far process; its only argument is the descriptor of its end of the pipe. Answers calls,
     a method's name and its arguments, until the pipe is closed."""
     pipe = Connection(int(sys.argv[1]))
-    with suppress(EOFError, BrokenPipeError):
+    with suppress(EOFError, ConnectionError):
         way, nbytes, token = pipe.recv()
         try:
             made: _Far = _FarSocket(nbytes) if way == "socket" else _FarEngine(way, nbytes, token)

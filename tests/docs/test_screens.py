@@ -155,7 +155,7 @@ def test_the_documentation_is_built_without_a_complaint(site: Path) -> None:
 @pytest.mark.long
 def test_the_documentation_is_drawn_page_by_page(window: Browser, site: Path) -> None:
     wanted = {
-        "index.html": ("fabric-ray", "The engine in fifteen lines"),
+        "index.html": ("fabric-ray", "Start from what you do"),
         "concepts/index.html": ("Why counting, and not ordering", "Layers"),
         "quickstart/index.html": ("You serve a model with Ray Serve",),
         "failover/index.html": (),
