@@ -1150,7 +1150,7 @@ class MoeThroughput:
         ring_chunks: int,
         threads: int,
         timeout: float,
-        life: int = 0,
+        incarnation: int = 0,
         far: tuple[int, Callable[[int, int], tuple[Region, int, object]]] | None = None,
     ) -> Self: ...
     @property

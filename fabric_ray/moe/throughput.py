@@ -167,7 +167,7 @@ class ThroughputAllToAll:
             ring_chunks=ring_chunks,
             threads=threads,
             timeout=timeout,
-            life=incarnation,
+            incarnation=incarnation,
             far=None if memory is None else (workers, memory.allocate),
         )
         self._steps: WorkerSteps | None = None

@@ -108,7 +108,8 @@ fn nowhere(c: &mut Criterion) {
             AllToAll::new(Arc::clone(e), shape, i as u32 + 1).expect("a rank")
         };
         let others: Vec<AllToAll> = engines.iter().enumerate().map(rank).collect();
-        let cards: Vec<_> = others.iter().map(|o| o.card(Some(0)).expect("a card")).collect();
+        let descriptors: Vec<_> =
+            others.iter().map(|o| o.descriptor(Some(0)).expect("a descriptor")).collect();
         let floor = Floor::new(&engine, &engines);
         let ops = floor.ops();
         let connected = engine.submit(&ops, Submit::default()).expect("writes");
@@ -118,9 +119,9 @@ fn nowhere(c: &mut Criterion) {
                 let mut took = Duration::ZERO;
                 for _ in 0..iters {
                     let all = AllToAll::new(Arc::clone(&engine), shape, 0).expect("a rank");
-                    all.card(None).expect("a card");
-                    for card in &cards {
-                        all.admit(card).expect("a peer");
+                    all.descriptor(None).expect("a descriptor");
+                    for descriptor in &descriptors {
+                        all.admit(descriptor).expect("a peer");
                     }
                     took += dispatch(&all, &tokens, &indices);
                 }
@@ -151,10 +152,11 @@ impl Simulated {
             AllToAll::new(Arc::clone(e), shape, i as u32).expect("a rank")
         };
         let ranks: Vec<AllToAll> = engines.iter().enumerate().map(rank).collect();
-        let cards: Vec<_> = ranks.iter().map(|r| r.card(None).expect("a card")).collect();
+        let descriptors: Vec<_> =
+            ranks.iter().map(|r| r.descriptor(None).expect("a descriptor")).collect();
         for (i, rank) in ranks.iter().enumerate() {
-            for (_, card) in cards.iter().enumerate().filter(|(j, _)| *j != i) {
-                rank.admit(card).expect("a peer");
+            for (_, descriptor) in descriptors.iter().enumerate().filter(|(j, _)| *j != i) {
+                rank.admit(descriptor).expect("a peer");
             }
         }
         let rows = vec![0; (shape.max_tokens * WIDTH) as usize];

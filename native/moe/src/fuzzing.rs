@@ -2,9 +2,9 @@
 //! asserts its properties.
 
 use crate::{
-    card::Card,
     exchange::blocks::{read_grant, read_routes},
     kernels::Float,
+    rank_descriptor::{RankDescriptor, FORMAT},
     throughput, Back, Shape,
 };
 
@@ -21,17 +21,20 @@ const SHAPE: Shape = Shape {
 };
 
 /// Descriptors of either mode: each is refused, or encodes to the same value again.
-pub fn cards(bytes: &[u8]) {
-    for bytes in [bytes.to_vec(), throughput::Card::sealed(bytes)] {
-        if let Ok(card) = throughput::Card::from_bytes(&bytes) {
-            drop(card.spec.check());
-            assert_eq!(throughput::Card::from_bytes(&card.to_bytes()), Ok(card));
+pub fn descriptors(bytes: &[u8]) {
+    for bytes in [bytes.to_vec(), throughput::rank_descriptor::FORMAT.seal(bytes)] {
+        if let Ok(descriptor) = throughput::RankDescriptor::from_bytes(&bytes) {
+            drop(descriptor.spec.check());
+            assert_eq!(
+                throughput::RankDescriptor::from_bytes(&descriptor.to_bytes()),
+                Ok(descriptor)
+            );
         }
     }
-    for bytes in [bytes.to_vec(), Card::sealed(bytes)] {
-        if let Ok(card) = Card::from_bytes(&bytes) {
-            drop(card.shape.check());
-            assert_eq!(Card::from_bytes(&card.to_bytes()), Ok(card));
+    for bytes in [bytes.to_vec(), FORMAT.seal(bytes)] {
+        if let Ok(descriptor) = RankDescriptor::from_bytes(&bytes) {
+            drop(descriptor.shape.check());
+            assert_eq!(RankDescriptor::from_bytes(&descriptor.to_bytes()), Ok(descriptor));
         }
     }
 }
@@ -66,23 +69,23 @@ mod tests {
         AllToAll,
     };
 
-    fn card() -> Vec<u8> {
+    fn descriptor() -> Vec<u8> {
         let shape = Shape { shared_rows: None, ..SHAPE };
         let mut net = SimNet::new(SimConfig::default());
         let engine = net.engine(EngineConfig::default()).unwrap();
-        AllToAll::new(Arc::clone(&engine), shape, 1).unwrap().card(None).unwrap()
+        AllToAll::new(Arc::clone(&engine), shape, 1).unwrap().descriptor(None).unwrap()
     }
 
     #[test]
-    fn a_card_says_what_it_was_made_of() {
-        let bytes = card();
-        let card = Card::from_bytes(&bytes).unwrap();
-        assert_eq!((card.rank, card.grants.len()), (1, 3));
-        assert!(card.grants[1].is_none() && card.grants[2].is_some());
-        cards(&bytes);
+    fn a_descriptor_decodes_to_what_was_encoded() {
+        let bytes = descriptor();
+        let descriptor = RankDescriptor::from_bytes(&bytes).unwrap();
+        assert_eq!((descriptor.rank, descriptor.exports.len()), (1, 3));
+        assert!(descriptor.exports[1].is_none() && descriptor.exports[2].is_some());
+        descriptors(&bytes);
     }
 
-    fn throughput_card() -> Vec<u8> {
+    fn throughput_descriptor() -> Vec<u8> {
         let spec = Spec {
             shape: SHAPE,
             ranks_per_node: 1,
@@ -91,7 +94,13 @@ mod tests {
             ring_chunks: 2,
             threads: 1,
         };
-        throughput::Card { spec, life: 1, events: vec![2, 3, 4], proxy: vec![7; 40] }.to_bytes()
+        throughput::RankDescriptor {
+            spec,
+            incarnation: 1,
+            events: vec![2, 3, 4],
+            proxy: vec![7; 40],
+        }
+        .to_bytes()
     }
 
     type Said = Vec<(&'static str, Vec<u8>)>;
@@ -100,12 +109,13 @@ mod tests {
     /// Valid inputs, by target.
     fn said() -> [Target; 2] {
         let bytes = |words: Vec<u32>| words.iter().flat_map(|w| w.to_le_bytes()).collect();
-        let whole = vec![("low_latency", card()), ("high_throughput", throughput_card())];
+        let whole =
+            vec![("low_latency", descriptor()), ("high_throughput", throughput_descriptor())];
         let written = vec![
             ("routes", bytes(routes_words((7, 3), 9, 2, &[2, 1]))),
             ("grant", bytes(grant_words(7, 2, 3))),
         ];
-        [("cards", cards, whole), ("blocks", blocks, written)]
+        [("descriptors", descriptors, whole), ("blocks", blocks, written)]
     }
 
     /// Kept inputs of the fuzzers. `FABRIC_RAY_SEEDS=1` writes those anew that honest ranks say.
@@ -119,7 +129,7 @@ mod tests {
                     fs::write(folder.join(name), bytes).unwrap();
                 }
             }
-            // Keys and names of engines are drawn anew each time: of a card its version and what it
+            // Keys and names of engines are drawn anew each time: of a descriptor its version and what it
             // decodes to stay.
             for (name, bytes) in said {
                 let kept = fs::read(folder.join(name)).unwrap_or_default();
@@ -132,30 +142,32 @@ mod tests {
             }
         }
         let kept = |name| {
-            fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/seeds/cards").join(name))
+            fs::read(
+                Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/seeds/descriptors").join(name),
+            )
         };
-        assert!(Card::from_bytes(&kept("low_latency").unwrap()).is_ok());
-        assert!(throughput::Card::from_bytes(&kept("high_throughput").unwrap()).is_ok());
+        assert!(RankDescriptor::from_bytes(&kept("low_latency").unwrap()).is_ok());
+        assert!(throughput::RankDescriptor::from_bytes(&kept("high_throughput").unwrap()).is_ok());
     }
 
     proptest! {
         #[test]
         fn odd_bytes_are_refused(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-            cards(&bytes);
+            descriptors(&bytes);
         }
 
         #[test]
-        fn a_changed_card_is_refused_or_another_card(
+        fn a_changed_descriptor_is_refused_or_decodes_to_another(
             changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
             end in any::<prop::sample::Index>(),
         ) {
-            let mut bytes = card();
+            let mut bytes = descriptor();
             for (at, byte) in changes {
                 let at = at.index(bytes.len());
                 bytes[at] = byte;
             }
-            cards(&bytes);
-            cards(&bytes[..end.index(bytes.len())]);
+            descriptors(&bytes);
+            descriptors(&bytes[..end.index(bytes.len())]);
         }
     }
 }

@@ -11,7 +11,7 @@
 
 #![forbid(unsafe_code)]
 
-pub mod card;
+mod checks;
 pub mod device;
 mod exchange;
 #[cfg(any(test, fuzzing))]
@@ -19,6 +19,8 @@ mod exchange;
 pub mod fuzzing;
 pub mod kernels;
 pub mod memory;
+mod phase;
+pub mod rank_descriptor;
 pub mod routes;
 mod shape;
 pub mod throughput;

@@ -178,10 +178,11 @@ fn people(net: &mut SimNet, shape: Shape) -> fabric_engine::Result<Vec<Rank>> {
             done: None,
         });
     }
-    let cards: Vec<Vec<u8>> = ranks.iter().map(|r| r.all.card(None)).collect::<Result<_, _>>()?;
+    let descriptors: Vec<Vec<u8>> =
+        ranks.iter().map(|r| r.all.descriptor(None)).collect::<Result<_, _>>()?;
     for (i, rank) in ranks.iter().enumerate() {
-        for (_, card) in cards.iter().enumerate().filter(|(j, _)| *j != i) {
-            rank.all.admit(card)?;
+        for (_, descriptor) in descriptors.iter().enumerate().filter(|(j, _)| *j != i) {
+            rank.all.admit(descriptor)?;
         }
     }
     Ok(ranks)

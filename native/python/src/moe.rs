@@ -257,7 +257,7 @@ impl MoeExchange {
         py: Python<'py>,
         #[pyo3(from_py_with = whole)] only: Option<u32>,
     ) -> PyResult<Bound<'py, PyBytes>> {
-        let card = py.detach(|| self.0.card(only)).or_raise(py)?;
+        let card = py.detach(|| self.0.descriptor(only)).or_raise(py)?;
         Ok(PyBytes::new(py, &card))
     }
 

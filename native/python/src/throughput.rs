@@ -9,7 +9,7 @@ use fabric_moe::{
     routes::Order,
     throughput::{
         device::{AtomicWords, Form, DEPTH},
-        Far, Layout, Seat, Spec, Throughput,
+        Far, Layout, Member, Spec, Throughput,
     },
 };
 use pyo3::{prelude::*, types::PyBytes};
@@ -47,7 +47,7 @@ impl MoeThroughput {
     /// `engine` says what the engines of the proxy's threads are like.
     #[new]
     #[allow(clippy::too_many_arguments)] // keyword arguments
-    #[pyo3(signature = (engine, *, rank, ranks, ranks_per_node, experts, topk, max_tokens, row_nbytes, elements, dtype, channels, chunk, ring_chunks, threads, timeout, life=0, far=None))]
+    #[pyo3(signature = (engine, *, rank, ranks, ranks_per_node, experts, topk, max_tokens, row_nbytes, elements, dtype, channels, chunk, ring_chunks, threads, timeout, incarnation=0, far=None))]
     fn new(
         py: Python<'_>,
         engine: &Engine,
@@ -65,7 +65,7 @@ impl MoeThroughput {
         #[pyo3(from_py_with = whole)] ring_chunks: u32,
         #[pyo3(from_py_with = whole)] threads: u32,
         timeout: f64,
-        #[pyo3(from_py_with = whole)] life: u32,
+        #[pyo3(from_py_with = whole)] incarnation: u32,
         far: Option<(u32, Bound<'_, PyAny>)>,
     ) -> PyResult<Self> {
         let back = moe::Back { elements, float: float(py, dtype)? };
@@ -80,15 +80,15 @@ impl MoeThroughput {
             shared_rows: None,
         };
         let spec = Spec { shape, ranks_per_node, channels, chunk, ring_chunks, threads };
-        let seat = Seat { rank, life };
+        let member = Member { rank, incarnation };
         let patience = self::timeout(py, timeout)?;
         let config = engine.config.clone();
         if let Some(far) = far {
             let far = self::far(py, &spec, far)?;
-            let open = || Throughput::open_far(&config, spec, seat, patience, far);
+            let open = || Throughput::open_far(&config, spec, member, patience, far);
             return py.detach(open).map(|t| Self(Apart::new(t))).or_raise(py);
         }
-        let opened = py.detach(|| Throughput::open(&config, spec, seat, patience));
+        let opened = py.detach(|| Throughput::open(&config, spec, member, patience));
         opened.map(|t| Self(Apart::new(t))).or_raise(py)
     }
 
@@ -100,7 +100,7 @@ impl MoeThroughput {
 
     /// What other ranks need to know of this one.
     fn card<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        let card = py.detach(|| self.0.card());
+        let card = py.detach(|| self.0.descriptor());
         PyBytes::new(py, &card)
     }
 

@@ -12,12 +12,13 @@ use fabric_engine::{EngineError, Result};
 use super::{
     act::Act,
     link::{Answer, Link, Lot},
-    state::{State, Step},
+    state::State,
     stores::{AnswersThere, Stays},
     waits::Until,
 };
 use crate::{
     device::{turns, Listed, Said, Shared, Told, Word, BLANK},
+    phase::Phase,
     routes::{Order, Placing, Routes},
     shape::Shape,
 };
@@ -201,12 +202,12 @@ impl Device {
     }
 
     fn hangs(&self, s: &State) -> bool {
-        let until = match s.step {
+        let until = match s.phase {
             _ if self.failed.is_some() => return false,
             _ if self.begins.is_some() => Until::MayDispatch,
-            Step::Dispatched if self.routed && self.lot.is_none() => Until::Rows,
-            Step::Collected | Step::Answering if self.awaits_room() => Until::AnswersLeft,
-            Step::Idle if !self.may_begin => Until::MayDispatch,
+            Phase::Dispatched if self.routed && self.lot.is_none() => Until::Rows,
+            Phase::Collected | Phase::Answering if self.awaits_room() => Until::AnswersLeft,
+            Phase::Idle if !self.may_begin => Until::MayDispatch,
             _ => return false,
         };
         s.hangs_on_quiet(until)
@@ -233,24 +234,24 @@ impl Device {
             }
             self.begin(s, acts);
         }
-        match s.step {
-            Step::Dispatched => {
+        match s.phase {
+            Phase::Dispatched => {
                 self.tell_routes(s);
                 self.tell_rows(s);
             }
-            Step::Collected => {
+            Phase::Collected => {
                 self.tell_room(s);
                 self.tell_over(s, 2 * self.exchange);
             }
-            Step::Answering => self.tell_room(s),
-            Step::Answered => self.tell_answers(s),
-            Step::Idle => self.tell_over(s, 2 * self.exchange + 1),
+            Phase::Answering => self.tell_room(s),
+            Phase::Answered => self.tell_answers(s),
+            Phase::Idle => self.tell_over(s, 2 * self.exchange + 1),
         }
     }
 
     fn told(&mut self, s: &mut State, told: Told, acts: &mut Vec<Act>) -> Result<(), String> {
-        match (told, s.step) {
-            (Told::Begun, Step::Idle | Step::Collected) if self.may_begin => {
+        match (told, s.phase) {
+            (Told::Begun, Phase::Idle | Phase::Collected) if self.may_begin => {
                 let (routes, fault) = self.shared.note(&s.shape).map_err(|e| e.to_string())?;
                 if let Some(fault) = fault {
                     self.fault = Some(fault_text(fault, s.shape.topk));
@@ -260,17 +261,17 @@ impl Device {
                 self.exchange += 1;
             }
             (Told::Packed, _) if self.begins.is_some() => self.packed = true,
-            (Told::Packed, Step::Dispatched) => {
+            (Told::Packed, Phase::Dispatched) => {
                 self.packed = true;
                 pack(s, acts);
             }
-            (Told::Combining, Step::Collected) => self.combines = true,
-            (Told::HandedOut, Step::Dispatched) => self.handed_out(s, acts)?,
-            (Told::Answered, Step::Collected | Step::Answering) => self.put_answers(s, acts)?,
+            (Told::Combining, Phase::Collected) => self.combines = true,
+            (Told::HandedOut, Phase::Dispatched) => self.handed_out(s, acts)?,
+            (Told::Answered, Phase::Collected | Phase::Answering) => self.put_answers(s, acts)?,
             // There were fewer turns than there could have been.
-            (Told::HandedOut, Step::Collected) | (Told::Answered, Step::Answered) => {}
-            (Told::Summed, Step::Answered) if self.answered => s.step = Step::Idle,
-            (told, step) => return Err(gone_on(told, step)),
+            (Told::HandedOut, Phase::Collected) | (Told::Answered, Phase::Answered) => {}
+            (Told::Summed, Phase::Answered) if self.answered => s.phase = Phase::Idle,
+            (told, phase) => return Err(gone_on(told, phase)),
         }
         Ok(())
     }
@@ -355,7 +356,7 @@ impl Device {
     }
 
     fn handed_out(&mut self, s: &mut State, acts: &mut Vec<Act>) -> Result<(), String> {
-        let (lot, last) = self.lot.take().ok_or_else(|| gone_on(Told::HandedOut, s.step))?;
+        let (lot, last) = self.lot.take().ok_or_else(|| gone_on(Told::HandedOut, s.phase))?;
         self.shared.put_lot(&[]);
         for lot in &lot {
             s.handed_out(lot, acts);
@@ -426,9 +427,9 @@ impl Device {
     }
 
     fn put_answers(&mut self, s: &mut State, acts: &mut Vec<Act>) -> Result<(), String> {
-        let (pieces, last) = self.leaving.take().ok_or_else(|| gone_on(Told::Answered, s.step))?;
+        let (pieces, last) = self.leaving.take().ok_or_else(|| gone_on(Told::Answered, s.phase))?;
         self.shared.put_answers(&[]);
-        if s.step == Step::Collected {
+        if s.phase == Phase::Collected {
             self.may_begin = false;
             s.begin_answers(acts);
         }
@@ -439,7 +440,7 @@ impl Device {
             }
         }
         if last {
-            s.step = Step::Answered;
+            s.phase = Phase::Answered;
             self.shared.set(Word::Room, (self.exchange + 1) * self.turns.1);
         }
         Ok(())
@@ -464,9 +465,9 @@ fn pack(s: &mut State, acts: &mut Vec<Act>) {
     }
 }
 
-fn gone_on(told: Told, step: Step) -> String {
+fn gone_on(told: Told, phase: Phase) -> String {
     format!(
-        "the device went on ({told:?}) without what it waited for, at the step {step:?}; raise the timeout, or \
+        "the device went on ({told:?}) without what it waited for, in the phase {phase:?}; raise the timeout, or \
          have every rank make the same calls"
     )
 }

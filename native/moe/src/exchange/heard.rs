@@ -45,7 +45,7 @@ impl Inner {
         let mut state = self.state.lock();
         if let Some(at) = state.revoking.iter().position(|r| *r == rank) {
             state.revoking.swap_remove(at);
-            // A caller of `card` waits for one rank, outside of the exchange's calls.
+            // A caller of `descriptor` waits for one rank, outside of the exchange's calls.
             self.changed.notify_all();
         }
         state.go_on(&mut acts);

@@ -15,10 +15,11 @@ use super::{
     act::{Act, Load, Piece},
     device::Device,
     link::{Link, Stage},
-    state::{State, Step},
+    state::State,
     waits::Until,
     Inner,
 };
+use crate::phase::Phase;
 
 /// Beats in a timeout, at least.
 const BEATS: u32 = 4;
@@ -117,7 +118,7 @@ impl State {
     fn awaits(&self, rank: u32) -> Option<Stage> {
         let link = self.links.get(rank as usize)?.as_ref()?;
         let (out, inward) = (&link.out, &link.inward);
-        if self.step == Step::Dispatched {
+        if self.phase == Phase::Dispatched {
             let packs = self.here().any(|l| !l.out.packed);
             let hands_out = self.device.as_ref().is_some_and(Device::hands_out);
             let collects = self.device.is_none() && self.here().any(Link::has_rows);
@@ -132,7 +133,7 @@ impl State {
             (false, _) => Some(Stage::Fence),
             _ if out.sent < out.rows => Some(Stage::Grant),
             (_, false) if !out.answers.is_empty() => Some(Stage::Fence),
-            _ if self.step == Step::Answered && out.rows > 0 && !out.answered => {
+            _ if self.phase == Phase::Answered && out.rows > 0 && !out.answered => {
                 Some(Stage::Answers)
             }
             _ => None,
@@ -153,11 +154,11 @@ impl State {
 
     fn is_under_way(&self) -> bool {
         let awaits = |l: &Link| l.flying > 0 || self.awaits(l.wire.rank).is_some();
-        match self.step {
-            Step::Idle | Step::Collected => {
+        match self.phase {
+            Phase::Idle | Phase::Collected => {
                 self.awaited.is_some() || self.device_hangs() || self.here().any(awaits)
             }
-            Step::Dispatched | Step::Answering | Step::Answered => true,
+            Phase::Dispatched | Phase::Answering | Phase::Answered => true,
         }
     }
 
@@ -225,9 +226,9 @@ mod tests {
             all
         };
         let all = vec![open(0), open(1)];
-        let cards: Vec<_> = all.iter().map(|a| a.card(None).unwrap()).collect();
-        all[0].admit(&cards[1]).unwrap();
-        all[1].admit(&cards[0]).unwrap();
+        let descriptors: Vec<_> = all.iter().map(|a| a.descriptor(None).unwrap()).collect();
+        all[0].admit(&descriptors[1]).unwrap();
+        all[1].admit(&descriptors[0]).unwrap();
         (net, all)
     }
 

@@ -2,12 +2,12 @@
 //! come in.
 
 mod act;
+mod admission;
 pub(crate) mod blocks;
 mod device;
 mod heard;
 mod heartbeat;
 mod link;
-mod members;
 mod parting;
 mod rows;
 mod serve;
@@ -31,14 +31,12 @@ pub use self::{
     link::{Stage, STAGES},
     state::Lost,
 };
-use self::{
-    serve::Server,
-    state::{State, Step},
-    waits::Until,
-};
+use self::{serve::Server, state::State, waits::Until};
 use crate::{
+    checks,
     kernels::{Float, Part, PartMut},
     memory::Memory,
+    phase::Phase,
     routes::{Order, Placing, Routes},
     shape::Shape,
 };
@@ -116,9 +114,7 @@ impl AllToAll {
         rows: Region,
     ) -> Result<Self> {
         let memory = Memory::new(shape)?;
-        if rank >= shape.ranks {
-            return Err(EngineError::Invalid(format!("rank {rank} is none of {}", shape.ranks)));
-        }
+        checks::check_rank(rank, shape.ranks)?;
         if rows.len() != memory.rows_nbytes() {
             return Err(EngineError::Invalid(format!(
                 "{} bytes for rows; register {}",
@@ -183,19 +179,10 @@ impl AllToAll {
         let inner = &self.inner;
         let _caller = self.enter()?;
         let routes = Arc::new(Routes::new(&inner.shape, indices)?);
-        let width: usize = parts.iter().map(|p| p.width).sum();
-        if width != inner.shape.row_nbytes as usize {
-            return Err(EngineError::Invalid(format!(
-                "a token has {width} bytes here, and {} in the exchange",
-                inner.shape.row_nbytes
-            )));
-        }
-        for part in parts {
-            part.check("tokens", routes.tokens.into())?;
-        }
+        inner.shape.check_tokens(parts, routes.tokens)?;
         let mut state = inner.state.lock();
-        if matches!(state.step, Step::Dispatched | Step::Answering | Step::Answered) {
-            return Err(out_of_turn("dispatch_send", state.step));
+        if matches!(state.phase, Phase::Dispatched | Phase::Answering | Phase::Answered) {
+            return Err(state.phase.refuse("dispatch_send"));
         }
         inner.wait(&mut state, Until::MayDispatch)?;
         let mut acts = Vec::new();
@@ -260,10 +247,7 @@ impl AllToAll {
         loop {
             if self.inner.collect(out)? {
                 let state = self.inner.state.lock();
-                return state
-                    .placing
-                    .clone()
-                    .ok_or_else(|| out_of_turn("dispatch_recv", state.step));
+                return state.placing.clone().ok_or_else(|| state.phase.refuse("dispatch_recv"));
             }
             self.inner.wait(&mut self.inner.state.lock(), Until::Rows)?;
         }
@@ -293,7 +277,7 @@ impl AllToAll {
     /// Whether every answer has come.
     pub fn answered(&self) -> bool {
         let state = self.inner.state.lock();
-        state.step == Step::Answered && state.holds(Until::Answers)
+        state.phase == Phase::Answered && state.holds(Until::Answers)
     }
 
     /// The answers one by one, `topk` rows for each of this rank's tokens: zeros where its index
@@ -306,10 +290,10 @@ impl AllToAll {
         let _caller = self.enter()?;
         let inner = &self.inner;
         let mut state = inner.state.lock();
-        if state.step != Step::Answered {
-            return Err(out_of_turn("combine_answers", state.step));
+        if state.phase != Phase::Answered {
+            return Err(state.phase.refuse("combine_answers"));
         }
-        inner.check_single(&state.routes, out)?;
+        inner.shape.check_answer_buffer(out, state.routes.row_of.len() as u64)?;
         inner.wait(&mut state, Until::Answers)?;
         let routes = Arc::clone(&state.routes);
         let missing = state.missing();
@@ -332,17 +316,19 @@ impl AllToAll {
         let _caller = self.enter()?;
         let inner = &self.inner;
         let mut state = inner.state.lock();
-        if state.step != Step::Answered {
-            return Err(out_of_turn("combine_recv", state.step));
+        if state.phase != Phase::Answered {
+            return Err(state.phase.refuse("combine_recv"));
         }
-        inner.check_sums(&state.routes, weights, out, float)?;
+        let tokens = state.routes.tokens;
+        inner.shape.check_sums(out, float, tokens)?;
+        inner.shape.check_weights(weights, tokens)?;
         inner.wait(&mut state, Until::Answers)?;
         let routes = Arc::clone(&state.routes);
         let missing = state.missing();
         let left_out = state.left_out(&missing);
         drop(state);
         inner.sum(&routes, &missing, weights, out, float)?;
-        inner.state.lock().step = Step::Idle;
+        inner.state.lock().phase = Phase::Idle;
         Ok(left_out)
     }
 
@@ -355,23 +341,8 @@ impl AllToAll {
     }
 
     fn alone(&self) -> Result<MutexGuard<'_, ()>> {
-        self.caller.try_lock().ok_or_else(|| {
-            EngineError::Invalid(
-                "another thread is in a call of this exchange; make one exchange for each".into(),
-            )
-        })
+        checks::enter(&self.caller)
     }
-}
-
-fn out_of_turn(call: &str, step: Step) -> EngineError {
-    let next = match step {
-        Step::Idle => "dispatch_send",
-        Step::Dispatched => "dispatch_recv",
-        Step::Answering => "combine_send",
-        Step::Collected => "combine_send, or dispatch_send if every rank leaves combine out",
-        Step::Answered => "combine_recv",
-    };
-    EngineError::Invalid(format!("{call} is not next; it is {next}"))
 }
 
 impl Inner {
@@ -392,8 +363,8 @@ impl Inner {
     /// Where rows go, once every rank's routes are known.
     fn place(&self, order: Order) -> Result<Option<Dispatched>> {
         let mut state = self.state.lock();
-        if state.step != Step::Dispatched {
-            return Err(out_of_turn("dispatch_recv", state.step));
+        if state.phase != Phase::Dispatched {
+            return Err(state.phase.refuse("dispatch_recv"));
         }
         let begun = state.here().any(|l| l.inward.collected > 0);
         if let Some(placing) = state.placing.as_ref().filter(|p| p.order == order || begun) {

@@ -10,16 +10,17 @@ use parking_lot::MutexGuard;
 
 use super::{
     link::{Link, Ours},
-    state::{State, Step},
+    state::State,
     waits::Until,
     AllToAll, Inner,
 };
+use crate::phase::Phase;
 
 impl State {
     /// Whether anything that was handed in hasn't reached other ranks. If an exchange ends before
     /// all rows or answers are handed in, those that have left still arrive; the rest is dropped.
     pub fn owes(&self) -> bool {
-        let all_in = !matches!(self.step, Step::Dispatched | Step::Answering);
+        let all_in = !matches!(self.phase, Phase::Dispatched | Phase::Answering);
         // A fence that waits for writes to a lost rank may never come.
         let fence = !self.fenced && self.unsettled == 0;
         let waits = |l: &Link| {

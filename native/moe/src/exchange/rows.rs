@@ -2,19 +2,19 @@
 
 use std::sync::Arc;
 
-use fabric_engine::{EngineError, Result};
+use fabric_engine::Result;
 use parking_lot::MutexGuard;
 
 use super::{
     act::Act,
     link::{Answer, Chunk, Link, Lot},
-    out_of_turn,
-    state::{Cursor, Step},
+    state::Cursor,
     waits::Until,
     Inner, AT_ONE_GO,
 };
 use crate::{
     kernels::{weighted_sum, Answers, Float, Part, PartMut},
+    phase::Phase,
     routes::{Placing, Routes, NONE},
     shape::Shape,
 };
@@ -36,11 +36,11 @@ impl Inner {
 
     pub(super) fn collect(self: &Arc<Self>, out: &mut [PartMut<'_>]) -> Result<bool> {
         let state = self.state.lock();
-        let placing = state.placing.clone().filter(|_| state.step == Step::Dispatched);
+        let placing = state.placing.clone().filter(|_| state.phase == Phase::Dispatched);
         let Some(placing) = placing else {
-            return Err(out_of_turn("to collect rows before they are placed", state.step));
+            return Err(state.phase.refuse("to collect rows before they are placed"));
         };
-        self.check_out(&placing, out)?;
+        self.shape.check_row_buffers(out, placing.rows)?;
         let lots: Vec<Lot> = state.here().filter_map(Link::lot).collect();
         drop(state);
         for lot in &lots {
@@ -71,17 +71,6 @@ impl Inner {
         drop(state);
         self.run(acts);
         Ok(all)
-    }
-
-    fn check_out(&self, placing: &Placing, out: &[PartMut<'_>]) -> Result<()> {
-        let width: usize = out.iter().map(|p| p.width).sum();
-        if width != self.shape.row_nbytes as usize {
-            return Err(EngineError::Invalid(format!(
-                "there is room for rows of {width} bytes, and they have {}",
-                self.shape.row_nbytes
-            )));
-        }
-        out.iter().try_for_each(|part| part.check("room for rows", placing.rows))
     }
 
     /// Copies rows of a source to where they belong.
@@ -116,13 +105,13 @@ impl Inner {
     /// Sends as many answers as there is room for now; true when those were the last.
     pub(super) fn answer(self: &Arc<Self>, answers: Part<'_>) -> Result<bool> {
         let mut state = self.state.lock();
-        let turn = matches!(state.step, Step::Collected | Step::Answering);
+        let turn = matches!(state.phase, Phase::Collected | Phase::Answering);
         let Some(placing) = state.placing.clone().filter(|_| turn) else {
-            return Err(out_of_turn("combine_send", state.step));
+            return Err(state.phase.refuse("combine_send"));
         };
-        self.check_answers(&placing, answers)?;
+        self.shape.check_answers(&answers, placing.rows)?;
         let mut acts = Vec::new();
-        if state.step == Step::Collected {
+        if state.phase == Phase::Collected {
             // What a lost rank still writes must not meet answers in the shared buffer, nor must
             // those that are still on their way to one (MR-1).
             if !state.holds(Until::AnswersLeft) {
@@ -144,7 +133,7 @@ impl Inner {
         let (first, rows) = (state.routes.first_to(self.rank), state.routes.rows_to(self.rank));
         drop(state);
         self.put_answers(&placing, self.rank, (0, rows), answers, self.memory.own_back(first))?;
-        self.state.lock().step = Step::Answered;
+        self.state.lock().phase = Phase::Answered;
         Ok(true)
     }
 
@@ -186,17 +175,6 @@ impl Inner {
         Ok(true)
     }
 
-    fn check_answers(&self, placing: &Placing, answers: Part<'_>) -> Result<()> {
-        if answers.width as u64 != self.shape.back_nbytes() {
-            return Err(EngineError::Invalid(format!(
-                "an answer has {} bytes here, and {} in the exchange",
-                answers.width,
-                self.shape.back_nbytes()
-            )));
-        }
-        answers.check("answers", placing.rows)
-    }
-
     /// Puts the answers to rows of a source behind one another.
     fn put_answers(
         &self,
@@ -214,43 +192,6 @@ impl Inner {
             }
         }
         Ok(())
-    }
-
-    pub(super) fn check_sums(
-        &self,
-        routes: &Routes,
-        weights: Option<Part<'_>>,
-        out: &PartMut<'_>,
-        float: Float,
-    ) -> Result<()> {
-        let tokens = routes.tokens.into();
-        let wide = u64::from(self.shape.back.elements) * float.nbytes();
-        if out.width as u64 != wide {
-            return Err(EngineError::Invalid(format!(
-                "there is room for sums of {} bytes, and they have {wide}",
-                out.width
-            )));
-        }
-        out.check("room for sums", tokens)?;
-        let Some(weights) = weights else { return Ok(()) };
-        if weights.width != 4 * self.shape.topk as usize {
-            return Err(EngineError::Invalid(format!(
-                "weights of {} bytes for each token; give {} 32-bit floats",
-                weights.width, self.shape.topk
-            )));
-        }
-        weights.check("weights", tokens)
-    }
-
-    pub(super) fn check_single(&self, routes: &Routes, out: &PartMut<'_>) -> Result<()> {
-        if out.width as u64 != self.shape.back_nbytes() {
-            return Err(EngineError::Invalid(format!(
-                "there is room for answers of {} bytes, and they have {}",
-                out.width,
-                self.shape.back_nbytes()
-            )));
-        }
-        out.check("room for answers", routes.row_of.len() as u64)
     }
 
     pub(super) fn single(

@@ -20,6 +20,7 @@ use super::{
 };
 use crate::{
     memory::Memory,
+    phase::Phase,
     routes::{Placing, Routes},
     shape::Shape,
 };
@@ -31,21 +32,6 @@ pub struct Lost {
     /// What was under way with it.
     pub stage: Stage,
     pub cause: String,
-}
-
-/// The caller's last completed call.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Step {
-    /// Nothing, or taken all answers.
-    Idle,
-    /// Sent tokens.
-    Dispatched,
-    /// Taken all tokens.
-    Collected,
-    /// Sent some answers.
-    Answering,
-    /// Sent all answers.
-    Answered,
 }
 
 /// How far this rank is with its answers.
@@ -77,7 +63,7 @@ pub struct State {
     pub revoking: Vec<u32>,
     /// Writes that failed, and may still read what they were to send.
     pub unsettled: u32,
-    pub step: Step,
+    pub phase: Phase,
     /// Of this exchange among all ranks: all count the same, but for those that come anew, who are
     /// told. 0 until then.
     pub number: u32,
@@ -120,7 +106,7 @@ impl State {
             lost: Vec::new(),
             revoking: Vec::new(),
             unsettled: 0,
-            step: Step::Idle,
+            phase: Phase::Idle,
             number: 0,
             routes: Arc::default(),
             placing: None,
@@ -174,7 +160,7 @@ impl State {
 
     /// A new exchange begins.
     pub fn begin(&mut self, routes: Arc<Routes>, acts: &mut Vec<Act>) {
-        self.step = Step::Dispatched;
+        self.phase = Phase::Dispatched;
         self.routes = routes;
         self.placing = None;
         self.fenced = false;
@@ -216,7 +202,7 @@ impl State {
 
     /// This rank's answers begin, and those to its own rows are waited for.
     pub fn begin_answers(&mut self, acts: &mut Vec<Act>) {
-        self.step = Step::Answering;
+        self.phase = Phase::Answering;
         self.start_pulse(acts);
         let room = self.shape.shared_rows();
         for link in self.links.iter_mut().flatten() {
@@ -232,7 +218,7 @@ impl State {
     /// order in which they are answered: if all ranks began with the same one, the others' ports
     /// would be idle meanwhile.
     pub fn collected(&mut self, acts: &mut Vec<Act>) {
-        self.step = Step::Collected;
+        self.phase = Phase::Collected;
         for rank in self.others() {
             if let Some(link) = self.link(rank).filter(|l| l.out.routed) {
                 acts.extend(link.await_fence());
@@ -254,7 +240,7 @@ impl State {
     fn flush(&mut self, rank: u32, acts: &mut Vec<Act>) {
         let (memory, shape, me) = (self.memory, self.shape, self.rank);
         let (routes, all) = (Arc::clone(&self.routes), self.number);
-        let collected = self.step != Step::Dispatched;
+        let collected = self.phase != Phase::Dispatched;
         let Some(link) = self.link(rank) else { return };
         let mut rows_out = 0;
         if link.open && !link.out.routed {
@@ -393,7 +379,7 @@ impl State {
             self.next_place = 0;
         }
         self.grant(acts);
-        if !self.fenced && self.step != Step::Dispatched && self.rows_left() {
+        if !self.fenced && self.phase != Phase::Dispatched && self.rows_left() {
             self.fenced = true;
             for link in self.links.iter_mut().flatten() {
                 acts.push(link.count(Stage::Fence));
@@ -404,7 +390,7 @@ impl State {
     /// Gives sources a place in the shared buffer, once no answers of ours have to leave it.
     fn grant(&mut self, acts: &mut Vec<Act>) {
         // What failed may still be read (MR-1).
-        if self.answers_out + self.unsettled > 0 || self.step != Step::Dispatched {
+        if self.answers_out + self.unsettled > 0 || self.phase != Phase::Dispatched {
             return;
         }
         let (room, memory, me) = (self.shape.shared_rows(), self.memory, self.rank);

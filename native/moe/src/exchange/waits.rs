@@ -1,9 +1,7 @@
 //! The conditions that a rank waits for.
 
-use super::{
-    link::Link,
-    state::{State, Step},
-};
+use super::{link::Link, state::State};
+use crate::phase::Phase;
 
 /// What a caller may wait for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,7 +32,7 @@ impl State {
             Until::Quiet => self.revoking.is_empty() && self.unsettled == 0,
             Until::Routes => self.all_routes(),
             Until::Rows => self.here().any(Link::has_rows) || self.all_collected(),
-            Until::AnswersLeft if self.step == Step::Collected => {
+            Until::AnswersLeft if self.phase == Phase::Collected => {
                 self.answers_out == 0 && self.holds(Until::Quiet)
             }
             Until::AnswersLeft if self.cursor.ranks + 1 == self.shape.ranks => self.rows_left(),

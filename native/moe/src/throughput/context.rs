@@ -90,7 +90,7 @@ pub struct Context {
     pub words: AtomicWords,
     /// Which one it is.
     pub exchange: u32,
-    /// Who takes part, see [`Members`](super::members::Members).
+    /// Who takes part, see [`Membership`](super::membership::Membership).
     pub era: u32,
     /// What goes ahead of each of this rank's tokens: head, experts and weights.
     pub metas: Vec<u8>,

@@ -8,11 +8,11 @@ use fabric_proxy::{raw::AtomicWords, Engines};
 use parking_lot::MutexGuard;
 
 use super::{
+    admission::check_all_here,
     context::{Given, Io},
     device::{Device, WorkerLifecycle},
     machine::Machine,
-    members::Seat,
-    roster::check_all_here,
+    membership::Member,
     spec::Spec,
     Throughput,
 };
@@ -36,7 +36,7 @@ impl Throughput {
     pub fn open_far(
         engine: &EngineConfig,
         spec: Spec,
-        seat: Seat,
+        member: Member,
         timeout: Duration,
         far: Far,
     ) -> Result<Self> {
@@ -48,7 +48,7 @@ impl Throughput {
             Ok((Arc::new(engine), part))
         };
         let engines = (0..spec.threads).map(open).collect::<Result<_>>()?;
-        let mut this = Self::over(Engines(engines), spec, seat, timeout, Box::new(worker))?;
+        let mut this = Self::over(Engines(engines), spec, member, timeout, Box::new(worker))?;
         this.lifecycle = Some(lifecycle);
         Ok(this)
     }
@@ -85,9 +85,9 @@ impl Throughput {
     /// # Errors
     /// As [`Throughput::dispatch_send`].
     pub fn far_dispatch_send(&self, indices: &[i64], weights: Option<Part<'_>>) -> Result<()> {
-        let (_turn, mut machine) = self.enter_far()?;
+        let (_caller, mut machine) = self.enter_far()?;
         check_all_here(&machine)?;
-        machine.check_turn("dispatch_send")?;
+        machine.check_may_dispatch("dispatch_send")?;
         machine.check_routes(indices, weights)?;
         self.drive(&mut machine, &mut Io::Nothing, |machine| machine.may_begin())?;
         machine.begin_far(indices, weights)?;
@@ -99,7 +99,7 @@ impl Throughput {
     /// # Errors
     /// As [`Throughput::dispatch_recv`].
     pub fn far_dispatch_recv(&self, rows: u64) -> Result<()> {
-        let (_turn, mut machine) = self.enter_far()?;
+        let (_caller, mut machine) = self.enter_far()?;
         machine.check_far_room(rows)?;
         self.drive(&mut machine, &mut Io::Far(Given::Rows), |machine| machine.is_collected())
     }
@@ -109,7 +109,7 @@ impl Throughput {
     /// # Errors
     /// As [`Throughput::combine_send`].
     pub fn far_combine_send(&self, rows: u64) -> Result<()> {
-        let (_turn, mut machine) = self.enter_far()?;
+        let (_caller, mut machine) = self.enter_far()?;
         machine.begin_far_answers(rows)?;
         self.drive(&mut machine, &mut Io::Far(Given::Answers), |machine| machine.is_answered())
     }
@@ -119,7 +119,7 @@ impl Throughput {
     /// # Errors
     /// As [`Throughput::combine_recv`].
     pub fn far_combine_recv(&self) -> Result<u32> {
-        let (_turn, mut machine) = self.enter_far()?;
+        let (_caller, mut machine) = self.enter_far()?;
         machine.check_far_sums()?;
         self.drive(&mut machine, &mut Io::Nothing, |machine| machine.is_summed())?;
         *self.left_out.lock() = machine.left_out().to_vec();

@@ -15,29 +15,21 @@ use super::{
     context::{Arrivals, Context, Given, Io, Stop},
     jobs::{Call, Jobs, Worker},
     layout::Layout,
-    members::{Members, Seat},
+    membership::{Member, Membership},
     signals::Signals,
     slots::{first_exchange, head, next_exchange, put_experts, Kind},
     spec::Spec,
     workers::CpuWorker,
 };
 use crate::{
+    checks::check_rank,
     exchange::Dispatched,
     kernels::{store, Float, Part, PartMut},
+    phase::Phase,
     routes::{Order, Routes},
 };
 pub use losses::{Broken, Losses};
 use losses::{Last, ToMask};
-
-/// The caller's last completed call.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Step {
-    Idle,
-    Dispatched,
-    Collected,
-    Answering,
-    Answered,
-}
 
 /// Timeouts after which a rank is given up even if all ranks are in calls.
 const LAST: u32 = 8;
@@ -78,11 +70,11 @@ pub struct Machine {
     ctx: Context,
     /// What all ranks have agreed on.
     spec: Spec,
-    seat: Seat,
-    members: Members,
+    member: Member,
+    membership: Membership,
     channels: Vec<Channel>,
     signals: Signals,
-    step: Step,
+    phase: Phase,
     tokens: u32,
     /// Ranks with experts of this rank's tokens that aren't here.
     left_out: Vec<u32>,
@@ -115,13 +107,13 @@ impl Machine {
     /// [`EngineError::Invalid`] for a spec that can't be, or too little of either.
     pub fn new(
         spec: Spec,
-        seat: Seat,
+        member: Member,
         region: Region,
         words: AtomicWords,
         pushers: Vec<Pusher>,
     ) -> Result<Self> {
         let worker = Box::new(CpuWorker::new(spec, region.clone()));
-        Self::with_worker(spec, seat, &region, words, pushers, worker)
+        Self::with_worker(spec, member, &region, words, pushers, worker)
     }
 
     /// As [`Machine::new`], with rows wherever the worker reaches them.
@@ -130,20 +122,15 @@ impl Machine {
     /// As [`Machine::new`].
     pub fn with_worker(
         spec: Spec,
-        seat: Seat,
+        member: Member,
         region: &Region,
         words: AtomicWords,
         mut pushers: Vec<Pusher>,
         worker: Box<dyn Worker>,
     ) -> Result<Self> {
         let layout = Layout::new(spec)?;
-        let (rank, ranks) = (seat.rank, spec.shape.ranks);
-        if rank >= spec.shape.ranks {
-            return Err(EngineError::Invalid(format!(
-                "rank {rank} is none of {}",
-                spec.shape.ranks
-            )));
-        }
+        let (rank, ranks) = (member.rank, spec.shape.ranks);
+        check_rank(rank, ranks)?;
         if region.len() < layout.nbytes()
             || (words.len() as u64) < spec.words()
             || pushers.len() != spec.channels as usize + 1
@@ -161,8 +148,8 @@ impl Machine {
         let signals = pushers.pop().map(|pusher| Signals::new(pusher, spec.shape.ranks));
         let signals = signals.ok_or(EngineError::Closed)?;
         let grid = spec.grid(rank);
-        let members = Members::new(seat, ranks);
-        let (here, metas) = (members.here(), Vec::new());
+        let membership = Membership::new(member, ranks);
+        let (here, metas) = (membership.here(), Vec::new());
         let ctx = Context { spec, grid, here, layout, words, exchange: 0, era: 0, metas };
         let channel = |(i, pusher)| Channel::new(i as u32, Commands::new(pusher));
         let channels = pushers.into_iter().enumerate().map(channel).collect();
@@ -170,11 +157,11 @@ impl Machine {
             arrivals: Arrivals::default(),
             ctx,
             spec,
-            seat,
-            members,
+            member,
+            membership,
             channels,
             signals,
-            step: Step::Idle,
+            phase: Phase::Idle,
             tokens: 0,
             left_out: Vec::new(),
             jobs: Jobs::new(worker),
@@ -201,14 +188,14 @@ impl Machine {
     /// Whether [`Machine::begin`] would be taken: the last exchange's tokens have left, and what
     /// was under way when a rank was lost is over.
     pub fn may_begin(&self) -> bool {
-        matches!(self.step, Step::Idle | Step::Collected)
+        matches!(self.phase, Phase::Idle | Phase::Collected)
             && !self.jobs.are_under_way()
             && self.to_mask.is_empty()
             && self.channels.iter().all(Channel::is_settled)
     }
 
     /// Takes this rank's tokens: `parts` make up a row, `indices` are the experts of each token,
-    /// `weights` 32-bit floats, one for each expert. Step on with the parts until they are
+    /// `weights` 32-bit floats, one for each expert. Phase on with the parts until they are
     /// [packed](Machine::is_packed).
     ///
     /// # Errors
@@ -219,7 +206,7 @@ impl Machine {
         indices: &[i64],
         weights: Option<Part<'_>>,
     ) -> Result<()> {
-        self.check_turn("dispatch_send")?;
+        self.check_may_dispatch("dispatch_send")?;
         let routes = self.check_tokens(parts, indices, weights)?;
         self.start(&mut Io::Tokens(parts), &routes, indices, weights)
     }
@@ -229,7 +216,7 @@ impl Machine {
     /// # Errors
     /// As [`Machine::begin`].
     pub fn begin_far(&mut self, indices: &[i64], weights: Option<Part<'_>>) -> Result<()> {
-        self.check_turn("dispatch_send")?;
+        self.check_may_dispatch("dispatch_send")?;
         let routes = self.check_routes(indices, weights)?;
         self.start(&mut Io::Far(Given::Tokens), &routes, indices, weights)
     }
@@ -253,7 +240,7 @@ impl Machine {
         self.left_out = self.missing_for(indices);
         self.arrivals = Arrivals::new(&self.ctx);
         self.write_metas(indices, weights);
-        self.step = Step::Dispatched;
+        self.phase = Phase::Dispatched;
         let call = &mut Call { jobs: &mut self.jobs, io };
         for channel in self.channels.iter_mut().take(self.ctx.spec.channels as usize) {
             channel.begin(&self.ctx, routes, indices);
@@ -267,13 +254,13 @@ impl Machine {
     /// Makes the lanes of the present ranks. If a rank is missing, no rank forwards: the grid is
     /// flat.
     fn renew(&mut self) -> Result<()> {
-        let era = self.members.era();
+        let era = self.membership.era();
         if era >= 1 << 15 {
             let text = "ranks came and went too often for one exchange; make another";
             return Err(EngineError::Invalid(text.into()));
         }
         let ctx = &mut self.ctx;
-        let is_flat = !self.members.are_all_here() && self.spec.ranks_per_node > 1;
+        let is_flat = !self.membership.are_all_here() && self.spec.ranks_per_node > 1;
         (ctx.spec, ctx.grid) = match is_flat {
             true => (self.spec.flat(), ctx.grid.flat()),
             false => (self.spec, ctx.grid.whole()),
@@ -364,8 +351,8 @@ impl Machine {
         };
         if quiet >= timeout {
             if let Some(rank) = suspects.into_iter().find(late) {
-                let what = match self.step {
-                    Step::Idle | Step::Dispatched => "tokens",
+                let what = match self.phase {
+                    Phase::Idle | Phase::Dispatched => "tokens",
                     _ => "answers",
                 };
                 self.fail(
@@ -393,7 +380,7 @@ impl Machine {
         let call = &mut Call { jobs: &mut self.jobs, io };
         for channel in &mut self.channels {
             moved |= channel.dispatch(&self.ctx, &mut self.arrivals, call)?;
-            if matches!(self.step, Step::Answering | Step::Answered) {
+            if matches!(self.phase, Phase::Answering | Phase::Answered) {
                 moved |= channel.combine(&self.ctx, call)?;
             }
             moved |= channel.commands.flush().map_err(|_| EngineError::Closed)?;
@@ -420,10 +407,10 @@ impl Machine {
         if let Some(rank) = self.overtaken_by {
             return vec![rank];
         }
-        let of = |c: &Channel| match self.step {
-            Step::Dispatched => c.suspects_of_tokens(ctx),
-            Step::Answering | Step::Answered => c.suspects_of_answers(ctx),
-            Step::Idle | Step::Collected => Vec::new(),
+        let of = |c: &Channel| match self.phase {
+            Phase::Dispatched => c.suspects_of_tokens(ctx),
+            Phase::Answering | Phase::Answered => c.suspects_of_answers(ctx),
+            Phase::Idle | Phase::Collected => Vec::new(),
         };
         self.channels.iter().flat_map(of).collect()
     }
@@ -435,8 +422,8 @@ impl Machine {
     /// for.
     pub fn arriving(&mut self, order: Order) -> Result<Option<Dispatched>> {
         self.check()?;
-        if self.step != Step::Dispatched {
-            return Err(self.out_of_turn("dispatch_recv"));
+        if self.phase != Phase::Dispatched {
+            return Err(self.phase.refuse("dispatch_recv"));
         }
         if !self.arrivals.are_known() {
             return Ok(None);
@@ -460,13 +447,13 @@ impl Machine {
     /// Whether all rows have come, and all that pass through this rank have gone on; the next thing
     /// are answers then.
     pub fn is_collected(&mut self) -> bool {
-        if self.step == Step::Dispatched && self.channels.iter().all(Channel::is_dispatched) {
-            self.step = Step::Collected;
+        if self.phase == Phase::Dispatched && self.channels.iter().all(Channel::is_dispatched) {
+            self.phase = Phase::Collected;
             for channel in &mut self.channels {
                 channel.settled = Some(channel.commands.drain());
             }
         }
-        self.step != Step::Dispatched
+        self.phase != Phase::Dispatched
     }
 
     /// Answers come now. They lie where the rows were put.
@@ -475,7 +462,7 @@ impl Machine {
     /// [`EngineError::Invalid`] for answers that don't fit the shape, or out of turn.
     pub fn begin_answers(&mut self, answers: &Part<'_>) -> Result<()> {
         self.check_answers(answers)?;
-        self.step = Step::Answering;
+        self.phase = Phase::Answering;
         Ok(())
     }
 
@@ -485,21 +472,21 @@ impl Machine {
     /// As [`Machine::begin_answers`].
     pub fn begin_far_answers(&mut self, rows: u64) -> Result<()> {
         self.check_far_answers(rows)?;
-        self.step = Step::Answering;
+        self.phase = Phase::Answering;
         Ok(())
     }
 
     /// Whether no rank needs this rank's answers any more.
     pub fn is_answered(&mut self) -> bool {
-        if self.step == Step::Answering && self.channels.iter().all(Channel::is_answered) {
-            self.step = Step::Answered;
+        if self.phase == Phase::Answering && self.channels.iter().all(Channel::is_answered) {
+            self.phase = Phase::Answered;
         }
-        self.step != Step::Answering
+        self.phase != Phase::Answering
     }
 
     /// Whether this rank's sums are made.
     pub fn is_summed(&self) -> bool {
-        self.step == Step::Answered && self.channels.iter().all(Channel::is_summed)
+        self.phase == Phase::Answered && self.channels.iter().all(Channel::is_summed)
     }
 
     /// Hands out the sums, which ends the exchange.
@@ -511,7 +498,7 @@ impl Machine {
         let wide = self.ctx.spec.shape.back.elements as usize;
         let sums = self.jobs.totals().chunks_exact(wide).take(self.tokens as usize);
         sums.enumerate().for_each(|(token, sum)| store(sum, out.row(token), float));
-        self.step = Step::Idle;
+        self.phase = Phase::Idle;
         Ok(())
     }
 
@@ -521,7 +508,7 @@ impl Machine {
     /// [`EngineError::Invalid`], out of turn.
     pub fn take_far_sums(&mut self) -> Result<u32> {
         self.check_far_sums()?;
-        self.step = Step::Idle;
+        self.phase = Phase::Idle;
         Ok(self.tokens)
     }
 

@@ -9,14 +9,14 @@
 //! Whatever is sent is a command to the rank's proxy: writes, the last of a batch with an atomic
 //! that moves the tail, in order.
 //!
-//! While a rank is missing, no rank forwards: every rank is a node of its own ([`members`],
+//! While a rank is missing, no rank forwards: every rank is a node of its own ([`membership`],
 //! [`grid`]).
 //!
-//! From pure to stateful: [`Spec`], [`grid`], [`layout`], [`slots`], [`members`]; [`ring`] and the
+//! From pure to stateful: [`Spec`], [`grid`], [`layout`], [`slots`], [`membership`]; [`ring`] and the
 //! lanes ([`feed`], [`gateway`], [`take`]); [`Machine`], which needs neither thread nor clock; and
 //! [`Throughput`], which has both.
 
-mod card;
+mod admission;
 mod channel;
 mod commands;
 mod context;
@@ -27,11 +27,11 @@ mod grid;
 mod jobs;
 mod layout;
 mod machine;
-mod members;
+mod membership;
+pub(crate) mod rank_descriptor;
 mod reader;
 mod received;
 mod ring;
-mod roster;
 mod shelf;
 mod signals;
 mod slots;
@@ -53,17 +53,18 @@ use fabric_proxy::{Config, DeviceMemory, Engines, Event, Proxy, ProxyError};
 use parking_lot::{Mutex, MutexGuard};
 
 pub use self::{
-    card::Card,
     context::{Given, Io},
     far::Far,
     jobs::{Fault, Job, Outcome, Sum, Term, Ticket, To, Worker},
     layout::Layout,
     machine::{Broken, Losses, Machine, Traffic},
-    members::Seat,
+    membership::Member,
+    rank_descriptor::RankDescriptor,
     spec::Spec,
     workers::{device, CpuWorker},
 };
 use crate::{
+    checks::enter,
     exchange::Dispatched,
     kernels::{Float, Part, PartMut},
     routes::Order,
@@ -80,10 +81,10 @@ fn command_channels(channels: u32) -> u32 {
 }
 
 /// What the proxy of a rank of this exchange is like.
-pub fn proxy_config(spec: &Spec, seat: Seat, deadline: Duration) -> Config {
+pub fn proxy_config(spec: &Spec, member: Member, deadline: Duration) -> Config {
     Config {
-        rank: seat.rank as usize,
-        incarnation: seat.life + 1,
+        rank: member.rank as usize,
+        incarnation: member.incarnation + 1,
         ranks: spec.shape.ranks as usize,
         per_node: spec.ranks_per_node as usize,
         threads: spec.threads as usize,
@@ -107,7 +108,7 @@ pub struct Throughput {
     spec: Spec,
     layout: Layout,
     /// Held during a call; other callers are refused.
-    turn: Mutex<()>,
+    caller: Mutex<()>,
     /// Locked for a whole call.
     machine: Mutex<Machine>,
     losses: Arc<Losses>,
@@ -120,7 +121,7 @@ pub struct Throughput {
     /// call.
     here: Mutex<Vec<bool>>,
     left_out: Mutex<Vec<u32>>,
-    seat: Seat,
+    member: Member,
     /// Nanoseconds.
     timeout: AtomicU64,
     /// When kernels are at work, if they carry the exchange out.
@@ -129,7 +130,7 @@ pub struct Throughput {
 
 impl fmt::Debug for Throughput {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Throughput(rank {} of {})", self.seat.rank, self.spec.shape.ranks)
+        write!(f, "Throughput(rank {} of {})", self.member.rank, self.spec.shape.ranks)
     }
 }
 
@@ -143,29 +144,34 @@ impl Throughput {
     /// # Errors
     /// [`EngineError::Invalid`] for a spec that can't be, or a rank that isn't one; what an engine
     /// says.
-    pub fn open(engine: &EngineConfig, spec: Spec, seat: Seat, timeout: Duration) -> Result<Self> {
+    pub fn open(
+        engine: &EngineConfig,
+        spec: Spec,
+        member: Member,
+        timeout: Duration,
+    ) -> Result<Self> {
         let nbytes = Layout::new(spec)?.nbytes();
         let engines = Engines::open(engine, spec.threads as usize, nbytes).map_err(engine_error)?;
         let region = engines.0[0].1.clone();
-        Self::over(engines, spec, seat, timeout, Box::new(CpuWorker::new(spec, region)))
+        Self::over(engines, spec, member, timeout, Box::new(CpuWorker::new(spec, region)))
     }
 
     /// Over engines that have this rank's part of the memory, and with a worker that reaches it.
     fn over(
         engines: Engines,
         spec: Spec,
-        seat: Seat,
+        member: Member,
         timeout: Duration,
         worker: Box<dyn Worker>,
     ) -> Result<Self> {
         let layout = Layout::new(spec)?;
-        if seat.rank >= spec.shape.ranks || seat.life >= 1 << 12 {
+        if member.rank >= spec.shape.ranks || member.incarnation >= 1 << 12 {
             return Err(EngineError::Invalid(format!(
-                "rank {} of {} in life {}: both count from 0, lives to 4095",
-                seat.rank, spec.shape.ranks, seat.life
+                "rank {} of {} in incarnation {}: both count from 0, incarnations to 4095",
+                member.rank, spec.shape.ranks, member.incarnation
             )));
         }
-        let config = proxy_config(&spec, seat, timeout.saturating_mul(4));
+        let config = proxy_config(&spec, member, timeout.saturating_mul(4));
         let device = DeviceMemory::host(&config).map_err(engine_error)?;
         let events = Arc::new(Mutex::new(Vec::new()));
         let told = Arc::clone(&events);
@@ -177,13 +183,13 @@ impl Throughput {
         let pushers = (0..spec.channels).map(pusher).chain([signals]);
         let pushers = pushers.collect::<Result<_, _>>().map_err(engine_error)?;
         let (memory, words) = (proxy.memory().clone(), proxy.words().clone());
-        let machine = Machine::with_worker(spec, seat, &memory, words, pushers, worker)?;
+        let machine = Machine::with_worker(spec, member, &memory, words, pushers, worker)?;
         let timeout = AtomicU64::new(timeout.as_nanos() as u64);
         Ok(Self {
             proxy,
             spec,
             layout,
-            turn: Mutex::new(()),
+            caller: Mutex::new(()),
             losses: machine.losses(),
             here: Mutex::new(machine.here()),
             left_out: Mutex::default(),
@@ -192,7 +198,7 @@ impl Throughput {
             traffic: Mutex::default(),
             closed: AtomicBool::new(false),
             events,
-            seat,
+            member,
             timeout,
             lifecycle: None,
         })
@@ -230,9 +236,9 @@ impl Throughput {
         indices: &[i64],
         weights: Option<Part<'_>>,
     ) -> Result<()> {
-        let (_turn, mut machine) = self.enter_near()?;
-        roster::check_all_here(&machine)?;
-        machine.check_turn("dispatch_send")?;
+        let (_caller, mut machine) = self.enter_near()?;
+        admission::check_all_here(&machine)?;
+        machine.check_may_dispatch("dispatch_send")?;
         machine.check_tokens(parts, indices, weights)?;
         self.drive(&mut machine, &mut Io::Nothing, |machine| machine.may_begin())?;
         machine.begin(parts, indices, weights)?;
@@ -245,7 +251,7 @@ impl Throughput {
     /// [`EngineError::Invalid`] out of turn, or if an expert gets more rows than `order` has room
     /// for; [`EngineError::PeerLost`] when a rank is lost.
     pub fn wait_arriving(&self, order: Order) -> Result<Dispatched> {
-        let (_turn, mut machine) = self.enter()?;
+        let (_caller, mut machine) = self.enter()?;
         let mut found = Ok(None);
         self.drive(&mut machine, &mut Io::Nothing, |machine| {
             found = machine.arriving(order);
@@ -261,7 +267,7 @@ impl Throughput {
     /// [`EngineError::Invalid`] for room that doesn't suffice, or out of turn;
     /// [`EngineError::PeerLost`] when a rank is lost.
     pub fn dispatch_recv(&self, out: &mut [PartMut<'_>]) -> Result<Dispatched> {
-        let (_turn, mut machine) = self.enter_near()?;
+        let (_caller, mut machine) = self.enter_near()?;
         let placing = machine.check_room(out)?;
         self.drive(&mut machine, &mut Io::Rows(out), Machine::is_collected)?;
         Ok(placing)
@@ -274,7 +280,7 @@ impl Throughput {
     /// [`EngineError::Invalid`] for answers that don't fit the shape, or out of turn;
     /// [`EngineError::PeerLost`] when a rank is lost.
     pub fn combine_send(&self, answers: Part<'_>) -> Result<()> {
-        let (_turn, mut machine) = self.enter_near()?;
+        let (_caller, mut machine) = self.enter_near()?;
         machine.begin_answers(&answers)?;
         self.drive(&mut machine, &mut Io::Answers(answers), Machine::is_answered)
     }
@@ -285,7 +291,7 @@ impl Throughput {
     /// [`EngineError::Invalid`] for room that doesn't fit, or out of turn;
     /// [`EngineError::PeerLost`] when a rank is lost.
     pub fn combine_recv(&self, out: &mut PartMut<'_>, float: Float) -> Result<()> {
-        let (_turn, mut machine) = self.enter_near()?;
+        let (_caller, mut machine) = self.enter_near()?;
         machine.check_sums(out, float)?;
         self.drive(&mut machine, &mut Io::Nothing, |machine| machine.is_summed())?;
         *self.left_out.lock() = machine.left_out().to_vec();
@@ -302,12 +308,8 @@ impl Throughput {
     }
 
     fn enter(&self) -> Result<(MutexGuard<'_, ()>, MutexGuard<'_, Machine>)> {
-        let turn = self.turn.try_lock().ok_or_else(|| {
-            EngineError::Invalid(
-                "another thread is in a call of this exchange; make one exchange for each".into(),
-            )
-        })?;
-        Ok((turn, self.machine.lock()))
+        let caller = enter(&self.caller)?;
+        Ok((caller, self.machine.lock()))
     }
 
     /// Steps until a condition holds and no memory of the caller is in use, or until the exchange
@@ -341,7 +343,7 @@ impl Throughput {
         while machine.is_wound_up() && !machine.finish_jobs(io) {
             std::thread::sleep(Duration::from_micros(50));
             if Instant::now() > end {
-                machine.fail(self.seat.rank, "its device did nothing".into());
+                machine.fail(self.member.rank, "its device did nothing".into());
                 return;
             }
         }
@@ -396,10 +398,11 @@ impl Throughput {
             match event {
                 Event::Lost { rank, error, .. } => machine.lose(rank as u32, error.to_string()),
                 Event::Gone { rank, incarnation } => {
-                    machine.end(Seat { rank: rank as u32, life: incarnation - 1 });
+                    machine.end(Member { rank: rank as u32, incarnation: incarnation - 1 });
                 }
                 other => {
-                    machine.fail(self.seat.rank, format!("its proxy refused a command: {other:?}"));
+                    machine
+                        .fail(self.member.rank, format!("its proxy refused a command: {other:?}"));
                 }
             }
         }

@@ -13,15 +13,15 @@ use fabric_proxy::{
     fifo::Pusher,
 };
 
-use super::{commands::Commands, context::Context, members::Seat};
+use super::{commands::Commands, context::Context, membership::Member};
 
 /// Bits that count ranks, of which there are less than 2^10.
 const TELLERS: u32 = 10;
 /// Incarnations of a rank that its word distinguishes.
-const LIVES: u32 = u64::BITS / TELLERS;
+const INCARNATIONS: u32 = u64::BITS / TELLERS;
 /// Lives to come whose ends are heard of: what is said late of earlier ones stands elsewhere in the
 /// word.
-const AHEAD: u32 = LIVES / 2;
+const AHEAD: u32 = INCARNATIONS / 2;
 const CHANNEL: u8 = CHANNELS as u8 - 1;
 /// Signals per timeout while a rank is in a call.
 pub const BEATS: u32 = 4;
@@ -35,7 +35,7 @@ pub struct Signals {
     said: Option<Time>,
     /// The drain after which all others know which ranks this rank has given up.
     told: Option<u64>,
-    /// By rank: lives before this have a place in its word of which those before them have been
+    /// By rank: incarnations before this have a place in its word of which those before them have been
     /// cleared.
     ready: Vec<u32>,
     /// By rank: how often it said so, and when that was seen.
@@ -45,7 +45,7 @@ pub struct Signals {
 impl Signals {
     pub fn new(pusher: Pusher, ranks: u32) -> Self {
         let heard = vec![(0, Time(0)); ranks as usize];
-        let ready = vec![LIVES; ranks as usize];
+        let ready = vec![INCARNATIONS; ranks as usize];
         Self { commands: Commands::new(pusher), said: None, told: None, heard, ready }
     }
 
@@ -72,8 +72,8 @@ impl Signals {
 
     /// Tells all others which incarnation of a rank this rank has given up, so that all do the same
     /// (RS-4).
-    pub fn give_up(&mut self, ctx: &Context, seat: Seat) {
-        self.tell_all(ctx, ctx.layout.given_up(seat.rank), 1 << shift(seat.life));
+    pub fn give_up(&mut self, ctx: &Context, member: Member) {
+        self.tell_all(ctx, ctx.layout.given_up(member.rank), 1 << shift(member.incarnation));
         self.told = Some(self.commands.drain());
     }
 
@@ -86,32 +86,34 @@ impl Signals {
 
     /// Tells that rank too, which may live, and may take nothing any more: so after all others.
     /// Returns a drain after which it has been told.
-    pub fn tell_itself(&mut self, ctx: &Context, seat: Seat) -> u64 {
-        let (slot, value) = (ctx.layout.given_up(seat.rank) as u16, 1 << shift(seat.life));
+    pub fn tell_itself(&mut self, ctx: &Context, member: Member) -> u64 {
+        let (slot, value) =
+            (ctx.layout.given_up(member.rank) as u16, 1 << shift(member.incarnation));
         let add = Add { slot, value, ordered: false };
-        self.commands.push(Command::Atomic { rank: seat.rank as u16, channel: CHANNEL, add });
+        self.commands.push(Command::Atomic { rank: member.rank as u16, channel: CHANNEL, add });
         self.commands.drain()
     }
 
     /// Whether other ranks have given up an incarnation of a rank.
-    pub fn is_given_up(ctx: &Context, seat: Seat) -> bool {
-        let word = ctx.words[ctx.layout.given_up(seat.rank) as usize].load(Acquire);
-        tellers(word, seat.life) > 0
+    pub fn is_given_up(ctx: &Context, member: Member) -> bool {
+        let word = ctx.words[ctx.layout.given_up(member.rank) as usize].load(Acquire);
+        tellers(word, member.incarnation) > 0
     }
 
     /// The latest future incarnation of a rank that others have given up.
-    pub fn passed_by(&self, ctx: &Context, rank: u32, next: u32) -> Option<Seat> {
-        let seats = (next..self.ready[rank as usize]).rev().map(|life| Seat { rank, life });
-        seats.into_iter().find(|seat| Self::is_given_up(ctx, *seat))
+    pub fn passed_by(&self, ctx: &Context, rank: u32, next: u32) -> Option<Member> {
+        let members =
+            (next..self.ready[rank as usize]).rev().map(|incarnation| Member { rank, incarnation });
+        members.into_iter().find(|member| Self::is_given_up(ctx, *member))
     }
 
-    /// The next life of a rank is this. What was said of those that had its place in the word, or
+    /// The next incarnation of a rank is this. What was said of those that had its place in the word, or
     /// one of the next few, is forgotten.
-    pub fn make_ready(&mut self, ctx: &Context, Seat { rank, life }: Seat) {
-        let (ready, to) = (&mut self.ready[rank as usize], life + AHEAD);
+    pub fn make_ready(&mut self, ctx: &Context, Member { rank, incarnation }: Member) {
+        let (ready, to) = (&mut self.ready[rank as usize], incarnation + AHEAD);
         let word = &ctx.words[ctx.layout.given_up(rank) as usize];
-        for life in (*ready).max(to.saturating_sub(LIVES))..to {
-            word.fetch_sub(tellers(word.load(Acquire), life) << shift(life), AcqRel);
+        for incarnation in (*ready).max(to.saturating_sub(INCARNATIONS))..to {
+            word.fetch_sub(tellers(word.load(Acquire), incarnation) << shift(incarnation), AcqRel);
         }
         *ready = to.max(*ready);
     }
@@ -125,13 +127,13 @@ impl Signals {
     }
 }
 
-/// Ranks that have given up a life, in the word of those: a number for each of the last lives.
-fn tellers(word: u64, life: u32) -> u64 {
-    word >> shift(life) & ((1 << TELLERS) - 1)
+/// Ranks that have given up a incarnation, in the word of those: a number for each of the last incarnations.
+fn tellers(word: u64, incarnation: u32) -> u64 {
+    word >> shift(incarnation) & ((1 << TELLERS) - 1)
 }
 
-fn shift(life: u32) -> u32 {
-    life % LIVES * TELLERS
+fn shift(incarnation: u32) -> u32 {
+    incarnation % INCARNATIONS * TELLERS
 }
 
 #[cfg(test)]

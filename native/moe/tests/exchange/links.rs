@@ -38,10 +38,10 @@ fn ranks(shape: Shape, transport: TransportKind) -> Vec<AllToAll> {
         AllToAll::new(engine, shape, rank).unwrap()
     };
     let ranks: Vec<AllToAll> = (0..shape.ranks).map(open).collect();
-    let cards: Vec<Vec<u8>> = ranks.iter().map(|r| r.card(None).unwrap()).collect();
+    let descriptors: Vec<Vec<u8>> = ranks.iter().map(|r| r.descriptor(None).unwrap()).collect();
     for (i, rank) in ranks.iter().enumerate() {
-        for (j, card) in cards.iter().enumerate().filter(|(j, _)| *j != i) {
-            assert_eq!(rank.admit(card).unwrap(), j as u32);
+        for (j, descriptor) in descriptors.iter().enumerate().filter(|(j, _)| *j != i) {
+            assert_eq!(rank.admit(descriptor).unwrap(), j as u32);
         }
     }
     ranks
@@ -160,10 +160,10 @@ fn a_rank_that_comes_anew_takes_part_again() {
     }
     let again = engine(2, "rank-2 again", TransportKind::Shm);
     let again = AllToAll::new(again, shape, 2).unwrap();
-    let card = again.card(None).unwrap();
+    let descriptor = again.descriptor(None).unwrap();
     for all in &ranks {
-        again.admit(&all.card(Some(2)).unwrap()).unwrap();
-        assert_eq!(all.admit(&card).unwrap(), 2);
+        again.admit(&all.descriptor(Some(2)).unwrap()).unwrap();
+        assert_eq!(all.admit(&descriptor).unwrap(), 2);
         assert_eq!(all.lost(), []);
     }
     ranks.push(again);
@@ -187,7 +187,7 @@ fn rs_1_who_comes_in_the_middle_of_an_exchange_has_no_part_in_it() {
     let mut ranks = ranks(shape, TransportKind::Shm);
     let dying = ranks.pop().unwrap();
     let again = AllToAll::new(engine(2, "rank-2 again", TransportKind::Shm), shape, 2).unwrap();
-    let card = again.card(None).unwrap();
+    let descriptor = again.descriptor(None).unwrap();
     let batch = |rank: u64, turn: u64| {
         Batch::random(&mut fastrand::Rng::with_seed(turn * 64 + rank), &shape, None)
     };
@@ -210,8 +210,8 @@ fn rs_1_who_comes_in_the_middle_of_an_exchange_has_no_part_in_it() {
     drop(dying);
     for all in &ranks {
         all.mask(2, "its node is gone").unwrap();
-        again.admit(&all.card(Some(2)).unwrap()).unwrap();
-        assert_eq!(all.admit(&card).unwrap(), 2);
+        again.admit(&all.descriptor(Some(2)).unwrap()).unwrap();
+        assert_eq!(all.admit(&descriptor).unwrap(), 2);
     }
     std::thread::scope(|scope| {
         for (rank, all) in ranks.iter().enumerate() {
@@ -245,20 +245,20 @@ fn rs_1_a_rank_that_is_admitted_between_other_exchanges_by_some_takes_no_part_wi
     let mut ranks = ranks(shape, TransportKind::Shm);
     drop(ranks.pop());
     let again = AllToAll::new(engine(2, "rank-2 again", TransportKind::Shm), shape, 2).unwrap();
-    let card = again.card(None).unwrap();
+    let descriptor = again.descriptor(None).unwrap();
     for all in &ranks {
         all.mask(2, "its node is gone").unwrap();
-        again.admit(&all.card(Some(2)).unwrap()).unwrap();
+        again.admit(&all.descriptor(Some(2)).unwrap()).unwrap();
     }
     ranks.push(again);
     std::thread::scope(|scope| {
         for (rank, all) in ranks.iter().enumerate() {
-            let (card, admits_before) = (&card, [2, 3, 0][rank]);
+            let (descriptor, admits_before) = (&descriptor, [2, 3, 0][rank]);
             scope.spawn(move || {
                 all.set_timeout(Duration::from_secs(1));
                 for turn in if rank == 2 { 0..1 } else { 0..4 } {
                     if turn == admits_before && rank < 2 {
-                        all.admit(card).unwrap();
+                        all.admit(descriptor).unwrap();
                     }
                     let mut rng = fastrand::Rng::with_seed((turn * 64 + rank) as u64);
                     exchange(all, rank as u32, &Batch::random(&mut rng, &shape, None), turn)
@@ -339,7 +339,7 @@ fn what_is_wrong_is_refused_before_anything_is_sent() {
     let other = Shape { topk: 1, ..shape };
     let other = AllToAll::new(engine(1, "other", TransportKind::Shm), other, 1).unwrap();
     all.mask(1, "to make room").unwrap();
-    assert!(said(all.admit(&other.card(None).unwrap()).unwrap_err()).contains("topk"));
+    assert!(said(all.admit(&other.descriptor(None).unwrap()).unwrap_err()).contains("topk"));
     assert!(said(all.admit(b"FEP\x01rest").unwrap_err()).contains("version 1"));
     assert!(said(all.admit(b"what").unwrap_err()).contains("begin"));
 }

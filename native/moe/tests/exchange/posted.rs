@@ -94,10 +94,10 @@ fn check(seed: u64) -> (u32, u32) {
     assert!(u64::from(4 + local) * 4 < shape.back_stride());
     let mut net = SimNet::new(SimConfig { seed, ..SimConfig::default() });
     let mut ranks: Vec<Rank> = (0..RANKS).map(|rank| Rank::new(&mut net, shape, rank)).collect();
-    let cards: Vec<_> = ranks.iter().map(|r| r.all.card(None).unwrap()).collect();
+    let descriptors: Vec<_> = ranks.iter().map(|r| r.all.descriptor(None).unwrap()).collect();
     for (i, rank) in ranks.iter().enumerate() {
-        for (_, card) in cards.iter().enumerate().filter(|(j, _)| *j != i) {
-            rank.all.admit(card).unwrap();
+        for (_, descriptor) in descriptors.iter().enumerate().filter(|(j, _)| *j != i) {
+            rank.all.admit(descriptor).unwrap();
         }
     }
     let mut most = (0, 0);

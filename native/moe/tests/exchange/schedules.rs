@@ -211,10 +211,13 @@ impl Run {
             }
         };
         let ranks: Vec<Rank> = (0..ranks).map(open).collect();
-        let cards: Vec<Vec<u8>> = ranks.iter().map(|r| r.all().card(None).unwrap()).collect();
+        let descriptors: Vec<Vec<u8>> =
+            ranks.iter().map(|r| r.all().descriptor(None).unwrap()).collect();
         for rank in &ranks {
-            for (_, card) in cards.iter().enumerate().filter(|(i, _)| *i != rank.rank as usize) {
-                rank.all().admit(card).unwrap();
+            for (_, descriptor) in
+                descriptors.iter().enumerate().filter(|(i, _)| *i != rank.rank as usize)
+            {
+                rank.all().admit(descriptor).unwrap();
             }
         }
         let without = (0..EXCHANGES).map(|_| rng.u32(..4) == 0).collect();

@@ -15,7 +15,7 @@ use fabric_engine::{
 };
 use fabric_moe::{
     kernels::Float,
-    throughput::{proxy_config, CpuWorker, Io, Layout, Machine, Seat, Spec, Worker},
+    throughput::{proxy_config, CpuWorker, Io, Layout, Machine, Member, Spec, Worker},
 };
 use fabric_proxy::{fifo::fifo, Event, Executor, Parker, SharedState, ThreadDescriptor};
 
@@ -65,7 +65,7 @@ impl By {
 }
 
 struct Rank {
-    seat: Seat,
+    member: Member,
     spec: Spec,
     engine: Arc<TransferEngine>,
     executor: Executor,
@@ -86,7 +86,7 @@ impl Rank {
     fn new(
         net: &mut SimNet,
         spec: Spec,
-        (seat, by): (Seat, By),
+        (member, by): (Member, By),
         batches: Vec<Batch>,
         without: &[bool],
     ) -> Self {
@@ -95,7 +95,7 @@ impl Rank {
         let config = fabric_proxy::Config {
             capacity: 16,
             max_outstanding: 12,
-            ..proxy_config(&spec, seat, 4 * TIMEOUT)
+            ..proxy_config(&spec, member, 4 * TIMEOUT)
         };
         let part = engine.alloc(Layout::new(spec).unwrap().nbytes()).unwrap();
         let common = SharedState::new(&config);
@@ -115,12 +115,12 @@ impl Rank {
         )
         .unwrap();
         let worker = by.worker(spec, &part);
-        let machine = Machine::with_worker(spec, seat, &part, common.words, pushers, worker);
+        let machine = Machine::with_worker(spec, member, &part, common.words, pushers, worker);
         let machine = machine.unwrap();
         let without = without.to_vec();
         let (turn, exchange, error) = (Turn::Dispatch, 0, None);
         Self {
-            seat,
+            member,
             spec,
             engine,
             executor,
@@ -141,15 +141,18 @@ impl Rank {
         matches!(self.turn, Turn::Over)
     }
 
-    fn card(&self) -> (Seat, Vec<u32>, ThreadDescriptor) {
-        (self.seat, self.machine.events().to_vec(), self.executor.descriptor())
+    fn descriptor(&self) -> (Member, Vec<u32>, ThreadDescriptor) {
+        (self.member, self.machine.events().to_vec(), self.executor.descriptor())
     }
 
-    fn admit(&mut self, card: &(Seat, Vec<u32>, ThreadDescriptor)) -> Result<(), EngineError> {
-        let (seat, events, descriptor) = card;
-        self.machine.admit(*seat, events)?;
+    fn admit(
+        &mut self,
+        descriptor: &(Member, Vec<u32>, ThreadDescriptor),
+    ) -> Result<(), EngineError> {
+        let (member, events, descriptor) = descriptor;
+        self.machine.admit(*member, events)?;
         let membership = self.executor.membership();
-        membership.join(seat.rank as usize, seat.life + 1, descriptor.clone());
+        membership.join(member.rank as usize, member.incarnation + 1, descriptor.clone());
         Ok(())
     }
 
@@ -183,7 +186,7 @@ impl Rank {
     }
 
     fn device(&mut self, now: Time) -> Result<bool, EngineError> {
-        let (timeout, rank) = (self.timeout, self.seat.rank);
+        let (timeout, rank) = (self.timeout, self.member.rank);
         let events: Vec<Event> = self.events.lock().unwrap().drain(..).collect();
         let membership = self.executor.membership();
         let step = |machine: &mut Machine, io: &mut Io<'_, '_>| {
@@ -193,7 +196,7 @@ impl Rank {
                         machine.lose(*rank as u32, error.to_string())
                     }
                     Event::Gone { rank, incarnation } => {
-                        machine.end(Seat { rank: *rank as u32, life: incarnation - 1 })
+                        machine.end(Member { rank: *rank as u32, incarnation: incarnation - 1 })
                     }
                     other => panic!("{other:?}"),
                 }
@@ -225,7 +228,7 @@ impl Rank {
 
     /// Makes the next call if it is time for it.
     fn turn_over(&mut self) -> Result<bool, String> {
-        let rank = self.seat.rank;
+        let rank = self.member.rank;
         let said = |e: EngineError| format!("rank {rank}: {e}");
         match &mut self.turn {
             Turn::Over => return Ok(false),
@@ -320,7 +323,7 @@ impl Rank {
         };
         format!(
             "rank {} {turn} in exchange {}, {:?}, of {:?}",
-            self.seat.rank,
+            self.member.rank,
             self.exchange,
             self.error,
             self.machine.here()
@@ -337,7 +340,7 @@ fn rests(machine: &mut Machine) -> bool {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Accident {
     Dies,
-    /// It lives, and does nothing any more.
+    /// It incarnations, and does nothing any more.
     Stalls,
     /// It is in no call for a while, as it may be.
     Sleeps,
@@ -364,16 +367,22 @@ impl Run {
         let hot = (rng.u32(..3) == 0).then(|| rng.u32(..spec.shape.experts));
         let ranks = (0..spec.shape.ranks).map(|rank| {
             let batches = (0..EXCHANGES).map(|_| Batch::random(&mut rng, &spec, hot)).collect();
-            Rank::new(&mut net, spec, (Seat { rank, life: 0 }, by(rank)), batches, &without)
+            Rank::new(
+                &mut net,
+                spec,
+                (Member { rank, incarnation: 0 }, by(rank)),
+                batches,
+                &without,
+            )
         });
         let mut ranks: Vec<Rank> = ranks.collect();
         for i in 0..ranks.len() {
             for j in (0..ranks.len()).filter(|j| *j != i) {
-                let card = ranks[j].card();
-                ranks[i].admit(&card).unwrap();
+                let descriptor = ranks[j].descriptor();
+                ranks[i].admit(&descriptor).unwrap();
             }
-            let own = ranks[i].card();
-            ranks[i].executor.membership().join(own.0.rank as usize, own.0.life + 1, own.2);
+            let own = ranks[i].descriptor();
+            ranks[i].executor.membership().join(own.0.rank as usize, own.0.incarnation + 1, own.2);
         }
         Self { net, ranks, accidents: Vec::new(), gone: Vec::new() }
     }
@@ -389,7 +398,7 @@ impl Run {
             let now: Vec<_> =
                 self.accidents.iter().copied().filter(|(.., at)| *at == steps).collect();
             for (rank, accident, _) in now {
-                let Some(at) = self.ranks.iter().position(|r| r.seat.rank == rank) else {
+                let Some(at) = self.ranks.iter().position(|r| r.member.rank == rank) else {
                     continue;
                 };
                 since = self.net.now();
@@ -411,13 +420,13 @@ impl Run {
             }
         }
         for rank in &self.ranks {
-            let is_gone = |who: u32| self.gone.iter().any(|r| r.seat.rank == who);
+            let is_gone = |who: u32| self.gone.iter().any(|r| r.member.rank == who);
             let mut given_up = rank.machine.losses().lost().into_iter().map(|lost| lost.rank);
             if rank.error.is_some() || !given_up.all(is_gone) {
                 let told: Vec<_> = self
                     .ranks
                     .iter()
-                    .map(|r| format!("rank {}: {:?}", r.seat.rank, r.machine.losses().lost()))
+                    .map(|r| format!("rank {}: {:?}", r.member.rank, r.machine.losses().lost()))
                     .collect();
                 return Err(format!(
                     "it gave up another rank: {}; {}",
@@ -448,7 +457,7 @@ impl Run {
     /// first exchange.
     fn come_again(&mut self, by: impl Fn(u32) -> By) -> Result<(), String> {
         let until = Time(self.net.now().0 + BOUND);
-        let gone: Vec<u32> = self.gone.iter().map(|r| r.seat.rank).collect();
+        let gone: Vec<u32> = self.gone.iter().map(|r| r.member.rank).collect();
         // A rank may have done all its exchanges without a rank that it didn't need.
         for rank in &mut self.ranks {
             gone.iter().for_each(|gone| rank.machine.fail(*gone, "it died".into()));
@@ -468,25 +477,25 @@ impl Run {
             }
         }
         for old in std::mem::take(&mut self.gone) {
-            let seat = Seat { life: old.seat.life + 1, ..old.seat };
-            let given = (seat, by(seat.rank));
+            let member = Member { incarnation: old.member.incarnation + 1, ..old.member };
+            let given = (member, by(member.rank));
             self.ranks.push(Rank::new(&mut self.net, old.spec, given, old.batches, &old.without));
         }
-        let cards: Vec<_> = self.ranks.iter().map(Rank::card).collect();
+        let descriptors: Vec<_> = self.ranks.iter().map(Rank::descriptor).collect();
         for rank in &mut self.ranks {
-            let own = rank.seat;
-            for card in cards.iter().filter(|card| card.0 != own) {
-                if gone.contains(&own.rank) || gone.contains(&card.0.rank) {
-                    rank.admit(card).map_err(|e| e.to_string())?;
+            let own = rank.member;
+            for descriptor in descriptors.iter().filter(|descriptor| descriptor.0 != own) {
+                if gone.contains(&own.rank) || gone.contains(&descriptor.0.rank) {
+                    rank.admit(descriptor).map_err(|e| e.to_string())?;
                 }
             }
             if gone.contains(&own.rank) {
                 let descriptor = rank.executor.descriptor();
-                rank.executor.membership().join(own.rank as usize, own.life + 1, descriptor);
+                rank.executor.membership().join(own.rank as usize, own.incarnation + 1, descriptor);
             }
             (rank.exchange, rank.turn) = (0, Turn::Dispatch);
         }
-        self.ranks.sort_by_key(|r| r.seat.rank);
+        self.ranks.sort_by_key(|r| r.member.rank);
         self.accidents.clear();
         Ok(())
     }
@@ -538,7 +547,8 @@ fn random(seed: u64) -> Result<bool, String> {
     let about = |what| format!("{what}; {accidents:?}, {spec:?}");
     run.go().map_err(about)?;
     let some_lost = run.ranks.iter().any(|r| !r.machine.losses().lost().is_empty());
-    let is_dead = |r: &Rank| accidents.iter().any(|a| a.0 == r.seat.rank && a.1 == Accident::Dies);
+    let is_dead =
+        |r: &Rank| accidents.iter().any(|a| a.0 == r.member.rank && a.1 == Accident::Dies);
     if !run.gone.is_empty() && run.gone.iter().all(is_dead) {
         run.come_again(by).map_err(about)?;
         run.go().map_err(about)?;
@@ -614,7 +624,7 @@ fn rs_4_a_rank_whose_device_does_nothing_is_named_by_all() {
         let mut run = Run::by(spec(2, 2, 2, 3, 12), 4, SimConfig::default(), by);
         run.ranks[1].wakes = Time(comes);
         assert!(run.go().is_err());
-        for rank in run.ranks.iter().filter(|r| r.seat.rank != 1) {
+        for rank in run.ranks.iter().filter(|r| r.member.rank != 1) {
             assert_eq!(rank.machine.losses().lost()[0].rank, 1);
             assert!(rank.error.is_none() && rank.is_over());
         }
@@ -638,7 +648,7 @@ fn rs_1_a_rank_that_announced_rows_which_never_come_is_named() {
             batch.weights = vec![1.0; tokens * 2];
             vec![batch; EXCHANGES]
         };
-        run.ranks.iter_mut().for_each(|r| r.batches = batch(2 * usize::from(r.seat.rank == 0)));
+        run.ranks.iter_mut().for_each(|r| r.batches = batch(2 * usize::from(r.member.rank == 0)));
         let source = &mut run.ranks[0];
         assert!(source.turn_over().unwrap(), "it has dispatched");
         // Behind a head of four words and the tokens of two ranks: the rows of the node's experts.
@@ -678,7 +688,7 @@ fn a_token_goes_once_to_each_node_and_one_sum_comes_back() {
     run.go().unwrap();
     let mut crossings = 0;
     for rank in &run.ranks {
-        let node = rank.seat.rank / spec.ranks_per_node;
+        let node = rank.member.rank / spec.ranks_per_node;
         let out: u64 = rank.batches.iter().map(|b| b.crossings(node)).sum();
         assert_eq!(rank.machine.traffic().rail_tokens, out);
         crossings += out;
@@ -690,13 +700,13 @@ fn a_token_goes_once_to_each_node_and_one_sum_comes_back() {
 
 /// A rank closes its engines one after another, and each thread hears of one.
 #[test]
-fn mr_1_a_life_is_over_when_all_proxy_threads_have_said_so() {
+fn mr_1_an_incarnation_has_ended_when_all_proxy_threads_report_it() {
     let spec = Spec { channels: 2, threads: 2, ..spec(2, 1, 2, 2, 4) };
     let mut run = Run::new(spec, 0, SimConfig::default());
-    let (machine, old) = (&mut run.ranks[0].machine, Seat { rank: 1, life: 0 });
+    let (machine, old) = (&mut run.ranks[0].machine, Member { rank: 1, incarnation: 0 });
     machine.fail(1, "it left".into());
     machine.end(old);
-    machine.end(Seat { life: 1, ..old });
+    machine.end(Member { incarnation: 1, ..old });
     assert!(!machine.has_ended(1));
     machine.end(old);
     assert!(machine.has_ended(1));

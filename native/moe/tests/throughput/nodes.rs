@@ -13,34 +13,34 @@ use fabric_moe::{
     kernels::Float,
     throughput::{
         device::{AtomicWords, Form},
-        Far, Layout, Seat, Spec, Throughput,
+        Far, Layout, Member, Spec, Throughput,
     },
 };
 
 use crate::grouped::{rows_of_answers, spec, sums, Batch, Handed, ORDERS};
 
 pub fn open(spec: Spec, rank: u32, transport: TransportKind, timeout: Duration) -> Throughput {
-    open_life(spec, Seat { rank, life: 0 }, transport, timeout)
+    open_incarnation(spec, Member { rank, incarnation: 0 }, transport, timeout)
 }
 
-pub fn open_life(
+pub fn open_incarnation(
     spec: Spec,
-    seat: Seat,
+    member: Member,
     transport: TransportKind,
     timeout: Duration,
 ) -> Throughput {
-    let name = format!("rank-{}-{}", seat.rank, seat.life);
+    let name = format!("rank-{}-{}", member.rank, member.incarnation);
     let config = EngineConfig { name, transports: vec![transport], ..EngineConfig::default() };
-    Throughput::open(&config, spec, seat, timeout).unwrap()
+    Throughput::open(&config, spec, member, timeout).unwrap()
 }
 
 /// Ranks that know one another.
 fn ranks(spec: Spec, transport: TransportKind, timeout: Duration) -> Vec<Throughput> {
     let ranks: Vec<_> = (0..spec.shape.ranks).map(|r| open(spec, r, transport, timeout)).collect();
-    let cards: Vec<Vec<u8>> = ranks.iter().map(Throughput::card).collect();
+    let descriptors: Vec<Vec<u8>> = ranks.iter().map(Throughput::descriptor).collect();
     for (i, rank) in ranks.iter().enumerate() {
-        for (j, card) in cards.iter().enumerate().filter(|(j, _)| *j != i) {
-            assert_eq!(rank.admit(card).unwrap(), j as u32);
+        for (j, descriptor) in descriptors.iter().enumerate().filter(|(j, _)| *j != i) {
+            assert_eq!(rank.admit(descriptor).unwrap(), j as u32);
         }
     }
     ranks
@@ -114,7 +114,8 @@ fn calls_for_the_other_kind_of_exchange_are_refused() {
     let words = AtomicWords::allocate(Form::new(&spec, 1).unwrap().words);
     let timeout = Duration::from_secs(60);
     let far = Far { region, words, workers: 1 };
-    let far = Throughput::open_far(&config, spec, Seat { rank: 0, life: 0 }, timeout, far).unwrap();
+    let far = Throughput::open_far(&config, spec, Member { rank: 0, incarnation: 0 }, timeout, far)
+        .unwrap();
     let batch = batch(&spec, 0, 0);
     batch.with_parts(|parts, indices, weights| {
         refused(far.dispatch_send(parts, indices, weights), "kernels move");
@@ -170,7 +171,7 @@ fn a_rank_that_never_came_is_left_out_by_all() {
     let timeout = Duration::from_secs(30);
     let ranks: Vec<_> = (0..2).map(|r| open(spec, r, TransportKind::Shm, timeout)).collect();
     for (one, other) in [(0, 1), (1, 0)] {
-        ranks[one].admit(&ranks[other].card()).unwrap();
+        ranks[one].admit(&ranks[other].descriptor()).unwrap();
         ranks[one].leave_out(2).unwrap();
     }
     std::thread::scope(|scope| {
@@ -185,7 +186,7 @@ fn a_rank_that_never_came_is_left_out_by_all() {
     });
 }
 
-/// The one before it is masked, and lives: what it writes might land.
+/// The one before it is masked, and incarnations: what it writes might land.
 #[test]
 fn mr_1_a_rank_comes_anew_only_when_the_one_before_it_has_ended() {
     let spec = spec(1, 2, 2, 2, 8);
@@ -194,18 +195,18 @@ fn mr_1_a_rank_comes_anew_only_when_the_one_before_it_has_ended() {
     let all = &ranks[0];
     all.mask(1, "it is slow").unwrap();
     let config = EngineConfig { transports: vec![TransportKind::Shm], ..EngineConfig::default() };
-    let again = |life| {
-        let seat = Seat { rank: 1, life };
-        Throughput::open(&config, spec, seat, Duration::from_secs(30)).unwrap()
+    let again = |incarnation| {
+        let member = Member { rank: 1, incarnation };
+        Throughput::open(&config, spec, member, Duration::from_secs(30)).unwrap()
     };
     let anew = again(1);
-    assert!(matches!(all.admit(&anew.card()), Err(EngineError::NotQuiesced { .. })));
+    assert!(matches!(all.admit(&anew.descriptor()), Err(EngineError::NotQuiesced { .. })));
     drop(old);
     all.set_timeout(Duration::from_secs(30));
-    let said = all.admit(&again(0).card()).unwrap_err().to_string();
-    assert!(said.contains("life=1"), "{said}");
-    anew.admit(&all.card()).unwrap();
-    all.admit(&anew.card()).unwrap();
+    let said = all.admit(&again(0).descriptor()).unwrap_err().to_string();
+    assert!(said.contains("incarnation=1"), "{said}");
+    anew.admit(&all.descriptor()).unwrap();
+    all.admit(&anew.descriptor()).unwrap();
     assert!(all.lost().is_empty());
     // The mask is told, once.
     let told = exchange(all, 0, &batch(&spec, 0, 0), 0).unwrap_err().to_string();
@@ -274,14 +275,14 @@ fn reading_losses_blocks_no_call() {
 }
 
 #[test]
-fn cards_of_another_shape_are_refused() {
+fn descriptors_of_another_shape_are_refused() {
     let shape = spec(2, 1, 2, 2, 4);
     let patience = Duration::from_secs(10);
     let one = open(shape, 0, TransportKind::Shm, patience);
     let other = open(Spec { chunk: 9, ..shape }, 1, TransportKind::Shm, patience);
     let said = |e: EngineError| e.to_string();
-    assert!(said(one.admit(&other.card()).unwrap_err()).contains("chunk: 9"));
-    assert!(said(one.admit(&one.card()).unwrap_err()).contains("already"));
+    assert!(said(one.admit(&other.descriptor()).unwrap_err()).contains("chunk: 9"));
+    assert!(said(one.admit(&one.descriptor()).unwrap_err()).contains("already"));
     assert!(said(one.admit(b"FET\x09rest").unwrap_err()).contains("version 9"));
     assert!(said(one.admit(b"what").unwrap_err()).contains("begin"));
     let absent = batch(&shape, 0, 0).with_parts(|p, i, w| one.dispatch_send(p, i, w)).unwrap_err();

@@ -9,7 +9,7 @@ use std::{
 };
 
 use fabric_engine::api::{EngineConfig, TransportKind};
-use fabric_moe::throughput::{Seat, Spec, Throughput};
+use fabric_moe::throughput::{Member, Spec, Throughput};
 
 use crate::{
     grouped::spec,
@@ -26,8 +26,8 @@ fn shape() -> Spec {
     spec(2, 2, 2, 4, 60)
 }
 
-fn to_line(card: &[u8]) -> String {
-    card.iter().map(|b| format!("{b:02x}")).collect()
+fn to_line(descriptor: &[u8]) -> String {
+    descriptor.iter().map(|b| format!("{b:02x}")).collect()
 }
 
 fn of_line(line: &str) -> Vec<u8> {
@@ -38,8 +38,8 @@ fn of_line(line: &str) -> Vec<u8> {
 fn follow(all: &Throughput, rank: u32, line: &str) -> String {
     let spec = all.spec();
     match line.split_once(' ').unwrap_or((line, "")) {
-        ("card", _) => to_line(&all.card()),
-        ("admit", card) => match all.admit(&of_line(card)) {
+        ("descriptor", _) => to_line(&all.descriptor()),
+        ("admit", descriptor) => match all.admit(&of_line(descriptor)) {
             Ok(_) => "admitted".into(),
             Err(error) => error.to_string(),
         },
@@ -63,13 +63,13 @@ fn follow(all: &Throughput, rank: u32, line: &str) -> String {
 fn child() {
     let Ok(number) = env::var(RANK) else { return };
     let of = |name: &str| env::var(name).unwrap();
-    let seat = Seat { rank: number.parse().unwrap(), life: of(LIFE).parse().unwrap() };
+    let member = Member { rank: number.parse().unwrap(), incarnation: of(LIFE).parse().unwrap() };
     let transports = vec![of(TRANSPORT).parse().unwrap()];
     let name = format!("rank-{number}");
     let config = EngineConfig { name, transports, ..EngineConfig::default() };
-    let all = Throughput::open(&config, shape(), seat, Duration::from_secs(30)).unwrap();
+    let all = Throughput::open(&config, shape(), member, Duration::from_secs(30)).unwrap();
     for line in std::io::stdin().lines().map_while(Result::ok) {
-        println!("\n{MARK}{}", follow(&all, seat.rank, line.trim()));
+        println!("\n{MARK}{}", follow(&all, member.rank, line.trim()));
     }
 }
 
@@ -79,11 +79,11 @@ struct Far {
 }
 
 impl Far {
-    fn spawn(number: u32, life: u32, transport: TransportKind) -> Self {
+    fn spawn(number: u32, incarnation: u32, transport: TransportKind) -> Self {
         let mut child = Command::new(env::current_exe().unwrap())
             .args(["processes::child", "--exact", "--ignored", "--nocapture"])
             .env(RANK, number.to_string())
-            .env(LIFE, life.to_string())
+            .env(LIFE, incarnation.to_string())
             .env(TRANSPORT, transport.name())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -128,10 +128,10 @@ fn all_do(far: &mut [Far], what: &str) -> Vec<String> {
 
 /// Has all of one group admit all of another.
 fn meet(some: &mut [Far], others: &mut [Far]) {
-    let cards: Vec<String> = others.iter_mut().map(|one| one.ask("card")).collect();
+    let descriptors: Vec<String> = others.iter_mut().map(|one| one.ask("descriptor")).collect();
     for one in some {
-        for card in &cards {
-            assert_eq!(one.ask(&format!("admit {card}")), "admitted");
+        for descriptor in &descriptors {
+            assert_eq!(one.ask(&format!("admit {descriptor}")), "admitted");
         }
     }
 }
@@ -139,10 +139,10 @@ fn meet(some: &mut [Far], others: &mut [Far]) {
 fn a_killed_process_is_named_left_out_and_comes_again(transport: TransportKind) {
     const VICTIM: usize = 2;
     let mut far: Vec<Far> = (0..shape().shape.ranks).map(|r| Far::spawn(r, 0, transport)).collect();
-    let cards: Vec<String> = far.iter_mut().map(|one| one.ask("card")).collect();
+    let descriptors: Vec<String> = far.iter_mut().map(|one| one.ask("descriptor")).collect();
     for (i, one) in far.iter_mut().enumerate() {
-        for (_, card) in cards.iter().enumerate().filter(|(j, _)| *j != i) {
-            assert_eq!(one.ask(&format!("admit {card}")), "admitted");
+        for (_, descriptor) in descriptors.iter().enumerate().filter(|(j, _)| *j != i) {
+            assert_eq!(one.ask(&format!("admit {descriptor}")), "admitted");
         }
     }
     let all_here = vec!["right for [true, true, true, true]"; 4];

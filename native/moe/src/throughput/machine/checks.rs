@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use fabric_engine::{EngineError, Result};
 
-use super::{Machine, Step};
+use super::{Machine, Phase};
 use crate::{
     exchange::Dispatched,
     kernels::{Float, Part, PartMut},
@@ -17,10 +17,10 @@ impl Machine {
     ///
     /// # Errors
     /// [`EngineError::PeerLost`], [`EngineError::Invalid`].
-    pub fn check_turn(&mut self, call: &str) -> Result<()> {
-        if !matches!(self.step, Step::Idle | Step::Collected) {
+    pub fn check_may_dispatch(&mut self, call: &str) -> Result<()> {
+        if !matches!(self.phase, Phase::Idle | Phase::Collected) {
             self.check()?;
-            return Err(self.out_of_turn(call));
+            return Err(self.phase.refuse(call));
         }
         for (rank, cause) in std::mem::take(&mut self.gone) {
             self.fail(rank, cause);
@@ -39,15 +39,7 @@ impl Machine {
         weights: Option<Part<'_>>,
     ) -> Result<Routes> {
         let routes = self.check_routes(indices, weights)?;
-        let shape = &self.ctx.spec.shape;
-        let width: usize = parts.iter().map(|p| p.width).sum();
-        if width != shape.row_nbytes as usize {
-            return Err(EngineError::Invalid(format!(
-                "a token has {width} bytes here, and {} in the exchange",
-                shape.row_nbytes
-            )));
-        }
-        parts.iter().try_for_each(|part| part.check("tokens", routes.tokens.into()))?;
+        self.spec.shape.check_tokens(parts, routes.tokens)?;
         Ok(routes)
     }
 
@@ -58,15 +50,7 @@ impl Machine {
     pub fn check_routes(&self, indices: &[i64], weights: Option<Part<'_>>) -> Result<Routes> {
         let shape = &self.ctx.spec.shape;
         let routes = Routes::new(shape, indices)?;
-        if let Some(weights) = weights {
-            if weights.width != 4 * shape.topk as usize {
-                return Err(EngineError::Invalid(format!(
-                    "weights of {} bytes for each token; give {} 32-bit floats",
-                    weights.width, shape.topk
-                )));
-            }
-            weights.check("weights", routes.tokens.into())?;
-        }
+        shape.check_weights(weights, routes.tokens)?;
         Ok(routes)
     }
 
@@ -76,14 +60,7 @@ impl Machine {
     /// [`EngineError::Invalid`] for room that doesn't suffice, or out of turn.
     pub fn check_room(&mut self, out: &[PartMut<'_>]) -> Result<Dispatched> {
         let placing = self.check_collecting()?;
-        let width: usize = out.iter().map(|p| p.width).sum();
-        if width != self.ctx.spec.shape.row_nbytes as usize {
-            return Err(EngineError::Invalid(format!(
-                "there is room for rows of {width} bytes, and they have {}",
-                self.ctx.spec.shape.row_nbytes
-            )));
-        }
-        out.iter().try_for_each(|part| part.check("room for rows", placing.rows))?;
+        self.spec.shape.check_row_buffers(out, placing.rows)?;
         Ok(placing)
     }
 
@@ -104,10 +81,10 @@ impl Machine {
 
     fn check_collecting(&mut self) -> Result<Dispatched> {
         self.check()?;
-        let placing = self.arrivals.placing().filter(|_| self.step == Step::Dispatched);
+        let placing = self.arrivals.placing().filter(|_| self.phase == Phase::Dispatched);
         placing
             .map(Arc::clone)
-            .ok_or_else(|| self.out_of_turn("to collect rows before they are placed"))
+            .ok_or_else(|| self.phase.refuse("to collect rows before they are placed"))
     }
 
     /// That these are answers to the rows that came, and it is their turn.
@@ -116,15 +93,7 @@ impl Machine {
     /// [`EngineError::Invalid`], [`EngineError::PeerLost`].
     pub(super) fn check_answers(&mut self, answers: &Part<'_>) -> Result<()> {
         let rows = self.check_answering()?;
-        let shape = &self.ctx.spec.shape;
-        if answers.width as u64 != shape.back_nbytes() {
-            return Err(EngineError::Invalid(format!(
-                "an answer has {} bytes here, and {} in the exchange",
-                answers.width,
-                shape.back_nbytes()
-            )));
-        }
-        answers.check("answers", rows)
+        self.spec.shape.check_answers(answers, rows)
     }
 
     /// The same of answers to so many rows.
@@ -142,8 +111,8 @@ impl Machine {
     /// Rows that are to be answered now.
     fn check_answering(&mut self) -> Result<u64> {
         self.check()?;
-        let placing = self.arrivals.placing().filter(|_| self.step == Step::Collected);
-        placing.map(|p| p.rows).ok_or_else(|| self.out_of_turn("combine_send"))
+        let placing = self.arrivals.placing().filter(|_| self.phase == Phase::Collected);
+        placing.map(|p| p.rows).ok_or_else(|| self.phase.refuse("combine_send"))
     }
 
     /// That the sums fit, and it is their turn.
@@ -152,14 +121,7 @@ impl Machine {
     /// [`EngineError::Invalid`].
     pub fn check_sums(&mut self, out: &PartMut<'_>, float: Float) -> Result<()> {
         self.check_far_sums()?;
-        let wide = u64::from(self.ctx.spec.shape.back.elements) * float.nbytes();
-        if out.width as u64 != wide {
-            return Err(EngineError::Invalid(format!(
-                "there is room for sums of {} bytes, and they have {wide}",
-                out.width
-            )));
-        }
-        out.check("room for sums", self.tokens.into())
+        self.spec.shape.check_sums(out, float, self.tokens)
     }
 
     /// That it is the turn of sums.
@@ -168,20 +130,9 @@ impl Machine {
     /// [`EngineError::Invalid`], [`EngineError::PeerLost`].
     pub fn check_far_sums(&mut self) -> Result<()> {
         self.check()?;
-        match self.step {
-            Step::Answered => Ok(()),
-            _ => Err(self.out_of_turn("combine_recv")),
+        match self.phase {
+            Phase::Answered => Ok(()),
+            _ => Err(self.phase.refuse("combine_recv")),
         }
-    }
-
-    pub(super) fn out_of_turn(&self, call: &str) -> EngineError {
-        let next = match self.step {
-            Step::Idle => "dispatch_send",
-            Step::Dispatched => "dispatch_recv",
-            Step::Answering => "combine_send",
-            Step::Collected => "combine_send, or dispatch_send if every rank leaves combine out",
-            Step::Answered => "combine_recv",
-        };
-        EngineError::Invalid(format!("{call} is not next; it is {next}"))
     }
 }

@@ -13,7 +13,7 @@ use std::{
 use fabric_engine::{EngineError, Result, Time};
 use parking_lot::Mutex;
 
-use super::{Channel, Machine, Seat, Signals, Step};
+use super::{Channel, Machine, Member, Phase, Signals};
 use crate::throughput::{
     context::{Arrivals, Io},
     signals::BEATS,
@@ -59,7 +59,7 @@ pub(super) struct ToMask {
 /// The last incarnation of a rank here, whatever others report of later ones.
 #[derive(Debug)]
 pub(super) struct Last {
-    life: u32,
+    incarnation: u32,
     /// Threads of the proxy that have said that nothing of it can come to them any more.
     gone: u32,
 }
@@ -125,43 +125,43 @@ impl Machine {
 
     /// The state of each rank, for a rank that joins again.
     pub fn events(&self) -> &[u32] {
-        self.members.events()
+        self.membership.events()
     }
 
     /// Which ranks are here.
     pub fn here(&self) -> Vec<bool> {
-        self.members.here()
+        self.membership.here()
     }
 
     /// A rank without a descriptor that is not known to be absent.
     pub fn awaited(&self) -> Option<u32> {
-        self.members.awaited()
+        self.membership.awaited()
     }
 
     /// Gives a rank up. What is under way ends with it, here and at all others: they are told, and
     /// that rank too, which may live. If it is this one, nothing goes on.
     pub fn fail(&mut self, rank: u32, cause: String) {
-        if rank == self.seat.rank {
+        if rank == self.member.rank {
             if self.losses.ended.set(Broken { rank, cause: cause.clone() }).is_ok() {
                 tracing::warn!(rank, cause, "this rank gives itself up");
                 self.jobs.abort();
-                self.signals.give_up(&self.ctx, self.seat);
+                self.signals.give_up(&self.ctx, self.member);
                 let _ = self.signals.commands.flush();
             }
             return;
         }
-        if !self.members.is_here(rank) {
+        if !self.membership.is_here(rank) {
             // No rank waits for one that has yet to join.
-            self.members.lose(rank);
+            self.membership.lose(rank);
             return;
         }
         tracing::warn!(rank, cause, "a rank was given up");
-        self.members.lose(rank);
+        self.membership.lose(rank);
         self.ctx.here[rank as usize] = false;
         self.gone.retain(|(gone, _)| *gone != rank);
-        let seat = Seat { rank, life: self.members.life(rank) };
-        self.signals.give_up(&self.ctx, seat);
-        let told = self.signals.tell_itself(&self.ctx, seat);
+        let member = Member { rank, incarnation: self.membership.incarnation(rank) };
+        self.signals.give_up(&self.ctx, member);
+        let told = self.signals.tell_itself(&self.ctx, member);
         // What can't be told now is found out by the others themselves.
         let _ = self.signals.commands.flush();
         self.to_mask.push(ToMask { rank, told, since: None });
@@ -171,17 +171,20 @@ impl Machine {
         self.wind_up();
     }
 
-    /// Others had taken in a life of a rank that isn't here, and have lost it since. They count
+    /// Others had taken in a incarnation of a rank that isn't here, and have lost it since. They count
     /// both, so this rank does, and ends what is under way as they do.
-    fn pass_over(&mut self, seat: Seat) {
-        self.members.pass_over(seat);
-        self.signals.give_up(&self.ctx, seat);
+    fn pass_over(&mut self, member: Member) {
+        self.membership.pass_over(member);
+        self.signals.give_up(&self.ctx, member);
         self.make_ready();
-        let cause = format!("another rank gave up life {} of it before it came here", seat.life);
-        let broken = Broken { rank: seat.rank, cause };
-        tracing::warn!(rank = seat.rank, cause = broken.cause, "a rank was given up");
+        let cause = format!(
+            "another rank gave up incarnation {} of it before it came here",
+            member.incarnation
+        );
+        let broken = Broken { rank: member.rank, cause };
+        tracing::warn!(rank = member.rank, cause = broken.cause, "a rank was given up");
         let mut lost = self.losses.lost.lock();
-        if lost.iter().all(|lost| lost.rank != seat.rank) {
+        if lost.iter().all(|lost| lost.rank != member.rank) {
             lost.push(broken.clone());
         }
         drop(lost);
@@ -197,7 +200,7 @@ impl Machine {
     /// Gives up what is under way. Jobs that have begun and commands that were pushed are over by
     /// themselves.
     fn wind_up(&mut self) {
-        self.step = Step::Idle;
+        self.phase = Phase::Idle;
         self.overtaken_by = None;
         self.arrivals = Arrivals::default();
         if !self.is_wound_up {
@@ -222,12 +225,12 @@ impl Machine {
 
     /// The proxy has given a rank up. That ends what is under way once something is awaited of it.
     pub fn lose(&mut self, rank: u32, cause: String) {
-        if self.members.is_here(rank) {
+        if self.membership.is_here(rank) {
             self.gone.push((rank, cause));
         }
     }
 
-    /// A rank that left when it had done its part has room made for its next life.
+    /// A rank that left when it had done its part has room made for its next incarnation.
     pub fn give_up_gone(&mut self, rank: u32) {
         if let Some(at) = self.gone.iter().position(|(gone, _)| *gone == rank) {
             let (rank, cause) = self.gone.remove(at);
@@ -235,17 +238,19 @@ impl Machine {
         }
     }
 
-    /// Nothing of a rank's life can come to one of the proxy's threads any more: each says so once.
-    pub fn end(&mut self, Seat { rank, life }: Seat) {
-        if let Some(last) = self.last[rank as usize].as_mut().filter(|last| last.life == life) {
+    /// Nothing of a rank's incarnation can come to one of the proxy's threads any more: each says so once.
+    pub fn end(&mut self, Member { rank, incarnation }: Member) {
+        if let Some(last) =
+            self.last[rank as usize].as_mut().filter(|last| last.incarnation == incarnation)
+        {
             last.gone += 1;
         }
     }
 
-    /// Whether nothing of the life that a rank last had here can come any more, if it had one.
+    /// Whether nothing of the incarnation that a rank last had here can come any more, if it had one.
     pub fn has_ended(&self, rank: u32) -> bool {
         let is_over = |last: &Last| last.gone >= self.spec.threads;
-        !self.members.is_out(rank) || self.last[rank as usize].as_ref().is_none_or(is_over)
+        !self.membership.is_out(rank) || self.last[rank as usize].as_ref().is_none_or(is_over)
     }
 
     /// Whether another rank has given up a rank.
@@ -261,14 +266,14 @@ impl Machine {
     pub fn listen(&mut self) {
         for rank in 0..self.ctx.grid.ranks {
             if !self.ctx.here[rank as usize] {
-                let next = self.members.next_life(rank);
-                if let Some(seat) = self.signals.passed_by(&self.ctx, rank, next) {
-                    self.pass_over(seat);
+                let next = self.membership.next_incarnation(rank);
+                if let Some(member) = self.signals.passed_by(&self.ctx, rank, next) {
+                    self.pass_over(member);
                 }
                 continue;
             }
-            let seat = Seat { rank, life: self.members.life(rank) };
-            if Signals::is_given_up(&self.ctx, seat) {
+            let member = Member { rank, incarnation: self.membership.incarnation(rank) };
+            if Signals::is_given_up(&self.ctx, member) {
                 self.fail(rank, "another rank gave it up".into());
             }
         }
@@ -282,8 +287,8 @@ impl Machine {
     /// # Errors
     /// [`EngineError::Invalid`]: an exchange is under way, and this rank comes.
     pub fn check_between(&self, rank: u32) -> Result<()> {
-        match self.step {
-            Step::Idle | Step::Collected => Ok(()),
+        match self.phase {
+            Phase::Idle | Phase::Collected => Ok(()),
             _ => Err(EngineError::Invalid(format!(
                 "rank {rank} comes while an exchange is under way; admit it between two"
             ))),
@@ -293,28 +298,28 @@ impl Machine {
     /// Takes a rank in, from the next exchange on. `events` is what it knows of the others.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`]: it is here, or that life of it has ended; it isn't the time.
-    pub fn admit(&mut self, seat: Seat, events: &[u32]) -> Result<()> {
-        self.check_between(seat.rank)?;
-        let mut members = self.members.clone();
-        members.learn(events);
-        members.check_newcomer(seat)?;
-        members.admit(seat);
-        self.members = members;
+    /// [`EngineError::Invalid`]: it is here, or that incarnation of it has ended; it isn't the time.
+    pub fn admit(&mut self, member: Member, events: &[u32]) -> Result<()> {
+        self.check_between(member.rank)?;
+        let mut membership = self.membership.clone();
+        membership.learn(events);
+        membership.check_newcomer(member)?;
+        membership.admit(member);
+        self.membership = membership;
         self.make_ready();
         self.wind_up();
-        self.begin_anew(seat);
-        self.ctx.here[seat.rank as usize] = true;
-        self.last[seat.rank as usize] = Some(Last { life: seat.life, gone: 0 });
-        self.losses.lost.lock().retain(|lost| lost.rank != seat.rank);
+        self.begin_anew(member);
+        self.ctx.here[member.rank as usize] = true;
+        self.last[member.rank as usize] = Some(Last { incarnation: member.incarnation, gone: 0 });
+        self.losses.lost.lock().retain(|lost| lost.rank != member.rank);
         Ok(())
     }
 
     /// Rings with a rank begin with nothing, as it sees them.
-    fn begin_anew(&mut self, seat: Seat) {
+    fn begin_anew(&mut self, member: Member) {
         let ctx = &self.ctx;
-        self.channels.iter_mut().for_each(|channel| channel.forget(ctx, seat.rank));
-        for ring in ctx.grid.rings_with(seat.rank) {
+        self.channels.iter_mut().for_each(|channel| channel.forget(ctx, member.rank));
+        for ring in ctx.grid.rings_with(member.rank) {
             for channel in 0..self.spec.channels {
                 for back in [false, true] {
                     let number = ctx.layout.number(channel, back, ring);
@@ -326,11 +331,11 @@ impl Machine {
         }
     }
 
-    /// What others may say of lives to come is told apart from what they said of earlier ones.
+    /// What others may say of incarnations to come is told apart from what they said of earlier ones.
     fn make_ready(&mut self) {
         for rank in 0..self.ctx.grid.ranks {
-            let life = self.members.next_life(rank);
-            self.signals.make_ready(&self.ctx, Seat { rank, life });
+            let incarnation = self.membership.next_incarnation(rank);
+            self.signals.make_ready(&self.ctx, Member { rank, incarnation });
         }
     }
 }

@@ -9,9 +9,9 @@ use fabric_engine::{EngineError, Result};
 
 /// A rank and its incarnation: 0, plus one for each process that replaces a lost one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Seat {
+pub struct Member {
     pub rank: u32,
-    pub life: u32,
+    pub incarnation: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,16 +23,16 @@ enum State {
 }
 
 #[derive(Clone, Debug)]
-pub struct Members {
+pub struct Membership {
     events: Vec<u32>,
     states: Vec<State>,
 }
 
-impl Members {
-    pub fn new(own: Seat, ranks: u32) -> Self {
+impl Membership {
+    pub fn new(own: Member, ranks: u32) -> Self {
         let mut events = vec![0; ranks as usize];
         let mut states = vec![State::Awaited; ranks as usize];
-        events[own.rank as usize] = 2 * own.life;
+        events[own.rank as usize] = 2 * own.incarnation;
         states[own.rank as usize] = State::Here;
         Self { events, states }
     }
@@ -60,7 +60,7 @@ impl Members {
     }
 
     /// The latest incarnation of a rank.
-    pub fn life(&self, rank: u32) -> u32 {
+    pub fn incarnation(&self, rank: u32) -> u32 {
         self.events[rank as usize] / 2
     }
 
@@ -77,17 +77,17 @@ impl Members {
     ///
     /// # Errors
     /// [`EngineError::Invalid`]: the rank is here, or this incarnation has ended.
-    pub fn check_newcomer(&self, Seat { rank, life }: Seat) -> Result<()> {
+    pub fn check_newcomer(&self, Member { rank, incarnation }: Member) -> Result<()> {
         if self.is_here(rank) {
             return Err(EngineError::Invalid(format!(
-                "rank {rank} is here already; if that life of it is over, mask it"
+                "rank {rank} is here already; if that incarnation of it is over, mask it"
             )));
         }
         let had = self.events[rank as usize];
-        match 2 * u64::from(life) < u64::from(had) {
+        match 2 * u64::from(incarnation) < u64::from(had) {
             false => Ok(()),
             true => Err(EngineError::Invalid(format!(
-                "rank {rank} comes in life {life}, and others have seen the end of life {}; make it with life={}",
+                "rank {rank} comes in incarnation {incarnation}, and others have seen the end of incarnation {}; make it with incarnation={}",
                 had / 2,
                 had.div_ceil(2)
             ))),
@@ -95,8 +95,8 @@ impl Members {
     }
 
     /// Begins a checked incarnation.
-    pub fn admit(&mut self, Seat { rank, life }: Seat) {
-        self.events[rank as usize] = 2 * life;
+    pub fn admit(&mut self, Member { rank, incarnation }: Member) {
+        self.events[rank as usize] = 2 * incarnation;
         self.states[rank as usize] = State::Here;
     }
 
@@ -107,13 +107,13 @@ impl Members {
     }
 
     /// An incarnation of an absent rank began and ended elsewhere; the rank stays absent.
-    pub fn pass_over(&mut self, Seat { rank, life }: Seat) {
-        self.events[rank as usize] = 2 * life + 1;
+    pub fn pass_over(&mut self, Member { rank, incarnation }: Member) {
+        self.events[rank as usize] = 2 * incarnation + 1;
         self.states[rank as usize] = State::Out;
     }
 
     /// The first incarnation of a rank that isn't known to have ended.
-    pub fn next_life(&self, rank: u32) -> u32 {
+    pub fn next_incarnation(&self, rank: u32) -> u32 {
         self.events[rank as usize].div_ceil(2)
     }
 
@@ -131,18 +131,18 @@ impl Members {
 mod tests {
     use super::*;
 
-    fn seat(rank: u32, life: u32) -> Seat {
-        Seat { rank, life }
+    fn member(rank: u32, incarnation: u32) -> Member {
+        Member { rank, incarnation }
     }
 
     /// Four ranks of which two are lost and join again, as two of the others and a new process see
     /// it.
     #[test]
     fn ranks_that_know_the_same_are_in_the_same_era_in_whatever_order_they_heard_it() {
-        let mut first = Members::new(seat(0, 0), 4);
-        let mut second = Members::new(seat(1, 0), 4);
-        (1..4).for_each(|r| first.admit(seat(r, 0)));
-        [0, 2, 3].into_iter().for_each(|r| second.admit(seat(r, 0)));
+        let mut first = Membership::new(member(0, 0), 4);
+        let mut second = Membership::new(member(1, 0), 4);
+        (1..4).for_each(|r| first.admit(member(r, 0)));
+        [0, 2, 3].into_iter().for_each(|r| second.admit(member(r, 0)));
         assert_eq!((first.era(), second.era()), (0, 0));
         first.lose(3);
         first.lose(2);
@@ -150,35 +150,35 @@ mod tests {
         assert!(second.era() < first.era());
         second.lose(3);
         assert_eq!((first.era(), second.era()), (2, 2));
-        let mut anew = Members::new(seat(3, 1), 4);
+        let mut anew = Membership::new(member(3, 1), 4);
         for other in [&first, &second] {
             anew.learn(other.events());
         }
-        [0, 1].into_iter().for_each(|r| anew.admit(seat(r, 0)));
+        [0, 1].into_iter().for_each(|r| anew.admit(member(r, 0)));
         anew.lose(2);
-        first.admit(seat(3, 1));
-        second.admit(seat(3, 1));
+        first.admit(member(3, 1));
+        second.admit(member(3, 1));
         assert_eq!([first.era(), second.era(), anew.era()], [3; 3]);
-        let mut last = Members::new(seat(2, 1), 4);
+        let mut last = Membership::new(member(2, 1), 4);
         last.learn(anew.events());
-        [(0, 0), (1, 0), (3, 1)].into_iter().for_each(|(r, l)| last.admit(seat(r, l)));
+        [(0, 0), (1, 0), (3, 1)].into_iter().for_each(|(r, l)| last.admit(member(r, l)));
         for one in [&mut first, &mut second, &mut anew] {
-            one.admit(seat(2, 1));
+            one.admit(member(2, 1));
             assert!(one.era() == last.era() && one.are_all_here());
         }
     }
 
     #[test]
-    fn mr_2_a_life_that_has_ended_does_not_begin_again() {
-        let mut members = Members::new(seat(0, 0), 2);
-        assert_eq!(members.awaited(), Some(1));
-        members.check_newcomer(seat(1, 0)).unwrap();
-        members.admit(seat(1, 0));
+    fn mr_2_an_ended_incarnation_does_not_begin_again() {
+        let mut membership = Membership::new(member(0, 0), 2);
+        assert_eq!(membership.awaited(), Some(1));
+        membership.check_newcomer(member(1, 0)).unwrap();
+        membership.admit(member(1, 0));
         let said = |e: EngineError| e.to_string();
-        assert!(said(members.check_newcomer(seat(1, 1)).unwrap_err()).contains("here already"));
-        members.lose(1);
-        let old = said(members.check_newcomer(seat(1, 0)).unwrap_err());
-        assert!(old.contains("life=1"), "{old}");
-        members.check_newcomer(seat(1, 1)).unwrap();
+        assert!(said(membership.check_newcomer(member(1, 1)).unwrap_err()).contains("here already"));
+        membership.lose(1);
+        let old = said(membership.check_newcomer(member(1, 0)).unwrap_err());
+        assert!(old.contains("incarnation=1"), "{old}");
+        membership.check_newcomer(member(1, 1)).unwrap();
     }
 }

@@ -3,24 +3,24 @@
 use std::time::{Duration, Instant};
 
 use fabric_engine::{api::TransportKind, EngineError, Result};
-use fabric_moe::throughput::{Seat, Spec, Throughput};
+use fabric_moe::throughput::{Member, Spec, Throughput};
 
 use crate::{
     grouped::spec,
-    nodes::{batch, exchange, open_life},
+    nodes::{batch, exchange, open_incarnation},
 };
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-fn open(spec: Spec, rank: u32, life: u32) -> Throughput {
-    open_life(spec, Seat { rank, life }, TransportKind::Shm, PATIENCE)
+fn open(spec: Spec, rank: u32, incarnation: u32) -> Throughput {
+    open_incarnation(spec, Member { rank, incarnation }, TransportKind::Shm, PATIENCE)
 }
 
 /// Two of three ranks, which the third has yet to come to.
 fn two_of_three(spec: Spec) -> [Throughput; 2] {
     let ranks = [open(spec, 0, 0), open(spec, 1, 0)];
     for (one, other) in [(0, 1), (1, 0)] {
-        ranks[one].admit(&ranks[other].card()).unwrap();
+        ranks[one].admit(&ranks[other].descriptor()).unwrap();
         ranks[one].leave_out(2).unwrap();
     }
     ranks
@@ -52,7 +52,7 @@ fn a_rank_comes_anew_though_others_knew_of_it_before_the_one_before_it_had_ended
     for (at, rank) in all.iter().enumerate() {
         let others = all.iter().enumerate().filter(|(other, _)| *other != at);
         for (_, other) in others {
-            rank.admit(&other.card()).unwrap();
+            rank.admit(&other.descriptor()).unwrap();
         }
     }
     first.mask(1, "it is slow").unwrap();
@@ -66,13 +66,13 @@ fn a_rank_comes_anew_though_others_knew_of_it_before_the_one_before_it_had_ended
     );
     drop(one);
     let (one, anew) = (open(spec, 1, 1), open(spec, 2, 1));
-    one.admit(&anew.card()).unwrap();
-    first.admit(&one.card()).unwrap();
+    one.admit(&anew.descriptor()).unwrap();
+    first.admit(&one.descriptor()).unwrap();
     drop(two);
-    first.admit(&anew.card()).unwrap();
-    one.admit(&first.card()).unwrap();
-    anew.admit(&first.card()).unwrap();
-    anew.admit(&one.card()).unwrap();
+    first.admit(&anew.descriptor()).unwrap();
+    one.admit(&first.descriptor()).unwrap();
+    anew.admit(&first.descriptor()).unwrap();
+    anew.admit(&one.descriptor()).unwrap();
     sums_are_right(&[(0, &first), (1, &one), (2, &anew)], 1, &[true; 3]);
 }
 
@@ -82,7 +82,7 @@ fn a_rank_that_comes_during_an_exchange_is_refused_at_once() {
     let ranks = two_of_three(spec);
     let anew = open(spec, 2, 1);
     batch(&spec, 0, 0).with_parts(|p, i, w| ranks[0].dispatch_send(p, i, w)).unwrap();
-    let refused = ranks[0].admit(&anew.card()).unwrap_err();
+    let refused = ranks[0].admit(&anew.descriptor()).unwrap_err();
     let is_told = matches!(&refused, EngineError::Invalid(text) if text.contains("under way"));
     assert!(is_told, "{refused}");
 }
@@ -95,9 +95,9 @@ fn a_newcomer_that_dies_before_all_admitted_it_is_the_only_loss() {
     let both = [(0, &ranks[0]), (1, &ranks[1])];
     let here = [true, true, false];
     sums_are_right(&both, 0, &here);
-    for life in 1..9 {
-        let anew = open(spec, 2, life);
-        ranks[1].admit(&anew.card()).unwrap();
+    for incarnation in 1..9 {
+        let anew = open(spec, 2, incarnation);
+        ranks[1].admit(&anew.descriptor()).unwrap();
         ranks[1].mask(2, "it died").unwrap();
         drop(anew);
         for error in exchange_all(&both, 1) {
@@ -108,8 +108,8 @@ fn a_newcomer_that_dies_before_all_admitted_it_is_the_only_loss() {
         sums_are_right(&both, 2, &here);
         assert!(ranks.iter().all(|r| r.lost().len() == 1 && r.broken().is_none()));
     }
-    let said = ranks[0].admit(&open(spec, 2, 8).card()).unwrap_err().to_string();
-    assert!(said.contains("life=9"), "{said}");
+    let said = ranks[0].admit(&open(spec, 2, 8).descriptor()).unwrap_err().to_string();
+    assert!(said.contains("incarnation=9"), "{said}");
 }
 
 #[test]
@@ -117,21 +117,21 @@ fn mr_1_a_rank_with_several_proxy_threads_leaves_and_comes_anew() {
     let spec = Spec { channels: 2, threads: 2, ..spec(1, 2, 2, 2, 8) };
     let all = open(spec, 0, 0);
     let mut other = open(spec, 1, 0);
-    all.admit(&other.card()).unwrap();
-    other.admit(&all.card()).unwrap();
+    all.admit(&other.descriptor()).unwrap();
+    other.admit(&all.descriptor()).unwrap();
     sums_are_right(&[(0, &all), (1, &other)], 0, &[true; 2]);
-    for life in 1..4 {
+    for incarnation in 1..4 {
         // Between two exchanges no rank waits for it.
         drop(other);
-        other = open(spec, 1, life);
+        other = open(spec, 1, incarnation);
         let until = Instant::now() + PATIENCE;
-        while let Err(error) = all.admit(&other.card()) {
+        while let Err(error) = all.admit(&other.descriptor()) {
             // That it left may have yet to be seen.
             assert!(error.to_string().contains("here already"), "{error}");
             assert!(Instant::now() < until, "{error}");
             std::thread::yield_now();
         }
-        other.admit(&all.card()).unwrap();
+        other.admit(&all.descriptor()).unwrap();
         let told = exchange(&all, 0, &batch(&spec, 0, 0), 0).unwrap_err();
         assert!(matches!(told, EngineError::PeerLost { .. }), "{told}");
         sums_are_right(&[(0, &all), (1, &other)], 1, &[true; 2]);

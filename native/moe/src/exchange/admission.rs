@@ -14,7 +14,10 @@ use super::{
     waits::Until,
     AllToAll, Inner,
 };
-use crate::card::{Card, Grant};
+use crate::{
+    checks::check_peer,
+    rank_descriptor::{PeerExport, RankDescriptor},
+};
 
 impl AllToAll {
     /// This rank's descriptor, for all absent ranks or for one.
@@ -26,7 +29,7 @@ impl AllToAll {
     /// Errors of a registration; [`EngineError::Invalid`] for a rank that is here;
     /// [`EngineError::NotQuiesced`] if the last process of that rank may still access this rank's
     /// memory.
-    pub fn card(&self, only: Option<u32>) -> Result<Vec<u8>> {
+    pub fn descriptor(&self, only: Option<u32>) -> Result<Vec<u8>> {
         let inner = &self.inner;
         let mut state = inner.state.lock();
         let ranks = inner.shape.ranks;
@@ -55,7 +58,7 @@ impl AllToAll {
                 what: format!("memory that rank {rank} was shown"),
                 after: inner.timeout(),
                 cause:
-                    "a card for it would show the same again, and what it stores could land in it"
+                    "a descriptor for it would show the same again, and what it stores could land in it"
                         .into(),
             });
         }
@@ -64,12 +67,12 @@ impl AllToAll {
             let shown = state.ours[rank as usize].is_some() || state.revoking.contains(&rank);
             wanted(rank) && !state.knows(rank) && !shown
         };
-        let grants = (0..ranks)
-            .map(|rank| free(&state, rank).then(|| inner.grant(&mut state, rank)).transpose());
-        let grants = grants.collect::<Result<_>>()?;
+        let exports = (0..ranks)
+            .map(|rank| free(&state, rank).then(|| inner.export(&mut state, rank)).transpose());
+        let exports = exports.collect::<Result<_>>()?;
         drop(state);
         let address = inner.engine.address().clone();
-        Ok(Card { rank: inner.rank, shape: inner.shape, address, grants }.to_bytes())
+        Ok(RankDescriptor { rank: inner.rank, shape: inner.shape, address, exports }.to_bytes())
     }
 
     /// Admits a rank by its descriptor, from the next dispatch on. The rank must have this rank's
@@ -77,30 +80,35 @@ impl AllToAll {
     ///
     /// # Errors
     /// [`EngineError::Handshake`] if it is of another shape; [`EngineError::Invalid`] if it is here
-    /// already, or this rank made no card for it; [`EngineError::NotQuiesced`] if the one before it
+    /// already, or this rank made no descriptor for it; [`EngineError::NotQuiesced`] if the one before it
     /// still holds on to our memory.
-    pub fn admit(&self, card: &[u8]) -> Result<u32> {
+    pub fn admit(&self, descriptor: &[u8]) -> Result<u32> {
         let inner = &self.inner;
-        let card = Card::from_bytes(card)?;
-        let rank = card.rank;
+        let descriptor = RankDescriptor::from_bytes(descriptor)?;
+        let rank = descriptor.rank;
         inner.check_other(rank)?;
-        inner.check_shape(&card)?;
+        inner.check_shape(&descriptor)?;
         let unlike =
-            |cause: String| EngineError::Handshake { peer: card.address.name.clone(), cause };
-        let grant =
-            card.grants.get(inner.rank as usize).and_then(Option::as_ref).ok_or_else(|| {
-                unlike(format!("its card has nothing for rank {}; have it make one", inner.rank))
-            })?;
-        let owner = card.address.id;
-        if [&grant.control, &grant.rows].iter().any(|memory| memory.owner != card.address)
-            || grant.control.len != inner.memory.control_nbytes()
-            || grant.rows.len != inner.memory.rows_nbytes()
-            || grant.counters.iter().any(|c| c.owner != owner)
+            |cause: String| EngineError::Handshake { peer: descriptor.address.name.clone(), cause };
+        let export =
+            descriptor.exports.get(inner.rank as usize).and_then(Option::as_ref).ok_or_else(
+                || {
+                    unlike(format!(
+                        "its descriptor has nothing for rank {}; have it make one",
+                        inner.rank
+                    ))
+                },
+            )?;
+        let owner = descriptor.address.id;
+        if [&export.control, &export.rows].iter().any(|memory| memory.owner != descriptor.address)
+            || export.control.len != inner.memory.control_nbytes()
+            || export.rows.len != inner.memory.rows_nbytes()
+            || export.counters.iter().any(|c| c.owner != owner)
         {
             return Err(unlike("its memory and counters aren't those of its engine".into()));
         }
-        let control = inner.engine.import(&grant.control)?;
-        let rows = inner.engine.import(&grant.rows)?;
+        let control = inner.engine.import(&export.control)?;
+        let rows = inner.engine.import(&export.rows)?;
         let peer = rows.peer().clone();
         inner.engine.connect(&peer)?;
         let mut state = inner.state.lock();
@@ -113,7 +121,7 @@ impl AllToAll {
         }
         let Some(ours) = state.ours[rank as usize].take() else {
             return Err(EngineError::Invalid(format!(
-                "this rank has made no card for rank {rank}; make one, and give it to that rank"
+                "this rank has made no descriptor for rank {rank}; make one, and give it to that rank"
             )));
         };
         let life = state.new_life();
@@ -123,7 +131,7 @@ impl AllToAll {
             peer,
             control,
             rows,
-            counters: grant.counters,
+            counters: export.counters,
             ours,
             stores: OnceLock::new(),
         };
@@ -161,22 +169,18 @@ impl AllToAll {
 
 impl Inner {
     fn check_other(&self, rank: u32) -> Result<()> {
-        match rank {
-            r if r == self.rank => Err(EngineError::Invalid(format!("rank {rank} is this one"))),
-            r if r < self.shape.ranks => Ok(()),
-            _ => Err(EngineError::Invalid(format!("rank {rank} is none of {}", self.shape.ranks))),
-        }
+        check_peer(rank, self.rank, self.shape.ranks)
     }
 
-    fn check_shape(&self, card: &Card) -> Result<()> {
-        if card.shape == self.shape {
+    fn check_shape(&self, descriptor: &RankDescriptor) -> Result<()> {
+        if descriptor.shape == self.shape {
             return Ok(());
         }
         Err(EngineError::Handshake {
-            peer: card.address.name.clone(),
+            peer: descriptor.address.name.clone(),
             cause: format!(
                 "rank {} is of another shape: {:?}, and this one's is {:?}; give all ranks the same",
-                card.rank, card.shape, self.shape
+                descriptor.rank, descriptor.shape, self.shape
             ),
         })
     }
@@ -195,16 +199,19 @@ impl Inner {
     }
 
     /// Makes the access of one rank.
-    fn grant(&self, state: &mut State, rank: u32) -> Result<Grant> {
+    fn export(&self, state: &mut State, rank: u32) -> Result<PeerExport> {
         let control = self.engine.register_again(&self.control)?;
         let rows = self.engine.register_again(&self.rows)?;
         let counters = (0..Stage::ALL.len()).map(|_| self.engine.counter());
         let counters = counters.collect::<Result<Vec<_>>>()?;
         let counters = <[_; STAGES]>::try_from(counters).map_err(|_| EngineError::Closed)?;
         let references = counters.each_ref().map(fabric_engine::Counter::reference);
-        let grant =
-            Grant { control: control.descriptor(), rows: rows.descriptor(), counters: references };
+        let export = PeerExport {
+            control: control.descriptor(),
+            rows: rows.descriptor(),
+            counters: references,
+        };
         state.ours[rank as usize] = Some(Ours { control, rows, counters });
-        Ok(grant)
+        Ok(export)
     }
 }

@@ -6,23 +6,25 @@ use std::{
 };
 
 use fabric_engine::{EngineError, Result, Time};
-use fabric_proxy::RankDescriptor;
+use fabric_proxy::RankDescriptor as ProxyDescriptor;
 
 use super::{
-    card::Card,
     context::Io,
     engine_error,
     machine::{Broken, Machine},
-    members::Seat,
+    membership::Member,
+    rank_descriptor::RankDescriptor,
     Throughput,
 };
+use crate::checks::check_peer;
 
 impl Throughput {
     /// This rank's descriptor, with its knowledge of other ranks.
-    pub fn card(&self) -> Vec<u8> {
+    pub fn descriptor(&self) -> Vec<u8> {
         let proxy = self.proxy.descriptor().to_bytes();
         let events = self.machine.lock().events().to_vec();
-        Card { spec: self.spec, life: self.seat.life, events, proxy }.to_bytes()
+        RankDescriptor { spec: self.spec, incarnation: self.member.incarnation, events, proxy }
+            .to_bytes()
     }
 
     /// Admits a rank by its descriptor; returns its number. All ranks are admitted before the first
@@ -31,32 +33,32 @@ impl Throughput {
     ///
     /// # Errors
     /// [`EngineError::Handshake`] if it is of another shape; [`EngineError::Invalid`] if it is here
-    /// already, or comes in a life that has ended, or while an exchange is under way;
+    /// already, or comes in a incarnation that has ended, or while an exchange is under way;
     /// [`EngineError::PeerLost`] if others go on without this rank; [`EngineError::NotQuiesced`] if
     /// the one before it may still write to this rank's memory, after the timeout.
-    pub fn admit(&self, card: &[u8]) -> Result<u32> {
-        let card = Card::from_bytes(card)?;
-        let proxy = RankDescriptor::from_bytes(&card.proxy).map_err(engine_error)?;
+    pub fn admit(&self, descriptor: &[u8]) -> Result<u32> {
+        let descriptor = RankDescriptor::from_bytes(descriptor)?;
+        let proxy = ProxyDescriptor::from_bytes(&descriptor.proxy).map_err(engine_error)?;
         let (spec, rank) = (self.spec, u32::from(proxy.rank));
         let unlike = |cause: String| EngineError::Handshake { peer: format!("rank {rank}"), cause };
-        if card.spec != spec {
+        if descriptor.spec != spec {
             return Err(unlike(format!(
                 "it is of another shape: {:?}, and this one's is {spec:?}; give all ranks the same",
-                card.spec
+                descriptor.spec
             )));
         }
         let ranks = spec.shape.ranks;
         if rank >= ranks {
             return Err(unlike(format!("it is none of {ranks} ranks")));
         }
-        let can_be = card.events.len() == ranks as usize
-            && card.events.iter().chain([&card.life]).all(|n| *n < 1 << 13)
-            && card.life.checked_add(1) == Some(proxy.incarnation)
+        let can_be = descriptor.events.len() == ranks as usize
+            && descriptor.events.iter().chain([&descriptor.incarnation]).all(|n| *n < 1 << 13)
+            && descriptor.incarnation.checked_add(1) == Some(proxy.incarnation)
             && proxy.threads.len() == spec.threads as usize;
         if !can_be {
-            return Err(unlike("its card contradicts itself".into()));
+            return Err(unlike("its descriptor contradicts itself".into()));
         }
-        let (_turn, mut machine) = self.enter()?;
+        let (_caller, mut machine) = self.enter()?;
         self.follow_masks(&mut machine);
         self.take_events(&mut machine);
         machine.listen();
@@ -64,7 +66,7 @@ impl Throughput {
         machine.check_between(rank)?;
         machine.give_up_gone(rank);
         self.wait_for_end(&mut machine, rank)?;
-        machine.admit(Seat { rank, life: card.life }, &card.events)?;
+        machine.admit(Member { rank, incarnation: descriptor.incarnation }, &descriptor.events)?;
         self.proxy.join(&proxy).map_err(engine_error)?;
         self.note(&machine);
         Ok(rank)
@@ -102,7 +104,7 @@ impl Throughput {
     /// [`EngineError::Invalid`]: it is this rank, or none, or here.
     pub fn leave_out(&self, rank: u32) -> Result<()> {
         self.check_other(rank)?;
-        let (_turn, mut machine) = self.enter()?;
+        let (_caller, mut machine) = self.enter()?;
         if machine.here()[rank as usize] {
             return Err(EngineError::Invalid(format!("rank {rank} is here; mask it")));
         }
@@ -127,10 +129,7 @@ impl Throughput {
     }
 
     fn check_other(&self, rank: u32) -> Result<()> {
-        if rank == self.seat.rank || rank >= self.spec.shape.ranks {
-            return Err(EngineError::Invalid(format!("rank {rank} is no other rank")));
-        }
-        Ok(())
+        check_peer(rank, self.member.rank, self.spec.shape.ranks)
     }
 
     /// Why the exchange has ended for good, for this rank: others go on without it.
@@ -167,7 +166,7 @@ pub(super) fn check_all_here(machine: &Machine) -> Result<()> {
     match machine.awaited() {
         None => Ok(()),
         Some(rank) => {
-            let text = format!("rank {rank} is not connected; admit its card first");
+            let text = format!("rank {rank} is not connected; admit its descriptor first");
             Err(EngineError::Invalid(text))
         }
     }
