@@ -2,7 +2,7 @@
 
 use fabric_engine::topology::Topology;
 
-use crate::{
+use super::{
     paired, reason_for, shown,
     trees::{tree, Folder},
 };

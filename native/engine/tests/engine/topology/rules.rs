@@ -2,7 +2,7 @@
 
 use fabric_engine::topology::{pair, pairing_for, Location, Rules};
 
-use crate::{paired, shown, trees::machine};
+use super::{paired, shown, trees::machine};
 
 fn refused(rules: &str) -> String {
     let rules = match Rules::parse(rules) {

@@ -1,8 +1,6 @@
 //! Replicas share the load; boxes are cut only where that levels it.
 
-mod common;
-
-use common::{container, leaf, mesh, tensor};
+use crate::common::{container, leaf, mesh, tensor};
 use fabric_plan::Placement::{Replicate, Shard};
 use fabric_plan::{plan, ContainerSpec, Options, Plan, Role, Side, SideSpec};
 use proptest::prelude::*;

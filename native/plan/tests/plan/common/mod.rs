@@ -1,5 +1,4 @@
 //! An independent, element by element model of layouts, and random pairs of sides.
-#![allow(dead_code)]
 
 pub mod arrays;
 pub mod scenario;

@@ -1,8 +1,6 @@
 //! Errors of the planner: each names tensor, container and rank.
 
-mod common;
-
-use common::{container, dtype, leaf, mesh, tensor};
+use crate::common::{container, dtype, leaf, mesh, tensor};
 use fabric_plan::Placement::{Partial, Replicate, Shard, StridedShard};
 use fabric_plan::{plan, ContainerSpec, Extra, Layout, Options, PlanError, Role, Side, SideSpec};
 

@@ -1,11 +1,9 @@
 //! Damaged plan bytes give an error: no panic, no wrong plan, no unbounded memory.
 
-mod common;
-
 use std::fs;
 use std::path::Path;
 
-use common::scenario::scenario;
+use crate::common::scenario::scenario;
 use fabric_plan::{plan, Extra, Options, Plan, PlanError, Role, Side, SideSpec};
 use proptest::prelude::*;
 

@@ -1,11 +1,9 @@
 //! Layouts of real systems, each checked bit by bit against the element by element model.
 
-mod common;
-
 use std::collections::HashMap;
 
-use common::arrays::buffers;
-use common::{container, leaf, mesh, tensor};
+use crate::common::arrays::buffers;
+use crate::common::{container, leaf, mesh, tensor};
 use fabric_plan::Placement::{Replicate, Shard, StridedShard};
 use fabric_plan::{
     apply, plan, ContainerSpec, Extra, Layout, Options, Plan, Role, Side, SideSpec, TensorSpec,

@@ -4,7 +4,7 @@ use fabric_engine::topology::{
     cpus_near_within, pairing_for, tiers, Link, Location, PciAddress, Rules, Tier,
 };
 
-use crate::{paired, reason_for, shown, trees::machine};
+use super::{paired, reason_for, shown, trees::machine};
 
 fn all_nics(topology: &fabric_engine::topology::Topology) -> Vec<String> {
     topology.nics.iter().map(|n| n.name.clone()).collect()

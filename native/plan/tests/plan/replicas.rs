@@ -1,8 +1,6 @@
 //! Groups of ranks that hold the same bytes.
 
-mod common;
-
-use common::{container, leaf, mesh, tensor};
+use crate::common::{container, leaf, mesh, tensor};
 use fabric_plan::Placement::{Replicate, Shard};
 use fabric_plan::{ContainerSpec, Role, Side, SideSpec};
 

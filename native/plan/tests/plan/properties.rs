@@ -1,11 +1,9 @@
 //! Properties of every pair of sides, checked against the element by element model.
 
-mod common;
-
 use std::collections::{HashMap, HashSet};
 
-use common::arrays::{buffers, elements};
-use common::scenario::{scenario, Scenario};
+use crate::common::arrays::{buffers, elements};
+use crate::common::scenario::{scenario, Scenario};
 use fabric_plan::{apply, plan, Copy, Extra, Options, Plan, Role, Side};
 use proptest::prelude::*;
 

@@ -21,7 +21,7 @@ pub fn machine(name: &str) -> Topology {
 }
 
 fn unpacked(name: &str) -> Topology {
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/topology/trees").join(name);
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/engine/topology/trees").join(name);
     let text = fs::read_to_string(file.with_file_name(format!("{name}.tree")));
     tree(&text.unwrap_or_else(|e| panic!("{name}.tree: {e}")))
 }

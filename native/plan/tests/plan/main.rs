@@ -1,0 +1,9 @@
+//! Plans: of small cases, of drawn ones, and what no plan is made of.
+
+mod balance;
+mod common;
+mod decoding;
+mod examples;
+mod properties;
+mod refusals;
+mod replicas;
