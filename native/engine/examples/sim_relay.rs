@@ -1,5 +1,5 @@
-//! A protocol of a higher layer on the virtual clock: ranks pass a version of the weights on to one another,
-//! chunk by chunk. The engine is the real one; then one of the ranks dies in the middle.
+//! A protocol of a higher layer on the virtual clock: ranks relay a version of the weights, chunk
+//! by chunk. The engine is the real one. In a second run one rank dies half-way.
 //!
 //! `cargo run -p fabric-engine --example sim_relay`; `cargo test` runs it as well.
 
@@ -35,10 +35,10 @@ impl Rank {
     }
 }
 
-/// What ranks wait for: a handle for each chunk.
+/// For each rank, the handle of each chunk.
 type Waits = Vec<Vec<Handle>>;
 
-/// Has everybody wait for every chunk, and the first rank begin.
+/// Makes every rank expect every chunk, and starts the first rank.
 fn relay(net: &mut SimNet) -> Result<(Vec<Arc<Rank>>, Waits)> {
     let name = |rank| EngineConfig { name: format!("rank {rank}"), ..EngineConfig::default() };
     let mut ranks: Vec<Arc<Rank>> = Vec::new();
@@ -51,7 +51,7 @@ fn relay(net: &mut SimNet) -> Result<(Vec<Arc<Rank>>, Waits)> {
     }
     let mut waiting = vec![Vec::new()];
     for (i, rank) in ranks.iter().enumerate().skip(1) {
-        // All who are upstream: if one of them dies, nothing will come.
+        // All ranks upstream: if one of them dies, no chunk arrives.
         let upstream = ranks[..i].iter().map(|r| rank.engine.peer(r.engine.address()));
         let upstream = upstream.collect::<Result<Vec<_>>>()?;
         let chunks = (0..CHUNKS).map(|chunk| {
@@ -71,7 +71,7 @@ fn relay(net: &mut SimNet) -> Result<(Vec<Arc<Rank>>, Waits)> {
     Ok((ranks, waiting))
 }
 
-/// Lets things happen until all waits are over; returns the virtual time, in microseconds.
+/// Runs the simulation until all waits have ended; returns the virtual time in microseconds.
 fn run(net: &mut SimNet, waiting: &[Vec<Handle>]) -> u64 {
     while !waiting.iter().flatten().all(Handle::is_done) && net.step() {}
     net.now().0 / 1000

@@ -1,5 +1,5 @@
-//! What a fuzzer calls: everything that reads bytes of a peer's. Each function must return, however
-//! odd its input, and holds what it says as assertions.
+//! Fuzz targets: all code that parses bytes of a peer. Each function must return for any input, and
+//! asserts its invariants.
 
 use crate::{
     api::{CounterRef, EngineAddress, EngineId, Envelope, RegionDescriptor, SegmentDescriptor},
@@ -15,12 +15,12 @@ pub use crate::{
     },
 };
 
-/// An intact envelope around any body: the checksum would turn away nearly everything.
+/// A valid envelope around any body; without it the checksum would reject nearly every input.
 pub(crate) fn sealed(magic: &[u8; 4], body: &[u8]) -> Vec<u8> {
     Envelope::new(*magic, "", 0).seal(body)
 }
 
-/// Input in pieces, each with its length in one byte before it.
+/// Splits the input into pieces, each preceded by its length in one byte.
 pub(crate) fn pieces(mut bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
     std::iter::from_fn(move || {
         let (n, rest) = bytes.split_first()?;
@@ -30,13 +30,13 @@ pub(crate) fn pieces(mut bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
     })
 }
 
-/// A credential whose engine has a known id, so that seeds can name it.
+/// Credentials of an engine with a known id, so that seeds can name it.
 pub(crate) fn known(id: u8) -> Credentials {
     let own = EngineAddress { id: EngineId([id; 16]), name: "e".into(), endpoints: Vec::new() };
     Credentials::new(own, Secret::new(Some(b"token")).expect("argon2 takes any token"))
 }
 
-/// Values that travel: what decodes encodes to something that decodes to the same.
+/// Serialised values: what decodes encodes to something that decodes to the same.
 pub fn values(bytes: &[u8]) {
     let _ = EngineAddress::from_bytes(bytes);
     let _ = RegionDescriptor::from_bytes(bytes);
@@ -67,7 +67,7 @@ pub fn values(bytes: &[u8]) {
     }
 }
 
-/// Handshakes with somebody who doesn't know the token: it never proves itself to either side.
+/// Handshakes with a peer that doesn't know the token: neither side accepts it.
 pub fn handshake(bytes: &[u8]) {
     let own = known(2);
     let (mut acceptor, mut pending) = (None, None);
@@ -94,12 +94,12 @@ mod tests {
 
     type Target = fn(&[u8]);
 
-    /// Of which messages never change: two builds that don't read each other's find out by them.
+    /// Targets whose messages never change: incompatible builds detect each other by them.
     const FROZEN: [&str; 1] = ["handshake"];
 
-    /// A fuzzer that starts from garbage finds little, and seeds of an older format are garbage.
+    /// Fuzzing from random bytes finds little, and so do seeds of an older format.
     #[test]
-    fn the_seeds_are_what_peers_say_today() {
+    fn the_seeds_match_the_current_format() {
         let targets: [(&str, Target); 8] = [
             ("values", values),
             ("handshake", handshake),
@@ -122,13 +122,13 @@ mod tests {
                 let kept = fs::read(&path).unwrap_or_default();
                 assert!(
                     kept == seed || !frozen,
-                    "{}: the messages of handshakes never change; what is new goes behind them, as docs/design/wire.md says",
+                    "{}: handshake messages never change; append new fields, as docs/design/wire.md says",
                     path.display()
                 );
                 assert!(
                     kept == seed,
-                    "{}: what peers say has changed; if that is meant, see docs/design/wire.md for the version, \
-                     then write the seeds anew as the README of the seeds says",
+                    "{}: the wire format has changed; if that is intended, see docs/design/wire.md for the version, \
+                     then rewrite the seeds as native/engine/fuzz/README.md says",
                     path.display()
                 );
             }
@@ -160,7 +160,7 @@ mod tests {
             }
         }
 
-        /// The body of an envelope behind the number of its kind.
+        /// The body of an envelope, preceded by the number of its kind.
         fn numbered(kind: u8, whole: &[u8]) -> Vec<u8> {
             [&[kind], &whole[10..]].concat()
         }

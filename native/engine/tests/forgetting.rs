@@ -1,4 +1,4 @@
-//! What an engine keeps for peers and regions that come and go is bounded.
+//! The memory that an engine keeps for lost peers and dropped regions is bounded.
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
@@ -18,7 +18,7 @@ static LIVE: AtomicI64 = AtomicI64::new(0);
 
 struct Counting;
 
-// SAFETY: everything is the system allocator's; a sum is kept beside it.
+// SAFETY: forwards to the system allocator and keeps a sum beside it.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         LIVE.fetch_add(layout.size() as i64, Relaxed);
@@ -36,7 +36,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// So long after they were lost, peers may be forgotten.
+/// Time after a loss at which the engine may forget a peer.
 const REST: Duration = Duration::from_millis(500);
 const WAIT: Duration = Duration::from_secs(20);
 
@@ -65,20 +65,20 @@ fn put(engine: &TransferEngine, src: &Region, dst: &RemoteRegion) -> Result<(), 
     engine.submit(&[op], Submit::default())?.wait(WAIT).expect("in time")
 }
 
-/// An address that nobody has, another for each number.
+/// An address that no engine has; a different one for each number.
 fn stranger(n: u32) -> EngineAddress {
     let mut id = [0; 16];
     id[..4].copy_from_slice(&n.to_le_bytes());
-    EngineAddress { id: EngineId(id), name: "nobody".into(), endpoints: Vec::new() }
+    EngineAddress { id: EngineId(id), name: "stranger".into(), endpoints: Vec::new() }
 }
 
-/// Lets time pass until peers that are gone may be forgotten, and names so many others that they are.
+/// Waits until lost peers may be forgotten, and names enough others to purge them.
 fn rest(engine: &TransferEngine) {
     std::thread::sleep(REST * 11 / 10);
     (0..2000).for_each(|n| drop(engine.peer(&stranger(n))));
 }
 
-/// Bytes that are kept for each of so many more rounds.
+/// Bytes that the engine keeps per round.
 fn kept(engine: &TransferEngine, rounds: i64, mut round: impl FnMut()) -> i64 {
     rest(engine);
     let before = LIVE.load(Relaxed);
@@ -102,11 +102,11 @@ fn peers_that_come_and_go(transport: TransportKind) {
     assert!(hub.metrics().unwrap().peers.len() < 100, "peers that are gone are still listed");
 }
 
-/// What another test allocates would be counted as well.
+/// Serialises the tests, because allocations of another test would be counted.
 static ALONE: Mutex<()> = Mutex::new(());
 
 #[test]
-fn what_is_kept_of_peers_and_regions_that_are_gone_is_bounded() {
+fn memory_of_lost_peers_and_dropped_regions_is_bounded() {
     let _alone = ALONE.lock();
     peers_that_come_and_go(TransportKind::Shm);
     peers_that_come_and_go(TransportKind::Tcp);
@@ -124,7 +124,7 @@ fn what_is_kept_of_peers_and_regions_that_are_gone_is_bounded() {
         drop(engine.peer(&stranger(n)));
     });
     assert!(each < 100, "{each} bytes are kept for each peer that was ever named");
-    // Those that somebody holds are themselves still.
+    // Peers that a caller holds are kept.
     for (n, peer) in (0..).zip(&held) {
         assert_eq!(engine.explain(peer).expect("known").peer, stranger(n).label());
         assert_eq!(peer.address().label(), stranger(n).label());
@@ -132,21 +132,18 @@ fn what_is_kept_of_peers_and_regions_that_are_gone_is_bounded() {
 }
 
 #[test]
-fn a_peer_shows_the_address_by_which_it_was_named() {
+fn a_peer_keeps_the_address_that_it_was_made_from() {
     let _alone = ALONE.lock();
     let (a, b) = (open("a", TransportKind::Tcp), open("b", TransportKind::Tcp));
-    let said = EngineAddress {
-        name: "somebody else".into(),
-        endpoints: Vec::new(),
-        ..b.address().clone()
-    };
+    let said =
+        EngineAddress { name: "another name".into(), endpoints: Vec::new(), ..b.address().clone() };
     let first = a.peer(&said).expect("open");
     let memory = b.alloc(64).expect("memory");
     let region = a.import(&memory.descriptor()).expect("valid");
     assert_eq!(first.address(), &said);
     assert_eq!(a.peer(b.address()).expect("open").address(), b.address());
     assert_eq!(region.peer().address(), b.address());
-    // Whichever is held, the peer is kept.
+    // The peer is kept while any of the two objects is held.
     drop(first);
     (100..400).for_each(|n| drop(a.peer(&stranger(n))));
     assert_eq!(a.metrics().unwrap().peers.iter().filter(|p| p.id == b.id()).count(), 1);
@@ -162,7 +159,7 @@ fn mr_2_an_old_descriptor_never_reaches_a_later_region_with_its_index() {
         let old = first.descriptor();
         let there = writer.import(&old).expect("valid");
         put(&writer, &mine, &there).expect("it arrives");
-        first.deregister(WAIT).expect("let go");
+        first.deregister(WAIT).expect("deregistered");
         drop(first);
         let mut later = owner.alloc(64).expect("memory");
         within("the index's return", || {

@@ -1,4 +1,4 @@
-//! Copies that a proven peer asks for between its window and a region.
+//! Copies between a window and a region that an authenticated peer requests.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| fabric_engine::fuzzing::staging(bytes));

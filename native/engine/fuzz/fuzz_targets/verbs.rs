@@ -1,4 +1,4 @@
-//! Strangers and peers of a NIC, and whatever they say before it becomes a write.
+//! Input of unauthenticated and authenticated peers of a verbs NIC.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| fabric_engine::fuzzing::verbs(bytes));

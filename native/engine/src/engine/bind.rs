@@ -1,4 +1,4 @@
-//! From a user's operation to what the group posts: checks first, then plain offsets.
+//! Checks a user's operations, and binds them to work requests of the group.
 
 use std::sync::{atomic::Ordering::Relaxed, Arc};
 
@@ -76,7 +76,7 @@ impl Shared {
             .ok_or_else(|| EngineError::Invalid(format!("{n} pages of {page_len} bytes pass 2^64")))
     }
 
-    /// Everything that can be wrong with an operation before a peer is asked.
+    /// Checks everything that can be checked without the peer.
     pub(super) fn check(&self, op: &Op<'_>) -> Result<()> {
         match op {
             Op::Write { src, dst, len, imm } => {
@@ -169,8 +169,7 @@ impl Shared {
         }
     }
 
-    /// Hands each peer's part of an operation, or only what prepares for it, to `push`. The
-    /// operation has been checked.
+    /// Passes each peer's part of a checked operation to `push`, or only what prepares it.
     #[inline]
     pub(super) fn bind(
         &self,
@@ -247,9 +246,9 @@ impl Shared {
         }
     }
 
-    /// The local regions that a pending request needs (MR-1: no reuse while it is going on).
+    /// The local regions that pending requests use (MR-1: no reuse before they end).
     pub(super) fn keep<'a>(&self, ops: impl IntoIterator<Item = &'a Op<'a>>) -> Vec<Region> {
-        // Requests as a rule take turns among so many; one that is kept twice is let go of twice.
+        // Only the latest few are compared. A region that is kept twice is released twice.
         const FEW: usize = 4;
         let mut keep: Vec<Region> = Vec::new();
         let mut add = |region: &Region| {

@@ -1,4 +1,4 @@
-//! User callbacks run here, one after another, and never on a thread that moves bytes.
+//! Runs user callbacks one after another, and never on a thread that moves bytes.
 
 use std::{
     panic::{catch_unwind, AssertUnwindSafe},
@@ -14,20 +14,20 @@ type Call = Box<dyn FnOnce() + Send>;
 
 enum Job {
     Call(Call),
-    /// Grows while nothing is queued behind it, so that all is told in the order in which it ended.
+    /// Takes further events while it is the last job, so that events keep the order of completion.
     Batch(Arc<RequestBatch>, Vec<BatchEvent>),
 }
 
 #[derive(Default)]
 struct Queue {
     jobs: Vec<Job>,
-    /// The thread ends when nothing is queued.
+    /// The thread ends once the queue is empty.
     closed: bool,
-    /// It has.
+    /// The thread has ended: jobs run on the caller's thread.
     over: bool,
-    /// No thread: whoever drives the engine runs them (simulator).
+    /// No thread: `drive` runs the jobs (simulator).
     manual: bool,
-    /// The thread, once there was a first job.
+    /// Started with the first job.
     thread: Option<JoinHandle<()>>,
 }
 
@@ -52,13 +52,13 @@ impl Callbacks {
         any
     }
 
-    /// Queues a job; after `close` it runs at once on the caller's thread, so that no completion
-    /// goes untold.
+    /// Queues a job. After `close` it runs at once on the caller's thread, so that no completion is
+    /// lost.
     pub fn push(&self, call: Call) {
         self.add(self.inner.0.lock(), Job::Call(call));
     }
 
-    /// Queues what is told to one listener, as [`Callbacks::push`] does.
+    /// Queues events for one observer, as [`Callbacks::push`] does.
     pub(super) fn tell(&self, each: Arc<RequestBatch>, news: impl Iterator<Item = BatchEvent>) {
         let mut q = self.inner.0.lock();
         match q.jobs.last_mut() {
@@ -81,7 +81,7 @@ impl Callbacks {
             match spawned {
                 Ok(t) => q.thread = Some(t),
                 Err(e) => {
-                    tracing::error!(error = %e, "no thread for callbacks; they run on the worker");
+                    tracing::error!(error = %e, "can't start the callback thread; callbacks run on the worker");
                     let jobs = std::mem::take(&mut q.jobs);
                     drop(q);
                     jobs.into_iter().for_each(run);
@@ -92,7 +92,7 @@ impl Callbacks {
         self.inner.1.notify_one();
     }
 
-    /// Has what is queued run, in its order, and ends the thread.
+    /// Runs what is queued, in order, and ends the thread.
     pub fn close(&self) {
         let (queue, wake) = &*self.inner;
         let thread = {
@@ -101,7 +101,7 @@ impl Callbacks {
             wake.notify_one();
             q.thread.take()
         };
-        // A callback may close the engine: it can't wait for itself.
+        // A callback may close the engine, and the callback thread can't join itself.
         if let Some(t) = thread.filter(|t| t.thread().id() != std::thread::current().id()) {
             let _ = t.join();
         }
@@ -144,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_closes_does_not_overtake_what_is_queued() {
+    fn close_runs_queued_callbacks_in_order() {
         let (callbacks, seen) = (Callbacks::default(), Arc::new(Mutex::new(Vec::new())));
         let (begun, first) = std::sync::mpsc::channel();
         for i in 0..8 {
@@ -155,7 +155,7 @@ mod tests {
                 seen.lock().push(i);
             }));
             if i == 0 {
-                // The thread is at it, and the others queue behind.
+                // The thread runs the first job; the others queue behind it.
                 first.recv().unwrap();
             }
         }

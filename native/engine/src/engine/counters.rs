@@ -1,7 +1,7 @@
 //! ImmCounter: the receiver's count of logical writes, and the expectations on it.
 //!
-//! A counter only ever grows. An expectation of `n` takes the next `n` arrivals that no earlier
-//! expectation has taken, so that what came first is kept (IC-5) and rounds don't mix.
+//! A counter only grows. An expectation of `n` claims the next `n` arrivals that no earlier
+//! expectation has claimed. Early arrivals are thus kept (IC-5), and rounds don't mix.
 
 use std::{
     collections::{BTreeSet, VecDeque},
@@ -36,7 +36,7 @@ const PAGES: usize = crate::api::SLOTS as usize / PAGE;
 pub(super) struct Expectation {
     pub n: u64,
     threshold: u64,
-    /// Without one it isn't recorded.
+    /// `None` keeps it out of the flight records.
     pub span: Option<Span>,
     pub begun: Time,
     deadline: Time,
@@ -45,7 +45,7 @@ pub(super) struct Expectation {
     timeout: std::time::Duration,
 }
 
-/// Who is to write: one peer as a rule.
+/// The peers that will write; usually one.
 pub(crate) type Writers = SmallVec<[Peer; 1]>;
 
 #[derive(Default)]
@@ -55,12 +55,13 @@ struct Expectations {
 }
 
 struct Cell {
-    /// Immediates of any other generation are ghosts (IC-6).
+    /// Immediates of another generation are ghosts (IC-6).
     generation: AtomicU32,
     arrived: AtomicU64,
-    /// When the last of them did, if expectations are recorded: whoever finds one met may have read the clock before.
+    /// When the latest write arrived, if expectations are recorded. The thread that resolves an
+    /// expectation may have read the clock before that.
     arrived_at: AtomicU64,
-    /// The lowest pending threshold, so that an arrival that fires nothing takes no lock.
+    /// The lowest pending threshold: arrivals below it take no lock.
     threshold: AtomicU64,
     pending: Mutex<Expectations>,
 }
@@ -82,7 +83,7 @@ impl Cell {
         total_order();
     }
 
-    /// Ends every expectation whose count is full.
+    /// Resolves every expectation whose threshold is reached.
     fn fire(&self, now: Time, log: &Log, imm: Imm) {
         let mut done = Vec::new();
         {
@@ -105,8 +106,8 @@ impl Cell {
         }
     }
 
-    /// Takes out the expectations that `doomed` picks and fails them. The writes that they waited
-    /// for go to those behind them: a wait that was given up takes nothing from later ones (IC-5).
+    /// Fails the expectations that `doomed` selects. Their claims pass to later expectations: a
+    /// failed wait consumes no arrivals (IC-5).
     fn fail(
         &self,
         (now, log, imm): (Time, &Log, Imm),
@@ -142,17 +143,18 @@ impl Cell {
 
 type Page = [Cell; PAGE];
 
-/// Told the value of a tagged immediate, and how many writes carried it.
+/// Receives the value of a tagged immediate and the number of writes that carried it.
 pub(crate) type TakeTag = Box<dyn Fn(u32, u32) + Send + Sync>;
 
 /// All counters of an engine.
 pub(crate) struct Counters {
     pages: Box<[OnceLock<Box<Page>>]>,
     free: Mutex<Free>,
-    /// Slots that may hold expectations with a deadline or with named writers. In order: what ends in one moment ends in
-    /// the same order each time that a simulation is run.
+    /// Slots that may hold expectations with a deadline or with writers. Ordered, so that every run
+    /// of a simulation ends them in the same order.
     watched: Mutex<BTreeSet<u32>>,
-    /// No deadline is earlier than this, so that looking costs one load. Every expectation has one (IC-4).
+    /// A lower bound of all deadlines, so that a check costs one load. Every expectation has a
+    /// deadline (IC-4).
     next_expiry: AtomicU64,
     ghosts: AtomicU64,
     tags: OnceLock<TakeTag>,
@@ -161,13 +163,13 @@ pub(crate) struct Counters {
 }
 
 struct Free {
-    /// How many slots have been handed out for the first time.
+    /// Slots that were allocated at least once.
     begun: u32,
-    /// Oldest first: a slot rests as long as possible before its generation is reused.
+    /// Released slots, oldest first, so that a slot is reused as late as possible.
     returned: VecDeque<u32>,
 }
 
-/// Slots that must have been returned before the oldest is handed out again.
+/// Released slots that must be queued before the oldest is reused.
 const REST: usize = 4096;
 
 impl Default for Counters {
@@ -186,12 +188,13 @@ impl Default for Counters {
 }
 
 impl Counters {
-    /// Keeps so many expectations that are over; none for 0. Hands out the same counters each time: for simulations.
+    /// Records the latest `records` expectations. Allocates counters in a fixed order, for
+    /// simulations.
     pub fn recording(records: usize) -> Self {
         Self { log: Log::new(records), ..Self::default() }
     }
 
-    /// Hands out counters that nobody guesses (IC-2).
+    /// Allocates counters that peers can't guess (IC-2).
     ///
     /// # Errors
     /// [`EngineError::Resource`] if the system has no random numbers.
@@ -200,7 +203,7 @@ impl Counters {
         Ok(Self { draw, ..Self::recording(records) })
     }
 
-    /// Has `take` told of tagged immediates from now on; false if somebody is already.
+    /// Passes tagged immediates to `take` from now on; false if a receiver is set already.
     pub fn take_tags(&self, take: TakeTag) -> bool {
         self.tags.set(take).is_ok()
     }
@@ -215,7 +218,7 @@ impl Counters {
         &page[slot as usize % PAGE]
     }
 
-    /// Hands out a counter that nobody has used in this generation.
+    /// Allocates a counter whose current generation is unused.
     pub fn allocate(&self) -> Result<Imm, EngineError> {
         let mut free = self.free.lock();
         let slot = if free.returned.len() > REST || free.begun == ALLOCATED {
@@ -234,7 +237,7 @@ impl Counters {
         Ok(Imm::allocated(slot, cell.generation.load(Acquire) as u8))
     }
 
-    /// Takes a counter back: late immediates for it are ghosts from now on.
+    /// Releases a counter: later immediates of its generation are ghosts.
     pub fn release(&self, now: Time, imm: Imm) {
         let cell = self.cell(imm.slot());
         cell.generation.store(u32::from(imm.generation().wrapping_add(1)), SeqCst);
@@ -249,7 +252,8 @@ impl Counters {
         self.free.lock().returned.push_back(imm.slot());
     }
 
-    /// Counts arrivals. Called with the group's lock held; fires what is full.
+    /// Counts arrivals, and resolves expectations that they complete. Called with the group's lock
+    /// held.
     #[inline]
     pub fn arrive(&self, now: Time, count: Count) {
         let imm = Imm::from_wire(count.imm);
@@ -277,7 +281,7 @@ impl Counters {
         self.cell(imm.slot()).arrived.load(Acquire)
     }
 
-    /// How many of them no expectation has taken.
+    /// Counted writes that no expectation has claimed.
     pub fn unclaimed(&self, imm: Imm) -> u64 {
         let cell = self.cell(imm.slot());
         let claimed = cell.pending.lock().claimed;
@@ -288,7 +292,8 @@ impl Counters {
         self.ghosts.load(Relaxed)
     }
 
-    /// Tells `claim` when `n` further writes have been counted. To be followed by [`Counters::look`].
+    /// Queues an expectation of `n` further writes, which resolves `claim`. The caller must call
+    /// [`Counters::look`] next.
     pub fn expect(
         &self,
         (imm, n, span): (Imm, u32, Option<Span>),
@@ -308,8 +313,8 @@ impl Counters {
         cell.publish_threshold(&p);
     }
 
-    /// What was expected of these counters is told, if it has come already. `deadline`: from now on that ends it, and so
-    /// do losses.
+    /// Resolves expectations of these counters whose writes have arrived. With a `deadline`,
+    /// deadlines and lost peers end the others from now on.
     pub fn look(
         &self,
         (now, deadline): (Time, Option<Time>),
@@ -327,7 +332,7 @@ impl Counters {
         }
     }
 
-    /// Fails the expectations whose deadline has passed; true if there was one.
+    /// Fails the expectations whose deadline has passed; true if there were any.
     pub fn expire(&self, now: Time) -> bool {
         if now < self.next_deadline() {
             return false;
@@ -357,7 +362,7 @@ impl Counters {
         Time(self.next_expiry.load(SeqCst))
     }
 
-    /// Fails what waits for a peer that will not write any more (RS-4).
+    /// Fails expectations whose writers include a lost peer (RS-4).
     pub fn peer_lost(&self, now: Time, peer: EngineId, error: &EngineError) {
         self.each_watched(|imm, cell| {
             cell.fail((now, &self.log, imm), |e| {
@@ -366,7 +371,7 @@ impl Counters {
         });
     }
 
-    /// Ends one expectation; its counts are there for others.
+    /// Cancels one expectation; later ones can claim its arrivals.
     pub fn cancel(&self, now: Time, imm: Imm, handle: &HandleRef) {
         self.cell(imm.slot()).fail((now, &self.log, imm), |e| {
             std::ptr::addr_eq(Arc::as_ptr(&e.claim.0), Arc::as_ptr(handle)).then(|| {
@@ -375,7 +380,7 @@ impl Counters {
         });
     }
 
-    /// Whether anybody waits for counts.
+    /// Whether an expectation is pending.
     pub fn is_expecting(&self) -> bool {
         let mut cells = self.pages.iter().filter_map(OnceLock::get).flat_map(|page| page.iter());
         cells.any(|cell| cell.threshold.load(SeqCst) != u64::MAX)
@@ -390,7 +395,7 @@ impl Counters {
         }
     }
 
-    /// The value that names a slot in its present use.
+    /// The immediate of a slot's current generation.
     fn imm(&self, slot: u32) -> Imm {
         Imm::of_slot(slot, self.cell(slot).generation.load(Acquire) as u8)
     }
@@ -412,7 +417,8 @@ mod tests {
         flight::{Cursor, Records},
     };
 
-    /// The moments that are kept of an expectation that was begun at one time and whose count came at another.
+    /// The recorded begin and end of an expectation that began at `begun` and whose write arrived
+    /// at `came`.
     fn moments(
         begun: u64,
         came: u64,
@@ -423,8 +429,8 @@ mod tests {
         let mut expect = || {
             let handle = Arc::new(Pending::default());
             let (now, forever) = (Time(begun), std::time::Duration::MAX);
-            let nobody = Writers::new();
-            counters.expect((imm, 1, Some(Span::NONE)), (now, forever), nobody, (handle, 0));
+            let no_writers = Writers::new();
+            counters.expect((imm, 1, Some(Span::NONE)), (now, forever), no_writers, (handle, 0));
             counters.look((now, None), std::iter::once(imm));
         };
         let mut arrive = || counters.arrive(Time(came), Count { imm: imm.to_wire(), n: 1 });
@@ -436,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn an_expectation_is_told_after_its_begin_and_its_last_count_whoever_read_the_clock_first() {
+    fn a_record_ends_after_its_begin_and_its_last_arrival_in_any_order_of_clock_reads() {
         let expected_first = |expect: &mut dyn FnMut(), arrive: &mut dyn FnMut()| {
             expect();
             arrive();
@@ -464,7 +470,7 @@ mod loom_tests {
         loom::model(|| {
             let counters = loom::sync::Arc::new(Counters::default());
             let imm = Imm::plain(0).unwrap();
-            // The page is made before: loom doesn't see the ordering of std's OnceLock.
+            // Allocates the page first: loom doesn't model std's OnceLock.
             counters.arrived(imm);
             let theirs = loom::sync::Arc::clone(&counters);
             let arrival =

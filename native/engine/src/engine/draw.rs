@@ -1,5 +1,5 @@
-//! Which counters an engine hands out: the first at random, each with a random generation, so that a peer counts on
-//! those that it was given (IC-2).
+//! The order in which an engine allocates counters: a random first slot, and a random first
+//! generation for each slot. A peer can't guess counters that it was not given (IC-2).
 
 use sha2::{Digest, Sha256};
 
@@ -8,12 +8,12 @@ use crate::{
     EngineError,
 };
 
-/// How many slots are handed out.
+/// Slots that can be allocated.
 pub(super) const ALLOCATED: u32 = SLOTS - FIRST_ALLOCATED_SLOT;
 
-/// 27 bits that are unknown to others.
+/// 27 bits that peers can't know: slot and generation.
 pub(super) struct SlotDraw {
-    /// The offset of the first slot; those after it follow in a circle.
+    /// The offset of the first slot; later slots follow and wrap around.
     pub start: u32,
     key: [u8; 32],
 }
@@ -31,7 +31,7 @@ impl SlotDraw {
         Ok(Self { start: u32::from_le_bytes(start) % ALLOCATED, key })
     }
 
-    /// The generation that a slot begins with. Plain slots, which users agree on, have none.
+    /// The first generation of a slot. Plain slots, which users agree on, have none.
     pub fn generation(&self, slot: usize) -> u8 {
         if slot < FIRST_ALLOCATED_SLOT as usize {
             return 0;
@@ -51,7 +51,7 @@ mod tests {
             (0..3000).map(|_| counters.allocate().unwrap().to_wire()).collect()
         };
         let (a, mut b) = (Counters::drawn(0).unwrap(), Counters::drawn(0).unwrap());
-        // Past the last slot it goes on at the first.
+        // Allocation wraps around after the last slot.
         b.draw.as_mut().unwrap().start = ALLOCATED - 1000;
         let (of_a, of_b) = (refs(&a), refs(&b));
         for mut of in [of_a.clone(), of_b.clone()] {

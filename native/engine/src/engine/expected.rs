@@ -1,4 +1,4 @@
-//! Expectations that are over, for the flight recorder.
+//! Ended expectations, for the flight recorder.
 
 use super::counters::Expectation;
 use crate::{
@@ -9,7 +9,7 @@ use crate::{
     EngineError,
 };
 
-/// The latest expectations, and how long those waited that were met.
+/// The latest expectations, and how long those that were met waited.
 #[derive(Debug, Default)]
 pub(crate) struct Log {
     on: bool,
@@ -23,7 +23,7 @@ struct Kept {
 }
 
 impl Log {
-    /// Keeps so many; none for 0.
+    /// Keeps the latest `records` expectations; none for 0.
     pub fn new(records: usize) -> Self {
         let kept = Kept { ring: Ring::new(records), met: Histogram::default() };
         Self { on: records > 0, kept: Mutex::new(kept) }
@@ -36,7 +36,7 @@ impl Log {
 
     pub(super) fn over(&self, imm: Imm, e: &Expectation, now: Time, error: Option<&EngineError>) {
         let Some(span) = e.span.filter(|_| self.on) else { return };
-        // A poll tells of what it saw: that may have been before somebody expected it.
+        // A poll reports the time of the arrival, which may be before the expectation began.
         let now = now.max(e.begun);
         let failure = error.map(|e| e.to_string().into_boxed_str());
         let mut kept = self.kept.lock();
@@ -55,7 +55,7 @@ impl Log {
         out.cursor.expectations = kept.ring.written();
     }
 
-    /// How long those waited that were met.
+    /// The wait times of expectations that were met.
     pub fn met(&self) -> Histogram {
         self.kept.lock().met
     }

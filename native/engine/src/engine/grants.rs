@@ -1,4 +1,4 @@
-//! Parts of a region for one peer, or for a while: registrations of their own, which end by themselves.
+//! Grants: registrations of a part of a region, for one peer or a limited time.
 
 use std::{
     collections::BTreeMap,
@@ -25,20 +25,20 @@ use crate::{
     EngineError, Result,
 };
 
-/// Grants that are gone are looked for when there are so many, or twice as many as were left.
+/// Dropped grants are purged at this size, or at twice the size after the last purge.
 const FEW: usize = 64;
 
-/// To whom something is granted, and for how long.
+/// The terms of a grant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Grant {
-    /// The one engine that may use it; any that has the descriptor if not named. Software that sees who
-    /// writes holds to it (shm, tcp, staging); a NIC knows keys only.
+    /// The only engine that may use the grant; `None` allows any holder of the descriptor.
+    /// Transports that see the writer enforce this (shm, tcp, staging); a NIC knows keys only.
     pub peer: Option<EngineId>,
-    /// After this long it ends by itself, as by [`Region::revoke`].
+    /// Lifetime; after it the grant is revoked, as by [`Region::revoke`].
     pub ttl: Option<Duration>,
 }
 
-/// What makes a registration a grant.
+/// What a grant adds to a registration.
 pub(super) struct Granted {
     pub from: Arc<RegionMemory>,
     pub only: Option<EngineId>,
@@ -46,8 +46,8 @@ pub(super) struct Granted {
     pub family: Arc<Family>,
 }
 
-/// All grants from one region and from grants of it. A grant that is gone may have granted on: who ends its
-/// grants finds those as well.
+/// All grants from one region, and grants of those grants. A dropped grant may have granted
+/// further: a revocation finds those grants here too.
 #[derive(Debug, Default)]
 pub(crate) struct Family {
     members: Mutex<Members>,
@@ -56,12 +56,13 @@ pub(crate) struct Family {
 #[derive(Debug, Default)]
 struct Members {
     all: Vec<Weak<RegionInner>>,
-    /// Those that were left when the gone ones were last looked for.
+    /// Size after the last purge.
     left: usize,
 }
 
 impl Family {
-    /// Takes a grant in, unless what it was granted from is being revoked, which doesn't look again.
+    /// Adds a grant. Fails if the grantor is being revoked, because a revocation reads the list
+    /// once.
     fn add(&self, grantor: &Region, granted: &Region) -> Result<()> {
         let mut members = self.members.lock();
         grantor.check_open()?;
@@ -73,33 +74,36 @@ impl Family {
         Ok(())
     }
 
-    /// Those that were granted from `memory`, at first or second hand or further on.
+    /// Grants that come from `memory`, directly or through other grants.
     pub fn of(&self, memory: &Arc<RegionMemory>) -> Vec<Arc<RegionInner>> {
         if memory.grants.load(SeqCst) == 0 {
             return Vec::new();
         }
         let mut theirs: Vec<Arc<RegionInner>> =
             self.members.lock().all.iter().filter_map(Weak::upgrade).collect();
-        // Without the lock: those that are let go of here may be the last of their clones.
+        // Without the lock: the filter may drop the last clone of a region, which runs its
+        // destructor.
         theirs.retain(|g| g.memory.grantors().any(|m| Arc::ptr_eq(m, memory)));
         theirs
     }
 }
 
 impl Region {
-    /// Registers `len` bytes from `offset` of this region once more, under a key of their own: what lies
-    /// beside them is out of that key's reach for whoever places the bytes, NICs included (MR-3).
+    /// Registers `len` bytes from `offset` of this region again, under a key of their own. That key
+    /// gives no access to the bytes beside them, not even through a NIC (MR-3).
     ///
-    /// It ends when its last clone is dropped, when it or this region is revoked, or by itself; from then on its
-    /// descriptor is stale (MR-2). Revoking this region is over when all grants from it are (MR-1). Dropping
-    /// this region leaves them as they are: a grant keeps the memory.
+    /// A grant ends when its last clone is dropped, when it or this region is revoked, or after its
+    /// `ttl`. Its descriptor is then stale (MR-2). A revocation of this region completes after all
+    /// grants from it have ended (MR-1). Dropping this region does not end them: a grant keeps the
+    /// memory.
     ///
-    /// A grant of a grant is for the same peer, if that is for one, and ends when it ends by itself at the
-    /// latest. It ends with any that it comes from that is revoked, though those between may be dropped.
+    /// A grant of a grant has the same peer, if that has one, and ends with it at the latest. It
+    /// also ends when any grant that it comes from is revoked, even if those between were dropped.
     ///
     /// # Errors
     /// [`EngineError::OutOfBounds`]; [`EngineError::Stale`] if the region has ended;
-    /// [`EngineError::Invalid`] for no bytes, no time, a region of a file, or another peer than this grant's.
+    /// [`EngineError::Invalid`] for zero bytes, a zero `ttl`, a file's region, or a peer other than
+    /// this grant's.
     pub fn grant(&self, offset: u64, len: u64, terms: Grant) -> Result<Region> {
         crate::api::check_range("region", offset, len, self.len())?;
         let invalid = |what: &str| Err(EngineError::Invalid(what.into()));
@@ -156,19 +160,19 @@ impl Region {
     }
 }
 
-/// The grants of one engine that end by themselves.
+/// The grants of one engine that have a `ttl`.
 pub(crate) struct Leases {
     list: Mutex<List>,
-    /// When the first of them ends; looked at without the lock.
+    /// When the first one ends; read without the lock.
     next: AtomicU64,
 }
 
 #[derive(Default)]
 struct List {
-    /// By when they end, and in the order in which they came.
+    /// By end time, then in the order of their creation.
     grants: BTreeMap<(Time, u64), Weak<RegionInner>>,
     came: u64,
-    /// Those that were left when the gone ones were last looked for.
+    /// Size after the last purge.
     left: usize,
 }
 
@@ -201,7 +205,7 @@ impl Leases {
         Time(self.next.load(Relaxed))
     }
 
-    /// Revokes those whose time is over; true if there was one. May be called under the group's lock.
+    /// Revokes expired grants; true if there were any. May be called under the group's lock.
     pub fn end(&self, now: Time) -> bool {
         if now < self.next_end() {
             return false;

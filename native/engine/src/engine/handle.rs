@@ -1,4 +1,4 @@
-//! One completion, seen in several ways: blocking wait, poll, flag, callback, event queue.
+//! Completion handles: blocking wait, poll, flag, callback, event queue.
 
 use std::{
     any::Any,
@@ -23,14 +23,14 @@ use crate::{
     EngineError, Result,
 };
 
-/// How often a thread that waits for quiet looks.
+/// Poll interval of [`Handle::wait_quiet`].
 const LOOK: Duration = Duration::from_micros(200);
 const DONE: u32 = 1;
-/// Somebody sleeps on the state word.
+/// A thread sleeps on the state word.
 const SLEEPER: u32 = 2;
 
-/// Told once when a handle is over; called on whatever thread finds out, so it must be quick and
-/// must not call the engine.
+/// A hook that runs once when a handle ends, on the thread that ends it. It must be quick and must
+/// not call the engine.
 pub trait Notify: Send + Sync {
     fn notify(&self, key: u64);
 }
@@ -43,7 +43,7 @@ enum Hook {
     Notify(Arc<dyn Notify>, u64),
 }
 
-/// What a handle stands for, once that is known: how to end it.
+/// The operation behind a handle, which `cancel` ends.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Source {
     Transfer(TransferKey),
@@ -53,11 +53,11 @@ pub(crate) enum Source {
 /// Whether bytes of a transfer may still land (MR-1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Quiet {
-    /// Some may: they are under way.
+    /// Bytes are under way.
     NotYet,
-    /// None can land any more, and no memory of it is touched.
+    /// No byte can land any more, and no memory of the transfer is in use.
     Quiet,
-    /// The links that carried them are gone, and their other ends have not said so.
+    /// The links that carried it are lost, and the peers have not confirmed that they are down.
     Unknown,
 }
 
@@ -69,7 +69,7 @@ pub(crate) struct Pending {
     source: OnceLock<Source>,
     error: OnceLock<EngineError>,
     hooks: Mutex<Vec<Hook>>,
-    /// Who waits for quiet.
+    /// Callbacks of [`Handle::on_quiet`].
     quieted: Mutex<Vec<WhenQuiet>>,
     /// The memory of a transfer under way.
     keep: Mutex<Vec<Region>>,
@@ -96,10 +96,10 @@ impl Pending {
         Arc::new(Self { shared: Arc::downgrade(shared), ..Self::default() })
     }
 
-    /// Nothing of it is under way any more; `proven`: nor can any byte of it still land.
+    /// Releases the memory: nothing is under way. `proven`: no byte can still land.
     pub fn let_go(&self, proven: bool) {
         let waiting = {
-            // Under the lock, so that a hook is either in the list now or sees it itself.
+            // Under the lock: a hook is in the list by now, or reads the new state itself.
             let mut waiting = self.quieted.lock();
             self.quiet.store(if proven { 1 } else { 2 }, Release);
             std::mem::take(&mut *waiting)
@@ -119,12 +119,12 @@ impl Pending {
         self.state.load(Acquire) & DONE != 0
     }
 
-    /// Says what it stands for.
+    /// Sets the operation behind the handle.
     pub fn is_of(&self, source: Source) {
         let _ = self.source.set(source);
     }
 
-    /// What a transfer needs stays until it is over.
+    /// Keeps the regions of a transfer until `let_go`.
     pub fn needs(&self, memory: Vec<Region>) {
         *self.keep.lock() = memory;
     }
@@ -137,7 +137,7 @@ impl Pending {
         }
     }
 
-    /// Whether it can still end here: in a child by fork nothing does.
+    /// Fails in a forked child, where a pending handle never ends.
     fn check_process(&self) -> Result<()> {
         if self.is_done() {
             return Ok(());
@@ -152,7 +152,7 @@ impl Pending {
     /// Ends the handle; only the first call counts.
     pub fn complete(&self, result: Result<()>) {
         let hooks = {
-            // Under the lock, so that a hook is either in the list now or sees the end itself.
+            // Under the lock: a hook is in the list by now, or reads the new state itself.
             let mut hooks = self.hooks.lock();
             if self.is_done() {
                 return;
@@ -184,7 +184,7 @@ impl Pending {
 
     fn add(&self, hook: Hook) {
         if let Err(e) = self.check_process() {
-            // Nothing ends here, and the thread for callbacks is the parent's.
+            // In a forked child nothing ends, and the callback thread is the parent's.
             return match hook {
                 Hook::Callback(_, f) => f(Err(e)),
                 hook => self.run(hook),
@@ -212,8 +212,8 @@ impl Pending {
             if now >= deadline {
                 return false;
             }
-            // Bounded, so that a deadline far away needs no arithmetic and no wake-up can be lost
-            // for good.
+            // Bounded: a far deadline needs no arithmetic, and a lost wake-up delays by one second
+            // at most.
             let left = deadline.since(now).min(Duration::from_secs(1));
             let left = futex::Timespec {
                 tv_sec: left.as_secs() as i64,
@@ -228,16 +228,16 @@ impl Pending {
 }
 
 enum Repr {
-    /// Over before the call returned.
+    /// Ended before the call returned.
     Done(Result<()>),
     Pending(HandleRef),
 }
 
-/// The future of one request or expectation. Cheap to clone; dropping it cancels nothing.
+/// The pending result of one request or expectation. Cheap to clone; dropping it cancels nothing.
 pub struct Handle {
     repr: Repr,
     op: &'static str,
-    /// What must not go away while somebody may wait: an expectation's counter.
+    /// An object that must outlive the wait: an expectation's counter.
     keep: Option<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -271,7 +271,7 @@ impl Handle {
         self
     }
 
-    /// What was asked for, in a word.
+    /// The name of the operation.
     pub fn op(&self) -> &'static str {
         self.op
     }
@@ -284,8 +284,8 @@ impl Handle {
         }
     }
 
-    /// The result, if there is one; in a child by fork, [`EngineError::Forked`] for what was not over at the fork. Makes
-    /// no progress by itself; see [`Handle::drive`].
+    /// The result, if there is one. In a forked child, [`EngineError::Forked`] for a handle that
+    /// was pending at the fork. Does not drive the engine; see [`Handle::drive`].
     pub fn poll(&self) -> Option<Result<()>> {
         match &self.repr {
             Repr::Done(r) => Some(r.clone()),
@@ -294,7 +294,7 @@ impl Handle {
         }
     }
 
-    /// Moves the engine on for a moment on this thread, then polls: what a spinning caller wants.
+    /// Drives the engine once on this thread, then polls. For callers that spin.
     #[inline]
     pub fn drive(&self) -> Option<Result<()>> {
         let Repr::Pending(p) = &self.repr else { return self.poll() };
@@ -309,9 +309,9 @@ impl Handle {
         self.poll()
     }
 
-    /// Waits at most `timeout`; `None` if it isn't over by then (it goes on, nothing is cancelled).
+    /// Waits at most `timeout`. Returns `None` if the operation is still pending; it continues.
     ///
-    /// The waiting thread helps: it drives the engine and copies for a while before it sleeps.
+    /// The waiting thread drives the engine and copies for a while before it sleeps.
     pub fn wait(&self, timeout: Duration) -> Option<Result<()>> {
         let Repr::Pending(p) = &self.repr else { return self.poll() };
         if p.is_done() {
@@ -340,13 +340,13 @@ impl Handle {
         self.poll()
     }
 
-    /// Ends it with [`EngineError::Cancelled`] unless it is over already. What was not posted never will
-    /// be; what is under way may still land: see [`Handle::quiet`].
+    /// Ends the operation with [`EngineError::Cancelled`] unless it has ended. Unposted slices are
+    /// never posted. Bytes under way may still land; see [`Handle::quiet`].
     pub fn cancel(&self) {
         let Repr::Pending(p) = &self.repr else { return };
         let Some(shared) = p.shared.upgrade().filter(|_| !p.is_done()) else { return };
         let pending = Arc::clone(p);
-        // After the request itself, should that still wait for the lock.
+        // Queued behind the request, which may still wait for the lock.
         shared.post(Box::new(move |core, shared| match pending.source.get() {
             Some(Source::Transfer(key)) => {
                 core.group.cancel(shared.now(), *key);
@@ -360,7 +360,7 @@ impl Handle {
         }));
     }
 
-    /// Whether bytes of it may still land. An expectation has none.
+    /// Whether bytes of the transfer may still land. An expectation moves no bytes.
     pub fn quiet(&self) -> Quiet {
         match &self.repr {
             Repr::Done(_) => Quiet::Quiet,
@@ -371,7 +371,7 @@ impl Handle {
         }
     }
 
-    /// Waits at most `timeout` until nothing of it is under way any more; see [`Handle::quiet`].
+    /// Waits at most `timeout` until nothing of the transfer is under way; see [`Handle::quiet`].
     pub fn wait_quiet(&self, timeout: Duration) -> Quiet {
         let deadline = Time::now().after(timeout);
         loop {
@@ -383,7 +383,7 @@ impl Handle {
             match p.shared.upgrade() {
                 Some(shared) => match shared.cell() {
                     Ok(cell) => drop(cell.poll_once(&shared)),
-                    // What becomes of it is seen by the parent.
+                    // Only the parent process drives the transfer.
                     Err(_) => return Quiet::Unknown,
                 },
                 None => return quiet,
@@ -392,8 +392,8 @@ impl Handle {
         }
     }
 
-    /// Runs `f` on the engine's callback thread when nothing of it is under way any more, which may be long
-    /// after it was cancelled or failed; see [`Handle::quiet`].
+    /// Runs `f` on the engine's callback thread when nothing of the transfer is under way. That may
+    /// be long after it was cancelled or failed; see [`Handle::quiet`].
     pub fn on_quiet(&self, f: impl FnOnce(Quiet) + Send + 'static) {
         if let Repr::Pending(p) = &self.repr {
             let here = p.shared.upgrade().filter(|shared| shared.cell().is_ok());
@@ -406,7 +406,7 @@ impl Handle {
         f(self.quiet());
     }
 
-    /// Sets `flag` when the transfer is over, whatever the result.
+    /// Sets `flag` when the operation ends, whatever the result.
     pub fn on_done_flag(&self, flag: Arc<AtomicBool>) {
         match &self.repr {
             Repr::Done(_) => flag.store(true, Release),
@@ -414,7 +414,7 @@ impl Handle {
         }
     }
 
-    /// Runs `f` on the engine's callback thread when it is over.
+    /// Runs `f` on the engine's callback thread when the operation ends.
     pub fn on_done(&self, f: impl FnOnce(Result<()>) + Send + 'static) {
         match &self.repr {
             Repr::Done(r) => f(r.clone()),
@@ -425,7 +425,7 @@ impl Handle {
         }
     }
 
-    /// Tells `notify` when it is over, at once if it is already.
+    /// Calls `notify` when the operation ends, or at once if it has ended.
     pub fn on_done_notify(&self, notify: Arc<dyn Notify>, key: u64) {
         match &self.repr {
             Repr::Done(_) => notify.notify(key),

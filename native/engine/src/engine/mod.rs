@@ -1,5 +1,5 @@
-//! The engine layer: what users call. Requests are checked here, before anything is sent; counters,
-//! handles and callbacks live here; everything below is reached through the group's lock.
+//! The engine layer: the public API. It validates requests before anything is sent, and owns
+//! counters, handles and callbacks. It reaches the layers below through the group's lock.
 
 mod bind;
 mod callbacks;
@@ -67,8 +67,8 @@ pub use watcher::Watcher;
 
 /// Moves bytes between processes and counts them.
 ///
-/// All methods may be called from any thread. Dropping the engine closes it: outstanding handles
-/// end with [`EngineError::Closed`], peers see the engine as lost.
+/// All methods may be called from any thread. Dropping the engine closes it: pending handles end
+/// with [`EngineError::Closed`], and peers see the engine as lost.
 pub struct TransferEngine {
     shared: Arc<Shared>,
     stage_foreign: bool,
@@ -83,7 +83,7 @@ impl std::fmt::Debug for TransferEngine {
     }
 }
 
-/// The way from an engine to a peer, whatever it is by now.
+/// The path from an engine to a peer. It does not keep the engine alive.
 #[derive(Debug, Clone)]
 pub struct Way {
     shared: Weak<Shared>,
@@ -99,8 +99,8 @@ impl Way {
     }
 }
 
-/// A counter handed out by this engine. When it and the handles of its expectations are gone, its
-/// slot is given back, and writes that name this use of it count for nobody (IC-6).
+/// A counter that this engine allocated. Its slot is released when the counter and the handles of
+/// its expectations are dropped. Later writes that carry this generation are not counted (IC-6).
 pub struct Counter {
     inner: Arc<CounterInner>,
 }
@@ -135,7 +135,7 @@ impl Counter {
         self.inner.imm
     }
 
-    /// To be given to those who write.
+    /// The reference that writers need.
     pub fn reference(&self) -> CounterRef {
         CounterRef::new(self.inner.shared.address.id, self.inner.imm)
     }
@@ -146,7 +146,7 @@ impl Counter {
         self.inner.shared.counters.arrived(self.inner.imm)
     }
 
-    /// Moves the engine on for a moment on this thread, then reads: for callers that spin.
+    /// Drives the engine once on this thread, then returns the count. For callers that spin.
     ///
     /// # Errors
     /// [`EngineError::Forked`]
@@ -156,7 +156,8 @@ impl Counter {
         Ok(self.arrived())
     }
 
-    /// Whether it counts in this process: in a child by fork its value no longer changes.
+    /// Checks that the counter belongs to this process. In a forked child its value no longer
+    /// changes.
     ///
     /// # Errors
     /// [`EngineError::Forked`]
@@ -164,21 +165,21 @@ impl Counter {
         self.inner.shared.cell().map(drop)
     }
 
-    /// Arrivals that no expectation has taken yet.
+    /// Arrivals that no expectation has claimed yet.
     pub fn unclaimed(&self) -> u64 {
         self.inner.shared.counters.unclaimed(self.inner.imm)
     }
 
-    /// Done when the next `n` arrivals that no earlier expectation takes have been counted; those
-    /// that came before the call count (IC-5).
+    /// Waits for the next `n` arrivals that no earlier expectation has claimed. Arrivals before the
+    /// call count (IC-5).
     ///
-    /// `writers` are the peers that are to write: if one of them is lost first, the handle ends
-    /// with [`EngineError::PeerLost`]; without names, only `timeout` ends a wait in vain.
+    /// `writers` are the peers that will write. If one of them is lost first, the handle ends with
+    /// [`EngineError::PeerLost`]. Without writers, only `timeout` ends the wait.
     pub fn expect(&self, n: u32, writers: &[Peer], timeout: Duration) -> Result<Handle> {
         self.expect_for(Span::NONE, n, writers, timeout)
     }
 
-    /// As [`Counter::expect`], for a request that has a name.
+    /// As [`Counter::expect`]; flight records show it under `span`.
     pub fn expect_for(
         &self,
         span: Span,
@@ -189,8 +190,8 @@ impl Counter {
         self.wait_for(n, writers, (timeout, Some(span)))
     }
 
-    /// Ends with [`EngineError::Timeout`] when `after` has passed: a timer, which the flight recorder leaves out. For a
-    /// counter that nothing is written to.
+    /// A timer: ends with [`EngineError::Timeout`] after `after`. The flight recorder leaves it
+    /// out. The counter must be one that no peer writes to.
     pub fn alarm(&self, after: Duration) -> Result<Handle> {
         self.wait_for(u32::MAX, &[], (after, None))
     }
@@ -206,7 +207,7 @@ impl Counter {
     }
 }
 
-/// What the engine knows of its way to a peer.
+/// The transport to a peer, and the verdict on each transport.
 #[derive(Clone, Debug)]
 pub struct Explanation {
     pub peer: String,
@@ -234,19 +235,19 @@ impl TransferEngine {
         self.shared.max_message
     }
 
-    /// The time by this engine's clock: the machine's monotonic one, or a simulation's.
+    /// The current time of this engine's clock: monotonic, or virtual in a simulation.
     #[inline]
     pub fn now(&self) -> Time {
         self.shared.now()
     }
 
-    /// A number that this engine has not given before, for names in messages that may come late (MR-2): 2^32 and on, so
-    /// that all of them are encoded in as many bytes.
+    /// A number that is unique within this engine. It names messages that may arrive late (MR-2).
+    /// It is at least 2^32, so that all numbers have the same encoded size.
     pub fn number(&self) -> u64 {
         self.shared.take_number()
     }
 
-    /// Makes a peer known. Connects with the first use.
+    /// Makes a peer from its address. The engine connects on first use.
     pub fn peer(&self, address: &EngineAddress) -> Result<Peer> {
         let mut core = self.shared.lock()?;
         if core.closed {
@@ -258,7 +259,7 @@ impl TransferEngine {
         Ok(Peer { key, known_to: self.shared.address.id, hold, address })
     }
 
-    /// A peer's region, to be named in requests.
+    /// Imports a peer's region for use in requests.
     pub fn import(&self, descriptor: &RegionDescriptor) -> Result<RemoteRegion> {
         let peer = self.peer(&descriptor.owner)?;
         let (key, offset, len) = (descriptor.key, descriptor.offset, descriptor.len);
@@ -266,7 +267,7 @@ impl TransferEngine {
         Ok(RemoteRegion { peer, key, rail_keys, offset, len })
     }
 
-    /// Peers to address together. Connects to all of them now.
+    /// Makes a group of peers for scatters and barriers, and starts to connect to all of them.
     pub fn peer_group(&self, peers: &[Peer]) -> Result<PeerGroup> {
         for p in peers {
             self.connect(p)?;
@@ -274,12 +275,12 @@ impl TransferEngine {
         Ok(PeerGroup { peers: peers.into() })
     }
 
-    /// Begins to connect, so that the first transfer doesn't have to.
+    /// Starts to connect, so that the first transfer need not wait for the connection.
     pub fn connect(&self, peer: &Peer) -> Result<()> {
         self.shared.watch(peer)
     }
 
-    /// A counter of this engine that nobody else uses.
+    /// Allocates a counter.
     pub fn counter(&self) -> Result<Counter> {
         self.shared.check_open()?;
         let imm = self.shared.counters.allocate()?;
@@ -291,21 +292,22 @@ impl TransferEngine {
         Counter { inner: Arc::new(inner) }
     }
 
-    /// The counter behind a pre-agreed value. Its count outlives this object, and it has no
-    /// generation: use [`TransferEngine::counter`] where writes may be cancelled.
+    /// The counter of an immediate that both sides agreed on. Its count outlives this object. It
+    /// has no generation: use [`TransferEngine::counter`] where writes may be cancelled.
     pub fn plain_counter(&self, imm: Imm) -> Counter {
         self.make_counter(imm, false)
     }
 
-    /// Has `take` told the value of every tagged immediate ([`Imm::tagged`]) that arrives, and how many writes carried
-    /// it, when their bytes are readable (IC-2) and once for each write (IC-3). Before anybody is told this engine's
-    /// address, for what came earlier is lost. Plain counters from 2^18 on are tags to this engine from then on.
+    /// Calls `take` with each tagged immediate ([`Imm::tagged`]) that arrives and the number of
+    /// writes that carried it. Their bytes are readable by then (IC-2), and each write is reported
+    /// once (IC-3). Call this before any peer learns this engine's address, because earlier tags
+    /// are lost. From then on this engine treats plain counters from 2^18 on as tags.
     ///
-    /// It is called under the engine's lock by whatever thread moves the engine on: it must be quick and must not call
-    /// the engine.
+    /// `take` runs under the engine's lock, on any thread that drives the engine. It must be quick
+    /// and must not call the engine.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] if the tags of this engine are taken already.
+    /// [`EngineError::Invalid`] if it was called before.
     pub fn take_tags(&self, take: impl Fn(u32, u32) + Send + Sync + 'static) -> Result<()> {
         self.shared.check_open()?;
         match self.shared.counters.take_tags(Box::new(take)) {
@@ -316,7 +318,8 @@ impl TransferEngine {
         }
     }
 
-    /// Moves the engine on for a moment on this thread, unless another one is at it: for threads that spin.
+    /// Drives the engine once on this thread, unless another thread drives it. For callers that
+    /// spin.
     ///
     /// # Errors
     /// [`EngineError::Forked`]
@@ -325,8 +328,8 @@ impl TransferEngine {
         Ok(self.shared.cell()?.poll_once(&self.shared))
     }
 
-    /// Opens the rotating pool for messages, in place of the one before: up to `count` at a time are in users' hands, each of at
-    /// most `max_len` bytes. Further ones wait at their senders.
+    /// Opens the receive pool, and replaces an earlier one. Users hold at most `count` messages at
+    /// a time, of at most `max_len` bytes each. Further messages wait at their senders.
     pub fn receive(
         &self,
         max_len: usize,
@@ -343,18 +346,19 @@ impl TransferEngine {
     }
 
     /// Submits one request of one or more operations. The handle is done when all of them are:
-    /// writes when their bytes are in the peer's memory, reads when they are in ours, messages when
-    /// the peer's pool has taken them.
+    /// writes when their bytes are in the peer's memory, reads when they are in local memory,
+    /// messages when the peer's pool has taken them.
     ///
     /// # Errors
-    /// Whatever can be found wrong without asking the peer, before anything is sent.
+    /// Everything that can be checked without the peer, before anything is sent.
     #[inline]
     pub fn submit(&self, ops: &[Op<'_>], options: Submit) -> Result<Handle> {
         self.shared.submit(ops, options, (false, None))
     }
 
-    /// As [`TransferEngine::submit`]; `posted` gets the time, in nanoseconds of this engine's clock, when all that the links
-    /// take now was given to them. Peers that sleep are woken after that.
+    /// As [`TransferEngine::submit`]. Stores the time in `posted`, in nanoseconds of this engine's
+    /// clock, once the links have accepted all that they can take now. Sleeping peers are woken
+    /// after that.
     ///
     /// # Errors
     /// As [`TransferEngine::submit`].
@@ -367,18 +371,19 @@ impl TransferEngine {
         self.shared.submit(ops, options, (false, Some(posted)))
     }
 
-    /// Makes everything ready that writes of `ops` will need: connections, keys, mappings, page
-    /// tables. The first of many pushes over the same ranges is then as quick as the others. No byte
-    /// moves and nothing is counted; operations other than writes are passed over.
+    /// Prepares everything that writes of `ops` need: connections, keys, mappings, page tables. The
+    /// first of many pushes over the same ranges is then as quick as the others. No byte moves and
+    /// nothing is counted. Operations other than writes are ignored.
     pub fn prepare(&self, ops: &[Op<'_>], options: Submit) -> Result<Handle> {
         self.shared.submit(ops, options, (true, None))
     }
 
-    /// Where a device of this process stores to a peer's region by itself: GPU `by`, or its processors. Of a region that
-    /// a request has named before ([`TransferEngine::prepare`] will do), at a peer that is connected.
+    /// Maps a peer's region for direct stores by GPU `by`, or by the CPU if `None`. An earlier
+    /// request must have named the region ([`TransferEngine::prepare`] suffices), and the peer must
+    /// be connected.
     ///
     /// # Errors
-    /// Why it can't, in words.
+    /// The reason, as text.
     pub fn aperture(
         &self,
         region: &RemoteRegion,
@@ -398,14 +403,14 @@ impl TransferEngine {
         }
     }
 
-    /// A word that others write and this engine watches; see [`Watcher`].
+    /// Makes a word that this engine watches for changes; see [`Watcher`].
     pub fn watch(&self, on_change: impl Fn(u64, u64) + Send + Sync + 'static) -> Result<Watcher> {
         self.shared.check_open()?;
         self.shared.watchers.add(Box::new(on_change), None)
     }
 
-    /// As [`TransferEngine::watch`], for a word that kernels on a GPU write and read as well; see
-    /// [`DeviceWord`].
+    /// As [`TransferEngine::watch`], for a word that kernels on GPU `device` also read and write;
+    /// see [`DeviceWord`].
     pub fn watch_device(
         &self,
         device: i32,
@@ -415,7 +420,7 @@ impl TransferEngine {
         self.shared.watchers.add(Box::new(on_change), Some(DeviceWord::new(device)?))
     }
 
-    /// Which transport leads to a peer, and why not the others.
+    /// The transport in use towards a peer, and why the others are not.
     pub fn explain(&self, peer: &Peer) -> Result<Explanation> {
         let core = self.shared.lock()?;
         self.shared.check_peer(peer)?;
@@ -429,15 +434,15 @@ impl TransferEngine {
         core.group.kind(peer.key, &core.domains)
     }
 
-    /// For asking [`TransferEngine::transport`] later, without keeping the engine.
+    /// A weak reference for [`Way::transport`], which does not keep the engine alive.
     #[inline]
     pub fn way(&self, peer: &Peer) -> Way {
         Way { shared: Arc::downgrade(&self.shared), peer: peer.clone() }
     }
 
-    /// Takes nothing new from now on: requests and expectations fail with [`EngineError::Draining`]. The handle is
-    /// done when everything that was begun here is over, as it is by its deadline at the latest. Peers can still
-    /// write; they see the engine as lost when it is closed, which comes next.
+    /// Refuses requests and expectations from now on, with [`EngineError::Draining`]. The handle is
+    /// done when everything that was submitted here has ended, by its deadline at the latest. Peers
+    /// can still write until the engine is closed, which is the next step.
     pub fn drain(&self) -> Result<Handle> {
         self.shared.check_open()?;
         let pending = handle::Pending::new(&self.shared);
@@ -453,8 +458,8 @@ impl TransferEngine {
         Ok(Handle::pending("drain", pending))
     }
 
-    /// Ends everything; may be called more than once, from any thread but not from under a lock
-    /// that callbacks need. In a child by fork it does nothing: all that it would end is the parent's.
+    /// Closes the engine. It may be called more than once and from any thread, but not under a lock
+    /// that callbacks need. In a forked child it does nothing: the resources are the parent's.
     pub fn close(&self) {
         if self.shared.cell().is_err() {
             return;
@@ -467,7 +472,7 @@ impl TransferEngine {
         self.shared.callbacks.close();
     }
 
-    /// Advances an engine that was opened without threads and runs its callbacks; see
+    /// Advances an engine that was opened without threads, and runs its callbacks; see
     /// [`Transports`].
     pub fn drive(&self, now: Time) -> bool {
         let Ok(mut core) = self.shared.lock() else { return false };
@@ -476,7 +481,7 @@ impl TransferEngine {
         self.shared.callbacks.run_queued() | moved
     }
 
-    /// When `drive` wants to be called next even if nothing arrives.
+    /// When `drive` must be called next even if nothing arrives.
     pub fn next_timer(&self) -> Time {
         self.shared.lock().map_or(Time::NEVER, |core| core.next_timer(&self.shared))
     }

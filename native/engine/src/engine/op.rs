@@ -1,4 +1,4 @@
-//! What can be asked of an engine.
+//! The operations of an engine.
 
 use super::{Peer, PeerGroup, Region, RemoteRegion};
 use crate::api::{Imm, Pages};
@@ -26,7 +26,7 @@ pub struct ScatterDst {
     pub dst_offset: u64,
 }
 
-/// Bytes between a local region and a peer's, cut out of a request on segments.
+/// A piece of a request on segments: bytes between a local region and a peer's.
 #[derive(Clone, Debug)]
 pub struct SegmentPiece {
     pub local: Region,
@@ -100,7 +100,7 @@ pub enum Op<'a> {
 }
 
 impl Op<'_> {
-    /// Names the peers that it goes to.
+    /// Calls `name` with each peer of the operation.
     pub(crate) fn each_peer(&self, mut name: impl FnMut(&Peer)) {
         match self {
             Self::Write { dst: Remote { region, .. }, .. }

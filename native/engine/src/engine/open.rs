@@ -18,7 +18,7 @@ use crate::{
     EngineError, Result,
 };
 
-/// Domains that were made by hand, for engines that nobody's threads drive: the simulator's.
+/// Domains for an engine without threads, as the simulator makes them.
 pub struct Transports {
     pub id: EngineId,
     pub domains: Vec<Box<dyn Domain>>,
@@ -33,11 +33,11 @@ impl std::fmt::Debug for Transports {
 }
 
 impl TransferEngine {
-    /// Opens an engine: its transports listen, its worker runs.
+    /// Opens an engine: its transports listen, and its worker thread runs.
     ///
     /// # Errors
-    /// [`EngineError::TransportUnavailable`] if `require` can't be met, naming each candidate and
-    /// why not (RS-2); [`EngineError::Resource`] if the system refuses something.
+    /// [`EngineError::TransportUnavailable`] if `require` can't be met, with each candidate and its
+    /// reason (RS-2); [`EngineError::Resource`] if a system call fails.
     pub fn open(config: EngineConfig) -> Result<Self> {
         let id = EngineId::random()?;
         let kinds = chosen_kinds(&config)?;
@@ -48,11 +48,11 @@ impl TransferEngine {
         for kind in kinds {
             match transport::open(kind, id, &config, (&waker, &files)) {
                 Ok(opened) => domains.extend(opened),
-                // A transport that is left out for want of a few descriptors would be missed later.
+                // Out of descriptors: fail now, instead of opening without this transport.
                 Err(DomainError::Io { call, errno }) if EngineError::is_limit(errno) => {
                     return Err(EngineError::resource(call, errno));
                 }
-                // Whoever names ports has a firewall that lets in nothing else.
+                // The user names ports because a firewall blocks all others, so this must fail.
                 Err(DomainError::Ports(cause)) => {
                     let hint = "name other `ports`, or more of them: an engine takes one, and one for each verbs NIC; \
                                 `ss -ltnp` shows who listens";
@@ -66,7 +66,7 @@ impl TransferEngine {
             domains.retain(|d| d.is_rdma() || !d.kind().has_nics());
         }
         for (kind, why) in &failures {
-            // Most machines have neither NICs nor GPUs; shm and tcp are missed.
+            // Most machines have neither NICs nor GPUs, but a missing shm or tcp needs a warning.
             let optional = kind.has_nics() || *kind == TransportKind::CudaIpc;
             match config.transports.contains(kind) || !optional {
                 true => tracing::warn!(transport = %kind, %why, "transport left out"),
@@ -96,7 +96,8 @@ impl TransferEngine {
         Ok(Self { shared, stage_foreign, takes_files: true, segments, worker })
     }
 
-    /// An engine without threads, over domains made by hand; [`TransferEngine::drive`] moves it.
+    /// Opens an engine without threads over the given domains. The caller drives it with
+    /// [`TransferEngine::drive`].
     pub fn open_manual(config: EngineConfig, transports: Transports) -> Result<Self> {
         let Transports { id, mut domains, clock } = transports;
         let address = address(id, &config.name, &mut domains);
@@ -113,7 +114,7 @@ impl TransferEngine {
 
 fn address(id: EngineId, name: &str, domains: &mut [Box<dyn Domain>]) -> EngineAddress {
     let endpoints = domains.iter().map(|d| d.endpoint()).collect();
-    // A name is for people: keep what fits.
+    // The name is informative: cut it to the wire limit.
     let name = name.chars().take(128).collect();
     let address = EngineAddress { id, name, endpoints };
     domains.iter_mut().for_each(|d| d.announce(&address));
@@ -131,7 +132,7 @@ fn policy(config: &EngineConfig) -> Policy {
     Policy { tcp_was_asked_for, peer_timeout, spray, heal, rail_window, receive_window, records }
 }
 
-/// RS-2: what is required is there, or nothing opens.
+/// Fails unless the required transport is open (RS-2).
 fn check_required(
     config: &EngineConfig,
     domains: &[Box<dyn Domain>],
@@ -152,7 +153,7 @@ fn check_required(
         Some(Requirement::Transport(kind)) => kind.to_string(),
         None => failures.first().map_or("usable".to_owned(), |(kind, _)| kind.to_string()),
     };
-    // Why others aren't there helps nobody who named one.
+    // List only failures of transports that `require` allows.
     let asked = |kind: TransportKind| match config.require {
         None => true,
         Some(Requirement::Transport(one)) => kind == one,
@@ -165,7 +166,7 @@ fn check_required(
     Err(EngineError::TransportUnavailable { wanted, reasons: reasons.join("; ") })
 }
 
-/// What an engine tries when its user names nothing: same host first, then NICs, then sockets.
+/// The default transports: same host first, then NICs, then sockets.
 const EVERYTHING: [TransportKind; 5] = [
     TransportKind::CudaIpc,
     TransportKind::Shm,
@@ -194,10 +195,10 @@ fn chosen_kinds(config: &EngineConfig) -> Result<Vec<TransportKind>> {
                 reasons: "neither verbs nor libfabric is among the allowed transports".into(),
             });
         }
-        // Sockets would be the slow path that the user wants to hear about, not to take.
+        // With RDMA required, the engine must fail rather than fall back to sockets.
         Some(Requirement::Rdma) => kinds.retain(|k| *k != TransportKind::Tcp),
     }
-    // It leads to nobody else, so that nothing has to allow it.
+    // The file transport reaches no other engine, so it needs no permission.
     if !kinds.contains(&TransportKind::File) {
         kinds.push(TransportKind::File);
     }

@@ -1,4 +1,4 @@
-//! Which way the bytes of a request take: for people, before they wonder why it is slow.
+//! The paths that the bytes of a request take, so that users can see why it is slow.
 
 use super::{driver::Core, Region, RemoteRegion, Shared, TransferEngine};
 use crate::{
@@ -8,28 +8,28 @@ use crate::{
     Result,
 };
 
-/// The way of one piece of a request.
+/// The path of one piece of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Path {
-    /// Which operation of the request.
+    /// Index of the operation within the request.
     pub op: usize,
-    /// Out of this engine's memory, or into it.
+    /// Whether bytes leave this engine's memory; otherwise they arrive in it.
     pub write: bool,
     pub bytes: u64,
-    /// What lies at this end.
+    /// The kind of the local memory.
     pub local: String,
     pub peer: String,
-    /// What lies at the other end.
+    /// The kind of the remote memory.
     pub remote: String,
     /// The transport in use towards the peer; `None` before the first connection.
     pub transport: Option<TransportKind>,
-    /// The way, in words.
+    /// The path, in words.
     pub way: String,
 }
 
 impl TransferEngine {
-    /// The way of each piece that a request of these operations would be cut into where its regions
-    /// end. What moves no bytes has none.
+    /// The path of each piece that a request of these operations is cut into at the ends of
+    /// regions. Operations that move no bytes have none.
     pub fn paths(&self, ops: &[Op<'_>]) -> Result<Vec<Path>> {
         for op in ops {
             self.shared.check(op)?;

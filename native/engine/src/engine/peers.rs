@@ -5,14 +5,14 @@ use crate::{
     group::{Hold, PeerKey},
 };
 
-/// Another engine, as this one knows it: one life of it (MR-2). Cheap to clone.
+/// One incarnation of another engine (MR-2). Cheap to clone.
 #[derive(Clone)]
 pub struct Peer {
     pub(crate) key: PeerKey,
-    /// Which engine this name was made by; keys of one engine mean nothing to another.
+    /// The engine that made this object; its keys mean nothing to another engine.
     pub(crate) known_to: EngineId,
     pub(crate) hold: Hold,
-    /// As it was named by whoever made this known: who else named the same engine may have said something else of it.
+    /// The address that the caller gave; another caller may have given another one for this engine.
     pub(crate) address: Arc<EngineAddress>,
 }
 
@@ -32,7 +32,7 @@ impl Peer {
     }
 }
 
-/// Peers that are addressed together, looked up once.
+/// Peers that are addressed together.
 #[derive(Clone, Debug)]
 pub struct PeerGroup {
     pub(crate) peers: Arc<[Peer]>,

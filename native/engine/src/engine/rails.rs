@@ -1,4 +1,4 @@
-//! The ways out of an engine, as it may use them now: for people, before they wonder why it is slow.
+//! The rails of an engine and their current limits, so that users can see why it is slow.
 
 use super::TransferEngine;
 use crate::{api::TransportKind, Result};
@@ -9,15 +9,15 @@ pub struct Rail {
     pub transport: TransportKind,
     /// The NIC's name; empty where there is none.
     pub device: String,
-    /// Bytes that may be under way over it at a time: less while other processes of this host have work
-    /// for the same NIC.
+    /// Bytes that may be under way at a time; less while other processes of this host use the same
+    /// NIC.
     pub window: u64,
-    /// Bytes that are under way over it, as far as they are limited.
+    /// Bytes under way that count against `window`.
     pub under_way: u64,
 }
 
 impl TransferEngine {
-    /// All of them, in the order of their transports and NICs.
+    /// All rails, in the order of their transports and NICs.
     ///
     /// # Errors
     /// [`EngineError::Forked`](crate::EngineError::Forked)

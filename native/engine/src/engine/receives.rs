@@ -1,4 +1,4 @@
-//! The rotating pool behind SEND/RECV: so many messages may be in users' hands at once.
+//! The receive pool of SEND/RECV, which bounds the messages that users hold.
 
 use std::sync::{
     atomic::{AtomicI64, Ordering::SeqCst},
@@ -14,7 +14,7 @@ use crate::{
     wake::Waker,
 };
 
-/// A message in a user's hands. Its place in the pool is free again when this is dropped.
+/// A received message. Dropping it frees its slot in the pool.
 pub struct Delivery {
     from: EngineId,
     message: Box<[u8]>,
@@ -38,7 +38,7 @@ impl Delivery {
     }
 }
 
-/// What a user does with a message.
+/// The user's message handler.
 pub type OnMessage = dyn Fn(Delivery) + Send + Sync;
 
 struct Pool {
@@ -80,7 +80,7 @@ struct Place(Arc<AtomicI64>, Waker);
 impl Drop for Place {
     fn drop(&mut self) {
         if self.0.fetch_add(1, SeqCst) <= 0 {
-            // Messages may have been kept back for want of this place.
+            // Messages may wait for this slot.
             self.1.wake();
         }
     }

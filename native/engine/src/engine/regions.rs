@@ -18,15 +18,15 @@ use crate::{
 pub(crate) struct RegionInner {
     pub memory: Arc<RegionMemory>,
     pub closed: AtomicBool,
-    /// What everybody waits for who wants to know that it is over.
+    /// Ends when the registration has ended; all callers of `revoke` share it.
     pub retirement: Mutex<Option<HandleRef>>,
-    /// What was granted from it, and from grants of it, to end with it.
+    /// Grants from it, and grants of those; they end with it.
     pub family: Arc<Family>,
     pub shared: Arc<Shared>,
 }
 
 impl RegionInner {
-    /// Ends the registration, and all that was granted from it, once.
+    /// Ends the registration and all grants from it, once.
     pub fn revoke(&self) -> HandleRef {
         let mut retirement = self.retirement.lock();
         if let Some(pending) = &*retirement {
@@ -44,8 +44,8 @@ impl RegionInner {
 
 impl Drop for RegionInner {
     fn drop(&mut self) {
-        // No transfer uses it any more, for each holds a clone. May run under the group's lock:
-        // hand it over, don't lock.
+        // Transfers hold clones, so none uses it now. This may run under the group's lock: `retire`
+        // queues a command and does not lock.
         if !self.closed.swap(true, SeqCst) {
             self.shared.retire(&self.memory, None);
         }
@@ -86,13 +86,13 @@ impl Region {
         Self { inner: Arc::new(inner), offset: 0, len }
     }
 
-    /// All of a registration.
+    /// A view of the whole registration.
     pub(super) fn whole(inner: Arc<RegionInner>) -> Self {
         let len = inner.memory.len;
         Self { inner, offset: 0, len }
     }
 
-    /// Bytes.
+    /// Length in bytes.
     pub fn len(&self) -> u64 {
         self.len
     }
@@ -101,7 +101,7 @@ impl Region {
         self.len == 0
     }
 
-    /// The address of this view's first byte in this process; of a file region, its offset in the
+    /// The address of this view's first byte in this process; for a file region, its offset in the
     /// file.
     pub fn addr(&self) -> usize {
         self.inner.memory.base + self.offset as usize
@@ -114,13 +114,13 @@ impl Region {
         matches!(self.inner.memory.backing, Backing::Owned { .. })
     }
 
-    /// A part of it: `len` bytes from `offset`. Same registration, own bounds.
+    /// A view of `len` bytes from `offset`, of the same registration.
     pub fn slice(&self, offset: u64, len: u64) -> Result<Self> {
         crate::api::check_range("region", offset, len, self.len)?;
         Ok(Self { inner: Arc::clone(&self.inner), offset: self.offset + offset, len })
     }
 
-    /// What a peer needs to write here.
+    /// The descriptor that a peer needs to reach this view.
     pub fn descriptor(&self) -> RegionDescriptor {
         RegionDescriptor {
             owner: self.inner.shared.address.clone(),
@@ -135,8 +135,8 @@ impl Region {
     /// memory (MR-1). New uses fail with [`EngineError::Stale`].
     ///
     /// # Errors
-    /// [`EngineError::NotQuiesced`] if a peer doesn't let go within `timeout`; the engine then
-    /// keeps the memory.
+    /// [`EngineError::NotQuiesced`] if a peer can still reach the memory after `timeout`; the
+    /// engine then keeps it.
     pub fn deregister(&self, timeout: Duration) -> Result<()> {
         self.revoke()?.wait(timeout).unwrap_or_else(|| {
             Err(EngineError::NotQuiesced {
@@ -147,9 +147,9 @@ impl Region {
         })
     }
 
-    /// Ends the registration for all clones and views, without waiting: the handle is done when no peer can
-    /// reach the memory any more and nothing of ours uses it (MR-1). New uses fail with [`EngineError::Stale`]
-    /// from now on, here and at peers. Asked for again, the answer is the same.
+    /// Ends the registration for all clones and views, without waiting. The handle is done when no
+    /// peer can reach the memory and no local transfer uses it (MR-1). New uses fail with
+    /// [`EngineError::Stale`] from now on, here and at peers. Later calls return the same handle.
     pub fn revoke(&self) -> Result<Handle> {
         self.inner.shared.cell()?;
         Ok(Handle::pending("revocation", self.inner.revoke()))
@@ -173,8 +173,8 @@ impl Region {
         self.with_bytes(offset, len, <[u8]>::to_vec)
     }
 
-    /// What `f` makes of the `len` bytes from `offset` of this view. If a peer writes there at the
-    /// same time, what `f` sees is unspecified.
+    /// Calls `f` with the `len` bytes from `offset` of this view. If a peer writes there at the
+    /// same time, the bytes are unspecified.
     pub fn with_bytes<T>(&self, offset: u64, len: u64, f: impl FnOnce(&[u8]) -> T) -> Result<T> {
         crate::api::check_range("region", offset, len, self.len)?;
         self.check_open()?;
@@ -206,7 +206,7 @@ impl Region {
         Err(EngineError::Invalid(format!("the region lies {what}")))
     }
 
-    /// Returns when what was written to a file region is on its disk; at once for memory.
+    /// Waits until everything written to a file region is on its disk; returns at once for memory.
     pub fn sync(&self) -> Result<()> {
         self.check_open()?;
         self.location().file().map_or(Ok(()), |file| file.sync())
@@ -228,7 +228,7 @@ impl Region {
     }
 }
 
-/// A peer's region, ready to be named in requests.
+/// A peer's region, for use in requests.
 #[derive(Clone, Debug)]
 pub struct RemoteRegion {
     pub(crate) peer: Peer,
@@ -243,7 +243,7 @@ impl RemoteRegion {
         &self.peer
     }
 
-    /// Bytes.
+    /// Length in bytes.
     pub fn len(&self) -> u64 {
         self.len
     }
@@ -252,7 +252,7 @@ impl RemoteRegion {
         self.len == 0
     }
 
-    /// A part of it: `len` bytes from `offset`.
+    /// A view of `len` bytes from `offset`.
     pub fn slice(&self, offset: u64, len: u64) -> Result<Self> {
         crate::api::check_range("remote region", offset, len, self.len)?;
         Ok(Self { offset: self.offset + offset, len, ..self.clone() })

@@ -1,4 +1,4 @@
-//! From memory to a region that peers reach.
+//! Registers memory, so that peers can reach it.
 
 use std::{
     collections::HashMap,
@@ -23,11 +23,10 @@ use crate::{
     EngineError, Result,
 };
 
-/// What each segment was registered as, by its first address and bytes, for as long as a part of it
-/// is in use.
+/// The registration of each segment, by first address and length, while a part of it is in use.
 ///
-/// A part keeps its tensor, so the allocator can't give the segment back while one is registered;
-/// once none is, the entry is dead, and another allocation at the same address starts anew.
+/// A part keeps its tensor, so the allocator can't free the segment while a part is registered.
+/// Later the entry is dead, and another allocation at the same address is registered anew.
 pub(super) type Segments = Mutex<HashMap<(usize, u64), Segment>>;
 
 pub(super) struct Segment {
@@ -35,7 +34,7 @@ pub(super) struct Segment {
     keeps: Weak<Mutex<Keeps>>,
 }
 
-/// What keeps the memory of each part, by its address and bytes.
+/// The `keep` objects of the parts, by address and length.
 type Keeps = HashMap<(usize, u64), Keep>;
 
 impl Segment {
@@ -47,15 +46,15 @@ impl Segment {
 }
 
 impl TransferEngine {
-    /// Memory that peers on this host can map: the fastest target and source for them.
+    /// Allocates memory that peers on this host can map: the fastest target and source for them.
     pub fn alloc(&self, len: u64) -> Result<Region> {
         let allocation = Arc::new(Allocation::new(len)?);
         let backing = Backing::Owned { allocation: Arc::clone(&allocation), offset: 0 };
         self.register_memory(allocation.base(), len.max(1), backing, None)
     }
 
-    /// Registers `len` bytes at `addr`, which `keep` keeps alive; without one the caller promises to
-    /// deregister before the memory goes away.
+    /// Registers `len` bytes at `addr`. `keep` keeps them alive; without it the caller must
+    /// deregister before the memory is freed.
     ///
     /// Memory inside an allocation of this engine is recognised and stays mappable.
     ///
@@ -78,9 +77,9 @@ impl TransferEngine {
         self.register_memory(addr, len, backing, keep)
     }
 
-    /// Registers the memory of a region once more, under another key: what one peer was given can then be
-    /// taken back from it alone, by [`Region::revoke`]. The region may be another engine's of this process: then both
-    /// reach one memory. It lives as long as either registration.
+    /// Registers a region's memory again under another key, which [`Region::revoke`] can revoke
+    /// alone. The region may belong to another engine of this process. The memory lives as long as
+    /// either registration.
     ///
     /// # Errors
     /// [`EngineError::Stale`] if the region was deregistered, [`EngineError::Invalid`] if it is one of a file.
@@ -102,12 +101,12 @@ impl TransferEngine {
         self.register_memory(region.addr(), region.len(), backing, keep)
     }
 
-    /// As [`TransferEngine::register`], with the whole segment that the memory lies in: it is
-    /// registered once, and all parts of it share that. `around` is the segment's first address and
-    /// bytes; where CUDA knows the allocation, that is taken.
+    /// As [`TransferEngine::register`], for the whole segment that the memory lies in. The segment
+    /// is registered once, and its parts share the registration. `around` is the segment's first
+    /// address and length; where CUDA knows the allocation, its range is used.
     ///
-    /// The registration ends with the last part; until then every part's memory is kept, and whoever
-    /// was given one part's key can reach all of them.
+    /// The registration ends with the last part. Until then the memory of every part is kept, and a
+    /// peer with one part's key can reach all of them.
     ///
     /// # Safety
     /// As for `register`, for the whole segment.
@@ -133,7 +132,7 @@ impl TransferEngine {
         let mut segments = self.segments.lock();
         if let Some(known) = segments.get(&around) {
             if let (Some(region), Some(keeps)) = (known.region(), known.keeps.upgrade()) {
-                // Who registers a part again needs nothing kept twice.
+                // A part that is registered again keeps its first `keep` object.
                 keeps.lock().entry((addr, len)).or_insert(keep);
                 return region.slice(offset, len);
             }
@@ -162,12 +161,12 @@ impl TransferEngine {
         self.register_at(location, (base, len), backing, keep)
     }
 
-    /// Makes a file, or a part of one, a region: it has no address, and is read and written by
-    /// offset, with the same requests as any other. Between it and this engine's own memory go
-    /// requests to the engine's own address.
+    /// Registers a file, or a part of one. The region has no address; requests read and write it by
+    /// offset. To move bytes between the file and this engine's memory, send the requests to this
+    /// engine's own address.
     ///
     /// # Errors
-    /// See [`FileMemory::open`]; [`EngineError::Invalid`] on an engine none of whose transports takes
+    /// See [`FileMemory::open`]; [`EngineError::Invalid`] if no transport of the engine takes
     /// files.
     pub fn register_file(&self, path: &Path, options: FileOptions) -> Result<Region> {
         self.shared.check_open()?;
@@ -191,7 +190,7 @@ impl TransferEngine {
     }
 }
 
-/// What is to be registered.
+/// Memory to be registered.
 pub(super) struct Stretch {
     pub location: Location,
     pub base: usize,
@@ -199,12 +198,12 @@ pub(super) struct Stretch {
     pub backing: Backing,
     pub keep: Keep,
     pub nature: Nature,
-    /// As what it is granted, if it is.
+    /// The grant, if this is one.
     pub grant: Option<Granted>,
 }
 
 impl Shared {
-    /// Makes a stretch of memory reachable by every domain, under a key drawn for it.
+    /// Registers memory with every domain, under a random key.
     pub(super) fn register(self: &Arc<Self>, stretch: Stretch) -> Result<Region> {
         let cell = self.cell()?;
         let Stretch { location, base, len, backing, keep, nature, grant } = stretch;

@@ -1,5 +1,5 @@
-//! Many requests, or expectations, in one call: the engine's locks are taken once, and one listener hears what becomes of
-//! each.
+//! Batches: many requests, or expectations, in one call. The engine takes its locks once, and one
+//! observer gets the events of all requests.
 
 use std::{
     sync::{
@@ -24,29 +24,30 @@ use crate::{
     EngineError, Result,
 };
 
-/// What has become of one of many.
+/// An event of one request of a batch.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Outcome {
-    /// It is over, or has failed: once for each.
+    /// The request succeeded or failed. Reported once for each request.
     Ended(Result<()>),
-    /// Of a request that has failed, after that: nothing of it is under way any more.
+    /// After a failure: nothing of the request is under way any more.
     Quiet(Quiet),
 }
 
-/// What has become of one, by its place in what was asked for.
+/// The index of a request within its batch, and its event.
 pub(super) type BatchEvent = (usize, Outcome);
 
-/// Hears what becomes of requests, or expectations, that were made together.
+/// Receives the events of requests or expectations that were submitted together.
 ///
-/// The engine drops what it holds of a listener on its callback thread or within the call that was given it, never under a
-/// lock of its own: a listener may own anything, the engine too.
+/// The engine drops its reference to an observer on its callback thread or within the submitting
+/// call, never under one of its locks. An observer may thus own anything, even the engine.
 pub trait Listener: Send + Sync {
-    /// By their places in what was asked for. May be called within the call that asks, on its thread, with what is over by
-    /// then; otherwise on the engine's callback thread, which tells the listeners of all calls in the order of the ends.
+    /// Receives events by request index. Requests that end within the submitting call are reported
+    /// within it, on its thread. The callback thread reports all others, in the order of completion
+    /// over all batches.
     fn hear(&self, news: Vec<(usize, Outcome)>);
 }
 
-/// One expectation: `n` further writes at a counter, of these peers. See [`Counter::expect`].
+/// One expectation: `n` further writes at a counter, by these peers. See [`Counter::expect`].
 #[derive(Clone, Copy, Debug)]
 pub struct Expect<'a> {
     pub counter: &'a Counter,
@@ -54,16 +55,16 @@ pub struct Expect<'a> {
     pub writers: &'a [Peer],
 }
 
-/// Those of one call.
+/// The shared state of the requests of one call.
 pub(super) struct RequestBatch {
     me: Weak<RequestBatch>,
     shared: Weak<Shared>,
     callbacks: Callbacks,
-    /// Until it is dropped.
+    /// `None` once dropped.
     listener: Option<Arc<dyn Listener>>,
-    /// Requests that aren't over.
+    /// Requests that have not ended.
     left: AtomicUsize,
-    /// The memory of all of them.
+    /// The regions of all requests.
     keep: Mutex<Vec<Region>>,
 }
 
@@ -84,14 +85,14 @@ impl RequestBatch {
         })
     }
 
-    /// Has the callback thread tell this.
+    /// Queues events for the callback thread.
     fn tell(&self, news: impl IntoIterator<Item = BatchEvent>) {
         if let Some(me) = self.me.upgrade() {
             self.callbacks.tell(me, news.into_iter());
         }
     }
 
-    /// Tells it, on the callback thread.
+    /// Delivers events; runs on the callback thread.
     pub fn hear(self: Arc<Self>, news: Vec<BatchEvent>) {
         if let Some(listener) = &self.listener {
             listener.hear(news);
@@ -99,14 +100,15 @@ impl RequestBatch {
         Self::let_go(self);
     }
 
-    /// Drops the listener with the last of those that hold on to it; for where it may be dropped.
+    /// Drops a reference, and the observer with the last one. The caller must be allowed to run the
+    /// observer's destructor.
     fn let_go(this: Arc<Self>) {
         if let Some(mut batch) = Arc::into_inner(this) {
             batch.listener = None;
         }
     }
 
-    /// So many of its requests are over.
+    /// Counts `n` requests as ended, and releases the memory after the last one.
     fn are_over(&self, n: usize) {
         if self.left.fetch_sub(n, AcqRel) > n {
             return;
@@ -119,7 +121,8 @@ impl RequestBatch {
 }
 
 impl Drop for RequestBatch {
-    /// What a listener owns may do anything when it is dropped, and here the engine's lock may be held.
+    /// The engine's lock may be held here, and the observer's destructor may run any code. The
+    /// callback thread drops it.
     fn drop(&mut self) {
         if let Some(listener) = self.listener.take() {
             self.callbacks.push(Box::new(move || drop(listener)));
@@ -142,12 +145,12 @@ impl OperationCompletion for RequestBatch {
     }
 }
 
-/// What is over before the call returns.
+/// Requests that end before the call returns.
 #[derive(Default)]
 struct AtOnce {
     news: Vec<BatchEvent>,
     over: usize,
-    /// How many there are.
+    /// The size of the batch.
     of: usize,
 }
 
@@ -165,7 +168,7 @@ impl AtOnce {
     }
 }
 
-/// A request that waits for the lock, with so many of the operations that do.
+/// A request that waits for the lock, and its number of bound operations.
 struct Waiting {
     at: u32,
     called: (&'static str, Span),
@@ -181,7 +184,7 @@ impl Shared {
         listener: Arc<dyn Listener>,
     ) -> Result<()> {
         let cell = self.cell()?;
-        // Before the lock is tried: who finds it taken must hear it as well.
+        // Checked before the lock is tried, so that a queued batch is refused too.
         if self.draining.load(SeqCst) {
             return Err(EngineError::Draining);
         }
@@ -199,7 +202,7 @@ impl Shared {
                 core.check_open()?;
                 self.post_each(&mut core, &good, options, listens, &mut at_once);
             }
-            // Somebody holds the lock: leave the requests to them.
+            // Another thread holds the lock, and posts the requests.
             None => self.leave_each(&good, options, listens),
         }
         if !at_once.news.is_empty() {
@@ -242,7 +245,7 @@ impl Shared {
             0 => {}
             n => batch.are_over(n),
         }
-        // The caller has the listener as well: this isn't the last of it.
+        // The caller still holds the observer, so this does not drop it.
         RequestBatch::let_go(batch);
         self.set_alarm(core.group.next_deadline());
     }
@@ -256,7 +259,7 @@ impl Shared {
         let timeout = options.timeout.unwrap_or(self.op_timeout);
         let batch = RequestBatch::new(self, listener, ops);
         let (mut waiting, mut bound) = (Vec::with_capacity(ops.len()), Vec::new());
-        // Until it is posted only we name its peers.
+        // Until the batch is posted, only these references keep its peers.
         let mut peers: Vec<Hold> = Vec::new();
         for (at, op) in ops {
             op.each_peer(|peer| peers.push(Arc::clone(&peer.hold)));
@@ -325,12 +328,13 @@ impl Shared {
 }
 
 impl TransferEngine {
-    /// Submits many requests of one operation batch, with the same options: as many calls of [`TransferEngine::submit`]
-    /// would, but for one price. `listener` hears what becomes of batch, by its place among `ops`: one that is found wrong
-    /// ends, and the others go on. The local memory of all is in use until the last of them is over (MR-1).
+    /// Submits many requests of one operation each, with the same options. The effect is that of
+    /// one [`TransferEngine::submit`] per operation, but the locks are taken once. `listener` gets
+    /// the events by the index in `ops`. An invalid request fails, and the others continue. The
+    /// local memory of all requests is in use until the last one has ended (MR-1).
     ///
     /// # Errors
-    /// If the engine takes nothing any more; nobody hears of anything then.
+    /// If the engine accepts no requests; there are no events then.
     pub fn submit_each(
         &self,
         ops: &[Op<'_>],
@@ -340,12 +344,13 @@ impl TransferEngine {
         self.shared.submit_each(ops, options, listener)
     }
 
-    /// Expects writes at many counters of this engine: as many calls of [`Counter::expect`] would, but for one price, and
-    /// counters are not kept by it. `listener` hears of batch, by its place.
+    /// Expects writes at many counters of this engine. The effect is that of one
+    /// [`Counter::expect`] per entry, but the locks are taken once, and the counters are not kept
+    /// alive. `listener` gets the events by index.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] for a counter of another engine, or no writes at one; or if the engine takes nothing any
-    /// more. Nobody hears of anything then.
+    /// [`EngineError::Invalid`] for a counter of another engine or an `n` of 0, or if the engine
+    /// accepts no expectations. There are no events then.
     pub fn expect_each(
         &self,
         expected: &[Expect<'_>],
@@ -377,7 +382,7 @@ mod tests {
         transport::sim::SimConfig,
     };
 
-    /// Keeps what it hears, and says when it is dropped.
+    /// Records events, and whether it was dropped.
     #[derive(Default)]
     struct Heard {
         news: Arc<Mutex<Vec<BatchEvent>>>,
@@ -448,9 +453,9 @@ mod tests {
         let retired = src.revoke().unwrap();
         let end = net.now().after(Duration::from_millis(1));
         net.run_until(end);
-        assert!(retired.is_done(), "nobody holds on to their memory");
+        assert!(retired.is_done(), "the engine still holds their memory");
 
-        // Closed while they wait: none is begun, and each is told.
+        // The engine is closed while they wait: none is posted, and each one fails.
         let src = a.alloc(64).unwrap();
         let late = Arc::new(Heard::default());
         let (src, dst) = (Local { region: &src, offset: 0 }, Remote { region: &to_b, offset: 0 });

@@ -1,4 +1,4 @@
-//! What an engine tells of its work: numbers, and the flight recorder's latest records.
+//! Metrics and flight records of an engine.
 
 use super::TransferEngine;
 use crate::{
@@ -7,7 +7,7 @@ use crate::{
 };
 
 impl TransferEngine {
-    /// Everything that is counted, since the engine was opened.
+    /// All metrics since the engine was opened.
     ///
     /// # Errors
     /// [`EngineError::Forked`](crate::EngineError::Forked)
@@ -27,8 +27,8 @@ impl TransferEngine {
         Ok(metrics)
     }
 
-    /// What was recorded since `since`, and the requests that are not over. The engine's lock is held meanwhile, for
-    /// some ten microseconds per hundred records: ask every second, not every millisecond.
+    /// Flight records since `since`, and pending requests. The engine's lock is held for some ten
+    /// microseconds per hundred records: call this every second, not every millisecond.
     ///
     /// # Errors
     /// [`EngineError::Forked`](crate::EngineError::Forked)

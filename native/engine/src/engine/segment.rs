@@ -11,15 +11,15 @@ use crate::{
     EngineError, Result,
 };
 
-/// Regions of this engine, host memory, GPU memory and files alike, laid out as one range of offsets.
-/// Keeps its regions. Cheap to clone.
+/// Regions of this engine, in host memory, GPU memory or files, laid out as one range of offsets.
+/// It keeps its regions. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Segment {
     parts: Arc<Parts<Region>>,
     descriptor: Arc<SegmentDescriptor>,
 }
 
-/// A peer's segment, ready to be named in requests.
+/// A peer's segment, for use in requests.
 #[derive(Clone, Debug)]
 pub struct RemoteSegment {
     parts: Arc<Parts<RemoteRegion>>,
@@ -28,14 +28,14 @@ pub struct RemoteSegment {
 
 #[derive(Debug)]
 struct Parts<R> {
-    /// First byte and length of each.
+    /// First byte and length of each part.
     spans: Vec<(u64, u64)>,
     regions: Vec<R>,
 }
 
 impl TransferEngine {
-    /// Makes a segment of regions, each at its offset, in order and without overlap. Gaps are allowed:
-    /// nothing can be moved there.
+    /// Makes a segment of regions, each at its offset, in order and without overlap. Gaps are
+    /// allowed, but no transfer may touch them.
     pub fn segment(&self, parts: &[(u64, Region)]) -> Result<Segment> {
         let spans: Vec<_> = parts.iter().map(|(at, region)| (*at, region.len())).collect();
         let invalid = |why: String| EngineError::Invalid(format!("segment: {why}"));
@@ -56,7 +56,7 @@ impl TransferEngine {
         Ok(Segment { parts, descriptor: Arc::new(descriptor) })
     }
 
-    /// A peer's segment, or one of this engine's own, to be named in requests.
+    /// Opens a segment of a peer, or of this engine, for use in requests.
     pub fn open_segment(&self, descriptor: &SegmentDescriptor) -> Result<RemoteSegment> {
         let spans = descriptor.parts.iter().map(|p| (p.at, p.len)).collect::<Vec<_>>();
         check_parts(spans.iter().copied()).map_err(EngineError::Invalid)?;
@@ -95,7 +95,7 @@ fn describe(at: u64, region: &Region, domains: &[Box<dyn Domain>]) -> SegmentPar
 }
 
 impl Segment {
-    /// What a peer needs to open it.
+    /// The descriptor with which a peer opens the segment.
     pub fn descriptor(&self) -> &SegmentDescriptor {
         &self.descriptor
     }
@@ -105,8 +105,8 @@ impl Segment {
         &self.parts.regions
     }
 
-    /// The pieces of `len` bytes between `offset` of this segment and `remote_offset` of a peer's: for
-    /// [`Op::WritePieces`] and [`Op::ReadPieces`].
+    /// Cuts `len` bytes between `offset` of this segment and `remote_offset` of a peer's into
+    /// pieces, for [`Op::WritePieces`] and [`Op::ReadPieces`].
     ///
     /// [`Op::WritePieces`]: crate::engine::Op::WritePieces
     /// [`Op::ReadPieces`]: crate::engine::Op::ReadPieces
@@ -134,9 +134,9 @@ impl RemoteSegment {
         &self.descriptor
     }
 
-    /// The engine whose segment it is.
+    /// The engine that owns the segment.
     pub fn peer(&self) -> &super::Peer {
-        // `check_parts` lets no segment pass without one.
+        // `check_parts` refuses a segment without parts.
         self.parts.regions[0].peer()
     }
 }

@@ -1,4 +1,4 @@
-//! What all objects of one engine share.
+//! State that all objects of one engine share.
 
 use std::{
     sync::{
@@ -33,26 +33,26 @@ use crate::{
     EngineError, Result,
 };
 
-/// Numbers for people and metrics.
+/// Counts for metrics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
     pub counted: u64,
-    /// Immediates of an earlier use of their counter, dropped (IC-6).
+    /// Immediates of an earlier generation of their counter, which were dropped (IC-6).
     pub ghosts: u64,
     pub regions: usize,
     pub retiring: usize,
 }
 
-/// A deregistration on its way (MR-1: failed, quiesced and reusable are three states).
+/// A deregistration that has not completed (MR-1: failed, quiesced and reusable are three states).
 struct Retiring {
     memory: Arc<RegionMemory>,
-    /// Domains through which a peer may still reach it.
+    /// Domains through which a peer may still reach the memory.
     rails: u32,
     handle: Option<HandleRef>,
 }
 
 impl Retiring {
-    /// Whether nothing can land there any more. Whoever asked to be told is told for the grants as well.
+    /// Whether no byte can land there any more. With a handle, also whether all grants have ended.
     fn is_over(&self) -> bool {
         let granted = self.handle.is_some() && self.memory.grants.load(SeqCst) > 0;
         self.rails == 0 && self.memory.users.load(SeqCst) == 0 && !granted
@@ -69,7 +69,7 @@ pub(crate) struct Shared {
     pub leases: Leases,
     pub op_timeout: Duration,
     pub max_message: usize,
-    /// Virtual time where the engine is driven by hand.
+    /// Virtual time if the caller drives the engine.
     pub clock: Clock,
     counted: AtomicU64,
     regions: Mutex<Vec<Weak<RegionMemory>>>,
@@ -77,15 +77,15 @@ pub(crate) struct Shared {
     next_number: AtomicU64,
     retiring: Mutex<Vec<Retiring>>,
     closed: AtomicBool,
-    /// No further expectations.
+    /// Requests and expectations are refused.
     pub draining: AtomicBool,
 }
 
-/// Where the engine takes the time from.
+/// The source of time.
 #[derive(Debug)]
 pub(crate) enum Clock {
     Machine,
-    /// Set by whoever drives.
+    /// Set by the caller of `drive`.
     Manual(Arc<AtomicU64>),
 }
 
@@ -140,8 +140,8 @@ impl Shared {
         }
     }
 
-    /// When what a poll reports was seen, if the round began at `began`: a poll that moves bytes through sockets
-    /// takes long enough to tell.
+    /// The time of the events that a poll reports, if the round began at `began`. A poll that moves
+    /// bytes through sockets takes long, so the clock is read again.
     #[inline]
     pub fn seen(&self, began: Time, kind: TransportKind) -> Time {
         match (&self.clock, kind) {
@@ -154,16 +154,16 @@ impl Shared {
         self.next_number.fetch_add(1, SeqCst)
     }
 
-    /// The only way to what moves bytes: the transports, their lock, and the threads that drive them.
+    /// The only access to the transports, their lock, and the threads that drive them.
     ///
     /// # Errors
-    /// [`EngineError::Forked`] in a child by fork: all of that is the parent's.
+    /// [`EngineError::Forked`] in a forked child, where all of these are the parent's.
     #[inline]
     pub fn cell(&self) -> Result<&Cell> {
         self.cell.get()
     }
 
-    /// The group's lock.
+    /// Takes the group's lock.
     ///
     /// # Errors
     /// [`EngineError::Forked`]
@@ -171,23 +171,24 @@ impl Shared {
         Ok(self.cell()?.lock(self))
     }
 
-    /// Has `command` done under the group's lock, by this thread or by the lock's holder. A child by fork forgets it.
+    /// Runs `command` under the group's lock, on this thread or on the lock's holder. A forked
+    /// child leaks it.
     pub fn post(self: &Arc<Self>, command: Command) {
         match self.cell() {
             Ok(cell) => cell.post(self, command),
-            // What it holds is the parent's.
+            // Its contents are the parent's.
             Err(_) => std::mem::forget(command),
         }
     }
 
-    /// A sleeping worker must wake for the earliest timer, which may have become earlier.
+    /// Makes a sleeping worker wake at `at` or earlier.
     pub fn set_alarm(&self, at: Time) {
         if let Ok(cell) = self.cell() {
             cell.set_alarm(at);
         }
     }
 
-    /// Whether the engine may be used: by this process, and still.
+    /// Fails if the engine is closed or belongs to a parent process.
     pub fn check_open(&self) -> Result<()> {
         self.cell()?;
         match self.closed.load(SeqCst) {
@@ -196,10 +197,10 @@ impl Shared {
         }
     }
 
-    /// An index that no region of this engine has.
+    /// Allocates an unused region index.
     ///
     /// # Errors
-    /// [`EngineError::Resource`] when all are taken.
+    /// [`EngineError::Resource`] if none is left.
     pub fn take_region_index(&self) -> Result<Index> {
         self.indices.take().ok_or_else(|| EngineError::Resource {
             call: "register",
@@ -216,7 +217,7 @@ impl Shared {
         regions.push(Arc::downgrade(memory));
     }
 
-    /// Whether a range lies in memory that the engine allocated.
+    /// The allocation of this engine that a range lies in, if any.
     pub fn backing_of(&self, addr: usize, len: u64) -> Backing {
         let end = addr as u64 + len;
         for memory in self.regions.lock().iter().filter_map(Weak::upgrade) {
@@ -267,7 +268,8 @@ impl Shared {
         Ok(Handle::pending("expectation", pending))
     }
 
-    /// What is expected of these counters is in place: losses, found now or later, and deadlines end it.
+    /// Starts expectations that were queued. From now on arrivals, lost peers and deadlines end
+    /// them.
     pub fn begin_to_expect<'a>(
         self: &Arc<Self>,
         (now, timeout): (Time, Duration),
@@ -291,7 +293,7 @@ impl Shared {
         }
     }
 
-    /// Withdraws a region from all domains; the memory is kept until the last peer let go.
+    /// Deregisters a region from all domains. Its memory is kept until no peer can reach it.
     pub fn retire(self: &Arc<Self>, memory: &Arc<RegionMemory>, handle: Option<HandleRef>) {
         let memory = Arc::clone(memory);
         self.post(Box::new(move |core, shared| {
@@ -304,16 +306,16 @@ impl Shared {
             let rails = later.count() as u32;
             if let Some(r) = shared.retiring.lock().iter_mut().find(|r| r.memory.key.index == index)
             {
-                // Once closed, peers are cut off: nothing can land any more.
+                // After `close` all links are down: nothing can land any more.
                 r.rails = if core.closed { 0 } else { rails };
             }
             shared.reap();
-            // A domain that has to tell its peers may want to try again.
+            // A domain that has to inform its peers may have set a timer.
             shared.set_alarm(core.next_timer(shared));
         }));
     }
 
-    /// What a deregistration that isn't over waits for, in words.
+    /// Why a deregistration has not completed, as text.
     pub fn waits_for(self: &Arc<Self>, memory: &RegionMemory) -> String {
         let mut why = Vec::new();
         match memory.users.load(SeqCst) {
@@ -341,7 +343,7 @@ impl Shared {
         why.join("; ")
     }
 
-    /// Lets go of regions that nobody can reach any more.
+    /// Releases retired regions that no peer can reach any more.
     fn reap(&self) {
         let mut over = Vec::new();
         {
@@ -364,12 +366,13 @@ impl Shared {
                 handle.complete(Ok(()));
             }
             if memory.keep.is_some() || memory.grantor.is_some() {
-                // What a user gave us to keep may run any code when dropped: not on this thread.
+                // The user's `keep` object may run any code when dropped: the callback thread drops
+                // it.
                 self.callbacks.push(Box::new(move || drop(memory)));
             }
         }
         if more {
-            // Who granted them may have waited for the last of them.
+            // Their grantors may have waited for the last grant.
             self.reap();
         }
     }
@@ -408,7 +411,7 @@ impl Shared {
             core.group.close(self.now());
         }
         self.counters.close(self.now());
-        // Peers are cut off: nothing can land any more.
+        // All links are down: nothing can land any more.
         self.retiring.lock().iter_mut().for_each(|r| r.rails = 0);
         self.reap();
     }

@@ -1,4 +1,5 @@
-//! Taking a request: checked, bound, and posted by this thread, or left to whoever holds the lock.
+//! Submits a request: checks and binds it, then posts it on this thread or queues it for the lock's
+//! holder.
 
 use std::{
     sync::{
@@ -26,15 +27,15 @@ use crate::{
 pub struct Submit {
     /// The engine's `op_timeout` if `None`.
     pub timeout: Option<Duration>,
-    /// The one rail that may carry it, counted among the NICs of the transport in use.
+    /// The only rail that may carry the request: an index among the NICs of the transport in use.
     pub rail: Option<u8>,
-    /// If `None`: [`Priority::Latency`] for messages and barriers, [`Priority::Bulk`] for what moves data.
+    /// If `None`: [`Priority::Latency`] for messages and barriers, [`Priority::Bulk`] for data.
     pub priority: Option<Priority>,
-    /// The request that it is done for, in flight records.
+    /// The caller's request that this one serves, for flight records.
     pub span: Span,
 }
 
-/// What moves so many bytes within the call that submits it has taken a while: the clock is read again.
+/// Bytes after which a submitting call reads the clock again.
 pub(super) const LONG: u64 = 32 << 10;
 
 impl Submit {
@@ -63,7 +64,7 @@ impl Shared {
         (only_prepare, posted): (bool, Option<&AtomicU64>),
     ) -> Result<Handle> {
         let cell = self.cell()?;
-        // Before the lock is tried: who finds it taken must hear it as well.
+        // Checked before the lock is tried, so that a queued request is refused too.
         if self.draining.load(SeqCst) {
             return Err(EngineError::Draining);
         }
@@ -109,9 +110,9 @@ impl Shared {
                 }
             });
         }
-        // Somebody holds the lock: leave the request to them.
+        // Another thread holds the lock, and posts the request.
         let mut bound = Vec::with_capacity(ops.len());
-        // Until it is posted only we name its peers.
+        // Until the request is posted, only these references keep its peers.
         let mut peers: Vec<Hold> = Vec::new();
         for op in ops {
             op.each_peer(|peer| {

@@ -1,5 +1,5 @@
-//! Words in memory that somebody changes and a thread of the engine watches: how a GPU kernel, or a
-//! plain store on the host, tells the engine that something is ready (UVM watcher, fabric-lib §3.3).
+//! Watched words in memory: a GPU kernel, or a plain store on the host, signals the engine (UVM
+//! watcher, fabric-lib §3.3).
 
 use std::{
     panic::{catch_unwind, AssertUnwindSafe},
@@ -20,17 +20,18 @@ use crate::{memory::device::DeviceWord, process::ProcessLocal, EngineError, Resu
 
 type OnChange = Box<dyn Fn(u64, u64) + Send + Sync>;
 
-/// Looks in a row; then others may have the core, for whom the change that is looked for may mean work.
+/// Polls in a row before the thread yields its core; the writer may need it.
 const LOOKS: u32 = 32;
-/// How long the thread spins after a change, and its longest sleep between looks when all is quiet.
+/// How long the thread spins after a change.
 const SPIN: Duration = Duration::from_micros(200);
+/// Longest sleep between polls.
 const LONGEST_NAP: Duration = Duration::from_millis(2);
 
-/// On a line of its own, so that the writer's stores disturb nobody else.
+/// On its own cache line, so that the writer's stores cause no false sharing.
 #[repr(align(64))]
 struct Own(AtomicU64);
 
-/// What is watched.
+/// The watched word.
 enum Word {
     Own(Own),
     Device(DeviceWord),
@@ -56,7 +57,7 @@ impl Word {
             Self::Own(word) => {
                 word.0.fetch_add(n, SeqCst);
             }
-            // Processors have no atomic addition across the bus.
+            // CPUs have no atomic addition across the bus.
             Self::Device(word) => word.store(word.load().wrapping_add(n)),
         }
     }
@@ -65,9 +66,9 @@ impl Word {
 struct Watch {
     word: Word,
     on_change: OnChange,
-    /// The value last seen; only the watching thread changes it.
+    /// The last value seen; only the watching thread changes it.
     seen: AtomicU64,
-    /// When that was, in nanoseconds since `begun`.
+    /// When it was seen, in nanoseconds since `begun`.
     seen_at: AtomicU64,
     begun: Instant,
     dropped: AtomicBool,
@@ -78,28 +79,28 @@ struct State {
     watches: Vec<Arc<Watch>>,
     thread: Option<JoinHandle<()>>,
     closed: bool,
-    /// Raised by `Watcher::store`, so that a napping thread needn't sleep its nap out.
+    /// Set by `Watcher::store` to end the thread's sleep.
     poked: bool,
 }
 
-/// A transfer that is over stores its key: a flag that kernels wait on.
+/// A transfer stores its key when it ends; kernels wait on the word.
 impl super::Notify for DeviceWord {
     fn notify(&self, key: u64) {
         self.store(key);
     }
 }
 
-/// The watchers of one engine and their thread, which starts with the first.
+/// The watchers of one engine and their thread, which starts with the first watcher.
 #[derive(Clone)]
 pub(crate) struct Watchers {
     inner: Arc<ProcessLocal<(Mutex<State>, Condvar)>>,
 }
 
-/// A watched 64-bit word. The engine calls back with the old and the new value when it has changed;
-/// values in between may go unseen, the latest never does. Dropping it ends the watch.
+/// A watched 64-bit word. The engine calls back with the old and the new value after a change. It
+/// may miss values in between, but never the latest. Dropping the watcher ends the watch.
 ///
-/// The callback runs on the watching thread, so that nothing stands between a change and what is
-/// posted in answer; it must not block.
+/// The callback runs on the watching thread, so that it can post without a thread switch. It must
+/// not block.
 pub struct Watcher {
     watch: Arc<Watch>,
     watchers: Watchers,
@@ -112,7 +113,7 @@ impl std::fmt::Debug for Watcher {
 }
 
 impl Watcher {
-    /// Where the word lies, for whoever stores to it: 8 bytes, aligned.
+    /// The address of the word, for direct stores: 8 bytes, aligned.
     pub fn addr(&self) -> usize {
         match &self.watch.word {
             Word::Own(word) => word.0.as_ptr() as usize,
@@ -120,7 +121,7 @@ impl Watcher {
         }
     }
 
-    /// The word as kernels see it, if it is one that they may use.
+    /// The word as kernels see it, if kernels may use it.
     pub fn device_word(&self) -> Option<&DeviceWord> {
         match &self.watch.word {
             Word::Own(_) => None,
@@ -132,15 +133,15 @@ impl Watcher {
         self.watch.word.load()
     }
 
-    /// The value that the watching thread has seen last, and how long ago: at that moment its callback began.
+    /// The value that the watching thread saw last, and how long ago its callback began.
     pub fn seen(&self) -> (u64, Duration) {
         let value = self.watch.seen.load(Acquire);
         let at = Duration::from_nanos(self.watch.seen_at.load(Acquire));
         (value, self.watch.begun.elapsed().saturating_sub(at))
     }
 
-    /// Changes the word and wakes the watching thread if it naps. A store through [`addr`] is seen
-    /// as well, after at most the nap (2 ms when nothing has changed for a while).
+    /// Stores to the word and wakes the watching thread. A direct store to [`addr`] is seen too,
+    /// after at most 2 ms.
     ///
     /// [`addr`]: Self::addr
     ///
@@ -153,7 +154,7 @@ impl Watcher {
         Ok(())
     }
 
-    /// Adds to the word; see [`Self::store`]. A word that kernels use must have one writer at a time.
+    /// Adds to the word; see [`Self::store`]. A device word must have one writer at a time.
     ///
     /// # Errors
     /// As [`Self::store`].
@@ -252,7 +253,7 @@ impl Watchers {
             if !state.poked {
                 match watches.is_empty() {
                     true => wake.wait(&mut state),
-                    // The longer nothing has changed, the longer the nap.
+                    // The sleep grows with the time since the last change.
                     false => drop(wake.wait_for(&mut state, (quiet / 8).min(LONGEST_NAP))),
                 }
             }
@@ -267,7 +268,7 @@ impl Watchers {
     }
 }
 
-/// Whether one has changed, once its callback has run.
+/// Runs the callback of the first word that has changed; false if none has.
 fn look(watches: &[Arc<Watch>]) -> bool {
     let changed = watches.iter().any(|w| w.look());
     if !changed {
@@ -283,7 +284,7 @@ impl Watch {
         if new == old || self.dropped.load(SeqCst) {
             return false;
         }
-        // Who sees the value sees no earlier time than its own.
+        // Stored before the value, so that a reader never pairs the value with an older time.
         self.seen_at.store(self.begun.elapsed().as_nanos() as u64, Release);
         self.seen.store(new, Release);
         if catch_unwind(AssertUnwindSafe(|| (self.on_change)(old, new))).is_err() {

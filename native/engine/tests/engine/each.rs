@@ -1,4 +1,4 @@
-//! Many requests, or expectations, in one call: each ends by itself.
+//! Request batches: many requests, or expectations, in one call, each with a result of its own.
 
 use std::{
     sync::{
@@ -16,7 +16,7 @@ use fabric_engine::{
     TransferEngine,
 };
 
-/// Keeps what it hears.
+/// Records events.
 #[derive(Default)]
 struct Heard(Mutex<Vec<(usize, Outcome)>>);
 
@@ -27,7 +27,7 @@ impl Listener for Heard {
 }
 
 impl Heard {
-    /// What was heard of one, in turn.
+    /// The events of one request, in order.
     fn of(&self, at: usize) -> Vec<Outcome> {
         let all = self.0.lock().unwrap();
         all.iter().filter(|(place, _)| *place == at).map(|(_, outcome)| outcome.clone()).collect()
@@ -46,7 +46,7 @@ fn failed(outcomes: &[Outcome]) -> bool {
 const DONE: [Outcome; 1] = [Outcome::Ended(Ok(()))];
 
 #[test]
-fn rs_4_one_that_fails_ends_no_other() {
+fn rs_4_a_failed_request_ends_no_other() {
     let mut net = SimNet::new(SimConfig::default());
     let mut open = || net.engine(EngineConfig::default()).unwrap();
     let (a, b, dead) = (open(), open(), open());
@@ -59,13 +59,13 @@ fn rs_4_one_that_fails_ends_no_other() {
     let heard = Arc::new(Heard::default());
     let ops = [write(&src, &to_dead, 64), write(&src, &to_b, 65), write(&src, &to_b, 64)];
     a.submit_each(&ops, Submit::default(), heard.clone()).unwrap();
-    assert!(failed(&heard.of(1)), "what is wrong is told within the call");
+    assert!(failed(&heard.of(1)), "an invalid request fails within the call");
     let end = net.now().after(Duration::from_millis(1));
     net.run_until(end);
     assert_eq!(heard.of(2), DONE);
     assert_eq!(here.get(0, 64).unwrap(), [7; 64]);
     assert!(failed(&heard.of(0)) && failed(&heard.of(1)), "{:?}", heard.of(0));
-    // Nothing of them is under way, and nobody holds on to their memory.
+    // Nothing is under way, and the engine has released the memory.
     let retired = src.revoke().unwrap();
     let end = net.now().after(Duration::from_millis(1));
     net.run_until(end);
@@ -73,7 +73,7 @@ fn rs_4_one_that_fails_ends_no_other() {
 }
 
 #[test]
-fn ic_4_each_expectation_ends_by_itself() {
+fn ic_4_each_expectation_of_a_batch_has_its_own_end() {
     let mut net = SimNet::new(SimConfig::default());
     let mut open = || net.engine(EngineConfig::default()).unwrap();
     let (a, b) = (open(), open());
@@ -110,7 +110,7 @@ fn ic_4_each_expectation_ends_by_itself() {
 }
 
 #[test]
-fn rs_4_an_expectation_ends_with_its_writer() {
+fn rs_4_an_expectation_fails_when_its_writer_is_lost() {
     let mut net = SimNet::new(SimConfig::default());
     let mut open = || net.engine(EngineConfig::default()).unwrap();
     let (a, b, c) = (open(), open(), open());
@@ -130,7 +130,7 @@ fn rs_4_an_expectation_ends_with_its_writer() {
     assert_eq!(heard.of(1), []);
 }
 
-/// A result may be there long before what was sent is not read any more.
+/// A request may end long before its memory is no longer read.
 #[test]
 fn mr_1_memory_is_in_use_until_the_last_is_quiet() {
     let mut net = SimNet::new(SimConfig::default());
@@ -160,7 +160,7 @@ fn mr_1_memory_is_in_use_until_the_last_is_quiet() {
     assert!(retired.is_done());
 }
 
-/// Tells that it hears, and waits for a word before it goes on.
+/// Signals that it was called, and blocks until a signal.
 struct Busy(Mutex<(Sender<()>, Receiver<()>)>);
 
 impl Listener for Busy {
@@ -171,7 +171,7 @@ impl Listener for Busy {
     }
 }
 
-/// One of several calls, each with a name.
+/// Records events under the name of its batch.
 struct Named(&'static str, Arc<Mutex<Vec<(&'static str, usize)>>>);
 
 impl Listener for Named {
@@ -181,7 +181,7 @@ impl Listener for Named {
 }
 
 #[test]
-fn what_ends_is_told_in_its_order_over_all_calls() {
+fn events_keep_the_order_of_completion_over_all_batches() {
     let open = |name: &str| {
         let transports = vec![TransportKind::Shm];
         let config = EngineConfig { name: name.into(), transports, ..EngineConfig::default() };
@@ -220,9 +220,9 @@ fn what_ends_is_told_in_its_order_over_all_calls() {
     assert_eq!(*told.lock().unwrap(), [("x", 0), ("y", 0), ("x", 1)]);
 }
 
-/// Who finds the engine's lock taken leaves its requests to the holder.
+/// A thread that finds the engine's lock taken leaves its requests to the holder.
 #[test]
-fn requests_of_many_threads_are_each_told_once() {
+fn requests_of_many_threads_are_reported_once() {
     const THREADS: usize = 4;
     const CALLS: usize = 300;
     const EACH: usize = 8;

@@ -1,4 +1,4 @@
-//! Segments: one address space over memory and files, with parts here and at peers.
+//! Segments: one address space over memory and files, with local and remote parts.
 
 use std::{fs, path::PathBuf, sync::Arc, time::Duration};
 
@@ -40,7 +40,7 @@ impl Drop for Folder {
     }
 }
 
-/// Memory and files by turns, of odd lengths.
+/// Memory and files in turn, of odd lengths.
 fn mixed(engine: &TransferEngine, folder: &Folder, name: &str, total: u64, seed: u64) -> Segment {
     let mut rng = fastrand::Rng::with_seed(seed);
     let (mut parts, mut at) = (Vec::new(), 0);
@@ -60,7 +60,7 @@ fn done(engine: &TransferEngine, ops: &[Op<'_>]) -> Result<(), EngineError> {
     engine.submit(ops, Submit::default()).unwrap().wait(PATIENCE).expect("it ends")
 }
 
-/// Moves a vector into or out of a range of one's own segment.
+/// Writes a vector to a range of the engine's own segment, or reads it.
 fn own(engine: &TransferEngine, segment: &Segment, offset: u64, bytes: &mut [u8], into: bool) {
     let buffer = engine.alloc(bytes.len() as u64).unwrap();
     buffer.put(0, bytes).unwrap();
@@ -96,7 +96,7 @@ fn ic_1_random_ranges_over_memory_and_files_arrive_whole_and_count_one_each() {
             let op = Op::WritePieces { pieces: &pieces, imm: Some(counter.imm()) };
             let handle = a.submit(&[op], Submit::default()).unwrap();
             arrived.wait(PATIENCE).unwrap().unwrap();
-            // IC-2: whoever sees the count finds the bytes.
+            // IC-2: the bytes are readable once the count is seen.
             let (from, to, len) = (from as usize, to as usize, len as usize);
             expected[to..to + len].copy_from_slice(&bytes[from..from + len]);
             let mut got = vec![0; N as usize];
@@ -129,7 +129,7 @@ fn rs_1_a_piece_that_fails_leaves_the_whole_write_uncounted() {
         let op = Op::WritePieces { pieces: &pieces, imm: Some(counter.imm()) };
         let e = done(&a, &[op]).unwrap_err();
         assert!(e.to_string().contains("frozen"), "{e}");
-        // What doesn't touch the file still goes, and is the first to count.
+        // A write that doesn't touch the file succeeds, and is the first to count.
         let pieces = here.pieces(0, (&remote, 0), 1000).unwrap();
         let op = Op::WritePieces { pieces: &pieces, imm: Some(counter.imm()) };
         done(&a, &[op]).unwrap();
@@ -139,7 +139,7 @@ fn rs_1_a_piece_that_fails_leaves_the_whole_write_uncounted() {
 }
 
 #[test]
-fn a_descriptor_says_where_each_part_lies_and_how_it_is_reached() {
+fn a_descriptor_names_location_and_transports_of_each_part() {
     let folder = Folder::new("says");
     let engine = engine(TransportKind::Tcp);
     let parts = [(0, engine.alloc(100).unwrap()), (500, folder.file(&engine, "part", 200))];
@@ -157,7 +157,7 @@ fn a_descriptor_says_where_each_part_lies_and_how_it_is_reached() {
 }
 
 #[test]
-fn the_way_of_each_piece_is_told() {
+fn the_path_of_each_piece_is_described() {
     for transport in [TransportKind::Shm, TransportKind::Tcp] {
         let folder = Folder::new(&format!("ways-{transport}"));
         let (a, b) = (engine(transport), engine(transport));
@@ -192,7 +192,7 @@ fn the_way_of_each_piece_is_told() {
 }
 
 #[test]
-fn what_is_no_segment_is_refused() {
+fn invalid_segments_are_refused() {
     let (a, b) = (engine(TransportKind::Shm), engine(TransportKind::Shm));
     let (one, two) = (a.alloc(64).unwrap(), b.alloc(64).unwrap());
     assert!(a.segment(&[]).is_err());
@@ -200,7 +200,7 @@ fn what_is_no_segment_is_refused() {
     assert!(e.contains("without overlap"), "{e}");
     let e = a.segment(&[(0, two.clone())]).unwrap_err().to_string();
     assert!(e.contains("another engine"), "{e}");
-    // Pieces of one write are of one peer.
+    // All pieces of one write must be of one peer.
     let here = a.segment(&[(0, one)]).unwrap();
     let peers = [&a, &b].map(|e| e.segment(&[(0, e.alloc(64).unwrap())]).unwrap());
     let opened = peers.each_ref().map(|s| a.open_segment(s.descriptor()).unwrap());

@@ -1,5 +1,5 @@
-//! What is run: the shape of a network, a workload and a schedule of faults, all drawn from one seed. A case is
-//! plain data: it prints as a literal, and any part of it can be left out.
+//! A test case: the shape of a network, a workload and a schedule of faults, all drawn from one
+//! seed. A case is plain data: it prints as a literal, and any part of it can be left out.
 
 use fabric_engine::{transport::sim::Fault, transport::sim::SimConfig};
 
@@ -9,7 +9,7 @@ pub type Ns = u64;
 pub const US: Ns = 1_000;
 pub const MS: Ns = 1_000_000;
 
-/// Counters of each node: the last one is a plain value, the others are handed out.
+/// Counters of each node: the last one is plain, the others are allocated.
 pub const COUNTERS: u8 = 3;
 pub const PLAIN: u8 = COUNTERS - 1;
 
@@ -21,7 +21,7 @@ pub struct Case {
     pub faults: Schedule,
 }
 
-/// What goes wrong, and when.
+/// Faults and their times.
 pub type Schedule = Vec<(Ns, Fault)>;
 
 #[derive(Clone, Debug, PartialEq)]
@@ -37,13 +37,13 @@ pub struct Shape {
     /// Bytes per nanosecond.
     pub rate: Option<f64>,
     pub peer_timeout: Ns,
-    /// How far clocks are off, parts per million.
+    /// Clock skew, parts per million.
     pub skew: u32,
-    /// All are connected before anything else.
+    /// All nodes are connected before the first step.
     pub connected: bool,
 }
 
-/// One thing that a user does. Nodes and counters are named by their place.
+/// One action of a user. Nodes and counters are named by index.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Step {
     Write {
@@ -84,7 +84,7 @@ pub enum Step {
         to: u8,
         len: u64,
     },
-    /// A wait for `n` writes; `writer` is named, if any.
+    /// An expectation of `n` writes, with or without a named writer.
     Expect {
         at: u8,
         counter: u8,
@@ -92,16 +92,16 @@ pub enum Step {
         writer: Option<u8>,
         within: Ns,
     },
-    /// Gives a counter back, and takes the next use of the same slot.
+    /// Releases a counter, and allocates the next generation of its slot.
     Reuse {
         at: u8,
         counter: u8,
     },
-    /// The node ends, if it lives, and another life of it begins.
+    /// Ends the node if it runs, and starts its next incarnation.
     Restart {
         node: u8,
     },
-    /// A write to the present life of a node with a key of its earlier one.
+    /// A write to a node's current incarnation with a key of an earlier one.
     OldKey {
         from: u8,
         to: u8,
@@ -126,9 +126,10 @@ impl Shape {
 }
 
 impl Case {
-    /// Whether only NIC 0 of one node ever has faults, and every node has another: then nothing may fail.
+    /// Whether only NIC 0 of one node ever has faults, and every node has another NIC. Then no
+    /// operation may fail.
     pub fn has_spare(&self) -> bool {
-        // A link that tells only immediates has no receipts: what it loses fails.
+        // A link that reports only immediates has no receipts: what it loses fails.
         if self.shape.page_counts && !self.shape.ordered {
             return false;
         }
@@ -145,14 +146,15 @@ impl Case {
         one && calm && self.shape.rails.iter().all(|n| *n > 1) && self.faults.len() <= 6
     }
 
-    /// As a literal; `use` the variants of `Fault` and `Step` to compile it.
+    /// The case as a Rust literal; `use` the variants of `Fault` and `Step` to compile it.
     pub fn literal(&self) -> String {
         format!("{self:#?}").replace('[', "vec![")
     }
 }
 
 impl Step {
-    /// Whatever the network does. A pinned write may take those of the same counter with it.
+    /// Whether the step may fail on a network without faults. A pinned write may fail others of the
+    /// same counter.
     pub fn may_fail(&self) -> bool {
         matches!(
             self,

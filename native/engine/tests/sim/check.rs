@@ -1,4 +1,4 @@
-//! What must hold, and at which moments.
+//! The state of a run that is checked, and the checks of counters.
 
 use std::fmt;
 
@@ -26,27 +26,27 @@ pub fn broken(promise: &'static str, at: Ns, what: impl Into<String>) -> Checked
     Err(Violation { promise, at, what: what.into() })
 }
 
-/// One logical write: counted once, and with bytes unless it is a bare count.
+/// One logical write. It is counted once, and has bytes unless it is a bare count.
 #[derive(Clone, Copy, Debug)]
 pub struct Unit {
     pub life: usize,
     pub landing: Option<usize>,
-    /// One use of a counter.
+    /// The generation of a counter that counts it.
     pub count: Option<usize>,
 }
 
-/// One use of a counter, by one life of a node.
+/// One generation of a counter, in one incarnation of a node.
 #[derive(Debug)]
 pub struct Count {
     pub life: usize,
     pub counter: Option<Counter>,
     pub units: Vec<Unit>,
-    /// Units of transfers that have succeeded, and that have failed.
+    /// Units of transfers that have succeeded, and of those that have failed.
     pub succeeded: u64,
     pub failed: u64,
-    /// Taken by expectations that were met.
+    /// Arrivals that met expectations have claimed.
     pub taken: u64,
-    /// When an expectation was last given up.
+    /// When an expectation last failed.
     pub given_up: Option<Ns>,
     seen: u64,
 }
@@ -57,7 +57,7 @@ impl Count {
         Self { life, counter, units, succeeded: 0, failed: 0, taken: 0, given_up: None, seen: 0 }
     }
 
-    /// After every step.
+    /// Checks the count; called after every step.
     pub fn check(&mut self, now: Ns, memory: &mut Memory) -> Checked {
         let Some(counter) = &self.counter else { return Ok(()) };
         let arrived = counter.arrived();
@@ -82,14 +82,14 @@ impl Count {
             return broken("IC-2", now, format!("{arrived} counted, {whole} writes are readable"));
         }
         if arrived == posted {
-            // Who waited for all of them may do with the memory what they like (MR-1).
+            // A user that waited for all of them may reuse the memory (MR-1).
             let landings = self.units.iter().filter_map(|u| u.landing);
             landings.for_each(|l| memory.end_landing(l));
         }
         Ok(())
     }
 
-    /// When all is quiet.
+    /// Checks the final count, when nothing is under way.
     pub fn check_end(&self, now: Ns) -> Checked {
         let Some(counter) = &self.counter else { return Ok(()) };
         let arrived = counter.arrived();
@@ -106,13 +106,13 @@ impl Count {
     }
 }
 
-/// A request under way, and what is known of it.
+/// A request, and what is known of it.
 #[derive(Debug)]
 pub struct Transfer {
     pub handle: Handle,
-    /// Who asked for it.
+    /// The incarnation that submitted it.
     pub life: usize,
-    /// Whom it needs.
+    /// The incarnations that it is addressed to.
     pub to: Vec<usize>,
     pub since: Ns,
     pub deadline: Ns,
@@ -122,26 +122,26 @@ pub struct Transfer {
     /// Local memory that it reads into, and what must be there then.
     pub targets: Vec<(u64, Vec<u8>)>,
     pub message: Option<usize>,
-    /// Must end as stale: its key is of an earlier life.
+    /// Must fail as stale: its key is of an earlier incarnation.
     pub old_key: bool,
     pub pinned: bool,
-    /// It has a deadline of its own.
+    /// Has a deadline of its own.
     pub hurried: bool,
     pub over: bool,
 }
 
-/// Whether memory is reusable after this result: it doesn't say that the transfer goes on.
+/// Whether memory is reusable after this result: the transfer does not continue.
 pub fn is_quiesced(result: &Result<(), EngineError>) -> bool {
     !matches!(result, Err(EngineError::Timeout { quiesced: false, .. }))
 }
 
-/// A wait for writes.
+/// An expectation.
 #[derive(Debug)]
 pub struct Wait {
     pub handle: Handle,
     pub count: usize,
     pub n: u32,
-    /// The life that is to write, if it was named.
+    /// The incarnation that is named as writer.
     pub writer: Option<usize>,
     pub since: Ns,
     pub deadline: Ns,

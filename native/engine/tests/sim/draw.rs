@@ -1,4 +1,4 @@
-//! Cases drawn from a seed.
+//! Draws cases from a seed.
 
 use fabric_engine::transport::sim::Fault;
 
@@ -50,7 +50,7 @@ impl Shape {
     }
 }
 
-/// Turns a fault into one of NIC 0 of a node; false for what can't be one.
+/// Moves a fault to NIC 0 of a node; false if that is impossible.
 fn keep_to_one_nic(fault: &mut Fault, the: u8) -> bool {
     use Fault::*;
     match fault {
@@ -66,7 +66,7 @@ fn keep_to_one_nic(fault: &mut Fault, the: u8) -> bool {
 struct Draw<'a> {
     rng: fastrand::Rng,
     shape: &'a Shape,
-    /// Most goes from node 0 to node 1, and to its first counter.
+    /// Most work goes from node 0 to node 1, and to its first counter.
     focus: bool,
 }
 
@@ -87,7 +87,7 @@ impl Draw<'_> {
         (self.rng.u32(..one_in) == 0).then(|| f(self))
     }
 
-    /// Below or above what one work request takes.
+    /// Below or above the limit of one work request.
     fn len(&mut self) -> u64 {
         let max = self.shape.max_bytes;
         match self.rng.bool() {
@@ -97,7 +97,7 @@ impl Draw<'_> {
     }
 
     fn time(&mut self, most: Ns) -> Ns {
-        // Evenly on a logarithmic scale: short times matter as much as long ones.
+        // Uniform on a logarithmic scale: short times matter as much as long ones.
         let bits = self.rng.u32(10..=most.max(2048).ilog2());
         self.rng.u64(..1 << bits).min(most)
     }

@@ -1,4 +1,4 @@
-//! The checks of a run: what is looked at after every step, and when all is quiet.
+//! The checks of a run, after every step and at the end.
 
 use fabric_engine::EngineError;
 
@@ -8,13 +8,13 @@ use crate::{
     run::{Life, Run},
 };
 
-/// How late a result may be.
+/// How much later than its deadline an operation may end.
 const SLACK: Ns = US;
-/// A life that has ended is known to be over this long after, beside what a peer may be silent.
+/// Time after which peers must know that an incarnation has ended, beside the peer timeout.
 const LOSS: Ns = 20 * MS;
 
 impl Run<'_> {
-    /// After every step.
+    /// Checks all pending operations and counters; called after every step.
     pub fn check(&mut self) -> Checked {
         let now = self.net.now().0;
         for i in 0..self.transfers.len() {
@@ -66,7 +66,8 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Whether this life has ended so long ago that whoever waits for it, since then, must know.
+    /// Whether this incarnation has ended so long ago that an operation pending since `since` must
+    /// have failed.
     fn should_be_lost(&self, life: Option<usize>, since: Ns) -> bool {
         let ended = life.and_then(|l| self.lives[l].ended);
         let known = |at: Ns| at.max(since) + LOSS + 6 * self.case.shape.peer_timeout;
@@ -82,7 +83,11 @@ impl Run<'_> {
         }
         if result.is_ok() {
             if t.old_key {
-                return broken("MR-2", now, "a write with the key of an earlier life succeeded");
+                return broken(
+                    "MR-2",
+                    now,
+                    "a write with the key of an earlier incarnation succeeded",
+                );
             }
             for (offset, bytes) in &t.targets {
                 let region = &self.lives[t.life].memory.region;
@@ -92,7 +97,8 @@ impl Run<'_> {
             }
         }
         let quiesced = is_quiesced(&result);
-        // What is left at a peer that could not be asked may land yet: only its own end says.
+        // Slices at a peer that did not confirm may still land; only success or a quiesced timeout
+        // excludes that.
         let settled = matches!(result, Ok(()) | Err(EngineError::Timeout { quiesced: true, .. }));
         for u in &t.units {
             let memory = &mut self.lives[u.life].memory;
@@ -148,7 +154,7 @@ impl Run<'_> {
             }
             Err(e) => {
                 self.outcome.unmet += 1;
-                // Those that are given up at one moment leave nothing to each other.
+                // Expectations that fail at the same time don't pass on their arrivals.
                 let first = count.given_up != Some(now);
                 count.given_up = Some(now);
                 let enough = counter.unclaimed() >= u64::from(w.n);
@@ -156,14 +162,14 @@ impl Run<'_> {
                     return broken("IC-5", now, format!("enough had arrived: {e}"));
                 }
                 if matches!(e, EngineError::PeerLost { .. }) && w.writer.is_none() {
-                    return broken("IC-4", now, format!("nobody was named: {e}"));
+                    return broken("IC-4", now, format!("no writer was named: {e}"));
                 }
             }
         }
         Ok(())
     }
 
-    /// When all is quiet.
+    /// Checks the final state, when nothing is under way.
     pub fn check_end(&mut self) -> Checked {
         let now = self.net.now().0;
         let alive = |lives: &[Life], life: usize| lives[life].engine.is_some();
@@ -190,7 +196,7 @@ impl Run<'_> {
                 return broken(
                     "RS-1",
                     now,
-                    format!("a message came {n} times, told as taken: {ok}"),
+                    format!("a message was delivered {n} times, reported as taken: {ok}"),
                 );
             }
         }

@@ -1,4 +1,4 @@
-//! Thousands of peers at once: what the protocol does doesn't grow with those who have nothing to do.
+//! Thousands of peers at once: the protocol's work does not grow with idle peers.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use fabric_engine::{
 use crate::case::{MS, US};
 
 const ENGINES: usize = 2000;
-/// Each writes so many times, to engines here and there.
+/// Writes of each engine, to near and far neighbours.
 const WRITES: usize = 4;
 const LEN: u64 = 1000;
 const BOUND: Time = Time(60_000 * MS);
@@ -28,7 +28,7 @@ fn node(net: &mut SimNet, i: usize) -> Node {
     let engine = net.engine_with_rails(EngineConfig { name, ..Default::default() }, 2).unwrap();
     let mut bytes = vec![0; LEN as usize * (1 + WRITES)].into_boxed_slice();
     let (at, len) = (bytes.as_mut_ptr() as usize, bytes.len() as u64);
-    // SAFETY: the registration keeps the bytes, and nobody else has them.
+    // SAFETY: the registration keeps the bytes, and nothing else refers to them.
     let region = unsafe { engine.register(at, len, Some(Box::new(bytes))) }.unwrap();
     region.put(0, &pattern(i)).unwrap();
     let counter = engine.plain_counter(Imm::plain(1).unwrap());
@@ -75,7 +75,7 @@ fn ic_3_rs_4_two_thousand_engines_with_faults_count_what_was_written() {
     for (from, nth, to, handle) in handles {
         let (first, last) = (*counted[to].start(), *counted[to].end());
         if dies(from) {
-            // Whether it had arrived before, nobody says.
+            // It may have arrived before.
             counted[to] = first..=last + 1;
             continue;
         }
@@ -91,5 +91,5 @@ fn ic_3_rs_4_two_thousand_engines_with_faults_count_what_was_written() {
         let arrived = node.counter.arrived();
         assert!(counted[to].contains(&arrived), "IC-3: {arrived} of {:?} at {to}", counted[to]);
     }
-    assert!(net.notes() > 0, "links were lost and nothing was made good");
+    assert!(net.notes() > 0, "links were lost and nothing was sent again");
 }

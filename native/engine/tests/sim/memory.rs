@@ -1,20 +1,21 @@
-//! The memory of one life of a node: every write has bytes and a place of its own, so that whatever lands can
-//! be told apart.
+//! The memory of one incarnation of a node. Every write has bytes and a target of its own, so that
+//! any byte that lands is attributed.
 
 use fabric_engine::{Region, TransferEngine};
 
-/// What others read, then the sources of writes and the targets of reads, then where writes land.
+/// The layout: bytes that peers read, local buffers of writes and reads, then targets of peers'
+/// writes.
 const READABLE: u64 = 2048;
 const LOCAL: u64 = 31 << 10;
 const SIZE: u64 = 64 << 10;
 
-/// Bytes that were never written, and what a place is filled with when its transfer is over. All that is
-/// sent is odd.
+/// Fill bytes: never written; source after its transfer; target after its transfer. All bytes that
+/// are sent are odd.
 const FRESH: u8 = 0;
 const SOURCE_OVER: u8 = 0xAA;
 const TARGET_OVER: u8 = 0xEE;
 
-/// Bytes that nothing else has.
+/// A pattern that is unique to `id`.
 pub fn pattern(id: u64, len: u64) -> Vec<u8> {
     let mut rng = fastrand::Rng::with_seed(id);
     let mut bytes = vec![0; len as usize];
@@ -32,12 +33,12 @@ pub struct Memory {
     landings: Vec<Landing>,
 }
 
-/// Where one write, or one page, lands.
+/// The target of one write, or of one page.
 #[derive(Debug)]
 struct Landing {
     offset: u64,
     bytes: Vec<u8>,
-    /// Everything was there once.
+    /// All bytes were seen there.
     whole: bool,
     over: bool,
 }
@@ -46,7 +47,7 @@ impl Memory {
     pub fn new(engine: &TransferEngine, id: u64) -> Self {
         let mut bytes = vec![FRESH; SIZE as usize].into_boxed_slice();
         let at = bytes.as_mut_ptr() as usize;
-        // SAFETY: the registration keeps the bytes, and nobody else has them.
+        // SAFETY: the registration keeps the bytes, and nothing else refers to them.
         let region = unsafe { engine.register(at, SIZE, Some(Box::new(bytes))) }.unwrap();
         let readable = pattern(id, READABLE);
         region.put(0, &readable).unwrap();
@@ -58,7 +59,7 @@ impl Memory {
         &self.readable[offset as usize..][..len as usize]
     }
 
-    /// A local place of its own.
+    /// Allocates a local buffer; returns its offset.
     pub fn local(&mut self, len: u64) -> Option<u64> {
         let at = self.next_local;
         let fits = at + len <= READABLE + LOCAL;
@@ -66,17 +67,17 @@ impl Memory {
         Some(at)
     }
 
-    /// Where `bytes` will land: its number, and the offset.
+    /// Allocates the target of `bytes`; returns its index and offset.
     pub fn landing(&mut self, bytes: Vec<u8>) -> Option<(usize, u64)> {
         let (offset, len) = (self.next_landing, bytes.len() as u64);
-        // A gap, so that a byte too much is seen.
+        // A gap makes overruns visible.
         let next = offset + len + 3;
         (next <= SIZE).then(|| self.next_landing = next)?;
         self.landings.push(Landing { offset, bytes, whole: false, over: false });
         Some((self.landings.len() - 1, offset))
     }
 
-    /// Whether all of it is there, or was before it was filled with something else.
+    /// Whether all bytes are there, or were before the target was filled.
     pub fn is_whole(&mut self, landing: usize) -> bool {
         let l = &mut self.landings[landing];
         if !l.whole && !l.over {
@@ -86,7 +87,7 @@ impl Memory {
         l.whole
     }
 
-    /// Its transfer is over, or it is counted: nothing may touch the place any more.
+    /// Fills a target whose transfer has ended or was counted: no byte may land there any more.
     pub fn end_landing(&mut self, landing: usize) {
         self.is_whole(landing);
         let l = &mut self.landings[landing];
@@ -97,12 +98,12 @@ impl Memory {
         self.region.put(l.offset, &vec![TARGET_OVER; l.bytes.len()]).unwrap();
     }
 
-    /// Who sent from here may do with it what they like.
+    /// Fills a source whose transfer has ended: the user may reuse it.
     pub fn end_source(&self, offset: u64, len: u64) {
         self.region.put(offset, &vec![SOURCE_OVER; len as usize]).unwrap();
     }
 
-    /// A read is over: nothing may touch its target any more.
+    /// Fills the target of a read that has ended: no byte may land there any more.
     pub fn end_target(&self, offset: u64, len: u64) {
         self.region.put(offset, &vec![TARGET_OVER; len as usize]).unwrap();
     }
@@ -115,13 +116,13 @@ impl Memory {
         self.region.with_bytes(offset, len, |b| b.iter().all(|b| *b == byte)).unwrap()
     }
 
-    /// What is wrong with the places where writes land, at the end: the promise, and a sentence.
+    /// The promise that a target breaks at the end of a run, with a description.
     pub fn wrong(&self) -> Option<(&'static str, String)> {
         let mut end = READABLE + LOCAL;
         for (i, l) in self.landings.iter().enumerate() {
             let len = l.bytes.len() as u64;
             if !self.all(end, l.offset - end, FRESH) {
-                return Some(("MR-3", format!("something landed before landing {i}")));
+                return Some(("MR-3", format!("bytes landed in the gap before landing {i}")));
             }
             end = l.offset + len;
             if l.over && !self.all(l.offset, len, TARGET_OVER) {
@@ -133,6 +134,6 @@ impl Memory {
             }
         }
         let rest = !self.all(end, SIZE - end, FRESH);
-        rest.then(|| ("MR-2", "something landed where nothing was sent to this life".to_owned()))
+        rest.then(|| ("MR-2", "bytes landed where nothing was sent to this incarnation".to_owned()))
     }
 }

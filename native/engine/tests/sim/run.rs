@@ -1,4 +1,4 @@
-//! Carries a case out and checks after every step.
+//! Runs a case, and checks after every step.
 
 use std::{sync::Arc, time::Duration};
 
@@ -16,25 +16,26 @@ use crate::{
     memory::Memory,
 };
 
-/// Deadline of what names none.
+/// Deadline of operations without their own.
 pub const OP_TIMEOUT: Ns = 60_000 * MS;
-/// How long it takes until nothing happens any more.
+/// Time after which nothing is under way.
 const QUIET: Ns = 50 * MS;
-/// Everything with a peer that lives ends this long after the last fault, beside what a peer may be silent.
+/// Time after the last fault by which every operation with a live peer ends, beside the peer
+/// timeout.
 const BOUND: Ns = 300 * MS;
 
-/// One life of a node.
+/// One incarnation of a node.
 pub struct Life {
-    /// Until it ends as by `kill -9`, or is closed.
+    /// `None` once it has crashed or was closed.
     pub engine: Option<Arc<TransferEngine>>,
     pub ended: Option<Ns>,
     pub address: fabric_engine::api::EngineAddress,
     pub memory: Memory,
-    /// Which use of each of its counters is the present one.
+    /// The index of the current generation of each of its counters.
     pub counts: [usize; COUNTERS as usize],
 }
 
-/// What came out of a run without violation.
+/// The result of a run without a violation.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Outcome {
     pub digest: u64,
@@ -42,7 +43,7 @@ pub struct Outcome {
     pub failed: u32,
     pub met: u32,
     pub unmet: u32,
-    /// Frames between groups: what healing took.
+    /// Frames between groups, which healing sends.
     pub notes: u64,
 }
 
@@ -50,19 +51,19 @@ pub struct Run<'a> {
     pub case: &'a Case,
     pub net: SimNet,
     pub lives: Vec<Life>,
-    /// The latest life of each node.
+    /// The current incarnation of each node.
     pub nodes: Vec<usize>,
     pub counts: Vec<Count>,
     pub transfers: Vec<Transfer>,
     pub waits: Vec<Wait>,
-    /// How often each message has come, and to which life it was sent.
+    /// How often each message was delivered, and the incarnation that it was sent to.
     pub messages: Arc<Mutex<Vec<u32>>>,
     pub sent_to: Vec<usize>,
     pub next_id: u64,
     pub outcome: Outcome,
-    /// Nothing may fail; see `Case::has_spare`.
+    /// No operation may fail; see `Case::has_spare`.
     pub must_succeed: bool,
-    /// Messages are not sent again: nobody knows whether they were taken.
+    /// Messages are not sent again, because their sender can't know whether they were taken.
     pub messages_may_fail: bool,
 }
 
@@ -82,7 +83,7 @@ impl<'a> Run<'a> {
         run
     }
 
-    /// On this network, where nothing has happened yet.
+    /// A run on the given network.
     pub fn on(case: &'a Case, net: SimNet) -> Self {
         let mut run = Self {
             case,
@@ -154,7 +155,7 @@ impl<'a> Run<'a> {
         self.net.advance(Time(MS));
     }
 
-    /// Has one life connect to all others.
+    /// Connects one incarnation to all others.
     pub fn connect_from(&self, from: usize) {
         let Some(engine) = &self.lives[from].engine else { return };
         for other in self.lives.iter().filter(|o| o.address.id != engine.id()) {
@@ -163,10 +164,10 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// The present life of a node ends.
+    /// Ends the current incarnation of a node.
     pub fn end(&mut self, node: u8) {
         let life = self.nodes[usize::from(node)];
-        // Its regions and counters stay, to be looked at.
+        // Its regions and counters stay for the checks.
         self.lives[life].engine = None;
         self.lives[life].ended.get_or_insert(self.net.now().0);
     }
@@ -200,7 +201,7 @@ impl<'a> Run<'a> {
             }
             self.check()?;
         }
-        // The longest that a fault lasts.
+        // The longest duration of a fault.
         self.until(self.net.now().0 + 20 * MS)?;
         self.net.plug_all();
         let bound = self.net.now().0 + BOUND + 4 * self.case.shape.peer_timeout;
@@ -217,7 +218,7 @@ impl<'a> Run<'a> {
         self.check_end()
     }
 
-    /// Lets everything happen that happens by then.
+    /// Runs all events until then.
     fn until(&mut self, at: Ns) -> Checked {
         while self.net.step_until(Time(at)) {
             self.check()?;

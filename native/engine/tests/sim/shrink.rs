@@ -1,8 +1,8 @@
-//! From a case that breaks a promise to a small one that breaks the same.
+//! Shrinks a case that breaks a promise to a small one that breaks the same promise.
 
 use crate::{case::Case, check::Violation, run::Outcome};
 
-/// Leaves out faults and steps, one by one, for as long as the promise stays broken.
+/// Removes faults and steps one by one, while the promise stays broken.
 pub fn shrink(
     case: &Case,
     found: &Violation,

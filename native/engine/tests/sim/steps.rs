@@ -1,4 +1,4 @@
-//! What users of the engines do.
+//! The users' actions.
 
 use std::time::Duration;
 
@@ -14,10 +14,10 @@ use crate::{
     run::{plain, Run, OP_TIMEOUT},
 };
 
-/// Slots that rest before one is handed out again.
+/// Released slots that the engine queues before it reuses one.
 const REST: usize = 4096;
 
-/// A request that is being put together.
+/// A request under construction.
 #[derive(Default)]
 struct Asked {
     units: Vec<Unit>,
@@ -61,7 +61,7 @@ impl Run<'_> {
                 self.submit((*from, to), asked, (None, None), |run, engine, submit| {
                     let peers: Result<Vec<_>, _> =
                         to.iter().map(|to| engine.peer(&run.life(*to).address)).collect();
-                    // Connecting may fail at once: then nothing was asked for.
+                    // Connecting may fail at once: then no request was submitted.
                     let group = engine.peer_group(&peers?)?;
                     engine.submit(&[Op::Barrier { group: &group, imm: plain() }], submit)
                 })
@@ -102,7 +102,7 @@ impl Run<'_> {
         engine.import(&self.region(node).descriptor())
     }
 
-    /// The life of a node, and the present use of one of its counters.
+    /// The current incarnation of a node, and the current generation of one of its counters.
     fn count(&self, node: u8, counter: u8) -> (usize, usize) {
         let life = self.nodes[usize::from(node)];
         (life, self.lives[life].counts[usize::from(counter)])
@@ -113,7 +113,7 @@ impl Run<'_> {
         self.counts[count].counter.as_ref().map(fabric_engine::Counter::imm)
     }
 
-    /// Bytes at the sender, and a place for them: the offsets of both.
+    /// Prepares bytes at the sender and their target; returns the offsets of both.
     fn write_to(
         &mut self,
         from: u8,
@@ -150,7 +150,7 @@ impl Run<'_> {
         let deadline = self.net.when(engine.id(), within.unwrap_or(OP_TIMEOUT)).0;
         let timeout = within.map(Duration::from_nanos);
         let submit = Submit { timeout, rail, ..Submit::default() };
-        // Peers that are known to be lost are refused at once: nothing was asked for.
+        // Requests to peers that are known to be lost are refused at once: nothing was submitted.
         let Ok(handle) = ask(self, &engine, submit) else { return Ok(()) };
         let Asked { units, sources, targets, message, old_key } = asked;
         self.transfers.push(Transfer {
@@ -183,7 +183,7 @@ impl Run<'_> {
         let imm = self.imm(to, counter);
         let (mut src, mut dst) = (Vec::new(), Vec::new());
         for _ in 0..pages {
-            // Pages of one byte of stride: an index is an offset.
+            // The stride is one byte, so an index is an offset.
             let Some((s, d)) = self.write_to(from, to, counter, len, &mut asked) else {
                 self.forget(&asked);
                 return Ok(());
@@ -192,7 +192,7 @@ impl Run<'_> {
             dst.push(d as u32);
         }
         dst.reverse();
-        // The bytes must be where their landing is: the sources go backwards as well.
+        // The sources are reversed too, so that every page lands at its target.
         src.reverse();
         self.submit((from, &[to]), asked, (None, within), |run, engine, submit| {
             let there = run.there(engine, to)?;
@@ -208,7 +208,7 @@ impl Run<'_> {
         })
     }
 
-    /// Not asked for after all.
+    /// Removes the units of a request that was not submitted.
     fn forget(&mut self, asked: &Asked) {
         for unit in asked.units.iter().rev() {
             if let Some(count) = unit.count {
@@ -284,7 +284,7 @@ impl Run<'_> {
     fn reuse(&mut self, at: u8, counter: u8) -> Checked {
         let (life, count) = self.count(at, counter);
         let Some(engine) = self.lives[life].engine.clone() else { return Ok(()) };
-        // An expectation keeps its counter.
+        // A pending expectation keeps its counter.
         if self.waits.iter().any(|w| w.count == count && !w.over) {
             return Ok(());
         }
@@ -296,7 +296,7 @@ impl Run<'_> {
             drop(engine.counter().unwrap());
         }
         let mut new = engine.counter().unwrap();
-        // Others of this engine may have been given back before.
+        // Other slots of this engine may have been released before.
         while slot_of(&new) != slot {
             new = engine.counter().unwrap();
         }
@@ -313,7 +313,7 @@ impl Run<'_> {
         let earlier = self.lives[..life].iter().rev().find(|l| l.engine.is_none());
         let Some(earlier) = earlier else { return Ok(()) };
         let old = RegionDescriptor { owner: address, ..earlier.memory.region.descriptor() };
-        // Where nothing else lands.
+        // No other write lands there.
         let offset = old.len - 64;
         let asked = Asked { old_key: true, ..Default::default() };
         self.submit((from, &[to]), asked, (None, None), |run, engine, submit| {
@@ -329,7 +329,7 @@ fn slot_of(counter: &fabric_engine::Counter) -> u64 {
     slot(counter.imm())
 }
 
-/// The counter's place, whatever its generation.
+/// The slot of a counter, without its generation.
 fn slot(imm: Imm) -> u64 {
     let text = format!("{imm:?}");
     let digits: String = text.chars().filter(char::is_ascii_digit).collect();

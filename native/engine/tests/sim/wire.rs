@@ -1,4 +1,4 @@
-//! The simulated network does what it is told.
+//! Tests of the simulated network.
 
 use std::sync::Arc;
 
@@ -52,7 +52,7 @@ impl Pair {
         self.a.submit(&[op], Submit::default()).unwrap()
     }
 
-    /// The result, and how long it took.
+    /// The result, and its time in virtual nanoseconds.
     fn wait(&mut self, handle: &Handle) -> (Result<()>, u64) {
         let start = self.net.now();
         while !handle.is_done() && self.net.step() {}
@@ -75,7 +75,7 @@ fn a_nic_carries_no_more_than_its_rate() {
         p.wait(&done).1
     };
     assert_eq!(took(&mut { free }), 2000, "there and back");
-    // Out of one NIC and into the other, the second half behind the first.
+    // The bytes leave one NIC and enter the other; the second half queues behind the first.
     assert_eq!(took(&mut slow), 2000 + 3 * LEN);
     assert_eq!(took(&mut link), 2000 + 2 * LEN);
     slow.net.inject(&Fault::Slow { node: 0, rail: 0, rate: 250 });
@@ -94,17 +94,17 @@ fn a_stalled_link_is_silent_and_goes_on() {
 }
 
 #[test]
-fn what_is_on_its_way_lands_though_its_sender_knows_of_the_loss() {
+fn bytes_under_way_land_after_the_sender_has_seen_the_loss() {
     let mut p = pair(SimConfig::default(), 1);
     drop(p.write(64));
     p.net.inject(&Fault::LinkLost { node: 0, rail: 0, nth: 0, here: 0, there: MS });
-    // Sooner than another link could be up.
+    // Before another link can be up.
     p.until(MS + 1500);
     assert_eq!((p.landed(), p.counter.arrived()), (true, 1));
 }
 
 #[test]
-fn a_partition_is_silent_then_told_and_heals() {
+fn a_partition_is_silent_then_reported_and_heals() {
     for (told, gone) in [(None, false), (Some(200 * US), false), (Some(200 * US), true)] {
         let mut p = pair(SimConfig::default(), 1);
         p.net.inject(&Fault::Partition { side: 1, told, gone, lasts: MS });
@@ -114,7 +114,7 @@ fn a_partition_is_silent_then_told_and_heals() {
         let (result, _) = p.wait(&cut);
         match gone {
             true => assert!(matches!(result, Err(EngineError::PeerLost { .. })), "{result:?}"),
-            // Whoever was told may have connected anew and made it good.
+            // A node that sees the loss may have reconnected and sent it again.
             false => assert!(told.is_some() || result.is_ok(), "{result:?}"),
         }
         p.until(3 * MS);
@@ -152,18 +152,18 @@ fn a_partition_divides_more_nodes_than_it_has_bits_for() {
 }
 
 #[test]
-fn a_nic_that_is_out_carries_nothing_until_it_is_back() {
+fn a_nic_that_is_down_carries_nothing_until_it_is_up() {
     let mut p = pair(SimConfig::default(), 1);
     p.net.inject(&Fault::NicDown { node: 1, rail: 0, here: 10 * MS, there: 100_000 * MS });
     let done = p.write(64);
     p.until(5 * MS);
-    assert!(!done.is_done() && !p.landed(), "nobody has noticed yet");
+    assert!(!done.is_done() && !p.landed(), "no node has seen the fault yet");
     p.net.inject(&Fault::NicUp { node: 1, rail: 0 });
     assert_eq!(p.wait(&done).0, Ok(()));
 }
 
 #[test]
-fn a_failed_work_request_ends_its_link_and_is_made_good() {
+fn a_failed_work_request_ends_its_link_and_is_sent_again() {
     for ordered in [false, true] {
         let mut p = pair(SimConfig { ordered, ..Default::default() }, 2);
         let writes: Vec<_> = (0..4).map(|_| p.write(64)).collect();
@@ -171,12 +171,12 @@ fn a_failed_work_request_ends_its_link_and_is_made_good() {
         let results: Vec<_> = writes.iter().map(|w| p.wait(w).0).collect();
         assert_eq!(results, [Ok(()), Ok(()), Ok(()), Ok(())]);
         assert_eq!(p.counter.arrived(), 4);
-        assert!(p.net.notes() >= 2, "a question and an answer");
+        assert!(p.net.notes() >= 2, "a query and its receipt");
     }
 }
 
 #[test]
-fn another_life_of_a_node_is_another_engine() {
+fn another_incarnation_of_a_node_is_another_engine() {
     let mut p = pair(SimConfig::default(), 1);
     p.net.inject(&Fault::Crash { node: 1, there: 0 });
     let lost = p.write(64);

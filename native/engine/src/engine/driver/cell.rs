@@ -1,6 +1,6 @@
-//! Whoever has a reason to move the group on takes its lock and does so: the worker when traffic
-//! arrives, a caller that submits, a caller that waits. Nobody ever waits for the lock on the
-//! submit path: what can't be done at once is left in the inbox, which the holder empties.
+//! Drives the group under its lock: the worker when traffic arrives, a caller that submits, a
+//! caller that waits. The submit path never waits for the lock. If it is taken, the command goes to
+//! the inbox, which the holder empties.
 
 use std::{
     sync::{
@@ -28,41 +28,41 @@ use crate::{
     EngineError, Result,
 };
 
-/// How long after a caller stopped polling the worker takes over. Long enough that a caller who
-/// comes straight back finds nothing armed, short enough for the wake-up promise (150 us).
+/// How long after a caller's last poll the worker takes over. A caller that polls again at once
+/// finds nothing armed, and the wake-up promise (150 us) holds.
 const LINGER: Duration = Duration::from_micros(60);
-/// While callers keep coming back, the worker looks less often, down to once in this long.
+/// The longest interval of the worker's checks while callers keep polling.
 const LINGER_MAX: Duration = Duration::from_micros(240);
 
-/// How often in a row the worker may find the lock taken before it queues for it: some milliseconds.
+/// Failed attempts in a row after which the worker queues for the lock: some milliseconds.
 const MISSES: u32 = 16;
 
-/// After so many polls that found nothing, a spinning thread lets others run between polls.
+/// Idle polls after which a spinning thread yields between polls.
 const YIELD_AFTER: u32 = 2_000;
 
-/// The worker does so after every few: what it looks for may need its core to come about.
+/// The worker yields after this many idle polls: the event that it polls for may need its core.
 const WORKER_YIELDS: u32 = 16;
 
-/// What is done under the lock when its holder gets to it.
+/// Work that the holder of the lock does for other threads.
 pub(crate) type Command = Box<dyn FnOnce(&mut Core, &Arc<Shared>) + Send>;
 
-/// All that the lock guards.
+/// The state under the lock.
 pub(crate) struct Core {
     pub group: Group,
     pub domains: Vec<Box<dyn Domain>>,
     completions: Vec<Completion>,
-    /// Peers and the kernel will signal; nobody needs to poll.
+    /// Peers and the kernel will signal, so no thread needs to poll.
     armed: bool,
     pub closed: bool,
-    /// Nothing new is taken; these are told when all that was begun is over.
+    /// Handles of `drain`, which end when nothing is pending. Requests are refused if there is one.
     pub drains: Vec<HandleRef>,
-    /// For rails whose NIC other engines of this host may use as well.
+    /// Shares of NICs that other engines of this host may use as well.
     shares: Vec<(usize, HostShare)>,
     rail_window: u64,
 }
 
 impl Core {
-    /// One round: poll every domain, act on what they report, move backlogs, strike deadlines.
+    /// One round: polls every domain, handles its completions, posts backlogs, expires deadlines.
     fn drive(&mut self, shared: &Shared) -> bool {
         let now = Time::now();
         self.drive_at(now, shared)
@@ -93,7 +93,7 @@ impl Core {
         moved
     }
 
-    /// Tells those who drain the engine, if nothing is left.
+    /// Ends `drain` handles if nothing is pending.
     pub fn end_drains(&mut self, shared: &Shared) {
         if self.drains.iter().any(|d| !d.is_done())
             && self.group.is_idle()
@@ -103,7 +103,7 @@ impl Core {
         }
     }
 
-    /// Whether requests are taken.
+    /// Fails if the engine is closed or draining.
     pub fn check_open(&self) -> Result<()> {
         match (self.closed, self.drains.is_empty()) {
             (true, _) => Err(EngineError::Closed),
@@ -123,7 +123,7 @@ impl Core {
 
 pub(crate) struct Cell {
     core: CombiningLock<Core, Command>,
-    /// Threads that poll because they wait for something.
+    /// Threads that poll while they wait.
     pollers: AtomicU32,
     /// When a poller last left.
     left_at: AtomicU64,
@@ -136,7 +136,7 @@ pub(crate) struct Cell {
     pub stopping: AtomicBool,
 }
 
-/// Commands are carried out with the engine at hand.
+/// Commands get a reference to the engine.
 impl CarryOut<Core, Command> for &Arc<Shared> {
     #[inline]
     fn carry_out(&self, core: &mut Core, command: Command) {
@@ -147,8 +147,8 @@ impl CarryOut<Core, Command> for &Arc<Shared> {
 pub(crate) type Guard<'a> = CombiningGuard<'a, Core, Command, &'a Arc<Shared>>;
 
 impl Cell {
-    /// `tiers`: how far each rail is from the memory that the engine serves, where that is known.
-    /// With `threaded` false nothing sleeps and nobody is woken: the caller drives (simulator).
+    /// `tiers`: the distance of each rail from the engine's memory, where known. With `threaded`
+    /// false the caller drives, and no thread sleeps or is woken (simulator).
     pub fn new(
         domains: Vec<Box<dyn Domain>>,
         (policy, tiers): (Policy, &[Tier]),
@@ -157,7 +157,7 @@ impl Cell {
     ) -> Result<Self> {
         let parker = threaded.then(|| Parker::new(&domains)).transpose()?;
         let assistants = domains.iter().filter_map(|d| d.assistant()).collect();
-        // Where the clock is not the machine's, nor are the NICs.
+        // With a simulated clock the NICs are simulated too, and not shared.
         let shares = domains.iter().enumerate().filter(|(_, d)| threaded && d.kind().has_nics());
         let shares = shares.map(|(rail, d)| (rail, HostShare::join(d.device(), 1))).collect();
         let rail_window = policy.rail_window;
@@ -195,17 +195,17 @@ impl Cell {
         self.core.try_lock(shared)
     }
 
-    /// Has `command` done under the lock, by this thread if the lock is free, else by its holder.
+    /// Runs `command` under the lock: on this thread if the lock is free, else on its holder.
     pub fn post(&self, shared: &Arc<Shared>, command: Command) {
         self.core.post(shared, command);
     }
 
-    /// One for each domain that has one, to be used without the lock.
+    /// The pinner of each domain, if any; used without the lock.
     pub fn pinners(&self) -> &[Option<Arc<dyn Pinner>>] {
         &self.pinners
     }
 
-    /// Makes the worker look, unless somebody polls already.
+    /// Wakes the worker, unless another thread polls.
     pub fn kick(&self) {
         std::sync::atomic::fence(SeqCst);
         if self.pollers.load(SeqCst) == 0 {
@@ -219,23 +219,24 @@ impl Cell {
         }
     }
 
-    /// A sleeping worker must wake for the earliest timer, which may have become earlier.
+    /// Makes a sleeping worker wake at `at` or earlier.
     pub fn set_alarm(&self, at: Time) {
         if let Some(parker) = self.parker.as_ref().filter(|_| at != Time::NEVER) {
             parker.alarm(at, Duration::ZERO);
         }
     }
 
-    /// The worker sleeps and nothing is armed: have it take over if no caller comes back soon.
+    /// Sets a timer after which the worker takes over if no caller polls. Nothing is armed until
+    /// then.
     fn linger(&self, now: Time) {
         if let Some(parker) = &self.parker {
             parker.alarm(now.after(LINGER), LINGER_MAX - LINGER);
         }
     }
 
-    /// The lock for the worker. While a caller that doesn't poll has it again and again, the worker
-    /// comes back ever later, so as not to take its core from it; but at last it queues for it, moves
-    /// things on, and heartbeats leave (RS-4).
+    /// Takes the lock for the worker. While other threads hold it repeatedly, the worker backs off,
+    /// so as not to take their core. After [`MISSES`] attempts it waits for the lock and drives, so
+    /// that heartbeats are sent (RS-4).
     fn lock_or_linger<'a>(&'a self, shared: &'a Arc<Shared>, now: Time) -> Option<Guard<'a>> {
         if let Some(core) = self.try_lock(shared) {
             self.misses.store(0, Relaxed);
@@ -252,7 +253,7 @@ impl Cell {
         Some(core)
     }
 
-    /// One round on this thread, if nobody else is at it.
+    /// One round on this thread, unless another thread is in one.
     #[inline]
     pub fn poll_once(&self, shared: &Arc<Shared>) -> bool {
         if self.parker.is_none() {
@@ -284,26 +285,26 @@ impl Cell {
         core.drive(shared)
     }
 
-    /// One round on a thread that has news of its own, so that the worker needn't be woken for them: where cores are
-    /// few, it would take one from those who copy.
+    /// One round on a thread that has an event of its own. It saves waking the worker, which would
+    /// take a core from copying threads where cores are few.
     pub fn act(&self, shared: &Arc<Shared>) {
         if self.parker.is_none() {
             return;
         }
-        // Who has the lock may have looked before the news were there.
+        // The holder of the lock may have polled before the event.
         let Some(mut core) = self.try_lock(shared) else { return self.kick() };
         let armed = core.armed;
         if armed {
             core.disarm();
         }
         core.drive(shared);
-        // Else there is somebody who looks, or an alarm is set for who is to.
+        // Otherwise another thread polls, or an alarm is set.
         if armed && self.pollers.load(SeqCst) == 0 && !self.arm(&mut core, shared) {
             self.kick_worker();
         }
     }
 
-    /// Polls until `done` or `deadline`, whichever is first, without ever sleeping.
+    /// Polls until `done` or `deadline`, and never sleeps.
     pub fn spin(&self, shared: &Arc<Shared>, done: &dyn Fn() -> bool, deadline: Time) {
         if self.parker.is_none() {
             return;
@@ -319,7 +320,7 @@ impl Cell {
         self.leave();
     }
 
-    /// Polls while things move and for the spin time after; then hands over to the worker, so that
+    /// Polls during progress and for the spin time after it. Then hands over to the worker, so that
     /// the caller can sleep.
     pub fn wait(&self, shared: &Arc<Shared>, done: &dyn Fn() -> bool, deadline: Time) {
         if self.parker.is_none() {
@@ -360,7 +361,7 @@ impl Cell {
         }
     }
 
-    /// The last poller arms everything, so that the worker can stay asleep until there is news.
+    /// The last poller arms everything, so that the worker can sleep until an event.
     fn hand_over(&self, shared: &Arc<Shared>) {
         self.pollers.fetch_sub(1, SeqCst);
         match self.try_lock(shared).filter(|_| self.pollers.load(SeqCst) == 0) {
@@ -369,15 +370,15 @@ impl Cell {
                     self.kick_worker();
                 }
             }
-            // Another thread is at it and will arm when it is done.
+            // Another thread drives, and arms when it leaves.
             None => self.linger(Time::now()),
         }
     }
 
-    /// Prepares for nobody polling; false if there is something to do first.
+    /// Arms everything before the last poller leaves; false if there is work to do first.
     fn arm(&self, core: &mut Core, shared: &Arc<Shared>) -> bool {
         let Some(parker) = &self.parker else { return true };
-        // What was armed may have gone off since: the worker woke, saw a poller, and slept again.
+        // Descriptors may have fired since: the worker woke, saw a poller, and slept again.
         if core.armed {
             core.disarm();
         }
@@ -389,12 +390,12 @@ impl Cell {
         true
     }
 
-    /// Whether a caller polled just now, and may come back.
+    /// Whether a caller polled just now and may poll again.
     fn is_lingering(&self, now: Time) -> bool {
         now.since(Time(self.left_at.load(Relaxed))) < LINGER
     }
 
-    /// The worker's life: drive while there is traffic, sleep when there is none.
+    /// The worker's loop: drives during traffic, sleeps otherwise.
     pub(super) fn work(&self, shared: &Arc<Shared>, always: bool) {
         let Some(parker) = &self.parker else { return };
         let mut spin = self.spin;
@@ -402,14 +403,14 @@ impl Cell {
             self.work_awake(shared, always, spin);
             while !self.stopping.load(SeqCst) {
                 let only_alarm = parker.sleep();
-                // After news there may be more; when a caller has merely left, there is no sign of it.
+                // More events may follow an event. A bare alarm only means that a caller has left.
                 spin = if only_alarm { Duration::ZERO } else { self.spin };
                 let now = Time::now();
                 if !only_alarm || always || !self.is_lingering(now) {
                     break;
                 }
-                // Callers keep polling: a third thread that looks as well would only take a core
-                // from those who move bytes.
+                // Callers keep polling: another polling thread would only take a core from threads
+                // that move bytes.
                 self.set_alarm(now.after(LINGER_MAX));
             }
         }
@@ -421,7 +422,7 @@ impl Cell {
         let mut idle = 0u32;
         while !self.stopping.load(SeqCst) {
             if self.pollers.load(SeqCst) > 0 && !always {
-                // They drive; the last of them arms, or sets an alarm, when it leaves.
+                // Callers drive; the last one arms, or sets an alarm, when it leaves.
                 return;
             }
             if self.round(shared) {

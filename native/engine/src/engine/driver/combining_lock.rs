@@ -1,9 +1,9 @@
-//! A lock that nobody on a quick path waits for: who finds it taken leaves what it wanted done in
-//! the inbox, and the holder does it before, or right after, letting go.
+//! A lock that no thread waits for on a fast path. A thread that finds it taken leaves a command in
+//! the inbox. The holder runs the command before, or right after, it unlocks.
 
 use crate::sync::{total_order, Mutex, MutexGuard, Queue};
 
-/// How the holder does what others left.
+/// How the holder runs a command.
 pub(crate) trait CarryOut<T, C> {
     fn carry_out(&self, state: &mut T, command: C);
 }
@@ -14,7 +14,7 @@ pub(crate) struct CombiningLock<T, C> {
     inbox: Queue<C>,
 }
 
-/// The lock, held. Letting go empties the inbox.
+/// The held lock. Dropping it empties the inbox.
 pub(crate) struct CombiningGuard<'a, T, C, D: CarryOut<T, C>> {
     state: Option<MutexGuard<'a, T>>,
     lock: &'a CombiningLock<T, C>,
@@ -36,11 +36,11 @@ impl<T, C> CombiningLock<T, C> {
         Some(CombiningGuard { state: Some(state), lock: self, duty })
     }
 
-    /// Has `command` done: by this thread if the lock is free, else by its holder.
+    /// Runs `command`: on this thread if the lock is free, else on its holder.
     pub fn post<D: CarryOut<T, C>>(&self, duty: D, command: C) {
         self.inbox.push(command);
         total_order();
-        // If this fails, the holder sees the command: it looks again after it has let go.
+        // If this fails, the holder runs the command: it checks the inbox again after it unlocks.
         drop(self.try_lock(duty));
     }
 }
@@ -70,8 +70,8 @@ impl<T, C, D: CarryOut<T, C>> Drop for CombiningGuard<'_, T, C, D> {
             }
             drop(self.state.take());
             total_order();
-            // Between the last look and now somebody may have left a command and failed to get
-            // the lock.
+            // Since the last check another thread may have left a command and failed to get the
+            // lock.
             if self.lock.inbox.is_empty() {
                 return;
             }
@@ -105,7 +105,7 @@ mod loom_tests {
 
     #[test]
     fn no_command_is_left_behind() {
-        // A command is lost by two switches if at all; all interleavings would take minutes.
+        // Two preemptions suffice to lose a command; all interleavings would take minutes.
         let mut model = loom::model::Builder::new();
         model.preemption_bound = Some(2);
         model.check(|| {
@@ -114,7 +114,7 @@ mod loom_tests {
             let other = thread::spawn(move || theirs.post(Add, 10));
             lock.post(Add, 1);
             other.join().unwrap();
-            // Nobody takes the lock any more: everything must have been done.
+            // No thread takes the lock any more, so every command must have run.
             assert!(lock.inbox.is_empty());
             assert_eq!(*lock.state.lock(), 11);
         });

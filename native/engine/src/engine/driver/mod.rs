@@ -1,4 +1,4 @@
-//! Threads and sleeping: who drives the group when.
+//! The threads that drive the group, and how they sleep.
 
 mod cell;
 mod combining_lock;

@@ -1,4 +1,4 @@
-//! What a worker sleeps on: one epoll with the domains' descriptors, a kick, and a timer.
+//! Where a worker sleeps: one epoll with the domains' descriptors, an eventfd and a timer.
 
 use std::{
     os::fd::{BorrowedFd, OwnedFd},
@@ -25,9 +25,9 @@ pub(super) struct Parker {
     epoll: OwnedFd,
     kick: OwnedFd,
     timer: OwnedFd,
-    /// When the timer goes off; a hint for those who would set it later anyway.
+    /// When the timer fires; callers with a later alarm skip the lock.
     alarm: AtomicU64,
-    /// Keeps the hint and the timer of one mind.
+    /// Keeps `alarm` and the timer consistent.
     setting: Mutex<()>,
 }
 
@@ -53,8 +53,8 @@ impl Parker {
         }
         for domain in domains {
             for fd in domain.wake_fds() {
-                // SAFETY: the domain keeps its descriptors open while it lives, and it lives as
-                // long as the worker that sleeps here.
+                // SAFETY: a domain keeps its descriptors open, and outlives the worker that sleeps
+                // here.
                 let fd = unsafe { BorrowedFd::borrow_raw(fd) };
                 epoll::add(&parker.epoll, fd, epoll::EventData::new_u64(0), Self::quiet())
                     .map_err(fail("epoll_ctl"))?;
@@ -67,8 +67,8 @@ impl Parker {
         epoll::EventFlags::ONESHOT
     }
 
-    /// From now on the domains' descriptors end a sleep, once: a thread that polls anyway is not
-    /// disturbed by every packet.
+    /// Enables the domains' descriptors to end one sleep. A thread that polls anyway is thus not
+    /// woken for every packet.
     pub fn arm(&self, domains: &[Box<dyn Domain>]) {
         for fd in domains.iter().flat_map(|d| d.wake_fds()) {
             // SAFETY: as in `new`.
@@ -78,13 +78,12 @@ impl Parker {
         }
     }
 
-    /// Ends the sleep, now or the next one.
+    /// Ends the current or the next sleep.
     pub fn kick(&self) {
         let _ = rustix::io::write(&self.kick, &1u64.to_ne_bytes());
     }
 
-    /// Ends the sleep at `at`, or at an earlier alarm, or at one up to `slack` later that is set
-    /// already.
+    /// Ends the sleep at `at`. Keeps an alarm that is set already, if it is at most `slack` later.
     #[inline]
     pub fn alarm(&self, at: Time, slack: Duration) {
         if self.alarm.load(SeqCst) > at.after(slack).0 {
@@ -108,7 +107,7 @@ impl Parker {
         let _ = timerfd_settime(&self.timer, TimerfdTimerFlags::ABSTIME, &value);
     }
 
-    /// Sleeps until kicked, woken by a domain, or the alarm; true if it was nothing but the alarm.
+    /// Sleeps until a kick, an event of a domain, or the alarm; true if only the alarm ended it.
     /// Must be called by one thread only.
     pub fn sleep(&self) -> bool {
         let mut events = [epoll::Event {

@@ -14,7 +14,7 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    /// `cpus` is where it runs, if that matters.
+    /// Starts the thread; `cpus` pins it.
     pub fn start(shared: &Arc<Shared>, always: bool, cpus: Option<CpuSet>) -> Result<Self> {
         let shared = Arc::clone(shared);
         let thread = std::thread::Builder::new()
@@ -35,7 +35,7 @@ impl Worker {
         Ok(Self { thread: ProcessLocal::new(thread) })
     }
 
-    /// Waits for the thread's end, unless called on it.
+    /// Stops the thread, and joins it unless called on it.
     pub fn stop(self, shared: &Arc<Shared>) {
         let (Ok(cell), Some(thread)) = (shared.cell(), self.thread.into_inner()) else { return };
         cell.stopping.store(true, SeqCst);

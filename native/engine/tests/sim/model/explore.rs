@@ -1,5 +1,5 @@
-//! Tries every path: a run goes along a prefix of choices and takes the first that is new after it. States that
-//! were seen before are not gone on from.
+//! Explores every path. A run follows a prefix of choices, and takes the first untried choice after
+//! it. It stops at a state that was seen before.
 
 use std::{
     collections::HashMap,
@@ -10,25 +10,25 @@ use std::{
 use super::{path::Path, scopes::Scope};
 use crate::check::Violation;
 
-/// Runs between two lines that say how far it is.
+/// Runs between two lines of progress.
 const PROGRESS: usize = 100_000;
 
-/// What came out.
+/// The result of an exploration.
 #[derive(Debug, Default)]
 pub struct Explored {
-    /// Different states in which something was to be chosen.
+    /// Distinct states with a choice.
     pub states: usize,
     /// Runs from the start.
     pub runs: usize,
     /// Complete orders of events that these runs stand for.
     pub orders: f64,
     pub longest: usize,
-    /// There was more, but the runs were used up.
+    /// The limit of runs was reached before all paths were explored.
     pub cut_short: bool,
     pub broken: Option<Broken>,
 }
 
-/// A promise that was broken, and how.
+/// A broken promise, and the path to it.
 #[derive(Debug)]
 pub struct Broken {
     pub violation: Violation,
@@ -66,26 +66,26 @@ impl Broken {
     }
 }
 
-/// A state on the way, and which of its choices is being tried.
+/// A state on the current path, and the choice that is explored.
 struct Fork {
     state: u64,
     at: usize,
     of: usize,
-    /// Complete orders from here on, so far.
+    /// Complete orders from here that were counted so far.
     orders: f64,
 }
 
-/// Tries everything, or as much of it as `most` runs are enough for.
+/// Explores all paths, with at most `most` runs.
 pub fn explore(scope: &Scope, most: usize) -> Explored {
     Explorer::default().explore(scope, most)
 }
 
-/// Every order by a run of its own, for comparison.
+/// Explores every order in a run of its own, for comparison.
 pub fn explore_one_by_one(scope: &Scope) -> Explored {
     Explorer { forgetful: true, ..Explorer::default() }.explore(scope, usize::MAX)
 }
 
-/// Takes random paths: where there is too much to try everything.
+/// Takes random paths, for scopes that are too large to explore.
 pub fn walk(scope: &Scope, walks: usize) -> Option<Broken> {
     for seed in 0..walks as u64 {
         let mut rng = fastrand::Rng::with_seed(seed);
@@ -109,7 +109,7 @@ pub fn walk(scope: &Scope, walks: usize) -> Option<Broken> {
     None
 }
 
-/// A panic of the engine is a broken promise as well.
+/// Reports a panic of the engine as a violation.
 fn guarded<T>(f: impl FnOnce() -> Result<T, Violation>) -> Result<T, Violation> {
     catch_unwind(AssertUnwindSafe(f)).unwrap_or_else(|panic| {
         let what = panic.downcast_ref::<String>().cloned().unwrap_or_default();
@@ -120,9 +120,9 @@ fn guarded<T>(f: impl FnOnce() -> Result<T, Violation>) -> Result<T, Violation> 
 #[derive(Default)]
 struct Explorer {
     trail: Vec<Fork>,
-    /// From each state, how many complete orders there are, and how many choices.
+    /// The number of complete orders from each state, and of its choices.
     seen: HashMap<u64, (f64, usize)>,
-    /// States that were seen before are gone on from all the same.
+    /// Continues at states that were seen before.
     forgetful: bool,
     explored: Explored,
 }
@@ -154,8 +154,8 @@ impl Explorer {
         self.explored
     }
 
-    /// Goes along the trail, and on to the end or to a state that is known: how many orders there are from
-    /// there.
+    /// Follows the trail, then continues to the end or to a known state. Returns the number of
+    /// orders from there.
     fn run(&mut self, scope: &Scope) -> Result<f64, Violation> {
         let mut path = Path::new(scope);
         for depth in 0.. {
@@ -168,19 +168,19 @@ impl Explorer {
             if depth == self.trail.len() {
                 let state = path.state();
                 if let Some((orders, of)) = self.seen.get(&state).filter(|_| !self.forgetful) {
-                    assert_eq!(*of, moves.len(), "one state, and not the same choices");
+                    assert_eq!(*of, moves.len(), "equal states have different choices");
                     return Ok(*orders);
                 }
                 self.trail.push(Fork { state, at: 0, of: moves.len(), orders: 0.0 });
             }
             let fork = &self.trail[depth];
-            assert_eq!(fork.of, moves.len(), "a run is not like the one before it");
+            assert_eq!(fork.of, moves.len(), "a run is not deterministic");
             path.take(moves[fork.at])?;
         }
         unreachable!("a run ends")
     }
 
-    /// Moves the trail to the next that was not tried; false if there is none.
+    /// Moves the trail to the next untried choice; false if there is none.
     fn turn_back(&mut self, mut orders: f64) -> bool {
         while let Some(fork) = self.trail.last_mut() {
             fork.orders += orders;
@@ -197,7 +197,7 @@ impl Explorer {
     }
 }
 
-/// These choices in words, up to where a promise breaks.
+/// Describes the choices, up to the step that breaks a promise.
 fn tell(scope: &Scope, choices: &[usize]) -> Vec<String> {
     let mut words = Vec::new();
     let told = catch_unwind(AssertUnwindSafe(|| {

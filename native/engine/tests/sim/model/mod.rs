@@ -1,5 +1,5 @@
-//! Every order of events at small scope: the promises hold not only for the orders that delays happen to bring
-//! about. What is explored is the engine itself on a network without time.
+//! Model checking: every order of events at small scope, not only the orders that delays happen to
+//! cause. The code under test is the engine itself, on a network without time.
 
 mod explore;
 mod path;
@@ -13,7 +13,7 @@ use scopes::Scope;
 
 use crate::env;
 
-/// Explores all, two at a time.
+/// Explores all scopes, two at a time.
 fn explore_all(scopes: &[Scope], most: usize) -> Vec<(String, Explored)> {
     let next = AtomicUsize::new(0);
     let done: Mutex<Vec<(String, Explored)>> = Mutex::default();
@@ -55,9 +55,9 @@ fn every_order_at_small_scope_keeps_the_promises() {
     all_hold(&scopes::small(), usize::MAX);
 }
 
-/// States are told apart by what engines have seen: orders that share one must go on alike.
+/// The state is a digest of what engines have seen: equal states must have equal continuations.
 #[test]
-fn what_is_left_out_is_what_was_tried() {
+fn pruned_orders_equal_explored_orders() {
     for scope in scopes::small().iter().filter(|s| s.budget.losses == 1).take(8) {
         let (pruned, each) = (explore(scope, usize::MAX), explore_one_by_one(scope));
         assert_eq!(pruned.orders, each.orders, "{}", scope.name);

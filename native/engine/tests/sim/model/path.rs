@@ -1,4 +1,4 @@
-//! One run in which every step is chosen.
+//! One run in which the explorer chooses every step.
 
 use fabric_engine::{
     simulation::SimNet,
@@ -11,15 +11,15 @@ use crate::{
     run::Run,
 };
 
-/// One thing that happens next.
+/// A possible next step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Move {
     /// The user takes the next step.
     User,
     Network(Choice),
-    /// Time passes until the next timer strikes, though something is under way.
+    /// Time passes until the next timer, although events are pending.
     Hurry,
-    /// A node ends as by `kill -9`.
+    /// A node crashes.
     Crash(u8),
 }
 
@@ -51,7 +51,7 @@ impl<'a> Path<'a> {
         path
     }
 
-    /// What may happen now; nothing if all is over.
+    /// The possible next steps; empty at the end of the run.
     pub fn moves(&mut self) -> Result<Vec<Move>, crate::check::Violation> {
         loop {
             let mut moves = Vec::new();
@@ -75,7 +75,7 @@ impl<'a> Path<'a> {
             if !moves.is_empty() || is_over {
                 return Ok(moves);
             }
-            // Nothing is under way: what is left waits for time.
+            // No event is pending: the rest waits for timers.
             self.pass_time()?;
         }
     }
@@ -105,7 +105,7 @@ impl<'a> Path<'a> {
         self.run.check_end()
     }
 
-    /// What two paths share only if they go on alike.
+    /// A digest of the state: paths with equal digests have equal continuations.
     pub fn state(&self) -> u64 {
         let Budget { losses, crashes, hurries } = self.left;
         let left = u64::from_le_bytes([losses, crashes, hurries, self.steps as u8, 0, 0, 0, 0]);

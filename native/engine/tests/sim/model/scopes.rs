@@ -1,14 +1,14 @@
-//! What is explored: two nodes, a few operations, and how much may go wrong.
+//! The explored scopes: two nodes, a few operations, and a budget of faults.
 
 use crate::case::{Case, Shape, Step, MS, US};
 
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Budget {
-    /// Ends of links that are lost, wherever that changes anything.
+    /// Lost ends of links, wherever that changes anything.
     pub losses: u8,
-    /// Nodes that end.
+    /// Crashed nodes.
     pub crashes: u8,
-    /// Timers that strike while something is under way.
+    /// Timers that fire while events are pending.
     pub hurries: u8,
 }
 
@@ -17,15 +17,15 @@ pub struct Scope {
     pub name: String,
     pub case: Case,
     pub budget: Budget,
-    /// The user takes each step at any time; else all before anything else happens.
+    /// The user takes each step at any time; otherwise all steps come first.
     pub anywhere: bool,
 }
 
-/// How a link tells what came over it.
+/// What a link's receipt reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Tells {
     InOrder,
-    /// As `InOrder`, each page by itself.
+    /// As `InOrder`, with a count for each page.
     PagesInOrder,
     Numbers,
     Nothing,
@@ -49,7 +49,7 @@ fn shape(tells: Tells, rails: u8) -> Shape {
     }
 }
 
-/// Names for what is done.
+/// Makes steps from their names.
 fn work(names: &str) -> Vec<Step> {
     let write =
         |len, within| Step::Write { from: 0, to: 1, len, counter: Some(0), rail: None, within };
@@ -58,7 +58,7 @@ fn work(names: &str) -> Vec<Step> {
     let step = |name: &str| match name {
         "write" => write(16, None),
         "hurried write" => write(16, Some(MS)),
-        // One slice more than the link takes at once, so that a count must confirm them.
+        // One slice more than fits one work request, so that a count must confirm them.
         "cut write" => write(BYTES + 8, None),
         "hurried cut write" => write(BYTES + 8, Some(MS)),
         "plain write" => {
@@ -91,7 +91,7 @@ fn losses(losses: u8) -> Budget {
     Budget { losses, ..Budget::default() }
 }
 
-/// What `cargo test` explores.
+/// The scopes of `cargo test`.
 pub fn small() -> Vec<Scope> {
     use Tells::*;
     let mut scopes = Vec::new();
@@ -113,7 +113,7 @@ pub fn small() -> Vec<Scope> {
     only(scopes)
 }
 
-/// What `make soak` explores: two losses, two rails, three operations.
+/// The scopes of `make soak`: two losses, two rails, three operations.
 pub fn large() -> Vec<Scope> {
     use Tells::*;
     let mut scopes = Vec::new();
@@ -135,7 +135,7 @@ fn anywhere(scope: Scope) -> Scope {
     Scope { name: format!("{}, steps at any time", scope.name), anywhere: true, ..scope }
 }
 
-/// Those that `FABRIC_MODEL` names a part of.
+/// Keeps the scopes whose name contains `FABRIC_MODEL`.
 fn only(mut scopes: Vec<Scope>) -> Vec<Scope> {
     let part = std::env::var("FABRIC_MODEL").unwrap_or_default();
     scopes.retain(|s| s.name.contains(&part));

@@ -1,14 +1,14 @@
-//! What the engines of one host share of one NIC (TENT §3.3.2).
+//! How the engines of one host share a NIC (TENT §3.3.2).
 //!
-//! Each engine writes what it has under way or waiting into a table in shared memory, reads what the
-//! others wrote, and computes its own window by [`divide`]; nobody is in charge. A part of an engine
-//! that dies goes to the others, whatever killed it and wherever: its place in the table is a lock
-//! that the kernel ends.
+//! Each engine writes its demand, the bytes under way and waiting, into a table in shared memory.
+//! It reads the demands of the others and computes its own window with [`divide`]; there is no
+//! coordinator. The share of an engine that dies goes to the others, whatever killed it: its slot
+//! in the table is a file lock that the kernel releases.
 //!
-//! - Those who want less than one smallest slice say nothing: everyone may have that much.
-//! - The table is looked at every [`LOOK`] while there is something to say, and not at all otherwise:
-//!   a write and a read of some kilobytes, about a microsecond each. All other calls are arithmetic.
-//! - Without a table, for whatever reason, an engine has the whole window, and the log says so once.
+//! - An engine that wants less than one smallest slice writes nothing: that much is always allowed.
+//! - The table is read every [`LOOK`] while there is demand, and not at all otherwise. That costs a
+//!   write and a read of some kilobytes, about a microsecond each. All other calls are arithmetic.
+//! - Without a table an engine has the whole window, and logs that once.
 
 mod others;
 mod raw;
@@ -40,20 +40,20 @@ use crate::{
     time::Time,
 };
 
-/// How often the table is looked at.
+/// Interval of reads of the table.
 pub(crate) const LOOK: Duration = Duration::from_millis(10);
-/// Who wants something writes at least so often, that it isn't taken for one who hangs.
+/// Longest interval between writes of an engine with demand; a longer silence looks like a hang.
 const BEAT: Duration = Duration::from_millis(250);
-/// How often it is checked that the table still has its name.
+/// Interval of checks that the table still has its name.
 const TEND: Duration = Duration::from_secs(1);
-/// How long after the table was lost, or couldn't be joined, it is tried again.
+/// Interval of attempts to join, after the table was lost or could not be joined.
 const AGAIN: Duration = Duration::from_secs(1);
-/// A millisecond lies between them.
+/// Attempts to join when the engine opens, a millisecond apart.
 const ATTEMPTS: u32 = 20;
-/// Memory that all processes of a host see, and that is gone when it is switched off.
+/// Memory that all processes of a host see; a reboot clears it.
 const PLACE: &str = "/dev/shm";
 
-/// One engine's part of one NIC.
+/// One engine's share of one NIC.
 #[derive(Debug)]
 pub(crate) struct HostShare {
     device: String,
@@ -63,23 +63,23 @@ pub(crate) struct HostShare {
     beat: u64,
     table: Option<Table>,
     others: Others,
-    /// What was last said to be wanted, and the most since the last look.
+    /// The latest demand, and the maximum since the last read.
     latest: ByClass,
     peak: ByClass,
-    /// What the others know.
+    /// The demand that the table shows.
     told: ByClass,
     look_at: Time,
     beat_at: Time,
     tend_at: Time,
     join_at: Time,
-    /// The parts of a window of so many bytes.
+    /// A window in bytes, and this engine's part of it by class.
     divided: (u64, ByClass),
     warned: bool,
 }
 
 impl HostShare {
-    /// Joins those of this user who use `device`. `weight` is 1 for all by default; who has 2 gets twice
-    /// as much as who has 1.
+    /// Joins the engines of this user that use `device`. An engine of weight 2 gets twice the share
+    /// of one of weight 1, which is the default.
     pub fn join(device: &str, weight: u32) -> Self {
         Self::join_in(Path::new(PLACE), device, weight)
     }
@@ -110,8 +110,8 @@ impl HostShare {
         share
     }
 
-    /// What this engine has under way on the NIC, and what waits for it. To be called whenever the
-    /// engine is driven; the others learn of it within [`LOOK`].
+    /// Sets the bytes of this engine under way on the NIC and waiting for it. Must be called
+    /// whenever the engine is driven; the others see the change within [`LOOK`].
     #[inline]
     pub fn publish(&mut self, now: Time, demand: ByClass) {
         self.latest = demand;
@@ -121,8 +121,8 @@ impl HostShare {
         }
     }
 
-    /// How much of `window` this engine may have under way of a class and those above it. It changes
-    /// with a look only.
+    /// How much of `window` this engine may have under way of a class and those above it. It
+    /// changes only when the table is read.
     #[inline]
     pub fn window(&mut self, window: u64, class: Priority) -> u64 {
         if self.divided.0 != window {
@@ -131,11 +131,11 @@ impl HostShare {
         self.divided.1.of(class)
     }
 
-    /// When `publish` is to be called though nothing has changed.
+    /// When `publish` must be called even if nothing has changed.
     pub fn next_timer(&self) -> Time {
         match self.told == ByClass::default() {
             true => Time::NEVER,
-            // That it is over, or that it goes on.
+            // The end of the demand, or its continuation, must be written.
             false if !matters(self.latest) => self.look_at,
             false => self.beat_at.max(self.look_at),
         }
@@ -176,7 +176,7 @@ impl HostShare {
         if now >= self.tend_at {
             self.tend_at = now.after(TEND);
             if !table.is_named() {
-                return Err(DomainError::Unavailable("its table was removed".into()));
+                return Err(DomainError::Unavailable("the table was removed".into()));
             }
         }
         table.read()?;
@@ -198,17 +198,17 @@ impl HostShare {
     fn warn(&mut self, cause: &DomainError) {
         if !std::mem::replace(&mut self.warned, true) {
             let device = &self.device;
-            tracing::warn!(%device, %cause, "a NIC is used without regard to other processes");
+            tracing::warn!(%device, %cause, "the NIC's window is not shared with other processes");
         }
     }
 }
 
-/// Less needn't be said.
+/// Whether a demand is large enough to be written.
 fn matters(demand: ByClass) -> bool {
     demand.total() >= LEAST
 }
 
-/// One file for each device and user. Names of devices are not trusted to be names of files.
+/// One file for each device and user. Device names are not trusted as file names.
 fn file_name(device: &str) -> String {
     let mut name = format!("fabric-ray-{}-", rustix::process::geteuid().as_raw());
     for byte in device.bytes() {

@@ -1,23 +1,23 @@
-//! Who else is at the NIC: what the table says, less those who are dead, hung or gone.
+//! The other engines at the NIC: the table's records, without dead, hung or departed engines.
 
 use std::time::Duration;
 
 use super::record::{Found, Record, SLOTS};
 use crate::{group::policy::divide::Party, time::Time};
 
-/// Who has something under way and hasn't written for so long is asked for: the kernel knows whether
-/// its lock is still held. Then again after as long.
+/// Silence after which the lock of an engine with demand is checked: the kernel knows whether it is
+/// held. It is checked again after as long.
 pub(super) const ASK: Duration = Duration::from_millis(50);
-/// Whose lock is held, but who hasn't written for so long, is stopped or hung, or another process
-/// holds what it left. What it has wanted is for others until it writes again.
+/// Silence after which an engine with a held lock counts as stopped or hung, or its lock as
+/// inherited. Its demand is ignored until it writes again.
 pub(super) const SILENT: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Copy, Debug)]
 struct Seen {
     record: Record,
-    /// When it last changed.
+    /// When the record last changed.
     moved: Time,
-    /// When its lock is looked at next.
+    /// When its lock is checked next.
     ask: Time,
     dead: bool,
 }
@@ -37,7 +37,7 @@ impl Others {
         &self.parties
     }
 
-    /// Takes what stands in the slots of all others. `holds` says whether a slot's lock is held.
+    /// Updates from the slots of all others. `holds` tells whether a slot's lock is held.
     pub fn see(
         &mut self,
         now: Time,
@@ -48,15 +48,15 @@ impl Others {
         for (slot, found) in found {
             let seen = &mut self.seen[slot];
             match found {
-                Found::Nobody => *seen = None,
-                // What was there before counts, until it has been silent for too long.
+                Found::Empty => *seen = None,
+                // The earlier record counts until it is too old.
                 Found::Torn => {}
                 Found::Record(record) => match seen {
                     Some(seen) if seen.record == record => {}
                     Some(seen) if seen.record.id == record.id => {
                         *seen = Seen { record, moved: now, ask: now.after(ASK), dead: false };
                     }
-                    // Of somebody new; or what somebody left who died long ago.
+                    // A new engine, or the record of an engine that died long ago.
                     _ => *seen = Some(Seen { record, moved: now, ask: now, dead: false }),
                 },
             }
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_dead_or_silent_has_no_part_and_who_returns_has() {
+    fn dead_or_silent_engines_have_no_share_until_they_write() {
         let mut others = Others::new();
         let (asked, alive) = (Cell::new(0), Cell::new(true));
         let mut at = |now, found| {
@@ -102,25 +102,25 @@ mod tests {
             });
             (others.parties().len(), asked.get())
         };
-        assert_eq!(at(0, Found::Nobody), (0, 0));
-        assert_eq!(at(10, record(1, 1, 9)), (1, 1), "who comes is asked for");
+        assert_eq!(at(0, Found::Empty), (0, 0));
+        assert_eq!(at(10, record(1, 1, 9)), (1, 1), "the lock of a new engine is checked");
         assert_eq!(at(20, record(1, 2, 9)), (1, 0));
-        assert_eq!(at(30, record(1, 3, 0)), (0, 0), "who wants nothing has no part");
+        assert_eq!(at(30, record(1, 3, 0)), (0, 0), "no demand, no share");
         assert_eq!(at(40, record(1, 4, 9)), (1, 0));
         assert_eq!(at(80, Found::Torn), (1, 0));
-        assert_eq!(at(100, record(1, 4, 9)), (1, 1), "who doesn't write is asked for");
-        assert_eq!(at(110, record(1, 4, 9)), (1, 0), "now and then");
+        assert_eq!(at(100, record(1, 4, 9)), (1, 1), "the lock of a silent engine is checked");
+        assert_eq!(at(110, record(1, 4, 9)), (1, 0), "and not again at once");
         assert_eq!(at(1039, record(1, 4, 9)), (1, 1));
         assert_eq!(at(1040, record(1, 4, 9)).0, 0, "held but silent");
-        assert_eq!(at(2000, record(1, 5, 9)), (1, 0), "it goes on");
+        assert_eq!(at(2000, record(1, 5, 9)), (1, 0), "it writes again");
 
         alive.set(false);
         assert_eq!(at(2049, record(1, 5, 9)), (1, 0));
         assert_eq!(at(2050, record(1, 5, 9)), (0, 1), "dead");
-        assert_eq!(at(2500, record(1, 5, 9)), (0, 0), "for ever");
-        assert_eq!(at(2510, record(2, 1, 9)), (0, 1), "what a dead one left");
+        assert_eq!(at(2500, record(1, 5, 9)), (0, 0), "and stays dead");
+        assert_eq!(at(2510, record(2, 1, 9)), (0, 1), "the record of a dead engine");
         alive.set(true);
-        assert_eq!(at(2520, record(3, 1, 9)), (1, 1), "the next in its slot");
-        assert_eq!(at(2530, Found::Nobody), (0, 0));
+        assert_eq!(at(2520, record(3, 1, 9)), (1, 1), "a new engine in the slot");
+        assert_eq!(at(2530, Found::Empty), (0, 0));
     }
 }

@@ -1,5 +1,5 @@
-//! Several processes, stopped and killed at any moment: this test binary runs itself again, with
-//! nothing but [`member`] to do.
+//! Tests with processes that are stopped and killed at any moment. The test binary runs itself
+//! again with the filter [`member`].
 
 use std::{
     io::{BufRead, BufReader, Read},
@@ -16,15 +16,15 @@ use super::{
     *,
 };
 
-/// Which place a process of the test works in, and how.
+/// The directory of a member process, and its role.
 const WHERE: &str = "FABRIC_RAY_TEST_SHARE";
 const HOW: &str = "FABRIC_RAY_TEST_SHARE_AS";
-/// Against tests that hang; nothing is expected to take anywhere near as long.
+/// Fails tests that hang; far above any expected duration.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Tables that were made and left by many at once may need another attempt.
+/// Interval of polls.
 const STEP: Duration = Duration::from_millis(1);
 
-/// Joins; later, if somebody was held up in the middle of leaving.
+/// Joins. Retries while another process is stopped in the middle of leaving.
 fn join(place: &Path) -> HostShare {
     let start = Instant::now();
     loop {
@@ -44,7 +44,7 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// What a process of the test does, until its input ends; nothing if it isn't one.
+/// The body of a member process, until its input ends. Does nothing in the parent.
 #[test]
 fn member() {
     let (Some(place), Ok(how)) = (std::env::var_os(WHERE), std::env::var(HOW)) else { return };
@@ -61,14 +61,14 @@ fn member() {
     }
 }
 
-/// Has more to do than the window takes, and says what part it has.
+/// Demands more than the window, and prints its part.
 fn work(place: &Path, forks: bool, going_on: impl Fn() -> bool) {
     let mut share = join(place);
     if forks {
         // SAFETY: the child only sleeps, and dies at the latest by the alarm.
         let child = unsafe { libc::fork() };
         if child == 0 {
-            // SAFETY: takes a number; ends the child if nobody else does.
+            // SAFETY: takes a number; ends the child if the test doesn't.
             unsafe { libc::alarm(2 * PATIENCE.as_secs() as u32) };
             loop {
                 // SAFETY: waits for a signal.
@@ -88,13 +88,13 @@ fn work(place: &Path, forks: bool, going_on: impl Fn() -> bool) {
     }
 }
 
-/// Comes and goes as fast as it can. While it is there, its table is the one that all find.
+/// Joins and leaves in a loop. While it is joined, its table has the name.
 fn churn(place: &Path, going_on: impl Fn() -> bool) {
     while going_on() {
         let mut share = join(place);
         for _ in 0..fastrand::u32(..8) {
-            let table = share.table.as_ref().expect("nobody damages tables here");
-            assert!(table.is_named(), "others meet in another table");
+            let table = share.table.as_ref().expect("no table is damaged here");
+            assert!(table.is_named(), "other engines use another table");
             share.publish(Time::now(), BUSY);
             assert!(share.window(WINDOW, Priority::Bulk) >= LEAST);
         }
@@ -139,11 +139,11 @@ impl Member {
     }
 
     fn signal(&self, signal: i32) {
-        // SAFETY: a process of ours that wasn't waited for.
+        // SAFETY: a child that was not waited for.
         unsafe { libc::kill(self.process.id() as i32, signal) };
     }
 
-    /// SIGKILL, wherever it is.
+    /// Sends SIGKILL at an arbitrary point.
     fn kill(mut self) {
         assert!(self.process.try_wait().unwrap().is_none(), "it has failed before");
         self.process.kill().unwrap();
@@ -164,7 +164,7 @@ impl Drop for Member {
 }
 
 fn all_have(members: &[Member], part: u64) {
-    until("the parts don't settle", || members.iter().all(|m| m.part() == part));
+    until("the shares don't settle", || members.iter().all(|m| m.part() == part));
 }
 
 #[test]
@@ -184,7 +184,7 @@ fn the_part_of_a_process_that_ends_in_any_way_comes_back() {
     members.push(Member::spawn(&place, "work"));
     let n = members.len() as u64;
     all_have(&members, WINDOW / n);
-    // A process that hangs holds its place and no part.
+    // A hung process holds its slot and has no share.
     let hangs = members.pop().unwrap();
     hangs.signal(libc::SIGSTOP);
     all_have(&members, WINDOW / (n - 1));
@@ -204,15 +204,15 @@ fn a_child_that_outlives_its_parent_keeps_no_place() {
         share.publish(Time::now(), BUSY);
         share.window(WINDOW, Priority::Bulk)
     };
-    until("the other doesn't come", || part() == WINDOW / 2);
-    until("the child doesn't come", || parent.child.load(SeqCst) != 0);
+    until("the other process doesn't join", || part() == WINDOW / 2);
+    until("the child doesn't start", || parent.child.load(SeqCst) != 0);
     let child = parent.child.load(SeqCst) as i32;
     parent.kill();
-    until("the part doesn't come back", || part() == WINDOW);
-    // Nobody waits for being silent long enough: the lock has ended.
+    until("the share doesn't come back", || part() == WINDOW);
+    // The kernel has released the lock: the share came back without a timeout.
     let table = share.table.as_ref().unwrap();
     let held = (0..record::SLOTS).filter(|slot| table.is_held(*slot)).count();
-    // SAFETY: signal 0 only asks whether it is there.
+    // SAFETY: signal 0 only checks that the process exists.
     let lives = unsafe { libc::kill(child, 0) } == 0;
     // SAFETY: the sleeping child.
     unsafe { libc::kill(child, libc::SIGKILL) };
@@ -234,7 +234,7 @@ fn coming_going_and_dying_at_any_moment_wedges_nothing() {
     members.into_iter().for_each(Member::leave);
     let mut share = join(&place.0);
     share.publish(Time::now(), BUSY);
-    // What the dead have left has no part.
+    // Records of dead processes have no share.
     assert_eq!(share.window(WINDOW, Priority::Bulk), WINDOW);
     drop(share);
     assert!(!place.table().exists());

@@ -1,4 +1,4 @@
-//! The unsafe half: locks on parts of a file that end with the process, and what a child by fork must
+//! The unsafe half: file locks that end with the process, and descriptors that a forked child must
 //! not keep.
 
 use std::{
@@ -17,9 +17,9 @@ use rustix::io::Errno;
 
 use crate::process::ProcessLocal;
 
-/// Locks belong to what was opened, not to the process: two engines of one process have one each.
-/// The kernel ends them when the last descriptor is closed, and so with the process, whatever ends
-/// it and in whatever PID namespace it is.
+/// Locks belong to the open file, not to the process: two engines of one process have one each. The
+/// kernel releases them when the last descriptor is closed, thus also when the process dies,
+/// whatever ends it and in whatever PID namespace it is.
 fn lock(fd: BorrowedFd<'_>, command: i32, kind: i32, at: Range<u64>) -> Result<i32, Errno> {
     let mut lock = libc::flock {
         l_type: kind as libc::c_short,
@@ -35,7 +35,7 @@ fn lock(fd: BorrowedFd<'_>, command: i32, kind: i32, at: Range<u64>) -> Result<i
     }
 }
 
-/// False if somebody else has a lock there.
+/// False if another open file has a lock there.
 pub(super) fn try_lock(fd: BorrowedFd<'_>, at: Range<u64>) -> Result<bool, Errno> {
     match lock(fd, libc::F_OFD_SETLK, libc::F_WRLCK, at) {
         Ok(_) => Ok(true),
@@ -48,17 +48,17 @@ pub(super) fn unlock(fd: BorrowedFd<'_>, at: Range<u64>) -> Result<(), Errno> {
     lock(fd, libc::F_OFD_SETLK, libc::F_UNLCK, at).map(drop)
 }
 
-/// Whether somebody else has a lock there.
+/// Whether another open file has a lock there.
 pub(super) fn is_locked(fd: BorrowedFd<'_>, at: Range<u64>) -> Result<bool, Errno> {
     Ok(lock(fd, libc::F_OFD_GETLK, libc::F_WRLCK, at)? != libc::F_UNLCK)
 }
 
 const NONE: i32 = -1;
-/// The descriptors that a child closes. In an array of atomics, because a forked child may not wait
-/// for a lock that a thread of its parent had.
+/// Descriptors that a forked child closes. An array of atomics: a forked child may not wait for a
+/// lock that a thread of its parent held.
 static PRIVATE: [AtomicI32; 512] = [const { AtomicI32::new(NONE) }; 512];
 
-/// A descriptor that a child by fork doesn't keep: it would keep the locks too.
+/// A descriptor that a forked child doesn't keep, because it would keep the locks too.
 #[derive(Debug)]
 pub(super) struct Private {
     fd: ProcessLocal<OwnedFd>,
@@ -78,7 +78,7 @@ impl Private {
         Ok(Self { fd: ProcessLocal::new(fd), entry })
     }
 
-    /// `None` in a child by fork: there it is closed, and its number may be another file's.
+    /// `None` in a forked child: there it is closed, and its number may be another file's.
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.fd.get().ok().map(AsFd::as_fd)
     }
@@ -96,8 +96,8 @@ extern "C" fn in_child() {
     for entry in &PRIVATE {
         let fd = entry.swap(NONE, AcqRel);
         if fd != NONE {
-            // SAFETY: what has this number here is the copy of the parent's; `Private::fd` gives it to
-            // nobody in this process.
+            // SAFETY: this number is the child's copy of the parent's descriptor, and `Private::fd`
+            // returns it to no caller in this process.
             unsafe { libc::close(fd) };
         }
     }

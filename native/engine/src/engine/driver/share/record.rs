@@ -1,30 +1,30 @@
-//! What stands in the table: a header, and for each engine a record.
+//! The format of the table: a header, and a record for each engine.
 //!
-//! Nobody waits for anybody to write or read, so a record may be read while it is being written: a
-//! checksum tells. It also tells what was never a record.
+//! Readers and writers never wait for each other, so a record may be read in the middle of a write.
+//! A checksum detects that, and bytes that were never a record.
 
 use std::ops::Range;
 
 use crate::group::policy::{classes::ByClass, divide::Party};
 
-/// The header is as large as a slot.
+/// Bytes of a slot, and of the header.
 pub(super) const SLOT: usize = 64;
 pub(super) const SLOTS: usize = 127;
 pub(super) const SIZE: usize = SLOT * (SLOTS + 1);
 const VERSION: u32 = 1;
 
-/// Where a slot lies in the table; its lock is on the same bytes.
+/// The byte range of a slot; its lock covers the same bytes.
 pub(super) fn place(slot: usize) -> Range<u64> {
     let start = (slot + 1) * SLOT;
     start as u64..(start + SLOT) as u64
 }
 
-/// Of all slots.
+/// The byte range of all slots.
 pub(super) fn all() -> Range<u64> {
     SLOT as u64..SIZE as u64
 }
 
-/// Sizes are known by the version, and never taken from the table.
+/// The header. Sizes follow from the version, and are never read from the table.
 pub(super) fn header() -> [u8; SLOT] {
     let mut bytes = [0; SLOT];
     bytes[..8].copy_from_slice(b"fabquota");
@@ -34,18 +34,18 @@ pub(super) fn header() -> [u8; SLOT] {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Record {
-    /// Drawn anew by whoever takes the slot.
+    /// Random; each engine that takes the slot draws a new one.
     pub id: u64,
-    /// One more each time the record is written: who is silent may be dead, or stopped.
+    /// Incremented by each write, so that silence shows.
     pub beat: u64,
     pub party: Party,
 }
 
-/// What is found in a slot.
+/// The content of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Found {
-    Nobody,
-    /// In the middle of being written, or damaged.
+    Empty,
+    /// In the middle of a write, or damaged.
     Torn,
     Record(Record),
 }
@@ -67,7 +67,7 @@ impl Record {
 impl Found {
     pub fn decode(bytes: &[u8; SLOT]) -> Self {
         if *bytes == [0; SLOT] {
-            return Self::Nobody;
+            return Self::Empty;
         }
         let (body, sum) = bytes.split_at(SLOT - 4);
         if crc32fast::hash(body).to_le_bytes() != sum {
@@ -98,7 +98,7 @@ mod tests {
         assert_eq!(bytes[..48].iter().step_by(8).copied().collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6]);
         assert_eq!(&header()[..12], b"fabquota\x01\0\0\0");
         assert_eq!((place(0), place(SLOTS - 1).end), (64..128, SIZE as u64));
-        assert_eq!(Found::decode(&[0; SLOT]), Found::Nobody);
+        assert_eq!(Found::decode(&[0; SLOT]), Found::Empty);
     }
 
     proptest! {

@@ -1,15 +1,15 @@
-//! The table: a file in shared memory, and a place in it.
+//! The table: a file in shared memory, and this engine's slot in it.
 //!
-//! It is read and written by calls and not mapped: a mapping would end this process by a signal if
-//! somebody cut the file short, and a look every 10 ms needs no mapping.
+//! It is read and written by system calls and not mapped. A mapping would raise SIGBUS if another
+//! process truncated the file, and a read every 10 ms needs no mapping.
 //!
-//! Whoever holds the lock of a slot has that slot, and the kernel ends the lock with its holder.
-//! Nothing else is locked, so nobody waits for anybody.
+//! The holder of a slot's lock owns the slot, and the kernel releases the lock when its holder
+//! dies. Nothing else is locked, so no process waits for another.
 //!
-//! **Q-1** A file is unlinked only by one who holds the locks of all its slots at once and has seen
-//! that the name is this file's. **Q-2** Who has taken a slot looks after that whether the name is
-//! still this file's, and starts anew if it isn't. So nobody stays in a file that has no name while
-//! others meet in a new one: who unlinks either finds the slot taken, or is done before the look.
+//! **Q-1** A process unlinks a file only while it holds the locks of all its slots and the name is
+//! this file's. **Q-2** A process that has taken a slot checks after that whether the name is still
+//! this file's, and starts again if not. So no process stays in a file without a name while others
+//! use a new one: the unlinking process either finds the slot taken, or is done before the check.
 
 use std::{
     os::fd::BorrowedFd,
@@ -28,7 +28,7 @@ use super::{
 };
 use crate::domain::DomainError;
 
-/// Before another attempt, where somebody was in the middle of leaving or of making the table.
+/// Pause between attempts, while another process leaves or makes the table.
 const PAUSE: Duration = Duration::from_millis(1);
 
 #[derive(Debug)]
@@ -40,9 +40,9 @@ pub(super) struct Table {
     image: Box<[u8; SIZE]>,
 }
 
-/// Why an attempt came to nothing.
+/// Why an attempt failed.
 enum Missed {
-    /// Somebody left or made the table at the same time.
+    /// Another process left or made the table at the same time.
     Moved(&'static str),
     Failed(DomainError),
 }
@@ -58,8 +58,8 @@ fn failed(call: &'static str) -> impl FnOnce(Errno) -> Missed {
 }
 
 impl Table {
-    /// Takes a place in the table of this name, which is made if there is none. With one attempt it
-    /// never sleeps.
+    /// Takes a slot in the table of this name, and makes the table if there is none. With one
+    /// attempt it never sleeps.
     pub fn join(path: &Path, attempts: u32) -> Result<Self, DomainError> {
         let mut why = "";
         for attempt in 0..attempts {
@@ -81,11 +81,11 @@ impl Table {
             .map_err(failed("open of the table"))?;
         let stat = rustix::fs::fstat(&fd).map_err(failed("fstat"))?;
         check_owner(path, &stat)?;
-        // Before any lock: a child that is made meanwhile mustn't keep it.
+        // Before any lock: a child that forks meanwhile must not keep the lock.
         let file = Private::new(fd).map_err(failed("too many tables"))?;
         let fd = file.fd().ok_or(Missed::Moved("the process has forked"))?;
         if stat.st_size == 0 {
-            // Whoever else finds it empty does the same, and no slot is touched.
+            // Other processes that find it empty write the same, and no slot is touched.
             rustix::fs::ftruncate(fd, SIZE as u64).map_err(failed("ftruncate"))?;
             rustix::io::pwrite(fd, &header(), 0).map_err(failed("pwrite"))?;
         }
@@ -100,17 +100,17 @@ impl Table {
                 break;
             }
         }
-        let slot = slot.ok_or(Missed::Moved("all its places are taken"))?;
+        let slot = slot.ok_or(Missed::Moved("all its slots are taken"))?;
         if !is_named(path, fd) {
-            return Err(Missed::Moved("it is made anew again and again"));
+            return Err(Missed::Moved("it is replaced repeatedly"));
         }
         let table = Self { path: path.into(), file, slot, record: None, image };
-        // What a dead one left.
+        // Clears the record of a dead engine.
         table.put(&[0; SLOT])?;
         Ok(table)
     }
 
-    /// Whether this process is the one that joined. A child by fork isn't.
+    /// Whether this process joined; false in a forked child.
     #[cfg(test)]
     pub fn is_ours(&self) -> bool {
         self.file.fd().is_some()
@@ -135,7 +135,7 @@ impl Table {
         }
     }
 
-    /// Reads it anew; what stands in the slots of others is `found` then.
+    /// Reads the table for `found`.
     pub fn read(&mut self) -> Result<(), DomainError> {
         let fd =
             self.file.fd().ok_or_else(|| DomainError::Stale("the process has forked".into()))?;
@@ -149,12 +149,12 @@ impl Table {
         all.filter(move |(slot, _)| *slot != own)
     }
 
-    /// Whether somebody else lives who has this slot; yes, if it can't be told.
+    /// Whether a live process holds this slot; true if that is unknown.
     pub fn is_held(&self, slot: usize) -> bool {
         self.file.fd().is_none_or(|fd| raw::is_locked(fd, place(slot)).unwrap_or(true))
     }
 
-    /// Whether those who come will find this table under its name.
+    /// Whether the name is still this table's.
     pub fn is_named(&self) -> bool {
         self.file.fd().is_some_and(|fd| is_named(&self.path, fd))
     }
@@ -167,12 +167,12 @@ impl Table {
 
 impl Drop for Table {
     fn drop(&mut self) {
-        // A child has neither the place nor the descriptor.
+        // A forked child has neither the slot nor the descriptor.
         let Some(fd) = self.file.fd() else { return };
         if self.record.is_some() {
             let _ = self.put(&[0; SLOT]);
         }
-        // In this order, so that of several who leave at once the last one finds all free.
+        // In this order: when several processes leave at once, the last one finds all slots free.
         if raw::unlock(fd, place(self.slot)).is_ok() && raw::try_lock(fd, all()) == Ok(true) {
             unlink(&self.path, fd);
         }
@@ -199,19 +199,19 @@ fn read(fd: BorrowedFd<'_>, image: &mut [u8; SIZE]) -> Result<(), DomainError> {
     Err(DomainError::Unavailable(why.into()))
 }
 
-/// The table is of no use. If nobody uses it either, it is removed, and the next attempt makes a new one.
+/// Removes an unusable table if no process uses it, so that the next attempt makes a new one.
 fn replace(path: &Path, fd: BorrowedFd<'_>) -> Missed {
     match raw::try_lock(fd, all()) {
         Ok(true) => {
             unlink(path, fd);
-            Missed::Moved("its table is damaged again and again")
+            Missed::Moved("its table is damaged repeatedly")
         }
         Ok(false) => Missed::Moved("its table is damaged or of another version, and in use"),
         Err(e) => failed("fcntl(F_OFD_SETLK)")(e),
     }
 }
 
-/// For one who holds the locks of all slots.
+/// The caller holds the locks of all slots.
 fn unlink(path: &Path, fd: BorrowedFd<'_>) {
     if is_named(path, fd) {
         let _ = rustix::fs::unlink(path);

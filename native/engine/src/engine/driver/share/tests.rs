@@ -1,4 +1,4 @@
-//! Several engines of one process: each has its own place in the table, and time is what we say.
+//! Tests with several engines of one process: each has its own slot, and the test sets the time.
 
 use std::{
     fs,
@@ -17,7 +17,7 @@ use crate::group::policy::divide::LEAST;
 const M: u64 = 1 << 20;
 pub(super) const WINDOW: u64 = 8 * M;
 
-/// A place for tables that is removed in the end.
+/// A directory for tables, removed in the end.
 pub(super) struct Place(pub PathBuf);
 
 impl Place {
@@ -54,7 +54,7 @@ fn ms(n: u64) -> Time {
     Time(n * 1_000_000)
 }
 
-/// Each publishes at that time, twice round, so that all know of all.
+/// Every engine publishes three times, so that all see the demands of all.
 fn settle(at: &mut u64, shares: &mut [(&mut HostShare, ByClass)]) -> Vec<u64> {
     for _ in 0..3 {
         *at += 10;
@@ -64,7 +64,7 @@ fn settle(at: &mut u64, shares: &mut [(&mut HostShare, ByClass)]) -> Vec<u64> {
 }
 
 #[test]
-fn alone_has_all_and_those_who_are_busy_divide_it_by_weight() {
+fn busy_engines_divide_the_window_by_weight() {
     let place = Place::new();
     let (mut a, mut b, mut c) = (place.join(1), place.join(1), place.join(2));
     assert_eq!(a.window(WINDOW, Priority::Bulk), WINDOW);
@@ -73,7 +73,7 @@ fn alone_has_all_and_those_who_are_busy_divide_it_by_weight() {
     let parts = settle(at, &mut [(&mut a, BUSY), (&mut b, BUSY), (&mut c, BUSY)]);
     assert_eq!(parts, [2 * M, 2 * M, 4 * M]);
     assert_eq!((a.window(4 * M, Priority::Bulk), a.window(4 * M, Priority::Latency)), (M, 4 * M));
-    // Who is done gives its part back; who leaves, too.
+    // An engine without demand gives its share back; so does one that leaves.
     let parts = settle(at, &mut [(&mut a, BUSY), (&mut b, BUSY), (&mut c, IDLE)]);
     assert_eq!(parts[..2], [4 * M, 4 * M]);
     drop(b);
@@ -81,7 +81,7 @@ fn alone_has_all_and_those_who_are_busy_divide_it_by_weight() {
 }
 
 #[test]
-fn another_device_is_another_matter_whatever_it_is_called() {
+fn each_device_has_a_table_of_its_own_whatever_its_name() {
     let place = Place::new();
     let names = ["mlx5_0", "mlx5_1", "../mlx5_0", "", ".", "a/b", "efa 0%"];
     let mut shares: Vec<_> = names.iter().map(|n| HostShare::join_in(&place.0, n, 1)).collect();
@@ -93,7 +93,7 @@ fn another_device_is_another_matter_whatever_it_is_called() {
 }
 
 #[test]
-fn who_wants_little_says_nothing_and_needs_no_timer() {
+fn small_demands_write_nothing_and_need_no_timer() {
     let place = Place::new();
     let mut a = place.join(1);
     let before = fs::read(place.table()).unwrap();
@@ -102,13 +102,13 @@ fn who_wants_little_says_nothing_and_needs_no_timer() {
         assert_eq!((a.next_timer(), a.window(WINDOW, Priority::Bulk)), (Time::NEVER, WINDOW));
     }
     assert_eq!(fs::read(place.table()).unwrap(), before);
-    // Who wants something is to say that it goes on, and in the end that it is over.
+    // An engine with demand must write that it continues, and in the end that it is over.
     a.publish(ms(1000), BUSY);
     assert_ne!(fs::read(place.table()).unwrap(), before);
     assert_eq!(a.next_timer(), ms(1000).after(BEAT));
     a.publish(ms(1001), IDLE);
     assert_eq!(a.next_timer(), ms(1000).after(LOOK));
-    // The most that was wanted since the last look.
+    // The maximum since the last read counts.
     a.publish(ms(1010), IDLE);
     assert_eq!(a.next_timer(), ms(1020));
     a.publish(ms(1020), IDLE);
@@ -116,7 +116,7 @@ fn who_wants_little_says_nothing_and_needs_no_timer() {
 }
 
 #[test]
-fn who_hangs_has_no_part_until_it_goes_on() {
+fn a_hung_engine_has_no_share_until_it_continues() {
     let place = Place::new();
     let (mut a, mut b) = (place.join(1), place.join(1));
     let at = &mut 0;
@@ -128,7 +128,7 @@ fn who_hangs_has_no_part_until_it_goes_on() {
     *at += 40;
     assert_eq!(settle(at, &mut [(&mut a, BUSY)]), [WINDOW]);
     assert_eq!(settle(at, &mut [(&mut a, BUSY), (&mut b, BUSY)]), [4 * M, 4 * M]);
-    // As long as it says that it lives, a constant wish counts.
+    // A constant demand counts while heartbeats are written.
     for _ in 0..100 {
         assert_eq!(settle(at, &mut [(&mut a, BUSY), (&mut b, BUSY)]), [4 * M, 4 * M]);
     }
@@ -148,7 +148,7 @@ fn the_last_to_leave_removes_the_table() {
 }
 
 #[test]
-fn of_those_who_leave_at_once_one_is_the_last() {
+fn engines_that_leave_at_once_remove_the_table() {
     let place = Place::new();
     let start = std::sync::Barrier::new(4);
     for _ in 0..200 {
@@ -167,7 +167,7 @@ fn of_those_who_leave_at_once_one_is_the_last() {
 }
 
 #[test]
-fn a_table_has_room_for_many_and_who_finds_none_has_no_quota() {
+fn an_engine_without_a_free_slot_has_the_whole_window() {
     let place = Place::new();
     let mut shares: Vec<_> = (0..SLOTS).map(|_| place.join(1)).collect();
     let mut late = place.join(1);
@@ -182,7 +182,7 @@ fn a_table_has_room_for_many_and_who_finds_none_has_no_quota() {
     assert!(late.window(WINDOW, Priority::Bulk) < WINDOW);
 }
 
-/// Something happens to the table of two who use it: both go on, and meet again.
+/// Damages the table of two engines: both continue, and share a table again.
 fn survives(what: &str, harm: impl Fn(&Path)) {
     let place = Place::new();
     let (mut a, mut b) = (place.join(1), place.join(1));
@@ -204,7 +204,7 @@ fn survives(what: &str, harm: impl Fn(&Path)) {
 }
 
 #[test]
-fn a_damaged_table_crashes_nobody_and_is_made_anew() {
+fn a_damaged_table_crashes_no_engine_and_is_replaced() {
     survives("nothing", |_| {});
     survives("removed", |t| fs::remove_file(t).unwrap());
     for size in [0, 1, 64, 100, 4096, 1 << 20] {
@@ -223,7 +223,7 @@ fn a_damaged_table_crashes_nobody_and_is_made_anew() {
         bytes[8] = 99;
         fs::write(t, bytes).unwrap();
     });
-    survives("numbers without sense", |t| {
+    survives("invalid numbers", |t| {
         let party = Party { weight: u32::MAX, demand: bulk(u64::MAX) };
         let mut bytes = fs::read(t).unwrap();
         for slot in bytes[64 * 5..].chunks_exact_mut(64) {
@@ -234,7 +234,7 @@ fn a_damaged_table_crashes_nobody_and_is_made_anew() {
 }
 
 #[test]
-fn what_a_dead_host_or_another_version_left_is_used_again() {
+fn a_leftover_file_is_replaced() {
     for left in [vec![], vec![7; 10], vec![0; 8192], vec![0xff; 10_000]] {
         let place = Place::new();
         fs::write(place.table(), left).unwrap();
@@ -245,7 +245,7 @@ fn what_a_dead_host_or_another_version_left_is_used_again() {
 }
 
 #[test]
-fn a_table_of_another_version_that_is_in_use_is_left_to_its_users() {
+fn a_table_of_another_version_in_use_is_not_replaced() {
     let place = Place::new();
     let theirs = place.join(1);
     let mut bytes = fs::read(place.table()).unwrap();
@@ -261,7 +261,7 @@ fn a_table_of_another_version_that_is_in_use_is_left_to_its_users() {
 }
 
 #[test]
-fn a_file_that_is_not_ours_alone_is_left_as_it_is() {
+fn a_file_that_others_can_access_is_not_touched() {
     let others_may_read = |t: &Path| {
         fs::write(t, b"theirs").unwrap();
         fs::set_permissions(t, fs::Permissions::from_mode(0o644)).unwrap();
@@ -298,7 +298,7 @@ fn a_file_that_is_not_ours_alone_is_left_as_it_is() {
 }
 
 #[test]
-fn a_child_by_fork_neither_writes_nor_keeps_a_place() {
+fn a_forked_child_neither_writes_nor_keeps_a_slot() {
     let place = Place::new();
     let mut a = place.join(1);
     a.publish(ms(0), BUSY);
@@ -309,7 +309,7 @@ fn a_child_by_fork_neither_writes_nor_keeps_a_place() {
     if child == 0 {
         let table = a.table.as_ref().unwrap();
         let gone = !table.is_ours() && !table.is_named() && a.exchange(ms(900), BUSY).is_err();
-        // What has the number of the parent's descriptor now stays open when the copy goes.
+        // A descriptor that reuses the parent's number stays open when the copy is dropped.
         let other = rustix::fs::open("/dev/null", OFlags::RDONLY, rustix::fs::Mode::empty());
         a.table = None;
         let open = other.is_ok_and(|fd| rustix::fs::fstat(fd.as_fd()).is_ok());
@@ -322,11 +322,11 @@ fn a_child_by_fork_neither_writes_nor_keeps_a_place() {
     assert_eq!(status, 0);
     assert_eq!(fs::read(place.table()).unwrap(), before);
     let b = place.join(1);
-    assert!(b.table.as_ref().unwrap().is_held(slot), "the parent still has its place");
+    assert!(b.table.as_ref().unwrap().is_held(slot), "the parent still has its slot");
 }
 
 #[test]
-#[ignore = "prints what calls cost"]
+#[ignore = "prints the cost of calls"]
 fn costs() {
     let place = Place::new();
     let (mut a, mut others) = (place.join(1), [(); 7].map(|()| place.join(1)));
