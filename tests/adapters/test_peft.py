@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fabric_ray import TransferEngine
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.weights.source_tensors import Held
+from fabric_ray.weights.source_tensors import SourceTensors
 
 
 class Model(torch.nn.Module):
@@ -37,8 +37,8 @@ def trained(model: torch.nn.Module) -> Any:
 
 
 def pushed(model: torch.nn.Module, engine: TransferEngine) -> dict[str, torch.Tensor]:
-    held = Held(model, engine)
-    held.gather()
+    held = SourceTensors(model, engine)
+    held.gather_adapters()
     return {name: held.local(name).clone() for name in held.tensors}
 
 
@@ -100,15 +100,15 @@ def test_other_adapters_are_refused_by_name(
         Model(torch.float32), peft.LoraConfig(target_modules=["q_proj"], **options)
     )
     with pytest.raises(InvalidArgument, match=f"{words}.*merge_and_unload"):
-        Held(model, open_engine())
+        SourceTensors(model, open_engine())
     ia3 = peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[])
     with pytest.raises(InvalidArgument, match=r"`default` of .*, expected LoRA; merge it"):
-        Held(peft.get_peft_model(Model(torch.float32), ia3), open_engine())
+        SourceTensors(peft.get_peft_model(Model(torch.float32), ia3), open_engine())
 
 
 def test_disabled_adapters_are_refused(open_engine: Callable[..., TransferEngine]) -> None:
     model = peft.get_peft_model(Model(torch.float32), peft.LoraConfig(target_modules=["q_proj"]))
-    held = Held(model, open_engine())
+    held = SourceTensors(model, open_engine())
     with (
         model.disable_adapter(),
         pytest.raises(InvalidArgument, match=r"`.*q_proj` are disabled; push outside"),
