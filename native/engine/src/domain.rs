@@ -300,7 +300,7 @@ pub trait Domain: Send {
 
     /// Whether bytes are placed by a NIC, without the peer's processor.
     fn is_rdma(&self) -> bool {
-        self.kind() == TransportKind::Verbs
+        false
     }
 
     fn caps(&self) -> Caps;
@@ -396,11 +396,6 @@ pub trait Domain: Send {
         _by: Option<i32>,
     ) -> Result<Arc<Aperture>, String> {
         Err(format!("{} has no memory of the peer's within reach", self.kind()))
-    }
-
-    /// Whether it leads to other engines.
-    fn reaches_peers(&self) -> bool {
-        true
     }
 
     /// Whether it takes memory that has no address and lies in a file.

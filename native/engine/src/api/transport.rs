@@ -1,76 +1,151 @@
 use serde::{Deserialize, Serialize};
 
-/// The kinds of link that an engine can use. On the wire they are numbers, in this order: new kinds go at the end.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(from = "u32", into = "u32")]
-#[non_exhaustive]
-pub enum TransportKind {
-    Shm,
-    Tcp,
-    Sim,
-    Null,
-    Verbs,
-    Libfabric,
-    CudaIpc,
-    /// From an engine to itself: between its memory and its files.
-    File,
-    /// One that peers of a later build have, by its number. It keeps its place among their endpoints, and nothing
-    /// here uses it.
-    Unknown(u32),
+/// Properties of a transport, whatever its link is. The group and the engine ask for these and name
+/// no transport.
+#[derive(Clone, Copy)]
+struct Traits {
+    /// Position among the transports that an engine tries when its configuration names none.
+    default_order: Option<u8>,
+    /// It drives NICs that place bytes by themselves, several of them side by side.
+    nics: bool,
+    /// It connects an engine to itself only.
+    loopback: bool,
+    /// It is left out where both sides have NICs, unless the configuration names it (RS-2).
+    fallback: bool,
+    /// Its listeners accept connections on the addresses of `bind`.
+    listens: bool,
+    /// Many machines lack it: if it does not open, only the debug log says so.
+    optional: bool,
+    /// Its poll moves bytes, which takes long enough to show in timestamps.
+    moves_bytes_in_poll: bool,
 }
 
-impl From<u32> for TransportKind {
-    fn from(number: u32) -> Self {
-        Self::ALL.get(number as usize).copied().unwrap_or(Self::Unknown(number))
-    }
-}
+const PLAIN: Traits = Traits {
+    default_order: None,
+    nics: false,
+    loopback: false,
+    fallback: false,
+    listens: false,
+    optional: false,
+    moves_bytes_in_poll: false,
+};
 
-impl From<TransportKind> for u32 {
-    fn from(kind: TransportKind) -> Self {
-        match kind {
-            TransportKind::Shm => 0,
-            TransportKind::Tcp => 1,
-            TransportKind::Sim => 2,
-            TransportKind::Null => 3,
-            TransportKind::Verbs => 4,
-            TransportKind::Libfabric => 5,
-            TransportKind::CudaIpc => 6,
-            TransportKind::File => 7,
-            TransportKind::Unknown(number) => number,
+/// A row for each transport: its number on the wire, its name and its traits. `transport::open`
+/// opens it.
+macro_rules! transports {
+    ($($(#[$doc:meta])* $kind:ident = $number:literal, $name:literal, $traits:expr;)*) => {
+        /// The kinds of link that an engine can use. On the wire they are numbers: new kinds go at
+        /// the end.
+        #[derive(
+            Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
+        )]
+        #[serde(from = "u32", into = "u32")]
+        #[non_exhaustive]
+        pub enum TransportKind {
+            $($(#[$doc])* $kind,)*
+            /// A transport of a later build, by its number. It keeps its position among the peer's
+            /// endpoints; this build does not use it.
+            Unknown(u32),
         }
-    }
+
+        impl From<u32> for TransportKind {
+            fn from(number: u32) -> Self {
+                match number {
+                    $($number => Self::$kind,)*
+                    _ => Self::Unknown(number),
+                }
+            }
+        }
+
+        impl From<TransportKind> for u32 {
+            fn from(kind: TransportKind) -> Self {
+                match kind {
+                    $(TransportKind::$kind => $number,)*
+                    TransportKind::Unknown(number) => number,
+                }
+            }
+        }
+
+        impl TransportKind {
+            /// By their numbers.
+            const ALL: &[Self] = &[$(Self::$kind),*];
+
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(Self::$kind => $name,)*
+                    Self::Unknown(_) => "one that is unknown here",
+                }
+            }
+
+            fn traits(self) -> Traits {
+                match self {
+                    $(Self::$kind => $traits,)*
+                    Self::Unknown(_) => PLAIN,
+                }
+            }
+        }
+    };
+}
+
+transports! {
+    Shm = 0, "shm", Traits { default_order: Some(1), ..PLAIN };
+    Tcp = 1, "tcp", Traits {
+        default_order: Some(4), fallback: true, listens: true, moves_bytes_in_poll: true, ..PLAIN
+    };
+    Sim = 2, "sim", PLAIN;
+    Null = 3, "null", PLAIN;
+    Verbs = 4, "verbs", Traits {
+        default_order: Some(2), nics: true, listens: true, optional: true, ..PLAIN
+    };
+    Libfabric = 5, "libfabric", Traits {
+        default_order: Some(3), nics: true, optional: true, ..PLAIN
+    };
+    CudaIpc = 6, "cuda_ipc", Traits { default_order: Some(0), optional: true, ..PLAIN };
+    /// From an engine to itself: between its memory and its files.
+    File = 7, "file", Traits { loopback: true, ..PLAIN };
 }
 
 impl TransportKind {
-    /// By their numbers.
-    const ALL: [Self; 8] = [
-        Self::Shm,
-        Self::Tcp,
-        Self::Sim,
-        Self::Null,
-        Self::Verbs,
-        Self::Libfabric,
-        Self::CudaIpc,
-        Self::File,
-    ];
+    /// Transports that an engine tries when its configuration names none, in this order: same host
+    /// first, then NICs, then sockets.
+    pub(crate) fn defaults() -> Vec<Self> {
+        let order = |kind: &Self| kind.traits().default_order;
+        let mut kinds: Vec<_> = Self::ALL.iter().copied().filter(|k| order(k).is_some()).collect();
+        kinds.sort_by_key(order);
+        kinds
+    }
 
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Shm => "shm",
-            Self::Tcp => "tcp",
-            Self::Sim => "sim",
-            Self::Null => "null",
-            Self::Verbs => "verbs",
-            Self::Libfabric => "libfabric",
-            Self::CudaIpc => "cuda_ipc",
-            Self::File => "file",
-            Self::Unknown(_) => "one that is unknown here",
-        }
+    /// The transports from an engine to itself: every engine has them.
+    pub(crate) fn loopbacks() -> impl Iterator<Item = Self> {
+        Self::ALL.iter().copied().filter(|kind| kind.is_loopback())
     }
 
     /// Whether it drives NICs that place bytes by themselves, several of them side by side.
     pub fn has_nics(self) -> bool {
-        matches!(self, Self::Verbs | Self::Libfabric)
+        self.traits().nics
+    }
+
+    /// Whether it connects an engine to itself only.
+    pub fn is_loopback(self) -> bool {
+        self.traits().loopback
+    }
+
+    /// Whether it is left out where both sides have NICs, unless the configuration names it (RS-2).
+    pub(crate) fn is_fallback(self) -> bool {
+        self.traits().fallback
+    }
+
+    pub(crate) fn listens(self) -> bool {
+        self.traits().listens
+    }
+
+    /// Whether many machines lack it.
+    pub(crate) fn is_optional(self) -> bool {
+        self.traits().optional
+    }
+
+    pub(crate) fn moves_bytes_in_poll(self) -> bool {
+        self.traits().moves_bytes_in_poll
     }
 }
 
@@ -84,7 +159,7 @@ impl std::str::FromStr for TransportKind {
     type Err = crate::EngineError;
 
     fn from_str(s: &str) -> Result<Self, Self::Err> {
-        Self::ALL.into_iter().find(|k| k.name() == s).ok_or_else(|| {
+        Self::ALL.iter().copied().find(|k| k.name() == s).ok_or_else(|| {
             crate::EngineError::Invalid(format!(
                 "unknown transport {s:?}: use shm, tcp, verbs, libfabric, cuda_ipc or file"
             ))
@@ -98,10 +173,17 @@ mod tests {
 
     #[test]
     fn numbers_are_those_of_the_wire() {
-        for (number, kind) in (0..).zip(TransportKind::ALL) {
+        for (number, kind) in (0..).zip(TransportKind::ALL.iter().copied()) {
             assert_eq!((u32::from(kind), TransportKind::from(number)), (number, kind));
         }
         let later = TransportKind::from(8);
         assert_eq!((later, u32::from(later)), (TransportKind::Unknown(8), 8));
+    }
+
+    #[test]
+    fn an_engine_tries_the_same_host_first_then_nics_then_sockets() {
+        use TransportKind::{CudaIpc, File, Libfabric, Shm, Tcp, Verbs};
+        assert_eq!(TransportKind::defaults(), [CudaIpc, Shm, Verbs, Libfabric, Tcp]);
+        assert_eq!(TransportKind::loopbacks().collect::<Vec<_>>(), [File]);
     }
 }

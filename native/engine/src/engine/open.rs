@@ -67,8 +67,7 @@ impl TransferEngine {
         }
         for (kind, why) in &failures {
             // Most machines have neither NICs nor GPUs, but a missing shm or tcp needs a warning.
-            let optional = kind.has_nics() || *kind == TransportKind::CudaIpc;
-            match config.transports.contains(kind) || !optional {
+            match config.transports.contains(kind) || !kind.is_optional() {
                 true => tracing::warn!(transport = %kind, %why, "transport left out"),
                 false => tracing::debug!(transport = %kind, %why, "transport left out"),
             }
@@ -126,10 +125,10 @@ fn max_message(domains: &[Box<dyn Domain>]) -> usize {
 }
 
 fn policy(config: &EngineConfig) -> Policy {
-    let tcp_was_asked_for = config.transports.contains(&TransportKind::Tcp);
+    let names_fallback = config.transports.iter().any(|kind| kind.is_fallback());
     let EngineConfig { peer_timeout, heal, rail_window, receive_window, records, .. } = *config;
     let spray = config.nics.spray;
-    Policy { tcp_was_asked_for, peer_timeout, spray, heal, rail_window, receive_window, records }
+    Policy { names_fallback, peer_timeout, spray, heal, rail_window, receive_window, records }
 }
 
 /// Fails unless the required transport is open (RS-2).
@@ -139,9 +138,7 @@ fn check_required(
     failures: &[(TransportKind, String)],
 ) -> Result<()> {
     let met = match config.require {
-        None => domains
-            .iter()
-            .any(|d| d.kind() != TransportKind::File || config.transports == [TransportKind::File]),
+        None => domains.iter().any(|d| !d.kind().is_loopback() || config.transports == [d.kind()]),
         Some(Requirement::Transport(kind)) => domains.iter().any(|d| d.kind() == kind),
         Some(Requirement::Rdma) => domains.iter().any(|d| d.is_rdma()),
     };
@@ -166,19 +163,10 @@ fn check_required(
     Err(EngineError::TransportUnavailable { wanted, reasons: reasons.join("; ") })
 }
 
-/// The default transports: same host first, then NICs, then sockets.
-const EVERYTHING: [TransportKind; 5] = [
-    TransportKind::CudaIpc,
-    TransportKind::Shm,
-    TransportKind::Verbs,
-    TransportKind::Libfabric,
-    TransportKind::Tcp,
-];
-
 fn chosen_kinds(config: &EngineConfig) -> Result<Vec<TransportKind>> {
     let mut kinds = config.transports.clone();
     if kinds.is_empty() {
-        kinds = EVERYTHING.to_vec();
+        kinds = TransportKind::defaults();
     }
     match config.require {
         None => {}
@@ -195,16 +183,15 @@ fn chosen_kinds(config: &EngineConfig) -> Result<Vec<TransportKind>> {
                 reasons: "neither verbs nor libfabric is among the allowed transports".into(),
             });
         }
-        // With RDMA required, the engine must fail rather than fall back to sockets.
-        Some(Requirement::Rdma) => kinds.retain(|k| *k != TransportKind::Tcp),
+        // Sockets are the slow path that `require` excludes.
+        Some(Requirement::Rdma) => kinds.retain(|k| !k.is_fallback()),
     }
-    // The file transport reaches no other engine, so it needs no permission.
-    if !kinds.contains(&TransportKind::File) {
-        kinds.push(TransportKind::File);
-    }
+    // They lead to no peer, so the configuration need not allow them.
+    let missing: Vec<_> = TransportKind::loopbacks().filter(|k| !kinds.contains(k)).collect();
+    kinds.extend(missing);
     let secret = config.token.as_ref().is_some_and(|t| !t.is_empty());
     let public = config.bind.iter().find(|ip| !ip.is_loopback());
-    let listens = kinds.iter().any(|k| matches!(k, TransportKind::Tcp | TransportKind::Verbs));
+    let listens = kinds.iter().any(|k| k.listens());
     if let Some(ip) = public.filter(|_| !secret && listens) {
         return Err(EngineError::Invalid(format!(
             "without a token any process that reaches {ip} could write to this engine's memory; give all \

@@ -79,7 +79,7 @@ fn path(
     let itself = remote.peer.id() == shared.address.id;
     let way = match transport {
         None => "not connected yet".to_owned(),
-        Some(TransportKind::File) => match local.location().is_host() || is_host(nature) {
+        Some(kind) if kind.is_loopback() => match local.location().is_host() || is_host(nature) {
             true => "inside this engine, without staging".to_owned(),
             false => "inside this engine, through host memory".to_owned(),
         },

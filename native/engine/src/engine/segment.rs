@@ -79,7 +79,7 @@ fn describe(at: u64, region: &Region, domains: &[Box<dyn Domain>]) -> SegmentPar
     let has_key = |rail| described.rail_keys.find(rail, u64::MAX).is_some();
     let rails = domains.iter().enumerate().filter(|(rail, d)| match d.kind().has_nics() {
         true => has_key(*rail as u8),
-        false => d.reaches_peers() && (place != Place::File || d.takes_files()),
+        false => !d.kind().is_loopback() && (place != Place::File || d.takes_files()),
     });
     let mut transports: Vec<_> = rails.map(|(_, d)| d.kind()).collect();
     transports.dedup();

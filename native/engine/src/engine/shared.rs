@@ -145,7 +145,7 @@ impl Shared {
     #[inline]
     pub fn seen(&self, began: Time, kind: TransportKind) -> Time {
         match (&self.clock, kind) {
-            (Clock::Machine, TransportKind::Tcp) => Time::now(),
+            (Clock::Machine, kind) if kind.moves_bytes_in_poll() => Time::now(),
             _ => began,
         }
     }

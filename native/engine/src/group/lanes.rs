@@ -18,7 +18,7 @@ use super::{
     PeerKey, Rails,
 };
 use crate::{
-    api::{Priority, TransportKind},
+    api::Priority,
     domain::{Caps, DomainError, Post, Receipts, WorkRequest},
     time::Time,
 };
@@ -114,7 +114,7 @@ impl<'a> Lanes<'a> {
     fn is_known(&self, rail: usize) -> bool {
         let (policy, domain) = (self.route.policy, &*self.rails[rail]);
         let heals = policy.receipts(domain) != Receipts::None;
-        let queues = domain.kind().has_nics() || domain.kind() == TransportKind::File;
+        let queues = domain.kind().has_nics() || domain.kind().is_loopback();
         heals || self.route.active().len() > 1 || (policy.heal && queues)
     }
 

@@ -82,8 +82,8 @@ pub(crate) type CompletionHandle = (Arc<dyn OperationCompletion>, u32);
 /// What the user allows, beyond the list of rails.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Policy {
-    /// tcp was named, and is not just there for want of something better (RS-2).
-    pub tcp_was_asked_for: bool,
+    /// The configuration names a fallback transport (RS-2).
+    pub names_fallback: bool,
     /// How long a dead peer may look alive on some of its rails.
     pub peer_timeout: std::time::Duration,
     pub spray: Spray,

@@ -245,15 +245,15 @@ impl Route {
 
     /// Why a transport isn't even tried, if so.
     fn unfit(&self, kind: TransportKind, rails: &Rails) -> Option<String> {
-        let mut to_itself = rails.iter().filter(|r| r.kind() == TransportKind::File);
-        if kind != TransportKind::File && to_itself.any(|r| r.unfit(&self.address).is_none()) {
+        let mut loopbacks = rails.iter().filter(|r| r.kind().is_loopback());
+        if !kind.is_loopback() && loopbacks.any(|r| r.unfit(&self.address).is_none()) {
             return Some("the peer is this engine itself, which needs no link".into());
         }
         let theirs = |k| self.address.endpoints_of(k).next().is_some();
         if !theirs(kind) {
+            let offers = self.address.endpoints.iter().map(|e| e.transport);
             let mut offers: Vec<_> =
-                self.address.endpoints.iter().map(|e| e.transport.name()).collect();
-            offers.retain(|name| *name != TransportKind::File.name());
+                offers.filter(|k| !k.is_loopback()).map(TransportKind::name).collect();
             offers.dedup();
             let mismatch = match kind.has_nics() && self.address.has_nics() {
                 true => "; the two don't speak to each other: give both sides the same one",
@@ -261,12 +261,12 @@ impl Route {
             };
             return Some(format!("the peer offers {}, not {kind}{mismatch}", offers.join(", ")));
         }
-        if kind == TransportKind::Tcp && !self.policy.tcp_was_asked_for {
+        if kind.is_fallback() && !self.policy.names_fallback {
             // RS-2: where both sides have NICs, a transfer over sockets would be a silent slow path.
             let ours = kinds(rails).into_iter().find(|k| k.has_nics());
             if let Some(ours) = ours.filter(|_| self.address.has_nics()) {
                 return Some(format!(
-                    "both sides have RDMA NICs ({ours} here), so tcp is used only when asked \
+                    "both sides have RDMA NICs ({ours} here), so {kind} is used only when asked \
                      for: name it among the allowed transports"
                 ));
             }
@@ -482,10 +482,9 @@ impl Route {
     /// Every transport was tried in vain.
     pub fn unreachable(&self, rails: &Rails) -> EngineError {
         let peer = self.address.label();
-        // That files are not reached this way does not help a caller that has other transports.
-        let file = |kind: TransportKind| kind == TransportKind::File;
-        let elsewhere = self.reasons.iter().any(|(_, kind, _)| !file(*kind));
-        let telling = self.reasons.iter().filter(|(_, kind, _)| !(elsewhere && file(*kind)));
+        // A caller that has other transports needs no reason of one that leads to itself only.
+        let elsewhere = self.reasons.iter().any(|(_, kind, _)| !kind.is_loopback());
+        let telling = self.reasons.iter().filter(|(_, kind, _)| !(elsewhere && kind.is_loopback()));
         let said = telling.map(|(rail, kind, why)| match rail.map_or("", |r| rails[r].device()) {
             "" => format!("{kind}: {why}"),
             device => format!("{kind} {device}: {why}"),

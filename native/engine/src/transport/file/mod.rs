@@ -347,10 +347,6 @@ impl Domain for FileDomain {
         self.begin_chunks();
     }
 
-    fn reaches_peers(&self) -> bool {
-        false
-    }
-
     fn takes_files(&self) -> bool {
         true
     }

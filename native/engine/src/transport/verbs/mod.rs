@@ -263,6 +263,10 @@ impl Domain for VerbsDomain {
         &self.device.chosen.device
     }
 
+    fn is_rdma(&self) -> bool {
+        true
+    }
+
     fn caps(&self) -> Caps {
         let limits = &self.device.limits;
         let max_bytes = limits.max_message.min(limits.max_mr);
