@@ -374,7 +374,7 @@ def test_an_engine_that_is_closed_in_a_kernel_lets_go_when_that_has_ended(host: 
         assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w, range(EXPERTS // 2)))
 
 
-@pytest.mark.parametrize("private", [2, 64])
+@pytest.mark.parametrize("private", [2, pytest.param(64, marks=pytest.mark.long)])
 def test_rs_4_a_rank_that_waits_for_another_is_not_given_up(host: Host, private: int) -> None:
     """Present ranks get their rows, even if another rank is late."""
     with group(host, (DIRECT, DIRECT, DIRECT), private_rows=private, timeout=3.0) as ranks:
@@ -405,8 +405,15 @@ def test_mr_1_a_rank_that_stands_between_its_calls_lets_go_at_once(host: Host) -
         assert "its owner has revoked it" in silent.explain()
 
 
-@pytest.mark.parametrize("private", [2, 64])
-@pytest.mark.parametrize("kernel", ["pack_rows", "pack_answers"])
+@pytest.mark.parametrize(
+    ("kernel", "private"),
+    [
+        ("pack_rows", 2),
+        ("pack_answers", 64),
+        pytest.param("pack_rows", 64, marks=pytest.mark.long),
+        pytest.param("pack_answers", 2, marks=pytest.mark.long),
+    ],
+)
 def test_rs_4_a_rank_that_is_killed_while_it_stores_is_left_out(
     host: Host, build: Path, kernel: str, private: int
 ) -> None:
