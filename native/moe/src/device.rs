@@ -1,9 +1,8 @@
 //! The protocol between an exchange and the kernels that execute it, in memory that both reach.
 //!
-//! Kernels push one command per [`Told`] into a FIFO, in order. The host sets a [`Word`] when its
-//! event has happened, and kernels wait for it. Both only grow: a value names the exchange and the
-//! phase. A table beside them is written before its word, and again only after the other side has
-//! answered.
+//! Kernels push one command per [`DeviceEvent`] into a FIFO, in order. The host sets a [`Word`] when
+//! its condition holds, and kernels wait for it. Values only grow: a value names the exchange and
+//! the round. A table is written before its word, and again only after the other side has answered.
 
 use std::sync::atomic::Ordering::{Relaxed, Release};
 
@@ -15,12 +14,12 @@ pub use fabric_proxy::{
 
 use crate::{routes::Routes, shape::Shape};
 
-/// What a device waits for.
+/// The words that a device waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Word {
-    /// Not 0: the exchange has ended, and nothing more comes.
+    /// Not 0: the exchange has ended.
     Abort,
-    /// The last exchange is over: twice its number, and one more if its answers were summed.
+    /// The last exchange has ended: twice its number, plus one if its answers were summed.
     Over,
     /// The rows of each source are known.
     Routes,
@@ -31,13 +30,13 @@ pub enum Word {
     /// The answers have come.
     Answers,
     /// Where the first rows for each rank go.
-    Ways,
+    RowPaths,
 }
 
-/// What a device has done: the slot of an atomic to its own rank, which adds 0 if something that it
-/// waited for before did not come.
+/// What a device has done: the slot of an atomic to its own rank. The atomic adds 0 if the wait
+/// before it timed out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Told {
+pub enum DeviceEvent {
     /// The routes are written.
     Begun,
     /// The rows are packed.
@@ -52,168 +51,170 @@ pub enum Told {
     Combining,
 }
 
-/// A command that says so.
+/// A decoded command of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Said {
-    pub told: Told,
-    /// What it waited for before came.
-    pub well: bool,
+pub struct DeviceReport {
+    pub event: DeviceEvent,
+    /// The wait before it has not timed out.
+    pub completed: bool,
 }
 
-impl Told {
+impl DeviceEvent {
     const ALL: [Self; 6] =
         [Self::Begun, Self::Packed, Self::HandedOut, Self::Answered, Self::Summed, Self::Combining];
 }
 
-impl Said {
+impl DeviceReport {
     /// # Errors
-    /// What it is instead.
-    pub fn of(words: [u64; 2], rank: u32) -> Result<Self, String> {
+    /// A command that no device of `rank` sends.
+    pub fn decode(words: [u64; 2], rank: u32) -> Result<Self, String> {
         match Command::decode(words).map_err(|e| e.to_string())? {
             Command::Atomic { rank: to, add, .. } if u32::from(to) == rank => {
                 let slot = usize::from(add.slot);
-                let told = Told::ALL.get(slot).copied();
-                let told = told.ok_or_else(|| format!("an exchange has no slot {slot}"))?;
-                Ok(Self { told, well: add.value != 0 })
+                let event = DeviceEvent::ALL.get(slot).copied();
+                let event = event.ok_or_else(|| {
+                    format!("slot {slot} is out of range [0, {})", DeviceEvent::ALL.len())
+                })?;
+                Ok(Self { event, completed: add.value != 0 })
             }
-            other => Err(format!("an exchange takes atomics to its own rank, and no {other:?}")),
+            other => Err(format!("got {other:?}, expected an atomic to rank {rank}")),
         }
     }
 
     /// # Errors
-    /// It went on without what it waited for.
-    pub fn came(self) -> Result<Told, String> {
-        let Self { told, well } = self;
-        well.then_some(told).ok_or_else(|| {
+    /// The wait before it timed out.
+    pub fn into_event(self) -> Result<DeviceEvent, String> {
+        let Self { event, completed } = self;
+        completed.then_some(event).ok_or_else(|| {
             format!(
-                "the device waited for too long before it said {told:?}; raise the timeout, or have every rank make \
-                 the same calls"
+                "the device's wait before {event:?} timed out; raise the timeout, or have every rank make the same calls"
             )
         })
     }
 }
 
-/// Rows of a source, for kernels: `BLANK` in place of where they lie if they don't come.
+/// Rows of a source, for kernels. `place` is their offset, an address with [`STORE_ADDRESS`], or
+/// [`ZERO_ROWS`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Listed {
+pub struct ListedRows {
     pub source: u32,
     pub first: u64,
     pub rows: u64,
     pub place: u64,
 }
 
-pub const BLANK: u64 = u64::MAX;
+/// A place: the source was lost, and its rows are zeros.
+pub const ZERO_ROWS: u64 = u64::MAX;
 
-/// In a place: it is an address that the device stores to, and not an offset in this rank's rows.
-pub const STORED: u64 = 1 << 62;
+/// A flag of a place: it is an address that the device stores to, not an offset in this rank's rows.
+pub const STORE_ADDRESS: u64 = 1 << 62;
 
-/// Where a rank's rows go, for kernels that pack them: so many first ones to an address at that
-/// rank, and all others to this rank's own memory.
+/// Where kernels pack a rank's rows: the first `rows` to the address `to` at that rank, the others
+/// to this rank's own memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct RowWay {
+pub struct RowPath {
     pub to: u64,
     pub rows: u64,
 }
 
-/// Words of the memory: first, and how many.
-type Area8 = (usize, usize);
+/// The first word, and the number of words.
+type WordRange = (usize, usize);
 
-/// Where what lies in the shared memory, in words of 8 bytes.
+/// The layout of the shared memory, in words of 8 bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
-    /// A fault or all ones, the number of tokens, and the rows for each expert, by the device.
-    pub note: Area8,
+    /// Written by the device: a fault or all ones, the number of tokens, the rows for each expert.
+    pub routes: WordRange,
     /// Rows of each source for each local expert.
-    pub incoming: Area8,
-    /// How many chunks of rows there are, and those.
-    pub lot: Area8,
+    pub incoming: WordRange,
+    /// The number of chunks of rows, then the chunks.
+    pub rows: WordRange,
     /// The same for answers.
-    pub answers: Area8,
+    pub answers: WordRange,
     /// A byte for each rank.
-    pub missing: Area8,
-    /// To how many ranks the device stores rows now, and of each rank where its rows go.
-    pub ways: Area8,
+    pub missing: WordRange,
+    /// The number of ranks that the device stores rows to, then the path of each rank's rows.
+    pub row_paths: WordRange,
     pub words: usize,
 }
 
 impl Layout {
     pub fn new(shape: &Shape) -> Self {
         let (ranks, experts) = (shape.ranks as usize, shape.experts as usize);
-        // A line for the words, which are polled.
+        // The polled words have a cache line of their own.
         let mut end = 16;
         let mut area = |words: usize| {
             let begin = end;
             end = (begin + words).next_multiple_of(8);
             (begin, words)
         };
-        let note = area(2 + experts.div_ceil(2));
+        let routes = area(2 + experts.div_ceil(2));
         let incoming = area((ranks * shape.local_experts() as usize).div_ceil(2));
-        let lot = area(1 + 3 * 2 * ranks);
+        let rows = area(1 + 3 * 2 * ranks);
         let answers = area(1 + 3 * ranks);
         let missing = area(ranks.div_ceil(8));
-        let ways = area(1 + 2 * ranks);
-        Self { note, incoming, lot, answers, missing, ways, words: end }
+        let row_paths = area(1 + 2 * ranks);
+        Self { routes, incoming, rows, answers, missing, row_paths, words: end }
     }
 
-    /// By name.
+    /// Each area's name, first word and number of words.
     pub fn areas(&self) -> Vec<(&'static str, usize, usize)> {
         let named = [
-            ("note", self.note),
+            ("note", self.routes),
             ("incoming", self.incoming),
-            ("lot", self.lot),
+            ("lot", self.rows),
             ("answers", self.answers),
             ("missing", self.missing),
-            ("ways", self.ways),
+            ("ways", self.row_paths),
         ];
         named.into_iter().map(|(name, (first, words))| (name, first, words)).collect()
     }
 }
 
-/// In how many turns rows can come, and answers can leave, at most: one of each where the shared
-/// buffer takes all.
-pub fn turns(shape: &Shape) -> (u64, u64) {
+/// The maximum number of rounds of rows and of answers in an exchange: one of each where the shared
+/// buffer holds all. A round is one filling of the shared buffer.
+pub fn rounds(shape: &Shape) -> (u64, u64) {
     let (others, room) = (u64::from(shape.ranks) - 1, shape.shared_rows());
-    // A turn that isn't the last fills the buffer.
+    // Every round but the last fills the buffer.
     let rows = (others * (shape.pair_rows() - shape.private_rows())).div_ceil(room).max(1);
     let all = others * shape.pair_rows();
-    // Answers to one rank leave in pieces of the buffer's size, and any two turns in a row are more
-    // than the buffer.
-    let pieces = others * shape.pair_rows().div_ceil(room);
-    let answers = if all <= room { 1 } else { pieces.min(2 * all.div_ceil(room)) };
+    // Answers to one rank leave in chunks of the buffer's size, and two rounds in a row exceed the
+    // buffer.
+    let chunks = others * shape.pair_rows().div_ceil(room);
+    let answers = if all <= room { 1 } else { chunks.min(2 * all.div_ceil(room)) };
     (rows, answers.max(1))
 }
 
-/// The memory itself.
+/// The shared memory.
 #[derive(Debug)]
-pub struct Shared {
+pub struct SharedWords {
     words: AtomicWords,
     layout: Layout,
 }
 
-impl Shared {
+impl SharedWords {
     /// # Errors
     /// [`EngineError::Invalid`] for another number of words than [`Layout::words`].
     pub fn new(words: AtomicWords, shape: &Shape) -> Result<Self> {
         let layout = Layout::new(shape);
         if words.len() != layout.words {
-            let text = format!("{} words to share; give {}", words.len(), layout.words);
+            let text = format!("got {} shared words, expected {}", words.len(), layout.words);
             return Err(EngineError::Invalid(text));
         }
         Ok(Self { words, layout })
     }
 
-    /// Readers of the value can read everything that was written before.
+    /// Sets a word. Its readers see everything that was written before.
     pub fn set(&self, word: Word, value: u64) {
         self.words[word as usize].store(value, Release);
     }
 
-    /// The counts that the device has routed, or the first fault that it found; faulty rows are not
-    /// counted.
+    /// The device's counts, and the first fault that it found. Faulty rows are not counted.
     ///
     /// # Errors
     /// Invalid counts.
-    pub fn note(&self, shape: &Shape) -> Result<(Routes, Option<u64>)> {
-        let first = self.layout.note.0;
+    pub fn read_routes(&self, shape: &Shape) -> Result<(Routes, Option<u64>)> {
+        let first = self.layout.routes.0;
         let word = |i: usize| self.words[first + i].load(Relaxed);
         let counts = (0..shape.experts as usize).map(|i| (word(2 + i / 2) >> (i % 2 * 32)) as u32);
         let routes = Routes::counted(shape, word(1) as u32, counts.collect())?;
@@ -232,18 +233,18 @@ impl Shared {
         self.put(self.layout.incoming, pairs);
     }
 
-    pub fn put_lot(&self, lot: &[Listed]) {
-        self.put_chunks(self.layout.lot, lot);
+    pub fn put_rows(&self, rows: &[ListedRows]) {
+        self.put_chunks(self.layout.rows, rows);
     }
 
-    pub fn put_answers(&self, answers: &[Listed]) {
+    pub fn put_answers(&self, answers: &[ListedRows]) {
         self.put_chunks(self.layout.answers, answers);
     }
 
-    pub fn put_ways(&self, ways: &[RowWay]) {
-        let stored = ways.iter().filter(|way| way.rows != 0).count() as u64;
-        let words = ways.iter().flat_map(|way| [way.to, way.rows]);
-        self.put(self.layout.ways, std::iter::once(stored).chain(words));
+    pub fn put_row_paths(&self, paths: &[RowPath]) {
+        let stored = paths.iter().filter(|path| path.rows != 0).count() as u64;
+        let words = paths.iter().flat_map(|path| [path.to, path.rows]);
+        self.put(self.layout.row_paths, std::iter::once(stored).chain(words));
     }
 
     pub fn put_missing(&self, missing: &[bool]) {
@@ -253,29 +254,29 @@ impl Shared {
         self.put(self.layout.missing, words);
     }
 
-    /// Ends the exchange: waiting kernels continue, and everything they read is empty.
+    /// Ends the exchange: waiting kernels continue, and read empty tables.
     pub fn abort(&self) {
         self.clear();
         self.set(Word::Abort, 1);
     }
 
-    /// Initial contents (RS-1): no rows, no room, and every rank's answers are missing.
+    /// Clears the tables (RS-1): no rows, no room, and every rank's answers are missing.
     pub fn clear(&self) {
-        let clear = |(first, n): Area8| {
+        let clear = |(first, n): WordRange| {
             self.words[first..first + n].iter().for_each(|word| word.store(0, Relaxed));
         };
-        let Layout { incoming, lot, answers, ways, .. } = self.layout;
-        [incoming, lot, answers, ways].into_iter().for_each(clear);
+        let Layout { incoming, rows, answers, row_paths, .. } = self.layout;
+        [incoming, rows, answers, row_paths].into_iter().for_each(clear);
         self.put(self.layout.missing, std::iter::repeat_n(u64::MAX, self.layout.missing.1));
     }
 
-    fn put_chunks(&self, area: Area8, chunks: &[Listed]) {
+    fn put_chunks(&self, area: WordRange, chunks: &[ListedRows]) {
         let words =
             chunks.iter().flat_map(|c| [u64::from(c.source) | c.rows << 32, c.first, c.place]);
         self.put(area, std::iter::once(chunks.len() as u64).chain(words));
     }
 
-    fn put(&self, (first, n): Area8, words: impl Iterator<Item = u64>) {
+    fn put(&self, (first, n): WordRange, words: impl Iterator<Item = u64>) {
         for (word, value) in self.words[first..first + n].iter().zip(words) {
             word.store(value, Relaxed);
         }

@@ -2,7 +2,7 @@
 //! asserts its properties.
 
 use crate::{
-    exchange::blocks::{read_grant, read_routes},
+    exchange::blocks::{read_routes, read_slot_offer},
     kernels::Float,
     rank_descriptor::{RankDescriptor, FORMAT},
     throughput, Back, Shape,
@@ -50,7 +50,7 @@ pub fn blocks(bytes: &[u8]) {
         assert!(routes.first + routes.rows <= SHAPE.out_rows());
         assert!(routes.counts.iter().all(|n| *n <= SHAPE.max_tokens));
     }
-    if let Ok((place, rows)) = read_grant(&SHAPE, word(0), 3, &words) {
+    if let Ok((place, rows)) = read_slot_offer(&SHAPE, word(0), 3, &words) {
         assert!((1..=3).contains(&rows) && place + rows <= SHAPE.shared_rows());
     }
 }
@@ -64,7 +64,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        exchange::blocks::{grant_words, routes_words},
+        exchange::blocks::{routes_words, slot_offer_words},
         throughput::Spec,
         AllToAll,
     };
@@ -103,35 +103,34 @@ mod tests {
         .to_bytes()
     }
 
-    type Said = Vec<(&'static str, Vec<u8>)>;
-    type Target = (&'static str, fn(&[u8]), Said);
+    type Inputs = Vec<(&'static str, Vec<u8>)>;
+    type Target = (&'static str, fn(&[u8]), Inputs);
 
     /// Valid inputs, by target.
-    fn said() -> [Target; 2] {
+    fn valid_inputs() -> [Target; 2] {
         let bytes = |words: Vec<u32>| words.iter().flat_map(|w| w.to_le_bytes()).collect();
         let whole =
             vec![("low_latency", descriptor()), ("high_throughput", throughput_descriptor())];
         let written = vec![
             ("routes", bytes(routes_words((7, 3), 9, 2, &[2, 1]))),
-            ("grant", bytes(grant_words(7, 2, 3))),
+            ("grant", bytes(slot_offer_words(7, 2, 3))),
         ];
         [("descriptors", descriptors, whole), ("blocks", blocks, written)]
     }
 
-    /// Kept inputs of the fuzzers. `FABRIC_RAY_SEEDS=1` writes those anew that honest ranks say.
+    /// Replays the seeds. `FABRIC_RAY_SEEDS=1` writes the valid ones again.
     #[test]
-    fn the_seeds_are_of_today_and_hold() {
-        for (target, run, said) in said() {
+    fn seeds_have_the_current_format_and_hold() {
+        for (target, run, inputs) in valid_inputs() {
             let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/seeds").join(target);
             if std::env::var_os("FABRIC_RAY_SEEDS").is_some() {
                 fs::create_dir_all(&folder).unwrap();
-                for (name, bytes) in &said {
+                for (name, bytes) in &inputs {
                     fs::write(folder.join(name), bytes).unwrap();
                 }
             }
-            // Keys and names of engines are drawn anew each time: of a descriptor its version and what it
-            // decodes to stay.
-            for (name, bytes) in said {
+            // Keys and names of engines are random: only the version and the length are compared.
+            for (name, bytes) in inputs {
                 let kept = fs::read(folder.join(name)).unwrap_or_default();
                 let why = "is of another format; write the seeds anew as their README says";
                 assert!(kept.len().abs_diff(bytes.len()) < 64, "{target}/{name} {why}");

@@ -4,10 +4,10 @@
 //! From pure to stateful: [`Shape`] (agreed on by all ranks), [`memory`] (the layout of each rank's
 //! part of the symmetric memory), [`routes`] (the destination of each row), [`kernels`] (the
 //! device's work on rows; here, a CPU), and [`AllToAll`], the exchange: a state machine that
-//! completions of the engine drive. Only calls that say so block, so it runs in the simulator as
-//! over real links.
+//! completions of the engine drive. Only calls that say so block, so it also runs in the
+//! simulator.
 //!
-//! [`throughput`] is the mode for many tokens on many nodes.
+//! [`throughput`] is the mode for many tokens on several nodes.
 
 #![forbid(unsafe_code)]
 
@@ -25,5 +25,5 @@ pub mod routes;
 mod shape;
 pub mod throughput;
 
-pub use exchange::{AllToAll, Dispatched, Lost, Stage};
+pub use exchange::{AllToAll, Dispatched, Lost, MessageKind};
 pub use shape::{Back, Shape};

@@ -4,14 +4,13 @@
 //! | area | rows | written by | when |
 //! |---|---|---|---|
 //! | routes | one block for each source | that source | at dispatch |
-//! | grants | one block for each destination | that destination | when it knows where rows go |
-//! | outbox | a block of routes and one of grants for each peer | this rank | before it writes them there |
+//! | slot offers | one block for each destination | that destination | when it knows where rows go |
+//! | outbox | a block of routes and a slot offer for each peer | this rank | before it writes them there |
 //! | private | some for each source | that source | at dispatch, with the routes |
-//! | shared | for all sources | sources, where a grant said; at combine this rank, with answers | |
+//! | shared | for all sources | sources, where a slot offer says; at combine this rank, with answers | |
 //! | own | one for each (token, expert) of this rank | at dispatch this rank, with tokens; at combine peers, with answers | |
 //! Blocks are control, the others are rows. The last two are used twice (fabric-lib §6.3): writers
-//! wait for the owner's fence. Blocks are control, the others are rows. The last two serve twice
-//! (fabric-lib §6.3): who writes there waits for the fence of the owner.
+//! wait for the owner's fence.
 
 use fabric_engine::{EngineError, Result};
 
@@ -22,14 +21,14 @@ const BLOCK: u64 = 64;
 /// Words before the counts in a block of routes.
 pub const ROUTES_HEADER: u64 = 4;
 
-/// Where the areas begin in control or in rows, bytes; equal on all ranks.
+/// The offsets of the areas in control or in rows, bytes; equal on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Memory {
     shape: Shape,
     routes: u64,
-    grants: u64,
+    slot_offers: u64,
     routes_out: u64,
-    grants_out: u64,
+    slot_offers_out: u64,
     control: u64,
     private: u64,
     shared: u64,
@@ -65,9 +64,9 @@ impl Memory {
         let block = routes_stride(&shape);
         let (mut control, mut rows) = (Areas::default(), Areas::default());
         let routes = control.next(ranks.checked_mul(block))?;
-        let grants = control.next(ranks.checked_mul(BLOCK))?;
+        let slot_offers = control.next(ranks.checked_mul(BLOCK))?;
         let routes_out = control.next(ranks.checked_mul(block))?;
-        let grants_out = control.next(ranks.checked_mul(BLOCK))?;
+        let slot_offers_out = control.next(ranks.checked_mul(BLOCK))?;
         let private = rows.next((ranks * shape.private_rows()).checked_mul(shape.row_stride()))?;
         let shared = rows.next(shape.shared_rows().checked_mul(row))?;
         let own = rows.next(shape.out_rows().checked_mul(row))?;
@@ -75,9 +74,9 @@ impl Memory {
         Ok(Self {
             shape,
             routes,
-            grants,
+            slot_offers,
             routes_out,
-            grants_out,
+            slot_offers_out,
             control,
             private,
             shared,
@@ -96,59 +95,59 @@ impl Memory {
         self.rows
     }
 
-    /// Where the routes of a source are, and their bytes.
+    /// Offset and length of the routes of a source.
     pub fn routes(&self, source: u32) -> (u64, u64) {
         let nbytes = (ROUTES_HEADER + u64::from(self.shape.local_experts())) * 4;
         (self.routes + u64::from(source) * routes_stride(&self.shape), nbytes)
     }
 
-    /// Where this rank writes down the routes for a peer.
+    /// Offset of the routes for a peer in the outbox.
     pub fn routes_out(&self, peer: u32) -> u64 {
         self.routes_out + u64::from(peer) * routes_stride(&self.shape)
     }
 
-    /// Where the grant of a destination is, and its bytes.
-    pub fn grant(&self, destination: u32) -> (u64, u64) {
-        (self.grants + u64::from(destination) * BLOCK, 16)
+    /// Offset and length of the slot offer of a destination.
+    pub fn slot_offer(&self, destination: u32) -> (u64, u64) {
+        (self.slot_offers + u64::from(destination) * BLOCK, 16)
     }
 
-    /// Where this rank writes down the grant for a peer.
-    pub fn grant_out(&self, peer: u32) -> u64 {
-        self.grants_out + u64::from(peer) * BLOCK
+    /// Offset of the slot offer for a peer in the outbox.
+    pub fn slot_offer_out(&self, peer: u32) -> u64 {
+        self.slot_offers_out + u64::from(peer) * BLOCK
     }
 
-    /// Where a row of a source's private slot is.
+    /// Offset of a row of a source's private slot.
     pub fn private(&self, source: u32, row: u64) -> u64 {
         let rows = u64::from(source) * self.shape.private_rows() + row;
         self.private + rows * self.shape.row_stride()
     }
 
-    /// Where a row of the shared buffer is, at dispatch.
+    /// Offset of a row of the shared buffer, at dispatch.
     pub fn shared(&self, row: u64) -> u64 {
         self.shared + row * self.shape.row_stride()
     }
 
-    /// Where an answer in the shared buffer is, at combine.
+    /// Offset of an answer in the shared buffer, at combine.
     pub fn shared_back(&self, row: u64) -> u64 {
         self.shared + row * self.shape.back_stride()
     }
 
-    /// Where one of this rank's own rows is, at dispatch.
+    /// Offset of one of this rank's own rows, at dispatch.
     pub fn own(&self, row: u64) -> u64 {
         self.own + row * self.shape.row_stride()
     }
 
-    /// Where the answer to one of this rank's own rows is, at combine.
+    /// Offset of the answer to one of this rank's own rows, at combine.
     pub fn own_back(&self, row: u64) -> u64 {
         self.own + row * self.shape.back_stride()
     }
 
-    /// What each area is for, and its bytes.
+    /// Name, contents and length of each area.
     pub fn explain(&self) -> Vec<(&'static str, String, u64)> {
         let s = &self.shape;
         let shared = match s.shared_rows() < s.in_rows() {
             true => format!(
-                "{} rows of {} that can come; more come in turns",
+                "{} rows of at most {} that arrive; more arrive in rounds",
                 s.shared_rows(),
                 s.in_rows()
             ),
@@ -162,7 +161,7 @@ impl Memory {
         };
         vec![
             (
-                "routes and grants",
+                "routes and slot offers",
                 format!("blocks for {} ranks, in and out", s.ranks),
                 self.control,
             ),
@@ -206,9 +205,9 @@ mod tests {
         let memory = Memory::new(shape).unwrap();
         let total: u64 = memory.explain().iter().map(|(.., nbytes)| nbytes).sum();
         assert_eq!(total, memory.control_nbytes() + memory.rows_nbytes());
-        assert!(memory.routes(3).0 + memory.routes(3).1 <= memory.grant(0).0);
-        assert!(memory.grant(3).0 + memory.grant(3).1 <= memory.routes_out(0));
-        assert!(memory.grant_out(3) + 16 <= memory.control_nbytes());
+        assert!(memory.routes(3).0 + memory.routes(3).1 <= memory.slot_offer(0).0);
+        assert!(memory.slot_offer(3).0 + memory.slot_offer(3).1 <= memory.routes_out(0));
+        assert!(memory.slot_offer_out(3) + 16 <= memory.control_nbytes());
         assert!(memory.private(3, 1) + 64 <= memory.shared(0));
         assert!(memory.shared_back(6) + 96 <= memory.own(0));
         assert!(memory.own_back(14) + 96 <= memory.rows_nbytes());

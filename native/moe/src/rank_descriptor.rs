@@ -9,7 +9,7 @@ use fabric_engine::{
 };
 use serde::{de::DeserializeOwned, Deserialize, Serialize};
 
-use crate::{exchange::STAGES, shape::Shape};
+use crate::{exchange::MESSAGE_KINDS, shape::Shape};
 
 /// The first bytes of a kind of descriptor, and its version.
 pub(crate) struct Format {
@@ -72,7 +72,7 @@ pub struct RankDescriptor {
 pub struct PeerExport {
     pub control: RegionDescriptor,
     pub rows: RegionDescriptor,
-    pub counters: [CounterRef; STAGES],
+    pub counters: [CounterRef; MESSAGE_KINDS],
 }
 
 impl RankDescriptor {

@@ -164,16 +164,16 @@ impl MoeExchange {
         device::Layout::new(self.0.shape()).areas()
     }
 
-    /// The turns in which rows come to a device, and answers leave it.
+    /// The rounds in which rows come to a device, and answers leave it.
     #[getter]
     fn device_turns(&self) -> (u64, u64) {
-        device::turns(self.0.shape())
+        device::rounds(self.0.shape())
     }
 
     /// Which way rows go to each other rank, in words.
     #[getter]
     fn ways(&self, py: Python<'_>) -> Vec<(u32, String)> {
-        py.detach(|| self.0.ways())
+        py.detach(|| self.0.paths())
     }
 
     /// Kernels carry the exchange out from now on, and store to peers' memory by themselves if they
@@ -201,7 +201,7 @@ impl MoeExchange {
         let area = unsafe { device::Area::over(parts, Arc::clone(&keep) as _) };
         // SAFETY: as above; kernels read and write it in 8 bytes, or when the host doesn't.
         let words = unsafe { device::AtomicWords::over(at(py, words)?, n, keep) };
-        let shared = device::Shared::new(words, self.0.shape()).or_raise(py)?;
+        let shared = device::SharedWords::new(words, self.0.shape()).or_raise(py)?;
         py.detach(|| self.0.serve(area, shared, stores)).or_raise(py)
     }
 
@@ -284,7 +284,7 @@ impl MoeExchange {
     /// Ranks that were given up: number, what was under way, cause.
     #[getter]
     fn lost(&self) -> Vec<(u32, String, String)> {
-        self.0.lost().into_iter().map(|l| (l.rank, l.stage.to_string(), l.cause)).collect()
+        self.0.lost().into_iter().map(|l| (l.rank, l.kind.to_string(), l.cause)).collect()
     }
 
     /// Whether each rank is here.

@@ -196,7 +196,7 @@ def a_sum(x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def test_buffers_are_explained_and_follow_from_the_sizes() -> None:
     options: dict[str, Any] = {"experts": 8, "topk": 2, "hidden": 64, "max_tokens": 16}
     with group(2, **options) as full, group(2, **options, shared_rows=4) as small:
-        assert "in turns" in small[0].explain()
+        assert "in rounds" in small[0].explain()
         assert small[0].nbytes < full[0].nbytes
         assert f"{full[0].nbytes:,}" in full[0].explain()
         x, idx, w = batch(0, 16, 8, 2, 64)

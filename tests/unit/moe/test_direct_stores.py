@@ -247,7 +247,7 @@ def test_rs_2_explain_says_which_way_rows_go_and_why(host: Host) -> None:
         )
         assert "rows to rank 0: written by the engine: no kernels" in plain.explain()
         direct.mask(2)
-        assert "rows to rank 2: it is not here" in direct.explain()
+        assert "rows to rank 2: the rank is not present" in direct.explain()
     with group(host, (DIRECT, PLAIN), transport="tcp") as (far, _):
         within(LIMIT, "the way is known", lambda: "not known yet" not in far.explain())
         assert "written by the engine: tcp has no memory of the peer's within reach" in (
@@ -347,7 +347,7 @@ def test_mr_1_a_rank_that_comes_anew_is_shown_no_memory_that_its_earlier_kernel_
             a.card(0)
         with TransferEngine(name="rank-0-new", transport="shm") as engine:
             new = AllToAll(engine, rank=0, ranks=2, timeout=LIMIT, **SIZES)
-            with pytest.raises(errors.FabricError, match="nothing for rank 0"):
+            with pytest.raises(errors.FabricError, match="no memory for rank 0"):
                 new.admit(a.card())
             a.set_timeout(LIMIT)
             ends()

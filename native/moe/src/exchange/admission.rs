@@ -1,4 +1,4 @@
-//! Membership of an exchange: descriptors, ranks that join, and ranks that are given up.
+//! Membership calls: descriptors, ranks that join, and ranks that are given up.
 
 use std::{
     sync::{Arc, OnceLock},
@@ -9,9 +9,9 @@ use fabric_engine::{EngineError, Result};
 use parking_lot::MutexGuard;
 
 use super::{
-    link::{Link, Ours, Stage, Wire, STAGES},
+    conditions::Condition,
+    link::{ExportedRegions, Link, MessageKind, PeerEndpoint, MESSAGE_KINDS},
     state::{Lost, State},
-    waits::Until,
     AllToAll, Inner,
 };
 use crate::{
@@ -22,11 +22,12 @@ use crate::{
 impl AllToAll {
     /// This rank's descriptor, for all absent ranks or for one.
     ///
-    /// Each rank gets its own access, so that it can be revoked alone (MR-2). There is none for a
-    /// rank whose access is being revoked: two processes would write to its slots (MR-1).
+    /// Each rank gets registrations of its own, which can be revoked alone (MR-2). The descriptor
+    /// has none for a rank whose access is being revoked: two processes could write to its slots
+    /// (MR-1).
     ///
     /// # Errors
-    /// Errors of a registration; [`EngineError::Invalid`] for a rank that is here;
+    /// Errors of a registration; [`EngineError::Invalid`] for a rank that is present;
     /// [`EngineError::NotQuiesced`] if the last process of that rank may still access this rank's
     /// memory.
     pub fn descriptor(&self, only: Option<u32>) -> Result<Vec<u8>> {
@@ -36,36 +37,35 @@ impl AllToAll {
         if let Some(rank) = only {
             inner.check_other(rank)?;
             if state.knows(rank) {
-                let text = format!("rank {rank} is here; mask it before it comes anew");
+                let text = format!("rank {rank} is present; mask it before it joins again");
                 return Err(EngineError::Invalid(text));
             }
         }
         let wanted = |rank: u32| rank != inner.rank && only.is_none_or(|only| only == rank);
-        let mut acts = Vec::new();
+        let mut actions = Vec::new();
         let mut renewed = Vec::new();
         for rank in (0..ranks).filter(|rank| wanted(*rank)) {
-            // Access that was handed out and never used is not given to another process.
-            if let Some(old) = state.ours[rank as usize].take() {
-                state.revoke(rank, &old, &mut acts);
+            // Registrations that an earlier descriptor exported are not given to another process.
+            if let Some(old) = state.exported[rank as usize].take() {
+                state.revoke(rank, &old, &mut actions);
                 renewed.push(rank);
             }
         }
-        MutexGuard::unlocked(&mut state, || inner.run(acts));
+        MutexGuard::unlocked(&mut state, || inner.run(actions));
         renewed.extend(only);
         let held = inner.wait_for_access(&mut state, &renewed);
         if let Some(rank) = only.filter(|rank| held.contains(rank)) {
             return Err(EngineError::NotQuiesced {
-                what: format!("memory that rank {rank} was shown"),
+                what: format!("memory that was exported to rank {rank}"),
                 after: inner.timeout(),
-                cause:
-                    "a descriptor for it would show the same again, and what it stores could land in it"
-                        .into(),
+                cause: "its last process may still write there; end that process first".into(),
             });
         }
-        // Another thread may have made one meanwhile.
+        // Another thread may have exported memory meanwhile.
         let free = |state: &State, rank| {
-            let shown = state.ours[rank as usize].is_some() || state.revoking.contains(&rank);
-            wanted(rank) && !state.knows(rank) && !shown
+            let exported =
+                state.exported[rank as usize].is_some() || state.revoking.contains(&rank);
+            wanted(rank) && !state.knows(rank) && !exported
         };
         let exports = (0..ranks)
             .map(|rank| free(&state, rank).then(|| inner.export(&mut state, rank)).transpose());
@@ -79,9 +79,9 @@ impl AllToAll {
     /// descriptor, too.
     ///
     /// # Errors
-    /// [`EngineError::Handshake`] if it is of another shape; [`EngineError::Invalid`] if it is here
-    /// already, or this rank made no descriptor for it; [`EngineError::NotQuiesced`] if the one before it
-    /// still holds on to our memory.
+    /// [`EngineError::Handshake`] for another shape; [`EngineError::Invalid`] if the rank is present,
+    /// or this rank has made no descriptor for it; [`EngineError::NotQuiesced`] if its last process
+    /// may still access this rank's memory.
     pub fn admit(&self, descriptor: &[u8]) -> Result<u32> {
         let inner = &self.inner;
         let descriptor = RankDescriptor::from_bytes(descriptor)?;
@@ -94,7 +94,7 @@ impl AllToAll {
             descriptor.exports.get(inner.rank as usize).and_then(Option::as_ref).ok_or_else(
                 || {
                     unlike(format!(
-                        "its descriptor has nothing for rank {}; have it make one",
+                        "its descriptor has no memory for rank {}; have it call card() again",
                         inner.rank
                     ))
                 },
@@ -105,7 +105,7 @@ impl AllToAll {
             || export.rows.len != inner.memory.rows_nbytes()
             || export.counters.iter().any(|c| c.owner != owner)
         {
-            return Err(unlike("its memory and counters aren't those of its engine".into()));
+            return Err(unlike("its memory and counters don't belong to its engine".into()));
         }
         let control = inner.engine.import(&export.control)?;
         let rows = inner.engine.import(&export.rows)?;
@@ -113,44 +113,44 @@ impl AllToAll {
         inner.engine.connect(&peer)?;
         let mut state = inner.state.lock();
         if state.knows(rank) {
-            return Err(EngineError::Invalid(format!("rank {rank} is here already")));
+            return Err(EngineError::Invalid(format!("rank {rank} is present already")));
         }
-        // Its slots are those of the one before it, who must not write there any more (MR-1).
+        // Its slots are those of its last process, which must not write there any more (MR-1).
         if state.revoking.contains(&rank) {
-            inner.wait(&mut state, Until::Quiet)?;
+            inner.wait(&mut state, Condition::Quiesced)?;
         }
-        let Some(ours) = state.ours[rank as usize].take() else {
+        let Some(exported) = state.exported[rank as usize].take() else {
             return Err(EngineError::Invalid(format!(
-                "this rank has made no descriptor for rank {rank}; make one, and give it to that rank"
+                "this rank has made no descriptor for rank {rank}; call card() and give the result to that rank"
             )));
         };
-        let life = state.new_life();
-        let wire = Wire {
+        let link_id = state.new_link_id();
+        let endpoint = PeerEndpoint {
             rank,
-            life,
+            link_id,
             peer,
             control,
             rows,
             counters: export.counters,
-            ours,
+            exported,
             stores: OnceLock::new(),
         };
         state.lost.retain(|l| l.rank != rank);
-        let link = Link::new(wire);
-        let wire = Arc::clone(&link.wire);
+        let link = Link::new(endpoint);
+        let endpoint = Arc::clone(&link.endpoint);
         state.newcomers[rank as usize] = Some(link);
         drop(state);
-        inner.seek(wire);
+        inner.probe_direct_stores(endpoint);
         Ok(rank)
     }
 
     /// Gives a rank up: its tokens and answers are not awaited, and its access is revoked.
     pub fn mask(&self, rank: u32, cause: &str) -> Result<()> {
         self.inner.check_other(rank)?;
-        let mut acts = Vec::new();
+        let mut actions = Vec::new();
         let mut state = self.inner.state.lock();
-        state.lose(rank, Stage::Routes, cause.to_owned(), &mut acts);
-        self.inner.follow(state, acts);
+        state.lose(rank, MessageKind::Routes, cause.to_owned(), &mut actions);
+        self.inner.apply(state, actions);
         Ok(())
     }
 
@@ -159,7 +159,7 @@ impl AllToAll {
         self.inner.state.lock().lost.clone()
     }
 
-    /// Whether each rank is here, this one included.
+    /// Whether each rank is present, this one included.
     pub fn present(&self) -> Vec<bool> {
         let state = self.inner.state.lock();
         let me = self.inner.rank;
@@ -179,14 +179,13 @@ impl Inner {
         Err(EngineError::Handshake {
             peer: descriptor.address.name.clone(),
             cause: format!(
-                "rank {} is of another shape: {:?}, and this one's is {:?}; give all ranks the same",
+                "rank {} has the shape {:?}, expected {:?}; use the same on all ranks",
                 descriptor.rank, descriptor.shape, self.shape
             ),
         })
     }
 
-    /// Waits until none of the ranks can write here; returns those that still may after the
-    /// timeout.
+    /// Waits until none of the ranks can write here; returns those that still can after the timeout.
     fn wait_for_access(&self, state: &mut MutexGuard<'_, State>, ranks: &[u32]) -> Vec<u32> {
         let deadline = Instant::now() + self.timeout();
         loop {
@@ -198,20 +197,20 @@ impl Inner {
         }
     }
 
-    /// Makes the access of one rank.
+    /// Registers memory and counters for one rank.
     fn export(&self, state: &mut State, rank: u32) -> Result<PeerExport> {
         let control = self.engine.register_again(&self.control)?;
         let rows = self.engine.register_again(&self.rows)?;
-        let counters = (0..Stage::ALL.len()).map(|_| self.engine.counter());
+        let counters = (0..MessageKind::ALL.len()).map(|_| self.engine.counter());
         let counters = counters.collect::<Result<Vec<_>>>()?;
-        let counters = <[_; STAGES]>::try_from(counters).map_err(|_| EngineError::Closed)?;
+        let counters = <[_; MESSAGE_KINDS]>::try_from(counters).map_err(|_| EngineError::Closed)?;
         let references = counters.each_ref().map(fabric_engine::Counter::reference);
         let export = PeerExport {
             control: control.descriptor(),
             rows: rows.descriptor(),
             counters: references,
         };
-        state.ours[rank as usize] = Some(Ours { control, rows, counters });
+        state.exported[rank as usize] = Some(ExportedRegions { control, rows, counters });
         Ok(export)
     }
 }

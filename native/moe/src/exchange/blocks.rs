@@ -1,4 +1,4 @@
-//! Blocks that peers write: their valid contents, and the checks of them.
+//! Blocks that peers write: encoding and checks.
 
 use crate::{memory::ROUTES_HEADER, shape::Shape};
 
@@ -8,13 +8,13 @@ pub struct RoutesBlock {
     /// Rows for each local expert.
     pub counts: Vec<u32>,
     pub rows: u64,
-    /// Where answers go among its rows.
+    /// Index of the first of these rows among all rows of the source; answers go there.
     pub first: u64,
     /// The number of the exchange among all ranks; 0 from a rank that knows no other rank yet.
     pub number: u32,
 }
 
-/// Which of the exchanges of two ranks it is, and how many of those before it had answers.
+/// Exchanges of two ranks up to this one, and earlier ones of them that had answers.
 pub type Number = (u32, u32);
 
 /// The words of a routes block. `all` is the number of the exchange among all ranks.
@@ -33,10 +33,10 @@ pub fn routes_words(
 /// The violation: another exchange, or rows that no rank of this shape has (MR-3).
 pub fn read_routes(shape: &Shape, number: Number, words: &[u32]) -> Result<RoutesBlock, String> {
     let (head, counts) =
-        words.split_at_checked(ROUTES_HEADER as usize).ok_or("its routes are cut off")?;
+        words.split_at_checked(ROUTES_HEADER as usize).ok_or("its routes block is too short")?;
     if (head[0], head[2]) != number {
         return Err(format!(
-            "it is in its exchange {} with this rank, after {} combines, and this rank in its {}, after {}; \
+            "it is in exchange {} with this rank after {} combines, and this rank in {} after {}; \
              have every rank call dispatch and combine in the same order",
             head[0], head[2], number.0, number.1
         ));
@@ -45,32 +45,34 @@ pub fn read_routes(shape: &Shape, number: Number, words: &[u32]) -> Result<Route
     let first = u64::from(head[1]);
     let most = counts.iter().copied().max().unwrap_or(0);
     if most > shape.max_tokens || rows > shape.pair_rows() || first + rows > shape.out_rows() {
-        return Err(format!("its routes can't be: {rows} rows from {first}, {most} to one expert"));
+        return Err(format!(
+            "its routes are invalid: {rows} rows from {first}, {most} to one expert"
+        ));
     }
     Ok(RoutesBlock { counts: counts.to_vec(), rows, first, number: head[3] })
 }
 
-/// The words of a grant.
-pub fn grant_words(exchange: u32, place: u64, rows: u64) -> Vec<u32> {
+/// The words of a slot offer.
+pub fn slot_offer_words(exchange: u32, place: u64, rows: u64) -> Vec<u32> {
     vec![exchange, place as u32, rows as u32, 0]
 }
 
-/// Where the next rows go in the shared buffer of a destination, and how many; `left` are to be
+/// Where the next rows go in the shared buffer of a destination, and how many. `left` rows are not
 /// sent yet.
 ///
 /// # Errors
 /// The violation: another exchange, more rows than are left, or a place outside the buffer (MR-3).
-pub fn read_grant(
+pub fn read_slot_offer(
     shape: &Shape,
     exchange: u32,
     left: u64,
     words: &[u32],
 ) -> Result<(u64, u64), String> {
-    let [number, place, rows, _] = *words else { return Err("its grant is cut off".into()) };
+    let [number, place, rows, _] = *words else { return Err("its slot offer is too short".into()) };
     let (place, rows, room) = (u64::from(place), u64::from(rows), shape.shared_rows());
     if number != exchange || rows == 0 || rows > left || place + rows > room {
         return Err(format!(
-            "its grant can't be: in exchange {number} of {exchange}, {rows} rows of {left} from {place} of {room}"
+            "its slot offer is invalid: exchange {number}, expected {exchange}; {rows} rows of {left} from {place} of {room}"
         ));
     }
     Ok((place, rows))
@@ -98,14 +100,14 @@ mod tests {
     }
 
     #[test]
-    fn blocks_say_what_they_were_made_of() {
+    fn blocks_decode_to_what_was_encoded() {
         let routes = read_routes(&shape(), (7, 3), &routes_words((7, 3), 9, 4, &[2, 5])).unwrap();
         assert_eq!(routes, RoutesBlock { counts: vec![2, 5], rows: 7, first: 4, number: 9 });
-        assert_eq!(read_grant(&shape(), 7, 6, &grant_words(7, 2, 6)), Ok((2, 6)));
+        assert_eq!(read_slot_offer(&shape(), 7, 6, &slot_offer_words(7, 2, 6)), Ok((2, 6)));
     }
 
     #[test]
-    fn mr_3_what_can_not_be_is_refused() {
+    fn mr_3_invalid_blocks_are_refused() {
         let s = shape();
         let (late, other) =
             (routes_words((2, 0), 0, 0, &[1, 1]), routes_words((1, 1), 0, 0, &[1, 1]));
@@ -113,11 +115,11 @@ mod tests {
             assert!(read_routes(&s, (1, 0), &words).is_err(), "{words:?}");
         }
         assert!(read_routes(&s, (1, 0), &routes_words((1, 0), 0, 14, &[1, 1])).is_err());
-        for words in [vec![1, 0, 1], grant_words(2, 0, 1), grant_words(1, 0, 0)] {
-            assert!(read_grant(&s, 1, 3, &words).is_err(), "{words:?}");
+        for words in [vec![1, 0, 1], slot_offer_words(2, 0, 1), slot_offer_words(1, 0, 0)] {
+            assert!(read_slot_offer(&s, 1, 3, &words).is_err(), "{words:?}");
         }
-        assert!(read_grant(&s, 1, 3, &grant_words(1, 0, 4)).is_err());
-        assert!(read_grant(&s, 1, 3, &grant_words(1, 6, 3)).is_err());
+        assert!(read_slot_offer(&s, 1, 3, &slot_offer_words(1, 0, 4)).is_err());
+        assert!(read_slot_offer(&s, 1, 3, &slot_offer_words(1, 6, 3)).is_err());
     }
 
     proptest! {
@@ -133,7 +135,7 @@ mod tests {
                     prop_assert!(routes.first + routes.rows <= s.out_rows());
                     prop_assert!(routes.rows <= s.pair_rows());
                 }
-                if let Ok((place, rows)) = read_grant(&s, exchange, 3, &words) {
+                if let Ok((place, rows)) = read_slot_offer(&s, exchange, 3, &words) {
                     prop_assert!(rows <= 3 && place + rows <= s.shared_rows());
                 }
             }

@@ -1,8 +1,8 @@
 //! An exchange that kernels execute: what they may read, and the effects of their commands.
 //!
 //! The device takes the caller's part of the exchange. It reports by commands, in order, and waits
-//! for words in between; no host call stands between two kernels. State and wire format are those
-//! of a caller's exchange. So ranks with and without kernels take part in one exchange. A lost rank
+//! for words in between; no host call is needed between two kernels. State and wire format are those
+//! of a caller's exchange, so ranks with and without kernels take part in one exchange. A lost rank
 //! is masked: the device's wait then ends without it.
 
 use std::{sync::Arc, time::Duration};
@@ -10,14 +10,14 @@ use std::{sync::Arc, time::Duration};
 use fabric_engine::{EngineError, Result};
 
 use super::{
-    act::Act,
-    link::{Answer, Link, Lot},
+    actions::Action,
+    conditions::Condition,
+    direct_stores::{ActiveStores, AnswerStores},
+    link::{Answer, Link, RowBatch},
     state::State,
-    stores::{AnswersThere, Stays},
-    waits::Until,
 };
 use crate::{
-    device::{turns, Listed, Said, Shared, Told, Word, BLANK},
+    device::{rounds, DeviceEvent, DeviceReport, ListedRows, SharedWords, Word, ZERO_ROWS},
     phase::Phase,
     routes::{Order, Placing, Routes},
     shape::Shape,
@@ -26,32 +26,34 @@ use crate::{
 /// The device's part of an exchange.
 #[derive(Debug)]
 pub struct Device {
-    shared: Shared,
-    /// Turns of rows and of answers in each exchange.
-    turns: (u64, u64),
-    /// The exchange that it is in, from 1.
+    shared: SharedWords,
+    /// Rounds of rows and of answers in each exchange.
+    rounds: (u64, u64),
+    /// The number of its exchange, from 1.
     exchange: u64,
-    /// It was told that its rows may be written.
+    /// The device may write its rows.
     may_begin: bool,
-    /// Its routes, while the exchange before has something left to do.
+    /// Its routes, while the last exchange has not ended.
     begins: Option<Routes>,
     packed: bool,
-    /// What it may know of this exchange.
+    /// It has been told the routes and the answers of this exchange.
     routed: bool,
     answered: bool,
-    lots: u64,
-    lot: Option<(Vec<Lot>, bool)>,
-    /// Ranks that were answered, counted from the one behind this, and rows of the next one that
-    /// were.
+    /// The round of rows, the rows that are being handed out, and whether these are the last.
+    row_round: u64,
+    batch: Option<(Vec<RowBatch>, bool)>,
+    /// Number of answered ranks, in the order of `State::others`, and of answered rows of the next
+    /// one.
     cursor: (u32, u64),
-    answers: u64,
-    leaving: Option<(Vec<(u32, Leaving)>, bool)>,
-    /// It stores to peers' memory by itself, where it can.
+    /// The round of answers, the answers that are being written, and whether these are the last.
+    answer_round: u64,
+    leaving: Option<(Vec<(u32, AnswerTransfer)>, bool)>,
+    /// It stores to peers' memory itself where it reaches it.
     stores: bool,
-    /// It waits for room for answers.
+    /// It has reported that it waits for room for answers.
     combines: bool,
-    /// Where it may be storing.
-    stays: Stays,
+    /// Peers' memory that it may be storing to.
+    active_stores: ActiveStores,
     /// Ranks whose answers are missing in the last sums.
     left_out: Vec<u32>,
     /// The fault that the device found in tokens, until it is reported.
@@ -61,92 +63,103 @@ pub struct Device {
 
 /// Answers to a rank's rows.
 #[derive(Clone, Copy, Debug)]
-enum Leaving {
-    /// From the shared buffer.
+enum AnswerTransfer {
+    /// The engine writes them from the shared buffer.
     Sent(Answer),
-    /// They are there, and so many counts are to follow.
+    /// The device has stored them; this many counts follow.
     Stored(u32),
 }
 
 impl State {
-    /// Tells the device what it may read now.
-    pub fn advance(&mut self, acts: &mut Vec<Act>) {
+    /// Sets the words whose conditions hold now.
+    pub fn advance(&mut self, actions: &mut Vec<Action>) {
         if let Some(mut device) = self.device.take() {
-            device.advance(self, acts);
+            device.advance(self, actions);
             self.device = Some(device);
         }
     }
 
-    /// The device has done something. Returns where it stores no more, as [`Stays::over`] does.
-    pub fn told(&mut self, said: Result<Said, String>, acts: &mut Vec<Act>) -> Stays {
-        let Some(mut device) = self.device.take() else { return Stays::default() };
-        let over = said.as_ref().map(|said| device.stays.over(said.told)).unwrap_or_default();
+    /// Applies a report of the device. Returns the stores that it ends, see
+    /// [`ActiveStores::take_ended`].
+    pub fn on_device_report(
+        &mut self,
+        report: Result<DeviceReport, String>,
+        actions: &mut Vec<Action>,
+    ) -> ActiveStores {
+        let Some(mut device) = self.device.take() else { return ActiveStores::default() };
+        let over = report
+            .as_ref()
+            .map(|report| device.active_stores.take_ended(report.event))
+            .unwrap_or_default();
         if device.failed.is_none() {
-            match said.and_then(Said::came).and_then(|told| device.told(self, told, acts)) {
-                Ok(()) => device.advance(self, acts),
+            match report
+                .and_then(DeviceReport::into_event)
+                .and_then(|event| device.on_event(self, event, actions))
+            {
+                Ok(()) => device.advance(self, actions),
                 Err(cause) => device.fail(self.gives_up(cause)),
             }
         }
         self.device = Some(device);
-        if self.hangs_on_lost() {
-            self.start_pulse(acts);
+        if self.blocked_by_lost_ranks() {
+            self.start_heartbeat(actions);
         }
         over
     }
 
-    /// Whether the device waits for memory that lost ranks still hold.
-    pub fn device_hangs(&self) -> bool {
+    /// Whether the device waits for memory that lost ranks may access.
+    pub fn device_blocked(&self) -> bool {
         self.device.as_ref().is_some_and(|device| device.hangs(self))
     }
 
-    /// Lost ranks have not let go of memory for so long, or never will, and the device can't go on
-    /// without it.
+    /// Ends the exchange of a device: memory of lost ranks was not quiesced for `after`, or never
+    /// will be.
     pub fn device_is_stuck(&mut self, after: Duration, cause: &str) {
-        let error = self.not_quiet(after, cause);
+        let error = self.not_quiesced(after, cause);
         if let Some(device) = self.device.as_mut().filter(|d| d.failed.is_none()) {
             device.fail(error);
         }
     }
 
-    /// Why a device that goes on without what it waited for can't.
+    /// The error of a device whose wait has timed out.
     fn gives_up(&self, cause: String) -> EngineError {
-        match self.holds(Until::Quiet) {
+        match self.holds(Condition::Quiesced) {
             true => EngineError::Cancelled { what: "exchange on the device", cause },
-            false => self.not_quiet(Duration::ZERO, &cause),
+            false => self.not_quiesced(Duration::ZERO, &cause),
         }
     }
 
-    fn not_quiet(&self, after: Duration, cause: &str) -> EngineError {
+    fn not_quiesced(&self, after: Duration, cause: &str) -> EngineError {
         EngineError::NotQuiesced {
-            what: "memory that goes to a lost rank, or comes from it,".into(),
+            what: "memory that is shared with a lost rank".into(),
             after,
             cause: format!(
-                "ranks {:?} have not let go of it, and {} writes that failed are under way; {cause}",
-                self.revoking, self.unsettled
+                "ranks {:?} may still access it, and {} failed writes may still read it; {cause}",
+                self.revoking, self.failed_in_flight
             ),
         }
     }
 }
 
 impl Device {
-    pub fn new(shared: Shared, shape: &Shape, stores: bool) -> Self {
+    pub fn new(shared: SharedWords, shape: &Shape, stores: bool) -> Self {
         Self {
             shared,
-            turns: turns(shape),
+            rounds: rounds(shape),
             exchange: 0,
             may_begin: true,
             begins: None,
             packed: false,
             routed: false,
             answered: false,
-            lots: 0,
-            lot: None,
+            row_round: 0,
+            batch: None,
             cursor: (0, 0),
-            answers: 0,
+            answer_round: 0,
             leaving: None,
             stores,
             combines: false,
-            stays: Stays::default(),
+            active_stores: ActiveStores::default(),
             left_out: Vec::new(),
             fault: None,
             failed: None,
@@ -158,10 +171,7 @@ impl Device {
         self.left_out.clone()
     }
 
-    /// The fault since the last call.
-    ///
-    /// # Errors
-    /// That; for good if the device has left the exchange.
+    /// See [`AllToAll::check`](super::AllToAll::check).
     pub fn check(&mut self) -> Result<()> {
         match (&self.failed, self.fault.take()) {
             (Some(failed), _) => Err(failed.clone()),
@@ -170,47 +180,46 @@ impl Device {
         }
     }
 
-    /// Whether it stores to peers' memory by itself, where it can.
+    /// Whether it stores to peers' memory itself where it reaches it.
     pub fn stores(&self) -> bool {
         self.stores
     }
 
-    /// It stores nothing any more. Returns where it did, as [`Stays::over`] does.
+    /// Ends all stores and returns them, see [`ActiveStores::take_ended`].
     #[must_use]
-    pub fn settled(&mut self) -> Stays {
-        std::mem::take(&mut self.stays)
+    pub fn settled(&mut self) -> ActiveStores {
+        std::mem::take(&mut self.active_stores)
     }
 
-    /// Whether it may be storing there now.
+    /// Whether it may be storing to peers' memory now.
     pub fn is_storing(&self) -> bool {
-        !self.stays.is_empty()
+        !self.active_stores.is_empty()
     }
 
-    /// Whether tokens of its wait for the exchange before to be over.
+    /// Whether its tokens wait for the end of the last exchange.
     pub fn begins(&self) -> bool {
         self.begins.is_some() && self.failed.is_none()
     }
 
-    /// Whether rows are being handed out, and must stay where they are.
+    /// Whether it reads rows now, which must stay where they are.
     pub fn hands_out(&self) -> bool {
-        self.lot.is_some() && self.failed.is_none()
+        self.batch.is_some() && self.failed.is_none()
     }
 
-    /// It goes on no more.
     pub fn has_failed(&self) -> bool {
         self.failed.is_some()
     }
 
     fn hangs(&self, s: &State) -> bool {
-        let until = match s.phase {
+        let condition = match s.phase {
             _ if self.failed.is_some() => return false,
-            _ if self.begins.is_some() => Until::MayDispatch,
-            Phase::Dispatched if self.routed && self.lot.is_none() => Until::Rows,
-            Phase::Collected | Phase::Answering if self.awaits_room() => Until::AnswersLeft,
-            Phase::Idle if !self.may_begin => Until::MayDispatch,
+            _ if self.begins.is_some() => Condition::MayDispatch,
+            Phase::Dispatched if self.routed && self.batch.is_none() => Condition::Rows,
+            Phase::Collected | Phase::Answering if self.awaits_room() => Condition::AnswersSent,
+            Phase::Idle if !self.may_begin => Condition::MayDispatch,
             _ => return false,
         };
-        s.hangs_on_quiet(until)
+        s.blocked_on_quiesce(condition)
     }
 
     /// Ends the exchange for the device, and every wait of it (RS-4).
@@ -220,19 +229,19 @@ impl Device {
     }
 
     fn fail(&mut self, error: EngineError) {
-        tracing::warn!(%error, "an exchange on a device was given up");
+        tracing::warn!(%error, "an exchange on a device has failed");
         self.end(error);
     }
 
-    fn advance(&mut self, s: &mut State, acts: &mut Vec<Act>) {
+    fn advance(&mut self, s: &mut State, actions: &mut Vec<Action>) {
         if self.failed.is_some() {
             return;
         }
         if self.begins.is_some() {
-            if !s.holds(Until::MayDispatch) {
+            if !s.holds(Condition::MayDispatch) {
                 return;
             }
-            self.begin(s, acts);
+            self.begin(s, actions);
         }
         match s.phase {
             Phase::Dispatched => {
@@ -249,10 +258,16 @@ impl Device {
         }
     }
 
-    fn told(&mut self, s: &mut State, told: Told, acts: &mut Vec<Act>) -> Result<(), String> {
-        match (told, s.phase) {
-            (Told::Begun, Phase::Idle | Phase::Collected) if self.may_begin => {
-                let (routes, fault) = self.shared.note(&s.shape).map_err(|e| e.to_string())?;
+    fn on_event(
+        &mut self,
+        s: &mut State,
+        event: DeviceEvent,
+        actions: &mut Vec<Action>,
+    ) -> Result<(), String> {
+        match (event, s.phase) {
+            (DeviceEvent::Begun, Phase::Idle | Phase::Collected) if self.may_begin => {
+                let (routes, fault) =
+                    self.shared.read_routes(&s.shape).map_err(|e| e.to_string())?;
                 if let Some(fault) = fault {
                     self.fault = Some(fault_text(fault, s.shape.topk));
                 }
@@ -260,47 +275,50 @@ impl Device {
                 (self.packed, self.may_begin) = (false, false);
                 self.exchange += 1;
             }
-            (Told::Packed, _) if self.begins.is_some() => self.packed = true,
-            (Told::Packed, Phase::Dispatched) => {
+            (DeviceEvent::Packed, _) if self.begins.is_some() => self.packed = true,
+            (DeviceEvent::Packed, Phase::Dispatched) => {
                 self.packed = true;
-                pack(s, acts);
+                pack(s, actions);
             }
-            (Told::Combining, Phase::Collected) => self.combines = true,
-            (Told::HandedOut, Phase::Dispatched) => self.handed_out(s, acts)?,
-            (Told::Answered, Phase::Collected | Phase::Answering) => self.put_answers(s, acts)?,
-            // There were fewer turns than there could have been.
-            (Told::HandedOut, Phase::Collected) | (Told::Answered, Phase::Answered) => {}
-            (Told::Summed, Phase::Answered) if self.answered => s.phase = Phase::Idle,
-            (told, phase) => return Err(gone_on(told, phase)),
+            (DeviceEvent::Combining, Phase::Collected) => self.combines = true,
+            (DeviceEvent::HandedOut, Phase::Dispatched) => self.handed_out(s, actions)?,
+            (DeviceEvent::Answered, Phase::Collected | Phase::Answering) => {
+                self.put_answers(s, actions)?
+            }
+            // The exchange needed fewer rounds than the maximum.
+            (DeviceEvent::HandedOut, Phase::Collected)
+            | (DeviceEvent::Answered, Phase::Answered) => {}
+            (DeviceEvent::Summed, Phase::Answered) if self.answered => s.phase = Phase::Idle,
+            (event, phase) => return Err(unexpected(event, phase)),
         }
         Ok(())
     }
 
-    fn begin(&mut self, s: &mut State, acts: &mut Vec<Act>) {
+    fn begin(&mut self, s: &mut State, actions: &mut Vec<Action>) {
         self.shared.clear();
-        (self.routed, self.answered, self.lots, self.answers) = (false, false, 0, 0);
-        (self.lot, self.leaving, self.cursor) = (None, None, (0, 0));
+        (self.routed, self.answered, self.row_round, self.answer_round) = (false, false, 0, 0);
+        (self.batch, self.leaving, self.cursor) = (None, None, (0, 0));
         self.combines = false;
-        s.begin(Arc::new(self.begins.take().unwrap_or_default()), acts);
+        s.begin(Arc::new(self.begins.take().unwrap_or_default()), actions);
         if self.packed {
-            pack(s, acts);
+            pack(s, actions);
         }
         if self.stores {
-            let ways = s.ways(&mut self.stays);
-            self.shared.put_ways(&ways);
-            self.shared.set(Word::Ways, self.exchange);
+            let paths = s.row_paths(&mut self.active_stores);
+            self.shared.put_row_paths(&paths);
+            self.shared.set(Word::RowPaths, self.exchange);
         }
     }
 
     fn tell_over(&mut self, s: &State, value: u64) {
-        if s.holds(Until::MayDispatch) {
+        if s.holds(Condition::MayDispatch) {
             self.may_begin = true;
             self.shared.set(Word::Over, value);
         }
     }
 
     fn tell_routes(&mut self, s: &mut State) {
-        if self.routed || !s.holds(Until::Routes) {
+        if self.routed || !s.holds(Condition::Routes) {
             return;
         }
         let incoming = s.incoming();
@@ -315,21 +333,22 @@ impl Device {
         }
     }
 
-    /// Once all has come that could be granted: then a turn is the last, or as large as the buffer.
+    /// Offers rows when all that were offered room have arrived, so that a round is the last or
+    /// fills the buffer.
     fn tell_rows(&mut self, s: &State) {
-        let due = s.here().any(|l| l.inward.due > 0);
+        let due = s.here().any(|l| l.inbound.due > 0);
         let full = s.next_place == s.shape.shared_rows();
         let last = s.waiting.is_empty();
-        if !self.routed || self.lot.is_some() || due || !(last || full) {
+        if !self.routed || self.batch.is_some() || due || !(last || full) {
             return;
         }
-        let lot: Vec<Lot> = s.here().filter_map(Link::lot).collect();
-        if lot.is_empty() && !last {
+        let batch: Vec<RowBatch> = s.here().filter_map(Link::batch).collect();
+        if batch.is_empty() && !last {
             return;
         }
-        let mut listed: Vec<Listed> = Vec::new();
-        for Lot { source, chunks, .. } in &lot {
-            listed.extend(chunks.iter().map(|c| Listed {
+        let mut listed: Vec<ListedRows> = Vec::new();
+        for RowBatch { source, chunks, .. } in &batch {
+            listed.extend(chunks.iter().map(|c| ListedRows {
                 source: *source,
                 first: c.first,
                 rows: c.rows,
@@ -339,53 +358,54 @@ impl Device {
         if last {
             let rows_of = |rank| s.placing.as_ref().map_or(0, |p| p.rows_of(rank));
             let gone = s.others().filter(|rank| s.links[*rank as usize].is_none());
-            let blanks = gone.map(|rank| (rank, BLANK));
+            let blanks = gone.map(|rank| (rank, ZERO_ROWS));
             let own = s.memory.own(s.routes.first_to(s.rank));
             let rest = blanks.chain([(s.rank, own)]);
-            listed.extend(rest.map(|(source, place)| Listed {
+            listed.extend(rest.map(|(source, place)| ListedRows {
                 source,
                 first: 0,
                 rows: rows_of(source),
                 place,
             }));
         }
-        self.shared.put_lot(&listed);
-        self.lots += 1;
-        self.lot = Some((lot, last));
-        self.shared.set(Word::Rows, self.exchange * self.turns.0 + self.lots);
+        self.shared.put_rows(&listed);
+        self.row_round += 1;
+        self.batch = Some((batch, last));
+        self.shared.set(Word::Rows, self.exchange * self.rounds.0 + self.row_round);
     }
 
-    fn handed_out(&mut self, s: &mut State, acts: &mut Vec<Act>) -> Result<(), String> {
-        let (lot, last) = self.lot.take().ok_or_else(|| gone_on(Told::HandedOut, s.phase))?;
-        self.shared.put_lot(&[]);
-        for lot in &lot {
-            s.handed_out(lot, acts);
+    fn handed_out(&mut self, s: &mut State, actions: &mut Vec<Action>) -> Result<(), String> {
+        let (batch, last) =
+            self.batch.take().ok_or_else(|| unexpected(DeviceEvent::HandedOut, s.phase))?;
+        self.shared.put_rows(&[]);
+        for batch in &batch {
+            s.handed_out(batch, actions);
         }
         if last {
-            s.collected(acts);
-            self.shared.set(Word::Rows, (self.exchange + 1) * self.turns.0);
+            s.collected(actions);
+            self.shared.set(Word::Rows, (self.exchange + 1) * self.rounds.0);
         }
         Ok(())
     }
 
-    /// Whether it waits for room for answers. Who stores says so, for what may be stored to isn't
-    /// quiet.
+    /// Whether it waits for room for answers. A device that stores reports so first: memory that may
+    /// be stored to isn't quiesced.
     fn awaits_room(&self) -> bool {
         self.leaving.is_none() && (!self.stores || self.combines)
     }
 
-    /// Where answers may lie: as many as fit, whole pieces as askers expect them; own ones with the
-    /// last, for they take the place of rows that have to have left.
+    /// Tells the device where to write answers: as many as fit, in the chunks that peers expect. Own
+    /// answers come with the last ones, because they replace own rows, which must have left.
     fn tell_room(&mut self, s: &mut State) {
-        // Who stores has all answers leave at once as a rule, own ones with them: no peer is
-        // entered before that.
+        // A device that stores usually writes all answers in one round, own ones included, so it
+        // starts no store before own rows have left.
         let may = !self.stores || s.rows_left();
-        let free = may && s.answers_out == 0 && s.holds(Until::Quiet);
+        let free = may && s.answers_out == 0 && s.holds(Condition::Quiesced);
         let Some(placing) = s.placing.clone().filter(|_| self.awaits_room() && free) else {
             return;
         };
         let (room, mut place) = (s.shape.shared_rows(), 0);
-        let (mut pieces, mut listed, mut cursor) = (Vec::new(), Vec::new(), self.cursor);
+        let (mut transfers, mut listed, mut cursor) = (Vec::new(), Vec::new(), self.cursor);
         let last = loop {
             let Some(rank) = s.others().nth(cursor.0 as usize) else { break true };
             let rows = (placing.rows_of(rank) - cursor.1).min(room);
@@ -394,20 +414,20 @@ impl Device {
                 continue;
             }
             let (first, all) = (cursor.1, placing.rows_of(rank) - cursor.1);
-            let there = self.stores.then(|| s.answers_there(rank, first, all)).flatten();
-            if let Some(AnswersThere { place, counts, stay }) = there {
-                self.stays.add(Told::Answered, stay);
-                pieces.push((rank, Leaving::Stored(counts)));
-                listed.push(Listed { source: rank, first, rows: all, place });
+            let there = self.stores.then(|| s.answer_stores(rank, first, all)).flatten();
+            if let Some(AnswerStores { place, counts, stay }) = there {
+                self.active_stores.add(DeviceEvent::Answered, stay);
+                transfers.push((rank, AnswerTransfer::Stored(counts)));
+                listed.push(ListedRows { source: rank, first, rows: all, place });
                 cursor = (cursor.0 + 1, 0);
                 continue;
             }
             if place + rows > room {
                 break false;
             }
-            pieces.push((rank, Leaving::Sent(Answer { place, first, rows })));
+            transfers.push((rank, AnswerTransfer::Sent(Answer { place, first, rows })));
             let lies = s.memory.shared_back(place);
-            listed.push(Listed { source: rank, first, rows, place: lies });
+            listed.push(ListedRows { source: rank, first, rows, place: lies });
             cursor.1 += rows;
             place += rows;
         };
@@ -417,37 +437,38 @@ impl Device {
         if last {
             let place = s.memory.own_back(s.routes.first_to(s.rank));
             let rows = placing.rows_of(s.rank);
-            listed.push(Listed { source: s.rank, first: 0, rows, place });
+            listed.push(ListedRows { source: s.rank, first: 0, rows, place });
         }
         self.shared.put_answers(&listed);
         self.cursor = cursor;
-        self.answers += 1;
-        self.leaving = Some((pieces, last));
-        self.shared.set(Word::Room, self.exchange * self.turns.1 + self.answers);
+        self.answer_round += 1;
+        self.leaving = Some((transfers, last));
+        self.shared.set(Word::Room, self.exchange * self.rounds.1 + self.answer_round);
     }
 
-    fn put_answers(&mut self, s: &mut State, acts: &mut Vec<Act>) -> Result<(), String> {
-        let (pieces, last) = self.leaving.take().ok_or_else(|| gone_on(Told::Answered, s.phase))?;
+    fn put_answers(&mut self, s: &mut State, actions: &mut Vec<Action>) -> Result<(), String> {
+        let (transfers, last) =
+            self.leaving.take().ok_or_else(|| unexpected(DeviceEvent::Answered, s.phase))?;
         self.shared.put_answers(&[]);
         if s.phase == Phase::Collected {
             self.may_begin = false;
-            s.begin_answers(acts);
+            s.begin_answers(actions);
         }
-        for (rank, leaving) in pieces {
+        for (rank, leaving) in transfers {
             match leaving {
-                Leaving::Sent(answer) => s.answer(rank, answer, acts),
-                Leaving::Stored(counts) => s.answers_stored(rank, counts, acts),
+                AnswerTransfer::Sent(answer) => s.answer(rank, answer, actions),
+                AnswerTransfer::Stored(counts) => s.answers_stored(rank, counts, actions),
             }
         }
         if last {
             s.phase = Phase::Answered;
-            self.shared.set(Word::Room, (self.exchange + 1) * self.turns.1);
+            self.shared.set(Word::Room, (self.exchange + 1) * self.rounds.1);
         }
         Ok(())
     }
 
     fn tell_answers(&mut self, s: &State) {
-        if self.answered || !s.holds(Until::Answers) {
+        if self.answered || !s.holds(Condition::Answers) {
             return;
         }
         let missing = s.missing();
@@ -458,21 +479,21 @@ impl Device {
     }
 }
 
-/// The rows for all lie ready.
-fn pack(s: &mut State, acts: &mut Vec<Act>) {
+/// Records that the rows for all ranks are packed.
+fn pack(s: &mut State, actions: &mut Vec<Action>) {
     for rank in s.others() {
-        s.packed(rank, acts);
+        s.packed(rank, actions);
     }
 }
 
-fn gone_on(told: Told, phase: Phase) -> String {
+fn unexpected(event: DeviceEvent, phase: Phase) -> String {
     format!(
-        "the device went on ({told:?}) without what it waited for, in the phase {phase:?}; raise the timeout, or \
+        "the device reported {event:?} in the phase {phase:?}, before its wait was over; raise the timeout, or \
          have every rank make the same calls"
     )
 }
 
-/// A fault is four times its position among (token, k), and a kind, as `moe/routes.cu` has it.
+/// A fault is four times its position among (token, k), plus a kind, as `moe/routes.cu` encodes it.
 fn fault_text(fault: u64, topk: u32) -> String {
     let position = fault / 4;
     let (token, k) = (position / u64::from(topk), position % u64::from(topk));

@@ -1,170 +1,183 @@
 //! Detects stalled ranks, as opposed to ranks that wait for a stalled one.
 //!
-//! A rank that stalls holds up all others, including those that need nothing of it: they wait for
+//! A rank that stalls blocks all others, including those that need nothing from it: they wait for
 //! ranks that wait for it. So a waiting rank repeatedly signals all others by a count. A rank is
-//! given up when neither awaited data nor this signal has come for the timeout. So only the rank
+//! given up when neither awaited data nor this signal has arrived for the timeout. So only the rank
 //! that stalled is given up.
 //!
-//! Time is counted in beats of this heartbeat.
+//! Silence is counted in heartbeats.
 
 use std::{sync::Arc, time::Duration};
 
 use fabric_engine::{EngineError, Result};
 
 use super::{
-    act::{Act, Load, Piece},
+    actions::{Action, RemoteWrite, WritePurpose},
+    conditions::Condition,
     device::Device,
-    link::{Link, Stage},
+    link::{Link, MessageKind},
     state::State,
-    waits::Until,
     Inner,
 };
 use crate::phase::Phase;
 
-/// Beats in a timeout, at least.
-const BEATS: u32 = 4;
-/// Beats are no further apart.
-const SLOWEST: Duration = Duration::from_secs(1);
-/// Upper bound of any wait in timeouts, whatever signals a rank sends (RS-4): less than a device's
-/// own.
-const MOST: u32 = 12;
+/// Minimum number of heartbeats per timeout.
+const HEARTBEATS_PER_TIMEOUT: u32 = 4;
+/// Maximum interval of heartbeats.
+const MAX_HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
+/// Upper bound of any wait, in timeouts, whatever signals a rank sends (RS-4). A device's own bound
+/// is larger.
+const MAX_WAIT_TIMEOUTS: u32 = 12;
 
 /// The activity of a rank.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PeerActivity {
-    /// Its waiting signals so far.
-    words: u64,
-    /// Awaited data has come since the last beat.
-    pub came: bool,
-    /// The last activity was a waiting signal.
+    /// Number of its waiting signals.
+    waiting_signals: u64,
+    /// Awaited data has arrived since the last heartbeat.
+    pub data_arrived: bool,
+    /// Its last activity was a waiting signal.
     pub waits: bool,
-    /// Beats since its last activity, while this rank waited for it.
-    silent: u32,
-    /// This rank's own signal is on its way there.
-    pub telling: bool,
+    /// Heartbeats since its last activity, while this rank waited for it.
+    silent_heartbeats: u32,
+    /// This rank's waiting signal to it is in flight.
+    pub signal_in_flight: bool,
 }
 
 impl State {
-    /// The pulse beats from now on, while there is something to wait for.
-    pub fn start_pulse(&mut self, acts: &mut Vec<Act>) {
-        if !self.beating && !self.is_over() {
-            self.beating = true;
-            acts.push(Act::Beat);
+    /// Schedules heartbeats while there is something to wait for.
+    pub fn start_heartbeat(&mut self, actions: &mut Vec<Action>) {
+        if !self.heartbeat_scheduled && !self.is_over() {
+            self.heartbeat_scheduled = true;
+            actions.push(Action::ScheduleHeartbeat);
         }
     }
 
-    /// One beat, `every` long: gives up ranks without activity for the `timeout`, and signals other
-    /// ranks that this rank waits.
-    pub fn beat(&mut self, timeout: Duration, every: Duration, acts: &mut Vec<Act>) {
-        self.beating = false;
+    /// Ends one interval: gives up ranks without activity for the `timeout`, and signals other ranks
+    /// that this rank waits.
+    pub fn on_heartbeat(
+        &mut self,
+        timeout: Duration,
+        interval: Duration,
+        actions: &mut Vec<Action>,
+    ) {
+        self.heartbeat_scheduled = false;
         if self.is_over() {
             return;
         }
-        let most = timeout.as_nanos().div_ceil(every.as_nanos().max(1)) as u32;
+        let most = timeout.as_nanos().div_ceil(interval.as_nanos().max(1)) as u32;
         let mut silent = Vec::new();
         for rank in self.others() {
             let awaited = self.awaits(rank);
             let Some(link) = self.link(rank) else { continue };
-            let words = link.wire.ours.counters[Stage::Waits as usize].arrived();
+            let words = link.endpoint.exported.counters[MessageKind::Waiting as usize].arrived();
             let activity = &mut link.activity;
-            let came = std::mem::take(&mut activity.came);
-            let word = std::mem::replace(&mut activity.words, words) != words;
+            let came = std::mem::take(&mut activity.data_arrived);
+            let word = std::mem::replace(&mut activity.waiting_signals, words) != words;
             let sign = came || word;
             activity.waits = if sign { word } else { activity.waits };
-            activity.silent = if sign || awaited.is_none() { 0 } else { activity.silent + 1 };
-            // The first beat came at any time after the wait had begun.
-            silent.extend(awaited.filter(|_| activity.silent > most).map(|stage| (rank, stage)));
-        }
-        for (rank, stage) in silent {
-            let cause = format!(
-                "nothing of it has come for {timeout:?}, nor its word that it waits for another rank"
+            activity.silent_heartbeats =
+                if sign || awaited.is_none() { 0 } else { activity.silent_heartbeats + 1 };
+            // The first interval may have begun before the wait.
+            silent.extend(
+                awaited.filter(|_| activity.silent_heartbeats > most).map(|kind| (rank, kind)),
             );
-            self.lose(rank, stage, cause, acts);
         }
-        self.tell_others(acts);
+        for (rank, kind) in silent {
+            let cause = format!(
+                "nothing of it has come for {timeout:?}, nor a signal that it waits for another rank"
+            );
+            self.lose(rank, kind, cause, actions);
+        }
+        self.signal_waiting(actions);
         if self.is_under_way() {
-            self.start_pulse(acts);
+            self.start_heartbeat(actions);
         }
     }
 
-    /// Why a rank is given up.
+    /// The cause of the loss of a rank.
     pub fn why(&self, rank: u32, error: &EngineError) -> String {
         let link = self.links.get(rank as usize).and_then(Option::as_ref);
         match error {
             EngineError::Timeout { .. } if link.is_some_and(|l| l.activity.waits) => format!(
-                "{error}; it said that it waits as well, so ranks may wait for one another in a circle: have all make \
-                 the same calls"
+                "{error}; it signals that it waits as well, so ranks may wait for each other in a cycle: have all \
+                 make the same calls"
             ),
             _ => error.to_string(),
         }
     }
 
     /// Signals each rank that this one waits, unless it waits for that rank alone.
-    fn tell_others(&mut self, acts: &mut Vec<Act>) {
-        let holds_up = |l: &Link| l.flying > 0 || self.awaits(l.wire.rank).is_some();
-        let by: Vec<u32> = self.here().filter(|l| holds_up(l)).map(|l| l.wire.rank).collect();
-        let lost = self.hangs_on_lost();
+    fn signal_waiting(&mut self, actions: &mut Vec<Action>) {
+        let holds_up = |l: &Link| l.data_in_flight > 0 || self.awaits(l.endpoint.rank).is_some();
+        let by: Vec<u32> = self.here().filter(|l| holds_up(l)).map(|l| l.endpoint.rank).collect();
+        let lost = self.blocked_by_lost_ranks();
         for link in self.links.iter_mut().flatten() {
-            let waits = lost || by.iter().any(|rank| *rank != link.wire.rank);
-            if waits && !std::mem::replace(&mut link.activity.telling, waits) {
-                let piece = Piece::count(Stage::Waits);
-                acts.push(Act::Write { wire: link.wire.clone(), piece, load: Load::Word });
+            let waits = lost || by.iter().any(|rank| *rank != link.endpoint.rank);
+            if waits && !std::mem::replace(&mut link.activity.signal_in_flight, waits) {
+                let write = RemoteWrite::count(MessageKind::Waiting);
+                actions.push(Action::Write {
+                    endpoint: link.endpoint.clone(),
+                    write,
+                    purpose: WritePurpose::Waiting,
+                });
             }
         }
     }
 
-    /// What this rank awaits from another before it can continue, if anything. It waits for no rank
-    /// while the caller or the device has the next step.
-    fn awaits(&self, rank: u32) -> Option<Stage> {
+    /// The message of a rank that this rank waits for, if any. It waits for no rank while its caller
+    /// or device has the next step.
+    fn awaits(&self, rank: u32) -> Option<MessageKind> {
         let link = self.links.get(rank as usize)?.as_ref()?;
-        let (out, inward) = (&link.out, &link.inward);
+        let (outbound, inbound) = (&link.outbound, &link.inbound);
         if self.phase == Phase::Dispatched {
-            let packs = self.here().any(|l| !l.out.packed);
+            let packs = self.here().any(|l| !l.outbound.packed);
             let hands_out = self.device.as_ref().is_some_and(Device::hands_out);
             let collects = self.device.is_none() && self.here().any(Link::has_rows);
             return match self.all_routes() {
                 _ if packs => None,
-                false => inward.counts.is_none().then_some(Stage::Routes),
+                false => inbound.counts.is_none().then_some(MessageKind::Routes),
                 true if hands_out || collects => None,
-                true => (inward.due > 0).then_some(Stage::Rows),
+                true => (inbound.due > 0).then_some(MessageKind::Rows),
             };
         }
-        match (out.routed, link.open) {
-            (false, _) => Some(Stage::Fence),
-            _ if out.sent < out.rows => Some(Stage::Grant),
-            (_, false) if !out.answers.is_empty() => Some(Stage::Fence),
-            _ if self.phase == Phase::Answered && out.rows > 0 && !out.answered => {
-                Some(Stage::Answers)
+        match (outbound.routed, link.open) {
+            (false, _) => Some(MessageKind::Fence),
+            _ if outbound.sent < outbound.rows => Some(MessageKind::SlotOffer),
+            (_, false) if !outbound.answers.is_empty() => Some(MessageKind::Fence),
+            _ if self.phase == Phase::Answered && outbound.rows > 0 && !outbound.answered => {
+                Some(MessageKind::Answers)
             }
             _ => None,
         }
     }
 
-    /// Whether the caller, in a call, or the device hangs on ranks that were given up: on memory
-    /// that they may write, or on writes to them that aren't over.
-    pub fn hangs_on_lost(&self) -> bool {
-        let to_others = self.here().map(|l| l.flying + l.out.answers.len() as u32).sum();
+    /// Whether a call or the device waits for lost ranks: for memory that they may write, or for
+    /// writes to them that have not ended.
+    pub fn blocked_by_lost_ranks(&self) -> bool {
+        let to_others =
+            self.here().map(|l| l.data_in_flight + l.outbound.answers.len() as u32).sum();
         let writes = self.rows_out + self.answers_out > to_others;
-        let hangs = |until| match writes {
-            true => self.needs_quiet(until) && !self.holds(until),
-            false => self.hangs_on_quiet(until),
+        let blocked = |condition| match writes {
+            true => self.needs_quiesce(condition) && !self.holds(condition),
+            false => self.blocked_on_quiesce(condition),
         };
-        self.awaited.is_some_and(hangs) || self.device_hangs()
+        self.awaited.is_some_and(blocked) || self.device_blocked()
     }
 
     fn is_under_way(&self) -> bool {
-        let awaits = |l: &Link| l.flying > 0 || self.awaits(l.wire.rank).is_some();
+        let awaits = |l: &Link| l.data_in_flight > 0 || self.awaits(l.endpoint.rank).is_some();
         match self.phase {
             Phase::Idle | Phase::Collected => {
-                self.awaited.is_some() || self.device_hangs() || self.here().any(awaits)
+                self.awaited.is_some() || self.device_blocked() || self.here().any(awaits)
             }
             Phase::Dispatched | Phase::Answering | Phase::Answered => true,
         }
     }
 
-    /// The exchange has no caller and no device any more.
+    /// Whether the exchange has no caller and no device any more.
     fn is_over(&self) -> bool {
-        if self.lingers.is_some() || self.awaited == Some(Until::NothingOwed) {
+        if self.keep_alive.is_some() || self.awaited == Some(Condition::AllDelivered) {
             return false;
         }
         self.left || self.device.as_ref().is_some_and(Device::has_failed)
@@ -172,37 +185,37 @@ impl State {
 }
 
 impl Inner {
-    /// How long an expectation lasts at most.
-    pub(super) fn patience(&self) -> Duration {
-        self.timeout().saturating_mul(MOST)
+    /// Maximum time of an expectation.
+    pub(super) fn max_wait(&self) -> Duration {
+        self.timeout().saturating_mul(MAX_WAIT_TIMEOUTS)
     }
 
-    fn between_beats(&self) -> Duration {
-        (self.timeout() / BEATS).min(SLOWEST)
+    fn heartbeat_interval(&self) -> Duration {
+        (self.timeout() / HEARTBEATS_PER_TIMEOUT).min(MAX_HEARTBEAT_INTERVAL)
     }
 
-    pub(super) fn start_beat(self: &Arc<Self>) {
-        let Ok(handle) = self.pulse.alarm(self.between_beats()) else {
-            self.state.lock().beating = false;
+    pub(super) fn schedule_heartbeat(self: &Arc<Self>) {
+        let Ok(handle) = self.heartbeat_counter.alarm(self.heartbeat_interval()) else {
+            self.state.lock().heartbeat_scheduled = false;
             return;
         };
         let weak = Arc::downgrade(self);
         handle.on_done(move |end| {
             if let Some(inner) = weak.upgrade() {
-                inner.beat(end);
+                inner.on_heartbeat(end);
             }
         });
     }
 
-    fn beat(self: &Arc<Self>, end: Result<()>) {
-        // An engine that is closed has ended all else as well.
+    fn on_heartbeat(self: &Arc<Self>, end: Result<()>) {
+        // A closed engine has ended all other operations as well.
         if !matches!(end, Err(EngineError::Timeout { .. })) {
             return;
         }
-        let mut acts = Vec::new();
+        let mut actions = Vec::new();
         let mut state = self.state.lock();
-        state.beat(self.timeout(), self.between_beats(), &mut acts);
-        self.follow(state, acts);
+        state.on_heartbeat(self.timeout(), self.heartbeat_interval(), &mut actions);
+        self.apply(state, actions);
     }
 }
 
@@ -215,7 +228,7 @@ mod tests {
 
     const T: Duration = Duration::from_millis(20);
 
-    /// Two ranks of three that know one another.
+    /// Two ranks of three; the third one never joins.
     fn pair() -> (SimNet, Vec<AllToAll>) {
         let mut net = SimNet::new(SimConfig::default());
         let shape = Shape::small(3);
@@ -236,12 +249,15 @@ mod tests {
         all.dispatch_send(&[Part { bytes: &[], stride: 16, width: 16 }], &[])
     }
 
-    /// What a beat says to the other rank.
-    fn words(all: &AllToAll) -> usize {
-        let (mut acts, mut state) = (Vec::new(), all.inner.state.lock());
-        state.beat(T, T / BEATS, &mut acts);
-        state.links.iter_mut().flatten().for_each(|l| l.activity.telling = false);
-        acts.iter().filter(|a| matches!(a, Act::Write { load: Load::Word, .. })).count()
+    /// Number of waiting signals that a heartbeat sends.
+    fn signals(all: &AllToAll) -> usize {
+        let (mut actions, mut state) = (Vec::new(), all.inner.state.lock());
+        state.on_heartbeat(T, T / HEARTBEATS_PER_TIMEOUT, &mut actions);
+        state.links.iter_mut().flatten().for_each(|l| l.activity.signal_in_flight = false);
+        actions
+            .iter()
+            .filter(|a| matches!(a, Action::Write { purpose: WritePurpose::Waiting, .. }))
+            .count()
     }
 
     fn go(net: &mut SimNet, timeouts: u32) {
@@ -250,47 +266,47 @@ mod tests {
     }
 
     #[test]
-    fn rs_4_who_hangs_on_a_lost_rank_says_so_only_while_a_call_does() {
+    fn rs_4_a_rank_that_is_blocked_by_a_lost_rank_signals_only_during_a_call() {
         let (mut net, all) = pair();
-        // The first dispatch is what takes the newcomers in.
+        // Newcomers take part from the first dispatch on.
         all.iter().for_each(|a| send(a).unwrap());
         go(&mut net, 1);
         for a in &all {
             assert!(a.collect(&mut []).is_err() && a.lost().is_empty());
             let mut state = a.inner.state.lock();
             assert!(state.all_routes());
-            let mut acts = Vec::new();
-            state.collected(&mut acts);
+            let mut actions = Vec::new();
+            state.collected(&mut actions);
             drop(state);
-            a.inner.run(acts);
+            a.inner.run(actions);
         }
         go(&mut net, 1);
         all[0].inner.state.lock().revoking.push(2);
-        assert_eq!(words(&all[0]), 0);
-        all[0].inner.state.lock().awaited = Some(Until::MayDispatch);
-        assert_eq!(words(&all[0]), 1);
+        assert_eq!(signals(&all[0]), 0);
+        all[0].inner.state.lock().awaited = Some(Condition::MayDispatch);
+        assert_eq!(signals(&all[0]), 1);
         all[0].inner.state.lock().awaited = None;
-        // A call that has failed says nothing any more, though the memory never comes back.
+        // A failed call does not signal, though the memory is never quiesced.
         assert!(matches!(send(&all[0]), Err(EngineError::NotQuiesced { .. })));
-        assert_eq!(words(&all[0]), 0);
-        assert!(!all[0].inner.state.lock().beating);
-        // Nor does who has left.
-        all[0].inner.state.lock().awaited = Some(Until::MayDispatch);
+        assert_eq!(signals(&all[0]), 0);
+        assert!(!all[0].inner.state.lock().heartbeat_scheduled);
+        // A rank that has left does not signal.
+        all[0].inner.state.lock().awaited = Some(Condition::MayDispatch);
         all[0].leave();
-        assert_eq!(words(&all[0]), 0);
+        assert_eq!(signals(&all[0]), 0);
     }
 
     #[test]
     fn a_rank_that_waits_for_quiesced_memory_signals_that_it_waits() {
         let (mut net, all) = pair();
         all[0].inner.state.lock().revoking.push(2);
-        assert!(send(&all[0]).is_err() && all[0].inner.state.lock().beating);
+        assert!(send(&all[0]).is_err() && all[0].inner.state.lock().heartbeat_scheduled);
         go(&mut net, 3);
-        assert!(!all[0].inner.state.lock().beating);
+        assert!(!all[0].inner.state.lock().heartbeat_scheduled);
     }
 
     #[test]
-    fn beats_leave_no_records() {
+    fn heartbeats_leave_no_records() {
         let (mut net, all) = pair();
         send(&all[0]).unwrap();
         let begun = net.now();

@@ -9,64 +9,62 @@ use std::{
 use fabric_engine::{api::CounterRef, Aperture, Counter, Peer, Region, RemoteRegion, Stay};
 
 use super::{
-    act::{Act, Load, Piece},
+    actions::{Action, RemoteWrite, WritePurpose},
     heartbeat::PeerActivity,
 };
 
-/// Counters of each pair of ranks.
-pub const STAGES: usize = 6;
+/// Number of kinds, and of counters of a peer.
+pub const MESSAGE_KINDS: usize = 6;
 
-/// What one rank hears from another, each on a counter of its own.
+/// What one rank sends to another; each kind has a counter of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stage {
-    /// How many rows come for each expert.
+pub enum MessageKind {
+    /// The number of rows for each expert.
     Routes,
     /// The rows.
     Rows,
-    /// Where the rows go that don't fit into the private slot.
-    Grant,
-    /// That its part of the memory may be written again: it has read what came, and sent what lay
-    /// there.
+    /// Memory for rows that exceed the private slot.
+    SlotOffer,
+    /// Its memory may be written again: it has read what arrived, and sent its own rows.
     Fence,
     /// The experts' answers.
     Answers,
-    /// That it waits for another rank: only a count, which is polled.
-    Waits,
+    /// It waits for another rank. Only a count, which is polled.
+    Waiting,
 }
 
-impl Stage {
-    pub const ALL: [Self; STAGES] =
-        [Self::Routes, Self::Rows, Self::Grant, Self::Fence, Self::Answers, Self::Waits];
+impl MessageKind {
+    pub const ALL: [Self; MESSAGE_KINDS] =
+        [Self::Routes, Self::Rows, Self::SlotOffer, Self::Fence, Self::Answers, Self::Waiting];
 
-    /// Whether what is written lies among the rows, and not among the blocks.
+    /// Whether its bytes go to the rows, not to the blocks.
     pub fn is_rows(self) -> bool {
         matches!(self, Self::Rows | Self::Answers)
     }
 }
 
-impl fmt::Display for Stage {
+impl fmt::Display for MessageKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Routes => "its routes",
             Self::Rows => "its rows",
-            Self::Grant => "its grant of room for rows",
-            Self::Fence => "its word that its memory may be written again",
+            Self::SlotOffer => "its slot offer",
+            Self::Fence => "its fence",
             Self::Answers => "its experts' answers",
-            Self::Waits => "its word that it waits for another rank",
+            Self::Waiting => "its waiting signal",
         })
     }
 }
 
-/// The memory that a peer may use. It is revoked with the link.
+/// The memory and counters that a peer may write. They are revoked with the link.
 #[derive(Debug)]
-pub struct Ours {
+pub struct ExportedRegions {
     pub control: Region,
     pub rows: Region,
-    pub counters: [Counter; STAGES],
+    pub counters: [Counter; MESSAGE_KINDS],
 }
 
-impl Ours {
-    /// All that the peer can write.
+impl ExportedRegions {
     pub fn memory(&self) -> [Region; 2] {
         [self.control.clone(), self.rows.clone()]
     }
@@ -74,165 +72,163 @@ impl Ours {
 
 /// The regions of a peer. A rank that joins again has new ones (MR-2).
 #[derive(Debug)]
-pub struct Wire {
+pub struct PeerEndpoint {
     pub rank: u32,
-    pub life: u64,
+    /// Unique among all links of this rank.
+    pub link_id: u64,
     pub peer: Peer,
     pub control: RemoteRegion,
     pub rows: RemoteRegion,
-    pub counters: [CounterRef; STAGES],
-    pub ours: Ours,
-    /// Where this rank's device stores to the peer's rows itself, or why it doesn't; nothing until
-    /// that is known.
+    pub counters: [CounterRef; MESSAGE_KINDS],
+    pub exported: ExportedRegions,
+    /// Where this rank's device stores to the peer's rows, or why it can't; unset until known.
     pub stores: OnceLock<Result<Arc<Aperture>, String>>,
 }
 
-/// Rows of a source that have come, or will, and aren't handed out yet.
+/// Rows of a source that have arrived, or will, and aren't handed out yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Chunk {
-    /// The first, counted among the source's rows, and how many.
+    /// Index of the first one among the source's rows.
     pub first: u64,
     pub rows: u64,
-    /// Where they begin, bytes.
+    /// Offset of the first one, bytes.
     pub place: u64,
 }
 
 /// Rows of a source that are being handed out.
 #[derive(Debug)]
-pub struct Lot {
+pub struct RowBatch {
     pub source: u32,
-    pub life: u64,
+    pub link_id: u64,
     pub chunks: Vec<Chunk>,
 }
 
-/// A peer that is there.
+/// A present peer.
 #[derive(Debug)]
 pub struct Link {
-    pub wire: Arc<Wire>,
-    /// Exchanges with it so far, and those of them with answers: all ranks leave combine out, or
-    /// none.
+    pub endpoint: Arc<PeerEndpoint>,
+    /// Number of exchanges with it, and of those with answers: all ranks leave combine out, or none.
     pub exchanges: u32,
     pub combines: u32,
-    /// It has said that its memory may be written, and nothing was written since.
+    /// Its fence has arrived, and nothing was written since.
     pub open: bool,
     pub awaits_fence: bool,
-    /// Rows and answers to it that are under way.
-    pub flying: u32,
-    /// Blocks and counts to it that are.
-    pub telling: u32,
+    /// Number of writes of rows and answers in flight.
+    pub data_in_flight: u32,
+    /// Number of writes of blocks and counts in flight.
+    pub control_in_flight: u32,
     pub activity: PeerActivity,
-    pub out: Out,
-    pub inward: In,
-    /// Rows to it so far, and those of them that this rank's device stored.
+    pub outbound: OutboundState,
+    pub inbound: InboundState,
+    /// Number of rows to it in all exchanges, and of those that this rank's device stored.
     pub rows_out: u64,
     pub rows_stored: u64,
 }
 
-/// What goes to a peer in one exchange.
+/// The state of what goes to a peer in one exchange.
 #[derive(Debug, Default)]
-pub struct Out {
+pub struct OutboundState {
     pub rows: u64,
     pub first: u64,
-    /// Exchanges with answers when this one began; its routes may leave later.
+    /// `Link::combines` when this exchange began; its routes may leave later.
     pub combines: u32,
-    /// Its rows lie ready to be sent.
+    /// The rows are packed.
     pub packed: bool,
     pub routed: bool,
     /// Rows already sent.
     pub sent: u64,
-    /// Where further ones go, and how many.
-    pub grant: Option<(u64, u64)>,
-    /// Its answers have come.
+    /// Place and number of the next rows in the peer's shared buffer.
+    pub slot_offer: Option<(u64, u64)>,
+    /// Its answers have arrived.
     pub answered: bool,
-    /// Answers to rows of its lie ready.
+    /// Answers to its rows that are ready to be sent.
     pub answers: VecDeque<Answer>,
-    /// The device stores the rows for the private slot itself.
+    /// The device stores the rows for the private slot.
     pub stored: bool,
 }
 
 /// Answers on their way to a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Answer {
-    /// In the shared buffer.
+    /// Index of the first one in the shared buffer.
     pub place: u64,
-    /// Counted among the rows that the peer sent.
+    /// Index of the first row among those that the peer sent.
     pub first: u64,
     pub rows: u64,
 }
 
-/// What comes from a peer in one exchange.
+/// The state of what comes from a peer in one exchange.
 #[derive(Debug, Default)]
-pub struct In {
-    /// Rows for each of our experts, once known.
+pub struct InboundState {
+    /// Rows for each of this rank's experts, once known.
     pub counts: Option<Vec<u32>>,
     pub rows: u64,
-    /// Where answers go among its rows.
+    /// Index of its first row for this rank; answers go there.
     pub first: u64,
-    /// Rows that have a place.
-    pub granted: u64,
-    /// Chunks whose counts are still to come. One count doesn't say which chunk it is for: they
-    /// have arrived when all have been counted.
+    /// Number of rows that have a place here.
+    pub offered: u64,
+    /// Number of chunks that are not counted. A count doesn't name its chunk, so chunks have arrived
+    /// when all are counted.
     pub due: u32,
     pub chunks: VecDeque<Chunk>,
-    /// Rows that were handed out.
+    /// Number of rows that were handed out.
     pub collected: u64,
 }
 
 impl Link {
-    pub fn new(wire: Wire) -> Self {
+    pub fn new(endpoint: PeerEndpoint) -> Self {
         Self {
-            wire: Arc::new(wire),
+            endpoint: Arc::new(endpoint),
             exchanges: 0,
             combines: 0,
             open: true,
             awaits_fence: false,
-            flying: 0,
-            telling: 0,
+            data_in_flight: 0,
+            control_in_flight: 0,
             activity: PeerActivity::default(),
-            out: Out::default(),
-            inward: In::default(),
+            outbound: OutboundState::default(),
+            inbound: InboundState::default(),
             rows_out: 0,
             rows_stored: 0,
         }
     }
 
-    /// Rows have come that were not handed out: all of them, for none is read before it was counted
-    /// (IC-2).
+    /// Whether there are rows to hand out. None is read before all chunks are counted (IC-2).
     pub fn has_rows(&self) -> bool {
-        self.inward.due == 0 && !self.inward.chunks.is_empty()
+        self.inbound.due == 0 && !self.inbound.chunks.is_empty()
     }
 
-    /// Those.
-    pub fn lot(&self) -> Option<Lot> {
-        let chunks = || self.inward.chunks.iter().copied().collect();
-        let (source, life) = (self.wire.rank, self.wire.life);
-        self.has_rows().then(|| Lot { source, life, chunks: chunks() })
+    /// The rows to hand out.
+    pub fn batch(&self) -> Option<RowBatch> {
+        let chunks = || self.inbound.chunks.iter().copied().collect();
+        let (source, link_id) = (self.endpoint.rank, self.endpoint.link_id);
+        self.has_rows().then(|| RowBatch { source, link_id, chunks: chunks() })
     }
 
-    /// Begins to store to its rows, if the device can and may.
+    /// Begins direct stores to its rows, if the device reaches them.
     pub fn enter(&self) -> Option<Stay> {
-        self.wire.stores.get()?.as_ref().ok()?.enter()
+        self.endpoint.stores.get()?.as_ref().ok()?.enter()
     }
 
-    pub fn count(&mut self, stage: Stage) -> Act {
-        self.telling += 1;
-        let (wire, piece) = (Arc::clone(&self.wire), Piece::count(stage));
-        Act::Write { wire, piece, load: Load::Control }
+    pub fn count(&mut self, kind: MessageKind) -> Action {
+        self.control_in_flight += 1;
+        let (endpoint, write) = (Arc::clone(&self.endpoint), RemoteWrite::count(kind));
+        Action::Write { endpoint, write, purpose: WritePurpose::Control }
     }
 
-    pub fn tell(&mut self, words: Vec<u32>, piece: Piece) -> Act {
-        self.telling += 1;
-        Act::Tell { wire: Arc::clone(&self.wire), words, piece }
+    pub fn write_block(&mut self, words: Vec<u32>, write: RemoteWrite) -> Action {
+        self.control_in_flight += 1;
+        Action::WriteBlock { endpoint: Arc::clone(&self.endpoint), words, write }
     }
 
-    pub fn expect(&self, stage: Stage, n: u32) -> Act {
-        Act::Expect { wire: Arc::clone(&self.wire), stage, n }
+    pub fn expect(&self, kind: MessageKind, n: u32) -> Action {
+        Action::Expect { endpoint: Arc::clone(&self.endpoint), kind, n }
     }
 
-    /// Waits for the peer's fence, unless that has come or is waited for already.
-    pub fn await_fence(&mut self) -> Option<Act> {
+    /// Waits for the peer's fence, unless it has arrived or is awaited already.
+    pub fn await_fence(&mut self) -> Option<Action> {
         let waits = !self.open && !self.awaits_fence;
         self.awaits_fence |= waits;
-        waits.then(|| self.expect(Stage::Fence, 1))
+        waits.then(|| self.expect(MessageKind::Fence, 1))
     }
 }

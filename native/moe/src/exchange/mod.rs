@@ -1,19 +1,18 @@
-//! The exchange of one rank with all others: tokens go out, tokens come in; answers go out, answers
-//! come in.
+//! The low-latency exchange of one rank with all others: tokens to experts, and answers back.
 
-mod act;
+mod actions;
 mod admission;
 pub(crate) mod blocks;
+mod command_thread;
+mod conditions;
+mod departure;
 mod device;
-mod heard;
+mod direct_stores;
 mod heartbeat;
 mod link;
-mod parting;
+mod outcomes;
 mod rows;
-mod serve;
 mod state;
-mod stores;
-mod waits;
 
 use std::{
     fmt,
@@ -27,11 +26,11 @@ use std::{
 use fabric_engine::{Counter, EngineError, Region, Result, TransferEngine};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
+use self::{command_thread::CommandThread, conditions::Condition, state::State};
 pub use self::{
-    link::{Stage, STAGES},
+    link::{MessageKind, MESSAGE_KINDS},
     state::Lost,
 };
-use self::{serve::Server, state::State, waits::Until};
 use crate::{
     checks,
     kernels::{Float, Part, PartMut},
@@ -41,26 +40,25 @@ use crate::{
     shape::Shape,
 };
 
-/// Until told otherwise.
+/// The default timeout.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// What has been copied leaves when it is so many bytes: a request costs as much as copying some
-/// hundreds, and while these are copied the link may be idle.
-const AT_ONE_GO: u64 = 16 << 10;
+/// Bytes that are packed before they are sent. Smaller batches cost more requests; larger ones leave
+/// the link idle meanwhile.
+const BATCH_NBYTES: u64 = 16 << 10;
 
-/// What a dispatch has brought.
+/// Where the rows of a dispatch lie.
 pub type Dispatched = Arc<Placing>;
 
 /// One rank of an exchange (fabric-lib §6).
 ///
-/// Calls come in turns: `dispatch_send`, `dispatch_recv`, `combine_send`, `combine_recv`, from one
-/// thread at a time; combine may be left out if all ranks do. What is between them runs while bytes
-/// move.
+/// Calls are made in the order `dispatch_send`, `dispatch_recv`, `combine_send`, `combine_recv`, by
+/// one thread at a time. Combine may be left out if all ranks leave it out. Bytes move between calls.
 pub struct AllToAll {
     inner: Arc<Inner>,
-    /// One call at a time.
+    /// Held during a call.
     caller: Mutex<()>,
-    /// Hears what a device has done.
-    server: Mutex<Option<Server>>,
+    /// Executes the commands of a device.
+    command_thread: Mutex<Option<CommandThread>>,
 }
 
 impl fmt::Debug for AllToAll {
@@ -74,12 +72,11 @@ pub(crate) struct Inner {
     shape: Shape,
     memory: Memory,
     rank: u32,
-    /// The blocks, which the host writes and reads.
+    /// Holds the blocks.
     control: Region,
-    /// The rows.
     rows: Region,
-    /// Counts nothing: what is expected of it ends when a beat is over.
-    pulse: Counter,
+    /// Counts nothing: expectations on it time out at the next heartbeat.
+    heartbeat_counter: Counter,
     state: Mutex<State>,
     changed: Condvar,
     /// Nanoseconds.
@@ -96,7 +93,7 @@ impl AllToAll {
     /// Allocates this rank's part of the memory.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] for a shape that can't be, or a rank that isn't one.
+    /// [`EngineError::Invalid`] for an invalid shape, or a rank out of range.
     pub fn new(engine: Arc<TransferEngine>, shape: Shape, rank: u32) -> Result<Self> {
         let rows = engine.alloc(Memory::new(shape)?.rows_nbytes())?;
         Self::over(engine, shape, rank, rows)
@@ -117,13 +114,13 @@ impl AllToAll {
         checks::check_rank(rank, shape.ranks)?;
         if rows.len() != memory.rows_nbytes() {
             return Err(EngineError::Invalid(format!(
-                "{} bytes for rows; register {}",
+                "got {} bytes for rows, expected {}",
                 rows.len(),
                 memory.rows_nbytes()
             )));
         }
         let control = engine.alloc(memory.control_nbytes())?;
-        let pulse = engine.counter()?;
+        let heartbeat_counter = engine.counter()?;
         let inner = Inner {
             engine,
             shape,
@@ -131,12 +128,16 @@ impl AllToAll {
             rank,
             control,
             rows,
-            pulse,
+            heartbeat_counter,
             state: Mutex::new(State::new(shape, memory, rank)),
             changed: Condvar::new(),
             timeout: AtomicU64::new(TIMEOUT.as_nanos() as u64),
         };
-        Ok(Self { inner: Arc::new(inner), caller: Mutex::new(()), server: Mutex::new(None) })
+        Ok(Self {
+            inner: Arc::new(inner),
+            caller: Mutex::new(()),
+            command_thread: Mutex::new(None),
+        })
     }
 
     pub fn shape(&self) -> &Shape {
@@ -147,24 +148,23 @@ impl AllToAll {
         &self.inner.memory
     }
 
-    /// How long ranks may be apart: a rank that does not do its part for this long is given up. A
-    /// rank that waits for another one signals so and is not given up in its place. No wait exceeds
-    /// twelve times this. Use one timeout on all ranks: a longer one sends signals too rarely for
-    /// the others.
+    /// Sets the timeout. A rank that neither sends awaited data nor waits for another rank for this
+    /// long is given up. No wait exceeds twelve timeouts. Use one timeout on all ranks: a longer one
+    /// sends heartbeats too rarely for the others.
     pub fn set_timeout(&self, timeout: Duration) {
         let nanos = timeout.as_nanos().min(u128::from(u64::MAX)) as u64;
         self.inner.timeout.store(nanos, Relaxed);
     }
 
-    /// Whether nothing of lost ranks can land here any more, and nothing on its way to them is read
-    /// (MR-1). Until then, what would use the same memory waits.
+    /// Whether no write of a lost rank can land any more, and no write to one reads memory (MR-1).
+    /// Until then, calls that use the same memory wait.
     pub fn quiet(&self) -> bool {
-        self.inner.state.lock().holds(Until::Quiet)
+        self.inner.state.lock().holds(Condition::Quiesced)
     }
 
     /// Whether `dispatch_send` would not have to wait.
     pub fn may_dispatch(&self) -> bool {
-        self.inner.state.lock().holds(Until::MayDispatch)
+        self.inner.state.lock().holds(Condition::MayDispatch)
     }
 
     /// Sends tokens to the ranks of their experts. `parts` make up a row; `indices` are the experts
@@ -173,8 +173,8 @@ impl AllToAll {
     /// Returns when the tokens have been copied; they move in the background.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] for tokens that don't fit the shape, before anything is sent, or
-    /// out of turn.
+    /// [`EngineError::Invalid`] for tokens that don't fit the shape, before anything is sent, or in
+    /// another phase.
     pub fn dispatch_send(&self, parts: &[Part<'_>], indices: &[i64]) -> Result<()> {
         let inner = &self.inner;
         let _caller = self.enter()?;
@@ -184,12 +184,12 @@ impl AllToAll {
         if matches!(state.phase, Phase::Dispatched | Phase::Answering | Phase::Answered) {
             return Err(state.phase.refuse("dispatch_send"));
         }
-        inner.wait(&mut state, Until::MayDispatch)?;
-        let mut acts = Vec::new();
-        state.begin(Arc::clone(&routes), &mut acts);
+        inner.wait(&mut state, Condition::MayDispatch)?;
+        let mut actions = Vec::new();
+        state.begin(Arc::clone(&routes), &mut actions);
         let others: Vec<u32> = state.others().collect();
         drop(state);
-        inner.run(acts);
+        inner.run(actions);
         let (mut packed, mut nbytes) = (Vec::with_capacity(others.len() + 1), 0);
         let mut sent = Ok(());
         for rank in others.into_iter().chain([inner.rank]) {
@@ -199,20 +199,20 @@ impl AllToAll {
             }
             packed.push(rank);
             nbytes += routes.rows_to(rank) * inner.shape.row_stride();
-            if nbytes >= AT_ONE_GO {
+            if nbytes >= BATCH_NBYTES {
                 inner.packed(packed.drain(..));
                 nbytes = 0;
             }
         }
-        // Whatever became of the others.
+        // Also after an error: these rows are packed.
         inner.packed(packed.drain(..));
         sent
     }
 
-    /// How many rows come, and where they will be; `None` until every rank's routes are here.
+    /// How many rows arrive, and where they will be; `None` until every rank's routes have arrived.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] out of turn, or if an expert gets more rows than `order` has room
+    /// [`EngineError::Invalid`] in another phase, or if an expert gets more rows than `order` has room
     /// for.
     pub fn arriving(&self, order: Order) -> Result<Option<Dispatched>> {
         let _caller = self.enter()?;
@@ -226,16 +226,15 @@ impl AllToAll {
             if let Some(placing) = self.inner.place(order)? {
                 return Ok(placing);
             }
-            self.inner.wait(&mut self.inner.state.lock(), Until::Routes)?;
+            self.inner.wait(&mut self.inner.state.lock(), Condition::Routes)?;
         }
     }
 
-    /// Hands out the rows that have come since; true when those were the last. `out` has the parts
-    /// of a row, as `dispatch_send` was given them. Rows of a rank that was lost on the way are
-    /// zeros.
+    /// Copies newly arrived rows to `out`, which has the same parts of a row as in `dispatch_send`;
+    /// true when those were the last. Rows of a rank that was lost meanwhile are zeros.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] for room that doesn't suffice, or out of turn.
+    /// [`EngineError::Invalid`] for buffers that are too small, or in another phase.
     pub fn collect(&self, out: &mut [PartMut<'_>]) -> Result<bool> {
         let _caller = self.enter()?;
         self.inner.collect(out)
@@ -249,21 +248,20 @@ impl AllToAll {
                 let state = self.inner.state.lock();
                 return state.placing.clone().ok_or_else(|| state.phase.refuse("dispatch_recv"));
             }
-            self.inner.wait(&mut self.inner.state.lock(), Until::Rows)?;
+            self.inner.wait(&mut self.inner.state.lock(), Condition::Rows)?;
         }
     }
 
-    /// Sends the answers to all rows, which lie where `dispatch_recv` put the rows.
+    /// Sends the answers to all rows, in the order in which `dispatch_recv` put the rows.
     ///
-    /// Returns when they have been copied; waits for room where the shared buffer is smaller than
-    /// all of them.
+    /// Returns when they have been copied; waits if the shared buffer is smaller than all of them.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] for answers that don't fit the shape, or out of turn.
+    /// [`EngineError::Invalid`] for answers that don't fit the shape, or in another phase.
     pub fn combine_send(&self, answers: Part<'_>) -> Result<()> {
         let _caller = self.enter()?;
         while !self.inner.answer(answers)? {
-            self.inner.wait(&mut self.inner.state.lock(), Until::AnswersLeft)?;
+            self.inner.wait(&mut self.inner.state.lock(), Condition::AnswersSent)?;
         }
         Ok(())
     }
@@ -274,18 +272,17 @@ impl AllToAll {
         self.inner.answer(answers)
     }
 
-    /// Whether every answer has come.
+    /// Whether all answers have arrived.
     pub fn answered(&self) -> bool {
         let state = self.inner.state.lock();
-        state.phase == Phase::Answered && state.holds(Until::Answers)
+        state.phase == Phase::Answered && state.holds(Condition::Answers)
     }
 
-    /// The answers one by one, `topk` rows for each of this rank's tokens: zeros where its index
-    /// was -1, and from lost ranks. Before [`AllToAll::combine_recv`]; the gradient of a weight
-    /// needs them.
+    /// Copies single answers, `topk` rows for each of this rank's tokens: zeros for index -1, and
+    /// for lost ranks. Call it before [`AllToAll::combine_recv`]; the gradient of a weight needs it.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] for room that doesn't suffice, or out of turn.
+    /// [`EngineError::Invalid`] for buffers that are too small, or in another phase.
     pub fn combine_answers(&self, out: &mut PartMut<'_>) -> Result<()> {
         let _caller = self.enter()?;
         let inner = &self.inner;
@@ -294,7 +291,7 @@ impl AllToAll {
             return Err(state.phase.refuse("combine_answers"));
         }
         inner.shape.check_answer_buffer(out, state.routes.row_of.len() as u64)?;
-        inner.wait(&mut state, Until::Answers)?;
+        inner.wait(&mut state, Condition::Answers)?;
         let routes = Arc::clone(&state.routes);
         let missing = state.missing();
         drop(state);
@@ -306,7 +303,7 @@ impl AllToAll {
     /// they were lost.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] for weights or room that don't fit, or out of turn.
+    /// [`EngineError::Invalid`] for weights or a buffer that don't fit, or in another phase.
     pub fn combine_recv(
         &self,
         weights: Option<Part<'_>>,
@@ -322,7 +319,7 @@ impl AllToAll {
         let tokens = state.routes.tokens;
         inner.shape.check_sums(out, float, tokens)?;
         inner.shape.check_weights(weights, tokens)?;
-        inner.wait(&mut state, Until::Answers)?;
+        inner.wait(&mut state, Condition::Answers)?;
         let routes = Arc::clone(&state.routes);
         let missing = state.missing();
         let left_out = state.left_out(&missing);
@@ -334,7 +331,7 @@ impl AllToAll {
 
     fn enter(&self) -> Result<MutexGuard<'_, ()>> {
         if self.inner.state.lock().device.is_some() {
-            let text = "a device carries this exchange out; make another one for the host";
+            let text = "a device executes this exchange; make another one for the host";
             return Err(EngineError::Invalid(text.into()));
         }
         self.alone()
@@ -350,14 +347,14 @@ impl Inner {
         Duration::from_nanos(self.timeout.load(Relaxed))
     }
 
-    /// The rows for these ranks lie ready.
+    /// Records that the rows for these ranks are packed, and sends them.
     fn packed(self: &Arc<Self>, ranks: impl Iterator<Item = u32>) {
-        let mut acts = Vec::new();
+        let mut actions = Vec::new();
         let mut state = self.state.lock();
-        acts.reserve(ranks.size_hint().0);
-        ranks.for_each(|rank| state.packed(rank, &mut acts));
+        actions.reserve(ranks.size_hint().0);
+        ranks.for_each(|rank| state.packed(rank, &mut actions));
         drop(state);
-        self.run(acts);
+        self.run(actions);
     }
 
     /// Where rows go, once every rank's routes are known.
@@ -366,7 +363,7 @@ impl Inner {
         if state.phase != Phase::Dispatched {
             return Err(state.phase.refuse("dispatch_recv"));
         }
-        let begun = state.here().any(|l| l.inward.collected > 0);
+        let begun = state.here().any(|l| l.inbound.collected > 0);
         if let Some(placing) = state.placing.as_ref().filter(|p| p.order == order || begun) {
             if placing.order != order {
                 let text = "rows are being handed out in another order; go on with that";
@@ -374,7 +371,7 @@ impl Inner {
             }
             return Ok(Some(Arc::clone(placing)));
         }
-        if !state.holds(Until::Routes) {
+        if !state.holds(Condition::Routes) {
             return Ok(None);
         }
         let placing = Placing::new(self.shape.local_experts(), state.incoming(), order)?;
@@ -383,36 +380,40 @@ impl Inner {
         Ok(Some(placing))
     }
 
-    /// Waits for what comes, or is given up, by a deadline of its own.
+    /// Waits for a condition. Awaited messages have deadlines of their own.
     ///
     /// # Errors
-    /// [`EngineError::NotQuiesced`] if memory is needed that a lost rank doesn't let go of in time
+    /// [`EngineError::NotQuiesced`] if memory of a lost rank is not quiesced within the timeout
     /// (MR-1).
-    fn wait(self: &Arc<Self>, state: &mut MutexGuard<'_, State>, until: Until) -> Result<()> {
-        if !state.holds(until) {
-            let mut acts = Vec::new();
-            state.awaited = Some(until);
-            state.start_pulse(&mut acts);
-            MutexGuard::unlocked(state, || self.run(acts));
+    fn wait(
+        self: &Arc<Self>,
+        state: &mut MutexGuard<'_, State>,
+        condition: Condition,
+    ) -> Result<()> {
+        if !state.holds(condition) {
+            let mut actions = Vec::new();
+            state.awaited = Some(condition);
+            state.start_heartbeat(&mut actions);
+            MutexGuard::unlocked(state, || self.run(actions));
         }
-        let mut hangs_since = None;
-        while !state.holds(until) {
-            state.awaited = Some(until);
-            if !state.hangs_on_quiet(until) {
-                hangs_since = None;
-                // It may come to hang on a lost rank: look again.
+        let mut blocked_since = None;
+        while !state.holds(condition) {
+            state.awaited = Some(condition);
+            if !state.blocked_on_quiesce(condition) {
+                blocked_since = None;
+                // A rank may be lost meanwhile, so check again.
                 self.changed.wait_for(state, self.timeout());
                 continue;
             }
-            let deadline = *hangs_since.get_or_insert_with(Instant::now) + self.timeout();
-            if self.changed.wait_until(state, deadline).timed_out() && !state.holds(until) {
+            let deadline = *blocked_since.get_or_insert_with(Instant::now) + self.timeout();
+            if self.changed.wait_until(state, deadline).timed_out() && !state.holds(condition) {
                 state.awaited = None;
                 return Err(EngineError::NotQuiesced {
-                    what: "memory that goes to a lost rank, or comes from it,".into(),
+                    what: "memory that is shared with a lost rank".into(),
                     after: self.timeout(),
                     cause: format!(
-                        "ranks {:?} have not let go of it, and {} writes that failed are under way",
-                        state.revoking, state.unsettled
+                        "ranks {:?} may still access it, and {} failed writes may still read it",
+                        state.revoking, state.failed_in_flight
                     ),
                 });
             }

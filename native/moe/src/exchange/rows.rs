@@ -1,4 +1,4 @@
-//! Copies rows and answers into memory that is sent, and out of memory that arrived.
+//! Packs rows and answers to be sent, and copies arrived ones to the caller.
 
 use std::sync::Arc;
 
@@ -6,11 +6,11 @@ use fabric_engine::Result;
 use parking_lot::MutexGuard;
 
 use super::{
-    act::Act,
-    link::{Answer, Chunk, Link, Lot},
+    actions::Action,
+    conditions::Condition,
+    link::{Answer, Chunk, Link, RowBatch},
     state::Cursor,
-    waits::Until,
-    Inner, AT_ONE_GO,
+    Inner, BATCH_NBYTES,
 };
 use crate::{
     kernels::{weighted_sum, Answers, Float, Part, PartMut},
@@ -20,7 +20,7 @@ use crate::{
 };
 
 impl Inner {
-    /// Puts the rows for a rank behind one another.
+    /// Packs the rows for a rank contiguously.
     pub(super) fn pack(&self, parts: &[Part<'_>], routes: &Routes, rank: u32) -> Result<()> {
         let first = routes.first_to(rank);
         for row in first..first + routes.rows_to(rank) {
@@ -41,17 +41,17 @@ impl Inner {
             return Err(state.phase.refuse("to collect rows before they are placed"));
         };
         self.shape.check_row_buffers(out, placing.rows)?;
-        let lots: Vec<Lot> = state.here().filter_map(Link::lot).collect();
+        let batches: Vec<RowBatch> = state.here().filter_map(Link::batch).collect();
         drop(state);
-        for lot in &lots {
-            for chunk in &lot.chunks {
-                self.hand_out(&placing, lot.source, *chunk, out)?;
+        for batch in &batches {
+            for chunk in &batch.chunks {
+                self.hand_out(&placing, batch.source, *chunk, out)?;
             }
         }
-        let mut acts = Vec::new();
+        let mut actions = Vec::new();
         let mut state = self.state.lock();
-        for lot in lots {
-            state.handed_out(&lot, &mut acts);
+        for batch in batches {
+            state.handed_out(&batch, &mut actions);
         }
         let all = state.all_collected();
         if all {
@@ -60,20 +60,20 @@ impl Inner {
             let gone: Vec<u32> =
                 state.others().filter(|r| state.links[*r as usize].is_none()).collect();
             drop(state);
-            // This rank's own rows never left.
+            // This rank's own rows stay here.
             self.hand_out(&placing, self.rank, Chunk { first: 0, rows, place }, out)?;
             for rank in gone {
-                blank(&placing, rank, out);
+                zero_rows(&placing, rank, out);
             }
             state = self.state.lock();
-            state.collected(&mut acts);
+            state.collected(&mut actions);
         }
         drop(state);
-        self.run(acts);
+        self.run(actions);
         Ok(all)
     }
 
-    /// Copies rows of a source to where they belong.
+    /// Copies rows of a source to their places in the caller's tensors.
     fn hand_out(
         &self,
         placing: &Placing,
@@ -102,32 +102,32 @@ impl Inner {
         Ok(())
     }
 
-    /// Sends as many answers as there is room for now; true when those were the last.
+    /// Sends as many answers as the shared buffer holds; true when those were the last.
     pub(super) fn answer(self: &Arc<Self>, answers: Part<'_>) -> Result<bool> {
         let mut state = self.state.lock();
-        let turn = matches!(state.phase, Phase::Collected | Phase::Answering);
-        let Some(placing) = state.placing.clone().filter(|_| turn) else {
+        let may_answer = matches!(state.phase, Phase::Collected | Phase::Answering);
+        let Some(placing) = state.placing.clone().filter(|_| may_answer) else {
             return Err(state.phase.refuse("combine_send"));
         };
         self.shape.check_answers(&answers, placing.rows)?;
-        let mut acts = Vec::new();
+        let mut actions = Vec::new();
         if state.phase == Phase::Collected {
-            // What a lost rank still writes must not meet answers in the shared buffer, nor must
-            // those that are still on their way to one (MR-1).
-            if !state.holds(Until::AnswersLeft) {
+            // A late write of a lost rank must not overwrite answers in the shared buffer, and a
+            // late write to one must not read them (MR-1).
+            if !state.holds(Condition::AnswersSent) {
                 return Ok(false);
             }
-            state.begin_answers(&mut acts);
+            state.begin_answers(&mut actions);
         }
         drop(state);
-        let sent = self.send_answers(&placing, answers, &mut acts);
-        self.run(acts);
+        let sent = self.send_answers(&placing, answers, &mut actions);
+        self.run(actions);
         if !sent? {
             return Ok(false);
         }
-        // Own rows have to have left before their answers take their place.
+        // Own answers replace own rows, which must have left.
         let state = self.state.lock();
-        if !state.holds(Until::AnswersLeft) {
+        if !state.holds(Condition::AnswersSent) {
             return Ok(false);
         }
         let (first, rows) = (state.routes.first_to(self.rank), state.routes.rows_to(self.rank));
@@ -137,12 +137,12 @@ impl Inner {
         Ok(true)
     }
 
-    /// Answers to the others, until there is no room; true when all were sent.
+    /// Sends answers to peers until the shared buffer is full; true when all were sent.
     fn send_answers(
         self: &Arc<Self>,
         placing: &Placing,
         answers: Part<'_>,
-        acts: &mut Vec<Act>,
+        actions: &mut Vec<Action>,
     ) -> Result<bool> {
         let mut nbytes = 0;
         let mut state = self.state.lock();
@@ -154,7 +154,7 @@ impl Inner {
                 continue;
             }
             if cursor.place + rows > room {
-                if state.answers_out + state.unsettled > 0 {
+                if state.answers_out + state.failed_in_flight > 0 {
                     return Ok(false);
                 }
                 state.cursor.place = 0;
@@ -166,16 +166,16 @@ impl Inner {
             nbytes += rows * self.shape.back_stride();
             state = self.state.lock();
             (state.cursor.place, state.cursor.rows) = (place + rows, first + rows);
-            state.answer(rank, Answer { place, first, rows }, acts);
-            if nbytes >= AT_ONE_GO {
+            state.answer(rank, Answer { place, first, rows }, actions);
+            if nbytes >= BATCH_NBYTES {
                 nbytes = 0;
-                MutexGuard::unlocked(&mut state, || self.run(std::mem::take(acts)));
+                MutexGuard::unlocked(&mut state, || self.run(std::mem::take(actions)));
             }
         }
         Ok(true)
     }
 
-    /// Puts the answers to rows of a source behind one another.
+    /// Packs the answers to rows of a source contiguously.
     fn put_answers(
         &self,
         placing: &Placing,
@@ -202,7 +202,7 @@ impl Inner {
     ) -> Result<()> {
         let nbytes = routes.token_of.len() as u64 * self.shape.back_stride();
         self.rows.with_bytes(self.memory.own_back(0), nbytes, |bytes| {
-            let answers = Came { bytes, routes, missing, shape: &self.shape };
+            let answers = ArrivedAnswers { bytes, routes, missing, shape: &self.shape };
             for (i, row) in routes.row_of.iter().enumerate() {
                 match answers.row(*row).filter(|_| *row != NONE) {
                     Some(answer) => out.row(i).copy_from_slice(answer),
@@ -223,7 +223,7 @@ impl Inner {
         let shape = &self.shape;
         let nbytes = routes.token_of.len() as u64 * shape.back_stride();
         self.rows.with_bytes(self.memory.own_back(0), nbytes, |bytes| {
-            let answers = Came { bytes, routes, missing, shape };
+            let answers = ArrivedAnswers { bytes, routes, missing, shape };
             let rows = (routes.row_of.as_slice(), shape.topk as usize);
             let back = (shape.back.float, shape.back.elements as usize);
             weighted_sum(&answers, back, rows, weights, out, float);
@@ -232,14 +232,14 @@ impl Inner {
 }
 
 /// The answers in this rank's memory.
-struct Came<'a> {
+struct ArrivedAnswers<'a> {
     bytes: &'a [u8],
     routes: &'a Routes,
     missing: &'a [bool],
     shape: &'a Shape,
 }
 
-impl Answers for Came<'_> {
+impl Answers for ArrivedAnswers<'_> {
     fn row(&self, row: u32) -> Option<&[u8]> {
         let rank = self.routes.first.partition_point(|first| *first <= row) - 1;
         let begin = row as usize * self.shape.back_stride() as usize;
@@ -270,8 +270,8 @@ fn copy_rows(
     }
 }
 
-/// Zeros in place of rows that a lost rank didn't send (RS-1).
-fn blank(placing: &Placing, source: u32, out: &mut [PartMut<'_>]) {
+/// Writes zeros for rows that a lost rank did not send (RS-1).
+fn zero_rows(placing: &Placing, source: u32, out: &mut [PartMut<'_>]) {
     for run in placing.runs(source, 0, placing.rows_of(source)) {
         for row in run.to..run.to + run.rows {
             out.iter_mut().for_each(|part| part.row(row as usize).fill(0));

@@ -8,7 +8,10 @@ use std::sync::{
 
 use fabric_engine::{Region, TransferEngine};
 use fabric_moe::{
-    device::{turns, Add, AtomicWords, Command, Layout, RowWay, Shared, Told, Word, BLANK, STORED},
+    device::{
+        rounds, Add, AtomicWords, Command, DeviceEvent, Layout, RowPath, SharedWords, Word,
+        STORE_ADDRESS, ZERO_ROWS,
+    },
     memory::Memory,
     routes::{Order, Placing, Routes},
     AllToAll, Shape,
@@ -46,7 +49,7 @@ pub struct Kernels {
     /// It stores to peers' memory.
     stores: bool,
     /// What it was told of where to store, and has yet to do.
-    ways: Option<Vec<RowWay>>,
+    ways: Option<Vec<RowPath>>,
     leaving: Option<Vec<Listed>>,
     /// Rows and answers that it has stored there.
     pub stored: u64,
@@ -82,7 +85,7 @@ impl Kernels {
         let rows = engine.alloc(memory.rows_nbytes()).unwrap();
         let all = AllToAll::over(engine, shape, rank, rows.clone()).unwrap();
         let words = AtomicWords::allocate(layout.words);
-        all.attach(Shared::new(words.clone(), &shape).unwrap(), stores).unwrap();
+        all.attach(SharedWords::new(words.clone(), &shape).unwrap(), stores).unwrap();
         let kernels = Self {
             shape,
             rank,
@@ -105,11 +108,11 @@ impl Kernels {
         (all, kernels)
     }
 
-    pub fn tell(&self, all: &AllToAll, told: Told) {
+    pub fn tell(&self, all: &AllToAll, told: DeviceEvent) {
         self.say(all, told, 1);
     }
 
-    fn say(&self, all: &AllToAll, told: Told, value: i64) {
+    fn say(&self, all: &AllToAll, told: DeviceEvent, value: i64) {
         let add = Add { slot: told as u16, value, ordered: true };
         let command = Command::Atomic { rank: self.rank as u16, channel: 0, add };
         all.tell(command.encode().unwrap());
@@ -132,10 +135,10 @@ impl Kernels {
 
     /// The next kernel, if what it waits for is there.
     pub fn step(&mut self, all: &AllToAll, batch: &Batch, combine: bool) -> Outcome {
-        let (n, (lots, rooms)) = (self.exchange, turns(&self.shape));
+        let (n, (lots, rooms)) = (self.exchange, rounds(&self.shape));
         let ready = match self.next {
             Next::Route => self.has(Word::Over, 2 * n + u64::from(self.combined)),
-            Next::Pack => !self.stores || self.has(Word::Ways, n),
+            Next::Pack => !self.stores || self.has(Word::RowPaths, n),
             Next::Combine => true,
             Next::Place => self.has(Word::Routes, n),
             Next::HandOut(turn) => self.has(Word::Rows, n * lots + turn),
@@ -149,7 +152,7 @@ impl Kernels {
             Next::Route => {
                 self.exchange += 1;
                 self.route(batch);
-                self.tell(all, Told::Begun);
+                self.tell(all, DeviceEvent::Begun);
                 self.next = Next::Pack;
             }
             Next::Pack => {
@@ -159,7 +162,7 @@ impl Kernels {
                     return Outcome::Went;
                 };
                 self.pack(batch, &ways);
-                self.tell(all, Told::Packed);
+                self.tell(all, DeviceEvent::Packed);
                 self.next = Next::Place;
             }
             Next::Place => {
@@ -168,7 +171,7 @@ impl Kernels {
             }
             Next::HandOut(turn) => {
                 self.hand_out();
-                self.tell(all, Told::HandedOut);
+                self.tell(all, DeviceEvent::HandedOut);
                 self.next = Next::HandOut(turn + 1);
                 if turn == lots {
                     (self.combined, self.next) = (combine, Next::Route);
@@ -180,7 +183,7 @@ impl Kernels {
                 }
             }
             Next::Combine => {
-                self.tell(all, Told::Combining);
+                self.tell(all, DeviceEvent::Combining);
                 self.next = Next::Answer(1);
             }
             Next::Answer(turn) => {
@@ -189,13 +192,13 @@ impl Kernels {
                     return Outcome::Went;
                 };
                 self.pack_answers(&leaving);
-                self.tell(all, Told::Answered);
+                self.tell(all, DeviceEvent::Answered);
                 self.next = if turn == rooms { Next::Sum } else { Next::Answer(turn + 1) };
             }
             Next::Sum => {
                 let sums = self.sum(batch);
                 let left_out = all.left_out();
-                self.tell(all, Told::Summed);
+                self.tell(all, DeviceEvent::Summed);
                 self.next = Next::Route;
                 return Outcome::Summed(sums, left_out);
             }
@@ -209,19 +212,19 @@ impl Kernels {
         let pairs =
             counts.map(|c| u64::from(c[0]) | u64::from(c.get(1).copied().unwrap_or(0)) << 32);
         let note = [u64::MAX, u64::from(self.routes.tokens)].into_iter().chain(pairs);
-        for (word, value) in self.words[self.layout.note.0..].iter().zip(note) {
+        for (word, value) in self.words[self.layout.routes.0..].iter().zip(note) {
             word.store(value, Relaxed);
         }
     }
 
-    fn read_ways(&self) -> Vec<RowWay> {
-        let first = self.layout.ways.0 + 1;
+    fn read_ways(&self) -> Vec<RowPath> {
+        let first = self.layout.row_paths.0 + 1;
         let word = |i: usize| self.words[first + i].load(Acquire);
-        let way = |rank: usize| RowWay { to: word(2 * rank), rows: word(2 * rank + 1) };
+        let way = |rank: usize| RowPath { to: word(2 * rank), rows: word(2 * rank + 1) };
         (0..self.shape.ranks as usize).map(way).collect()
     }
 
-    fn pack(&mut self, batch: &Batch, ways: &[RowWay]) {
+    fn pack(&mut self, batch: &Batch, ways: &[RowPath]) {
         let values = bytes(&batch.values);
         for (row, token) in self.routes.token_of.iter().enumerate() {
             let (row, token) = (row as u64, *token as usize);
@@ -251,11 +254,11 @@ impl Kernels {
 
     fn hand_out(&mut self) {
         let placing = self.placing.as_ref().unwrap();
-        for chunk in self.chunks(self.layout.lot) {
+        for chunk in self.chunks(self.layout.rows) {
             for run in placing.runs(chunk.source, chunk.first, chunk.first + chunk.rows) {
                 for i in 0..run.rows {
                     let (mut row, to) = (vec![0; WIDE * 4 + EXTRA], (run.to + i) as usize);
-                    if chunk.place != BLANK {
+                    if chunk.place != ZERO_ROWS {
                         let from = run.from + i - chunk.first;
                         row = self.read(chunk.place + from * self.shape.row_stride(), row.len());
                     }
@@ -281,8 +284,8 @@ impl Kernels {
                     let place =
                         chunk.place + (run.from - chunk.first + i) * self.shape.back_stride();
                     let answer = &self.answers[(run.to + i) as usize * WIDE * 4..][..WIDE * 4];
-                    if chunk.place & STORED != 0 {
-                        store(place & !STORED, answer);
+                    if chunk.place & STORE_ADDRESS != 0 {
+                        store(place & !STORE_ADDRESS, answer);
                         self.stored += 1;
                     } else {
                         self.rows.put(place, answer).unwrap();
@@ -351,8 +354,13 @@ mod tests {
 
     #[test]
     fn rs_4_a_device_that_goes_on_without_what_it_waited_for_gets_nothing_more() {
-        for early in [Told::Packed, Told::HandedOut, Told::Answered, Told::Summed, Told::Combining]
-        {
+        for early in [
+            DeviceEvent::Packed,
+            DeviceEvent::HandedOut,
+            DeviceEvent::Answered,
+            DeviceEvent::Summed,
+            DeviceEvent::Combining,
+        ] {
             let (_net, _engine, all, kernels) = alone(1);
             kernels.tell(&all, early);
             assert!(kernels.has(Word::Abort, 1), "{early:?}");
@@ -382,9 +390,9 @@ mod tests {
     #[test]
     fn a_device_that_says_that_it_waited_for_too_long_is_heard() {
         let (_net, _engine, all, kernels) = alone(2);
-        kernels.say(&all, Told::Begun, 0);
+        kernels.say(&all, DeviceEvent::Begun, 0);
         assert!(kernels.has(Word::Abort, 1));
-        assert!(all.check().unwrap_err().to_string().contains("too long before it said Begun"));
+        assert!(all.check().unwrap_err().to_string().contains("wait before Begun timed out"));
     }
 
     #[test]
@@ -403,9 +411,9 @@ mod tests {
         let (_net, _engine, all, mut kernels) = alone(2);
         let batch = Batch::random(&mut fastrand::Rng::with_seed(1), &kernels.shape, None);
         kernels.route(&batch);
-        let count = &kernels.words[kernels.layout.note.0 + 2];
+        let count = &kernels.words[kernels.layout.routes.0 + 2];
         count.store(u64::from(u32::MAX), Relaxed);
-        kernels.tell(&all, Told::Begun);
+        kernels.tell(&all, DeviceEvent::Begun);
         assert!(kernels.has(Word::Abort, 1));
         assert!(all.check().unwrap_err().to_string().contains("can't have"));
     }
@@ -413,21 +421,21 @@ mod tests {
     #[test]
     fn there_are_turns_for_all_that_can_come_and_leave() {
         let all = shape(3, 2, 2, 5);
-        assert_eq!(turns(&all), (1, 1));
+        assert_eq!(rounds(&all), (1, 1));
         // 2 others with 10 rows each, 2 of them private.
-        assert_eq!(turns(&Shape { shared_rows: Some(5), ..all }), (4, 4));
-        assert_eq!(turns(&Shape { shared_rows: Some(1), ..all }), (16, 20));
-        assert_eq!(turns(&Shape { shared_rows: Some(1), ..shape(1, 2, 2, 5) }), (1, 1));
+        assert_eq!(rounds(&Shape { shared_rows: Some(5), ..all }), (4, 4));
+        assert_eq!(rounds(&Shape { shared_rows: Some(1), ..all }), (16, 20));
+        assert_eq!(rounds(&Shape { shared_rows: Some(1), ..shape(1, 2, 2, 5) }), (1, 1));
     }
 
     #[test]
     fn a_device_takes_the_place_of_the_host() {
         let (_net, engine, all, kernels) = alone(1);
         let batch = Batch::random(&mut fastrand::Rng::with_seed(1), &kernels.shape, None);
-        assert!(batch.send(&all).unwrap_err().to_string().contains("a device carries"));
+        assert!(batch.send(&all).unwrap_err().to_string().contains("a device executes"));
         let words = AtomicWords::allocate(kernels.layout.words);
-        assert!(all.attach(Shared::new(words, &kernels.shape).unwrap(), false).is_err());
-        assert!(Shared::new(AtomicWords::allocate(3), &kernels.shape).is_err());
+        assert!(all.attach(SharedWords::new(words, &kernels.shape).unwrap(), false).is_err());
+        assert!(SharedWords::new(AtomicWords::allocate(3), &kernels.shape).is_err());
         let rows = engine.alloc(64).unwrap();
         assert!(AllToAll::over(engine, kernels.shape, 0, rows).is_err());
     }

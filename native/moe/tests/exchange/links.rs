@@ -58,12 +58,12 @@ pub fn exchange(all: &AllToAll, rank: u32, batch: &Batch, turn: usize) -> Result
     Ok(sums(all, batch)?.0)
 }
 
-fn all_sums_are_right(shape: Shape, transport: TransportKind, turns: usize, seed: u64) {
+fn all_sums_are_right(shape: Shape, transport: TransportKind, rounds: usize, seed: u64) {
     let ranks = ranks(shape, transport);
     std::thread::scope(|scope| {
         for (rank, all) in ranks.iter().enumerate() {
             scope.spawn(move || {
-                for turn in 0..turns {
+                for turn in 0..rounds {
                     let mut rng = fastrand::Rng::with_seed(seed + (turn * 64 + rank) as u64);
                     let hot = (turn % 3 == 1).then_some(1);
                     let batch = Batch::random(&mut rng, &shape, hot);

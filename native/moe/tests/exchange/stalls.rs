@@ -1,6 +1,6 @@
 //! Ranks that run but stall: ranks that wait for them, directly or not, are not given up.
 
-use fabric_moe::device::turns;
+use fabric_moe::device::rounds;
 
 use crate::schedules::{env, Run, Stall, Sum, MS, TIMEOUT};
 
@@ -19,7 +19,7 @@ fn run(
 ) -> Result<u64, String> {
     let mut run = Run::of(seed, kernels, Some(ranks));
     run.faults = false;
-    let (lots, rooms) = turns(&run.shape);
+    let (lots, rooms) = rounds(&run.shape);
     // Two steps for each turn, and for each source's rows.
     run.pace = T / part / (2 * (lots + rooms) + u64::from(2 * ranks) + 8);
     for (rank, stall) in stalls {

@@ -21,58 +21,59 @@ use fabric_proxy::{
 };
 
 use super::{device::Device, AllToAll, Inner};
-use crate::device::{Said, Shared};
+use crate::device::{DeviceReport, SharedWords};
 
-/// How long it looks for commands before it sleeps, and how long it sleeps: a GPU can't wake it.
+/// Time for which the thread polls before it sleeps.
 const SPIN: Duration = Duration::from_micros(50);
+/// Sleep of a thread without enough cores. A GPU can't wake it.
 const NAP: Duration = Duration::from_micros(50);
-/// What it sleeps when nothing has come for [`IDLE`]. Until then the next exchange is near.
+/// Sleep after [`IDLE`] without a command; before that, the next exchange is expected.
 const LONG_NAP: Duration = Duration::from_micros(500);
 const IDLE: Duration = Duration::from_millis(100);
-/// While each polling rank has this many cores, it polls until [`IDLE`]; with fewer, another thread
-/// needs the core.
+/// Cores per polling rank with which a thread polls until [`IDLE`]. With fewer, other threads need
+/// the cores.
 const CORES: usize = 8;
-/// What it sleeps then, if there are so many cores at all.
+/// Sleep of a thread that shares its cores with more ranks, on a host with [`CORES`] or more.
 const SHORT_NAP: Duration = Duration::from_micros(10);
-/// Ranks that may be on one host, and look as this one does: one for each of its GPUs.
-const NEIGHBOURS: u32 = 8;
-/// Ranks of this process that look, and their neighbours.
-static LOOKING: AtomicUsize = AtomicUsize::new(0);
+/// Maximum number of ranks on one host: one per GPU.
+const RANKS_PER_HOST: u32 = 8;
+/// Polling ranks of this process, each counted with all ranks of its host.
+static POLLING: AtomicUsize = AtomicUsize::new(0);
 /// Interval of checks whether the device waits for a lost rank.
-const LOOK: Duration = Duration::from_millis(5);
+const STUCK_CHECK: Duration = Duration::from_millis(5);
 
-/// The thread, for as long as the exchange is there.
+/// The thread; it runs as long as the exchange.
 #[derive(Debug)]
-pub struct Server {
+pub struct CommandThread {
     stop: Arc<AtomicBool>,
     thread: ProcessLocal<JoinHandle<()>>,
 }
 
 impl AllToAll {
-    /// From now on kernels carry the exchange out: they push what they have done into the FIFO, as
-    /// [`device`](crate::device) says, and wait for what is shared. If they are to store to peers'
-    /// memory by themselves, where they reach it, before any rank is admitted.
+    /// Lets kernels execute the exchange from now on. They push commands into the FIFO and wait for
+    /// shared words, see [`device`](crate::device). With `stores`, they store to peers' memory
+    /// themselves where they reach it; call this before any rank is admitted then.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] if there is a device, or for a FIFO that can't be;
-    /// [`EngineError::Resource`] without a thread.
-    pub fn serve(&self, fifo: Area, shared: Shared, stores: bool) -> Result<()> {
+    /// [`EngineError::Invalid`] if there is a device, or for an invalid FIFO;
+    /// [`EngineError::Resource`] if no thread can be started.
+    pub fn serve(&self, fifo: Area, shared: SharedWords, stores: bool) -> Result<()> {
         let wrong = |e: fabric_proxy::fifo::FifoError| EngineError::Invalid(e.to_string());
         // The device has the other end.
         let (_, popper) = fifo_in(fifo, Arc::new(Parker::default())).map_err(wrong)?;
-        let mut server = self.server.lock();
+        let mut command_thread = self.command_thread.lock();
         self.attach(shared, stores)?;
         let stop = Arc::new(AtomicBool::new(false));
-        let (theirs, ended) = (Arc::clone(&self.inner), Arc::clone(&stop));
+        let (theirs, on_ended) = (Arc::clone(&self.inner), Arc::clone(&stop));
         let thread = std::thread::Builder::new()
             .name("fabric-moe".into())
-            .spawn(move || work(&theirs, popper, &ended))
+            .spawn(move || work(&theirs, popper, &on_ended))
             .map_err(|e| EngineError::Resource {
                 call: "pthread_create",
                 cause: e.to_string(),
                 hint: "raise the limit of threads or processes (ulimit -u)".into(),
             })?;
-        *server = Some(Server { stop, thread: ProcessLocal::new(thread) });
+        *command_thread = Some(CommandThread { stop, thread: ProcessLocal::new(thread) });
         Ok(())
     }
 
@@ -81,49 +82,48 @@ impl AllToAll {
     ///
     /// # Errors
     /// [`EngineError::Invalid`] if there is a device.
-    pub fn attach(&self, shared: Shared, stores: bool) -> Result<()> {
+    pub fn attach(&self, shared: SharedWords, stores: bool) -> Result<()> {
         let mut state = self.inner.state.lock();
         if state.device.is_some() {
-            return Err(EngineError::Invalid("a device carries this exchange out already".into()));
+            return Err(EngineError::Invalid("a device executes this exchange already".into()));
         }
         state.device = Some(Device::new(shared, &self.inner.shape, stores));
         Ok(())
     }
 
-    /// A command of the device, in its FIFO's words.
+    /// Applies a command of the device, in its FIFO's words.
     pub fn tell(&self, words: [u64; 2]) {
-        self.inner.told(words);
+        self.inner.on_command(words);
     }
 
-    /// What went wrong on the device since the last call: tokens that go nowhere, once; for good
-    /// that it has left the exchange, or was made to.
+    /// Reports the device's fault since the last call.
     ///
     /// # Errors
-    /// That.
+    /// [`EngineError::Invalid`], once, for tokens with an invalid expert. On every call, the error
+    /// that ended the exchange on the device.
     pub fn check(&self) -> Result<()> {
         self.inner.state.lock().device.as_mut().map_or(Ok(()), Device::check)
     }
 
-    /// Ranks whose answers are missing in the last sums that the device has told of.
+    /// Ranks whose answers are missing in the last sums that the device reported.
     pub fn left_out(&self) -> Vec<u32> {
         self.inner.state.lock().device.as_ref().map(Device::left_out).unwrap_or_default()
     }
 
-    /// Whether tokens that the device has told of wait for the exchange before to be over.
+    /// Whether tokens of the device wait for the end of the last exchange.
     pub fn begins(&self) -> bool {
         self.inner.state.lock().device.as_ref().is_some_and(Device::begins)
     }
 
-    /// No kernel that was launched runs any more, and none comes: nothing is stored to peers'
-    /// memory.
+    /// Records that no kernel runs or will be launched: nothing is stored to peers' memory.
     pub fn settled(&self) {
         let over = self.inner.state.lock().device.as_mut().map(Device::settled);
-        // Without the lock, which is released by now.
+        // The lock is released by now.
         drop(over);
     }
 
-    /// Ends every wait of the device, now and later, and hears it no more: but for when it has
-    /// ended what it stores to peers' memory, which they wait for if they need it (MR-1).
+    /// Ends every wait of the device, now and later, and ignores its commands, except those that
+    /// end its stores to peers' memory: peers wait for these (MR-1).
     pub fn leave(&self) {
         let mut storing = false;
         let mut state = self.inner.state.lock();
@@ -134,7 +134,9 @@ impl AllToAll {
             storing = device.is_storing();
         }
         drop(state);
-        let Some(Server { stop, thread }) = self.server.lock().take() else { return };
+        let Some(CommandThread { stop, thread }) = self.command_thread.lock().take() else {
+            return;
+        };
         let Some(thread) = thread.into_inner() else { return };
         stop.store(true, SeqCst);
         if !storing && thread.thread().id() != std::thread::current().id() {
@@ -144,11 +146,11 @@ impl AllToAll {
 }
 
 impl Inner {
-    fn told(self: &Arc<Self>, words: [u64; 2]) {
-        let mut acts = Vec::new();
+    fn on_command(self: &Arc<Self>, words: [u64; 2]) {
+        let mut actions = Vec::new();
         let mut state = self.state.lock();
-        let over = state.told(Said::of(words, self.rank), &mut acts);
-        self.follow(state, acts);
+        let over = state.on_device_report(DeviceReport::decode(words, self.rank), &mut actions);
+        self.apply(state, actions);
         drop(over);
     }
 
@@ -157,44 +159,43 @@ impl Inner {
         self.state.lock().device.as_ref().is_some_and(Device::is_storing)
     }
 
-    /// Ends the exchange of a device that hangs on lost ranks for longer than the timeout, as a
-    /// caller's wait would end. `since` is when it was first seen to.
+    /// Ends the exchange of a device that has been blocked by lost ranks for the timeout, as a
+    /// caller's wait would end. `since` is the time when that was first seen.
     fn end_if_stuck(&self, since: &mut Option<Instant>) {
         let mut state = self.state.lock();
-        if !state.device_hangs() {
+        if !state.device_blocked() {
             *since = None;
             return;
         }
         if since.get_or_insert_with(Instant::now).elapsed() >= self.timeout() {
-            state.device_is_stuck(self.timeout(), "the device waits for that");
+            state.device_is_stuck(self.timeout(), "the device waits for it");
         }
     }
 }
 
-/// One that looks for commands, as long as the next may be near.
-struct Looking<'a> {
+/// A thread that counts among the polling ones while it polls.
+struct Poller<'a> {
     all: &'a AtomicUsize,
     ranks: usize,
     counted: bool,
 }
 
-impl<'a> Looking<'a> {
+impl<'a> Poller<'a> {
     fn new(all: &'a AtomicUsize, ranks: u32) -> Self {
-        Self { all, ranks: ranks.min(NEIGHBOURS) as usize, counted: false }
+        Self { all, ranks: ranks.min(RANKS_PER_HOST) as usize, counted: false }
     }
 
-    /// Counts, or not.
-    fn set(&mut self, near: bool) {
-        match (self.counted, near) {
+    fn set(&mut self, polls: bool) {
+        match (self.counted, polls) {
             (false, true) => self.all.fetch_add(self.ranks, SeqCst),
             (true, false) => self.all.fetch_sub(self.ranks, SeqCst),
             _ => return,
         };
-        self.counted = near;
+        self.counted = polls;
     }
 }
 
-impl Drop for Looking<'_> {
+impl Drop for Poller<'_> {
     fn drop(&mut self) {
         self.set(false);
     }
@@ -202,37 +203,38 @@ impl Drop for Looking<'_> {
 
 fn work(inner: &Arc<Inner>, mut popper: Popper, stop: &AtomicBool) {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    // Or else each nap is longer by 50 microseconds; it is no harm where that can't be had.
+    // The default slack makes each sleep 50 microseconds longer. An error is harmless.
     let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1_000));
-    let mut looking = Looking::new(&LOOKING, inner.shape.ranks);
+    let mut poller = Poller::new(&POLLING, inner.shape.ranks);
     let mut quiet_since = Instant::now();
-    let (mut looked, mut hangs_since) = (quiet_since, None);
+    let (mut checked, mut blocked_since) = (quiet_since, None);
     while !stop.load(SeqCst) || inner.is_storing() {
-        if looked.elapsed() >= LOOK {
-            inner.end_if_stuck(&mut hangs_since);
-            looked = Instant::now();
+        if checked.elapsed() >= STUCK_CHECK {
+            inner.end_if_stuck(&mut blocked_since);
+            checked = Instant::now();
         }
         if let Some(words) = popper.poll(0) {
-            inner.told(words);
-            // Completed when all that follows from it was posted.
+            inner.on_command(words);
+            // A command is complete when its effects are posted.
             popper.pop(1);
             quiet_since = Instant::now();
             continue;
         }
         let quiet = quiet_since.elapsed();
-        looking.set(quiet < IDLE);
-        match nap(quiet, cores, LOOKING.load(SeqCst)) {
+        poller.set(quiet < IDLE);
+        match nap(quiet, cores, POLLING.load(SeqCst)) {
             None => std::thread::yield_now(),
             Some(nap) => std::thread::sleep(nap),
         }
     }
 }
 
-/// How long to sleep when no command has come for so long, while so many look; `None`: look again.
-fn nap(quiet: Duration, cores: usize, looking: usize) -> Option<Duration> {
+/// The sleep of a thread that got no command for `quiet`, while `polling` ranks poll; `None`: poll
+/// again.
+fn nap(quiet: Duration, cores: usize, polling: usize) -> Option<Duration> {
     match quiet {
         _ if quiet >= IDLE => Some(LONG_NAP),
-        _ if quiet < SPIN || looking * CORES <= cores => None,
+        _ if quiet < SPIN || polling * CORES <= cores => None,
         _ if cores >= CORES => Some(SHORT_NAP),
         _ => Some(NAP),
     }
@@ -244,11 +246,11 @@ mod tests {
 
     use super::*;
     use crate::{
-        device::{Add, AtomicWords, Command, Layout, Told},
+        device::{Add, AtomicWords, Command, DeviceEvent, Layout},
         shape::Shape,
     };
 
-    /// A device that has begun, while a lost rank holds on to memory.
+    /// A device that has begun, while a lost rank may still write to memory.
     fn hanging() -> (SimNet, AllToAll) {
         let mut net = SimNet::new(SimConfig::default());
         let engine = net.engine(EngineConfig::default()).unwrap();
@@ -257,17 +259,17 @@ mod tests {
         let layout = Layout::new(&shape);
         let words = AtomicWords::allocate(layout.words);
         // No fault.
-        words[layout.note.0].store(u64::MAX, SeqCst);
-        all.attach(Shared::new(words, &shape).unwrap(), false).unwrap();
+        words[layout.routes.0].store(u64::MAX, SeqCst);
+        all.attach(SharedWords::new(words, &shape).unwrap(), false).unwrap();
         all.inner.state.lock().revoking.push(1);
-        let add = Add { slot: Told::Begun as u16, value: 1, ordered: true };
+        let add = Add { slot: DeviceEvent::Begun as u16, value: 1, ordered: true };
         all.tell(Command::Atomic { rank: 0, channel: 0, add }.encode().unwrap());
         assert!(all.begins());
         (net, all)
     }
 
     #[test]
-    fn a_core_is_spent_on_looking_only_where_there_are_many_for_each_and_only_for_a_while() {
+    fn a_thread_polls_only_with_enough_cores_and_for_a_limited_time() {
         let soon = Duration::from_millis(1);
         assert_eq!(nap(Duration::ZERO, 1, 8), None);
         assert_eq!(nap(soon, CORES - 1, 1), Some(NAP));
@@ -281,16 +283,16 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_looks_counts_for_all_of_its_host_and_no_longer_than_it_looks() {
+    fn a_polling_rank_counts_for_all_ranks_of_its_host_while_it_polls() {
         let all = AtomicUsize::new(0);
-        let (mut few, mut many) = (Looking::new(&all, 2), Looking::new(&all, 64));
+        let (mut few, mut many) = (Poller::new(&all, 2), Poller::new(&all, 64));
         let mut counts = |near: [bool; 2]| {
             few.set(near[0]);
             many.set(near[1]);
             all.load(SeqCst)
         };
         assert_eq!(counts([false, false]), 0);
-        // Of 64 ranks as many may be here as a host has GPUs.
+        // A host has at most 8 ranks.
         assert_eq!(
             [counts([true, true]), counts([true, true]), counts([false, true])],
             [10, 10, 8]
@@ -300,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn rs_4_a_device_that_hangs_on_a_lost_rank_is_let_go_after_the_timeout() {
+    fn rs_4_a_device_that_is_blocked_by_a_lost_rank_ends_after_the_timeout() {
         let (_net, all) = hanging();
         let mut since = None;
         all.inner.end_if_stuck(&mut since);
@@ -312,19 +314,19 @@ mod tests {
     }
 
     #[test]
-    fn a_device_goes_on_when_the_lost_rank_lets_go() {
+    fn a_device_continues_when_the_memory_of_a_lost_rank_is_quiesced() {
         let (_net, all) = hanging();
         let mut since = Some(Instant::now());
-        all.inner.revoked(1, Ok(()));
+        all.inner.on_revoked(1, Ok(()));
         all.set_timeout(Duration::ZERO);
         all.inner.end_if_stuck(&mut since);
         assert!(since.is_none() && all.check().is_ok() && !all.begins());
     }
 
     #[test]
-    fn rs_4_a_device_waits_for_no_memory_that_never_comes_back() {
+    fn rs_4_a_device_does_not_wait_for_memory_that_is_never_quiesced() {
         let (_net, all) = hanging();
-        all.inner.revoked(1, Err(EngineError::Closed));
+        all.inner.on_revoked(1, Err(EngineError::Closed));
         assert!(matches!(all.check(), Err(EngineError::NotQuiesced { .. })));
     }
 }

@@ -1,0 +1,104 @@
+//! How a rank leaves: after its peers have received everything that it was to send.
+//!
+//! Answers are queued until their receiver opens its memory. A rank that has its own sums by then
+//! makes no further call, and would drop queued answers if it left at once.
+
+use std::{sync::Arc, time::Instant};
+
+use fabric_engine::Result;
+use parking_lot::MutexGuard;
+
+use super::{
+    conditions::Condition,
+    link::{ExportedRegions, Link},
+    state::State,
+    AllToAll, Inner,
+};
+use crate::phase::Phase;
+
+impl State {
+    /// Whether rows or answers of complete calls haven't reached peers. In an exchange that ends
+    /// before all are handed in, sent ones still arrive, and the others are dropped.
+    pub fn has_undelivered(&self) -> bool {
+        let all_in = !matches!(self.phase, Phase::Dispatched | Phase::Answering);
+        // A fence that waits for writes to a lost rank may never come.
+        let fence = !self.fenced && self.failed_in_flight == 0;
+        let waits = |l: &Link| {
+            let rows = !l.outbound.routed || l.outbound.sent < l.outbound.rows;
+            rows || fence || !l.outbound.answers.is_empty()
+        };
+        self.here().any(|l| l.data_in_flight + l.control_in_flight > 0 || all_in && waits(l))
+    }
+}
+
+impl AllToAll {
+    /// Records that this rank makes no further call. Ranks that leave from now on are not reported
+    /// as lost.
+    pub fn expect_departures(&self) {
+        self.inner.state.lock().departures_expected = true;
+    }
+
+    /// Waits until peers have received everything, or were given up: then the engine may be closed.
+    /// A dropped exchange stays alive as long, if its engine does.
+    ///
+    /// # Errors
+    /// [`EngineError::Invalid`] while another thread is in a call.
+    pub fn finish(&self) -> Result<()> {
+        let _caller = self.alone()?;
+        self.inner.wait_for_delivery();
+        Ok(())
+    }
+}
+
+impl Inner {
+    /// Waits for delivery, for a bounded time: a child process gets no completions.
+    fn wait_for_delivery(self: &Arc<Self>) {
+        let mut state = self.state.lock();
+        if !state.has_undelivered() {
+            return;
+        }
+        state.awaited = Some(Condition::AllDelivered);
+        let (mut actions, deadline) = (Vec::new(), Instant::now() + self.max_wait());
+        state.start_heartbeat(&mut actions);
+        MutexGuard::unlocked(&mut state, || self.run(actions));
+        while state.has_undelivered() && !self.changed.wait_until(&mut state, deadline).timed_out()
+        {
+        }
+        state.awaited = None;
+    }
+
+    /// Revokes the access of other ranks.
+    pub(super) fn revoke_all(&self) {
+        let mut state = self.state.lock();
+        state.left = true;
+        let exported = std::mem::take(&mut state.exported);
+        let mut links = std::mem::take(&mut state.links);
+        links.append(&mut state.newcomers);
+        drop(state);
+        let given =
+            links.iter().flatten().map(|l| &l.endpoint.exported).chain(exported.iter().flatten());
+        for memory in given.flat_map(ExportedRegions::memory) {
+            // Without a wait: the engine keeps the memory until it is quiesced.
+            drop(memory.revoke());
+        }
+        drop(self.control.revoke());
+        drop(self.rows.revoke());
+    }
+}
+
+impl Drop for AllToAll {
+    fn drop(&mut self) {
+        let inner = &self.inner;
+        self.leave();
+        let mut state = inner.state.lock();
+        if !state.has_undelivered() {
+            drop(state);
+            return inner.revoke_all();
+        }
+        state.keep_alive = Some(Arc::clone(inner));
+        let mut actions = Vec::new();
+        state.start_heartbeat(&mut actions);
+        drop(state);
+        inner.run(actions);
+    }
+}
