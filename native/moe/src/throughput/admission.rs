@@ -11,7 +11,7 @@ use fabric_proxy::RankDescriptor as ProxyDescriptor;
 use super::{
     context::Io,
     engine_error,
-    machine::{Broken, Machine},
+    machine::{LostRank, Machine},
     membership::Member,
     rank_descriptor::RankDescriptor,
     Throughput,
@@ -133,12 +133,12 @@ impl Throughput {
     }
 
     /// Why the exchange has ended for good, for this rank: others go on without it.
-    pub fn broken(&self) -> Option<Broken> {
+    pub fn broken(&self) -> Option<LostRank> {
         self.losses.ended().cloned()
     }
 
     /// Ranks that were given up and haven't joined again, in order of loss.
-    pub fn lost(&self) -> Vec<Broken> {
+    pub fn lost(&self) -> Vec<LostRank> {
         self.losses.lost()
     }
 

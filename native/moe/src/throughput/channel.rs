@@ -7,9 +7,9 @@ use super::{
     context::{Arrivals, Context, Stop},
     feed::Feed,
     gateway::Gateway,
-    jobs::{Begun, Call, Job, Sum, Term, To},
+    jobs::{Call, Job, PendingJobs, Sum, Term, To},
     machine::Traffic,
-    shelf::Shelf,
+    ring_pool::RingPool,
     slots::Preamble,
     take::Take,
 };
@@ -22,20 +22,20 @@ pub struct Channel {
     feeds: Vec<Feed>,
     gateways: Vec<Gateway>,
     takes: Vec<Take>,
-    /// The rings of lanes that there are in another era only.
-    shelf: Shelf,
+    /// The rings of lanes that exist only in another era.
+    pool: RingPool,
     /// Preambles, in the order of nodes, and this rank's tokens of the channel, as far as they have
     /// yet to be put where they are sent from.
     preambles: VecDeque<(u64, Vec<u8>)>,
     to_pack: Range<u32>,
-    packing: Begun<()>,
+    packing: PendingJobs<()>,
     /// This rank's tokens of the channel, and how far their sums are.
     part: Range<u32>,
     /// Over the nodes, which of their tokens is next.
     next: Vec<usize>,
     /// Sums of nodes that are being summed: of each feed, what was read and whether that was the
     /// last.
-    summing: Begun<Vec<(u64, bool)>>,
+    summing: PendingJobs<Vec<(u64, bool)>>,
     /// When it is over, this rank's tokens may be replaced.
     pub settled: Option<u64>,
 }
@@ -49,47 +49,47 @@ impl Channel {
             feeds: Vec::new(),
             gateways: Vec::new(),
             takes: Vec::new(),
-            shelf: Shelf::default(),
+            pool: RingPool::default(),
             preambles: VecDeque::new(),
             to_pack: 0..0,
-            packing: Begun::default(),
+            packing: PendingJobs::default(),
             part: 0..0,
             next: Vec::new(),
-            summing: Begun::default(),
+            summing: PendingJobs::default(),
             settled: None,
         }
     }
 
-    /// Gives its lanes up, and what was under way in them. What their commands read is in use until
-    /// they are over (MR-1).
-    pub fn wind_up(&mut self) {
-        self.feeds.drain(..).for_each(|feed| feed.shelve(&mut self.shelf));
-        self.gateways.drain(..).for_each(|gateway| gateway.shelve(&mut self.shelf));
-        self.takes.drain(..).for_each(|take| take.shelve(&mut self.shelf));
+    /// Drops its lanes and their work. The sources of their commands are in use until these have
+    /// ended (MR-1).
+    pub fn abandon(&mut self) {
+        self.feeds.drain(..).for_each(|feed| feed.return_rings(&mut self.pool));
+        self.gateways.drain(..).for_each(|gateway| gateway.return_rings(&mut self.pool));
+        self.takes.drain(..).for_each(|take| take.return_rings(&mut self.pool));
         self.preambles.clear();
         (self.to_pack, self.part) = (0..0, 0..0);
-        (self.packing, self.summing) = (Begun::default(), Begun::default());
+        (self.packing, self.summing) = (PendingJobs::default(), PendingJobs::default());
         self.settled = Some(self.commands.drain());
     }
 
     /// A rank's next incarnation begins, with new rings.
     pub fn forget(&mut self, ctx: &Context, rank: u32) {
-        self.shelf.forget(rank, |other| ctx.is_near(other));
+        self.pool.forget(rank, |other| ctx.is_near(other));
     }
 
     /// Makes the lanes of an era, if it has this channel. All that was sent in earlier ones is
     /// over.
     pub fn renew(&mut self, ctx: &Context) {
-        self.shelf.give_back(&ctx.here, &mut self.commands);
+        self.pool.give_back(&ctx.here, &mut self.commands);
         if self.number >= ctx.spec.channels {
             return;
         }
-        let (grid, number, shelf) = (ctx.grid, self.number, &mut self.shelf);
+        let (grid, number, pool) = (ctx.grid, self.number, &mut self.pool);
         let others = ctx.nodes().filter(|n| *n != grid.node());
-        self.feeds = others.map(|node| Feed::new(ctx, shelf, number, node)).collect();
-        self.gateways = ctx.nodes().map(|node| Gateway::new(ctx, shelf, number, node)).collect();
+        self.feeds = others.map(|node| Feed::new(ctx, pool, number, node)).collect();
+        self.gateways = ctx.nodes().map(|node| Gateway::new(ctx, pool, number, node)).collect();
         let forwarded = (0..grid.ranks).filter(|s| grid.local_of(*s) != grid.local());
-        self.takes = forwarded.map(|source| Take::new(ctx, shelf, number, source)).collect();
+        self.takes = forwarded.map(|source| Take::new(ctx, pool, number, source)).collect();
         self.next = vec![0; grid.nodes() as usize];
     }
 
@@ -321,7 +321,7 @@ impl Channel {
     /// Adds what was sent.
     pub fn count(&self, ctx: &Context, all: &mut Traffic) {
         let near = |rank: u32| ctx.is_near(rank);
-        self.shelf.count(&near, all);
+        self.pool.count(&near, all);
         let of_feeds = self.feeds.iter().map(|f| &f.ring);
         let of_gateways = self.gateways.iter().flat_map(Gateway::outbound);
         let of_takes = self.takes.iter().map(Take::outbound);

@@ -6,7 +6,7 @@ use super::{
     grid::Family,
     reader::Reader,
     ring::Outbound,
-    shelf::Shelf,
+    ring_pool::RingPool,
 };
 
 /// One lane of this rank's own to its gateway on another node.
@@ -24,18 +24,18 @@ pub struct Feed {
 }
 
 impl Feed {
-    pub fn new(ctx: &Context, shelf: &mut Shelf, channel: u32, node: u32) -> Self {
+    pub fn new(ctx: &Context, pool: &mut RingPool, channel: u32, node: u32) -> Self {
         let gateway = ctx.grid.at(node, ctx.grid.local());
         let own = ctx.grid.node();
-        let ring = shelf.outbound(ctx.outbound(channel, Family::RailOut, own, gateway));
+        let ring = pool.outbound(ctx.outbound(channel, Family::RailOut, own, gateway));
         let sums = ctx.inbound(channel, Family::RailBack, own, gateway);
-        let sums = shelf.inbound(sums, ctx.is_first_era());
+        let sums = pool.inbound(sums, ctx.is_first_era());
         Self { channel, node, ring, tokens: Vec::new(), sent: 1, sums }
     }
 
-    pub fn shelve(self, shelf: &mut Shelf) {
-        shelf.put(self.ring);
-        shelf.put_back(self.sums);
+    pub fn return_rings(self, pool: &mut RingPool) {
+        pool.put(self.ring);
+        pool.put_back(self.sums);
     }
 
     pub fn begin(&mut self, tokens: Vec<u32>) {

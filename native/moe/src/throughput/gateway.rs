@@ -9,11 +9,11 @@ use super::{
     commands::Commands,
     context::{bits, by, Arrivals, Context, Stop},
     grid::Family,
-    jobs::{Begun, Call, Job},
+    jobs::{Call, Job, PendingJobs},
     reader::Reader,
     received::Received,
     ring::Outbound,
-    shelf::Shelf,
+    ring_pool::RingPool,
     slots::{read_head, Kind, Preamble},
 };
 
@@ -74,7 +74,7 @@ pub struct Gateway {
     targets: Vec<Option<Outbound>>,
     forwarded: VecDeque<Forwarded>,
     /// What is on its way to this rank's rows; and how often anything ever was, and has come.
-    taking: Begun<()>,
+    taking: PendingJobs<()>,
     takes: u64,
     taken: u64,
     /// What this rank itself has of the lane, and how many of those are summed.
@@ -85,13 +85,13 @@ pub struct Gateway {
     output: Output,
     /// Tokens of which the answers are being summed, or are.
     summed: usize,
-    summing: Begun<Summing>,
+    summing: PendingJobs<Summing>,
     /// Tokens of which they are.
     made: usize,
 }
 
 impl Gateway {
-    pub fn new(ctx: &Context, shelf: &mut Shelf, channel: u32, node: u32) -> Self {
+    pub fn new(ctx: &Context, pool: &mut RingPool, channel: u32, node: u32) -> Self {
         let grid = ctx.grid;
         let (source, is_first) = (grid.at(node, grid.local()), ctx.is_first_era());
         let others = |family: Family| {
@@ -106,8 +106,8 @@ impl Gateway {
                 let from = ctx.inbound(channel, Family::RailOut, node, source);
                 let back = ctx.outbound(channel, Family::RailBack, node, source);
                 let outbox = ctx.outbox(channel, Family::RailBack, node, source);
-                let from = shelf.inbound(from, is_first);
-                (Input::Ring(from), Output::Ring { ring: shelf.outbound(back), outbox })
+                let from = pool.inbound(from, is_first);
+                (Input::Ring(from), Output::Ring { ring: pool.outbound(back), outbox })
             }
         };
         Self {
@@ -117,32 +117,32 @@ impl Gateway {
             rows: None,
             records: Vec::new(),
             targets: others(Family::NodeOut)
-                .map(|o| o.map(|(f, p)| shelf.outbound(ctx.outbound(channel, f, node, p))))
+                .map(|o| o.map(|(f, p)| pool.outbound(ctx.outbound(channel, f, node, p))))
                 .collect(),
             forwarded: VecDeque::new(),
-            taking: Begun::default(),
+            taking: PendingJobs::default(),
             takes: 0,
             taken: 0,
             received: Received::default(),
             received_summed: 0,
             answers: others(Family::NodeBack)
-                .map(|o| o.map(|(f, p)| shelf.inbound(ctx.inbound(channel, f, node, p), is_first)))
+                .map(|o| o.map(|(f, p)| pool.inbound(ctx.inbound(channel, f, node, p), is_first)))
                 .collect(),
             output,
             summed: 0,
-            summing: Begun::default(),
+            summing: PendingJobs::default(),
             made: 0,
         }
     }
 
-    pub fn shelve(self, shelf: &mut Shelf) {
-        self.targets.into_iter().flatten().for_each(|ring| shelf.put(ring));
-        self.answers.into_iter().flatten().for_each(|ring| shelf.put_back(ring));
+    pub fn return_rings(self, pool: &mut RingPool) {
+        self.targets.into_iter().flatten().for_each(|ring| pool.put(ring));
+        self.answers.into_iter().flatten().for_each(|ring| pool.put_back(ring));
         if let Input::Ring(reader) = self.input {
-            shelf.put_back(reader);
+            pool.put_back(reader);
         }
         if let Output::Ring { ring, .. } = self.output {
-            shelf.put(ring);
+            pool.put(ring);
         }
     }
 

@@ -187,15 +187,15 @@ impl Call<'_, '_, '_> {
 
 /// Jobs of one kind of a lane, in their order, and what follows from each.
 #[derive(Debug)]
-pub struct Begun<T>(VecDeque<(Ticket, T)>);
+pub struct PendingJobs<T>(VecDeque<(Ticket, T)>);
 
-impl<T> Default for Begun<T> {
+impl<T> Default for PendingJobs<T> {
     fn default() -> Self {
         Self(VecDeque::new())
     }
 }
 
-impl<T> Begun<T> {
+impl<T> PendingJobs<T> {
     /// Begins a job, for which there is room.
     pub fn begin(&mut self, call: &mut Call<'_, '_, '_>, exchange: u32, job: Job, then: T) {
         let jobs = &mut *call.jobs;

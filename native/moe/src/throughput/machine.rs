@@ -28,8 +28,8 @@ use crate::{
     phase::Phase,
     routes::{Order, Routes},
 };
-pub use losses::{Broken, Losses};
-use losses::{Last, ToMask};
+use losses::{Last, PendingMask};
+pub use losses::{Losses, LostRank};
 
 /// Timeouts after which a rank is given up even if all ranks are in calls.
 const LAST: u32 = 8;
@@ -38,7 +38,7 @@ const LAST: u32 = 8;
 const OWN: u32 = LAST / 2;
 
 /// Maximum duration of a rank's own jobs.
-pub fn own_patience(timeout: Duration) -> Duration {
+pub fn own_job_timeout(timeout: Duration) -> Duration {
     timeout.saturating_mul(OWN)
 }
 
@@ -82,13 +82,13 @@ pub struct Machine {
     jobs: Jobs,
     losses: Arc<Losses>,
     /// Losses that no call has reported yet.
-    news: Vec<Broken>,
+    news: Vec<LostRank>,
     /// The losses that the last failed call reported.
-    told: Vec<Broken>,
+    told: Vec<LostRank>,
     /// The membership has changed since lanes were made, and there are none.
-    is_wound_up: bool,
+    is_abandoned: bool,
     /// Ranks that the proxy will drop soon.
-    to_mask: Vec<ToMask>,
+    to_mask: Vec<PendingMask>,
     /// Ranks that have continued without a rank whose loss this rank has not heard of yet.
     overtaken_by: Option<u32>,
     /// Ranks that are gone, and why. A rank may leave after its part is done.
@@ -168,7 +168,7 @@ impl Machine {
             losses: Arc::default(),
             news: Vec::new(),
             told: Vec::new(),
-            is_wound_up: true,
+            is_abandoned: true,
             to_mask: Vec::new(),
             overtaken_by: None,
             gone: Vec::new(),
@@ -232,7 +232,7 @@ impl Machine {
             let text = "the tokens of the last exchange are still on their way; step on";
             return Err(EngineError::Invalid(text.into()));
         }
-        match self.is_wound_up {
+        match self.is_abandoned {
             true => self.renew()?,
             false => self.ctx.exchange = next_exchange(self.ctx.exchange),
         }
@@ -267,7 +267,7 @@ impl Machine {
         };
         (ctx.era, ctx.exchange) = (era, first_exchange(era, is_flat));
         self.channels.iter_mut().for_each(|channel| channel.renew(&self.ctx));
-        self.is_wound_up = false;
+        self.is_abandoned = false;
         Ok(())
     }
 
@@ -338,7 +338,7 @@ impl Machine {
         let quiet = now.since(since);
         if self.jobs.are_under_way() {
             // Other ranks wait for this rank until its rows are processed.
-            if quiet >= own_patience(timeout) {
+            if quiet >= own_job_timeout(timeout) {
                 let rank = self.ctx.grid.rank;
                 self.fail(rank, format!("its device did nothing within {quiet:?}"));
                 self.check()?;
@@ -372,8 +372,8 @@ impl Machine {
 
     fn go_on(&mut self, io: &mut Io<'_, '_>) -> Result<bool, Stop> {
         let mut moved = false;
-        if self.is_wound_up || self.overtaken_by.is_some() {
-            moved |= self.is_wound_up && self.jobs.discard(io);
+        if self.is_abandoned || self.overtaken_by.is_some() {
+            moved |= self.is_abandoned && self.jobs.discard(io);
             return Ok(moved | self.flush()?);
         }
         self.jobs.go_on(io);

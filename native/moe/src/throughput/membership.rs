@@ -80,15 +80,14 @@ impl Membership {
     pub fn check_newcomer(&self, Member { rank, incarnation }: Member) -> Result<()> {
         if self.is_here(rank) {
             return Err(EngineError::Invalid(format!(
-                "rank {rank} is here already; if that incarnation of it is over, mask it"
+                "rank {rank} is here already; if that incarnation has ended, mask it"
             )));
         }
         let had = self.events[rank as usize];
         match 2 * u64::from(incarnation) < u64::from(had) {
             false => Ok(()),
             true => Err(EngineError::Invalid(format!(
-                "rank {rank} comes in incarnation {incarnation}, and others have seen the end of incarnation {}; make it with incarnation={}",
-                had / 2,
+                "rank {rank} joined with incarnation {incarnation}, which has ended; restart it with incarnation={}",
                 had.div_ceil(2)
             ))),
         }

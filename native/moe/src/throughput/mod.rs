@@ -32,7 +32,7 @@ pub(crate) mod rank_descriptor;
 mod reader;
 mod received;
 mod ring;
-mod shelf;
+mod ring_pool;
 mod signals;
 mod slots;
 mod spec;
@@ -57,7 +57,7 @@ pub use self::{
     far::Far,
     jobs::{Fault, Job, Outcome, Sum, Term, Ticket, To, Worker},
     layout::Layout,
-    machine::{Broken, Losses, Machine, Traffic},
+    machine::{Losses, LostRank, Machine, Traffic},
     membership::Member,
     rank_descriptor::RankDescriptor,
     spec::Spec,
@@ -339,15 +339,15 @@ impl Throughput {
 
     /// Waits until no memory of the caller is in use.
     fn put_down(&self, machine: &mut Machine, io: &mut Io<'_, '_>) {
-        let end = Instant::now() + machine::own_patience(self.timeout());
-        while machine.is_wound_up() && !machine.finish_jobs(io) {
+        let end = Instant::now() + machine::own_job_timeout(self.timeout());
+        while machine.is_abandoned() && !machine.finish_jobs(io) {
             std::thread::sleep(Duration::from_micros(50));
             if Instant::now() > end {
                 machine.fail(self.member.rank, "its device did nothing".into());
                 return;
             }
         }
-        if !machine.is_wound_up() {
+        if !machine.is_abandoned() {
             machine.abort();
         }
     }

@@ -9,7 +9,7 @@ use std::cmp::Ordering::{Equal, Greater, Less};
 use super::{
     commands::Commands,
     context::{by, Context, Stop},
-    jobs::{Begun, Call, Job},
+    jobs::{Call, Job, PendingJobs},
     ring::Inbound,
     slots::{compare_era, HEAD},
 };
@@ -17,7 +17,7 @@ use super::{
 #[derive(Debug)]
 pub struct Reader {
     pub ring: Inbound,
-    looking: Begun<()>,
+    looking: PendingJobs<()>,
     /// Of slots from the first that wasn't read, behind one another; and how much of it was read.
     seen: Vec<u8>,
     read: usize,
@@ -27,7 +27,7 @@ pub struct Reader {
 
 impl Reader {
     pub fn new(ring: Inbound) -> Self {
-        Self { ring, looking: Begun::default(), seen: Vec::new(), read: 0, is_ahead: false }
+        Self { ring, looking: PendingJobs::default(), seen: Vec::new(), read: 0, is_ahead: false }
     }
 
     /// Slots of this era that have come and weren't read, looked at or not.

@@ -16,12 +16,12 @@ use fabric_proxy::{
 use super::{commands::Commands, context::Context, membership::Member};
 
 /// Bits that count ranks, of which there are less than 2^10.
-const TELLERS: u32 = 10;
+const REPORTER_BITS: u32 = 10;
 /// Incarnations of a rank that its word distinguishes.
-const INCARNATIONS: u32 = u64::BITS / TELLERS;
+const INCARNATIONS: u32 = u64::BITS / REPORTER_BITS;
 /// Lives to come whose ends are heard of: what is said late of earlier ones stands elsewhere in the
 /// word.
-const AHEAD: u32 = INCARNATIONS / 2;
+const FUTURE_INCARNATIONS: u32 = INCARNATIONS / 2;
 const CHANNEL: u8 = CHANNELS as u8 - 1;
 /// Signals per timeout while a rank is in a call.
 pub const BEATS: u32 = 4;
@@ -97,7 +97,7 @@ impl Signals {
     /// Whether other ranks have given up an incarnation of a rank.
     pub fn is_given_up(ctx: &Context, member: Member) -> bool {
         let word = ctx.words[ctx.layout.given_up(member.rank) as usize].load(Acquire);
-        tellers(word, member.incarnation) > 0
+        reporters(word, member.incarnation) > 0
     }
 
     /// The latest future incarnation of a rank that others have given up.
@@ -110,10 +110,13 @@ impl Signals {
     /// The next incarnation of a rank is this. What was said of those that had its place in the word, or
     /// one of the next few, is forgotten.
     pub fn make_ready(&mut self, ctx: &Context, Member { rank, incarnation }: Member) {
-        let (ready, to) = (&mut self.ready[rank as usize], incarnation + AHEAD);
+        let (ready, to) = (&mut self.ready[rank as usize], incarnation + FUTURE_INCARNATIONS);
         let word = &ctx.words[ctx.layout.given_up(rank) as usize];
         for incarnation in (*ready).max(to.saturating_sub(INCARNATIONS))..to {
-            word.fetch_sub(tellers(word.load(Acquire), incarnation) << shift(incarnation), AcqRel);
+            word.fetch_sub(
+                reporters(word.load(Acquire), incarnation) << shift(incarnation),
+                AcqRel,
+            );
         }
         *ready = to.max(*ready);
     }
@@ -128,12 +131,12 @@ impl Signals {
 }
 
 /// Ranks that have given up a incarnation, in the word of those: a number for each of the last incarnations.
-fn tellers(word: u64, incarnation: u32) -> u64 {
-    word >> shift(incarnation) & ((1 << TELLERS) - 1)
+fn reporters(word: u64, incarnation: u32) -> u64 {
+    word >> shift(incarnation) & ((1 << REPORTER_BITS) - 1)
 }
 
 fn shift(incarnation: u32) -> u32 {
-    incarnation % INCARNATIONS * TELLERS
+    incarnation % INCARNATIONS * REPORTER_BITS
 }
 
 #[cfg(test)]

@@ -5,11 +5,11 @@ use super::{
     commands::Commands,
     context::{by, Arrivals, Context, Stop},
     grid::Family,
-    jobs::{Begun, Call, Job, Sum, To},
+    jobs::{Call, Job, PendingJobs, Sum, To},
     reader::Reader,
     received::Received,
     ring::Outbound,
-    shelf::Shelf,
+    ring_pool::RingPool,
     slots::Preamble,
 };
 
@@ -22,23 +22,23 @@ pub struct Take {
     rows: Option<u32>,
     received: Received,
     /// What is on its way to rows, by the slot behind it; and slots that nothing reads any more.
-    taking: Begun<u64>,
+    taking: PendingJobs<u64>,
     taken: u64,
     answers: Outbound,
     outbox: u64,
     /// Tokens of which the answers are being made, or are.
     answered: usize,
     /// Where answers that are being made lie until they are sent.
-    answering: Begun<Vec<u64>>,
+    answering: PendingJobs<Vec<u64>>,
 }
 
 impl Take {
-    pub fn new(ctx: &Context, shelf: &mut Shelf, channel: u32, source: u32) -> Self {
+    pub fn new(ctx: &Context, pool: &mut RingPool, channel: u32, source: u32) -> Self {
         let node = ctx.grid.node_of(source);
         let gateway = ctx.grid.at(ctx.grid.node(), ctx.grid.local_of(source));
         let back = ctx.outbound(channel, Family::NodeBack, node, gateway);
         let reader = ctx.inbound(channel, Family::NodeOut, node, gateway);
-        let reader = shelf.inbound(reader, ctx.is_first_era());
+        let reader = pool.inbound(reader, ctx.is_first_era());
         Self {
             channel,
             source,
@@ -46,17 +46,17 @@ impl Take {
             reader,
             rows: None,
             received: Received::default(),
-            taking: Begun::default(),
-            answers: shelf.outbound(back),
+            taking: PendingJobs::default(),
+            answers: pool.outbound(back),
             outbox: ctx.outbox(channel, Family::NodeBack, node, gateway),
             answered: 0,
-            answering: Begun::default(),
+            answering: PendingJobs::default(),
         }
     }
 
-    pub fn shelve(self, shelf: &mut Shelf) {
-        shelf.put_back(self.reader);
-        shelf.put(self.answers);
+    pub fn return_rings(self, pool: &mut RingPool) {
+        pool.put_back(self.reader);
+        pool.put(self.answers);
     }
 
     pub fn begin(&mut self) {

@@ -206,7 +206,7 @@ impl Rank {
                 .into_iter()
                 .for_each(|rank| membership.mask(rank as usize));
             let stepped = machine.hear().and_then(|()| machine.step(now, timeout, io));
-            if stepped.is_err() && machine.is_wound_up() {
+            if stepped.is_err() && machine.is_abandoned() {
                 // What was given is in use until then.
                 if !(0..10_000).any(|_| machine.finish_jobs(io)) {
                     machine.fail(rank, "its device did nothing".into());

@@ -21,7 +21,7 @@ use crate::throughput::{
 
 /// Why a rank is lost, or why the exchange has ended for this rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Broken {
+pub struct LostRank {
     /// The lost rank.
     pub rank: u32,
     pub cause: String,
@@ -30,25 +30,25 @@ pub struct Broken {
 /// The ranks that this rank has given up; readable during a call.
 #[derive(Debug, Default)]
 pub struct Losses {
-    ended: OnceLock<Broken>,
-    lost: Mutex<Vec<Broken>>,
+    ended: OnceLock<LostRank>,
+    lost: Mutex<Vec<LostRank>>,
 }
 
 impl Losses {
     /// Why the exchange has ended for good, for this rank.
-    pub fn ended(&self) -> Option<&Broken> {
+    pub fn ended(&self) -> Option<&LostRank> {
         self.ended.get()
     }
 
     /// Ranks that were given up and haven't come again, in order of loss.
-    pub fn lost(&self) -> Vec<Broken> {
+    pub fn lost(&self) -> Vec<LostRank> {
         self.lost.lock().clone()
     }
 }
 
 /// A rank that the proxy will drop.
 #[derive(Debug)]
-pub(super) struct ToMask {
+pub(super) struct PendingMask {
     rank: u32,
     /// The drain after which all ranks have been told.
     told: u64,
@@ -78,8 +78,8 @@ impl Machine {
         match &self.told[..] {
             [one] => Err(lost(format!("rank {}", one.rank), &one.cause, then)),
             all => {
-                let name = |b: &Broken| format!("rank {}", b.rank);
-                let cause = |b: &Broken| format!("rank {}: {}", b.rank, b.cause);
+                let name = |b: &LostRank| format!("rank {}", b.rank);
+                let cause = |b: &LostRank| format!("rank {}: {}", b.rank, b.cause);
                 let names: Vec<_> = all.iter().map(name).collect();
                 let causes: Vec<_> = all.iter().map(cause).collect();
                 let then = then.replace("without it", "without them");
@@ -93,7 +93,7 @@ impl Machine {
     pub fn check_goes_on(&self) -> Result<()> {
         match self.losses.ended() {
             None => Ok(()),
-            Some(Broken { rank, cause }) => {
+            Some(LostRank { rank, cause }) => {
                 Err(lost(format!("rank {rank}"), cause, "have it come anew"))
             }
         }
@@ -106,13 +106,13 @@ impl Machine {
     }
 
     /// Whether the running exchange was abandoned.
-    pub fn is_wound_up(&self) -> bool {
-        self.is_wound_up
+    pub fn is_abandoned(&self) -> bool {
+        self.is_abandoned
     }
 
     /// Lets what was begun and given up go on to its end; whether that is there.
     pub fn finish_jobs(&mut self, io: &mut Io<'_, '_>) -> bool {
-        if self.is_wound_up {
+        if self.is_abandoned {
             self.jobs.discard(io);
         }
         !self.jobs.are_under_way()
@@ -142,7 +142,7 @@ impl Machine {
     /// that rank too, which may live. If it is this one, nothing goes on.
     pub fn fail(&mut self, rank: u32, cause: String) {
         if rank == self.member.rank {
-            if self.losses.ended.set(Broken { rank, cause: cause.clone() }).is_ok() {
+            if self.losses.ended.set(LostRank { rank, cause: cause.clone() }).is_ok() {
                 tracing::warn!(rank, cause, "this rank gives itself up");
                 self.jobs.abort();
                 self.signals.give_up(&self.ctx, self.member);
@@ -164,11 +164,11 @@ impl Machine {
         let told = self.signals.tell_itself(&self.ctx, member);
         // What can't be told now is found out by the others themselves.
         let _ = self.signals.commands.flush();
-        self.to_mask.push(ToMask { rank, told, since: None });
-        let broken = Broken { rank, cause };
+        self.to_mask.push(PendingMask { rank, told, since: None });
+        let broken = LostRank { rank, cause };
         self.losses.lost.lock().push(broken.clone());
         self.news.push(broken);
-        self.wind_up();
+        self.abandon();
     }
 
     /// Others had taken in a incarnation of a rank that isn't here, and have lost it since. They count
@@ -181,7 +181,7 @@ impl Machine {
             "another rank gave up incarnation {} of it before it came here",
             member.incarnation
         );
-        let broken = Broken { rank: member.rank, cause };
+        let broken = LostRank { rank: member.rank, cause };
         tracing::warn!(rank = member.rank, cause = broken.cause, "a rank was given up");
         let mut lost = self.losses.lost.lock();
         if lost.iter().all(|lost| lost.rank != member.rank) {
@@ -189,7 +189,7 @@ impl Machine {
         }
         drop(lost);
         self.news.push(broken);
-        self.wind_up();
+        self.abandon();
     }
 
     /// Whether all others have been told who was lost.
@@ -199,13 +199,13 @@ impl Machine {
 
     /// Gives up what is under way. Jobs that have begun and commands that were pushed are over by
     /// themselves.
-    fn wind_up(&mut self) {
+    fn abandon(&mut self) {
         self.phase = Phase::Idle;
         self.overtaken_by = None;
         self.arrivals = Arrivals::default();
-        if !self.is_wound_up {
-            self.is_wound_up = true;
-            self.channels.iter_mut().for_each(Channel::wind_up);
+        if !self.is_abandoned {
+            self.is_abandoned = true;
+            self.channels.iter_mut().for_each(Channel::abandon);
         }
     }
 
@@ -307,8 +307,8 @@ impl Machine {
         membership.admit(member);
         self.membership = membership;
         self.make_ready();
-        self.wind_up();
-        self.begin_anew(member);
+        self.abandon();
+        self.reset_rings(member);
         self.ctx.here[member.rank as usize] = true;
         self.last[member.rank as usize] = Some(Last { incarnation: member.incarnation, gone: 0 });
         self.losses.lost.lock().retain(|lost| lost.rank != member.rank);
@@ -316,7 +316,7 @@ impl Machine {
     }
 
     /// Rings with a rank begin with nothing, as it sees them.
-    fn begin_anew(&mut self, member: Member) {
+    fn reset_rings(&mut self, member: Member) {
         let ctx = &self.ctx;
         self.channels.iter_mut().for_each(|channel| channel.forget(ctx, member.rank));
         for ring in ctx.grid.rings_with(member.rank) {

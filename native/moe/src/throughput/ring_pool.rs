@@ -1,4 +1,4 @@
-//! The rings of a channel, kept over eras: their counts only grow, whatever lanes use them.
+//! The rings of a channel, kept over eras: their counts only grow.
 
 use std::collections::HashMap;
 
@@ -11,14 +11,14 @@ use super::{
 
 /// By the word that the partner moves.
 #[derive(Debug, Default)]
-pub struct Shelf {
+pub struct RingPool {
     outbound: HashMap<u64, Outbound>,
     inbound: HashMap<u64, Inbound>,
     /// What was sent over rings that are no more.
     before: Traffic,
 }
 
-impl Shelf {
+impl RingPool {
     pub fn outbound(&mut self, place: Place) -> Outbound {
         let mut ring = self.outbound.remove(&place.word).unwrap_or_else(|| Outbound::new(place));
         ring.place = place;
