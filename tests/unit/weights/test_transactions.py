@@ -34,7 +34,8 @@ CASES = [
 def test_rs_3_after_any_failed_phase_every_rollout_is_at_one_version_or_is_named(
     open_sync: Callable[..., LocalSync], stage: str, who: str, staged: bool, how: str
 ) -> None:
-    sync = open_sync(staged=staged)
+    # A commit that is not answered is asked again for as long as three timeouts.
+    sync = open_sync(staged=staged, timeout=2.0 if stage == "target_commit" else 5.0)
     sync.fault = Fault(stage, who, how)
     with pytest.raises(WeightSyncError) as caught:
         sync.push()
