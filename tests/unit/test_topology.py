@@ -13,7 +13,7 @@ from fabric_ray import topology
 from fabric_ray.cli.main import app
 from fabric_ray.errors import InvalidArgument
 
-TREES = Path(__file__).parents[2] / "native/engine/tests/topology/trees"
+TREES = Path(__file__).parents[2] / "native/engine/tests/engine/topology/trees"
 
 
 def unpack(name: str, root: Path) -> Path:
