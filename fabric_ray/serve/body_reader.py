@@ -6,7 +6,7 @@ import asyncio
 
 from starlette.requests import Request
 
-from fabric_ray.serve.errors import BodyTimeout, TooLarge
+from fabric_ray.serve.errors import BodyTimeout, Busy, TooLarge
 
 
 class BodyReader:
@@ -37,7 +37,8 @@ class BodyReader:
 
         Raises:
             TooLarge: the body has more than ``max_bytes``.
-            BodyTimeout: the body took longer than ``timeout``, or was displaced.
+            BodyTimeout: the body took longer than ``timeout``.
+            Busy: it was displaced.
         """
         if len(self._open) >= self._max_open:
             oldest = next(iter(self._open))
@@ -51,12 +52,15 @@ class BodyReader:
             self._open.pop(reading, None)
             unfinished = not reading.done()
             reading.cancel()
-        if unfinished or reading.cancelled():
+        if unfinished:
             self.timed_out += 1
             raise BodyTimeout(
-                f"the body did not arrive within {self._timeout:g} s, or {self._max_open} newer "
-                "requests came first; send the whole body with the headers"
+                f"the body did not arrive within {self._timeout:g} s; send the whole body with "
+                "the headers"
             )
+        if reading.cancelled():
+            self.timed_out += 1
+            raise Busy(f"{self._max_open} newer requests came before the body; try again later")
         return reading.result()
 
 
