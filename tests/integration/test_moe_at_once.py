@@ -36,7 +36,7 @@ def look(a: AllToAll) -> None:
     assert a.present == (True, True)
     assert f"{a.nbytes:,}" in a.explain()
     assert a.local_experts == range(a.rank * 4, a.rank * 4 + 4)
-    with pytest.raises(InvalidArgument, match="here"):
+    with pytest.raises(InvalidArgument, match="is present"):
         a.card(1 - a.rank)
 
 
