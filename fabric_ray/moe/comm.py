@@ -180,6 +180,7 @@ class Exchanges:
         Raises:
             InvalidArgument: a shape that can't be.
             HandshakeError: ranks disagree; the text lists in what.
+            PeerLost: a rank was lost, which can't take part in making it.
         """
         made = self._connected(AllToAll, **shape)
         with self._lock:
@@ -195,6 +196,14 @@ class Exchanges:
     def _connected(self, kind: Callable[..., Made], **shape: Any) -> Made:
         if self._closed:
             raise InvalidArgument("this was destroyed; make another one")
+        for rank, cause in self.masked.items():
+            if rank not in self._asked:
+                raise PeerLost(
+                    f"rank {rank} takes no part any more: {cause}; tokens of another shape or "
+                    "number need an exchange that all ranks make: give max_tokens from the start, "
+                    "or make a new Buffer of the ranks that are left",
+                    peer=f"rank {rank}",
+                )
         try:
             made = kind(
                 self._engine,

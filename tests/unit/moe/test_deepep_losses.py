@@ -287,6 +287,24 @@ def test_rs_1_a_buffer_that_shrinks_goes_on_without_the_rank_in_each_pass(
         assert found == ["4"] * whole + ["2"] * (6 - whole)
 
 
+def test_rs_4_buffers_do_not_wait_for_a_lost_rank_to_grow() -> None:
+    def work(comm: ThreadComm, engine: TransferEngine, death: Callable[[], None]) -> None:
+        buffer = Buffer(
+            enable_shrink=True, timeout=2.0, comm=comm, engine=engine, ranks_per_node=RANKS
+        )
+        x, idx, _ = tokens(comm.rank())
+        received, handle = dispatch(buffer, x, idx)
+        buffer.combine(received, handle)
+        death()
+        if comm.rank() == DEAD:
+            return
+        dispatch(buffer, x, idx)
+        with pytest.raises(errors.PeerLost, match=f"rank {DEAD} .* give max_tokens"):
+            dispatch(buffer, x.repeat(100, 1), idx.repeat(100, 1))
+
+    with_a_death(work)
+
+
 def test_rs_1_a_result_says_which_ranks_it_is_without() -> None:
     def work(comm: ThreadComm, engine: TransferEngine, death: Callable[[], None]) -> None:
         buffer = Buffer(
