@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("spawn")
@@ -46,8 +47,21 @@ class Other:
         self.process.join(10)
 
     def signal(self, number: int) -> None:
+        """Sends a signal. After SIGSTOP no thread of the process runs any more."""
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
+        if number == signal.SIGSTOP:
+            # Other threads go on until the one that takes the signal has been scheduled.
+            within(10, "the stop", lambda: not self._runs())
+
+    def _runs(self) -> bool:
+        """Whether a thread of the process is not stopped."""
+        try:
+            tasks = [*Path(f"/proc/{self.process.pid}/task").iterdir()]
+            states = [(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks]
+        except (FileNotFoundError, ProcessLookupError):  # one has ended meanwhile
+            return self.process.is_alive()
+        return not {*states} <= {"T", "Z", "X"}
 
     def __enter__(self) -> Other:
         return self

@@ -1,22 +1,12 @@
 //! Memory of a peer that a device stores to by itself.
 
-use std::time::Duration;
+use fabric_engine::{api::TransportKind, Local, Op, Remote, Submit};
 
-use fabric_engine::{
-    api::{EngineConfig, TransportKind},
-    Local, Op, Remote, Submit, TransferEngine,
-};
-
-const PATIENCE: Duration = Duration::from_secs(20);
-
-fn engine() -> TransferEngine {
-    let transports = vec![TransportKind::Shm];
-    TransferEngine::open(EngineConfig { transports, ..Default::default() }).unwrap()
-}
+use super::{engine, PATIENCE};
 
 #[test]
 fn mr_3_a_part_of_a_region_opens_no_way_to_the_whole() {
-    let (a, b) = (engine(), engine());
+    let (a, b) = (engine(TransportKind::Shm), engine(TransportKind::Shm));
     let (src, dst) = (a.alloc(64).unwrap(), b.alloc(4096).unwrap());
     let there = a.import(&dst.descriptor()).unwrap();
     let op = Op::Write {

@@ -2,23 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use fabric_engine::{
-    api::{EngineConfig, TransportKind},
-    EngineError, Local, Op, Remote, Submit, TransferEngine,
-};
+use fabric_engine::{api::TransportKind, EngineError, Local, Op, Remote, Submit};
 
-const PATIENCE: Duration = Duration::from_secs(20);
+use super::{engine, PATIENCE};
 
-fn engine(transport: TransportKind) -> TransferEngine {
-    let token = Some(b"t".to_vec());
-    TransferEngine::open(EngineConfig { transports: vec![transport], token, ..Default::default() })
-        .unwrap()
-}
-
-/// Both ends of a handshake are alive and of one mind until one of them leaves: that is a peer that
-/// was lost, not one that talks nonsense.
+/// A peer that closes during a handshake is lost; the handshake itself is not at fault.
 #[test]
-fn rs_4_who_closes_during_a_handshake_is_lost() {
+fn rs_4_a_peer_that_closes_during_a_handshake_is_lost() {
     for transport in [TransportKind::Shm, TransportKind::Tcp] {
         let mut handshake = Duration::from_micros(300);
         for round in 0..300 {

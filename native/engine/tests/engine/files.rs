@@ -4,29 +4,17 @@
 use std::{
     fs,
     path::{Path, PathBuf},
-    sync::{
-        atomic::{AtomicU32, Ordering::Relaxed},
-        Arc,
-    },
+    sync::Arc,
     time::Duration,
 };
 
 use fabric_engine::{
-    api::{EngineConfig, PageIndices, Pages, TransportKind},
+    api::{PageIndices, Pages, TransportKind},
     EngineError, FileOptions, Handle, Local, Op, Region, Remote, RemoteRegion, Submit,
     TransferEngine,
 };
 
-const PATIENCE: Duration = Duration::from_secs(20);
-
-fn engine(transport: TransportKind) -> Arc<TransferEngine> {
-    let config = EngineConfig {
-        transports: vec![transport],
-        token: Some(b"t".to_vec()),
-        ..Default::default()
-    };
-    Arc::new(TransferEngine::open(config).unwrap())
-}
+use super::{engine, Folder, PATIENCE};
 
 /// Two engines over each transport, and one alone.
 fn everywhere(test: impl Fn(&Arc<TransferEngine>, &Arc<TransferEngine>)) {
@@ -37,28 +25,11 @@ fn everywhere(test: impl Fn(&Arc<TransferEngine>, &Arc<TransferEngine>)) {
     test(&alone, &alone);
 }
 
-/// A folder that goes with the test.
-struct Folder(PathBuf);
-
 impl Folder {
-    fn new() -> Self {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let name = format!("fabric-files-{}-{}", std::process::id(), NEXT.fetch_add(1, Relaxed));
-        let path = std::env::temp_dir().join(name);
-        fs::create_dir_all(&path).unwrap();
-        Self(path)
-    }
-
     fn file(&self, name: &str, bytes: &[u8]) -> PathBuf {
         let path = self.0.join(name);
         fs::write(&path, bytes).unwrap();
         path
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
     }
 }
 

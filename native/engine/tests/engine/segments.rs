@@ -1,42 +1,18 @@
 //! Segments: one address space over memory and files, with local and remote parts.
 
-use std::{fs, path::PathBuf, sync::Arc, time::Duration};
+use std::fs;
 
 use fabric_engine::{
-    api::{EngineConfig, Place, SegmentDescriptor, TransportKind},
+    api::{Place, SegmentDescriptor, TransportKind},
     EngineError, FileOptions, Op, Region, Segment, Submit, TransferEngine,
 };
 
-const PATIENCE: Duration = Duration::from_secs(20);
-
-fn engine(transport: TransportKind) -> Arc<TransferEngine> {
-    let config = EngineConfig {
-        transports: vec![transport],
-        token: Some(b"t".to_vec()),
-        ..Default::default()
-    };
-    Arc::new(TransferEngine::open(config).unwrap())
-}
-
-struct Folder(PathBuf);
+use super::{engine, Folder, PATIENCE};
 
 impl Folder {
-    fn new(name: &str) -> Self {
-        let name = format!("fabric-segments-{}-{name}", std::process::id());
-        let path = std::env::temp_dir().join(name);
-        fs::create_dir_all(&path).unwrap();
-        Self(path)
-    }
-
-    fn file(&self, engine: &TransferEngine, name: &str, len: u64) -> Region {
+    fn region(&self, engine: &TransferEngine, name: &str, len: u64) -> Region {
         let options = FileOptions { len: Some(len), create: true, ..Default::default() };
         engine.register_file(&self.0.join(name), options).unwrap()
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
     }
 }
 
@@ -48,7 +24,7 @@ fn mixed(engine: &TransferEngine, folder: &Folder, name: &str, total: u64, seed:
         let len = rng.u64(1..total / 3).min(total - at);
         let region = match parts.len() % 2 {
             0 => engine.alloc(len).unwrap(),
-            _ => folder.file(engine, &format!("{name}{at}"), len),
+            _ => folder.region(engine, &format!("{name}{at}"), len),
         };
         parts.push((at, region));
         at += len;
@@ -78,7 +54,7 @@ fn own(engine: &TransferEngine, segment: &Segment, offset: u64, bytes: &mut [u8]
 fn ic_1_random_ranges_over_memory_and_files_arrive_whole_and_count_one_each() {
     const N: u64 = 3_000_000;
     for transport in [TransportKind::Shm, TransportKind::Tcp] {
-        let folder = Folder::new(transport.name());
+        let folder = Folder::new();
         let (a, b) = (engine(transport), engine(transport));
         let mut rng = fastrand::Rng::with_seed(11);
         let (here, there) = (mixed(&a, &folder, "a", N, 1), mixed(&b, &folder, "b", N, 2));
@@ -113,7 +89,7 @@ fn ic_1_random_ranges_over_memory_and_files_arrive_whole_and_count_one_each() {
 #[test]
 fn rs_1_a_piece_that_fails_leaves_the_whole_write_uncounted() {
     for transport in [TransportKind::Shm, TransportKind::Tcp] {
-        let folder = Folder::new(&format!("fails-{transport}"));
+        let folder = Folder::new();
         let (a, b) = (engine(transport), engine(transport));
         let frozen = folder.0.join("frozen");
         fs::write(&frozen, [0; 1000]).unwrap();
@@ -140,9 +116,9 @@ fn rs_1_a_piece_that_fails_leaves_the_whole_write_uncounted() {
 
 #[test]
 fn a_descriptor_names_location_and_transports_of_each_part() {
-    let folder = Folder::new("says");
+    let folder = Folder::new();
     let engine = engine(TransportKind::Tcp);
-    let parts = [(0, engine.alloc(100).unwrap()), (500, folder.file(&engine, "part", 200))];
+    let parts = [(0, engine.alloc(100).unwrap()), (500, folder.region(&engine, "part", 200))];
     let segment = engine.segment(&parts).unwrap();
     let said = segment.descriptor();
     assert_eq!(said.len(), 700);
@@ -159,10 +135,10 @@ fn a_descriptor_names_location_and_transports_of_each_part() {
 #[test]
 fn the_path_of_each_piece_is_described() {
     for transport in [TransportKind::Shm, TransportKind::Tcp] {
-        let folder = Folder::new(&format!("ways-{transport}"));
+        let folder = Folder::new();
         let (a, b) = (engine(transport), engine(transport));
         let two = |engine: &TransferEngine, name| {
-            let file = folder.file(engine, name, 1000);
+            let file = folder.region(engine, name, 1000);
             engine.segment(&[(0, engine.alloc(1000).unwrap()), (1000, file)]).unwrap()
         };
         let (here, there) = (two(&a, "here"), two(&b, "there"));

@@ -1,23 +1,17 @@
 //! Engines that must not let the kernel access memory which they didn't allocate: peers reach that
 //! memory through staging windows, and all promises hold.
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use fabric_engine::{
     api::{EngineConfig, PageIndices, Pages, RegionDescriptor, TransportKind},
     EngineError, Grant, Local, Op, Region, Remote, Submit, TransferEngine,
 };
 
-const PATIENCE: Duration = Duration::from_secs(20);
+use super::{open, PATIENCE};
 
 fn engine(transport: TransportKind) -> Arc<TransferEngine> {
-    let config = EngineConfig {
-        transports: vec![transport],
-        token: Some(b"t".to_vec()),
-        stage_foreign: true,
-        ..Default::default()
-    };
-    Arc::new(TransferEngine::open(config).unwrap())
+    open(EngineConfig { transports: vec![transport], stage_foreign: true, ..Default::default() })
 }
 
 /// Registers memory allocated by the caller; the region keeps it alive.

@@ -1,7 +1,10 @@
 //! A sleeping engine is woken by what arrives, however callers compete with its worker for it.
 
 use std::{
-    sync::atomic::{AtomicBool, Ordering::SeqCst},
+    sync::{
+        atomic::{AtomicBool, Ordering::SeqCst},
+        Arc,
+    },
     time::{Duration, Instant},
 };
 
@@ -10,18 +13,16 @@ use fabric_engine::{
     Local, Op, Remote, Submit, TransferEngine,
 };
 
-const PATIENCE: Duration = Duration::from_secs(20);
+use super::{open, PATIENCE};
 
 /// Nothing but an arrival ends the sleep within the time that the test waits.
-fn engine(transport: TransportKind) -> TransferEngine {
-    let config = EngineConfig {
+fn engine(transport: TransportKind) -> Arc<TransferEngine> {
+    open(EngineConfig {
         transports: vec![transport],
-        token: Some(b"t".to_vec()),
         spin: Spin::For(Duration::ZERO),
         peer_timeout: Duration::from_secs(600),
         ..Default::default()
-    };
-    TransferEngine::open(config).unwrap()
+    })
 }
 
 fn arrivals_are_seen(transport: TransportKind) {

@@ -2,10 +2,8 @@
 
 use fabric_engine::topology::Topology;
 
-use super::{
-    paired, reason_for, shown,
-    trees::{tree, Folder},
-};
+use super::{paired, reason_for, shown, trees::tree};
+use crate::Folder;
 
 /// Builds a tree line by line.
 #[derive(Default)]

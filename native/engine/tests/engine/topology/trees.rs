@@ -4,14 +4,13 @@ use std::{
     collections::BTreeMap,
     fs,
     os::unix::fs::symlink,
-    path::{Path, PathBuf},
-    sync::{
-        atomic::{AtomicU32, Ordering},
-        Mutex, PoisonError,
-    },
+    path::Path,
+    sync::{Mutex, PoisonError},
 };
 
 use fabric_engine::topology::Topology;
+
+use crate::Folder;
 
 /// A recorded machine, by the name of its file. Each is unpacked once: it makes a thousand files.
 pub fn machine(name: &str) -> Topology {
@@ -31,26 +30,6 @@ pub fn tree(text: &str) -> Topology {
     let folder = Folder::new();
     text.lines().for_each(|line| unpack(&folder.0, line));
     Topology::read(&folder.0).expect("a tree of sysfs")
-}
-
-/// A folder that is removed on drop.
-pub struct Folder(pub PathBuf);
-
-impl Folder {
-    pub fn new() -> Self {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let serial = NEXT.fetch_add(1, Ordering::Relaxed);
-        let path =
-            std::env::temp_dir().join(format!("fabric-topology-{}-{serial}", std::process::id()));
-        fs::create_dir_all(&path).expect("a folder for the tree");
-        Self(path)
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
 }
 
 fn unpack(root: &Path, line: &str) {

@@ -324,30 +324,3 @@ fn a_forked_child_neither_writes_nor_keeps_a_slot() {
     let b = place.join(1);
     assert!(b.table.as_ref().unwrap().is_held(slot), "the parent still has its slot");
 }
-
-#[test]
-#[ignore = "prints the cost of calls"]
-fn costs() {
-    let place = Place::new();
-    let (mut a, mut others) = (place.join(1), [(); 7].map(|()| place.join(1)));
-    let at = &mut 0;
-    for share in &mut others {
-        settle(at, &mut [(share, BUSY)]);
-    }
-    let time = |what: &str, n: u32, call: &mut dyn FnMut(u64)| {
-        let start = std::time::Instant::now();
-        (0..n).for_each(|i| call(u64::from(i)));
-        let each = start.elapsed() / n;
-        println!("{what}: {each:?}");
-    };
-    let now = *at;
-    a.publish(ms(now), BUSY);
-    time("publish and window between looks", 10_000_000, &mut |i| {
-        a.publish(Time(ms(now).0 + 1), bulk(99 * M + i));
-        std::hint::black_box(a.window(WINDOW, Priority::Bulk));
-    });
-    time("publish with a look at seven others", 100_000, &mut |i| {
-        a.publish(ms(now + 10 * (i + 1)), bulk(99 * M + i));
-        std::hint::black_box(a.window(WINDOW, Priority::Bulk));
-    });
-}
