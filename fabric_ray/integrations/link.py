@@ -60,7 +60,8 @@ class Server:
         self._turn = threading.Lock()
         self._unproven = threading.BoundedSemaphore(_MOST_UNPROVEN)
         self._closed = False
-        threading.Thread(target=self._accept, name="fabric-link", daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, name="fabric-link", daemon=True)
+        self._accepting.start()
 
     def close(self) -> None:
         """Takes no more callers."""
@@ -69,6 +70,8 @@ class Server:
         self._closed = True
         with suppress(OSError):
             Client(self._listener.address).close()  # Wakes the accept loop.
+        # While a thread is in accept(), the kernel takes connections on a closed socket, too.
+        self._accepting.join(_HANDSHAKE_S)
         self._listener.close()
 
     def _accept(self) -> None:

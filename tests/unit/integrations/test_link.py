@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,6 +64,7 @@ def test_a_broken_link_is_made_anew_and_an_end_is_seen(server: Server) -> None:
     assert isinstance(link.ask(turn, (ARM,), 5.0), CallFailure)
     assert not isinstance(link.ask(turn, (ARM,), 5.0), CallFailure)
     server.close()
+    assert "fabric-link" not in {thread.name for thread in threading.enumerate()}
     assert isinstance(link.ask(turn, (ARM,), 5.0), CallFailure)
     assert link.ask(turn, (ARM,), 5.0).kind == DIED
 
