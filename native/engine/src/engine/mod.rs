@@ -57,7 +57,7 @@ pub use peers::{Peer, PeerGroup};
 pub use rails::Rail;
 pub use receives::Delivery;
 pub use regions::{Region, RemoteRegion};
-pub use request_batch::{Expect, Listener, Outcome};
+pub use request_batch::{Expect, BatchObserver, Outcome};
 pub use segment::{RemoteSegment, Segment};
 
 pub(crate) use shared::Shared;

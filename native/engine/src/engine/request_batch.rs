@@ -40,11 +40,11 @@ pub(super) type BatchEvent = (usize, Outcome);
 ///
 /// The engine drops its reference to an observer on its callback thread or within the submitting
 /// call, never under one of its locks. An observer may thus own anything, even the engine.
-pub trait Listener: Send + Sync {
+pub trait BatchObserver: Send + Sync {
     /// Receives events by request index. Requests that end within the submitting call are reported
     /// within it, on its thread. The callback thread reports all others, in the order of completion
     /// over all batches.
-    fn hear(&self, news: Vec<(usize, Outcome)>);
+    fn on_events(&self, events: Vec<(usize, Outcome)>);
 }
 
 /// One expectation: `n` further writes at a counter, by these peers. See [`Counter::expect`].
@@ -61,7 +61,7 @@ pub(super) struct RequestBatch {
     shared: Weak<Shared>,
     callbacks: Callbacks,
     /// `None` once dropped.
-    listener: Option<Arc<dyn Listener>>,
+    observer: Option<Arc<dyn BatchObserver>>,
     /// Requests that have not ended.
     left: AtomicUsize,
     /// The regions of all requests.
@@ -71,7 +71,7 @@ pub(super) struct RequestBatch {
 impl RequestBatch {
     fn new(
         shared: &Arc<Shared>,
-        listener: Arc<dyn Listener>,
+        observer: Arc<dyn BatchObserver>,
         ops: &[(usize, &Op<'_>)],
     ) -> Arc<Self> {
         let keep = shared.keep(ops.iter().map(|(_, op)| *op));
@@ -79,23 +79,23 @@ impl RequestBatch {
             me: me.clone(),
             shared: Arc::downgrade(shared),
             callbacks: shared.callbacks.clone(),
-            listener: Some(listener),
+            observer: Some(observer),
             left: AtomicUsize::new(ops.len()),
             keep: Mutex::new(keep),
         })
     }
 
     /// Queues events for the callback thread.
-    fn tell(&self, news: impl IntoIterator<Item = BatchEvent>) {
+    fn tell(&self, events: impl IntoIterator<Item = BatchEvent>) {
         if let Some(me) = self.me.upgrade() {
-            self.callbacks.tell(me, news.into_iter());
+            self.callbacks.tell(me, events.into_iter());
         }
     }
 
     /// Delivers events; runs on the callback thread.
-    pub fn hear(self: Arc<Self>, news: Vec<BatchEvent>) {
-        if let Some(listener) = &self.listener {
-            listener.hear(news);
+    pub fn on_events(self: Arc<Self>, events: Vec<BatchEvent>) {
+        if let Some(observer) = &self.observer {
+            observer.on_events(events);
         }
         Self::let_go(self);
     }
@@ -104,7 +104,7 @@ impl RequestBatch {
     /// observer's destructor.
     fn let_go(this: Arc<Self>) {
         if let Some(mut batch) = Arc::into_inner(this) {
-            batch.listener = None;
+            batch.observer = None;
         }
     }
 
@@ -124,8 +124,8 @@ impl Drop for RequestBatch {
     /// The engine's lock may be held here, and the observer's destructor may run any code. The
     /// callback thread drops it.
     fn drop(&mut self) {
-        if let Some(listener) = self.listener.take() {
-            self.callbacks.push(Box::new(move || drop(listener)));
+        if let Some(observer) = self.observer.take() {
+            self.callbacks.push(Box::new(move || drop(observer)));
         }
     }
 }
@@ -140,15 +140,15 @@ impl OperationCompletion for RequestBatch {
         let quiet = Outcome::Quiet(if proven { Quiet::Quiet } else { Quiet::Unknown });
         self.are_over(1);
         let ended = result.map(Outcome::Ended);
-        let news = ended.into_iter().chain(failed.then_some(quiet));
-        self.tell(news.map(|outcome| (at as usize, outcome)));
+        let events = ended.into_iter().chain(failed.then_some(quiet));
+        self.tell(events.map(|outcome| (at as usize, outcome)));
     }
 }
 
 /// Requests that end before the call returns.
 #[derive(Default)]
 struct AtOnce {
-    news: Vec<BatchEvent>,
+    events: Vec<BatchEvent>,
     over: usize,
     /// The size of the batch.
     of: usize,
@@ -158,12 +158,12 @@ impl AtOnce {
     fn ended(&mut self, at: usize, result: Result<()>) {
         let failed = result.is_err();
         self.over += 1;
-        if self.news.capacity() == 0 {
-            self.news.reserve(self.of);
+        if self.events.capacity() == 0 {
+            self.events.reserve(self.of);
         }
-        self.news.push((at, Outcome::Ended(result)));
+        self.events.push((at, Outcome::Ended(result)));
         if failed {
-            self.news.push((at, Outcome::Quiet(Quiet::Quiet)));
+            self.events.push((at, Outcome::Quiet(Quiet::Quiet)));
         }
     }
 }
@@ -181,7 +181,7 @@ impl Shared {
         self: &Arc<Self>,
         ops: &[Op<'_>],
         options: Submit,
-        listener: Arc<dyn Listener>,
+        observer: Arc<dyn BatchObserver>,
     ) -> Result<()> {
         let cell = self.cell()?;
         // Checked before the lock is tried, so that a queued batch is refused too.
@@ -196,17 +196,17 @@ impl Shared {
                 Err(e) => at_once.ended(at, Err(e)),
             }
         }
-        let listens = Arc::clone(&listener);
+        let retained = Arc::clone(&observer);
         match cell.try_lock(self) {
             Some(mut core) => {
                 core.check_open()?;
-                self.post_each(&mut core, &good, options, listens, &mut at_once);
+                self.post_each(&mut core, &good, options, retained, &mut at_once);
             }
             // Another thread holds the lock, and posts the requests.
-            None => self.leave_each(&good, options, listens),
+            None => self.leave_each(&good, options, retained),
         }
-        if !at_once.news.is_empty() {
-            listener.hear(at_once.news);
+        if !at_once.events.is_empty() {
+            observer.on_events(at_once.events);
         }
         Ok(())
     }
@@ -216,11 +216,11 @@ impl Shared {
         core: &mut Core,
         ops: &[(usize, &Op<'_>)],
         options: Submit,
-        listener: Arc<dyn Listener>,
+        observer: Arc<dyn BatchObserver>,
         at_once: &mut AtOnce,
     ) {
         let timeout = options.timeout.unwrap_or(self.op_timeout);
-        let batch = RequestBatch::new(self, listener, ops);
+        let batch = RequestBatch::new(self, observer, ops);
         let (mut now, mut bytes) = (self.now(), 0);
         core.domains.iter_mut().for_each(|d| d.begin_request());
         let before = at_once.over;
@@ -254,10 +254,10 @@ impl Shared {
         self: &Arc<Self>,
         ops: &[(usize, &Op<'_>)],
         options: Submit,
-        listener: Arc<dyn Listener>,
+        observer: Arc<dyn BatchObserver>,
     ) {
         let timeout = options.timeout.unwrap_or(self.op_timeout);
-        let batch = RequestBatch::new(self, listener, ops);
+        let batch = RequestBatch::new(self, observer, ops);
         let (mut waiting, mut bound) = (Vec::with_capacity(ops.len()), Vec::new());
         // Until the batch is posted, only these references keep its peers.
         let mut peers: Vec<Hold> = Vec::new();
@@ -304,13 +304,13 @@ impl Shared {
         self: &Arc<Self>,
         expected: &[Expect<'_>],
         timeout: Duration,
-        listener: Arc<dyn Listener>,
+        observer: Arc<dyn BatchObserver>,
     ) -> Result<()> {
         self.cell()?;
         if self.draining.load(SeqCst) {
             return Err(EngineError::Draining);
         }
-        let (batch, now) = (RequestBatch::new(self, listener, &[]), self.now());
+        let (batch, now) = (RequestBatch::new(self, observer, &[]), self.now());
         for (at, Expect { counter, n, writers }) in expected.iter().enumerate() {
             let what = (counter.imm(), *n, Some(Span::NONE));
             self.counters.expect(
@@ -329,7 +329,7 @@ impl Shared {
 
 impl TransferEngine {
     /// Submits many requests of one operation each, with the same options. The effect is that of
-    /// one [`TransferEngine::submit`] per operation, but the locks are taken once. `listener` gets
+    /// one [`TransferEngine::submit`] per operation, but the locks are taken once. `observer` gets
     /// the events by the index in `ops`. An invalid request fails, and the others continue. The
     /// local memory of all requests is in use until the last one has ended (MR-1).
     ///
@@ -339,14 +339,14 @@ impl TransferEngine {
         &self,
         ops: &[Op<'_>],
         options: Submit,
-        listener: Arc<dyn Listener>,
+        observer: Arc<dyn BatchObserver>,
     ) -> Result<()> {
-        self.shared.submit_each(ops, options, listener)
+        self.shared.submit_each(ops, options, observer)
     }
 
     /// Expects writes at many counters of this engine. The effect is that of one
     /// [`Counter::expect`] per entry, but the locks are taken once, and the counters are not kept
-    /// alive. `listener` gets the events by index.
+    /// alive. `observer` gets the events by index.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for a counter of another engine or an `n` of 0, or if the engine
@@ -355,7 +355,7 @@ impl TransferEngine {
         &self,
         expected: &[Expect<'_>],
         timeout: Duration,
-        listener: Arc<dyn Listener>,
+        observer: Arc<dyn BatchObserver>,
     ) -> Result<()> {
         let wrong = |text: &str| Err(EngineError::Invalid(text.into()));
         for Expect { counter, n, .. } in expected {
@@ -366,7 +366,7 @@ impl TransferEngine {
                 return wrong("an expectation of no writes; leave it out");
             }
         }
-        self.shared.expect_each(expected, timeout, listener)
+        self.shared.expect_each(expected, timeout, observer)
     }
 }
 
@@ -385,13 +385,13 @@ mod tests {
     /// Records events, and whether it was dropped.
     #[derive(Default)]
     struct Heard {
-        news: Arc<Mutex<Vec<BatchEvent>>>,
+        events: Arc<Mutex<Vec<BatchEvent>>>,
         dropped: Arc<AtomicBool>,
     }
 
-    impl Listener for Heard {
-        fn hear(&self, news: Vec<BatchEvent>) {
-            self.news.lock().extend(news);
+    impl BatchObserver for Heard {
+        fn on_events(&self, events: Vec<BatchEvent>) {
+            self.events.lock().extend(events);
         }
     }
 
@@ -402,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn a_listener_is_not_dropped_under_the_lock() {
+    fn an_observer_is_not_dropped_under_the_lock() {
         let mut net = SimNet::new(SimConfig::default());
         let a = net.engine(EngineConfig::default()).unwrap();
         let heard = Heard::default();
@@ -432,16 +432,16 @@ mod tests {
         };
         let ops = [write(&to_dead, 64), write(&to_b, 65), write(&to_b, 64)];
         let heard = Heard::default();
-        let (news, dropped) = (Arc::clone(&heard.news), Arc::clone(&heard.dropped));
+        let (events, dropped) = (Arc::clone(&heard.events), Arc::clone(&heard.dropped));
         net.kill(dead.id());
 
         let core = a.shared.lock().unwrap();
         a.submit_each(&ops, Submit::default(), Arc::new(heard)).unwrap();
-        assert!(news.lock().iter().all(|(at, _)| *at == 1), "the others wait for the lock");
+        assert!(events.lock().iter().all(|(at, _)| *at == 1), "the others wait for the lock");
         drop(core);
         let end = net.now().after(Duration::from_millis(1));
         net.run_until(end);
-        let of = |at| news.lock().iter().filter(|n| n.0 == at).map(|n| n.1.clone()).collect();
+        let of = |at| events.lock().iter().filter(|n| n.0 == at).map(|n| n.1.clone()).collect();
         let outcomes: [Vec<Outcome>; 3] = [of(0), of(1), of(2)];
         for failed in &outcomes[..2] {
             let two = matches!(failed[..], [Outcome::Ended(Err(_)), Outcome::Quiet(_)]);
@@ -467,7 +467,7 @@ mod tests {
         a.close();
         let closed = [Outcome::Ended(Err(EngineError::Closed)), Outcome::Quiet(Quiet::Quiet)];
         let closed = closed.as_slice();
-        let told: Vec<Outcome> = late.news.lock().iter().map(|n| n.1.clone()).collect();
+        let told: Vec<Outcome> = late.events.lock().iter().map(|n| n.1.clone()).collect();
         assert_eq!(told, [closed, closed].concat());
     }
 }

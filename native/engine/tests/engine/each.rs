@@ -12,7 +12,7 @@ use fabric_engine::{
     api::{EngineConfig, TransportKind},
     simulation::SimNet,
     transport::sim::{Fault, SimConfig},
-    EngineError, Expect, Listener, Local, Op, Outcome, Quiet, Region, Remote, RemoteRegion, Submit,
+    EngineError, Expect, BatchObserver, Local, Op, Outcome, Quiet, Region, Remote, RemoteRegion, Submit,
     TransferEngine,
 };
 
@@ -20,9 +20,9 @@ use fabric_engine::{
 #[derive(Default)]
 struct Heard(Mutex<Vec<(usize, Outcome)>>);
 
-impl Listener for Heard {
-    fn hear(&self, news: Vec<(usize, Outcome)>) {
-        self.0.lock().unwrap().extend(news);
+impl BatchObserver for Heard {
+    fn on_events(&self, events: Vec<(usize, Outcome)>) {
+        self.0.lock().unwrap().extend(events);
     }
 }
 
@@ -163,8 +163,8 @@ fn mr_1_memory_is_in_use_until_the_last_is_quiet() {
 /// Signals that it was called, and blocks until a signal.
 struct Busy(Mutex<(Sender<()>, Receiver<()>)>);
 
-impl Listener for Busy {
-    fn hear(&self, _: Vec<(usize, Outcome)>) {
+impl BatchObserver for Busy {
+    fn on_events(&self, _: Vec<(usize, Outcome)>) {
         let channels = self.0.lock().unwrap();
         channels.0.send(()).unwrap();
         channels.1.recv().unwrap();
@@ -174,9 +174,9 @@ impl Listener for Busy {
 /// Records events under the name of its batch.
 struct Named(&'static str, Arc<Mutex<Vec<(&'static str, usize)>>>);
 
-impl Listener for Named {
-    fn hear(&self, news: Vec<(usize, Outcome)>) {
-        self.1.lock().unwrap().extend(news.into_iter().map(|(at, _)| (self.0, at)));
+impl BatchObserver for Named {
+    fn on_events(&self, events: Vec<(usize, Outcome)>) {
+        self.1.lock().unwrap().extend(events.into_iter().map(|(at, _)| (self.0, at)));
     }
 }
 
@@ -191,10 +191,10 @@ fn events_keep_the_order_of_completion_over_all_batches() {
     let (src, dst) = (b.alloc(64).unwrap(), a.alloc(64).unwrap());
     let dst = b.import(&dst.descriptor()).unwrap();
     let counters: Vec<_> = (0..4).map(|_| a.counter().unwrap()).collect();
-    let expect = |counters: &[&fabric_engine::Counter], listener: Arc<dyn Listener>| {
+    let expect = |counters: &[&fabric_engine::Counter], observer: Arc<dyn BatchObserver>| {
         let one = |counter| Expect { counter, n: 1, writers: &[] };
         let all: Vec<Expect<'_>> = counters.iter().map(|counter| one(*counter)).collect();
-        a.expect_each(&all, Duration::MAX, listener).unwrap();
+        a.expect_each(&all, Duration::MAX, observer).unwrap();
     };
     let count = |counter: &fabric_engine::Counter| {
         let (src, dst) = (Local { region: &src, offset: 0 }, Remote { region: &dst, offset: 0 });

@@ -4,7 +4,7 @@
 use std::sync::{Arc, Weak};
 
 use fabric_engine::{
-    EngineError, Expect, Listener, Local, Op, Outcome, Quiet, Region, Remote, Submit,
+    EngineError, Expect, BatchObserver, Local, Op, Outcome, Quiet, Region, Remote, Submit,
 };
 
 use super::{
@@ -109,8 +109,8 @@ struct OutcomeObserver {
     operations: Vec<PeerOperation>,
 }
 
-impl Listener for OutcomeObserver {
-    fn hear(&self, events: Vec<(usize, Outcome)>) {
+impl BatchObserver for OutcomeObserver {
+    fn on_events(&self, events: Vec<(usize, Outcome)>) {
         let Some(inner) = self.inner.upgrade() else { return };
         inner.on_outcomes(events.into_iter().map(|(at, outcome)| {
             let (endpoint, operation) = &self.operations[at];
