@@ -177,7 +177,7 @@ struct Waiting {
 }
 
 impl Shared {
-    pub(super) fn submit_each(
+    pub(super) fn submit_batch(
         self: &Arc<Self>,
         ops: &[Op<'_>],
         options: Submit,
@@ -200,10 +200,10 @@ impl Shared {
         match cell.try_lock(self) {
             Some(mut core) => {
                 core.check_open()?;
-                self.post_each(&mut core, &good, options, retained, &mut at_once);
+                self.post_batch(&mut core, &good, options, retained, &mut at_once);
             }
             // Another thread holds the lock, and posts the requests.
-            None => self.leave_each(&good, options, retained),
+            None => self.queue_batch(&good, options, retained),
         }
         if !at_once.events.is_empty() {
             observer.on_events(at_once.events);
@@ -211,7 +211,7 @@ impl Shared {
         Ok(())
     }
 
-    fn post_each(
+    fn post_batch(
         self: &Arc<Self>,
         core: &mut Core,
         ops: &[(usize, &Op<'_>)],
@@ -250,7 +250,7 @@ impl Shared {
         self.set_alarm(core.group.next_deadline());
     }
 
-    fn leave_each(
+    fn queue_batch(
         self: &Arc<Self>,
         ops: &[(usize, &Op<'_>)],
         options: Submit,
@@ -300,7 +300,7 @@ impl Shared {
         self.post(Box::new(command));
     }
 
-    pub(super) fn expect_each(
+    pub(super) fn expect_batch(
         self: &Arc<Self>,
         expected: &[Expect<'_>],
         timeout: Duration,
@@ -335,13 +335,13 @@ impl TransferEngine {
     ///
     /// # Errors
     /// If the engine accepts no requests; there are no events then.
-    pub fn submit_each(
+    pub fn submit_batch(
         &self,
         ops: &[Op<'_>],
         options: Submit,
         observer: Arc<dyn BatchObserver>,
     ) -> Result<()> {
-        self.shared.submit_each(ops, options, observer)
+        self.shared.submit_batch(ops, options, observer)
     }
 
     /// Expects writes at many counters of this engine. The effect is that of one
@@ -351,7 +351,7 @@ impl TransferEngine {
     /// # Errors
     /// [`EngineError::Invalid`] for a counter of another engine or an `n` of 0, or if the engine
     /// accepts no expectations. There are no events then.
-    pub fn expect_each(
+    pub fn expect_batch(
         &self,
         expected: &[Expect<'_>],
         timeout: Duration,
@@ -366,7 +366,7 @@ impl TransferEngine {
                 return wrong("an expectation of no writes; leave it out");
             }
         }
-        self.shared.expect_each(expected, timeout, observer)
+        self.shared.expect_batch(expected, timeout, observer)
     }
 }
 
@@ -436,7 +436,7 @@ mod tests {
         net.kill(dead.id());
 
         let core = a.shared.lock().unwrap();
-        a.submit_each(&ops, Submit::default(), Arc::new(heard)).unwrap();
+        a.submit_batch(&ops, Submit::default(), Arc::new(heard)).unwrap();
         assert!(events.lock().iter().all(|(at, _)| *at == 1), "the others wait for the lock");
         drop(core);
         let end = net.now().after(Duration::from_millis(1));
@@ -461,7 +461,7 @@ mod tests {
         let (src, dst) = (Local { region: &src, offset: 0 }, Remote { region: &to_b, offset: 0 });
         let op = Op::Write { src, dst, len: 64, imm: None };
         let mut core = a.shared.lock().unwrap();
-        a.submit_each(&[op.clone(), op], Submit::default(), late.clone()).unwrap();
+        a.submit_batch(&[op.clone(), op], Submit::default(), late.clone()).unwrap();
         core.closed = true;
         drop(core);
         a.close();

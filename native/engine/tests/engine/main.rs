@@ -17,7 +17,7 @@ use fabric_engine::{
 
 mod apertures;
 mod closing;
-mod each;
+mod request_batches;
 mod files;
 mod flight;
 mod segments;

@@ -161,7 +161,7 @@ impl Inner {
         let writes = observer.operations.iter().zip(&arguments);
         let ops: Vec<Op<'_>> = writes.map(|((peer, _), write)| self.op(peer, write)).collect();
         let options = Submit { timeout: Some(self.timeout()), ..Submit::default() };
-        if let Err(e) = self.engine.submit_each(&ops, options, observer.clone()) {
+        if let Err(e) = self.engine.submit_batch(&ops, options, observer.clone()) {
             self.on_refused(&observer.operations, &e);
         }
     }
@@ -190,7 +190,7 @@ impl Inner {
             let counter = &endpoint.exported.counters[kind as usize];
             all.push(Expect { counter, n, writers: std::slice::from_ref(&endpoint.peer) });
         }
-        if let Err(e) = self.engine.expect_each(&all, self.max_wait(), observer.clone()) {
+        if let Err(e) = self.engine.expect_batch(&all, self.max_wait(), observer.clone()) {
             self.on_refused(&observer.operations, &e);
         }
     }

@@ -58,7 +58,7 @@ fn rs_4_a_failed_request_ends_no_other() {
     net.kill(dead.id());
     let heard = Arc::new(Heard::default());
     let ops = [write(&src, &to_dead, 64), write(&src, &to_b, 65), write(&src, &to_b, 64)];
-    a.submit_each(&ops, Submit::default(), heard.clone()).unwrap();
+    a.submit_batch(&ops, Submit::default(), heard.clone()).unwrap();
     assert!(failed(&heard.of(1)), "an invalid request fails within the call");
     let end = net.now().after(Duration::from_millis(1));
     net.run_until(end);
@@ -92,7 +92,7 @@ fn ic_4_each_expectation_of_a_batch_has_its_own_end() {
     let heard = Arc::new(Heard::default());
     let all: Vec<Expect<'_>> =
         [&met, &missed, &early].map(|counter| Expect { counter, n: 1, writers: &writers }).into();
-    a.expect_each(&all, Duration::from_millis(50), heard.clone()).unwrap();
+    a.expect_batch(&all, Duration::from_millis(50), heard.clone()).unwrap();
     count(&met);
     let end = net.now().after(Duration::from_millis(10));
     net.run_until(end);
@@ -103,10 +103,10 @@ fn ic_4_each_expectation_of_a_batch_has_its_own_end() {
     assert!(heard.of(1).iter().all(timed_out) && heard.of(1).len() == 1, "{:?}", heard.of(1));
 
     let none = [Expect { counter: &met, n: 0, writers: &writers }];
-    assert!(a.expect_each(&none, Duration::MAX, heard.clone()).is_err());
+    assert!(a.expect_batch(&none, Duration::MAX, heard.clone()).is_err());
     let others = b.counter().unwrap();
     let others = [Expect { counter: &others, n: 1, writers: &[] }];
-    assert!(a.expect_each(&others, Duration::MAX, heard).is_err());
+    assert!(a.expect_batch(&others, Duration::MAX, heard).is_err());
 }
 
 #[test]
@@ -119,7 +119,7 @@ fn rs_4_an_expectation_fails_when_its_writer_is_lost() {
     let heard = Arc::new(Heard::default());
     let expect = |counter, writers| Expect { counter, n: 1, writers };
     let all = [expect(&of_b, &writers[..1]), expect(&of_c, &writers[1..])];
-    a.expect_each(&all, Duration::from_secs(3600), heard.clone()).unwrap();
+    a.expect_batch(&all, Duration::from_secs(3600), heard.clone()).unwrap();
     let end = net.now().after(Duration::from_millis(1));
     net.run_until(end);
     net.kill(b.id());
@@ -148,7 +148,7 @@ fn mr_1_memory_is_in_use_until_the_last_is_quiet() {
     net.inject(&Fault::Stall { node: 0, rail: 0, nth: 0, lasts: 1_000_000 });
     let heard = Arc::new(Heard::default());
     let soon = Submit { timeout: Some(Duration::from_micros(100)), ..Submit::default() };
-    a.submit_each(&[write(&src, &dst, 64), write(&src, &dst, 65)], soon, heard.clone()).unwrap();
+    a.submit_batch(&[write(&src, &dst, 64), write(&src, &dst, 65)], soon, heard.clone()).unwrap();
     let retired = src.revoke().unwrap();
     pass(&mut net, 200);
     let late = heard.of(0);
@@ -194,7 +194,7 @@ fn events_keep_the_order_of_completion_over_all_batches() {
     let expect = |counters: &[&fabric_engine::Counter], observer: Arc<dyn BatchObserver>| {
         let one = |counter| Expect { counter, n: 1, writers: &[] };
         let all: Vec<Expect<'_>> = counters.iter().map(|counter| one(*counter)).collect();
-        a.expect_each(&all, Duration::MAX, observer).unwrap();
+        a.expect_batch(&all, Duration::MAX, observer).unwrap();
     };
     let count = |counter: &fabric_engine::Counter| {
         let (src, dst) = (Local { region: &src, offset: 0 }, Remote { region: &dst, offset: 0 });
@@ -242,7 +242,7 @@ fn requests_of_many_threads_are_reported_once() {
         let op = Op::Write { src, dst, len: 8, imm: Some(counter.imm()) };
         let ops = vec![op; EACH];
         for _ in 0..CALLS {
-            a.submit_each(&ops, Submit::default(), heard.clone()).unwrap();
+            a.submit_batch(&ops, Submit::default(), heard.clone()).unwrap();
         }
         heard
     };
@@ -260,6 +260,6 @@ fn requests_of_many_threads_are_reported_once() {
     }
     assert!(!heard.iter().flat_map(|h| h.of(0)).any(|o| o == Outcome::Quiet(Quiet::Unknown)));
     let nothing = Arc::new(Heard::default());
-    assert!(a.submit_each(&[write(&src, &dst, 8)], Submit::default(), nothing.clone()).is_err());
+    assert!(a.submit_batch(&[write(&src, &dst, 8)], Submit::default(), nothing.clone()).is_err());
     assert_eq!(nothing.of(0), []);
 }
