@@ -84,7 +84,7 @@ impl OperationCompletion for Pending {
     }
 
     fn release(&self, _at: u32, proven: bool, result: Option<Result<()>>) {
-        self.let_go(proven);
+        self.release_memory(proven);
         if let Some(result) = result {
             self.complete(result);
         }
@@ -97,7 +97,7 @@ impl Pending {
     }
 
     /// Releases the memory: nothing is under way. `proven`: no byte can still land.
-    pub fn let_go(&self, proven: bool) {
+    pub fn release_memory(&self, proven: bool) {
         let waiting = {
             // Under the lock: a hook is in the list by now, or reads the new state itself.
             let mut waiting = self.quieted.lock();
@@ -124,7 +124,7 @@ impl Pending {
         let _ = self.source.set(source);
     }
 
-    /// Keeps the regions of a transfer until `let_go`.
+    /// Keeps the regions of a transfer until `release_memory`.
     pub fn needs(&self, memory: Vec<Region>) {
         *self.keep.lock() = memory;
     }

@@ -86,9 +86,9 @@ impl RequestBatch {
     }
 
     /// Queues events for the callback thread.
-    fn tell(&self, events: impl IntoIterator<Item = BatchEvent>) {
+    fn queue_events(&self, events: impl IntoIterator<Item = BatchEvent>) {
         if let Some(me) = self.me.upgrade() {
-            self.callbacks.tell(me, events.into_iter());
+            self.callbacks.push_events(me, events.into_iter());
         }
     }
 
@@ -97,19 +97,19 @@ impl RequestBatch {
         if let Some(observer) = &self.observer {
             observer.on_events(events);
         }
-        Self::let_go(self);
+        Self::drop_reference(self);
     }
 
     /// Drops a reference, and the observer with the last one. The caller must be allowed to run the
     /// observer's destructor.
-    fn let_go(this: Arc<Self>) {
+    fn drop_reference(this: Arc<Self>) {
         if let Some(mut batch) = Arc::into_inner(this) {
             batch.observer = None;
         }
     }
 
     /// Counts `n` requests as ended, and releases the memory after the last one.
-    fn are_over(&self, n: usize) {
+    fn count_ended(&self, n: usize) {
         if self.left.fetch_sub(n, AcqRel) > n {
             return;
         }
@@ -132,29 +132,29 @@ impl Drop for RequestBatch {
 
 impl OperationCompletion for RequestBatch {
     fn resolve(&self, at: u32, result: Result<()>) {
-        self.tell([(at as usize, Outcome::Ended(result))]);
+        self.queue_events([(at as usize, Outcome::Ended(result))]);
     }
 
     fn release(&self, at: u32, proven: bool, result: Option<Result<()>>) {
         let failed = !matches!(result, Some(Ok(())));
         let quiet = Outcome::Quiet(if proven { Quiet::Quiet } else { Quiet::Unknown });
-        self.are_over(1);
+        self.count_ended(1);
         let ended = result.map(Outcome::Ended);
         let events = ended.into_iter().chain(failed.then_some(quiet));
-        self.tell(events.map(|outcome| (at as usize, outcome)));
+        self.queue_events(events.map(|outcome| (at as usize, outcome)));
     }
 }
 
 /// Requests that end before the call returns.
 #[derive(Default)]
-struct AtOnce {
+struct ImmediateEvents {
     events: Vec<BatchEvent>,
     over: usize,
     /// The size of the batch.
     of: usize,
 }
 
-impl AtOnce {
+impl ImmediateEvents {
     fn ended(&mut self, at: usize, result: Result<()>) {
         let failed = result.is_err();
         self.over += 1;
@@ -169,7 +169,7 @@ impl AtOnce {
 }
 
 /// A request that waits for the lock, and its number of bound operations.
-struct Waiting {
+struct QueuedRequest {
     at: u32,
     called: (&'static str, Span),
     priority: Priority,
@@ -189,7 +189,7 @@ impl Shared {
             return Err(EngineError::Draining);
         }
         let mut good = Vec::with_capacity(ops.len());
-        let mut at_once = AtOnce { of: ops.len(), ..AtOnce::default() };
+        let mut at_once = ImmediateEvents { of: ops.len(), ..ImmediateEvents::default() };
         for (at, op) in ops.iter().enumerate() {
             match self.check(op) {
                 Ok(()) => good.push((at, op)),
@@ -217,7 +217,7 @@ impl Shared {
         ops: &[(usize, &Op<'_>)],
         options: Submit,
         observer: Arc<dyn BatchObserver>,
-        at_once: &mut AtOnce,
+        at_once: &mut ImmediateEvents,
     ) {
         let timeout = options.timeout.unwrap_or(self.op_timeout);
         let batch = RequestBatch::new(self, observer, ops);
@@ -243,10 +243,10 @@ impl Shared {
         core.domains.iter_mut().for_each(|d| d.flush());
         match at_once.over - before {
             0 => {}
-            n => batch.are_over(n),
+            n => batch.count_ended(n),
         }
         // The caller still holds the observer, so this does not drop it.
-        RequestBatch::let_go(batch);
+        RequestBatch::drop_reference(batch);
         self.set_alarm(core.group.next_deadline());
     }
 
@@ -265,7 +265,7 @@ impl Shared {
             op.each_peer(|peer| peers.push(Arc::clone(&peer.hold)));
             let before = bound.len();
             self.bind(op, (options.rail, false), &mut |b| bound.push(b));
-            waiting.push(Waiting {
+            waiting.push(QueuedRequest {
                 at: *at as u32,
                 called: (op.name(), options.span),
                 priority: options.priority(std::slice::from_ref(*op)),
@@ -282,7 +282,7 @@ impl Shared {
             let mut now = shared.now();
             core.domains.iter_mut().for_each(|d| d.begin_request());
             let mut bound = bound.into_iter();
-            for Waiting { at, called, priority, ops } in waiting {
+            for QueuedRequest { at, called, priority, ops } in waiting {
                 let key = core.group.open(queued, called, priority);
                 for b in bound.by_ref().take(ops) {
                     core.group.push(now, key, b, &mut core.domains, &**shared);
@@ -384,18 +384,18 @@ mod tests {
 
     /// Records events, and whether it was dropped.
     #[derive(Default)]
-    struct Heard {
+    struct EventRecorder {
         events: Arc<Mutex<Vec<BatchEvent>>>,
         dropped: Arc<AtomicBool>,
     }
 
-    impl BatchObserver for Heard {
+    impl BatchObserver for EventRecorder {
         fn on_events(&self, events: Vec<BatchEvent>) {
             self.events.lock().extend(events);
         }
     }
 
-    impl Drop for Heard {
+    impl Drop for EventRecorder {
         fn drop(&mut self) {
             self.dropped.store(true, SeqCst);
         }
@@ -405,9 +405,9 @@ mod tests {
     fn an_observer_is_not_dropped_under_the_lock() {
         let mut net = SimNet::new(SimConfig::default());
         let a = net.engine(EngineConfig::default()).unwrap();
-        let heard = Heard::default();
-        let dropped = Arc::clone(&heard.dropped);
-        let batch = RequestBatch::new(&a.shared, Arc::new(heard), &[]);
+        let recorder = EventRecorder::default();
+        let dropped = Arc::clone(&recorder.dropped);
+        let batch = RequestBatch::new(&a.shared, Arc::new(recorder), &[]);
         let core = a.shared.lock().unwrap();
         drop(batch as Arc<dyn OperationCompletion>);
         assert!(!dropped.load(SeqCst));
@@ -431,12 +431,12 @@ mod tests {
             Op::Write { src, dst, len, imm: None }
         };
         let ops = [write(&to_dead, 64), write(&to_b, 65), write(&to_b, 64)];
-        let heard = Heard::default();
-        let (events, dropped) = (Arc::clone(&heard.events), Arc::clone(&heard.dropped));
+        let recorder = EventRecorder::default();
+        let (events, dropped) = (Arc::clone(&recorder.events), Arc::clone(&recorder.dropped));
         net.kill(dead.id());
 
         let core = a.shared.lock().unwrap();
-        a.submit_batch(&ops, Submit::default(), Arc::new(heard)).unwrap();
+        a.submit_batch(&ops, Submit::default(), Arc::new(recorder)).unwrap();
         assert!(events.lock().iter().all(|(at, _)| *at == 1), "the others wait for the lock");
         drop(core);
         let end = net.now().after(Duration::from_millis(1));
@@ -457,7 +457,7 @@ mod tests {
 
         // The engine is closed while they wait: none is posted, and each one fails.
         let src = a.alloc(64).unwrap();
-        let late = Arc::new(Heard::default());
+        let late = Arc::new(EventRecorder::default());
         let (src, dst) = (Local { region: &src, offset: 0 }, Remote { region: &to_b, offset: 0 });
         let op = Op::Write { src, dst, len: 64, imm: None };
         let mut core = a.shared.lock().unwrap();

@@ -362,7 +362,7 @@ impl Shared {
                 more |= grantor.grants.fetch_sub(1, SeqCst) == 1;
             }
             if let Some(handle) = handle {
-                handle.let_go(true);
+                handle.release_memory(true);
                 handle.complete(Ok(()));
             }
             if memory.keep.is_some() || memory.grantor.is_some() {

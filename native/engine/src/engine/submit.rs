@@ -129,7 +129,7 @@ impl Shared {
         let queued = self.now();
         self.post(Box::new(move |core, shared| {
             let ended = |result| {
-                pending.let_go(true);
+                pending.release_memory(true);
                 pending.complete(result);
             };
             if let Err(e) = core.check_open() {

@@ -18,15 +18,15 @@ use fabric_engine::{
 
 /// Records events.
 #[derive(Default)]
-struct Heard(Mutex<Vec<(usize, Outcome)>>);
+struct EventRecorder(Mutex<Vec<(usize, Outcome)>>);
 
-impl BatchObserver for Heard {
+impl BatchObserver for EventRecorder {
     fn on_events(&self, events: Vec<(usize, Outcome)>) {
         self.0.lock().unwrap().extend(events);
     }
 }
 
-impl Heard {
+impl EventRecorder {
     /// The events of one request, in order.
     fn of(&self, at: usize) -> Vec<Outcome> {
         let all = self.0.lock().unwrap();
@@ -56,15 +56,15 @@ fn rs_4_a_failed_request_ends_no_other() {
     let (to_b, to_dead) =
         (a.import(&here.descriptor()).unwrap(), a.import(&there.descriptor()).unwrap());
     net.kill(dead.id());
-    let heard = Arc::new(Heard::default());
+    let recorder = Arc::new(EventRecorder::default());
     let ops = [write(&src, &to_dead, 64), write(&src, &to_b, 65), write(&src, &to_b, 64)];
-    a.submit_batch(&ops, Submit::default(), heard.clone()).unwrap();
-    assert!(failed(&heard.of(1)), "an invalid request fails within the call");
+    a.submit_batch(&ops, Submit::default(), recorder.clone()).unwrap();
+    assert!(failed(&recorder.of(1)), "an invalid request fails within the call");
     let end = net.now().after(Duration::from_millis(1));
     net.run_until(end);
-    assert_eq!(heard.of(2), DONE);
+    assert_eq!(recorder.of(2), DONE);
     assert_eq!(here.get(0, 64).unwrap(), [7; 64]);
-    assert!(failed(&heard.of(0)) && failed(&heard.of(1)), "{:?}", heard.of(0));
+    assert!(failed(&recorder.of(0)) && failed(&recorder.of(1)), "{:?}", recorder.of(0));
     // Nothing is under way, and the engine has released the memory.
     let retired = src.revoke().unwrap();
     let end = net.now().after(Duration::from_millis(1));
@@ -89,24 +89,24 @@ fn ic_4_each_expectation_of_a_batch_has_its_own_end() {
     let end = net.now().after(Duration::from_millis(1));
     net.run_until(end);
     let writers = [a.peer(b.address()).unwrap()];
-    let heard = Arc::new(Heard::default());
+    let recorder = Arc::new(EventRecorder::default());
     let all: Vec<Expect<'_>> =
         [&met, &missed, &early].map(|counter| Expect { counter, n: 1, writers: &writers }).into();
-    a.expect_batch(&all, Duration::from_millis(50), heard.clone()).unwrap();
+    a.expect_batch(&all, Duration::from_millis(50), recorder.clone()).unwrap();
     count(&met);
     let end = net.now().after(Duration::from_millis(10));
     net.run_until(end);
-    assert_eq!((heard.of(0), heard.of(1), heard.of(2)), (DONE.into(), vec![], DONE.into()));
+    assert_eq!((recorder.of(0), recorder.of(1), recorder.of(2)), (DONE.into(), vec![], DONE.into()));
     let end = net.now().after(Duration::from_millis(50));
     net.run_until(end);
     let timed_out = |o: &Outcome| matches!(o, Outcome::Ended(Err(EngineError::Timeout { .. })));
-    assert!(heard.of(1).iter().all(timed_out) && heard.of(1).len() == 1, "{:?}", heard.of(1));
+    assert!(recorder.of(1).iter().all(timed_out) && recorder.of(1).len() == 1, "{:?}", recorder.of(1));
 
     let none = [Expect { counter: &met, n: 0, writers: &writers }];
-    assert!(a.expect_batch(&none, Duration::MAX, heard.clone()).is_err());
+    assert!(a.expect_batch(&none, Duration::MAX, recorder.clone()).is_err());
     let others = b.counter().unwrap();
     let others = [Expect { counter: &others, n: 1, writers: &[] }];
-    assert!(a.expect_batch(&others, Duration::MAX, heard).is_err());
+    assert!(a.expect_batch(&others, Duration::MAX, recorder).is_err());
 }
 
 #[test]
@@ -116,18 +116,18 @@ fn rs_4_an_expectation_fails_when_its_writer_is_lost() {
     let (a, b, c) = (open(), open(), open());
     let (of_b, of_c) = (a.counter().unwrap(), a.counter().unwrap());
     let writers = [a.peer(b.address()).unwrap(), a.peer(c.address()).unwrap()];
-    let heard = Arc::new(Heard::default());
+    let recorder = Arc::new(EventRecorder::default());
     let expect = |counter, writers| Expect { counter, n: 1, writers };
     let all = [expect(&of_b, &writers[..1]), expect(&of_c, &writers[1..])];
-    a.expect_batch(&all, Duration::from_secs(3600), heard.clone()).unwrap();
+    a.expect_batch(&all, Duration::from_secs(3600), recorder.clone()).unwrap();
     let end = net.now().after(Duration::from_millis(1));
     net.run_until(end);
     net.kill(b.id());
     let end = net.now().after(Duration::from_secs(60));
     net.run_until(end);
-    let lost = heard.of(0);
+    let lost = recorder.of(0);
     assert!(matches!(lost[..], [Outcome::Ended(Err(EngineError::PeerLost { .. }))]), "{lost:?}");
-    assert_eq!(heard.of(1), []);
+    assert_eq!(recorder.of(1), []);
 }
 
 /// A request may end long before its memory is no longer read.
@@ -146,17 +146,17 @@ fn mr_1_memory_is_in_use_until_the_last_is_quiet() {
     pass(&mut net, 1000);
     assert!(first.is_done());
     net.inject(&Fault::Stall { node: 0, rail: 0, nth: 0, lasts: 1_000_000 });
-    let heard = Arc::new(Heard::default());
+    let recorder = Arc::new(EventRecorder::default());
     let soon = Submit { timeout: Some(Duration::from_micros(100)), ..Submit::default() };
-    a.submit_batch(&[write(&src, &dst, 64), write(&src, &dst, 65)], soon, heard.clone()).unwrap();
+    a.submit_batch(&[write(&src, &dst, 64), write(&src, &dst, 65)], soon, recorder.clone()).unwrap();
     let retired = src.revoke().unwrap();
     pass(&mut net, 200);
-    let late = heard.of(0);
+    let late = recorder.of(0);
     let late = matches!(late[..], [Outcome::Ended(Err(EngineError::Timeout { .. }))]);
-    assert!(late && failed(&heard.of(1)), "{:?}", heard.of(0));
+    assert!(late && failed(&recorder.of(1)), "{:?}", recorder.of(0));
     assert!(!retired.is_done());
     pass(&mut net, 2000);
-    assert_eq!(heard.of(0)[1..], [Outcome::Quiet(Quiet::Quiet)]);
+    assert_eq!(recorder.of(0)[1..], [Outcome::Quiet(Quiet::Quiet)]);
     assert!(retired.is_done());
 }
 
@@ -237,29 +237,29 @@ fn requests_of_many_threads_are_reported_once() {
     let counter = b.counter().unwrap();
     let all = counter.expect((THREADS * CALLS * EACH) as u32, &[], Duration::MAX).unwrap();
     let run = || {
-        let heard = Arc::new(Heard::default());
+        let recorder = Arc::new(EventRecorder::default());
         let (src, dst) = (Local { region: &src, offset: 0 }, Remote { region: &dst, offset: 0 });
         let op = Op::Write { src, dst, len: 8, imm: Some(counter.imm()) };
         let ops = vec![op; EACH];
         for _ in 0..CALLS {
-            a.submit_batch(&ops, Submit::default(), heard.clone()).unwrap();
+            a.submit_batch(&ops, Submit::default(), recorder.clone()).unwrap();
         }
-        heard
+        recorder
     };
-    let heard: Vec<Arc<Heard>> = std::thread::scope(|scope| {
+    let recorder: Vec<Arc<EventRecorder>> = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..THREADS).map(|_| scope.spawn(run)).collect();
         threads.into_iter().map(|t| t.join().unwrap()).collect()
     });
     all.wait(Duration::from_secs(60)).expect("in time").unwrap();
     a.drain().unwrap().wait(Duration::from_secs(60)).expect("in time").unwrap();
     a.close();
-    for heard in &heard {
+    for recorder in &recorder {
         for at in 0..EACH {
-            assert_eq!(heard.of(at), vec![Outcome::Ended(Ok(())); CALLS]);
+            assert_eq!(recorder.of(at), vec![Outcome::Ended(Ok(())); CALLS]);
         }
     }
-    assert!(!heard.iter().flat_map(|h| h.of(0)).any(|o| o == Outcome::Quiet(Quiet::Unknown)));
-    let nothing = Arc::new(Heard::default());
+    assert!(!recorder.iter().flat_map(|h| h.of(0)).any(|o| o == Outcome::Quiet(Quiet::Unknown)));
+    let nothing = Arc::new(EventRecorder::default());
     assert!(a.submit_batch(&[write(&src, &dst, 8)], Submit::default(), nothing.clone()).is_err());
     assert_eq!(nothing.of(0), []);
 }
