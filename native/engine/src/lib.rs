@@ -25,7 +25,7 @@ mod wake;
 pub use domain::{Aperture, Stay};
 pub use engine::{
     Counter, Delivery, Expect, Explanation, Grant, Handle, BatchObserver, Local, Notify, Op, Outcome,
-    Path, Peer, PeerGroup, Quiet, Rail, Region, Remote, RemoteRegion, RemoteSegment, ScatterDst,
+    Path, Peer, PeerGroup, Quiescence, Rail, Region, Remote, RemoteRegion, RemoteSegment, ScatterDst,
     Segment, SegmentPiece, Stats, Submit, TransferEngine, Transports, Watcher, Way,
 };
 pub use error::{EngineError, LostLink, Result};

@@ -12,7 +12,7 @@ mod losses;
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use fabric_engine::{
-    api::Priority, Handle, Op, Quiet, Region, Result as EngineResult, Submit, Time, TransferEngine,
+    api::Priority, Handle, Op, Quiescence, Region, Result as EngineResult, Submit, Time, TransferEngine,
 };
 
 use crate::{
@@ -246,11 +246,11 @@ impl Executor {
             let mut failed = None;
             let peer = &mut self.peers[rank];
             while let Some(posted) = peer.posted.front().filter(|p| p.handle.is_done()) {
-                match (posted.handle.poll(), posted.handle.quiet()) {
+                match (posted.handle.poll(), posted.handle.quiescence()) {
                     (Some(Err(error)), _) => failed = Some(ProxyError::Engine(error)),
-                    (_, Quiet::Unknown) => failed = Some(ProxyError::NotQuiet { rank }),
-                    (_, Quiet::NotYet) => break,
-                    (_, Quiet::Quiet) => {
+                    (_, Quiescence::Unknown) => failed = Some(ProxyError::NotQuiesced { rank }),
+                    (_, Quiescence::InFlight) => break,
+                    (_, Quiescence::Quiesced) => {
                         let posted = peer.posted.pop_front().expect("there is a front");
                         peer.ended += 1;
                         peer.outstanding -= posted.commands;

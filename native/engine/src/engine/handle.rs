@@ -23,7 +23,7 @@ use crate::{
     EngineError, Result,
 };
 
-/// Poll interval of [`Handle::wait_quiet`].
+/// Poll interval of [`Handle::wait_quiesced`].
 const LOOK: Duration = Duration::from_micros(200);
 const DONE: u32 = 1;
 /// A thread sleeps on the state word.
@@ -35,7 +35,7 @@ pub trait Notify: Send + Sync {
     fn notify(&self, key: u64);
 }
 
-type WhenQuiet = (Callbacks, Box<dyn FnOnce(Quiet) + Send>);
+type QuiescedHook = (Callbacks, Box<dyn FnOnce(Quiescence) + Send>);
 
 enum Hook {
     Flag(Arc<AtomicBool>),
@@ -52,11 +52,11 @@ pub(crate) enum Source {
 
 /// Whether bytes of a transfer may still land (MR-1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Quiet {
+pub enum Quiescence {
     /// Bytes are under way.
-    NotYet,
+    InFlight,
     /// No byte can land any more, and no memory of the transfer is in use.
-    Quiet,
+    Quiesced,
     /// The links that carried it are lost, and the peers have not confirmed that they are down.
     Unknown,
 }
@@ -64,13 +64,13 @@ pub enum Quiet {
 #[derive(Default)]
 pub(crate) struct Pending {
     state: AtomicU32,
-    /// 0 under way, 1 quiet, 2 unknown.
-    quiet: AtomicU32,
+    /// 0 in flight, 1 quiesced, 2 unknown.
+    quiescence: AtomicU32,
     source: OnceLock<Source>,
     error: OnceLock<EngineError>,
     hooks: Mutex<Vec<Hook>>,
-    /// Callbacks of [`Handle::on_quiet`].
-    quieted: Mutex<Vec<WhenQuiet>>,
+    /// Callbacks of [`Handle::on_quiesced`].
+    quiesced_hooks: Mutex<Vec<QuiescedHook>>,
     /// The memory of a transfer under way.
     keep: Mutex<Vec<Region>>,
     shared: Weak<Shared>,
@@ -100,15 +100,15 @@ impl Pending {
     pub fn release_memory(&self, proven: bool) {
         let waiting = {
             // Under the lock: a hook is in the list by now, or reads the new state itself.
-            let mut waiting = self.quieted.lock();
-            self.quiet.store(if proven { 1 } else { 2 }, Release);
+            let mut waiting = self.quiesced_hooks.lock();
+            self.quiescence.store(if proven { 1 } else { 2 }, Release);
             std::mem::take(&mut *waiting)
         };
         let keep = std::mem::take(&mut *self.keep.lock());
         if let Some(shared) = self.shared.upgrade().filter(|_| !keep.is_empty()) {
             shared.unkeep(keep);
         }
-        let quiet = self.quiet();
+        let quiet = self.quiescence();
         for (callbacks, f) in waiting {
             callbacks.push(Box::new(move || f(quiet)));
         }
@@ -129,11 +129,11 @@ impl Pending {
         *self.keep.lock() = memory;
     }
 
-    fn quiet(&self) -> Quiet {
-        match self.quiet.load(Acquire) {
-            0 => Quiet::NotYet,
-            1 => Quiet::Quiet,
-            _ => Quiet::Unknown,
+    fn quiescence(&self) -> Quiescence {
+        match self.quiescence.load(Acquire) {
+            0 => Quiescence::InFlight,
+            1 => Quiescence::Quiesced,
+            _ => Quiescence::Unknown,
         }
     }
 
@@ -341,7 +341,7 @@ impl Handle {
     }
 
     /// Ends the operation with [`EngineError::Cancelled`] unless it has ended. Unposted slices are
-    /// never posted. Bytes under way may still land; see [`Handle::quiet`].
+    /// never posted. Bytes under way may still land; see [`Handle::quiescence`].
     pub fn cancel(&self) {
         let Repr::Pending(p) = &self.repr else { return };
         let Some(shared) = p.shared.upgrade().filter(|_| !p.is_done()) else { return };
@@ -361,30 +361,30 @@ impl Handle {
     }
 
     /// Whether bytes of the transfer may still land. An expectation moves no bytes.
-    pub fn quiet(&self) -> Quiet {
+    pub fn quiescence(&self) -> Quiescence {
         match &self.repr {
-            Repr::Done(_) => Quiet::Quiet,
+            Repr::Done(_) => Quiescence::Quiesced,
             Repr::Pending(p) if matches!(p.source.get(), Some(Source::Expectation(_))) => {
-                Quiet::Quiet
+                Quiescence::Quiesced
             }
-            Repr::Pending(p) => p.quiet(),
+            Repr::Pending(p) => p.quiescence(),
         }
     }
 
-    /// Waits at most `timeout` until nothing of the transfer is under way; see [`Handle::quiet`].
-    pub fn wait_quiet(&self, timeout: Duration) -> Quiet {
+    /// Waits at most `timeout` until nothing of the transfer is under way; see [`Handle::quiescence`].
+    pub fn wait_quiesced(&self, timeout: Duration) -> Quiescence {
         let deadline = Time::now().after(timeout);
         loop {
-            let quiet = self.quiet();
+            let quiet = self.quiescence();
             let Repr::Pending(p) = &self.repr else { return quiet };
-            if quiet != Quiet::NotYet || Time::now() >= deadline {
+            if quiet != Quiescence::InFlight || Time::now() >= deadline {
                 return quiet;
             }
             match p.shared.upgrade() {
                 Some(shared) => match shared.cell() {
                     Ok(cell) => drop(cell.poll_once(&shared)),
                     // Only the parent process drives the transfer.
-                    Err(_) => return Quiet::Unknown,
+                    Err(_) => return Quiescence::Unknown,
                 },
                 None => return quiet,
             }
@@ -393,17 +393,17 @@ impl Handle {
     }
 
     /// Runs `f` on the engine's callback thread when nothing of the transfer is under way. That may
-    /// be long after it was cancelled or failed; see [`Handle::quiet`].
-    pub fn on_quiet(&self, f: impl FnOnce(Quiet) + Send + 'static) {
+    /// be long after it was cancelled or failed; see [`Handle::quiescence`].
+    pub fn on_quiesced(&self, f: impl FnOnce(Quiescence) + Send + 'static) {
         if let Repr::Pending(p) = &self.repr {
             let here = p.shared.upgrade().filter(|shared| shared.cell().is_ok());
-            let Some(shared) = here else { return f(Quiet::Unknown) };
-            let mut waiting = p.quieted.lock();
-            if self.quiet() == Quiet::NotYet {
+            let Some(shared) = here else { return f(Quiescence::Unknown) };
+            let mut waiting = p.quiesced_hooks.lock();
+            if self.quiescence() == Quiescence::InFlight {
                 return waiting.push((shared.callbacks.clone(), Box::new(f)));
             }
         }
-        f(self.quiet());
+        f(self.quiescence());
     }
 
     /// Sets `flag` when the operation ends, whatever the result.

@@ -48,7 +48,7 @@ use crate::{
 };
 
 pub use grants::Grant;
-pub use handle::{Handle, Notify, Quiet};
+pub use handle::{Handle, Notify, Quiescence};
 pub(crate) use handle::{HandleRef, Source};
 pub use op::{Local, Op, Remote, ScatterDst, SegmentPiece};
 pub use open::Transports;

@@ -15,7 +15,7 @@ use std::{
 use parking_lot::Mutex;
 
 use super::{
-    callbacks::Callbacks, driver::Core, submit::LONG, Counter, Op, Peer, Quiet, Region, Shared,
+    callbacks::Callbacks, driver::Core, submit::LONG, Counter, Op, Peer, Quiescence, Region, Shared,
     Submit, TransferEngine,
 };
 use crate::{
@@ -30,7 +30,7 @@ pub enum Outcome {
     /// The request succeeded or failed. Reported once for each request.
     Ended(Result<()>),
     /// After a failure: nothing of the request is under way any more.
-    Quiet(Quiet),
+    Quiesced(Quiescence),
 }
 
 /// The index of a request within its batch, and its event.
@@ -137,7 +137,7 @@ impl OperationCompletion for RequestBatch {
 
     fn release(&self, at: u32, proven: bool, result: Option<Result<()>>) {
         let failed = !matches!(result, Some(Ok(())));
-        let quiet = Outcome::Quiet(if proven { Quiet::Quiet } else { Quiet::Unknown });
+        let quiet = Outcome::Quiesced(if proven { Quiescence::Quiesced } else { Quiescence::Unknown });
         self.count_ended(1);
         let ended = result.map(Outcome::Ended);
         let events = ended.into_iter().chain(failed.then_some(quiet));
@@ -163,7 +163,7 @@ impl ImmediateEvents {
         }
         self.events.push((at, Outcome::Ended(result)));
         if failed {
-            self.events.push((at, Outcome::Quiet(Quiet::Quiet)));
+            self.events.push((at, Outcome::Quiesced(Quiescence::Quiesced)));
         }
     }
 }
@@ -444,7 +444,7 @@ mod tests {
         let of = |at| events.lock().iter().filter(|n| n.0 == at).map(|n| n.1.clone()).collect();
         let outcomes: [Vec<Outcome>; 3] = [of(0), of(1), of(2)];
         for failed in &outcomes[..2] {
-            let two = matches!(failed[..], [Outcome::Ended(Err(_)), Outcome::Quiet(_)]);
+            let two = matches!(failed[..], [Outcome::Ended(Err(_)), Outcome::Quiesced(_)]);
             assert!(two, "{failed:?}");
         }
         assert_eq!(outcomes[2], [Outcome::Ended(Ok(()))]);
@@ -465,7 +465,7 @@ mod tests {
         core.closed = true;
         drop(core);
         a.close();
-        let closed = [Outcome::Ended(Err(EngineError::Closed)), Outcome::Quiet(Quiet::Quiet)];
+        let closed = [Outcome::Ended(Err(EngineError::Closed)), Outcome::Quiesced(Quiescence::Quiesced)];
         let closed = closed.as_slice();
         let told: Vec<Outcome> = late.events.lock().iter().map(|n| n.1.clone()).collect();
         assert_eq!(told, [closed, closed].concat());

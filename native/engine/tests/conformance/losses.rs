@@ -234,12 +234,12 @@ fn mr_1_close_in_the_middle_does_not_promise_quiet() {
             continue;
         }
         p.a.close();
-        let quiet = done.quiet();
+        let quiet = done.quiescence();
         let reused = vec![0xEE; 1 << 20];
         p.dst.put(0, &reused).unwrap();
         p.us(5_000_000);
         let landed = p.dst.get(0, 1 << 20).unwrap() != reused;
-        if landed && quiet == fabric_engine::Quiet::Quiet {
+        if landed && quiet == fabric_engine::Quiescence::Quiesced {
             bad.push((seed, done.poll()));
         }
     }

@@ -12,7 +12,7 @@ use fabric_engine::{
     api::{EngineConfig, TransportKind},
     simulation::SimNet,
     transport::sim::{Fault, SimConfig},
-    EngineError, Expect, BatchObserver, Local, Op, Outcome, Quiet, Region, Remote, RemoteRegion, Submit,
+    EngineError, Expect, BatchObserver, Local, Op, Outcome, Quiescence, Region, Remote, RemoteRegion, Submit,
     TransferEngine,
 };
 
@@ -40,7 +40,7 @@ fn write<'a>(src: &'a Region, dst: &'a RemoteRegion, len: u64) -> Op<'a> {
 }
 
 fn failed(outcomes: &[Outcome]) -> bool {
-    matches!(outcomes, [Outcome::Ended(Err(_)), Outcome::Quiet(_)])
+    matches!(outcomes, [Outcome::Ended(Err(_)), Outcome::Quiesced(_)])
 }
 
 const DONE: [Outcome; 1] = [Outcome::Ended(Ok(()))];
@@ -156,7 +156,7 @@ fn mr_1_memory_is_in_use_until_the_last_is_quiet() {
     assert!(late && failed(&recorder.of(1)), "{:?}", recorder.of(0));
     assert!(!retired.is_done());
     pass(&mut net, 2000);
-    assert_eq!(recorder.of(0)[1..], [Outcome::Quiet(Quiet::Quiet)]);
+    assert_eq!(recorder.of(0)[1..], [Outcome::Quiesced(Quiescence::Quiesced)]);
     assert!(retired.is_done());
 }
 
@@ -258,7 +258,7 @@ fn requests_of_many_threads_are_reported_once() {
             assert_eq!(recorder.of(at), vec![Outcome::Ended(Ok(())); CALLS]);
         }
     }
-    assert!(!recorder.iter().flat_map(|h| h.of(0)).any(|o| o == Outcome::Quiet(Quiet::Unknown)));
+    assert!(!recorder.iter().flat_map(|h| h.of(0)).any(|o| o == Outcome::Quiesced(Quiescence::Unknown)));
     let nothing = Arc::new(EventRecorder::default());
     assert!(a.submit_batch(&[write(&src, &dst, 8)], Submit::default(), nothing.clone()).is_err());
     assert_eq!(nothing.of(0), []);

@@ -2,7 +2,7 @@
 
 use std::sync::{atomic::Ordering::Relaxed, Arc};
 
-use fabric_engine::{EngineError, Handle, Local, Op, Quiet, Remote, Result, Submit, Time};
+use fabric_engine::{EngineError, Handle, Local, Op, Quiescence, Remote, Result, Submit, Time};
 
 use super::{
     job::{Job, Tail},
@@ -150,13 +150,13 @@ impl Inner {
                 inner.settle(&theirs);
             });
             let (inner, theirs) = (Arc::clone(self), Arc::clone(job));
-            handle.on_quiet(move |quiet| {
+            handle.on_quiesced(move |quiet| {
                 {
                     let mut progress = theirs.state.lock();
-                    progress.unproven |= quiet == Quiet::Unknown;
+                    progress.unproven |= quiet == Quiescence::Unknown;
                     progress.learn(number, |write| write.quiet = true);
                 }
-                if quiet == Quiet::Unknown {
+                if quiet == Quiescence::Unknown {
                     // Of our own memory nothing is used, for the links are gone; what the decoder
                     // may believe of its memory it must make sure of itself (MR-1).
                     let why = "links broke, and what was on them may still land";

@@ -158,7 +158,7 @@ impl AllToAll {
 
     /// Whether no write of a lost rank can land any more, and no write to one reads memory (MR-1).
     /// Until then, calls that use the same memory wait.
-    pub fn quiet(&self) -> bool {
+    pub fn is_quiesced(&self) -> bool {
         self.inner.state.lock().holds(Condition::Quiesced)
     }
 

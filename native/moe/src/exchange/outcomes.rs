@@ -69,8 +69,8 @@ impl Inner {
                     self.on_ended(&mut state, (endpoint, what), end, &mut actions)
                 }
                 // The source of a failed write isn't read any more.
-                Outcome::Quiet(_) if what.holds_source() => state.failed_in_flight -= 1,
-                Outcome::Quiet(_) => {}
+                Outcome::Quiesced(_) if what.holds_source() => state.failed_in_flight -= 1,
+                Outcome::Quiesced(_) => {}
             }
         }
         state.go_on(&mut actions);

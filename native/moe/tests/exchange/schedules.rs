@@ -341,7 +341,7 @@ impl Run {
             };
             let turn =
                 r.kernels.as_ref().map_or(turn.to_owned(), |k| format!("is to {:?}", k.next));
-            let quiet = r.all.as_ref().is_none_or(AllToAll::quiet);
+            let quiet = r.all.as_ref().is_none_or(AllToAll::is_quiesced);
             let quiet = if quiet { "" } else { ", not quiet" };
             let lost = r.lost();
             format!("rank {} {turn} in exchange {}{quiet}, lost {lost:?}", r.rank, r.exchange)

@@ -7,7 +7,7 @@ use std::{
 };
 
 use fabric_engine::{
-    self as fe, api::TransportKind, memory::device::DeviceWord, Handle, Quiet, Way,
+    self as fe, api::TransportKind, memory::device::DeviceWord, Handle, Quiescence, Way,
 };
 use pyo3::{
     exceptions::{PyAttributeError, PyRuntimeError, PyTimeoutError},
@@ -137,7 +137,7 @@ impl Transfer {
     /// Whether nothing of it can land any more; `None` if that can't be known.
     #[getter]
     fn quiesced(&self) -> Option<bool> {
-        known(self.handle.quiet())
+        known(self.handle.quiescence())
     }
 
     /// Waits until nothing of it can land any more, at most `timeout` seconds; returns `quiesced`.
@@ -146,10 +146,10 @@ impl Transfer {
         let mut left = seconds(py, timeout, FOREVER)?;
         loop {
             let step = left.min(SIGNAL_CHECK);
-            let quiet = py.detach(|| self.handle.wait_quiet(step));
+            let quiet = py.detach(|| self.handle.wait_quiesced(step));
             py.check_signals()?;
             left = if left == FOREVER { left } else { left.saturating_sub(step) };
-            if quiet != Quiet::NotYet || left.is_zero() {
+            if quiet != Quiescence::InFlight || left.is_zero() {
                 return Ok(known(quiet));
             }
         }
@@ -202,11 +202,11 @@ impl Transfer {
     }
 }
 
-fn known(quiet: Quiet) -> Option<bool> {
+fn known(quiet: Quiescence) -> Option<bool> {
     match quiet {
-        Quiet::NotYet => Some(false),
-        Quiet::Quiet => Some(true),
-        Quiet::Unknown => None,
+        Quiescence::InFlight => Some(false),
+        Quiescence::Quiesced => Some(true),
+        Quiescence::Unknown => None,
     }
 }
 
