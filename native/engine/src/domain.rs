@@ -237,14 +237,14 @@ pub enum Completion {
         frame: Vec<u8>,
     },
     /// No peer can reach this region through this domain any more (MR-1).
-    RegionQuiet {
+    RegionReleased {
         index: u32,
     },
 }
 
-/// Whether a region is unreachable at once, or a `RegionQuiet` will say when.
+/// Whether a region is unreachable at once, or a `RegionReleased` will say when.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Quiet {
+pub enum RegionRelease {
     Now,
     Later,
 }
@@ -325,7 +325,7 @@ pub trait Domain: Send {
         pinned: Option<Pinned>,
     ) -> Result<NicKeys, DomainError>;
 
-    fn deregister(&mut self, index: u32) -> Quiet;
+    fn deregister(&mut self, index: u32) -> RegionRelease;
 
     /// What a region that was deregistered and isn't quiet waits for, in words; `None` where nothing more is
     /// known than that it waits.

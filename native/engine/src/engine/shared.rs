@@ -24,7 +24,7 @@ use super::{
 };
 use crate::{
     api::{EngineAddress, EngineId, Imm, Span, TransportKind},
-    domain::{Count, Quiet},
+    domain::{Count, RegionRelease},
     group::GroupEvents,
     memory::{Backing, Index, Indices, RegionMemory, HIDDEN},
     process::ProcessLocal,
@@ -300,8 +300,8 @@ impl Shared {
             let index = memory.key.index;
             shared.retiring.lock().push(Retiring { memory, rails: 0, handle });
             let later = core.domains.iter_mut().filter_map(|d| match d.deregister(index) {
-                Quiet::Now => None,
-                Quiet::Later => Some(()),
+                RegionRelease::Now => None,
+                RegionRelease::Later => Some(()),
             });
             let rails = later.count() as u32;
             if let Some(r) = shared.retiring.lock().iter_mut().find(|r| r.memory.key.index == index)
@@ -433,7 +433,7 @@ impl GroupEvents for Shared {
         self.counters.peer_lost(now, peer, error);
     }
 
-    fn region_quiet(&self, _rail: usize, index: u32) {
+    fn region_released(&self, _rail: usize, index: u32) {
         if let Some(r) = self.retiring.lock().iter_mut().find(|r| r.memory.key.index == index) {
             r.rails = r.rails.saturating_sub(1);
         }

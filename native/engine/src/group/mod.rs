@@ -64,7 +64,7 @@ pub(crate) trait GroupEvents {
     fn counted(&self, now: Time, count: Count);
     fn message(&self, from: EngineId, message: Box<[u8]>);
     fn peer_lost(&self, now: Time, peer: EngineId, error: &EngineError);
-    fn region_quiet(&self, rail: usize, index: u32);
+    fn region_released(&self, rail: usize, index: u32);
 }
 
 /// Who waits for a transfer, and the memory that it needs: the layer above knows both.
@@ -328,7 +328,7 @@ impl Group {
             Completion::Note { link, frame } => {
                 self.on_note(now, (rail, link), &frame, rails, sink);
             }
-            Completion::RegionQuiet { index } => sink.region_quiet(rail, index),
+            Completion::RegionReleased { index } => sink.region_released(rail, index),
         }
     }
 

@@ -16,7 +16,7 @@ use crate::{
     api::{Endpoint, EngineAddress, EngineId, TransportKind},
     domain::{
         Admit, Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, PeerIdentity,
-        Pinned, Post, Quiet, Token, WorkRequest,
+        Pinned, Post, RegionRelease, Token, WorkRequest,
     },
     memory::{device::Lanes, file::FileQueue, RegionBook, RegionMemory},
     time::Time,
@@ -169,7 +169,7 @@ impl FileDomain {
             let used = |(_, job): (usize, &Job)| job.uses(index);
             if self.retiring.contains(&index) && !self.jobs.iter().any(used) {
                 self.retiring.retain(|r| *r != index);
-                self.news.push(Completion::RegionQuiet { index });
+                self.news.push(Completion::RegionReleased { index });
             }
         }
         true
@@ -241,13 +241,13 @@ impl Domain for FileDomain {
         Ok(NicKeys::new())
     }
 
-    fn deregister(&mut self, index: u32) -> Quiet {
+    fn deregister(&mut self, index: u32) -> RegionRelease {
         self.book.remove(index);
         if !self.jobs.iter().any(|(_, job)| job.uses(index)) {
-            return Quiet::Now;
+            return RegionRelease::Now;
         }
         self.retiring.push(index);
-        Quiet::Later
+        RegionRelease::Later
     }
 
     fn unfit(&self, peer: &EngineAddress) -> Option<String> {

@@ -42,7 +42,7 @@ use slab::Slab;
 use crate::{
     api::{Endpoint, EngineAddress, EngineConfig, EngineId, TransportKind},
     domain::{
-        Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned, Post, Quiet,
+        Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned, Post, RegionRelease,
         Token, WakeFds, WorkRequest,
     },
     memory::RegionMemory,
@@ -332,7 +332,7 @@ impl Domain for LibfabricDomain {
         self.register_region(region)
     }
 
-    fn deregister(&mut self, index: u32) -> Quiet {
+    fn deregister(&mut self, index: u32) -> RegionRelease {
         self.deregister_region(index)
     }
 

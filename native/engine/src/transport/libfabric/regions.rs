@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     api::{EngineId, RailKey, RegionKey},
-    domain::{Completion, DomainError, LinkId, NicKeys, Quiet},
+    domain::{Completion, DomainError, LinkId, NicKeys, RegionRelease},
     memory::{device::Driver, RegionMemory},
 };
 use fabric_sys::libfabric::mr_mode;
@@ -215,15 +215,15 @@ impl LibfabricDomain {
         Ok(smallvec![key])
     }
 
-    pub(super) fn deregister_region(&mut self, index: u32) -> Quiet {
+    pub(super) fn deregister_region(&mut self, index: u32) -> RegionRelease {
         let Some(region) = self.regions.get(index).filter(|r| !r.retiring) else {
-            return Quiet::Now;
+            return RegionRelease::Now;
         };
         region.retiring = true;
         self.regions.retiring += 1;
         match self.retire(index) {
-            true => Quiet::Now,
-            false => Quiet::Later,
+            true => RegionRelease::Now,
+            false => RegionRelease::Later,
         }
     }
 
@@ -294,7 +294,7 @@ impl LibfabricDomain {
 
     fn report_quiet(&mut self, index: u32) {
         if self.retire(index) {
-            self.completions.push(Completion::RegionQuiet { index });
+            self.completions.push(Completion::RegionReleased { index });
         }
     }
 

@@ -155,7 +155,7 @@ impl LibfabricDomain {
         let slots = [&mut self.rx, &mut self.tx, &mut self.scratch].map(|s| s.take());
         deferred_close::close(nic, slots);
         for index in self.regions.clear() {
-            self.completions.push(Completion::RegionQuiet { index });
+            self.completions.push(Completion::RegionReleased { index });
         }
     }
 

@@ -424,7 +424,7 @@ impl ShmDomain {
             holders.remove(&id);
             if holders.is_empty() {
                 self.retiring.remove(&index);
-                out.push(Completion::RegionQuiet { index });
+                out.push(Completion::RegionReleased { index });
             }
         }
     }

@@ -13,7 +13,7 @@ use crate::{
     api::{EngineAddress, EngineConfig, EngineId, RailKeys, RegionKey, TransportKind},
     domain::{
         Admit, Completion, Count, Data, Domain, DomainError, LinkId, LocalAddr, MessageRoom, Post,
-        Quiet, Seq, Token, WorkRequest,
+        RegionRelease, Seq, Token, WorkRequest,
     },
     domain::{Aperture, Stay},
     memory::{Allocation, Backing, RegionMemory},
@@ -157,8 +157,8 @@ fn is_down(out: &[Completion]) -> bool {
     out.iter().any(|c| matches!(c, Completion::LinkDown { .. }))
 }
 
-fn is_quiet(out: &[Completion]) -> bool {
-    out.iter().any(|c| matches!(c, Completion::RegionQuiet { .. }))
+fn is_released(out: &[Completion]) -> bool {
+    out.iter().any(|c| matches!(c, Completion::RegionReleased { .. }))
 }
 
 #[test]
@@ -212,7 +212,7 @@ fn ic_4_an_engine_whose_count_was_refused_does_not_sleep_once_there_is_room() {
 }
 
 #[test]
-fn mr_1_memory_is_quiet_only_after_a_leaving_peer_ended_its_copies() {
+fn mr_1_memory_is_released_only_after_a_leaving_peer_ended_its_copies() {
     let mut pair = Pair::new();
     let (from, mut memory) = (vec![1u8; LARGE], vec![0u8; LARGE]);
     pair.begin_copy(&from, &mut memory);
@@ -220,12 +220,12 @@ fn mr_1_memory_is_quiet_only_after_a_leaving_peer_ended_its_copies() {
     while !is_down(&pair.from_b) {
         pair.poll_b();
     }
-    assert_eq!(pair.b.deregister(KEY.index), Quiet::Later);
+    assert_eq!(pair.b.deregister(KEY.index), RegionRelease::Later);
     for _ in 0..10 {
         pair.poll_b();
     }
-    assert!(!is_quiet(&pair.from_b), "the copy may go on");
-    while !is_quiet(&pair.from_b) {
+    assert!(!is_released(&pair.from_b), "the copy may go on");
+    while !is_released(&pair.from_b) {
         pair.poll_a();
         pair.poll_b();
     }
@@ -327,13 +327,13 @@ fn read(memory: &Allocation) -> u8 {
 }
 
 #[test]
-fn mr_1_memory_is_quiet_only_after_a_device_ended_its_stores() {
+fn mr_1_memory_is_released_only_after_a_device_ended_its_stores() {
     let mut pair = Pair::new();
     let (memory, aperture) = pair.expose_memory();
     let stay = aperture.enter().unwrap();
-    assert_eq!(pair.b.deregister(KEY.index), Quiet::Later);
+    assert_eq!(pair.b.deregister(KEY.index), RegionRelease::Later);
     pair.poll_both();
-    assert!(!is_quiet(&pair.from_b), "a device may be storing");
+    assert!(!is_released(&pair.from_b), "a device may be storing");
     assert!(aperture.enter().is_none(), "no new stay begins");
     assert!(pair.a.arm(), "the engine must be able to sleep");
     pair.a.disarm();
@@ -342,7 +342,7 @@ fn mr_1_memory_is_quiet_only_after_a_device_ended_its_stores() {
     drop(stay);
     assert!(!pair.a.arm(), "the release must be sent");
     pair.poll_both();
-    assert!(is_quiet(&pair.from_b));
+    assert!(is_released(&pair.from_b));
 }
 
 #[test]
@@ -350,9 +350,9 @@ fn mr_1_a_region_without_device_stores_is_released_at_once() {
     let mut pair = Pair::new();
     let (_memory, aperture) = pair.expose_memory();
     drop(aperture.enter());
-    assert_eq!(pair.b.deregister(KEY.index), Quiet::Later);
+    assert_eq!(pair.b.deregister(KEY.index), RegionRelease::Later);
     pair.poll_both();
-    assert!(is_quiet(&pair.from_b) && !aperture.is_open());
+    assert!(is_released(&pair.from_b) && !aperture.is_open());
     assert!(pair.a.aperture(pair.own_link, KEY, None).is_err());
 }
 
@@ -369,16 +369,16 @@ fn mr_1_a_link_ends_for_the_owner_after_the_device_finished() {
         pair.poll_both();
         assert!(is_down(&pair.from_a), "callers that wait for the peer are told at once (RS-4)");
         assert!(aperture.enter().is_none());
-        assert_eq!(pair.b.deregister(KEY.index), Quiet::Later);
+        assert_eq!(pair.b.deregister(KEY.index), RegionRelease::Later);
         pair.poll_both();
-        assert!(!is_quiet(&pair.from_b), "a device may be storing");
+        assert!(!is_released(&pair.from_b), "a device may be storing");
         assert!(pair.a.arm(), "the engine must be able to sleep");
         pair.a.disarm();
         store(&stay, 9);
         assert_eq!(read(&memory), 9);
         drop(stay);
         pair.poll_both();
-        assert!(is_quiet(&pair.from_b) && pair.a.links.is_empty());
+        assert!(is_released(&pair.from_b) && pair.a.links.is_empty());
     }
 }
 
@@ -388,17 +388,17 @@ fn mr_1_after_a_close_the_peer_waits_only_for_the_device_stores() {
     let (_memory, aperture) = pair.expose_memory();
     let stay = aperture.enter().unwrap();
     pair.a.close();
-    assert_eq!(pair.b.deregister(KEY.index), Quiet::Later);
+    assert_eq!(pair.b.deregister(KEY.index), RegionRelease::Later);
     for _ in 0..20 {
         pair.poll_b();
     }
-    assert!(!is_quiet(&pair.from_b));
+    assert!(!is_released(&pair.from_b));
     assert_eq!(aperture.shut_by().as_deref(), Some("this engine was closed"));
     drop(stay);
     for _ in 0..20 {
         pair.poll_b();
     }
-    assert!(is_quiet(&pair.from_b) && pair.b.links.is_empty());
+    assert!(is_released(&pair.from_b) && pair.b.links.is_empty());
 }
 
 /// A peer can make this process hold replies with a descriptor each, so requests of a peer that

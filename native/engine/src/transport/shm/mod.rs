@@ -36,7 +36,7 @@ use crate::{
     api::{Endpoint, EngineAddress, EngineConfig, EngineId, RegionKey, TransportKind},
     domain::{
         Aperture, Assist, Caps, Completion, Count, Data, Domain, DomainError, LinkId, MessageRoom,
-        NicKeys, Pinned, Post, Quiet, Seq, Token, WakeFds, WorkRequest,
+        NicKeys, Pinned, Post, RegionRelease, Seq, Token, WakeFds, WorkRequest,
     },
     memory::{device::Nature, RegionBook, RegionMemory},
     time::Time,
@@ -323,8 +323,8 @@ impl Domain for ShmDomain {
         Ok(NicKeys::new())
     }
 
-    fn deregister(&mut self, index: u32) -> Quiet {
-        let Some(_memory) = self.book.remove(index) else { return Quiet::Now };
+    fn deregister(&mut self, index: u32) -> RegionRelease {
+        let Some(_memory) = self.book.remove(index) else { return RegionRelease::Now };
         let mut holders = HashSet::new();
         for (_, link) in &mut self.links {
             if link.exported.remove(&index) {
@@ -333,11 +333,11 @@ impl Domain for ShmDomain {
             }
         }
         if holders.is_empty() {
-            return Quiet::Now;
+            return RegionRelease::Now;
         }
         holders.iter().for_each(|id| self.update_interest(*id));
         self.retiring.insert(index, holders);
-        Quiet::Later
+        RegionRelease::Later
     }
 
     fn aperture(

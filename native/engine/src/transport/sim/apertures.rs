@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use super::{node::Port, wire::World};
 use crate::{
     api::{EngineId, RegionKey},
-    domain::{Aperture, Completion, Held, Quiet},
+    domain::{Aperture, Completion, Held, RegionRelease},
 };
 
 /// An aperture of engine `by` into a region.
@@ -58,7 +58,7 @@ impl World {
     }
 
     /// A region is deregistered: no further stay begins (MR-1).
-    pub fn deregister(&mut self, owner: Port, index: u32) -> Quiet {
+    pub fn deregister(&mut self, owner: Port, index: u32) -> RegionRelease {
         let of_region = |s: &&OpenAperture| s.owner == owner && s.index == index;
         self.apertures
             .open
@@ -68,9 +68,9 @@ impl World {
         match self.apertures.has_stays(owner, index) {
             true => {
                 self.apertures.deregistered.push((owner, index));
-                Quiet::Later
+                RegionRelease::Later
             }
-            false => Quiet::Now,
+            false => RegionRelease::Now,
         }
     }
 
@@ -91,7 +91,7 @@ impl World {
         self.apertures.deregistered = still;
         for (owner, index) in over {
             if let Some(node) = self.nodes.get_mut(&owner) {
-                node.inbox.push_back(Completion::RegionQuiet { index });
+                node.inbox.push_back(Completion::RegionReleased { index });
                 self.stirred.insert(owner.engine);
             }
         }

@@ -12,7 +12,7 @@ use crate::{
     api::{Endpoint, EngineAddress, RegionKey, TransportKind},
     domain::{
         Admit, Aperture, Caps, Completion, Domain, DomainError, LinkId, LinkName, MessageRoom,
-        NicKeys, Pinned, Post, Quiet, Receipts, Token, WorkRequest,
+        NicKeys, Pinned, Post, RegionRelease, Receipts, Token, WorkRequest,
     },
     memory::RegionMemory,
     time::Time,
@@ -81,7 +81,7 @@ impl Domain for SimDomain {
         Ok(NicKeys::new())
     }
 
-    fn deregister(&mut self, index: u32) -> Quiet {
+    fn deregister(&mut self, index: u32) -> RegionRelease {
         let mut world = self.world.lock();
         if let Some(node) = world.nodes.get_mut(&self.port) {
             // As with a NIC, later deliveries find an invalid key.

@@ -25,7 +25,7 @@ use crate::{
     api::{Endpoint, EngineAddress, EngineId, RegionKey, TransportKind},
     domain::{
         Aperture, Assist, Caps, Completion, Data, Domain, DomainError, LinkId, LinkName,
-        MessageRoom, NicKeys, Pinned, Post, Quiet, Receipt, Receipts, Token, WakeFds, WorkRequest,
+        MessageRoom, NicKeys, Pinned, Post, RegionRelease, Receipt, Receipts, Token, WakeFds, WorkRequest,
     },
     memory::{
         device::{Lanes, Nature},
@@ -182,7 +182,7 @@ impl<D: ControlChannel> Staged<D> {
                         self.on_transfer_done(token, result);
                     }
                 }
-                Completion::RegionQuiet { index } if index & HIDDEN != 0 => {
+                Completion::RegionReleased { index } if index & HIDDEN != 0 => {
                     let index = *index;
                     self.closing_windows.retain(|w| w.key.index != index);
                     out.remove(i);
@@ -277,7 +277,7 @@ impl<D: ControlChannel> Domain for Staged<D> {
         Ok(NicKeys::new())
     }
 
-    fn deregister(&mut self, index: u32) -> Quiet {
+    fn deregister(&mut self, index: u32) -> RegionRelease {
         match self.deregister_staged(index) {
             Some(quiet) => quiet,
             None => self.inner.deregister(index),

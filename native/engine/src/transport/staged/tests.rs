@@ -10,7 +10,7 @@ use crate::{
     api::{EngineAddress, EngineConfig, EngineId, PageIndices, RailKeys, RegionKey, TransportKind},
     domain::{
         Admit, Completion, Count, Data, Domain, DomainError, LinkId, LocalAddr, MessageRoom, Post,
-        Quiet, Seq, Token, WorkRequest,
+        RegionRelease, Seq, Token, WorkRequest,
     },
     memory::{
         file::{FileQueue, Means},
@@ -264,7 +264,7 @@ fn mr_2_and_mr_3_hold_at_the_owner() {
     assert!(matches!(&a.done[&0], Err(DomainError::Refused(_))), "{:?}", a.done);
     assert!(matches!(&a.done[&1], Err(DomainError::Refused(_))), "{:?}", a.done);
     assert!(matches!(&a.done[&2], Err(DomainError::Stale(_))), "{:?}", a.done);
-    assert_eq!(b.domain.deregister(0), Quiet::Now);
+    assert_eq!(b.domain.deregister(0), RegionRelease::Now);
     a.post(3, &write(key, 0));
     drive(&mut a, &mut b, "a refusal", |a, _| a.done.len() == 4);
     assert!(matches!(&a.done[&3], Err(DomainError::Stale(_))), "{:?}", a.done);

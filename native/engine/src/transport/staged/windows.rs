@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{
     api::RegionKey,
-    domain::{Completion, Count, DomainError, LinkId, Quiet},
+    domain::{Completion, Count, DomainError, LinkId, RegionRelease},
     memory::{
         device::{Pinned, Ticket},
         Backing, RegionMemory, HIDDEN,
@@ -128,7 +128,7 @@ impl<D: ControlChannel> Staged<D> {
             drop(copy);
             if self.retiring.contains(&index) && !self.is_copying_region(index) {
                 self.retiring.retain(|r| *r != index);
-                out.push(Completion::RegionQuiet { index });
+                out.push(Completion::RegionReleased { index });
             }
         }
         progressed
@@ -140,21 +140,21 @@ impl<D: ControlChannel> Staged<D> {
     }
 
     /// Deregisters a staged region; `None` if it isn't one.
-    pub(super) fn deregister_staged(&mut self, index: u32) -> Option<Quiet> {
+    pub(super) fn deregister_staged(&mut self, index: u32) -> Option<RegionRelease> {
         self.book.remove(index)?;
         if !self.is_copying_region(index) {
-            return Some(Quiet::Now);
+            return Some(RegionRelease::Now);
         }
         self.retiring.push(index);
-        Some(Quiet::Later)
+        Some(RegionRelease::Later)
     }
 
     /// Deregisters a window that no copy uses any more.
     pub(super) fn release_window(&mut self, window: Window) {
         match self.inner.deregister(window.key.index) {
-            Quiet::Now => drop(window),
+            RegionRelease::Now => drop(window),
             // Until the transport reports that the peer has released it.
-            Quiet::Later => self.closing_windows.push(window),
+            RegionRelease::Later => self.closing_windows.push(window),
         }
     }
 }

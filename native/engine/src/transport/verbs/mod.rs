@@ -55,7 +55,7 @@ use crate::{
     api::{Endpoint, EngineAddress, TransportKind},
     domain::{
         Caps, Completion, Domain, DomainError, LinkId, LinkName, MessageRoom, NicKeys, Pinned,
-        Pinner, Post, Quiet, Receipts, Token, WakeFds, WorkRequest,
+        Pinner, Post, RegionRelease, Receipts, Token, WakeFds, WorkRequest,
     },
     memory::RegionMemory,
     time::Time,
@@ -296,16 +296,16 @@ impl Domain for VerbsDomain {
         self.regions.add(&self.device, region, pinned)
     }
 
-    fn deregister(&mut self, index: u32) -> Quiet {
+    fn deregister(&mut self, index: u32) -> RegionRelease {
         match self.regions.remove(index) {
-            Deregistration::Done => Quiet::Now,
+            Deregistration::Done => RegionRelease::Now,
             Deregistration::Deferred(region) => {
                 self.helper.run(JobOrigin::Local, move || {
                     HelperResult::RegionReleased(index, region.release())
                 });
-                Quiet::Later
+                RegionRelease::Later
             }
-            Deregistration::Failed => Quiet::Later,
+            Deregistration::Failed => RegionRelease::Later,
         }
     }
 

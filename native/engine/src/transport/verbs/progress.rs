@@ -209,7 +209,7 @@ impl VerbsDomain {
                 }
                 HelperResult::SideConnected(id, stream) => self.on_side_connected(id, stream),
                 HelperResult::RegionReleased(index, true) => {
-                    self.completions.push(Completion::RegionQuiet { index });
+                    self.completions.push(Completion::RegionReleased { index });
                 }
                 HelperResult::RegionReleased(_, false) => {}
             }
