@@ -214,7 +214,7 @@ pub enum Completion {
         /// Which endpoint of the peer's address is at the other end.
         endpoint: usize,
         name: LinkName,
-        note: String,
+        description: String,
     },
     /// Every token of this link has been completed, and every count reported, before this.
     LinkDown {

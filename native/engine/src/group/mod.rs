@@ -304,14 +304,14 @@ impl Group {
                 Some(peer) => sink.message(self.peers[*peer as usize].address.id, message),
                 None => tracing::error!(rail, link, "a message came by a link that is not up"),
             },
-            Completion::LinkUp { link, peer, endpoint, name, note } => {
+            Completion::LinkUp { link, peer, endpoint, name, description } => {
                 let key = self.peer(&peer.address);
                 self.links.insert((rail, link), key);
-                self.recorder.event(EventKind::LinkUp, key, Some(rail), || note.clone());
+                self.recorder.event(EventKind::LinkUp, key, Some(rail), || description.clone());
                 let route = &mut self.peers[key as usize];
                 // What was told before may have been wrong; this is authentic.
                 route.address = peer.address;
-                let said = (note, peer.version);
+                let said = (description, peer.version);
                 route.up(now, Pair { rail, endpoint }, (link, name), said, rails);
                 for pair in route.take_failed(rails) {
                     self.returns.insert((route.returns.miss(now, pair), key));

@@ -75,7 +75,7 @@ pub(super) struct Link {
     /// Writes with a count that the peer has acknowledged.
     pub acked: u64,
     pub gauge: Gauge,
-    note: String,
+    description: String,
     version: Option<u16>,
 }
 
@@ -83,7 +83,7 @@ impl Link {
     /// A line about it, for `explain`.
     fn said(&self, rail: &dyn Domain) -> String {
         let version = self.version.map(|v| format!("wire version {v}; ")).unwrap_or_default();
-        format!("{}; {version}{}", self.note, rail.describe(self.id))
+        format!("{}; {version}{}", self.description, rail.describe(self.id))
     }
 }
 
@@ -344,13 +344,13 @@ impl Route {
         now: Time,
         pair: Pair,
         (id, name): (LinkId, LinkName),
-        (note, version): (String, Option<u16>),
+        (description, version): (String, Option<u16>),
         rails: &Rails,
     ) {
         let ours = self.tried(pair.rail, id).is_some();
         self.returns.up(now, pair);
         let gauge = Gauge::new(now);
-        self.links.push(Link { pair, id, name, ours, acked: 0, gauge, note, version });
+        self.links.push(Link { pair, id, name, ours, acked: 0, gauge, description, version });
         self.links.sort_by_key(|l| (l.pair.rail, l.pair.endpoint));
         self.count_active(rails);
         self.state = State::Up;

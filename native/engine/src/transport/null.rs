@@ -76,7 +76,7 @@ impl Domain for NullDomain {
             peer,
             endpoint: 0,
             name: 0,
-            note: "null link".into(),
+            description: "null link".into(),
         }));
         out.len() > n
     }

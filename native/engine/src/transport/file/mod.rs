@@ -274,7 +274,7 @@ impl Domain for FileDomain {
             peer: PeerIdentity { address: own, version: None },
             endpoint,
             name: u64::from(link),
-            note: "this engine itself".into(),
+            description: "this engine itself".into(),
         });
         self.lanes.wake();
         Ok(link)

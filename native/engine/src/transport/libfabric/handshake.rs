@@ -304,8 +304,8 @@ impl LibfabricDomain {
         let nic = format!("{} ({})", self.offer.domain, self.offer.provider);
         let Some(l) = self.link(id) else { return };
         let (peer, endpoint) = (l.peer.clone(), l.endpoint);
-        let note = format!("handshake from {nic} with {}", l.remote.label());
-        self.completions.push(Completion::LinkUp { link: id, peer, endpoint, name: 0, note });
+        let description = format!("handshake from {nic} with {}", l.remote.label());
+        self.completions.push(Completion::LinkUp { link: id, peer, endpoint, name: 0, description });
     }
 
     fn on_handshake_failed(&mut self, key: (Exchange, bool), failure: Failure) {

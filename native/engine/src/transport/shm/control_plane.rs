@@ -245,9 +245,9 @@ impl ShmDomain {
                 Frame::Setup(setup) => {
                     link.open(&setup, fds).map_err(silent)?;
                     link.peer = Some(peer.id());
-                    let note = "shared-memory handshake".to_owned();
+                    let description = "shared-memory handshake".to_owned();
                     let endpoint = peer.address.first_of(self.kind);
-                    out.push(Completion::LinkUp { link: id, peer, endpoint, name: 0, note });
+                    out.push(Completion::LinkUp { link: id, peer, endpoint, name: 0, description });
                     Ok(())
                 }
                 _ => Err(silent(DomainError::Handshake("expected the setup frame".into()))),

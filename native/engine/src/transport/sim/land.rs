@@ -377,6 +377,6 @@ fn up(link: LinkId, address: crate::api::EngineAddress, of: Port, name: LinkName
         peer: PeerIdentity { address, version: None },
         endpoint: of.rail.into(),
         name,
-        note: "simulated".to_owned(),
+        description: "simulated".to_owned(),
     }
 }

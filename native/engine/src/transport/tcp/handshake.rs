@@ -358,9 +358,9 @@ impl TcpDomain {
         link.peer = Some(peer.clone());
         if link.is_complete() {
             (link.received_at, link.sent_at) = (now, now);
-            let note = format!("handshake with {}", pending.remote);
+            let description = format!("handshake with {}", pending.remote);
             let (endpoint, name) = (peer.address.first_of(TransportKind::Tcp), link.name());
-            self.completions.push(Completion::LinkUp { link: id, peer, endpoint, name, note });
+            self.completions.push(Completion::LinkUp { link: id, peer, endpoint, name, description });
         } else if link.initiator && index == 0 {
             let n = link.streams.len();
             let addr: Option<SocketAddr> = pending.remote.parse().ok();

@@ -371,9 +371,9 @@ impl VerbsDomain {
         // The first frame confirms the acceptor's answer.
         link.channel.heartbeat();
         let transport = if by_tcp { "TCP" } else { "datagram" };
-        let note = format!("handshake with {} by {transport}", link.remote.label());
+        let description = format!("handshake with {} by {transport}", link.remote.label());
         self.install_link(id, link);
-        self.completions.push(Completion::LinkUp { link: id, peer, endpoint, name, note });
+        self.completions.push(Completion::LinkUp { link: id, peer, endpoint, name, description });
     }
 
     /// Drops an attempt and reports its link as down.

@@ -74,8 +74,8 @@ impl VerbsDomain {
         // The handshake is done: the initiator has the last answer.
         self.accepts.retain(|_, v| !v.is_done_for(id));
         let Some(link) = self.link(id) else { return };
-        let note = format!("{} connected", link.remote.label());
-        self.completions.push(Completion::LinkUp { link: id, peer, endpoint, name, note });
+        let description = format!("{} connected", link.remote.label());
+        self.completions.push(Completion::LinkUp { link: id, peer, endpoint, name, description });
     }
 
     fn on_frame(&mut self, id: LinkId, slot: u32, len: usize) -> Result<(), DomainError> {
