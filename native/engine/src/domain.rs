@@ -4,14 +4,14 @@
 //! counters, and promises nothing about order.
 
 mod aperture;
-mod landed;
+mod completed_numbers;
 
 use std::{any::Any, fmt, sync::Arc};
 
 pub use crate::error::DomainError;
 pub(crate) use aperture::Held;
 pub use aperture::{Aperture, Stay};
-pub use landed::Landed;
+pub use completed_numbers::CompletedNumbers;
 use smallvec::SmallVec;
 
 use crate::{
@@ -169,7 +169,7 @@ pub enum Receipt {
     /// others.
     InOrder(u64),
     /// These work requests, by the numbers that the link gave them, and no others in part or whole.
-    Landed(Landed),
+    Numbered(CompletedNumbers),
 }
 
 /// Which receipts a domain's links end with, if they can be lost while their peer lives.

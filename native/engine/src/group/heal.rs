@@ -119,8 +119,8 @@ impl Healing {
         match receipt.map(|(_, r)| r) {
             None | Some(Receipt::Unknown) => Arrived::Unknown,
             Some(Receipt::InOrder(n)) => Arrived::InOrder(*n),
-            Some(Receipt::Landed(landed)) => {
-                let each: Option<Vec<bool>> = numbers.iter().map(|n| landed.contains(*n)).collect();
+            Some(Receipt::Numbered(completed)) => {
+                let each: Option<Vec<bool>> = numbers.iter().map(|n| completed.contains(*n)).collect();
                 each.map_or(Arrived::Unknown, Arrived::These)
             }
         }

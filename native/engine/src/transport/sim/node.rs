@@ -9,7 +9,7 @@ use std::{
 use super::wire::Scheduled;
 use crate::{
     api::{EngineAddress, EngineId},
-    domain::{Completion, Count, DomainError, Landed, LinkId, LinkName, Receipt, Receipts, Token},
+    domain::{Completion, Count, DomainError, CompletedNumbers, LinkId, LinkName, Receipt, Receipts, Token},
     memory::RegionBook,
 };
 
@@ -27,7 +27,7 @@ pub(crate) type Side = (Port, LinkId);
 pub(crate) struct End {
     pub remote: Side,
     pub name: LinkName,
-    landed: Landed,
+    completed: CompletedNumbers,
     /// Number of counted writes.
     counted: u64,
     /// Work posted here and not completed, with its numbers.
@@ -42,7 +42,7 @@ impl End {
         Self {
             remote,
             name,
-            landed: Landed::default(),
+            completed: CompletedNumbers::default(),
             begun: 0,
             failed: Vec::new(),
             counted: 0,
@@ -63,13 +63,13 @@ impl End {
 
     /// This end has carried out work of the other end.
     pub fn on_executed(&mut self, number: u64, done: bool) {
-        self.landed.note(number, done);
+        self.completed.record(number, done);
     }
 
     fn receipt(self, receipts: Receipts) -> Receipt {
         match receipts {
             Receipts::InOrder => Receipt::InOrder(self.counted),
-            Receipts::Numbered => Receipt::Landed(self.landed),
+            Receipts::Numbered => Receipt::Numbered(self.completed),
             Receipts::None => Receipt::Unknown,
         }
     }

@@ -248,7 +248,7 @@ impl World {
         let mut next = self.scheduled.remove(due.place);
         self.clock.fetch_max(next.at, SeqCst);
         let Some(route) = next.route else {
-            self.note(&next);
+            self.record(&next);
             return Some(next.event);
         };
         if !matches!(next.event, Event::Connect { .. }) {
@@ -277,11 +277,11 @@ impl World {
                 return None;
             }
         }
-        self.note(&next);
+        self.record(&next);
         Some(next.event)
     }
 
-    fn note(&mut self, happened: &Scheduled) {
+    fn record(&mut self, happened: &Scheduled) {
         let rail = happened.route.map_or(0, |w| u64::from(w.to.rail) + 1);
         for word in [happened.at, happened.order, rail] {
             self.digest = (self.digest.rotate_left(5) ^ word).wrapping_mul(0x517c_c1b7_2722_0a95);

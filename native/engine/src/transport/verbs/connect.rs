@@ -81,7 +81,7 @@ pub(super) struct ConnectAttempt {
     reassembly: Reassembly,
     pub cq_slot: Option<CqSlot>,
     /// Failures on the way, for the error.
-    notes: Vec<String>,
+    failures: Vec<String>,
 }
 
 impl ConnectAttempt {
@@ -152,7 +152,7 @@ impl VerbsDomain {
             side: None,
             reassembly: Reassembly::default(),
             cq_slot: None,
-            notes: Vec::new(),
+            failures: Vec::new(),
         };
         let id = self.add_slot(State::Opening(Box::new(attempt)))?;
         self.attempts.insert(exchange, id);
@@ -223,7 +223,7 @@ impl VerbsDomain {
                 a.side = Some(key);
                 self.send_message(id);
             }
-            Err(why) => a.notes.push(format!("by TCP: {why}")),
+            Err(why) => a.failures.push(format!("by TCP: {why}")),
         }
     }
 
@@ -403,11 +403,11 @@ impl VerbsDomain {
                 continue;
             }
             if a.deadline <= now {
-                let mut notes = std::mem::take(&mut a.notes);
-                notes.insert(0, "by datagram: no answer in time".into());
+                let mut failures = std::mem::take(&mut a.failures);
+                failures.insert(0, "by datagram: no answer in time".into());
                 let remote = a.remote.label();
                 let why =
-                    format!("{} at {remote} did not answer: {}", a.peer.label(), notes.join("; "));
+                    format!("{} at {remote} did not answer: {}", a.peer.label(), failures.join("; "));
                 self.drop_attempt(id, DomainError::Gone(why));
                 continue;
             }
