@@ -232,7 +232,7 @@ pub enum Completion {
         receipt: Receipt,
     },
     /// What the peer's group has to say to ours.
-    Note {
+    GroupFrame {
         link: LinkId,
         frame: Vec<u8>,
     },
@@ -285,7 +285,7 @@ pub type Pinned = Box<dyn Any + Send>;
 pub type NicKeys = SmallVec<[RailKey; 1]>;
 
 /// Bytes of a frame between groups.
-pub const MAX_NOTE: usize = 2048;
+pub const MAX_GROUP_FRAME: usize = 2048;
 
 /// File descriptors whose readiness means that a poll will find something.
 pub type WakeFds = SmallVec<[std::os::fd::RawFd; 2]>;
@@ -358,9 +358,9 @@ pub trait Domain: Send {
         Receipts::None
     }
 
-    /// Sends a frame of at most [`MAX_NOTE`] bytes beside the link's traffic, in order, not held up
+    /// Sends a frame of at most [`MAX_GROUP_FRAME`] bytes beside the link's traffic, in order, not held up
     /// by messages that wait for room; forgotten if the link is going down.
-    fn note(&mut self, _link: LinkId, _frame: Vec<u8>) {}
+    fn send_group_frame(&mut self, _link: LinkId, _frame: Vec<u8>) {}
 
     /// A new request begins: a domain that moves bytes itself may spend its time per call anew.
     /// `flush` follows when all of the request was posted.

@@ -57,7 +57,7 @@ pub fn values(bytes: &[u8]) {
             let Ok(c) = CounterRef::from_bytes(&sealed(b"FRct", body)) else { return };
             assert_eq!(CounterRef::from_bytes(&c.to_bytes()), Ok(c));
         }
-        3 => crate::group::fuzz_note(body),
+        3 => crate::group::fuzz_group_message(body),
         5 => {
             let Ok(d) = SegmentDescriptor::from_bytes(&sealed(b"FRsg", body)) else { return };
             assert!(d.parts.iter().all(|p| p.at + p.len <= d.len()));
@@ -196,7 +196,7 @@ mod tests {
                 ("address", numbered(0, &owner.to_bytes())),
                 ("region", numbered(1, &region.to_bytes())),
                 ("counter", numbered(2, &counter.to_bytes())),
-                ("note", numbered(3, &crate::group::sample_note())),
+                ("group-message", numbered(3, &crate::group::sample_group_message())),
                 ("endpoint", numbered(4, &data)),
                 ("whole", owner.to_bytes()),
             ]

@@ -1,8 +1,8 @@
 //! Credits against incast: a receiver divides what may be under way to it among those who send much.
 //!
 //! A sender with much under way says so, again and again while that lasts; the receiver answers with the
-//! sender's credit. Nothing depends on a note's arrival: one that is lost is followed by the next. Small
-//! work neither asks nor waits, and over transports that carry no notes there are no credits.
+//! sender's credit. Nothing depends on the arrival of a message: one that is lost is followed by the next. Small
+//! work neither asks nor waits, and over transports that carry no group frames there are no credits.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -10,7 +10,7 @@ use std::{
 };
 
 use super::{
-    notes::Note,
+    messages::GroupMessage,
     policy::admit::credit,
     route::{PeerKey, State},
     Group, Rails,
@@ -52,7 +52,7 @@ impl Group {
         if !route.asking && route.under_way.total() >= MUCH {
             route.asking = true;
             self.credits.asking.insert((now.after(AGAIN), peer));
-            self.tell(peer, &Note::Want(true), rails);
+            self.send_message(peer, &GroupMessage::Want(true), rails);
         }
     }
 
@@ -71,7 +71,7 @@ impl Group {
                     route.backlog.try_again();
                 }
             }
-            self.tell(peer, &Note::Want(wants), rails);
+            self.send_message(peer, &GroupMessage::Want(wants), rails);
         }
     }
 
@@ -86,7 +86,7 @@ impl Group {
         if wants {
             // The others are told when they ask again. Who is told more than once wouldn't pay for it.
             let share = credit(self.policy.receive_window, senders.len());
-            self.tell(peer, &Note::Credit(share), rails);
+            self.send_message(peer, &GroupMessage::Credit(share), rails);
         }
     }
 
@@ -99,14 +99,14 @@ impl Group {
         }
     }
 
-    /// Sends a note by any link that carries notes.
-    fn tell(&mut self, peer: PeerKey, note: &Note, rails: &mut Rails) {
+    /// Sends a message over any link that carries group frames.
+    fn send_message(&mut self, peer: PeerKey, message: &GroupMessage, rails: &mut Rails) {
         let route = &self.peers[peer as usize];
         if route.state != State::Up {
             return;
         }
         let able = |rail: usize| self.policy.receipts(&*rails[rail]) != Receipts::None;
         let Some(link) = route.active().iter().find(|l| able(l.pair.rail)) else { return };
-        rails[link.pair.rail].note(link.id, note.encode());
+        rails[link.pair.rail].send_group_frame(link.id, message.encode());
     }
 }

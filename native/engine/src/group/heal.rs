@@ -12,7 +12,7 @@ use super::{
     backlog::Waiting,
     ledger::Slice,
     missing::{self, Share},
-    notes::{Arrived, Note, MAX_NUMBERS},
+    messages::{Arrived, GroupMessage, MAX_NUMBERS},
     route::{Link, PeerKey, Route, State},
     slices::BoundOp,
     Group, GroupEvents, Rails, TransferKey,
@@ -209,12 +209,12 @@ impl Group {
             let numbered = entry.kind == Receipts::Numbered;
             let slices = entry.slices.iter().filter(|_| numbered);
             let numbers = slices.filter_map(|s| s.number).collect();
-            let note = Note::Lost { id: entry.id, name: entry.name, numbers };
-            rails[via.0].note(via.1, note.encode());
+            let message = GroupMessage::Lost { id: entry.id, name: entry.name, numbers };
+            rails[via.0].send_group_frame(via.1, message.encode());
         }
     }
 
-    pub(super) fn on_note(
+    pub(super) fn on_group_frame(
         &mut self,
         now: Time,
         via: (usize, LinkId),
@@ -223,19 +223,19 @@ impl Group {
         sink: &dyn GroupEvents,
     ) {
         let Some(peer) = self.links.get(&via).copied() else { return };
-        match Note::decode(frame) {
-            Ok(Note::Lost { id, name, numbers }) if numbers.len() <= MAX_NUMBERS => {
+        match GroupMessage::decode(frame) {
+            Ok(GroupMessage::Lost { id, name, numbers }) if numbers.len() <= MAX_NUMBERS => {
                 self.on_question(peer, Question { id, name, numbers, via }, rails);
             }
-            Ok(Note::Ended { id, came }) => {
+            Ok(GroupMessage::Ended { id, came }) => {
                 let unresolved = &mut self.peers[peer as usize].healing.unresolved;
                 let Some(at) = unresolved.iter().position(|l| l.id == id) else { return };
                 let entry = unresolved.remove(at);
                 self.resolve(now, peer, entry, came, rails, sink);
             }
-            Ok(Note::Want(wants)) => self.on_want(now, peer, wants, rails),
-            Ok(Note::Credit(bytes)) => self.on_credit(peer, bytes),
-            Ok(Note::Lost { .. }) => rails[via.0].disconnect(via.1, "it asks for too much at once"),
+            Ok(GroupMessage::Want(wants)) => self.on_want(now, peer, wants, rails),
+            Ok(GroupMessage::Credit(bytes)) => self.on_credit(peer, bytes),
+            Ok(GroupMessage::Lost { .. }) => rails[via.0].disconnect(via.1, "it asks for too much at once"),
             Err(e) => rails[via.0].disconnect(via.1, &e.to_string()),
         }
     }
@@ -294,8 +294,8 @@ impl Group {
         if self.links.contains_key(&question.via) {
             let healing = &self.peers[peer as usize].healing;
             let came = healing.arrived(question.name, &question.numbers);
-            let note = Note::Ended { id: question.id, came };
-            rails[question.via.0].note(question.via.1, note.encode());
+            let message = GroupMessage::Ended { id: question.id, came };
+            rails[question.via.0].send_group_frame(question.via.1, message.encode());
         }
     }
 

@@ -126,7 +126,7 @@ impl Group {
             return self.lose(peer, error, sink);
         }
         tracing::debug!(peer = %route.address.label(), %cause, "the last link is lost; connecting anew");
-        // The next transport may have no notes.
+        // The next transport may carry no group frames.
         (route.asking, route.credit) = (false, u64::MAX);
         // What is left of the time in which a death must be told, after the link took its share of it.
         let until = now.after(self.policy.peer_timeout * 2 / 5);

@@ -12,7 +12,7 @@ mod lanes;
 mod ledger;
 mod links;
 mod missing;
-mod notes;
+mod messages;
 mod peers;
 pub mod policy;
 mod recorder;
@@ -43,9 +43,9 @@ use backlog::{Backlog, Waiting};
 use credit::Credits;
 use ledger::Ledger;
 #[cfg(any(test, fuzzing))]
-pub(crate) use notes::fuzz_note;
+pub(crate) use messages::fuzz_group_message;
 #[cfg(test)]
-pub(crate) use notes::sample_note;
+pub(crate) use messages::sample_group_message;
 use peers::Peers;
 use recorder::Recorder;
 pub use route::Verdict;
@@ -325,8 +325,8 @@ impl Group {
             Completion::Unused { peer, name, receipt } => {
                 self.on_unused(now, &peer.address, (name, receipt), rails);
             }
-            Completion::Note { link, frame } => {
-                self.on_note(now, (rail, link), &frame, rails, sink);
+            Completion::GroupFrame { link, frame } => {
+                self.on_group_frame(now, (rail, link), &frame, rails, sink);
             }
             Completion::RegionReleased { index } => sink.region_released(rail, index),
         }

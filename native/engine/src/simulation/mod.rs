@@ -146,8 +146,8 @@ impl SimNet {
     }
 
     /// Frames between groups that have arrived so far.
-    pub fn notes(&self) -> u64 {
-        self.world.lock().notes
+    pub fn group_frames(&self) -> u64 {
+        self.world.lock().group_frames
     }
 
     /// From now on, what becomes of each work request is noted.

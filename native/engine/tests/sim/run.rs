@@ -44,7 +44,7 @@ pub struct Outcome {
     pub met: u32,
     pub unmet: u32,
     /// Frames between groups, which healing sends.
-    pub notes: u64,
+    pub group_frames: u64,
 }
 
 pub struct Run<'a> {
@@ -70,8 +70,8 @@ pub struct Run<'a> {
 pub fn run(case: &Case) -> Result<Outcome, Violation> {
     let mut run = Run::new(case);
     run.go()?;
-    let (digest, notes) = (run.net.digest(), run.net.notes());
-    Ok(Outcome { digest, notes, ..run.outcome })
+    let (digest, group_frames) = (run.net.digest(), run.net.group_frames());
+    Ok(Outcome { digest, group_frames, ..run.outcome })
 }
 
 impl<'a> Run<'a> {

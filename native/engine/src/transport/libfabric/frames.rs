@@ -94,7 +94,7 @@ impl LibfabricDomain {
                 self.on_fence_answered(id, number);
                 self.release_quiesced();
             }
-            Ok(FrameEvent::Note(_)) => {}
+            Ok(FrameEvent::GroupFrame(_)) => {}
             Ok(FrameEvent::Close { reason, .. }) => {
                 let (quiesced, reason) = match reason.strip_prefix(QUIESCED_PREFIX) {
                     Some(rest) => (true, rest.to_owned()),

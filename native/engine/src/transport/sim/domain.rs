@@ -137,10 +137,10 @@ impl Domain for SimDomain {
         self.world.lock().config.receipts()
     }
 
-    fn note(&mut self, link: LinkId, frame: Vec<u8>) {
+    fn send_group_frame(&mut self, link: LinkId, frame: Vec<u8>) {
         let mut world = self.world.lock();
         if let Some((to, name)) = self.remote_end(&world, link) {
-            world.send(self.route(to.0, name), 0, Event::Note { to, frame });
+            world.send(self.route(to.0, name), 0, Event::GroupFrame { to, frame });
         }
     }
 

@@ -74,9 +74,9 @@ impl Free {
     /// Indices of pending events that no other event must precede.
     fn ready(&self, ordered: bool) -> Vec<usize> {
         let lane = |p: &Pending| p.route.map(|w| (w.name, w.from));
-        let is_note = |p: &Pending| matches!(p.event, Event::Note { .. });
+        let is_group_frame = |p: &Pending| matches!(p.event, Event::GroupFrame { .. });
         let behind = |a: &Pending, b: &Pending| {
-            lane(a).is_some() && lane(a) == lane(b) && (ordered || is_note(a) && is_note(b))
+            lane(a).is_some() && lane(a) == lane(b) && (ordered || is_group_frame(a) && is_group_frame(b))
         };
         let free = |i: &usize| {
             let p = &self.pending[*i];
@@ -101,7 +101,7 @@ impl Event {
         match self {
             Event::Land { job, .. } => Ok(job.to),
             Event::Fetched { job, .. } => Ok(job.from),
-            Event::Done { to, .. } | Event::Message { to, .. } | Event::Note { to, .. } => Ok(*to),
+            Event::Done { to, .. } | Event::Message { to, .. } | Event::GroupFrame { to, .. } => Ok(*to),
             Event::Connect { to, .. } => Err(*to),
             Event::Cut { at, .. } | Event::WorkFails { at, .. } => Ok(*at),
         }
@@ -190,7 +190,7 @@ impl World {
                         Event::Message { to, .. } => {
                             format!("a message arrives at {at} by {}", by(to.1))
                         }
-                        Event::Note { to, .. } => format!("a note arrives at {at} by {}", by(to.1)),
+                        Event::GroupFrame { to, .. } => format!("a group frame arrives at {at} by {}", by(to.1)),
                         Event::Connect { from, .. } => format!("{} connects to {at}", node(*from)),
                         Event::Cut { at: (_, link), .. } => {
                             format!("{at} finds {} lost", by(*link))

@@ -318,11 +318,11 @@ impl World {
         }
     }
 
-    pub(crate) fn deliver_note(&mut self, to: Side, frame: Vec<u8>) {
+    pub(crate) fn deliver_group_frame(&mut self, to: Side, frame: Vec<u8>) {
         let Some(node) = self.nodes.get_mut(&to.0) else { return };
         if node.links.contains_key(&to.1) {
-            node.inbox.push_back(Completion::Note { link: to.1, frame });
-            self.notes += 1;
+            node.inbox.push_back(Completion::GroupFrame { link: to.1, frame });
+            self.group_frames += 1;
         }
     }
 

@@ -49,7 +49,7 @@ pub(crate) enum Event {
         number: u64,
         message: Arc<[u8]>,
     },
-    Note {
+    GroupFrame {
         to: Side,
         frame: Vec<u8>,
     },
@@ -100,9 +100,9 @@ struct Due {
 #[derive(Default)]
 struct Lane {
     sent_at: u64,
-    /// Lower bounds for arrivals on an ordered link, and for notes of any link.
+    /// Lower bounds for arrivals on an ordered link, and for group_frames of any link.
     last: u64,
-    last_note: u64,
+    last_group_frame: u64,
 }
 
 /// Two parts of the network that can't communicate.
@@ -118,7 +118,7 @@ pub(crate) struct World {
     pub stalls: HashMap<LinkName, u64>,
     pub partitions: Vec<Partition>,
     /// Number of frames between groups that have arrived.
-    pub notes: u64,
+    pub group_frames: u64,
     pub trace: Option<Trace>,
     /// Engines that have something to process.
     pub stirred: BTreeSet<EngineId>,
@@ -142,7 +142,7 @@ impl World {
             nodes: Nodes::default(),
             stalls: HashMap::new(),
             partitions: Vec::new(),
-            notes: 0,
+            group_frames: 0,
             trace: None,
             stirred: BTreeSet::new(),
             apertures: Apertures::default(),
@@ -230,9 +230,9 @@ impl World {
             at = at.max(lane.last);
             lane.last = at;
         }
-        if matches!(event, Event::Note { .. }) {
-            at = at.max(lane.last_note);
-            lane.last_note = at;
+        if matches!(event, Event::GroupFrame { .. }) {
+            at = at.max(lane.last_group_frame);
+            lane.last_group_frame = at;
         }
         self.push(at, Some(route), bytes, event);
     }
@@ -260,7 +260,7 @@ impl World {
         let free_at = self.blocked(route);
         if free_at > next.at {
             // Ordered deliveries keep their order among those that wait.
-            let jitter = match self.config.ordered || matches!(next.event, Event::Note { .. }) {
+            let jitter = match self.config.ordered || matches!(next.event, Event::GroupFrame { .. }) {
                 true => 0,
                 false => self.delay(),
             };
@@ -325,7 +325,7 @@ impl World {
             Event::Message { from, to, token, number, message } => {
                 self.deliver_message((from, to), (token, number), message)
             }
-            Event::Note { to, frame } => self.deliver_note(to, frame),
+            Event::GroupFrame { to, frame } => self.deliver_group_frame(to, frame),
             Event::Connect { from, to, link } => self.link_up(from, to, link),
             Event::Cut { at, cause } => self.cut(at, &cause),
             Event::WorkFails { at, pick } => self.work_fails(at, pick),

@@ -215,8 +215,8 @@ impl<D: ControlChannel> Staged<D> {
 
     fn on_control(&mut self, link: LinkId, bytes: &[u8]) -> Result<(), DomainError> {
         let frame = Frame::decode(bytes)?;
-        if let Frame::Note(frame) = frame {
-            self.completions.push(Completion::Note { link, frame });
+        if let Frame::GroupFrame(frame) = frame {
+            self.completions.push(Completion::GroupFrame { link, frame });
             return Ok(());
         }
         // The other frames are about windows, which end with their link.
@@ -232,7 +232,7 @@ impl<D: ControlChannel> Staged<D> {
                 self.start_window_copy(link, (slot, chunk, inward), &pages, count)
             }
             Frame::CopyDone { chunk, result } => self.on_copy_done(link, chunk, result),
-            Frame::Note(_) => Ok(()),
+            Frame::GroupFrame(_) => Ok(()),
         }
     }
 }
@@ -321,8 +321,8 @@ impl<D: ControlChannel> Domain for Staged<D> {
         self.inner.receipts()
     }
 
-    fn note(&mut self, link: LinkId, frame: Vec<u8>) {
-        self.inner.send_control(link, Frame::Note(frame).encode());
+    fn send_group_frame(&mut self, link: LinkId, frame: Vec<u8>) {
+        self.inner.send_control(link, Frame::GroupFrame(frame).encode());
     }
 
     fn begin_request(&mut self) {

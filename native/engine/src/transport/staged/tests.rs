@@ -36,7 +36,7 @@ struct End<D> {
     done: HashMap<u32, Result<(), DomainError>>,
     counts: HashMap<u32, u32>,
     down: Option<DomainError>,
-    notes: Vec<Vec<u8>>,
+    group_frames: Vec<Vec<u8>>,
 }
 
 impl<D: ControlChannel> End<D> {
@@ -47,7 +47,7 @@ impl<D: ControlChannel> End<D> {
         let address = EngineAddress { id, name: "end".into(), endpoints };
         domain.announce(&address);
         let (link, done, counts, down) = (None, HashMap::new(), HashMap::new(), None);
-        Self { domain, address, link, done, counts, down, notes: Vec::new() }
+        Self { domain, address, link, done, counts, down, group_frames: Vec::new() }
     }
 
     /// Polls once; calls `at_count` at the moment a count is reported.
@@ -66,7 +66,7 @@ impl<D: ControlChannel> End<D> {
                 }
                 Completion::LinkUp { link, .. } => self.link = Some(link),
                 Completion::LinkDown { cause, .. } => self.down = Some(cause),
-                Completion::Note { frame, .. } => self.notes.push(frame),
+                Completion::GroupFrame { frame, .. } => self.group_frames.push(frame),
                 _ => {}
             }
         }
@@ -331,11 +331,11 @@ fn rs_4_nothing_starts_on_a_link_whose_end_is_reported() {
 }
 
 #[test]
-fn notes_pass_without_staging() {
+fn group_frames_pass_without_staging() {
     fn one<D: ControlChannel>(end: impl Fn(u8) -> End<D>) {
         let (mut a, mut b) = pair(end);
-        a.domain.note(a.link.unwrap(), vec![7; 9]);
-        drive(&mut a, &mut b, "a note", |_, b| b.notes == [vec![7; 9]]);
+        a.domain.send_group_frame(a.link.unwrap(), vec![7; 9]);
+        drive(&mut a, &mut b, "a group frame", |_, b| b.group_frames == [vec![7; 9]]);
     }
     one(tcp);
     one(shm);

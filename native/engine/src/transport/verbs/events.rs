@@ -118,8 +118,8 @@ impl VerbsDomain {
                 let text = format!("the peer closed the link: {reason}");
                 Err(if gone { DomainError::Gone(text) } else { DomainError::LinkDown(text) })
             }
-            FrameEvent::Note(frame) => {
-                self.completions.push(Completion::Note { link: id, frame });
+            FrameEvent::GroupFrame(frame) => {
+                self.completions.push(Completion::GroupFrame { link: id, frame });
                 Ok(())
             }
             // Reliable connections keep order, so a peer has no reason to send fences.

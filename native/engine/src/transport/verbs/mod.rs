@@ -352,9 +352,9 @@ impl Domain for VerbsDomain {
         Receipts::InOrder
     }
 
-    fn note(&mut self, link: LinkId, frame: Vec<u8>) {
+    fn send_group_frame(&mut self, link: LinkId, frame: Vec<u8>) {
         if let Some(l) = self.link(link) {
-            l.channel.note(frame);
+            l.channel.send_group_frame(frame);
             self.mark_dirty(link);
         }
     }
