@@ -145,7 +145,7 @@ fn mr_1_memory_is_in_use_until_the_last_is_quiet() {
     let first = a.submit(&[write(&src, &dst, 64)], Submit::default()).unwrap();
     pass(&mut net, 1000);
     assert!(first.is_done());
-    net.inject(&Fault::Stall { node: 0, rail: 0, nth: 0, lasts: 1_000_000 });
+    net.inject(&Fault::Stall { node: 0, rail: 0, link_index: 0, duration: 1_000_000 });
     let recorder = Arc::new(EventRecorder::default());
     let soon = Submit { timeout: Some(Duration::from_micros(100)), ..Submit::default() };
     a.submit_batch(&[write(&src, &dst, 64), write(&src, &dst, 65)], soon, recorder.clone()).unwrap();

@@ -474,7 +474,7 @@ impl Run {
     fn fault(&mut self) {
         let node = self.rng.usize(..self.ranks.len());
         let ms = |rng: &mut fastrand::Rng| rng.u64(..50) * MS;
-        let (rail, nth) = (self.rng.u8(..2), self.rng.u8(..4));
+        let (rail, link_index) = (self.rng.u8(..2), self.rng.u8(..4));
         let kind = self.rng.u32(..6);
         self.links |= kind > 0;
         let fault = match kind {
@@ -485,20 +485,20 @@ impl Run {
                 self.killed.push(node as u32);
                 return;
             }
-            1 => Fault::Stall { node: node as u8, rail, nth, lasts: self.rng.u64(..400) * MS },
+            1 => Fault::Stall { node: node as u8, rail, link_index, duration: self.rng.u64(..400) * MS },
             2 => {
-                let (pick, rest) = (self.rng.u32(..), ms(&mut self.rng));
-                Fault::WorkFails { node: node as u8, rail, nth, pick, rest }
+                let (work_index, link_down_after) = (self.rng.u32(..), ms(&mut self.rng));
+                Fault::WorkFails { node: node as u8, rail, link_index, work_index, link_down_after }
             }
             3 => Fault::Partition {
-                side: self.rng.u64(..),
-                told: self.rng.bool().then(|| ms(&mut self.rng)),
-                gone: self.rng.bool(),
-                lasts: self.rng.u64(..400) * MS,
+                isolated: self.rng.u64(..),
+                notice_after: self.rng.bool().then(|| ms(&mut self.rng)),
+                permanent: self.rng.bool(),
+                duration: self.rng.u64(..400) * MS,
             },
             _ => {
-                let (here, there) = (ms(&mut self.rng), ms(&mut self.rng));
-                Fault::LinkLost { node: node as u8, rail, nth, here, there }
+                let (local_delay, remote_delay) = (ms(&mut self.rng), ms(&mut self.rng));
+                Fault::LinkLost { node: node as u8, rail, link_index, local_delay, remote_delay }
             }
         };
         self.net.inject(&fault);

@@ -182,10 +182,10 @@ impl Sim {
         let fault = match change.what {
             What::Rate(gbits) => Fault::Slow { node, rail, rate: (gbits * 125.0) as u32 },
             What::Lost(ms) => {
-                let told = (ms * MS) as u64;
-                Fault::NicDown { node, rail, here: told, there: told }
+                let delay = (ms * MS) as u64;
+                Fault::NicDown { node, rail, local_delay: delay, remote_delay: delay }
             }
-            What::Silent => Fault::NicDown { node, rail, here: NEVER, there: NEVER },
+            What::Silent => Fault::NicDown { node, rail, local_delay: NEVER, remote_delay: NEVER },
             What::Back => Fault::NicUp { node, rail },
         };
         self.net.inject(&fault);

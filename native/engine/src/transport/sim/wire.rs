@@ -66,7 +66,7 @@ pub(crate) enum Event {
     /// One work request fails, and its link some time later.
     WorkFails {
         at: Side,
-        pick: u32,
+        work_index: u32,
     },
 }
 
@@ -328,7 +328,7 @@ impl World {
             Event::GroupFrame { to, frame } => self.deliver_group_frame(to, frame),
             Event::Connect { from, to, link } => self.link_up(from, to, link),
             Event::Cut { at, cause } => self.cut(at, &cause),
-            Event::WorkFails { at, pick } => self.work_fails(at, pick),
+            Event::WorkFails { at, work_index } => self.work_fails(at, work_index),
         }
     }
 }

@@ -93,7 +93,7 @@ impl<'a> Path<'a> {
             }
             Move::Crash(node) => {
                 self.left.crashes -= 1;
-                self.run.net.inject(&Fault::Crash { node, there: 0 });
+                self.run.net.inject(&Fault::Crash { node, remote_delay: 0 });
                 self.run.net.user_acts(1 - usize::from(node), u64::from(node) << 8);
                 self.run.end(node);
             }
