@@ -3,14 +3,14 @@
 //! A domain moves work requests and reports completions. It knows nothing of requests, retries or
 //! counters, and promises nothing about order.
 
-mod aperture;
+mod peer_mapping;
 mod completed_numbers;
 
 use std::{any::Any, fmt, sync::Arc};
 
 pub use crate::error::DomainError;
-pub(crate) use aperture::Held;
-pub use aperture::{Aperture, Stay};
+pub(crate) use peer_mapping::KeepAlive;
+pub use peer_mapping::{PeerMapping, StoreGuard};
 pub use completed_numbers::CompletedNumbers;
 use smallvec::SmallVec;
 
@@ -389,12 +389,12 @@ pub trait Domain: Send {
     ///
     /// # Errors
     /// Why it can't, in words.
-    fn aperture(
+    fn map_peer_region(
         &mut self,
         _link: LinkId,
         _key: RegionKey,
         _by: Option<i32>,
-    ) -> Result<Arc<Aperture>, String> {
+    ) -> Result<Arc<PeerMapping>, String> {
         Err(format!("{} has no memory of the peer's within reach", self.kind()))
     }
 

@@ -22,7 +22,7 @@ pub mod topology;
 pub mod transport;
 mod wake;
 
-pub use domain::{Aperture, Stay};
+pub use domain::{PeerMapping, StoreGuard};
 pub use engine::{
     Counter, Delivery, Expect, Explanation, Grant, Handle, BatchObserver, Local, Notify, Op, Outcome,
     Path, Peer, PeerGroup, Quiescence, Rail, Region, Remote, RemoteRegion, RemoteSegment, ScatterDst,

@@ -40,7 +40,7 @@ use self::{
 };
 use crate::{
     api::{CounterRef, EngineAddress, EngineId, Imm, RegionDescriptor, Span, TransportKind},
-    domain::Aperture,
+    domain::PeerMapping,
     group::Verdict,
     memory::device::DeviceWord,
     time::Time,
@@ -384,11 +384,11 @@ impl TransferEngine {
     ///
     /// # Errors
     /// The reason, as text.
-    pub fn aperture(
+    pub fn map_peer_region(
         &self,
         region: &RemoteRegion,
         by: Option<i32>,
-    ) -> std::result::Result<Arc<Aperture>, String> {
+    ) -> std::result::Result<Arc<PeerMapping>, String> {
         self.shared.check_open().map_err(|e| e.to_string())?;
         let part = "it is a part of a region; name the whole".to_owned();
         if region.offset != 0 {
@@ -396,7 +396,7 @@ impl TransferEngine {
         }
         let mut core = self.shared.lock().map_err(|e| e.to_string())?;
         let Core { group, domains, .. } = &mut *core;
-        let whole = group.aperture(region.peer.key, (region.key, by), domains)?;
+        let whole = group.map_peer_region(region.peer.key, (region.key, by), domains)?;
         match whole.len() <= region.len {
             true => Ok(whole),
             false => Err(part),

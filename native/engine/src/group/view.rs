@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{
     api::{RegionKey, TransportKind},
-    domain::Aperture,
+    domain::PeerMapping,
     flight::{Cursor, Metrics, PeerMetrics, RailMetrics, Records},
     time::Time,
     topology::Tier,
@@ -62,17 +62,17 @@ impl Group {
     ///
     /// # Errors
     /// Why it can't, by the last link that was asked.
-    pub fn aperture(
+    pub fn map_peer_region(
         &self,
         peer: PeerKey,
         (key, by): (RegionKey, Option<i32>),
         rails: &mut Rails,
-    ) -> Result<Arc<Aperture>, String> {
+    ) -> Result<Arc<PeerMapping>, String> {
         let links = self.peers.get(peer as usize).map_or(&[][..], Route::active);
         let none = Err("the peer is not connected".to_owned());
         links
             .iter()
-            .fold(none, |found, l| found.or_else(|_| rails[l.pair.rail].aperture(l.id, key, by)))
+            .fold(none, |found, l| found.or_else(|_| rails[l.pair.rail].map_peer_region(l.id, key, by)))
     }
 
     /// What was recorded since, and what goes on. Of peers the names, by which records call them.

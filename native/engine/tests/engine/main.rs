@@ -15,7 +15,7 @@ use fabric_engine::{
     TransferEngine,
 };
 
-mod apertures;
+mod peer_mappings;
 mod closing;
 mod request_batches;
 mod files;

@@ -415,8 +415,8 @@ impl Device {
             }
             let (first, all) = (cursor.1, placing.rows_of(rank) - cursor.1);
             let there = self.stores.then(|| s.answer_stores(rank, first, all)).flatten();
-            if let Some(AnswerStores { place, counts, stay }) = there {
-                self.active_stores.add(DeviceEvent::Answered, stay);
+            if let Some(AnswerStores { place, counts, guard }) = there {
+                self.active_stores.add(DeviceEvent::Answered, guard);
                 transfers.push((rank, AnswerTransfer::Stored(counts)));
                 listed.push(ListedRows { source: rank, first, rows: all, place });
                 cursor = (cursor.0 + 1, 0);

@@ -6,7 +6,7 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
-use fabric_engine::{api::CounterRef, Aperture, Counter, Peer, Region, RemoteRegion, Stay};
+use fabric_engine::{api::CounterRef, PeerMapping, Counter, Peer, Region, RemoteRegion, StoreGuard};
 
 use super::{
     actions::{Action, RemoteWrite, WritePurpose},
@@ -82,7 +82,7 @@ pub struct PeerEndpoint {
     pub counters: [CounterRef; MESSAGE_KINDS],
     pub exported: ExportedRegions,
     /// Where this rank's device stores to the peer's rows, or why it can't; unset until known.
-    pub stores: OnceLock<Result<Arc<Aperture>, String>>,
+    pub stores: OnceLock<Result<Arc<PeerMapping>, String>>,
 }
 
 /// Rows of a source that have arrived, or will, and aren't handed out yet.
@@ -206,8 +206,8 @@ impl Link {
     }
 
     /// Begins direct stores to its rows, if the device reaches them.
-    pub fn enter(&self) -> Option<Stay> {
-        self.endpoint.stores.get()?.as_ref().ok()?.enter()
+    pub fn begin_stores(&self) -> Option<StoreGuard> {
+        self.endpoint.stores.get()?.as_ref().ok()?.begin_stores()
     }
 
     pub fn count(&mut self, kind: MessageKind) -> Action {

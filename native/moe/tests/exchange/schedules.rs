@@ -160,7 +160,7 @@ impl Run {
             page_counts: rng.bool(),
             max_bytes: 1 << rng.u32(6..13),
             window: rng.usize(2..16),
-            apertures: with_kernels && rng.u32(..4) > 0,
+            peer_mappings: with_kernels && rng.u32(..4) > 0,
             ..SimConfig::default()
         };
         let mut net = SimNet::new(config);

@@ -471,7 +471,7 @@ impl ShmDomain {
                 let _ = link.send(&Frame::Revoked { index }, smallvec![]);
             }
             let Some(cause) = link.closing.clone() else { continue };
-            link.imports.shut_apertures(&cause.to_string());
+            link.imports.close_peer_mappings(&cause.to_string());
             for token in link.abandon() {
                 progressed = true;
                 let result = Err(cause.clone());

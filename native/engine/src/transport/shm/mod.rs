@@ -35,7 +35,7 @@ use smallvec::{smallvec, SmallVec};
 use crate::{
     api::{Endpoint, EngineAddress, EngineConfig, EngineId, RegionKey, TransportKind},
     domain::{
-        Aperture, Assist, Caps, Completion, Count, Data, Domain, DomainError, LinkId, MessageRoom,
+        PeerMapping, Assist, Caps, Completion, Count, Data, Domain, DomainError, LinkId, MessageRoom,
         NicKeys, Pinned, Post, RegionRelease, Seq, Token, WakeFds, WorkRequest,
     },
     memory::{device::Nature, RegionBook, RegionMemory},
@@ -340,17 +340,17 @@ impl Domain for ShmDomain {
         RegionRelease::Later
     }
 
-    fn aperture(
+    fn map_peer_region(
         &mut self,
         id: LinkId,
         key: RegionKey,
         by: Option<i32>,
-    ) -> Result<Arc<Aperture>, String> {
+    ) -> Result<Arc<PeerMapping>, String> {
         let waker = self.waker.clone();
         let Some(link) = self.link(id).filter(|l| l.is_up() && l.closing.is_none()) else {
             return Err("the link is down".into());
         };
-        link.imports.aperture(key, by, move || {
+        link.imports.map_peer_region(key, by, move || {
             waker.wake();
             close::finish_closed_links();
         })

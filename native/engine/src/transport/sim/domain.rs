@@ -11,7 +11,7 @@ use super::{
 use crate::{
     api::{Endpoint, EngineAddress, RegionKey, TransportKind},
     domain::{
-        Admit, Aperture, Caps, Completion, Domain, DomainError, LinkId, LinkName, MessageRoom,
+        Admit, PeerMapping, Caps, Completion, Domain, DomainError, LinkId, LinkName, MessageRoom,
         NicKeys, Pinned, Post, RegionRelease, Receipts, Token, WorkRequest,
     },
     memory::RegionMemory,
@@ -90,15 +90,15 @@ impl Domain for SimDomain {
         world.deregister(self.port, index)
     }
 
-    fn aperture(
+    fn map_peer_region(
         &mut self,
         link: LinkId,
         key: RegionKey,
         _by: Option<i32>,
-    ) -> Result<Arc<Aperture>, String> {
+    ) -> Result<Arc<PeerMapping>, String> {
         let mut world = self.world.lock();
         let (remote, _) = self.remote_end(&world, link).ok_or("the link is down")?;
-        world.open_aperture((self.port, remote.0), key, Arc::downgrade(&self.world))
+        world.open_peer_mapping((self.port, remote.0), key, Arc::downgrade(&self.world))
     }
 
     fn unfit(&self, peer: &EngineAddress) -> Option<String> {

@@ -196,7 +196,7 @@ impl World {
         for port in ports.into_iter().filter(|p| p.engine == engine) {
             self.end(port, remote_delay, &cause);
         }
-        self.end_apertures_of(engine);
+        self.close_peer_mappings_of(engine);
     }
 
     /// Ends a NIC.

@@ -12,7 +12,7 @@ use std::{
 use slab::Slab;
 
 use super::{
-    apertures::Apertures,
+    peer_mappings::PeerMappings,
     free::Free,
     land::Job,
     node::{ByName, Nodes, Port, Side},
@@ -124,7 +124,7 @@ pub(crate) struct World {
     pub stirred: BTreeSet<EngineId>,
     /// The events under way if nothing has a time.
     pub free: Option<Free>,
-    pub apertures: Apertures,
+    pub peer_mappings: PeerMappings,
     scheduled: Slab<Scheduled>,
     events: BinaryHeap<Reverse<Due>>,
     lanes: HashMap<(LinkName, Port), Lane, ByName>,
@@ -145,7 +145,7 @@ impl World {
             group_frames: 0,
             trace: None,
             stirred: BTreeSet::new(),
-            apertures: Apertures::default(),
+            peer_mappings: PeerMappings::default(),
             scheduled: Slab::new(),
             events: BinaryHeap::new(),
             lanes: HashMap::default(),

@@ -24,7 +24,7 @@ use slab::Slab;
 use crate::{
     api::{Endpoint, EngineAddress, EngineId, RegionKey, TransportKind},
     domain::{
-        Aperture, Assist, Caps, Completion, Data, Domain, DomainError, LinkId, LinkName,
+        PeerMapping, Assist, Caps, Completion, Data, Domain, DomainError, LinkId, LinkName,
         MessageRoom, NicKeys, Pinned, Post, RegionRelease, Receipt, Receipts, Token, WakeFds, WorkRequest,
     },
     memory::{
@@ -284,14 +284,14 @@ impl<D: ControlChannel> Domain for Staged<D> {
         }
     }
 
-    fn aperture(
+    fn map_peer_region(
         &mut self,
         link: LinkId,
         key: RegionKey,
         by: Option<i32>,
-    ) -> Result<Arc<Aperture>, String> {
+    ) -> Result<Arc<PeerMapping>, String> {
         match self.inner.reaches(key.nature()) && !self.is_forced() {
-            true => self.inner.aperture(link, key, by),
+            true => self.inner.map_peer_region(link, key, by),
             false => Err(format!("{} stages it through host memory", self.kind())),
         }
     }

@@ -19,9 +19,9 @@ fn mr_3_a_part_of_a_region_opens_no_way_to_the_whole() {
     assert_eq!(shown.wait(PATIENCE), Some(Ok(())));
     for (offset, len) in [(0, 64), (64, 64), (64, 4032)] {
         let part = there.slice(offset, len).unwrap();
-        let said = a.aperture(&part, None).unwrap_err();
+        let said = a.map_peer_region(&part, None).unwrap_err();
         assert!(said.contains("part of a region"), "{said}");
     }
-    let stay = a.aperture(&there, None).unwrap().enter().unwrap();
-    assert!(stay.address(0, 4096).is_some() && stay.address(0, 4097).is_none());
+    let guard = a.map_peer_region(&there, None).unwrap().begin_stores().unwrap();
+    assert!(guard.address(0, 4096).is_some() && guard.address(0, 4097).is_none());
 }
