@@ -29,7 +29,7 @@ pub use engine::{
     Segment, SegmentPiece, Stats, Submit, TransferEngine, Transports, Watcher, Way,
 };
 pub use error::{EngineError, LostLink, Result};
-pub use group::Verdict;
+pub use group::TransportVerdict;
 pub use memory::file::FileOptions;
 pub use process::ProcessLocal;
 pub use time::Time;

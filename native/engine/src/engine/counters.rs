@@ -40,7 +40,7 @@ pub(super) struct Expectation {
     pub span: Option<Span>,
     pub begun: Time,
     deadline: Time,
-    claim: CompletionHandle,
+    completion: CompletionHandle,
     writers: Writers,
     timeout: std::time::Duration,
 }
@@ -102,7 +102,7 @@ impl Cell {
         let told = now.max(Time(self.arrived_at.load(Relaxed)));
         for e in done {
             log.over(imm, &e, told, None);
-            e.claim.0.resolve(e.claim.1, Ok(()));
+            e.completion.0.resolve(e.completion.1, Ok(()));
         }
     }
 
@@ -125,7 +125,7 @@ impl Cell {
                 Some(error) => {
                     given_back += e.n;
                     log.over(imm, e, now, Some(&error));
-                    failed.push((e.claim.clone(), error));
+                    failed.push((e.completion.clone(), error));
                     false
                 }
             });
@@ -135,8 +135,8 @@ impl Cell {
         if self.arrived.load(SeqCst) >= self.threshold.load(SeqCst) {
             self.fire(now, log, imm);
         }
-        for ((claim, at), error) in failed {
-            claim.resolve(at, Err(error));
+        for ((completion, at), error) in failed {
+            completion.resolve(at, Err(error));
         }
     }
 }
@@ -292,14 +292,14 @@ impl Counters {
         self.ghosts.load(Relaxed)
     }
 
-    /// Queues an expectation of `n` further writes, which resolves `claim`. The caller must call
+    /// Queues an expectation of `n` further writes, which resolves `completion`. The caller must call
     /// [`Counters::look`] next.
     pub fn expect(
         &self,
         (imm, n, span): (Imm, u32, Option<Span>),
         (now, timeout): (Time, std::time::Duration),
         writers: Writers,
-        claim: CompletionHandle,
+        completion: CompletionHandle,
     ) {
         let cell = self.cell(imm.slot());
         let deadline = now.after(timeout);
@@ -308,7 +308,7 @@ impl Counters {
         let threshold = p.claimed;
         let (n, begun) = (u64::from(n), now);
         let expectation =
-            Expectation { n, threshold, span, begun, deadline, claim, writers, timeout };
+            Expectation { n, threshold, span, begun, deadline, completion, writers, timeout };
         p.list.push_back(expectation);
         cell.publish_threshold(&p);
     }
@@ -374,7 +374,7 @@ impl Counters {
     /// Cancels one expectation; later ones can claim its arrivals.
     pub fn cancel(&self, now: Time, imm: Imm, handle: &HandleRef) {
         self.cell(imm.slot()).fail((now, &self.log, imm), |e| {
-            std::ptr::addr_eq(Arc::as_ptr(&e.claim.0), Arc::as_ptr(handle)).then(|| {
+            std::ptr::addr_eq(Arc::as_ptr(&e.completion.0), Arc::as_ptr(handle)).then(|| {
                 EngineError::Cancelled { what: "expectation", cause: "as was asked".into() }
             })
         });
@@ -477,8 +477,8 @@ mod loom_tests {
                 thread::spawn(move || theirs.arrive(Time(0), Count { imm: imm.to_wire(), n: 1 }));
             let handle = Arc::new(Pending::default());
             let never = (Time(0), std::time::Duration::MAX);
-            let claim = (Arc::clone(&handle) as Arc<dyn OperationCompletion>, 0);
-            counters.expect((imm, 1, Some(Span::NONE)), never, Writers::new(), claim);
+            let completion = (Arc::clone(&handle) as Arc<dyn OperationCompletion>, 0);
+            counters.expect((imm, 1, Some(Span::NONE)), never, Writers::new(), completion);
             counters.look((Time(0), None), std::iter::once(imm));
             arrival.join().unwrap();
             assert!(handle.is_done());

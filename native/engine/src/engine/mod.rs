@@ -41,7 +41,7 @@ use self::{
 use crate::{
     api::{CounterRef, EngineAddress, EngineId, Imm, RegionDescriptor, Span, TransportKind},
     domain::PeerMapping,
-    group::Verdict,
+    group::TransportVerdict,
     memory::device::DeviceWord,
     time::Time,
     EngineError, Result,
@@ -214,7 +214,7 @@ pub struct Explanation {
     /// The transport in use, if connected.
     pub transport: Option<String>,
     /// One verdict for every transport of this engine.
-    pub verdicts: Vec<Verdict>,
+    pub verdicts: Vec<TransportVerdict>,
 }
 
 impl TransferEngine {

@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     api::{Priority, Span},
-    group::{Hold, OperationCompletion, Submitted},
+    group::{PeerHold, OperationCompletion, Submitted},
     EngineError, Result,
 };
 
@@ -260,7 +260,7 @@ impl Shared {
         let batch = RequestBatch::new(self, observer, ops);
         let (mut waiting, mut bound) = (Vec::with_capacity(ops.len()), Vec::new());
         // Until the batch is posted, only these references keep its peers.
-        let mut peers: Vec<Hold> = Vec::new();
+        let mut peers: Vec<PeerHold> = Vec::new();
         for (at, op) in ops {
             op.each_peer(|peer| peers.push(Arc::clone(&peer.hold)));
             let before = bound.len();

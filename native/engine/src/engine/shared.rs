@@ -262,8 +262,8 @@ impl Shared {
         if self.draining.load(Relaxed) {
             return Err(EngineError::Draining);
         }
-        let claim = (Arc::clone(&pending) as _, 0);
-        self.counters.expect((imm, n, span), (now, timeout), writers.into(), claim);
+        let completion = (Arc::clone(&pending) as _, 0);
+        self.counters.expect((imm, n, span), (now, timeout), writers.into(), completion);
         self.begin_to_expect((now, timeout), std::iter::once(imm), writers.iter());
         Ok(Handle::pending("expectation", pending))
     }

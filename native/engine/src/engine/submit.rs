@@ -18,7 +18,7 @@ use super::{
 };
 use crate::{
     api::{Priority, Span},
-    group::{Hold, Submitted},
+    group::{PeerHold, Submitted},
     EngineError, Result,
 };
 
@@ -113,7 +113,7 @@ impl Shared {
         // Another thread holds the lock, and posts the request.
         let mut bound = Vec::with_capacity(ops.len());
         // Until the request is posted, only these references keep its peers.
-        let mut peers: Vec<Hold> = Vec::new();
+        let mut peers: Vec<PeerHold> = Vec::new();
         for op in ops {
             op.each_peer(|peer| {
                 if !peers.last().is_some_and(|last| Arc::ptr_eq(last, &peer.hold)) {

@@ -7,7 +7,7 @@ use super::{
     ledger::Ledger,
     policy::admit::Window,
     policy::classes::ByClass,
-    route::{Link, Route, State},
+    route::{Link, Route, PeerState},
     slices::{post_slices, BoundOp, Posted},
     Group, PeerKey, Rails, TransferKey,
 };
@@ -158,7 +158,7 @@ impl Group {
         let mut moved = false;
         loop {
             let route = &mut self.peers[peer as usize];
-            if route.state != State::Up {
+            if route.state != PeerState::Up {
                 return moved;
             }
             let Some(mut first) = route.backlog.pop(priority) else { return moved };

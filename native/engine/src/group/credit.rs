@@ -12,7 +12,7 @@ use std::{
 use super::{
     messages::GroupMessage,
     policy::admit::credit,
-    route::{PeerKey, State},
+    route::{PeerKey, PeerState},
     Group, Rails,
 };
 use crate::{domain::Receipts, time::Time};
@@ -102,7 +102,7 @@ impl Group {
     /// Sends a message over any link that carries group frames.
     fn send_message(&mut self, peer: PeerKey, message: &GroupMessage, rails: &mut Rails) {
         let route = &self.peers[peer as usize];
-        if route.state != State::Up {
+        if route.state != PeerState::Up {
             return;
         }
         let able = |rail: usize| self.policy.receipts(&*rails[rail]) != Receipts::None;

@@ -1,6 +1,6 @@
 //! Ending transfers before all of them is over: their deadline has passed, or their user gave them up.
 
-use super::{route::State, Group, TransferKey};
+use super::{route::PeerState, Group, TransferKey};
 use crate::{time::Time, EngineError};
 
 impl Group {
@@ -15,9 +15,9 @@ impl Group {
             after: transfer.timeout,
             quiesced: transfer.outstanding == 0,
             hint: match (route.state, transfer.name) {
-                (State::Up, "send") => ": see whether the peer's receive pool is open and has room",
-                (State::Up, _) if transfer.outstanding == 0 => "",
-                (State::Up, _) => {
+                (PeerState::Up, "send") => ": see whether the peer's receive pool is open and has room",
+                (PeerState::Up, _) if transfer.outstanding == 0 => "",
+                (PeerState::Up, _) => {
                     "; it may still touch memory until the link is closed, so keep the buffers"
                 }
                 _ => ": there is no connection to it yet; explain() says what was tried",

@@ -13,7 +13,7 @@ use super::{
     ledger::Slice,
     missing::{self, Share},
     messages::{Arrived, GroupMessage, MAX_NUMBERS},
-    route::{Link, PeerKey, Route, State},
+    route::{Link, PeerKey, Route, PeerState},
     slices::BoundOp,
     Group, GroupEvents, Rails, TransferKey,
 };
@@ -187,7 +187,7 @@ impl Group {
     /// Asks what became of the slices of lost links, over a link that is up.
     pub(super) fn ask(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) {
         let route = &mut self.peers[peer as usize];
-        if route.state != State::Up || route.healing.unresolved.is_empty() {
+        if route.state != PeerState::Up || route.healing.unresolved.is_empty() {
             return;
         }
         let policy = self.policy;
@@ -220,7 +220,7 @@ impl Group {
         via: (usize, LinkId),
         frame: &[u8],
         rails: &mut Rails,
-        sink: &dyn GroupEvents,
+        events: &dyn GroupEvents,
     ) {
         let Some(peer) = self.links.get(&via).copied() else { return };
         match GroupMessage::decode(frame) {
@@ -231,7 +231,7 @@ impl Group {
                 let unresolved = &mut self.peers[peer as usize].healing.unresolved;
                 let Some(at) = unresolved.iter().position(|l| l.id == id) else { return };
                 let entry = unresolved.remove(at);
-                self.resolve(now, peer, entry, came, rails, sink);
+                self.resolve(now, peer, entry, came, rails, events);
             }
             Ok(GroupMessage::Want(wants)) => self.on_want(now, peer, wants, rails),
             Ok(GroupMessage::Credit(bytes)) => self.on_credit(peer, bytes),
@@ -307,7 +307,7 @@ impl Group {
         entry: UnresolvedSlices,
         came: Arrived,
         rails: &mut Rails,
-        sink: &dyn GroupEvents,
+        events: &dyn GroupEvents,
     ) {
         let UnresolvedSlices { slices, kind, acked, rail, cause, .. } = entry;
         let came = match (came, kind) {
@@ -323,7 +323,7 @@ impl Group {
                 for (slice, share) in came {
                     match share {
                         Share::All => {
-                            self.part_over(now, slice.owner, slice.confirm, rails, sink);
+                            self.part_over(now, slice.owner, slice.confirm, rails, events);
                         }
                         Share::Counts(there) => self.send_again(slice, there, rails),
                     }

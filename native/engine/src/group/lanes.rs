@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 use super::{
     ledger::{Ledger, Slice},
     policy::{
-        admit::{admit, Ask, Verdict, Window},
+        admit::{admit, AdmissionRequest, Admission, Window},
         score::Load,
         size::{GRAIN, SMALLEST},
     },
@@ -133,51 +133,51 @@ impl<'a> Lanes<'a> {
             _ => 0,
         };
         let n = self.route.active().len();
-        let mut tried = Tried::new(n, self.priority);
+        let mut attempt = PostAttempt::new(n, self.priority);
         if bytes > 0 {
             for at in 0..n {
                 match self.admits(at, bytes, transfer.unposted) {
-                    Some(class) => tried.class[at] = class,
-                    None => (tried.full[at], tried.waits) = (true, true),
+                    Some(class) => attempt.class[at] = class,
+                    None => (attempt.full[at], attempt.waits) = (true, true),
                 }
             }
         }
         if let Some(only) = self.only {
-            if tried.full[only] {
+            if attempt.full[only] {
                 return Ok(Post::Full);
             }
             if let Some(post) =
-                self.post_on(only, key, transfer, (wr, bytes), confirm, &mut tried)?
+                self.post_on(only, key, transfer, (wr, bytes), confirm, &mut attempt)?
             {
                 return Ok(post);
             }
-            return tried.end();
+            return attempt.end();
         }
         if bytes < SMALLEST {
             let first = self.route.turn();
             for i in 0..n {
                 let at = (first + i) % n;
-                if tried.full[at] {
+                if attempt.full[at] {
                     continue;
                 }
                 if let Some(post) =
-                    self.post_on(at, key, transfer, (wr, bytes), confirm, &mut tried)?
+                    self.post_on(at, key, transfer, (wr, bytes), confirm, &mut attempt)?
                 {
                     return Ok(post);
                 }
             }
-            return tried.end();
+            return attempt.end();
         }
         loop {
             let (links, choice) = self.route.links_and_choice();
-            let views = spray::views(self.now, links, self.ledger, &tried.full, bytes);
+            let views = spray::views(self.now, links, self.ledger, &attempt.full, bytes);
             let Some(at) = choice.pick(&views, Load { length: bytes, behind }) else {
                 // One that lacks nothing but room takes it later.
-                let mut those = views.iter().zip(&tried.full);
-                tried.waits |= those.any(|(view, full)| !full && !view.room);
-                return tried.end();
+                let mut those = views.iter().zip(&attempt.full);
+                attempt.waits |= those.any(|(view, full)| !full && !view.room);
+                return attempt.end();
             };
-            if let Some(post) = self.post_on(at, key, transfer, (wr, bytes), confirm, &mut tried)? {
+            if let Some(post) = self.post_on(at, key, transfer, (wr, bytes), confirm, &mut attempt)? {
                 return Ok(post);
             }
         }
@@ -198,14 +198,14 @@ impl<'a> Lanes<'a> {
             _ => self.route.expects(self.now, unposted),
         };
         let (class, since, deadline) = (self.priority, self.since, self.deadline);
-        match admit(self.now, Ask { class, bytes, since, deadline, remaining }, rail, receiver) {
-            Verdict::Post(class) => Some(class),
-            Verdict::Wait(at) => {
+        match admit(self.now, AdmissionRequest { class, bytes, since, deadline, remaining }, rail, receiver) {
+            Admission::Post(class) => Some(class),
+            Admission::Wait(at) => {
                 self.held = Held { bytes, until: self.held.until.min(at) };
                 None
             }
             // Its deadline strikes next.
-            Verdict::Expired => None,
+            Admission::Expired => None,
         }
     }
 
@@ -218,7 +218,7 @@ impl<'a> Lanes<'a> {
         transfer: &mut Transfer,
         (wr, bytes): (&WorkRequest, u64),
         confirm: Option<u32>,
-        tried: &mut Tried,
+        attempt: &mut PostAttempt,
     ) -> Result<Option<Post>, (usize, DomainError)> {
         let policy = self.route.policy;
         let known = self.is_known(self.route.active()[at].pair.rail);
@@ -237,7 +237,7 @@ impl<'a> Lanes<'a> {
                 confirm,
                 tries: self.tries,
                 posted: self.now,
-                priority: tried.class[at],
+                priority: attempt.class[at],
                 bytes,
                 queued: link.gauge.queued,
                 number: None,
@@ -249,11 +249,11 @@ impl<'a> Lanes<'a> {
             self.ledger.take(token);
         }
         match posted {
-            Ok(Post::Full) => (tried.full[at], tried.waits) = (true, true),
+            Ok(Post::Full) => (attempt.full[at], attempt.waits) = (true, true),
             Ok(post) => {
                 if known && post == Post::Queued {
                     link.gauge.posted(self.now, bytes);
-                    *self.route.under_way.of_mut(tried.class[at]) += bytes;
+                    *self.route.under_way.of_mut(attempt.class[at]) += bytes;
                 }
                 let again = self.tries > 0;
                 self.route.tally.posted(rail, transfer.priority, bytes, again);
@@ -267,10 +267,10 @@ impl<'a> Lanes<'a> {
             }
             // Nothing was posted: another may carry it, or the link that replaces this one.
             Err(e) if e.is_loss() => {
-                tried.full[at] = true;
+                attempt.full[at] = true;
                 match heals {
-                    true => tried.waits = true,
-                    false => tried.failed = Some((rail, e)),
+                    true => attempt.waits = true,
+                    false => attempt.failed = Some((rail, e)),
                 }
             }
             Err(e) => return Err((rail, e)),
@@ -280,7 +280,7 @@ impl<'a> Lanes<'a> {
 }
 
 /// Links that didn't take a work request.
-struct Tried {
+struct PostAttempt {
     full: SmallVec<[bool; spray::MOST_LINKS]>,
     /// What it would be under way as.
     class: SmallVec<[Priority; spray::MOST_LINKS]>,
@@ -289,7 +289,7 @@ struct Tried {
     failed: Option<(usize, DomainError)>,
 }
 
-impl Tried {
+impl PostAttempt {
     #[inline]
     fn new(links: usize, class: Priority) -> Self {
         Self {

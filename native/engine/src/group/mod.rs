@@ -48,9 +48,9 @@ pub(crate) use messages::fuzz_group_message;
 pub(crate) use messages::sample_group_message;
 use peers::Peers;
 use recorder::Recorder;
-pub use route::Verdict;
-pub(crate) use route::{Hold, PeerKey};
-use route::{Pair, State};
+pub use route::TransportVerdict;
+pub(crate) use route::{PeerHold, PeerKey};
+use route::{RailPair, PeerState};
 use slices::{post_slices, Posted};
 pub(crate) use slices::{BoundOp, Joint};
 use transfer::Transfer;
@@ -169,7 +169,7 @@ impl Group {
         key: TransferKey,
         mut op: BoundOp,
         rails: &mut Rails,
-        sink: &dyn GroupEvents,
+        events: &dyn GroupEvents,
     ) {
         let peer = op.peer;
         self.recorder.tell(now);
@@ -185,7 +185,7 @@ impl Group {
         let priority = transfer.priority;
         let mut since = Time::NEVER;
         let ahead = op.ahead;
-        if route.state == State::Up && (ahead || !route.backlog.holds_up(priority)) {
+        if route.state == PeerState::Up && (ahead || !route.backlog.holds_up(priority)) {
             let means = (rails as &mut Rails, &mut self.ledger);
             match post_slices((now, now), key, transfer, &mut op, route, means) {
                 Posted::All => return self.posted(now, peer, rails),
@@ -208,9 +208,9 @@ impl Group {
         self.backlogged += 1;
         self.waiters.insert(peer);
         match route.state {
-            State::Up => self.posted(now, peer, rails),
-            State::Idle | State::Lost => self.connect(now, peer, rails, sink),
-            State::Connecting => {}
+            PeerState::Up => self.posted(now, peer, rails),
+            PeerState::Idle | PeerState::Lost => self.connect(now, peer, rails, events),
+            PeerState::Connecting => {}
         }
     }
 
@@ -250,8 +250,8 @@ impl Group {
     }
 
     /// Whom to tell when a pending request is over.
-    pub fn attach(&mut self, key: TransferKey, claim: CompletionHandle) {
-        self.transfers[key.slot as usize].claim = Some(claim);
+    pub fn attach(&mut self, key: TransferKey, completion: CompletionHandle) {
+        self.transfers[key.slot as usize].completion = Some(completion);
     }
 
     /// Makes sure that a peer is watched: connected, or found lost.
@@ -260,22 +260,22 @@ impl Group {
         now: Time,
         peer: PeerKey,
         rails: &mut Rails,
-        sink: &dyn GroupEvents,
+        events: &dyn GroupEvents,
     ) -> Result<(), EngineError> {
         self.recorder.tell(now);
         let route = &mut self.peers[peer as usize];
         match route.state {
-            State::Up | State::Connecting => Ok(()),
-            State::Idle => {
-                self.connect(now, peer, rails, sink);
+            PeerState::Up | PeerState::Connecting => Ok(()),
+            PeerState::Idle => {
+                self.connect(now, peer, rails, events);
                 Ok(())
             }
-            State::Lost => {
+            PeerState::Lost => {
                 // A lost peer may be back on the same life (a broken cable): look again.
-                self.connect(now, peer, rails, sink);
+                self.connect(now, peer, rails, events);
                 let route = &self.peers[peer as usize];
                 match (&route.state, &route.lost) {
-                    (State::Lost, Some(e)) => Err(e.clone()),
+                    (PeerState::Lost, Some(e)) => Err(e.clone()),
                     _ => Ok(()),
                 }
             }
@@ -288,20 +288,20 @@ impl Group {
         rail: usize,
         completion: Completion,
         rails: &mut Rails,
-        sink: &dyn GroupEvents,
+        events: &dyn GroupEvents,
     ) {
         self.recorder.tell(now);
         match completion {
             Completion::Count(count) => {
                 self.recorder.arrived(now, rail, count);
-                sink.counted(now, count);
+                events.counted(now, count);
             }
             Completion::Done { link, token, result } => {
                 let peer = self.links.get(&(rail, link)).copied();
-                self.on_done(now, (rail, peer), token, result, rails, sink);
+                self.on_done(now, (rail, peer), token, result, rails, events);
             }
             Completion::Message { link, message } => match self.links.get(&(rail, link)) {
-                Some(peer) => sink.message(self.peers[*peer as usize].address.id, message),
+                Some(peer) => events.message(self.peers[*peer as usize].address.id, message),
                 None => tracing::error!(rail, link, "a message came by a link that is not up"),
             },
             Completion::LinkUp { link, peer, endpoint, name, description } => {
@@ -312,7 +312,7 @@ impl Group {
                 // What was told before may have been wrong; this is authentic.
                 route.address = peer.address;
                 let said = (description, peer.version);
-                route.up(now, Pair { rail, endpoint }, (link, name), said, rails);
+                route.up(now, RailPair { rail, endpoint }, (link, name), said, rails);
                 for pair in route.take_failed(rails) {
                     self.returns.insert((route.returns.miss(now, pair), key));
                 }
@@ -320,20 +320,20 @@ impl Group {
                 self.drain_backlog(now, key, rails);
             }
             Completion::LinkDown { link, cause, receipt, unfinished } => {
-                self.on_link_down(now, (rail, link), (cause, receipt, unfinished), rails, sink)
+                self.on_link_down(now, (rail, link), (cause, receipt, unfinished), rails, events)
             }
             Completion::Unused { peer, name, receipt } => {
                 self.on_unused(now, &peer.address, (name, receipt), rails);
             }
             Completion::GroupFrame { link, frame } => {
-                self.on_group_frame(now, (rail, link), &frame, rails, sink);
+                self.on_group_frame(now, (rail, link), &frame, rails, events);
             }
-            Completion::RegionReleased { index } => sink.region_released(rail, index),
+            Completion::RegionReleased { index } => events.region_released(rail, index),
         }
     }
 
     /// Moves backlogs on and lets deadlines strike. Call after polling.
-    pub fn progress(&mut self, now: Time, rails: &mut Rails, sink: &dyn GroupEvents) -> bool {
+    pub fn progress(&mut self, now: Time, rails: &mut Rails, events: &dyn GroupEvents) -> bool {
         let mut moved = false;
         self.recorder.tell(now);
         self.move_at = Time::NEVER;
@@ -348,7 +348,7 @@ impl Group {
             self.waiters.retain(waits);
             for key in &self.waiters {
                 let route = &peers[*key as usize];
-                if route.state != State::Up {
+                if route.state != PeerState::Up {
                     continue;
                 }
                 let turn = (*key as usize + n - self.first) % n;
@@ -395,7 +395,7 @@ impl Group {
             moved = true;
             self.resolve_deadlines.remove(&(at, peer));
             self.expire_unresolved(now, peer, rails);
-            self.end_revival(now, peer, rails, sink);
+            self.end_revival(now, peer, rails, events);
         }
         moved
     }
@@ -405,7 +405,7 @@ impl Group {
         self.recorder.tell(now);
         for (_, route) in self.peers.iter_mut() {
             route.backlog = Backlog::default();
-            route.state = State::Lost;
+            route.state = PeerState::Lost;
         }
         self.backlogged = 0;
         self.deadlines.clear();
@@ -432,7 +432,7 @@ impl Group {
         token: Token,
         result: Result<(), DomainError>,
         rails: &mut Rails,
-        sink: &dyn GroupEvents,
+        events: &dyn GroupEvents,
     ) {
         let (key, confirm) = match Ledger::is_slice(token) {
             false => Transfer::of_token(token),
@@ -461,7 +461,7 @@ impl Group {
             self.peers[peer as usize].tally.failed(rail, transfer.priority);
             self.fail(now, key, peer, (rails, rail, e));
         }
-        self.part_over(now, key, confirm, rails, sink);
+        self.part_over(now, key, confirm, rails, events);
     }
 
     /// A work request of a transfer is over, whatever came of it.
@@ -471,12 +471,12 @@ impl Group {
         key: TransferKey,
         confirm: Option<u32>,
         rails: &mut Rails,
-        sink: &dyn GroupEvents,
+        events: &dyn GroupEvents,
     ) {
         let transfer = &mut self.transfers[key.slot as usize];
         transfer.outstanding -= 1;
         if let Some(op) = confirm.and_then(|c| transfer.confirmed(c)) {
-            self.push(now, key, op, rails, sink);
+            self.push(now, key, op, rails, events);
         }
         self.settle(key);
     }

@@ -8,7 +8,7 @@ use std::{
 use slab::Slab;
 
 use super::{
-    route::{Hold, PeerKey, Route},
+    route::{PeerHold, PeerKey, Route},
     Group,
 };
 use crate::{
@@ -149,7 +149,7 @@ impl Group {
     }
 
     /// The same, for the layer above.
-    pub fn name(&mut self, now: Time, address: &EngineAddress) -> (PeerKey, Hold) {
+    pub fn name(&mut self, now: Time, address: &EngineAddress) -> (PeerKey, PeerHold) {
         self.recorder.tell(now);
         let key = self.peer(address);
         (key, self.peers[key as usize].hold())

@@ -7,23 +7,23 @@
 use smallvec::SmallVec;
 
 use super::{
-    policy::breaker::{Breaker, Pass},
-    route::Pair,
+    policy::breaker::{Breaker, Permit},
+    route::RailPair,
 };
 use crate::time::Time;
 
 #[derive(Debug)]
 struct Missing {
-    pair: Pair,
+    pair: RailPair,
     /// Leave for the attempt that is under way.
-    probe: Option<Pass>,
+    probe: Option<Permit>,
     again_at: Time,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Returns {
     missing: SmallVec<[Missing; 1]>,
-    health: SmallVec<[(Pair, Breaker); 1]>,
+    health: SmallVec<[(RailPair, Breaker); 1]>,
 }
 
 impl Returns {
@@ -33,7 +33,7 @@ impl Returns {
     }
 
     /// A link was lost, or an attempt to bring it back has failed. When to try again.
-    pub fn miss(&mut self, now: Time, pair: Pair) -> Time {
+    pub fn miss(&mut self, now: Time, pair: RailPair) -> Time {
         let at = self.missing.iter().position(|m| m.pair == pair);
         let probe = at.and_then(|at| self.missing[at].probe.take());
         let breaker = self.breaker(now, pair);
@@ -49,7 +49,7 @@ impl Returns {
     }
 
     /// The link is up.
-    pub fn up(&mut self, now: Time, pair: Pair) {
+    pub fn up(&mut self, now: Time, pair: RailPair) {
         let Some(at) = self.missing.iter().position(|m| m.pair == pair) else { return };
         let missing = self.missing.swap_remove(at);
         let breaker = self.breaker(now, pair);
@@ -60,7 +60,7 @@ impl Returns {
     }
 
     /// Lost rails that may be tried now; they come back by `miss` or leave by `up`.
-    pub fn due(&mut self, now: Time) -> SmallVec<[Pair; 1]> {
+    pub fn due(&mut self, now: Time) -> SmallVec<[RailPair; 1]> {
         let mut pairs = SmallVec::new();
         for i in 0..self.missing.len() {
             if self.missing[i].again_at > now {
@@ -75,7 +75,7 @@ impl Returns {
         pairs
     }
 
-    fn breaker(&mut self, now: Time, pair: Pair) -> &mut Breaker {
+    fn breaker(&mut self, now: Time, pair: RailPair) -> &mut Breaker {
         let at = match self.health.iter().position(|(p, _)| *p == pair) {
             Some(at) => at,
             None => {

@@ -28,7 +28,7 @@ use crate::{
 /// Names a peer within its group.
 pub(crate) type PeerKey = u32;
 /// As long as the layer above has one of a peer, the key is this peer's.
-pub(crate) type Hold = Arc<()>;
+pub(crate) type PeerHold = Arc<()>;
 
 /// So often connecting is tried again at once if it was cut off.
 const MOST_ATTEMPTS: u32 = 3;
@@ -40,7 +40,7 @@ const REVIVAL_SPELL: Duration = Duration::from_secs(1);
 const MOST_REASONS: usize = 16;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum PeerState {
     Idle,
     Connecting,
     Up,
@@ -49,7 +49,7 @@ pub(super) enum State {
 
 /// Why a transport, or one NIC of it, is or isn't used towards a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Verdict {
+pub struct TransportVerdict {
     pub transport: TransportKind,
     /// The NIC; empty where there is none.
     pub device: String,
@@ -59,7 +59,7 @@ pub struct Verdict {
 
 /// One of our rails and one endpoint of the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Pair {
+pub(super) struct RailPair {
     pub rail: usize,
     pub endpoint: usize,
 }
@@ -67,7 +67,7 @@ pub(super) struct Pair {
 /// A link that is up.
 #[derive(Debug)]
 pub(super) struct Link {
-    pub pair: Pair,
+    pub pair: RailPair,
     pub id: LinkId,
     pub name: LinkName,
     /// We began it, so it is ours to bring back.
@@ -92,7 +92,7 @@ pub(super) struct Route {
     pub address: EngineAddress,
     held: Weak<()>,
     pub policy: Policy,
-    pub state: State,
+    pub state: PeerState,
     /// When it became known, or was lost or a link of it ended after that.
     pub since: Time,
     /// The preferred transport first, its rails in order. Two links over one pair where both sides
@@ -104,11 +104,11 @@ pub(super) struct Route {
     turn: usize,
     /// Where the next large one goes.
     pub choice: Choice,
-    trying: SmallVec<[(Pair, LinkId); 1]>,
+    trying: SmallVec<[(RailPair, LinkId); 1]>,
     untried: VecDeque<TransportKind>,
     pub returns: Returns,
     /// Pairs that failed before any other was up.
-    failed: SmallVec<[Pair; 1]>,
+    failed: SmallVec<[RailPair; 1]>,
     reasons: Vec<(Option<usize>, TransportKind, String)>,
     /// Causes that say more than a missing answer: another engine answered, or refused, or a limit of this
     /// process is in the way.
@@ -139,7 +139,7 @@ impl Route {
             address,
             held: Weak::new(),
             policy,
-            state: State::Idle,
+            state: PeerState::Idle,
             since: now,
             links: SmallVec::new(),
             active: 0,
@@ -167,9 +167,9 @@ impl Route {
     }
 
     /// What the layer above needs to name this peer: one, however often it asks.
-    pub fn hold(&mut self) -> Hold {
+    pub fn hold(&mut self) -> PeerHold {
         self.held.upgrade().unwrap_or_else(|| {
-            let hold = Hold::default();
+            let hold = PeerHold::default();
             self.held = Arc::downgrade(&hold);
             hold
         })
@@ -184,7 +184,7 @@ impl Route {
     /// Whether no caller names it, nothing here waits for it or leads to it, and none of its links has ever ended
     /// here, or not for so long.
     pub fn may_be_forgotten(&self, now: Time, rest: Duration) -> bool {
-        matches!(self.state, State::Idle | State::Lost)
+        matches!(self.state, PeerState::Idle | PeerState::Lost)
             && self.held.strong_count() == 0
             && self.links.is_empty()
             && self.trying.is_empty()
@@ -228,7 +228,7 @@ impl Route {
     }
 
     fn start_over(&mut self, rails: &Rails) {
-        self.state = State::Connecting;
+        self.state = PeerState::Connecting;
         self.cut_off = false;
         self.reasons.clear();
         self.untried.clear();
@@ -289,14 +289,14 @@ impl Route {
 
     /// The next transport to try: which of our rails to join with which of the peer's endpoints.
     /// With unequal numbers the smaller side's are used more than once, so that all NICs carry.
-    pub fn next_pairs(&mut self, rails: &Rails) -> Option<SmallVec<[Pair; MAX_RAILS]>> {
+    pub fn next_pairs(&mut self, rails: &Rails) -> Option<SmallVec<[RailPair; MAX_RAILS]>> {
         let kind = self.untried.pop_front()?;
         let ours: SmallVec<[usize; MAX_RAILS]> =
             (0..rails.len()).filter(|i| rails[*i].kind() == kind).take(MAX_RAILS).collect();
         let theirs: SmallVec<[usize; MAX_RAILS]> =
             self.address.endpoints_of(kind).take(MAX_RAILS).collect();
         let n = ours.len().max(theirs.len());
-        let pair = |i| Pair { rail: ours[i % ours.len()], endpoint: theirs[i % theirs.len()] };
+        let pair = |i| RailPair { rail: ours[i % ours.len()], endpoint: theirs[i % theirs.len()] };
         Some((0..n).map(pair).collect())
     }
 
@@ -304,28 +304,28 @@ impl Route {
         !self.trying.is_empty()
     }
 
-    pub fn try_pair(&mut self, pair: Pair, link: LinkId) {
+    pub fn try_pair(&mut self, pair: RailPair, link: LinkId) {
         self.trying.push((pair, link));
     }
 
     /// Every attempt under way, to be given up.
-    pub fn take_attempts(&mut self) -> SmallVec<[(Pair, LinkId); 1]> {
+    pub fn take_attempts(&mut self) -> SmallVec<[(RailPair, LinkId); 1]> {
         std::mem::take(&mut self.trying)
     }
 
     /// Ends an attempt, if it was one: which pair it was to join.
-    pub fn tried(&mut self, rail: usize, link: LinkId) -> Option<Pair> {
+    pub fn tried(&mut self, rail: usize, link: LinkId) -> Option<RailPair> {
         let at = self.trying.iter().position(|(p, l)| (p.rail, *l) == (rail, link))?;
         Some(self.trying.swap_remove(at).0)
     }
 
     /// A rail was tried in vain.
-    pub fn failed(&mut self, rails: &Rails, pair: Pair, cause: DomainError) {
+    pub fn failed(&mut self, rails: &Rails, pair: RailPair, cause: DomainError) {
         if self.reasons.len() >= MOST_REASONS {
             self.reasons.remove(0);
         }
         self.reasons.push((Some(pair.rail), rails[pair.rail].kind(), cause.to_string()));
-        if self.state == State::Connecting {
+        if self.state == PeerState::Connecting {
             self.failed.push(pair);
         }
         self.cut_off |= matches!(cause, DomainError::LinkDown(_));
@@ -342,7 +342,7 @@ impl Route {
     pub fn up(
         &mut self,
         now: Time,
-        pair: Pair,
+        pair: RailPair,
         (id, name): (LinkId, LinkName),
         (description, version): (String, Option<u16>),
         rails: &Rails,
@@ -353,7 +353,7 @@ impl Route {
         self.links.push(Link { pair, id, name, ours, acked: 0, gauge, description, version });
         self.links.sort_by_key(|l| (l.pair.rail, l.pair.endpoint));
         self.count_active(rails);
-        self.state = State::Up;
+        self.state = PeerState::Up;
         self.lost = None;
         self.reviving = None;
     }
@@ -423,14 +423,14 @@ impl Route {
     }
 
     /// Up by other links: whether this pair would carry something if it came back.
-    pub fn misses(&self, pair: Pair, rails: &Rails) -> bool {
+    pub fn misses(&self, pair: RailPair, rails: &Rails) -> bool {
         let Some(best) = self.links.first() else { return false };
         rails[best.pair.rail].kind() == rails[pair.rail].kind()
             && self.links.iter().all(|l| l.pair != pair)
     }
 
     /// The pairs that failed before another of their transport was up: to be tried again.
-    pub fn take_failed(&mut self, rails: &Rails) -> SmallVec<[Pair; 1]> {
+    pub fn take_failed(&mut self, rails: &Rails) -> SmallVec<[RailPair; 1]> {
         let mut failed = std::mem::take(&mut self.failed);
         failed.retain(|p| self.misses(*p, rails));
         failed
@@ -450,7 +450,7 @@ impl Route {
         // Where links heal, others may come: whether the peer is lost is found out by connecting anew.
         let heals =
             self.policy.receipts(&**rail) != Receipts::None && !matches!(e, DomainError::Gone(_));
-        let last = self.state == State::Lost
+        let last = self.state == PeerState::Lost
             || (!heals && self.active().iter().all(|l| l.pair.rail == rail_of));
         let lost = |cause: String, errno| {
             let (transport, nic) = (rail.kind().to_string(), rail.device().to_owned());
@@ -505,7 +505,7 @@ impl Route {
         }
     }
 
-    pub fn explain(&self, rails: &Rails) -> (Option<String>, Vec<Verdict>) {
+    pub fn explain(&self, rails: &Rails) -> (Option<String>, Vec<TransportVerdict>) {
         let used = self.active().first().map(|l| rails[l.pair.rail].kind());
         let verdicts = rails.iter().enumerate().map(|(i, rail)| {
             let transport = rail.kind();
@@ -514,7 +514,7 @@ impl Route {
             if !here.is_empty() {
                 let said = here.iter().map(|l| l.said(&**rail));
                 let reason = said.collect::<Vec<_>>().join("; and ");
-                return Verdict { transport, device, chosen: true, reason };
+                return TransportVerdict { transport, device, chosen: true, reason };
             }
             let of_rail = |r: &&(Option<usize>, TransportKind, String)| match r.0 {
                 Some(at) => at == i,
@@ -528,7 +528,7 @@ impl Route {
                     None => "not tried yet".into(),
                 },
             };
-            Verdict { transport, device, chosen: false, reason }
+            TransportVerdict { transport, device, chosen: false, reason }
         });
         (used.map(|k| k.to_string()), verdicts.collect())
     }

@@ -12,7 +12,7 @@ use super::{
         score::{Choice, RailView},
         stall,
     },
-    route::{Link, PeerKey, State},
+    route::{Link, PeerKey, PeerState},
     Group, Rails,
 };
 use crate::{
@@ -163,7 +163,7 @@ impl Group {
         let mut busy = false;
         for (key, route) in self.peers.iter_mut() {
             let links = route.active();
-            if route.state != State::Up || links.len() < 2 {
+            if route.state != PeerState::Up || links.len() < 2 {
                 continue;
             }
             busy |= links.iter().any(|l| l.gauge.queued > 0);

@@ -54,7 +54,7 @@ pub(super) struct Transfer {
     pub error: Option<EngineError>,
     /// A rail to this peer failed it. Whether the rail was lost or the peer is not known until then.
     pub undecided: Option<(PeerKey, Time)>,
-    pub claim: Option<CompletionHandle>,
+    pub completion: Option<CompletionHandle>,
     /// Its result was told, maybe before everything of it was over.
     told: bool,
     /// A link that carried some of it was lost, and its other end hasn't said that it is down.
@@ -80,7 +80,7 @@ impl Transfer {
             sealed: false,
             error: None,
             undecided: None,
-            claim: None,
+            completion: None,
             told: false,
             unproven: false,
             deadline: Time::NEVER,
@@ -222,17 +222,17 @@ impl Transfer {
 
     /// Gives the result to the waiter, once.
     pub fn tell(&mut self) {
-        if let Some((claim, at)) = self.claim.as_ref().filter(|_| !self.told) {
-            claim.resolve(*at, self.error.clone().map_or(Ok(()), Err));
+        if let Some((completion, at)) = self.completion.as_ref().filter(|_| !self.told) {
+            completion.resolve(*at, self.error.clone().map_or(Ok(()), Err));
             self.told = true;
         }
     }
 
     /// All of it is over.
     pub fn deliver(&mut self) {
-        let Some((claim, at)) = &self.claim else { return };
+        let Some((completion, at)) = &self.completion else { return };
         let result = (!self.told).then(|| self.error.clone().map_or(Ok(()), Err));
         self.told = true;
-        claim.release(*at, !self.unproven, result);
+        completion.release(*at, !self.unproven, result);
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{
-    route::{Route, State, Verdict},
+    route::{Route, PeerState, TransportVerdict},
     Group, PeerKey, Rails,
 };
 use crate::{
@@ -49,7 +49,7 @@ impl Group {
         self.transfers.is_empty()
     }
 
-    pub fn explain(&self, peer: PeerKey, rails: &Rails) -> (Option<String>, Vec<Verdict>) {
+    pub fn explain(&self, peer: PeerKey, rails: &Rails) -> (Option<String>, Vec<TransportVerdict>) {
         self.peers[peer as usize].explain(rails)
     }
 
@@ -100,16 +100,16 @@ impl Group {
 }
 
 fn peer_metrics(route: &Route, rails: &Rails) -> PeerMetrics {
-    let up = route.state == State::Up;
+    let up = route.state == PeerState::Up;
     let links = route.active();
     PeerMetrics {
         id: route.address.id,
         name: route.address.name.clone(),
         state: match route.state {
-            State::Idle => "idle",
-            State::Connecting => "connecting",
-            State::Up => "up",
-            State::Lost => "lost",
+            PeerState::Idle => "idle",
+            PeerState::Connecting => "connecting",
+            PeerState::Up => "up",
+            PeerState::Lost => "lost",
         },
         transport: links.first().filter(|_| up).map(|l| rails[l.pair.rail].kind()),
         links: if up { links.len() } else { 0 },

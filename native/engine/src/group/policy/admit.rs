@@ -36,7 +36,7 @@ pub struct Window {
 
 /// The slice that would be posted.
 #[derive(Clone, Copy, Debug)]
-pub struct Ask {
+pub struct AdmissionRequest {
     pub class: Priority,
     pub bytes: u64,
     /// Since when it is the next of its class to be posted.
@@ -47,7 +47,7 @@ pub struct Ask {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
+pub enum Admission {
     /// As one of this class, while it is under way.
     Post(Priority),
     /// To be asked again after a completion, and at this time at the latest.
@@ -67,9 +67,9 @@ pub fn urgent_at(deadline: Time, remaining: Duration) -> Time {
 }
 
 /// Whether both the rail and the receiver's credit have room.
-pub fn admit(now: Time, ask: Ask, rail: Window, receiver: Window) -> Verdict {
+pub fn admit(now: Time, ask: AdmissionRequest, rail: Window, receiver: Window) -> Admission {
     if now >= ask.deadline {
-        return Verdict::Expired;
+        return Admission::Expired;
     }
     let urgent_at = urgent_at(ask.deadline, ask.remaining);
     let urgent = now >= urgent_at;
@@ -78,7 +78,7 @@ pub fn admit(now: Time, ask: Ask, rail: Window, receiver: Window) -> Verdict {
         // Others may fill the rail for as long as they like: a class with nothing under way has its turn (rule 2).
         let idle = class != Priority::Background && receiver.under_way.of(class) == 0;
         if (idle || rail.admits(now, ask, pressed)) && receiver.admits(now, ask, pressed) {
-            return Verdict::Post(class);
+            return Admission::Post(class);
         }
     }
     let mut again = ask.deadline;
@@ -89,10 +89,10 @@ pub fn admit(now: Time, ask: Ask, rail: Window, receiver: Window) -> Verdict {
     if ask.class == Priority::Background && now < turn {
         again = again.min(turn);
     }
-    Verdict::Wait(again)
+    Admission::Wait(again)
 }
 
-impl Ask {
+impl AdmissionRequest {
     fn judged(&self, urgent: bool) -> Priority {
         match (self.class, urgent) {
             (Priority::Background, true) => Priority::Bulk,
@@ -113,7 +113,7 @@ impl Window {
         self.under_way.up_to(class).saturating_add(bytes) <= limit
     }
 
-    fn admits(&self, now: Time, ask: Ask, urgent: bool) -> bool {
+    fn admits(&self, now: Time, ask: AdmissionRequest, urgent: bool) -> bool {
         let class = ask.judged(urgent);
         let limit = match (ask.class, urgent) {
             (Priority::Latency, _) | (Priority::Bulk, true) => self.bytes,
@@ -151,9 +151,9 @@ mod tests {
     const K64: u64 = 64 << 10;
     const LATE: Time = Time(1_000_000_000);
 
-    fn ask(class: Priority) -> Ask {
+    fn ask(class: Priority) -> AdmissionRequest {
         let remaining = Duration::from_millis(1);
-        Ask { class, bytes: K64, since: Time(0), deadline: LATE, remaining }
+        AdmissionRequest { class, bytes: K64, since: Time(0), deadline: LATE, remaining }
     }
 
     fn window(latency: u64, bulk: u64, background: u64) -> Window {
@@ -190,7 +190,7 @@ mod tests {
             for (rail, receiver) in [(w, OPEN), (OPEN, w)] {
                 let verdict = admit(now, ask(class), rail, receiver);
                 assert_eq!(
-                    matches!(verdict, Verdict::Post(_)),
+                    matches!(verdict, Admission::Post(_)),
                     expected,
                     "{class:?} {name}: {verdict:?}"
                 );
@@ -205,8 +205,8 @@ mod tests {
             [(Priority::Latency, true), (Priority::Bulk, true), (Priority::Background, false)]
         {
             let verdict = admit(Time(1), ask(class), full, idle);
-            assert_eq!(matches!(verdict, Verdict::Post(_)), expected, "{class:?}");
-            assert!(matches!(admit(Time(1), ask(class), full, OPEN), Verdict::Wait(_)));
+            assert_eq!(matches!(verdict, Admission::Post(_)), expected, "{class:?}");
+            assert!(matches!(admit(Time(1), ask(class), full, OPEN), Admission::Wait(_)));
         }
     }
 
@@ -215,7 +215,7 @@ mod tests {
     fn urgent_background_keeps_to_the_window() {
         let near = Time(LATE.0 - 2_000_000);
         let mut rail = window(0, 0, 0);
-        while let Verdict::Post(class) = admit(near, ask(Priority::Background), rail, OPEN) {
+        while let Admission::Post(class) = admit(near, ask(Priority::Background), rail, OPEN) {
             *rail.under_way.of_mut(class) += K64;
             assert!(rail.under_way.total() <= M, "{:?}", rail.under_way);
         }
@@ -226,33 +226,33 @@ mod tests {
         let busy = window(M, M, 0);
         let turn = Time(0).after(TURN);
         let a = ask(Priority::Background);
-        assert_eq!(admit(Time(1), a, busy, OPEN), Verdict::Wait(turn));
-        assert_eq!(admit(Time(turn.0 - 1), a, busy, busy), Verdict::Wait(turn));
-        assert_eq!(admit(turn, a, busy, busy), Verdict::Post(Priority::Background));
+        assert_eq!(admit(Time(1), a, busy, OPEN), Admission::Wait(turn));
+        assert_eq!(admit(Time(turn.0 - 1), a, busy, busy), Admission::Wait(turn));
+        assert_eq!(admit(turn, a, busy, busy), Admission::Post(Priority::Background));
         // One slice at a time.
-        assert!(matches!(admit(turn, a, window(M, M, 1), OPEN), Verdict::Wait(_)));
+        assert!(matches!(admit(turn, a, window(M, M, 1), OPEN), Admission::Wait(_)));
     }
 
     #[test]
     fn a_near_deadline_moves_a_slice_up_but_not_past_latency() {
         let near = Time(LATE.0 - 2_000_000);
         let bulk = window(0, M - K64, 0);
-        assert_eq!(admit(Time(1), ask(Priority::Bulk), bulk, OPEN), Verdict::Wait(near));
-        assert_eq!(admit(near, ask(Priority::Bulk), bulk, OPEN), Verdict::Post(Priority::Bulk));
+        assert_eq!(admit(Time(1), ask(Priority::Bulk), bulk, OPEN), Admission::Wait(near));
+        assert_eq!(admit(near, ask(Priority::Bulk), bulk, OPEN), Admission::Post(Priority::Bulk));
         let behind = window(M, K64, 0);
-        assert_eq!(admit(near, ask(Priority::Bulk), behind, OPEN), Verdict::Wait(LATE));
+        assert_eq!(admit(near, ask(Priority::Bulk), behind, OPEN), Admission::Wait(LATE));
         let half = window(0, M / 2, K64);
         assert_eq!(
             admit(near, ask(Priority::Background), half, OPEN),
-            Verdict::Post(Priority::Bulk)
+            Admission::Post(Priority::Bulk)
         );
         let more = window(0, 7 * M / 8, K64);
-        assert_eq!(admit(near, ask(Priority::Background), more, OPEN), Verdict::Wait(LATE));
-        assert_eq!(admit(LATE, ask(Priority::Latency), OPEN, OPEN), Verdict::Expired);
+        assert_eq!(admit(near, ask(Priority::Background), more, OPEN), Admission::Wait(LATE));
+        assert_eq!(admit(LATE, ask(Priority::Latency), OPEN, OPEN), Admission::Expired);
 
         let timeless =
-            Ask { deadline: Time::NEVER, remaining: Duration::MAX, ..ask(Priority::Bulk) };
-        assert_eq!(admit(near, timeless, bulk, OPEN), Verdict::Wait(Time::NEVER));
+            AdmissionRequest { deadline: Time::NEVER, remaining: Duration::MAX, ..ask(Priority::Bulk) };
+        assert_eq!(admit(near, timeless, bulk, OPEN), Admission::Wait(Time::NEVER));
     }
 
     #[test]
@@ -291,7 +291,7 @@ mod tests {
             class in any_class(), rail in any_window(), receiver in any_window(),
             now in 0u64..2_000_000_000, bytes in 1u64..1 << 22,
         ) {
-            let ask = Ask { bytes, ..ask(class) };
+            let ask = AdmissionRequest { bytes, ..ask(class) };
             let without = |mut w: Window| {
                 if class < Priority::Bulk { w.under_way.bulk = 0 }
                 if class < Priority::Background { w.under_way.background = 0 }
@@ -308,9 +308,9 @@ mod tests {
             class in any_class(), rail in any_window(), receiver in any_window(),
             now in 0u64..LATE.0, bytes in 1u64..1 << 22,
         ) {
-            let ask = Ask { bytes, ..ask(class) };
+            let ask = AdmissionRequest { bytes, ..ask(class) };
             if rail.has_room(class, bytes) && receiver.has_room(class, bytes) {
-                let posted = matches!(admit(Time(now), ask, rail, receiver), Verdict::Post(_));
+                let posted = matches!(admit(Time(now), ask, rail, receiver), Admission::Post(_));
                 prop_assert!(posted);
             }
         }
@@ -328,7 +328,7 @@ mod tests {
             }
             let then = Time(0).after(TURN);
             let posted = admit(then, ask(class), windows[0], windows[1]);
-            prop_assert!(matches!(posted, Verdict::Post(_)));
+            prop_assert!(matches!(posted, Admission::Post(_)));
         }
 
         /// No waiter is asked again later than the answer could change by itself.
@@ -337,11 +337,11 @@ mod tests {
             class in any_class(), rail in any_window(), receiver in any_window(),
             now in 0u64..1_000_000_000, later in 0u64..1_000_000_000,
         ) {
-            if let Verdict::Wait(until) = admit(Time(now), ask(class), rail, receiver) {
+            if let Admission::Wait(until) = admit(Time(now), ask(class), rail, receiver) {
                 prop_assert!(until > Time(now) && until <= LATE);
                 let then = Time(now + later);
                 if then < until {
-                    prop_assert_eq!(admit(then, ask(class), rail, receiver), Verdict::Wait(until));
+                    prop_assert_eq!(admit(then, ask(class), rail, receiver), Admission::Wait(until));
                 }
             }
         }
@@ -355,8 +355,8 @@ mod tests {
             let mut w = Window { bytes, under_way: ByClass::default() };
             let mut first = 0;
             for bytes in slices {
-                let verdict = admit(Time(0), Ask { bytes, ..ask(class) }, w, OPEN);
-                if matches!(verdict, Verdict::Post(_)) {
+                let verdict = admit(Time(0), AdmissionRequest { bytes, ..ask(class) }, w, OPEN);
+                if matches!(verdict, Admission::Post(_)) {
                     if first == 0 { first = bytes }
                     match class {
                         Priority::Latency => w.under_way.latency += bytes,

@@ -37,10 +37,10 @@ pub const PROBE_LOST: Duration = Duration::from_secs(1);
 /// Leave to use the rail. The outcome is told with it, so that what began before the rail failed can't
 /// be taken for a probe, nor for a second failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pass(u32);
+pub struct Permit(u32);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum BreakerState {
     Closed { since: Time },
     Open { until: Time },
     HalfOpen { since: Time },
@@ -49,7 +49,7 @@ enum State {
 /// The health of one rail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Breaker {
-    state: State,
+    state: BreakerState,
     /// Counts changes of the state.
     era: u32,
     /// The rest after the last failure in use; zero if there was none, or it is forgiven.
@@ -60,7 +60,7 @@ pub struct Breaker {
 
 impl Breaker {
     pub fn new(now: Time) -> Self {
-        let state = State::Closed { since: now };
+        let state = BreakerState::Closed { since: now };
         Self { state, era: 0, rest: Duration::ZERO, interval: BASE }
     }
 
@@ -72,38 +72,38 @@ impl Breaker {
     /// When `permit` will say yes; in the past if it does already.
     pub fn opens(&self) -> Time {
         match self.state {
-            State::Closed { since } => since,
-            State::Open { until } => until,
-            State::HalfOpen { since } => since.after(PROBE_LOST),
+            BreakerState::Closed { since } => since,
+            BreakerState::Open { until } => until,
+            BreakerState::HalfOpen { since } => since.after(PROBE_LOST),
         }
     }
 
     /// Leave to use it now. After a rest it is for a probe, and for one at a time.
-    pub fn permit(&mut self, now: Time) -> Option<Pass> {
+    pub fn permit(&mut self, now: Time) -> Option<Permit> {
         if self.excluded(now) {
             return None;
         }
-        if !matches!(self.state, State::Closed { .. }) {
-            self.turn(State::HalfOpen { since: now });
+        if !matches!(self.state, BreakerState::Closed { .. }) {
+            self.turn(BreakerState::HalfOpen { since: now });
         }
-        Some(Pass(self.era))
+        Some(Permit(self.era))
     }
 
     /// Whether the use that this pass was for went well.
-    pub fn report(&mut self, now: Time, pass: Pass, well: bool) {
+    pub fn report(&mut self, now: Time, pass: Permit, well: bool) {
         if pass.0 != self.era {
             return;
         }
         match (self.state, well) {
-            (State::Closed { .. }, true) => {}
-            (State::Closed { since }, false) => self.fail(now, now.since(since)),
-            (State::HalfOpen { .. }, true) => self.turn(State::Closed { since: now }),
-            (State::HalfOpen { .. }, false) => {
-                self.turn(State::Open { until: now.after(self.interval) });
+            (BreakerState::Closed { .. }, true) => {}
+            (BreakerState::Closed { since }, false) => self.fail(now, now.since(since)),
+            (BreakerState::HalfOpen { .. }, true) => self.turn(BreakerState::Closed { since: now }),
+            (BreakerState::HalfOpen { .. }, false) => {
+                self.turn(BreakerState::Open { until: now.after(self.interval) });
                 self.interval = (self.interval * 2).min(PROBE_CAP);
             }
             // A pass is of the era in which it was given, and none is given while open.
-            (State::Open { .. }, _) => {}
+            (BreakerState::Open { .. }, _) => {}
         }
     }
 
@@ -113,10 +113,10 @@ impl Breaker {
             false => (self.rest * 2).max(used * SHARE).min(CAP),
         };
         self.interval = BASE;
-        self.turn(State::Open { until: now.after(self.rest) });
+        self.turn(BreakerState::Open { until: now.after(self.rest) });
     }
 
-    fn turn(&mut self, state: State) {
+    fn turn(&mut self, state: BreakerState) {
         self.state = state;
         self.era = self.era.wrapping_add(1);
     }
@@ -137,7 +137,7 @@ mod tests {
         let at = b.opens();
         let probe = b.permit(at).unwrap();
         b.report(at, probe, true);
-        assert_eq!(b.state, State::Closed { since: at });
+        assert_eq!(b.state, BreakerState::Closed { since: at });
         at
     }
 
@@ -156,7 +156,7 @@ mod tests {
         let probe = b.permit(ms(60)).unwrap();
         assert!(b.permit(ms(60)).is_none(), "one probe at a time");
         b.report(ms(61), probe, true);
-        assert_eq!(b.state, State::Closed { since: ms(61) });
+        assert_eq!(b.state, BreakerState::Closed { since: ms(61) });
         assert!(b.permit(ms(61)).is_some() && b.permit(ms(61)).is_some());
     }
 
@@ -192,7 +192,7 @@ mod tests {
         let probe = b.permit(again).unwrap();
         b.report(again, lost, false);
         b.report(again, probe, true);
-        assert!(matches!(b.state, State::Closed { .. }));
+        assert!(matches!(b.state, BreakerState::Closed { .. }));
         // However long it was dead, it has failed once.
         assert_eq!(fail(&mut b, again), BASE * 2);
     }
