@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use super::{
-    lanes::Held,
+    eligible_links::Deferral,
     ledger::Ledger,
     policy::admit::Window,
     policy::classes::ByClass,
@@ -24,7 +24,7 @@ pub(super) struct Waiting {
 pub(super) struct Backlog {
     queues: [VecDeque<Waiting>; 3],
     /// What keeps the first of the only class that waits, since it was tried last.
-    held: Option<(Priority, Held)>,
+    deferral: Option<(Priority, Deferral)>,
 }
 
 impl Backlog {
@@ -43,50 +43,50 @@ impl Backlog {
 
     /// Whether work of this priority has to queue up: behind its own kind, or behind what is more urgent.
     #[inline]
-    pub fn holds_up(&self, priority: Priority) -> bool {
+    pub fn blocks(&self, priority: Priority) -> bool {
         self.queues[..=priority as usize].iter().any(|q| !q.is_empty())
     }
 
     pub fn push_back(&mut self, priority: Priority, waiting: Waiting) {
-        if self.held.is_some_and(|(class, _)| class != priority) {
-            self.held = None;
+        if self.deferral.is_some_and(|(class, _)| class != priority) {
+            self.deferral = None;
         }
         self.queues[priority as usize].push_back(waiting);
     }
 
     pub fn push_front(&mut self, priority: Priority, waiting: Waiting) {
-        self.held = None;
+        self.deferral = None;
         self.queues[priority as usize].push_front(waiting);
     }
 
     pub fn pop(&mut self, priority: Priority) -> Option<Waiting> {
         let first = self.queues[priority as usize].pop_front()?;
-        self.held = None;
+        self.deferral = None;
         Some(first)
     }
 
     /// Takes out what belongs to a transfer; how many operations that was.
     pub fn remove(&mut self, key: TransferKey) -> usize {
         let before = self.len();
-        self.held = None;
+        self.deferral = None;
         self.queues.iter_mut().for_each(|q| q.retain(|w| w.key != key));
         before - self.len()
     }
 
-    /// Puts back what was tried, with what kept it.
-    pub fn hold(&mut self, priority: Priority, waiting: Waiting, held: Held) {
+    /// Puts back what was tried, with what deferred it.
+    pub fn defer(&mut self, priority: Priority, waiting: Waiting, deferral: Deferral) {
         self.push_front(priority, waiting);
         let others = Priority::ALL.into_iter().any(|p| p != priority && self.waits(p));
-        self.held = Some((priority, held)).filter(|_| held.bytes > 0 && !others);
+        self.deferral = Some((priority, deferral)).filter(|_| deferral.bytes > 0 && !others);
     }
 
     /// Something else than the rails' windows has changed.
     pub fn try_again(&mut self) {
-        self.held = None;
+        self.deferral = None;
     }
 
-    pub fn held(&self) -> Option<(Priority, Held)> {
-        self.held
+    pub fn deferral(&self) -> Option<(Priority, Deferral)> {
+        self.deferral
     }
 
     /// Takes out everything.
@@ -98,17 +98,17 @@ impl Backlog {
 impl Route {
     /// Until when what waits would still find no room, though something may be over: tells a hundred peers that
     /// wait for one rail from the one that has its turn.
-    pub(super) fn held_until(&self, now: Time, ledger: &Ledger) -> Option<Time> {
-        let (class, Held { bytes, until }) = self.backlog.held()?;
+    pub(super) fn deferred_until(&self, now: Time, ledger: &Ledger) -> Option<Time> {
+        let (class, Deferral { bytes, until }) = self.backlog.deferral()?;
         let receiver = Window { bytes: self.credit, under_way: self.under_way };
         let full = |link: &Link| {
             let rail = ledger.rail_window(link.pair.rail, bytes);
             rail.under_way.of(class) > 0 && !rail.has_room(class, bytes)
         };
-        let held = now < until
+        let deferred = now < until
             && receiver.under_way.of(class) > 0
             && (!receiver.has_room(class, bytes) || self.active().iter().all(full));
-        held.then_some(until)
+        deferred.then_some(until)
     }
 }
 
@@ -172,12 +172,12 @@ impl Group {
             }
             let means = (rails as &mut Rails, &mut self.ledger);
             match post_slices((now, first.since), key, transfer, op, route, means) {
-                Posted::Part(held) => {
-                    if is_new && held.bytes > 0 {
+                Posted::Part(deferral) => {
+                    if is_new && deferral.bytes > 0 {
                         transfer.waits_for_room(route);
                     }
-                    route.backlog.hold(priority, first, held);
-                    self.move_at = self.move_at.min(held.until);
+                    route.backlog.defer(priority, first, deferral);
+                    self.move_at = self.move_at.min(deferral.until);
                     self.posted(now, peer, rails);
                     return moved;
                 }
@@ -198,7 +198,7 @@ mod tests {
     use super::*;
     use crate::domain::{Count, WorkRequest};
 
-    const HELD: Held = Held { bytes: 1 << 20, until: Time::NEVER };
+    const DEFERRAL: Deferral = Deferral { bytes: 1 << 20, until: Time::NEVER };
 
     fn waiting() -> Waiting {
         let count = WorkRequest::Count(Count { imm: 1, n: 1 });
@@ -209,12 +209,12 @@ mod tests {
     #[test]
     fn what_keeps_the_first_is_known_until_anything_else_may_move() {
         use Priority::{Background, Bulk};
-        let kept = || {
+        let deferred = || {
             let mut backlog = Backlog::default();
-            backlog.hold(Bulk, waiting(), HELD);
+            backlog.defer(Bulk, waiting(), DEFERRAL);
             backlog.push_back(Bulk, waiting());
             assert!(backlog.pop(Background).is_none());
-            assert!(backlog.held().is_some());
+            assert!(backlog.deferral().is_some());
             backlog
         };
         let changes: [fn(&mut Backlog); 5] = [
@@ -225,18 +225,18 @@ mod tests {
             Backlog::try_again,
         ];
         for change in changes {
-            let mut backlog = kept();
+            let mut backlog = deferred();
             change(&mut backlog);
-            assert!(backlog.held().is_none());
+            assert!(backlog.deferral().is_none());
         }
-        let mut others = kept();
+        let mut others = deferred();
         others.push_back(Background, waiting());
         let first = others.pop(Bulk).unwrap();
-        others.hold(Bulk, first, HELD);
-        assert!(others.held().is_none(), "the other class may have room");
-        let first = kept().pop(Bulk).unwrap();
+        others.defer(Bulk, first, DEFERRAL);
+        assert!(others.deferral().is_none(), "the other class may have room");
+        let first = deferred().pop(Bulk).unwrap();
         let mut unknown = Backlog::default();
-        unknown.hold(Bulk, first, Held { bytes: 0, ..HELD });
-        assert!(unknown.held().is_none(), "it wasn't the windows");
+        unknown.defer(Bulk, first, Deferral { bytes: 0, ..DEFERRAL });
+        assert!(unknown.deferral().is_none(), "it wasn't the windows");
     }
 }

@@ -4,7 +4,7 @@
 use slab::Slab;
 
 use super::{
-    lanes::SLICES,
+    eligible_links::SLICES,
     policy::{admit::Window, classes::ByClass},
     PeerKey, TransferKey,
 };

@@ -8,7 +8,7 @@ mod backlog;
 mod credit;
 mod early;
 mod heal;
-mod lanes;
+mod eligible_links;
 mod ledger;
 mod links;
 mod missing;
@@ -185,15 +185,15 @@ impl Group {
         let priority = transfer.priority;
         let mut since = Time::NEVER;
         let ahead = op.ahead;
-        if route.state == PeerState::Up && (ahead || !route.backlog.holds_up(priority)) {
+        if route.state == PeerState::Up && (ahead || !route.backlog.blocks(priority)) {
             let means = (rails as &mut Rails, &mut self.ledger);
             match post_slices((now, now), key, transfer, &mut op, route, means) {
                 Posted::All => return self.posted(now, peer, rails),
                 Posted::Failed(rail, e) => return self.fail(now, key, peer, (rails, rail, e)),
-                Posted::Part(held) => {
+                Posted::Part(deferral) => {
                     since = now;
-                    self.move_at = self.move_at.min(held.until);
-                    if held.bytes > 0 {
+                    self.move_at = self.move_at.min(deferral.until);
+                    if deferral.bytes > 0 {
                         transfer.waits_for_room(route);
                     }
                 }
@@ -352,7 +352,7 @@ impl Group {
                     continue;
                 }
                 let turn = (*key as usize + n - self.first) % n;
-                match route.held_until(now, &self.ledger) {
+                match route.deferred_until(now, &self.ledger) {
                     Some(until) => self.move_at = self.move_at.min(until),
                     None => ready.push((route.under_way.total(), turn, *key)),
                 }

@@ -1,7 +1,7 @@
 //! Cutting operations into work requests, and handing them to the links in turn.
 
 use super::{
-    lanes::{Held, Lanes},
+    eligible_links::{Deferral, EligibleLinks},
     ledger::{Ledger, Slice},
     policy::size::slice_size,
     route::Route,
@@ -147,7 +147,7 @@ impl BoundOp {
 pub(super) enum Posted {
     All,
     /// The links are full; the rest waits.
-    Part(Held),
+    Part(Deferral),
     /// On this rail.
     Failed(usize, DomainError),
 }
@@ -162,24 +162,24 @@ pub(super) fn post_slices(
     route: &mut Route,
     (rails, ledger): (&mut Rails, &mut Ledger),
 ) -> Posted {
-    let mut lanes = match Lanes::new((now, since), route, (rails, ledger), op, transfer) {
-        Ok(lanes) => lanes,
+    let mut eligible_links = match EligibleLinks::new((now, since), route, (rails, ledger), op, transfer) {
+        Ok(eligible_links) => eligible_links,
         Err((rail, e)) => return Posted::Failed(rail, e),
     };
     let (data, count) = match &op.wr {
         WorkRequest::Write { data, count } => (data, *count),
         WorkRequest::Read { data } | WorkRequest::Prepare { data } => (data, None),
         WorkRequest::Count(_) | WorkRequest::Send(_) => {
-            let posted = lanes.post(key, transfer, (&op.wr, 0), op.confirm);
-            return whole(posted, lanes.held);
+            let posted = eligible_links.post(key, transfer, (&op.wr, 0), op.confirm);
+            return whole(posted, eligible_links.deferral);
         }
     };
     let cut = match op.cut {
         Some(cut) => {
             // The links may be others by now.
-            let caps = lanes.caps();
+            let caps = eligible_links.caps();
             if data.page_len > caps.max_bytes && data.page_len <= cut.bytes {
-                let rail = lanes.route.active()[0].pair.rail;
+                let rail = eligible_links.route.active()[0].pair.rail;
                 let why = "its transport changed for one that takes less at a time";
                 return Posted::Failed(rail, DomainError::LinkDown(why.into()));
             }
@@ -187,10 +187,10 @@ pub(super) fn post_slices(
             *op.cut.insert(Cut { bytes, pages })
         }
         None => {
-            let cut = choose_cut(data, &lanes.caps(), lanes.len(), lanes.most());
+            let cut = choose_cut(data, &eligible_links.caps(), eligible_links.len(), eligible_links.max_slice());
             if data.page_len <= cut.bytes && data.pages <= cut.pages {
-                let posted = lanes.post(key, transfer, (&op.wr, 0), op.confirm);
-                let posted = whole(posted, lanes.held);
+                let posted = eligible_links.post(key, transfer, (&op.wr, 0), op.confirm);
+                let posted = whole(posted, eligible_links.deferral);
                 return match (posted, op.confirm) {
                     (Posted::All, Some(confirm)) => {
                         all_posted(confirm, now, key, transfer, op, route, (rails, ledger))
@@ -217,8 +217,8 @@ pub(super) fn post_slices(
         };
         let behind = data.bytes() - u64::from(op.page) * data.page_len - op.byte;
         let behind = behind.saturating_sub(slice_bytes);
-        match lanes.post(key, transfer, (&wr, behind), op.confirm) {
-            Ok(Post::Full) => return Posted::Part(lanes.held),
+        match eligible_links.post(key, transfer, (&wr, behind), op.confirm) {
+            Ok(Post::Full) => return Posted::Part(eligible_links.deferral),
             Ok(_) => {}
             Err((rail, e)) => return Posted::Failed(rail, e),
         }
@@ -256,9 +256,9 @@ fn all_posted(
 }
 
 #[inline]
-fn whole(posted: Result<Post, (usize, DomainError)>, held: Held) -> Posted {
+fn whole(posted: Result<Post, (usize, DomainError)>, deferral: Deferral) -> Posted {
     match posted {
-        Ok(Post::Full) => Posted::Part(held),
+        Ok(Post::Full) => Posted::Part(deferral),
         Ok(_) => Posted::All,
         Err((rail, e)) => Posted::Failed(rail, e),
     }

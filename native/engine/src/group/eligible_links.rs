@@ -27,7 +27,7 @@ use crate::{
 pub(super) const SLICES: u64 = 4;
 
 /// The links of a peer that an operation may use.
-pub(super) struct Lanes<'a> {
+pub(super) struct EligibleLinks<'a> {
     now: Time,
     pub route: &'a mut Route,
     rails: &'a mut Rails,
@@ -41,19 +41,19 @@ pub(super) struct Lanes<'a> {
     /// Since when it is this operation's turn.
     since: Time,
     /// Why what may not be posted now has to wait.
-    pub held: Held,
+    pub deferral: Deferral,
 }
 
 /// What kept a slice from being posted.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Held {
+pub(super) struct Deferral {
     /// Its bytes, if windows had no room for them; 0 if it was something else.
     pub bytes: u64,
     /// When it is to be tried again, if nothing happens before.
     pub until: Time,
 }
 
-impl<'a> Lanes<'a> {
+impl<'a> EligibleLinks<'a> {
     #[inline]
     pub fn new(
         (now, since): (Time, Time),
@@ -70,9 +70,9 @@ impl<'a> Lanes<'a> {
             (None, _) => None,
         };
         let (peer, tries) = (op.peer, op.tries);
-        let held = Held { bytes: 0, until: Time::NEVER };
+        let deferral = Deferral { bytes: 0, until: Time::NEVER };
         let (priority, deadline, since) = (transfer.priority, transfer.deadline, since.min(now));
-        Ok(Self { now, route, rails, ledger, peer, tries, only, priority, deadline, since, held })
+        Ok(Self { now, route, rails, ledger, peer, tries, only, priority, deadline, since, deferral })
     }
 
     #[inline]
@@ -97,7 +97,7 @@ impl<'a> Lanes<'a> {
     }
 
     /// The largest slice, where what is under way is limited: several fit into the narrowest window.
-    pub fn most(&self) -> Option<u64> {
+    pub fn max_slice(&self) -> Option<u64> {
         let links = self.route.active();
         let links = self.only.map_or(links, |only| &links[only..=only]);
         if !links.iter().all(|l| self.is_known(l.pair.rail)) {
@@ -201,7 +201,7 @@ impl<'a> Lanes<'a> {
         match admit(self.now, AdmissionRequest { class, bytes, since, deadline, remaining }, rail, receiver) {
             Admission::Post(class) => Some(class),
             Admission::Wait(at) => {
-                self.held = Held { bytes, until: self.held.until.min(at) };
+                self.deferral = Deferral { bytes, until: self.deferral.until.min(at) };
                 None
             }
             // Its deadline strikes next.
