@@ -18,7 +18,7 @@ use tracing::{
 
 const LOGGER: &str = "fabric_ray.native";
 /// Records that may wait; further ones are dropped and counted.
-const MOST: usize = 1000;
+const MAX_WAITING_RECORDS: usize = 1000;
 
 struct Record {
     level: u8,
@@ -101,7 +101,7 @@ impl Visit for Line {
 
 fn push(record: Record) {
     let mut w = waiting();
-    if w.records.len() >= MOST {
+    if w.records.len() >= MAX_WAITING_RECORDS {
         w.dropped += 1;
         return;
     }

@@ -9,7 +9,7 @@ use crate::{EngineError, Result};
 const SEGMENT: Envelope = Envelope::new(*b"FRsg", "a segment descriptor", 1 << 20);
 
 /// Parts of one segment.
-pub const MOST_PARTS: usize = 4096;
+pub const MAX_PARTS: usize = 4096;
 /// Bytes of a device's name on the PCI bus, and then some.
 const LONGEST_NAME: usize = 64;
 
@@ -86,8 +86,8 @@ impl SegmentDescriptor {
     }
 
     fn check(&self) -> Result<(), String> {
-        if self.parts.len() > MOST_PARTS {
-            return Err(format!("{} parts, at most {MOST_PARTS} are allowed", self.parts.len()));
+        if self.parts.len() > MAX_PARTS {
+            return Err(format!("{} parts, at most {MAX_PARTS} are allowed", self.parts.len()));
         }
         check_parts(self.parts.iter().map(|p| (p.at, p.len)))?;
         for (i, part) in self.parts.iter().enumerate() {
@@ -291,7 +291,7 @@ mod tests {
                 place: Place::Cuda { device: 0, pci: "x".repeat(99) },
                 ..part(0, 5)
             }]),
-            of((0..=MOST_PARTS as u64).map(|i| part(i, 1)).collect()),
+            of((0..=MAX_PARTS as u64).map(|i| part(i, 1)).collect()),
         ] {
             assert!(
                 SegmentDescriptor::from_bytes(&bad.to_bytes()).is_err(),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{Region, RemoteRegion, TransferEngine};
 use crate::{
-    api::{check_parts, cut, Place, SegmentDescriptor, SegmentPart, MOST_PARTS},
+    api::{check_parts, cut, Place, SegmentDescriptor, SegmentPart, MAX_PARTS},
     domain::Domain,
     engine::SegmentPiece,
     memory::{device::Location, node_of},
@@ -40,8 +40,8 @@ impl TransferEngine {
         let spans: Vec<_> = parts.iter().map(|(at, region)| (*at, region.len())).collect();
         let invalid = |why: String| EngineError::Invalid(format!("segment: {why}"));
         check_parts(spans.iter().copied()).map_err(invalid)?;
-        if parts.len() > MOST_PARTS {
-            return Err(invalid(format!("{} parts, at most {MOST_PARTS}", parts.len())));
+        if parts.len() > MAX_PARTS {
+            return Err(invalid(format!("{} parts, at most {MAX_PARTS}", parts.len())));
         }
         for (_, region) in parts {
             self.shared.check_own(region)?;

@@ -281,9 +281,9 @@ impl<'a> EligibleLinks<'a> {
 
 /// Links that didn't take a work request.
 struct PostAttempt {
-    full: SmallVec<[bool; spray::MOST_LINKS]>,
+    full: SmallVec<[bool; spray::MAX_LINKS]>,
     /// What it would be under way as.
-    class: SmallVec<[Priority; spray::MOST_LINKS]>,
+    class: SmallVec<[Priority; spray::MAX_LINKS]>,
     /// One of them may take it later.
     waits: bool,
     failed: Option<(usize, DomainError)>,

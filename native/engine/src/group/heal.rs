@@ -29,9 +29,9 @@ const LOST_BY_PEER: &str = "the peer has lost it";
 /// How often the same bytes are sent at most.
 const MAX_TRIES: u8 = 8;
 /// Links of a peer whose receipts are remembered.
-const MOST_RECEIPTS: usize = 32;
+const MAX_RECEIPTS: usize = 32;
 /// Questions of one peer that wait for a link to end.
-const MOST_QUESTIONS: usize = 1024;
+const MAX_QUESTIONS: usize = 1024;
 
 /// What is known of the lost links of one peer.
 #[derive(Default)]
@@ -101,7 +101,7 @@ impl Healing {
     }
 
     pub fn keep_receipt(&mut self, name: LinkName, receipt: Receipt) {
-        if self.receipts.len() >= MOST_RECEIPTS {
+        if self.receipts.len() >= MAX_RECEIPTS {
             self.receipts.pop_front();
         }
         self.receipts.push_back((name, receipt));
@@ -245,7 +245,7 @@ impl Group {
         let route = &mut self.peers[peer as usize];
         let via = question.via;
         let wait = |route: &mut Route, question| {
-            if route.healing.questions.len() < MOST_QUESTIONS {
+            if route.healing.questions.len() < MAX_QUESTIONS {
                 route.healing.questions.push(question);
             }
         };

@@ -24,7 +24,7 @@ const SAMPLE: u64 = 16;
 /// Which are small; bytes.
 const SMALL: u64 = 4 << 10;
 /// Bits of a set of rails.
-const MOST_RAILS: usize = u32::BITS as usize;
+const MAX_RAILS: usize = u32::BITS as usize;
 
 /// What is kept with a transfer while it goes on.
 #[derive(Clone, Copy, Debug)]
@@ -70,7 +70,7 @@ impl Flight {
         self.moments.all_posted = now;
         self.slices += 1;
         self.again += u32::from(again);
-        self.rails |= 1 << rail.min(MOST_RAILS - 1);
+        self.rails |= 1 << rail.min(MAX_RAILS - 1);
         self.rail = rail as u8;
     }
 

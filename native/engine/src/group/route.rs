@@ -31,13 +31,13 @@ pub(crate) type PeerKey = u32;
 pub(crate) type PeerHold = Arc<()>;
 
 /// So often connecting is tried again at once if it was cut off.
-const MOST_ATTEMPTS: u32 = 3;
+const MAX_ATTEMPTS: u32 = 3;
 /// A peer whose last link is lost so often in so long, and nothing got through, is given up.
-const MOST_REVIVALS: u32 = 64;
+const MAX_REVIVALS: u32 = 64;
 const REVIVAL_SPELL: Duration = Duration::from_secs(1);
 
 /// How many failures are remembered for `explain`.
-const MOST_REASONS: usize = 16;
+const MAX_REASONS: usize = 16;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PeerState {
@@ -219,7 +219,7 @@ impl Route {
 
     /// Once more, if an attempt was cut off in its middle: a peer whose links break may well be alive.
     pub fn try_again(&mut self, rails: &Rails) -> bool {
-        let again = self.cut_off && self.attempts < MOST_ATTEMPTS;
+        let again = self.cut_off && self.attempts < MAX_ATTEMPTS;
         if again {
             self.attempts += 1;
             self.start_over(rails);
@@ -321,7 +321,7 @@ impl Route {
 
     /// A rail was tried in vain.
     pub fn failed(&mut self, rails: &Rails, pair: RailPair, cause: DomainError) {
-        if self.reasons.len() >= MOST_REASONS {
+        if self.reasons.len() >= MAX_REASONS {
             self.reasons.remove(0);
         }
         self.reasons.push((Some(pair.rail), rails[pair.rail].kind(), cause.to_string()));
@@ -366,7 +366,7 @@ impl Route {
             true => (since, n + 1),
             false => (now, 1),
         };
-        self.revivals.1 <= MOST_REVIVALS
+        self.revivals.1 <= MAX_REVIVALS
     }
 
     fn count_active(&mut self, rails: &Rails) {

@@ -34,7 +34,7 @@ const HORIZON: Duration = Duration::from_millis(20);
 const LEAST: u64 = 512 << 10;
 const LEAST_SLICES: u64 = 2;
 /// Links of one peer and transport: two for each pair of NICs where both sides connected at once.
-pub(super) const MOST_LINKS: usize = 2 * MAX_RAILS;
+pub(super) const MAX_LINKS: usize = 2 * MAX_RAILS;
 /// How often links are looked at that may have stalled.
 const LOOK: Duration = Duration::from_millis(10);
 
@@ -127,7 +127,7 @@ pub(super) fn views(
     ledger: &Ledger,
     full: &[bool],
     length: u64,
-) -> SmallVec<[RailView; MOST_LINKS]> {
+) -> SmallVec<[RailView; MAX_LINKS]> {
     let view = |(link, full): (&Link, &bool)| RailView {
         queued: link.gauge.queued,
         speed: link.gauge.estimate.speed(now, link.gauge.queued),
@@ -167,7 +167,7 @@ impl Group {
                 continue;
             }
             busy |= links.iter().any(|l| l.gauge.queued > 0);
-            let seen: SmallVec<[stall::Seen; MOST_LINKS]> =
+            let seen: SmallVec<[stall::Seen; MAX_LINKS]> =
                 links.iter().map(|l| l.gauge.seen()).collect();
             for (i, link) in links.iter().enumerate() {
                 let since = link.gauge.waiting_since;

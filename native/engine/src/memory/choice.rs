@@ -2,7 +2,8 @@
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
-pub(super) const MOST: usize = 4;
+/// Most routines of one choice.
+pub(super) const MAX_ROUTINES: usize = 4;
 /// Uses from one comparison to the next: no multiple of what callers do in groups, for the first of a group is slower
 /// than the others.
 const EVERY: u32 = 127;
@@ -40,7 +41,7 @@ pub(super) struct Choice {
     /// first, and several comparisons may be under way.
     halves: [AtomicU64; UNDER_WAY],
     /// What the median comparison says that each costs, `ONE` being the best.
-    ratio: [AtomicU64; MOST],
+    ratio: [AtomicU64; MAX_ROUTINES],
 }
 
 /// Which routine to use, and how what it takes is learnt.
@@ -80,7 +81,7 @@ impl Choice {
             turn: AtomicU32::new(0),
             best: AtomicU32::new(0),
             halves: [const { AtomicU64::new(u64::MAX) }; UNDER_WAY],
-            ratio: [const { AtomicU64::new(ONE) }; MOST],
+            ratio: [const { AtomicU64::new(ONE) }; MAX_ROUTINES],
         }
     }
 

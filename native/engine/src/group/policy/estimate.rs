@@ -22,9 +22,9 @@ const RISE: f64 = 0.125;
 /// side may be twice as far off. One outlier moves the estimate by 6% at most, a rail that has
 /// really changed is found out within a few slices.
 const OFF: f64 = 1.5;
-const MOST_DOUBLINGS: u8 = 10;
+const MAX_DOUBLINGS: u8 = 10;
 /// Slices that are seen to be done together count as so many samples at most.
-const MOST_SLICES: i8 = 8;
+const MAX_SLICES: i8 = 8;
 /// So many samples are averaged before the average moves.
 const FIRST: u8 = 8;
 /// From here on an estimate without samples drifts back to the nominal speed, by half each `HALF`.
@@ -114,7 +114,7 @@ impl Estimate {
         }
         // Completions are seen in bunches: only the bytes of a whole bunch say what it took.
         self.open.bytes += bytes as f64;
-        self.open.slices = (self.open.slices + 1).min(MOST_SLICES);
+        self.open.slices = (self.open.slices + 1).min(MAX_SLICES);
         let beyond = now.since(posted).as_nanos() as f64 - bytes as f64 * self.per_byte;
         if beyond < self.latency {
             self.latency = (self.latency + beyond.max(0.0)) / 2.0;
@@ -187,7 +187,7 @@ impl Estimate {
         } else {
             self.streak = self.streak.saturating_add(side);
         }
-        let doublings = self.streak.unsigned_abs().saturating_sub(1).min(MOST_DOUBLINGS);
+        let doublings = self.streak.unsigned_abs().saturating_sub(1).min(MAX_DOUBLINGS);
         OFF * f64::from(1u32 << doublings)
     }
 

@@ -11,12 +11,12 @@ pub const GRAIN: u64 = 4096;
 /// nearly together.
 pub const PER_RAIL: u64 = 32;
 /// The most slices of one request, however many rails there are.
-pub const MOST: u64 = 256;
+pub const MAX_SLICES_PER_REQUEST: u64 = 256;
 
 /// Bytes of each slice but the last of a request of so many bytes over so many rails: a multiple of
 /// [`GRAIN`].
 pub fn slice_size(bytes: u64, rails: usize) -> u64 {
-    let most = (rails.max(1) as u64).saturating_mul(PER_RAIL).min(MOST);
+    let most = (rails.max(1) as u64).saturating_mul(PER_RAIL).min(MAX_SLICES_PER_REQUEST);
     bytes.div_ceil(most).next_multiple_of(GRAIN).max(SMALLEST)
 }
 
@@ -59,7 +59,7 @@ mod tests {
         fn slices_are_few_and_not_small(bytes in any_bytes(), rails in 0usize..20) {
             let size = slice_size(bytes, rails);
             prop_assert!(size >= SMALLEST && size.is_multiple_of(GRAIN));
-            prop_assert!(bytes.div_ceil(size) <= MOST.min(PER_RAIL * rails.max(1) as u64));
+            prop_assert!(bytes.div_ceil(size) <= MAX_SLICES_PER_REQUEST.min(PER_RAIL * rails.max(1) as u64));
         }
 
         #[test]

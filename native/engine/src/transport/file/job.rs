@@ -15,7 +15,7 @@ use crate::{
 /// Bytes of a chunk, and of a slot.
 pub(super) const CHUNK: u64 = 1 << 20;
 /// Ranges of a chunk.
-const MOST_PAGES: u32 = 512;
+const MAX_PAGES: u32 = 512;
 const SLOTS: u8 = 8;
 
 /// Host memory for copies that no CPU can make directly.
@@ -148,7 +148,7 @@ impl Job {
     fn cut(&mut self) -> (SmallVec<[Piece; 4]>, u64) {
         let mut pieces: SmallVec<[Piece; 4]> = SmallVec::new();
         let (mut bytes, data) = (0, &self.data);
-        for _ in 0..MOST_PAGES {
+        for _ in 0..MAX_PAGES {
             if self.page == data.pages || bytes == CHUNK {
                 break;
             }

@@ -24,11 +24,11 @@ use crate::{
 use job::{Job, Moving, Slots};
 
 /// Chunks under way: disks work best with several requests.
-const MOST_MOVING: usize = 16;
+const MAX_MOVING: usize = 16;
 /// Work requests accepted; further ones wait in the group.
-const MOST_JOBS: usize = 1 << 12;
+const MAX_JOBS: usize = 1 << 12;
 /// Bytes that CPUs copy per poll, under the engine's lock.
-const MOST_COPIED: u64 = 4 << 20;
+const MAX_COPIED: u64 = 4 << 20;
 
 /// The file transport; see the module.
 pub(crate) struct FileDomain {
@@ -93,7 +93,7 @@ impl FileDomain {
     /// Starts as many chunks as may be under way and be copied per poll.
     fn begin_chunks(&mut self) -> bool {
         let (mut moved, mut copied) = (false, 0);
-        while self.moving.len() < MOST_MOVING && copied < MOST_COPIED {
+        while self.moving.len() < MAX_MOVING && copied < MAX_COPIED {
             let Some(key) = self.queue.front().copied() else { break };
             let job = &mut self.jobs[key];
             if job.has_begun() {
@@ -313,7 +313,7 @@ impl Domain for FileDomain {
             WorkRequest::Write { data, count } => (data, *count, true),
             WorkRequest::Read { data } => (data, None, false),
         };
-        if self.jobs.len() >= MOST_JOBS {
+        if self.jobs.len() >= MAX_JOBS {
             return Ok(Post::Full);
         }
         let local = self.book.get(data.local_region).cloned();
@@ -352,7 +352,7 @@ impl Domain for FileDomain {
     }
 
     fn arm(&mut self) -> bool {
-        let room = self.moving.len() < MOST_MOVING && !self.queue.is_empty();
+        let room = self.moving.len() < MAX_MOVING && !self.queue.is_empty();
         let look = self.moving.iter().any(|m| m.ticket.needs_check());
         self.news.is_empty() && !look && !(room && self.slots.is_free())
     }

@@ -25,7 +25,7 @@ use crate::{
 };
 
 /// Handshakes of unproven initiators at a time.
-const MOST: usize = 128;
+const MAX_UNPROVEN: usize = 128;
 
 enum Stage {
     /// The initiator's datagram address is being resolved.
@@ -117,7 +117,7 @@ impl VerbsDomain {
     /// Makes room for an unproven initiator by dropping the oldest. Proven initiators do not count.
     fn make_room(&mut self) -> bool {
         let strangers = || self.accepts.iter().filter(|(_, v)| !v.is_proven());
-        if strangers().count() < MOST {
+        if strangers().count() < MAX_UNPROVEN {
             return true;
         }
         let oldest = strangers().min_by_key(|(_, v)| v.deadline).map(|(e, _)| *e);
