@@ -11,7 +11,7 @@ use std::collections::{HashMap, VecDeque};
 use super::{
     backlog::Waiting,
     ledger::Slice,
-    missing::{self, Share},
+    delivered::{self, Delivered},
     messages::{Arrived, GroupMessage, MAX_NUMBERS},
     route::{Link, PeerKey, Route, PeerState},
     slices::BoundOp,
@@ -312,20 +312,20 @@ impl Group {
         let UnresolvedSlices { slices, kind, acked, rail, cause, .. } = entry;
         let came = match (came, kind) {
             (Arrived::InOrder(all), Receipts::InOrder) => {
-                missing::in_order(slices, all.checked_sub(acked))
+                delivered::in_order(slices, all.checked_sub(acked))
             }
-            (Arrived::These(each), Receipts::Numbered) => missing::numbered(slices, &each),
+            (Arrived::These(each), Receipts::Numbered) => delivered::numbered(slices, &each),
             // Nor has the peer promised that its end is down (MR-1).
             _ => Err(slices),
         };
         match came {
             Ok(came) => {
-                for (slice, share) in came {
-                    match share {
-                        Share::All => {
+                for (slice, delivered) in came {
+                    match delivered {
+                        Delivered::All => {
                             self.part_over(now, slice.owner, slice.confirm, rails, events);
                         }
-                        Share::Counts(there) => self.send_again(slice, there, rails),
+                        Delivered::Counts(there) => self.send_again(slice, there, rails),
                     }
                 }
                 self.drain_backlog(now, peer, rails);

@@ -45,17 +45,17 @@ impl Group {
     }
 
     /// Tries lost rails again, as long as others keep the peer in reach.
-    pub(super) fn seek_missing(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) {
+    pub(super) fn probe_lost_rails(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) {
         let route = &mut self.peers[peer as usize];
         if route.state != PeerState::Up {
             return;
         }
-        for pair in route.returns.due(now) {
+        for pair in route.rail_probes.due(now) {
             match rails[pair.rail].connect(now, &route.address, pair.endpoint) {
                 Ok(link) => route.try_pair(pair, link),
                 Err(e) => {
                     tracing::debug!(peer = %route.address.label(), error = %e, "rail still down");
-                    self.returns.insert((route.returns.miss(now, pair), peer));
+                    self.probe_times.insert((route.rail_probes.on_lost(now, pair), peer));
                 }
             }
         }
@@ -77,10 +77,10 @@ impl Group {
             if route.state == PeerState::Up {
                 if route.active().is_empty() {
                     self.last_link_down(now, peer, rail, &cause, rails, events);
-                } else if down.ours && route.misses(down.pair, rails) {
+                } else if down.ours && route.would_use(down.pair, rails) {
                     let device = rails[rail].device();
                     tracing::warn!(peer = %route.address.label(), %device, %cause, "rail lost");
-                    self.returns.insert((route.returns.miss(now, down.pair), peer));
+                    self.probe_times.insert((route.rail_probes.on_lost(now, down.pair), peer));
                 }
             }
             self.on_link_lost(now, peer, (&down, &cause), (receipt, &unfinished), rails);
@@ -98,9 +98,9 @@ impl Group {
             }
             PeerState::Up => {
                 route.failed(rails, pair, cause);
-                if route.misses(pair, rails) {
+                if route.would_use(pair, rails) {
                     // Other rails work: this one is looked after in the background.
-                    self.returns.insert((route.returns.miss(now, pair), peer));
+                    self.probe_times.insert((route.rail_probes.on_lost(now, pair), peer));
                 }
             }
             PeerState::Idle | PeerState::Lost => {}

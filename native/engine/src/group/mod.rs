@@ -6,17 +6,17 @@
 
 mod backlog;
 mod credit;
-mod early;
+mod cancel;
 mod heal;
 mod eligible_links;
 mod ledger;
 mod links;
-mod missing;
+mod delivered;
 mod messages;
 mod peers;
 pub mod policy;
 mod recorder;
-mod returns;
+mod rail_probes;
 mod route;
 mod slices;
 mod spray;
@@ -121,7 +121,7 @@ pub(crate) struct Group {
     transfers: Slab<Transfer>,
     deadlines: BTreeSet<(Time, TransferKey)>,
     /// When lost rails are tried again.
-    returns: BTreeSet<(Time, PeerKey)>,
+    probe_times: BTreeSet<(Time, PeerKey)>,
     /// When peers should have said what came over a lost link.
     resolve_deadlines: BTreeSet<(Time, PeerKey)>,
     ledger: Ledger,
@@ -314,7 +314,7 @@ impl Group {
                 let said = (description, peer.version);
                 route.up(now, RailPair { rail, endpoint }, (link, name), said, rails);
                 for pair in route.take_failed(rails) {
-                    self.returns.insert((route.returns.miss(now, pair), key));
+                    self.probe_times.insert((route.rail_probes.on_lost(now, pair), key));
                 }
                 self.ask(now, key, rails);
                 self.drain_backlog(now, key, rails);
@@ -376,10 +376,10 @@ impl Group {
                 }
             }
         }
-        while let Some((at, peer)) = self.returns.first().copied().filter(|(t, _)| *t <= now) {
+        while let Some((at, peer)) = self.probe_times.first().copied().filter(|(t, _)| *t <= now) {
             moved = true;
-            self.returns.remove(&(at, peer));
-            self.seek_missing(now, peer, rails);
+            self.probe_times.remove(&(at, peer));
+            self.probe_lost_rails(now, peer, rails);
         }
         if self.credits.next() <= now {
             moved = true;
@@ -409,7 +409,7 @@ impl Group {
         }
         self.backlogged = 0;
         self.deadlines.clear();
-        self.returns.clear();
+        self.probe_times.clear();
         self.verdicts.clear();
         self.resolve_deadlines.clear();
         self.ledger.clear();

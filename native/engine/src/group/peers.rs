@@ -169,7 +169,7 @@ impl Group {
             |key| recorded.contains(&key),
         );
         gone.iter().for_each(|key| self.credits.forget(*key));
-        self.returns.retain(|(_, peer)| !gone.contains(peer));
+        self.probe_times.retain(|(_, peer)| !gone.contains(peer));
         self.resolve_deadlines.retain(|(_, peer)| !gone.contains(peer));
         self.waiters.retain(|peer| !gone.contains(peer));
     }

@@ -13,7 +13,7 @@ use super::{
     heal::Healing,
     ledger::Slice,
     policy::{classes::ByClass, score::Choice},
-    returns::Returns,
+    rail_probes::RailProbes,
     spray::Gauge,
     Policy, Rails,
 };
@@ -106,7 +106,7 @@ pub(super) struct Route {
     pub choice: Choice,
     trying: SmallVec<[(RailPair, LinkId); 1]>,
     untried: VecDeque<TransportKind>,
-    pub returns: Returns,
+    pub rail_probes: RailProbes,
     /// Pairs that failed before any other was up.
     failed: SmallVec<[RailPair; 1]>,
     reasons: Vec<(Option<usize>, TransportKind, String)>,
@@ -147,7 +147,7 @@ impl Route {
             choice: policy.spray.choice(),
             trying: SmallVec::new(),
             untried: VecDeque::new(),
-            returns: Returns::default(),
+            rail_probes: RailProbes::default(),
             failed: SmallVec::new(),
             reasons: Vec::new(),
             telling: None,
@@ -232,7 +232,7 @@ impl Route {
         self.cut_off = false;
         self.reasons.clear();
         self.untried.clear();
-        self.returns.clear();
+        self.rail_probes.clear();
         self.failed.clear();
         self.telling = None;
         for kind in kinds(rails) {
@@ -348,7 +348,7 @@ impl Route {
         rails: &Rails,
     ) {
         let ours = self.tried(pair.rail, id).is_some();
-        self.returns.up(now, pair);
+        self.rail_probes.on_up(now, pair);
         let gauge = Gauge::new(now);
         self.links.push(Link { pair, id, name, ours, acked: 0, gauge, description, version });
         self.links.sort_by_key(|l| (l.pair.rail, l.pair.endpoint));
@@ -423,7 +423,7 @@ impl Route {
     }
 
     /// Up by other links: whether this pair would carry something if it came back.
-    pub fn misses(&self, pair: RailPair, rails: &Rails) -> bool {
+    pub fn would_use(&self, pair: RailPair, rails: &Rails) -> bool {
         let Some(best) = self.links.first() else { return false };
         rails[best.pair.rail].kind() == rails[pair.rail].kind()
             && self.links.iter().all(|l| l.pair != pair)
@@ -432,7 +432,7 @@ impl Route {
     /// The pairs that failed before another of their transport was up: to be tried again.
     pub fn take_failed(&mut self, rails: &Rails) -> SmallVec<[RailPair; 1]> {
         let mut failed = std::mem::take(&mut self.failed);
-        failed.retain(|p| self.misses(*p, rails));
+        failed.retain(|p| self.would_use(*p, rails));
         failed
     }
 

@@ -17,11 +17,11 @@ use crate::{
 impl Group {
     pub fn next_deadline(&self) -> Time {
         let first = self.deadlines.first().map_or(Time::NEVER, |(t, _)| *t);
-        let returns = self.returns.first().map_or(Time::NEVER, |(t, _)| *t);
+        let probes = self.probe_times.first().map_or(Time::NEVER, |(t, _)| *t);
         let verdicts = self.verdicts.first().map_or(Time::NEVER, |(t, _)| *t);
         let patience = self.resolve_deadlines.first().map_or(Time::NEVER, |(t, _)| *t);
         first
-            .min(returns)
+            .min(probes)
             .min(verdicts)
             .min(patience)
             .min(self.look_at)

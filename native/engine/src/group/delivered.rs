@@ -5,10 +5,10 @@ use super::ledger::Slice;
 use crate::domain::Count;
 
 /// Slices, each with how much of it has come: all of it, or so many of its counts.
-pub(super) type Shares = Vec<(Slice, Share)>;
+pub(super) type DeliveredSlices = Vec<(Slice, Delivered)>;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Share {
+pub(super) enum Delivered {
     All,
     /// The first so many of its counted writes, and it is not known what of the others.
     Counts(u32),
@@ -16,27 +16,27 @@ pub(super) enum Share {
 
 /// Of an ordered link, whose peer has counted `came` writes more than it had acknowledged. Slices without
 /// a count may have come or not.
-pub(super) fn in_order(mut slices: Vec<Slice>, came: Option<u64>) -> Result<Shares, Vec<Slice>> {
+pub(super) fn in_order(mut slices: Vec<Slice>, came: Option<u64>) -> Result<DeliveredSlices, Vec<Slice>> {
     let counts = |s: &Slice| s.count().map_or(0, |c| u64::from(c.n));
     let posted: u64 = slices.iter().map(counts).sum();
     let Some(mut came) = came.filter(|came| *came <= posted) else { return Err(slices) };
     slices.sort_by_key(|s| s.order);
-    let share = |slice: Slice| {
-        let Some(Count { n, .. }) = slice.count() else { return (slice, Share::Counts(0)) };
+    let delivered = |slice: Slice| {
+        let Some(Count { n, .. }) = slice.count() else { return (slice, Delivered::Counts(0)) };
         let there = came.min(u64::from(n)) as u32;
         came -= u64::from(there);
-        (slice, if there == n { Share::All } else { Share::Counts(there) })
+        (slice, if there == n { Delivered::All } else { Delivered::Counts(there) })
     };
-    Ok(slices.into_iter().map(share).collect())
+    Ok(slices.into_iter().map(delivered).collect())
 }
 
 /// Of a link that numbers work, where the peer has said of each whether it came.
-pub(super) fn numbered(slices: Vec<Slice>, came: &[bool]) -> Result<Shares, Vec<Slice>> {
+pub(super) fn numbered(slices: Vec<Slice>, came: &[bool]) -> Result<DeliveredSlices, Vec<Slice>> {
     if slices.len() != came.len() {
         return Err(slices);
     }
-    let share = |came: &bool| if *came { Share::All } else { Share::Counts(0) };
-    Ok(slices.into_iter().zip(came.iter().map(share)).collect())
+    let delivered = |came: &bool| if *came { Delivered::All } else { Delivered::Counts(0) };
+    Ok(slices.into_iter().zip(came.iter().map(delivered)).collect())
 }
 
 #[cfg(test)]
@@ -68,18 +68,18 @@ mod tests {
     fn an_ordered_link_lost_its_last_counts() {
         // In another order than they were posted, with one in between that counts nothing.
         let posted = || vec![slice(4, 3), slice(1, 4), slice(2, 0), slice(3, 1)];
-        let counts = Share::Counts;
+        let counts = Delivered::Counts;
         for (came, expected) in [
             (0, [counts(0), counts(0), counts(0), counts(0)]),
             (3, [counts(3), counts(0), counts(0), counts(0)]),
-            (4, [Share::All, counts(0), counts(0), counts(0)]),
-            (5, [Share::All, counts(0), Share::All, counts(0)]),
-            (7, [Share::All, counts(0), Share::All, counts(2)]),
-            (8, [Share::All, counts(0), Share::All, Share::All]),
+            (4, [Delivered::All, counts(0), counts(0), counts(0)]),
+            (5, [Delivered::All, counts(0), Delivered::All, counts(0)]),
+            (7, [Delivered::All, counts(0), Delivered::All, counts(2)]),
+            (8, [Delivered::All, counts(0), Delivered::All, Delivered::All]),
         ] {
-            let shares = in_order(posted(), Some(came)).unwrap();
-            let shares: Vec<_> = shares.into_iter().map(|(_, share)| share).collect();
-            assert_eq!(shares, expected, "{came} came");
+            let found = in_order(posted(), Some(came)).unwrap();
+            let found: Vec<_> = found.into_iter().map(|(_, delivered)| delivered).collect();
+            assert_eq!(found, expected, "{came} came");
         }
         // More than was posted, or less than was acknowledged: the peer is not to be believed.
         assert!(in_order(posted(), Some(9)).is_err() && in_order(posted(), None).is_err());
@@ -89,8 +89,8 @@ mod tests {
     fn numbered_work_came_or_not() {
         let posted = || vec![slice(1, 4), slice(2, 0)];
         let came = numbered(posted(), &[false, true]).unwrap();
-        let shares: Vec<_> = came.into_iter().map(|(_, share)| share).collect();
-        assert_eq!(shares, [Share::Counts(0), Share::All]);
+        let found: Vec<_> = came.into_iter().map(|(_, delivered)| delivered).collect();
+        assert_eq!(found, [Delivered::Counts(0), Delivered::All]);
         assert!(numbered(posted(), &[true]).is_err() && numbered(posted(), &[]).is_err());
     }
 }

@@ -13,7 +13,7 @@ use super::{
 use crate::time::Time;
 
 #[derive(Debug)]
-struct Missing {
+struct LostRail {
     pair: RailPair,
     /// Leave for the attempt that is under way.
     probe: Option<Permit>,
@@ -21,55 +21,55 @@ struct Missing {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Returns {
-    missing: SmallVec<[Missing; 1]>,
+pub(super) struct RailProbes {
+    lost: SmallVec<[LostRail; 1]>,
     health: SmallVec<[(RailPair, Breaker); 1]>,
 }
 
-impl Returns {
+impl RailProbes {
     /// Lost rails are no longer probed; what is known of their health stays.
     pub fn clear(&mut self) {
-        self.missing.clear();
+        self.lost.clear();
     }
 
     /// A link was lost, or an attempt to bring it back has failed. When to try again.
-    pub fn miss(&mut self, now: Time, pair: RailPair) -> Time {
-        let at = self.missing.iter().position(|m| m.pair == pair);
-        let probe = at.and_then(|at| self.missing[at].probe.take());
+    pub fn on_lost(&mut self, now: Time, pair: RailPair) -> Time {
+        let at = self.lost.iter().position(|m| m.pair == pair);
+        let probe = at.and_then(|at| self.lost[at].probe.take());
         let breaker = self.breaker(now, pair);
-        if let Some(pass) = probe.or_else(|| breaker.permit(now)) {
-            breaker.report(now, pass, false);
+        if let Some(permit) = probe.or_else(|| breaker.permit(now)) {
+            breaker.report(now, permit, false);
         }
         let again_at = breaker.opens();
         match at {
-            Some(at) => self.missing[at].again_at = again_at,
-            None => self.missing.push(Missing { pair, probe: None, again_at }),
+            Some(at) => self.lost[at].again_at = again_at,
+            None => self.lost.push(LostRail { pair, probe: None, again_at }),
         }
         again_at
     }
 
     /// The link is up.
-    pub fn up(&mut self, now: Time, pair: RailPair) {
-        let Some(at) = self.missing.iter().position(|m| m.pair == pair) else { return };
-        let missing = self.missing.swap_remove(at);
+    pub fn on_up(&mut self, now: Time, pair: RailPair) {
+        let Some(at) = self.lost.iter().position(|m| m.pair == pair) else { return };
+        let rail = self.lost.swap_remove(at);
         let breaker = self.breaker(now, pair);
         // The peer may have been quicker than our own probe.
-        if let Some(pass) = missing.probe.or_else(|| breaker.permit(now)) {
-            breaker.report(now, pass, true);
+        if let Some(permit) = rail.probe.or_else(|| breaker.permit(now)) {
+            breaker.report(now, permit, true);
         }
     }
 
-    /// Lost rails that may be tried now; they come back by `miss` or leave by `up`.
+    /// Lost rails that may be tried now; they come back by `on_lost` or leave by `on_up`.
     pub fn due(&mut self, now: Time) -> SmallVec<[RailPair; 1]> {
         let mut pairs = SmallVec::new();
-        for i in 0..self.missing.len() {
-            if self.missing[i].again_at > now {
+        for i in 0..self.lost.len() {
+            if self.lost[i].again_at > now {
                 continue;
             }
-            let pair = self.missing[i].pair;
+            let pair = self.lost[i].pair;
             let probe = self.breaker(now, pair).permit(now);
-            self.missing[i].probe = probe;
-            self.missing[i].again_at = Time::NEVER;
+            self.lost[i].probe = probe;
+            self.lost[i].again_at = Time::NEVER;
             pairs.push(pair);
         }
         pairs
