@@ -26,7 +26,7 @@ pub use domain::{PeerMapping, StoreGuard};
 pub use engine::{
     Counter, Delivery, Expect, Explanation, Grant, Handle, BatchObserver, Local, Notify, Op, Outcome,
     Path, Peer, PeerGroup, Quiescence, Rail, Region, Remote, RemoteRegion, RemoteSegment, ScatterDst,
-    Segment, SegmentPiece, Stats, Submit, TransferEngine, Transports, Watcher, Way,
+    Segment, SegmentPiece, Stats, Submit, TransferEngine, Transports, Watcher, PeerTransport,
 };
 pub use error::{EngineError, LostLink, Result};
 pub use group::TransportVerdict;

@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 
 use super::{
     regions::{Region, RegionInner},
-    register::Stretch,
+    register::RegionSpec,
 };
 use crate::{
     api::EngineId,
@@ -137,7 +137,7 @@ impl Region {
             }
             Backing::Foreign => Backing::Foreign,
         };
-        let granted = shared.register(Stretch {
+        let granted = shared.register(RegionSpec {
             location: self.location().clone(),
             base,
             len,

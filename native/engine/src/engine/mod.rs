@@ -83,14 +83,14 @@ impl std::fmt::Debug for TransferEngine {
     }
 }
 
-/// The path from an engine to a peer. It does not keep the engine alive.
+/// The transport from an engine to a peer. It does not keep the engine alive.
 #[derive(Debug, Clone)]
-pub struct Way {
+pub struct PeerTransport {
     shared: Weak<Shared>,
     peer: Peer,
 }
 
-impl Way {
+impl PeerTransport {
     /// The transport in use; `None` before the first connection and after the engine is gone.
     pub fn transport(&self) -> Option<TransportKind> {
         let shared = self.shared.upgrade()?;
@@ -434,10 +434,10 @@ impl TransferEngine {
         core.group.kind(peer.key, &core.domains)
     }
 
-    /// A weak reference for [`Way::transport`], which does not keep the engine alive.
+    /// A weak reference for [`PeerTransport::transport`], which does not keep the engine alive.
     #[inline]
-    pub fn way(&self, peer: &Peer) -> Way {
-        Way { shared: Arc::downgrade(&self.shared), peer: peer.clone() }
+    pub fn peer_transport(&self, peer: &Peer) -> PeerTransport {
+        PeerTransport { shared: Arc::downgrade(&self.shared), peer: peer.clone() }
     }
 
     /// Refuses requests and expectations from now on, with [`EngineError::Draining`]. The handle is

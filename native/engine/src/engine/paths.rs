@@ -24,7 +24,7 @@ pub struct Path {
     /// The transport in use towards the peer; `None` before the first connection.
     pub transport: Option<TransportKind>,
     /// The path, in words.
-    pub way: String,
+    pub description: String,
 }
 
 impl TransferEngine {
@@ -77,7 +77,7 @@ fn path(
     let transport = core.group.kind(remote.peer.key, &core.domains);
     let nature = remote.key.nature();
     let itself = remote.peer.id() == shared.address.id;
-    let way = match transport {
+    let description = match transport {
         None => "not connected yet".to_owned(),
         Some(kind) if kind.is_loopback() => match local.location().is_host() || is_host(nature) {
             true => "inside this engine, without staging".to_owned(),
@@ -109,7 +109,7 @@ fn path(
         false => remote.peer.address.label(),
     };
     let (local, remote) = (named(local), remote_is.to_owned());
-    Path { op, write, bytes, local, peer, remote, transport, way }
+    Path { op, write, bytes, local, peer, remote, transport, description }
 }
 
 fn is_host(nature: Nature) -> bool {

@@ -186,12 +186,12 @@ impl TransferEngine {
         keep: Keep,
     ) -> Result<Region> {
         let nature = Nature::of(&location, &backing, self.stage_foreign);
-        self.shared.register(Stretch { location, base, len, backing, keep, nature, grant: None })
+        self.shared.register(RegionSpec { location, base, len, backing, keep, nature, grant: None })
     }
 }
 
 /// Memory to be registered.
-pub(super) struct Stretch {
+pub(super) struct RegionSpec {
     pub location: Location,
     pub base: usize,
     pub len: u64,
@@ -204,9 +204,9 @@ pub(super) struct Stretch {
 
 impl Shared {
     /// Registers memory with every domain, under a random key.
-    pub(super) fn register(self: &Arc<Self>, stretch: Stretch) -> Result<Region> {
+    pub(super) fn register(self: &Arc<Self>, spec: RegionSpec) -> Result<Region> {
         let cell = self.cell()?;
-        let Stretch { location, base, len, backing, keep, nature, grant } = stretch;
+        let RegionSpec { location, base, len, backing, keep, nature, grant } = spec;
         let mut rkey = [0; 8];
         getrandom::fill(&mut rkey).map_err(|e| EngineError::Resource {
             call: "getrandom",

@@ -389,7 +389,7 @@ impl Engine {
         let mut peers = batch.ops.iter().map(Owned::peer);
         let first = peers.next().flatten();
         let one = first.filter(|f| peers.all(|p| p.is_some_and(|p| p.id() == f.id())));
-        Ok(Transfer::new(handle, one.map(|p| self.engine.way(p))))
+        Ok(Transfer::new(handle, one.map(|p| self.engine.peer_transport(p))))
     }
 
     /// Makes everything ready that the writes of a batch will need: connections, keys, mappings.
@@ -446,7 +446,7 @@ impl Engine {
         Ok((e.peer, e.transport, verdicts))
     }
 
-    /// Of each piece of a batch: `(op, write, bytes, local, peer, remote, transport or None, way)`
+    /// Of each piece of a batch: `(op, write, bytes, local, peer, remote, transport or None, description)`
     #[allow(clippy::type_complexity)] // a Python tuple
     fn _paths(
         &self,
@@ -458,7 +458,7 @@ impl Engine {
         let paths = py.detach(|| self.engine.paths(&ops)).or_raise(py)?;
         let tuple = |p: fe::Path| {
             let transport = p.transport.map(|t| t.name());
-            (p.op, p.write, p.bytes, p.local, p.peer, p.remote, transport, p.way)
+            (p.op, p.write, p.bytes, p.local, p.peer, p.remote, transport, p.description)
         };
         Ok(paths.into_iter().map(tuple).collect())
     }

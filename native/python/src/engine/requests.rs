@@ -58,6 +58,6 @@ impl Engine {
         let options = options(py, timeout, rail, priority)?;
         let submit = || self.engine.submit(std::slice::from_ref(&op), options);
         let handle = if bytes <= BRIEF { submit() } else { py.detach(submit) };
-        Ok(Transfer::new(handle.or_raise(py)?, peer.map(|p| self.engine.way(p))))
+        Ok(Transfer::new(handle.or_raise(py)?, peer.map(|p| self.engine.peer_transport(p))))
     }
 }

@@ -7,7 +7,7 @@ use std::{
 };
 
 use fabric_engine::{
-    self as fe, api::TransportKind, memory::device::DeviceWord, Handle, Quiescence, Way,
+    self as fe, api::TransportKind, memory::device::DeviceWord, Handle, Quiescence, PeerTransport,
 };
 use pyo3::{
     exceptions::{PyAttributeError, PyRuntimeError, PyTimeoutError},
@@ -35,12 +35,12 @@ static AWAITING: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 pub(crate) struct Transfer {
     pub handle: Handle,
     /// Towards its peer, if there was one.
-    way: Option<Way>,
+    peer_transport: Option<PeerTransport>,
 }
 
 impl Transfer {
-    pub fn new(handle: Handle, way: Option<Way>) -> Self {
-        Self { handle, way }
+    pub fn new(handle: Handle, peer_transport: Option<PeerTransport>) -> Self {
+        Self { handle, peer_transport }
     }
 
     /// Waits with the GIL released; `None` if it is not over in time.
@@ -186,7 +186,7 @@ impl Transfer {
     /// several peers, and for expectations.
     #[getter]
     fn transport(&self) -> Option<&'static str> {
-        self.way.as_ref()?.transport().map(TransportKind::name)
+        self.peer_transport.as_ref()?.transport().map(TransportKind::name)
     }
 
     fn __repr__(&self) -> String {

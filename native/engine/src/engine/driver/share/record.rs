@@ -14,7 +14,7 @@ pub(super) const SIZE: usize = SLOT * (SLOTS + 1);
 const VERSION: u32 = 1;
 
 /// The byte range of a slot; its lock covers the same bytes.
-pub(super) fn place(slot: usize) -> Range<u64> {
+pub(super) fn slot_range(slot: usize) -> Range<u64> {
     let start = (slot + 1) * SLOT;
     start as u64..(start + SLOT) as u64
 }
@@ -97,7 +97,7 @@ mod tests {
         let bytes = Record { id: 1, beat: 2, party: Party { weight: 3, demand } }.encode();
         assert_eq!(bytes[..48].iter().step_by(8).copied().collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6]);
         assert_eq!(&header()[..12], b"fabquota\x01\0\0\0");
-        assert_eq!((place(0), place(SLOTS - 1).end), (64..128, SIZE as u64));
+        assert_eq!((slot_range(0), slot_range(SLOTS - 1).end), (64..128, SIZE as u64));
         assert_eq!(Found::decode(&[0; SLOT]), Found::Empty);
     }
 

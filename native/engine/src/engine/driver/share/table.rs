@@ -24,7 +24,7 @@ use rustix::{
 
 use super::{
     raw::{self, Private},
-    record::{all, header, place, Found, Record, SIZE, SLOT, SLOTS},
+    record::{all, header, slot_range, Found, Record, SIZE, SLOT, SLOTS},
 };
 use crate::domain::DomainError;
 
@@ -95,7 +95,7 @@ impl Table {
         }
         let mut slot = None;
         for i in 0..SLOTS {
-            if raw::try_lock(fd, place(i)).map_err(failed("fcntl(F_OFD_SETLK)"))? {
+            if raw::try_lock(fd, slot_range(i)).map_err(failed("fcntl(F_OFD_SETLK)"))? {
                 slot = Some(i);
                 break;
             }
@@ -127,7 +127,7 @@ impl Table {
     }
 
     fn put(&self, bytes: &[u8; SLOT]) -> Result<(), DomainError> {
-        let n = rustix::io::pwrite(self.fd()?, bytes, place(self.slot).start)
+        let n = rustix::io::pwrite(self.fd()?, bytes, slot_range(self.slot).start)
             .map_err(DomainError::io("pwrite"))?;
         match n == SLOT {
             true => Ok(()),
@@ -151,7 +151,7 @@ impl Table {
 
     /// Whether a live process holds this slot; true if that is unknown.
     pub fn is_held(&self, slot: usize) -> bool {
-        self.file.fd().is_none_or(|fd| raw::is_locked(fd, place(slot)).unwrap_or(true))
+        self.file.fd().is_none_or(|fd| raw::is_locked(fd, slot_range(slot)).unwrap_or(true))
     }
 
     /// Whether the name is still this table's.
@@ -173,7 +173,7 @@ impl Drop for Table {
             let _ = self.put(&[0; SLOT]);
         }
         // In this order: when several processes leave at once, the last one finds all slots free.
-        if raw::unlock(fd, place(self.slot)).is_ok() && raw::try_lock(fd, all()) == Ok(true) {
+        if raw::unlock(fd, slot_range(self.slot)).is_ok() && raw::try_lock(fd, all()) == Ok(true) {
             unlink(&self.path, fd);
         }
     }
