@@ -11,8 +11,8 @@ use std::{
 use smallvec::SmallVec;
 
 use super::{
-    draw::{SlotDraw, ALLOCATED},
-    expected::Log,
+    slot_order::{SlotOrder, ALLOCATED},
+    expectation_log::ExpectationLog,
     HandleRef, Peer,
 };
 use crate::{
@@ -54,7 +54,7 @@ struct Expectations {
     claimed: u64,
 }
 
-struct Cell {
+struct CounterSlot {
     /// Immediates of another generation are ghosts (IC-6).
     generation: AtomicU32,
     arrived: AtomicU64,
@@ -66,7 +66,7 @@ struct Cell {
     pending: Mutex<Expectations>,
 }
 
-impl Cell {
+impl CounterSlot {
     fn new(generation: u8) -> Self {
         Self {
             generation: AtomicU32::new(generation.into()),
@@ -84,7 +84,7 @@ impl Cell {
     }
 
     /// Resolves every expectation whose threshold is reached.
-    fn fire(&self, now: Time, log: &Log, imm: Imm) {
+    fn fire(&self, now: Time, log: &ExpectationLog, imm: Imm) {
         let mut done = Vec::new();
         {
             let mut p = self.pending.lock();
@@ -101,7 +101,7 @@ impl Cell {
         }
         let told = now.max(Time(self.arrived_at.load(Relaxed)));
         for e in done {
-            log.over(imm, &e, told, None);
+            log.record(imm, &e, told, None);
             e.completion.0.resolve(e.completion.1, Ok(()));
         }
     }
@@ -110,7 +110,7 @@ impl Cell {
     /// failed wait consumes no arrivals (IC-5).
     fn fail(
         &self,
-        (now, log, imm): (Time, &Log, Imm),
+        (now, log, imm): (Time, &ExpectationLog, Imm),
         mut doomed: impl FnMut(&Expectation) -> Option<EngineError>,
     ) {
         let mut failed = Vec::new();
@@ -124,7 +124,7 @@ impl Cell {
                 }
                 Some(error) => {
                     given_back += e.n;
-                    log.over(imm, e, now, Some(&error));
+                    log.record(imm, e, now, Some(&error));
                     failed.push((e.completion.clone(), error));
                     false
                 }
@@ -141,7 +141,7 @@ impl Cell {
     }
 }
 
-type Page = [Cell; PAGE];
+type Page = [CounterSlot; PAGE];
 
 /// Receives the value of a tagged immediate and the number of writes that carried it.
 pub(crate) type TakeTag = Box<dyn Fn(u32, u32) + Send + Sync>;
@@ -158,8 +158,8 @@ pub(crate) struct Counters {
     next_expiry: AtomicU64,
     ghosts: AtomicU64,
     tags: OnceLock<TakeTag>,
-    pub(super) draw: Option<SlotDraw>,
-    pub log: Log,
+    pub(super) slot_order: Option<SlotOrder>,
+    pub log: ExpectationLog,
 }
 
 struct Free {
@@ -181,8 +181,8 @@ impl Default for Counters {
             next_expiry: AtomicU64::new(u64::MAX),
             ghosts: AtomicU64::new(0),
             tags: OnceLock::new(),
-            draw: None,
-            log: Log::default(),
+            slot_order: None,
+            log: ExpectationLog::default(),
         }
     }
 }
@@ -191,16 +191,16 @@ impl Counters {
     /// Records the latest `records` expectations. Allocates counters in a fixed order, for
     /// simulations.
     pub fn recording(records: usize) -> Self {
-        Self { log: Log::new(records), ..Self::default() }
+        Self { log: ExpectationLog::new(records), ..Self::default() }
     }
 
     /// Allocates counters that peers can't guess (IC-2).
     ///
     /// # Errors
     /// [`EngineError::Resource`] if the system has no random numbers.
-    pub fn drawn(records: usize) -> Result<Self, EngineError> {
-        let draw = Some(SlotDraw::random()?);
-        Ok(Self { draw, ..Self::recording(records) })
+    pub fn with_random_slots(records: usize) -> Result<Self, EngineError> {
+        let slot_order = Some(SlotOrder::random()?);
+        Ok(Self { slot_order, ..Self::recording(records) })
     }
 
     /// Passes tagged immediates to `take` from now on; false if a receiver is set already.
@@ -208,11 +208,11 @@ impl Counters {
         self.tags.set(take).is_ok()
     }
 
-    fn cell(&self, slot: u32) -> &Cell {
+    fn cell(&self, slot: u32) -> &CounterSlot {
         let page = slot as usize / PAGE;
         let page = self.pages[page].get_or_init(|| {
-            let generation = |i| self.draw.as_ref().map_or(0, |d| d.generation(page * PAGE + i));
-            let cells: Box<[Cell]> = (0..PAGE).map(|i| Cell::new(generation(i))).collect();
+            let generation = |i| self.slot_order.as_ref().map_or(0, |d| d.generation(page * PAGE + i));
+            let cells: Box<[CounterSlot]> = (0..PAGE).map(|i| CounterSlot::new(generation(i))).collect();
             cells.try_into().unwrap_or_else(|_| unreachable!("PAGE cells make a page"))
         });
         &page[slot as usize % PAGE]
@@ -225,7 +225,7 @@ impl Counters {
             free.returned.pop_front()
         } else {
             free.begun += 1;
-            let start = self.draw.as_ref().map_or(0, |d| d.start);
+            let start = self.slot_order.as_ref().map_or(0, |d| d.start);
             Some(FIRST_ALLOCATED_SLOT + (start + free.begun - 1) % ALLOCATED)
         };
         let slot = slot.ok_or_else(|| EngineError::Resource {
@@ -400,7 +400,7 @@ impl Counters {
         Imm::of_slot(slot, self.cell(slot).generation.load(Acquire) as u8)
     }
 
-    fn each_watched(&self, mut f: impl FnMut(Imm, &Cell)) {
+    fn each_watched(&self, mut f: impl FnMut(Imm, &CounterSlot)) {
         let slots: Vec<u32> = self.watched.lock().iter().copied().collect();
         for slot in slots {
             f(self.imm(slot), self.cell(slot));

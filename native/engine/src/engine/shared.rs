@@ -98,7 +98,7 @@ impl Shared {
         waker: Waker,
     ) -> Result<Arc<Self>> {
         let (callbacks, counters) = match clock {
-            Clock::Machine => (Callbacks::default(), Counters::drawn(records)?),
+            Clock::Machine => (Callbacks::default(), Counters::with_random_slots(records)?),
             Clock::Manual(_) => (Callbacks::manual(), Counters::recording(records)),
         };
         let shared = Arc::new(Self {

@@ -84,10 +84,10 @@ impl HostShare {
         Self::join_in(Path::new(PLACE), device, weight)
     }
 
-    fn join_in(place: &Path, device: &str, weight: u32) -> Self {
+    fn join_in(dir: &Path, device: &str, weight: u32) -> Self {
         let mut share = Self {
             device: device.into(),
-            path: place.join(file_name(device)),
+            path: dir.join(file_name(device)),
             weight,
             id: fastrand::u64(1..),
             beat: 0,

@@ -11,22 +11,22 @@ use crate::{
 
 /// The latest expectations, and how long those that were met waited.
 #[derive(Debug, Default)]
-pub(crate) struct Log {
+pub(crate) struct ExpectationLog {
     on: bool,
-    kept: Mutex<Kept>,
+    entries: Mutex<LogEntries>,
 }
 
 #[derive(Debug, Default)]
-struct Kept {
+struct LogEntries {
     ring: Ring<Expected>,
     met: Histogram,
 }
 
-impl Log {
+impl ExpectationLog {
     /// Keeps the latest `records` expectations; none for 0.
     pub fn new(records: usize) -> Self {
-        let kept = Kept { ring: Ring::new(records), met: Histogram::default() };
-        Self { on: records > 0, kept: Mutex::new(kept) }
+        let entries = LogEntries { ring: Ring::new(records), met: Histogram::default() };
+        Self { on: records > 0, entries: Mutex::new(entries) }
     }
 
     #[inline]
@@ -34,29 +34,29 @@ impl Log {
         self.on
     }
 
-    pub(super) fn over(&self, imm: Imm, e: &Expectation, now: Time, error: Option<&EngineError>) {
+    pub(super) fn record(&self, imm: Imm, e: &Expectation, now: Time, error: Option<&EngineError>) {
         let Some(span) = e.span.filter(|_| self.on) else { return };
         // A poll reports the time of the arrival, which may be before the expectation began.
         let now = now.max(e.begun);
         let failure = error.map(|e| e.to_string().into_boxed_str());
-        let mut kept = self.kept.lock();
+        let mut entries = self.entries.lock();
         if failure.is_none() {
-            kept.met.add(now.nanos_since(e.begun), 1);
+            entries.met.add(now.nanos_since(e.begun), 1);
         }
         let (imm, counts) = (imm.to_wire(), u32::try_from(e.n).unwrap_or(u32::MAX));
         let (begun, told) = (e.begun, now);
-        kept.ring.push(Expected { imm, counts, span, begun, told, failure });
+        entries.ring.push(Expected { imm, counts, span, begun, told, failure });
     }
 
     pub fn read(&self, since: Cursor, out: &mut Records) {
-        let kept = self.kept.lock();
-        out.expectations.extend(kept.ring.since(since.expectations).cloned());
-        out.missed += kept.ring.oldest().saturating_sub(since.expectations);
-        out.cursor.expectations = kept.ring.written();
+        let entries = self.entries.lock();
+        out.expectations.extend(entries.ring.since(since.expectations).cloned());
+        out.missed += entries.ring.oldest().saturating_sub(since.expectations);
+        out.cursor.expectations = entries.ring.written();
     }
 
     /// The wait times of expectations that were met.
     pub fn met(&self) -> Histogram {
-        self.kept.lock().met
+        self.entries.lock().met
     }
 }

@@ -12,13 +12,13 @@ use crate::{
 pub(super) const ALLOCATED: u32 = SLOTS - FIRST_ALLOCATED_SLOT;
 
 /// 27 bits that peers can't know: slot and generation.
-pub(super) struct SlotDraw {
+pub(super) struct SlotOrder {
     /// The offset of the first slot; later slots follow and wrap around.
     pub start: u32,
     key: [u8; 32],
 }
 
-impl SlotDraw {
+impl SlotOrder {
     pub fn random() -> Result<Self, EngineError> {
         let (mut start, mut key) = ([0; 4], [0; 32]);
         getrandom::fill(&mut start).and_then(|()| getrandom::fill(&mut key)).map_err(|e| {
@@ -50,9 +50,9 @@ mod tests {
         let refs = |counters: &Counters| -> Vec<u32> {
             (0..3000).map(|_| counters.allocate().unwrap().to_wire()).collect()
         };
-        let (a, mut b) = (Counters::drawn(0).unwrap(), Counters::drawn(0).unwrap());
+        let (a, mut b) = (Counters::with_random_slots(0).unwrap(), Counters::with_random_slots(0).unwrap());
         // Allocation wraps around after the last slot.
-        b.draw.as_mut().unwrap().start = ALLOCATED - 1000;
+        b.slot_order.as_mut().unwrap().start = ALLOCATED - 1000;
         let (of_a, of_b) = (refs(&a), refs(&b));
         for mut of in [of_a.clone(), of_b.clone()] {
             assert!(of.iter().all(|raw| Imm::from_wire(*raw).slot() >= FIRST_ALLOCATED_SLOT));
