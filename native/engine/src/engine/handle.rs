@@ -142,7 +142,7 @@ impl Pending {
         if self.is_done() {
             return Ok(());
         }
-        self.shared.upgrade().map_or(Ok(()), |shared| shared.cell().map(drop))
+        self.shared.upgrade().map_or(Ok(()), |shared| shared.driver().map(drop))
     }
 
     fn result(&self) -> Result<()> {
@@ -300,8 +300,8 @@ impl Handle {
         let Repr::Pending(p) = &self.repr else { return self.poll() };
         if !p.is_done() {
             if let Some(shared) = p.shared.upgrade() {
-                match shared.cell() {
-                    Ok(cell) => drop(cell.poll_once(&shared)),
+                match shared.driver() {
+                    Ok(driver) => drop(driver.poll_once(&shared)),
                     Err(e) => return Some(Err(e)),
                 }
             }
@@ -319,8 +319,8 @@ impl Handle {
         }
         let deadline = Time::now().after(timeout);
         if let Some(shared) = p.shared.upgrade() {
-            match shared.cell() {
-                Ok(cell) => cell.wait(&shared, &|| p.is_done(), deadline),
+            match shared.driver() {
+                Ok(driver) => driver.wait(&shared, &|| p.is_done(), deadline),
                 Err(e) => return Some(Err(e)),
             }
         }
@@ -332,8 +332,8 @@ impl Handle {
         let Repr::Pending(p) = &self.repr else { return self.poll() };
         if !p.is_done() {
             let shared = p.shared.upgrade()?;
-            match shared.cell() {
-                Ok(cell) => cell.spin(&shared, &|| p.is_done(), Time::now().after(spin)),
+            match shared.driver() {
+                Ok(driver) => driver.spin(&shared, &|| p.is_done(), Time::now().after(spin)),
                 Err(e) => return Some(Err(e)),
             }
         }
@@ -381,8 +381,8 @@ impl Handle {
                 return quiet;
             }
             match p.shared.upgrade() {
-                Some(shared) => match shared.cell() {
-                    Ok(cell) => drop(cell.poll_once(&shared)),
+                Some(shared) => match shared.driver() {
+                    Ok(driver) => drop(driver.poll_once(&shared)),
                     // Only the parent process drives the transfer.
                     Err(_) => return Quiescence::Unknown,
                 },
@@ -396,7 +396,7 @@ impl Handle {
     /// be long after it was cancelled or failed; see [`Handle::quiescence`].
     pub fn on_quiesced(&self, f: impl FnOnce(Quiescence) + Send + 'static) {
         if let Repr::Pending(p) = &self.repr {
-            let here = p.shared.upgrade().filter(|shared| shared.cell().is_ok());
+            let here = p.shared.upgrade().filter(|shared| shared.driver().is_ok());
             let Some(shared) = here else { return f(Quiescence::Unknown) };
             let mut waiting = p.quiesced_hooks.lock();
             if self.quiescence() == Quiescence::InFlight {

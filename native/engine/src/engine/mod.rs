@@ -152,7 +152,7 @@ impl Counter {
     /// [`EngineError::Forked`]
     #[inline]
     pub fn poll(&self) -> Result<u64> {
-        self.inner.shared.cell()?.poll_once(&self.inner.shared);
+        self.inner.shared.driver()?.poll_once(&self.inner.shared);
         Ok(self.arrived())
     }
 
@@ -162,7 +162,7 @@ impl Counter {
     /// # Errors
     /// [`EngineError::Forked`]
     pub fn check_process(&self) -> Result<()> {
-        self.inner.shared.cell().map(drop)
+        self.inner.shared.driver().map(drop)
     }
 
     /// Arrivals that no expectation has claimed yet.
@@ -325,7 +325,7 @@ impl TransferEngine {
     /// [`EngineError::Forked`]
     #[inline]
     pub fn poll(&self) -> Result<bool> {
-        Ok(self.shared.cell()?.poll_once(&self.shared))
+        Ok(self.shared.driver()?.poll_once(&self.shared))
     }
 
     /// Opens the receive pool, and replaces an earlier one. Users hold at most `count` messages at
@@ -341,7 +341,7 @@ impl TransferEngine {
             return Err(EngineError::Invalid("a receive pool needs a count and a length".into()));
         }
         self.shared.receives.open(max_len, count, Arc::new(on_message));
-        self.shared.cell()?.kick_worker();
+        self.shared.driver()?.kick_worker();
         Ok(())
     }
 
@@ -461,7 +461,7 @@ impl TransferEngine {
     /// Closes the engine. It may be called more than once and from any thread, but not under a lock
     /// that callbacks need. In a forked child it does nothing: the resources are the parent's.
     pub fn close(&self) {
-        if self.shared.cell().is_err() {
+        if self.shared.driver().is_err() {
             return;
         }
         let worker = self.worker.lock().take();

@@ -151,7 +151,7 @@ impl Region {
     /// peer can reach the memory and no local transfer uses it (MR-1). New uses fail with
     /// [`EngineError::Stale`] from now on, here and at peers. Later calls return the same handle.
     pub fn revoke(&self) -> Result<Handle> {
-        self.inner.shared.cell()?;
+        self.inner.shared.driver()?;
         Ok(Handle::pending("revocation", self.inner.revoke()))
     }
 
@@ -213,7 +213,7 @@ impl Region {
     }
 
     pub(crate) fn check_open(&self) -> Result<()> {
-        self.inner.shared.cell()?;
+        self.inner.shared.driver()?;
         if self.inner.closed.load(SeqCst) {
             return Err(EngineError::Stale {
                 what: "the local region".into(),

@@ -205,7 +205,7 @@ pub(super) struct RegionSpec {
 impl Shared {
     /// Registers memory with every domain, under a random key.
     pub(super) fn register(self: &Arc<Self>, spec: RegionSpec) -> Result<Region> {
-        let cell = self.cell()?;
+        let driver = self.driver()?;
         let RegionSpec { location, base, len, backing, keep, nature, grant } = spec;
         let mut rkey = [0; 8];
         getrandom::fill(&mut rkey).map_err(|e| EngineError::Resource {
@@ -230,12 +230,12 @@ impl Shared {
             cause: format!("{len} bytes at {base:#x}: {e}"),
             hint: "see the cause; no transport has kept the registration".into(),
         };
-        let pinners = cell.pinners().iter();
+        let pinners = driver.pinners().iter();
         let pinned: Vec<_> = pinners
             .map(|p| p.as_ref().filter(|_| !in_file).map(|p| p.pin(&memory)).transpose())
             .collect::<Result<_, _>>()
             .map_err(refused)?;
-        let mut core = cell.lock(self);
+        let mut core = driver.lock(self);
         if core.closed {
             return Err(EngineError::Closed);
         }

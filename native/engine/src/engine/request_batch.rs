@@ -183,7 +183,7 @@ impl Shared {
         options: Submit,
         observer: Arc<dyn BatchObserver>,
     ) -> Result<()> {
-        let cell = self.cell()?;
+        let driver = self.driver()?;
         // Checked before the lock is tried, so that a queued batch is refused too.
         if self.draining.load(SeqCst) {
             return Err(EngineError::Draining);
@@ -197,7 +197,7 @@ impl Shared {
             }
         }
         let retained = Arc::clone(&observer);
-        match cell.try_lock(self) {
+        match driver.try_lock(self) {
             Some(mut core) => {
                 core.check_open()?;
                 self.post_batch(&mut core, &good, options, retained, &mut at_once);
@@ -306,7 +306,7 @@ impl Shared {
         timeout: Duration,
         observer: Arc<dyn BatchObserver>,
     ) -> Result<()> {
-        self.cell()?;
+        self.driver()?;
         if self.draining.load(SeqCst) {
             return Err(EngineError::Draining);
         }

@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 use super::{
     callbacks::Callbacks,
     counters::Counters,
-    driver::{Cell, Command, Core, Guard},
+    driver::{GroupDriver, Command, Core, Guard},
     grants::Leases,
     receives::Receives,
     watcher::Watchers,
@@ -61,7 +61,7 @@ impl Retiring {
 
 pub(crate) struct Shared {
     pub address: EngineAddress,
-    cell: ProcessLocal<Cell>,
+    driver: ProcessLocal<GroupDriver>,
     pub counters: Counters,
     pub callbacks: Callbacks,
     pub receives: Receives,
@@ -92,7 +92,7 @@ pub(crate) enum Clock {
 impl Shared {
     pub fn new(
         address: EngineAddress,
-        cell: Cell,
+        driver: GroupDriver,
         clock: Clock,
         (op_timeout, max_message, records): (Duration, usize, usize),
         waker: Waker,
@@ -103,7 +103,7 @@ impl Shared {
         };
         let shared = Arc::new(Self {
             address,
-            cell: ProcessLocal::new(cell),
+            driver: ProcessLocal::new(driver),
             counters,
             callbacks,
             receives: Receives::new(waker.clone()),
@@ -123,10 +123,10 @@ impl Shared {
         let engine = Arc::downgrade(&shared);
         waker.set(move |news| {
             let Some(engine) = engine.upgrade() else { return };
-            let Ok(cell) = engine.cell() else { return };
+            let Ok(driver) = engine.driver() else { return };
             match news {
-                News::Wake => cell.kick(),
-                News::Act => cell.act(&engine),
+                News::Wake => driver.kick(),
+                News::Act => driver.act(&engine),
             }
         });
         Ok(shared)
@@ -159,8 +159,8 @@ impl Shared {
     /// # Errors
     /// [`EngineError::Forked`] in a forked child, where all of these are the parent's.
     #[inline]
-    pub fn cell(&self) -> Result<&Cell> {
-        self.cell.get()
+    pub fn driver(&self) -> Result<&GroupDriver> {
+        self.driver.get()
     }
 
     /// Takes the group's lock.
@@ -168,14 +168,14 @@ impl Shared {
     /// # Errors
     /// [`EngineError::Forked`]
     pub fn lock(self: &Arc<Self>) -> Result<Guard<'_>> {
-        Ok(self.cell()?.lock(self))
+        Ok(self.driver()?.lock(self))
     }
 
     /// Runs `command` under the group's lock, on this thread or on the lock's holder. A forked
     /// child leaks it.
     pub fn post(self: &Arc<Self>, command: Command) {
-        match self.cell() {
-            Ok(cell) => cell.post(self, command),
+        match self.driver() {
+            Ok(driver) => driver.post(self, command),
             // Its contents are the parent's.
             Err(_) => std::mem::forget(command),
         }
@@ -183,14 +183,14 @@ impl Shared {
 
     /// Makes a sleeping worker wake at `at` or earlier.
     pub fn set_alarm(&self, at: Time) {
-        if let Ok(cell) = self.cell() {
-            cell.set_alarm(at);
+        if let Ok(driver) = self.driver() {
+            driver.set_alarm(at);
         }
     }
 
     /// Fails if the engine is closed or belongs to a parent process.
     pub fn check_open(&self) -> Result<()> {
-        self.cell()?;
+        self.driver()?;
         match self.closed.load(SeqCst) {
             true => Err(EngineError::Closed),
             false => Ok(()),
@@ -252,7 +252,7 @@ impl Shared {
         writers: &[Peer],
         (timeout, span): (Duration, Option<Span>),
     ) -> Result<Handle> {
-        self.cell()?;
+        self.driver()?;
         if n == 0 {
             return Ok(Handle::done("expectation", Ok(())));
         }
@@ -397,13 +397,13 @@ impl Shared {
     }
 
     pub fn close(self: &Arc<Self>) {
-        let Ok(cell) = self.cell() else { return };
+        let Ok(driver) = self.driver() else { return };
         if self.closed.swap(true, SeqCst) {
             return;
         }
         self.watchers.close();
         {
-            let mut core = cell.lock(self);
+            let mut core = driver.lock(self);
             let core = &mut *core;
             core.closed = true;
             core.drains.drain(..).for_each(|d| d.complete(Err(EngineError::Closed)));

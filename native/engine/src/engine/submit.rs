@@ -63,7 +63,7 @@ impl Shared {
         options: Submit,
         (only_prepare, posted): (bool, Option<&AtomicU64>),
     ) -> Result<Handle> {
-        let cell = self.cell()?;
+        let driver = self.driver()?;
         // Checked before the lock is tried, so that a queued request is refused too.
         if self.draining.load(SeqCst) {
             return Err(EngineError::Draining);
@@ -81,7 +81,7 @@ impl Shared {
         let timeout = options.timeout.unwrap_or(self.op_timeout);
         let priority = options.priority(ops);
         let called = (name, options.span);
-        if let Some(mut core) = cell.try_lock(self) {
+        if let Some(mut core) = driver.try_lock(self) {
             let core = &mut *core;
             core.check_open()?;
             let now = self.now();

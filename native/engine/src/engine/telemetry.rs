@@ -12,7 +12,7 @@ impl TransferEngine {
     /// # Errors
     /// [`EngineError::Forked`](crate::EngineError::Forked)
     pub fn metrics(&self) -> Result<Metrics> {
-        self.shared.cell()?;
+        self.shared.driver()?;
         let stats = self.shared.stats();
         let mut metrics = Metrics {
             counted: stats.counted,
@@ -33,7 +33,7 @@ impl TransferEngine {
     /// # Errors
     /// [`EngineError::Forked`](crate::EngineError::Forked)
     pub fn records(&self, since: Cursor) -> Result<Records> {
-        self.shared.cell()?;
+        self.shared.driver()?;
         let mut records = Records::default();
         self.shared.counters.log.read(since, &mut records);
         let core = self.shared.lock()?;

@@ -121,7 +121,7 @@ impl Core {
     }
 }
 
-pub(crate) struct Cell {
+pub(crate) struct GroupDriver {
     core: CombiningLock<Core, Command>,
     /// Threads that poll while they wait.
     pollers: AtomicU32,
@@ -146,7 +146,7 @@ impl CarryOut<Core, Command> for &Arc<Shared> {
 
 pub(crate) type Guard<'a> = CombiningGuard<'a, Core, Command, &'a Arc<Shared>>;
 
-impl Cell {
+impl GroupDriver {
     /// `tiers`: the distance of each rail from the engine's memory, where known. With `threaded`
     /// false the caller drives, and no thread sleeps or is woken (simulator).
     pub fn new(
