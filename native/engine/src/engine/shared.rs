@@ -29,7 +29,7 @@ use crate::{
     memory::{Backing, Index, Indices, RegionMemory, HIDDEN},
     process::ProcessLocal,
     time::Time,
-    wake::{News, Waker},
+    wake::{WakeAction, Waker},
     EngineError, Result,
 };
 
@@ -121,12 +121,12 @@ impl Shared {
             draining: AtomicBool::new(false),
         });
         let engine = Arc::downgrade(&shared);
-        waker.set(move |news| {
+        waker.set(move |action| {
             let Some(engine) = engine.upgrade() else { return };
             let Ok(driver) = engine.driver() else { return };
-            match news {
-                News::Wake => driver.kick(),
-                News::Act => driver.act(&engine),
+            match action {
+                WakeAction::WakeThread => driver.kick(),
+                WakeAction::PollHere => driver.poll_here(&engine),
             }
         });
         Ok(shared)

@@ -59,11 +59,11 @@ impl Inner {
     /// Applies outcomes in order, then their common effects once.
     pub(crate) fn on_outcomes<'a>(
         self: &Arc<Self>,
-        news: impl Iterator<Item = (&'a PeerEndpoint, Operation, Outcome)>,
+        events: impl Iterator<Item = (&'a PeerEndpoint, Operation, Outcome)>,
     ) {
         let mut actions = Vec::new();
         let mut state = self.state.lock();
-        for (endpoint, what, outcome) in news {
+        for (endpoint, what, outcome) in events {
             match outcome {
                 Outcome::Ended(end) => {
                     self.on_ended(&mut state, (endpoint, what), end, &mut actions)

@@ -82,9 +82,9 @@ pub struct Machine {
     jobs: Jobs,
     losses: Arc<Losses>,
     /// Losses that no call has reported yet.
-    news: Vec<LostRank>,
+    unreported_losses: Vec<LostRank>,
     /// The losses that the last failed call reported.
-    told: Vec<LostRank>,
+    reported_losses: Vec<LostRank>,
     /// The membership has changed since lanes were made, and there are none.
     is_abandoned: bool,
     /// Ranks that the proxy will drop soon.
@@ -166,8 +166,8 @@ impl Machine {
             left_out: Vec::new(),
             jobs: Jobs::new(worker),
             losses: Arc::default(),
-            news: Vec::new(),
-            told: Vec::new(),
+            unreported_losses: Vec::new(),
+            reported_losses: Vec::new(),
             is_abandoned: true,
             to_mask: Vec::new(),
             overtaken_by: None,

@@ -17,8 +17,8 @@ use crate::{
 impl Executor {
     pub(super) fn take_arrivals(&mut self, now: Time) -> bool {
         let mut tags = std::mem::take(&mut self.tags);
-        let news = self.inbox.take(&mut tags);
-        let any = !tags.is_empty() || !news.is_empty();
+        let changes = self.inbox.take(&mut tags);
+        let any = !tags.is_empty() || !changes.is_empty();
         for (value, n) in tags.drain(..) {
             if let Some(peer) = self.peers.get_mut(usize::from(Tag::of(value).source)) {
                 peer.last_arrival = now;
@@ -26,7 +26,7 @@ impl Executor {
             self.dispatch(value, n);
         }
         self.tags = tags;
-        for item in news {
+        for item in changes {
             match item {
                 MembershipChange::Lost { rank, incarnation, error } => {
                     if self.peers[rank].incarnation == incarnation {

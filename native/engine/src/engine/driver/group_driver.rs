@@ -287,7 +287,7 @@ impl GroupDriver {
 
     /// One round on a thread that has an event of its own. It saves waking the worker, which would
     /// take a core from copying threads where cores are few.
-    pub fn act(&self, shared: &Arc<Shared>) {
+    pub fn poll_here(&self, shared: &Arc<Shared>) {
         if self.parker.is_none() {
             return;
         }

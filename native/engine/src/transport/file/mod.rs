@@ -45,7 +45,7 @@ pub(crate) struct FileDomain {
     messages: VecDeque<(Token, Arc<[u8]>)>,
     /// Deregistered regions whose last chunk has not ended.
     retiring: Vec<u32>,
-    news: Vec<Completion>,
+    completions: Vec<Completion>,
     /// A closing link, reported after its last chunk has ended.
     closing: Option<(LinkId, DomainError)>,
     /// A device of this process with registered memory: slots are pinned for it.
@@ -72,7 +72,7 @@ impl FileDomain {
             moving: Vec::new(),
             messages: VecDeque::new(),
             retiring: Vec::new(),
-            news: Vec::new(),
+            completions: Vec::new(),
             closing: None,
             device: None,
         }
@@ -84,7 +84,7 @@ impl FileDomain {
 
     fn is_idle(&self) -> bool {
         self.jobs.is_empty()
-            && self.news.is_empty()
+            && self.completions.is_empty()
             && self.messages.is_empty()
             && self.retiring.is_empty()
             && self.closing.is_none()
@@ -162,14 +162,14 @@ impl FileDomain {
         let job = self.jobs.remove(key);
         self.queue.retain(|queued| *queued != key);
         let (link, token, result) = (job.link, job.token, job.result());
-        self.news.extend(job.count.filter(|_| result.is_ok()).map(Completion::Count));
-        self.news.push(Completion::Done { link, token, result });
+        self.completions.extend(job.count.filter(|_| result.is_ok()).map(Completion::Count));
+        self.completions.push(Completion::Done { link, token, result });
         let regions = [&job.local, &job.remote].map(|region| region.key.index);
         for index in regions {
             let used = |(_, job): (usize, &Job)| job.uses(index);
             if self.retiring.contains(&index) && !self.jobs.iter().any(used) {
                 self.retiring.retain(|r| *r != index);
-                self.news.push(Completion::RegionReleased { index });
+                self.completions.push(Completion::RegionReleased { index });
             }
         }
         true
@@ -188,12 +188,12 @@ impl FileDomain {
                     message.len()
                 ))),
                 Admit::Take => {
-                    self.news.push(Completion::Message { link, message: (*message).into() });
+                    self.completions.push(Completion::Message { link, message: (*message).into() });
                     Ok(())
                 }
             };
             moved = true;
-            self.news.push(Completion::Done { link, token, result });
+            self.completions.push(Completion::Done { link, token, result });
         }
         moved
     }
@@ -205,9 +205,9 @@ impl FileDomain {
         }
         if let Some((link, cause)) = self.closing.take() {
             let down = |token| Completion::Done { link, token, result: Err(cause.clone()) };
-            self.news.extend(self.messages.drain(..).map(|(token, _)| down(token)));
+            self.completions.extend(self.messages.drain(..).map(|(token, _)| down(token)));
             let (receipt, unfinished) = Default::default();
-            self.news.push(Completion::LinkDown { link, cause, receipt, unfinished });
+            self.completions.push(Completion::LinkDown { link, cause, receipt, unfinished });
         }
     }
 }
@@ -269,7 +269,7 @@ impl Domain for FileDomain {
         self.links += 1;
         let link = self.links;
         self.link = Some(link);
-        self.news.push(Completion::LinkUp {
+        self.completions.push(Completion::LinkUp {
             link,
             peer: PeerIdentity { address: own, version: None },
             endpoint,
@@ -301,7 +301,7 @@ impl Domain for FileDomain {
         let (data, count, write) = match wr {
             WorkRequest::Prepare { .. } => return Ok(Post::Done),
             WorkRequest::Count(count) => {
-                self.news.push(Completion::Count(*count));
+                self.completions.push(Completion::Count(*count));
                 self.lanes.wake();
                 return Ok(Post::Done);
             }
@@ -337,8 +337,8 @@ impl Domain for FileDomain {
         moved |= self.begin_chunks();
         moved |= self.deliver(room);
         self.bury();
-        moved |= !self.news.is_empty();
-        out.append(&mut self.news);
+        moved |= !self.completions.is_empty();
+        out.append(&mut self.completions);
         moved
     }
 
@@ -354,7 +354,7 @@ impl Domain for FileDomain {
     fn arm(&mut self) -> bool {
         let room = self.moving.len() < MAX_MOVING && !self.queue.is_empty();
         let look = self.moving.iter().any(|m| m.ticket.needs_check());
-        self.news.is_empty() && !look && !(room && self.slots.is_free())
+        self.completions.is_empty() && !look && !(room && self.slots.is_free())
     }
 
     fn disarm(&mut self) {}
@@ -374,6 +374,6 @@ impl Domain for FileDomain {
         self.moving.clear();
         self.jobs.clear();
         self.messages.clear();
-        self.news.clear();
+        self.completions.clear();
     }
 }

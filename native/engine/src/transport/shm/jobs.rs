@@ -252,7 +252,7 @@ impl CopyPool {
         // In this order: chunks that end in between count for the next notification.
         self.unreported_chunks.store(0, SeqCst);
         if self.unreported_since.swap(0, SeqCst) != 0 {
-            self.waker.act();
+            self.waker.poll_here();
         }
     }
 

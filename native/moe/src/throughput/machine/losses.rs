@@ -70,12 +70,12 @@ impl Machine {
     /// others go on without this one, for good.
     pub fn check(&mut self) -> Result<()> {
         self.check_goes_on()?;
-        if self.news.is_empty() {
+        if self.unreported_losses.is_empty() {
             return Ok(());
         }
-        self.told = std::mem::take(&mut self.news);
+        self.reported_losses = std::mem::take(&mut self.unreported_losses);
         let then = "begin again with dispatch_send, without it, where all others do";
-        match &self.told[..] {
+        match &self.reported_losses[..] {
             [one] => Err(lost(format!("rank {}", one.rank), &one.cause, then)),
             all => {
                 let name = |b: &LostRank| format!("rank {}", b.rank);
@@ -102,7 +102,7 @@ impl Machine {
     /// Takes the losses that the last call reported: they are reported again if ranks are lost
     /// again.
     pub fn say_again(&mut self) {
-        self.news.splice(..0, self.told.drain(..));
+        self.unreported_losses.splice(..0, self.reported_losses.drain(..));
     }
 
     /// Whether the running exchange was abandoned.
@@ -167,7 +167,7 @@ impl Machine {
         self.to_mask.push(PendingMask { rank, told, since: None });
         let broken = LostRank { rank, cause };
         self.losses.lost.lock().push(broken.clone());
-        self.news.push(broken);
+        self.unreported_losses.push(broken);
         self.abandon();
     }
 
@@ -188,7 +188,7 @@ impl Machine {
             lost.push(broken.clone());
         }
         drop(lost);
-        self.news.push(broken);
+        self.unreported_losses.push(broken);
         self.abandon();
     }
 
