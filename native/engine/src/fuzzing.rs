@@ -141,7 +141,7 @@ mod tests {
     mod seeds {
         use super::super::*;
         use crate::{
-            api::{Endpoint, Imm, Place, RailKey, RegionKey, SegmentPart, TransportKind},
+            api::{Endpoint, Imm, PartLocation, RailKey, RegionKey, SegmentPart, TransportKind},
             transport::{libfabric, shm, staged, tcp, verbs},
         };
 
@@ -186,10 +186,10 @@ mod tests {
                 key: region.key,
                 offset: 1 << 20,
                 rail_keys: region.rail_keys.clone(),
-                place: Place::Cuda { device: 1, pci: "0000:01:00.0".into() },
+                location: PartLocation::Cuda { device: 1, pci: "0000:01:00.0".into() },
                 transports: vec![TransportKind::Shm, TransportKind::Tcp],
             };
-            let file = SegmentPart { at: 4160, place: Place::File, ..part.clone() };
+            let file = SegmentPart { at: 4160, location: PartLocation::File, ..part.clone() };
             let segment = SegmentDescriptor { owner: owner.clone(), parts: vec![part, file] };
             vec![
                 ("segment", numbered(5, &segment.to_bytes())),

@@ -39,7 +39,7 @@ pub(crate) mod tests {
 
     use super::*;
     use crate::{
-        layout::{CacheGroup, CacheLayout, CacheTensor, Place},
+        layout::{CacheGroup, CacheLayout, CacheTensor, BufferOffset},
         wire::{Grant, Hello, OfferEnd, PageTable, RefusalReason, Request, State},
     };
 
@@ -54,7 +54,7 @@ pub(crate) mod tests {
             page_stride: 32,
             head_stride: 16,
             token_stride: 4,
-            places: vec![Place { buffer: 0, offset: 0 }],
+            places: vec![BufferOffset { buffer: 0, offset: 0 }],
         };
         let group = CacheGroup {
             name: "all".into(),

@@ -60,12 +60,12 @@ pub struct CacheTensor {
     pub head_stride: u64,
     pub token_stride: u64,
     /// Where page 0 begins, for each layer of the group.
-    pub places: Vec<Place>,
+    pub places: Vec<BufferOffset>,
 }
 
-/// A place in one of the rank's buffers.
+/// An offset in one of the buffers of a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Place {
+pub struct BufferOffset {
     pub buffer: u32,
     pub offset: u64,
 }

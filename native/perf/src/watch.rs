@@ -21,7 +21,7 @@ use fabric_engine::{
     Time, TransferEngine, Watcher,
 };
 use fabric_kvcache::{
-    layout::{CacheGroup, CacheLayout, CacheTensor, Place},
+    layout::{CacheGroup, CacheLayout, CacheTensor, BufferOffset},
     Ask, Decoder, JobEvent, LocalRank, Prefiller, Terms, Timeline,
 };
 use serde::{Deserialize, Serialize};
@@ -131,7 +131,7 @@ fn rank(name: &str, options: &Options) -> Outcome<(CacheLayout, LocalRank)> {
         page_stride: PAGE,
         head_stride: PAGE,
         token_stride: PAGE,
-        places: (0..LAYERS).map(|l| Place { buffer: 0, offset: l * TOKENS * PAGE }).collect(),
+        places: (0..LAYERS).map(|l| BufferOffset { buffer: 0, offset: l * TOKENS * PAGE }).collect(),
     };
     let group = CacheGroup {
         name: "all".into(),

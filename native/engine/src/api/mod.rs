@@ -23,6 +23,6 @@ pub use pages::{IndexList, PageIndices, Pages};
 pub use ports::Ports;
 pub use priority::Priority;
 pub(crate) use segment::{check_parts, cut, Cut};
-pub use segment::{Place, SegmentDescriptor, SegmentPart, MAX_PARTS};
+pub use segment::{PartLocation, SegmentDescriptor, SegmentPart, MAX_PARTS};
 pub use span::Span;
 pub use transport::TransportKind;

@@ -15,7 +15,7 @@ const LONGEST_NAME: usize = 64;
 
 /// Where a part of a segment lies, as its owner says.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Place {
+pub enum PartLocation {
     /// Host memory, on this NUMA node if that is known.
     Host {
         node: Option<u16>,
@@ -28,7 +28,7 @@ pub enum Place {
     File,
 }
 
-impl std::fmt::Display for Place {
+impl std::fmt::Display for PartLocation {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Host { node: None } => f.write_str("host"),
@@ -50,7 +50,7 @@ pub struct SegmentPart {
     /// Where it begins in its registration, bytes.
     pub offset: u64,
     pub rail_keys: RailKeys,
-    pub place: Place,
+    pub location: PartLocation,
     /// By which peers reach it.
     pub transports: Vec<TransportKind>,
 }
@@ -91,9 +91,9 @@ impl SegmentDescriptor {
         }
         check_parts(self.parts.iter().map(|p| (p.at, p.len)))?;
         for (i, part) in self.parts.iter().enumerate() {
-            let named = match &part.place {
-                Place::Cuda { pci, .. } => pci.len(),
-                Place::Host { .. } | Place::File => 0,
+            let named = match &part.location {
+                PartLocation::Cuda { pci, .. } => pci.len(),
+                PartLocation::Host { .. } | PartLocation::File => 0,
             };
             if part.offset.checked_add(part.len).is_none()
                 || named > LONGEST_NAME
@@ -269,7 +269,7 @@ mod tests {
             key: RegionKey { index: 1, rkey: 2 },
             offset: 0,
             rail_keys: RailKeys::default(),
-            place: Place::Cuda { device: 1, pci: "0000:01:00.0".into() },
+            location: PartLocation::Cuda { device: 1, pci: "0000:01:00.0".into() },
             transports: vec![TransportKind::Tcp],
         };
         let owner = EngineAddress {
@@ -288,7 +288,7 @@ mod tests {
             of(vec![part(u64::MAX, 2)]),
             of(vec![SegmentPart { offset: u64::MAX, ..part(0, 5) }]),
             of(vec![SegmentPart {
-                place: Place::Cuda { device: 0, pci: "x".repeat(99) },
+                location: PartLocation::Cuda { device: 0, pci: "x".repeat(99) },
                 ..part(0, 5)
             }]),
             of((0..=MAX_PARTS as u64).map(|i| part(i, 1)).collect()),

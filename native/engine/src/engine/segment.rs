@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{Region, RemoteRegion, TransferEngine};
 use crate::{
-    api::{check_parts, cut, Place, SegmentDescriptor, SegmentPart, MAX_PARTS},
+    api::{check_parts, cut, PartLocation, SegmentDescriptor, SegmentPart, MAX_PARTS},
     domain::Domain,
     engine::SegmentPiece,
     memory::{device::Location, node_of},
@@ -68,18 +68,18 @@ impl TransferEngine {
 }
 
 fn describe(at: u64, region: &Region, domains: &[Box<dyn Domain>]) -> SegmentPart {
-    let place = match region.location() {
-        Location::Host | Location::Managed => Place::Host { node: node_of(region.addr()) },
+    let location = match region.location() {
+        Location::Host | Location::Managed => PartLocation::Host { node: node_of(region.addr()) },
         Location::Cuda(range) => {
-            Place::Cuda { device: range.device as u32, pci: range.pci.clone() }
+            PartLocation::Cuda { device: range.device as u32, pci: range.pci.clone() }
         }
-        Location::File(_) => Place::File,
+        Location::File(_) => PartLocation::File,
     };
     let described = region.descriptor();
     let has_key = |rail| described.rail_keys.find(rail, u64::MAX).is_some();
     let rails = domains.iter().enumerate().filter(|(rail, d)| match d.kind().has_nics() {
         true => has_key(*rail as u8),
-        false => !d.kind().is_loopback() && (place != Place::File || d.takes_files()),
+        false => !d.kind().is_loopback() && (location != PartLocation::File || d.takes_files()),
     });
     let mut transports: Vec<_> = rails.map(|(_, d)| d.kind()).collect();
     transports.dedup();
@@ -89,7 +89,7 @@ fn describe(at: u64, region: &Region, domains: &[Box<dyn Domain>]) -> SegmentPar
         key: described.key,
         offset: described.offset,
         rail_keys: described.rail_keys,
-        place,
+        location,
         transports,
     }
 }

@@ -40,7 +40,7 @@ impl Group {
     }
 
     /// How far a rail is from the memory that the engine serves.
-    pub fn place(&mut self, rail: usize, tier: Tier) {
+    pub fn set_tier(&mut self, rail: usize, tier: Tier) {
         self.ledger.set_tier(rail, tier);
     }
 

@@ -3,7 +3,7 @@
 use std::fs;
 
 use fabric_engine::{
-    api::{Place, SegmentDescriptor, TransportKind},
+    api::{PartLocation, SegmentDescriptor, TransportKind},
     EngineError, FileOptions, Op, Region, Segment, Submit, TransferEngine,
 };
 
@@ -122,8 +122,8 @@ fn a_descriptor_names_location_and_transports_of_each_part() {
     let segment = engine.segment(&parts).unwrap();
     let said = segment.descriptor();
     assert_eq!(said.len(), 700);
-    assert!(matches!(said.parts[0].place, Place::Host { .. }));
-    assert_eq!(said.parts[1].place, Place::File);
+    assert!(matches!(said.parts[0].location, PartLocation::Host { .. }));
+    assert_eq!(said.parts[1].location, PartLocation::File);
     for part in &said.parts {
         assert_eq!(part.transports, [TransportKind::Tcp]);
     }

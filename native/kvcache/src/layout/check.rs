@@ -5,7 +5,7 @@ use std::fmt;
 use rustc_hash::FxHashSet;
 
 use super::overlap::shared;
-use super::{CacheGroup, CacheLayout, CacheTensor, Place};
+use super::{CacheGroup, CacheLayout, CacheTensor, BufferOffset};
 
 pub const MAX_MODEL_BYTES: usize = 4096;
 pub const MAX_NAME_BYTES: usize = 256;
@@ -210,7 +210,7 @@ impl CacheTensor {
     }
 }
 
-fn inside(place: Place, span: Option<u64>, buffers: &[u64]) -> Result<(), Flaw> {
+fn inside(place: BufferOffset, span: Option<u64>, buffers: &[u64]) -> Result<(), Flaw> {
     let &len = buffers
         .get(place.buffer as usize)
         .ok_or(Flaw::NoBuffer { buffer: place.buffer, buffers: buffers.len() })?;

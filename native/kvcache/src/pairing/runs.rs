@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use rustc_hash::FxHashMap;
 
-use crate::layout::{CacheGroup, CacheTensor, Place};
+use crate::layout::{CacheGroup, CacheTensor, BufferOffset};
 
 use super::cells::{cycle_tokens, phases, Cells};
 use super::choice::common;
@@ -233,7 +233,7 @@ fn arranged(
 /// Whether two tensors' pages of the same number touch or interleave.
 fn touching(group: &CacheGroup, one: usize, other: usize, layer: usize) -> bool {
     let (a, b) = (&group.tensors[one], &group.tensors[other]);
-    let (p, q): (Place, Place) = (a.places[layer], b.places[layer]);
+    let (p, q): (BufferOffset, BufferOffset) = (a.places[layer], b.places[layer]);
     let page = |t: &CacheTensor| {
         let step = |count: u32, stride: u64| match count {
             1 => 0,

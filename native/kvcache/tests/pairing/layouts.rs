@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use fabric_kvcache::layout::{CacheGroup, CacheLayout, CacheTensor, Flaw, Place};
+use fabric_kvcache::layout::{CacheGroup, CacheLayout, CacheTensor, Flaw, BufferOffset};
 use fabric_kvcache::pairing::Pairing;
 use proptest::prelude::*;
 
@@ -106,7 +106,7 @@ fn a_layout_reads_as_python_writes_it() {
 
 /// Every byte of every row of one tensor in one layer.
 fn bytes(group: &CacheGroup, tensor: &CacheTensor, layer: usize) -> Vec<(u32, u64)> {
-    let Place { buffer, offset } = tensor.places[layer];
+    let BufferOffset { buffer, offset } = tensor.places[layer];
     let mut all = Vec::new();
     for page in 0..u64::from(group.pages) {
         for head in 0..u64::from(tensor.held_heads) {
@@ -135,7 +135,7 @@ fn neighbours() -> impl Strategy<Value = CacheLayout> {
             page_stride: page,
             head_stride: head,
             token_stride: token,
-            places: vec![Place { buffer: 0, offset }, Place { buffer: 0, offset: offset + 37 }],
+            places: vec![BufferOffset { buffer: 0, offset }, BufferOffset { buffer: 0, offset: offset + 37 }],
         };
     (strides, counts, 1u32..5, 5u32..8, 0u64..60, 0u64..60).prop_map(
         move |(strides, (pages, heads, tokens), width, other, at, there)| CacheLayout {
@@ -186,7 +186,7 @@ fn tensors_of_different_strides_that_interleave_pass() {
     // Keys lie at 0, 4, 20 and 24, values at 16, 22, 36 and 42: not at 20 - 4.
     for (tensor, (token_stride, offset)) in group.tensors.iter_mut().zip([(4, 0), (6, 16)]) {
         (tensor.width, tensor.head_stride, tensor.token_stride) = (1, 20, token_stride);
-        tensor.places = vec![Place { buffer: 0, offset }];
+        tensor.places = vec![BufferOffset { buffer: 0, offset }];
     }
     layout.check().unwrap();
     layout.groups[0].tensors[1].places[0].offset = 0;

@@ -276,7 +276,7 @@ impl Channel {
             let Some(feed) = feeds.next_if(|feed| feed.node == node) else { continue };
             if feed.tokens().get(*next) == Some(&token) {
                 let ring = &mut feed.sums.ring;
-                terms.push(Term::Slot { at: ring.next(0), from: ring.place.partner });
+                terms.push(Term::Slot { at: ring.next(0), from: ring.layout.partner });
                 ring.taken += 1;
                 *next += 1;
             }
@@ -333,7 +333,7 @@ impl Channel {
         let gateways = self.gateways.iter().filter(|g| !g.is_done());
         let mut all: Vec<u32> = gateways.flat_map(|g| g.suspects_of_tokens(ctx)).collect();
         all.extend(self.takes.iter().filter(|t| !t.is_done()).map(Take::gateway));
-        all.extend(self.feeds.iter().filter(|f| !f.is_done()).map(|f| f.ring.place.partner));
+        all.extend(self.feeds.iter().filter(|f| !f.is_done()).map(|f| f.ring.layout.partner));
         all
     }
 
@@ -344,7 +344,7 @@ impl Channel {
         all.extend(self.takes.iter().filter(|t| !t.is_answered()).map(Take::gateway));
         if !self.part.is_empty() {
             let awaited = |f: &&Feed| self.next[f.node as usize] < f.tokens().len();
-            all.extend(self.feeds.iter().filter(awaited).map(|f| f.sums.ring.place.partner));
+            all.extend(self.feeds.iter().filter(awaited).map(|f| f.sums.ring.layout.partner));
         }
         all
     }

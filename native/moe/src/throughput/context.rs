@@ -8,7 +8,7 @@ use fabric_proxy::raw::AtomicWords;
 use super::{
     grid::{Family, Grid},
     layout::Layout,
-    ring::Place,
+    ring::RingLayout,
     spec::Spec,
 };
 use crate::{
@@ -98,24 +98,24 @@ pub struct Context {
 
 impl Context {
     /// A ring that begins here.
-    pub fn outbound(&self, channel: u32, family: Family, source: u32, partner: u32) -> Place {
+    pub fn outbound(&self, channel: u32, family: Family, source: u32, partner: u32) -> RingLayout {
         let (here, there) = self.numbers(channel, family, source, partner);
         let ring = self.grid.ring_at(partner, family, source);
-        Place {
+        RingLayout {
             word: self.layout.head(here),
             partners_word: self.layout.tail(there),
-            ..self.place(channel, family, ring, partner)
+            ..self.ring_layout(channel, family, ring, partner)
         }
     }
 
     /// A ring that ends here.
-    pub fn inbound(&self, channel: u32, family: Family, source: u32, partner: u32) -> Place {
+    pub fn inbound(&self, channel: u32, family: Family, source: u32, partner: u32) -> RingLayout {
         let (here, there) = self.numbers(channel, family, source, partner);
         let ring = self.grid.ring(family, source, partner);
-        Place {
+        RingLayout {
             word: self.layout.tail(here),
             partners_word: self.layout.head(there),
-            ..self.place(channel, family, ring, partner)
+            ..self.ring_layout(channel, family, ring, partner)
         }
     }
 
@@ -130,7 +130,7 @@ impl Context {
         (back(grid.ring(family, source, partner)), back(grid.ring_at(partner, family, source)))
     }
 
-    fn place(&self, channel: u32, family: Family, ring: u64, partner: u32) -> Place {
+    fn ring_layout(&self, channel: u32, family: Family, ring: u64, partner: u32) -> RingLayout {
         let base = match family.is_back() {
             true => self.layout.ring_back(channel, ring),
             false => self.layout.ring_out(channel, ring),
@@ -140,7 +140,7 @@ impl Context {
         let credits = data + Family::ALL.len() as u8;
         let slots = self.layout.slots(ring);
         let is_back = family.is_back();
-        Place { partner, is_back, base, slots, stride, word: 0, partners_word: 0, data, credits }
+        RingLayout { partner, is_back, base, slots, stride, word: 0, partners_word: 0, data, credits }
     }
 
     /// Where a token of this rank's is, and its meta.

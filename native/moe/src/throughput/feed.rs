@@ -54,7 +54,7 @@ impl Feed {
     /// Sends whole chunks, as far as the ring has room; whether it sent any.
     pub fn step(&mut self, ctx: &Context, commands: &mut Commands) -> Result<bool, Stop> {
         let mut moved =
-            self.ring.update(&ctx.words, commands).map_err(by(self.ring.place.partner))?;
+            self.ring.update(&ctx.words, commands).map_err(by(self.ring.layout.partner))?;
         let all = 1 + self.tokens.len();
         while self.sent < all {
             let n = (all - self.sent).min(ctx.spec.chunk as usize);

@@ -189,10 +189,10 @@ impl Gateway {
         let Input::Ring(reader) = &self.input else { return self.full().collect() };
         let ring = &reader.ring;
         match reader.ready(ctx) {
-            Ok(0) if self.forwarded.is_empty() => vec![ring.place.partner],
+            Ok(0) if self.forwarded.is_empty() => vec![ring.layout.partner],
             Ok(0) => {
                 let uncleared = self.targets.iter().flatten().filter(|t| !t.is_cleared(t.sent));
-                uncleared.map(|t| t.place.partner).chain([ring.place.partner]).collect()
+                uncleared.map(|t| t.layout.partner).chain([ring.layout.partner]).collect()
             }
             _ => self.full().collect(),
         }
@@ -200,7 +200,7 @@ impl Gateway {
 
     /// Ranks of this node whose rings are full.
     fn full(&self) -> impl Iterator<Item = u32> + '_ {
-        self.targets.iter().flatten().filter(|ring| ring.room() == 0).map(|ring| ring.place.partner)
+        self.targets.iter().flatten().filter(|ring| ring.room() == 0).map(|ring| ring.layout.partner)
     }
 
     /// The ranks from which answers, or room for their sums, are awaited.
@@ -213,7 +213,7 @@ impl Gateway {
         let missing = bits(*mask).filter(missing);
         let mut all: Vec<u32> = missing.map(|local| ctx.grid.at(ctx.grid.node(), local)).collect();
         if let Output::Ring { ring, .. } = &self.output {
-            all.extend((ring.room() == 0).then_some(ring.place.partner));
+            all.extend((ring.room() == 0).then_some(ring.layout.partner));
         }
         all
     }
@@ -246,7 +246,7 @@ impl Gateway {
     ) -> Result<bool, Stop> {
         let mut moved = false;
         for ring in self.targets.iter_mut().flatten() {
-            moved |= ring.update(&ctx.words, commands).map_err(by(ring.place.partner))?;
+            moved |= ring.update(&ctx.words, commands).map_err(by(ring.layout.partner))?;
         }
         if let Input::Ring(reader) = &mut self.input {
             moved |= reader.freshen(ctx, commands, call)?;
@@ -285,7 +285,7 @@ impl Gateway {
                 }
                 let (place, bytes) = reader.slot(0, nbytes);
                 let preamble = Preamble::read(&ctx.spec, ctx.exchange, bytes);
-                let found = (place, preamble.map_err(by(reader.ring.place.partner))?);
+                let found = (place, preamble.map_err(by(reader.ring.layout.partner))?);
                 reader.advance(1, nbytes);
                 found
             }

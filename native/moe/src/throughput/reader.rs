@@ -35,7 +35,7 @@ impl Reader {
         if !self.ring.fresh || self.is_ahead {
             return Ok(0);
         }
-        self.ring.ready(&ctx.words).map_err(by(self.ring.place.partner))
+        self.ring.ready(&ctx.words).map_err(by(self.ring.layout.partner))
     }
 
     /// Passes over slots of earlier eras; whether there was one.
@@ -49,7 +49,7 @@ impl Reader {
             return Ok(false);
         }
         if self.looking.is_empty() && call.may_begin() {
-            let ready = self.ring.ready(&ctx.words).map_err(by(self.ring.place.partner))?;
+            let ready = self.ring.ready(&ctx.words).map_err(by(self.ring.layout.partner))?;
             let n = ready.min(ctx.spec.chunk.into());
             if n > 0 {
                 let slots = (0..n).map(|ahead| self.ring.next(ahead)).collect();

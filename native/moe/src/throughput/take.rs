@@ -66,7 +66,7 @@ impl Take {
     }
 
     pub fn gateway(&self) -> u32 {
-        self.reader.ring.place.partner
+        self.reader.ring.layout.partner
     }
 
     /// All tokens have been read.
@@ -177,7 +177,7 @@ impl Take {
         call: &mut Call<'_, '_, '_>,
     ) -> Result<bool, Stop> {
         let mut moved =
-            self.answers.update(&ctx.words, commands).map_err(by(self.answers.place.partner))?;
+            self.answers.update(&ctx.words, commands).map_err(by(self.answers.layout.partner))?;
         while call.io.has_answers() && call.may_begin() && self.make_answers(ctx, call) {
             moved = true;
         }
@@ -195,7 +195,7 @@ impl Take {
         if n == 0 || (self.answers.room() as usize) < made + n {
             return false;
         }
-        let (place, mut terms) = (self.answers.place, Vec::new());
+        let (place, mut terms) = (self.answers.layout, Vec::new());
         let sum = |i: usize| {
             let slot = (self.answers.sent + (made + i) as u64) % place.slots;
             let before = terms.len();

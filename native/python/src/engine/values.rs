@@ -124,7 +124,7 @@ value! {
     fn parts(&self) -> Vec<(u64, u64, String, Vec<&'static str>)> {
         let names = |kinds: &[api::TransportKind]| kinds.iter().map(|k| k.name()).collect();
         let parts = self.0.parts.iter();
-        parts.map(|p| (p.at, p.len, p.place.to_string(), names(&p.transports))).collect()
+        parts.map(|p| (p.at, p.len, p.location.to_string(), names(&p.transports))).collect()
     }
 
     fn __repr__(&self) -> String {

@@ -163,7 +163,7 @@ impl GroupDriver {
         let rail_window = policy.rail_window;
         let pinners = domains.iter().map(|d| d.pinner()).collect();
         let mut group = Group::new(policy);
-        tiers.iter().enumerate().for_each(|(rail, tier)| group.place(rail, *tier));
+        tiers.iter().enumerate().for_each(|(rail, tier)| group.set_tier(rail, *tier));
         Ok(Self {
             core: CombiningLock::new(Core {
                 group,

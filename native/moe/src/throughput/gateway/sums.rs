@@ -21,7 +21,7 @@ impl Gateway {
     ) -> Result<bool, Stop> {
         let mut moved = false;
         if let Output::Ring { ring, .. } = &mut self.output {
-            moved = ring.update(&ctx.words, commands).map_err(by(ring.place.partner))?;
+            moved = ring.update(&ctx.words, commands).map_err(by(ring.layout.partner))?;
         }
         for answers in self.answers.iter_mut().flatten() {
             moved |= answers.freshen(ctx, commands, call)?;
@@ -78,7 +78,7 @@ impl Gateway {
             for local in bits(mask) {
                 match &mut self.answers[local as usize] {
                     Some(Reader { ring, .. }) => {
-                        terms.push(Term::Slot { at: ring.next(0), from: ring.place.partner });
+                        terms.push(Term::Slot { at: ring.next(0), from: ring.layout.partner });
                         ring.taken += 1;
                     }
                     None => {
@@ -90,8 +90,8 @@ impl Gateway {
             let at = match &self.output {
                 Output::Own => 0,
                 Output::Ring { ring, outbox } => {
-                    let slot = (ring.sent + (made_before + sums.len()) as u64) % ring.place.slots;
-                    outbox + slot * ring.place.stride
+                    let slot = (ring.sent + (made_before + sums.len()) as u64) % ring.layout.slots;
+                    outbox + slot * ring.layout.stride
                 }
             };
             sums.push(Sum { at, token, terms: (terms.len() - before) as u32 });
