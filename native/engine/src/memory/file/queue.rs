@@ -19,7 +19,7 @@ use super::{
     ring::{Ring, DEPTH},
     FileMemory, Work,
 };
-use crate::{error::DomainError, memory::device::Piece, wake::Waker};
+use crate::{error::DomainError, memory::device::CopyRange, wake::Waker};
 
 /// Where work waits for the thread that carries it out.
 pub(super) struct Inbox {
@@ -115,7 +115,7 @@ impl FileQueue {
         &self,
         file: &Arc<FileMemory>,
         inward: bool,
-        pieces: &[Piece],
+        pieces: &[CopyRange],
     ) -> Result<Arc<Work>, DomainError> {
         if inward && !file.is_writable() {
             let name = file.name();

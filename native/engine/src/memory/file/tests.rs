@@ -3,7 +3,7 @@
 use std::{fs, os::fd::AsRawFd, path::PathBuf, sync::Arc, time::Duration};
 
 use super::{queue::Means, FileMemory, FileOptions, FileQueue, Work};
-use crate::{error::DomainError, memory::device::Piece, wake::Waker};
+use crate::{error::DomainError, memory::device::CopyRange, wake::Waker};
 
 const BOTH: [Means; 2] = [Means::Best, Means::Threads];
 
@@ -42,7 +42,7 @@ fn scattered_ranges_are_written_and_read_back() {
                     .map(|i| {
                         let at = (chunk * 100 + i) * 100;
                         let (to, from) = if inward { (at, memory + at) } else { (memory + at, at) };
-                        Piece { to, from, len: 100 }
+                        CopyRange { to, from, len: 100 }
                     })
                     .collect();
                 // SAFETY: both buffers outlive the works, which are waited for.
@@ -71,15 +71,15 @@ fn rs_1_a_file_that_may_not_grow_and_one_cut_short_are_errors_of_their_work_alon
         let addr = buffer.as_mut_ptr() as usize;
         // SAFETY: the buffer outlives all of it.
         let start = |inward, piece| unsafe { queue.start(&file, inward, &[piece]) }.unwrap();
-        let beyond = start(true, Piece { to: 2048, from: addr, len: 8192 });
-        let inside = start(true, Piece { to: 0, from: addr, len: 4096 });
+        let beyond = start(true, CopyRange { to: 2048, from: addr, len: 8192 });
+        let inside = start(true, CopyRange { to: 0, from: addr, len: 4096 });
         let e = end(&beyond).unwrap_err();
         assert!(matches!(&e, DomainError::Storage(s) if s.contains("/proc/self/fd")), "{e}");
         end(&inside).unwrap();
-        let past = start(false, Piece { to: addr, from: 4000, len: 97 });
+        let past = start(false, CopyRange { to: addr, from: 4000, len: 97 });
         let e = end(&past).unwrap_err().to_string();
         assert!(e.contains("cut short"), "{e}");
-        end(&start(false, Piece { to: addr, from: 4000, len: 96 })).unwrap();
+        end(&start(false, CopyRange { to: addr, from: 4000, len: 96 })).unwrap();
     }
 }
 
@@ -92,7 +92,7 @@ fn mr_1_once_closed_nothing_is_begun_and_all_that_was_is_over() {
         for _ in 0..20 {
             let queue = FileQueue::new(&Waker::default(), means);
             let piece =
-                |i: usize| Piece { to: i << 20, from: bytes.as_ptr() as usize, len: 1 << 20 };
+                |i: usize| CopyRange { to: i << 20, from: bytes.as_ptr() as usize, len: 1 << 20 };
             let start = |i| {
                 // SAFETY: the bytes outlive the queue.
                 unsafe { queue.start(&file, true, &[piece(i)]) }

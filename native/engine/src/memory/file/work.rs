@@ -12,7 +12,7 @@ use parking_lot::{Condvar, Mutex};
 use smallvec::SmallVec;
 
 use super::FileMemory;
-use crate::{error::DomainError, memory::device::Piece};
+use crate::{error::DomainError, memory::device::CopyRange};
 
 #[derive(Debug)]
 enum State {
@@ -27,7 +27,7 @@ pub(crate) struct Work {
     pub file: Arc<FileMemory>,
     /// Into the file.
     pub inward: bool,
-    pub pieces: SmallVec<[Piece; 4]>,
+    pub pieces: SmallVec<[CopyRange; 4]>,
     state: Mutex<State>,
     /// Told when it is over.
     end: Condvar,
@@ -54,7 +54,7 @@ pub(super) enum Moved {
 }
 
 impl Work {
-    pub fn new(file: &Arc<FileMemory>, inward: bool, pieces: &[Piece]) -> Arc<Self> {
+    pub fn new(file: &Arc<FileMemory>, inward: bool, pieces: &[CopyRange]) -> Arc<Self> {
         Arc::new(Self {
             file: Arc::clone(file),
             inward,
@@ -150,7 +150,7 @@ mod tests {
         let path = std::env::current_exe().unwrap();
         let options = FileOptions { writable: false, ..Default::default() };
         let (file, _) = FileMemory::open(&path, options).unwrap();
-        let piece = Piece { to: 1000, from: 5000, len: 70 };
+        let piece = CopyRange { to: 1000, from: 5000, len: 70 };
         Work::new(&Arc::new(file), inward, &[piece])
     }
 

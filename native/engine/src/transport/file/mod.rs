@@ -18,7 +18,7 @@ use crate::{
         Admit, Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, PeerIdentity,
         Pinned, Post, RegionRelease, Token, WorkRequest,
     },
-    memory::{device::Lanes, file::FileQueue, RegionBook, RegionMemory},
+    memory::{device::AsyncCopier, file::FileQueue, RegionBook, RegionMemory},
     time::Time,
 };
 use job::{Job, Moving, Slots};
@@ -34,7 +34,7 @@ const MAX_COPIED: u64 = 4 << 20;
 pub(crate) struct FileDomain {
     own: Option<EngineAddress>,
     book: RegionBook,
-    lanes: Lanes,
+    copier: AsyncCopier,
     slots: Slots,
     link: Option<LinkId>,
     links: LinkId,
@@ -63,7 +63,7 @@ impl FileDomain {
         Self {
             own: None,
             book: RegionBook::default(),
-            lanes: Lanes::new(files),
+            copier: AsyncCopier::new(files),
             slots: Slots::default(),
             link: None,
             links: 0,
@@ -114,7 +114,7 @@ impl FileDomain {
             };
             moved = true;
             let job = &mut self.jobs[key];
-            match job.begin_chunk(key, slot, &mut self.lanes) {
+            match job.begin_chunk(key, slot, &mut self.copier) {
                 Ok(moving) => {
                     copied += moving.bytes;
                     self.moving.push(moving);
@@ -134,13 +134,13 @@ impl FileDomain {
         let mut i = 0;
         while i < self.moving.len() {
             let moving = &mut self.moving[i];
-            let Some(result) = self.lanes.poll(&moving.ticket) else {
+            let Some(result) = self.copier.poll(&moving.copy) else {
                 i += 1;
                 continue;
             };
             moved = true;
             let job = &mut self.jobs[moving.job];
-            match result.and_then(|()| job.next_half(moving, &mut self.lanes)) {
+            match result.and_then(|()| job.next_half(moving, &mut self.copier)) {
                 Ok(true) => i += 1,
                 ended => {
                     let Moving { job: key, slot, .. } = self.moving.remove(i);
@@ -276,7 +276,7 @@ impl Domain for FileDomain {
             name: u64::from(link),
             description: "this engine itself".into(),
         });
-        self.lanes.wake();
+        self.copier.wake();
         Ok(link)
     }
 
@@ -302,12 +302,12 @@ impl Domain for FileDomain {
             WorkRequest::Prepare { .. } => return Ok(Post::Done),
             WorkRequest::Count(count) => {
                 self.completions.push(Completion::Count(*count));
-                self.lanes.wake();
+                self.copier.wake();
                 return Ok(Post::Done);
             }
             WorkRequest::Send(message) => {
                 self.messages.push_back((token, Arc::clone(message)));
-                self.lanes.wake();
+                self.copier.wake();
                 return Ok(Post::Queued);
             }
             WorkRequest::Write { data, count } => (data, *count, true),
@@ -325,7 +325,7 @@ impl Domain for FileDomain {
         let key = self.jobs.insert(job);
         self.queue.push_back(key);
         // The worker may sleep, and nothing else wakes it.
-        self.lanes.wake();
+        self.copier.wake();
         Ok(Post::Queued)
     }
 
@@ -353,22 +353,22 @@ impl Domain for FileDomain {
 
     fn arm(&mut self) -> bool {
         let room = self.moving.len() < MAX_MOVING && !self.queue.is_empty();
-        let look = self.moving.iter().any(|m| m.ticket.needs_check());
+        let look = self.moving.iter().any(|m| m.copy.needs_check());
         self.completions.is_empty() && !look && !(room && self.slots.is_free())
     }
 
     fn disarm(&mut self) {}
 
     fn describe(&self, _link: LinkId) -> String {
-        format!("files by {}, without staging", self.lanes.files_by())
+        format!("files by {}, without staging", self.copier.files_by())
     }
 
     fn close(&mut self) {
         // After this nothing lands (MR-1).
-        self.lanes.close();
-        self.moving.iter().for_each(|m| m.ticket.quiesce());
+        self.copier.close();
+        self.moving.iter().for_each(|m| m.copy.quiesce());
         // The engine closes all its transports; every engine has this one.
-        self.lanes.close_files();
+        self.copier.close_files();
         (self.link, self.closing) = (None, None);
         self.queue.clear();
         self.moving.clear();

@@ -171,7 +171,7 @@ impl CopyTask<'_> {
                 unsafe {
                     match direction {
                         Direction::Out => {
-                            let out = device::Piece { to: middle, from: local, len: n };
+                            let out = device::CopyRange { to: middle, from: local, len: n };
                             device::copy_now(device, &[out]).map_err(failed)?;
                             process_vm_copy(pid, direction, &mut l, &mut r)
                                 .map_err(memory_error)?;
@@ -179,7 +179,7 @@ impl CopyTask<'_> {
                         Direction::In => {
                             process_vm_copy(pid, direction, &mut l, &mut r)
                                 .map_err(memory_error)?;
-                            let inward = device::Piece { to: local, from: middle, len: n };
+                            let inward = device::CopyRange { to: local, from: middle, len: n };
                             device::copy_now(device, &[inward]).map_err(failed)?;
                         }
                     }
@@ -187,13 +187,13 @@ impl CopyTask<'_> {
             }
             return Ok(());
         }
-        let pieces: Vec<device::Piece> = pages
+        let pieces: Vec<device::CopyRange> = pages
             .map(|i| {
                 let (to, from) = match direction {
                     Direction::Out => (remote_at(i), local_at(i)),
                     Direction::In => (local_at(i), remote_at(i)),
                 };
-                device::Piece { to, from, len: len as usize }
+                device::CopyRange { to, from, len: len as usize }
             })
             .collect();
         // SAFETY: the local ranges lie in a region that the request keeps registered; the remote

@@ -35,7 +35,7 @@ impl<D: ControlChannel> Staged<D> {
         state.queue.push_back(key);
         self.start_chunks(link);
         if !self.completions.is_empty() {
-            self.lanes.wake();
+            self.copier.wake();
         }
         Ok(Post::Queued)
     }
@@ -171,7 +171,7 @@ impl<D: ControlChannel> Staged<D> {
                     return true;
                 }
                 (ChunkState::Waiting, _) => return progressed,
-                (ChunkState::Copying(ticket), _) => match self.lanes.poll(ticket) {
+                (ChunkState::Copying(copy), _) => match self.copier.poll(copy) {
                     None => return progressed,
                     Some(result) => result.map(|()| None),
                 },
@@ -218,9 +218,9 @@ impl<D: ControlChannel> Staged<D> {
         let pieces = local_pieces(&chunk.data, at, inward);
         // SAFETY: the pieces lie in a region that the request keeps registered until its token
         // completes, which needs this chunk, and in a slot that belongs to this chunk.
-        let ticket =
-            unsafe { self.lanes.start(&region.location, inward, &pieces) }.map_err(copy_error)?;
-        Ok(ChunkState::Copying(ticket))
+        let copy =
+            unsafe { self.copier.start(&region.location, inward, &pieces) }.map_err(copy_error)?;
+        Ok(ChunkState::Copying(copy))
     }
 
     /// Posts the chunk's transfer; a slot replaces each staged side.

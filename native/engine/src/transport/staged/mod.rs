@@ -28,7 +28,7 @@ use crate::{
         MessageRoom, NicKeys, Pinned, Post, RegionRelease, Receipt, Receipts, Token, WakeFds, WorkRequest,
     },
     memory::{
-        device::{Lanes, Nature},
+        device::{AsyncCopier, Nature},
         file::FileQueue,
         RegionBook, RegionMemory, HIDDEN,
     },
@@ -90,7 +90,7 @@ pub(crate) struct Staged<D> {
     inner: D,
     /// Local regions that the transport can't access.
     book: RegionBook,
-    lanes: Lanes,
+    copier: AsyncCopier,
     own: Option<StagingMemory>,
     link_states: HashMap<LinkId, LinkState>,
     jobs: Slab<Job>,
@@ -122,7 +122,7 @@ impl<D: ControlChannel> Staged<D> {
         Self {
             inner,
             book: RegionBook::default(),
-            lanes: Lanes::new(files),
+            copier: AsyncCopier::new(files),
             own: None,
             link_states: HashMap::new(),
             jobs: Slab::new(),
@@ -388,7 +388,7 @@ impl<D: ControlChannel> Domain for Staged<D> {
     fn arm(&mut self) -> bool {
         let armed = self.inner.arm();
         // Copy engines do not wake the engine, so it keeps polling while they copy.
-        let look = self.window_copies.iter().any(|l| l.ticket.needs_check())
+        let look = self.window_copies.iter().any(|l| l.copy.needs_check())
             || self.chunks.iter().any(|(_, c)| c.needs_check());
         armed && !look && self.completions.is_empty()
     }
@@ -430,7 +430,7 @@ impl<D: ControlChannel> Domain for Staged<D> {
         }
         if state.is_some_and(|s| s.file) {
             text += "; files are staged through host memory, by ";
-            text += self.lanes.files_by();
+            text += self.copier.files_by();
         }
         if state.is_some_and(|s| s.host) {
             text += "; memory that the engine did not allocate is staged through a window";
@@ -441,8 +441,8 @@ impl<D: ControlChannel> Domain for Staged<D> {
     fn close(&mut self) {
         self.inner.close();
         // Waits for the copies under way: after this nothing lands (MR-1).
-        self.lanes.close();
-        self.window_copies.iter().for_each(|l| l.ticket.quiesce());
+        self.copier.close();
+        self.window_copies.iter().for_each(|l| l.copy.quiesce());
         self.chunks.iter().for_each(|(_, c)| c.quiesce());
         self.window_copies.clear();
         self.chunks.clear();

@@ -10,7 +10,7 @@ use crate::{
     api::RegionKey,
     domain::{Completion, Count, DomainError, LinkId, RegionRelease},
     memory::{
-        device::{Pinned, Ticket},
+        device::{Pinned, PendingCopy},
         Backing, RegionMemory, HIDDEN,
     },
 };
@@ -30,7 +30,7 @@ pub(super) struct WindowCopy {
     pub link: LinkId,
     slot: u8,
     chunk: u64,
-    pub ticket: Ticket,
+    pub copy: PendingCopy,
     /// Kept while the copy runs (MR-1).
     pub region: Arc<RegionMemory>,
     count: Option<Count>,
@@ -84,15 +84,15 @@ impl<D: ControlChannel> Staged<D> {
             // SAFETY: the pieces lie in the region, which the copy keeps registered, and in the
             // slot, whose window is kept while its bit is set. A peer that writes to the slot
             // meanwhile damages its own bytes.
-            let ticket = unsafe { self.lanes.start(&region.location, inward, &pieces) }
+            let copy = unsafe { self.copier.start(&region.location, inward, &pieces) }
                 .map_err(copy_error)?;
-            Ok((ticket, Arc::clone(region)))
+            Ok((copy, Arc::clone(region)))
         });
         match begun {
-            Ok((ticket, region)) => {
+            Ok((copy, region)) => {
                 window.busy |= bit;
                 let count = count.map(to_count).filter(|_| inward);
-                self.window_copies.push(WindowCopy { link, slot, chunk, ticket, region, count });
+                self.window_copies.push(WindowCopy { link, slot, chunk, copy, region, count });
             }
             Err(e) => {
                 let result = Err(Refusal::of(&e));
@@ -107,7 +107,7 @@ impl<D: ControlChannel> Staged<D> {
         let mut progressed = false;
         let mut i = 0;
         while i < self.window_copies.len() {
-            let Some(result) = self.lanes.poll(&self.window_copies[i].ticket) else {
+            let Some(result) = self.copier.poll(&self.window_copies[i].copy) else {
                 i += 1;
                 continue;
             };

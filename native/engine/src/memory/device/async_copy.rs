@@ -14,14 +14,14 @@ use crate::{
 
 /// `len` bytes from one address to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Piece {
+pub(crate) struct CopyRange {
     pub to: usize,
     pub from: usize,
     pub len: usize,
 }
 
 /// A stream of our own on one device. Non-blocking: it waits for no kernels.
-struct Lane {
+struct CopyStream {
     driver: &'static Driver,
     device: i32,
     stream: usize,
@@ -29,7 +29,7 @@ struct Lane {
     idle: Vec<usize>,
 }
 
-impl Lane {
+impl CopyStream {
     fn new(driver: &'static Driver, device: i32) -> Result<Self, DomainError> {
         let _current = driver.enter(device)?;
         let mut stream = std::ptr::null_mut();
@@ -43,7 +43,7 @@ impl Lane {
     ///
     /// # Safety
     /// All ranges must stay allocated until the event has come.
-    unsafe fn start(&mut self, pieces: &[Piece]) -> Result<usize, DomainError> {
+    unsafe fn start(&mut self, pieces: &[CopyRange]) -> Result<usize, DomainError> {
         let _current = self.driver.enter(self.device)?;
         let (table, stream) = (&self.driver.table, self.stream as *mut _);
         let event = match self.idle.pop() {
@@ -84,7 +84,7 @@ impl Lane {
             Ok(current) => current,
             Err(e) => return Some(Err(e)),
         };
-        // SAFETY: an event of this lane.
+        // SAFETY: an event of this stream.
         match unsafe { (self.driver.table.event_query)(event as *mut _) } {
             sys::ERROR_NOT_READY => None,
             rc => {
@@ -96,17 +96,17 @@ impl Lane {
 
     fn wait(&mut self, event: usize) -> Result<(), DomainError> {
         let _current = self.driver.enter(self.device)?;
-        // SAFETY: an event of this lane.
+        // SAFETY: an event of this stream.
         let rc = unsafe { (self.driver.table.event_synchronize)(event as *mut _) };
         self.idle.push(event);
         self.driver.check("cuEventSynchronize", rc)
     }
 }
 
-impl Drop for Lane {
+impl Drop for CopyStream {
     fn drop(&mut self) {
         let Ok(_current) = self.driver.enter(self.device) else { return };
-        // SAFETY: stream and events belong to this lane and are not used after this; the copies have ended
+        // SAFETY: stream and events belong to this stream and are not used after this; the copies have ended
         // when the first call returns.
         unsafe {
             (self.driver.table.stream_synchronize)(self.stream as *mut _);
@@ -121,10 +121,10 @@ impl Drop for Lane {
 /// Copies under way.
 #[derive(Debug)]
 #[must_use]
-pub(crate) enum Ticket {
+pub(crate) enum PendingCopy {
     Done,
-    /// An event of the lane of this device and way.
-    Lane {
+    /// An event of the stream of this device and way.
+    Device {
         device: i32,
         inward: bool,
         event: usize,
@@ -132,16 +132,16 @@ pub(crate) enum Ticket {
     File(Arc<Work>),
 }
 
-impl Ticket {
+impl PendingCopy {
     /// Whether a thread must look now, for no bell rings at its end or it has ended.
     pub fn needs_check(&self) -> bool {
         match self {
-            Self::Done | Self::Lane { .. } => true,
+            Self::Done | Self::Device { .. } => true,
             Self::File(work) => work.is_over(),
         }
     }
 
-    /// Sees to it that no byte is touched any more; copy engines are waited for by dropping lanes.
+    /// Sees to it that no byte is touched any more; copy engines are waited for by dropping copier.
     pub fn quiesce(&self) {
         if let Self::File(work) = self {
             work.quiesce();
@@ -150,20 +150,20 @@ impl Ticket {
 }
 
 /// The copies of one domain between staging memory and memory of any kind.
-pub(crate) struct Lanes {
-    lanes: Vec<((i32, bool), Lane)>,
+pub(crate) struct AsyncCopier {
+    streams: Vec<((i32, bool), CopyStream)>,
     files: Arc<FileQueue>,
 }
 
-impl std::fmt::Debug for Lanes {
+impl std::fmt::Debug for AsyncCopier {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Lanes({})", self.lanes.len())
+        write!(f, "AsyncCopier({})", self.streams.len())
     }
 }
 
-impl Lanes {
+impl AsyncCopier {
     pub fn new(files: &Arc<FileQueue>) -> Self {
-        Self { lanes: Vec::new(), files: Arc::clone(files) }
+        Self { streams: Vec::new(), files: Arc::clone(files) }
     }
 
     /// What reads and writes files.
@@ -183,7 +183,7 @@ impl Lanes {
 
     /// Waits for the copy engines' end.
     pub fn close(&mut self) {
-        self.lanes.clear();
+        self.streams.clear();
     }
 
     /// Begins copies into (`inward`) or out of memory that lies where `location` says. Those of one
@@ -191,74 +191,74 @@ impl Lanes {
     ///
     /// # Safety
     /// All ranges must stay allocated, and no other code may rely on their bytes, until `poll` has
-    /// said that the ticket is over.
+    /// said that the copy is over.
     pub unsafe fn start(
         &mut self,
         location: &Location,
         inward: bool,
-        pieces: &[Piece],
-    ) -> Result<Ticket, DomainError> {
+        pieces: &[CopyRange],
+    ) -> Result<PendingCopy, DomainError> {
         if let Some(file) = location.file() {
             // SAFETY: the caller's.
-            return Ok(Ticket::File(unsafe { self.files.start(file, inward, pieces)? }));
+            return Ok(PendingCopy::File(unsafe { self.files.start(file, inward, pieces)? }));
         }
         let Some(range) = location.cuda() else {
             for p in pieces {
                 // SAFETY: the caller's; processors reach both ends.
                 unsafe { std::ptr::copy(p.from as *const u8, p.to as *mut u8, p.len) }
             }
-            return Ok(Ticket::Done);
+            return Ok(PendingCopy::Done);
         };
         let device = range.device;
         // SAFETY: the caller's.
-        let event = unsafe { self.lane(device, inward)?.start(pieces)? };
-        Ok(Ticket::Lane { device, inward, event })
+        let event = unsafe { self.stream(device, inward)?.start(pieces)? };
+        Ok(PendingCopy::Device { device, inward, event })
     }
 
-    fn lane(&mut self, device: i32, inward: bool) -> Result<&mut Lane, DomainError> {
-        let at = match self.lanes.iter().position(|(key, _)| *key == (device, inward)) {
+    fn stream(&mut self, device: i32, inward: bool) -> Result<&mut CopyStream, DomainError> {
+        let at = match self.streams.iter().position(|(key, _)| *key == (device, inward)) {
             Some(at) => at,
             None => {
-                let lane = Lane::new(Driver::open()?, device)?;
-                self.lanes.push(((device, inward), lane));
-                self.lanes.len() - 1
+                let stream = CopyStream::new(Driver::open()?, device)?;
+                self.streams.push(((device, inward), stream));
+                self.streams.len() - 1
             }
         };
-        Ok(&mut self.lanes[at].1)
+        Ok(&mut self.streams[at].1)
     }
 
-    /// How the copies behind a ticket ended; `None` while they run.
-    pub fn poll(&mut self, ticket: &Ticket) -> Option<Result<(), DomainError>> {
-        match ticket {
-            Ticket::Done => Some(Ok(())),
-            Ticket::File(work) => work.result(),
-            Ticket::Lane { device, inward, event } => match self.lane(*device, *inward) {
-                Ok(lane) => lane.poll(*event),
+    /// How pending copies ended; `None` while they run.
+    pub fn poll(&mut self, copy: &PendingCopy) -> Option<Result<(), DomainError>> {
+        match copy {
+            PendingCopy::Done => Some(Ok(())),
+            PendingCopy::File(work) => work.result(),
+            PendingCopy::Device { device, inward, event } => match self.stream(*device, *inward) {
+                Ok(stream) => stream.poll(*event),
                 Err(e) => Some(Err(e)),
             },
         }
     }
 }
 
-/// Lanes at rest of threads that wait for their copies.
-static RESTING: Mutex<Vec<Lane>> = Mutex::new(Vec::new());
+/// AsyncCopier at rest of threads that wait for their copies.
+static IDLE_STREAMS: Mutex<Vec<CopyStream>> = Mutex::new(Vec::new());
 
 /// Copies between memory of `device`, of its neighbours, and of the host, and waits for the end.
 ///
 /// # Safety
 /// All ranges must be allocated, here or by a mapping of a peer's allocation.
-pub(crate) unsafe fn copy_now(device: i32, pieces: &[Piece]) -> Result<(), DomainError> {
+pub(crate) unsafe fn copy_now(device: i32, pieces: &[CopyRange]) -> Result<(), DomainError> {
     let resting = {
-        let mut all = RESTING.lock();
-        let at = all.iter().position(|lane| lane.device == device);
+        let mut all = IDLE_STREAMS.lock();
+        let at = all.iter().position(|stream| stream.device == device);
         at.map(|at| all.swap_remove(at))
     };
-    let mut lane = match resting {
-        Some(lane) => lane,
-        None => Lane::new(Driver::open()?, device)?,
+    let mut stream = match resting {
+        Some(stream) => stream,
+        None => CopyStream::new(Driver::open()?, device)?,
     };
     // SAFETY: the caller's; this waits for the end.
-    let result = unsafe { lane.start(pieces) }.and_then(|event| lane.wait(event));
-    RESTING.lock().push(lane);
+    let result = unsafe { stream.start(pieces) }.and_then(|event| stream.wait(event));
+    IDLE_STREAMS.lock().push(stream);
     result
 }
