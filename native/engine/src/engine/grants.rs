@@ -143,7 +143,7 @@ impl Region {
             len,
             backing,
             keep: None,
-            nature: grantor.key.nature(),
+            memory_kind: grantor.key.memory_kind(),
             grant: Some(Granted {
                 from: Arc::clone(grantor),
                 only: grantor.only.or(terms.peer),

@@ -4,7 +4,7 @@ use super::{driver::Core, Region, RemoteRegion, Shared, TransferEngine};
 use crate::{
     api::TransportKind,
     engine::Op,
-    memory::device::{Location, Nature},
+    memory::device::{Location, MemoryKind},
     Result,
 };
 
@@ -75,11 +75,11 @@ fn path(
     remote: &RemoteRegion,
 ) -> Path {
     let transport = core.group.kind(remote.peer.key, &core.domains);
-    let nature = remote.key.nature();
+    let memory_kind = remote.key.memory_kind();
     let itself = remote.peer.id() == shared.address.id;
     let description = match transport {
         None => "not connected yet".to_owned(),
-        Some(kind) if kind.is_loopback() => match local.location().is_host() || is_host(nature) {
+        Some(kind) if kind.is_loopback() => match local.location().is_host() || is_host(memory_kind) {
             true => "inside this engine, without staging".to_owned(),
             false => "inside this engine, through host memory".to_owned(),
         },
@@ -87,7 +87,7 @@ fn path(
             let domain = core.domains.iter().find(|d| d.kind() == kind);
             let stages = |key| domain.is_some_and(|d| d.stages(key));
             let here = !local.location().is_host() && stages(local.inner.memory.key);
-            let files = local.location().file().is_some() || nature == Nature::File;
+            let files = local.location().file().is_some() || memory_kind == MemoryKind::File;
             match (here, stages(remote.key)) {
                 (false, false) if files && domain.is_some_and(|d| !d.takes_files()) => {
                     format!("none: {kind} takes no files")
@@ -99,10 +99,10 @@ fn path(
             }
         }
     };
-    let remote_is = match nature {
-        Nature::Plain | Nature::Kept => "host",
-        Nature::Device | Nature::Exported => "cuda",
-        Nature::File => "file",
+    let remote_is = match memory_kind {
+        MemoryKind::Host | MemoryKind::OwnerOnly => "host",
+        MemoryKind::Device | MemoryKind::Exportable => "cuda",
+        MemoryKind::File => "file",
     };
     let peer = match itself {
         true => "this engine".to_owned(),
@@ -112,8 +112,8 @@ fn path(
     Path { op, write, bytes, local, peer, remote, transport, description }
 }
 
-fn is_host(nature: Nature) -> bool {
-    matches!(nature, Nature::Plain | Nature::Kept)
+fn is_host(memory_kind: MemoryKind) -> bool {
+    matches!(memory_kind, MemoryKind::Host | MemoryKind::OwnerOnly)
 }
 
 fn named(region: &Region) -> String {

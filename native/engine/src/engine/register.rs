@@ -16,7 +16,7 @@ use super::{
 use crate::{
     api::{RailKey, RegionKey},
     memory::{
-        device::{self, Location, Nature},
+        device::{self, Location, MemoryKind},
         file::{FileMemory, FileOptions},
         Allocation, Backing, Keep, RegionMemory,
     },
@@ -185,8 +185,8 @@ impl TransferEngine {
         backing: Backing,
         keep: Keep,
     ) -> Result<Region> {
-        let nature = Nature::of(&location, &backing, self.stage_foreign);
-        self.shared.register(RegionSpec { location, base, len, backing, keep, nature, grant: None })
+        let memory_kind = MemoryKind::of(&location, &backing, self.stage_foreign);
+        self.shared.register(RegionSpec { location, base, len, backing, keep, memory_kind, grant: None })
     }
 }
 
@@ -197,7 +197,7 @@ pub(super) struct RegionSpec {
     pub len: u64,
     pub backing: Backing,
     pub keep: Keep,
-    pub nature: Nature,
+    pub memory_kind: MemoryKind,
     /// The grant, if this is one.
     pub grant: Option<Granted>,
 }
@@ -206,7 +206,7 @@ impl Shared {
     /// Registers memory with every domain, under a random key.
     pub(super) fn register(self: &Arc<Self>, spec: RegionSpec) -> Result<Region> {
         let driver = self.driver()?;
-        let RegionSpec { location, base, len, backing, keep, nature, grant } = spec;
+        let RegionSpec { location, base, len, backing, keep, memory_kind, grant } = spec;
         let mut rkey = [0; 8];
         getrandom::fill(&mut rkey).map_err(|e| EngineError::Resource {
             call: "getrandom",
@@ -214,7 +214,7 @@ impl Shared {
             hint: "the system's random source must be readable".into(),
         })?;
         let in_file = location.file().is_some();
-        let rkey = nature.mark(u64::from_le_bytes(rkey));
+        let rkey = memory_kind.mark(u64::from_le_bytes(rkey));
         let index = self.take_region_index()?;
         let key = RegionKey { index: index.get(), rkey };
         let memory = RegionMemory::new(key, base, len, backing, keep).numbered(index).at(location);

@@ -3,13 +3,13 @@
 mod driver;
 mod async_copy;
 mod location;
-mod nature;
+mod memory_kind;
 mod pinned;
 mod word;
 
 pub(crate) use driver::Driver;
 pub(crate) use async_copy::{copy_now, AsyncCopier, CopyRange, PendingCopy};
 pub use location::{locate, CudaKind, CudaRange, Dmabuf, Location};
-pub(crate) use nature::Nature;
+pub(crate) use memory_kind::MemoryKind;
 pub(crate) use pinned::Pinned;
 pub use word::DeviceWord;

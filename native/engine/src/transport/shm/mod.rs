@@ -38,7 +38,7 @@ use crate::{
         PeerMapping, Assist, Caps, Completion, Count, Data, Domain, DomainError, LinkId, MessageRoom,
         NicKeys, Pinned, Post, RegionRelease, Seq, Token, WakeFds, WorkRequest,
     },
-    memory::{device::Nature, RegionBook, RegionMemory},
+    memory::{device::MemoryKind, RegionBook, RegionMemory},
     time::Time,
     transport::{
         handshake::{Credentials, Secret},
@@ -201,7 +201,7 @@ impl ShmDomain {
         // engine.
         let device = self.book.get(data.local_region).and_then(|r| r.location.cuda());
         let device = device.map(|range| range.device);
-        let copy_by_engine = device.is_some() || data.remote.nature().is_device();
+        let copy_by_engine = device.is_some() || data.remote.memory_kind().is_device();
         let inline = !copy_by_engine && data.bytes() <= self.inline_left;
         let (pool, links) = (&self.pool, &mut self.links);
         let link = &mut links[Self::slot(id)];
@@ -522,9 +522,9 @@ impl ControlChannel for ShmDomain {
         self.control_messages.pop_front()
     }
 
-    fn reaches(&self, nature: Nature) -> bool {
-        let exported = self.kind == TransportKind::CudaIpc && nature == Nature::Exported;
-        nature == Nature::Plain || exported
+    fn reaches(&self, memory_kind: MemoryKind) -> bool {
+        let exported = self.kind == TransportKind::CudaIpc && memory_kind == MemoryKind::Exportable;
+        memory_kind == MemoryKind::Host || exported
     }
 }
 

@@ -9,7 +9,7 @@ use crate::{
     api::RegionKey,
     domain::{Count, Data, DomainError, LinkId, Token},
     memory::{
-        device::{Nature, Pinned, PendingCopy},
+        device::{MemoryKind, Pinned, PendingCopy},
         RegionMemory,
     },
 };
@@ -143,12 +143,12 @@ impl Job {
 
     pub fn touches_device(&self) -> bool {
         let local = self.local.as_ref().is_some_and(|r| r.location.cuda().is_some());
-        local || self.data.remote.nature().is_device()
+        local || self.data.remote.memory_kind().is_device()
     }
 
     pub fn touches_file(&self) -> bool {
         let local = self.local.as_ref().is_some_and(|r| r.location.file().is_some());
-        local || self.data.remote.nature() == Nature::File
+        local || self.data.remote.memory_kind() == MemoryKind::File
     }
 }
 

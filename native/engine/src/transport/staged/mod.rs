@@ -28,7 +28,7 @@ use crate::{
         MessageRoom, NicKeys, Pinned, Post, RegionRelease, Receipt, Receipts, Token, WakeFds, WorkRequest,
     },
     memory::{
-        device::{AsyncCopier, Nature},
+        device::{AsyncCopier, MemoryKind},
         file::FileQueue,
         RegionBook, RegionMemory, HIDDEN,
     },
@@ -59,9 +59,9 @@ pub(crate) trait ControlChannel: Domain {
     /// Takes the next received message; messages of one link are in order.
     fn receive_control(&mut self) -> Option<(LinkId, Vec<u8>)>;
 
-    /// Whether the transport itself moves bytes of this nature.
-    fn reaches(&self, nature: Nature) -> bool {
-        nature == Nature::Plain
+    /// Whether the transport itself moves bytes of this kind of memory.
+    fn reaches(&self, memory_kind: MemoryKind) -> bool {
+        memory_kind == MemoryKind::Host
     }
 }
 
@@ -151,19 +151,19 @@ impl<D: ControlChannel> Staged<D> {
 
     /// Whether a local region is accessed by staging only.
     fn is_staged_region(&self, region: &RegionMemory) -> bool {
-        !self.inner.reaches(region.key.nature()) || self.is_forced()
+        !self.inner.reaches(region.key.memory_kind()) || self.is_forced()
     }
 
     /// The local region of a request, if the transport can't access it.
     fn local(&self, data: &Data) -> Option<Arc<RegionMemory>> {
         let region = self.book.get(data.local_region)?;
-        let nature = region.key.nature();
-        let staged = !region.location.is_host() && !self.inner.reaches(nature);
+        let memory_kind = region.key.memory_kind();
+        let staged = !region.location.is_host() && !self.inner.reaches(memory_kind);
         (staged || self.is_forced()).then(|| Arc::clone(region))
     }
 
     fn is_remote_staged(&self, data: &Data) -> bool {
-        !self.inner.reaches(data.remote.nature()) || self.is_forced()
+        !self.inner.reaches(data.remote.memory_kind()) || self.is_forced()
     }
 
     fn is_idle(&self) -> bool {
@@ -290,7 +290,7 @@ impl<D: ControlChannel> Domain for Staged<D> {
         key: RegionKey,
         by: Option<i32>,
     ) -> Result<Arc<PeerMapping>, String> {
-        match self.inner.reaches(key.nature()) && !self.is_forced() {
+        match self.inner.reaches(key.memory_kind()) && !self.is_forced() {
             true => self.inner.map_peer_region(link, key, by),
             false => Err(format!("{} stages it through host memory", self.kind())),
         }
@@ -406,7 +406,7 @@ impl<D: ControlChannel> Domain for Staged<D> {
     }
 
     fn stages(&self, key: RegionKey) -> bool {
-        !self.inner.reaches(key.nature())
+        !self.inner.reaches(key.memory_kind())
     }
 
     fn takes_files(&self) -> bool {
@@ -424,8 +424,8 @@ impl<D: ControlChannel> Domain for Staged<D> {
     fn describe(&self, link: LinkId) -> String {
         let mut text = self.inner.describe(link);
         let state = self.link_states.get(&link);
-        let here = |nature: Nature| !self.inner.reaches(nature);
-        if self.device.is_some() && here(Nature::Device) || state.is_some_and(|s| s.device) {
+        let here = |memory_kind: MemoryKind| !self.inner.reaches(memory_kind);
+        if self.device.is_some() && here(MemoryKind::Device) || state.is_some_and(|s| s.device) {
             text += "; GPU memory is staged through pinned host memory";
         }
         if state.is_some_and(|s| s.file) {
