@@ -169,9 +169,9 @@ impl<'a> EligibleLinks<'a> {
             return attempt.end();
         }
         loop {
-            let (links, choice) = self.route.links_and_choice();
+            let (links, selector) = self.route.links_and_selector();
             let views = spray::views(self.now, links, self.ledger, &attempt.full, bytes);
-            let Some(at) = choice.pick(&views, Load { length: bytes, behind }) else {
+            let Some(at) = selector.pick(&views, Load { length: bytes, behind }) else {
                 // One that lacks nothing but room takes it later.
                 let mut those = views.iter().zip(&attempt.full);
                 attempt.waits |= those.any(|(view, full)| !full && !view.room);
@@ -222,7 +222,7 @@ impl<'a> EligibleLinks<'a> {
     ) -> Result<Option<Post>, (usize, DomainError)> {
         let policy = self.route.policy;
         let known = self.is_known(self.route.active()[at].pair.rail);
-        let (links, _) = self.route.links_and_choice();
+        let (links, _) = self.route.links_and_selector();
         let link = &mut links[at];
         let rail = link.pair.rail;
         let domain = &mut self.rails[rail];

@@ -12,7 +12,7 @@ use super::{
     backlog::Backlog,
     heal::Healing,
     ledger::Slice,
-    policy::{classes::ByClass, score::Choice},
+    policy::{classes::ByClass, score::RailSelector},
     rail_probes::RailProbes,
     spray::Gauge,
     Policy, Rails,
@@ -103,7 +103,7 @@ pub(super) struct Route {
     /// Where the next small work request goes.
     turn: usize,
     /// Where the next large one goes.
-    pub choice: Choice,
+    pub selector: RailSelector,
     trying: SmallVec<[(RailPair, LinkId); 1]>,
     untried: VecDeque<TransportKind>,
     pub rail_probes: RailProbes,
@@ -144,7 +144,7 @@ impl Route {
             links: SmallVec::new(),
             active: 0,
             turn: 0,
-            choice: policy.spray.choice(),
+            selector: policy.spray.selector(),
             trying: SmallVec::new(),
             untried: VecDeque::new(),
             rail_probes: RailProbes::default(),
@@ -412,8 +412,8 @@ impl Route {
     }
 
     /// The links to post on, and what chooses among them.
-    pub fn links_and_choice(&mut self) -> (&mut [Link], &mut Choice) {
-        (&mut self.links[..self.active], &mut self.choice)
+    pub fn links_and_selector(&mut self) -> (&mut [Link], &mut RailSelector) {
+        (&mut self.links[..self.active], &mut self.selector)
     }
 
     /// The link that its ends call so.

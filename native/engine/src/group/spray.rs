@@ -9,7 +9,7 @@ use super::{
     ledger::{Ledger, Slice},
     policy::{
         estimate::Estimate,
-        score::{Choice, RailView},
+        score::{RailSelector, RailView},
         stall,
     },
     route::{Link, PeerKey, PeerState},
@@ -138,11 +138,11 @@ pub(super) fn views(
 }
 
 impl Spray {
-    pub(super) fn choice(self) -> Choice {
+    pub(super) fn selector(self) -> RailSelector {
         match self {
-            Spray::Adaptive => Choice::adaptive(),
-            Spray::RoundRobin => Choice::round_robin(),
-            Spray::Random(seed) => Choice::random(seed),
+            Spray::Adaptive => RailSelector::adaptive(),
+            Spray::RoundRobin => RailSelector::round_robin(),
+            Spray::Random(seed) => RailSelector::random(seed),
         }
     }
 }

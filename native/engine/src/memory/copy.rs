@@ -4,8 +4,8 @@
 use std::time::Instant;
 
 use super::{
-    choice::{Choice, Use},
-    heat::{cache_window, Heat},
+    routine_choice::{RoutineChoice, RoutineUse},
+    recent_writes::{cache_window, RecentWrites},
     routine::{cached, cold_candidates, fence, page_candidates, PageRoutine, Routine},
 };
 
@@ -20,16 +20,16 @@ const TIMED: usize = 16 << 10;
 
 /// Copies between mapped memory. Shared by all threads of an engine.
 pub struct Copier {
-    heat: Heat,
+    recent_writes: RecentWrites,
     candidates: &'static [Routine],
-    classes: [Choice; 2],
+    classes: [RoutineChoice; 2],
     page_candidates: &'static [PageRoutine],
-    page_classes: [Choice; 2],
+    page_classes: [RoutineChoice; 2],
 }
 
 impl std::fmt::Debug for Copier {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let best: Vec<_> = self.classes.iter().map(Choice::best).collect();
+        let best: Vec<_> = self.classes.iter().map(RoutineChoice::best).collect();
         write!(f, "Copier({} candidates, best {best:?})", self.candidates.len())
     }
 }
@@ -38,11 +38,11 @@ impl Default for Copier {
     fn default() -> Self {
         let (candidates, page_candidates) = (cold_candidates(), page_candidates());
         Self {
-            heat: Heat::new(cache_window()),
+            recent_writes: RecentWrites::new(cache_window()),
             candidates,
-            classes: [0; 2].map(|_| Choice::new(candidates.len())),
+            classes: [0; 2].map(|_| RoutineChoice::new(candidates.len())),
             page_candidates,
-            page_classes: [0; 2].map(|_| Choice::new(page_candidates.len())),
+            page_classes: [0; 2].map(|_| RoutineChoice::new(page_candidates.len())),
         }
     }
 }
@@ -60,7 +60,7 @@ impl Copier {
             // SAFETY: the caller's.
             return unsafe { cached(d, s, len) };
         }
-        if self.candidates.len() == 1 || self.heat.touch(dst, len) {
+        if self.candidates.len() == 1 || self.recent_writes.record(dst, len) {
             // SAFETY: the caller's.
             return unsafe { cached(d, s, len) };
         }
@@ -97,7 +97,7 @@ impl Copier {
         let cold = len >= TINY_PAGE
             && bytes >= SMALL
             && self.page_candidates.len() > 1
-            && !self.heat.touch(at(0).0, bytes);
+            && !self.recent_writes.record(at(0).0, bytes);
         if !cold {
             for (dst, src) in (0..n).map(at) {
                 // SAFETY: the caller's.
@@ -107,7 +107,7 @@ impl Copier {
         }
         let class = &self.page_classes[usize::from(len >= SMALL)];
         let used = match bytes < TIMED {
-            true => Use::untimed(class.best()),
+            true => RoutineUse::untimed(class.best()),
             false => class.choose(),
         };
         let copy_page = self.page_candidates[used.routine];

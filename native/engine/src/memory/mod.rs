@@ -1,14 +1,14 @@
 //! Memory that the engine may read and write: who owns it, how it is mapped, how it is copied.
 
 mod alloc;
-mod choice;
+mod routine_choice;
 mod copy;
 pub mod device;
 pub mod file;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
 mod headroom;
-mod heat;
+mod recent_writes;
 mod huge;
 mod indices;
 mod node;

@@ -1,4 +1,4 @@
-//! Which rail takes the next slice: the adaptive choice, static round-robin, and random.
+//! Which rail takes the next slice: the adaptive selector, static round-robin, and random.
 //!
 //! TENT §3.3.1 scores a rail by the product of a load factor, a latency factor and an affinity
 //! factor, without giving them, and takes the highest. Here the first two are one quantity with a
@@ -17,7 +17,7 @@ use smallvec::SmallVec;
 use super::estimate::Speed;
 use crate::{api::MAX_RAILS, topology::Tier};
 
-/// What a choice knows of one rail.
+/// What a selector knows of one rail.
 #[derive(Clone, Copy, Debug)]
 pub struct RailView {
     /// Bytes posted on it that are not done.
@@ -39,7 +39,7 @@ pub struct Load {
 
 /// A policy, with what it remembers from one slice to the next.
 #[derive(Clone, Debug)]
-pub enum Choice {
+pub enum RailSelector {
     Adaptive(Adaptive),
     /// Each rail in its turn, whatever its speed and load. `next` is whose turn it is.
     RoundRobin {
@@ -62,7 +62,7 @@ impl Default for Adaptive {
     }
 }
 
-impl Choice {
+impl RailSelector {
     pub fn adaptive() -> Self {
         Self::Adaptive(Adaptive::default())
     }
@@ -206,38 +206,38 @@ mod tests {
             ("all full", &[full(rail(400.0, K64)), full(rail(400.0, 0))], ONE, None),
         ];
         for (name, rails, load, expected) in table {
-            assert_eq!(Choice::adaptive().pick(rails, *load), *expected, "{name}");
+            assert_eq!(RailSelector::adaptive().pick(rails, *load), *expected, "{name}");
         }
     }
 
     #[test]
     fn equal_rails_take_turns() {
-        let mut choice = Choice::adaptive();
+        let mut selector = RailSelector::adaptive();
         // Within the tolerance, though never quite equal.
         let rails = [rail(400.0, 0), rail(396.0, 0), rail(404.0, 0), rail(100.0, 0)];
-        let picked: Vec<_> = (0..6).map(|_| choice.pick(&rails, ONE)).collect();
+        let picked: Vec<_> = (0..6).map(|_| selector.pick(&rails, ONE)).collect();
         assert_eq!(picked, [0, 1, 2, 0, 1, 2].map(Some));
     }
 
     #[test]
     fn static_round_robin_is_blind_and_waits_for_its_turn() {
-        let mut choice = Choice::round_robin();
+        let mut selector = RailSelector::round_robin();
         let mut rails = [rail(400.0, 0), rail(1.0, 99 * K64), rail(400.0, 0)];
-        let picked: Vec<_> = (0..4).map(|_| choice.pick(&rails, ONE)).collect();
+        let picked: Vec<_> = (0..4).map(|_| selector.pick(&rails, ONE)).collect();
         assert_eq!(picked, [0, 1, 2, 0].map(Some));
         rails[1].room = false;
-        assert_eq!(choice.pick(&rails, ONE), None);
+        assert_eq!(selector.pick(&rails, ONE), None);
         rails[1].room = true;
-        assert_eq!(choice.pick(&rails, ONE), Some(1));
-        assert_eq!(choice.pick(&[], ONE), None);
+        assert_eq!(selector.pick(&rails, ONE), Some(1));
+        assert_eq!(selector.pick(&[], ONE), None);
     }
 
     #[test]
     fn random_is_blind_repeatable_and_even() {
         let rails = [rail(400.0, 0), rail(1.0, 99 * K64), rail(9.0, 0)];
         let draw = |seed| {
-            let mut choice = Choice::random(seed);
-            (0..3000).map(|_| choice.pick(&rails, ONE)).collect::<Vec<_>>()
+            let mut selector = RailSelector::random(seed);
+            (0..3000).map(|_| selector.pick(&rails, ONE)).collect::<Vec<_>>()
         };
         assert_eq!(draw(7), draw(7));
         assert_ne!(draw(7), draw(8));
@@ -246,10 +246,10 @@ mod tests {
             assert!((850..1150).contains(&n), "{rail}: {n}");
         }
         // A draw whose rail is full stays drawn.
-        let mut choice = Choice::random(7);
-        assert_eq!(choice.pick(&rails.map(full), ONE), None);
-        assert_eq!(choice.pick(&rails, ONE), draw(7)[0]);
-        assert_eq!(choice.pick(&[], ONE), None);
+        let mut selector = RailSelector::random(7);
+        assert_eq!(selector.pick(&rails.map(full), ONE), None);
+        assert_eq!(selector.pick(&rails, ONE), draw(7)[0]);
+        assert_eq!(selector.pick(&[], ONE), None);
     }
 
     prop_compose! {
@@ -271,10 +271,10 @@ mod tests {
             rails in prop::collection::vec(any_rail(), 0..6), which in 0usize..3,
             length in any::<u64>(), behind in any::<u64>(), picks in 1usize..5,
         ) {
-            let mut choice =
-                [Choice::adaptive(), Choice::round_robin(), Choice::random(length)][which].clone();
+            let mut selector =
+                [RailSelector::adaptive(), RailSelector::round_robin(), RailSelector::random(length)][which].clone();
             for _ in 0..picks {
-                match choice.pick(&rails, Load { length, behind }) {
+                match selector.pick(&rails, Load { length, behind }) {
                     Some(i) => prop_assert!(rails[i].room),
                     // There is a full rail to wait for, or none at all.
                     None => prop_assert!(rails.iter().any(|r| !r.room) || rails.is_empty()),

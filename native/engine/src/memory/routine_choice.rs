@@ -24,7 +24,7 @@ const CLEARLY: u64 = ONE - ONE / 32;
 const DEARLY: u64 = ONE + ONE / 8;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Side {
+enum Compared {
     Best,
     Other,
 }
@@ -33,7 +33,7 @@ enum Side {
 /// and by far more than routines differ. Of all comparisons with a routine the median counts, which each moves by one
 /// step: one in which a thread lost its core is a vote like others.
 #[derive(Debug)]
-pub(super) struct Choice {
+pub(super) struct RoutineChoice {
     routines: u32,
     turn: AtomicU32,
     best: AtomicU32,
@@ -46,9 +46,9 @@ pub(super) struct Choice {
 
 /// Which routine to use, and how what it takes is learnt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Use {
+pub(super) struct RoutineUse {
     pub routine: usize,
-    side: Option<Side>,
+    side: Option<Compared>,
     /// The number of its comparison.
     round: u32,
     other: usize,
@@ -63,7 +63,7 @@ fn cost_of(half: u64) -> u64 {
     half & u64::from(u32::MAX)
 }
 
-impl Use {
+impl RoutineUse {
     /// One of which nothing is learnt.
     pub fn untimed(routine: usize) -> Self {
         Self { routine, side: None, round: 0, other: routine }
@@ -74,7 +74,7 @@ impl Use {
     }
 }
 
-impl Choice {
+impl RoutineChoice {
     pub fn new(routines: usize) -> Self {
         Self {
             routines: routines as u32,
@@ -90,10 +90,10 @@ impl Choice {
     }
 
     #[inline]
-    pub fn choose(&self) -> Use {
+    pub fn choose(&self) -> RoutineUse {
         let (best, others) = (self.best.load(Relaxed), self.routines - 1);
         if others == 0 {
-            return Use::untimed(0);
+            return RoutineUse::untimed(0);
         }
         let turn = self.turn.fetch_add(1, Relaxed);
         let (round, at) = match turn < USES * TRIALS * others {
@@ -101,18 +101,18 @@ impl Choice {
             false => (turn / EVERY, turn % EVERY),
         };
         if at == 0 || at >= USES {
-            return Use::untimed(best as usize);
+            return RoutineUse::untimed(best as usize);
         }
         let other = ((best + 1 + round / 2 % others) % self.routines) as usize;
         let (routine, side) = match (at == 1) == round.is_multiple_of(2) {
-            true => (best as usize, Side::Best),
-            false => (other, Side::Other),
+            true => (best as usize, Compared::Best),
+            false => (other, Compared::Other),
         };
-        Use { routine, side: Some(side), round, other }
+        RoutineUse { routine, side: Some(side), round, other }
     }
 
     /// Takes what a timed use cost, picoseconds a byte.
-    pub fn learn(&self, used: Use, cost: u64) {
+    pub fn learn(&self, used: RoutineUse, cost: u64) {
         let Some(side) = used.side else { return };
         let mine = half(used.round, cost);
         let first = self.halves[used.round as usize % UNDER_WAY].swap(mine, Relaxed);
@@ -120,7 +120,7 @@ impl Choice {
             return;
         }
         let (mine, first) = (cost_of(mine), cost_of(first));
-        let (best, other) = if side == Side::Best { (mine, first) } else { (first, mine) };
+        let (best, other) = if side == Compared::Best { (mine, first) } else { (first, mine) };
         let (ratio, seen) = (&self.ratio[used.other], other * ONE / best);
         let old = ratio.load(Relaxed);
         let new = if seen < old { old - STEP } else { (old + STEP).min(DEARLY) };
@@ -140,7 +140,7 @@ mod tests {
     /// Share of uses that each routine gets while its cost is `cost` times what the machine's other
     /// work makes of it, and one use in ten is held up.
     fn shares(costs: &[u64], uses: u32, seed: u64) -> Vec<f64> {
-        let choice = Choice::new(costs.len());
+        let choice = RoutineChoice::new(costs.len());
         let mut draw = fastrand::Rng::with_seed(seed);
         let (mut slow, mut used) = (1.0, vec![0u32; costs.len()]);
         for _ in 0..uses {
@@ -166,7 +166,7 @@ mod tests {
     #[test]
     fn those_who_copy_in_groups_and_are_often_held_up_stay_with_the_cheapest() {
         for (seed, group) in (0..20).flat_map(|seed| [16u64, 64, 127].map(|group| (seed, group))) {
-            let (choice, mut draw) = (Choice::new(3), fastrand::Rng::with_seed(seed));
+            let (choice, mut draw) = (RoutineChoice::new(3), fastrand::Rng::with_seed(seed));
             let mut cheapest = 0u32;
             for turn in 0..50_000 {
                 let cold = if turn % group == 0 { 3.0 } else { 1.0 };
@@ -182,9 +182,9 @@ mod tests {
     #[test]
     fn threads_that_copy_at_the_same_time_find_the_cheapest() {
         for (seed, threads) in (0..20).flat_map(|seed| [2, 4, 8, 16].map(|n| (seed, n))) {
-            let (choice, mut draw) = (Choice::new(3), fastrand::Rng::with_seed(seed));
+            let (choice, mut draw) = (RoutineChoice::new(3), fastrand::Rng::with_seed(seed));
             // Who is at it: until when, with what, for how long.
-            let mut busy: Vec<(f64, Use, f64)> = Vec::new();
+            let mut busy: Vec<(f64, RoutineUse, f64)> = Vec::new();
             let (mut now, mut cheapest) = (0.0, 0u32);
             for _ in 0..50_000 {
                 if busy.len() == threads {
@@ -205,7 +205,7 @@ mod tests {
 
     #[test]
     fn a_routine_that_becomes_slow_is_left() {
-        let choice = Choice::new(2);
+        let choice = RoutineChoice::new(2);
         let mut last = 0;
         for turn in 0..20_000u64 {
             let chosen = choice.choose();
@@ -219,7 +219,7 @@ mod tests {
 
     #[test]
     fn one_alone_is_never_timed() {
-        let choice = Choice::new(1);
+        let choice = RoutineChoice::new(1);
         assert!((0..200).all(|_| !choice.choose().is_timed()));
     }
 }

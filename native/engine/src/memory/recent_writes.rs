@@ -6,14 +6,14 @@ const ENTRIES: usize = 2048;
 ///
 /// Time is counted in bytes copied: a destination is hot if fewer bytes than a share of the cache
 /// were copied since it was last written. A collision or a lost update only costs a wrong guess.
-pub(super) struct Heat {
+pub(super) struct RecentWrites {
     clock: AtomicU64,
     /// A page number's tag (upper half) and the clock in KiB (lower half).
     entries: Box<[AtomicU64; ENTRIES]>,
     window_kib: u32,
 }
 
-impl Heat {
+impl RecentWrites {
     pub fn new(window: u64) -> Self {
         Self {
             clock: AtomicU64::new(window + 1024),
@@ -22,9 +22,9 @@ impl Heat {
         }
     }
 
-    /// Notes a copy of `len` bytes to `dst`; true if the same block was written lately.
+    /// Records a copy of `len` bytes to `dst`; true if the same block was written lately.
     #[inline]
-    pub fn touch(&self, dst: usize, len: usize) -> bool {
+    pub fn record(&self, dst: usize, len: usize) -> bool {
         let now = (self.clock.fetch_add(len as u64, Relaxed) >> 10) as u32;
         let page = (dst >> 12) as u64;
         let mixed = page.wrapping_mul(0x9E37_79B9_7F4A_7C15);
@@ -55,13 +55,13 @@ mod tests {
 
     #[test]
     fn the_same_block_again_is_hot_and_a_long_walk_is_cold() {
-        let heat = Heat::new(8 << 20);
+        let recent_writes = RecentWrites::new(8 << 20);
         let at = |i: usize| 0x7f00_0000_0000 + i * 65536;
-        assert!(!heat.touch(at(0), 65536));
-        assert!(heat.touch(at(0), 65536));
+        assert!(!recent_writes.record(at(0), 65536));
+        assert!(recent_writes.record(at(0), 65536));
         for i in 1..4096 {
-            assert!(!heat.touch(at(i), 65536));
+            assert!(!recent_writes.record(at(i), 65536));
         }
-        assert!(!heat.touch(at(0), 65536));
+        assert!(!recent_writes.record(at(0), 65536));
     }
 }
