@@ -12,7 +12,7 @@ use crate::{
     api::{EngineAddress, EngineConfig, EngineId, Requirement, Spin, TransportKind},
     domain::{Domain, DomainError},
     group::Policy,
-    memory::file::{FileQueue, Means},
+    memory::file::{FileQueue, FileBackend},
     transport,
     wake::Waker,
     EngineError, Result,
@@ -44,7 +44,7 @@ impl TransferEngine {
         let mut domains: Vec<Box<dyn Domain>> = Vec::new();
         let mut failures: Vec<(TransportKind, String)> = Vec::new();
         let waker = Waker::default();
-        let files = FileQueue::new(&waker, Means::Best);
+        let files = FileQueue::new(&waker, FileBackend::Best);
         for kind in kinds {
             match transport::open(kind, id, &config, (&waker, &files)) {
                 Ok(opened) => domains.extend(opened),

@@ -26,7 +26,7 @@ use crate::{
     api::{EngineAddress, EngineId, Imm, Span, TransportKind},
     domain::{Count, RegionRelease},
     group::GroupEvents,
-    memory::{Backing, Index, Indices, RegionMemory, HIDDEN},
+    memory::{Backing, RegionIndex, RegionIndices, RegionMemory, HIDDEN},
     process::ProcessLocal,
     time::Time,
     wake::{WakeAction, Waker},
@@ -73,7 +73,7 @@ pub(crate) struct Shared {
     pub clock: Clock,
     counted: AtomicU64,
     regions: Mutex<Vec<Weak<RegionMemory>>>,
-    indices: Arc<Indices>,
+    indices: Arc<RegionIndices>,
     next_number: AtomicU64,
     retiring: Mutex<Vec<Retiring>>,
     closed: AtomicBool,
@@ -201,7 +201,7 @@ impl Shared {
     ///
     /// # Errors
     /// [`EngineError::Resource`] if none is left.
-    pub fn take_region_index(&self) -> Result<Index> {
+    pub fn take_region_index(&self) -> Result<RegionIndex> {
         self.indices.take().ok_or_else(|| EngineError::Resource {
             call: "register",
             cause: format!("this engine has {HIDDEN} regions and grants"),

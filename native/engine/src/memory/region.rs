@@ -5,7 +5,7 @@ use std::{
 
 use parking_lot::Mutex;
 
-use super::{device::Location, Allocation, Index};
+use super::{device::Location, Allocation, RegionIndex};
 use crate::{
     api::{EngineId, RailKeys, RegionKey},
     error::DomainError,
@@ -47,7 +47,7 @@ pub struct RegionMemory {
     /// Grants from it, and from those, that are not over.
     pub grants: AtomicU32,
     /// Gives the key's index back when the last holder drops this.
-    _index: Option<Index>,
+    _index: Option<RegionIndex>,
 }
 
 impl RegionMemory {
@@ -70,7 +70,7 @@ impl RegionMemory {
     }
 
     /// The same, with the index that its key names.
-    pub(crate) fn numbered(self, index: Index) -> Self {
+    pub(crate) fn numbered(self, index: RegionIndex) -> Self {
         debug_assert_eq!(index.get(), self.key.index);
         Self { _index: Some(index), ..self }
     }

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use super::{driver::Driver, Location};
 use crate::{
     error::DomainError,
-    memory::file::{FileQueue, Work},
+    memory::file::{FileQueue, FileWork},
 };
 
 /// `len` bytes from one address to another.
@@ -129,7 +129,7 @@ pub(crate) enum PendingCopy {
         inward: bool,
         event: usize,
     },
-    File(Arc<Work>),
+    File(Arc<FileWork>),
 }
 
 impl PendingCopy {

@@ -18,7 +18,7 @@ use crate::{error::DomainError, EngineError, Result};
 /// See the module. In the GPU's memory, mapped for the processor, where GDRCopy is installed: a
 /// kernel that polls it then stays off the bus. Else in pinned host memory, mapped for the GPU.
 pub struct DeviceWord {
-    home: Home,
+    home: WordMemory,
     driver: &'static Driver,
     device: i32,
     /// Where the processor finds it.
@@ -27,7 +27,7 @@ pub struct DeviceWord {
     on_device: u64,
 }
 
-enum Home {
+enum WordMemory {
     Pinned,
     Gdr { table: Gdrapi, gdr: usize, handle: gdrapi::Handle, map: usize, buffer: u64 },
 }
@@ -72,7 +72,7 @@ impl DeviceWord {
             return Err(e);
         }
         let host = host as usize;
-        let word = Self { home: Home::Pinned, driver, device, host, on_device };
+        let word = Self { home: WordMemory::Pinned, driver, device, host, on_device };
         word.store(0);
         Ok(word)
     }
@@ -117,7 +117,7 @@ impl DeviceWord {
             return Err(free(DomainError::Unavailable("gdr_map failed".into())));
         }
         let (gdr, map) = (gdr as usize, map as usize);
-        let home = Home::Gdr { table, gdr, handle, map, buffer };
+        let home = WordMemory::Gdr { table, gdr, handle, map, buffer };
         let word = Self { home, driver, device, host: map, on_device: page };
         word.store(0);
         Ok(word)
@@ -150,8 +150,8 @@ impl DeviceWord {
     /// Where it lies, in words.
     pub fn home(&self) -> &'static str {
         match self.home {
-            Home::Pinned => "pinned host memory",
-            Home::Gdr { .. } => "GPU memory, by GDRCopy",
+            WordMemory::Pinned => "pinned host memory",
+            WordMemory::Gdr { .. } => "GPU memory, by GDRCopy",
         }
     }
 }
@@ -162,10 +162,10 @@ impl Drop for DeviceWord {
         // SAFETY: made in `new`, in the opposite order; no thread reads the word any more.
         unsafe {
             match &self.home {
-                Home::Pinned => {
+                WordMemory::Pinned => {
                     (self.driver.table.host_free)(self.host as *mut _);
                 }
-                Home::Gdr { table, gdr, handle, map, buffer } => {
+                WordMemory::Gdr { table, gdr, handle, map, buffer } => {
                     let gdr = *gdr as gdrapi::Gdr;
                     (table.unmap)(gdr, *handle, *map as *mut _, PAGE);
                     (table.unpin)(gdr, *handle);

@@ -18,9 +18,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
-pub(crate) use queue::{FileQueue, Means};
+pub(crate) use queue::{FileQueue, FileBackend};
 use rustix::fs::OFlags;
-pub(crate) use work::Work;
+pub(crate) use work::FileWork;
 
 use crate::{EngineError, Result};
 

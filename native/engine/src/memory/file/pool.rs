@@ -3,7 +3,7 @@
 use super::{
     queue::Inbox,
     raw,
-    work::{Moved, Work},
+    work::{Progress, FileWork},
 };
 use crate::error::DomainError;
 
@@ -20,16 +20,16 @@ pub(super) fn serve(inbox: &Inbox) {
     }
 }
 
-fn carry_out(work: &Work) -> Result<(), DomainError> {
+fn carry_out(work: &FileWork) -> Result<(), DomainError> {
     for piece in 0.. {
         let Some(mut rest) = work.range(piece) else { break };
         loop {
             // SAFETY: the caller that queued the work keeps its memory until it is over.
             let n = unsafe { raw::move_some(work, rest) };
             match work.after(rest, n) {
-                Moved::All => break,
-                Moved::Some(left) => rest = left,
-                Moved::Failed(e) => return Err(e),
+                Progress::All => break,
+                Progress::Some(left) => rest = left,
+                Progress::Failed(e) => return Err(e),
             }
         }
     }

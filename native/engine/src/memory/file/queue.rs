@@ -17,13 +17,13 @@ use rustix::event::{eventfd, EventfdFlags};
 use super::{
     pool, raw,
     ring::{Ring, DEPTH},
-    FileMemory, Work,
+    FileMemory, FileWork,
 };
 use crate::{error::DomainError, memory::device::CopyRange, wake::Waker};
 
 /// Where work waits for the thread that carries it out.
 pub(super) struct Inbox {
-    works: Mutex<VecDeque<Arc<Work>>>,
+    works: Mutex<VecDeque<Arc<FileWork>>>,
     arrived: Condvar,
     /// Rung for a ring, which can't wait for the condition.
     pub bell: OwnedFd,
@@ -33,7 +33,7 @@ pub(super) struct Inbox {
 }
 
 impl Inbox {
-    fn put(&self, work: &Arc<Work>) {
+    fn put(&self, work: &Arc<FileWork>) {
         self.works.lock().push_back(Arc::clone(work));
         self.ring_bell();
     }
@@ -43,12 +43,12 @@ impl Inbox {
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
     }
 
-    pub fn try_take(&self) -> Option<Arc<Work>> {
+    pub fn try_take(&self) -> Option<Arc<FileWork>> {
         self.works.lock().pop_front()
     }
 
     /// Waits for work; `None` once closed.
-    pub fn take(&self) -> Option<Arc<Work>> {
+    pub fn take(&self) -> Option<Arc<FileWork>> {
         let mut works = self.works.lock();
         loop {
             if let Some(work) = works.pop_front() {
@@ -68,7 +68,7 @@ impl Inbox {
 
 /// Who carries file work out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Means {
+pub(crate) enum FileBackend {
     /// io_uring if the kernel lets us, else threads.
     Best,
     #[cfg(test)]
@@ -77,13 +77,13 @@ pub(crate) enum Means {
 
 /// See the module.
 pub(crate) struct FileQueue {
-    means: Means,
+    backend: FileBackend,
     waker: Waker,
-    running: Mutex<Option<Running>>,
+    running: Mutex<Option<RunningThreads>>,
     closed: AtomicBool,
 }
 
-struct Running {
+struct RunningThreads {
     inbox: Arc<Inbox>,
     threads: Vec<JoinHandle<()>>,
     by: &'static str,
@@ -96,9 +96,9 @@ impl std::fmt::Debug for FileQueue {
 }
 
 impl FileQueue {
-    pub fn new(waker: &Waker, means: Means) -> Arc<Self> {
+    pub fn new(waker: &Waker, backend: FileBackend) -> Arc<Self> {
         let (running, closed) = (Mutex::new(None), AtomicBool::new(false));
-        Arc::new(Self { means, waker: waker.clone(), running, closed })
+        Arc::new(Self { backend, waker: waker.clone(), running, closed })
     }
 
     /// Who carries it out; `None` before the first use.
@@ -116,7 +116,7 @@ impl FileQueue {
         file: &Arc<FileMemory>,
         inward: bool,
         pieces: &[CopyRange],
-    ) -> Result<Arc<Work>, DomainError> {
+    ) -> Result<Arc<FileWork>, DomainError> {
         if inward && !file.is_writable() {
             let name = file.name();
             let text = format!("file {name}: it was registered for reading only");
@@ -127,9 +127,9 @@ impl FileQueue {
             return Err(DomainError::Unavailable("the engine is closed".into()));
         }
         if running.is_none() {
-            *running = Some(Running::new(self.means, &self.waker)?);
+            *running = Some(RunningThreads::new(self.backend, &self.waker)?);
         }
-        let work = Work::new(file, inward, pieces);
+        let work = FileWork::new(file, inward, pieces);
         if let Some(running) = &*running {
             running.inbox.put(&work);
         }
@@ -144,7 +144,7 @@ impl FileQueue {
     /// Ends the threads when what has begun is over; what hasn't is never begun.
     pub fn close(&self) {
         self.closed.store(true, SeqCst);
-        let Some(Running { inbox, threads, .. }) = self.running.lock().take() else { return };
+        let Some(RunningThreads { inbox, threads, .. }) = self.running.lock().take() else { return };
         inbox.closed.store(true, SeqCst);
         let given_up = std::mem::take(&mut *inbox.works.lock());
         given_up.iter().for_each(|work| work.quiesce());
@@ -164,8 +164,8 @@ impl Drop for FileQueue {
     }
 }
 
-impl Running {
-    fn new(means: Means, waker: &Waker) -> Result<Self, DomainError> {
+impl RunningThreads {
+    fn new(backend: FileBackend, waker: &Waker) -> Result<Self, DomainError> {
         let bell = eventfd(0, EventfdFlags::CLOEXEC).map_err(DomainError::io("eventfd"))?;
         let inbox = Arc::new(Inbox {
             works: Mutex::default(),
@@ -175,10 +175,10 @@ impl Running {
             waker: waker.clone(),
         });
         let mut running = Self { inbox, threads: Vec::new(), by: "io_uring" };
-        let ring = match means {
-            Means::Best => raw::open_ring(DEPTH * 2),
+        let ring = match backend {
+            FileBackend::Best => raw::open_ring(DEPTH * 2),
             #[cfg(test)]
-            Means::Threads => Err(std::io::Error::other("threads were asked for")),
+            FileBackend::Threads => Err(std::io::Error::other("threads were asked for")),
         };
         match ring {
             Ok(ring) => running.spawn(move |inbox| Ring::new(ring, inbox).serve())?,

@@ -3,7 +3,7 @@
 use io_uring::{opcode, squeue::Entry, types::Fd, IoUring, Probe};
 use rustix::io::Errno;
 
-use super::work::{Rest, Work};
+use super::work::{RemainingRange, FileWork};
 
 /// The system moves at most 2 GiB by one call.
 const LONGEST: usize = 1 << 30;
@@ -12,7 +12,7 @@ const LONGEST: usize = 1 << 30;
 ///
 /// # Safety
 /// The memory of `rest` must stay allocated until this returns.
-pub(super) unsafe fn move_some(work: &Work, rest: Rest) -> Result<usize, Errno> {
+pub(super) unsafe fn move_some(work: &FileWork, rest: RemainingRange) -> Result<usize, Errno> {
     let (fd, n, at) = (work.file.fd(), rest.len.min(LONGEST), rest.at as libc::off_t);
     // SAFETY: the caller's memory; the work keeps the file open.
     let moved = unsafe {
@@ -39,7 +39,7 @@ pub(super) fn open_ring(entries: u32) -> std::io::Result<IoUring> {
 }
 
 /// The request for `rest` of a piece of work.
-pub(super) fn entry(work: &Work, rest: Rest, tag: u64) -> Entry {
+pub(super) fn entry(work: &FileWork, rest: RemainingRange, tag: u64) -> Entry {
     let (fd, n) = (Fd(work.file.fd()), rest.len.min(LONGEST) as u32);
     let entry = match work.inward {
         true => opcode::Write::new(fd, rest.addr as *const _, n).offset(rest.at).build(),

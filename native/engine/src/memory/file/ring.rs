@@ -10,7 +10,7 @@ use slab::Slab;
 use super::{
     queue::Inbox,
     raw,
-    work::{Moved, Rest, Work},
+    work::{Progress, RemainingRange, FileWork},
 };
 use crate::error::DomainError;
 
@@ -20,7 +20,7 @@ const BELL: u64 = u64::MAX;
 
 /// A piece of work of which not all is done.
 struct Job {
-    work: Arc<Work>,
+    work: Arc<FileWork>,
     /// The next of its ranges to be begun.
     next: usize,
     under_way: usize,
@@ -30,7 +30,7 @@ struct Job {
 /// A request under way.
 struct Flight {
     job: usize,
-    rest: Rest,
+    rest: RemainingRange,
 }
 
 pub(super) struct Ring<'a> {
@@ -145,13 +145,13 @@ impl<'a> Ring<'a> {
             let job = &mut self.jobs[key];
             let n = usize::try_from(result).map_err(|_| Errno::from_raw_os_error(-result));
             match job.work.after(rest, n) {
-                Moved::All => job.under_way -= 1,
-                Moved::Some(rest) if job.error.is_none() => {
+                Progress::All => job.under_way -= 1,
+                Progress::Some(rest) if job.error.is_none() => {
                     self.again.push(Flight { job: key, rest });
                     continue;
                 }
-                Moved::Some(_) => job.under_way -= 1,
-                Moved::Failed(e) => {
+                Progress::Some(_) => job.under_way -= 1,
+                Progress::Failed(e) => {
                     job.under_way -= 1;
                     job.error.get_or_insert(e);
                 }

@@ -13,7 +13,7 @@ use crate::{
         RegionRelease, Seq, Token, WorkRequest,
     },
     memory::{
-        file::{FileQueue, Means},
+        file::{FileQueue, FileBackend},
         Backing, RegionMemory, HIDDEN,
     },
     time::Time,
@@ -41,7 +41,7 @@ struct End<D> {
 
 impl<D: ControlChannel> End<D> {
     fn new(id: EngineId, inner: D) -> Self {
-        let mut domain = Staged::new(inner, &FileQueue::new(&Waker::default(), Means::Best));
+        let mut domain = Staged::new(inner, &FileQueue::new(&Waker::default(), FileBackend::Best));
         domain.stage_all = true;
         let endpoints = vec![domain.endpoint()];
         let address = EngineAddress { id, name: "end".into(), endpoints };

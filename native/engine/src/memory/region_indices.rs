@@ -11,20 +11,20 @@ use super::HIDDEN;
 const REST: usize = 1024;
 
 #[derive(Debug, Default)]
-pub(crate) struct Indices {
-    state: Mutex<State>,
+pub(crate) struct RegionIndices {
+    state: Mutex<IndexPool>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct IndexPool {
     /// All from here on have never been used.
     fresh: u32,
     resting: VecDeque<u32>,
 }
 
-impl Indices {
+impl RegionIndices {
     /// An index that no region has; `None` when all are taken: those from [`HIDDEN`] on are transports' own.
-    pub fn take(self: &Arc<Self>) -> Option<Index> {
+    pub fn take(self: &Arc<Self>) -> Option<RegionIndex> {
         let mut state = self.state.lock();
         let rested = (state.resting.len() > REST || state.fresh >= HIDDEN)
             .then(|| state.resting.pop_front())
@@ -37,7 +37,7 @@ impl Indices {
                 state.fresh - 1
             }
         };
-        Some(Index { index, of: Arc::clone(self) })
+        Some(RegionIndex { index, of: Arc::clone(self) })
     }
 
     /// As if all before had been taken.
@@ -49,18 +49,18 @@ impl Indices {
 
 /// The index of one region, which rests when this is dropped.
 #[derive(Debug)]
-pub(crate) struct Index {
+pub(crate) struct RegionIndex {
     index: u32,
-    of: Arc<Indices>,
+    of: Arc<RegionIndices>,
 }
 
-impl Index {
+impl RegionIndex {
     pub fn get(&self) -> u32 {
         self.index
     }
 }
 
-impl Drop for Index {
+impl Drop for RegionIndex {
     fn drop(&mut self) {
         self.of.state.lock().resting.push_back(self.index);
     }
@@ -72,7 +72,7 @@ mod tests {
 
     #[test]
     fn indices_rest_and_are_used_again() {
-        let indices = Arc::new(Indices::default());
+        let indices = Arc::new(RegionIndices::default());
         let lasting = indices.take().unwrap();
         let mut last = lasting.get();
         for _ in 0..10 * REST {
@@ -85,7 +85,7 @@ mod tests {
 
     #[test]
     fn the_last_index_is_given_to_one_at_a_time() {
-        let indices = Arc::new(Indices::default());
+        let indices = Arc::new(RegionIndices::default());
         indices.begin_at(HIDDEN - 1);
         let last = indices.take().unwrap();
         assert!(indices.take().is_none());
