@@ -21,7 +21,7 @@ use super::{
     helper_threads::JobOrigin,
     link::{Link, Origin},
     raw::Ah,
-    side, Slot, State, VerbsDomain,
+    side_channel, LinkEntry, LinkState, VerbsDomain,
 };
 use crate::{
     api::EngineAddress,
@@ -77,7 +77,7 @@ pub(super) struct ConnectAttempt {
     side_at: Time,
     deadline: Time,
     target: Option<DatagramAddress>,
-    side: Option<usize>,
+    side_channel: Option<usize>,
     reassembly: Reassembly,
     pub cq_slot: Option<CqSlot>,
     /// Failures on the way, for the error.
@@ -149,12 +149,12 @@ impl VerbsDomain {
             side_at: now.after(self.peer_timeout / 2),
             deadline: now.after(self.peer_timeout * 3 / 2),
             target: None,
-            side: None,
+            side_channel: None,
             reassembly: Reassembly::default(),
             cq_slot: None,
             failures: Vec::new(),
         };
-        let id = self.add_slot(State::Opening(Box::new(attempt)))?;
+        let id = self.add_slot(LinkState::Opening(Box::new(attempt)))?;
         self.attempts.insert(exchange, id);
         let (device, local) = (Arc::clone(&self.device), self.address.clone());
         self.helper.run(JobOrigin::Local, move || {
@@ -165,7 +165,7 @@ impl VerbsDomain {
 
     fn attempt(&mut self, id: LinkId) -> Option<&mut ConnectAttempt> {
         match self.slot(id)? {
-            Slot { state: State::Opening(a), .. } => Some(a),
+            LinkEntry { state: LinkState::Opening(a), .. } => Some(a),
             _ => None,
         }
     }
@@ -173,7 +173,7 @@ impl VerbsDomain {
     /// Sends the current message, and schedules its repetition.
     fn send_message(&mut self, id: LinkId) {
         let now = self.now;
-        let Some(State::Opening(a)) = self.slots.get_mut(Self::index(id)).map(|s| &mut s.state)
+        let Some(LinkState::Opening(a)) = self.slots.get_mut(Self::index(id)).map(|s| &mut s.state)
         else {
             return;
         };
@@ -181,9 +181,9 @@ impl VerbsDomain {
         if let Some(target) = &a.target {
             message.frames(target.mtu).for_each(|f| self.datagrams.send(target, &f));
         }
-        if let Some(key) = a.side {
+        if let Some(key) = a.side_channel {
             let frames = message.frames(usize::MAX);
-            frames.for_each(|f| self.side.send(key, &f, &self.epoll));
+            frames.for_each(|f| self.side_channel.send(key, &f, &self.epoll));
         }
         a.retry_at = now.after(a.wait);
         a.wait = (a.wait * 2).min(LONGEST_WAIT);
@@ -215,12 +215,12 @@ impl VerbsDomain {
             return;
         }
         let key = stream.and_then(|s| {
-            self.side.add(now, s, Some(id), &self.epoll).ok_or_else(|| "epoll_ctl failed".into())
+            self.side_channel.add(now, s, Some(id), &self.epoll).ok_or_else(|| "epoll_ctl failed".into())
         });
         let Some(a) = self.attempt(id) else { return };
         match key {
             Ok(key) => {
-                a.side = Some(key);
+                a.side_channel = Some(key);
                 self.send_message(id);
             }
             Err(why) => a.failures.push(format!("by TCP: {why}")),
@@ -354,7 +354,7 @@ impl VerbsDomain {
         else {
             return;
         };
-        let (exchange, by_tcp) = (a.exchange, a.side.is_some());
+        let (exchange, by_tcp) = (a.exchange, a.side_channel.is_some());
         let origin = Origin {
             id,
             peer: peer.clone(),
@@ -365,7 +365,7 @@ impl VerbsDomain {
         };
         let (endpoint, name) = (a.endpoint, origin.name);
         self.attempts.remove(&exchange);
-        self.side.drop_link(id);
+        self.side_channel.drop_link(id);
         let mut link = Link::new(&self.device, origin, pair, &remote_setup, now);
         link.announced = true;
         // The first frame confirms the acceptor's answer.
@@ -381,7 +381,7 @@ impl VerbsDomain {
         let Some(a) = self.attempt(id) else { return };
         let (exchange, cq_slot) = (a.exchange, a.cq_slot.take());
         self.attempts.remove(&exchange);
-        self.side.drop_link(id);
+        self.side_channel.drop_link(id);
         self.slots.remove(Self::index(id));
         if let Some(cq_slot) = cq_slot {
             self.cqs.release(cq_slot);
@@ -414,12 +414,12 @@ impl VerbsDomain {
             if a.side_at <= now {
                 a.side_at = Time::NEVER;
                 if matches!(a.stage, Stage::AwaitWelcome | Stage::AwaitAcceptance(..))
-                    && a.side.is_none()
+                    && a.side_channel.is_none()
                 {
                     let remote = a.remote.clone();
                     let candidates = remote.side_candidates(self.own_gids.contains(&remote.gid));
                     self.helper.run(JobOrigin::Local, move || {
-                        HelperResult::SideConnected(id, side::connect(&candidates))
+                        HelperResult::SideConnected(id, side_channel::connect(&candidates))
                     });
                 }
             }

@@ -35,14 +35,14 @@ struct Stream {
     deadline: Time,
 }
 
-pub(super) struct Side {
+pub(super) struct SideChannel {
     listeners: Vec<Listener>,
     streams: Slab<Stream>,
     pub addrs: Vec<SocketAddr>,
     pub loopback: Option<u16>,
 }
 
-impl Side {
+impl SideChannel {
     /// Listens at the NIC's address or at the configured ones; without a token only on loopback. On
     /// a machine where listening fails there is no side channel.
     pub fn open(
