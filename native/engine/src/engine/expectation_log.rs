@@ -3,7 +3,7 @@
 use super::counters::Expectation;
 use crate::{
     api::Imm,
-    flight::{Cursor, Expected, Histogram, Records, Ring},
+    flight::{Cursor, ExpectationRecord, Histogram, Records, Ring},
     sync::Mutex,
     time::Time,
     EngineError,
@@ -18,7 +18,7 @@ pub(crate) struct ExpectationLog {
 
 #[derive(Debug, Default)]
 struct LogEntries {
-    ring: Ring<Expected>,
+    ring: Ring<ExpectationRecord>,
     met: Histogram,
 }
 
@@ -45,7 +45,7 @@ impl ExpectationLog {
         }
         let (imm, counts) = (imm.to_wire(), u32::try_from(e.n).unwrap_or(u32::MAX));
         let (begun, told) = (e.begun, now);
-        entries.ring.push(Expected { imm, counts, span, begun, told, failure });
+        entries.ring.push(ExpectationRecord { imm, counts, span, begun, told, failure });
     }
 
     pub fn read(&self, since: Cursor, out: &mut Records) {

@@ -1,6 +1,6 @@
 //! What an engine says of itself in numbers.
 
-use super::{Histogram, PeerTally, Stages};
+use super::{Histogram, PeerTally, StageTimes};
 use crate::api::{EngineId, TransportKind};
 
 /// One rail, with how long the stages of its transfers took, by class.
@@ -12,7 +12,7 @@ pub struct RailMetrics {
     /// Bytes that may be under way over it, and that are.
     pub window: u64,
     pub under_way: u64,
-    pub stages: [Stages; 3],
+    pub stages: [StageTimes; 3],
 }
 
 /// One peer.

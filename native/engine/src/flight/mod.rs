@@ -12,7 +12,7 @@ mod tally;
 pub use histogram::{Histogram, BUCKETS};
 pub use metrics::{Metrics, PeerMetrics, RailMetrics};
 pub use records::{
-    Arrival, Cursor, Event, EventKind, Expected, Moments, Part, Records, Stages, TransferRecord,
+    Arrival, Cursor, PathEvent, EventKind, ExpectationRecord, TransferTimes, Part, Records, StageTimes, TransferRecord,
 };
 pub(crate) use ring::Ring;
 pub use tally::{PeerTally, RailTally, Tally};

@@ -8,7 +8,7 @@ use crate::{
 
 /// When a transfer went from one state to the next; [`Time::NEVER`] for what has not happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Moments {
+pub struct TransferTimes {
     /// The engine was asked.
     pub queued: Time,
     /// Its first and its latest work request were given to a link.
@@ -20,7 +20,7 @@ pub struct Moments {
     pub told: Time,
 }
 
-impl Moments {
+impl TransferTimes {
     pub(crate) fn queued(now: Time) -> Self {
         let never = Time::NEVER;
         Self { queued: now, posted: never, all_posted: never, wire: never, told: never }
@@ -46,7 +46,7 @@ pub struct TransferRecord {
     pub op: &'static str,
     pub priority: Priority,
     pub span: Span,
-    pub moments: Moments,
+    pub times: TransferTimes,
     /// Where it went; the latest of many only.
     pub parts: Vec<Part>,
     /// Parts that are no longer known.
@@ -78,7 +78,7 @@ pub struct Arrival {
 
 /// A wait for counts that is over.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Expected {
+pub struct ExpectationRecord {
     pub imm: u32,
     pub counts: u32,
     pub span: Span,
@@ -109,7 +109,7 @@ impl EventKind {
 
 /// Something that happened to the way to a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Event {
+pub struct PathEvent {
     pub at: Time,
     pub kind: EventKind,
     /// Its place in [`Records::peers`].
@@ -120,7 +120,7 @@ pub struct Event {
 
 /// How long the stages of transfers took that one rail carried, or carried last.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Stages {
+pub struct StageTimes {
     /// From the request to its first work request.
     pub queue: Histogram,
     /// From the first work request to the last.
@@ -152,6 +152,6 @@ pub struct Records {
     /// Those that are over, then those that are not.
     pub transfers: Vec<TransferRecord>,
     pub arrivals: Vec<Arrival>,
-    pub expectations: Vec<Expected>,
-    pub events: Vec<Event>,
+    pub expectations: Vec<ExpectationRecord>,
+    pub events: Vec<PathEvent>,
 }

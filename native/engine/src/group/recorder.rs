@@ -7,7 +7,7 @@ use crate::{
     api::{Priority, Span},
     domain::Count,
     flight::{
-        Arrival, Cursor, Event, EventKind, Moments, Part, Records, Ring, Stages, TransferRecord,
+        Arrival, Cursor, PathEvent, EventKind, TransferTimes, Part, Records, Ring, StageTimes, TransferRecord,
     },
     time::Time,
 };
@@ -28,10 +28,10 @@ const MAX_RAILS: usize = u32::BITS as usize;
 
 /// What is kept with a transfer while it goes on.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Flight {
+pub(super) struct FlightState {
     pub id: u64,
     pub span: Span,
-    pub moments: Moments,
+    pub times: TransferTimes,
     /// Where it goes: so many parts, the first of them, and where the others begin in the recorder's ring.
     parts: u32,
     first: Part,
@@ -46,12 +46,12 @@ pub(super) struct Flight {
     pub timed: bool,
 }
 
-impl Flight {
+impl FlightState {
     pub fn new(id: u64, now: Time, span: Span) -> Self {
         Self {
             id,
             span,
-            moments: Moments::queued(now),
+            times: TransferTimes::queued(now),
             parts: 0,
             first: Part::default(),
             others: 0,
@@ -66,8 +66,8 @@ impl Flight {
 
     #[inline]
     pub fn posted(&mut self, now: Time, rail: usize, again: bool) {
-        self.moments.posted = self.moments.posted.min(now);
-        self.moments.all_posted = now;
+        self.times.posted = self.times.posted.min(now);
+        self.times.all_posted = now;
         self.slices += 1;
         self.again += u32::from(again);
         self.rails |= 1 << rail.min(MAX_RAILS - 1);
@@ -76,19 +76,19 @@ impl Flight {
 
     #[inline]
     pub fn acknowledged(&mut self, now: Time) {
-        self.moments.wire = now;
+        self.times.wire = now;
     }
 
     pub fn told(&mut self, now: Time) {
-        self.moments.told = self.moments.told.min(now);
+        self.times.told = self.times.told.min(now);
     }
 }
 
 /// A transfer that is over, and how many it stands for. A plain value: nothing of the one whose place it takes
 /// has to be looked at.
 #[derive(Clone, Copy, Debug)]
-struct Ended {
-    flight: Flight,
+struct EndedTransfer {
+    flight: FlightState,
     op: &'static str,
     priority: Priority,
     weight: u32,
@@ -102,13 +102,13 @@ pub(super) struct Recorder {
     /// The latest time that the group was told.
     pub now: Time,
     opened: u64,
-    ended: Ring<Ended>,
+    ended: Ring<EndedTransfer>,
     failures: Ring<Box<str>>,
     parts: Ring<Part>,
     arrivals: Ring<Arrival>,
-    events: Ring<Event>,
+    events: Ring<PathEvent>,
     /// By rail and class.
-    pub stages: Vec<[Stages; 3]>,
+    pub stages: Vec<[StageTimes; 3]>,
 }
 
 impl Recorder {
@@ -134,14 +134,14 @@ impl Recorder {
 
     /// A request begins.
     #[inline]
-    pub fn open(&mut self, now: Time, span: Span) -> Flight {
+    pub fn open(&mut self, now: Time, span: Span) -> FlightState {
         self.opened += 1;
-        Flight::new(self.opened, now, span)
+        FlightState::new(self.opened, now, span)
     }
 
     /// Something of the request goes to a peer: what goes to the counter of the one before adds up.
     #[inline]
-    pub fn part(&mut self, flight: &mut Flight, peer: PeerKey, count: Option<Count>, bytes: u64) {
+    pub fn part(&mut self, flight: &mut FlightState, peer: PeerKey, count: Option<Count>, bytes: u64) {
         if !self.on {
             return;
         }
@@ -205,7 +205,7 @@ impl Recorder {
 
     fn keep(&mut self, transfer: &Transfer, weight: u32) {
         let flight = transfer.flight;
-        let Moments { queued, posted, all_posted, wire, told } = flight.moments;
+        let TransferTimes { queued, posted, all_posted, wire, told } = flight.times;
         if wire != Time::NEVER && posted != Time::NEVER {
             let stages = self.stages(usize::from(flight.rail), transfer.priority);
             stages.queue.add(posted.nanos_since(queued), weight);
@@ -220,11 +220,11 @@ impl Recorder {
             self.failures.written() - 1
         });
         let (op, priority) = (transfer.name, transfer.priority);
-        self.ended.push(Ended { flight, op, priority, weight, failure });
+        self.ended.push(EndedTransfer { flight, op, priority, weight, failure });
     }
 
     #[inline]
-    fn stages(&mut self, rail: usize, class: Priority) -> &mut Stages {
+    fn stages(&mut self, rail: usize, class: Priority) -> &mut StageTimes {
         if self.stages.len() <= rail {
             self.stages.resize(rail + 1, Default::default());
         }
@@ -256,7 +256,7 @@ impl Recorder {
     ) {
         if self.on {
             let (at, rail) = (self.now, rail.map(|r| r as u8));
-            self.events.push(Event { at, kind, peer, rail, cause: cause().into_boxed_str() });
+            self.events.push(PathEvent { at, kind, peer, rail, cause: cause().into_boxed_str() });
         }
     }
 
@@ -298,7 +298,7 @@ impl Recorder {
     fn record(
         &self,
         (op, priority): (&'static str, Priority),
-        flight: &Flight,
+        flight: &FlightState,
         (over, weight): (bool, u32),
         failure: Option<Box<str>>,
     ) -> TransferRecord {
@@ -312,7 +312,7 @@ impl Recorder {
             op,
             priority,
             span: flight.span,
-            moments: flight.moments,
+            times: flight.times,
             parts_lost: flight.parts - parts.len() as u32,
             parts,
             slices: flight.slices,
@@ -356,9 +356,9 @@ mod tests {
         r.ended(&mut t, false);
         let out = read(&r, Cursor::default());
         let [record] = &out.transfers[..] else { panic!("one transfer") };
-        let moments = [20, 30, 40, 50].map(Time);
-        let m = record.moments;
-        assert_eq!(([m.posted, m.all_posted, m.wire, m.told], m.queued), (moments, Time(10)));
+        let times = [20, 30, 40, 50].map(Time);
+        let m = record.times;
+        assert_eq!(([m.posted, m.all_posted, m.wire, m.told], m.queued), (times, Time(10)));
         let part = |peer, imm, counts, bytes| Part { peer, imm, counts, bytes };
         assert_eq!(record.parts, [part(1, 7, 3, 150), part(2, 0, 0, 8)]);
         assert_eq!((record.slices, record.again, record.rails), (2, 1, 0b1001));
@@ -468,7 +468,7 @@ mod tests {
         r.tell(Time(7));
         r.tell(Time(3));
         r.ended(&mut t, false);
-        assert_eq!(read(&r, Cursor::default()).transfers[0].moments.told, Time(7));
+        assert_eq!(read(&r, Cursor::default()).transfers[0].times.told, Time(7));
     }
 
     #[test]

@@ -4,7 +4,7 @@ use smallvec::SmallVec;
 
 use super::{
     policy::admit::urgent_at,
-    recorder::Flight,
+    recorder::FlightState,
     route::Route,
     slices::{BoundOp, Joint},
     CompletionHandle, PeerKey,
@@ -64,11 +64,11 @@ pub(super) struct Transfer {
     confirms: SmallVec<[Confirm; 1]>,
     /// The latest of them that several operations share.
     joint: u32,
-    pub flight: Flight,
+    pub flight: FlightState,
 }
 
 impl Transfer {
-    pub fn new(name: &'static str, serial: u32, priority: Priority, flight: Flight) -> Self {
+    pub fn new(name: &'static str, serial: u32, priority: Priority, flight: FlightState) -> Self {
         Self {
             name,
             serial,

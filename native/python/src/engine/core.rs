@@ -16,7 +16,7 @@ use super::{
     memory::{Pages, Region, RemoteRegion},
     peers::{Message, Peer, PeerGroup},
     requests::{options, PriorityArg},
-    seconds, seeing,
+    seconds, telemetry,
     segment::{self, RemoteSegment, Segment},
     transfer::Transfer,
     values::{hex, EngineAddress, RegionDescriptor, SegmentDescriptor},
@@ -481,10 +481,10 @@ impl Engine {
         Ok(d)
     }
 
-    /// All that is counted, as `fabric_ray.engine.seeing` reads it.
+    /// All that is counted, as `fabric_ray.engine.observability` reads it.
     fn _metrics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let metrics = py.detach(|| self.engine.metrics()).or_raise(py)?;
-        seeing::metrics(py, metrics)
+        telemetry::metrics(py, metrics)
     }
 
     /// What the flight recorder has since those numbers of transfers, arrivals, expectations and
@@ -497,7 +497,7 @@ impl Engine {
         let (transfers, arrivals, expectations, events) = since;
         let since = fe::flight::Cursor { transfers, arrivals, expectations, events };
         let records = py.detach(|| self.engine.records(since)).or_raise(py)?;
-        seeing::records(py, records)
+        telemetry::records(py, records)
     }
 
     /// Takes nothing new from now on; the transfer is done when all that was begun here is over.

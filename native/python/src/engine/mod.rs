@@ -20,7 +20,7 @@ mod memory;
 mod peers;
 mod queue;
 mod requests;
-mod seeing;
+mod telemetry;
 mod segment;
 mod span;
 mod transfer;

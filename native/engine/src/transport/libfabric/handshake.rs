@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::{
     address::EndpointAddress,
     link::{self, Link},
-    LibfabricDomain, Slot,
+    LibfabricDomain, LinkEntry,
 };
 use crate::{
     api::{EngineAddress, Envelope},
@@ -291,7 +291,7 @@ impl LibfabricDomain {
             queries: Default::default(),
             fences: Default::default(),
         };
-        self.links[slot] = Slot::Up(Box::new(link));
+        self.links[slot] = LinkEntry::Up(Box::new(link));
         self.warm = true;
         self.fence_returning_peer(handshake.link);
         if confirmed {

@@ -16,7 +16,7 @@ use super::{
     info::Offer,
     ops::NO_REGION,
     raw::{Mr, Nic},
-    LibfabricDomain, Slot,
+    LibfabricDomain, LinkEntry,
 };
 use crate::{
     api::{EngineId, RailKey, RegionKey},
@@ -234,7 +234,7 @@ impl LibfabricDomain {
             return Some(format!("{} local chunks of writes or reads use it", region.uses));
         }
         let label = |link: &LinkId| match self.links.get(Self::slot(*link)) {
-            Some(Slot::Up(l)) if l.id == *link => l.peer.address.label(),
+            Some(LinkEntry::Up(l)) if l.id == *link => l.peer.address.label(),
             _ => "a closed link".into(),
         };
         if !region.pending_fences.is_empty() {

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use fabric_sys::libfabric::mr_mode;
 
-use super::{deferred_close, ops::ContextUse, LibfabricDomain, Slot};
+use super::{deferred_close, ops::ContextUse, LibfabricDomain, LinkEntry};
 use crate::{
     domain::{Completion, DomainError, LinkId},
     time::Time,
@@ -83,7 +83,7 @@ impl LibfabricDomain {
         if self.link(id).is_none() {
             return;
         }
-        let Slot::Up(mut link) = self.links.remove(slot) else { return };
+        let LinkEntry::Up(mut link) = self.links.remove(slot) else { return };
         for frame in link.pending.drain(..) {
             self.table.give_back(frame.context);
         }

@@ -4,7 +4,7 @@ use parking_lot::Mutex;
 
 use super::{
     land::Job,
-    node::{Port, Side},
+    node::{Port, LinkEnd},
     wire::{Event, Route, World},
     SimConfig,
 };
@@ -37,7 +37,7 @@ impl SimDomain {
     }
 
     /// The other end of a link that is up here, and the link's name.
-    fn remote_end(&self, world: &World, link: LinkId) -> Option<(Side, LinkName)> {
+    fn remote_end(&self, world: &World, link: LinkId) -> Option<(LinkEnd, LinkName)> {
         let end = world.nodes.get(&self.port)?.links.get(&link)?;
         Some((end.remote, end.name))
     }

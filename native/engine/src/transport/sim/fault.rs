@@ -1,7 +1,7 @@
 //! Injected faults.
 
 use super::{
-    node::{Port, Side},
+    node::{Port, LinkEnd},
     wire::{Event, Partition, World},
 };
 use crate::{api::EngineId, domain::DomainError};
@@ -127,24 +127,24 @@ impl World {
     }
 
     /// Both ends of one of a NIC's links.
-    fn nth_link(&self, port: Port, nth: u8) -> Option<(Side, Side)> {
+    fn nth_link(&self, port: Port, nth: u8) -> Option<(LinkEnd, LinkEnd)> {
         let links = &self.nodes.get(&port)?.links;
         let nth = usize::from(nth).checked_rem(links.len())?;
         let (link, end) = links.iter().nth(nth)?;
         Some(((port, *link), end.remote))
     }
 
-    fn name_of(&self, (port, link): Side) -> Option<u64> {
+    fn name_of(&self, (port, link): LinkEnd) -> Option<u64> {
         Some(self.nodes.get(&port)?.links.get(&link)?.name)
     }
 
-    fn lose(&mut self, ends: (Side, Side), after: (u64, u64), cause: &DomainError) {
+    fn lose(&mut self, ends: (LinkEnd, LinkEnd), after: (u64, u64), cause: &DomainError) {
         self.after(after.0, Event::Cut { at: ends.0, cause: cause.clone() });
         self.after(after.1, Event::Cut { at: ends.1, cause: cause.clone() });
     }
 
     /// Both ends of every link of a NIC.
-    pub(super) fn links_of(&self, port: Port) -> Vec<(Side, Side)> {
+    pub(super) fn links_of(&self, port: Port) -> Vec<(LinkEnd, LinkEnd)> {
         let Some(node) = self.nodes.get(&port) else { return Vec::new() };
         node.links.iter().map(|(link, end)| ((port, *link), end.remote)).collect()
     }
@@ -177,7 +177,7 @@ impl World {
         let apart = |a: Port, b: Port| one_side.contains(&a.engine) != one_side.contains(&b.engine);
         let ports = self.nodes.ports();
         let links = ports.into_iter().flat_map(|p| self.links_of(p));
-        let lost: Vec<Side> = links.filter(|(a, b)| apart(a.0, b.0)).map(|(a, _)| a).collect();
+        let lost: Vec<LinkEnd> = links.filter(|(a, b)| apart(a.0, b.0)).map(|(a, _)| a).collect();
         self.partitions.retain(|p| p.until > until - duration);
         self.partitions.push(Partition { one_side, until });
         let Some(notice_after) = notice_after else { return };
@@ -215,7 +215,7 @@ impl World {
     }
 
     /// Ends a link at one end.
-    pub(crate) fn cut(&mut self, (port, link): Side, cause: &DomainError) {
+    pub(crate) fn cut(&mut self, (port, link): LinkEnd, cause: &DomainError) {
         let receipts = self.config.receipts();
         if let Some(node) = self.nodes.get_mut(&port) {
             self.stirred.insert(port.engine);
@@ -223,7 +223,7 @@ impl World {
         }
     }
 
-    pub(crate) fn work_fails(&mut self, (port, link): Side, work_index: u32) {
+    pub(crate) fn work_fails(&mut self, (port, link): LinkEnd, work_index: u32) {
         let Some(node) = self.nodes.get_mut(&port) else { return };
         let Some(end) = node.links.get_mut(&link) else { return };
         let Some(nth) = (work_index as usize).checked_rem(end.posted.len()) else { return };

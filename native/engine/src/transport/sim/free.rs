@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 
 use super::{
-    node::{Port, Side},
+    node::{Port, LinkEnd},
     wire::{Event, Route, World},
 };
 use crate::{
@@ -97,7 +97,7 @@ pub(crate) fn hash(bytes: &[u8]) -> u64 {
 
 impl Event {
     /// The link end at which it arrives; for a connect `Err` with the acceptor's NIC.
-    fn end(&self) -> Result<Side, Port> {
+    fn end(&self) -> Result<LinkEnd, Port> {
         match self {
             Event::Land { job, .. } => Ok(job.to),
             Event::Fetched { job, .. } => Ok(job.from),
@@ -114,12 +114,12 @@ impl Event {
 }
 
 impl World {
-    fn is_up(&self, (port, link): Side) -> bool {
+    fn is_up(&self, (port, link): LinkEnd) -> bool {
         self.nodes.get(&port).is_some_and(|n| n.links.contains_key(&link))
     }
 
     /// Both ends of every link that is up at both, from either end.
-    fn ends(&self) -> Vec<(Side, Side)> {
+    fn ends(&self) -> Vec<(LinkEnd, LinkEnd)> {
         let mut ends: Vec<_> =
             self.nodes.ports().into_iter().flat_map(|port| self.links_of(port)).collect();
         ends.retain(|(_, there)| self.is_up(*there));

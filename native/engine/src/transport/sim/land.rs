@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 
 use super::{
     free,
-    node::{End, Port, Side, WaitingMessage},
+    node::{LinkEndState, Port, LinkEnd, WaitingMessage},
     wire::{Event, Route, World},
 };
 use crate::{
@@ -42,9 +42,9 @@ struct Chunk {
 
 /// A work request under way.
 pub(crate) struct Job {
-    pub from: Side,
+    pub from: LinkEnd,
     /// The peer's NIC, and its id of the link.
-    pub to: Side,
+    pub to: LinkEnd,
     pub name: LinkName,
     pub token: Token,
     number: u64,
@@ -56,11 +56,11 @@ pub(crate) struct Job {
     page_counts: bool,
     /// Number of deliveries of a bare count: a NIC's immediate may not hold all of it.
     parts: usize,
-    left: Mutex<Left>,
+    left: Mutex<Remaining>,
 }
 
 /// What has not arrived.
-struct Left {
+struct Remaining {
     chunks: usize,
     of_pages: Vec<u8>,
     error: Option<DomainError>,
@@ -69,7 +69,7 @@ struct Left {
 impl Job {
     /// `None` for work without a transfer.
     pub fn new(
-        (from, to, name): (Side, Side, LinkName),
+        (from, to, name): (LinkEnd, LinkEnd, LinkName),
         (token, number): (Token, u64),
         wr: &WorkRequest,
         (page_counts, carries): (bool, bool),
@@ -88,7 +88,7 @@ impl Job {
             (Kind::Count, Some(c)) if page_counts => c.n as usize,
             _ => 1,
         };
-        let left = Left { chunks: chunks.len().max(parts), of_pages, error: None };
+        let left = Remaining { chunks: chunks.len().max(parts), of_pages, error: None };
         Some(Self {
             from,
             to,
@@ -299,13 +299,13 @@ impl World {
         }
     }
 
-    fn end_of(&mut self, (port, link): Side) -> Option<&mut End> {
+    fn end_of(&mut self, (port, link): LinkEnd) -> Option<&mut LinkEndState> {
         self.nodes.get_mut(&port)?.links.get_mut(&link)
     }
 
     pub(crate) fn deliver_message(
         &mut self,
-        (from, to): (Side, Side),
+        (from, to): (LinkEnd, LinkEnd),
         (token, number): (Token, u64),
         message: Arc<[u8]>,
     ) {
@@ -318,7 +318,7 @@ impl World {
         }
     }
 
-    pub(crate) fn deliver_group_frame(&mut self, to: Side, frame: Vec<u8>) {
+    pub(crate) fn deliver_group_frame(&mut self, to: LinkEnd, frame: Vec<u8>) {
         let Some(node) = self.nodes.get_mut(&to.0) else { return };
         if node.links.contains_key(&to.1) {
             node.inbox.push_back(Completion::GroupFrame { link: to.1, frame });
@@ -345,7 +345,7 @@ impl World {
         };
         let Some(acceptor) = self.nodes.get_mut(&to) else { return };
         let back = acceptor.new_link();
-        acceptor.links.insert(back, End::new((from, link), name));
+        acceptor.links.insert(back, LinkEndState::new((from, link), name));
         acceptor.inbox.push_back(up(back, own_end, from, name));
         if half {
             // The last handshake message is lost: the acceptor learns of it later.
@@ -355,11 +355,11 @@ impl World {
             return self.fail_to_connect((from, link), "the handshake was interrupted");
         }
         let Some(initiator) = self.nodes.get_mut(&from) else { return };
-        initiator.links.insert(link, End::new((to, back), name));
+        initiator.links.insert(link, LinkEndState::new((to, back), name));
         initiator.inbox.push_back(up(link, remote_end, to, name));
     }
 
-    fn fail_to_connect(&mut self, (port, link): Side, why: &str) {
+    fn fail_to_connect(&mut self, (port, link): LinkEnd, why: &str) {
         let Some(node) = self.nodes.get_mut(&port) else { return };
         let cause = DomainError::LinkDown(why.into());
         node.inbox.push_back(Completion::LinkDown {

@@ -21,11 +21,11 @@ pub(crate) struct Port {
 }
 
 /// A link at one NIC.
-pub(crate) type Side = (Port, LinkId);
+pub(crate) type LinkEnd = (Port, LinkId);
 
 /// One end of a link that is up.
-pub(crate) struct End {
-    pub remote: Side,
+pub(crate) struct LinkEndState {
+    pub remote: LinkEnd,
     pub name: LinkName,
     completed: CompletedNumbers,
     /// Number of counted writes.
@@ -37,8 +37,8 @@ pub(crate) struct End {
     pub failed: Vec<(Token, u64)>,
 }
 
-impl End {
-    pub fn new(remote: Side, name: LinkName) -> Self {
+impl LinkEndState {
+    pub fn new(remote: LinkEnd, name: LinkName) -> Self {
         Self {
             remote,
             name,
@@ -79,7 +79,7 @@ impl End {
 pub(crate) struct WaitingMessage {
     pub link: LinkId,
     pub message: Arc<[u8]>,
-    pub sender: Side,
+    pub sender: LinkEnd,
     pub token: Token,
 }
 
@@ -149,7 +149,7 @@ pub(crate) struct Node {
     pub book: RegionBook,
     pub inbox: VecDeque<Completion>,
     pub address: Option<EngineAddress>,
-    pub links: BTreeMap<LinkId, End>,
+    pub links: BTreeMap<LinkId, LinkEndState>,
     /// Whether its cable is unplugged.
     pub unplugged: bool,
     /// Deliveries that wait for the cable.

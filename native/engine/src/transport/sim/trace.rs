@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::{
-    node::{Port, Side},
+    node::{Port, LinkEnd},
     wire::World,
 };
 use crate::{
@@ -85,7 +85,7 @@ impl Trace {
 }
 
 impl World {
-    pub(crate) fn trace_posted(&mut self, (port, link): Side, token: Token, wr: &WorkRequest) {
+    pub(crate) fn trace_posted(&mut self, (port, link): LinkEnd, token: Token, wr: &WorkRequest) {
         let now = self.now();
         if let Some(trace) = &mut self.trace {
             trace.posted(now, port, link, token, wr);

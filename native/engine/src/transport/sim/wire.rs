@@ -15,7 +15,7 @@ use super::{
     peer_mappings::PeerMappings,
     free::Free,
     land::Job,
-    node::{ByName, Nodes, Port, Side},
+    node::{ByName, Nodes, Port, LinkEnd},
     trace::Trace,
     SimConfig,
 };
@@ -38,19 +38,19 @@ pub(crate) enum Event {
     },
     /// The sender of a work request is notified.
     Done {
-        to: Side,
+        to: LinkEnd,
         token: Token,
         result: Result<(), DomainError>,
     },
     Message {
-        from: Side,
-        to: Side,
+        from: LinkEnd,
+        to: LinkEnd,
         token: Token,
         number: u64,
         message: Arc<[u8]>,
     },
     GroupFrame {
-        to: Side,
+        to: LinkEnd,
         frame: Vec<u8>,
     },
     Connect {
@@ -60,12 +60,12 @@ pub(crate) enum Event {
     },
     /// One end learns that its link is lost.
     Cut {
-        at: Side,
+        at: LinkEnd,
         cause: DomainError,
     },
     /// One work request fails, and its link some time later.
     WorkFails {
-        at: Side,
+        at: LinkEnd,
         work_index: u32,
     },
 }

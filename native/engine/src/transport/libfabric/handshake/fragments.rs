@@ -5,7 +5,7 @@ use crate::{
     domain::DomainError,
     transport::{
         handshake::{Acceptor, Failure},
-        libfabric::{address::EndpointAddress, link, slots, LibfabricDomain, Slot},
+        libfabric::{address::EndpointAddress, link, slots, LibfabricDomain, LinkEntry},
         nic::{
             frame::{Exchange, HandshakeFragment},
             handshake_fragments::{HandshakeMessage, Reassembly},
@@ -93,7 +93,7 @@ impl LibfabricDomain {
             return false;
         }
         let known = self.links.iter().find_map(|(_, slot)| match slot {
-            Slot::Up(l) if l.exchange == fragment.exchange => {
+            LinkEntry::Up(l) if l.exchange == fragment.exchange => {
                 Some((l.address, l.accepted.clone().filter(|_| !l.confirmed)))
             }
             _ => None,

@@ -1,9 +1,9 @@
-//! Metrics and records as plain values; `fabric_ray.engine.seeing` gives them their names.
+//! Metrics and records as plain values; `fabric_ray.engine.observability` gives them their names.
 
 use fabric_engine::{
     api::{EngineId, Priority},
-    flight::{Event, Expected, TransferRecord},
-    flight::{Histogram, Metrics, PeerMetrics, RailMetrics, RailTally, Records, Stages},
+    flight::{PathEvent, ExpectationRecord, TransferRecord},
+    flight::{Histogram, Metrics, PeerMetrics, RailMetrics, RailTally, Records, StageTimes},
     Time,
 };
 use pyo3::{
@@ -59,10 +59,10 @@ fn list<'py, T, P: IntoPyObject<'py>>(
 
 /// `(transport, device, window, under_way, [(class, queue, post, wire, deliver), ...])`
 fn rail<'py>(py: Python<'py>, r: &RailMetrics) -> PyResult<Bound<'py, PyTuple>> {
-    let used = |s: &Stages| s.queue.count() + s.wire.count() > 0;
+    let used = |s: &StageTimes| s.queue.count() + s.wire.count() > 0;
     let classes = Priority::ALL.into_iter().map(|p| (p, &r.stages[p as usize]));
     let stages = classes.filter(|(_, s)| used(s)).map(|(p, s)| {
-        let Stages { queue, post, wire, deliver } = s;
+        let StageTimes { queue, post, wire, deliver } = s;
         (class(p), histogram(queue), histogram(post), histogram(wire), histogram(deliver))
     });
     let stages: Vec<_> = stages.collect();
@@ -104,19 +104,19 @@ pub(super) fn records(py: Python<'_>, r: Records) -> PyResult<Bound<'_, PyDict>>
 }
 
 fn transfer<'py>(py: Python<'py>, t: &TransferRecord) -> PyResult<Bound<'py, PyTuple>> {
-    let m = &t.moments;
-    let moments =
+    let m = &t.times;
+    let times =
         (m.queued.0, moment(m.posted), moment(m.all_posted), moment(m.wire), moment(m.told));
     let parts: Vec<_> = t.parts.iter().map(|p| (p.peer, p.imm, p.counts, p.bytes)).collect();
     let how = (t.slices, t.again, t.waits, t.rails, t.over, t.weight);
     let named = (t.id, t.op, class(t.priority), t.span.0);
-    (named, moments, parts, t.parts_lost, how, t.failure.as_deref()).into_pyobject(py)
+    (named, times, parts, t.parts_lost, how, t.failure.as_deref()).into_pyobject(py)
 }
 
-fn expected<'py>(py: Python<'py>, e: &Expected) -> PyResult<Bound<'py, PyTuple>> {
+fn expected<'py>(py: Python<'py>, e: &ExpectationRecord) -> PyResult<Bound<'py, PyTuple>> {
     (e.imm, e.counts, e.span.0, e.begun.0, e.told.0, e.failure.as_deref()).into_pyobject(py)
 }
 
-fn event<'py>(py: Python<'py>, e: &Event) -> PyResult<Bound<'py, PyTuple>> {
+fn event<'py>(py: Python<'py>, e: &PathEvent) -> PyResult<Bound<'py, PyTuple>> {
     (e.at.0, e.kind.name(), e.peer, e.rail, &*e.cause).into_pyobject(py)
 }
