@@ -149,7 +149,7 @@ pub(crate) type TakeTag = Box<dyn Fn(u32, u32) + Send + Sync>;
 /// All counters of an engine.
 pub(crate) struct Counters {
     pages: Box<[OnceLock<Box<Page>>]>,
-    free: Mutex<Free>,
+    free: Mutex<FreeSlots>,
     /// Slots that may hold expectations with a deadline or with writers. Ordered, so that every run
     /// of a simulation ends them in the same order.
     watched: Mutex<BTreeSet<u32>>,
@@ -162,7 +162,7 @@ pub(crate) struct Counters {
     pub log: ExpectationLog,
 }
 
-struct Free {
+struct FreeSlots {
     /// Slots that were allocated at least once.
     begun: u32,
     /// Released slots, oldest first, so that a slot is reused as late as possible.
@@ -176,7 +176,7 @@ impl Default for Counters {
     fn default() -> Self {
         Self {
             pages: (0..PAGES).map(|_| OnceLock::new()).collect(),
-            free: Mutex::new(Free { begun: 0, returned: VecDeque::new() }),
+            free: Mutex::new(FreeSlots { begun: 0, returned: VecDeque::new() }),
             watched: Mutex::default(),
             next_expiry: AtomicU64::new(u64::MAX),
             ghosts: AtomicU64::new(0),

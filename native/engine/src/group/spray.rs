@@ -107,8 +107,8 @@ impl Gauge {
         self.queued == 0 || self.queued + length <= known.min(WINDOW.max(WINDOW_SLICES * length))
     }
 
-    fn seen(&self) -> stall::Seen {
-        stall::Seen { finished: self.finished, idle: self.queued == 0 }
+    fn seen(&self) -> stall::RailProgress {
+        stall::RailProgress { finished: self.finished, idle: self.queued == 0 }
     }
 
     /// Whether it is overdue with what it has.
@@ -167,7 +167,7 @@ impl Group {
                 continue;
             }
             busy |= links.iter().any(|l| l.gauge.queued > 0);
-            let seen: SmallVec<[stall::Seen; MAX_LINKS]> =
+            let seen: SmallVec<[stall::RailProgress; MAX_LINKS]> =
                 links.iter().map(|l| l.gauge.seen()).collect();
             for (i, link) in links.iter().enumerate() {
                 let since = link.gauge.waiting_since;

@@ -21,7 +21,7 @@ impl Topology {
     /// # Errors
     /// A sentence, if there is no sysfs tree at `root`.
     pub fn read(root: &Path) -> Result<Self, String> {
-        let tree = Tree::open(root)?;
+        let tree = SysfsTree::open(root)?;
         let nodes = tree.nodes();
         Ok(Self {
             gpus: tree.gpus(&nodes),
@@ -32,11 +32,11 @@ impl Topology {
     }
 }
 
-struct Tree {
+struct SysfsTree {
     root: PathBuf,
 }
 
-impl Tree {
+impl SysfsTree {
     fn open(root: &Path) -> Result<Self, String> {
         let shown = root.display();
         let root = fs::canonicalize(root).map_err(|e| format!("can't read {shown}: {e}"))?;

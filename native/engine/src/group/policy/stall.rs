@@ -19,7 +19,7 @@ pub fn patience(expected: Duration) -> Duration {
 
 /// What was seen of a rail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Seen {
+pub struct RailProgress {
     /// When it last finished something.
     pub finished: Time,
     /// It has nothing under way.
@@ -30,9 +30,9 @@ pub struct Seen {
 /// rail to the same peer must have finished something in the second half of the wait. Or all that
 /// it had, at any time of the wait: the waiter for the stalled slice may give the others nothing
 /// to do meanwhile.
-pub fn is_at_fault(rail: usize, posted: Time, now: Time, seen: &[Seen]) -> bool {
+pub fn is_at_fault(rail: usize, posted: Time, now: Time, seen: &[RailProgress]) -> bool {
     let half = Time(posted.0.saturating_add(now.since(posted).as_nanos() as u64 / 2));
-    let goes_on = |s: &Seen| s.finished >= half || (s.idle && s.finished > posted);
+    let goes_on = |s: &RailProgress| s.finished >= half || (s.idle && s.finished > posted);
     let others = seen.iter().enumerate().filter(|(i, _)| *i != rail);
     seen.get(rail).is_none_or(|s| s.finished < half) && others.into_iter().any(|(_, s)| goes_on(s))
 }
@@ -43,8 +43,8 @@ mod tests {
 
     #[test]
     fn a_rail_is_at_fault_only_if_another_moves() {
-        let busy = |at| Seen { finished: Time(at), idle: false };
-        let idle = |at| Seen { finished: Time(at), idle: true };
+        let busy = |at| RailProgress { finished: Time(at), idle: false };
+        let idle = |at| RailProgress { finished: Time(at), idle: true };
         #[rustfmt::skip]
         let table = [
             // posted at 100, looked at at 200

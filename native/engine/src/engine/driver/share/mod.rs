@@ -35,7 +35,7 @@ use crate::{
     domain::DomainError,
     group::policy::{
         classes::ByClass,
-        divide::{divide, Party, LEAST},
+        divide::{divide, NicSharer, LEAST},
     },
     time::Time,
 };
@@ -168,8 +168,8 @@ impl HostShare {
         };
         if wanted != self.told || now >= self.beat_at {
             self.beat += 1;
-            let party = Party { weight: self.weight, demand: wanted };
-            table.write(Record { id: self.id, beat: self.beat, party })?;
+            let sharer = NicSharer { weight: self.weight, demand: wanted };
+            table.write(Record { id: self.id, beat: self.beat, sharer })?;
             self.told = wanted;
             self.beat_at = now.after(BEAT);
         }
@@ -187,8 +187,8 @@ impl HostShare {
     fn divide(&mut self, window: u64) {
         let windows = match self.table {
             Some(_) => {
-                let own = Party { weight: self.weight, demand: self.told };
-                divide(window, own, self.others.parties())
+                let own = NicSharer { weight: self.weight, demand: self.told };
+                divide(window, own, self.others.sharers())
             }
             None => ByClass::all(window),
         };

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::record::{Found, Record, SLOTS};
-use crate::{group::policy::divide::Party, time::Time};
+use crate::{group::policy::divide::NicSharer, time::Time};
 
 /// Silence after which the lock of an engine with demand is checked: the kernel knows whether it is
 /// held. It is checked again after as long.
@@ -13,7 +13,7 @@ pub(super) const ASK: Duration = Duration::from_millis(50);
 pub(super) const SILENT: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Copy, Debug)]
-struct Seen {
+struct SeenRecord {
     record: Record,
     /// When the record last changed.
     moved: Time,
@@ -24,17 +24,17 @@ struct Seen {
 
 #[derive(Debug)]
 pub(super) struct Others {
-    seen: Box<[Option<Seen>]>,
-    parties: Vec<Party>,
+    seen: Box<[Option<SeenRecord>]>,
+    sharers: Vec<NicSharer>,
 }
 
 impl Others {
     pub fn new() -> Self {
-        Self { seen: vec![None; SLOTS].into(), parties: Vec::with_capacity(SLOTS) }
+        Self { seen: vec![None; SLOTS].into(), sharers: Vec::with_capacity(SLOTS) }
     }
 
-    pub fn parties(&self) -> &[Party] {
-        &self.parties
+    pub fn sharers(&self) -> &[NicSharer] {
+        &self.sharers
     }
 
     /// Updates from the slots of all others. `holds` tells whether a slot's lock is held.
@@ -44,7 +44,7 @@ impl Others {
         found: impl Iterator<Item = (usize, Found)>,
         mut holds: impl FnMut(usize) -> bool,
     ) {
-        self.parties.clear();
+        self.sharers.clear();
         for (slot, found) in found {
             let seen = &mut self.seen[slot];
             match found {
@@ -54,20 +54,20 @@ impl Others {
                 Found::Record(record) => match seen {
                     Some(seen) if seen.record == record => {}
                     Some(seen) if seen.record.id == record.id => {
-                        *seen = Seen { record, moved: now, ask: now.after(ASK), dead: false };
+                        *seen = SeenRecord { record, moved: now, ask: now.after(ASK), dead: false };
                     }
                     // A new engine, or the record of an engine that died long ago.
-                    _ => *seen = Some(Seen { record, moved: now, ask: now, dead: false }),
+                    _ => *seen = Some(SeenRecord { record, moved: now, ask: now, dead: false }),
                 },
             }
             let Some(seen) = seen else { continue };
-            let wants = seen.record.party.demand.total() > 0;
+            let wants = seen.record.sharer.demand.total() > 0;
             if wants && !seen.dead && now >= seen.ask {
                 seen.dead = !holds(slot);
                 seen.ask = now.after(ASK);
             }
             if wants && !seen.dead && now.since(seen.moved) < SILENT {
-                self.parties.push(seen.record.party);
+                self.sharers.push(seen.record.sharer);
             }
         }
     }
@@ -81,8 +81,8 @@ mod tests {
     use crate::group::policy::classes::ByClass;
 
     fn record(id: u64, beat: u64, bulk: u64) -> Found {
-        let party = Party { weight: 1, demand: ByClass { bulk, ..ByClass::default() } };
-        Found::Record(Record { id, beat, party })
+        let sharer = NicSharer { weight: 1, demand: ByClass { bulk, ..ByClass::default() } };
+        Found::Record(Record { id, beat, sharer })
     }
 
     fn ms(n: u64) -> Time {
@@ -100,7 +100,7 @@ mod tests {
                 asked.set(asked.get() + 1);
                 alive.get()
             });
-            (others.parties().len(), asked.get())
+            (others.sharers().len(), asked.get())
         };
         assert_eq!(at(0, Found::Empty), (0, 0));
         assert_eq!(at(10, record(1, 1, 9)), (1, 1), "the lock of a new engine is checked");

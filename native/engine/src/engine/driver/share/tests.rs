@@ -224,10 +224,10 @@ fn a_damaged_table_crashes_no_engine_and_is_replaced() {
         fs::write(t, bytes).unwrap();
     });
     survives("invalid numbers", |t| {
-        let party = Party { weight: u32::MAX, demand: bulk(u64::MAX) };
+        let sharer = NicSharer { weight: u32::MAX, demand: bulk(u64::MAX) };
         let mut bytes = fs::read(t).unwrap();
         for slot in bytes[64 * 5..].chunks_exact_mut(64) {
-            slot.copy_from_slice(&Record { id: 1, beat: 1, party }.encode());
+            slot.copy_from_slice(&Record { id: 1, beat: 1, sharer }.encode());
         }
         fs::write(t, bytes).unwrap();
     });
