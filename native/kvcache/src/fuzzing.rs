@@ -40,7 +40,7 @@ pub(crate) mod tests {
     use super::*;
     use crate::{
         layout::{CacheGroup, CacheLayout, CacheTensor, BufferOffset},
-        wire::{Grant, Hello, OfferEnd, PageTable, RefusalReason, Request, State},
+        wire::{Grant, Hello, OfferEnd, PageTable, RefusalReason, Request, RequestState},
     };
 
     pub(crate) fn layout() -> CacheLayout {
@@ -93,9 +93,9 @@ pub(crate) mod tests {
             payload: b"a prompt".to_vec(),
         };
         let refused =
-            State::Refused { why: "full".into(), elsewhere: true, reason: RefusalReason::Busy };
-        let failed = State::Failed("why".into());
-        let states = vec![(1, State::Open), (2, failed), (3, State::Unknown), (4, refused)];
+            RequestState::Refused { why: "full".into(), elsewhere: true, reason: RefusalReason::Busy };
+        let failed = RequestState::Failed("why".into());
+        let states = vec![(1, RequestState::Open), (2, failed), (3, RequestState::Unknown), (4, refused)];
         let offer = Offer {
             name: "prefiller".into(),
             layouts: vec![layout()],
@@ -162,13 +162,13 @@ pub(crate) mod tests {
     fn states_and_reasons_fit_the_smallest_message() {
         let why = crate::wire::reason(&"ä".repeat(4000));
         assert!(why.len() <= 512 && why.chars().all(|c| c == 'ä'));
-        let refused = || State::Refused {
+        let refused = || RequestState::Refused {
             why: why.clone(),
             elsewhere: false,
             reason: RefusalReason::TooLong,
         };
         let states: Vec<_> = (0..1000)
-            .map(|i| (u64::MAX - i, if i < 500 { State::Failed(why.clone()) } else { refused() }))
+            .map(|i| (u64::MAX - i, if i < 500 { RequestState::Failed(why.clone()) } else { refused() }))
             .collect();
         let parts = Message::statuses(u64::MAX, u64::MAX, states.clone());
         let mut all = Vec::new();

@@ -106,7 +106,7 @@ pub(crate) struct Request {
 
 /// Where a request is, as its prefiller sees it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum State {
+pub(crate) enum RequestState {
     /// No such request has come.
     Unknown,
     /// It waits, or its pages are being computed and written.
@@ -138,7 +138,7 @@ pub enum RefusalReason {
     TooLong,
 }
 
-impl State {
+impl RequestState {
     fn reason(&self) -> Option<&str> {
         match self {
             Self::Failed(why) | Self::Refused { why, .. } => Some(why),
@@ -182,7 +182,7 @@ pub(crate) enum Message {
     Status {
         session: u64,
         incarnation: u64,
-        states: Vec<(u64, State)>,
+        states: Vec<(u64, RequestState)>,
     },
     /// The decoder is done with this prefiller, or the other way round.
     Goodbye {
@@ -319,8 +319,8 @@ impl Message {
     }
 
     /// States, in as many messages as they need.
-    pub fn statuses(session: u64, incarnation: u64, states: Vec<(u64, State)>) -> Vec<Self> {
-        let mut all: Vec<Vec<(u64, State)>> = vec![Vec::new()];
+    pub fn statuses(session: u64, incarnation: u64, states: Vec<(u64, RequestState)>) -> Vec<Self> {
+        let mut all: Vec<Vec<(u64, RequestState)>> = vec![Vec::new()];
         let mut bytes = 0;
         for (seq, state) in states {
             // A number, a name and what is around them.

@@ -22,7 +22,7 @@ use fabric_engine::{
 };
 use fabric_kvcache::{
     layout::{CacheGroup, CacheLayout, CacheTensor, BufferOffset},
-    Ask, Decoder, JobEvent, LocalRank, Prefiller, Terms, Timeline,
+    Pull, Decoder, JobEvent, LocalRank, Prefiller, Terms, Timeline,
 };
 use serde::{Deserialize, Serialize};
 
@@ -168,7 +168,7 @@ impl World {
         let decoder =
             Decoder::new("decoder", vec![layout], vec![local], Terms::default(), |_, _| ());
         let decoder = decoder.map_err(text)?;
-        let to = decoder.meet(&prefiller.offer()).map_err(text)?;
+        let to = decoder.connect(&prefiller.offer()).map_err(text)?;
         Ok(Self { decoder, prefiller, word, told, jobs, to, job: None })
     }
 
@@ -225,15 +225,15 @@ impl World {
 
     fn accept(&self) -> Outcome<Sent> {
         let table: Vec<u32> = (0..TOKENS as u32).collect();
-        let ask = Ask {
+        let pull = Pull {
             tokens: TOKENS,
             tables: vec![table.clone()],
             timeout: Duration::from_secs(3600),
-            ..Ask::default()
+            ..Pull::default()
         };
-        self.decoder.request(self.to, ask).map_err(text)?;
+        self.decoder.request(self.to, pull).map_err(text)?;
         let (job, timeline) = self.hear(|event| match event {
-            JobEvent::Asked(asked) => Some(Arc::clone(&asked.timeline)),
+            JobEvent::Requested(asked) => Some(Arc::clone(&asked.timeline)),
             _ => None,
         })?;
         self.prefiller.accept(job, vec![table], 0).map_err(text)?;

@@ -113,7 +113,7 @@ impl KvDecoder {
 
     /// Makes a prefiller known by its offer; returns its number.
     fn connect(&self, py: Python<'_>, offer: &[u8]) -> PyResult<u64> {
-        py.detach(|| Offer::from_bytes(offer).and_then(|offer| self.0.meet(&offer))).or_raise(py)
+        py.detach(|| Offer::from_bytes(offer).and_then(|offer| self.0.connect(&offer))).or_raise(py)
     }
 
     /// Asks a prefiller for pages; returns the request's number.
@@ -133,8 +133,8 @@ impl KvDecoder {
     ) -> PyResult<u64> {
         let timeout = duration(py, timeout)?;
         let span = current_span(py)?;
-        let ask = kv::Ask { tokens, have, salt, tables, tail_slot, payload, timeout, span };
-        py.detach(|| self.0.request(prefiller, ask)).or_raise(py)
+        let pull = kv::Pull { tokens, have, salt, tables, tail_slot, payload, timeout, span };
+        py.detach(|| self.0.request(prefiller, pull)).or_raise(py)
     }
 
     fn cancel(&self, py: Python<'_>, #[pyo3(from_py_with = whole)] request: u64) {
@@ -142,11 +142,11 @@ impl KvDecoder {
     }
 
     fn disconnect(&self, py: Python<'_>, #[pyo3(from_py_with = whole)] prefiller: u64) {
-        py.detach(|| self.0.leave(prefiller));
+        py.detach(|| self.0.disconnect(prefiller));
     }
 
     fn is_connected(&self, #[pyo3(from_py_with = whole)] prefiller: u64) -> bool {
-        self.0.knows(prefiller)
+        self.0.is_connected(prefiller)
     }
 
     /// Requests whose pages aren't released.
@@ -203,7 +203,7 @@ impl KvPrefiller {
         let terms = self::terms(py, terms)?;
         let engine = local.first().map(|rank| Arc::clone(&rank.engine));
         let told = move |job: u64, event: kv::JobEvent| match event {
-            kv::JobEvent::Asked(asked) => on_request.call(|py, f| {
+            kv::JobEvent::Requested(asked) => on_request.call(|py, f| {
                 let payload = PyBytes::new(py, &asked.payload);
                 let timeline = Py::new(py, KvTimeline(asked.timeline))?;
                 (f, job, asked.decoder, asked.tokens, asked.have, payload, timeline)

@@ -7,11 +7,11 @@ use fabric_engine::{
 };
 use parking_lot::Mutex;
 
-use super::{Ask, Decoder, Event};
+use super::{Pull, Decoder, Event};
 use crate::{
     fuzzing::tests::layout,
     terms::{Cause, LocalRank, Terms},
-    wire::{Message, Offer, OfferEnd, RefusalReason, State},
+    wire::{Message, Offer, OfferEnd, RefusalReason, RequestState},
 };
 
 const INCARNATION: u64 = 9;
@@ -46,7 +46,7 @@ impl Talk {
             tail_nbytes: 0,
             max_message: 1 << 20,
         };
-        let met = decoder.meet(&offer).unwrap();
+        let met = decoder.connect(&offer).unwrap();
         let mut talk = Self { net, decoder, engine, prefiller, met, events };
         talk.passes(1);
         talk
@@ -67,8 +67,8 @@ impl Talk {
 
     fn ask(&self, timeout: Duration) -> u64 {
         let tables = vec![vec![3, 4, 5, 1]];
-        let ask = Ask { tokens: 13, have: 4, tables, timeout, ..Ask::default() };
-        self.decoder.request(self.met, ask).unwrap()
+        let pull = Pull { tokens: 13, have: 4, tables, timeout, ..Pull::default() };
+        self.decoder.request(self.met, pull).unwrap()
     }
 }
 
@@ -86,7 +86,7 @@ fn ends_with(welcome: bool, happens: impl FnOnce(&mut Talk, u64)) -> Vec<Event> 
     events
 }
 
-fn told(state: State) -> Vec<Event> {
+fn told(state: RequestState) -> Vec<Event> {
     ends_with(true, |talk, seq| {
         let (session, states) = (talk.met, vec![(seq, state)]);
         talk.say(&Message::Status { session, incarnation: INCARNATION, states });
@@ -96,7 +96,7 @@ fn told(state: State) -> Vec<Event> {
 #[test]
 fn what_a_prefiller_refuses_is_refused_and_says_whether_to_ask_another() {
     for (elsewhere, reason) in [(false, RefusalReason::TooLong), (true, RefusalReason::Busy)] {
-        let events = told(State::Refused { why: "too many".into(), elsewhere, reason });
+        let events = told(RequestState::Refused { why: "too many".into(), elsewhere, reason });
         let why = "prefiller p refused the request: too many".into();
         let cause = Cause::Refused { why, elsewhere, reason };
         assert_eq!(events, [Event::Failed(cause), Event::Released]);
@@ -105,7 +105,7 @@ fn what_a_prefiller_refuses_is_refused_and_says_whether_to_ask_another() {
 
 #[test]
 fn what_a_prefillers_engine_gives_up_has_failed_there() {
-    let events = told(State::Failed("out of pages".into()));
+    let events = told(RequestState::Failed("out of pages".into()));
     assert_eq!(events, [Event::Failed(Cause::Failed("out of pages".into())), Event::Released]);
 }
 
@@ -124,7 +124,7 @@ fn a_prefiller_that_declines_or_parts_is_lost_by_name() {
         talk.say(&Message::Goodbye { session, why: why() });
     });
     assert_eq!(parted, [lost("prefiller p: it has 64 decoders"), Event::Released]);
-    let left = ends_with(true, |talk, _| talk.decoder.leave(talk.met));
+    let left = ends_with(true, |talk, _| talk.decoder.disconnect(talk.met));
     assert_eq!(left, [lost("prefiller p: this decoder has left it"), Event::Released]);
 }
 

@@ -1,7 +1,7 @@
 //! The prefiller's end: takes requests, and writes pages layer by layer as they are computed.
 
 mod job;
-mod lane;
+mod pass_queue;
 mod messages;
 mod push;
 #[cfg(test)]
@@ -18,23 +18,23 @@ use parking_lot::Mutex;
 
 pub use self::timeline::{LayerTimes, Timeline};
 use self::{
-    job::{Facts, Job},
-    lane::Lane,
-    timeline::Counted,
+    job::{DecoderInfo, Job},
+    pass_queue::PassQueue,
+    timeline::CountTimes,
 };
 use crate::{
     events::Events,
     layout::{CacheGroup, CacheLayout},
     parts::Parts,
     terms::{check_local, common_groups, Cause, LocalRank, Terms},
-    wire::{reason, Offer, OfferEnd, RefusalReason, State as At},
+    wire::{reason, Offer, OfferEnd, RefusalReason, RequestState},
 };
 
 /// Events of a request. `Released` comes last, once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JobEvent {
     /// A decoder requests pages: answer with [`Prefiller::accept`] or [`Prefiller::fail`].
-    Asked(Asked),
+    Requested(JobRequest),
     /// The request ended early, not by this prefiller: its pages are not needed any more.
     Stopped(Cause),
     /// Nothing reads its pages any more: they may be reused (MR-1).
@@ -43,7 +43,7 @@ pub enum JobEvent {
 
 /// A request that has come.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Asked {
+pub struct JobRequest {
     /// The decoder's name.
     pub decoder: String,
     /// Tokens of the prompt.
@@ -75,15 +75,15 @@ struct Inner {
     steps: Vec<(usize, usize)>,
     /// Pages that every rank here has.
     groups: Vec<CacheGroup>,
-    state: Mutex<State>,
-    lane: Mutex<Lane>,
-    counts: Counted,
+    state: Mutex<PrefillerState>,
+    pass_queue: Mutex<PassQueue>,
+    counts: CountTimes,
     events: Events<JobEvent>,
     parts: Parts,
 }
 
 #[derive(Default)]
-struct State {
+struct PrefillerState {
     sessions: BTreeMap<(EngineId, u64), Session>,
     jobs: BTreeMap<u64, Arc<Job>>,
     next_job: u64,
@@ -96,13 +96,13 @@ struct State {
 
 /// One session with a decoder.
 struct Session {
-    facts: Arc<Facts>,
+    info: Arc<DecoderInfo>,
     /// Everything before is over for the decoder; no request of it is taken any more.
     floor: u64,
     /// By the decoder's numbers.
     jobs: BTreeMap<u64, u64>,
     /// How ended requests ended, until the decoder has acknowledged it.
-    ended: BTreeMap<u64, At>,
+    ended: BTreeMap<u64, RequestState>,
     /// Local beats since its last message.
     silent: u32,
     /// Answers to its beats that it has not received.
@@ -154,25 +154,25 @@ impl Prefiller {
             terms,
             steps: steps.into_iter().map(|(_, step)| step).collect(),
             state: Mutex::default(),
-            lane: Mutex::default(),
-            counts: Counted::default(),
+            pass_queue: Mutex::default(),
+            counts: CountTimes::default(),
             events: Events::new(on_event),
         });
         let weak = Arc::downgrade(&inner);
         inner.control().receive(inner.terms.max_message, Terms::MESSAGES, move |delivery| {
             if let Some(inner) = weak.upgrade() {
-                inner.hear(delivery.from(), delivery.message());
+                inner.on_message(delivery.from(), delivery.message());
             }
         })?;
-        inner.tick_later();
+        inner.schedule_tick();
         Ok(Self { inner })
     }
 
     /// Takes a message of a decoder. For callers that opened the pool of the first rank's engine
     /// themselves, because they receive other messages there too. Messages of no decoder are
     /// ignored, with a warning.
-    pub fn hear(&self, from: EngineId, message: &[u8]) {
-        self.inner.hear(from, message);
+    pub fn on_message(&self, from: EngineId, message: &[u8]) {
+        self.inner.on_message(from, message);
     }
 
     /// What this process adds to its instance's [`Offer`].
@@ -214,10 +214,10 @@ impl Prefiller {
         }
         {
             let mut progress = job.state.lock();
-            if progress.here.is_some() {
+            if progress.local_pages.is_some() {
                 return Err(EngineError::Invalid("the request was accepted before".into()));
             }
-            progress.here = Some(Arc::new(tables));
+            progress.local_pages = Some(Arc::new(tables));
         }
         for step in 0..inner.steps.len() {
             inner.push(&job, step, computed, inner.control().now());
@@ -285,7 +285,7 @@ impl Prefiller {
     /// Fails a request; the decoder is told the reason when nothing of it is in flight any more.
     pub fn fail(&self, job: u64, why: &str) {
         if let Ok(job) = self.inner.job(job) {
-            self.inner.stop(&job, At::Failed(reason(why)), None);
+            self.inner.stop(&job, RequestState::Failed(reason(why)), None);
         }
     }
 
@@ -293,7 +293,7 @@ impl Prefiller {
     pub fn refuse(&self, job: u64, kind: RefusalReason, why: &str) {
         if let Ok(job) = self.inner.job(job) {
             let elsewhere = kind != RefusalReason::TooLong;
-            let at = At::Refused { why: reason(why), elsewhere, reason: kind };
+            let at = RequestState::Refused { why: reason(why), elsewhere, reason: kind };
             self.inner.stop(&job, at, None);
         }
     }
@@ -316,7 +316,7 @@ impl Prefiller {
             state.sessions.keys().copied().collect()
         };
         for session in sessions {
-            self.inner.part(session, "the prefiller is closed", true);
+            self.inner.end_session(session, "the prefiller is closed", true);
         }
     }
 }

@@ -11,7 +11,7 @@ use super::{
 use crate::{
     pairing::RequestError,
     terms::Cause,
-    wire::{reason, State as At},
+    wire::{reason, RequestState},
 };
 
 impl Inner {
@@ -29,11 +29,11 @@ impl Inner {
         let mut failed = None;
         {
             let mut progress = job.state.lock();
-            let Some(here) = progress.here.clone().filter(|_| progress.stop.is_none()) else {
+            let Some(local_pages) = progress.local_pages.clone().filter(|_| progress.stop.is_none()) else {
                 return;
             };
             let first = progress.sent[step];
-            let ready = job.facts.pairing.ready(group, tokens_done.min(job.tokens), job.tokens);
+            let ready = job.info.pairing.ready(group, tokens_done.min(job.tokens), job.tokens);
             let end = ready.map_or(first, |end| end.min(job.cells[group].end));
             if end <= first {
                 return;
@@ -41,9 +41,9 @@ impl Inner {
             progress.sent[step] = end;
             job.timeline.computed(step, computed);
             for (number, route) in job.links.iter().enumerate() {
-                let granted = &job.facts.grants[route.to];
+                let granted = &job.info.grants[route.to];
                 let rank = &self.local[route.from];
-                let selected = progress.select(job, number, group, &(first..end), &here);
+                let selected = progress.select(job, number, group, &(first..end), &local_pages);
                 let writes = selected.as_ref().map_err(RequestError::to_string).and_then(|s| {
                     Ok(s.writes(layer).map_err(|e| e.to_string())?.collect::<Vec<_>>())
                 });
@@ -87,7 +87,7 @@ impl Inner {
                 }
             }
         }
-        self.follow(job, handles);
+        self.watch_writes(job, handles);
         match failed {
             Some(error) => self.write_failed(job, &error),
             None => self.settle(job),
@@ -103,7 +103,7 @@ impl Inner {
             if progress.stop.is_some() {
                 return Ok(());
             }
-            if progress.tail == Tail::Sent || progress.here.is_none() {
+            if progress.tail == Tail::Sent || progress.local_pages.is_none() {
                 let what = "a request is finished once, after it was accepted";
                 return Err(EngineError::Invalid(what.into()));
             }
@@ -112,7 +112,7 @@ impl Inner {
                 if offset.checked_add(nbytes).is_none_or(|end| end > region.len()) {
                     return Err(EngineError::Invalid(format!("there is no slot {slot} for tails")));
                 }
-                if let Some(there) = &job.facts.grants[0].tail {
+                if let Some(there) = &job.info.grants[0].tail {
                     let op = Op::Write {
                         src: Local { region, offset },
                         dst: Remote { region: there, offset: u64::from(job.tail_slot) * nbytes },
@@ -127,7 +127,7 @@ impl Inner {
             }
             progress.tail = Tail::Sent;
         }
-        self.follow(job, handles);
+        self.watch_writes(job, handles);
         match failed {
             Some(error) => self.write_failed(job, &error),
             None => self.settle(job),
@@ -136,7 +136,7 @@ impl Inner {
     }
 
     /// Waits for writes: for their results, and for their end.
-    fn follow(self: &Arc<Self>, job: &Arc<Job>, handles: Vec<(u64, Handle)>) {
+    fn watch_writes(self: &Arc<Self>, job: &Arc<Job>, handles: Vec<(u64, Handle)>) {
         for (number, handle) in handles {
             // Both keep this end until the write has ended: the caller is told so even after it
             // dropped the prefiller.
@@ -146,21 +146,21 @@ impl Inner {
                     Ok(()) => inner.delivered(&theirs, number),
                     Err(error) => inner.write_failed(&theirs, &error),
                 }
-                theirs.state.lock().learn(number, |write| write.done = true);
+                theirs.state.lock().update(number, |write| write.done = true);
                 inner.settle(&theirs);
             });
             let (inner, theirs) = (Arc::clone(self), Arc::clone(job));
-            handle.on_quiesced(move |quiet| {
+            handle.on_quiesced(move |quiescence| {
                 {
                     let mut progress = theirs.state.lock();
-                    progress.unproven |= quiet == Quiescence::Unknown;
-                    progress.learn(number, |write| write.quiet = true);
+                    progress.unproven |= quiescence == Quiescence::Unknown;
+                    progress.update(number, |write| write.quiesced = true);
                 }
-                if quiet == Quiescence::Unknown {
+                if quiescence == Quiescence::Unknown {
                     // Of our own memory nothing is used, for the links are gone; what the decoder
                     // may believe of its memory it must make sure of itself (MR-1).
                     let why = "links broke, and what was on them may still land";
-                    inner.part((theirs.key.0, theirs.key.1), why, true);
+                    inner.end_session((theirs.key.0, theirs.key.1), why, true);
                 }
                 inner.settle(&theirs);
             });
@@ -178,18 +178,18 @@ impl Inner {
         if matches!(error, EngineError::Cancelled { .. }) {
             return;
         }
-        let cause = Cause::Lost(format!("decoder {}: {error}", job.facts.name));
-        self.stop(job, At::Failed(reason(&error.to_string())), Some(cause));
+        let cause = Cause::Lost(format!("decoder {}: {error}", job.info.name));
+        self.stop(job, RequestState::Failed(reason(&error.to_string())), Some(cause));
         let stale = matches!(error, EngineError::Stale { .. });
         let lost = matches!(error, EngineError::PeerLost { .. } | EngineError::Unreachable { .. });
         if stale || lost {
-            self.part((job.key.0, job.key.1), &error.to_string(), stale);
+            self.end_session((job.key.0, job.key.1), &error.to_string(), stale);
         }
     }
 
     /// Sends nothing more of a job, and ends it when what was sent is over. `told` is what the
     /// engine behind is to know.
-    pub(super) fn stop(self: &Arc<Self>, job: &Arc<Job>, at: At, told: Option<Cause>) {
+    pub(super) fn stop(self: &Arc<Self>, job: &Arc<Job>, at: RequestState, told: Option<Cause>) {
         let under_way: Vec<Handle> = {
             let mut progress = job.state.lock();
             if progress.stop.is_some() || progress.over {
@@ -222,18 +222,18 @@ impl Inner {
             state.entries -= job.entries;
             state.payloads -= job.payload_nbytes;
             let session = state.sessions.get_mut(&(from, number));
-            let session = session.filter(|m| m.facts.incarnation == job.facts.incarnation);
+            let session = session.filter(|m| m.info.incarnation == job.info.incarnation);
             session.and_then(|session| {
                 session.jobs.remove(&seq);
                 let at = at?;
                 if seq >= session.floor {
                     session.ended.insert(seq, at.clone());
                 }
-                Some((session.facts.clone(), at))
+                Some((session.info.clone(), at))
             })
         };
-        if let Some((facts, at)) = peer {
-            self.say_states(number, &facts, vec![(seq, at)]);
+        if let Some((info, at)) = peer {
+            self.send_states(number, &info, vec![(seq, at)]);
         }
         self.events.push(job.id, JobEvent::Released);
         self.events.tell();

@@ -12,7 +12,7 @@ use super::{JobEvent, Prefiller};
 use crate::{
     fuzzing::tests::layout,
     terms::{LocalRank, Terms},
-    wire::{Grant, Hello, Message, PageTable, Request, State},
+    wire::{Grant, Hello, Message, PageTable, Request, RequestState},
 };
 
 const TAIL: u64 = 16;
@@ -48,10 +48,10 @@ impl Talk {
         });
         let heard: Arc<Mutex<Vec<Message>>> = Arc::default();
         let theirs = Arc::clone(&heard);
-        let hear = move |delivery: fabric_engine::Delivery| {
+        let on_message = move |delivery: fabric_engine::Delivery| {
             theirs.lock().push(Message::from_bytes(delivery.message()).unwrap());
         };
-        liar.receive(1 << 20, 64, hear).unwrap();
+        liar.receive(1 << 20, 64, on_message).unwrap();
         let memory = (liar.alloc(256).unwrap(), liar.alloc(2 * TAIL).unwrap());
         let counter = liar.counter().unwrap();
         let prefiller = prefiller.unwrap();
@@ -95,7 +95,7 @@ impl Talk {
     }
 
     /// Asks with so many bytes beside; how the request is then, if that is said at once.
-    fn asks(&mut self, incarnation: u64, seq: u64, payload: usize) -> Option<State> {
+    fn asks(&mut self, incarnation: u64, seq: u64, payload: usize) -> Option<RequestState> {
         let request = Box::new(Request { payload: vec![0; payload], ..self.request(seq) });
         match self.say(&Message::Request { session: SESSION, incarnation, request }).as_slice() {
             [] => None,
@@ -145,7 +145,7 @@ fn requests_that_lie_are_refused_in_words() {
         let request = Box::new(request);
         let answer = talk.say(&Message::Request { session: SESSION, incarnation, request });
         let [Message::Status { states, .. }] = answer.as_slice() else { panic!("{answer:?}") };
-        let [(of, State::Refused { why: said, elsewhere: false, .. })] = states.as_slice() else {
+        let [(of, RequestState::Refused { why: said, elsewhere: false, .. })] = states.as_slice() else {
             panic!("{states:?}")
         };
         assert!(*of == seq && said.contains(why), "{said}, not: {why}");
@@ -153,7 +153,7 @@ fn requests_that_lie_are_refused_in_words() {
     assert!(talk.events.lock().is_empty() && talk.prefiller.jobs() == 0);
     let request = Box::new(talk.request(99));
     talk.say(&Message::Request { session: SESSION, incarnation, request });
-    assert!(matches!(talk.events.lock().as_slice(), [(_, JobEvent::Asked(_))]));
+    assert!(matches!(talk.events.lock().as_slice(), [(_, JobEvent::Requested(_))]));
 }
 
 #[test]
@@ -201,16 +201,16 @@ fn what_a_decoder_doesnt_acknowledge_is_bounded() {
     talk.welcome();
     let from = talk.liar.id();
     for seq in 0..super::messages::MAX_ENDED as u64 {
-        talk.prefiller.hear(from, &Message::Cancel { session: SESSION, seq }.to_bytes());
+        talk.prefiller.on_message(from, &Message::Cancel { session: SESSION, seq }.to_bytes());
     }
     assert_eq!(talk.prefiller.decoders(), 1);
-    talk.prefiller.hear(from, &Message::Cancel { session: SESSION, seq: 1 << 40 }.to_bytes());
+    talk.prefiller.on_message(from, &Message::Cancel { session: SESSION, seq: 1 << 40 }.to_bytes());
     assert_eq!(talk.prefiller.decoders(), 0);
 }
 
 #[test]
 fn ends_of_requests_that_a_decoder_doesnt_acknowledge_are_bounded() {
-    use super::messages::{MAX_ENDED, MAX_TAKEN};
+    use super::messages::{MAX_ENDED, MAX_ACCEPTED};
     let mut talk = Talk::new();
     let incarnation = talk.welcome();
     let from = talk.liar.id();
@@ -219,15 +219,15 @@ fn ends_of_requests_that_a_decoder_doesnt_acknowledge_are_bounded() {
         Message::Request { session: SESSION, incarnation, request }.to_bytes()
     };
     let cancel = |seq| Message::Cancel { session: SESSION, seq }.to_bytes();
-    for seq in 0..MAX_TAKEN as u64 {
-        talk.prefiller.hear(from, &request(seq));
+    for seq in 0..MAX_ACCEPTED as u64 {
+        talk.prefiller.on_message(from, &request(seq));
         assert_eq!(talk.prefiller.jobs(), 1, "request {seq} is taken");
-        talk.prefiller.hear(from, &cancel(seq));
+        talk.prefiller.on_message(from, &cancel(seq));
         assert_eq!(talk.prefiller.jobs(), 0);
     }
     // From here on nothing is taken: it is refused by name, and that is remembered up to the bound.
-    for seq in MAX_TAKEN as u64..MAX_ENDED as u64 {
-        talk.prefiller.hear(from, &request(seq));
+    for seq in MAX_ACCEPTED as u64..MAX_ENDED as u64 {
+        talk.prefiller.on_message(from, &request(seq));
         assert_eq!((talk.prefiller.jobs(), talk.prefiller.decoders()), (0, 1));
     }
     let kept = |talk: &Talk| {
@@ -235,25 +235,25 @@ fn ends_of_requests_that_a_decoder_doesnt_acknowledge_are_bounded() {
         state.sessions.values().map(|m| m.ended.len()).sum::<usize>()
     };
     assert_eq!(kept(&talk), MAX_ENDED);
-    talk.prefiller.hear(from, &request(MAX_ENDED as u64));
+    talk.prefiller.on_message(from, &request(MAX_ENDED as u64));
     assert_eq!((kept(&talk), talk.prefiller.decoders()), (0, 0));
 }
 
 #[test]
 fn a_decoder_that_acknowledges_is_never_too_much() {
-    use super::messages::MAX_TAKEN;
+    use super::messages::MAX_ACCEPTED;
     let mut talk = Talk::new();
     let incarnation = talk.welcome();
     // As so many requests that were cancelled leave it; their answers would take the simulator a
     // while.
     for session in talk.prefiller.inner.state.lock().sessions.values_mut() {
-        session.ended.extend((0..MAX_TAKEN as u64).map(|seq| (seq, State::Cancelled)));
+        session.ended.extend((0..MAX_ACCEPTED as u64).map(|seq| (seq, RequestState::Cancelled)));
     }
-    let next = MAX_TAKEN as u64;
+    let next = MAX_ACCEPTED as u64;
     let said = talk.asks(incarnation, next, 0);
     let full = |why: &str| why.contains("are not over for it");
     assert!(
-        matches!(&said, Some(State::Refused { why, elsewhere: true, .. }) if full(why)),
+        matches!(&said, Some(RequestState::Refused { why, elsewhere: true, .. }) if full(why)),
         "{said:?}"
     );
     talk.say(&Message::Beat { session: SESSION, floor: next + 1, open: Vec::new() });
@@ -271,7 +271,7 @@ fn payloads_of_requests_that_wait_are_bounded_together() {
     let said = talk.asks(incarnation, 1, 3000);
     let full = |why: &str| why.contains("would pass 5000 bytes");
     assert!(
-        matches!(&said, Some(State::Refused { why, elsewhere: true, .. }) if full(why)),
+        matches!(&said, Some(RequestState::Refused { why, elsewhere: true, .. }) if full(why)),
         "{said:?}"
     );
     assert_eq!(talk.asks(incarnation, 2, 2000), None);

@@ -8,12 +8,12 @@ use fabric_engine::Time;
 /// The times of one request's layers, in the order in which they are computed.
 #[derive(Debug)]
 pub struct Timeline {
-    layers: Box<[Marks]>,
+    layers: Box<[AtomicTimes]>,
 }
 
 /// Nanoseconds; 0 is not yet.
 #[derive(Debug)]
-struct Marks {
+struct AtomicTimes {
     number: u32,
     computed: AtomicU64,
     posted: AtomicU64,
@@ -36,17 +36,17 @@ pub struct LayerTimes {
 }
 
 /// Times of the latest layer counts; the counting thread records them, unless a kernel counts.
-pub(super) struct Counted {
+pub(super) struct CountTimes {
     marks: Box<[AtomicU64]>,
 }
 
-impl Default for Counted {
+impl Default for CountTimes {
     fn default() -> Self {
         Self { marks: (0..1024).map(|_| AtomicU64::new(0)).collect() }
     }
 }
 
-impl Counted {
+impl CountTimes {
     fn mark(&self, count: u64) -> &AtomicU64 {
         &self.marks[count as usize % self.marks.len()]
     }
@@ -69,7 +69,7 @@ impl Counted {
 impl Timeline {
     pub(super) fn new(numbers: impl Iterator<Item = u32>) -> Self {
         let zero = || AtomicU64::new(0);
-        let marks = |number| Marks { number, computed: zero(), posted: zero(), delivered: zero() };
+        let marks = |number| AtomicTimes { number, computed: zero(), posted: zero(), delivered: zero() };
         Self { layers: numbers.map(marks).collect() }
     }
 
@@ -87,11 +87,11 @@ impl Timeline {
     }
 
     pub fn layers(&self) -> Vec<LayerTimes> {
-        self.layers.iter().map(Marks::times).collect()
+        self.layers.iter().map(AtomicTimes::times).collect()
     }
 }
 
-impl Marks {
+impl AtomicTimes {
     fn times(&self) -> LayerTimes {
         let some = |mark: &AtomicU64| Some(Time(mark.load(Relaxed))).filter(|time| time.0 > 0);
         let computed = some(&self.computed);
@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn a_count_that_is_seen_late_was_made_when_it_was_made() {
-        let counts = Counted::default();
+        let counts = CountTimes::default();
         counts.made(1, Time(10));
         counts.made(2, Time(20));
         assert_eq!(counts.take(1, Time(0), Time(50)), Time(10));

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, ops::Range, sync::Arc, time::Duration};
 
 use fabric_engine::{EngineError, Region, TransferEngine};
-use fabric_kvcache::{Ask, Decoder, Event, LocalRank, Terms};
+use fabric_kvcache::{Pull, Decoder, Event, LocalRank, Terms};
 use parking_lot::Mutex;
 
 use super::{judge::Judge, post::Post};
@@ -196,7 +196,7 @@ impl Decoding {
             &engines[0],
             Arc::new(move |from, bytes| {
                 if let Some(decoder) = weak.upgrade() {
-                    decoder.hear(from, bytes);
+                    decoder.on_message(from, bytes);
                 }
             }),
         );
@@ -254,7 +254,7 @@ impl Decoding {
                 0 => rng.u64(..100_000_000),
                 _ => rng.u64(500_000_000..3_000_000_000),
             };
-            let ask = Ask {
+            let ask = Pull {
                 tokens,
                 have,
                 salt: rng.u64(..8),
@@ -262,7 +262,7 @@ impl Decoding {
                 tail_slot: slot,
                 payload: content.to_le_bytes().to_vec(),
                 timeout: Duration::from_nanos(timeout),
-                ..Ask::default()
+                ..Pull::default()
             };
             let deadline = self.judge.now() + timeout;
             let (at, seen, died) = (At::Waiting, from..tokens, None);

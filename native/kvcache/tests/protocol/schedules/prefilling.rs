@@ -63,10 +63,10 @@ pub struct Prefilling {
 fn told(desk: &mut Desk, job: u64, event: JobEvent, judge: &Judge, clear: &dyn Fn(&[u32])) {
     let known = desk.jobs.contains_key(&job);
     match event {
-        JobEvent::Asked(_) if known || desk.over.contains(&job) => {
+        JobEvent::Requested(_) if known || desk.over.contains(&job) => {
             judge.wrong("events", format_args!("job {job} comes twice"));
         }
-        JobEvent::Asked(asked) => {
+        JobEvent::Requested(asked) => {
             let content = <[u8; 8]>::try_from(asked.payload.as_slice()).ok();
             let work = Work {
                 content: content.map(u64::from_le_bytes),
@@ -143,7 +143,7 @@ impl Prefilling {
             &engines[0],
             Arc::new(move |from, bytes| {
                 if let Some(prefiller) = weak.upgrade() {
-                    prefiller.hear(from, bytes);
+                    prefiller.on_message(from, bytes);
                 }
             }),
         );

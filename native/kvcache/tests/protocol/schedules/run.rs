@@ -290,9 +290,9 @@ impl Run {
             (self.rng.usize(..self.decoders.len()), self.rng.usize(..self.instances.len()));
         let decoding = &mut self.decoders[d];
         let Some(decoder) = decoding.decoder.clone().filter(|_| !decoding.dead) else { return };
-        let known = decoding.sessions[p].last().copied().filter(|m| decoder.knows(*m));
+        let known = decoding.sessions[p].last().copied().filter(|m| decoder.is_connected(*m));
         let known = known.filter(|_| self.rng.u8(..16) > 0);
-        let session = known.or_else(|| decoder.meet(&self.instances[p].offer).ok());
+        let session = known.or_else(|| decoder.connect(&self.instances[p].offer).ok());
         let Some(session) = session else { return };
         if known.is_none() {
             decoding.sessions[p].push(session);
@@ -356,7 +356,7 @@ impl Run {
                 let decoding = &self.decoders[d];
                 let m = self.rng.usize(..decoding.sessions.len());
                 if let (Some(decoder), Some(m)) = (&decoding.decoder, decoding.sessions[m].last()) {
-                    decoder.leave(*m);
+                    decoder.disconnect(*m);
                 }
             }
             Kind::KillDecoder => {

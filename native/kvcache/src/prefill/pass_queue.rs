@@ -11,17 +11,17 @@ use fabric_engine::{EngineError, Result, Time};
 use super::{job::Job, Inner};
 use crate::{
     terms::Cause,
-    wire::{reason, State as At},
+    wire::{reason, RequestState},
 };
 
 /// Passes whose counts haven't all been seen.
 #[derive(Default)]
-pub(super) struct Lane {
+pub(super) struct PassQueue {
     passes: VecDeque<Pass>,
     /// The last count whose layer was sent.
     seen: u64,
-    /// The last count that was told of.
-    told: u64,
+    /// The last count that was announced.
+    announced: u64,
     /// When the last count was made, of those whose layer was sent.
     made: Time,
 }
@@ -36,7 +36,7 @@ struct Pass {
 /// The work of one pass: requests, and how many of their tokens are computed after it.
 type Requests = Arc<[(Arc<Job>, u64)]>;
 
-impl Lane {
+impl PassQueue {
     /// Begins a pass of `layers` layers when the word has the value `after`. An unfinished earlier
     /// pass ends there; its requests are returned, because the rest of their layers will not be
     /// counted (RS-1).
@@ -66,14 +66,14 @@ impl Lane {
     fn step(&mut self, to: u64) -> Option<(usize, Requests)> {
         while self.seen < to {
             let Some(pass) = self.passes.front() else {
-                self.stray(to);
+                self.skip_uncounted(to);
                 continue;
             };
             if pass.end <= self.seen {
                 self.passes.pop_front();
             } else if pass.after > self.seen {
                 let next = pass.after.min(to);
-                self.stray(next);
+                self.skip_uncounted(next);
             } else {
                 let found = ((self.seen - pass.after) as usize, Arc::clone(&pass.requests));
                 self.seen += 1;
@@ -84,7 +84,7 @@ impl Lane {
         None
     }
 
-    fn stray(&mut self, to: u64) {
+    fn skip_uncounted(&mut self, to: u64) {
         let (from, count) = (self.seen, to - self.seen);
         tracing::error!(
             from,
@@ -97,7 +97,7 @@ impl Lane {
 
 impl Inner {
     pub(super) fn counted(&self) -> u64 {
-        self.lane.lock().told
+        self.pass_queue.lock().announced
     }
 
     /// A word that is watched is about to count up to this.
@@ -108,9 +108,9 @@ impl Inner {
     /// So many more layers are counted.
     pub(super) fn advance(self: &Arc<Self>, layers: u64) {
         let count = {
-            let mut lane = self.lane.lock();
-            lane.told = lane.told.saturating_add(layers);
-            lane.told
+            let mut pass_queue = self.pass_queue.lock();
+            pass_queue.announced = pass_queue.announced.saturating_add(layers);
+            pass_queue.announced
         };
         self.advance_to(count);
     }
@@ -120,10 +120,10 @@ impl Inner {
         after: u64,
         requests: Vec<(Arc<Job>, u64)>,
     ) -> Result<()> {
-        let cut = self.lane.lock().begin(after, self.steps.len() as u64, requests)?;
+        let cut = self.pass_queue.lock().begin(after, self.steps.len() as u64, requests)?;
         for (job, _) in cut.iter().flat_map(|requests| requests.iter()) {
             let why = "a pass that computes it was given up in the middle: another began";
-            self.stop(job, At::Failed(reason(why)), Some(Cause::Failed(why.into())));
+            self.stop(job, RequestState::Failed(reason(why)), Some(Cause::Failed(why.into())));
         }
         Ok(())
     }
@@ -132,11 +132,11 @@ impl Inner {
     pub(super) fn advance_to(self: &Arc<Self>, count: u64) {
         loop {
             let next = {
-                let mut lane = self.lane.lock();
-                lane.told = lane.told.max(count);
-                let Some(next) = lane.step(count) else { return };
-                lane.made = self.counts.take(lane.seen, lane.made, self.control().now());
-                (next, lane.made)
+                let mut pass_queue = self.pass_queue.lock();
+                pass_queue.announced = pass_queue.announced.max(count);
+                let Some(next) = pass_queue.step(count) else { return };
+                pass_queue.made = self.counts.take(pass_queue.seen, pass_queue.made, self.control().now());
+                (next, pass_queue.made)
             };
             let ((layer, requests), made) = next;
             for (job, done) in requests.iter() {
@@ -151,36 +151,36 @@ mod tests {
     use super::*;
 
     /// The layers that counts up to `to` are found to be of.
-    fn layers(lane: &mut Lane, to: u64) -> Vec<usize> {
-        std::iter::from_fn(|| lane.step(to).map(|(layer, _)| layer)).collect()
+    fn layers(pass_queue: &mut PassQueue, to: u64) -> Vec<usize> {
+        std::iter::from_fn(|| pass_queue.step(to).map(|(layer, _)| layer)).collect()
     }
 
     #[test]
     fn counts_of_a_pass_that_was_not_begun_are_no_other_passes() {
-        let mut lane = Lane::default();
+        let mut pass_queue = PassQueue::default();
         // Three layers were counted without a begin, and are seen after the next pass has begun.
-        assert!(lane.begin(3, 3, Vec::new()).unwrap().is_none());
-        assert_eq!(layers(&mut lane, 4), [0]);
-        assert_eq!(layers(&mut lane, 6), [1, 2]);
-        assert!(lane.passes.is_empty());
+        assert!(pass_queue.begin(3, 3, Vec::new()).unwrap().is_none());
+        assert_eq!(layers(&mut pass_queue, 4), [0]);
+        assert_eq!(layers(&mut pass_queue, 6), [1, 2]);
+        assert!(pass_queue.passes.is_empty());
         // The same, seen before; and a word that was set to anything.
-        assert_eq!(layers(&mut lane, 9), []);
-        assert_eq!(layers(&mut lane, u64::MAX - 10), []);
-        assert!(lane.begin(u64::MAX - 2, 3, Vec::new()).is_err());
-        assert!(lane.begin(u64::MAX - 10, 3, Vec::new()).unwrap().is_none());
-        assert_eq!(layers(&mut lane, u64::MAX - 9), [0]);
+        assert_eq!(layers(&mut pass_queue, 9), []);
+        assert_eq!(layers(&mut pass_queue, u64::MAX - 10), []);
+        assert!(pass_queue.begin(u64::MAX - 2, 3, Vec::new()).is_err());
+        assert!(pass_queue.begin(u64::MAX - 10, 3, Vec::new()).unwrap().is_none());
+        assert_eq!(layers(&mut pass_queue, u64::MAX - 9), [0]);
     }
 
     #[test]
     fn a_pass_that_another_follows_in_the_middle_has_no_further_layers() {
-        let mut lane = Lane::default();
-        lane.begin(0, 3, Vec::new()).unwrap();
-        assert!(lane.begin(2, 3, Vec::new()).unwrap().is_some());
-        assert_eq!(layers(&mut lane, 5), [0, 1, 0, 1, 2]);
+        let mut pass_queue = PassQueue::default();
+        pass_queue.begin(0, 3, Vec::new()).unwrap();
+        assert!(pass_queue.begin(2, 3, Vec::new()).unwrap().is_some());
+        assert_eq!(layers(&mut pass_queue, 5), [0, 1, 0, 1, 2]);
         // Announced ahead, it takes nothing from the one before.
-        lane.begin(5, 3, Vec::new()).unwrap();
-        assert!(lane.begin(8, 3, Vec::new()).unwrap().is_none());
-        assert!(lane.begin(7, 3, Vec::new()).is_err(), "counts only grow");
-        assert_eq!(layers(&mut lane, 11), [0, 1, 2, 0, 1, 2]);
+        pass_queue.begin(5, 3, Vec::new()).unwrap();
+        assert!(pass_queue.begin(8, 3, Vec::new()).unwrap().is_none());
+        assert!(pass_queue.begin(7, 3, Vec::new()).is_err(), "counts only grow");
+        assert_eq!(layers(&mut pass_queue, 11), [0, 1, 2, 0, 1, 2]);
     }
 }
