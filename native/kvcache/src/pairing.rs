@@ -14,7 +14,7 @@
 //! of fabric-lib, section 4.
 
 mod cells;
-mod choice;
+mod head_classes;
 mod compare;
 mod error;
 mod inner;

@@ -46,7 +46,7 @@ impl Inner {
                 Action::Revoke { session, regions } => self.revoke(session, &regions),
             }
         }
-        self.events.tell();
+        self.events.report();
     }
 
     fn revoke(self: &Arc<Self>, session: u64, regions: &[fabric_engine::Region]) {

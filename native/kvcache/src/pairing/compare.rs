@@ -75,13 +75,13 @@ pub(super) fn differences(source: &[CacheLayout], target: &[CacheLayout]) -> Vec
     for (side, ranks) in [(Side::Source, source), (Side::Target, target)] {
         for (rank, layout) in ranks.iter().enumerate().skip(1) {
             let who = [format!("{side} rank 0"), format!("{side} rank {rank}")];
-            let mut pair = Pair { who, found: &mut found };
+            let mut pair = LayoutComparison { who, found: &mut found };
             pair.layouts(&ranks[0], layout);
             pair.page_tokens(&ranks[0], layout);
         }
     }
     let who = [Side::Source, Side::Target].map(|side| format!("{side} rank 0"));
-    Pair { who, found: &mut found }.layouts(&source[0], &target[0]);
+    LayoutComparison { who, found: &mut found }.layouts(&source[0], &target[0]);
     for (side, ranks) in [(Side::Source, source), (Side::Target, target)] {
         coverage(side, ranks, &mut found);
     }
@@ -89,12 +89,12 @@ pub(super) fn differences(source: &[CacheLayout], target: &[CacheLayout]) -> Vec
 }
 
 /// Two ranks being compared.
-struct Pair<'a> {
+struct LayoutComparison<'a> {
     who: [String; 2],
     found: &'a mut Vec<Difference>,
 }
 
-impl Pair<'_> {
+impl LayoutComparison<'_> {
     fn same<T: PartialEq + ?Sized>(
         &mut self,
         field: &str,

@@ -84,8 +84,8 @@ impl Link {
         if cells.is_empty() || selection.runs.is_none() {
             return Ok(selection);
         }
-        let mut source = Table::new(of, Side::Source, self.source, src_table);
-        let mut target = Table::new(of, Side::Target, self.target, dst_table);
+        let mut source = PageTableView::new(of, Side::Source, self.source, src_table);
+        let mut target = PageTableView::new(of, Side::Target, self.target, dst_table);
         let cycle = of.cells.phases() as u64;
         // Where there are fewer cells than a cycle has, most phases are empty.
         let here = (cells.end - cells.start).min(cycle);
@@ -225,7 +225,7 @@ fn placed(indices: &PageIndices, tensor: &CacheTensor, layer: usize, offset: i64
 }
 
 /// A request's page table of one rank, from which lists are picked.
-struct Table<'a> {
+struct PageTableView<'a> {
     group: &'a Group,
     side: Side,
     rank: usize,
@@ -238,7 +238,7 @@ struct Table<'a> {
     last: Option<(u64, Range<u64>, PageIndices)>,
 }
 
-impl<'a> Table<'a> {
+impl<'a> PageTableView<'a> {
     fn new(group: &'a Group, side: Side, rank: usize, entries: &'a [u32]) -> Self {
         let (cycle, pages) = match side {
             Side::Source => (group.cells.source_pages(), group.source[rank].pages),

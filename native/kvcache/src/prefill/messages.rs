@@ -274,7 +274,7 @@ impl Inner {
             // Before another thread finds the job and ends it.
             self.events.push(id, JobEvent::Requested(asked));
         }
-        self.events.tell();
+        self.events.report();
     }
 
     /// A job of a request, if what it says fits what was agreed on.

@@ -201,7 +201,7 @@ impl Inner {
             }
             progress.under_way.values().map(|write| write.handle.clone()).collect()
         };
-        self.events.tell();
+        self.events.report();
         under_way.iter().for_each(Handle::cancel);
         self.settle(job);
     }
@@ -236,6 +236,6 @@ impl Inner {
             self.send_states(number, &info, vec![(seq, at)]);
         }
         self.events.push(job.id, JobEvent::Released);
-        self.events.tell();
+        self.events.report();
     }
 }

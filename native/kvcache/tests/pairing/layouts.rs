@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use fabric_kvcache::layout::{CacheGroup, CacheLayout, CacheTensor, Flaw, BufferOffset};
+use fabric_kvcache::layout::{CacheGroup, CacheLayout, CacheTensor, LayoutProblem, BufferOffset};
 use fabric_kvcache::pairing::Pairing;
 use proptest::prelude::*;
 
@@ -18,18 +18,18 @@ fn plain() -> CacheLayout {
 }
 
 /// What is said of the plain layout after a change.
-fn flaw(change: impl FnOnce(&mut CacheLayout)) -> String {
+fn problem(change: impl FnOnce(&mut CacheLayout)) -> String {
     let mut layout = plain();
     change(&mut layout);
     layout.check().unwrap_err().to_string()
 }
 
 fn group(change: impl FnOnce(&mut CacheGroup)) -> String {
-    flaw(|l| change(&mut l.groups[0]))
+    problem(|l| change(&mut l.groups[0]))
 }
 
 fn value(change: impl FnOnce(&mut CacheTensor)) -> String {
-    flaw(|l| change(&mut l.groups[0].tensors[1]))
+    problem(|l| change(&mut l.groups[0].tensors[1]))
 }
 
 #[track_caller]
@@ -45,12 +45,12 @@ fn a_plain_layout_passes() {
 }
 
 #[test]
-fn flaws_are_named_with_their_place() {
+fn problems_are_named_with_their_place() {
     let tensor = "group \"full\", tensor \"v\"";
-    says(flaw(|l| l.groups.clear()), &["there are no groups"]);
-    says(flaw(|l| l.groups.push(l.groups[0].clone())), &["\"full\" appears twice"]);
-    says(flaw(|l| l.buffers[0] = 1 << 50), &["bytes of a buffer", "limit"]);
-    says(flaw(|l| l.model = "m".repeat(5000)), &["model", "4096"]);
+    says(problem(|l| l.groups.clear()), &["there are no groups"]);
+    says(problem(|l| l.groups.push(l.groups[0].clone())), &["\"full\" appears twice"]);
+    says(problem(|l| l.buffers[0] = 1 << 50), &["bytes of a buffer", "limit"]);
+    says(problem(|l| l.model = "m".repeat(5000)), &["model", "4096"]);
     says(group(|g| g.layers.clear()), &["group \"full\"", "no layers"]);
     says(group(|g| g.layers = vec![5, 5]), &["layer \"5\" appears twice"]);
     says(group(|g| g.tensors.clear()), &["no tensors"]);
@@ -166,13 +166,13 @@ proptest! {
         let all: Vec<(u32, u64)> = every.flat_map(|(t, l)| bytes(group, t, l)).collect();
         let alone = all.iter().collect::<HashSet<_>>().len() == all.len();
         let inside = all.iter().all(|&(_, at)| at < 200);
-        match layout.check().map_err(|e| e.flaw) {
+        match layout.check().map_err(|e| e.problem) {
             Ok(()) => prop_assert!(alone && inside),
-            Err(Flaw::Shared { .. }) => prop_assert!(!alone),
-            Err(Flaw::Outside { .. }) => prop_assert!(!inside),
+            Err(LayoutProblem::Shared { .. }) => prop_assert!(!alone),
+            Err(LayoutProblem::Outside { .. }) => prop_assert!(!inside),
             // Refused as well: rows that are apart although a stride doesn't step over the smaller
             // ones.
-            Err(flaw) => prop_assert!(matches!(flaw, Flaw::Overlap { .. }), "{flaw}"),
+            Err(problem) => prop_assert!(matches!(problem, LayoutProblem::Overlap { .. }), "{problem}"),
         }
     }
 }
@@ -190,7 +190,7 @@ fn tensors_of_different_strides_that_interleave_pass() {
     }
     layout.check().unwrap();
     layout.groups[0].tensors[1].places[0].offset = 0;
-    assert!(matches!(layout.check().unwrap_err().flaw, Flaw::Shared { .. }));
+    assert!(matches!(layout.check().unwrap_err().problem, LayoutProblem::Shared { .. }));
 }
 
 /// Uses everything of a layout that a peer sent.

@@ -7,7 +7,7 @@
 
 mod decoding;
 mod judge;
-mod post;
+mod faulty_delivery;
 mod prefilling;
 mod run;
 

@@ -212,7 +212,7 @@ fn ic_4_an_engine_whose_count_was_refused_does_not_sleep_once_there_is_room() {
 }
 
 #[test]
-fn mr_1_memory_is_released_only_after_a_leaving_peer_ended_its_copies() {
+fn mr_1_memory_is_quiet_only_after_a_leaving_peer_ended_its_copies() {
     let mut pair = Pair::new();
     let (from, mut memory) = (vec![1u8; LARGE], vec![0u8; LARGE]);
     pair.begin_copy(&from, &mut memory);
@@ -327,7 +327,7 @@ fn read(memory: &Allocation) -> u8 {
 }
 
 #[test]
-fn mr_1_memory_is_released_only_after_a_device_ended_its_stores() {
+fn mr_1_memory_is_quiet_only_after_a_device_ended_its_stores() {
     let mut pair = Pair::new();
     let (memory, peer_mapping) = pair.expose_memory();
     let guard = peer_mapping.begin_stores().unwrap();

@@ -14,24 +14,24 @@ use super::judge::Judge;
 
 /// One message in so many; 0: none.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Odds {
+pub struct FaultOdds {
     pub twice: u32,
     pub late: u32,
     pub lost: u32,
 }
 
 /// Takes a message: an end of the protocol that may be gone.
-pub type Ear = Arc<dyn Fn(EngineId, &[u8]) + Send + Sync>;
+pub type MessageHandler = Arc<dyn Fn(EngineId, &[u8]) + Send + Sync>;
 
-struct Held {
-    to: Ear,
+struct DelayedMessage {
+    to: MessageHandler,
     from: EngineId,
     bytes: Vec<u8>,
 }
 
-pub struct Post {
+pub struct FaultyDelivery {
     judge: Arc<Judge>,
-    odds: Odds,
+    odds: FaultOdds,
     /// Whose messages are changed on their way.
     liar: Mutex<Option<EngineId>>,
     inner: Mutex<Inner>,
@@ -39,13 +39,13 @@ pub struct Post {
 
 struct Inner {
     rng: fastrand::Rng,
-    held: BTreeMap<(u64, u64), Held>,
+    delayed: BTreeMap<(u64, u64), DelayedMessage>,
     next: u64,
 }
 
-impl Post {
-    pub fn new(judge: &Arc<Judge>, odds: Odds, seed: u64) -> Arc<Self> {
-        let inner = Inner { rng: fastrand::Rng::with_seed(seed), held: BTreeMap::new(), next: 0 };
+impl FaultyDelivery {
+    pub fn new(judge: &Arc<Judge>, odds: FaultOdds, seed: u64) -> Arc<Self> {
+        let inner = Inner { rng: fastrand::Rng::with_seed(seed), delayed: BTreeMap::new(), next: 0 };
         let (judge, inner) = (Arc::clone(judge), Mutex::new(inner));
         Arc::new(Self { judge, odds, liar: Mutex::default(), inner })
     }
@@ -55,15 +55,15 @@ impl Post {
     }
 
     /// Stands between an engine and the end that opened its pool.
-    pub fn between(self: &Arc<Self>, engine: &TransferEngine, ear: Ear) {
+    pub fn between(self: &Arc<Self>, engine: &TransferEngine, handler: MessageHandler) {
         let this = Arc::clone(self);
         let pool = engine.receive(1 << 20, 64, move |delivery| {
-            this.came(&ear, delivery.from(), delivery.message());
+            this.came(&handler, delivery.from(), delivery.message());
         });
         pool.unwrap();
     }
 
-    fn came(&self, to: &Ear, from: EngineId, bytes: &[u8]) {
+    fn came(&self, to: &MessageHandler, from: EngineId, bytes: &[u8]) {
         let mut bytes = bytes.to_vec();
         let now = {
             let mut inner = self.inner.lock();
@@ -90,7 +90,7 @@ impl Post {
                 let at = self.judge.now() + inner.rng.u64(..3 * scale);
                 inner.next += 1;
                 let key = (at, inner.next);
-                inner.held.insert(key, Held { to: Arc::clone(to), from, bytes: bytes.clone() });
+                inner.delayed.insert(key, DelayedMessage { to: Arc::clone(to), from, bytes: bytes.clone() });
             }
             !late
         };
@@ -99,27 +99,27 @@ impl Post {
         }
     }
 
-    fn give(&self, to: &Ear, from: EngineId, bytes: &[u8]) {
+    fn give(&self, to: &MessageHandler, from: EngineId, bytes: &[u8]) {
         if catch_unwind(AssertUnwindSafe(|| to(from, bytes))).is_err() {
             self.judge.wrong("panic", "a message made an end panic");
         }
     }
 
-    /// When the next message comes that was held back.
+    /// When the next message comes that was delayed back.
     pub fn next(&self) -> Option<u64> {
-        self.inner.lock().held.first_key_value().map(|((at, _), _)| *at)
+        self.inner.lock().delayed.first_key_value().map(|((at, _), _)| *at)
     }
 
     /// Gives what is due.
     pub fn due(&self) {
         loop {
-            let held = {
+            let delayed = {
                 let mut inner = self.inner.lock();
-                let first = inner.held.first_entry().filter(|e| e.key().0 <= self.judge.now());
+                let first = inner.delayed.first_entry().filter(|e| e.key().0 <= self.judge.now());
                 first.map(|e| e.remove())
             };
-            let Some(held) = held else { return };
-            self.give(&held.to, held.from, &held.bytes);
+            let Some(delayed) = delayed else { return };
+            self.give(&delayed.to, delayed.from, &delayed.bytes);
         }
     }
 }

@@ -8,7 +8,7 @@ use crate::layout::CacheGroup;
 
 /// Heads that the same source ranks hold. A target rank takes all of them from one of these ranks.
 #[derive(Debug)]
-pub(super) struct Class {
+pub(super) struct HeadClass {
     /// Ranks that hold these heads, ascending.
     sources: Box<[u32]>,
     /// Ranks that need some of them, ascending.
@@ -17,7 +17,7 @@ pub(super) struct Class {
     pub heads: Vec<(usize, Range<u32>)>,
 }
 
-impl Class {
+impl HeadClass {
     /// The rank that sends these heads to a target rank; `None` if the target needs none of them.
     ///
     /// Neighbours among those that need them take neighbours among those that hold them, so no
@@ -31,7 +31,7 @@ impl Class {
 }
 
 /// Groups the heads by their holders. Tensors are in the same order on all ranks.
-pub(super) fn classes(source: &[CacheGroup], target: &[CacheGroup]) -> Vec<Class> {
+pub(super) fn classes(source: &[CacheGroup], target: &[CacheGroup]) -> Vec<HeadClass> {
     let mut by_holders: BTreeMap<Vec<u32>, Vec<(usize, Range<u32>)>> = BTreeMap::new();
     for tensor in 0..source[0].tensors.len() {
         let held: Vec<Range<u32>> = source.iter().map(|r| held_heads(&r.tensors[tensor])).collect();
@@ -49,7 +49,7 @@ pub(super) fn classes(source: &[CacheGroup], target: &[CacheGroup]) -> Vec<Class
             heads.iter().any(|(t, h)| !common(&held_heads(&rank.tensors[*t]), h).is_empty())
         };
         let targets = (0..).zip(target).filter(|(_, rank)| needs(rank)).map(|(r, _)| r).collect();
-        Class { sources: sources.into(), targets, heads }
+        HeadClass { sources: sources.into(), targets, heads }
     };
     by_holders.into_iter().map(class).collect()
 }
