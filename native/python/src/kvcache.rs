@@ -12,9 +12,9 @@ use fabric_kvcache::{
 use pyo3::{prelude::*, types::PyBytes};
 
 use crate::{
-    apart::Apart,
-    callback::Standing,
-    engine::{current_span, whole, Engine, Region, Watcher},
+    detached_drop::DetachedDrop,
+    callback::RecurringCallback,
+    engine::{current_span, checked_int, Engine, Region, Watcher},
     errors::{raise, OrRaise},
 };
 
@@ -83,7 +83,7 @@ fn duration(py: Python<'_>, timeout: f64) -> PyResult<Duration> {
 
 /// A decoder instance's process; `fabric_ray.kvcache.Decoder` is the class to use.
 #[pyclass(frozen, module = "fabric_ray._native")]
-struct KvDecoder(Apart<kv::Decoder>);
+struct KvDecoder(DetachedDrop<kv::Decoder>);
 
 #[pymethods]
 impl KvDecoder {
@@ -93,9 +93,9 @@ impl KvDecoder {
         py: Python<'_>,
         name: &str,
         layouts: Vec<Vec<u8>>,
-        #[pyo3(from_py_with = whole)] ranks: Vec<RankArg<'_>>,
-        #[pyo3(from_py_with = whole)] terms: TermsArg,
-        on_event: Standing,
+        #[pyo3(from_py_with = checked_int)] ranks: Vec<RankArg<'_>>,
+        #[pyo3(from_py_with = checked_int)] terms: TermsArg,
+        on_event: RecurringCallback,
     ) -> PyResult<Self> {
         let (layouts, local) = (self::layouts(py, &layouts)?, local(&ranks));
         let terms = self::terms(py, terms)?;
@@ -108,7 +108,7 @@ impl KvDecoder {
             on_event.call(|py, f| (f, seq, what, why, text).into_pyobject(py));
         };
         let decoder = py.detach(|| kv::Decoder::new(name, layouts, local, terms, told));
-        decoder.map(|d| Self(Apart::new(d))).or_raise(py)
+        decoder.map(|d| Self(DetachedDrop::new(d))).or_raise(py)
     }
 
     /// Makes a prefiller known by its offer; returns its number.
@@ -122,12 +122,12 @@ impl KvDecoder {
     fn request(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] prefiller: u64,
-        #[pyo3(from_py_with = whole)] tokens: u64,
-        #[pyo3(from_py_with = whole)] have: u64,
-        #[pyo3(from_py_with = whole)] salt: u64,
-        #[pyo3(from_py_with = whole)] tables: Vec<Vec<u32>>,
-        #[pyo3(from_py_with = whole)] tail_slot: u32,
+        #[pyo3(from_py_with = checked_int)] prefiller: u64,
+        #[pyo3(from_py_with = checked_int)] tokens: u64,
+        #[pyo3(from_py_with = checked_int)] have: u64,
+        #[pyo3(from_py_with = checked_int)] salt: u64,
+        #[pyo3(from_py_with = checked_int)] tables: Vec<Vec<u32>>,
+        #[pyo3(from_py_with = checked_int)] tail_slot: u32,
         payload: Vec<u8>,
         timeout: f64,
     ) -> PyResult<u64> {
@@ -137,15 +137,15 @@ impl KvDecoder {
         py.detach(|| self.0.request(prefiller, pull)).or_raise(py)
     }
 
-    fn cancel(&self, py: Python<'_>, #[pyo3(from_py_with = whole)] request: u64) {
+    fn cancel(&self, py: Python<'_>, #[pyo3(from_py_with = checked_int)] request: u64) {
         py.detach(|| self.0.cancel(request));
     }
 
-    fn disconnect(&self, py: Python<'_>, #[pyo3(from_py_with = whole)] prefiller: u64) {
+    fn disconnect(&self, py: Python<'_>, #[pyo3(from_py_with = checked_int)] prefiller: u64) {
         py.detach(|| self.0.disconnect(prefiller));
     }
 
-    fn is_connected(&self, #[pyo3(from_py_with = whole)] prefiller: u64) -> bool {
+    fn is_connected(&self, #[pyo3(from_py_with = checked_int)] prefiller: u64) -> bool {
         self.0.is_connected(prefiller)
     }
 
@@ -180,7 +180,7 @@ impl KvTimeline {
 /// A prefiller instance's process; `fabric_ray.kvcache.Prefiller` is the class to use.
 #[pyclass(frozen, module = "fabric_ray._native")]
 struct KvPrefiller {
-    prefiller: Apart<kv::Prefiller>,
+    prefiller: DetachedDrop<kv::Prefiller>,
     word: Py<Watcher>,
 }
 
@@ -193,11 +193,11 @@ impl KvPrefiller {
         py: Python<'_>,
         name: &str,
         layouts: Vec<Vec<u8>>,
-        #[pyo3(from_py_with = whole)] ranks: Vec<RankArg<'_>>,
-        #[pyo3(from_py_with = whole)] terms: TermsArg,
-        on_event: Standing,
-        on_request: Standing,
-        #[pyo3(from_py_with = whole)] device: Option<i32>,
+        #[pyo3(from_py_with = checked_int)] ranks: Vec<RankArg<'_>>,
+        #[pyo3(from_py_with = checked_int)] terms: TermsArg,
+        on_event: RecurringCallback,
+        on_request: RecurringCallback,
+        #[pyo3(from_py_with = checked_int)] device: Option<i32>,
     ) -> PyResult<Self> {
         let (layouts, local) = (self::layouts(py, &layouts)?, local(&ranks));
         let terms = self::terms(py, terms)?;
@@ -228,7 +228,7 @@ impl KvPrefiller {
             Ok((prefiller, word))
         });
         let (prefiller, word) = made.or_raise(py)?;
-        Ok(Self { prefiller: Apart::new(prefiller), word: Py::new(py, Watcher(word))? })
+        Ok(Self { prefiller: DetachedDrop::new(prefiller), word: Py::new(py, Watcher(word))? })
     }
 
     /// What decoders need to know of it.
@@ -258,9 +258,9 @@ impl KvPrefiller {
     fn accept(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] job: u64,
-        #[pyo3(from_py_with = whole)] tables: Vec<Vec<u32>>,
-        #[pyo3(from_py_with = whole)] computed: u64,
+        #[pyo3(from_py_with = checked_int)] job: u64,
+        #[pyo3(from_py_with = checked_int)] tables: Vec<Vec<u32>>,
+        #[pyo3(from_py_with = checked_int)] computed: u64,
     ) -> PyResult<()> {
         py.detach(|| self.prefiller.accept(job, tables, computed)).or_raise(py)
     }
@@ -269,8 +269,8 @@ impl KvPrefiller {
     fn begin(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] requests: Vec<(u64, u64)>,
-        #[pyo3(from_py_with = whole)] counted: Option<u64>,
+        #[pyo3(from_py_with = checked_int)] requests: Vec<(u64, u64)>,
+        #[pyo3(from_py_with = checked_int)] counted: Option<u64>,
     ) -> PyResult<()> {
         let counted = counted.unwrap_or_else(|| self.word.get().0.load());
         py.detach(|| self.prefiller.begin(&requests, counted)).or_raise(py)
@@ -279,13 +279,13 @@ impl KvPrefiller {
     fn finish(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] job: u64,
-        #[pyo3(from_py_with = whole)] slot: u32,
+        #[pyo3(from_py_with = checked_int)] job: u64,
+        #[pyo3(from_py_with = checked_int)] slot: u32,
     ) -> PyResult<()> {
         py.detach(|| self.prefiller.finish(job, slot)).or_raise(py)
     }
 
-    fn fail(&self, py: Python<'_>, #[pyo3(from_py_with = whole)] job: u64, why: &str) {
+    fn fail(&self, py: Python<'_>, #[pyo3(from_py_with = checked_int)] job: u64, why: &str) {
         py.detach(|| self.prefiller.fail(job, why));
     }
 
@@ -293,7 +293,7 @@ impl KvPrefiller {
     fn refuse(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] job: u64,
+        #[pyo3(from_py_with = checked_int)] job: u64,
         reason: &str,
         why: &str,
     ) -> PyResult<()> {

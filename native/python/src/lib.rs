@@ -3,7 +3,7 @@
 
 use pyo3::prelude::*;
 
-mod apart;
+mod detached_drop;
 mod attach;
 mod callback;
 mod engine;

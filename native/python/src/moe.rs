@@ -13,8 +13,8 @@ use fabric_moe::{
 use pyo3::{prelude::*, types::PyBytes};
 
 use crate::{
-    apart::Apart,
-    engine::{whole, Engine, Region},
+    detached_drop::DetachedDrop,
+    engine::{checked_int, Engine, Region},
     errors::{raise, OrRaise},
 };
 
@@ -100,7 +100,7 @@ pub(crate) fn placing(placing: &moe::Dispatched) -> PlacingResult {
 
 /// One rank of an exchange; `fabric_ray.moe.AllToAll` is the class to use.
 #[pyclass(frozen, module = "fabric_ray._native")]
-struct MoeExchange(Apart<moe::AllToAll>);
+struct MoeExchange(DetachedDrop<moe::AllToAll>);
 
 #[pymethods]
 impl MoeExchange {
@@ -110,16 +110,16 @@ impl MoeExchange {
     fn new(
         py: Python<'_>,
         engine: &Engine,
-        #[pyo3(from_py_with = whole)] rank: u32,
-        #[pyo3(from_py_with = whole)] ranks: u32,
-        #[pyo3(from_py_with = whole)] experts: u32,
-        #[pyo3(from_py_with = whole)] topk: u32,
-        #[pyo3(from_py_with = whole)] max_tokens: u32,
-        #[pyo3(from_py_with = whole)] row_nbytes: u32,
-        #[pyo3(from_py_with = whole)] elements: u32,
+        #[pyo3(from_py_with = checked_int)] rank: u32,
+        #[pyo3(from_py_with = checked_int)] ranks: u32,
+        #[pyo3(from_py_with = checked_int)] experts: u32,
+        #[pyo3(from_py_with = checked_int)] topk: u32,
+        #[pyo3(from_py_with = checked_int)] max_tokens: u32,
+        #[pyo3(from_py_with = checked_int)] row_nbytes: u32,
+        #[pyo3(from_py_with = checked_int)] elements: u32,
         dtype: &str,
-        #[pyo3(from_py_with = whole)] private_rows: u32,
-        #[pyo3(from_py_with = whole)] shared_rows: Option<u32>,
+        #[pyo3(from_py_with = checked_int)] private_rows: u32,
+        #[pyo3(from_py_with = checked_int)] shared_rows: Option<u32>,
         allocate: Option<Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let back = moe::Back { elements, float: float(py, dtype)? };
@@ -136,12 +136,12 @@ impl MoeExchange {
         let engine = Arc::clone(&engine.engine);
         let Some(allocate) = allocate else {
             let exchange = py.detach(|| moe::AllToAll::new(engine, shape, rank)).or_raise(py)?;
-            return Ok(Self(Apart::new(exchange)));
+            return Ok(Self(DetachedDrop::new(exchange)));
         };
         let nbytes = Memory::new(shape).or_raise(py)?.rows_nbytes();
         let rows = allocate.call1((nbytes,))?.cast_into::<Region>()?.get().0.clone();
         let exchange = py.detach(|| moe::AllToAll::over(engine, shape, rank, rows)).or_raise(py)?;
-        Ok(Self(Apart::new(exchange)))
+        Ok(Self(DetachedDrop::new(exchange)))
     }
 
     /// Where this rank's own rows begin in its rows, bytes; bytes from one row to the next, and
@@ -255,7 +255,7 @@ impl MoeExchange {
     fn card<'py>(
         &self,
         py: Python<'py>,
-        #[pyo3(from_py_with = whole)] only: Option<u32>,
+        #[pyo3(from_py_with = checked_int)] only: Option<u32>,
     ) -> PyResult<Bound<'py, PyBytes>> {
         let card = py.detach(|| self.0.descriptor(only)).or_raise(py)?;
         Ok(PyBytes::new(py, &card))
@@ -275,7 +275,7 @@ impl MoeExchange {
     fn mask(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] rank: u32,
+        #[pyo3(from_py_with = checked_int)] rank: u32,
         cause: &str,
     ) -> PyResult<()> {
         py.detach(|| self.0.mask(rank, cause)).or_raise(py)
@@ -317,8 +317,8 @@ impl MoeExchange {
     fn arriving(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] multiple: u32,
-        #[pyo3(from_py_with = whole)] stride: Option<u32>,
+        #[pyo3(from_py_with = checked_int)] multiple: u32,
+        #[pyo3(from_py_with = checked_int)] stride: Option<u32>,
     ) -> PyResult<PlacingResult> {
         let order = stride.map_or(Order::Packed { multiple }, |rows| Order::Strided { rows });
         py.detach(|| self.0.wait_arriving(order)).map(|p| placing(&p)).or_raise(py)

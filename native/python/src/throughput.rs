@@ -15,8 +15,8 @@ use fabric_moe::{
 use pyo3::{prelude::*, types::PyBytes};
 
 use crate::{
-    apart::Apart,
-    engine::{whole, Engine, Region},
+    detached_drop::DetachedDrop,
+    engine::{checked_int, Engine, Region},
     errors::OrRaise,
     moe::{at, float, integers, part, part_mut, placing, timeout, PartArg, PlacingResult},
 };
@@ -27,7 +27,7 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// One rank of an exchange; `fabric_ray.moe.ThroughputAllToAll` is the class to use.
 #[pyclass(frozen, module = "fabric_ray._native")]
-struct MoeThroughput(Apart<Throughput>);
+struct MoeThroughput(DetachedDrop<Throughput>);
 
 /// Memory for an exchange that kernels carry out, as `allocate` gives it for so many bytes and
 /// words.
@@ -51,21 +51,21 @@ impl MoeThroughput {
     fn new(
         py: Python<'_>,
         engine: &Engine,
-        #[pyo3(from_py_with = whole)] rank: u32,
-        #[pyo3(from_py_with = whole)] ranks: u32,
-        #[pyo3(from_py_with = whole)] ranks_per_node: u32,
-        #[pyo3(from_py_with = whole)] experts: u32,
-        #[pyo3(from_py_with = whole)] topk: u32,
-        #[pyo3(from_py_with = whole)] max_tokens: u32,
-        #[pyo3(from_py_with = whole)] row_nbytes: u32,
-        #[pyo3(from_py_with = whole)] elements: u32,
+        #[pyo3(from_py_with = checked_int)] rank: u32,
+        #[pyo3(from_py_with = checked_int)] ranks: u32,
+        #[pyo3(from_py_with = checked_int)] ranks_per_node: u32,
+        #[pyo3(from_py_with = checked_int)] experts: u32,
+        #[pyo3(from_py_with = checked_int)] topk: u32,
+        #[pyo3(from_py_with = checked_int)] max_tokens: u32,
+        #[pyo3(from_py_with = checked_int)] row_nbytes: u32,
+        #[pyo3(from_py_with = checked_int)] elements: u32,
         dtype: &str,
-        #[pyo3(from_py_with = whole)] channels: u32,
-        #[pyo3(from_py_with = whole)] chunk: u32,
-        #[pyo3(from_py_with = whole)] ring_chunks: u32,
-        #[pyo3(from_py_with = whole)] threads: u32,
+        #[pyo3(from_py_with = checked_int)] channels: u32,
+        #[pyo3(from_py_with = checked_int)] chunk: u32,
+        #[pyo3(from_py_with = checked_int)] ring_chunks: u32,
+        #[pyo3(from_py_with = checked_int)] threads: u32,
         timeout: f64,
-        #[pyo3(from_py_with = whole)] incarnation: u32,
+        #[pyo3(from_py_with = checked_int)] incarnation: u32,
         far: Option<(u32, Bound<'_, PyAny>)>,
     ) -> PyResult<Self> {
         let back = moe::Back { elements, float: float(py, dtype)? };
@@ -86,10 +86,10 @@ impl MoeThroughput {
         if let Some(far) = far {
             let far = self::far(py, &spec, far)?;
             let open = || Throughput::open_far(&config, spec, member, patience, far);
-            return py.detach(open).map(|t| Self(Apart::new(t))).or_raise(py);
+            return py.detach(open).map(|t| Self(DetachedDrop::new(t))).or_raise(py);
         }
         let opened = py.detach(|| Throughput::open(&config, spec, member, patience));
-        opened.map(|t| Self(Apart::new(t))).or_raise(py)
+        opened.map(|t| Self(DetachedDrop::new(t))).or_raise(py)
     }
 
     /// What this rank has allocated: the purpose of each area, what it holds, and its bytes.
@@ -182,8 +182,8 @@ impl MoeThroughput {
     fn arriving(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] multiple: u32,
-        #[pyo3(from_py_with = whole)] stride: Option<u32>,
+        #[pyo3(from_py_with = checked_int)] multiple: u32,
+        #[pyo3(from_py_with = checked_int)] stride: Option<u32>,
     ) -> PyResult<PlacingResult> {
         let order = stride.map_or(Order::Packed { multiple }, |rows| Order::Strided { rows });
         py.detach(|| self.0.wait_arriving(order)).map(|p| placing(&p)).or_raise(py)
@@ -215,7 +215,7 @@ impl MoeThroughput {
     fn work_form(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] workers: u32,
+        #[pyo3(from_py_with = checked_int)] workers: u32,
     ) -> PyResult<(usize, usize, usize, u64, u64)> {
         let spec = self.0.spec();
         let form = Form::new(&spec, workers).or_raise(py)?;

@@ -7,7 +7,7 @@ use pyo3::{
 };
 
 use super::{
-    given::Given, peers::Peer, seconds, span, transfer::Transfer, values::CounterRef, whole,
+    class_arg::ClassArg, peers::Peer, seconds, span, transfer::Transfer, values::CounterRef, checked_int,
 };
 use crate::errors::{raise, OrRaise};
 
@@ -60,7 +60,7 @@ impl Counter {
         &self,
         py: Python<'_>,
         n: u32,
-        writers: Option<Vec<Given<'_, Peer>>>,
+        writers: Option<Vec<ClassArg<'_, Peer>>>,
         timeout: Option<f64>,
     ) -> PyResult<fe::Handle> {
         let timeout = seconds(py, timeout, self.timeout)?;
@@ -104,8 +104,8 @@ impl Counter {
     fn expect(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] n: u32,
-        writers: Option<Vec<Given<'_, Peer>>>,
+        #[pyo3(from_py_with = checked_int)] n: u32,
+        writers: Option<Vec<ClassArg<'_, Peer>>>,
         timeout: Option<f64>,
     ) -> PyResult<Transfer> {
         self.expectation(py, n, writers, timeout).map(|h| Transfer::new(h, None))
@@ -116,8 +116,8 @@ impl Counter {
     fn wait(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] n: u32,
-        writers: Option<Vec<Given<'_, Peer>>>,
+        #[pyo3(from_py_with = checked_int)] n: u32,
+        writers: Option<Vec<ClassArg<'_, Peer>>>,
         timeout: Option<f64>,
     ) -> PyResult<()> {
         let handle = self.expectation(py, n, writers, timeout)?;

@@ -4,13 +4,13 @@ use pyo3::prelude::*;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::{
-    given::Given,
+    class_arg::ClassArg,
     memory::{Pages, Region},
-    whole,
+    checked_int,
 };
 use crate::errors::{raise, OrRaise};
 
-struct Run {
+struct PageRun {
     region: fe::Region,
     page_len: u64,
     pages: EnginePages,
@@ -33,7 +33,7 @@ fn nth(pages: &EnginePages, list: Option<&[u32]>, i: u32) -> u64 {
 #[pyclass(module = "fabric_ray._native")]
 #[derive(Default)]
 pub(crate) struct Digest {
-    runs: Vec<Run>,
+    runs: Vec<PageRun>,
 }
 
 #[pymethods]
@@ -47,10 +47,10 @@ impl Digest {
     fn add(
         &mut self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] page_nbytes: u64,
-        region: Given<'_, Region>,
-        pages: Given<'_, Pages>,
-        places: Given<'_, Pages>,
+        #[pyo3(from_py_with = checked_int)] page_nbytes: u64,
+        region: ClassArg<'_, Region>,
+        pages: ClassArg<'_, Pages>,
+        places: ClassArg<'_, Pages>,
     ) -> PyResult<()> {
         if pages.0.indices.len() != places.0.indices.len() {
             let text = "a digest needs as many places as pages".to_owned();
@@ -58,7 +58,7 @@ impl Digest {
         }
         let end = pages.0.end(page_nbytes).unwrap_or(u64::MAX);
         region.0.slice(0, end).or_raise(py)?;
-        self.runs.push(Run {
+        self.runs.push(PageRun {
             region: region.0.clone(),
             page_len: page_nbytes,
             pages: pages.0.clone(),
@@ -80,7 +80,7 @@ impl Digest {
     }
 }
 
-impl Run {
+impl PageRun {
     fn digest(&self) -> fe::Result<u64> {
         let (from, to) = (self.pages.list(), self.places.list());
         let mut sum = 0u64;

@@ -9,12 +9,12 @@ use pyo3::{
 };
 
 use super::{
-    peers::{Peer, Whom},
+    peers::{Peer, EngineIdArg},
     seconds,
     transfer::Transfer,
     values::RegionDescriptor,
     watcher::gpu_array,
-    whole,
+    checked_int,
 };
 use crate::errors::{raise, OrRaise};
 
@@ -63,8 +63,8 @@ impl Region {
     fn slice(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] offset: u64,
-        #[pyo3(from_py_with = whole)] nbytes: u64,
+        #[pyo3(from_py_with = checked_int)] offset: u64,
+        #[pyo3(from_py_with = checked_int)] nbytes: u64,
     ) -> PyResult<Self> {
         self.0.slice(offset, nbytes).map(Self).or_raise(py)
     }
@@ -74,9 +74,9 @@ impl Region {
     fn grant(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] offset: u64,
-        #[pyo3(from_py_with = whole)] nbytes: Option<u64>,
-        peer: Option<Whom>,
+        #[pyo3(from_py_with = checked_int)] offset: u64,
+        #[pyo3(from_py_with = checked_int)] nbytes: Option<u64>,
+        peer: Option<EngineIdArg>,
         ttl: Option<f64>,
     ) -> PyResult<Self> {
         let ttl = ttl.map(|s| lifetime(py, s)).transpose()?;
@@ -239,8 +239,8 @@ impl RemoteRegion {
     fn slice(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] offset: u64,
-        #[pyo3(from_py_with = whole)] nbytes: u64,
+        #[pyo3(from_py_with = checked_int)] offset: u64,
+        #[pyo3(from_py_with = checked_int)] nbytes: u64,
     ) -> PyResult<Self> {
         self.0.slice(offset, nbytes).map(Self).or_raise(py)
     }
@@ -279,8 +279,8 @@ impl Pages {
     fn _listed(
         py: Python<'_>,
         indices: &Bound<'_, PyBytes>,
-        #[pyo3(from_py_with = whole)] stride: u64,
-        #[pyo3(from_py_with = whole)] offset: u64,
+        #[pyo3(from_py_with = checked_int)] stride: u64,
+        #[pyo3(from_py_with = checked_int)] offset: u64,
     ) -> PyResult<Self> {
         let indices: Vec<u32> = indices
             .as_bytes()
@@ -295,10 +295,10 @@ impl Pages {
     #[staticmethod]
     fn _range(
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] first: u32,
-        #[pyo3(from_py_with = whole)] count: u32,
-        #[pyo3(from_py_with = whole)] stride: u64,
-        #[pyo3(from_py_with = whole)] offset: u64,
+        #[pyo3(from_py_with = checked_int)] first: u32,
+        #[pyo3(from_py_with = checked_int)] count: u32,
+        #[pyo3(from_py_with = checked_int)] stride: u64,
+        #[pyo3(from_py_with = checked_int)] offset: u64,
     ) -> PyResult<Self> {
         let indices = PageIndices::range(first, count).or_raise(py)?;
         Ok(Self(fe::api::Pages::new(indices, stride, offset)))

@@ -14,8 +14,8 @@ mod config;
 mod core;
 mod counter;
 mod digest;
-mod given;
-mod keep;
+mod class_arg;
+mod deferred_release;
 mod memory;
 mod peers;
 mod queue;
@@ -42,7 +42,7 @@ fn stretched_token<'py>(py: Python<'py>, token: Vec<u8>) -> PyResult<Bound<'py, 
 }
 
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    keep::register(m)?;
+    deferred_release::register(m)?;
     m.add_function(wrap_pyfunction!(span::_span_variable, m)?)?;
     m.add_function(wrap_pyfunction!(span::span_of, m)?)?;
     m.add_function(wrap_pyfunction!(stretched_token, m)?)?;
@@ -83,7 +83,7 @@ fn seconds(
 
 /// A size, an offset, a count or an index, or several; one that doesn't fit is `InvalidArgument`,
 /// which names it, not `OverflowError`.
-pub(crate) fn whole<'py, T>(value: &Bound<'py, PyAny>) -> PyResult<T>
+pub(crate) fn checked_int<'py, T>(value: &Bound<'py, PyAny>) -> PyResult<T>
 where
     for<'a> T: FromPyObject<'a, 'py, Error: Into<PyErr>>,
 {

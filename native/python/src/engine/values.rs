@@ -7,7 +7,7 @@ use pyo3::{
     types::{PyBytes, PyTuple, PyType},
 };
 
-use super::whole;
+use super::checked_int;
 use crate::errors::OrRaise;
 
 macro_rules! value {
@@ -95,7 +95,7 @@ value! {
     }
 
     /// A part of it: `nbytes` bytes from `offset`.
-    fn slice(&self, py: Python<'_>, #[pyo3(from_py_with = whole)] offset: u64, #[pyo3(from_py_with = whole)] nbytes: u64) -> PyResult<Self> {
+    fn slice(&self, py: Python<'_>, #[pyo3(from_py_with = checked_int)] offset: u64, #[pyo3(from_py_with = checked_int)] nbytes: u64) -> PyResult<Self> {
         self.0.slice(offset, nbytes).map(Self).or_raise(py)
     }
 

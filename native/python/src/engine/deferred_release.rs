@@ -1,4 +1,4 @@
-//! Python objects that the engine keeps alive, and how they are let go.
+//! Releases Python objects that the engine keeps alive, on a thread of its own.
 
 use std::{
     sync::{
@@ -10,64 +10,63 @@ use std::{
 
 use pyo3::prelude::*;
 
-/// How long the end of the interpreter waits for an object that is being let go.
+/// How long the end of the interpreter waits for an object that is being released.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// The owner of registered memory.
+/// The owner of registered memory, released by another thread when this is dropped.
 ///
-/// The engine drops it on its own threads while it holds locks that a holder of the interpreter's
-/// lock may wait for, so another thread releases it. PyO3 alone would keep it until the next call
-/// into this module.
-pub struct Keep(Option<Py<PyAny>>);
+/// The engine drops it on its own threads, under locks that a holder of the GIL may wait for. PyO3
+/// alone would keep the object until the next call into this module.
+pub struct DeferredRelease(Option<Py<PyAny>>);
 
-impl Keep {
+impl DeferredRelease {
     pub fn new(object: Py<PyAny>) -> Self {
         Self(Some(object))
     }
 }
 
-impl Drop for Keep {
+impl Drop for DeferredRelease {
     fn drop(&mut self) {
         let Some(object) = self.0.take() else { return };
         if ENDED.load(SeqCst) {
             return std::mem::forget(object);
         }
         match releaser() {
-            // A child by fork has no such thread: there it stays, as all of the engine does.
-            Some(releaser) => drop(releaser.words.send(Word::LetGo(object))),
+            // A forked child has no such thread and leaks the object, as all of the engine.
+            Some(releaser) => drop(releaser.messages.send(ReleaseMessage::Release(object))),
             None => drop(object),
         }
     }
 }
 
-enum Word {
-    LetGo(Py<PyAny>),
-    /// Nothing follows; to be answered.
+enum ReleaseMessage {
+    Release(Py<PyAny>),
+    /// No message follows; the thread answers.
     End(mpsc::Sender<()>),
 }
 
 struct Releaser {
-    words: mpsc::Sender<Word>,
+    messages: mpsc::Sender<ReleaseMessage>,
     process: u32,
 }
 
 static RELEASER: OnceLock<Option<Releaser>> = OnceLock::new();
-/// The interpreter ends: what is kept stays.
+/// The interpreter ends: objects are leaked from now on.
 static ENDED: AtomicBool = AtomicBool::new(false);
 
 fn releaser() -> Option<&'static Releaser> {
     let start = || {
-        let (words, heard) = mpsc::channel();
+        let (messages, received) = mpsc::channel();
         let release = move || {
-            for word in heard {
-                match word {
-                    Word::LetGo(object) => {
+            for message in received {
+                match message {
+                    ReleaseMessage::Release(object) => {
                         // Fails when the interpreter ends, and everything with it.
                         let mut object = Some(object);
                         Python::try_attach(|_| drop(object.take()));
                         std::mem::forget(object);
                     }
-                    Word::End(answer) => {
+                    ReleaseMessage::End(answer) => {
                         let _ = answer.send(());
                         return;
                     }
@@ -75,13 +74,13 @@ fn releaser() -> Option<&'static Releaser> {
             }
         };
         let thread = std::thread::Builder::new().name("fabric-release".into()).spawn(release);
-        thread.is_ok().then(|| Releaser { words, process: std::process::id() })
+        thread.is_ok().then(|| Releaser { messages, process: std::process::id() })
     };
     RELEASER.get_or_init(start).as_ref()
 }
 
-/// Before the interpreter ends, the thread has let go of what it was given: in the middle of it,
-/// the end would take the thread away from under the object's own code, which aborts the process.
+/// Waits until the thread has released all objects. If the interpreter ended in the middle of a
+/// release, the process would abort.
 #[pyfunction]
 fn end_releases(py: Python<'_>) {
     ENDED.store(true, SeqCst);
@@ -90,7 +89,7 @@ fn end_releases(py: Python<'_>) {
         return;
     }
     let (answer, over) = mpsc::channel();
-    if releaser.words.send(Word::End(answer)).is_ok() {
+    if releaser.messages.send(ReleaseMessage::End(answer)).is_ok() {
         let _ = py.detach(move || over.recv_timeout(PATIENCE));
     }
 }

@@ -1,4 +1,5 @@
-//! Arguments of the engine's own classes; another type is a `TypeError` that says how to get one.
+//! Arguments of the engine's classes. Another type raises a `TypeError` that names the call which
+//! makes one.
 
 use std::ops::Deref;
 
@@ -10,44 +11,44 @@ use super::{
     values::RegionDescriptor,
 };
 
-/// A class whose instances users make by one call.
-pub(crate) trait Made: PyClass {
+/// A class of the engine whose instances one call makes.
+pub(crate) trait EngineClass: PyClass {
     const CLASS: &'static str;
-    /// The call that makes one.
+    /// The call that makes an instance.
     const CALL: &'static str;
 }
 
-impl Made for Region {
+impl EngineClass for Region {
     const CLASS: &'static str = "Region";
     const CALL: &'static str = "engine.register(array) or engine.alloc(nbytes)";
 }
 
-impl Made for RemoteRegion {
+impl EngineClass for RemoteRegion {
     const CLASS: &'static str = "RemoteRegion";
     const CALL: &'static str = "engine.import_region(descriptor)";
 }
 
-impl Made for RegionDescriptor {
+impl EngineClass for RegionDescriptor {
     const CLASS: &'static str = "RegionDescriptor";
     const CALL: &'static str = "region.descriptor()";
 }
 
-impl Made for Peer {
+impl EngineClass for Peer {
     const CLASS: &'static str = "Peer";
     const CALL: &'static str = "engine.peer(address)";
 }
 
-impl Made for Pages {
+impl EngineClass for Pages {
     const CLASS: &'static str = "Pages";
     const CALL: &'static str = "pages(indices, stride=nbytes)";
 }
 
 /// An argument of class `T`.
-pub(crate) struct Given<'py, T: Made> {
+pub(crate) struct ClassArg<'py, T: EngineClass> {
     value: PyRef<'py, T>,
 }
 
-impl<T: Made> Deref for Given<'_, T> {
+impl<T: EngineClass> Deref for ClassArg<'_, T> {
     type Target = T;
 
     fn deref(&self) -> &T {
@@ -55,7 +56,7 @@ impl<T: Made> Deref for Given<'_, T> {
     }
 }
 
-impl<'py, T: Made> FromPyObject<'_, 'py> for Given<'py, T> {
+impl<'py, T: EngineClass> FromPyObject<'_, 'py> for ClassArg<'py, T> {
     type Error = PyErr;
 
     fn extract(given: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
