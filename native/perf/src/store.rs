@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     floor::raw::poke,
-    lines::{self, Outcome},
+    lines::{self, TextResult},
 };
 
 #[derive(Debug, Clone, Args)]
@@ -39,11 +39,11 @@ struct Reply {
     stored: Vec<u64>,
 }
 
-pub fn run(options: &Options) -> Outcome<()> {
+pub fn run(options: &Options) -> TextResult<()> {
     lines::serve(|request| store(options, request))
 }
 
-fn store(options: &Options, request: &Request) -> Outcome<Reply> {
+fn store(options: &Options, request: &Request) -> TextResult<Reply> {
     let mut stored = Vec::with_capacity(request.samples as usize);
     for value in (request.first..).take(request.samples as usize) {
         thread::sleep(Duration::from_micros(request.rest_us));

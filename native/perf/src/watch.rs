@@ -26,7 +26,7 @@ use fabric_kvcache::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::lines::{self, text, Outcome};
+use crate::lines::{self, text, TextResult};
 
 #[derive(Debug, Clone, Args)]
 pub struct Options {
@@ -38,7 +38,7 @@ pub struct Options {
 /// How the word is changed, and what the watching thread is doing then.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-enum Way {
+enum WakePath {
     /// A plain store, while the thread still looks
     Spinning,
     /// A plain store, when the thread naps between its looks
@@ -47,7 +47,7 @@ enum Way {
     Woken,
 }
 
-impl Way {
+impl WakePath {
     /// What is between two stores, asleep: there may be no core for one more thread that looks.
     fn rest(self) {
         thread::sleep(match self {
@@ -60,7 +60,7 @@ impl Way {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Request {
-    way: Way,
+    way: WakePath,
     samples: u32,
 }
 
@@ -80,27 +80,27 @@ const PAGE: u64 = 64;
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// The word's value that a callback was about, and when it began and had returned.
-type Told = (u64, u64, u64);
+type CallbackTimes = (u64, u64, u64);
 
-struct World {
+struct Setup {
     decoder: Decoder,
     prefiller: Arc<Prefiller>,
     word: Watcher,
-    told: Receiver<Told>,
+    told: Receiver<CallbackTimes>,
     jobs: Receiver<(u64, JobEvent)>,
     to: u64,
-    job: Option<Sent>,
+    job: Option<SentJob>,
 }
 
 /// The job that is being sent.
-struct Sent {
+struct SentJob {
     job: u64,
     timeline: Arc<Timeline>,
     /// Layers still to come in all its passes.
     left: u64,
 }
 
-impl Sent {
+impl SentJob {
     /// When the layer that was last to come was posted.
     fn posted(&self) -> Option<u64> {
         let layer = (TOKENS * LAYERS - self.left - 1) % LAYERS;
@@ -108,12 +108,12 @@ impl Sent {
     }
 }
 
-pub fn run(options: &Options) -> Outcome<()> {
-    let mut world = World::new(options)?;
-    lines::serve(|request| world.measure(request))
+pub fn run(options: &Options) -> TextResult<()> {
+    let mut setup = Setup::new(options)?;
+    lines::serve(|request| setup.measure(request))
 }
 
-fn rank(name: &str, options: &Options) -> Outcome<(CacheLayout, LocalRank)> {
+fn rank(name: &str, options: &Options) -> TextResult<(CacheLayout, LocalRank)> {
     let config = EngineConfig {
         name: name.into(),
         transports: vec![TransportKind::Shm],
@@ -147,8 +147,8 @@ fn rank(name: &str, options: &Options) -> Outcome<(CacheLayout, LocalRank)> {
     Ok((layout, LocalRank { rank: 0, engine, buffers: vec![region], tail: None }))
 }
 
-impl World {
-    fn new(options: &Options) -> Outcome<Self> {
+impl Setup {
+    fn new(options: &Options) -> TextResult<Self> {
         let (layout, local) = rank("prefiller", options)?;
         let engine = Arc::clone(&local.engine);
         let (tell, jobs) = channel();
@@ -172,7 +172,7 @@ impl World {
         Ok(Self { decoder, prefiller, word, told, jobs, to, job: None })
     }
 
-    fn measure(&mut self, request: &Request) -> Outcome<Reply> {
+    fn measure(&mut self, request: &Request) -> TextResult<Reply> {
         let mut reply = Reply::default();
         for _ in 0..request.samples {
             self.make_ready()?;
@@ -180,8 +180,8 @@ impl World {
             let value = self.word.load() + 1;
             let stored = Time::now().0;
             match request.way {
-                Way::Woken => self.word.store(value).map_err(text)?,
-                Way::Spinning | Way::Napping => {
+                WakePath::Woken => self.word.store(value).map_err(text)?,
+                WakePath::Spinning | WakePath::Napping => {
                     // SAFETY: the word is 8 aligned bytes that live as long as the watcher, and are only changed atomically.
                     let word = unsafe { AtomicU64::from_ptr(self.word.addr() as *mut u64) };
                     word.store(value, Ordering::Release);
@@ -190,7 +190,7 @@ impl World {
             // Waits asleep: the one that stores is a GPU, or goes on with its own work.
             match self.told.recv_timeout(PATIENCE) {
                 Ok((new, entered, returned)) if new == value => {
-                    let posted = self.job.as_ref().and_then(Sent::posted);
+                    let posted = self.job.as_ref().and_then(SentJob::posted);
                     let posted = posted.ok_or("the layer's page was not posted")?;
                     reply.callback.push(entered.saturating_sub(stored));
                     reply.post.push(posted.saturating_sub(stored));
@@ -204,11 +204,11 @@ impl World {
     }
 
     /// The next layer is of a pass that has begun, of a job that has pages to send.
-    fn make_ready(&mut self) -> Outcome<()> {
+    fn make_ready(&mut self) -> TextResult<()> {
         let mut sent = match self.job.take() {
-            Some(Sent { job, left: 0, .. }) => {
+            Some(SentJob { job, left: 0, .. }) => {
                 self.prefiller.finish(job, 0).map_err(text)?;
-                self.hear(|event| matches!(event, JobEvent::Released).then_some(()))?;
+                self.wait_event(|event| matches!(event, JobEvent::Released).then_some(()))?;
                 self.accept()?
             }
             Some(open) => open,
@@ -223,7 +223,7 @@ impl World {
         Ok(())
     }
 
-    fn accept(&self) -> Outcome<Sent> {
+    fn accept(&self) -> TextResult<SentJob> {
         let table: Vec<u32> = (0..TOKENS as u32).collect();
         let pull = Pull {
             tokens: TOKENS,
@@ -232,16 +232,16 @@ impl World {
             ..Pull::default()
         };
         self.decoder.request(self.to, pull).map_err(text)?;
-        let (job, timeline) = self.hear(|event| match event {
+        let (job, timeline) = self.wait_event(|event| match event {
             JobEvent::Requested(asked) => Some(Arc::clone(&asked.timeline)),
             _ => None,
         })?;
         self.prefiller.accept(job, vec![table], 0).map_err(text)?;
-        Ok(Sent { job, timeline, left: TOKENS * LAYERS })
+        Ok(SentJob { job, timeline, left: TOKENS * LAYERS })
     }
 
     /// The next event, if it is the one that is wanted: its job, and what it brings.
-    fn hear<T>(&self, wanted: impl Fn(&JobEvent) -> Option<T>) -> Outcome<(u64, T)> {
+    fn wait_event<T>(&self, wanted: impl Fn(&JobEvent) -> Option<T>) -> TextResult<(u64, T)> {
         let Ok((job, event)) = self.jobs.recv_timeout(PATIENCE) else {
             return Err("the prefiller was told nothing".into());
         };

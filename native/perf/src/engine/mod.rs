@@ -20,7 +20,7 @@ mod writer;
 
 use crate::{
     floor::{raw::Mapping, Temperature},
-    lines::{self, text, Outcome},
+    lines::{self, text, TextResult},
     rails::Policy,
 };
 
@@ -149,7 +149,7 @@ struct Reply {
     trace: Vec<(u64, u64)>,
 }
 
-pub fn run(command: Command) -> Outcome<()> {
+pub fn run(command: Command) -> TextResult<()> {
     let options = match command {
         Command::Target(options) => return target::run(&options),
         Command::Serve(options) => options,
@@ -159,7 +159,7 @@ pub fn run(command: Command) -> Outcome<()> {
 }
 
 /// The engine of either side.
-fn open(options: &Options, name: &str) -> Outcome<TransferEngine> {
+fn open(options: &Options, name: &str) -> TextResult<TransferEngine> {
     let transport = options.transport.parse().map_err(text)?;
     let config = EngineConfig {
         name: name.into(),
@@ -184,7 +184,7 @@ fn open(options: &Options, name: &str) -> Outcome<TransferEngine> {
 }
 
 /// A region of the size asked for, of the engine's memory or of ordinary memory.
-fn region(options: &Options, engine: &TransferEngine) -> Outcome<Region> {
+fn region(options: &Options, engine: &TransferEngine) -> TextResult<Region> {
     let region = if options.foreign {
         let memory = Mapping::private(options.region as usize)?;
         let addr = memory.bytes().as_ptr() as usize;

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use super::raw::{write_vectors, Mapping};
-use super::{MemoryKind, Outcome, Request, Temperature};
+use super::{MemoryKind, TextResult, Request, Temperature};
 
 /// Where blocks come from and go to, and how far cold blocks have walked.
 #[derive(Debug)]
@@ -16,7 +16,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    pub fn new(kind: MemoryKind, region: usize) -> Outcome<Self> {
+    pub fn new(kind: MemoryKind, region: usize) -> TextResult<Self> {
         let map = match kind {
             MemoryKind::Shared => Mapping::shared,
             MemoryKind::Private => Mapping::private,
@@ -44,7 +44,7 @@ impl Memory {
     }
 
     /// One contiguous block an operation; two threads take one half of the block each.
-    pub fn copy(&mut self, request: &Request) -> Outcome<Vec<f64>> {
+    pub fn copy(&mut self, request: &Request) -> TextResult<Vec<f64>> {
         let walk = Walk::new(
             self.region() / request.threads,
             request.bytes / request.threads,
@@ -89,7 +89,7 @@ impl Memory {
     }
 
     /// `pages` pages an operation from successive places to shuffled ones, by `routine`.
-    pub fn pages(&mut self, request: &Request) -> Outcome<Vec<f64>> {
+    pub fn pages(&mut self, request: &Request) -> TextResult<Vec<f64>> {
         let order = shuffled(self.region() / request.bytes);
         let calls = (order.len() / request.pages).max(1);
         let (bytes, routine) = (request.bytes, request.routine);
@@ -104,7 +104,7 @@ impl Memory {
     }
 
     /// The same as `pages` through process_vm_writev, `iovecs` pages a call.
-    pub fn cma(&mut self, request: &Request) -> Outcome<Vec<f64>> {
+    pub fn cma(&mut self, request: &Request) -> TextResult<Vec<f64>> {
         let order = shuffled(self.region() / request.bytes);
         let calls = (order.len() / request.pages).max(1);
         let bytes = request.bytes;

@@ -4,7 +4,7 @@ use fabric_engine::api::Spray;
 
 use super::{
     run::run,
-    scenario::{named, Change, Scenario, Transfer, What},
+    scenario::{named, Change, Scenario, Transfer, RailChange},
     summary::{summary, Summary},
 };
 
@@ -91,7 +91,7 @@ fn a_rail_that_returns_is_in_use_within_a_second_however_long_it_was_out() {
     for out_ms in [5.0, 120.0, 700.0, 1700.0] {
         let mut s = scenario("dies").slower(10.0);
         let at = |at_ms, what| Change { at_ms, rail: 1, what };
-        s.changes = vec![at(50.0, What::Lost(1.0)), at(50.0 + out_ms, What::Back)];
+        s.changes = vec![at(50.0, RailChange::Lost(1.0)), at(50.0 + out_ms, RailChange::Back)];
         s.run_ms = 50.0 + out_ms + RECOVERY_MS + 100.0;
         let figures = heals(&s, Spray::Adaptive);
         let back = &figures.returns[0];
