@@ -9,7 +9,7 @@ use fabric_moe::{
     routes::Order,
     throughput::{
         device::{AtomicWords, Form, DEPTH},
-        Far, Layout, Member, Spec, Throughput,
+        KernelMemory, Layout, Member, Spec, Throughput,
     },
 };
 use pyo3::{prelude::*, types::PyBytes};
@@ -31,7 +31,7 @@ struct MoeThroughput(DetachedDrop<Throughput>);
 
 /// Memory for an exchange that kernels carry out, as `allocate` gives it for so many bytes and
 /// words.
-fn far(py: Python<'_>, spec: &Spec, (workers, allocate): (u32, Bound<'_, PyAny>)) -> PyResult<Far> {
+fn far(py: Python<'_>, spec: &Spec, (workers, allocate): (u32, Bound<'_, PyAny>)) -> PyResult<KernelMemory> {
     let nbytes = Layout::new(*spec).or_raise(py)?.nbytes();
     let n = Form::new(spec, workers).or_raise(py)?.words;
     let (region, words, keep): (Bound<'_, Region>, usize, Py<PyAny>) =
@@ -39,7 +39,7 @@ fn far(py: Python<'_>, spec: &Spec, (workers, allocate): (u32, Bound<'_, PyAny>)
     // SAFETY: the Python caller gives so many zero words of its own, which `keep` holds; kernels
     // read and write them in turns with the host, in 8 bytes.
     let words = unsafe { AtomicWords::over(at(py, words)?, n, Arc::new(keep)) };
-    Ok(Far { region: region.get().0.clone(), words, workers })
+    Ok(KernelMemory { region: region.get().0.clone(), words, workers })
 }
 
 #[pymethods]
@@ -85,7 +85,7 @@ impl MoeThroughput {
         let config = engine.config.clone();
         if let Some(far) = far {
             let far = self::far(py, &spec, far)?;
-            let open = || Throughput::open_far(&config, spec, member, patience, far);
+            let open = || Throughput::open_with_kernels(&config, spec, member, patience, far);
             return py.detach(open).map(|t| Self(DetachedDrop::new(t))).or_raise(py);
         }
         let opened = py.detach(|| Throughput::open(&config, spec, member, patience));
@@ -233,7 +233,7 @@ impl MoeThroughput {
     }
 
     /// As `dispatch_send`, of tokens that kernels know.
-    fn far_dispatch_send(
+    fn kernel_dispatch_send(
         &self,
         py: Python<'_>,
         indices: (usize, usize),
@@ -243,21 +243,21 @@ impl MoeThroughput {
             // SAFETY: the Python caller holds the tensors during the call.
             let weights = weights.map(|w| unsafe { part(w) });
             // SAFETY: as above; the address is that of an int64 tensor.
-            self.0.far_dispatch_send(unsafe { integers(indices) }, weights)
+            self.0.kernel_dispatch_send(unsafe { integers(indices) }, weights)
         })
         .or_raise(py)
     }
 
-    fn far_dispatch_recv(&self, py: Python<'_>, rows: u64) -> PyResult<()> {
-        py.detach(|| self.0.far_dispatch_recv(rows)).or_raise(py)
+    fn kernel_dispatch_recv(&self, py: Python<'_>, rows: u64) -> PyResult<()> {
+        py.detach(|| self.0.kernel_dispatch_recv(rows)).or_raise(py)
     }
 
-    fn far_combine_send(&self, py: Python<'_>, rows: u64) -> PyResult<()> {
-        py.detach(|| self.0.far_combine_send(rows)).or_raise(py)
+    fn kernel_combine_send(&self, py: Python<'_>, rows: u64) -> PyResult<()> {
+        py.detach(|| self.0.kernel_combine_send(rows)).or_raise(py)
     }
 
     /// Of how many tokens there are sums.
-    fn far_combine_recv(&self, py: Python<'_>) -> PyResult<u32> {
-        py.detach(|| self.0.far_combine_recv()).or_raise(py)
+    fn kernel_combine_recv(&self, py: Python<'_>) -> PyResult<u32> {
+        py.detach(|| self.0.kernel_combine_recv()).or_raise(py)
     }
 }

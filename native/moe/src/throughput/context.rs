@@ -53,12 +53,12 @@ pub enum Io<'a, 'b> {
     /// The answers to them.
     Answers(Part<'a>),
     /// One of those, which kernels were told of and the host can't reach.
-    Far(Given),
+    Kernels(KernelIo),
 }
 
 /// What kernels were told of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Given {
+pub enum KernelIo {
     Tokens,
     Rows,
     Answers,
@@ -66,15 +66,15 @@ pub enum Given {
 
 impl Io<'_, '_> {
     pub fn has_tokens(&self) -> bool {
-        matches!(self, Self::Tokens(_) | Self::Far(Given::Tokens))
+        matches!(self, Self::Tokens(_) | Self::Kernels(KernelIo::Tokens))
     }
 
     pub fn takes_rows(&self) -> bool {
-        matches!(self, Self::Rows(_) | Self::Far(Given::Rows))
+        matches!(self, Self::Rows(_) | Self::Kernels(KernelIo::Rows))
     }
 
     pub fn has_answers(&self) -> bool {
-        matches!(self, Self::Answers(_) | Self::Far(Given::Answers))
+        matches!(self, Self::Answers(_) | Self::Kernels(KernelIo::Answers))
     }
 }
 

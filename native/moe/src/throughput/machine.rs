@@ -12,7 +12,7 @@ use fabric_proxy::{fifo::Pusher, raw::AtomicWords};
 use super::{
     channel::Channel,
     commands::Commands,
-    context::{Arrivals, Context, Given, Io, Stop},
+    context::{Arrivals, Context, KernelIo, Io, Stop},
     jobs::{Call, Jobs, Worker},
     layout::Layout,
     membership::{Member, Membership},
@@ -215,10 +215,10 @@ impl Machine {
     ///
     /// # Errors
     /// As [`Machine::begin`].
-    pub fn begin_far(&mut self, indices: &[i64], weights: Option<Part<'_>>) -> Result<()> {
+    pub fn begin_on_kernels(&mut self, indices: &[i64], weights: Option<Part<'_>>) -> Result<()> {
         self.check_may_dispatch("dispatch_send")?;
         let routes = self.check_routes(indices, weights)?;
-        self.start(&mut Io::Far(Given::Tokens), &routes, indices, weights)
+        self.start(&mut Io::Kernels(KernelIo::Tokens), &routes, indices, weights)
     }
 
     fn start(
@@ -470,8 +470,8 @@ impl Machine {
     ///
     /// # Errors
     /// As [`Machine::begin_answers`].
-    pub fn begin_far_answers(&mut self, rows: u64) -> Result<()> {
-        self.check_far_answers(rows)?;
+    pub fn begin_kernel_answers(&mut self, rows: u64) -> Result<()> {
+        self.check_kernel_answers(rows)?;
         self.phase = Phase::Answering;
         Ok(())
     }
@@ -506,8 +506,8 @@ impl Machine {
     ///
     /// # Errors
     /// [`EngineError::Invalid`], out of turn.
-    pub fn take_far_sums(&mut self) -> Result<u32> {
-        self.check_far_sums()?;
+    pub fn take_kernel_sums(&mut self) -> Result<u32> {
+        self.check_kernel_sums()?;
         self.phase = Phase::Idle;
         Ok(self.tokens)
     }

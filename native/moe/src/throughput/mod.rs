@@ -13,15 +13,15 @@
 //! [`grid`]).
 //!
 //! From pure to stateful: [`Spec`], [`grid`], [`layout`], [`slots`], [`membership`]; [`ring`] and the
-//! lanes ([`feed`], [`gateway`], [`take`]); [`Machine`], which needs neither thread nor clock; and
+//! lanes ([`rail_sender`], [`gateway`], [`node_receiver`]); [`Machine`], which needs neither thread nor clock; and
 //! [`Throughput`], which has both.
 
 mod admission;
 mod channel;
 mod commands;
 mod context;
-mod far;
-mod feed;
+mod kernel_calls;
+mod rail_sender;
 mod gateway;
 mod grid;
 mod jobs;
@@ -36,7 +36,7 @@ mod ring_pool;
 mod signals;
 mod slots;
 mod spec;
-mod take;
+mod node_receiver;
 mod workers;
 
 use std::{
@@ -53,8 +53,8 @@ use fabric_proxy::{Config, DeviceMemory, Engines, Event, Proxy, ProxyError};
 use parking_lot::{Mutex, MutexGuard};
 
 pub use self::{
-    context::{Given, Io},
-    far::Far,
+    context::{KernelIo, Io},
+    kernel_calls::KernelMemory,
     jobs::{Fault, Job, Outcome, Sum, Term, Ticket, To, Worker},
     layout::Layout,
     machine::{Losses, LostRank, Machine, Traffic},
@@ -301,7 +301,7 @@ impl Throughput {
     /// As [`Throughput::enter`], for a call whose rows the host moves.
     fn enter_near(&self) -> Result<(MutexGuard<'_, ()>, MutexGuard<'_, Machine>)> {
         if self.lifecycle.is_some() {
-            let text = "kernels move the rows of this exchange; use the far calls";
+            let text = "kernels move the rows of this exchange; use the kernel calls";
             return Err(EngineError::Invalid(text.into()));
         }
         self.enter()

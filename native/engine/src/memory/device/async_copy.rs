@@ -141,7 +141,7 @@ impl PendingCopy {
         }
     }
 
-    /// Sees to it that no byte is touched any more; copy engines are waited for by dropping copier.
+    /// Sees to it that no byte is touched any more; copy engines are waited for by dropping the copier.
     pub fn quiesce(&self) {
         if let Self::File(work) = self {
             work.quiesce();
@@ -240,7 +240,7 @@ impl AsyncCopier {
     }
 }
 
-/// AsyncCopier at rest of threads that wait for their copies.
+/// Idle streams of threads that wait for their copies.
 static IDLE_STREAMS: Mutex<Vec<CopyStream>> = Mutex::new(Vec::new());
 
 /// Copies between memory of `device`, of its neighbours, and of the host, and waits for the end.

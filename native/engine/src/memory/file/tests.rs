@@ -1,4 +1,4 @@
-//! Both backend, on real files.
+//! Both backends, on real files.
 
 use std::{fs, os::fd::AsRawFd, path::PathBuf, sync::Arc, time::Duration};
 

@@ -100,7 +100,7 @@ struct Due {
 #[derive(Default)]
 struct Lane {
     sent_at: u64,
-    /// Lower bounds for arrivals on an ordered link, and for group_frames of any link.
+    /// Lower bounds for arrivals on an ordered link, and for group frames of any link.
     last: u64,
     last_group_frame: u64,
 }

@@ -105,7 +105,7 @@ impl FaultyDelivery {
         }
     }
 
-    /// When the next message comes that was delayed back.
+    /// When the next message comes that was delayed.
     pub fn next(&self) -> Option<u64> {
         self.inner.lock().delayed.first_key_value().map(|((at, _), _)| *at)
     }

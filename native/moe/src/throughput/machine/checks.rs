@@ -68,7 +68,7 @@ impl Machine {
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for room that doesn't suffice, or out of turn.
-    pub fn check_far_room(&mut self, rows: u64) -> Result<Dispatched> {
+    pub fn check_kernel_room(&mut self, rows: u64) -> Result<Dispatched> {
         let placing = self.check_collecting()?;
         match rows < placing.rows {
             false => Ok(placing),
@@ -97,7 +97,7 @@ impl Machine {
     }
 
     /// The same of answers to so many rows.
-    pub(super) fn check_far_answers(&mut self, rows: u64) -> Result<()> {
+    pub(super) fn check_kernel_answers(&mut self, rows: u64) -> Result<()> {
         let all = self.check_answering()?;
         match rows < all {
             false => Ok(()),
@@ -120,7 +120,7 @@ impl Machine {
     /// # Errors
     /// [`EngineError::Invalid`].
     pub fn check_sums(&mut self, out: &PartMut<'_>, float: Float) -> Result<()> {
-        self.check_far_sums()?;
+        self.check_kernel_sums()?;
         self.spec.shape.check_sums(out, float, self.tokens)
     }
 
@@ -128,7 +128,7 @@ impl Machine {
     ///
     /// # Errors
     /// [`EngineError::Invalid`], [`EngineError::PeerLost`].
-    pub fn check_far_sums(&mut self) -> Result<()> {
+    pub fn check_kernel_sums(&mut self) -> Result<()> {
         self.check()?;
         match self.phase {
             Phase::Answered => Ok(()),

@@ -9,7 +9,7 @@ use parking_lot::MutexGuard;
 
 use super::{
     admission::check_all_here,
-    context::{Given, Io},
+    context::{KernelIo, Io},
     device::{Device, WorkerLifecycle},
     machine::Machine,
     membership::Member,
@@ -20,7 +20,7 @@ use crate::kernels::Part;
 
 /// What kernels and their exchange share.
 #[derive(Debug)]
-pub struct Far {
+pub struct KernelMemory {
     /// This rank's part of the memory.
     pub region: Region,
     /// As many as [`Form`](super::device::Form) says, all zero.
@@ -33,18 +33,18 @@ impl Throughput {
     ///
     /// # Errors
     /// As [`Throughput::open`]; [`EngineError::Invalid`] for too little memory.
-    pub fn open_far(
+    pub fn open_with_kernels(
         engine: &EngineConfig,
         spec: Spec,
         member: Member,
         timeout: Duration,
-        far: Far,
+        memory: KernelMemory,
     ) -> Result<Self> {
-        let (worker, lifecycle) = Device::new(&spec, far.workers, far.words)?;
+        let (worker, lifecycle) = Device::new(&spec, memory.workers, memory.words)?;
         let open = |i: u32| {
             let name = format!("{}.{i}", engine.name);
             let engine = TransferEngine::open(EngineConfig { name, ..engine.clone() })?;
-            let part = engine.register_again(&far.region)?;
+            let part = engine.register_again(&memory.region)?;
             Ok((Arc::new(engine), part))
         };
         let engines = (0..spec.threads).map(open).collect::<Result<_>>()?;
@@ -68,7 +68,7 @@ impl Throughput {
     }
 
     /// As [`Throughput::enter`], for a call whose rows kernels move.
-    fn enter_far(&self) -> Result<(MutexGuard<'_, ()>, MutexGuard<'_, Machine>)> {
+    fn enter_kernel_call(&self) -> Result<(MutexGuard<'_, ()>, MutexGuard<'_, Machine>)> {
         self.lifecycle()?;
         self.enter()
     }
@@ -84,45 +84,45 @@ impl Throughput {
     ///
     /// # Errors
     /// As [`Throughput::dispatch_send`].
-    pub fn far_dispatch_send(&self, indices: &[i64], weights: Option<Part<'_>>) -> Result<()> {
-        let (_caller, mut machine) = self.enter_far()?;
+    pub fn kernel_dispatch_send(&self, indices: &[i64], weights: Option<Part<'_>>) -> Result<()> {
+        let (_caller, mut machine) = self.enter_kernel_call()?;
         check_all_here(&machine)?;
         machine.check_may_dispatch("dispatch_send")?;
         machine.check_routes(indices, weights)?;
         self.drive(&mut machine, &mut Io::Nothing, |machine| machine.may_begin())?;
-        machine.begin_far(indices, weights)?;
-        self.drive(&mut machine, &mut Io::Far(Given::Tokens), |machine| machine.is_packed())
+        machine.begin_on_kernels(indices, weights)?;
+        self.drive(&mut machine, &mut Io::Kernels(KernelIo::Tokens), |machine| machine.is_packed())
     }
 
     /// As [`Throughput::dispatch_recv`], with room for so many rows.
     ///
     /// # Errors
     /// As [`Throughput::dispatch_recv`].
-    pub fn far_dispatch_recv(&self, rows: u64) -> Result<()> {
-        let (_caller, mut machine) = self.enter_far()?;
-        machine.check_far_room(rows)?;
-        self.drive(&mut machine, &mut Io::Far(Given::Rows), |machine| machine.is_collected())
+    pub fn kernel_dispatch_recv(&self, rows: u64) -> Result<()> {
+        let (_caller, mut machine) = self.enter_kernel_call()?;
+        machine.check_kernel_room(rows)?;
+        self.drive(&mut machine, &mut Io::Kernels(KernelIo::Rows), |machine| machine.is_collected())
     }
 
     /// As [`Throughput::combine_send`], with answers to so many rows.
     ///
     /// # Errors
     /// As [`Throughput::combine_send`].
-    pub fn far_combine_send(&self, rows: u64) -> Result<()> {
-        let (_caller, mut machine) = self.enter_far()?;
-        machine.begin_far_answers(rows)?;
-        self.drive(&mut machine, &mut Io::Far(Given::Answers), |machine| machine.is_answered())
+    pub fn kernel_combine_send(&self, rows: u64) -> Result<()> {
+        let (_caller, mut machine) = self.enter_kernel_call()?;
+        machine.begin_kernel_answers(rows)?;
+        self.drive(&mut machine, &mut Io::Kernels(KernelIo::Answers), |machine| machine.is_answered())
     }
 
     /// As [`Throughput::combine_recv`]: of how many tokens the sums lie where kernels put them.
     ///
     /// # Errors
     /// As [`Throughput::combine_recv`].
-    pub fn far_combine_recv(&self) -> Result<u32> {
-        let (_caller, mut machine) = self.enter_far()?;
-        machine.check_far_sums()?;
+    pub fn kernel_combine_recv(&self) -> Result<u32> {
+        let (_caller, mut machine) = self.enter_kernel_call()?;
+        machine.check_kernel_sums()?;
         self.drive(&mut machine, &mut Io::Nothing, |machine| machine.is_summed())?;
         *self.left_out.lock() = machine.left_out().to_vec();
-        machine.take_far_sums()
+        machine.take_kernel_sums()
     }
 }

@@ -14,7 +14,7 @@ use super::{
 };
 
 #[derive(Debug)]
-pub struct Take {
+pub struct NodeReceiver {
     channel: u32,
     pub source: u32,
     reader: Reader,
@@ -32,7 +32,7 @@ pub struct Take {
     answering: PendingJobs<Vec<u64>>,
 }
 
-impl Take {
+impl NodeReceiver {
     pub fn new(ctx: &Context, pool: &mut RingPool, channel: u32, source: u32) -> Self {
         let node = ctx.grid.node_of(source);
         let gateway = ctx.grid.at(ctx.grid.node(), ctx.grid.local_of(source));

@@ -11,7 +11,7 @@ use super::{
 
 /// One lane of this rank's own to its gateway on another node.
 #[derive(Debug)]
-pub struct Feed {
+pub struct RailSender {
     channel: u32,
     pub node: u32,
     pub ring: Outbound,
@@ -23,7 +23,7 @@ pub struct Feed {
     pub sums: Reader,
 }
 
-impl Feed {
+impl RailSender {
     pub fn new(ctx: &Context, pool: &mut RingPool, channel: u32, node: u32) -> Self {
         let gateway = ctx.grid.at(node, ctx.grid.local());
         let own = ctx.grid.node();
