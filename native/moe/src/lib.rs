@@ -26,4 +26,4 @@ mod shape;
 pub mod throughput;
 
 pub use exchange::{AllToAll, Dispatched, Lost, MessageKind};
-pub use shape::{Back, Shape};
+pub use shape::{AnswerFormat, Shape};

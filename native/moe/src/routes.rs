@@ -242,10 +242,10 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{kernels::Float, Back};
+    use crate::{kernels::Float, AnswerFormat};
 
     fn shape(ranks: u32, local: u32, topk: u32, max_tokens: u32) -> Shape {
-        let back = Back { elements: 4, float: Float::F32 };
+        let back = AnswerFormat { elements: 4, float: Float::F32 };
         Shape {
             ranks,
             experts: ranks * local,

@@ -10,7 +10,7 @@ use fabric_engine::{
 use fabric_moe::{
     kernels::{Float, Part, PartMut},
     routes::Order,
-    AllToAll, Back, Shape,
+    AllToAll, AnswerFormat, Shape,
 };
 use serde::Serialize;
 
@@ -70,7 +70,7 @@ struct Rank {
 
 pub fn run(options: &Options) -> Result<(), String> {
     let said = |e: fabric_engine::EngineError| e.to_string();
-    let back = Back { elements: options.elements, float: Float::Bf16 };
+    let back = AnswerFormat { elements: options.elements, float: Float::Bf16 };
     let shape = Shape {
         ranks: options.ranks,
         experts: options.experts,

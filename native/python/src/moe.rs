@@ -122,7 +122,7 @@ impl MoeExchange {
         #[pyo3(from_py_with = checked_int)] shared_rows: Option<u32>,
         allocate: Option<Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
-        let back = moe::Back { elements, float: float(py, dtype)? };
+        let back = moe::AnswerFormat { elements, float: float(py, dtype)? };
         let shape = moe::Shape {
             ranks,
             experts,

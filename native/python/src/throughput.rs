@@ -8,7 +8,7 @@ use fabric_moe::{
     kernels::{Part, PartMut},
     routes::Order,
     throughput::{
-        device::{AtomicWords, Form, DEPTH},
+        device::{AtomicWords, QueueLayout, DEPTH},
         KernelMemory, Layout, Member, Spec, Throughput,
     },
 };
@@ -33,7 +33,7 @@ struct MoeThroughput(DetachedDrop<Throughput>);
 /// words.
 fn far(py: Python<'_>, spec: &Spec, (workers, allocate): (u32, Bound<'_, PyAny>)) -> PyResult<KernelMemory> {
     let nbytes = Layout::new(*spec).or_raise(py)?.nbytes();
-    let n = Form::new(spec, workers).or_raise(py)?.words;
+    let n = QueueLayout::new(spec, workers).or_raise(py)?.words;
     let (region, words, keep): (Bound<'_, Region>, usize, Py<PyAny>) =
         allocate.call1((nbytes, n))?.extract()?;
     // SAFETY: the Python caller gives so many zero words of its own, which `keep` holds; kernels
@@ -68,7 +68,7 @@ impl MoeThroughput {
         #[pyo3(from_py_with = checked_int)] incarnation: u32,
         far: Option<(u32, Bound<'_, PyAny>)>,
     ) -> PyResult<Self> {
-        let back = moe::Back { elements, float: float(py, dtype)? };
+        let back = moe::AnswerFormat { elements, float: float(py, dtype)? };
         let shape = moe::Shape {
             ranks,
             experts,
@@ -218,8 +218,8 @@ impl MoeThroughput {
         #[pyo3(from_py_with = checked_int)] workers: u32,
     ) -> PyResult<(usize, usize, usize, u64, u64)> {
         let spec = self.0.spec();
-        let form = Form::new(&spec, workers).or_raise(py)?;
-        Ok((form.jobs, form.job, DEPTH, spec.out_stride(), spec.meta()))
+        let queue_layout = QueueLayout::new(&spec, workers).or_raise(py)?;
+        Ok((queue_layout.jobs, queue_layout.job, DEPTH, spec.out_stride(), spec.meta()))
     }
 
     /// The number of the next call, which its workers are launched with.

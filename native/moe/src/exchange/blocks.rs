@@ -83,10 +83,10 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{kernels::Float, Back};
+    use crate::{kernels::Float, AnswerFormat};
 
     fn shape() -> Shape {
-        let back = Back { elements: 4, float: Float::F32 };
+        let back = AnswerFormat { elements: 4, float: Float::F32 };
         Shape {
             ranks: 3,
             experts: 6,

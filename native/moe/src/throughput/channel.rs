@@ -4,10 +4,10 @@ use std::{collections::VecDeque, ops::Range};
 
 use super::{
     commands::Commands,
-    context::{Arrivals, Context, Stop},
+    context::{Arrivals, Context, StopCause},
     rail_sender::RailSender,
     gateway::Gateway,
-    jobs::{Call, Job, PendingJobs, Sum, Term, To},
+    jobs::{Call, Job, PendingJobs, Sum, Term, SumTarget},
     machine::Traffic,
     ring_pool::RingPool,
     slots::Preamble,
@@ -145,7 +145,7 @@ impl Channel {
     }
 
     /// Puts this rank's tokens where they are sent from; whether there was anything to do.
-    pub fn pack(&mut self, ctx: &Context, call: &mut Call<'_, '_, '_>) -> Result<bool, Stop> {
+    pub fn pack(&mut self, ctx: &Context, call: &mut Call<'_, '_, '_>) -> Result<bool, StopCause> {
         let mut moved = false;
         while call.may_begin() {
             let job = if let Some((to, bytes)) = self.preambles.pop_front() {
@@ -177,7 +177,7 @@ impl Channel {
         ctx: &Context,
         arrivals: &mut Arrivals,
         call: &mut Call<'_, '_, '_>,
-    ) -> Result<bool, Stop> {
+    ) -> Result<bool, StopCause> {
         let mut moved = self.pack(ctx, call)?;
         let packed = self.is_packed();
         for sender in self.rail_senders.iter_mut().filter(|_| packed) {
@@ -193,7 +193,7 @@ impl Channel {
     }
 
     /// Does what can be done about answers; whether that was anything.
-    pub fn combine(&mut self, ctx: &Context, call: &mut Call<'_, '_, '_>) -> Result<bool, Stop> {
+    pub fn combine(&mut self, ctx: &Context, call: &mut Call<'_, '_, '_>) -> Result<bool, StopCause> {
         let mut moved = false;
         for sender in &mut self.rail_senders {
             moved |= sender.sums.freshen(ctx, &mut self.commands, call)?;
@@ -218,7 +218,7 @@ impl Channel {
 
     /// Has the nodes' sums of up to a chunk of tokens summed; whether there was one of which all
     /// are there (RS-1).
-    fn sum_some(&mut self, ctx: &Context, call: &mut Call<'_, '_, '_>) -> Result<bool, Stop> {
+    fn sum_some(&mut self, ctx: &Context, call: &mut Call<'_, '_, '_>) -> Result<bool, StopCause> {
         let (mut sums, mut terms) = (Vec::new(), Vec::new());
         while sums.len() < ctx.spec.chunk as usize && !self.part.is_empty() {
             let token = self.part.start;
@@ -238,13 +238,13 @@ impl Channel {
             (sender.sums.ring.taken, last)
         };
         let read = self.rail_senders.iter().map(read).collect();
-        self.summing.begin(call, ctx.exchange, Job::Sum { to: To::Total, sums, terms }, read);
+        self.summing.begin(call, ctx.exchange, Job::Sum { to: SumTarget::Total, sums, terms }, read);
         Ok(true)
     }
 
     /// Whether a token, all of whose predecessors have theirs, has the sums of all nodes that it
     /// went to.
-    fn has_all_sums(&self, ctx: &Context, token: u32) -> Result<bool, Stop> {
+    fn has_all_sums(&self, ctx: &Context, token: u32) -> Result<bool, StopCause> {
         let own = ctx.grid.node() as usize;
         let (tokens, made) = self.own_sums();
         if tokens.get(self.next[own]) == Some(&token) && self.next[own] >= made {

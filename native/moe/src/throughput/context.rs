@@ -18,7 +18,7 @@ use crate::{
 
 /// Why an exchange can't continue.
 #[derive(Debug)]
-pub enum Stop {
+pub enum StopCause {
     /// A rank violated the protocol.
     Peer {
         rank: u32,
@@ -31,15 +31,15 @@ pub enum Stop {
     Engine(EngineError),
 }
 
-impl From<EngineError> for Stop {
+impl From<EngineError> for StopCause {
     fn from(error: EngineError) -> Self {
         Self::Engine(error)
     }
 }
 
 /// Says of which rank something can't be.
-pub fn by(rank: u32) -> impl Fn(String) -> Stop {
-    move |cause| Stop::Peer { rank, cause }
+pub fn by(rank: u32) -> impl Fn(String) -> StopCause {
+    move |cause| StopCause::Peer { rank, cause }
 }
 
 /// What the caller's call gives.

@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 
 use super::{
     commands::Commands,
-    context::{bits, by, Arrivals, Context, Stop},
+    context::{bits, by, Arrivals, Context, StopCause},
     grid::Family,
     jobs::{Call, Job, PendingJobs},
     reader::Reader,
@@ -243,7 +243,7 @@ impl Gateway {
         commands: &mut Commands,
         arrivals: &mut Arrivals,
         call: &mut Call<'_, '_, '_>,
-    ) -> Result<bool, Stop> {
+    ) -> Result<bool, StopCause> {
         let mut moved = false;
         for ring in self.targets.iter_mut().flatten() {
             moved |= ring.update(&ctx.words, commands).map_err(by(ring.layout.partner))?;
@@ -270,7 +270,7 @@ impl Gateway {
         commands: &mut Commands,
         arrivals: &mut Arrivals,
         call: &mut Call<'_, '_, '_>,
-    ) -> Result<bool, Stop> {
+    ) -> Result<bool, StopCause> {
         if self.targets.iter().flatten().any(|ring| ring.room() == 0) {
             return Ok(false);
         }
@@ -319,7 +319,7 @@ impl Gateway {
         commands: &mut Commands,
         arrivals: &mut Arrivals,
         call: &mut Call<'_, '_, '_>,
-    ) -> Result<bool, Stop> {
+    ) -> Result<bool, StopCause> {
         let rows = self.rows.as_ref().map_or(0, |p| p.rows as usize);
         let (left, meta) = (rows - self.records.len(), ctx.spec.meta());
         let ready = match &mut self.input {
@@ -381,7 +381,7 @@ impl Gateway {
 
     /// When a lane has ended: each rank here got as many tokens as the preamble said, and this one
     /// as many rows (RS-1).
-    fn check_counts(&self, ctx: &Context, arrivals: &Arrivals) -> Result<(), Stop> {
+    fn check_counts(&self, ctx: &Context, arrivals: &Arrivals) -> Result<(), StopCause> {
         let Some(preamble) = self.rows.as_ref().filter(|_| self.is_read()) else { return Ok(()) };
         for (local, want) in preamble.rows_to.iter().enumerate() {
             let got = self.records.iter().filter(|(_, mask)| mask >> local & 1 == 1).count();

@@ -8,7 +8,7 @@ use std::{cmp::Ordering, collections::VecDeque, fmt};
 use fabric_engine::EngineError;
 
 use super::{
-    context::{by, Io, Stop},
+    context::{by, Io, StopCause},
     slots::{compare_era, read_head, Kind, HEAD},
 };
 
@@ -24,12 +24,12 @@ pub enum Job {
     /// Tokens to rows of the caller's: of each, its slot and how many of `rows` are its.
     Take { tokens: Vec<(u64, u32)>, rows: Vec<u32> },
     /// A sum for each token.
-    Sum { to: To, sums: Vec<Sum>, terms: Vec<Term> },
+    Sum { to: SumTarget, sums: Vec<Sum>, terms: Vec<Term> },
 }
 
 /// Where sums go, and what of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum To {
+pub enum SumTarget {
     /// A rank's answer, of rows, to a slot.
     Answer,
     /// A node's sum of its ranks' answers, to a slot.
@@ -40,7 +40,7 @@ pub enum To {
     Total,
 }
 
-impl To {
+impl SumTarget {
     /// What the slots hold that are summed.
     pub fn addends(self) -> Kind {
         match self {
@@ -71,11 +71,11 @@ pub enum Term {
 }
 
 /// What came of a job: the bytes of [`Job::Look`], for others none.
-pub type Outcome = Result<Vec<u8>, Fault>;
+pub type JobResult = Result<Vec<u8>, JobError>;
 
 /// Why a job came to nothing.
 #[derive(Clone, Debug)]
-pub enum Fault {
+pub enum JobError {
     /// The slot of a rank says something else.
     Slot {
         from: u32,
@@ -86,14 +86,14 @@ pub enum Fault {
     Engine(EngineError),
 }
 
-impl Fault {
-    pub fn stop(self, exchange: u32) -> Stop {
+impl JobError {
+    pub fn stop(self, exchange: u32) -> StopCause {
         let (from, kind, token, head) = match self {
             Self::Slot { from, kind, token, head } => (from, kind, token, head),
             Self::Engine(error) => return error.into(),
         };
         if compare_era(&head, exchange) == Ordering::Greater {
-            return Stop::Ahead { rank: from };
+            return StopCause::Ahead { rank: from };
         }
         let cause = match read_head(&head, kind, exchange) {
             Ok(said) if kind == Kind::Sum => {
@@ -107,7 +107,7 @@ impl Fault {
 }
 
 /// What a worker calls a job.
-pub type Ticket = u64;
+pub type JobId = u64;
 
 /// What carries jobs out.
 pub trait Worker: fmt::Debug + Send {
@@ -115,13 +115,13 @@ pub trait Worker: fmt::Debug + Send {
     fn has_room(&self) -> bool;
 
     /// Begins a job of an exchange, if there is room, under a number that no other has.
-    fn begin(&mut self, ticket: Ticket, job: Job, exchange: u32, io: &mut Io<'_, '_>);
+    fn begin(&mut self, job_id: JobId, job: Job, exchange: u32, io: &mut Io<'_, '_>);
 
     /// Goes on with what was begun.
     fn go_on(&mut self, _io: &mut Io<'_, '_>) {}
 
     /// What came of a job, once it is done; asked for until then.
-    fn outcome(&mut self, ticket: Ticket) -> Option<Outcome>;
+    fn result(&mut self, job_id: JobId) -> Option<JobResult>;
 
     /// The sums for the caller, elements of each token behind one another, if they are on the host.
     fn totals(&self) -> &[f32];
@@ -134,8 +134,8 @@ pub trait Worker: fmt::Debug + Send {
 #[derive(Debug)]
 pub struct Jobs {
     worker: Box<dyn Worker>,
-    next: Ticket,
-    under_way: Vec<Ticket>,
+    next: JobId,
+    under_way: Vec<JobId>,
     /// Nothing new is begun: the caller goes elsewhere when what was is done.
     pub resting: bool,
 }
@@ -154,7 +154,7 @@ impl Jobs {
         self.worker.go_on(io);
         let before = self.under_way.len();
         let worker = &mut self.worker;
-        self.under_way.retain(|ticket| worker.outcome(*ticket).is_none());
+        self.under_way.retain(|job_id| worker.result(*job_id).is_none());
         self.under_way.len() < before
     }
 
@@ -187,7 +187,7 @@ impl Call<'_, '_, '_> {
 
 /// Jobs of one kind of a lane, in their order, and what follows from each.
 #[derive(Debug)]
-pub struct PendingJobs<T>(VecDeque<(Ticket, T)>);
+pub struct PendingJobs<T>(VecDeque<(JobId, T)>);
 
 impl<T> Default for PendingJobs<T> {
     fn default() -> Self {
@@ -199,11 +199,11 @@ impl<T> PendingJobs<T> {
     /// Begins a job, for which there is room.
     pub fn begin(&mut self, call: &mut Call<'_, '_, '_>, exchange: u32, job: Job, then: T) {
         let jobs = &mut *call.jobs;
-        let ticket = jobs.next;
+        let job_id = jobs.next;
         jobs.next += 1;
-        jobs.under_way.push(ticket);
-        jobs.worker.begin(ticket, job, exchange, call.io);
-        self.0.push_back((ticket, then));
+        jobs.under_way.push(job_id);
+        jobs.worker.begin(job_id, job, exchange, call.io);
+        self.0.push_back((job_id, then));
     }
 
     /// What follows from the first one, and what came of it, once it is done.
@@ -214,13 +214,13 @@ impl<T> PendingJobs<T> {
         &mut self,
         call: &mut Call<'_, '_, '_>,
         exchange: u32,
-    ) -> Result<Option<(T, Vec<u8>)>, Stop> {
-        let Some((ticket, _)) = self.0.front() else { return Ok(None) };
-        let Some(outcome) = call.jobs.worker.outcome(*ticket) else { return Ok(None) };
-        let ticket = *ticket;
-        call.jobs.under_way.retain(|t| *t != ticket);
+    ) -> Result<Option<(T, Vec<u8>)>, StopCause> {
+        let Some((job_id, _)) = self.0.front() else { return Ok(None) };
+        let Some(result) = call.jobs.worker.result(*job_id) else { return Ok(None) };
+        let job_id = *job_id;
+        call.jobs.under_way.retain(|t| *t != job_id);
         let then = self.0.pop_front().map(|(_, then)| then);
-        let bytes = outcome.map_err(|fault| fault.stop(exchange))?;
+        let bytes = result.map_err(|fault| fault.stop(exchange))?;
         Ok(then.map(|then| (then, bytes)))
     }
 

@@ -23,7 +23,7 @@ use crate::kernels::Part;
 pub struct KernelMemory {
     /// This rank's part of the memory.
     pub region: Region,
-    /// As many as [`Form`](super::device::Form) says, all zero.
+    /// As many as [`QueueLayout`](super::device::QueueLayout) says, all zero.
     pub words: AtomicWords,
     pub workers: u32,
 }

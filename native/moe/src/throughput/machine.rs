@@ -12,7 +12,7 @@ use fabric_proxy::{fifo::Pusher, raw::AtomicWords};
 use super::{
     channel::Channel,
     commands::Commands,
-    context::{Arrivals, Context, KernelIo, Io, Stop},
+    context::{Arrivals, Context, KernelIo, Io, StopCause},
     jobs::{Call, Jobs, Worker},
     layout::Layout,
     membership::{Member, Membership},
@@ -316,7 +316,7 @@ impl Machine {
         self.hear()?;
         let moved = match self.go_on(io) {
             Ok(moved) => moved,
-            Err(Stop::Ahead { rank }) => {
+            Err(StopCause::Ahead { rank }) => {
                 self.overtaken_by = Some(rank);
                 true
             }
@@ -370,7 +370,7 @@ impl Machine {
         self.quiet_since = None;
     }
 
-    fn go_on(&mut self, io: &mut Io<'_, '_>) -> Result<bool, Stop> {
+    fn go_on(&mut self, io: &mut Io<'_, '_>) -> Result<bool, StopCause> {
         let mut moved = false;
         if self.is_abandoned || self.overtaken_by.is_some() {
             moved |= self.is_abandoned && self.jobs.discard(io);
@@ -534,11 +534,11 @@ impl Machine {
         all.map(Commands::has_left).fold(true, |all, one| all & one)
     }
 
-    fn stop(&mut self, stop: Stop) -> EngineError {
+    fn stop(&mut self, stop: StopCause) -> EngineError {
         match stop {
-            Stop::Engine(error) => error,
-            Stop::Ahead { .. } => EngineError::Closed,
-            Stop::Peer { rank, cause } => {
+            StopCause::Engine(error) => error,
+            StopCause::Ahead { .. } => EngineError::Closed,
+            StopCause::Peer { rank, cause } => {
                 let cause =
                     format!("it broke the protocol: {cause}; run the same version everywhere");
                 self.fail(rank, cause);

@@ -55,7 +55,7 @@ use parking_lot::{Mutex, MutexGuard};
 pub use self::{
     context::{KernelIo, Io},
     kernel_calls::KernelMemory,
-    jobs::{Fault, Job, Outcome, Sum, Term, Ticket, To, Worker},
+    jobs::{JobError, Job, JobResult, Sum, Term, JobId, SumTarget, Worker},
     layout::Layout,
     machine::{Losses, LostRank, Machine, Traffic},
     membership::Member,

@@ -3,9 +3,9 @@
 
 use super::{
     commands::Commands,
-    context::{by, Arrivals, Context, Stop},
+    context::{by, Arrivals, Context, StopCause},
     grid::Family,
-    jobs::{Call, Job, PendingJobs, Sum, To},
+    jobs::{Call, Job, PendingJobs, Sum, SumTarget},
     reader::Reader,
     received::Received,
     ring::Outbound,
@@ -98,7 +98,7 @@ impl NodeReceiver {
         commands: &mut Commands,
         arrivals: &mut Arrivals,
         call: &mut Call<'_, '_, '_>,
-    ) -> Result<bool, Stop> {
+    ) -> Result<bool, StopCause> {
         let before = (self.reader.ring.taken, self.taken);
         if self.reader.freshen(ctx, commands, call)? {
             self.taken = self.reader.ring.taken;
@@ -122,7 +122,7 @@ impl NodeReceiver {
         ctx: &Context,
         arrivals: &mut Arrivals,
         call: &mut Call<'_, '_, '_>,
-    ) -> Result<(), Stop> {
+    ) -> Result<(), StopCause> {
         let nbytes = ctx.spec.preamble();
         if self.reader.look(ctx, call, nbytes, 1)? == 0 {
             return Ok(());
@@ -146,7 +146,7 @@ impl NodeReceiver {
         ctx: &Context,
         arrivals: &mut Arrivals,
         call: &mut Call<'_, '_, '_>,
-    ) -> Result<bool, Stop> {
+    ) -> Result<bool, StopCause> {
         let (meta, before) = (ctx.spec.meta(), self.received.tokens.len());
         let left = u64::from(self.rows.unwrap_or(0)) - before as u64;
         let n = self.reader.look(ctx, call, meta, left)?.min(ctx.spec.chunk.into());
@@ -175,7 +175,7 @@ impl NodeReceiver {
         ctx: &Context,
         commands: &mut Commands,
         call: &mut Call<'_, '_, '_>,
-    ) -> Result<bool, Stop> {
+    ) -> Result<bool, StopCause> {
         let mut moved =
             self.answers.update(&ctx.words, commands).map_err(by(self.answers.layout.partner))?;
         while call.io.has_answers() && call.may_begin() && self.make_answers(ctx, call) {
@@ -207,7 +207,7 @@ impl NodeReceiver {
         let sums: Vec<Sum> = (0..n).map(sum).collect();
         let from = sums.iter().map(|sum| sum.at).collect();
         self.answered += n;
-        let job = Job::Sum { to: To::Answer, sums, terms };
+        let job = Job::Sum { to: SumTarget::Answer, sums, terms };
         self.answering.begin(call, ctx.exchange, job, from);
         true
     }

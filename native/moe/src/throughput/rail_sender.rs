@@ -2,7 +2,7 @@
 
 use super::{
     commands::Commands,
-    context::{by, Context, Stop},
+    context::{by, Context, StopCause},
     grid::Family,
     reader::Reader,
     ring::Outbound,
@@ -52,7 +52,7 @@ impl RailSender {
     }
 
     /// Sends whole chunks, as far as the ring has room; whether it sent any.
-    pub fn step(&mut self, ctx: &Context, commands: &mut Commands) -> Result<bool, Stop> {
+    pub fn step(&mut self, ctx: &Context, commands: &mut Commands) -> Result<bool, StopCause> {
         let mut moved =
             self.ring.update(&ctx.words, commands).map_err(by(self.ring.layout.partner))?;
         let all = 1 + self.tokens.len();

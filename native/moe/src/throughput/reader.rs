@@ -8,7 +8,7 @@ use std::cmp::Ordering::{Equal, Greater, Less};
 
 use super::{
     commands::Commands,
-    context::{by, Context, Stop},
+    context::{by, Context, StopCause},
     jobs::{Call, Job, PendingJobs},
     ring::Inbound,
     slots::{compare_era, HEAD},
@@ -31,7 +31,7 @@ impl Reader {
     }
 
     /// Slots of this era that have come and weren't read, looked at or not.
-    pub fn ready(&self, ctx: &Context) -> Result<u64, Stop> {
+    pub fn ready(&self, ctx: &Context) -> Result<u64, StopCause> {
         if !self.ring.fresh || self.is_ahead {
             return Ok(0);
         }
@@ -44,7 +44,7 @@ impl Reader {
         ctx: &Context,
         commands: &mut Commands,
         call: &mut Call<'_, '_, '_>,
-    ) -> Result<bool, Stop> {
+    ) -> Result<bool, StopCause> {
         if self.ring.fresh || self.is_ahead {
             return Ok(false);
         }
@@ -80,7 +80,7 @@ impl Reader {
         call: &mut Call<'_, '_, '_>,
         nbytes: u64,
         left: u64,
-    ) -> Result<u64, Stop> {
+    ) -> Result<u64, StopCause> {
         let seen = self.seen(nbytes);
         if self.ring.fresh && self.looking.is_empty() && call.may_begin() {
             let ready = self.ready(ctx)?.min(left);

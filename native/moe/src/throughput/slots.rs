@@ -146,10 +146,10 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{kernels::Float, Back, Shape};
+    use crate::{kernels::Float, AnswerFormat, Shape};
 
     fn spec() -> Spec {
-        let back = Back { elements: 4, float: Float::F32 };
+        let back = AnswerFormat { elements: 4, float: Float::F32 };
         let shape = Shape {
             ranks: 4,
             experts: 8,

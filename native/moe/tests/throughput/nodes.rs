@@ -12,7 +12,7 @@ use fabric_engine::{
 use fabric_moe::{
     kernels::Float,
     throughput::{
-        device::{AtomicWords, Form},
+        device::{AtomicWords, QueueLayout},
         KernelMemory, Layout, Member, Spec, Throughput,
     },
 };
@@ -111,7 +111,7 @@ fn calls_for_the_other_kind_of_exchange_are_refused() {
     let config = EngineConfig { transports: vec![TransportKind::Shm], ..EngineConfig::default() };
     let engine = TransferEngine::open(config.clone()).unwrap();
     let region = engine.alloc(Layout::new(spec).unwrap().nbytes()).unwrap();
-    let words = AtomicWords::allocate(Form::new(&spec, 1).unwrap().words);
+    let words = AtomicWords::allocate(QueueLayout::new(&spec, 1).unwrap().words);
     let timeout = Duration::from_secs(60);
     let memory = KernelMemory { region, words, workers: 1 };
     let on_kernels = Throughput::open_with_kernels(&config, spec, Member { rank: 0, incarnation: 0 }, timeout, memory)

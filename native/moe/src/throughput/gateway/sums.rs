@@ -3,8 +3,8 @@
 use super::{
     super::{
         commands::Commands,
-        context::{bits, by, Context, Stop},
-        jobs::{Call, Job, Sum, Term, To},
+        context::{bits, by, Context, StopCause},
+        jobs::{Call, Job, Sum, Term, SumTarget},
         reader::Reader,
     },
     Gateway, Output, Summing,
@@ -18,7 +18,7 @@ impl Gateway {
         ctx: &Context,
         commands: &mut Commands,
         call: &mut Call<'_, '_, '_>,
-    ) -> Result<bool, Stop> {
+    ) -> Result<bool, StopCause> {
         let mut moved = false;
         if let Output::Ring { ring, .. } = &mut self.output {
             moved = ring.update(&ctx.words, commands).map_err(by(ring.layout.partner))?;
@@ -38,7 +38,7 @@ impl Gateway {
     }
 
     /// How many tokens all have answered and there is room for, up to a chunk (RS-1).
-    fn summable(&self, ctx: &Context, call: &Call<'_, '_, '_>) -> Result<usize, Stop> {
+    fn summable(&self, ctx: &Context, call: &Call<'_, '_, '_>) -> Result<usize, StopCause> {
         let most = match &self.output {
             Output::Own => ctx.spec.chunk as usize,
             Output::Ring { ring, .. } => {
@@ -98,8 +98,8 @@ impl Gateway {
         }
         self.summed += n;
         let (to, from) = match &self.output {
-            Output::Own => (To::Node, Vec::new()),
-            Output::Ring { .. } => (To::Slot, sums.iter().map(|sum| sum.at).collect()),
+            Output::Own => (SumTarget::Node, Vec::new()),
+            Output::Ring { .. } => (SumTarget::Slot, sums.iter().map(|sum| sum.at).collect()),
         };
         let read = self.answers.iter().map(|r| r.as_ref().map_or(0, |r| r.ring.taken)).collect();
         let then = Summing { tokens: n, from, read };
@@ -112,7 +112,7 @@ impl Gateway {
         ctx: &Context,
         commands: &mut Commands,
         call: &mut Call<'_, '_, '_>,
-    ) -> Result<bool, Stop> {
+    ) -> Result<bool, StopCause> {
         let mut moved = false;
         while let Some((one, _)) = self.summing.done(call, ctx.exchange)? {
             self.made += one.tokens;
