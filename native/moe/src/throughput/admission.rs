@@ -61,14 +61,14 @@ impl Throughput {
         let (_caller, mut machine) = self.enter()?;
         self.follow_masks(&mut machine);
         self.take_events(&mut machine);
-        machine.listen();
+        machine.note_losses();
         machine.check_goes_on()?;
         machine.check_between(rank)?;
         machine.give_up_gone(rank);
         self.wait_for_end(&mut machine, rank)?;
         machine.admit(Member { rank, incarnation: descriptor.incarnation }, &descriptor.events)?;
         self.proxy.join(&proxy).map_err(engine_error)?;
-        self.note(&machine);
+        self.publish_membership(&machine);
         Ok(rank)
     }
 
@@ -78,7 +78,7 @@ impl Throughput {
         loop {
             self.take_events(machine);
             // Meanwhile other ranks may wait for this rank, or give up a rank.
-            machine.listen();
+            machine.note_losses();
             machine.check_goes_on()?;
             machine.beat(Time::now(), self.timeout());
             machine.flush()?;
@@ -124,7 +124,7 @@ impl Throughput {
         let mut machine = self.machine.lock();
         self.follow_masks(&mut machine);
         self.tell(&mut machine);
-        self.note(&machine);
+        self.publish_membership(&machine);
         Ok(())
     }
 

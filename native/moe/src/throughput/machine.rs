@@ -313,7 +313,7 @@ impl Machine {
     /// # Errors
     /// [`EngineError::PeerLost`]: a rank was given up, here or by others.
     pub fn step(&mut self, now: Time, timeout: Duration, io: &mut Io<'_, '_>) -> Result<bool> {
-        self.hear()?;
+        self.process_signals()?;
         let moved = match self.go_on(io) {
             Ok(moved) => moved,
             Err(StopCause::Ahead { rank }) => {

@@ -325,20 +325,20 @@ impl Throughput {
             machine.rest(true);
             if self.step_until(machine, io, |machine| !machine.is_at_work()).is_err() {
                 // Losses meanwhile are reported by the next call.
-                machine.say_again();
-                self.put_down(machine, io);
+                machine.report_again();
+                self.release_memory(machine, io);
             }
             machine.rest(false);
         }
         if there.is_err() {
-            self.put_down(machine, io);
+            self.release_memory(machine, io);
         }
-        self.note(machine);
+        self.publish_membership(machine);
         there
     }
 
     /// Waits until no memory of the caller is in use.
-    fn put_down(&self, machine: &mut Machine, io: &mut Io<'_, '_>) {
+    fn release_memory(&self, machine: &mut Machine, io: &mut Io<'_, '_>) {
         let end = Instant::now() + machine::own_job_timeout(self.timeout());
         while machine.is_abandoned() && !machine.finish_jobs(io) {
             std::thread::sleep(Duration::from_micros(50));
@@ -353,7 +353,7 @@ impl Throughput {
     }
 
     /// Updates the state that other threads read between calls.
-    fn note(&self, machine: &Machine) {
+    fn publish_membership(&self, machine: &Machine) {
         *self.here.lock() = machine.here();
     }
 
@@ -387,7 +387,7 @@ impl Throughput {
     fn step(&self, machine: &mut Machine, io: &mut Io<'_, '_>) -> Result<bool> {
         self.follow_masks(machine);
         // A rank's reports of losses arrive before its own end.
-        machine.hear()?;
+        machine.process_signals()?;
         self.take_events(machine);
         self.mask_lost(machine);
         machine.step(Time::now(), self.timeout(), io)

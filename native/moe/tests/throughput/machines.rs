@@ -205,7 +205,7 @@ impl Rank {
                 .take_masked(now, timeout)
                 .into_iter()
                 .for_each(|rank| membership.mask(rank as usize));
-            let stepped = machine.hear().and_then(|()| machine.step(now, timeout, io));
+            let stepped = machine.process_signals().and_then(|()| machine.step(now, timeout, io));
             if stepped.is_err() && machine.is_abandoned() {
                 // What was given is in use until then.
                 if !(0..10_000).any(|_| machine.finish_jobs(io)) {

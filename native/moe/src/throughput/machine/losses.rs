@@ -101,7 +101,7 @@ impl Machine {
 
     /// Takes the losses that the last call reported: they are reported again if ranks are lost
     /// again.
-    pub fn say_again(&mut self) {
+    pub fn report_again(&mut self) {
         self.unreported_losses.splice(..0, self.reported_losses.drain(..));
     }
 
@@ -257,13 +257,13 @@ impl Machine {
     ///
     /// # Errors
     /// As [`Machine::check`].
-    pub fn hear(&mut self) -> Result<()> {
-        self.listen();
+    pub fn process_signals(&mut self) -> Result<()> {
+        self.note_losses();
         self.check()
     }
 
-    /// As [`Machine::hear`], for a call that leaves it to the next one to say so.
-    pub fn listen(&mut self) {
+    /// As [`Machine::process_signals`], for a call that leaves it to the next one to say so.
+    pub fn note_losses(&mut self) {
         for rank in 0..self.ctx.grid.ranks {
             if !self.ctx.here[rank as usize] {
                 let next = self.membership.next_incarnation(rank);
