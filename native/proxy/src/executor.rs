@@ -24,7 +24,7 @@ use crate::{
     inbox::{Inbox, MembershipChange},
     liveness::Liveness,
     order::ENTRY,
-    peer::{Peer, PostedRequest, State},
+    peer::{Peer, PostedRequest, RankState},
     raw::AtomicWords,
     symmetric::SymmetricMemory,
     tag::EPOCHS,
@@ -283,7 +283,7 @@ impl Executor {
     /// The other ranks of a scope that take part.
     fn participants(&self, scope: Scope) -> impl Iterator<Item = usize> + '_ {
         let (own, per_node) = (self.config.rank, self.config.per_node);
-        let there = self.peers.iter().enumerate().filter(|(_, p)| p.state == State::Alive);
+        let there = self.peers.iter().enumerate().filter(|(_, p)| p.state == RankState::Alive);
         there
             .map(|(rank, _)| rank)
             .filter(move |r| *r != own && (scope == Scope::All || r % per_node == own % per_node))

@@ -11,7 +11,7 @@ use parking_lot::MutexGuard;
 use super::{
     conditions::Condition,
     link::{ExportedRegions, Link, MessageKind, PeerEndpoint, MESSAGE_KINDS},
-    state::{Lost, State},
+    state::{LostPeer, ExchangeState},
     AllToAll, Inner,
 };
 use crate::{
@@ -62,7 +62,7 @@ impl AllToAll {
             });
         }
         // Another thread may have exported memory meanwhile.
-        let free = |state: &State, rank| {
+        let free = |state: &ExchangeState, rank| {
             let exported =
                 state.exported[rank as usize].is_some() || state.revoking.contains(&rank);
             wanted(rank) && !state.knows(rank) && !exported
@@ -155,7 +155,7 @@ impl AllToAll {
     }
 
     /// Ranks that were given up and haven't joined again, in order of loss.
-    pub fn lost(&self) -> Vec<Lost> {
+    pub fn lost(&self) -> Vec<LostPeer> {
         self.inner.state.lock().lost.clone()
     }
 
@@ -186,7 +186,7 @@ impl Inner {
     }
 
     /// Waits until none of the ranks can write here; returns those that still can after the timeout.
-    fn wait_for_access(&self, state: &mut MutexGuard<'_, State>, ranks: &[u32]) -> Vec<u32> {
+    fn wait_for_access(&self, state: &mut MutexGuard<'_, ExchangeState>, ranks: &[u32]) -> Vec<u32> {
         let deadline = Instant::now() + self.timeout();
         loop {
             let held = ranks.iter().copied().filter(|rank| state.revoking.contains(rank));
@@ -198,7 +198,7 @@ impl Inner {
     }
 
     /// Registers memory and counters for one rank.
-    fn export(&self, state: &mut State, rank: u32) -> Result<PeerExport> {
+    fn export(&self, state: &mut ExchangeState, rank: u32) -> Result<PeerExport> {
         let control = self.engine.register_again(&self.control)?;
         let rows = self.engine.register_again(&self.rows)?;
         let counters = (0..MessageKind::ALL.len()).map(|_| self.engine.counter());

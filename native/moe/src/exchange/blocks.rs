@@ -15,11 +15,11 @@ pub struct RoutesBlock {
 }
 
 /// Exchanges of two ranks up to this one, and earlier ones of them that had answers.
-pub type Number = (u32, u32);
+pub type ExchangeNumber = (u32, u32);
 
 /// The words of a routes block. `all` is the number of the exchange among all ranks.
 pub fn routes_words(
-    (exchange, combines): Number,
+    (exchange, combines): ExchangeNumber,
     all: u32,
     first: u64,
     counts: &[u32],
@@ -31,7 +31,7 @@ pub fn routes_words(
 
 /// # Errors
 /// The violation: another exchange, or rows that no rank of this shape has (MR-3).
-pub fn read_routes(shape: &Shape, number: Number, words: &[u32]) -> Result<RoutesBlock, String> {
+pub fn read_routes(shape: &Shape, number: ExchangeNumber, words: &[u32]) -> Result<RoutesBlock, String> {
     let (head, counts) =
         words.split_at_checked(ROUTES_HEADER as usize).ok_or("its routes block is too short")?;
     if (head[0], head[2]) != number {

@@ -1,6 +1,6 @@
 //! The conditions that a rank waits for.
 
-use super::{link::Link, state::State};
+use super::{link::Link, state::ExchangeState};
 use crate::phase::Phase;
 
 /// A condition that a caller waits for.
@@ -20,7 +20,7 @@ pub enum Condition {
     AllDelivered,
 }
 
-impl State {
+impl ExchangeState {
     pub fn holds(&self, condition: Condition) -> bool {
         match condition {
             Condition::MayDispatch => {

@@ -11,12 +11,12 @@ use parking_lot::MutexGuard;
 use super::{
     conditions::Condition,
     link::{ExportedRegions, Link},
-    state::State,
+    state::ExchangeState,
     AllToAll, Inner,
 };
 use crate::phase::Phase;
 
-impl State {
+impl ExchangeState {
     /// Whether rows or answers of complete calls haven't reached peers. In an exchange that ends
     /// before all are handed in, sent ones still arrive, and the others are dropped.
     pub fn has_undelivered(&self) -> bool {

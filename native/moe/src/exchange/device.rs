@@ -14,7 +14,7 @@ use super::{
     conditions::Condition,
     direct_stores::{ActiveStores, AnswerStores},
     link::{Answer, Link, RowBatch},
-    state::State,
+    state::ExchangeState,
 };
 use crate::{
     device::{rounds, DeviceEvent, DeviceReport, ListedRows, SharedWords, Word, ZERO_ROWS},
@@ -42,7 +42,7 @@ pub struct Device {
     /// The round of rows, the rows that are being handed out, and whether these are the last.
     row_round: u64,
     batch: Option<(Vec<RowBatch>, bool)>,
-    /// Number of answered ranks, in the order of `State::others`, and of answered rows of the next
+    /// Number of answered ranks, in the order of `ExchangeState::others`, and of answered rows of the next
     /// one.
     cursor: (u32, u64),
     /// The round of answers, the answers that are being written, and whether these are the last.
@@ -70,7 +70,7 @@ enum AnswerTransfer {
     Stored(u32),
 }
 
-impl State {
+impl ExchangeState {
     /// Sets the words whose conditions hold now.
     pub fn advance(&mut self, actions: &mut Vec<Action>) {
         if let Some(mut device) = self.device.take() {
@@ -210,7 +210,7 @@ impl Device {
         self.failed.is_some()
     }
 
-    fn hangs(&self, s: &State) -> bool {
+    fn hangs(&self, s: &ExchangeState) -> bool {
         let condition = match s.phase {
             _ if self.failed.is_some() => return false,
             _ if self.begins.is_some() => Condition::MayDispatch,
@@ -233,7 +233,7 @@ impl Device {
         self.end(error);
     }
 
-    fn advance(&mut self, s: &mut State, actions: &mut Vec<Action>) {
+    fn advance(&mut self, s: &mut ExchangeState, actions: &mut Vec<Action>) {
         if self.failed.is_some() {
             return;
         }
@@ -260,7 +260,7 @@ impl Device {
 
     fn on_event(
         &mut self,
-        s: &mut State,
+        s: &mut ExchangeState,
         event: DeviceEvent,
         actions: &mut Vec<Action>,
     ) -> Result<(), String> {
@@ -294,7 +294,7 @@ impl Device {
         Ok(())
     }
 
-    fn begin(&mut self, s: &mut State, actions: &mut Vec<Action>) {
+    fn begin(&mut self, s: &mut ExchangeState, actions: &mut Vec<Action>) {
         self.shared.clear();
         (self.routed, self.answered, self.row_round, self.answer_round) = (false, false, 0, 0);
         (self.batch, self.leaving, self.cursor) = (None, None, (0, 0));
@@ -310,14 +310,14 @@ impl Device {
         }
     }
 
-    fn tell_over(&mut self, s: &State, value: u64) {
+    fn tell_over(&mut self, s: &ExchangeState, value: u64) {
         if s.holds(Condition::MayDispatch) {
             self.may_begin = true;
             self.shared.set(Word::Over, value);
         }
     }
 
-    fn tell_routes(&mut self, s: &mut State) {
+    fn tell_routes(&mut self, s: &mut ExchangeState) {
         if self.routed || !s.holds(Condition::Routes) {
             return;
         }
@@ -335,7 +335,7 @@ impl Device {
 
     /// Offers rows when all that were offered room have arrived, so that a round is the last or
     /// fills the buffer.
-    fn tell_rows(&mut self, s: &State) {
+    fn tell_rows(&mut self, s: &ExchangeState) {
         let due = s.here().any(|l| l.inbound.due > 0);
         let full = s.next_place == s.shape.shared_rows();
         let last = s.waiting.is_empty();
@@ -374,7 +374,7 @@ impl Device {
         self.shared.set(Word::Rows, self.exchange * self.rounds.0 + self.row_round);
     }
 
-    fn handed_out(&mut self, s: &mut State, actions: &mut Vec<Action>) -> Result<(), String> {
+    fn handed_out(&mut self, s: &mut ExchangeState, actions: &mut Vec<Action>) -> Result<(), String> {
         let (batch, last) =
             self.batch.take().ok_or_else(|| unexpected(DeviceEvent::HandedOut, s.phase))?;
         self.shared.put_rows(&[]);
@@ -396,7 +396,7 @@ impl Device {
 
     /// Tells the device where to write answers: as many as fit, in the chunks that peers expect. Own
     /// answers come with the last ones, because they replace own rows, which must have left.
-    fn tell_room(&mut self, s: &mut State) {
+    fn tell_room(&mut self, s: &mut ExchangeState) {
         // A device that stores usually writes all answers in one round, own ones included, so it
         // starts no store before own rows have left.
         let may = !self.stores || s.rows_left();
@@ -446,7 +446,7 @@ impl Device {
         self.shared.set(Word::Room, self.exchange * self.rounds.1 + self.answer_round);
     }
 
-    fn put_answers(&mut self, s: &mut State, actions: &mut Vec<Action>) -> Result<(), String> {
+    fn put_answers(&mut self, s: &mut ExchangeState, actions: &mut Vec<Action>) -> Result<(), String> {
         let (transfers, last) =
             self.leaving.take().ok_or_else(|| unexpected(DeviceEvent::Answered, s.phase))?;
         self.shared.put_answers(&[]);
@@ -467,7 +467,7 @@ impl Device {
         Ok(())
     }
 
-    fn tell_answers(&mut self, s: &State) {
+    fn tell_answers(&mut self, s: &ExchangeState) {
         if self.answered || !s.holds(Condition::Answers) {
             return;
         }
@@ -480,7 +480,7 @@ impl Device {
 }
 
 /// Records that the rows for all ranks are packed.
-fn pack(s: &mut State, actions: &mut Vec<Action>) {
+fn pack(s: &mut ExchangeState, actions: &mut Vec<Action>) {
     for rank in s.others() {
         s.packed(rank, actions);
     }

@@ -12,7 +12,7 @@ use super::{
     actions::Action,
     device::Device,
     link::{MessageKind, PeerEndpoint},
-    state::State,
+    state::ExchangeState,
     AllToAll, Inner,
 };
 use crate::device::{DeviceEvent, RowPath, STORE_ADDRESS};
@@ -51,7 +51,7 @@ pub struct AnswerStores {
     pub guard: StoreGuard,
 }
 
-impl State {
+impl ExchangeState {
     /// Where each rank's rows go. The device stores the first ones to the private slots of ranks
     /// that it reaches and that have opened their memory. It packs all others here, and the engine
     /// writes them: their places are known after the slot offer.

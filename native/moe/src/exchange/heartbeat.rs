@@ -16,7 +16,7 @@ use super::{
     conditions::Condition,
     device::Device,
     link::{Link, MessageKind},
-    state::State,
+    state::ExchangeState,
     Inner,
 };
 use crate::phase::Phase;
@@ -44,7 +44,7 @@ pub struct PeerActivity {
     pub signal_in_flight: bool,
 }
 
-impl State {
+impl ExchangeState {
     /// Schedules heartbeats while there is something to wait for.
     pub fn start_heartbeat(&mut self, actions: &mut Vec<Action>) {
         if !self.heartbeat_scheduled && !self.is_over() {

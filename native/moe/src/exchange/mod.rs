@@ -26,10 +26,10 @@ use std::{
 use fabric_engine::{Counter, EngineError, Region, Result, TransferEngine};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use self::{command_thread::CommandThread, conditions::Condition, state::State};
+use self::{command_thread::CommandThread, conditions::Condition, state::ExchangeState};
 pub use self::{
     link::{MessageKind, MESSAGE_KINDS},
-    state::Lost,
+    state::LostPeer,
 };
 use crate::{
     checks,
@@ -77,7 +77,7 @@ pub(crate) struct Inner {
     rows: Region,
     /// Counts nothing: expectations on it time out at the next heartbeat.
     heartbeat_counter: Counter,
-    state: Mutex<State>,
+    state: Mutex<ExchangeState>,
     changed: Condvar,
     /// Nanoseconds.
     timeout: AtomicU64,
@@ -129,7 +129,7 @@ impl AllToAll {
             control,
             rows,
             heartbeat_counter,
-            state: Mutex::new(State::new(shape, memory, rank)),
+            state: Mutex::new(ExchangeState::new(shape, memory, rank)),
             changed: Condvar::new(),
             timeout: AtomicU64::new(TIMEOUT.as_nanos() as u64),
         };
@@ -387,7 +387,7 @@ impl Inner {
     /// (MR-1).
     fn wait(
         self: &Arc<Self>,
-        state: &mut MutexGuard<'_, State>,
+        state: &mut MutexGuard<'_, ExchangeState>,
         condition: Condition,
     ) -> Result<()> {
         if !state.holds(condition) {

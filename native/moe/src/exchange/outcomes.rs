@@ -8,13 +8,13 @@ use parking_lot::MutexGuard;
 use super::{
     actions::{Action, Operation, WritePurpose},
     link::{MessageKind, PeerEndpoint},
-    state::State,
+    state::ExchangeState,
     Inner,
 };
 
 impl Inner {
     /// Advances the device, and wakes the caller if its condition holds.
-    pub(super) fn wake(&self, state: &mut State, actions: &mut Vec<Action>) {
+    pub(super) fn wake(&self, state: &mut ExchangeState, actions: &mut Vec<Action>) {
         state.advance(actions);
         if state.awaited.is_some_and(|condition| state.holds(condition)) {
             self.changed.notify_all();
@@ -25,7 +25,7 @@ impl Inner {
     /// until peers have everything.
     pub(super) fn apply(
         self: &Arc<Self>,
-        mut state: MutexGuard<'_, State>,
+        mut state: MutexGuard<'_, ExchangeState>,
         mut actions: Vec<Action>,
     ) {
         self.wake(&mut state, &mut actions);
@@ -80,7 +80,7 @@ impl Inner {
     /// An operation has completed or failed.
     fn on_ended(
         &self,
-        state: &mut State,
+        state: &mut ExchangeState,
         (endpoint, what): (&PeerEndpoint, Operation),
         end: Result<()>,
         actions: &mut Vec<Action>,

@@ -30,7 +30,7 @@ use crate::{
 
 /// A rank that was given up.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Lost {
+pub struct LostPeer {
     pub rank: u32,
     /// The message that was awaited from it, or sent to it.
     pub kind: MessageKind,
@@ -40,7 +40,7 @@ pub struct Lost {
 /// The next answers to send.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Cursor {
-    /// Number of answered ranks, in the order of [`State::others`].
+    /// Number of answered ranks, in the order of [`ExchangeState::others`].
     pub ranks: u32,
     /// Number of answered rows of the next rank.
     pub rows: u64,
@@ -49,7 +49,7 @@ pub struct Cursor {
 }
 
 #[derive(Debug)]
-pub struct State {
+pub struct ExchangeState {
     pub shape: Shape,
     pub memory: Memory,
     pub rank: u32,
@@ -61,7 +61,7 @@ pub struct State {
     pub newcomers: Vec<Option<Link>>,
     /// Regions that are exported to ranks which haven't joined yet.
     pub exported: Vec<Option<ExportedRegions>>,
-    pub lost: Vec<Lost>,
+    pub lost: Vec<LostPeer>,
     /// Ranks that may still write here until the revocation ends; one entry per region.
     pub revoking: Vec<u32>,
     /// Number of failed writes that may still read their source.
@@ -96,7 +96,7 @@ pub struct State {
     last_link_id: u64,
 }
 
-impl State {
+impl ExchangeState {
     pub fn new(shape: Shape, memory: Memory, rank: u32) -> Self {
         let ranks = shape.ranks as usize;
         Self {
@@ -309,7 +309,7 @@ impl State {
     }
 
     /// Applies a message of a peer. `words` is its block, for routes and slot offers. Call
-    /// [`State::go_on`] after it.
+    /// [`ExchangeState::go_on`] after it.
     ///
     /// # Errors
     /// The block is invalid.
@@ -361,7 +361,7 @@ impl State {
     }
 
     /// Applies the end of a write. The source of a failed write is not free yet. Call
-    /// [`State::go_on`] after it.
+    /// [`ExchangeState::go_on`] after it.
     pub fn written(
         &mut self,
         endpoint: &PeerEndpoint,
@@ -467,7 +467,7 @@ impl State {
         self.answers_out -= link.outbound.answers.len() as u32;
         self.waiting.retain(|waits| *waits != rank);
         self.revoke(rank, &link.endpoint.exported, actions);
-        self.lost.push(Lost { rank, kind, cause });
+        self.lost.push(LostPeer { rank, kind, cause });
         self.go_on(actions);
     }
 

@@ -11,7 +11,7 @@ use fabric_engine::{
     transport::sim::{Fault, SimConfig},
     Time, TransferEngine,
 };
-use fabric_moe::{routes::Order, AllToAll, Dispatched, Lost, Shape};
+use fabric_moe::{routes::Order, AllToAll, Dispatched, LostPeer, Shape};
 
 use crate::{
     kernels::{Kernels, Outcome},
@@ -40,7 +40,7 @@ pub struct Rank {
     /// Until it leaves.
     all: Option<AllToAll>,
     /// Whom it had lost by then.
-    lost: Vec<Lost>,
+    lost: Vec<LostPeer>,
     /// Carries the exchange out, on some ranks.
     kernels: Option<Kernels>,
     /// A device is busy until then.
@@ -99,7 +99,7 @@ impl Rank {
     }
 
     /// Whom it has lost.
-    pub fn lost(&self) -> Vec<Lost> {
+    pub fn lost(&self) -> Vec<LostPeer> {
         self.all.as_ref().map_or_else(|| self.lost.clone(), AllToAll::lost)
     }
 
@@ -295,7 +295,7 @@ impl Run {
         sum.stored += kernels.map(|k| k.stored).sum::<u64>();
         for rank in alive {
             let lost = rank.lost();
-            let blameless = |l: &fabric_moe::Lost| {
+            let blameless = |l: &fabric_moe::LostPeer| {
                 let of = &self.ranks[l.rank as usize];
                 !self.killed.contains(&l.rank) && !of.has_stopped() && of.all.is_some()
             };

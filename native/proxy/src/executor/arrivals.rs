@@ -8,8 +8,8 @@ use super::{control_offset, Event, Executor};
 use crate::{
     barrier::BarrierRounds,
     inbox::MembershipChange,
-    order::{Entry, OrderError, ENTRY},
-    peer::{PostedRequest, State},
+    order::{OrderEntry, OrderError, ENTRY},
+    peer::{PostedRequest, RankState},
     tag::{Kind, Tag},
     ProxyError,
 };
@@ -49,7 +49,7 @@ impl Executor {
         let tag = Tag::of(value);
         let Some(peer) = self.peers.get_mut(usize::from(tag.source)) else { return };
         if peer.incarnation != 0 && tag.incarnation == peer.tag_incarnation() {
-            if peer.state == State::Alive {
+            if peer.state == RankState::Alive {
                 self.apply(tag, n);
             }
         } else if peer.is_ahead(tag.incarnation) {
@@ -90,7 +90,7 @@ impl Executor {
     fn apply_in_order(&mut self, rank: usize, tag: Tag, n: u32) -> Result<(), OrderError> {
         let words = &self.common.words;
         // Release: a device that reads the sum also sees the bytes of its writes.
-        let apply = |entry: Entry| {
+        let apply = |entry: OrderEntry| {
             words[usize::from(entry.slot)].fetch_add(entry.value as u64, AcqRel);
         };
         let channel = self.peers[rank].receiving(tag.channel);
@@ -99,7 +99,7 @@ impl Executor {
                 let at = control_offset(rank, tag.channel, tag.epoch);
                 let bytes = self.control.with_bytes(at, ENTRY, |b| b.try_into());
                 let bytes = bytes.ok().and_then(Result::ok).ok_or(OrderError::Garbled)?;
-                let entry = Entry::from_bytes(bytes)?;
+                let entry = OrderEntry::from_bytes(bytes)?;
                 if usize::from(entry.slot) >= words.len() {
                     return Err(OrderError::Slot { slot: entry.slot, slots: words.len() });
                 }
