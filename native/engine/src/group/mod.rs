@@ -1,8 +1,8 @@
 //! The group layer: requests become slices on links, completions become results.
 //!
-//! A state machine without threads, clocks or sockets: time comes in as a value, work goes out
-//! through the [`Domain`] seam, results through [`GroupEvents`]. The same code runs under a worker thread
-//! and inside the simulator.
+//! The group is a state machine without threads, clocks or sockets. Time comes in as a value, work
+//! goes out through [`Domain`], results through [`GroupEvents`]. The same code runs under a worker
+//! thread and in the simulator.
 
 mod backlog;
 mod credit;
@@ -59,7 +59,7 @@ pub(crate) use transfer::TransferKey;
 /// The domains of a group, in order of preference.
 pub(crate) type Rails = [Box<dyn Domain>];
 
-/// Where the group's events go.
+/// Receives the group's events.
 pub(crate) trait GroupEvents {
     fn counted(&self, now: Time, count: Count);
     fn message(&self, from: EngineId, message: Box<[u8]>);
@@ -67,38 +67,38 @@ pub(crate) trait GroupEvents {
     fn region_released(&self, rail: usize, index: u32);
 }
 
-/// Who waits for a transfer, and the memory that it needs: the layer above knows both.
+/// The waiter for a transfer and the owner of its memory, in the layer above.
 pub(crate) trait OperationCompletion: Send + Sync {
-    /// The result, once; `at`: its place among those that are waited for together.
+    /// Reports the result, once. `at` is the index of the request within its batch.
     fn resolve(&self, at: u32, result: Result<(), EngineError>);
-    /// Nothing of a transfer is under way any more; `proven`: nor can any byte of it still land (MR-1). With its result,
-    /// unless that was told before.
+    /// Reports that nothing of a transfer is under way any more. `proven`: no byte of it can still land
+    /// (MR-1). `result` is set unless `resolve` has reported it.
     fn release(&self, at: u32, proven: bool, result: Option<Result<(), EngineError>>);
 }
 
-/// Who waits, and for which of what it waits for.
+/// The waiter, and the index of the request within its batch.
 pub(crate) type CompletionHandle = (Arc<dyn OperationCompletion>, u32);
 
-/// What the user allows, beyond the list of rails.
+/// What the configuration allows, beyond the list of rails.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Policy {
     /// The configuration names a fallback transport (RS-2).
     pub names_fallback: bool,
-    /// How long a dead peer may look alive on some of its rails.
+    /// How long after its first lost rail a dead peer may look alive on other rails.
     pub peer_timeout: std::time::Duration,
     pub spray: Spray,
-    /// What a lost link carried is sent again, and lost links are replaced.
+    /// Whether lost work is sent again and lost links are replaced.
     pub heal: bool,
     /// Bytes that may be under way on one rail.
     pub rail_window: u64,
-    /// Bytes that may be on their way to us, from all peers together.
+    /// Bytes that all peers together may have under way to this engine.
     pub receive_window: u64,
-    /// How many transfers the flight recorder keeps; 0: it is off.
+    /// Transfers that the flight recorder keeps; 0 turns it off.
     pub records: usize,
 }
 
 impl Policy {
-    /// What a rail's links end with, as far as the user wants it used.
+    /// The receipts of a rail's links; none if healing is off.
     #[inline]
     pub fn receipts(self, rail: &dyn Domain) -> Receipts {
         match self.heal {
@@ -108,7 +108,7 @@ impl Policy {
     }
 }
 
-/// What became of a request when `seal` was called.
+/// The state of a request after `seal`.
 pub(crate) enum Submitted {
     Done(Result<(), EngineError>),
     Pending(TransferKey),
@@ -120,23 +120,24 @@ pub(crate) struct Group {
     links: HashMap<(usize, LinkId), PeerKey>,
     transfers: Slab<Transfer>,
     deadlines: BTreeSet<(Time, TransferKey)>,
-    /// When lost rails are tried again.
+    /// When lost rails are probed.
     probe_times: BTreeSet<(Time, PeerKey)>,
-    /// When peers should have said what came over a lost link.
+    /// Deadlines for the receipts of lost links.
     resolve_deadlines: BTreeSet<(Time, PeerKey)>,
     ledger: Ledger,
     credits: Credits,
-    /// When links are looked at that may have stalled.
+    /// When links are checked for stalls.
     look_at: Time,
-    /// When it is clear that a rail was lost, and not its peer.
+    /// When a lost rail counts as lost alone, not with its peer.
     verdicts: BTreeSet<(Time, TransferKey)>,
     policy: Policy,
-    /// Operations in backlogs, and when some may move though nothing is over.
+    /// Operations in backlogs.
     backlogged: usize,
-    /// Peers whose backlogs hold some, and a few whose don't any more.
+    /// Peers with a backlog; some may have become empty.
     waiters: BTreeSet<PeerKey>,
+    /// When a backlog may move although nothing completes.
     move_at: Time,
-    /// Whose backlog moves first.
+    /// The peer whose backlog moves first.
     first: usize,
     recorder: Recorder,
 }
@@ -149,7 +150,7 @@ impl Group {
         Self { policy, ledger, look_at, move_at, recorder, ..Self::default() }
     }
 
-    /// Begins a request; `push` its operations, then `seal` it.
+    /// Begins a request. The caller then `push`es its operations and `seal`s it.
     pub fn open(
         &mut self,
         queued: Time,
@@ -162,7 +163,7 @@ impl Group {
         TransferKey { slot, serial }
     }
 
-    /// Posts as much of an operation as its link takes now; the rest waits its turn.
+    /// Posts as much of an operation as its links accept now, and queues the rest.
     pub fn push(
         &mut self,
         now: Time,
@@ -214,8 +215,8 @@ impl Group {
         }
     }
 
-    /// Ends the request's description. `deadline` counts only if it is still going on. `began`: when its description
-    /// did; what was carried out at once took until now.
+    /// Ends the description of a request that `began` then. The deadline is set only if the request is
+    /// still under way.
     pub fn seal(
         &mut self,
         (began, now): (Time, Time),
@@ -230,7 +231,7 @@ impl Group {
         }
         let transfer = &mut self.transfers[key.slot as usize];
         if transfer.is_over() {
-            // Recorded where it lies, and touched for that alone: what was just stored is slow to move.
+            // Recorded in place: memory that was just stored to is slow to move.
             if self.recorder.is_on() {
                 if transfer.error.is_none() {
                     transfer.flight.acknowledged(now);
@@ -243,18 +244,18 @@ impl Group {
         transfer.deadline = began.after(timeout);
         transfer.timeout = timeout;
         if transfer.deadline != Time::NEVER {
-            // Whatever becomes of it, it is over by then (IC-4).
+            // The request has a result by then (IC-4).
             self.deadlines.insert((transfer.deadline, key));
         }
         Submitted::Pending(key)
     }
 
-    /// Whom to tell when a pending request is over.
+    /// Sets the waiter of a pending request.
     pub fn attach(&mut self, key: TransferKey, completion: CompletionHandle) {
         self.transfers[key.slot as usize].completion = Some(completion);
     }
 
-    /// Makes sure that a peer is watched: connected, or found lost.
+    /// Watches a peer: connects to it, or reports its loss.
     pub fn watch(
         &mut self,
         now: Time,
@@ -271,7 +272,7 @@ impl Group {
                 Ok(())
             }
             PeerState::Lost => {
-                // A lost peer may be back on the same life (a broken cable): look again.
+                // A lost peer may be back in the same incarnation (a broken cable): connect again.
                 self.connect(now, peer, rails, events);
                 let route = &self.peers[peer as usize];
                 match (&route.state, &route.lost) {
@@ -309,7 +310,7 @@ impl Group {
                 self.links.insert((rail, link), key);
                 self.recorder.event(EventKind::LinkUp, key, Some(rail), || description.clone());
                 let route = &mut self.peers[key as usize];
-                // What was told before may have been wrong; this is authentic.
+                // The caller's address may have been wrong; this one is authentic.
                 route.address = peer.address;
                 let said = (description, peer.version);
                 route.up(now, RailPair { rail, endpoint }, (link, name), said, rails);
@@ -332,13 +333,13 @@ impl Group {
         }
     }
 
-    /// Moves backlogs on and lets deadlines strike. Call after polling.
+    /// Posts backlogs and expires deadlines. Called after each poll.
     pub fn progress(&mut self, now: Time, rails: &mut Rails, events: &dyn GroupEvents) -> bool {
         let mut moved = false;
         self.recorder.tell(now);
         self.move_at = Time::NEVER;
         if self.backlogged > 0 {
-            // Peers share rails: each is first in its turn.
+            // Peers share rails, so they take turns to be first.
             let n = self.peers.ends_at();
             self.first = (self.first + 1) % n.max(1);
             let mut ready: SmallVec<[(u64, usize, PeerKey); 16]> = SmallVec::new();
@@ -357,7 +358,7 @@ impl Group {
                     None => ready.push((route.under_way.total(), turn, *key)),
                 }
             }
-            // Who takes in little, because others send to it as well, must not fill the window.
+            // A slow receiver, to which others send as well, must not fill the window.
             ready.sort_unstable();
             for (_, _, key) in ready {
                 moved |= self.drain_backlog(now, key, rails);
@@ -400,7 +401,7 @@ impl Group {
         moved
     }
 
-    /// Fails whatever is left, once and for all.
+    /// Fails all transfers and forgets all links.
     pub fn close(&mut self, now: Time) {
         self.recorder.tell(now);
         for (_, route) in self.peers.iter_mut() {
@@ -464,7 +465,7 @@ impl Group {
         self.part_over(now, key, confirm, rails, events);
     }
 
-    /// A work request of a transfer is over, whatever came of it.
+    /// Handles the end of a work request, whatever its result.
     fn part_over(
         &mut self,
         now: Time,
@@ -481,8 +482,8 @@ impl Group {
         self.settle(key);
     }
 
-    /// Notes that a transfer has failed, and whom to blame: if one of several rails did, the peer
-    /// may be gone as well and the others haven't noticed yet (RS-4).
+    /// Fails a transfer. If one of several rails was lost, the peer may be lost as well without the
+    /// other rails having noticed (RS-4): the verdict waits for `peer_timeout`.
     fn fail(
         &mut self,
         now: Time,
@@ -500,7 +501,7 @@ impl Group {
         transfer.fail(error);
     }
 
-    /// Delivers a transfer's result if it has one, and forgets it when nothing of it is left.
+    /// Delivers the result of a transfer and forgets it, if nothing of it is left.
     fn settle(&mut self, key: TransferKey) {
         let transfer = &mut self.transfers[key.slot as usize];
         if transfer.error.is_some() && transfer.waiting > 0 {
