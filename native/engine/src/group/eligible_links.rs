@@ -1,4 +1,4 @@
-//! Handing one work request to one of a peer's links: which of them may take it now, and which does.
+//! Chooses, among a peer's links that may carry a work request now, the one that does.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ use crate::{
     time::Time,
 };
 
-/// So many slices of an operation may be under way on one rail, however large they are.
+/// Slices of an operation that may be under way on one rail, whatever their size.
 pub(super) const SLICES: u64 = 4;
 
 /// The links of a peer that an operation may use.
@@ -34,22 +34,22 @@ pub(super) struct EligibleLinks<'a> {
     ledger: &'a mut Ledger,
     peer: PeerKey,
     tries: u8,
-    /// The only one, as a place among the active links.
+    /// Index of the only eligible link among the active ones, if there is only one.
     only: Option<usize>,
     priority: Priority,
     deadline: Time,
-    /// Since when it is this operation's turn.
+    /// When the operation became the first of its queue.
     since: Time,
-    /// Why what may not be posted now has to wait.
+    /// Why a slice has to wait, if one does.
     pub deferral: Deferral,
 }
 
-/// What kept a slice from being posted.
+/// Why a slice was not posted, and until when it waits.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Deferral {
-    /// Its bytes, if windows had no room for them; 0 if it was something else.
+    /// Its bytes, if windows had no room for them; 0 for another reason.
     pub bytes: u64,
-    /// When it is to be tried again, if nothing happens before.
+    /// When to try again if nothing happens before.
     pub until: Time,
 }
 
@@ -64,7 +64,7 @@ impl<'a> EligibleLinks<'a> {
     ) -> Result<Self, (usize, DomainError)> {
         let only = match (op.pin, &op.wr) {
             (Some(pin), _) => Some(pinned(route, rails, pin)?),
-            // Messages keep to one link, so that most arrive in the order in which they were sent.
+            // Messages use one link, so that most of them arrive in order.
             (None, WorkRequest::Send(_)) => Some(0),
             (None, _) if route.active().len() == 1 => Some(0),
             (None, _) => None,
@@ -80,7 +80,7 @@ impl<'a> EligibleLinks<'a> {
         self.only.map_or(self.route.active().len(), |_| 1)
     }
 
-    /// What every link takes.
+    /// The capabilities that all eligible links have.
     #[inline]
     pub fn caps(&self) -> Caps {
         let links = self.route.active();
@@ -96,7 +96,7 @@ impl<'a> EligibleLinks<'a> {
         .unwrap_or(Caps { max_bytes: 0, max_pages: 0, max_message: 0 })
     }
 
-    /// The largest slice, where what is under way is limited: several fit into the narrowest window.
+    /// The largest slice, bytes: several fit into the narrowest window. `None` without windows.
     pub fn max_slice(&self) -> Option<u64> {
         let links = self.route.active();
         let links = self.only.map_or(links, |only| &links[only..=only]);
@@ -108,8 +108,8 @@ impl<'a> EligibleLinks<'a> {
         Some((narrowest / SLICES / GRAIN * GRAIN).max(SMALLEST))
     }
 
-    /// Whether work over a rail is kept until it is over, so that it can be sent again and is counted as under
-    /// way.
+    /// Whether the ledger keeps work of a rail until it is over, to send it again and to count it as
+    /// under way.
     #[inline]
     fn is_known(&self, rail: usize) -> bool {
         let (policy, domain) = (self.route.policy, &*self.rails[rail]);
@@ -118,8 +118,8 @@ impl<'a> EligibleLinks<'a> {
         heals || self.route.active().len() > 1 || (policy.heal && queues)
     }
 
-    /// Posts on one of the links: small work on the one whose turn it is, or on the next one that has
-    /// room; large work where the policy says. `behind`: bytes of the same operation after these.
+    /// Posts a work request on one link: small work on the next link with room, large work on the link
+    /// that the policy selects. `behind`: bytes of the same operation after this request.
     #[inline]
     pub fn post(
         &mut self,
@@ -172,7 +172,7 @@ impl<'a> EligibleLinks<'a> {
             let (links, selector) = self.route.links_and_selector();
             let views = spray::views(self.now, links, self.ledger, &attempt.full, bytes);
             let Some(at) = selector.pick(&views, Load { length: bytes, behind }) else {
-                // One that lacks nothing but room takes it later.
+                // A link that lacks only room can carry it later.
                 let mut those = views.iter().zip(&attempt.full);
                 attempt.waits |= those.any(|(view, full)| !full && !view.room);
                 return attempt.end();
@@ -183,7 +183,8 @@ impl<'a> EligibleLinks<'a> {
         }
     }
 
-    /// Whether so many bytes may go over a link now: the rail's window and the receiver's credit have room.
+    /// The class with which a link admits `bytes` now; `None` if the rail's window or the receiver's
+    /// credit has no room.
     #[inline]
     fn admits(&mut self, at: usize, bytes: u64, unposted: u64) -> Option<Priority> {
         let link = &self.route.active()[at];
@@ -193,7 +194,7 @@ impl<'a> EligibleLinks<'a> {
             return Some(self.priority);
         }
         let remaining = match self.deadline {
-            // Nothing becomes urgent.
+            // It never becomes urgent.
             Time::NEVER => Duration::MAX,
             _ => self.route.expects(self.now, unposted),
         };
@@ -204,12 +205,12 @@ impl<'a> EligibleLinks<'a> {
                 self.deferral = Deferral { bytes, until: self.deferral.until.min(at) };
                 None
             }
-            // Its deadline strikes next.
+            // Its deadline expires next.
             Admission::Expired => None,
         }
     }
 
-    /// Posts on one link, if it has room and isn't failing.
+    /// Posts on one link; `None` if the link has no room or fails.
     #[inline]
     fn post_on(
         &mut self,
@@ -265,7 +266,7 @@ impl<'a> EligibleLinks<'a> {
                 transfer.slice_posted(confirm, post == Post::Queued);
                 return Ok(Some(post));
             }
-            // Nothing was posted: another may carry it, or the link that replaces this one.
+            // Nothing was posted: another link may carry it, or the link that replaces this one.
             Err(e) if e.is_loss() => {
                 attempt.full[at] = true;
                 match heals {
@@ -279,12 +280,12 @@ impl<'a> EligibleLinks<'a> {
     }
 }
 
-/// Links that didn't take a work request.
+/// The links that did not accept a work request.
 struct PostAttempt {
     full: SmallVec<[bool; spray::MAX_LINKS]>,
-    /// What it would be under way as.
+    /// The class under which each link would carry it.
     class: SmallVec<[Priority; spray::MAX_LINKS]>,
-    /// One of them may take it later.
+    /// A link may accept it later.
     waits: bool,
     failed: Option<(usize, DomainError)>,
 }
@@ -300,7 +301,7 @@ impl PostAttempt {
         }
     }
 
-    /// None took it: it waits, unless none ever will.
+    /// The result if no link accepted it: it waits, or fails if no link will.
     fn end(self) -> Result<Post, (usize, DomainError)> {
         match self.failed.filter(|_| !self.waits) {
             Some(failed) => Err(failed),
@@ -316,7 +317,7 @@ fn pinned(route: &Route, rails: &Rails, pin: u8) -> Result<usize, (usize, Domain
     let rail = (0..rails.len()).filter(|r| rails[*r].kind() == kind).nth(pin.into());
     let at = rail.and_then(|rail| links.iter().position(|l| l.pair.rail == rail));
     at.ok_or_else(|| match rail {
-        // The others may not know yet that the peer is gone.
+        // Other links may not know yet that the peer is lost.
         Some(rail) => {
             let why = format!("rail {pin}, to which it is pinned, does not reach this peer now");
             (rail, DomainError::LinkDown(why))

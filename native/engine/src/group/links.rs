@@ -1,4 +1,4 @@
-//! Links that come and go: connecting, seeking lost rails, losing peers.
+//! Connects to peers, probes lost rails, and handles lost links and peers.
 
 use super::{
     route::{PeerKey, PeerState},
@@ -12,7 +12,7 @@ use crate::{
 };
 
 impl Group {
-    /// Tries the next transport that may reach a peer; none left means that it is lost.
+    /// Tries the next transport that may reach a peer. If none is left, the peer is lost.
     pub(super) fn connect(
         &mut self,
         now: Time,
@@ -44,7 +44,7 @@ impl Group {
         self.lose(peer, error, events);
     }
 
-    /// Tries lost rails again, as long as others keep the peer in reach.
+    /// Probes lost rails of a peer that other rails reach.
     pub(super) fn probe_lost_rails(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) {
         let route = &mut self.peers[peer as usize];
         if route.state != PeerState::Up {
@@ -99,7 +99,7 @@ impl Group {
             PeerState::Up => {
                 route.failed(rails, pair, cause);
                 if route.would_use(pair, rails) {
-                    // Other rails work: this one is looked after in the background.
+                    // Other rails reach the peer; this rail is probed in the background.
                     self.probe_times.insert((route.rail_probes.on_lost(now, pair), peer));
                 }
             }
@@ -107,7 +107,7 @@ impl Group {
         }
     }
 
-    /// No link to a peer is left. It may live all the same, and take another.
+    /// Handles the loss of the last link to a peer, which may live and accept another link.
     fn last_link_down(
         &mut self,
         now: Time,
@@ -128,14 +128,14 @@ impl Group {
         tracing::debug!(peer = %route.address.label(), %cause, "the last link is lost; connecting anew");
         // The next transport may carry no group frames.
         (route.asking, route.credit) = (false, u64::MAX);
-        // What is left of the time in which a death must be told, after the link took its share of it.
+        // A loss must be reported within `peer_timeout`, and the link has used a part of it.
         let until = now.after(self.policy.peer_timeout * 2 / 5);
         (route.reviving, route.reviving_until) = (Some(error), until);
         self.resolve_deadlines.insert((until, peer));
         self.connect(now, peer, rails, events);
     }
 
-    /// Gives up on a peer that can't be reached anew in time (RS-4).
+    /// Gives up a peer that was not reached again in time (RS-4).
     pub(super) fn end_revival(
         &mut self,
         now: Time,

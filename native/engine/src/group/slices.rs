@@ -1,4 +1,4 @@
-//! Cutting operations into work requests, and handing them to the links in turn.
+//! Cuts operations into work requests, and posts them on links.
 
 use super::{
     eligible_links::{Deferral, EligibleLinks},
@@ -13,39 +13,39 @@ use crate::{
     time::Time,
 };
 
-/// A contiguous write is spread over several rails only from here on: below, a second work request
-/// and the confirming one cost more than the second wire brings.
+/// Shortest contiguous write that is spread over several rails, bytes. Below, the second work request
+/// and the confirming one cost more than the second rail saves.
 const SPREAD: u64 = 256 << 10;
 
-/// An operation bound to one peer, with how far it has been posted.
+/// An operation to one peer, and how much of it is posted.
 #[derive(Debug)]
 pub(crate) struct BoundOp {
     pub peer: PeerKey,
-    /// The one rail that may carry it, counted among those of the transport in use.
+    /// The only rail that may carry it: its index among those of the transport in use.
     pub(super) pin: Option<u8>,
     pub(super) wr: WorkRequest,
     page: u32,
-    /// Bytes of page `page` that are posted; not 0 only where a single page must be cut.
+    /// Posted bytes of page `page`; above 0 only if single pages are cut.
     byte: u64,
     cut: Option<Cut>,
     confirm: Option<u32>,
     joint: Option<Joint>,
-    /// How often its bytes have been sent before.
+    /// How often its bytes were sent before.
     pub(super) tries: u8,
-    /// It completes what was posted before, and doesn't queue up behind bytes.
+    /// It completes posted work, and goes ahead of queued bytes.
     pub(super) ahead: bool,
 }
 
-/// One count for several operations of a transfer, which follow each other.
+/// One count for several successive operations of a transfer.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Joint {
     pub count: Count,
-    /// How many operations.
+    /// Number of operations.
     pub of: u32,
     pub first: bool,
 }
 
-/// How an operation is cut: pieces of at most so many bytes, work requests of so many pages.
+/// How an operation is cut: the most bytes of a page, and the most pages, of a work request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Cut {
     bytes: u64,
@@ -58,8 +58,8 @@ impl BoundOp {
         Self { peer, pin, wr, page: 0, byte: 0, cut, confirm, joint, tries: 0, ahead: false }
     }
 
-    /// What is missing of a lost slice of which `there` counts have come with their bytes: no other count, and
-    /// none along with bytes (IC-3). Over any rail, for its own is the one that was lost.
+    /// The missing part of a lost slice, of which `there` counts and their bytes have arrived. Bytes go
+    /// without a count, and no count is sent twice (IC-3). Any rail may carry it.
     pub(super) fn again(slice: Slice, there: u32, transfer: &mut Transfer) -> Self {
         let Slice { peer, wr, confirm, tries, .. } = slice;
         let tries = tries.saturating_add(1);
@@ -67,7 +67,7 @@ impl BoundOp {
             WorkRequest::Write { data, count: Some(c) } => {
                 let count = Count { imm: c.imm, n: c.n - there };
                 let confirm = transfer.open_confirm(peer, (None, tries), Some(count));
-                // Counts of pages come in their order; a single page counts as a whole.
+                // Counts of pages arrive in order; a single page counts as a whole.
                 let skip = if c.n == data.pages { there } else { 0 };
                 let data = Data {
                     local_seq: data.local_seq.advanced(skip, 0),
@@ -95,8 +95,7 @@ impl BoundOp {
         }
     }
 
-    /// What it counts at its peer, of several that share a count only the first; and what it carries there, in
-    /// bytes.
+    /// Its count at the peer and its bytes. Of several operations that share a count, the first has it.
     #[inline]
     pub fn load(&self) -> (Option<Count>, u64) {
         let shared = self.joint.filter(|j| j.first).map(|j| j.count);
@@ -113,12 +112,12 @@ impl BoundOp {
         Self { ahead: true, ..self }
     }
 
-    /// One of several whose count follows the last of them.
+    /// Makes it one of several operations with one count.
     pub fn joined(self, joint: Joint) -> Self {
         Self { joint: Some(joint), ..self }
     }
 
-    /// Takes its place among those that share a count.
+    /// Joins the confirm that it shares.
     pub(super) fn join(&mut self, transfer: &mut Transfer) {
         if let Some(joint) = self.joint.take() {
             self.confirm = Some(transfer.join(self.peer, self.pin, joint));
@@ -133,7 +132,7 @@ impl BoundOp {
         Self { pin, ..self }
     }
 
-    /// The same, up to where bytes would move; nothing for what moves none.
+    /// The operation that prepares this one; `None` if it moves no bytes.
     pub fn prepare(self) -> Option<Self> {
         match self.wr {
             WorkRequest::Write { data, .. } => {
@@ -146,9 +145,9 @@ impl BoundOp {
 
 pub(super) enum Posted {
     All,
-    /// The links are full; the rest waits.
+    /// The links are full, and the rest waits.
     Part(Deferral),
-    /// On this rail.
+    /// Posting failed on this rail.
     Failed(usize, DomainError),
 }
 
@@ -176,7 +175,7 @@ pub(super) fn post_slices(
     };
     let cut = match op.cut {
         Some(cut) => {
-            // The links may be others by now.
+            // The links may have changed since the cut.
             let caps = eligible_links.caps();
             if data.page_len > caps.max_bytes && data.page_len <= cut.bytes {
                 let rail = eligible_links.route.active()[0].pair.rail;
@@ -234,8 +233,8 @@ pub(super) fn post_slices(
     }
 }
 
-/// The last slice of an operation is posted. If every slice was carried out at once, what is left of
-/// it is its count.
+/// Handles that the last slice of an operation is posted. If all slices were carried out at once,
+/// only the count is left to post.
 fn all_posted(
     confirm: u32,
     now: Time,
@@ -264,8 +263,8 @@ fn whole(posted: Result<Post, (usize, DomainError)>, deferral: Deferral) -> Post
     }
 }
 
-/// `most`: bytes of one slice, so that neither a rail nor a receiver is taken for long at a time. What is a
-/// little larger stays whole: the count that follows cut bytes would cost more.
+/// Chooses the cut of an operation. `most` bounds a slice, so that it occupies neither a rail nor a
+/// receiver for long. A slightly larger operation is not cut: its confirming count would cost more.
 fn choose_cut(data: &Data, caps: &Caps, links: usize, most: Option<u64>) -> Cut {
     let mut cut = Cut { bytes: caps.max_bytes, pages: caps.max_pages };
     if let Some(most) = most.filter(|most| data.bytes() > 2 * most) {
