@@ -1,4 +1,4 @@
-//! Operations of one peer that wait for room, by priority.
+//! The backlog of one peer: operations that wait for room, by priority.
 
 use std::collections::VecDeque;
 
@@ -13,17 +13,18 @@ use super::{
 };
 use crate::{api::Priority, time::Time};
 
+/// A waiting operation.
 pub(super) struct Waiting {
     pub key: TransferKey,
     pub op: BoundOp,
-    /// Since when it is the first of its priority; `NEVER` until it is.
+    /// When it became the first of its priority; `NEVER` until then.
     pub since: Time,
 }
 
 #[derive(Default)]
 pub(super) struct Backlog {
     queues: [VecDeque<Waiting>; 3],
-    /// What keeps the first of the only class that waits, since it was tried last.
+    /// Why the first operation waits, since its last attempt, if only one class waits.
     deferral: Option<(Priority, Deferral)>,
 }
 
@@ -32,7 +33,7 @@ impl Backlog {
         self.queues.iter().all(VecDeque::is_empty)
     }
 
-    /// Whether anything waits with this priority.
+    /// Whether an operation of this priority waits.
     pub fn waits(&self, priority: Priority) -> bool {
         !self.queues[priority as usize].is_empty()
     }
@@ -41,7 +42,7 @@ impl Backlog {
         self.queues.iter().map(VecDeque::len).sum()
     }
 
-    /// Whether work of this priority has to queue up: behind its own kind, or behind what is more urgent.
+    /// Whether work of this priority must queue behind operations of its class or a more urgent one.
     #[inline]
     pub fn blocks(&self, priority: Priority) -> bool {
         self.queues[..=priority as usize].iter().any(|q| !q.is_empty())
@@ -65,7 +66,7 @@ impl Backlog {
         Some(first)
     }
 
-    /// Takes out what belongs to a transfer; how many operations that was.
+    /// Removes the operations of a transfer; returns their number.
     pub fn remove(&mut self, key: TransferKey) -> usize {
         let before = self.len();
         self.deferral = None;
@@ -73,14 +74,14 @@ impl Backlog {
         before - self.len()
     }
 
-    /// Puts back what was tried, with what deferred it.
+    /// Puts an operation back, and records why it waits.
     pub fn defer(&mut self, priority: Priority, waiting: Waiting, deferral: Deferral) {
         self.push_front(priority, waiting);
         let others = Priority::ALL.into_iter().any(|p| p != priority && self.waits(p));
         self.deferral = Some((priority, deferral)).filter(|_| deferral.bytes > 0 && !others);
     }
 
-    /// Something else than the rails' windows has changed.
+    /// Forgets why operations wait: more than the rails' windows has changed.
     pub fn try_again(&mut self) {
         self.deferral = None;
     }
@@ -89,15 +90,15 @@ impl Backlog {
         self.deferral
     }
 
-    /// Takes out everything.
+    /// Removes all operations.
     pub fn take(&mut self) -> impl Iterator<Item = TransferKey> {
         std::mem::take(self).queues.into_iter().flatten().map(|w| w.key)
     }
 }
 
 impl Route {
-    /// Until when what waits would still find no room, though something may be over: tells a hundred peers that
-    /// wait for one rail from the one that has its turn.
+    /// Until when the backlog would find no room even if work completes; `None` if it may have room.
+    /// Saves attempts when many peers wait for one rail.
     pub(super) fn deferred_until(&self, now: Time, ledger: &Ledger) -> Option<Time> {
         let (class, Deferral { bytes, until }) = self.backlog.deferral()?;
         let receiver = Window { bytes: self.credit, under_way: self.under_way };
@@ -113,8 +114,7 @@ impl Route {
 }
 
 impl Group {
-    /// What this group has for one of its rails: what is under way there, and as much as a window again for
-    /// each priority with which something waits.
+    /// The demand for a rail: bytes under way there, and one window for each class that waits.
     pub fn demand(&self, rail: usize) -> ByClass {
         let mut demand = self.ledger.under_way(rail);
         if self.backlogged > 0 {
@@ -127,7 +127,7 @@ impl Group {
         demand
     }
 
-    /// Takes what a failed transfer has not posted yet out of the backlogs.
+    /// Removes the unposted operations of a failed transfer from all backlogs.
     pub(super) fn purge(&mut self, key: TransferKey) {
         for (_, route) in self.peers.iter_mut() {
             self.backlogged -= route.backlog.remove(key);
@@ -135,10 +135,10 @@ impl Group {
         self.transfers[key.slot as usize].waiting = 0;
     }
 
-    /// Posts what a peer's links take now.
+    /// Posts as much of a peer's backlog as its links accept now.
     pub(super) fn drain_backlog(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) -> bool {
         let mut moved = false;
-        // What is less urgent has its turn though what is more urgent has to wait.
+        // A less urgent class may have room while a more urgent one waits.
         moved |= self.drain_queue(now, peer, (Priority::Latency, false), rails);
         for pressed in [true, false] {
             moved |= self.drain_queue(now, peer, (Priority::Bulk, pressed), rails);
@@ -147,7 +147,7 @@ impl Group {
         moved
     }
 
-    /// Posts what waits with one priority; if `pressed`, only what is about to miss its deadline.
+    /// Posts operations of one priority; if `pressed`, only those about to miss their deadline.
     fn drain_queue(
         &mut self,
         now: Time,
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn what_keeps_the_first_is_known_until_anything_else_may_move() {
+    fn a_deferral_is_known_until_another_operation_may_move() {
         use Priority::{Background, Bulk};
         let deferred = || {
             let mut backlog = Backlog::default();

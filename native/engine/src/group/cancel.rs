@@ -1,9 +1,10 @@
-//! Ending transfers before all of them is over: their deadline has passed, or their user gave them up.
+//! Ends transfers before all their work is over: their deadline has passed, or the caller cancelled.
 
 use super::{route::PeerState, Group, TransferKey};
 use crate::{time::Time, EngineError};
 
 impl Group {
+    /// Ends a transfer whose deadline has passed.
     pub(super) fn expire(&mut self, now: Time, key: TransferKey) {
         let Some(transfer) = self.transfers.get_mut(key.slot as usize) else { return };
         self.deadlines.remove(&(transfer.deadline, key));
@@ -23,14 +24,14 @@ impl Group {
                 _ => ": there is no connection to it yet; explain() says what was tried",
             },
         };
-        // Both sides have their result by the deadline (IC-4); what is on its way keeps its memory
-        // until its link lets go of it (MR-1).
+        // The result is known by the deadline (IC-4). Work under way keeps its memory until its link
+        // releases it (MR-1).
         transfer.end_early(error);
         transfer.flight.told(now);
         self.settle(key);
     }
 
-    /// Ends a transfer for its waiter; what is under way keeps its memory until it is over (MR-1).
+    /// Cancels a transfer. Work under way keeps its memory until it is over (MR-1).
     pub fn cancel(&mut self, now: Time, key: TransferKey) {
         self.recorder.tell(now);
         let transfer = self.transfers.get_mut(key.slot as usize);

@@ -1,8 +1,8 @@
-//! Credits against incast: a receiver divides what may be under way to it among those who send much.
+//! Credits against incast: a receiver divides its window among the peers that send much.
 //!
-//! A sender with much under way says so, again and again while that lasts; the receiver answers with the
-//! sender's credit. Nothing depends on the arrival of a message: one that is lost is followed by the next. Small
-//! work neither asks nor waits, and over transports that carry no group frames there are no credits.
+//! A sender with much under way asks repeatedly, and the receiver answers with the sender's credit. A
+//! lost message is followed by the next. Small work neither asks nor waits. Transports that carry no
+//! group frames have no credits.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -17,18 +17,19 @@ use super::{
 };
 use crate::{domain::Receipts, time::Time};
 
-/// A sender asks from so many bytes under way on.
+/// Bytes under way from which on a sender asks for credit.
 const MUCH: u64 = 1 << 20;
-/// How often it asks again.
+/// Interval of a sender's requests.
 const AGAIN: Duration = Duration::from_millis(100);
-/// Who hasn't asked for so long doesn't count any more.
+/// A sender that has not asked for this long no longer has a share.
 const FORGOTTEN: Duration = Duration::from_millis(350);
 
+/// The credit requests of this group and of its peers.
 #[derive(Debug, Default)]
 pub(super) struct Credits {
-    /// Peers that want to send much to us, and when they said so last.
+    /// Peers that send much to this engine, and when they last asked.
     senders: HashMap<PeerKey, Time>,
-    /// When we ask again those to whom we send much.
+    /// When this engine asks its receivers again.
     asking: BTreeSet<(Time, PeerKey)>,
 }
 
@@ -37,7 +38,7 @@ impl Credits {
         self.asking.first().map_or(Time::NEVER, |(at, _)| *at)
     }
 
-    /// A peer is lost: it sends nothing, and gets nothing.
+    /// Forgets a lost peer.
     pub fn forget(&mut self, peer: PeerKey) {
         self.senders.remove(&peer);
         self.asking.retain(|(_, p)| *p != peer);
@@ -45,7 +46,7 @@ impl Credits {
 }
 
 impl Group {
-    /// Something was posted to a peer.
+    /// Asks a peer for credit if much is under way to it. Called after each post.
     #[inline]
     pub(super) fn seek_credit(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) {
         let route = &mut self.peers[peer as usize];
@@ -56,7 +57,7 @@ impl Group {
         }
     }
 
-    /// Those who asked some time ago ask again, or say that they have done.
+    /// Repeats due requests for credit, or reports that no more is needed.
     pub(super) fn ask_again(&mut self, now: Time, rails: &mut Rails) {
         while let Some((at, peer)) = self.credits.asking.first().copied().filter(|(t, _)| *t <= now)
         {
@@ -75,7 +76,7 @@ impl Group {
         }
     }
 
-    /// A peer wants to send much, or has done.
+    /// Handles a peer's request for credit, or its end.
     pub(super) fn on_want(&mut self, now: Time, peer: PeerKey, wants: bool, rails: &mut Rails) {
         let senders = &mut self.credits.senders;
         match wants {
@@ -84,7 +85,7 @@ impl Group {
         }
         senders.retain(|_, said| now.since(*said) < FORGOTTEN);
         if wants {
-            // The others are told when they ask again. Who is told more than once wouldn't pay for it.
+            // Other senders get their new share when they ask again.
             let share = credit(self.policy.receive_window, senders.len());
             self.send_message(peer, &GroupMessage::Credit(share), rails);
         }
@@ -93,7 +94,7 @@ impl Group {
     pub(super) fn on_credit(&mut self, peer: PeerKey, bytes: u64) {
         let route = &mut self.peers[peer as usize];
         if route.asking {
-            // No sender can be stopped altogether: one slice always goes.
+            // One slice may always be under way, so no sender stops altogether.
             route.credit = bytes;
             route.backlog.try_again();
         }

@@ -1,21 +1,22 @@
-//! What of a lost link did not come: arithmetic, and nothing else. What came must not be sent again (IC-3),
-//! and what did not must not be taken for come (IC-4).
+//! Computes which slices of a lost link were delivered. Delivered counts must not be sent again
+//! (IC-3), and missing ones must not pass for delivered (IC-4).
 
 use super::ledger::Slice;
 use crate::domain::Count;
 
-/// Slices, each with how much of it has come: all of it, or so many of its counts.
+/// Slices, and how much of each was delivered.
 pub(super) type DeliveredSlices = Vec<(Slice, Delivered)>;
 
+/// How much of a slice was delivered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Delivered {
     All,
-    /// The first so many of its counted writes, and it is not known what of the others.
+    /// The first counted writes, by their number; the others are unknown.
     Counts(u32),
 }
 
-/// Of an ordered link, whose peer has counted `came` writes more than it had acknowledged. Slices without
-/// a count may have come or not.
+/// Resolves slices of an ordered link, whose peer counted `came` writes beyond the acknowledged ones.
+/// Slices without a count may have arrived or not. Fails if `came` is impossible.
 pub(super) fn in_order(mut slices: Vec<Slice>, came: Option<u64>) -> Result<DeliveredSlices, Vec<Slice>> {
     let counts = |s: &Slice| s.count().map_or(0, |c| u64::from(c.n));
     let posted: u64 = slices.iter().map(counts).sum();
@@ -30,7 +31,7 @@ pub(super) fn in_order(mut slices: Vec<Slice>, came: Option<u64>) -> Result<Deli
     Ok(slices.into_iter().map(delivered).collect())
 }
 
-/// Of a link that numbers work, where the peer has said of each whether it came.
+/// Resolves slices of a link that numbers work: the peer reports for each whether it arrived.
 pub(super) fn numbered(slices: Vec<Slice>, came: &[bool]) -> Result<DeliveredSlices, Vec<Slice>> {
     if slices.len() != came.len() {
         return Err(slices);

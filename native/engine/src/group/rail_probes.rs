@@ -1,8 +1,8 @@
-//! Rails that were lost while others went on: when they are tried again.
+//! When lost rails are probed, while other rails reach the peer.
 //!
-//! Each pair of NICs has a breaker. A link that is lost opens it, an attempt to connect is its probe,
-//! and one that is up again closes it. So a dead rail is back soon after it lives, and one that flaps
-//! rests ever longer.
+//! Each pair of NICs has a breaker. A lost link opens it, an attempt to connect is its probe, and a
+//! link that is up closes it. So a repaired rail is used again soon, and a flapping rail rests longer
+//! each time.
 
 use smallvec::SmallVec;
 
@@ -12,14 +12,16 @@ use super::{
 };
 use crate::time::Time;
 
+/// A rail without a link.
 #[derive(Debug)]
 struct LostRail {
     pair: RailPair,
-    /// Leave for the attempt that is under way.
+    /// The permit of the attempt under way.
     probe: Option<Permit>,
     again_at: Time,
 }
 
+/// The lost rails of one peer, and the breakers of all its rails.
 #[derive(Debug, Default)]
 pub(super) struct RailProbes {
     lost: SmallVec<[LostRail; 1]>,
@@ -27,12 +29,12 @@ pub(super) struct RailProbes {
 }
 
 impl RailProbes {
-    /// Lost rails are no longer probed; what is known of their health stays.
+    /// Stops all probes; breakers keep their state.
     pub fn clear(&mut self) {
         self.lost.clear();
     }
 
-    /// A link was lost, or an attempt to bring it back has failed. When to try again.
+    /// Records a lost link or a failed probe; returns when to probe next.
     pub fn on_lost(&mut self, now: Time, pair: RailPair) -> Time {
         let at = self.lost.iter().position(|m| m.pair == pair);
         let probe = at.and_then(|at| self.lost[at].probe.take());
@@ -48,18 +50,18 @@ impl RailProbes {
         again_at
     }
 
-    /// The link is up.
+    /// Records that a link is up.
     pub fn on_up(&mut self, now: Time, pair: RailPair) {
         let Some(at) = self.lost.iter().position(|m| m.pair == pair) else { return };
         let rail = self.lost.swap_remove(at);
         let breaker = self.breaker(now, pair);
-        // The peer may have been quicker than our own probe.
+        // The peer may have connected before this side's probe.
         if let Some(permit) = rail.probe.or_else(|| breaker.permit(now)) {
             breaker.report(now, permit, true);
         }
     }
 
-    /// Lost rails that may be tried now; they come back by `on_lost` or leave by `on_up`.
+    /// Lost rails to probe now. `on_lost` or `on_up` follows for each.
     pub fn due(&mut self, now: Time) -> SmallVec<[RailPair; 1]> {
         let mut pairs = SmallVec::new();
         for i in 0..self.lost.len() {
