@@ -1,5 +1,5 @@
-//! Keeps what happened to the group's transfers, and how long their stages took. Deterministic as the group
-//! itself: its time is the latest that the group was told.
+//! Records the group's transfers and the times of their stages. It is as deterministic as the group: its
+//! time is the latest that the group was given.
 
 use std::collections::HashSet;
 
@@ -14,25 +14,25 @@ use crate::{
 
 use super::{ledger::Slice, transfer::Transfer, PeerKey};
 
-/// Links and peers change rarely.
+/// Events of links and peers that are kept; they are rare.
 const EVENTS: usize = 256;
-/// A scatter has a part for each peer.
+/// Parts of a transfer that are kept in place; a scatter has one for each peer.
 const PARTS: usize = 4;
-/// Small transfers that are over when their call returns take less time than it takes to keep them: one in
-/// so many is.
+/// One in this many small transfers that end within their call is kept, because keeping one takes longer
+/// than the transfer.
 const SAMPLE: u64 = 16;
-/// Which are small; bytes.
+/// Longest small transfer, bytes.
 const SMALL: u64 = 4 << 10;
 /// Bits of a set of rails.
 const MAX_RAILS: usize = u32::BITS as usize;
 
-/// What is kept with a transfer while it goes on.
+/// The record of a transfer under way.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct FlightState {
     pub id: u64,
     pub span: Span,
     pub times: TransferTimes,
-    /// Where it goes: so many parts, the first of them, and where the others begin in the recorder's ring.
+    /// Its number of parts, the first one, and the index of the others in the recorder's ring.
     parts: u32,
     first: Part,
     others: u64,
@@ -40,9 +40,9 @@ pub(super) struct FlightState {
     pub again: u32,
     pub waits: u32,
     pub rails: u32,
-    /// The latest of them.
+    /// The latest rail.
     rail: u8,
-    /// How long its work requests took has been recorded.
+    /// The times of its work requests were recorded.
     pub timed: bool,
 }
 

@@ -1,4 +1,4 @@
-//! One peer: the links that lead to it, those that are still to be tried, and what waits for them.
+//! One peer: its links, the transports that are not tried yet, and the operations that wait.
 
 use std::{
     collections::VecDeque,
@@ -25,20 +25,22 @@ use crate::{
     EngineError, LostLink,
 };
 
-/// Names a peer within its group.
+/// Identifies a peer within its group.
 pub(crate) type PeerKey = u32;
-/// As long as the layer above has one of a peer, the key is this peer's.
+/// Reserves a peer's key while the layer above holds a clone.
 pub(crate) type PeerHold = Arc<()>;
 
-/// So often connecting is tried again at once if it was cut off.
+/// Immediate retries of a connection attempt that a broken link cut off.
 const MAX_ATTEMPTS: u32 = 3;
-/// A peer whose last link is lost so often in so long, and nothing got through, is given up.
+/// Losses of the last link within [`REVIVAL_SPELL`], without a completed slice, after which a peer is
+/// given up.
 const MAX_REVIVALS: u32 = 64;
 const REVIVAL_SPELL: Duration = Duration::from_secs(1);
 
-/// How many failures are remembered for `explain`.
+/// Failures that are kept for `explain`.
 const MAX_REASONS: usize = 16;
 
+/// The state of the connection to a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PeerState {
     Idle,
@@ -47,7 +49,7 @@ pub(super) enum PeerState {
     Lost,
 }
 
-/// Why a transport, or one NIC of it, is or isn't used towards a peer.
+/// Whether a transport, or one NIC of it, is used towards a peer, and why.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TransportVerdict {
     pub transport: TransportKind,
@@ -57,7 +59,7 @@ pub struct TransportVerdict {
     pub reason: String,
 }
 
-/// One of our rails and one endpoint of the peer.
+/// A local rail and an endpoint of the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RailPair {
     pub rail: usize,
@@ -70,7 +72,7 @@ pub(super) struct Link {
     pub pair: RailPair,
     pub id: LinkId,
     pub name: LinkName,
-    /// We began it, so it is ours to bring back.
+    /// This side began the link, so it also reconnects.
     pub ours: bool,
     /// Writes with a count that the peer has acknowledged.
     pub acked: u64,
@@ -80,56 +82,57 @@ pub(super) struct Link {
 }
 
 impl Link {
-    /// A line about it, for `explain`.
+    /// Describes the link, for `explain`.
     fn said(&self, rail: &dyn Domain) -> String {
         let version = self.version.map(|v| format!("wire version {v}; ")).unwrap_or_default();
         format!("{}; {version}{}", self.description, rail.describe(self.id))
     }
 }
 
-/// See the module.
+/// The route to one peer. See the module.
 pub(super) struct Route {
     pub address: EngineAddress,
     held: Weak<()>,
     pub policy: Policy,
     pub state: PeerState,
-    /// When it became known, or was lost or a link of it ended after that.
+    /// When it became known, was lost, or a link of it ended: the latest.
     pub since: Time,
-    /// The preferred transport first, its rails in order. Two links over one pair where both sides
-    /// connected at once.
+    /// Links of the preferred transport first, in the order of rails. A pair has two links if both
+    /// sides connected at once.
     links: SmallVec<[Link; 1]>,
-    /// How many links at the front share the transport in use.
+    /// The number of links at the front that share the transport in use.
     active: usize,
-    /// Where the next small work request goes.
+    /// Index of the link for the next small work request.
     turn: usize,
-    /// Where the next large one goes.
+    /// Selects the link for the next large work request.
     pub selector: RailSelector,
     trying: SmallVec<[(RailPair, LinkId); 1]>,
     untried: VecDeque<TransportKind>,
     pub rail_probes: RailProbes,
-    /// Pairs that failed before any other was up.
+    /// Pairs that failed before another one was up.
     failed: SmallVec<[RailPair; 1]>,
     reasons: Vec<(Option<usize>, TransportKind, String)>,
-    /// Causes that say more than a missing answer: another engine answered, or refused, or a limit of this
-    /// process is in the way.
+    /// The most informative cause: another engine answered, the peer refused, or this process hit a
+    /// limit.
     telling: Option<DomainError>,
     pub lost: Option<EngineError>,
     pub backlog: Backlog,
-    /// Bytes on their way there, and how many it lets be.
+    /// Bytes under way to the peer.
     pub under_way: ByClass,
+    /// Bytes that the peer permits to be under way.
     pub credit: u64,
-    /// It was told that we have much for it.
+    /// This engine has asked the peer for credit.
     pub asking: bool,
     pub healing: Healing,
     pub tally: PeerTally,
-    /// Its last link was lost: what will be said if no other comes up.
+    /// The error to report unless a new link comes up; set when the last link was lost.
     pub reviving: Option<EngineError>,
-    /// Until then (RS-4).
+    /// When the error is reported (RS-4).
     pub reviving_until: Time,
-    /// An attempt to connect was cut off by a broken link.
+    /// A broken link cut off an attempt to connect.
     cut_off: bool,
     attempts: u32,
-    /// When a link was last lost with none left, and how often in a short time.
+    /// The begin of the current spell of losses of the last link, and their number.
     revivals: (Time, u32),
 }
 
@@ -166,7 +169,7 @@ impl Route {
         }
     }
 
-    /// What the layer above needs to name this peer: one, however often it asks.
+    /// Returns the reservation of this peer's key, and makes it if there is none.
     pub fn hold(&mut self) -> PeerHold {
         self.held.upgrade().unwrap_or_else(|| {
             let hold = PeerHold::default();
@@ -175,14 +178,14 @@ impl Route {
         })
     }
 
-    /// What came over a link that has ended here: the peer may ask for it from now on.
+    /// Keeps the receipt of a link that has ended here. The peer may ask for it.
     pub fn keep_receipt(&mut self, now: Time, name: LinkName, receipt: Receipt) {
         self.since = now;
         self.healing.keep_receipt(name, receipt);
     }
 
-    /// Whether no caller names it, nothing here waits for it or leads to it, and none of its links has ever ended
-    /// here, or not for so long.
+    /// Whether no caller and no state refers to the peer, and none of its links has ended here within
+    /// `rest`.
     pub fn may_be_forgotten(&self, now: Time, rest: Duration) -> bool {
         matches!(self.state, PeerState::Idle | PeerState::Lost)
             && self.held.strong_count() == 0
@@ -200,7 +203,7 @@ impl Route {
         &self.links[..self.active]
     }
 
-    /// The place among the active links where the next work request is tried first.
+    /// Index of the active link that gets the next work request first.
     #[inline]
     pub fn turn(&mut self) -> usize {
         if self.turn >= self.active {
@@ -211,13 +214,13 @@ impl Route {
         turn
     }
 
-    /// Starts over: every transport that is fit for this peer is tried in order of preference.
+    /// Begins to connect: tries every transport that fits the peer, in order of preference.
     pub fn begin(&mut self, rails: &Rails) {
         self.attempts = 0;
         self.start_over(rails);
     }
 
-    /// Once more, if an attempt was cut off in its middle: a peer whose links break may well be alive.
+    /// Tries all transports again if a broken link cut off an attempt; false if it may not.
     pub fn try_again(&mut self, rails: &Rails) -> bool {
         let again = self.cut_off && self.attempts < MAX_ATTEMPTS;
         if again {
@@ -243,7 +246,7 @@ impl Route {
         }
     }
 
-    /// Why a transport isn't even tried, if so.
+    /// Why a transport is not tried; `None` if it is.
     fn unfit(&self, kind: TransportKind, rails: &Rails) -> Option<String> {
         let mut loopbacks = rails.iter().filter(|r| r.kind().is_loopback());
         if !kind.is_loopback() && loopbacks.any(|r| r.unfit(&self.address).is_none()) {
@@ -262,7 +265,7 @@ impl Route {
             return Some(format!("the peer offers {}, not {kind}{mismatch}", offers.join(", ")));
         }
         if kind.is_fallback() && !self.policy.names_fallback {
-            // RS-2: where both sides have NICs, a transfer over sockets would be a silent slow path.
+            // RS-2: if both sides have NICs, a transfer over sockets would be a silent slow path.
             let ours = kinds(rails).into_iter().find(|k| k.has_nics());
             if let Some(ours) = ours.filter(|_| self.address.has_nics()) {
                 return Some(format!(
@@ -272,7 +275,7 @@ impl Route {
             }
         }
         let mut of_kind = rails.iter().filter(|r| r.kind() == kind);
-        // One rail that is fit will do: the others tell when they are tried.
+        // One fitting rail is enough; others report their cause when they are tried.
         let mut why = None;
         let fit = of_kind.any(|r| match r.unfit(&self.address) {
             None => true,
@@ -287,8 +290,8 @@ impl Route {
         }
     }
 
-    /// The next transport to try: which of our rails to join with which of the peer's endpoints.
-    /// With unequal numbers the smaller side's are used more than once, so that all NICs carry.
+    /// The pairs of local rails and peer endpoints of the next transport to try. The side with fewer
+    /// NICs uses some more than once, so that all NICs carry bytes.
     pub fn next_pairs(&mut self, rails: &Rails) -> Option<SmallVec<[RailPair; MAX_RAILS]>> {
         let kind = self.untried.pop_front()?;
         let ours: SmallVec<[usize; MAX_RAILS]> =
@@ -308,18 +311,18 @@ impl Route {
         self.trying.push((pair, link));
     }
 
-    /// Every attempt under way, to be given up.
+    /// Takes all attempts under way, to end them.
     pub fn take_attempts(&mut self) -> SmallVec<[(RailPair, LinkId); 1]> {
         std::mem::take(&mut self.trying)
     }
 
-    /// Ends an attempt, if it was one: which pair it was to join.
+    /// Ends an attempt and returns its pair; `None` if the link was no attempt.
     pub fn tried(&mut self, rail: usize, link: LinkId) -> Option<RailPair> {
         let at = self.trying.iter().position(|(p, l)| (p.rail, *l) == (rail, link))?;
         Some(self.trying.swap_remove(at).0)
     }
 
-    /// A rail was tried in vain.
+    /// Records that a pair could not connect.
     pub fn failed(&mut self, rails: &Rails, pair: RailPair, cause: DomainError) {
         if self.reasons.len() >= MAX_REASONS {
             self.reasons.remove(0);
@@ -358,8 +361,7 @@ impl Route {
         self.reviving = None;
     }
 
-    /// Whether a peer whose last link was lost is worth another attempt: not if its links are lost again
-    /// and again.
+    /// Whether to reconnect after the last link was lost: not if links are lost repeatedly.
     pub fn may_revive(&mut self, now: Time) -> bool {
         let (since, n) = self.revivals;
         self.revivals = match now.since(since) < REVIVAL_SPELL {
@@ -375,7 +377,7 @@ impl Route {
         self.active = self.links.iter().take_while(same).count();
     }
 
-    /// Forgets a link.
+    /// Removes a link that is down.
     pub fn down(&mut self, rail: usize, id: LinkId, rails: &Rails) -> Option<Link> {
         let at = self.links.iter().position(|l| (l.pair.rail, l.id) == (rail, id))?;
         let link = self.links.remove(at);
@@ -383,7 +385,7 @@ impl Route {
         Some(link)
     }
 
-    /// Work of ours is over; if it is done, its count is known to have arrived.
+    /// Records the end of a slice. If it is done, its count has arrived.
     #[inline]
     pub fn ended(&mut self, now: Time, slice: &Slice, done: bool) {
         if done {
@@ -404,39 +406,39 @@ impl Route {
         }
     }
 
-    /// How long so many bytes will take, beside what is under way.
+    /// The predicted time for `bytes`, after what is under way.
     pub fn expects(&self, now: Time, bytes: u64) -> Duration {
         let n = self.active().len().max(1) as u64;
         let all = self.active().iter().map(|l| l.gauge.expects(now, bytes / n));
         all.min().unwrap_or(Duration::ZERO)
     }
 
-    /// The links to post on, and what chooses among them.
+    /// The links to post on, and the selector among them.
     pub fn links_and_selector(&mut self) -> (&mut [Link], &mut RailSelector) {
         (&mut self.links[..self.active], &mut self.selector)
     }
 
-    /// The link that its ends call so.
+    /// The rail and id of the link with this name.
     pub fn named(&self, name: LinkName) -> Option<(usize, LinkId)> {
         let link = self.links.iter().find(|l| l.name == name)?;
         Some((link.pair.rail, link.id))
     }
 
-    /// Up by other links: whether this pair would carry something if it came back.
+    /// Whether the peer is up and a new link over this pair would be used.
     pub fn would_use(&self, pair: RailPair, rails: &Rails) -> bool {
         let Some(best) = self.links.first() else { return false };
         rails[best.pair.rail].kind() == rails[pair.rail].kind()
             && self.links.iter().all(|l| l.pair != pair)
     }
 
-    /// The pairs that failed before another of their transport was up: to be tried again.
+    /// Takes the pairs that failed before another of their transport was up, to probe them.
     pub fn take_failed(&mut self, rails: &Rails) -> SmallVec<[RailPair; 1]> {
         let mut failed = std::mem::take(&mut self.failed);
         failed.retain(|p| self.would_use(*p, rails));
         failed
     }
 
-    /// The engine's words for what a rail's domain said about this peer.
+    /// The engine's error for a domain's error about this peer.
     pub fn blame(
         &self,
         rails: &Rails,
@@ -447,7 +449,7 @@ impl Route {
         let peer = self.address.label();
         let rail_of = rail;
         let rail = &rails[rail];
-        // Where links heal, others may come: whether the peer is lost is found out by connecting anew.
+        // If links heal, only a new connection attempt shows whether the peer is lost.
         let heals =
             self.policy.receipts(&**rail) != Receipts::None && !matches!(e, DomainError::Gone(_));
         let last = self.state == PeerState::Lost
@@ -479,10 +481,10 @@ impl Route {
         }
     }
 
-    /// Every transport was tried in vain.
+    /// The error after all transports have failed.
     pub fn unreachable(&self, rails: &Rails) -> EngineError {
         let peer = self.address.label();
-        // A caller that has other transports needs no reason of one that leads to itself only.
+        // The loopback's reason is left out if there are other transports.
         let elsewhere = self.reasons.iter().any(|(_, kind, _)| !kind.is_loopback());
         let telling = self.reasons.iter().filter(|(_, kind, _)| !(elsewhere && kind.is_loopback()));
         let said = telling.map(|(rail, kind, why)| match rail.map_or("", |r| rails[r].device()) {

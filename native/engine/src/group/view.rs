@@ -1,4 +1,4 @@
-//! What a group says of itself, and the limits that it is told.
+//! The group's metrics and explanations, and the limits that others set.
 
 use std::sync::Arc;
 
@@ -29,17 +29,17 @@ impl Group {
             .min(self.credits.next())
     }
 
-    /// How much of its window a rail may use: others of this host share the NIC.
+    /// Sets the window of a rail, because other processes of this host share the NIC.
     pub fn limit(&mut self, rail: usize, bytes: u64) {
         self.ledger.set_window(rail, bytes);
     }
 
-    /// What may be under way over a rail, and what is; bytes.
+    /// The window of a rail, and bytes under way over it.
     pub fn use_of(&self, rail: usize) -> (u64, u64) {
         (self.ledger.window(rail), self.ledger.under_way(rail).total())
     }
 
-    /// How far a rail is from the memory that the engine serves.
+    /// Sets the distance of a rail from the engine's memory.
     pub fn set_tier(&mut self, rail: usize, tier: Tier) {
         self.ledger.set_tier(rail, tier);
     }
@@ -58,10 +58,10 @@ impl Group {
         route.active().first().map(|l| rails[l.pair.rail].kind())
     }
 
-    /// Where a device stores to a peer's region by itself, over the first link that shows it.
+    /// Maps a peer's region for direct stores, over the first link that can.
     ///
     /// # Errors
-    /// Why it can't, by the last link that was asked.
+    /// The reason of the last link that can't.
     pub fn map_peer_region(
         &self,
         peer: PeerKey,
