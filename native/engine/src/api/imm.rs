@@ -11,8 +11,8 @@ pub(crate) const SLOTS: u32 = 1 << SLOT_BITS;
 /// The largest exponent, and the bits it takes.
 const WEIGHTS: u32 = (1 << (32 - SLOT_BITS - GENERATION_BITS)) - 1;
 
-/// Slots below this are plain small integers that users agree on; those from here on are handed out
-/// by the receiver with a generation (IC-6).
+/// Slots below this are plain integers on which users agree. The receiver allocates the others, with a
+/// generation (IC-6).
 pub const FIRST_ALLOCATED_SLOT: u32 = SLOTS / 2;
 
 /// The slots of tagged immediates: the upper half of the plain ones. The generation's bits are part of the tag.

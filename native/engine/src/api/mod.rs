@@ -1,4 +1,4 @@
-//! The engine's vocabulary: plain values that a user holds, sends to peers, or asks for.
+//! Plain values that users hold or send to peers.
 
 mod address;
 mod config;

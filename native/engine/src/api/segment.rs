@@ -8,12 +8,12 @@ use crate::{EngineError, Result};
 
 const SEGMENT: Envelope = Envelope::new(*b"FRsg", "a segment descriptor", 1 << 20);
 
-/// Parts of one segment.
+/// Most parts of a segment.
 pub const MAX_PARTS: usize = 4096;
-/// Bytes of a device's name on the PCI bus, and then some.
+/// Longest name of a device on the PCI bus, bytes.
 const LONGEST_NAME: usize = 64;
 
-/// Where a part of a segment lies, as its owner says.
+/// The location of a part of a segment, as its owner describes it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PartLocation {
     /// Host memory, on this NUMA node if that is known.
@@ -133,7 +133,7 @@ pub(crate) fn check_parts(parts: impl Iterator<Item = (u64, u64)>) -> Result<(),
     }
 }
 
-/// The bytes of one request, cut where a part of either side ends.
+/// A range of a request within one part of either segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Cut {
     pub local_part: usize,
@@ -144,7 +144,7 @@ pub(crate) struct Cut {
     pub len: u64,
 }
 
-/// Binds `len` bytes from `local_offset` of one segment and `remote_offset` of another to pieces that
+/// Cuts `len` bytes from `local_offset` of one segment and `remote_offset` of another into ranges that
 /// lie in one part on either side. Parts are given as first byte and length, checked by
 /// [`check_parts`]. A pure function: the whole of what a segment means.
 ///
@@ -174,7 +174,7 @@ pub(crate) fn cut(
     Ok(cuts)
 }
 
-/// The part that a byte lies in, where in it, and how many bytes follow there.
+/// The part of a byte, the offset in it, and the number of bytes that follow in it.
 fn part_at(what: &str, parts: &[(u64, u64)], byte: u64) -> Result<(usize, u64, u64)> {
     let after = parts.partition_point(|(at, _)| *at <= byte);
     let found = after.checked_sub(1).and_then(|i| {

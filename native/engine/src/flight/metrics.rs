@@ -1,9 +1,9 @@
-//! What an engine says of itself in numbers.
+//! The metrics of an engine.
 
 use super::{Histogram, PeerTally, StageTimes};
 use crate::api::{EngineId, TransportKind};
 
-/// One rail, with how long the stages of its transfers took, by class.
+/// One rail: the times of the stages of its transfers, by class.
 #[derive(Clone, Debug)]
 pub struct RailMetrics {
     pub transport: TransportKind,

@@ -1,4 +1,4 @@
-//! The records themselves.
+//! The records of the flight recorder.
 
 use super::Histogram;
 use crate::{
@@ -6,7 +6,7 @@ use crate::{
     time::Time,
 };
 
-/// When a transfer went from one state to the next; [`Time::NEVER`] for what has not happened.
+/// When a transfer went from one state to the next; [`Time::NEVER`] for states that it has not reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TransferTimes {
     /// The engine was asked.
@@ -27,7 +27,7 @@ impl TransferTimes {
     }
 }
 
-/// What of a transfer went to one counter of one peer, or without a count to one peer.
+/// The part of a transfer to one counter of a peer, or to a peer without a count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Part {
     /// Its place in [`Records::peers`].
@@ -66,7 +66,7 @@ pub struct TransferRecord {
     pub failure: Option<Box<str>>,
 }
 
-/// Writes that were counted here.
+/// Writes that this engine counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Arrival {
     pub at: Time,
@@ -76,7 +76,7 @@ pub struct Arrival {
     pub counts: u32,
 }
 
-/// A wait for counts that is over.
+/// An ended expectation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExpectationRecord {
     pub imm: u32,
@@ -107,7 +107,7 @@ impl EventKind {
     }
 }
 
-/// Something that happened to the way to a peer.
+/// An event of the path to a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PathEvent {
     pub at: Time,
@@ -118,7 +118,7 @@ pub struct PathEvent {
     pub cause: Box<str>,
 }
 
-/// How long the stages of transfers took that one rail carried, or carried last.
+/// The times of the stages of transfers whose last slice one rail carried.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StageTimes {
     /// From the request to its first work request.
@@ -131,7 +131,7 @@ pub struct StageTimes {
     pub deliver: Histogram,
 }
 
-/// Up to where records were read: the numbers of the next.
+/// A position in the records: the numbers of the next records to read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cursor {
     pub transfers: u64,
@@ -140,7 +140,7 @@ pub struct Cursor {
     pub events: u64,
 }
 
-/// What an engine has recorded.
+/// The records of an engine.
 #[derive(Clone, Debug, Default)]
 pub struct Records {
     /// To be given when asking again.

@@ -1,6 +1,6 @@
-//! The latest of many values, in memory that is allocated once.
+//! A ring of the latest values, in memory that is allocated once.
 
-/// The latest values, each with its number; older ones are written over.
+/// The latest values, each with its number; new ones overwrite the oldest.
 #[derive(Clone, Debug)]
 pub(crate) struct Ring<T> {
     slots: Vec<T>,

@@ -1,9 +1,9 @@
 //! Whether a slice may be posted now: windows per class on a rail and towards a receiver.
 //!
-//! A window is how many bytes may be under way. A rail has one, so that what is urgent never finds
-//! a long queue in the NIC, where nothing can overtake. A receiver has one for each of its senders,
+//! A window limits the bytes under way. A rail has one, so that urgent work never finds a long queue
+//! in the NIC, where nothing can overtake. A receiver has one for each of its senders,
 //! its *credit*, so that many senders together don't overrun it (incast). TENT §3.3.2 has quotas
-//! between processes but neither classes nor credits; the rules are ours.
+//! between processes, but neither classes nor credits.
 //!
 //! 1. A class is held only by its own bytes and those of the classes above it.
 //!    *Latency*: its own bytes stay within the window. *Bulk*: latency and bulk within 7/8 of it.
@@ -11,10 +11,10 @@
 //! 2. A class above background with nothing under way, on the rail or to the receiver, may post one slice,
 //!    however small the window and however much others have under way.
 //! 3. Background doesn't starve: a slice that has waited for [`TURN`] with none of its class under
-//!    way may go.
+//!    way may be posted.
 //! 4. A slice that would miss its deadline at twice the expected pace is judged by the rules of the
-//!    class above: background as bulk, bulk with the whole window, though still behind latency. It is asked
-//!    for before what isn't urgent.
+//!    class above: background as bulk, bulk with the whole window, though still behind latency. It is posted
+//!    before work that isn't urgent.
 //! 5. A slice whose deadline is past isn't posted.
 
 use std::time::Duration;
@@ -22,12 +22,12 @@ use std::time::Duration;
 use super::classes::ByClass;
 use crate::{api::Priority, time::Time};
 
-/// How long background may be kept waiting with nothing under way on the rail.
+/// Maximum wait of a background slice with none of its class under way on the rail.
 pub const TURN: Duration = Duration::from_millis(10);
-/// What every sender is granted at least: one smallest slice.
+/// Least credit of a sender, bytes: one smallest slice.
 pub const LEAST_CREDIT: u64 = super::size::SMALLEST;
 
-/// What may be under way, and what is.
+/// A limit of bytes under way, and the bytes under way.
 #[derive(Clone, Copy, Debug)]
 pub struct Window {
     pub bytes: u64,
@@ -56,8 +56,7 @@ pub enum Admission {
     Expired,
 }
 
-/// When what is left would miss its deadline at twice the expected pace (rule 4). Without a deadline nothing
-/// becomes urgent.
+/// When the remaining work would miss its deadline at twice the expected time (rule 4).
 pub fn urgent_at(deadline: Time, remaining: Duration) -> Time {
     let twice = u64::try_from(remaining.as_nanos()).unwrap_or(u64::MAX).saturating_mul(2);
     match deadline {
@@ -66,7 +65,7 @@ pub fn urgent_at(deadline: Time, remaining: Duration) -> Time {
     }
 }
 
-/// Whether both the rail and the receiver's credit have room.
+/// Whether a slice may be posted: whether the rail's window and the receiver's credit have room.
 pub fn admit(now: Time, ask: AdmissionRequest, rail: Window, receiver: Window) -> Admission {
     if now >= ask.deadline {
         return Admission::Expired;
@@ -132,11 +131,9 @@ impl Window {
     }
 }
 
-/// The credit that a receiver advertises to each of so many senders, of the bytes that it lets be
-/// under way to it altogether.
+/// The credit of each of `senders` senders, of the `bytes` that a receiver permits to be under way.
 ///
-/// The credits add up to no more than that, unless there are so many senders that each has the
-/// least. A sender with nothing of a class under way may exceed its credit by one slice (rule 2).
+/// The credits add up to at most `bytes`, unless so many senders have the least credit. A sender with nothing of a class under way may exceed its credit by one slice (rule 2).
 pub fn credit(bytes: u64, senders: usize) -> u64 {
     (bytes / senders.max(1) as u64).max(LEAST_CREDIT)
 }

@@ -1,17 +1,17 @@
-//! Whether a rail is fit for use: a breaker on each.
+//! Decides whether a rail may be used: each has a circuit breaker.
 //!
 //! TENT §3.4.1: a rail that fails is excluded from scheduling and comes back once it is restored.
-//! The states are the usual ones of a circuit breaker:
+//! The states are those of a circuit breaker:
 //!
 //! ```text
 //! Closed --failure--> Open --rest is over--> HalfOpen --probe succeeds--> Closed
 //!                      ^-----------probe fails-----------'
 //! ```
 //!
-//! Two kinds of rest. A rail that is simply *dead* is probed at intervals that double up to
-//! [`PROBE_CAP`], so that it is back in use soon after it lives. A rail that *flaps*, answering its
-//! probe and failing again within [`GOOD`], rests longer each time: twice as long as before, and
-//! [`SHARE`] times as long as it was in use, up to [`CAP`].
+//! A *dead* rail is probed at intervals that double up to [`PROBE_CAP`], so that it is used again soon
+//! after its repair. A rail *flaps* if it answers its probe and fails again within [`GOOD`]. It rests
+//! longer each time: twice as long as before, and [`SHARE`] times as long as it was in use, up to
+//! [`CAP`].
 //!
 //! So a rail that stays up for `u` at a time is in use for at most 1/10 of the time where
 //! `u <= CAP / 9`, and for at most `u / (u + CAP)` in the long run in any case, counted from its
@@ -23,19 +23,19 @@ use crate::time::Time;
 
 /// The rest after a first failure, and the first interval between probes.
 pub const BASE: Duration = Duration::from_millis(50);
-/// The longest interval between probes of a rail that doesn't answer them.
+/// The longest interval between unanswered probes.
 pub const PROBE_CAP: Duration = Duration::from_millis(500);
-/// The longest rest of a rail that flaps.
+/// The longest rest of a flapping rail.
 pub const CAP: Duration = Duration::from_secs(30);
-/// A rail that was in use for so long has its earlier failures forgiven.
+/// Time in use after which earlier failures no longer count.
 pub const GOOD: Duration = Duration::from_secs(60);
-/// A flapping rail rests at least so many times as long as it was in use.
+/// A flapping rail rests at least this many times as long as it was in use.
 pub const SHARE: u32 = 9;
-/// A probe of which nothing was heard for so long is given up, and another may go.
+/// Timeout of a probe; after it another one may begin.
 pub const PROBE_LOST: Duration = Duration::from_secs(1);
 
-/// Leave to use the rail. The outcome is told with it, so that what began before the rail failed can't
-/// be taken for a probe, nor for a second failure.
+/// Permission to use the rail. The result is reported with it, so that work from before a failure never
+/// counts as a probe or as a second failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Permit(u32);
 

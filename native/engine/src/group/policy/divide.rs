@@ -1,13 +1,13 @@
-//! What each engine of a host may have under way on a NIC that they share.
+//! Divides the window of a NIC among the engines of a host that share it.
 //!
 //! TENT §3.3.2 keeps quotas between processes in shared memory, so that none saturates a NIC, and
-//! doesn't say how they are divided. Here every engine computes its own part from what all of them
-//! have told, so that no engine has to decide for the others:
+//! doesn't say how they are divided. Here every engine computes its own part from the demands of
+//! all, so that no engine decides for others:
 //!
 //! 1. Classes come one after another, as in [`admit`](super::admit): bulk divides what latency
 //!    leaves, background what both leave.
-//! 2. Within a class the division is max-min fair by weight. Who wants less than its part gets what it
-//!    wants, and the rest is divided among the others.
+//! 2. Within a class the division is max-min fair by weight. An engine that wants less than its part
+//!    gets its demand, and the rest is divided among the others.
 //! 3. An engine's own window is what it would get if it wanted everything in that class, so that it
 //!    needn't be computed anew with each slice. If all engines see the same, what they use adds up
 //!    to no more than the window.
@@ -17,12 +17,12 @@
 use super::classes::ByClass;
 use crate::api::Priority;
 
-/// One smallest slice.
+/// Least window of an engine, bytes: one smallest slice.
 pub const LEAST: u64 = super::size::SMALLEST;
-/// No engine counts for more than so many others.
+/// Largest weight of an engine.
 pub const HEAVIEST: u32 = 1024;
 
-/// One of the engines that share a NIC, as it presents itself: any numbers are survived.
+/// An engine that shares a NIC, as it describes itself. Any numbers are safe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NicSharer {
     pub weight: u32,
@@ -36,7 +36,7 @@ impl NicSharer {
     }
 }
 
-/// The part of `window` that is `own`'s: how many bytes of each class *and those above it* it may have under
+/// The part of `window` of engine `own`: bytes of each class *and those above it* that it may have under
 /// way.
 pub fn divide(window: u64, own: NicSharer, others: &[NicSharer]) -> ByClass {
     // What the classes above leave, and what of theirs is ours.
@@ -54,7 +54,7 @@ pub fn divide(window: u64, own: NicSharer, others: &[NicSharer]) -> ByClass {
     ByClass { latency, bulk, background }
 }
 
-/// What is left to one of this weight that wants everything.
+/// The part of an engine of this weight that wants everything.
 fn part(bytes: u64, weight: u64, others: &[NicSharer], class: Priority) -> u64 {
     let mut satisfied = usize::MAX;
     // Per unit of weight everyone gets at most `left / weights`. Each round sets those aside that want

@@ -1,4 +1,4 @@
-//! How fast a rail is, learned from the slices that it has finished.
+//! Estimates a rail's speed from its finished slices.
 //!
 //! TENT §3.3.1 keeps an exponentially weighted moving average of each NIC's latency. Here two
 //! numbers are kept, so that a slice behind a long queue doesn't make its rail look slow: the time
@@ -25,13 +25,13 @@ const OFF: f64 = 1.5;
 const MAX_DOUBLINGS: u8 = 10;
 /// Slices that are seen to be done together count as so many samples at most.
 const MAX_SLICES: i8 = 8;
-/// So many samples are averaged before the average moves.
+/// Samples that are averaged before the moving average begins.
 const FIRST: u8 = 8;
-/// From here on an estimate without samples drifts back to the nominal speed, by half each `HALF`.
+/// Time without samples after which an estimate drifts back to the nominal speed, by half each `HALF`.
 const STALE: Duration = Duration::from_millis(100);
 const HALF: Duration = Duration::from_millis(50);
 
-/// What is known of the speed of one rail.
+/// The estimated speed of one rail.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Estimate {
     /// Nanoseconds per byte.
@@ -58,7 +58,7 @@ struct Sample {
     stale: bool,
 }
 
-/// What of an estimate is used to predict: see [`Estimate::speed`].
+/// The numbers of an estimate that predict: see [`Estimate::speed`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Speed {
     pub bytes_per_ns: f64,

@@ -1,4 +1,4 @@
-//! Which rail takes the next slice: the adaptive selector, static round-robin, and random.
+//! Selects the rail of the next slice: adaptive, static round-robin, or random.
 //!
 //! TENT §3.3.1 scores a rail by the product of a load factor, a latency factor and an affinity
 //! factor, without giving them, and takes the highest. Here the first two are one quantity with a
@@ -9,15 +9,15 @@
 //! score     = predicted * penalty(tier)                       less is better
 //! ```
 //!
-//! and rails whose scores differ by less than can be predicted take turns. The two blind choices
-//! are those of TENT's predecessor (§2.2.2) and stand beside it for comparison.
+//! and rails whose scores differ by less than the prediction error take turns. The two blind
+//! selectors are those of TENT's predecessor (§2.2.2), for comparison.
 
 use smallvec::SmallVec;
 
 use super::estimate::Speed;
 use crate::{api::MAX_RAILS, topology::Tier};
 
-/// What a selector knows of one rail.
+/// One rail, as a selector sees it.
 #[derive(Clone, Copy, Debug)]
 pub struct RailView {
     /// Bytes posted on it that are not done.
@@ -29,7 +29,7 @@ pub struct RailView {
     pub room: bool,
 }
 
-/// What is to be placed.
+/// A slice to be placed.
 #[derive(Clone, Copy, Debug)]
 pub struct Load {
     pub length: u64,
@@ -37,7 +37,7 @@ pub struct Load {
     pub behind: u64,
 }
 
-/// A policy, with what it remembers from one slice to the next.
+/// A policy, and its state between slices.
 #[derive(Clone, Debug)]
 pub enum RailSelector {
     Adaptive(Adaptive),
@@ -135,8 +135,8 @@ impl Adaptive {
     }
 }
 
-/// What a score is multiplied by. How much slower a far rail is has been measured; this is for what it
-/// takes from others on the way. What the system doesn't say is neither near nor far.
+/// The factor of a score by distance. The estimate has measured how slow a far rail is; the penalty is
+/// for shared buses on its way. An unknown distance counts as medium.
 fn penalty(tier: Tier) -> f64 {
     match tier {
         Tier::Switch => 1.0,
@@ -145,7 +145,7 @@ fn penalty(tier: Tier) -> f64 {
     }
 }
 
-/// When all rails together would be done with what they have and what waits, ns.
+/// The time in which all rails together would finish their queues and the load, ns.
 fn drained(rails: &[RailView], load: Load) -> f64 {
     let bytes = rails.iter().map(|r| r.queued as f64).sum::<f64>() + load.length as f64;
     let speed: f64 = rails.iter().map(|r| r.speed.bytes_per_ns.max(0.0)).sum();

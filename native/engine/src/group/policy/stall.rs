@@ -1,23 +1,23 @@
-//! Whether a rail has stalled.
+//! Decides whether a rail has stalled.
 //!
 //! A slice that is late is the first sign of a rail that is silently lost (TENT §3.4.1: "a timeout
-//! mechanism to prevent stalled transfers"); what counts as late follows from what was expected of the
-//! rail, with a floor below which lateness is the noise of a busy host.
+//! mechanism to prevent stalled transfers"); a slice is late relative to its expected
+//! time, with a floor for the noise of a busy host.
 
 use std::time::Duration;
 
 use crate::time::Time;
 
-/// A slice has timed out beyond this many times what was expected, but not within `PATIENCE_FLOOR`.
+/// A slice is late after this many times its expected time, and `PATIENCE_FLOOR` at the earliest.
 const PATIENCE_FACTOR: u32 = 16;
 const PATIENCE_FLOOR: Duration = Duration::from_millis(20);
 
-/// How long a slice may be under way before it is taken for stalled and sent another way.
+/// How long a slice may be under way before it counts as stalled.
 pub fn patience(expected: Duration) -> Duration {
     expected.saturating_mul(PATIENCE_FACTOR).max(PATIENCE_FLOOR)
 }
 
-/// What was seen of a rail.
+/// The progress of a rail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RailProgress {
     /// When it last finished something.
