@@ -8,7 +8,7 @@ use rustix::{fs::MemfdFlags, io::Errno, mm};
 use super::{headroom::headroom, huge};
 use crate::{EngineError, Result};
 
-/// From this size on it is worth asking first whether the system has so much, bytes.
+/// Size from which on free memory is checked first, bytes.
 const LARGE: u64 = 64 << 20;
 
 /// Memory that peers on this host can map: a sealed-size memfd, mapped here, freed with the last

@@ -1,5 +1,5 @@
-//! The one place that decides how bytes are copied: by size, by temperature, and by what this
-//! machine has shown to be fastest.
+//! Chooses how bytes are copied: by size, by whether the destination is cached, and by measurement on
+//! this machine.
 
 use std::time::Instant;
 
@@ -9,13 +9,13 @@ use super::{
     routine::{cached, cold_candidates, fence, page_candidates, PageRoutine, Routine},
 };
 
-/// Below this, the choice costs more than it brings.
+/// Shortest copy with a choice, bytes; below, the choice costs more than it saves.
 const SMALL: usize = 4096;
 /// Pages from here on are copied one by one: what comes before the next is fetched is a small part of one.
 const LARGE_PAGE: usize = 256 << 10;
-/// Streaming stores of less than this don't fill enough lines.
+/// Shortest copy with streaming stores, bytes; shorter ones don't fill enough lines.
 const TINY_PAGE: usize = 256;
-/// Copies shorter than this are too short to time.
+/// Shortest copy that is timed, bytes.
 const TIMED: usize = 16 << 10;
 
 /// Copies between mapped memory. Shared by all threads of an engine.

@@ -1,4 +1,5 @@
-//! Peers that name regions: registered, granted to one, gone, registered again under the same number.
+//! Fuzzes lookups of regions: registered, granted to one peer, deregistered, registered again under the
+//! same index.
 
 use std::sync::Arc;
 
@@ -8,7 +9,7 @@ use crate::{
     error::DomainError,
 };
 
-/// How far apart regions lie, bytes: none is as long.
+/// Distance between regions, bytes; every region is shorter.
 const APART: usize = 1 << 20;
 
 /// Whether a peer may reach it follows from the last registration of its number alone (MR-2, MR-3).

@@ -1,20 +1,20 @@
-//! Shared memory in huge pages: copies from and to it meet fewer page walks.
+//! Shared memory in huge pages, which need fewer page walks when copied.
 
 use std::{os::fd::BorrowedFd, ptr};
 
 use rustix::{fs, io::Result, mm};
 
-/// A huge page, bytes.
+/// Size of a huge page, bytes.
 pub(crate) const HUGE: usize = 2 << 20;
-/// Huge pages are made of so many bytes at a time: a process that is killed ends in between, and its peers learn of it
-/// (RS-4).
+/// Bytes that are turned into huge pages at a time. A killed process ends between two steps, so its peers
+/// learn of it (RS-4).
 const PART: usize = 128 << 20;
 
-/// How often addresses are looked for that another thread's mapping may take first.
+/// Attempts to find free addresses, which another thread's mapping may take first.
 const TRIES: usize = 16;
 
-/// Maps `len` bytes from the start of `fd`, for reading and writing. Where they hold a huge page, they begin
-/// at a multiple of one if they can: elsewhere no page table can point to it.
+/// Maps `len` bytes from the start of `fd`, for reading and writing. If they hold a huge page, they begin
+/// at a multiple of one if possible, because page tables need that.
 pub(crate) fn map_shared(fd: BorrowedFd<'_>, len: usize) -> Result<usize> {
     let prot = mm::ProtFlags::READ | mm::ProtFlags::WRITE;
     let map = |at: usize, flags| {
@@ -28,7 +28,7 @@ pub(crate) fn map_shared(fd: BorrowedFd<'_>, len: usize) -> Result<usize> {
     at.map(|at| at as usize)
 }
 
-/// A multiple of a huge page from which `len` bytes of addresses were free a moment ago.
+/// Finds an address at a multiple of a huge page where `len` bytes were free a moment ago.
 fn room(len: usize) -> Option<usize> {
     let more = len.checked_add(HUGE)?;
     let flags = mm::MapFlags::PRIVATE | mm::MapFlags::NORESERVE;
@@ -40,8 +40,8 @@ fn room(len: usize) -> Option<usize> {
     }
 }
 
-/// Backs `len` bytes of a fresh memfd with real memory, mapped at `addr` by [`map_shared`]: huge pages while the system
-/// has them to give, also where `shmem_enabled` gives none to others. Only whole ones, so that no memory is wasted.
+/// Backs `len` bytes of a new memfd with memory, mapped at `addr` by [`map_shared`]: whole huge pages while
+/// the system has some, even if `shmem_enabled` gives none to others.
 pub(crate) fn back(fd: BorrowedFd<'_>, addr: usize, len: usize) -> Result<()> {
     let whole = len / HUGE * HUGE;
     // SAFETY: advice on whole pages of a live mapping; it changes no byte.
@@ -64,7 +64,7 @@ pub(crate) fn populate(addr: usize, len: usize) -> Result<()> {
     unsafe { mm::madvise(addr as *mut _, len, mm::Advice::LinuxPopulateWrite) }
 }
 
-/// Makes huge pages of a mapping that has some pages; false if not of all of it.
+/// Turns the pages of a mapping into huge pages; false if not all.
 fn collapse(addr: usize, len: usize) -> bool {
     // SAFETY: the advice adds pages to a live mapping and changes no byte of it.
     unsafe { libc::madvise(addr as *mut _, len, libc::MADV_COLLAPSE) == 0 }

@@ -1,4 +1,4 @@
-//! Memory that the engine may read and write: who owns it, how it is mapped, how it is copied.
+//! Memory that the engine reads and writes: allocations, registrations, mappings and copies.
 
 mod alloc;
 mod routine_choice;

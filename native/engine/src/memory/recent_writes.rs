@@ -2,10 +2,10 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 const ENTRIES: usize = 2048;
 
-/// Remembers which destinations were written lately, to guess whether they still are in the cache.
+/// Recently written destinations, to guess which are still in the cache.
 ///
 /// Time is counted in bytes copied: a destination is hot if fewer bytes than a share of the cache
-/// were copied since it was last written. A collision or a lost update only costs a wrong guess.
+/// were copied since its last write. A collision or a lost update only causes a wrong guess.
 pub(super) struct RecentWrites {
     clock: AtomicU64,
     /// A page number's tag (upper half) and the clock in KiB (lower half).
@@ -36,7 +36,7 @@ impl RecentWrites {
     }
 }
 
-/// The last-level cache's share that one copying thread may count on, bytes.
+/// The share of the last-level cache of one copying thread, bytes.
 pub(super) fn cache_window() -> u64 {
     let size = (0..8)
         .filter_map(|i| {

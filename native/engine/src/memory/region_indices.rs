@@ -1,4 +1,4 @@
-//! Regions' indices: places in the tables of all domains, so few, and used again.
+//! Allocates indices of regions. Indices are positions in tables of all domains, so they are reused.
 
 use std::{collections::VecDeque, sync::Arc};
 
@@ -6,8 +6,8 @@ use parking_lot::Mutex;
 
 use super::HIDDEN;
 
-/// So many indices rest before the first of them is used again: what is still said of an earlier region under way inside
-/// this process is over by then. Peers are told apart from it by the key, which is drawn anew for each region (MR-2).
+/// Freed indices that are kept before the oldest is reused. Work inside this process that names the earlier
+/// region is over by then. A peer's old key is stale, because each region has a new random key (MR-2).
 const REST: usize = 1024;
 
 #[derive(Debug, Default)]
@@ -17,13 +17,13 @@ pub(crate) struct RegionIndices {
 
 #[derive(Debug, Default)]
 struct IndexPool {
-    /// All from here on have never been used.
+    /// The first index that was never used.
     fresh: u32,
     resting: VecDeque<u32>,
 }
 
 impl RegionIndices {
-    /// An index that no region has; `None` when all are taken: those from [`HIDDEN`] on are transports' own.
+    /// Allocates an index below [`HIDDEN`]; `None` if all are in use.
     pub fn take(self: &Arc<Self>) -> Option<RegionIndex> {
         let mut state = self.state.lock();
         let rested = (state.resting.len() > REST || state.fresh >= HIDDEN)
@@ -40,14 +40,14 @@ impl RegionIndices {
         Some(RegionIndex { index, of: Arc::clone(self) })
     }
 
-    /// As if all before had been taken.
+    /// Marks all indices below as used.
     #[cfg(test)]
     pub fn begin_at(&self, fresh: u32) {
         self.state.lock().fresh = fresh;
     }
 }
 
-/// The index of one region, which rests when this is dropped.
+/// The index of one region. Dropping it frees the index.
 #[derive(Debug)]
 pub(crate) struct RegionIndex {
     index: u32,

@@ -1,26 +1,26 @@
-//! Which of several routines is the fastest here, learnt while they are used.
+//! Learns which of several routines is the fastest, while they are used.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 /// Most routines of one choice.
 pub(super) const MAX_ROUTINES: usize = 4;
-/// Uses from one comparison to the next: no multiple of what callers do in groups, for the first of a group is slower
-/// than the others.
+/// Uses between two comparisons. It is no multiple of callers' group sizes, because the first copy of a group
+/// is slower.
 const EVERY: u32 = 127;
-/// Comparisons with each of the others that come first, without a pause.
+/// Initial comparisons with each other routine, without a pause.
 const TRIALS: u32 = 16;
-/// Uses of one comparison. The first is not timed: after a pause the cache is cold. Then
-/// come the best and another, in turn the one and the other first, so that nothing is always the earlier one's cost.
+/// Uses of one comparison. The first is not timed, because the cache is cold after a pause. The best and
+/// another routine follow, and take turns to be first.
 const USES: u32 = 3;
-/// Comparisons that may be under way at a time; more overwrite each other.
+/// Comparisons under way at a time; further ones overwrite each other.
 const UNDER_WAY: usize = 8;
-/// An equal cost.
+/// The ratio of equal costs.
 const ONE: u64 = 1 << 10;
-/// How far one comparison moves what is known of a routine.
+/// The step of a ratio per comparison.
 const STEP: u64 = ONE / 128;
-/// A candidate that costs less than this share of the best replaces it.
+/// Ratio below which a candidate replaces the best routine.
 const CLEARLY: u64 = ONE - ONE / 32;
-/// No worse is known of any: else one that becomes cheap is found out too late.
+/// Largest ratio. A routine that becomes cheap is thus found soon.
 const DEARLY: u64 = ONE + ONE / 8;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,22 +29,22 @@ enum Compared {
     Other,
 }
 
-/// Compares routines in uses that follow each other: what else goes on in the machine slows all of them down alike,
-/// and by far more than routines differ. Of all comparisons with a routine the median counts, which each moves by one
-/// step: one in which a thread lost its core is a vote like others.
+/// Compares routines in successive uses. Other load slows all routines alike, and by more than they differ. The
+/// median of the comparisons counts, and each comparison moves it by one step. So a comparison in which a
+/// thread lost its core has no more weight than others.
 #[derive(Debug)]
 pub(super) struct RoutineChoice {
     routines: u32,
     turn: AtomicU32,
     best: AtomicU32,
-    /// The comparisons under way of which one side is known: see [`half`]. Threads take turns, so the second side may end
-    /// first, and several comparisons may be under way.
+    /// Comparisons of which one side has ended: see [`half`]. Threads take turns, so either side may end first,
+    /// and several comparisons may be under way.
     halves: [AtomicU64; UNDER_WAY],
-    /// What the median comparison says that each costs, `ONE` being the best.
+    /// The median cost of each routine relative to the best, which is `ONE`.
     ratio: [AtomicU64; MAX_ROUTINES],
 }
 
-/// Which routine to use, and how what it takes is learnt.
+/// One use of a routine, and the comparison to which its time belongs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RoutineUse {
     pub routine: usize,
@@ -54,7 +54,7 @@ pub(super) struct RoutineUse {
     other: usize,
 }
 
-/// One side's cost, picoseconds a byte, under the number of its comparison.
+/// One side of a comparison: its number, and the cost in picoseconds per byte.
 fn half(round: u32, cost: u64) -> u64 {
     u64::from(round) << 32 | cost.clamp(1, u64::from(u32::MAX))
 }
@@ -64,7 +64,7 @@ fn cost_of(half: u64) -> u64 {
 }
 
 impl RoutineUse {
-    /// One of which nothing is learnt.
+    /// A use that is not timed.
     pub fn untimed(routine: usize) -> Self {
         Self { routine, side: None, round: 0, other: routine }
     }
@@ -111,7 +111,7 @@ impl RoutineChoice {
         RoutineUse { routine, side: Some(side), round, other }
     }
 
-    /// Takes what a timed use cost, picoseconds a byte.
+    /// Records the cost of a timed use, picoseconds per byte.
     pub fn learn(&self, used: RoutineUse, cost: u64) {
         let Some(side) = used.side else { return };
         let mine = half(used.round, cost);

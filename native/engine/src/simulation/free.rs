@@ -1,4 +1,4 @@
-//! A network on which nothing happens until the test chooses it.
+//! A network whose events happen in the order that a test chooses.
 
 use super::SimNet;
 use crate::transport::sim::{mix, Choice};

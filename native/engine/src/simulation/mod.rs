@@ -21,7 +21,7 @@ use crate::{
     Result,
 };
 
-/// A simulated network, its clock and the engines on it. Single-threaded by nature: everything happens inside
+/// A simulated network, its clock and the engines on it. It is single-threaded: everything happens inside
 /// [`SimNet::step`].
 pub struct SimNet {
     world: Arc<Mutex<World>>,

@@ -1,4 +1,4 @@
-//! Letting time pass for thousands of engines: only those are driven that have something to do.
+//! Drives thousands of engines over time: only those that have something to do.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -79,7 +79,7 @@ impl Running<'_> {
     }
 }
 
-/// When engines want to be driven though nothing comes.
+/// When engines must be driven although no event arrives.
 #[derive(Default)]
 struct Timers {
     ordered: BTreeSet<(Time, EngineId)>,

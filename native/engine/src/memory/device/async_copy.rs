@@ -1,5 +1,5 @@
-//! Copies between host memory and memory of other kinds: a GPU's copy engine carries them out in
-//! order, beside whatever the user's streams do; those of files go through the engine's file queue.
+//! Asynchronous copies between host memory and other memory. A GPU's copy engine executes them in order,
+//! beside the user's streams. Copies of files use the engine's file queue.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use crate::{
     memory::file::{FileQueue, FileWork},
 };
 
-/// `len` bytes from one address to another.
+/// A range to copy: `len` bytes from one address to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CopyRange {
     pub to: usize,
@@ -20,12 +20,12 @@ pub(crate) struct CopyRange {
     pub len: usize,
 }
 
-/// A stream of our own on one device. Non-blocking: it waits for no kernels.
+/// The engine's stream on one device. It is non-blocking, so it waits for no kernels.
 struct CopyStream {
     driver: &'static Driver,
     device: i32,
     stream: usize,
-    /// Events at rest.
+    /// Unused events.
     idle: Vec<usize>,
 }
 
@@ -70,7 +70,7 @@ impl CopyStream {
         match queue() {
             Ok(()) => Ok(event),
             Err(e) => {
-                // Some copies may have begun: they must be over before the caller hears of it.
+                // Some copies may have begun. They must be over before the caller sees the error.
                 // SAFETY: the stream is ours.
                 unsafe { (table.stream_synchronize)(stream) };
                 self.idle.push(event);
@@ -118,12 +118,12 @@ impl Drop for CopyStream {
     }
 }
 
-/// Copies under way.
+/// Copies that were started together.
 #[derive(Debug)]
 #[must_use]
 pub(crate) enum PendingCopy {
     Done,
-    /// An event of the stream of this device and way.
+    /// An event of the stream of this device and direction.
     Device {
         device: i32,
         inward: bool,
@@ -133,7 +133,7 @@ pub(crate) enum PendingCopy {
 }
 
 impl PendingCopy {
-    /// Whether a thread must look now, for no bell rings at its end or it has ended.
+    /// Whether a thread must poll it: it has ended, or its end wakes no thread.
     pub fn needs_check(&self) -> bool {
         match self {
             Self::Done | Self::Device { .. } => true,
@@ -141,7 +141,7 @@ impl PendingCopy {
         }
     }
 
-    /// Sees to it that no byte is touched any more; copy engines are waited for by dropping the copier.
+    /// Waits until no byte is touched any more. For copy engines, dropping the copier waits.
     pub fn quiesce(&self) {
         if let Self::File(work) = self {
             work.quiesce();
@@ -166,12 +166,12 @@ impl AsyncCopier {
         Self { streams: Vec::new(), files: Arc::clone(files) }
     }
 
-    /// What reads and writes files.
+    /// The name of what reads and writes files.
     pub fn files_by(&self) -> &'static str {
         self.files.by().unwrap_or("the file's owner")
     }
 
-    /// Ends the file queue, of all transports of the engine.
+    /// Ends the engine's file queue, for all its transports.
     pub fn close_files(&self) {
         self.files.close();
     }
@@ -181,13 +181,13 @@ impl AsyncCopier {
         self.files.wake();
     }
 
-    /// Waits for the copy engines' end.
+    /// Waits until the copy engines have ended.
     pub fn close(&mut self) {
         self.streams.clear();
     }
 
-    /// Begins copies into (`inward`) or out of memory that lies where `location` says. Those of one
-    /// location and way end in the order in which they began.
+    /// Starts copies into (`inward`) or out of memory at `location`. Copies of one location and direction
+    /// end in the order in which they began.
     ///
     /// # Safety
     /// All ranges must stay allocated, and no other code may rely on their bytes, until `poll` has

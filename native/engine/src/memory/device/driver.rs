@@ -1,7 +1,7 @@
-//! libcuda as this process uses it: opened on first use, errors in words.
+//! libcuda, opened on first use, with errors as text.
 //!
-//! CUDA must not be started by accident: a process that has started it can't use it after a fork,
-//! and pays for a context. So memory is looked at only when the process itself uses CUDA already.
+//! The engine never starts CUDA by itself: a process that has started it can't use it after a fork, and
+//! pays for a context. So the engine inspects memory only if the process uses CUDA already.
 
 use std::{
     ffi::{c_char, c_int, c_void, CStr},

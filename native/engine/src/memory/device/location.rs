@@ -1,4 +1,4 @@
-//! Where the bytes behind an address lie, as CUDA knows it.
+//! The location of memory, as CUDA reports it.
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
@@ -7,7 +7,7 @@ use fabric_sys::cuda::{self as sys, pointer};
 use super::driver::Driver;
 use crate::{error::DomainError, memory::file::FileMemory, EngineError, Result};
 
-/// Where a stretch of memory lies.
+/// Where memory lies.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Location {
     #[default]
@@ -33,7 +33,7 @@ pub struct CudaRange {
     pub kind: CudaKind,
 }
 
-/// How device memory was allocated, which decides who else can be given it.
+/// How device memory was allocated, which determines who else can map it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CudaKind {
     /// cudaMalloc, as torch's allocator does by default: other processes can map it.
@@ -51,7 +51,7 @@ pub struct Dmabuf {
     pub offset: u64,
 }
 
-/// Tells where `len` bytes at `addr` lie. Costs nothing in a process that doesn't use CUDA.
+/// The location of `len` bytes at `addr`. It costs nothing in a process that doesn't use CUDA.
 pub fn locate(addr: usize, len: u64) -> Result<Location> {
     let Some(driver) = Driver::in_use() else { return Ok(Location::Host) };
     locate_by(driver, addr as u64, len)

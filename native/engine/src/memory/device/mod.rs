@@ -1,4 +1,4 @@
-//! GPU memory: where it lies, who can be given it, how it is copied, words that both sides watch.
+//! GPU memory: its location, its kind, copies, and words that both sides watch.
 
 mod driver;
 mod async_copy;

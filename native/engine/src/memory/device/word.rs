@@ -1,5 +1,4 @@
-//! A 64-bit word that a GPU and a processor both read and write: for watchers and for flags that
-//! kernels wait on.
+//! A 64-bit word that a GPU and a CPU read and write: for watchers, and for flags on which kernels wait.
 
 use std::sync::atomic::{
     AtomicU64,
@@ -15,15 +14,15 @@ use fabric_sys::{
 use super::driver::Driver;
 use crate::{error::DomainError, EngineError, Result};
 
-/// See the module. In the GPU's memory, mapped for the processor, where GDRCopy is installed: a
-/// kernel that polls it then stays off the bus. Else in pinned host memory, mapped for the GPU.
+/// See the module. With GDRCopy it lies in GPU memory, mapped for the CPU, so that a polling kernel does
+/// not use the bus. Otherwise it lies in pinned host memory, mapped for the GPU.
 pub struct DeviceWord {
     home: WordMemory,
     driver: &'static Driver,
     device: i32,
-    /// Where the processor finds it.
+    /// Its address for the CPU.
     host: usize,
-    /// Where kernels find it.
+    /// Its address for kernels.
     on_device: u64,
 }
 
@@ -137,17 +136,17 @@ impl DeviceWord {
         self.word().store(value, Release);
     }
 
-    /// Where kernels find it.
+    /// Its address for kernels.
     pub fn device_addr(&self) -> u64 {
         self.on_device
     }
 
-    /// Where the processor finds it.
+    /// Its address for the CPU.
     pub fn host_addr(&self) -> usize {
         self.host
     }
 
-    /// Where it lies, in words.
+    /// Its kind of memory, as text.
     pub fn home(&self) -> &'static str {
         match self.home {
             WordMemory::Pinned => "pinned host memory",

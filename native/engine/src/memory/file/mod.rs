@@ -1,5 +1,5 @@
 //! Files as memory: opened once, read and written by offset, never mapped. A full disk or a file that
-//! another process cut short is then an error of the call that met it, where a mapping would end the process.
+//! another process truncated is then an error of one call; with a mapping it would end the process.
 
 mod pool;
 mod queue;

@@ -1,4 +1,4 @@
-//! File work by threads that block in the system's calls: where io_uring isn't to be had.
+//! File work by threads that block in system calls, without io_uring.
 
 use super::{
     queue::Inbox,
@@ -10,7 +10,7 @@ use crate::error::DomainError;
 /// Threads of one engine. Disks like several requests at a time; more cost memory and little else.
 pub(super) const THREADS: usize = 4;
 
-/// The life of one thread: ends when the inbox is closed.
+/// The loop of one thread. It ends when the inbox is closed.
 pub(super) fn serve(inbox: &Inbox) {
     while let Some(work) = inbox.take() {
         if work.begin() {

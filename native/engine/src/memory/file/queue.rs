@@ -1,5 +1,5 @@
-//! One engine's file work: queued by its transports, carried out by io_uring where the kernel allows
-//! it, else by threads. Nothing starts before its first use.
+//! The file queue of one engine: its transports queue work, and io_uring or threads execute it. The first
+//! use starts it.
 
 use std::{
     collections::VecDeque,
@@ -21,7 +21,7 @@ use super::{
 };
 use crate::{error::DomainError, memory::device::CopyRange, wake::Waker};
 
-/// Where work waits for the thread that carries it out.
+/// Work that waits for a thread.
 pub(super) struct Inbox {
     works: Mutex<VecDeque<Arc<FileWork>>>,
     arrived: Condvar,
@@ -66,7 +66,7 @@ impl Inbox {
     }
 }
 
-/// Who carries file work out.
+/// What executes file work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FileBackend {
     /// io_uring if the kernel lets us, else threads.

@@ -1,5 +1,5 @@
-//! File work by io_uring. One thread owns the ring: it may block, its requests end with no other thread's
-//! thread, and what the kernel copies at once it doesn't copy under the engine's lock.
+//! File work by io_uring. One thread owns the ring. It may block, its requests don't end with another
+//! thread, and the kernel never copies under the engine's lock.
 
 use std::{collections::VecDeque, os::fd::AsRawFd, sync::Arc};
 
@@ -18,7 +18,7 @@ use crate::error::DomainError;
 pub(super) const DEPTH: u32 = 64;
 const BELL: u64 = u64::MAX;
 
-/// A piece of work of which not all is done.
+/// File work that is not complete.
 struct Job {
     work: Arc<FileWork>,
     /// The next of its ranges to be begun.

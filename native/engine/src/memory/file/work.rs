@@ -1,4 +1,4 @@
-//! One piece of work on a file: some ranges, all into it or all out of it.
+//! Work on one file: ranges that are all written or all read.
 
 use std::sync::{
     atomic::{
@@ -34,7 +34,7 @@ pub(crate) struct FileWork {
     over: AtomicBool,
 }
 
-/// A range of a piece of work that is still to be moved.
+/// The part of a range that is not moved yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RemainingRange {
     /// In this process's memory.
@@ -44,11 +44,11 @@ pub(super) struct RemainingRange {
     pub len: usize,
 }
 
-/// What a call on a file has come to.
+/// The result of one call on a file.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Progress {
     All,
-    /// The system moved less than was asked for, or nothing yet.
+    /// The system moved less than requested, or nothing yet.
     Some(RemainingRange),
     Failed(DomainError),
 }
@@ -69,7 +69,7 @@ impl FileWork {
         self.over.load(Acquire)
     }
 
-    /// How it ended; `None` while it goes on.
+    /// Its result; `None` while it is under way.
     pub fn result(&self) -> Option<Result<(), DomainError>> {
         if !self.is_over() {
             return None;
@@ -80,8 +80,8 @@ impl FileWork {
         }
     }
 
-    /// Gives it up if it hasn't begun, else waits for its end: no byte of its memory is touched any
-    /// more after this (MR-1).
+    /// Cancels it if it has not begun, else waits for its end. After this no byte of its memory is touched
+    /// (MR-1).
     pub fn quiesce(&self) {
         let mut state = self.state.lock();
         if matches!(*state, WorkState::Queued) {
@@ -94,7 +94,7 @@ impl FileWork {
         }
     }
 
-    /// Whether it is to be carried out; asked once, by the thread that does.
+    /// Begins to execute it; false if it was cancelled.
     pub(super) fn begin(&self) -> bool {
         let mut state = self.state.lock();
         let queued = matches!(*state, WorkState::Queued);
@@ -116,8 +116,8 @@ impl FileWork {
         Some(RemainingRange { addr, at: at as u64, len: p.len })
     }
 
-    /// What is left of `rest` after a call that returned `n`, or its error: bytes that are missing are
-    /// one (RS-1).
+    /// The remaining range after a call that returned `n`, or its error. Missing bytes are an error
+    /// (RS-1).
     pub(super) fn after(&self, rest: RemainingRange, n: Result<usize, rustix::io::Errno>) -> Progress {
         use rustix::io::Errno;
         let (done, to) = if self.inward { ("writing", "to") } else { ("reading", "from") };
