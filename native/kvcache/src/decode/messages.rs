@@ -55,7 +55,7 @@ impl Inner {
             // Kept until the memory is released; the caller is told so even after it dropped the
             // decoder.
             let (inner, left) = (Arc::clone(self), Arc::clone(&left));
-            // It fails in a process that has been forked off only, whose engine does nothing.
+            // It fails only in a forked child, whose engine does nothing.
             let over = move |_| {
                 if left.fetch_sub(1, SeqCst) == 1 {
                     let mut actions = Vec::new();
@@ -82,7 +82,7 @@ impl Inner {
         {
             let mut state = self.state.lock();
             if let Some(seq) = request {
-                // It may have come after all: the prefiller is told to stop.
+                // The message may have arrived: the prefiller must stop.
                 state.fail(seq, Cause::of(error), &mut actions);
             }
             if is_loss(error) || matches!(error, EngineError::Timeout { .. }) {
@@ -94,7 +94,7 @@ impl Inner {
         self.run(actions);
     }
 
-    /// A message has come.
+    /// Handles a message.
     pub(super) fn on_message(self: &Arc<Self>, from: EngineId, bytes: &[u8]) {
         let whole = self.parts.join(from, bytes, self.control().now());
         let message = whole.and_then(|w| w.map(|w| Message::from_bytes(&w)).transpose());

@@ -1,5 +1,5 @@
-//! The decoder's end: requests the pages of a prompt from prefillers, and reports when they have
-//! arrived, when they never will, and when they may be reused.
+//! The decoder: requests the pages of a prompt from prefillers, and reports when they have arrived, when they
+//! never will, and when they may be reused.
 
 mod messages;
 mod state;
@@ -30,7 +30,7 @@ use crate::{
 /// Events of a request. `Ready` or `Failed` comes once, then `Released` once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// Every page and the tail are there (IC-2).
+    /// All pages and the tail have arrived (IC-2).
     Ready,
     /// The pages will not arrive; they must neither be read nor reused yet.
     Failed(Cause),
@@ -38,12 +38,12 @@ pub enum Event {
     Released,
 }
 
-/// A request of a decoder.
+/// A pull: one request of a decoder for a prompt's pages.
 #[derive(Clone, Debug, Default)]
 pub struct Pull {
     /// Tokens of the prompt.
     pub tokens: u64,
-    /// Number of leading tokens that the decoder has already: whole pages.
+    /// Number of leading tokens that the decoder has, in whole pages.
     pub have: u64,
     /// Selects among replicas of prefill ranks; any number.
     pub salt: u64,
@@ -75,7 +75,7 @@ struct Inner {
     layouts: Vec<CacheLayout>,
     local: Vec<LocalRank>,
     terms: Terms,
-    /// Pages that every rank here has.
+    /// The groups, with the pages that every local rank has.
     groups: Vec<CacheGroup>,
     state: Mutex<DecoderState>,
     events: Arc<Events<Event>>,
@@ -119,9 +119,8 @@ impl Decoder {
         Ok(Self { inner })
     }
 
-    /// Takes a message of a prefiller. For callers that opened the pool of the first rank's engine
-    /// themselves, because they receive other messages there too. Messages of no prefiller are
-    /// ignored, with a warning.
+    /// Handles a message of a prefiller, for callers that opened the receive pool of the first rank's engine
+    /// themselves. A message that is no prefiller's is ignored, with a warning.
     pub fn on_message(&self, from: EngineId, message: &[u8]) {
         self.inner.on_message(from, message);
     }

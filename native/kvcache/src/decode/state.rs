@@ -1,4 +1,4 @@
-//! A decoder's state of its prefillers and requests.
+//! A decoder's sessions and pulls.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -33,7 +33,7 @@ pub(super) struct Session {
     pub revoked: bool,
 }
 
-/// What doesn't change about a prefiller.
+/// The constant facts of a prefiller.
 pub(super) struct PrefillerInfo {
     pub name: String,
     pub pairing: Pairing,
@@ -45,7 +45,7 @@ pub(super) struct PrefillerInfo {
 /// One process of a prefiller.
 pub(super) struct PrefillerProcess {
     pub peer: Peer,
-    /// Its number of the session, since its welcome.
+    /// The process's number of the session, since its welcome.
     pub incarnation: Option<u64>,
     /// Beats since its last message.
     pub silent: u32,
@@ -58,7 +58,7 @@ pub(super) enum SessionPhase {
     Lost(String),
 }
 
-/// A request, from the call that makes it until its pages can be used for another.
+/// A pull, from its call until its pages can be reused.
 pub(super) struct PendingPull {
     pub session: u64,
     /// The request message, until the prefiller's welcome.
@@ -87,7 +87,7 @@ pub(super) enum ProcessState {
     NotRequested,
     /// It may write. Number of answered beats that did not mention the request.
     Requested { unknown: u32 },
-    /// It has been told to stop, and may still write.
+    /// The decoder has cancelled it; the process may still write.
     Cancelling,
     /// Nothing that it wrote can land any more (MR-1).
     Quiesced,

@@ -1,4 +1,4 @@
-//! One request, as its prefiller works on it.
+//! One request at its prefiller.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -21,10 +21,10 @@ use crate::{
 /// Identifies a request: the decoder's engine, its session, its number there.
 pub(super) type RequestKey = (EngineId, u64, u64);
 
-/// What doesn't change about a decoder.
+/// The constant facts of a decoder.
 pub(super) struct DecoderInfo {
     pub name: String,
-    /// Its engine that takes messages, known to ours that sends them.
+    /// The decoder's engine that receives messages.
     pub peer: Peer,
     /// The local number of the session; never reused.
     pub incarnation: u64,
@@ -37,9 +37,9 @@ pub(super) struct DecoderInfo {
 pub(super) struct GrantedRank {
     pub rank: usize,
     pub owner: EngineId,
-    /// As each of our local ranks names it.
+    /// By local rank, the imported buffers.
     pub buffers: Vec<Vec<RemoteRegion>>,
-    /// As our first rank names it.
+    /// Imported by the first local rank.
     pub tail: Option<RemoteRegion>,
 }
 
@@ -51,22 +51,22 @@ pub(super) struct Job {
     /// The decoder's pages.
     pub remote_pages: Vec<Vec<u32>>,
     pub tail_slot: u32,
-    /// The cells of each group that are to be sent in all.
+    /// The cells of each group to send.
     pub cells: Vec<Range<u64>>,
-    /// How many entries the tables have.
+    /// The number of entries of the tables.
     pub entries: u64,
     pub payload_nbytes: u64,
     pub links: Vec<RankLink>,
-    /// Of each of the decoder's grants.
+    /// The counter of each of the decoder's grants.
     pub counters: Vec<Imm>,
     pub timeline: Arc<Timeline>,
     pub state: Mutex<Progress>,
 }
 
-/// From one of our ranks to one of the decoder's.
+/// A link from a local rank to a rank of the decoder.
 pub(super) struct RankLink {
     pub link: Link,
-    /// Which of our local ranks.
+    /// Index of the local rank.
     pub from: usize,
     /// Index of the grant.
     pub to: usize,
@@ -74,31 +74,29 @@ pub(super) struct RankLink {
 
 #[derive(Default)]
 pub(super) struct Progress {
-    /// Our pages, once the engine behind has some.
+    /// The local pages, once the request is accepted.
     pub local_pages: Option<Arc<Vec<Vec<u32>>>>,
     /// For each step of a pass, the first cell that hasn't been sent.
     pub sent: Vec<u64>,
-    /// What the last cells that were sent meant in pages, by route and group: layers of a pass send
-    /// the same.
+    /// The pages of the last sent cells, by link and group, because all layers of a pass send the same.
     pub selected: HashMap<(usize, usize), (Range<u64>, Arc<Selection>)>,
     pub tail: Tail,
-    /// For each step of a pass, writes that aren't delivered.
+    /// For each step of a pass, the number of undelivered writes.
     pub open: Vec<u32>,
-    /// Writes that aren't over, by a number.
+    /// Writes that are not over, by number.
     pub under_way: BTreeMap<u64, PendingWrite>,
     pub next: u64,
-    /// Writes on a broken link may still land, as far as this end knows (MR-1).
+    /// Writes on a broken link may still land (MR-1).
     pub unproven: bool,
-    /// Why nothing more is sent.
+    /// The final state, if nothing more is sent.
     pub stop: Option<RequestState>,
     pub over: bool,
 }
 
-/// A submitted write. It has ended when its result is known and it touches no memory any more; the
-/// two may come in either order.
+/// A submitted write. It ends when its result is known and it touches no memory any more, in either order.
 pub(super) struct PendingWrite {
     pub handle: Handle,
-    /// Of which step of a pass; `None` for the tail.
+    /// Its step of a pass; `None` for the tail.
     pub step: Option<usize>,
     pub done: bool,
     pub quiesced: bool,
@@ -112,7 +110,7 @@ pub(super) enum Tail {
 }
 
 impl Job {
-    /// How it ends, if nothing is left to do.
+    /// The final state, if nothing is left to do.
     pub fn ended(&self, progress: &Progress, groups_of_steps: &[(usize, usize)]) -> Option<RequestState> {
         if progress.over || !progress.under_way.is_empty() {
             return None;
@@ -129,7 +127,7 @@ impl Job {
 }
 
 impl Progress {
-    /// Counts a write as under way; its number comes with it.
+    /// Adds a write; returns it with its number.
     pub fn track(&mut self, handle: Handle, step: Option<usize>) -> (u64, Handle) {
         let number = self.next;
         self.next += 1;
@@ -141,8 +139,7 @@ impl Progress {
         (number, handle)
     }
 
-    /// A write has ended well; the step of which nothing is on its way any more, if it is the last
-    /// of one.
+    /// Records a delivered write; returns its step if it was the last write of it.
     pub fn delivered(&mut self, number: u64) -> Option<usize> {
         let step = self.under_way.get(&number)?.step?;
         self.open[step] -= 1;

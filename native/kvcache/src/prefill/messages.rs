@@ -77,7 +77,7 @@ impl Inner {
         let bytes = message.to_bytes();
         let parts = cut(&bytes, self.control());
         let ops: Vec<Op<'_>> = parts.iter().map(|message| Op::Send { peer, message }).collect();
-        // A message that is lost is asked for by the next beat, and a lost peer beats no more.
+        // The next beat asks again for a lost message, and a lost peer sends no beats.
         let told = |result: Result<(), EngineError>| {
             taken();
             if let Err(error) = result {
@@ -90,7 +90,7 @@ impl Inner {
         }
     }
 
-    /// Says how requests are; they may take several messages.
+    /// Sends the states of requests, in as many messages as needed.
     pub(super) fn send_states(
         self: &Arc<Self>,
         session: u64,
@@ -148,7 +148,7 @@ impl Inner {
         let key = (from, hello.session);
         {
             let state = self.state.lock();
-            // Said twice, a hello is welcome twice.
+            // A repeated hello gets the same answer.
             if let Some(session) = state.sessions.get(&key) {
                 return Ok(session.info.incarnation);
             }
@@ -178,7 +178,7 @@ impl Inner {
         Ok(session.info.incarnation)
     }
 
-    /// What a decoder says of itself, checked.
+    /// Checks a hello, and imports the decoder's memory.
     fn info(&self, hello: &Hello, peer: Peer) -> Result<DecoderInfo, String> {
         let beat = Duration::from_millis(hello.beat_ms.into());
         if beat * 2 > self.terms.silence {
@@ -277,7 +277,7 @@ impl Inner {
         self.events.report();
     }
 
-    /// A job of a request, if what it says fits what was agreed on.
+    /// Makes the job of a request, if the request fits the session.
     fn job_of(
         &self,
         key: RequestKey,

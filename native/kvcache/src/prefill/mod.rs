@@ -1,4 +1,4 @@
-//! The prefiller's end: takes requests, and writes pages layer by layer as they are computed.
+//! The prefiller: accepts requests, and writes pages layer by layer as they are computed.
 
 mod job;
 mod pass_queue;
@@ -41,17 +41,17 @@ pub enum JobEvent {
     Released,
 }
 
-/// A request that has come.
+/// A request of a decoder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobRequest {
     /// The decoder's name.
     pub decoder: String,
     /// Tokens of the prompt.
     pub tokens: u64,
-    /// Number of leading tokens that needn't be sent; the computation needs them.
+    /// Number of leading tokens that are not sent but computed.
     pub have: u64,
     pub payload: Vec<u8>,
-    /// How far its layers are, then and later.
+    /// The progress of its layers.
     pub timeline: Arc<Timeline>,
 }
 
@@ -73,7 +73,7 @@ struct Inner {
     terms: Terms,
     /// Layers in the order in which they are computed: group, layer within it.
     steps: Vec<(usize, usize)>,
-    /// Pages that every rank here has.
+    /// The groups, with the pages that every local rank has.
     groups: Vec<CacheGroup>,
     state: Mutex<PrefillerState>,
     pass_queue: Mutex<PassQueue>,
@@ -97,11 +97,11 @@ struct PrefillerState {
 /// One session with a decoder.
 struct Session {
     info: Arc<DecoderInfo>,
-    /// Everything before is over for the decoder; no request of it is taken any more.
+    /// All requests before this are over for the decoder, and are ignored.
     floor: u64,
     /// By the decoder's numbers.
     jobs: BTreeMap<u64, u64>,
-    /// How ended requests ended, until the decoder has acknowledged it.
+    /// The final states of ended requests, until the decoder has acknowledged them.
     ended: BTreeMap<u64, RequestState>,
     /// Local beats since its last message.
     silent: u32,
@@ -110,8 +110,8 @@ struct Session {
 }
 
 impl Session {
-    /// Requests of which something is kept until the decoder's floor has passed them: each job
-    /// leaves its end.
+    /// The number of requests that are kept until the decoder's floor has passed them: jobs, and final
+    /// states.
     fn remembers(&self) -> usize {
         self.jobs.len() + self.ended.len()
     }
@@ -168,21 +168,19 @@ impl Prefiller {
         Ok(Self { inner })
     }
 
-    /// Takes a message of a decoder. For callers that opened the pool of the first rank's engine
-    /// themselves, because they receive other messages there too. Messages of no decoder are
-    /// ignored, with a warning.
+    /// Handles a message of a decoder, for callers that opened the receive pool of the first rank's engine
+    /// themselves. A message that is no decoder's is ignored, with a warning.
     pub fn on_message(&self, from: EngineId, message: &[u8]) {
         self.inner.on_message(from, message);
     }
 
-    /// What this process adds to its instance's [`Offer`].
+    /// This process's entry of its instance's [`Offer`].
     pub fn end(&self) -> OfferEnd {
         let ranks = self.inner.local.iter().map(|r| (r.rank, r.engine.address().clone()));
         OfferEnd { address: self.inner.control().address().clone(), ranks: ranks.collect() }
     }
 
-    /// The offer of an instance that is one process; of a larger one, its `ends` are to be put
-    /// together.
+    /// The offer of an instance of one process. For several processes, join their `ends`.
     pub fn offer(&self) -> Offer {
         Offer {
             name: self.inner.name.clone(),
@@ -198,8 +196,8 @@ impl Prefiller {
         self.inner.steps.len()
     }
 
-    /// Names our pages for a request, for all its tokens in their order, for each group. The first
-    /// `computed` tokens are in them already, of all layers, and are sent at once.
+    /// Accepts a request: for each group, the local pages of all its tokens in order. The first `computed`
+    /// tokens of all layers are in the pages already, and are sent at once.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] if the tables don't fit; [`EngineError::Cancelled`] if the request
@@ -244,25 +242,25 @@ impl Prefiller {
         self.inner.begin(counted, jobs)
     }
 
-    /// Layers that have been counted so far, over all passes.
+    /// The number of counted layers, over all passes.
     pub fn counted(&self) -> u64 {
         self.inner.counted()
     }
 
-    /// Counts further layers that are in the cache: they are sent. The computing engine calls this,
-    /// unless a word counts.
+    /// Counts further layers that are in the cache, and sends them. The computing engine calls this unless it
+    /// counts in a watched word.
     pub fn advance(&self, layers: u64) {
         self.inner.advance(layers);
     }
 
-    /// Says that the word that is watched is about to have this value: the [`Timeline`] then says
-    /// when layers were computed, and not only when that was seen.
+    /// Announces the next value of the watched word. The [`Timeline`] then has the time of the computation,
+    /// and not only the time when it was seen.
     pub fn mark(&self, count: u64) {
         self.inner.mark(count);
     }
 
-    /// A function that takes the values of a word that counts layers, and that doesn't keep the
-    /// prefiller: for [`TransferEngine::watch`].
+    /// A callback for [`TransferEngine::watch`] that takes the values of a word that counts layers. It does
+    /// not keep the prefiller alive.
     pub fn advancer(&self) -> impl Fn(u64, u64) + Send + Sync + 'static {
         let weak = Arc::downgrade(&self.inner);
         move |_, count| {
@@ -272,8 +270,7 @@ impl Prefiller {
         }
     }
 
-    /// Sends the tail, which lies in a slot of rank 0. The job is over when everything has been
-    /// sent.
+    /// Sends the tail, from a slot of rank 0. The job ends when everything is sent.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] if there is no such slot, or it was called before.
@@ -289,7 +286,7 @@ impl Prefiller {
         }
     }
 
-    /// Refuses a request that was not accepted. A decoder that is told [`RefusalReason::TooLong`] asks no other prefiller.
+    /// Refuses a request that was not accepted. After [`RefusalReason::TooLong`] a decoder asks no other prefiller.
     pub fn refuse(&self, job: u64, kind: RefusalReason, why: &str) {
         if let Ok(job) = self.inner.job(job) {
             let elsewhere = kind != RefusalReason::TooLong;

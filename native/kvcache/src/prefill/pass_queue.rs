@@ -14,7 +14,7 @@ use crate::{
     wire::{reason, RequestState},
 };
 
-/// Passes whose counts haven't all been seen.
+/// Passes with counts that were not seen yet.
 #[derive(Default)]
 pub(super) struct PassQueue {
     passes: VecDeque<Pass>,
@@ -22,7 +22,7 @@ pub(super) struct PassQueue {
     seen: u64,
     /// The last count that was announced.
     announced: u64,
-    /// When the last count was made, of those whose layer was sent.
+    /// When the last count of a sent layer was made.
     made: Time,
 }
 
@@ -62,7 +62,7 @@ impl PassQueue {
         Ok(cut)
     }
 
-    /// The next layer among the counts up to `to`, and of what; `None` if there is none left.
+    /// The next layer among the counts up to `to`, and its requests; `None` if none is left.
     fn step(&mut self, to: u64) -> Option<(usize, Requests)> {
         while self.seen < to {
             let Some(pass) = self.passes.front() else {
@@ -100,12 +100,12 @@ impl Inner {
         self.pass_queue.lock().announced
     }
 
-    /// A word that is watched is about to count up to this.
+    /// Records that the watched word is about to have this value.
     pub(super) fn mark(&self, count: u64) {
         self.counts.made(count, self.control().now());
     }
 
-    /// So many more layers are counted.
+    /// Counts `layers` more layers.
     pub(super) fn advance(self: &Arc<Self>, layers: u64) {
         let count = {
             let mut pass_queue = self.pass_queue.lock();
@@ -128,7 +128,7 @@ impl Inner {
         Ok(())
     }
 
-    /// The word has this value.
+    /// Sends the layers up to this value of the word.
     pub(super) fn advance_to(self: &Arc<Self>, count: u64) {
         loop {
             let next = {

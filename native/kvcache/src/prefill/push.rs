@@ -15,8 +15,7 @@ use crate::{
 };
 
 impl Inner {
-    /// Sends what is there of one layer, when so many tokens are computed, as they were at
-    /// `computed`.
+    /// Sends the unsent cells of one layer, of which `tokens_done` tokens were computed at `computed`.
     pub(super) fn push(
         self: &Arc<Self>,
         job: &Arc<Job>,
@@ -79,7 +78,7 @@ impl Inner {
                 }
             }
             if failed.is_none() {
-                // Other processes have all that is needed of it.
+                // Other processes send all of this layer.
                 if progress.open[step] == 0 {
                     let now = self.control().now();
                     job.timeline.posted(step).store(now.0, Relaxed);
@@ -135,11 +134,11 @@ impl Inner {
         Ok(())
     }
 
-    /// Waits for writes: for their results, and for their end.
+    /// Follows writes: their results, and their quiescence.
     fn watch_writes(self: &Arc<Self>, job: &Arc<Job>, handles: Vec<(u64, Handle)>) {
         for (number, handle) in handles {
-            // Both keep this end until the write has ended: the caller is told so even after it
-            // dropped the prefiller.
+            // Both callbacks keep this prefiller until the write has ended, so that the caller learns of it
+            // even after it dropped the prefiller.
             let (inner, theirs) = (Arc::clone(self), Arc::clone(job));
             handle.on_done(move |result| {
                 match result {
@@ -157,8 +156,8 @@ impl Inner {
                     progress.update(number, |write| write.quiesced = true);
                 }
                 if quiescence == Quiescence::Unknown {
-                    // Of our own memory nothing is used, for the links are gone; what the decoder
-                    // may believe of its memory it must make sure of itself (MR-1).
+                    // The links are lost, so local memory is not in use. The decoder must make sure of its
+                    // own memory (MR-1).
                     let why = "links broke, and what was on them may still land";
                     inner.end_session((theirs.key.0, theirs.key.1), why, true);
                 }
@@ -187,8 +186,8 @@ impl Inner {
         }
     }
 
-    /// Sends nothing more of a job, and ends it when what was sent is over. `told` is what the
-    /// engine behind is to know.
+    /// Stops sending a job, and ends it when its writes are over. `told` is the cause for the engine behind
+    /// the prefiller.
     pub(super) fn stop(self: &Arc<Self>, job: &Arc<Job>, at: RequestState, told: Option<Cause>) {
         let under_way: Vec<Handle> = {
             let mut progress = job.state.lock();
@@ -206,13 +205,13 @@ impl Inner {
         self.settle(job);
     }
 
-    /// Ends a job of which nothing is left to do, and nothing under way.
+    /// Ends a job if nothing is left to do or under way.
     pub(super) fn settle(self: &Arc<Self>, job: &Arc<Job>) {
         let at = {
             let mut progress = job.state.lock();
             let Some(at) = job.ended(&progress, &self.steps) else { return };
             progress.over = true;
-            // What isn't proven isn't said (MR-1): the decoder takes its memory back.
+            // If quiescence is unknown, no state is sent (MR-1), and the decoder revokes its memory.
             (!progress.unproven).then_some(at)
         };
         let (from, number, seq) = job.key;

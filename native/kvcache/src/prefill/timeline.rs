@@ -11,7 +11,7 @@ pub struct Timeline {
     layers: Box<[AtomicTimes]>,
 }
 
-/// Nanoseconds; 0 is not yet.
+/// The times of one layer, nanoseconds; 0 if not yet.
 #[derive(Debug)]
 struct AtomicTimes {
     number: u32,
@@ -20,18 +20,17 @@ struct AtomicTimes {
     delivered: AtomicU64,
 }
 
-/// One layer's times, by the clock of the first rank's engine; `None` where it hasn't come so far,
-/// or nothing of the layer had to be sent. Of a prompt that is computed in chunks they are those of
-/// the last one.
+/// One layer's times, by the clock of the first rank's engine; `None` if it has not come so far, or no page of
+/// the layer had to be sent. For a prompt in chunks, the times of the last chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerTimes {
     /// The layer's number in the model.
     pub layer: u32,
-    /// It was said to be in the cache; where a kernel counts, it was seen to be.
+    /// When it was reported to be in the cache, or seen to be if a kernel counts.
     pub computed: Option<Time>,
-    /// The last of its pages was given to the engines.
+    /// When its last page was given to the engines.
     pub posted: Option<Time>,
-    /// The last of its pages is known to be in the decoder's memory.
+    /// When its last page was known to be in the decoder's memory.
     pub delivered: Option<Time>,
 }
 
