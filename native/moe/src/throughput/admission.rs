@@ -33,7 +33,7 @@ impl Throughput {
     ///
     /// # Errors
     /// [`EngineError::Handshake`] if it is of another shape; [`EngineError::Invalid`] if it is here
-    /// already, or comes in a incarnation that has ended, or while an exchange is under way;
+    /// already, or comes in an incarnation that has ended, or while an exchange is under way;
     /// [`EngineError::PeerLost`] if others go on without this rank; [`EngineError::NotQuiesced`] if
     /// the one before it may still write to this rank's memory, after the timeout.
     pub fn admit(&self, descriptor: &[u8]) -> Result<u32> {

@@ -15,6 +15,7 @@ use super::{
 };
 use crate::routes::Routes;
 
+/// All lanes of one channel.
 #[derive(Debug)]
 pub struct Channel {
     number: u32,
@@ -24,24 +25,23 @@ pub struct Channel {
     node_receivers: Vec<NodeReceiver>,
     /// The rings of lanes that exist only in another era.
     pool: RingPool,
-    /// Preambles, in the order of nodes, and this rank's tokens of the channel, as far as they have
-    /// yet to be put where they are sent from.
+    /// Preambles, in the order of nodes, that are not in their slots yet.
     preambles: VecDeque<(u64, Vec<u8>)>,
+    /// This rank's tokens of the channel that are not in their slots yet.
     to_pack: Range<u32>,
     packing: PendingJobs<()>,
-    /// This rank's tokens of the channel, and how far their sums are.
+    /// This rank's tokens of the channel that have no sums yet.
     part: Range<u32>,
-    /// Over the nodes, which of their tokens is next.
+    /// By node, the index of its next token.
     next: Vec<usize>,
-    /// Sums of nodes that are being summed: of each sender, what was read and whether that was the
-    /// last.
+    /// Jobs that sum the sums of nodes: for each sender, the slots read and whether they were the last.
     summing: PendingJobs<Vec<(u64, bool)>>,
-    /// When it is over, this rank's tokens may be replaced.
+    /// The drain after which this rank's tokens may be replaced.
     pub settled: Option<u64>,
 }
 
 impl Channel {
-    /// One that has no lanes yet.
+    /// A channel without lanes.
     pub fn new(number: u32, commands: Commands) -> Self {
         Self {
             number,

@@ -37,26 +37,26 @@ impl From<EngineError> for StopCause {
     }
 }
 
-/// Says of which rank something can't be.
+/// A protocol violation of a rank.
 pub fn by(rank: u32) -> impl Fn(String) -> StopCause {
     move |cause| StopCause::Peer { rank, cause }
 }
 
-/// What the caller's call gives.
+/// The caller's rows in the current call.
 #[derive(Debug)]
 pub enum Io<'a, 'b> {
     Nothing,
     /// The caller's tokens.
     Tokens(&'a [Part<'a>]),
-    /// Room for the rows that come.
+    /// Room for arriving rows.
     Rows(&'a mut [PartMut<'b>]),
-    /// The answers to them.
+    /// The answers to the rows.
     Answers(Part<'a>),
-    /// One of those, which kernels were told of and the host can't reach.
+    /// One of these, which kernels reach and the host does not.
     Kernels(KernelIo),
 }
 
-/// What kernels were told of.
+/// The rows that kernels have in the current call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KernelIo {
     Tokens,
@@ -88,11 +88,11 @@ pub struct Context {
     pub here: Vec<bool>,
     pub layout: Layout,
     pub words: AtomicWords,
-    /// Which one it is.
+    /// The number of the exchange.
     pub exchange: u32,
-    /// Who takes part, see [`Membership`](super::membership::Membership).
+    /// The number of the membership, see [`Membership`](super::membership::Membership).
     pub era: u32,
-    /// What goes ahead of each of this rank's tokens: head, experts and weights.
+    /// The meta before each of this rank's tokens: head, experts and weights.
     pub metas: Vec<u8>,
 }
 
@@ -119,7 +119,7 @@ impl Context {
         }
     }
 
-    /// Where what goes out by a ring back lies until then: as it will lie there.
+    /// The outbox of a ring for answers: rows lie there as in the ring until they are sent.
     pub fn outbox(&self, channel: u32, family: Family, source: u32, partner: u32) -> u64 {
         self.layout.outbox(channel, self.grid.ring(family, source, partner))
     }

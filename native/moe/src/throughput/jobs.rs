@@ -12,22 +12,22 @@ use super::{
     slots::{compare_era, read_head, Kind, HEAD},
 };
 
-/// Something to be done with rows. Places are bytes from the beginning of the rank's part.
+/// Work on rows. Offsets are bytes from the beginning of the rank's part.
 #[derive(Clone, Debug)]
 pub enum Job {
-    /// Bytes to a place.
+    /// Stores bytes at an offset.
     Put { to: u64, bytes: Vec<u8> },
-    /// The caller's tokens from `first` on, each behind its meta, to their slots.
+    /// Copies the caller's tokens from `first` on, each behind its meta, to their slots.
     Pack { first: u32, metas: Vec<u8> },
-    /// The first `nbytes` of each slot.
+    /// Reads the first `nbytes` of each slot.
     Look { slots: Vec<u64>, nbytes: u64 },
-    /// Tokens to rows of the caller's: of each, its slot and how many of `rows` are its.
+    /// Copies tokens to rows of the caller: for each its slot, and its number of `rows`.
     Take { tokens: Vec<(u64, u32)>, rows: Vec<u32> },
-    /// A sum for each token.
+    /// Computes a sum for each token.
     Sum { to: SumTarget, sums: Vec<Sum>, terms: Vec<Term> },
 }
 
-/// Where sums go, and what of.
+/// The destination of sums, and their addends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SumTarget {
     /// A rank's answer, of rows, to a slot.
@@ -41,7 +41,7 @@ pub enum SumTarget {
 }
 
 impl SumTarget {
-    /// What the slots hold that are summed.
+    /// The kind of the summed slots.
     pub fn addends(self) -> Kind {
         match self {
             Self::Total => Kind::Sum,
@@ -70,13 +70,13 @@ pub enum Term {
     Node,
 }
 
-/// What came of a job: the bytes of [`Job::Look`], for others none.
+/// The result of a job: the bytes of [`Job::Look`]; none for others.
 pub type JobResult = Result<Vec<u8>, JobError>;
 
-/// Why a job came to nothing.
+/// The error of a job.
 #[derive(Clone, Debug)]
 pub enum JobError {
-    /// The slot of a rank says something else.
+    /// The slot of a rank has another head.
     Slot {
         from: u32,
         kind: Kind,
@@ -106,27 +106,27 @@ impl JobError {
     }
 }
 
-/// What a worker calls a job.
+/// Identifies a job of a worker.
 pub type JobId = u64;
 
-/// What carries jobs out.
+/// Executes jobs.
 pub trait Worker: fmt::Debug + Send {
-    /// Whether another job would be taken.
+    /// Whether it accepts another job.
     fn has_room(&self) -> bool;
 
-    /// Begins a job of an exchange, if there is room, under a number that no other has.
+    /// Begins a job of an exchange, under a unique id. There must be room.
     fn begin(&mut self, job_id: JobId, job: Job, exchange: u32, io: &mut Io<'_, '_>);
 
-    /// Goes on with what was begun.
+    /// Advances begun jobs.
     fn go_on(&mut self, _io: &mut Io<'_, '_>) {}
 
-    /// What came of a job, once it is done; asked for until then.
+    /// The result of a job, once it is done.
     fn result(&mut self, job_id: JobId) -> Option<JobResult>;
 
     /// The sums for the caller, elements of each token behind one another, if they are on the host.
     fn totals(&self) -> &[f32];
 
-    /// Nothing that was begun need be done any more.
+    /// Cancels begun jobs.
     fn abort(&mut self) {}
 }
 
@@ -136,7 +136,7 @@ pub struct Jobs {
     worker: Box<dyn Worker>,
     next: JobId,
     under_way: Vec<JobId>,
-    /// Nothing new is begun: the caller goes elsewhere when what was is done.
+    /// No job begins, because the caller leaves once begun jobs are done.
     pub resting: bool,
 }
 
@@ -149,7 +149,7 @@ impl Jobs {
         !self.under_way.is_empty()
     }
 
-    /// Goes on with what was begun, of which nothing follows any more; whether anything was done.
+    /// Advances begun jobs, and drops their results; whether anything was done.
     pub fn discard(&mut self, io: &mut Io<'_, '_>) -> bool {
         self.worker.go_on(io);
         let before = self.under_way.len();
@@ -171,7 +171,7 @@ impl Jobs {
     }
 }
 
-/// A call that is under way: what the caller gives, and who works on it.
+/// A call under way: the caller's rows, and the jobs.
 #[derive(Debug)]
 pub struct Call<'c, 'a, 'b> {
     pub jobs: &'c mut Jobs,
@@ -185,7 +185,7 @@ impl Call<'_, '_, '_> {
     }
 }
 
-/// Jobs of one kind of a lane, in their order, and what follows from each.
+/// Jobs of one kind of a lane, in order, and the value that follows each.
 #[derive(Debug)]
 pub struct PendingJobs<T>(VecDeque<(JobId, T)>);
 
@@ -196,7 +196,7 @@ impl<T> Default for PendingJobs<T> {
 }
 
 impl<T> PendingJobs<T> {
-    /// Begins a job, for which there is room.
+    /// Begins a job. There must be room.
     pub fn begin(&mut self, call: &mut Call<'_, '_, '_>, exchange: u32, job: Job, then: T) {
         let jobs = &mut *call.jobs;
         let job_id = jobs.next;
@@ -206,10 +206,10 @@ impl<T> PendingJobs<T> {
         self.0.push_back((job_id, then));
     }
 
-    /// What follows from the first one, and what came of it, once it is done.
+    /// The value of the first job and its bytes, once it is done.
     ///
     /// # Errors
-    /// It came to nothing.
+    /// The job failed.
     pub fn done(
         &mut self,
         call: &mut Call<'_, '_, '_>,

@@ -1,5 +1,5 @@
-//! The calls of an exchange whose rows kernels move. The same machine applies the rules; the
-//! kernels were given the row addresses that a caller would pass.
+//! The calls of an exchange whose rows kernels move. The same machine decides; kernels have the row
+//! addresses that a caller would pass.
 
 use std::{sync::Arc, time::Duration};
 
@@ -18,12 +18,12 @@ use super::{
 };
 use crate::kernels::Part;
 
-/// What kernels and their exchange share.
+/// The memory that kernels and their exchange share.
 #[derive(Debug)]
 pub struct KernelMemory {
     /// This rank's part of the memory.
     pub region: Region,
-    /// As many as [`QueueLayout`](super::device::QueueLayout) says, all zero.
+    /// Zero words, as many as [`QueueLayout`](super::device::QueueLayout) needs.
     pub words: AtomicWords,
     pub workers: u32,
 }
@@ -53,8 +53,8 @@ impl Throughput {
         Ok(this)
     }
 
-    /// The number of the next call, which its workers are launched with; [`Throughput::end_work`]
-    /// ends them.
+    /// Begins a call: returns the number with which its workers are launched. [`Throughput::end_work`] ends
+    /// them.
     ///
     /// # Errors
     /// [`EngineError::Invalid`]: no kernels carry the exchange out.
@@ -73,7 +73,7 @@ impl Throughput {
         self.enter()
     }
 
-    /// The workers of a call end; those of one that failed after the job that they are at, if any.
+    /// Ends the workers of a call, after their current job if the call failed.
     pub fn end_work(&self, call: u64) {
         if let Some(lifecycle) = &self.lifecycle {
             lifecycle.end(call);
@@ -94,7 +94,7 @@ impl Throughput {
         self.drive(&mut machine, &mut Io::Kernels(KernelIo::Tokens), |machine| machine.is_packed())
     }
 
-    /// As [`Throughput::dispatch_recv`], with room for so many rows.
+    /// As [`Throughput::dispatch_recv`], with room for `rows` rows.
     ///
     /// # Errors
     /// As [`Throughput::dispatch_recv`].
@@ -104,7 +104,7 @@ impl Throughput {
         self.drive(&mut machine, &mut Io::Kernels(KernelIo::Rows), |machine| machine.is_collected())
     }
 
-    /// As [`Throughput::combine_send`], with answers to so many rows.
+    /// As [`Throughput::combine_send`], with answers to `rows` rows.
     ///
     /// # Errors
     /// As [`Throughput::combine_send`].
@@ -114,7 +114,7 @@ impl Throughput {
         self.drive(&mut machine, &mut Io::Kernels(KernelIo::Answers), |machine| machine.is_answered())
     }
 
-    /// As [`Throughput::combine_recv`]: of how many tokens the sums lie where kernels put them.
+    /// As [`Throughput::combine_recv`]; returns the number of tokens whose sums kernels have stored.
     ///
     /// # Errors
     /// As [`Throughput::combine_recv`].

@@ -70,17 +70,17 @@ use crate::{
     routes::Order,
 };
 
-/// Commands that a FIFO of a channel holds.
+/// Commands in the FIFO of a channel.
 const IN_FLIGHT: u32 = 1024;
-/// How long a rank that ends the exchange, or leaves, waits until what it has to say has left.
+/// How long a rank that leaves waits until its signals are sent.
 const FAREWELL: Duration = Duration::from_secs(2);
 
-/// Command channels of so many channels: slots and credits of each family have one of their own.
+/// The number of command channels: slots and credits of each family have their own.
 fn command_channels(channels: u32) -> u32 {
     2 * grid::Family::ALL.len() as u32 * channels
 }
 
-/// What the proxy of a rank of this exchange is like.
+/// The configuration of the proxy of a rank.
 pub fn proxy_config(spec: &Spec, member: Member, deadline: Duration) -> Config {
     Config {
         rank: member.rank as usize,
@@ -99,9 +99,9 @@ pub fn proxy_config(spec: &Spec, member: Member, deadline: Duration) -> Config {
 
 /// One rank of a high-throughput exchange.
 ///
-/// Calls come in turns: `dispatch_send`, `dispatch_recv`, `combine_send`, `combine_recv`, from one
+/// Calls come in this order: `dispatch_send`, `dispatch_recv`, `combine_send`, `combine_recv`, from one
 /// thread at a time; combine may be left out if all ranks do. A rank forwards for others while it
-/// is in a call: between calls, as much moves as rings hold. Other threads may ask, or mask a rank,
+/// is in a call. Between calls only the rings' contents move. Other threads may query it or mask a rank
 /// meanwhile.
 pub struct Throughput {
     proxy: Proxy,
@@ -112,7 +112,7 @@ pub struct Throughput {
     /// Locked for a whole call.
     machine: Mutex<Machine>,
     losses: Arc<Losses>,
-    /// Ranks to give up, and why, until a call or the caller has done so.
+    /// Ranks to give up, with causes, until a call does so.
     masked: Mutex<Vec<(u32, String)>>,
     traffic: Mutex<Traffic>,
     closed: AtomicBool,
@@ -124,7 +124,7 @@ pub struct Throughput {
     member: Member,
     /// Nanoseconds.
     timeout: AtomicU64,
-    /// When kernels are at work, if they carry the exchange out.
+    /// The lifecycle of workers, if kernels execute the exchange.
     lifecycle: Option<device::WorkerLifecycle>,
 }
 

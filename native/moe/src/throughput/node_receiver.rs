@@ -1,5 +1,4 @@
-//! The tokens of a lane that a gateway of this node forwards here, and the answers that go back to
-//! it.
+//! Receives the tokens of a lane that a gateway of this node forwards here, and returns the answers.
 
 use super::{
     commands::Commands,
@@ -13,22 +12,24 @@ use super::{
     slots::Preamble,
 };
 
+/// The receiving end of one lane.
 #[derive(Debug)]
 pub struct NodeReceiver {
     channel: u32,
     pub source: u32,
     reader: Reader,
-    /// How many come, once known.
+    /// The number of tokens, once known.
     rows: Option<u32>,
     received: Received,
-    /// What is on its way to rows, by the slot behind it; and slots that nothing reads any more.
+    /// Jobs that copy tokens to rows, by the slot behind each.
     taking: PendingJobs<u64>,
+    /// Slots before this one are free.
     taken: u64,
     answers: Outbound,
     outbox: u64,
-    /// Tokens of which the answers are being made, or are.
+    /// Tokens whose answers are computed or being computed.
     answered: usize,
-    /// Where answers that are being made lie until they are sent.
+    /// Jobs that compute answers, and where the answers lie until they are sent.
     answering: PendingJobs<Vec<u64>>,
 }
 
@@ -69,7 +70,7 @@ impl NodeReceiver {
         self.reader.ring.layout.partner
     }
 
-    /// All tokens have been read.
+    /// Whether all tokens were read.
     fn is_read(&self) -> bool {
         self.rows.is_some_and(|rows| self.received.tokens.len() == rows as usize)
     }
@@ -86,7 +87,7 @@ impl NodeReceiver {
         !self.received.tokens.is_empty()
     }
 
-    /// What answers are sent over.
+    /// The ring of answers.
     pub fn outbound(&self) -> &Outbound {
         &self.answers
     }
@@ -140,7 +141,7 @@ impl NodeReceiver {
         Ok(())
     }
 
-    /// Up to a chunk of tokens; whether there was one.
+    /// Reads up to a chunk of tokens; whether there was one.
     fn read_tokens(
         &mut self,
         ctx: &Context,
@@ -169,7 +170,7 @@ impl NodeReceiver {
         Ok(true)
     }
 
-    /// Sends answers to the gateway, as far as there is room.
+    /// Sends answers to the gateway while there is room.
     pub fn answer(
         &mut self,
         ctx: &Context,
@@ -188,7 +189,7 @@ impl NodeReceiver {
         Ok(moved)
     }
 
-    /// Has the answers to a chunk of tokens made, if there is room for them; whether there was.
+    /// Begins to compute the answers to a chunk of tokens if there is room; whether there was.
     fn make_answers(&mut self, ctx: &Context, call: &mut Call<'_, '_, '_>) -> bool {
         let n = (self.received.tokens.len() - self.answered).min(ctx.spec.chunk as usize);
         let made: usize = self.answering.iter().map(Vec::len).sum();

@@ -1,4 +1,4 @@
-//! A source's tokens for another node: each is sent once, over the rail, in chunks.
+//! Sends a source's tokens for another node: each once, over the rail, in chunks.
 
 use super::{
     commands::Commands,
@@ -15,7 +15,7 @@ pub struct RailSender {
     channel: u32,
     pub node: u32,
     pub ring: Outbound,
-    /// Those that go there, in order.
+    /// The tokens for the node, in order.
     tokens: Vec<u32>,
     /// Slots that were sent: the preamble, then the tokens.
     sent: usize,
@@ -51,7 +51,7 @@ impl RailSender {
         self.sent == 1 + self.tokens.len()
     }
 
-    /// Sends whole chunks, as far as the ring has room; whether it sent any.
+    /// Sends whole chunks while the ring has room; whether it sent any.
     pub fn step(&mut self, ctx: &Context, commands: &mut Commands) -> Result<bool, StopCause> {
         let mut moved =
             self.ring.update(&ctx.words, commands).map_err(by(self.ring.layout.partner))?;

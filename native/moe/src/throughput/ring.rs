@@ -15,18 +15,19 @@ use fabric_proxy::{
 
 use super::{commands::Commands, machine::Traffic};
 
-/// Where a ring lies, and the words of its two ends.
+/// The layout of a ring: its slots, and the words of its two ends.
 #[derive(Clone, Copy, Debug)]
 pub struct RingLayout {
     pub partner: u32,
-    /// What goes over it are answers or sums.
+    /// It carries answers or sums.
     pub is_back: bool,
     /// Offset of the ring in the receiver's part.
     pub base: u64,
     pub slots: u64,
     pub stride: u64,
-    /// The word that the partner moves, and the one there that this end moves.
+    /// The local word that the partner moves.
     pub word: u64,
+    /// The partner's word that this end moves.
     pub partners_word: u64,
     /// The command channels of its slots and of its credits.
     pub data: u8,
@@ -34,7 +35,7 @@ pub struct RingLayout {
 }
 
 impl RingLayout {
-    /// Where a slot is, counted from the first that ever was.
+    /// The offset of slot `i`, counted from the first slot ever used.
     pub fn slot(&self, i: u64) -> u64 {
         self.base + i % self.slots * self.stride
     }
@@ -49,13 +50,13 @@ impl RingLayout {
 pub struct Outbound {
     pub layout: RingLayout,
     pub sent: u64,
-    /// How many of those that were sent are preambles.
+    /// The number of preambles among the sent slots.
     pub preambles: u64,
     /// Slots before this may be written again.
     cleared: u64,
-    /// What was sent: up to which slot, by commands up to which one.
+    /// Sent batches: the end slot, and the last command.
     batches: VecDeque<(u64, u64)>,
-    /// What was given back: up to which slot, when which drain is over.
+    /// Returned batches: the end slot, and the drain after which it is free.
     draining: VecDeque<(u64, u64)>,
 }
 
@@ -65,12 +66,12 @@ impl Outbound {
         Self { layout, sent: 0, preambles: 0, cleared: 0, batches, draining }
     }
 
-    /// Tokens, answers or sums that were sent.
+    /// The number of sent tokens, answers or sums.
     pub fn rows(&self) -> u64 {
         self.sent - self.preambles
     }
 
-    /// Adds what was sent, by where it went; `near` says which ranks are on this rank's node.
+    /// Adds the sent rows by destination; `near` tells which ranks are on this rank's node.
     pub fn count(&self, near: &impl Fn(u32) -> bool, all: &mut Traffic) {
         let rows = match (near(self.layout.partner), self.layout.is_back) {
             (false, false) => &mut all.rail_tokens,
@@ -91,10 +92,10 @@ impl Outbound {
         self.cleared >= up_to
     }
 
-    /// Takes in what the receiver has given back; whether that was anything.
+    /// Takes the slots that the receiver has returned; whether there were any.
     ///
     /// # Errors
-    /// The receiver gave back more than it was sent.
+    /// The receiver returned more slots than were sent.
     pub fn update(&mut self, words: &AtomicWords, commands: &mut Commands) -> Result<bool, String> {
         let head = self.layout.read(words);
         if head > self.sent {
@@ -118,7 +119,7 @@ impl Outbound {
         Ok(back.is_some() || before != self.cleared)
     }
 
-    /// Sends slots that lie at `from`, each slot once, and says so by the tail.
+    /// Sends slots that lie at `from`, and moves the tail.
     pub fn send(&mut self, from: &[u64], commands: &mut Commands) {
         let (layout, first) = (self.layout, self.sent);
         let at = |i: usize| (from[i], layout.slot(first + i as u64));

@@ -19,8 +19,7 @@ use super::{commands::Commands, context::Context, membership::Member};
 const REPORTER_BITS: u32 = 10;
 /// Incarnations of a rank that its word distinguishes.
 const INCARNATIONS: u32 = u64::BITS / REPORTER_BITS;
-/// Lives to come whose ends are heard of: what is said late of earlier ones stands elsewhere in the
-/// word.
+/// Future incarnations whose ends are noticed. Late signals of earlier ones use other bits of the word.
 const FUTURE_INCARNATIONS: u32 = INCARNATIONS / 2;
 const CHANNEL: u8 = CHANNELS as u8 - 1;
 /// Signals per timeout while a rank is in a call.
@@ -35,10 +34,9 @@ pub struct Signals {
     said: Option<Time>,
     /// The drain after which all others know which ranks this rank has given up.
     told: Option<u64>,
-    /// By rank: incarnations before this have a place in its word of which those before them have been
-    /// cleared.
+    /// By rank: the bits of incarnations before this one are clear in its word.
     ready: Vec<u32>,
-    /// By rank: how often it said so, and when that was seen.
+    /// By rank: the count of its in-call signals, and when it last changed.
     heard: Vec<(u64, Time)>,
 }
 
@@ -64,8 +62,8 @@ impl Signals {
         }
     }
 
-    /// Whether a rank has been in no call for so long: the last time that it said so may be a beat
-    /// before it left its last call.
+    /// Whether a rank was in no call for `timeout`. Its last signal may be one beat older than the end of its
+    /// last call.
     pub fn is_silent(&self, rank: u32, now: Time, timeout: Duration) -> bool {
         now.since(self.heard[rank as usize].1) >= timeout + timeout / BEATS
     }
@@ -77,15 +75,14 @@ impl Signals {
         self.told = Some(self.commands.drain());
     }
 
-    /// Whether all others have been told of whom this rank has given up; nothing is awaited of a
-    /// proxy that is closed.
+    /// Whether all others have got this rank's signals of losses; true if the proxy is closed.
     pub fn has_told(&mut self) -> bool {
         let told = self.told.is_none_or(|drain| self.commands.is_complete(drain));
         told || self.commands.flush().is_err()
     }
 
-    /// Tells that rank too, which may live, and may take nothing any more: so after all others.
-    /// Returns a drain after which it has been told.
+    /// Signals the lost rank too, after all others, because it may live but take nothing. Returns the drain
+    /// after which it has the signal.
     pub fn tell_itself(&mut self, ctx: &Context, member: Member) -> u64 {
         let (slot, value) =
             (ctx.layout.given_up(member.rank) as u16, 1 << shift(member.incarnation));
@@ -107,8 +104,7 @@ impl Signals {
         members.into_iter().find(|member| Self::is_given_up(ctx, *member))
     }
 
-    /// The next incarnation of a rank is this. What was said of those that had its place in the word, or
-    /// one of the next few, is forgotten.
+    /// Clears the bits of a rank's next incarnations in its word.
     pub fn make_ready(&mut self, ctx: &Context, Member { rank, incarnation }: Member) {
         let (ready, to) = (&mut self.ready[rank as usize], incarnation + FUTURE_INCARNATIONS);
         let word = &ctx.words[ctx.layout.given_up(rank) as usize];
@@ -130,7 +126,7 @@ impl Signals {
     }
 }
 
-/// Ranks that have given up a incarnation, in the word of those: a number for each of the last incarnations.
+/// The number of ranks that have given up an incarnation, from the word of its rank.
 fn reporters(word: u64, incarnation: u32) -> u64 {
     word >> shift(incarnation) & ((1 << REPORTER_BITS) - 1)
 }

@@ -50,13 +50,13 @@ impl Losses {
 #[derive(Debug)]
 pub(super) struct PendingMask {
     rank: u32,
-    /// The drain after which all ranks have been told.
+    /// The drain after which all ranks know of the loss.
     told: u64,
-    /// When that was first awaited.
+    /// When the drain was first awaited.
     since: Option<Time>,
 }
 
-/// The last incarnation of a rank here, whatever others report of later ones.
+/// The last incarnation of a rank that took part here.
 #[derive(Debug)]
 pub(super) struct Last {
     incarnation: u32,
@@ -66,8 +66,8 @@ pub(super) struct Last {
 
 impl Machine {
     /// # Errors
-    /// [`EngineError::PeerLost`]: ranks were lost, all that this rank knows of and hasn't told; or
-    /// others go on without this one, for good.
+    /// [`EngineError::PeerLost`]: names all lost ranks that no call has reported, or says that others
+    /// continue without this rank, for good.
     pub fn check(&mut self) -> Result<()> {
         self.check_goes_on()?;
         if self.unreported_losses.is_empty() {
@@ -110,7 +110,7 @@ impl Machine {
         self.is_abandoned
     }
 
-    /// Lets what was begun and given up go on to its end; whether that is there.
+    /// Advances abandoned jobs; true once all have ended.
     pub fn finish_jobs(&mut self, io: &mut Io<'_, '_>) -> bool {
         if self.is_abandoned {
             self.jobs.discard(io);
@@ -133,13 +133,13 @@ impl Machine {
         self.membership.here()
     }
 
-    /// A rank without a descriptor that is not known to be absent.
+    /// A rank whose descriptor is missing and that is not known to be absent.
     pub fn awaited(&self) -> Option<u32> {
         self.membership.awaited()
     }
 
-    /// Gives a rank up. What is under way ends with it, here and at all others: they are told, and
-    /// that rank too, which may live. If it is this one, nothing goes on.
+    /// Gives up a rank. The running exchange ends here and at all others, which get a signal. The rank
+    /// gets one too, because it may live. If it is this rank, its exchange ends for good.
     pub fn fail(&mut self, rank: u32, cause: String) {
         if rank == self.member.rank {
             if self.losses.ended.set(LostRank { rank, cause: cause.clone() }).is_ok() {
@@ -162,7 +162,7 @@ impl Machine {
         let member = Member { rank, incarnation: self.membership.incarnation(rank) };
         self.signals.give_up(&self.ctx, member);
         let told = self.signals.tell_itself(&self.ctx, member);
-        // What can't be told now is found out by the others themselves.
+        // If the signal can't be sent, the others notice the loss themselves.
         let _ = self.signals.commands.flush();
         self.to_mask.push(PendingMask { rank, told, since: None });
         let broken = LostRank { rank, cause };
@@ -171,8 +171,8 @@ impl Machine {
         self.abandon();
     }
 
-    /// Others had taken in a incarnation of a rank that isn't here, and have lost it since. They count
-    /// both, so this rank does, and ends what is under way as they do.
+    /// Others have admitted an incarnation of an absent rank and lost it again. They count both events, so
+    /// this rank does, and ends its exchange as they do.
     fn pass_over(&mut self, member: Member) {
         self.membership.pass_over(member);
         self.signals.give_up(&self.ctx, member);
@@ -192,13 +192,12 @@ impl Machine {
         self.abandon();
     }
 
-    /// Whether all others have been told who was lost.
+    /// Whether all others have got the signals of losses.
     pub fn has_told(&mut self) -> bool {
         self.signals.has_told()
     }
 
-    /// Gives up what is under way. Jobs that have begun and commands that were pushed are over by
-    /// themselves.
+    /// Abandons the running exchange. Begun jobs and pushed commands end by themselves.
     fn abandon(&mut self) {
         self.phase = Phase::Idle;
         self.overtaken_by = None;
@@ -209,8 +208,8 @@ impl Machine {
         }
     }
 
-    /// Ranks that the proxy is to give up now: all have been told of it, and they, too, unless they
-    /// take nothing. What is for others waits behind that, so not for long.
+    /// Ranks that the proxy must drop now: all ranks have the signal, the lost ones too unless they take
+    /// nothing. Commands for others wait behind it, so the wait is bounded.
     pub fn take_masked(&mut self, now: Time, timeout: Duration) -> Vec<u32> {
         let mut masked = Vec::new();
         self.to_mask.retain_mut(|one| {
@@ -223,14 +222,14 @@ impl Machine {
         masked
     }
 
-    /// The proxy has given a rank up. That ends what is under way once something is awaited of it.
+    /// The proxy has lost a rank. The exchange ends once it waits for that rank.
     pub fn lose(&mut self, rank: u32, cause: String) {
         if self.membership.is_here(rank) {
             self.gone.push((rank, cause));
         }
     }
 
-    /// A rank that left when it had done its part has room made for its next incarnation.
+    /// Makes room for the next incarnation of a rank that left after it had done its part.
     pub fn give_up_gone(&mut self, rank: u32) {
         if let Some(at) = self.gone.iter().position(|(gone, _)| *gone == rank) {
             let (rank, cause) = self.gone.remove(at);
@@ -238,7 +237,8 @@ impl Machine {
         }
     }
 
-    /// Nothing of a rank's incarnation can come to one of the proxy's threads any more: each says so once.
+    /// One of the proxy's threads can get nothing of a rank's incarnation any more. Each thread reports this
+    /// once.
     pub fn end(&mut self, Member { rank, incarnation }: Member) {
         if let Some(last) =
             self.last[rank as usize].as_mut().filter(|last| last.incarnation == incarnation)
@@ -247,13 +247,13 @@ impl Machine {
         }
     }
 
-    /// Whether nothing of the incarnation that a rank last had here can come any more, if it had one.
+    /// Whether nothing of a rank's last incarnation here can arrive any more.
     pub fn has_ended(&self, rank: u32) -> bool {
         let is_over = |last: &Last| last.gone >= self.spec.threads;
         !self.membership.is_out(rank) || self.last[rank as usize].as_ref().is_none_or(is_over)
     }
 
-    /// Whether another rank has given up a rank.
+    /// Reads the signals of losses from other ranks.
     ///
     /// # Errors
     /// As [`Machine::check`].
@@ -262,7 +262,7 @@ impl Machine {
         self.check()
     }
 
-    /// As [`Machine::process_signals`], for a call that leaves it to the next one to say so.
+    /// As [`Machine::process_signals`], but leaves the report to the next call.
     pub fn note_losses(&mut self) {
         for rank in 0..self.ctx.grid.ranks {
             if !self.ctx.here[rank as usize] {
@@ -295,7 +295,7 @@ impl Machine {
         }
     }
 
-    /// Takes a rank in, from the next exchange on. `events` is what it knows of the others.
+    /// Admits a rank, from the next exchange on. `events` are the states of the others as it knows them.
     ///
     /// # Errors
     /// [`EngineError::Invalid`]: it is here, or that incarnation of it has ended; it isn't the time.
