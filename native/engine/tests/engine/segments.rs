@@ -163,7 +163,7 @@ fn the_path_of_each_piece_is_described() {
         let pieces = here.pieces(0, (&own, 1000), 1000).unwrap();
         let op = [Op::WritePieces { pieces: &pieces, imm: None }];
         done(&a, &op).unwrap();
-        assert!(a.paths(&op).unwrap()[0].way.contains("without staging"));
+        assert!(a.paths(&op).unwrap()[0].description.contains("without staging"));
     }
 }
 
