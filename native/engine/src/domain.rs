@@ -3,15 +3,15 @@
 //! A domain moves work requests and reports completions. It knows nothing of requests, retries or
 //! counters, and promises nothing about order.
 
-mod peer_mapping;
 mod completed_numbers;
+mod peer_mapping;
 
 use std::{any::Any, fmt, sync::Arc};
 
 pub use crate::error::DomainError;
+pub use completed_numbers::CompletedNumbers;
 pub(crate) use peer_mapping::KeepAlive;
 pub use peer_mapping::{PeerMapping, StoreGuard};
-pub use completed_numbers::CompletedNumbers;
 use smallvec::SmallVec;
 
 use crate::{

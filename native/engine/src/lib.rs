@@ -24,9 +24,10 @@ mod wake;
 
 pub use domain::{PeerMapping, StoreGuard};
 pub use engine::{
-    Counter, Delivery, Expect, Explanation, Grant, Handle, BatchObserver, Local, Notify, Op, Outcome,
-    Path, Peer, PeerGroup, Quiescence, Rail, Region, Remote, RemoteRegion, RemoteSegment, ScatterDst,
-    Segment, SegmentPiece, Stats, Submit, TransferEngine, Transports, Watcher, PeerTransport,
+    BatchObserver, Counter, Delivery, Expect, Explanation, Grant, Handle, Local, Notify, Op,
+    Outcome, Path, Peer, PeerGroup, PeerTransport, Quiescence, Rail, Region, Remote, RemoteRegion,
+    RemoteSegment, ScatterDst, Segment, SegmentPiece, Stats, Submit, TransferEngine, Transports,
+    Watcher,
 };
 pub use error::{EngineError, LostLink, Result};
 pub use group::TransportVerdict;

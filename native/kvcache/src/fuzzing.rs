@@ -39,7 +39,7 @@ pub(crate) mod tests {
 
     use super::*;
     use crate::{
-        layout::{CacheGroup, CacheLayout, CacheTensor, BufferOffset},
+        layout::{BufferOffset, CacheGroup, CacheLayout, CacheTensor},
         wire::{Grant, Hello, OfferEnd, PageTable, RefusalReason, Request, RequestState},
     };
 
@@ -92,10 +92,14 @@ pub(crate) mod tests {
             tail_slot: 0,
             payload: b"a prompt".to_vec(),
         };
-        let refused =
-            RequestState::Refused { why: "full".into(), elsewhere: true, reason: RefusalReason::Busy };
+        let refused = RequestState::Refused {
+            why: "full".into(),
+            elsewhere: true,
+            reason: RefusalReason::Busy,
+        };
         let failed = RequestState::Failed("why".into());
-        let states = vec![(1, RequestState::Open), (2, failed), (3, RequestState::Unknown), (4, refused)];
+        let states =
+            vec![(1, RequestState::Open), (2, failed), (3, RequestState::Unknown), (4, refused)];
         let offer = Offer {
             name: "prefiller".into(),
             layouts: vec![layout()],
@@ -168,7 +172,9 @@ pub(crate) mod tests {
             reason: RefusalReason::TooLong,
         };
         let states: Vec<_> = (0..1000)
-            .map(|i| (u64::MAX - i, if i < 500 { RequestState::Failed(why.clone()) } else { refused() }))
+            .map(|i| {
+                (u64::MAX - i, if i < 500 { RequestState::Failed(why.clone()) } else { refused() })
+            })
             .collect();
         let parts = Message::statuses(u64::MAX, u64::MAX, states.clone());
         let mut all = Vec::new();

@@ -9,7 +9,7 @@ use fabric_engine::EngineError;
 use serde::{Deserialize, Serialize};
 
 pub use check::{
-    LayoutProblem, LayoutError, MAX_BUFFERS, MAX_BUFFER_BYTES, MAX_GROUPS, MAX_HEADS, MAX_LAYERS,
+    LayoutError, LayoutProblem, MAX_BUFFERS, MAX_BUFFER_BYTES, MAX_GROUPS, MAX_HEADS, MAX_LAYERS,
     MAX_MODEL_BYTES, MAX_NAME_BYTES, MAX_PAGE_TOKENS, MAX_PLACES, MAX_TENSORS,
 };
 

@@ -14,9 +14,9 @@
 //! of fabric-lib, section 4.
 
 mod cells;
-mod head_classes;
 mod compare;
 mod error;
+mod head_classes;
 mod inner;
 mod link;
 mod runs;

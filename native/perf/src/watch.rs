@@ -21,8 +21,8 @@ use fabric_engine::{
     Time, TransferEngine, Watcher,
 };
 use fabric_kvcache::{
-    layout::{CacheGroup, CacheLayout, CacheTensor, BufferOffset},
-    Pull, Decoder, JobEvent, LocalRank, Prefiller, Terms, Timeline,
+    layout::{BufferOffset, CacheGroup, CacheLayout, CacheTensor},
+    Decoder, JobEvent, LocalRank, Prefiller, Pull, Terms, Timeline,
 };
 use serde::{Deserialize, Serialize};
 
@@ -131,7 +131,9 @@ fn rank(name: &str, options: &Options) -> TextResult<(CacheLayout, LocalRank)> {
         page_stride: PAGE,
         head_stride: PAGE,
         token_stride: PAGE,
-        places: (0..LAYERS).map(|l| BufferOffset { buffer: 0, offset: l * TOKENS * PAGE }).collect(),
+        places: (0..LAYERS)
+            .map(|l| BufferOffset { buffer: 0, offset: l * TOKENS * PAGE })
+            .collect(),
     };
     let group = CacheGroup {
         name: "all".into(),

@@ -12,7 +12,8 @@ mod losses;
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use fabric_engine::{
-    api::Priority, Handle, Op, Quiescence, Region, Result as EngineResult, Submit, Time, TransferEngine,
+    api::Priority, Handle, Op, Quiescence, Region, Result as EngineResult, Submit, Time,
+    TransferEngine,
 };
 
 use crate::{

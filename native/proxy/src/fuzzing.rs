@@ -65,7 +65,10 @@ mod tests {
             ("atomic", bytes(atomic)),
             ("drain", bytes(drain)),
             ("barrier", bytes(barrier)),
-            ("entry", OrderEntry { slot: 4, value: 5, ordered: false, writes: 6 }.to_bytes().into()),
+            (
+                "entry",
+                OrderEntry { slot: 4, value: 5, ordered: false, writes: 6 }.to_bytes().into(),
+            ),
             ("descriptor", descriptor.to_bytes()),
         ]
     }

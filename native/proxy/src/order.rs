@@ -99,7 +99,12 @@ impl Channel {
     ///
     /// # Errors
     /// [`OrderError::TooMany`].
-    pub fn wrote(&mut self, epoch: u8, n: u32, apply: impl FnMut(OrderEntry)) -> Result<(), OrderError> {
+    pub fn wrote(
+        &mut self,
+        epoch: u8,
+        n: u32,
+        apply: impl FnMut(OrderEntry),
+    ) -> Result<(), OrderError> {
         let e = &mut self.epochs[usize::from(epoch) % EPOCHS as usize];
         e.counted = e.counted.saturating_add(n);
         self.settle(epoch, apply)

@@ -12,9 +12,9 @@ use fabric_kvcache::{
 use pyo3::{prelude::*, types::PyBytes};
 
 use crate::{
-    detached_drop::DetachedDrop,
     callback::RecurringCallback,
-    engine::{current_span, checked_int, Engine, Region, Watcher},
+    detached_drop::DetachedDrop,
+    engine::{checked_int, current_span, Engine, Region, Watcher},
     errors::{raise, OrRaise},
 };
 

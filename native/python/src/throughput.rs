@@ -31,7 +31,11 @@ struct MoeThroughput(DetachedDrop<Throughput>);
 
 /// Memory for an exchange that kernels carry out, as `allocate` gives it for so many bytes and
 /// words.
-fn far(py: Python<'_>, spec: &Spec, (workers, allocate): (u32, Bound<'_, PyAny>)) -> PyResult<KernelMemory> {
+fn far(
+    py: Python<'_>,
+    spec: &Spec,
+    (workers, allocate): (u32, Bound<'_, PyAny>),
+) -> PyResult<KernelMemory> {
     let nbytes = Layout::new(*spec).or_raise(py)?.nbytes();
     let n = QueueLayout::new(spec, workers).or_raise(py)?.words;
     let (region, words, keep): (Bound<'_, Region>, usize, Py<PyAny>) =

@@ -143,9 +143,15 @@ mod tests {
         assert!(mapping.begin_stores().is_none() && !mapping.is_open());
         assert_eq!(mapping.closed_by().as_deref(), Some("it ended"));
         drop(one);
-        assert_eq!((mapping.active_stores(), Arc::strong_count(&memory), told.load(SeqCst)), (1, 2, 1));
+        assert_eq!(
+            (mapping.active_stores(), Arc::strong_count(&memory), told.load(SeqCst)),
+            (1, 2, 1)
+        );
         drop(other);
-        assert_eq!((mapping.active_stores(), Arc::strong_count(&memory), told.load(SeqCst)), (0, 1, 2));
+        assert_eq!(
+            (mapping.active_stores(), Arc::strong_count(&memory), told.load(SeqCst)),
+            (0, 1, 2)
+        );
     }
 
     #[test]

@@ -59,7 +59,11 @@ impl Callbacks {
     }
 
     /// Queues events for one observer, as [`Callbacks::push`] does.
-    pub(super) fn push_events(&self, batch: Arc<RequestBatch>, events: impl Iterator<Item = BatchEvent>) {
+    pub(super) fn push_events(
+        &self,
+        batch: Arc<RequestBatch>,
+        events: impl Iterator<Item = BatchEvent>,
+    ) {
         let mut q = self.inner.0.lock();
         match q.jobs.last_mut() {
             Some(Job::Batch(last, told)) if Arc::ptr_eq(last, &batch) => told.extend(events),

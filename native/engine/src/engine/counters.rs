@@ -11,8 +11,8 @@ use std::{
 use smallvec::SmallVec;
 
 use super::{
-    slot_order::{SlotOrder, ALLOCATED},
     expectation_log::ExpectationLog,
+    slot_order::{SlotOrder, ALLOCATED},
     HandleRef, Peer,
 };
 use crate::{
@@ -211,8 +211,10 @@ impl Counters {
     fn cell(&self, slot: u32) -> &CounterSlot {
         let page = slot as usize / PAGE;
         let page = self.pages[page].get_or_init(|| {
-            let generation = |i| self.slot_order.as_ref().map_or(0, |d| d.generation(page * PAGE + i));
-            let cells: Box<[CounterSlot]> = (0..PAGE).map(|i| CounterSlot::new(generation(i))).collect();
+            let generation =
+                |i| self.slot_order.as_ref().map_or(0, |d| d.generation(page * PAGE + i));
+            let cells: Box<[CounterSlot]> =
+                (0..PAGE).map(|i| CounterSlot::new(generation(i))).collect();
             cells.try_into().unwrap_or_else(|_| unreachable!("PAGE cells make a page"))
         });
         &page[slot as usize % PAGE]

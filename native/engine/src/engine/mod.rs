@@ -4,7 +4,6 @@
 mod bind;
 mod callbacks;
 mod counters;
-mod slot_order;
 mod driver;
 mod expectation_log;
 mod grants;
@@ -18,10 +17,11 @@ mod receives;
 mod regions;
 mod register;
 mod request_batch;
-mod telemetry;
 mod segment;
 mod shared;
+mod slot_order;
 mod submit;
+mod telemetry;
 mod watcher;
 
 use std::{
@@ -57,7 +57,7 @@ pub use peers::{Peer, PeerGroup};
 pub use rails::Rail;
 pub use receives::Delivery;
 pub use regions::{Region, RemoteRegion};
-pub use request_batch::{Expect, BatchObserver, Outcome};
+pub use request_batch::{BatchObserver, Expect, Outcome};
 pub use segment::{RemoteSegment, Segment};
 
 pub(crate) use shared::Shared;

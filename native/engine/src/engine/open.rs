@@ -12,7 +12,7 @@ use crate::{
     api::{EngineAddress, EngineConfig, EngineId, Requirement, Spin, TransportKind},
     domain::{Domain, DomainError},
     group::Policy,
-    memory::file::{FileQueue, FileBackend},
+    memory::file::{FileBackend, FileQueue},
     transport,
     wake::Waker,
     EngineError, Result,
@@ -101,7 +101,8 @@ impl TransferEngine {
         let Transports { id, mut domains, clock } = transports;
         let address = address(id, &config.name, &mut domains);
         let max_message = max_message(&domains);
-        let driver = GroupDriver::new(domains, (policy(&config), &[]), std::time::Duration::ZERO, false)?;
+        let driver =
+            GroupDriver::new(domains, (policy(&config), &[]), std::time::Duration::ZERO, false)?;
         let limits = (config.op_timeout, max_message, config.records);
         let waker = Waker::default();
         let shared = Shared::new(address, driver, Clock::Manual(clock), limits, waker)?;

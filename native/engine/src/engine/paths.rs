@@ -79,10 +79,12 @@ fn path(
     let itself = remote.peer.id() == shared.address.id;
     let description = match transport {
         None => "not connected yet".to_owned(),
-        Some(kind) if kind.is_loopback() => match local.location().is_host() || is_host(memory_kind) {
-            true => "inside this engine, without staging".to_owned(),
-            false => "inside this engine, through host memory".to_owned(),
-        },
+        Some(kind) if kind.is_loopback() => {
+            match local.location().is_host() || is_host(memory_kind) {
+                true => "inside this engine, without staging".to_owned(),
+                false => "inside this engine, through host memory".to_owned(),
+            }
+        }
         Some(kind) => {
             let domain = core.domains.iter().find(|d| d.kind() == kind);
             let stages = |key| domain.is_some_and(|d| d.stages(key));

@@ -186,7 +186,15 @@ impl TransferEngine {
         keep: Keep,
     ) -> Result<Region> {
         let memory_kind = MemoryKind::of(&location, &backing, self.stage_foreign);
-        self.shared.register(RegionSpec { location, base, len, backing, keep, memory_kind, grant: None })
+        self.shared.register(RegionSpec {
+            location,
+            base,
+            len,
+            backing,
+            keep,
+            memory_kind,
+            grant: None,
+        })
     }
 }
 

@@ -15,12 +15,12 @@ use std::{
 use parking_lot::Mutex;
 
 use super::{
-    callbacks::Callbacks, driver::Core, submit::LONG, Counter, Op, Peer, Quiescence, Region, Shared,
-    Submit, TransferEngine,
+    callbacks::Callbacks, driver::Core, submit::LONG, Counter, Op, Peer, Quiescence, Region,
+    Shared, Submit, TransferEngine,
 };
 use crate::{
     api::{Priority, Span},
-    group::{PeerHold, OperationCompletion, Submitted},
+    group::{OperationCompletion, PeerHold, Submitted},
     EngineError, Result,
 };
 
@@ -137,7 +137,8 @@ impl OperationCompletion for RequestBatch {
 
     fn release(&self, at: u32, proven: bool, result: Option<Result<()>>) {
         let failed = !matches!(result, Some(Ok(())));
-        let quiet = Outcome::Quiesced(if proven { Quiescence::Quiesced } else { Quiescence::Unknown });
+        let quiet =
+            Outcome::Quiesced(if proven { Quiescence::Quiesced } else { Quiescence::Unknown });
         self.count_ended(1);
         let ended = result.map(Outcome::Ended);
         let events = ended.into_iter().chain(failed.then_some(quiet));
@@ -465,7 +466,8 @@ mod tests {
         core.closed = true;
         drop(core);
         a.close();
-        let closed = [Outcome::Ended(Err(EngineError::Closed)), Outcome::Quiesced(Quiescence::Quiesced)];
+        let closed =
+            [Outcome::Ended(Err(EngineError::Closed)), Outcome::Quiesced(Quiescence::Quiesced)];
         let closed = closed.as_slice();
         let told: Vec<Outcome> = late.events.lock().iter().map(|n| n.1.clone()).collect();
         assert_eq!(told, [closed, closed].concat());

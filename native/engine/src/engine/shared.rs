@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 use super::{
     callbacks::Callbacks,
     counters::Counters,
-    driver::{GroupDriver, Command, Core, Guard},
+    driver::{Command, Core, GroupDriver, Guard},
     grants::Leases,
     receives::Receives,
     watcher::Watchers,

@@ -50,7 +50,8 @@ mod tests {
         let refs = |counters: &Counters| -> Vec<u32> {
             (0..3000).map(|_| counters.allocate().unwrap().to_wire()).collect()
         };
-        let (a, mut b) = (Counters::with_random_slots(0).unwrap(), Counters::with_random_slots(0).unwrap());
+        let (a, mut b) =
+            (Counters::with_random_slots(0).unwrap(), Counters::with_random_slots(0).unwrap());
         // Allocation wraps around after the last slot.
         b.slot_order.as_mut().unwrap().start = ALLOCATED - 1000;
         let (of_a, of_b) = (refs(&a), refs(&b));

@@ -189,7 +189,10 @@ fn poke((state, wake): &(Mutex<WatcherState>, Condvar)) {
 impl Watchers {
     pub fn add(&self, on_change: OnChange, device: Option<DeviceWord>) -> Result<Watcher> {
         let watch = Arc::new(Watch {
-            word: device.map_or_else(|| WatchedWord::Host(HostWord(AtomicU64::new(0))), WatchedWord::Device),
+            word: device.map_or_else(
+                || WatchedWord::Host(HostWord(AtomicU64::new(0))),
+                WatchedWord::Device,
+            ),
             on_change,
             seen: AtomicU64::new(0),
             seen_at: AtomicU64::new(0),

@@ -12,7 +12,8 @@ mod tally;
 pub use histogram::{Histogram, BUCKETS};
 pub use metrics::{Metrics, PeerMetrics, RailMetrics};
 pub use records::{
-    Arrival, Cursor, PathEvent, EventKind, ExpectationRecord, TransferTimes, Part, Records, StageTimes, TransferRecord,
+    Arrival, Cursor, EventKind, ExpectationRecord, Part, PathEvent, Records, StageTimes,
+    TransferRecord, TransferTimes,
 };
 pub(crate) use ring::Ring;
 pub use tally::{PeerTally, RailTally, Tally};

@@ -7,7 +7,7 @@ use super::{
     ledger::Ledger,
     policy::admit::Window,
     policy::classes::ByClass,
-    route::{Link, Route, PeerState},
+    route::{Link, PeerState, Route},
     slices::{post_slices, BoundOp, Posted},
     Group, PeerKey, Rails, TransferKey,
 };

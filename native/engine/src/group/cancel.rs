@@ -16,7 +16,9 @@ impl Group {
             after: transfer.timeout,
             quiesced: transfer.outstanding == 0,
             hint: match (route.state, transfer.name) {
-                (PeerState::Up, "send") => ": see whether the peer's receive pool is open and has room",
+                (PeerState::Up, "send") => {
+                    ": see whether the peer's receive pool is open and has room"
+                }
                 (PeerState::Up, _) if transfer.outstanding == 0 => "",
                 (PeerState::Up, _) => {
                     "; it may still touch memory until the link is closed, so keep the buffers"

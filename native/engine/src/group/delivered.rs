@@ -17,7 +17,10 @@ pub(super) enum Delivered {
 
 /// Resolves slices of an ordered link, whose peer counted `came` writes beyond the acknowledged ones.
 /// Slices without a count may have arrived or not. Fails if `came` is impossible.
-pub(super) fn in_order(mut slices: Vec<Slice>, came: Option<u64>) -> Result<DeliveredSlices, Vec<Slice>> {
+pub(super) fn in_order(
+    mut slices: Vec<Slice>,
+    came: Option<u64>,
+) -> Result<DeliveredSlices, Vec<Slice>> {
     let counts = |s: &Slice| s.count().map_or(0, |c| u64::from(c.n));
     let posted: u64 = slices.iter().map(counts).sum();
     let Some(mut came) = came.filter(|came| *came <= posted) else { return Err(slices) };

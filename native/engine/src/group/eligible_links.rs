@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 use super::{
     ledger::{Ledger, Slice},
     policy::{
-        admit::{admit, AdmissionRequest, Admission, Window},
+        admit::{admit, Admission, AdmissionRequest, Window},
         score::Load,
         size::{GRAIN, SMALLEST},
     },
@@ -72,7 +72,19 @@ impl<'a> EligibleLinks<'a> {
         let (peer, tries) = (op.peer, op.tries);
         let deferral = Deferral { bytes: 0, until: Time::NEVER };
         let (priority, deadline, since) = (transfer.priority, transfer.deadline, since.min(now));
-        Ok(Self { now, route, rails, ledger, peer, tries, only, priority, deadline, since, deferral })
+        Ok(Self {
+            now,
+            route,
+            rails,
+            ledger,
+            peer,
+            tries,
+            only,
+            priority,
+            deadline,
+            since,
+            deferral,
+        })
     }
 
     #[inline]
@@ -177,7 +189,9 @@ impl<'a> EligibleLinks<'a> {
                 attempt.waits |= those.any(|(view, full)| !full && !view.room);
                 return attempt.end();
             };
-            if let Some(post) = self.post_on(at, key, transfer, (wr, bytes), confirm, &mut attempt)? {
+            if let Some(post) =
+                self.post_on(at, key, transfer, (wr, bytes), confirm, &mut attempt)?
+            {
                 return Ok(post);
             }
         }
@@ -199,7 +213,12 @@ impl<'a> EligibleLinks<'a> {
             _ => self.route.expects(self.now, unposted),
         };
         let (class, since, deadline) = (self.priority, self.since, self.deadline);
-        match admit(self.now, AdmissionRequest { class, bytes, since, deadline, remaining }, rail, receiver) {
+        match admit(
+            self.now,
+            AdmissionRequest { class, bytes, since, deadline, remaining },
+            rail,
+            receiver,
+        ) {
             Admission::Post(class) => Some(class),
             Admission::Wait(at) => {
                 self.deferral = Deferral { bytes, until: self.deferral.until.min(at) };

@@ -10,10 +10,10 @@ use std::collections::{HashMap, VecDeque};
 
 use super::{
     backlog::Waiting,
-    ledger::Slice,
     delivered::{self, Delivered},
+    ledger::Slice,
     messages::{Arrived, GroupMessage, MAX_NUMBERS},
-    route::{Link, PeerKey, Route, PeerState},
+    route::{Link, PeerKey, PeerState, Route},
     slices::BoundOp,
     Group, GroupEvents, Rails, TransferKey,
 };
@@ -121,7 +121,8 @@ impl Healing {
             None | Some(Receipt::Unknown) => Arrived::Unknown,
             Some(Receipt::InOrder(n)) => Arrived::InOrder(*n),
             Some(Receipt::Numbered(completed)) => {
-                let each: Option<Vec<bool>> = numbers.iter().map(|n| completed.contains(*n)).collect();
+                let each: Option<Vec<bool>> =
+                    numbers.iter().map(|n| completed.contains(*n)).collect();
                 each.map_or(Arrived::Unknown, Arrived::These)
             }
         }
@@ -236,7 +237,9 @@ impl Group {
             }
             Ok(GroupMessage::Want(wants)) => self.on_want(now, peer, wants, rails),
             Ok(GroupMessage::Credit(bytes)) => self.on_credit(peer, bytes),
-            Ok(GroupMessage::Lost { .. }) => rails[via.0].disconnect(via.1, "it asks for too much at once"),
+            Ok(GroupMessage::Lost { .. }) => {
+                rails[via.0].disconnect(via.1, "it asks for too much at once")
+            }
             Err(e) => rails[via.0].disconnect(via.1, &e.to_string()),
         }
     }

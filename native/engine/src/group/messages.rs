@@ -67,8 +67,11 @@ mod tests {
 
     #[test]
     fn the_largest_messages_fit() {
-        let lost =
-            GroupMessage::Lost { id: u32::MAX, name: u64::MAX, numbers: vec![u64::MAX; MAX_NUMBERS] };
+        let lost = GroupMessage::Lost {
+            id: u32::MAX,
+            name: u64::MAX,
+            numbers: vec![u64::MAX; MAX_NUMBERS],
+        };
         let came = Arrived::These(vec![true; MAX_NUMBERS]);
         for message in [lost, GroupMessage::Ended { id: u32::MAX, came }] {
             let bytes = message.encode();

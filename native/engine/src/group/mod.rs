@@ -5,18 +5,18 @@
 //! thread and in the simulator.
 
 mod backlog;
-mod credit;
 mod cancel;
-mod heal;
+mod credit;
+mod delivered;
 mod eligible_links;
+mod heal;
 mod ledger;
 mod links;
-mod delivered;
 mod messages;
 mod peers;
 pub mod policy;
-mod recorder;
 mod rail_probes;
+mod recorder;
 mod route;
 mod slices;
 mod spray;
@@ -50,7 +50,7 @@ use peers::Peers;
 use recorder::Recorder;
 pub use route::TransportVerdict;
 pub(crate) use route::{PeerHold, PeerKey};
-use route::{RailPair, PeerState};
+use route::{PeerState, RailPair};
 use slices::{post_slices, Posted};
 pub(crate) use slices::{BoundOp, Joint};
 use transfer::Transfer;

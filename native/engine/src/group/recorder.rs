@@ -7,7 +7,8 @@ use crate::{
     api::{Priority, Span},
     domain::Count,
     flight::{
-        Arrival, Cursor, PathEvent, EventKind, TransferTimes, Part, Records, Ring, StageTimes, TransferRecord,
+        Arrival, Cursor, EventKind, Part, PathEvent, Records, Ring, StageTimes, TransferRecord,
+        TransferTimes,
     },
     time::Time,
 };
@@ -141,7 +142,13 @@ impl Recorder {
 
     /// Something of the request goes to a peer: what goes to the counter of the one before adds up.
     #[inline]
-    pub fn part(&mut self, flight: &mut FlightState, peer: PeerKey, count: Option<Count>, bytes: u64) {
+    pub fn part(
+        &mut self,
+        flight: &mut FlightState,
+        peer: PeerKey,
+        count: Option<Count>,
+        bytes: u64,
+    ) {
         if !self.on {
             return;
         }

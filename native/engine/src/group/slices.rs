@@ -161,10 +161,11 @@ pub(super) fn post_slices(
     route: &mut Route,
     (rails, ledger): (&mut Rails, &mut Ledger),
 ) -> Posted {
-    let mut eligible_links = match EligibleLinks::new((now, since), route, (rails, ledger), op, transfer) {
-        Ok(eligible_links) => eligible_links,
-        Err((rail, e)) => return Posted::Failed(rail, e),
-    };
+    let mut eligible_links =
+        match EligibleLinks::new((now, since), route, (rails, ledger), op, transfer) {
+            Ok(eligible_links) => eligible_links,
+            Err((rail, e)) => return Posted::Failed(rail, e),
+        };
     let (data, count) = match &op.wr {
         WorkRequest::Write { data, count } => (data, *count),
         WorkRequest::Read { data } | WorkRequest::Prepare { data } => (data, None),
@@ -186,7 +187,12 @@ pub(super) fn post_slices(
             *op.cut.insert(Cut { bytes, pages })
         }
         None => {
-            let cut = choose_cut(data, &eligible_links.caps(), eligible_links.len(), eligible_links.max_slice());
+            let cut = choose_cut(
+                data,
+                &eligible_links.caps(),
+                eligible_links.len(),
+                eligible_links.max_slice(),
+            );
             if data.page_len <= cut.bytes && data.pages <= cut.pages {
                 let posted = eligible_links.post(key, transfer, (&op.wr, 0), op.confirm);
                 let posted = whole(posted, eligible_links.deferral);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{
-    route::{Route, PeerState, TransportVerdict},
+    route::{PeerState, Route, TransportVerdict},
     Group, PeerKey, Rails,
 };
 use crate::{
@@ -70,9 +70,9 @@ impl Group {
     ) -> Result<Arc<PeerMapping>, String> {
         let links = self.peers.get(peer as usize).map_or(&[][..], Route::active);
         let none = Err("the peer is not connected".to_owned());
-        links
-            .iter()
-            .fold(none, |found, l| found.or_else(|_| rails[l.pair.rail].map_peer_region(l.id, key, by)))
+        links.iter().fold(none, |found, l| {
+            found.or_else(|_| rails[l.pair.rail].map_peer_region(l.id, key, by))
+        })
     }
 
     /// What was recorded since, and what goes on. Of peers the names, by which records call them.

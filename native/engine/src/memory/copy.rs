@@ -4,9 +4,9 @@
 use std::time::Instant;
 
 use super::{
-    routine_choice::{RoutineChoice, RoutineUse},
     recent_writes::{cache_window, RecentWrites},
     routine::{cached, cold_candidates, fence, page_candidates, PageRoutine, Routine},
+    routine_choice::{RoutineChoice, RoutineUse},
 };
 
 /// Shortest copy with a choice, bytes; below, the choice costs more than it saves.

@@ -6,8 +6,8 @@ use fabric_engine::{
     api::{EngineConfig, PageIndices, Pages},
     simulation::SimNet,
     transport::sim::SimConfig,
-    Counter, EngineError, Handle, Local, Op, Quiescence, Region, Remote, RemoteRegion, Result, Submit,
-    TransferEngine,
+    Counter, EngineError, Handle, Local, Op, Quiescence, Region, Remote, RemoteRegion, Result,
+    Submit, TransferEngine,
 };
 
 const SOON: Duration = Duration::from_secs(10);

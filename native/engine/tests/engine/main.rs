@@ -15,11 +15,11 @@ use fabric_engine::{
     TransferEngine,
 };
 
-mod peer_mappings;
 mod closing;
-mod request_batches;
 mod files;
 mod flight;
+mod peer_mappings;
+mod request_batches;
 mod segments;
 mod staging;
 mod topology;

@@ -12,8 +12,8 @@ use fabric_engine::{
     api::{EngineConfig, TransportKind},
     simulation::SimNet,
     transport::sim::{Fault, SimConfig},
-    EngineError, Expect, BatchObserver, Local, Op, Outcome, Quiescence, Region, Remote, RemoteRegion, Submit,
-    TransferEngine,
+    BatchObserver, EngineError, Expect, Local, Op, Outcome, Quiescence, Region, Remote,
+    RemoteRegion, Submit, TransferEngine,
 };
 
 /// Records events.
@@ -96,11 +96,18 @@ fn ic_4_each_expectation_of_a_batch_has_its_own_end() {
     count(&met);
     let end = net.now().after(Duration::from_millis(10));
     net.run_until(end);
-    assert_eq!((recorder.of(0), recorder.of(1), recorder.of(2)), (DONE.into(), vec![], DONE.into()));
+    assert_eq!(
+        (recorder.of(0), recorder.of(1), recorder.of(2)),
+        (DONE.into(), vec![], DONE.into())
+    );
     let end = net.now().after(Duration::from_millis(50));
     net.run_until(end);
     let timed_out = |o: &Outcome| matches!(o, Outcome::Ended(Err(EngineError::Timeout { .. })));
-    assert!(recorder.of(1).iter().all(timed_out) && recorder.of(1).len() == 1, "{:?}", recorder.of(1));
+    assert!(
+        recorder.of(1).iter().all(timed_out) && recorder.of(1).len() == 1,
+        "{:?}",
+        recorder.of(1)
+    );
 
     let none = [Expect { counter: &met, n: 0, writers: &writers }];
     assert!(a.expect_batch(&none, Duration::MAX, recorder.clone()).is_err());
@@ -148,7 +155,8 @@ fn mr_1_memory_is_in_use_until_the_last_is_quiet() {
     net.inject(&Fault::Stall { node: 0, rail: 0, link_index: 0, duration: 1_000_000 });
     let recorder = Arc::new(EventRecorder::default());
     let soon = Submit { timeout: Some(Duration::from_micros(100)), ..Submit::default() };
-    a.submit_batch(&[write(&src, &dst, 64), write(&src, &dst, 65)], soon, recorder.clone()).unwrap();
+    a.submit_batch(&[write(&src, &dst, 64), write(&src, &dst, 65)], soon, recorder.clone())
+        .unwrap();
     let retired = src.revoke().unwrap();
     pass(&mut net, 200);
     let late = recorder.of(0);
@@ -258,7 +266,10 @@ fn requests_of_many_threads_are_reported_once() {
             assert_eq!(recorder.of(at), vec![Outcome::Ended(Ok(())); CALLS]);
         }
     }
-    assert!(!recorder.iter().flat_map(|h| h.of(0)).any(|o| o == Outcome::Quiesced(Quiescence::Unknown)));
+    assert!(!recorder
+        .iter()
+        .flat_map(|h| h.of(0))
+        .any(|o| o == Outcome::Quiesced(Quiescence::Unknown)));
     let nothing = Arc::new(EventRecorder::default());
     assert!(a.submit_batch(&[write(&src, &dst, 8)], Submit::default(), nothing.clone()).is_err());
     assert_eq!(nothing.of(0), []);

@@ -146,10 +146,13 @@ fn the_path_of_each_piece_is_described() {
         let pieces = here.pieces(0, (&remote, 500), 1500).unwrap();
         let op = [Op::WritePieces { pieces: &pieces, imm: None }];
         let before = a.paths(&op).unwrap();
-        assert!(before.iter().all(|p| p.transport.is_none() && p.description.contains("not connected")));
+        assert!(before
+            .iter()
+            .all(|p| p.transport.is_none() && p.description.contains("not connected")));
         done(&a, &op).unwrap();
         let paths = a.paths(&op).unwrap();
-        let told: Vec<_> = paths.iter().map(|p| (p.bytes, &*p.remote, p.description.as_str())).collect();
+        let told: Vec<_> =
+            paths.iter().map(|p| (p.bytes, &*p.remote, p.description.as_str())).collect();
         let name = transport.name();
         assert_eq!(
             told,

@@ -183,8 +183,12 @@ impl Draw<'_> {
         let (local_delay, remote_delay, link_down_after) = (late(), late(), late());
         let duration = self.time(8 * MS);
         match self.rng.u32(..100) {
-            0..=14 => vec![(at, Fault::WorkFails { node, rail, link_index, work_index, link_down_after })],
-            15..=39 => vec![(at, Fault::LinkLost { node, rail, link_index, local_delay, remote_delay })],
+            0..=14 => {
+                vec![(at, Fault::WorkFails { node, rail, link_index, work_index, link_down_after })]
+            }
+            15..=39 => {
+                vec![(at, Fault::LinkLost { node, rail, link_index, local_delay, remote_delay })]
+            }
             40..=54 => vec![(at, Fault::Stall { node, rail, link_index, duration })],
             55..=71 => vec![
                 (at, Fault::NicDown { node, rail, local_delay, remote_delay }),

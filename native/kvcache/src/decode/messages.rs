@@ -6,7 +6,7 @@ use fabric_engine::{api::EngineId, EngineError, Op, Result, Submit};
 
 use super::{
     is_loss,
-    state::{Action, ProcessState, Phase, SessionPhase, DecoderState},
+    state::{Action, DecoderState, Phase, ProcessState, SessionPhase},
     Inner,
 };
 use crate::{
@@ -143,7 +143,9 @@ impl DecoderState {
         let number = message.session();
         let Some(session) = self.sessions.get_mut(&number) else { return };
         // Only processes of this session speak for the prefiller.
-        let Some(process) = session.processes.iter().position(|e| e.peer.id() == from) else { return };
+        let Some(process) = session.processes.iter().position(|e| e.peer.id() == from) else {
+            return;
+        };
         session.processes[process].silent = 0;
         match message {
             Message::Welcome { incarnation, .. } => {
@@ -199,20 +201,33 @@ impl DecoderState {
     }
 
     /// Handles a prefiller process's report on a request.
-    fn on_status(&mut self, number: u64, process: usize, seq: u64, at: RequestState, actions: &mut Vec<Action>) {
+    fn on_status(
+        &mut self,
+        number: u64,
+        process: usize,
+        seq: u64,
+        at: RequestState,
+        actions: &mut Vec<Action>,
+    ) {
         let Some(pull) = self.pulls.get_mut(&seq).filter(|t| t.session == number) else {
             return;
         };
-        let Some(place) = pull.processes.get_mut(process).filter(|p| **p != ProcessState::NotRequested) else {
+        let Some(place) =
+            pull.processes.get_mut(process).filter(|p| **p != ProcessState::NotRequested)
+        else {
             return;
         };
         match (at, *place) {
             (_, ProcessState::Quiesced | ProcessState::NotRequested) => {}
-            (RequestState::Open, ProcessState::Requested { .. }) => *place = ProcessState::Requested { unknown: 0 },
+            (RequestState::Open, ProcessState::Requested { .. }) => {
+                *place = ProcessState::Requested { unknown: 0 }
+            }
             (RequestState::Unknown, ProcessState::Requested { unknown }) if unknown < UNKNOWN => {
                 *place = ProcessState::Requested { unknown: unknown + 1 };
             }
-            (RequestState::Unknown, ProcessState::Requested { .. }) if pull.phase == Phase::Waiting => {
+            (RequestState::Unknown, ProcessState::Requested { .. })
+                if pull.phase == Phase::Waiting =>
+            {
                 // Told to stop, it will not take the request either, should that still come.
                 let why = "it does not know of the request, whose message was lost".into();
                 self.fail(seq, Cause::Lost(why), actions);
@@ -291,8 +306,12 @@ impl DecoderState {
             if session.processes[process].incarnation.is_none() {
                 continue;
             }
-            let there =
-                |processes: &Vec<ProcessState>| matches!(processes[process], ProcessState::Requested { .. } | ProcessState::Cancelling);
+            let there = |processes: &Vec<ProcessState>| {
+                matches!(
+                    processes[process],
+                    ProcessState::Requested { .. } | ProcessState::Cancelling
+                )
+            };
             let asked: Vec<u64> =
                 open.iter().filter(|(_, e)| there(e)).map(|(seq, _)| *seq).collect();
             let floor = open.first().map_or(next_seq, |(seq, _)| *seq);

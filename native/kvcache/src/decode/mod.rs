@@ -17,7 +17,10 @@ use fabric_engine::{
 };
 use parking_lot::Mutex;
 
-use self::state::{ProcessState, PrefillerProcess, PrefillerInfo, Phase, Session, SessionPhase, DecoderState, PendingPull};
+use self::state::{
+    DecoderState, PendingPull, Phase, PrefillerInfo, PrefillerProcess, ProcessState, Session,
+    SessionPhase,
+};
 use crate::{
     events::Events,
     layout::{CacheGroup, CacheLayout},
@@ -170,8 +173,12 @@ impl Decoder {
             let tail = rank.tail.as_ref().filter(|_| i == 0).map(&mut again).transpose()?;
             grants.push(Grant { rank: rank.rank, buffers, tail });
         }
-        let info =
-            PrefillerInfo { name: offer.name.clone(), pairing, max_message: offer.max_message, writers };
+        let info = PrefillerInfo {
+            name: offer.name.clone(),
+            pairing,
+            max_message: offer.max_message,
+            writers,
+        };
         let mut actions = Vec::new();
         let number = {
             let mut state = inner.state.lock();

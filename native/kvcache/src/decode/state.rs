@@ -137,8 +137,9 @@ impl DecoderState {
 
     /// Removes a request whose memory was released.
     pub fn settle(&mut self, seq: u64, actions: &mut Vec<Action>) {
-        let over =
-            |t: &PendingPull| t.phase != Phase::Waiting && t.processes.iter().all(|e| *e == ProcessState::Quiesced);
+        let over = |t: &PendingPull| {
+            t.phase != Phase::Waiting && t.processes.iter().all(|e| *e == ProcessState::Quiesced)
+        };
         if !self.pulls.get(&seq).is_some_and(over) {
             return;
         }
@@ -164,7 +165,8 @@ impl DecoderState {
             }
         }
         session.phase = SessionPhase::Lost(why.to_owned());
-        actions.push(Action::Revoke { session: number, regions: std::mem::take(&mut session.grants) });
+        actions
+            .push(Action::Revoke { session: number, regions: std::mem::take(&mut session.grants) });
         let cause = self.cause_of_loss(number);
         for seq in self.of(number) {
             self.fail(seq, cause.clone(), actions);

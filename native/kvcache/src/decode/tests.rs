@@ -7,7 +7,7 @@ use fabric_engine::{
 };
 use parking_lot::Mutex;
 
-use super::{Pull, Decoder, Event};
+use super::{Decoder, Event, Pull};
 use crate::{
     fuzzing::tests::layout,
     terms::{Cause, LocalRank, Terms},

@@ -5,7 +5,7 @@ use std::fmt;
 use rustc_hash::FxHashSet;
 
 use super::overlap::shared;
-use super::{CacheGroup, CacheLayout, CacheTensor, BufferOffset};
+use super::{BufferOffset, CacheGroup, CacheLayout, CacheTensor};
 
 pub const MAX_MODEL_BYTES: usize = 4096;
 pub const MAX_NAME_BYTES: usize = 256;

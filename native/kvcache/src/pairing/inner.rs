@@ -9,8 +9,8 @@ use rustc_hash::FxHashMap;
 use crate::layout::{CacheGroup, CacheLayout};
 
 use super::cells::{Cells, MAX_TOKENS};
-use super::head_classes::{self, common, HeadClass};
 use super::compare::held_heads;
+use super::head_classes::{self, common, HeadClass};
 use super::runs::{self, GroupRuns};
 use super::{compare, Mismatch, RequestError, Side, MAX_RANKS, MAX_RUNS};
 

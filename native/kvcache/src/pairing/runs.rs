@@ -4,11 +4,11 @@ use std::ops::Range;
 
 use rustc_hash::FxHashMap;
 
-use crate::layout::{CacheGroup, CacheTensor, BufferOffset};
+use crate::layout::{BufferOffset, CacheGroup, CacheTensor};
 
 use super::cells::{cycle_tokens, phases, Cells};
-use super::head_classes::common;
 use super::compare::held_heads;
+use super::head_classes::common;
 use super::MAX_RUNS;
 
 /// Bytes that lie side by side in a source page and in a target page, once in each cell of one

@@ -111,7 +111,11 @@ pub(super) enum Tail {
 
 impl Job {
     /// The final state, if nothing is left to do.
-    pub fn ended(&self, progress: &Progress, groups_of_steps: &[(usize, usize)]) -> Option<RequestState> {
+    pub fn ended(
+        &self,
+        progress: &Progress,
+        groups_of_steps: &[(usize, usize)],
+    ) -> Option<RequestState> {
         if progress.over || !progress.under_way.is_empty() {
             return None;
         }
@@ -169,7 +173,8 @@ impl Progress {
             return Ok(Arc::clone(selection));
         }
         let link = &job.links[route].link;
-        let selection = link.select(group, cells.clone(), &local_pages[group], &job.remote_pages[group])?;
+        let selection =
+            link.select(group, cells.clone(), &local_pages[group], &job.remote_pages[group])?;
         let selection = Arc::new(selection);
         self.selected.insert((route, group), (cells.clone(), Arc::clone(&selection)));
         Ok(selection)

@@ -10,8 +10,8 @@ use fabric_engine::{api::EngineId, EngineError, Op, Peer, Submit};
 use parking_lot::Mutex;
 
 use super::{
-    job::{DecoderInfo, GrantedRank, Job, RequestKey, Progress, RankLink},
-    JobRequest, Inner, JobEvent, Session, PrefillerState, Timeline,
+    job::{DecoderInfo, GrantedRank, Job, Progress, RankLink, RequestKey},
+    Inner, JobEvent, JobRequest, PrefillerState, Session, Timeline,
 };
 use crate::{
     pairing::Pairing,
@@ -26,7 +26,7 @@ const TOO_MANY_ENDED: &str = "it has not said that it knows how its requests end
 /// Maximum number of decoders; further ones are declined.
 const MAX_SESSIONS: usize = 4096;
 /// Maximum number of sessions with one engine; further ones are declined.
-const MAX_SESSIONS_PER_ENGINE: usize = 64;
+const MAX_ENGINE_SESSIONS: usize = 64;
 /// Maximum number of requests of one decoder; further ones are refused.
 const MAX_JOBS: usize = 1 << 14;
 /// Maximum number of unacknowledged ends of one decoder's requests; the session ends above it.
@@ -68,12 +68,12 @@ impl PrefillerState {
 }
 
 impl Inner {
-    pub(super) fn send_message(self: &Arc<Self>, peer: &Peer, message: &Message) {
-        self.send_message_then(peer, message, || ());
+    pub(super) fn send(self: &Arc<Self>, peer: &Peer, message: &Message) {
+        self.send_then(peer, message, || ());
     }
 
-    /// As `send_message`; calls `taken` when the other end has the message or will never have it.
-    fn send_message_then(&self, peer: &Peer, message: &Message, taken: impl FnOnce() + Send + 'static) {
+    /// As `send`; calls `taken` when the other end has the message or will never have it.
+    fn send_then(&self, peer: &Peer, message: &Message, taken: impl FnOnce() + Send + 'static) {
         let bytes = message.to_bytes();
         let parts = cut(&bytes, self.control());
         let ops: Vec<Op<'_>> = parts.iter().map(|message| Op::Send { peer, message }).collect();
@@ -98,7 +98,7 @@ impl Inner {
         states: Vec<(u64, RequestState)>,
     ) {
         for message in Message::statuses(session, info.incarnation, states) {
-            self.send_message(&info.peer, &message);
+            self.send(&info.peer, &message);
         }
     }
 
@@ -140,7 +140,7 @@ impl Inner {
             Err(why) => Message::Declined { session: number, why: reason(&why) },
             Ok(incarnation) => Message::Welcome { session: number, incarnation },
         };
-        self.send_message(&peer, &message);
+        self.send(&peer, &message);
     }
 
     /// Registers a decoder; returns the number of its session.
@@ -158,8 +158,10 @@ impl Inner {
             if state.sessions.len() >= MAX_SESSIONS {
                 return Err(format!("the prefiller has {MAX_SESSIONS} decoders"));
             }
-            if state.sessions.range((from, 0)..=(from, u64::MAX)).count() >= MAX_SESSIONS_PER_ENGINE {
-                return Err(format!("the prefiller has met its engine {MAX_SESSIONS_PER_ENGINE} times"));
+            if state.sessions.range((from, 0)..=(from, u64::MAX)).count() >= MAX_ENGINE_SESSIONS {
+                return Err(format!(
+                    "the prefiller has met its engine {MAX_ENGINE_SESSIONS} times"
+                ));
             }
         }
         let info = Arc::new(self.info(hello, peer)?);
@@ -230,7 +232,8 @@ impl Inner {
         }
         let groups = common_groups(&hello.layouts, hello.grants.iter().map(|g| g.rank));
         let name = reason(&hello.name);
-        Ok(DecoderInfo { name, peer, incarnation: self.control().number(), pairing, groups, grants })
+        let incarnation = self.control().number();
+        Ok(DecoderInfo { name, peer, incarnation, pairing, groups, grants })
     }
 
     fn on_request(self: &Arc<Self>, session: (EngineId, u64), incarnation: u64, request: Request) {
@@ -366,7 +369,8 @@ impl Inner {
     /// Refuses a request. The refusal is kept like any other end, because the request may come
     /// again.
     fn refuse(self: &Arc<Self>, session: (EngineId, u64), seq: u64, why: &str, elsewhere: bool) {
-        let at = RequestState::Refused { why: reason(why), elsewhere, reason: RefusalReason::Other };
+        let at =
+            RequestState::Refused { why: reason(why), elsewhere, reason: RefusalReason::Other };
         let info = {
             let mut state = self.state.lock();
             let Some(m) = state.sessions.get_mut(&session) else { return };
@@ -438,7 +442,7 @@ impl Inner {
                 return;
             }
             let answers = Arc::clone(&answers);
-            self.send_message_then(&info.peer, &message, move || {
+            self.send_then(&info.peer, &message, move || {
                 answers.fetch_sub(1, SeqCst);
             });
         }
@@ -459,7 +463,7 @@ impl Inner {
         }
         if say {
             let message = Message::Goodbye { session: session.1, why: reason(why) };
-            self.send_message(&gone.info.peer, &message);
+            self.send(&gone.info.peer, &message);
         }
     }
 
@@ -474,7 +478,8 @@ impl Inner {
         if let Err(error) = after(self.control(), self.terms.beat, tick) {
             // The loss of a decoder would go unnoticed.
             let all: Vec<_> = self.state.lock().sessions.keys().copied().collect();
-            all.into_iter().for_each(|m| self.end_session(m, &format!("no more beats: {error}"), true));
+            all.into_iter()
+                .for_each(|m| self.end_session(m, &format!("no more beats: {error}"), true));
         }
     }
 

@@ -1,8 +1,8 @@
 //! The prefiller: accepts requests, and writes pages layer by layer as they are computed.
 
 mod job;
-mod pass_queue;
 mod messages;
+mod pass_queue;
 mod push;
 #[cfg(test)]
 mod tests;

@@ -135,7 +135,8 @@ impl Inner {
                 let mut pass_queue = self.pass_queue.lock();
                 pass_queue.announced = pass_queue.announced.max(count);
                 let Some(next) = pass_queue.step(count) else { return };
-                pass_queue.made = self.counts.take(pass_queue.seen, pass_queue.made, self.control().now());
+                pass_queue.made =
+                    self.counts.take(pass_queue.seen, pass_queue.made, self.control().now());
                 (next, pass_queue.made)
             };
             let ((layer, requests), made) = next;

@@ -28,7 +28,9 @@ impl Inner {
         let mut failed = None;
         {
             let mut progress = job.state.lock();
-            let Some(local_pages) = progress.local_pages.clone().filter(|_| progress.stop.is_none()) else {
+            let Some(local_pages) =
+                progress.local_pages.clone().filter(|_| progress.stop.is_none())
+            else {
                 return;
             };
             let first = progress.sent[step];

@@ -145,7 +145,8 @@ fn invalid_requests_are_refused_with_the_reason() {
         let request = Box::new(request);
         let answer = test.say(&Message::Request { session: SESSION, incarnation, request });
         let [Message::Status { states, .. }] = answer.as_slice() else { panic!("{answer:?}") };
-        let [(of, RequestState::Refused { why: said, elsewhere: false, .. })] = states.as_slice() else {
+        let [(of, RequestState::Refused { why: said, elsewhere: false, .. })] = states.as_slice()
+        else {
             panic!("{states:?}")
         };
         assert!(*of == seq && said.contains(why), "{said}, not: {why}");
@@ -210,7 +211,7 @@ fn what_a_decoder_doesnt_acknowledge_is_bounded() {
 
 #[test]
 fn ends_of_requests_that_a_decoder_doesnt_acknowledge_are_bounded() {
-    use super::messages::{MAX_ENDED, MAX_ACCEPTED};
+    use super::messages::{MAX_ACCEPTED, MAX_ENDED};
     let mut test = TestPrefiller::new();
     let incarnation = test.welcome();
     let from = test.decoder.id();

@@ -68,7 +68,8 @@ impl CountTimes {
 impl Timeline {
     pub(super) fn new(numbers: impl Iterator<Item = u32>) -> Self {
         let zero = || AtomicU64::new(0);
-        let marks = |number| AtomicTimes { number, computed: zero(), posted: zero(), delivered: zero() };
+        let marks =
+            |number| AtomicTimes { number, computed: zero(), posted: zero(), delivered: zero() };
         Self { layers: numbers.map(marks).collect() }
     }
 

@@ -1,7 +1,7 @@
 //! Caches of every form: who holds which heads, in which order the dimensions lie, in how many
 //! buffers.
 
-use fabric_kvcache::layout::{CacheGroup, CacheLayout, CacheTensor, BufferOffset};
+use fabric_kvcache::layout::{BufferOffset, CacheGroup, CacheLayout, CacheTensor};
 use proptest::prelude::*;
 
 /// What both ends agree on of a group.

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use fabric_kvcache::layout::{CacheGroup, CacheLayout, CacheTensor, LayoutProblem, BufferOffset};
+use fabric_kvcache::layout::{BufferOffset, CacheGroup, CacheLayout, CacheTensor, LayoutProblem};
 use fabric_kvcache::pairing::Pairing;
 use proptest::prelude::*;
 
@@ -135,7 +135,10 @@ fn neighbours() -> impl Strategy<Value = CacheLayout> {
             page_stride: page,
             head_stride: head,
             token_stride: token,
-            places: vec![BufferOffset { buffer: 0, offset }, BufferOffset { buffer: 0, offset: offset + 37 }],
+            places: vec![
+                BufferOffset { buffer: 0, offset },
+                BufferOffset { buffer: 0, offset: offset + 37 },
+            ],
         };
     (strides, counts, 1u32..5, 5u32..8, 0u64..60, 0u64..60).prop_map(
         move |(strides, (pages, heads, tokens), width, other, at, there)| CacheLayout {

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use fabric_engine::api::{PageIndices, Pages};
-use fabric_kvcache::layout::{CacheLayout, BufferOffset};
+use fabric_kvcache::layout::{BufferOffset, CacheLayout};
 use fabric_kvcache::pairing::{Link, PagedWrite, Pairing, Side};
 
 /// A byte of a source rank: rank, buffer, offset.

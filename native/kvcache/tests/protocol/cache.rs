@@ -1,7 +1,7 @@
 //! A rank's cache with bytes that say which layer, tensor, head and token they are of.
 
 use fabric_engine::{Region, Result, TransferEngine};
-use fabric_kvcache::layout::{CacheGroup, CacheLayout, CacheTensor, BufferOffset};
+use fabric_kvcache::layout::{BufferOffset, CacheGroup, CacheLayout, CacheTensor};
 
 /// What instances of one test have in common.
 #[derive(Clone, Debug)]

@@ -1,7 +1,7 @@
 //! Prompts whose messages no engine carries in one piece.
 
 use fabric_engine::api::TransportKind;
-use fabric_kvcache::{Pull, Event, JobEvent};
+use fabric_kvcache::{Event, JobEvent, Pull};
 
 use crate::{
     cache::Shape,

@@ -6,8 +6,8 @@
 //! What a seed does is the same each time that it is run.
 
 mod decoding;
-mod judge;
 mod faulty_delivery;
+mod judge;
 mod prefilling;
 mod run;
 

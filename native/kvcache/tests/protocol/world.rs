@@ -6,7 +6,7 @@ use fabric_engine::{
     api::{EngineConfig, NicConfig, TransportKind},
     Region, Result, TransferEngine,
 };
-use fabric_kvcache::{Pull, Decoder, Event, JobEvent, LocalRank, Prefiller, Terms};
+use fabric_kvcache::{Decoder, Event, JobEvent, LocalRank, Prefiller, Pull, Terms};
 use parking_lot::Mutex;
 
 use crate::cache::{Cache, Shape};

@@ -4,7 +4,7 @@
 use std::sync::{Arc, Weak};
 
 use fabric_engine::{
-    EngineError, Expect, BatchObserver, Local, Op, Outcome, Quiescence, Region, Remote, Submit,
+    BatchObserver, EngineError, Expect, Local, Op, Outcome, Quiescence, Region, Remote, Submit,
 };
 
 use super::{
@@ -198,7 +198,8 @@ impl Inner {
     /// The engine has begun none of these operations.
     fn on_refused(self: &Arc<Self>, operations: &[PeerOperation], error: &EngineError) {
         self.on_outcomes(operations.iter().flat_map(|(endpoint, operation)| {
-            let outcomes = [Outcome::Ended(Err(error.clone())), Outcome::Quiesced(Quiescence::Quiesced)];
+            let outcomes =
+                [Outcome::Ended(Err(error.clone())), Outcome::Quiesced(Quiescence::Quiesced)];
             outcomes.map(|outcome| (&**endpoint, *operation, outcome))
         }));
     }

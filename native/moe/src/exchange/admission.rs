@@ -11,7 +11,7 @@ use parking_lot::MutexGuard;
 use super::{
     conditions::Condition,
     link::{ExportedRegions, Link, MessageKind, PeerEndpoint, MESSAGE_KINDS},
-    state::{LostPeer, ExchangeState},
+    state::{ExchangeState, LostPeer},
     AllToAll, Inner,
 };
 use crate::{
@@ -186,7 +186,11 @@ impl Inner {
     }
 
     /// Waits until none of the ranks can write here; returns those that still can after the timeout.
-    fn wait_for_access(&self, state: &mut MutexGuard<'_, ExchangeState>, ranks: &[u32]) -> Vec<u32> {
+    fn wait_for_access(
+        &self,
+        state: &mut MutexGuard<'_, ExchangeState>,
+        ranks: &[u32],
+    ) -> Vec<u32> {
         let deadline = Instant::now() + self.timeout();
         loop {
             let held = ranks.iter().copied().filter(|rank| state.revoking.contains(rank));

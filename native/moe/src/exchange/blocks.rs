@@ -31,7 +31,11 @@ pub fn routes_words(
 
 /// # Errors
 /// The violation: another exchange, or rows that no rank of this shape has (MR-3).
-pub fn read_routes(shape: &Shape, number: ExchangeNumber, words: &[u32]) -> Result<RoutesBlock, String> {
+pub fn read_routes(
+    shape: &Shape,
+    number: ExchangeNumber,
+    words: &[u32],
+) -> Result<RoutesBlock, String> {
     let (head, counts) =
         words.split_at_checked(ROUTES_HEADER as usize).ok_or("its routes block is too short")?;
     if (head[0], head[2]) != number {

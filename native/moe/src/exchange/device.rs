@@ -374,7 +374,11 @@ impl Device {
         self.shared.set(Word::Rows, self.exchange * self.rounds.0 + self.row_round);
     }
 
-    fn handed_out(&mut self, s: &mut ExchangeState, actions: &mut Vec<Action>) -> Result<(), String> {
+    fn handed_out(
+        &mut self,
+        s: &mut ExchangeState,
+        actions: &mut Vec<Action>,
+    ) -> Result<(), String> {
         let (batch, last) =
             self.batch.take().ok_or_else(|| unexpected(DeviceEvent::HandedOut, s.phase))?;
         self.shared.put_rows(&[]);
@@ -446,7 +450,11 @@ impl Device {
         self.shared.set(Word::Room, self.exchange * self.rounds.1 + self.answer_round);
     }
 
-    fn put_answers(&mut self, s: &mut ExchangeState, actions: &mut Vec<Action>) -> Result<(), String> {
+    fn put_answers(
+        &mut self,
+        s: &mut ExchangeState,
+        actions: &mut Vec<Action>,
+    ) -> Result<(), String> {
         let (transfers, last) =
             self.leaving.take().ok_or_else(|| unexpected(DeviceEvent::Answered, s.phase))?;
         self.shared.put_answers(&[]);

@@ -6,7 +6,9 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
-use fabric_engine::{api::CounterRef, PeerMapping, Counter, Peer, Region, RemoteRegion, StoreGuard};
+use fabric_engine::{
+    api::CounterRef, Counter, Peer, PeerMapping, Region, RemoteRegion, StoreGuard,
+};
 
 use super::{
     actions::{Action, RemoteWrite, WritePurpose},

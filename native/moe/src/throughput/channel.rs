@@ -5,13 +5,13 @@ use std::{collections::VecDeque, ops::Range};
 use super::{
     commands::Commands,
     context::{Arrivals, Context, StopCause},
-    rail_sender::RailSender,
     gateway::Gateway,
-    jobs::{Call, Job, PendingJobs, Sum, Term, SumTarget},
+    jobs::{Call, Job, PendingJobs, Sum, SumTarget, Term},
     machine::Traffic,
+    node_receiver::NodeReceiver,
+    rail_sender::RailSender,
     ring_pool::RingPool,
     slots::Preamble,
-    node_receiver::NodeReceiver,
 };
 use crate::routes::Routes;
 
@@ -89,7 +89,8 @@ impl Channel {
         self.rail_senders = others.map(|node| RailSender::new(ctx, pool, number, node)).collect();
         self.gateways = ctx.nodes().map(|node| Gateway::new(ctx, pool, number, node)).collect();
         let forwarded = (0..grid.ranks).filter(|s| grid.local_of(*s) != grid.local());
-        self.node_receivers = forwarded.map(|source| NodeReceiver::new(ctx, pool, number, source)).collect();
+        self.node_receivers =
+            forwarded.map(|source| NodeReceiver::new(ctx, pool, number, source)).collect();
         self.next = vec![0; grid.nodes() as usize];
     }
 
@@ -193,7 +194,11 @@ impl Channel {
     }
 
     /// Does what can be done about answers; whether that was anything.
-    pub fn combine(&mut self, ctx: &Context, call: &mut Call<'_, '_, '_>) -> Result<bool, StopCause> {
+    pub fn combine(
+        &mut self,
+        ctx: &Context,
+        call: &mut Call<'_, '_, '_>,
+    ) -> Result<bool, StopCause> {
         let mut moved = false;
         for sender in &mut self.rail_senders {
             moved |= sender.sums.freshen(ctx, &mut self.commands, call)?;
@@ -238,7 +243,12 @@ impl Channel {
             (sender.sums.ring.taken, last)
         };
         let read = self.rail_senders.iter().map(read).collect();
-        self.summing.begin(call, ctx.exchange, Job::Sum { to: SumTarget::Total, sums, terms }, read);
+        self.summing.begin(
+            call,
+            ctx.exchange,
+            Job::Sum { to: SumTarget::Total, sums, terms },
+            read,
+        );
         Ok(true)
     }
 
@@ -290,7 +300,8 @@ impl Channel {
     }
 
     pub fn has_begun(&self) -> bool {
-        self.gateways.iter().any(Gateway::begun) || self.node_receivers.iter().any(NodeReceiver::begun)
+        self.gateways.iter().any(Gateway::begun)
+            || self.node_receivers.iter().any(NodeReceiver::begun)
     }
 
     /// All that comes has come, and all that goes on has gone on.
@@ -333,7 +344,9 @@ impl Channel {
         let gateways = self.gateways.iter().filter(|g| !g.is_done());
         let mut all: Vec<u32> = gateways.flat_map(|g| g.suspects_of_tokens(ctx)).collect();
         all.extend(self.node_receivers.iter().filter(|t| !t.is_done()).map(NodeReceiver::gateway));
-        all.extend(self.rail_senders.iter().filter(|f| !f.is_done()).map(|f| f.ring.layout.partner));
+        all.extend(
+            self.rail_senders.iter().filter(|f| !f.is_done()).map(|f| f.ring.layout.partner),
+        );
         all
     }
 
@@ -341,10 +354,14 @@ impl Channel {
     pub fn suspects_of_answers(&self, ctx: &Context) -> Vec<u32> {
         let gateways = self.gateways.iter().filter(|g| !g.is_summed());
         let mut all: Vec<u32> = gateways.flat_map(|g| g.suspects_of_answers(ctx)).collect();
-        all.extend(self.node_receivers.iter().filter(|t| !t.is_answered()).map(NodeReceiver::gateway));
+        all.extend(
+            self.node_receivers.iter().filter(|t| !t.is_answered()).map(NodeReceiver::gateway),
+        );
         if !self.part.is_empty() {
             let awaited = |f: &&RailSender| self.next[f.node as usize] < f.tokens().len();
-            all.extend(self.rail_senders.iter().filter(awaited).map(|f| f.sums.ring.layout.partner));
+            all.extend(
+                self.rail_senders.iter().filter(awaited).map(|f| f.sums.ring.layout.partner),
+            );
         }
         all
     }

@@ -140,7 +140,17 @@ impl Context {
         let credits = data + Family::ALL.len() as u8;
         let slots = self.layout.slots(ring);
         let is_back = family.is_back();
-        RingLayout { partner, is_back, base, slots, stride, word: 0, partners_word: 0, data, credits }
+        RingLayout {
+            partner,
+            is_back,
+            base,
+            slots,
+            stride,
+            word: 0,
+            partners_word: 0,
+            data,
+            credits,
+        }
     }
 
     /// Where a token of this rank's is, and its meta.

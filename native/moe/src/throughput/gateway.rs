@@ -200,7 +200,11 @@ impl Gateway {
 
     /// Ranks of this node whose rings are full.
     fn full(&self) -> impl Iterator<Item = u32> + '_ {
-        self.targets.iter().flatten().filter(|ring| ring.room() == 0).map(|ring| ring.layout.partner)
+        self.targets
+            .iter()
+            .flatten()
+            .filter(|ring| ring.room() == 0)
+            .map(|ring| ring.layout.partner)
     }
 
     /// The ranks from which answers, or room for their sums, are awaited.

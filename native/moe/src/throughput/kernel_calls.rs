@@ -9,7 +9,7 @@ use parking_lot::MutexGuard;
 
 use super::{
     admission::check_all_here,
-    context::{KernelIo, Io},
+    context::{Io, KernelIo},
     device::{Device, WorkerLifecycle},
     machine::Machine,
     membership::Member,
@@ -111,7 +111,9 @@ impl Throughput {
     pub fn kernel_combine_send(&self, rows: u64) -> Result<()> {
         let (_caller, mut machine) = self.enter_kernel_call()?;
         machine.begin_kernel_answers(rows)?;
-        self.drive(&mut machine, &mut Io::Kernels(KernelIo::Answers), |machine| machine.is_answered())
+        self.drive(&mut machine, &mut Io::Kernels(KernelIo::Answers), |machine| {
+            machine.is_answered()
+        })
     }
 
     /// As [`Throughput::combine_recv`]; returns the number of tokens whose sums kernels have stored.

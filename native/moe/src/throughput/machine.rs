@@ -12,7 +12,7 @@ use fabric_proxy::{fifo::Pusher, raw::AtomicWords};
 use super::{
     channel::Channel,
     commands::Commands,
-    context::{Arrivals, Context, KernelIo, Io, StopCause},
+    context::{Arrivals, Context, Io, KernelIo, StopCause},
     jobs::{Call, Jobs, Worker},
     layout::Layout,
     membership::{Member, Membership},

@@ -20,14 +20,15 @@ mod admission;
 mod channel;
 mod commands;
 mod context;
-mod kernel_calls;
-mod rail_sender;
 mod gateway;
 mod grid;
 mod jobs;
+mod kernel_calls;
 mod layout;
 mod machine;
 mod membership;
+mod node_receiver;
+mod rail_sender;
 pub(crate) mod rank_descriptor;
 mod reader;
 mod received;
@@ -36,7 +37,6 @@ mod ring_pool;
 mod signals;
 mod slots;
 mod spec;
-mod node_receiver;
 mod workers;
 
 use std::{
@@ -53,9 +53,9 @@ use fabric_proxy::{Config, DeviceMemory, Engines, Event, Proxy, ProxyError};
 use parking_lot::{Mutex, MutexGuard};
 
 pub use self::{
-    context::{KernelIo, Io},
+    context::{Io, KernelIo},
+    jobs::{Job, JobError, JobId, JobResult, Sum, SumTarget, Term, Worker},
     kernel_calls::KernelMemory,
-    jobs::{JobError, Job, JobResult, Sum, Term, JobId, SumTarget, Worker},
     layout::Layout,
     machine::{Losses, LostRank, Machine, Traffic},
     membership::Member,

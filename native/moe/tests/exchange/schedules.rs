@@ -485,7 +485,12 @@ impl Run {
                 self.killed.push(node as u32);
                 return;
             }
-            1 => Fault::Stall { node: node as u8, rail, link_index, duration: self.rng.u64(..400) * MS },
+            1 => Fault::Stall {
+                node: node as u8,
+                rail,
+                link_index,
+                duration: self.rng.u64(..400) * MS,
+            },
             2 => {
                 let (work_index, link_down_after) = (self.rng.u32(..), ms(&mut self.rng));
                 Fault::WorkFails { node: node as u8, rail, link_index, work_index, link_down_after }

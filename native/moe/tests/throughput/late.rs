@@ -1,7 +1,7 @@
 //! A worker that does its jobs late and in any order, as kernels do.
 
 use fabric_engine::Region;
-use fabric_moe::throughput::{CpuWorker, Io, Job, JobResult, Spec, JobId, Worker};
+use fabric_moe::throughput::{CpuWorker, Io, Job, JobId, JobResult, Spec, Worker};
 
 #[derive(Debug)]
 pub struct Late {

@@ -114,8 +114,14 @@ fn calls_for_the_other_kind_of_exchange_are_refused() {
     let words = AtomicWords::allocate(QueueLayout::new(&spec, 1).unwrap().words);
     let timeout = Duration::from_secs(60);
     let memory = KernelMemory { region, words, workers: 1 };
-    let on_kernels = Throughput::open_with_kernels(&config, spec, Member { rank: 0, incarnation: 0 }, timeout, memory)
-        .unwrap();
+    let on_kernels = Throughput::open_with_kernels(
+        &config,
+        spec,
+        Member { rank: 0, incarnation: 0 },
+        timeout,
+        memory,
+    )
+    .unwrap();
     let batch = batch(&spec, 0, 0);
     batch.with_parts(|parts, indices, weights| {
         refused(on_kernels.dispatch_send(parts, indices, weights), "kernels move");

@@ -63,7 +63,8 @@ fn follow(all: &Throughput, rank: u32, line: &str) -> String {
 fn child() {
     let Ok(number) = env::var(RANK) else { return };
     let of = |name: &str| env::var(name).unwrap();
-    let member = Member { rank: number.parse().unwrap(), incarnation: of(INCARNATION).parse().unwrap() };
+    let member =
+        Member { rank: number.parse().unwrap(), incarnation: of(INCARNATION).parse().unwrap() };
     let transports = vec![of(TRANSPORT).parse().unwrap()];
     let name = format!("rank-{number}");
     let config = EngineConfig { name, transports, ..EngineConfig::default() };
@@ -138,8 +139,10 @@ fn admit_all(some: &mut [ChildProcess], others: &mut [ChildProcess]) {
 
 fn a_killed_process_is_named_left_out_and_comes_again(transport: TransportKind) {
     const VICTIM: usize = 2;
-    let mut children: Vec<ChildProcess> = (0..shape().shape.ranks).map(|r| ChildProcess::spawn(r, 0, transport)).collect();
-    let descriptors: Vec<String> = children.iter_mut().map(|one| one.request("descriptor")).collect();
+    let mut children: Vec<ChildProcess> =
+        (0..shape().shape.ranks).map(|r| ChildProcess::spawn(r, 0, transport)).collect();
+    let descriptors: Vec<String> =
+        children.iter_mut().map(|one| one.request("descriptor")).collect();
     for (i, one) in children.iter_mut().enumerate() {
         for (_, descriptor) in descriptors.iter().enumerate().filter(|(j, _)| *j != i) {
             assert_eq!(one.request(&format!("admit {descriptor}")), "admitted");

@@ -4,7 +4,7 @@ use fabric_engine::Region;
 use serde::{Deserialize, Serialize};
 
 use super::{Kind, Request};
-use crate::floor::{shuffled, TextResult, Temperature};
+use crate::floor::{shuffled, Temperature, TextResult};
 
 const CHUNK: usize = 1 << 20;
 const WORD: usize = 8;

@@ -101,7 +101,8 @@ impl Writer {
         let (dst, imm) = read_line::<EndpointDescriptor>(&mut target.from)?.read(&engine)?;
         let inbox = engine.alloc(4096).map_err(text)?;
         let answers = engine.plain_counter(Imm::plain(ANSWERS).map_err(text)?);
-        let _: bool = target.order(&TargetCommand::Connect(EndpointDescriptor::new(&inbox, ANSWERS)))?;
+        let _: bool =
+            target.order(&TargetCommand::Connect(EndpointDescriptor::new(&inbox, ANSWERS)))?;
         let (step, places) = (0, None);
         let (trace, _inbox) = (Mutex::default(), inbox);
         let this = Self { target, engine, src, dst, imm, answers, step, places, trace, _inbox };
@@ -154,7 +155,8 @@ impl Writer {
         let rounds = if answer { request.samples } else { 1 };
         let (mut starts, mut ends) = (Vec::new(), Vec::new());
         while starts.len() < request.samples as usize {
-            let _: bool = self.target.order(&TargetCommand::Watch { rounds, counts, notice, answer })?;
+            let _: bool =
+                self.target.order(&TargetCommand::Watch { rounds, counts, notice, answer })?;
             for _ in 0..rounds {
                 let pages = self.pages(request, walk)?;
                 if request.rest_us > 0 {
@@ -205,7 +207,12 @@ impl Writer {
     }
 
     /// The operations of one sample.
-    fn sample(&mut self, request: &Request, walk: &Walk, pages: &[(Pages, Pages)]) -> TextResult<()> {
+    fn sample(
+        &mut self,
+        request: &Request,
+        walk: &Walk,
+        pages: &[(Pages, Pages)],
+    ) -> TextResult<()> {
         let first = self.step;
         let end = first + u64::from(request.operations);
         self.step = end;
@@ -263,7 +270,12 @@ impl Writer {
     }
 
     /// Writes one after the other, of which so many are in flight at most.
-    fn window(&self, walk: &Walk, steps: Range<u64>, (most, trace): (usize, bool)) -> TextResult<()> {
+    fn window(
+        &self,
+        walk: &Walk,
+        steps: Range<u64>,
+        (most, trace): (usize, bool),
+    ) -> TextResult<()> {
         let mut flying: VecDeque<(u64, Handle)> = VecDeque::with_capacity(most);
         let mut over = Vec::new();
         let mut land = |(began, handle): (u64, Handle)| {

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use super::raw::{write_vectors, Mapping};
-use super::{MemoryKind, TextResult, Request, Temperature};
+use super::{MemoryKind, Request, Temperature, TextResult};
 
 /// Where blocks come from and go to, and how far cold blocks have walked.
 #[derive(Debug)]

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::raw::set_socket_buffers;
 use super::signals::{one_way, UNTIL_PARKED};
-use super::{TextResult, Request, Temperature, Wait};
+use super::{Request, Temperature, TextResult, Wait};
 
 const RECORD: usize = 32;
 const MESSAGE: usize = 8;

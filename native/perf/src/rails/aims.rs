@@ -4,7 +4,7 @@ use fabric_engine::api::Spray;
 
 use super::{
     run::run,
-    scenario::{named, Change, Scenario, Transfer, RailChange},
+    scenario::{named, Change, RailChange, Scenario, Transfer},
     summary::{summary, Summary},
 };
 

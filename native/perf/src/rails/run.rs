@@ -10,7 +10,7 @@ use fabric_engine::{
 };
 use serde::Serialize;
 
-use super::scenario::{Change, Load, Scenario, Transfer, RailChange};
+use super::scenario::{Change, Load, RailChange, Scenario, Transfer};
 use crate::lines::TextResult;
 
 const MS: f64 = 1e6;
@@ -185,7 +185,9 @@ impl Sim {
                 let delay = (ms * MS) as u64;
                 Fault::NicDown { node, rail, local_delay: delay, remote_delay: delay }
             }
-            RailChange::Silent => Fault::NicDown { node, rail, local_delay: NEVER, remote_delay: NEVER },
+            RailChange::Silent => {
+                Fault::NicDown { node, rail, local_delay: NEVER, remote_delay: NEVER }
+            }
             RailChange::Back => Fault::NicUp { node, rail },
         };
         self.net.inject(&fault);
@@ -235,7 +237,11 @@ impl Sim {
             let Some((submitted, handle)) = &slot.flying else { continue };
             let Some(result) = handle.poll() else { continue };
             result.map_err(|e| format!("a transfer failed at {} ms: {e}", now as f64 / MS))?;
-            self.transfers.push(EndedTransfer { thread: slot.thread, submitted: *submitted, ended: now });
+            self.transfers.push(EndedTransfer {
+                thread: slot.thread,
+                submitted: *submitted,
+                ended: now,
+            });
             slot.flying = None;
             over = true;
         }

@@ -4,8 +4,8 @@
 use serde::Serialize;
 
 use super::{
-    run::{SliceEnd, Run},
-    scenario::{Scenario, RailChange},
+    run::{Run, SliceEnd},
+    scenario::{RailChange, Scenario},
 };
 
 const MS: u64 = 1_000_000;
@@ -119,8 +119,9 @@ pub fn summary(scenario: &Scenario, run: &Run) -> Summary {
             let at = (c.at_ms * MS as f64) as u64;
             let rates = capacities.iter().rfind(|(t, _)| *t <= at).map(|(_, rates)| rates);
             let capacity = rates.map_or(0.0, |r| r.iter().sum::<f64>() / 8.0);
-            let seen =
-                |s: &&super::run::Slice| s.rail == c.rail && s.ended > at && s.fate == SliceEnd::Done;
+            let seen = |s: &&super::run::Slice| {
+                s.rail == c.rail && s.ended > at && s.fate == SliceEnd::Done
+            };
             let used = run.slices.iter().filter(seen).map(|s| s.ended).min();
             RailReturn {
                 at_ms: c.at_ms,

@@ -142,7 +142,8 @@ impl Executor {
         }
         if let Some(add) = add {
             let writes = sending.end(request);
-            let entry = OrderEntry { slot: add.slot, value: add.value, ordered: add.ordered, writes };
+            let entry =
+                OrderEntry { slot: add.slot, value: add.value, ordered: add.ordered, writes };
             self.control.put(self.staged(rank, channel, epoch), &entry.to_bytes())?;
         }
         self.peers[rank].planned += 1;

@@ -47,7 +47,8 @@ impl Executor {
         let moved = self.take_arrivals(now);
         for rank in 0..self.peers.len() {
             let peer = &self.peers[rank];
-            if peer.state == RankState::Alive && self.common.alive.has_ended(rank, peer.incarnation) {
+            if peer.state == RankState::Alive && self.common.alive.has_ended(rank, peer.incarnation)
+            {
                 self.drop_rank(rank);
             }
         }

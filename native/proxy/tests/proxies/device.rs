@@ -31,7 +31,10 @@ impl Plan {
 
     /// Bytes of one half of a rank's part: tokens to send, then received tokens.
     fn half(&self) -> u64 {
-        (self.ranks * usize::from(self.channels)) as u64 * u64::from(self.rounds) * MAX_TOKENS * TOKEN
+        (self.ranks * usize::from(self.channels)) as u64
+            * u64::from(self.rounds)
+            * MAX_TOKENS
+            * TOKEN
     }
 
     pub fn memory(&self) -> u64 {

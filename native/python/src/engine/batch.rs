@@ -3,12 +3,12 @@ use fe::{api::Imm, Local, Op, Remote, ScatterDst, SegmentPiece};
 use pyo3::prelude::*;
 
 use super::{
-    counter::ImmArg,
+    checked_int,
     class_arg::ClassArg,
+    counter::ImmArg,
     memory::{Pages, Region, RemoteRegion},
     peers::{Peer, PeerGroup},
     segment::{RemoteSegment, Segment},
-    checked_int,
 };
 use crate::errors::OrRaise;
 

@@ -9,23 +9,24 @@ use pyo3::{prelude::*, types::PyDict};
 
 use super::{
     batch::{build, length, Batch, OwnedOp},
+    checked_int,
+    class_arg::ClassArg,
     config::{self, Nics},
     counter::Counter,
-    class_arg::ClassArg,
     deferred_release::DeferredRelease,
     memory::{Pages, Region, RemoteRegion},
     peers::{Message, Peer, PeerGroup},
     requests::{options, PriorityArg},
-    seconds, telemetry,
+    seconds,
     segment::{self, RemoteSegment, Segment},
+    telemetry,
     transfer::Transfer,
     values::{hex, EngineAddress, RegionDescriptor, SegmentDescriptor},
     watcher::{on_change, Watcher},
-    checked_int,
 };
 use crate::{
-    detached_drop::DetachedDrop,
     callback::RecurringCallback,
+    detached_drop::DetachedDrop,
     errors::{raise, OrRaise},
 };
 
@@ -109,7 +110,11 @@ impl Engine {
     }
 
     /// `nbytes` bytes of memory that peers on this host can map, zeroed.
-    fn alloc(&self, py: Python<'_>, #[pyo3(from_py_with = checked_int)] nbytes: u64) -> PyResult<Region> {
+    fn alloc(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = checked_int)] nbytes: u64,
+    ) -> PyResult<Region> {
         if nbytes == 0 {
             let text = "a region needs at least one byte".into();
             return Err(raise(py, &fe::EngineError::Invalid(text)));
@@ -423,7 +428,12 @@ impl Engine {
     /// A 64-bit word that the engine watches: `callback(old, new)` runs when it has changed. With
     /// `device`, kernels on that GPU write and read it as well.
     #[pyo3(signature = (callback, device=None))]
-    fn watch(&self, py: Python<'_>, callback: RecurringCallback, device: Option<i32>) -> PyResult<Watcher> {
+    fn watch(
+        &self,
+        py: Python<'_>,
+        callback: RecurringCallback,
+        device: Option<i32>,
+    ) -> PyResult<Watcher> {
         let on_change = on_change(callback);
         let watcher = match device {
             None => self.engine.watch(on_change),

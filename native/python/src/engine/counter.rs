@@ -7,7 +7,8 @@ use pyo3::{
 };
 
 use super::{
-    class_arg::ClassArg, peers::Peer, seconds, span, transfer::Transfer, values::CounterRef, checked_int,
+    checked_int, class_arg::ClassArg, peers::Peer, seconds, span, transfer::Transfer,
+    values::CounterRef,
 };
 use crate::errors::{raise, OrRaise};
 

@@ -4,9 +4,9 @@ use pyo3::prelude::*;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::{
+    checked_int,
     class_arg::ClassArg,
     memory::{Pages, Region},
-    checked_int,
 };
 use crate::errors::{raise, OrRaise};
 

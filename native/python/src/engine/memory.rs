@@ -9,12 +9,12 @@ use pyo3::{
 };
 
 use super::{
-    peers::{Peer, EngineIdArg},
+    checked_int,
+    peers::{EngineIdArg, Peer},
     seconds,
     transfer::Transfer,
     values::RegionDescriptor,
     watcher::gpu_array,
-    checked_int,
 };
 use crate::errors::{raise, OrRaise};
 

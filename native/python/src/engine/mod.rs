@@ -10,19 +10,19 @@ use pyo3::{
 use crate::errors::{raise, OrRaise};
 
 mod batch;
+mod class_arg;
 mod config;
 mod core;
 mod counter;
-mod digest;
-mod class_arg;
 mod deferred_release;
+mod digest;
 mod memory;
 mod peers;
 mod queue;
 mod requests;
-mod telemetry;
 mod segment;
 mod span;
+mod telemetry;
 mod transfer;
 mod values;
 mod watcher;

@@ -2,7 +2,7 @@
 
 use fabric_engine::{
     api::{EngineId, Priority},
-    flight::{PathEvent, ExpectationRecord, TransferRecord},
+    flight::{ExpectationRecord, PathEvent, TransferRecord},
     flight::{Histogram, Metrics, PeerMetrics, RailMetrics, RailTally, Records, StageTimes},
     Time,
 };

@@ -7,7 +7,7 @@ use std::{
 };
 
 use fabric_engine::{
-    self as fe, api::TransportKind, memory::device::DeviceWord, Handle, Quiescence, PeerTransport,
+    self as fe, api::TransportKind, memory::device::DeviceWord, Handle, PeerTransport, Quiescence,
 };
 use pyo3::{
     exceptions::{PyAttributeError, PyRuntimeError, PyTimeoutError},

@@ -29,7 +29,11 @@ impl Watcher {
     }
 
     /// Changes the word and wakes the watching thread.
-    fn store(&self, py: Python<'_>, #[pyo3(from_py_with = checked_int)] value: u64) -> PyResult<()> {
+    fn store(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = checked_int)] value: u64,
+    ) -> PyResult<()> {
         self.0.store(value).or_raise(py)
     }
 

@@ -37,7 +37,9 @@ impl Worker {
 
     /// Stops the thread, and joins it unless called on it.
     pub fn stop(self, shared: &Arc<Shared>) {
-        let (Ok(driver), Some(thread)) = (shared.driver(), self.thread.into_inner()) else { return };
+        let (Ok(driver), Some(thread)) = (shared.driver(), self.thread.into_inner()) else {
+            return;
+        };
         driver.stopping.store(true, SeqCst);
         driver.kick_worker();
         if thread.thread().id() != std::thread::current().id() {

@@ -247,8 +247,11 @@ mod tests {
         assert_eq!(admit(near, ask(Priority::Background), more, OPEN), Admission::Wait(LATE));
         assert_eq!(admit(LATE, ask(Priority::Latency), OPEN, OPEN), Admission::Expired);
 
-        let timeless =
-            AdmissionRequest { deadline: Time::NEVER, remaining: Duration::MAX, ..ask(Priority::Bulk) };
+        let timeless = AdmissionRequest {
+            deadline: Time::NEVER,
+            remaining: Duration::MAX,
+            ..ask(Priority::Bulk)
+        };
         assert_eq!(admit(near, timeless, bulk, OPEN), Admission::Wait(Time::NEVER));
     }
 

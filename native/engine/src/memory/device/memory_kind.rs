@@ -71,8 +71,13 @@ mod tests {
 
     #[test]
     fn a_key_keeps_its_nature_and_sixty_one_random_bits() {
-        for memory_kind in [MemoryKind::Host, MemoryKind::OwnerOnly, MemoryKind::Device, MemoryKind::Exportable, MemoryKind::File]
-        {
+        for memory_kind in [
+            MemoryKind::Host,
+            MemoryKind::OwnerOnly,
+            MemoryKind::Device,
+            MemoryKind::Exportable,
+            MemoryKind::File,
+        ] {
             for random in [0, u64::MAX, 0x1234_5678_9abc_def1] {
                 let rkey = memory_kind.mark(random);
                 assert_eq!(RegionKey { index: 0, rkey }.memory_kind(), memory_kind);

@@ -18,7 +18,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-pub(crate) use queue::{FileQueue, FileBackend};
+pub(crate) use queue::{FileBackend, FileQueue};
 use rustix::fs::OFlags;
 pub(crate) use work::FileWork;
 

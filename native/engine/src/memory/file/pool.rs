@@ -3,7 +3,7 @@
 use super::{
     queue::Inbox,
     raw,
-    work::{Progress, FileWork},
+    work::{FileWork, Progress},
 };
 use crate::error::DomainError;
 

@@ -144,7 +144,9 @@ impl FileQueue {
     /// Ends the threads when what has begun is over; what hasn't is never begun.
     pub fn close(&self) {
         self.closed.store(true, SeqCst);
-        let Some(RunningThreads { inbox, threads, .. }) = self.running.lock().take() else { return };
+        let Some(RunningThreads { inbox, threads, .. }) = self.running.lock().take() else {
+            return;
+        };
         inbox.closed.store(true, SeqCst);
         let given_up = std::mem::take(&mut *inbox.works.lock());
         given_up.iter().for_each(|work| work.quiesce());

@@ -3,7 +3,7 @@
 use io_uring::{opcode, squeue::Entry, types::Fd, IoUring, Probe};
 use rustix::io::Errno;
 
-use super::work::{RemainingRange, FileWork};
+use super::work::{FileWork, RemainingRange};
 
 /// The system moves at most 2 GiB by one call.
 const LONGEST: usize = 1 << 30;

@@ -10,7 +10,7 @@ use slab::Slab;
 use super::{
     queue::Inbox,
     raw,
-    work::{Progress, RemainingRange, FileWork},
+    work::{FileWork, Progress, RemainingRange},
 };
 use crate::error::DomainError;
 

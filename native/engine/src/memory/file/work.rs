@@ -118,7 +118,11 @@ impl FileWork {
 
     /// The remaining range after a call that returned `n`, or its error. Missing bytes are an error
     /// (RS-1).
-    pub(super) fn after(&self, rest: RemainingRange, n: Result<usize, rustix::io::Errno>) -> Progress {
+    pub(super) fn after(
+        &self,
+        rest: RemainingRange,
+        n: Result<usize, rustix::io::Errno>,
+    ) -> Progress {
         use rustix::io::Errno;
         let (done, to) = if self.inward { ("writing", "to") } else { ("reading", "from") };
         let what = |why: &str| {
@@ -129,9 +133,11 @@ impl FileWork {
         match n {
             Ok(0) if self.inward => what("the system takes no byte"),
             Ok(0) => what("it ends before that: it was cut short since it was registered"),
-            Ok(n) if n < rest.len => {
-                Progress::Some(RemainingRange { addr: rest.addr + n, at: rest.at + n as u64, len: rest.len - n })
-            }
+            Ok(n) if n < rest.len => Progress::Some(RemainingRange {
+                addr: rest.addr + n,
+                at: rest.at + n as u64,
+                len: rest.len - n,
+            }),
             Ok(_) => Progress::All,
             Err(Errno::INTR | Errno::AGAIN | Errno::CANCELED) => Progress::Some(rest),
             Err(e) => what(&std::io::Error::from(e).to_string()),
@@ -172,7 +178,9 @@ mod tests {
             (false, Err(Errno::IO), "Input/output error"),
         ] {
             let work = work(inward);
-            let Progress::Failed(e) = work.after(work.range(0).unwrap(), n) else { panic!("{n:?}") };
+            let Progress::Failed(e) = work.after(work.range(0).unwrap(), n) else {
+                panic!("{n:?}")
+            };
             let e = e.to_string();
             assert!(e.contains(said) && e.contains(name), "{e}");
         }

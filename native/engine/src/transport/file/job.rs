@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 use crate::{
     domain::{Count, Data, DomainError, LinkId, Seq, Token},
     memory::{
-        device::{AsyncCopier, CopyRange, Pinned, PendingCopy},
+        device::{AsyncCopier, CopyRange, PendingCopy, Pinned},
         RegionMemory,
     },
 };
@@ -201,7 +201,11 @@ impl Job {
     }
 
     /// The first copy of a chunk is done: starts the second, if there is one.
-    pub fn next_half(&self, moving: &mut Moving, copier: &mut AsyncCopier) -> Result<bool, DomainError> {
+    pub fn next_half(
+        &self,
+        moving: &mut Moving,
+        copier: &mut AsyncCopier,
+    ) -> Result<bool, DomainError> {
         if moving.then.is_empty() || self.error.is_some() {
             return Ok(false);
         }
@@ -222,7 +226,10 @@ impl Job {
 }
 
 /// The ranges of the copies to and from a slot, where they are adjacent.
-fn through(slot: Slot, pieces: &[CopyRange]) -> (SmallVec<[CopyRange; 4]>, SmallVec<[CopyRange; 4]>) {
+fn through(
+    slot: Slot,
+    pieces: &[CopyRange],
+) -> (SmallVec<[CopyRange; 4]>, SmallVec<[CopyRange; 4]>) {
     let (mut to_slot, mut from_slot) = (SmallVec::new(), SmallVec::new());
     let mut at = slot.addr;
     for p in pieces {

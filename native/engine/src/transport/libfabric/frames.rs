@@ -167,7 +167,9 @@ impl LibfabricDomain {
         let mut progressed = false;
         while let Some(frame) = self.next_frame(id) {
             let FilledSlot { context, number, len } = frame;
-            let Some(LinkEntry::Up(link)) = self.links.get(Self::slot(id)) else { return progressed };
+            let Some(LinkEntry::Up(link)) = self.links.get(Self::slot(id)) else {
+                return progressed;
+            };
             link.seal(number, self.tx.fill(self.table.slot_of(context)));
             let address = link.address;
             match self.send_slot(context, len, address, ContextUse::Frame(id, number)) {

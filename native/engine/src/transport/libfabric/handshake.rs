@@ -305,7 +305,13 @@ impl LibfabricDomain {
         let Some(l) = self.link(id) else { return };
         let (peer, endpoint) = (l.peer.clone(), l.endpoint);
         let description = format!("handshake from {nic} with {}", l.remote.label());
-        self.completions.push(Completion::LinkUp { link: id, peer, endpoint, name: 0, description });
+        self.completions.push(Completion::LinkUp {
+            link: id,
+            peer,
+            endpoint,
+            name: 0,
+            description,
+        });
     }
 
     fn on_handshake_failed(&mut self, key: (Exchange, bool), failure: Failure) {

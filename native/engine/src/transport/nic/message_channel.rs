@@ -268,7 +268,8 @@ impl MessageChannel {
             || !self.results.is_empty()
             || self.owes_credits();
         (small && under_way < self.peer.slots + SPARE)
-            || (under_way < self.peer.slots && (self.unsent().is_some() || !self.group_frames.is_empty()))
+            || (under_way < self.peer.slots
+                && (self.unsent().is_some() || !self.group_frames.is_empty()))
     }
 
     fn unsent(&self) -> Option<usize> {

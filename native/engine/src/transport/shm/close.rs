@@ -14,7 +14,7 @@ use super::{
     ShmDomain,
 };
 use crate::{
-    domain::{PeerMapping, DomainError},
+    domain::{DomainError, PeerMapping},
     time::Time,
 };
 
@@ -22,14 +22,17 @@ use crate::{
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Connections of closed engines to peers whose memory a device may still store to.
-static CLOSED_WITH_STORES: Mutex<Vec<(ControlSocket, Vec<Arc<PeerMapping>>)>> = Mutex::new(Vec::new());
+static CLOSED_WITH_STORES: Mutex<Vec<(ControlSocket, Vec<Arc<PeerMapping>>)>> =
+    Mutex::new(Vec::new());
 
 /// Closes the connections over which nothing is stored any more. Called whenever a device has
 /// finished.
 pub(super) fn finish_closed_links() {
     let over: Vec<_> = {
         let mut closed = CLOSED_WITH_STORES.lock();
-        let is_over = |peer_mappings: &[Arc<PeerMapping>]| peer_mappings.iter().all(|a| a.active_stores() == 0);
+        let is_over = |peer_mappings: &[Arc<PeerMapping>]| {
+            peer_mappings.iter().all(|a| a.active_stores() == 0)
+        };
         closed.extract_if(.., |(_, peer_mappings)| is_over(peer_mappings)).collect()
     };
     for (mut control, _) in over {
@@ -73,7 +76,8 @@ impl ShmDomain {
                     tracing::warn!(
                         "a device still stores to a peer's memory; the peer keeps it until then"
                     );
-                    let peer_mappings = link.imports.peer_mappings_in_use().map(Arc::clone).collect();
+                    let peer_mappings =
+                        link.imports.peer_mappings_in_use().map(Arc::clone).collect();
                     CLOSED_WITH_STORES.lock().push((link.control, peer_mappings));
                 }
             }

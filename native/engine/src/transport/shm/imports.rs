@@ -12,7 +12,7 @@ use std::{
 use super::raw::Map;
 use crate::{
     api::RegionKey,
-    domain::{PeerMapping, DomainError, KeepAlive},
+    domain::{DomainError, KeepAlive, PeerMapping},
     memory::{self, device::Driver},
 };
 
@@ -252,8 +252,11 @@ impl Imports {
     pub fn revoke(&mut self, index: u32) -> bool {
         self.last = None;
         let of_region = self.peer_mappings.extract_if(.., |(of, _)| *of == index);
-        let peer_mappings: Vec<Arc<PeerMapping>> = of_region.map(|(_, peer_mapping)| peer_mapping).collect();
-        peer_mappings.iter().for_each(|peer_mapping| peer_mapping.close("its owner has revoked it"));
+        let peer_mappings: Vec<Arc<PeerMapping>> =
+            of_region.map(|(_, peer_mapping)| peer_mapping).collect();
+        peer_mappings
+            .iter()
+            .for_each(|peer_mapping| peer_mapping.close("its owner has revoked it"));
         let Some(import) = self.regions.remove(&index) else { return true };
         self.mappings.retain(|_, m| m.strong_count() > 0);
         self.device_mappings.retain(|_, m| m.strong_count() > 0);
@@ -279,8 +282,9 @@ impl Imports {
 
     /// Whether a revoked region needs polling. A device's end is signalled.
     pub fn has_releasable(&self) -> bool {
-        let peer_mappings_in_use =
-            |peer_mappings: &[Arc<PeerMapping>]| peer_mappings.iter().any(|a| a.active_stores() > 0);
+        let peer_mappings_in_use = |peer_mappings: &[Arc<PeerMapping>]| {
+            peer_mappings.iter().any(|a| a.active_stores() > 0)
+        };
         self.revoked.iter().any(|(_, peer_mappings)| !peer_mappings_in_use(peer_mappings))
     }
 }

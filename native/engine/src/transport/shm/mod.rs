@@ -35,8 +35,8 @@ use smallvec::{smallvec, SmallVec};
 use crate::{
     api::{Endpoint, EngineAddress, EngineConfig, EngineId, RegionKey, TransportKind},
     domain::{
-        PeerMapping, Assist, Caps, Completion, Count, Data, Domain, DomainError, LinkId, MessageRoom,
-        NicKeys, Pinned, Post, RegionRelease, Seq, Token, WakeFds, WorkRequest,
+        Assist, Caps, Completion, Count, Data, Domain, DomainError, LinkId, MessageRoom, NicKeys,
+        PeerMapping, Pinned, Post, RegionRelease, Seq, Token, WakeFds, WorkRequest,
     },
     memory::{device::MemoryKind, RegionBook, RegionMemory},
     time::Time,

@@ -4,15 +4,15 @@ use parking_lot::Mutex;
 
 use super::{
     land::Job,
-    node::{Port, LinkEnd},
+    node::{LinkEnd, Port},
     wire::{Event, Route, World},
     SimConfig,
 };
 use crate::{
     api::{Endpoint, EngineAddress, RegionKey, TransportKind},
     domain::{
-        Admit, PeerMapping, Caps, Completion, Domain, DomainError, LinkId, LinkName, MessageRoom,
-        NicKeys, Pinned, Post, RegionRelease, Receipts, Token, WorkRequest,
+        Admit, Caps, Completion, Domain, DomainError, LinkId, LinkName, MessageRoom, NicKeys,
+        PeerMapping, Pinned, Post, Receipts, RegionRelease, Token, WorkRequest,
     },
     memory::RegionMemory,
     time::Time,

@@ -1,7 +1,7 @@
 //! Injected faults.
 
 use super::{
-    node::{Port, LinkEnd},
+    node::{LinkEnd, Port},
     wire::{Event, Partition, World},
 };
 use crate::{api::EngineId, domain::DomainError};
@@ -87,10 +87,15 @@ impl World {
                 let Some(ends) = port(node, rail).and_then(|p| self.nth_link(p, link_index)) else {
                     return;
                 };
-                self.lose(ends, (local_delay, remote_delay), &DomainError::LinkDown("the link broke".into()));
+                self.lose(
+                    ends,
+                    (local_delay, remote_delay),
+                    &DomainError::LinkDown("the link broke".into()),
+                );
             }
             Fault::Stall { node, rail, link_index, duration } => {
-                let Some((at, _)) = port(node, rail).and_then(|p| self.nth_link(p, link_index)) else {
+                let Some((at, _)) = port(node, rail).and_then(|p| self.nth_link(p, link_index))
+                else {
                     return;
                 };
                 let until = self.now() + duration;
@@ -150,7 +155,12 @@ impl World {
     }
 
     /// Unplugs a NIC: nothing arrives or leaves until it is plugged in.
-    pub(crate) fn unplug(&mut self, port: Port, (local_delay, remote_delay): (u64, u64), cause: &str) {
+    pub(crate) fn unplug(
+        &mut self,
+        port: Port,
+        (local_delay, remote_delay): (u64, u64),
+        cause: &str,
+    ) {
         let links = self.links_of(port);
         let Some(node) = self.nodes.get_mut(&port) else { return };
         node.unplugged = true;
@@ -165,7 +175,12 @@ impl World {
         }
     }
 
-    fn partition(&mut self, isolated: u64, how: (Option<u64>, bool, u64), incarnations: &[EngineId]) {
+    fn partition(
+        &mut self,
+        isolated: u64,
+        how: (Option<u64>, bool, u64),
+        incarnations: &[EngineId],
+    ) {
         let (notice_after, permanent, duration) = how;
         let mut one_side = Vec::new();
         for (i, engine) in incarnations.iter().enumerate() {

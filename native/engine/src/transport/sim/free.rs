@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 
 use super::{
-    node::{Port, LinkEnd},
+    node::{LinkEnd, Port},
     wire::{Event, Route, World},
 };
 use crate::{
@@ -76,7 +76,9 @@ impl Free {
         let lane = |p: &Pending| p.route.map(|w| (w.name, w.from));
         let is_group_frame = |p: &Pending| matches!(p.event, Event::GroupFrame { .. });
         let behind = |a: &Pending, b: &Pending| {
-            lane(a).is_some() && lane(a) == lane(b) && (ordered || is_group_frame(a) && is_group_frame(b))
+            lane(a).is_some()
+                && lane(a) == lane(b)
+                && (ordered || is_group_frame(a) && is_group_frame(b))
         };
         let free = |i: &usize| {
             let p = &self.pending[*i];
@@ -101,7 +103,9 @@ impl Event {
         match self {
             Event::Land { job, .. } => Ok(job.to),
             Event::Fetched { job, .. } => Ok(job.from),
-            Event::Done { to, .. } | Event::Message { to, .. } | Event::GroupFrame { to, .. } => Ok(*to),
+            Event::Done { to, .. } | Event::Message { to, .. } | Event::GroupFrame { to, .. } => {
+                Ok(*to)
+            }
             Event::Connect { to, .. } => Err(*to),
             Event::Cut { at, .. } | Event::WorkFails { at, .. } => Ok(*at),
         }
@@ -190,7 +194,9 @@ impl World {
                         Event::Message { to, .. } => {
                             format!("a message arrives at {at} by {}", by(to.1))
                         }
-                        Event::GroupFrame { to, .. } => format!("a group frame arrives at {at} by {}", by(to.1)),
+                        Event::GroupFrame { to, .. } => {
+                            format!("a group frame arrives at {at} by {}", by(to.1))
+                        }
                         Event::Connect { from, .. } => format!("{} connects to {at}", node(*from)),
                         Event::Cut { at: (_, link), .. } => {
                             format!("{at} finds {} lost", by(*link))

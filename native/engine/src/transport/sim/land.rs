@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 
 use super::{
     free,
-    node::{LinkEndState, Port, LinkEnd, WaitingMessage},
+    node::{LinkEnd, LinkEndState, Port, WaitingMessage},
     wire::{Event, Route, World},
 };
 use crate::{

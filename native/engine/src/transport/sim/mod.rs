@@ -4,7 +4,6 @@
 //! The two ends of a link communicate only by deliveries. A delivery lands as long as the receiving
 //! end is up, even if the sending end is down. Each end learns of a loss at its own time.
 
-mod peer_mappings;
 mod clock;
 mod config;
 mod domain;
@@ -12,6 +11,7 @@ mod fault;
 mod free;
 mod land;
 mod node;
+mod peer_mappings;
 mod trace;
 mod wire;
 

@@ -9,7 +9,10 @@ use std::{
 use super::wire::Scheduled;
 use crate::{
     api::{EngineAddress, EngineId},
-    domain::{Completion, Count, DomainError, CompletedNumbers, LinkId, LinkName, Receipt, Receipts, Token},
+    domain::{
+        CompletedNumbers, Completion, Count, DomainError, LinkId, LinkName, Receipt, Receipts,
+        Token,
+    },
     memory::RegionBook,
 };
 

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use super::{node::Port, wire::World};
 use crate::{
     api::{EngineId, RegionKey},
-    domain::{PeerMapping, Completion, KeepAlive, RegionRelease},
+    domain::{Completion, KeepAlive, PeerMapping, RegionRelease},
 };
 
 /// A mapping of a region by engine `by`.
@@ -77,7 +77,9 @@ impl World {
     /// Closes the mappings of an engine that has ended.
     pub fn close_peer_mappings_of(&mut self, engine: EngineId) {
         let open = &mut self.peer_mappings.open;
-        open.iter().filter(|s| s.by == engine).for_each(|s| s.peer_mapping.close("this node has ended"));
+        open.iter()
+            .filter(|s| s.by == engine)
+            .for_each(|s| s.peer_mapping.close("this node has ended"));
         open.retain(|s| s.by != engine);
         self.report_ended_stores();
     }
@@ -95,7 +97,9 @@ impl World {
                 self.stirred.insert(owner.engine);
             }
         }
-        self.peer_mappings.open.retain(|s| s.peer_mapping.is_open() || s.peer_mapping.active_stores() > 0);
+        self.peer_mappings
+            .open
+            .retain(|s| s.peer_mapping.is_open() || s.peer_mapping.active_stores() > 0);
     }
 }
 

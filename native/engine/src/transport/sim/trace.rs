@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::{
-    node::{Port, LinkEnd},
+    node::{LinkEnd, Port},
     wire::World,
 };
 use crate::{

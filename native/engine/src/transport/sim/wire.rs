@@ -12,10 +12,10 @@ use std::{
 use slab::Slab;
 
 use super::{
-    peer_mappings::PeerMappings,
     free::Free,
     land::Job,
-    node::{ByName, Nodes, Port, LinkEnd},
+    node::{ByName, LinkEnd, Nodes, Port},
+    peer_mappings::PeerMappings,
     trace::Trace,
     SimConfig,
 };
@@ -260,7 +260,8 @@ impl World {
         let free_at = self.blocked(route);
         if free_at > next.at {
             // Ordered deliveries keep their order among those that wait.
-            let jitter = match self.config.ordered || matches!(next.event, Event::GroupFrame { .. }) {
+            let jitter = match self.config.ordered || matches!(next.event, Event::GroupFrame { .. })
+            {
                 true => 0,
                 false => self.delay(),
             };

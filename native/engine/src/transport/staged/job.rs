@@ -9,7 +9,7 @@ use crate::{
     api::RegionKey,
     domain::{Count, Data, DomainError, LinkId, Token},
     memory::{
-        device::{MemoryKind, Pinned, PendingCopy},
+        device::{MemoryKind, PendingCopy, Pinned},
         RegionMemory,
     },
 };

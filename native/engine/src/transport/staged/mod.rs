@@ -24,8 +24,9 @@ use slab::Slab;
 use crate::{
     api::{Endpoint, EngineAddress, EngineId, RegionKey, TransportKind},
     domain::{
-        PeerMapping, Assist, Caps, Completion, Data, Domain, DomainError, LinkId, LinkName,
-        MessageRoom, NicKeys, Pinned, Post, RegionRelease, Receipt, Receipts, Token, WakeFds, WorkRequest,
+        Assist, Caps, Completion, Data, Domain, DomainError, LinkId, LinkName, MessageRoom,
+        NicKeys, PeerMapping, Pinned, Post, Receipt, Receipts, RegionRelease, Token, WakeFds,
+        WorkRequest,
     },
     memory::{
         device::{AsyncCopier, MemoryKind},

@@ -13,7 +13,7 @@ use crate::{
         RegionRelease, Seq, Token, WorkRequest,
     },
     memory::{
-        file::{FileQueue, FileBackend},
+        file::{FileBackend, FileQueue},
         Backing, RegionMemory, HIDDEN,
     },
     time::Time,

@@ -10,7 +10,7 @@ use crate::{
     api::RegionKey,
     domain::{Completion, Count, DomainError, LinkId, RegionRelease},
     memory::{
-        device::{Pinned, PendingCopy},
+        device::{PendingCopy, Pinned},
         Backing, RegionMemory, HIDDEN,
     },
 };

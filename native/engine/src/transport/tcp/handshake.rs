@@ -360,7 +360,13 @@ impl TcpDomain {
             (link.received_at, link.sent_at) = (now, now);
             let description = format!("handshake with {}", pending.remote);
             let (endpoint, name) = (peer.address.first_of(TransportKind::Tcp), link.name());
-            self.completions.push(Completion::LinkUp { link: id, peer, endpoint, name, description });
+            self.completions.push(Completion::LinkUp {
+                link: id,
+                peer,
+                endpoint,
+                name,
+                description,
+            });
         } else if link.initiator && index == 0 {
             let n = link.streams.len();
             let addr: Option<SocketAddr> = pending.remote.parse().ok();

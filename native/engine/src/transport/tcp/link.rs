@@ -10,7 +10,9 @@ use slab::Slab;
 
 use super::page_cursor::PageCursor;
 use crate::{
-    domain::{Count, DomainError, CompletedNumbers, LinkId, LinkName, PeerIdentity, Receipt, Token},
+    domain::{
+        CompletedNumbers, Count, DomainError, LinkId, LinkName, PeerIdentity, Receipt, Token,
+    },
     time::Time,
 };
 

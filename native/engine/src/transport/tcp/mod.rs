@@ -30,8 +30,8 @@ use smallvec::smallvec;
 use crate::{
     api::{Endpoint, EngineAddress, EngineConfig, EngineId, TransportKind},
     domain::{
-        Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned, Post, RegionRelease,
-        Receipts, Token, WakeFds, WorkRequest,
+        Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned, Post,
+        Receipts, RegionRelease, Token, WakeFds, WorkRequest,
     },
     memory::{RegionBook, RegionMemory},
     time::Time,

@@ -270,7 +270,8 @@ impl VerbsDomain {
     }
 
     fn release_slot(&mut self, id: LinkId, cq_slot: CqSlot) {
-        if self.slot(id).is_some_and(|s: &mut LinkEntry| matches!(s.state, LinkState::Accepting(_))) {
+        if self.slot(id).is_some_and(|s: &mut LinkEntry| matches!(s.state, LinkState::Accepting(_)))
+        {
             self.slots.remove(Self::index(id));
         }
         self.cqs.release(cq_slot);

@@ -73,7 +73,9 @@ impl NicAddress {
         match () {
             () if !(1..=5).contains(&p.mtu) => Err(wrong("an impossible MTU")),
             () if p.qpn == 0 || p.qpn >= 1 << 24 => Err(wrong("an impossible queue pair")),
-            () if p.device.len() > 64 || p.side_channel.len() > 8 => Err(wrong("too many addresses")),
+            () if p.device.len() > 64 || p.side_channel.len() > 8 => {
+                Err(wrong("too many addresses"))
+            }
             () => Ok(p),
         }
     }
@@ -100,7 +102,8 @@ impl NicAddress {
     pub fn side_candidates(&self, same_host: bool) -> Vec<SocketAddr> {
         let loopback = self.loopback.filter(|_| same_host);
         let loopback = loopback.map(|port| SocketAddr::from(([127, 0, 0, 1], port)));
-        let others = self.side_channel.iter().copied().filter(|a| same_host || !a.ip().is_loopback());
+        let others =
+            self.side_channel.iter().copied().filter(|a| same_host || !a.ip().is_loopback());
         loopback.into_iter().chain(others).take(4).collect()
     }
 

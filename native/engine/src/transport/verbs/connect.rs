@@ -215,7 +215,9 @@ impl VerbsDomain {
             return;
         }
         let key = stream.and_then(|s| {
-            self.side_channel.add(now, s, Some(id), &self.epoll).ok_or_else(|| "epoll_ctl failed".into())
+            self.side_channel
+                .add(now, s, Some(id), &self.epoll)
+                .ok_or_else(|| "epoll_ctl failed".into())
         });
         let Some(a) = self.attempt(id) else { return };
         match key {
@@ -406,8 +408,11 @@ impl VerbsDomain {
                 let mut failures = std::mem::take(&mut a.failures);
                 failures.insert(0, "by datagram: no answer in time".into());
                 let remote = a.remote.label();
-                let why =
-                    format!("{} at {remote} did not answer: {}", a.peer.label(), failures.join("; "));
+                let why = format!(
+                    "{} at {remote} did not answer: {}",
+                    a.peer.label(),
+                    failures.join("; ")
+                );
                 self.drop_attempt(id, DomainError::Gone(why));
                 continue;
             }

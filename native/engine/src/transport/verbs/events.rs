@@ -236,7 +236,12 @@ mod tests {
 
     #[test]
     fn a_work_id_names_kind_request_and_link() {
-        for kind in [CompletionKind::Data, CompletionKind::Imm, CompletionKind::FrameSent, CompletionKind::FrameReceived] {
+        for kind in [
+            CompletionKind::Data,
+            CompletionKind::Imm,
+            CompletionKind::FrameSent,
+            CompletionKind::FrameReceived,
+        ] {
             let id = work_id(kind, super::super::SEQ_MASK, 0xFFFF_0001);
             assert_eq!(read_work_id(id), (kind, super::super::SEQ_MASK, 0xFFFF_0001));
         }

@@ -55,7 +55,7 @@ use crate::{
     api::{Endpoint, EngineAddress, TransportKind},
     domain::{
         Caps, Completion, Domain, DomainError, LinkId, LinkName, MessageRoom, NicKeys, Pinned,
-        Pinner, Post, RegionRelease, Receipts, Token, WakeFds, WorkRequest,
+        Pinner, Post, Receipts, RegionRelease, Token, WakeFds, WorkRequest,
     },
     memory::RegionMemory,
     time::Time,
@@ -92,7 +92,12 @@ fn work_id(kind: CompletionKind, number: u32, link: LinkId) -> u64 {
 
 #[inline]
 fn read_work_id(id: u64) -> (CompletionKind, u32, LinkId) {
-    let kind = [CompletionKind::Data, CompletionKind::Imm, CompletionKind::FrameSent, CompletionKind::FrameReceived][(id >> 62) as usize];
+    let kind = [
+        CompletionKind::Data,
+        CompletionKind::Imm,
+        CompletionKind::FrameSent,
+        CompletionKind::FrameReceived,
+    ][(id >> 62) as usize];
     (kind, (id >> 32) as u32 & SEQ_MASK, id as u32)
 }
 
@@ -342,7 +347,8 @@ impl Domain for VerbsDomain {
     }
 
     fn end_unused(&mut self, name: LinkName, cause: &str) -> bool {
-        let unused = |s: &LinkEntry| matches!(&s.state, LinkState::Up(l) if l.name == name && !l.announced);
+        let unused =
+            |s: &LinkEntry| matches!(&s.state, LinkState::Up(l) if l.name == name && !l.announced);
         let found = self.slots.iter().find(|(_, s)| unused(s)).map(|(_, s)| s.id);
         found.into_iter().for_each(|id| self.disconnect(id, cause));
         found.is_some()

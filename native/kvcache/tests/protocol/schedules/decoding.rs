@@ -3,10 +3,10 @@
 use std::{collections::BTreeMap, ops::Range, sync::Arc, time::Duration};
 
 use fabric_engine::{EngineError, Region, TransferEngine};
-use fabric_kvcache::{Pull, Decoder, Event, LocalRank, Terms};
+use fabric_kvcache::{Decoder, Event, LocalRank, Pull, Terms};
 use parking_lot::Mutex;
 
-use super::{judge::Judge, faulty_delivery::FaultyDelivery};
+use super::{faulty_delivery::FaultyDelivery, judge::Judge};
 use crate::{
     cache::{Cache, Shape},
     world::{tail_of, Cut, SLOTS, TAIL},
@@ -295,8 +295,12 @@ impl Decoding {
     /// Any request that isn't released.
     pub fn any(&self, rng: &mut fastrand::Rng) -> Option<u64> {
         let user = self.user.lock();
-        let open: Vec<u64> =
-            user.asked.iter().filter(|(_, a)| a.at != PullState::Released).map(|(s, _)| *s).collect();
+        let open: Vec<u64> = user
+            .asked
+            .iter()
+            .filter(|(_, a)| a.at != PullState::Released)
+            .map(|(s, _)| *s)
+            .collect();
         (!open.is_empty()).then(|| open[rng.usize(..open.len())])
     }
 

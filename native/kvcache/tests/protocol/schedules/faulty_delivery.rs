@@ -45,7 +45,8 @@ struct Inner {
 
 impl FaultyDelivery {
     pub fn new(judge: &Arc<Judge>, odds: FaultOdds, seed: u64) -> Arc<Self> {
-        let inner = Inner { rng: fastrand::Rng::with_seed(seed), delayed: BTreeMap::new(), next: 0 };
+        let inner =
+            Inner { rng: fastrand::Rng::with_seed(seed), delayed: BTreeMap::new(), next: 0 };
         let (judge, inner) = (Arc::clone(judge), Mutex::new(inner));
         Arc::new(Self { judge, odds, liar: Mutex::default(), inner })
     }
@@ -90,7 +91,9 @@ impl FaultyDelivery {
                 let at = self.judge.now() + inner.rng.u64(..3 * scale);
                 inner.next += 1;
                 let key = (at, inner.next);
-                inner.delayed.insert(key, DelayedMessage { to: Arc::clone(to), from, bytes: bytes.clone() });
+                inner
+                    .delayed
+                    .insert(key, DelayedMessage { to: Arc::clone(to), from, bytes: bytes.clone() });
             }
             !late
         };

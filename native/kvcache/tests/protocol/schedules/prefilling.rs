@@ -7,7 +7,7 @@ use fabric_engine::{EngineError, Region, TransferEngine};
 use fabric_kvcache::{wire::Offer, JobEvent, LocalRank, Prefiller, Terms};
 use parking_lot::Mutex;
 
-use super::{judge::Judge, faulty_delivery::FaultyDelivery};
+use super::{faulty_delivery::FaultyDelivery, judge::Judge};
 use crate::{
     cache::{Cache, Shape},
     world::{tail_of, Cut, SLOTS, TAIL},

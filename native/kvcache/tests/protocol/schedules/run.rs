@@ -13,8 +13,8 @@ use fabric_kvcache::{wire::Offer, Terms};
 
 use super::{
     decoding::Decoding,
-    judge::Judge,
     faulty_delivery::{FaultOdds, FaultyDelivery},
+    judge::Judge,
     prefilling::Prefilling,
 };
 use crate::{
@@ -391,21 +391,35 @@ impl Run {
 
     fn network(&mut self, kind: Kind) {
         let rng = &mut self.rng;
-        let (node, rail, link_index) = (rng.u8(..self.regions.len() as u8), rng.u8(..2), rng.u8(..4));
+        let (node, rail, link_index) =
+            (rng.u8(..self.regions.len() as u8), rng.u8(..2), rng.u8(..4));
         let mut soon = || {
             let scale = 10u64.pow(rng.u32(4..10));
             rng.u64(..scale)
         };
         let (local_delay, remote_delay, duration) = (soon(), soon(), soon() * 2);
         let fault = match (kind, rng.u8(..3)) {
-            (Kind::Links, 0) => Fault::WorkFails { node, rail, link_index, work_index: rng.u32(..), link_down_after: local_delay },
-            (Kind::Links, 1) => Fault::LinkLost { node, rail, link_index, local_delay, remote_delay },
+            (Kind::Links, 0) => Fault::WorkFails {
+                node,
+                rail,
+                link_index,
+                work_index: rng.u32(..),
+                link_down_after: local_delay,
+            },
+            (Kind::Links, 1) => {
+                Fault::LinkLost { node, rail, link_index, local_delay, remote_delay }
+            }
             (Kind::Links, _) => Fault::Stall { node, rail, link_index, duration },
             (Kind::Cables, 0) => Fault::NicUp { node, rail },
             (Kind::Cables, _) => Fault::NicDown { node, rail, local_delay, remote_delay },
             _ => {
                 let notice_after = rng.bool().then_some(local_delay);
-                Fault::Partition { isolated: rng.u64(..), notice_after, permanent: rng.bool(), duration }
+                Fault::Partition {
+                    isolated: rng.u64(..),
+                    notice_after,
+                    permanent: rng.bool(),
+                    duration,
+                }
             }
         };
         self.net.inject(&fault);

@@ -4,7 +4,7 @@ use super::{
     super::{
         commands::Commands,
         context::{bits, by, Context, StopCause},
-        jobs::{Call, Job, Sum, Term, SumTarget},
+        jobs::{Call, Job, Sum, SumTarget, Term},
         reader::Reader,
     },
     Gateway, Output, Summing,

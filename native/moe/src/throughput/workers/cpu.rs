@@ -6,7 +6,7 @@ use fabric_engine::Region;
 
 use super::super::{
     context::Io,
-    jobs::{JobError, Job, JobResult, Sum, Term, JobId, SumTarget, Worker},
+    jobs::{Job, JobError, JobId, JobResult, Sum, SumTarget, Term, Worker},
     slots::{head, read_head, Kind, HEAD},
     spec::Spec,
 };

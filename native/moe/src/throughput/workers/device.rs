@@ -22,7 +22,7 @@ pub use fabric_proxy::raw::AtomicWords;
 
 use super::super::{
     context::Io,
-    jobs::{JobError, Job, JobResult, Sum, Term, JobId, SumTarget, Worker},
+    jobs::{Job, JobError, JobId, JobResult, Sum, SumTarget, Term, Worker},
     slots::HEAD,
     spec::Spec,
 };
@@ -352,7 +352,14 @@ mod tests {
                     n * spec.meta() as usize / 8,
                 ),
                 (Job::Take { tokens: vec![(0, topk); n], rows: vec![0; n * k] }, 0),
-                (Job::Sum { to: SumTarget::Node, sums: vec![sum; n], terms: vec![Term::Node; n * k] }, 0),
+                (
+                    Job::Sum {
+                        to: SumTarget::Node,
+                        sums: vec![sum; n],
+                        terms: vec![Term::Node; n * k],
+                    },
+                    0,
+                ),
             ] {
                 let device = device(&spec, 1);
                 let place = device.queue_layout.job_index(0, 0);
