@@ -195,9 +195,9 @@ mod tests {
         transport::libfabric::{discover, library},
     };
 
-    struct Room;
+    struct TestMessageRoom;
 
-    impl MessageRoom for Room {
+    impl MessageRoom for TestMessageRoom {
         fn admit(&self, _: usize) -> Admit {
             Admit::Take
         }
@@ -225,10 +225,10 @@ mod tests {
         // The peer makes no progress, so the provider connects to it for as long as it is polled.
         domain.connect(Time::now(), &address, 0).unwrap();
         let mut out = Vec::new();
-        domain.poll(Time::now(), &Room, &mut out);
+        domain.poll(Time::now(), &TestMessageRoom, &mut out);
         assert!(!domain.outbox.is_empty(), "the provider had room: {out:?}");
         domain.close();
-        domain.poll(Time::now(), &Room, &mut out);
+        domain.poll(Time::now(), &TestMessageRoom, &mut out);
         assert!(domain.outbox.is_empty() && domain.next_timer() == Time::NEVER);
     }
 }

@@ -26,9 +26,9 @@ use crate::{
 const KEY: RegionKey = RegionKey { index: 0, rkey: 8 };
 const SHARED: usize = 4096;
 
-struct Room;
+struct TestMessageRoom;
 
-impl MessageRoom for Room {
+impl MessageRoom for TestMessageRoom {
     fn admit(&self, len: usize) -> Admit {
         match len {
             0..100 => Admit::Take,
@@ -49,7 +49,7 @@ fn open() -> Option<ShmDomain> {
 
 fn poll(domain: &mut ShmDomain, out: &mut Vec<Completion>) {
     domain.poll_sockets_at = Time(0);
-    domain.poll(Time(1), &Room, out);
+    domain.poll(Time(1), &TestMessageRoom, out);
 }
 
 /// The only link of a domain.

@@ -21,9 +21,9 @@ use crate::{
     wake::Waker,
 };
 
-struct Room;
+struct TestMessageRoom;
 
-impl MessageRoom for Room {
+impl MessageRoom for TestMessageRoom {
     fn admit(&self, _: usize) -> Admit {
         Admit::Take
     }
@@ -53,7 +53,7 @@ impl<D: ControlChannel> End<D> {
     /// Polls once; calls `at_count` at the moment a count is reported.
     fn poll(&mut self, at_count: &mut dyn FnMut(Count)) {
         let mut out = Vec::new();
-        self.domain.poll(Time::now(), &Room, &mut out);
+        self.domain.poll(Time::now(), &TestMessageRoom, &mut out);
         for c in out {
             match c {
                 Completion::Done { token, result, .. } => {

@@ -25,9 +25,9 @@ pub(crate) fn endpoint(bytes: &[u8]) {
     assert_eq!(TcpEndpoint::decode(&own_endpoint.encode()).as_ref(), Ok(&own_endpoint));
 }
 
-struct Room;
+struct TestMessageRoom;
 
-impl MessageRoom for Room {
+impl MessageRoom for TestMessageRoom {
     fn admit(&self, len: usize) -> Admit {
         match len {
             0..100 => Admit::Take,
@@ -94,7 +94,7 @@ pub fn peer_input(bytes: &[u8]) {
 
 fn listen(domain: &mut TcpDomain, out: &mut Vec<Completion>) {
     for now in 1..64 {
-        if !domain.poll(Time(now), &Room, out) && now > 4 {
+        if !domain.poll(Time(now), &TestMessageRoom, out) && now > 4 {
             break;
         }
     }

@@ -10,9 +10,9 @@ use crate::{
     },
 };
 
-struct Room;
+struct TestMessageRoom;
 
-impl crate::domain::MessageRoom for Room {
+impl crate::domain::MessageRoom for TestMessageRoom {
     fn admit(&self, len: usize) -> crate::domain::Admit {
         match len {
             0..100 => crate::domain::Admit::Take,
@@ -71,7 +71,7 @@ fn frames(said: &[u8]) {
         let event = end.on_frame(f);
         end.slot_freed();
         let mut taken = 0;
-        while let Some(m) = end.take_message(&Room) {
+        while let Some(m) = end.take_message(&TestMessageRoom) {
             assert!(m.len() < 100);
             taken += 1;
         }
