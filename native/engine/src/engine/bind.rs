@@ -7,7 +7,7 @@ use crate::{
     api::{check_range, Imm, PageIndices, Pages},
     domain::{Count, Data, LocalAddr, Seq, WorkRequest},
     engine::Op,
-    group::{BoundOp, Joint},
+    group::{BoundOp, SharedCount},
     EngineError, Result,
 };
 
@@ -217,7 +217,7 @@ impl Shared {
                     push(match imm {
                         Some(imm) if of > 1 => {
                             let count = Count { imm: imm.to_wire(), n: 1 };
-                            one(None).joined(Joint { count, of, first: i == 0 })
+                            one(None).joined(SharedCount { count, of, first: i == 0 })
                         }
                         imm => one(*imm),
                     });

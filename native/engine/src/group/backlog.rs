@@ -8,7 +8,7 @@ use super::{
     policy::admit::Window,
     policy::classes::ByClass,
     route::{Link, PeerState, Route},
-    slices::{post_slices, BoundOp, Posted},
+    slices::{post_slices, BoundOp, PostOutcome},
     Group, PeerKey, Rails, TransferKey,
 };
 use crate::{api::Priority, time::Time};
@@ -172,7 +172,7 @@ impl Group {
             }
             let means = (rails as &mut Rails, &mut self.ledger);
             match post_slices((now, first.since), key, transfer, op, route, means) {
-                Posted::Part(deferral) => {
+                PostOutcome::Part(deferral) => {
                     if is_new && deferral.bytes > 0 {
                         transfer.waits_for_room(route);
                     }
@@ -181,8 +181,8 @@ impl Group {
                     self.posted(now, peer, rails);
                     return moved;
                 }
-                Posted::All => {}
-                Posted::Failed(rail, e) => self.fail(now, key, peer, (rails, rail, e)),
+                PostOutcome::All => {}
+                PostOutcome::Failed(rail, e) => self.fail(now, key, peer, (rails, rail, e)),
             }
             moved = true;
             self.posted(now, peer, rails);

@@ -43,7 +43,7 @@ pub(super) struct Healing {
     /// Receipts of ended links, for which the peer may ask.
     receipts: VecDeque<(LinkName, Receipt)>,
     /// The peer's questions about links that have not ended here.
-    questions: Vec<Question>,
+    questions: Vec<LinkQuery>,
 }
 
 /// Slices of a lost link, until the peer reports which of them arrived.
@@ -61,7 +61,7 @@ struct UnresolvedSlices {
 }
 
 /// A peer's question about a link that it has lost.
-struct Question {
+struct LinkQuery {
     id: u32,
     name: LinkName,
     numbers: Vec<u64>,
@@ -227,7 +227,7 @@ impl Group {
         let Some(peer) = self.links.get(&via).copied() else { return };
         match GroupMessage::decode(frame) {
             Ok(GroupMessage::Lost { id, name, numbers }) if numbers.len() <= MAX_NUMBERS => {
-                self.on_question(peer, Question { id, name, numbers, via }, rails);
+                self.on_question(peer, LinkQuery { id, name, numbers, via }, rails);
             }
             Ok(GroupMessage::Ended { id, came }) => {
                 let unresolved = &mut self.peers[peer as usize].healing.unresolved;
@@ -245,7 +245,7 @@ impl Group {
     }
 
     /// Handles a question. The link must end here before the answer.
-    fn on_question(&mut self, peer: PeerKey, question: Question, rails: &mut Rails) {
+    fn on_question(&mut self, peer: PeerKey, question: LinkQuery, rails: &mut Rails) {
         let route = &mut self.peers[peer as usize];
         let via = question.via;
         let wait = |route: &mut Route, question| {
@@ -293,7 +293,7 @@ impl Group {
         ready.into_iter().for_each(|q| self.answer(peer, &q, rails));
     }
 
-    fn answer(&mut self, peer: PeerKey, question: &Question, rails: &mut Rails) {
+    fn answer(&mut self, peer: PeerKey, question: &LinkQuery, rails: &mut Rails) {
         // If the link of the question is down, the peer asks again over another.
         if self.links.contains_key(&question.via) {
             let healing = &self.peers[peer as usize].healing;

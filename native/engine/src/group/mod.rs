@@ -51,8 +51,8 @@ use recorder::Recorder;
 pub use route::TransportVerdict;
 pub(crate) use route::{PeerHold, PeerKey};
 use route::{PeerState, RailPair};
-use slices::{post_slices, Posted};
-pub(crate) use slices::{BoundOp, Joint};
+use slices::{post_slices, PostOutcome};
+pub(crate) use slices::{BoundOp, SharedCount};
 use transfer::Transfer;
 pub(crate) use transfer::TransferKey;
 
@@ -189,9 +189,9 @@ impl Group {
         if route.state == PeerState::Up && (ahead || !route.backlog.blocks(priority)) {
             let means = (rails as &mut Rails, &mut self.ledger);
             match post_slices((now, now), key, transfer, &mut op, route, means) {
-                Posted::All => return self.posted(now, peer, rails),
-                Posted::Failed(rail, e) => return self.fail(now, key, peer, (rails, rail, e)),
-                Posted::Part(deferral) => {
+                PostOutcome::All => return self.posted(now, peer, rails),
+                PostOutcome::Failed(rail, e) => return self.fail(now, key, peer, (rails, rail, e)),
+                PostOutcome::Part(deferral) => {
                     since = now;
                     self.move_at = self.move_at.min(deferral.until);
                     if deferral.bytes > 0 {

@@ -27,9 +27,9 @@ pub(crate) struct BoundOp {
     page: u32,
     /// Posted bytes of page `page`; above 0 only if single pages are cut.
     byte: u64,
-    cut: Option<Cut>,
+    cut: Option<SliceLimits>,
     confirm: Option<u32>,
-    joint: Option<Joint>,
+    joint: Option<SharedCount>,
     /// How often its bytes were sent before.
     pub(super) tries: u8,
     /// It completes posted work, and goes ahead of queued bytes.
@@ -38,7 +38,7 @@ pub(crate) struct BoundOp {
 
 /// One count for several successive operations of a transfer.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Joint {
+pub(crate) struct SharedCount {
     pub count: Count,
     /// Number of operations.
     pub of: u32,
@@ -47,7 +47,7 @@ pub(crate) struct Joint {
 
 /// How an operation is cut: the most bytes of a page, and the most pages, of a work request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Cut {
+struct SliceLimits {
     bytes: u64,
     pages: u32,
 }
@@ -113,7 +113,7 @@ impl BoundOp {
     }
 
     /// Makes it one of several operations with one count.
-    pub fn joined(self, joint: Joint) -> Self {
+    pub fn joined(self, joint: SharedCount) -> Self {
         Self { joint: Some(joint), ..self }
     }
 
@@ -143,7 +143,7 @@ impl BoundOp {
     }
 }
 
-pub(super) enum Posted {
+pub(super) enum PostOutcome {
     All,
     /// The links are full, and the rest waits.
     Part(Deferral),
@@ -160,11 +160,11 @@ pub(super) fn post_slices(
     op: &mut BoundOp,
     route: &mut Route,
     (rails, ledger): (&mut Rails, &mut Ledger),
-) -> Posted {
+) -> PostOutcome {
     let mut eligible_links =
         match EligibleLinks::new((now, since), route, (rails, ledger), op, transfer) {
             Ok(eligible_links) => eligible_links,
-            Err((rail, e)) => return Posted::Failed(rail, e),
+            Err((rail, e)) => return PostOutcome::Failed(rail, e),
         };
     let (data, count) = match &op.wr {
         WorkRequest::Write { data, count } => (data, *count),
@@ -181,10 +181,10 @@ pub(super) fn post_slices(
             if data.page_len > caps.max_bytes && data.page_len <= cut.bytes {
                 let rail = eligible_links.route.active()[0].pair.rail;
                 let why = "its transport changed for one that takes less at a time";
-                return Posted::Failed(rail, DomainError::LinkDown(why.into()));
+                return PostOutcome::Failed(rail, DomainError::LinkDown(why.into()));
             }
             let (bytes, pages) = (cut.bytes.min(caps.max_bytes), cut.pages.min(caps.max_pages));
-            *op.cut.insert(Cut { bytes, pages })
+            *op.cut.insert(SliceLimits { bytes, pages })
         }
         None => {
             let cut = choose_cut(
@@ -197,7 +197,7 @@ pub(super) fn post_slices(
                 let posted = eligible_links.post(key, transfer, (&op.wr, 0), op.confirm);
                 let posted = whole(posted, eligible_links.deferral);
                 return match (posted, op.confirm) {
-                    (Posted::All, Some(confirm)) => {
+                    (PostOutcome::All, Some(confirm)) => {
                         all_posted(confirm, now, key, transfer, op, route, (rails, ledger))
                     }
                     (posted, _) => posted,
@@ -223,9 +223,9 @@ pub(super) fn post_slices(
         let behind = data.bytes() - u64::from(op.page) * data.page_len - op.byte;
         let behind = behind.saturating_sub(slice_bytes);
         match eligible_links.post(key, transfer, (&wr, behind), op.confirm) {
-            Ok(Post::Full) => return Posted::Part(eligible_links.deferral),
+            Ok(Post::Full) => return PostOutcome::Part(eligible_links.deferral),
             Ok(_) => {}
-            Err((rail, e)) => return Posted::Failed(rail, e),
+            Err((rail, e)) => return PostOutcome::Failed(rail, e),
         }
         op.byte += bytes;
         if op.byte == data.page_len || !cut_pages {
@@ -235,7 +235,7 @@ pub(super) fn post_slices(
     }
     match op.confirm {
         Some(confirm) => all_posted(confirm, now, key, transfer, op, route, (rails, ledger)),
-        None => Posted::All,
+        None => PostOutcome::All,
     }
 }
 
@@ -249,33 +249,33 @@ fn all_posted(
     op: &mut BoundOp,
     route: &mut Route,
     (rails, ledger): (&mut Rails, &mut Ledger),
-) -> Posted {
+) -> PostOutcome {
     match transfer.all_posted(confirm) {
         Some(count) => {
             op.wr = WorkRequest::Count(count);
             op.confirm = None;
             post_slices((now, now), key, transfer, op, route, (rails, ledger))
         }
-        None => Posted::All,
+        None => PostOutcome::All,
     }
 }
 
 #[inline]
-fn whole(posted: Result<Post, (usize, DomainError)>, deferral: Deferral) -> Posted {
+fn whole(posted: Result<Post, (usize, DomainError)>, deferral: Deferral) -> PostOutcome {
     match posted {
-        Ok(Post::Full) => Posted::Part(deferral),
-        Ok(_) => Posted::All,
-        Err((rail, e)) => Posted::Failed(rail, e),
+        Ok(Post::Full) => PostOutcome::Part(deferral),
+        Ok(_) => PostOutcome::All,
+        Err((rail, e)) => PostOutcome::Failed(rail, e),
     }
 }
 
 /// Chooses the cut of an operation. `most` bounds a slice, so that it occupies neither a rail nor a
 /// receiver for long. A slightly larger operation is not cut: its confirming count would cost more.
-fn choose_cut(data: &Data, caps: &Caps, links: usize, most: Option<u64>) -> Cut {
-    let mut cut = Cut { bytes: caps.max_bytes, pages: caps.max_pages };
+fn choose_cut(data: &Data, caps: &Caps, links: usize, most: Option<u64>) -> SliceLimits {
+    let mut cut = SliceLimits { bytes: caps.max_bytes, pages: caps.max_pages };
     if let Some(most) = most.filter(|most| data.bytes() > 2 * most) {
         let pages = u32::try_from(most / data.page_len.max(1)).unwrap_or(u32::MAX);
-        cut = Cut { bytes: cut.bytes.min(most), pages: cut.pages.min(pages).max(1) };
+        cut = SliceLimits { bytes: cut.bytes.min(most), pages: cut.pages.min(pages).max(1) };
     }
     if links > 1 {
         let slice = slice_size(data.bytes(), links).min(most.unwrap_or(u64::MAX));
@@ -288,7 +288,7 @@ fn choose_cut(data: &Data, caps: &Caps, links: usize, most: Option<u64>) -> Cut 
     cut
 }
 
-fn next_slice(data: &Data, page: u32, byte: u64, cut: Cut) -> Data {
+fn next_slice(data: &Data, page: u32, byte: u64, cut: SliceLimits) -> Data {
     let (pages, page_len) = match data.page_len > cut.bytes {
         true => (1, (data.page_len - byte).min(cut.bytes)),
         false => ((data.pages - page).min(cut.pages), data.page_len),
@@ -328,7 +328,7 @@ mod tests {
         for (page_len, pages, bytes, chunk) in
             [(10, 1, 4, 9), (4, 7, 4, 3), (9, 3, 4, 100), (8, 2, 8, 1)]
         {
-            let cut = Cut { bytes, pages: chunk };
+            let cut = SliceLimits { bytes, pages: chunk };
             let whole = data(page_len, pages);
             let (mut page, mut byte) = (0, 0);
             let mut seen = Vec::new();
@@ -358,11 +358,11 @@ mod tests {
         assert_eq!(cut(SPREAD - 1, 1, 4).bytes, 1 << 30);
         assert_eq!(cut(1 << 20, 1, 4).bytes, 64 << 10);
         assert_eq!(cut(1 << 30, 1, 4).bytes, 8 << 20);
-        assert_eq!(cut(1 << 20, 4, 4), Cut { bytes: 1 << 30, pages: 1 });
+        assert_eq!(cut(1 << 20, 4, 4), SliceLimits { bytes: 1 << 30, pages: 1 });
         // Pages are never cut for this, and go in chunks of a slice at least.
         assert_eq!(cut(1024, 100, 4).pages, 25);
         assert_eq!(cut(1024, 1000, 4).pages, 32);
         assert_eq!(cut(16 << 10, 1000, 4).pages, 8);
-        assert_eq!(cut(1024, 1000, 1), Cut { bytes: 1 << 30, pages: 32 });
+        assert_eq!(cut(1024, 1000, 1), SliceLimits { bytes: 1 << 30, pages: 32 });
     }
 }

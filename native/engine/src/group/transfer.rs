@@ -6,7 +6,7 @@ use super::{
     policy::admit::urgent_at,
     recorder::FlightState,
     route::Route,
-    slices::{BoundOp, Joint},
+    slices::{BoundOp, SharedCount},
     CompletionHandle, PeerKey,
 };
 use crate::{
@@ -25,7 +25,7 @@ pub(crate) struct TransferKey {
 
 /// A count that waits until all slices of its write are acknowledged (design section 4, *confirm*).
 #[derive(Debug)]
-pub(super) struct Confirm {
+pub(super) struct DeferredCount {
     peer: PeerKey,
     count: Option<Count>,
     /// The rail to which the write and its count are pinned.
@@ -61,7 +61,7 @@ pub(super) struct Transfer {
     pub unproven: bool,
     pub deadline: Time,
     pub timeout: Duration,
-    confirms: SmallVec<[Confirm; 1]>,
+    confirms: SmallVec<[DeferredCount; 1]>,
     /// Index of the latest confirm that several operations share.
     joint: u32,
     pub flight: FlightState,
@@ -154,12 +154,12 @@ impl Transfer {
         (pin, tries): (Option<u8>, u8),
         count: Option<Count>,
     ) -> u32 {
-        self.confirms.push(Confirm { peer, count, pin, left: 0, open: 1, tries });
+        self.confirms.push(DeferredCount { peer, count, pin, left: 0, open: 1, tries });
         self.confirms.len() as u32 - 1
     }
 
     /// The confirm that an operation shares with others; the first operation opens it.
-    pub fn join(&mut self, peer: PeerKey, pin: Option<u8>, joint: Joint) -> u32 {
+    pub fn join(&mut self, peer: PeerKey, pin: Option<u8>, joint: SharedCount) -> u32 {
         if joint.first {
             let confirm = self.open_confirm(peer, (pin, 0), Some(joint.count));
             self.confirms[confirm as usize].open = joint.of;
