@@ -1,18 +1,18 @@
 //! A network whose events happen in the order that a test chooses.
 
 use super::SimNet;
-use crate::transport::sim::{mix, Choice};
+use crate::transport::sim::{mix, NextEvent};
 
 /// For networks whose [`free`](crate::transport::sim::SimConfig::free) is set.
 impl SimNet {
     /// What may happen next, events before losses. Empty while an engine still has something to do.
-    pub fn choices(&mut self) -> Vec<Choice> {
+    pub fn choices(&mut self) -> Vec<NextEvent> {
         while self.drive_all() {}
         self.world.lock().choices()
     }
 
     /// Lets one of the choices happen and all engines act on it.
-    pub fn take(&mut self, choice: Choice) {
+    pub fn take(&mut self, choice: NextEvent) {
         self.world.lock().take(choice);
         while self.drive_all() {}
     }
@@ -43,7 +43,7 @@ impl SimNet {
     }
 
     /// A choice in words.
-    pub fn words(&self, choice: Choice) -> String {
+    pub fn words(&self, choice: NextEvent) -> String {
         self.world.lock().describe(choice, &self.lives)
     }
 }

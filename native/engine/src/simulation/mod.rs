@@ -17,7 +17,7 @@ use crate::{
     domain::Domain,
     engine::{Region, TransferEngine, Transports},
     time::Time,
-    transport::sim::{Clock, Fault, Node, Port, SimConfig, SimDomain, Trace, Traced, World},
+    transport::sim::{Clock, Fault, Node, Port, SimConfig, SimDomain, Trace, TracedWork, World},
     Result,
 };
 
@@ -156,12 +156,12 @@ impl SimNet {
     }
 
     /// Work requests that have ended since the last call, in that order.
-    pub fn ended(&mut self) -> Vec<Traced> {
+    pub fn ended(&mut self) -> Vec<TracedWork> {
         self.world.lock().trace.as_mut().map(Trace::take).unwrap_or_default()
     }
 
     /// Those that are under way, in the order in which they were posted.
-    pub fn under_way(&self) -> Vec<Traced> {
+    pub fn under_way(&self) -> Vec<TracedWork> {
         let mut all: Vec<_> = self.world.lock().trace.iter().flat_map(Trace::open).collect();
         all.sort_by_key(|t| (t.posted, t.rail, t.offset));
         all

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use fabric_engine::{
     api::{EngineConfig, NicConfig, PageIndices, Pages, Spray},
     simulation::SimNet,
-    transport::sim::{Fault, SimConfig, Traced, Work},
+    transport::sim::{Fault, SimConfig, TracedWork, Work},
     Counter, Handle, Local, Op, Region, Remote, RemoteRegion, Submit, Time, TransferEngine,
 };
 use serde::Serialize;
@@ -94,7 +94,7 @@ struct Sim {
     slots: Vec<Slot>,
     began: u64,
     transfers: Vec<EndedTransfer>,
-    slices: Vec<Traced>,
+    slices: Vec<TracedWork>,
 }
 
 impl Sim {

@@ -18,7 +18,7 @@ use crate::{
 
 /// One possible next event, named by its index among those of its kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Choice {
+pub enum NextEvent {
     /// A delivery arrives, or an end learns of an event.
     Event(usize),
     /// One end of a link is lost. The other end learns of it later, or already knows.
@@ -130,21 +130,21 @@ impl World {
         ends
     }
 
-    pub(crate) fn choices(&mut self) -> Vec<Choice> {
+    pub(crate) fn choices(&mut self) -> Vec<NextEvent> {
         let Some(mut free) = self.free.take() else { return Vec::new() };
         // Events at an end that is down have no effect, in any order.
         free.pending.retain(|p| p.event.end().map_or(true, |end| self.is_up(end)));
-        let events = free.ready(self.config.ordered).into_iter().map(Choice::Event);
-        let losses = (0..self.ends().len()).map(Choice::Loss);
+        let events = free.ready(self.config.ordered).into_iter().map(NextEvent::Event);
+        let losses = (0..self.ends().len()).map(NextEvent::Loss);
         let choices = events.chain(losses).collect();
         self.free = Some(free);
         choices
     }
 
-    pub(crate) fn take(&mut self, choice: Choice) {
+    pub(crate) fn take(&mut self, choice: NextEvent) {
         let Some(free) = &mut self.free else { return };
         match choice {
-            Choice::Event(i) => {
+            NextEvent::Event(i) => {
                 let Pending { id, event, .. } = free.pending.remove(i);
                 free.happening = id;
                 free.see(event.at().engine, id);
@@ -153,7 +153,7 @@ impl World {
                 }
                 self.happen(event);
             }
-            Choice::Loss(i) => {
+            NextEvent::Loss(i) => {
                 let Some((here, there)) = self.ends().get(i).copied() else { return };
                 let Some(free) = &mut self.free else { return };
                 free.see(here.0.engine, 1 + u64::from(here.0.rail) + (u64::from(here.1) << 8));
@@ -164,7 +164,7 @@ impl World {
         }
     }
 
-    pub(crate) fn describe(&self, choice: Choice, incarnations: &[EngineId]) -> String {
+    pub(crate) fn describe(&self, choice: NextEvent, incarnations: &[EngineId]) -> String {
         let node = |port: Port| {
             let place = incarnations.iter().position(|l| *l == port.engine);
             place
@@ -172,11 +172,11 @@ impl World {
         };
         let by = |link: LinkId| format!("link {link}");
         match choice {
-            Choice::Loss(i) => match self.ends().get(i) {
+            NextEvent::Loss(i) => match self.ends().get(i) {
                 None => "nothing".into(),
                 Some(((port, link), _)) => format!("{} of {} is lost", by(*link), node(*port)),
             },
-            Choice::Event(i) => match self.free.as_ref().and_then(|f| f.pending.get(i)) {
+            NextEvent::Event(i) => match self.free.as_ref().and_then(|f| f.pending.get(i)) {
                 None => "nothing".into(),
                 Some(p) => {
                     let at = node(p.event.at());

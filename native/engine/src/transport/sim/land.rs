@@ -56,11 +56,11 @@ pub(crate) struct Job {
     page_counts: bool,
     /// Number of deliveries of a bare count: a NIC's immediate may not hold all of it.
     parts: usize,
-    left: Mutex<Remaining>,
+    left: Mutex<MissingParts>,
 }
 
 /// What has not arrived.
-struct Remaining {
+struct MissingParts {
     chunks: usize,
     of_pages: Vec<u8>,
     error: Option<DomainError>,
@@ -88,7 +88,7 @@ impl Job {
             (Kind::Count, Some(c)) if page_counts => c.n as usize,
             _ => 1,
         };
-        let left = Remaining { chunks: chunks.len().max(parts), of_pages, error: None };
+        let left = MissingParts { chunks: chunks.len().max(parts), of_pages, error: None };
         Some(Self {
             from,
             to,
