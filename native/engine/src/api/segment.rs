@@ -135,7 +135,7 @@ pub(crate) fn check_parts(parts: impl Iterator<Item = (u64, u64)>) -> Result<(),
 
 /// A range of a request within one part of either segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Cut {
+pub(crate) struct PartRange {
     pub local_part: usize,
     /// From the part's first byte.
     pub local_offset: u64,
@@ -154,7 +154,7 @@ pub(crate) fn cut(
     (local, local_offset): (&[(u64, u64)], u64),
     (remote, remote_offset): (&[(u64, u64)], u64),
     len: u64,
-) -> Result<Vec<Cut>> {
+) -> Result<Vec<PartRange>> {
     if len == 0 {
         return Err(EngineError::Invalid(
             "a request for zero bytes of a segment does nothing".into(),
@@ -168,7 +168,13 @@ pub(crate) fn cut(
         let (i, a, a_left) = part_at("local segment", local, local_offset + done)?;
         let (j, b, b_left) = part_at("remote segment", remote, remote_offset + done)?;
         let n = a_left.min(b_left).min(len - done);
-        cuts.push(Cut { local_part: i, local_offset: a, remote_part: j, remote_offset: b, len: n });
+        cuts.push(PartRange {
+            local_part: i,
+            local_offset: a,
+            remote_part: j,
+            remote_offset: b,
+            len: n,
+        });
         done += n;
     }
     Ok(cuts)

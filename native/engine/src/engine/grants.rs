@@ -39,7 +39,7 @@ pub struct Grant {
 }
 
 /// What a grant adds to a registration.
-pub(super) struct Granted {
+pub(super) struct GrantScope {
     pub from: Arc<RegionMemory>,
     pub only: Option<EngineId>,
     pub until: Time,
@@ -144,7 +144,7 @@ impl Region {
             backing,
             keep: None,
             memory_kind: grantor.key.memory_kind(),
-            grant: Some(Granted {
+            grant: Some(GrantScope {
                 from: Arc::clone(grantor),
                 only: grantor.only.or(terms.peer),
                 until,
@@ -162,13 +162,13 @@ impl Region {
 
 /// The grants of one engine that have a `ttl`.
 pub(crate) struct Leases {
-    list: Mutex<List>,
+    list: Mutex<LeaseList>,
     /// When the first one ends; read without the lock.
     next: AtomicU64,
 }
 
 #[derive(Default)]
-struct List {
+struct LeaseList {
     /// By end time, then in the order of their creation.
     grants: BTreeMap<(Time, u64), Weak<RegionInner>>,
     came: u64,
@@ -176,7 +176,7 @@ struct List {
     left: usize,
 }
 
-impl List {
+impl LeaseList {
     fn first_end(&self) -> Time {
         self.grants.first_key_value().map_or(Time::NEVER, |((until, _), _)| *until)
     }

@@ -37,7 +37,7 @@ pub trait Notify: Send + Sync {
 
 type QuiescedHook = (Callbacks, Box<dyn FnOnce(Quiescence) + Send>);
 
-enum Hook {
+enum CompletionHook {
     Flag(Arc<AtomicBool>),
     Callback(Callbacks, Box<dyn FnOnce(Result<()>) + Send>),
     Notify(Arc<dyn Notify>, u64),
@@ -45,7 +45,7 @@ enum Hook {
 
 /// The operation behind a handle, which `cancel` ends.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Source {
+pub(crate) enum HandleOperation {
     Transfer(TransferKey),
     Expectation(Imm),
 }
@@ -66,9 +66,9 @@ pub(crate) struct Pending {
     state: AtomicU32,
     /// 0 in flight, 1 quiesced, 2 unknown.
     quiescence: AtomicU32,
-    source: OnceLock<Source>,
+    source: OnceLock<HandleOperation>,
     error: OnceLock<EngineError>,
-    hooks: Mutex<Vec<Hook>>,
+    hooks: Mutex<Vec<CompletionHook>>,
     /// Callbacks of [`Handle::on_quiesced`].
     quiesced_hooks: Mutex<Vec<QuiescedHook>>,
     /// The memory of a transfer under way.
@@ -120,7 +120,7 @@ impl Pending {
     }
 
     /// Sets the operation behind the handle.
-    pub fn is_of(&self, source: Source) {
+    pub fn is_of(&self, source: HandleOperation) {
         let _ = self.source.set(source);
     }
 
@@ -171,22 +171,22 @@ impl Pending {
         }
     }
 
-    fn run(&self, hook: Hook) {
+    fn run(&self, hook: CompletionHook) {
         match hook {
-            Hook::Flag(flag) => flag.store(true, Release),
-            Hook::Callback(callbacks, f) => {
+            CompletionHook::Flag(flag) => flag.store(true, Release),
+            CompletionHook::Callback(callbacks, f) => {
                 let result = self.result();
                 callbacks.push(Box::new(move || f(result)));
             }
-            Hook::Notify(n, key) => n.notify(key),
+            CompletionHook::Notify(n, key) => n.notify(key),
         }
     }
 
-    fn add(&self, hook: Hook) {
+    fn add(&self, hook: CompletionHook) {
         if let Err(e) = self.check_process() {
             // In a forked child nothing ends, and the callback thread is the parent's.
             return match hook {
-                Hook::Callback(_, f) => f(Err(e)),
+                CompletionHook::Callback(_, f) => f(Err(e)),
                 hook => self.run(hook),
             };
         }
@@ -348,11 +348,11 @@ impl Handle {
         let pending = Arc::clone(p);
         // Queued behind the request, which may still wait for the lock.
         shared.post(Box::new(move |core, shared| match pending.source.get() {
-            Some(Source::Transfer(key)) => {
+            Some(HandleOperation::Transfer(key)) => {
                 core.group.cancel(shared.now(), *key);
                 core.end_drains(shared);
             }
-            Some(Source::Expectation(imm)) => {
+            Some(HandleOperation::Expectation(imm)) => {
                 shared.counters.cancel(shared.now(), *imm, &pending);
                 core.end_drains(shared);
             }
@@ -364,7 +364,7 @@ impl Handle {
     pub fn quiescence(&self) -> Quiescence {
         match &self.repr {
             Repr::Done(_) => Quiescence::Quiesced,
-            Repr::Pending(p) if matches!(p.source.get(), Some(Source::Expectation(_))) => {
+            Repr::Pending(p) if matches!(p.source.get(), Some(HandleOperation::Expectation(_))) => {
                 Quiescence::Quiesced
             }
             Repr::Pending(p) => p.quiescence(),
@@ -410,7 +410,7 @@ impl Handle {
     pub fn on_done_flag(&self, flag: Arc<AtomicBool>) {
         match &self.repr {
             Repr::Done(_) => flag.store(true, Release),
-            Repr::Pending(p) => p.add(Hook::Flag(flag)),
+            Repr::Pending(p) => p.add(CompletionHook::Flag(flag)),
         }
     }
 
@@ -419,7 +419,9 @@ impl Handle {
         match &self.repr {
             Repr::Done(r) => f(r.clone()),
             Repr::Pending(p) => match p.shared.upgrade() {
-                Some(shared) => p.add(Hook::Callback(shared.callbacks.clone(), Box::new(f))),
+                Some(shared) => {
+                    p.add(CompletionHook::Callback(shared.callbacks.clone(), Box::new(f)))
+                }
                 None => f(Err(EngineError::Closed)),
             },
         }
@@ -429,7 +431,7 @@ impl Handle {
     pub fn on_done_notify(&self, notify: Arc<dyn Notify>, key: u64) {
         match &self.repr {
             Repr::Done(_) => notify.notify(key),
-            Repr::Pending(p) => p.add(Hook::Notify(notify, key)),
+            Repr::Pending(p) => p.add(CompletionHook::Notify(notify, key)),
         }
     }
 }

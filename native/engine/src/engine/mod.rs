@@ -49,7 +49,7 @@ use crate::{
 
 pub use grants::Grant;
 pub use handle::{Handle, Notify, Quiescence};
-pub(crate) use handle::{HandleRef, Source};
+pub(crate) use handle::{HandleOperation, HandleRef};
 pub use op::{Local, Op, Remote, ScatterDst, SegmentPiece};
 pub use open::Transports;
 pub use paths::Path;

@@ -9,7 +9,7 @@ use std::{
 use parking_lot::Mutex;
 
 use super::{
-    grants::Granted,
+    grants::GrantScope,
     regions::{Region, RegionInner},
     Shared, TransferEngine,
 };
@@ -207,7 +207,7 @@ pub(super) struct RegionSpec {
     pub keep: Keep,
     pub memory_kind: MemoryKind,
     /// The grant, if this is one.
-    pub grant: Option<Granted>,
+    pub grant: Option<GrantScope>,
 }
 
 impl Shared {

@@ -118,7 +118,7 @@ impl Segment {
     ) -> Result<Vec<SegmentPiece>> {
         let (here, there) = (&self.parts, &remote.parts);
         let cuts = cut((&here.spans, offset), (&there.spans, remote_offset), len)?;
-        let piece = |c: crate::api::Cut| SegmentPiece {
+        let piece = |c: crate::api::PartRange| SegmentPiece {
             local: here.regions[c.local_part].clone(),
             local_offset: c.local_offset,
             remote: there.regions[c.remote_part].clone(),

@@ -44,14 +44,14 @@ pub struct Stats {
 }
 
 /// A deregistration that has not completed (MR-1: failed, quiesced and reusable are three states).
-struct Retiring {
+struct PendingDeregistration {
     memory: Arc<RegionMemory>,
     /// Domains through which a peer may still reach the memory.
     rails: u32,
     handle: Option<HandleRef>,
 }
 
-impl Retiring {
+impl PendingDeregistration {
     /// Whether no byte can land there any more. With a handle, also whether all grants have ended.
     fn is_over(&self) -> bool {
         let granted = self.handle.is_some() && self.memory.grants.load(SeqCst) > 0;
@@ -75,7 +75,7 @@ pub(crate) struct Shared {
     regions: Mutex<Vec<Weak<RegionMemory>>>,
     indices: Arc<RegionIndices>,
     next_number: AtomicU64,
-    retiring: Mutex<Vec<Retiring>>,
+    retiring: Mutex<Vec<PendingDeregistration>>,
     closed: AtomicBool,
     /// Requests and expectations are refused.
     pub draining: AtomicBool,
@@ -257,7 +257,7 @@ impl Shared {
             return Ok(Handle::done("expectation", Ok(())));
         }
         let pending = super::handle::Pending::new(self);
-        pending.is_of(super::Source::Expectation(imm));
+        pending.is_of(super::HandleOperation::Expectation(imm));
         let now = self.now();
         if self.draining.load(Relaxed) {
             return Err(EngineError::Draining);
@@ -298,7 +298,7 @@ impl Shared {
         let memory = Arc::clone(memory);
         self.post(Box::new(move |core, shared| {
             let index = memory.key.index;
-            shared.retiring.lock().push(Retiring { memory, rails: 0, handle });
+            shared.retiring.lock().push(PendingDeregistration { memory, rails: 0, handle });
             let later = core.domains.iter_mut().filter_map(|d| match d.deregister(index) {
                 RegionRelease::Now => None,
                 RegionRelease::Later => Some(()),
@@ -357,7 +357,7 @@ impl Shared {
             }
         }
         let mut more = false;
-        for Retiring { memory, handle, .. } in over {
+        for PendingDeregistration { memory, handle, .. } in over {
             for grantor in memory.grantors() {
                 more |= grantor.grants.fetch_sub(1, SeqCst) == 1;
             }

@@ -13,7 +13,7 @@ use std::{
 };
 
 use super::{
-    handle::{self, Handle, Source},
+    handle::{self, Handle, HandleOperation},
     Op, Shared,
 };
 use crate::{
@@ -103,7 +103,7 @@ impl Shared {
                 Submitted::Pending(key) => {
                     let pending = handle::Pending::new(self);
                     pending.needs(self.keep(ops));
-                    pending.is_of(Source::Transfer(key));
+                    pending.is_of(HandleOperation::Transfer(key));
                     core.group.attach(key, (pending.clone(), 0));
                     self.set_alarm(core.group.next_deadline());
                     Handle::pending(name, pending)
@@ -147,7 +147,7 @@ impl Shared {
             match sealed {
                 Submitted::Done(result) => ended(result),
                 Submitted::Pending(key) => {
-                    pending.is_of(Source::Transfer(key));
+                    pending.is_of(HandleOperation::Transfer(key));
                     core.group.attach(key, (pending, 0));
                     shared.set_alarm(core.group.next_deadline());
                 }

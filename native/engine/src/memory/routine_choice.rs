@@ -24,7 +24,7 @@ const CLEARLY: u64 = ONE - ONE / 32;
 const DEARLY: u64 = ONE + ONE / 8;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Compared {
+enum ComparedRoutine {
     Best,
     Other,
 }
@@ -48,7 +48,7 @@ pub(super) struct RoutineChoice {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RoutineUse {
     pub routine: usize,
-    side: Option<Compared>,
+    side: Option<ComparedRoutine>,
     /// The number of its comparison.
     round: u32,
     other: usize,
@@ -105,8 +105,8 @@ impl RoutineChoice {
         }
         let other = ((best + 1 + round / 2 % others) % self.routines) as usize;
         let (routine, side) = match (at == 1) == round.is_multiple_of(2) {
-            true => (best as usize, Compared::Best),
-            false => (other, Compared::Other),
+            true => (best as usize, ComparedRoutine::Best),
+            false => (other, ComparedRoutine::Other),
         };
         RoutineUse { routine, side: Some(side), round, other }
     }
@@ -120,7 +120,8 @@ impl RoutineChoice {
             return;
         }
         let (mine, first) = (cost_of(mine), cost_of(first));
-        let (best, other) = if side == Compared::Best { (mine, first) } else { (first, mine) };
+        let (best, other) =
+            if side == ComparedRoutine::Best { (mine, first) } else { (first, mine) };
         let (ratio, seen) = (&self.ratio[used.other], other * ONE / best);
         let old = ratio.load(Relaxed);
         let new = if seen < old { old - STEP } else { (old + STEP).min(DEARLY) };

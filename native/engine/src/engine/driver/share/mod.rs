@@ -26,7 +26,7 @@ use std::{
     time::Duration,
 };
 
-use others::Others;
+use others::OtherProcesses;
 use record::Record;
 use table::Table;
 
@@ -62,7 +62,7 @@ pub(crate) struct HostShare {
     id: u64,
     beat: u64,
     table: Option<Table>,
-    others: Others,
+    others: OtherProcesses,
     /// The latest demand, and the maximum since the last read.
     latest: ByClass,
     peak: ByClass,
@@ -92,7 +92,7 @@ impl HostShare {
             id: fastrand::u64(1..),
             beat: 0,
             table: None,
-            others: Others::new(),
+            others: OtherProcesses::new(),
             latest: ByClass::default(),
             peak: ByClass::default(),
             told: ByClass::default(),
@@ -160,7 +160,7 @@ impl HostShare {
             Some(table) => table,
             None if now < self.join_at => return Ok(()),
             None => {
-                self.others = Others::new();
+                self.others = OtherProcesses::new();
                 self.tend_at = now.after(TEND);
                 // The engine's lock is held: one attempt, without a pause.
                 self.table.insert(Table::join(&self.path, 1)?)

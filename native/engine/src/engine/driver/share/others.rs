@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::record::{Found, Record, SLOTS};
+use super::record::{Record, SlotContent, SLOTS};
 use crate::{group::policy::divide::NicSharer, time::Time};
 
 /// Silence after which the lock of an engine with demand is checked: the kernel knows whether it is
@@ -23,12 +23,12 @@ struct SeenRecord {
 }
 
 #[derive(Debug)]
-pub(super) struct Others {
+pub(super) struct OtherProcesses {
     seen: Box<[Option<SeenRecord>]>,
     sharers: Vec<NicSharer>,
 }
 
-impl Others {
+impl OtherProcesses {
     pub fn new() -> Self {
         Self { seen: vec![None; SLOTS].into(), sharers: Vec::with_capacity(SLOTS) }
     }
@@ -41,17 +41,17 @@ impl Others {
     pub fn see(
         &mut self,
         now: Time,
-        found: impl Iterator<Item = (usize, Found)>,
+        found: impl Iterator<Item = (usize, SlotContent)>,
         mut holds: impl FnMut(usize) -> bool,
     ) {
         self.sharers.clear();
         for (slot, found) in found {
             let seen = &mut self.seen[slot];
             match found {
-                Found::Empty => *seen = None,
+                SlotContent::Empty => *seen = None,
                 // The earlier record counts until it is too old.
-                Found::Torn => {}
-                Found::Record(record) => match seen {
+                SlotContent::Torn => {}
+                SlotContent::Record(record) => match seen {
                     Some(seen) if seen.record == record => {}
                     Some(seen) if seen.record.id == record.id => {
                         *seen = SeenRecord { record, moved: now, ask: now.after(ASK), dead: false };
@@ -80,9 +80,9 @@ mod tests {
     use super::*;
     use crate::group::policy::classes::ByClass;
 
-    fn record(id: u64, beat: u64, bulk: u64) -> Found {
+    fn record(id: u64, beat: u64, bulk: u64) -> SlotContent {
         let sharer = NicSharer { weight: 1, demand: ByClass { bulk, ..ByClass::default() } };
-        Found::Record(Record { id, beat, sharer })
+        SlotContent::Record(Record { id, beat, sharer })
     }
 
     fn ms(n: u64) -> Time {
@@ -91,7 +91,7 @@ mod tests {
 
     #[test]
     fn dead_or_silent_engines_have_no_share_until_they_write() {
-        let mut others = Others::new();
+        let mut others = OtherProcesses::new();
         let (asked, alive) = (Cell::new(0), Cell::new(true));
         let mut at = |now, found| {
             asked.set(0);
@@ -102,12 +102,12 @@ mod tests {
             });
             (others.sharers().len(), asked.get())
         };
-        assert_eq!(at(0, Found::Empty), (0, 0));
+        assert_eq!(at(0, SlotContent::Empty), (0, 0));
         assert_eq!(at(10, record(1, 1, 9)), (1, 1), "the lock of a new engine is checked");
         assert_eq!(at(20, record(1, 2, 9)), (1, 0));
         assert_eq!(at(30, record(1, 3, 0)), (0, 0), "no demand, no share");
         assert_eq!(at(40, record(1, 4, 9)), (1, 0));
-        assert_eq!(at(80, Found::Torn), (1, 0));
+        assert_eq!(at(80, SlotContent::Torn), (1, 0));
         assert_eq!(at(100, record(1, 4, 9)), (1, 1), "the lock of a silent engine is checked");
         assert_eq!(at(110, record(1, 4, 9)), (1, 0), "and not again at once");
         assert_eq!(at(1039, record(1, 4, 9)), (1, 1));
@@ -121,6 +121,6 @@ mod tests {
         assert_eq!(at(2510, record(2, 1, 9)), (0, 1), "the record of a dead engine");
         alive.set(true);
         assert_eq!(at(2520, record(3, 1, 9)), (1, 1), "a new engine in the slot");
-        assert_eq!(at(2530, Found::Empty), (0, 0));
+        assert_eq!(at(2530, SlotContent::Empty), (0, 0));
     }
 }

@@ -43,7 +43,7 @@ pub(super) struct Record {
 
 /// The content of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Found {
+pub(super) enum SlotContent {
     Empty,
     /// In the middle of a write, or damaged.
     Torn,
@@ -64,7 +64,7 @@ impl Record {
     }
 }
 
-impl Found {
+impl SlotContent {
     pub fn decode(bytes: &[u8; SLOT]) -> Self {
         if *bytes == [0; SLOT] {
             return Self::Empty;
@@ -98,7 +98,7 @@ mod tests {
         assert_eq!(bytes[..48].iter().step_by(8).copied().collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6]);
         assert_eq!(&header()[..12], b"fabquota\x01\0\0\0");
         assert_eq!((slot_range(0), slot_range(SLOTS - 1).end), (64..128, SIZE as u64));
-        assert_eq!(Found::decode(&[0; SLOT]), Found::Empty);
+        assert_eq!(SlotContent::decode(&[0; SLOT]), SlotContent::Empty);
     }
 
     proptest! {
@@ -107,11 +107,11 @@ mod tests {
             n in any::<u64>(), m in any::<u64>(), cut in 0usize..=SLOT,
         ) {
             let (a, b) = (record(n), record(m));
-            prop_assert_eq!(Found::decode(&a.encode()), Found::Record(a));
+            prop_assert_eq!(SlotContent::decode(&a.encode()), SlotContent::Record(a));
             let mut mixed = a.encode();
             mixed[..cut].copy_from_slice(&b.encode()[..cut]);
-            let found = Found::decode(&mixed);
-            let whole = [Found::Torn, Found::Record(a), Found::Record(b)];
+            let found = SlotContent::decode(&mixed);
+            let whole = [SlotContent::Torn, SlotContent::Record(a), SlotContent::Record(b)];
             prop_assert!(whole.contains(&found), "{found:?}");
         }
     }

@@ -23,8 +23,8 @@ use rustix::{
 };
 
 use super::{
-    raw::{self, Private},
-    record::{all, header, slot_range, Found, Record, SIZE, SLOT, SLOTS},
+    raw::{self, ForkPrivateFd},
+    record::{all, header, slot_range, Record, SlotContent, SIZE, SLOT, SLOTS},
 };
 use crate::domain::DomainError;
 
@@ -34,27 +34,27 @@ const PAUSE: Duration = Duration::from_millis(1);
 #[derive(Debug)]
 pub(super) struct Table {
     path: PathBuf,
-    file: Private,
+    file: ForkPrivateFd,
     slot: usize,
     record: Option<Record>,
     image: Box<[u8; SIZE]>,
 }
 
 /// Why an attempt failed.
-enum Missed {
+enum AttemptError {
     /// Another process left or made the table at the same time.
     Moved(&'static str),
     Failed(DomainError),
 }
 
-impl From<DomainError> for Missed {
+impl From<DomainError> for AttemptError {
     fn from(e: DomainError) -> Self {
         Self::Failed(e)
     }
 }
 
-fn failed(call: &'static str) -> impl FnOnce(Errno) -> Missed {
-    move |e| Missed::Failed(DomainError::io(call)(e))
+fn failed(call: &'static str) -> impl FnOnce(Errno) -> AttemptError {
+    move |e| AttemptError::Failed(DomainError::io(call)(e))
 }
 
 impl Table {
@@ -68,22 +68,22 @@ impl Table {
             }
             match Self::attempt(path) {
                 Ok(table) => return Ok(table),
-                Err(Missed::Moved(w)) => why = w,
-                Err(Missed::Failed(e)) => return Err(e),
+                Err(AttemptError::Moved(w)) => why = w,
+                Err(AttemptError::Failed(e)) => return Err(e),
             }
         }
         Err(DomainError::Unavailable(format!("{}: {why}", path.display())))
     }
 
-    fn attempt(path: &Path) -> Result<Self, Missed> {
+    fn attempt(path: &Path) -> Result<Self, AttemptError> {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let fd = rustix::fs::open(path, flags | OFlags::NONBLOCK, Mode::RUSR | Mode::WUSR)
             .map_err(failed("open of the table"))?;
         let stat = rustix::fs::fstat(&fd).map_err(failed("fstat"))?;
         check_owner(path, &stat)?;
         // Before any lock: a child that forks meanwhile must not keep the lock.
-        let file = Private::new(fd).map_err(failed("too many tables"))?;
-        let fd = file.fd().ok_or(Missed::Moved("the process has forked"))?;
+        let file = ForkPrivateFd::new(fd).map_err(failed("too many tables"))?;
+        let fd = file.fd().ok_or(AttemptError::Moved("the process has forked"))?;
         if stat.st_size == 0 {
             // Other processes that find it empty write the same, and no slot is touched.
             rustix::fs::ftruncate(fd, SIZE as u64).map_err(failed("ftruncate"))?;
@@ -100,9 +100,9 @@ impl Table {
                 break;
             }
         }
-        let slot = slot.ok_or(Missed::Moved("all its slots are taken"))?;
+        let slot = slot.ok_or(AttemptError::Moved("all its slots are taken"))?;
         if !is_named(path, fd) {
-            return Err(Missed::Moved("it is replaced repeatedly"));
+            return Err(AttemptError::Moved("it is replaced repeatedly"));
         }
         let table = Self { path: path.into(), file, slot, record: None, image };
         // Clears the record of a dead engine.
@@ -142,10 +142,10 @@ impl Table {
         read(fd, &mut self.image)
     }
 
-    pub fn found(&self) -> impl Iterator<Item = (usize, Found)> + '_ {
+    pub fn found(&self) -> impl Iterator<Item = (usize, SlotContent)> + '_ {
         let (slots, _) = self.image[SLOT..].as_chunks::<SLOT>();
         let own = self.slot;
-        let all = slots.iter().map(Found::decode).enumerate();
+        let all = slots.iter().map(SlotContent::decode).enumerate();
         all.filter(move |(slot, _)| *slot != own)
     }
 
@@ -200,13 +200,13 @@ fn read(fd: BorrowedFd<'_>, image: &mut [u8; SIZE]) -> Result<(), DomainError> {
 }
 
 /// Removes an unusable table if no process uses it, so that the next attempt makes a new one.
-fn replace(path: &Path, fd: BorrowedFd<'_>) -> Missed {
+fn replace(path: &Path, fd: BorrowedFd<'_>) -> AttemptError {
     match raw::try_lock(fd, all()) {
         Ok(true) => {
             unlink(path, fd);
-            Missed::Moved("its table is damaged repeatedly")
+            AttemptError::Moved("its table is damaged repeatedly")
         }
-        Ok(false) => Missed::Moved("its table is damaged or of another version, and in use"),
+        Ok(false) => AttemptError::Moved("its table is damaged or of another version, and in use"),
         Err(e) => failed("fcntl(F_OFD_SETLK)")(e),
     }
 }
