@@ -109,7 +109,7 @@ impl Driver {
     ///
     /// What is called meanwhile has nothing to do with streams that another thread captures into a graph, and neither breaks
     /// that nor is refused because of it.
-    pub fn enter(&'static self, ordinal: i32) -> Result<Current, DomainError> {
+    pub fn enter(&'static self, ordinal: i32) -> Result<CurrentContext, DomainError> {
         let device = self.device(ordinal)?;
         let context = {
             let mut contexts = self.contexts.lock();
@@ -132,7 +132,7 @@ impl Driver {
         let rc = unsafe { (self.table.exchange_capture_mode)(&mut mode) };
         let relaxed = self.check("cuThreadExchangeStreamCaptureMode", rc);
         let mode = relaxed.is_ok().then_some(mode);
-        let current = Current { driver: self, mode, _here: std::marker::PhantomData };
+        let current = CurrentContext { driver: self, mode, _here: std::marker::PhantomData };
         relaxed.map(|()| current)
     }
 
@@ -307,7 +307,7 @@ impl Driver {
 }
 
 /// A context is current on this thread for as long as this lives.
-pub(crate) struct Current {
+pub(crate) struct CurrentContext {
     driver: &'static Driver,
     /// How the thread's calls went along with captures before; `None` if that was not changed.
     mode: Option<c_int>,
@@ -315,7 +315,7 @@ pub(crate) struct Current {
     _here: std::marker::PhantomData<*const ()>,
 }
 
-impl Drop for Current {
+impl Drop for CurrentContext {
     fn drop(&mut self) {
         if let Some(mut mode) = self.mode {
             // SAFETY: reads and writes one number; the mode that `enter` found on this thread.

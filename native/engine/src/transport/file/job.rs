@@ -76,7 +76,7 @@ pub(super) struct Job {
 
 /// A chunk under way.
 #[derive(Debug)]
-pub(super) struct Moving {
+pub(super) struct ActiveChunk {
     pub job: usize,
     pub copy: PendingCopy,
     pub slot: Option<Slot>,
@@ -181,7 +181,7 @@ impl Job {
         key: usize,
         slot: Option<Slot>,
         copier: &mut AsyncCopier,
-    ) -> Result<Moving, DomainError> {
+    ) -> Result<ActiveChunk, DomainError> {
         let (pieces, bytes) = self.cut();
         let (from, to) = self.ends();
         let (first, then) = match slot {
@@ -197,13 +197,13 @@ impl Job {
             }
         };
         self.moving += 1;
-        Ok(Moving { job: key, copy, slot, bytes, then })
+        Ok(ActiveChunk { job: key, copy, slot, bytes, then })
     }
 
     /// The first copy of a chunk is done: starts the second, if there is one.
     pub fn next_half(
         &self,
-        moving: &mut Moving,
+        moving: &mut ActiveChunk,
         copier: &mut AsyncCopier,
     ) -> Result<bool, DomainError> {
         if moving.then.is_empty() || self.error.is_some() {

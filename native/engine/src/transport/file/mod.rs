@@ -21,7 +21,7 @@ use crate::{
     memory::{device::AsyncCopier, file::FileQueue, RegionBook, RegionMemory},
     time::Time,
 };
-use job::{Job, Moving, Slots};
+use job::{ActiveChunk, Job, Slots};
 
 /// Chunks under way: disks work best with several requests.
 const MAX_MOVING: usize = 16;
@@ -41,7 +41,7 @@ pub(crate) struct FileDomain {
     jobs: Slab<Job>,
     /// Jobs that are not fully cut into chunks, in order.
     queue: VecDeque<usize>,
-    moving: Vec<Moving>,
+    moving: Vec<ActiveChunk>,
     messages: VecDeque<(Token, Arc<[u8]>)>,
     /// Deregistered regions whose last chunk has not ended.
     retiring: Vec<u32>,
@@ -143,7 +143,7 @@ impl FileDomain {
             match result.and_then(|()| job.next_half(moving, &mut self.copier)) {
                 Ok(true) => i += 1,
                 ended => {
-                    let Moving { job: key, slot, .. } = self.moving.remove(i);
+                    let ActiveChunk { job: key, slot, .. } = self.moving.remove(i);
                     self.slots.give_back(slot);
                     job.ended(ended.err());
                     self.finish(key);

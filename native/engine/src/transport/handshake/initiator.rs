@@ -21,7 +21,7 @@ pub(crate) struct Initiator {
 }
 
 /// An unproven welcome: send `proof`, then wait for the acceptor's.
-pub(crate) struct Welcomed {
+pub(crate) struct UnprovenWelcome {
     pub proof: Vec<u8>,
     /// Encrypts data that only a holder of the key may read.
     pub session: Session,
@@ -52,7 +52,7 @@ impl Initiator {
     }
 
     /// Checks a welcome and returns this side's proof. The welcome itself is still unproven.
-    pub fn on_welcome(&self, bytes: &[u8]) -> Result<Welcomed, Failure> {
+    pub fn on_welcome(&self, bytes: &[u8]) -> Result<UnprovenWelcome, Failure> {
         let welcome = match decode(bytes)? {
             Message::Welcome(w) => w,
             Message::Refusal(r) => return Err(refused(r)),
@@ -73,7 +73,7 @@ impl Initiator {
         let sum = |role: &[u8]| mac(&self.key, role, &[&self.hello, bytes]);
         let proof = sum(b"initiator").finalize().into_bytes().into();
         let peer = PeerIdentity { address: welcome.from.into(), version: Some(welcome.version) };
-        Ok(Welcomed {
+        Ok(UnprovenWelcome {
             proof: Message::Proof(proof).encode(),
             session: sum(b"session").into(),
             pending: Pending { peer, expected: sum(b"acceptor") },

@@ -31,7 +31,7 @@ pub(crate) use self::messages::sealed;
 pub(crate) use self::{
     acceptor::Acceptor,
     failure::Failure,
-    initiator::{Initiator, Pending, Welcomed},
+    initiator::{Initiator, Pending, UnprovenWelcome},
     keys::{Secret, Session},
     messages::MAX_MESSAGE,
     token::stretched,

@@ -3,7 +3,7 @@
 use super::{
     address::EndpointAddress,
     delivery::ReceivedFrames,
-    handshake::{split_parts, Terms},
+    handshake::{split_parts, LinkTerms},
     link::SEAL,
 };
 use crate::{
@@ -21,9 +21,9 @@ pub fn peer_input(bytes: &[u8]) {
     match kind % 4 {
         0 => address(&sealed(b"FRlf", said)),
         1 => {
-            let Ok(terms) = Terms::decode(&sealed(b"FRlt", said)) else { return };
+            let Ok(terms) = LinkTerms::decode(&sealed(b"FRlt", said)) else { return };
             assert!(terms.receive_limits.check().is_ok());
-            assert_eq!(Terms::decode(&terms.encode()), Ok(terms));
+            assert_eq!(LinkTerms::decode(&terms.encode()), Ok(terms));
         }
         2 => messages(said),
         _ => frames(said),
@@ -47,7 +47,7 @@ fn messages(said: &[u8]) {
         if let Ok((first, second)) = split_parts(&whole) {
             assert_eq!(2 + first.len() + second.len(), whole.len());
             address(first);
-            let _ = Terms::decode(first);
+            let _ = LinkTerms::decode(first);
         }
     }
 }
@@ -86,7 +86,7 @@ pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
         nic: "rdmap0s6-rdm".into(),
         host: [1; 16],
     };
-    let terms = Terms {
+    let terms = LinkTerms {
         endpoint: 3,
         link: 1 << 16,
         seal: 1 << 40,

@@ -42,7 +42,7 @@ const ENVELOPE: Envelope = Envelope::new(*b"FRlt", "a link's terms", 256);
 
 /// What each side sends the other once that one is proven.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Terms {
+pub(super) struct LinkTerms {
     /// The endpoint of its engine that sends this.
     pub endpoint: u8,
     /// The sender's number of the link, and the seal that frames to it must carry.
@@ -54,7 +54,7 @@ pub(super) struct Terms {
     pub scratch_key: u64,
 }
 
-impl Terms {
+impl LinkTerms {
     pub fn encode(&self) -> Vec<u8> {
         ENVELOPE.encode(self)
     }
@@ -196,7 +196,7 @@ impl LibfabricDomain {
                 let Some((pending, session)) = &handshake.welcomed else { return Ok(()) };
                 let peer = pending.on_accepted(second)?;
                 let terms = session.unseal(b"acceptor", first);
-                let terms = terms.and_then(|t| Terms::decode(&t)).map_err(silent)?;
+                let terms = terms.and_then(|t| LinkTerms::decode(&t)).map_err(silent)?;
                 let Some(handshake) = self.handshakes.remove(&key) else { return Ok(()) };
                 if usize::from(terms.endpoint) != handshake.endpoint {
                     self.drop_handshake(
@@ -212,7 +212,7 @@ impl LibfabricDomain {
                 let accepted = acceptor.on_proof(second)?;
                 let (peer, session) = (acceptor.peer.clone(), acceptor.session());
                 let terms = session.unseal(b"initiator", first);
-                let terms = terms.and_then(|t| Terms::decode(&t)).map_err(silent)?;
+                let terms = terms.and_then(|t| LinkTerms::decode(&t)).map_err(silent)?;
                 let there =
                     EndpointAddress::of(&peer.address, terms.endpoint.into()).map_err(silent)?;
                 let Some(handshake) = self.handshakes.get(&key) else { return Ok(()) };
@@ -235,8 +235,8 @@ impl LibfabricDomain {
         }
     }
 
-    fn terms(&self, link: LinkId, seal: u64) -> Terms {
-        Terms {
+    fn terms(&self, link: LinkId, seal: u64) -> LinkTerms {
+        LinkTerms {
             endpoint: self.own_endpoint as u8,
             link,
             seal,
@@ -253,7 +253,7 @@ impl LibfabricDomain {
         exchange: Exchange,
         handshake: HandshakeState,
         peer: PeerIdentity,
-        terms: Terms,
+        terms: LinkTerms,
         accepted: Option<HandshakeMessage>,
     ) {
         let slot = Self::slot(handshake.link);
@@ -406,8 +406,8 @@ mod tests {
 
     use super::*;
 
-    fn terms() -> Terms {
-        Terms {
+    fn terms() -> LinkTerms {
+        LinkTerms {
             endpoint: 3,
             link: 1 << 16,
             seal: u64::MAX,
@@ -419,11 +419,11 @@ mod tests {
 
     #[test]
     fn terms_survive_and_impossible_ones_are_refused() {
-        assert_eq!(Terms::decode(&terms().encode()), Ok(terms()));
+        assert_eq!(LinkTerms::decode(&terms().encode()), Ok(terms()));
         let receive_limits = ReceiveLimits { slot_bytes: 8, ..link::receive_limits() };
-        assert!(Terms::decode(&Terms { receive_limits, ..terms() }.encode()).is_err());
+        assert!(LinkTerms::decode(&LinkTerms { receive_limits, ..terms() }.encode()).is_err());
         let cut = terms().encode();
-        assert!(Terms::decode(&cut[..cut.len() - 1]).is_err());
+        assert!(LinkTerms::decode(&cut[..cut.len() - 1]).is_err());
     }
 
     #[test]
@@ -442,7 +442,7 @@ mod tests {
             let _ = split_parts(&bytes);
             for magic in [b"FRlt", b"FRlf"] {
                 let sealed = crate::fuzzing::sealed(magic, &bytes);
-                let _ = Terms::decode(&sealed);
+                let _ = LinkTerms::decode(&sealed);
                 if let Ok(remote) = EndpointAddress::decode(&sealed) {
                     prop_assert!(remote.address.len() <= 512 && remote.label().len() < 400);
                 }

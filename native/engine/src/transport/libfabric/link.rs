@@ -10,7 +10,7 @@ use fabric_sys::libfabric::FiAddr;
 use super::{
     address::EndpointAddress,
     delivery::{ReceivedFrames, UnconfirmedFrames},
-    handshake::Terms,
+    handshake::LinkTerms,
 };
 use crate::{
     api::RegionKey,
@@ -88,7 +88,7 @@ pub(super) struct Link {
     /// Whether the peer is known to have the link up.
     pub confirmed: bool,
     pub seal_in: u64,
-    pub terms: Terms,
+    pub terms: LinkTerms,
     pub channel: MessageChannel,
     /// Frames that the provider had no room for.
     pub pending: VecDeque<FilledSlot>,

@@ -53,7 +53,7 @@ impl Mapping {
 
 /// How the bytes of a region are accessed.
 #[derive(Debug)]
-pub(super) enum Reach {
+pub(super) enum RegionAccess {
     Mapped(Arc<Mapping>),
     /// By the kernel, in the process with this id.
     Process(i32),
@@ -93,7 +93,7 @@ pub(super) struct Import {
     pub len: u64,
     /// Address of the first byte: in this process if mapped, else in the peer's.
     pub base: usize,
-    pub reach: Reach,
+    pub reach: RegionAccess,
 }
 
 /// The resolved regions of one link.
@@ -137,12 +137,12 @@ impl Imports {
         };
         self.mappings.insert(allocation, Arc::downgrade(&mapping));
         let base = mapping.map.base() + offset as usize;
-        self.add(Import { key, len, base, reach: Reach::Mapped(mapping) });
+        self.add(Import { key, len, base, reach: RegionAccess::Mapped(mapping) });
         Ok(())
     }
 
     pub fn add_foreign(&mut self, key: RegionKey, len: u64, base: usize, pid: i32) {
-        self.add(Import { key, len, base, reach: Reach::Process(pid) });
+        self.add(Import { key, len, base, reach: RegionAccess::Process(pid) });
     }
 
     /// `same_process`: CUDA does not map handles that the same process exported.
@@ -159,7 +159,7 @@ impl Imports {
         let device = driver.ordinal_of(&uuid).unwrap_or(0);
         if same_process {
             let base = (base + offset) as usize;
-            self.add(Import { key, len, base, reach: Reach::Device(device, None) });
+            self.add(Import { key, len, base, reach: RegionAccess::Device(device, None) });
             return Ok(());
         }
         let handle: [u8; 64] = handle
@@ -181,7 +181,7 @@ impl Imports {
         }
         self.device_mappings.insert(handle, Arc::downgrade(&mapping));
         let base = (mapping.base + offset) as usize;
-        self.add(Import { key, len, base, reach: Reach::Device(device, Some(mapping)) });
+        self.add(Import { key, len, base, reach: RegionAccess::Device(device, Some(mapping)) });
         Ok(())
     }
 
@@ -202,26 +202,26 @@ impl Imports {
             .cloned()
             .ok_or("the region is not resolved, or its owner has revoked it")?;
         let (base, to_wake): (usize, KeepAlive) = match (&import.reach, by) {
-            (Reach::Mapped(_), None) => (import.base, Arc::clone(&import) as KeepAlive),
-            (Reach::Device(owner, _), Some(device)) if *owner == device => {
+            (RegionAccess::Mapped(_), None) => (import.base, Arc::clone(&import) as KeepAlive),
+            (RegionAccess::Device(owner, _), Some(device)) if *owner == device => {
                 (import.base, Arc::clone(&import) as KeepAlive)
             }
-            (Reach::Device(_, Some(mapping)), Some(device)) => {
+            (RegionAccess::Device(_, Some(mapping)), Some(device)) => {
                 // Another GPU needs a mapping of its own.
                 let own = DeviceMapping::new(device, mapping.handle).map_err(|e| e.to_string())?;
                 let offset = import.base - mapping.base as usize;
                 (own.base as usize + offset, Arc::new((own, Arc::clone(&import))) as KeepAlive)
             }
-            (Reach::Device(_, None), Some(device)) => {
+            (RegionAccess::Device(_, None), Some(device)) => {
                 return Err(format!(
                     "the memory belongs to another GPU of this process than cuda:{device}"
                 ))
             }
-            (Reach::Device(..), None) => return Err("CPUs can't store to GPU memory".into()),
-            (Reach::Mapped(_), Some(device)) => {
+            (RegionAccess::Device(..), None) => return Err("CPUs can't store to GPU memory".into()),
+            (RegionAccess::Mapped(_), Some(device)) => {
                 return Err(format!("cuda:{device} can't store to host memory"))
             }
-            (Reach::Process(_), _) => {
+            (RegionAccess::Process(_), _) => {
                 let why = "the owner's process can't share the memory; allocate it with alloc()";
                 return Err(why.into());
             }

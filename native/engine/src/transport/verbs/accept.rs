@@ -9,7 +9,7 @@ use super::{
     datagrams::DatagramAddress,
     device::Pair,
     helper_threads::JobOrigin,
-    link::{Link, Origin},
+    link::{Link, LinkIdentity},
     LinkEntry, LinkState, VerbsDomain,
 };
 use crate::{
@@ -32,12 +32,12 @@ enum Stage {
     ResolvingInitiator(Vec<u8>),
     AwaitProof(Box<Acceptor>, LinkRequest),
     /// The initiator is proven; the queue pairs are being created.
-    ConnectingQps(Box<Proven>),
+    ConnectingQps(Box<ProvenPeer>),
     /// The last answer is out; repetitions get it again.
     Done,
 }
 
-struct Proven {
+struct ProvenPeer {
     accepted: Vec<u8>,
     session: Session,
     peer: PeerIdentity,
@@ -220,7 +220,7 @@ impl VerbsDomain {
         let Some(v) = self.accepts.get_mut(&exchange) else { return Ok(()) };
         v.link = Some(id);
         v.answer = None;
-        let proven = Proven { accepted, session, peer, endpoint, remote: remote.clone() };
+        let proven = ProvenPeer { accepted, session, peer, endpoint, remote: remote.clone() };
         v.stage = Stage::ConnectingQps(Box::new(proven));
         let (device, here) = (Arc::clone(&self.device), self.address.clone());
         self.helper.run(JobOrigin::Local, move || {
@@ -261,9 +261,9 @@ impl VerbsDomain {
         v.answer = Some(HandshakeMessage { exchange, to_initiator: true, step: 4, bytes });
         // The initiator may repeat its message until then.
         v.deadline = now.after(self.peer_timeout * 3 / 2);
-        let Proven { peer, endpoint, remote, .. } = *proven;
+        let ProvenPeer { peer, endpoint, remote, .. } = *proven;
         let name = link_name(&exchange);
-        let origin = Origin { id, peer, endpoint, name, remote, cq_slot };
+        let origin = LinkIdentity { id, peer, endpoint, name, remote, cq_slot };
         let link = Link::new(&self.device, origin, pair, &remote_setup, now);
         self.install_link(id, link);
         self.send_answer(exchange);

@@ -19,7 +19,7 @@ use super::{
     datagrams::DatagramAddress,
     device::{unreachable_error, Device, Pair},
     helper_threads::JobOrigin,
-    link::{Link, Origin},
+    link::{Link, LinkIdentity},
     raw::Ah,
     side_channel, LinkEntry, LinkState, VerbsDomain,
 };
@@ -28,7 +28,7 @@ use crate::{
     domain::{Completion, DomainError, LinkId, PeerIdentity},
     time::Time,
     transport::{
-        handshake::{Failure, Initiator, Welcomed},
+        handshake::{Failure, Initiator, UnprovenWelcome},
         nic::{
             frame::{link_name, new_exchange, Exchange},
             handshake_fragments::{HandshakeMessage, Reassembly},
@@ -57,8 +57,8 @@ pub(super) enum Role {
 
 enum Stage {
     AwaitWelcome,
-    BuildingQps(Welcomed),
-    AwaitAcceptance(Welcomed, Box<Pair>),
+    BuildingQps(UnprovenWelcome),
+    AwaitAcceptance(UnprovenWelcome, Box<Pair>),
     /// The acceptor is proven.
     ConnectingQps(PeerIdentity),
 }
@@ -357,7 +357,7 @@ impl VerbsDomain {
             return;
         };
         let (exchange, by_tcp) = (a.exchange, a.side_channel.is_some());
-        let origin = Origin {
+        let origin = LinkIdentity {
             id,
             peer: peer.clone(),
             endpoint: a.endpoint,

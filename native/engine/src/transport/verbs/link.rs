@@ -57,7 +57,7 @@ pub(super) struct DataQpFailure {
 }
 
 /// Identity of a new link.
-pub(super) struct Origin {
+pub(super) struct LinkIdentity {
     pub id: LinkId,
     pub peer: PeerIdentity,
     pub endpoint: usize,
@@ -111,7 +111,7 @@ pub(super) struct Link {
 impl Link {
     pub fn new(
         device: &Device,
-        origin: Origin,
+        origin: LinkIdentity,
         pair: Pair,
         remote_setup: &QpSetup,
         now: Time,
