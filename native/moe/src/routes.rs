@@ -142,7 +142,7 @@ pub enum Order {
 
 /// Where rows of all sources go: to experts, and among those of one expert by source.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Placing {
+pub struct RowPlacement {
     /// Rows of each expert, of all sources.
     pub counts: Vec<u32>,
     /// The first row of each expert.
@@ -164,7 +164,7 @@ pub struct Run {
     pub rows: u64,
 }
 
-impl Placing {
+impl RowPlacement {
     /// `incoming[source]` are the rows of a source for each local expert; none from one that is
     /// left out.
     ///
@@ -298,7 +298,7 @@ mod tests {
             cut in 0u64..8,
         ) {
             for order in [Order::Packed { multiple }, Order::Strided { rows: 20 }] {
-                let placing = Placing::new(3, incoming.clone(), order).unwrap();
+                let placing = RowPlacement::new(3, incoming.clone(), order).unwrap();
                 let mut taken = vec![false; placing.rows as usize];
                 for (source, of) in incoming.iter().enumerate() {
                     let total: u64 = of.iter().map(|n| u64::from(*n)).sum();

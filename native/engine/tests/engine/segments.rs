@@ -7,9 +7,9 @@ use fabric_engine::{
     EngineError, FileOptions, Op, Region, Segment, Submit, TransferEngine,
 };
 
-use super::{engine, Folder, PATIENCE};
+use super::{engine, TestFolder, PATIENCE};
 
-impl Folder {
+impl TestFolder {
     fn region(&self, engine: &TransferEngine, name: &str, len: u64) -> Region {
         let options = FileOptions { len: Some(len), create: true, ..Default::default() };
         engine.register_file(&self.0.join(name), options).unwrap()
@@ -17,7 +17,13 @@ impl Folder {
 }
 
 /// Memory and files in turn, of odd lengths.
-fn mixed(engine: &TransferEngine, folder: &Folder, name: &str, total: u64, seed: u64) -> Segment {
+fn mixed(
+    engine: &TransferEngine,
+    folder: &TestFolder,
+    name: &str,
+    total: u64,
+    seed: u64,
+) -> Segment {
     let mut rng = fastrand::Rng::with_seed(seed);
     let (mut parts, mut at) = (Vec::new(), 0);
     while at < total {
@@ -54,7 +60,7 @@ fn own(engine: &TransferEngine, segment: &Segment, offset: u64, bytes: &mut [u8]
 fn ic_1_random_ranges_over_memory_and_files_arrive_whole_and_count_one_each() {
     const N: u64 = 3_000_000;
     for transport in [TransportKind::Shm, TransportKind::Tcp] {
-        let folder = Folder::new();
+        let folder = TestFolder::new();
         let (a, b) = (engine(transport), engine(transport));
         let mut rng = fastrand::Rng::with_seed(11);
         let (here, there) = (mixed(&a, &folder, "a", N, 1), mixed(&b, &folder, "b", N, 2));
@@ -89,7 +95,7 @@ fn ic_1_random_ranges_over_memory_and_files_arrive_whole_and_count_one_each() {
 #[test]
 fn rs_1_a_piece_that_fails_leaves_the_whole_write_uncounted() {
     for transport in [TransportKind::Shm, TransportKind::Tcp] {
-        let folder = Folder::new();
+        let folder = TestFolder::new();
         let (a, b) = (engine(transport), engine(transport));
         let frozen = folder.0.join("frozen");
         fs::write(&frozen, [0; 1000]).unwrap();
@@ -116,7 +122,7 @@ fn rs_1_a_piece_that_fails_leaves_the_whole_write_uncounted() {
 
 #[test]
 fn a_descriptor_names_location_and_transports_of_each_part() {
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     let engine = engine(TransportKind::Tcp);
     let parts = [(0, engine.alloc(100).unwrap()), (500, folder.region(&engine, "part", 200))];
     let segment = engine.segment(&parts).unwrap();
@@ -135,7 +141,7 @@ fn a_descriptor_names_location_and_transports_of_each_part() {
 #[test]
 fn the_path_of_each_piece_is_described() {
     for transport in [TransportKind::Shm, TransportKind::Tcp] {
-        let folder = Folder::new();
+        let folder = TestFolder::new();
         let (a, b) = (engine(transport), engine(transport));
         let two = |engine: &TransferEngine, name| {
             let file = folder.region(engine, name, 1000);

@@ -80,7 +80,7 @@ pub(super) struct Progress {
     pub sent: Vec<u64>,
     /// The pages of the last sent cells, by link and group, because all layers of a pass send the same.
     pub selected: HashMap<(usize, usize), (Range<u64>, Arc<Selection>)>,
-    pub tail: Tail,
+    pub tail: TailState,
     /// For each step of a pass, the number of undelivered writes.
     pub open: Vec<u32>,
     /// Writes that are not over, by number.
@@ -103,7 +103,7 @@ pub(super) struct PendingWrite {
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Tail {
+pub(super) enum TailState {
     #[default]
     Pending,
     Sent,
@@ -124,7 +124,7 @@ impl Job {
         }
         let all = progress.sent.iter().zip(groups_of_steps);
         let sent = progress.local_pages.is_some()
-            && progress.tail == Tail::Sent
+            && progress.tail == TailState::Sent
             && all.into_iter().all(|(sent, (group, _))| *sent >= self.cells[*group].end);
         sent.then_some(RequestState::Done)
     }

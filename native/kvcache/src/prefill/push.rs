@@ -5,7 +5,7 @@ use std::sync::{atomic::Ordering::Relaxed, Arc};
 use fabric_engine::{EngineError, Handle, Local, Op, Quiescence, Remote, Result, Submit, Time};
 
 use super::{
-    job::{Job, Tail},
+    job::{Job, TailState},
     Inner, JobEvent,
 };
 use crate::{
@@ -104,7 +104,7 @@ impl Inner {
             if progress.stop.is_some() {
                 return Ok(());
             }
-            if progress.tail == Tail::Sent || progress.local_pages.is_none() {
+            if progress.tail == TailState::Sent || progress.local_pages.is_none() {
                 let what = "a request is finished once, after it was accepted";
                 return Err(EngineError::Invalid(what.into()));
             }
@@ -126,7 +126,7 @@ impl Inner {
                     }
                 }
             }
-            progress.tail = Tail::Sent;
+            progress.tail = TailState::Sent;
         }
         self.watch_writes(job, handles);
         match failed {

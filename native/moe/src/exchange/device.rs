@@ -19,7 +19,7 @@ use super::{
 use crate::{
     device::{rounds, DeviceEvent, DeviceReport, ListedRows, SharedWords, Word, ZERO_ROWS},
     phase::Phase,
-    routes::{Order, Placing, Routes},
+    routes::{Order, Routes, RowPlacement},
     shape::Shape,
 };
 
@@ -323,7 +323,7 @@ impl Device {
         }
         let incoming = s.incoming();
         self.shared.put_incoming(&incoming, s.shape.local_experts() as usize);
-        match Placing::new(s.shape.local_experts(), incoming, Order::Packed { multiple: 1 }) {
+        match RowPlacement::new(s.shape.local_experts(), incoming, Order::Packed { multiple: 1 }) {
             Ok(placing) => {
                 s.placing = Some(Arc::new(placing));
                 self.routed = true;

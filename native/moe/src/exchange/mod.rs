@@ -36,7 +36,7 @@ use crate::{
     kernels::{Float, Part, PartMut},
     memory::Memory,
     phase::Phase,
-    routes::{Order, Placing, Routes},
+    routes::{Order, Routes, RowPlacement},
     shape::Shape,
 };
 
@@ -47,7 +47,7 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 const BATCH_NBYTES: u64 = 16 << 10;
 
 /// Where the rows of a dispatch lie.
-pub type Dispatched = Arc<Placing>;
+pub type Dispatched = Arc<RowPlacement>;
 
 /// One rank of an exchange (fabric-lib §6).
 ///
@@ -374,7 +374,7 @@ impl Inner {
         if !state.holds(Condition::Routes) {
             return Ok(None);
         }
-        let placing = Placing::new(self.shape.local_experts(), state.incoming(), order)?;
+        let placing = RowPlacement::new(self.shape.local_experts(), state.incoming(), order)?;
         let placing = Arc::new(placing);
         state.placing = Some(Arc::clone(&placing));
         Ok(Some(placing))

@@ -24,7 +24,7 @@ use super::{
 use crate::{
     memory::Memory,
     phase::Phase,
-    routes::{Placing, Routes},
+    routes::{Routes, RowPlacement},
     shape::Shape,
 };
 
@@ -71,7 +71,7 @@ pub struct ExchangeState {
     /// name it.
     pub number: u32,
     pub routes: Arc<Routes>,
-    pub placing: Option<Arc<Placing>>,
+    pub placing: Option<Arc<RowPlacement>>,
     /// Number of writes in flight that read this rank's own rows.
     pub rows_out: u32,
     /// Number of writes in flight that read the shared buffer, and of queued ones.

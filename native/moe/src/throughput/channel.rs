@@ -6,7 +6,7 @@ use super::{
     commands::Commands,
     context::{Arrivals, Context, StopCause},
     gateway::Gateway,
-    jobs::{Call, Job, PendingJobs, Sum, SumTarget, Term},
+    jobs::{Call, Job, PendingJobs, Sum, SumTarget, SumTerm},
     machine::Traffic,
     node_receiver::NodeReceiver,
     rail_sender::RailSender,
@@ -270,7 +270,7 @@ impl Channel {
     }
 
     /// The sums of a token, in the order of nodes.
-    fn gather_sums(&mut self, ctx: &Context, token: u32, terms: &mut Vec<Term>) {
+    fn gather_sums(&mut self, ctx: &Context, token: u32, terms: &mut Vec<SumTerm>) {
         let own = ctx.grid.node();
         let mut rail_senders = self.rail_senders.iter_mut().peekable();
         for node in ctx.nodes() {
@@ -278,7 +278,7 @@ impl Channel {
             if node == own {
                 let of_own = self.gateways.iter().find(|g| g.is_own());
                 if of_own.is_some_and(|g| g.own_sums().0.get(*next) == Some(&token)) {
-                    terms.push(Term::Node);
+                    terms.push(SumTerm::Node);
                     *next += 1;
                 }
                 continue;
@@ -286,7 +286,7 @@ impl Channel {
             let Some(sender) = rail_senders.next_if(|sender| sender.node == node) else { continue };
             if sender.tokens().get(*next) == Some(&token) {
                 let ring = &mut sender.sums.ring;
-                terms.push(Term::Slot { at: ring.next(0), from: ring.layout.partner });
+                terms.push(SumTerm::Slot { at: ring.next(0), from: ring.layout.partner });
                 ring.taken += 1;
                 *next += 1;
             }

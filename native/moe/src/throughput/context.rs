@@ -13,7 +13,7 @@ use super::{
 };
 use crate::{
     kernels::{Part, PartMut},
-    routes::{Order, Placing},
+    routes::{Order, RowPlacement},
 };
 
 /// Why an exchange can't continue.
@@ -205,7 +205,7 @@ pub struct Arrivals {
     ranks: usize,
     /// By channel and source: rows for each of this rank's experts, once known.
     counts: Vec<Option<Vec<u32>>>,
-    placing: Option<Arc<Placing>>,
+    placing: Option<Arc<RowPlacement>>,
     /// By channel, source and expert: where the next row goes, and how many more there are.
     next: Vec<Vec<(u32, u32)>>,
 }
@@ -242,7 +242,7 @@ impl Arrivals {
         experts: u32,
         order: Order,
         begun: bool,
-    ) -> Result<Arc<Placing>, EngineError> {
+    ) -> Result<Arc<RowPlacement>, EngineError> {
         if let Some(placing) = self.placing.as_ref().filter(|p| p.order == order || begun) {
             if placing.order != order {
                 let text = "rows are being handed out in another order; go on with that";
@@ -258,7 +258,7 @@ impl Arrivals {
             sum
         };
         let incoming = (0..self.ranks).map(of_source).collect();
-        let placing = Arc::new(Placing::new(experts, incoming, order)?);
+        let placing = Arc::new(RowPlacement::new(experts, incoming, order)?);
         let mut firsts: Vec<Vec<u32>> =
             (0..self.ranks).map(|s| placing.firsts(s as u32).to_vec()).collect();
         let place = |(lane, counts): (usize, &Option<Vec<u32>>)| {
@@ -272,7 +272,7 @@ impl Arrivals {
         Ok(placing)
     }
 
-    pub fn placing(&self) -> Option<&Arc<Placing>> {
+    pub fn placing(&self) -> Option<&Arc<RowPlacement>> {
         self.placing.as_ref()
     }
 

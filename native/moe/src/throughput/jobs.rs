@@ -24,7 +24,7 @@ pub enum Job {
     /// Copies tokens to rows of the caller: for each its slot, and its number of `rows`.
     Take { tokens: Vec<(u64, u32)>, rows: Vec<u32> },
     /// Computes a sum for each token.
-    Sum { to: SumTarget, sums: Vec<Sum>, terms: Vec<Term> },
+    Sum { to: SumTarget, sums: Vec<Sum>, terms: Vec<SumTerm> },
 }
 
 /// The destination of sums, and their addends.
@@ -60,7 +60,7 @@ pub struct Sum {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub enum Term {
+pub enum SumTerm {
     /// A slot that a rank has sent.
     Slot { at: u64, from: u32 },
     /// The answer in a row of the caller's, times a weight. With the last of the rank's rows their

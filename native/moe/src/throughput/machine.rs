@@ -28,7 +28,7 @@ use crate::{
     phase::Phase,
     routes::{Order, Routes},
 };
-use losses::{Last, PendingMask};
+use losses::{LastIncarnation, PendingMask};
 pub use losses::{Losses, LostRank};
 
 /// Timeouts after which a rank is given up even if all ranks are in calls.
@@ -94,7 +94,7 @@ pub struct Machine {
     /// Ranks that are gone, and why. A rank may leave after its part is done.
     gone: Vec<(u32, String)>,
     /// By rank, its last incarnation here, if any.
-    last: Vec<Option<Last>>,
+    last: Vec<Option<LastIncarnation>>,
     /// Time of the last progress.
     quiet_since: Option<Time>,
 }

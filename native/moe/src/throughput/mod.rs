@@ -54,7 +54,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 pub use self::{
     context::{Io, KernelIo},
-    jobs::{Job, JobError, JobId, JobResult, Sum, SumTarget, Term, Worker},
+    jobs::{Job, JobError, JobId, JobResult, Sum, SumTarget, SumTerm, Worker},
     kernel_calls::KernelMemory,
     layout::Layout,
     machine::{Losses, LostRank, Machine, Traffic},

@@ -2,7 +2,7 @@
 
 use super::{
     context::{Arrivals, Context},
-    jobs::Term,
+    jobs::SumTerm,
     slots::{experts, read_head, Kind},
 };
 
@@ -61,11 +61,11 @@ impl Received {
 
     /// What this rank's answer to a token is the sum of: its experts' answers, each times its
     /// weight, in their order.
-    pub fn terms(&self, i: usize) -> impl Iterator<Item = Term> + '_ {
+    pub fn terms(&self, i: usize) -> impl Iterator<Item = SumTerm> + '_ {
         let begin = i.checked_sub(1).map_or(0, |before| self.ends[before]);
         let end = self.ends[i];
         let each = self.terms[begin..end].iter().enumerate();
-        each.map(move |(i, (row, weight))| Term::Row {
+        each.map(move |(i, (row, weight))| SumTerm::Row {
             row: *row,
             weight: *weight,
             last: begin + i + 1 == end,

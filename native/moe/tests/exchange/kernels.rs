@@ -13,7 +13,7 @@ use fabric_moe::{
         STORE_ADDRESS, ZERO_ROWS,
     },
     memory::Memory,
-    routes::{Order, Placing, Routes},
+    routes::{Order, Routes, RowPlacement},
     AllToAll, Shape,
 };
 
@@ -43,7 +43,7 @@ pub struct Kernels {
     combined: bool,
     pub next: Next,
     routes: Routes,
-    placing: Option<Placing>,
+    placing: Option<RowPlacement>,
     handed: Handed,
     answers: Vec<u8>,
     /// It stores to peers' memory.
@@ -247,7 +247,7 @@ impl Kernels {
         let all: Vec<u32> = (0..self.shape.ranks as usize * local).map(count).collect();
         let incoming = all.chunks(local).map(<[u32]>::to_vec).collect();
         let order = Order::Packed { multiple: 2 };
-        let placing = Placing::new(local as u32, incoming, order).unwrap();
+        let placing = RowPlacement::new(local as u32, incoming, order).unwrap();
         self.handed = Handed::room(placing.rows);
         self.placing = Some(placing);
     }

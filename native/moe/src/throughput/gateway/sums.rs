@@ -4,7 +4,7 @@ use super::{
     super::{
         commands::Commands,
         context::{bits, by, Context, StopCause},
-        jobs::{Call, Job, Sum, SumTarget, Term},
+        jobs::{Call, Job, Sum, SumTarget, SumTerm},
         reader::Reader,
     },
     Gateway, Output, Summing,
@@ -78,7 +78,7 @@ impl Gateway {
             for local in bits(mask) {
                 match &mut self.answers[local as usize] {
                     Some(Reader { ring, .. }) => {
-                        terms.push(Term::Slot { at: ring.next(0), from: ring.layout.partner });
+                        terms.push(SumTerm::Slot { at: ring.next(0), from: ring.layout.partner });
                         ring.taken += 1;
                     }
                     None => {

@@ -58,7 +58,7 @@ pub(super) struct PendingMask {
 
 /// The last incarnation of a rank that took part here.
 #[derive(Debug)]
-pub(super) struct Last {
+pub(super) struct LastIncarnation {
     incarnation: u32,
     /// Threads of the proxy that have said that nothing of it can come to them any more.
     gone: u32,
@@ -249,7 +249,7 @@ impl Machine {
 
     /// Whether nothing of a rank's last incarnation here can arrive any more.
     pub fn has_ended(&self, rank: u32) -> bool {
-        let is_over = |last: &Last| last.gone >= self.spec.threads;
+        let is_over = |last: &LastIncarnation| last.gone >= self.spec.threads;
         !self.membership.is_out(rank) || self.last[rank as usize].as_ref().is_none_or(is_over)
     }
 
@@ -310,7 +310,8 @@ impl Machine {
         self.abandon();
         self.reset_rings(member);
         self.ctx.here[member.rank as usize] = true;
-        self.last[member.rank as usize] = Some(Last { incarnation: member.incarnation, gone: 0 });
+        self.last[member.rank as usize] =
+            Some(LastIncarnation { incarnation: member.incarnation, gone: 0 });
         self.losses.lost.lock().retain(|lost| lost.rank != member.rank);
         Ok(())
     }

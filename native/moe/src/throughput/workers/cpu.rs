@@ -6,7 +6,7 @@ use fabric_engine::Region;
 
 use super::super::{
     context::Io,
-    jobs::{Job, JobError, JobId, JobResult, Sum, SumTarget, Term, Worker},
+    jobs::{Job, JobError, JobId, JobResult, Sum, SumTarget, SumTerm, Worker},
     slots::{head, read_head, Kind, HEAD},
     spec::Spec,
 };
@@ -125,7 +125,7 @@ impl CpuWorker {
         &mut self,
         to: SumTarget,
         sums: &[Sum],
-        terms: &[Term],
+        terms: &[SumTerm],
         answers: Option<&Part<'_>>,
         exchange: u32,
     ) -> Result<(), JobError> {
@@ -146,10 +146,10 @@ impl CpuWorker {
             of_rank.fill(0.0);
             for term in terms.by_ref().take(sum.terms as usize) {
                 match term {
-                    Term::Slot { at, from } => {
+                    SumTerm::Slot { at, from } => {
                         self.add_slot(&mut total, *at, (*from, to.addends(), sum.token), exchange)?;
                     }
-                    Term::Row { row, weight, last } => {
+                    SumTerm::Row { row, weight, last } => {
                         let answer = answers.map_or(&[][..], |a| a.row(*row as usize));
                         add(&mut of_rank, answer, back.float, *weight, true);
                         if *last && to != SumTarget::Answer {
@@ -158,7 +158,7 @@ impl CpuWorker {
                             of_rank.fill(0.0);
                         }
                     }
-                    Term::Node => {
+                    SumTerm::Node => {
                         let bytes = &self.of_node[token * nbytes..][..nbytes];
                         add(&mut total, bytes, back.float, 1.0, false);
                     }

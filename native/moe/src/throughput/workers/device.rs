@@ -22,7 +22,7 @@ pub use fabric_proxy::raw::AtomicWords;
 
 use super::super::{
     context::Io,
-    jobs::{Job, JobError, JobId, JobResult, Sum, SumTarget, Term, Worker},
+    jobs::{Job, JobError, JobId, JobResult, Sum, SumTarget, SumTerm, Worker},
     slots::HEAD,
     spec::Spec,
 };
@@ -191,11 +191,11 @@ impl Device {
                 }
                 for term in terms {
                     let (place, weight, how) = match term {
-                        Term::Slot { at, .. } => (*at, 0, 0),
-                        Term::Row { row, weight, last } => {
+                        SumTerm::Slot { at, .. } => (*at, 0, 0),
+                        SumTerm::Row { row, weight, last } => {
                             ((*row).into(), weight.to_bits(), 1 + u32::from(*last))
                         }
-                        Term::Node => (0, 0, 3),
+                        SumTerm::Node => (0, 0, 3),
                     };
                     put(place);
                     put(pair(&[weight, how]));
@@ -226,7 +226,7 @@ impl Device {
                 Ok((first..first + n).flat_map(|i| word(i).to_le_bytes()).collect())
             }
             Job::Sum { to, sums, terms } => {
-                let Some(Term::Slot { from, .. }) =
+                let Some(SumTerm::Slot { from, .. }) =
                     usize::try_from(word(FOUND)).ok().and_then(|fault| terms.get(fault))
                 else {
                     return Ok(Vec::new());
@@ -356,7 +356,7 @@ mod tests {
                     Job::Sum {
                         to: SumTarget::Node,
                         sums: vec![sum; n],
-                        terms: vec![Term::Node; n * k],
+                        terms: vec![SumTerm::Node; n * k],
                     },
                     0,
                 ),
@@ -395,8 +395,8 @@ mod tests {
     fn rs_1_the_sender_of_a_wrong_slot_is_named() {
         let mut device = device(&spec(4, 2), 1);
         let sum = |token| Sum { at: 0, token, terms: 2 };
-        let term = |from| Term::Slot { at: 0, from };
-        let terms = vec![term(0), term(1), Term::Node, term(3)];
+        let term = |from| SumTerm::Slot { at: 0, from };
+        let terms = vec![term(0), term(1), SumTerm::Node, term(3)];
         let job = Job::Sum { to: SumTarget::Total, sums: vec![sum(5), sum(6)], terms };
         device.begin(0, job, 9, &mut Io::Nothing);
         let found = device.queue_layout.job_index(0, 0) + FOUND;
