@@ -39,14 +39,14 @@ struct History {
 }
 
 #[derive(Default)]
-pub(crate) struct Free {
+pub(crate) struct FreeSchedule {
     pending: Vec<Pending>,
     histories: BTreeMap<EngineId, History>,
     /// Id of the current event.
     happening: u64,
 }
 
-impl Free {
+impl FreeSchedule {
     /// Adds an event that `by` has sent.
     pub fn add(&mut self, by: EngineId, route: Option<Route>, event: Event) {
         let history = self.histories.entry(by).or_default();

@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use super::wire::Scheduled;
+use super::wire::ScheduledEvent;
 use crate::{
     api::{EngineAddress, EngineId},
     domain::{
@@ -156,7 +156,7 @@ pub(crate) struct Node {
     /// Whether its cable is unplugged.
     pub unplugged: bool,
     /// Deliveries that wait for the cable.
-    pub parked: Vec<Scheduled>,
+    pub parked: Vec<ScheduledEvent>,
     /// Number of work requests ever posted.
     pub posts: u64,
     /// Messages that found no room.

@@ -12,7 +12,7 @@ use std::{
 use slab::Slab;
 
 use super::{
-    free::Free,
+    free::FreeSchedule,
     land::Job,
     node::{ByName, LinkEnd, Nodes, Port},
     peer_mappings::PeerMappings,
@@ -78,7 +78,7 @@ pub(crate) struct Route {
     pub name: LinkName,
 }
 
-pub(crate) struct Scheduled {
+pub(crate) struct ScheduledEvent {
     pub at: u64,
     order: u64,
     route: Option<Route>,
@@ -90,7 +90,7 @@ pub(crate) struct Scheduled {
 
 /// Time of an event in `World::scheduled`. The heap moves its entries, so they are small.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
-struct Due {
+struct EventTime {
     at: u64,
     order: u64,
     place: usize,
@@ -98,7 +98,7 @@ struct Due {
 
 /// One direction of a link.
 #[derive(Default)]
-struct Lane {
+struct LinkDirection {
     sent_at: u64,
     /// Lower bounds for arrivals on an ordered link, and for group frames of any link.
     last: u64,
@@ -123,11 +123,11 @@ pub(crate) struct World {
     /// Engines that have something to process.
     pub stirred: BTreeSet<EngineId>,
     /// The events under way if nothing has a time.
-    pub free: Option<Free>,
+    pub free: Option<FreeSchedule>,
     pub peer_mappings: PeerMappings,
-    scheduled: Slab<Scheduled>,
-    events: BinaryHeap<Reverse<Due>>,
-    lanes: HashMap<(LinkName, Port), Lane, ByName>,
+    scheduled: Slab<ScheduledEvent>,
+    events: BinaryHeap<Reverse<EventTime>>,
+    directions: HashMap<(LinkName, Port), LinkDirection, ByName>,
     order: u64,
     digest: u64,
     clock: Arc<AtomicU64>,
@@ -137,7 +137,7 @@ impl World {
     pub fn new(config: SimConfig, clock: Arc<AtomicU64>) -> Self {
         Self {
             rng: fastrand::Rng::with_seed(config.seed),
-            free: config.free.then(Free::default),
+            free: config.free.then(FreeSchedule::default),
             config,
             nodes: Nodes::default(),
             stalls: HashMap::new(),
@@ -148,7 +148,7 @@ impl World {
             peer_mappings: PeerMappings::default(),
             scheduled: Slab::new(),
             events: BinaryHeap::new(),
-            lanes: HashMap::default(),
+            directions: HashMap::default(),
             order: 0,
             digest: 0,
             clock,
@@ -188,7 +188,7 @@ impl World {
             return free.add(by, route, event);
         }
         self.order += 1;
-        let scheduled = Scheduled { at, order: self.order, route, bytes, is_in: false, event };
+        let scheduled = ScheduledEvent { at, order: self.order, route, bytes, is_in: false, event };
         // A connect fails at an unplugged NIC; other events wait until it is plugged in.
         let waits = !matches!(scheduled.event, Event::Connect { .. });
         let unplugged = |w: &Route| self.nodes.get(&w.from).is_some_and(|n| n.unplugged);
@@ -202,10 +202,10 @@ impl World {
         }
     }
 
-    fn schedule(&mut self, scheduled: Scheduled) {
+    fn schedule(&mut self, scheduled: ScheduledEvent) {
         let (at, order) = (scheduled.at, scheduled.order);
         let place = self.scheduled.insert(scheduled);
-        self.events.push(Reverse(Due { at, order, place }));
+        self.events.push(Reverse(EventTime { at, order, place }));
     }
 
     /// Sends something over the network.
@@ -213,7 +213,7 @@ impl World {
         let now = self.now();
         let delay = self.delay();
         let rate = self.nodes.get(&route.from).and_then(|n| n.rate);
-        let lane = self.lanes.entry((route.name, route.from)).or_default();
+        let lane = self.directions.entry((route.name, route.from)).or_default();
         let mut sent = now;
         if let Some(rate) = rate.filter(|_| bytes > 0) {
             if let Some(node) = self.nodes.get_mut(&route.from) {
@@ -282,7 +282,7 @@ impl World {
         Some(next.event)
     }
 
-    fn record(&mut self, happened: &Scheduled) {
+    fn record(&mut self, happened: &ScheduledEvent) {
         let rail = happened.route.map_or(0, |w| u64::from(w.to.rail) + 1);
         for word in [happened.at, happened.order, rail] {
             self.digest = (self.digest.rotate_left(5) ^ word).wrapping_mul(0x517c_c1b7_2722_0a95);
