@@ -73,11 +73,11 @@ impl FreeSchedule {
 
     /// Indices of pending events that no other event must precede.
     fn ready(&self, ordered: bool) -> Vec<usize> {
-        let lane = |p: &Pending| p.route.map(|w| (w.name, w.from));
+        let direction = |p: &Pending| p.route.map(|w| (w.name, w.from));
         let is_group_frame = |p: &Pending| matches!(p.event, Event::GroupFrame { .. });
         let behind = |a: &Pending, b: &Pending| {
-            lane(a).is_some()
-                && lane(a) == lane(b)
+            direction(a).is_some()
+                && direction(a) == direction(b)
                 && (ordered || is_group_frame(a) && is_group_frame(b))
         };
         let free = |i: &usize| {

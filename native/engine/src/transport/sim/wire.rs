@@ -213,7 +213,7 @@ impl World {
         let now = self.now();
         let delay = self.delay();
         let rate = self.nodes.get(&route.from).and_then(|n| n.rate);
-        let lane = self.directions.entry((route.name, route.from)).or_default();
+        let direction = self.directions.entry((route.name, route.from)).or_default();
         let mut sent = now;
         if let Some(rate) = rate.filter(|_| bytes > 0) {
             if let Some(node) = self.nodes.get_mut(&route.from) {
@@ -222,17 +222,17 @@ impl World {
             }
         }
         if let Some(rate) = self.config.link_rate.filter(|_| bytes > 0) {
-            lane.sent_at = lane.sent_at.max(now) + time(bytes, rate);
-            sent = sent.max(lane.sent_at);
+            direction.sent_at = direction.sent_at.max(now) + time(bytes, rate);
+            sent = sent.max(direction.sent_at);
         }
         let mut at = sent + delay;
         if self.config.ordered {
-            at = at.max(lane.last);
-            lane.last = at;
+            at = at.max(direction.last);
+            direction.last = at;
         }
         if matches!(event, Event::GroupFrame { .. }) {
-            at = at.max(lane.last_group_frame);
-            lane.last_group_frame = at;
+            at = at.max(direction.last_group_frame);
+            direction.last_group_frame = at;
         }
         self.push(at, Some(route), bytes, event);
     }
