@@ -106,7 +106,7 @@ impl Pending {
         };
         let keep = std::mem::take(&mut *self.keep.lock());
         if let Some(shared) = self.shared.upgrade().filter(|_| !keep.is_empty()) {
-            shared.unkeep(keep);
+            shared.release_users(keep);
         }
         let quiet = self.quiescence();
         for (callbacks, f) in waiting {

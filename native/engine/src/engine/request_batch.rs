@@ -115,7 +115,7 @@ impl RequestBatch {
         }
         let keep = std::mem::take(&mut *self.keep.lock());
         if let Some(shared) = self.shared.upgrade().filter(|_| !keep.is_empty()) {
-            shared.unkeep(keep);
+            shared.release_users(keep);
         }
     }
 }

@@ -377,7 +377,7 @@ impl Shared {
         }
     }
 
-    pub fn unkeep(&self, keep: Vec<Region>) {
+    pub fn release_users(&self, keep: Vec<Region>) {
         for region in &keep {
             region.inner.memory.users.fetch_sub(1, SeqCst);
         }

@@ -35,7 +35,7 @@ impl Group {
 
     /// Cancels a transfer. Work under way keeps its memory until it is over (MR-1).
     pub fn cancel(&mut self, now: Time, key: TransferKey) {
-        self.recorder.tell(now);
+        self.recorder.set_now(now);
         let transfer = self.transfers.get_mut(key.slot as usize);
         let Some(transfer) = transfer.filter(|t| t.serial == key.serial) else { return };
         let cause = match transfer.outstanding {

@@ -166,7 +166,7 @@ impl<'a> EligibleLinks<'a> {
             return attempt.end();
         }
         if bytes < SMALLEST {
-            let first = self.route.turn();
+            let first = self.route.next_link();
             for i in 0..n {
                 let at = (first + i) % n;
                 if attempt.full[at] {

@@ -183,11 +183,11 @@ impl Group {
             }
         }
         // A question that was lost with this link is asked again, too.
-        self.ask(now, peer, rails);
+        self.query_lost_links(now, peer, rails);
     }
 
     /// Asks the peer which slices of lost links arrived, over a link that is up.
-    pub(super) fn ask(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) {
+    pub(super) fn query_lost_links(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) {
         let route = &mut self.peers[peer as usize];
         if route.state != PeerState::Up || route.healing.unresolved.is_empty() {
             return;
@@ -355,7 +355,7 @@ impl Group {
         if transfer.error.is_some() {
             return self.settle(key);
         }
-        let op = BoundOp::again(slice, there, transfer);
+        let op = BoundOp::missing_part(slice, there, transfer);
         transfer.waiting += 1;
         let waiting = Waiting { key, op, since: Time::NEVER };
         self.peers[peer as usize].backlog.push_front(transfer.priority, waiting);

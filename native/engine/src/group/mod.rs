@@ -173,7 +173,7 @@ impl Group {
         events: &dyn GroupEvents,
     ) {
         let peer = op.peer;
-        self.recorder.tell(now);
+        self.recorder.set_now(now);
         let transfer = &mut self.transfers[key.slot as usize];
         transfer.peer = peer;
         if !transfer.sealed {
@@ -223,7 +223,7 @@ impl Group {
         key: TransferKey,
         timeout: std::time::Duration,
     ) -> Submitted {
-        self.recorder.tell(now);
+        self.recorder.set_now(now);
         let transfer = &mut self.transfers[key.slot as usize];
         transfer.sealed = true;
         if transfer.error.is_some() && transfer.waiting > 0 {
@@ -263,7 +263,7 @@ impl Group {
         rails: &mut Rails,
         events: &dyn GroupEvents,
     ) -> Result<(), EngineError> {
-        self.recorder.tell(now);
+        self.recorder.set_now(now);
         let route = &mut self.peers[peer as usize];
         match route.state {
             PeerState::Up | PeerState::Connecting => Ok(()),
@@ -291,7 +291,7 @@ impl Group {
         rails: &mut Rails,
         events: &dyn GroupEvents,
     ) {
-        self.recorder.tell(now);
+        self.recorder.set_now(now);
         match completion {
             Completion::Count(count) => {
                 self.recorder.arrived(now, rail, count);
@@ -317,7 +317,7 @@ impl Group {
                 for pair in route.take_failed(rails) {
                     self.probe_times.insert((route.rail_probes.on_lost(now, pair), key));
                 }
-                self.ask(now, key, rails);
+                self.query_lost_links(now, key, rails);
                 self.drain_backlog(now, key, rails);
             }
             Completion::LinkDown { link, cause, receipt, unfinished } => {
@@ -336,7 +336,7 @@ impl Group {
     /// Posts backlogs and expires deadlines. Called after each poll.
     pub fn progress(&mut self, now: Time, rails: &mut Rails, events: &dyn GroupEvents) -> bool {
         let mut moved = false;
-        self.recorder.tell(now);
+        self.recorder.set_now(now);
         self.move_at = Time::NEVER;
         if self.backlogged > 0 {
             // Peers share rails, so they take turns to be first.
@@ -403,7 +403,7 @@ impl Group {
 
     /// Fails all transfers and forgets all links.
     pub fn close(&mut self, now: Time) {
-        self.recorder.tell(now);
+        self.recorder.set_now(now);
         for (_, route) in self.peers.iter_mut() {
             route.backlog = Backlog::default();
             route.state = PeerState::Lost;

@@ -151,7 +151,7 @@ impl Group {
 
     /// As `peer`, for the layer above, which holds the key with a [`PeerHold`].
     pub fn name(&mut self, now: Time, address: &EngineAddress) -> (PeerKey, PeerHold) {
-        self.recorder.tell(now);
+        self.recorder.set_now(now);
         let key = self.peer(address);
         (key, self.peers[key as usize].hold())
     }

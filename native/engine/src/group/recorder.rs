@@ -129,7 +129,7 @@ impl Recorder {
 
     /// The group is told the time, which the driving thread may have read earlier than the one before.
     #[inline]
-    pub fn tell(&mut self, now: Time) {
+    pub fn set_now(&mut self, now: Time) {
         self.now = self.now.max(now);
     }
 
@@ -472,8 +472,8 @@ mod tests {
     fn time_does_not_run_backwards() {
         let mut r = Recorder::new(8);
         let mut t = transfer(&mut r, 5);
-        r.tell(Time(7));
-        r.tell(Time(3));
+        r.set_now(Time(7));
+        r.set_now(Time(3));
         r.ended(&mut t, false);
         assert_eq!(read(&r, Cursor::default()).transfers[0].times.told, Time(7));
     }

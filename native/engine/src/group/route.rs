@@ -205,7 +205,7 @@ impl Route {
 
     /// Index of the active link that gets the next work request first.
     #[inline]
-    pub fn turn(&mut self) -> usize {
+    pub fn next_link(&mut self) -> usize {
         if self.turn >= self.active {
             self.turn = 0;
         }

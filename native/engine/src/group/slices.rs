@@ -60,7 +60,7 @@ impl BoundOp {
 
     /// The missing part of a lost slice, of which `there` counts and their bytes have arrived. Bytes go
     /// without a count, and no count is sent twice (IC-3). Any rail may carry it.
-    pub(super) fn again(slice: Slice, there: u32, transfer: &mut Transfer) -> Self {
+    pub(super) fn missing_part(slice: Slice, there: u32, transfer: &mut Transfer) -> Self {
         let Slice { peer, wr, confirm, tries, .. } = slice;
         let tries = tries.saturating_add(1);
         let (wr, confirm) = match wr {

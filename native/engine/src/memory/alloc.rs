@@ -49,7 +49,7 @@ impl Allocation {
         let len = rounded as usize;
         let base = huge::map_shared(fd.as_fd(), len).map_err(fail("mmap"))?;
         let allocation = Self { id: NEXT.fetch_add(1, Ordering::Relaxed), fd, base, len };
-        huge::back(allocation.fd(), base, len)
+        huge::allocate_memfd(allocation.fd(), base, len)
             .or_else(|e| match e {
                 // Kernels before 5.14 don't know the advice.
                 Errno::INVAL => rustix::fs::fallocate(

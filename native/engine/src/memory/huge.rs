@@ -42,7 +42,7 @@ fn room(len: usize) -> Option<usize> {
 
 /// Backs `len` bytes of a new memfd with memory, mapped at `addr` by [`map_shared`]: whole huge pages while
 /// the system has some, even if `shmem_enabled` gives none to others.
-pub(crate) fn back(fd: BorrowedFd<'_>, addr: usize, len: usize) -> Result<()> {
+pub(crate) fn allocate_memfd(fd: BorrowedFd<'_>, addr: usize, len: usize) -> Result<()> {
     let whole = len / HUGE * HUGE;
     // SAFETY: advice on whole pages of a live mapping; it changes no byte.
     let _ = unsafe { mm::madvise(addr as *mut _, whole, mm::Advice::LinuxHugepage) };
@@ -82,7 +82,7 @@ mod tests {
             let fd = fs::memfd_create(c"t", fs::MemfdFlags::CLOEXEC).unwrap();
             fs::ftruncate(&fd, len as u64).unwrap();
             let maps = [map_shared(fd.as_fd(), len).unwrap(), map_shared(fd.as_fd(), len).unwrap()];
-            back(fd.as_fd(), maps[0], len).unwrap();
+            allocate_memfd(fd.as_fd(), maps[0], len).unwrap();
             populate(maps[1], len).unwrap();
             // SAFETY: both mappings are of `len` bytes and live until below; no reference outlives a statement.
             let bytes = |at: usize| unsafe { std::slice::from_raw_parts_mut(at as *mut u8, len) };

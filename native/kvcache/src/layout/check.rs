@@ -106,7 +106,7 @@ impl CacheLayout {
     /// The first problem, with the group, tensor and layer that has it.
     pub fn check(&self) -> Result<(), LayoutError> {
         at_most("bytes of the model's name", self.model.len(), MAX_MODEL_BYTES)?;
-        some("groups", self.groups.len(), MAX_GROUPS)?;
+        check_count("groups", self.groups.len(), MAX_GROUPS)?;
         at_most("buffers", self.buffers.len(), MAX_BUFFERS)?;
         if let Some(&len) = self.buffers.iter().find(|&&len| len > MAX_BUFFER_BYTES) {
             let what = "bytes of a buffer";
@@ -127,8 +127,8 @@ impl CacheLayout {
 
 impl CacheGroup {
     fn check(&self, buffers: &[u64]) -> Result<(), LayoutError> {
-        some("layers", self.layers.len(), MAX_LAYERS)?;
-        some("tensors", self.tensors.len(), MAX_TENSORS)?;
+        check_count("layers", self.layers.len(), MAX_LAYERS)?;
+        check_count("tensors", self.tensors.len(), MAX_TENSORS)?;
         at_most("tokens of a page", self.page_tokens as usize, MAX_PAGE_TOKENS as usize)?;
         positive("the number of tokens of a page", self.page_tokens)?;
         positive("the number of pages", self.pages)?;
@@ -178,7 +178,7 @@ impl CacheTensor {
         }
         let span = self.span(group, row)?;
         for (place, &layer) in self.places.iter().zip(&group.layers) {
-            inside(*place, span, buffers)
+            check_range(*place, span, buffers)
                 .map_err(|problem| LayoutError { layer: Some(layer), ..problem.into() })?;
         }
         Ok(())
@@ -210,7 +210,11 @@ impl CacheTensor {
     }
 }
 
-fn inside(place: BufferOffset, span: Option<u64>, buffers: &[u64]) -> Result<(), LayoutProblem> {
+fn check_range(
+    place: BufferOffset,
+    span: Option<u64>,
+    buffers: &[u64],
+) -> Result<(), LayoutProblem> {
     let &len = buffers
         .get(place.buffer as usize)
         .ok_or(LayoutProblem::NoBuffer { buffer: place.buffer, buffers: buffers.len() })?;
@@ -228,7 +232,7 @@ fn at_most(what: &'static str, count: usize, limit: usize) -> Result<(), LayoutP
     Ok(())
 }
 
-fn some(what: &'static str, count: usize, limit: usize) -> Result<(), LayoutProblem> {
+fn check_count(what: &'static str, count: usize, limit: usize) -> Result<(), LayoutProblem> {
     if count == 0 {
         return Err(LayoutProblem::Missing(what));
     }

@@ -96,7 +96,7 @@ impl ExchangeState {
     }
 
     /// The cause of the loss of a rank.
-    pub fn why(&self, rank: u32, error: &EngineError) -> String {
+    pub fn loss_cause(&self, rank: u32, error: &EngineError) -> String {
         let link = self.links.get(rank as usize).and_then(Option::as_ref);
         match error {
             EngineError::Timeout { .. } if link.is_some_and(|l| l.activity.waits) => format!(

@@ -95,7 +95,7 @@ impl Inner {
         let kind = match what {
             Operation::Arrival(kind) | Operation::Write(_, kind) => kind,
         };
-        let end = end.map_err(|e| state.why(endpoint.rank, &e)).and_then(|()| match what {
+        let end = end.map_err(|e| state.loss_cause(endpoint.rank, &e)).and_then(|()| match what {
             Operation::Arrival(kind) => {
                 let words = self.words(endpoint.rank, kind);
                 state.on_message(endpoint.rank, kind, &words, actions)

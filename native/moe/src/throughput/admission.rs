@@ -123,7 +123,7 @@ impl Throughput {
         // A call that is under way finds it there, and ends.
         let mut machine = self.machine.lock();
         self.follow_masks(&mut machine);
-        self.tell(&mut machine);
+        self.announce_losses(&mut machine);
         self.publish_membership(&machine);
         Ok(())
     }

@@ -366,7 +366,7 @@ impl Throughput {
         machine.resume();
         let mut idle = 0u32;
         loop {
-            let moved = self.step(machine, io).inspect_err(|_| self.tell(machine))?;
+            let moved = self.step(machine, io).inspect_err(|_| self.announce_losses(machine))?;
             let over = done(machine);
             idle = if moved { 0 } else { idle + 1 };
             if over || idle == 32 {
@@ -429,19 +429,19 @@ impl Throughput {
         }
         let mut machine = self.machine.lock();
         if self.losses.ended().is_none() {
-            wait_for(self.farewell(), || machine.has_left());
+            wait_for(self.goodbye_timeout(), || machine.has_left());
         }
         drop(machine);
         self.proxy.close();
     }
 
     /// Waits, for a bounded time, until all others have been told of the losses.
-    fn tell(&self, machine: &mut Machine) {
-        wait_for(self.farewell(), || machine.has_told());
+    fn announce_losses(&self, machine: &mut Machine) {
+        wait_for(self.goodbye_timeout(), || machine.has_told());
         self.mask_lost(machine);
     }
 
-    fn farewell(&self) -> Duration {
+    fn goodbye_timeout(&self) -> Duration {
         FAREWELL.min(self.timeout())
     }
 }

@@ -71,7 +71,7 @@ impl Signals {
     /// Tells all others which incarnation of a rank this rank has given up, so that all do the same
     /// (RS-4).
     pub fn give_up(&mut self, ctx: &Context, member: Member) {
-        self.tell_all(ctx, ctx.layout.given_up(member.rank), 1 << shift(member.incarnation));
+        self.tell_all(ctx, ctx.layout.given_up(member.rank), 1 << shift_of(member.incarnation));
         self.told = Some(self.commands.drain());
     }
 
@@ -85,7 +85,7 @@ impl Signals {
     /// after which it has the signal.
     pub fn tell_itself(&mut self, ctx: &Context, member: Member) -> u64 {
         let (slot, value) =
-            (ctx.layout.given_up(member.rank) as u16, 1 << shift(member.incarnation));
+            (ctx.layout.given_up(member.rank) as u16, 1 << shift_of(member.incarnation));
         let add = Add { slot, value, ordered: false };
         self.commands.push(Command::Atomic { rank: member.rank as u16, channel: CHANNEL, add });
         self.commands.drain()
@@ -110,7 +110,7 @@ impl Signals {
         let word = &ctx.words[ctx.layout.given_up(rank) as usize];
         for incarnation in (*ready).max(to.saturating_sub(INCARNATIONS))..to {
             word.fetch_sub(
-                reporters(word.load(Acquire), incarnation) << shift(incarnation),
+                reporters(word.load(Acquire), incarnation) << shift_of(incarnation),
                 AcqRel,
             );
         }
@@ -128,10 +128,10 @@ impl Signals {
 
 /// The number of ranks that have given up an incarnation, from the word of its rank.
 fn reporters(word: u64, incarnation: u32) -> u64 {
-    word >> shift(incarnation) & ((1 << REPORTER_BITS) - 1)
+    word >> shift_of(incarnation) & ((1 << REPORTER_BITS) - 1)
 }
 
-fn shift(incarnation: u32) -> u32 {
+fn shift_of(incarnation: u32) -> u32 {
     incarnation % INCARNATIONS * REPORTER_BITS
 }
 

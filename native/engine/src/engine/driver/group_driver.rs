@@ -222,7 +222,7 @@ impl GroupDriver {
     /// Makes a sleeping worker wake at `at` or earlier.
     pub fn set_alarm(&self, at: Time) {
         if let Some(parker) = self.parker.as_ref().filter(|_| at != Time::NEVER) {
-            parker.alarm(at, Duration::ZERO);
+            parker.set_timer(at, Duration::ZERO);
         }
     }
 
@@ -230,7 +230,7 @@ impl GroupDriver {
     /// then.
     fn linger(&self, now: Time) {
         if let Some(parker) = &self.parker {
-            parker.alarm(now.after(LINGER), LINGER_MAX - LINGER);
+            parker.set_timer(now.after(LINGER), LINGER_MAX - LINGER);
         }
     }
 

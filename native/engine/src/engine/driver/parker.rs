@@ -85,7 +85,7 @@ impl Parker {
 
     /// Ends the sleep at `at`. Keeps an alarm that is set already, if it is at most `slack` later.
     #[inline]
-    pub fn alarm(&self, at: Time, slack: Duration) {
+    pub fn set_timer(&self, at: Time, slack: Duration) {
         if self.alarm.load(SeqCst) > at.after(slack).0 {
             self.set_alarm(at);
         }

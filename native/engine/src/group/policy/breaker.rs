@@ -84,7 +84,7 @@ impl Breaker {
             return None;
         }
         if !matches!(self.state, BreakerState::Closed { .. }) {
-            self.turn(BreakerState::HalfOpen { since: now });
+            self.set_state(BreakerState::HalfOpen { since: now });
         }
         Some(Permit(self.era))
     }
@@ -97,9 +97,11 @@ impl Breaker {
         match (self.state, well) {
             (BreakerState::Closed { .. }, true) => {}
             (BreakerState::Closed { since }, false) => self.fail(now, now.since(since)),
-            (BreakerState::HalfOpen { .. }, true) => self.turn(BreakerState::Closed { since: now }),
+            (BreakerState::HalfOpen { .. }, true) => {
+                self.set_state(BreakerState::Closed { since: now })
+            }
             (BreakerState::HalfOpen { .. }, false) => {
-                self.turn(BreakerState::Open { until: now.after(self.interval) });
+                self.set_state(BreakerState::Open { until: now.after(self.interval) });
                 self.interval = (self.interval * 2).min(PROBE_CAP);
             }
             // A pass is of the era in which it was given, and none is given while open.
@@ -113,10 +115,10 @@ impl Breaker {
             false => (self.rest * 2).max(used * SHARE).min(CAP),
         };
         self.interval = BASE;
-        self.turn(BreakerState::Open { until: now.after(self.rest) });
+        self.set_state(BreakerState::Open { until: now.after(self.rest) });
     }
 
-    fn turn(&mut self, state: BreakerState) {
+    fn set_state(&mut self, state: BreakerState) {
         self.state = state;
         self.era = self.era.wrapping_add(1);
     }

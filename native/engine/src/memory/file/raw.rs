@@ -49,7 +49,7 @@ pub(super) fn entry(work: &FileWork, rest: RemainingRange, tag: u64) -> Entry {
 }
 
 /// The request that ends when `fd`, an eventfd, is written to.
-pub(super) fn bell(fd: i32, word: &mut u64, tag: u64) -> Entry {
+pub(super) fn poll_eventfd(fd: i32, word: &mut u64, tag: u64) -> Entry {
     let word = std::ptr::from_mut(word).cast();
     opcode::Read::new(Fd(fd), word, 8).build().user_data(tag)
 }

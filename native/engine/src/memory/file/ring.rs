@@ -96,7 +96,7 @@ impl<'a> Ring<'a> {
         if self.listening || self.inbox.is_closed() {
             return;
         }
-        let entry = raw::bell(self.inbox.bell.as_raw_fd(), &mut self.word, BELL);
+        let entry = raw::poll_eventfd(self.inbox.bell.as_raw_fd(), &mut self.word, BELL);
         // SAFETY: word and bell outlive the request: the thread doesn't end while it listens.
         self.listening = unsafe { raw::push(&mut self.ring, &entry) };
     }

@@ -185,7 +185,7 @@ impl Job {
         let (pieces, bytes) = self.cut();
         let (from, to) = self.ends();
         let (first, then) = match slot {
-            Some(slot) => through(slot, &pieces),
+            Some(slot) => adjacent_ranges(slot, &pieces),
             None => (pieces, SmallVec::new()),
         };
         // SAFETY: the ranges lie in regions that this job keeps, as was checked when it was
@@ -226,7 +226,7 @@ impl Job {
 }
 
 /// The ranges of the copies to and from a slot, where they are adjacent.
-fn through(
+fn adjacent_ranges(
     slot: Slot,
     pieces: &[CopyRange],
 ) -> (SmallVec<[CopyRange; 4]>, SmallVec<[CopyRange; 4]>) {

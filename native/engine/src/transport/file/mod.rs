@@ -199,7 +199,7 @@ impl FileDomain {
     }
 
     /// Reports the end of a link after the last chunk has ended (MR-1).
-    fn bury(&mut self) {
+    fn report_ended_links(&mut self) {
         if !self.jobs.is_empty() {
             return;
         }
@@ -336,7 +336,7 @@ impl Domain for FileDomain {
         let mut moved = self.step_chunks();
         moved |= self.begin_chunks();
         moved |= self.deliver(room);
-        self.bury();
+        self.report_ended_links();
         moved |= !self.completions.is_empty();
         out.append(&mut self.completions);
         moved
