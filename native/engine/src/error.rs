@@ -48,7 +48,7 @@ pub enum EngineError {
     Storage { peer: String, op: &'static str, cause: String },
 
     /// `peer` is empty if no peer is known; `missing` counts the writes that an expectation lacks.
-    #[error("{op}{with} did not finish within {after:?}{lack}{hint}", with = with(.peer), lack = lack(*.missing), hint = or_longer(.hint))]
+    #[error("{op}{with} did not finish within {after:?}{lack}{hint}", with = with(.peer), lack = missing_text(*.missing), hint = or_longer(.hint))]
     Timeout {
         op: &'static str,
         peer: String,
@@ -127,7 +127,7 @@ fn on(nic: &str) -> String {
     }
 }
 
-fn lack(missing: u64) -> String {
+fn missing_text(missing: u64) -> String {
     match missing {
         0 => String::new(),
         1 => ": 1 write is missing".into(),

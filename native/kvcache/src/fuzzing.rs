@@ -68,7 +68,7 @@ pub(crate) mod tests {
     }
 
     /// One of each kind, as ends say them, without the mark and the version.
-    fn said() -> Vec<(&'static str, Vec<u8>)> {
+    fn sample_messages() -> Vec<(&'static str, Vec<u8>)> {
         let mut net = SimNet::new(SimConfig::default());
         let engine = net.engine(EngineConfig::default()).unwrap();
         let region = engine.alloc(256).unwrap();
@@ -128,7 +128,7 @@ pub(crate) mod tests {
 
     #[test]
     fn what_ends_say_decodes() {
-        for (name, body) in said() {
+        for (name, body) in sample_messages() {
             let bytes = sealed(&body);
             let known = Message::from_bytes(&bytes).is_ok() || Offer::from_bytes(&bytes).is_ok();
             assert!(known, "{name}");
@@ -142,12 +142,12 @@ pub(crate) mod tests {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/seeds/messages");
         if std::env::var_os("FABRIC_RAY_SEEDS").is_some() {
             fs::create_dir_all(&folder).unwrap();
-            for (name, body) in said() {
+            for (name, body) in sample_messages() {
                 fs::write(folder.join(name), body).unwrap();
             }
         }
         let seeds: Vec<_> = fs::read_dir(folder).unwrap().map(|e| e.unwrap().path()).collect();
-        assert!(seeds.len() >= said().len());
+        assert!(seeds.len() >= sample_messages().len());
         seeds.iter().for_each(|path| messages(&fs::read(path).unwrap()));
     }
 
@@ -202,7 +202,7 @@ pub(crate) mod tests {
             which in 0usize..9,
             edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>(), 0u8..4), 1..6),
         ) {
-            thread_local!(static SAID: Vec<(&'static str, Vec<u8>)> = said());
+            thread_local!(static SAID: Vec<(&'static str, Vec<u8>)> = sample_messages());
             let mut bytes = SAID.with(|said| said[which].1.clone());
             for (at, byte, how) in edits {
                 let at = at.index(bytes.len());

@@ -90,7 +90,7 @@ pub fn run(options: &Options) -> Result<(), String> {
         window: 1 << 12,
         ..SimConfig::default()
     });
-    let mut ranks = people(&mut net, shape).map_err(said)?;
+    let mut ranks = open_ranks(&mut net, shape).map_err(said)?;
     let mut times = [Vec::new(), Vec::new(), Vec::new()];
     let mut floors = [0.0f64; 2];
     for exchange in 0..WARM + options.exchanges {
@@ -163,7 +163,7 @@ pub fn run(options: &Options) -> Result<(), String> {
     Ok(())
 }
 
-fn people(net: &mut SimNet, shape: Shape) -> fabric_engine::Result<Vec<Rank>> {
+fn open_ranks(net: &mut SimNet, shape: Shape) -> fabric_engine::Result<Vec<Rank>> {
     let mut ranks = Vec::new();
     for rank in 0..shape.ranks {
         let config = EngineConfig { name: format!("rank {rank}"), ..EngineConfig::default() };

@@ -10,7 +10,7 @@ use fabric_engine::Time;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    floor::raw::poke,
+    floor::raw::store_word,
     lines::{self, TextResult},
 };
 
@@ -48,7 +48,7 @@ fn store(options: &Options, request: &Request) -> TextResult<Reply> {
     for value in (request.first..).take(request.samples as usize) {
         thread::sleep(Duration::from_micros(request.rest_us));
         stored.push(Time::now().0);
-        poke(options.pid, options.addr, value)?;
+        store_word(options.pid, options.addr, value)?;
     }
     Ok(Reply { stored })
 }

@@ -49,7 +49,7 @@ enum WakePath {
 
 impl WakePath {
     /// What is between two stores, asleep: there may be no core for one more thread that looks.
-    fn rest(self) {
+    fn sleep_between(self) {
         thread::sleep(match self {
             Self::Spinning => Duration::from_micros(60),
             Self::Napping | Self::Woken => Duration::from_millis(2),
@@ -178,7 +178,7 @@ impl Setup {
         let mut reply = Reply::default();
         for _ in 0..request.samples {
             self.make_ready()?;
-            request.way.rest();
+            request.way.sleep_between();
             let value = self.word.load() + 1;
             let stored = Time::now().0;
             match request.way {

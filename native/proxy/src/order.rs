@@ -99,7 +99,7 @@ impl Channel {
     ///
     /// # Errors
     /// [`OrderError::TooMany`].
-    pub fn wrote(
+    pub fn on_write(
         &mut self,
         epoch: u8,
         n: u32,

@@ -421,7 +421,7 @@ mod tests {
 
     /// The recorded begin and end of an expectation that began at `begun` and whose write arrived
     /// at `came`.
-    fn moments(
+    fn wait_times(
         begun: u64,
         came: u64,
         first: impl Fn(&mut dyn FnMut(), &mut dyn FnMut()),
@@ -453,10 +453,14 @@ mod tests {
             arrive();
             expect();
         };
-        assert_eq!(moments(1, 5, came_first), [1, 5], "expected by a clock read before the count");
-        assert_eq!(moments(5, 1, expected_first), [5, 5], "counted by a clock read before");
-        assert_eq!(moments(1, 5, expected_first), [1, 5]);
-        assert_eq!(moments(5, 1, came_first), [5, 5]);
+        assert_eq!(
+            wait_times(1, 5, came_first),
+            [1, 5],
+            "expected by a clock read before the count"
+        );
+        assert_eq!(wait_times(5, 1, expected_first), [5, 5], "counted by a clock read before");
+        assert_eq!(wait_times(1, 5, expected_first), [1, 5]);
+        assert_eq!(wait_times(5, 1, came_first), [5, 5]);
     }
 }
 

@@ -150,7 +150,7 @@ impl Watcher {
     pub fn store(&self, value: u64) -> Result<()> {
         let inner = self.watchers.inner.get()?;
         self.watch.word.store(value);
-        poke(inner);
+        wake_thread(inner);
         Ok(())
     }
 
@@ -161,7 +161,7 @@ impl Watcher {
     pub fn add(&self, n: u64) -> Result<()> {
         let inner = self.watchers.inner.get()?;
         self.watch.word.add(n);
-        poke(inner);
+        wake_thread(inner);
         Ok(())
     }
 }
@@ -181,7 +181,7 @@ impl Default for Watchers {
     }
 }
 
-fn poke((state, wake): &(Mutex<WatcherState>, Condvar)) {
+fn wake_thread((state, wake): &(Mutex<WatcherState>, Condvar)) {
     state.lock().poked = true;
     wake.notify_one();
 }
@@ -218,7 +218,7 @@ impl Watchers {
         }
         state.watches.push(Arc::clone(&watch));
         drop(state);
-        poke(inner);
+        wake_thread(inner);
         Ok(Watcher { watch, watchers: self.clone() })
     }
 
@@ -230,7 +230,7 @@ impl Watchers {
             state.watches.clear();
             state.thread.take()
         };
-        poke(inner);
+        wake_thread(inner);
         if let Some(t) = thread {
             if t.thread().id() != std::thread::current().id() {
                 let _ = t.join();

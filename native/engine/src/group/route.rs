@@ -83,7 +83,7 @@ pub(super) struct Link {
 
 impl Link {
     /// Describes the link, for `explain`.
-    fn said(&self, rail: &dyn Domain) -> String {
+    fn describe(&self, rail: &dyn Domain) -> String {
         let version = self.version.map(|v| format!("wire version {v}; ")).unwrap_or_default();
         format!("{}; {version}{}", self.description, rail.describe(self.id))
     }
@@ -514,7 +514,7 @@ impl Route {
             let device = rail.device().to_owned();
             let here: Vec<_> = self.active().iter().filter(|l| l.pair.rail == i).collect();
             if !here.is_empty() {
-                let said = here.iter().map(|l| l.said(&**rail));
+                let said = here.iter().map(|l| l.describe(&**rail));
                 let reason = said.collect::<Vec<_>>().join("; and ");
                 return TransportVerdict { transport, device, chosen: true, reason };
             }

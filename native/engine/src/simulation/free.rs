@@ -24,7 +24,7 @@ impl SimNet {
         let engines = self.lives.clone();
         let mut world = self.world.lock();
         let free = world.free.as_mut().filter(|_| passed);
-        free.into_iter().for_each(|f| engines.iter().for_each(|e| f.see(*e, now)));
+        free.into_iter().for_each(|f| engines.iter().for_each(|e| f.record_seen(*e, now)));
         passed
     }
 
@@ -32,7 +32,7 @@ impl SimNet {
     pub fn user_acts(&mut self, node: usize, what: u64) {
         let engine = self.lives[node];
         if let Some(free) = &mut self.world.lock().free {
-            free.see(engine, mix(what, 3));
+            free.record_seen(engine, mix(what, 3));
         }
     }
 
@@ -43,7 +43,7 @@ impl SimNet {
     }
 
     /// A choice in words.
-    pub fn words(&self, choice: NextEvent) -> String {
+    pub fn describe(&self, choice: NextEvent) -> String {
         self.world.lock().describe(choice, &self.lives)
     }
 }

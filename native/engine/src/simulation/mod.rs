@@ -233,7 +233,7 @@ impl SimNet {
         match world.next() {
             Some(at) if at <= timer.0 && at <= limit.0 => {
                 if let Some(event) = world.pop() {
-                    world.happen(event);
+                    world.apply_event(event);
                 }
             }
             _ if timer == Time::NEVER || timer > limit => return false,

@@ -122,7 +122,7 @@ impl Inner {
         if let Err(error) = after(self.control(), self.terms.beat, beat) {
             // Without beats the loss of the prefiller would go unnoticed.
             let mut actions = Vec::new();
-            self.state.lock().mute(session, &error, &mut actions);
+            self.state.lock().abandon_session(session, &error, &mut actions);
             self.run(actions);
         }
     }
@@ -178,7 +178,7 @@ impl DecoderState {
     }
 
     /// Ends the session with a prefiller because the local engine failed.
-    fn mute(&mut self, number: u64, error: &EngineError, actions: &mut Vec<Action>) {
+    fn abandon_session(&mut self, number: u64, error: &EngineError, actions: &mut Vec<Action>) {
         if Cause::of(error) == Cause::Closed {
             for seq in self.of(number) {
                 self.fail(seq, Cause::Closed, actions);

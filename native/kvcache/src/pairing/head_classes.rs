@@ -25,7 +25,7 @@ impl HeadClass {
     pub fn source(&self, target: u32, salt: u64) -> Option<u32> {
         let place = self.targets.binary_search(&target).ok()? as u64;
         let holders = self.sources.len() as u64;
-        let turned = (place % holders + mixed(salt) % holders) % holders;
+        let turned = (place % holders + mix_salt(salt) % holders) % holders;
         Some(self.sources[turned as usize])
     }
 }
@@ -59,7 +59,7 @@ pub(super) fn common(a: &Range<u32>, b: &Range<u32>) -> Range<u32> {
 }
 
 /// The finaliser of SplitMix64: salts that are counted up or that share low bits still turn evenly.
-fn mixed(salt: u64) -> u64 {
+fn mix_salt(salt: u64) -> u64 {
     let z = (salt ^ (salt >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)

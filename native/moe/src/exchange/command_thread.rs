@@ -222,7 +222,7 @@ fn work(inner: &Arc<Inner>, mut popper: Popper, stop: &AtomicBool) {
         }
         let quiet = quiet_since.elapsed();
         poller.set(quiet < IDLE);
-        match nap(quiet, cores, POLLING.load(SeqCst)) {
+        match sleep_time(quiet, cores, POLLING.load(SeqCst)) {
             None => std::thread::yield_now(),
             Some(nap) => std::thread::sleep(nap),
         }
@@ -231,7 +231,7 @@ fn work(inner: &Arc<Inner>, mut popper: Popper, stop: &AtomicBool) {
 
 /// The sleep of a thread that got no command for `quiet`, while `polling` ranks poll; `None`: poll
 /// again.
-fn nap(quiet: Duration, cores: usize, polling: usize) -> Option<Duration> {
+fn sleep_time(quiet: Duration, cores: usize, polling: usize) -> Option<Duration> {
     match quiet {
         _ if quiet >= IDLE => Some(LONG_NAP),
         _ if quiet < SPIN || polling * CORES <= cores => None,
@@ -271,14 +271,14 @@ mod tests {
     #[test]
     fn a_thread_polls_only_with_enough_cores_and_for_a_limited_time() {
         let soon = Duration::from_millis(1);
-        assert_eq!(nap(Duration::ZERO, 1, 8), None);
-        assert_eq!(nap(soon, CORES - 1, 1), Some(NAP));
-        assert_eq!(nap(soon, CORES, 1), None);
-        assert_eq!(nap(soon, CORES, 2), Some(SHORT_NAP));
-        assert_eq!(nap(soon, 3 * CORES, 3), None);
-        assert_eq!(nap(soon, 3 * CORES, 4), Some(SHORT_NAP));
+        assert_eq!(sleep_time(Duration::ZERO, 1, 8), None);
+        assert_eq!(sleep_time(soon, CORES - 1, 1), Some(NAP));
+        assert_eq!(sleep_time(soon, CORES, 1), None);
+        assert_eq!(sleep_time(soon, CORES, 2), Some(SHORT_NAP));
+        assert_eq!(sleep_time(soon, 3 * CORES, 3), None);
+        assert_eq!(sleep_time(soon, 3 * CORES, 4), Some(SHORT_NAP));
         for cores in [1, CORES, 1000] {
-            assert_eq!(nap(IDLE, cores, 1), Some(LONG_NAP));
+            assert_eq!(sleep_time(IDLE, cores, 1), Some(LONG_NAP));
         }
     }
 

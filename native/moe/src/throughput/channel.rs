@@ -79,7 +79,7 @@ impl Channel {
 
     /// Makes the lanes of an era, if it has this channel. All that was sent in earlier ones is
     /// over.
-    pub fn renew(&mut self, ctx: &Context) {
+    pub fn rebuild(&mut self, ctx: &Context) {
         self.pool.give_back(&ctx.here, &mut self.commands);
         if self.number >= ctx.spec.channels {
             return;
@@ -201,7 +201,7 @@ impl Channel {
     ) -> Result<bool, StopCause> {
         let mut moved = false;
         for sender in &mut self.rail_senders {
-            moved |= sender.sums.freshen(ctx, &mut self.commands, call)?;
+            moved |= sender.sums.skip_earlier(ctx, &mut self.commands, call)?;
         }
         for receiver in &mut self.node_receivers {
             moved |= receiver.answer(ctx, &mut self.commands, call)?;

@@ -253,7 +253,7 @@ impl Gateway {
             moved |= ring.update(&ctx.words, commands).map_err(by(ring.layout.partner))?;
         }
         if let Input::Ring(reader) = &mut self.input {
-            moved |= reader.freshen(ctx, commands, call)?;
+            moved |= reader.skip_earlier(ctx, commands, call)?;
         }
         if self.rows.is_none() {
             moved |= self.forward_preamble(ctx, commands, arrivals, call)?;

@@ -233,7 +233,7 @@ impl Machine {
             return Err(EngineError::Invalid(text.into()));
         }
         match self.is_abandoned {
-            true => self.renew()?,
+            true => self.rebuild()?,
             false => self.ctx.exchange = next_exchange(self.ctx.exchange),
         }
         self.tokens = routes.tokens;
@@ -253,7 +253,7 @@ impl Machine {
 
     /// Makes the lanes of the present ranks. If a rank is missing, no rank forwards: the grid is
     /// flat.
-    fn renew(&mut self) -> Result<()> {
+    fn rebuild(&mut self) -> Result<()> {
         let era = self.membership.era();
         if era >= 1 << 15 {
             let text = "ranks came and went too often for one exchange; make another";
@@ -266,7 +266,7 @@ impl Machine {
             false => (self.spec, ctx.grid.whole()),
         };
         (ctx.era, ctx.exchange) = (era, first_exchange(era, is_flat));
-        self.channels.iter_mut().for_each(|channel| channel.renew(&self.ctx));
+        self.channels.iter_mut().for_each(|channel| channel.rebuild(&self.ctx));
         self.is_abandoned = false;
         Ok(())
     }
@@ -518,7 +518,7 @@ impl Machine {
         self.jobs.are_under_way()
     }
 
-    pub fn rest(&mut self, resting: bool) {
+    pub fn set_resting(&mut self, resting: bool) {
         self.jobs.resting = resting;
     }
 

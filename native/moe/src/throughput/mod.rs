@@ -322,13 +322,13 @@ impl Throughput {
     ) -> Result<()> {
         let there = self.step_until(machine, io, done);
         if there.is_ok() && machine.is_at_work() {
-            machine.rest(true);
+            machine.set_resting(true);
             if self.step_until(machine, io, |machine| !machine.is_at_work()).is_err() {
                 // Losses meanwhile are reported by the next call.
                 machine.report_again();
                 self.release_memory(machine, io);
             }
-            machine.rest(false);
+            machine.set_resting(false);
         }
         if there.is_err() {
             self.release_memory(machine, io);

@@ -101,7 +101,7 @@ impl NodeReceiver {
         call: &mut Call<'_, '_, '_>,
     ) -> Result<bool, StopCause> {
         let before = (self.reader.ring.taken, self.taken);
-        if self.reader.freshen(ctx, commands, call)? {
+        if self.reader.skip_earlier(ctx, commands, call)? {
             self.taken = self.reader.ring.taken;
         }
         if self.rows.is_none() {

@@ -39,7 +39,7 @@ impl Reader {
     }
 
     /// Passes over slots of earlier eras; whether there was one.
-    pub fn freshen(
+    pub fn skip_earlier(
         &mut self,
         ctx: &Context,
         commands: &mut Commands,

@@ -332,7 +332,7 @@ impl Rank {
 }
 
 fn rests(machine: &mut Machine) -> bool {
-    machine.rest(machine.is_at_work());
+    machine.set_resting(machine.is_at_work());
     machine.is_at_work()
 }
 

@@ -297,7 +297,7 @@ pub fn write_vectors(pairs: &mut [(&[u8], &mut [u8])]) -> TextResult<()> {
 }
 
 /// Stores a word into another process; the kernel copies 8 aligned bytes at once.
-pub fn poke(pid: i32, addr: usize, value: u64) -> TextResult<()> {
+pub fn store_word(pid: i32, addr: usize, value: u64) -> TextResult<()> {
     let local = libc::iovec { iov_base: (&raw const value).cast_mut().cast(), iov_len: 8 };
     let remote = libc::iovec { iov_base: addr as *mut _, iov_len: 8 };
     // SAFETY: the kernel reads `value`, which lives through the call, and checks the address in the other process.

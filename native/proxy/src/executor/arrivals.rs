@@ -108,7 +108,7 @@ impl Executor {
                 }
                 channel.ended(tag.epoch, entry, apply)?;
             }
-            _ => channel.wrote(tag.epoch, n, apply)?,
+            _ => channel.on_write(tag.epoch, n, apply)?,
         }
         for _ in 0..channel.credits() {
             self.send_tag(rank, Kind::Credit, tag.channel, 0);

@@ -60,7 +60,7 @@ impl Receiver {
                 let entry = OrderEntry { slot: 0, value: a.epoch as i64, ordered, writes };
                 channel.ended(epoch, entry, |e| now.push(e.value as usize)).unwrap();
             }
-            false => channel.wrote(epoch, 1, |e| now.push(e.value as usize)).unwrap(),
+            false => channel.on_write(epoch, 1, |e| now.push(e.value as usize)).unwrap(),
         }
         for epoch in now {
             let applied = &self.applied[a.channel];
@@ -167,7 +167,7 @@ fn a_sender_that_violates_the_protocol_is_detected() {
     channel.ended(0, entry, |_| panic!("its write is missing")).unwrap();
     assert_eq!(channel.ended(0, entry, |_| ()), Err(OrderError::Twice(0)));
     let too_many = OrderError::TooMany { epoch: 1, counted: 2, writes: 1 };
-    channel.wrote(1, 2, |_| ()).unwrap();
+    channel.on_write(1, 2, |_| ()).unwrap();
     assert_eq!(channel.ended(1, entry, |_| ()), Err(too_many));
     assert_eq!(OrderEntry::from_bytes([0xff; 16]), Err(OrderError::Garbled));
 }

@@ -151,7 +151,7 @@ pub fn length(
     if let Some(n) = nbytes {
         return Ok(n);
     }
-    match (rest("src", src, src_offset), rest("dst", dst, dst_offset)) {
+    match (remaining_bytes("src", src, src_offset), remaining_bytes("dst", dst, dst_offset)) {
         (Ok(src), Ok(dst)) if src == dst => Ok(src),
         (Ok(src), Ok(dst)) => Err(fe::EngineError::Invalid(format!(
             "src has {src} bytes and dst has {dst}: name nbytes, or slice one of them"
@@ -162,7 +162,7 @@ pub fn length(
 }
 
 /// What is left of `limit` bytes after the first `offset`.
-fn rest(what: &str, limit: u64, offset: u64) -> Result<u64, fe::EngineError> {
+fn remaining_bytes(what: &str, limit: u64, offset: u64) -> Result<u64, fe::EngineError> {
     let outside = || fe::EngineError::OutOfBounds { what: what.to_owned(), offset, len: 0, limit };
     limit.checked_sub(offset).ok_or_else(outside)
 }

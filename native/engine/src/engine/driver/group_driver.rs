@@ -228,7 +228,7 @@ impl GroupDriver {
 
     /// Sets a timer after which the worker takes over if no caller polls. Nothing is armed until
     /// then.
-    fn linger(&self, now: Time) {
+    fn set_handover_timer(&self, now: Time) {
         if let Some(parker) = &self.parker {
             parker.set_timer(now.after(LINGER), LINGER_MAX - LINGER);
         }
@@ -273,7 +273,7 @@ impl GroupDriver {
         self.pollers.fetch_sub(1, SeqCst);
         let now = Time::now();
         self.left_at.store(now.0, Relaxed);
-        self.linger(now);
+        self.set_handover_timer(now);
     }
 
     #[inline]
@@ -371,7 +371,7 @@ impl GroupDriver {
                 }
             }
             // Another thread drives, and arms when it leaves.
-            None => self.linger(Time::now()),
+            None => self.set_handover_timer(Time::now()),
         }
     }
 

@@ -56,14 +56,19 @@ impl Parker {
                 // SAFETY: a domain keeps its descriptors open, and outlives the worker that sleeps
                 // here.
                 let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-                epoll::add(&parker.epoll, fd, epoll::EventData::new_u64(0), Self::quiet())
-                    .map_err(fail("epoll_ctl"))?;
+                epoll::add(
+                    &parker.epoll,
+                    fd,
+                    epoll::EventData::new_u64(0),
+                    Self::disabled_events(),
+                )
+                .map_err(fail("epoll_ctl"))?;
             }
         }
         Ok(parker)
     }
 
-    fn quiet() -> epoll::EventFlags {
+    fn disabled_events() -> epoll::EventFlags {
         epoll::EventFlags::ONESHOT
     }
 

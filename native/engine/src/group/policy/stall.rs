@@ -13,7 +13,7 @@ const PATIENCE_FACTOR: u32 = 16;
 const PATIENCE_FLOOR: Duration = Duration::from_millis(20);
 
 /// How long a slice may be under way before it counts as stalled.
-pub fn patience(expected: Duration) -> Duration {
+pub fn stall_timeout(expected: Duration) -> Duration {
     expected.saturating_mul(PATIENCE_FACTOR).max(PATIENCE_FLOOR)
 }
 
@@ -65,8 +65,8 @@ mod tests {
     #[test]
     fn patience_is_far_beyond_what_was_expected() {
         let us = Duration::from_micros;
-        assert_eq!(patience(us(10)), us(20_000));
-        assert_eq!(patience(us(10_000)), us(160_000));
-        assert_eq!(patience(Duration::MAX), Duration::MAX);
+        assert_eq!(stall_timeout(us(10)), us(20_000));
+        assert_eq!(stall_timeout(us(10_000)), us(160_000));
+        assert_eq!(stall_timeout(Duration::MAX), Duration::MAX);
     }
 }

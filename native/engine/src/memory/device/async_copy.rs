@@ -168,7 +168,7 @@ impl AsyncCopier {
 
     /// The name of what reads and writes files.
     pub fn files_by(&self) -> &'static str {
-        self.files.by().unwrap_or("the file's owner")
+        self.files.backend_name().unwrap_or("the file's owner")
     }
 
     /// Ends the engine's file queue, for all its transports.

@@ -91,7 +91,7 @@ struct RunningThreads {
 
 impl std::fmt::Debug for FileQueue {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "FileQueue({:?})", self.by())
+        write!(f, "FileQueue({:?})", self.backend_name())
     }
 }
 
@@ -102,7 +102,7 @@ impl FileQueue {
     }
 
     /// Who carries it out; `None` before the first use.
-    pub fn by(&self) -> Option<&'static str> {
+    pub fn backend_name(&self) -> Option<&'static str> {
         self.running.lock().as_ref().map(|r| r.by)
     }
 

@@ -52,7 +52,7 @@ fn scattered_ranges_are_written_and_read_back() {
         }
         assert!(fs::read(&path).unwrap() == bytes && read == bytes, "{backend:?}");
         if backend == FileBackend::Threads {
-            assert_eq!(queue.by(), Some("threads"));
+            assert_eq!(queue.backend_name(), Some("threads"));
         }
         fs::remove_file(&path).unwrap();
     }

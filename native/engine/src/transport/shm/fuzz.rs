@@ -100,7 +100,7 @@ pub fn peer_input(bytes: &[u8]) {
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
     }
-    judge(&out, posted);
+    check_completions(&out, posted);
 }
 
 fn act(
@@ -148,7 +148,7 @@ fn act(
     }
 }
 
-fn judge(out: &[Completion], posted: u32) {
+fn check_completions(out: &[Completion], posted: u32) {
     let mut ended = vec![0; posted as usize];
     let mut down = false;
     for c in out {

@@ -61,7 +61,7 @@ impl FreeSchedule {
     }
 
     /// An engine sees an event.
-    pub fn see(&mut self, engine: EngineId, what: u64) {
+    pub fn record_seen(&mut self, engine: EngineId, what: u64) {
         let history = self.histories.entry(engine).or_default();
         history.seen = mix(history.seen, what);
     }
@@ -147,16 +147,19 @@ impl World {
             NextEvent::Event(i) => {
                 let Pending { id, event, .. } = free.pending.remove(i);
                 free.happening = id;
-                free.see(event.at().engine, id);
+                free.record_seen(event.at().engine, id);
                 if let Event::Connect { from, .. } = event {
-                    free.see(from.engine, id);
+                    free.record_seen(from.engine, id);
                 }
-                self.happen(event);
+                self.apply_event(event);
             }
             NextEvent::Loss(i) => {
                 let Some((here, there)) = self.ends().get(i).copied() else { return };
                 let Some(free) = &mut self.free else { return };
-                free.see(here.0.engine, 1 + u64::from(here.0.rail) + (u64::from(here.1) << 8));
+                free.record_seen(
+                    here.0.engine,
+                    1 + u64::from(here.0.rail) + (u64::from(here.1) << 8),
+                );
                 let cause = DomainError::LinkDown("the link broke".into());
                 free.add(here.0.engine, None, Event::Cut { at: there, cause: cause.clone() });
                 self.cut(here, &cause);

@@ -218,7 +218,7 @@ impl World {
         }
         if let (Some(free), Some(found)) = (&mut self.free, found) {
             // Tests check one node's memory when something ends at another node.
-            free.see(to.engine, found);
+            free.record_seen(to.engine, found);
         }
         if job.kind == Kind::Read && error.is_none() {
             let n = job.chunks.get(at).map_or(0, |p| p.len);

@@ -310,7 +310,7 @@ impl World {
         }
     }
 
-    pub fn happen(&mut self, event: Event) {
+    pub fn apply_event(&mut self, event: Event) {
         self.stirred.insert(event.at().engine);
         if let Event::Connect { from, .. } = event {
             self.stirred.insert(from.engine);

@@ -84,7 +84,7 @@ pub fn peer_input(bytes: &[u8]) {
         let _ = stream.write_all(&[0xEE; 256]);
     }
     listen(&mut domain, &mut out);
-    judge(&out);
+    check_completions(&out);
     assert!(!over || local == fetched, "bytes of a read that was over");
     let (before, after) = (&memory[..GUARD], &memory[GUARD + REGION..]);
     assert!(before.iter().chain(after).all(|b| *b == 0xA5), "bytes outside the region");
@@ -118,7 +118,7 @@ fn our_work(local: usize) -> [WorkRequest; 3] {
     ]
 }
 
-fn judge(out: &[Completion]) {
+fn check_completions(out: &[Completion]) {
     let mut ended = [0; 3];
     let mut down = false;
     for c in out {

@@ -112,9 +112,9 @@ impl<'a> Path<'a> {
         self.run.net.state() ^ left.wrapping_mul(0x9e37_79b9_7f4a_7c15)
     }
 
-    pub fn words(&self, what: Move) -> String {
+    pub fn describe(&self, what: Move) -> String {
         match what {
-            Move::Network(choice) => self.run.net.words(choice),
+            Move::Network(choice) => self.run.net.describe(choice),
             Move::User => format!("{:?}", self.scope.case.work[self.steps].1),
             Move::Hurry => "a timer strikes".into(),
             Move::Crash(node) => format!("node {node} ends"),

@@ -24,7 +24,7 @@ impl Gateway {
             moved = ring.update(&ctx.words, commands).map_err(by(ring.layout.partner))?;
         }
         for answers in self.answers.iter_mut().flatten() {
-            moved |= answers.freshen(ctx, commands, call)?;
+            moved |= answers.skip_earlier(ctx, commands, call)?;
         }
         while self.summed < self.records.len() && call.may_begin() {
             let n = self.summable(ctx, call)?;

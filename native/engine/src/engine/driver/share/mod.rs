@@ -116,7 +116,7 @@ impl HostShare {
     pub fn publish(&mut self, now: Time, demand: ByClass) {
         self.latest = demand;
         self.peak = self.peak.max(demand);
-        if now >= self.look_at && (matters(self.peak) || self.told != ByClass::default()) {
+        if now >= self.look_at && (is_significant(self.peak) || self.told != ByClass::default()) {
             self.look(now);
         }
     }
@@ -136,7 +136,7 @@ impl HostShare {
         match self.told == ByClass::default() {
             true => Time::NEVER,
             // The end of the demand, or its continuation, must be written.
-            false if !matters(self.latest) => self.look_at,
+            false if !is_significant(self.latest) => self.look_at,
             false => self.beat_at.max(self.look_at),
         }
     }
@@ -144,7 +144,7 @@ impl HostShare {
     #[cold]
     fn look(&mut self, now: Time) {
         self.look_at = now.after(LOOK);
-        let wanted = if matters(self.peak) { self.peak } else { ByClass::default() };
+        let wanted = if is_significant(self.peak) { self.peak } else { ByClass::default() };
         self.peak = self.latest;
         if let Err(e) = self.exchange(now, wanted) {
             self.warn(&e);
@@ -180,7 +180,7 @@ impl HostShare {
             }
         }
         table.read()?;
-        self.others.see(now, table.found(), |slot| table.is_held(slot));
+        self.others.update(now, table.found(), |slot| table.is_held(slot));
         Ok(())
     }
 
@@ -204,7 +204,7 @@ impl HostShare {
 }
 
 /// Whether a demand is large enough to be written.
-fn matters(demand: ByClass) -> bool {
+fn is_significant(demand: ByClass) -> bool {
     demand.total() >= LEAST
 }
 

@@ -38,7 +38,7 @@ impl OtherProcesses {
     }
 
     /// Updates from the slots of all others. `holds` tells whether a slot's lock is held.
-    pub fn see(
+    pub fn update(
         &mut self,
         now: Time,
         found: impl Iterator<Item = (usize, SlotContent)>,
@@ -95,7 +95,7 @@ mod tests {
         let (asked, alive) = (Cell::new(0), Cell::new(true));
         let mut at = |now, found| {
             asked.set(0);
-            others.see(ms(now), std::iter::once((5, found)), |slot| {
+            others.update(ms(now), std::iter::once((5, found)), |slot| {
                 assert_eq!(slot, 5);
                 asked.set(asked.get() + 1);
                 alive.get()
