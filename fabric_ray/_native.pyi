@@ -1151,7 +1151,7 @@ class MoeThroughput:
         threads: int,
         timeout: float,
         incarnation: int = 0,
-        far: tuple[int, Callable[[int, int], tuple[Region, int, object]]] | None = None,
+        kernels: tuple[int, Callable[[int, int], tuple[Region, int, object]]] | None = None,
     ) -> Self: ...
     @property
     def areas(self) -> list[tuple[str, str, int]]: ...

@@ -31,7 +31,7 @@ struct MoeThroughput(DetachedDrop<Throughput>);
 
 /// Memory for an exchange that kernels carry out, as `allocate` gives it for so many bytes and
 /// words.
-fn far(
+fn kernel_memory(
     py: Python<'_>,
     spec: &Spec,
     (workers, allocate): (u32, Bound<'_, PyAny>),
@@ -51,7 +51,7 @@ impl MoeThroughput {
     /// `engine` says what the engines of the proxy's threads are like.
     #[new]
     #[allow(clippy::too_many_arguments)] // keyword arguments
-    #[pyo3(signature = (engine, *, rank, ranks, ranks_per_node, experts, topk, max_tokens, row_nbytes, elements, dtype, channels, chunk, ring_chunks, threads, timeout, incarnation=0, far=None))]
+    #[pyo3(signature = (engine, *, rank, ranks, ranks_per_node, experts, topk, max_tokens, row_nbytes, elements, dtype, channels, chunk, ring_chunks, threads, timeout, incarnation=0, kernels=None))]
     fn new(
         py: Python<'_>,
         engine: &Engine,
@@ -70,7 +70,7 @@ impl MoeThroughput {
         #[pyo3(from_py_with = checked_int)] threads: u32,
         timeout: f64,
         #[pyo3(from_py_with = checked_int)] incarnation: u32,
-        far: Option<(u32, Bound<'_, PyAny>)>,
+        kernels: Option<(u32, Bound<'_, PyAny>)>,
     ) -> PyResult<Self> {
         let back = moe::AnswerFormat { elements, float: float(py, dtype)? };
         let shape = moe::Shape {
@@ -85,14 +85,14 @@ impl MoeThroughput {
         };
         let spec = Spec { shape, ranks_per_node, channels, chunk, ring_chunks, threads };
         let member = Member { rank, incarnation };
-        let patience = self::timeout(py, timeout)?;
+        let timeout = self::timeout(py, timeout)?;
         let config = engine.config.clone();
-        if let Some(far) = far {
-            let far = self::far(py, &spec, far)?;
-            let open = || Throughput::open_with_kernels(&config, spec, member, patience, far);
+        if let Some(kernels) = kernels {
+            let memory = kernel_memory(py, &spec, kernels)?;
+            let open = || Throughput::open_with_kernels(&config, spec, member, timeout, memory);
             return py.detach(open).map(|t| Self(DetachedDrop::new(t))).or_raise(py);
         }
-        let opened = py.detach(|| Throughput::open(&config, spec, member, patience));
+        let opened = py.detach(|| Throughput::open(&config, spec, member, timeout));
         opened.map(|t| Self(DetachedDrop::new(t))).or_raise(py)
     }
 
