@@ -36,7 +36,7 @@ pub struct Token {
     pub part: u32,
 }
 
-/// What a domain can do with one work request.
+/// Limits of one work request of a domain.
 #[derive(Clone, Copy, Debug)]
 pub struct Caps {
     /// Longest contiguous range, bytes.
@@ -47,7 +47,7 @@ pub struct Caps {
     pub max_message: usize,
 }
 
-/// Where the pages of a work request begin, as byte offsets from a base.
+/// Start offsets of the pages of a work request, in bytes from a base.
 #[derive(Clone, Debug)]
 pub enum Seq {
     Strided { offset: u64, stride: u64 },
@@ -159,7 +159,7 @@ pub enum Post {
     Full,
 }
 
-/// What one end of a lost link knows of the counts that arrived over it. Every variant but `Unknown`
+/// The counts that arrived over a lost link, as one end knows them. Every variant but `Unknown`
 /// promises that nothing of the peer can land over the link any more (MR-1).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Receipt {
@@ -327,7 +327,7 @@ pub trait Domain: Send {
 
     fn deregister(&mut self, index: u32) -> RegionRelease;
 
-    /// What a deregistered region that is not released waits for, as text; `None` if unknown.
+    /// The reason why a deregistered region is not released, as text; `None` if unknown.
     fn waits_for(&self, _index: u32) -> Option<String> {
         None
     }

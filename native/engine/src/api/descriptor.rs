@@ -22,9 +22,9 @@ pub struct RegionKey {
 pub struct RailKey {
     /// The NIC: its place among the endpoints of the owner's address.
     pub rail: u8,
-    /// Where its part of the registration begins, bytes.
+    /// Start of the region's part of the registration, bytes.
     pub offset: u64,
-    /// What the NIC calls that place: a virtual address, or 0 where it counts from the start.
+    /// Address of that offset for the NIC: a virtual address, or 0 for NICs that count from the start.
     pub base: u64,
     pub key: u64,
 }
@@ -69,7 +69,7 @@ impl From<RailKeys> for Vec<RailKey> {
 pub struct RegionDescriptor {
     pub owner: EngineAddress,
     pub key: RegionKey,
-    /// Where this part begins in the registration, bytes.
+    /// Start of this part in the registration, bytes.
     pub offset: u64,
     /// Bytes.
     pub len: u64,

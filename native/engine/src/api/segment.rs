@@ -42,12 +42,12 @@ impl std::fmt::Display for PartLocation {
 /// A region, or a slice of one, and where it lies in its segment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SegmentPart {
-    /// Its first byte in the segment.
+    /// Offset of the first byte in the segment.
     pub at: u64,
     /// Bytes.
     pub len: u64,
     pub key: RegionKey,
-    /// Where it begins in its registration, bytes.
+    /// Offset in the registration, bytes.
     pub offset: u64,
     pub rail_keys: RailKeys,
     pub location: PartLocation,
@@ -213,7 +213,7 @@ mod tests {
             })
     }
 
-    /// Which part a byte lies in, by looking at each.
+    /// Finds the part of a byte by a linear search.
     fn holder(parts: &[(u64, u64)], byte: u64) -> Option<(usize, u64)> {
         let at = parts.iter().position(|(at, len)| (*at..at + len).contains(&byte))?;
         Some((at, byte - parts[at].0))

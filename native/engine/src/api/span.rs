@@ -6,7 +6,7 @@
 pub struct Span(pub u64);
 
 impl Span {
-    /// What belongs to no request.
+    /// The span of work without a request.
     pub const NONE: Self = Self(0);
 
     /// The span of a name: 64-bit FNV-1a of its bytes.

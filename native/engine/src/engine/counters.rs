@@ -277,7 +277,7 @@ impl Counters {
         }
     }
 
-    /// How many writes have been counted so far.
+    /// Number of writes counted so far.
     #[inline]
     pub fn arrived(&self, imm: Imm) -> u64 {
         self.cell(imm.slot()).arrived.load(Acquire)

@@ -38,7 +38,7 @@ pub struct Grant {
     pub ttl: Option<Duration>,
 }
 
-/// What a grant adds to a registration.
+/// The restrictions of a grant on its region.
 pub(super) struct GrantScope {
     pub from: Arc<RegionMemory>,
     pub only: Option<EngineId>,

@@ -242,7 +242,7 @@ impl TransferEngine {
     }
 
     /// A number that is unique within this engine. It names messages that may arrive late (MR-2).
-    /// It is at least 2^32, so that all numbers have the same encoded size.
+    /// Returns a number of at least 2^32, so that all numbers have the same encoded size.
     pub fn number(&self) -> u64 {
         self.shared.take_number()
     }

@@ -184,7 +184,7 @@ impl Region {
         Ok(f(unsafe { std::slice::from_raw_parts(from, len as usize) }))
     }
 
-    /// Where the memory lies.
+    /// Location of the memory.
     pub fn location(&self) -> &Location {
         &self.inner.memory.location
     }

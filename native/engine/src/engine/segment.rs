@@ -12,7 +12,7 @@ use crate::{
 };
 
 /// Regions of this engine, in host memory, GPU memory or files, laid out as one range of offsets.
-/// It keeps its regions. Cheap to clone.
+/// A clone shares the regions.
 #[derive(Clone, Debug)]
 pub struct Segment {
     parts: Arc<Parts<Region>>,

@@ -22,7 +22,7 @@ type OnChange = Box<dyn Fn(u64, u64) + Send + Sync>;
 
 /// Polls in a row before the thread yields its core; the writer may need it.
 const LOOKS: u32 = 32;
-/// How long the thread spins after a change.
+/// Time that the thread spins after a change.
 const SPIN: Duration = Duration::from_micros(200);
 /// Longest sleep between polls.
 const LONGEST_NAP: Duration = Duration::from_millis(2);

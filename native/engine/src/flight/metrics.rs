@@ -31,7 +31,7 @@ pub struct PeerMetrics {
     pub tally: PeerTally,
 }
 
-/// All that an engine counts, since it was opened.
+/// The metrics of an engine since it was opened.
 #[derive(Clone, Debug, Default)]
 pub struct Metrics {
     /// Writes counted here, and immediates of an earlier use of their counter.
@@ -42,7 +42,7 @@ pub struct Metrics {
     pub retiring: usize,
     /// Requests that are not over.
     pub going_on: usize,
-    /// How long expectations waited until they were full.
+    /// Wait times of expectations that were met.
     pub expected: Histogram,
     pub rails: Vec<RailMetrics>,
     pub peers: Vec<PeerMetrics>,

@@ -6,17 +6,18 @@ use crate::{
     time::Time,
 };
 
-/// When a transfer went from one state to the next; [`Time::NEVER`] for states that it has not reached.
+/// The times at which a transfer changed its state; [`Time::NEVER`] for states that it has not reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TransferTimes {
-    /// The engine was asked.
+    /// The request reached the engine.
     pub queued: Time,
-    /// Its first and its latest work request were given to a link.
+    /// The first work request was posted to a link.
     pub posted: Time,
+    /// The last work request was posted to a link.
     pub all_posted: Time,
-    /// The latest of its work requests was acknowledged.
+    /// The last work request was acknowledged.
     pub wire: Time,
-    /// The waiter was told.
+    /// The completion was reported.
     pub told: Time,
 }
 
@@ -30,7 +31,7 @@ impl TransferTimes {
 /// The part of a transfer to one counter of a peer, or to a peer without a count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Part {
-    /// Its place in [`Records::peers`].
+    /// Index in [`Records::peers`].
     pub peer: u32,
     /// The counter there, and how many writes it is to count; 0 where nothing counts.
     pub imm: u32,
@@ -47,20 +48,20 @@ pub struct TransferRecord {
     pub priority: Priority,
     pub span: Span,
     pub times: TransferTimes,
-    /// Where it went; the latest of many only.
+    /// The parts by peer and rail; of many, only the latest.
     pub parts: Vec<Part>,
     /// Parts that are no longer known.
     pub parts_lost: u32,
     /// Work requests posted, and how many of them were sent before.
     pub slices: u32,
     pub again: u32,
-    /// How often it found no room in a window.
+    /// Number of times that it found no room in a window.
     pub waits: u32,
     /// One bit for each rail that carried some of it.
     pub rails: u32,
     /// Nothing of it is under way.
     pub over: bool,
-    /// How many transfers like it this one stands for.
+    /// Number of transfers that this sample represents.
     pub weight: u32,
     /// Why it failed.
     pub failure: Option<Box<str>>,
@@ -112,7 +113,7 @@ impl EventKind {
 pub struct PathEvent {
     pub at: Time,
     pub kind: EventKind,
-    /// Its place in [`Records::peers`].
+    /// Index in [`Records::peers`].
     pub peer: u32,
     pub rail: Option<u8>,
     pub cause: Box<str>,
@@ -149,7 +150,7 @@ pub struct Records {
     pub missed: u64,
     pub peers: Vec<(EngineId, String)>,
     pub rails: Vec<(TransportKind, String)>,
-    /// Those that are over, then those that are not.
+    /// The ended transfers, then those in flight.
     pub transfers: Vec<TransferRecord>,
     pub arrivals: Vec<Arrival>,
     pub expectations: Vec<ExpectationRecord>,

@@ -38,7 +38,7 @@ impl<T> Ring<T> {
         self.written += 1;
     }
 
-    /// How many were written in all: the number of the next.
+    /// Number of entries written in all, which is the number of the next.
     #[inline]
     pub fn written(&self) -> u64 {
         self.written
@@ -56,7 +56,7 @@ impl<T> Ring<T> {
         self.slots.get_mut(at)
     }
 
-    /// Those from a number on that are still there, oldest first.
+    /// The kept entries from a number on, oldest first.
     pub fn since(&self, number: u64) -> impl Iterator<Item = &T> {
         let numbers = number.max(self.oldest())..self.written;
         numbers.map(|n| &self.slots[n as usize & (self.room - 1)])

@@ -16,7 +16,7 @@ pub struct Tally {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RailTally {
     pub classes: [Tally; 3],
-    /// How often a link over this rail was lost or given up.
+    /// Number of times a link over this rail was lost or given up.
     pub excluded: u64,
 }
 

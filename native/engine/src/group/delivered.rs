@@ -7,7 +7,7 @@ use crate::domain::Count;
 /// Slices, and how much of each was delivered.
 pub(super) type DeliveredSlices = Vec<(Slice, Delivered)>;
 
-/// How much of a slice was delivered.
+/// The delivered part of a slice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Delivered {
     All,

@@ -47,7 +47,7 @@ pub(super) struct EligibleLinks<'a> {
 /// Why a slice was not posted, and until when it waits.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Deferral {
-    /// Its bytes, if windows had no room for them; 0 for another reason.
+    /// Bytes that found no room in the windows; 0 if it waits for another reason.
     pub bytes: u64,
     /// When to try again if nothing happens before.
     pub until: Time,

@@ -373,8 +373,8 @@ impl Group {
         self.settle(key);
     }
 
-    /// What became of these slices will never be known. Whether their rail was lost or the peer, as with
-    /// all that a rail fails, is found out first.
+    /// Gives up slices whose outcome stays unknown. As for every failure of a rail, the group first
+    /// decides whether the rail or the peer is lost.
     fn give_up(
         &mut self,
         now: Time,

@@ -28,21 +28,21 @@ pub(super) struct Slice {
     pub wr: WorkRequest,
     /// The confirm of its write, if that is cut.
     pub confirm: Option<u32>,
-    /// How often its bytes were sent before.
+    /// Number of earlier attempts for these bytes.
     pub tries: u8,
     pub posted: Time,
     pub priority: Priority,
     pub bytes: u64,
     /// Bytes that its link had under way before it.
     pub queued: u64,
-    /// Its number on the link, known once the link is lost.
+    /// Number of the work request on the link, known once the link is lost.
     pub number: Option<u64>,
     /// Posting order of the slices of one link.
     pub order: u64,
 }
 
 impl Slice {
-    /// Its count at the peer.
+    /// The count that the slice adds at the peer.
     pub fn count(&self) -> Option<Count> {
         match self.wr {
             WorkRequest::Write { count, .. } => count,

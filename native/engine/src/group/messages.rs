@@ -29,7 +29,7 @@ pub(crate) enum GroupMessage {
     Credit(u64),
 }
 
-/// What arrived over a lost link; see [`crate::domain::Receipt`].
+/// The counts that arrived over a lost link; see [`crate::domain::Receipt`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Arrived {
     Unknown,
@@ -49,7 +49,7 @@ impl GroupMessage {
     }
 }
 
-/// What decodes encodes to something that decodes to the same.
+/// Checks that a decoded message survives encoding.
 #[cfg(any(test, fuzzing))]
 pub(crate) fn fuzz_group_message(body: &[u8]) {
     let Ok(message) = GroupMessage::decode(&crate::fuzzing::sealed(b"FRgn", body)) else { return };

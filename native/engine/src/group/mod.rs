@@ -79,12 +79,12 @@ pub(crate) trait OperationCompletion: Send + Sync {
 /// The waiter, and the index of the request within its batch.
 pub(crate) type CompletionHandle = (Arc<dyn OperationCompletion>, u32);
 
-/// What the configuration allows, beyond the list of rails.
+/// Limits from the configuration, apart from the list of rails.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Policy {
     /// The configuration names a fallback transport (RS-2).
     pub names_fallback: bool,
-    /// How long after its first lost rail a dead peer may look alive on other rails.
+    /// Longest time after the first lost rail during which a dead peer may look alive on other rails.
     pub peer_timeout: std::time::Duration,
     pub spray: Spray,
     /// Whether lost work is sent again and lost links are replaced.

@@ -33,7 +33,7 @@ pub(super) struct FlightState {
     pub id: u64,
     pub span: Span,
     pub times: TransferTimes,
-    /// Its number of parts, the first one, and the index of the others in the recorder's ring.
+    /// Number of parts. `first` is the first one, and the ring of the recorder holds the others.
     parts: u32,
     first: Part,
     others: u64,
@@ -275,7 +275,7 @@ impl Recorder {
         first.chain(others).chain(self.events.since(0).map(|e| e.peer)).collect()
     }
 
-    /// What was recorded since, and what goes on.
+    /// The records since a cursor, and the operations in flight.
     pub fn read<'a>(
         &self,
         since: Cursor,

@@ -30,9 +30,9 @@ pub(crate) struct BoundOp {
     cut: Option<SliceLimits>,
     confirm: Option<u32>,
     joint: Option<SharedCount>,
-    /// How often its bytes were sent before.
+    /// Number of earlier attempts for these bytes.
     pub(super) tries: u8,
-    /// It completes posted work, and goes ahead of queued bytes.
+    /// Whether it completes posted work and is posted before queued bytes.
     pub(super) ahead: bool,
 }
 
@@ -45,7 +45,7 @@ pub(crate) struct SharedCount {
     pub first: bool,
 }
 
-/// How an operation is cut: the most bytes of a page, and the most pages, of a work request.
+/// Limits of one slice: bytes of a page, and pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct SliceLimits {
     bytes: u64,
@@ -95,7 +95,7 @@ impl BoundOp {
         }
     }
 
-    /// Its count at the peer and its bytes. Of several operations that share a count, the first has it.
+    /// The count at the peer, and the bytes. If several operations share a count, the first has it.
     #[inline]
     pub fn load(&self) -> (Option<Count>, u64) {
         let shared = self.joint.filter(|j| j.first).map(|j| j.count);

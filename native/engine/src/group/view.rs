@@ -75,14 +75,15 @@ impl Group {
         })
     }
 
-    /// What was recorded since, and what goes on. Of peers the names, by which records call them.
+    /// Reads the records since a cursor and the operations in flight. Records name peers by index in
+    /// `peers`.
     pub fn records(&self, since: Cursor, rails: &Rails, out: &mut Records) {
         out.peers = self.peers.names();
         out.rails = rails.iter().map(|r| (r.kind(), r.device().to_owned())).collect();
         self.recorder.read(since, self.transfers.iter().map(|(_, t)| t), out);
     }
 
-    /// What is counted of rails and peers.
+    /// Reads the metrics of rails and peers.
     pub fn metrics(&self, rails: &Rails, out: &mut Metrics) {
         out.going_on = self.transfers.len();
         let numbered = rails.iter().enumerate();

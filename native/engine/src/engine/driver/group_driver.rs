@@ -28,7 +28,7 @@ use crate::{
     EngineError, Result,
 };
 
-/// How long after a caller's last poll the worker takes over. A caller that polls again at once
+/// Time from a caller's last poll until the worker takes over. A caller that polls again at once
 /// finds nothing armed, and the wake-up promise (150 us) holds.
 const LINGER: Duration = Duration::from_micros(60);
 /// The longest interval of the worker's checks while callers keep polling.
@@ -127,7 +127,7 @@ pub(crate) struct GroupDriver {
     pollers: AtomicU32,
     /// When a poller last left.
     left_at: AtomicU64,
-    /// How often in a row the worker found the lock taken.
+    /// Number of successive rounds in which the worker found the lock taken.
     misses: AtomicU32,
     parker: Option<Parker>,
     assistants: Vec<Arc<dyn Assist>>,

@@ -1,4 +1,4 @@
-//! Where a worker sleeps: one epoll with the domains' descriptors, an eventfd and a timer.
+//! The sleep of a worker: one epoll with the domains' descriptors, an eventfd and a timer.
 
 use std::{
     os::fd::{BorrowedFd, OwnedFd},

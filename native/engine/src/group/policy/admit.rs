@@ -42,7 +42,7 @@ pub struct AdmissionRequest {
     /// Since when it is the next of its class to be posted.
     pub since: Time,
     pub deadline: Time,
-    /// How long what is left of its request is expected to take.
+    /// Expected time for the rest of the request.
     pub remaining: Duration,
 }
 
@@ -207,7 +207,7 @@ mod tests {
         }
     }
 
-    /// What was moved up is under way as what it was taken for.
+    /// A promoted slice counts in the window of the class it was promoted to.
     #[test]
     fn urgent_background_keeps_to_the_window() {
         let near = Time(LATE.0 - 2_000_000);

@@ -167,7 +167,7 @@ mod tests {
         (0..sharers.len()).map(|i| divide(window, sharers[i], &others(i))).collect()
     }
 
-    /// What an engine with these windows has under way if it posts all that it may.
+    /// Bytes that an engine with these windows has in flight if it fills them.
     fn use_of(sharer: &NicSharer, windows: &ByClass) -> u64 {
         Priority::ALL.iter().fold(0u64, |used, class| {
             let room = windows.of(*class).saturating_sub(used);

@@ -42,7 +42,7 @@ pub struct Estimate {
     streak: i8,
     /// Samples taken while it was busy, as far as they matter.
     busy: u8,
-    /// It has carried something large by itself.
+    /// Whether the rail has carried a large slice alone.
     tried: bool,
     /// Completions seen together at `last`, not yet a sample.
     open: Sample,
@@ -66,7 +66,7 @@ pub struct Speed {
 }
 
 impl Speed {
-    /// How long until the last of these bytes has arrived, ns; infinite where nothing is moving.
+    /// Time until the last of these bytes arrives, ns; infinite if the speed is 0.
     pub fn takes(self, bytes: u64) -> f64 {
         match self.bytes_per_ns > 0.0 {
             true => self.latency_ns.max(0.0) + bytes as f64 / self.bytes_per_ns,
@@ -191,7 +191,7 @@ impl Estimate {
         OFF * f64::from(1u32 << doublings)
     }
 
-    /// What to expect of the rail with so many bytes on it.
+    /// Expected speed of the rail with this many bytes in flight.
     ///
     /// A rail that is left alone because it was slow would never be seen to have recovered. So an
     /// old estimate drifts to the nominal speed, but only for a rail with nothing on it: what is

@@ -23,9 +23,9 @@ pub struct RailView {
     /// Bytes posted on it that are not done.
     pub queued: u64,
     pub speed: Speed,
-    /// How far it is from the memory that the engine serves.
+    /// Distance from the memory that the engine serves.
     pub tier: Tier,
-    /// Its windows and queues take the slice now.
+    /// Whether the windows and queues of the rail have room for the slice now.
     pub room: bool,
 }
 

@@ -12,7 +12,7 @@ use crate::time::Time;
 const PATIENCE_FACTOR: u32 = 16;
 const PATIENCE_FLOOR: Duration = Duration::from_millis(20);
 
-/// How long a slice may be under way before it counts as stalled.
+/// Time in flight after which a slice counts as stalled.
 pub fn stall_timeout(expected: Duration) -> Duration {
     expected.saturating_mul(PATIENCE_FACTOR).max(PATIENCE_FLOOR)
 }
@@ -22,7 +22,7 @@ pub fn stall_timeout(expected: Duration) -> Duration {
 pub struct RailProgress {
     /// When it last finished something.
     pub finished: Time,
-    /// It has nothing under way.
+    /// Whether no slice is in flight.
     pub idle: bool,
 }
 

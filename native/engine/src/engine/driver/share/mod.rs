@@ -1,4 +1,4 @@
-//! How the engines of one host share a NIC (TENT §3.3.2).
+//! Sharing of a NIC among the engines of one host (TENT §3.3.2).
 //!
 //! Each engine writes its demand, the bytes under way and waiting, into a table in shared memory.
 //! It reads the demands of the others and computes its own window with [`divide`]; there is no
@@ -121,7 +121,7 @@ impl HostShare {
         }
     }
 
-    /// How much of `window` this engine may have under way of a class and those above it. It
+    /// Part of `window` that this engine may use for a class and the classes above it. It
     /// changes only when the table is read.
     #[inline]
     pub fn window(&mut self, window: u64, class: Priority) -> u64 {

@@ -1,6 +1,6 @@
 //! The table: a file in shared memory, and this engine's slot in it.
 //!
-//! It is read and written by system calls and not mapped. A mapping would raise SIGBUS if another
+//! System calls read and write the table; it is not mapped. A mapping would raise SIGBUS if another
 //! process truncated the file, and a read every 10 ms needs no mapping.
 //!
 //! The holder of a slot's lock owns the slot, and the kernel releases the lock when its holder
