@@ -221,7 +221,8 @@ pub enum Completion {
         link: LinkId,
         cause: DomainError,
         receipt: Receipt,
-        /// The numbers by which the peer's receipt names work under way; empty if it has no numbers.
+        /// The numbers by which the peer's receipt names work under way; empty if it has no
+        /// numbers.
         unfinished: Vec<(Token, u64)>,
     },
     /// An accepted link has ended before it was up here. Nothing can land over it any more.
@@ -272,8 +273,8 @@ pub trait Assist: Send + Sync {
     fn assist(&self) -> bool;
 }
 
-/// Pins memory for a NIC, on any thread and without the group's lock. Pinning tens of gigabytes takes
-/// seconds, during which heartbeats must be sent.
+/// Pins memory for a NIC, on any thread and without the group's lock. Pinning tens of gigabytes
+/// takes seconds, during which heartbeats must be sent.
 pub trait Pinner: Send + Sync {
     fn pin(&self, region: &Arc<RegionMemory>) -> Result<Pinned, DomainError>;
 }
@@ -317,8 +318,8 @@ pub trait Domain: Send {
         None
     }
 
-    /// Makes a region reachable for authenticated peers that hold its key. Returns the NIC's own keys;
-    /// the caller fills in their `rail`. `pinned` is the result of this domain's pinner.
+    /// Makes a region reachable for authenticated peers that hold its key. Returns the NIC's own
+    /// keys; the caller fills in their `rail`. `pinned` is the result of this domain's pinner.
     fn register(
         &mut self,
         region: &Arc<RegionMemory>,
@@ -346,23 +347,24 @@ pub trait Domain: Send {
     /// Drops a link. Its outstanding work completes with an error, then `LinkDown` follows.
     fn disconnect(&mut self, link: LinkId, cause: &str);
 
-    /// Ends an accepted link of this name that its initiator has not used yet. `Unused` follows. False
-    /// if there is no such link.
+    /// Ends an accepted link of this name that its initiator has not used yet. `Unused` follows.
+    /// False if there is no such link.
     fn end_unused(&mut self, _name: LinkName, _cause: &str) -> bool {
         false
     }
 
-    /// The receipts with which its links end. Without receipts, work under way on a lost link fails.
+    /// The receipts with which its links end. Without receipts, work under way on a lost link
+    /// fails.
     fn receipts(&self) -> Receipts {
         Receipts::None
     }
 
-    /// Sends a frame of at most [`MAX_GROUP_FRAME`] bytes beside the link's traffic, in order. Messages
-    /// that wait for room don't delay it. The frame is lost if the link goes down.
+    /// Sends a frame of at most [`MAX_GROUP_FRAME`] bytes beside the link's traffic, in order.
+    /// Messages that wait for room don't delay it. The frame is lost if the link goes down.
     fn send_group_frame(&mut self, _link: LinkId, _frame: Vec<u8>) {}
 
-    /// A request begins. A domain that moves bytes itself gets a new time budget. `flush` follows once
-    /// all of the request is posted.
+    /// A request begins. A domain that moves bytes itself gets a new time budget. `flush` follows
+    /// once all of the request is posted.
     fn begin_request(&mut self) {}
 
     fn post(&mut self, link: LinkId, token: Token, wr: &WorkRequest) -> Result<Post, DomainError>;
@@ -373,7 +375,8 @@ pub trait Domain: Send {
     /// Sends frames that were collected (acknowledgements, small frames), and wakes peers.
     fn flush(&mut self) {}
 
-    /// Whether a link has work that waits for a disk or a copy engine, which does not count as a stall.
+    /// Whether a link has work that waits for a disk or a copy engine, which does not count as a
+    /// stall.
     fn is_staging(&self, _link: LinkId) -> bool {
         false
     }
@@ -383,8 +386,8 @@ pub trait Domain: Send {
         false
     }
 
-    /// Maps a peer's region for direct stores by GPU `by` of this process, or by its CPUs. Earlier work
-    /// must have named the region, and the link must be up.
+    /// Maps a peer's region for direct stores by GPU `by` of this process, or by its CPUs. Earlier
+    /// work must have named the region, and the link must be up.
     ///
     /// # Errors
     /// The reason, as text.

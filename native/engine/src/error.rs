@@ -250,7 +250,8 @@ impl EngineError {
 pub enum DomainError {
     #[error("{0}")]
     LinkDown(String),
-    /// As `LinkDown`, and the peer is lost: it closed its engine, or was silent for the peer timeout.
+    /// As `LinkDown`, and the peer is lost: it closed its engine, or was silent for the peer
+    /// timeout.
     #[error("{0}")]
     Gone(String),
     #[error("{0}")]

@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 
 type Call = Box<dyn Fn(WakeAction) + Send + Sync>;
 
-/// Which thread polls the engine.
+/// The thread that polls the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WakeAction {
     /// Any other thread polls.

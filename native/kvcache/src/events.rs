@@ -7,8 +7,8 @@ use parking_lot::Mutex;
 /// Queued events and their receiver.
 ///
 /// Events are [`push`](Self::push)ed under the lock that decides them, so they keep the order of
-/// decisions, and reported by [`report`](Self::report) after it is released. One thread reports at a
-/// time, so that no `Released` overtakes a `Ready`.
+/// decisions, and reported by [`report`](Self::report) after it is released. One thread reports at
+/// a time, so that no `Released` overtakes a `Ready`.
 pub(crate) struct Events<E> {
     queue: Mutex<Queue<E>>,
     on_event: Box<dyn Fn(u64, E) + Send + Sync>,

@@ -36,7 +36,7 @@ pub struct CacheGroup {
     pub pages: u32,
     /// Tokens that these layers look back; `None` for all of them.
     pub window: Option<u32>,
-    /// What each layer keeps of a token, for example keys and values.
+    /// Tensors of each layer, for example keys and values.
     pub tensors: Vec<CacheTensor>,
 }
 
@@ -49,7 +49,7 @@ pub struct CacheTensor {
     pub heads: u32,
     /// The first of those heads that this rank holds.
     pub first_head: u32,
-    /// How many it holds.
+    /// Number of heads held.
     pub held_heads: u32,
     /// Elements of one head of one token; they lie side by side.
     pub width: u32,
@@ -59,7 +59,7 @@ pub struct CacheTensor {
     pub page_stride: u64,
     pub head_stride: u64,
     pub token_stride: u64,
-    /// Where page 0 begins, for each layer of the group.
+    /// Start of page 0, for each layer of the group.
     pub places: Vec<BufferOffset>,
 }
 

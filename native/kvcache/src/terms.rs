@@ -12,7 +12,7 @@ use crate::{
 /// One rank of this process.
 #[derive(Clone, Debug)]
 pub struct LocalRank {
-    /// Its number in the instance.
+    /// Rank within the instance.
     pub rank: u32,
     pub engine: Arc<TransferEngine>,
     /// The buffers of its layout, in order.
@@ -91,8 +91,8 @@ pub enum Cause {
     Lost(String),
     #[error("{0}")]
     TimedOut(String),
-    /// It was refused before it began. `elsewhere`: the request is valid, and another prefiller may accept
-    /// it.
+    /// The prefiller refused it before it began. `elsewhere`: the request is valid, and another
+    /// prefiller may accept it.
     #[error("{why}")]
     Refused { why: String, elsewhere: bool, reason: RefusalReason },
     #[error("the prefiller gave up: {0}")]

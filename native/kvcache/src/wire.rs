@@ -1,8 +1,8 @@
 //! Messages between decoders and prefillers: msgpack behind a mark and a version. A peer of another
 //! version gets an error that names both versions.
 //!
-//! Field names are on the wire, so a newer peer may add fields that have defaults. Peers are untrusted:
-//! decoding is bounded by the message, and users of a value check it.
+//! Field names are on the wire, so a newer peer may add fields that have defaults. Peers are
+//! untrusted: decoding is bounded by the message, and users of a value check it.
 
 use std::ops::RangeInclusive;
 
@@ -15,8 +15,8 @@ use serde::{de::DeserializeOwned, Deserialize, Serialize};
 use crate::layout::CacheLayout;
 
 const MARK: [u8; 3] = *b"FKV";
-/// The written version. It is bumped when a message's meaning changes, one release after the new version
-/// becomes readable.
+/// The written version. It is bumped when a message's meaning changes, one release after the new
+/// version becomes readable.
 pub const VERSION: u8 = 2;
 /// The readable versions: the written one and at most one neighbour.
 const READS: RangeInclusive<u8> = VERSION..=VERSION;
@@ -39,7 +39,7 @@ pub struct Offer {
     pub name: String,
     /// Of all its ranks, by number.
     pub layouts: Vec<CacheLayout>,
-    /// Its processes. Together they have every rank once.
+    /// Processes of the instance. Together they have every rank once.
     pub ends: Vec<OfferEnd>,
     /// Bytes that come with the last page: logits, hidden states.
     pub tail_nbytes: u64,
@@ -79,7 +79,7 @@ pub(crate) struct Grant {
     pub rank: u32,
     /// The layout's buffers, in order.
     pub buffers: Vec<RegionDescriptor>,
-    /// Its slots for tails.
+    /// Slots for tails.
     pub tail: Option<RegionDescriptor>,
 }
 
@@ -108,7 +108,7 @@ pub(crate) struct Request {
 pub(crate) enum RequestState {
     /// The request has not arrived.
     Unknown,
-    /// It waits, or its pages are being computed and written.
+    /// Waiting, or its pages are being computed and written.
     Open,
     /// All pages are written, and nothing is under way.
     Done,
@@ -149,8 +149,8 @@ impl RequestState {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Message {
     Hello(Box<Hello>),
-    /// Accepts a session. `incarnation` is the prefiller's number of it. A prefiller that forgot a session
-    /// gives another number.
+    /// Accepts a session. `incarnation` is the prefiller's number of it. A prefiller that forgot a
+    /// session gives another number.
     Welcome {
         session: u64,
         incarnation: u64,
@@ -169,8 +169,8 @@ pub(crate) enum Message {
         session: u64,
         seq: u64,
     },
-    /// A sign of life, with the requests that the decoder still waits for. All requests before `floor` are
-    /// over for it.
+    /// A sign of life, with the requests that the decoder still waits for. All requests before
+    /// `floor` are over for it.
     Beat {
         session: u64,
         floor: u64,
@@ -206,8 +206,8 @@ impl PageTable {
         Self(stretches)
     }
 
-    /// The page numbers, if there are `should` of them. A few bytes can claim any number of pages, so the
-    /// caller bounds `should`.
+    /// The page numbers, if there are `should` of them. A few bytes can claim any number of pages,
+    /// so the caller bounds `should`.
     pub fn pages(&self, should: u64) -> Result<Vec<u32>, String> {
         let total: u64 = self.0.iter().map(|s| u64::from(s.1)).sum();
         if total != should {

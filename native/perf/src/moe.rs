@@ -1,5 +1,6 @@
-//! Exchanges of tokens between experts on simulated NICs: the real protocol, engine and group code; only time and links
-//! are made up. And, in real time, what it costs a rank to post what it sends (fabric-lib, Table 9).
+//! Exchanges of tokens between experts on simulated NICs: the real protocol, engine and group code;
+//! only time and links are made up. And, in real time, what it costs a rank to post what it sends
+//! (fabric-lib, Table 9).
 
 use std::{sync::Arc, time::Instant};
 

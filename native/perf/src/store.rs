@@ -1,7 +1,9 @@
-//! Stores to a word of another process, as a GPU does: by a process that has no part in the interpreter there.
+//! Stores to a word of another process, as a GPU does: by a process that has no part in the
+//! interpreter there.
 //!
-//! `store --pid --addr` reads one JSON request a line on stdin, `{"first": 1, "samples": 100, "rest_us": 60}`, and writes
-//! one JSON reply a line on stdout: `{"stored": [...]}`, when each value was about to be stored, monotonic nanoseconds.
+//! `store --pid --addr` reads one JSON request a line on stdin, `{"first": 1, "samples": 100,
+//! "rest_us": 60}`, and writes one JSON reply a line on stdout: `{"stored": [...]}`, when each
+//! value was about to be stored, monotonic nanoseconds.
 
 use std::{thread, time::Duration};
 

@@ -1,6 +1,6 @@
-//! From a store to the watched word to the first post of a layer's pages (fabric-lib, table 4): a prefiller and a decoder
-//! on two engines of this process, over shared memory. Each layer has one small page, so that what is timed is the way
-//! to the post, and not copying.
+//! From a store to the watched word to the first post of a layer's pages (fabric-lib, table 4): a
+//! prefiller and a decoder on two engines of this process, over shared memory. Each layer has one
+//! small page, so that what is timed is the way to the post, and not copying.
 //!
 //! `watch` reads one JSON request a line on stdin and writes one JSON reply a line on stdout:
 //! `{"callback": [...], "post": [...], "rung": [...]}`, nanoseconds of each sample.
@@ -184,7 +184,8 @@ impl Setup {
             match request.way {
                 WakePath::Woken => self.word.store(value).map_err(text)?,
                 WakePath::Spinning | WakePath::Napping => {
-                    // SAFETY: the word is 8 aligned bytes that live as long as the watcher, and are only changed atomically.
+                    // SAFETY: the word is 8 aligned bytes that live as long as the watcher, and are
+                    // only changed atomically.
                     let word = unsafe { AtomicU64::from_ptr(self.word.addr() as *mut u64) };
                     word.store(value, Ordering::Release);
                 }

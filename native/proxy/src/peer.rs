@@ -24,7 +24,7 @@ pub(crate) struct PostedRequest {
     /// The index of its first command.
     pub first: u64,
     pub commands: u32,
-    /// Its end wakes the sleeping thread.
+    /// Whether its completion wakes the sleeping thread.
     pub wakes: bool,
 }
 

@@ -8,7 +8,7 @@ use std::{
 
 use pyo3::{ffi, prelude::*};
 
-/// How long a thread spins for the GIL before it sleeps. A thread that stores to a word or submits
+/// Time that a thread spins for the GIL before it sleeps. A thread that stores to a word or submits
 /// often releases the GIL sooner than a wake-up takes.
 const LOOK: Duration = Duration::from_micros(20);
 

@@ -18,8 +18,8 @@ pub struct Callback {
 }
 
 impl Callback {
-    /// Calls the function, unless the interpreter has ended. `args` returns the function and then its
-    /// arguments. An exception of the function goes to `sys.unraisablehook`.
+    /// Calls the function, unless the interpreter has ended. `args` returns the function and then
+    /// its arguments. An exception of the function goes to `sys.unraisablehook`.
     pub fn call<F>(&self, args: F)
     where
         F: for<'py> FnOnce(Python<'py>, &Py<PyAny>) -> PyResult<Bound<'py, PyTuple>>,

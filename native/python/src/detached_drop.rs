@@ -6,8 +6,8 @@ use fabric_engine::ProcessLocal;
 use pyo3::prelude::*;
 
 /// A part of a Python object whose drop waits for threads that may wait for the GIL. CPython ends
-/// objects with the GIL held, so the GIL is released for this drop. A forked child has none of these
-/// threads and leaks the part.
+/// objects with the GIL held, so the GIL is released for this drop. A forked child has none of
+/// these threads and leaks the part.
 pub struct DetachedDrop<T: Send> {
     part: Option<T>,
     process: ProcessLocal<()>,

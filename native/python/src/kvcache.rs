@@ -163,7 +163,7 @@ impl KvDecoder {
 /// A layer's number in the model, and when it was computed, posted and delivered.
 type LayerTimes = (u32, Option<u64>, Option<u64>, Option<u64>);
 
-/// How far the layers of a job are; `fabric_ray.kvcache.Job.timeline` gives types to it.
+/// Progress of the layers of a job; `fabric_ray.kvcache.Job.timeline` gives types to it.
 #[pyclass(frozen, module = "fabric_ray._native")]
 struct KvTimeline(Arc<kv::Timeline>);
 
@@ -231,7 +231,7 @@ impl KvPrefiller {
         Ok(Self { prefiller: DetachedDrop::new(prefiller), word: Py::new(py, Watcher(word))? })
     }
 
-    /// What decoders need to know of it.
+    /// The offer of this prefiller for decoders.
     fn offer<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.prefiller.offer().to_bytes())
     }

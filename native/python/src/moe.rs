@@ -72,8 +72,7 @@ pub(crate) fn timeout(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
 /// The integers at an address.
 ///
 /// # Safety
-/// It must be that of as many 64-bit integers, which are not written to as long as the slice is
-/// used.
+/// The address must be that of `n` 64-bit integers, which nothing writes while the slice is used.
 pub(crate) unsafe fn integers<'a>((address, n): (usize, usize)) -> &'a [i64] {
     match n {
         0 => &[],
@@ -158,7 +157,7 @@ impl MoeExchange {
         device::Layout::new(self.0.shape()).words
     }
 
-    /// What lies there: each area's name, its first word, and how many.
+    /// The areas of device words: name, first word, number of words.
     #[getter]
     fn device_areas(&self) -> Vec<(&'static str, usize, usize)> {
         device::Layout::new(self.0.shape()).areas()
@@ -170,7 +169,7 @@ impl MoeExchange {
         device::rounds(self.0.shape())
     }
 
-    /// Which way rows go to each other rank, in words.
+    /// The path of rows to each other rank, as text.
     #[getter]
     fn ways(&self, py: Python<'_>) -> Vec<(u32, String)> {
         py.detach(|| self.0.paths())
@@ -243,14 +242,13 @@ impl MoeExchange {
         py.detach(|| self.0.left_out())
     }
 
-    /// What a rank of such an exchange would allocate: the purpose of each area, what it holds, and
-    /// its bytes.
+    /// The memory areas of a rank of such an exchange: purpose, content, bytes.
     #[getter]
     fn areas(&self) -> Vec<(&'static str, String, u64)> {
         self.0.memory().explain()
     }
 
-    /// What other ranks need to know of this one; only for one that comes anew, if given.
+    /// The descriptor of this rank for other ranks; with `only`, for one rank that joins again.
     #[pyo3(signature = (only=None))]
     fn card<'py>(
         &self,

@@ -48,7 +48,7 @@ fn kernel_memory(
 
 #[pymethods]
 impl MoeThroughput {
-    /// `engine` says what the engines of the proxy's threads are like.
+    /// `engine` is the model for the configuration of the proxy threads' engines.
     #[new]
     #[allow(clippy::too_many_arguments)] // keyword arguments
     #[pyo3(signature = (engine, *, rank, ranks, ranks_per_node, experts, topk, max_tokens, row_nbytes, elements, dtype, channels, chunk, ring_chunks, threads, timeout, incarnation=0, kernels=None))]
@@ -96,13 +96,13 @@ impl MoeThroughput {
         opened.map(|t| Self(DetachedDrop::new(t))).or_raise(py)
     }
 
-    /// What this rank has allocated: the purpose of each area, what it holds, and its bytes.
+    /// The memory areas of this rank: purpose, content, bytes.
     #[getter]
     fn areas(&self) -> Vec<(&'static str, String, u64)> {
         self.0.layout().explain()
     }
 
-    /// What other ranks need to know of this one.
+    /// The descriptor of this rank for other ranks.
     fn card<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         let card = py.detach(|| self.0.descriptor());
         PyBytes::new(py, &card)

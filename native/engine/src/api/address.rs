@@ -7,8 +7,8 @@ use crate::{EngineError, Result};
 
 const ENVELOPE: Envelope = Envelope::new(*b"FRad", "an engine address", 4096);
 
-/// One incarnation of an engine: random, and new when it opens, so that a restart under the same name is
-/// another engine (MR-2).
+/// One incarnation of an engine: random, and new when it opens, so that a restart under the same
+/// name is another engine (MR-2).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct EngineId(pub [u8; 16]);
 

@@ -45,7 +45,8 @@ pub struct EngineConfig {
     /// Local addresses that tcp listens on. When empty and a token is set: loopback and those that
     /// peers are told.
     pub bind: Vec<IpAddr>,
-    /// Ports for the listeners of tcp and of the side channels of verbs; `None`: the kernel chooses.
+    /// Ports for the listeners of tcp and of the side channels of verbs; `None`: the kernel
+    /// chooses.
     pub ports: Option<Ports>,
     pub tcp_streams: usize,
     pub spin: Spin,
@@ -53,9 +54,9 @@ pub struct EngineConfig {
     pub copy_threads: usize,
     /// A submit call copies at most this many bytes itself before it returns.
     pub inline_bytes: u64,
-    /// Memory that the engine didn't allocate is reached through windows that its owner copies from,
-    /// not by the kernel (process_vm_writev): for processes that may not trace each other, such as
-    /// those of two containers.
+    /// Memory that the engine didn't allocate is reached through windows that its owner copies
+    /// from, not by the kernel (process_vm_writev): for processes that may not trace each other,
+    /// such as those of two containers.
     pub stage_foreign: bool,
     /// A silent tcp peer is lost after this long.
     pub peer_timeout: Duration,
@@ -63,10 +64,11 @@ pub struct EngineConfig {
     pub op_timeout: Duration,
     /// Lost links are replaced, and what they carried is sent again; without it, it fails at once.
     pub heal: bool,
-    /// Bytes that may be under way on one rail (of large slices, five at least): what is urgent waits behind no
-    /// more than that.
+    /// Bytes that may be under way on one rail (of large slices, five at least): what is urgent
+    /// waits behind no more than that.
     pub rail_window: u64,
-    /// Bytes that may be on their way to this engine, divided among the peers that send it much (incast).
+    /// Bytes that may be on their way to this engine, divided among the peers that send it much
+    /// (incast).
     pub receive_window: u64,
     /// Number of transfers, and of arrivals, that the flight recorder keeps; 0 disables it.
     pub records: usize,

@@ -8,23 +8,24 @@ use crate::{EngineError, Result};
 const REGION: Envelope = Envelope::new(*b"FRmr", "a region descriptor", 8192);
 const COUNTER: Envelope = Envelope::new(*b"FRct", "a counter reference", 64);
 
-/// Identifies a registered region at its owner. The key is random, so peers can't guess it, and it ends
-/// with the registration (MR-2).
+/// Identifies a registered region at its owner. The key is random, so peers can't guess it, and it
+/// ends with the registration (MR-2).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct RegionKey {
     pub index: u32,
     pub rkey: u64,
 }
 
-/// The key with which one NIC of the owner accepts a write. A registration above the NIC's limit has
-/// several keys, each for the bytes from its `offset` on.
+/// The key with which one NIC of the owner accepts a write. A registration above the NIC's limit
+/// has several keys, each for the bytes from its `offset` on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RailKey {
     /// The NIC: its place among the endpoints of the owner's address.
     pub rail: u8,
     /// Start of the region's part of the registration, bytes.
     pub offset: u64,
-    /// Address of that offset for the NIC: a virtual address, or 0 for NICs that count from the start.
+    /// Address of that offset for the NIC: a virtual address, or 0 for NICs that count from the
+    /// start.
     pub base: u64,
     pub key: u64,
 }

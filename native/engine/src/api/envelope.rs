@@ -1,8 +1,8 @@
 //! The envelope of values that travel between processes: magic, version, checksum, body.
 //!
-//! Two neighbouring versions are readable at a time, so that processes can be upgraded one after another.
-//! A writer rarely knows its readers, so the written version has a number of its own. It follows the
-//! newest readable version one release later.
+//! Two neighbouring versions are readable at a time, so that processes can be upgraded one after
+//! another. A writer rarely knows its readers, so the written version has a number of its own. It
+//! follows the newest readable version one release later.
 //!
 //! Peers are untrusted: decoding never panics, never allocates more than the input's size allows,
 //! and says which rule was broken.
@@ -20,12 +20,12 @@ pub(crate) struct Versions {
     pub newest: u16,
 }
 
-/// The versions that this build reads and offers in handshakes. Any change of a body bumps the newest; the
-/// oldest follows two releases later.
+/// The versions that this build reads and offers in handshakes. Any change of a body bumps the
+/// newest; the oldest follows two releases later.
 pub(crate) const WIRE: Versions = Versions { oldest: 1, newest: 1 };
 
-/// The version that this build writes. It follows the newest of [`WIRE`] one release later, when all
-/// possible readers can read it.
+/// The version that this build writes. It follows the newest of [`WIRE`] one release later, when
+/// all possible readers can read it.
 const WRITES: u16 = 1;
 
 const _: () = assert!(WIRE.oldest <= WRITES && WRITES <= WIRE.newest);

@@ -55,8 +55,8 @@ pub struct SegmentPart {
     pub transports: Vec<TransportKind>,
 }
 
-/// A segment as peers see it: one address space over many regions of one engine. Serialisable; holds
-/// no pointer.
+/// A segment as peers see it: one address space over many regions of one engine. Serialisable;
+/// holds no pointer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SegmentDescriptor {
     pub owner: EngineAddress,
@@ -144,8 +144,8 @@ pub(crate) struct PartRange {
     pub len: u64,
 }
 
-/// Cuts `len` bytes from `local_offset` of one segment and `remote_offset` of another into ranges that
-/// lie in one part on either side. Parts are given as first byte and length, checked by
+/// Cuts `len` bytes from `local_offset` of one segment and `remote_offset` of another into ranges
+/// that lie in one part on either side. Parts are given as first byte and length, checked by
 /// [`check_parts`]. A pure function: the whole of what a segment means.
 ///
 /// # Errors

@@ -1,7 +1,7 @@
 //! The span of a request: a number that all its flight records have, on all engines.
 
-/// Identifies a request in the flight records of all engines that take part. Every process computes the
-/// same number from the user's text.
+/// Identifies a request in the flight records of all engines that take part. Every process computes
+/// the same number from the user's text.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Span(pub u64);
 

@@ -18,9 +18,9 @@ pub(crate) type KeepAlive = Arc<dyn Any + Send + Sync>;
 
 /// A peer's region as this process has mapped it, while its owner permits stores.
 ///
-/// A device that stores holds a [`StoreGuard`] from before its first store until after its last one.
-/// The owner's memory is not quiesced while a guard exists. No guard is given once the owner has
-/// revoked the region or the connection to it has ended (MR-1).
+/// A device that stores holds a [`StoreGuard`] from before its first store until after its last
+/// one. The owner's memory is not quiesced while a guard exists. No guard is given once the owner
+/// has revoked the region or the connection to it has ended (MR-1).
 pub struct PeerMapping {
     base: usize,
     len: u64,
@@ -109,7 +109,8 @@ pub struct StoreGuard {
 }
 
 impl StoreGuard {
-    /// The address of `len` bytes from `offset` of the region; `None` if they don't lie inside (MR-3).
+    /// The address of `len` bytes from `offset` of the region; `None` if they don't lie inside
+    /// (MR-3).
     pub fn address(&self, offset: u64, len: u64) -> Option<usize> {
         let end = offset.checked_add(len)?;
         (end <= self.mapping.len).then(|| self.mapping.base + offset as usize)

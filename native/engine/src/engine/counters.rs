@@ -294,8 +294,8 @@ impl Counters {
         self.ghosts.load(Relaxed)
     }
 
-    /// Queues an expectation of `n` further writes, which resolves `completion`. The caller must call
-    /// [`Counters::look`] next.
+    /// Queues an expectation of `n` further writes, which resolves `completion`. The caller must
+    /// call [`Counters::look`] next.
     pub fn expect(
         &self,
         (imm, n, span): (Imm, u32, Option<Span>),

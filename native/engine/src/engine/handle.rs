@@ -371,7 +371,8 @@ impl Handle {
         }
     }
 
-    /// Waits at most `timeout` until nothing of the transfer is under way; see [`Handle::quiescence`].
+    /// Waits at most `timeout` until nothing of the transfer is under way; see
+    /// [`Handle::quiescence`].
     pub fn wait_quiesced(&self, timeout: Duration) -> Quiescence {
         let deadline = Time::now().after(timeout);
         loop {

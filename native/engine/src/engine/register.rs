@@ -82,7 +82,8 @@ impl TransferEngine {
     /// either registration.
     ///
     /// # Errors
-    /// [`EngineError::Stale`] if the region was deregistered, [`EngineError::Invalid`] if it is one of a file.
+    /// [`EngineError::Stale`] if the region was deregistered, [`EngineError::Invalid`] if it is one
+    /// of a file.
     pub fn register_again(&self, region: &Region) -> Result<Region> {
         region.check_open()?;
         if region.location().file().is_some() {

@@ -1,5 +1,5 @@
-//! The flight recorder: the latest records of each kind, durations by stage, and counts by peer. These are
-//! plain values; the recording caller gives the time.
+//! The flight recorder: the latest records of each kind, durations by stage, and counts by peer.
+//! These are plain values; the recording caller gives the time.
 //!
 //! `docs/design/flight.md` says what each moment means and how both ends of a transfer are joined.
 

@@ -6,7 +6,8 @@ use crate::{
     time::Time,
 };
 
-/// The times at which a transfer changed its state; [`Time::NEVER`] for states that it has not reached.
+/// The times at which a transfer changed its state; [`Time::NEVER`] for states that it has not
+/// reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TransferTimes {
     /// The request reached the engine.

@@ -42,7 +42,8 @@ impl Backlog {
         self.queues.iter().map(VecDeque::len).sum()
     }
 
-    /// Whether work of this priority must queue behind operations of its class or a more urgent one.
+    /// Whether work of this priority must queue behind operations of its class or a more urgent
+    /// one.
     #[inline]
     pub fn blocks(&self, priority: Priority) -> bool {
         self.queues[..=priority as usize].iter().any(|q| !q.is_empty())
@@ -97,8 +98,8 @@ impl Backlog {
 }
 
 impl Route {
-    /// Until when the backlog would find no room even if work completes; `None` if it may have room.
-    /// Saves attempts when many peers wait for one rail.
+    /// Until when the backlog would find no room even if work completes; `None` if it may have
+    /// room. Saves attempts when many peers wait for one rail.
     pub(super) fn deferred_until(&self, now: Time, ledger: &Ledger) -> Option<Time> {
         let (class, Deferral { bytes, until }) = self.backlog.deferral()?;
         let receiver = Window { bytes: self.credit, under_way: self.under_way };

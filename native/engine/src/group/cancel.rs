@@ -1,4 +1,5 @@
-//! Ends transfers before all their work is over: their deadline has passed, or the caller cancelled.
+//! Ends transfers before all their work is over: their deadline has passed, or the caller
+//! cancelled.
 
 use super::{route::PeerState, Group, TransferKey};
 use crate::{time::Time, EngineError};
@@ -26,8 +27,8 @@ impl Group {
                 _ => ": there is no connection to it yet; explain() says what was tried",
             },
         };
-        // The result is known by the deadline (IC-4). Work under way keeps its memory until its link
-        // releases it (MR-1).
+        // The result is known by the deadline (IC-4). Work under way keeps its memory until its
+        // link releases it (MR-1).
         transfer.end_early(error);
         transfer.flight.told(now);
         self.settle(key);

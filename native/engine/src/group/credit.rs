@@ -1,8 +1,8 @@
 //! Credits against incast: a receiver divides its window among the peers that send much.
 //!
-//! A sender with much under way asks repeatedly, and the receiver answers with the sender's credit. A
-//! lost message is followed by the next. Small work neither asks nor waits. Transports that carry no
-//! group frames have no credits.
+//! A sender with much under way asks repeatedly, and the receiver answers with the sender's credit.
+//! A lost message is followed by the next. Small work neither asks nor waits. Transports that carry
+//! no group frames have no credits.
 
 use std::{
     collections::{BTreeSet, HashMap},

@@ -15,8 +15,8 @@ pub(super) enum Delivered {
     Counts(u32),
 }
 
-/// Resolves slices of an ordered link, whose peer counted `came` writes beyond the acknowledged ones.
-/// Slices without a count may have arrived or not. Fails if `came` is impossible.
+/// Resolves slices of an ordered link, whose peer counted `came` writes beyond the acknowledged
+/// ones. Slices without a count may have arrived or not. Fails if `came` is impossible.
 pub(super) fn in_order(
     mut slices: Vec<Slice>,
     came: Option<u64>,

@@ -120,8 +120,8 @@ impl<'a> EligibleLinks<'a> {
         Some((narrowest / SLICES / GRAIN * GRAIN).max(SMALLEST))
     }
 
-    /// Whether the ledger keeps work of a rail until it is over, to send it again and to count it as
-    /// under way.
+    /// Whether the ledger keeps work of a rail until it is over, to send it again and to count it
+    /// as under way.
     #[inline]
     fn is_known(&self, rail: usize) -> bool {
         let (policy, domain) = (self.route.policy, &*self.rails[rail]);
@@ -130,8 +130,8 @@ impl<'a> EligibleLinks<'a> {
         heals || self.route.active().len() > 1 || (policy.heal && queues)
     }
 
-    /// Posts a work request on one link: small work on the next link with room, large work on the link
-    /// that the policy selects. `behind`: bytes of the same operation after this request.
+    /// Posts a work request on one link: small work on the next link with room, large work on the
+    /// link that the policy selects. `behind`: bytes of the same operation after this request.
     #[inline]
     pub fn post(
         &mut self,
@@ -197,8 +197,8 @@ impl<'a> EligibleLinks<'a> {
         }
     }
 
-    /// The class with which a link admits `bytes` now; `None` if the rail's window or the receiver's
-    /// credit has no room.
+    /// The class with which a link admits `bytes` now; `None` if the rail's window or the
+    /// receiver's credit has no room.
     #[inline]
     fn admits(&mut self, at: usize, bytes: u64, unposted: u64) -> Option<Priority> {
         let link = &self.route.active()[at];

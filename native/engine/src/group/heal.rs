@@ -1,10 +1,10 @@
 //! Healing: sends again what a lost link did not deliver (IC-3, IC-4, MR-1).
 //!
 //! Bytes may be written twice, counts may not. So the sender asks the peer over another link to end
-//! the lost link on its side, and to report what arrived. After the answer nothing can land over the
-//! lost link, and the sender knows what is missing. It sends missing bytes without counts, and after
-//! their acknowledgement the missing counts. Without an answer the transfers fail. The protocol:
-//! `docs/design/healing.md`.
+//! the lost link on its side, and to report what arrived. After the answer nothing can land over
+//! the lost link, and the sender knows what is missing. It sends missing bytes without counts, and
+//! after their acknowledgement the missing counts. Without an answer the transfers fail. The
+//! protocol: `docs/design/healing.md`.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -113,8 +113,8 @@ impl Healing {
         self.receipts.iter().any(|(n, _)| *n == name)
     }
 
-    /// The answer to a question about a link that is down here. A link that never was up may still come
-    /// up, so its answer is `Unknown`.
+    /// The answer to a question about a link that is down here. A link that never was up may still
+    /// come up, so its answer is `Unknown`.
     fn arrived(&self, name: LinkName, numbers: &[u64]) -> Arrived {
         let receipt = self.receipts.iter().rev().find(|(n, _)| *n == name);
         match receipt.map(|(_, r)| r) {
@@ -150,8 +150,8 @@ impl Group {
         self.answer_all(peer, link.name, rails);
         let (back, lost): (Vec<_>, Vec<_>) =
             slices.into_iter().partition(|s| matches!(s.wr, WorkRequest::Read { .. }));
-        // Nothing lands here over this link any more. A read that did not complete is read again, and
-        // never reported as done (RS-1).
+        // Nothing lands here over this link any more. A read that did not complete is read again,
+        // and never reported as done (RS-1).
         back.into_iter().for_each(|s| self.send_again(s, 0, rails));
         self.drain_backlog(now, peer, rails);
         let kind = self.policy.receipts(&*rails[place.0]);
@@ -338,8 +338,8 @@ impl Group {
         }
     }
 
-    /// Queues a slice ahead of operations that were never posted. Its bytes have no count; the count
-    /// follows their acknowledgement. `there` counts of it have arrived, with their bytes.
+    /// Queues a slice ahead of operations that were never posted. Its bytes have no count; the
+    /// count follows their acknowledgement. `there` counts of it have arrived, with their bytes.
     fn send_again(&mut self, slice: Slice, there: u32, rails: &Rails) {
         let (key, peer) = (slice.owner, slice.peer);
         let transfer = &mut self.transfers[key.slot as usize];

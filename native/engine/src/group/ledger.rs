@@ -1,5 +1,5 @@
-//! The ledger of slices under way over links that may be lost while the peer lives. It keeps what is
-//! needed to send them again.
+//! The ledger of slices under way over links that may be lost while the peer lives. It keeps what
+//! is needed to send them again.
 
 use slab::Slab;
 
@@ -51,8 +51,8 @@ impl Slice {
         }
     }
 
-    /// Whether it can be sent again. Messages can't, because it is unknown whether the peer took them
-    /// (RS-1).
+    /// Whether it can be sent again. Messages can't, because it is unknown whether the peer took
+    /// them (RS-1).
     pub fn may_return(&self) -> bool {
         !matches!(self.wr, WorkRequest::Send(_) | WorkRequest::Prepare { .. })
     }

@@ -18,8 +18,9 @@ pub(super) const MAX_NUMBERS: usize = 128;
 /// A message to the group of a peer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum GroupMessage {
-    /// The sender has lost this link. The receiver ends it on its side, so that nothing can land over
-    /// it any more, and answers with `Ended`. `numbers` name the work requests, if they have numbers.
+    /// The sender has lost this link. The receiver ends it on its side, so that nothing can land
+    /// over it any more, and answers with `Ended`. `numbers` name the work requests, if they have
+    /// numbers.
     Lost { id: u32, name: LinkName, numbers: Vec<u64> },
     /// The link has ended at this end too. `id` is that of `Lost`.
     Ended { id: u32, came: Arrived },

@@ -71,8 +71,8 @@ pub(crate) trait GroupEvents {
 pub(crate) trait OperationCompletion: Send + Sync {
     /// Reports the result, once. `at` is the index of the request within its batch.
     fn resolve(&self, at: u32, result: Result<(), EngineError>);
-    /// Reports that nothing of a transfer is under way any more. `proven`: no byte of it can still land
-    /// (MR-1). `result` is set unless `resolve` has reported it.
+    /// Reports that nothing of a transfer is under way any more. `proven`: no byte of it can still
+    /// land (MR-1). `result` is set unless `resolve` has reported it.
     fn release(&self, at: u32, proven: bool, result: Option<Result<(), EngineError>>);
 }
 
@@ -84,7 +84,8 @@ pub(crate) type CompletionHandle = (Arc<dyn OperationCompletion>, u32);
 pub(crate) struct Policy {
     /// The configuration names a fallback transport (RS-2).
     pub names_fallback: bool,
-    /// Longest time after the first lost rail during which a dead peer may look alive on other rails.
+    /// Longest time after the first lost rail during which a dead peer may look alive on other
+    /// rails.
     pub peer_timeout: std::time::Duration,
     pub spray: Spray,
     /// Whether lost work is sent again and lost links are replaced.
@@ -215,8 +216,8 @@ impl Group {
         }
     }
 
-    /// Ends the description of a request that `began` then. The deadline is set only if the request is
-    /// still under way.
+    /// Ends the description of a request that `began` then. The deadline is set only if the request
+    /// is still under way.
     pub fn seal(
         &mut self,
         (began, now): (Time, Time),

@@ -156,8 +156,8 @@ impl Group {
         (key, self.peers[key as usize].hold())
     }
 
-    /// Forgets peers that no caller and no state refers to, and whose links ended so long ago that no
-    /// peer asks about them: after two peer timeouts.
+    /// Forgets peers that no caller and no state refers to, and whose links ended so long ago that
+    /// no peer asks about them: after two peer timeouts.
     fn forget(&mut self) {
         let rest = self.policy.peer_timeout * 2;
         let now = self.recorder.now;

@@ -1,8 +1,8 @@
 //! When lost rails are probed, while other rails reach the peer.
 //!
 //! Each pair of NICs has a breaker. A lost link opens it, an attempt to connect is its probe, and a
-//! link that is up closes it. So a repaired rail is used again soon, and a flapping rail rests longer
-//! each time.
+//! link that is up closes it. So a repaired rail is used again soon, and a flapping rail rests
+//! longer each time.
 
 use smallvec::SmallVec;
 

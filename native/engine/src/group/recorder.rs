@@ -1,5 +1,5 @@
-//! Records the group's transfers and the times of their stages. It is as deterministic as the group: its
-//! time is the latest that the group was given.
+//! Records the group's transfers and the times of their stages. It is as deterministic as the
+//! group: its time is the latest that the group was given.
 
 use std::collections::HashSet;
 
@@ -19,8 +19,8 @@ use super::{ledger::Slice, transfer::Transfer, PeerKey};
 const EVENTS: usize = 256;
 /// Parts of a transfer that are kept in place; a scatter has one for each peer.
 const PARTS: usize = 4;
-/// One in this many small transfers that end within their call is kept, because keeping one takes longer
-/// than the transfer.
+/// One in this many small transfers that end within their call is kept, because keeping one takes
+/// longer than the transfer.
 const SAMPLE: u64 = 16;
 /// Longest small transfer, bytes.
 const SMALL: u64 = 4 << 10;
@@ -85,8 +85,8 @@ impl FlightState {
     }
 }
 
-/// A transfer that is over, and how many it stands for. A plain value: nothing of the one whose place it takes
-/// has to be looked at.
+/// A transfer that is over, and how many it stands for. A plain value: nothing of the one whose
+/// place it takes has to be looked at.
 #[derive(Clone, Copy, Debug)]
 struct EndedTransfer {
     flight: FlightState,
@@ -127,7 +127,8 @@ impl Recorder {
         }
     }
 
-    /// The group is told the time, which the driving thread may have read earlier than the one before.
+    /// The group is told the time, which the driving thread may have read earlier than the one
+    /// before.
     #[inline]
     pub fn set_now(&mut self, now: Time) {
         self.now = self.now.max(now);
@@ -283,7 +284,8 @@ impl Recorder {
         out: &mut Records,
     ) {
         let over = self.ended.since(since.transfers).map(|e| {
-            // There is room for as many as for transfers: it hasn't been written over before its own.
+            // There is room for as many as for transfers: it hasn't been written over before its
+            // own.
             let failure = e.failure.and_then(|n| self.failures.since(n).next().cloned());
             self.record((e.op, e.priority), &e.flight, (true, e.weight), failure)
         });

@@ -32,8 +32,8 @@ pub(crate) type PeerHold = Arc<()>;
 
 /// Immediate retries of a connection attempt that a broken link cut off.
 const MAX_ATTEMPTS: u32 = 3;
-/// Losses of the last link within [`REVIVAL_SPELL`], without a completed slice, after which a peer is
-/// given up.
+/// Losses of the last link within [`REVIVAL_SPELL`], without a completed slice, after which a peer
+/// is given up.
 const MAX_REVIVALS: u32 = 64;
 const REVIVAL_SPELL: Duration = Duration::from_secs(1);
 
@@ -184,8 +184,8 @@ impl Route {
         self.healing.keep_receipt(name, receipt);
     }
 
-    /// Whether no caller and no state refers to the peer, and none of its links has ended here within
-    /// `rest`.
+    /// Whether no caller and no state refers to the peer, and none of its links has ended here
+    /// within `rest`.
     pub fn may_be_forgotten(&self, now: Time, rest: Duration) -> bool {
         matches!(self.state, PeerState::Idle | PeerState::Lost)
             && self.held.strong_count() == 0
@@ -290,8 +290,8 @@ impl Route {
         }
     }
 
-    /// The pairs of local rails and peer endpoints of the next transport to try. The side with fewer
-    /// NICs uses some more than once, so that all NICs carry bytes.
+    /// The pairs of local rails and peer endpoints of the next transport to try. The side with
+    /// fewer NICs uses some more than once, so that all NICs carry bytes.
     pub fn next_pairs(&mut self, rails: &Rails) -> Option<SmallVec<[RailPair; MAX_RAILS]>> {
         let kind = self.untried.pop_front()?;
         let ours: SmallVec<[usize; MAX_RAILS]> =

@@ -13,8 +13,8 @@ use crate::{
     time::Time,
 };
 
-/// Shortest contiguous write that is spread over several rails, bytes. Below, the second work request
-/// and the confirming one cost more than the second rail saves.
+/// Shortest contiguous write that is spread over several rails, bytes. Below, the second work
+/// request and the confirming one cost more than the second rail saves.
 const SPREAD: u64 = 256 << 10;
 
 /// An operation to one peer, and how much of it is posted.
@@ -58,8 +58,8 @@ impl BoundOp {
         Self { peer, pin, wr, page: 0, byte: 0, cut, confirm, joint, tries: 0, ahead: false }
     }
 
-    /// The missing part of a lost slice, of which `there` counts and their bytes have arrived. Bytes go
-    /// without a count, and no count is sent twice (IC-3). Any rail may carry it.
+    /// The missing part of a lost slice, of which `there` counts and their bytes have arrived.
+    /// Bytes go without a count, and no count is sent twice (IC-3). Any rail may carry it.
     pub(super) fn missing_part(slice: Slice, there: u32, transfer: &mut Transfer) -> Self {
         let Slice { peer, wr, confirm, tries, .. } = slice;
         let tries = tries.saturating_add(1);

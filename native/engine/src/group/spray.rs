@@ -1,4 +1,5 @@
-//! Measures a peer's links, selects the link of each slice, and finds stalled links (TENT §3.3, §3.4).
+//! Measures a peer's links, selects the link of each slice, and finds stalled links (TENT §3.3,
+//! §3.4).
 
 use std::time::Duration;
 
@@ -30,8 +31,8 @@ const WINDOW_SLICES: u64 = 4;
 /// A link has no more under way than it carries in this time. For a slow link the window would be
 /// seconds.
 const HORIZON: Duration = Duration::from_millis(20);
-/// A link may always have this many bytes, or [`LEAST_SLICES`] slices, under way, so that it does not
-/// wait for completions to be polled.
+/// A link may always have this many bytes, or [`LEAST_SLICES`] slices, under way, so that it does
+/// not wait for completions to be polled.
 const LEAST: u64 = 512 << 10;
 const LEAST_SLICES: u64 = 2;
 /// Most links of one peer and transport: two for each pair of NICs if both sides connected at once.
@@ -151,7 +152,8 @@ impl Spray {
 }
 
 impl Group {
-    /// Handles a post to a peer: schedules stall checks if it has several links, and asks for credit.
+    /// Handles a post to a peer: schedules stall checks if it has several links, and asks for
+    /// credit.
     #[inline]
     pub(super) fn posted(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) {
         if self.look_at == Time::NEVER && self.peers[peer as usize].active().len() > 1 {
@@ -160,8 +162,8 @@ impl Group {
         self.seek_credit(now, peer, rails);
     }
 
-    /// Drops links that have stalled while others of the same peer progress. Their slices are sent over
-    /// other links, and their breakers open.
+    /// Drops links that have stalled while others of the same peer progress. Their slices are sent
+    /// over other links, and their breakers open.
     pub(super) fn look(&mut self, now: Time, rails: &mut Rails) {
         let mut busy = false;
         for (key, route) in self.peers.iter_mut() {

@@ -75,8 +75,8 @@ impl Group {
         })
     }
 
-    /// Reads the records since a cursor and the operations in flight. Records name peers by index in
-    /// `peers`.
+    /// Reads the records since a cursor and the operations in flight. Records name peers by index
+    /// in `peers`.
     pub fn records(&self, since: Cursor, rails: &Rails, out: &mut Records) {
         out.peers = self.peers.names();
         out.rails = rails.iter().map(|r| (r.kind(), r.device().to_owned())).collect();

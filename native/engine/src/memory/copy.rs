@@ -1,5 +1,5 @@
-//! Chooses how bytes are copied: by size, by whether the destination is cached, and by measurement on
-//! this machine.
+//! Chooses how bytes are copied: by size, by whether the destination is cached, and by measurement
+//! on this machine.
 
 use std::time::Instant;
 
@@ -11,7 +11,8 @@ use super::{
 
 /// Shortest copy with a choice, bytes; below, the choice costs more than it saves.
 const SMALL: usize = 4096;
-/// Pages from here on are copied one by one: what comes before the next is fetched is a small part of one.
+/// Pages from here on are copied one by one: what comes before the next is fetched is a small part
+/// of one.
 const LARGE_PAGE: usize = 256 << 10;
 /// Shortest copy with streaming stores, bytes; shorter ones don't fill enough lines.
 const TINY_PAGE: usize = 256;
@@ -93,7 +94,8 @@ impl Copier {
             }
             return;
         }
-        // The first page stands for all: who sends the same pages again sends them in the same order.
+        // The first page stands for all: who sends the same pages again sends them in the same
+        // order.
         let cold = len >= TINY_PAGE
             && bytes >= SMALL
             && self.page_candidates.len() > 1

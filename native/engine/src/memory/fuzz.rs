@@ -1,5 +1,5 @@
-//! Fuzzes lookups of regions: registered, granted to one peer, deregistered, registered again under the
-//! same index.
+//! Fuzzes lookups of regions: registered, granted to one peer, deregistered, registered again under
+//! the same index.
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
-//! The memory that the system can still give. Shared memory is charged page by page, so too large an
-//! allocation does not fail but starts the out-of-memory killer.
+//! The memory that the system can still give. Shared memory is charged page by page, so too large
+//! an allocation does not fail but starts the out-of-memory killer.
 
 use std::{fs, path::Path};
 
@@ -16,7 +16,8 @@ fn machine(meminfo: &str) -> Option<u64> {
     Some((kib("MemAvailable:")? + kib("SwapFree:").unwrap_or(0)) << 10)
 }
 
-/// The bytes by one line of `/proc/self/cgroup`: `0::/path` (version 2), or `4:memory:/path` (version 1).
+/// The bytes by one line of `/proc/self/cgroup`: `0::/path` (version 2), or `4:memory:/path`
+/// (version 1).
 fn container(line: &str) -> Option<u64> {
     let (controller, path) = line.split_once(':')?.1.split_once(':')?;
     let (root, limit, usage, cache) = match controller {

@@ -31,7 +31,7 @@ pub struct RegionMemory {
     /// Bytes.
     pub len: u64,
     pub backing: Backing,
-    /// Where it lies: on the host, on a GPU, in a file.
+    /// Location: host, GPU or file.
     pub location: Location,
     pub keep: Keep,
     /// The keys of NICs; set once all domains have registered it.
@@ -90,7 +90,7 @@ impl RegionMemory {
         Self { until, ..self }
     }
 
-    /// Its grantor, the grantor of that, and so on.
+    /// The chain of grantors, nearest first.
     pub fn grantors(&self) -> impl Iterator<Item = &Arc<Self>> {
         std::iter::successors(self.grantor.as_ref(), |from| from.grantor.as_ref())
     }
@@ -125,8 +125,8 @@ pub(crate) struct RegionBook {
 }
 
 impl RegionBook {
-    /// Leaks all regions (MR-1): bytes may still land in them. They stay reachable, so that leak checkers
-    /// don't report them.
+    /// Leaks all regions (MR-1): bytes may still land in them. They stay reachable, so that leak
+    /// checkers don't report them.
     pub fn keep_for_good(self) {
         static KEPT: Mutex<Vec<RegionBook>> = Mutex::new(Vec::new());
         KEPT.lock().push(self);
@@ -180,7 +180,8 @@ impl RegionBook {
         region.check_peer(peer).map(|()| region)
     }
 
-    /// The address of `len` bytes at `offset` of a region that a peer names. They must lie inside (MR-3).
+    /// The address of `len` bytes at `offset` of a region that a peer names. They must lie inside
+    /// (MR-3).
     pub fn resolve(
         &self,
         peer: EngineId,

@@ -1,4 +1,5 @@
-//! Allocates indices of regions. Indices are positions in tables of all domains, so they are reused.
+//! Allocates indices of regions. Indices are positions in tables of all domains, so they are
+//! reused.
 
 use std::{collections::VecDeque, sync::Arc};
 
@@ -6,8 +7,9 @@ use parking_lot::Mutex;
 
 use super::HIDDEN;
 
-/// Freed indices that are kept before the oldest is reused. Work inside this process that names the earlier
-/// region is over by then. A peer's old key is stale, because each region has a new random key (MR-2).
+/// Freed indices that are kept before the oldest is reused. Work inside this process that names the
+/// earlier region is over by then. A peer's old key is stale, because each region has a new random
+/// key (MR-2).
 const REST: usize = 1024;
 
 #[derive(Debug, Default)]

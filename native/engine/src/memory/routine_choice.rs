@@ -4,13 +4,13 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 /// Most routines of one choice.
 pub(super) const MAX_ROUTINES: usize = 4;
-/// Uses between two comparisons. It is no multiple of callers' group sizes, because the first copy of a group
-/// is slower.
+/// Uses between two comparisons. It is no multiple of callers' group sizes, because the first copy
+/// of a group is slower.
 const EVERY: u32 = 127;
 /// Initial comparisons with each other routine, without a pause.
 const TRIALS: u32 = 16;
-/// Uses of one comparison. The first is not timed, because the cache is cold after a pause. The best and
-/// another routine follow, and take turns to be first.
+/// Uses of one comparison. The first is not timed, because the cache is cold after a pause. The
+/// best and another routine follow, and take turns to be first.
 const USES: u32 = 3;
 /// Comparisons under way at a time; further ones overwrite each other.
 const UNDER_WAY: usize = 8;
@@ -29,16 +29,16 @@ enum ComparedRoutine {
     Other,
 }
 
-/// Compares routines in successive uses. Other load slows all routines alike, and by more than they differ. The
-/// median of the comparisons counts, and each comparison moves it by one step. So a comparison in which a
-/// thread lost its core has no more weight than others.
+/// Compares routines in successive uses. Other load slows all routines alike, and by more than they
+/// differ. The median of the comparisons counts, and each comparison moves it by one step. So a
+/// comparison in which a thread lost its core has no more weight than others.
 #[derive(Debug)]
 pub(super) struct RoutineChoice {
     routines: u32,
     turn: AtomicU32,
     best: AtomicU32,
-    /// Comparisons of which one side has ended: see [`half`]. Threads take turns, so either side may end first,
-    /// and several comparisons may be under way.
+    /// Comparisons of which one side has ended: see [`half`]. Threads take turns, so either side
+    /// may end first, and several comparisons may be under way.
     halves: [AtomicU64; UNDER_WAY],
     /// The median cost of each routine relative to the best, which is `ONE`.
     ratio: [AtomicU64; MAX_ROUTINES],

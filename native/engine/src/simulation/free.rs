@@ -5,7 +5,8 @@ use crate::transport::sim::{mix, NextEvent};
 
 /// For networks whose [`free`](crate::transport::sim::SimConfig::free) is set.
 impl SimNet {
-    /// What may happen next, events before losses. Empty while an engine still has something to do.
+    /// The possible next events, arrivals before losses. Empty while an engine still has something
+    /// to do.
     pub fn choices(&mut self) -> Vec<NextEvent> {
         while self.drive_all() {}
         self.world.lock().choices()

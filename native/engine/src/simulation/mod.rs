@@ -21,8 +21,8 @@ use crate::{
     Result,
 };
 
-/// A simulated network, its clock and the engines on it. It is single-threaded: everything happens inside
-/// [`SimNet::step`].
+/// A simulated network, its clock and the engines on it. It is single-threaded: everything happens
+/// inside [`SimNet::step`].
 pub struct SimNet {
     world: Arc<Mutex<World>>,
     clock: Arc<AtomicU64>,
@@ -112,7 +112,8 @@ impl SimNet {
         self.world.lock().kill(engine, 0);
     }
 
-    /// Pulls the cable of one NIC, or plugs it in again. Its node knows at once, peers some time later.
+    /// Pulls the cable of one NIC, or plugs it in again. Its node knows at once, peers some time
+    /// later.
     pub fn plug(&mut self, engine: EngineId, rail: u8, plugged: bool) {
         let port = Port { engine, rail };
         let mut world = self.world.lock();
@@ -128,7 +129,7 @@ impl SimNet {
         self.world.lock().plug_all();
     }
 
-    /// What a NIC carries from now on, bytes per nanosecond; no limit if `None`.
+    /// Sets the rate of a NIC, bytes per nanosecond; no limit if `None`.
     pub fn set_rate(&mut self, engine: EngineId, rail: u8, rate: Option<f64>) {
         if let Some(node) = self.world.lock().nodes.get_mut(&Port { engine, rail }) {
             node.rate = rate;
@@ -160,7 +161,7 @@ impl SimNet {
         self.world.lock().trace.as_mut().map(Trace::take).unwrap_or_default()
     }
 
-    /// Those that are under way, in the order in which they were posted.
+    /// The work requests in flight, in posting order.
     pub fn under_way(&self) -> Vec<TracedWork> {
         let mut all: Vec<_> = self.world.lock().trace.iter().flat_map(Trace::open).collect();
         all.sort_by_key(|t| (t.posted, t.rail, t.offset));
@@ -206,8 +207,9 @@ impl SimNet {
         true
     }
 
-    /// Lets everything happen that happens by `limit`, and time pass until then. Users act in callbacks only, so
-    /// that only engines are driven that have something to do: for thousands of them.
+    /// Lets everything happen that happens by `limit`, and time pass until then. Users act in
+    /// callbacks only, so that only engines are driven that have something to do: for thousands of
+    /// them.
     pub fn run_until(&mut self, limit: Time) {
         self.running().until(limit, || false);
         self.advance(limit);
@@ -226,8 +228,8 @@ impl SimNet {
         unsafe { engine.register(addr, len, Some(Box::new(keep))) }
     }
 
-    /// Lets the network's next event happen, or time pass until the next timer: whatever comes first, if it
-    /// comes by `limit`.
+    /// Lets the network's next event happen, or time pass until the next timer: whatever comes
+    /// first, if it comes by `limit`.
     fn happen_until(&mut self, timer: Time, limit: Time) -> bool {
         let mut world = self.world.lock();
         match world.next() {

@@ -5,8 +5,8 @@ use std::collections::{BTreeSet, HashMap};
 use super::{Member, SimNet};
 use crate::{api::EngineId, time::Time, transport::sim::ByName};
 
-/// A network on which time passes; users act in callbacks, or between two calls on engines that they
-/// [`wake`](Self::wake).
+/// A network on which time passes; users act in callbacks, or between two calls on engines that
+/// they [`wake`](Self::wake).
 pub struct Running<'n> {
     net: &'n mut SimNet,
     timers: Timers,
@@ -46,8 +46,8 @@ impl Running<'_> {
         }
     }
 
-    /// Lets everything happen that happens by `limit`, and time pass until then; false if it was stopped
-    /// before, as soon as `stop` said so.
+    /// Lets everything happen that happens by `limit`, and time pass until then; false if it was
+    /// stopped before, as soon as `stop` said so.
     pub fn until(&mut self, limit: Time, mut stop: impl FnMut() -> bool) -> bool {
         loop {
             self.settle();

@@ -1,4 +1,4 @@
-//! Which NICs are near which GPU, and which of them each should use.
+//! Distances between NICs and GPUs, and the NICs that each GPU uses.
 //!
 //! [`Topology::read`] reads `/sys`, or a recorded copy of it. From that and the user's [`Rules`]
 //! the pure function [`pair()`] chooses rails for every GPU and NUMA node, with reasons.

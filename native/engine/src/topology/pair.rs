@@ -20,7 +20,7 @@ pub enum Location {
     Gpu(PciAddress),
 }
 
-/// What [`pair()`] found: everything that has a NIC, might have one, or is one.
+/// Result of [`pair()`]: GPUs and nodes with their NICs, and the NICs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Pairing {
     pub gpus: Vec<RailChoice>,

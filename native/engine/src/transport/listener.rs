@@ -31,7 +31,7 @@ const MAX_UNPROVEN: usize = 1024;
 /// Descriptors kept for the application. When fewer are free, the limit is [`MIN_UNPROVEN`].
 const RESERVE: u64 = 128;
 
-/// What to do before another connection is accepted.
+/// Action to take before the next connection is accepted.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Admission<K> {
     Accept,

@@ -23,14 +23,14 @@ pub(crate) struct ListeningSockets {
     pub port: u16,
 }
 
-/// What happens when an address is not this machine's.
+/// Treatment of an address that this machine does not have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AddressPolicy {
-    /// It is an error: the user named all of the addresses.
+    /// An error: the user named all of the addresses.
     All,
-    /// It is skipped: the user named the addresses for other purposes too.
+    /// Skip it: the user named the addresses for other purposes too.
     Any,
-    /// It is listened on all the same: discovery found the address, and the kernel may still be
+    /// Listen on it all the same: discovery found the address, and the kernel may still be
     /// checking that no other host has it (duplicate address detection).
     Found,
 }

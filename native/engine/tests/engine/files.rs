@@ -1,5 +1,5 @@
-//! Files as regions: spilled to and fetched from with the same requests as memory, by their own engine
-//! and by peers, and with the same promises where a disk is full or a file is cut short.
+//! Files as regions: spilled to and fetched from with the same requests as memory, by their own
+//! engine and by peers, and with the same promises where a disk is full or a file is cut short.
 
 use std::{
     fs,

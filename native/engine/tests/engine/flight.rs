@@ -1,4 +1,5 @@
-//! What the flight recorder tells of simulated transfers is what became of them, and the same in every run.
+//! What the flight recorder tells of simulated transfers is what became of them, and the same in
+//! every run.
 
 use std::{sync::Arc, time::Duration};
 

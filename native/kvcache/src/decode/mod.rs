@@ -1,5 +1,5 @@
-//! The decoder: requests the pages of a prompt from prefillers, and reports when they have arrived, when they
-//! never will, and when they may be reused.
+//! The decoder: requests the pages of a prompt from prefillers, and reports when they have arrived,
+//! when they never will, and when they may be reused.
 
 mod messages;
 mod state;
@@ -122,8 +122,8 @@ impl Decoder {
         Ok(Self { inner })
     }
 
-    /// Handles a message of a prefiller, for callers that opened the receive pool of the first rank's engine
-    /// themselves. A message that is no prefiller's is ignored, with a warning.
+    /// Handles a message of a prefiller, for callers that opened the receive pool of the first
+    /// rank's engine themselves. A message that is no prefiller's is ignored, with a warning.
     pub fn on_message(&self, from: EngineId, message: &[u8]) {
         self.inner.on_message(from, message);
     }

@@ -85,7 +85,7 @@ pub(super) enum Phase {
 pub(super) enum ProcessState {
     /// The process does not know the request.
     NotRequested,
-    /// It may write. Number of answered beats that did not mention the request.
+    /// The process may write. `unknown`: answered beats that did not mention the request.
     Requested { unknown: u32 },
     /// The decoder has cancelled it; the process may still write.
     Cancelling,

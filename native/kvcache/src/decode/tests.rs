@@ -72,7 +72,8 @@ impl TestDecoder {
     }
 }
 
-/// What a request ends with when the prefiller has taken it, or would, and then `happens`.
+/// Returns the last events of a request: the prefiller accepts it if `welcome`, then `happens`
+/// runs.
 fn ends_with(welcome: bool, happens: impl FnOnce(&mut TestDecoder, u64)) -> Vec<Event> {
     let mut test = TestDecoder::new();
     if welcome {

@@ -28,12 +28,12 @@ pub const MAX_PAGE_TOKENS: u32 = 1 << 16;
 pub struct LayoutError {
     pub group: Option<String>,
     pub tensor: Option<String>,
-    /// Its number in the model.
+    /// Number of the layer in the model.
     pub layer: Option<u32>,
     pub problem: LayoutProblem,
 }
 
-/// What is wrong with it.
+/// The problem of a layout.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayoutProblem {
@@ -97,10 +97,10 @@ impl From<LayoutProblem> for LayoutError {
 impl CacheLayout {
     /// Whether the description is consistent in itself and within the limits.
     ///
-    /// What it has checked: every page of every tensor of every layer lies in its buffer, no two
-    /// rows of a tensor overlap, nor tensors and layers of a group that have the same strides,
-    /// names are unique, and sums of offsets don't overflow. Groups may overlap: an engine may lend
-    /// the same memory to pages of either.
+    /// Checks the layout: every page of every tensor lies in its buffer, rows of a tensor do not
+    /// overlap, nor do tensors and layers of a group with the same strides, names are unique, and
+    /// sums of offsets do not overflow. Groups may overlap: an engine may lend the same memory to
+    /// pages of either.
     ///
     /// # Errors
     /// The first problem, with the group, tensor and layer that has it.

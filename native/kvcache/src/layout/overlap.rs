@@ -32,7 +32,7 @@ pub(super) fn shared(group: &CacheGroup) -> Option<[(usize, usize); 2]> {
     None
 }
 
-/// How far apart rows lie along pages, heads and tokens, and how many there are of each.
+/// Strides and numbers of rows along pages, heads and tokens.
 fn steps(tensor: &CacheTensor, group: &CacheGroup) -> [(u64, u32); 3] {
     [
         (tensor.page_stride, group.pages),

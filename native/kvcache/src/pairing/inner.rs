@@ -1,4 +1,4 @@
-//! What a pairing knows: its groups, and the runs of the links that were asked for.
+//! State of a pairing: its groups, and the runs of the requested links.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -78,7 +78,8 @@ pub(super) struct Progress {
     pub local_pages: Option<Arc<Vec<Vec<u32>>>>,
     /// For each step of a pass, the first cell that hasn't been sent.
     pub sent: Vec<u64>,
-    /// The pages of the last sent cells, by link and group, because all layers of a pass send the same.
+    /// The pages of the last sent cells, by link and group, because all layers of a pass send the
+    /// same.
     pub selected: HashMap<(usize, usize), (Range<u64>, Arc<Selection>)>,
     pub tail: TailState,
     /// For each step of a pass, the number of undelivered writes.
@@ -93,10 +94,11 @@ pub(super) struct Progress {
     pub over: bool,
 }
 
-/// A submitted write. It ends when its result is known and it touches no memory any more, in either order.
+/// A submitted write. It ends when its result is known and it touches no memory any more, in either
+/// order.
 pub(super) struct PendingWrite {
     pub handle: Handle,
-    /// Its step of a pass; `None` for the tail.
+    /// Step of the pass; `None` for the tail.
     pub step: Option<usize>,
     pub done: bool,
     pub quiesced: bool,

@@ -110,8 +110,8 @@ struct Session {
 }
 
 impl Session {
-    /// The number of requests that are kept until the decoder's floor has passed them: jobs, and final
-    /// states.
+    /// The number of requests that are kept until the decoder's floor has passed them: jobs, and
+    /// final states.
     fn remembers(&self) -> usize {
         self.jobs.len() + self.ended.len()
     }
@@ -168,8 +168,8 @@ impl Prefiller {
         Ok(Self { inner })
     }
 
-    /// Handles a message of a decoder, for callers that opened the receive pool of the first rank's engine
-    /// themselves. A message that is no decoder's is ignored, with a warning.
+    /// Handles a message of a decoder, for callers that opened the receive pool of the first rank's
+    /// engine themselves. A message that is no decoder's is ignored, with a warning.
     pub fn on_message(&self, from: EngineId, message: &[u8]) {
         self.inner.on_message(from, message);
     }
@@ -196,8 +196,8 @@ impl Prefiller {
         self.inner.steps.len()
     }
 
-    /// Accepts a request: for each group, the local pages of all its tokens in order. The first `computed`
-    /// tokens of all layers are in the pages already, and are sent at once.
+    /// Accepts a request: for each group, the local pages of all its tokens in order. The first
+    /// `computed` tokens of all layers are in the pages already, and are sent at once.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] if the tables don't fit; [`EngineError::Cancelled`] if the request
@@ -247,20 +247,20 @@ impl Prefiller {
         self.inner.counted()
     }
 
-    /// Counts further layers that are in the cache, and sends them. The computing engine calls this unless it
-    /// counts in a watched word.
+    /// Counts further layers that are in the cache, and sends them. The computing engine calls this
+    /// unless it counts in a watched word.
     pub fn advance(&self, layers: u64) {
         self.inner.advance(layers);
     }
 
-    /// Announces the next value of the watched word. The [`Timeline`] then has the time of the computation,
-    /// and not only the time when it was seen.
+    /// Announces the next value of the watched word. The [`Timeline`] then has the time of the
+    /// computation, and not only the time when it was seen.
     pub fn mark(&self, count: u64) {
         self.inner.mark(count);
     }
 
-    /// A callback for [`TransferEngine::watch`] that takes the values of a word that counts layers. It does
-    /// not keep the prefiller alive.
+    /// A callback for [`TransferEngine::watch`] that takes the values of a word that counts layers.
+    /// It does not keep the prefiller alive.
     pub fn advancer(&self) -> impl Fn(u64, u64) + Send + Sync + 'static {
         let weak = Arc::downgrade(&self.inner);
         move |_, count| {
@@ -286,7 +286,8 @@ impl Prefiller {
         }
     }
 
-    /// Refuses a request that was not accepted. After [`RefusalReason::TooLong`] a decoder asks no other prefiller.
+    /// Refuses a request that was not accepted. After [`RefusalReason::TooLong`] a decoder asks no
+    /// other prefiller.
     pub fn refuse(&self, job: u64, kind: RefusalReason, why: &str) {
         if let Ok(job) = self.inner.job(job) {
             let elsewhere = kind != RefusalReason::TooLong;

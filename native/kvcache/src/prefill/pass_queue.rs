@@ -27,7 +27,7 @@ pub(super) struct PassQueue {
 }
 
 struct Pass {
-    /// Its layers have the counts `after + 1` to `end`.
+    /// The layers of the pass have the counts `after + 1` to `end`.
     after: u64,
     end: u64,
     requests: Requests,

@@ -15,7 +15,8 @@ use crate::{
 };
 
 impl Inner {
-    /// Sends the unsent cells of one layer, of which `tokens_done` tokens were computed at `computed`.
+    /// Sends the unsent cells of one layer, of which `tokens_done` tokens were computed at
+    /// `computed`.
     pub(super) fn push(
         self: &Arc<Self>,
         job: &Arc<Job>,
@@ -139,8 +140,8 @@ impl Inner {
     /// Follows writes: their results, and their quiescence.
     fn watch_writes(self: &Arc<Self>, job: &Arc<Job>, handles: Vec<(u64, Handle)>) {
         for (number, handle) in handles {
-            // Both callbacks keep this prefiller until the write has ended, so that the caller learns of it
-            // even after it dropped the prefiller.
+            // Both callbacks keep this prefiller until the write has ended, so that the caller
+            // learns of it even after it dropped the prefiller.
             let (inner, theirs) = (Arc::clone(self), Arc::clone(job));
             handle.on_done(move |result| {
                 match result {
@@ -158,8 +159,8 @@ impl Inner {
                     progress.update(number, |write| write.quiesced = true);
                 }
                 if quiescence == Quiescence::Unknown {
-                    // The links are lost, so local memory is not in use. The decoder must make sure of its
-                    // own memory (MR-1).
+                    // The links are lost, so local memory is not in use. The decoder must make sure
+                    // of its own memory (MR-1).
                     let why = "links broke, and what was on them may still land";
                     inner.end_session((theirs.key.0, theirs.key.1), why, true);
                 }
@@ -188,8 +189,8 @@ impl Inner {
         }
     }
 
-    /// Stops sending a job, and ends it when its writes are over. `told` is the cause for the engine behind
-    /// the prefiller.
+    /// Stops sending a job, and ends it when its writes are over. `told` is the cause for the
+    /// engine behind the prefiller.
     pub(super) fn stop(self: &Arc<Self>, job: &Arc<Job>, at: RequestState, told: Option<Cause>) {
         let under_way: Vec<Handle> = {
             let mut progress = job.state.lock();
@@ -213,7 +214,8 @@ impl Inner {
             let mut progress = job.state.lock();
             let Some(at) = job.ended(&progress, &self.steps) else { return };
             progress.over = true;
-            // If quiescence is unknown, no state is sent (MR-1), and the decoder revokes its memory.
+            // If quiescence is unknown, no state is sent (MR-1), and the decoder revokes its
+            // memory.
             (!progress.unproven).then_some(at)
         };
         let (from, number, seq) = job.key;

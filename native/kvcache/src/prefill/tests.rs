@@ -58,7 +58,7 @@ impl TestPrefiller {
         Self { net, prefiller, decoder, memory, counter, heard, events }
     }
 
-    /// What is answered in the next tenth of a second.
+    /// Returns the answers of the next 100 ms.
     fn say(&mut self, message: &Message) -> Vec<Message> {
         let peer = self.decoder.peer(self.prefiller.inner.control().address()).unwrap();
         let bytes = message.to_bytes();

@@ -20,8 +20,8 @@ struct AtomicTimes {
     delivered: AtomicU64,
 }
 
-/// One layer's times, by the clock of the first rank's engine; `None` if it has not come so far, or no page of
-/// the layer had to be sent. For a prompt in chunks, the times of the last chunk.
+/// One layer's times, by the clock of the first rank's engine; `None` if it has not come so far, or
+/// no page of the layer had to be sent. For a prompt in chunks, the times of the last chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerTimes {
     /// The layer's number in the model.
@@ -77,7 +77,7 @@ impl Timeline {
         self.layers[step].computed.store(now.0.max(1), Relaxed);
     }
 
-    /// Where the time goes when the pages of a layer were given to the engines.
+    /// The word for the time at which the pages of a layer were given to the engines.
     pub(super) fn posted(&self, step: usize) -> &AtomicU64 {
         &self.layers[step].posted
     }

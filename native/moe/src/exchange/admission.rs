@@ -79,9 +79,9 @@ impl AllToAll {
     /// descriptor, too.
     ///
     /// # Errors
-    /// [`EngineError::Handshake`] for another shape; [`EngineError::Invalid`] if the rank is present,
-    /// or this rank has made no descriptor for it; [`EngineError::NotQuiesced`] if its last process
-    /// may still access this rank's memory.
+    /// [`EngineError::Handshake`] for another shape; [`EngineError::Invalid`] if the rank is
+    /// present, or this rank has made no descriptor for it; [`EngineError::NotQuiesced`] if its
+    /// last process may still access this rank's memory.
     pub fn admit(&self, descriptor: &[u8]) -> Result<u32> {
         let inner = &self.inner;
         let descriptor = RankDescriptor::from_bytes(descriptor)?;
@@ -185,7 +185,8 @@ impl Inner {
         })
     }
 
-    /// Waits until none of the ranks can write here; returns those that still can after the timeout.
+    /// Waits until none of the ranks can write here; returns those that still can after the
+    /// timeout.
     fn wait_for_access(
         &self,
         state: &mut MutexGuard<'_, ExchangeState>,

@@ -1,9 +1,9 @@
 //! An exchange that kernels execute: what they may read, and the effects of their commands.
 //!
 //! The device takes the caller's part of the exchange. It reports by commands, in order, and waits
-//! for words in between; no host call is needed between two kernels. State and wire format are those
-//! of a caller's exchange, so ranks with and without kernels take part in one exchange. A lost rank
-//! is masked: the device's wait then ends without it.
+//! for words in between; no host call is needed between two kernels. State and wire format are
+//! those of a caller's exchange, so ranks with and without kernels take part in one exchange. A
+//! lost rank is masked: the device's wait then ends without it.
 
 use std::{sync::Arc, time::Duration};
 
@@ -42,8 +42,8 @@ pub struct Device {
     /// The round of rows, the rows that are being handed out, and whether these are the last.
     row_round: u64,
     batch: Option<(Vec<RowBatch>, bool)>,
-    /// Number of answered ranks, in the order of `ExchangeState::others`, and of answered rows of the next
-    /// one.
+    /// Number of answered ranks, in the order of `ExchangeState::others`, and of answered rows of
+    /// the next one.
     cursor: (u32, u64),
     /// The round of answers, the answers that are being written, and whether these are the last.
     answer_round: u64,
@@ -392,14 +392,14 @@ impl Device {
         Ok(())
     }
 
-    /// Whether it waits for room for answers. A device that stores reports so first: memory that may
-    /// be stored to isn't quiesced.
+    /// Whether it waits for room for answers. A device that stores reports so first: memory that
+    /// may be stored to isn't quiesced.
     fn awaits_room(&self) -> bool {
         self.leaving.is_none() && (!self.stores || self.combines)
     }
 
-    /// Tells the device where to write answers: as many as fit, in the chunks that peers expect. Own
-    /// answers come with the last ones, because they replace own rows, which must have left.
+    /// Tells the device where to write answers: as many as fit, in the chunks that peers expect.
+    /// Own answers come with the last ones, because they replace own rows, which must have left.
     fn tell_room(&mut self, s: &mut ExchangeState) {
         // A device that stores usually writes all answers in one round, own ones included, so it
         // starts no store before own rows have left.

@@ -53,8 +53,8 @@ impl ExchangeState {
         }
     }
 
-    /// Ends one interval: gives up ranks without activity for the `timeout`, and signals other ranks
-    /// that this rank waits.
+    /// Ends one interval: gives up ranks without activity for the `timeout`, and signals other
+    /// ranks that this rank waits.
     pub fn on_heartbeat(
         &mut self,
         timeout: Duration,
@@ -125,8 +125,8 @@ impl ExchangeState {
         }
     }
 
-    /// The message of a rank that this rank waits for, if any. It waits for no rank while its caller
-    /// or device has the next step.
+    /// The message of a rank that this rank waits for, if any. It waits for no rank while its
+    /// caller or device has the next step.
     fn awaits(&self, rank: u32) -> Option<MessageKind> {
         let link = self.links.get(rank as usize)?.as_ref()?;
         let (outbound, inbound) = (&link.outbound, &link.inbound);

@@ -109,7 +109,8 @@ pub struct RowBatch {
 #[derive(Debug)]
 pub struct Link {
     pub endpoint: Arc<PeerEndpoint>,
-    /// Number of exchanges with it, and of those with answers: all ranks leave combine out, or none.
+    /// Number of exchanges with it, and of those with answers: all ranks leave combine out, or
+    /// none.
     pub exchanges: u32,
     pub combines: u32,
     /// Its fence has arrived, and nothing was written since.
@@ -169,8 +170,8 @@ pub struct InboundState {
     pub first: u64,
     /// Number of rows that have a place here.
     pub offered: u64,
-    /// Number of chunks that are not counted. A count doesn't name its chunk, so chunks have arrived
-    /// when all are counted.
+    /// Number of chunks that are not counted. A count doesn't name its chunk, so chunks have
+    /// arrived when all are counted.
     pub due: u32,
     pub chunks: VecDeque<Chunk>,
     /// Number of rows that were handed out.

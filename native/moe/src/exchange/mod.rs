@@ -42,8 +42,8 @@ use crate::{
 
 /// The default timeout.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// Bytes that are packed before they are sent. Smaller batches cost more requests; larger ones leave
-/// the link idle meanwhile.
+/// Bytes that are packed before they are sent. Smaller batches cost more requests; larger ones
+/// leave the link idle meanwhile.
 const BATCH_NBYTES: u64 = 16 << 10;
 
 /// Where the rows of a dispatch lie.
@@ -52,7 +52,8 @@ pub type Dispatched = Arc<RowPlacement>;
 /// One rank of an exchange (fabric-lib §6).
 ///
 /// Calls are made in the order `dispatch_send`, `dispatch_recv`, `combine_send`, `combine_recv`, by
-/// one thread at a time. Combine may be left out if all ranks leave it out. Bytes move between calls.
+/// one thread at a time. Combine may be left out if all ranks leave it out. Bytes move between
+/// calls.
 pub struct AllToAll {
     inner: Arc<Inner>,
     /// Held during a call.
@@ -149,8 +150,8 @@ impl AllToAll {
     }
 
     /// Sets the timeout. A rank that neither sends awaited data nor waits for another rank for this
-    /// long is given up. No wait exceeds twelve timeouts. Use one timeout on all ranks: a longer one
-    /// sends heartbeats too rarely for the others.
+    /// long is given up. No wait exceeds twelve timeouts. Use one timeout on all ranks: a longer
+    /// one sends heartbeats too rarely for the others.
     pub fn set_timeout(&self, timeout: Duration) {
         let nanos = timeout.as_nanos().min(u128::from(u64::MAX)) as u64;
         self.inner.timeout.store(nanos, Relaxed);
@@ -212,8 +213,8 @@ impl AllToAll {
     /// How many rows arrive, and where they will be; `None` until every rank's routes have arrived.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] in another phase, or if an expert gets more rows than `order` has room
-    /// for.
+    /// [`EngineError::Invalid`] in another phase, or if an expert gets more rows than `order` has
+    /// room for.
     pub fn arriving(&self, order: Order) -> Result<Option<Dispatched>> {
         let _caller = self.enter()?;
         self.inner.place(order)
@@ -279,7 +280,8 @@ impl AllToAll {
     }
 
     /// Copies single answers, `topk` rows for each of this rank's tokens: zeros for index -1, and
-    /// for lost ranks. Call it before [`AllToAll::combine_recv`]; the gradient of a weight needs it.
+    /// for lost ranks. Call it before [`AllToAll::combine_recv`]; the gradient of a weight needs
+    /// it.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for buffers that are too small, or in another phase.

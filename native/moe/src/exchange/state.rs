@@ -481,8 +481,8 @@ impl ExchangeState {
     }
 }
 
-/// Checks the number of the exchange that a peer reports. A new process has none and takes the first
-/// one reported. All must be equal, or rows of different exchanges would mix (RS-1).
+/// Checks the number of the exchange that a peer reports. A new process has none and takes the
+/// first one reported. All must be equal, or rows of different exchanges would mix (RS-1).
 ///
 /// # Errors
 /// The numbers differ.

@@ -34,7 +34,8 @@ pub struct Channel {
     part: Range<u32>,
     /// By node, the index of its next token.
     next: Vec<usize>,
-    /// Jobs that sum the sums of nodes: for each sender, the slots read and whether they were the last.
+    /// Jobs that sum the sums of nodes: for each sender, the slots read and whether they were the
+    /// last.
     summing: PendingJobs<Vec<(u64, bool)>>,
     /// The drain after which this rank's tokens may be replaced.
     pub settled: Option<u64>,

@@ -53,8 +53,8 @@ impl Throughput {
         Ok(this)
     }
 
-    /// Begins a call: returns the number with which its workers are launched. [`Throughput::end_work`] ends
-    /// them.
+    /// Begins a call: returns the number with which its workers are launched.
+    /// [`Throughput::end_work`] ends them.
     ///
     /// # Errors
     /// [`EngineError::Invalid`]: no kernels carry the exchange out.
@@ -116,7 +116,8 @@ impl Throughput {
         })
     }
 
-    /// As [`Throughput::combine_recv`]; returns the number of tokens whose sums kernels have stored.
+    /// As [`Throughput::combine_recv`]; returns the number of tokens whose sums kernels have
+    /// stored.
     ///
     /// # Errors
     /// As [`Throughput::combine_recv`].

@@ -12,9 +12,9 @@
 //! While a rank is missing, no rank forwards: every rank is a node of its own ([`membership`],
 //! [`grid`]).
 //!
-//! From pure to stateful: [`Spec`], [`grid`], [`layout`], [`slots`], [`membership`]; [`ring`] and the
-//! lanes ([`rail_sender`], [`gateway`], [`node_receiver`]); [`Machine`], which needs neither thread nor clock; and
-//! [`Throughput`], which has both.
+//! From pure to stateful: [`Spec`], [`grid`], [`layout`], [`slots`], [`membership`]; [`ring`] and
+//! the lanes ([`rail_sender`], [`gateway`], [`node_receiver`]); [`Machine`], which needs neither
+//! thread nor clock; and [`Throughput`], which has both.
 
 mod admission;
 mod channel;
@@ -99,10 +99,10 @@ pub fn proxy_config(spec: &Spec, member: Member, deadline: Duration) -> Config {
 
 /// One rank of a high-throughput exchange.
 ///
-/// Calls come in this order: `dispatch_send`, `dispatch_recv`, `combine_send`, `combine_recv`, from one
-/// thread at a time; combine may be left out if all ranks do. A rank forwards for others while it
-/// is in a call. Between calls only the rings' contents move. Other threads may query it or mask a rank
-/// meanwhile.
+/// Calls come in this order: `dispatch_send`, `dispatch_recv`, `combine_send`, `combine_recv`, from
+/// one thread at a time; combine may be left out if all ranks do. A rank forwards for others while
+/// it is in a call. Between calls only the rings' contents move. Other threads may query it or mask
+/// a rank meanwhile.
 pub struct Throughput {
     proxy: Proxy,
     spec: Spec,

@@ -1,4 +1,5 @@
-//! Receives the tokens of a lane that a gateway of this node forwards here, and returns the answers.
+//! Receives the tokens of a lane that a gateway of this node forwards here, and returns the
+//! answers.
 
 use super::{
     commands::Commands,

@@ -19,7 +19,8 @@ use super::{commands::Commands, context::Context, membership::Member};
 const REPORTER_BITS: u32 = 10;
 /// Incarnations of a rank that its word distinguishes.
 const INCARNATIONS: u32 = u64::BITS / REPORTER_BITS;
-/// Future incarnations whose ends are noticed. Late signals of earlier ones use other bits of the word.
+/// Future incarnations whose ends are noticed. Late signals of earlier ones use other bits of the
+/// word.
 const FUTURE_INCARNATIONS: u32 = INCARNATIONS / 2;
 const CHANNEL: u8 = CHANNELS as u8 - 1;
 /// Signals per timeout while a rank is in a call.
@@ -62,8 +63,8 @@ impl Signals {
         }
     }
 
-    /// Whether a rank was in no call for `timeout`. Its last signal may be one beat older than the end of its
-    /// last call.
+    /// Whether a rank was in no call for `timeout`. Its last signal may be one beat older than the
+    /// end of its last call.
     pub fn is_silent(&self, rank: u32, now: Time, timeout: Duration) -> bool {
         now.since(self.heard[rank as usize].1) >= timeout + timeout / BEATS
     }
@@ -81,8 +82,8 @@ impl Signals {
         told || self.commands.flush().is_err()
     }
 
-    /// Signals the lost rank too, after all others, because it may live but take nothing. Returns the drain
-    /// after which it has the signal.
+    /// Signals the lost rank too, after all others, because it may live but take nothing. Returns
+    /// the drain after which it has the signal.
     pub fn tell_itself(&mut self, ctx: &Context, member: Member) -> u64 {
         let (slot, value) =
             (ctx.layout.given_up(member.rank) as u16, 1 << shift_of(member.incarnation));

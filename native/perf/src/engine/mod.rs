@@ -84,7 +84,8 @@ pub enum Kind {
     Rate,
     /// The same, `pages` of them in a submit
     Batch,
-    /// Counted writes with at most `pages` of them in flight, shared by `threads` threads that submit
+    /// Counted writes with at most `pages` of them in flight, shared by `threads` threads that
+    /// submit
     Window,
 }
 

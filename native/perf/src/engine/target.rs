@@ -188,8 +188,8 @@ fn arm(
     });
 }
 
-/// Polls for at most [`LONG`]. It never yields: two that yield to each other on one core stay there,
-/// two that don't are moved apart.
+/// Polls for at most [`LONG`]. It never yields: two that yield to each other on one core stay
+/// there, two that don't are moved apart.
 pub fn spin_until(mut ready: impl FnMut() -> bool, otherwise: &str) -> TextResult<()> {
     let start = Time::now();
     let mut turns = 0u32;

@@ -23,8 +23,8 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Zeroed memory that no other process could map, of huge pages where they are to be had: numpy and
-    /// torch ask for them too, and so does the harness for all others.
+    /// Zeroed memory that no other process could map, of huge pages where they are to be had: numpy
+    /// and torch ask for them too, and so does the harness for all others.
     pub fn private(len: usize) -> TextResult<Self> {
         let protection = libc::PROT_READ | libc::PROT_WRITE;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
@@ -88,7 +88,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the range was mapped by `shared` or `private` and no slice of it can outlive `self`.
+        // SAFETY: the range was mapped by `shared` or `private` and no slice of it can outlive
+        // `self`.
         unsafe { libc::munmap(self.start.cast(), self.len) };
     }
 }
@@ -300,7 +301,8 @@ pub fn write_vectors(pairs: &mut [(&[u8], &mut [u8])]) -> TextResult<()> {
 pub fn store_word(pid: i32, addr: usize, value: u64) -> TextResult<()> {
     let local = libc::iovec { iov_base: (&raw const value).cast_mut().cast(), iov_len: 8 };
     let remote = libc::iovec { iov_base: addr as *mut _, iov_len: 8 };
-    // SAFETY: the kernel reads `value`, which lives through the call, and checks the address in the other process.
+    // SAFETY: the kernel reads `value`, which lives through the call, and checks the address in the
+    // other process.
     match unsafe { libc::process_vm_writev(pid, &local, 1, &remote, 1, 0) } {
         8 => Ok(()),
         _ => Err(last("process_vm_writev")),

@@ -1,4 +1,5 @@
-//! What rails that differ and fail must come to. Time is virtual, so these are no measurements of this machine.
+//! What rails that differ and fail must come to. Time is virtual, so these are no measurements of
+//! this machine.
 
 use fabric_engine::api::Spray;
 

@@ -1,8 +1,8 @@
 //! Rails that differ, slow down, die and return, in the simulator, by each policy.
 //!
-//! `rails run` carries one scenario out with the engine's own group on a virtual clock and prints one JSON
-//! object: the summary, what arrived in each millisecond by rail, the transfers, and the slices of the time
-//! asked for.
+//! `rails run` carries one scenario out with the engine's own group on a virtual clock and prints
+//! one JSON object: the summary, what arrived in each millisecond by rail, the transfers, and the
+//! slices of the time asked for.
 
 use std::{io, path::PathBuf};
 

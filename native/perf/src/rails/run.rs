@@ -1,4 +1,5 @@
-//! Carries a scenario out: the engine and its group are the real ones, the clock and the wires are not.
+//! Carries a scenario out: the engine and its group are the real ones, the clock and the wires are
+//! not.
 
 use std::sync::Arc;
 

@@ -109,8 +109,8 @@ impl Scenario {
         self
     }
 
-    /// The same with rails and their changes so many times as slow, and everything so many times as long as
-    /// the rails make it: less to compute, for tests.
+    /// The same with rails and their changes so many times as slow, and everything so many times as
+    /// long as the rails make it: less to compute, for tests.
     #[cfg(test)]
     pub fn slower(mut self, times: f64) -> Self {
         self.rails.iter_mut().for_each(|r| *r /= times);

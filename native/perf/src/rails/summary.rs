@@ -1,5 +1,5 @@
-//! What a run comes to: shares of what the rails could carry, times of transfers, and what a loss and a return
-//! cost.
+//! What a run comes to: shares of what the rails could carry, times of transfers, and what a loss
+//! and a return cost.
 
 use serde::Serialize;
 

@@ -118,7 +118,7 @@ impl OwnedOp {
         }
     }
 
-    /// Its only peer, if it has one.
+    /// The peer, if there is exactly one.
     pub fn peer(&self) -> Option<&fe::Peer> {
         match self {
             Self::Write { dst, .. } | Self::WritePages { dst, .. } => Some(dst.peer()),
@@ -140,8 +140,7 @@ fn imm_for(
     imm.map(|i| ImmArg::extract(i)?.for_peer(py, peer)).transpose()
 }
 
-/// How many bytes a transfer without `nbytes` moves: the rest of both sides, which must be equally
-/// long.
+/// Bytes of a transfer without `nbytes`: the rest of both sides, which must have the same length.
 pub fn length(
     py: Python<'_>,
     nbytes: Option<u64>,
@@ -161,7 +160,7 @@ pub fn length(
     .or_raise(py)
 }
 
-/// What is left of `limit` bytes after the first `offset`.
+/// Bytes that remain of `limit` after the first `offset`.
 fn remaining_bytes(what: &str, limit: u64, offset: u64) -> Result<u64, fe::EngineError> {
     let outside = || fe::EngineError::OutOfBounds { what: what.to_owned(), offset, len: 0, limit };
     limit.checked_sub(offset).ok_or_else(outside)

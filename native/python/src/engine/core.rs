@@ -456,7 +456,8 @@ impl Engine {
         Ok((e.peer, e.transport, verdicts))
     }
 
-    /// Of each piece of a batch: `(op, write, bytes, local, peer, remote, transport or None, description)`
+    /// Of each piece of a batch: `(op, write, bytes, local, peer, remote, transport or None,
+    /// description)`
     #[allow(clippy::type_complexity)] // a Python tuple
     fn _paths(
         &self,
@@ -491,13 +492,13 @@ impl Engine {
         Ok(d)
     }
 
-    /// All that is counted, as `fabric_ray.engine.observability` reads it.
+    /// All metrics, as `fabric_ray.engine.observability` reads them.
     fn _metrics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let metrics = py.detach(|| self.engine.metrics()).or_raise(py)?;
         telemetry::metrics(py, metrics)
     }
 
-    /// What the flight recorder has since those numbers of transfers, arrivals, expectations and
+    /// The flight recorder's records since these numbers of transfers, arrivals, expectations and
     /// events.
     fn _records<'py>(
         &self,

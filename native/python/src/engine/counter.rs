@@ -12,7 +12,7 @@ use super::{
 };
 use crate::errors::{raise, OrRaise};
 
-/// What may be named as an immediate: a counter's reference, or a small pre-agreed integer.
+/// An argument that names an immediate: a counter's reference, or a small pre-agreed integer.
 pub(crate) enum ImmArg {
     Plain(fe::api::Imm),
     Of(fe::api::CounterRef),

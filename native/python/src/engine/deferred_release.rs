@@ -10,7 +10,7 @@ use std::{
 
 use pyo3::prelude::*;
 
-/// How long the end of the interpreter waits for an object that is being released.
+/// Longest wait of the interpreter's exit for an object that is being released.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// The owner of registered memory, released by another thread when this is dropped.

@@ -14,8 +14,8 @@ struct PageRun {
     region: fe::Region,
     page_len: u64,
     pages: EnginePages,
-    /// Where each page lies in the receiver's memory: part of its digest, so that pages that
-    /// changed places don't go unnoticed.
+    /// Address of each page at the receiver. It is part of the digest, so exchanged pages change
+    /// it.
     places: EnginePages,
 }
 

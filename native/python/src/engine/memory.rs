@@ -85,7 +85,7 @@ impl Region {
         py.detach(|| self.0.grant(offset, nbytes, terms)).map(Self).or_raise(py)
     }
 
-    /// What a peer needs to write here.
+    /// The descriptor with which a peer accesses the region.
     fn descriptor(&self) -> RegionDescriptor {
         RegionDescriptor(self.0.descriptor())
     }
@@ -206,7 +206,7 @@ impl Region {
     }
 }
 
-/// How long a grant lasts.
+/// Lifetime of a grant.
 fn lifetime(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(seconds).ok().filter(|ttl| !ttl.is_zero()).ok_or_else(|| {
         let text = format!("a grant for {seconds} seconds: give a ttl above 0, or none");
@@ -256,7 +256,7 @@ impl RemoteRegion {
     }
 }
 
-/// Where a Python slice of `len` bytes begins and how long it is.
+/// Start and length of a Python slice of `len` bytes.
 fn part_of(part: &Bound<'_, PySlice>, len: u64) -> PyResult<(u64, u64)> {
     let len = isize::try_from(len).unwrap_or(isize::MAX);
     let py = part.py();
@@ -268,7 +268,7 @@ fn part_of(part: &Bound<'_, PySlice>, len: u64) -> PyResult<(u64, u64)> {
     Ok((part.start as u64, part.slicelength as u64))
 }
 
-/// Which pages of a region, in order: page `i` lies at `offset + indices[i] * stride` bytes.
+/// Pages of a region, in order: page `i` lies at `offset + indices[i] * stride` bytes.
 #[pyclass(frozen, module = "fabric_ray._native")]
 pub(crate) struct Pages(pub fe::api::Pages);
 

@@ -29,7 +29,7 @@ impl Peer {
         &self.0.address().name
     }
 
-    /// What errors call it.
+    /// The name of the peer in errors.
     #[getter]
     fn label(&self) -> String {
         self.0.address().label()
@@ -49,7 +49,8 @@ impl Peer {
     }
 }
 
-/// An argument that names one incarnation of an engine: a `Peer`, an `EngineAddress`, or its id as hex.
+/// An argument that names one incarnation of an engine: a `Peer`, an `EngineAddress`, or its id as
+/// hex.
 pub(super) struct EngineIdArg(pub EngineId);
 
 impl<'a, 'py> FromPyObject<'a, 'py> for EngineIdArg {

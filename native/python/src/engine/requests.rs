@@ -1,4 +1,4 @@
-//! What all requests have in common: their keywords, and how they are handed to the engine.
+//! Common parts of requests: keywords, and submission to the engine.
 
 use std::time::Duration;
 
@@ -32,7 +32,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for PriorityArg {
     }
 }
 
-/// What the keywords of a request say.
+/// Options from the keywords of a request.
 pub(super) fn options(
     py: Python<'_>,
     timeout: Option<f64>,

@@ -97,7 +97,7 @@ impl Transfer {
         }
     }
 
-    /// What it failed with, or `None`.
+    /// The error of a failed transfer, or `None`.
     fn exception(&self, py: Python<'_>) -> Option<PyErr> {
         self.handle.poll()?.err().map(|e| raise(py, &e))
     }
@@ -176,7 +176,7 @@ impl Transfer {
         self.handle.on_done_notify(queue.notifier(), key);
     }
 
-    /// What was asked for: `write`, `read`, `expectation`, ...
+    /// The kind of request: `write`, `read`, `expectation`, ...
     #[getter]
     fn op(&self) -> &'static str {
         self.handle.op()

@@ -53,7 +53,7 @@ macro_rules! value {
 }
 
 value! {
-    /// Where an engine can be reached, and which life of it.
+    /// The address of an engine, and its incarnation.
     EngineAddress {
     /// The engine's id as hex: drawn anew each time an engine opens.
     #[getter]
@@ -153,7 +153,7 @@ pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
-/// What [`hex`] wrote, if it is 16 bytes.
+/// The inverse of [`hex`], for 16 bytes.
 pub fn unhex(text: &str) -> Option<[u8; 16]> {
     let digits = text.bytes().map(|b| (b as char).to_digit(16)).collect::<Option<Vec<_>>>()?;
     let bytes: Vec<u8> = digits.chunks_exact(2).map(|d| (d[0] << 4 | d[1]) as u8).collect();

@@ -54,7 +54,7 @@ impl Watcher {
         Ok(d)
     }
 
-    /// Where the word lies: `host memory`, `pinned host memory`, or GPU memory.
+    /// Memory of the word: `host memory`, `pinned host memory`, or GPU memory.
     #[getter]
     fn home(&self) -> &'static str {
         self.0.device_word().map_or("host memory", fe::memory::device::DeviceWord::home)

@@ -1,8 +1,8 @@
 //! Whether a slice may be posted now: windows per class on a rail and towards a receiver.
 //!
-//! A window limits the bytes under way. A rail has one, so that urgent work never finds a long queue
-//! in the NIC, where nothing can overtake. A receiver has one for each of its senders,
-//! its *credit*, so that many senders together don't overrun it (incast). TENT §3.3.2 has quotas
+//! A window limits the bytes under way. A rail has one, so that urgent work never finds a long
+//! queue in the NIC, where nothing can overtake. A receiver has one for each of its senders, its
+//! *credit*, so that many senders together don't overrun it (incast). TENT §3.3.2 has quotas
 //! between processes, but neither classes nor credits.
 //!
 //! 1. A class is held only by its own bytes and those of the classes above it.
@@ -74,7 +74,8 @@ pub fn admit(now: Time, ask: AdmissionRequest, rail: Window, receiver: Window) -
     let urgent = now >= urgent_at;
     for pressed in [urgent, false] {
         let class = ask.judged(pressed);
-        // Others may fill the rail for as long as they like: a class with nothing under way has its turn (rule 2).
+        // Others may fill the rail for as long as they like: a class with nothing under way has its
+        // turn (rule 2).
         let idle = class != Priority::Background && receiver.under_way.of(class) == 0;
         if (idle || rail.admits(now, ask, pressed)) && receiver.admits(now, ask, pressed) {
             return Admission::Post(class);
@@ -133,7 +134,8 @@ impl Window {
 
 /// The credit of each of `senders` senders, of the `bytes` that a receiver permits to be under way.
 ///
-/// The credits add up to at most `bytes`, unless so many senders have the least credit. A sender with nothing of a class under way may exceed its credit by one slice (rule 2).
+/// The credits add up to at most `bytes`, unless so many senders have the least credit. A sender
+/// with nothing of a class under way may exceed its credit by one slice (rule 2).
 pub fn credit(bytes: u64, senders: usize) -> u64 {
     (bytes / senders.max(1) as u64).max(LEAST_CREDIT)
 }

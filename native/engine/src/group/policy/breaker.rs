@@ -8,10 +8,10 @@
 //!                      ^-----------probe fails-----------'
 //! ```
 //!
-//! A *dead* rail is probed at intervals that double up to [`PROBE_CAP`], so that it is used again soon
-//! after its repair. A rail *flaps* if it answers its probe and fails again within [`GOOD`]. It rests
-//! longer each time: twice as long as before, and [`SHARE`] times as long as it was in use, up to
-//! [`CAP`].
+//! A *dead* rail is probed at intervals that double up to [`PROBE_CAP`], so that it is used again
+//! soon after its repair. A rail *flaps* if it answers its probe and fails again within [`GOOD`].
+//! It rests longer each time: twice as long as before, and [`SHARE`] times as long as it was in
+//! use, up to [`CAP`].
 //!
 //! So a rail that stays up for `u` at a time is in use for at most 1/10 of the time where
 //! `u <= CAP / 9`, and for at most `u / (u + CAP)` in the long run in any case, counted from its
@@ -34,8 +34,8 @@ pub const SHARE: u32 = 9;
 /// Timeout of a probe; after it another one may begin.
 pub const PROBE_LOST: Duration = Duration::from_secs(1);
 
-/// Permission to use the rail. The result is reported with it, so that work from before a failure never
-/// counts as a probe or as a second failure.
+/// Permission to use the rail. The result is reported with it, so that work from before a failure
+/// never counts as a probe or as a second failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Permit(u32);
 

@@ -36,8 +36,8 @@ impl NicSharer {
     }
 }
 
-/// The part of `window` of engine `own`: bytes of each class *and those above it* that it may have under
-/// way.
+/// The part of `window` of engine `own`: bytes of each class *and those above it* that it may have
+/// under way.
 pub fn divide(window: u64, own: NicSharer, others: &[NicSharer]) -> ByClass {
     // What the classes above leave, and what of theirs is ours.
     let (mut left, mut above) = (window, 0);
@@ -57,8 +57,8 @@ pub fn divide(window: u64, own: NicSharer, others: &[NicSharer]) -> ByClass {
 /// The part of an engine of this weight that wants everything.
 fn part(bytes: u64, weight: u64, others: &[NicSharer], class: Priority) -> u64 {
     let mut satisfied = usize::MAX;
-    // Per unit of weight everyone gets at most `left / weights`. Each round sets those aside that want
-    // less, which leaves more to the others, until none is set aside any more.
+    // Per unit of weight everyone gets at most `left / weights`. Each round sets those aside that
+    // want less, which leaves more to the others, until none is set aside any more.
     let (mut left, mut weights) =
         (bytes, others.iter().fold(weight, |n, p| n.saturating_add(p.weight())));
     loop {

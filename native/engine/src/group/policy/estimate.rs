@@ -11,8 +11,8 @@ use super::size::SMALLEST;
 use crate::time::Time;
 
 /// Share of a new sample taken while the rail was busy, the same once samples agree that the rail
-/// has changed, and the share of one taken while the rail was idle, where bytes and latency can't be
-/// told apart well.
+/// has changed, and the share of one taken while the rail was idle, where bytes and latency can't
+/// be told apart well.
 const BUSY: f64 = 0.125;
 const CHANGED: f64 = 0.25;
 const IDLE: f64 = 1.0 / 16.0;
@@ -27,7 +27,8 @@ const MAX_DOUBLINGS: u8 = 10;
 const MAX_SLICES: i8 = 8;
 /// Samples that are averaged before the moving average begins.
 const FIRST: u8 = 8;
-/// Time without samples after which an estimate drifts back to the nominal speed, by half each `HALF`.
+/// Time without samples after which an estimate drifts back to the nominal speed, by half each
+/// `HALF`.
 const STALE: Duration = Duration::from_millis(100);
 const HALF: Duration = Duration::from_millis(50);
 
@@ -279,8 +280,8 @@ mod tests {
             rail.carry(&mut e, n, busy);
             assert!((0.8..1.25).contains(&off(&e, &rail)), "{n}: {}", off(&e, &rail));
         }
-        // What is small is mostly latency, and says nothing of the speed: alone, many at a time, or on a
-        // rail that is known and was idle.
+        // What is small is mostly latency, and says nothing of the speed: alone, many at a time, or
+        // on a rail that is known and was idle.
         let mut e = Estimate::new(50.0);
         for i in 0..64u64 {
             let now = (1 << 20) + 5_000 * i;

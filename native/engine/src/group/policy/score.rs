@@ -135,8 +135,8 @@ impl Adaptive {
     }
 }
 
-/// The factor of a score by distance. The estimate has measured how slow a far rail is; the penalty is
-/// for shared buses on its way. An unknown distance counts as medium.
+/// The factor of a score by distance. The estimate has measured how slow a far rail is; the penalty
+/// is for shared buses on its way. An unknown distance counts as medium.
 fn penalty(tier: Tier) -> f64 {
     match tier {
         Tier::Switch => 1.0,

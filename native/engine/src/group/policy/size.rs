@@ -7,14 +7,14 @@
 pub const SMALLEST: u64 = 64 << 10;
 /// Slices begin on multiples of this, counted from the start of the request.
 pub const GRAIN: u64 = 4096;
-/// Most slices of a request per rail. The last slice of a rail is then about 3% of its bytes, so that
-/// rails end nearly together.
+/// Most slices of a request per rail. The last slice of a rail is then about 3% of its bytes, so
+/// that rails end nearly together.
 pub const PER_RAIL: u64 = 32;
 /// Most slices of a request, for any number of rails.
 pub const MAX_SLICES_PER_REQUEST: u64 = 256;
 
-/// The slice size, bytes, of a request of `bytes` over `rails`; the last slice may be smaller. A multiple
-/// of [`GRAIN`].
+/// The slice size, bytes, of a request of `bytes` over `rails`; the last slice may be smaller. A
+/// multiple of [`GRAIN`].
 pub fn slice_size(bytes: u64, rails: usize) -> u64 {
     let most = (rails.max(1) as u64).saturating_mul(PER_RAIL).min(MAX_SLICES_PER_REQUEST);
     bytes.div_ceil(most).next_multiple_of(GRAIN).max(SMALLEST)

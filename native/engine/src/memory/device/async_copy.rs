@@ -1,5 +1,5 @@
-//! Asynchronous copies between host memory and other memory. A GPU's copy engine executes them in order,
-//! beside the user's streams. Copies of files use the engine's file queue.
+//! Asynchronous copies between host memory and other memory. A GPU's copy engine executes them in
+//! order, beside the user's streams. Copies of files use the engine's file queue.
 
 use std::sync::Arc;
 
@@ -106,8 +106,8 @@ impl CopyStream {
 impl Drop for CopyStream {
     fn drop(&mut self) {
         let Ok(_current) = self.driver.enter(self.device) else { return };
-        // SAFETY: stream and events belong to this stream and are not used after this; the copies have ended
-        // when the first call returns.
+        // SAFETY: stream and events belong to this stream and are not used after this; the copies
+        // have ended when the first call returns.
         unsafe {
             (self.driver.table.stream_synchronize)(self.stream as *mut _);
             for event in self.idle.drain(..) {
@@ -186,8 +186,8 @@ impl AsyncCopier {
         self.streams.clear();
     }
 
-    /// Starts copies into (`inward`) or out of memory at `location`. Copies of one location and direction
-    /// end in the order in which they began.
+    /// Starts copies into (`inward`) or out of memory at `location`. Copies of one location and
+    /// direction end in the order in which they began.
     ///
     /// # Safety
     /// All ranges must stay allocated, and no other code may rely on their bytes, until `poll` has
@@ -227,7 +227,7 @@ impl AsyncCopier {
         Ok(&mut self.streams[at].1)
     }
 
-    /// How pending copies ended; `None` while they run.
+    /// Result of pending copies; `None` while they run.
     pub fn poll(&mut self, copy: &PendingCopy) -> Option<Result<(), DomainError>> {
         match copy {
             PendingCopy::Done => Some(Ok(())),

@@ -7,7 +7,7 @@ use fabric_sys::cuda::{self as sys, pointer};
 use super::driver::Driver;
 use crate::{error::DomainError, memory::file::FileMemory, EngineError, Result};
 
-/// Where memory lies.
+/// Location of memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Location {
     #[default]
@@ -24,16 +24,16 @@ pub enum Location {
 pub struct CudaRange {
     /// The device's number in this process.
     pub device: i32,
-    /// Its address on the PCI bus.
+    /// PCI address of the GPU.
     pub pci: String,
-    /// Where the allocation begins; of memory that was mapped piecewise, the range itself.
+    /// Start of the allocation; for memory mapped piecewise, of the range itself.
     pub base: u64,
     /// Bytes.
     pub len: u64,
     pub kind: CudaKind,
 }
 
-/// How device memory was allocated, which determines who else can map it.
+/// Allocation method of device memory, which decides which processes can map it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CudaKind {
     /// cudaMalloc, as torch's allocator does by default: other processes can map it.

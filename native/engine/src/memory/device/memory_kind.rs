@@ -1,5 +1,5 @@
-//! The kind of a region's memory, in three bits of its key. A descriptor thus tells writers the kind,
-//! and nothing else of the memory.
+//! The kind of a region's memory, in three bits of its key. A descriptor thus tells writers the
+//! kind, and nothing else of the memory.
 
 use super::Location;
 use crate::{api::RegionKey, memory::Backing};
@@ -22,8 +22,8 @@ pub(crate) enum MemoryKind {
 const MASK: u64 = 7;
 
 impl MemoryKind {
-    /// The kind of memory at `location`. With `stage_foreign`, peers stage memory that this engine did
-    /// not allocate.
+    /// The kind of memory at `location`. With `stage_foreign`, peers stage memory that this engine
+    /// did not allocate.
     pub fn of(location: &Location, backing: &Backing, stage_foreign: bool) -> Self {
         match (location.cuda(), backing) {
             (Some(_), _) if location.is_exportable() => Self::Exportable,

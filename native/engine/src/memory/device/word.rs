@@ -1,4 +1,5 @@
-//! A 64-bit word that a GPU and a CPU read and write: for watchers, and for flags on which kernels wait.
+//! A 64-bit word that a GPU and a CPU read and write: for watchers, and for flags on which kernels
+//! wait.
 
 use std::sync::atomic::{
     AtomicU64,
@@ -14,15 +15,15 @@ use fabric_sys::{
 use super::driver::Driver;
 use crate::{error::DomainError, EngineError, Result};
 
-/// See the module. With GDRCopy it lies in GPU memory, mapped for the CPU, so that a polling kernel does
-/// not use the bus. Otherwise it lies in pinned host memory, mapped for the GPU.
+/// See the module. With GDRCopy it lies in GPU memory, mapped for the CPU, so that a polling kernel
+/// does not use the bus. Otherwise it lies in pinned host memory, mapped for the GPU.
 pub struct DeviceWord {
     home: WordMemory,
     driver: &'static Driver,
     device: i32,
-    /// Its address for the CPU.
+    /// Address for the CPU.
     host: usize,
-    /// Its address for kernels.
+    /// Address for kernels.
     on_device: u64,
 }
 
@@ -123,8 +124,8 @@ impl DeviceWord {
     }
 
     fn word(&self) -> &AtomicU64 {
-        // SAFETY: 8 aligned bytes that stay mapped while this lives. Kernels write them at any time,
-        // in one piece.
+        // SAFETY: 8 aligned bytes that stay mapped while this lives. Kernels write them at any
+        // time, in one piece.
         unsafe { AtomicU64::from_ptr(self.host as *mut u64) }
     }
 
@@ -136,17 +137,17 @@ impl DeviceWord {
         self.word().store(value, Release);
     }
 
-    /// Its address for kernels.
+    /// Address for kernels.
     pub fn device_addr(&self) -> u64 {
         self.on_device
     }
 
-    /// Its address for the CPU.
+    /// Address for the CPU.
     pub fn host_addr(&self) -> usize {
         self.host
     }
 
-    /// Its kind of memory, as text.
+    /// The kind of memory, as text.
     pub fn home(&self) -> &'static str {
         match self.home {
             WordMemory::Pinned => "pinned host memory",

@@ -1,5 +1,6 @@
-//! Files as memory: opened once, read and written by offset, never mapped. A full disk or a file that
-//! another process truncated is then an error of one call; with a mapping it would end the process.
+//! Files as memory: opened once, read and written by offset, never mapped. A full disk or a file
+//! that another process truncated is then an error of one call; with a mapping it would end the
+//! process.
 
 mod pool;
 mod queue;
@@ -27,15 +28,15 @@ use crate::{EngineError, Result};
 /// Characters of a path that errors show: its end says most.
 const SHOWN: usize = 160;
 
-/// How a file is opened to be a region.
+/// Options of a file that becomes a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileOptions {
-    /// Where the region begins in the file, bytes.
+    /// Start of the region in the file, bytes.
     pub offset: u64,
     /// Bytes of the region; all from `offset` on if `None`.
     pub len: Option<u64>,
-    /// Make the file if there is none, and lengthen it to the region's end. The new bytes are zeroes
-    /// that take no room on the disk until they are written.
+    /// Make the file if there is none, and lengthen it to the region's end. The new bytes are
+    /// zeroes that take no room on the disk until they are written.
     pub create: bool,
     pub writable: bool,
 }

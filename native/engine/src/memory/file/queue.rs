@@ -1,5 +1,5 @@
-//! The file queue of one engine: its transports queue work, and io_uring or threads execute it. The first
-//! use starts it.
+//! The file queue of one engine: its transports queue work, and io_uring or threads execute it. The
+//! first use starts it.
 
 use std::{
     collections::VecDeque,
@@ -66,7 +66,7 @@ impl Inbox {
     }
 }
 
-/// What executes file work.
+/// The executor of file work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FileBackend {
     /// io_uring if the kernel lets us, else threads.
@@ -101,7 +101,7 @@ impl FileQueue {
         Arc::new(Self { backend, waker: waker.clone(), running, closed })
     }
 
-    /// Who carries it out; `None` before the first use.
+    /// Name of the backend; `None` before the first use.
     pub fn backend_name(&self) -> Option<&'static str> {
         self.running.lock().as_ref().map(|r| r.by)
     }
@@ -109,8 +109,8 @@ impl FileQueue {
     /// Begins to move ranges into (`inward`) or out of a file.
     ///
     /// # Safety
-    /// The memory of all ranges must stay allocated, and no other code may rely on its bytes, until the
-    /// work is over.
+    /// The memory of all ranges must stay allocated, and no other code may rely on its bytes, until
+    /// the work is over.
     pub unsafe fn start(
         &self,
         file: &Arc<FileMemory>,

@@ -1,5 +1,5 @@
-//! File work by io_uring. One thread owns the ring. It may block, its requests don't end with another
-//! thread, and the kernel never copies under the engine's lock.
+//! File work by io_uring. One thread owns the ring. It may block, its requests don't end with
+//! another thread, and the kernel never copies under the engine's lock.
 
 use std::{collections::VecDeque, os::fd::AsRawFd, sync::Arc};
 
@@ -40,9 +40,9 @@ pub(super) struct Ring<'a> {
     flights: Slab<Flight>,
     /// Jobs with ranges to begin, in order.
     open: VecDeque<usize>,
-    /// What a call left over.
+    /// Requests of which a call moved only a part.
     again: Vec<Flight>,
-    /// Where the kernel puts what it read from the bell.
+    /// Buffer for the kernel's read of the eventfd.
     word: Box<u64>,
     listening: bool,
 }
@@ -124,8 +124,8 @@ impl<'a> Ring<'a> {
             };
             let work = &self.jobs[flight.job].work;
             let entry = raw::entry(work, flight.rest, self.flights.vacant_key() as u64);
-            // SAFETY: the job keeps its file until it is over; the caller that queued the work keeps its
-            // memory until then.
+            // SAFETY: the job keeps its file until it is over; the caller that queued the work
+            // keeps its memory until then.
             if unsafe { !raw::push(&mut self.ring, &entry) } {
                 return self.again.push(flight);
             }

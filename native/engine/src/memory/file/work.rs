@@ -69,7 +69,7 @@ impl FileWork {
         self.over.load(Acquire)
     }
 
-    /// Its result; `None` while it is under way.
+    /// The result; `None` while it is in flight.
     pub fn result(&self) -> Option<Result<(), DomainError>> {
         if !self.is_over() {
             return None;
@@ -80,8 +80,8 @@ impl FileWork {
         }
     }
 
-    /// Cancels it if it has not begun, else waits for its end. After this no byte of its memory is touched
-    /// (MR-1).
+    /// Cancels it if it has not begun, else waits for its end. After this no byte of its memory is
+    /// touched (MR-1).
     pub fn quiesce(&self) {
         let mut state = self.state.lock();
         if matches!(*state, WorkState::Queued) {

@@ -38,8 +38,8 @@ pub(super) struct EngineIdentity {
     pub endpoints: Vec<PartyEndpoint>,
 }
 
-/// Where one transport of the engine listens. Endpoints of unknown kinds keep their index, because
-/// links and keys name endpoints by index.
+/// The listening address of one transport of the engine. Endpoints of unknown kinds keep their
+/// index, because links and keys name endpoints by index.
 #[derive(Clone, Serialize, Deserialize)]
 pub(super) struct PartyEndpoint {
     pub kind: u32,

@@ -40,7 +40,7 @@ const COLD: u32 = 3;
 
 const ENVELOPE: Envelope = Envelope::new(*b"FRlt", "a link's terms", 256);
 
-/// What each side sends the other once that one is proven.
+/// The parameters that each side sends after the other is authenticated.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct LinkTerms {
     /// The endpoint of its engine that sends this.

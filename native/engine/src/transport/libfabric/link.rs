@@ -100,7 +100,7 @@ pub(super) struct Link {
     pub confirm_at: Time,
     pub received_at: Time,
     pub sent_at: Time,
-    /// What the library holds for it: chunks and their bytes, transmit slots.
+    /// Chunks that the library holds for the link. `bytes`: their bytes; `frames`: transmit slots.
     pub chunks: usize,
     pub bytes: u64,
     pub frames: usize,

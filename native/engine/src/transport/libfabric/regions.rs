@@ -227,7 +227,7 @@ impl LibfabricDomain {
         }
     }
 
-    /// What a retiring region waits for.
+    /// The reason why a retired region is not released.
     pub(super) fn region_waits_for(&self, index: u32) -> Option<String> {
         let region = self.regions.all.get(index as usize)?.as_ref().filter(|r| r.retiring)?;
         if region.uses > 0 {

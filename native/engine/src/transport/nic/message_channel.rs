@@ -29,7 +29,7 @@ const MAX_QUEUED_GROUP_FRAMES: usize = 1 << 11;
 /// Receive slots for frames other than fragments.
 pub(crate) const SPARE: u32 = 2 * WINDOW as u32;
 
-/// How many frames and immediates one side can receive.
+/// Numbers of frames and immediates that one side can receive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct ReceiveLimits {
     /// Bytes of a slot.
@@ -57,7 +57,7 @@ impl ReceiveLimits {
     }
 }
 
-/// What the transport must do about a frame.
+/// The event of a frame that the transport handles.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum FrameEvent {
     /// Nothing: the channel has handled it.

@@ -1,5 +1,5 @@
 //! The Unix socket beside the rings: handshake, region resolution with descriptors, and liveness.
-//! It uses sequenced packets, so a frame is a packet.
+//! The socket is SOCK_SEQPACKET, so a frame is a packet.
 
 use std::{
     collections::VecDeque,

@@ -51,7 +51,7 @@ impl Mapping {
     }
 }
 
-/// How the bytes of a region are accessed.
+/// Access to the bytes of a region.
 #[derive(Debug)]
 pub(super) enum RegionAccess {
     Mapped(Arc<Mapping>),

@@ -35,7 +35,8 @@ pub enum Fault {
         link_index: u8,
         duration: u64,
     },
-    /// A NIC fails: its node learns of it after `local_delay`, each peer after up to `remote_delay`.
+    /// A NIC fails: its node learns of it after `local_delay`, each peer after up to
+    /// `remote_delay`.
     NicDown {
         node: u8,
         rail: u8,

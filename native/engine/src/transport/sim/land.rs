@@ -29,7 +29,7 @@ enum Kind {
 
 /// A part of a page.
 struct Chunk {
-    /// Its address at the poster, and its offset in the peer's region.
+    /// Address at the poster. `remote_offset`: offset in the peer's region.
     local: usize,
     remote_offset: u64,
     page: usize,
@@ -59,7 +59,7 @@ pub(crate) struct Job {
     left: Mutex<MissingParts>,
 }
 
-/// What has not arrived.
+/// The parts that have not arrived.
 struct MissingParts {
     chunks: usize,
     of_pages: Vec<u8>,
@@ -164,14 +164,14 @@ fn cut(data: &Data, write: bool, carries: bool) -> Vec<Chunk> {
 }
 
 /// # Safety
-/// As many bytes as `bytes` holds must be readable at `from`.
+/// `bytes.len()` bytes must be readable at `from`.
 unsafe fn take(from: usize, bytes: &mut [u8]) {
     // SAFETY: by this function's contract.
     unsafe { std::ptr::copy_nonoverlapping(from as *const u8, bytes.as_mut_ptr(), bytes.len()) }
 }
 
 /// # Safety
-/// As many bytes as `bytes` holds must be writable at `to`.
+/// `bytes.len()` bytes must be writable at `to`.
 unsafe fn place(bytes: &[u8], to: usize) {
     // SAFETY: by this function's contract.
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to as *mut u8, bytes.len()) }

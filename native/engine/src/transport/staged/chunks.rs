@@ -372,7 +372,8 @@ impl<D: ControlChannel> Staged<D> {
         self.completions.push(Completion::Done { link, token, result: error.map_or(Ok(()), Err) });
     }
 
-    /// A link is lost: chunks without a running copy fail now, `close_lost_links` waits for the others.
+    /// A link is lost: chunks without a running copy fail now, `close_lost_links` waits for the
+    /// others.
     pub(super) fn link_lost(&mut self, link: LinkId, cause: &DomainError) {
         if let Some(state) = self.link_states.get_mut(&link) {
             state.closing = Some(cause.clone());

@@ -177,7 +177,7 @@ fn merge(
     pieces
 }
 
-/// How a request is cut into chunks that fit a slot each.
+/// Division of a request into chunks that fit a slot each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Chunking {
     /// Chunks per page, if a page is longer than a slot.

@@ -80,7 +80,7 @@ struct LinkState {
     /// The transport's receipt.
     receipt: Receipt,
     unfinished: Vec<(Token, u64)>,
-    /// What has been staged, for `describe`.
+    /// Whether device memory was staged, for `describe`.
     device: bool,
     file: bool,
     host: bool,

@@ -214,7 +214,8 @@ impl Link {
         u64::from_le_bytes(std::array::from_fn(|i| self.nonce[i]))
     }
 
-    /// What arrived over the link. The socket's reader places bytes, so nothing lands after this.
+    /// Returns the receipt of the link. The socket's reader places bytes, so nothing lands after
+    /// this.
     pub fn receipt(&mut self) -> Receipt {
         Receipt::Numbered(std::mem::take(&mut self.completed))
     }

@@ -220,7 +220,7 @@ impl TcpDomain {
         }
     }
 
-    /// Where the bytes after a header go; `None` if none follow.
+    /// Destination of the bytes after a header; `None` if none follow.
     fn destination(
         &mut self,
         key: StreamKey,

@@ -62,7 +62,7 @@ enum QueuedData {
     Pages(PageCursor),
 }
 
-/// What to do with a frame's body.
+/// Treatment of a frame's body.
 pub(super) enum Body {
     IntoPages(PageCursor),
     Collect(Vec<u8>),

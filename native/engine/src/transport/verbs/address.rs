@@ -1,4 +1,4 @@
-//! What two ends exchange: NIC addresses, link requests and queue pairs.
+//! Messages of connection setup: NIC addresses, link requests and queue pairs.
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
@@ -34,7 +34,7 @@ impl Fabric {
     }
 }
 
-/// Where a NIC is reached; part of the engine's address.
+/// The address of a NIC; part of the engine's address.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct NicAddress {
     pub device: String,
@@ -49,7 +49,7 @@ pub(super) struct NicAddress {
     /// The queue pair for datagrams.
     pub qpn: u32,
     pub qkey: u32,
-    /// Where the TCP side channel listens.
+    /// Addresses of the listeners of the TCP side channel.
     pub side_channel: Vec<SocketAddr>,
     /// Port of the side channel at 127.0.0.1, for peers on the same host.
     pub loopback: Option<u16>,

@@ -248,7 +248,7 @@ impl Pair {
         Ok(Self { data, messages, slots, inline: given.max_inline_data, data_psn, message_psn })
     }
 
-    /// What the peer needs to connect.
+    /// The queue pair's data that the peer needs to connect.
     pub fn setup(&self, device: &Device) -> QpSetup {
         QpSetup {
             data_qpn: self.data.number(),

@@ -69,7 +69,7 @@ use crate::{
 /// Pages of one work request.
 const MAX_PAGES: u32 = 32;
 
-/// What a completion belongs to.
+/// The owner of a completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum CompletionKind {
     /// A write or a read.

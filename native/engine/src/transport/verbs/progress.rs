@@ -1,4 +1,4 @@
-//! What a poll does: completions, frames, device events, timers, closing of links.
+//! Polling: completions, frames, device events, timers, closing of links.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use crate::{
     transport::nic::frame::{self, Body},
 };
 
-/// How often a polling thread asks the kernel about sockets and events.
+/// Interval at which a polling thread asks the kernel for socket and device events.
 const FD_POLL_INTERVAL: Duration = Duration::from_micros(100);
 /// Time for the close frame of a link.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(200);

@@ -66,8 +66,8 @@ pub(super) struct LastIncarnation {
 
 impl Machine {
     /// # Errors
-    /// [`EngineError::PeerLost`]: names all lost ranks that no call has reported, or says that others
-    /// continue without this rank, for good.
+    /// [`EngineError::PeerLost`]: names all lost ranks that no call has reported, or says that
+    /// others continue without this rank, for good.
     pub fn check(&mut self) -> Result<()> {
         self.check_goes_on()?;
         if self.unreported_losses.is_empty() {
@@ -138,8 +138,8 @@ impl Machine {
         self.membership.awaited()
     }
 
-    /// Gives up a rank. The running exchange ends here and at all others, which get a signal. The rank
-    /// gets one too, because it may live. If it is this rank, its exchange ends for good.
+    /// Gives up a rank. The running exchange ends here and at all others, which get a signal. The
+    /// rank gets one too, because it may live. If it is this rank, its exchange ends for good.
     pub fn fail(&mut self, rank: u32, cause: String) {
         if rank == self.member.rank {
             if self.losses.ended.set(LostRank { rank, cause: cause.clone() }).is_ok() {
@@ -171,8 +171,8 @@ impl Machine {
         self.abandon();
     }
 
-    /// Others have admitted an incarnation of an absent rank and lost it again. They count both events, so
-    /// this rank does, and ends its exchange as they do.
+    /// Others have admitted an incarnation of an absent rank and lost it again. They count both
+    /// events, so this rank does, and ends its exchange as they do.
     fn pass_over(&mut self, member: Member) {
         self.membership.pass_over(member);
         self.signals.give_up(&self.ctx, member);
@@ -208,8 +208,8 @@ impl Machine {
         }
     }
 
-    /// Ranks that the proxy must drop now: all ranks have the signal, the lost ones too unless they take
-    /// nothing. Commands for others wait behind it, so the wait is bounded.
+    /// Ranks that the proxy must drop now: all ranks have the signal, the lost ones too unless they
+    /// take nothing. Commands for others wait behind it, so the wait is bounded.
     pub fn take_masked(&mut self, now: Time, timeout: Duration) -> Vec<u32> {
         let mut masked = Vec::new();
         self.to_mask.retain_mut(|one| {
@@ -237,8 +237,8 @@ impl Machine {
         }
     }
 
-    /// One of the proxy's threads can get nothing of a rank's incarnation any more. Each thread reports this
-    /// once.
+    /// One of the proxy's threads can get nothing of a rank's incarnation any more. Each thread
+    /// reports this once.
     pub fn end(&mut self, Member { rank, incarnation }: Member) {
         if let Some(last) =
             self.last[rank as usize].as_mut().filter(|last| last.incarnation == incarnation)
@@ -295,10 +295,12 @@ impl Machine {
         }
     }
 
-    /// Admits a rank, from the next exchange on. `events` are the states of the others as it knows them.
+    /// Admits a rank, from the next exchange on. `events` are the states of the others as it knows
+    /// them.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`]: it is here, or that incarnation of it has ended; it isn't the time.
+    /// [`EngineError::Invalid`]: it is here, or that incarnation of it has ended; it isn't the
+    /// time.
     pub fn admit(&mut self, member: Member, events: &[u32]) -> Result<()> {
         self.check_between(member.rank)?;
         let mut membership = self.membership.clone();
@@ -332,7 +334,8 @@ impl Machine {
         }
     }
 
-    /// What others may say of incarnations to come is told apart from what they said of earlier ones.
+    /// What others may say of incarnations to come is told apart from what they said of earlier
+    /// ones.
     fn make_ready(&mut self) {
         for rank in 0..self.ctx.grid.ranks {
             let incarnation = self.membership.next_incarnation(rank);

@@ -96,8 +96,8 @@ extern "C" fn in_child() {
     for entry in &PRIVATE {
         let fd = entry.swap(NONE, AcqRel);
         if fd != NONE {
-            // SAFETY: this number is the child's copy of the parent's descriptor, and `ForkPrivateFd::fd`
-            // returns it to no caller in this process.
+            // SAFETY: this number is the child's copy of the parent's descriptor, and
+            // `ForkPrivateFd::fd` returns it to no caller in this process.
             unsafe { libc::close(fd) };
         }
     }
