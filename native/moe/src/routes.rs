@@ -131,7 +131,7 @@ fn running(counts: &[u32]) -> Vec<u32> {
     sums
 }
 
-/// How the rows of experts follow one another in what an exchange hands out.
+/// Order of the experts' rows in the output of an exchange.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
     /// Behind one another, the rows of each expert filled up to a multiple: for a grouped GEMM.
@@ -140,7 +140,7 @@ pub enum Order {
     Strided { rows: u32 },
 }
 
-/// Where rows of all sources go: to experts, and among those of one expert by source.
+/// Positions of the rows of all sources: by expert, then by source.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RowPlacement {
     /// Rows of each expert, of all sources.
@@ -213,12 +213,12 @@ impl RowPlacement {
         of.iter().map(|n| u64::from(*n)).sum()
     }
 
-    /// Where a source's first row for each expert goes.
+    /// Position of a source's first row for each expert.
     pub fn firsts(&self, source: u32) -> &[u32] {
         self.sources.get(source as usize).map_or(&[], Vec::as_slice)
     }
 
-    /// Where rows `begin..end` of a source go.
+    /// Positions of rows `begin..end` of a source, as runs.
     pub fn runs(&self, source: u32, begin: u64, end: u64) -> impl Iterator<Item = Run> + '_ {
         let places = self.sources.get(source as usize).map(Vec::as_slice).unwrap_or(&[]);
         let of = self.incoming.get(source as usize).map(Vec::as_slice).unwrap_or(&[]);

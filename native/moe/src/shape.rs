@@ -8,7 +8,7 @@ use crate::kernels::Float;
 /// Rows begin at multiples of this, bytes: the alignment of GPU loads and of NICs.
 pub const ALIGN: u64 = 16;
 
-/// What an expert's answer to one token is.
+/// Format of an expert's answer to one token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AnswerFormat {
     /// Elements of a row: the model's hidden dimension.
@@ -16,7 +16,7 @@ pub struct AnswerFormat {
     pub float: Float,
 }
 
-/// What all ranks of an exchange agree on.
+/// Shape of an exchange, equal on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shape {
     /// Ranks, absent ones included.

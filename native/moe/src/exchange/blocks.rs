@@ -61,8 +61,8 @@ pub fn slot_offer_words(exchange: u32, place: u64, rows: u64) -> Vec<u32> {
     vec![exchange, place as u32, rows as u32, 0]
 }
 
-/// Where the next rows go in the shared buffer of a destination, and how many. `left` rows are not
-/// sent yet.
+/// Position and number of the next rows in the shared buffer of a destination. `left`: rows to
+/// send.
 ///
 /// # Errors
 /// The violation: another exchange, more rows than are left, or a place outside the buffer (MR-3).

@@ -1,4 +1,4 @@
-//! How a rank leaves: after its peers have received everything that it was to send.
+//! Departure of a rank: after its peers have received everything that it was to send.
 //!
 //! Answers are queued until their receiver opens its memory. A rank that has its own sums by then
 //! makes no further call, and would drop queued answers if it left at once.

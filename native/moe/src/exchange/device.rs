@@ -33,10 +33,10 @@ pub struct Device {
     exchange: u64,
     /// The device may write its rows.
     may_begin: bool,
-    /// Its routes, while the last exchange has not ended.
+    /// The device's next routes, while the last exchange has not ended.
     begins: Option<Routes>,
     packed: bool,
-    /// It has been told the routes and the answers of this exchange.
+    /// Whether the device has the routes of this exchange. `answered`: the answers.
     routed: bool,
     answered: bool,
     /// The round of rows, the rows that are being handed out, and whether these are the last.
@@ -48,9 +48,9 @@ pub struct Device {
     /// The round of answers, the answers that are being written, and whether these are the last.
     answer_round: u64,
     leaving: Option<(Vec<(u32, AnswerTransfer)>, bool)>,
-    /// It stores to peers' memory itself where it reaches it.
+    /// Whether the device stores to the peer memory that it reaches.
     stores: bool,
-    /// It has reported that it waits for room for answers.
+    /// Whether the device has reported that it waits for room for answers.
     combines: bool,
     /// Peers' memory that it may be storing to.
     active_stores: ActiveStores,

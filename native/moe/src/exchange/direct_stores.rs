@@ -42,7 +42,7 @@ impl ActiveStores {
     }
 }
 
-/// Where a device stores answers to a peer's rows.
+/// Destination of a device's stores of answers to a peer's rows.
 #[derive(Debug)]
 pub struct AnswerStores {
     pub place: u64,
@@ -52,9 +52,9 @@ pub struct AnswerStores {
 }
 
 impl ExchangeState {
-    /// Where each rank's rows go. The device stores the first ones to the private slots of ranks
-    /// that it reaches and that have opened their memory. It packs all others here, and the engine
-    /// writes them: their places are known after the slot offer.
+    /// Destinations of each rank's rows. The device stores the first ones to the private slots of
+    /// ranks that it reaches and that have opened their memory. It packs all others here, and the
+    /// engine writes them: their places are known after the slot offer.
     pub fn row_paths(&mut self, active_stores: &mut ActiveStores) -> Vec<RowPath> {
         let (memory, shape, me) = (self.memory, self.shape, self.rank);
         let mut paths = vec![RowPath::default(); shape.ranks as usize];
@@ -76,7 +76,7 @@ impl ExchangeState {
         paths
     }
 
-    /// Where answers to a peer's rows from `first` on go, if the device may store them now.
+    /// Destination of answers to a peer's rows from `first` on, if the device may store them now.
     pub fn answer_stores(&mut self, rank: u32, first: u64, rows: u64) -> Option<AnswerStores> {
         let (memory, shape) = (self.memory, self.shape);
         let link = self.link(rank).filter(|l| l.open)?;

@@ -36,7 +36,7 @@ pub struct PeerActivity {
     waiting_signals: u64,
     /// Awaited data has arrived since the last heartbeat.
     pub data_arrived: bool,
-    /// Its last activity was a waiting signal.
+    /// Whether the last activity was a waiting signal.
     pub waits: bool,
     /// Heartbeats since its last activity, while this rank waited for it.
     silent_heartbeats: u32,

@@ -18,7 +18,7 @@ use super::{
 /// Number of kinds, and of counters of a peer.
 pub const MESSAGE_KINDS: usize = 6;
 
-/// What one rank sends to another; each kind has a counter of its own.
+/// Kind of message between two ranks; each kind has its own counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MessageKind {
     /// The number of rows for each expert.
@@ -27,11 +27,11 @@ pub enum MessageKind {
     Rows,
     /// Memory for rows that exceed the private slot.
     SlotOffer,
-    /// Its memory may be written again: it has read what arrived, and sent its own rows.
+    /// The sender has read what arrived and sent its own rows: its memory may be written again.
     Fence,
     /// The experts' answers.
     Answers,
-    /// It waits for another rank. Only a count, which is polled.
+    /// The sender waits for another rank. A count without bytes, which is polled.
     Waiting,
 }
 
@@ -83,7 +83,7 @@ pub struct PeerEndpoint {
     pub rows: RemoteRegion,
     pub counters: [CounterRef; MESSAGE_KINDS],
     pub exported: ExportedRegions,
-    /// Where this rank's device stores to the peer's rows, or why it can't; unset until known.
+    /// Mapping of the peer's rows for this rank's device, or the reason why there is none.
     pub stores: OnceLock<Result<Arc<PeerMapping>, String>>,
 }
 
@@ -113,7 +113,7 @@ pub struct Link {
     /// none.
     pub exchanges: u32,
     pub combines: u32,
-    /// Its fence has arrived, and nothing was written since.
+    /// Whether the peer's fence has arrived and nothing was written since.
     pub open: bool,
     pub awaits_fence: bool,
     /// Number of writes of rows and answers in flight.
@@ -142,7 +142,7 @@ pub struct OutboundState {
     pub sent: u64,
     /// Place and number of the next rows in the peer's shared buffer.
     pub slot_offer: Option<(u64, u64)>,
-    /// Its answers have arrived.
+    /// Whether the peer's answers have arrived.
     pub answered: bool,
     /// Answers to its rows that are ready to be sent.
     pub answers: VecDeque<Answer>,

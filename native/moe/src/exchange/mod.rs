@@ -46,7 +46,7 @@ const TIMEOUT: Duration = Duration::from_secs(30);
 /// leave the link idle meanwhile.
 const BATCH_NBYTES: u64 = 16 << 10;
 
-/// Where the rows of a dispatch lie.
+/// Placement of the rows of a dispatch.
 pub type Dispatched = Arc<RowPlacement>;
 
 /// One rank of an exchange (fabric-lib §6).
@@ -210,7 +210,7 @@ impl AllToAll {
         sent
     }
 
-    /// How many rows arrive, and where they will be; `None` until every rank's routes have arrived.
+    /// Number and placement of the arriving rows; `None` until every rank's routes have arrived.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] in another phase, or if an expert gets more rows than `order` has
@@ -359,7 +359,7 @@ impl Inner {
         self.run(actions);
     }
 
-    /// Where rows go, once every rank's routes are known.
+    /// Computes the placement of rows, once every rank's routes are known.
     fn place(&self, order: Order) -> Result<Option<Dispatched>> {
         let mut state = self.state.lock();
         if state.phase != Phase::Dispatched {

@@ -305,7 +305,7 @@ impl Channel {
             || self.node_receivers.iter().any(NodeReceiver::begun)
     }
 
-    /// All that comes has come, and all that goes on has gone on.
+    /// Whether all tokens have arrived, and all forwarded tokens are sent.
     pub fn is_dispatched(&self) -> bool {
         self.is_packed()
             && self.rail_senders.iter().all(RailSender::is_done)

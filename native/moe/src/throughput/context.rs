@@ -84,7 +84,7 @@ pub struct Context {
     /// Of the ranks that are here: of all, or flat.
     pub spec: Spec,
     pub grid: Grid,
-    /// Which ranks are here.
+    /// Per rank, whether it is present.
     pub here: Vec<bool>,
     pub layout: Layout,
     pub words: AtomicWords,
@@ -153,7 +153,7 @@ impl Context {
         }
     }
 
-    /// Where a token of this rank's is, and its meta.
+    /// Offset of an own token, and its metadata.
     pub fn own(&self, token: u32) -> (u64, &[u8]) {
         (self.layout.own(token), self.metas(token..token + 1))
     }
@@ -199,7 +199,7 @@ pub fn bits(mask: u64) -> impl Iterator<Item = u32> {
     (0..64).filter(move |i| mask >> i & 1 == 1)
 }
 
-/// Which rows come from all lanes, and where they go.
+/// The arriving rows of all lanes, and their placement.
 #[derive(Debug, Default)]
 pub struct Arrivals {
     ranks: usize,
@@ -276,7 +276,7 @@ impl Arrivals {
         self.placing.as_ref()
     }
 
-    /// Where the next row of a lane for an expert of this rank goes; `None` if it has had all.
+    /// Takes the position of a lane's next row for a local expert; `None` after the last row.
     pub fn take(&mut self, channel: u32, source: u32, expert: u32) -> Option<u32> {
         let lane = self.lane(channel, source);
         let (next, left) = self.next.get_mut(lane)?.get_mut(expert as usize)?;
@@ -285,10 +285,10 @@ impl Arrivals {
         Some(*next - 1)
     }
 
-    /// That all rows of a lane have come, of which no tokens come any more.
+    /// Checks that all rows of an ended lane have arrived.
     ///
     /// # Errors
-    /// Which rows are missing.
+    /// The missing rows, as text.
     pub fn check_complete(&self, channel: u32, source: u32) -> Result<(), String> {
         let lane = self.next.get(self.lane(channel, source)).into_iter().flatten();
         match lane.enumerate().find(|(_, (_, left))| *left > 0) {

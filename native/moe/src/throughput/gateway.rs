@@ -17,7 +17,7 @@ use super::{
     slots::{read_head, Kind, Preamble},
 };
 
-/// Where the tokens come from.
+/// Source of the tokens.
 #[derive(Debug)]
 enum Input {
     /// This rank is the source: its own tokens that go to ranks of its node, and its preamble.
@@ -28,7 +28,7 @@ enum Input {
     Ring(Reader),
 }
 
-/// Where the node's sums go.
+/// Destination of the node's sums.
 #[derive(Debug)]
 enum Output {
     /// This rank is the source.
@@ -43,7 +43,7 @@ enum Output {
 #[derive(Debug)]
 struct Summing {
     tokens: usize,
-    /// Where their sums lie until they are sent.
+    /// Offsets of the sums until they are sent.
     from: Vec<u64>,
     /// By place on the node, what was read of its ring.
     read: Vec<u64>,
@@ -53,11 +53,11 @@ struct Summing {
 #[derive(Debug)]
 struct Forwarded {
     up_to: u64,
-    /// What each rank's ring must be cleared up to.
+    /// Slots of each rank's ring to give back, as an end index.
     cleared: Vec<u64>,
-    /// How many jobs must have taken what is for this rank.
+    /// Number of jobs for this rank's rows that must have ended.
     takes: u64,
-    /// They are the last of an exchange, which may not be the one that is under way when they are
+    /// Whether they are the last of their exchange. The next exchange may have begun when they are
     /// given back.
     last: bool,
 }
@@ -73,11 +73,11 @@ pub struct Gateway {
     /// By place on the node; `None` for this rank.
     targets: Vec<Option<Outbound>>,
     forwarded: VecDeque<Forwarded>,
-    /// What is on its way to this rank's rows; and how often anything ever was, and has come.
+    /// Jobs that copy to this rank's rows. `takes`: jobs begun; `taken`: jobs ended.
     taking: PendingJobs<()>,
     takes: u64,
     taken: u64,
-    /// What this rank itself has of the lane, and how many of those are summed.
+    /// Tokens of the lane for this rank. `received_summed`: how many of them are summed.
     received: Received,
     received_summed: usize,
     /// By place on the node, answers of the ranks there.
@@ -222,7 +222,7 @@ impl Gateway {
         all
     }
 
-    /// What it sends over.
+    /// The rings that it sends over.
     pub fn outbound(&self) -> impl Iterator<Item = &Outbound> {
         let back = match &self.output {
             Output::Own => None,
@@ -383,8 +383,8 @@ impl Gateway {
         Ok(taken > 0)
     }
 
-    /// When a lane has ended: each rank here got as many tokens as the preamble said, and this one
-    /// as many rows (RS-1).
+    /// Checks the counts of an ended lane: each rank of the node got the announced tokens, and this
+    /// rank the announced rows (RS-1).
     fn check_counts(&self, ctx: &Context, arrivals: &Arrivals) -> Result<(), StopCause> {
         let Some(preamble) = self.rows.as_ref().filter(|_| self.is_read()) else { return Ok(()) };
         for (local, want) in preamble.rows_to.iter().enumerate() {

@@ -55,7 +55,7 @@ pub struct Sum {
     /// The slot, if it goes to one.
     pub at: u64,
     pub token: u32,
-    /// How many of the terms are its.
+    /// Number of terms of this sum.
     pub terms: u32,
 }
 
@@ -66,7 +66,7 @@ pub enum SumTerm {
     /// The answer in a row of the caller's, times a weight. With the last of the rank's rows their
     /// sum is rounded, as if it came from another rank.
     Row { row: u32, weight: f32, last: bool },
-    /// What this rank's node has summed.
+    /// The sum of this rank's node.
     Node,
 }
 

@@ -45,7 +45,7 @@ pub fn own_job_timeout(timeout: Duration) -> Duration {
 /// Rows that a rank has sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Its tokens, to other nodes.
+    /// Own tokens to other nodes.
     pub rail_tokens: u64,
     /// Tokens to ranks of its node.
     pub node_tokens: u64,
@@ -68,7 +68,7 @@ impl Traffic {
 #[derive(Debug)]
 pub struct Machine {
     ctx: Context,
-    /// What all ranks have agreed on.
+    /// The parameters that all ranks share.
     spec: Spec,
     member: Member,
     membership: Membership,
@@ -415,7 +415,7 @@ impl Machine {
         self.channels.iter().flat_map(of).collect()
     }
 
-    /// Where rows will be, once all lanes have said how many come.
+    /// Computes the placement of rows, once all lanes have announced their numbers.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] out of turn, or if an expert gets more rows than `order` has room
@@ -432,12 +432,12 @@ impl Machine {
         self.arrivals.place(self.spec.shape.local_experts(), order, begun).map(Some)
     }
 
-    /// Where rows are, once that was asked for.
+    /// The placement of rows, once it was requested.
     pub fn placing(&self) -> Option<Dispatched> {
         self.arrivals.placing().cloned()
     }
 
-    /// What this rank has sent in all exchanges so far.
+    /// Traffic of this rank in all exchanges so far.
     pub fn traffic(&self) -> Traffic {
         let mut all = Traffic::default();
         self.channels.iter().for_each(|c| c.count(&self.ctx, &mut all));

@@ -16,7 +16,7 @@ pub struct Member {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum MembershipState {
-    /// Its descriptor has not arrived yet.
+    /// The descriptor of the rank has not arrived.
     Awaited,
     Here,
     Out,

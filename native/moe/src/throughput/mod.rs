@@ -72,8 +72,8 @@ use crate::{
 
 /// Commands in the FIFO of a channel.
 const IN_FLIGHT: u32 = 1024;
-/// How long a rank that leaves waits until its signals are sent.
-const FAREWELL: Duration = Duration::from_secs(2);
+/// Longest wait of a leaving rank until its signals are sent.
+const GOODBYE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The number of command channels: slots and credits of each family have their own.
 fn command_channels(channels: u32) -> u32 {
@@ -216,8 +216,8 @@ impl Throughput {
         Duration::from_nanos(self.timeout.load(Relaxed))
     }
 
-    /// What this rank has sent up to the end of its last call, or until nothing moved in the one
-    /// that it is in.
+    /// Traffic of this rank up to the end of its last call, or up to the last wait of the current
+    /// call.
     pub fn traffic(&self) -> Traffic {
         *self.traffic.lock()
     }
@@ -245,7 +245,7 @@ impl Throughput {
         self.drive(&mut machine, &mut Io::Tokens(parts), |machine| machine.is_packed())
     }
 
-    /// How many rows come, and where they will be, when all lanes have said so.
+    /// Number and placement of the arriving rows, once all lanes have announced them.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] out of turn, or if an expert gets more rows than `order` has room
@@ -442,7 +442,7 @@ impl Throughput {
     }
 
     fn goodbye_timeout(&self) -> Duration {
-        FAREWELL.min(self.timeout())
+        GOODBYE_TIMEOUT.min(self.timeout())
     }
 }
 

@@ -106,7 +106,8 @@ impl Reader {
         (self.seen.len() - self.read) as u64 / nbytes
     }
 
-    /// Where the next slot but `ahead` is, and its first `nbytes`, which were looked at.
+    /// Offset of the slot `ahead` slots after the next one, and its first `nbytes`, which were
+    /// read.
     pub fn slot(&self, ahead: u64, nbytes: u64) -> (u64, &[u8]) {
         let begin = self.read + (ahead * nbytes) as usize;
         (self.ring.next(ahead), self.seen.get(begin..begin + nbytes as usize).unwrap_or(&[]))

@@ -26,7 +26,7 @@ impl Received {
     /// Gives a token places among the rows of its experts here, behind `rows`; returns how many.
     ///
     /// # Errors
-    /// What can't be in the slot: tokens out of order, more rows than were announced.
+    /// The violation: tokens out of order, or more rows than announced.
     pub fn take(
         &mut self,
         ctx: &Context,
@@ -59,8 +59,8 @@ impl Received {
         Ok((self.terms.len() - before) as u32)
     }
 
-    /// What this rank's answer to a token is the sum of: its experts' answers, each times its
-    /// weight, in their order.
+    /// The terms of this rank's answer to a token: the answers of its experts times their weights,
+    /// in order.
     pub fn terms(&self, i: usize) -> impl Iterator<Item = SumTerm> + '_ {
         let begin = i.checked_sub(1).map_or(0, |before| self.ends[before]);
         let end = self.ends[i];

@@ -19,7 +19,7 @@ use super::{commands::Commands, machine::Traffic};
 #[derive(Clone, Copy, Debug)]
 pub struct RingLayout {
     pub partner: u32,
-    /// It carries answers or sums.
+    /// Whether the ring carries answers or sums.
     pub is_back: bool,
     /// Offset of the ring in the receiver's part.
     pub base: u64,
@@ -187,7 +187,7 @@ impl Inbound {
         }
     }
 
-    /// Where the next slot but `ahead` is.
+    /// Offset of the slot `ahead` slots after the next one.
     pub fn next(&self, ahead: u64) -> u64 {
         self.layout.slot(self.taken + ahead)
     }

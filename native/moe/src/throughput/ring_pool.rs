@@ -14,7 +14,7 @@ use super::{
 pub struct RingPool {
     outbound: HashMap<u64, Outbound>,
     inbound: HashMap<u64, Inbound>,
-    /// What was sent over rings that are no more.
+    /// Traffic of dropped rings.
     before: Traffic,
 }
 

@@ -1,6 +1,6 @@
 //! Signals between ranks beside tokens: that a rank is in a call, and which ranks it has given up.
-//! They use a FIFO and a command channel of their own, so that they don't wait behind tokens that a
-//! rank does not take.
+//! Signals have their own FIFO and command channel, so they do not wait behind tokens for a slow
+//! rank.
 
 use std::{
     sync::atomic::Ordering::{AcqRel, Acquire},

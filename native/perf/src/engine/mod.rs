@@ -1,4 +1,4 @@
-//! What the engine makes of this machine, in Rust: a pair of processes, one writes, one receives.
+//! Engine benchmark in Rust: a pair of processes, one writes, one receives.
 //!
 //! `engine serve` reads one JSON request per line on stdin and writes one JSON reply per line on
 //! stdout: `{"seconds": [...], "transport": "shm"}` (of one operation, one per sample) or
@@ -89,7 +89,7 @@ pub enum Kind {
     Window,
 }
 
-/// How the receiver notices.
+/// The method by which the receiver notices a count.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Notice {

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::{walk, walk::Walk, Notice, Options};
 use crate::lines::{text, write_line, TextResult};
 
-/// What either side needs to know of the other.
+/// The endpoint that each side sends to the other.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct EndpointDescriptor {
     region: Vec<u8>,
@@ -38,7 +38,7 @@ impl EndpointDescriptor {
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TargetCommand {
-    /// Where to answer: the writer's region, and the counter to answer on
+    /// Target of replies: the writer's region and counter
     Connect(EndpointDescriptor),
     /// Reply at once; then notice `rounds` times `counts` counts, write back after each if told to,
     /// and reply with the times

@@ -1,4 +1,4 @@
-//! Which bytes move where: the one walk through both regions, and what it must leave behind.
+//! The walk through both regions: source and destination of each step, and the expected result.
 
 use fabric_engine::Region;
 use serde::{Deserialize, Serialize};
@@ -47,7 +47,7 @@ impl Walk {
         }
     }
 
-    /// Where each page of the region lands.
+    /// Target page of each page of the region.
     pub fn places(&self) -> Vec<u32> {
         match self.shuffled {
             true => shuffled(self.total() as usize),
@@ -55,7 +55,7 @@ impl Walk {
         }
     }
 
-    /// What is wrong with a region that was zero before `steps` steps of a patterned source.
+    /// Finds a wrong byte in a region that was zero before `steps` steps of a patterned source.
     pub fn fault(&self, steps: u64, memory: &[u8]) -> Option<String> {
         let places = self.places();
         let mut origin = vec![None; places.len()];

@@ -87,7 +87,7 @@ pub struct Writer {
     step: u64,
     /// Built once: the list of a walk's places is long.
     places: Option<(Walk, Vec<u32>)>,
-    /// What is known of the writes of a window, if a request asked.
+    /// Times of the writes of a window, if a request asked for them.
     trace: Mutex<Vec<(u64, u64)>>,
     _inbox: Region,
 }

@@ -6,7 +6,7 @@ use std::time::Instant;
 use super::raw::{write_vectors, Mapping};
 use super::{MemoryKind, Request, Temperature, TextResult};
 
-/// Where blocks come from and go to, and how far cold blocks have walked.
+/// Source and target of blocks, and the position of the next cold block.
 #[derive(Debug)]
 pub struct Memory {
     source: Mapping,
@@ -135,7 +135,7 @@ impl Memory {
     }
 }
 
-/// Where block number `step` starts: always 0 when hot, ever further when cold.
+/// Offset of block number `step`: always 0 when hot, increasing when cold.
 #[derive(Debug, Clone, Copy)]
 struct Walk {
     start: usize,

@@ -154,7 +154,7 @@ impl Routine {
     /// whole lines) and leave the rest to memcpy.
     ///
     /// # Panics
-    /// When the lengths differ or `available` would refuse.
+    /// If the lengths differ or `available` refuses the routine.
     #[inline]
     pub fn copy(self, source: &[u8], target: &mut [u8]) {
         assert_eq!(source.len(), target.len());

@@ -1,5 +1,5 @@
-//! What rails that differ and fail must come to. Time is virtual, so these are no measurements of
-//! this machine.
+//! Goals for unequal and failing rails. Time is virtual, so these are no measurements of this
+//! machine.
 
 use fabric_engine::api::Spray;
 
@@ -38,7 +38,7 @@ fn unequal_rails_carry_what_they_can_at_every_moment() {
     }
 }
 
-/// What a rail is taken for at first is off by thousands: that of a NIC for an Ethernet of 24 Mb/s.
+/// The first estimate of a rail is off by a factor of thousands: a NIC for an Ethernet of 24 Mb/s.
 #[test]
 fn rails_far_slower_than_expected_are_known_at_once() {
     let mut s = scenario("unequal").slower(16_700.0 / SLOWER).in_flight(64);

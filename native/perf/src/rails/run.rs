@@ -19,13 +19,13 @@ const MS: f64 = 1e6;
 const SENDER: u8 = 0;
 /// Links are up long before.
 const SETTLE: u64 = 5_000_000;
-/// What a reliable queue pair of the verbs transport takes.
+/// Work requests that a reliable queue pair of the verbs transport accepts.
 const WINDOW: usize = 256;
 const MAX_PAGES: u32 = 32;
 /// A cable that is out for good, as far as its ends are told.
 const NEVER: u64 = 1 << 50;
 
-/// What became of a slice.
+/// The end of a slice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SliceEnd {
@@ -57,7 +57,7 @@ pub struct EndedTransfer {
     pub ended: u64,
 }
 
-/// All that happened.
+/// The events of a run.
 #[derive(Debug)]
 pub struct Run {
     /// In the order in which they were posted

@@ -1,4 +1,4 @@
-//! What is simulated: rails, what becomes of them, and what is written over them.
+//! Scenarios: rails, their changes, and the writes over them.
 
 use serde::{Deserialize, Serialize};
 
@@ -27,7 +27,7 @@ fn one() -> u64 {
     1
 }
 
-/// What happens to a rail, at the sender's end.
+/// A change of a rail at the sender's end.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Change {
@@ -130,7 +130,7 @@ impl Scenario {
     }
 }
 
-/// All that have a name.
+/// All named scenarios.
 pub fn named() -> Vec<Scenario> {
     let four = || Load::writes(4 * MIB, 1, 16);
     let mut all = vec![

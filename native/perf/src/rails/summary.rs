@@ -1,5 +1,5 @@
-//! What a run comes to: shares of what the rails could carry, times of transfers, and what a loss
-//! and a return cost.
+//! Summary of a run: share of the rails' capacity, transfer times, and the cost of losses and
+//! returns.
 
 use serde::Serialize;
 
@@ -160,7 +160,7 @@ pub fn summary(scenario: &Scenario, run: &Run) -> Summary {
     }
 }
 
-/// What arrived between two times, of what could have.
+/// Bytes arrived between two times, as a share of the capacity.
 fn share(run: &Run, (from, to): (u64, u64), capacity: f64) -> f64 {
     let inside = |s: &&super::run::Slice| s.fate == SliceEnd::Done && (from..to).contains(&s.ended);
     let bytes: u64 = run.slices.iter().filter(inside).map(|s| s.bytes).sum();
@@ -195,7 +195,7 @@ fn loss(run: &Run, at_ms: f64, rail: u8) -> RailLoss {
     }
 }
 
-/// How long after `at_ms` until so much arrives in a span as should, to the end of that span.
+/// Time from `at_ms` to the end of the first span in which the expected bytes arrive.
 fn recovered(arrived: &[u64], at_ms: f64, capacity: f64) -> Option<f64> {
     let from = at_ms.ceil() as usize;
     let enough = AIM * capacity * (SPAN as u64 * MS) as f64;

@@ -139,7 +139,7 @@ fn immediates_come_back_as_credits() {
 }
 
 #[test]
-fn questions_answers_and_farewells_are_heard() {
+fn queries_answers_and_closes_are_reported() {
     let mut p = Pair::new();
     let (key, mut slot) = (RegionKey { index: 3, rkey: 4 }, [0; 300]);
     p.ends[0].query_access(key, 5, 6);

@@ -37,7 +37,8 @@ impl Gateway {
         Ok(moved | self.send_sums(ctx, commands, call)?)
     }
 
-    /// How many tokens all have answered and there is room for, up to a chunk (RS-1).
+    /// Number of tokens that all ranks have answered and the output has room for, up to a chunk
+    /// (RS-1).
     fn summable(&self, ctx: &Context, call: &Call<'_, '_, '_>) -> Result<usize, StopCause> {
         let most = match &self.output {
             Output::Own => ctx.spec.chunk as usize,

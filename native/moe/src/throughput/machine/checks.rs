@@ -12,8 +12,7 @@ use crate::{
 };
 
 impl Machine {
-    /// That the exchange hasn't ended, and the next one may begin when the tokens of the last have
-    /// left.
+    /// Checks that the exchange is open, and that the tokens of the last dispatch are sent.
     ///
     /// # Errors
     /// [`EngineError::PeerLost`], [`EngineError::Invalid`].
@@ -28,7 +27,7 @@ impl Machine {
         self.check()
     }
 
-    /// That these tokens fit the shape; nothing is changed.
+    /// Checks that the tokens fit the shape. Changes nothing.
     ///
     /// # Errors
     /// [`EngineError::Invalid`].
@@ -43,7 +42,7 @@ impl Machine {
         Ok(routes)
     }
 
-    /// That tokens may go to these experts; nothing is changed.
+    /// Checks that tokens may go to these experts. Changes nothing.
     ///
     /// # Errors
     /// [`EngineError::Invalid`].
@@ -54,7 +53,7 @@ impl Machine {
         Ok(routes)
     }
 
-    /// That there is room for the rows that come.
+    /// Checks that the caller has room for the arriving rows.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for room that doesn't suffice, or out of turn.
@@ -64,7 +63,7 @@ impl Machine {
         Ok(placing)
     }
 
-    /// That there is room for the rows that come, for so many of them.
+    /// Checks that the caller's room for rows has at least the number of arriving rows.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for room that doesn't suffice, or out of turn.
@@ -87,7 +86,7 @@ impl Machine {
             .ok_or_else(|| self.phase.refuse("to collect rows before they are placed"))
     }
 
-    /// That these are answers to the rows that came, and it is their turn.
+    /// Checks that the answers match the arrived rows and the phase accepts answers.
     ///
     /// # Errors
     /// [`EngineError::Invalid`], [`EngineError::PeerLost`].
@@ -115,7 +114,7 @@ impl Machine {
         placing.map(|p| p.rows).ok_or_else(|| self.phase.refuse("combine_send"))
     }
 
-    /// That the sums fit, and it is their turn.
+    /// Checks that the sums fit and the phase accepts sums.
     ///
     /// # Errors
     /// [`EngineError::Invalid`].
@@ -124,7 +123,7 @@ impl Machine {
         self.spec.shape.check_sums(out, float, self.tokens)
     }
 
-    /// That it is the turn of sums.
+    /// Checks that the phase accepts sums.
     ///
     /// # Errors
     /// [`EngineError::Invalid`], [`EngineError::PeerLost`].

@@ -128,7 +128,7 @@ impl Machine {
         self.membership.events()
     }
 
-    /// Which ranks are here.
+    /// Per rank, whether it is present.
     pub fn here(&self) -> Vec<bool> {
         self.membership.here()
     }
@@ -334,8 +334,7 @@ impl Machine {
         }
     }
 
-    /// What others may say of incarnations to come is told apart from what they said of earlier
-    /// ones.
+    /// Separates reports about later incarnations from reports about earlier ones.
     fn make_ready(&mut self) {
         for rank in 0..self.ctx.grid.ranks {
             let incarnation = self.membership.next_incarnation(rank);

@@ -39,7 +39,7 @@ const FOUND: usize = 8;
 const STOP: usize = 0;
 const BEAT: usize = 1;
 
-/// Where what lies in the memory that the host and its workers share, in words of 8 bytes.
+/// Layout of the memory that the host shares with its workers, in words of 8 bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueueLayout {
     pub workers: usize,
@@ -76,7 +76,7 @@ impl QueueLayout {
         LINE * (2 + 2 * worker)
     }
 
-    /// Where the `i`th job of a worker lies.
+    /// Index of the first word of a worker's job `i`.
     fn job_index(&self, worker: usize, i: u64) -> usize {
         self.jobs + (worker * DEPTH + i as usize % DEPTH) * self.job
     }
