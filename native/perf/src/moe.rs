@@ -70,7 +70,7 @@ struct Rank {
 }
 
 pub fn run(options: &Options) -> Result<(), String> {
-    let said = |e: fabric_engine::EngineError| e.to_string();
+    let error_text = |e: fabric_engine::EngineError| e.to_string();
     let back = AnswerFormat { elements: options.elements, float: Float::Bf16 };
     let shape = Shape {
         ranks: options.ranks,
@@ -91,7 +91,7 @@ pub fn run(options: &Options) -> Result<(), String> {
         window: 1 << 12,
         ..SimConfig::default()
     });
-    let mut ranks = open_ranks(&mut net, shape).map_err(said)?;
+    let mut ranks = open_ranks(&mut net, shape).map_err(error_text)?;
     let mut times = [Vec::new(), Vec::new(), Vec::new()];
     let mut floors = [0.0f64; 2];
     for exchange in 0..WARM + options.exchanges {
@@ -103,7 +103,7 @@ pub fn run(options: &Options) -> Result<(), String> {
         for rank in &mut ranks {
             let part = Part { bytes: &tokens, stride: width, width };
             let real = Instant::now();
-            rank.all.dispatch_send(&[part], &rank.indices).map_err(said)?;
+            rank.all.dispatch_send(&[part], &rank.indices).map_err(error_text)?;
             rank.engine.drive(net.now());
             posts.push(real.elapsed().as_nanos() as f64 / 1e3);
         }

@@ -86,7 +86,7 @@ struct Setup {
     decoder: Decoder,
     prefiller: Arc<Prefiller>,
     word: Watcher,
-    told: Receiver<CallbackTimes>,
+    callback_times: Receiver<CallbackTimes>,
     jobs: Receiver<(u64, JobEvent)>,
     to: u64,
     job: Option<SentJob>,
@@ -153,17 +153,17 @@ impl Setup {
     fn new(options: &Options) -> TextResult<Self> {
         let (layout, local) = rank("prefiller", options)?;
         let engine = Arc::clone(&local.engine);
-        let (tell, jobs) = channel();
-        let on_event = move |job, event| drop(tell.send((job, event)));
+        let (sender, jobs) = channel();
+        let on_event = move |job, event| drop(sender.send((job, event)));
         let prefiller =
             Prefiller::new("prefiller", vec![layout], vec![local], Terms::default(), on_event);
         let prefiller = Arc::new(prefiller.map_err(text)?);
         let advance = prefiller.advancer();
-        let (tell, told) = channel();
+        let (sender, callback_times) = channel();
         let on_change = move |old, new| {
             let entered = Time::now().0;
             advance(old, new);
-            let _ = tell.send((new, entered, Time::now().0));
+            let _ = sender.send((new, entered, Time::now().0));
         };
         let word = engine.watch(on_change).map_err(text)?;
         let (layout, local) = rank("decoder", options)?;
@@ -171,7 +171,7 @@ impl Setup {
             Decoder::new("decoder", vec![layout], vec![local], Terms::default(), |_, _| ());
         let decoder = decoder.map_err(text)?;
         let to = decoder.connect(&prefiller.offer()).map_err(text)?;
-        Ok(Self { decoder, prefiller, word, told, jobs, to, job: None })
+        Ok(Self { decoder, prefiller, word, callback_times, jobs, to, job: None })
     }
 
     fn measure(&mut self, request: &Request) -> TextResult<Reply> {
@@ -191,7 +191,7 @@ impl Setup {
                 }
             }
             // Waits asleep: the one that stores is a GPU, or goes on with its own work.
-            match self.told.recv_timeout(PATIENCE) {
+            match self.callback_times.recv_timeout(PATIENCE) {
                 Ok((new, entered, returned)) if new == value => {
                     let posted = self.job.as_ref().and_then(SentJob::posted);
                     let posted = posted.ok_or("the layer's page was not posted")?;

@@ -99,7 +99,7 @@ impl KvDecoder {
     ) -> PyResult<Self> {
         let (layouts, local) = (self::layouts(py, &layouts)?, local(&ranks));
         let terms = self::terms(py, terms)?;
-        let told = move |seq: u64, event: kv::Event| {
+        let report = move |seq: u64, event: kv::Event| {
             let (what, why, text) = match &event {
                 kv::Event::Ready => ("ready", "", String::new()),
                 kv::Event::Failed(c) => ("failed", cause(c), c.to_string()),
@@ -107,7 +107,7 @@ impl KvDecoder {
             };
             on_event.call(|py, f| (f, seq, what, why, text).into_pyobject(py));
         };
-        let decoder = py.detach(|| kv::Decoder::new(name, layouts, local, terms, told));
+        let decoder = py.detach(|| kv::Decoder::new(name, layouts, local, terms, report));
         decoder.map(|d| Self(DetachedDrop::new(d))).or_raise(py)
     }
 
@@ -202,7 +202,7 @@ impl KvPrefiller {
         let (layouts, local) = (self::layouts(py, &layouts)?, local(&ranks));
         let terms = self::terms(py, terms)?;
         let engine = local.first().map(|rank| Arc::clone(&rank.engine));
-        let told = move |job: u64, event: kv::JobEvent| match event {
+        let report = move |job: u64, event: kv::JobEvent| match event {
             kv::JobEvent::Requested(asked) => on_request.call(|py, f| {
                 let payload = PyBytes::new(py, &asked.payload);
                 let timeline = Py::new(py, KvTimeline(asked.timeline))?;
@@ -218,7 +218,7 @@ impl KvPrefiller {
             }
         };
         let made = py.detach(|| {
-            let prefiller = kv::Prefiller::new(name, layouts, local, terms, told)?;
+            let prefiller = kv::Prefiller::new(name, layouts, local, terms, report)?;
             let advance = prefiller.advancer();
             let word = match (engine, device) {
                 (Some(engine), Some(device)) => engine.watch_device(device, advance)?,

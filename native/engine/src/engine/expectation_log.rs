@@ -19,13 +19,13 @@ pub(crate) struct ExpectationLog {
 #[derive(Debug, Default)]
 struct LogEntries {
     ring: Ring<ExpectationRecord>,
-    met: Histogram,
+    wait_times: Histogram,
 }
 
 impl ExpectationLog {
     /// Keeps the latest `records` expectations; none for 0.
     pub fn new(records: usize) -> Self {
-        let entries = LogEntries { ring: Ring::new(records), met: Histogram::default() };
+        let entries = LogEntries { ring: Ring::new(records), wait_times: Histogram::default() };
         Self { on: records > 0, entries: Mutex::new(entries) }
     }
 
@@ -41,7 +41,7 @@ impl ExpectationLog {
         let failure = error.map(|e| e.to_string().into_boxed_str());
         let mut entries = self.entries.lock();
         if failure.is_none() {
-            entries.met.add(now.nanos_since(e.begun), 1);
+            entries.wait_times.add(now.nanos_since(e.begun), 1);
         }
         let (imm, counts) = (imm.to_wire(), u32::try_from(e.n).unwrap_or(u32::MAX));
         let (begun, told) = (e.begun, now);
@@ -56,7 +56,7 @@ impl ExpectationLog {
     }
 
     /// The wait times of expectations that were met.
-    pub fn met(&self) -> Histogram {
-        self.entries.lock().met
+    pub fn wait_times(&self) -> Histogram {
+        self.entries.lock().wait_times
     }
 }

@@ -19,7 +19,7 @@ impl TransferEngine {
             ghosts: stats.ghosts,
             regions: stats.regions,
             retiring: stats.retiring,
-            expected: self.shared.counters.log.met(),
+            expected: self.shared.counters.log.wait_times(),
             ..Metrics::default()
         };
         let core = self.shared.lock()?;

@@ -83,7 +83,7 @@ impl Group {
             true => _ = senders.insert(peer, now),
             false => _ = senders.remove(&peer),
         }
-        senders.retain(|_, said| now.since(*said) < FORGOTTEN);
+        senders.retain(|_, reported_at| now.since(*reported_at) < FORGOTTEN);
         if wants {
             // Other senders get their new share when they ask again.
             let share = credit(self.policy.receive_window, senders.len());

@@ -313,8 +313,8 @@ impl Group {
                 let route = &mut self.peers[key as usize];
                 // The caller's address may have been wrong; this one is authentic.
                 route.address = peer.address;
-                let said = (description, peer.version);
-                route.up(now, RailPair { rail, endpoint }, (link, name), said, rails);
+                let peer_info = (description, peer.version);
+                route.up(now, RailPair { rail, endpoint }, (link, name), peer_info, rails);
                 for pair in route.take_failed(rails) {
                     self.probe_times.insert((route.rail_probes.on_lost(now, pair), key));
                 }

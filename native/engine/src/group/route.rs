@@ -487,13 +487,13 @@ impl Route {
         // The loopback's reason is left out if there are other transports.
         let elsewhere = self.reasons.iter().any(|(_, kind, _)| !kind.is_loopback());
         let telling = self.reasons.iter().filter(|(_, kind, _)| !(elsewhere && kind.is_loopback()));
-        let said = telling.map(|(rail, kind, why)| match rail.map_or("", |r| rails[r].device()) {
+        let texts = telling.map(|(rail, kind, why)| match rail.map_or("", |r| rails[r].device()) {
             "" => format!("{kind}: {why}"),
             device => format!("{kind} {device}: {why}"),
         });
         let reasons = match self.reasons.is_empty() {
             true => "none of its transports is allowed here".to_owned(),
-            false => said.collect::<Vec<_>>().join("; "),
+            false => texts.collect::<Vec<_>>().join("; "),
         };
         match self.telling {
             Some(DomainError::Stale(_)) => EngineError::Stale {
@@ -514,8 +514,8 @@ impl Route {
             let device = rail.device().to_owned();
             let here: Vec<_> = self.active().iter().filter(|l| l.pair.rail == i).collect();
             if !here.is_empty() {
-                let said = here.iter().map(|l| l.describe(&**rail));
-                let reason = said.collect::<Vec<_>>().join("; and ");
+                let texts = here.iter().map(|l| l.describe(&**rail));
+                let reason = texts.collect::<Vec<_>>().join("; and ");
                 return TransportVerdict { transport, device, chosen: true, reason };
             }
             let of_rail = |r: &&(Option<usize>, TransportKind, String)| match r.0 {

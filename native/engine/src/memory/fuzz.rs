@@ -17,8 +17,8 @@ pub fn peer_names(bytes: &[u8]) {
     let mut book = RegionBook::default();
     // Of each number: its key, its bytes, the one peer that may.
     let mut known: [Option<(u64, u64, Option<EngineId>)>; 8] = [None; 8];
-    for (step, said) in bytes.chunks_exact(6).enumerate() {
-        let &[what, number, peer, key, offset, len] = said else { return };
+    for (step, input) in bytes.chunks_exact(6).enumerate() {
+        let &[what, number, peer, key, offset, len] = input else { return };
         let at = usize::from(number % 8);
         let index = (at as u32 % 4) | if at < 4 { 0 } else { HIDDEN };
         let base = (at + 1) * APART;

@@ -31,14 +31,14 @@ impl Inner {
                     let ops: Vec<Op<'_>> = parts.iter().map(|part| send(part)).collect();
                     let sent = self.control().submit(&ops, Submit::default());
                     let weak = Arc::downgrade(self);
-                    let told = move |result: Result<()>| {
+                    let on_sent = move |result: Result<()>| {
                         if let (Err(error), Some(inner)) = (result, weak.upgrade()) {
                             inner.unsent(session, process, request, &error);
                         }
                     };
                     match sent {
-                        Ok(handle) => handle.on_done(told),
-                        Err(error) => told(Err(error)),
+                        Ok(handle) => handle.on_done(on_sent),
+                        Err(error) => on_sent(Err(error)),
                     }
                 }
                 Action::Cancel(handles) => handles.iter().for_each(fabric_engine::Handle::cancel),

@@ -153,12 +153,12 @@ impl DecoderState {
     /// Gives a prefiller up with all its requests: its access is revoked, and afterwards nothing
     /// that it wrote can land any more. Its processes are told to cancel, unless they are known
     /// dead.
-    pub fn lose(&mut self, number: u64, why: &str, tell: bool, actions: &mut Vec<Action>) {
+    pub fn lose(&mut self, number: u64, why: &str, notify: bool, actions: &mut Vec<Action>) {
         let Some(session) = self.sessions.get_mut(&number) else { return };
         if matches!(session.phase, SessionPhase::Lost(_)) {
             return;
         }
-        if tell {
+        if notify {
             let goodbye = Message::Goodbye { session: number, why: reason(why) }.to_bytes();
             for process in 0..session.processes.len() {
                 actions.extend(session.send(number, process, goodbye.clone(), None));

@@ -78,15 +78,15 @@ impl Inner {
         let parts = cut(&bytes, self.control());
         let ops: Vec<Op<'_>> = parts.iter().map(|message| Op::Send { peer, message }).collect();
         // The next beat asks again for a lost message, and a lost peer sends no beats.
-        let told = |result: Result<(), EngineError>| {
+        let on_sent = |result: Result<(), EngineError>| {
             taken();
             if let Err(error) = result {
                 tracing::debug!(%error, "a message to a decoder was not sent");
             }
         };
         match self.control().submit(&ops, Submit::default()) {
-            Ok(handle) => handle.on_done(told),
-            Err(error) => told(Err(error)),
+            Ok(handle) => handle.on_done(on_sent),
+            Err(error) => on_sent(Err(error)),
         }
     }
 
@@ -243,7 +243,7 @@ impl Inner {
             let state = self.state.lock();
             let Some(m) = state.sessions.get(&session) else { return };
             // Of another incarnation (MR-2), cancelled before it came, or it came before.
-            if m.info.incarnation != incarnation || m.knows(seq) {
+            if m.info.incarnation != incarnation || m.is_known(seq) {
                 return;
             }
             match state.full(m, payload_nbytes, self.terms.max_payloads) {
@@ -267,7 +267,7 @@ impl Inner {
             let id = state.next_job;
             state.next_job += 1;
             let Some(m) = state.sessions.get_mut(&session) else { return };
-            if m.info.incarnation != incarnation || m.knows(seq) {
+            if m.info.incarnation != incarnation || m.is_known(seq) {
                 return;
             }
             m.jobs.insert(seq, id);

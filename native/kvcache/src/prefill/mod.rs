@@ -117,7 +117,7 @@ impl Session {
     }
 
     /// Whether a request has arrived, was cancelled before it arrived, or is below the floor.
-    fn knows(&self, seq: u64) -> bool {
+    fn is_known(&self, seq: u64) -> bool {
         seq < self.floor || self.jobs.contains_key(&seq) || self.ended.contains_key(&seq)
     }
 }

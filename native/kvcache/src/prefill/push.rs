@@ -189,16 +189,16 @@ impl Inner {
         }
     }
 
-    /// Stops sending a job, and ends it when its writes are over. `told` is the cause for the
+    /// Stops sending a job, and ends it when its writes are over. `cause` is the reason for the
     /// engine behind the prefiller.
-    pub(super) fn stop(self: &Arc<Self>, job: &Arc<Job>, at: RequestState, told: Option<Cause>) {
+    pub(super) fn stop(self: &Arc<Self>, job: &Arc<Job>, at: RequestState, cause: Option<Cause>) {
         let under_way: Vec<Handle> = {
             let mut progress = job.state.lock();
             if progress.stop.is_some() || progress.over {
                 return;
             }
             progress.stop = Some(at);
-            if let Some(cause) = told {
+            if let Some(cause) = cause {
                 self.events.push(job.id, JobEvent::Stopped(cause));
             }
             progress.under_way.values().map(|write| write.handle.clone()).collect()

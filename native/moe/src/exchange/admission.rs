@@ -36,7 +36,7 @@ impl AllToAll {
         let ranks = inner.shape.ranks;
         if let Some(rank) = only {
             inner.check_other(rank)?;
-            if state.knows(rank) {
+            if state.is_known(rank) {
                 let text = format!("rank {rank} is present; mask it before it joins again");
                 return Err(EngineError::Invalid(text));
             }
@@ -65,7 +65,7 @@ impl AllToAll {
         let free = |state: &ExchangeState, rank| {
             let exported =
                 state.exported[rank as usize].is_some() || state.revoking.contains(&rank);
-            wanted(rank) && !state.knows(rank) && !exported
+            wanted(rank) && !state.is_known(rank) && !exported
         };
         let exports = (0..ranks)
             .map(|rank| free(&state, rank).then(|| inner.export(&mut state, rank)).transpose());
@@ -112,7 +112,7 @@ impl AllToAll {
         let peer = rows.peer().clone();
         inner.engine.connect(&peer)?;
         let mut state = inner.state.lock();
-        if state.knows(rank) {
+        if state.is_known(rank) {
             return Err(EngineError::Invalid(format!("rank {rank} is present already")));
         }
         // Its slots are those of its last process, which must not write there any more (MR-1).
@@ -163,7 +163,7 @@ impl AllToAll {
     pub fn present(&self) -> Vec<bool> {
         let state = self.inner.state.lock();
         let me = self.inner.rank;
-        (0..self.inner.shape.ranks).map(|rank| rank == me || state.knows(rank)).collect()
+        (0..self.inner.shape.ranks).map(|rank| rank == me || state.is_known(rank)).collect()
     }
 }
 

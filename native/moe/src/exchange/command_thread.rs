@@ -78,7 +78,7 @@ impl AllToAll {
     }
 
     /// As [`AllToAll::serve`], without a thread: the driver of the exchange passes commands to
-    /// [`AllToAll::tell`].
+    /// [`AllToAll::on_command`].
     ///
     /// # Errors
     /// [`EngineError::Invalid`] if there is a device.
@@ -92,7 +92,7 @@ impl AllToAll {
     }
 
     /// Applies a command of the device, in its FIFO's words.
-    pub fn tell(&self, words: [u64; 2]) {
+    pub fn on_command(&self, words: [u64; 2]) {
         self.inner.on_command(words);
     }
 
@@ -263,7 +263,7 @@ mod tests {
         all.attach(SharedWords::new(words, &shape).unwrap(), false).unwrap();
         all.inner.state.lock().revoking.push(1);
         let add = Add { slot: DeviceEvent::Begun as u16, value: 1, ordered: true };
-        all.tell(Command::Atomic { rank: 0, channel: 0, add }.encode().unwrap());
+        all.on_command(Command::Atomic { rank: 0, channel: 0, add }.encode().unwrap());
         assert!(all.begins());
         (net, all)
     }

@@ -141,7 +141,7 @@ impl ExchangeState {
     }
 
     /// Whether a rank takes part in this exchange, or will in the next one.
-    pub fn knows(&self, rank: u32) -> bool {
+    pub fn is_known(&self, rank: u32) -> bool {
         let rank = rank as usize;
         [&self.links, &self.newcomers].iter().any(|all| all.get(rank).is_some_and(Option::is_some))
     }

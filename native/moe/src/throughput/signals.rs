@@ -32,33 +32,34 @@ const BEAT: Duration = Duration::from_millis(250);
 pub struct Signals {
     pub commands: Commands,
     /// Time of this rank's last in-call signal.
-    said: Option<Time>,
+    sent_at: Option<Time>,
     /// The drain after which all others know which ranks this rank has given up.
-    told: Option<u64>,
+    losses_drain: Option<u64>,
     /// By rank: the bits of incarnations before this one are clear in its word.
     ready: Vec<u32>,
     /// By rank: the count of its in-call signals, and when it last changed.
-    heard: Vec<(u64, Time)>,
+    last_beats: Vec<(u64, Time)>,
 }
 
 impl Signals {
     pub fn new(pusher: Pusher, ranks: u32) -> Self {
-        let heard = vec![(0, Time(0)); ranks as usize];
+        let last_beats = vec![(0, Time(0)); ranks as usize];
         let ready = vec![INCARNATIONS; ranks as usize];
-        Self { commands: Commands::new(pusher), said: None, told: None, heard, ready }
+        let commands = Commands::new(pusher);
+        Self { commands, sent_at: None, losses_drain: None, last_beats, ready }
     }
 
     /// Sends the in-call signal if it is due, and reads those of others.
     pub fn beat(&mut self, ctx: &Context, now: Time, timeout: Duration) {
-        for (rank, (beats, when)) in self.heard.iter_mut().enumerate() {
+        for (rank, (beats, when)) in self.last_beats.iter_mut().enumerate() {
             let word = ctx.words[ctx.layout.beat(rank as u32) as usize].load(Acquire);
             if word != *beats {
                 (*beats, *when) = (word, now);
             }
         }
-        let due = self.said.is_none_or(|said| now.since(said) >= BEAT.min(timeout / BEATS));
+        let due = self.sent_at.is_none_or(|at| now.since(at) >= BEAT.min(timeout / BEATS));
         if due && self.commands.is_flushed() {
-            self.said = Some(now);
+            self.sent_at = Some(now);
             self.tell_all(ctx, ctx.layout.beat(ctx.grid.rank), 1);
         }
     }
@@ -66,19 +67,19 @@ impl Signals {
     /// Whether a rank was in no call for `timeout`. Its last signal may be one beat older than the
     /// end of its last call.
     pub fn is_silent(&self, rank: u32, now: Time, timeout: Duration) -> bool {
-        now.since(self.heard[rank as usize].1) >= timeout + timeout / BEATS
+        now.since(self.last_beats[rank as usize].1) >= timeout + timeout / BEATS
     }
 
     /// Tells all others which incarnation of a rank this rank has given up, so that all do the same
     /// (RS-4).
     pub fn give_up(&mut self, ctx: &Context, member: Member) {
         self.tell_all(ctx, ctx.layout.given_up(member.rank), 1 << shift_of(member.incarnation));
-        self.told = Some(self.commands.drain());
+        self.losses_drain = Some(self.commands.drain());
     }
 
     /// Whether all others have got this rank's signals of losses; true if the proxy is closed.
     pub fn has_told(&mut self) -> bool {
-        let told = self.told.is_none_or(|drain| self.commands.is_complete(drain));
+        let told = self.losses_drain.is_none_or(|drain| self.commands.is_complete(drain));
         told || self.commands.flush().is_err()
     }
 

@@ -115,7 +115,7 @@ impl Kernels {
     fn say(&self, all: &AllToAll, told: DeviceEvent, value: i64) {
         let add = Add { slot: told as u16, value, ordered: true };
         let command = Command::Atomic { rank: self.rank as u16, channel: 0, add };
-        all.tell(command.encode().unwrap());
+        all.on_command(command.encode().unwrap());
     }
 
     /// It may have been told where to store, and has not said that it has.
@@ -381,7 +381,7 @@ mod tests {
             Command::Write { rank: 0, channel: 0, from: 0, to: 0, len: 16, add: None },
         ] {
             let (_net, _engine, all, kernels) = alone(2);
-            all.tell(command.encode().unwrap());
+            all.on_command(command.encode().unwrap());
             assert!(kernels.has(Word::Abort, 1), "{command:?}");
             assert!(all.check().is_err());
         }

@@ -260,15 +260,15 @@ impl Executor {
         CommandStatus::Done
     }
 
-    /// A rank that has not entered the barrier, among ranks whose last arrival `heard` accepts.
+    /// A rank that has not entered the barrier, among ranks whose last arrival `is_recent` accepts.
     fn missing(
         &self,
         scope: Scope,
         channel: u8,
         round: u64,
-        heard: impl Fn(Time) -> bool,
+        is_recent: impl Fn(Time) -> bool,
     ) -> Option<usize> {
-        let picked = self.participants(scope).filter(|r| heard(self.peers[*r].last_arrival));
+        let picked = self.participants(scope).filter(|r| is_recent(self.peers[*r].last_arrival));
         self.rounds[&(scope, channel)].missing(round, picked)
     }
 }

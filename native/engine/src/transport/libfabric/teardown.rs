@@ -54,9 +54,9 @@ impl LibfabricDomain {
         progressed
     }
 
-    pub(super) fn close_link(&mut self, id: LinkId, cause: DomainError, tell: bool) {
+    pub(super) fn close_link(&mut self, id: LinkId, cause: DomainError, notify: bool) {
         let Some(address) = self.link(id).map(|l| l.address) else { return };
-        if tell {
+        if notify {
             let busy = self.table.ops.iter().any(|(_, o)| o.link == id);
             let quiesced = if busy { "" } else { QUIESCED_PREFIX };
             if let Some(link) = self.link(id) {
@@ -65,7 +65,7 @@ impl LibfabricDomain {
             self.send_frames(id);
         }
         self.remove_link(id, cause, false);
-        if !tell {
+        if !notify {
             self.abort_transfers(address);
         }
     }

@@ -69,8 +69,8 @@ pub fn peer_input(bytes: &[u8]) {
     }
 
     // The first byte is the number of bytes for the first stream.
-    let Some((cut, said)) = bytes.split_first() else { return };
-    let (urgent_stream, bulk_streams) = said.split_at(said.len() * usize::from(*cut) / 255);
+    let Some((cut, input)) = bytes.split_first() else { return };
+    let (urgent_stream, bulk_streams) = input.split_at(input.len() * usize::from(*cut) / 255);
     let _ = peer[0].write_all(urgent_stream);
     let _ = peer[1].write_all(bulk_streams);
     if cut % 2 == 1 {
@@ -176,7 +176,7 @@ mod seeds {
         let acks = [first(Kind::Ack), first(Kind::Count), taken, first(Kind::Ping)];
         let acks: Vec<u8> = acks.iter().flat_map(|h| h.encode()).collect();
         let bye = frame(Header { len: 4, ..Header::new(Kind::Close) }, b"gone");
-        let said = [
+        let input = [
             ("writes", [written, parts, outside].concat()),
             ("pages", pages),
             ("reads", [frame(read, &[]), answer].concat()),
@@ -184,7 +184,7 @@ mod seeds {
             ("messages", [message, acks].concat()),
             ("bye", bye),
         ];
-        let whole = said.into_iter().map(|(name, s)| (name, [&[254u8][..], &s].concat()));
+        let whole = input.into_iter().map(|(name, s)| (name, [&[254u8][..], &s].concat()));
         whole.chain([("twice", twice)]).collect()
     }
 }

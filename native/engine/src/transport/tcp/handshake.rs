@@ -415,12 +415,12 @@ impl TcpDomain {
         }
     }
 
-    pub(super) fn close_link(&mut self, id: LinkId, cause: DomainError, tell: bool) {
+    pub(super) fn close_link(&mut self, id: LinkId, cause: DomainError, notify: bool) {
         if self.link(id).is_none() {
             return;
         }
         let mut link = self.links.remove(Self::slot(id));
-        if let (Some(key), true) = (link.urgent_stream(), tell) {
+        if let (Some(key), true) = (link.urgent_stream(), notify) {
             if let Some(s) = self.sockets.get_mut(key) {
                 let text = reason(&cause.to_string());
                 let gone = u8::from(matches!(cause, DomainError::Gone(_)));

@@ -51,7 +51,7 @@ impl Losses {
 pub(super) struct PendingMask {
     rank: u32,
     /// The drain after which all ranks know of the loss.
-    told: u64,
+    drain: u64,
     /// When the drain was first awaited.
     since: Option<Time>,
 }
@@ -161,10 +161,10 @@ impl Machine {
         self.gone.retain(|(gone, _)| *gone != rank);
         let member = Member { rank, incarnation: self.membership.incarnation(rank) };
         self.signals.give_up(&self.ctx, member);
-        let told = self.signals.tell_itself(&self.ctx, member);
+        let drain = self.signals.tell_itself(&self.ctx, member);
         // If the signal can't be sent, the others notice the loss themselves.
         let _ = self.signals.commands.flush();
-        self.to_mask.push(PendingMask { rank, told, since: None });
+        self.to_mask.push(PendingMask { rank, drain, since: None });
         let broken = LostRank { rank, cause };
         self.losses.lost.lock().push(broken.clone());
         self.unreported_losses.push(broken);
@@ -215,7 +215,7 @@ impl Machine {
         self.to_mask.retain_mut(|one| {
             let since = *one.since.get_or_insert(now);
             let over =
-                self.signals.commands.is_complete(one.told) || now.since(since) >= timeout / BEATS;
+                self.signals.commands.is_complete(one.drain) || now.since(since) >= timeout / BEATS;
             masked.extend(over.then_some(one.rank));
             !over
         });

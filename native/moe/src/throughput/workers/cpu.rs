@@ -193,13 +193,13 @@ impl CpuWorker {
     ) -> Result<(), JobError> {
         let nbytes = HEAD + self.spec.shape.back_nbytes();
         let added = self.region.with_bytes(at, nbytes, |slot| {
-            let (said, bytes) = slot.split_at(HEAD as usize);
-            if read_head(said, kind, exchange) == Ok(token) {
+            let (head_bytes, bytes) = slot.split_at(HEAD as usize);
+            if read_head(head_bytes, kind, exchange) == Ok(token) {
                 add(total, bytes, self.spec.shape.back.float, 1.0, false);
                 return Ok(());
             }
             let mut head = [0; HEAD as usize];
-            head.copy_from_slice(said);
+            head.copy_from_slice(head_bytes);
             Err(JobError::Slot { from, kind, token, head })
         });
         added.map_err(JobError::Engine)?

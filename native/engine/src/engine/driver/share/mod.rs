@@ -67,7 +67,7 @@ pub(crate) struct HostShare {
     latest: ByClass,
     peak: ByClass,
     /// The demand that the table shows.
-    told: ByClass,
+    published: ByClass,
     look_at: Time,
     beat_at: Time,
     tend_at: Time,
@@ -95,7 +95,7 @@ impl HostShare {
             others: OtherProcesses::new(),
             latest: ByClass::default(),
             peak: ByClass::default(),
-            told: ByClass::default(),
+            published: ByClass::default(),
             look_at: Time(0),
             beat_at: Time(0),
             tend_at: Time(0),
@@ -116,7 +116,9 @@ impl HostShare {
     pub fn publish(&mut self, now: Time, demand: ByClass) {
         self.latest = demand;
         self.peak = self.peak.max(demand);
-        if now >= self.look_at && (is_significant(self.peak) || self.told != ByClass::default()) {
+        if now >= self.look_at
+            && (is_significant(self.peak) || self.published != ByClass::default())
+        {
             self.look(now);
         }
     }
@@ -133,7 +135,7 @@ impl HostShare {
 
     /// When `publish` must be called even if nothing has changed.
     pub fn next_timer(&self) -> Time {
-        match self.told == ByClass::default() {
+        match self.published == ByClass::default() {
             true => Time::NEVER,
             // The end of the demand, or its continuation, must be written.
             false if !is_significant(self.latest) => self.look_at,
@@ -149,7 +151,7 @@ impl HostShare {
         if let Err(e) = self.exchange(now, wanted) {
             self.warn(&e);
             self.table = None;
-            self.told = ByClass::default();
+            self.published = ByClass::default();
             self.join_at = now.after(AGAIN);
         }
         self.divide(self.divided.0);
@@ -166,11 +168,11 @@ impl HostShare {
                 self.table.insert(Table::join(&self.path, 1)?)
             }
         };
-        if wanted != self.told || now >= self.beat_at {
+        if wanted != self.published || now >= self.beat_at {
             self.beat += 1;
             let sharer = NicSharer { weight: self.weight, demand: wanted };
             table.write(Record { id: self.id, beat: self.beat, sharer })?;
-            self.told = wanted;
+            self.published = wanted;
             self.beat_at = now.after(BEAT);
         }
         if now >= self.tend_at {
@@ -187,7 +189,7 @@ impl HostShare {
     fn divide(&mut self, window: u64) {
         let windows = match self.table {
             Some(_) => {
-                let own = NicSharer { weight: self.weight, demand: self.told };
+                let own = NicSharer { weight: self.weight, demand: self.published };
                 divide(window, own, self.others.sharers())
             }
             None => ByClass::all(window),
