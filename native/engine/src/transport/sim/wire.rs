@@ -12,7 +12,7 @@ use std::{
 use slab::Slab;
 
 use super::{
-    free::FreeSchedule,
+    free_schedule::FreeSchedule,
     land::Job,
     node::{ByName, LinkEnd, Nodes, Port},
     peer_mappings::PeerMappings,

@@ -10,7 +10,7 @@
 //!   write and a read of some kilobytes, about a microsecond each. All other calls are arithmetic.
 //! - Without a table an engine has the whole window, and logs that once.
 
-mod others;
+mod other_processes;
 mod raw;
 mod record;
 mod table;
@@ -26,7 +26,7 @@ use std::{
     time::Duration,
 };
 
-use others::OtherProcesses;
+use other_processes::OtherProcesses;
 use record::Record;
 use table::Table;
 

@@ -11,7 +11,7 @@ use std::{
 
 use rustix::fs::OFlags;
 
-use super::{others::SILENT, record::SLOTS, *};
+use super::{other_processes::SILENT, record::SLOTS, *};
 use crate::group::policy::divide::LEAST;
 
 const M: u64 = 1 << 20;
