@@ -5,7 +5,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::{
-    free,
+    free_schedule,
     node::{LinkEnd, LinkEndState, Port, WaitingMessage},
     wire::{Event, Route, World},
 };
@@ -204,7 +204,7 @@ impl World {
                                 if self.free.is_some() {
                                     let mut before = vec![u8::from(sending); bytes.len() + 1];
                                     take(addr, &mut before[1..]);
-                                    found = Some(free::hash(&before));
+                                    found = Some(free_schedule::hash(&before));
                                 }
                                 if sending {
                                     take(chunk.local, &mut bytes);
