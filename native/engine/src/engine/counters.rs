@@ -415,7 +415,7 @@ impl Counters {
 mod tests {
     use super::*;
     use crate::{
-        engine::handle::Pending,
+        engine::handle::HandleState,
         flight::{Cursor, Records},
     };
 
@@ -429,7 +429,7 @@ mod tests {
         let counters = Counters::recording(4);
         let imm = Imm::plain(0).unwrap();
         let mut expect = || {
-            let handle = Arc::new(Pending::default());
+            let handle = Arc::new(HandleState::default());
             let (now, forever) = (Time(begun), std::time::Duration::MAX);
             let no_writers = Writers::new();
             counters.expect((imm, 1, Some(Span::NONE)), (now, forever), no_writers, (handle, 0));
@@ -469,7 +469,7 @@ mod loom_tests {
     use loom::thread;
 
     use super::*;
-    use crate::{engine::handle::Pending, group::OperationCompletion};
+    use crate::{engine::handle::HandleState, group::OperationCompletion};
 
     #[test]
     fn ic_4_an_expectation_and_its_arrival_never_miss_each_other() {
@@ -481,7 +481,7 @@ mod loom_tests {
             let theirs = loom::sync::Arc::clone(&counters);
             let arrival =
                 thread::spawn(move || theirs.arrive(Time(0), Count { imm: imm.to_wire(), n: 1 }));
-            let handle = Arc::new(Pending::default());
+            let handle = Arc::new(HandleState::default());
             let never = (Time(0), std::time::Duration::MAX);
             let completion = (Arc::clone(&handle) as Arc<dyn OperationCompletion>, 0);
             counters.expect((imm, 1, Some(Span::NONE)), never, Writers::new(), completion);

@@ -61,8 +61,9 @@ pub enum Quiescence {
     Unknown,
 }
 
+/// State of an operation that its handles share.
 #[derive(Default)]
-pub(crate) struct Pending {
+pub(crate) struct HandleState {
     state: AtomicU32,
     /// 0 in flight, 1 quiesced, 2 unknown.
     quiescence: AtomicU32,
@@ -76,9 +77,9 @@ pub(crate) struct Pending {
     shared: Weak<Shared>,
 }
 
-pub(crate) type HandleRef = Arc<Pending>;
+pub(crate) type HandleRef = Arc<HandleState>;
 
-impl OperationCompletion for Pending {
+impl OperationCompletion for HandleState {
     fn resolve(&self, _at: u32, result: Result<()>) {
         self.complete(result);
     }
@@ -91,7 +92,7 @@ impl OperationCompletion for Pending {
     }
 }
 
-impl Pending {
+impl HandleState {
     pub fn new(shared: &Arc<Shared>) -> HandleRef {
         Arc::new(Self { shared: Arc::downgrade(shared), ..Self::default() })
     }

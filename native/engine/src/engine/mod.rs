@@ -445,7 +445,7 @@ impl TransferEngine {
     /// can still write until the engine is closed, which is the next step.
     pub fn drain(&self) -> Result<Handle> {
         self.shared.check_open()?;
-        let pending = handle::Pending::new(&self.shared);
+        let pending = handle::HandleState::new(&self.shared);
         let theirs = Arc::clone(&pending);
         self.shared.draining.store(true, SeqCst);
         self.shared.post(Box::new(move |core, shared| {

@@ -32,7 +32,7 @@ impl RegionInner {
         if let Some(pending) = &*retirement {
             return Arc::clone(pending);
         }
-        let pending = super::handle::Pending::new(&self.shared);
+        let pending = super::handle::HandleState::new(&self.shared);
         *retirement = Some(Arc::clone(&pending));
         self.closed.store(true, SeqCst);
         drop(retirement);

@@ -256,7 +256,7 @@ impl Shared {
         if n == 0 {
             return Ok(Handle::done("expectation", Ok(())));
         }
-        let pending = super::handle::Pending::new(self);
+        let pending = super::handle::HandleState::new(self);
         pending.is_of(super::HandleOperation::Expectation(imm));
         let now = self.now();
         if self.draining.load(Relaxed) {

@@ -101,7 +101,7 @@ impl Shared {
             return Ok(match sealed {
                 Submitted::Done(result) => Handle::done(name, result),
                 Submitted::Pending(key) => {
-                    let pending = handle::Pending::new(self);
+                    let pending = handle::HandleState::new(self);
                     pending.needs(self.keep(ops));
                     pending.is_of(HandleOperation::Transfer(key));
                     core.group.attach(key, (pending.clone(), 0));
@@ -123,7 +123,7 @@ impl Shared {
             self.bind(op, (options.rail, only_prepare), &mut |b| bound.push(b));
         }
         self.mark(posted);
-        let pending = handle::Pending::new(self);
+        let pending = handle::HandleState::new(self);
         pending.needs(self.keep(ops));
         let handle = Handle::pending(name, Arc::clone(&pending));
         let queued = self.now();

@@ -7,7 +7,7 @@ use super::{
     ledger::Ledger,
     policy::admit::Window,
     policy::classes::ByClass,
-    route::{Link, PeerState, Route},
+    route::{ActiveLink, PeerState, Route},
     slices::{post_slices, BoundOp, PostOutcome},
     Group, PeerKey, Rails, TransferKey,
 };
@@ -103,7 +103,7 @@ impl Route {
     pub(super) fn deferred_until(&self, now: Time, ledger: &Ledger) -> Option<Time> {
         let (class, Deferral { bytes, until }) = self.backlog.deferral()?;
         let receiver = Window { bytes: self.credit, under_way: self.under_way };
-        let full = |link: &Link| {
+        let full = |link: &ActiveLink| {
             let rail = ledger.rail_window(link.pair.rail, bytes);
             rail.under_way.of(class) > 0 && !rail.has_room(class, bytes)
         };

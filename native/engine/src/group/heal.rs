@@ -13,7 +13,7 @@ use super::{
     delivered::{self, Delivered},
     ledger::Slice,
     messages::{Arrived, GroupMessage, MAX_NUMBERS},
-    route::{Link, PeerKey, PeerState, Route},
+    route::{ActiveLink, PeerKey, PeerState, Route},
     slices::BoundOp,
     Group, GroupEvents, Rails, TransferKey,
 };
@@ -135,7 +135,7 @@ impl Group {
         &mut self,
         now: Time,
         peer: PeerKey,
-        (link, cause): (&Link, &DomainError),
+        (link, cause): (&ActiveLink, &DomainError),
         (receipt, numbers): (Receipt, &[(Token, u64)]),
         rails: &mut Rails,
     ) {
@@ -193,7 +193,7 @@ impl Group {
             return;
         }
         let policy = self.policy;
-        let heals = |l: &&Link| policy.receipts(&*rails[l.pair.rail]) != Receipts::None;
+        let heals = |l: &&ActiveLink| policy.receipts(&*rails[l.pair.rail]) != Receipts::None;
         let able: Vec<_> =
             route.active().iter().filter(heals).map(|l| (l.pair.rail, l.id)).collect();
         if able.is_empty() {

@@ -68,7 +68,7 @@ pub(super) struct RailPair {
 
 /// A link that is up.
 #[derive(Debug)]
-pub(super) struct Link {
+pub(super) struct ActiveLink {
     pub pair: RailPair,
     pub id: LinkId,
     pub name: LinkName,
@@ -81,7 +81,7 @@ pub(super) struct Link {
     version: Option<u16>,
 }
 
-impl Link {
+impl ActiveLink {
     /// Describes the link, for `explain`.
     fn describe(&self, rail: &dyn Domain) -> String {
         let version = self.version.map(|v| format!("wire version {v}; ")).unwrap_or_default();
@@ -99,7 +99,7 @@ pub(super) struct Route {
     pub since: Time,
     /// Links of the preferred transport first, in the order of rails. A pair has two links if both
     /// sides connected at once.
-    links: SmallVec<[Link; 1]>,
+    links: SmallVec<[ActiveLink; 1]>,
     /// The number of links at the front that share the transport in use.
     active: usize,
     /// Index of the link for the next small work request.
@@ -199,7 +199,7 @@ impl Route {
 
     /// The links to post on, best rail first. Not empty while `Up`.
     #[inline]
-    pub fn active(&self) -> &[Link] {
+    pub fn active(&self) -> &[ActiveLink] {
         &self.links[..self.active]
     }
 
@@ -353,7 +353,7 @@ impl Route {
         let ours = self.tried(pair.rail, id).is_some();
         self.rail_probes.on_up(now, pair);
         let gauge = Gauge::new(now);
-        self.links.push(Link { pair, id, name, ours, acked: 0, gauge, description, version });
+        self.links.push(ActiveLink { pair, id, name, ours, acked: 0, gauge, description, version });
         self.links.sort_by_key(|l| (l.pair.rail, l.pair.endpoint));
         self.count_active(rails);
         self.state = PeerState::Up;
@@ -373,12 +373,12 @@ impl Route {
 
     fn count_active(&mut self, rails: &Rails) {
         let best = self.links.first().map(|l| rails[l.pair.rail].kind());
-        let same = |l: &&Link| Some(rails[l.pair.rail].kind()) == best;
+        let same = |l: &&ActiveLink| Some(rails[l.pair.rail].kind()) == best;
         self.active = self.links.iter().take_while(same).count();
     }
 
     /// Removes a link that is down.
-    pub fn down(&mut self, rail: usize, id: LinkId, rails: &Rails) -> Option<Link> {
+    pub fn down(&mut self, rail: usize, id: LinkId, rails: &Rails) -> Option<ActiveLink> {
         let at = self.links.iter().position(|l| (l.pair.rail, l.id) == (rail, id))?;
         let link = self.links.remove(at);
         self.count_active(rails);
@@ -414,7 +414,7 @@ impl Route {
     }
 
     /// The links to post on, and the selector among them.
-    pub fn links_and_selector(&mut self) -> (&mut [Link], &mut RailSelector) {
+    pub fn links_and_selector(&mut self) -> (&mut [ActiveLink], &mut RailSelector) {
         (&mut self.links[..self.active], &mut self.selector)
     }
 

@@ -12,7 +12,7 @@ use super::{
         score::{RailSelector, RailView},
         stall,
     },
-    route::{Link, PeerKey, PeerState},
+    route::{ActiveLink, PeerKey, PeerState},
     Group, Rails,
 };
 use crate::{
@@ -127,12 +127,12 @@ impl Gauge {
 /// The links as the policy sees them. Links in `full` have no room, whatever their gauge says.
 pub(super) fn views(
     now: Time,
-    links: &[Link],
+    links: &[ActiveLink],
     ledger: &Ledger,
     full: &[bool],
     length: u64,
 ) -> SmallVec<[RailView; MAX_LINKS]> {
-    let view = |(link, full): (&Link, &bool)| RailView {
+    let view = |(link, full): (&ActiveLink, &bool)| RailView {
         queued: link.gauge.queued,
         speed: link.gauge.estimate.speed(now, link.gauge.queued),
         tier: ledger.tier(link.pair.rail),

@@ -7,7 +7,7 @@ use super::{
     rules::Assignment,
     share::{share, spread, Demand, Share},
     usable::usable,
-    Distance, Gpu, Link, Nic, PciAddress, PciLocation, Port, Rules, Tier, Topology,
+    Distance, Gpu, LinkLayer, Nic, PciAddress, PciLocation, Port, Rules, Tier, Topology,
 };
 
 /// Whose memory the rails are for.
@@ -135,7 +135,7 @@ fn without_location(name: &str) -> Nic {
         software: false,
         numa: None,
         cpus: Vec::new(),
-        port: Port { number: 1, link: Link::Other, state: "ACTIVE".into(), gbps: 0.0 },
+        port: Port { number: 1, link: LinkLayer::Other, state: "ACTIVE".into(), gbps: 0.0 },
         interfaces: Vec::new(),
         parent: None,
     }

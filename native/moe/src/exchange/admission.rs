@@ -10,7 +10,7 @@ use parking_lot::MutexGuard;
 
 use super::{
     conditions::Condition,
-    link::{ExportedRegions, Link, MessageKind, PeerEndpoint, MESSAGE_KINDS},
+    link::{ExportedRegions, MessageKind, PeerEndpoint, PeerLink, MESSAGE_KINDS},
     state::{ExchangeState, LostPeer},
     AllToAll, Inner,
 };
@@ -136,7 +136,7 @@ impl AllToAll {
             stores: OnceLock::new(),
         };
         state.lost.retain(|l| l.rank != rank);
-        let link = Link::new(endpoint);
+        let link = PeerLink::new(endpoint);
         let endpoint = Arc::clone(&link.endpoint);
         state.newcomers[rank as usize] = Some(link);
         drop(state);

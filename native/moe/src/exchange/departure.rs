@@ -10,7 +10,7 @@ use parking_lot::MutexGuard;
 
 use super::{
     conditions::Condition,
-    link::{ExportedRegions, Link},
+    link::{ExportedRegions, PeerLink},
     state::ExchangeState,
     AllToAll, Inner,
 };
@@ -23,7 +23,7 @@ impl ExchangeState {
         let all_in = !matches!(self.phase, Phase::Dispatched | Phase::Answering);
         // A fence that waits for writes to a lost rank may never come.
         let fence = !self.fenced && self.failed_in_flight == 0;
-        let waits = |l: &Link| {
+        let waits = |l: &PeerLink| {
             let rows = !l.outbound.routed || l.outbound.sent < l.outbound.rows;
             rows || fence || !l.outbound.answers.is_empty()
         };

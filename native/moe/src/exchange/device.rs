@@ -13,7 +13,7 @@ use super::{
     actions::Action,
     conditions::Condition,
     direct_stores::{ActiveStores, AnswerStores},
-    link::{Answer, Link, RowBatch},
+    link::{Answer, PeerLink, RowBatch},
     state::ExchangeState,
 };
 use crate::{
@@ -342,7 +342,7 @@ impl Device {
         if !self.routed || self.batch.is_some() || due || !(last || full) {
             return;
         }
-        let batch: Vec<RowBatch> = s.here().filter_map(Link::batch).collect();
+        let batch: Vec<RowBatch> = s.here().filter_map(PeerLink::batch).collect();
         if batch.is_empty() && !last {
             return;
         }

@@ -15,7 +15,7 @@ use super::{
     actions::{Action, RemoteWrite, WritePurpose},
     conditions::Condition,
     device::Device,
-    link::{Link, MessageKind},
+    link::{MessageKind, PeerLink},
     state::ExchangeState,
     Inner,
 };
@@ -109,7 +109,8 @@ impl ExchangeState {
 
     /// Signals each rank that this one waits, unless it waits for that rank alone.
     fn signal_waiting(&mut self, actions: &mut Vec<Action>) {
-        let holds_up = |l: &Link| l.data_in_flight > 0 || self.awaits(l.endpoint.rank).is_some();
+        let holds_up =
+            |l: &PeerLink| l.data_in_flight > 0 || self.awaits(l.endpoint.rank).is_some();
         let by: Vec<u32> = self.here().filter(|l| holds_up(l)).map(|l| l.endpoint.rank).collect();
         let lost = self.blocked_by_lost_ranks();
         for link in self.links.iter_mut().flatten() {
@@ -133,7 +134,7 @@ impl ExchangeState {
         if self.phase == Phase::Dispatched {
             let packs = self.here().any(|l| !l.outbound.packed);
             let hands_out = self.device.as_ref().is_some_and(Device::hands_out);
-            let collects = self.device.is_none() && self.here().any(Link::has_rows);
+            let collects = self.device.is_none() && self.here().any(PeerLink::has_rows);
             return match self.all_routes() {
                 _ if packs => None,
                 false => inbound.counts.is_none().then_some(MessageKind::Routes),
@@ -166,7 +167,7 @@ impl ExchangeState {
     }
 
     fn is_under_way(&self) -> bool {
-        let awaits = |l: &Link| l.data_in_flight > 0 || self.awaits(l.endpoint.rank).is_some();
+        let awaits = |l: &PeerLink| l.data_in_flight > 0 || self.awaits(l.endpoint.rank).is_some();
         match self.phase {
             Phase::Idle | Phase::Collected => {
                 self.awaited.is_some() || self.device_blocked() || self.here().any(awaits)

@@ -107,7 +107,7 @@ pub struct RowBatch {
 
 /// A present peer.
 #[derive(Debug)]
-pub struct Link {
+pub struct PeerLink {
     pub endpoint: Arc<PeerEndpoint>,
     /// Number of exchanges with it, and of those with answers: all ranks leave combine out, or
     /// none.
@@ -133,7 +133,7 @@ pub struct Link {
 pub struct OutboundState {
     pub rows: u64,
     pub first: u64,
-    /// `Link::combines` when this exchange began; its routes may leave later.
+    /// `PeerLink::combines` when this exchange began; its routes may leave later.
     pub combines: u32,
     /// The rows are packed.
     pub packed: bool,
@@ -178,7 +178,7 @@ pub struct InboundState {
     pub collected: u64,
 }
 
-impl Link {
+impl PeerLink {
     pub fn new(endpoint: PeerEndpoint) -> Self {
         Self {
             endpoint: Arc::new(endpoint),

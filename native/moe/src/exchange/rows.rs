@@ -8,7 +8,7 @@ use parking_lot::MutexGuard;
 use super::{
     actions::Action,
     conditions::Condition,
-    link::{Answer, Chunk, Link, RowBatch},
+    link::{Answer, Chunk, PeerLink, RowBatch},
     state::Cursor,
     Inner, BATCH_NBYTES,
 };
@@ -41,7 +41,7 @@ impl Inner {
             return Err(state.phase.refuse("to collect rows before they are placed"));
         };
         self.shape.check_row_buffers(out, placing.rows)?;
-        let batches: Vec<RowBatch> = state.here().filter_map(Link::batch).collect();
+        let batches: Vec<RowBatch> = state.here().filter_map(PeerLink::batch).collect();
         drop(state);
         for batch in &batches {
             for chunk in &batch.chunks {

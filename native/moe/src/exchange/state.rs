@@ -16,8 +16,8 @@ use super::{
     conditions::Condition,
     device::Device,
     link::{
-        Answer, Chunk, ExportedRegions, InboundState, Link, MessageKind, OutboundState,
-        PeerEndpoint, RowBatch,
+        Answer, Chunk, ExportedRegions, InboundState, MessageKind, OutboundState, PeerEndpoint,
+        PeerLink, RowBatch,
     },
     Inner,
 };
@@ -56,9 +56,9 @@ pub struct ExchangeState {
     /// The condition that the caller waits for.
     pub awaited: Option<Condition>,
     /// By rank; `None` for absent ranks.
-    pub links: Vec<Option<Link>>,
+    pub links: Vec<Option<PeerLink>>,
     /// Ranks that have joined since the exchange began; they take part from the next one on.
-    pub newcomers: Vec<Option<Link>>,
+    pub newcomers: Vec<Option<PeerLink>>,
     /// Regions that are exported to ranks which haven't joined yet.
     pub exported: Vec<Option<ExportedRegions>>,
     pub lost: Vec<LostPeer>,
@@ -136,7 +136,7 @@ impl ExchangeState {
     }
 
     /// The peers that take part in this exchange.
-    pub fn here(&self) -> impl Iterator<Item = &Link> {
+    pub fn here(&self) -> impl Iterator<Item = &PeerLink> {
         self.links.iter().flatten()
     }
 
@@ -146,7 +146,7 @@ impl ExchangeState {
         [&self.links, &self.newcomers].iter().any(|all| all.get(rank).is_some_and(Option::is_some))
     }
 
-    pub fn link(&mut self, rank: u32) -> Option<&mut Link> {
+    pub fn link(&mut self, rank: u32) -> Option<&mut PeerLink> {
         self.links.get_mut(rank as usize).and_then(Option::as_mut)
     }
 
@@ -263,7 +263,7 @@ impl ExchangeState {
         }
         if link.outbound.routed && link.outbound.packed {
             let stride = shape.row_stride();
-            let mut send = |link: &mut Link, dst: u64, rows: u64| {
+            let mut send = |link: &mut PeerLink, dst: u64, rows: u64| {
                 if link.outbound.stored && link.outbound.sent == 0 {
                     // The device has stored the rows.
                     actions.push(link.count(MessageKind::Rows));
@@ -456,7 +456,7 @@ impl ExchangeState {
 
     /// Gives a rank up: waits for nothing from it, and revokes its access.
     pub fn lose(&mut self, rank: u32, kind: MessageKind, cause: String, actions: &mut Vec<Action>) {
-        let take = |all: &mut Vec<Option<Link>>| all.get_mut(rank as usize)?.take();
+        let take = |all: &mut Vec<Option<PeerLink>>| all.get_mut(rank as usize)?.take();
         let Some(link) = take(&mut self.links).or_else(|| take(&mut self.newcomers)) else {
             return;
         };

@@ -25,11 +25,11 @@ pub(crate) struct UnprovenWelcome {
     pub proof: Vec<u8>,
     /// Encrypts data that only a holder of the key may read.
     pub session: Session,
-    pub pending: Pending,
+    pub pending: UnprovenAcceptor,
 }
 
 /// An acceptor that has not proven itself yet.
-pub(crate) struct Pending {
+pub(crate) struct UnprovenAcceptor {
     peer: PeerIdentity,
     /// The mac that the acceptor must send.
     expected: hmac::Hmac<sha2::Sha256>,
@@ -76,12 +76,12 @@ impl Initiator {
         Ok(UnprovenWelcome {
             proof: Message::Proof(proof).encode(),
             session: sum(b"session").into(),
-            pending: Pending { peer, expected: sum(b"acceptor") },
+            pending: UnprovenAcceptor { peer, expected: sum(b"acceptor") },
         })
     }
 }
 
-impl Pending {
+impl UnprovenAcceptor {
     /// Checks the acceptor's proof; returns the authenticated peer.
     pub fn on_accepted(&self, bytes: &[u8]) -> Result<PeerIdentity, Failure> {
         let proof = match decode(bytes)? {

@@ -22,7 +22,7 @@ use crate::{
     domain::{Completion, DomainError, LinkId, PeerIdentity},
     time::Time,
     transport::{
-        handshake::{Acceptor, Failure, Initiator, Pending, Session},
+        handshake::{Acceptor, Failure, Initiator, Session, UnprovenAcceptor},
         nic::{
             frame::{self, Exchange},
             handshake_fragments::{HandshakeMessage, Reassembly},
@@ -84,7 +84,7 @@ pub(super) struct HandshakeState {
     /// The last message sent; it determines the next step.
     message: HandshakeMessage,
     /// The acceptor's unproven welcome, and the session key.
-    welcomed: Option<(Pending, Session)>,
+    welcomed: Option<(UnprovenAcceptor, Session)>,
     seal: u64,
     retry_at: Time,
     retry_after: Duration,

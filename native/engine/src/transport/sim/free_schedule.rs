@@ -25,7 +25,7 @@ pub enum NextEvent {
     Loss(usize),
 }
 
-struct Pending {
+struct PendingEvent {
     id: u64,
     route: Option<Route>,
     event: Event,
@@ -40,7 +40,7 @@ struct History {
 
 #[derive(Default)]
 pub(crate) struct FreeSchedule {
-    pending: Vec<Pending>,
+    pending: Vec<PendingEvent>,
     histories: BTreeMap<EngineId, History>,
     /// Id of the current event.
     happening: u64,
@@ -52,7 +52,7 @@ impl FreeSchedule {
         let history = self.histories.entry(by).or_default();
         history.sent += 1;
         let id = mix(history.seen, history.sent);
-        self.pending.push(Pending { id, route, event });
+        self.pending.push(PendingEvent { id, route, event });
     }
 
     /// A hash of what all engines have seen.
@@ -73,9 +73,9 @@ impl FreeSchedule {
 
     /// Indices of pending events that no other event must precede.
     fn ready(&self, ordered: bool) -> Vec<usize> {
-        let direction = |p: &Pending| p.route.map(|w| (w.name, w.from));
-        let is_group_frame = |p: &Pending| matches!(p.event, Event::GroupFrame { .. });
-        let behind = |a: &Pending, b: &Pending| {
+        let direction = |p: &PendingEvent| p.route.map(|w| (w.name, w.from));
+        let is_group_frame = |p: &PendingEvent| matches!(p.event, Event::GroupFrame { .. });
+        let behind = |a: &PendingEvent, b: &PendingEvent| {
             direction(a).is_some()
                 && direction(a) == direction(b)
                 && (ordered || is_group_frame(a) && is_group_frame(b))
@@ -145,7 +145,7 @@ impl World {
         let Some(free) = &mut self.free else { return };
         match choice {
             NextEvent::Event(i) => {
-                let Pending { id, event, .. } = free.pending.remove(i);
+                let PendingEvent { id, event, .. } = free.pending.remove(i);
                 free.happening = id;
                 free.record_seen(event.at().engine, id);
                 if let Event::Connect { from, .. } = event {

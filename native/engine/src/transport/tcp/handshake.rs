@@ -17,7 +17,7 @@ use crate::{
     domain::{Completion, DomainError, LinkId, PeerIdentity},
     time::Time,
     transport::{
-        handshake::{Acceptor, Failure, Initiator, Pending, MAX_MESSAGE},
+        handshake::{Acceptor, Failure, Initiator, UnprovenAcceptor, MAX_MESSAGE},
         listener::Admission,
     },
     EngineError,
@@ -39,7 +39,7 @@ struct StreamId {
 enum Stage {
     Connecting,
     AwaitWelcome(Initiator),
-    AwaitAccepted(Pending),
+    AwaitAccepted(UnprovenAcceptor),
     AwaitHello,
     AwaitProof(Acceptor, StreamId),
 }
