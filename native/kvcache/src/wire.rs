@@ -169,7 +169,7 @@ pub(crate) enum Message {
         session: u64,
         seq: u64,
     },
-    /// A sign of life, with the requests that the decoder still waits for. All requests before
+    /// A heartbeat, with the requests that the decoder still waits for. All requests before
     /// `floor` are over for it.
     Beat {
         session: u64,

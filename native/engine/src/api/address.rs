@@ -52,7 +52,7 @@ pub struct Endpoint {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EngineAddress {
     pub id: EngineId,
-    /// For people and logs only; two lives of one name differ in `id`.
+    /// For people and logs only; two incarnations of one name differ in `id`.
     pub name: String,
     pub endpoints: Vec<Endpoint>,
 }

@@ -55,7 +55,7 @@ impl TransferEngine {
                 // The user names ports because a firewall blocks all others, so this must fail.
                 Err(DomainError::Ports(cause)) => {
                     let hint = "name other `ports`, or more of them: an engine takes one, and one for each verbs NIC; \
-                                `ss -ltnp` shows who listens";
+                                `ss -ltnp` shows the listener";
                     return Err(EngineError::Resource { call: "bind", cause, hint: hint.into() });
                 }
                 Err(e) => failures.push((kind, e.to_string())),

@@ -94,7 +94,7 @@ impl Copier {
             }
             return;
         }
-        // The first page stands for all: who sends the same pages again sends them in the same
+        // The first page stands for all: a sender that repeats pages sends them in the same
         // order.
         let cold = len >= TINY_PAGE
             && bytes >= SMALL

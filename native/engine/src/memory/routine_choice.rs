@@ -184,7 +184,7 @@ mod tests {
     fn threads_that_copy_at_the_same_time_find_the_cheapest() {
         for (seed, threads) in (0..20).flat_map(|seed| [2, 4, 8, 16].map(|n| (seed, n))) {
             let (choice, mut draw) = (RoutineChoice::new(3), fastrand::Rng::with_seed(seed));
-            // Who is at it: until when, with what, for how long.
+            // The running copies: end time, routine, duration.
             let mut busy: Vec<(f64, RoutineUse, f64)> = Vec::new();
             let (mut now, mut cheapest) = (0.0, 0u32);
             for _ in 0..50_000 {

@@ -22,7 +22,7 @@ impl SimNet {
     pub fn pass_time(&mut self) -> bool {
         let passed = self.step();
         let now = self.now().0;
-        let engines = self.lives.clone();
+        let engines = self.incarnations.clone();
         let mut world = self.world.lock();
         let free = world.free.as_mut().filter(|_| passed);
         free.into_iter().for_each(|f| engines.iter().for_each(|e| f.record_seen(*e, now)));
@@ -31,7 +31,7 @@ impl SimNet {
 
     /// The user of a node does something now that is named by a number.
     pub fn user_acts(&mut self, node: usize, what: u64) {
-        let engine = self.lives[node];
+        let engine = self.incarnations[node];
         if let Some(free) = &mut self.world.lock().free {
             free.record_seen(engine, mix(what, 3));
         }
@@ -45,6 +45,6 @@ impl SimNet {
 
     /// A choice in words.
     pub fn describe(&self, choice: NextEvent) -> String {
-        self.world.lock().describe(choice, &self.lives)
+        self.world.lock().describe(choice, &self.incarnations)
     }
 }

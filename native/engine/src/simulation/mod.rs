@@ -27,8 +27,8 @@ pub struct SimNet {
     world: Arc<Mutex<World>>,
     clock: Arc<AtomicU64>,
     engines: Vec<Member>,
-    /// The latest life of each node, in the order in which they were opened.
-    lives: Vec<EngineId>,
+    /// The latest incarnation of each node, in opening order.
+    incarnations: Vec<EngineId>,
     ids: fastrand::Rng,
 }
 
@@ -50,7 +50,7 @@ impl SimNet {
         let clock = Arc::new(AtomicU64::new(0));
         let ids = fastrand::Rng::with_seed(!config.seed);
         let world = Arc::new(Mutex::new(World::new(config, Arc::clone(&clock))));
-        Self { world, clock, engines: Vec::new(), lives: Vec::new(), ids }
+        Self { world, clock, engines: Vec::new(), incarnations: Vec::new(), ids }
     }
 
     /// An engine whose only transport is this network, over one NIC.
@@ -65,11 +65,11 @@ impl SimNet {
         rails: u8,
     ) -> Result<Arc<TransferEngine>> {
         let engine = self.open(config, rails)?;
-        self.lives.push(engine.id());
+        self.incarnations.push(engine.id());
         Ok(engine)
     }
 
-    /// Another life of a node, named by its place; an earlier one that still lives is killed.
+    /// Opens the next incarnation of a node, named by its index; kills a running one.
     pub fn restart(
         &mut self,
         node: usize,
@@ -77,8 +77,8 @@ impl SimNet {
         rails: u8,
     ) -> Result<Arc<TransferEngine>> {
         let engine = self.open(config, rails)?;
-        if let Some(life) = self.lives.get_mut(node) {
-            let before = std::mem::replace(life, engine.id());
+        if let Some(incarnation) = self.incarnations.get_mut(node) {
+            let before = std::mem::replace(incarnation, engine.id());
             self.kill(before);
         }
         Ok(engine)
@@ -104,10 +104,10 @@ impl SimNet {
 
     /// Has something go wrong now.
     pub fn inject(&mut self, fault: &Fault) {
-        self.world.lock().inject(fault, &self.lives);
+        self.world.lock().inject(fault, &self.incarnations);
     }
 
-    /// Ends a node's life as `kill -9` would: nothing is said, peers find out.
+    /// Kills a node as `kill -9` would: it sends nothing, peers notice.
     pub fn kill(&mut self, engine: EngineId) {
         self.world.lock().kill(engine, 0);
     }

@@ -1,4 +1,4 @@
-//! Caches of every form: who holds which heads, in which order the dimensions lie, in how many
+//! Caches of every form: the rank of each head, in which order the dimensions lie, in how many
 //! buffers.
 
 use fabric_kvcache::layout::{BufferOffset, CacheGroup, CacheLayout, CacheTensor};

@@ -1,8 +1,8 @@
 //! Contents of a ring's slot: its head, the experts of a token, the number of rows.
 //!
 //! A head is four little-endian words: what it is, the exchange, the token (or the rows that follow
-//! a preamble), zero. The number of an exchange begins with its era: who takes part, and in which
-//! grid. Everything that a peer wrote there is checked before use (MR-3).
+//! a preamble), zero. The number of an exchange begins with its era: the ranks that take part, and
+//! in which grid. Everything that a peer wrote there is checked before use (MR-3).
 
 use super::spec::Spec;
 use crate::routes::NONE;

@@ -39,7 +39,7 @@ pub struct Rank {
     engine: Arc<TransferEngine>,
     /// Until it leaves.
     all: Option<AllToAll>,
-    /// Whom it had lost by then.
+    /// The ranks it had lost by then.
     lost: Vec<LostPeer>,
     /// Carries the exchange out, on some ranks.
     kernels: Option<Kernels>,
@@ -98,7 +98,7 @@ impl Rank {
         self.all.as_ref().unwrap()
     }
 
-    /// Whom it has lost.
+    /// The ranks it has lost.
     pub fn lost(&self) -> Vec<LostPeer> {
         self.all.as_ref().map_or_else(|| self.lost.clone(), AllToAll::lost)
     }
@@ -313,7 +313,7 @@ impl Run {
         Ok(())
     }
 
-    /// Notes who has stopped, and who was given up since.
+    /// Records the stopped ranks, and the ranks given up since.
     fn note(&mut self) {
         let now = self.net.now();
         self.stopped.resize(self.ranks.len(), None);
@@ -442,7 +442,7 @@ impl Run {
             .map_err(|what| format!("rank {i} in exchange {exchange}: {what}; lost {lost:?}"))
     }
 
-    /// Sums are right, and who is left out is named.
+    /// Checks that sums are right, and that missing ranks are named.
     fn summed(&mut self, i: usize, sums: &[f32], left_out: &[u32]) -> Result<(), String> {
         let rank = &mut self.ranks[i];
         if *sums != rank.batch().sums(&self.shape, left_out) {

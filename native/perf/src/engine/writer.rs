@@ -291,7 +291,7 @@ impl Writer {
             }
             let began = if trace { Time::now().0 } else { 0 };
             let handle = self.submit(&[self.write(walk, step)])?;
-            // Who polls keeps the worker asleep, which would take a core from the target.
+            // A polling thread keeps the worker asleep, which would take a core from the target.
             handle.drive();
             flying.push_back((began, handle));
         }

@@ -73,7 +73,7 @@ impl Counter {
 
 #[pymethods]
 impl Counter {
-    /// To be given to those who write.
+    /// The reference to give to writers.
     #[getter]
     fn r#ref(&self) -> CounterRef {
         CounterRef(self.counter.reference())

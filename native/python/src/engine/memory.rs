@@ -80,7 +80,7 @@ impl Region {
         ttl: Option<f64>,
     ) -> PyResult<Self> {
         let ttl = ttl.map(|s| lifetime(py, s)).transpose()?;
-        let terms = fe::Grant { peer: peer.map(|whom| whom.0), ttl };
+        let terms = fe::Grant { peer: peer.map(|peer| peer.0), ttl };
         let nbytes = nbytes.unwrap_or_else(|| self.0.len().saturating_sub(offset));
         py.detach(|| self.0.grant(offset, nbytes, terms)).map(Self).or_raise(py)
     }

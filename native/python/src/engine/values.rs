@@ -135,7 +135,7 @@ value! {
 }
 
 value! {
-    /// A counter of some engine, for those who write to it.
+    /// A reference to a counter, for its writers.
     CounterRef {
     /// The owning engine's id as hex.
     #[getter]

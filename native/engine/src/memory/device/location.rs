@@ -150,7 +150,7 @@ impl CudaRange {
     /// The segment as a dma-buf, and where `addr` lies in it.
     pub fn dmabuf(&self, addr: u64) -> std::result::Result<Dmabuf, DomainError> {
         let driver = Driver::open()?;
-        // Also for those who go on without a dma-buf, by peermem.
+        // Also for drivers that use peermem instead of a dma-buf.
         if self.kind == CudaKind::Malloc {
             driver.sync_memops(self.device, self.base)?;
         }

@@ -4,7 +4,7 @@
 use super::Location;
 use crate::{api::RegionKey, memory::Backing};
 
-/// The kind of a region's memory, by who can reach it.
+/// The kind of a region's memory, by the agents that can reach it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MemoryKind {
     /// Host memory that every transport reaches.

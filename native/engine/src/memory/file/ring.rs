@@ -61,7 +61,7 @@ impl<'a> Ring<'a> {
         }
     }
 
-    /// The thread's life: ends when the inbox is closed and nothing is under way.
+    /// Runs the thread until the inbox is closed and nothing is in flight.
     pub fn serve(mut self) {
         loop {
             self.listen();

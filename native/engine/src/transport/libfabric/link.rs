@@ -113,8 +113,8 @@ pub(super) struct Link {
 impl Link {
     /// The next time for a heartbeat, a confirmation, a repetition, or for the peer's timeout.
     pub fn next_timer(&self, peer_timeout: Duration) -> Time {
-        let life = self.sent_at.after(peer_timeout / 4).min(self.received_at.after(peer_timeout));
-        life.min(self.unconfirmed.next_due()).min(self.confirm_at)
+        let due_at = self.sent_at.after(peer_timeout / 4).min(self.received_at.after(peer_timeout));
+        due_at.min(self.unconfirmed.next_due()).min(self.confirm_at)
     }
 
     /// Writes the bytes before a frame.

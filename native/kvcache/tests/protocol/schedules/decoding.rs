@@ -1,4 +1,4 @@
-//! A decoder and its user, who checks all that he is told the moment he is told it.
+//! A decoder and its user, which checks each event when it arrives.
 
 use std::{collections::BTreeMap, ops::Range, sync::Arc, time::Duration};
 
