@@ -77,7 +77,7 @@ struct Reply {
 const LAYERS: u64 = 64;
 const TOKENS: u64 = 256;
 const PAGE: u64 = 64;
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The word's value that a callback was about, and when it began and had returned.
 type CallbackTimes = (u64, u64, u64);
@@ -191,7 +191,7 @@ impl Setup {
                 }
             }
             // Waits asleep: the one that stores is a GPU, or goes on with its own work.
-            match self.callback_times.recv_timeout(PATIENCE) {
+            match self.callback_times.recv_timeout(TIMEOUT) {
                 Ok((new, entered, returned)) if new == value => {
                     let posted = self.job.as_ref().and_then(SentJob::posted);
                     let posted = posted.ok_or("the layer's page was not posted")?;
@@ -245,7 +245,7 @@ impl Setup {
 
     /// The next event, if it is the one that is wanted: its job, and what it brings.
     fn wait_event<T>(&self, wanted: impl Fn(&JobEvent) -> Option<T>) -> TextResult<(u64, T)> {
-        let Ok((job, event)) = self.jobs.recv_timeout(PATIENCE) else {
+        let Ok((job, event)) = self.jobs.recv_timeout(TIMEOUT) else {
             return Err("the prefiller was told nothing".into());
         };
         let brings = wanted(&event).ok_or(format!("the prefiller was told {event:?}"))?;

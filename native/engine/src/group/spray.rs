@@ -119,8 +119,8 @@ impl Gauge {
     fn is_late(&self, now: Time) -> bool {
         let expected = self.estimate.speed(now, 1).takes(self.queued);
         let expected = Duration::from_nanos(expected as u64);
-        let patience = stall::stall_timeout(expected).max(self.slowest * SLOWEST);
-        self.queued > 0 && self.samples >= SAMPLES && now.since(self.waiting_since) > patience
+        let limit = stall::stall_timeout(expected).max(self.slowest * SLOWEST);
+        self.queued > 0 && self.samples >= SAMPLES && now.since(self.waiting_since) > limit
     }
 }
 

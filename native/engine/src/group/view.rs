@@ -19,11 +19,11 @@ impl Group {
         let first = self.deadlines.first().map_or(Time::NEVER, |(t, _)| *t);
         let probes = self.probe_times.first().map_or(Time::NEVER, |(t, _)| *t);
         let verdicts = self.verdicts.first().map_or(Time::NEVER, |(t, _)| *t);
-        let patience = self.resolve_deadlines.first().map_or(Time::NEVER, |(t, _)| *t);
+        let next_deadline = self.resolve_deadlines.first().map_or(Time::NEVER, |(t, _)| *t);
         first
             .min(probes)
             .min(verdicts)
-            .min(patience)
+            .min(next_deadline)
             .min(self.look_at)
             .min(self.move_at)
             .min(self.credits.next())

@@ -14,7 +14,7 @@ use fabric_engine::{
     TransferEngine,
 };
 
-use super::{engine, TestFolder, PATIENCE};
+use super::{engine, TestFolder, TIMEOUT};
 
 /// Two engines over each transport, and one alone.
 fn everywhere(test: impl Fn(&Arc<TransferEngine>, &Arc<TransferEngine>)) {
@@ -49,7 +49,7 @@ fn region_of(engine: &TransferEngine, path: &Path) -> Region {
 }
 
 fn done(handle: Handle) -> Result<(), EngineError> {
-    handle.wait(PATIENCE).expect("it ends")
+    handle.wait(TIMEOUT).expect("it ends")
 }
 
 fn write(
@@ -96,7 +96,7 @@ fn bytes_go_between_files_and_memory_in_every_direction_and_count() {
                     None => there_memory.put(0, &zeroes).unwrap(),
                 }
                 let remote = a.import(&dst.descriptor()).unwrap();
-                let arrived = counter.expect(1, std::slice::from_ref(&peer), PATIENCE).unwrap();
+                let arrived = counter.expect(1, std::slice::from_ref(&peer), TIMEOUT).unwrap();
                 let handle = write(a, (src, 3), (&remote, 1001), n, Some(counter.imm()));
                 done(arrived).unwrap();
                 // IC-2: by the count the bytes are readable.
@@ -163,7 +163,7 @@ fn ic_1_random_pages_are_spilled_and_fetched_and_count_one_each() {
                 dst_pages: &theirs,
                 imm: Some(counter.imm()),
             };
-            let all = counter.expect(pages, &[], PATIENCE).unwrap();
+            let all = counter.expect(pages, &[], TIMEOUT).unwrap();
             done(a.submit(&[op], Submit::default()).unwrap()).unwrap();
             done(all).unwrap();
             assert_eq!(counter.arrived(), u64::from(pages));
@@ -203,7 +203,7 @@ fn overlapping_requests_leave_bytes_of_one_or_the_other() {
             })
             .collect();
         handles.into_iter().for_each(|h| done(h).unwrap());
-        assert_eq!(done(counter.expect(8, &[], PATIENCE).unwrap()), Ok(()));
+        assert_eq!(done(counter.expect(8, &[], TIMEOUT).unwrap()), Ok(()));
         for (at, byte) in fs::read(&path).unwrap().into_iter().enumerate() {
             let covers = |i: u8| {
                 let from = usize::from(i - 1) * 300_001;
@@ -265,7 +265,7 @@ fn rs_1_a_full_disk_fails_the_transfer_names_the_file_and_counts_nothing() {
         // Once there is room the same region works.
         fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(0).unwrap();
         done(write(a, (&src, 0), (&remote, 0), 1 << 20, Some(counter.imm()))).unwrap();
-        done(counter.expect(1, &[], PATIENCE).unwrap()).unwrap();
+        done(counter.expect(1, &[], TIMEOUT).unwrap()).unwrap();
         assert_eq!(counter.arrived(), 1);
         drop((file, remote));
     });
@@ -325,7 +325,7 @@ fn mr_2_a_deregistered_file_is_stale_and_closed() {
         let remote = a.import(&file.descriptor()).unwrap();
         let src = memory(a, &[1; 4096]);
         done(write(a, (&src, 0), (&remote, 0), 4096, None)).unwrap();
-        file.deregister(PATIENCE).unwrap();
+        file.deregister(TIMEOUT).unwrap();
         let e = done(write(a, (&src, 0), (&remote, 0), 4096, None)).unwrap_err();
         assert!(matches!(e, EngineError::Stale { .. }), "{e}");
     });
@@ -396,7 +396,7 @@ fn rs_4_a_peer_that_dies_ends_what_goes_to_its_files() {
                 "{end:?}"
             );
         }
-        here.deregister(PATIENCE).unwrap();
+        here.deregister(TIMEOUT).unwrap();
     }
 }
 
@@ -430,7 +430,7 @@ fn an_engine_is_its_own_peer() {
         let (src, dst) = (memory(&engine, &random(3 << 20, 1)), memory(&engine, &[0; 3 << 20]));
         let remote = engine.import(&dst.descriptor()).unwrap();
         let counter = engine.counter().unwrap();
-        let all = counter.expect(2, std::slice::from_ref(&own), PATIENCE).unwrap();
+        let all = counter.expect(2, std::slice::from_ref(&own), TIMEOUT).unwrap();
         done(write(&engine, (&src, 0), (&remote, 0), 3 << 20, Some(counter.imm()))).unwrap();
         let group = engine.peer_group(std::slice::from_ref(&own)).unwrap();
         let barrier = Op::Barrier { group: &group, imm: counter.imm() };
@@ -444,7 +444,7 @@ fn an_engine_is_its_own_peer() {
         engine.receive(64, 2, on_message).unwrap();
         let send = Op::Send { peer: &own, message: b"to myself" };
         done(engine.submit(&[send], Submit::default()).unwrap()).unwrap();
-        assert_eq!(told.recv_timeout(PATIENCE).unwrap(), b"to myself");
+        assert_eq!(told.recv_timeout(TIMEOUT).unwrap(), b"to myself");
     }
 }
 

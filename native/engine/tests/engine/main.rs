@@ -26,7 +26,7 @@ mod topology;
 mod wakeups;
 
 /// No wait of a test takes longer.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// An engine over one transport.
 fn engine(transport: TransportKind) -> Arc<TransferEngine> {

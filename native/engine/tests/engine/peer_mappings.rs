@@ -2,7 +2,7 @@
 
 use fabric_engine::{api::TransportKind, Local, Op, Remote, Submit};
 
-use super::{engine, PATIENCE};
+use super::{engine, TIMEOUT};
 
 #[test]
 fn mr_3_a_part_of_a_region_opens_no_way_to_the_whole() {
@@ -16,7 +16,7 @@ fn mr_3_a_part_of_a_region_opens_no_way_to_the_whole() {
         imm: None,
     };
     let shown = a.prepare(&[op], Submit::default()).unwrap();
-    assert_eq!(shown.wait(PATIENCE), Some(Ok(())));
+    assert_eq!(shown.wait(TIMEOUT), Some(Ok(())));
     for (offset, len) in [(0, 64), (64, 64), (64, 4032)] {
         let part = there.slice(offset, len).unwrap();
         let said = a.map_peer_region(&part, None).unwrap_err();

@@ -7,7 +7,7 @@ use fabric_engine::{
     EngineError, FileOptions, Op, Region, Segment, Submit, TransferEngine,
 };
 
-use super::{engine, TestFolder, PATIENCE};
+use super::{engine, TestFolder, TIMEOUT};
 
 impl TestFolder {
     fn region(&self, engine: &TransferEngine, name: &str, len: u64) -> Region {
@@ -39,7 +39,7 @@ fn mixed(
 }
 
 fn done(engine: &TransferEngine, ops: &[Op<'_>]) -> Result<(), EngineError> {
-    engine.submit(ops, Submit::default()).unwrap().wait(PATIENCE).expect("it ends")
+    engine.submit(ops, Submit::default()).unwrap().wait(TIMEOUT).expect("it ends")
 }
 
 /// Writes a vector to a range of the engine's own segment, or reads it.
@@ -74,17 +74,17 @@ fn ic_1_random_ranges_over_memory_and_files_arrive_whole_and_count_one_each() {
             let len = rng.u64(1..N / 2);
             let (from, to) = (rng.u64(..N - len), rng.u64(..N - len));
             let pieces = here.pieces(from, (&remote, to), len).unwrap();
-            let arrived = counter.expect(1, &[], PATIENCE).unwrap();
+            let arrived = counter.expect(1, &[], TIMEOUT).unwrap();
             let op = Op::WritePieces { pieces: &pieces, imm: Some(counter.imm()) };
             let handle = a.submit(&[op], Submit::default()).unwrap();
-            arrived.wait(PATIENCE).unwrap().unwrap();
+            arrived.wait(TIMEOUT).unwrap().unwrap();
             // IC-2: the bytes are readable once the count is seen.
             let (from, to, len) = (from as usize, to as usize, len as usize);
             expected[to..to + len].copy_from_slice(&bytes[from..from + len]);
             let mut got = vec![0; N as usize];
             own(&b, &there, 0, &mut got, false);
             assert!(got == expected, "{transport}, round {round}");
-            handle.wait(PATIENCE).unwrap().unwrap();
+            handle.wait(TIMEOUT).unwrap().unwrap();
             assert_eq!(counter.arrived(), round);
             let pieces = here.pieces(from as u64, (&remote, to as u64), len as u64).unwrap();
             done(&a, &[Op::ReadPieces { pieces: &pieces }]).unwrap();
@@ -115,7 +115,7 @@ fn rs_1_a_piece_that_fails_leaves_the_whole_write_uncounted() {
         let pieces = here.pieces(0, (&remote, 0), 1000).unwrap();
         let op = Op::WritePieces { pieces: &pieces, imm: Some(counter.imm()) };
         done(&a, &[op]).unwrap();
-        counter.expect(1, &[], PATIENCE).unwrap().wait(PATIENCE).unwrap().unwrap();
+        counter.expect(1, &[], TIMEOUT).unwrap().wait(TIMEOUT).unwrap().unwrap();
         assert_eq!(counter.arrived(), 1);
     }
 }

@@ -283,9 +283,9 @@ fn reading_losses_blocks_no_call() {
 #[test]
 fn descriptors_of_another_shape_are_refused() {
     let shape = spec(2, 1, 2, 2, 4);
-    let patience = Duration::from_secs(10);
-    let one = open(shape, 0, TransportKind::Shm, patience);
-    let other = open(Spec { chunk: 9, ..shape }, 1, TransportKind::Shm, patience);
+    let timeout = Duration::from_secs(10);
+    let one = open(shape, 0, TransportKind::Shm, timeout);
+    let other = open(Spec { chunk: 9, ..shape }, 1, TransportKind::Shm, timeout);
     let said = |e: EngineError| e.to_string();
     assert!(said(one.admit(&other.descriptor()).unwrap_err()).contains("chunk: 9"));
     assert!(said(one.admit(&one.descriptor()).unwrap_err()).contains("already"));

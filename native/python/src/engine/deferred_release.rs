@@ -11,7 +11,7 @@ use std::{
 use pyo3::prelude::*;
 
 /// Longest wait of the interpreter's exit for an object that is being released.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The owner of registered memory, released by another thread when this is dropped.
 ///
@@ -90,7 +90,7 @@ fn end_releases(py: Python<'_>) {
     }
     let (answer, over) = mpsc::channel();
     if releaser.messages.send(ReleaseMessage::End(answer)).is_ok() {
-        let _ = py.detach(move || over.recv_timeout(PATIENCE));
+        let _ = py.detach(move || over.recv_timeout(TIMEOUT));
     }
 }
 

@@ -8,13 +8,13 @@ use std::time::Duration;
 
 use crate::time::Time;
 
-/// A slice is late after this many times its expected time, and `PATIENCE_FLOOR` at the earliest.
-const PATIENCE_FACTOR: u32 = 16;
-const PATIENCE_FLOOR: Duration = Duration::from_millis(20);
+/// A slice is late after this many times its expected time, and `MIN_STALL_TIMEOUT` at the earliest.
+const STALL_FACTOR: u32 = 16;
+const MIN_STALL_TIMEOUT: Duration = Duration::from_millis(20);
 
 /// Time in flight after which a slice counts as stalled.
 pub fn stall_timeout(expected: Duration) -> Duration {
-    expected.saturating_mul(PATIENCE_FACTOR).max(PATIENCE_FLOOR)
+    expected.saturating_mul(STALL_FACTOR).max(MIN_STALL_TIMEOUT)
 }
 
 /// The progress of a rail.

@@ -20,7 +20,7 @@ use super::{
 const WHERE: &str = "FABRIC_RAY_TEST_SHARE";
 const HOW: &str = "FABRIC_RAY_TEST_SHARE_AS";
 /// Fails tests that hang; far above any expected duration.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 /// Interval of polls.
 const STEP: Duration = Duration::from_millis(1);
 
@@ -32,14 +32,14 @@ fn join(dir: &Path) -> HostShare {
         if share.table.is_some() {
             return share;
         }
-        assert!(start.elapsed() < PATIENCE, "the table is wedged");
+        assert!(start.elapsed() < TIMEOUT, "the table is wedged");
     }
 }
 
 fn until(what: &str, mut done: impl FnMut() -> bool) {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < PATIENCE, "{what}");
+        assert!(start.elapsed() < TIMEOUT, "{what}");
         std::thread::sleep(STEP);
     }
 }
@@ -69,7 +69,7 @@ fn work(dir: &Path, forks: bool, going_on: impl Fn() -> bool) {
         let child = unsafe { libc::fork() };
         if child == 0 {
             // SAFETY: takes a number; ends the child if the test doesn't.
-            unsafe { libc::alarm(2 * PATIENCE.as_secs() as u32) };
+            unsafe { libc::alarm(2 * TIMEOUT.as_secs() as u32) };
             loop {
                 // SAFETY: waits for a signal.
                 unsafe { libc::pause() };
