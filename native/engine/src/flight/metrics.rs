@@ -9,7 +9,7 @@ pub struct RailMetrics {
     pub transport: TransportKind,
     /// The NIC's name; empty where there is none.
     pub device: String,
-    /// Bytes that may be under way over it, and that are.
+    /// Limit of bytes in flight over the rail. `under_way`: bytes in flight.
     pub window: u64,
     pub under_way: u64,
     pub stages: [StageTimes; 3],
@@ -22,10 +22,10 @@ pub struct PeerMetrics {
     pub name: String,
     /// `idle`, `connecting`, `up` or `lost`.
     pub state: &'static str,
-    /// The transport in use, if it is up, and how many links of it.
+    /// The transport in use, if the peer is up. `links`: number of its links.
     pub transport: Option<TransportKind>,
     pub links: usize,
-    /// Operations that wait for room, and bytes under way as far as they are limited.
+    /// Operations that wait for room. `under_way`: bytes in flight that count in windows.
     pub waiting: usize,
     pub under_way: u64,
     pub tally: PeerTally,

@@ -1,8 +1,8 @@
 //! Credits against incast: a receiver divides its window among the peers that send much.
 //!
-//! A sender with much under way asks repeatedly, and the receiver answers with the sender's credit.
-//! A lost message is followed by the next. Small work neither asks nor waits. Transports that carry
-//! no group frames have no credits.
+//! A sender with more than [`CREDIT_THRESHOLD`] bytes in flight requests credit every [`REQUEST_INTERVAL`], and the
+//! receiver answers with the sender's credit. The next request replaces a lost one. Senders of less
+//! neither request nor wait. Transports without group frames have no credits.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -17,12 +17,12 @@ use super::{
 };
 use crate::{domain::Receipts, time::Time};
 
-/// Bytes under way from which on a sender asks for credit.
-const MUCH: u64 = 1 << 20;
+/// Bytes in flight from which on a sender requests credit.
+const CREDIT_THRESHOLD: u64 = 1 << 20;
 /// Interval of a sender's requests.
-const AGAIN: Duration = Duration::from_millis(100);
+const REQUEST_INTERVAL: Duration = Duration::from_millis(100);
 /// A sender that has not asked for this long no longer has a share.
-const FORGOTTEN: Duration = Duration::from_millis(350);
+const SENDER_EXPIRY: Duration = Duration::from_millis(350);
 
 /// The credit requests of this group and of its peers.
 #[derive(Debug, Default)]
@@ -50,9 +50,9 @@ impl Group {
     #[inline]
     pub(super) fn seek_credit(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) {
         let route = &mut self.peers[peer as usize];
-        if !route.asking && route.under_way.total() >= MUCH {
+        if !route.asking && route.under_way.total() >= CREDIT_THRESHOLD {
             route.asking = true;
-            self.credits.asking.insert((now.after(AGAIN), peer));
+            self.credits.asking.insert((now.after(REQUEST_INTERVAL), peer));
             self.send_message(peer, &GroupMessage::Want(true), rails);
         }
     }
@@ -66,7 +66,7 @@ impl Group {
             route.asking = route.under_way.total() > 0 || !route.backlog.is_empty();
             let wants = route.asking;
             match wants {
-                true => _ = self.credits.asking.insert((now.after(AGAIN), peer)),
+                true => _ = self.credits.asking.insert((now.after(REQUEST_INTERVAL), peer)),
                 false => {
                     route.credit = u64::MAX;
                     route.backlog.try_again();
@@ -83,7 +83,7 @@ impl Group {
             true => _ = senders.insert(peer, now),
             false => _ = senders.remove(&peer),
         }
-        senders.retain(|_, reported_at| now.since(*reported_at) < FORGOTTEN);
+        senders.retain(|_, reported_at| now.since(*reported_at) < SENDER_EXPIRY);
         if wants {
             // Other senders get their new share when they ask again.
             let share = credit(self.policy.receive_window, senders.len());

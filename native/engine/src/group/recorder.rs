@@ -85,22 +85,22 @@ impl FlightState {
     }
 }
 
-/// A transfer that is over, and how many it stands for. A plain value: nothing of the one whose
-/// place it takes has to be looked at.
+/// An ended transfer, and the number of transfers that it represents. A plain value without
+/// `Drop`, so that overwriting one in the ring costs nothing.
 #[derive(Clone, Copy, Debug)]
 struct EndedTransfer {
     flight: FlightState,
     op: &'static str,
     priority: Priority,
     weight: u32,
-    /// The number of the text that says why it failed.
+    /// Number of the failure's text.
     failure: Option<u64>,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Recorder {
     on: bool,
-    /// The latest time that the group was told.
+    /// The latest time given to [`Self::set_now`].
     pub now: Time,
     opened: u64,
     ended: Ring<EndedTransfer>,
@@ -127,8 +127,7 @@ impl Recorder {
         }
     }
 
-    /// The group is told the time, which the driving thread may have read earlier than the one
-    /// before.
+    /// Sets the time. A caller may pass an earlier time than the last one, which has no effect.
     #[inline]
     pub fn set_now(&mut self, now: Time) {
         self.now = self.now.max(now);

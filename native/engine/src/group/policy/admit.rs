@@ -48,9 +48,9 @@ pub struct AdmissionRequest {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Admission {
-    /// As one of this class, while it is under way.
+    /// Post it; it counts in the window of this class.
     Post(Priority),
-    /// To be asked again after a completion, and at this time at the latest.
+    /// Ask again after a completion, and at this time at the latest.
     Wait(Time),
     /// The deadline is past.
     Expired,
@@ -102,7 +102,7 @@ impl AdmissionRequest {
 }
 
 impl Window {
-    /// Whether there is room at once: then `admit` says so too, whatever the time and the deadline.
+    /// Whether there is room now. If so, `admit` posts at any time and deadline.
     #[inline]
     pub fn has_room(&self, class: Priority, bytes: u64) -> bool {
         let limit = match class {

@@ -134,7 +134,7 @@ mod tests {
         Time(n * 1_000_000)
     }
 
-    /// Brings an open breaker back by a probe at the first moment, and says when that was.
+    /// Closes an open breaker by a probe at the first possible time; returns that time.
     fn revive(b: &mut Breaker) -> Time {
         let at = b.opens();
         let probe = b.permit(at).unwrap();

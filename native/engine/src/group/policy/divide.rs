@@ -1,18 +1,18 @@
 //! Divides the window of a NIC among the engines of a host that share it.
 //!
-//! TENT §3.3.2 keeps quotas between processes in shared memory, so that none saturates a NIC, and
-//! doesn't say how they are divided. Here every engine computes its own part from the demands of
-//! all, so that no engine decides for others:
+//! TENT §3.3.2 keeps quotas of processes in shared memory, so that no process saturates a NIC. It
+//! leaves the division open. Here every engine computes its own part from the demands of all, and
+//! no engine decides for others:
 //!
 //! 1. Classes come one after another, as in [`admit`](super::admit): bulk divides what latency
 //!    leaves, background what both leave.
 //! 2. Within a class the division is max-min fair by weight. An engine that wants less than its part
 //!    gets its demand, and the rest is divided among the others.
-//! 3. An engine's own window is what it would get if it wanted everything in that class, so that it
-//!    needn't be computed anew with each slice. If all engines see the same, what they use adds up
-//!    to no more than the window.
-//! 4. Every sender may have [`LEAST`] under way, so that none starves: the sum exceeds the window by
-//!    that much for each engine at most.
+//! 3. An engine's own window is its part at unlimited own demand in that class, so that it holds
+//!    for all slices. If all engines read the same demands, the used parts add up to at most the
+//!    window.
+//! 4. Every sender may have [`LEAST`] bytes in flight, so that no sender starves. The sum exceeds
+//!    the window by at most `LEAST` per engine.
 
 use super::classes::ByClass;
 use crate::api::Priority;
@@ -26,7 +26,7 @@ pub const HEAVIEST: u32 = 1024;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NicSharer {
     pub weight: u32,
-    /// Bytes that it has under way on the NIC, or would have if it could.
+    /// Bytes of the engine in flight on the NIC and waiting for it.
     pub demand: ByClass,
 }
 

@@ -113,7 +113,7 @@ impl Estimate {
             // Several that were seen at one time; the rail wasn't one slice's own.
             self.open.alone = false;
         }
-        // Completions are seen in bunches: only the bytes of a whole bunch say what it took.
+        // Completions arrive in bunches: only whole bunches give a speed.
         self.open.bytes += bytes as f64;
         self.open.slices = (self.open.slices + 1).min(MAX_SLICES);
         let beyond = now.since(posted).as_nanos() as f64 - bytes as f64 * self.per_byte;
@@ -122,10 +122,10 @@ impl Estimate {
         }
     }
 
-    /// Takes in the sample that is complete.
+    /// Adds the complete sample to the estimate.
     fn fold(&mut self) {
         let Sample { slices, bytes, took, alone, stale } = std::mem::take(&mut self.open);
-        // What is small says how many messages a rail carries, and not how many bytes.
+        // Small slices measure the message rate of a rail, not its bandwidth.
         let small = bytes < SMALLEST as f64;
         if bytes == 0.0 || took == 0.0 || (small && !alone) {
             return;
@@ -163,7 +163,8 @@ impl Estimate {
         self.nominal = self.nominal.min(self.per_byte);
     }
 
-    /// The first samples: what the rail was taken for says nothing, and may be off by thousands.
+    /// Takes the first samples as they are: the nominal speed may be wrong by a factor of
+    /// thousands.
     fn learn(&mut self, bytes: f64, took: f64, alone: bool) {
         if alone {
             // How much of it is latency will be seen once the rail is busy.
@@ -194,9 +195,9 @@ impl Estimate {
 
     /// Expected speed of the rail with this many bytes in flight.
     ///
-    /// A rail that is left alone because it was slow would never be seen to have recovered. So an
-    /// old estimate drifts to the nominal speed, but only for a rail with nothing on it: what is
-    /// then posted is one slice, and tells.
+    /// A rail that is avoided because it was slow gives no samples, so its recovery would go
+    /// unseen. Therefore the estimate of an idle rail drifts to the nominal speed. The next slice
+    /// on it then gives a sample.
     pub fn speed(&self, now: Time, queued: u64) -> Speed {
         let mut seen = *self;
         seen.fold();
@@ -280,8 +281,8 @@ mod tests {
             rail.carry(&mut e, n, busy);
             assert!((0.8..1.25).contains(&off(&e, &rail)), "{n}: {}", off(&e, &rail));
         }
-        // What is small is mostly latency, and says nothing of the speed: alone, many at a time, or
-        // on a rail that is known and was idle.
+        // Small slices are mostly latency and must not change the speed: alone, many at a time, or
+        // on a known idle rail.
         let mut e = Estimate::new(50.0);
         for i in 0..64u64 {
             let now = (1 << 20) + 5_000 * i;
