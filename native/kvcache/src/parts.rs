@@ -17,7 +17,7 @@ const VERSION: u8 = 1;
 /// this is.
 const HEADER: usize = 4 + 8 + 4 + 4 + 4;
 /// Parts are as long as an engine carries them; shorter ones would only have many of them noted.
-const LEAST: usize = 256;
+const MIN_PART_BYTES: usize = 256;
 /// Messages of one peer of which parts are missing; of more, the oldest is forgotten.
 const OPEN_EACH: usize = 64;
 
@@ -31,7 +31,7 @@ pub(crate) fn cut<'a>(message: &'a [u8], engine: &TransferEngine) -> Vec<Cow<'a,
 }
 
 fn pieces(message: &[u8], limit: usize, number: u64) -> impl Iterator<Item = Vec<u8>> + '_ {
-    let size = limit.saturating_sub(HEADER).max(LEAST);
+    let size = limit.saturating_sub(HEADER).max(MIN_PART_BYTES);
     message.chunks(size).enumerate().map(move |(index, bytes)| {
         let part = Part { number, total: message.len(), size, index, bytes };
         part.to_bytes()
@@ -90,7 +90,7 @@ impl<'a> Part<'a> {
         let part = Self { number, total: word(12), size: word(16), index: word(20), bytes };
         let begin = part.index.checked_mul(part.size).filter(|begin| *begin < part.total);
         let rest = begin.map(|begin| (part.total - begin).min(part.size));
-        match rest == Some(bytes.len()) && part.size >= LEAST && part.size < part.total {
+        match rest == Some(bytes.len()) && part.size >= MIN_PART_BYTES && part.size < part.total {
             true => Ok(part),
             false => Err(format!(
                 "{} bytes are not part {} of {} bytes in parts of {}",

@@ -16,7 +16,7 @@ use fabric_moe::{
 use serde::Serialize;
 
 /// Exchanges before those that count: connections are made, and memory is touched.
-const WARM: u32 = 2;
+const WARMUP_EXCHANGES: u32 = 2;
 
 #[derive(Debug, Args)]
 pub struct Options {
@@ -94,7 +94,7 @@ pub fn run(options: &Options) -> Result<(), String> {
     let mut ranks = open_ranks(&mut net, shape).map_err(error_text)?;
     let mut times = [Vec::new(), Vec::new(), Vec::new()];
     let mut floors = [0.0f64; 2];
-    for exchange in 0..WARM + options.exchanges {
+    for exchange in 0..WARMUP_EXCHANGES + options.exchanges {
         let counts = draw(&mut ranks, &shape, u64::from(exchange));
         let begun = net.now();
         let mut posts = Vec::new();
@@ -135,7 +135,7 @@ pub fn run(options: &Options) -> Result<(), String> {
         })?;
         settle(&mut net, &ranks);
         compute(&mut net, options.latency);
-        if exchange >= WARM {
+        if exchange >= WARMUP_EXCHANGES {
             times[0].extend(dispatched);
             times[1].extend(combined);
             times[2].extend(posts);

@@ -10,7 +10,7 @@ use pyo3::{ffi, prelude::*};
 
 /// Time that a thread spins for the GIL before it sleeps. A thread that stores to a word or submits
 /// often releases the GIL sooner than a wake-up takes.
-const LOOK: Duration = Duration::from_micros(20);
+const SPIN_TIME: Duration = Duration::from_micros(20);
 
 thread_local! {
     static THREAD_STATE: Option<ThreadState> = ThreadState::new();
@@ -23,7 +23,7 @@ thread_local! {
 pub fn attached<R>(f: impl FnOnce(Python<'_>) -> R) -> Option<R> {
     if THREAD_STATE.with(Option::is_some) {
         let begun = Instant::now();
-        while is_taken() && begun.elapsed() < LOOK {
+        while is_taken() && begun.elapsed() < SPIN_TIME {
             std::hint::spin_loop();
         }
     }

@@ -23,7 +23,7 @@ use crate::{
 };
 
 /// Virtual time after which all links are up, ns.
-const SETTLE: u64 = 5_000_000;
+const CONNECT_TIME: u64 = 5_000_000;
 /// Window of a reliable queue pair of the verbs transport.
 const WINDOW: usize = 256;
 const MAX_PAGES: u32 = 32;
@@ -132,7 +132,7 @@ impl Cluster {
                 }
             }
         }
-        net.run_until(Time(net.now().0 + SETTLE));
+        net.run_until(Time(net.now().0 + CONNECT_TIME));
         let waits = pages
             .iter()
             .zip(&rollouts)

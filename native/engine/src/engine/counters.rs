@@ -170,7 +170,7 @@ struct FreeSlots {
 }
 
 /// Released slots that must be queued before the oldest is reused.
-const REST: usize = 4096;
+const MIN_REUSE_QUEUE: usize = 4096;
 
 impl Default for Counters {
     fn default() -> Self {
@@ -223,7 +223,7 @@ impl Counters {
     /// Allocates a counter whose current generation is unused.
     pub fn allocate(&self) -> Result<Imm, EngineError> {
         let mut free = self.free.lock();
-        let slot = if free.returned.len() > REST || free.begun == ALLOCATED {
+        let slot = if free.returned.len() > MIN_REUSE_QUEUE || free.begun == ALLOCATED {
             free.returned.pop_front()
         } else {
             free.begun += 1;

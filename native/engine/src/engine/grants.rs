@@ -26,7 +26,7 @@ use crate::{
 };
 
 /// Dropped grants are purged at this size, or at twice the size after the last purge.
-const FEW: usize = 64;
+const MIN_PURGE_SIZE: usize = 64;
 
 /// The terms of a grant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -66,7 +66,7 @@ impl Family {
     fn add(&self, grantor: &Region, granted: &Region) -> Result<()> {
         let mut members = self.members.lock();
         grantor.check_open()?;
-        if members.all.len() >= FEW.max(2 * members.left) {
+        if members.all.len() >= MIN_PURGE_SIZE.max(2 * members.left) {
             members.all.retain(|g| g.strong_count() > 0);
             members.left = members.all.len();
         }
@@ -191,7 +191,7 @@ impl Default for Leases {
 impl Leases {
     fn add(&self, until: Time, grant: &Arc<RegionInner>) {
         let mut list = self.list.lock();
-        if list.grants.len() >= FEW.max(2 * list.left) {
+        if list.grants.len() >= MIN_PURGE_SIZE.max(2 * list.left) {
             list.grants.retain(|_, g| g.strong_count() > 0);
             list.left = list.grants.len();
         }

@@ -24,7 +24,7 @@ use crate::{
 };
 
 /// Poll interval of [`Handle::wait_quiesced`].
-const LOOK: Duration = Duration::from_micros(200);
+const POLL_INTERVAL: Duration = Duration::from_micros(200);
 const DONE: u32 = 1;
 /// A thread sleeps on the state word.
 const SLEEPER: u32 = 2;
@@ -390,7 +390,7 @@ impl Handle {
                 },
                 None => return quiet,
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 

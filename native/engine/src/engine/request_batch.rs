@@ -15,8 +15,8 @@ use std::{
 use parking_lot::Mutex;
 
 use super::{
-    callbacks::Callbacks, driver::Core, submit::LONG, Counter, Op, Peer, Quiescence, Region,
-    Shared, Submit, TransferEngine,
+    callbacks::Callbacks, driver::Core, submit::CLOCK_READ_BYTES, Counter, Op, Peer, Quiescence,
+    Region, Shared, Submit, TransferEngine,
 };
 use crate::{
     api::{Priority, Span},
@@ -233,7 +233,7 @@ impl Shared {
                 bytes += bound.bytes();
                 core.group.push(begun, key, bound, &mut core.domains, &**self);
             });
-            if bytes >= LONG {
+            if bytes >= CLOCK_READ_BYTES {
                 (now, bytes) = (self.now(), 0);
             }
             match core.group.seal((begun, now), key, timeout) {

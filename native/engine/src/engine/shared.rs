@@ -26,7 +26,7 @@ use crate::{
     api::{EngineAddress, EngineId, Imm, Span, TransportKind},
     domain::{Count, RegionRelease},
     group::GroupEvents,
-    memory::{Backing, RegionIndex, RegionIndices, RegionMemory, HIDDEN},
+    memory::{Backing, RegionIndex, RegionIndices, RegionMemory, FIRST_INTERNAL_INDEX},
     process::ProcessLocal,
     time::Time,
     wake::{WakeAction, Waker},
@@ -204,7 +204,7 @@ impl Shared {
     pub fn take_region_index(&self) -> Result<RegionIndex> {
         self.indices.take().ok_or_else(|| EngineError::Resource {
             call: "register",
-            cause: format!("this engine has {HIDDEN} regions and grants"),
+            cause: format!("this engine has {FIRST_INTERNAL_INDEX} regions and grants"),
             hint: "deregister some, or open another engine".into(),
         })
     }
@@ -450,7 +450,7 @@ mod tests {
     fn mr_2_an_engine_that_has_no_index_left_registers_nothing_more() {
         let engine = TransferEngine::open(EngineConfig::default()).unwrap();
         let last = engine.alloc(64).unwrap();
-        engine.shared.indices.begin_at(HIDDEN);
+        engine.shared.indices.begin_at(FIRST_INTERNAL_INDEX);
         for _ in 0..2 {
             let e = engine.alloc(64).unwrap_err();
             assert!(e.to_string().contains("open another engine"), "{e}");

@@ -36,7 +36,7 @@ pub struct Submit {
 }
 
 /// Bytes after which a submitting call reads the clock again.
-pub(super) const LONG: u64 = 32 << 10;
+pub(super) const CLOCK_READ_BYTES: u64 = 32 << 10;
 
 impl Submit {
     pub(super) fn priority(&self, ops: &[Op<'_>]) -> Priority {
@@ -94,7 +94,7 @@ impl Shared {
                     core.group.push(now, key, bound, &mut core.domains, &**self);
                 });
             }
-            let end = if bytes < LONG { now } else { self.now() };
+            let end = if bytes < CLOCK_READ_BYTES { now } else { self.now() };
             let sealed = core.group.seal((now, end), key, timeout);
             self.mark(posted);
             core.domains.iter_mut().for_each(|d| d.flush());

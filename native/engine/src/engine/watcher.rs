@@ -21,7 +21,7 @@ use crate::{memory::device::DeviceWord, process::ProcessLocal, EngineError, Resu
 type OnChange = Box<dyn Fn(u64, u64) + Send + Sync>;
 
 /// Polls in a row before the thread yields its core; the writer may need it.
-const LOOKS: u32 = 32;
+const POLLS_BEFORE_YIELD: u32 = 32;
 /// Time that the thread spins after a change.
 const SPIN: Duration = Duration::from_micros(200);
 /// Longest sleep between polls.
@@ -243,7 +243,7 @@ impl Watchers {
         let mut watches: Vec<Arc<Watch>> = Vec::new();
         let mut changed_at = Instant::now();
         loop {
-            if (0..LOOKS).any(|_| look(&watches)) {
+            if (0..POLLS_BEFORE_YIELD).any(|_| look(&watches)) {
                 changed_at = Instant::now();
                 continue;
             }

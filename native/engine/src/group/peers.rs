@@ -17,7 +17,7 @@ use crate::{
 };
 
 /// Unused peers are forgotten at this number of peers, or at 1.5 times the number left last time.
-const FEW: usize = 64;
+const MIN_PURGE_SIZE: usize = 64;
 
 /// An entry of the table of peers.
 enum PeerEntry {
@@ -80,7 +80,7 @@ impl Peers {
     }
 
     fn are_many(&self) -> bool {
-        self.by_id.len() >= FEW.max(self.left + self.left / 2)
+        self.by_id.len() >= MIN_PURGE_SIZE.max(self.left + self.left / 2)
     }
 
     /// Forgets the peers that `may_go` and returns them. The names of `recorded` ones are kept.

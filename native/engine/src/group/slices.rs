@@ -15,7 +15,7 @@ use crate::{
 
 /// Shortest contiguous write that is spread over several rails, bytes. Below, the second work
 /// request and the confirming one cost more than the second rail saves.
-const SPREAD: u64 = 256 << 10;
+const MIN_SPRAY_BYTES: u64 = 256 << 10;
 
 /// An operation to one peer, and how much of it is posted.
 #[derive(Debug)]
@@ -281,7 +281,7 @@ fn choose_cut(data: &Data, caps: &Caps, links: usize, most: Option<u64>) -> Slic
         let slice = slice_size(data.bytes(), links).min(most.unwrap_or(u64::MAX));
         let chunk = u32::try_from(slice / data.page_len.max(1)).unwrap_or(u32::MAX);
         cut.pages = cut.pages.min(data.pages.div_ceil(links as u32)).min(chunk).max(1);
-        if (data.pages as usize) < links && data.page_len >= SPREAD {
+        if (data.pages as usize) < links && data.page_len >= MIN_SPRAY_BYTES {
             cut.bytes = cut.bytes.min(slice);
         }
     }
@@ -355,7 +355,7 @@ mod tests {
     fn writes_spread_over_all_rails_and_small_ones_stay_whole() {
         let caps = Caps { max_bytes: 1 << 30, max_pages: 32, max_message: 0 };
         let cut = |page_len, pages, links| choose_cut(&data(page_len, pages), &caps, links, None);
-        assert_eq!(cut(SPREAD - 1, 1, 4).bytes, 1 << 30);
+        assert_eq!(cut(MIN_SPRAY_BYTES - 1, 1, 4).bytes, 1 << 30);
         assert_eq!(cut(1 << 20, 1, 4).bytes, 64 << 10);
         assert_eq!(cut(1 << 30, 1, 4).bytes, 8 << 20);
         assert_eq!(cut(1 << 20, 4, 4), SliceLimits { bytes: 1 << 30, pages: 1 });

@@ -33,12 +33,12 @@ const WINDOW_SLICES: u64 = 4;
 const HORIZON: Duration = Duration::from_millis(20);
 /// A link may always have this many bytes, or [`LEAST_SLICES`] slices, under way, so that it does
 /// not wait for completions to be polled.
-const LEAST: u64 = 512 << 10;
+const MIN_WINDOW: u64 = 512 << 10;
 const LEAST_SLICES: u64 = 2;
 /// Most links of one peer and transport: two for each pair of NICs if both sides connected at once.
 pub(super) const MAX_LINKS: usize = 2 * MAX_RAILS;
 /// Interval of the checks for stalled links.
-const LOOK: Duration = Duration::from_millis(10);
+const STALL_CHECK_INTERVAL: Duration = Duration::from_millis(10);
 
 /// A link that has done fewer slices does not count as stalled, nor one whose slowest slice took
 /// 1/[`SLOWEST`] of the time before.
@@ -106,7 +106,7 @@ impl Gauge {
     }
 
     fn has_room(&self, length: u64) -> bool {
-        let least = LEAST.max(LEAST_SLICES * length);
+        let least = MIN_WINDOW.max(LEAST_SLICES * length);
         let known = self.estimate.carries(HORIZON).max(least);
         self.queued == 0 || self.queued + length <= known.min(WINDOW.max(WINDOW_SLICES * length))
     }
@@ -157,7 +157,7 @@ impl Group {
     #[inline]
     pub(super) fn posted(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) {
         if self.look_at == Time::NEVER && self.peers[peer as usize].active().len() > 1 {
-            self.look_at = now.after(LOOK);
+            self.look_at = now.after(STALL_CHECK_INTERVAL);
         }
         self.seek_credit(now, peer, rails);
     }
@@ -191,7 +191,7 @@ impl Group {
                 }
             }
         }
-        self.look_at = if busy { now.after(LOOK) } else { Time::NEVER };
+        self.look_at = if busy { now.after(STALL_CHECK_INTERVAL) } else { Time::NEVER };
     }
 }
 

@@ -9,7 +9,7 @@ use super::{headroom::headroom, huge};
 use crate::{EngineError, Result};
 
 /// Size from which on free memory is checked first, bytes.
-const LARGE: u64 = 64 << 20;
+const HEADROOM_CHECK_BYTES: u64 = 64 << 20;
 
 /// Memory that peers on this host can map: a sealed-size memfd, mapped here, freed with the last
 /// reference. It has no name in any file system, so that nothing is left behind by `kill -9`.
@@ -33,7 +33,7 @@ impl Allocation {
             .filter(|n| *n <= isize::MAX as u64)
             .ok_or_else(|| EngineError::Invalid(format!("{len} bytes are more than can exist")))?;
         let fail = |call| move |e: Errno| allocation_failed(call, e, rounded);
-        if rounded >= LARGE && rounded > headroom() {
+        if rounded >= HEADROOM_CHECK_BYTES && rounded > headroom() {
             return Err(fail("memfd_create")(Errno::NOMEM));
         }
         let fd = rustix::fs::memfd_create(

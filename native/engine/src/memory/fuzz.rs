@@ -3,14 +3,14 @@
 
 use std::sync::Arc;
 
-use super::{Backing, RegionBook, RegionMemory, HIDDEN};
+use super::{Backing, RegionBook, RegionMemory, FIRST_INTERNAL_INDEX};
 use crate::{
     api::{EngineId, RegionKey},
     error::DomainError,
 };
 
 /// Distance between regions, bytes; every region is shorter.
-const APART: usize = 1 << 20;
+const REGION_DISTANCE: usize = 1 << 20;
 
 /// Whether a peer may reach it follows from the last registration of its number alone (MR-2, MR-3).
 pub fn peer_names(bytes: &[u8]) {
@@ -20,8 +20,8 @@ pub fn peer_names(bytes: &[u8]) {
     for (step, input) in bytes.chunks_exact(6).enumerate() {
         let &[what, number, peer, key, offset, len] = input else { return };
         let at = usize::from(number % 8);
-        let index = (at as u32 % 4) | if at < 4 { 0 } else { HIDDEN };
-        let base = (at + 1) * APART;
+        let index = (at as u32 % 4) | if at < 4 { 0 } else { FIRST_INTERNAL_INDEX };
+        let base = (at + 1) * REGION_DISTANCE;
         let (offset, len) = (u64::from(offset), u64::from(len));
         let peer = EngineId([peer % 3; 16]);
         match what % 4 {

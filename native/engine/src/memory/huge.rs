@@ -11,7 +11,7 @@ pub(crate) const HUGE: usize = 2 << 20;
 const PART: usize = 128 << 20;
 
 /// Attempts to find free addresses, which another thread's mapping may take first.
-const TRIES: usize = 16;
+const MAX_ATTEMPTS: usize = 16;
 
 /// Maps `len` bytes from the start of `fd`, for reading and writing. If they hold a huge page, they
 /// begin at a multiple of one if possible, because page tables need that.
@@ -23,7 +23,7 @@ pub(crate) fn map_shared(fd: BorrowedFd<'_>, len: usize) -> Result<usize> {
     };
     // What it is may be longer than what was asked for, and another thread may have mapped in
     // between: nothing is replaced.
-    let tries = if len >= HUGE { TRIES } else { 0 };
+    let tries = if len >= HUGE { MAX_ATTEMPTS } else { 0 };
     let begun = (0..tries).find_map(|_| map(room(len)?, mm::MapFlags::FIXED_NOREPLACE).ok());
     let at = begun.map_or_else(|| map(0, mm::MapFlags::empty()), Ok);
     at.map(|at| at as usize)

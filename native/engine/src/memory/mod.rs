@@ -20,5 +20,5 @@ pub use copy::Copier;
 pub(crate) use huge::{map_shared, populate};
 pub(crate) use node::node_of;
 pub use region::{Backing, Keep, RegionMemory};
-pub(crate) use region::{RegionBook, HIDDEN};
+pub(crate) use region::{RegionBook, FIRST_INTERNAL_INDEX};
 pub(crate) use region_indices::{RegionIndex, RegionIndices};

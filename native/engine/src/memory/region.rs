@@ -115,7 +115,7 @@ impl std::fmt::Debug for RegionMemory {
 }
 
 /// First index of the transports' own regions, which users never see.
-pub(crate) const HIDDEN: u32 = 1 << 31;
+pub(crate) const FIRST_INTERNAL_INDEX: u32 = 1 << 31;
 
 /// The regions that one domain exposes: the receiver's half of MR-3.
 #[derive(Debug, Default)]
@@ -134,8 +134,9 @@ impl RegionBook {
 
     pub fn insert(&mut self, region: &Arc<RegionMemory>) {
         let index = region.key.index;
-        let slots = if index & HIDDEN == 0 { &mut self.slots } else { &mut self.hidden };
-        let i = (index & !HIDDEN) as usize;
+        let slots =
+            if index & FIRST_INTERNAL_INDEX == 0 { &mut self.slots } else { &mut self.hidden };
+        let i = (index & !FIRST_INTERNAL_INDEX) as usize;
         if slots.len() <= i {
             slots.resize(i + 1, None);
         }
@@ -143,14 +144,15 @@ impl RegionBook {
     }
 
     pub fn remove(&mut self, index: u32) -> Option<Arc<RegionMemory>> {
-        let slots = if index & HIDDEN == 0 { &mut self.slots } else { &mut self.hidden };
-        slots.get_mut((index & !HIDDEN) as usize)?.take()
+        let slots =
+            if index & FIRST_INTERNAL_INDEX == 0 { &mut self.slots } else { &mut self.hidden };
+        slots.get_mut((index & !FIRST_INTERNAL_INDEX) as usize)?.take()
     }
 
     #[inline]
     pub fn get(&self, index: u32) -> Option<&Arc<RegionMemory>> {
-        let slots = if index & HIDDEN == 0 { &self.slots } else { &self.hidden };
-        slots.get((index & !HIDDEN) as usize)?.as_ref()
+        let slots = if index & FIRST_INTERNAL_INDEX == 0 { &self.slots } else { &self.hidden };
+        slots.get((index & !FIRST_INTERNAL_INDEX) as usize)?.as_ref()
     }
 
     /// Whether nothing was ever registered.

@@ -5,12 +5,12 @@ use std::{collections::VecDeque, sync::Arc};
 
 use parking_lot::Mutex;
 
-use super::HIDDEN;
+use super::FIRST_INTERNAL_INDEX;
 
 /// Freed indices that are kept before the oldest is reused. Work inside this process that names the
 /// earlier region is over by then. A peer's old key is stale, because each region has a new random
 /// key (MR-2).
-const REST: usize = 1024;
+const MIN_REUSE_QUEUE: usize = 1024;
 
 #[derive(Debug, Default)]
 pub(crate) struct RegionIndices {
@@ -25,15 +25,15 @@ struct IndexPool {
 }
 
 impl RegionIndices {
-    /// Allocates an index below [`HIDDEN`]; `None` if all are in use.
+    /// Allocates an index below [`FIRST_INTERNAL_INDEX`]; `None` if all are in use.
     pub fn take(self: &Arc<Self>) -> Option<RegionIndex> {
         let mut state = self.state.lock();
-        let rested = (state.resting.len() > REST || state.fresh >= HIDDEN)
+        let rested = (state.resting.len() > MIN_REUSE_QUEUE || state.fresh >= FIRST_INTERNAL_INDEX)
             .then(|| state.resting.pop_front())
             .flatten();
         let index = match rested {
             Some(index) => index,
-            None if state.fresh >= HIDDEN => return None,
+            None if state.fresh >= FIRST_INTERNAL_INDEX => return None,
             None => {
                 state.fresh += 1;
                 state.fresh - 1
@@ -77,21 +77,21 @@ mod tests {
         let indices = Arc::new(RegionIndices::default());
         let lasting = indices.take().unwrap();
         let mut last = lasting.get();
-        for _ in 0..10 * REST {
+        for _ in 0..10 * MIN_REUSE_QUEUE {
             let index = indices.take().unwrap().get();
             assert!(index != last && index != lasting.get());
             last = index;
         }
-        assert_eq!(indices.state.lock().fresh as usize, REST + 2);
+        assert_eq!(indices.state.lock().fresh as usize, MIN_REUSE_QUEUE + 2);
     }
 
     #[test]
     fn the_last_index_is_given_to_one_at_a_time() {
         let indices = Arc::new(RegionIndices::default());
-        indices.begin_at(HIDDEN - 1);
+        indices.begin_at(FIRST_INTERNAL_INDEX - 1);
         let last = indices.take().unwrap();
         assert!(indices.take().is_none());
         drop(last);
-        assert_eq!(indices.take().unwrap().get(), HIDDEN - 1);
+        assert_eq!(indices.take().unwrap().get(), FIRST_INTERNAL_INDEX - 1);
     }
 }

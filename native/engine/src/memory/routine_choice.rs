@@ -19,9 +19,9 @@ const ONE: u64 = 1 << 10;
 /// The step of a ratio per comparison.
 const STEP: u64 = ONE / 128;
 /// Ratio below which a candidate replaces the best routine.
-const CLEARLY: u64 = ONE - ONE / 32;
+const REPLACE_RATIO: u64 = ONE - ONE / 32;
 /// Largest ratio. A routine that becomes cheap is thus found soon.
-const DEARLY: u64 = ONE + ONE / 8;
+const MAX_RATIO: u64 = ONE + ONE / 8;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ComparedRoutine {
@@ -124,8 +124,8 @@ impl RoutineChoice {
             if side == ComparedRoutine::Best { (mine, first) } else { (first, mine) };
         let (ratio, seen) = (&self.ratio[used.other], other * ONE / best);
         let old = ratio.load(Relaxed);
-        let new = if seen < old { old - STEP } else { (old + STEP).min(DEARLY) };
-        if new >= CLEARLY {
+        let new = if seen < old { old - STEP } else { (old + STEP).min(MAX_RATIO) };
+        if new >= REPLACE_RATIO {
             return ratio.store(new, Relaxed);
         }
         self.best.store(used.other as u32, Relaxed);

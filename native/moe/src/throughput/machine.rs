@@ -32,14 +32,14 @@ use losses::{LastIncarnation, PendingMask};
 pub use losses::{Losses, LostRank};
 
 /// Timeouts after which a rank is given up even if all ranks are in calls.
-const LAST: u32 = 8;
+const MAX_TIMEOUTS: u32 = 8;
 /// Timeouts after which a rank whose jobs don't complete gives itself up: earlier than ranks that
 /// began to wait before it would name a rank that merely waits, too (RS-4).
-const OWN: u32 = LAST / 2;
+const OWN_TIMEOUTS: u32 = MAX_TIMEOUTS / 2;
 
 /// Maximum duration of a rank's own jobs.
 pub fn own_job_timeout(timeout: Duration) -> Duration {
-    timeout.saturating_mul(OWN)
+    timeout.saturating_mul(OWN_TIMEOUTS)
 }
 
 /// Rows that a rank has sent.
@@ -347,7 +347,8 @@ impl Machine {
         }
         let late = |rank: &u32| {
             // Cyclic waits end, too (RS-4).
-            quiet >= timeout.saturating_mul(LAST) || self.signals.is_silent(*rank, now, timeout)
+            quiet >= timeout.saturating_mul(MAX_TIMEOUTS)
+                || self.signals.is_silent(*rank, now, timeout)
         };
         if quiet >= timeout {
             if let Some(rank) = suspects.into_iter().find(late) {

@@ -18,7 +18,7 @@ const MS: f64 = 1e6;
 /// The simulator's numbers for the two nodes.
 const SENDER: u8 = 0;
 /// Links are up long before.
-const SETTLE: u64 = 5_000_000;
+const CONNECT_TIME: u64 = 5_000_000;
 /// Work requests that a reliable queue pair of the verbs transport accepts.
 const WINDOW: usize = 256;
 const MAX_PAGES: u32 = 32;
@@ -132,7 +132,7 @@ impl Sim {
         let counter = b.counter().map_err(text)?;
         let pages = (0..slots).map(|slot| layers(transfer, slot)).collect::<TextResult<_>>()?;
         a.connect(there.peer()).map_err(text)?;
-        let until = Time(net.now().0 + SETTLE);
+        let until = Time(net.now().0 + CONNECT_TIME);
         while net.step_until(until) {}
         net.advance(until);
         net.trace();

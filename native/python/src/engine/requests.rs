@@ -10,7 +10,7 @@ use super::{core::Engine, seconds, span, transfer::Transfer};
 use crate::errors::{raise, OrRaise};
 
 /// A submit that moves at most this much holds on to the GIL: letting go costs more.
-const BRIEF: u64 = 16 << 10;
+const GIL_HELD_BYTES: u64 = 16 << 10;
 
 /// One of `latency`, `bulk` and `background`.
 #[derive(Clone, Copy)]
@@ -57,7 +57,7 @@ impl Engine {
     ) -> PyResult<Transfer> {
         let options = options(py, timeout, rail, priority)?;
         let submit = || self.engine.submit(std::slice::from_ref(&op), options);
-        let handle = if bytes <= BRIEF { submit() } else { py.detach(submit) };
+        let handle = if bytes <= GIL_HELD_BYTES { submit() } else { py.detach(submit) };
         Ok(Transfer::new(handle.or_raise(py)?, peer.map(|p| self.engine.peer_transport(p))))
     }
 }

@@ -30,12 +30,12 @@ use crate::{
 
 /// Time from a caller's last poll until the worker takes over. A caller that polls again at once
 /// finds nothing armed, and the wake-up promise (150 us) holds.
-const LINGER: Duration = Duration::from_micros(60);
+const HANDOVER_DELAY: Duration = Duration::from_micros(60);
 /// The longest interval of the worker's checks while callers keep polling.
-const LINGER_MAX: Duration = Duration::from_micros(240);
+const MAX_HANDOVER_DELAY: Duration = Duration::from_micros(240);
 
 /// Failed attempts in a row after which the worker queues for the lock: some milliseconds.
-const MISSES: u32 = 16;
+const MAX_MISSES: u32 = 16;
 
 /// Idle polls after which a spinning thread yields between polls.
 const YIELD_AFTER: u32 = 2_000;
@@ -230,21 +230,21 @@ impl GroupDriver {
     /// then.
     fn set_handover_timer(&self, now: Time) {
         if let Some(parker) = &self.parker {
-            parker.set_timer(now.after(LINGER), LINGER_MAX - LINGER);
+            parker.set_timer(now.after(HANDOVER_DELAY), MAX_HANDOVER_DELAY - HANDOVER_DELAY);
         }
     }
 
     /// Takes the lock for the worker. While other threads hold it repeatedly, the worker backs off,
-    /// so as not to take their core. After [`MISSES`] attempts it waits for the lock and drives, so
-    /// that heartbeats are sent (RS-4).
+    /// so as not to take their core. After [`MAX_MISSES`] attempts it waits for the lock and
+    /// drives, so that heartbeats are sent (RS-4).
     fn lock_or_linger<'a>(&'a self, shared: &'a Arc<Shared>, now: Time) -> Option<Guard<'a>> {
         if let Some(core) = self.try_lock(shared) {
             self.misses.store(0, Relaxed);
             return Some(core);
         }
         let misses = self.misses.fetch_add(1, Relaxed);
-        if misses < MISSES {
-            self.set_alarm(now.after(LINGER * (1 << misses.min(2))));
+        if misses < MAX_MISSES {
+            self.set_alarm(now.after(HANDOVER_DELAY * (1 << misses.min(2))));
             return None;
         }
         self.misses.store(0, Relaxed);
@@ -392,7 +392,7 @@ impl GroupDriver {
 
     /// Whether a caller polled just now and may poll again.
     fn is_lingering(&self, now: Time) -> bool {
-        now.since(Time(self.left_at.load(Relaxed))) < LINGER
+        now.since(Time(self.left_at.load(Relaxed))) < HANDOVER_DELAY
     }
 
     /// The worker's loop: drives during traffic, sleeps otherwise.
@@ -411,7 +411,7 @@ impl GroupDriver {
                 }
                 // Callers keep polling: another polling thread would only take a core from threads
                 // that move bytes.
-                self.set_alarm(now.after(LINGER_MAX));
+                self.set_alarm(now.after(MAX_HANDOVER_DELAY));
             }
         }
     }
@@ -446,7 +446,7 @@ impl GroupDriver {
                 continue;
             }
             if self.is_lingering(now) {
-                return self.set_alarm(now.after(LINGER_MAX));
+                return self.set_alarm(now.after(MAX_HANDOVER_DELAY));
             }
             let Some(mut core) = self.lock_or_linger(shared, now) else { return };
             if self.arm(&mut core, shared) {

@@ -10,7 +10,7 @@
 //!    *Background*: all three within 1/4 of it.
 //! 2. A class above background with nothing under way, on the rail or to the receiver, may post one slice,
 //!    however small the window and however much others have under way.
-//! 3. Background doesn't starve: a slice that has waited for [`TURN`] with none of its class under
+//! 3. Background doesn't starve: a slice that has waited for [`MAX_BACKGROUND_WAIT`] with none of its class under
 //!    way may be posted.
 //! 4. A slice that would miss its deadline at twice the expected pace is judged by the rules of the
 //!    class above: background as bulk, bulk with the whole window, though still behind latency. It is posted
@@ -23,7 +23,7 @@ use super::classes::ByClass;
 use crate::{api::Priority, time::Time};
 
 /// Maximum wait of a background slice with none of its class under way on the rail.
-pub const TURN: Duration = Duration::from_millis(10);
+pub const MAX_BACKGROUND_WAIT: Duration = Duration::from_millis(10);
 /// Least credit of a sender, bytes: one smallest slice.
 pub const LEAST_CREDIT: u64 = super::size::SMALLEST;
 
@@ -85,7 +85,7 @@ pub fn admit(now: Time, ask: AdmissionRequest, rail: Window, receiver: Window) -
     if !urgent {
         again = again.min(urgent_at);
     }
-    let turn = ask.since.after(TURN);
+    let turn = ask.since.after(MAX_BACKGROUND_WAIT);
     if ask.class == Priority::Background && now < turn {
         again = again.min(turn);
     }
@@ -124,7 +124,7 @@ impl Window {
             return true;
         }
         let none = self.under_way.of(class) == 0;
-        none && (class != Priority::Background || now.since(ask.since) >= TURN)
+        none && (class != Priority::Background || now.since(ask.since) >= MAX_BACKGROUND_WAIT)
     }
 
     fn most_bulk(&self) -> u64 {
@@ -223,7 +223,7 @@ mod tests {
     #[test]
     fn background_gets_its_turn_after_a_while() {
         let busy = window(M, M, 0);
-        let turn = Time(0).after(TURN);
+        let turn = Time(0).after(MAX_BACKGROUND_WAIT);
         let a = ask(Priority::Background);
         assert_eq!(admit(Time(1), a, busy, OPEN), Admission::Wait(turn));
         assert_eq!(admit(Time(turn.0 - 1), a, busy, busy), Admission::Wait(turn));
@@ -328,7 +328,7 @@ mod tests {
                     Priority::Background => w.under_way.background = 0,
                 }
             }
-            let then = Time(0).after(TURN);
+            let then = Time(0).after(MAX_BACKGROUND_WAIT);
             let posted = admit(then, ask(class), windows[0], windows[1]);
             prop_assert!(matches!(posted, Admission::Post(_)));
         }

@@ -9,9 +9,9 @@
 //! ```
 //!
 //! A *dead* rail is probed at intervals that double up to [`PROBE_CAP`], so that it is used again
-//! soon after its repair. A rail *flaps* if it answers its probe and fails again within [`GOOD`].
-//! It rests longer each time: twice as long as before, and [`SHARE`] times as long as it was in
-//! use, up to [`CAP`].
+//! soon after its repair. A rail *flaps* if it answers its probe and fails again within
+//! [`FORGIVE_TIME`]. It rests longer each time: twice as long as before, and [`SHARE`] times as
+//! long as it was in use, up to [`CAP`].
 //!
 //! So a rail that stays up for `u` at a time is in use for at most 1/10 of the time where
 //! `u <= CAP / 9`, and for at most `u / (u + CAP)` in the long run in any case, counted from its
@@ -28,7 +28,7 @@ pub const PROBE_CAP: Duration = Duration::from_millis(500);
 /// The longest rest of a flapping rail.
 pub const CAP: Duration = Duration::from_secs(30);
 /// Time in use after which earlier failures no longer count.
-pub const GOOD: Duration = Duration::from_secs(60);
+pub const FORGIVE_TIME: Duration = Duration::from_secs(60);
 /// A flapping rail rests at least this many times as long as it was in use.
 pub const SHARE: u32 = 9;
 /// Timeout of a probe; after it another one may begin.
@@ -110,7 +110,7 @@ impl Breaker {
     }
 
     fn fail(&mut self, now: Time, used: Duration) {
-        self.rest = match self.rest.is_zero() || used >= GOOD {
+        self.rest = match self.rest.is_zero() || used >= FORGIVE_TIME {
             true => BASE,
             false => (self.rest * 2).max(used * SHARE).min(CAP),
         };
@@ -215,9 +215,9 @@ mod tests {
         }
         let doubled = [50, 100, 200, 400, 800, 1600, 3200, 6400, 12800, 25600, 30000, 30000];
         assert_eq!(rests, doubled);
-        assert_eq!(fail(&mut b, at.after(GOOD - Duration::from_nanos(1))), CAP);
+        assert_eq!(fail(&mut b, at.after(FORGIVE_TIME - Duration::from_nanos(1))), CAP);
         at = revive(&mut b);
-        assert_eq!(fail(&mut b, at.after(GOOD)), BASE);
+        assert_eq!(fail(&mut b, at.after(FORGIVE_TIME)), BASE);
     }
 
     proptest! {

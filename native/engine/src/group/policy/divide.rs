@@ -11,16 +11,16 @@
 //! 3. An engine's own window is its part at unlimited own demand in that class, so that it holds
 //!    for all slices. If all engines read the same demands, the used parts add up to at most the
 //!    window.
-//! 4. Every sender may have [`LEAST`] bytes in flight, so that no sender starves. The sum exceeds
-//!    the window by at most `LEAST` per engine.
+//! 4. Every sender may have [`MIN_WINDOW`] bytes in flight, so that no sender starves. The sum exceeds
+//!    the window by at most `MIN_WINDOW` per engine.
 
 use super::classes::ByClass;
 use crate::api::Priority;
 
 /// Least window of an engine, bytes: one smallest slice.
-pub const LEAST: u64 = super::size::SMALLEST;
+pub const MIN_WINDOW: u64 = super::size::SMALLEST;
 /// Largest weight of an engine.
-pub const HEAVIEST: u32 = 1024;
+pub const MAX_WEIGHT: u32 = 1024;
 
 /// An engine that shares a NIC, as it describes itself. Any numbers are safe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,7 +32,7 @@ pub struct NicSharer {
 
 impl NicSharer {
     fn weight(&self) -> u64 {
-        u64::from(self.weight.clamp(1, HEAVIEST))
+        u64::from(self.weight.clamp(1, MAX_WEIGHT))
     }
 }
 
@@ -43,7 +43,7 @@ pub fn divide(window: u64, own: NicSharer, others: &[NicSharer]) -> ByClass {
     let (mut left, mut above) = (window, 0);
     let [latency, bulk, background] = Priority::ALL.map(|class| {
         let most = part(left, own.weight(), others, class);
-        let limit = (above + most).max(LEAST.min(window));
+        let limit = (above + most).max(MIN_WINDOW.min(window));
         let wanted = own.demand.of(class);
         above += most.min(wanted);
         // Max-min fairness leaves nothing unused that anyone wants.
@@ -109,7 +109,7 @@ mod tests {
             ("others idle",          busy, &[idle, idle],                    [8 * M, 8 * M, 8 * M]),
             ("two busy",             busy, &[busy],                          [8 * M, 4 * M, 4 * M]),
             ("four busy, one idle",  busy, &[busy, idle, busy, busy],        [8 * M, 2 * M, 2 * M]),
-            ("who begins",           idle, &[busy],                          [8 * M, 4 * M, LEAST]),
+            ("who begins",           idle, &[busy],                          [8 * M, 4 * M, MIN_WINDOW]),
             ("who wants little",     busy, &[bulk(M), busy],                 [8 * M, 7 * M / 2, 7 * M / 2]),
             ("small ones first",     busy, &[bulk(M), bulk(2 * M)],          [8 * M, 5 * M, 5 * M]),
             ("three times as heavy", sharer(3, 0, 99 * M, 0), &[busy],        [8 * M, 6 * M, 6 * M]),
@@ -129,15 +129,15 @@ mod tests {
     fn numbers_without_sense_are_survived() {
         let mad = sharer(u32::MAX, u64::MAX, u64::MAX, u64::MAX);
         let crowd = [mad; 200];
-        for window in [0, 1, LEAST - 1, WINDOW, u64::MAX] {
+        for window in [0, 1, MIN_WINDOW - 1, WINDOW, u64::MAX] {
             for own in [mad, sharer(0, 0, 0, 0), bulk(1)] {
                 let w = divide(window, own, &crowd);
-                assert!(w.latency <= window && w.background >= LEAST.min(window), "{w:?}");
+                assert!(w.latency <= window && w.background >= MIN_WINDOW.min(window), "{w:?}");
             }
         }
         // Weight 0 counts as 1, and none for more than the heaviest.
         assert_eq!(divide(WINDOW, sharer(0, 0, M, 0), &[bulk(99 * M)]).bulk, 4 * M);
-        let half = divide(WINDOW, sharer(u32::MAX, 0, M, 0), &[sharer(HEAVIEST, 0, 99 * M, 0)]);
+        let half = divide(WINDOW, sharer(u32::MAX, 0, M, 0), &[sharer(MAX_WEIGHT, 0, 99 * M, 0)]);
         assert_eq!(half.bulk, 4 * M);
     }
 
@@ -184,7 +184,7 @@ mod tests {
             let uses = sharers.iter().zip(&windows).map(|(p, w)| use_of(p, w));
             let sum: u64 = uses.sum();
             let n = sharers.len() as u64;
-            prop_assert!(sum <= window + n * LEAST, "{sum} of {window}");
+            prop_assert!(sum <= window + n * MIN_WINDOW, "{sum} of {window}");
             // And nothing is left that anyone wants, but for fractions of a byte.
             let wanted = sharers.iter().fold(0u64, |n, p| n.saturating_add(p.demand.total()));
             prop_assert!(sum + 3 * n >= window.min(wanted), "{sum} of {window}, {wanted} wanted");
@@ -195,7 +195,7 @@ mod tests {
             own in any_sharer(), others in any_sharers(), window in 0..64 * M,
         ) {
             let w = divide(window, own, &others);
-            prop_assert!(w.background >= LEAST.min(window));
+            prop_assert!(w.background >= MIN_WINDOW.min(window));
             prop_assert!(w.latency <= window && w.bulk <= w.latency && w.background <= w.bulk, "{w:?}");
         }
 
@@ -225,7 +225,7 @@ mod tests {
             let sharers: Vec<_> = weights.iter().map(|w| sharer(*w, 0, 99 * M, 0)).collect();
             let sum: u64 = weights.iter().map(|w| u64::from(*w)).sum();
             for (weight, w) in weights.iter().zip(all(WINDOW, &sharers)) {
-                prop_assert_eq!(w.bulk, (WINDOW * u64::from(*weight) / sum).max(LEAST));
+                prop_assert_eq!(w.bulk, (WINDOW * u64::from(*weight) / sum).max(MIN_WINDOW));
             }
         }
 

@@ -26,7 +26,7 @@ pub(crate) use work::FileWork;
 use crate::{EngineError, Result};
 
 /// Characters of a path that errors show: its end says most.
-const SHOWN: usize = 160;
+const MAX_SHOWN_CHARS: usize = 160;
 
 /// Options of a file that becomes a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -142,8 +142,8 @@ impl FileMemory {
     pub(crate) fn name(&self) -> String {
         let path = self.path.to_string_lossy();
         let n = path.chars().count();
-        match n > SHOWN {
-            true => format!("...{}", path.chars().skip(n - SHOWN).collect::<String>()),
+        match n > MAX_SHOWN_CHARS {
+            true => format!("...{}", path.chars().skip(n - MAX_SHOWN_CHARS).collect::<String>()),
             false => path.into_owned(),
         }
     }

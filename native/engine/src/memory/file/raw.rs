@@ -6,14 +6,14 @@ use rustix::io::Errno;
 use super::work::{FileWork, RemainingRange};
 
 /// The system moves at most 2 GiB by one call.
-const LONGEST: usize = 1 << 30;
+const MAX_CALL_BYTES: usize = 1 << 30;
 
 /// One pread or pwrite.
 ///
 /// # Safety
 /// The memory of `rest` must stay allocated until this returns.
 pub(super) unsafe fn move_some(work: &FileWork, rest: RemainingRange) -> Result<usize, Errno> {
-    let (fd, n, at) = (work.file.fd(), rest.len.min(LONGEST), rest.at as libc::off_t);
+    let (fd, n, at) = (work.file.fd(), rest.len.min(MAX_CALL_BYTES), rest.at as libc::off_t);
     // SAFETY: the caller's memory; the work keeps the file open.
     let moved = unsafe {
         match work.inward {
@@ -40,7 +40,7 @@ pub(super) fn open_ring(entries: u32) -> std::io::Result<IoUring> {
 
 /// The request for `rest` of a piece of work.
 pub(super) fn entry(work: &FileWork, rest: RemainingRange, tag: u64) -> Entry {
-    let (fd, n) = (Fd(work.file.fd()), rest.len.min(LONGEST) as u32);
+    let (fd, n) = (Fd(work.file.fd()), rest.len.min(MAX_CALL_BYTES) as u32);
     let entry = match work.inward {
         true => opcode::Write::new(fd, rest.addr as *const _, n).offset(rest.at).build(),
         false => opcode::Read::new(fd, rest.addr as *mut _, n).offset(rest.at).build(),

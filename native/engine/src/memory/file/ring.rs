@@ -16,7 +16,7 @@ use crate::error::DomainError;
 
 /// Requests under way at a time.
 pub(super) const DEPTH: u32 = 64;
-const BELL: u64 = u64::MAX;
+const EVENTFD_TAG: u64 = u64::MAX;
 
 /// File work that is not complete.
 struct Job {
@@ -96,7 +96,7 @@ impl<'a> Ring<'a> {
         if self.listening || self.inbox.is_closed() {
             return;
         }
-        let entry = raw::poll_eventfd(self.inbox.bell.as_raw_fd(), &mut self.word, BELL);
+        let entry = raw::poll_eventfd(self.inbox.bell.as_raw_fd(), &mut self.word, EVENTFD_TAG);
         // SAFETY: word and bell outlive the request: the thread doesn't end while it listens.
         self.listening = unsafe { raw::push(&mut self.ring, &entry) };
     }
@@ -137,7 +137,7 @@ impl<'a> Ring<'a> {
         let mut ended: Vec<(u64, i32)> = Vec::new();
         ended.extend(self.ring.completion().map(|c| (c.user_data(), c.result())));
         for (tag, result) in ended {
-            if tag == BELL {
+            if tag == EVENTFD_TAG {
                 self.listening = false;
                 continue;
             }

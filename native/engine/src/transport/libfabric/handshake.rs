@@ -32,11 +32,11 @@ use crate::{
 };
 
 /// Interval after which an unanswered message is repeated; doubled each time.
-const REPEAT: Duration = Duration::from_millis(100);
+const REPEAT_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Factor of the peer timeout until an endpoint's first link is up: with the first connection some
 /// providers allocate and register resources, during which nothing moves.
-const COLD: u32 = 3;
+const FIRST_LINK_FACTOR: u32 = 3;
 
 const ENVELOPE: Envelope = Envelope::new(*b"FRlt", "a link's terms", 256);
 
@@ -157,9 +157,9 @@ impl LibfabricDomain {
             message,
             welcomed: None,
             seal: super::random(),
-            retry_at: now.after(REPEAT),
-            retry_after: REPEAT,
-            deadline: now.after(self.peer_timeout * if self.warm { 1 } else { COLD }),
+            retry_at: now.after(REPEAT_INTERVAL),
+            retry_after: REPEAT_INTERVAL,
+            deadline: now.after(self.peer_timeout * if self.warm { 1 } else { FIRST_LINK_FACTOR }),
             delivery_error: None,
         }
     }
@@ -188,7 +188,8 @@ impl LibfabricDomain {
                 };
                 handshake.message = message;
                 handshake.welcomed = Some((welcomed.pending, welcomed.session));
-                (handshake.retry_after, handshake.retry_at) = (REPEAT, now.after(REPEAT));
+                (handshake.retry_after, handshake.retry_at) =
+                    (REPEAT_INTERVAL, now.after(REPEAT_INTERVAL));
                 self.send_current(key);
                 Ok(())
             }

@@ -18,7 +18,7 @@ use crate::{
 };
 
 /// Pages longer than this arrive in two halves, so that an early count is detected.
-const WHOLE: usize = 64;
+const MAX_WHOLE_PAGE: usize = 64;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
@@ -137,7 +137,7 @@ fn cut(data: &Data, write: bool, carries: bool) -> Vec<Chunk> {
     let mut chunks = Vec::new();
     for page in 0..data.pages {
         let n = data.page_len as usize;
-        let half = if n > WHOLE && carries { n / 2 } else { n };
+        let half = if n > MAX_WHOLE_PAGE && carries { n / 2 } else { n };
         for (from, to) in [(0, half), (half, n)] {
             if from == to {
                 continue;

@@ -10,7 +10,7 @@ use super::{
 use crate::{
     api::{RailKeys, RegionKey},
     domain::{Completion, Data, DomainError, LinkId, LocalAddr, Post, Seq, Token, WorkRequest},
-    memory::{device::Pinned, HIDDEN},
+    memory::{device::Pinned, FIRST_INTERNAL_INDEX},
 };
 
 impl<D: ControlChannel> Staged<D> {
@@ -50,7 +50,9 @@ impl<D: ControlChannel> Staged<D> {
 
     pub(super) fn on_window(&mut self, link: LinkId, key: RegionKey) -> Result<(), DomainError> {
         let Some(state) = self.link_states.get_mut(&link) else { return Ok(()) };
-        if !matches!(state.peer_window, PeerWindow::Requested) || key.index & HIDDEN == 0 {
+        if !matches!(state.peer_window, PeerWindow::Requested)
+            || key.index & FIRST_INTERNAL_INDEX == 0
+        {
             return Err(DomainError::Handshake("a window without a request".into()));
         }
         state.peer_window = PeerWindow::Open { key, free: (0..SLOTS).collect() };
@@ -237,7 +239,7 @@ impl<D: ControlChannel> Staged<D> {
             (chunk.local_slot.map(packed), chunk.remote_slot.map(|(_, slot)| packed(slot)));
         if let (Some(seq), Some(own)) = (local_slot, &self.own) {
             data.local = LocalAddr(own.memory.base());
-            data.local_region = HIDDEN;
+            data.local_region = FIRST_INTERNAL_INDEX;
             data.local_seq = seq;
         }
         if let (Some(seq), Some((window, _))) = (remote_slot, chunk.remote_slot) {

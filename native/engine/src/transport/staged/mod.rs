@@ -31,7 +31,7 @@ use crate::{
     memory::{
         device::{AsyncCopier, MemoryKind},
         file::FileQueue,
-        RegionBook, RegionMemory, HIDDEN,
+        RegionBook, RegionMemory, FIRST_INTERNAL_INDEX,
     },
     time::Time,
 };
@@ -183,7 +183,7 @@ impl<D: ControlChannel> Staged<D> {
                         self.on_transfer_done(token, result);
                     }
                 }
-                Completion::RegionReleased { index } if index & HIDDEN != 0 => {
+                Completion::RegionReleased { index } if index & FIRST_INTERNAL_INDEX != 0 => {
                     let index = *index;
                     self.closing_windows.retain(|w| w.key.index != index);
                     out.remove(i);

@@ -14,7 +14,7 @@ use crate::{
     },
     memory::{
         file::{FileBackend, FileQueue},
-        Backing, RegionMemory, HIDDEN,
+        Backing, RegionMemory, FIRST_INTERNAL_INDEX,
     },
     time::Time,
     transport::{shm::ShmDomain, tcp::TcpDomain},
@@ -377,9 +377,10 @@ fn a_peer_that_violates_the_protocol_loses_its_link() {
         ),
         (
             "without a request",
-            Box::new(
-                |_| vec![Frame::Window { key: RegionKey { index: HIDDEN, rkey: 0 } }.encode()],
-            ),
+            Box::new(|_| {
+                vec![Frame::Window { key: RegionKey { index: FIRST_INTERNAL_INDEX, rkey: 0 } }
+                    .encode()]
+            }),
         ),
         (
             "answer without a request",

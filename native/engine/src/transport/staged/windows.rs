@@ -11,7 +11,7 @@ use crate::{
     domain::{Completion, Count, DomainError, LinkId, RegionRelease},
     memory::{
         device::{PendingCopy, Pinned},
-        Backing, RegionMemory, HIDDEN,
+        Backing, RegionMemory, FIRST_INTERNAL_INDEX,
     },
 };
 
@@ -46,9 +46,11 @@ impl<D: ControlChannel> Staged<D> {
                 let mut rkey = [0; 8];
                 getrandom::fill(&mut rkey)
                     .map_err(|e| DomainError::Unavailable(format!("getrandom: {e}")))?;
-                self.next_window = (self.next_window + 1) & (HIDDEN - 1);
-                let key =
-                    RegionKey { index: HIDDEN | self.next_window, rkey: u64::from_le_bytes(rkey) };
+                self.next_window = (self.next_window + 1) & (FIRST_INTERNAL_INDEX - 1);
+                let key = RegionKey {
+                    index: FIRST_INTERNAL_INDEX | self.next_window,
+                    rkey: u64::from_le_bytes(rkey),
+                };
                 let memory = Pinned::new(WINDOW_BYTES, self.device)?;
                 let backing =
                     Backing::Owned { allocation: Arc::clone(&memory.allocation), offset: 0 };

@@ -158,7 +158,7 @@ impl std::fmt::Debug for VerbsDomain {
 }
 
 /// Time that one call may post to a software driver, which carries out requests within the call.
-const POSTING: Duration = Duration::from_millis(20);
+const MAX_POST_TIME: Duration = Duration::from_millis(20);
 
 const HELPER_DONE: u64 = 1 << 60;
 const EVENTS: u64 = HELPER_DONE + 1;
@@ -377,7 +377,7 @@ impl Domain for VerbsDomain {
     fn post(&mut self, id: LinkId, token: Token, wr: &WorkRequest) -> Result<Post, DomainError> {
         if self.device.limits.software {
             let now = Time::now();
-            if now.since(*self.posting_since.get_or_insert(now)) > POSTING {
+            if now.since(*self.posting_since.get_or_insert(now)) > MAX_POST_TIME {
                 // The next poll sends heartbeats; the rest is posted after it.
                 return Ok(Post::Full);
             }

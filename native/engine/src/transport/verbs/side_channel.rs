@@ -23,7 +23,7 @@ use crate::{
 };
 
 /// Connections of unproven peers at a time.
-const STRANGERS: usize = 64;
+const MAX_UNPROVEN: usize = 64;
 const STREAM_TIMEOUT: Duration = Duration::from_secs(2);
 
 struct Stream {
@@ -83,7 +83,7 @@ impl SideChannel {
         while let Some(socket) = self.listeners.get_mut(listener).and_then(|l| l.accept(now, epoll))
         {
             let strangers = self.streams.iter().filter(|(_, s)| s.link.is_none()).count();
-            if strangers < STRANGERS {
+            if strangers < MAX_UNPROVEN {
                 self.add(now, socket.into(), None, epoll);
             }
         }

@@ -6,7 +6,7 @@
 //! in the table is a file lock that the kernel releases.
 //!
 //! - An engine that wants less than one smallest slice writes nothing: that much is always allowed.
-//! - The table is read every [`LOOK`] while there is demand, and not at all otherwise. That costs a
+//! - The table is read every [`READ_INTERVAL`] while there is demand, and not at all otherwise. That costs a
 //!   write and a read of some kilobytes, about a microsecond each. All other calls are arithmetic.
 //! - Without a table an engine has the whole window, and logs that once.
 
@@ -35,23 +35,23 @@ use crate::{
     domain::DomainError,
     group::policy::{
         classes::ByClass,
-        divide::{divide, NicSharer, LEAST},
+        divide::{divide, NicSharer, MIN_WINDOW},
     },
     time::Time,
 };
 
 /// Interval of reads of the table.
-pub(crate) const LOOK: Duration = Duration::from_millis(10);
+pub(crate) const READ_INTERVAL: Duration = Duration::from_millis(10);
 /// Longest interval between writes of an engine with demand; a longer silence looks like a hang.
-const BEAT: Duration = Duration::from_millis(250);
+const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(250);
 /// Interval of checks that the table still has its name.
-const TEND: Duration = Duration::from_secs(1);
+const NAME_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval of attempts to join, after the table was lost or could not be joined.
-const AGAIN: Duration = Duration::from_secs(1);
+const JOIN_INTERVAL: Duration = Duration::from_secs(1);
 /// Attempts to join when the engine opens, a millisecond apart.
 const ATTEMPTS: u32 = 20;
 /// Memory that all processes of a host see; a reboot clears it.
-const PLACE: &str = "/dev/shm";
+const SHARED_MEMORY_DIR: &str = "/dev/shm";
 
 /// One engine's share of one NIC.
 #[derive(Debug)]
@@ -81,7 +81,7 @@ impl HostShare {
     /// Joins the engines of this user that use `device`. An engine of weight 2 gets twice the share
     /// of one of weight 1, which is the default.
     pub fn join(device: &str, weight: u32) -> Self {
-        Self::join_in(Path::new(PLACE), device, weight)
+        Self::join_in(Path::new(SHARED_MEMORY_DIR), device, weight)
     }
 
     fn join_in(dir: &Path, device: &str, weight: u32) -> Self {
@@ -111,7 +111,7 @@ impl HostShare {
     }
 
     /// Sets the bytes of this engine under way on the NIC and waiting for it. Must be called
-    /// whenever the engine is driven; the others see the change within [`LOOK`].
+    /// whenever the engine is driven; the others see the change within [`READ_INTERVAL`].
     #[inline]
     pub fn publish(&mut self, now: Time, demand: ByClass) {
         self.latest = demand;
@@ -145,14 +145,14 @@ impl HostShare {
 
     #[cold]
     fn look(&mut self, now: Time) {
-        self.look_at = now.after(LOOK);
+        self.look_at = now.after(READ_INTERVAL);
         let wanted = if is_significant(self.peak) { self.peak } else { ByClass::default() };
         self.peak = self.latest;
         if let Err(e) = self.exchange(now, wanted) {
             self.warn(&e);
             self.table = None;
             self.published = ByClass::default();
-            self.join_at = now.after(AGAIN);
+            self.join_at = now.after(JOIN_INTERVAL);
         }
         self.divide(self.divided.0);
     }
@@ -163,7 +163,7 @@ impl HostShare {
             None if now < self.join_at => return Ok(()),
             None => {
                 self.others = OtherProcesses::new();
-                self.tend_at = now.after(TEND);
+                self.tend_at = now.after(NAME_CHECK_INTERVAL);
                 // The engine's lock is held: one attempt, without a pause.
                 self.table.insert(Table::join(&self.path, 1)?)
             }
@@ -173,10 +173,10 @@ impl HostShare {
             let sharer = NicSharer { weight: self.weight, demand: wanted };
             table.write(Record { id: self.id, beat: self.beat, sharer })?;
             self.published = wanted;
-            self.beat_at = now.after(BEAT);
+            self.beat_at = now.after(HEARTBEAT_INTERVAL);
         }
         if now >= self.tend_at {
-            self.tend_at = now.after(TEND);
+            self.tend_at = now.after(NAME_CHECK_INTERVAL);
             if !table.is_named() {
                 return Err(DomainError::Unavailable("the table was removed".into()));
             }
@@ -207,7 +207,7 @@ impl HostShare {
 
 /// Whether a demand is large enough to be written.
 fn is_significant(demand: ByClass) -> bool {
-    demand.total() >= LEAST
+    demand.total() >= MIN_WINDOW
 }
 
 /// One file for each device and user. Device names are not trusted as file names.

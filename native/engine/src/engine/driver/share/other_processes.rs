@@ -7,10 +7,10 @@ use crate::{group::policy::divide::NicSharer, time::Time};
 
 /// Silence after which the lock of an engine with demand is checked: the kernel knows whether it is
 /// held. It is checked again after as long.
-pub(super) const ASK: Duration = Duration::from_millis(50);
+pub(super) const LOCK_CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// Silence after which an engine with a held lock counts as stopped or hung, or its lock as
 /// inherited. Its demand is ignored until it writes again.
-pub(super) const SILENT: Duration = Duration::from_secs(1);
+pub(super) const SILENCE_LIMIT: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Copy, Debug)]
 struct SeenRecord {
@@ -54,7 +54,12 @@ impl OtherProcesses {
                 SlotContent::Record(record) => match seen {
                     Some(seen) if seen.record == record => {}
                     Some(seen) if seen.record.id == record.id => {
-                        *seen = SeenRecord { record, moved: now, ask: now.after(ASK), dead: false };
+                        *seen = SeenRecord {
+                            record,
+                            moved: now,
+                            ask: now.after(LOCK_CHECK_INTERVAL),
+                            dead: false,
+                        };
                     }
                     // A new engine, or the record of an engine that died long ago.
                     _ => *seen = Some(SeenRecord { record, moved: now, ask: now, dead: false }),
@@ -64,9 +69,9 @@ impl OtherProcesses {
             let wants = seen.record.sharer.demand.total() > 0;
             if wants && !seen.dead && now >= seen.ask {
                 seen.dead = !holds(slot);
-                seen.ask = now.after(ASK);
+                seen.ask = now.after(LOCK_CHECK_INTERVAL);
             }
-            if wants && !seen.dead && now.since(seen.moved) < SILENT {
+            if wants && !seen.dead && now.since(seen.moved) < SILENCE_LIMIT {
                 self.sharers.push(seen.record.sharer);
             }
         }

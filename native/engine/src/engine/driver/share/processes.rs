@@ -17,8 +17,8 @@ use super::{
 };
 
 /// The directory of a member process, and its role.
-const WHERE: &str = "FABRIC_RAY_TEST_SHARE";
-const HOW: &str = "FABRIC_RAY_TEST_SHARE_AS";
+const DIRECTORY_VARIABLE: &str = "FABRIC_RAY_TEST_SHARE";
+const ROLE_VARIABLE: &str = "FABRIC_RAY_TEST_SHARE_AS";
 /// Fails tests that hang; far above any expected duration.
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Interval of polls.
@@ -47,7 +47,10 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
 /// The body of a member process, until its input ends. Does nothing in the parent.
 #[test]
 fn member() {
-    let (Some(dir), Ok(how)) = (std::env::var_os(WHERE), std::env::var(HOW)) else { return };
+    let (Some(dir), Ok(how)) = (std::env::var_os(DIRECTORY_VARIABLE), std::env::var(ROLE_VARIABLE))
+    else {
+        return;
+    };
     let stop = Arc::new(AtomicBool::new(false));
     let seen = Arc::clone(&stop);
     std::thread::spawn(move || {
@@ -96,7 +99,7 @@ fn churn(dir: &Path, going_on: impl Fn() -> bool) {
             let table = share.table.as_ref().expect("no table is damaged here");
             assert!(table.is_named(), "other engines use another table");
             share.publish(Time::now(), BUSY);
-            assert!(share.window(WINDOW, Priority::Bulk) >= LEAST);
+            assert!(share.window(WINDOW, Priority::Bulk) >= MIN_WINDOW);
         }
     }
 }
@@ -112,8 +115,8 @@ impl Member {
     fn spawn(dir: &TempFolder, how: &str) -> Self {
         let mut process = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "engine::driver::share::processes::member", "--nocapture"])
-            .env(WHERE, &dir.0)
-            .env(HOW, how)
+            .env(DIRECTORY_VARIABLE, &dir.0)
+            .env(ROLE_VARIABLE, how)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()

@@ -29,7 +29,7 @@ use super::{
 use crate::domain::DomainError;
 
 /// Pause between attempts, while another process leaves or makes the table.
-const PAUSE: Duration = Duration::from_millis(1);
+const RETRY_PAUSE: Duration = Duration::from_millis(1);
 
 #[derive(Debug)]
 pub(super) struct Table {
@@ -64,7 +64,7 @@ impl Table {
         let mut why = "";
         for attempt in 0..attempts {
             if attempt > 0 {
-                std::thread::sleep(PAUSE);
+                std::thread::sleep(RETRY_PAUSE);
             }
             match Self::attempt(path) {
                 Ok(table) => return Ok(table),

@@ -11,8 +11,8 @@ use std::{
 
 use rustix::fs::OFlags;
 
-use super::{other_processes::SILENT, record::SLOTS, *};
-use crate::group::policy::divide::LEAST;
+use super::{other_processes::SILENCE_LIMIT, record::SLOTS, *};
+use crate::group::policy::divide::MIN_WINDOW;
 
 const M: u64 = 1 << 20;
 pub(super) const WINDOW: u64 = 8 * M;
@@ -23,7 +23,7 @@ pub(super) struct TempFolder(pub PathBuf);
 impl TempFolder {
     pub fn new() -> Self {
         let name = format!("fabric-ray-test-{}-{}", std::process::id(), fastrand::u64(..));
-        let path = Path::new(PLACE).join(name);
+        let path = Path::new(SHARED_MEMORY_DIR).join(name);
         fs::create_dir(&path).unwrap();
         Self(path)
     }
@@ -98,16 +98,16 @@ fn small_demands_write_nothing_and_need_no_timer() {
     let mut a = dir.join(1);
     let before = fs::read(dir.table()).unwrap();
     for t in 0..100 {
-        a.publish(ms(7 * t), bulk(LEAST - 1));
+        a.publish(ms(7 * t), bulk(MIN_WINDOW - 1));
         assert_eq!((a.next_timer(), a.window(WINDOW, Priority::Bulk)), (Time::NEVER, WINDOW));
     }
     assert_eq!(fs::read(dir.table()).unwrap(), before);
     // An engine with demand must write that it continues, and in the end that it is over.
     a.publish(ms(1000), BUSY);
     assert_ne!(fs::read(dir.table()).unwrap(), before);
-    assert_eq!(a.next_timer(), ms(1000).after(BEAT));
+    assert_eq!(a.next_timer(), ms(1000).after(HEARTBEAT_INTERVAL));
     a.publish(ms(1001), IDLE);
-    assert_eq!(a.next_timer(), ms(1000).after(LOOK));
+    assert_eq!(a.next_timer(), ms(1000).after(READ_INTERVAL));
     // The maximum since the last read counts.
     a.publish(ms(1010), IDLE);
     assert_eq!(a.next_timer(), ms(1020));
@@ -122,7 +122,7 @@ fn a_hung_engine_has_no_share_until_it_continues() {
     let at = &mut 0;
     settle(at, &mut [(&mut a, BUSY), (&mut b, BUSY)]);
     let hangs_at = *at;
-    while *at < hangs_at + SILENT.as_millis() as u64 - 40 {
+    while *at < hangs_at + SILENCE_LIMIT.as_millis() as u64 - 40 {
         assert_eq!(settle(at, &mut [(&mut a, BUSY)]), [4 * M]);
     }
     *at += 40;

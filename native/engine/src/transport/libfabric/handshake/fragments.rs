@@ -14,7 +14,7 @@ use crate::{
 };
 
 /// Handshakes of strangers at a time; further ones are not answered.
-const STRANGERS: usize = 64;
+const MAX_UNPROVEN: usize = 64;
 /// Fragments that may wait for the provider; further ones are dropped and repeated later.
 const OUTBOX: usize = 256;
 
@@ -45,12 +45,12 @@ impl LibfabricDomain {
                 return;
             }
             let strangers = self.handshakes.keys().filter(|(_, initiator)| !initiator).count();
-            if strangers >= STRANGERS {
+            if strangers >= MAX_UNPROVEN {
                 return;
             }
             self.strangers.retain(|(_, _, deadline)| *deadline > self.now);
             if !self.strangers.iter().any(|(e, _, _)| *e == fragment.exchange) {
-                if self.strangers.len() >= STRANGERS {
+                if self.strangers.len() >= MAX_UNPROVEN {
                     return;
                 }
                 let deadline = self.now.after(self.peer_timeout);
