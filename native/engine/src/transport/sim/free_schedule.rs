@@ -20,7 +20,7 @@ use crate::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum NextEvent {
     /// A delivery arrives, or an end learns of an event.
-    Event(usize),
+    Arrival(usize),
     /// One end of a link is lost. The other end learns of it later, or already knows.
     Loss(usize),
 }
@@ -134,7 +134,7 @@ impl World {
         let Some(mut free) = self.free.take() else { return Vec::new() };
         // Events at an end that is down have no effect, in any order.
         free.pending.retain(|p| p.event.end().map_or(true, |end| self.is_up(end)));
-        let events = free.ready(self.config.ordered).into_iter().map(NextEvent::Event);
+        let events = free.ready(self.config.ordered).into_iter().map(NextEvent::Arrival);
         let losses = (0..self.ends().len()).map(NextEvent::Loss);
         let choices = events.chain(losses).collect();
         self.free = Some(free);
@@ -144,7 +144,7 @@ impl World {
     pub(crate) fn take(&mut self, choice: NextEvent) {
         let Some(free) = &mut self.free else { return };
         match choice {
-            NextEvent::Event(i) => {
+            NextEvent::Arrival(i) => {
                 let PendingEvent { id, event, .. } = free.pending.remove(i);
                 free.happening = id;
                 free.record_seen(event.at().engine, id);
@@ -179,7 +179,7 @@ impl World {
                 None => "nothing".into(),
                 Some(((port, link), _)) => format!("{} of {} is lost", by(*link), node(*port)),
             },
-            NextEvent::Event(i) => match self.free.as_ref().and_then(|f| f.pending.get(i)) {
+            NextEvent::Arrival(i) => match self.free.as_ref().and_then(|f| f.pending.get(i)) {
                 None => "nothing".into(),
                 Some(p) => {
                     let at = node(p.event.at());

@@ -41,7 +41,7 @@ impl<'a> Path<'a> {
         run.must_succeed = has_receipts && crashes + hurries == 0;
         run.messages_may_fail = losses > 0;
         run.connect_from(0);
-        while let Some(first @ NextEvent::Event(_)) = run.net.choices().first().copied() {
+        while let Some(first @ NextEvent::Arrival(_)) = run.net.choices().first().copied() {
             run.net.take(first);
         }
         let mut path = Self { scope, run, left: scope.budget, steps: 0 };
@@ -60,7 +60,7 @@ impl<'a> Path<'a> {
             }
             let choices = self.run.net.choices();
             let (events, losses): (Vec<_>, Vec<_>) =
-                choices.into_iter().partition(|c| matches!(c, NextEvent::Event(_)));
+                choices.into_iter().partition(|c| matches!(c, NextEvent::Arrival(_)));
             moves.extend(events.into_iter().map(Move::Network));
             let is_over = moves.is_empty() && !self.run.is_busy();
             if self.left.losses > 0 && !is_over {
