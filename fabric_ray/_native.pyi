@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypedDict, final
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict, final
 
 import numpy as np
 import torch
@@ -43,6 +43,9 @@ __all__ = [
     "__version__",
     "_one_of_each_error",
     "_span_variable",
+    "bind_copies",
+    "copy_rows",
+    "digest_copies",
     "holders",
     "simulate",
     "span_of",
@@ -1196,6 +1199,57 @@ def _one_of_each_error() -> list[Exception]: ...
 def _span_variable() -> ContextVar[int]: ...
 def span_of(name: str) -> int:
     """The span of a name, the same in every process: 64-bit FNV-1a of its UTF-8."""
+
+# a plan's copies on regions
+
+class _CopyLoop(Protocol):
+    @property
+    def count(self) -> int: ...
+    @property
+    def src_stride(self) -> int: ...
+    @property
+    def dst_stride(self) -> int: ...
+
+class _PlanCopy(Protocol):
+    """A :class:`fabric_ray.plan.Copy`."""
+
+    @property
+    def src_container(self) -> int: ...
+    @property
+    def src_offset(self) -> int: ...
+    @property
+    def dst_container(self) -> int: ...
+    @property
+    def dst_offset(self) -> int: ...
+    @property
+    def run(self) -> int: ...
+    @property
+    def loops(self) -> Sequence[_CopyLoop]: ...
+
+def copy_rows(copy: _PlanCopy) -> list[tuple[int, int, int, int, int]]:
+    """``(runs, source offset, source stride, target offset, target stride)`` of each row."""
+
+def bind_copies(
+    copies: Sequence[_PlanCopy],
+    sources: Mapping[int, tuple[Region, int]],
+    target: RemoteRegion,
+    offsets: Sequence[int],
+) -> tuple[Batch, Digest]:
+    """The batch that sends copies to one target, and the digest of its bytes.
+
+    Args:
+        copies: all to the same target rank.
+        sources: the region of each source container, and the container's offset in it, bytes.
+        target: the target's region.
+        offsets: of each target container in ``target``, bytes; -1 where the target has none.
+
+    Raises:
+        InvalidArgument: a container has no region.
+        OutOfBounds: a copy reads past the end of a source region.
+    """
+
+def digest_copies(copies: Sequence[_PlanCopy], target: Region, offsets: Sequence[int]) -> Digest:
+    """The receiver's digest of the bytes of copies."""
 
 # the token
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import msgspec
 
 from fabric_ray import observe
-from fabric_ray._native import Counter, Digest, EngineAddress, Peer, Transfer
+from fabric_ray._native import Counter, Digest, EngineAddress, Peer, Transfer, digest_copies
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import FabricError, InvalidArgument, Stale, WeightSyncError
 from fabric_ray.plan import LocalContainer, Plan, Side
@@ -21,7 +21,6 @@ from fabric_ray.weights.readers import LiveWeights, ReaderGate, Reading, caller
 from fabric_ray.weights.registry import Registry
 from fabric_ray.weights.relay import Relay, RelayWriter
 from fabric_ray.weights.report import InboundPlan, PushTarget, Span, TargetShare
-from fabric_ray.weights.routing import arriving
 from fabric_ray.weights.staging import StagingMemory
 
 if TYPE_CHECKING:
@@ -466,7 +465,7 @@ class WeightTarget:
         if share.plan is None:
             raise InvalidArgument("digests were not asked for at connect")
         copies = Plan.from_bytes(share.plan).for_target(share.plan_rank)
-        return arriving(copies, staging.region, self._offsets(staging))
+        return digest_copies(list(copies), staging.region, self._offsets(staging))
 
 
 def _check_arguments(side: Any, more: Sequence[Any], into: Any) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from fabric_ray import CounterRef, RegionDescriptor, TransferEngine
+from fabric_ray._native import bind_copies
 from fabric_ray.plan import (
     Container,
     DType,
@@ -26,7 +27,6 @@ from fabric_ray.plan import (
 )
 from fabric_ray.weights.fanout import Fanout
 from fabric_ray.weights.report import PushTarget
-from fabric_ray.weights.routing import outgoing
 from fabric_ray.weights.staging import StagingMemory
 from fabric_ray.weights.target import WeightTarget
 
@@ -122,7 +122,7 @@ class World:
                 c for c in self.plan.for_source(0) if push_target.stripes[c.dst_container] == stripe
             ]
             if copies:
-                batch, digest = outgoing(copies, sources, there, push_target.offsets)
+                batch, digest = bind_copies(copies, sources, there, push_target.offsets)
                 total += digest.compute()
                 imm = CounterRef.from_bytes(counter)
                 sent.append(self.trainer.submit(batch, imm=imm, timeout=TIMEOUT))

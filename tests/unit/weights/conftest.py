@@ -11,8 +11,10 @@ from tests.unit.weights.local_sync import LocalSync
 
 
 @pytest.fixture
-def open_sync() -> Iterator[Callable[..., LocalSync]]:
+def open_sync(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LocalSync]]:
     """Makes controllers whose rollouts run version 1."""
+    # All actors are in this process: no delay between hosts has to be allowed for.
+    monkeypatch.setattr("fabric_ray.weights.session._GATE_S", 1.0)
     made = []
 
     def open_(**options: Any) -> LocalSync:
