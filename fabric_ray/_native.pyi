@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import Self, disjoint_base
 
+from fabric_ray.engine.config import EngineConfig
 from fabric_ray.kvcache.errors import KvCause, KvEvent
 
 __all__ = [
@@ -658,28 +659,7 @@ class _Stats(TypedDict):
 class Engine:
     """The native engine; `fabric_ray.TransferEngine` is the class to use."""
 
-    def __new__(
-        cls,
-        *,
-        name: str,
-        transports: Sequence[str],
-        require: str | None,
-        token: bytes | None,
-        bind: Sequence[str],
-        ports: tuple[int, int] | None,
-        tcp_streams: int,
-        spin_us: int | None,
-        copy_threads: int | None,
-        inline_bytes: int,
-        stage_foreign: bool,
-        heal: bool,
-        rail_window: int,
-        receive_window: int,
-        records: int,
-        peer_timeout: float,
-        op_timeout: float,
-        nics: Mapping[str, object],
-    ) -> Self: ...
+    def __new__(cls, config: EngineConfig) -> Self: ...
     @property
     def address(self) -> EngineAddress:
         """To be sent to peers."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from fabric_ray.demo.weights import Options, run
 from fabric_ray.errors import FabricError, InvalidArgument
@@ -41,12 +41,13 @@ def test_experts_from_a_checkpoint(cluster: list[str], tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["timeline.png"]
 
 
-def test_the_command_prints_one_json_object(tmp_path: Path) -> None:
+def test_the_command_prints_one_json_object(cluster: list[str], tmp_path: Path) -> None:
+    address = ray.get_runtime_context().gcs_address
     arguments = ["--parameters", "2e6", "--pushes", "2", "--trainers", "3", "--rollouts", "1"]
+    arguments += ["--address", address]
     command = [str(Path(sys.executable).parent / "fabric-ray"), "demo", "weights", "--json"]
     done = subprocess.run(
         [*command, *arguments, "--output", str(tmp_path)],
-        env={**os.environ, "RAY_ADDRESS": ""},
         capture_output=True,
         text=True,
         timeout=280,
