@@ -49,6 +49,9 @@ test: $(DONE)/tools
 build-rust-tests: $(DONE)/tools
 	cd native && cargo test $(TESTED_CRATES) --quiet --no-run
 
+# A quarter of the random schedules that cargo runs by default; make test-long runs those.
+test-rust: export FABRIC_SIM_RUNS ?= 5000
+test-rust: export FABRIC_MOE_SCHEDULES ?= 100
 test-rust: $(DONE)/tools
 	cd native && cargo test $(TESTED_CRATES) --quiet
 
@@ -83,6 +86,7 @@ $(LANES): test-%: $(DONE)/native-dev
 
 # What make test leaves out for its length.
 test-long: $(DONE)/native-dev
+	$(if $(ARGS),,cd native && cargo test $(TESTED_CRATES) --quiet schedules)
 	$(BIN)/python -m pytest -q -m long $(ARGS)
 
 # All of tests/rdma, in guests with soft-RoCE devices; `make test` runs a part of it.
