@@ -87,6 +87,7 @@ $(LANES): test-%: $(DONE)/native-dev
 # What make test leaves out for its length.
 test-long: $(DONE)/native-dev
 	$(if $(ARGS),,cd native && cargo test $(TESTED_CRATES) --quiet schedules)
+	$(if $(ARGS),,cd native && cargo clippy -p fabric-microbench --all-targets --quiet -- -D warnings)
 	$(BIN)/python -m pytest -q -m long $(ARGS)
 
 # All of tests/rdma, in guests with soft-RoCE devices; `make test` runs a part of it.
@@ -123,7 +124,7 @@ bench: $(DONE)/native $(DONE)/perf $(DONE)/bench
 # Either build will do.
 lint: $(or $(wildcard $(DONE)/native),$(DONE)/native-dev)
 	cd native && cargo fmt --all --check
-	cd native && cargo clippy --workspace --all-targets --quiet -- -D warnings
+	cd native && cargo clippy $(TESTED_CRATES) --all-targets --quiet -- -D warnings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/glossary.py
