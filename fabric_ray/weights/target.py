@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -103,7 +104,7 @@ class WeightTarget:
         self._engine_hooks = hooks or EngineHooks()
         self._pause = Pause(self._engine_hooks)
         self._hooks: list[Callable[[int], None]] = []
-        self._gate = ReaderGate(self._referenced)
+        self._gate = ReaderGate(self._referenced, self._is_lent_to_caller)
         self._into: Destination | None = None
         if into is not None:
             from fabric_ray.weights.replica.sides import whole_plan
@@ -400,6 +401,12 @@ class WeightTarget:
             f"tensors of version {self.version}, taken up to {max(lent.values()):.1f} s ago, are "
             f"still referred to: {few}{more}",
         )
+
+    def _is_lent_to_caller(self) -> bool:
+        """Whether the calling thread took tensors of the version in use that are referred to."""
+        if self.version is None or not self._staging:
+            return False
+        return self._staging[self._live].is_lent_to(threading.get_ident())
 
     def _routed(self) -> TargetShare:
         if self._share is None:
