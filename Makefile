@@ -53,7 +53,7 @@ build-rust-tests: $(DONE)/tools
 test-rust: export FABRIC_SIM_RUNS ?= 5000
 test-rust: export FABRIC_MOE_SCHEDULES ?= 100
 test-rust: $(DONE)/tools
-	cd native && cargo test $(TESTED_CRATES) --quiet
+	cd native && MAKEFLAGS= cargo test $(TESTED_CRATES) --quiet
 
 # Most of what waits for actors or guests is waiting: they run side by side with what computes. What watches a clock
 # closely runs alone after them.

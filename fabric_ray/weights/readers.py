@@ -35,7 +35,7 @@ class ReaderGate:
 
     Args:
         held: describes tensors of the version in use that are referred to outside a reading.
-        holds: whether the calling thread took such tensors.
+        holds: whether the calling thread or task took such tensors.
     """
 
     def __init__(self, held: Callable[[], tuple[str, ...]], holds: Callable[[], bool]) -> None:
@@ -159,8 +159,8 @@ class ReaderGate:
 
     @property
     def _must_wait(self) -> bool:
-        """Whether the calling thread has to wait before it reads. A commit waits for the tensors
-        that a thread holds, so that thread doesn't wait for the commit."""
+        """Whether the caller has to wait before it reads. A commit waits for the tensors that a
+        caller holds, so that caller doesn't wait for the commit."""
         if self._writer is not None:
             return self._writer != threading.get_ident()
         return self._is_closed and not self._holds()

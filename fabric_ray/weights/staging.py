@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 import weakref
@@ -21,11 +22,18 @@ _ALIGN = 256
 _QUIESCE_S = 2.0
 
 
+def _caller() -> int:
+    """Identifies the current task in an event loop, else the thread."""
+    if asyncio._get_running_loop() is not None and (task := asyncio.current_task()):
+        return id(task)
+    return threading.get_ident()
+
+
 class _Loan(NamedTuple):
     array: weakref.ref[Any]
     """Under the tensor that was lent and its views."""
     since: float
-    thread: int
+    caller: int
 
 
 class StagingMemory:
@@ -50,7 +58,7 @@ class StagingMemory:
 
         start = self.offsets[container.index]
         array = self._memory.numpy()[start : start + container.nbytes]
-        loan = _Loan(weakref.ref(array), time.monotonic(), threading.get_ident())
+        loan = _Loan(weakref.ref(array), time.monotonic(), _caller())
         self._lent[container.name] = [*self._loans(container.name), loan]
         return _shaped(torch.from_numpy(array), container)
 
@@ -60,9 +68,10 @@ class StagingMemory:
         self._lent = {name: loans for name in self._lent if (loans := self._loans(name))}
         return {name: now - loans[0].since for name, loans in self._lent.items()}
 
-    def is_lent_to(self, thread: int) -> bool:
-        """Whether a tensor that a thread was lent is still referred to."""
-        return any(loan.thread == thread for name in self._lent for loan in self._loans(name))
+    def is_lent_to_caller(self) -> bool:
+        """Whether a tensor that the calling thread or task was lent is still referred to."""
+        caller = _caller()
+        return any(loan.caller == caller for name in self._lent for loan in self._loans(name))
 
     def _loans(self, name: str) -> list[_Loan]:
         """Those of a container that are still referred to, the oldest first."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -403,10 +402,10 @@ class WeightTarget:
         )
 
     def _is_lent_to_caller(self) -> bool:
-        """Whether the calling thread took tensors of the version in use that are referred to."""
+        """Whether the caller took tensors of the version in use that are still referred to."""
         if self.version is None or not self._staging:
             return False
-        return self._staging[self._live].is_lent_to(threading.get_ident())
+        return self._staging[self._live].is_lent_to_caller()
 
     def _routed(self) -> TargetShare:
         if self._share is None:
