@@ -16,6 +16,7 @@ RETIRED = {
     "everybody": "all peers, all callers, all ranks",
     "mourn": "on_link_lost",
     "limbo": "unresolved slices",
+    "apertures?": "peer mapping",
     "baton": "combining lock",
     "whispers?": "control channel",
     "twins?": "replica",

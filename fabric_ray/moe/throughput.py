@@ -168,7 +168,7 @@ class ThroughputAllToAll:
             threads=threads,
             timeout=timeout,
             incarnation=incarnation,
-            far=None if memory is None else (workers, memory.allocate),
+            kernels=None if memory is None else (workers, memory.allocate),
         )
         self._steps: WorkerSteps | None = None
         if memory is not None and launcher is not None:

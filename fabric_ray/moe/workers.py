@@ -154,7 +154,7 @@ class WorkerSteps:
                 )
             given(self._parts, tensors, len(experts), self._device)
             with self._at_work([tensors[p.name] for p in self._parts]):
-                self._native.far_dispatch_send((experts.data_ptr(), experts.numel()), weight)
+                self._native.kernel_dispatch_send((experts.data_ptr(), experts.numel()), weight)
             self._tokens = len(experts)
 
     def dispatch_recv(self, multiple: int, stride: int | None, x: Tensor | None) -> Dispatched:
@@ -164,7 +164,7 @@ class WorkerSteps:
                 counts, starts, total = self._native.arriving(multiple=multiple, stride=stride)
             tensors, _ = room(self._parts, total, x, self._device)
             with self._at_work([tensors[p.name] for p in self._parts]):
-                self._native.far_dispatch_recv(total)
+                self._native.kernel_dispatch_recv(total)
             self._rows = total
             return Dispatched.on_host(tensors, total, counts, starts)
 
@@ -180,7 +180,7 @@ class WorkerSteps:
                 device=self._device,
             )
             with self._at_work(answers=y):
-                self._native.far_combine_send(len(y))
+                self._native.kernel_combine_send(len(y))
 
     def combine_recv(self, out: Tensor | None, dtype: torch.dtype | None) -> Tensor:
         """As :meth:`ThroughputAllToAll.combine_recv`."""
@@ -196,7 +196,7 @@ class WorkerSteps:
                 device=self._device,
             )
             with self._at_work():
-                tokens = self._native.far_combine_recv()
+                tokens = self._native.kernel_combine_recv()
             return out[:tokens].copy_(self._totals[:tokens])
 
     @contextmanager

@@ -3,15 +3,15 @@
 //! A domain moves work requests and reports completions. It knows nothing of requests, retries or
 //! counters, and promises nothing about order.
 
-mod aperture;
-mod landed;
+mod completed_numbers;
+mod peer_mapping;
 
 use std::{any::Any, fmt, sync::Arc};
 
 pub use crate::error::DomainError;
-pub(crate) use aperture::Held;
-pub use aperture::{Aperture, Stay};
-pub use landed::Landed;
+pub use completed_numbers::CompletedNumbers;
+pub(crate) use peer_mapping::KeepAlive;
+pub use peer_mapping::{PeerMapping, StoreGuard};
 use smallvec::SmallVec;
 
 use crate::{
@@ -22,13 +22,13 @@ use crate::{
     time::Time,
 };
 
-/// Names a connection within one domain; never used again after its `LinkDown`.
+/// Identifies a connection within one domain. It is never reused after its `LinkDown`.
 pub type LinkId = u32;
 
-/// What both ends of a connection call it: drawn anew for each, and part of its handshake.
+/// The name of a connection at both ends: random, and part of its handshake.
 pub type LinkName = u64;
 
-/// Comes back with the completion of what was posted under it; means nothing to a domain.
+/// Identifies posted work in its completion. A domain does not interpret it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Token {
     pub slot: u32,
@@ -36,18 +36,18 @@ pub struct Token {
     pub part: u32,
 }
 
-/// What a domain can do with one work request.
+/// Limits of one work request of a domain.
 #[derive(Clone, Copy, Debug)]
 pub struct Caps {
-    /// Bytes of one contiguous piece.
+    /// Longest contiguous range, bytes.
     pub max_bytes: u64,
-    /// Pages of one work request.
+    /// Most pages of one work request.
     pub max_pages: u32,
-    /// Bytes of one message.
+    /// Longest message, bytes.
     pub max_message: usize,
 }
 
-/// Where the pieces of a work request begin, as byte offsets from some base.
+/// Start offsets of the pages of a work request, in bytes from a base.
 #[derive(Clone, Debug)]
 pub enum Seq {
     Strided { offset: u64, stride: u64 },
@@ -86,8 +86,8 @@ impl Seq {
     }
 }
 
-/// The start of a local region. A plain number: it is dereferenced only where a domain can show
-/// that the region behind it is still registered.
+/// The start of a local region, as a plain number. Only a domain that can show that the region is
+/// still registered dereferences it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct LocalAddr(pub usize);
 
@@ -97,10 +97,10 @@ impl fmt::Debug for LocalAddr {
     }
 }
 
-/// `pages` pieces of `page_len` bytes each, between local memory and a peer's region.
+/// `pages` pages of `page_len` bytes each, between local memory and a peer's region.
 ///
-/// Bounds were checked against both regions before this was made; software transports check the
-/// remote side again where the bytes land (MR-3).
+/// The engine has checked the bounds of both regions. Software transports check the remote bounds
+/// again where the bytes land (MR-3).
 #[derive(Clone, Debug)]
 pub struct Data {
     pub local: LocalAddr,
@@ -127,11 +127,12 @@ pub struct Count {
     pub n: u32,
 }
 
+/// Work that a domain carries out on one link.
 #[derive(Clone, Debug)]
 pub enum WorkRequest {
-    /// The count, if any, is seen by the peer only after every byte is readable there (IC-2). A
-    /// write without a count is done only when its bytes are readable at the peer: the count of a
-    /// write that was cut may then go another way.
+    /// A write. The peer sees its count only after every byte is readable there (IC-2). A write
+    /// without a count is done only when its bytes are readable at the peer, because the count of a
+    /// cut write may then take another link.
     Write {
         data: Data,
         count: Option<Count>,
@@ -139,7 +140,7 @@ pub enum WorkRequest {
     Read {
         data: Data,
     },
-    /// Everything that a write of `data` will need is made ready; no byte moves.
+    /// Prepares everything that a write of `data` needs. No byte moves.
     Prepare {
         data: Data,
     },
@@ -147,32 +148,31 @@ pub enum WorkRequest {
     Send(Arc<[u8]>),
 }
 
-/// What became of a posted work request.
+/// The result of posting a work request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Post {
-    /// It has been carried out; no completion will follow.
+    /// The work is done. No completion follows.
     Done,
-    /// A `Completion::Done` with its token will follow.
+    /// A `Completion::Done` with its token follows.
     Queued,
-    /// No room; nothing happened. Try again after the next poll that makes progress.
+    /// The link has no room, and nothing happened. Try again after the next poll that progresses.
     Full,
 }
 
-/// What an end of a link that is down knows of the counts that came over it. Anything but `Unknown` is a
-/// promise that nothing of the peer's can land by that link any more (MR-1).
+/// The counts that arrived over a lost link, as one end knows them. Every variant but `Unknown`
+/// promises that nothing of the peer can land over the link any more (MR-1).
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Receipt {
-    /// It can't be told: what was under way must not be sent again.
+    /// Unknown: work that was under way must not be sent again.
     #[default]
     Unknown,
-    /// The peer's first so many writes with a count, in the order in which they were posted, and no
-    /// others.
+    /// The number of writes with a count that arrived: the first ones in posting order, no others.
     InOrder(u64),
-    /// These work requests, by the numbers that the link gave them, and no others in part or whole.
-    Landed(Landed),
+    /// The work requests that arrived, by their numbers on the link. No others arrived in part.
+    Numbered(CompletedNumbers),
 }
 
-/// Which receipts a domain's links end with, if they can be lost while their peer lives.
+/// The kind of receipt with which a domain's links end, if they can be lost while the peer lives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Receipts {
     None,
@@ -180,11 +180,11 @@ pub enum Receipts {
     Numbered,
 }
 
-/// Who is at the other end of a link, as its handshake proved.
+/// The peer at the other end of a link, as the handshake proved.
 #[derive(Clone, Debug)]
 pub struct PeerIdentity {
     pub address: EngineAddress,
-    /// The newest wire version that both sides speak; `None` where nothing goes over a wire.
+    /// The newest wire version of both sides; `None` for links within a process.
     pub version: Option<u16>,
 }
 
@@ -194,7 +194,7 @@ impl PeerIdentity {
     }
 }
 
-/// What a poll of a domain reports.
+/// An event that a poll of a domain reports.
 #[derive(Debug)]
 pub enum Completion {
     Done {
@@ -207,89 +207,91 @@ pub enum Completion {
         link: LinkId,
         message: Box<[u8]>,
     },
-    /// The handshake is over; `peer` is authentic. Also for links that the peer began.
+    /// A link is up and its `peer` is authentic. Also reported for links that the peer began.
     LinkUp {
         link: LinkId,
         peer: PeerIdentity,
-        /// Which endpoint of the peer's address is at the other end.
+        /// Index of the peer's endpoint at the other end.
         endpoint: usize,
         name: LinkName,
-        note: String,
+        description: String,
     },
-    /// Every token of this link has been completed, and every count reported, before this.
+    /// A link is down. Every token of it has completed and every count was reported before this.
     LinkDown {
         link: LinkId,
         cause: DomainError,
         receipt: Receipt,
-        /// By which numbers the peer's receipt names what was under way; empty where it names none.
+        /// The numbers by which the peer's receipt names work under way; empty if it has no
+        /// numbers.
         unfinished: Vec<(Token, u64)>,
     },
-    /// A link that this peer began was accepted, never was up here, and has ended: nothing can land by it any
-    /// more.
+    /// An accepted link has ended before it was up here. Nothing can land over it any more.
     Unused {
         peer: PeerIdentity,
         name: LinkName,
         receipt: Receipt,
     },
-    /// What the peer's group has to say to ours.
-    Note {
+    /// A frame of the peer's group for the local group.
+    GroupFrame {
         link: LinkId,
         frame: Vec<u8>,
     },
     /// No peer can reach this region through this domain any more (MR-1).
-    RegionQuiet {
+    RegionReleased {
         index: u32,
     },
 }
 
-/// Whether a region is unreachable at once, or a `RegionQuiet` will say when.
+/// When no peer can reach a deregistered region any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Quiet {
+pub enum RegionRelease {
     Now,
+    /// A `RegionReleased` reports it.
     Later,
 }
 
-/// Whether an incoming message may be handed up.
+/// Whether an incoming message is accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Admit {
     Take,
-    /// No place in the receive pool: keep it back, and let nothing else wait behind it.
+    /// The receive pool is full: keep the message, and let nothing else wait behind it.
     Wait,
-    /// It will never fit: tell its sender.
+    /// The message never fits: the domain refuses it to its sender.
     TooLong {
         limit: usize,
     },
 }
 
-/// The receive pool, as domains see it.
+/// The receive pool, as domains see it: admits messages.
 pub trait MessageRoom {
     fn admit(&self, len: usize) -> Admit;
 }
 
-/// Work that any thread which waits anyway may do, without the group's lock.
+/// Work that a waiting thread may do without the group's lock.
 pub trait Assist: Send + Sync {
-    /// Does one piece, bounded to some hundred microseconds; false if there was none.
+    /// Does some work, for some hundred microseconds at most; false if there was none.
     fn assist(&self) -> bool;
 }
 
-/// Makes memory known to a NIC, by any thread and without the group's lock: to pin tens of gigabytes
-/// takes seconds, in which heartbeats must leave.
+/// Pins memory for a NIC, on any thread and without the group's lock. Pinning tens of gigabytes
+/// takes seconds, during which heartbeats must be sent.
 pub trait Pinner: Send + Sync {
     fn pin(&self, region: &Arc<RegionMemory>) -> Result<Pinned, DomainError>;
 }
 
-/// What a domain's own pinner has made. Unpins when it is dropped.
+/// Memory that a domain's pinner has pinned. Dropping it unpins the memory.
 pub type Pinned = Box<dyn Any + Send>;
 
 /// One NIC's keys of a registration.
 pub type NicKeys = SmallVec<[RailKey; 1]>;
 
-/// Bytes of a frame between groups.
-pub const MAX_NOTE: usize = 2048;
+/// Longest frame between groups, bytes.
+pub const MAX_GROUP_FRAME: usize = 2048;
 
-/// File descriptors whose readiness means that a poll will find something.
+/// File descriptors that become readable when a poll will find something.
 pub type WakeFds = SmallVec<[std::os::fd::RawFd; 2]>;
 
+/// One NIC or one kind of link. See the module.
 pub trait Domain: Send {
     fn kind(&self) -> TransportKind;
 
@@ -298,45 +300,43 @@ pub trait Domain: Send {
         ""
     }
 
-    /// Whether bytes are placed by a NIC, without the peer's processor.
+    /// Whether a NIC places the bytes, without the peer's CPU.
     fn is_rdma(&self) -> bool {
         false
     }
 
     fn caps(&self) -> Caps;
 
-    /// Where peers connect; part of the engine's address.
+    /// The endpoint to which peers connect; part of the engine's address.
     fn endpoint(&self) -> Endpoint;
 
-    /// Called once, when all endpoints of the engine are known and before any link exists.
+    /// Tells the engine's own address. Called once, before any link exists.
     fn announce(&mut self, own: &EngineAddress);
 
-    /// The registering engine has this make the memory ready first, if there is one.
+    /// The pinner that the engine calls before `register`, if there is one.
     fn pinner(&self) -> Option<Arc<dyn Pinner>> {
         None
     }
 
-    /// Makes a region reachable for authenticated peers that hold its key, and returns what its NIC
-    /// must be shown besides (`rail` is filled in by the caller). `pinned` is what this domain's
-    /// pinner made of the region.
+    /// Makes a region reachable for authenticated peers that hold its key. Returns the NIC's own
+    /// keys; the caller fills in their `rail`. `pinned` is the result of this domain's pinner.
     fn register(
         &mut self,
         region: &Arc<RegionMemory>,
         pinned: Option<Pinned>,
     ) -> Result<NicKeys, DomainError>;
 
-    fn deregister(&mut self, index: u32) -> Quiet;
+    fn deregister(&mut self, index: u32) -> RegionRelease;
 
-    /// What a region that was deregistered and isn't quiet waits for, in words; `None` where nothing more is
-    /// known than that it waits.
+    /// The reason why a deregistered region is not released, as text; `None` if unknown.
     fn waits_for(&self, _index: u32) -> Option<String> {
         None
     }
 
-    /// Why this domain won't even try to reach that peer, if so; decided from the address alone.
+    /// Why this domain can't reach a peer, by its address alone; `None` if it may try.
     fn unfit(&self, peer: &EngineAddress) -> Option<String>;
 
-    /// Begins a connection to one of the peer's endpoints; `LinkUp` or `LinkDown` follows.
+    /// Connects to one of the peer's endpoints. `LinkUp` or `LinkDown` follows.
     fn connect(
         &mut self,
         now: Time,
@@ -344,76 +344,78 @@ pub trait Domain: Send {
         endpoint: usize,
     ) -> Result<LinkId, DomainError>;
 
-    /// Drops a link. Its outstanding work is completed with an error; then `LinkDown` follows.
+    /// Drops a link. Its outstanding work completes with an error, then `LinkDown` follows.
     fn disconnect(&mut self, link: LinkId, cause: &str);
 
-    /// Ends a link of this name that was accepted and waits for its initiator to use it first; `Unused`
-    /// follows. False if there is none.
+    /// Ends an accepted link of this name that its initiator has not used yet. `Unused` follows.
+    /// False if there is no such link.
     fn end_unused(&mut self, _name: LinkName, _cause: &str) -> bool {
         false
     }
 
-    /// What its links end with. Without receipts, what a lost link had under way fails.
+    /// The receipts with which its links end. Without receipts, work under way on a lost link
+    /// fails.
     fn receipts(&self) -> Receipts {
         Receipts::None
     }
 
-    /// Sends a frame of at most [`MAX_NOTE`] bytes beside the link's traffic, in order, not held up
-    /// by messages that wait for room; forgotten if the link is going down.
-    fn note(&mut self, _link: LinkId, _frame: Vec<u8>) {}
+    /// Sends a frame of at most [`MAX_GROUP_FRAME`] bytes beside the link's traffic, in order.
+    /// Messages that wait for room don't delay it. The frame is lost if the link goes down.
+    fn send_group_frame(&mut self, _link: LinkId, _frame: Vec<u8>) {}
 
-    /// A new request begins: a domain that moves bytes itself may spend its time per call anew.
-    /// `flush` follows when all of the request was posted.
+    /// A request begins. A domain that moves bytes itself gets a new time budget. `flush` follows
+    /// once all of the request is posted.
     fn begin_request(&mut self) {}
 
     fn post(&mut self, link: LinkId, token: Token, wr: &WorkRequest) -> Result<Post, DomainError>;
 
-    /// Moves things on and reports what happened; false if nothing did.
+    /// Advances all links and reports events; false if nothing happened.
     fn poll(&mut self, now: Time, room: &dyn MessageRoom, out: &mut Vec<Completion>) -> bool;
 
-    /// Pushes out what was held back to be sent in one go (acknowledgements, small frames), and wakes peers.
+    /// Sends frames that were collected (acknowledgements, small frames), and wakes peers.
     fn flush(&mut self) {}
 
-    /// Whether a link has work that waits for a disk or a copy engine: it is slow for no fault of its own.
+    /// Whether a link has work that waits for a disk or a copy engine, which does not count as a
+    /// stall.
     fn is_staging(&self, _link: LinkId) -> bool {
         false
     }
 
-    /// Whether bytes of a region with this key take a detour through host memory.
+    /// Whether bytes of a region with this key pass through host memory.
     fn stages(&self, _key: RegionKey) -> bool {
         false
     }
 
-    /// Where a device stores to a peer's region by itself: a GPU of this process, or its processors. Of a region that
-    /// work has named before, on a link that is up.
+    /// Maps a peer's region for direct stores by GPU `by` of this process, or by its CPUs. Earlier
+    /// work must have named the region, and the link must be up.
     ///
     /// # Errors
-    /// Why it can't, in words.
-    fn aperture(
+    /// The reason, as text.
+    fn map_peer_region(
         &mut self,
         _link: LinkId,
         _key: RegionKey,
         _by: Option<i32>,
-    ) -> Result<Arc<Aperture>, String> {
+    ) -> Result<Arc<PeerMapping>, String> {
         Err(format!("{} has no memory of the peer's within reach", self.kind()))
     }
 
-    /// Whether it takes memory that has no address and lies in a file.
+    /// Whether it accepts regions that lie in files and have no address.
     fn takes_files(&self) -> bool {
         false
     }
 
-    /// Gets ready to sleep: from now on `wake_fds` fire. False if there is something to do already.
+    /// Prepares to sleep: from now on `wake_fds` fire. False if there is something to do already.
     fn arm(&mut self) -> bool;
 
-    /// The thread is awake again; peers need not signal.
+    /// The thread is awake again, and peers need not signal.
     fn disarm(&mut self);
 
     fn wake_fds(&self) -> WakeFds {
         WakeFds::new()
     }
 
-    /// When `poll` wants to be called next even if nothing happens.
+    /// When `poll` must be called next even if nothing happens.
     fn next_timer(&self) -> Time {
         Time::NEVER
     }
@@ -422,9 +424,9 @@ pub trait Domain: Send {
         None
     }
 
-    /// A sentence about a link, for `explain`.
+    /// Describes a link, for `explain`.
     fn describe(&self, link: LinkId) -> String;
 
-    /// Ends all links in good order, telling the peers.
+    /// Ends all links, and tells the peers.
     fn close(&mut self);
 }

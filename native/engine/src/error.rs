@@ -1,10 +1,10 @@
-//! What failed: for the user, with whom and what to do next; between the layers, what a domain could not do.
+//! Errors: [`EngineError`] for users, [`DomainError`] between the layers.
 //!
 //! Each variant of [`EngineError`] maps one to one onto a Python exception under `FabricError`.
 
 use std::time::Duration;
 
-/// Why a call or a transfer of the engine failed.
+/// The error of a call or a transfer: what failed, with which peer, and what to do next.
 #[derive(Debug, Clone, thiserror::Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum EngineError {
@@ -21,13 +21,13 @@ pub enum EngineError {
     PeerLost {
         peer: String,
         transport: String,
-        /// Empty where the transport has none.
+        /// Empty if the transport has none.
         nic: String,
         cause: String,
         link: Box<LostLink>,
     },
 
-    /// One NIC of several: the peer is still there.
+    /// One NIC of several was lost; others reach the peer.
     #[error(
         "a rail of {transport} to peer {peer} was lost: {on}{cause}; others still reach it: send again, with a fresh counter if it was counted, for its count may have arrived",
         on = on(.nic)
@@ -43,19 +43,19 @@ pub enum EngineError {
     #[error("peer {peer} refused the {op}: {}", advised(.cause, "ask its owner what it lets you do, and for a fresh descriptor"))]
     Refused { peer: String, op: &'static str, cause: String },
 
-    /// The cause names the file.
+    /// A file failed; the cause names it.
     #[error("the {op} with {peer} failed at a file: {cause}; its bytes may have arrived in part, and were not counted: mend the file or its disk, then send again")]
     Storage { peer: String, op: &'static str, cause: String },
 
-    /// `peer` is empty where no peer is known; `missing` counts the writes that an expectation lacks.
-    #[error("{op}{with} did not finish within {after:?}{lack}{hint}", with = with(.peer), lack = lack(*.missing), hint = or_longer(.hint))]
+    /// `peer` is empty if no peer is known; `missing` counts the writes that an expectation lacks.
+    #[error("{op}{with} did not finish within {after:?}{lack}{hint}", with = with(.peer), lack = missing_text(*.missing), hint = or_longer(.hint))]
     Timeout {
         op: &'static str,
         peer: String,
         missing: u64,
         after: Duration,
         quiesced: bool,
-        /// What to look at, or to mind, after a separator; where it is empty, more time is advised.
+        /// Advice, after a separator; if empty, the text advises a longer timeout.
         hint: &'static str,
     },
 
@@ -87,14 +87,14 @@ pub enum EngineError {
     Cancelled { what: &'static str, cause: String },
 }
 
-/// What is known of a lost link, for programs; the texts beside it are for people.
+/// Facts of a lost link, for programs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LostLink {
-    /// What the system said, if a system call failed.
+    /// The error of the system call, if one failed.
     pub errno: Option<rustix::io::Errno>,
-    /// The local rail, by its number.
+    /// The number of the local rail.
     pub rail: Option<u8>,
-    /// The peer's incarnation: an engine's id as hex, a rank's number.
+    /// The peer's incarnation: an engine's id as hex, or a rank's number.
     pub incarnation: Option<String>,
 }
 
@@ -105,7 +105,7 @@ fn with(peer: &str) -> String {
     format!(" with {peer}")
 }
 
-/// A cause with what to do next, unless it says so itself.
+/// Appends `remedy` to a cause that has no advice of its own.
 fn advised(cause: &str, remedy: &str) -> String {
     match cause.contains("; ") {
         true => cause.to_owned(),
@@ -127,7 +127,7 @@ fn on(nic: &str) -> String {
     }
 }
 
-fn lack(missing: u64) -> String {
+fn missing_text(missing: u64) -> String {
     match missing {
         0 => String::new(),
         1 => ": 1 write is missing".into(),
@@ -136,7 +136,7 @@ fn lack(missing: u64) -> String {
 }
 
 impl EngineError {
-    /// One of each kind, with what every field may hold, for code that must show all of them.
+    /// One error of each kind, with typical fields, for code that must handle all kinds.
     #[doc(hidden)]
     pub fn one_of_each() -> Vec<Self> {
         let peer = || "rank-3#5f0c".to_owned();
@@ -200,13 +200,13 @@ impl EngineError {
         ]
     }
 
-    /// Whether a call failed for a limit of this process rather than for what it asked.
+    /// Whether a call failed because of a limit of this process.
     pub(crate) fn is_limit(errno: rustix::io::Errno) -> bool {
         use rustix::io::Errno;
         matches!(errno, Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS | Errno::FBIG)
     }
 
-    /// The same, said of one operation of a batch.
+    /// The error, as one of operation `i` of a batch.
     pub(crate) fn in_operation(self, i: usize) -> Self {
         match self {
             Self::Invalid(text) => Self::Invalid(format!("operation {i} of the batch: {text}")),
@@ -218,7 +218,7 @@ impl EngineError {
         }
     }
 
-    /// An operating-system call that failed for want of something the user can raise.
+    /// The error of a system call that failed for lack of a resource.
     pub(crate) fn resource(call: &'static str, errno: rustix::io::Errno) -> Self {
         use rustix::io::Errno;
         let hint = match errno {
@@ -244,14 +244,14 @@ impl EngineError {
     }
 }
 
-/// Why a domain could not do something.
+/// The error of a domain.
 #[derive(Clone, Debug, thiserror::Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DomainError {
     #[error("{0}")]
     LinkDown(String),
-    /// As `LinkDown`, and another attempt would find no engine: the peer said goodbye, or hasn't been heard
-    /// for as long as a peer may be silent.
+    /// As `LinkDown`, and the peer is lost: it closed its engine, or was silent for the peer
+    /// timeout.
     #[error("{0}")]
     Gone(String),
     #[error("{0}")]
@@ -264,16 +264,16 @@ pub enum DomainError {
     Io { call: &'static str, errno: rustix::io::Errno },
     #[error("{0}")]
     Unavailable(String),
-    /// The ports that the user named can't be had; the text says which, and where.
+    /// The configured ports are not available; the text names them.
     #[error("{0}")]
     Ports(String),
-    /// A file could not be read or written; the text names it.
+    /// Reading or writing a file failed; the text names it.
     #[error("{0}")]
     Storage(String),
 }
 
 impl DomainError {
-    /// Whether it says that a link was lost, and nothing against what it carried.
+    /// Whether it reports a lost link, and not a fault of the work.
     pub(crate) fn is_loss(&self) -> bool {
         matches!(self, Self::LinkDown(_) | Self::Gone(_) | Self::Io { .. })
     }

@@ -57,7 +57,7 @@ pub fn values(bytes: &[u8]) {
             let Ok(c) = CounterRef::from_bytes(&sealed(b"FRct", body)) else { return };
             assert_eq!(CounterRef::from_bytes(&c.to_bytes()), Ok(c));
         }
-        3 => crate::group::fuzz_note(body),
+        3 => crate::group::fuzz_group_message(body),
         5 => {
             let Ok(d) = SegmentDescriptor::from_bytes(&sealed(b"FRsg", body)) else { return };
             assert!(d.parts.iter().all(|p| p.at + p.len <= d.len()));
@@ -141,7 +141,7 @@ mod tests {
     mod seeds {
         use super::super::*;
         use crate::{
-            api::{Endpoint, Imm, Place, RailKey, RegionKey, SegmentPart, TransportKind},
+            api::{Endpoint, Imm, PartLocation, RailKey, RegionKey, SegmentPart, TransportKind},
             transport::{libfabric, shm, staged, tcp, verbs},
         };
 
@@ -186,17 +186,17 @@ mod tests {
                 key: region.key,
                 offset: 1 << 20,
                 rail_keys: region.rail_keys.clone(),
-                place: Place::Cuda { device: 1, pci: "0000:01:00.0".into() },
+                location: PartLocation::Cuda { device: 1, pci: "0000:01:00.0".into() },
                 transports: vec![TransportKind::Shm, TransportKind::Tcp],
             };
-            let file = SegmentPart { at: 4160, place: Place::File, ..part.clone() };
+            let file = SegmentPart { at: 4160, location: PartLocation::File, ..part.clone() };
             let segment = SegmentDescriptor { owner: owner.clone(), parts: vec![part, file] };
             vec![
                 ("segment", numbered(5, &segment.to_bytes())),
                 ("address", numbered(0, &owner.to_bytes())),
                 ("region", numbered(1, &region.to_bytes())),
                 ("counter", numbered(2, &counter.to_bytes())),
-                ("note", numbered(3, &crate::group::sample_note())),
+                ("group-message", numbered(3, &crate::group::sample_group_message())),
                 ("endpoint", numbered(4, &data)),
                 ("whole", owner.to_bytes()),
             ]

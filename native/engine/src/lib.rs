@@ -22,14 +22,15 @@ pub mod topology;
 pub mod transport;
 mod wake;
 
-pub use domain::{Aperture, Stay};
+pub use domain::{PeerMapping, StoreGuard};
 pub use engine::{
-    Counter, Delivery, Expect, Explanation, Grant, Handle, Listener, Local, Notify, Op, Outcome,
-    Path, Peer, PeerGroup, Quiet, Rail, Region, Remote, RemoteRegion, RemoteSegment, ScatterDst,
-    Segment, SegmentPiece, Stats, Submit, TransferEngine, Transports, Watcher, Way,
+    BatchObserver, Counter, Delivery, Expect, Explanation, Grant, Handle, Local, Notify, Op,
+    Outcome, Path, Peer, PeerGroup, PeerTransport, Quiescence, Rail, Region, Remote, RemoteRegion,
+    RemoteSegment, ScatterDst, Segment, SegmentPiece, Stats, Submit, TransferEngine, Transports,
+    Watcher,
 };
 pub use error::{EngineError, LostLink, Result};
-pub use group::Verdict;
+pub use group::TransportVerdict;
 pub use memory::file::FileOptions;
 pub use process::ProcessLocal;
 pub use time::Time;

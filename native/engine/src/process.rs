@@ -1,6 +1,6 @@
-//! Which process a value belongs to. A fork copies the memory of an engine, but neither its threads nor what its
-//! sockets, queue pairs and locks stand for: those stay the parent's. A child that read from them would take away what
-//! the parent counts once (IC-3).
+//! Values that belong to one process. A fork copies an engine's memory, but its threads, sockets,
+//! queue pairs and locks stay the parent's. A child that read from them would take events that the
+//! parent must count once (IC-3).
 
 use std::{
     mem::ManuallyDrop,
@@ -12,8 +12,8 @@ use std::{
 
 use crate::{EngineError, Result};
 
-/// Number of forks between this process and the one that made the first [`ProcessLocal`]. A process id would not do: a
-/// child in a PID namespace of its own may have its parent's.
+/// Number of forks between this process and the one that made the first [`ProcessLocal`]. A process
+/// id is not enough: a child in its own PID namespace may have its parent's.
 static FORKS: AtomicU32 = AtomicU32::new(0);
 
 extern "C" fn in_child() {
@@ -22,8 +22,8 @@ extern "C" fn in_child() {
 
 /// A value that only the process which made it may use.
 ///
-/// In a child by fork [`get`](Self::get) fails, and dropping it does nothing: what the value's destructor would end is
-/// the parent's. The check is one load: a fork handler keeps the number up to date.
+/// In a forked child [`get`](Self::get) fails, and a drop does nothing, because the value's
+/// resources are the parent's. The check is one load: a fork handler updates the number.
 #[derive(Debug)]
 pub struct ProcessLocal<T> {
     value: ManuallyDrop<T>,

@@ -5,8 +5,8 @@ pub use loom::sync::atomic;
 #[cfg(not(loom))]
 pub use std::sync::atomic;
 
-/// Between an atomic write that others must see and a look at what they wrote, in protocols where
-/// at least one of two sides must see the other. The write before it is a read-modify-write or a
+/// Orders an atomic write before a later read of another thread's write, in protocols where at
+/// least one of two sides must see the other. The write before it is a read-modify-write or a
 /// SeqCst store.
 #[inline(always)]
 pub(crate) fn total_order() {

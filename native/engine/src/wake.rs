@@ -1,40 +1,41 @@
-//! How whatever has news of its own (a helper thread, a disk) gets an engine polled.
+//! Gets an engine polled when something outside of it has progressed: a helper thread, a disk.
 
 use std::sync::{Arc, OnceLock};
 
-type Call = Box<dyn Fn(News) + Send + Sync>;
+type Call = Box<dyn Fn(WakeAction) + Send + Sync>;
 
-/// What is to be done about news.
+/// The thread that polls the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum News {
-    /// Some thread is to look.
-    Wake,
-    /// The thread that has them may look itself: it holds no lock, and its next work can wait.
-    Act,
+pub(crate) enum WakeAction {
+    /// Any other thread polls.
+    WakeThread,
+    /// The calling thread may poll itself: it holds no lock, and its next work can wait.
+    PollHere,
 }
 
-/// Wakes the engine that it is given to, once there is one. Cheap to clone.
+/// Wakes one engine, once [`Waker::set`] has named it. Cheap to clone.
 #[derive(Clone, Default)]
 pub(crate) struct Waker(Arc<OnceLock<Call>>);
 
 impl Waker {
-    /// What waking means; only the first call counts.
-    pub fn set(&self, call: impl Fn(News) + Send + Sync + 'static) {
+    /// Sets the function that wakes the engine. Only the first call counts.
+    pub fn set(&self, call: impl Fn(WakeAction) + Send + Sync + 'static) {
         let _ = self.0.set(Box::new(call));
     }
 
+    /// Makes another thread poll the engine.
     pub fn wake(&self) {
-        self.tell(News::Wake);
+        self.request(WakeAction::WakeThread);
     }
 
-    /// As `wake`, where this thread may do what is to be done: no other is woken for it.
-    pub fn act(&self) {
-        self.tell(News::Act);
+    /// Polls the engine on this thread if possible, so that no other thread is woken.
+    pub fn poll_here(&self) {
+        self.request(WakeAction::PollHere);
     }
 
-    fn tell(&self, news: News) {
+    fn request(&self, action: WakeAction) {
         if let Some(call) = self.0.get() {
-            call(news);
+            call(action);
         }
     }
 }

@@ -7,7 +7,7 @@ use fabric_engine::{
     EngineError, Local, Op, Remote, Submit, TransferEngine,
 };
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Runs `act` in a child by fork, and returns whether it answered true before its time was over.
 fn in_child(act: impl FnOnce() -> bool) -> bool {
@@ -21,7 +21,7 @@ fn in_child(act: impl FnOnce() -> bool) -> bool {
     let (mut status, start) = (0, Instant::now());
     // SAFETY: waits for a child of this process.
     while unsafe { libc::waitpid(child, &raw mut status, libc::WNOHANG) } == 0 {
-        if start.elapsed() > PATIENCE {
+        if start.elapsed() > TIMEOUT {
             // SAFETY: ends a child of this process.
             unsafe { libc::kill(child, libc::SIGKILL) };
         }
@@ -52,13 +52,13 @@ fn ic_3_a_child_by_fork_moves_nothing_of_its_parents() {
         };
         let write = |n: u64| {
             let sent = a.submit(&[op()], Submit::default()).unwrap();
-            assert_eq!(sent.wait(PATIENCE), Some(Ok(())), "{transport}: write {n}");
-            let counted = counter.expect(1, &[], PATIENCE).unwrap();
-            assert_eq!(counted.wait(PATIENCE), Some(Ok(())), "{transport}: write {n}");
+            assert_eq!(sent.wait(TIMEOUT), Some(Ok(())), "{transport}: write {n}");
+            let counted = counter.expect(1, &[], TIMEOUT).unwrap();
+            assert_eq!(counted.wait(TIMEOUT), Some(Ok(())), "{transport}: write {n}");
             assert_eq!(counter.arrived(), n, "{transport}");
         };
         write(1);
-        let pending = counter.expect(1000, &[], PATIENCE).unwrap();
+        let pending = counter.expect(1000, &[], TIMEOUT).unwrap();
         let refused = in_child(|| {
             let end = Instant::now() + Duration::from_millis(300);
             let mut all = true;
@@ -100,7 +100,7 @@ fn mr_1_what_a_child_drops_stays_its_parents() {
             let dst = Remote { region: &there, offset: 0 };
             let op = Op::Write { src, dst, len: 4096, imm };
             let sent = a.submit(&[op], Submit::default()).unwrap();
-            assert_eq!(sent.wait(PATIENCE), Some(Ok(())), "{transport}");
+            assert_eq!(sent.wait(TIMEOUT), Some(Ok(())), "{transport}");
         };
         write(&src);
         assert!(in_child(|| {
@@ -109,7 +109,7 @@ fn mr_1_what_a_child_drops_stays_its_parents() {
         }));
         let (_b, _dst, counter) = all.take().unwrap();
         write(&src);
-        let counted = counter.expect(2, &[], PATIENCE).unwrap();
-        assert_eq!(counted.wait(PATIENCE), Some(Ok(())), "{transport}");
+        let counted = counter.expect(2, &[], TIMEOUT).unwrap();
+        assert_eq!(counted.wait(TIMEOUT), Some(Ok(())), "{transport}");
     }
 }

@@ -1,4 +1,4 @@
-//! Links that break while their peer lives: what they carried arrives all the same, and counts once.
+//! Links that break while their peer runs: their writes arrive all the same, and count once.
 
 use std::{os::fd::BorrowedFd, sync::Arc, time::Duration};
 
@@ -38,7 +38,8 @@ fn break_one(rng: &mut fastrand::Rng) {
         return;
     }
     let fd = sockets[rng.usize(..sockets.len())];
-    // SAFETY: at worst it was closed meanwhile, and its number belongs to a newer socket of the engines'.
+    // SAFETY: at worst it was closed meanwhile, and its number belongs to a newer socket of the
+    // engines'.
     let fd = unsafe { BorrowedFd::borrow_raw(fd) };
     let _ = rustix::net::shutdown(fd, rustix::net::Shutdown::Both);
 }

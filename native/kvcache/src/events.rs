@@ -7,8 +7,8 @@ use parking_lot::Mutex;
 /// Queued events and their receiver.
 ///
 /// Events are [`push`](Self::push)ed under the lock that decides them, so they keep the order of
-/// decisions, and reported by [`tell`](Self::tell) after it is released. One thread reports at a
-/// time, so that no `Released` overtakes a `Ready`.
+/// decisions, and reported by [`report`](Self::report) after it is released. One thread reports at
+/// a time, so that no `Released` overtakes a `Ready`.
 pub(crate) struct Events<E> {
     queue: Mutex<Queue<E>>,
     on_event: Box<dyn Fn(u64, E) + Send + Sync>,
@@ -16,12 +16,12 @@ pub(crate) struct Events<E> {
 
 struct Queue<E> {
     waiting: VecDeque<(u64, E)>,
-    telling: bool,
+    reporting: bool,
 }
 
 impl<E> Events<E> {
     pub fn new(on_event: impl Fn(u64, E) + Send + Sync + 'static) -> Self {
-        let queue = Queue { waiting: VecDeque::new(), telling: false };
+        let queue = Queue { waiting: VecDeque::new(), reporting: false };
         Self { queue: Mutex::new(queue), on_event: Box::new(on_event) }
     }
 
@@ -30,21 +30,21 @@ impl<E> Events<E> {
     }
 
     /// Reports all events, or leaves them to the thread that is reporting.
-    pub fn tell(&self) {
+    pub fn report(&self) {
         {
             let mut queue = self.queue.lock();
-            if queue.telling {
+            if queue.reporting {
                 return;
             }
-            queue.telling = true;
+            queue.reporting = true;
         }
         // If the user's function panics, the next event is told all the same.
-        let _turn = Turn(&self.queue);
+        let _guard = ReportGuard(&self.queue);
         loop {
             let next = {
                 let mut queue = self.queue.lock();
                 let next = queue.waiting.pop_front();
-                queue.telling = next.is_some();
+                queue.reporting = next.is_some();
                 next
             };
             let Some((of, event)) = next else { return };
@@ -54,12 +54,12 @@ impl<E> Events<E> {
 }
 
 /// Released on drop only by a panic; otherwise it has been released already.
-struct Turn<'a, E>(&'a Mutex<Queue<E>>);
+struct ReportGuard<'a, E>(&'a Mutex<Queue<E>>);
 
-impl<E> Drop for Turn<'_, E> {
+impl<E> Drop for ReportGuard<'_, E> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.0.lock().telling = false;
+            self.0.lock().reporting = false;
         }
     }
 }
@@ -88,7 +88,7 @@ mod tests {
                             events.push(*next, ());
                             *next += 1;
                         }
-                        events.tell();
+                        events.report();
                     }
                 });
             }
@@ -106,18 +106,18 @@ mod tests {
             let events = weak.lock().clone();
             if let Some(events) = events.filter(|_| of == 1) {
                 events.push(2, ());
-                events.tell();
+                events.report();
             }
             assert!(of != 3, "on purpose");
         }));
         *again.lock() = Some(Arc::clone(&events));
         events.push(1, ());
-        events.tell();
+        events.report();
         events.push(3, ());
-        let told = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| events.tell()));
+        let told = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| events.report()));
         assert!(told.is_err());
         events.push(4, ());
-        events.tell();
+        events.report();
         assert_eq!(*seen.lock(), [1, 2, 3, 4]);
         again.lock().take();
     }

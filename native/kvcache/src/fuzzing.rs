@@ -39,8 +39,8 @@ pub(crate) mod tests {
 
     use super::*;
     use crate::{
-        layout::{CacheGroup, CacheLayout, CacheTensor, Place},
-        wire::{Grant, Hello, OfferEnd, PageTable, RefusalReason, Request, State},
+        layout::{BufferOffset, CacheGroup, CacheLayout, CacheTensor},
+        wire::{Grant, Hello, OfferEnd, PageTable, RefusalReason, Request, RequestState},
     };
 
     pub(crate) fn layout() -> CacheLayout {
@@ -54,7 +54,7 @@ pub(crate) mod tests {
             page_stride: 32,
             head_stride: 16,
             token_stride: 4,
-            places: vec![Place { buffer: 0, offset: 0 }],
+            places: vec![BufferOffset { buffer: 0, offset: 0 }],
         };
         let group = CacheGroup {
             name: "all".into(),
@@ -68,7 +68,7 @@ pub(crate) mod tests {
     }
 
     /// One of each kind, as ends say them, without the mark and the version.
-    fn said() -> Vec<(&'static str, Vec<u8>)> {
+    fn sample_messages() -> Vec<(&'static str, Vec<u8>)> {
         let mut net = SimNet::new(SimConfig::default());
         let engine = net.engine(EngineConfig::default()).unwrap();
         let region = engine.alloc(256).unwrap();
@@ -92,10 +92,14 @@ pub(crate) mod tests {
             tail_slot: 0,
             payload: b"a prompt".to_vec(),
         };
-        let refused =
-            State::Refused { why: "full".into(), elsewhere: true, reason: RefusalReason::Busy };
-        let failed = State::Failed("why".into());
-        let states = vec![(1, State::Open), (2, failed), (3, State::Unknown), (4, refused)];
+        let refused = RequestState::Refused {
+            why: "full".into(),
+            elsewhere: true,
+            reason: RefusalReason::Busy,
+        };
+        let failed = RequestState::Failed("why".into());
+        let states =
+            vec![(1, RequestState::Open), (2, failed), (3, RequestState::Unknown), (4, refused)];
         let offer = Offer {
             name: "prefiller".into(),
             layouts: vec![layout()],
@@ -124,7 +128,7 @@ pub(crate) mod tests {
 
     #[test]
     fn what_ends_say_decodes() {
-        for (name, body) in said() {
+        for (name, body) in sample_messages() {
             let bytes = sealed(&body);
             let known = Message::from_bytes(&bytes).is_ok() || Offer::from_bytes(&bytes).is_ok();
             assert!(known, "{name}");
@@ -138,12 +142,12 @@ pub(crate) mod tests {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/seeds/messages");
         if std::env::var_os("FABRIC_RAY_SEEDS").is_some() {
             fs::create_dir_all(&folder).unwrap();
-            for (name, body) in said() {
+            for (name, body) in sample_messages() {
                 fs::write(folder.join(name), body).unwrap();
             }
         }
         let seeds: Vec<_> = fs::read_dir(folder).unwrap().map(|e| e.unwrap().path()).collect();
-        assert!(seeds.len() >= said().len());
+        assert!(seeds.len() >= sample_messages().len());
         seeds.iter().for_each(|path| messages(&fs::read(path).unwrap()));
     }
 
@@ -162,13 +166,15 @@ pub(crate) mod tests {
     fn states_and_reasons_fit_the_smallest_message() {
         let why = crate::wire::reason(&"ä".repeat(4000));
         assert!(why.len() <= 512 && why.chars().all(|c| c == 'ä'));
-        let refused = || State::Refused {
+        let refused = || RequestState::Refused {
             why: why.clone(),
             elsewhere: false,
             reason: RefusalReason::TooLong,
         };
         let states: Vec<_> = (0..1000)
-            .map(|i| (u64::MAX - i, if i < 500 { State::Failed(why.clone()) } else { refused() }))
+            .map(|i| {
+                (u64::MAX - i, if i < 500 { RequestState::Failed(why.clone()) } else { refused() })
+            })
             .collect();
         let parts = Message::statuses(u64::MAX, u64::MAX, states.clone());
         let mut all = Vec::new();
@@ -196,7 +202,7 @@ pub(crate) mod tests {
             which in 0usize..9,
             edits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>(), 0u8..4), 1..6),
         ) {
-            thread_local!(static SAID: Vec<(&'static str, Vec<u8>)> = said());
+            thread_local!(static SAID: Vec<(&'static str, Vec<u8>)> = sample_messages());
             let mut bytes = SAID.with(|said| said[which].1.clone());
             for (at, byte, how) in edits {
                 let at = at.index(bytes.len());

@@ -9,7 +9,7 @@ use fabric_engine::EngineError;
 use serde::{Deserialize, Serialize};
 
 pub use check::{
-    Flaw, LayoutError, MAX_BUFFERS, MAX_BUFFER_BYTES, MAX_GROUPS, MAX_HEADS, MAX_LAYERS,
+    LayoutError, LayoutProblem, MAX_BUFFERS, MAX_BUFFER_BYTES, MAX_GROUPS, MAX_HEADS, MAX_LAYERS,
     MAX_MODEL_BYTES, MAX_NAME_BYTES, MAX_PAGE_TOKENS, MAX_PLACES, MAX_TENSORS,
 };
 
@@ -36,7 +36,7 @@ pub struct CacheGroup {
     pub pages: u32,
     /// Tokens that these layers look back; `None` for all of them.
     pub window: Option<u32>,
-    /// What each layer keeps of a token, for example keys and values.
+    /// Tensors of each layer, for example keys and values.
     pub tensors: Vec<CacheTensor>,
 }
 
@@ -49,7 +49,7 @@ pub struct CacheTensor {
     pub heads: u32,
     /// The first of those heads that this rank holds.
     pub first_head: u32,
-    /// How many it holds.
+    /// Number of heads held.
     pub held_heads: u32,
     /// Elements of one head of one token; they lie side by side.
     pub width: u32,
@@ -59,13 +59,13 @@ pub struct CacheTensor {
     pub page_stride: u64,
     pub head_stride: u64,
     pub token_stride: u64,
-    /// Where page 0 begins, for each layer of the group.
-    pub places: Vec<Place>,
+    /// Start of page 0, for each layer of the group.
+    pub places: Vec<BufferOffset>,
 }
 
-/// A place in one of the rank's buffers.
+/// An offset in one of the buffers of a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Place {
+pub struct BufferOffset {
     pub buffer: u32,
     pub offset: u64,
 }

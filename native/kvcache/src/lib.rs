@@ -19,6 +19,6 @@ mod terms;
 mod timer;
 pub mod wire;
 
-pub use decode::{Ask, Decoder, Event};
-pub use prefill::{Asked, JobEvent, LayerTimes, Prefiller, Timeline};
+pub use decode::{Decoder, Event, Pull};
+pub use prefill::{JobEvent, JobRequest, LayerTimes, Prefiller, Timeline};
 pub use terms::{Cause, LocalRank, Terms};

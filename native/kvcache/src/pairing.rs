@@ -1,4 +1,4 @@
-//! Which bytes of which pages go from a prefilling instance's ranks to a decoding instance's.
+//! Mapping of KV pages from the ranks of a prefilling instance to those of a decoding instance.
 //!
 //! Both ends make a [`Pairing`] of the same layouts and come to the same answers. It is pure: no
 //! addresses, no clock, no I/O. Ranks and groups are numbered as in the layouts it was made of,
@@ -14,9 +14,9 @@
 //! of fabric-lib, section 4.
 
 mod cells;
-mod choice;
 mod compare;
 mod error;
+mod head_classes;
 mod inner;
 mod link;
 mod runs;
@@ -57,17 +57,17 @@ impl Pairing {
         Ok(Self { inner: Arc::new(Inner::new(source, target)?) })
     }
 
-    /// How many source ranks there are.
+    /// Number of source ranks.
     pub fn source_ranks(&self) -> usize {
         self.inner.sources
     }
 
-    /// How many target ranks there are.
+    /// Number of target ranks.
     pub fn target_ranks(&self) -> usize {
         self.inner.targets
     }
 
-    /// How many groups there are.
+    /// Number of groups.
     pub fn groups(&self) -> usize {
         self.inner.groups.len()
     }
@@ -93,8 +93,8 @@ impl Pairing {
         })
     }
 
-    /// What goes from a source rank to a target rank in requests of that salt; empty if nothing
-    /// does.
+    /// The pages that a source rank sends to a target rank in requests with this salt; may be
+    /// empty.
     ///
     /// Each head of each tensor reaches a target rank from one source rank. Let `C` be the ranks
     /// that hold the head, ascending, and `j` the place of the target rank among those that need
@@ -196,7 +196,7 @@ impl Pairing {
         Ok(start..after.clamp(start, all.end))
     }
 
-    /// What a target rank counts for a request, from all sources and in all groups (IC-1).
+    /// Count of a request at a target rank, from all sources and in all groups (IC-1).
     ///
     /// However the request is cut into chunks, the count is the same.
     ///

@@ -17,7 +17,7 @@ const VERSION: u8 = 1;
 /// this is.
 const HEADER: usize = 4 + 8 + 4 + 4 + 4;
 /// Parts are as long as an engine carries them; shorter ones would only have many of them noted.
-const LEAST: usize = 256;
+const MIN_PART_BYTES: usize = 256;
 /// Messages of one peer of which parts are missing; of more, the oldest is forgotten.
 const OPEN_EACH: usize = 64;
 
@@ -31,7 +31,7 @@ pub(crate) fn cut<'a>(message: &'a [u8], engine: &TransferEngine) -> Vec<Cow<'a,
 }
 
 fn pieces(message: &[u8], limit: usize, number: u64) -> impl Iterator<Item = Vec<u8>> + '_ {
-    let size = limit.saturating_sub(HEADER).max(LEAST);
+    let size = limit.saturating_sub(HEADER).max(MIN_PART_BYTES);
     message.chunks(size).enumerate().map(move |(index, bytes)| {
         let part = Part { number, total: message.len(), size, index, bytes };
         part.to_bytes()
@@ -90,7 +90,7 @@ impl<'a> Part<'a> {
         let part = Self { number, total: word(12), size: word(16), index: word(20), bytes };
         let begin = part.index.checked_mul(part.size).filter(|begin| *begin < part.total);
         let rest = begin.map(|begin| (part.total - begin).min(part.size));
-        match rest == Some(bytes.len()) && part.size >= LEAST && part.size < part.total {
+        match rest == Some(bytes.len()) && part.size >= MIN_PART_BYTES && part.size < part.total {
             true => Ok(part),
             false => Err(format!(
                 "{} bytes are not part {} of {} bytes in parts of {}",
@@ -111,7 +111,7 @@ pub(crate) struct Parts {
     /// Bytes of all messages of which parts are missing.
     max_bytes: u64,
     /// For how long the missing parts are waited for.
-    patience: Duration,
+    timeout: Duration,
     open: Mutex<Open>,
 }
 
@@ -135,7 +135,7 @@ impl Parts {
         Self {
             max_message: terms.max_message,
             max_bytes: terms.max_payloads,
-            patience: terms.silence,
+            timeout: terms.silence,
             open: Mutex::default(),
         }
     }
@@ -164,7 +164,7 @@ impl Parts {
         let mut open = self.open.lock();
         if !open.messages.contains_key(&(from, part.number)) {
             // Without a session no beat would remove it.
-            open.expire(now, self.patience);
+            open.expire(now, self.timeout);
         }
         let whole = open.add(from, part, now, self.max_bytes).map_err(wrong)?;
         Ok(whole.map(Cow::Owned))
@@ -172,13 +172,13 @@ impl Parts {
 
     /// Removes messages whose missing parts are overdue.
     pub fn expire(&self, now: Time) {
-        self.open.lock().expire(now, self.patience);
+        self.open.lock().expire(now, self.timeout);
     }
 }
 
 impl Open {
-    fn expire(&mut self, now: Time, patience: Duration) {
-        let late = self.messages.iter().filter(|(_, m)| now.since(m.since) > patience);
+    fn expire(&mut self, now: Time, timeout: Duration) {
+        let late = self.messages.iter().filter(|(_, m)| now.since(m.since) > timeout);
         let late: Vec<(EngineId, u64)> = late.map(|(key, _)| *key).collect();
         late.into_iter().for_each(|key| drop(self.remove(key)));
     }
@@ -353,7 +353,7 @@ mod tests {
         let peer = EngineId([4; 16]);
         let ends = pieces[1..].iter().filter_map(|p| parts.join(peer, p, Time(1000)).unwrap());
         assert_eq!(ends.count(), 1);
-        parts.expire(Time(999).after(parts.patience + Duration::from_secs(1)));
+        parts.expire(Time(999).after(parts.timeout + Duration::from_secs(1)));
         let open = parts.open.lock();
         assert_eq!((open.messages.len(), open.bytes), (0, 0));
     }
@@ -374,7 +374,7 @@ mod tests {
     fn what_is_late_is_forgotten_when_the_next_message_comes() {
         let parts = parts(4096, 1 << 28);
         parts.join(FROM, &cut_up(&message(4000), 1)[0], Time(1)).unwrap();
-        let late = Time(1).after(parts.patience + Duration::from_secs(1));
+        let late = Time(1).after(parts.timeout + Duration::from_secs(1));
         parts.join(FROM, &cut_up(&message(400), 2)[0], late).unwrap();
         assert_eq!(parts.open.lock().bytes, 400);
     }

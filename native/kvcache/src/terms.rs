@@ -1,4 +1,4 @@
-//! Terms that both ends share, and the causes of ends.
+//! Limits of a session, and the causes with which requests end.
 
 use std::{sync::Arc, time::Duration};
 
@@ -12,27 +12,27 @@ use crate::{
 /// One rank of this process.
 #[derive(Clone, Debug)]
 pub struct LocalRank {
-    /// Its number in the instance.
+    /// Rank within the instance.
     pub rank: u32,
     pub engine: Arc<TransferEngine>,
-    /// What its layout's buffers are, in order.
+    /// The buffers of its layout, in order.
     pub buffers: Vec<Region>,
-    /// Slots of [`Terms::tail_nbytes`] each; only that of the lowest rank in the process is used.
+    /// Slots of [`Terms::tail_nbytes`] each; only those of the lowest rank of the process are used.
     pub tail: Option<Region>,
 }
 
-/// Limits that an end enforces on others.
+/// The limits that one side enforces on the other.
 #[derive(Clone, Debug)]
 pub struct Terms {
-    /// A decoder's beats are so far apart.
+    /// Interval of a decoder's beats.
     pub beat: Duration,
-    /// Timeout of a silent peer, which is given up with everything in flight.
+    /// Timeout of a silent peer. After it the session and all its requests end.
     pub silence: Duration,
-    /// The longest message that is taken, bytes.
+    /// The longest message that is accepted, bytes.
     pub max_message: usize,
-    /// Bytes that come with the last page; 0 for none.
+    /// Bytes of the tail that follows the last page; 0 for none.
     pub tail_nbytes: u64,
-    /// Bytes of the payloads of all requests that a prefiller has; what would go beyond is refused.
+    /// Most payload bytes of all requests of a prefiller; requests beyond it are refused.
     pub max_payloads: u64,
 }
 
@@ -44,7 +44,7 @@ impl Default for Terms {
 }
 
 impl Terms {
-    /// Messages that are in this program's hands at a time; further ones wait at their senders.
+    /// Messages that this program holds at a time; further ones wait at their senders.
     pub(crate) const MESSAGES: u32 = 64;
 
     pub(crate) fn check(&self) -> Result<(), EngineError> {
@@ -74,7 +74,7 @@ impl Terms {
         Ok(())
     }
 
-    /// Beats without an answer that make silence.
+    /// The number of unanswered beats after which a peer counts as silent.
     pub(crate) fn silent_beats(&self) -> u32 {
         self.silence.as_millis().div_ceil(self.beat.as_millis().max(1)) as u32
     }
@@ -86,13 +86,13 @@ impl Terms {
 pub enum Cause {
     #[error("the request was cancelled")]
     Cancelled,
-    /// The other end is not at fault: another prefiller may be asked.
+    /// The other side was lost; another prefiller may be asked.
     #[error("{0}")]
     Lost(String),
     #[error("{0}")]
     TimedOut(String),
-    /// It was not begun, there or here. `elsewhere`: nothing is wrong with what was asked, and
-    /// another prefiller may do it.
+    /// The prefiller refused it before it began. `elsewhere`: the request is valid, and another
+    /// prefiller may accept it.
     #[error("{why}")]
     Refused { why: String, elsewhere: bool, reason: RefusalReason },
     #[error("the prefiller gave up: {0}")]
@@ -140,7 +140,7 @@ pub(crate) fn check_local(
     terms.check()?;
     let invalid = |what: String| Err(EngineError::Invalid(what));
     if local.is_empty() {
-        return invalid("an end needs one rank at least".into());
+        return invalid("at least one local rank is required".into());
     }
     for (i, layout) in layouts.iter().enumerate() {
         layout.check().or_else(|e| invalid(format!("layout of rank {i}: {e}")))?;

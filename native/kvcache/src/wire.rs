@@ -1,9 +1,8 @@
-//! What the two ends tell each other: msgpack behind a mark and a version, so that an end of
-//! another version is refused in words.
+//! Messages between decoders and prefillers: msgpack behind a mark and a version. A peer of another
+//! version gets an error that names both versions.
 //!
-//! Field names are on the wire: an end that knows more of them than the other loses nothing by it,
-//! as long as new ones have defaults. Messages come from peers: decoding is bounded by the message,
-//! and what they say is checked where it is used.
+//! Field names are on the wire, so a newer peer may add fields that have defaults. Peers are
+//! untrusted: decoding is bounded by the message, and users of a value check it.
 
 use std::ops::RangeInclusive;
 
@@ -16,19 +15,19 @@ use serde::{de::DeserializeOwned, Deserialize, Serialize};
 use crate::layout::CacheLayout;
 
 const MARK: [u8; 3] = *b"FKV";
-/// Which is written. Bumped when a message's meaning changes, one release after the new one is
-/// first read.
+/// The written version. It is bumped when a message's meaning changes, one release after the new
+/// version becomes readable.
 pub const VERSION: u8 = 2;
-/// Which are read: never more than the one that is written and a neighbour.
+/// The readable versions: the written one and at most one neighbour.
 const READS: RangeInclusive<u8> = VERSION..=VERSION;
-/// Requests that one beat names: it fits the smallest `max_message`.
+/// Most requests of one beat, which fits the smallest `max_message`.
 pub(crate) const BEAT_REQUESTS: usize = 256;
-/// Bytes of states that one status has: it fits the smallest `max_message`.
+/// Most bytes of states of one status, which fits the smallest `max_message`.
 const STATUS_BYTES: usize = 3072;
-/// Bytes of a reason; what is longer is cut.
+/// Longest reason, bytes; longer ones are cut.
 const REASON_BYTES: usize = 512;
 
-/// What is told of why something ended.
+/// A reason of at most the allowed length.
 pub(crate) fn reason(why: &str) -> String {
     let end = (0..=why.len().min(REASON_BYTES)).rev().find(|end| why.is_char_boundary(*end));
     why[..end.unwrap_or(0)].to_owned()
@@ -40,7 +39,7 @@ pub struct Offer {
     pub name: String,
     /// Of all its ranks, by number.
     pub layouts: Vec<CacheLayout>,
-    /// Its processes. Together they have every rank once.
+    /// Processes of the instance. Together they have every rank once.
     pub ends: Vec<OfferEnd>,
     /// Bytes that come with the last page: logits, hidden states.
     pub tail_nbytes: u64,
@@ -57,20 +56,20 @@ pub struct OfferEnd {
     pub ranks: Vec<(u32, EngineAddress)>,
 }
 
-/// What a decoder's process sends first.
+/// The first message of a decoder's process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Hello {
-    /// Which of this decoder's sessions; later messages name it.
+    /// The number of the session, which later messages name.
     pub session: u64,
     pub name: String,
-    /// Where answers go.
+    /// The address for answers.
     pub address: EngineAddress,
     /// Of all the decoder's ranks, by number.
     pub layouts: Vec<CacheLayout>,
-    /// What may be written, of the ranks in this process.
+    /// The memory that may be written, of the ranks in this process.
     pub grants: Vec<Grant>,
     pub tail_nbytes: u64,
-    /// Seconds between beats, in thousandths.
+    /// Interval of beats, milliseconds.
     pub beat_ms: u32,
 }
 
@@ -80,7 +79,7 @@ pub(crate) struct Grant {
     pub rank: u32,
     /// The layout's buffers, in order.
     pub buffers: Vec<RegionDescriptor>,
-    /// Its slots for tails.
+    /// Slots for tails.
     pub tail: Option<RegionDescriptor>,
 }
 
@@ -90,34 +89,34 @@ pub(crate) struct Request {
     pub seq: u64,
     /// Tokens of the prompt.
     pub tokens: u64,
-    /// How many of the first ones the decoder has already.
+    /// The number of leading tokens that the decoder has.
     pub have: u64,
-    /// Chooses among replicas.
+    /// Selects among replicas.
     pub salt: u64,
     /// The decoder's pages, for each group.
     pub tables: Vec<PageTable>,
-    /// What counts arrivals, for each rank of [`Hello::grants`].
+    /// The counter of arrivals of each rank of [`Hello::grants`].
     pub counters: Vec<CounterRef>,
     pub tail_slot: u32,
-    /// What the engine behind the prefiller needs: the prompt, for example.
+    /// Opaque data for the engine behind the prefiller, such as the prompt.
     #[serde(with = "bytes")]
     pub payload: Vec<u8>,
 }
 
-/// Where a request is, as its prefiller sees it.
+/// The state of a request at its prefiller.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum State {
-    /// No such request has come.
+pub(crate) enum RequestState {
+    /// The request has not arrived.
     Unknown,
-    /// It waits, or its pages are being computed and written.
+    /// Waiting, or its pages are being computed and written.
     Open,
-    /// Everything was written, and nothing of it is under way any more.
+    /// All pages are written, and nothing is under way.
     Done,
-    /// It was given up for the decoder, and nothing of it is under way any more.
+    /// The decoder cancelled it, and nothing is under way.
     Cancelled,
-    /// It was given up by the prefiller, and nothing of it is under way any more.
+    /// The prefiller failed it, and nothing is under way.
     Failed(String),
-    /// It was never taken up. `elsewhere`: another prefiller may take it, for nothing is wrong with it.
+    /// The prefiller refused it. `elsewhere`: it is valid, and another prefiller may accept it.
     Refused {
         why: String,
         elsewhere: bool,
@@ -126,19 +125,19 @@ pub(crate) enum State {
     },
 }
 
-/// Why the engine behind a prefiller refused a request, for programs.
+/// Why a request was refused, for programs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RefusalReason {
-    /// Only the text says why.
+    /// The text has the reason.
     #[default]
     Other,
-    /// The prefiller has too many requests; it may take this one later.
+    /// The prefiller has too many requests; it may accept this one later.
     Busy,
-    /// The prefiller has too few pages for the prompt, however few other requests it has.
+    /// The prompt needs more pages than the prefiller has.
     TooLong,
 }
 
-impl State {
+impl RequestState {
     fn reason(&self) -> Option<&str> {
         match self {
             Self::Failed(why) | Self::Refused { why, .. } => Some(why),
@@ -150,8 +149,8 @@ impl State {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Message {
     Hello(Box<Hello>),
-    /// `incarnation` is the prefiller's number of the session. One that forgot a session and is
-    /// greeted again has another.
+    /// Accepts a session. `incarnation` is the prefiller's number of it. A prefiller that forgot a
+    /// session gives another number.
     Welcome {
         session: u64,
         incarnation: u64,
@@ -160,8 +159,7 @@ pub(crate) enum Message {
         session: u64,
         why: String,
     },
-    /// Taken only in the incarnation for which it was meant: pages of an earlier one may have
-    /// others now.
+    /// Valid only in its incarnation: the pages of an earlier one may have other owners now.
     Request {
         session: u64,
         incarnation: u64,
@@ -171,27 +169,27 @@ pub(crate) enum Message {
         session: u64,
         seq: u64,
     },
-    /// That the decoder runs, and what it still waits for. Everything before `floor` is
-    /// over for it.
+    /// A heartbeat, with the requests that the decoder still waits for. All requests before
+    /// `floor` are over for it.
     Beat {
         session: u64,
         floor: u64,
         open: Vec<u64>,
     },
-    /// Answers a beat, and is sent unasked when something is over.
+    /// Answers a beat; also sent when a request ends.
     Status {
         session: u64,
         incarnation: u64,
-        states: Vec<(u64, State)>,
+        states: Vec<(u64, RequestState)>,
     },
-    /// The decoder is done with this prefiller, or the other way round.
+    /// One side ends the session.
     Goodbye {
         session: u64,
         why: String,
     },
 }
 
-/// Page numbers, as stretches of consecutive ones: the first, and how many.
+/// Page numbers as runs of consecutive ones: the first page, and the length.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub(crate) struct PageTable(Vec<(u32, u32)>);
@@ -208,8 +206,8 @@ impl PageTable {
         Self(stretches)
     }
 
-    /// The page numbers, if there are as many as should be. A few bytes can claim any number of
-    /// them: `should` is to be within reason.
+    /// The page numbers, if there are `should` of them. A few bytes can claim any number of pages,
+    /// so the caller bounds `should`.
     pub fn pages(&self, should: u64) -> Result<Vec<u32>, String> {
         let total: u64 = self.0.iter().map(|s| u64::from(s.1)).sum();
         if total != should {
@@ -224,7 +222,7 @@ impl PageTable {
     }
 }
 
-/// `Vec<u8>` as one string of bytes, not as numbers.
+/// Encodes `Vec<u8>` as one byte string, not as numbers.
 mod bytes {
     use serde::{de, Deserializer, Serializer};
 
@@ -319,8 +317,8 @@ impl Message {
     }
 
     /// States, in as many messages as they need.
-    pub fn statuses(session: u64, incarnation: u64, states: Vec<(u64, State)>) -> Vec<Self> {
-        let mut all: Vec<Vec<(u64, State)>> = vec![Vec::new()];
+    pub fn statuses(session: u64, incarnation: u64, states: Vec<(u64, RequestState)>) -> Vec<Self> {
+        let mut all: Vec<Vec<(u64, RequestState)>> = vec![Vec::new()];
         let mut bytes = 0;
         for (seq, state) in states {
             // A number, a name and what is around them.

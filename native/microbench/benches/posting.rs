@@ -18,7 +18,7 @@ use fabric_engine::{
 use fabric_moe::{
     kernels::{Float, Part, PartMut},
     routes::Order,
-    AllToAll, Back, Shape,
+    AllToAll, AnswerFormat, Shape,
 };
 
 const PEERS: [u32; 4] = [7, 15, 31, 63];
@@ -33,7 +33,7 @@ fn shape(peers: u32) -> Shape {
         topk: 1,
         max_tokens: ROWS * (peers + 1),
         row_nbytes: WIDTH,
-        back: Back { elements: 32, float: Float::F32 },
+        back: AnswerFormat { elements: 32, float: Float::F32 },
         private_rows: ROWS,
         shared_rows: None,
     }

@@ -1,8 +1,9 @@
 //! The protocol between an exchange and the kernels that execute it, in memory that both reach.
 //!
-//! Kernels push one command per [`DeviceEvent`] into a FIFO, in order. The host sets a [`Word`] when
-//! its condition holds, and kernels wait for it. Values only grow: a value names the exchange and
-//! the round. A table is written before its word, and again only after the other side has answered.
+//! Kernels push one command per [`DeviceEvent`] into a FIFO, in order. The host sets a [`Word`]
+//! when its condition holds, and kernels wait for it. Values only grow: a value names the exchange
+//! and the round. A table is written before its word, and again only after the other side has
+//! answered.
 
 use std::sync::atomic::Ordering::{Relaxed, Release};
 
@@ -29,11 +30,11 @@ pub enum Word {
     Room,
     /// The answers have come.
     Answers,
-    /// Where the first rows for each rank go.
+    /// Destinations of the first rows for each rank.
     RowPaths,
 }
 
-/// What a device has done: the slot of an atomic to its own rank. The atomic adds 0 if the wait
+/// Event of a device: the slot of an atomic to its own rank. The atomic adds 0 if the wait
 /// before it timed out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceEvent {
@@ -106,11 +107,12 @@ pub struct ListedRows {
 /// A place: the source was lost, and its rows are zeros.
 pub const ZERO_ROWS: u64 = u64::MAX;
 
-/// A flag of a place: it is an address that the device stores to, not an offset in this rank's rows.
+/// A flag of a place: it is an address that the device stores to, not an offset in this rank's
+/// rows.
 pub const STORE_ADDRESS: u64 = 1 << 62;
 
-/// Where kernels pack a rank's rows: the first `rows` to the address `to` at that rank, the others
-/// to this rank's own memory.
+/// Destination of the rows that kernels pack for a rank: the first `rows` to the address `to` at
+/// that rank, the others to this rank's own memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RowPath {
     pub to: u64,

@@ -5,7 +5,7 @@ use crate::{
     exchange::blocks::{read_routes, read_slot_offer},
     kernels::Float,
     rank_descriptor::{RankDescriptor, FORMAT},
-    throughput, Back, Shape,
+    throughput, AnswerFormat, Shape,
 };
 
 /// Of the exchange whose blocks are read.
@@ -15,7 +15,7 @@ const SHAPE: Shape = Shape {
     topk: 2,
     max_tokens: 4,
     row_nbytes: 16,
-    back: Back { elements: 8, float: Float::Bf16 },
+    back: AnswerFormat { elements: 8, float: Float::Bf16 },
     private_rows: 1,
     shared_rows: Some(8),
 };

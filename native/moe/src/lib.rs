@@ -25,5 +25,5 @@ pub mod routes;
 mod shape;
 pub mod throughput;
 
-pub use exchange::{AllToAll, Dispatched, Lost, MessageKind};
-pub use shape::{Back, Shape};
+pub use exchange::{AllToAll, Dispatched, LostPeer, MessageKind};
+pub use shape::{AnswerFormat, Shape};

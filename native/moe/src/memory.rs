@@ -187,11 +187,11 @@ fn routes_stride(shape: &Shape) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{kernels::Float, Back};
+    use crate::{kernels::Float, AnswerFormat};
 
     #[test]
     fn areas_follow_one_another_and_the_explanation_adds_up() {
-        let back = Back { elements: 24, float: Float::F32 };
+        let back = AnswerFormat { elements: 24, float: Float::F32 };
         let shape = Shape {
             ranks: 4,
             experts: 8,

@@ -131,7 +131,7 @@ fn running(counts: &[u32]) -> Vec<u32> {
     sums
 }
 
-/// How the rows of experts follow one another in what an exchange hands out.
+/// Order of the experts' rows in the output of an exchange.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
     /// Behind one another, the rows of each expert filled up to a multiple: for a grouped GEMM.
@@ -140,9 +140,9 @@ pub enum Order {
     Strided { rows: u32 },
 }
 
-/// Where rows of all sources go: to experts, and among those of one expert by source.
+/// Positions of the rows of all sources: by expert, then by source.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Placing {
+pub struct RowPlacement {
     /// Rows of each expert, of all sources.
     pub counts: Vec<u32>,
     /// The first row of each expert.
@@ -164,7 +164,7 @@ pub struct Run {
     pub rows: u64,
 }
 
-impl Placing {
+impl RowPlacement {
     /// `incoming[source]` are the rows of a source for each local expert; none from one that is
     /// left out.
     ///
@@ -213,12 +213,12 @@ impl Placing {
         of.iter().map(|n| u64::from(*n)).sum()
     }
 
-    /// Where a source's first row for each expert goes.
+    /// Position of a source's first row for each expert.
     pub fn firsts(&self, source: u32) -> &[u32] {
         self.sources.get(source as usize).map_or(&[], Vec::as_slice)
     }
 
-    /// Where rows `begin..end` of a source go.
+    /// Positions of rows `begin..end` of a source, as runs.
     pub fn runs(&self, source: u32, begin: u64, end: u64) -> impl Iterator<Item = Run> + '_ {
         let places = self.sources.get(source as usize).map(Vec::as_slice).unwrap_or(&[]);
         let of = self.incoming.get(source as usize).map(Vec::as_slice).unwrap_or(&[]);
@@ -242,10 +242,10 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{kernels::Float, Back};
+    use crate::{kernels::Float, AnswerFormat};
 
     fn shape(ranks: u32, local: u32, topk: u32, max_tokens: u32) -> Shape {
-        let back = Back { elements: 4, float: Float::F32 };
+        let back = AnswerFormat { elements: 4, float: Float::F32 };
         Shape {
             ranks,
             experts: ranks * local,
@@ -298,7 +298,7 @@ mod tests {
             cut in 0u64..8,
         ) {
             for order in [Order::Packed { multiple }, Order::Strided { rows: 20 }] {
-                let placing = Placing::new(3, incoming.clone(), order).unwrap();
+                let placing = RowPlacement::new(3, incoming.clone(), order).unwrap();
                 let mut taken = vec![false; placing.rows as usize];
                 for (source, of) in incoming.iter().enumerate() {
                     let total: u64 = of.iter().map(|n| u64::from(*n)).sum();

@@ -8,15 +8,15 @@ use crate::kernels::Float;
 /// Rows begin at multiples of this, bytes: the alignment of GPU loads and of NICs.
 pub const ALIGN: u64 = 16;
 
-/// What an expert's answer to one token is.
+/// Format of an expert's answer to one token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Back {
+pub struct AnswerFormat {
     /// Elements of a row: the model's hidden dimension.
     pub elements: u32,
     pub float: Float,
 }
 
-/// What all ranks of an exchange agree on.
+/// Shape of an exchange, equal on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shape {
     /// Ranks, absent ones included.
@@ -30,7 +30,7 @@ pub struct Shape {
     /// Bytes of a token on its way to an expert: activations, scales and whatever else goes with
     /// them.
     pub row_nbytes: u32,
-    pub back: Back,
+    pub back: AnswerFormat,
     /// Rows that each source may send to each rank before that rank has sent a slot offer.
     pub private_rows: u32,
     /// Rows of the shared buffer; `None` for as many as can ever come, so that no source waits.
@@ -47,7 +47,7 @@ impl Shape {
             topk: 1,
             max_tokens: 4,
             row_nbytes: 16,
-            back: Back { elements: 8, float: Float::F32 },
+            back: AnswerFormat { elements: 8, float: Float::F32 },
             private_rows: 4,
             shared_rows: None,
         }
@@ -150,7 +150,7 @@ mod tests {
     use super::*;
 
     fn deepseek(ranks: u32) -> Shape {
-        let back = Back { elements: 7168, float: Float::Bf16 };
+        let back = AnswerFormat { elements: 7168, float: Float::Bf16 };
         let row_nbytes = 7168 + 224;
         Shape {
             ranks,

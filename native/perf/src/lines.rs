@@ -5,7 +5,7 @@ use std::io::{self, BufRead, Write};
 use serde::{de::DeserializeOwned, Serialize};
 
 /// Why a request could not be measured, as a sentence.
-pub type Outcome<T> = Result<T, String>;
+pub type TextResult<T> = Result<T, String>;
 
 pub fn text(error: impl std::fmt::Display) -> String {
     error.to_string()
@@ -13,16 +13,16 @@ pub fn text(error: impl std::fmt::Display) -> String {
 
 /// Answers each request of stdin on stdout, or `{"error": "..."}`, until stdin closes.
 pub fn serve<Request: DeserializeOwned, Reply: Serialize>(
-    measure: impl FnMut(&Request) -> Outcome<Reply>,
-) -> Outcome<()> {
+    measure: impl FnMut(&Request) -> TextResult<Reply>,
+) -> TextResult<()> {
     answer(io::stdin().lock(), io::stdout().lock(), measure)
 }
 
 pub fn answer<Request: DeserializeOwned, Reply: Serialize>(
     requests: impl BufRead,
     mut replies: impl Write,
-    mut measure: impl FnMut(&Request) -> Outcome<Reply>,
-) -> Outcome<()> {
+    mut measure: impl FnMut(&Request) -> TextResult<Reply>,
+) -> TextResult<()> {
     for line in requests.lines() {
         let line = line.map_err(text)?;
         if line.trim().is_empty() {
@@ -39,12 +39,12 @@ pub fn answer<Request: DeserializeOwned, Reply: Serialize>(
     Ok(())
 }
 
-pub fn write_line(to: &mut impl Write, value: &impl Serialize) -> Outcome<()> {
+pub fn write_line(to: &mut impl Write, value: &impl Serialize) -> TextResult<()> {
     writeln!(to, "{}", serde_json::to_string(value).map_err(text)?).map_err(text)?;
     to.flush().map_err(text)
 }
 
-pub fn read_line<T: DeserializeOwned>(from: &mut impl BufRead) -> Outcome<T> {
+pub fn read_line<T: DeserializeOwned>(from: &mut impl BufRead) -> TextResult<T> {
     let mut line = String::new();
     if from.read_line(&mut line).map_err(text)? == 0 {
         return Err("the target has ended; its last words are on stderr".into());

@@ -1,5 +1,6 @@
-//! Exchanges of tokens between experts on simulated NICs: the real protocol, engine and group code; only time and links
-//! are made up. And, in real time, what it costs a rank to post what it sends (fabric-lib, Table 9).
+//! Exchanges of tokens between experts on simulated NICs: the real protocol, engine and group code;
+//! only time and links are made up. And, in real time, what it costs a rank to post what it sends
+//! (fabric-lib, Table 9).
 
 use std::{sync::Arc, time::Instant};
 
@@ -10,12 +11,12 @@ use fabric_engine::{
 use fabric_moe::{
     kernels::{Float, Part, PartMut},
     routes::Order,
-    AllToAll, Back, Shape,
+    AllToAll, AnswerFormat, Shape,
 };
 use serde::Serialize;
 
 /// Exchanges before those that count: connections are made, and memory is touched.
-const WARM: u32 = 2;
+const WARMUP_EXCHANGES: u32 = 2;
 
 #[derive(Debug, Args)]
 pub struct Options {
@@ -69,8 +70,8 @@ struct Rank {
 }
 
 pub fn run(options: &Options) -> Result<(), String> {
-    let said = |e: fabric_engine::EngineError| e.to_string();
-    let back = Back { elements: options.elements, float: Float::Bf16 };
+    let error_text = |e: fabric_engine::EngineError| e.to_string();
+    let back = AnswerFormat { elements: options.elements, float: Float::Bf16 };
     let shape = Shape {
         ranks: options.ranks,
         experts: options.experts,
@@ -90,10 +91,10 @@ pub fn run(options: &Options) -> Result<(), String> {
         window: 1 << 12,
         ..SimConfig::default()
     });
-    let mut ranks = people(&mut net, shape).map_err(said)?;
+    let mut ranks = open_ranks(&mut net, shape).map_err(error_text)?;
     let mut times = [Vec::new(), Vec::new(), Vec::new()];
     let mut floors = [0.0f64; 2];
-    for exchange in 0..WARM + options.exchanges {
+    for exchange in 0..WARMUP_EXCHANGES + options.exchanges {
         let counts = draw(&mut ranks, &shape, u64::from(exchange));
         let begun = net.now();
         let mut posts = Vec::new();
@@ -102,7 +103,7 @@ pub fn run(options: &Options) -> Result<(), String> {
         for rank in &mut ranks {
             let part = Part { bytes: &tokens, stride: width, width };
             let real = Instant::now();
-            rank.all.dispatch_send(&[part], &rank.indices).map_err(said)?;
+            rank.all.dispatch_send(&[part], &rank.indices).map_err(error_text)?;
             rank.engine.drive(net.now());
             posts.push(real.elapsed().as_nanos() as f64 / 1e3);
         }
@@ -134,7 +135,7 @@ pub fn run(options: &Options) -> Result<(), String> {
         })?;
         settle(&mut net, &ranks);
         compute(&mut net, options.latency);
-        if exchange >= WARM {
+        if exchange >= WARMUP_EXCHANGES {
             times[0].extend(dispatched);
             times[1].extend(combined);
             times[2].extend(posts);
@@ -163,7 +164,7 @@ pub fn run(options: &Options) -> Result<(), String> {
     Ok(())
 }
 
-fn people(net: &mut SimNet, shape: Shape) -> fabric_engine::Result<Vec<Rank>> {
+fn open_ranks(net: &mut SimNet, shape: Shape) -> fabric_engine::Result<Vec<Rank>> {
     let mut ranks = Vec::new();
     for rank in 0..shape.ranks {
         let config = EngineConfig { name: format!("rank {rank}"), ..EngineConfig::default() };

@@ -1,7 +1,9 @@
-//! Stores to a word of another process, as a GPU does: by a process that has no part in the interpreter there.
+//! Stores to a word of another process, as a GPU does: by a process that has no part in the
+//! interpreter there.
 //!
-//! `store --pid --addr` reads one JSON request a line on stdin, `{"first": 1, "samples": 100, "rest_us": 60}`, and writes
-//! one JSON reply a line on stdout: `{"stored": [...]}`, when each value was about to be stored, monotonic nanoseconds.
+//! `store --pid --addr` reads one JSON request a line on stdin, `{"first": 1, "samples": 100,
+//! "rest_us": 60}`, and writes one JSON reply a line on stdout: `{"stored": [...]}`, when each
+//! value was about to be stored, monotonic nanoseconds.
 
 use std::{thread, time::Duration};
 
@@ -10,8 +12,8 @@ use fabric_engine::Time;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    floor::raw::poke,
-    lines::{self, Outcome},
+    floor::raw::store_word,
+    lines::{self, TextResult},
 };
 
 #[derive(Debug, Clone, Args)]
@@ -39,16 +41,16 @@ struct Reply {
     stored: Vec<u64>,
 }
 
-pub fn run(options: &Options) -> Outcome<()> {
+pub fn run(options: &Options) -> TextResult<()> {
     lines::serve(|request| store(options, request))
 }
 
-fn store(options: &Options, request: &Request) -> Outcome<Reply> {
+fn store(options: &Options, request: &Request) -> TextResult<Reply> {
     let mut stored = Vec::with_capacity(request.samples as usize);
     for value in (request.first..).take(request.samples as usize) {
         thread::sleep(Duration::from_micros(request.rest_us));
         stored.push(Time::now().0);
-        poke(options.pid, options.addr, value)?;
+        store_word(options.pid, options.addr, value)?;
     }
     Ok(Reply { stored })
 }

@@ -1,6 +1,6 @@
-//! From a store to the watched word to the first post of a layer's pages (fabric-lib, table 4): a prefiller and a decoder
-//! on two engines of this process, over shared memory. Each layer has one small page, so that what is timed is the way
-//! to the post, and not copying.
+//! From a store to the watched word to the first post of a layer's pages (fabric-lib, table 4): a
+//! prefiller and a decoder on two engines of this process, over shared memory. Each layer has one
+//! small page, so that what is timed is the way to the post, and not copying.
 //!
 //! `watch` reads one JSON request a line on stdin and writes one JSON reply a line on stdout:
 //! `{"callback": [...], "post": [...], "rung": [...]}`, nanoseconds of each sample.
@@ -21,12 +21,12 @@ use fabric_engine::{
     Time, TransferEngine, Watcher,
 };
 use fabric_kvcache::{
-    layout::{CacheGroup, CacheLayout, CacheTensor, Place},
-    Ask, Decoder, JobEvent, LocalRank, Prefiller, Terms, Timeline,
+    layout::{BufferOffset, CacheGroup, CacheLayout, CacheTensor},
+    Decoder, JobEvent, LocalRank, Prefiller, Pull, Terms, Timeline,
 };
 use serde::{Deserialize, Serialize};
 
-use crate::lines::{self, text, Outcome};
+use crate::lines::{self, text, TextResult};
 
 #[derive(Debug, Clone, Args)]
 pub struct Options {
@@ -38,7 +38,7 @@ pub struct Options {
 /// How the word is changed, and what the watching thread is doing then.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-enum Way {
+enum WakePath {
     /// A plain store, while the thread still looks
     Spinning,
     /// A plain store, when the thread naps between its looks
@@ -47,9 +47,9 @@ enum Way {
     Woken,
 }
 
-impl Way {
+impl WakePath {
     /// What is between two stores, asleep: there may be no core for one more thread that looks.
-    fn rest(self) {
+    fn sleep_between(self) {
         thread::sleep(match self {
             Self::Spinning => Duration::from_micros(60),
             Self::Napping | Self::Woken => Duration::from_millis(2),
@@ -60,7 +60,7 @@ impl Way {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Request {
-    way: Way,
+    way: WakePath,
     samples: u32,
 }
 
@@ -77,30 +77,30 @@ struct Reply {
 const LAYERS: u64 = 64;
 const TOKENS: u64 = 256;
 const PAGE: u64 = 64;
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The word's value that a callback was about, and when it began and had returned.
-type Told = (u64, u64, u64);
+type CallbackTimes = (u64, u64, u64);
 
-struct World {
+struct Setup {
     decoder: Decoder,
     prefiller: Arc<Prefiller>,
     word: Watcher,
-    told: Receiver<Told>,
+    callback_times: Receiver<CallbackTimes>,
     jobs: Receiver<(u64, JobEvent)>,
     to: u64,
-    job: Option<Sent>,
+    job: Option<SentJob>,
 }
 
 /// The job that is being sent.
-struct Sent {
+struct SentJob {
     job: u64,
     timeline: Arc<Timeline>,
     /// Layers still to come in all its passes.
     left: u64,
 }
 
-impl Sent {
+impl SentJob {
     /// When the layer that was last to come was posted.
     fn posted(&self) -> Option<u64> {
         let layer = (TOKENS * LAYERS - self.left - 1) % LAYERS;
@@ -108,12 +108,12 @@ impl Sent {
     }
 }
 
-pub fn run(options: &Options) -> Outcome<()> {
-    let mut world = World::new(options)?;
-    lines::serve(|request| world.measure(request))
+pub fn run(options: &Options) -> TextResult<()> {
+    let mut setup = Setup::new(options)?;
+    lines::serve(|request| setup.measure(request))
 }
 
-fn rank(name: &str, options: &Options) -> Outcome<(CacheLayout, LocalRank)> {
+fn rank(name: &str, options: &Options) -> TextResult<(CacheLayout, LocalRank)> {
     let config = EngineConfig {
         name: name.into(),
         transports: vec![TransportKind::Shm],
@@ -131,7 +131,9 @@ fn rank(name: &str, options: &Options) -> Outcome<(CacheLayout, LocalRank)> {
         page_stride: PAGE,
         head_stride: PAGE,
         token_stride: PAGE,
-        places: (0..LAYERS).map(|l| Place { buffer: 0, offset: l * TOKENS * PAGE }).collect(),
+        places: (0..LAYERS)
+            .map(|l| BufferOffset { buffer: 0, offset: l * TOKENS * PAGE })
+            .collect(),
     };
     let group = CacheGroup {
         name: "all".into(),
@@ -147,50 +149,51 @@ fn rank(name: &str, options: &Options) -> Outcome<(CacheLayout, LocalRank)> {
     Ok((layout, LocalRank { rank: 0, engine, buffers: vec![region], tail: None }))
 }
 
-impl World {
-    fn new(options: &Options) -> Outcome<Self> {
+impl Setup {
+    fn new(options: &Options) -> TextResult<Self> {
         let (layout, local) = rank("prefiller", options)?;
         let engine = Arc::clone(&local.engine);
-        let (tell, jobs) = channel();
-        let on_event = move |job, event| drop(tell.send((job, event)));
+        let (sender, jobs) = channel();
+        let on_event = move |job, event| drop(sender.send((job, event)));
         let prefiller =
             Prefiller::new("prefiller", vec![layout], vec![local], Terms::default(), on_event);
         let prefiller = Arc::new(prefiller.map_err(text)?);
         let advance = prefiller.advancer();
-        let (tell, told) = channel();
+        let (sender, callback_times) = channel();
         let on_change = move |old, new| {
             let entered = Time::now().0;
             advance(old, new);
-            let _ = tell.send((new, entered, Time::now().0));
+            let _ = sender.send((new, entered, Time::now().0));
         };
         let word = engine.watch(on_change).map_err(text)?;
         let (layout, local) = rank("decoder", options)?;
         let decoder =
             Decoder::new("decoder", vec![layout], vec![local], Terms::default(), |_, _| ());
         let decoder = decoder.map_err(text)?;
-        let to = decoder.meet(&prefiller.offer()).map_err(text)?;
-        Ok(Self { decoder, prefiller, word, told, jobs, to, job: None })
+        let to = decoder.connect(&prefiller.offer()).map_err(text)?;
+        Ok(Self { decoder, prefiller, word, callback_times, jobs, to, job: None })
     }
 
-    fn measure(&mut self, request: &Request) -> Outcome<Reply> {
+    fn measure(&mut self, request: &Request) -> TextResult<Reply> {
         let mut reply = Reply::default();
         for _ in 0..request.samples {
             self.make_ready()?;
-            request.way.rest();
+            request.way.sleep_between();
             let value = self.word.load() + 1;
             let stored = Time::now().0;
             match request.way {
-                Way::Woken => self.word.store(value).map_err(text)?,
-                Way::Spinning | Way::Napping => {
-                    // SAFETY: the word is 8 aligned bytes that live as long as the watcher, and are only changed atomically.
+                WakePath::Woken => self.word.store(value).map_err(text)?,
+                WakePath::Spinning | WakePath::Napping => {
+                    // SAFETY: the word is 8 aligned bytes that live as long as the watcher, and are
+                    // only changed atomically.
                     let word = unsafe { AtomicU64::from_ptr(self.word.addr() as *mut u64) };
                     word.store(value, Ordering::Release);
                 }
             }
             // Waits asleep: the one that stores is a GPU, or goes on with its own work.
-            match self.told.recv_timeout(PATIENCE) {
+            match self.callback_times.recv_timeout(TIMEOUT) {
                 Ok((new, entered, returned)) if new == value => {
-                    let posted = self.job.as_ref().and_then(Sent::posted);
+                    let posted = self.job.as_ref().and_then(SentJob::posted);
                     let posted = posted.ok_or("the layer's page was not posted")?;
                     reply.callback.push(entered.saturating_sub(stored));
                     reply.post.push(posted.saturating_sub(stored));
@@ -204,11 +207,11 @@ impl World {
     }
 
     /// The next layer is of a pass that has begun, of a job that has pages to send.
-    fn make_ready(&mut self) -> Outcome<()> {
+    fn make_ready(&mut self) -> TextResult<()> {
         let mut sent = match self.job.take() {
-            Some(Sent { job, left: 0, .. }) => {
+            Some(SentJob { job, left: 0, .. }) => {
                 self.prefiller.finish(job, 0).map_err(text)?;
-                self.hear(|event| matches!(event, JobEvent::Released).then_some(()))?;
+                self.wait_event(|event| matches!(event, JobEvent::Released).then_some(()))?;
                 self.accept()?
             }
             Some(open) => open,
@@ -223,26 +226,26 @@ impl World {
         Ok(())
     }
 
-    fn accept(&self) -> Outcome<Sent> {
+    fn accept(&self) -> TextResult<SentJob> {
         let table: Vec<u32> = (0..TOKENS as u32).collect();
-        let ask = Ask {
+        let pull = Pull {
             tokens: TOKENS,
             tables: vec![table.clone()],
             timeout: Duration::from_secs(3600),
-            ..Ask::default()
+            ..Pull::default()
         };
-        self.decoder.request(self.to, ask).map_err(text)?;
-        let (job, timeline) = self.hear(|event| match event {
-            JobEvent::Asked(asked) => Some(Arc::clone(&asked.timeline)),
+        self.decoder.request(self.to, pull).map_err(text)?;
+        let (job, timeline) = self.wait_event(|event| match event {
+            JobEvent::Requested(asked) => Some(Arc::clone(&asked.timeline)),
             _ => None,
         })?;
         self.prefiller.accept(job, vec![table], 0).map_err(text)?;
-        Ok(Sent { job, timeline, left: TOKENS * LAYERS })
+        Ok(SentJob { job, timeline, left: TOKENS * LAYERS })
     }
 
     /// The next event, if it is the one that is wanted: its job, and what it brings.
-    fn hear<T>(&self, wanted: impl Fn(&JobEvent) -> Option<T>) -> Outcome<(u64, T)> {
-        let Ok((job, event)) = self.jobs.recv_timeout(PATIENCE) else {
+    fn wait_event<T>(&self, wanted: impl Fn(&JobEvent) -> Option<T>) -> TextResult<(u64, T)> {
+        let Ok((job, event)) = self.jobs.recv_timeout(TIMEOUT) else {
             return Err("the prefiller was told nothing".into());
         };
         let brings = wanted(&event).ok_or(format!("the prefiller was told {event:?}"))?;

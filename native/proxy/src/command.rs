@@ -157,11 +157,11 @@ impl Command {
                 let units = e.units("length", len)?;
                 let less = units
                     .checked_sub(1)
-                    .ok_or_else(|| e.wrong("length", 0, "must be at least 16 bytes"))?;
+                    .ok_or_else(|| e.field_error("length", 0, "must be at least 16 bytes"))?;
                 e.put(LENGTH, less)?;
                 if let Some(add) = add {
                     let addend = i16::try_from(add.value).map_err(|_| {
-                        e.wrong(
+                        e.field_error(
                             "value",
                             add.value,
                             "must fit 16 bits beside a write; send the atomic alone",
@@ -257,14 +257,14 @@ struct Encoder {
 }
 
 impl Encoder {
-    fn wrong(&self, field: &'static str, value: i64, rule: &'static str) -> CommandError {
+    fn field_error(&self, field: &'static str, value: i64, rule: &'static str) -> CommandError {
         CommandError { kind: self.kind, field, value, rule }
     }
 
     fn units(&self, field: &'static str, bytes: u64) -> Result<u64, CommandError> {
         match bytes % UNIT {
             0 => Ok(bytes / UNIT),
-            _ => Err(self.wrong(field, bytes as i64, "must be a multiple of 16 bytes")),
+            _ => Err(self.field_error(field, bytes as i64, "must be a multiple of 16 bytes")),
         }
     }
 
@@ -277,7 +277,7 @@ impl Encoder {
                 "length" => "must be at most 512 KiB; push several writes",
                 _ => "must be below 64 GiB",
             };
-            return Err(self.wrong(field.name, value as i64, rule));
+            return Err(self.field_error(field.name, value as i64, rule));
         }
         self.words[field.word] |= value << field.shift;
         Ok(())

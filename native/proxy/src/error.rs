@@ -31,7 +31,7 @@ pub enum ProxyError {
     #[error(
         "rank {rank}: requests to it may still land; it is lost, let it join again with new memory"
     )]
-    NotQuiet { rank: usize },
+    NotQuiesced { rank: usize },
 
     #[error("rank {rank} joins with incarnation {given}, but its latest is {had}; open it with a larger one")]
     StaleIncarnation { rank: usize, given: u32, had: u32 },

@@ -12,7 +12,8 @@ mod losses;
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use fabric_engine::{
-    api::Priority, Handle, Op, Quiet, Region, Result as EngineResult, Submit, Time, TransferEngine,
+    api::Priority, Handle, Op, Quiescence, Region, Result as EngineResult, Submit, Time,
+    TransferEngine,
 };
 
 use crate::{
@@ -24,7 +25,7 @@ use crate::{
     inbox::{Inbox, MembershipChange},
     liveness::Liveness,
     order::ENTRY,
-    peer::{Peer, PostedRequest, State},
+    peer::{Peer, PostedRequest, RankState},
     raw::AtomicWords,
     symmetric::SymmetricMemory,
     tag::EPOCHS,
@@ -246,11 +247,11 @@ impl Executor {
             let mut failed = None;
             let peer = &mut self.peers[rank];
             while let Some(posted) = peer.posted.front().filter(|p| p.handle.is_done()) {
-                match (posted.handle.poll(), posted.handle.quiet()) {
+                match (posted.handle.poll(), posted.handle.quiescence()) {
                     (Some(Err(error)), _) => failed = Some(ProxyError::Engine(error)),
-                    (_, Quiet::Unknown) => failed = Some(ProxyError::NotQuiet { rank }),
-                    (_, Quiet::NotYet) => break,
-                    (_, Quiet::Quiet) => {
+                    (_, Quiescence::Unknown) => failed = Some(ProxyError::NotQuiesced { rank }),
+                    (_, Quiescence::InFlight) => break,
+                    (_, Quiescence::Quiesced) => {
                         let posted = peer.posted.pop_front().expect("there is a front");
                         peer.ended += 1;
                         peer.outstanding -= posted.commands;
@@ -283,7 +284,7 @@ impl Executor {
     /// The other ranks of a scope that take part.
     fn participants(&self, scope: Scope) -> impl Iterator<Item = usize> + '_ {
         let (own, per_node) = (self.config.rank, self.config.per_node);
-        let there = self.peers.iter().enumerate().filter(|(_, p)| p.state == State::Alive);
+        let there = self.peers.iter().enumerate().filter(|(_, p)| p.state == RankState::Alive);
         there
             .map(|(rank, _)| rank)
             .filter(move |r| *r != own && (scope == Scope::All || r % per_node == own % per_node))

@@ -47,7 +47,7 @@ pub enum FifoError {
 #[derive(Clone, Debug)]
 pub struct Pusher {
     area: Arc<Area>,
-    /// Where the popper sleeps.
+    /// The parker of the popper.
     parker: Arc<Parker>,
 }
 

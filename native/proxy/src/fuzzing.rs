@@ -5,7 +5,7 @@ use fabric_engine::api::{Imm, TAG_BITS};
 
 use crate::{
     command::{Command, LAP},
-    order::Entry,
+    order::OrderEntry,
     tag::Tag,
     RankDescriptor,
 };
@@ -21,7 +21,7 @@ pub fn commands(bytes: &[u8]) {
         if let Ok(command) = Command::decode(words) {
             assert_eq!(command.encode(), Ok([words[0] & !LAP, words[1] & !LAP]));
         }
-        if let Ok(entry) = Entry::from_bytes(all.to_le_bytes()) {
+        if let Ok(entry) = OrderEntry::from_bytes(all.to_le_bytes()) {
             assert_eq!(entry.to_bytes(), all.to_le_bytes());
         }
         let value = all as u32 & ((1 << TAG_BITS) - 1);
@@ -65,7 +65,10 @@ mod tests {
             ("atomic", bytes(atomic)),
             ("drain", bytes(drain)),
             ("barrier", bytes(barrier)),
-            ("entry", Entry { slot: 4, value: 5, ordered: false, writes: 6 }.to_bytes().into()),
+            (
+                "entry",
+                OrderEntry { slot: 4, value: 5, ordered: false, writes: 6 }.to_bytes().into(),
+            ),
             ("descriptor", descriptor.to_bytes()),
         ]
     }

@@ -1,4 +1,4 @@
-//! Which ranks take part: one word for each rank, shared by all threads of a proxy and its device.
+//! Liveness of ranks: one word for each rank, shared by all threads of a proxy and its device.
 
 use std::sync::atomic::{
     AtomicU64,

@@ -23,7 +23,7 @@ pub(crate) const ENTRY: u64 = 16;
 /// An atomic on the wire: 16 bytes, little-endian. Bits 0-11 slot, 12 ordered, 32-63 number of
 /// writes of its epoch; then the value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Entry {
+pub struct OrderEntry {
     pub slot: u16,
     pub value: i64,
     pub ordered: bool,
@@ -31,7 +31,7 @@ pub struct Entry {
     pub writes: u32,
 }
 
-impl Entry {
+impl OrderEntry {
     pub(crate) fn to_bytes(self) -> [u8; ENTRY as usize] {
         let head =
             u64::from(self.slot) | u64::from(self.ordered) << 12 | u64::from(self.writes) << 32;
@@ -67,7 +67,7 @@ pub enum OrderError {
 #[derive(Clone, Copy, Debug, Default)]
 struct Epoch {
     counted: u32,
-    entry: Option<Entry>,
+    entry: Option<OrderEntry>,
     /// Applied before its predecessors; only unordered atomics are.
     applied: bool,
 }
@@ -99,7 +99,12 @@ impl Channel {
     ///
     /// # Errors
     /// [`OrderError::TooMany`].
-    pub fn wrote(&mut self, epoch: u8, n: u32, apply: impl FnMut(Entry)) -> Result<(), OrderError> {
+    pub fn on_write(
+        &mut self,
+        epoch: u8,
+        n: u32,
+        apply: impl FnMut(OrderEntry),
+    ) -> Result<(), OrderError> {
         let e = &mut self.epochs[usize::from(epoch) % EPOCHS as usize];
         e.counted = e.counted.saturating_add(n);
         self.settle(epoch, apply)
@@ -112,8 +117,8 @@ impl Channel {
     pub fn ended(
         &mut self,
         epoch: u8,
-        entry: Entry,
-        apply: impl FnMut(Entry),
+        entry: OrderEntry,
+        apply: impl FnMut(OrderEntry),
     ) -> Result<(), OrderError> {
         let e = &mut self.epochs[usize::from(epoch) % EPOCHS as usize];
         if e.entry.replace(entry).is_some() {
@@ -129,7 +134,7 @@ impl Channel {
         credits
     }
 
-    fn settle(&mut self, epoch: u8, mut apply: impl FnMut(Entry)) -> Result<(), OrderError> {
+    fn settle(&mut self, epoch: u8, mut apply: impl FnMut(OrderEntry)) -> Result<(), OrderError> {
         let e = &mut self.epochs[usize::from(epoch) % EPOCHS as usize];
         let Some(entry) = e.entry else { return Ok(()) };
         if e.counted > entry.writes {

@@ -1,4 +1,4 @@
-//! Where a proxy thread sleeps. Producers read one word, which is written only when the thread
+//! The sleep of a proxy thread. Producers read one word, which is written only when the thread
 //! sleeps.
 
 use std::time::Duration;

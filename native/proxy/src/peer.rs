@@ -7,7 +7,7 @@ use fabric_engine::{Handle, RemoteRegion, Time};
 use crate::{command::CHANNELS, order::Channel, send_channel::SendChannel, tag::TAG_INCARNATIONS};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum State {
+pub(crate) enum RankState {
     /// Not joined yet; its early messages are kept.
     Absent,
     Alive,
@@ -24,13 +24,13 @@ pub(crate) struct PostedRequest {
     /// The index of its first command.
     pub first: u64,
     pub commands: u32,
-    /// Its end wakes the sleeping thread.
+    /// Whether its completion wakes the sleeping thread.
     pub wakes: bool,
 }
 
 #[derive(Debug)]
 pub(crate) struct Peer {
-    pub state: State,
+    pub state: RankState,
     /// The latest announced incarnation; 0 for none.
     pub incarnation: u32,
     /// The region that receives the peer's atomics.
@@ -59,7 +59,7 @@ pub(crate) struct Peer {
 impl Default for Peer {
     fn default() -> Self {
         Self {
-            state: State::Absent,
+            state: RankState::Absent,
             incarnation: 0,
             control: None,
             watch: None,
@@ -110,7 +110,7 @@ impl Peer {
     pub fn restart(&mut self, incarnation: u32, control: RemoteRegion) {
         let early = std::mem::take(&mut self.early);
         *self = Self {
-            state: State::Alive,
+            state: RankState::Alive,
             incarnation,
             control: Some(control),
             early,

@@ -190,7 +190,7 @@ impl Proxy {
         &self.common.words
     }
 
-    /// Which ranks are there.
+    /// Liveness of the ranks.
     pub fn alive(&self) -> &Arc<Liveness> {
         &self.common.alive
     }

@@ -1,4 +1,4 @@
-//! Threads of the engine that call into Python again and again.
+//! Attaches threads of the engine that call into Python repeatedly.
 
 use std::{
     ffi::c_void,
@@ -8,32 +8,30 @@ use std::{
 
 use pyo3::{ffi, prelude::*};
 
-/// How long a thread looks for the interpreter to be free before it sleeps until another thread
-/// wakes it. A thread that stores to a word or submits often releases it soon after, sooner than a
-/// wake-up takes.
-const LOOK: Duration = Duration::from_micros(20);
+/// Time that a thread spins for the GIL before it sleeps. A thread that stores to a word or submits
+/// often releases the GIL sooner than a wake-up takes.
+const SPIN_TIME: Duration = Duration::from_micros(20);
 
 thread_local! {
-    static KEPT: Option<Kept> = Kept::new();
+    static THREAD_STATE: Option<ThreadState> = ThreadState::new();
 }
 
-/// Runs `f` with the interpreter; `None` if the interpreter is gone.
+/// Runs `f` with the GIL; `None` if the interpreter has ended.
 ///
-/// CPython makes a thread state, and maps memory for its frames, each time that a thread attaches
-/// which has none, and unmaps it again: several microseconds before a callback begins. A thread
-/// that comes here keeps its first until it ends.
+/// When a thread without a thread state attaches, CPython makes one and maps memory for its frames,
+/// which takes several microseconds. A thread that calls this keeps its first state until it ends.
 pub fn attached<R>(f: impl FnOnce(Python<'_>) -> R) -> Option<R> {
-    if KEPT.with(Option::is_some) {
+    if THREAD_STATE.with(Option::is_some) {
         let begun = Instant::now();
-        while is_taken() && begun.elapsed() < LOOK {
+        while is_taken() && begun.elapsed() < SPIN_TIME {
             std::hint::spin_loop();
         }
     }
     Python::try_attach(f)
 }
 
-/// Whether some thread has the interpreter, as far as CPython tells those that don't have it: up to
-/// 3.11 it does, later ones tell of the asking thread alone.
+/// Whether some thread holds the GIL. CPython up to 3.11 tells this to any thread; later versions
+/// report the calling thread only.
 fn is_taken() -> bool {
     type Current = unsafe extern "C" fn() -> *mut c_void;
     static CURRENT: OnceLock<Option<Current>> = OnceLock::new();
@@ -49,11 +47,11 @@ fn is_taken() -> bool {
     current.is_some_and(|current| unsafe { !current().is_null() })
 }
 
-/// This thread's state in the interpreter, which stays until this is dropped.
-struct Kept(ffi::PyGILState_STATE);
+/// This thread's state in the interpreter, kept until this is dropped.
+struct ThreadState(ffi::PyGILState_STATE);
 
-impl Kept {
-    /// `None` on a thread of Python's own, which has a state anyway, and without an interpreter.
+impl ThreadState {
+    /// `None` on a thread of Python's, which has a state already, and without an interpreter.
     fn new() -> Option<Self> {
         // SAFETY: asks about this thread, and needs nothing.
         if unsafe { !ffi::PyGILState_GetThisThreadState().is_null() } {
@@ -65,8 +63,8 @@ impl Kept {
     }
 }
 
-impl Drop for Kept {
-    /// As the thread ends. An interpreter that has ended before has taken the state with it.
+impl Drop for ThreadState {
+    /// Runs when the thread ends. An interpreter that ended earlier has freed the state.
     fn drop(&mut self) {
         // SAFETY: attached, as `new` was when it took the state, so that letting go of it leaves
         // the thread attached.

@@ -1,4 +1,4 @@
-//! What users give to be called later, and the context that it is called in.
+//! Python callbacks, and the contexts in which they are called.
 
 use std::ops::Deref;
 
@@ -18,8 +18,8 @@ pub struct Callback {
 }
 
 impl Callback {
-    /// Calls, unless the interpreter is gone. `args` puts the function first and what it gets after
-    /// it. What the function raises goes to `sys.unraisablehook`.
+    /// Calls the function, unless the interpreter has ended. `args` returns the function and then
+    /// its arguments. An exception of the function goes to `sys.unraisablehook`.
     pub fn call<F>(&self, args: F)
     where
         F: for<'py> FnOnce(Python<'py>, &Py<PyAny>) -> PyResult<Bound<'py, PyTuple>>,
@@ -38,11 +38,11 @@ impl Callback {
     }
 }
 
-/// What is called again and again: its calls are for other requests than the one in whose context
-/// it was given, so they bear no span. The context is kept as long as the function.
-pub struct Standing(Callback);
+/// A callback that is called repeatedly. Its calls belong to other requests than the one in whose
+/// context it was given, so they have no span. The context is kept as long as the function.
+pub struct RecurringCallback(Callback);
 
-impl Deref for Standing {
+impl Deref for RecurringCallback {
     type Target = Callback;
 
     fn deref(&self) -> &Callback {
@@ -50,7 +50,7 @@ impl Deref for Standing {
     }
 }
 
-impl<'py> FromPyObject<'_, 'py> for Standing {
+impl<'py> FromPyObject<'_, 'py> for RecurringCallback {
     type Error = PyErr;
 
     fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {

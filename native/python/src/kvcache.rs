@@ -12,9 +12,9 @@ use fabric_kvcache::{
 use pyo3::{prelude::*, types::PyBytes};
 
 use crate::{
-    apart::Apart,
-    callback::Standing,
-    engine::{current_span, whole, Engine, Region, Watcher},
+    callback::RecurringCallback,
+    detached_drop::DetachedDrop,
+    engine::{checked_int, current_span, Engine, Region, Watcher},
     errors::{raise, OrRaise},
 };
 
@@ -83,7 +83,7 @@ fn duration(py: Python<'_>, timeout: f64) -> PyResult<Duration> {
 
 /// A decoder instance's process; `fabric_ray.kvcache.Decoder` is the class to use.
 #[pyclass(frozen, module = "fabric_ray._native")]
-struct KvDecoder(Apart<kv::Decoder>);
+struct KvDecoder(DetachedDrop<kv::Decoder>);
 
 #[pymethods]
 impl KvDecoder {
@@ -93,13 +93,13 @@ impl KvDecoder {
         py: Python<'_>,
         name: &str,
         layouts: Vec<Vec<u8>>,
-        #[pyo3(from_py_with = whole)] ranks: Vec<RankArg<'_>>,
-        #[pyo3(from_py_with = whole)] terms: TermsArg,
-        on_event: Standing,
+        #[pyo3(from_py_with = checked_int)] ranks: Vec<RankArg<'_>>,
+        #[pyo3(from_py_with = checked_int)] terms: TermsArg,
+        on_event: RecurringCallback,
     ) -> PyResult<Self> {
         let (layouts, local) = (self::layouts(py, &layouts)?, local(&ranks));
         let terms = self::terms(py, terms)?;
-        let told = move |seq: u64, event: kv::Event| {
+        let report = move |seq: u64, event: kv::Event| {
             let (what, why, text) = match &event {
                 kv::Event::Ready => ("ready", "", String::new()),
                 kv::Event::Failed(c) => ("failed", cause(c), c.to_string()),
@@ -107,13 +107,13 @@ impl KvDecoder {
             };
             on_event.call(|py, f| (f, seq, what, why, text).into_pyobject(py));
         };
-        let decoder = py.detach(|| kv::Decoder::new(name, layouts, local, terms, told));
-        decoder.map(|d| Self(Apart::new(d))).or_raise(py)
+        let decoder = py.detach(|| kv::Decoder::new(name, layouts, local, terms, report));
+        decoder.map(|d| Self(DetachedDrop::new(d))).or_raise(py)
     }
 
     /// Makes a prefiller known by its offer; returns its number.
     fn connect(&self, py: Python<'_>, offer: &[u8]) -> PyResult<u64> {
-        py.detach(|| Offer::from_bytes(offer).and_then(|offer| self.0.meet(&offer))).or_raise(py)
+        py.detach(|| Offer::from_bytes(offer).and_then(|offer| self.0.connect(&offer))).or_raise(py)
     }
 
     /// Asks a prefiller for pages; returns the request's number.
@@ -122,31 +122,31 @@ impl KvDecoder {
     fn request(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] prefiller: u64,
-        #[pyo3(from_py_with = whole)] tokens: u64,
-        #[pyo3(from_py_with = whole)] have: u64,
-        #[pyo3(from_py_with = whole)] salt: u64,
-        #[pyo3(from_py_with = whole)] tables: Vec<Vec<u32>>,
-        #[pyo3(from_py_with = whole)] tail_slot: u32,
+        #[pyo3(from_py_with = checked_int)] prefiller: u64,
+        #[pyo3(from_py_with = checked_int)] tokens: u64,
+        #[pyo3(from_py_with = checked_int)] have: u64,
+        #[pyo3(from_py_with = checked_int)] salt: u64,
+        #[pyo3(from_py_with = checked_int)] tables: Vec<Vec<u32>>,
+        #[pyo3(from_py_with = checked_int)] tail_slot: u32,
         payload: Vec<u8>,
         timeout: f64,
     ) -> PyResult<u64> {
         let timeout = duration(py, timeout)?;
         let span = current_span(py)?;
-        let ask = kv::Ask { tokens, have, salt, tables, tail_slot, payload, timeout, span };
-        py.detach(|| self.0.request(prefiller, ask)).or_raise(py)
+        let pull = kv::Pull { tokens, have, salt, tables, tail_slot, payload, timeout, span };
+        py.detach(|| self.0.request(prefiller, pull)).or_raise(py)
     }
 
-    fn cancel(&self, py: Python<'_>, #[pyo3(from_py_with = whole)] request: u64) {
+    fn cancel(&self, py: Python<'_>, #[pyo3(from_py_with = checked_int)] request: u64) {
         py.detach(|| self.0.cancel(request));
     }
 
-    fn disconnect(&self, py: Python<'_>, #[pyo3(from_py_with = whole)] prefiller: u64) {
-        py.detach(|| self.0.leave(prefiller));
+    fn disconnect(&self, py: Python<'_>, #[pyo3(from_py_with = checked_int)] prefiller: u64) {
+        py.detach(|| self.0.disconnect(prefiller));
     }
 
-    fn is_connected(&self, #[pyo3(from_py_with = whole)] prefiller: u64) -> bool {
-        self.0.knows(prefiller)
+    fn is_connected(&self, #[pyo3(from_py_with = checked_int)] prefiller: u64) -> bool {
+        self.0.is_connected(prefiller)
     }
 
     /// Requests whose pages aren't released.
@@ -163,7 +163,7 @@ impl KvDecoder {
 /// A layer's number in the model, and when it was computed, posted and delivered.
 type LayerTimes = (u32, Option<u64>, Option<u64>, Option<u64>);
 
-/// How far the layers of a job are; `fabric_ray.kvcache.Job.timeline` gives types to it.
+/// Progress of the layers of a job; `fabric_ray.kvcache.Job.timeline` gives types to it.
 #[pyclass(frozen, module = "fabric_ray._native")]
 struct KvTimeline(Arc<kv::Timeline>);
 
@@ -180,7 +180,7 @@ impl KvTimeline {
 /// A prefiller instance's process; `fabric_ray.kvcache.Prefiller` is the class to use.
 #[pyclass(frozen, module = "fabric_ray._native")]
 struct KvPrefiller {
-    prefiller: Apart<kv::Prefiller>,
+    prefiller: DetachedDrop<kv::Prefiller>,
     word: Py<Watcher>,
 }
 
@@ -193,17 +193,17 @@ impl KvPrefiller {
         py: Python<'_>,
         name: &str,
         layouts: Vec<Vec<u8>>,
-        #[pyo3(from_py_with = whole)] ranks: Vec<RankArg<'_>>,
-        #[pyo3(from_py_with = whole)] terms: TermsArg,
-        on_event: Standing,
-        on_request: Standing,
-        #[pyo3(from_py_with = whole)] device: Option<i32>,
+        #[pyo3(from_py_with = checked_int)] ranks: Vec<RankArg<'_>>,
+        #[pyo3(from_py_with = checked_int)] terms: TermsArg,
+        on_event: RecurringCallback,
+        on_request: RecurringCallback,
+        #[pyo3(from_py_with = checked_int)] device: Option<i32>,
     ) -> PyResult<Self> {
         let (layouts, local) = (self::layouts(py, &layouts)?, local(&ranks));
         let terms = self::terms(py, terms)?;
         let engine = local.first().map(|rank| Arc::clone(&rank.engine));
-        let told = move |job: u64, event: kv::JobEvent| match event {
-            kv::JobEvent::Asked(asked) => on_request.call(|py, f| {
+        let report = move |job: u64, event: kv::JobEvent| match event {
+            kv::JobEvent::Requested(asked) => on_request.call(|py, f| {
                 let payload = PyBytes::new(py, &asked.payload);
                 let timeline = Py::new(py, KvTimeline(asked.timeline))?;
                 (f, job, asked.decoder, asked.tokens, asked.have, payload, timeline)
@@ -218,7 +218,7 @@ impl KvPrefiller {
             }
         };
         let made = py.detach(|| {
-            let prefiller = kv::Prefiller::new(name, layouts, local, terms, told)?;
+            let prefiller = kv::Prefiller::new(name, layouts, local, terms, report)?;
             let advance = prefiller.advancer();
             let word = match (engine, device) {
                 (Some(engine), Some(device)) => engine.watch_device(device, advance)?,
@@ -228,10 +228,10 @@ impl KvPrefiller {
             Ok((prefiller, word))
         });
         let (prefiller, word) = made.or_raise(py)?;
-        Ok(Self { prefiller: Apart::new(prefiller), word: Py::new(py, Watcher(word))? })
+        Ok(Self { prefiller: DetachedDrop::new(prefiller), word: Py::new(py, Watcher(word))? })
     }
 
-    /// What decoders need to know of it.
+    /// The offer of this prefiller for decoders.
     fn offer<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &self.prefiller.offer().to_bytes())
     }
@@ -258,9 +258,9 @@ impl KvPrefiller {
     fn accept(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] job: u64,
-        #[pyo3(from_py_with = whole)] tables: Vec<Vec<u32>>,
-        #[pyo3(from_py_with = whole)] computed: u64,
+        #[pyo3(from_py_with = checked_int)] job: u64,
+        #[pyo3(from_py_with = checked_int)] tables: Vec<Vec<u32>>,
+        #[pyo3(from_py_with = checked_int)] computed: u64,
     ) -> PyResult<()> {
         py.detach(|| self.prefiller.accept(job, tables, computed)).or_raise(py)
     }
@@ -269,8 +269,8 @@ impl KvPrefiller {
     fn begin(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] requests: Vec<(u64, u64)>,
-        #[pyo3(from_py_with = whole)] counted: Option<u64>,
+        #[pyo3(from_py_with = checked_int)] requests: Vec<(u64, u64)>,
+        #[pyo3(from_py_with = checked_int)] counted: Option<u64>,
     ) -> PyResult<()> {
         let counted = counted.unwrap_or_else(|| self.word.get().0.load());
         py.detach(|| self.prefiller.begin(&requests, counted)).or_raise(py)
@@ -279,13 +279,13 @@ impl KvPrefiller {
     fn finish(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] job: u64,
-        #[pyo3(from_py_with = whole)] slot: u32,
+        #[pyo3(from_py_with = checked_int)] job: u64,
+        #[pyo3(from_py_with = checked_int)] slot: u32,
     ) -> PyResult<()> {
         py.detach(|| self.prefiller.finish(job, slot)).or_raise(py)
     }
 
-    fn fail(&self, py: Python<'_>, #[pyo3(from_py_with = whole)] job: u64, why: &str) {
+    fn fail(&self, py: Python<'_>, #[pyo3(from_py_with = checked_int)] job: u64, why: &str) {
         py.detach(|| self.prefiller.fail(job, why));
     }
 
@@ -293,7 +293,7 @@ impl KvPrefiller {
     fn refuse(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] job: u64,
+        #[pyo3(from_py_with = checked_int)] job: u64,
         reason: &str,
         why: &str,
     ) -> PyResult<()> {

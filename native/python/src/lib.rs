@@ -3,9 +3,9 @@
 
 use pyo3::prelude::*;
 
-mod apart;
 mod attach;
 mod callback;
+mod detached_drop;
 mod engine;
 mod errors;
 mod kvcache;

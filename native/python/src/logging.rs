@@ -1,8 +1,7 @@
-//! What the engine logs, as records of Python's logger `fabric_ray.native`.
+//! Passes the engine's log events to Python's logger `fabric_ray.native`.
 //!
-//! Events come from threads that hold the engine's lock, and who waits for that lock may hold the
-//! GIL: so an event is put on a queue, and one thread, which starts with the first, hands them
-//! over.
+//! Events come from threads that hold the engine's lock, and a waiter for that lock may hold the
+//! GIL. So an event is queued, and one thread, which starts with the first event, logs them.
 
 use std::{
     collections::VecDeque,
@@ -18,7 +17,7 @@ use tracing::{
 
 const LOGGER: &str = "fabric_ray.native";
 /// Records that may wait; further ones are dropped and counted.
-const MOST: usize = 1000;
+const MAX_WAITING_RECORDS: usize = 1000;
 
 struct Record {
     level: u8,
@@ -27,37 +26,37 @@ struct Record {
 }
 
 #[derive(Default)]
-struct Waiting {
+struct RecordQueue {
     records: VecDeque<Record>,
     dropped: usize,
-    /// The process whose thread is at it: a forked child has none.
+    /// The process whose thread serves the queue; a forked child has no such thread.
     served_by: Option<u32>,
 }
 
-static WAITING: Mutex<Waiting> =
-    Mutex::new(Waiting { records: VecDeque::new(), dropped: 0, served_by: None });
+static RECORD_QUEUE: Mutex<RecordQueue> =
+    Mutex::new(RecordQueue { records: VecDeque::new(), dropped: 0, served_by: None });
 
-static SOMETHING: Condvar = Condvar::new();
+static RECORD_QUEUED: Condvar = Condvar::new();
 
-fn waiting() -> MutexGuard<'static, Waiting> {
-    WAITING.lock().unwrap_or_else(PoisonError::into_inner)
+fn record_queue() -> MutexGuard<'static, RecordQueue> {
+    RECORD_QUEUE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// From now on the engine's events reach Python.
 pub fn install() {
     // Another subscriber serves as well.
-    let _ = tracing::subscriber::set_global_default(ToPython);
+    let _ = tracing::subscriber::set_global_default(PythonSubscriber);
 }
 
-struct ToPython;
+struct PythonSubscriber;
 
-impl Subscriber for ToPython {
+impl Subscriber for PythonSubscriber {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
         *metadata.level() <= Level::INFO
     }
 
     fn event(&self, event: &Event<'_>) {
-        let mut line = Line::default();
+        let mut line = FormattedEvent::default();
         event.record(&mut line);
         let level = match *event.metadata().level() {
             Level::ERROR => 40,
@@ -79,13 +78,13 @@ impl Subscriber for ToPython {
 
 /// `message; name: value; ...`, and the same by name.
 #[derive(Default)]
-struct Line {
+struct FormattedEvent {
     message: String,
     text: String,
     fields: Vec<(&'static str, String)>,
 }
 
-impl Visit for Line {
+impl Visit for FormattedEvent {
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
         // Writing to a string can't fail.
         match field.name() {
@@ -100,8 +99,8 @@ impl Visit for Line {
 }
 
 fn push(record: Record) {
-    let mut w = waiting();
-    if w.records.len() >= MOST {
+    let mut w = record_queue();
+    if w.records.len() >= MAX_WAITING_RECORDS {
         w.dropped += 1;
         return;
     }
@@ -113,17 +112,17 @@ fn push(record: Record) {
         w.served_by = spawned.ok().and(here);
     }
     drop(w);
-    SOMETHING.notify_one();
+    RECORD_QUEUED.notify_one();
 }
 
 fn serve() {
     loop {
         let (record, dropped) = {
-            let mut w = waiting();
+            let mut w = record_queue();
             loop {
                 match w.records.pop_front() {
                     Some(record) => break (record, std::mem::take(&mut w.dropped)),
-                    None => w = SOMETHING.wait(w).unwrap_or_else(PoisonError::into_inner),
+                    None => w = RECORD_QUEUED.wait(w).unwrap_or_else(PoisonError::into_inner),
                 }
             }
         };

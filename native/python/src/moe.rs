@@ -13,8 +13,8 @@ use fabric_moe::{
 use pyo3::{prelude::*, types::PyBytes};
 
 use crate::{
-    apart::Apart,
-    engine::{whole, Engine, Region},
+    detached_drop::DetachedDrop,
+    engine::{checked_int, Engine, Region},
     errors::{raise, OrRaise},
 };
 
@@ -72,8 +72,7 @@ pub(crate) fn timeout(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
 /// The integers at an address.
 ///
 /// # Safety
-/// It must be that of as many 64-bit integers, which are not written to as long as the slice is
-/// used.
+/// The address must be that of `n` 64-bit integers, which nothing writes while the slice is used.
 pub(crate) unsafe fn integers<'a>((address, n): (usize, usize)) -> &'a [i64] {
     match n {
         0 => &[],
@@ -100,7 +99,7 @@ pub(crate) fn placing(placing: &moe::Dispatched) -> PlacingResult {
 
 /// One rank of an exchange; `fabric_ray.moe.AllToAll` is the class to use.
 #[pyclass(frozen, module = "fabric_ray._native")]
-struct MoeExchange(Apart<moe::AllToAll>);
+struct MoeExchange(DetachedDrop<moe::AllToAll>);
 
 #[pymethods]
 impl MoeExchange {
@@ -110,19 +109,19 @@ impl MoeExchange {
     fn new(
         py: Python<'_>,
         engine: &Engine,
-        #[pyo3(from_py_with = whole)] rank: u32,
-        #[pyo3(from_py_with = whole)] ranks: u32,
-        #[pyo3(from_py_with = whole)] experts: u32,
-        #[pyo3(from_py_with = whole)] topk: u32,
-        #[pyo3(from_py_with = whole)] max_tokens: u32,
-        #[pyo3(from_py_with = whole)] row_nbytes: u32,
-        #[pyo3(from_py_with = whole)] elements: u32,
+        #[pyo3(from_py_with = checked_int)] rank: u32,
+        #[pyo3(from_py_with = checked_int)] ranks: u32,
+        #[pyo3(from_py_with = checked_int)] experts: u32,
+        #[pyo3(from_py_with = checked_int)] topk: u32,
+        #[pyo3(from_py_with = checked_int)] max_tokens: u32,
+        #[pyo3(from_py_with = checked_int)] row_nbytes: u32,
+        #[pyo3(from_py_with = checked_int)] elements: u32,
         dtype: &str,
-        #[pyo3(from_py_with = whole)] private_rows: u32,
-        #[pyo3(from_py_with = whole)] shared_rows: Option<u32>,
+        #[pyo3(from_py_with = checked_int)] private_rows: u32,
+        #[pyo3(from_py_with = checked_int)] shared_rows: Option<u32>,
         allocate: Option<Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
-        let back = moe::Back { elements, float: float(py, dtype)? };
+        let back = moe::AnswerFormat { elements, float: float(py, dtype)? };
         let shape = moe::Shape {
             ranks,
             experts,
@@ -136,12 +135,12 @@ impl MoeExchange {
         let engine = Arc::clone(&engine.engine);
         let Some(allocate) = allocate else {
             let exchange = py.detach(|| moe::AllToAll::new(engine, shape, rank)).or_raise(py)?;
-            return Ok(Self(Apart::new(exchange)));
+            return Ok(Self(DetachedDrop::new(exchange)));
         };
         let nbytes = Memory::new(shape).or_raise(py)?.rows_nbytes();
         let rows = allocate.call1((nbytes,))?.cast_into::<Region>()?.get().0.clone();
         let exchange = py.detach(|| moe::AllToAll::over(engine, shape, rank, rows)).or_raise(py)?;
-        Ok(Self(Apart::new(exchange)))
+        Ok(Self(DetachedDrop::new(exchange)))
     }
 
     /// Where this rank's own rows begin in its rows, bytes; bytes from one row to the next, and
@@ -158,7 +157,7 @@ impl MoeExchange {
         device::Layout::new(self.0.shape()).words
     }
 
-    /// What lies there: each area's name, its first word, and how many.
+    /// The areas of device words: name, first word, number of words.
     #[getter]
     fn device_areas(&self) -> Vec<(&'static str, usize, usize)> {
         device::Layout::new(self.0.shape()).areas()
@@ -170,7 +169,7 @@ impl MoeExchange {
         device::rounds(self.0.shape())
     }
 
-    /// Which way rows go to each other rank, in words.
+    /// The path of rows to each other rank, as text.
     #[getter]
     fn ways(&self, py: Python<'_>) -> Vec<(u32, String)> {
         py.detach(|| self.0.paths())
@@ -243,19 +242,18 @@ impl MoeExchange {
         py.detach(|| self.0.left_out())
     }
 
-    /// What a rank of such an exchange would allocate: the purpose of each area, what it holds, and
-    /// its bytes.
+    /// The memory areas of a rank of such an exchange: purpose, content, bytes.
     #[getter]
     fn areas(&self) -> Vec<(&'static str, String, u64)> {
         self.0.memory().explain()
     }
 
-    /// What other ranks need to know of this one; only for one that comes anew, if given.
+    /// The descriptor of this rank for other ranks; with `only`, for one rank that joins again.
     #[pyo3(signature = (only=None))]
     fn card<'py>(
         &self,
         py: Python<'py>,
-        #[pyo3(from_py_with = whole)] only: Option<u32>,
+        #[pyo3(from_py_with = checked_int)] only: Option<u32>,
     ) -> PyResult<Bound<'py, PyBytes>> {
         let card = py.detach(|| self.0.descriptor(only)).or_raise(py)?;
         Ok(PyBytes::new(py, &card))
@@ -275,7 +273,7 @@ impl MoeExchange {
     fn mask(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] rank: u32,
+        #[pyo3(from_py_with = checked_int)] rank: u32,
         cause: &str,
     ) -> PyResult<()> {
         py.detach(|| self.0.mask(rank, cause)).or_raise(py)
@@ -317,8 +315,8 @@ impl MoeExchange {
     fn arriving(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] multiple: u32,
-        #[pyo3(from_py_with = whole)] stride: Option<u32>,
+        #[pyo3(from_py_with = checked_int)] multiple: u32,
+        #[pyo3(from_py_with = checked_int)] stride: Option<u32>,
     ) -> PyResult<PlacingResult> {
         let order = stride.map_or(Order::Packed { multiple }, |rows| Order::Strided { rows });
         py.detach(|| self.0.wait_arriving(order)).map(|p| placing(&p)).or_raise(py)

@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBytes, PyDict};
 
-use crate::engine::whole;
+use crate::engine::checked_int;
 
 static ERRORS: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
 
@@ -115,7 +115,7 @@ impl PlanCore {
         source: &[u8],
         target: &[u8],
         ignore_extra: bool,
-        #[pyo3(from_py_with = whole)] min_split_bytes: u64,
+        #[pyo3(from_py_with = checked_int)] min_split_bytes: u64,
     ) -> PyResult<Self> {
         let extra = if ignore_extra { Extra::Ignore } else { Extra::Refuse };
         let options = Options { extra, min_split_bytes };
@@ -160,7 +160,7 @@ impl PlanCore {
         &self,
         py: Python<'_>,
         side: &str,
-        #[pyo3(from_py_with = whole)] rank: u32,
+        #[pyo3(from_py_with = checked_int)] rank: u32,
     ) -> PyResult<Vec<(u32, Vec<u64>, Vec<u64>, u64)>> {
         let role = role(side)?;
         let found = py
@@ -176,8 +176,8 @@ impl PlanCore {
 
     fn bytes_on_link(
         &self,
-        #[pyo3(from_py_with = whole)] src: u32,
-        #[pyo3(from_py_with = whole)] dst: u32,
+        #[pyo3(from_py_with = checked_int)] src: u32,
+        #[pyo3(from_py_with = checked_int)] dst: u32,
     ) -> u64 {
         self.plan.bytes_on_link(src, dst)
     }
@@ -185,7 +185,7 @@ impl PlanCore {
     fn expected_pages(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] dst: u32,
+        #[pyo3(from_py_with = checked_int)] dst: u32,
     ) -> PyResult<u64> {
         self.plan.expected_pages(dst).map_err(|e| raise(py, &e))
     }
@@ -204,7 +204,7 @@ impl PlanCore {
     fn for_source<'py>(
         &self,
         py: Python<'py>,
-        #[pyo3(from_py_with = whole)] rank: u32,
+        #[pyo3(from_py_with = checked_int)] rank: u32,
     ) -> PyResult<Columns<'py>> {
         let transfers = self.plan.for_source(rank).map_err(|e| raise(py, &e))?;
         Ok(columns(py, transfers))
@@ -212,7 +212,7 @@ impl PlanCore {
 
     fn sending_order(
         &self,
-        #[pyo3(from_py_with = whole)] rank: u32,
+        #[pyo3(from_py_with = checked_int)] rank: u32,
         py: Python<'_>,
     ) -> PyResult<Vec<u32>> {
         py.detach(|| self.plan.sending_order(rank)).map_err(|e| raise(py, &e))
@@ -221,7 +221,7 @@ impl PlanCore {
     fn for_target<'py>(
         &self,
         py: Python<'py>,
-        #[pyo3(from_py_with = whole)] rank: u32,
+        #[pyo3(from_py_with = checked_int)] rank: u32,
     ) -> PyResult<Columns<'py>> {
         let transfers = self.plan.for_target(rank).map_err(|e| raise(py, &e))?;
         Ok(columns(py, transfers))
@@ -232,7 +232,7 @@ impl PlanCore {
         &self,
         py: Python<'_>,
         name: Option<&str>,
-        #[pyo3(from_py_with = whole)] rank: Option<u32>,
+        #[pyo3(from_py_with = checked_int)] rank: Option<u32>,
     ) -> PyResult<String> {
         py.detach(|| self.plan.explain(name, rank)).map_err(|e| raise(py, &e))
     }

@@ -1,5 +1,4 @@
-//! What RDMA libraries and NICs this machine has, as dictionaries; `fabric_ray.doctor` gives them
-//! types.
+//! RDMA libraries and NICs of this machine, as dictionaries; `fabric_ray.doctor` gives them types.
 
 use fabric_engine::{
     api::{EngineConfig, NicConfig},

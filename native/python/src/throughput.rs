@@ -8,15 +8,15 @@ use fabric_moe::{
     kernels::{Part, PartMut},
     routes::Order,
     throughput::{
-        device::{AtomicWords, Form, DEPTH},
-        Far, Layout, Member, Spec, Throughput,
+        device::{AtomicWords, QueueLayout, DEPTH},
+        KernelMemory, Layout, Member, Spec, Throughput,
     },
 };
 use pyo3::{prelude::*, types::PyBytes};
 
 use crate::{
-    apart::Apart,
-    engine::{whole, Engine, Region},
+    detached_drop::DetachedDrop,
+    engine::{checked_int, Engine, Region},
     errors::OrRaise,
     moe::{at, float, integers, part, part_mut, placing, timeout, PartArg, PlacingResult},
 };
@@ -27,48 +27,52 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// One rank of an exchange; `fabric_ray.moe.ThroughputAllToAll` is the class to use.
 #[pyclass(frozen, module = "fabric_ray._native")]
-struct MoeThroughput(Apart<Throughput>);
+struct MoeThroughput(DetachedDrop<Throughput>);
 
 /// Memory for an exchange that kernels carry out, as `allocate` gives it for so many bytes and
 /// words.
-fn far(py: Python<'_>, spec: &Spec, (workers, allocate): (u32, Bound<'_, PyAny>)) -> PyResult<Far> {
+fn kernel_memory(
+    py: Python<'_>,
+    spec: &Spec,
+    (workers, allocate): (u32, Bound<'_, PyAny>),
+) -> PyResult<KernelMemory> {
     let nbytes = Layout::new(*spec).or_raise(py)?.nbytes();
-    let n = Form::new(spec, workers).or_raise(py)?.words;
+    let n = QueueLayout::new(spec, workers).or_raise(py)?.words;
     let (region, words, keep): (Bound<'_, Region>, usize, Py<PyAny>) =
         allocate.call1((nbytes, n))?.extract()?;
     // SAFETY: the Python caller gives so many zero words of its own, which `keep` holds; kernels
     // read and write them in turns with the host, in 8 bytes.
     let words = unsafe { AtomicWords::over(at(py, words)?, n, Arc::new(keep)) };
-    Ok(Far { region: region.get().0.clone(), words, workers })
+    Ok(KernelMemory { region: region.get().0.clone(), words, workers })
 }
 
 #[pymethods]
 impl MoeThroughput {
-    /// `engine` says what the engines of the proxy's threads are like.
+    /// `engine` is the model for the configuration of the proxy threads' engines.
     #[new]
     #[allow(clippy::too_many_arguments)] // keyword arguments
-    #[pyo3(signature = (engine, *, rank, ranks, ranks_per_node, experts, topk, max_tokens, row_nbytes, elements, dtype, channels, chunk, ring_chunks, threads, timeout, incarnation=0, far=None))]
+    #[pyo3(signature = (engine, *, rank, ranks, ranks_per_node, experts, topk, max_tokens, row_nbytes, elements, dtype, channels, chunk, ring_chunks, threads, timeout, incarnation=0, kernels=None))]
     fn new(
         py: Python<'_>,
         engine: &Engine,
-        #[pyo3(from_py_with = whole)] rank: u32,
-        #[pyo3(from_py_with = whole)] ranks: u32,
-        #[pyo3(from_py_with = whole)] ranks_per_node: u32,
-        #[pyo3(from_py_with = whole)] experts: u32,
-        #[pyo3(from_py_with = whole)] topk: u32,
-        #[pyo3(from_py_with = whole)] max_tokens: u32,
-        #[pyo3(from_py_with = whole)] row_nbytes: u32,
-        #[pyo3(from_py_with = whole)] elements: u32,
+        #[pyo3(from_py_with = checked_int)] rank: u32,
+        #[pyo3(from_py_with = checked_int)] ranks: u32,
+        #[pyo3(from_py_with = checked_int)] ranks_per_node: u32,
+        #[pyo3(from_py_with = checked_int)] experts: u32,
+        #[pyo3(from_py_with = checked_int)] topk: u32,
+        #[pyo3(from_py_with = checked_int)] max_tokens: u32,
+        #[pyo3(from_py_with = checked_int)] row_nbytes: u32,
+        #[pyo3(from_py_with = checked_int)] elements: u32,
         dtype: &str,
-        #[pyo3(from_py_with = whole)] channels: u32,
-        #[pyo3(from_py_with = whole)] chunk: u32,
-        #[pyo3(from_py_with = whole)] ring_chunks: u32,
-        #[pyo3(from_py_with = whole)] threads: u32,
+        #[pyo3(from_py_with = checked_int)] channels: u32,
+        #[pyo3(from_py_with = checked_int)] chunk: u32,
+        #[pyo3(from_py_with = checked_int)] ring_chunks: u32,
+        #[pyo3(from_py_with = checked_int)] threads: u32,
         timeout: f64,
-        #[pyo3(from_py_with = whole)] incarnation: u32,
-        far: Option<(u32, Bound<'_, PyAny>)>,
+        #[pyo3(from_py_with = checked_int)] incarnation: u32,
+        kernels: Option<(u32, Bound<'_, PyAny>)>,
     ) -> PyResult<Self> {
-        let back = moe::Back { elements, float: float(py, dtype)? };
+        let back = moe::AnswerFormat { elements, float: float(py, dtype)? };
         let shape = moe::Shape {
             ranks,
             experts,
@@ -81,24 +85,24 @@ impl MoeThroughput {
         };
         let spec = Spec { shape, ranks_per_node, channels, chunk, ring_chunks, threads };
         let member = Member { rank, incarnation };
-        let patience = self::timeout(py, timeout)?;
+        let timeout = self::timeout(py, timeout)?;
         let config = engine.config.clone();
-        if let Some(far) = far {
-            let far = self::far(py, &spec, far)?;
-            let open = || Throughput::open_far(&config, spec, member, patience, far);
-            return py.detach(open).map(|t| Self(Apart::new(t))).or_raise(py);
+        if let Some(kernels) = kernels {
+            let memory = kernel_memory(py, &spec, kernels)?;
+            let open = || Throughput::open_with_kernels(&config, spec, member, timeout, memory);
+            return py.detach(open).map(|t| Self(DetachedDrop::new(t))).or_raise(py);
         }
-        let opened = py.detach(|| Throughput::open(&config, spec, member, patience));
-        opened.map(|t| Self(Apart::new(t))).or_raise(py)
+        let opened = py.detach(|| Throughput::open(&config, spec, member, timeout));
+        opened.map(|t| Self(DetachedDrop::new(t))).or_raise(py)
     }
 
-    /// What this rank has allocated: the purpose of each area, what it holds, and its bytes.
+    /// The memory areas of this rank: purpose, content, bytes.
     #[getter]
     fn areas(&self) -> Vec<(&'static str, String, u64)> {
         self.0.layout().explain()
     }
 
-    /// What other ranks need to know of this one.
+    /// The descriptor of this rank for other ranks.
     fn card<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         let card = py.detach(|| self.0.descriptor());
         PyBytes::new(py, &card)
@@ -182,8 +186,8 @@ impl MoeThroughput {
     fn arriving(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] multiple: u32,
-        #[pyo3(from_py_with = whole)] stride: Option<u32>,
+        #[pyo3(from_py_with = checked_int)] multiple: u32,
+        #[pyo3(from_py_with = checked_int)] stride: Option<u32>,
     ) -> PyResult<PlacingResult> {
         let order = stride.map_or(Order::Packed { multiple }, |rows| Order::Strided { rows });
         py.detach(|| self.0.wait_arriving(order)).map(|p| placing(&p)).or_raise(py)
@@ -215,11 +219,11 @@ impl MoeThroughput {
     fn work_form(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] workers: u32,
+        #[pyo3(from_py_with = checked_int)] workers: u32,
     ) -> PyResult<(usize, usize, usize, u64, u64)> {
         let spec = self.0.spec();
-        let form = Form::new(&spec, workers).or_raise(py)?;
-        Ok((form.jobs, form.job, DEPTH, spec.out_stride(), spec.meta()))
+        let queue_layout = QueueLayout::new(&spec, workers).or_raise(py)?;
+        Ok((queue_layout.jobs, queue_layout.job, DEPTH, spec.out_stride(), spec.meta()))
     }
 
     /// The number of the next call, which its workers are launched with.
@@ -233,7 +237,7 @@ impl MoeThroughput {
     }
 
     /// As `dispatch_send`, of tokens that kernels know.
-    fn far_dispatch_send(
+    fn kernel_dispatch_send(
         &self,
         py: Python<'_>,
         indices: (usize, usize),
@@ -243,21 +247,21 @@ impl MoeThroughput {
             // SAFETY: the Python caller holds the tensors during the call.
             let weights = weights.map(|w| unsafe { part(w) });
             // SAFETY: as above; the address is that of an int64 tensor.
-            self.0.far_dispatch_send(unsafe { integers(indices) }, weights)
+            self.0.kernel_dispatch_send(unsafe { integers(indices) }, weights)
         })
         .or_raise(py)
     }
 
-    fn far_dispatch_recv(&self, py: Python<'_>, rows: u64) -> PyResult<()> {
-        py.detach(|| self.0.far_dispatch_recv(rows)).or_raise(py)
+    fn kernel_dispatch_recv(&self, py: Python<'_>, rows: u64) -> PyResult<()> {
+        py.detach(|| self.0.kernel_dispatch_recv(rows)).or_raise(py)
     }
 
-    fn far_combine_send(&self, py: Python<'_>, rows: u64) -> PyResult<()> {
-        py.detach(|| self.0.far_combine_send(rows)).or_raise(py)
+    fn kernel_combine_send(&self, py: Python<'_>, rows: u64) -> PyResult<()> {
+        py.detach(|| self.0.kernel_combine_send(rows)).or_raise(py)
     }
 
     /// Of how many tokens there are sums.
-    fn far_combine_recv(&self, py: Python<'_>) -> PyResult<u32> {
-        py.detach(|| self.0.far_combine_recv()).or_raise(py)
+    fn kernel_combine_recv(&self, py: Python<'_>) -> PyResult<u32> {
+        py.detach(|| self.0.kernel_combine_recv()).or_raise(py)
     }
 }

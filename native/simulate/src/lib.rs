@@ -13,5 +13,5 @@ mod push;
 mod run;
 
 pub use planned::{steps_of, Division};
-pub use push::{Network, Outcome, Problem, Push, Stage, Step, Write, STAGES};
+pub use push::{Network, Outcome, Push, PushError, Stage, Step, Write, STAGES};
 pub use run::simulate;

@@ -86,15 +86,15 @@ pub struct Outcome {
 
 /// The reason why there is no outcome.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Problem(pub String);
+pub struct PushError(pub String);
 
-impl std::fmt::Display for Problem {
+impl std::fmt::Display for PushError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl std::error::Error for Problem {}
+impl std::error::Error for PushError {}
 
 impl Network {
     /// Time until the first request of a write is posted.

@@ -19,11 +19,11 @@ use crate::{
     completions::{Completions, OperationKey},
     path::critical_path,
     pipeline::{Cause, Pipeline},
-    push::{Network, Outcome, Problem, Push, Stage, STAGES},
+    push::{Network, Outcome, Push, PushError, Stage, STAGES},
 };
 
 /// Virtual time after which all links are up, ns.
-const SETTLE: u64 = 5_000_000;
+const CONNECT_TIME: u64 = 5_000_000;
 /// Window of a reliable queue pair of the verbs transport.
 const WINDOW: usize = 256;
 const MAX_PAGES: u32 = 32;
@@ -35,7 +35,7 @@ const SLICES: u64 = 4;
 ///
 /// # Errors
 /// Invalid sizes, and errors that the engines report.
-pub fn simulate(push: &Push, network: &Network) -> Result<Outcome, Problem> {
+pub fn simulate(push: &Push, network: &Network) -> Result<Outcome, PushError> {
     check(push, network)?;
     let mut net = SimNet::new(SimConfig {
         delay: network.latency..network.latency + 1,
@@ -53,7 +53,7 @@ pub fn simulate(push: &Push, network: &Network) -> Result<Outcome, Problem> {
     Ok(run.outcome(&net))
 }
 
-fn check(push: &Push, network: &Network) -> Result<(), Problem> {
+fn check(push: &Push, network: &Network) -> Result<(), PushError> {
     let wrong = match () {
         _ if !(1..=4).contains(&network.nics) => "nics is out of range [1, 4]",
         _ if !(network.rate > 0.0 && network.rate.is_finite()) => "rate must be finite and above 0",
@@ -63,10 +63,10 @@ fn check(push: &Push, network: &Network) -> Result<(), Problem> {
         }
         _ => return steps(push),
     };
-    Err(Problem(wrong.into()))
+    Err(PushError(wrong.into()))
 }
 
-fn steps(push: &Push) -> Result<(), Problem> {
+fn steps(push: &Push) -> Result<(), PushError> {
     for (trainer, steps) in push.trainers.iter().enumerate() {
         for (number, step) in steps.iter().enumerate() {
             let known = |w: &crate::Write| (w.rollout as usize) < push.rollouts && w.bytes > 0;
@@ -81,7 +81,7 @@ fn steps(push: &Push) -> Result<(), Problem> {
                 }
                 _ => continue,
             };
-            return Err(Problem(format!("step {number} of trainer {trainer} {wrong}")));
+            return Err(PushError(format!("step {number} of trainer {trainer} {wrong}")));
         }
     }
     Ok(())
@@ -98,9 +98,9 @@ struct Cluster {
 }
 
 impl Cluster {
-    fn open(push: &Push, network: &Network, net: &mut SimNet) -> Result<Self, Problem> {
+    fn open(push: &Push, network: &Network, net: &mut SimNet) -> Result<Self, PushError> {
         let largest = network.page.max(1);
-        let mut engine = |name: String| -> Result<_, Problem> {
+        let mut engine = |name: String| -> Result<_, PushError> {
             // No reader needs records, and there may be thousands of engines.
             let mut config = EngineConfig { name, records: 0, ..EngineConfig::default() };
             let slices = SLICES * u64::from(network.nics) * push.trainers.len() as u64;
@@ -132,7 +132,7 @@ impl Cluster {
                 }
             }
         }
-        net.run_until(Time(net.now().0 + SETTLE));
+        net.run_until(Time(net.now().0 + CONNECT_TIME));
         let waits = pages
             .iter()
             .zip(&rollouts)
@@ -189,7 +189,7 @@ impl<'p> Simulation<'p> {
         }
     }
 
-    fn run_to_end(&mut self, net: &mut Running<'_>) -> Result<(), Problem> {
+    fn run_to_end(&mut self, net: &mut Running<'_>) -> Result<(), PushError> {
         for (rollout, wait) in self.cluster.waits.iter().enumerate() {
             wait.on_done_notify(self.ended.clone(), OperationKey::rollout(rollout));
         }
@@ -218,7 +218,7 @@ impl<'p> Simulation<'p> {
                 }
             }
             if passed && due == u64::MAX {
-                return Err(Problem(
+                return Err(PushError(
                     "no event is due and the push is not complete; this is a bug, please report it"
                         .into(),
                 ));
@@ -273,7 +273,7 @@ impl<'p> Simulation<'p> {
     }
 
     /// Submits the next write of a trainer.
-    fn submit(&mut self, net: &mut Running<'_>, at: u64, trainer: usize) -> Result<(), Problem> {
+    fn submit(&mut self, net: &mut Running<'_>, at: u64, trainer: usize) -> Result<(), PushError> {
         let (step, index, write) = self.pipelines[trainer].take(at, self.network);
         let (engine, src) = &self.cluster.trainers[trainer];
         let counter = &self.cluster.rollouts[write.rollout as usize].2;
@@ -346,10 +346,10 @@ fn peak(pipeline: &Pipeline<'_>) -> u64 {
         .unwrap_or(0) as u64
 }
 
-fn result(handle: &Handle) -> Result<(), Problem> {
+fn result(handle: &Handle) -> Result<(), PushError> {
     handle.poll().unwrap_or(Ok(())).map_err(text)
 }
 
-fn text(error: impl std::fmt::Display) -> Problem {
-    Problem(error.to_string())
+fn text(error: impl std::fmt::Display) -> PushError {
+    PushError(error.to_string())
 }

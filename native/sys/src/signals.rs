@@ -15,7 +15,7 @@ const SIGNALS: i32 = 64;
 type Actions = Vec<Option<libc::sigaction>>;
 
 /// Number of running calls of [`keep_signals`].
-struct Running {
+struct RunningCalls {
     calls: u32,
     /// The actions before the first of them.
     before: Actions,
@@ -23,7 +23,8 @@ struct Running {
     process: u32,
 }
 
-static RUNNING: Mutex<Running> = Mutex::new(Running { calls: 0, before: Vec::new(), process: 0 });
+static RUNNING: Mutex<RunningCalls> =
+    Mutex::new(RunningCalls { calls: 0, before: Vec::new(), process: 0 });
 
 /// Runs `f`, which may load and initialise libraries, then restores all signal handlers and this
 /// thread's signal mask. Calls may nest and run concurrently: each restores the handlers from
@@ -35,20 +36,20 @@ pub fn keep_signals<T>(f: impl FnOnce() -> T) -> T {
         let mut running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
         let process = std::process::id();
         if running.calls == 0 || running.process != process {
-            *running = Running { calls: 0, before: actions(), process };
+            *running = RunningCalls { calls: 0, before: actions(), process };
         }
         running.calls += 1;
     }
-    let restore = Restore(mask);
+    let restore = RestoreSignals(mask);
     let result = f();
     drop(restore);
     result
 }
 
 /// Restores also if `f` panics.
-struct Restore(libc::sigset_t);
+struct RestoreSignals(libc::sigset_t);
 
-impl Drop for Restore {
+impl Drop for RestoreSignals {
     fn drop(&mut self) {
         let mut running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
         for ((signal, was), is) in (1..).zip(&running.before).zip(actions()) {

@@ -7,8 +7,8 @@ use crate::{EngineError, Result};
 
 const ENVELOPE: Envelope = Envelope::new(*b"FRad", "an engine address", 4096);
 
-/// One life of one engine: drawn at random when it opens, so that a restart under the same name is
-/// another engine (MR-2).
+/// One incarnation of an engine: random, and new when it opens, so that a restart under the same
+/// name is another engine (MR-2).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct EngineId(pub [u8; 16]);
 
@@ -41,18 +41,18 @@ impl fmt::Debug for EngineId {
     }
 }
 
-/// Where a transport of an engine can be reached; `data` is that transport's own business.
+/// The endpoint of one transport of an engine; only that transport interprets `data`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Endpoint {
     pub transport: TransportKind,
     pub data: Vec<u8>,
 }
 
-/// All that a peer needs to reach an engine: who it is and where each of its transports listens.
+/// The address of an engine: its id, and the endpoint of each of its transports.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EngineAddress {
     pub id: EngineId,
-    /// For people and logs only; two lives of one name differ in `id`.
+    /// For people and logs only; two incarnations of one name differ in `id`.
     pub name: String,
     pub endpoints: Vec<Endpoint>,
 }

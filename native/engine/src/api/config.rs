@@ -2,7 +2,7 @@ use std::{net::IpAddr, time::Duration};
 
 use super::{Ports, TransportKind};
 
-/// How long a thread looks for work before it sleeps.
+/// Time that a thread polls before it sleeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Spin {
     /// Spin this long after the last progress, then park.
@@ -19,7 +19,7 @@ pub enum Requirement {
     Rdma,
 }
 
-/// How large writes are spread over the rails of a peer.
+/// Distribution of large writes over the rails of a peer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Spray {
     /// By load, speed and distance, as they are at the moment.
@@ -31,7 +31,7 @@ pub enum Spray {
     Random(u64),
 }
 
-/// How an engine is opened. Every field has a default that suits a laptop and a cluster alike.
+/// Configuration of an engine. Every default suits a laptop and a cluster.
 #[derive(Clone, Debug)]
 pub struct EngineConfig {
     /// For people and logs.
@@ -45,7 +45,8 @@ pub struct EngineConfig {
     /// Local addresses that tcp listens on. When empty and a token is set: loopback and those that
     /// peers are told.
     pub bind: Vec<IpAddr>,
-    /// What may be listened at, by tcp and by the side channels of verbs; `None`: the kernel chooses.
+    /// Ports for the listeners of tcp and of the side channels of verbs; `None`: the kernel
+    /// chooses.
     pub ports: Option<Ports>,
     pub tcp_streams: usize,
     pub spin: Spin,
@@ -53,9 +54,9 @@ pub struct EngineConfig {
     pub copy_threads: usize,
     /// A submit call copies at most this many bytes itself before it returns.
     pub inline_bytes: u64,
-    /// Memory that the engine didn't allocate is reached through windows that its owner copies from,
-    /// not by the kernel (process_vm_writev): for processes that may not trace each other, such as
-    /// those of two containers.
+    /// Memory that the engine didn't allocate is reached through windows that its owner copies
+    /// from, not by the kernel (process_vm_writev): for processes that may not trace each other,
+    /// such as those of two containers.
     pub stage_foreign: bool,
     /// A silent tcp peer is lost after this long.
     pub peer_timeout: Duration,
@@ -63,17 +64,18 @@ pub struct EngineConfig {
     pub op_timeout: Duration,
     /// Lost links are replaced, and what they carried is sent again; without it, it fails at once.
     pub heal: bool,
-    /// Bytes that may be under way on one rail (of large slices, five at least): what is urgent waits behind no
-    /// more than that.
+    /// Bytes that may be under way on one rail (of large slices, five at least): what is urgent
+    /// waits behind no more than that.
     pub rail_window: u64,
-    /// Bytes that may be on their way to this engine, divided among the peers that send it much (incast).
+    /// Bytes that may be on their way to this engine, divided among the peers that send it much
+    /// (incast).
     pub receive_window: u64,
-    /// How many transfers the flight recorder keeps, and as many arrivals; 0: it is off.
+    /// Number of transfers, and of arrivals, that the flight recorder keeps; 0 disables it.
     pub records: usize,
     pub nics: NicConfig,
 }
 
-/// Which NICs an engine drives, and how.
+/// Selection and parameters of the NICs of an engine.
 #[derive(Clone, Debug)]
 pub struct NicConfig {
     /// Names or globs (`mlx5_*`), in the order of the rails; empty: chosen by topology.

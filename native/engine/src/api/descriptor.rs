@@ -8,23 +8,24 @@ use crate::{EngineError, Result};
 const REGION: Envelope = Envelope::new(*b"FRmr", "a region descriptor", 8192);
 const COUNTER: Envelope = Envelope::new(*b"FRct", "a counter reference", 64);
 
-/// Names a registered region to its owner. The key is random: without a descriptor it can't be
-/// guessed, and it dies with the registration (MR-2).
+/// Identifies a registered region at its owner. The key is random, so peers can't guess it, and it
+/// ends with the registration (MR-2).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct RegionKey {
     pub index: u32,
     pub rkey: u64,
 }
 
-/// What one NIC of the owner needs to be shown to accept a write. A registration that is larger than
-/// a NIC's limit has several keys on it, each for the bytes from its `offset` on.
+/// The key with which one NIC of the owner accepts a write. A registration above the NIC's limit
+/// has several keys, each for the bytes from its `offset` on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RailKey {
     /// The NIC: its place among the endpoints of the owner's address.
     pub rail: u8,
-    /// Where its part of the registration begins, bytes.
+    /// Start of the region's part of the registration, bytes.
     pub offset: u64,
-    /// What the NIC calls that place: a virtual address, or 0 where it counts from the start.
+    /// Address of that offset for the NIC: a virtual address, or 0 for NICs that count from the
+    /// start.
     pub base: u64,
     pub key: u64,
 }
@@ -69,7 +70,7 @@ impl From<RailKeys> for Vec<RailKey> {
 pub struct RegionDescriptor {
     pub owner: EngineAddress,
     pub key: RegionKey,
-    /// Where this part begins in the registration, bytes.
+    /// Start of this part in the registration, bytes.
     pub offset: u64,
     /// Bytes.
     pub len: u64,
@@ -100,7 +101,7 @@ impl RegionDescriptor {
     }
 }
 
-/// A counter of some engine, to be named by those who write to it.
+/// A reference to a counter of an engine, for its writers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct CounterRef {
     pub owner: EngineId,
@@ -125,7 +126,8 @@ impl CounterRef {
     }
 }
 
-/// The sender's half of MR-3, and the one bounds check: no sum of untrusted numbers is formed before it (2^63 must not wrap).
+/// Checks a range against a limit: the sender's half of MR-3. No sum of untrusted numbers is formed
+/// before it, so nothing wraps.
 pub(crate) fn check_range(what: &str, offset: u64, len: u64, limit: u64) -> Result<()> {
     if offset.checked_add(len).is_some_and(|end| end <= limit) {
         return Ok(());

@@ -1,8 +1,8 @@
-//! How values that travel between processes are framed: magic, version, checksum, body.
+//! The envelope of values that travel between processes: magic, version, checksum, body.
 //!
-//! Two neighbouring versions are read at a time, so that processes can be upgraded one after another. Who writes a
-//! value rarely knows who will read it: which of the two is written is a number of its own, that follows a release
-//! after the newest that is read.
+//! Two neighbouring versions are readable at a time, so that processes can be upgraded one after
+//! another. A writer rarely knows its readers, so the written version has a number of its own. It
+//! follows the newest readable version one release later.
 //!
 //! Peers are untrusted: decoding never panics, never allocates more than the input's size allows,
 //! and says which rule was broken.
@@ -13,18 +13,19 @@ use serde::{de::DeserializeOwned, Serialize};
 
 use crate::{EngineError, Result};
 
-/// Versions of a format, from one to another.
+/// A range of versions of a format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Versions {
     pub oldest: u16,
     pub newest: u16,
 }
 
-/// What this build reads, and offers in handshakes. The newest is bumped when a body changes in any way; the oldest
-/// follows two releases later.
+/// The versions that this build reads and offers in handshakes. Any change of a body bumps the
+/// newest; the oldest follows two releases later.
 pub(crate) const WIRE: Versions = Versions { oldest: 1, newest: 1 };
 
-/// What this build writes. It follows [`WIRE`]'s newest a release later, when all who may read it can.
+/// The version that this build writes. It follows the newest of [`WIRE`] one release later, when
+/// all possible readers can read it.
 const WRITES: u16 = 1;
 
 const _: () = assert!(WIRE.oldest <= WRITES && WRITES <= WIRE.newest);

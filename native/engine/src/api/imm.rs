@@ -1,7 +1,7 @@
 //! The 32 bits that a counted write carries: 20 bits slot, 8 bits generation, 4 bits exponent.
 //!
-//! An immediate on a NIC's wire counts 2^exponent writes: on links that keep order, one immediate at
-//! the end of a run of pages counts them all. A value without exponent names the counter.
+//! An immediate on a NIC's wire counts 2^exponent writes: on links that keep order, one immediate
+//! at the end of a run of pages counts them all. A value without exponent names the counter.
 
 use crate::{EngineError, Result};
 
@@ -11,11 +11,12 @@ pub(crate) const SLOTS: u32 = 1 << SLOT_BITS;
 /// The largest exponent, and the bits it takes.
 const WEIGHTS: u32 = (1 << (32 - SLOT_BITS - GENERATION_BITS)) - 1;
 
-/// Slots below this are plain small integers that users agree on; those from here on are handed out
-/// by the receiver with a generation (IC-6).
+/// Slots below this are plain integers on which users agree. The receiver allocates the others,
+/// with a generation (IC-6).
 pub const FIRST_ALLOCATED_SLOT: u32 = SLOTS / 2;
 
-/// The slots of tagged immediates: the upper half of the plain ones. The generation's bits are part of the tag.
+/// The slots of tagged immediates: the upper half of the plain ones. The generation's bits are part
+/// of the tag.
 const FIRST_TAGGED_SLOT: u32 = FIRST_ALLOCATED_SLOT / 2;
 /// Bits of a tag; see [`Imm::tagged`].
 pub const TAG_BITS: u32 = FIRST_TAGGED_SLOT.trailing_zeros() + GENERATION_BITS;
@@ -37,8 +38,9 @@ impl Imm {
         Ok(Self(value << (32 - SLOT_BITS)))
     }
 
-    /// A value below 2^[`TAG_BITS`] that the receiver is told as it is: for engines that take tags, by
-    /// [`TransferEngine::take_tags`](crate::TransferEngine::take_tags). Elsewhere it means nothing.
+    /// A value below 2^[`TAG_BITS`] that the receiver is told as it is: for engines that take tags,
+    /// by [`TransferEngine::take_tags`](crate::TransferEngine::take_tags). Elsewhere it means
+    /// nothing.
     pub fn tagged(value: u32) -> Result<Self> {
         if value >> TAG_BITS != 0 {
             return Err(EngineError::Invalid(format!(

@@ -1,4 +1,4 @@
-//! The engine's vocabulary: plain values that a user holds, sends to peers, or asks for.
+//! Plain values that users hold or send to peers.
 
 mod address;
 mod config;
@@ -22,7 +22,7 @@ pub use imm::{Imm, FIRST_ALLOCATED_SLOT, TAG_BITS};
 pub use pages::{IndexList, PageIndices, Pages};
 pub use ports::Ports;
 pub use priority::Priority;
-pub(crate) use segment::{check_parts, cut, Cut};
-pub use segment::{Place, SegmentDescriptor, SegmentPart, MOST_PARTS};
+pub(crate) use segment::{check_parts, cut, PartRange};
+pub use segment::{PartLocation, SegmentDescriptor, SegmentPart, MAX_PARTS};
 pub use span::Span;
 pub use transport::TransportKind;

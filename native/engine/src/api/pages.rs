@@ -1,10 +1,10 @@
-//! Which pages of a region a request is about.
+//! The pages of a region that a request names.
 
 use std::sync::Arc;
 
 use crate::{EngineError, Result};
 
-/// Which pages of a region, in order: page `i` of the request lies at
+/// Pages of a region, in order: page `i` of the request lies at
 /// `offset + indices[i] * stride` bytes from the region's start.
 #[derive(Clone, Debug)]
 pub struct Pages {
@@ -25,7 +25,7 @@ pub enum PageIndices {
     List(Arc<IndexList>),
 }
 
-/// An index list with its largest entry known, so that bounds are checked once and not per submit.
+/// An index list and its largest entry, so that bounds are checked once and not per submit.
 #[derive(Debug)]
 pub struct IndexList {
     pub(crate) indices: Box<[u32]>,

@@ -2,7 +2,7 @@ use std::fmt;
 
 use crate::{EngineError, Result};
 
-/// Ports from one to another, for those who must name them to a firewall.
+/// A range of ports, for users who must configure a firewall.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ports {
     first: u16,

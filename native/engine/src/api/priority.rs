@@ -1,6 +1,6 @@
-//! How urgent requests are.
+//! Priorities of requests.
 
-/// How urgent a request is. Less urgent work on the same rail leaves room for it; no class starves.
+/// The priority of a request. Lower classes on a rail leave room for higher ones; no class starves.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Priority {
     /// A caller waits for it: tokens, tails, control.

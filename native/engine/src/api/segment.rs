@@ -8,14 +8,14 @@ use crate::{EngineError, Result};
 
 const SEGMENT: Envelope = Envelope::new(*b"FRsg", "a segment descriptor", 1 << 20);
 
-/// Parts of one segment.
-pub const MOST_PARTS: usize = 4096;
-/// Bytes of a device's name on the PCI bus, and then some.
+/// Most parts of a segment.
+pub const MAX_PARTS: usize = 4096;
+/// Longest name of a device on the PCI bus, bytes.
 const LONGEST_NAME: usize = 64;
 
-/// Where a part of a segment lies, as its owner says.
+/// The location of a part of a segment, as its owner describes it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Place {
+pub enum PartLocation {
     /// Host memory, on this NUMA node if that is known.
     Host {
         node: Option<u16>,
@@ -28,7 +28,7 @@ pub enum Place {
     File,
 }
 
-impl std::fmt::Display for Place {
+impl std::fmt::Display for PartLocation {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Host { node: None } => f.write_str("host"),
@@ -42,21 +42,21 @@ impl std::fmt::Display for Place {
 /// A region, or a slice of one, and where it lies in its segment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SegmentPart {
-    /// Its first byte in the segment.
+    /// Offset of the first byte in the segment.
     pub at: u64,
     /// Bytes.
     pub len: u64,
     pub key: RegionKey,
-    /// Where it begins in its registration, bytes.
+    /// Offset in the registration, bytes.
     pub offset: u64,
     pub rail_keys: RailKeys,
-    pub place: Place,
+    pub location: PartLocation,
     /// By which peers reach it.
     pub transports: Vec<TransportKind>,
 }
 
-/// A segment as peers see it: one address space over many regions of one engine. Serialisable; holds
-/// no pointer.
+/// A segment as peers see it: one address space over many regions of one engine. Serialisable;
+/// holds no pointer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SegmentDescriptor {
     pub owner: EngineAddress,
@@ -86,14 +86,14 @@ impl SegmentDescriptor {
     }
 
     fn check(&self) -> Result<(), String> {
-        if self.parts.len() > MOST_PARTS {
-            return Err(format!("{} parts, at most {MOST_PARTS} are allowed", self.parts.len()));
+        if self.parts.len() > MAX_PARTS {
+            return Err(format!("{} parts, at most {MAX_PARTS} are allowed", self.parts.len()));
         }
         check_parts(self.parts.iter().map(|p| (p.at, p.len)))?;
         for (i, part) in self.parts.iter().enumerate() {
-            let named = match &part.place {
-                Place::Cuda { pci, .. } => pci.len(),
-                Place::Host { .. } | Place::File => 0,
+            let named = match &part.location {
+                PartLocation::Cuda { pci, .. } => pci.len(),
+                PartLocation::Host { .. } | PartLocation::File => 0,
             };
             if part.offset.checked_add(part.len).is_none()
                 || named > LONGEST_NAME
@@ -133,9 +133,9 @@ pub(crate) fn check_parts(parts: impl Iterator<Item = (u64, u64)>) -> Result<(),
     }
 }
 
-/// The bytes of one request, cut where a part of either side ends.
+/// A range of a request within one part of either segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Cut {
+pub(crate) struct PartRange {
     pub local_part: usize,
     /// From the part's first byte.
     pub local_offset: u64,
@@ -144,8 +144,8 @@ pub(crate) struct Cut {
     pub len: u64,
 }
 
-/// Binds `len` bytes from `local_offset` of one segment and `remote_offset` of another to pieces that
-/// lie in one part on either side. Parts are given as first byte and length, checked by
+/// Cuts `len` bytes from `local_offset` of one segment and `remote_offset` of another into ranges
+/// that lie in one part on either side. Parts are given as first byte and length, checked by
 /// [`check_parts`]. A pure function: the whole of what a segment means.
 ///
 /// # Errors
@@ -154,7 +154,7 @@ pub(crate) fn cut(
     (local, local_offset): (&[(u64, u64)], u64),
     (remote, remote_offset): (&[(u64, u64)], u64),
     len: u64,
-) -> Result<Vec<Cut>> {
+) -> Result<Vec<PartRange>> {
     if len == 0 {
         return Err(EngineError::Invalid(
             "a request for zero bytes of a segment does nothing".into(),
@@ -168,13 +168,19 @@ pub(crate) fn cut(
         let (i, a, a_left) = part_at("local segment", local, local_offset + done)?;
         let (j, b, b_left) = part_at("remote segment", remote, remote_offset + done)?;
         let n = a_left.min(b_left).min(len - done);
-        cuts.push(Cut { local_part: i, local_offset: a, remote_part: j, remote_offset: b, len: n });
+        cuts.push(PartRange {
+            local_part: i,
+            local_offset: a,
+            remote_part: j,
+            remote_offset: b,
+            len: n,
+        });
         done += n;
     }
     Ok(cuts)
 }
 
-/// The part that a byte lies in, where in it, and how many bytes follow there.
+/// The part of a byte, the offset in it, and the number of bytes that follow in it.
 fn part_at(what: &str, parts: &[(u64, u64)], byte: u64) -> Result<(usize, u64, u64)> {
     let after = parts.partition_point(|(at, _)| *at <= byte);
     let found = after.checked_sub(1).and_then(|i| {
@@ -207,7 +213,7 @@ mod tests {
             })
     }
 
-    /// Which part a byte lies in, by looking at each.
+    /// Finds the part of a byte by a linear search.
     fn holder(parts: &[(u64, u64)], byte: u64) -> Option<(usize, u64)> {
         let at = parts.iter().position(|(at, len)| (*at..at + len).contains(&byte))?;
         Some((at, byte - parts[at].0))
@@ -269,7 +275,7 @@ mod tests {
             key: RegionKey { index: 1, rkey: 2 },
             offset: 0,
             rail_keys: RailKeys::default(),
-            place: Place::Cuda { device: 1, pci: "0000:01:00.0".into() },
+            location: PartLocation::Cuda { device: 1, pci: "0000:01:00.0".into() },
             transports: vec![TransportKind::Tcp],
         };
         let owner = EngineAddress {
@@ -288,10 +294,10 @@ mod tests {
             of(vec![part(u64::MAX, 2)]),
             of(vec![SegmentPart { offset: u64::MAX, ..part(0, 5) }]),
             of(vec![SegmentPart {
-                place: Place::Cuda { device: 0, pci: "x".repeat(99) },
+                location: PartLocation::Cuda { device: 0, pci: "x".repeat(99) },
                 ..part(0, 5)
             }]),
-            of((0..=MOST_PARTS as u64).map(|i| part(i, 1)).collect()),
+            of((0..=MAX_PARTS as u64).map(|i| part(i, 1)).collect()),
         ] {
             assert!(
                 SegmentDescriptor::from_bytes(&bad.to_bytes()).is_err(),

@@ -1,12 +1,12 @@
-//! The name that a request has beyond this engine: what everything that is done for it bears.
+//! The span of a request: a number that all its flight records have, on all engines.
 
-/// Names a request in the flight records of all who take part in it. What its user calls it is a text;
-/// every process makes the same number of it without having to agree.
+/// Identifies a request in the flight records of all engines that take part. Every process computes
+/// the same number from the user's text.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Span(pub u64);
 
 impl Span {
-    /// What belongs to no request.
+    /// The span of work without a request.
     pub const NONE: Self = Self(0);
 
     /// The span of a name: 64-bit FNV-1a of its bytes.

@@ -6,17 +6,17 @@ use serde::{Deserialize, Serialize};
 struct Traits {
     /// Position among the transports that an engine tries when its configuration names none.
     default_order: Option<u8>,
-    /// It drives NICs that place bytes by themselves, several of them side by side.
+    /// Whether it drives RDMA NICs, several at a time.
     nics: bool,
-    /// It connects an engine to itself only.
+    /// Whether it connects an engine to itself only.
     loopback: bool,
-    /// It is left out where both sides have NICs, unless the configuration names it (RS-2).
+    /// Whether it is left out if both sides have NICs, unless the configuration names it (RS-2).
     fallback: bool,
-    /// Its listeners accept connections on the addresses of `bind`.
+    /// Whether its listeners accept connections on the addresses of `bind`.
     listens: bool,
     /// Many machines lack it: if it does not open, only the debug log says so.
     optional: bool,
-    /// Its poll moves bytes, which takes long enough to show in timestamps.
+    /// Whether its poll copies bytes, which takes long enough to show in timestamps.
     moves_bytes_in_poll: bool,
 }
 

@@ -7,7 +7,7 @@ use crate::{
     api::{check_range, Imm, PageIndices, Pages},
     domain::{Count, Data, LocalAddr, Seq, WorkRequest},
     engine::Op,
-    group::{BoundOp, Joint},
+    group::{BoundOp, SharedCount},
     EngineError, Result,
 };
 
@@ -217,7 +217,7 @@ impl Shared {
                     push(match imm {
                         Some(imm) if of > 1 => {
                             let count = Count { imm: imm.to_wire(), n: 1 };
-                            one(None).joined(Joint { count, of, first: i == 0 })
+                            one(None).joined(SharedCount { count, of, first: i == 0 })
                         }
                         imm => one(*imm),
                     });
@@ -249,10 +249,15 @@ impl Shared {
     /// The local regions that pending requests use (MR-1: no reuse before they end).
     pub(super) fn keep<'a>(&self, ops: impl IntoIterator<Item = &'a Op<'a>>) -> Vec<Region> {
         // Only the latest few are compared. A region that is kept twice is released twice.
-        const FEW: usize = 4;
+        const COMPARED_REGIONS: usize = 4;
         let mut keep: Vec<Region> = Vec::new();
         let mut add = |region: &Region| {
-            if !keep.iter().rev().take(FEW).any(|k| Arc::ptr_eq(&k.inner, &region.inner)) {
+            if !keep
+                .iter()
+                .rev()
+                .take(COMPARED_REGIONS)
+                .any(|k| Arc::ptr_eq(&k.inner, &region.inner))
+            {
                 region.inner.memory.users.fetch_add(1, Relaxed);
                 keep.push(region.clone());
             }

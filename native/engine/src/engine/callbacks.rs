@@ -59,11 +59,15 @@ impl Callbacks {
     }
 
     /// Queues events for one observer, as [`Callbacks::push`] does.
-    pub(super) fn tell(&self, each: Arc<RequestBatch>, news: impl Iterator<Item = BatchEvent>) {
+    pub(super) fn push_events(
+        &self,
+        batch: Arc<RequestBatch>,
+        events: impl Iterator<Item = BatchEvent>,
+    ) {
         let mut q = self.inner.0.lock();
         match q.jobs.last_mut() {
-            Some(Job::Batch(last, told)) if Arc::ptr_eq(last, &each) => told.extend(news),
-            _ => self.add(q, Job::Batch(each, news.collect())),
+            Some(Job::Batch(last, told)) if Arc::ptr_eq(last, &batch) => told.extend(events),
+            _ => self.add(q, Job::Batch(batch, events.collect())),
         }
     }
 
@@ -130,7 +134,7 @@ fn serve((queue, wake): &(Mutex<Queue>, Condvar)) {
 fn run(job: Job) {
     let call = || match job {
         Job::Call(call) => call(),
-        Job::Batch(each, news) => each.hear(news),
+        Job::Batch(batch, events) => batch.on_events(events),
     };
     if catch_unwind(AssertUnwindSafe(call)).is_err() {
         tracing::error!("a completion callback panicked; the engine goes on");

@@ -11,8 +11,8 @@ use std::{
 use smallvec::SmallVec;
 
 use super::{
-    draw::{SlotDraw, ALLOCATED},
-    expected::Log,
+    expectation_log::ExpectationLog,
+    slot_order::{SlotOrder, ALLOCATED},
     HandleRef, Peer,
 };
 use crate::{
@@ -40,7 +40,7 @@ pub(super) struct Expectation {
     pub span: Option<Span>,
     pub begun: Time,
     deadline: Time,
-    claim: CompletionHandle,
+    completion: CompletionHandle,
     writers: Writers,
     timeout: std::time::Duration,
 }
@@ -54,7 +54,7 @@ struct Expectations {
     claimed: u64,
 }
 
-struct Cell {
+struct CounterSlot {
     /// Immediates of another generation are ghosts (IC-6).
     generation: AtomicU32,
     arrived: AtomicU64,
@@ -66,7 +66,7 @@ struct Cell {
     pending: Mutex<Expectations>,
 }
 
-impl Cell {
+impl CounterSlot {
     fn new(generation: u8) -> Self {
         Self {
             generation: AtomicU32::new(generation.into()),
@@ -84,7 +84,7 @@ impl Cell {
     }
 
     /// Resolves every expectation whose threshold is reached.
-    fn fire(&self, now: Time, log: &Log, imm: Imm) {
+    fn fire(&self, now: Time, log: &ExpectationLog, imm: Imm) {
         let mut done = Vec::new();
         {
             let mut p = self.pending.lock();
@@ -101,8 +101,8 @@ impl Cell {
         }
         let told = now.max(Time(self.arrived_at.load(Relaxed)));
         for e in done {
-            log.over(imm, &e, told, None);
-            e.claim.0.resolve(e.claim.1, Ok(()));
+            log.record(imm, &e, told, None);
+            e.completion.0.resolve(e.completion.1, Ok(()));
         }
     }
 
@@ -110,7 +110,7 @@ impl Cell {
     /// failed wait consumes no arrivals (IC-5).
     fn fail(
         &self,
-        (now, log, imm): (Time, &Log, Imm),
+        (now, log, imm): (Time, &ExpectationLog, Imm),
         mut doomed: impl FnMut(&Expectation) -> Option<EngineError>,
     ) {
         let mut failed = Vec::new();
@@ -124,8 +124,8 @@ impl Cell {
                 }
                 Some(error) => {
                     given_back += e.n;
-                    log.over(imm, e, now, Some(&error));
-                    failed.push((e.claim.clone(), error));
+                    log.record(imm, e, now, Some(&error));
+                    failed.push((e.completion.clone(), error));
                     false
                 }
             });
@@ -135,13 +135,13 @@ impl Cell {
         if self.arrived.load(SeqCst) >= self.threshold.load(SeqCst) {
             self.fire(now, log, imm);
         }
-        for ((claim, at), error) in failed {
-            claim.resolve(at, Err(error));
+        for ((completion, at), error) in failed {
+            completion.resolve(at, Err(error));
         }
     }
 }
 
-type Page = [Cell; PAGE];
+type Page = [CounterSlot; PAGE];
 
 /// Receives the value of a tagged immediate and the number of writes that carried it.
 pub(crate) type TakeTag = Box<dyn Fn(u32, u32) + Send + Sync>;
@@ -149,7 +149,7 @@ pub(crate) type TakeTag = Box<dyn Fn(u32, u32) + Send + Sync>;
 /// All counters of an engine.
 pub(crate) struct Counters {
     pages: Box<[OnceLock<Box<Page>>]>,
-    free: Mutex<Free>,
+    free: Mutex<FreeSlots>,
     /// Slots that may hold expectations with a deadline or with writers. Ordered, so that every run
     /// of a simulation ends them in the same order.
     watched: Mutex<BTreeSet<u32>>,
@@ -158,11 +158,11 @@ pub(crate) struct Counters {
     next_expiry: AtomicU64,
     ghosts: AtomicU64,
     tags: OnceLock<TakeTag>,
-    pub(super) draw: Option<SlotDraw>,
-    pub log: Log,
+    pub(super) slot_order: Option<SlotOrder>,
+    pub log: ExpectationLog,
 }
 
-struct Free {
+struct FreeSlots {
     /// Slots that were allocated at least once.
     begun: u32,
     /// Released slots, oldest first, so that a slot is reused as late as possible.
@@ -170,19 +170,19 @@ struct Free {
 }
 
 /// Released slots that must be queued before the oldest is reused.
-const REST: usize = 4096;
+const MIN_REUSE_QUEUE: usize = 4096;
 
 impl Default for Counters {
     fn default() -> Self {
         Self {
             pages: (0..PAGES).map(|_| OnceLock::new()).collect(),
-            free: Mutex::new(Free { begun: 0, returned: VecDeque::new() }),
+            free: Mutex::new(FreeSlots { begun: 0, returned: VecDeque::new() }),
             watched: Mutex::default(),
             next_expiry: AtomicU64::new(u64::MAX),
             ghosts: AtomicU64::new(0),
             tags: OnceLock::new(),
-            draw: None,
-            log: Log::default(),
+            slot_order: None,
+            log: ExpectationLog::default(),
         }
     }
 }
@@ -191,16 +191,16 @@ impl Counters {
     /// Records the latest `records` expectations. Allocates counters in a fixed order, for
     /// simulations.
     pub fn recording(records: usize) -> Self {
-        Self { log: Log::new(records), ..Self::default() }
+        Self { log: ExpectationLog::new(records), ..Self::default() }
     }
 
     /// Allocates counters that peers can't guess (IC-2).
     ///
     /// # Errors
     /// [`EngineError::Resource`] if the system has no random numbers.
-    pub fn drawn(records: usize) -> Result<Self, EngineError> {
-        let draw = Some(SlotDraw::random()?);
-        Ok(Self { draw, ..Self::recording(records) })
+    pub fn with_random_slots(records: usize) -> Result<Self, EngineError> {
+        let slot_order = Some(SlotOrder::random()?);
+        Ok(Self { slot_order, ..Self::recording(records) })
     }
 
     /// Passes tagged immediates to `take` from now on; false if a receiver is set already.
@@ -208,11 +208,13 @@ impl Counters {
         self.tags.set(take).is_ok()
     }
 
-    fn cell(&self, slot: u32) -> &Cell {
+    fn cell(&self, slot: u32) -> &CounterSlot {
         let page = slot as usize / PAGE;
         let page = self.pages[page].get_or_init(|| {
-            let generation = |i| self.draw.as_ref().map_or(0, |d| d.generation(page * PAGE + i));
-            let cells: Box<[Cell]> = (0..PAGE).map(|i| Cell::new(generation(i))).collect();
+            let generation =
+                |i| self.slot_order.as_ref().map_or(0, |d| d.generation(page * PAGE + i));
+            let cells: Box<[CounterSlot]> =
+                (0..PAGE).map(|i| CounterSlot::new(generation(i))).collect();
             cells.try_into().unwrap_or_else(|_| unreachable!("PAGE cells make a page"))
         });
         &page[slot as usize % PAGE]
@@ -221,11 +223,11 @@ impl Counters {
     /// Allocates a counter whose current generation is unused.
     pub fn allocate(&self) -> Result<Imm, EngineError> {
         let mut free = self.free.lock();
-        let slot = if free.returned.len() > REST || free.begun == ALLOCATED {
+        let slot = if free.returned.len() > MIN_REUSE_QUEUE || free.begun == ALLOCATED {
             free.returned.pop_front()
         } else {
             free.begun += 1;
-            let start = self.draw.as_ref().map_or(0, |d| d.start);
+            let start = self.slot_order.as_ref().map_or(0, |d| d.start);
             Some(FIRST_ALLOCATED_SLOT + (start + free.begun - 1) % ALLOCATED)
         };
         let slot = slot.ok_or_else(|| EngineError::Resource {
@@ -275,7 +277,7 @@ impl Counters {
         }
     }
 
-    /// How many writes have been counted so far.
+    /// Number of writes counted so far.
     #[inline]
     pub fn arrived(&self, imm: Imm) -> u64 {
         self.cell(imm.slot()).arrived.load(Acquire)
@@ -292,14 +294,14 @@ impl Counters {
         self.ghosts.load(Relaxed)
     }
 
-    /// Queues an expectation of `n` further writes, which resolves `claim`. The caller must call
-    /// [`Counters::look`] next.
+    /// Queues an expectation of `n` further writes, which resolves `completion`. The caller must
+    /// call [`Counters::look`] next.
     pub fn expect(
         &self,
         (imm, n, span): (Imm, u32, Option<Span>),
         (now, timeout): (Time, std::time::Duration),
         writers: Writers,
-        claim: CompletionHandle,
+        completion: CompletionHandle,
     ) {
         let cell = self.cell(imm.slot());
         let deadline = now.after(timeout);
@@ -308,7 +310,7 @@ impl Counters {
         let threshold = p.claimed;
         let (n, begun) = (u64::from(n), now);
         let expectation =
-            Expectation { n, threshold, span, begun, deadline, claim, writers, timeout };
+            Expectation { n, threshold, span, begun, deadline, completion, writers, timeout };
         p.list.push_back(expectation);
         cell.publish_threshold(&p);
     }
@@ -374,7 +376,7 @@ impl Counters {
     /// Cancels one expectation; later ones can claim its arrivals.
     pub fn cancel(&self, now: Time, imm: Imm, handle: &HandleRef) {
         self.cell(imm.slot()).fail((now, &self.log, imm), |e| {
-            std::ptr::addr_eq(Arc::as_ptr(&e.claim.0), Arc::as_ptr(handle)).then(|| {
+            std::ptr::addr_eq(Arc::as_ptr(&e.completion.0), Arc::as_ptr(handle)).then(|| {
                 EngineError::Cancelled { what: "expectation", cause: "as was asked".into() }
             })
         });
@@ -400,7 +402,7 @@ impl Counters {
         Imm::of_slot(slot, self.cell(slot).generation.load(Acquire) as u8)
     }
 
-    fn each_watched(&self, mut f: impl FnMut(Imm, &Cell)) {
+    fn each_watched(&self, mut f: impl FnMut(Imm, &CounterSlot)) {
         let slots: Vec<u32> = self.watched.lock().iter().copied().collect();
         for slot in slots {
             f(self.imm(slot), self.cell(slot));
@@ -413,13 +415,13 @@ impl Counters {
 mod tests {
     use super::*;
     use crate::{
-        engine::handle::Pending,
+        engine::handle::HandleState,
         flight::{Cursor, Records},
     };
 
     /// The recorded begin and end of an expectation that began at `begun` and whose write arrived
     /// at `came`.
-    fn moments(
+    fn wait_times(
         begun: u64,
         came: u64,
         first: impl Fn(&mut dyn FnMut(), &mut dyn FnMut()),
@@ -427,7 +429,7 @@ mod tests {
         let counters = Counters::recording(4);
         let imm = Imm::plain(0).unwrap();
         let mut expect = || {
-            let handle = Arc::new(Pending::default());
+            let handle = Arc::new(HandleState::default());
             let (now, forever) = (Time(begun), std::time::Duration::MAX);
             let no_writers = Writers::new();
             counters.expect((imm, 1, Some(Span::NONE)), (now, forever), no_writers, (handle, 0));
@@ -451,10 +453,14 @@ mod tests {
             arrive();
             expect();
         };
-        assert_eq!(moments(1, 5, came_first), [1, 5], "expected by a clock read before the count");
-        assert_eq!(moments(5, 1, expected_first), [5, 5], "counted by a clock read before");
-        assert_eq!(moments(1, 5, expected_first), [1, 5]);
-        assert_eq!(moments(5, 1, came_first), [5, 5]);
+        assert_eq!(
+            wait_times(1, 5, came_first),
+            [1, 5],
+            "expected by a clock read before the count"
+        );
+        assert_eq!(wait_times(5, 1, expected_first), [5, 5], "counted by a clock read before");
+        assert_eq!(wait_times(1, 5, expected_first), [1, 5]);
+        assert_eq!(wait_times(5, 1, came_first), [5, 5]);
     }
 }
 
@@ -463,7 +469,7 @@ mod loom_tests {
     use loom::thread;
 
     use super::*;
-    use crate::{engine::handle::Pending, group::OperationCompletion};
+    use crate::{engine::handle::HandleState, group::OperationCompletion};
 
     #[test]
     fn ic_4_an_expectation_and_its_arrival_never_miss_each_other() {
@@ -475,10 +481,10 @@ mod loom_tests {
             let theirs = loom::sync::Arc::clone(&counters);
             let arrival =
                 thread::spawn(move || theirs.arrive(Time(0), Count { imm: imm.to_wire(), n: 1 }));
-            let handle = Arc::new(Pending::default());
+            let handle = Arc::new(HandleState::default());
             let never = (Time(0), std::time::Duration::MAX);
-            let claim = (Arc::clone(&handle) as Arc<dyn OperationCompletion>, 0);
-            counters.expect((imm, 1, Some(Span::NONE)), never, Writers::new(), claim);
+            let completion = (Arc::clone(&handle) as Arc<dyn OperationCompletion>, 0);
+            counters.expect((imm, 1, Some(Span::NONE)), never, Writers::new(), completion);
             counters.look((Time(0), None), std::iter::once(imm));
             arrival.join().unwrap();
             assert!(handle.is_done());

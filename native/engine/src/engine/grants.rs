@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 
 use super::{
     regions::{Region, RegionInner},
-    register::Stretch,
+    register::RegionSpec,
 };
 use crate::{
     api::EngineId,
@@ -26,7 +26,7 @@ use crate::{
 };
 
 /// Dropped grants are purged at this size, or at twice the size after the last purge.
-const FEW: usize = 64;
+const MIN_PURGE_SIZE: usize = 64;
 
 /// The terms of a grant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -38,8 +38,8 @@ pub struct Grant {
     pub ttl: Option<Duration>,
 }
 
-/// What a grant adds to a registration.
-pub(super) struct Granted {
+/// The restrictions of a grant on its region.
+pub(super) struct GrantScope {
     pub from: Arc<RegionMemory>,
     pub only: Option<EngineId>,
     pub until: Time,
@@ -66,7 +66,7 @@ impl Family {
     fn add(&self, grantor: &Region, granted: &Region) -> Result<()> {
         let mut members = self.members.lock();
         grantor.check_open()?;
-        if members.all.len() >= FEW.max(2 * members.left) {
+        if members.all.len() >= MIN_PURGE_SIZE.max(2 * members.left) {
             members.all.retain(|g| g.strong_count() > 0);
             members.left = members.all.len();
         }
@@ -137,14 +137,14 @@ impl Region {
             }
             Backing::Foreign => Backing::Foreign,
         };
-        let granted = shared.register(Stretch {
+        let granted = shared.register(RegionSpec {
             location: self.location().clone(),
             base,
             len,
             backing,
             keep: None,
-            nature: grantor.key.nature(),
-            grant: Some(Granted {
+            memory_kind: grantor.key.memory_kind(),
+            grant: Some(GrantScope {
                 from: Arc::clone(grantor),
                 only: grantor.only.or(terms.peer),
                 until,
@@ -162,13 +162,13 @@ impl Region {
 
 /// The grants of one engine that have a `ttl`.
 pub(crate) struct Leases {
-    list: Mutex<List>,
+    list: Mutex<LeaseList>,
     /// When the first one ends; read without the lock.
     next: AtomicU64,
 }
 
 #[derive(Default)]
-struct List {
+struct LeaseList {
     /// By end time, then in the order of their creation.
     grants: BTreeMap<(Time, u64), Weak<RegionInner>>,
     came: u64,
@@ -176,7 +176,7 @@ struct List {
     left: usize,
 }
 
-impl List {
+impl LeaseList {
     fn first_end(&self) -> Time {
         self.grants.first_key_value().map_or(Time::NEVER, |((until, _), _)| *until)
     }
@@ -191,7 +191,7 @@ impl Default for Leases {
 impl Leases {
     fn add(&self, until: Time, grant: &Arc<RegionInner>) {
         let mut list = self.list.lock();
-        if list.grants.len() >= FEW.max(2 * list.left) {
+        if list.grants.len() >= MIN_PURGE_SIZE.max(2 * list.left) {
             list.grants.retain(|_, g| g.strong_count() > 0);
             list.left = list.grants.len();
         }

@@ -23,8 +23,8 @@ use crate::{
     EngineError, Result,
 };
 
-/// Poll interval of [`Handle::wait_quiet`].
-const LOOK: Duration = Duration::from_micros(200);
+/// Poll interval of [`Handle::wait_quiesced`].
+const POLL_INTERVAL: Duration = Duration::from_micros(200);
 const DONE: u32 = 1;
 /// A thread sleeps on the state word.
 const SLEEPER: u32 = 2;
@@ -35,9 +35,9 @@ pub trait Notify: Send + Sync {
     fn notify(&self, key: u64);
 }
 
-type WhenQuiet = (Callbacks, Box<dyn FnOnce(Quiet) + Send>);
+type QuiescedHook = (Callbacks, Box<dyn FnOnce(Quiescence) + Send>);
 
-enum Hook {
+enum CompletionHook {
     Flag(Arc<AtomicBool>),
     Callback(Callbacks, Box<dyn FnOnce(Result<()>) + Send>),
     Notify(Arc<dyn Notify>, u64),
@@ -45,70 +45,71 @@ enum Hook {
 
 /// The operation behind a handle, which `cancel` ends.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Source {
+pub(crate) enum HandleOperation {
     Transfer(TransferKey),
     Expectation(Imm),
 }
 
 /// Whether bytes of a transfer may still land (MR-1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Quiet {
+pub enum Quiescence {
     /// Bytes are under way.
-    NotYet,
+    InFlight,
     /// No byte can land any more, and no memory of the transfer is in use.
-    Quiet,
+    Quiesced,
     /// The links that carried it are lost, and the peers have not confirmed that they are down.
     Unknown,
 }
 
+/// State of an operation that its handles share.
 #[derive(Default)]
-pub(crate) struct Pending {
+pub(crate) struct HandleState {
     state: AtomicU32,
-    /// 0 under way, 1 quiet, 2 unknown.
-    quiet: AtomicU32,
-    source: OnceLock<Source>,
+    /// 0 in flight, 1 quiesced, 2 unknown.
+    quiescence: AtomicU32,
+    source: OnceLock<HandleOperation>,
     error: OnceLock<EngineError>,
-    hooks: Mutex<Vec<Hook>>,
-    /// Callbacks of [`Handle::on_quiet`].
-    quieted: Mutex<Vec<WhenQuiet>>,
+    hooks: Mutex<Vec<CompletionHook>>,
+    /// Callbacks of [`Handle::on_quiesced`].
+    quiesced_hooks: Mutex<Vec<QuiescedHook>>,
     /// The memory of a transfer under way.
     keep: Mutex<Vec<Region>>,
     shared: Weak<Shared>,
 }
 
-pub(crate) type HandleRef = Arc<Pending>;
+pub(crate) type HandleRef = Arc<HandleState>;
 
-impl OperationCompletion for Pending {
+impl OperationCompletion for HandleState {
     fn resolve(&self, _at: u32, result: Result<()>) {
         self.complete(result);
     }
 
     fn release(&self, _at: u32, proven: bool, result: Option<Result<()>>) {
-        self.let_go(proven);
+        self.release_memory(proven);
         if let Some(result) = result {
             self.complete(result);
         }
     }
 }
 
-impl Pending {
+impl HandleState {
     pub fn new(shared: &Arc<Shared>) -> HandleRef {
         Arc::new(Self { shared: Arc::downgrade(shared), ..Self::default() })
     }
 
     /// Releases the memory: nothing is under way. `proven`: no byte can still land.
-    pub fn let_go(&self, proven: bool) {
+    pub fn release_memory(&self, proven: bool) {
         let waiting = {
             // Under the lock: a hook is in the list by now, or reads the new state itself.
-            let mut waiting = self.quieted.lock();
-            self.quiet.store(if proven { 1 } else { 2 }, Release);
+            let mut waiting = self.quiesced_hooks.lock();
+            self.quiescence.store(if proven { 1 } else { 2 }, Release);
             std::mem::take(&mut *waiting)
         };
         let keep = std::mem::take(&mut *self.keep.lock());
         if let Some(shared) = self.shared.upgrade().filter(|_| !keep.is_empty()) {
-            shared.unkeep(keep);
+            shared.release_users(keep);
         }
-        let quiet = self.quiet();
+        let quiet = self.quiescence();
         for (callbacks, f) in waiting {
             callbacks.push(Box::new(move || f(quiet)));
         }
@@ -120,20 +121,20 @@ impl Pending {
     }
 
     /// Sets the operation behind the handle.
-    pub fn is_of(&self, source: Source) {
+    pub fn is_of(&self, source: HandleOperation) {
         let _ = self.source.set(source);
     }
 
-    /// Keeps the regions of a transfer until `let_go`.
+    /// Keeps the regions of a transfer until `release_memory`.
     pub fn needs(&self, memory: Vec<Region>) {
         *self.keep.lock() = memory;
     }
 
-    fn quiet(&self) -> Quiet {
-        match self.quiet.load(Acquire) {
-            0 => Quiet::NotYet,
-            1 => Quiet::Quiet,
-            _ => Quiet::Unknown,
+    fn quiescence(&self) -> Quiescence {
+        match self.quiescence.load(Acquire) {
+            0 => Quiescence::InFlight,
+            1 => Quiescence::Quiesced,
+            _ => Quiescence::Unknown,
         }
     }
 
@@ -142,7 +143,7 @@ impl Pending {
         if self.is_done() {
             return Ok(());
         }
-        self.shared.upgrade().map_or(Ok(()), |shared| shared.cell().map(drop))
+        self.shared.upgrade().map_or(Ok(()), |shared| shared.driver().map(drop))
     }
 
     fn result(&self) -> Result<()> {
@@ -171,22 +172,22 @@ impl Pending {
         }
     }
 
-    fn run(&self, hook: Hook) {
+    fn run(&self, hook: CompletionHook) {
         match hook {
-            Hook::Flag(flag) => flag.store(true, Release),
-            Hook::Callback(callbacks, f) => {
+            CompletionHook::Flag(flag) => flag.store(true, Release),
+            CompletionHook::Callback(callbacks, f) => {
                 let result = self.result();
                 callbacks.push(Box::new(move || f(result)));
             }
-            Hook::Notify(n, key) => n.notify(key),
+            CompletionHook::Notify(n, key) => n.notify(key),
         }
     }
 
-    fn add(&self, hook: Hook) {
+    fn add(&self, hook: CompletionHook) {
         if let Err(e) = self.check_process() {
             // In a forked child nothing ends, and the callback thread is the parent's.
             return match hook {
-                Hook::Callback(_, f) => f(Err(e)),
+                CompletionHook::Callback(_, f) => f(Err(e)),
                 hook => self.run(hook),
             };
         }
@@ -300,8 +301,8 @@ impl Handle {
         let Repr::Pending(p) = &self.repr else { return self.poll() };
         if !p.is_done() {
             if let Some(shared) = p.shared.upgrade() {
-                match shared.cell() {
-                    Ok(cell) => drop(cell.poll_once(&shared)),
+                match shared.driver() {
+                    Ok(driver) => drop(driver.poll_once(&shared)),
                     Err(e) => return Some(Err(e)),
                 }
             }
@@ -319,8 +320,8 @@ impl Handle {
         }
         let deadline = Time::now().after(timeout);
         if let Some(shared) = p.shared.upgrade() {
-            match shared.cell() {
-                Ok(cell) => cell.wait(&shared, &|| p.is_done(), deadline),
+            match shared.driver() {
+                Ok(driver) => driver.wait(&shared, &|| p.is_done(), deadline),
                 Err(e) => return Some(Err(e)),
             }
         }
@@ -332,8 +333,8 @@ impl Handle {
         let Repr::Pending(p) = &self.repr else { return self.poll() };
         if !p.is_done() {
             let shared = p.shared.upgrade()?;
-            match shared.cell() {
-                Ok(cell) => cell.spin(&shared, &|| p.is_done(), Time::now().after(spin)),
+            match shared.driver() {
+                Ok(driver) => driver.spin(&shared, &|| p.is_done(), Time::now().after(spin)),
                 Err(e) => return Some(Err(e)),
             }
         }
@@ -341,18 +342,18 @@ impl Handle {
     }
 
     /// Ends the operation with [`EngineError::Cancelled`] unless it has ended. Unposted slices are
-    /// never posted. Bytes under way may still land; see [`Handle::quiet`].
+    /// never posted. Bytes under way may still land; see [`Handle::quiescence`].
     pub fn cancel(&self) {
         let Repr::Pending(p) = &self.repr else { return };
         let Some(shared) = p.shared.upgrade().filter(|_| !p.is_done()) else { return };
         let pending = Arc::clone(p);
         // Queued behind the request, which may still wait for the lock.
         shared.post(Box::new(move |core, shared| match pending.source.get() {
-            Some(Source::Transfer(key)) => {
+            Some(HandleOperation::Transfer(key)) => {
                 core.group.cancel(shared.now(), *key);
                 core.end_drains(shared);
             }
-            Some(Source::Expectation(imm)) => {
+            Some(HandleOperation::Expectation(imm)) => {
                 shared.counters.cancel(shared.now(), *imm, &pending);
                 core.end_drains(shared);
             }
@@ -361,56 +362,57 @@ impl Handle {
     }
 
     /// Whether bytes of the transfer may still land. An expectation moves no bytes.
-    pub fn quiet(&self) -> Quiet {
+    pub fn quiescence(&self) -> Quiescence {
         match &self.repr {
-            Repr::Done(_) => Quiet::Quiet,
-            Repr::Pending(p) if matches!(p.source.get(), Some(Source::Expectation(_))) => {
-                Quiet::Quiet
+            Repr::Done(_) => Quiescence::Quiesced,
+            Repr::Pending(p) if matches!(p.source.get(), Some(HandleOperation::Expectation(_))) => {
+                Quiescence::Quiesced
             }
-            Repr::Pending(p) => p.quiet(),
+            Repr::Pending(p) => p.quiescence(),
         }
     }
 
-    /// Waits at most `timeout` until nothing of the transfer is under way; see [`Handle::quiet`].
-    pub fn wait_quiet(&self, timeout: Duration) -> Quiet {
+    /// Waits at most `timeout` until nothing of the transfer is under way; see
+    /// [`Handle::quiescence`].
+    pub fn wait_quiesced(&self, timeout: Duration) -> Quiescence {
         let deadline = Time::now().after(timeout);
         loop {
-            let quiet = self.quiet();
+            let quiet = self.quiescence();
             let Repr::Pending(p) = &self.repr else { return quiet };
-            if quiet != Quiet::NotYet || Time::now() >= deadline {
+            if quiet != Quiescence::InFlight || Time::now() >= deadline {
                 return quiet;
             }
             match p.shared.upgrade() {
-                Some(shared) => match shared.cell() {
-                    Ok(cell) => drop(cell.poll_once(&shared)),
+                Some(shared) => match shared.driver() {
+                    Ok(driver) => drop(driver.poll_once(&shared)),
                     // Only the parent process drives the transfer.
-                    Err(_) => return Quiet::Unknown,
+                    Err(_) => return Quiescence::Unknown,
                 },
                 None => return quiet,
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 
     /// Runs `f` on the engine's callback thread when nothing of the transfer is under way. That may
-    /// be long after it was cancelled or failed; see [`Handle::quiet`].
-    pub fn on_quiet(&self, f: impl FnOnce(Quiet) + Send + 'static) {
+    /// be long after it was cancelled or failed; see [`Handle::quiescence`].
+    pub fn on_quiesced(&self, f: impl FnOnce(Quiescence) + Send + 'static) {
         if let Repr::Pending(p) = &self.repr {
-            let here = p.shared.upgrade().filter(|shared| shared.cell().is_ok());
-            let Some(shared) = here else { return f(Quiet::Unknown) };
-            let mut waiting = p.quieted.lock();
-            if self.quiet() == Quiet::NotYet {
+            let here = p.shared.upgrade().filter(|shared| shared.driver().is_ok());
+            let Some(shared) = here else { return f(Quiescence::Unknown) };
+            let mut waiting = p.quiesced_hooks.lock();
+            if self.quiescence() == Quiescence::InFlight {
                 return waiting.push((shared.callbacks.clone(), Box::new(f)));
             }
         }
-        f(self.quiet());
+        f(self.quiescence());
     }
 
     /// Sets `flag` when the operation ends, whatever the result.
     pub fn on_done_flag(&self, flag: Arc<AtomicBool>) {
         match &self.repr {
             Repr::Done(_) => flag.store(true, Release),
-            Repr::Pending(p) => p.add(Hook::Flag(flag)),
+            Repr::Pending(p) => p.add(CompletionHook::Flag(flag)),
         }
     }
 
@@ -419,7 +421,9 @@ impl Handle {
         match &self.repr {
             Repr::Done(r) => f(r.clone()),
             Repr::Pending(p) => match p.shared.upgrade() {
-                Some(shared) => p.add(Hook::Callback(shared.callbacks.clone(), Box::new(f))),
+                Some(shared) => {
+                    p.add(CompletionHook::Callback(shared.callbacks.clone(), Box::new(f)))
+                }
                 None => f(Err(EngineError::Closed)),
             },
         }
@@ -429,7 +433,7 @@ impl Handle {
     pub fn on_done_notify(&self, notify: Arc<dyn Notify>, key: u64) {
         match &self.repr {
             Repr::Done(_) => notify.notify(key),
-            Repr::Pending(p) => p.add(Hook::Notify(notify, key)),
+            Repr::Pending(p) => p.add(CompletionHook::Notify(notify, key)),
         }
     }
 }

@@ -4,9 +4,8 @@
 mod bind;
 mod callbacks;
 mod counters;
-mod draw;
 mod driver;
-mod expected;
+mod expectation_log;
 mod grants;
 mod handle;
 mod op;
@@ -18,10 +17,11 @@ mod receives;
 mod regions;
 mod register;
 mod request_batch;
-mod seeing;
 mod segment;
 mod shared;
+mod slot_order;
 mod submit;
+mod telemetry;
 mod watcher;
 
 use std::{
@@ -40,16 +40,16 @@ use self::{
 };
 use crate::{
     api::{CounterRef, EngineAddress, EngineId, Imm, RegionDescriptor, Span, TransportKind},
-    domain::Aperture,
-    group::Verdict,
+    domain::PeerMapping,
+    group::TransportVerdict,
     memory::device::DeviceWord,
     time::Time,
     EngineError, Result,
 };
 
 pub use grants::Grant;
-pub use handle::{Handle, Notify, Quiet};
-pub(crate) use handle::{HandleRef, Source};
+pub use handle::{Handle, Notify, Quiescence};
+pub(crate) use handle::{HandleOperation, HandleRef};
 pub use op::{Local, Op, Remote, ScatterDst, SegmentPiece};
 pub use open::Transports;
 pub use paths::Path;
@@ -57,7 +57,7 @@ pub use peers::{Peer, PeerGroup};
 pub use rails::Rail;
 pub use receives::Delivery;
 pub use regions::{Region, RemoteRegion};
-pub use request_batch::{Expect, Listener, Outcome};
+pub use request_batch::{BatchObserver, Expect, Outcome};
 pub use segment::{RemoteSegment, Segment};
 
 pub(crate) use shared::Shared;
@@ -83,14 +83,14 @@ impl std::fmt::Debug for TransferEngine {
     }
 }
 
-/// The path from an engine to a peer. It does not keep the engine alive.
+/// The transport from an engine to a peer. It does not keep the engine alive.
 #[derive(Debug, Clone)]
-pub struct Way {
+pub struct PeerTransport {
     shared: Weak<Shared>,
     peer: Peer,
 }
 
-impl Way {
+impl PeerTransport {
     /// The transport in use; `None` before the first connection and after the engine is gone.
     pub fn transport(&self) -> Option<TransportKind> {
         let shared = self.shared.upgrade()?;
@@ -152,7 +152,7 @@ impl Counter {
     /// [`EngineError::Forked`]
     #[inline]
     pub fn poll(&self) -> Result<u64> {
-        self.inner.shared.cell()?.poll_once(&self.inner.shared);
+        self.inner.shared.driver()?.poll_once(&self.inner.shared);
         Ok(self.arrived())
     }
 
@@ -162,7 +162,7 @@ impl Counter {
     /// # Errors
     /// [`EngineError::Forked`]
     pub fn check_process(&self) -> Result<()> {
-        self.inner.shared.cell().map(drop)
+        self.inner.shared.driver().map(drop)
     }
 
     /// Arrivals that no expectation has claimed yet.
@@ -214,7 +214,7 @@ pub struct Explanation {
     /// The transport in use, if connected.
     pub transport: Option<String>,
     /// One verdict for every transport of this engine.
-    pub verdicts: Vec<Verdict>,
+    pub verdicts: Vec<TransportVerdict>,
 }
 
 impl TransferEngine {
@@ -242,7 +242,7 @@ impl TransferEngine {
     }
 
     /// A number that is unique within this engine. It names messages that may arrive late (MR-2).
-    /// It is at least 2^32, so that all numbers have the same encoded size.
+    /// Returns a number of at least 2^32, so that all numbers have the same encoded size.
     pub fn number(&self) -> u64 {
         self.shared.take_number()
     }
@@ -325,7 +325,7 @@ impl TransferEngine {
     /// [`EngineError::Forked`]
     #[inline]
     pub fn poll(&self) -> Result<bool> {
-        Ok(self.shared.cell()?.poll_once(&self.shared))
+        Ok(self.shared.driver()?.poll_once(&self.shared))
     }
 
     /// Opens the receive pool, and replaces an earlier one. Users hold at most `count` messages at
@@ -341,7 +341,7 @@ impl TransferEngine {
             return Err(EngineError::Invalid("a receive pool needs a count and a length".into()));
         }
         self.shared.receives.open(max_len, count, Arc::new(on_message));
-        self.shared.cell()?.kick_worker();
+        self.shared.driver()?.kick_worker();
         Ok(())
     }
 
@@ -384,11 +384,11 @@ impl TransferEngine {
     ///
     /// # Errors
     /// The reason, as text.
-    pub fn aperture(
+    pub fn map_peer_region(
         &self,
         region: &RemoteRegion,
         by: Option<i32>,
-    ) -> std::result::Result<Arc<Aperture>, String> {
+    ) -> std::result::Result<Arc<PeerMapping>, String> {
         self.shared.check_open().map_err(|e| e.to_string())?;
         let part = "it is a part of a region; name the whole".to_owned();
         if region.offset != 0 {
@@ -396,7 +396,7 @@ impl TransferEngine {
         }
         let mut core = self.shared.lock().map_err(|e| e.to_string())?;
         let Core { group, domains, .. } = &mut *core;
-        let whole = group.aperture(region.peer.key, (region.key, by), domains)?;
+        let whole = group.map_peer_region(region.peer.key, (region.key, by), domains)?;
         match whole.len() <= region.len {
             true => Ok(whole),
             false => Err(part),
@@ -434,10 +434,10 @@ impl TransferEngine {
         core.group.kind(peer.key, &core.domains)
     }
 
-    /// A weak reference for [`Way::transport`], which does not keep the engine alive.
+    /// A weak reference for [`PeerTransport::transport`], which does not keep the engine alive.
     #[inline]
-    pub fn way(&self, peer: &Peer) -> Way {
-        Way { shared: Arc::downgrade(&self.shared), peer: peer.clone() }
+    pub fn peer_transport(&self, peer: &Peer) -> PeerTransport {
+        PeerTransport { shared: Arc::downgrade(&self.shared), peer: peer.clone() }
     }
 
     /// Refuses requests and expectations from now on, with [`EngineError::Draining`]. The handle is
@@ -445,7 +445,7 @@ impl TransferEngine {
     /// can still write until the engine is closed, which is the next step.
     pub fn drain(&self) -> Result<Handle> {
         self.shared.check_open()?;
-        let pending = handle::Pending::new(&self.shared);
+        let pending = handle::HandleState::new(&self.shared);
         let theirs = Arc::clone(&pending);
         self.shared.draining.store(true, SeqCst);
         self.shared.post(Box::new(move |core, shared| {
@@ -461,7 +461,7 @@ impl TransferEngine {
     /// Closes the engine. It may be called more than once and from any thread, but not under a lock
     /// that callbacks need. In a forked child it does nothing: the resources are the parent's.
     pub fn close(&self) {
-        if self.shared.cell().is_err() {
+        if self.shared.driver().is_err() {
             return;
         }
         let worker = self.worker.lock().take();

@@ -3,7 +3,7 @@ use std::sync::{atomic::AtomicU64, Arc};
 use parking_lot::Mutex;
 
 use super::{
-    driver::{Cell, Worker},
+    driver::{GroupDriver, Worker},
     register::Segments,
     shared::{Clock, Shared},
     TransferEngine,
@@ -12,7 +12,7 @@ use crate::{
     api::{EngineAddress, EngineConfig, EngineId, Requirement, Spin, TransportKind},
     domain::{Domain, DomainError},
     group::Policy,
-    memory::file::{FileQueue, Means},
+    memory::file::{FileBackend, FileQueue},
     transport,
     wake::Waker,
     EngineError, Result,
@@ -44,7 +44,7 @@ impl TransferEngine {
         let mut domains: Vec<Box<dyn Domain>> = Vec::new();
         let mut failures: Vec<(TransportKind, String)> = Vec::new();
         let waker = Waker::default();
-        let files = FileQueue::new(&waker, Means::Best);
+        let files = FileQueue::new(&waker, FileBackend::Best);
         for kind in kinds {
             match transport::open(kind, id, &config, (&waker, &files)) {
                 Ok(opened) => domains.extend(opened),
@@ -55,7 +55,7 @@ impl TransferEngine {
                 // The user names ports because a firewall blocks all others, so this must fail.
                 Err(DomainError::Ports(cause)) => {
                     let hint = "name other `ports`, or more of them: an engine takes one, and one for each verbs NIC; \
-                                `ss -ltnp` shows who listens";
+                                `ss -ltnp` shows the listener";
                     return Err(EngineError::Resource { call: "bind", cause, hint: hint.into() });
                 }
                 Err(e) => failures.push((kind, e.to_string())),
@@ -86,9 +86,9 @@ impl TransferEngine {
         let address = address(id, &config.name, &mut domains);
         let max_message = max_message(&domains);
         let policy = policy(&config);
-        let cell = Cell::new(domains, (policy, &tiers), spin, true)?;
+        let driver = GroupDriver::new(domains, (policy, &tiers), spin, true)?;
         let limits = (config.op_timeout, max_message, config.records);
-        let shared = Shared::new(address, cell, Clock::Machine, limits, waker)?;
+        let shared = Shared::new(address, driver, Clock::Machine, limits, waker)?;
         let worker = Worker::start(&shared, always, cpus)?;
         let stage_foreign = config.stage_foreign;
         let (segments, worker) = (Segments::default(), Mutex::new(Some(worker)));
@@ -101,10 +101,11 @@ impl TransferEngine {
         let Transports { id, mut domains, clock } = transports;
         let address = address(id, &config.name, &mut domains);
         let max_message = max_message(&domains);
-        let cell = Cell::new(domains, (policy(&config), &[]), std::time::Duration::ZERO, false)?;
+        let driver =
+            GroupDriver::new(domains, (policy(&config), &[]), std::time::Duration::ZERO, false)?;
         let limits = (config.op_timeout, max_message, config.records);
         let waker = Waker::default();
-        let shared = Shared::new(address, cell, Clock::Manual(clock), limits, waker)?;
+        let shared = Shared::new(address, driver, Clock::Manual(clock), limits, waker)?;
         let (segments, worker) = (Segments::default(), Mutex::new(None));
         let (stage_foreign, takes_files) = (false, false);
         Ok(Self { shared, stage_foreign, takes_files, segments, worker })

@@ -4,7 +4,7 @@ use super::{driver::Core, Region, RemoteRegion, Shared, TransferEngine};
 use crate::{
     api::TransportKind,
     engine::Op,
-    memory::device::{Location, Nature},
+    memory::device::{Location, MemoryKind},
     Result,
 };
 
@@ -24,7 +24,7 @@ pub struct Path {
     /// The transport in use towards the peer; `None` before the first connection.
     pub transport: Option<TransportKind>,
     /// The path, in words.
-    pub way: String,
+    pub description: String,
 }
 
 impl TransferEngine {
@@ -75,19 +75,21 @@ fn path(
     remote: &RemoteRegion,
 ) -> Path {
     let transport = core.group.kind(remote.peer.key, &core.domains);
-    let nature = remote.key.nature();
+    let memory_kind = remote.key.memory_kind();
     let itself = remote.peer.id() == shared.address.id;
-    let way = match transport {
+    let description = match transport {
         None => "not connected yet".to_owned(),
-        Some(kind) if kind.is_loopback() => match local.location().is_host() || is_host(nature) {
-            true => "inside this engine, without staging".to_owned(),
-            false => "inside this engine, through host memory".to_owned(),
-        },
+        Some(kind) if kind.is_loopback() => {
+            match local.location().is_host() || is_host(memory_kind) {
+                true => "inside this engine, without staging".to_owned(),
+                false => "inside this engine, through host memory".to_owned(),
+            }
+        }
         Some(kind) => {
             let domain = core.domains.iter().find(|d| d.kind() == kind);
             let stages = |key| domain.is_some_and(|d| d.stages(key));
             let here = !local.location().is_host() && stages(local.inner.memory.key);
-            let files = local.location().file().is_some() || nature == Nature::File;
+            let files = local.location().file().is_some() || memory_kind == MemoryKind::File;
             match (here, stages(remote.key)) {
                 (false, false) if files && domain.is_some_and(|d| !d.takes_files()) => {
                     format!("none: {kind} takes no files")
@@ -99,21 +101,21 @@ fn path(
             }
         }
     };
-    let remote_is = match nature {
-        Nature::Plain | Nature::Kept => "host",
-        Nature::Device | Nature::Exported => "cuda",
-        Nature::File => "file",
+    let remote_is = match memory_kind {
+        MemoryKind::Host | MemoryKind::OwnerOnly => "host",
+        MemoryKind::Device | MemoryKind::Exportable => "cuda",
+        MemoryKind::File => "file",
     };
     let peer = match itself {
         true => "this engine".to_owned(),
         false => remote.peer.address.label(),
     };
     let (local, remote) = (named(local), remote_is.to_owned());
-    Path { op, write, bytes, local, peer, remote, transport, way }
+    Path { op, write, bytes, local, peer, remote, transport, description }
 }
 
-fn is_host(nature: Nature) -> bool {
-    matches!(nature, Nature::Plain | Nature::Kept)
+fn is_host(memory_kind: MemoryKind) -> bool {
+    matches!(memory_kind, MemoryKind::Host | MemoryKind::OwnerOnly)
 }
 
 fn named(region: &Region) -> String {

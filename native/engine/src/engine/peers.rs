@@ -2,7 +2,7 @@ use std::{fmt, sync::Arc};
 
 use crate::{
     api::{EngineAddress, EngineId},
-    group::{Hold, PeerKey},
+    group::{PeerHold, PeerKey},
 };
 
 /// One incarnation of another engine (MR-2). Cheap to clone.
@@ -11,7 +11,7 @@ pub struct Peer {
     pub(crate) key: PeerKey,
     /// The engine that made this object; its keys mean nothing to another engine.
     pub(crate) known_to: EngineId,
-    pub(crate) hold: Hold,
+    pub(crate) hold: PeerHold,
     /// The address that the caller gave; another caller may have given another one for this engine.
     pub(crate) address: Arc<EngineAddress>,
 }

@@ -18,7 +18,7 @@ use crate::{
 pub struct Delivery {
     from: EngineId,
     message: Box<[u8]>,
-    _place: Place,
+    _slot: PoolSlot,
 }
 
 impl std::fmt::Debug for Delivery {
@@ -70,14 +70,14 @@ impl Receives {
         let (free, on_message) = (Arc::clone(&pool.free), Arc::clone(&pool.on_message));
         free.fetch_sub(1, SeqCst);
         let waker = self.waker.clone();
-        let delivery = Delivery { from, message, _place: Place(free, waker) };
+        let delivery = Delivery { from, message, _slot: PoolSlot(free, waker) };
         callbacks.push(Box::new(move || on_message(delivery)));
     }
 }
 
-struct Place(Arc<AtomicI64>, Waker);
+struct PoolSlot(Arc<AtomicI64>, Waker);
 
-impl Drop for Place {
+impl Drop for PoolSlot {
     fn drop(&mut self) {
         if self.0.fetch_add(1, SeqCst) <= 0 {
             // Messages may wait for this slot.

@@ -32,7 +32,7 @@ impl RegionInner {
         if let Some(pending) = &*retirement {
             return Arc::clone(pending);
         }
-        let pending = super::handle::Pending::new(&self.shared);
+        let pending = super::handle::HandleState::new(&self.shared);
         *retirement = Some(Arc::clone(&pending));
         self.closed.store(true, SeqCst);
         drop(retirement);
@@ -151,7 +151,7 @@ impl Region {
     /// peer can reach the memory and no local transfer uses it (MR-1). New uses fail with
     /// [`EngineError::Stale`] from now on, here and at peers. Later calls return the same handle.
     pub fn revoke(&self) -> Result<Handle> {
-        self.inner.shared.cell()?;
+        self.inner.shared.driver()?;
         Ok(Handle::pending("revocation", self.inner.revoke()))
     }
 
@@ -184,7 +184,7 @@ impl Region {
         Ok(f(unsafe { std::slice::from_raw_parts(from, len as usize) }))
     }
 
-    /// Where the memory lies.
+    /// Location of the memory.
     pub fn location(&self) -> &Location {
         &self.inner.memory.location
     }
@@ -213,7 +213,7 @@ impl Region {
     }
 
     pub(crate) fn check_open(&self) -> Result<()> {
-        self.inner.shared.cell()?;
+        self.inner.shared.driver()?;
         if self.inner.closed.load(SeqCst) {
             return Err(EngineError::Stale {
                 what: "the local region".into(),

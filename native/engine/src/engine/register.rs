@@ -9,14 +9,14 @@ use std::{
 use parking_lot::Mutex;
 
 use super::{
-    grants::Granted,
+    grants::GrantScope,
     regions::{Region, RegionInner},
     Shared, TransferEngine,
 };
 use crate::{
     api::{RailKey, RegionKey},
     memory::{
-        device::{self, Location, Nature},
+        device::{self, Location, MemoryKind},
         file::{FileMemory, FileOptions},
         Allocation, Backing, Keep, RegionMemory,
     },
@@ -82,7 +82,8 @@ impl TransferEngine {
     /// either registration.
     ///
     /// # Errors
-    /// [`EngineError::Stale`] if the region was deregistered, [`EngineError::Invalid`] if it is one of a file.
+    /// [`EngineError::Stale`] if the region was deregistered, [`EngineError::Invalid`] if it is one
+    /// of a file.
     pub fn register_again(&self, region: &Region) -> Result<Region> {
         region.check_open()?;
         if region.location().file().is_some() {
@@ -185,28 +186,36 @@ impl TransferEngine {
         backing: Backing,
         keep: Keep,
     ) -> Result<Region> {
-        let nature = Nature::of(&location, &backing, self.stage_foreign);
-        self.shared.register(Stretch { location, base, len, backing, keep, nature, grant: None })
+        let memory_kind = MemoryKind::of(&location, &backing, self.stage_foreign);
+        self.shared.register(RegionSpec {
+            location,
+            base,
+            len,
+            backing,
+            keep,
+            memory_kind,
+            grant: None,
+        })
     }
 }
 
 /// Memory to be registered.
-pub(super) struct Stretch {
+pub(super) struct RegionSpec {
     pub location: Location,
     pub base: usize,
     pub len: u64,
     pub backing: Backing,
     pub keep: Keep,
-    pub nature: Nature,
+    pub memory_kind: MemoryKind,
     /// The grant, if this is one.
-    pub grant: Option<Granted>,
+    pub grant: Option<GrantScope>,
 }
 
 impl Shared {
     /// Registers memory with every domain, under a random key.
-    pub(super) fn register(self: &Arc<Self>, stretch: Stretch) -> Result<Region> {
-        let cell = self.cell()?;
-        let Stretch { location, base, len, backing, keep, nature, grant } = stretch;
+    pub(super) fn register(self: &Arc<Self>, spec: RegionSpec) -> Result<Region> {
+        let driver = self.driver()?;
+        let RegionSpec { location, base, len, backing, keep, memory_kind, grant } = spec;
         let mut rkey = [0; 8];
         getrandom::fill(&mut rkey).map_err(|e| EngineError::Resource {
             call: "getrandom",
@@ -214,7 +223,7 @@ impl Shared {
             hint: "the system's random source must be readable".into(),
         })?;
         let in_file = location.file().is_some();
-        let rkey = nature.mark(u64::from_le_bytes(rkey));
+        let rkey = memory_kind.mark(u64::from_le_bytes(rkey));
         let index = self.take_region_index()?;
         let key = RegionKey { index: index.get(), rkey };
         let memory = RegionMemory::new(key, base, len, backing, keep).numbered(index).at(location);
@@ -230,12 +239,12 @@ impl Shared {
             cause: format!("{len} bytes at {base:#x}: {e}"),
             hint: "see the cause; no transport has kept the registration".into(),
         };
-        let pinners = cell.pinners().iter();
+        let pinners = driver.pinners().iter();
         let pinned: Vec<_> = pinners
             .map(|p| p.as_ref().filter(|_| !in_file).map(|p| p.pin(&memory)).transpose())
             .collect::<Result<_, _>>()
             .map_err(refused)?;
-        let mut core = cell.lock(self);
+        let mut core = driver.lock(self);
         if core.closed {
             return Err(EngineError::Closed);
         }

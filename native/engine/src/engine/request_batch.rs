@@ -15,12 +15,12 @@ use std::{
 use parking_lot::Mutex;
 
 use super::{
-    callbacks::Callbacks, driver::Core, submit::LONG, Counter, Op, Peer, Quiet, Region, Shared,
-    Submit, TransferEngine,
+    callbacks::Callbacks, driver::Core, submit::CLOCK_READ_BYTES, Counter, Op, Peer, Quiescence,
+    Region, Shared, Submit, TransferEngine,
 };
 use crate::{
     api::{Priority, Span},
-    group::{Hold, OperationCompletion, Submitted},
+    group::{OperationCompletion, PeerHold, Submitted},
     EngineError, Result,
 };
 
@@ -30,7 +30,7 @@ pub enum Outcome {
     /// The request succeeded or failed. Reported once for each request.
     Ended(Result<()>),
     /// After a failure: nothing of the request is under way any more.
-    Quiet(Quiet),
+    Quiesced(Quiescence),
 }
 
 /// The index of a request within its batch, and its event.
@@ -40,11 +40,11 @@ pub(super) type BatchEvent = (usize, Outcome);
 ///
 /// The engine drops its reference to an observer on its callback thread or within the submitting
 /// call, never under one of its locks. An observer may thus own anything, even the engine.
-pub trait Listener: Send + Sync {
+pub trait BatchObserver: Send + Sync {
     /// Receives events by request index. Requests that end within the submitting call are reported
     /// within it, on its thread. The callback thread reports all others, in the order of completion
     /// over all batches.
-    fn hear(&self, news: Vec<(usize, Outcome)>);
+    fn on_events(&self, events: Vec<(usize, Outcome)>);
 }
 
 /// One expectation: `n` further writes at a counter, by these peers. See [`Counter::expect`].
@@ -61,7 +61,7 @@ pub(super) struct RequestBatch {
     shared: Weak<Shared>,
     callbacks: Callbacks,
     /// `None` once dropped.
-    listener: Option<Arc<dyn Listener>>,
+    observer: Option<Arc<dyn BatchObserver>>,
     /// Requests that have not ended.
     left: AtomicUsize,
     /// The regions of all requests.
@@ -71,7 +71,7 @@ pub(super) struct RequestBatch {
 impl RequestBatch {
     fn new(
         shared: &Arc<Shared>,
-        listener: Arc<dyn Listener>,
+        observer: Arc<dyn BatchObserver>,
         ops: &[(usize, &Op<'_>)],
     ) -> Arc<Self> {
         let keep = shared.keep(ops.iter().map(|(_, op)| *op));
@@ -79,43 +79,43 @@ impl RequestBatch {
             me: me.clone(),
             shared: Arc::downgrade(shared),
             callbacks: shared.callbacks.clone(),
-            listener: Some(listener),
+            observer: Some(observer),
             left: AtomicUsize::new(ops.len()),
             keep: Mutex::new(keep),
         })
     }
 
     /// Queues events for the callback thread.
-    fn tell(&self, news: impl IntoIterator<Item = BatchEvent>) {
+    fn queue_events(&self, events: impl IntoIterator<Item = BatchEvent>) {
         if let Some(me) = self.me.upgrade() {
-            self.callbacks.tell(me, news.into_iter());
+            self.callbacks.push_events(me, events.into_iter());
         }
     }
 
     /// Delivers events; runs on the callback thread.
-    pub fn hear(self: Arc<Self>, news: Vec<BatchEvent>) {
-        if let Some(listener) = &self.listener {
-            listener.hear(news);
+    pub fn on_events(self: Arc<Self>, events: Vec<BatchEvent>) {
+        if let Some(observer) = &self.observer {
+            observer.on_events(events);
         }
-        Self::let_go(self);
+        Self::drop_reference(self);
     }
 
     /// Drops a reference, and the observer with the last one. The caller must be allowed to run the
     /// observer's destructor.
-    fn let_go(this: Arc<Self>) {
+    fn drop_reference(this: Arc<Self>) {
         if let Some(mut batch) = Arc::into_inner(this) {
-            batch.listener = None;
+            batch.observer = None;
         }
     }
 
     /// Counts `n` requests as ended, and releases the memory after the last one.
-    fn are_over(&self, n: usize) {
+    fn count_ended(&self, n: usize) {
         if self.left.fetch_sub(n, AcqRel) > n {
             return;
         }
         let keep = std::mem::take(&mut *self.keep.lock());
         if let Some(shared) = self.shared.upgrade().filter(|_| !keep.is_empty()) {
-            shared.unkeep(keep);
+            shared.release_users(keep);
         }
     }
 }
@@ -124,52 +124,53 @@ impl Drop for RequestBatch {
     /// The engine's lock may be held here, and the observer's destructor may run any code. The
     /// callback thread drops it.
     fn drop(&mut self) {
-        if let Some(listener) = self.listener.take() {
-            self.callbacks.push(Box::new(move || drop(listener)));
+        if let Some(observer) = self.observer.take() {
+            self.callbacks.push(Box::new(move || drop(observer)));
         }
     }
 }
 
 impl OperationCompletion for RequestBatch {
     fn resolve(&self, at: u32, result: Result<()>) {
-        self.tell([(at as usize, Outcome::Ended(result))]);
+        self.queue_events([(at as usize, Outcome::Ended(result))]);
     }
 
     fn release(&self, at: u32, proven: bool, result: Option<Result<()>>) {
         let failed = !matches!(result, Some(Ok(())));
-        let quiet = Outcome::Quiet(if proven { Quiet::Quiet } else { Quiet::Unknown });
-        self.are_over(1);
+        let quiet =
+            Outcome::Quiesced(if proven { Quiescence::Quiesced } else { Quiescence::Unknown });
+        self.count_ended(1);
         let ended = result.map(Outcome::Ended);
-        let news = ended.into_iter().chain(failed.then_some(quiet));
-        self.tell(news.map(|outcome| (at as usize, outcome)));
+        let events = ended.into_iter().chain(failed.then_some(quiet));
+        self.queue_events(events.map(|outcome| (at as usize, outcome)));
     }
 }
 
 /// Requests that end before the call returns.
 #[derive(Default)]
-struct AtOnce {
-    news: Vec<BatchEvent>,
+struct ImmediateEvents {
+    events: Vec<BatchEvent>,
     over: usize,
     /// The size of the batch.
     of: usize,
 }
 
-impl AtOnce {
+impl ImmediateEvents {
     fn ended(&mut self, at: usize, result: Result<()>) {
         let failed = result.is_err();
         self.over += 1;
-        if self.news.capacity() == 0 {
-            self.news.reserve(self.of);
+        if self.events.capacity() == 0 {
+            self.events.reserve(self.of);
         }
-        self.news.push((at, Outcome::Ended(result)));
+        self.events.push((at, Outcome::Ended(result)));
         if failed {
-            self.news.push((at, Outcome::Quiet(Quiet::Quiet)));
+            self.events.push((at, Outcome::Quiesced(Quiescence::Quiesced)));
         }
     }
 }
 
 /// A request that waits for the lock, and its number of bound operations.
-struct Waiting {
+struct QueuedRequest {
     at: u32,
     called: (&'static str, Span),
     priority: Priority,
@@ -177,50 +178,50 @@ struct Waiting {
 }
 
 impl Shared {
-    pub(super) fn submit_each(
+    pub(super) fn submit_batch(
         self: &Arc<Self>,
         ops: &[Op<'_>],
         options: Submit,
-        listener: Arc<dyn Listener>,
+        observer: Arc<dyn BatchObserver>,
     ) -> Result<()> {
-        let cell = self.cell()?;
+        let driver = self.driver()?;
         // Checked before the lock is tried, so that a queued batch is refused too.
         if self.draining.load(SeqCst) {
             return Err(EngineError::Draining);
         }
         let mut good = Vec::with_capacity(ops.len());
-        let mut at_once = AtOnce { of: ops.len(), ..AtOnce::default() };
+        let mut at_once = ImmediateEvents { of: ops.len(), ..ImmediateEvents::default() };
         for (at, op) in ops.iter().enumerate() {
             match self.check(op) {
                 Ok(()) => good.push((at, op)),
                 Err(e) => at_once.ended(at, Err(e)),
             }
         }
-        let listens = Arc::clone(&listener);
-        match cell.try_lock(self) {
+        let retained = Arc::clone(&observer);
+        match driver.try_lock(self) {
             Some(mut core) => {
                 core.check_open()?;
-                self.post_each(&mut core, &good, options, listens, &mut at_once);
+                self.post_batch(&mut core, &good, options, retained, &mut at_once);
             }
             // Another thread holds the lock, and posts the requests.
-            None => self.leave_each(&good, options, listens),
+            None => self.queue_batch(&good, options, retained),
         }
-        if !at_once.news.is_empty() {
-            listener.hear(at_once.news);
+        if !at_once.events.is_empty() {
+            observer.on_events(at_once.events);
         }
         Ok(())
     }
 
-    fn post_each(
+    fn post_batch(
         self: &Arc<Self>,
         core: &mut Core,
         ops: &[(usize, &Op<'_>)],
         options: Submit,
-        listener: Arc<dyn Listener>,
-        at_once: &mut AtOnce,
+        observer: Arc<dyn BatchObserver>,
+        at_once: &mut ImmediateEvents,
     ) {
         let timeout = options.timeout.unwrap_or(self.op_timeout);
-        let batch = RequestBatch::new(self, listener, ops);
+        let batch = RequestBatch::new(self, observer, ops);
         let (mut now, mut bytes) = (self.now(), 0);
         core.domains.iter_mut().for_each(|d| d.begin_request());
         let before = at_once.over;
@@ -232,7 +233,7 @@ impl Shared {
                 bytes += bound.bytes();
                 core.group.push(begun, key, bound, &mut core.domains, &**self);
             });
-            if bytes >= LONG {
+            if bytes >= CLOCK_READ_BYTES {
                 (now, bytes) = (self.now(), 0);
             }
             match core.group.seal((begun, now), key, timeout) {
@@ -243,29 +244,29 @@ impl Shared {
         core.domains.iter_mut().for_each(|d| d.flush());
         match at_once.over - before {
             0 => {}
-            n => batch.are_over(n),
+            n => batch.count_ended(n),
         }
         // The caller still holds the observer, so this does not drop it.
-        RequestBatch::let_go(batch);
+        RequestBatch::drop_reference(batch);
         self.set_alarm(core.group.next_deadline());
     }
 
-    fn leave_each(
+    fn queue_batch(
         self: &Arc<Self>,
         ops: &[(usize, &Op<'_>)],
         options: Submit,
-        listener: Arc<dyn Listener>,
+        observer: Arc<dyn BatchObserver>,
     ) {
         let timeout = options.timeout.unwrap_or(self.op_timeout);
-        let batch = RequestBatch::new(self, listener, ops);
+        let batch = RequestBatch::new(self, observer, ops);
         let (mut waiting, mut bound) = (Vec::with_capacity(ops.len()), Vec::new());
         // Until the batch is posted, only these references keep its peers.
-        let mut peers: Vec<Hold> = Vec::new();
+        let mut peers: Vec<PeerHold> = Vec::new();
         for (at, op) in ops {
             op.each_peer(|peer| peers.push(Arc::clone(&peer.hold)));
             let before = bound.len();
             self.bind(op, (options.rail, false), &mut |b| bound.push(b));
-            waiting.push(Waiting {
+            waiting.push(QueuedRequest {
                 at: *at as u32,
                 called: (op.name(), options.span),
                 priority: options.priority(std::slice::from_ref(*op)),
@@ -282,7 +283,7 @@ impl Shared {
             let mut now = shared.now();
             core.domains.iter_mut().for_each(|d| d.begin_request());
             let mut bound = bound.into_iter();
-            for Waiting { at, called, priority, ops } in waiting {
+            for QueuedRequest { at, called, priority, ops } in waiting {
                 let key = core.group.open(queued, called, priority);
                 for b in bound.by_ref().take(ops) {
                     core.group.push(now, key, b, &mut core.domains, &**shared);
@@ -300,17 +301,17 @@ impl Shared {
         self.post(Box::new(command));
     }
 
-    pub(super) fn expect_each(
+    pub(super) fn expect_batch(
         self: &Arc<Self>,
         expected: &[Expect<'_>],
         timeout: Duration,
-        listener: Arc<dyn Listener>,
+        observer: Arc<dyn BatchObserver>,
     ) -> Result<()> {
-        self.cell()?;
+        self.driver()?;
         if self.draining.load(SeqCst) {
             return Err(EngineError::Draining);
         }
-        let (batch, now) = (RequestBatch::new(self, listener, &[]), self.now());
+        let (batch, now) = (RequestBatch::new(self, observer, &[]), self.now());
         for (at, Expect { counter, n, writers }) in expected.iter().enumerate() {
             let what = (counter.imm(), *n, Some(Span::NONE));
             self.counters.expect(
@@ -329,33 +330,33 @@ impl Shared {
 
 impl TransferEngine {
     /// Submits many requests of one operation each, with the same options. The effect is that of
-    /// one [`TransferEngine::submit`] per operation, but the locks are taken once. `listener` gets
+    /// one [`TransferEngine::submit`] per operation, but the locks are taken once. `observer` gets
     /// the events by the index in `ops`. An invalid request fails, and the others continue. The
     /// local memory of all requests is in use until the last one has ended (MR-1).
     ///
     /// # Errors
     /// If the engine accepts no requests; there are no events then.
-    pub fn submit_each(
+    pub fn submit_batch(
         &self,
         ops: &[Op<'_>],
         options: Submit,
-        listener: Arc<dyn Listener>,
+        observer: Arc<dyn BatchObserver>,
     ) -> Result<()> {
-        self.shared.submit_each(ops, options, listener)
+        self.shared.submit_batch(ops, options, observer)
     }
 
     /// Expects writes at many counters of this engine. The effect is that of one
     /// [`Counter::expect`] per entry, but the locks are taken once, and the counters are not kept
-    /// alive. `listener` gets the events by index.
+    /// alive. `observer` gets the events by index.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for a counter of another engine or an `n` of 0, or if the engine
     /// accepts no expectations. There are no events then.
-    pub fn expect_each(
+    pub fn expect_batch(
         &self,
         expected: &[Expect<'_>],
         timeout: Duration,
-        listener: Arc<dyn Listener>,
+        observer: Arc<dyn BatchObserver>,
     ) -> Result<()> {
         let wrong = |text: &str| Err(EngineError::Invalid(text.into()));
         for Expect { counter, n, .. } in expected {
@@ -366,7 +367,7 @@ impl TransferEngine {
                 return wrong("an expectation of no writes; leave it out");
             }
         }
-        self.shared.expect_each(expected, timeout, listener)
+        self.shared.expect_batch(expected, timeout, observer)
     }
 }
 
@@ -384,30 +385,30 @@ mod tests {
 
     /// Records events, and whether it was dropped.
     #[derive(Default)]
-    struct Heard {
-        news: Arc<Mutex<Vec<BatchEvent>>>,
+    struct EventRecorder {
+        events: Arc<Mutex<Vec<BatchEvent>>>,
         dropped: Arc<AtomicBool>,
     }
 
-    impl Listener for Heard {
-        fn hear(&self, news: Vec<BatchEvent>) {
-            self.news.lock().extend(news);
+    impl BatchObserver for EventRecorder {
+        fn on_events(&self, events: Vec<BatchEvent>) {
+            self.events.lock().extend(events);
         }
     }
 
-    impl Drop for Heard {
+    impl Drop for EventRecorder {
         fn drop(&mut self) {
             self.dropped.store(true, SeqCst);
         }
     }
 
     #[test]
-    fn a_listener_is_not_dropped_under_the_lock() {
+    fn an_observer_is_not_dropped_under_the_lock() {
         let mut net = SimNet::new(SimConfig::default());
         let a = net.engine(EngineConfig::default()).unwrap();
-        let heard = Heard::default();
-        let dropped = Arc::clone(&heard.dropped);
-        let batch = RequestBatch::new(&a.shared, Arc::new(heard), &[]);
+        let recorder = EventRecorder::default();
+        let dropped = Arc::clone(&recorder.dropped);
+        let batch = RequestBatch::new(&a.shared, Arc::new(recorder), &[]);
         let core = a.shared.lock().unwrap();
         drop(batch as Arc<dyn OperationCompletion>);
         assert!(!dropped.load(SeqCst));
@@ -431,20 +432,20 @@ mod tests {
             Op::Write { src, dst, len, imm: None }
         };
         let ops = [write(&to_dead, 64), write(&to_b, 65), write(&to_b, 64)];
-        let heard = Heard::default();
-        let (news, dropped) = (Arc::clone(&heard.news), Arc::clone(&heard.dropped));
+        let recorder = EventRecorder::default();
+        let (events, dropped) = (Arc::clone(&recorder.events), Arc::clone(&recorder.dropped));
         net.kill(dead.id());
 
         let core = a.shared.lock().unwrap();
-        a.submit_each(&ops, Submit::default(), Arc::new(heard)).unwrap();
-        assert!(news.lock().iter().all(|(at, _)| *at == 1), "the others wait for the lock");
+        a.submit_batch(&ops, Submit::default(), Arc::new(recorder)).unwrap();
+        assert!(events.lock().iter().all(|(at, _)| *at == 1), "the others wait for the lock");
         drop(core);
         let end = net.now().after(Duration::from_millis(1));
         net.run_until(end);
-        let of = |at| news.lock().iter().filter(|n| n.0 == at).map(|n| n.1.clone()).collect();
+        let of = |at| events.lock().iter().filter(|n| n.0 == at).map(|n| n.1.clone()).collect();
         let outcomes: [Vec<Outcome>; 3] = [of(0), of(1), of(2)];
         for failed in &outcomes[..2] {
-            let two = matches!(failed[..], [Outcome::Ended(Err(_)), Outcome::Quiet(_)]);
+            let two = matches!(failed[..], [Outcome::Ended(Err(_)), Outcome::Quiesced(_)]);
             assert!(two, "{failed:?}");
         }
         assert_eq!(outcomes[2], [Outcome::Ended(Ok(()))]);
@@ -457,17 +458,18 @@ mod tests {
 
         // The engine is closed while they wait: none is posted, and each one fails.
         let src = a.alloc(64).unwrap();
-        let late = Arc::new(Heard::default());
+        let late = Arc::new(EventRecorder::default());
         let (src, dst) = (Local { region: &src, offset: 0 }, Remote { region: &to_b, offset: 0 });
         let op = Op::Write { src, dst, len: 64, imm: None };
         let mut core = a.shared.lock().unwrap();
-        a.submit_each(&[op.clone(), op], Submit::default(), late.clone()).unwrap();
+        a.submit_batch(&[op.clone(), op], Submit::default(), late.clone()).unwrap();
         core.closed = true;
         drop(core);
         a.close();
-        let closed = [Outcome::Ended(Err(EngineError::Closed)), Outcome::Quiet(Quiet::Quiet)];
+        let closed =
+            [Outcome::Ended(Err(EngineError::Closed)), Outcome::Quiesced(Quiescence::Quiesced)];
         let closed = closed.as_slice();
-        let told: Vec<Outcome> = late.news.lock().iter().map(|n| n.1.clone()).collect();
+        let told: Vec<Outcome> = late.events.lock().iter().map(|n| n.1.clone()).collect();
         assert_eq!(told, [closed, closed].concat());
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{Region, RemoteRegion, TransferEngine};
 use crate::{
-    api::{check_parts, cut, Place, SegmentDescriptor, SegmentPart, MOST_PARTS},
+    api::{check_parts, cut, PartLocation, SegmentDescriptor, SegmentPart, MAX_PARTS},
     domain::Domain,
     engine::SegmentPiece,
     memory::{device::Location, node_of},
@@ -12,7 +12,7 @@ use crate::{
 };
 
 /// Regions of this engine, in host memory, GPU memory or files, laid out as one range of offsets.
-/// It keeps its regions. Cheap to clone.
+/// A clone shares the regions.
 #[derive(Clone, Debug)]
 pub struct Segment {
     parts: Arc<Parts<Region>>,
@@ -40,8 +40,8 @@ impl TransferEngine {
         let spans: Vec<_> = parts.iter().map(|(at, region)| (*at, region.len())).collect();
         let invalid = |why: String| EngineError::Invalid(format!("segment: {why}"));
         check_parts(spans.iter().copied()).map_err(invalid)?;
-        if parts.len() > MOST_PARTS {
-            return Err(invalid(format!("{} parts, at most {MOST_PARTS}", parts.len())));
+        if parts.len() > MAX_PARTS {
+            return Err(invalid(format!("{} parts, at most {MAX_PARTS}", parts.len())));
         }
         for (_, region) in parts {
             self.shared.check_own(region)?;
@@ -68,18 +68,18 @@ impl TransferEngine {
 }
 
 fn describe(at: u64, region: &Region, domains: &[Box<dyn Domain>]) -> SegmentPart {
-    let place = match region.location() {
-        Location::Host | Location::Managed => Place::Host { node: node_of(region.addr()) },
+    let location = match region.location() {
+        Location::Host | Location::Managed => PartLocation::Host { node: node_of(region.addr()) },
         Location::Cuda(range) => {
-            Place::Cuda { device: range.device as u32, pci: range.pci.clone() }
+            PartLocation::Cuda { device: range.device as u32, pci: range.pci.clone() }
         }
-        Location::File(_) => Place::File,
+        Location::File(_) => PartLocation::File,
     };
     let described = region.descriptor();
     let has_key = |rail| described.rail_keys.find(rail, u64::MAX).is_some();
     let rails = domains.iter().enumerate().filter(|(rail, d)| match d.kind().has_nics() {
         true => has_key(*rail as u8),
-        false => !d.kind().is_loopback() && (place != Place::File || d.takes_files()),
+        false => !d.kind().is_loopback() && (location != PartLocation::File || d.takes_files()),
     });
     let mut transports: Vec<_> = rails.map(|(_, d)| d.kind()).collect();
     transports.dedup();
@@ -89,7 +89,7 @@ fn describe(at: u64, region: &Region, domains: &[Box<dyn Domain>]) -> SegmentPar
         key: described.key,
         offset: described.offset,
         rail_keys: described.rail_keys,
-        place,
+        location,
         transports,
     }
 }
@@ -118,7 +118,7 @@ impl Segment {
     ) -> Result<Vec<SegmentPiece>> {
         let (here, there) = (&self.parts, &remote.parts);
         let cuts = cut((&here.spans, offset), (&there.spans, remote_offset), len)?;
-        let piece = |c: crate::api::Cut| SegmentPiece {
+        let piece = |c: crate::api::PartRange| SegmentPiece {
             local: here.regions[c.local_part].clone(),
             local_offset: c.local_offset,
             remote: there.regions[c.remote_part].clone(),

@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 use super::{
     callbacks::Callbacks,
     counters::Counters,
-    driver::{Cell, Command, Core, Guard},
+    driver::{Command, Core, GroupDriver, Guard},
     grants::Leases,
     receives::Receives,
     watcher::Watchers,
@@ -24,12 +24,12 @@ use super::{
 };
 use crate::{
     api::{EngineAddress, EngineId, Imm, Span, TransportKind},
-    domain::{Count, Quiet},
+    domain::{Count, RegionRelease},
     group::GroupEvents,
-    memory::{Backing, Index, Indices, RegionMemory, HIDDEN},
+    memory::{Backing, RegionIndex, RegionIndices, RegionMemory, FIRST_INTERNAL_INDEX},
     process::ProcessLocal,
     time::Time,
-    wake::{News, Waker},
+    wake::{WakeAction, Waker},
     EngineError, Result,
 };
 
@@ -44,14 +44,14 @@ pub struct Stats {
 }
 
 /// A deregistration that has not completed (MR-1: failed, quiesced and reusable are three states).
-struct Retiring {
+struct PendingDeregistration {
     memory: Arc<RegionMemory>,
     /// Domains through which a peer may still reach the memory.
     rails: u32,
     handle: Option<HandleRef>,
 }
 
-impl Retiring {
+impl PendingDeregistration {
     /// Whether no byte can land there any more. With a handle, also whether all grants have ended.
     fn is_over(&self) -> bool {
         let granted = self.handle.is_some() && self.memory.grants.load(SeqCst) > 0;
@@ -61,7 +61,7 @@ impl Retiring {
 
 pub(crate) struct Shared {
     pub address: EngineAddress,
-    cell: ProcessLocal<Cell>,
+    driver: ProcessLocal<GroupDriver>,
     pub counters: Counters,
     pub callbacks: Callbacks,
     pub receives: Receives,
@@ -73,9 +73,9 @@ pub(crate) struct Shared {
     pub clock: Clock,
     counted: AtomicU64,
     regions: Mutex<Vec<Weak<RegionMemory>>>,
-    indices: Arc<Indices>,
+    indices: Arc<RegionIndices>,
     next_number: AtomicU64,
-    retiring: Mutex<Vec<Retiring>>,
+    retiring: Mutex<Vec<PendingDeregistration>>,
     closed: AtomicBool,
     /// Requests and expectations are refused.
     pub draining: AtomicBool,
@@ -92,18 +92,18 @@ pub(crate) enum Clock {
 impl Shared {
     pub fn new(
         address: EngineAddress,
-        cell: Cell,
+        driver: GroupDriver,
         clock: Clock,
         (op_timeout, max_message, records): (Duration, usize, usize),
         waker: Waker,
     ) -> Result<Arc<Self>> {
         let (callbacks, counters) = match clock {
-            Clock::Machine => (Callbacks::default(), Counters::drawn(records)?),
+            Clock::Machine => (Callbacks::default(), Counters::with_random_slots(records)?),
             Clock::Manual(_) => (Callbacks::manual(), Counters::recording(records)),
         };
         let shared = Arc::new(Self {
             address,
-            cell: ProcessLocal::new(cell),
+            driver: ProcessLocal::new(driver),
             counters,
             callbacks,
             receives: Receives::new(waker.clone()),
@@ -121,12 +121,12 @@ impl Shared {
             draining: AtomicBool::new(false),
         });
         let engine = Arc::downgrade(&shared);
-        waker.set(move |news| {
+        waker.set(move |action| {
             let Some(engine) = engine.upgrade() else { return };
-            let Ok(cell) = engine.cell() else { return };
-            match news {
-                News::Wake => cell.kick(),
-                News::Act => cell.act(&engine),
+            let Ok(driver) = engine.driver() else { return };
+            match action {
+                WakeAction::WakeThread => driver.kick(),
+                WakeAction::PollHere => driver.poll_here(&engine),
             }
         });
         Ok(shared)
@@ -159,8 +159,8 @@ impl Shared {
     /// # Errors
     /// [`EngineError::Forked`] in a forked child, where all of these are the parent's.
     #[inline]
-    pub fn cell(&self) -> Result<&Cell> {
-        self.cell.get()
+    pub fn driver(&self) -> Result<&GroupDriver> {
+        self.driver.get()
     }
 
     /// Takes the group's lock.
@@ -168,14 +168,14 @@ impl Shared {
     /// # Errors
     /// [`EngineError::Forked`]
     pub fn lock(self: &Arc<Self>) -> Result<Guard<'_>> {
-        Ok(self.cell()?.lock(self))
+        Ok(self.driver()?.lock(self))
     }
 
     /// Runs `command` under the group's lock, on this thread or on the lock's holder. A forked
     /// child leaks it.
     pub fn post(self: &Arc<Self>, command: Command) {
-        match self.cell() {
-            Ok(cell) => cell.post(self, command),
+        match self.driver() {
+            Ok(driver) => driver.post(self, command),
             // Its contents are the parent's.
             Err(_) => std::mem::forget(command),
         }
@@ -183,14 +183,14 @@ impl Shared {
 
     /// Makes a sleeping worker wake at `at` or earlier.
     pub fn set_alarm(&self, at: Time) {
-        if let Ok(cell) = self.cell() {
-            cell.set_alarm(at);
+        if let Ok(driver) = self.driver() {
+            driver.set_alarm(at);
         }
     }
 
     /// Fails if the engine is closed or belongs to a parent process.
     pub fn check_open(&self) -> Result<()> {
-        self.cell()?;
+        self.driver()?;
         match self.closed.load(SeqCst) {
             true => Err(EngineError::Closed),
             false => Ok(()),
@@ -201,10 +201,10 @@ impl Shared {
     ///
     /// # Errors
     /// [`EngineError::Resource`] if none is left.
-    pub fn take_region_index(&self) -> Result<Index> {
+    pub fn take_region_index(&self) -> Result<RegionIndex> {
         self.indices.take().ok_or_else(|| EngineError::Resource {
             call: "register",
-            cause: format!("this engine has {HIDDEN} regions and grants"),
+            cause: format!("this engine has {FIRST_INTERNAL_INDEX} regions and grants"),
             hint: "deregister some, or open another engine".into(),
         })
     }
@@ -252,18 +252,18 @@ impl Shared {
         writers: &[Peer],
         (timeout, span): (Duration, Option<Span>),
     ) -> Result<Handle> {
-        self.cell()?;
+        self.driver()?;
         if n == 0 {
             return Ok(Handle::done("expectation", Ok(())));
         }
-        let pending = super::handle::Pending::new(self);
-        pending.is_of(super::Source::Expectation(imm));
+        let pending = super::handle::HandleState::new(self);
+        pending.is_of(super::HandleOperation::Expectation(imm));
         let now = self.now();
         if self.draining.load(Relaxed) {
             return Err(EngineError::Draining);
         }
-        let claim = (Arc::clone(&pending) as _, 0);
-        self.counters.expect((imm, n, span), (now, timeout), writers.into(), claim);
+        let completion = (Arc::clone(&pending) as _, 0);
+        self.counters.expect((imm, n, span), (now, timeout), writers.into(), completion);
         self.begin_to_expect((now, timeout), std::iter::once(imm), writers.iter());
         Ok(Handle::pending("expectation", pending))
     }
@@ -298,10 +298,10 @@ impl Shared {
         let memory = Arc::clone(memory);
         self.post(Box::new(move |core, shared| {
             let index = memory.key.index;
-            shared.retiring.lock().push(Retiring { memory, rails: 0, handle });
+            shared.retiring.lock().push(PendingDeregistration { memory, rails: 0, handle });
             let later = core.domains.iter_mut().filter_map(|d| match d.deregister(index) {
-                Quiet::Now => None,
-                Quiet::Later => Some(()),
+                RegionRelease::Now => None,
+                RegionRelease::Later => Some(()),
             });
             let rails = later.count() as u32;
             if let Some(r) = shared.retiring.lock().iter_mut().find(|r| r.memory.key.index == index)
@@ -357,12 +357,12 @@ impl Shared {
             }
         }
         let mut more = false;
-        for Retiring { memory, handle, .. } in over {
+        for PendingDeregistration { memory, handle, .. } in over {
             for grantor in memory.grantors() {
                 more |= grantor.grants.fetch_sub(1, SeqCst) == 1;
             }
             if let Some(handle) = handle {
-                handle.let_go(true);
+                handle.release_memory(true);
                 handle.complete(Ok(()));
             }
             if memory.keep.is_some() || memory.grantor.is_some() {
@@ -377,7 +377,7 @@ impl Shared {
         }
     }
 
-    pub fn unkeep(&self, keep: Vec<Region>) {
+    pub fn release_users(&self, keep: Vec<Region>) {
         for region in &keep {
             region.inner.memory.users.fetch_sub(1, SeqCst);
         }
@@ -397,13 +397,13 @@ impl Shared {
     }
 
     pub fn close(self: &Arc<Self>) {
-        let Ok(cell) = self.cell() else { return };
+        let Ok(driver) = self.driver() else { return };
         if self.closed.swap(true, SeqCst) {
             return;
         }
         self.watchers.close();
         {
-            let mut core = cell.lock(self);
+            let mut core = driver.lock(self);
             let core = &mut *core;
             core.closed = true;
             core.drains.drain(..).for_each(|d| d.complete(Err(EngineError::Closed)));
@@ -433,7 +433,7 @@ impl GroupEvents for Shared {
         self.counters.peer_lost(now, peer, error);
     }
 
-    fn region_quiet(&self, _rail: usize, index: u32) {
+    fn region_released(&self, _rail: usize, index: u32) {
         if let Some(r) = self.retiring.lock().iter_mut().find(|r| r.memory.key.index == index) {
             r.rails = r.rails.saturating_sub(1);
         }
@@ -450,7 +450,7 @@ mod tests {
     fn mr_2_an_engine_that_has_no_index_left_registers_nothing_more() {
         let engine = TransferEngine::open(EngineConfig::default()).unwrap();
         let last = engine.alloc(64).unwrap();
-        engine.shared.indices.begin_at(HIDDEN);
+        engine.shared.indices.begin_at(FIRST_INTERNAL_INDEX);
         for _ in 0..2 {
             let e = engine.alloc(64).unwrap_err();
             assert!(e.to_string().contains("open another engine"), "{e}");

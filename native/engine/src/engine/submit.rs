@@ -13,12 +13,12 @@ use std::{
 };
 
 use super::{
-    handle::{self, Handle, Source},
+    handle::{self, Handle, HandleOperation},
     Op, Shared,
 };
 use crate::{
     api::{Priority, Span},
-    group::{Hold, Submitted},
+    group::{PeerHold, Submitted},
     EngineError, Result,
 };
 
@@ -36,7 +36,7 @@ pub struct Submit {
 }
 
 /// Bytes after which a submitting call reads the clock again.
-pub(super) const LONG: u64 = 32 << 10;
+pub(super) const CLOCK_READ_BYTES: u64 = 32 << 10;
 
 impl Submit {
     pub(super) fn priority(&self, ops: &[Op<'_>]) -> Priority {
@@ -63,7 +63,7 @@ impl Shared {
         options: Submit,
         (only_prepare, posted): (bool, Option<&AtomicU64>),
     ) -> Result<Handle> {
-        let cell = self.cell()?;
+        let driver = self.driver()?;
         // Checked before the lock is tried, so that a queued request is refused too.
         if self.draining.load(SeqCst) {
             return Err(EngineError::Draining);
@@ -81,7 +81,7 @@ impl Shared {
         let timeout = options.timeout.unwrap_or(self.op_timeout);
         let priority = options.priority(ops);
         let called = (name, options.span);
-        if let Some(mut core) = cell.try_lock(self) {
+        if let Some(mut core) = driver.try_lock(self) {
             let core = &mut *core;
             core.check_open()?;
             let now = self.now();
@@ -94,16 +94,16 @@ impl Shared {
                     core.group.push(now, key, bound, &mut core.domains, &**self);
                 });
             }
-            let end = if bytes < LONG { now } else { self.now() };
+            let end = if bytes < CLOCK_READ_BYTES { now } else { self.now() };
             let sealed = core.group.seal((now, end), key, timeout);
             self.mark(posted);
             core.domains.iter_mut().for_each(|d| d.flush());
             return Ok(match sealed {
                 Submitted::Done(result) => Handle::done(name, result),
                 Submitted::Pending(key) => {
-                    let pending = handle::Pending::new(self);
+                    let pending = handle::HandleState::new(self);
                     pending.needs(self.keep(ops));
-                    pending.is_of(Source::Transfer(key));
+                    pending.is_of(HandleOperation::Transfer(key));
                     core.group.attach(key, (pending.clone(), 0));
                     self.set_alarm(core.group.next_deadline());
                     Handle::pending(name, pending)
@@ -113,7 +113,7 @@ impl Shared {
         // Another thread holds the lock, and posts the request.
         let mut bound = Vec::with_capacity(ops.len());
         // Until the request is posted, only these references keep its peers.
-        let mut peers: Vec<Hold> = Vec::new();
+        let mut peers: Vec<PeerHold> = Vec::new();
         for op in ops {
             op.each_peer(|peer| {
                 if !peers.last().is_some_and(|last| Arc::ptr_eq(last, &peer.hold)) {
@@ -123,13 +123,13 @@ impl Shared {
             self.bind(op, (options.rail, only_prepare), &mut |b| bound.push(b));
         }
         self.mark(posted);
-        let pending = handle::Pending::new(self);
+        let pending = handle::HandleState::new(self);
         pending.needs(self.keep(ops));
         let handle = Handle::pending(name, Arc::clone(&pending));
         let queued = self.now();
         self.post(Box::new(move |core, shared| {
             let ended = |result| {
-                pending.let_go(true);
+                pending.release_memory(true);
                 pending.complete(result);
             };
             if let Err(e) = core.check_open() {
@@ -147,7 +147,7 @@ impl Shared {
             match sealed {
                 Submitted::Done(result) => ended(result),
                 Submitted::Pending(key) => {
-                    pending.is_of(Source::Transfer(key));
+                    pending.is_of(HandleOperation::Transfer(key));
                     core.group.attach(key, (pending, 0));
                     shared.set_alarm(core.group.next_deadline());
                 }

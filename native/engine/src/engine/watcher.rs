@@ -21,40 +21,40 @@ use crate::{memory::device::DeviceWord, process::ProcessLocal, EngineError, Resu
 type OnChange = Box<dyn Fn(u64, u64) + Send + Sync>;
 
 /// Polls in a row before the thread yields its core; the writer may need it.
-const LOOKS: u32 = 32;
-/// How long the thread spins after a change.
+const POLLS_BEFORE_YIELD: u32 = 32;
+/// Time that the thread spins after a change.
 const SPIN: Duration = Duration::from_micros(200);
 /// Longest sleep between polls.
 const LONGEST_NAP: Duration = Duration::from_millis(2);
 
 /// On its own cache line, so that the writer's stores cause no false sharing.
 #[repr(align(64))]
-struct Own(AtomicU64);
+struct HostWord(AtomicU64);
 
 /// The watched word.
-enum Word {
-    Own(Own),
+enum WatchedWord {
+    Host(HostWord),
     Device(DeviceWord),
 }
 
-impl Word {
+impl WatchedWord {
     fn load(&self) -> u64 {
         match self {
-            Self::Own(word) => word.0.load(Acquire),
+            Self::Host(word) => word.0.load(Acquire),
             Self::Device(word) => word.load(),
         }
     }
 
     fn store(&self, value: u64) {
         match self {
-            Self::Own(word) => word.0.store(value, Release),
+            Self::Host(word) => word.0.store(value, Release),
             Self::Device(word) => word.store(value),
         }
     }
 
     fn add(&self, n: u64) {
         match self {
-            Self::Own(word) => {
+            Self::Host(word) => {
                 word.0.fetch_add(n, SeqCst);
             }
             // CPUs have no atomic addition across the bus.
@@ -64,7 +64,7 @@ impl Word {
 }
 
 struct Watch {
-    word: Word,
+    word: WatchedWord,
     on_change: OnChange,
     /// The last value seen; only the watching thread changes it.
     seen: AtomicU64,
@@ -75,7 +75,7 @@ struct Watch {
 }
 
 #[derive(Default)]
-struct State {
+struct WatcherState {
     watches: Vec<Arc<Watch>>,
     thread: Option<JoinHandle<()>>,
     closed: bool,
@@ -93,7 +93,7 @@ impl super::Notify for DeviceWord {
 /// The watchers of one engine and their thread, which starts with the first watcher.
 #[derive(Clone)]
 pub(crate) struct Watchers {
-    inner: Arc<ProcessLocal<(Mutex<State>, Condvar)>>,
+    inner: Arc<ProcessLocal<(Mutex<WatcherState>, Condvar)>>,
 }
 
 /// A watched 64-bit word. The engine calls back with the old and the new value after a change. It
@@ -116,16 +116,16 @@ impl Watcher {
     /// The address of the word, for direct stores: 8 bytes, aligned.
     pub fn addr(&self) -> usize {
         match &self.watch.word {
-            Word::Own(word) => word.0.as_ptr() as usize,
-            Word::Device(word) => word.host_addr(),
+            WatchedWord::Host(word) => word.0.as_ptr() as usize,
+            WatchedWord::Device(word) => word.host_addr(),
         }
     }
 
     /// The word as kernels see it, if kernels may use it.
     pub fn device_word(&self) -> Option<&DeviceWord> {
         match &self.watch.word {
-            Word::Own(_) => None,
-            Word::Device(word) => Some(word),
+            WatchedWord::Host(_) => None,
+            WatchedWord::Device(word) => Some(word),
         }
     }
 
@@ -150,7 +150,7 @@ impl Watcher {
     pub fn store(&self, value: u64) -> Result<()> {
         let inner = self.watchers.inner.get()?;
         self.watch.word.store(value);
-        poke(inner);
+        wake_thread(inner);
         Ok(())
     }
 
@@ -161,7 +161,7 @@ impl Watcher {
     pub fn add(&self, n: u64) -> Result<()> {
         let inner = self.watchers.inner.get()?;
         self.watch.word.add(n);
-        poke(inner);
+        wake_thread(inner);
         Ok(())
     }
 }
@@ -181,7 +181,7 @@ impl Default for Watchers {
     }
 }
 
-fn poke((state, wake): &(Mutex<State>, Condvar)) {
+fn wake_thread((state, wake): &(Mutex<WatcherState>, Condvar)) {
     state.lock().poked = true;
     wake.notify_one();
 }
@@ -189,7 +189,10 @@ fn poke((state, wake): &(Mutex<State>, Condvar)) {
 impl Watchers {
     pub fn add(&self, on_change: OnChange, device: Option<DeviceWord>) -> Result<Watcher> {
         let watch = Arc::new(Watch {
-            word: device.map_or_else(|| Word::Own(Own(AtomicU64::new(0))), Word::Device),
+            word: device.map_or_else(
+                || WatchedWord::Host(HostWord(AtomicU64::new(0))),
+                WatchedWord::Device,
+            ),
             on_change,
             seen: AtomicU64::new(0),
             seen_at: AtomicU64::new(0),
@@ -215,7 +218,7 @@ impl Watchers {
         }
         state.watches.push(Arc::clone(&watch));
         drop(state);
-        poke(inner);
+        wake_thread(inner);
         Ok(Watcher { watch, watchers: self.clone() })
     }
 
@@ -227,7 +230,7 @@ impl Watchers {
             state.watches.clear();
             state.thread.take()
         };
-        poke(inner);
+        wake_thread(inner);
         if let Some(t) = thread {
             if t.thread().id() != std::thread::current().id() {
                 let _ = t.join();
@@ -240,7 +243,7 @@ impl Watchers {
         let mut watches: Vec<Arc<Watch>> = Vec::new();
         let mut changed_at = Instant::now();
         loop {
-            if (0..LOOKS).any(|_| look(&watches)) {
+            if (0..POLLS_BEFORE_YIELD).any(|_| look(&watches)) {
                 changed_at = Instant::now();
                 continue;
             }

@@ -1,9 +1,9 @@
-//! How long things take: counts by powers of two, which are cheap to keep and add up over engines.
+//! Histograms of durations by powers of two: cheap to keep, and summable over engines.
 
 /// Buckets of a histogram; the last one has no upper bound.
 pub const BUCKETS: usize = 40;
 
-/// Durations by powers of two of nanoseconds: bucket `i` counts those below 2^i ns that no lower one does.
+/// Durations by powers of two of nanoseconds: bucket `i` counts those in [2^(i-1), 2^i) ns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Histogram {
     /// Nanoseconds of all together.

@@ -1,18 +1,18 @@
-//! What an engine says of itself in numbers.
+//! The metrics of an engine.
 
-use super::{Histogram, PeerTally, Stages};
+use super::{Histogram, PeerTally, StageTimes};
 use crate::api::{EngineId, TransportKind};
 
-/// One rail, with how long the stages of its transfers took, by class.
+/// One rail: the times of the stages of its transfers, by class.
 #[derive(Clone, Debug)]
 pub struct RailMetrics {
     pub transport: TransportKind,
     /// The NIC's name; empty where there is none.
     pub device: String,
-    /// Bytes that may be under way over it, and that are.
+    /// Limit of bytes in flight over the rail. `under_way`: bytes in flight.
     pub window: u64,
     pub under_way: u64,
-    pub stages: [Stages; 3],
+    pub stages: [StageTimes; 3],
 }
 
 /// One peer.
@@ -22,16 +22,16 @@ pub struct PeerMetrics {
     pub name: String,
     /// `idle`, `connecting`, `up` or `lost`.
     pub state: &'static str,
-    /// The transport in use, if it is up, and how many links of it.
+    /// The transport in use, if the peer is up. `links`: number of its links.
     pub transport: Option<TransportKind>,
     pub links: usize,
-    /// Operations that wait for room, and bytes under way as far as they are limited.
+    /// Operations that wait for room. `under_way`: bytes in flight that count in windows.
     pub waiting: usize,
     pub under_way: u64,
     pub tally: PeerTally,
 }
 
-/// All that an engine counts, since it was opened.
+/// The metrics of an engine since it was opened.
 #[derive(Clone, Debug, Default)]
 pub struct Metrics {
     /// Writes counted here, and immediates of an earlier use of their counter.
@@ -42,7 +42,7 @@ pub struct Metrics {
     pub retiring: usize,
     /// Requests that are not over.
     pub going_on: usize,
-    /// How long expectations waited until they were full.
+    /// Wait times of expectations that were met.
     pub expected: Histogram,
     pub rails: Vec<RailMetrics>,
     pub peers: Vec<PeerMetrics>,

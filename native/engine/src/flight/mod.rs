@@ -1,5 +1,5 @@
-//! What is kept of transfers for those who ask afterwards: the latest records of each kind, durations by
-//! stage, and counts by peer. Values only; the recording caller gives the time.
+//! The flight recorder: the latest records of each kind, durations by stage, and counts by peer.
+//! These are plain values; the recording caller gives the time.
 //!
 //! `docs/design/flight.md` says what each moment means and how both ends of a transfer are joined.
 
@@ -12,7 +12,8 @@ mod tally;
 pub use histogram::{Histogram, BUCKETS};
 pub use metrics::{Metrics, PeerMetrics, RailMetrics};
 pub use records::{
-    Arrival, Cursor, Event, EventKind, Expected, Moments, Part, Records, Stages, TransferRecord,
+    Arrival, Cursor, EventKind, ExpectationRecord, Part, PathEvent, Records, StageTimes,
+    TransferRecord, TransferTimes,
 };
 pub(crate) use ring::Ring;
 pub use tally::{PeerTally, RailTally, Tally};

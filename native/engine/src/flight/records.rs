@@ -1,4 +1,4 @@
-//! The records themselves.
+//! The records of the flight recorder.
 
 use super::Histogram;
 use crate::{
@@ -6,31 +6,33 @@ use crate::{
     time::Time,
 };
 
-/// When a transfer went from one state to the next; [`Time::NEVER`] for what has not happened.
+/// The times at which a transfer changed its state; [`Time::NEVER`] for states that it has not
+/// reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Moments {
-    /// The engine was asked.
+pub struct TransferTimes {
+    /// The request reached the engine.
     pub queued: Time,
-    /// Its first and its latest work request were given to a link.
+    /// The first work request was posted to a link.
     pub posted: Time,
+    /// The last work request was posted to a link.
     pub all_posted: Time,
-    /// The latest of its work requests was acknowledged.
+    /// The last work request was acknowledged.
     pub wire: Time,
-    /// The waiter was told.
+    /// The completion was reported.
     pub told: Time,
 }
 
-impl Moments {
+impl TransferTimes {
     pub(crate) fn queued(now: Time) -> Self {
         let never = Time::NEVER;
         Self { queued: now, posted: never, all_posted: never, wire: never, told: never }
     }
 }
 
-/// What of a transfer went to one counter of one peer, or without a count to one peer.
+/// The part of a transfer to one counter of a peer, or to a peer without a count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Part {
-    /// Its place in [`Records::peers`].
+    /// Index in [`Records::peers`].
     pub peer: u32,
     /// The counter there, and how many writes it is to count; 0 where nothing counts.
     pub imm: u32,
@@ -46,27 +48,27 @@ pub struct TransferRecord {
     pub op: &'static str,
     pub priority: Priority,
     pub span: Span,
-    pub moments: Moments,
-    /// Where it went; the latest of many only.
+    pub times: TransferTimes,
+    /// The parts by peer and rail; of many, only the latest.
     pub parts: Vec<Part>,
     /// Parts that are no longer known.
     pub parts_lost: u32,
     /// Work requests posted, and how many of them were sent before.
     pub slices: u32,
     pub again: u32,
-    /// How often it found no room in a window.
+    /// Number of times that it found no room in a window.
     pub waits: u32,
     /// One bit for each rail that carried some of it.
     pub rails: u32,
     /// Nothing of it is under way.
     pub over: bool,
-    /// How many transfers like it this one stands for.
+    /// Number of transfers that this sample represents.
     pub weight: u32,
     /// Why it failed.
     pub failure: Option<Box<str>>,
 }
 
-/// Writes that were counted here.
+/// Writes that this engine counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Arrival {
     pub at: Time,
@@ -76,9 +78,9 @@ pub struct Arrival {
     pub counts: u32,
 }
 
-/// A wait for counts that is over.
+/// An ended expectation.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Expected {
+pub struct ExpectationRecord {
     pub imm: u32,
     pub counts: u32,
     pub span: Span,
@@ -107,20 +109,20 @@ impl EventKind {
     }
 }
 
-/// Something that happened to the way to a peer.
+/// An event of the path to a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Event {
+pub struct PathEvent {
     pub at: Time,
     pub kind: EventKind,
-    /// Its place in [`Records::peers`].
+    /// Index in [`Records::peers`].
     pub peer: u32,
     pub rail: Option<u8>,
     pub cause: Box<str>,
 }
 
-/// How long the stages of transfers took that one rail carried, or carried last.
+/// The times of the stages of transfers whose last slice one rail carried.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Stages {
+pub struct StageTimes {
     /// From the request to its first work request.
     pub queue: Histogram,
     /// From the first work request to the last.
@@ -131,7 +133,7 @@ pub struct Stages {
     pub deliver: Histogram,
 }
 
-/// Up to where records were read: the numbers of the next.
+/// A position in the records: the numbers of the next records to read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cursor {
     pub transfers: u64,
@@ -140,7 +142,7 @@ pub struct Cursor {
     pub events: u64,
 }
 
-/// What an engine has recorded.
+/// The records of an engine.
 #[derive(Clone, Debug, Default)]
 pub struct Records {
     /// To be given when asking again.
@@ -149,9 +151,9 @@ pub struct Records {
     pub missed: u64,
     pub peers: Vec<(EngineId, String)>,
     pub rails: Vec<(TransportKind, String)>,
-    /// Those that are over, then those that are not.
+    /// The ended transfers, then those in flight.
     pub transfers: Vec<TransferRecord>,
     pub arrivals: Vec<Arrival>,
-    pub expectations: Vec<Expected>,
-    pub events: Vec<Event>,
+    pub expectations: Vec<ExpectationRecord>,
+    pub events: Vec<PathEvent>,
 }

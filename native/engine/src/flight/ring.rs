@@ -1,6 +1,6 @@
-//! The latest of many values, in memory that is allocated once.
+//! A ring of the latest values, in memory that is allocated once.
 
-/// The latest values, each with its number; older ones are written over.
+/// The latest values, each with its number; new ones overwrite the oldest.
 #[derive(Clone, Debug)]
 pub(crate) struct Ring<T> {
     slots: Vec<T>,
@@ -38,7 +38,7 @@ impl<T> Ring<T> {
         self.written += 1;
     }
 
-    /// How many were written in all: the number of the next.
+    /// Number of entries written in all, which is the number of the next.
     #[inline]
     pub fn written(&self) -> u64 {
         self.written
@@ -56,7 +56,7 @@ impl<T> Ring<T> {
         self.slots.get_mut(at)
     }
 
-    /// Those from a number on that are still there, oldest first.
+    /// The kept entries from a number on, oldest first.
     pub fn since(&self, number: u64) -> impl Iterator<Item = &T> {
         let numbers = number.max(self.oldest())..self.written;
         numbers.map(|n| &self.slots[n as usize & (self.room - 1)])

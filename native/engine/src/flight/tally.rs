@@ -1,4 +1,4 @@
-//! What went to one peer, counted.
+//! Counts of work to one peer.
 
 use crate::api::Priority;
 
@@ -12,15 +12,15 @@ pub struct Tally {
     pub failed: u64,
 }
 
-/// What went over one rail to one peer.
+/// Counts of one rail to one peer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RailTally {
     pub classes: [Tally; 3],
-    /// How often a link over this rail was lost or given up.
+    /// Number of times a link over this rail was lost or given up.
     pub excluded: u64,
 }
 
-/// What went to one peer.
+/// Counts of one peer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PeerTally {
     /// By rail of the engine; rails that it never used may be missing at the end.

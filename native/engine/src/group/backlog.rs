@@ -1,30 +1,31 @@
-//! Operations of one peer that wait for room, by priority.
+//! The backlog of one peer: operations that wait for room, by priority.
 
 use std::collections::VecDeque;
 
 use super::{
-    lanes::Held,
+    eligible_links::Deferral,
     ledger::Ledger,
     policy::admit::Window,
     policy::classes::ByClass,
-    route::{Link, Route, State},
-    slices::{post_slices, BoundOp, Posted},
+    route::{ActiveLink, PeerState, Route},
+    slices::{post_slices, BoundOp, PostOutcome},
     Group, PeerKey, Rails, TransferKey,
 };
 use crate::{api::Priority, time::Time};
 
+/// A waiting operation.
 pub(super) struct Waiting {
     pub key: TransferKey,
     pub op: BoundOp,
-    /// Since when it is the first of its priority; `NEVER` until it is.
+    /// When it became the first of its priority; `NEVER` until then.
     pub since: Time,
 }
 
 #[derive(Default)]
 pub(super) struct Backlog {
     queues: [VecDeque<Waiting>; 3],
-    /// What keeps the first of the only class that waits, since it was tried last.
-    held: Option<(Priority, Held)>,
+    /// Why the first operation waits, since its last attempt, if only one class waits.
+    deferral: Option<(Priority, Deferral)>,
 }
 
 impl Backlog {
@@ -32,7 +33,7 @@ impl Backlog {
         self.queues.iter().all(VecDeque::is_empty)
     }
 
-    /// Whether anything waits with this priority.
+    /// Whether an operation of this priority waits.
     pub fn waits(&self, priority: Priority) -> bool {
         !self.queues[priority as usize].is_empty()
     }
@@ -41,80 +42,80 @@ impl Backlog {
         self.queues.iter().map(VecDeque::len).sum()
     }
 
-    /// Whether work of this priority has to queue up: behind its own kind, or behind what is more urgent.
+    /// Whether work of this priority must queue behind operations of its class or a more urgent
+    /// one.
     #[inline]
-    pub fn holds_up(&self, priority: Priority) -> bool {
+    pub fn blocks(&self, priority: Priority) -> bool {
         self.queues[..=priority as usize].iter().any(|q| !q.is_empty())
     }
 
     pub fn push_back(&mut self, priority: Priority, waiting: Waiting) {
-        if self.held.is_some_and(|(class, _)| class != priority) {
-            self.held = None;
+        if self.deferral.is_some_and(|(class, _)| class != priority) {
+            self.deferral = None;
         }
         self.queues[priority as usize].push_back(waiting);
     }
 
     pub fn push_front(&mut self, priority: Priority, waiting: Waiting) {
-        self.held = None;
+        self.deferral = None;
         self.queues[priority as usize].push_front(waiting);
     }
 
     pub fn pop(&mut self, priority: Priority) -> Option<Waiting> {
         let first = self.queues[priority as usize].pop_front()?;
-        self.held = None;
+        self.deferral = None;
         Some(first)
     }
 
-    /// Takes out what belongs to a transfer; how many operations that was.
+    /// Removes the operations of a transfer; returns their number.
     pub fn remove(&mut self, key: TransferKey) -> usize {
         let before = self.len();
-        self.held = None;
+        self.deferral = None;
         self.queues.iter_mut().for_each(|q| q.retain(|w| w.key != key));
         before - self.len()
     }
 
-    /// Puts back what was tried, with what kept it.
-    pub fn hold(&mut self, priority: Priority, waiting: Waiting, held: Held) {
+    /// Puts an operation back, and records why it waits.
+    pub fn defer(&mut self, priority: Priority, waiting: Waiting, deferral: Deferral) {
         self.push_front(priority, waiting);
         let others = Priority::ALL.into_iter().any(|p| p != priority && self.waits(p));
-        self.held = Some((priority, held)).filter(|_| held.bytes > 0 && !others);
+        self.deferral = Some((priority, deferral)).filter(|_| deferral.bytes > 0 && !others);
     }
 
-    /// Something else than the rails' windows has changed.
+    /// Forgets why operations wait: more than the rails' windows has changed.
     pub fn try_again(&mut self) {
-        self.held = None;
+        self.deferral = None;
     }
 
-    pub fn held(&self) -> Option<(Priority, Held)> {
-        self.held
+    pub fn deferral(&self) -> Option<(Priority, Deferral)> {
+        self.deferral
     }
 
-    /// Takes out everything.
+    /// Removes all operations.
     pub fn take(&mut self) -> impl Iterator<Item = TransferKey> {
         std::mem::take(self).queues.into_iter().flatten().map(|w| w.key)
     }
 }
 
 impl Route {
-    /// Until when what waits would still find no room, though something may be over: tells a hundred peers that
-    /// wait for one rail from the one that has its turn.
-    pub(super) fn held_until(&self, now: Time, ledger: &Ledger) -> Option<Time> {
-        let (class, Held { bytes, until }) = self.backlog.held()?;
+    /// Until when the backlog would find no room even if work completes; `None` if it may have
+    /// room. Saves attempts when many peers wait for one rail.
+    pub(super) fn deferred_until(&self, now: Time, ledger: &Ledger) -> Option<Time> {
+        let (class, Deferral { bytes, until }) = self.backlog.deferral()?;
         let receiver = Window { bytes: self.credit, under_way: self.under_way };
-        let full = |link: &Link| {
+        let full = |link: &ActiveLink| {
             let rail = ledger.rail_window(link.pair.rail, bytes);
             rail.under_way.of(class) > 0 && !rail.has_room(class, bytes)
         };
-        let held = now < until
+        let deferred = now < until
             && receiver.under_way.of(class) > 0
             && (!receiver.has_room(class, bytes) || self.active().iter().all(full));
-        held.then_some(until)
+        deferred.then_some(until)
     }
 }
 
 impl Group {
-    /// What this group has for one of its rails: what is under way there, and as much as a window again for
-    /// each priority with which something waits.
+    /// The demand for a rail: bytes under way there, and one window for each class that waits.
     pub fn demand(&self, rail: usize) -> ByClass {
         let mut demand = self.ledger.under_way(rail);
         if self.backlogged > 0 {
@@ -127,7 +128,7 @@ impl Group {
         demand
     }
 
-    /// Takes what a failed transfer has not posted yet out of the backlogs.
+    /// Removes the unposted operations of a failed transfer from all backlogs.
     pub(super) fn purge(&mut self, key: TransferKey) {
         for (_, route) in self.peers.iter_mut() {
             self.backlogged -= route.backlog.remove(key);
@@ -135,10 +136,10 @@ impl Group {
         self.transfers[key.slot as usize].waiting = 0;
     }
 
-    /// Posts what a peer's links take now.
+    /// Posts as much of a peer's backlog as its links accept now.
     pub(super) fn drain_backlog(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) -> bool {
         let mut moved = false;
-        // What is less urgent has its turn though what is more urgent has to wait.
+        // A less urgent class may have room while a more urgent one waits.
         moved |= self.drain_queue(now, peer, (Priority::Latency, false), rails);
         for pressed in [true, false] {
             moved |= self.drain_queue(now, peer, (Priority::Bulk, pressed), rails);
@@ -147,7 +148,7 @@ impl Group {
         moved
     }
 
-    /// Posts what waits with one priority; if `pressed`, only what is about to miss its deadline.
+    /// Posts operations of one priority; if `pressed`, only those about to miss their deadline.
     fn drain_queue(
         &mut self,
         now: Time,
@@ -158,7 +159,7 @@ impl Group {
         let mut moved = false;
         loop {
             let route = &mut self.peers[peer as usize];
-            if route.state != State::Up {
+            if route.state != PeerState::Up {
                 return moved;
             }
             let Some(mut first) = route.backlog.pop(priority) else { return moved };
@@ -172,17 +173,17 @@ impl Group {
             }
             let means = (rails as &mut Rails, &mut self.ledger);
             match post_slices((now, first.since), key, transfer, op, route, means) {
-                Posted::Part(held) => {
-                    if is_new && held.bytes > 0 {
+                PostOutcome::Part(deferral) => {
+                    if is_new && deferral.bytes > 0 {
                         transfer.waits_for_room(route);
                     }
-                    route.backlog.hold(priority, first, held);
-                    self.move_at = self.move_at.min(held.until);
+                    route.backlog.defer(priority, first, deferral);
+                    self.move_at = self.move_at.min(deferral.until);
                     self.posted(now, peer, rails);
                     return moved;
                 }
-                Posted::All => {}
-                Posted::Failed(rail, e) => self.fail(now, key, peer, (rails, rail, e)),
+                PostOutcome::All => {}
+                PostOutcome::Failed(rail, e) => self.fail(now, key, peer, (rails, rail, e)),
             }
             moved = true;
             self.posted(now, peer, rails);
@@ -198,7 +199,7 @@ mod tests {
     use super::*;
     use crate::domain::{Count, WorkRequest};
 
-    const HELD: Held = Held { bytes: 1 << 20, until: Time::NEVER };
+    const DEFERRAL: Deferral = Deferral { bytes: 1 << 20, until: Time::NEVER };
 
     fn waiting() -> Waiting {
         let count = WorkRequest::Count(Count { imm: 1, n: 1 });
@@ -207,14 +208,14 @@ mod tests {
     }
 
     #[test]
-    fn what_keeps_the_first_is_known_until_anything_else_may_move() {
+    fn a_deferral_is_known_until_another_operation_may_move() {
         use Priority::{Background, Bulk};
-        let kept = || {
+        let deferred = || {
             let mut backlog = Backlog::default();
-            backlog.hold(Bulk, waiting(), HELD);
+            backlog.defer(Bulk, waiting(), DEFERRAL);
             backlog.push_back(Bulk, waiting());
             assert!(backlog.pop(Background).is_none());
-            assert!(backlog.held().is_some());
+            assert!(backlog.deferral().is_some());
             backlog
         };
         let changes: [fn(&mut Backlog); 5] = [
@@ -225,18 +226,18 @@ mod tests {
             Backlog::try_again,
         ];
         for change in changes {
-            let mut backlog = kept();
+            let mut backlog = deferred();
             change(&mut backlog);
-            assert!(backlog.held().is_none());
+            assert!(backlog.deferral().is_none());
         }
-        let mut others = kept();
+        let mut others = deferred();
         others.push_back(Background, waiting());
         let first = others.pop(Bulk).unwrap();
-        others.hold(Bulk, first, HELD);
-        assert!(others.held().is_none(), "the other class may have room");
-        let first = kept().pop(Bulk).unwrap();
+        others.defer(Bulk, first, DEFERRAL);
+        assert!(others.deferral().is_none(), "the other class may have room");
+        let first = deferred().pop(Bulk).unwrap();
         let mut unknown = Backlog::default();
-        unknown.hold(Bulk, first, Held { bytes: 0, ..HELD });
-        assert!(unknown.held().is_none(), "it wasn't the windows");
+        unknown.defer(Bulk, first, Deferral { bytes: 0, ..DEFERRAL });
+        assert!(unknown.deferral().is_none(), "it wasn't the windows");
     }
 }

@@ -1,8 +1,8 @@
-//! Credits against incast: a receiver divides what may be under way to it among those who send much.
+//! Credits against incast: a receiver divides its window among the peers that send much.
 //!
-//! A sender with much under way says so, again and again while that lasts; the receiver answers with the
-//! sender's credit. Nothing depends on a note's arrival: one that is lost is followed by the next. Small
-//! work neither asks nor waits, and over transports that carry no notes there are no credits.
+//! A sender with more than [`CREDIT_THRESHOLD`] bytes in flight requests credit every [`REQUEST_INTERVAL`], and the
+//! receiver answers with the sender's credit. The next request replaces a lost one. Senders of less
+//! neither request nor wait. Transports without group frames have no credits.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -10,25 +10,26 @@ use std::{
 };
 
 use super::{
-    notes::Note,
+    messages::GroupMessage,
     policy::admit::credit,
-    route::{PeerKey, State},
+    route::{PeerKey, PeerState},
     Group, Rails,
 };
 use crate::{domain::Receipts, time::Time};
 
-/// A sender asks from so many bytes under way on.
-const MUCH: u64 = 1 << 20;
-/// How often it asks again.
-const AGAIN: Duration = Duration::from_millis(100);
-/// Who hasn't asked for so long doesn't count any more.
-const FORGOTTEN: Duration = Duration::from_millis(350);
+/// Bytes in flight from which on a sender requests credit.
+const CREDIT_THRESHOLD: u64 = 1 << 20;
+/// Interval of a sender's requests.
+const REQUEST_INTERVAL: Duration = Duration::from_millis(100);
+/// A sender that has not asked for this long no longer has a share.
+const SENDER_EXPIRY: Duration = Duration::from_millis(350);
 
+/// The credit requests of this group and of its peers.
 #[derive(Debug, Default)]
 pub(super) struct Credits {
-    /// Peers that want to send much to us, and when they said so last.
+    /// Peers that send much to this engine, and when they last asked.
     senders: HashMap<PeerKey, Time>,
-    /// When we ask again those to whom we send much.
+    /// When this engine asks its receivers again.
     asking: BTreeSet<(Time, PeerKey)>,
 }
 
@@ -37,7 +38,7 @@ impl Credits {
         self.asking.first().map_or(Time::NEVER, |(at, _)| *at)
     }
 
-    /// A peer is lost: it sends nothing, and gets nothing.
+    /// Forgets a lost peer.
     pub fn forget(&mut self, peer: PeerKey) {
         self.senders.remove(&peer);
         self.asking.retain(|(_, p)| *p != peer);
@@ -45,18 +46,18 @@ impl Credits {
 }
 
 impl Group {
-    /// Something was posted to a peer.
+    /// Asks a peer for credit if much is under way to it. Called after each post.
     #[inline]
     pub(super) fn seek_credit(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) {
         let route = &mut self.peers[peer as usize];
-        if !route.asking && route.under_way.total() >= MUCH {
+        if !route.asking && route.under_way.total() >= CREDIT_THRESHOLD {
             route.asking = true;
-            self.credits.asking.insert((now.after(AGAIN), peer));
-            self.tell(peer, &Note::Want(true), rails);
+            self.credits.asking.insert((now.after(REQUEST_INTERVAL), peer));
+            self.send_message(peer, &GroupMessage::Want(true), rails);
         }
     }
 
-    /// Those who asked some time ago ask again, or say that they have done.
+    /// Repeats due requests for credit, or reports that no more is needed.
     pub(super) fn ask_again(&mut self, now: Time, rails: &mut Rails) {
         while let Some((at, peer)) = self.credits.asking.first().copied().filter(|(t, _)| *t <= now)
         {
@@ -65,48 +66,48 @@ impl Group {
             route.asking = route.under_way.total() > 0 || !route.backlog.is_empty();
             let wants = route.asking;
             match wants {
-                true => _ = self.credits.asking.insert((now.after(AGAIN), peer)),
+                true => _ = self.credits.asking.insert((now.after(REQUEST_INTERVAL), peer)),
                 false => {
                     route.credit = u64::MAX;
                     route.backlog.try_again();
                 }
             }
-            self.tell(peer, &Note::Want(wants), rails);
+            self.send_message(peer, &GroupMessage::Want(wants), rails);
         }
     }
 
-    /// A peer wants to send much, or has done.
+    /// Handles a peer's request for credit, or its end.
     pub(super) fn on_want(&mut self, now: Time, peer: PeerKey, wants: bool, rails: &mut Rails) {
         let senders = &mut self.credits.senders;
         match wants {
             true => _ = senders.insert(peer, now),
             false => _ = senders.remove(&peer),
         }
-        senders.retain(|_, said| now.since(*said) < FORGOTTEN);
+        senders.retain(|_, reported_at| now.since(*reported_at) < SENDER_EXPIRY);
         if wants {
-            // The others are told when they ask again. Who is told more than once wouldn't pay for it.
+            // Other senders get their new share when they ask again.
             let share = credit(self.policy.receive_window, senders.len());
-            self.tell(peer, &Note::Credit(share), rails);
+            self.send_message(peer, &GroupMessage::Credit(share), rails);
         }
     }
 
     pub(super) fn on_credit(&mut self, peer: PeerKey, bytes: u64) {
         let route = &mut self.peers[peer as usize];
         if route.asking {
-            // No sender can be stopped altogether: one slice always goes.
+            // One slice may always be under way, so no sender stops altogether.
             route.credit = bytes;
             route.backlog.try_again();
         }
     }
 
-    /// Sends a note by any link that carries notes.
-    fn tell(&mut self, peer: PeerKey, note: &Note, rails: &mut Rails) {
+    /// Sends a message over any link that carries group frames.
+    fn send_message(&mut self, peer: PeerKey, message: &GroupMessage, rails: &mut Rails) {
         let route = &self.peers[peer as usize];
-        if route.state != State::Up {
+        if route.state != PeerState::Up {
             return;
         }
         let able = |rail: usize| self.policy.receipts(&*rails[rail]) != Receipts::None;
         let Some(link) = route.active().iter().find(|l| able(l.pair.rail)) else { return };
-        rails[link.pair.rail].note(link.id, note.encode());
+        rails[link.pair.rail].send_group_frame(link.id, message.encode());
     }
 }

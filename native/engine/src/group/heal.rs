@@ -1,19 +1,19 @@
-//! Making good what a lost link had under way (IC-3, IC-4, MR-1).
+//! Healing: sends again what a lost link did not deliver (IC-3, IC-4, MR-1).
 //!
-//! Bytes may be written twice; counts may not. So the side that posted asks the peer, over another link,
-//! to end the lost one on its side too and to say what came over it. After that answer nothing of
-//! the old link can land any more, and it is known what is missing. What came is done. Bytes of the rest
-//! are sent again, without counts, and when they are acknowledged, the counts follow that are missing. If the
-//! answer can't be had, the transfers fail. The protocol: `docs/design/healing.md`.
+//! Bytes may be written twice, counts may not. So the sender asks the peer over another link to end
+//! the lost link on its side, and to report what arrived. After the answer nothing can land over
+//! the lost link, and the sender knows what is missing. It sends missing bytes without counts, and
+//! after their acknowledgement the missing counts. Without an answer the transfers fail. The
+//! protocol: `docs/design/healing.md`.
 
 use std::collections::{HashMap, VecDeque};
 
 use super::{
     backlog::Waiting,
+    delivered::{self, Delivered},
     ledger::Slice,
-    missing::{self, Share},
-    notes::{Arrived, Note, MAX_NUMBERS},
-    route::{Link, PeerKey, Route, State},
+    messages::{Arrived, GroupMessage, MAX_NUMBERS},
+    route::{ActiveLink, PeerKey, PeerState, Route},
     slices::BoundOp,
     Group, GroupEvents, Rails, TransferKey,
 };
@@ -24,43 +24,44 @@ use crate::{
     EngineError,
 };
 
-/// Why a link is ended here.
+/// The cause with which a link is ended because the peer has lost it.
 const LOST_BY_PEER: &str = "the peer has lost it";
-/// How often the same bytes are sent at most.
+/// Maximum number of transmissions of a slice.
 const MAX_TRIES: u8 = 8;
-/// Links of a peer whose receipts are remembered.
-const MOST_RECEIPTS: usize = 32;
-/// Questions of one peer that wait for a link to end.
-const MOST_QUESTIONS: usize = 1024;
+/// Maximum number of receipts that are kept for a peer.
+const MAX_RECEIPTS: usize = 32;
+/// Maximum number of a peer's questions that wait for a link to end.
+const MAX_QUESTIONS: usize = 1024;
 
-/// What is known of the lost links of one peer.
+/// The lost links of one peer.
 #[derive(Default)]
 pub(super) struct Healing {
-    /// Slices that came back with an error, until their link is down.
+    /// Slices that completed with an error, until their link is down.
     failed_slices: Vec<(Token, Slice)>,
     unresolved: Vec<UnresolvedSlices>,
     asked: u32,
-    /// What the peer may ask for.
+    /// Receipts of ended links, for which the peer may ask.
     receipts: VecDeque<(LinkName, Receipt)>,
-    /// What it has asked for before our end of that link was down.
-    questions: Vec<Question>,
+    /// The peer's questions about links that have not ended here.
+    questions: Vec<LinkQuery>,
 }
 
-/// Slices of a lost link, until the peer says what became of them.
+/// Slices of a lost link, until the peer reports which of them arrived.
 struct UnresolvedSlices {
     id: u32,
     name: LinkName,
     rail: usize,
     cause: DomainError,
     kind: Receipts,
-    /// Counts that were acknowledged before.
+    /// Counts that were acknowledged before the loss.
     acked: u64,
     slices: Vec<Slice>,
     asked_by: Option<(usize, LinkId)>,
     until: Time,
 }
 
-struct Question {
+/// A peer's question about a link that it has lost.
+struct LinkQuery {
     id: u32,
     name: LinkName,
     numbers: Vec<u64>,
@@ -72,7 +73,7 @@ impl Healing {
         self.failed_slices.push((token, slice));
     }
 
-    /// The slices of a link that is down, with the numbers that it gave them.
+    /// Takes the slices of a link that is down, with their numbers on the link.
     fn take_failed(&mut self, link: (usize, LinkId), numbers: &[(Token, u64)]) -> Vec<Slice> {
         let failed_slices = std::mem::take(&mut self.failed_slices);
         let (ours, others): (Vec<_>, _) =
@@ -83,7 +84,7 @@ impl Healing {
         ours.into_iter().map(named).collect()
     }
 
-    /// Whether nothing waits for the peer, nor it for us.
+    /// Whether neither side waits for an answer of the other.
     pub fn is_idle(&self) -> bool {
         self.failed_slices.is_empty() && self.unresolved.is_empty() && self.questions.is_empty()
     }
@@ -93,7 +94,7 @@ impl Healing {
         self.receipts.is_empty()
     }
 
-    /// Everything that waits, for want of the peer, and all that it might have asked.
+    /// Takes all slices that wait, because the peer is lost.
     pub fn take_all(&mut self) -> Vec<Slice> {
         let failed_slices = std::mem::take(&mut self.failed_slices).into_iter().map(|(_, s)| s);
         let unresolved = std::mem::take(&mut self.unresolved).into_iter().flat_map(|l| l.slices);
@@ -101,7 +102,7 @@ impl Healing {
     }
 
     pub fn keep_receipt(&mut self, name: LinkName, receipt: Receipt) {
-        if self.receipts.len() >= MOST_RECEIPTS {
+        if self.receipts.len() >= MAX_RECEIPTS {
             self.receipts.pop_front();
         }
         self.receipts.push_back((name, receipt));
@@ -112,15 +113,16 @@ impl Healing {
         self.receipts.iter().any(|(n, _)| *n == name)
     }
 
-    /// The answer to a question about a link that is down here. One that never was up may still come up:
-    /// nothing can be promised of it.
+    /// The answer to a question about a link that is down here. A link that never was up may still
+    /// come up, so its answer is `Unknown`.
     fn arrived(&self, name: LinkName, numbers: &[u64]) -> Arrived {
         let receipt = self.receipts.iter().rev().find(|(n, _)| *n == name);
         match receipt.map(|(_, r)| r) {
             None | Some(Receipt::Unknown) => Arrived::Unknown,
             Some(Receipt::InOrder(n)) => Arrived::InOrder(*n),
-            Some(Receipt::Landed(landed)) => {
-                let each: Option<Vec<bool>> = numbers.iter().map(|n| landed.contains(*n)).collect();
+            Some(Receipt::Numbered(completed)) => {
+                let each: Option<Vec<bool>> =
+                    numbers.iter().map(|n| completed.contains(*n)).collect();
                 each.map_or(Arrived::Unknown, Arrived::These)
             }
         }
@@ -128,12 +130,12 @@ impl Healing {
 }
 
 impl Group {
-    /// A link of a peer is down; other links may be up.
+    /// Handles the loss of a link of a peer. Other links may be up.
     pub(super) fn on_link_lost(
         &mut self,
         now: Time,
         peer: PeerKey,
-        (link, cause): (&Link, &DomainError),
+        (link, cause): (&ActiveLink, &DomainError),
         (receipt, numbers): (Receipt, &[(Token, u64)]),
         rails: &mut Rails,
     ) {
@@ -148,18 +150,18 @@ impl Group {
         self.answer_all(peer, link.name, rails);
         let (back, lost): (Vec<_>, Vec<_>) =
             slices.into_iter().partition(|s| matches!(s.wr, WorkRequest::Read { .. }));
-        // A read's bytes land here, and nothing of this link does any more: what is missing is read again,
-        // never taken for read (RS-1).
+        // Nothing lands here over this link any more. A read that did not complete is read again,
+        // and never reported as done (RS-1).
         back.into_iter().for_each(|s| self.send_again(s, 0, rails));
         self.drain_backlog(now, peer, rails);
         let kind = self.policy.receipts(&*rails[place.0]);
-        // Work that its link has given no number can't be asked about.
+        // The peer can't tell about work without a number.
         let (lost, nameless): (Vec<_>, Vec<_>) =
             lost.into_iter().partition(|s| kind != Receipts::Numbered || s.number.is_some());
         self.give_up(now, peer, nameless, (rails, place.0, cause));
         if !lost.is_empty() {
             let n = lost.len();
-            tracing::debug!(peer = %self.peers[peer as usize].address.label(), n, "to be made good");
+            tracing::debug!(peer = %self.peers[peer as usize].address.label(), n, "slices are unresolved");
             let until = now.after(self.policy.peer_timeout);
             self.resolve_deadlines.insert((until, peer));
             let most = if kind == Receipts::Numbered { MAX_NUMBERS } else { usize::MAX };
@@ -180,83 +182,85 @@ impl Group {
                 });
             }
         }
-        // Also for a question that was lost with this link.
-        self.ask(now, peer, rails);
+        // A question that was lost with this link is asked again, too.
+        self.query_lost_links(now, peer, rails);
     }
 
-    /// Asks what became of the slices of lost links, over a link that is up.
-    pub(super) fn ask(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) {
+    /// Asks the peer which slices of lost links arrived, over a link that is up.
+    pub(super) fn query_lost_links(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) {
         let route = &mut self.peers[peer as usize];
-        if route.state != State::Up || route.healing.unresolved.is_empty() {
+        if route.state != PeerState::Up || route.healing.unresolved.is_empty() {
             return;
         }
         let policy = self.policy;
-        let heals = |l: &&Link| policy.receipts(&*rails[l.pair.rail]) != Receipts::None;
+        let heals = |l: &&ActiveLink| policy.receipts(&*rails[l.pair.rail]) != Receipts::None;
         let able: Vec<_> =
             route.active().iter().filter(heals).map(|l| (l.pair.rail, l.id)).collect();
         if able.is_empty() {
-            // The transport that replaced the lost one can't ask.
+            // The transport that replaced the lost one carries no group frames.
             for l in std::mem::take(&mut route.healing.unresolved) {
                 self.give_up(now, peer, l.slices, (rails, l.rail, &l.cause));
             }
             return;
         }
         for entry in route.healing.unresolved.iter_mut().filter(|l| l.asked_by.is_none()) {
-            // Another rail's link is less likely to be the next that is lost.
+            // A link of another rail is less likely to be lost next.
             let via = able.iter().find(|(rail, _)| *rail != entry.rail).unwrap_or(&able[0]);
             entry.asked_by = Some(*via);
-            // Where work comes in order, a count says it all, however much work it is.
+            // For an ordered link the number of counts is enough.
             let numbered = entry.kind == Receipts::Numbered;
             let slices = entry.slices.iter().filter(|_| numbered);
             let numbers = slices.filter_map(|s| s.number).collect();
-            let note = Note::Lost { id: entry.id, name: entry.name, numbers };
-            rails[via.0].note(via.1, note.encode());
+            let message = GroupMessage::Lost { id: entry.id, name: entry.name, numbers };
+            rails[via.0].send_group_frame(via.1, message.encode());
         }
     }
 
-    pub(super) fn on_note(
+    pub(super) fn on_group_frame(
         &mut self,
         now: Time,
         via: (usize, LinkId),
         frame: &[u8],
         rails: &mut Rails,
-        sink: &dyn GroupEvents,
+        events: &dyn GroupEvents,
     ) {
         let Some(peer) = self.links.get(&via).copied() else { return };
-        match Note::decode(frame) {
-            Ok(Note::Lost { id, name, numbers }) if numbers.len() <= MAX_NUMBERS => {
-                self.on_question(peer, Question { id, name, numbers, via }, rails);
+        match GroupMessage::decode(frame) {
+            Ok(GroupMessage::Lost { id, name, numbers }) if numbers.len() <= MAX_NUMBERS => {
+                self.on_question(peer, LinkQuery { id, name, numbers, via }, rails);
             }
-            Ok(Note::Ended { id, came }) => {
+            Ok(GroupMessage::Ended { id, came }) => {
                 let unresolved = &mut self.peers[peer as usize].healing.unresolved;
                 let Some(at) = unresolved.iter().position(|l| l.id == id) else { return };
                 let entry = unresolved.remove(at);
-                self.resolve(now, peer, entry, came, rails, sink);
+                self.resolve(now, peer, entry, came, rails, events);
             }
-            Ok(Note::Want(wants)) => self.on_want(now, peer, wants, rails),
-            Ok(Note::Credit(bytes)) => self.on_credit(peer, bytes),
-            Ok(Note::Lost { .. }) => rails[via.0].disconnect(via.1, "it asks for too much at once"),
+            Ok(GroupMessage::Want(wants)) => self.on_want(now, peer, wants, rails),
+            Ok(GroupMessage::Credit(bytes)) => self.on_credit(peer, bytes),
+            Ok(GroupMessage::Lost { .. }) => {
+                rails[via.0].disconnect(via.1, "it asks for too much at once")
+            }
             Err(e) => rails[via.0].disconnect(via.1, &e.to_string()),
         }
     }
 
-    /// The peer has lost a link: ours must be down before it is told what came over it.
-    fn on_question(&mut self, peer: PeerKey, question: Question, rails: &mut Rails) {
+    /// Handles a question. The link must end here before the answer.
+    fn on_question(&mut self, peer: PeerKey, question: LinkQuery, rails: &mut Rails) {
         let route = &mut self.peers[peer as usize];
         let via = question.via;
         let wait = |route: &mut Route, question| {
-            if route.healing.questions.len() < MOST_QUESTIONS {
+            if route.healing.questions.len() < MAX_QUESTIONS {
                 route.healing.questions.push(question);
             }
         };
         match route.named(question.name) {
             None if route.healing.is_over(question.name) => self.answer(peer, &question, rails),
-            // It may be one that the peer has lost before it used it.
+            // The peer may have lost the link before it was used.
             None => match rails.iter_mut().any(|r| r.end_unused(question.name, LOST_BY_PEER)) {
                 true => wait(route, question),
                 false => self.answer(peer, &question, rails),
             },
-            // It can't have lost the link by which it asks.
+            // The peer can't have lost the link over which it asks.
             Some(same) if same == via => {
                 rails[via.0].disconnect(via.1, "it asks about this very link");
             }
@@ -267,7 +271,7 @@ impl Group {
         }
     }
 
-    /// A link that the peer began has ended here before it was used.
+    /// Handles the end of a link that the peer began and never used.
     pub(super) fn on_unused(
         &mut self,
         now: Time,
@@ -280,7 +284,7 @@ impl Group {
         self.answer_all(peer, name, rails);
     }
 
-    /// A link is down: peers that asked are told what came over it.
+    /// Answers the peer's questions about a link that is down.
     fn answer_all(&mut self, peer: PeerKey, name: LinkName, rails: &mut Rails) {
         let questions = &mut self.peers[peer as usize].healing.questions;
         let (ready, waiting): (Vec<_>, _) =
@@ -289,17 +293,17 @@ impl Group {
         ready.into_iter().for_each(|q| self.answer(peer, &q, rails));
     }
 
-    fn answer(&mut self, peer: PeerKey, question: &Question, rails: &mut Rails) {
-        // A peer that asked over a link that is down asks again over another.
+    fn answer(&mut self, peer: PeerKey, question: &LinkQuery, rails: &mut Rails) {
+        // If the link of the question is down, the peer asks again over another.
         if self.links.contains_key(&question.via) {
             let healing = &self.peers[peer as usize].healing;
             let came = healing.arrived(question.name, &question.numbers);
-            let note = Note::Ended { id: question.id, came };
-            rails[question.via.0].note(question.via.1, note.encode());
+            let message = GroupMessage::Ended { id: question.id, came };
+            rails[question.via.0].send_group_frame(question.via.1, message.encode());
         }
     }
 
-    /// The peer has told what came over a lost link.
+    /// Resolves the slices of a lost link by the peer's answer.
     fn resolve(
         &mut self,
         now: Time,
@@ -307,25 +311,25 @@ impl Group {
         entry: UnresolvedSlices,
         came: Arrived,
         rails: &mut Rails,
-        sink: &dyn GroupEvents,
+        events: &dyn GroupEvents,
     ) {
         let UnresolvedSlices { slices, kind, acked, rail, cause, .. } = entry;
         let came = match (came, kind) {
             (Arrived::InOrder(all), Receipts::InOrder) => {
-                missing::in_order(slices, all.checked_sub(acked))
+                delivered::in_order(slices, all.checked_sub(acked))
             }
-            (Arrived::These(each), Receipts::Numbered) => missing::numbered(slices, &each),
-            // Nor has the peer promised that its end is down (MR-1).
+            (Arrived::These(each), Receipts::Numbered) => delivered::numbered(slices, &each),
+            // The peer has not promised that its end is down (MR-1).
             _ => Err(slices),
         };
         match came {
             Ok(came) => {
-                for (slice, share) in came {
-                    match share {
-                        Share::All => {
-                            self.part_over(now, slice.owner, slice.confirm, rails, sink);
+                for (slice, delivered) in came {
+                    match delivered {
+                        Delivered::All => {
+                            self.part_over(now, slice.owner, slice.confirm, rails, events);
                         }
-                        Share::Counts(there) => self.send_again(slice, there, rails),
+                        Delivered::Counts(there) => self.send_again(slice, there, rails),
                     }
                 }
                 self.drain_backlog(now, peer, rails);
@@ -334,8 +338,8 @@ impl Group {
         }
     }
 
-    /// Queues what a slice carried ahead of what was never tried: bytes without their count, which follows
-    /// when they are acknowledged. `there`: so many of its counts have come, and their bytes.
+    /// Queues a slice ahead of operations that were never posted. Its bytes have no count; the
+    /// count follows their acknowledgement. `there` counts of it have arrived, with their bytes.
     fn send_again(&mut self, slice: Slice, there: u32, rails: &Rails) {
         let (key, peer) = (slice.owner, slice.peer);
         let transfer = &mut self.transfers[key.slot as usize];
@@ -351,7 +355,7 @@ impl Group {
         if transfer.error.is_some() {
             return self.settle(key);
         }
-        let op = BoundOp::again(slice, there, transfer);
+        let op = BoundOp::missing_part(slice, there, transfer);
         transfer.waiting += 1;
         let waiting = Waiting { key, op, since: Time::NEVER };
         self.peers[peer as usize].backlog.push_front(transfer.priority, waiting);
@@ -369,8 +373,8 @@ impl Group {
         self.settle(key);
     }
 
-    /// What became of these slices will never be known. Whether their rail was lost or the peer, as with
-    /// all that a rail fails, is found out first.
+    /// Gives up slices whose outcome stays unknown. As for every failure of a rail, the group first
+    /// decides whether the rail or the peer is lost.
     fn give_up(
         &mut self,
         now: Time,

@@ -1,10 +1,10 @@
-//! Work requests that are on their way over links which may be lost while the peer lives: what is
-//! needed to send them again.
+//! The ledger of slices under way over links that may be lost while the peer lives. It keeps what
+//! is needed to send them again.
 
 use slab::Slab;
 
 use super::{
-    lanes::SLICES,
+    eligible_links::SLICES,
     policy::{admit::Window, classes::ByClass},
     PeerKey, TransferKey,
 };
@@ -15,10 +15,10 @@ use crate::{
     topology::Tier,
 };
 
-/// Marks tokens that name a slice; those of transports without receipts name a transfer directly.
+/// Marks tokens that name a slice. Tokens of transports without receipts name a transfer.
 const SLICE: u32 = 1 << 31;
 
-/// One work request that was posted.
+/// A posted work request.
 #[derive(Debug)]
 pub(super) struct Slice {
     pub owner: TransferKey,
@@ -26,23 +26,23 @@ pub(super) struct Slice {
     /// The rail and link that carry it.
     pub link: (usize, LinkId),
     pub wr: WorkRequest,
-    /// The confirmation that it is a piece for.
+    /// The confirm of its write, if that is cut.
     pub confirm: Option<u32>,
-    /// How often its bytes have been sent before.
+    /// Number of earlier attempts for these bytes.
     pub tries: u8,
     pub posted: Time,
     pub priority: Priority,
-    /// Its bytes, and those that its link had under way before it.
     pub bytes: u64,
+    /// Bytes that its link had under way before it.
     pub queued: u64,
-    /// What its link called it, once that is lost, if it numbers work.
+    /// Number of the work request on the link, known once the link is lost.
     pub number: Option<u64>,
-    /// Grows with every slice: the order in which those of one link were posted.
+    /// Posting order of the slices of one link.
     pub order: u64,
 }
 
 impl Slice {
-    /// What it counts at the peer.
+    /// The count that the slice adds at the peer.
     pub fn count(&self) -> Option<Count> {
         match self.wr {
             WorkRequest::Write { count, .. } => count,
@@ -51,22 +51,24 @@ impl Slice {
         }
     }
 
-    /// Whether it can be sent again. Messages can't: it is unknown whether they were taken (RS-1).
+    /// Whether it can be sent again. Messages can't, because it is unknown whether the peer took
+    /// them (RS-1).
     pub fn may_return(&self) -> bool {
         !matches!(self.wr, WorkRequest::Send(_) | WorkRequest::Prepare { .. })
     }
 }
 
+/// The slices under way, and the windows of rails.
 #[derive(Debug, Default)]
 pub(super) struct Ledger {
     slices: Slab<Slice>,
     order: u64,
     rails: Vec<Rail>,
-    /// What may be under way on a rail of which nothing else was said, bytes.
+    /// The window of a rail without its own, bytes.
     window: u64,
 }
 
-/// What is under way on one rail, and how much may be.
+/// Bytes under way on one rail, and its window.
 #[derive(Debug, Default)]
 struct Rail {
     under_way: ByClass,
@@ -90,19 +92,19 @@ impl Ledger {
         self.rails.get(rail).map(|r| r.under_way).unwrap_or_default()
     }
 
-    /// A rail's window for slices of so many bytes: of the largest, a few are under way at once.
+    /// A rail's window for slices of `bytes`. At least [`SLICES`] of them fit.
     #[inline]
     pub fn rail_window(&self, rail: usize, bytes: u64) -> Window {
         let window = self.window(rail).max(SLICES * bytes);
         Window { bytes: window, under_way: self.under_way(rail) }
     }
 
-    /// What may be under way on a rail from now on.
+    /// Sets the window of a rail.
     pub fn set_window(&mut self, rail: usize, bytes: u64) {
         self.rail(rail).window = Some(bytes);
     }
 
-    /// How far a rail is from the memory that the engine serves; near where nothing was said.
+    /// The distance of a rail from the engine's memory; `Switch` if unknown.
     #[inline]
     pub fn tier(&self, rail: usize) -> Tier {
         self.rails.get(rail).and_then(|r| r.tier).unwrap_or(Tier::Switch)
@@ -119,7 +121,7 @@ impl Ledger {
         &mut self.rails[rail]
     }
 
-    /// Enters a slice; the token that its completion will bring.
+    /// Enters a slice; returns the token of its completion.
     #[inline]
     pub fn enter(&mut self, slice: Slice) -> Token {
         self.order += 1;
@@ -129,7 +131,7 @@ impl Ledger {
         Token { slot, serial: order as u32, part: SLICE }
     }
 
-    /// Takes a slice out: it is over, or wasn't posted after all.
+    /// Removes a slice that is over or was not posted.
     #[inline]
     pub fn take(&mut self, token: Token) -> Option<Slice> {
         let slot = token.slot as usize;
@@ -142,7 +144,7 @@ impl Ledger {
         })
     }
 
-    /// Whom slices are on their way to.
+    /// The peers of all slices.
     pub fn peers(&self) -> impl Iterator<Item = PeerKey> + '_ {
         self.slices.iter().map(|(_, s)| s.peer)
     }

@@ -1,7 +1,7 @@
-//! Links that come and go: connecting, seeking lost rails, losing peers.
+//! Connects to peers, probes lost rails, and handles lost links and peers.
 
 use super::{
-    route::{PeerKey, State},
+    route::{PeerKey, PeerState},
     Group, GroupEvents, Rails,
 };
 use crate::{
@@ -12,16 +12,16 @@ use crate::{
 };
 
 impl Group {
-    /// Tries the next transport that may reach a peer; none left means that it is lost.
+    /// Tries the next transport that may reach a peer. If none is left, the peer is lost.
     pub(super) fn connect(
         &mut self,
         now: Time,
         peer: PeerKey,
         rails: &mut Rails,
-        sink: &dyn GroupEvents,
+        events: &dyn GroupEvents,
     ) {
         let route = &mut self.peers[peer as usize];
-        if route.state != State::Connecting {
+        if route.state != PeerState::Connecting {
             route.begin(rails);
         }
         loop {
@@ -41,21 +41,21 @@ impl Group {
             }
         }
         let error = route.reviving.take().unwrap_or_else(|| route.unreachable(rails));
-        self.lose(peer, error, sink);
+        self.lose(peer, error, events);
     }
 
-    /// Tries lost rails again, as long as others keep the peer in reach.
-    pub(super) fn seek_missing(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) {
+    /// Probes lost rails of a peer that other rails reach.
+    pub(super) fn probe_lost_rails(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) {
         let route = &mut self.peers[peer as usize];
-        if route.state != State::Up {
+        if route.state != PeerState::Up {
             return;
         }
-        for pair in route.returns.due(now) {
+        for pair in route.rail_probes.due(now) {
             match rails[pair.rail].connect(now, &route.address, pair.endpoint) {
                 Ok(link) => route.try_pair(pair, link),
                 Err(e) => {
                     tracing::debug!(peer = %route.address.label(), error = %e, "rail still down");
-                    self.returns.insert((route.returns.miss(now, pair), peer));
+                    self.probe_times.insert((route.rail_probes.on_lost(now, pair), peer));
                 }
             }
         }
@@ -67,20 +67,20 @@ impl Group {
         (rail, link): (usize, LinkId),
         (cause, receipt, unfinished): (DomainError, Receipt, Vec<(Token, u64)>),
         rails: &mut Rails,
-        sink: &dyn GroupEvents,
+        events: &dyn GroupEvents,
     ) {
         if let Some(peer) = self.links.remove(&(rail, link)) {
             let route = &mut self.peers[peer as usize];
             let Some(down) = route.down(rail, link, rails) else { return };
             route.tally.excluded(rail);
             self.recorder.event(EventKind::LinkDown, peer, Some(rail), || cause.to_string());
-            if route.state == State::Up {
+            if route.state == PeerState::Up {
                 if route.active().is_empty() {
-                    self.last_link_down(now, peer, rail, &cause, rails, sink);
-                } else if down.ours && route.misses(down.pair, rails) {
+                    self.last_link_down(now, peer, rail, &cause, rails, events);
+                } else if down.ours && route.would_use(down.pair, rails) {
                     let device = rails[rail].device();
                     tracing::warn!(peer = %route.address.label(), %device, %cause, "rail lost");
-                    self.returns.insert((route.returns.miss(now, down.pair), peer));
+                    self.probe_times.insert((route.rail_probes.on_lost(now, down.pair), peer));
                 }
             }
             self.on_link_lost(now, peer, (&down, &cause), (receipt, &unfinished), rails);
@@ -90,24 +90,24 @@ impl Group {
         let Some((peer, pair)) = found else { return };
         let (route, peer) = (&mut self.peers[peer], peer as PeerKey);
         match route.state {
-            State::Connecting => {
+            PeerState::Connecting => {
                 route.failed(rails, pair, cause);
                 if !route.is_trying() {
-                    self.connect(now, peer, rails, sink);
+                    self.connect(now, peer, rails, events);
                 }
             }
-            State::Up => {
+            PeerState::Up => {
                 route.failed(rails, pair, cause);
-                if route.misses(pair, rails) {
-                    // Other rails work: this one is looked after in the background.
-                    self.returns.insert((route.returns.miss(now, pair), peer));
+                if route.would_use(pair, rails) {
+                    // Other rails reach the peer; this rail is probed in the background.
+                    self.probe_times.insert((route.rail_probes.on_lost(now, pair), peer));
                 }
             }
-            State::Idle | State::Lost => {}
+            PeerState::Idle | PeerState::Lost => {}
         }
     }
 
-    /// No link to a peer is left. It may live all the same, and take another.
+    /// Handles the loss of the last link to a peer, which may live and accept another link.
     fn last_link_down(
         &mut self,
         now: Time,
@@ -115,7 +115,7 @@ impl Group {
         rail: usize,
         cause: &DomainError,
         rails: &mut Rails,
-        sink: &dyn GroupEvents,
+        events: &dyn GroupEvents,
     ) {
         let route = &mut self.peers[peer as usize];
         let blamed = DomainError::Gone(cause.to_string());
@@ -123,40 +123,40 @@ impl Group {
         let heals = self.policy.receipts(&*rails[rail]) != Receipts::None;
         let lost = matches!(cause, DomainError::LinkDown(_) | DomainError::Io { .. });
         if !heals || !lost || !route.may_revive(now) {
-            return self.lose(peer, error, sink);
+            return self.lose(peer, error, events);
         }
         tracing::debug!(peer = %route.address.label(), %cause, "the last link is lost; connecting anew");
-        // The next transport may have no notes.
+        // The next transport may carry no group frames.
         (route.asking, route.credit) = (false, u64::MAX);
-        // What is left of the time in which a death must be told, after the link took its share of it.
+        // A loss must be reported within `peer_timeout`, and the link has used a part of it.
         let until = now.after(self.policy.peer_timeout * 2 / 5);
         (route.reviving, route.reviving_until) = (Some(error), until);
         self.resolve_deadlines.insert((until, peer));
-        self.connect(now, peer, rails, sink);
+        self.connect(now, peer, rails, events);
     }
 
-    /// Gives up on a peer that can't be reached anew in time (RS-4).
+    /// Gives up a peer that was not reached again in time (RS-4).
     pub(super) fn end_revival(
         &mut self,
         now: Time,
         peer: PeerKey,
         rails: &mut Rails,
-        sink: &dyn GroupEvents,
+        events: &dyn GroupEvents,
     ) {
         let route = &mut self.peers[peer as usize];
-        if route.state != State::Connecting || route.reviving_until > now {
+        if route.state != PeerState::Connecting || route.reviving_until > now {
             return;
         }
         let Some(error) = route.reviving.take() else { return };
         for (pair, link) in route.take_attempts() {
             rails[pair.rail].disconnect(link, "its peer was not reached in time");
         }
-        self.lose(peer, error, sink);
+        self.lose(peer, error, events);
     }
 
-    fn lose(&mut self, peer: PeerKey, error: EngineError, sink: &dyn GroupEvents) {
+    fn lose(&mut self, peer: PeerKey, error: EngineError, events: &dyn GroupEvents) {
         let route = &mut self.peers[peer as usize];
-        (route.state, route.since) = (State::Lost, self.recorder.now);
+        (route.state, route.since) = (PeerState::Lost, self.recorder.now);
         (route.asking, route.credit) = (false, u64::MAX);
         self.credits.forget(peer);
         route.lost = Some(error.clone());
@@ -186,6 +186,6 @@ impl Group {
             self.slice_lost(&slice, error.clone());
         }
         self.recorder.event(EventKind::PeerLost, peer, None, || error.to_string());
-        sink.peer_lost(self.recorder.now, id, &error);
+        events.peer_lost(self.recorder.now, id, &error);
     }
 }

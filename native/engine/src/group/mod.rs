@@ -1,22 +1,22 @@
 //! The group layer: requests become slices on links, completions become results.
 //!
-//! A state machine without threads, clocks or sockets: time comes in as a value, work goes out
-//! through the [`Domain`] seam, results through [`GroupEvents`]. The same code runs under a worker thread
-//! and inside the simulator.
+//! The group is a state machine without threads, clocks or sockets. Time comes in as a value, work
+//! goes out through [`Domain`], results through [`GroupEvents`]. The same code runs under a worker
+//! thread and in the simulator.
 
 mod backlog;
+mod cancel;
 mod credit;
-mod early;
+mod delivered;
+mod eligible_links;
 mod heal;
-mod lanes;
 mod ledger;
 mod links;
-mod missing;
-mod notes;
+mod messages;
 mod peers;
 pub mod policy;
+mod rail_probes;
 mod recorder;
-mod returns;
 mod route;
 mod slices;
 mod spray;
@@ -43,62 +43,63 @@ use backlog::{Backlog, Waiting};
 use credit::Credits;
 use ledger::Ledger;
 #[cfg(any(test, fuzzing))]
-pub(crate) use notes::fuzz_note;
+pub(crate) use messages::fuzz_group_message;
 #[cfg(test)]
-pub(crate) use notes::sample_note;
+pub(crate) use messages::sample_group_message;
 use peers::Peers;
 use recorder::Recorder;
-pub use route::Verdict;
-pub(crate) use route::{Hold, PeerKey};
-use route::{Pair, State};
-use slices::{post_slices, Posted};
-pub(crate) use slices::{BoundOp, Joint};
+pub use route::TransportVerdict;
+pub(crate) use route::{PeerHold, PeerKey};
+use route::{PeerState, RailPair};
+use slices::{post_slices, PostOutcome};
+pub(crate) use slices::{BoundOp, SharedCount};
 use transfer::Transfer;
 pub(crate) use transfer::TransferKey;
 
 /// The domains of a group, in order of preference.
 pub(crate) type Rails = [Box<dyn Domain>];
 
-/// Where the group's events go.
+/// Receives the group's events.
 pub(crate) trait GroupEvents {
     fn counted(&self, now: Time, count: Count);
     fn message(&self, from: EngineId, message: Box<[u8]>);
     fn peer_lost(&self, now: Time, peer: EngineId, error: &EngineError);
-    fn region_quiet(&self, rail: usize, index: u32);
+    fn region_released(&self, rail: usize, index: u32);
 }
 
-/// Who waits for a transfer, and the memory that it needs: the layer above knows both.
+/// The waiter for a transfer and the owner of its memory, in the layer above.
 pub(crate) trait OperationCompletion: Send + Sync {
-    /// The result, once; `at`: its place among those that are waited for together.
+    /// Reports the result, once. `at` is the index of the request within its batch.
     fn resolve(&self, at: u32, result: Result<(), EngineError>);
-    /// Nothing of a transfer is under way any more; `proven`: nor can any byte of it still land (MR-1). With its result,
-    /// unless that was told before.
+    /// Reports that nothing of a transfer is under way any more. `proven`: no byte of it can still
+    /// land (MR-1). `result` is set unless `resolve` has reported it.
     fn release(&self, at: u32, proven: bool, result: Option<Result<(), EngineError>>);
 }
 
-/// Who waits, and for which of what it waits for.
+/// The waiter, and the index of the request within its batch.
 pub(crate) type CompletionHandle = (Arc<dyn OperationCompletion>, u32);
 
-/// What the user allows, beyond the list of rails.
+/// Limits from the configuration, apart from the list of rails.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Policy {
     /// The configuration names a fallback transport (RS-2).
     pub names_fallback: bool,
-    /// How long a dead peer may look alive on some of its rails.
+    /// Longest time after the first lost rail during which a dead peer may look alive on other
+    /// rails.
     pub peer_timeout: std::time::Duration,
     pub spray: Spray,
-    /// What a lost link carried is sent again, and lost links are replaced.
+    /// Whether lost work is sent again and lost links are replaced.
     pub heal: bool,
     /// Bytes that may be under way on one rail.
     pub rail_window: u64,
-    /// Bytes that may be on their way to us, from all peers together.
+    /// Bytes that all peers together may have under way to this engine.
     pub receive_window: u64,
-    /// How many transfers the flight recorder keeps; 0: it is off.
+    /// Transfers that the flight recorder keeps; 0 turns it off.
     pub records: usize,
 }
 
 impl Policy {
-    /// What a rail's links end with, as far as the user wants it used.
+    /// The receipts of a rail's links; none if healing is off.
     #[inline]
     pub fn receipts(self, rail: &dyn Domain) -> Receipts {
         match self.heal {
@@ -108,7 +109,7 @@ impl Policy {
     }
 }
 
-/// What became of a request when `seal` was called.
+/// The state of a request after `seal`.
 pub(crate) enum Submitted {
     Done(Result<(), EngineError>),
     Pending(TransferKey),
@@ -120,23 +121,24 @@ pub(crate) struct Group {
     links: HashMap<(usize, LinkId), PeerKey>,
     transfers: Slab<Transfer>,
     deadlines: BTreeSet<(Time, TransferKey)>,
-    /// When lost rails are tried again.
-    returns: BTreeSet<(Time, PeerKey)>,
-    /// When peers should have said what came over a lost link.
+    /// When lost rails are probed.
+    probe_times: BTreeSet<(Time, PeerKey)>,
+    /// Deadlines for the receipts of lost links.
     resolve_deadlines: BTreeSet<(Time, PeerKey)>,
     ledger: Ledger,
     credits: Credits,
-    /// When links are looked at that may have stalled.
+    /// When links are checked for stalls.
     look_at: Time,
-    /// When it is clear that a rail was lost, and not its peer.
+    /// When a lost rail counts as lost alone, not with its peer.
     verdicts: BTreeSet<(Time, TransferKey)>,
     policy: Policy,
-    /// Operations in backlogs, and when some may move though nothing is over.
+    /// Operations in backlogs.
     backlogged: usize,
-    /// Peers whose backlogs hold some, and a few whose don't any more.
+    /// Peers with a backlog; some may have become empty.
     waiters: BTreeSet<PeerKey>,
+    /// When a backlog may move although nothing completes.
     move_at: Time,
-    /// Whose backlog moves first.
+    /// The peer whose backlog moves first.
     first: usize,
     recorder: Recorder,
 }
@@ -149,7 +151,7 @@ impl Group {
         Self { policy, ledger, look_at, move_at, recorder, ..Self::default() }
     }
 
-    /// Begins a request; `push` its operations, then `seal` it.
+    /// Begins a request. The caller then `push`es its operations and `seal`s it.
     pub fn open(
         &mut self,
         queued: Time,
@@ -162,17 +164,17 @@ impl Group {
         TransferKey { slot, serial }
     }
 
-    /// Posts as much of an operation as its link takes now; the rest waits its turn.
+    /// Posts as much of an operation as its links accept now, and queues the rest.
     pub fn push(
         &mut self,
         now: Time,
         key: TransferKey,
         mut op: BoundOp,
         rails: &mut Rails,
-        sink: &dyn GroupEvents,
+        events: &dyn GroupEvents,
     ) {
         let peer = op.peer;
-        self.recorder.tell(now);
+        self.recorder.set_now(now);
         let transfer = &mut self.transfers[key.slot as usize];
         transfer.peer = peer;
         if !transfer.sealed {
@@ -185,15 +187,15 @@ impl Group {
         let priority = transfer.priority;
         let mut since = Time::NEVER;
         let ahead = op.ahead;
-        if route.state == State::Up && (ahead || !route.backlog.holds_up(priority)) {
+        if route.state == PeerState::Up && (ahead || !route.backlog.blocks(priority)) {
             let means = (rails as &mut Rails, &mut self.ledger);
             match post_slices((now, now), key, transfer, &mut op, route, means) {
-                Posted::All => return self.posted(now, peer, rails),
-                Posted::Failed(rail, e) => return self.fail(now, key, peer, (rails, rail, e)),
-                Posted::Part(held) => {
+                PostOutcome::All => return self.posted(now, peer, rails),
+                PostOutcome::Failed(rail, e) => return self.fail(now, key, peer, (rails, rail, e)),
+                PostOutcome::Part(deferral) => {
                     since = now;
-                    self.move_at = self.move_at.min(held.until);
-                    if held.bytes > 0 {
+                    self.move_at = self.move_at.min(deferral.until);
+                    if deferral.bytes > 0 {
                         transfer.waits_for_room(route);
                     }
                 }
@@ -208,21 +210,21 @@ impl Group {
         self.backlogged += 1;
         self.waiters.insert(peer);
         match route.state {
-            State::Up => self.posted(now, peer, rails),
-            State::Idle | State::Lost => self.connect(now, peer, rails, sink),
-            State::Connecting => {}
+            PeerState::Up => self.posted(now, peer, rails),
+            PeerState::Idle | PeerState::Lost => self.connect(now, peer, rails, events),
+            PeerState::Connecting => {}
         }
     }
 
-    /// Ends the request's description. `deadline` counts only if it is still going on. `began`: when its description
-    /// did; what was carried out at once took until now.
+    /// Ends the description of a request that `began` then. The deadline is set only if the request
+    /// is still under way.
     pub fn seal(
         &mut self,
         (began, now): (Time, Time),
         key: TransferKey,
         timeout: std::time::Duration,
     ) -> Submitted {
-        self.recorder.tell(now);
+        self.recorder.set_now(now);
         let transfer = &mut self.transfers[key.slot as usize];
         transfer.sealed = true;
         if transfer.error.is_some() && transfer.waiting > 0 {
@@ -230,7 +232,7 @@ impl Group {
         }
         let transfer = &mut self.transfers[key.slot as usize];
         if transfer.is_over() {
-            // Recorded where it lies, and touched for that alone: what was just stored is slow to move.
+            // Recorded in place: memory that was just stored to is slow to move.
             if self.recorder.is_on() {
                 if transfer.error.is_none() {
                     transfer.flight.acknowledged(now);
@@ -243,39 +245,39 @@ impl Group {
         transfer.deadline = began.after(timeout);
         transfer.timeout = timeout;
         if transfer.deadline != Time::NEVER {
-            // Whatever becomes of it, it is over by then (IC-4).
+            // The request has a result by then (IC-4).
             self.deadlines.insert((transfer.deadline, key));
         }
         Submitted::Pending(key)
     }
 
-    /// Whom to tell when a pending request is over.
-    pub fn attach(&mut self, key: TransferKey, claim: CompletionHandle) {
-        self.transfers[key.slot as usize].claim = Some(claim);
+    /// Sets the waiter of a pending request.
+    pub fn attach(&mut self, key: TransferKey, completion: CompletionHandle) {
+        self.transfers[key.slot as usize].completion = Some(completion);
     }
 
-    /// Makes sure that a peer is watched: connected, or found lost.
+    /// Watches a peer: connects to it, or reports its loss.
     pub fn watch(
         &mut self,
         now: Time,
         peer: PeerKey,
         rails: &mut Rails,
-        sink: &dyn GroupEvents,
+        events: &dyn GroupEvents,
     ) -> Result<(), EngineError> {
-        self.recorder.tell(now);
+        self.recorder.set_now(now);
         let route = &mut self.peers[peer as usize];
         match route.state {
-            State::Up | State::Connecting => Ok(()),
-            State::Idle => {
-                self.connect(now, peer, rails, sink);
+            PeerState::Up | PeerState::Connecting => Ok(()),
+            PeerState::Idle => {
+                self.connect(now, peer, rails, events);
                 Ok(())
             }
-            State::Lost => {
-                // A lost peer may be back on the same life (a broken cable): look again.
-                self.connect(now, peer, rails, sink);
+            PeerState::Lost => {
+                // A lost peer may be back in the same incarnation (a broken cable): connect again.
+                self.connect(now, peer, rails, events);
                 let route = &self.peers[peer as usize];
                 match (&route.state, &route.lost) {
-                    (State::Lost, Some(e)) => Err(e.clone()),
+                    (PeerState::Lost, Some(e)) => Err(e.clone()),
                     _ => Ok(()),
                 }
             }
@@ -288,57 +290,57 @@ impl Group {
         rail: usize,
         completion: Completion,
         rails: &mut Rails,
-        sink: &dyn GroupEvents,
+        events: &dyn GroupEvents,
     ) {
-        self.recorder.tell(now);
+        self.recorder.set_now(now);
         match completion {
             Completion::Count(count) => {
                 self.recorder.arrived(now, rail, count);
-                sink.counted(now, count);
+                events.counted(now, count);
             }
             Completion::Done { link, token, result } => {
                 let peer = self.links.get(&(rail, link)).copied();
-                self.on_done(now, (rail, peer), token, result, rails, sink);
+                self.on_done(now, (rail, peer), token, result, rails, events);
             }
             Completion::Message { link, message } => match self.links.get(&(rail, link)) {
-                Some(peer) => sink.message(self.peers[*peer as usize].address.id, message),
+                Some(peer) => events.message(self.peers[*peer as usize].address.id, message),
                 None => tracing::error!(rail, link, "a message came by a link that is not up"),
             },
-            Completion::LinkUp { link, peer, endpoint, name, note } => {
+            Completion::LinkUp { link, peer, endpoint, name, description } => {
                 let key = self.peer(&peer.address);
                 self.links.insert((rail, link), key);
-                self.recorder.event(EventKind::LinkUp, key, Some(rail), || note.clone());
+                self.recorder.event(EventKind::LinkUp, key, Some(rail), || description.clone());
                 let route = &mut self.peers[key as usize];
-                // What was told before may have been wrong; this is authentic.
+                // The caller's address may have been wrong; this one is authentic.
                 route.address = peer.address;
-                let said = (note, peer.version);
-                route.up(now, Pair { rail, endpoint }, (link, name), said, rails);
+                let peer_info = (description, peer.version);
+                route.up(now, RailPair { rail, endpoint }, (link, name), peer_info, rails);
                 for pair in route.take_failed(rails) {
-                    self.returns.insert((route.returns.miss(now, pair), key));
+                    self.probe_times.insert((route.rail_probes.on_lost(now, pair), key));
                 }
-                self.ask(now, key, rails);
+                self.query_lost_links(now, key, rails);
                 self.drain_backlog(now, key, rails);
             }
             Completion::LinkDown { link, cause, receipt, unfinished } => {
-                self.on_link_down(now, (rail, link), (cause, receipt, unfinished), rails, sink)
+                self.on_link_down(now, (rail, link), (cause, receipt, unfinished), rails, events)
             }
             Completion::Unused { peer, name, receipt } => {
                 self.on_unused(now, &peer.address, (name, receipt), rails);
             }
-            Completion::Note { link, frame } => {
-                self.on_note(now, (rail, link), &frame, rails, sink);
+            Completion::GroupFrame { link, frame } => {
+                self.on_group_frame(now, (rail, link), &frame, rails, events);
             }
-            Completion::RegionQuiet { index } => sink.region_quiet(rail, index),
+            Completion::RegionReleased { index } => events.region_released(rail, index),
         }
     }
 
-    /// Moves backlogs on and lets deadlines strike. Call after polling.
-    pub fn progress(&mut self, now: Time, rails: &mut Rails, sink: &dyn GroupEvents) -> bool {
+    /// Posts backlogs and expires deadlines. Called after each poll.
+    pub fn progress(&mut self, now: Time, rails: &mut Rails, events: &dyn GroupEvents) -> bool {
         let mut moved = false;
-        self.recorder.tell(now);
+        self.recorder.set_now(now);
         self.move_at = Time::NEVER;
         if self.backlogged > 0 {
-            // Peers share rails: each is first in its turn.
+            // Peers share rails, so they take turns to be first.
             let n = self.peers.ends_at();
             self.first = (self.first + 1) % n.max(1);
             let mut ready: SmallVec<[(u64, usize, PeerKey); 16]> = SmallVec::new();
@@ -348,16 +350,16 @@ impl Group {
             self.waiters.retain(waits);
             for key in &self.waiters {
                 let route = &peers[*key as usize];
-                if route.state != State::Up {
+                if route.state != PeerState::Up {
                     continue;
                 }
                 let turn = (*key as usize + n - self.first) % n;
-                match route.held_until(now, &self.ledger) {
+                match route.deferred_until(now, &self.ledger) {
                     Some(until) => self.move_at = self.move_at.min(until),
                     None => ready.push((route.under_way.total(), turn, *key)),
                 }
             }
-            // Who takes in little, because others send to it as well, must not fill the window.
+            // A slow receiver, to which others send as well, must not fill the window.
             ready.sort_unstable();
             for (_, _, key) in ready {
                 moved |= self.drain_backlog(now, key, rails);
@@ -376,10 +378,10 @@ impl Group {
                 }
             }
         }
-        while let Some((at, peer)) = self.returns.first().copied().filter(|(t, _)| *t <= now) {
+        while let Some((at, peer)) = self.probe_times.first().copied().filter(|(t, _)| *t <= now) {
             moved = true;
-            self.returns.remove(&(at, peer));
-            self.seek_missing(now, peer, rails);
+            self.probe_times.remove(&(at, peer));
+            self.probe_lost_rails(now, peer, rails);
         }
         if self.credits.next() <= now {
             moved = true;
@@ -395,21 +397,21 @@ impl Group {
             moved = true;
             self.resolve_deadlines.remove(&(at, peer));
             self.expire_unresolved(now, peer, rails);
-            self.end_revival(now, peer, rails, sink);
+            self.end_revival(now, peer, rails, events);
         }
         moved
     }
 
-    /// Fails whatever is left, once and for all.
+    /// Fails all transfers and forgets all links.
     pub fn close(&mut self, now: Time) {
-        self.recorder.tell(now);
+        self.recorder.set_now(now);
         for (_, route) in self.peers.iter_mut() {
             route.backlog = Backlog::default();
-            route.state = State::Lost;
+            route.state = PeerState::Lost;
         }
         self.backlogged = 0;
         self.deadlines.clear();
-        self.returns.clear();
+        self.probe_times.clear();
         self.verdicts.clear();
         self.resolve_deadlines.clear();
         self.ledger.clear();
@@ -432,7 +434,7 @@ impl Group {
         token: Token,
         result: Result<(), DomainError>,
         rails: &mut Rails,
-        sink: &dyn GroupEvents,
+        events: &dyn GroupEvents,
     ) {
         let (key, confirm) = match Ledger::is_slice(token) {
             false => Transfer::of_token(token),
@@ -461,28 +463,28 @@ impl Group {
             self.peers[peer as usize].tally.failed(rail, transfer.priority);
             self.fail(now, key, peer, (rails, rail, e));
         }
-        self.part_over(now, key, confirm, rails, sink);
+        self.part_over(now, key, confirm, rails, events);
     }
 
-    /// A work request of a transfer is over, whatever came of it.
+    /// Handles the end of a work request, whatever its result.
     fn part_over(
         &mut self,
         now: Time,
         key: TransferKey,
         confirm: Option<u32>,
         rails: &mut Rails,
-        sink: &dyn GroupEvents,
+        events: &dyn GroupEvents,
     ) {
         let transfer = &mut self.transfers[key.slot as usize];
         transfer.outstanding -= 1;
         if let Some(op) = confirm.and_then(|c| transfer.confirmed(c)) {
-            self.push(now, key, op, rails, sink);
+            self.push(now, key, op, rails, events);
         }
         self.settle(key);
     }
 
-    /// Notes that a transfer has failed, and whom to blame: if one of several rails did, the peer
-    /// may be gone as well and the others haven't noticed yet (RS-4).
+    /// Fails a transfer. If one of several rails was lost, the peer may be lost as well without the
+    /// other rails having noticed (RS-4): the verdict waits for `peer_timeout`.
     fn fail(
         &mut self,
         now: Time,
@@ -500,7 +502,7 @@ impl Group {
         transfer.fail(error);
     }
 
-    /// Delivers a transfer's result if it has one, and forgets it when nothing of it is left.
+    /// Delivers the result of a transfer and forgets it, if nothing of it is left.
     fn settle(&mut self, key: TransferKey) {
         let transfer = &mut self.transfers[key.slot as usize];
         if transfer.error.is_some() && transfer.waiting > 0 {

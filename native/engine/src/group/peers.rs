@@ -8,7 +8,7 @@ use std::{
 use slab::Slab;
 
 use super::{
-    route::{Hold, PeerKey, Route},
+    route::{PeerHold, PeerKey, Route},
     Group,
 };
 use crate::{
@@ -16,21 +16,22 @@ use crate::{
     time::Time,
 };
 
-/// Unused peers are looked for when there are so many, or half as many again as were left.
-const FEW: usize = 64;
+/// Unused peers are forgotten at this number of peers, or at 1.5 times the number left last time.
+const MIN_PURGE_SIZE: usize = 64;
 
-enum Slot {
-    /// Most slots may be names: they don't take a route's room.
+/// An entry of the table of peers.
+enum PeerEntry {
+    /// Boxed, because most slots may be names.
     Known(Box<Route>),
-    /// Forgotten, but for the flight records that name it by its place.
+    /// A forgotten peer that flight records still name by its key.
     Named(EngineId, String),
 }
 
 #[derive(Default)]
 pub(super) struct Peers {
-    slots: Slab<Slot>,
+    slots: Slab<PeerEntry>,
     by_id: HashMap<EngineId, PeerKey>,
-    /// Those that were left when forgettable ones were last looked for.
+    /// Peers left when unused ones were last forgotten.
     left: usize,
 }
 
@@ -41,13 +42,13 @@ impl Peers {
 
     pub fn insert(&mut self, route: Route) -> PeerKey {
         let id = route.address.id;
-        let key = self.slots.insert(Slot::Known(Box::new(route))) as PeerKey;
+        let key = self.slots.insert(PeerEntry::Known(Box::new(route))) as PeerKey;
         self.by_id.insert(id, key);
         key
     }
 
     pub fn get(&self, key: usize) -> Option<&Route> {
-        self.slots.get(key).and_then(Slot::route)
+        self.slots.get(key).and_then(PeerEntry::route)
     }
 
     pub fn iter(&self) -> impl Iterator<Item = (usize, &Route)> {
@@ -56,8 +57,8 @@ impl Peers {
 
     pub fn iter_mut(&mut self) -> impl Iterator<Item = (usize, &mut Route)> {
         self.slots.iter_mut().filter_map(|(key, slot)| match slot {
-            Slot::Known(route) => Some((key, &mut **route)),
-            Slot::Named(..) => None,
+            PeerEntry::Known(route) => Some((key, &mut **route)),
+            PeerEntry::Named(..) => None,
         })
     }
 
@@ -71,18 +72,18 @@ impl Peers {
         let mut names = vec![(EngineId([0; 16]), String::new()); self.ends_at()];
         for (key, slot) in &self.slots {
             names[key] = match slot {
-                Slot::Known(route) => (route.address.id, route.address.name.clone()),
-                Slot::Named(id, name) => (*id, name.clone()),
+                PeerEntry::Known(route) => (route.address.id, route.address.name.clone()),
+                PeerEntry::Named(id, name) => (*id, name.clone()),
             };
         }
         names
     }
 
     fn are_many(&self) -> bool {
-        self.by_id.len() >= FEW.max(self.left + self.left / 2)
+        self.by_id.len() >= MIN_PURGE_SIZE.max(self.left + self.left / 2)
     }
 
-    /// Forgets those that `may_go`, and returns them. The names of those that are `recorded` are kept.
+    /// Forgets the peers that `may_go` and returns them. The names of `recorded` ones are kept.
     fn forget(
         &mut self,
         may_go: impl Fn(PeerKey, &Route) -> bool,
@@ -90,22 +91,22 @@ impl Peers {
     ) -> HashSet<PeerKey> {
         let mut gone = HashSet::new();
         for (key, slot) in &mut self.slots {
-            let Slot::Known(route) = slot else { continue };
+            let PeerEntry::Known(route) = slot else { continue };
             if may_go(key as PeerKey, route) {
                 gone.insert(key as PeerKey);
                 self.by_id.remove(&route.address.id);
-                *slot = Slot::Named(route.address.id, std::mem::take(&mut route.address.name));
+                *slot = PeerEntry::Named(route.address.id, std::mem::take(&mut route.address.name));
             }
         }
         self.slots.retain(|key, slot| slot.route().is_some() || recorded(key as PeerKey));
-        // The highest key is looked up with each move, from the end on.
+        // `ends_at` reads from the end of the slots.
         self.slots.shrink_to_fit();
         self.left = self.by_id.len();
         gone
     }
 }
 
-impl Slot {
+impl PeerEntry {
     fn route(&self) -> Option<&Route> {
         match self {
             Self::Known(route) => Some(route),
@@ -120,8 +121,8 @@ impl Index<usize> for Peers {
     #[inline]
     fn index(&self, key: usize) -> &Route {
         match &self.slots[key] {
-            Slot::Known(route) => route,
-            Slot::Named(..) => unreachable!("who is referred to isn't forgotten"),
+            PeerEntry::Known(route) => route,
+            PeerEntry::Named(..) => unreachable!("a peer in use is not forgotten"),
         }
     }
 }
@@ -130,14 +131,14 @@ impl IndexMut<usize> for Peers {
     #[inline]
     fn index_mut(&mut self, key: usize) -> &mut Route {
         match &mut self.slots[key] {
-            Slot::Known(route) => route,
-            Slot::Named(..) => unreachable!("who is referred to isn't forgotten"),
+            PeerEntry::Known(route) => route,
+            PeerEntry::Named(..) => unreachable!("a peer in use is not forgotten"),
         }
     }
 }
 
 impl Group {
-    /// The peer with this address; made known if it wasn't.
+    /// The key of the peer with this address; adds the peer if it is unknown.
     pub(super) fn peer(&mut self, address: &EngineAddress) -> PeerKey {
         if let Some(key) = self.peers.key_of(address.id) {
             return key;
@@ -148,15 +149,15 @@ impl Group {
         self.peers.insert(Route::new(self.recorder.now, address.clone(), self.policy))
     }
 
-    /// The same, for the layer above.
-    pub fn name(&mut self, now: Time, address: &EngineAddress) -> (PeerKey, Hold) {
-        self.recorder.tell(now);
+    /// As `peer`, for the layer above, which holds the key with a [`PeerHold`].
+    pub fn name(&mut self, now: Time, address: &EngineAddress) -> (PeerKey, PeerHold) {
+        self.recorder.set_now(now);
         let key = self.peer(address);
         (key, self.peers[key as usize].hold())
     }
 
-    /// Forgets peers that are gone, or were never met, for good: that no caller can name, that nothing here
-    /// refers to, and whose links ended too long ago for questions about them of who is as patient as we are.
+    /// Forgets peers that no caller and no state refers to, and whose links ended so long ago that
+    /// no peer asks about them: after two peer timeouts.
     fn forget(&mut self) {
         let rest = self.policy.peer_timeout * 2;
         let now = self.recorder.now;
@@ -169,7 +170,7 @@ impl Group {
             |key| recorded.contains(&key),
         );
         gone.iter().for_each(|key| self.credits.forget(*key));
-        self.returns.retain(|(_, peer)| !gone.contains(peer));
+        self.probe_times.retain(|(_, peer)| !gone.contains(peer));
         self.resolve_deadlines.retain(|(_, peer)| !gone.contains(peer));
         self.waiters.retain(|peer| !gone.contains(peer));
     }
@@ -187,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn places_behind_the_last_peer_are_given_up_and_others_used_again() {
+    fn slots_behind_the_last_peer_are_freed_and_others_reused() {
         let mut peers = Peers::default();
         let keys: Vec<_> = (0..100).map(|n| peers.insert(met(n))).collect();
         peers.forget(|key, _| key != keys[2], |key| key == keys[1]);

@@ -1,5 +1,5 @@
-//! Keeps what happened to the group's transfers, and how long their stages took. Deterministic as the group
-//! itself: its time is the latest that the group was told.
+//! Records the group's transfers and the times of their stages. It is as deterministic as the
+//! group: its time is the latest that the group was given.
 
 use std::collections::HashSet;
 
@@ -7,32 +7,33 @@ use crate::{
     api::{Priority, Span},
     domain::Count,
     flight::{
-        Arrival, Cursor, Event, EventKind, Moments, Part, Records, Ring, Stages, TransferRecord,
+        Arrival, Cursor, EventKind, Part, PathEvent, Records, Ring, StageTimes, TransferRecord,
+        TransferTimes,
     },
     time::Time,
 };
 
 use super::{ledger::Slice, transfer::Transfer, PeerKey};
 
-/// Links and peers change rarely.
+/// Events of links and peers that are kept; they are rare.
 const EVENTS: usize = 256;
-/// A scatter has a part for each peer.
+/// Parts of a transfer that are kept in place; a scatter has one for each peer.
 const PARTS: usize = 4;
-/// Small transfers that are over when their call returns take less time than it takes to keep them: one in
-/// so many is.
+/// One in this many small transfers that end within their call is kept, because keeping one takes
+/// longer than the transfer.
 const SAMPLE: u64 = 16;
-/// Which are small; bytes.
+/// Longest small transfer, bytes.
 const SMALL: u64 = 4 << 10;
 /// Bits of a set of rails.
-const MOST_RAILS: usize = u32::BITS as usize;
+const MAX_RAILS: usize = u32::BITS as usize;
 
-/// What is kept with a transfer while it goes on.
+/// The record of a transfer under way.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Flight {
+pub(super) struct FlightState {
     pub id: u64,
     pub span: Span,
-    pub moments: Moments,
-    /// Where it goes: so many parts, the first of them, and where the others begin in the recorder's ring.
+    pub times: TransferTimes,
+    /// Number of parts. `first` is the first one, and the ring of the recorder holds the others.
     parts: u32,
     first: Part,
     others: u64,
@@ -40,18 +41,18 @@ pub(super) struct Flight {
     pub again: u32,
     pub waits: u32,
     pub rails: u32,
-    /// The latest of them.
+    /// The latest rail.
     rail: u8,
-    /// How long its work requests took has been recorded.
+    /// The times of its work requests were recorded.
     pub timed: bool,
 }
 
-impl Flight {
+impl FlightState {
     pub fn new(id: u64, now: Time, span: Span) -> Self {
         Self {
             id,
             span,
-            moments: Moments::queued(now),
+            times: TransferTimes::queued(now),
             parts: 0,
             first: Part::default(),
             others: 0,
@@ -66,49 +67,49 @@ impl Flight {
 
     #[inline]
     pub fn posted(&mut self, now: Time, rail: usize, again: bool) {
-        self.moments.posted = self.moments.posted.min(now);
-        self.moments.all_posted = now;
+        self.times.posted = self.times.posted.min(now);
+        self.times.all_posted = now;
         self.slices += 1;
         self.again += u32::from(again);
-        self.rails |= 1 << rail.min(MOST_RAILS - 1);
+        self.rails |= 1 << rail.min(MAX_RAILS - 1);
         self.rail = rail as u8;
     }
 
     #[inline]
     pub fn acknowledged(&mut self, now: Time) {
-        self.moments.wire = now;
+        self.times.wire = now;
     }
 
     pub fn told(&mut self, now: Time) {
-        self.moments.told = self.moments.told.min(now);
+        self.times.told = self.times.told.min(now);
     }
 }
 
-/// A transfer that is over, and how many it stands for. A plain value: nothing of the one whose place it takes
-/// has to be looked at.
+/// An ended transfer, and the number of transfers that it represents. A plain value without
+/// `Drop`, so that overwriting one in the ring costs nothing.
 #[derive(Clone, Copy, Debug)]
-struct Ended {
-    flight: Flight,
+struct EndedTransfer {
+    flight: FlightState,
     op: &'static str,
     priority: Priority,
     weight: u32,
-    /// The number of the text that says why it failed.
+    /// Number of the failure's text.
     failure: Option<u64>,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Recorder {
     on: bool,
-    /// The latest time that the group was told.
+    /// The latest time given to [`Self::set_now`].
     pub now: Time,
     opened: u64,
-    ended: Ring<Ended>,
+    ended: Ring<EndedTransfer>,
     failures: Ring<Box<str>>,
     parts: Ring<Part>,
     arrivals: Ring<Arrival>,
-    events: Ring<Event>,
+    events: Ring<PathEvent>,
     /// By rail and class.
-    pub stages: Vec<[Stages; 3]>,
+    pub stages: Vec<[StageTimes; 3]>,
 }
 
 impl Recorder {
@@ -126,22 +127,28 @@ impl Recorder {
         }
     }
 
-    /// The group is told the time, which the driving thread may have read earlier than the one before.
+    /// Sets the time. A caller may pass an earlier time than the last one, which has no effect.
     #[inline]
-    pub fn tell(&mut self, now: Time) {
+    pub fn set_now(&mut self, now: Time) {
         self.now = self.now.max(now);
     }
 
     /// A request begins.
     #[inline]
-    pub fn open(&mut self, now: Time, span: Span) -> Flight {
+    pub fn open(&mut self, now: Time, span: Span) -> FlightState {
         self.opened += 1;
-        Flight::new(self.opened, now, span)
+        FlightState::new(self.opened, now, span)
     }
 
     /// Something of the request goes to a peer: what goes to the counter of the one before adds up.
     #[inline]
-    pub fn part(&mut self, flight: &mut Flight, peer: PeerKey, count: Option<Count>, bytes: u64) {
+    pub fn part(
+        &mut self,
+        flight: &mut FlightState,
+        peer: PeerKey,
+        count: Option<Count>,
+        bytes: u64,
+    ) {
         if !self.on {
             return;
         }
@@ -205,7 +212,7 @@ impl Recorder {
 
     fn keep(&mut self, transfer: &Transfer, weight: u32) {
         let flight = transfer.flight;
-        let Moments { queued, posted, all_posted, wire, told } = flight.moments;
+        let TransferTimes { queued, posted, all_posted, wire, told } = flight.times;
         if wire != Time::NEVER && posted != Time::NEVER {
             let stages = self.stages(usize::from(flight.rail), transfer.priority);
             stages.queue.add(posted.nanos_since(queued), weight);
@@ -220,11 +227,11 @@ impl Recorder {
             self.failures.written() - 1
         });
         let (op, priority) = (transfer.name, transfer.priority);
-        self.ended.push(Ended { flight, op, priority, weight, failure });
+        self.ended.push(EndedTransfer { flight, op, priority, weight, failure });
     }
 
     #[inline]
-    fn stages(&mut self, rail: usize, class: Priority) -> &mut Stages {
+    fn stages(&mut self, rail: usize, class: Priority) -> &mut StageTimes {
         if self.stages.len() <= rail {
             self.stages.resize(rail + 1, Default::default());
         }
@@ -256,7 +263,7 @@ impl Recorder {
     ) {
         if self.on {
             let (at, rail) = (self.now, rail.map(|r| r as u8));
-            self.events.push(Event { at, kind, peer, rail, cause: cause().into_boxed_str() });
+            self.events.push(PathEvent { at, kind, peer, rail, cause: cause().into_boxed_str() });
         }
     }
 
@@ -268,7 +275,7 @@ impl Recorder {
         first.chain(others).chain(self.events.since(0).map(|e| e.peer)).collect()
     }
 
-    /// What was recorded since, and what goes on.
+    /// The records since a cursor, and the operations in flight.
     pub fn read<'a>(
         &self,
         since: Cursor,
@@ -276,7 +283,8 @@ impl Recorder {
         out: &mut Records,
     ) {
         let over = self.ended.since(since.transfers).map(|e| {
-            // There is room for as many as for transfers: it hasn't been written over before its own.
+            // There is room for as many as for transfers: it hasn't been written over before its
+            // own.
             let failure = e.failure.and_then(|n| self.failures.since(n).next().cloned());
             self.record((e.op, e.priority), &e.flight, (true, e.weight), failure)
         });
@@ -298,7 +306,7 @@ impl Recorder {
     fn record(
         &self,
         (op, priority): (&'static str, Priority),
-        flight: &Flight,
+        flight: &FlightState,
         (over, weight): (bool, u32),
         failure: Option<Box<str>>,
     ) -> TransferRecord {
@@ -312,7 +320,7 @@ impl Recorder {
             op,
             priority,
             span: flight.span,
-            moments: flight.moments,
+            times: flight.times,
             parts_lost: flight.parts - parts.len() as u32,
             parts,
             slices: flight.slices,
@@ -356,9 +364,9 @@ mod tests {
         r.ended(&mut t, false);
         let out = read(&r, Cursor::default());
         let [record] = &out.transfers[..] else { panic!("one transfer") };
-        let moments = [20, 30, 40, 50].map(Time);
-        let m = record.moments;
-        assert_eq!(([m.posted, m.all_posted, m.wire, m.told], m.queued), (moments, Time(10)));
+        let times = [20, 30, 40, 50].map(Time);
+        let m = record.times;
+        assert_eq!(([m.posted, m.all_posted, m.wire, m.told], m.queued), (times, Time(10)));
         let part = |peer, imm, counts, bytes| Part { peer, imm, counts, bytes };
         assert_eq!(record.parts, [part(1, 7, 3, 150), part(2, 0, 0, 8)]);
         assert_eq!((record.slices, record.again, record.rails), (2, 1, 0b1001));
@@ -465,10 +473,10 @@ mod tests {
     fn time_does_not_run_backwards() {
         let mut r = Recorder::new(8);
         let mut t = transfer(&mut r, 5);
-        r.tell(Time(7));
-        r.tell(Time(3));
+        r.set_now(Time(7));
+        r.set_now(Time(3));
         r.ended(&mut t, false);
-        assert_eq!(read(&r, Cursor::default()).transfers[0].moments.told, Time(7));
+        assert_eq!(read(&r, Cursor::default()).transfers[0].times.told, Time(7));
     }
 
     #[test]

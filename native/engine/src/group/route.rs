@@ -1,4 +1,4 @@
-//! One peer: the links that lead to it, those that are still to be tried, and what waits for them.
+//! One peer: its links, the transports that are not tried yet, and the operations that wait.
 
 use std::{
     collections::VecDeque,
@@ -12,8 +12,8 @@ use super::{
     backlog::Backlog,
     heal::Healing,
     ledger::Slice,
-    policy::{classes::ByClass, score::Choice},
-    returns::Returns,
+    policy::{classes::ByClass, score::RailSelector},
+    rail_probes::RailProbes,
     spray::Gauge,
     Policy, Rails,
 };
@@ -25,31 +25,33 @@ use crate::{
     EngineError, LostLink,
 };
 
-/// Names a peer within its group.
+/// Identifies a peer within its group.
 pub(crate) type PeerKey = u32;
-/// As long as the layer above has one of a peer, the key is this peer's.
-pub(crate) type Hold = Arc<()>;
+/// Reserves a peer's key while the layer above holds a clone.
+pub(crate) type PeerHold = Arc<()>;
 
-/// So often connecting is tried again at once if it was cut off.
-const MOST_ATTEMPTS: u32 = 3;
-/// A peer whose last link is lost so often in so long, and nothing got through, is given up.
-const MOST_REVIVALS: u32 = 64;
+/// Immediate retries of a connection attempt that a broken link cut off.
+const MAX_ATTEMPTS: u32 = 3;
+/// Losses of the last link within [`REVIVAL_SPELL`], without a completed slice, after which a peer
+/// is given up.
+const MAX_REVIVALS: u32 = 64;
 const REVIVAL_SPELL: Duration = Duration::from_secs(1);
 
-/// How many failures are remembered for `explain`.
-const MOST_REASONS: usize = 16;
+/// Failures that are kept for `explain`.
+const MAX_REASONS: usize = 16;
 
+/// The state of the connection to a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum PeerState {
     Idle,
     Connecting,
     Up,
     Lost,
 }
 
-/// Why a transport, or one NIC of it, is or isn't used towards a peer.
+/// Whether a transport, or one NIC of it, is used towards a peer, and why.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Verdict {
+pub struct TransportVerdict {
     pub transport: TransportKind,
     /// The NIC; empty where there is none.
     pub device: String,
@@ -57,79 +59,80 @@ pub struct Verdict {
     pub reason: String,
 }
 
-/// One of our rails and one endpoint of the peer.
+/// A local rail and an endpoint of the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Pair {
+pub(super) struct RailPair {
     pub rail: usize,
     pub endpoint: usize,
 }
 
 /// A link that is up.
 #[derive(Debug)]
-pub(super) struct Link {
-    pub pair: Pair,
+pub(super) struct ActiveLink {
+    pub pair: RailPair,
     pub id: LinkId,
     pub name: LinkName,
-    /// We began it, so it is ours to bring back.
+    /// This side began the link, so it also reconnects.
     pub ours: bool,
     /// Writes with a count that the peer has acknowledged.
     pub acked: u64,
     pub gauge: Gauge,
-    note: String,
+    description: String,
     version: Option<u16>,
 }
 
-impl Link {
-    /// A line about it, for `explain`.
-    fn said(&self, rail: &dyn Domain) -> String {
+impl ActiveLink {
+    /// Describes the link, for `explain`.
+    fn describe(&self, rail: &dyn Domain) -> String {
         let version = self.version.map(|v| format!("wire version {v}; ")).unwrap_or_default();
-        format!("{}; {version}{}", self.note, rail.describe(self.id))
+        format!("{}; {version}{}", self.description, rail.describe(self.id))
     }
 }
 
-/// See the module.
+/// The route to one peer. See the module.
 pub(super) struct Route {
     pub address: EngineAddress,
     held: Weak<()>,
     pub policy: Policy,
-    pub state: State,
-    /// When it became known, or was lost or a link of it ended after that.
+    pub state: PeerState,
+    /// When it became known, was lost, or a link of it ended: the latest.
     pub since: Time,
-    /// The preferred transport first, its rails in order. Two links over one pair where both sides
-    /// connected at once.
-    links: SmallVec<[Link; 1]>,
-    /// How many links at the front share the transport in use.
+    /// Links of the preferred transport first, in the order of rails. A pair has two links if both
+    /// sides connected at once.
+    links: SmallVec<[ActiveLink; 1]>,
+    /// The number of links at the front that share the transport in use.
     active: usize,
-    /// Where the next small work request goes.
+    /// Index of the link for the next small work request.
     turn: usize,
-    /// Where the next large one goes.
-    pub choice: Choice,
-    trying: SmallVec<[(Pair, LinkId); 1]>,
+    /// Selects the link for the next large work request.
+    pub selector: RailSelector,
+    trying: SmallVec<[(RailPair, LinkId); 1]>,
     untried: VecDeque<TransportKind>,
-    pub returns: Returns,
-    /// Pairs that failed before any other was up.
-    failed: SmallVec<[Pair; 1]>,
+    pub rail_probes: RailProbes,
+    /// Pairs that failed before another one was up.
+    failed: SmallVec<[RailPair; 1]>,
     reasons: Vec<(Option<usize>, TransportKind, String)>,
-    /// Causes that say more than a missing answer: another engine answered, or refused, or a limit of this
-    /// process is in the way.
+    /// The most informative cause: another engine answered, the peer refused, or this process hit a
+    /// limit.
     telling: Option<DomainError>,
     pub lost: Option<EngineError>,
     pub backlog: Backlog,
-    /// Bytes on their way there, and how many it lets be.
+    /// Bytes under way to the peer.
     pub under_way: ByClass,
+    /// Bytes that the peer permits to be under way.
     pub credit: u64,
-    /// It was told that we have much for it.
+    /// This engine has asked the peer for credit.
     pub asking: bool,
     pub healing: Healing,
     pub tally: PeerTally,
-    /// Its last link was lost: what will be said if no other comes up.
+    /// The error to report unless a new link comes up; set when the last link was lost.
     pub reviving: Option<EngineError>,
-    /// Until then (RS-4).
+    /// When the error is reported (RS-4).
     pub reviving_until: Time,
-    /// An attempt to connect was cut off by a broken link.
+    /// A broken link cut off an attempt to connect.
     cut_off: bool,
     attempts: u32,
-    /// When a link was last lost with none left, and how often in a short time.
+    /// The begin of the current spell of losses of the last link, and their number.
     revivals: (Time, u32),
 }
 
@@ -139,15 +142,15 @@ impl Route {
             address,
             held: Weak::new(),
             policy,
-            state: State::Idle,
+            state: PeerState::Idle,
             since: now,
             links: SmallVec::new(),
             active: 0,
             turn: 0,
-            choice: policy.spray.choice(),
+            selector: policy.spray.selector(),
             trying: SmallVec::new(),
             untried: VecDeque::new(),
-            returns: Returns::default(),
+            rail_probes: RailProbes::default(),
             failed: SmallVec::new(),
             reasons: Vec::new(),
             telling: None,
@@ -166,25 +169,25 @@ impl Route {
         }
     }
 
-    /// What the layer above needs to name this peer: one, however often it asks.
-    pub fn hold(&mut self) -> Hold {
+    /// Returns the reservation of this peer's key, and makes it if there is none.
+    pub fn hold(&mut self) -> PeerHold {
         self.held.upgrade().unwrap_or_else(|| {
-            let hold = Hold::default();
+            let hold = PeerHold::default();
             self.held = Arc::downgrade(&hold);
             hold
         })
     }
 
-    /// What came over a link that has ended here: the peer may ask for it from now on.
+    /// Keeps the receipt of a link that has ended here. The peer may ask for it.
     pub fn keep_receipt(&mut self, now: Time, name: LinkName, receipt: Receipt) {
         self.since = now;
         self.healing.keep_receipt(name, receipt);
     }
 
-    /// Whether no caller names it, nothing here waits for it or leads to it, and none of its links has ever ended
-    /// here, or not for so long.
+    /// Whether no caller and no state refers to the peer, and none of its links has ended here
+    /// within `rest`.
     pub fn may_be_forgotten(&self, now: Time, rest: Duration) -> bool {
-        matches!(self.state, State::Idle | State::Lost)
+        matches!(self.state, PeerState::Idle | PeerState::Lost)
             && self.held.strong_count() == 0
             && self.links.is_empty()
             && self.trying.is_empty()
@@ -196,13 +199,13 @@ impl Route {
 
     /// The links to post on, best rail first. Not empty while `Up`.
     #[inline]
-    pub fn active(&self) -> &[Link] {
+    pub fn active(&self) -> &[ActiveLink] {
         &self.links[..self.active]
     }
 
-    /// The place among the active links where the next work request is tried first.
+    /// Index of the active link that gets the next work request first.
     #[inline]
-    pub fn turn(&mut self) -> usize {
+    pub fn next_link(&mut self) -> usize {
         if self.turn >= self.active {
             self.turn = 0;
         }
@@ -211,15 +214,15 @@ impl Route {
         turn
     }
 
-    /// Starts over: every transport that is fit for this peer is tried in order of preference.
+    /// Begins to connect: tries every transport that fits the peer, in order of preference.
     pub fn begin(&mut self, rails: &Rails) {
         self.attempts = 0;
         self.start_over(rails);
     }
 
-    /// Once more, if an attempt was cut off in its middle: a peer whose links break may well be alive.
+    /// Tries all transports again if a broken link cut off an attempt; false if it may not.
     pub fn try_again(&mut self, rails: &Rails) -> bool {
-        let again = self.cut_off && self.attempts < MOST_ATTEMPTS;
+        let again = self.cut_off && self.attempts < MAX_ATTEMPTS;
         if again {
             self.attempts += 1;
             self.start_over(rails);
@@ -228,11 +231,11 @@ impl Route {
     }
 
     fn start_over(&mut self, rails: &Rails) {
-        self.state = State::Connecting;
+        self.state = PeerState::Connecting;
         self.cut_off = false;
         self.reasons.clear();
         self.untried.clear();
-        self.returns.clear();
+        self.rail_probes.clear();
         self.failed.clear();
         self.telling = None;
         for kind in kinds(rails) {
@@ -243,7 +246,7 @@ impl Route {
         }
     }
 
-    /// Why a transport isn't even tried, if so.
+    /// Why a transport is not tried; `None` if it is.
     fn unfit(&self, kind: TransportKind, rails: &Rails) -> Option<String> {
         let mut loopbacks = rails.iter().filter(|r| r.kind().is_loopback());
         if !kind.is_loopback() && loopbacks.any(|r| r.unfit(&self.address).is_none()) {
@@ -262,7 +265,7 @@ impl Route {
             return Some(format!("the peer offers {}, not {kind}{mismatch}", offers.join(", ")));
         }
         if kind.is_fallback() && !self.policy.names_fallback {
-            // RS-2: where both sides have NICs, a transfer over sockets would be a silent slow path.
+            // RS-2: if both sides have NICs, a transfer over sockets would be a silent slow path.
             let ours = kinds(rails).into_iter().find(|k| k.has_nics());
             if let Some(ours) = ours.filter(|_| self.address.has_nics()) {
                 return Some(format!(
@@ -272,7 +275,7 @@ impl Route {
             }
         }
         let mut of_kind = rails.iter().filter(|r| r.kind() == kind);
-        // One rail that is fit will do: the others tell when they are tried.
+        // One fitting rail is enough; others report their cause when they are tried.
         let mut why = None;
         let fit = of_kind.any(|r| match r.unfit(&self.address) {
             None => true,
@@ -287,16 +290,16 @@ impl Route {
         }
     }
 
-    /// The next transport to try: which of our rails to join with which of the peer's endpoints.
-    /// With unequal numbers the smaller side's are used more than once, so that all NICs carry.
-    pub fn next_pairs(&mut self, rails: &Rails) -> Option<SmallVec<[Pair; MAX_RAILS]>> {
+    /// The pairs of local rails and peer endpoints of the next transport to try. The side with
+    /// fewer NICs uses some more than once, so that all NICs carry bytes.
+    pub fn next_pairs(&mut self, rails: &Rails) -> Option<SmallVec<[RailPair; MAX_RAILS]>> {
         let kind = self.untried.pop_front()?;
         let ours: SmallVec<[usize; MAX_RAILS]> =
             (0..rails.len()).filter(|i| rails[*i].kind() == kind).take(MAX_RAILS).collect();
         let theirs: SmallVec<[usize; MAX_RAILS]> =
             self.address.endpoints_of(kind).take(MAX_RAILS).collect();
         let n = ours.len().max(theirs.len());
-        let pair = |i| Pair { rail: ours[i % ours.len()], endpoint: theirs[i % theirs.len()] };
+        let pair = |i| RailPair { rail: ours[i % ours.len()], endpoint: theirs[i % theirs.len()] };
         Some((0..n).map(pair).collect())
     }
 
@@ -304,28 +307,28 @@ impl Route {
         !self.trying.is_empty()
     }
 
-    pub fn try_pair(&mut self, pair: Pair, link: LinkId) {
+    pub fn try_pair(&mut self, pair: RailPair, link: LinkId) {
         self.trying.push((pair, link));
     }
 
-    /// Every attempt under way, to be given up.
-    pub fn take_attempts(&mut self) -> SmallVec<[(Pair, LinkId); 1]> {
+    /// Takes all attempts under way, to end them.
+    pub fn take_attempts(&mut self) -> SmallVec<[(RailPair, LinkId); 1]> {
         std::mem::take(&mut self.trying)
     }
 
-    /// Ends an attempt, if it was one: which pair it was to join.
-    pub fn tried(&mut self, rail: usize, link: LinkId) -> Option<Pair> {
+    /// Ends an attempt and returns its pair; `None` if the link was no attempt.
+    pub fn tried(&mut self, rail: usize, link: LinkId) -> Option<RailPair> {
         let at = self.trying.iter().position(|(p, l)| (p.rail, *l) == (rail, link))?;
         Some(self.trying.swap_remove(at).0)
     }
 
-    /// A rail was tried in vain.
-    pub fn failed(&mut self, rails: &Rails, pair: Pair, cause: DomainError) {
-        if self.reasons.len() >= MOST_REASONS {
+    /// Records that a pair could not connect.
+    pub fn failed(&mut self, rails: &Rails, pair: RailPair, cause: DomainError) {
+        if self.reasons.len() >= MAX_REASONS {
             self.reasons.remove(0);
         }
         self.reasons.push((Some(pair.rail), rails[pair.rail].kind(), cause.to_string()));
-        if self.state == State::Connecting {
+        if self.state == PeerState::Connecting {
             self.failed.push(pair);
         }
         self.cut_off |= matches!(cause, DomainError::LinkDown(_));
@@ -342,48 +345,47 @@ impl Route {
     pub fn up(
         &mut self,
         now: Time,
-        pair: Pair,
+        pair: RailPair,
         (id, name): (LinkId, LinkName),
-        (note, version): (String, Option<u16>),
+        (description, version): (String, Option<u16>),
         rails: &Rails,
     ) {
         let ours = self.tried(pair.rail, id).is_some();
-        self.returns.up(now, pair);
+        self.rail_probes.on_up(now, pair);
         let gauge = Gauge::new(now);
-        self.links.push(Link { pair, id, name, ours, acked: 0, gauge, note, version });
+        self.links.push(ActiveLink { pair, id, name, ours, acked: 0, gauge, description, version });
         self.links.sort_by_key(|l| (l.pair.rail, l.pair.endpoint));
         self.count_active(rails);
-        self.state = State::Up;
+        self.state = PeerState::Up;
         self.lost = None;
         self.reviving = None;
     }
 
-    /// Whether a peer whose last link was lost is worth another attempt: not if its links are lost again
-    /// and again.
+    /// Whether to reconnect after the last link was lost: not if links are lost repeatedly.
     pub fn may_revive(&mut self, now: Time) -> bool {
         let (since, n) = self.revivals;
         self.revivals = match now.since(since) < REVIVAL_SPELL {
             true => (since, n + 1),
             false => (now, 1),
         };
-        self.revivals.1 <= MOST_REVIVALS
+        self.revivals.1 <= MAX_REVIVALS
     }
 
     fn count_active(&mut self, rails: &Rails) {
         let best = self.links.first().map(|l| rails[l.pair.rail].kind());
-        let same = |l: &&Link| Some(rails[l.pair.rail].kind()) == best;
+        let same = |l: &&ActiveLink| Some(rails[l.pair.rail].kind()) == best;
         self.active = self.links.iter().take_while(same).count();
     }
 
-    /// Forgets a link.
-    pub fn down(&mut self, rail: usize, id: LinkId, rails: &Rails) -> Option<Link> {
+    /// Removes a link that is down.
+    pub fn down(&mut self, rail: usize, id: LinkId, rails: &Rails) -> Option<ActiveLink> {
         let at = self.links.iter().position(|l| (l.pair.rail, l.id) == (rail, id))?;
         let link = self.links.remove(at);
         self.count_active(rails);
         Some(link)
     }
 
-    /// Work of ours is over; if it is done, its count is known to have arrived.
+    /// Records the end of a slice. If it is done, its count has arrived.
     #[inline]
     pub fn ended(&mut self, now: Time, slice: &Slice, done: bool) {
         if done {
@@ -404,39 +406,39 @@ impl Route {
         }
     }
 
-    /// How long so many bytes will take, beside what is under way.
+    /// The predicted time for `bytes`, after what is under way.
     pub fn expects(&self, now: Time, bytes: u64) -> Duration {
         let n = self.active().len().max(1) as u64;
         let all = self.active().iter().map(|l| l.gauge.expects(now, bytes / n));
         all.min().unwrap_or(Duration::ZERO)
     }
 
-    /// The links to post on, and what chooses among them.
-    pub fn links_and_choice(&mut self) -> (&mut [Link], &mut Choice) {
-        (&mut self.links[..self.active], &mut self.choice)
+    /// The links to post on, and the selector among them.
+    pub fn links_and_selector(&mut self) -> (&mut [ActiveLink], &mut RailSelector) {
+        (&mut self.links[..self.active], &mut self.selector)
     }
 
-    /// The link that its ends call so.
+    /// The rail and id of the link with this name.
     pub fn named(&self, name: LinkName) -> Option<(usize, LinkId)> {
         let link = self.links.iter().find(|l| l.name == name)?;
         Some((link.pair.rail, link.id))
     }
 
-    /// Up by other links: whether this pair would carry something if it came back.
-    pub fn misses(&self, pair: Pair, rails: &Rails) -> bool {
+    /// Whether the peer is up and a new link over this pair would be used.
+    pub fn would_use(&self, pair: RailPair, rails: &Rails) -> bool {
         let Some(best) = self.links.first() else { return false };
         rails[best.pair.rail].kind() == rails[pair.rail].kind()
             && self.links.iter().all(|l| l.pair != pair)
     }
 
-    /// The pairs that failed before another of their transport was up: to be tried again.
-    pub fn take_failed(&mut self, rails: &Rails) -> SmallVec<[Pair; 1]> {
+    /// Takes the pairs that failed before another of their transport was up, to probe them.
+    pub fn take_failed(&mut self, rails: &Rails) -> SmallVec<[RailPair; 1]> {
         let mut failed = std::mem::take(&mut self.failed);
-        failed.retain(|p| self.misses(*p, rails));
+        failed.retain(|p| self.would_use(*p, rails));
         failed
     }
 
-    /// The engine's words for what a rail's domain said about this peer.
+    /// The engine's error for a domain's error about this peer.
     pub fn blame(
         &self,
         rails: &Rails,
@@ -447,10 +449,10 @@ impl Route {
         let peer = self.address.label();
         let rail_of = rail;
         let rail = &rails[rail];
-        // Where links heal, others may come: whether the peer is lost is found out by connecting anew.
+        // If links heal, only a new connection attempt shows whether the peer is lost.
         let heals =
             self.policy.receipts(&**rail) != Receipts::None && !matches!(e, DomainError::Gone(_));
-        let last = self.state == State::Lost
+        let last = self.state == PeerState::Lost
             || (!heals && self.active().iter().all(|l| l.pair.rail == rail_of));
         let lost = |cause: String, errno| {
             let (transport, nic) = (rail.kind().to_string(), rail.device().to_owned());
@@ -479,19 +481,19 @@ impl Route {
         }
     }
 
-    /// Every transport was tried in vain.
+    /// The error after all transports have failed.
     pub fn unreachable(&self, rails: &Rails) -> EngineError {
         let peer = self.address.label();
-        // A caller that has other transports needs no reason of one that leads to itself only.
+        // The loopback's reason is left out if there are other transports.
         let elsewhere = self.reasons.iter().any(|(_, kind, _)| !kind.is_loopback());
         let telling = self.reasons.iter().filter(|(_, kind, _)| !(elsewhere && kind.is_loopback()));
-        let said = telling.map(|(rail, kind, why)| match rail.map_or("", |r| rails[r].device()) {
+        let texts = telling.map(|(rail, kind, why)| match rail.map_or("", |r| rails[r].device()) {
             "" => format!("{kind}: {why}"),
             device => format!("{kind} {device}: {why}"),
         });
         let reasons = match self.reasons.is_empty() {
             true => "none of its transports is allowed here".to_owned(),
-            false => said.collect::<Vec<_>>().join("; "),
+            false => texts.collect::<Vec<_>>().join("; "),
         };
         match self.telling {
             Some(DomainError::Stale(_)) => EngineError::Stale {
@@ -505,16 +507,16 @@ impl Route {
         }
     }
 
-    pub fn explain(&self, rails: &Rails) -> (Option<String>, Vec<Verdict>) {
+    pub fn explain(&self, rails: &Rails) -> (Option<String>, Vec<TransportVerdict>) {
         let used = self.active().first().map(|l| rails[l.pair.rail].kind());
         let verdicts = rails.iter().enumerate().map(|(i, rail)| {
             let transport = rail.kind();
             let device = rail.device().to_owned();
             let here: Vec<_> = self.active().iter().filter(|l| l.pair.rail == i).collect();
             if !here.is_empty() {
-                let said = here.iter().map(|l| l.said(&**rail));
-                let reason = said.collect::<Vec<_>>().join("; and ");
-                return Verdict { transport, device, chosen: true, reason };
+                let texts = here.iter().map(|l| l.describe(&**rail));
+                let reason = texts.collect::<Vec<_>>().join("; and ");
+                return TransportVerdict { transport, device, chosen: true, reason };
             }
             let of_rail = |r: &&(Option<usize>, TransportKind, String)| match r.0 {
                 Some(at) => at == i,
@@ -528,7 +530,7 @@ impl Route {
                     None => "not tried yet".into(),
                 },
             };
-            Verdict { transport, device, chosen: false, reason }
+            TransportVerdict { transport, device, chosen: false, reason }
         });
         (used.map(|k| k.to_string()), verdicts.collect())
     }

@@ -1,7 +1,7 @@
-//! Cutting operations into work requests, and handing them to the links in turn.
+//! Cuts operations into work requests, and posts them on links.
 
 use super::{
-    lanes::{Held, Lanes},
+    eligible_links::{Deferral, EligibleLinks},
     ledger::{Ledger, Slice},
     policy::size::slice_size,
     route::Route,
@@ -13,41 +13,41 @@ use crate::{
     time::Time,
 };
 
-/// A contiguous write is spread over several rails only from here on: below, a second work request
-/// and the confirming one cost more than the second wire brings.
-const SPREAD: u64 = 256 << 10;
+/// Shortest contiguous write that is spread over several rails, bytes. Below, the second work
+/// request and the confirming one cost more than the second rail saves.
+const MIN_SPRAY_BYTES: u64 = 256 << 10;
 
-/// An operation bound to one peer, with how far it has been posted.
+/// An operation to one peer, and how much of it is posted.
 #[derive(Debug)]
 pub(crate) struct BoundOp {
     pub peer: PeerKey,
-    /// The one rail that may carry it, counted among those of the transport in use.
+    /// The only rail that may carry it: its index among those of the transport in use.
     pub(super) pin: Option<u8>,
     pub(super) wr: WorkRequest,
     page: u32,
-    /// Bytes of page `page` that are posted; not 0 only where a single page must be cut.
+    /// Posted bytes of page `page`; above 0 only if single pages are cut.
     byte: u64,
-    cut: Option<Cut>,
+    cut: Option<SliceLimits>,
     confirm: Option<u32>,
-    joint: Option<Joint>,
-    /// How often its bytes have been sent before.
+    joint: Option<SharedCount>,
+    /// Number of earlier attempts for these bytes.
     pub(super) tries: u8,
-    /// It completes what was posted before, and doesn't queue up behind bytes.
+    /// Whether it completes posted work and is posted before queued bytes.
     pub(super) ahead: bool,
 }
 
-/// One count for several operations of a transfer, which follow each other.
+/// One count for several successive operations of a transfer.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Joint {
+pub(crate) struct SharedCount {
     pub count: Count,
-    /// How many operations.
+    /// Number of operations.
     pub of: u32,
     pub first: bool,
 }
 
-/// How an operation is cut: pieces of at most so many bytes, work requests of so many pages.
+/// Limits of one slice: bytes of a page, and pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Cut {
+struct SliceLimits {
     bytes: u64,
     pages: u32,
 }
@@ -58,16 +58,16 @@ impl BoundOp {
         Self { peer, pin, wr, page: 0, byte: 0, cut, confirm, joint, tries: 0, ahead: false }
     }
 
-    /// What is missing of a lost slice of which `there` counts have come with their bytes: no other count, and
-    /// none along with bytes (IC-3). Over any rail, for its own is the one that was lost.
-    pub(super) fn again(slice: Slice, there: u32, transfer: &mut Transfer) -> Self {
+    /// The missing part of a lost slice, of which `there` counts and their bytes have arrived.
+    /// Bytes go without a count, and no count is sent twice (IC-3). Any rail may carry it.
+    pub(super) fn missing_part(slice: Slice, there: u32, transfer: &mut Transfer) -> Self {
         let Slice { peer, wr, confirm, tries, .. } = slice;
         let tries = tries.saturating_add(1);
         let (wr, confirm) = match wr {
             WorkRequest::Write { data, count: Some(c) } => {
                 let count = Count { imm: c.imm, n: c.n - there };
                 let confirm = transfer.open_confirm(peer, (None, tries), Some(count));
-                // Counts of pages come in their order; a single page counts as a whole.
+                // Counts of pages arrive in order; a single page counts as a whole.
                 let skip = if c.n == data.pages { there } else { 0 };
                 let data = Data {
                     local_seq: data.local_seq.advanced(skip, 0),
@@ -95,8 +95,7 @@ impl BoundOp {
         }
     }
 
-    /// What it counts at its peer, of several that share a count only the first; and what it carries there, in
-    /// bytes.
+    /// The count at the peer, and the bytes. If several operations share a count, the first has it.
     #[inline]
     pub fn load(&self) -> (Option<Count>, u64) {
         let shared = self.joint.filter(|j| j.first).map(|j| j.count);
@@ -113,12 +112,12 @@ impl BoundOp {
         Self { ahead: true, ..self }
     }
 
-    /// One of several whose count follows the last of them.
-    pub fn joined(self, joint: Joint) -> Self {
+    /// Makes it one of several operations with one count.
+    pub fn joined(self, joint: SharedCount) -> Self {
         Self { joint: Some(joint), ..self }
     }
 
-    /// Takes its place among those that share a count.
+    /// Joins the confirm that it shares.
     pub(super) fn join(&mut self, transfer: &mut Transfer) {
         if let Some(joint) = self.joint.take() {
             self.confirm = Some(transfer.join(self.peer, self.pin, joint));
@@ -133,7 +132,7 @@ impl BoundOp {
         Self { pin, ..self }
     }
 
-    /// The same, up to where bytes would move; nothing for what moves none.
+    /// The operation that prepares this one; `None` if it moves no bytes.
     pub fn prepare(self) -> Option<Self> {
         match self.wr {
             WorkRequest::Write { data, .. } => {
@@ -144,11 +143,11 @@ impl BoundOp {
     }
 }
 
-pub(super) enum Posted {
+pub(super) enum PostOutcome {
     All,
-    /// The links are full; the rest waits.
-    Part(Held),
-    /// On this rail.
+    /// The links are full, and the rest waits.
+    Part(Deferral),
+    /// Posting failed on this rail.
     Failed(usize, DomainError),
 }
 
@@ -161,38 +160,44 @@ pub(super) fn post_slices(
     op: &mut BoundOp,
     route: &mut Route,
     (rails, ledger): (&mut Rails, &mut Ledger),
-) -> Posted {
-    let mut lanes = match Lanes::new((now, since), route, (rails, ledger), op, transfer) {
-        Ok(lanes) => lanes,
-        Err((rail, e)) => return Posted::Failed(rail, e),
-    };
+) -> PostOutcome {
+    let mut eligible_links =
+        match EligibleLinks::new((now, since), route, (rails, ledger), op, transfer) {
+            Ok(eligible_links) => eligible_links,
+            Err((rail, e)) => return PostOutcome::Failed(rail, e),
+        };
     let (data, count) = match &op.wr {
         WorkRequest::Write { data, count } => (data, *count),
         WorkRequest::Read { data } | WorkRequest::Prepare { data } => (data, None),
         WorkRequest::Count(_) | WorkRequest::Send(_) => {
-            let posted = lanes.post(key, transfer, (&op.wr, 0), op.confirm);
-            return whole(posted, lanes.held);
+            let posted = eligible_links.post(key, transfer, (&op.wr, 0), op.confirm);
+            return whole(posted, eligible_links.deferral);
         }
     };
     let cut = match op.cut {
         Some(cut) => {
-            // The links may be others by now.
-            let caps = lanes.caps();
+            // The links may have changed since the cut.
+            let caps = eligible_links.caps();
             if data.page_len > caps.max_bytes && data.page_len <= cut.bytes {
-                let rail = lanes.route.active()[0].pair.rail;
+                let rail = eligible_links.route.active()[0].pair.rail;
                 let why = "its transport changed for one that takes less at a time";
-                return Posted::Failed(rail, DomainError::LinkDown(why.into()));
+                return PostOutcome::Failed(rail, DomainError::LinkDown(why.into()));
             }
             let (bytes, pages) = (cut.bytes.min(caps.max_bytes), cut.pages.min(caps.max_pages));
-            *op.cut.insert(Cut { bytes, pages })
+            *op.cut.insert(SliceLimits { bytes, pages })
         }
         None => {
-            let cut = choose_cut(data, &lanes.caps(), lanes.len(), lanes.most());
+            let cut = choose_cut(
+                data,
+                &eligible_links.caps(),
+                eligible_links.len(),
+                eligible_links.max_slice(),
+            );
             if data.page_len <= cut.bytes && data.pages <= cut.pages {
-                let posted = lanes.post(key, transfer, (&op.wr, 0), op.confirm);
-                let posted = whole(posted, lanes.held);
+                let posted = eligible_links.post(key, transfer, (&op.wr, 0), op.confirm);
+                let posted = whole(posted, eligible_links.deferral);
                 return match (posted, op.confirm) {
-                    (Posted::All, Some(confirm)) => {
+                    (PostOutcome::All, Some(confirm)) => {
                         all_posted(confirm, now, key, transfer, op, route, (rails, ledger))
                     }
                     (posted, _) => posted,
@@ -217,10 +222,10 @@ pub(super) fn post_slices(
         };
         let behind = data.bytes() - u64::from(op.page) * data.page_len - op.byte;
         let behind = behind.saturating_sub(slice_bytes);
-        match lanes.post(key, transfer, (&wr, behind), op.confirm) {
-            Ok(Post::Full) => return Posted::Part(lanes.held),
+        match eligible_links.post(key, transfer, (&wr, behind), op.confirm) {
+            Ok(Post::Full) => return PostOutcome::Part(eligible_links.deferral),
             Ok(_) => {}
-            Err((rail, e)) => return Posted::Failed(rail, e),
+            Err((rail, e)) => return PostOutcome::Failed(rail, e),
         }
         op.byte += bytes;
         if op.byte == data.page_len || !cut_pages {
@@ -230,12 +235,12 @@ pub(super) fn post_slices(
     }
     match op.confirm {
         Some(confirm) => all_posted(confirm, now, key, transfer, op, route, (rails, ledger)),
-        None => Posted::All,
+        None => PostOutcome::All,
     }
 }
 
-/// The last slice of an operation is posted. If every slice was carried out at once, what is left of
-/// it is its count.
+/// Handles that the last slice of an operation is posted. If all slices were carried out at once,
+/// only the count is left to post.
 fn all_posted(
     confirm: u32,
     now: Time,
@@ -244,46 +249,46 @@ fn all_posted(
     op: &mut BoundOp,
     route: &mut Route,
     (rails, ledger): (&mut Rails, &mut Ledger),
-) -> Posted {
+) -> PostOutcome {
     match transfer.all_posted(confirm) {
         Some(count) => {
             op.wr = WorkRequest::Count(count);
             op.confirm = None;
             post_slices((now, now), key, transfer, op, route, (rails, ledger))
         }
-        None => Posted::All,
+        None => PostOutcome::All,
     }
 }
 
 #[inline]
-fn whole(posted: Result<Post, (usize, DomainError)>, held: Held) -> Posted {
+fn whole(posted: Result<Post, (usize, DomainError)>, deferral: Deferral) -> PostOutcome {
     match posted {
-        Ok(Post::Full) => Posted::Part(held),
-        Ok(_) => Posted::All,
-        Err((rail, e)) => Posted::Failed(rail, e),
+        Ok(Post::Full) => PostOutcome::Part(deferral),
+        Ok(_) => PostOutcome::All,
+        Err((rail, e)) => PostOutcome::Failed(rail, e),
     }
 }
 
-/// `most`: bytes of one slice, so that neither a rail nor a receiver is taken for long at a time. What is a
-/// little larger stays whole: the count that follows cut bytes would cost more.
-fn choose_cut(data: &Data, caps: &Caps, links: usize, most: Option<u64>) -> Cut {
-    let mut cut = Cut { bytes: caps.max_bytes, pages: caps.max_pages };
+/// Chooses the cut of an operation. `most` bounds a slice, so that it occupies neither a rail nor a
+/// receiver for long. A slightly larger operation is not cut: its confirming count would cost more.
+fn choose_cut(data: &Data, caps: &Caps, links: usize, most: Option<u64>) -> SliceLimits {
+    let mut cut = SliceLimits { bytes: caps.max_bytes, pages: caps.max_pages };
     if let Some(most) = most.filter(|most| data.bytes() > 2 * most) {
         let pages = u32::try_from(most / data.page_len.max(1)).unwrap_or(u32::MAX);
-        cut = Cut { bytes: cut.bytes.min(most), pages: cut.pages.min(pages).max(1) };
+        cut = SliceLimits { bytes: cut.bytes.min(most), pages: cut.pages.min(pages).max(1) };
     }
     if links > 1 {
         let slice = slice_size(data.bytes(), links).min(most.unwrap_or(u64::MAX));
         let chunk = u32::try_from(slice / data.page_len.max(1)).unwrap_or(u32::MAX);
         cut.pages = cut.pages.min(data.pages.div_ceil(links as u32)).min(chunk).max(1);
-        if (data.pages as usize) < links && data.page_len >= SPREAD {
+        if (data.pages as usize) < links && data.page_len >= MIN_SPRAY_BYTES {
             cut.bytes = cut.bytes.min(slice);
         }
     }
     cut
 }
 
-fn next_slice(data: &Data, page: u32, byte: u64, cut: Cut) -> Data {
+fn next_slice(data: &Data, page: u32, byte: u64, cut: SliceLimits) -> Data {
     let (pages, page_len) = match data.page_len > cut.bytes {
         true => (1, (data.page_len - byte).min(cut.bytes)),
         false => ((data.pages - page).min(cut.pages), data.page_len),
@@ -323,7 +328,7 @@ mod tests {
         for (page_len, pages, bytes, chunk) in
             [(10, 1, 4, 9), (4, 7, 4, 3), (9, 3, 4, 100), (8, 2, 8, 1)]
         {
-            let cut = Cut { bytes, pages: chunk };
+            let cut = SliceLimits { bytes, pages: chunk };
             let whole = data(page_len, pages);
             let (mut page, mut byte) = (0, 0);
             let mut seen = Vec::new();
@@ -350,14 +355,14 @@ mod tests {
     fn writes_spread_over_all_rails_and_small_ones_stay_whole() {
         let caps = Caps { max_bytes: 1 << 30, max_pages: 32, max_message: 0 };
         let cut = |page_len, pages, links| choose_cut(&data(page_len, pages), &caps, links, None);
-        assert_eq!(cut(SPREAD - 1, 1, 4).bytes, 1 << 30);
+        assert_eq!(cut(MIN_SPRAY_BYTES - 1, 1, 4).bytes, 1 << 30);
         assert_eq!(cut(1 << 20, 1, 4).bytes, 64 << 10);
         assert_eq!(cut(1 << 30, 1, 4).bytes, 8 << 20);
-        assert_eq!(cut(1 << 20, 4, 4), Cut { bytes: 1 << 30, pages: 1 });
+        assert_eq!(cut(1 << 20, 4, 4), SliceLimits { bytes: 1 << 30, pages: 1 });
         // Pages are never cut for this, and go in chunks of a slice at least.
         assert_eq!(cut(1024, 100, 4).pages, 25);
         assert_eq!(cut(1024, 1000, 4).pages, 32);
         assert_eq!(cut(16 << 10, 1000, 4).pages, 8);
-        assert_eq!(cut(1024, 1000, 1), Cut { bytes: 1 << 30, pages: 32 });
+        assert_eq!(cut(1024, 1000, 1), SliceLimits { bytes: 1 << 30, pages: 32 });
     }
 }

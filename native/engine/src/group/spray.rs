@@ -1,5 +1,5 @@
-//! Which of a peer's links takes a slice, and which of them has stalled: what is measured, and the
-//! policies applied to it (TENT §3.3, §3.4).
+//! Measures a peer's links, selects the link of each slice, and finds stalled links (TENT §3.3,
+//! §3.4).
 
 use std::time::Duration;
 
@@ -9,10 +9,10 @@ use super::{
     ledger::{Ledger, Slice},
     policy::{
         estimate::Estimate,
-        score::{Choice, RailView},
+        score::{RailSelector, RailView},
         stall,
     },
-    route::{Link, PeerKey, State},
+    route::{ActiveLink, PeerKey, PeerState},
     Group, Rails,
 };
 use crate::{
@@ -22,42 +22,46 @@ use crate::{
     time::Time,
 };
 
-/// What a rail is taken for until it has carried something: 400 Gb/s, bytes per ns.
+/// The assumed speed of an unused rail: 400 Gb/s, in bytes per ns.
 const NOMINAL: f64 = 50.0;
-/// Bytes that a link may have under way, or so many slices if those are large: what is posted can't
-/// change its rail any more.
+/// Bytes that a link may have under way, or [`WINDOW_SLICES`] slices if those are large. A posted
+/// slice can't change its rail.
 const WINDOW: u64 = 8 << 20;
 const WINDOW_SLICES: u64 = 4;
-/// And no more than it is known to carry in so long: for a slow link the window would be seconds.
+/// A link has no more under way than it carries in this time. For a slow link the window would be
+/// seconds.
 const HORIZON: Duration = Duration::from_millis(20);
-/// But always so much, or so many slices, that it doesn't wait for completions to be seen.
-const LEAST: u64 = 512 << 10;
+/// A link may always have this many bytes, or [`LEAST_SLICES`] slices, under way, so that it does
+/// not wait for completions to be polled.
+const MIN_WINDOW: u64 = 512 << 10;
 const LEAST_SLICES: u64 = 2;
-/// Links of one peer and transport: two for each pair of NICs where both sides connected at once.
-pub(super) const MOST_LINKS: usize = 2 * MAX_RAILS;
-/// How often links are looked at that may have stalled.
-const LOOK: Duration = Duration::from_millis(10);
+/// Most links of one peer and transport: two for each pair of NICs if both sides connected at once.
+pub(super) const MAX_LINKS: usize = 2 * MAX_RAILS;
+/// Interval of the checks for stalled links.
+const STALL_CHECK_INTERVAL: Duration = Duration::from_millis(10);
 
-/// A link that has done fewer slices isn't taken for stalled, nor one that took a share of it before.
+/// A link that has done fewer slices does not count as stalled, nor one whose slowest slice took
+/// 1/[`SLOWEST`] of the time before.
 const SAMPLES: u32 = 8;
 const SLOWEST: u32 = 4;
 
-/// What has no bytes can stall as well.
+/// The weight of a slice: its bytes, at least 1, because work without bytes can stall as well.
 fn weight(bytes: u64) -> u64 {
     bytes.max(1)
 }
 
-/// What is measured of one link.
+/// Measurements of one link.
 #[derive(Debug)]
 pub(super) struct Gauge {
     estimate: Estimate,
     /// Bytes under way.
     pub queued: u64,
-    /// Since when it has had something to do and finished nothing.
+    /// Since when it has had work and finished none.
     waiting_since: Time,
     finished: Time,
-    /// Slices that it has done, and how long the slowest of late took.
+    /// Slices that it has done.
     samples: u32,
+    /// The time of the slowest recent slice.
     slowest: Duration,
 }
 
@@ -81,7 +85,7 @@ impl Gauge {
         self.queued += weight(bytes);
     }
 
-    /// A slice is over, however it ended.
+    /// Records the end of a slice, whatever its result.
     #[inline]
     pub fn left(&mut self, now: Time, bytes: u64) {
         self.queued = self.queued.saturating_sub(weight(bytes));
@@ -95,40 +99,40 @@ impl Gauge {
         self.estimate.completed(now, slice.posted, slice.bytes, slice.queued);
     }
 
-    /// How long so many bytes will take, beside what is under way.
+    /// The predicted time for `bytes`, after what is under way.
     pub fn expects(&self, now: Time, bytes: u64) -> Duration {
         let speed = self.estimate.speed(now, self.queued);
         Duration::from_nanos(speed.takes(bytes + self.queued) as u64)
     }
 
     fn has_room(&self, length: u64) -> bool {
-        let least = LEAST.max(LEAST_SLICES * length);
+        let least = MIN_WINDOW.max(LEAST_SLICES * length);
         let known = self.estimate.carries(HORIZON).max(least);
         self.queued == 0 || self.queued + length <= known.min(WINDOW.max(WINDOW_SLICES * length))
     }
 
-    fn seen(&self) -> stall::Seen {
-        stall::Seen { finished: self.finished, idle: self.queued == 0 }
+    fn seen(&self) -> stall::RailProgress {
+        stall::RailProgress { finished: self.finished, idle: self.queued == 0 }
     }
 
-    /// Whether it is overdue with what it has.
+    /// Whether its work is overdue.
     fn is_late(&self, now: Time) -> bool {
         let expected = self.estimate.speed(now, 1).takes(self.queued);
         let expected = Duration::from_nanos(expected as u64);
-        let patience = stall::patience(expected).max(self.slowest * SLOWEST);
-        self.queued > 0 && self.samples >= SAMPLES && now.since(self.waiting_since) > patience
+        let limit = stall::stall_timeout(expected).max(self.slowest * SLOWEST);
+        self.queued > 0 && self.samples >= SAMPLES && now.since(self.waiting_since) > limit
     }
 }
 
-/// The links as the policy sees them. Those in `full` have no room, whatever their gauge says.
+/// The links as the policy sees them. Links in `full` have no room, whatever their gauge says.
 pub(super) fn views(
     now: Time,
-    links: &[Link],
+    links: &[ActiveLink],
     ledger: &Ledger,
     full: &[bool],
     length: u64,
-) -> SmallVec<[RailView; MOST_LINKS]> {
-    let view = |(link, full): (&Link, &bool)| RailView {
+) -> SmallVec<[RailView; MAX_LINKS]> {
+    let view = |(link, full): (&ActiveLink, &bool)| RailView {
         queued: link.gauge.queued,
         speed: link.gauge.estimate.speed(now, link.gauge.queued),
         tier: ledger.tier(link.pair.rail),
@@ -138,36 +142,37 @@ pub(super) fn views(
 }
 
 impl Spray {
-    pub(super) fn choice(self) -> Choice {
+    pub(super) fn selector(self) -> RailSelector {
         match self {
-            Spray::Adaptive => Choice::adaptive(),
-            Spray::RoundRobin => Choice::round_robin(),
-            Spray::Random(seed) => Choice::random(seed),
+            Spray::Adaptive => RailSelector::adaptive(),
+            Spray::RoundRobin => RailSelector::round_robin(),
+            Spray::Random(seed) => RailSelector::random(seed),
         }
     }
 }
 
 impl Group {
-    /// Something was posted to a peer: if it has several links, one of them may stall.
+    /// Handles a post to a peer: schedules stall checks if it has several links, and asks for
+    /// credit.
     #[inline]
     pub(super) fn posted(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) {
         if self.look_at == Time::NEVER && self.peers[peer as usize].active().len() > 1 {
-            self.look_at = now.after(LOOK);
+            self.look_at = now.after(STALL_CHECK_INTERVAL);
         }
         self.seek_credit(now, peer, rails);
     }
 
-    /// Gives up links that have stalled while others of the same peer go on: what they carry is sent
-    /// another way, and their breaker opens.
+    /// Drops links that have stalled while others of the same peer progress. Their slices are sent
+    /// over other links, and their breakers open.
     pub(super) fn look(&mut self, now: Time, rails: &mut Rails) {
         let mut busy = false;
         for (key, route) in self.peers.iter_mut() {
             let links = route.active();
-            if route.state != State::Up || links.len() < 2 {
+            if route.state != PeerState::Up || links.len() < 2 {
                 continue;
             }
             busy |= links.iter().any(|l| l.gauge.queued > 0);
-            let seen: SmallVec<[stall::Seen; MOST_LINKS]> =
+            let seen: SmallVec<[stall::RailProgress; MAX_LINKS]> =
                 links.iter().map(|l| l.gauge.seen()).collect();
             for (i, link) in links.iter().enumerate() {
                 let since = link.gauge.waiting_since;
@@ -186,7 +191,7 @@ impl Group {
                 }
             }
         }
-        self.look_at = if busy { now.after(LOOK) } else { Time::NEVER };
+        self.look_at = if busy { now.after(STALL_CHECK_INTERVAL) } else { Time::NEVER };
     }
 }
 

@@ -4,9 +4,9 @@ use smallvec::SmallVec;
 
 use super::{
     policy::admit::urgent_at,
-    recorder::Flight,
+    recorder::FlightState,
     route::Route,
-    slices::{BoundOp, Joint},
+    slices::{BoundOp, SharedCount},
     CompletionHandle, PeerKey,
 };
 use crate::{
@@ -19,20 +19,20 @@ use crate::{
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct TransferKey {
     pub slot: u32,
-    /// Tells two users of one slot apart: a late completion of the first must not hit the second.
+    /// Distinguishes successive users of a slot, so that a late completion never hits a later one.
     pub serial: u32,
 }
 
-/// A count that waits until all slices of its write are acknowledged (design §4, *confirm*).
+/// A count that waits until all slices of its write are acknowledged (design section 4, *confirm*).
 #[derive(Debug)]
-pub(super) struct Confirm {
+pub(super) struct DeferredCount {
     peer: PeerKey,
     count: Option<Count>,
-    /// The rail that the write is pinned to, and its count with it.
+    /// The rail to which the write and its count are pinned.
     pin: Option<u8>,
     /// Slices posted and not acknowledged.
     left: u32,
-    /// Operations of which some slices are not posted yet.
+    /// Operations with unposted slices.
     open: u32,
     tries: u8,
 }
@@ -42,33 +42,33 @@ pub(super) struct Transfer {
     pub name: &'static str,
     pub serial: u32,
     pub priority: Priority,
-    /// The peer of its latest operation; who is named when the request as a whole fails.
+    /// The peer of the latest operation, which errors of the whole request name.
     pub peer: PeerKey,
     /// Work requests posted and not completed.
     pub outstanding: u32,
     /// Operations in some backlog.
     pub waiting: u32,
-    /// Bytes that are not posted yet.
+    /// Unposted bytes.
     pub unposted: u64,
     pub sealed: bool,
     pub error: Option<EngineError>,
-    /// A rail to this peer failed it. Whether the rail was lost or the peer is not known until then.
+    /// The peer whose rail failed the transfer, and when the rail counts as lost alone.
     pub undecided: Option<(PeerKey, Time)>,
-    pub claim: Option<CompletionHandle>,
-    /// Its result was told, maybe before everything of it was over.
-    told: bool,
-    /// A link that carried some of it was lost, and its other end hasn't said that it is down.
+    pub completion: Option<CompletionHandle>,
+    /// The result was reported, perhaps before all work was over.
+    reported: bool,
+    /// A link that carried a part was lost, and its other end has not reported that it is down.
     pub unproven: bool,
     pub deadline: Time,
     pub timeout: Duration,
-    confirms: SmallVec<[Confirm; 1]>,
-    /// The latest of them that several operations share.
+    confirms: SmallVec<[DeferredCount; 1]>,
+    /// Index of the latest confirm that several operations share.
     joint: u32,
-    pub flight: Flight,
+    pub flight: FlightState,
 }
 
 impl Transfer {
-    pub fn new(name: &'static str, serial: u32, priority: Priority, flight: Flight) -> Self {
+    pub fn new(name: &'static str, serial: u32, priority: Priority, flight: FlightState) -> Self {
         Self {
             name,
             serial,
@@ -80,8 +80,8 @@ impl Transfer {
             sealed: false,
             error: None,
             undecided: None,
-            claim: None,
-            told: false,
+            completion: None,
+            reported: false,
             unproven: false,
             deadline: Time::NEVER,
             timeout: Duration::MAX,
@@ -100,14 +100,14 @@ impl Transfer {
         self.outstanding == 0 && self.waiting == 0 && result_known
     }
 
-    /// Those that it may still refer to.
+    /// The peers to which it may still refer.
     pub fn peers(&self) -> impl Iterator<Item = PeerKey> + '_ {
         let undecided = self.undecided.map(|(peer, _)| peer);
         let confirming = self.confirms.iter().map(|c| c.peer);
         confirming.chain(undecided).chain([self.peer])
     }
 
-    /// From when on it may miss its deadline.
+    /// When it must be posted to meet its deadline.
     pub fn urgent_at(&self, now: Time, route: &Route) -> Time {
         match self.deadline {
             Time::NEVER => Time::NEVER,
@@ -115,29 +115,29 @@ impl Transfer {
         }
     }
 
-    /// One of its operations found no room in a window.
+    /// Records that an operation found no room in a window.
     pub fn waits_for_room(&mut self, route: &mut Route) {
         self.flight.waits += 1;
         route.tally.waited(self.priority);
     }
 
-    /// Ends it before everything of it is over, for its waiter. The last word: what failed before
-    /// doesn't say that other parts are still under way (MR-1).
+    /// Reports the result before all work is over. It replaces an earlier error, which does not say
+    /// that work is still under way (MR-1).
     pub fn end_early(&mut self, error: EngineError) {
         self.undecided = None;
         match self.outstanding {
             0 => self.fail(error),
             _ => self.error = Some(error),
         }
-        self.tell();
+        self.report();
     }
 
-    /// The first error stands.
+    /// Sets the error, unless there is one.
     pub fn fail(&mut self, error: EngineError) {
         self.error.get_or_insert(error);
     }
 
-    /// The rail that failed it was the first sign of the peer's end.
+    /// Replaces the error of a lost rail by that of its lost peer; true if it had one.
     pub fn peer_was_lost(&mut self, peer: PeerKey, error: &EngineError) -> bool {
         let hit = self.undecided.is_some_and(|(p, _)| p == peer);
         if hit {
@@ -147,19 +147,19 @@ impl Transfer {
         hit
     }
 
-    /// Opens the count of a write that is cut; one operation is to post its slices.
+    /// Opens the confirm of a cut write, whose slices one operation posts.
     pub fn open_confirm(
         &mut self,
         peer: PeerKey,
         (pin, tries): (Option<u8>, u8),
         count: Option<Count>,
     ) -> u32 {
-        self.confirms.push(Confirm { peer, count, pin, left: 0, open: 1, tries });
+        self.confirms.push(DeferredCount { peer, count, pin, left: 0, open: 1, tries });
         self.confirms.len() as u32 - 1
     }
 
-    /// The count that an operation shares with others, opened by the first of them.
-    pub fn join(&mut self, peer: PeerKey, pin: Option<u8>, joint: Joint) -> u32 {
+    /// The confirm that an operation shares with others; the first operation opens it.
+    pub fn join(&mut self, peer: PeerKey, pin: Option<u8>, joint: SharedCount) -> u32 {
         if joint.first {
             let confirm = self.open_confirm(peer, (pin, 0), Some(joint.count));
             self.confirms[confirm as usize].open = joint.of;
@@ -168,12 +168,12 @@ impl Transfer {
         self.joint
     }
 
-    /// A slice was lost, and is posted again by an operation of its own.
+    /// A slice was lost; an operation of its own posts it again.
     pub fn reopen(&mut self, confirm: u32) {
         let c = &mut self.confirms[confirm as usize];
         c.left -= 1;
         c.open += 1;
-        // Its rail was lost.
+        // The pinned rail was lost.
         c.pin = None;
     }
 
@@ -197,8 +197,8 @@ impl Transfer {
         None
     }
 
-    /// A slice is acknowledged; returns the count that may be sent now, if any: with the last slice and not
-    /// before (IC-2), also when slices were lost meanwhile (IC-4).
+    /// A slice is acknowledged. Returns the count with the last slice, not before (IC-2), also if
+    /// slices were lost meanwhile (IC-4).
     pub fn confirmed(&mut self, confirm: u32) -> Option<BoundOp> {
         let c = &mut self.confirms[confirm as usize];
         c.left -= 1;
@@ -211,7 +211,7 @@ impl Transfer {
         c.count.take().map(op)
     }
 
-    /// What the completion of a slice brings that no ledger knows.
+    /// The token of a slice that the ledger does not keep.
     pub fn token(key: TransferKey, confirm: Option<u32>) -> Token {
         Token { slot: key.slot, serial: key.serial, part: confirm.map_or(0, |c| c + 1) }
     }
@@ -220,19 +220,19 @@ impl Transfer {
         (TransferKey { slot: token.slot, serial: token.serial }, token.part.checked_sub(1))
     }
 
-    /// Gives the result to the waiter, once.
-    pub fn tell(&mut self) {
-        if let Some((claim, at)) = self.claim.as_ref().filter(|_| !self.told) {
-            claim.resolve(*at, self.error.clone().map_or(Ok(()), Err));
-            self.told = true;
+    /// Reports the result to the waiter, once.
+    pub fn report(&mut self) {
+        if let Some((completion, at)) = self.completion.as_ref().filter(|_| !self.reported) {
+            completion.resolve(*at, self.error.clone().map_or(Ok(()), Err));
+            self.reported = true;
         }
     }
 
-    /// All of it is over.
+    /// Reports that all work is over.
     pub fn deliver(&mut self) {
-        let Some((claim, at)) = &self.claim else { return };
-        let result = (!self.told).then(|| self.error.clone().map_or(Ok(()), Err));
-        self.told = true;
-        claim.release(*at, !self.unproven, result);
+        let Some((completion, at)) = &self.completion else { return };
+        let result = (!self.reported).then(|| self.error.clone().map_or(Ok(()), Err));
+        self.reported = true;
+        completion.release(*at, !self.unproven, result);
     }
 }

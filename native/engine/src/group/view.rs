@@ -1,14 +1,14 @@
-//! What a group says of itself, and the limits that it is told.
+//! The group's metrics and explanations, and the limits that others set.
 
 use std::sync::Arc;
 
 use super::{
-    route::{Route, State, Verdict},
+    route::{PeerState, Route, TransportVerdict},
     Group, PeerKey, Rails,
 };
 use crate::{
     api::{RegionKey, TransportKind},
-    domain::Aperture,
+    domain::PeerMapping,
     flight::{Cursor, Metrics, PeerMetrics, RailMetrics, Records},
     time::Time,
     topology::Tier,
@@ -17,30 +17,30 @@ use crate::{
 impl Group {
     pub fn next_deadline(&self) -> Time {
         let first = self.deadlines.first().map_or(Time::NEVER, |(t, _)| *t);
-        let returns = self.returns.first().map_or(Time::NEVER, |(t, _)| *t);
+        let probes = self.probe_times.first().map_or(Time::NEVER, |(t, _)| *t);
         let verdicts = self.verdicts.first().map_or(Time::NEVER, |(t, _)| *t);
-        let patience = self.resolve_deadlines.first().map_or(Time::NEVER, |(t, _)| *t);
+        let next_deadline = self.resolve_deadlines.first().map_or(Time::NEVER, |(t, _)| *t);
         first
-            .min(returns)
+            .min(probes)
             .min(verdicts)
-            .min(patience)
+            .min(next_deadline)
             .min(self.look_at)
             .min(self.move_at)
             .min(self.credits.next())
     }
 
-    /// How much of its window a rail may use: others of this host share the NIC.
+    /// Sets the window of a rail, because other processes of this host share the NIC.
     pub fn limit(&mut self, rail: usize, bytes: u64) {
         self.ledger.set_window(rail, bytes);
     }
 
-    /// What may be under way over a rail, and what is; bytes.
+    /// The window of a rail, and bytes under way over it.
     pub fn use_of(&self, rail: usize) -> (u64, u64) {
         (self.ledger.window(rail), self.ledger.under_way(rail).total())
     }
 
-    /// How far a rail is from the memory that the engine serves.
-    pub fn place(&mut self, rail: usize, tier: Tier) {
+    /// Sets the distance of a rail from the engine's memory.
+    pub fn set_tier(&mut self, rail: usize, tier: Tier) {
         self.ledger.set_tier(rail, tier);
     }
 
@@ -49,7 +49,7 @@ impl Group {
         self.transfers.is_empty()
     }
 
-    pub fn explain(&self, peer: PeerKey, rails: &Rails) -> (Option<String>, Vec<Verdict>) {
+    pub fn explain(&self, peer: PeerKey, rails: &Rails) -> (Option<String>, Vec<TransportVerdict>) {
         self.peers[peer as usize].explain(rails)
     }
 
@@ -58,31 +58,32 @@ impl Group {
         route.active().first().map(|l| rails[l.pair.rail].kind())
     }
 
-    /// Where a device stores to a peer's region by itself, over the first link that shows it.
+    /// Maps a peer's region for direct stores, over the first link that can.
     ///
     /// # Errors
-    /// Why it can't, by the last link that was asked.
-    pub fn aperture(
+    /// The reason of the last link that can't.
+    pub fn map_peer_region(
         &self,
         peer: PeerKey,
         (key, by): (RegionKey, Option<i32>),
         rails: &mut Rails,
-    ) -> Result<Arc<Aperture>, String> {
+    ) -> Result<Arc<PeerMapping>, String> {
         let links = self.peers.get(peer as usize).map_or(&[][..], Route::active);
         let none = Err("the peer is not connected".to_owned());
-        links
-            .iter()
-            .fold(none, |found, l| found.or_else(|_| rails[l.pair.rail].aperture(l.id, key, by)))
+        links.iter().fold(none, |found, l| {
+            found.or_else(|_| rails[l.pair.rail].map_peer_region(l.id, key, by))
+        })
     }
 
-    /// What was recorded since, and what goes on. Of peers the names, by which records call them.
+    /// Reads the records since a cursor and the operations in flight. Records name peers by index
+    /// in `peers`.
     pub fn records(&self, since: Cursor, rails: &Rails, out: &mut Records) {
         out.peers = self.peers.names();
         out.rails = rails.iter().map(|r| (r.kind(), r.device().to_owned())).collect();
         self.recorder.read(since, self.transfers.iter().map(|(_, t)| t), out);
     }
 
-    /// What is counted of rails and peers.
+    /// Reads the metrics of rails and peers.
     pub fn metrics(&self, rails: &Rails, out: &mut Metrics) {
         out.going_on = self.transfers.len();
         let numbered = rails.iter().enumerate();
@@ -100,16 +101,16 @@ impl Group {
 }
 
 fn peer_metrics(route: &Route, rails: &Rails) -> PeerMetrics {
-    let up = route.state == State::Up;
+    let up = route.state == PeerState::Up;
     let links = route.active();
     PeerMetrics {
         id: route.address.id,
         name: route.address.name.clone(),
         state: match route.state {
-            State::Idle => "idle",
-            State::Connecting => "connecting",
-            State::Up => "up",
-            State::Lost => "lost",
+            PeerState::Idle => "idle",
+            PeerState::Connecting => "connecting",
+            PeerState::Up => "up",
+            PeerState::Lost => "lost",
         },
         transport: links.first().filter(|_| up).map(|l| rails[l.pair.rail].kind()),
         links: if up { links.len() } else { 0 },

@@ -8,8 +8,8 @@ use rustix::{fs::MemfdFlags, io::Errno, mm};
 use super::{headroom::headroom, huge};
 use crate::{EngineError, Result};
 
-/// From this size on it is worth asking first whether the system has so much, bytes.
-const LARGE: u64 = 64 << 20;
+/// Size from which on free memory is checked first, bytes.
+const HEADROOM_CHECK_BYTES: u64 = 64 << 20;
 
 /// Memory that peers on this host can map: a sealed-size memfd, mapped here, freed with the last
 /// reference. It has no name in any file system, so that nothing is left behind by `kill -9`.
@@ -33,7 +33,7 @@ impl Allocation {
             .filter(|n| *n <= isize::MAX as u64)
             .ok_or_else(|| EngineError::Invalid(format!("{len} bytes are more than can exist")))?;
         let fail = |call| move |e: Errno| allocation_failed(call, e, rounded);
-        if rounded >= LARGE && rounded > headroom() {
+        if rounded >= HEADROOM_CHECK_BYTES && rounded > headroom() {
             return Err(fail("memfd_create")(Errno::NOMEM));
         }
         let fd = rustix::fs::memfd_create(
@@ -49,7 +49,7 @@ impl Allocation {
         let len = rounded as usize;
         let base = huge::map_shared(fd.as_fd(), len).map_err(fail("mmap"))?;
         let allocation = Self { id: NEXT.fetch_add(1, Ordering::Relaxed), fd, base, len };
-        huge::back(allocation.fd(), base, len)
+        huge::allocate_memfd(allocation.fd(), base, len)
             .or_else(|e| match e {
                 // Kernels before 5.14 don't know the advice.
                 Errno::INVAL => rustix::fs::fallocate(

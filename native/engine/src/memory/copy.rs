@@ -1,35 +1,36 @@
-//! The one place that decides how bytes are copied: by size, by temperature, and by what this
-//! machine has shown to be fastest.
+//! Chooses how bytes are copied: by size, by whether the destination is cached, and by measurement
+//! on this machine.
 
 use std::time::Instant;
 
 use super::{
-    choice::{Choice, Use},
-    heat::{cache_window, Heat},
+    recent_writes::{cache_window, RecentWrites},
     routine::{cached, cold_candidates, fence, page_candidates, PageRoutine, Routine},
+    routine_choice::{RoutineChoice, RoutineUse},
 };
 
-/// Below this, the choice costs more than it brings.
+/// Shortest copy with a choice, bytes; below, the choice costs more than it saves.
 const SMALL: usize = 4096;
-/// Pages from here on are copied one by one: what comes before the next is fetched is a small part of one.
+/// Pages from here on are copied one by one: what comes before the next is fetched is a small part
+/// of one.
 const LARGE_PAGE: usize = 256 << 10;
-/// Streaming stores of less than this don't fill enough lines.
+/// Shortest copy with streaming stores, bytes; shorter ones don't fill enough lines.
 const TINY_PAGE: usize = 256;
-/// Copies shorter than this are too short to time.
+/// Shortest copy that is timed, bytes.
 const TIMED: usize = 16 << 10;
 
 /// Copies between mapped memory. Shared by all threads of an engine.
 pub struct Copier {
-    heat: Heat,
+    recent_writes: RecentWrites,
     candidates: &'static [Routine],
-    classes: [Choice; 2],
+    classes: [RoutineChoice; 2],
     page_candidates: &'static [PageRoutine],
-    page_classes: [Choice; 2],
+    page_classes: [RoutineChoice; 2],
 }
 
 impl std::fmt::Debug for Copier {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let best: Vec<_> = self.classes.iter().map(Choice::best).collect();
+        let best: Vec<_> = self.classes.iter().map(RoutineChoice::best).collect();
         write!(f, "Copier({} candidates, best {best:?})", self.candidates.len())
     }
 }
@@ -38,11 +39,11 @@ impl Default for Copier {
     fn default() -> Self {
         let (candidates, page_candidates) = (cold_candidates(), page_candidates());
         Self {
-            heat: Heat::new(cache_window()),
+            recent_writes: RecentWrites::new(cache_window()),
             candidates,
-            classes: [0; 2].map(|_| Choice::new(candidates.len())),
+            classes: [0; 2].map(|_| RoutineChoice::new(candidates.len())),
             page_candidates,
-            page_classes: [0; 2].map(|_| Choice::new(page_candidates.len())),
+            page_classes: [0; 2].map(|_| RoutineChoice::new(page_candidates.len())),
         }
     }
 }
@@ -60,7 +61,7 @@ impl Copier {
             // SAFETY: the caller's.
             return unsafe { cached(d, s, len) };
         }
-        if self.candidates.len() == 1 || self.heat.touch(dst, len) {
+        if self.candidates.len() == 1 || self.recent_writes.record(dst, len) {
             // SAFETY: the caller's.
             return unsafe { cached(d, s, len) };
         }
@@ -93,11 +94,12 @@ impl Copier {
             }
             return;
         }
-        // The first page stands for all: who sends the same pages again sends them in the same order.
+        // The first page stands for all: a sender that repeats pages sends them in the same
+        // order.
         let cold = len >= TINY_PAGE
             && bytes >= SMALL
             && self.page_candidates.len() > 1
-            && !self.heat.touch(at(0).0, bytes);
+            && !self.recent_writes.record(at(0).0, bytes);
         if !cold {
             for (dst, src) in (0..n).map(at) {
                 // SAFETY: the caller's.
@@ -107,7 +109,7 @@ impl Copier {
         }
         let class = &self.page_classes[usize::from(len >= SMALL)];
         let used = match bytes < TIMED {
-            true => Use::untimed(class.best()),
+            true => RoutineUse::untimed(class.best()),
             false => class.choose(),
         };
         let copy_page = self.page_candidates[used.routine];

@@ -1,26 +1,27 @@
-//! Peers that name regions: registered, granted to one, gone, registered again under the same number.
+//! Fuzzes lookups of regions: registered, granted to one peer, deregistered, registered again under
+//! the same index.
 
 use std::sync::Arc;
 
-use super::{Backing, RegionBook, RegionMemory, HIDDEN};
+use super::{Backing, RegionBook, RegionMemory, FIRST_INTERNAL_INDEX};
 use crate::{
     api::{EngineId, RegionKey},
     error::DomainError,
 };
 
-/// How far apart regions lie, bytes: none is as long.
-const APART: usize = 1 << 20;
+/// Distance between regions, bytes; every region is shorter.
+const REGION_DISTANCE: usize = 1 << 20;
 
 /// Whether a peer may reach it follows from the last registration of its number alone (MR-2, MR-3).
 pub fn peer_names(bytes: &[u8]) {
     let mut book = RegionBook::default();
     // Of each number: its key, its bytes, the one peer that may.
     let mut known: [Option<(u64, u64, Option<EngineId>)>; 8] = [None; 8];
-    for (step, said) in bytes.chunks_exact(6).enumerate() {
-        let &[what, number, peer, key, offset, len] = said else { return };
+    for (step, input) in bytes.chunks_exact(6).enumerate() {
+        let &[what, number, peer, key, offset, len] = input else { return };
         let at = usize::from(number % 8);
-        let index = (at as u32 % 4) | if at < 4 { 0 } else { HIDDEN };
-        let base = (at + 1) * APART;
+        let index = (at as u32 % 4) | if at < 4 { 0 } else { FIRST_INTERNAL_INDEX };
+        let base = (at + 1) * REGION_DISTANCE;
         let (offset, len) = (u64::from(offset), u64::from(len));
         let peer = EngineId([peer % 3; 16]);
         match what % 4 {

@@ -1,10 +1,9 @@
-//! How much memory the system can still give. Shared memory is charged page by page: asking for
-//! more doesn't fail, it brings the out-of-memory killer.
+//! The memory that the system can still give. Shared memory is charged page by page, so too large
+//! an allocation does not fail but starts the out-of-memory killer.
 
 use std::{fs, path::Path};
 
-/// Bytes that can be had now by this machine's and this container's own account; `u64::MAX` where
-/// neither says.
+/// Bytes that are available to this machine and this container; `u64::MAX` if unknown.
 pub(super) fn headroom() -> u64 {
     let machine = fs::read_to_string("/proc/meminfo").ok().and_then(|s| machine(&s));
     let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
@@ -17,7 +16,8 @@ fn machine(meminfo: &str) -> Option<u64> {
     Some((kib("MemAvailable:")? + kib("SwapFree:").unwrap_or(0)) << 10)
 }
 
-/// By one line of `/proc/self/cgroup`: `0::/path` (version 2), or `4:memory:/path` (version 1).
+/// The bytes by one line of `/proc/self/cgroup`: `0::/path` (version 2), or `4:memory:/path`
+/// (version 1).
 fn container(line: &str) -> Option<u64> {
     let (controller, path) = line.split_once(':')?.1.split_once(':')?;
     let (root, limit, usage, cache) = match controller {

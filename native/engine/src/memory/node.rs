@@ -1,10 +1,9 @@
-//! Which NUMA node memory lies on.
+//! The NUMA node of memory.
 
-/// Asks for the node of an address, not for a policy.
+/// `get_mempolicy` flags: return the node of an address.
 const NODE_OF_ADDRESS: libc::c_ulong = 1 | 2;
 
-/// The node of the page at `addr`; `None` where the kernel doesn't say. A page that was never touched
-/// is given its place by the question.
+/// The node of the page at `addr`; `None` if unknown. The query allocates an untouched page.
 pub(crate) fn node_of(addr: usize) -> Option<u16> {
     let mut node: libc::c_int = -1;
     // SAFETY: writes the node and reads nothing; the kernel checks the address.

@@ -5,17 +5,17 @@ use std::{
 
 use parking_lot::Mutex;
 
-use super::{device::Location, Allocation, Index};
+use super::{device::Location, Allocation, RegionIndex};
 use crate::{
     api::{EngineId, RailKeys, RegionKey},
     error::DomainError,
     time::Time,
 };
 
-/// Whatever must live as long as the memory does: a tensor, a buffer, nothing.
+/// An object that must live as long as the memory, such as a tensor.
 pub type Keep = Option<Box<dyn Any + Send + Sync>>;
 
-/// Whose memory it is.
+/// The owner of a region's memory.
 #[derive(Debug)]
 pub enum Backing {
     /// Part of an allocation of the engine; peers on this host can map it.
@@ -24,30 +24,30 @@ pub enum Backing {
     Foreign,
 }
 
-/// A registered stretch of memory. Domains hold it by reference count while a peer may reach it.
+/// A registered range of memory. Domains hold a reference while a peer may reach it.
 pub struct RegionMemory {
     pub key: RegionKey,
     pub base: usize,
     /// Bytes.
     pub len: u64,
     pub backing: Backing,
-    /// Whether processors reach it, or only a GPU.
+    /// Location: host, GPU or file.
     pub location: Location,
     pub keep: Keep,
-    /// What peers must show to NICs; set when all domains have registered it.
+    /// The keys of NICs; set once all domains have registered it.
     pub rail_keys: OnceLock<RailKeys>,
-    /// Requests under way that use it as their local side.
+    /// Requests under way that use it as local memory.
     pub users: AtomicU32,
-    /// The one peer that may reach it, if not all; refused by the domain that sees the peer.
+    /// The only peer that may reach it; `None` for all. Domains that know the peer enforce it.
     pub only: Option<EngineId>,
-    /// What it was granted from, whose memory it keeps.
+    /// The region from which it was granted; its memory is kept.
     pub grantor: Option<Arc<RegionMemory>>,
-    /// When the grant ends by itself.
+    /// When the grant expires.
     pub until: Time,
-    /// Grants from it, and from those, that are not over.
+    /// Grants that come from it, directly or not, and are not over.
     pub grants: AtomicU32,
-    /// Gives the key's index back when the last holder drops this.
-    _index: Option<Index>,
+    /// Frees the index of the key when the last holder drops this.
+    _index: Option<RegionIndex>,
 }
 
 impl RegionMemory {
@@ -69,33 +69,33 @@ impl RegionMemory {
         }
     }
 
-    /// The same, with the index that its key names.
-    pub(crate) fn numbered(self, index: Index) -> Self {
+    /// Sets the index of its key.
+    pub(crate) fn numbered(self, index: RegionIndex) -> Self {
         debug_assert_eq!(index.get(), self.key.index);
         Self { _index: Some(index), ..self }
     }
 
-    /// The same, elsewhere than on the host.
+    /// Sets the location.
     pub fn at(self, location: Location) -> Self {
         Self { location, ..self }
     }
 
-    /// The same, as a grant from `grantor` for one peer or for all.
+    /// Makes it a grant from `grantor`, for one peer or for all.
     pub fn granted(self, grantor: Arc<Self>, only: Option<EngineId>) -> Self {
         Self { grantor: Some(grantor), only, ..self }
     }
 
-    /// The same, to end by itself.
+    /// Sets when the grant expires.
     pub fn until(self, until: Time) -> Self {
         Self { until, ..self }
     }
 
-    /// What it was granted from, what that was granted from, and so on.
+    /// The chain of grantors, nearest first.
     pub fn grantors(&self) -> impl Iterator<Item = &Arc<Self>> {
         std::iter::successors(self.grantor.as_ref(), |from| from.grantor.as_ref())
     }
 
-    /// Whether a peer may reach it: what was granted to one is refused to all others (MR-3).
+    /// Checks that a peer may reach it: a grant for one peer is refused to all others (MR-3).
     #[inline]
     pub fn check_peer(&self, peer: Option<EngineId>) -> Result<(), DomainError> {
         if self.only.is_none() || self.only == peer {
@@ -114,8 +114,8 @@ impl std::fmt::Debug for RegionMemory {
     }
 }
 
-/// Indices from here on are transports' own regions, which users never see.
-pub(crate) const HIDDEN: u32 = 1 << 31;
+/// First index of the transports' own regions, which users never see.
+pub(crate) const FIRST_INTERNAL_INDEX: u32 = 1 << 31;
 
 /// The regions that one domain exposes: the receiver's half of MR-3.
 #[derive(Debug, Default)]
@@ -125,8 +125,8 @@ pub(crate) struct RegionBook {
 }
 
 impl RegionBook {
-    /// MR-1: that nothing can land there any more can't be shown, so the memory is never given back. It stays in sight: a
-    /// leak checker tells what was kept from what was lost.
+    /// Leaks all regions (MR-1): bytes may still land in them. They stay reachable, so that leak
+    /// checkers don't report them.
     pub fn keep_for_good(self) {
         static KEPT: Mutex<Vec<RegionBook>> = Mutex::new(Vec::new());
         KEPT.lock().push(self);
@@ -134,8 +134,9 @@ impl RegionBook {
 
     pub fn insert(&mut self, region: &Arc<RegionMemory>) {
         let index = region.key.index;
-        let slots = if index & HIDDEN == 0 { &mut self.slots } else { &mut self.hidden };
-        let i = (index & !HIDDEN) as usize;
+        let slots =
+            if index & FIRST_INTERNAL_INDEX == 0 { &mut self.slots } else { &mut self.hidden };
+        let i = (index & !FIRST_INTERNAL_INDEX) as usize;
         if slots.len() <= i {
             slots.resize(i + 1, None);
         }
@@ -143,14 +144,15 @@ impl RegionBook {
     }
 
     pub fn remove(&mut self, index: u32) -> Option<Arc<RegionMemory>> {
-        let slots = if index & HIDDEN == 0 { &mut self.slots } else { &mut self.hidden };
-        slots.get_mut((index & !HIDDEN) as usize)?.take()
+        let slots =
+            if index & FIRST_INTERNAL_INDEX == 0 { &mut self.slots } else { &mut self.hidden };
+        slots.get_mut((index & !FIRST_INTERNAL_INDEX) as usize)?.take()
     }
 
     #[inline]
     pub fn get(&self, index: u32) -> Option<&Arc<RegionMemory>> {
-        let slots = if index & HIDDEN == 0 { &self.slots } else { &self.hidden };
-        slots.get((index & !HIDDEN) as usize)?.as_ref()
+        let slots = if index & FIRST_INTERNAL_INDEX == 0 { &self.slots } else { &self.hidden };
+        slots.get((index & !FIRST_INTERNAL_INDEX) as usize)?.as_ref()
     }
 
     /// Whether nothing was ever registered.
@@ -158,7 +160,7 @@ impl RegionBook {
         self.slots.is_empty()
     }
 
-    /// The region behind a key that a peer has shown, or why not: an earlier one's is stale (MR-2).
+    /// The region of a key that a peer has sent. The key of an earlier region is stale (MR-2).
     pub fn lookup(&self, key: RegionKey) -> Result<&Arc<RegionMemory>, DomainError> {
         match self.get(key.index) {
             Some(r) if r.key.rkey == key.rkey => Ok(r),
@@ -169,7 +171,7 @@ impl RegionBook {
         }
     }
 
-    /// The same for a peer that has proven who it is, which may not be the one it was granted to.
+    /// As `lookup`, for an authenticated peer, which may lack the grant.
     #[inline]
     pub fn lookup_for(
         &self,
@@ -180,7 +182,8 @@ impl RegionBook {
         region.check_peer(peer).map(|()| region)
     }
 
-    /// The address of `len` bytes at `offset` of a region that a peer names, if they lie inside it (MR-3).
+    /// The address of `len` bytes at `offset` of a region that a peer names. They must lie inside
+    /// (MR-3).
     pub fn resolve(
         &self,
         peer: EngineId,

@@ -1,12 +1,12 @@
-//! Ways to copy bytes. Which one is fastest differs between machines by up to two times in either
-//! direction, so they are chosen by measurement, not by rule (`copy.rs`).
+//! Copy routines. Which one is fastest differs between machines, by a factor of up to two.
+//! `copy.rs` chooses by measurement.
 
-/// A routine copies `len` bytes from `src` to `dst`, which don't overlap; when it returns, the bytes
-/// are ordered before any later store of this thread.
+/// A routine copies `len` bytes from `src` to `dst`, which don't overlap; when it returns, the
+/// bytes are ordered before any later store of this thread.
 pub(super) type Routine = unsafe fn(dst: *mut u8, src: *const u8, len: usize);
 
-/// Copies one page of several; `next` is where the following page's bytes lie. The caller
-/// fences after the last.
+/// A routine that copies one page of several. `next` is the source of the following page. The
+/// caller fences after the last page.
 pub(super) type PageRoutine = unsafe fn(dst: *mut u8, src: *const u8, len: usize, next: *const u8);
 
 /// The platform's memcpy: keeps the destination in the cache.

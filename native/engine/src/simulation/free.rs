@@ -1,18 +1,19 @@
-//! A network on which nothing happens until the test chooses it.
+//! A network whose events happen in the order that a test chooses.
 
 use super::SimNet;
-use crate::transport::sim::{mix, Choice};
+use crate::transport::sim::{mix, NextEvent};
 
 /// For networks whose [`free`](crate::transport::sim::SimConfig::free) is set.
 impl SimNet {
-    /// What may happen next, events before losses. Empty while an engine still has something to do.
-    pub fn choices(&mut self) -> Vec<Choice> {
+    /// The possible next events, arrivals before losses. Empty while an engine still has something
+    /// to do.
+    pub fn choices(&mut self) -> Vec<NextEvent> {
         while self.drive_all() {}
         self.world.lock().choices()
     }
 
     /// Lets one of the choices happen and all engines act on it.
-    pub fn take(&mut self, choice: Choice) {
+    pub fn take(&mut self, choice: NextEvent) {
         self.world.lock().take(choice);
         while self.drive_all() {}
     }
@@ -21,18 +22,18 @@ impl SimNet {
     pub fn pass_time(&mut self) -> bool {
         let passed = self.step();
         let now = self.now().0;
-        let engines = self.lives.clone();
+        let engines = self.incarnations.clone();
         let mut world = self.world.lock();
         let free = world.free.as_mut().filter(|_| passed);
-        free.into_iter().for_each(|f| engines.iter().for_each(|e| f.see(*e, now)));
+        free.into_iter().for_each(|f| engines.iter().for_each(|e| f.record_seen(*e, now)));
         passed
     }
 
     /// The user of a node does something now that is named by a number.
     pub fn user_acts(&mut self, node: usize, what: u64) {
-        let engine = self.lives[node];
+        let engine = self.incarnations[node];
         if let Some(free) = &mut self.world.lock().free {
-            free.see(engine, mix(what, 3));
+            free.record_seen(engine, mix(what, 3));
         }
     }
 
@@ -43,7 +44,7 @@ impl SimNet {
     }
 
     /// A choice in words.
-    pub fn words(&self, choice: Choice) -> String {
-        self.world.lock().describe(choice, &self.lives)
+    pub fn describe(&self, choice: NextEvent) -> String {
+        self.world.lock().describe(choice, &self.incarnations)
     }
 }

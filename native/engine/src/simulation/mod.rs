@@ -17,18 +17,18 @@ use crate::{
     domain::Domain,
     engine::{Region, TransferEngine, Transports},
     time::Time,
-    transport::sim::{Clock, Fault, Node, Port, SimConfig, SimDomain, Trace, Traced, World},
+    transport::sim::{Clock, Fault, Node, Port, SimConfig, SimDomain, Trace, TracedWork, World},
     Result,
 };
 
-/// A simulated network, its clock and the engines on it. Single-threaded by nature: everything happens inside
-/// [`SimNet::step`].
+/// A simulated network, its clock and the engines on it. It is single-threaded: everything happens
+/// inside [`SimNet::step`].
 pub struct SimNet {
     world: Arc<Mutex<World>>,
     clock: Arc<AtomicU64>,
     engines: Vec<Member>,
-    /// The latest life of each node, in the order in which they were opened.
-    lives: Vec<EngineId>,
+    /// The latest incarnation of each node, in opening order.
+    incarnations: Vec<EngineId>,
     ids: fastrand::Rng,
 }
 
@@ -50,7 +50,7 @@ impl SimNet {
         let clock = Arc::new(AtomicU64::new(0));
         let ids = fastrand::Rng::with_seed(!config.seed);
         let world = Arc::new(Mutex::new(World::new(config, Arc::clone(&clock))));
-        Self { world, clock, engines: Vec::new(), lives: Vec::new(), ids }
+        Self { world, clock, engines: Vec::new(), incarnations: Vec::new(), ids }
     }
 
     /// An engine whose only transport is this network, over one NIC.
@@ -65,11 +65,11 @@ impl SimNet {
         rails: u8,
     ) -> Result<Arc<TransferEngine>> {
         let engine = self.open(config, rails)?;
-        self.lives.push(engine.id());
+        self.incarnations.push(engine.id());
         Ok(engine)
     }
 
-    /// Another life of a node, named by its place; an earlier one that still lives is killed.
+    /// Opens the next incarnation of a node, named by its index; kills a running one.
     pub fn restart(
         &mut self,
         node: usize,
@@ -77,8 +77,8 @@ impl SimNet {
         rails: u8,
     ) -> Result<Arc<TransferEngine>> {
         let engine = self.open(config, rails)?;
-        if let Some(life) = self.lives.get_mut(node) {
-            let before = std::mem::replace(life, engine.id());
+        if let Some(incarnation) = self.incarnations.get_mut(node) {
+            let before = std::mem::replace(incarnation, engine.id());
             self.kill(before);
         }
         Ok(engine)
@@ -104,15 +104,16 @@ impl SimNet {
 
     /// Has something go wrong now.
     pub fn inject(&mut self, fault: &Fault) {
-        self.world.lock().inject(fault, &self.lives);
+        self.world.lock().inject(fault, &self.incarnations);
     }
 
-    /// Ends a node's life as `kill -9` would: nothing is said, peers find out.
+    /// Kills a node as `kill -9` would: it sends nothing, peers notice.
     pub fn kill(&mut self, engine: EngineId) {
         self.world.lock().kill(engine, 0);
     }
 
-    /// Pulls the cable of one NIC, or plugs it in again. Its node knows at once, peers some time later.
+    /// Pulls the cable of one NIC, or plugs it in again. Its node knows at once, peers some time
+    /// later.
     pub fn plug(&mut self, engine: EngineId, rail: u8, plugged: bool) {
         let port = Port { engine, rail };
         let mut world = self.world.lock();
@@ -128,7 +129,7 @@ impl SimNet {
         self.world.lock().plug_all();
     }
 
-    /// What a NIC carries from now on, bytes per nanosecond; no limit if `None`.
+    /// Sets the rate of a NIC, bytes per nanosecond; no limit if `None`.
     pub fn set_rate(&mut self, engine: EngineId, rail: u8, rate: Option<f64>) {
         if let Some(node) = self.world.lock().nodes.get_mut(&Port { engine, rail }) {
             node.rate = rate;
@@ -146,8 +147,8 @@ impl SimNet {
     }
 
     /// Frames between groups that have arrived so far.
-    pub fn notes(&self) -> u64 {
-        self.world.lock().notes
+    pub fn group_frames(&self) -> u64 {
+        self.world.lock().group_frames
     }
 
     /// From now on, what becomes of each work request is noted.
@@ -156,12 +157,12 @@ impl SimNet {
     }
 
     /// Work requests that have ended since the last call, in that order.
-    pub fn ended(&mut self) -> Vec<Traced> {
+    pub fn ended(&mut self) -> Vec<TracedWork> {
         self.world.lock().trace.as_mut().map(Trace::take).unwrap_or_default()
     }
 
-    /// Those that are under way, in the order in which they were posted.
-    pub fn under_way(&self) -> Vec<Traced> {
+    /// The work requests in flight, in posting order.
+    pub fn under_way(&self) -> Vec<TracedWork> {
         let mut all: Vec<_> = self.world.lock().trace.iter().flat_map(Trace::open).collect();
         all.sort_by_key(|t| (t.posted, t.rail, t.offset));
         all
@@ -206,8 +207,9 @@ impl SimNet {
         true
     }
 
-    /// Lets everything happen that happens by `limit`, and time pass until then. Users act in callbacks only, so
-    /// that only engines are driven that have something to do: for thousands of them.
+    /// Lets everything happen that happens by `limit`, and time pass until then. Users act in
+    /// callbacks only, so that only engines are driven that have something to do: for thousands of
+    /// them.
     pub fn run_until(&mut self, limit: Time) {
         self.running().until(limit, || false);
         self.advance(limit);
@@ -226,14 +228,14 @@ impl SimNet {
         unsafe { engine.register(addr, len, Some(Box::new(keep))) }
     }
 
-    /// Lets the network's next event happen, or time pass until the next timer: whatever comes first, if it
-    /// comes by `limit`.
+    /// Lets the network's next event happen, or time pass until the next timer: whatever comes
+    /// first, if it comes by `limit`.
     fn happen_until(&mut self, timer: Time, limit: Time) -> bool {
         let mut world = self.world.lock();
         match world.next() {
             Some(at) if at <= timer.0 && at <= limit.0 => {
                 if let Some(event) = world.pop() {
-                    world.happen(event);
+                    world.apply_event(event);
                 }
             }
             _ if timer == Time::NEVER || timer > limit => return false,

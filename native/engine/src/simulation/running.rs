@@ -1,12 +1,12 @@
-//! Letting time pass for thousands of engines: only those are driven that have something to do.
+//! Drives thousands of engines over time: only those that have something to do.
 
 use std::collections::{BTreeSet, HashMap};
 
 use super::{Member, SimNet};
 use crate::{api::EngineId, time::Time, transport::sim::ByName};
 
-/// A network on which time passes; users act in callbacks, or between two calls on engines that they
-/// [`wake`](Self::wake).
+/// A network on which time passes; users act in callbacks, or between two calls on engines that
+/// they [`wake`](Self::wake).
 pub struct Running<'n> {
     net: &'n mut SimNet,
     timers: Timers,
@@ -46,8 +46,8 @@ impl Running<'_> {
         }
     }
 
-    /// Lets everything happen that happens by `limit`, and time pass until then; false if it was stopped
-    /// before, as soon as `stop` said so.
+    /// Lets everything happen that happens by `limit`, and time pass until then; false if it was
+    /// stopped before, as soon as `stop` said so.
     pub fn until(&mut self, limit: Time, mut stop: impl FnMut() -> bool) -> bool {
         loop {
             self.settle();
@@ -79,7 +79,7 @@ impl Running<'_> {
     }
 }
 
-/// When engines want to be driven though nothing comes.
+/// When engines must be driven although no event arrives.
 #[derive(Default)]
 struct Timers {
     ordered: BTreeSet<(Time, EngineId)>,

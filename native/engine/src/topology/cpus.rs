@@ -42,11 +42,11 @@ pub(super) fn allowed() -> Vec<usize> {
 /// Parses a CPU list as the kernel writes it: `0-47,96-143`.
 pub(super) fn parse_cpus(list: &str) -> Vec<usize> {
     // No machine has more CPUs; bounds the time spent on a damaged file.
-    const MOST: usize = 1 << 16;
+    const MAX_CPUS: usize = 1 << 16;
     let range = |part: &str| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
         let (first, last) = (first.trim().parse().ok()?, last.trim().parse::<usize>().ok()?);
-        Some(first..last.saturating_add(1).min(MOST))
+        Some(first..last.saturating_add(1).min(MAX_CPUS))
     };
     list.split(',').filter_map(range).flatten().collect()
 }

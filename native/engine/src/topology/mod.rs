@@ -1,4 +1,4 @@
-//! Which NICs are near which GPU, and which of them each should use.
+//! Distances between NICs and GPUs, and the NICs that each GPU uses.
 //!
 //! [`Topology::read`] reads `/sys`, or a recorded copy of it. From that and the user's [`Rules`]
 //! the pure function [`pair()`] chooses rails for every GPU and NUMA node, with reasons.
@@ -75,7 +75,7 @@ pub struct Nic {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Port {
     pub number: u32,
-    pub link: Link,
+    pub link: LinkLayer,
     /// The state's name in sysfs: `ACTIVE`, `DOWN`, `INIT`.
     pub state: String,
     pub gbps: f64,
@@ -89,7 +89,7 @@ impl Port {
 
 /// The link layer of a port. Devices of different layers can't communicate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Link {
+pub enum LinkLayer {
     InfiniBand,
     /// RoCE.
     Ethernet,
@@ -97,7 +97,7 @@ pub enum Link {
     Other,
 }
 
-impl Link {
+impl LinkLayer {
     pub fn name(self) -> &'static str {
         match self {
             Self::InfiniBand => "InfiniBand",

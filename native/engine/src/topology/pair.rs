@@ -7,7 +7,7 @@ use super::{
     rules::Assignment,
     share::{share, spread, Demand, Share},
     usable::usable,
-    Distance, Gpu, Link, Nic, PciAddress, PciLocation, Port, Rules, Tier, Topology,
+    Distance, Gpu, LinkLayer, Nic, PciAddress, PciLocation, Port, Rules, Tier, Topology,
 };
 
 /// Whose memory the rails are for.
@@ -20,7 +20,7 @@ pub enum Location {
     Gpu(PciAddress),
 }
 
-/// What [`pair()`] found: everything that has a NIC, might have one, or is one.
+/// Result of [`pair()`]: GPUs and nodes with their NICs, and the NICs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Pairing {
     pub gpus: Vec<RailChoice>,
@@ -110,7 +110,8 @@ pub fn tiers(topology: &Topology, location: Location, devices: &[String]) -> Vec
         known => s.location == known,
     });
     let target = named.next().filter(|_| named.next().is_none());
-    let tier = |name: &String| target.map(|s| s.to(topology, &candidate(topology, name)).tier);
+    let tier =
+        |name: &String| target.map(|s| s.distance_to(topology, &candidate(topology, name)).tier);
     devices.iter().map(|d| tier(d).unwrap_or(Tier::Unknown)).collect()
 }
 
@@ -134,7 +135,7 @@ fn without_location(name: &str) -> Nic {
         software: false,
         numa: None,
         cpus: Vec::new(),
-        port: Port { number: 1, link: Link::Other, state: "ACTIVE".into(), gbps: 0.0 },
+        port: Port { number: 1, link: LinkLayer::Other, state: "ACTIVE".into(), gbps: 0.0 },
         interfaces: Vec::new(),
         parent: None,
     }
@@ -188,7 +189,7 @@ impl RailTarget<'_> {
         }
     }
 
-    fn to(&self, topology: &Topology, nic: &Nic) -> Distance {
+    fn distance_to(&self, topology: &Topology, nic: &Nic) -> Distance {
         topology.distance((self.pci, self.numa), (nic.pci.as_ref(), nic.numa))
     }
 }
@@ -278,7 +279,7 @@ fn by_rule(
     let kept = named.into_iter().filter(|n| rule.names(n) || !rules.excludes(n));
     let mut rails: Vec<Rail> = kept
         .filter_map(|name| nics.iter().find(|n| n.name == name))
-        .map(|nic| Rail { nic: nic.name.clone(), distance: target.to(topology, nic) })
+        .map(|nic| Rail { nic: nic.name.clone(), distance: target.distance_to(topology, nic) })
         .collect();
     let mut reason = format!("the rule `{}`", rule.text);
     if rails.is_empty() {
@@ -299,7 +300,7 @@ fn by_rule(
 
 /// The usable NICs nearest to a target.
 fn demand(topology: &Topology, target: &RailTarget<'_>, usable: &[&Nic]) -> Demand {
-    let all: Vec<Distance> = usable.iter().map(|nic| target.to(topology, nic)).collect();
+    let all: Vec<Distance> = usable.iter().map(|nic| target.distance_to(topology, nic)).collect();
     let nearest = all.iter().copied().min_by_key(|d| d.rank());
     let distance = nearest.unwrap_or_else(|| topology.distance((None, None), (None, None)));
     let near = (0..all.len()).filter(|i| all[*i].rank() == distance.rank());
@@ -315,7 +316,7 @@ fn choice(
 ) -> RailChoice {
     let rail = |i: &usize| Rail {
         nic: usable[*i].name.clone(),
-        distance: target.to(topology, usable[*i]),
+        distance: target.distance_to(topology, usable[*i]),
     };
     let (location, name) = (target.location, target.name.clone());
     RailChoice { location, name, rails: rails.iter().map(rail).collect(), reason }

@@ -10,7 +10,7 @@ use std::{
     str::FromStr,
 };
 
-use super::{cpus::parse_cpus, Gpu, Interface, Link, Nic, Node, PciLocation, Port, Topology};
+use super::{cpus::parse_cpus, Gpu, Interface, LinkLayer, Nic, Node, PciLocation, Port, Topology};
 
 const NVIDIA: u16 = 0x10de;
 const AMD: u16 = 0x1002;
@@ -21,7 +21,7 @@ impl Topology {
     /// # Errors
     /// A sentence, if there is no sysfs tree at `root`.
     pub fn read(root: &Path) -> Result<Self, String> {
-        let tree = Tree::open(root)?;
+        let tree = SysfsTree::open(root)?;
         let nodes = tree.nodes();
         Ok(Self {
             gpus: tree.gpus(&nodes),
@@ -32,11 +32,11 @@ impl Topology {
     }
 }
 
-struct Tree {
+struct SysfsTree {
     root: PathBuf,
 }
 
-impl Tree {
+impl SysfsTree {
     fn open(root: &Path) -> Result<Self, String> {
         let shown = root.display();
         let root = fs::canonicalize(root).map_err(|e| format!("can't read {shown}: {e}"))?;
@@ -169,9 +169,9 @@ fn port(dir: &Path) -> Port {
         .filter_map(|name| {
             let dir = dir.join(name);
             let link = match text(&dir.join("link_layer")).as_deref() {
-                Some("InfiniBand") => Link::InfiniBand,
-                Some("Ethernet") => Link::Ethernet,
-                _ => Link::Other,
+                Some("InfiniBand") => LinkLayer::InfiniBand,
+                Some("Ethernet") => LinkLayer::Ethernet,
+                _ => LinkLayer::Other,
             };
             // "4: ACTIVE", "400 Gb/sec (4X NDR)"
             let state = text(&dir.join("state")).unwrap_or_default();
@@ -185,7 +185,7 @@ fn port(dir: &Path) -> Port {
         let key = |p: &Port| (p.is_active(), p.gbps);
         key(b).partial_cmp(&key(a)).unwrap_or(Ordering::Equal).then(a.number.cmp(&b.number))
     });
-    let none = Port { number: 0, link: Link::Other, state: "without ports".into(), gbps: 0.0 };
+    let none = Port { number: 0, link: LinkLayer::Other, state: "without ports".into(), gbps: 0.0 };
     ports.into_iter().next().unwrap_or(none)
 }
 

@@ -1,6 +1,6 @@
 //! Decides which NICs are usable, and why the others are not.
 
-use super::{Gpu, Link, Nic, Rules, Tier, Topology, UnusedNic};
+use super::{Gpu, LinkLayer, Nic, Rules, Tier, Topology, UnusedNic};
 
 /// The NICs that GPUs and nodes may be paired with, and the others with reasons.
 ///
@@ -62,7 +62,7 @@ fn software(nic: &Nic, kept: &[&Nic]) -> Option<String> {
 /// Devices of different link layers can't communicate, so the layer with the most bandwidth is
 /// chosen.
 fn other_fabric(nic: &Nic, kept: &[&Nic]) -> Option<String> {
-    let carries = |link: Link| -> f64 {
+    let carries = |link: LinkLayer| -> f64 {
         kept.iter().filter(|n| n.port.link == link).map(|n| n.port.gbps).sum()
     };
     let mut chosen = kept.first()?.port.link;

@@ -26,12 +26,12 @@ const PAUSE: Duration = Duration::from_millis(5);
 
 /// Limit of unproven connections: this fraction of the descriptor limit, within these bounds.
 const PART: u64 = 8;
-const FEWEST: usize = 8;
-const MOST: usize = 1024;
-/// Descriptors kept for the application. When fewer are free, the limit is [`FEWEST`].
+const MIN_UNPROVEN: usize = 8;
+const MAX_UNPROVEN: usize = 1024;
+/// Descriptors kept for the application. When fewer are free, the limit is [`MIN_UNPROVEN`].
 const RESERVE: u64 = 128;
 
-/// What to do before another connection is accepted.
+/// Action to take before the next connection is accepted.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Admission<K> {
     Accept,
@@ -92,8 +92,8 @@ impl Listener {
         let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
         let reserve = RESERVE.min(limit / PART);
         match u64::try_from(self.newest).is_ok_and(|fd| fd < limit - reserve) {
-            true => (limit / PART).clamp(FEWEST as u64, MOST as u64) as usize,
-            false => FEWEST,
+            true => (limit / PART).clamp(MIN_UNPROVEN as u64, MAX_UNPROVEN as u64) as usize,
+            false => MIN_UNPROVEN,
         }
     }
 
@@ -150,7 +150,7 @@ mod tests {
             sockets::listen(&here, AddressPolicy::All, None).unwrap().sockets.remove(0);
         let mut listener = Listener::new(socket, 0, &epoll).unwrap();
         let most = listener.most();
-        assert!((FEWEST..=MOST).contains(&most));
+        assert!((MIN_UNPROVEN..=MAX_UNPROVEN).contains(&most));
         let (start, late) = (Time(1), Time(1).after(GRACE));
         let unproven = |n: usize| (0..n).map(move |i| (i, start));
         let mut admit = |now, n| listener.admit(now, unproven(n), 1, &epoll);
@@ -161,7 +161,7 @@ mod tests {
         assert_eq!(listener.wakes_at, start.after(PAUSE));
         // The process is short of descriptors.
         listener.newest = RawFd::MAX;
-        assert_eq!(listener.admit(late, unproven(FEWEST), 1, &epoll), Admission::Displace(0));
-        assert_eq!(listener.admit(late, unproven(FEWEST - 1), 1, &epoll), Admission::Accept);
+        assert_eq!(listener.admit(late, unproven(MIN_UNPROVEN), 1, &epoll), Admission::Displace(0));
+        assert_eq!(listener.admit(late, unproven(MIN_UNPROVEN - 1), 1, &epoll), Admission::Accept);
     }
 }

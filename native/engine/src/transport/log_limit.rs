@@ -11,7 +11,7 @@ use crate::domain::DomainError;
 const INTERVAL: Duration = Duration::from_secs(10);
 /// Causes with a line of their own per interval; further causes share one. A stranger may choose
 /// their text.
-const MOST_CAUSES: usize = 16;
+const MAX_CAUSES: usize = 16;
 
 #[derive(Debug)]
 struct Cause {
@@ -28,10 +28,10 @@ impl LogLimit {
     /// one.
     fn admit(&mut self, now: Instant, cause: &str) -> Option<u64> {
         let over = |c: &Cause| now.saturating_duration_since(c.logged) >= INTERVAL;
-        if !self.0.contains_key(cause) && self.0.len() >= MOST_CAUSES {
+        if !self.0.contains_key(cause) && self.0.len() >= MAX_CAUSES {
             self.0.retain(|_, c| !over(c));
         }
-        let known = self.0.contains_key(cause) || self.0.len() < MOST_CAUSES;
+        let known = self.0.contains_key(cause) || self.0.len() < MAX_CAUSES;
         let cause = if known { cause } else { "" };
         match self.0.get_mut(cause) {
             Some(c) if !over(c) => {
@@ -94,8 +94,8 @@ mod tests {
         let flood = |limit: &mut LogLimit, at| {
             (0..1000).filter_map(|i| limit.admit(at, &format!("cause {i}"))).count()
         };
-        assert_eq!(flood(&mut limit, start), MOST_CAUSES + 1);
-        assert!(flood(&mut limit, start + INTERVAL) <= 2 * MOST_CAUSES);
-        assert!(limit.0.len() <= MOST_CAUSES + 1, "causes are kept forever");
+        assert_eq!(flood(&mut limit, start), MAX_CAUSES + 1);
+        assert!(flood(&mut limit, start + INTERVAL) <= 2 * MAX_CAUSES);
+        assert!(limit.0.len() <= MAX_CAUSES + 1, "causes are kept forever");
     }
 }

@@ -1,4 +1,4 @@
-//! Which NICs an engine drives, and on which CPUs their threads run.
+//! The NICs of an engine, and the CPUs of their threads.
 
 use std::path::Path;
 

@@ -7,7 +7,7 @@ use crate::{
     api::{Endpoint, EngineAddress, TransportKind},
     domain::{
         Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, PeerIdentity, Pinned,
-        Post, Quiet, Token, WorkRequest,
+        Post, RegionRelease, Token, WorkRequest,
     },
     memory::RegionMemory,
     time::Time,
@@ -43,8 +43,8 @@ impl Domain for NullDomain {
         Ok(NicKeys::new())
     }
 
-    fn deregister(&mut self, _index: u32) -> Quiet {
-        Quiet::Now
+    fn deregister(&mut self, _index: u32) -> RegionRelease {
+        RegionRelease::Now
     }
 
     fn unfit(&self, _peer: &EngineAddress) -> Option<String> {
@@ -76,7 +76,7 @@ impl Domain for NullDomain {
             peer,
             endpoint: 0,
             name: 0,
-            note: "null link".into(),
+            description: "null link".into(),
         }));
         out.len() > n
     }

@@ -23,14 +23,14 @@ pub(crate) struct ListeningSockets {
     pub port: u16,
 }
 
-/// What happens when an address is not this machine's.
+/// Treatment of an address that this machine does not have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AddressPolicy {
-    /// It is an error: the user named all of the addresses.
+    /// An error: the user named all of the addresses.
     All,
-    /// It is skipped: the user named the addresses for other purposes too.
+    /// Skip it: the user named the addresses for other purposes too.
     Any,
-    /// It is listened on all the same: discovery found the address, and the kernel may still be
+    /// Listen on it all the same: discovery found the address, and the kernel may still be
     /// checking that no other host has it (duplicate address detection).
     Found,
 }
@@ -141,25 +141,25 @@ mod tests {
 
     use super::*;
 
-    const HERE: [IpAddr; 2] =
+    const LOOPBACKS: [IpAddr; 2] =
         [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V4(Ipv4Addr::new(127, 0, 0, 2))];
 
     /// Two consecutive ports, the first of which was free a moment ago.
     fn two_ports() -> Ports {
-        let first = listen(&HERE, AddressPolicy::All, None).unwrap().port.min(65534);
+        let first = listen(&LOOPBACKS, AddressPolicy::All, None).unwrap().port.min(65534);
         Ports::new(first, first + 1).unwrap()
     }
 
     #[test]
     fn all_addresses_have_one_port() {
         for ports in [None, Some(two_ports())] {
-            let listening = listen(&HERE, AddressPolicy::All, ports).unwrap();
+            let listening = listen(&LOOPBACKS, AddressPolicy::All, ports).unwrap();
             assert_ne!(listening.port, 0);
             for (ip, socket) in &listening.sockets {
                 let bound = SocketAddr::try_from(net::getsockname(socket).unwrap()).unwrap();
                 assert_eq!(bound, SocketAddr::new(*ip, listening.port));
             }
-            assert_eq!(listening.sockets.len(), HERE.len());
+            assert_eq!(listening.sockets.len(), LOOPBACKS.len());
         }
     }
 
@@ -168,12 +168,14 @@ mod tests {
         // Another process may take a port in between; then other ports show the same.
         let shown = (0..20).any(|_| {
             let ports = two_ports();
-            let Ok(first) = listen(&HERE, AddressPolicy::All, Some(ports)) else { return false };
-            // The port is taken at one of the addresses only.
-            let Ok(second) = listen(&HERE[1..], AddressPolicy::All, Some(ports)) else {
+            let Ok(first) = listen(&LOOPBACKS, AddressPolicy::All, Some(ports)) else {
                 return false;
             };
-            let third = listen(&HERE, AddressPolicy::All, Some(ports)).unwrap_err();
+            // The port is taken at one of the addresses only.
+            let Ok(second) = listen(&LOOPBACKS[1..], AddressPolicy::All, Some(ports)) else {
+                return false;
+            };
+            let third = listen(&LOOPBACKS, AddressPolicy::All, Some(ports)).unwrap_err();
             let words = third.to_string();
             assert!(matches!(third, DomainError::Ports(_)), "{words}");
             assert!(words.contains("127.0.0.1 and 127.0.0.2: taken already"), "{words}");
@@ -184,7 +186,7 @@ mod tests {
 
     #[test]
     fn an_unusable_address_is_an_error_or_skipped_or_listened_on() {
-        let ips = ["192.0.2.1".parse().unwrap(), HERE[0]];
+        let ips = ["192.0.2.1".parse().unwrap(), LOOPBACKS[0]];
         let listening = listen(&ips, AddressPolicy::Any, None).unwrap();
         assert_eq!(listening.sockets.len(), 1);
         // The same as during duplicate address detection.

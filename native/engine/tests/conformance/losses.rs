@@ -234,12 +234,12 @@ fn mr_1_close_in_the_middle_does_not_promise_quiet() {
             continue;
         }
         p.a.close();
-        let quiet = done.quiet();
+        let quiet = done.quiescence();
         let reused = vec![0xEE; 1 << 20];
         p.dst.put(0, &reused).unwrap();
         p.us(5_000_000);
         let landed = p.dst.get(0, 1 << 20).unwrap() != reused;
-        if landed && quiet == fabric_engine::Quiet::Quiet {
+        if landed && quiet == fabric_engine::Quiescence::Quiesced {
             bad.push((seed, done.poll()));
         }
     }
@@ -298,8 +298,8 @@ fn a_rail_that_has_stalled_is_given_up() {
         }
         let counter = p.b.counter().unwrap();
         let done = p.write(0, 1 << 20, Some(counter.imm()));
-        let lasts = 1_500_000_000;
-        p.net.inject(&Fault::Stall { node: 0, rail: 1, nth: 0, lasts });
+        let duration = 1_500_000_000;
+        p.net.inject(&Fault::Stall { node: 0, rail: 1, link_index: 0, duration });
         let start = p.net.now().0;
         // Other rails carry on meanwhile, which shows that the rail is at fault and not the peer.
         while !done.is_done() {

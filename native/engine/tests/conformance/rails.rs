@@ -6,8 +6,8 @@ use fabric_engine::{
     api::{EngineConfig, PageIndices, Pages},
     simulation::SimNet,
     transport::sim::SimConfig,
-    Counter, EngineError, Handle, Local, Op, Quiet, Region, Remote, RemoteRegion, Result, Submit,
-    TransferEngine,
+    Counter, EngineError, Handle, Local, Op, Quiescence, Region, Remote, RemoteRegion, Result,
+    Submit, TransferEngine,
 };
 
 const SOON: Duration = Duration::from_secs(10);
@@ -381,9 +381,9 @@ fn mr_1_a_cancelled_transfer_reports_when_it_is_quiet() {
             let id = p.a.id();
             p.net.plug(id, 0, false);
         }
-        under_way += u32::from(done.quiet() == Quiet::NotYet);
-        while done.quiet() == Quiet::NotYet && p.net.step() {}
-        assert_eq!(done.quiet(), Quiet::Quiet, "seed {seed}");
+        under_way += u32::from(done.quiescence() == Quiescence::InFlight);
+        while done.quiescence() == Quiescence::InFlight && p.net.step() {}
+        assert_eq!(done.quiescence(), Quiescence::Quiesced, "seed {seed}");
         let reused = vec![0xEE; 1 << 20];
         p.dst.put(0, &reused).unwrap();
         p.ms(5000);
@@ -403,7 +403,7 @@ fn a_cancelled_expectation_takes_nothing_from_the_next() {
         (counter.expect(1, &[], SOON).unwrap(), counter.expect(1, &[], SOON).unwrap());
     first.cancel();
     assert!(matches!(first.poll(), Some(Err(EngineError::Cancelled { .. }))), "{first:?}");
-    assert_eq!(first.quiet(), Quiet::Quiet);
+    assert_eq!(first.quiescence(), Quiescence::Quiesced);
     let op = Op::Write {
         src: Local { region: &p.src, offset: 0 },
         dst: Remote { region: &p.imported, offset: 0 },
@@ -414,5 +414,5 @@ fn a_cancelled_expectation_takes_nothing_from_the_next() {
     assert_eq!(p.wait(&done), Ok(()));
     assert_eq!(p.wait(&second), Ok(()));
     done.cancel();
-    assert_eq!((done.poll(), done.quiet()), (Some(Ok(())), Quiet::Quiet));
+    assert_eq!((done.poll(), done.quiescence()), (Some(Ok(())), Quiescence::Quiesced));
 }

@@ -8,7 +8,7 @@ use std::{
 
 use fabric_engine::{
     api::{CounterRef, Imm, PageIndices, Pages, RegionDescriptor, SegmentDescriptor},
-    EngineError, FileOptions, Handle, Local, Op, Quiet, Region, Remote, RemoteRegion, Result,
+    EngineError, FileOptions, Handle, Local, Op, Quiescence, Region, Remote, RemoteRegion, Result,
     ScatterDst, Submit, TransferEngine,
 };
 
@@ -579,13 +579,13 @@ pub fn mr_1_an_abandoned_transfer_reports_when_it_is_quiet(w: &mut dyn World) {
         }
         let reported = Arc::new(AtomicBool::new(false));
         let reporter = Arc::clone(&reported);
-        handle.on_quiet(move |quiet| reporter.store(quiet == Quiet::Quiet, SeqCst));
+        handle.on_quiesced(move |quiet| reporter.store(quiet == Quiescence::Quiesced, SeqCst));
         let _ = w.wait(&handle);
         w.until("quiet", &mut || {
             handle.drive();
             reported.load(SeqCst)
         });
-        assert_eq!(handle.quiet(), Quiet::Quiet);
+        assert_eq!(handle.quiescence(), Quiescence::Quiesced);
     }
 }
 

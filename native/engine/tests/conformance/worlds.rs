@@ -68,7 +68,7 @@ impl Threads {
     }
 
     /// Longer for NICs, which run on emulated processors in some tests.
-    fn patience(&self) -> Duration {
+    fn timeout(&self) -> Duration {
         Duration::from_secs(if self.transport.has_nics() { 60 } else { 20 })
     }
 }
@@ -85,7 +85,7 @@ impl World for Threads {
     fn until(&mut self, what: &str, done: &mut dyn FnMut() -> bool) {
         let start = Instant::now();
         while !done() {
-            assert!(start.elapsed() < self.patience(), "{what} does not end");
+            assert!(start.elapsed() < self.timeout(), "{what} does not end");
             std::thread::yield_now();
         }
     }
@@ -116,7 +116,7 @@ impl World for Threads {
 
     fn wait(&mut self, handle: &Handle) -> Result<()> {
         handle
-            .wait(self.patience())
+            .wait(self.timeout())
             .unwrap_or_else(|| Err(EngineError::Invalid(format!("{} does not end", handle.op()))))
     }
 }

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use fabric_engine::{api::TransportKind, EngineError, Local, Op, Remote, Submit};
 
-use super::{engine, PATIENCE};
+use super::{engine, TIMEOUT};
 
 /// A peer that closes during a handshake is lost; the handshake itself is not at fault.
 #[test]
@@ -25,14 +25,14 @@ fn rs_4_a_peer_that_closes_during_a_handshake_is_lost() {
             let sent = a.submit(&[op], Submit::default()).unwrap();
             if round == 0 {
                 // How long it takes on this machine.
-                assert_eq!(sent.wait(PATIENCE), Some(Ok(())));
+                assert_eq!(sent.wait(TIMEOUT), Some(Ok(())));
                 handshake = start.elapsed();
                 continue;
             }
             let after = handshake * round / 150;
             std::thread::sleep(after);
             b.close();
-            let end = sent.wait(PATIENCE).expect("it ends");
+            let end = sent.wait(TIMEOUT).expect("it ends");
             let lost = matches!(
                 end,
                 Ok(()) | Err(EngineError::PeerLost { .. } | EngineError::Unreachable { .. })

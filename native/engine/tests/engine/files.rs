@@ -1,5 +1,5 @@
-//! Files as regions: spilled to and fetched from with the same requests as memory, by their own engine
-//! and by peers, and with the same promises where a disk is full or a file is cut short.
+//! Files as regions: spilled to and fetched from with the same requests as memory, by their own
+//! engine and by peers, and with the same promises where a disk is full or a file is cut short.
 
 use std::{
     fs,
@@ -14,7 +14,7 @@ use fabric_engine::{
     TransferEngine,
 };
 
-use super::{engine, Folder, PATIENCE};
+use super::{engine, TestFolder, TIMEOUT};
 
 /// Two engines over each transport, and one alone.
 fn everywhere(test: impl Fn(&Arc<TransferEngine>, &Arc<TransferEngine>)) {
@@ -25,7 +25,7 @@ fn everywhere(test: impl Fn(&Arc<TransferEngine>, &Arc<TransferEngine>)) {
     test(&alone, &alone);
 }
 
-impl Folder {
+impl TestFolder {
     fn file(&self, name: &str, bytes: &[u8]) -> PathBuf {
         let path = self.0.join(name);
         fs::write(&path, bytes).unwrap();
@@ -49,7 +49,7 @@ fn region_of(engine: &TransferEngine, path: &Path) -> Region {
 }
 
 fn done(handle: Handle) -> Result<(), EngineError> {
-    handle.wait(PATIENCE).expect("it ends")
+    handle.wait(TIMEOUT).expect("it ends")
 }
 
 fn write(
@@ -77,7 +77,7 @@ fn read(
 fn bytes_go_between_files_and_memory_in_every_direction_and_count() {
     const N: usize = (5 << 20) + 777;
     everywhere(|a, b| {
-        let folder = Folder::new();
+        let folder = TestFolder::new();
         let bytes = random(N, 1);
         let zeroes = vec![0; N + 4096];
         let here_file = folder.file("here", &bytes);
@@ -96,7 +96,7 @@ fn bytes_go_between_files_and_memory_in_every_direction_and_count() {
                     None => there_memory.put(0, &zeroes).unwrap(),
                 }
                 let remote = a.import(&dst.descriptor()).unwrap();
-                let arrived = counter.expect(1, std::slice::from_ref(&peer), PATIENCE).unwrap();
+                let arrived = counter.expect(1, std::slice::from_ref(&peer), TIMEOUT).unwrap();
                 let handle = write(a, (src, 3), (&remote, 1001), n, Some(counter.imm()));
                 done(arrived).unwrap();
                 // IC-2: by the count the bytes are readable.
@@ -142,7 +142,7 @@ fn bytes_go_between_files_and_memory_in_every_direction_and_count() {
 #[test]
 fn ic_1_random_pages_are_spilled_and_fetched_and_count_one_each() {
     everywhere(|a, b| {
-        let folder = Folder::new();
+        let folder = TestFolder::new();
         let mut rng = fastrand::Rng::with_seed(7);
         for (page, pages) in [(1u64, 40u32), (97, 1200), (4096, 700), ((1 << 20) + 5, 5)] {
             let bytes = random((page * u64::from(pages)) as usize, page);
@@ -163,7 +163,7 @@ fn ic_1_random_pages_are_spilled_and_fetched_and_count_one_each() {
                 dst_pages: &theirs,
                 imm: Some(counter.imm()),
             };
-            let all = counter.expect(pages, &[], PATIENCE).unwrap();
+            let all = counter.expect(pages, &[], TIMEOUT).unwrap();
             done(a.submit(&[op], Submit::default()).unwrap()).unwrap();
             done(all).unwrap();
             assert_eq!(counter.arrived(), u64::from(pages));
@@ -189,7 +189,7 @@ fn ic_1_random_pages_are_spilled_and_fetched_and_count_one_each() {
 #[test]
 fn overlapping_requests_leave_bytes_of_one_or_the_other() {
     everywhere(|a, b| {
-        let folder = Folder::new();
+        let folder = TestFolder::new();
         let path = folder.file("overlap", &vec![0; 4 << 20]);
         let file = region_of(b, &path);
         let remote = a.import(&file.descriptor()).unwrap();
@@ -203,7 +203,7 @@ fn overlapping_requests_leave_bytes_of_one_or_the_other() {
             })
             .collect();
         handles.into_iter().for_each(|h| done(h).unwrap());
-        assert_eq!(done(counter.expect(8, &[], PATIENCE).unwrap()), Ok(()));
+        assert_eq!(done(counter.expect(8, &[], TIMEOUT).unwrap()), Ok(()));
         for (at, byte) in fs::read(&path).unwrap().into_iter().enumerate() {
             let covers = |i: u8| {
                 let from = usize::from(i - 1) * 300_001;
@@ -218,11 +218,11 @@ fn overlapping_requests_leave_bytes_of_one_or_the_other() {
 }
 
 /// A file system of so many bytes; `None` where this process may not mount.
-struct Tiny(Folder);
+struct Tiny(TestFolder);
 
 impl Tiny {
     fn new(bytes: usize) -> Option<Self> {
-        let folder = Folder::new();
+        let folder = TestFolder::new();
         let target = std::ffi::CString::new(folder.0.to_str().unwrap()).unwrap();
         let options = std::ffi::CString::new(format!("size={bytes}")).unwrap();
         let tmpfs = c"tmpfs".as_ptr();
@@ -265,7 +265,7 @@ fn rs_1_a_full_disk_fails_the_transfer_names_the_file_and_counts_nothing() {
         // Once there is room the same region works.
         fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(0).unwrap();
         done(write(a, (&src, 0), (&remote, 0), 1 << 20, Some(counter.imm()))).unwrap();
-        done(counter.expect(1, &[], PATIENCE).unwrap()).unwrap();
+        done(counter.expect(1, &[], TIMEOUT).unwrap()).unwrap();
         assert_eq!(counter.arrived(), 1);
         drop((file, remote));
     });
@@ -274,7 +274,7 @@ fn rs_1_a_full_disk_fails_the_transfer_names_the_file_and_counts_nothing() {
 #[test]
 fn rs_1_a_file_that_was_cut_short_fails_reads_and_names_itself() {
     everywhere(|a, b| {
-        let folder = Folder::new();
+        let folder = TestFolder::new();
         let path = folder.file("pages.bin", &random(4 << 20, 5));
         let file = region_of(b, &path);
         let remote = a.import(&file.descriptor()).unwrap();
@@ -303,7 +303,7 @@ fn rs_1_a_file_that_was_cut_short_fails_reads_and_names_itself() {
 #[test]
 fn a_file_for_reading_is_not_written_to() {
     everywhere(|a, b| {
-        let folder = Folder::new();
+        let folder = TestFolder::new();
         let path = folder.file("frozen", &random(8192, 9));
         let options = FileOptions { writable: false, ..Default::default() };
         let file = b.register_file(&path, options).unwrap();
@@ -319,13 +319,13 @@ fn a_file_for_reading_is_not_written_to() {
 #[test]
 fn mr_2_a_deregistered_file_is_stale_and_closed() {
     everywhere(|a, b| {
-        let folder = Folder::new();
+        let folder = TestFolder::new();
         let path = folder.file("gone", &random(4096, 9));
         let file = region_of(b, &path);
         let remote = a.import(&file.descriptor()).unwrap();
         let src = memory(a, &[1; 4096]);
         done(write(a, (&src, 0), (&remote, 0), 4096, None)).unwrap();
-        file.deregister(PATIENCE).unwrap();
+        file.deregister(TIMEOUT).unwrap();
         let e = done(write(a, (&src, 0), (&remote, 0), 4096, None)).unwrap_err();
         assert!(matches!(e, EngineError::Stale { .. }), "{e}");
     });
@@ -334,7 +334,7 @@ fn mr_2_a_deregistered_file_is_stale_and_closed() {
 #[test]
 fn mr_3_a_part_of_a_file_keeps_its_bounds() {
     let engine = engine(TransportKind::File);
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     let path = folder.file("part", &random(10_000, 4));
     let options = FileOptions { offset: 1000, len: Some(2000), ..Default::default() };
     let file = engine.register_file(&path, options).unwrap();
@@ -356,7 +356,7 @@ fn mr_3_a_part_of_a_file_keeps_its_bounds() {
 #[test]
 fn mr_3_a_forged_descriptor_reaches_no_further_than_its_part_of_a_file() {
     everywhere(|a, b| {
-        let folder = Folder::new();
+        let folder = TestFolder::new();
         let bytes = random(10_000, 4);
         let path = folder.file("part", &bytes);
         let options = FileOptions { offset: 1000, len: Some(2000), ..Default::default() };
@@ -379,7 +379,7 @@ fn mr_3_a_forged_descriptor_reaches_no_further_than_its_part_of_a_file() {
 fn rs_4_a_peer_that_dies_ends_what_goes_to_its_files() {
     for transport in [TransportKind::Shm, TransportKind::Tcp] {
         let (a, b) = (engine(transport), engine(transport));
-        let folder = Folder::new();
+        let folder = TestFolder::new();
         let file = region_of(&b, &folder.file("there", &vec![0; 32 << 20]));
         let here = region_of(&a, &folder.file("here", &random(32 << 20, 2)));
         let remote = a.import(&file.descriptor()).unwrap();
@@ -396,13 +396,13 @@ fn rs_4_a_peer_that_dies_ends_what_goes_to_its_files() {
                 "{end:?}"
             );
         }
-        here.deregister(PATIENCE).unwrap();
+        here.deregister(TIMEOUT).unwrap();
     }
 }
 
 #[test]
 fn mr_1_nothing_is_read_or_written_after_close() {
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     let bytes = random(64 << 20, 8);
     for round in 0..20 {
         let a = engine(TransportKind::File);
@@ -430,7 +430,7 @@ fn an_engine_is_its_own_peer() {
         let (src, dst) = (memory(&engine, &random(3 << 20, 1)), memory(&engine, &[0; 3 << 20]));
         let remote = engine.import(&dst.descriptor()).unwrap();
         let counter = engine.counter().unwrap();
-        let all = counter.expect(2, std::slice::from_ref(&own), PATIENCE).unwrap();
+        let all = counter.expect(2, std::slice::from_ref(&own), TIMEOUT).unwrap();
         done(write(&engine, (&src, 0), (&remote, 0), 3 << 20, Some(counter.imm()))).unwrap();
         let group = engine.peer_group(std::slice::from_ref(&own)).unwrap();
         let barrier = Op::Barrier { group: &group, imm: counter.imm() };
@@ -444,14 +444,14 @@ fn an_engine_is_its_own_peer() {
         engine.receive(64, 2, on_message).unwrap();
         let send = Op::Send { peer: &own, message: b"to myself" };
         done(engine.submit(&[send], Submit::default()).unwrap()).unwrap();
-        assert_eq!(told.recv_timeout(PATIENCE).unwrap(), b"to myself");
+        assert_eq!(told.recv_timeout(TIMEOUT).unwrap(), b"to myself");
     }
 }
 
 #[test]
 fn what_is_no_file_is_refused_with_words() {
     let engine = engine(TransportKind::File);
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     let empty = folder.file("empty", b"");
     let refused = |path: &Path, options: FileOptions, words: &str| {
         let e = engine.register_file(path, options).unwrap_err().to_string();

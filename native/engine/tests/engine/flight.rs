@@ -1,4 +1,5 @@
-//! What the flight recorder tells of simulated transfers is what became of them, and the same in every run.
+//! What the flight recorder tells of simulated transfers is what became of them, and the same in
+//! every run.
 
 use std::{sync::Arc, time::Duration};
 
@@ -91,7 +92,7 @@ fn a_write_over_two_rails_is_one_record_with_its_moments_in_order() {
     p.write(None);
     let (at_a, at_b) = p.records();
     let write = the_write(&at_a);
-    let m = write.moments;
+    let m = write.times;
     assert!(m.queued <= m.posted && m.posted <= m.all_posted && m.all_posted < m.wire);
     assert!(m.wire <= m.told && m.told != Time::NEVER);
     assert_eq!((write.rails, write.again, write.over), (0b11, 0, true));
@@ -157,7 +158,7 @@ fn what_goes_on_is_told_without_an_end() {
     let done = p.a.submit(&[op], Submit::default()).unwrap();
     let (at_a, _) = p.records();
     let write = the_write(&at_a);
-    assert!(!write.over && write.moments.told == Time::NEVER);
+    assert!(!write.over && write.times.told == Time::NEVER);
     assert_eq!(p.a.metrics().unwrap().going_on, 1);
     while done.poll().is_none() && p.net.step() {}
     let (at_a, _) = p.records();

@@ -15,18 +15,18 @@ use fabric_engine::{
     TransferEngine,
 };
 
-mod apertures;
 mod closing;
-mod each;
 mod files;
 mod flight;
+mod peer_mappings;
+mod request_batches;
 mod segments;
 mod staging;
 mod topology;
 mod wakeups;
 
 /// No wait of a test takes longer.
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// An engine over one transport.
 fn engine(transport: TransportKind) -> Arc<TransferEngine> {
@@ -40,9 +40,9 @@ fn open(config: EngineConfig) -> Arc<TransferEngine> {
 }
 
 /// A folder of one test, which is removed at its end.
-struct Folder(PathBuf);
+struct TestFolder(PathBuf);
 
-impl Folder {
+impl TestFolder {
     fn new() -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let name = format!("fabric-tests-{}-{}", std::process::id(), NEXT.fetch_add(1, Relaxed));
@@ -52,7 +52,7 @@ impl Folder {
     }
 }
 
-impl Drop for Folder {
+impl Drop for TestFolder {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.0);
     }

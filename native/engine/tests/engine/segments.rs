@@ -3,13 +3,13 @@
 use std::fs;
 
 use fabric_engine::{
-    api::{Place, SegmentDescriptor, TransportKind},
+    api::{PartLocation, SegmentDescriptor, TransportKind},
     EngineError, FileOptions, Op, Region, Segment, Submit, TransferEngine,
 };
 
-use super::{engine, Folder, PATIENCE};
+use super::{engine, TestFolder, TIMEOUT};
 
-impl Folder {
+impl TestFolder {
     fn region(&self, engine: &TransferEngine, name: &str, len: u64) -> Region {
         let options = FileOptions { len: Some(len), create: true, ..Default::default() };
         engine.register_file(&self.0.join(name), options).unwrap()
@@ -17,7 +17,13 @@ impl Folder {
 }
 
 /// Memory and files in turn, of odd lengths.
-fn mixed(engine: &TransferEngine, folder: &Folder, name: &str, total: u64, seed: u64) -> Segment {
+fn mixed(
+    engine: &TransferEngine,
+    folder: &TestFolder,
+    name: &str,
+    total: u64,
+    seed: u64,
+) -> Segment {
     let mut rng = fastrand::Rng::with_seed(seed);
     let (mut parts, mut at) = (Vec::new(), 0);
     while at < total {
@@ -33,7 +39,7 @@ fn mixed(engine: &TransferEngine, folder: &Folder, name: &str, total: u64, seed:
 }
 
 fn done(engine: &TransferEngine, ops: &[Op<'_>]) -> Result<(), EngineError> {
-    engine.submit(ops, Submit::default()).unwrap().wait(PATIENCE).expect("it ends")
+    engine.submit(ops, Submit::default()).unwrap().wait(TIMEOUT).expect("it ends")
 }
 
 /// Writes a vector to a range of the engine's own segment, or reads it.
@@ -54,7 +60,7 @@ fn own(engine: &TransferEngine, segment: &Segment, offset: u64, bytes: &mut [u8]
 fn ic_1_random_ranges_over_memory_and_files_arrive_whole_and_count_one_each() {
     const N: u64 = 3_000_000;
     for transport in [TransportKind::Shm, TransportKind::Tcp] {
-        let folder = Folder::new();
+        let folder = TestFolder::new();
         let (a, b) = (engine(transport), engine(transport));
         let mut rng = fastrand::Rng::with_seed(11);
         let (here, there) = (mixed(&a, &folder, "a", N, 1), mixed(&b, &folder, "b", N, 2));
@@ -68,17 +74,17 @@ fn ic_1_random_ranges_over_memory_and_files_arrive_whole_and_count_one_each() {
             let len = rng.u64(1..N / 2);
             let (from, to) = (rng.u64(..N - len), rng.u64(..N - len));
             let pieces = here.pieces(from, (&remote, to), len).unwrap();
-            let arrived = counter.expect(1, &[], PATIENCE).unwrap();
+            let arrived = counter.expect(1, &[], TIMEOUT).unwrap();
             let op = Op::WritePieces { pieces: &pieces, imm: Some(counter.imm()) };
             let handle = a.submit(&[op], Submit::default()).unwrap();
-            arrived.wait(PATIENCE).unwrap().unwrap();
+            arrived.wait(TIMEOUT).unwrap().unwrap();
             // IC-2: the bytes are readable once the count is seen.
             let (from, to, len) = (from as usize, to as usize, len as usize);
             expected[to..to + len].copy_from_slice(&bytes[from..from + len]);
             let mut got = vec![0; N as usize];
             own(&b, &there, 0, &mut got, false);
             assert!(got == expected, "{transport}, round {round}");
-            handle.wait(PATIENCE).unwrap().unwrap();
+            handle.wait(TIMEOUT).unwrap().unwrap();
             assert_eq!(counter.arrived(), round);
             let pieces = here.pieces(from as u64, (&remote, to as u64), len as u64).unwrap();
             done(&a, &[Op::ReadPieces { pieces: &pieces }]).unwrap();
@@ -89,7 +95,7 @@ fn ic_1_random_ranges_over_memory_and_files_arrive_whole_and_count_one_each() {
 #[test]
 fn rs_1_a_piece_that_fails_leaves_the_whole_write_uncounted() {
     for transport in [TransportKind::Shm, TransportKind::Tcp] {
-        let folder = Folder::new();
+        let folder = TestFolder::new();
         let (a, b) = (engine(transport), engine(transport));
         let frozen = folder.0.join("frozen");
         fs::write(&frozen, [0; 1000]).unwrap();
@@ -109,21 +115,21 @@ fn rs_1_a_piece_that_fails_leaves_the_whole_write_uncounted() {
         let pieces = here.pieces(0, (&remote, 0), 1000).unwrap();
         let op = Op::WritePieces { pieces: &pieces, imm: Some(counter.imm()) };
         done(&a, &[op]).unwrap();
-        counter.expect(1, &[], PATIENCE).unwrap().wait(PATIENCE).unwrap().unwrap();
+        counter.expect(1, &[], TIMEOUT).unwrap().wait(TIMEOUT).unwrap().unwrap();
         assert_eq!(counter.arrived(), 1);
     }
 }
 
 #[test]
 fn a_descriptor_names_location_and_transports_of_each_part() {
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     let engine = engine(TransportKind::Tcp);
     let parts = [(0, engine.alloc(100).unwrap()), (500, folder.region(&engine, "part", 200))];
     let segment = engine.segment(&parts).unwrap();
     let said = segment.descriptor();
     assert_eq!(said.len(), 700);
-    assert!(matches!(said.parts[0].place, Place::Host { .. }));
-    assert_eq!(said.parts[1].place, Place::File);
+    assert!(matches!(said.parts[0].location, PartLocation::Host { .. }));
+    assert_eq!(said.parts[1].location, PartLocation::File);
     for part in &said.parts {
         assert_eq!(part.transports, [TransportKind::Tcp]);
     }
@@ -135,7 +141,7 @@ fn a_descriptor_names_location_and_transports_of_each_part() {
 #[test]
 fn the_path_of_each_piece_is_described() {
     for transport in [TransportKind::Shm, TransportKind::Tcp] {
-        let folder = Folder::new();
+        let folder = TestFolder::new();
         let (a, b) = (engine(transport), engine(transport));
         let two = |engine: &TransferEngine, name| {
             let file = folder.region(engine, name, 1000);
@@ -146,10 +152,13 @@ fn the_path_of_each_piece_is_described() {
         let pieces = here.pieces(0, (&remote, 500), 1500).unwrap();
         let op = [Op::WritePieces { pieces: &pieces, imm: None }];
         let before = a.paths(&op).unwrap();
-        assert!(before.iter().all(|p| p.transport.is_none() && p.way.contains("not connected")));
+        assert!(before
+            .iter()
+            .all(|p| p.transport.is_none() && p.description.contains("not connected")));
         done(&a, &op).unwrap();
-        let ways = a.paths(&op).unwrap();
-        let told: Vec<_> = ways.iter().map(|p| (p.bytes, &*p.remote, p.way.as_str())).collect();
+        let paths = a.paths(&op).unwrap();
+        let told: Vec<_> =
+            paths.iter().map(|p| (p.bytes, &*p.remote, p.description.as_str())).collect();
         let name = transport.name();
         assert_eq!(
             told,
@@ -163,7 +172,7 @@ fn the_path_of_each_piece_is_described() {
         let pieces = here.pieces(0, (&own, 1000), 1000).unwrap();
         let op = [Op::WritePieces { pieces: &pieces, imm: None }];
         done(&a, &op).unwrap();
-        assert!(a.paths(&op).unwrap()[0].way.contains("without staging"));
+        assert!(a.paths(&op).unwrap()[0].description.contains("without staging"));
     }
 }
 

@@ -8,7 +8,7 @@ use fabric_engine::{
     EngineError, Grant, Local, Op, Region, Remote, Submit, TransferEngine,
 };
 
-use super::{open, PATIENCE};
+use super::{open, TIMEOUT};
 
 fn engine(transport: TransportKind) -> Arc<TransferEngine> {
     open(EngineConfig { transports: vec![transport], stage_foreign: true, ..Default::default() })
@@ -37,7 +37,7 @@ fn writes_pages_and_reads_arrive_and_count() {
         let counter = b.counter().unwrap();
         let peer = b.peer(a.address()).unwrap();
         let remote = a.import(&dst.descriptor()).unwrap();
-        let expected = counter.expect(1, &[peer], PATIENCE).unwrap();
+        let expected = counter.expect(1, &[peer], TIMEOUT).unwrap();
 
         let write = Op::Write {
             src: Local { region: &src, offset: 3 },
@@ -45,8 +45,8 @@ fn writes_pages_and_reads_arrive_and_count() {
             len: 4 << 20,
             imm: Some(counter.imm()),
         };
-        a.submit(&[write], Submit::default()).unwrap().wait(PATIENCE).unwrap().unwrap();
-        expected.wait(PATIENCE).unwrap().unwrap();
+        a.submit(&[write], Submit::default()).unwrap().wait(TIMEOUT).unwrap().unwrap();
+        expected.wait(TIMEOUT).unwrap().unwrap();
         assert!(dst.get(1000, 4 << 20).unwrap() == bytes[3..3 + (4 << 20)]);
         assert_eq!(counter.arrived(), 1);
         let explanation = a.explain(remote.peer()).unwrap();
@@ -64,9 +64,9 @@ fn writes_pages_and_reads_arrive_and_count() {
             dst_pages: &dst_pages,
             imm: Some(counter.imm()),
         };
-        a.submit(&[pages], Submit::default()).unwrap().wait(PATIENCE).unwrap().unwrap();
-        let all = counter.expect(1200, &[], PATIENCE).unwrap();
-        all.wait(PATIENCE).unwrap().unwrap();
+        a.submit(&[pages], Submit::default()).unwrap().wait(TIMEOUT).unwrap().unwrap();
+        let all = counter.expect(1200, &[], TIMEOUT).unwrap();
+        all.wait(TIMEOUT).unwrap().unwrap();
         for i in [0usize, 1, 700, 1199] {
             let at = (1199 - i) * 100;
             assert_eq!(dst.get(at as u64, 100).unwrap(), bytes[i * 100..i * 100 + 100]);
@@ -78,7 +78,7 @@ fn writes_pages_and_reads_arrive_and_count() {
             dst: Local { region: &back, offset: 0 },
             len: n as u64,
         };
-        a.submit(&[read], Submit::default()).unwrap().wait(PATIENCE).unwrap().unwrap();
+        a.submit(&[read], Submit::default()).unwrap().wait(TIMEOUT).unwrap().unwrap();
         assert!(back.get(0, n as u64).unwrap() == dst.get(0, n as u64).unwrap());
     });
 }
@@ -93,10 +93,10 @@ fn mr_2_a_deregistered_region_is_stale() {
             let (src, dst) =
                 (Local { region: &src, offset: 0 }, Remote { region: &remote, offset: 0 });
             let op = Op::Write { src, dst, len: 64, imm: None };
-            a.submit(&[op], Submit::default()).unwrap().wait(PATIENCE).unwrap()
+            a.submit(&[op], Submit::default()).unwrap().wait(TIMEOUT).unwrap()
         };
         write().unwrap();
-        dst.deregister(PATIENCE).unwrap();
+        dst.deregister(TIMEOUT).unwrap();
         let e = write().unwrap_err();
         assert!(matches!(e, EngineError::Stale { .. }), "{e}");
     });
@@ -132,10 +132,10 @@ fn mr_3_the_owner_of_staged_memory_keeps_its_bounds() {
             Op::Read { src: to, dst: from, len: 2 },
         ];
         for op in ops {
-            let e = a.submit(&[op], Submit::default()).unwrap().wait(PATIENCE).unwrap();
+            let e = a.submit(&[op], Submit::default()).unwrap().wait(TIMEOUT).unwrap();
             assert!(matches!(e, Err(EngineError::Refused { .. })), "{e:?}");
         }
-        dst.deregister(PATIENCE).unwrap();
+        dst.deregister(TIMEOUT).unwrap();
         assert_eq!(counter.poll().unwrap(), 0);
         assert!(around[..4096] == [0; 4096] && around[8192..] == [0; 4096]);
     });
@@ -157,7 +157,7 @@ fn rs_4_a_closed_peer_ends_staged_transfers() {
             (0..8).map(|_| a.submit(&[op()], Submit::default()).unwrap()).collect();
         b.close();
         for handle in handles {
-            let end = handle.wait(PATIENCE).expect("the handle ends");
+            let end = handle.wait(TIMEOUT).expect("the handle ends");
             assert!(
                 matches!(
                     end,
@@ -166,7 +166,7 @@ fn rs_4_a_closed_peer_ends_staged_transfers() {
                 "{end:?}"
             );
         }
-        src.deregister(PATIENCE).unwrap();
+        src.deregister(TIMEOUT).unwrap();
     });
 }
 
@@ -184,7 +184,7 @@ fn mr_3_staged_memory_granted_to_one_peer_is_refused_to_all_others() {
             let (src, dst) =
                 (Local { region: &src, offset: 0 }, Remote { region: &remote, offset: 0 });
             let op = Op::Write { src, dst, len, imm: None };
-            by.submit(&[op], Submit::default()).unwrap().wait(PATIENCE).unwrap()
+            by.submit(&[op], Submit::default()).unwrap().wait(TIMEOUT).unwrap()
         };
         for (by, len) in [(&c, 64), (&a, 65)] {
             let e = write(by, len).unwrap_err();
@@ -193,7 +193,7 @@ fn mr_3_staged_memory_granted_to_one_peer_is_refused_to_all_others() {
         assert_eq!(memory.get(0, 4096).unwrap(), [0; 4096]);
         write(&a, 64).unwrap();
         assert_eq!(memory.get(1024, 64).unwrap(), [1; 64]);
-        memory.deregister(PATIENCE).unwrap();
+        memory.deregister(TIMEOUT).unwrap();
         let e = write(&a, 64).unwrap_err();
         assert!(matches!(e, EngineError::Stale { .. }), "{e}");
     });

@@ -13,7 +13,7 @@ use fabric_engine::{
     Local, Op, Remote, Submit, TransferEngine,
 };
 
-use super::{open, PATIENCE};
+use super::{open, TIMEOUT};
 
 /// Nothing but an arrival ends the sleep within the time that the test waits.
 fn engine(transport: TransportKind) -> Arc<TransferEngine> {
@@ -55,13 +55,13 @@ fn arrivals_are_seen(transport: TransportKind) {
             busy.store(false, SeqCst);
             let start = Instant::now();
             while counter.arrived() < round {
-                if start.elapsed() > PATIENCE {
+                if start.elapsed() > TIMEOUT {
                     over.store(true, SeqCst);
                     panic!("{transport}: the engine sleeps on write {round}");
                 }
                 std::thread::sleep(Duration::from_micros(50));
             }
-            sent.wait(PATIENCE).unwrap().unwrap();
+            sent.wait(TIMEOUT).unwrap().unwrap();
         }
         over.store(true, SeqCst);
     });

@@ -29,7 +29,7 @@ pub fn broken(promise: &'static str, at: Ns, what: impl Into<String>) -> Checked
 /// One logical write. It is counted once, and has bytes unless it is a bare count.
 #[derive(Clone, Copy, Debug)]
 pub struct Unit {
-    pub life: usize,
+    pub incarnation: usize,
     pub landing: Option<usize>,
     /// The generation of a counter that counts it.
     pub count: Option<usize>,
@@ -38,7 +38,7 @@ pub struct Unit {
 /// One generation of a counter, in one incarnation of a node.
 #[derive(Debug)]
 pub struct Count {
-    pub life: usize,
+    pub incarnation: usize,
     pub counter: Option<Counter>,
     pub units: Vec<Unit>,
     /// Units of transfers that have succeeded, and of those that have failed.
@@ -52,9 +52,18 @@ pub struct Count {
 }
 
 impl Count {
-    pub fn new(life: usize, counter: Counter) -> Self {
+    pub fn new(incarnation: usize, counter: Counter) -> Self {
         let (units, counter) = (Vec::new(), Some(counter));
-        Self { life, counter, units, succeeded: 0, failed: 0, taken: 0, given_up: None, seen: 0 }
+        Self {
+            incarnation,
+            counter,
+            units,
+            succeeded: 0,
+            failed: 0,
+            taken: 0,
+            given_up: None,
+            seen: 0,
+        }
     }
 
     /// Checks the count; called after every step.
@@ -111,7 +120,7 @@ impl Count {
 pub struct Transfer {
     pub handle: Handle,
     /// The incarnation that submitted it.
-    pub life: usize,
+    pub incarnation: usize,
     /// The incarnations that it is addressed to.
     pub to: Vec<usize>,
     pub since: Ns,

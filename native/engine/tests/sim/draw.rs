@@ -173,44 +173,48 @@ impl Draw<'_> {
         let at = self.time(4 * MS);
         let node = self.node();
         let rail = self.rng.u8(..self.shape.rails[usize::from(node)]);
-        let (nth, pick) = (self.rng.u8(..4), self.rng.u32(..8));
+        let (link_index, work_index) = (self.rng.u8(..4), self.rng.u32(..8));
         let slow = self.shape.peer_timeout * 2;
         let mut late = || match self.rng.u32(..4) {
             0 => 0,
             1 => self.time(slow),
             _ => self.time(500 * US),
         };
-        let (here, there, rest) = (late(), late(), late());
-        let lasts = self.time(8 * MS);
+        let (local_delay, remote_delay, link_down_after) = (late(), late(), late());
+        let duration = self.time(8 * MS);
         match self.rng.u32(..100) {
-            0..=14 => vec![(at, Fault::WorkFails { node, rail, nth, pick, rest })],
-            15..=39 => vec![(at, Fault::LinkLost { node, rail, nth, here, there })],
-            40..=54 => vec![(at, Fault::Stall { node, rail, nth, lasts })],
+            0..=14 => {
+                vec![(at, Fault::WorkFails { node, rail, link_index, work_index, link_down_after })]
+            }
+            15..=39 => {
+                vec![(at, Fault::LinkLost { node, rail, link_index, local_delay, remote_delay })]
+            }
+            40..=54 => vec![(at, Fault::Stall { node, rail, link_index, duration })],
             55..=71 => vec![
-                (at, Fault::NicDown { node, rail, here, there }),
-                (at + lasts, Fault::NicUp { node, rail }),
+                (at, Fault::NicDown { node, rail, local_delay, remote_delay }),
+                (at + duration, Fault::NicUp { node, rail }),
             ],
             72..=79 => {
                 let mut flaps = Vec::new();
                 for i in 0..3 {
-                    let at = at + i * lasts;
-                    flaps.push((at, Fault::NicDown { node, rail, here, there }));
-                    flaps.push((at + lasts / 2, Fault::NicUp { node, rail }));
+                    let at = at + i * duration;
+                    flaps.push((at, Fault::NicDown { node, rail, local_delay, remote_delay }));
+                    flaps.push((at + duration / 2, Fault::NicUp { node, rail }));
                 }
                 flaps
             }
             80..=83 => vec![(at, Fault::Slow { node, rail, rate: 1 + self.rng.u32(..1000) })],
             84..=91 => {
-                let side = u64::from(self.rng.u8(1..(1 << self.shape.rails.len()) - 1));
-                let told = self.some(2, |d| d.time(8 * MS));
-                let gone = self.rng.bool();
-                vec![(at, Fault::Partition { side, told, gone, lasts })]
+                let isolated = u64::from(self.rng.u8(1..(1 << self.shape.rails.len()) - 1));
+                let notice_after = self.some(2, |d| d.time(8 * MS));
+                let permanent = self.rng.bool();
+                vec![(at, Fault::Partition { isolated, notice_after, permanent, duration })]
             }
             _ => {
                 if self.rng.bool() {
-                    work.push((at + lasts, Step::Restart { node }));
+                    work.push((at + duration, Step::Restart { node }));
                 }
-                vec![(at, Fault::Crash { node, there })]
+                vec![(at, Fault::Crash { node, remote_delay })]
             }
         }
     }

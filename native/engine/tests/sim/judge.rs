@@ -5,7 +5,7 @@ use fabric_engine::EngineError;
 use crate::{
     case::{Ns, MS, US},
     check::{broken, is_quiesced, Checked},
-    run::{Life, Run},
+    run::{Incarnation, Run},
 };
 
 /// How much later than its deadline an operation may end.
@@ -42,7 +42,7 @@ impl Run<'_> {
             }
         }
         for count in &mut self.counts {
-            count.check(now, &mut self.lives[count.life].memory)?;
+            count.check(now, &mut self.incarnations[count.incarnation].memory)?;
         }
         for i in 0..self.waits.len() {
             let w = &self.waits[i];
@@ -68,8 +68,8 @@ impl Run<'_> {
 
     /// Whether this incarnation has ended so long ago that an operation pending since `since` must
     /// have failed.
-    fn should_be_lost(&self, life: Option<usize>, since: Ns) -> bool {
-        let ended = life.and_then(|l| self.lives[l].ended);
+    fn should_be_lost(&self, incarnation: Option<usize>, since: Ns) -> bool {
+        let ended = incarnation.and_then(|l| self.incarnations[l].ended);
         let known = |at: Ns| at.max(since) + LOSS + 6 * self.case.shape.peer_timeout;
         ended.is_some_and(|at| self.net.now().0 > known(at))
     }
@@ -90,7 +90,7 @@ impl Run<'_> {
                 );
             }
             for (offset, bytes) in &t.targets {
-                let region = &self.lives[t.life].memory.region;
+                let region = &self.incarnations[t.incarnation].memory.region;
                 if !region.with_bytes(*offset, bytes.len() as u64, |b| b == bytes).unwrap() {
                     return broken("RS-1", now, "a read succeeded without all of its bytes");
                 }
@@ -101,7 +101,7 @@ impl Run<'_> {
         // excludes that.
         let settled = matches!(result, Ok(()) | Err(EngineError::Timeout { quiesced: true, .. }));
         for u in &t.units {
-            let memory = &mut self.lives[u.life].memory;
+            let memory = &mut self.incarnations[u.incarnation].memory;
             if let Some(landing) = u.landing {
                 if result.is_ok() && !memory.is_whole(landing) {
                     return broken("RS-1", now, "a write succeeded and its bytes are not there");
@@ -118,7 +118,7 @@ impl Run<'_> {
                 }
             }
         }
-        let memory = &self.lives[t.life].memory;
+        let memory = &self.incarnations[t.incarnation].memory;
         if quiesced {
             t.sources.iter().for_each(|(offset, len)| memory.end_source(*offset, *len));
             t.targets.iter().for_each(|(offset, b)| memory.end_target(*offset, b.len() as u64));
@@ -172,17 +172,19 @@ impl Run<'_> {
     /// Checks the final state, when nothing is under way.
     pub fn check_end(&mut self) -> Checked {
         let now = self.net.now().0;
-        let alive = |lives: &[Life], life: usize| lives[life].engine.is_some();
-        for count in self.counts.iter().filter(|c| alive(&self.lives, c.life)) {
+        let alive = |incarnations: &[Incarnation], incarnation: usize| {
+            incarnations[incarnation].engine.is_some()
+        };
+        for count in self.counts.iter().filter(|c| alive(&self.incarnations, c.incarnation)) {
             count.check_end(now)?;
         }
-        for life in &self.lives {
-            if let Some((promise, what)) = life.memory.wrong() {
+        for incarnation in &self.incarnations {
+            if let Some((promise, what)) = incarnation.memory.wrong() {
                 return broken(promise, now, what);
             }
         }
         for t in &self.transfers {
-            let memory = &self.lives[t.life].memory;
+            let memory = &self.incarnations[t.incarnation].memory;
             let same = |(at, b): &(u64, Vec<u8>)| memory.target_is_untouched(*at, b.len() as u64);
             if !t.targets.iter().all(same) {
                 return broken("MR-1", now, "the target of a read changed after it was over");
@@ -191,7 +193,7 @@ impl Run<'_> {
         for t in &self.transfers {
             let Some(message) = t.message else { continue };
             let (n, ok) = (self.messages.lock()[message], t.handle.poll() == Some(Ok(())));
-            let alive = alive(&self.lives, self.sent_to[message]);
+            let alive = alive(&self.incarnations, self.sent_to[message]);
             if n > 1 || (ok && n == 0 && alive) {
                 return broken(
                     "RS-1",

@@ -53,7 +53,7 @@ fn random_schedules_break_no_promise() {
                             sum.failed += o.failed;
                             sum.met += o.met;
                             sum.unmet += o.unmet;
-                            sum.notes += o.notes;
+                            sum.group_frames += o.group_frames;
                         }
                     }
                 }

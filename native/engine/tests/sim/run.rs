@@ -25,7 +25,7 @@ const QUIET: Ns = 50 * MS;
 const BOUND: Ns = 300 * MS;
 
 /// One incarnation of a node.
-pub struct Life {
+pub struct Incarnation {
     /// `None` once it has crashed or was closed.
     pub engine: Option<Arc<TransferEngine>>,
     pub ended: Option<Ns>,
@@ -44,13 +44,13 @@ pub struct Outcome {
     pub met: u32,
     pub unmet: u32,
     /// Frames between groups, which healing sends.
-    pub notes: u64,
+    pub group_frames: u64,
 }
 
 pub struct Run<'a> {
     pub case: &'a Case,
     pub net: SimNet,
-    pub lives: Vec<Life>,
+    pub incarnations: Vec<Incarnation>,
     /// The current incarnation of each node.
     pub nodes: Vec<usize>,
     pub counts: Vec<Count>,
@@ -70,8 +70,8 @@ pub struct Run<'a> {
 pub fn run(case: &Case) -> Result<Outcome, Violation> {
     let mut run = Run::new(case);
     run.go()?;
-    let (digest, notes) = (run.net.digest(), run.net.notes());
-    Ok(Outcome { digest, notes, ..run.outcome })
+    let (digest, group_frames) = (run.net.digest(), run.net.group_frames());
+    Ok(Outcome { digest, group_frames, ..run.outcome })
 }
 
 impl<'a> Run<'a> {
@@ -88,7 +88,7 @@ impl<'a> Run<'a> {
         let mut run = Self {
             case,
             net,
-            lives: Vec::new(),
+            incarnations: Vec::new(),
             nodes: Vec::new(),
             counts: Vec::new(),
             transfers: Vec::new(),
@@ -103,15 +103,15 @@ impl<'a> Run<'a> {
         for node in 0..case.shape.rails.len() {
             let config = run.config();
             let engine = run.net.engine_with_rails(config, case.shape.rails[node]).unwrap();
-            let life = run.begin(engine);
-            run.nodes.push(life);
+            let incarnation = run.begin(engine);
+            run.nodes.push(incarnation);
         }
         run
     }
 
     fn config(&self) -> EngineConfig {
         EngineConfig {
-            name: format!("life {}", self.lives.len()),
+            name: format!("life {}", self.incarnations.len()),
             op_timeout: Duration::from_nanos(OP_TIMEOUT),
             peer_timeout: Duration::from_nanos(self.case.shape.peer_timeout),
             ..EngineConfig::default()
@@ -126,7 +126,7 @@ impl<'a> Run<'a> {
     fn begin(&mut self, engine: Arc<TransferEngine>) -> usize {
         let id = self.id();
         let memory = Memory::new(&engine, id);
-        let life = self.lives.len();
+        let incarnation = self.incarnations.len();
         let messages = Arc::clone(&self.messages);
         let on_message = move |d: fabric_engine::Delivery| {
             let id: [u8; 8] = d.message()[..8].try_into().unwrap();
@@ -141,24 +141,30 @@ impl<'a> Run<'a> {
                 true => engine.plain_counter(plain()),
                 false => engine.counter().unwrap(),
             };
-            self.counts.push(Count::new(life, counter));
+            self.counts.push(Count::new(incarnation, counter));
             self.counts.len() - 1
         });
         let address = engine.address().clone();
-        self.lives.push(Life { engine: Some(engine), ended: None, address, memory, counts });
-        life
+        self.incarnations.push(Incarnation {
+            engine: Some(engine),
+            ended: None,
+            address,
+            memory,
+            counts,
+        });
+        incarnation
     }
 
     fn connect_all(&mut self) {
-        (0..self.lives.len()).for_each(|from| self.connect_from(from));
+        (0..self.incarnations.len()).for_each(|from| self.connect_from(from));
         while self.net.step_until(Time(MS)) {}
         self.net.advance(Time(MS));
     }
 
     /// Connects one incarnation to all others.
     pub fn connect_from(&self, from: usize) {
-        let Some(engine) = &self.lives[from].engine else { return };
-        for other in self.lives.iter().filter(|o| o.address.id != engine.id()) {
+        let Some(engine) = &self.incarnations[from].engine else { return };
+        for other in self.incarnations.iter().filter(|o| o.address.id != engine.id()) {
             let peer = engine.peer(&other.address).unwrap();
             engine.connect(&peer).unwrap();
         }
@@ -166,10 +172,10 @@ impl<'a> Run<'a> {
 
     /// Ends the current incarnation of a node.
     pub fn end(&mut self, node: u8) {
-        let life = self.nodes[usize::from(node)];
+        let incarnation = self.nodes[usize::from(node)];
         // Its regions and counters stay for the checks.
-        self.lives[life].engine = None;
-        self.lives[life].ended.get_or_insert(self.net.now().0);
+        self.incarnations[incarnation].engine = None;
+        self.incarnations[incarnation].ended.get_or_insert(self.net.now().0);
     }
 
     pub fn restart(&mut self, node: u8) {
@@ -177,8 +183,8 @@ impl<'a> Run<'a> {
         let config = self.config();
         let rails = self.case.shape.rails[usize::from(node)];
         let engine = self.net.restart(usize::from(node), config, rails).unwrap();
-        let life = self.begin(engine);
-        self.nodes[usize::from(node)] = life;
+        let incarnation = self.begin(engine);
+        self.nodes[usize::from(node)] = incarnation;
     }
 
     fn go(&mut self) -> Checked {

@@ -53,14 +53,14 @@ impl Run<'_> {
             Step::Barrier { from, to } => {
                 let mut asked = Asked::default();
                 for to in to {
-                    let (life, count) = self.count(*to, PLAIN);
-                    let unit = Unit { life, landing: None, count: Some(count) };
+                    let (incarnation, count) = self.count(*to, PLAIN);
+                    let unit = Unit { incarnation, landing: None, count: Some(count) };
                     self.counts[count].units.push(unit);
                     asked.units.push(unit);
                 }
                 self.submit((*from, to), asked, (None, None), |run, engine, submit| {
                     let peers: Result<Vec<_>, _> =
-                        to.iter().map(|to| engine.peer(&run.life(*to).address)).collect();
+                        to.iter().map(|to| engine.peer(&run.incarnation(*to).address)).collect();
                     // Connecting may fail at once: then no request was submitted.
                     let group = engine.peer_group(&peers?)?;
                     engine.submit(&[Op::Barrier { group: &group, imm: plain() }], submit)
@@ -74,7 +74,7 @@ impl Run<'_> {
                 message[..8].copy_from_slice(&(number as u64).to_le_bytes());
                 let asked = Asked { message: Some(number), ..Default::default() };
                 self.submit((*from, &[*to]), asked, (None, None), |run, engine, submit| {
-                    let peer = engine.peer(&run.life(*to).address)?;
+                    let peer = engine.peer(&run.incarnation(*to).address)?;
                     engine.submit(&[Op::Send { peer: &peer, message: &message }], submit)
                 })
             }
@@ -90,12 +90,12 @@ impl Run<'_> {
         }
     }
 
-    fn life(&self, node: u8) -> &crate::run::Life {
-        &self.lives[self.nodes[usize::from(node)]]
+    fn incarnation(&self, node: u8) -> &crate::run::Incarnation {
+        &self.incarnations[self.nodes[usize::from(node)]]
     }
 
     fn region(&self, node: u8) -> &fabric_engine::Region {
-        &self.life(node).memory.region
+        &self.incarnation(node).memory.region
     }
 
     fn there(&self, engine: &TransferEngine, node: u8) -> Result<RemoteRegion, EngineError> {
@@ -104,8 +104,8 @@ impl Run<'_> {
 
     /// The current incarnation of a node, and the current generation of one of its counters.
     fn count(&self, node: u8, counter: u8) -> (usize, usize) {
-        let life = self.nodes[usize::from(node)];
-        (life, self.lives[life].counts[usize::from(counter)])
+        let incarnation = self.nodes[usize::from(node)];
+        (incarnation, self.incarnations[incarnation].counts[usize::from(counter)])
     }
 
     fn imm(&self, node: u8, counter: Option<u8>) -> Option<Imm> {
@@ -123,12 +123,12 @@ impl Run<'_> {
         asked: &mut Asked,
     ) -> Option<(u64, u64)> {
         let bytes = pattern(self.id(), len);
-        let (ours, life) = (self.nodes[usize::from(from)], self.nodes[usize::from(to)]);
-        let src = self.lives[ours].memory.local(len)?;
-        self.lives[ours].memory.region.put(src, &bytes).unwrap();
-        let (landing, dst) = self.lives[life].memory.landing(bytes)?;
+        let (ours, incarnation) = (self.nodes[usize::from(from)], self.nodes[usize::from(to)]);
+        let src = self.incarnations[ours].memory.local(len)?;
+        self.incarnations[ours].memory.region.put(src, &bytes).unwrap();
+        let (landing, dst) = self.incarnations[incarnation].memory.landing(bytes)?;
         let count = counter.map(|c| self.count(to, c).1);
-        let unit = Unit { life, landing: Some(landing), count };
+        let unit = Unit { incarnation, landing: Some(landing), count };
         if let Some(count) = count {
             self.counts[count].units.push(unit);
         }
@@ -144,8 +144,8 @@ impl Run<'_> {
         (rail, within): (Option<u8>, Option<Ns>),
         ask: impl FnOnce(&Self, &TransferEngine, Submit) -> Result<Handle, EngineError>,
     ) -> Checked {
-        let life = self.nodes[usize::from(from)];
-        let Some(engine) = self.lives[life].engine.clone() else { return Ok(()) };
+        let incarnation = self.nodes[usize::from(from)];
+        let Some(engine) = self.incarnations[incarnation].engine.clone() else { return Ok(()) };
         let now = self.net.now().0;
         let deadline = self.net.when(engine.id(), within.unwrap_or(OP_TIMEOUT)).0;
         let timeout = within.map(Duration::from_nanos);
@@ -155,7 +155,7 @@ impl Run<'_> {
         let Asked { units, sources, targets, message, old_key } = asked;
         self.transfers.push(Transfer {
             handle,
-            life,
+            incarnation,
             to: to.iter().map(|to| self.nodes[usize::from(*to)]).collect(),
             since: now,
             deadline,
@@ -244,9 +244,9 @@ impl Run<'_> {
         let (ours, theirs) = (self.nodes[usize::from(from)], self.nodes[usize::from(of)]);
         let (mut src, mut dst) = (Vec::new(), Vec::new());
         for page in 0..pages {
-            let Some(at) = self.lives[ours].memory.local(len) else { return Ok(()) };
+            let Some(at) = self.incarnations[ours].memory.local(len) else { return Ok(()) };
             let there = u64::from(page) * 17 % 400;
-            let bytes = self.lives[theirs].memory.readable(there, len).to_vec();
+            let bytes = self.incarnations[theirs].memory.readable(there, len).to_vec();
             asked.targets.push((at, bytes));
             src.push(there as u32);
             dst.push(at as u32);
@@ -265,11 +265,11 @@ impl Run<'_> {
     }
 
     fn expect(&mut self, at: u8, counter: u8, n: u32, writer: Option<u8>, within: Ns) -> Checked {
-        let (life, count) = self.count(at, counter);
-        let Some(engine) = self.lives[life].engine.clone() else { return Ok(()) };
+        let (incarnation, count) = self.count(at, counter);
+        let Some(engine) = self.incarnations[incarnation].engine.clone() else { return Ok(()) };
         let writers: Vec<_> = writer
             .filter(|w| *w != at)
-            .and_then(|w| engine.peer(&self.life(w).address).ok())
+            .and_then(|w| engine.peer(&self.incarnation(w).address).ok())
             .into_iter()
             .collect();
         let Some(counter) = &self.counts[count].counter else { return Ok(()) };
@@ -282,8 +282,8 @@ impl Run<'_> {
     }
 
     fn reuse(&mut self, at: u8, counter: u8) -> Checked {
-        let (life, count) = self.count(at, counter);
-        let Some(engine) = self.lives[life].engine.clone() else { return Ok(()) };
+        let (incarnation, count) = self.count(at, counter);
+        let Some(engine) = self.incarnations[incarnation].engine.clone() else { return Ok(()) };
         // A pending expectation keeps its counter.
         if self.waits.iter().any(|w| w.count == count && !w.over) {
             return Ok(());
@@ -300,17 +300,19 @@ impl Run<'_> {
         while slot_of(&new) != slot {
             new = engine.counter().unwrap();
         }
-        self.counts.push(Count::new(life, new));
-        self.lives[life].counts[usize::from(counter)] = self.counts.len() - 1;
+        self.counts.push(Count::new(incarnation, new));
+        self.incarnations[incarnation].counts[usize::from(counter)] = self.counts.len() - 1;
         Ok(())
     }
 
     fn old_key(&mut self, from: u8, to: u8) -> Checked {
-        let life = self.nodes[usize::from(to)];
-        let Some(address) = self.lives[life].engine.as_ref().map(|e| e.address().clone()) else {
+        let incarnation = self.nodes[usize::from(to)];
+        let Some(address) =
+            self.incarnations[incarnation].engine.as_ref().map(|e| e.address().clone())
+        else {
             return Ok(());
         };
-        let earlier = self.lives[..life].iter().rev().find(|l| l.engine.is_none());
+        let earlier = self.incarnations[..incarnation].iter().rev().find(|l| l.engine.is_none());
         let Some(earlier) = earlier else { return Ok(()) };
         let old = RegionDescriptor { owner: address, ..earlier.memory.region.descriptor() };
         // No other write lands there.

@@ -85,7 +85,7 @@ fn a_nic_carries_no_more_than_its_rate() {
 #[test]
 fn a_stalled_link_is_silent_and_goes_on() {
     let mut p = pair(SimConfig::default(), 1);
-    p.net.inject(&Fault::Stall { node: 0, rail: 0, nth: 0, lasts: 500 * US });
+    p.net.inject(&Fault::Stall { node: 0, rail: 0, link_index: 0, duration: 500 * US });
     let done = p.write(64);
     p.until(MS + 400 * US);
     assert!(!done.is_done() && !p.landed());
@@ -97,7 +97,13 @@ fn a_stalled_link_is_silent_and_goes_on() {
 fn bytes_under_way_land_after_the_sender_has_seen_the_loss() {
     let mut p = pair(SimConfig::default(), 1);
     drop(p.write(64));
-    p.net.inject(&Fault::LinkLost { node: 0, rail: 0, nth: 0, here: 0, there: MS });
+    p.net.inject(&Fault::LinkLost {
+        node: 0,
+        rail: 0,
+        link_index: 0,
+        local_delay: 0,
+        remote_delay: MS,
+    });
     // Before another link can be up.
     p.until(MS + 1500);
     assert_eq!((p.landed(), p.counter.arrived()), (true, 1));
@@ -105,17 +111,19 @@ fn bytes_under_way_land_after_the_sender_has_seen_the_loss() {
 
 #[test]
 fn a_partition_is_silent_then_reported_and_heals() {
-    for (told, gone) in [(None, false), (Some(200 * US), false), (Some(200 * US), true)] {
+    for (notice_after, permanent) in
+        [(None, false), (Some(200 * US), false), (Some(200 * US), true)]
+    {
         let mut p = pair(SimConfig::default(), 1);
-        p.net.inject(&Fault::Partition { side: 1, told, gone, lasts: MS });
+        p.net.inject(&Fault::Partition { isolated: 1, notice_after, permanent, duration: MS });
         let cut = p.write(64);
         p.until(MS + 150 * US);
         assert!(!cut.is_done());
         let (result, _) = p.wait(&cut);
-        match gone {
+        match permanent {
             true => assert!(matches!(result, Err(EngineError::PeerLost { .. })), "{result:?}"),
             // A node that sees the loss may have reconnected and sent it again.
-            false => assert!(told.is_some() || result.is_ok(), "{result:?}"),
+            false => assert!(notice_after.is_some() || result.is_ok(), "{result:?}"),
         }
         p.until(3 * MS);
         let again = p.write(64);
@@ -144,8 +152,13 @@ fn a_partition_divides_more_nodes_than_it_has_bits_for() {
     };
     let nodes = [8, 9, 41, 63, 64, 69];
     assert!(nodes.iter().all(|to| reached(&mut net, MS, *to)));
-    let side = 1 << 9 | 1 << 41 | 1 << 63;
-    net.inject(&Fault::Partition { side, told: None, gone: false, lasts: 100 * MS });
+    let isolated = 1 << 9 | 1 << 41 | 1 << 63;
+    net.inject(&Fault::Partition {
+        isolated,
+        notice_after: None,
+        permanent: false,
+        duration: 100 * MS,
+    });
     let there: Vec<usize> =
         nodes.iter().filter(|to| reached(&mut net, MS, **to)).copied().collect();
     assert_eq!(there, [8, 64, 69]);
@@ -154,7 +167,12 @@ fn a_partition_divides_more_nodes_than_it_has_bits_for() {
 #[test]
 fn a_nic_that_is_down_carries_nothing_until_it_is_up() {
     let mut p = pair(SimConfig::default(), 1);
-    p.net.inject(&Fault::NicDown { node: 1, rail: 0, here: 10 * MS, there: 100_000 * MS });
+    p.net.inject(&Fault::NicDown {
+        node: 1,
+        rail: 0,
+        local_delay: 10 * MS,
+        remote_delay: 100_000 * MS,
+    });
     let done = p.write(64);
     p.until(5 * MS);
     assert!(!done.is_done() && !p.landed(), "no node has seen the fault yet");
@@ -167,18 +185,24 @@ fn a_failed_work_request_ends_its_link_and_is_sent_again() {
     for ordered in [false, true] {
         let mut p = pair(SimConfig { ordered, ..Default::default() }, 2);
         let writes: Vec<_> = (0..4).map(|_| p.write(64)).collect();
-        p.net.inject(&Fault::WorkFails { node: 0, rail: 0, nth: 0, pick: 1, rest: 5 * US });
+        p.net.inject(&Fault::WorkFails {
+            node: 0,
+            rail: 0,
+            link_index: 0,
+            work_index: 1,
+            link_down_after: 5 * US,
+        });
         let results: Vec<_> = writes.iter().map(|w| p.wait(w).0).collect();
         assert_eq!(results, [Ok(()), Ok(()), Ok(()), Ok(())]);
         assert_eq!(p.counter.arrived(), 4);
-        assert!(p.net.notes() >= 2, "a query and its receipt");
+        assert!(p.net.group_frames() >= 2, "a query and its receipt");
     }
 }
 
 #[test]
 fn another_incarnation_of_a_node_is_another_engine() {
     let mut p = pair(SimConfig::default(), 1);
-    p.net.inject(&Fault::Crash { node: 1, there: 0 });
+    p.net.inject(&Fault::Crash { node: 1, remote_delay: 0 });
     let lost = p.write(64);
     assert!(p.wait(&lost).0.is_err() && !p.landed());
     let next = p.net.restart(1, EngineConfig::default(), 1).unwrap();

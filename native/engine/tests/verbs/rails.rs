@@ -88,10 +88,10 @@ impl Pair {
     }
 }
 
-fn until(what: &str, patience: Duration, mut done: impl FnMut() -> bool) {
+fn until(what: &str, timeout: Duration, mut done: impl FnMut() -> bool) {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < patience, "not after {patience:?}: {what}");
+        assert!(start.elapsed() < timeout, "not after {timeout:?}: {what}");
         std::thread::sleep(Duration::from_millis(100));
     }
 }

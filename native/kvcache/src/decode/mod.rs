@@ -1,5 +1,5 @@
-//! The decoder's end: requests the pages of a prompt from prefillers, and reports when they have
-//! arrived, when they never will, and when they may be reused.
+//! The decoder: requests the pages of a prompt from prefillers, and reports when they have arrived,
+//! when they never will, and when they may be reused.
 
 mod messages;
 mod state;
@@ -17,7 +17,10 @@ use fabric_engine::{
 };
 use parking_lot::Mutex;
 
-use self::state::{AtEnd, End, Facts, Phase, Session, SessionPhase, State, Ticket};
+use self::state::{
+    DecoderState, PendingPull, Phase, PrefillerInfo, PrefillerProcess, ProcessState, Session,
+    SessionPhase,
+};
 use crate::{
     events::Events,
     layout::{CacheGroup, CacheLayout},
@@ -30,7 +33,7 @@ use crate::{
 /// Events of a request. `Ready` or `Failed` comes once, then `Released` once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// Every page and the tail are there (IC-2).
+    /// All pages and the tail have arrived (IC-2).
     Ready,
     /// The pages will not arrive; they must neither be read nor reused yet.
     Failed(Cause),
@@ -38,12 +41,12 @@ pub enum Event {
     Released,
 }
 
-/// A request of a decoder.
+/// A pull: one request of a decoder for a prompt's pages.
 #[derive(Clone, Debug, Default)]
-pub struct Ask {
+pub struct Pull {
     /// Tokens of the prompt.
     pub tokens: u64,
-    /// Number of leading tokens that the decoder has already: whole pages.
+    /// Number of leading tokens that the decoder has, in whole pages.
     pub have: u64,
     /// Selects among replicas of prefill ranks; any number.
     pub salt: u64,
@@ -66,7 +69,7 @@ pub struct Decoder {
 impl std::fmt::Debug for Decoder {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let state = self.inner.state.lock();
-        write!(f, "Decoder({}, {} requests)", self.inner.name, state.tickets.len())
+        write!(f, "Decoder({}, {} requests)", self.inner.name, state.pulls.len())
     }
 }
 
@@ -75,9 +78,9 @@ struct Inner {
     layouts: Vec<CacheLayout>,
     local: Vec<LocalRank>,
     terms: Terms,
-    /// Pages that every rank here has.
+    /// The groups, with the pages that every local rank has.
     groups: Vec<CacheGroup>,
-    state: Mutex<State>,
+    state: Mutex<DecoderState>,
     events: Arc<Events<Event>>,
     parts: Parts,
 }
@@ -99,9 +102,9 @@ impl Decoder {
     ) -> Result<Self> {
         check_local(&layouts, &local, &terms)?;
         let events = Arc::new(Events::new(on_event));
-        let state = Mutex::new(State {
+        let state = Mutex::new(DecoderState {
             sessions: BTreeMap::new(),
-            tickets: BTreeMap::new(),
+            pulls: BTreeMap::new(),
             events: Arc::clone(&events),
             next_seq: 0,
             closed: false,
@@ -113,17 +116,16 @@ impl Decoder {
         let weak = Arc::downgrade(&inner);
         inner.control().receive(inner.terms.max_message, Terms::MESSAGES, move |delivery| {
             if let Some(inner) = weak.upgrade() {
-                inner.hear(delivery.from(), delivery.message());
+                inner.on_message(delivery.from(), delivery.message());
             }
         })?;
         Ok(Self { inner })
     }
 
-    /// Takes a message of a prefiller. For callers that opened the pool of the first rank's engine
-    /// themselves, because they receive other messages there too. Messages of no prefiller are
-    /// ignored, with a warning.
-    pub fn hear(&self, from: EngineId, message: &[u8]) {
-        self.inner.hear(from, message);
+    /// Handles a message of a prefiller, for callers that opened the receive pool of the first
+    /// rank's engine themselves. A message that is no prefiller's is ignored, with a warning.
+    pub fn on_message(&self, from: EngineId, message: &[u8]) {
+        self.inner.on_message(from, message);
     }
 
     /// Registers a prefiller; returns its number for [`Decoder::request`]. The local memory is
@@ -132,7 +134,7 @@ impl Decoder {
     /// # Errors
     /// [`EngineError::Handshake`] if its pages don't fit the local ones; the text lists all
     /// differences.
-    pub fn meet(&self, offer: &Offer) -> Result<u64> {
+    pub fn connect(&self, offer: &Offer) -> Result<u64> {
         let inner = &self.inner;
         let unlike = |cause: String| EngineError::Handshake { peer: offer.name.clone(), cause };
         let pairing =
@@ -153,10 +155,10 @@ impl Decoder {
             }
             writers.push(peers.into_iter().flatten().collect());
         }
-        let mut ends = Vec::new();
+        let mut processes = Vec::new();
         for end in &offer.ends {
             let peer = inner.control().peer(&end.address)?;
-            ends.push(End { peer, incarnation: None, silent: 0 });
+            processes.push(PrefillerProcess { peer, incarnation: None, silent: 0 });
         }
         let mut regions = Vec::new();
         let mut grants = Vec::new();
@@ -171,9 +173,13 @@ impl Decoder {
             let tail = rank.tail.as_ref().filter(|_| i == 0).map(&mut again).transpose()?;
             grants.push(Grant { rank: rank.rank, buffers, tail });
         }
-        let facts =
-            Facts { name: offer.name.clone(), pairing, max_message: offer.max_message, writers };
-        let mut acts = Vec::new();
+        let info = PrefillerInfo {
+            name: offer.name.clone(),
+            pairing,
+            max_message: offer.max_message,
+            writers,
+        };
+        let mut actions = Vec::new();
         let number = {
             let mut state = inner.state.lock();
             if state.closed {
@@ -201,21 +207,21 @@ impl Decoder {
                 )));
             }
             let session = Session {
-                facts: Arc::new(facts),
-                ends,
+                info: Arc::new(info),
+                processes,
                 grants: regions,
                 phase: SessionPhase::Greeting,
                 early: Vec::new(),
                 revoked: false,
             };
-            for end in 0..session.ends.len() {
-                acts.extend(session.send(number, end, hello.clone(), None));
+            for process in 0..session.processes.len() {
+                actions.extend(session.send(number, process, hello.clone(), None));
             }
             state.sessions.insert(number, session);
             number
         };
-        inner.run(acts);
-        inner.beat_later(number);
+        inner.run(actions);
+        inner.schedule_beat(number);
         Ok(number)
     }
 
@@ -226,9 +232,9 @@ impl Decoder {
     /// Errors of the request itself, before anything is sent: tables that don't fit the tokens, a
     /// page out of range, a message that is too long. [`EngineError::Stale`] if the prefiller has
     /// been given up.
-    pub fn request(&self, prefiller: u64, ask: Ask) -> Result<u64> {
+    pub fn request(&self, prefiller: u64, pull: Pull) -> Result<u64> {
         let inner = &self.inner;
-        let facts = {
+        let info = {
             let state = inner.state.lock();
             if state.closed {
                 return Err(EngineError::Closed);
@@ -238,48 +244,48 @@ impl Decoder {
             else {
                 return Err(given_up(prefiller));
             };
-            Arc::clone(&session.facts)
+            Arc::clone(&session.info)
         };
-        inner.check(&ask)?;
+        inner.check(&pull)?;
         let mut counters: Vec<Counter> = Vec::new();
         let mut expectations: Vec<Handle> = Vec::new();
         for (i, rank) in inner.local.iter().enumerate() {
             let counter = rank.engine.counter()?;
-            let pages = facts
+            let pages = info
                 .pairing
-                .expected(rank.rank as usize, ask.salt, ask.have..ask.tokens)
+                .expected(rank.rank as usize, pull.salt, pull.have..pull.tokens)
                 .map_err(|e| EngineError::Invalid(e.to_string()))?;
             let tail = u64::from(i == 0 && inner.terms.tail_nbytes > 0);
-            let sources = facts.pairing.sources(rank.rank as usize, ask.salt);
+            let sources = info.pairing.sources(rank.rank as usize, pull.salt);
             let sources = sources.map_err(|e| EngineError::Invalid(e.to_string()))?;
             let mut writers: Vec<Peer> =
-                sources.iter().filter_map(|s| facts.writers[i].get(*s).cloned()).collect();
+                sources.iter().filter_map(|s| info.writers[i].get(*s).cloned()).collect();
             if tail > 0 && !sources.contains(&0) {
-                writers.extend(facts.writers[i].first().cloned());
+                writers.extend(info.writers[i].first().cloned());
             }
             let expected = u32::try_from(pages + tail).map_err(|_| {
                 EngineError::Invalid(format!(
                     "{pages} pieces of pages; ask for fewer tokens at a time"
                 ))
             })?;
-            expectations.push(counter.expect_for(ask.span, expected, &writers, ask.timeout)?);
+            expectations.push(counter.expect_for(pull.span, expected, &writers, pull.timeout)?);
             counters.push(counter);
         }
         let references: Vec<CounterRef> = counters.iter().map(Counter::reference).collect();
-        let mut acts = Vec::new();
+        let mut actions = Vec::new();
         let waits = expectations.clone();
         let seq = {
             let mut state = inner.state.lock();
             let seq = state.next_seq;
             let request = Box::new(Request {
                 seq,
-                tokens: ask.tokens,
-                have: ask.have,
-                salt: ask.salt,
-                tables: ask.tables.iter().map(|t| PageTable::of(t)).collect(),
+                tokens: pull.tokens,
+                have: pull.have,
+                salt: pull.salt,
+                tables: pull.tables.iter().map(|t| PageTable::of(t)).collect(),
                 counters: references,
-                tail_slot: ask.tail_slot,
-                payload: ask.payload,
+                tail_slot: pull.tail_slot,
+                payload: pull.payload,
             });
             let message = Message::Request {
                 session: prefiller,
@@ -287,13 +293,13 @@ impl Decoder {
                 request: request.clone(),
             }
             .to_bytes();
-            if message.len() as u64 > facts.max_message {
+            if message.len() as u64 > info.max_message {
                 return Err(EngineError::Invalid(format!(
                     "a request of {} bytes, prefiller {} takes messages of {}; raise max_message there, or \
                      ask for less at a time",
                     message.len(),
-                    facts.name,
-                    facts.max_message
+                    info.name,
+                    info.max_message
                 )));
             }
             state.next_seq += 1;
@@ -301,12 +307,12 @@ impl Decoder {
             let Some(session) = state.sessions.get_mut(&prefiller) else {
                 return Err(given_up(prefiller));
             };
-            let mut ends = vec![AtEnd::Unasked; session.ends.len()];
+            let mut processes = vec![ProcessState::NotRequested; session.processes.len()];
             let open = session.phase == SessionPhase::Open;
             if open {
-                for (end, at) in ends.iter_mut().enumerate() {
-                    acts.extend(session.ask(prefiller, end, &request));
-                    *at = AtEnd::Asked { unknown: 0 };
+                for (process, at) in processes.iter_mut().enumerate() {
+                    actions.extend(session.send_request(prefiller, process, &request));
+                    *at = ProcessState::Requested { unknown: 0 };
                 }
             } else {
                 session.early.push(seq);
@@ -314,22 +320,22 @@ impl Decoder {
             let missing = expectations.len();
             let early = (!open).then_some(request);
             let phase = Phase::Waiting;
-            let ticket = Ticket {
+            let pending = PendingPull {
                 session: prefiller,
                 early,
                 counters,
                 expectations,
                 missing,
                 phase,
-                ends,
+                processes,
                 lingers: 0,
             };
-            state.tickets.insert(seq, ticket);
+            state.pulls.insert(seq, pending);
             // Given up, but not removed yet.
             let lost = |m: &Session| matches!(m.phase, SessionPhase::Lost(_));
             if state.sessions.get(&prefiller).is_some_and(lost) {
                 let cause = state.cause_of_loss(prefiller);
-                state.fail(seq, cause, &mut acts);
+                state.fail(seq, cause, &mut actions);
             }
             seq
         };
@@ -341,37 +347,37 @@ impl Decoder {
                 }
             });
         }
-        inner.run(acts);
+        inner.run(actions);
         Ok(seq)
     }
 
     /// Cancels a request. [`Event::Failed`] follows unless it was ready or failed before;
     /// `Released` follows when the prefiller has confirmed that it writes no more.
     pub fn cancel(&self, seq: u64) {
-        let mut acts = Vec::new();
+        let mut actions = Vec::new();
         {
             let mut state = self.inner.state.lock();
-            state.fail(seq, Cause::Cancelled, &mut acts);
-            state.stop(seq, &mut acts);
+            state.fail(seq, Cause::Cancelled, &mut actions);
+            state.stop(seq, &mut actions);
         }
-        self.inner.run(acts);
+        self.inner.run(actions);
     }
 
     /// Ends the session with a prefiller: its requests fail, and its access to local memory is
     /// revoked.
-    pub fn leave(&self, prefiller: u64) {
-        self.inner.leave(prefiller, "this decoder has left it");
+    pub fn disconnect(&self, prefiller: u64) {
+        self.inner.disconnect(prefiller, "this decoder has left it");
     }
 
     /// Whether the prefiller accepts requests: it has not been given up.
-    pub fn knows(&self, prefiller: u64) -> bool {
+    pub fn is_connected(&self, prefiller: u64) -> bool {
         let state = self.inner.state.lock();
         state.sessions.get(&prefiller).is_some_and(|m| !matches!(m.phase, SessionPhase::Lost(_)))
     }
 
     /// Requests whose pages aren't released.
     pub fn open(&self) -> usize {
-        self.inner.state.lock().tickets.len()
+        self.inner.state.lock().pulls.len()
     }
 
     /// Prefillers with a session, and given up ones whose access isn't revoked yet.
@@ -381,16 +387,16 @@ impl Decoder {
 
     /// Ends all sessions, as dropping it does. Events still come until all requests are released.
     pub fn close(&self) {
-        let mut acts = Vec::new();
+        let mut actions = Vec::new();
         {
             let mut state = self.inner.state.lock();
             state.closed = true;
             let sessions: Vec<u64> = state.sessions.keys().copied().collect();
             for session in sessions {
-                state.lose(session, "this decoder is closed", true, &mut acts);
+                state.lose(session, "this decoder is closed", true, &mut actions);
             }
         }
-        self.inner.run(acts);
+        self.inner.run(actions);
     }
 }
 
@@ -405,73 +411,73 @@ impl Inner {
         &self.local[0].engine
     }
 
-    fn check(&self, ask: &Ask) -> Result<()> {
+    fn check(&self, pull: &Pull) -> Result<()> {
         let invalid = |what: String| Err(EngineError::Invalid(what));
-        if ask.tokens == 0 || ask.have >= ask.tokens {
+        if pull.tokens == 0 || pull.have >= pull.tokens {
             return invalid(format!(
                 "{} tokens of which {} are here: one at least must be computed",
-                ask.tokens, ask.have
+                pull.tokens, pull.have
             ));
         }
-        if ask.tables.len() != self.groups.len() {
+        if pull.tables.len() != self.groups.len() {
             return invalid(format!(
                 "{} page tables for {} groups of layers",
-                ask.tables.len(),
+                pull.tables.len(),
                 self.groups.len()
             ));
         }
-        crate::table::entries(&self.groups, ask.tokens).or_else(|e| invalid(e).map(|()| 0))?;
-        for (group, table) in self.groups.iter().zip(&ask.tables) {
-            crate::table::check(group, ask.tokens, table)
+        crate::table::entries(&self.groups, pull.tokens).or_else(|e| invalid(e).map(|()| 0))?;
+        for (group, table) in self.groups.iter().zip(&pull.tables) {
+            crate::table::check(group, pull.tokens, table)
                 .or_else(|e| invalid(format!("group {}: {e}", group.name)))?;
-            if !ask.have.is_multiple_of(u64::from(group.page_tokens)) {
+            if !pull.have.is_multiple_of(u64::from(group.page_tokens)) {
                 return invalid(format!(
                     "{} tokens are here, which isn't whole pages of {} tokens in group {}",
-                    ask.have, group.page_tokens, group.name
+                    pull.have, group.page_tokens, group.name
                 ));
             }
         }
         let tail = self.local[0].tail.as_ref().map_or(0, Region::len);
-        let end = (u64::from(ask.tail_slot) + 1).checked_mul(self.terms.tail_nbytes);
+        let end = (u64::from(pull.tail_slot) + 1).checked_mul(self.terms.tail_nbytes);
         if end.is_none_or(|end| end > tail) {
-            return invalid(format!("there is no slot {} for tails", ask.tail_slot));
+            return invalid(format!("there is no slot {} for tails", pull.tail_slot));
         }
         Ok(())
     }
 
     /// Handles the end of one rank's expectation.
     fn arrived(self: &Arc<Self>, seq: u64, end: Result<()>) {
-        let mut acts = Vec::new();
+        let mut actions = Vec::new();
         {
             let mut state = self.state.lock();
             match end {
                 Ok(()) => {
-                    let ticket = state.tickets.get_mut(&seq);
-                    let Some(ticket) = ticket.filter(|t| t.phase == Phase::Waiting) else { return };
-                    ticket.missing -= 1;
-                    if ticket.missing > 0 {
+                    let pull = state.pulls.get_mut(&seq);
+                    let Some(pull) = pull.filter(|t| t.phase == Phase::Waiting) else { return };
+                    pull.missing -= 1;
+                    if pull.missing > 0 {
                         return;
                     }
-                    ticket.phase = Phase::Ready;
+                    pull.phase = Phase::Ready;
                     state.events.push(seq, Event::Ready);
-                    state.settle(seq, &mut acts);
+                    state.settle(seq, &mut actions);
                 }
                 Err(error) => {
-                    let session = state.tickets.get(&seq).map(|t| t.session);
-                    state.fail(seq, Cause::of(&error), &mut acts);
+                    let session = state.pulls.get(&seq).map(|t| t.session);
+                    state.fail(seq, Cause::of(&error), &mut actions);
                     if let (Some(session), true) = (session, is_loss(&error)) {
-                        state.lose(session, &error.to_string(), false, &mut acts);
+                        state.lose(session, &error.to_string(), false, &mut actions);
                     }
                 }
             }
         }
-        self.run(acts);
+        self.run(actions);
     }
 
-    fn leave(self: &Arc<Self>, prefiller: u64, why: &str) {
-        let mut acts = Vec::new();
-        self.state.lock().lose(prefiller, why, true, &mut acts);
-        self.run(acts);
+    fn disconnect(self: &Arc<Self>, prefiller: u64, why: &str) {
+        let mut actions = Vec::new();
+        self.state.lock().lose(prefiller, why, true, &mut actions);
+        self.run(actions);
     }
 }
 
@@ -479,7 +485,7 @@ fn given_up(prefiller: u64) -> EngineError {
     EngineError::Stale {
         what: format!("prefiller {prefiller}"),
         cause: "it has been given up".into(),
-        remedy: "meet it again, or ask another",
+        remedy: "connect to it again, or ask another",
     }
 }
 

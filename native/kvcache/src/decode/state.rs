@@ -1,4 +1,4 @@
-//! A decoder's state of its prefillers and requests.
+//! A decoder's sessions and pulls.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -12,9 +12,9 @@ use crate::{
     wire::{reason, Message, Request},
 };
 
-pub(super) struct State {
+pub(super) struct DecoderState {
     pub sessions: BTreeMap<u64, Session>,
-    pub tickets: BTreeMap<u64, Ticket>,
+    pub pulls: BTreeMap<u64, PendingPull>,
     pub events: Arc<Events<Event>>,
     pub next_seq: u64,
     pub closed: bool,
@@ -22,8 +22,8 @@ pub(super) struct State {
 
 /// One session with a prefiller.
 pub(super) struct Session {
-    pub facts: Arc<Facts>,
-    pub ends: Vec<End>,
+    pub info: Arc<PrefillerInfo>,
+    pub processes: Vec<PrefillerProcess>,
     /// Local memory, registered for this prefiller alone (MR-2).
     pub grants: Vec<Region>,
     pub phase: SessionPhase,
@@ -33,8 +33,8 @@ pub(super) struct Session {
     pub revoked: bool,
 }
 
-/// What doesn't change about a prefiller.
-pub(super) struct Facts {
+/// The constant facts of a prefiller.
+pub(super) struct PrefillerInfo {
     pub name: String,
     pub pairing: Pairing,
     pub max_message: u64,
@@ -43,9 +43,9 @@ pub(super) struct Facts {
 }
 
 /// One process of a prefiller.
-pub(super) struct End {
+pub(super) struct PrefillerProcess {
     pub peer: Peer,
-    /// Its number of the session, since its welcome.
+    /// The process's number of the session, since its welcome.
     pub incarnation: Option<u64>,
     /// Beats since its last message.
     pub silent: u32,
@@ -58,8 +58,8 @@ pub(super) enum SessionPhase {
     Lost(String),
 }
 
-/// A request, from the call that makes it until its pages can be used for another.
-pub(super) struct Ticket {
+/// A pull, from its call until its pages can be reused.
+pub(super) struct PendingPull {
     pub session: u64,
     /// The request message, until the prefiller's welcome.
     pub early: Option<Box<Request>>,
@@ -68,7 +68,7 @@ pub(super) struct Ticket {
     /// Expectations that aren't complete.
     pub missing: usize,
     pub phase: Phase,
-    pub ends: Vec<AtEnd>,
+    pub processes: Vec<ProcessState>,
     /// Beats since it ended here without the prefiller's confirmation.
     pub lingers: u32,
 }
@@ -82,92 +82,94 @@ pub(super) enum Phase {
 
 /// State of a request at one process of its prefiller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum AtEnd {
+pub(super) enum ProcessState {
     /// The process does not know the request.
-    Unasked,
-    /// It may write. Number of answered beats that did not mention the request.
-    Asked { unknown: u32 },
-    /// It has been told to stop, and may still write.
-    Stopping,
+    NotRequested,
+    /// The process may write. `unknown`: answered beats that did not mention the request.
+    Requested { unknown: u32 },
+    /// The decoder has cancelled it; the process may still write.
+    Cancelling,
     /// Nothing that it wrote can land any more (MR-1).
-    Over,
+    Quiesced,
 }
 
 /// Actions to take after the lock is released.
-pub(super) enum Act {
-    Send { session: u64, end: usize, peer: Peer, bytes: Vec<u8>, request: Option<u64> },
+pub(super) enum Action {
+    Send { session: u64, process: usize, peer: Peer, bytes: Vec<u8>, request: Option<u64> },
     Cancel(Vec<Handle>),
     Revoke { session: u64, regions: Vec<Region> },
     Drop(Vec<Counter>, Vec<Handle>),
 }
 
-impl State {
+impl DecoderState {
     /// Ends the wait for a request's bytes; the prefiller may still write.
-    pub fn fail(&mut self, seq: u64, cause: Cause, acts: &mut Vec<Act>) {
-        let Some(ticket) = self.tickets.get_mut(&seq).filter(|t| t.phase == Phase::Waiting) else {
+    pub fn fail(&mut self, seq: u64, cause: Cause, actions: &mut Vec<Action>) {
+        let Some(pull) = self.pulls.get_mut(&seq).filter(|t| t.phase == Phase::Waiting) else {
             return;
         };
-        ticket.phase = Phase::Failed(cause.clone());
-        ticket.early = None;
-        let expectations = std::mem::take(&mut ticket.expectations);
-        acts.push(Act::Cancel(expectations));
-        acts.push(Act::Drop(std::mem::take(&mut ticket.counters), Vec::new()));
+        pull.phase = Phase::Failed(cause.clone());
+        pull.early = None;
+        let expectations = std::mem::take(&mut pull.expectations);
+        actions.push(Action::Cancel(expectations));
+        actions.push(Action::Drop(std::mem::take(&mut pull.counters), Vec::new()));
         self.events.push(seq, Event::Failed(cause));
-        self.stop(seq, acts);
+        self.stop(seq, actions);
     }
 
     /// Cancels the request at every process of the prefiller.
-    pub fn stop(&mut self, seq: u64, acts: &mut Vec<Act>) {
-        let Some(ticket) = self.tickets.get_mut(&seq) else { return };
-        let number = ticket.session;
-        for end in 0..ticket.ends.len() {
-            match ticket.ends[end] {
-                AtEnd::Unasked => ticket.ends[end] = AtEnd::Over,
-                AtEnd::Asked { .. } => {
-                    ticket.ends[end] = AtEnd::Stopping;
+    pub fn stop(&mut self, seq: u64, actions: &mut Vec<Action>) {
+        let Some(pull) = self.pulls.get_mut(&seq) else { return };
+        let number = pull.session;
+        for process in 0..pull.processes.len() {
+            match pull.processes[process] {
+                ProcessState::NotRequested => pull.processes[process] = ProcessState::Quiesced,
+                ProcessState::Requested { .. } => {
+                    pull.processes[process] = ProcessState::Cancelling;
                     if let Some(session) = self.sessions.get(&number) {
-                        acts.extend(session.cancel(number, end, seq));
+                        actions.extend(session.cancel(number, process, seq));
                     }
                 }
-                AtEnd::Stopping | AtEnd::Over => {}
+                ProcessState::Cancelling | ProcessState::Quiesced => {}
             }
         }
-        self.settle(seq, acts);
+        self.settle(seq, actions);
     }
 
     /// Removes a request whose memory was released.
-    pub fn settle(&mut self, seq: u64, acts: &mut Vec<Act>) {
-        let over =
-            |t: &Ticket| t.phase != Phase::Waiting && t.ends.iter().all(|e| *e == AtEnd::Over);
-        if !self.tickets.get(&seq).is_some_and(over) {
+    pub fn settle(&mut self, seq: u64, actions: &mut Vec<Action>) {
+        let over = |t: &PendingPull| {
+            t.phase != Phase::Waiting && t.processes.iter().all(|e| *e == ProcessState::Quiesced)
+        };
+        if !self.pulls.get(&seq).is_some_and(over) {
             return;
         }
-        if let Some(ticket) = self.tickets.remove(&seq) {
-            acts.push(Act::Drop(ticket.counters, ticket.expectations));
+        if let Some(pull) = self.pulls.remove(&seq) {
+            actions.push(Action::Drop(pull.counters, pull.expectations));
             self.events.push(seq, Event::Released);
-            self.forget(ticket.session);
+            self.forget(pull.session);
         }
     }
 
     /// Gives a prefiller up with all its requests: its access is revoked, and afterwards nothing
     /// that it wrote can land any more. Its processes are told to cancel, unless they are known
     /// dead.
-    pub fn lose(&mut self, number: u64, why: &str, tell: bool, acts: &mut Vec<Act>) {
+    pub fn lose(&mut self, number: u64, why: &str, notify: bool, actions: &mut Vec<Action>) {
         let Some(session) = self.sessions.get_mut(&number) else { return };
         if matches!(session.phase, SessionPhase::Lost(_)) {
             return;
         }
-        if tell {
+        if notify {
             let goodbye = Message::Goodbye { session: number, why: reason(why) }.to_bytes();
-            for end in 0..session.ends.len() {
-                acts.extend(session.send(number, end, goodbye.clone(), None));
+            for process in 0..session.processes.len() {
+                actions.extend(session.send(number, process, goodbye.clone(), None));
             }
         }
         session.phase = SessionPhase::Lost(why.to_owned());
-        acts.push(Act::Revoke { session: number, regions: std::mem::take(&mut session.grants) });
+        actions
+            .push(Action::Revoke { session: number, regions: std::mem::take(&mut session.grants) });
         let cause = self.cause_of_loss(number);
         for seq in self.of(number) {
-            self.fail(seq, cause.clone(), acts);
+            self.fail(seq, cause.clone(), actions);
         }
     }
 
@@ -175,30 +177,30 @@ impl State {
     pub fn cause_of_loss(&self, number: u64) -> Cause {
         match self.sessions.get(&number) {
             _ if self.closed => Cause::Closed,
-            Some(Session { phase: SessionPhase::Lost(why), facts, .. }) => {
-                Cause::Lost(format!("prefiller {}: {why}", facts.name))
+            Some(Session { phase: SessionPhase::Lost(why), info, .. }) => {
+                Cause::Lost(format!("prefiller {}: {why}", info.name))
             }
             _ => Cause::Lost("the prefiller has been given up".into()),
         }
     }
 
     /// All access of a prefiller has been revoked.
-    pub fn revoked(&mut self, number: u64, acts: &mut Vec<Act>) {
+    pub fn revoked(&mut self, number: u64, actions: &mut Vec<Action>) {
         if let Some(session) = self.sessions.get_mut(&number) {
             session.revoked = true;
         }
         for seq in self.of(number) {
-            if let Some(ticket) = self.tickets.get_mut(&seq) {
-                ticket.ends.fill(AtEnd::Over);
+            if let Some(pull) = self.pulls.get_mut(&seq) {
+                pull.processes.fill(ProcessState::Quiesced);
             }
-            self.settle(seq, acts);
+            self.settle(seq, actions);
         }
         self.forget(number);
     }
 
     /// Requests of one prefiller.
     pub fn of(&self, session: u64) -> Vec<u64> {
-        self.tickets.iter().filter(|(_, t)| t.session == session).map(|(seq, _)| *seq).collect()
+        self.pulls.iter().filter(|(_, t)| t.session == session).map(|(seq, _)| *seq).collect()
     }
 
     /// A lost prefiller that nothing is left of.
@@ -215,25 +217,25 @@ impl Session {
     pub fn send(
         &self,
         session: u64,
-        end: usize,
+        process: usize,
         bytes: Vec<u8>,
         request: Option<u64>,
-    ) -> Option<Act> {
+    ) -> Option<Action> {
         if matches!(self.phase, SessionPhase::Lost(_)) {
             return None;
         }
-        let peer = self.ends[end].peer.clone();
-        Some(Act::Send { session, end, peer, bytes, request })
+        let peer = self.processes[process].peer.clone();
+        Some(Action::Send { session, process, peer, bytes, request })
     }
 
-    pub fn ask(&self, session: u64, end: usize, request: &Request) -> Option<Act> {
-        let incarnation = self.ends[end].incarnation?;
+    pub fn send_request(&self, session: u64, process: usize, request: &Request) -> Option<Action> {
+        let incarnation = self.processes[process].incarnation?;
         let (seq, request) = (request.seq, Box::new(request.clone()));
         let message = Message::Request { session, incarnation, request };
-        self.send(session, end, message.to_bytes(), Some(seq))
+        self.send(session, process, message.to_bytes(), Some(seq))
     }
 
-    pub fn cancel(&self, session: u64, end: usize, seq: u64) -> Option<Act> {
-        self.send(session, end, Message::Cancel { session, seq }.to_bytes(), None)
+    pub fn cancel(&self, session: u64, process: usize, seq: u64) -> Option<Action> {
+        self.send(session, process, Message::Cancel { session, seq }.to_bytes(), None)
     }
 }

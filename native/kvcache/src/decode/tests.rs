@@ -1,4 +1,4 @@
-//! Why a request has ended is told as it was: row by row of the table in `docs/kvcache.md`.
+//! A request reports why it has ended: each row of the table in `docs/kvcache.md`.
 
 use std::{sync::Arc, time::Duration};
 
@@ -7,17 +7,17 @@ use fabric_engine::{
 };
 use parking_lot::Mutex;
 
-use super::{Ask, Decoder, Event};
+use super::{Decoder, Event, Pull};
 use crate::{
     fuzzing::tests::layout,
     terms::{Cause, LocalRank, Terms},
-    wire::{Message, Offer, OfferEnd, RefusalReason, State},
+    wire::{Message, Offer, OfferEnd, RefusalReason, RequestState},
 };
 
 const INCARNATION: u64 = 9;
 
-/// A decoder, and an engine that answers whatever a prefiller might.
-struct Talk {
+/// A decoder, and an engine that answers as a prefiller may.
+struct TestDecoder {
     net: SimNet,
     decoder: Decoder,
     engine: Arc<TransferEngine>,
@@ -26,7 +26,7 @@ struct Talk {
     events: Arc<Mutex<Vec<Event>>>,
 }
 
-impl Talk {
+impl TestDecoder {
     fn new() -> Self {
         let mut net = SimNet::new(SimConfig::default());
         let engine = net.engine(EngineConfig::default()).unwrap();
@@ -46,10 +46,10 @@ impl Talk {
             tail_nbytes: 0,
             max_message: 1 << 20,
         };
-        let met = decoder.meet(&offer).unwrap();
-        let mut talk = Self { net, decoder, engine, prefiller, met, events };
-        talk.passes(1);
-        talk
+        let met = decoder.connect(&offer).unwrap();
+        let mut test = Self { net, decoder, engine, prefiller, met, events };
+        test.passes(1);
+        test
     }
 
     fn passes(&mut self, ms: u64) {
@@ -67,36 +67,37 @@ impl Talk {
 
     fn ask(&self, timeout: Duration) -> u64 {
         let tables = vec![vec![3, 4, 5, 1]];
-        let ask = Ask { tokens: 13, have: 4, tables, timeout, ..Ask::default() };
-        self.decoder.request(self.met, ask).unwrap()
+        let pull = Pull { tokens: 13, have: 4, tables, timeout, ..Pull::default() };
+        self.decoder.request(self.met, pull).unwrap()
     }
 }
 
-/// What a request ends with when the prefiller has taken it, or would, and then `happens`.
-fn ends_with(welcome: bool, happens: impl FnOnce(&mut Talk, u64)) -> Vec<Event> {
-    let mut talk = Talk::new();
+/// Returns the last events of a request: the prefiller accepts it if `welcome`, then `happens`
+/// runs.
+fn ends_with(welcome: bool, happens: impl FnOnce(&mut TestDecoder, u64)) -> Vec<Event> {
+    let mut test = TestDecoder::new();
     if welcome {
-        talk.say(&Message::Welcome { session: talk.met, incarnation: INCARNATION });
+        test.say(&Message::Welcome { session: test.met, incarnation: INCARNATION });
     }
-    let seq = talk.ask(Duration::from_secs(1));
-    talk.passes(1);
-    happens(&mut talk, seq);
-    talk.passes(1);
-    let events = talk.events.lock().clone();
+    let seq = test.ask(Duration::from_secs(1));
+    test.passes(1);
+    happens(&mut test, seq);
+    test.passes(1);
+    let events = test.events.lock().clone();
     events
 }
 
-fn told(state: State) -> Vec<Event> {
-    ends_with(true, |talk, seq| {
-        let (session, states) = (talk.met, vec![(seq, state)]);
-        talk.say(&Message::Status { session, incarnation: INCARNATION, states });
+fn told(state: RequestState) -> Vec<Event> {
+    ends_with(true, |test, seq| {
+        let (session, states) = (test.met, vec![(seq, state)]);
+        test.say(&Message::Status { session, incarnation: INCARNATION, states });
     })
 }
 
 #[test]
 fn what_a_prefiller_refuses_is_refused_and_says_whether_to_ask_another() {
     for (elsewhere, reason) in [(false, RefusalReason::TooLong), (true, RefusalReason::Busy)] {
-        let events = told(State::Refused { why: "too many".into(), elsewhere, reason });
+        let events = told(RequestState::Refused { why: "too many".into(), elsewhere, reason });
         let why = "prefiller p refused the request: too many".into();
         let cause = Cause::Refused { why, elsewhere, reason };
         assert_eq!(events, [Event::Failed(cause), Event::Released]);
@@ -105,41 +106,41 @@ fn what_a_prefiller_refuses_is_refused_and_says_whether_to_ask_another() {
 
 #[test]
 fn what_a_prefillers_engine_gives_up_has_failed_there() {
-    let events = told(State::Failed("out of pages".into()));
+    let events = told(RequestState::Failed("out of pages".into()));
     assert_eq!(events, [Event::Failed(Cause::Failed("out of pages".into())), Event::Released]);
 }
 
 #[test]
 fn a_prefiller_that_declines_or_parts_is_lost_by_name() {
     let why = || "it has 64 decoders".to_owned();
-    let declined = ends_with(false, |talk, _| {
-        let session = talk.met;
-        talk.say(&Message::Declined { session, why: why() });
+    let declined = ends_with(false, |test, _| {
+        let session = test.met;
+        test.say(&Message::Declined { session, why: why() });
     });
     let lost = |said: &str| Event::Failed(Cause::Lost(said.into()));
     let text = "prefiller p: it declined this decoder: it has 64 decoders";
     assert_eq!(declined, [lost(text), Event::Released]);
-    let parted = ends_with(true, |talk, _| {
-        let session = talk.met;
-        talk.say(&Message::Goodbye { session, why: why() });
+    let parted = ends_with(true, |test, _| {
+        let session = test.met;
+        test.say(&Message::Goodbye { session, why: why() });
     });
     assert_eq!(parted, [lost("prefiller p: it has 64 decoders"), Event::Released]);
-    let left = ends_with(true, |talk, _| talk.decoder.leave(talk.met));
+    let left = ends_with(true, |test, _| test.decoder.disconnect(test.met));
     assert_eq!(left, [lost("prefiller p: this decoder has left it"), Event::Released]);
 }
 
 #[test]
 fn a_decoder_that_is_closed_says_so() {
     for welcome in [false, true] {
-        let closed = ends_with(welcome, |talk, _| talk.decoder.close());
+        let closed = ends_with(welcome, |test, _| test.decoder.close());
         assert_eq!(closed, [Event::Failed(Cause::Closed), Event::Released]);
     }
 }
 
 #[test]
 fn what_its_user_ends_says_so() {
-    let cancelled = ends_with(false, |talk, seq| talk.decoder.cancel(seq));
+    let cancelled = ends_with(false, |test, seq| test.decoder.cancel(seq));
     assert_eq!(cancelled, [Event::Failed(Cause::Cancelled), Event::Released]);
-    let late = ends_with(false, |talk, _| talk.passes(1_500));
+    let late = ends_with(false, |test, _| test.passes(1_500));
     assert!(matches!(late.as_slice(), [Event::Failed(Cause::TimedOut(_)), Event::Released]));
 }

@@ -5,7 +5,7 @@ use std::fmt;
 use rustc_hash::FxHashSet;
 
 use super::overlap::shared;
-use super::{CacheGroup, CacheLayout, CacheTensor, Place};
+use super::{BufferOffset, CacheGroup, CacheLayout, CacheTensor};
 
 pub const MAX_MODEL_BYTES: usize = 4096;
 pub const MAX_NAME_BYTES: usize = 256;
@@ -28,15 +28,15 @@ pub const MAX_PAGE_TOKENS: u32 = 1 << 16;
 pub struct LayoutError {
     pub group: Option<String>,
     pub tensor: Option<String>,
-    /// Its number in the model.
+    /// Number of the layer in the model.
     pub layer: Option<u32>,
-    pub flaw: Flaw,
+    pub problem: LayoutProblem,
 }
 
-/// What is wrong with it.
+/// The problem of a layout.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum Flaw {
+pub enum LayoutProblem {
     #[error("there are no {0}; give at least one")]
     Missing(&'static str),
     #[error("{count} {what} pass the limit of {limit}")]
@@ -82,35 +82,35 @@ impl fmt::Display for LayoutError {
         if let Some(layer) = self.layer {
             write!(f, ", layer {layer}")?;
         }
-        write!(f, ": {}", self.flaw)
+        write!(f, ": {}", self.problem)
     }
 }
 
 impl std::error::Error for LayoutError {}
 
-impl From<Flaw> for LayoutError {
-    fn from(flaw: Flaw) -> Self {
-        Self { group: None, tensor: None, layer: None, flaw }
+impl From<LayoutProblem> for LayoutError {
+    fn from(problem: LayoutProblem) -> Self {
+        Self { group: None, tensor: None, layer: None, problem }
     }
 }
 
 impl CacheLayout {
     /// Whether the description is consistent in itself and within the limits.
     ///
-    /// What it has checked: every page of every tensor of every layer lies in its buffer, no two
-    /// rows of a tensor overlap, nor tensors and layers of a group that have the same strides,
-    /// names are unique, and sums of offsets don't overflow. Groups may overlap: an engine may lend
-    /// the same memory to pages of either.
+    /// Checks the layout: every page of every tensor lies in its buffer, rows of a tensor do not
+    /// overlap, nor do tensors and layers of a group with the same strides, names are unique, and
+    /// sums of offsets do not overflow. Groups may overlap: an engine may lend the same memory to
+    /// pages of either.
     ///
     /// # Errors
-    /// The first flaw, with the group, tensor and layer that has it.
+    /// The first problem, with the group, tensor and layer that has it.
     pub fn check(&self) -> Result<(), LayoutError> {
         at_most("bytes of the model's name", self.model.len(), MAX_MODEL_BYTES)?;
-        some("groups", self.groups.len(), MAX_GROUPS)?;
+        check_count("groups", self.groups.len(), MAX_GROUPS)?;
         at_most("buffers", self.buffers.len(), MAX_BUFFERS)?;
         if let Some(&len) = self.buffers.iter().find(|&&len| len > MAX_BUFFER_BYTES) {
             let what = "bytes of a buffer";
-            return Err(Flaw::TooMany { what, count: len, limit: MAX_BUFFER_BYTES }.into());
+            return Err(LayoutProblem::TooMany { what, count: len, limit: MAX_BUFFER_BYTES }.into());
         }
         let mut names = FxHashSet::default();
         let mut places = 0usize;
@@ -127,8 +127,8 @@ impl CacheLayout {
 
 impl CacheGroup {
     fn check(&self, buffers: &[u64]) -> Result<(), LayoutError> {
-        some("layers", self.layers.len(), MAX_LAYERS)?;
-        some("tensors", self.tensors.len(), MAX_TENSORS)?;
+        check_count("layers", self.layers.len(), MAX_LAYERS)?;
+        check_count("tensors", self.tensors.len(), MAX_TENSORS)?;
         at_most("tokens of a page", self.page_tokens as usize, MAX_PAGE_TOKENS as usize)?;
         positive("the number of tokens of a page", self.page_tokens)?;
         positive("the number of pages", self.pages)?;
@@ -152,7 +152,7 @@ impl CacheGroup {
                 group: None,
                 tensor: Some(self.tensors[t].name.clone()),
                 layer: Some(self.layers[l]),
-                flaw: Flaw::Shared {
+                problem: LayoutProblem::Shared {
                     tensor: self.tensors[tensor].name.clone(),
                     layer: self.layers[layer],
                 },
@@ -169,17 +169,17 @@ impl CacheTensor {
         positive("the width", self.width)?;
         if self.first_head.checked_add(self.held_heads).is_none_or(|end| end > self.heads) {
             let (first, held, heads) = (self.first_head, self.held_heads, self.heads);
-            return Err(Flaw::Heads { first, held, heads }.into());
+            return Err(LayoutProblem::Heads { first, held, heads }.into());
         }
-        let row = self.row_bytes().ok_or_else(|| Flaw::Dtype(self.dtype.clone()))?;
+        let row = self.row_bytes().ok_or_else(|| LayoutProblem::Dtype(self.dtype.clone()))?;
         if self.places.len() != group.layers.len() {
             let (places, layers) = (self.places.len(), group.layers.len());
-            return Err(Flaw::Places { places, layers }.into());
+            return Err(LayoutProblem::Places { places, layers }.into());
         }
         let span = self.span(group, row)?;
         for (place, &layer) in self.places.iter().zip(&group.layers) {
-            inside(*place, span, buffers)
-                .map_err(|flaw| LayoutError { layer: Some(layer), ..flaw.into() })?;
+            check_range(*place, span, buffers)
+                .map_err(|problem| LayoutError { layer: Some(layer), ..problem.into() })?;
         }
         Ok(())
     }
@@ -188,7 +188,7 @@ impl CacheTensor {
     ///
     /// Whatever the order of the dimensions is, each stride steps over all that the smaller ones
     /// span.
-    fn span(&self, group: &CacheGroup, row: u64) -> Result<Option<u64>, Flaw> {
+    fn span(&self, group: &CacheGroup, row: u64) -> Result<Option<u64>, LayoutProblem> {
         let mut steps = [
             ("pages", group.pages, self.page_stride),
             ("heads", self.held_heads, self.head_stride),
@@ -198,7 +198,7 @@ impl CacheTensor {
         let mut span = row;
         for (what, count, stride) in steps.into_iter().filter(|&(_, count, _)| count > 1) {
             if stride < span {
-                return Err(Flaw::Overlap { what, stride, needed: span });
+                return Err(LayoutProblem::Overlap { what, stride, needed: span });
             }
             let longer = stride.checked_mul(u64::from(count - 1)).and_then(|s| s.checked_add(span));
             match longer {
@@ -210,34 +210,38 @@ impl CacheTensor {
     }
 }
 
-fn inside(place: Place, span: Option<u64>, buffers: &[u64]) -> Result<(), Flaw> {
+fn check_range(
+    place: BufferOffset,
+    span: Option<u64>,
+    buffers: &[u64],
+) -> Result<(), LayoutProblem> {
     let &len = buffers
         .get(place.buffer as usize)
-        .ok_or(Flaw::NoBuffer { buffer: place.buffer, buffers: buffers.len() })?;
+        .ok_or(LayoutProblem::NoBuffer { buffer: place.buffer, buffers: buffers.len() })?;
     let end = span.and_then(|span| span.checked_add(place.offset));
     if end.is_none_or(|end| end > len) {
-        return Err(Flaw::Outside { end, len });
+        return Err(LayoutProblem::Outside { end, len });
     }
     Ok(())
 }
 
-fn at_most(what: &'static str, count: usize, limit: usize) -> Result<(), Flaw> {
+fn at_most(what: &'static str, count: usize, limit: usize) -> Result<(), LayoutProblem> {
     if count > limit {
-        return Err(Flaw::TooMany { what, count: count as u64, limit: limit as u64 });
+        return Err(LayoutProblem::TooMany { what, count: count as u64, limit: limit as u64 });
     }
     Ok(())
 }
 
-fn some(what: &'static str, count: usize, limit: usize) -> Result<(), Flaw> {
+fn check_count(what: &'static str, count: usize, limit: usize) -> Result<(), LayoutProblem> {
     if count == 0 {
-        return Err(Flaw::Missing(what));
+        return Err(LayoutProblem::Missing(what));
     }
     at_most(what, count, limit)
 }
 
-fn positive(what: &'static str, count: u32) -> Result<(), Flaw> {
+fn positive(what: &'static str, count: u32) -> Result<(), LayoutProblem> {
     if count == 0 {
-        return Err(Flaw::Zero(what));
+        return Err(LayoutProblem::Zero(what));
     }
     Ok(())
 }
@@ -246,9 +250,9 @@ fn unique<T: std::hash::Hash + Eq + ToString + Copy>(
     seen: &mut FxHashSet<T>,
     what: &'static str,
     value: T,
-) -> Result<(), Flaw> {
+) -> Result<(), LayoutProblem> {
     if !seen.insert(value) {
-        return Err(Flaw::Twice { what, value: value.to_string() });
+        return Err(LayoutProblem::Twice { what, value: value.to_string() });
     }
     Ok(())
 }

@@ -24,7 +24,7 @@ pub(super) fn shared(group: &CacheGroup) -> Option<[(usize, usize); 2]> {
         let near = all[i + 1..].iter().take_while(|other| place(other) < (buffer, end));
         for other in near {
             let apart = place(other).1 - from;
-            if meet(group, a, &group.tensors[other.0], apart) {
+            if rows_overlap(group, a, &group.tensors[other.0], apart) {
                 return Some([*one, *other]);
             }
         }
@@ -32,7 +32,7 @@ pub(super) fn shared(group: &CacheGroup) -> Option<[(usize, usize); 2]> {
     None
 }
 
-/// How far apart rows lie along pages, heads and tokens, and how many there are of each.
+/// Strides and numbers of rows along pages, heads and tokens.
 fn steps(tensor: &CacheTensor, group: &CacheGroup) -> [(u64, u32); 3] {
     [
         (tensor.page_stride, group.pages),
@@ -48,7 +48,7 @@ fn span(tensor: &CacheTensor, group: &CacheGroup) -> u64 {
 }
 
 /// Whether rows of two tensors meet, the second of which begins `apart` bytes after the first.
-fn meet(group: &CacheGroup, a: &CacheTensor, b: &CacheTensor, apart: u64) -> bool {
+fn rows_overlap(group: &CacheGroup, a: &CacheTensor, b: &CacheTensor, apart: u64) -> bool {
     let (mut both, mut len) = ([(0, 0, 0); 3], 0);
     for ((stride, count), (other, others)) in steps(a, group).into_iter().zip(steps(b, group)) {
         match (count, others) {

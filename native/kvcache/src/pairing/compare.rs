@@ -51,9 +51,9 @@ pub enum Mismatch {
 /// A field that must be the same and isn't.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Difference {
-    /// What it is, with its group and tensor.
+    /// Name of the field, with its group and tensor.
     pub field: String,
-    /// Who says what.
+    /// Each side, and its value.
     pub values: [(String, String); 2],
 }
 
@@ -74,14 +74,14 @@ pub(super) fn differences(source: &[CacheLayout], target: &[CacheLayout]) -> Vec
     let mut found = Vec::new();
     for (side, ranks) in [(Side::Source, source), (Side::Target, target)] {
         for (rank, layout) in ranks.iter().enumerate().skip(1) {
-            let who = [format!("{side} rank 0"), format!("{side} rank {rank}")];
-            let mut pair = Pair { who, found: &mut found };
+            let names = [format!("{side} rank 0"), format!("{side} rank {rank}")];
+            let mut pair = LayoutComparison { names, found: &mut found };
             pair.layouts(&ranks[0], layout);
             pair.page_tokens(&ranks[0], layout);
         }
     }
-    let who = [Side::Source, Side::Target].map(|side| format!("{side} rank 0"));
-    Pair { who, found: &mut found }.layouts(&source[0], &target[0]);
+    let names = [Side::Source, Side::Target].map(|side| format!("{side} rank 0"));
+    LayoutComparison { names, found: &mut found }.layouts(&source[0], &target[0]);
     for (side, ranks) in [(Side::Source, source), (Side::Target, target)] {
         coverage(side, ranks, &mut found);
     }
@@ -89,12 +89,12 @@ pub(super) fn differences(source: &[CacheLayout], target: &[CacheLayout]) -> Vec
 }
 
 /// Two ranks being compared.
-struct Pair<'a> {
-    who: [String; 2],
+struct LayoutComparison<'a> {
+    names: [String; 2],
     found: &'a mut Vec<Difference>,
 }
 
-impl Pair<'_> {
+impl LayoutComparison<'_> {
     fn same<T: PartialEq + ?Sized>(
         &mut self,
         field: &str,
@@ -103,7 +103,7 @@ impl Pair<'_> {
         show: impl Fn(&T) -> String,
     ) {
         if a != b {
-            let [one, other] = self.who.clone();
+            let [one, other] = self.names.clone();
             let values = [(one, show(a)), (other, show(b))];
             self.found.push(Difference { field: field.to_string(), values });
         }

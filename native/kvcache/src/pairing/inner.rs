@@ -1,4 +1,4 @@
-//! What a pairing knows: its groups, and the runs of the links that were asked for.
+//! State of a pairing: its groups, and the runs of the requested links.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,12 +9,12 @@ use rustc_hash::FxHashMap;
 use crate::layout::{CacheGroup, CacheLayout};
 
 use super::cells::{Cells, MAX_TOKENS};
-use super::choice::{self, common, Class};
 use super::compare::held_heads;
+use super::head_classes::{self, common, HeadClass};
 use super::runs::{self, GroupRuns};
 use super::{compare, Mismatch, RequestError, Side, MAX_RANKS, MAX_RUNS};
 
-/// Runs that are kept for links that are asked for again; beyond, they are made anew.
+/// Runs that are cached for links that are asked for again; beyond, they are made anew.
 const KEPT_RUNS: usize = 1 << 21;
 
 #[derive(Debug)]
@@ -22,7 +22,7 @@ pub(super) struct Inner {
     pub groups: Vec<Group>,
     pub sources: usize,
     pub targets: usize,
-    kept: Mutex<Kept>,
+    cached: Mutex<CachedRuns>,
 }
 
 /// One group of layers, on all ranks.
@@ -33,12 +33,12 @@ pub(super) struct Group {
     pub source: Vec<CacheGroup>,
     pub target: Vec<CacheGroup>,
     pub cells: Cells,
-    pub classes: Vec<Class>,
+    pub classes: Vec<HeadClass>,
 }
 
 /// Runs of links that were asked for, by source, target, group and the classes that go this way.
 #[derive(Debug, Default)]
-struct Kept {
+struct CachedRuns {
     runs: FxHashMap<(usize, usize, usize, Vec<u32>), Arc<GroupRuns>>,
     count: usize,
 }
@@ -61,7 +61,7 @@ impl Inner {
             .map(|group| Group::new(group, source, target))
             .collect::<Result<_, _>>()?;
         let (sources, targets) = (source.len(), target.len());
-        Ok(Self { groups, sources, targets, kept: Mutex::default() })
+        Ok(Self { groups, sources, targets, cached: Mutex::default() })
     }
 
     pub fn group(&self, group: usize) -> Result<&Group, RequestError> {
@@ -90,23 +90,23 @@ impl Inner {
     ) -> Option<Arc<GroupRuns>> {
         let of = &self.groups[group];
         let this_way =
-            |(_, c): &(u32, &Class)| c.source(target as u32, salt) == Some(source as u32);
+            |(_, c): &(u32, &HeadClass)| c.source(target as u32, salt) == Some(source as u32);
         let classes: Vec<u32> =
             (0..).zip(&of.classes).filter(this_way).map(|(number, _)| number).collect();
         if classes.is_empty() {
             return None;
         }
         let key = (source, target, group, classes);
-        if let Some(runs) = self.kept.lock().runs.get(&key) {
+        if let Some(runs) = self.cached.lock().runs.get(&key) {
             return Some(runs.clone());
         }
         let heads = of.heads(target, &key.3);
         let made = GroupRuns::new(&of.source[source], &of.target[target], &of.cells, &heads);
         let made = Arc::new(made);
-        let mut kept = self.kept.lock();
-        if kept.count + made.len() <= KEPT_RUNS {
-            kept.count += made.len();
-            kept.runs.insert(key, made.clone());
+        let mut cached = self.cached.lock();
+        if cached.count + made.len() <= KEPT_RUNS {
+            cached.count += made.len();
+            cached.runs.insert(key, made.clone());
         }
         Some(made)
     }
@@ -134,7 +134,7 @@ impl Group {
         if most > MAX_RUNS {
             return Err(Mismatch::TooFine { group: name, runs: most, source_page, target_page });
         }
-        let classes = choice::classes(&source, &target);
+        let classes = head_classes::classes(&source, &target);
         let cells = Cells::new(source_page, target_page);
         Ok(Self { name, source, target, cells, classes })
     }

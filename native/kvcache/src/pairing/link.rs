@@ -1,4 +1,4 @@
-//! What one source rank sends to one target rank.
+//! The writes from one source rank to one target rank.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -37,7 +37,7 @@ pub struct PagedWrite {
 }
 
 impl PagedWrite {
-    /// What it counts at the target.
+    /// Count at the target.
     pub fn count(&self) -> u64 {
         self.src_pages.indices.len().into()
     }
@@ -84,8 +84,8 @@ impl Link {
         if cells.is_empty() || selection.runs.is_none() {
             return Ok(selection);
         }
-        let mut source = Table::new(of, Side::Source, self.source, src_table);
-        let mut target = Table::new(of, Side::Target, self.target, dst_table);
+        let mut source = PageTableView::new(of, Side::Source, self.source, src_table);
+        let mut target = PageTableView::new(of, Side::Target, self.target, dst_table);
         let cycle = of.cells.phases() as u64;
         // Where there are fewer cells than a cycle has, most phases are empty.
         let here = (cells.end - cells.start).min(cycle);
@@ -120,7 +120,7 @@ impl Link {
         Ok(writes.into_iter())
     }
 
-    /// What the target counts of these cells (IC-1): one for each page of each write, in all layers
+    /// Count of these cells at the target (IC-1): one for each page of each write, in all layers
     /// of the group. Parts of a range add up to the whole.
     ///
     /// # Errors
@@ -129,7 +129,7 @@ impl Link {
         self.counted(group, None, cells)
     }
 
-    /// What it counts of one layer, by its number in the group.
+    /// Count of one layer at the target, by the layer's number in the group.
     ///
     /// # Errors
     /// A group, layer or cells that don't exist.
@@ -225,7 +225,7 @@ fn placed(indices: &PageIndices, tensor: &CacheTensor, layer: usize, offset: i64
 }
 
 /// A request's page table of one rank, from which lists are picked.
-struct Table<'a> {
+struct PageTableView<'a> {
     group: &'a Group,
     side: Side,
     rank: usize,
@@ -234,11 +234,11 @@ struct Table<'a> {
     cycle: u64,
     /// Pages that the rank has.
     pages: u32,
-    /// What was picked last: cells of one page have one list.
+    /// The last selection: all cells of one page have the same list.
     last: Option<(u64, Range<u64>, PageIndices)>,
 }
 
-impl<'a> Table<'a> {
+impl<'a> PageTableView<'a> {
     fn new(group: &'a Group, side: Side, rank: usize, entries: &'a [u32]) -> Self {
         let (cycle, pages) = match side {
             Side::Source => (group.cells.source_pages(), group.source[rank].pages),

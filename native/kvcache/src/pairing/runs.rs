@@ -4,11 +4,11 @@ use std::ops::Range;
 
 use rustc_hash::FxHashMap;
 
-use crate::layout::{CacheGroup, CacheTensor, Place};
+use crate::layout::{BufferOffset, CacheGroup, CacheTensor};
 
 use super::cells::{cycle_tokens, phases, Cells};
-use super::choice::common;
 use super::compare::held_heads;
+use super::head_classes::common;
 use super::MAX_RUNS;
 
 /// Bytes that lie side by side in a source page and in a target page, once in each cell of one
@@ -27,8 +27,8 @@ pub(super) struct Run {
 #[derive(Debug)]
 pub(super) struct GroupRuns {
     /// Layers whose tensors lie alike to each other have the same runs.
-    forms: Vec<Form>,
-    /// Which form a layer has.
+    layer_runs: Vec<LayerRuns>,
+    /// For each layer, the index of its runs.
     form_of: Box<[u32]>,
     /// Writes of a page in all layers, in the phases before each; the last entry is those of a
     /// cycle.
@@ -37,7 +37,7 @@ pub(super) struct GroupRuns {
 
 /// The runs of one layer.
 #[derive(Debug)]
-struct Form {
+struct LayerRuns {
     /// By phase.
     runs: Box<[Run]>,
     /// Where those of a phase begin; one more entry than there are phases.
@@ -59,28 +59,28 @@ impl GroupRuns {
         if per_layer.saturating_mul(arrangements.len() as u64) > MAX_RUNS {
             (arrangements, form_of) = arranged(source, target, &used, false);
         }
-        let forms: Vec<Form> =
-            arrangements.iter().map(|a| Form::new(source, target, cells, heads, a)).collect();
-        let mut layers = vec![0u64; forms.len()];
+        let layer_runs: Vec<LayerRuns> =
+            arrangements.iter().map(|a| LayerRuns::new(source, target, cells, heads, a)).collect();
+        let mut layers = vec![0u64; layer_runs.len()];
         form_of.iter().for_each(|&f| layers[f as usize] += 1);
         let mut before = vec![0u64];
         for phase in 0..cells.phases() {
-            let runs = |(f, n): (&Form, &u64)| f.of(phase).len() as u64 * n;
-            before.push(before[phase] + forms.iter().zip(&layers).map(runs).sum::<u64>());
+            let runs = |(f, n): (&LayerRuns, &u64)| f.of(phase).len() as u64 * n;
+            before.push(before[phase] + layer_runs.iter().zip(&layers).map(runs).sum::<u64>());
         }
-        Self { forms, form_of, before: before.into() }
+        Self { layer_runs, form_of, before: before.into() }
     }
 
     /// The runs of a layer, in the cells of that phase.
     pub fn of(&self, layer: usize, phase: usize) -> &[Run] {
-        self.forms[self.form_of[layer] as usize].of(phase)
+        self.layer_runs[self.form_of[layer] as usize].of(phase)
     }
 
     /// Writes of a page in a range of cells, in all layers or in one.
     pub fn writes(&self, cells: &Range<u64>, layer: Option<usize>) -> u128 {
         let before = |phase: usize| match layer {
             None => self.before[phase],
-            Some(layer) => self.forms[self.form_of[layer] as usize].firsts[phase].into(),
+            Some(layer) => self.layer_runs[self.form_of[layer] as usize].firsts[phase].into(),
         };
         let phases = self.before.len() - 1;
         let until = |end: u64| {
@@ -92,17 +92,17 @@ impl GroupRuns {
 
     /// How many runs it remembers.
     pub fn len(&self) -> usize {
-        self.forms.iter().map(|f| f.runs.len()).sum()
+        self.layer_runs.iter().map(|f| f.runs.len()).sum()
     }
 }
 
-impl Form {
+impl LayerRuns {
     fn new(
         source: &CacheGroup,
         target: &CacheGroup,
         cells: &Cells,
         heads: &[(usize, Range<u32>)],
-        arrangement: &[Joined],
+        arrangement: &[JoinOffsets],
     ) -> Self {
         let (mut runs, mut firsts) = (Vec::new(), vec![0]);
         for phase in 0..cells.phases() {
@@ -129,7 +129,7 @@ fn add_rows(
     cells: &Cells,
     phase: usize,
     heads: &Range<u32>,
-    joined: Joined,
+    joined: JoinOffsets,
 ) {
     let tokens = cells.tokens(phase);
     let row = row_bytes(src);
@@ -182,7 +182,7 @@ fn merge(mut rows: Vec<Run>, runs: &mut Vec<Run>) {
 
 /// From where a tensor's runs count in a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Joined {
+struct JoinOffsets {
     root: u32,
     /// From the root's place to the tensor's.
     src: i64,
@@ -198,8 +198,8 @@ fn arranged(
     target: &CacheGroup,
     used: &[usize],
     join: bool,
-) -> (Vec<Vec<Joined>>, Box<[u32]>) {
-    let mut known: FxHashMap<Vec<Joined>, u32> = FxHashMap::default();
+) -> (Vec<Vec<JoinOffsets>>, Box<[u32]>) {
+    let mut known: FxHashMap<Vec<JoinOffsets>, u32> = FxHashMap::default();
     let mut all = Vec::new();
     let mut form_of = Vec::with_capacity(source.layers.len());
     for layer in 0..source.layers.len() {
@@ -218,14 +218,14 @@ fn arranged(
                 let place = |t: usize| g.tensors[t].places[layer].offset as i64;
                 place(tensor) - place(root)
             };
-            Joined { root: root as u32, src: apart(source), dst: apart(target) }
+            JoinOffsets { root: root as u32, src: apart(source), dst: apart(target) }
         };
-        let arrangement: Vec<Joined> = roots.iter().enumerate().map(joined).collect();
-        let form = *known.entry(arrangement).or_insert_with_key(|a| {
+        let arrangement: Vec<JoinOffsets> = roots.iter().enumerate().map(joined).collect();
+        let layer_form = *known.entry(arrangement).or_insert_with_key(|a| {
             all.push(a.clone());
             all.len() as u32 - 1
         });
-        form_of.push(form);
+        form_of.push(layer_form);
     }
     (all, form_of.into())
 }
@@ -233,7 +233,7 @@ fn arranged(
 /// Whether two tensors' pages of the same number touch or interleave.
 fn touching(group: &CacheGroup, one: usize, other: usize, layer: usize) -> bool {
     let (a, b) = (&group.tensors[one], &group.tensors[other]);
-    let (p, q): (Place, Place) = (a.places[layer], b.places[layer]);
+    let (p, q): (BufferOffset, BufferOffset) = (a.places[layer], b.places[layer]);
     let page = |t: &CacheTensor| {
         let step = |count: u32, stride: u64| match count {
             1 => 0,

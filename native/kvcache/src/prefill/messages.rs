@@ -10,35 +10,35 @@ use fabric_engine::{api::EngineId, EngineError, Op, Peer, Submit};
 use parking_lot::Mutex;
 
 use super::{
-    job::{Facts, Granted, Job, Key, Progress, Route},
-    Asked, Inner, JobEvent, Session, State, Timeline,
+    job::{DecoderInfo, GrantedRank, Job, Progress, RankLink, RequestKey},
+    Inner, JobEvent, JobRequest, PrefillerState, Session, Timeline,
 };
 use crate::{
     pairing::Pairing,
     parts::cut,
     terms::{common_groups, Cause},
     timer::after,
-    wire::{reason, Hello, Message, RefusalReason, Request, State as At},
+    wire::{reason, Hello, Message, RefusalReason, Request, RequestState},
 };
 
 const TOO_MANY_ENDED: &str = "it has not said that it knows how its requests ended";
 
 /// Maximum number of decoders; further ones are declined.
-const MAX_MEETINGS: usize = 4096;
+const MAX_SESSIONS: usize = 4096;
 /// Maximum number of sessions with one engine; further ones are declined.
-const MAX_MEETINGS_EACH: usize = 64;
+const MAX_ENGINE_SESSIONS: usize = 64;
 /// Maximum number of requests of one decoder; further ones are refused.
 const MAX_JOBS: usize = 1 << 14;
 /// Maximum number of unacknowledged ends of one decoder's requests; the session ends above it.
 pub(super) const MAX_ENDED: usize = 1 << 16;
 /// Maximum number of accepted requests among them; further ones are refused, which is kept as well.
-pub(super) const MAX_TAKEN: usize = MAX_ENDED / 2;
+pub(super) const MAX_ACCEPTED: usize = MAX_ENDED / 2;
 /// Maximum number of page table entries of all jobs; requests beyond it are refused.
 const MAX_ENTRIES: u64 = 1 << 26;
 /// Number of unreceived answers after which a decoder's beats are no longer answered.
 const MAX_ANSWERS: u32 = 1024;
 
-impl State {
+impl PrefillerState {
     /// Why requests of a decoder are refused now, if they are. Other prefillers may have room.
     fn full(&self, of: &Session, payload_nbytes: u64, max_payloads: u64) -> Option<String> {
         if self.closed {
@@ -48,9 +48,9 @@ impl State {
             let what = "requests of this decoder; ask for less at a time";
             return Some(format!("the prefiller has {MAX_JOBS} {what}"));
         }
-        if of.remembers() >= MAX_TAKEN {
+        if of.remembers() >= MAX_ACCEPTED {
             return Some(format!(
-                "{MAX_TAKEN} requests of this decoder are not over for it, or came after one that is not; ask another"
+                "{MAX_ACCEPTED} requests of this decoder are not over for it, or came after one that is not; ask another"
             ));
         }
         if self.entries >= MAX_ENTRIES {
@@ -68,41 +68,41 @@ impl State {
 }
 
 impl Inner {
-    pub(super) fn say(self: &Arc<Self>, peer: &Peer, message: &Message) {
-        self.say_then(peer, message, || ());
+    pub(super) fn send(self: &Arc<Self>, peer: &Peer, message: &Message) {
+        self.send_then(peer, message, || ());
     }
 
-    /// As `say`; calls `taken` when the other end has the message or will never have it.
-    fn say_then(&self, peer: &Peer, message: &Message, taken: impl FnOnce() + Send + 'static) {
+    /// As `send`; calls `taken` when the other end has the message or will never have it.
+    fn send_then(&self, peer: &Peer, message: &Message, taken: impl FnOnce() + Send + 'static) {
         let bytes = message.to_bytes();
         let parts = cut(&bytes, self.control());
         let ops: Vec<Op<'_>> = parts.iter().map(|message| Op::Send { peer, message }).collect();
-        // A message that is lost is asked for by the next beat, and a lost peer beats no more.
-        let told = |result: Result<(), EngineError>| {
+        // The next beat asks again for a lost message, and a lost peer sends no beats.
+        let on_sent = |result: Result<(), EngineError>| {
             taken();
             if let Err(error) = result {
                 tracing::debug!(%error, "a message to a decoder was not sent");
             }
         };
         match self.control().submit(&ops, Submit::default()) {
-            Ok(handle) => handle.on_done(told),
-            Err(error) => told(Err(error)),
+            Ok(handle) => handle.on_done(on_sent),
+            Err(error) => on_sent(Err(error)),
         }
     }
 
-    /// Says how requests are; they may take several messages.
-    pub(super) fn say_states(
+    /// Sends the states of requests, in as many messages as needed.
+    pub(super) fn send_states(
         self: &Arc<Self>,
         session: u64,
-        facts: &Facts,
-        states: Vec<(u64, At)>,
+        info: &DecoderInfo,
+        states: Vec<(u64, RequestState)>,
     ) {
-        for message in Message::statuses(session, facts.incarnation, states) {
-            self.say(&facts.peer, &message);
+        for message in Message::statuses(session, info.incarnation, states) {
+            self.send(&info.peer, &message);
         }
     }
 
-    pub(super) fn hear(self: &Arc<Self>, from: EngineId, bytes: &[u8]) {
+    pub(super) fn on_message(self: &Arc<Self>, from: EngineId, bytes: &[u8]) {
         let whole = self.parts.join(from, bytes, self.control().now());
         let message = whole.and_then(|w| w.map(|w| Message::from_bytes(&w)).transpose());
         let message = match message {
@@ -115,18 +115,18 @@ impl Inner {
         };
         let session = (from, message.session());
         match message {
-            Message::Hello(hello) => self.greet(from, &hello),
+            Message::Hello(hello) => self.on_hello(from, &hello),
             Message::Request { incarnation, request, .. } => {
-                self.take(session, incarnation, *request)
+                self.on_request(session, incarnation, *request)
             }
-            Message::Cancel { seq, .. } => self.cancel(session, seq),
-            Message::Beat { floor, open, .. } => self.beat(session, floor, &open),
-            Message::Goodbye { why, .. } => self.part(session, &why, false),
+            Message::Cancel { seq, .. } => self.on_cancel(session, seq),
+            Message::Beat { floor, open, .. } => self.on_beat(session, floor, &open),
+            Message::Goodbye { why, .. } => self.end_session(session, &why, false),
             other => tracing::warn!(%from, ?other, "a decoder sent what only prefillers send"),
         }
     }
 
-    fn greet(self: &Arc<Self>, from: EngineId, hello: &Hello) {
+    fn on_hello(self: &Arc<Self>, from: EngineId, hello: &Hello) {
         if hello.address.id != from {
             tracing::warn!(%from, "a hello in the name of another engine");
             return;
@@ -136,50 +136,52 @@ impl Inner {
             Err(error) => return tracing::warn!(%from, %error, "a decoder can't be answered"),
         };
         let number = hello.session;
-        let message = match self.meet(from, hello, peer.clone()) {
+        let message = match self.open_session(from, hello, peer.clone()) {
             Err(why) => Message::Declined { session: number, why: reason(&why) },
             Ok(incarnation) => Message::Welcome { session: number, incarnation },
         };
-        self.say(&peer, &message);
+        self.send(&peer, &message);
     }
 
     /// Registers a decoder; returns the number of its session.
-    fn meet(&self, from: EngineId, hello: &Hello, peer: Peer) -> Result<u64, String> {
+    fn open_session(&self, from: EngineId, hello: &Hello, peer: Peer) -> Result<u64, String> {
         let key = (from, hello.session);
         {
             let state = self.state.lock();
-            // Said twice, a hello is welcome twice.
+            // A repeated hello gets the same answer.
             if let Some(session) = state.sessions.get(&key) {
-                return Ok(session.facts.incarnation);
+                return Ok(session.info.incarnation);
             }
             if state.closed {
                 return Err("the prefiller is closed".into());
             }
-            if state.sessions.len() >= MAX_MEETINGS {
-                return Err(format!("the prefiller has {MAX_MEETINGS} decoders"));
+            if state.sessions.len() >= MAX_SESSIONS {
+                return Err(format!("the prefiller has {MAX_SESSIONS} decoders"));
             }
-            if state.sessions.range((from, 0)..=(from, u64::MAX)).count() >= MAX_MEETINGS_EACH {
-                return Err(format!("the prefiller has met its engine {MAX_MEETINGS_EACH} times"));
+            if state.sessions.range((from, 0)..=(from, u64::MAX)).count() >= MAX_ENGINE_SESSIONS {
+                return Err(format!(
+                    "the prefiller has met its engine {MAX_ENGINE_SESSIONS} times"
+                ));
             }
         }
-        let facts = Arc::new(self.facts(hello, peer)?);
+        let info = Arc::new(self.info(hello, peer)?);
         let mut state = self.state.lock();
         if state.closed {
             return Err("the prefiller is closed".into());
         }
         let session = state.sessions.entry(key).or_insert_with(|| Session {
-            facts,
+            info,
             floor: 0,
             jobs: BTreeMap::new(),
             ended: BTreeMap::new(),
             silent: 0,
             answers: Arc::default(),
         });
-        Ok(session.facts.incarnation)
+        Ok(session.info.incarnation)
     }
 
-    /// What a decoder says of itself, checked.
-    fn facts(&self, hello: &Hello, peer: Peer) -> Result<Facts, String> {
+    /// Checks a hello, and imports the decoder's memory.
+    fn info(&self, hello: &Hello, peer: Peer) -> Result<DecoderInfo, String> {
         let beat = Duration::from_millis(hello.beat_ms.into());
         if beat * 2 > self.terms.silence {
             return Err(format!(
@@ -226,45 +228,46 @@ impl Inner {
             {
                 return Err(format!("rank {} gives no room for a tail", grant.rank));
             }
-            grants.push(Granted { rank: grant.rank as usize, owner, buffers, tail });
+            grants.push(GrantedRank { rank: grant.rank as usize, owner, buffers, tail });
         }
         let groups = common_groups(&hello.layouts, hello.grants.iter().map(|g| g.rank));
         let name = reason(&hello.name);
-        Ok(Facts { name, peer, incarnation: self.control().number(), pairing, groups, grants })
+        let incarnation = self.control().number();
+        Ok(DecoderInfo { name, peer, incarnation, pairing, groups, grants })
     }
 
-    fn take(self: &Arc<Self>, session: (EngineId, u64), incarnation: u64, request: Request) {
+    fn on_request(self: &Arc<Self>, session: (EngineId, u64), incarnation: u64, request: Request) {
         let seq = request.seq;
         let payload_nbytes = request.payload.len() as u64;
         let known = {
             let state = self.state.lock();
             let Some(m) = state.sessions.get(&session) else { return };
             // Of another incarnation (MR-2), cancelled before it came, or it came before.
-            if m.facts.incarnation != incarnation || m.knows(seq) {
+            if m.info.incarnation != incarnation || m.is_known(seq) {
                 return;
             }
             match state.full(m, payload_nbytes, self.terms.max_payloads) {
                 Some(why) => Err(why),
-                None => Ok(Arc::clone(&m.facts)),
+                None => Ok(Arc::clone(&m.info)),
             }
         };
-        let facts = match known {
-            Ok(facts) => facts,
+        let info = match known {
+            Ok(info) => info,
             Err(why) => return self.refuse(session, seq, &why, true),
         };
-        let (decoder, tokens, have) = (facts.name.clone(), request.tokens, request.have);
-        let (payload, job) = match self.job_of((session.0, session.1, seq), facts, request) {
+        let (decoder, tokens, have) = (info.name.clone(), request.tokens, request.have);
+        let (payload, job) = match self.job_of((session.0, session.1, seq), info, request) {
             Ok(made) => made,
             Err(why) => return self.refuse(session, seq, &why, false),
         };
         let timeline = Arc::clone(&job.timeline);
-        let asked = Asked { decoder, tokens, have, payload, timeline };
+        let asked = JobRequest { decoder, tokens, have, payload, timeline };
         {
             let mut state = self.state.lock();
             let id = state.next_job;
             state.next_job += 1;
             let Some(m) = state.sessions.get_mut(&session) else { return };
-            if m.facts.incarnation != incarnation || m.knows(seq) {
+            if m.info.incarnation != incarnation || m.is_known(seq) {
                 return;
             }
             m.jobs.insert(seq, id);
@@ -272,32 +275,32 @@ impl Inner {
             state.payloads += job.payload_nbytes;
             state.jobs.insert(id, Arc::new(Job { id, ..job }));
             // Before another thread finds the job and ends it.
-            self.events.push(id, JobEvent::Asked(asked));
+            self.events.push(id, JobEvent::Requested(asked));
         }
-        self.events.tell();
+        self.events.report();
     }
 
-    /// A job of a request, if what it says fits what was agreed on.
+    /// Makes the job of a request, if the request fits the session.
     fn job_of(
         &self,
-        key: Key,
-        facts: Arc<Facts>,
+        key: RequestKey,
+        info: Arc<DecoderInfo>,
         request: Request,
     ) -> Result<(Vec<u8>, Job), String> {
         let (tokens, have) = (request.tokens, request.have);
         if tokens == 0 || have >= tokens {
             return Err(format!("{tokens} tokens of which it has {have}"));
         }
-        if request.tables.len() != facts.groups.len() {
+        if request.tables.len() != info.groups.len() {
             return Err(format!(
                 "{} page tables for {} groups of layers",
                 request.tables.len(),
-                facts.groups.len()
+                info.groups.len()
             ));
         }
-        let entries = crate::table::entries(&facts.groups, tokens)?;
-        let mut there = Vec::new();
-        for (group, table) in facts.groups.iter().zip(&request.tables) {
+        let entries = crate::table::entries(&info.groups, tokens)?;
+        let mut remote_pages = Vec::new();
+        for (group, table) in info.groups.iter().zip(&request.tables) {
             let checked = table
                 .pages(tokens.div_ceil(u64::from(group.page_tokens)))
                 .and_then(|pages| crate::table::check(group, tokens, &pages).map(|()| pages))
@@ -308,35 +311,35 @@ impl Inner {
                     group.page_tokens, group.name
                 ));
             }
-            there.push(checked);
+            remote_pages.push(checked);
         }
-        if request.counters.len() != facts.grants.len() {
+        if request.counters.len() != info.grants.len() {
             return Err(format!(
                 "{} counters for {} ranks",
                 request.counters.len(),
-                facts.grants.len()
+                info.grants.len()
             ));
         }
-        if facts.grants.iter().zip(&request.counters).any(|(g, c)| g.owner != c.owner) {
+        if info.grants.iter().zip(&request.counters).any(|(g, c)| g.owner != c.owner) {
             return Err("a counter is of another engine than the memory".into());
         }
-        let room = facts.grants[0].tail.as_ref().map_or(0, fabric_engine::RemoteRegion::len);
+        let room = info.grants[0].tail.as_ref().map_or(0, fabric_engine::RemoteRegion::len);
         if (u64::from(request.tail_slot) + 1).saturating_mul(self.terms.tail_nbytes) > room {
             return Err(format!("it has no slot {} for tails", request.tail_slot));
         }
         let mut links = Vec::new();
-        for (to, granted) in facts.grants.iter().enumerate() {
+        for (to, granted) in info.grants.iter().enumerate() {
             for (from, rank) in self.local.iter().enumerate() {
-                let link = facts
+                let link = info
                     .pairing
                     .link(rank.rank as usize, granted.rank, request.salt)
                     .map_err(|e| e.to_string())?;
                 if !link.is_empty() {
-                    links.push(Route { link, from, to });
+                    links.push(RankLink { link, from, to });
                 }
             }
         }
-        let cells = (0..facts.groups.len()).map(|g| facts.pairing.cells(g, have..tokens));
+        let cells = (0..info.groups.len()).map(|g| info.pairing.cells(g, have..tokens));
         let cells = cells.collect::<Result<Vec<_>, _>>().map_err(|e| e.to_string())?;
         let sent = self.steps.iter().map(|(group, _)| cells[*group].start).collect();
         let counters = request.counters.iter().map(fabric_engine::api::CounterRef::imm).collect();
@@ -348,9 +351,9 @@ impl Inner {
         let job = Job {
             id: 0,
             key,
-            facts,
+            info,
             tokens,
-            there,
+            remote_pages,
             tail_slot,
             cells,
             entries,
@@ -366,24 +369,25 @@ impl Inner {
     /// Refuses a request. The refusal is kept like any other end, because the request may come
     /// again.
     fn refuse(self: &Arc<Self>, session: (EngineId, u64), seq: u64, why: &str, elsewhere: bool) {
-        let at = At::Refused { why: reason(why), elsewhere, reason: RefusalReason::Other };
-        let facts = {
+        let at =
+            RequestState::Refused { why: reason(why), elsewhere, reason: RefusalReason::Other };
+        let info = {
             let mut state = self.state.lock();
             let Some(m) = state.sessions.get_mut(&session) else { return };
             if m.remembers() < MAX_ENDED {
                 m.ended.insert(seq, at.clone());
-                Some(Arc::clone(&m.facts))
+                Some(Arc::clone(&m.info))
             } else {
                 None
             }
         };
-        match facts {
-            Some(facts) => self.say_states(session.1, &facts, vec![(seq, at)]),
-            None => self.part(session, TOO_MANY_ENDED, true),
+        match info {
+            Some(info) => self.send_states(session.1, &info, vec![(seq, at)]),
+            None => self.end_session(session, TOO_MANY_ENDED, true),
         }
     }
 
-    fn cancel(self: &Arc<Self>, session: (EngineId, u64), seq: u64) {
+    fn on_cancel(self: &Arc<Self>, session: (EngineId, u64), seq: u64) {
         let found = {
             let mut state = self.state.lock();
             let Some(m) = state.sessions.get_mut(&session) else { return };
@@ -391,24 +395,24 @@ impl Inner {
             match m.jobs.get(&seq).copied() {
                 Some(id) => Err(state.jobs.get(&id).cloned()),
                 // The request may still come: it is over already.
-                None if seq < m.floor => Ok(Some((Arc::clone(&m.facts), At::Cancelled))),
+                None if seq < m.floor => Ok(Some((Arc::clone(&m.info), RequestState::Cancelled))),
                 None if m.remembers() >= MAX_ENDED && !m.ended.contains_key(&seq) => Ok(None),
                 None => {
-                    let at = m.ended.entry(seq).or_insert(At::Cancelled).clone();
-                    Ok(Some((Arc::clone(&m.facts), at)))
+                    let at = m.ended.entry(seq).or_insert(RequestState::Cancelled).clone();
+                    Ok(Some((Arc::clone(&m.info), at)))
                 }
             }
         };
         match found {
-            Ok(Some((facts, at))) => self.say_states(session.1, &facts, vec![(seq, at)]),
-            Ok(None) => self.part(session, TOO_MANY_ENDED, true),
-            Err(Some(job)) => self.stop(&job, At::Cancelled, Some(Cause::Cancelled)),
+            Ok(Some((info, at))) => self.send_states(session.1, &info, vec![(seq, at)]),
+            Ok(None) => self.end_session(session, TOO_MANY_ENDED, true),
+            Err(Some(job)) => self.stop(&job, RequestState::Cancelled, Some(Cause::Cancelled)),
             Err(None) => {}
         }
     }
 
-    fn beat(self: &Arc<Self>, session: (EngineId, u64), floor: u64, open: &[u64]) {
-        let (facts, answers, states, below) = {
+    fn on_beat(self: &Arc<Self>, session: (EngineId, u64), floor: u64, open: &[u64]) {
+        let (info, answers, states, below) = {
             let mut guard = self.state.lock();
             let state = &mut *guard;
             let Some(m) = state.sessions.get_mut(&session) else { return };
@@ -418,34 +422,34 @@ impl Inner {
                 m.ended = m.ended.split_off(&floor);
             }
             let at = |seq: &u64| match (m.jobs.contains_key(seq), m.ended.get(seq)) {
-                (true, _) => At::Open,
+                (true, _) => RequestState::Open,
                 (false, Some(at)) => at.clone(),
-                (false, None) => At::Unknown,
+                (false, None) => RequestState::Unknown,
             };
-            let states: Vec<(u64, At)> = open.iter().map(|seq| (*seq, at(seq))).collect();
+            let states: Vec<(u64, RequestState)> = open.iter().map(|seq| (*seq, at(seq))).collect();
             let below = m.jobs.range(..m.floor).filter_map(|(_, id)| state.jobs.get(id).cloned());
             let below: Vec<Arc<Job>> = below.collect();
-            (Arc::clone(&m.facts), Arc::clone(&m.answers), states, below)
+            (Arc::clone(&m.info), Arc::clone(&m.answers), states, below)
         };
         // An ended request that the decoder was never told of is not one of its requests: its
         // number was changed on the way, and no message would end it (MR-1).
         for job in below {
-            self.stop(&job, At::Cancelled, Some(Cause::Cancelled));
+            self.stop(&job, RequestState::Cancelled, Some(Cause::Cancelled));
         }
-        for message in Message::statuses(session.1, facts.incarnation, states) {
+        for message in Message::statuses(session.1, info.incarnation, states) {
             if answers.fetch_add(1, SeqCst) >= MAX_ANSWERS {
                 answers.fetch_sub(1, SeqCst);
                 return;
             }
             let answers = Arc::clone(&answers);
-            self.say_then(&facts.peer, &message, move || {
+            self.send_then(&info.peer, &message, move || {
                 answers.fetch_sub(1, SeqCst);
             });
         }
     }
 
     /// Ends a session, and all jobs of it.
-    pub(super) fn part(self: &Arc<Self>, session: (EngineId, u64), why: &str, say: bool) {
+    pub(super) fn end_session(self: &Arc<Self>, session: (EngineId, u64), why: &str, say: bool) {
         let (gone, jobs) = {
             let mut state = self.state.lock();
             let Some(gone) = state.sessions.remove(&session) else { return };
@@ -453,28 +457,29 @@ impl Inner {
             let jobs: Vec<Arc<Job>> = jobs.collect();
             (gone, jobs)
         };
-        let cause = Cause::Lost(format!("decoder {}: {why}", gone.facts.name));
+        let cause = Cause::Lost(format!("decoder {}: {why}", gone.info.name));
         for job in jobs {
-            self.stop(&job, At::Cancelled, Some(cause.clone()));
+            self.stop(&job, RequestState::Cancelled, Some(cause.clone()));
         }
         if say {
             let message = Message::Goodbye { session: session.1, why: reason(why) };
-            self.say(&gone.facts.peer, &message);
+            self.send(&gone.info.peer, &message);
         }
     }
 
-    pub(super) fn tick_later(self: &Arc<Self>) {
+    pub(super) fn schedule_tick(self: &Arc<Self>) {
         let weak = Arc::downgrade(self);
         let tick = move || {
             if let Some(inner) = weak.upgrade() {
                 inner.tick();
-                inner.tick_later();
+                inner.schedule_tick();
             }
         };
         if let Err(error) = after(self.control(), self.terms.beat, tick) {
             // The loss of a decoder would go unnoticed.
             let all: Vec<_> = self.state.lock().sessions.keys().copied().collect();
-            all.into_iter().for_each(|m| self.part(m, &format!("no more beats: {error}"), true));
+            all.into_iter()
+                .for_each(|m| self.end_session(m, &format!("no more beats: {error}"), true));
         }
     }
 
@@ -489,7 +494,7 @@ impl Inner {
         };
         self.parts.expire(self.control().now());
         for session in silent {
-            self.part(session, "it has not been heard for too long", true);
+            self.end_session(session, "it has not been heard for too long", true);
         }
     }
 }

@@ -1,8 +1,8 @@
-//! The prefiller's end: takes requests, and writes pages layer by layer as they are computed.
+//! The prefiller: accepts requests, and writes pages layer by layer as they are computed.
 
 mod job;
-mod lane;
 mod messages;
+mod pass_queue;
 mod push;
 #[cfg(test)]
 mod tests;
@@ -18,40 +18,40 @@ use parking_lot::Mutex;
 
 pub use self::timeline::{LayerTimes, Timeline};
 use self::{
-    job::{Facts, Job},
-    lane::Lane,
-    timeline::Counted,
+    job::{DecoderInfo, Job},
+    pass_queue::PassQueue,
+    timeline::CountTimes,
 };
 use crate::{
     events::Events,
     layout::{CacheGroup, CacheLayout},
     parts::Parts,
     terms::{check_local, common_groups, Cause, LocalRank, Terms},
-    wire::{reason, Offer, OfferEnd, RefusalReason, State as At},
+    wire::{reason, Offer, OfferEnd, RefusalReason, RequestState},
 };
 
 /// Events of a request. `Released` comes last, once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JobEvent {
     /// A decoder requests pages: answer with [`Prefiller::accept`] or [`Prefiller::fail`].
-    Asked(Asked),
+    Requested(JobRequest),
     /// The request ended early, not by this prefiller: its pages are not needed any more.
     Stopped(Cause),
     /// Nothing reads its pages any more: they may be reused (MR-1).
     Released,
 }
 
-/// A request that has come.
+/// A request of a decoder.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Asked {
+pub struct JobRequest {
     /// The decoder's name.
     pub decoder: String,
     /// Tokens of the prompt.
     pub tokens: u64,
-    /// Number of leading tokens that needn't be sent; the computation needs them.
+    /// Number of leading tokens that are not sent but computed.
     pub have: u64,
     pub payload: Vec<u8>,
-    /// How far its layers are, then and later.
+    /// The progress of its layers.
     pub timeline: Arc<Timeline>,
 }
 
@@ -73,17 +73,17 @@ struct Inner {
     terms: Terms,
     /// Layers in the order in which they are computed: group, layer within it.
     steps: Vec<(usize, usize)>,
-    /// Pages that every rank here has.
+    /// The groups, with the pages that every local rank has.
     groups: Vec<CacheGroup>,
-    state: Mutex<State>,
-    lane: Mutex<Lane>,
-    counts: Counted,
+    state: Mutex<PrefillerState>,
+    pass_queue: Mutex<PassQueue>,
+    counts: CountTimes,
     events: Events<JobEvent>,
     parts: Parts,
 }
 
 #[derive(Default)]
-struct State {
+struct PrefillerState {
     sessions: BTreeMap<(EngineId, u64), Session>,
     jobs: BTreeMap<u64, Arc<Job>>,
     next_job: u64,
@@ -96,13 +96,13 @@ struct State {
 
 /// One session with a decoder.
 struct Session {
-    facts: Arc<Facts>,
-    /// Everything before is over for the decoder; no request of it is taken any more.
+    info: Arc<DecoderInfo>,
+    /// All requests before this are over for the decoder, and are ignored.
     floor: u64,
     /// By the decoder's numbers.
     jobs: BTreeMap<u64, u64>,
-    /// How ended requests ended, until the decoder has acknowledged it.
-    ended: BTreeMap<u64, At>,
+    /// The final states of ended requests, until the decoder has acknowledged them.
+    ended: BTreeMap<u64, RequestState>,
     /// Local beats since its last message.
     silent: u32,
     /// Answers to its beats that it has not received.
@@ -110,14 +110,14 @@ struct Session {
 }
 
 impl Session {
-    /// Requests of which something is kept until the decoder's floor has passed them: each job
-    /// leaves its end.
+    /// The number of requests that are kept until the decoder's floor has passed them: jobs, and
+    /// final states.
     fn remembers(&self) -> usize {
         self.jobs.len() + self.ended.len()
     }
 
     /// Whether a request has arrived, was cancelled before it arrived, or is below the floor.
-    fn knows(&self, seq: u64) -> bool {
+    fn is_known(&self, seq: u64) -> bool {
         seq < self.floor || self.jobs.contains_key(&seq) || self.ended.contains_key(&seq)
     }
 }
@@ -154,35 +154,33 @@ impl Prefiller {
             terms,
             steps: steps.into_iter().map(|(_, step)| step).collect(),
             state: Mutex::default(),
-            lane: Mutex::default(),
-            counts: Counted::default(),
+            pass_queue: Mutex::default(),
+            counts: CountTimes::default(),
             events: Events::new(on_event),
         });
         let weak = Arc::downgrade(&inner);
         inner.control().receive(inner.terms.max_message, Terms::MESSAGES, move |delivery| {
             if let Some(inner) = weak.upgrade() {
-                inner.hear(delivery.from(), delivery.message());
+                inner.on_message(delivery.from(), delivery.message());
             }
         })?;
-        inner.tick_later();
+        inner.schedule_tick();
         Ok(Self { inner })
     }
 
-    /// Takes a message of a decoder. For callers that opened the pool of the first rank's engine
-    /// themselves, because they receive other messages there too. Messages of no decoder are
-    /// ignored, with a warning.
-    pub fn hear(&self, from: EngineId, message: &[u8]) {
-        self.inner.hear(from, message);
+    /// Handles a message of a decoder, for callers that opened the receive pool of the first rank's
+    /// engine themselves. A message that is no decoder's is ignored, with a warning.
+    pub fn on_message(&self, from: EngineId, message: &[u8]) {
+        self.inner.on_message(from, message);
     }
 
-    /// What this process adds to its instance's [`Offer`].
+    /// This process's entry of its instance's [`Offer`].
     pub fn end(&self) -> OfferEnd {
         let ranks = self.inner.local.iter().map(|r| (r.rank, r.engine.address().clone()));
         OfferEnd { address: self.inner.control().address().clone(), ranks: ranks.collect() }
     }
 
-    /// The offer of an instance that is one process; of a larger one, its `ends` are to be put
-    /// together.
+    /// The offer of an instance of one process. For several processes, join their `ends`.
     pub fn offer(&self) -> Offer {
         Offer {
             name: self.inner.name.clone(),
@@ -198,8 +196,8 @@ impl Prefiller {
         self.inner.steps.len()
     }
 
-    /// Names our pages for a request, for all its tokens in their order, for each group. The first
-    /// `computed` tokens are in them already, of all layers, and are sent at once.
+    /// Accepts a request: for each group, the local pages of all its tokens in order. The first
+    /// `computed` tokens of all layers are in the pages already, and are sent at once.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] if the tables don't fit; [`EngineError::Cancelled`] if the request
@@ -214,10 +212,10 @@ impl Prefiller {
         }
         {
             let mut progress = job.state.lock();
-            if progress.here.is_some() {
+            if progress.local_pages.is_some() {
                 return Err(EngineError::Invalid("the request was accepted before".into()));
             }
-            progress.here = Some(Arc::new(tables));
+            progress.local_pages = Some(Arc::new(tables));
         }
         for step in 0..inner.steps.len() {
             inner.push(&job, step, computed, inner.control().now());
@@ -244,25 +242,25 @@ impl Prefiller {
         self.inner.begin(counted, jobs)
     }
 
-    /// Layers that have been counted so far, over all passes.
+    /// The number of counted layers, over all passes.
     pub fn counted(&self) -> u64 {
         self.inner.counted()
     }
 
-    /// Counts further layers that are in the cache: they are sent. The computing engine calls this,
-    /// unless a word counts.
+    /// Counts further layers that are in the cache, and sends them. The computing engine calls this
+    /// unless it counts in a watched word.
     pub fn advance(&self, layers: u64) {
         self.inner.advance(layers);
     }
 
-    /// Says that the word that is watched is about to have this value: the [`Timeline`] then says
-    /// when layers were computed, and not only when that was seen.
+    /// Announces the next value of the watched word. The [`Timeline`] then has the time of the
+    /// computation, and not only the time when it was seen.
     pub fn mark(&self, count: u64) {
         self.inner.mark(count);
     }
 
-    /// A function that takes the values of a word that counts layers, and that doesn't keep the
-    /// prefiller: for [`TransferEngine::watch`].
+    /// A callback for [`TransferEngine::watch`] that takes the values of a word that counts layers.
+    /// It does not keep the prefiller alive.
     pub fn advancer(&self) -> impl Fn(u64, u64) + Send + Sync + 'static {
         let weak = Arc::downgrade(&self.inner);
         move |_, count| {
@@ -272,8 +270,7 @@ impl Prefiller {
         }
     }
 
-    /// Sends the tail, which lies in a slot of rank 0. The job is over when everything has been
-    /// sent.
+    /// Sends the tail, from a slot of rank 0. The job ends when everything is sent.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] if there is no such slot, or it was called before.
@@ -285,15 +282,16 @@ impl Prefiller {
     /// Fails a request; the decoder is told the reason when nothing of it is in flight any more.
     pub fn fail(&self, job: u64, why: &str) {
         if let Ok(job) = self.inner.job(job) {
-            self.inner.stop(&job, At::Failed(reason(why)), None);
+            self.inner.stop(&job, RequestState::Failed(reason(why)), None);
         }
     }
 
-    /// Refuses a request that was not accepted. A decoder that is told [`RefusalReason::TooLong`] asks no other prefiller.
+    /// Refuses a request that was not accepted. After [`RefusalReason::TooLong`] a decoder asks no
+    /// other prefiller.
     pub fn refuse(&self, job: u64, kind: RefusalReason, why: &str) {
         if let Ok(job) = self.inner.job(job) {
             let elsewhere = kind != RefusalReason::TooLong;
-            let at = At::Refused { why: reason(why), elsewhere, reason: kind };
+            let at = RequestState::Refused { why: reason(why), elsewhere, reason: kind };
             self.inner.stop(&job, at, None);
         }
     }
@@ -316,7 +314,7 @@ impl Prefiller {
             state.sessions.keys().copied().collect()
         };
         for session in sessions {
-            self.inner.part(session, "the prefiller is closed", true);
+            self.inner.end_session(session, "the prefiller is closed", true);
         }
     }
 }

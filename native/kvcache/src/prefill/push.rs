@@ -2,20 +2,20 @@
 
 use std::sync::{atomic::Ordering::Relaxed, Arc};
 
-use fabric_engine::{EngineError, Handle, Local, Op, Quiet, Remote, Result, Submit, Time};
+use fabric_engine::{EngineError, Handle, Local, Op, Quiescence, Remote, Result, Submit, Time};
 
 use super::{
-    job::{Job, Tail},
+    job::{Job, TailState},
     Inner, JobEvent,
 };
 use crate::{
     pairing::RequestError,
     terms::Cause,
-    wire::{reason, State as At},
+    wire::{reason, RequestState},
 };
 
 impl Inner {
-    /// Sends what is there of one layer, when so many tokens are computed, as they were at
+    /// Sends the unsent cells of one layer, of which `tokens_done` tokens were computed at
     /// `computed`.
     pub(super) fn push(
         self: &Arc<Self>,
@@ -29,11 +29,13 @@ impl Inner {
         let mut failed = None;
         {
             let mut progress = job.state.lock();
-            let Some(here) = progress.here.clone().filter(|_| progress.stop.is_none()) else {
+            let Some(local_pages) =
+                progress.local_pages.clone().filter(|_| progress.stop.is_none())
+            else {
                 return;
             };
             let first = progress.sent[step];
-            let ready = job.facts.pairing.ready(group, tokens_done.min(job.tokens), job.tokens);
+            let ready = job.info.pairing.ready(group, tokens_done.min(job.tokens), job.tokens);
             let end = ready.map_or(first, |end| end.min(job.cells[group].end));
             if end <= first {
                 return;
@@ -41,9 +43,9 @@ impl Inner {
             progress.sent[step] = end;
             job.timeline.computed(step, computed);
             for (number, route) in job.links.iter().enumerate() {
-                let granted = &job.facts.grants[route.to];
+                let granted = &job.info.grants[route.to];
                 let rank = &self.local[route.from];
-                let selected = progress.select(job, number, group, &(first..end), &here);
+                let selected = progress.select(job, number, group, &(first..end), &local_pages);
                 let writes = selected.as_ref().map_err(RequestError::to_string).and_then(|s| {
                     Ok(s.writes(layer).map_err(|e| e.to_string())?.collect::<Vec<_>>())
                 });
@@ -79,7 +81,7 @@ impl Inner {
                 }
             }
             if failed.is_none() {
-                // Other processes have all that is needed of it.
+                // Other processes send all of this layer.
                 if progress.open[step] == 0 {
                     let now = self.control().now();
                     job.timeline.posted(step).store(now.0, Relaxed);
@@ -87,7 +89,7 @@ impl Inner {
                 }
             }
         }
-        self.follow(job, handles);
+        self.watch_writes(job, handles);
         match failed {
             Some(error) => self.write_failed(job, &error),
             None => self.settle(job),
@@ -103,7 +105,7 @@ impl Inner {
             if progress.stop.is_some() {
                 return Ok(());
             }
-            if progress.tail == Tail::Sent || progress.here.is_none() {
+            if progress.tail == TailState::Sent || progress.local_pages.is_none() {
                 let what = "a request is finished once, after it was accepted";
                 return Err(EngineError::Invalid(what.into()));
             }
@@ -112,7 +114,7 @@ impl Inner {
                 if offset.checked_add(nbytes).is_none_or(|end| end > region.len()) {
                     return Err(EngineError::Invalid(format!("there is no slot {slot} for tails")));
                 }
-                if let Some(there) = &job.facts.grants[0].tail {
+                if let Some(there) = &job.info.grants[0].tail {
                     let op = Op::Write {
                         src: Local { region, offset },
                         dst: Remote { region: there, offset: u64::from(job.tail_slot) * nbytes },
@@ -125,9 +127,9 @@ impl Inner {
                     }
                 }
             }
-            progress.tail = Tail::Sent;
+            progress.tail = TailState::Sent;
         }
-        self.follow(job, handles);
+        self.watch_writes(job, handles);
         match failed {
             Some(error) => self.write_failed(job, &error),
             None => self.settle(job),
@@ -135,32 +137,32 @@ impl Inner {
         Ok(())
     }
 
-    /// Waits for writes: for their results, and for their end.
-    fn follow(self: &Arc<Self>, job: &Arc<Job>, handles: Vec<(u64, Handle)>) {
+    /// Follows writes: their results, and their quiescence.
+    fn watch_writes(self: &Arc<Self>, job: &Arc<Job>, handles: Vec<(u64, Handle)>) {
         for (number, handle) in handles {
-            // Both keep this end until the write has ended: the caller is told so even after it
-            // dropped the prefiller.
+            // Both callbacks keep this prefiller until the write has ended, so that the caller
+            // learns of it even after it dropped the prefiller.
             let (inner, theirs) = (Arc::clone(self), Arc::clone(job));
             handle.on_done(move |result| {
                 match result {
                     Ok(()) => inner.delivered(&theirs, number),
                     Err(error) => inner.write_failed(&theirs, &error),
                 }
-                theirs.state.lock().learn(number, |write| write.done = true);
+                theirs.state.lock().update(number, |write| write.done = true);
                 inner.settle(&theirs);
             });
             let (inner, theirs) = (Arc::clone(self), Arc::clone(job));
-            handle.on_quiet(move |quiet| {
+            handle.on_quiesced(move |quiescence| {
                 {
                     let mut progress = theirs.state.lock();
-                    progress.unproven |= quiet == Quiet::Unknown;
-                    progress.learn(number, |write| write.quiet = true);
+                    progress.unproven |= quiescence == Quiescence::Unknown;
+                    progress.update(number, |write| write.quiesced = true);
                 }
-                if quiet == Quiet::Unknown {
-                    // Of our own memory nothing is used, for the links are gone; what the decoder
-                    // may believe of its memory it must make sure of itself (MR-1).
+                if quiescence == Quiescence::Unknown {
+                    // The links are lost, so local memory is not in use. The decoder must make sure
+                    // of its own memory (MR-1).
                     let why = "links broke, and what was on them may still land";
-                    inner.part((theirs.key.0, theirs.key.1), why, true);
+                    inner.end_session((theirs.key.0, theirs.key.1), why, true);
                 }
                 inner.settle(&theirs);
             });
@@ -178,41 +180,42 @@ impl Inner {
         if matches!(error, EngineError::Cancelled { .. }) {
             return;
         }
-        let cause = Cause::Lost(format!("decoder {}: {error}", job.facts.name));
-        self.stop(job, At::Failed(reason(&error.to_string())), Some(cause));
+        let cause = Cause::Lost(format!("decoder {}: {error}", job.info.name));
+        self.stop(job, RequestState::Failed(reason(&error.to_string())), Some(cause));
         let stale = matches!(error, EngineError::Stale { .. });
         let lost = matches!(error, EngineError::PeerLost { .. } | EngineError::Unreachable { .. });
         if stale || lost {
-            self.part((job.key.0, job.key.1), &error.to_string(), stale);
+            self.end_session((job.key.0, job.key.1), &error.to_string(), stale);
         }
     }
 
-    /// Sends nothing more of a job, and ends it when what was sent is over. `told` is what the
-    /// engine behind is to know.
-    pub(super) fn stop(self: &Arc<Self>, job: &Arc<Job>, at: At, told: Option<Cause>) {
+    /// Stops sending a job, and ends it when its writes are over. `cause` is the reason for the
+    /// engine behind the prefiller.
+    pub(super) fn stop(self: &Arc<Self>, job: &Arc<Job>, at: RequestState, cause: Option<Cause>) {
         let under_way: Vec<Handle> = {
             let mut progress = job.state.lock();
             if progress.stop.is_some() || progress.over {
                 return;
             }
             progress.stop = Some(at);
-            if let Some(cause) = told {
+            if let Some(cause) = cause {
                 self.events.push(job.id, JobEvent::Stopped(cause));
             }
             progress.under_way.values().map(|write| write.handle.clone()).collect()
         };
-        self.events.tell();
+        self.events.report();
         under_way.iter().for_each(Handle::cancel);
         self.settle(job);
     }
 
-    /// Ends a job of which nothing is left to do, and nothing under way.
+    /// Ends a job if nothing is left to do or under way.
     pub(super) fn settle(self: &Arc<Self>, job: &Arc<Job>) {
         let at = {
             let mut progress = job.state.lock();
             let Some(at) = job.ended(&progress, &self.steps) else { return };
             progress.over = true;
-            // What isn't proven isn't said (MR-1): the decoder takes its memory back.
+            // If quiescence is unknown, no state is sent (MR-1), and the decoder revokes its
+            // memory.
             (!progress.unproven).then_some(at)
         };
         let (from, number, seq) = job.key;
@@ -222,20 +225,20 @@ impl Inner {
             state.entries -= job.entries;
             state.payloads -= job.payload_nbytes;
             let session = state.sessions.get_mut(&(from, number));
-            let session = session.filter(|m| m.facts.incarnation == job.facts.incarnation);
+            let session = session.filter(|m| m.info.incarnation == job.info.incarnation);
             session.and_then(|session| {
                 session.jobs.remove(&seq);
                 let at = at?;
                 if seq >= session.floor {
                     session.ended.insert(seq, at.clone());
                 }
-                Some((session.facts.clone(), at))
+                Some((session.info.clone(), at))
             })
         };
-        if let Some((facts, at)) = peer {
-            self.say_states(number, &facts, vec![(seq, at)]);
+        if let Some((info, at)) = peer {
+            self.send_states(number, &info, vec![(seq, at)]);
         }
         self.events.push(job.id, JobEvent::Released);
-        self.events.tell();
+        self.events.report();
     }
 }

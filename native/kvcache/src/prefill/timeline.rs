@@ -8,45 +8,44 @@ use fabric_engine::Time;
 /// The times of one request's layers, in the order in which they are computed.
 #[derive(Debug)]
 pub struct Timeline {
-    layers: Box<[Marks]>,
+    layers: Box<[AtomicTimes]>,
 }
 
-/// Nanoseconds; 0 is not yet.
+/// The times of one layer, nanoseconds; 0 if not yet.
 #[derive(Debug)]
-struct Marks {
+struct AtomicTimes {
     number: u32,
     computed: AtomicU64,
     posted: AtomicU64,
     delivered: AtomicU64,
 }
 
-/// One layer's times, by the clock of the first rank's engine; `None` where it hasn't come so far,
-/// or nothing of the layer had to be sent. Of a prompt that is computed in chunks they are those of
-/// the last one.
+/// One layer's times, by the clock of the first rank's engine; `None` if it has not come so far, or
+/// no page of the layer had to be sent. For a prompt in chunks, the times of the last chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerTimes {
     /// The layer's number in the model.
     pub layer: u32,
-    /// It was said to be in the cache; where a kernel counts, it was seen to be.
+    /// When it was reported to be in the cache, or seen to be if a kernel counts.
     pub computed: Option<Time>,
-    /// The last of its pages was given to the engines.
+    /// When its last page was given to the engines.
     pub posted: Option<Time>,
-    /// The last of its pages is known to be in the decoder's memory.
+    /// When its last page was known to be in the decoder's memory.
     pub delivered: Option<Time>,
 }
 
 /// Times of the latest layer counts; the counting thread records them, unless a kernel counts.
-pub(super) struct Counted {
+pub(super) struct CountTimes {
     marks: Box<[AtomicU64]>,
 }
 
-impl Default for Counted {
+impl Default for CountTimes {
     fn default() -> Self {
         Self { marks: (0..1024).map(|_| AtomicU64::new(0)).collect() }
     }
 }
 
-impl Counted {
+impl CountTimes {
     fn mark(&self, count: u64) -> &AtomicU64 {
         &self.marks[count as usize % self.marks.len()]
     }
@@ -69,7 +68,8 @@ impl Counted {
 impl Timeline {
     pub(super) fn new(numbers: impl Iterator<Item = u32>) -> Self {
         let zero = || AtomicU64::new(0);
-        let marks = |number| Marks { number, computed: zero(), posted: zero(), delivered: zero() };
+        let marks =
+            |number| AtomicTimes { number, computed: zero(), posted: zero(), delivered: zero() };
         Self { layers: numbers.map(marks).collect() }
     }
 
@@ -77,7 +77,7 @@ impl Timeline {
         self.layers[step].computed.store(now.0.max(1), Relaxed);
     }
 
-    /// Where the time goes when the pages of a layer were given to the engines.
+    /// The word for the time at which the pages of a layer were given to the engines.
     pub(super) fn posted(&self, step: usize) -> &AtomicU64 {
         &self.layers[step].posted
     }
@@ -87,11 +87,11 @@ impl Timeline {
     }
 
     pub fn layers(&self) -> Vec<LayerTimes> {
-        self.layers.iter().map(Marks::times).collect()
+        self.layers.iter().map(AtomicTimes::times).collect()
     }
 }
 
-impl Marks {
+impl AtomicTimes {
     fn times(&self) -> LayerTimes {
         let some = |mark: &AtomicU64| Some(Time(mark.load(Relaxed))).filter(|time| time.0 > 0);
         let computed = some(&self.computed);
@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn a_count_that_is_seen_late_was_made_when_it_was_made() {
-        let counts = Counted::default();
+        let counts = CountTimes::default();
         counts.made(1, Time(10));
         counts.made(2, Time(20));
         assert_eq!(counts.take(1, Time(0), Time(50)), Time(10));

@@ -1,6 +1,6 @@
 //! Every byte of every needed row arrives once, from the right place, and nothing else is touched.
 
-use fabric_kvcache::layout::Place;
+use fabric_kvcache::layout::BufferOffset;
 use fabric_kvcache::pairing::Pairing;
 use proptest::prelude::*;
 
@@ -17,7 +17,7 @@ fn tensors_that_are_neighbours_in_one_page_only_are_sent_apart() {
     ranks[0].buffers[0] = 112;
     let [keys, values] = &mut ranks[0].groups[0].tensors[..] else { unreachable!() };
     (keys.page_stride, values.page_stride) = (16, 48);
-    values.places[0] = Place { buffer: 0, offset: 8 };
+    values.places[0] = BufferOffset { buffer: 0, offset: 8 };
     let pairing = Pairing::new(&ranks, &ranks).unwrap();
     let request = Request {
         tokens: 0..6,

@@ -1,7 +1,7 @@
-//! Caches of every form: who holds which heads, in which order the dimensions lie, in how many
+//! Caches of every form: the rank of each head, in which order the dimensions lie, in how many
 //! buffers.
 
-use fabric_kvcache::layout::{CacheGroup, CacheLayout, CacheTensor, Place};
+use fabric_kvcache::layout::{BufferOffset, CacheGroup, CacheLayout, CacheTensor};
 use proptest::prelude::*;
 
 /// What both ends agree on of a group.
@@ -168,7 +168,7 @@ fn packed(
         for dim in [Layer, Tensor].into_iter().filter(|d| !own.contains(d)) {
             offset += index(dim) * stride[dim as usize];
         }
-        Place { buffer: (start + buffer) as u32, offset }
+        BufferOffset { buffer: (start + buffer) as u32, offset }
     };
     (0..)
         .zip(tensors)

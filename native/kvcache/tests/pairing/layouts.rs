@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-use fabric_kvcache::layout::{CacheGroup, CacheLayout, CacheTensor, Flaw, Place};
+use fabric_kvcache::layout::{BufferOffset, CacheGroup, CacheLayout, CacheTensor, LayoutProblem};
 use fabric_kvcache::pairing::Pairing;
 use proptest::prelude::*;
 
@@ -18,18 +18,18 @@ fn plain() -> CacheLayout {
 }
 
 /// What is said of the plain layout after a change.
-fn flaw(change: impl FnOnce(&mut CacheLayout)) -> String {
+fn problem(change: impl FnOnce(&mut CacheLayout)) -> String {
     let mut layout = plain();
     change(&mut layout);
     layout.check().unwrap_err().to_string()
 }
 
 fn group(change: impl FnOnce(&mut CacheGroup)) -> String {
-    flaw(|l| change(&mut l.groups[0]))
+    problem(|l| change(&mut l.groups[0]))
 }
 
 fn value(change: impl FnOnce(&mut CacheTensor)) -> String {
-    flaw(|l| change(&mut l.groups[0].tensors[1]))
+    problem(|l| change(&mut l.groups[0].tensors[1]))
 }
 
 #[track_caller]
@@ -45,12 +45,12 @@ fn a_plain_layout_passes() {
 }
 
 #[test]
-fn flaws_are_named_with_their_place() {
+fn problems_are_named_with_their_place() {
     let tensor = "group \"full\", tensor \"v\"";
-    says(flaw(|l| l.groups.clear()), &["there are no groups"]);
-    says(flaw(|l| l.groups.push(l.groups[0].clone())), &["\"full\" appears twice"]);
-    says(flaw(|l| l.buffers[0] = 1 << 50), &["bytes of a buffer", "limit"]);
-    says(flaw(|l| l.model = "m".repeat(5000)), &["model", "4096"]);
+    says(problem(|l| l.groups.clear()), &["there are no groups"]);
+    says(problem(|l| l.groups.push(l.groups[0].clone())), &["\"full\" appears twice"]);
+    says(problem(|l| l.buffers[0] = 1 << 50), &["bytes of a buffer", "limit"]);
+    says(problem(|l| l.model = "m".repeat(5000)), &["model", "4096"]);
     says(group(|g| g.layers.clear()), &["group \"full\"", "no layers"]);
     says(group(|g| g.layers = vec![5, 5]), &["layer \"5\" appears twice"]);
     says(group(|g| g.tensors.clear()), &["no tensors"]);
@@ -106,7 +106,7 @@ fn a_layout_reads_as_python_writes_it() {
 
 /// Every byte of every row of one tensor in one layer.
 fn bytes(group: &CacheGroup, tensor: &CacheTensor, layer: usize) -> Vec<(u32, u64)> {
-    let Place { buffer, offset } = tensor.places[layer];
+    let BufferOffset { buffer, offset } = tensor.places[layer];
     let mut all = Vec::new();
     for page in 0..u64::from(group.pages) {
         for head in 0..u64::from(tensor.held_heads) {
@@ -135,7 +135,10 @@ fn neighbours() -> impl Strategy<Value = CacheLayout> {
             page_stride: page,
             head_stride: head,
             token_stride: token,
-            places: vec![Place { buffer: 0, offset }, Place { buffer: 0, offset: offset + 37 }],
+            places: vec![
+                BufferOffset { buffer: 0, offset },
+                BufferOffset { buffer: 0, offset: offset + 37 },
+            ],
         };
     (strides, counts, 1u32..5, 5u32..8, 0u64..60, 0u64..60).prop_map(
         move |(strides, (pages, heads, tokens), width, other, at, there)| CacheLayout {
@@ -166,13 +169,13 @@ proptest! {
         let all: Vec<(u32, u64)> = every.flat_map(|(t, l)| bytes(group, t, l)).collect();
         let alone = all.iter().collect::<HashSet<_>>().len() == all.len();
         let inside = all.iter().all(|&(_, at)| at < 200);
-        match layout.check().map_err(|e| e.flaw) {
+        match layout.check().map_err(|e| e.problem) {
             Ok(()) => prop_assert!(alone && inside),
-            Err(Flaw::Shared { .. }) => prop_assert!(!alone),
-            Err(Flaw::Outside { .. }) => prop_assert!(!inside),
+            Err(LayoutProblem::Shared { .. }) => prop_assert!(!alone),
+            Err(LayoutProblem::Outside { .. }) => prop_assert!(!inside),
             // Refused as well: rows that are apart although a stride doesn't step over the smaller
             // ones.
-            Err(flaw) => prop_assert!(matches!(flaw, Flaw::Overlap { .. }), "{flaw}"),
+            Err(problem) => prop_assert!(matches!(problem, LayoutProblem::Overlap { .. }), "{problem}"),
         }
     }
 }
@@ -186,11 +189,11 @@ fn tensors_of_different_strides_that_interleave_pass() {
     // Keys lie at 0, 4, 20 and 24, values at 16, 22, 36 and 42: not at 20 - 4.
     for (tensor, (token_stride, offset)) in group.tensors.iter_mut().zip([(4, 0), (6, 16)]) {
         (tensor.width, tensor.head_stride, tensor.token_stride) = (1, 20, token_stride);
-        tensor.places = vec![Place { buffer: 0, offset }];
+        tensor.places = vec![BufferOffset { buffer: 0, offset }];
     }
     layout.check().unwrap();
     layout.groups[0].tensors[1].places[0].offset = 0;
-    assert!(matches!(layout.check().unwrap_err().flaw, Flaw::Shared { .. }));
+    assert!(matches!(layout.check().unwrap_err().problem, LayoutProblem::Shared { .. }));
 }
 
 /// Uses everything of a layout that a peer sent.

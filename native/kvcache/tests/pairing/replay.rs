@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use fabric_engine::api::{PageIndices, Pages};
-use fabric_kvcache::layout::{CacheLayout, Place};
+use fabric_kvcache::layout::{BufferOffset, CacheLayout};
 use fabric_kvcache::pairing::{Link, PagedWrite, Pairing, Side};
 
 /// A byte of a source rank: rank, buffer, offset.
@@ -59,17 +59,17 @@ pub struct Row {
 }
 
 /// Where a row lies, by the layout's words.
-pub fn place(layout: &CacheLayout, tensor: &str, row: Row, table: &[u32]) -> Place {
+pub fn place(layout: &CacheLayout, tensor: &str, row: Row, table: &[u32]) -> BufferOffset {
     let group = &layout.groups[row.group];
     let t = group.tensors.iter().find(|t| t.name == tensor).unwrap();
     let page_tokens = u64::from(group.page_tokens);
     let page = table[(row.token / page_tokens) as usize];
-    let Place { buffer, offset } = t.places[row.layer];
+    let BufferOffset { buffer, offset } = t.places[row.layer];
     let offset = offset
         + u64::from(page) * t.page_stride
         + u64::from(row.head - t.first_head) * t.head_stride
         + row.token % page_tokens * t.token_stride;
-    Place { buffer, offset }
+    BufferOffset { buffer, offset }
 }
 
 /// A request: how many tokens, which the target has, its tables by side and group, and its chunks.

@@ -1,4 +1,4 @@
-//! Who sends what, where several source ranks hold the same.
+//! Division of the sends among source ranks that hold the same cells.
 
 use fabric_kvcache::layout::CacheLayout;
 use fabric_kvcache::pairing::Pairing;

@@ -1,7 +1,7 @@
 //! A rank's cache with bytes that say which layer, tensor, head and token they are of.
 
 use fabric_engine::{Region, Result, TransferEngine};
-use fabric_kvcache::layout::{CacheGroup, CacheLayout, CacheTensor, Place};
+use fabric_kvcache::layout::{BufferOffset, CacheGroup, CacheLayout, CacheTensor};
 
 /// What instances of one test have in common.
 #[derive(Clone, Debug)]
@@ -32,7 +32,7 @@ impl Shape {
             head_stride: head,
             token_stride: token,
             places: (0..u64::from(self.layers))
-                .map(|l| Place { buffer: 0, offset: l * layer + offset })
+                .map(|l| BufferOffset { buffer: 0, offset: l * layer + offset })
                 .collect(),
         };
         let group = CacheGroup {

@@ -1,7 +1,7 @@
 //! Prompts whose messages no engine carries in one piece.
 
 use fabric_engine::api::TransportKind;
-use fabric_kvcache::{Ask, Event, JobEvent};
+use fabric_kvcache::{Event, JobEvent, Pull};
 
 use crate::{
     cache::Shape,
@@ -23,12 +23,12 @@ fn a_prompt_of_200_000_tokens_is_asked_for_over_any_link() {
         let prefill = PrefillNode::new(&p, &shape, cut).unwrap();
         let decode = DecodeNode::new(&d, &shape, cut).unwrap();
         assert!(payload.len() > 10 * d[0].max_message(), "it goes in parts");
-        let to = decode.decoder.meet(&prefill.prefiller.offer()).unwrap();
-        let request = Ask { payload: payload.clone(), ..ask(TOKENS, 0, table.clone(), 0) };
+        let to = decode.decoder.connect(&prefill.prefiller.offer()).unwrap();
+        let request = Pull { payload: payload.clone(), ..ask(TOKENS, 0, table.clone(), 0) };
         let seq = decode.decoder.request(to, request).unwrap();
         let job = asked(&prefill, 0);
         let came = prefill.events.lock().iter().find_map(|(_, event)| match event {
-            JobEvent::Asked(asked) => Some(asked.payload.clone()),
+            JobEvent::Requested(asked) => Some(asked.payload.clone()),
             _ => None,
         });
         assert!(came.as_ref() == Some(&payload), "the payload is not what was sent over {kind}");

@@ -23,7 +23,7 @@ pub fn until<T>(what: &str, mut f: impl FnMut() -> Option<T>) -> T {
 fn timeline(prefill: &PrefillNode, of: u64) -> Vec<LayerTimes> {
     let events = prefill.events.lock();
     let found = events.iter().find_map(|(job, event)| match event {
-        JobEvent::Asked(asked) if *job == of => Some(asked.timeline.layers()),
+        JobEvent::Requested(asked) if *job == of => Some(asked.timeline.layers()),
         _ => None,
     });
     found.unwrap()
@@ -32,7 +32,7 @@ fn timeline(prefill: &PrefillNode, of: u64) -> Vec<LayerTimes> {
 pub fn asked(prefill: &PrefillNode, nth: usize) -> u64 {
     until("a request", || {
         let events = prefill.events.lock();
-        let mut asked = events.iter().filter(|(_, e)| matches!(e, JobEvent::Asked(_)));
+        let mut asked = events.iter().filter(|(_, e)| matches!(e, JobEvent::Requested(_)));
         asked.nth(nth).map(|(job, _)| *job)
     })
 }
@@ -45,7 +45,7 @@ fn pages_come_from_any_ranks_to_any_ranks_and_both_ends_let_go() {
         let (p, d) = (engines(sources, "prefill"), engines(targets, "decode"));
         let prefill = PrefillNode::new(&p, &SHAPE, Cut { page_tokens: 4, pages: 16 }).unwrap();
         let decode = DecodeNode::new(&d, &SHAPE, Cut { page_tokens: 8, pages: 8 }).unwrap();
-        let to = decode.decoder.meet(&prefill.prefiller.offer()).unwrap();
+        let to = decode.decoder.connect(&prefill.prefiller.offer()).unwrap();
         let theirs = vec![7, 2, 5];
         let ours = vec![9, 0, 3, 4, 12];
         let seq = decode.decoder.request(to, ask(19, 0, theirs.clone(), 3)).unwrap();
@@ -71,7 +71,7 @@ fn a_request_is_cancelled_and_its_pages_are_released_when_the_prefiller_has_said
     let cut = Cut { page_tokens: 4, pages: 16 };
     let prefill = PrefillNode::new(&p, &SHAPE, cut).unwrap();
     let decode = DecodeNode::new(&d, &SHAPE, cut).unwrap();
-    let to = decode.decoder.meet(&prefill.prefiller.offer()).unwrap();
+    let to = decode.decoder.connect(&prefill.prefiller.offer()).unwrap();
     let seq = decode.decoder.request(to, ask(16, 0, vec![0, 1, 2, 3], 0)).unwrap();
     let job = asked(&prefill, 0);
     prefill.prefiller.accept(job, vec![vec![0, 1, 2, 3]], 0).unwrap();
@@ -91,7 +91,7 @@ fn a_prefiller_that_dies_is_told_and_asked_for_nothing_more() {
     let cut = Cut { page_tokens: 4, pages: 16 };
     let prefill = PrefillNode::new(&p, &SHAPE, cut).unwrap();
     let decode = DecodeNode::new(&d, &SHAPE, cut).unwrap();
-    let to = decode.decoder.meet(&prefill.prefiller.offer()).unwrap();
+    let to = decode.decoder.connect(&prefill.prefiller.offer()).unwrap();
     let seq = decode.decoder.request(to, ask(16, 0, vec![0, 1, 2, 3], 0)).unwrap();
     asked(&prefill, 0);
     p[0].close();
@@ -106,7 +106,7 @@ fn a_request_in_vain_ends_at_its_deadline() {
     let cut = Cut { page_tokens: 4, pages: 16 };
     let prefill = PrefillNode::new(&p, &SHAPE, cut).unwrap();
     let decode = DecodeNode::new(&d, &SHAPE, cut).unwrap();
-    let to = decode.decoder.meet(&prefill.prefiller.offer()).unwrap();
+    let to = decode.decoder.connect(&prefill.prefiller.offer()).unwrap();
     let mut short = ask(16, 0, vec![0, 1, 2, 3], 0);
     short.timeout = Duration::from_millis(50);
     let seq = decode.decoder.request(to, short).unwrap();
@@ -121,7 +121,7 @@ fn ic_2_layers_of_a_pass_that_was_not_begun_send_nothing_of_the_next() {
     let cut = Cut { page_tokens: 4, pages: 16 };
     let prefill = PrefillNode::new(&p, &SHAPE, cut).unwrap();
     let decode = DecodeNode::new(&d, &SHAPE, cut).unwrap();
-    let to = decode.decoder.meet(&prefill.prefiller.offer()).unwrap();
+    let to = decode.decoder.connect(&prefill.prefiller.offer()).unwrap();
     let table = vec![0, 1, 2, 3];
     let seq = decode.decoder.request(to, ask(16, 0, table.clone(), 0)).unwrap();
     let job = asked(&prefill, 0);
@@ -149,7 +149,7 @@ fn rs_1_a_pass_that_ends_in_the_middle_takes_its_requests_along() {
     let cut = Cut { page_tokens: 4, pages: 16 };
     let prefill = PrefillNode::new(&p, &SHAPE, cut).unwrap();
     let decode = DecodeNode::new(&d, &SHAPE, cut).unwrap();
-    let to = decode.decoder.meet(&prefill.prefiller.offer()).unwrap();
+    let to = decode.decoder.connect(&prefill.prefiller.offer()).unwrap();
     let seqs: Vec<u64> =
         (0..2).map(|i| decode.decoder.request(to, ask(4, 0, vec![i], 0)).unwrap()).collect();
     let jobs: Vec<u64> = (0..2).map(|nth| asked(&prefill, nth)).collect();
@@ -175,7 +175,7 @@ fn a_timeline_says_when_each_layer_was_computed_posted_and_delivered() {
     let cut = Cut { page_tokens: 4, pages: 16 };
     let prefill = PrefillNode::new(&p, &SHAPE, cut).unwrap();
     let decode = DecodeNode::new(&d, &SHAPE, cut).unwrap();
-    let to = decode.decoder.meet(&prefill.prefiller.offer()).unwrap();
+    let to = decode.decoder.connect(&prefill.prefiller.offer()).unwrap();
     let table = vec![0, 1, 2, 3];
     let begin = p[0].now();
     let whole = decode.decoder.request(to, ask(16, 0, table.clone(), 0)).unwrap();
@@ -219,7 +219,7 @@ fn mr_1_pages_are_released_when_an_engine_of_either_end_is_closed() {
         let cut = Cut { page_tokens: 4, pages: 16 };
         let prefill = PrefillNode::new(&p, &SHAPE, cut).unwrap();
         let decode = DecodeNode::new(&d, &SHAPE, cut).unwrap();
-        let to = decode.decoder.meet(&prefill.prefiller.offer()).unwrap();
+        let to = decode.decoder.connect(&prefill.prefiller.offer()).unwrap();
         let seq = decode.decoder.request(to, ask(16, 0, vec![0, 1, 2, 3], 0)).unwrap();
         let job = asked(&prefill, 0);
         prefill.prefiller.accept(job, vec![vec![0, 1, 2, 3]], 8).unwrap();

@@ -6,7 +6,7 @@ use fabric_engine::{
     api::{EngineConfig, NicConfig, TransportKind},
     Region, Result, TransferEngine,
 };
-use fabric_kvcache::{Ask, Decoder, Event, JobEvent, LocalRank, Prefiller, Terms};
+use fabric_kvcache::{Decoder, Event, JobEvent, LocalRank, Prefiller, Pull, Terms};
 use parking_lot::Mutex;
 
 use crate::cache::{Cache, Shape};
@@ -160,7 +160,7 @@ pub fn engines_over(
     (0..count).map(open).collect()
 }
 
-pub fn ask(tokens: u64, have: u64, table: Vec<u32>, salt: u64) -> Ask {
+pub fn ask(tokens: u64, have: u64, table: Vec<u32>, salt: u64) -> Pull {
     let timeout = std::time::Duration::from_secs(20);
-    Ask { tokens, have, salt, tables: vec![table], timeout, ..Ask::default() }
+    Pull { tokens, have, salt, tables: vec![table], timeout, ..Pull::default() }
 }

@@ -4,7 +4,7 @@
 use std::sync::{Arc, Weak};
 
 use fabric_engine::{
-    EngineError, Expect, Listener, Local, Op, Outcome, Quiet, Region, Remote, Submit,
+    BatchObserver, EngineError, Expect, Local, Op, Outcome, Quiescence, Region, Remote, Submit,
 };
 
 use super::{
@@ -109,8 +109,8 @@ struct OutcomeObserver {
     operations: Vec<PeerOperation>,
 }
 
-impl Listener for OutcomeObserver {
-    fn hear(&self, events: Vec<(usize, Outcome)>) {
+impl BatchObserver for OutcomeObserver {
+    fn on_events(&self, events: Vec<(usize, Outcome)>) {
         let Some(inner) = self.inner.upgrade() else { return };
         inner.on_outcomes(events.into_iter().map(|(at, outcome)| {
             let (endpoint, operation) = &self.operations[at];
@@ -161,7 +161,7 @@ impl Inner {
         let writes = observer.operations.iter().zip(&arguments);
         let ops: Vec<Op<'_>> = writes.map(|((peer, _), write)| self.op(peer, write)).collect();
         let options = Submit { timeout: Some(self.timeout()), ..Submit::default() };
-        if let Err(e) = self.engine.submit_each(&ops, options, observer.clone()) {
+        if let Err(e) = self.engine.submit_batch(&ops, options, observer.clone()) {
             self.on_refused(&observer.operations, &e);
         }
     }
@@ -190,7 +190,7 @@ impl Inner {
             let counter = &endpoint.exported.counters[kind as usize];
             all.push(Expect { counter, n, writers: std::slice::from_ref(&endpoint.peer) });
         }
-        if let Err(e) = self.engine.expect_each(&all, self.max_wait(), observer.clone()) {
+        if let Err(e) = self.engine.expect_batch(&all, self.max_wait(), observer.clone()) {
             self.on_refused(&observer.operations, &e);
         }
     }
@@ -198,7 +198,8 @@ impl Inner {
     /// The engine has begun none of these operations.
     fn on_refused(self: &Arc<Self>, operations: &[PeerOperation], error: &EngineError) {
         self.on_outcomes(operations.iter().flat_map(|(endpoint, operation)| {
-            let outcomes = [Outcome::Ended(Err(error.clone())), Outcome::Quiet(Quiet::Quiet)];
+            let outcomes =
+                [Outcome::Ended(Err(error.clone())), Outcome::Quiesced(Quiescence::Quiesced)];
             outcomes.map(|outcome| (&**endpoint, *operation, outcome))
         }));
     }

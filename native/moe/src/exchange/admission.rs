@@ -10,8 +10,8 @@ use parking_lot::MutexGuard;
 
 use super::{
     conditions::Condition,
-    link::{ExportedRegions, Link, MessageKind, PeerEndpoint, MESSAGE_KINDS},
-    state::{Lost, State},
+    link::{ExportedRegions, MessageKind, PeerEndpoint, PeerLink, MESSAGE_KINDS},
+    state::{ExchangeState, LostPeer},
     AllToAll, Inner,
 };
 use crate::{
@@ -36,7 +36,7 @@ impl AllToAll {
         let ranks = inner.shape.ranks;
         if let Some(rank) = only {
             inner.check_other(rank)?;
-            if state.knows(rank) {
+            if state.is_known(rank) {
                 let text = format!("rank {rank} is present; mask it before it joins again");
                 return Err(EngineError::Invalid(text));
             }
@@ -62,10 +62,10 @@ impl AllToAll {
             });
         }
         // Another thread may have exported memory meanwhile.
-        let free = |state: &State, rank| {
+        let free = |state: &ExchangeState, rank| {
             let exported =
                 state.exported[rank as usize].is_some() || state.revoking.contains(&rank);
-            wanted(rank) && !state.knows(rank) && !exported
+            wanted(rank) && !state.is_known(rank) && !exported
         };
         let exports = (0..ranks)
             .map(|rank| free(&state, rank).then(|| inner.export(&mut state, rank)).transpose());
@@ -79,9 +79,9 @@ impl AllToAll {
     /// descriptor, too.
     ///
     /// # Errors
-    /// [`EngineError::Handshake`] for another shape; [`EngineError::Invalid`] if the rank is present,
-    /// or this rank has made no descriptor for it; [`EngineError::NotQuiesced`] if its last process
-    /// may still access this rank's memory.
+    /// [`EngineError::Handshake`] for another shape; [`EngineError::Invalid`] if the rank is
+    /// present, or this rank has made no descriptor for it; [`EngineError::NotQuiesced`] if its
+    /// last process may still access this rank's memory.
     pub fn admit(&self, descriptor: &[u8]) -> Result<u32> {
         let inner = &self.inner;
         let descriptor = RankDescriptor::from_bytes(descriptor)?;
@@ -112,7 +112,7 @@ impl AllToAll {
         let peer = rows.peer().clone();
         inner.engine.connect(&peer)?;
         let mut state = inner.state.lock();
-        if state.knows(rank) {
+        if state.is_known(rank) {
             return Err(EngineError::Invalid(format!("rank {rank} is present already")));
         }
         // Its slots are those of its last process, which must not write there any more (MR-1).
@@ -136,7 +136,7 @@ impl AllToAll {
             stores: OnceLock::new(),
         };
         state.lost.retain(|l| l.rank != rank);
-        let link = Link::new(endpoint);
+        let link = PeerLink::new(endpoint);
         let endpoint = Arc::clone(&link.endpoint);
         state.newcomers[rank as usize] = Some(link);
         drop(state);
@@ -155,7 +155,7 @@ impl AllToAll {
     }
 
     /// Ranks that were given up and haven't joined again, in order of loss.
-    pub fn lost(&self) -> Vec<Lost> {
+    pub fn lost(&self) -> Vec<LostPeer> {
         self.inner.state.lock().lost.clone()
     }
 
@@ -163,7 +163,7 @@ impl AllToAll {
     pub fn present(&self) -> Vec<bool> {
         let state = self.inner.state.lock();
         let me = self.inner.rank;
-        (0..self.inner.shape.ranks).map(|rank| rank == me || state.knows(rank)).collect()
+        (0..self.inner.shape.ranks).map(|rank| rank == me || state.is_known(rank)).collect()
     }
 }
 
@@ -185,8 +185,13 @@ impl Inner {
         })
     }
 
-    /// Waits until none of the ranks can write here; returns those that still can after the timeout.
-    fn wait_for_access(&self, state: &mut MutexGuard<'_, State>, ranks: &[u32]) -> Vec<u32> {
+    /// Waits until none of the ranks can write here; returns those that still can after the
+    /// timeout.
+    fn wait_for_access(
+        &self,
+        state: &mut MutexGuard<'_, ExchangeState>,
+        ranks: &[u32],
+    ) -> Vec<u32> {
         let deadline = Instant::now() + self.timeout();
         loop {
             let held = ranks.iter().copied().filter(|rank| state.revoking.contains(rank));
@@ -198,7 +203,7 @@ impl Inner {
     }
 
     /// Registers memory and counters for one rank.
-    fn export(&self, state: &mut State, rank: u32) -> Result<PeerExport> {
+    fn export(&self, state: &mut ExchangeState, rank: u32) -> Result<PeerExport> {
         let control = self.engine.register_again(&self.control)?;
         let rows = self.engine.register_again(&self.rows)?;
         let counters = (0..MessageKind::ALL.len()).map(|_| self.engine.counter());

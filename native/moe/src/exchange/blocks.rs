@@ -15,11 +15,11 @@ pub struct RoutesBlock {
 }
 
 /// Exchanges of two ranks up to this one, and earlier ones of them that had answers.
-pub type Number = (u32, u32);
+pub type ExchangeNumber = (u32, u32);
 
 /// The words of a routes block. `all` is the number of the exchange among all ranks.
 pub fn routes_words(
-    (exchange, combines): Number,
+    (exchange, combines): ExchangeNumber,
     all: u32,
     first: u64,
     counts: &[u32],
@@ -31,7 +31,11 @@ pub fn routes_words(
 
 /// # Errors
 /// The violation: another exchange, or rows that no rank of this shape has (MR-3).
-pub fn read_routes(shape: &Shape, number: Number, words: &[u32]) -> Result<RoutesBlock, String> {
+pub fn read_routes(
+    shape: &Shape,
+    number: ExchangeNumber,
+    words: &[u32],
+) -> Result<RoutesBlock, String> {
     let (head, counts) =
         words.split_at_checked(ROUTES_HEADER as usize).ok_or("its routes block is too short")?;
     if (head[0], head[2]) != number {
@@ -57,8 +61,8 @@ pub fn slot_offer_words(exchange: u32, place: u64, rows: u64) -> Vec<u32> {
     vec![exchange, place as u32, rows as u32, 0]
 }
 
-/// Where the next rows go in the shared buffer of a destination, and how many. `left` rows are not
-/// sent yet.
+/// Position and number of the next rows in the shared buffer of a destination. `left`: rows to
+/// send.
 ///
 /// # Errors
 /// The violation: another exchange, more rows than are left, or a place outside the buffer (MR-3).
@@ -83,10 +87,10 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{kernels::Float, Back};
+    use crate::{kernels::Float, AnswerFormat};
 
     fn shape() -> Shape {
-        let back = Back { elements: 4, float: Float::F32 };
+        let back = AnswerFormat { elements: 4, float: Float::F32 };
         Shape {
             ranks: 3,
             experts: 6,

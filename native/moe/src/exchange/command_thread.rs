@@ -26,15 +26,15 @@ use crate::device::{DeviceReport, SharedWords};
 /// Time for which the thread polls before it sleeps.
 const SPIN: Duration = Duration::from_micros(50);
 /// Sleep of a thread without enough cores. A GPU can't wake it.
-const NAP: Duration = Duration::from_micros(50);
+const SLEEP: Duration = Duration::from_micros(50);
 /// Sleep after [`IDLE`] without a command; before that, the next exchange is expected.
-const LONG_NAP: Duration = Duration::from_micros(500);
+const LONG_SLEEP: Duration = Duration::from_micros(500);
 const IDLE: Duration = Duration::from_millis(100);
 /// Cores per polling rank with which a thread polls until [`IDLE`]. With fewer, other threads need
 /// the cores.
 const CORES: usize = 8;
 /// Sleep of a thread that shares its cores with more ranks, on a host with [`CORES`] or more.
-const SHORT_NAP: Duration = Duration::from_micros(10);
+const SHORT_SLEEP: Duration = Duration::from_micros(10);
 /// Maximum number of ranks on one host: one per GPU.
 const RANKS_PER_HOST: u32 = 8;
 /// Polling ranks of this process, each counted with all ranks of its host.
@@ -78,7 +78,7 @@ impl AllToAll {
     }
 
     /// As [`AllToAll::serve`], without a thread: the driver of the exchange passes commands to
-    /// [`AllToAll::tell`].
+    /// [`AllToAll::on_command`].
     ///
     /// # Errors
     /// [`EngineError::Invalid`] if there is a device.
@@ -92,7 +92,7 @@ impl AllToAll {
     }
 
     /// Applies a command of the device, in its FIFO's words.
-    pub fn tell(&self, words: [u64; 2]) {
+    pub fn on_command(&self, words: [u64; 2]) {
         self.inner.on_command(words);
     }
 
@@ -222,7 +222,7 @@ fn work(inner: &Arc<Inner>, mut popper: Popper, stop: &AtomicBool) {
         }
         let quiet = quiet_since.elapsed();
         poller.set(quiet < IDLE);
-        match nap(quiet, cores, POLLING.load(SeqCst)) {
+        match sleep_time(quiet, cores, POLLING.load(SeqCst)) {
             None => std::thread::yield_now(),
             Some(nap) => std::thread::sleep(nap),
         }
@@ -231,12 +231,12 @@ fn work(inner: &Arc<Inner>, mut popper: Popper, stop: &AtomicBool) {
 
 /// The sleep of a thread that got no command for `quiet`, while `polling` ranks poll; `None`: poll
 /// again.
-fn nap(quiet: Duration, cores: usize, polling: usize) -> Option<Duration> {
+fn sleep_time(quiet: Duration, cores: usize, polling: usize) -> Option<Duration> {
     match quiet {
-        _ if quiet >= IDLE => Some(LONG_NAP),
+        _ if quiet >= IDLE => Some(LONG_SLEEP),
         _ if quiet < SPIN || polling * CORES <= cores => None,
-        _ if cores >= CORES => Some(SHORT_NAP),
-        _ => Some(NAP),
+        _ if cores >= CORES => Some(SHORT_SLEEP),
+        _ => Some(SLEEP),
     }
 }
 
@@ -263,7 +263,7 @@ mod tests {
         all.attach(SharedWords::new(words, &shape).unwrap(), false).unwrap();
         all.inner.state.lock().revoking.push(1);
         let add = Add { slot: DeviceEvent::Begun as u16, value: 1, ordered: true };
-        all.tell(Command::Atomic { rank: 0, channel: 0, add }.encode().unwrap());
+        all.on_command(Command::Atomic { rank: 0, channel: 0, add }.encode().unwrap());
         assert!(all.begins());
         (net, all)
     }
@@ -271,14 +271,14 @@ mod tests {
     #[test]
     fn a_thread_polls_only_with_enough_cores_and_for_a_limited_time() {
         let soon = Duration::from_millis(1);
-        assert_eq!(nap(Duration::ZERO, 1, 8), None);
-        assert_eq!(nap(soon, CORES - 1, 1), Some(NAP));
-        assert_eq!(nap(soon, CORES, 1), None);
-        assert_eq!(nap(soon, CORES, 2), Some(SHORT_NAP));
-        assert_eq!(nap(soon, 3 * CORES, 3), None);
-        assert_eq!(nap(soon, 3 * CORES, 4), Some(SHORT_NAP));
+        assert_eq!(sleep_time(Duration::ZERO, 1, 8), None);
+        assert_eq!(sleep_time(soon, CORES - 1, 1), Some(SLEEP));
+        assert_eq!(sleep_time(soon, CORES, 1), None);
+        assert_eq!(sleep_time(soon, CORES, 2), Some(SHORT_SLEEP));
+        assert_eq!(sleep_time(soon, 3 * CORES, 3), None);
+        assert_eq!(sleep_time(soon, 3 * CORES, 4), Some(SHORT_SLEEP));
         for cores in [1, CORES, 1000] {
-            assert_eq!(nap(IDLE, cores, 1), Some(LONG_NAP));
+            assert_eq!(sleep_time(IDLE, cores, 1), Some(LONG_SLEEP));
         }
     }
 

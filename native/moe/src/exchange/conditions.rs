@@ -1,6 +1,6 @@
 //! The conditions that a rank waits for.
 
-use super::{link::Link, state::State};
+use super::{link::PeerLink, state::ExchangeState};
 use crate::phase::Phase;
 
 /// A condition that a caller waits for.
@@ -20,7 +20,7 @@ pub enum Condition {
     AllDelivered,
 }
 
-impl State {
+impl ExchangeState {
     pub fn holds(&self, condition: Condition) -> bool {
         match condition {
             Condition::MayDispatch => {
@@ -30,7 +30,7 @@ impl State {
             }
             Condition::Quiesced => self.revoking.is_empty() && self.failed_in_flight == 0,
             Condition::Routes => self.all_routes(),
-            Condition::Rows => self.here().any(Link::has_rows) || self.all_collected(),
+            Condition::Rows => self.here().any(PeerLink::has_rows) || self.all_collected(),
             Condition::AnswersSent if self.phase == Phase::Collected => {
                 self.answers_out == 0 && self.holds(Condition::Quiesced)
             }
@@ -76,7 +76,7 @@ impl State {
 
     /// By rank, whether its answers are missing: their memory holds other bytes (RS-1).
     pub fn missing(&self) -> Vec<bool> {
-        let gone = |(rank, link): (usize, &Option<Link>)| match link {
+        let gone = |(rank, link): (usize, &Option<PeerLink>)| match link {
             None => rank != self.rank as usize,
             Some(link) => !link.outbound.answered,
         };

@@ -1,4 +1,4 @@
-//! How a rank leaves: after its peers have received everything that it was to send.
+//! Departure of a rank: after its peers have received everything that it was to send.
 //!
 //! Answers are queued until their receiver opens its memory. A rank that has its own sums by then
 //! makes no further call, and would drop queued answers if it left at once.
@@ -10,20 +10,20 @@ use parking_lot::MutexGuard;
 
 use super::{
     conditions::Condition,
-    link::{ExportedRegions, Link},
-    state::State,
+    link::{ExportedRegions, PeerLink},
+    state::ExchangeState,
     AllToAll, Inner,
 };
 use crate::phase::Phase;
 
-impl State {
+impl ExchangeState {
     /// Whether rows or answers of complete calls haven't reached peers. In an exchange that ends
     /// before all are handed in, sent ones still arrive, and the others are dropped.
     pub fn has_undelivered(&self) -> bool {
         let all_in = !matches!(self.phase, Phase::Dispatched | Phase::Answering);
         // A fence that waits for writes to a lost rank may never come.
         let fence = !self.fenced && self.failed_in_flight == 0;
-        let waits = |l: &Link| {
+        let waits = |l: &PeerLink| {
             let rows = !l.outbound.routed || l.outbound.sent < l.outbound.rows;
             rows || fence || !l.outbound.answers.is_empty()
         };

@@ -1,9 +1,9 @@
 //! An exchange that kernels execute: what they may read, and the effects of their commands.
 //!
 //! The device takes the caller's part of the exchange. It reports by commands, in order, and waits
-//! for words in between; no host call is needed between two kernels. State and wire format are those
-//! of a caller's exchange, so ranks with and without kernels take part in one exchange. A lost rank
-//! is masked: the device's wait then ends without it.
+//! for words in between; no host call is needed between two kernels. State and wire format are
+//! those of a caller's exchange, so ranks with and without kernels take part in one exchange. A
+//! lost rank is masked: the device's wait then ends without it.
 
 use std::{sync::Arc, time::Duration};
 
@@ -13,13 +13,13 @@ use super::{
     actions::Action,
     conditions::Condition,
     direct_stores::{ActiveStores, AnswerStores},
-    link::{Answer, Link, RowBatch},
-    state::State,
+    link::{Answer, PeerLink, RowBatch},
+    state::ExchangeState,
 };
 use crate::{
     device::{rounds, DeviceEvent, DeviceReport, ListedRows, SharedWords, Word, ZERO_ROWS},
     phase::Phase,
-    routes::{Order, Placing, Routes},
+    routes::{Order, Routes, RowPlacement},
     shape::Shape,
 };
 
@@ -33,24 +33,24 @@ pub struct Device {
     exchange: u64,
     /// The device may write its rows.
     may_begin: bool,
-    /// Its routes, while the last exchange has not ended.
+    /// The device's next routes, while the last exchange has not ended.
     begins: Option<Routes>,
     packed: bool,
-    /// It has been told the routes and the answers of this exchange.
+    /// Whether the device has the routes of this exchange. `answered`: the answers.
     routed: bool,
     answered: bool,
     /// The round of rows, the rows that are being handed out, and whether these are the last.
     row_round: u64,
     batch: Option<(Vec<RowBatch>, bool)>,
-    /// Number of answered ranks, in the order of `State::others`, and of answered rows of the next
-    /// one.
+    /// Number of answered ranks, in the order of `ExchangeState::others`, and of answered rows of
+    /// the next one.
     cursor: (u32, u64),
     /// The round of answers, the answers that are being written, and whether these are the last.
     answer_round: u64,
     leaving: Option<(Vec<(u32, AnswerTransfer)>, bool)>,
-    /// It stores to peers' memory itself where it reaches it.
+    /// Whether the device stores to the peer memory that it reaches.
     stores: bool,
-    /// It has reported that it waits for room for answers.
+    /// Whether the device has reported that it waits for room for answers.
     combines: bool,
     /// Peers' memory that it may be storing to.
     active_stores: ActiveStores,
@@ -70,7 +70,7 @@ enum AnswerTransfer {
     Stored(u32),
 }
 
-impl State {
+impl ExchangeState {
     /// Sets the words whose conditions hold now.
     pub fn advance(&mut self, actions: &mut Vec<Action>) {
         if let Some(mut device) = self.device.take() {
@@ -210,7 +210,7 @@ impl Device {
         self.failed.is_some()
     }
 
-    fn hangs(&self, s: &State) -> bool {
+    fn hangs(&self, s: &ExchangeState) -> bool {
         let condition = match s.phase {
             _ if self.failed.is_some() => return false,
             _ if self.begins.is_some() => Condition::MayDispatch,
@@ -233,7 +233,7 @@ impl Device {
         self.end(error);
     }
 
-    fn advance(&mut self, s: &mut State, actions: &mut Vec<Action>) {
+    fn advance(&mut self, s: &mut ExchangeState, actions: &mut Vec<Action>) {
         if self.failed.is_some() {
             return;
         }
@@ -260,7 +260,7 @@ impl Device {
 
     fn on_event(
         &mut self,
-        s: &mut State,
+        s: &mut ExchangeState,
         event: DeviceEvent,
         actions: &mut Vec<Action>,
     ) -> Result<(), String> {
@@ -294,7 +294,7 @@ impl Device {
         Ok(())
     }
 
-    fn begin(&mut self, s: &mut State, actions: &mut Vec<Action>) {
+    fn begin(&mut self, s: &mut ExchangeState, actions: &mut Vec<Action>) {
         self.shared.clear();
         (self.routed, self.answered, self.row_round, self.answer_round) = (false, false, 0, 0);
         (self.batch, self.leaving, self.cursor) = (None, None, (0, 0));
@@ -310,20 +310,20 @@ impl Device {
         }
     }
 
-    fn tell_over(&mut self, s: &State, value: u64) {
+    fn tell_over(&mut self, s: &ExchangeState, value: u64) {
         if s.holds(Condition::MayDispatch) {
             self.may_begin = true;
             self.shared.set(Word::Over, value);
         }
     }
 
-    fn tell_routes(&mut self, s: &mut State) {
+    fn tell_routes(&mut self, s: &mut ExchangeState) {
         if self.routed || !s.holds(Condition::Routes) {
             return;
         }
         let incoming = s.incoming();
         self.shared.put_incoming(&incoming, s.shape.local_experts() as usize);
-        match Placing::new(s.shape.local_experts(), incoming, Order::Packed { multiple: 1 }) {
+        match RowPlacement::new(s.shape.local_experts(), incoming, Order::Packed { multiple: 1 }) {
             Ok(placing) => {
                 s.placing = Some(Arc::new(placing));
                 self.routed = true;
@@ -335,14 +335,14 @@ impl Device {
 
     /// Offers rows when all that were offered room have arrived, so that a round is the last or
     /// fills the buffer.
-    fn tell_rows(&mut self, s: &State) {
+    fn tell_rows(&mut self, s: &ExchangeState) {
         let due = s.here().any(|l| l.inbound.due > 0);
         let full = s.next_place == s.shape.shared_rows();
         let last = s.waiting.is_empty();
         if !self.routed || self.batch.is_some() || due || !(last || full) {
             return;
         }
-        let batch: Vec<RowBatch> = s.here().filter_map(Link::batch).collect();
+        let batch: Vec<RowBatch> = s.here().filter_map(PeerLink::batch).collect();
         if batch.is_empty() && !last {
             return;
         }
@@ -374,7 +374,11 @@ impl Device {
         self.shared.set(Word::Rows, self.exchange * self.rounds.0 + self.row_round);
     }
 
-    fn handed_out(&mut self, s: &mut State, actions: &mut Vec<Action>) -> Result<(), String> {
+    fn handed_out(
+        &mut self,
+        s: &mut ExchangeState,
+        actions: &mut Vec<Action>,
+    ) -> Result<(), String> {
         let (batch, last) =
             self.batch.take().ok_or_else(|| unexpected(DeviceEvent::HandedOut, s.phase))?;
         self.shared.put_rows(&[]);
@@ -388,15 +392,15 @@ impl Device {
         Ok(())
     }
 
-    /// Whether it waits for room for answers. A device that stores reports so first: memory that may
-    /// be stored to isn't quiesced.
+    /// Whether it waits for room for answers. A device that stores reports so first: memory that
+    /// may be stored to isn't quiesced.
     fn awaits_room(&self) -> bool {
         self.leaving.is_none() && (!self.stores || self.combines)
     }
 
-    /// Tells the device where to write answers: as many as fit, in the chunks that peers expect. Own
-    /// answers come with the last ones, because they replace own rows, which must have left.
-    fn tell_room(&mut self, s: &mut State) {
+    /// Tells the device where to write answers: as many as fit, in the chunks that peers expect.
+    /// Own answers come with the last ones, because they replace own rows, which must have left.
+    fn tell_room(&mut self, s: &mut ExchangeState) {
         // A device that stores usually writes all answers in one round, own ones included, so it
         // starts no store before own rows have left.
         let may = !self.stores || s.rows_left();
@@ -415,8 +419,8 @@ impl Device {
             }
             let (first, all) = (cursor.1, placing.rows_of(rank) - cursor.1);
             let there = self.stores.then(|| s.answer_stores(rank, first, all)).flatten();
-            if let Some(AnswerStores { place, counts, stay }) = there {
-                self.active_stores.add(DeviceEvent::Answered, stay);
+            if let Some(AnswerStores { place, counts, guard }) = there {
+                self.active_stores.add(DeviceEvent::Answered, guard);
                 transfers.push((rank, AnswerTransfer::Stored(counts)));
                 listed.push(ListedRows { source: rank, first, rows: all, place });
                 cursor = (cursor.0 + 1, 0);
@@ -446,7 +450,11 @@ impl Device {
         self.shared.set(Word::Room, self.exchange * self.rounds.1 + self.answer_round);
     }
 
-    fn put_answers(&mut self, s: &mut State, actions: &mut Vec<Action>) -> Result<(), String> {
+    fn put_answers(
+        &mut self,
+        s: &mut ExchangeState,
+        actions: &mut Vec<Action>,
+    ) -> Result<(), String> {
         let (transfers, last) =
             self.leaving.take().ok_or_else(|| unexpected(DeviceEvent::Answered, s.phase))?;
         self.shared.put_answers(&[]);
@@ -467,7 +475,7 @@ impl Device {
         Ok(())
     }
 
-    fn tell_answers(&mut self, s: &State) {
+    fn tell_answers(&mut self, s: &ExchangeState) {
         if self.answered || !s.holds(Condition::Answers) {
             return;
         }
@@ -480,7 +488,7 @@ impl Device {
 }
 
 /// Records that the rows for all ranks are packed.
-fn pack(s: &mut State, actions: &mut Vec<Action>) {
+fn pack(s: &mut ExchangeState, actions: &mut Vec<Action>) {
     for rank in s.others() {
         s.packed(rank, actions);
     }

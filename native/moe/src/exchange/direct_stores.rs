@@ -6,13 +6,13 @@
 
 use std::sync::Arc;
 
-use fabric_engine::{Local, Op, Remote, Stay, Submit};
+use fabric_engine::{Local, Op, Remote, StoreGuard, Submit};
 
 use super::{
     actions::Action,
     device::Device,
     link::{MessageKind, PeerEndpoint},
-    state::State,
+    state::ExchangeState,
     AllToAll, Inner,
 };
 use crate::device::{DeviceEvent, RowPath, STORE_ADDRESS};
@@ -24,11 +24,11 @@ const ALIGN: usize = 16;
 
 /// Peers' memory that the device may be storing to, each with the event that ends the stores.
 #[derive(Debug, Default)]
-pub struct ActiveStores(Vec<(DeviceEvent, Stay)>);
+pub struct ActiveStores(Vec<(DeviceEvent, StoreGuard)>);
 
 impl ActiveStores {
-    pub fn add(&mut self, event: DeviceEvent, stay: Stay) {
-        self.0.push((event, stay));
+    pub fn add(&mut self, event: DeviceEvent, guard: StoreGuard) {
+        self.0.push((event, guard));
     }
 
     /// Removes the stores that an event ends. Drop them without the state's lock: a transport may
@@ -42,19 +42,19 @@ impl ActiveStores {
     }
 }
 
-/// Where a device stores answers to a peer's rows.
+/// Destination of a device's stores of answers to a peer's rows.
 #[derive(Debug)]
 pub struct AnswerStores {
     pub place: u64,
     /// Number of counts that the peer expects.
     pub counts: u32,
-    pub stay: Stay,
+    pub guard: StoreGuard,
 }
 
-impl State {
-    /// Where each rank's rows go. The device stores the first ones to the private slots of ranks
-    /// that it reaches and that have opened their memory. It packs all others here, and the engine
-    /// writes them: their places are known after the slot offer.
+impl ExchangeState {
+    /// Destinations of each rank's rows. The device stores the first ones to the private slots of
+    /// ranks that it reaches and that have opened their memory. It packs all others here, and the
+    /// engine writes them: their places are known after the slot offer.
     pub fn row_paths(&mut self, active_stores: &mut ActiveStores) -> Vec<RowPath> {
         let (memory, shape, me) = (self.memory, self.shape, self.rank);
         let mut paths = vec![RowPath::default(); shape.ranks as usize];
@@ -65,26 +65,26 @@ impl State {
                 continue;
             }
             let rows = link.outbound.rows.min(shape.private_rows());
-            let Some(stay) = (rows > 0).then(|| link.enter()).flatten() else { continue };
+            let Some(guard) = (rows > 0).then(|| link.begin_stores()).flatten() else { continue };
             let (offset, nbytes) = (memory.private(me, 0), rows * shape.row_stride());
-            let Some(to) = stay.address(offset, nbytes) else { continue };
+            let Some(to) = guard.address(offset, nbytes) else { continue };
             link.outbound.stored = true;
             link.rows_stored += rows;
             paths[rank as usize] = RowPath { to: to as u64, rows };
-            active_stores.add(DeviceEvent::Packed, stay);
+            active_stores.add(DeviceEvent::Packed, guard);
         }
         paths
     }
 
-    /// Where answers to a peer's rows from `first` on go, if the device may store them now.
+    /// Destination of answers to a peer's rows from `first` on, if the device may store them now.
     pub fn answer_stores(&mut self, rank: u32, first: u64, rows: u64) -> Option<AnswerStores> {
         let (memory, shape) = (self.memory, self.shape);
         let link = self.link(rank).filter(|l| l.open)?;
-        let stay = link.enter()?;
+        let guard = link.begin_stores()?;
         let offset = memory.own_back(link.inbound.first + first);
-        let to = stay.address(offset, rows * shape.back_stride())?;
+        let to = guard.address(offset, rows * shape.back_stride())?;
         let counts = rows.div_ceil(shape.shared_rows()) as u32;
-        Some(AnswerStores { place: STORE_ADDRESS | to as u64, counts, stay })
+        Some(AnswerStores { place: STORE_ADDRESS | to as u64, counts, guard })
     }
 
     /// The device has stored answers to a peer.
@@ -115,8 +115,8 @@ impl Inner {
                 handle.on_done(move |end| {
                     let Some(inner) = weak.upgrade() else { return };
                     let found = end.map_err(|e| e.to_string()).and_then(|()| {
-                        let there = inner.engine.aperture(&endpoint.rows, by)?;
-                        let begins = there.enter().and_then(|s| s.address(0, PROBE_NBYTES));
+                        let there = inner.engine.map_peer_region(&endpoint.rows, by)?;
+                        let begins = there.begin_stores().and_then(|s| s.address(0, PROBE_NBYTES));
                         match begins.is_some_and(|address| address.is_multiple_of(ALIGN)) {
                             true => Ok(there),
                             false => Err(format!("its rows are not aligned to {ALIGN} bytes")),
@@ -149,7 +149,7 @@ impl AllToAll {
                     format!("{sent}: whether this device reaches the rank is not known yet")
                 }
                 (Some(Some(Err(why))), _) => format!("{sent}: {why}"),
-                (Some(Some(Ok(there))), _) => match there.shut_by() {
+                (Some(Some(Ok(there))), _) => match there.closed_by() {
                     Some(cause) => format!("{sent}: {cause}"),
                     None => {
                         let (stored, rows) = link.map_or((0, 0), |l| (l.rows_stored, l.rows_out));

@@ -15,8 +15,8 @@ use super::{
     actions::{Action, RemoteWrite, WritePurpose},
     conditions::Condition,
     device::Device,
-    link::{Link, MessageKind},
-    state::State,
+    link::{MessageKind, PeerLink},
+    state::ExchangeState,
     Inner,
 };
 use crate::phase::Phase;
@@ -36,7 +36,7 @@ pub struct PeerActivity {
     waiting_signals: u64,
     /// Awaited data has arrived since the last heartbeat.
     pub data_arrived: bool,
-    /// Its last activity was a waiting signal.
+    /// Whether the last activity was a waiting signal.
     pub waits: bool,
     /// Heartbeats since its last activity, while this rank waited for it.
     silent_heartbeats: u32,
@@ -44,7 +44,7 @@ pub struct PeerActivity {
     pub signal_in_flight: bool,
 }
 
-impl State {
+impl ExchangeState {
     /// Schedules heartbeats while there is something to wait for.
     pub fn start_heartbeat(&mut self, actions: &mut Vec<Action>) {
         if !self.heartbeat_scheduled && !self.is_over() {
@@ -53,8 +53,8 @@ impl State {
         }
     }
 
-    /// Ends one interval: gives up ranks without activity for the `timeout`, and signals other ranks
-    /// that this rank waits.
+    /// Ends one interval: gives up ranks without activity for the `timeout`, and signals other
+    /// ranks that this rank waits.
     pub fn on_heartbeat(
         &mut self,
         timeout: Duration,
@@ -96,7 +96,7 @@ impl State {
     }
 
     /// The cause of the loss of a rank.
-    pub fn why(&self, rank: u32, error: &EngineError) -> String {
+    pub fn loss_cause(&self, rank: u32, error: &EngineError) -> String {
         let link = self.links.get(rank as usize).and_then(Option::as_ref);
         match error {
             EngineError::Timeout { .. } if link.is_some_and(|l| l.activity.waits) => format!(
@@ -109,7 +109,8 @@ impl State {
 
     /// Signals each rank that this one waits, unless it waits for that rank alone.
     fn signal_waiting(&mut self, actions: &mut Vec<Action>) {
-        let holds_up = |l: &Link| l.data_in_flight > 0 || self.awaits(l.endpoint.rank).is_some();
+        let holds_up =
+            |l: &PeerLink| l.data_in_flight > 0 || self.awaits(l.endpoint.rank).is_some();
         let by: Vec<u32> = self.here().filter(|l| holds_up(l)).map(|l| l.endpoint.rank).collect();
         let lost = self.blocked_by_lost_ranks();
         for link in self.links.iter_mut().flatten() {
@@ -125,15 +126,15 @@ impl State {
         }
     }
 
-    /// The message of a rank that this rank waits for, if any. It waits for no rank while its caller
-    /// or device has the next step.
+    /// The message of a rank that this rank waits for, if any. It waits for no rank while its
+    /// caller or device has the next step.
     fn awaits(&self, rank: u32) -> Option<MessageKind> {
         let link = self.links.get(rank as usize)?.as_ref()?;
         let (outbound, inbound) = (&link.outbound, &link.inbound);
         if self.phase == Phase::Dispatched {
             let packs = self.here().any(|l| !l.outbound.packed);
             let hands_out = self.device.as_ref().is_some_and(Device::hands_out);
-            let collects = self.device.is_none() && self.here().any(Link::has_rows);
+            let collects = self.device.is_none() && self.here().any(PeerLink::has_rows);
             return match self.all_routes() {
                 _ if packs => None,
                 false => inbound.counts.is_none().then_some(MessageKind::Routes),
@@ -166,7 +167,7 @@ impl State {
     }
 
     fn is_under_way(&self) -> bool {
-        let awaits = |l: &Link| l.data_in_flight > 0 || self.awaits(l.endpoint.rank).is_some();
+        let awaits = |l: &PeerLink| l.data_in_flight > 0 || self.awaits(l.endpoint.rank).is_some();
         match self.phase {
             Phase::Idle | Phase::Collected => {
                 self.awaited.is_some() || self.device_blocked() || self.here().any(awaits)

@@ -6,7 +6,9 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
-use fabric_engine::{api::CounterRef, Aperture, Counter, Peer, Region, RemoteRegion, Stay};
+use fabric_engine::{
+    api::CounterRef, Counter, Peer, PeerMapping, Region, RemoteRegion, StoreGuard,
+};
 
 use super::{
     actions::{Action, RemoteWrite, WritePurpose},
@@ -16,7 +18,7 @@ use super::{
 /// Number of kinds, and of counters of a peer.
 pub const MESSAGE_KINDS: usize = 6;
 
-/// What one rank sends to another; each kind has a counter of its own.
+/// Kind of message between two ranks; each kind has its own counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MessageKind {
     /// The number of rows for each expert.
@@ -25,11 +27,11 @@ pub enum MessageKind {
     Rows,
     /// Memory for rows that exceed the private slot.
     SlotOffer,
-    /// Its memory may be written again: it has read what arrived, and sent its own rows.
+    /// The sender has read what arrived and sent its own rows: its memory may be written again.
     Fence,
     /// The experts' answers.
     Answers,
-    /// It waits for another rank. Only a count, which is polled.
+    /// The sender waits for another rank. A count without bytes, which is polled.
     Waiting,
 }
 
@@ -81,8 +83,8 @@ pub struct PeerEndpoint {
     pub rows: RemoteRegion,
     pub counters: [CounterRef; MESSAGE_KINDS],
     pub exported: ExportedRegions,
-    /// Where this rank's device stores to the peer's rows, or why it can't; unset until known.
-    pub stores: OnceLock<Result<Arc<Aperture>, String>>,
+    /// Mapping of the peer's rows for this rank's device, or the reason why there is none.
+    pub stores: OnceLock<Result<Arc<PeerMapping>, String>>,
 }
 
 /// Rows of a source that have arrived, or will, and aren't handed out yet.
@@ -105,12 +107,13 @@ pub struct RowBatch {
 
 /// A present peer.
 #[derive(Debug)]
-pub struct Link {
+pub struct PeerLink {
     pub endpoint: Arc<PeerEndpoint>,
-    /// Number of exchanges with it, and of those with answers: all ranks leave combine out, or none.
+    /// Number of exchanges with it, and of those with answers: all ranks leave combine out, or
+    /// none.
     pub exchanges: u32,
     pub combines: u32,
-    /// Its fence has arrived, and nothing was written since.
+    /// Whether the peer's fence has arrived and nothing was written since.
     pub open: bool,
     pub awaits_fence: bool,
     /// Number of writes of rows and answers in flight.
@@ -130,7 +133,7 @@ pub struct Link {
 pub struct OutboundState {
     pub rows: u64,
     pub first: u64,
-    /// `Link::combines` when this exchange began; its routes may leave later.
+    /// `PeerLink::combines` when this exchange began; its routes may leave later.
     pub combines: u32,
     /// The rows are packed.
     pub packed: bool,
@@ -139,7 +142,7 @@ pub struct OutboundState {
     pub sent: u64,
     /// Place and number of the next rows in the peer's shared buffer.
     pub slot_offer: Option<(u64, u64)>,
-    /// Its answers have arrived.
+    /// Whether the peer's answers have arrived.
     pub answered: bool,
     /// Answers to its rows that are ready to be sent.
     pub answers: VecDeque<Answer>,
@@ -167,15 +170,15 @@ pub struct InboundState {
     pub first: u64,
     /// Number of rows that have a place here.
     pub offered: u64,
-    /// Number of chunks that are not counted. A count doesn't name its chunk, so chunks have arrived
-    /// when all are counted.
+    /// Number of chunks that are not counted. A count doesn't name its chunk, so chunks have
+    /// arrived when all are counted.
     pub due: u32,
     pub chunks: VecDeque<Chunk>,
     /// Number of rows that were handed out.
     pub collected: u64,
 }
 
-impl Link {
+impl PeerLink {
     pub fn new(endpoint: PeerEndpoint) -> Self {
         Self {
             endpoint: Arc::new(endpoint),
@@ -206,8 +209,8 @@ impl Link {
     }
 
     /// Begins direct stores to its rows, if the device reaches them.
-    pub fn enter(&self) -> Option<Stay> {
-        self.endpoint.stores.get()?.as_ref().ok()?.enter()
+    pub fn begin_stores(&self) -> Option<StoreGuard> {
+        self.endpoint.stores.get()?.as_ref().ok()?.begin_stores()
     }
 
     pub fn count(&mut self, kind: MessageKind) -> Action {

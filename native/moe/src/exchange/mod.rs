@@ -26,33 +26,34 @@ use std::{
 use fabric_engine::{Counter, EngineError, Region, Result, TransferEngine};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use self::{command_thread::CommandThread, conditions::Condition, state::State};
+use self::{command_thread::CommandThread, conditions::Condition, state::ExchangeState};
 pub use self::{
     link::{MessageKind, MESSAGE_KINDS},
-    state::Lost,
+    state::LostPeer,
 };
 use crate::{
     checks,
     kernels::{Float, Part, PartMut},
     memory::Memory,
     phase::Phase,
-    routes::{Order, Placing, Routes},
+    routes::{Order, Routes, RowPlacement},
     shape::Shape,
 };
 
 /// The default timeout.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// Bytes that are packed before they are sent. Smaller batches cost more requests; larger ones leave
-/// the link idle meanwhile.
+/// Bytes that are packed before they are sent. Smaller batches cost more requests; larger ones
+/// leave the link idle meanwhile.
 const BATCH_NBYTES: u64 = 16 << 10;
 
-/// Where the rows of a dispatch lie.
-pub type Dispatched = Arc<Placing>;
+/// Placement of the rows of a dispatch.
+pub type Dispatched = Arc<RowPlacement>;
 
 /// One rank of an exchange (fabric-lib §6).
 ///
 /// Calls are made in the order `dispatch_send`, `dispatch_recv`, `combine_send`, `combine_recv`, by
-/// one thread at a time. Combine may be left out if all ranks leave it out. Bytes move between calls.
+/// one thread at a time. Combine may be left out if all ranks leave it out. Bytes move between
+/// calls.
 pub struct AllToAll {
     inner: Arc<Inner>,
     /// Held during a call.
@@ -77,7 +78,7 @@ pub(crate) struct Inner {
     rows: Region,
     /// Counts nothing: expectations on it time out at the next heartbeat.
     heartbeat_counter: Counter,
-    state: Mutex<State>,
+    state: Mutex<ExchangeState>,
     changed: Condvar,
     /// Nanoseconds.
     timeout: AtomicU64,
@@ -129,7 +130,7 @@ impl AllToAll {
             control,
             rows,
             heartbeat_counter,
-            state: Mutex::new(State::new(shape, memory, rank)),
+            state: Mutex::new(ExchangeState::new(shape, memory, rank)),
             changed: Condvar::new(),
             timeout: AtomicU64::new(TIMEOUT.as_nanos() as u64),
         };
@@ -149,8 +150,8 @@ impl AllToAll {
     }
 
     /// Sets the timeout. A rank that neither sends awaited data nor waits for another rank for this
-    /// long is given up. No wait exceeds twelve timeouts. Use one timeout on all ranks: a longer one
-    /// sends heartbeats too rarely for the others.
+    /// long is given up. No wait exceeds twelve timeouts. Use one timeout on all ranks: a longer
+    /// one sends heartbeats too rarely for the others.
     pub fn set_timeout(&self, timeout: Duration) {
         let nanos = timeout.as_nanos().min(u128::from(u64::MAX)) as u64;
         self.inner.timeout.store(nanos, Relaxed);
@@ -158,7 +159,7 @@ impl AllToAll {
 
     /// Whether no write of a lost rank can land any more, and no write to one reads memory (MR-1).
     /// Until then, calls that use the same memory wait.
-    pub fn quiet(&self) -> bool {
+    pub fn is_quiesced(&self) -> bool {
         self.inner.state.lock().holds(Condition::Quiesced)
     }
 
@@ -209,11 +210,11 @@ impl AllToAll {
         sent
     }
 
-    /// How many rows arrive, and where they will be; `None` until every rank's routes have arrived.
+    /// Number and placement of the arriving rows; `None` until every rank's routes have arrived.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`] in another phase, or if an expert gets more rows than `order` has room
-    /// for.
+    /// [`EngineError::Invalid`] in another phase, or if an expert gets more rows than `order` has
+    /// room for.
     pub fn arriving(&self, order: Order) -> Result<Option<Dispatched>> {
         let _caller = self.enter()?;
         self.inner.place(order)
@@ -279,7 +280,8 @@ impl AllToAll {
     }
 
     /// Copies single answers, `topk` rows for each of this rank's tokens: zeros for index -1, and
-    /// for lost ranks. Call it before [`AllToAll::combine_recv`]; the gradient of a weight needs it.
+    /// for lost ranks. Call it before [`AllToAll::combine_recv`]; the gradient of a weight needs
+    /// it.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for buffers that are too small, or in another phase.
@@ -357,7 +359,7 @@ impl Inner {
         self.run(actions);
     }
 
-    /// Where rows go, once every rank's routes are known.
+    /// Computes the placement of rows, once every rank's routes are known.
     fn place(&self, order: Order) -> Result<Option<Dispatched>> {
         let mut state = self.state.lock();
         if state.phase != Phase::Dispatched {
@@ -374,7 +376,7 @@ impl Inner {
         if !state.holds(Condition::Routes) {
             return Ok(None);
         }
-        let placing = Placing::new(self.shape.local_experts(), state.incoming(), order)?;
+        let placing = RowPlacement::new(self.shape.local_experts(), state.incoming(), order)?;
         let placing = Arc::new(placing);
         state.placing = Some(Arc::clone(&placing));
         Ok(Some(placing))
@@ -387,7 +389,7 @@ impl Inner {
     /// (MR-1).
     fn wait(
         self: &Arc<Self>,
-        state: &mut MutexGuard<'_, State>,
+        state: &mut MutexGuard<'_, ExchangeState>,
         condition: Condition,
     ) -> Result<()> {
         if !state.holds(condition) {

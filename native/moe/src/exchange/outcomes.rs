@@ -8,13 +8,13 @@ use parking_lot::MutexGuard;
 use super::{
     actions::{Action, Operation, WritePurpose},
     link::{MessageKind, PeerEndpoint},
-    state::State,
+    state::ExchangeState,
     Inner,
 };
 
 impl Inner {
     /// Advances the device, and wakes the caller if its condition holds.
-    pub(super) fn wake(&self, state: &mut State, actions: &mut Vec<Action>) {
+    pub(super) fn wake(&self, state: &mut ExchangeState, actions: &mut Vec<Action>) {
         state.advance(actions);
         if state.awaited.is_some_and(|condition| state.holds(condition)) {
             self.changed.notify_all();
@@ -25,7 +25,7 @@ impl Inner {
     /// until peers have everything.
     pub(super) fn apply(
         self: &Arc<Self>,
-        mut state: MutexGuard<'_, State>,
+        mut state: MutexGuard<'_, ExchangeState>,
         mut actions: Vec<Action>,
     ) {
         self.wake(&mut state, &mut actions);
@@ -59,18 +59,18 @@ impl Inner {
     /// Applies outcomes in order, then their common effects once.
     pub(crate) fn on_outcomes<'a>(
         self: &Arc<Self>,
-        news: impl Iterator<Item = (&'a PeerEndpoint, Operation, Outcome)>,
+        events: impl Iterator<Item = (&'a PeerEndpoint, Operation, Outcome)>,
     ) {
         let mut actions = Vec::new();
         let mut state = self.state.lock();
-        for (endpoint, what, outcome) in news {
+        for (endpoint, what, outcome) in events {
             match outcome {
                 Outcome::Ended(end) => {
                     self.on_ended(&mut state, (endpoint, what), end, &mut actions)
                 }
                 // The source of a failed write isn't read any more.
-                Outcome::Quiet(_) if what.holds_source() => state.failed_in_flight -= 1,
-                Outcome::Quiet(_) => {}
+                Outcome::Quiesced(_) if what.holds_source() => state.failed_in_flight -= 1,
+                Outcome::Quiesced(_) => {}
             }
         }
         state.go_on(&mut actions);
@@ -80,7 +80,7 @@ impl Inner {
     /// An operation has completed or failed.
     fn on_ended(
         &self,
-        state: &mut State,
+        state: &mut ExchangeState,
         (endpoint, what): (&PeerEndpoint, Operation),
         end: Result<()>,
         actions: &mut Vec<Action>,
@@ -95,7 +95,7 @@ impl Inner {
         let kind = match what {
             Operation::Arrival(kind) | Operation::Write(_, kind) => kind,
         };
-        let end = end.map_err(|e| state.why(endpoint.rank, &e)).and_then(|()| match what {
+        let end = end.map_err(|e| state.loss_cause(endpoint.rank, &e)).and_then(|()| match what {
             Operation::Arrival(kind) => {
                 let words = self.words(endpoint.rank, kind);
                 state.on_message(endpoint.rank, kind, &words, actions)

@@ -8,14 +8,14 @@ use parking_lot::MutexGuard;
 use super::{
     actions::Action,
     conditions::Condition,
-    link::{Answer, Chunk, Link, RowBatch},
+    link::{Answer, Chunk, PeerLink, RowBatch},
     state::Cursor,
     Inner, BATCH_NBYTES,
 };
 use crate::{
     kernels::{weighted_sum, Answers, Float, Part, PartMut},
     phase::Phase,
-    routes::{Placing, Routes, NONE},
+    routes::{Routes, RowPlacement, NONE},
     shape::Shape,
 };
 
@@ -41,7 +41,7 @@ impl Inner {
             return Err(state.phase.refuse("to collect rows before they are placed"));
         };
         self.shape.check_row_buffers(out, placing.rows)?;
-        let batches: Vec<RowBatch> = state.here().filter_map(Link::batch).collect();
+        let batches: Vec<RowBatch> = state.here().filter_map(PeerLink::batch).collect();
         drop(state);
         for batch in &batches {
             for chunk in &batch.chunks {
@@ -76,7 +76,7 @@ impl Inner {
     /// Copies rows of a source to their places in the caller's tensors.
     fn hand_out(
         &self,
-        placing: &Placing,
+        placing: &RowPlacement,
         source: u32,
         chunk: Chunk,
         out: &mut [PartMut<'_>],
@@ -140,7 +140,7 @@ impl Inner {
     /// Sends answers to peers until the shared buffer is full; true when all were sent.
     fn send_answers(
         self: &Arc<Self>,
-        placing: &Placing,
+        placing: &RowPlacement,
         answers: Part<'_>,
         actions: &mut Vec<Action>,
     ) -> Result<bool> {
@@ -178,7 +178,7 @@ impl Inner {
     /// Packs the answers to rows of a source contiguously.
     fn put_answers(
         &self,
-        placing: &Placing,
+        placing: &RowPlacement,
         source: u32,
         (first, rows): (u64, u64),
         answers: Part<'_>,
@@ -271,7 +271,7 @@ fn copy_rows(
 }
 
 /// Writes zeros for rows that a lost rank did not send (RS-1).
-fn zero_rows(placing: &Placing, source: u32, out: &mut [PartMut<'_>]) {
+fn zero_rows(placing: &RowPlacement, source: u32, out: &mut [PartMut<'_>]) {
     for run in placing.runs(source, 0, placing.rows_of(source)) {
         for row in run.to..run.to + run.rows {
             out.iter_mut().for_each(|part| part.row(row as usize).fill(0));

@@ -16,21 +16,21 @@ use super::{
     conditions::Condition,
     device::Device,
     link::{
-        Answer, Chunk, ExportedRegions, InboundState, Link, MessageKind, OutboundState,
-        PeerEndpoint, RowBatch,
+        Answer, Chunk, ExportedRegions, InboundState, MessageKind, OutboundState, PeerEndpoint,
+        PeerLink, RowBatch,
     },
     Inner,
 };
 use crate::{
     memory::Memory,
     phase::Phase,
-    routes::{Placing, Routes},
+    routes::{Routes, RowPlacement},
     shape::Shape,
 };
 
 /// A rank that was given up.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Lost {
+pub struct LostPeer {
     pub rank: u32,
     /// The message that was awaited from it, or sent to it.
     pub kind: MessageKind,
@@ -40,7 +40,7 @@ pub struct Lost {
 /// The next answers to send.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Cursor {
-    /// Number of answered ranks, in the order of [`State::others`].
+    /// Number of answered ranks, in the order of [`ExchangeState::others`].
     pub ranks: u32,
     /// Number of answered rows of the next rank.
     pub rows: u64,
@@ -49,19 +49,19 @@ pub struct Cursor {
 }
 
 #[derive(Debug)]
-pub struct State {
+pub struct ExchangeState {
     pub shape: Shape,
     pub memory: Memory,
     pub rank: u32,
     /// The condition that the caller waits for.
     pub awaited: Option<Condition>,
     /// By rank; `None` for absent ranks.
-    pub links: Vec<Option<Link>>,
+    pub links: Vec<Option<PeerLink>>,
     /// Ranks that have joined since the exchange began; they take part from the next one on.
-    pub newcomers: Vec<Option<Link>>,
+    pub newcomers: Vec<Option<PeerLink>>,
     /// Regions that are exported to ranks which haven't joined yet.
     pub exported: Vec<Option<ExportedRegions>>,
-    pub lost: Vec<Lost>,
+    pub lost: Vec<LostPeer>,
     /// Ranks that may still write here until the revocation ends; one entry per region.
     pub revoking: Vec<u32>,
     /// Number of failed writes that may still read their source.
@@ -71,7 +71,7 @@ pub struct State {
     /// name it.
     pub number: u32,
     pub routes: Arc<Routes>,
-    pub placing: Option<Arc<Placing>>,
+    pub placing: Option<Arc<RowPlacement>>,
     /// Number of writes in flight that read this rank's own rows.
     pub rows_out: u32,
     /// Number of writes in flight that read the shared buffer, and of queued ones.
@@ -96,7 +96,7 @@ pub struct State {
     last_link_id: u64,
 }
 
-impl State {
+impl ExchangeState {
     pub fn new(shape: Shape, memory: Memory, rank: u32) -> Self {
         let ranks = shape.ranks as usize;
         Self {
@@ -136,17 +136,17 @@ impl State {
     }
 
     /// The peers that take part in this exchange.
-    pub fn here(&self) -> impl Iterator<Item = &Link> {
+    pub fn here(&self) -> impl Iterator<Item = &PeerLink> {
         self.links.iter().flatten()
     }
 
     /// Whether a rank takes part in this exchange, or will in the next one.
-    pub fn knows(&self, rank: u32) -> bool {
+    pub fn is_known(&self, rank: u32) -> bool {
         let rank = rank as usize;
         [&self.links, &self.newcomers].iter().any(|all| all.get(rank).is_some_and(Option::is_some))
     }
 
-    pub fn link(&mut self, rank: u32) -> Option<&mut Link> {
+    pub fn link(&mut self, rank: u32) -> Option<&mut PeerLink> {
         self.links.get_mut(rank as usize).and_then(Option::as_mut)
     }
 
@@ -263,7 +263,7 @@ impl State {
         }
         if link.outbound.routed && link.outbound.packed {
             let stride = shape.row_stride();
-            let mut send = |link: &mut Link, dst: u64, rows: u64| {
+            let mut send = |link: &mut PeerLink, dst: u64, rows: u64| {
                 if link.outbound.stored && link.outbound.sent == 0 {
                     // The device has stored the rows.
                     actions.push(link.count(MessageKind::Rows));
@@ -309,7 +309,7 @@ impl State {
     }
 
     /// Applies a message of a peer. `words` is its block, for routes and slot offers. Call
-    /// [`State::go_on`] after it.
+    /// [`ExchangeState::go_on`] after it.
     ///
     /// # Errors
     /// The block is invalid.
@@ -361,7 +361,7 @@ impl State {
     }
 
     /// Applies the end of a write. The source of a failed write is not free yet. Call
-    /// [`State::go_on`] after it.
+    /// [`ExchangeState::go_on`] after it.
     pub fn written(
         &mut self,
         endpoint: &PeerEndpoint,
@@ -456,7 +456,7 @@ impl State {
 
     /// Gives a rank up: waits for nothing from it, and revokes its access.
     pub fn lose(&mut self, rank: u32, kind: MessageKind, cause: String, actions: &mut Vec<Action>) {
-        let take = |all: &mut Vec<Option<Link>>| all.get_mut(rank as usize)?.take();
+        let take = |all: &mut Vec<Option<PeerLink>>| all.get_mut(rank as usize)?.take();
         let Some(link) = take(&mut self.links).or_else(|| take(&mut self.newcomers)) else {
             return;
         };
@@ -467,7 +467,7 @@ impl State {
         self.answers_out -= link.outbound.answers.len() as u32;
         self.waiting.retain(|waits| *waits != rank);
         self.revoke(rank, &link.endpoint.exported, actions);
-        self.lost.push(Lost { rank, kind, cause });
+        self.lost.push(LostPeer { rank, kind, cause });
         self.go_on(actions);
     }
 
@@ -481,8 +481,8 @@ impl State {
     }
 }
 
-/// Checks the number of the exchange that a peer reports. A new process has none and takes the first
-/// one reported. All must be equal, or rows of different exchanges would mix (RS-1).
+/// Checks the number of the exchange that a peer reports. A new process has none and takes the
+/// first one reported. All must be equal, or rows of different exchanges would mix (RS-1).
 ///
 /// # Errors
 /// The numbers differ.

@@ -1,5 +1,4 @@
-//! What a device does with rows. Here the device is the CPU: the reference for what GPUs run, and
-//! the way itself where there is none.
+//! Row kernels on the CPU: the reference for the GPU kernels, and the implementation without GPU.
 
 mod float;
 mod reduce;

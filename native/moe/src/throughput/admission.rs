@@ -33,7 +33,7 @@ impl Throughput {
     ///
     /// # Errors
     /// [`EngineError::Handshake`] if it is of another shape; [`EngineError::Invalid`] if it is here
-    /// already, or comes in a incarnation that has ended, or while an exchange is under way;
+    /// already, or comes in an incarnation that has ended, or while an exchange is under way;
     /// [`EngineError::PeerLost`] if others go on without this rank; [`EngineError::NotQuiesced`] if
     /// the one before it may still write to this rank's memory, after the timeout.
     pub fn admit(&self, descriptor: &[u8]) -> Result<u32> {
@@ -61,14 +61,14 @@ impl Throughput {
         let (_caller, mut machine) = self.enter()?;
         self.follow_masks(&mut machine);
         self.take_events(&mut machine);
-        machine.listen();
+        machine.note_losses();
         machine.check_goes_on()?;
         machine.check_between(rank)?;
         machine.give_up_gone(rank);
         self.wait_for_end(&mut machine, rank)?;
         machine.admit(Member { rank, incarnation: descriptor.incarnation }, &descriptor.events)?;
         self.proxy.join(&proxy).map_err(engine_error)?;
-        self.note(&machine);
+        self.publish_membership(&machine);
         Ok(rank)
     }
 
@@ -78,7 +78,7 @@ impl Throughput {
         loop {
             self.take_events(machine);
             // Meanwhile other ranks may wait for this rank, or give up a rank.
-            machine.listen();
+            machine.note_losses();
             machine.check_goes_on()?;
             machine.beat(Time::now(), self.timeout());
             machine.flush()?;
@@ -123,8 +123,8 @@ impl Throughput {
         // A call that is under way finds it there, and ends.
         let mut machine = self.machine.lock();
         self.follow_masks(&mut machine);
-        self.tell(&mut machine);
-        self.note(&machine);
+        self.announce_losses(&mut machine);
+        self.publish_membership(&machine);
         Ok(())
     }
 

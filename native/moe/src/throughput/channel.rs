@@ -4,51 +4,52 @@ use std::{collections::VecDeque, ops::Range};
 
 use super::{
     commands::Commands,
-    context::{Arrivals, Context, Stop},
-    feed::Feed,
+    context::{Arrivals, Context, StopCause},
     gateway::Gateway,
-    jobs::{Call, Job, PendingJobs, Sum, Term, To},
+    jobs::{Call, Job, PendingJobs, Sum, SumTarget, SumTerm},
     machine::Traffic,
+    node_receiver::NodeReceiver,
+    rail_sender::RailSender,
     ring_pool::RingPool,
     slots::Preamble,
-    take::Take,
 };
 use crate::routes::Routes;
 
+/// All lanes of one channel.
 #[derive(Debug)]
 pub struct Channel {
     number: u32,
     pub commands: Commands,
-    feeds: Vec<Feed>,
+    rail_senders: Vec<RailSender>,
     gateways: Vec<Gateway>,
-    takes: Vec<Take>,
+    node_receivers: Vec<NodeReceiver>,
     /// The rings of lanes that exist only in another era.
     pool: RingPool,
-    /// Preambles, in the order of nodes, and this rank's tokens of the channel, as far as they have
-    /// yet to be put where they are sent from.
+    /// Preambles, in the order of nodes, that are not in their slots yet.
     preambles: VecDeque<(u64, Vec<u8>)>,
+    /// This rank's tokens of the channel that are not in their slots yet.
     to_pack: Range<u32>,
     packing: PendingJobs<()>,
-    /// This rank's tokens of the channel, and how far their sums are.
+    /// This rank's tokens of the channel that have no sums yet.
     part: Range<u32>,
-    /// Over the nodes, which of their tokens is next.
+    /// By node, the index of its next token.
     next: Vec<usize>,
-    /// Sums of nodes that are being summed: of each feed, what was read and whether that was the
+    /// Jobs that sum the sums of nodes: for each sender, the slots read and whether they were the
     /// last.
     summing: PendingJobs<Vec<(u64, bool)>>,
-    /// When it is over, this rank's tokens may be replaced.
+    /// The drain after which this rank's tokens may be replaced.
     pub settled: Option<u64>,
 }
 
 impl Channel {
-    /// One that has no lanes yet.
+    /// A channel without lanes.
     pub fn new(number: u32, commands: Commands) -> Self {
         Self {
             number,
             commands,
-            feeds: Vec::new(),
+            rail_senders: Vec::new(),
             gateways: Vec::new(),
-            takes: Vec::new(),
+            node_receivers: Vec::new(),
             pool: RingPool::default(),
             preambles: VecDeque::new(),
             to_pack: 0..0,
@@ -63,9 +64,9 @@ impl Channel {
     /// Drops its lanes and their work. The sources of their commands are in use until these have
     /// ended (MR-1).
     pub fn abandon(&mut self) {
-        self.feeds.drain(..).for_each(|feed| feed.return_rings(&mut self.pool));
+        self.rail_senders.drain(..).for_each(|sender| sender.return_rings(&mut self.pool));
         self.gateways.drain(..).for_each(|gateway| gateway.return_rings(&mut self.pool));
-        self.takes.drain(..).for_each(|take| take.return_rings(&mut self.pool));
+        self.node_receivers.drain(..).for_each(|receiver| receiver.return_rings(&mut self.pool));
         self.preambles.clear();
         (self.to_pack, self.part) = (0..0, 0..0);
         (self.packing, self.summing) = (PendingJobs::default(), PendingJobs::default());
@@ -79,17 +80,18 @@ impl Channel {
 
     /// Makes the lanes of an era, if it has this channel. All that was sent in earlier ones is
     /// over.
-    pub fn renew(&mut self, ctx: &Context) {
+    pub fn rebuild(&mut self, ctx: &Context) {
         self.pool.give_back(&ctx.here, &mut self.commands);
         if self.number >= ctx.spec.channels {
             return;
         }
         let (grid, number, pool) = (ctx.grid, self.number, &mut self.pool);
         let others = ctx.nodes().filter(|n| *n != grid.node());
-        self.feeds = others.map(|node| Feed::new(ctx, pool, number, node)).collect();
+        self.rail_senders = others.map(|node| RailSender::new(ctx, pool, number, node)).collect();
         self.gateways = ctx.nodes().map(|node| Gateway::new(ctx, pool, number, node)).collect();
         let forwarded = (0..grid.ranks).filter(|s| grid.local_of(*s) != grid.local());
-        self.takes = forwarded.map(|source| Take::new(ctx, pool, number, source)).collect();
+        self.node_receivers =
+            forwarded.map(|source| NodeReceiver::new(ctx, pool, number, source)).collect();
         self.next = vec![0; grid.nodes() as usize];
     }
 
@@ -132,8 +134,8 @@ impl Channel {
             let place = ctx.layout.preamble(self.number, node);
             self.preambles.push_back((place, preambles[node as usize].to_bytes(ctx.exchange)));
         }
-        for feed in &mut self.feeds {
-            feed.begin(std::mem::take(&mut lists[feed.node as usize]));
+        for sender in &mut self.rail_senders {
+            sender.begin(std::mem::take(&mut lists[sender.node as usize]));
         }
         for gateway in &mut self.gateways {
             let node = gateway.node as usize;
@@ -141,11 +143,11 @@ impl Channel {
             let own = (gateway.node == ctx.grid.node()).then(own);
             gateway.begin(own);
         }
-        self.takes.iter_mut().for_each(Take::begin);
+        self.node_receivers.iter_mut().for_each(NodeReceiver::begin);
     }
 
     /// Puts this rank's tokens where they are sent from; whether there was anything to do.
-    pub fn pack(&mut self, ctx: &Context, call: &mut Call<'_, '_, '_>) -> Result<bool, Stop> {
+    pub fn pack(&mut self, ctx: &Context, call: &mut Call<'_, '_, '_>) -> Result<bool, StopCause> {
         let mut moved = false;
         while call.may_begin() {
             let job = if let Some((to, bytes)) = self.preambles.pop_front() {
@@ -177,29 +179,33 @@ impl Channel {
         ctx: &Context,
         arrivals: &mut Arrivals,
         call: &mut Call<'_, '_, '_>,
-    ) -> Result<bool, Stop> {
+    ) -> Result<bool, StopCause> {
         let mut moved = self.pack(ctx, call)?;
         let packed = self.is_packed();
-        for feed in self.feeds.iter_mut().filter(|_| packed) {
-            moved |= feed.step(ctx, &mut self.commands)?;
+        for sender in self.rail_senders.iter_mut().filter(|_| packed) {
+            moved |= sender.step(ctx, &mut self.commands)?;
         }
         for gateway in self.gateways.iter_mut().filter(|g| packed || !g.is_own()) {
             moved |= gateway.step(ctx, &mut self.commands, arrivals, call)?;
         }
-        for take in &mut self.takes {
-            moved |= take.step(ctx, &mut self.commands, arrivals, call)?;
+        for receiver in &mut self.node_receivers {
+            moved |= receiver.step(ctx, &mut self.commands, arrivals, call)?;
         }
         Ok(moved)
     }
 
     /// Does what can be done about answers; whether that was anything.
-    pub fn combine(&mut self, ctx: &Context, call: &mut Call<'_, '_, '_>) -> Result<bool, Stop> {
+    pub fn combine(
+        &mut self,
+        ctx: &Context,
+        call: &mut Call<'_, '_, '_>,
+    ) -> Result<bool, StopCause> {
         let mut moved = false;
-        for feed in &mut self.feeds {
-            moved |= feed.sums.freshen(ctx, &mut self.commands, call)?;
+        for sender in &mut self.rail_senders {
+            moved |= sender.sums.skip_earlier(ctx, &mut self.commands, call)?;
         }
-        for take in &mut self.takes {
-            moved |= take.answer(ctx, &mut self.commands, call)?;
+        for receiver in &mut self.node_receivers {
+            moved |= receiver.answer(ctx, &mut self.commands, call)?;
         }
         for gateway in &mut self.gateways {
             moved |= gateway.sum(ctx, &mut self.commands, call)?;
@@ -208,8 +214,8 @@ impl Channel {
             moved = true;
         }
         while let Some((read, _)) = self.summing.done(call, ctx.exchange)? {
-            for (feed, (up_to, last)) in self.feeds.iter_mut().zip(read) {
-                feed.sums.ring.credit(up_to, ctx.spec.chunk, last, &mut self.commands);
+            for (sender, (up_to, last)) in self.rail_senders.iter_mut().zip(read) {
+                sender.sums.ring.credit(up_to, ctx.spec.chunk, last, &mut self.commands);
             }
             moved = true;
         }
@@ -218,7 +224,7 @@ impl Channel {
 
     /// Has the nodes' sums of up to a chunk of tokens summed; whether there was one of which all
     /// are there (RS-1).
-    fn sum_some(&mut self, ctx: &Context, call: &mut Call<'_, '_, '_>) -> Result<bool, Stop> {
+    fn sum_some(&mut self, ctx: &Context, call: &mut Call<'_, '_, '_>) -> Result<bool, StopCause> {
         let (mut sums, mut terms) = (Vec::new(), Vec::new());
         while sums.len() < ctx.spec.chunk as usize && !self.part.is_empty() {
             let token = self.part.start;
@@ -233,26 +239,31 @@ impl Channel {
         if sums.is_empty() {
             return Ok(false);
         }
-        let read = |feed: &Feed| {
-            let last = self.next[feed.node as usize] == feed.tokens().len();
-            (feed.sums.ring.taken, last)
+        let read = |sender: &RailSender| {
+            let last = self.next[sender.node as usize] == sender.tokens().len();
+            (sender.sums.ring.taken, last)
         };
-        let read = self.feeds.iter().map(read).collect();
-        self.summing.begin(call, ctx.exchange, Job::Sum { to: To::Total, sums, terms }, read);
+        let read = self.rail_senders.iter().map(read).collect();
+        self.summing.begin(
+            call,
+            ctx.exchange,
+            Job::Sum { to: SumTarget::Total, sums, terms },
+            read,
+        );
         Ok(true)
     }
 
     /// Whether a token, all of whose predecessors have theirs, has the sums of all nodes that it
     /// went to.
-    fn has_all_sums(&self, ctx: &Context, token: u32) -> Result<bool, Stop> {
+    fn has_all_sums(&self, ctx: &Context, token: u32) -> Result<bool, StopCause> {
         let own = ctx.grid.node() as usize;
         let (tokens, made) = self.own_sums();
         if tokens.get(self.next[own]) == Some(&token) && self.next[own] >= made {
             return Ok(false);
         }
-        for feed in &self.feeds {
-            let goes = feed.tokens().get(self.next[feed.node as usize]) == Some(&token);
-            if goes && feed.sums.ready(ctx)? == 0 {
+        for sender in &self.rail_senders {
+            let goes = sender.tokens().get(self.next[sender.node as usize]) == Some(&token);
+            if goes && sender.sums.ready(ctx)? == 0 {
                 return Ok(false);
             }
         }
@@ -260,23 +271,23 @@ impl Channel {
     }
 
     /// The sums of a token, in the order of nodes.
-    fn gather_sums(&mut self, ctx: &Context, token: u32, terms: &mut Vec<Term>) {
+    fn gather_sums(&mut self, ctx: &Context, token: u32, terms: &mut Vec<SumTerm>) {
         let own = ctx.grid.node();
-        let mut feeds = self.feeds.iter_mut().peekable();
+        let mut rail_senders = self.rail_senders.iter_mut().peekable();
         for node in ctx.nodes() {
             let next = &mut self.next[node as usize];
             if node == own {
                 let of_own = self.gateways.iter().find(|g| g.is_own());
                 if of_own.is_some_and(|g| g.own_sums().0.get(*next) == Some(&token)) {
-                    terms.push(Term::Node);
+                    terms.push(SumTerm::Node);
                     *next += 1;
                 }
                 continue;
             }
-            let Some(feed) = feeds.next_if(|feed| feed.node == node) else { continue };
-            if feed.tokens().get(*next) == Some(&token) {
-                let ring = &mut feed.sums.ring;
-                terms.push(Term::Slot { at: ring.next(0), from: ring.place.partner });
+            let Some(sender) = rail_senders.next_if(|sender| sender.node == node) else { continue };
+            if sender.tokens().get(*next) == Some(&token) {
+                let ring = &mut sender.sums.ring;
+                terms.push(SumTerm::Slot { at: ring.next(0), from: ring.layout.partner });
                 ring.taken += 1;
                 *next += 1;
             }
@@ -290,22 +301,23 @@ impl Channel {
     }
 
     pub fn has_begun(&self) -> bool {
-        self.gateways.iter().any(Gateway::begun) || self.takes.iter().any(Take::begun)
+        self.gateways.iter().any(Gateway::begun)
+            || self.node_receivers.iter().any(NodeReceiver::begun)
     }
 
-    /// All that comes has come, and all that goes on has gone on.
+    /// Whether all tokens have arrived, and all forwarded tokens are sent.
     pub fn is_dispatched(&self) -> bool {
         self.is_packed()
-            && self.feeds.iter().all(Feed::is_done)
+            && self.rail_senders.iter().all(RailSender::is_done)
             && self.gateways.iter().all(Gateway::is_done)
-            && self.takes.iter().all(Take::is_done)
+            && self.node_receivers.iter().all(NodeReceiver::is_done)
             && self.commands.is_flushed()
     }
 
     /// Answers aren't needed any more.
     pub fn is_answered(&self) -> bool {
         self.gateways.iter().all(Gateway::is_summed)
-            && self.takes.iter().all(Take::is_answered)
+            && self.node_receivers.iter().all(NodeReceiver::is_answered)
             && self.commands.is_flushed()
     }
 
@@ -322,18 +334,20 @@ impl Channel {
     pub fn count(&self, ctx: &Context, all: &mut Traffic) {
         let near = |rank: u32| ctx.is_near(rank);
         self.pool.count(&near, all);
-        let of_feeds = self.feeds.iter().map(|f| &f.ring);
+        let of_rails = self.rail_senders.iter().map(|f| &f.ring);
         let of_gateways = self.gateways.iter().flat_map(Gateway::outbound);
-        let of_takes = self.takes.iter().map(Take::outbound);
-        of_feeds.chain(of_gateways).chain(of_takes).for_each(|ring| ring.count(&near, all));
+        let of_receivers = self.node_receivers.iter().map(NodeReceiver::outbound);
+        of_rails.chain(of_gateways).chain(of_receivers).for_each(|ring| ring.count(&near, all));
     }
 
     /// The ranks from which tokens, or room for them, are awaited.
     pub fn suspects_of_tokens(&self, ctx: &Context) -> Vec<u32> {
         let gateways = self.gateways.iter().filter(|g| !g.is_done());
         let mut all: Vec<u32> = gateways.flat_map(|g| g.suspects_of_tokens(ctx)).collect();
-        all.extend(self.takes.iter().filter(|t| !t.is_done()).map(Take::gateway));
-        all.extend(self.feeds.iter().filter(|f| !f.is_done()).map(|f| f.ring.place.partner));
+        all.extend(self.node_receivers.iter().filter(|t| !t.is_done()).map(NodeReceiver::gateway));
+        all.extend(
+            self.rail_senders.iter().filter(|f| !f.is_done()).map(|f| f.ring.layout.partner),
+        );
         all
     }
 
@@ -341,10 +355,14 @@ impl Channel {
     pub fn suspects_of_answers(&self, ctx: &Context) -> Vec<u32> {
         let gateways = self.gateways.iter().filter(|g| !g.is_summed());
         let mut all: Vec<u32> = gateways.flat_map(|g| g.suspects_of_answers(ctx)).collect();
-        all.extend(self.takes.iter().filter(|t| !t.is_answered()).map(Take::gateway));
+        all.extend(
+            self.node_receivers.iter().filter(|t| !t.is_answered()).map(NodeReceiver::gateway),
+        );
         if !self.part.is_empty() {
-            let awaited = |f: &&Feed| self.next[f.node as usize] < f.tokens().len();
-            all.extend(self.feeds.iter().filter(awaited).map(|f| f.sums.ring.place.partner));
+            let awaited = |f: &&RailSender| self.next[f.node as usize] < f.tokens().len();
+            all.extend(
+                self.rail_senders.iter().filter(awaited).map(|f| f.sums.ring.layout.partner),
+            );
         }
         all
     }

@@ -13,19 +13,19 @@ pub struct Commands {
     pusher: Pusher,
     queue: VecDeque<Command>,
     next: u64,
-    /// What a drain has been asked for: all commands before this, by the drain with that index.
+    /// The last drain: the commands before the first number, by the drain with the second number.
     drained: (u64, u64),
     /// The drain after which nothing was pushed any more.
-    farewell: Option<u64>,
+    last_drain: Option<u64>,
 }
 
 impl Commands {
     pub fn new(pusher: Pusher) -> Self {
-        Self { pusher, queue: VecDeque::new(), next: 0, drained: (0, 0), farewell: None }
+        Self { pusher, queue: VecDeque::new(), next: 0, drained: (0, 0), last_drain: None }
     }
 
     pub fn push(&mut self, command: Command) -> u64 {
-        self.farewell = None;
+        self.last_drain = None;
         self.queue.push_back(command);
         self.next += 1;
         self.next - 1
@@ -82,11 +82,11 @@ impl Commands {
 
     /// Whether all commands have completed; true if the proxy is closed.
     pub fn has_left(&mut self) -> bool {
-        let drain = match self.farewell {
+        let drain = match self.last_drain {
             Some(drain) => drain,
             None => self.drain(),
         };
-        self.farewell = Some(drain);
+        self.last_drain = Some(drain);
         self.flush().is_err() || self.is_complete(drain)
     }
 

@@ -8,17 +8,17 @@ use fabric_proxy::raw::AtomicWords;
 use super::{
     grid::{Family, Grid},
     layout::Layout,
-    ring::Place,
+    ring::RingLayout,
     spec::Spec,
 };
 use crate::{
     kernels::{Part, PartMut},
-    routes::{Order, Placing},
+    routes::{Order, RowPlacement},
 };
 
 /// Why an exchange can't continue.
 #[derive(Debug)]
-pub enum Stop {
+pub enum StopCause {
     /// A rank violated the protocol.
     Peer {
         rank: u32,
@@ -31,34 +31,34 @@ pub enum Stop {
     Engine(EngineError),
 }
 
-impl From<EngineError> for Stop {
+impl From<EngineError> for StopCause {
     fn from(error: EngineError) -> Self {
         Self::Engine(error)
     }
 }
 
-/// Says of which rank something can't be.
-pub fn by(rank: u32) -> impl Fn(String) -> Stop {
-    move |cause| Stop::Peer { rank, cause }
+/// A protocol violation of a rank.
+pub fn by(rank: u32) -> impl Fn(String) -> StopCause {
+    move |cause| StopCause::Peer { rank, cause }
 }
 
-/// What the caller's call gives.
+/// The caller's rows in the current call.
 #[derive(Debug)]
 pub enum Io<'a, 'b> {
     Nothing,
     /// The caller's tokens.
     Tokens(&'a [Part<'a>]),
-    /// Room for the rows that come.
+    /// Room for arriving rows.
     Rows(&'a mut [PartMut<'b>]),
-    /// The answers to them.
+    /// The answers to the rows.
     Answers(Part<'a>),
-    /// One of those, which kernels were told of and the host can't reach.
-    Far(Given),
+    /// One of these, which kernels reach and the host does not.
+    Kernels(KernelIo),
 }
 
-/// What kernels were told of.
+/// The rows that kernels have in the current call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Given {
+pub enum KernelIo {
     Tokens,
     Rows,
     Answers,
@@ -66,15 +66,15 @@ pub enum Given {
 
 impl Io<'_, '_> {
     pub fn has_tokens(&self) -> bool {
-        matches!(self, Self::Tokens(_) | Self::Far(Given::Tokens))
+        matches!(self, Self::Tokens(_) | Self::Kernels(KernelIo::Tokens))
     }
 
     pub fn takes_rows(&self) -> bool {
-        matches!(self, Self::Rows(_) | Self::Far(Given::Rows))
+        matches!(self, Self::Rows(_) | Self::Kernels(KernelIo::Rows))
     }
 
     pub fn has_answers(&self) -> bool {
-        matches!(self, Self::Answers(_) | Self::Far(Given::Answers))
+        matches!(self, Self::Answers(_) | Self::Kernels(KernelIo::Answers))
     }
 }
 
@@ -84,42 +84,42 @@ pub struct Context {
     /// Of the ranks that are here: of all, or flat.
     pub spec: Spec,
     pub grid: Grid,
-    /// Which ranks are here.
+    /// Per rank, whether it is present.
     pub here: Vec<bool>,
     pub layout: Layout,
     pub words: AtomicWords,
-    /// Which one it is.
+    /// The number of the exchange.
     pub exchange: u32,
-    /// Who takes part, see [`Membership`](super::membership::Membership).
+    /// The number of the membership, see [`Membership`](super::membership::Membership).
     pub era: u32,
-    /// What goes ahead of each of this rank's tokens: head, experts and weights.
+    /// The meta before each of this rank's tokens: head, experts and weights.
     pub metas: Vec<u8>,
 }
 
 impl Context {
     /// A ring that begins here.
-    pub fn outbound(&self, channel: u32, family: Family, source: u32, partner: u32) -> Place {
+    pub fn outbound(&self, channel: u32, family: Family, source: u32, partner: u32) -> RingLayout {
         let (here, there) = self.numbers(channel, family, source, partner);
         let ring = self.grid.ring_at(partner, family, source);
-        Place {
+        RingLayout {
             word: self.layout.head(here),
             partners_word: self.layout.tail(there),
-            ..self.place(channel, family, ring, partner)
+            ..self.ring_layout(channel, family, ring, partner)
         }
     }
 
     /// A ring that ends here.
-    pub fn inbound(&self, channel: u32, family: Family, source: u32, partner: u32) -> Place {
+    pub fn inbound(&self, channel: u32, family: Family, source: u32, partner: u32) -> RingLayout {
         let (here, there) = self.numbers(channel, family, source, partner);
         let ring = self.grid.ring(family, source, partner);
-        Place {
+        RingLayout {
             word: self.layout.tail(here),
             partners_word: self.layout.head(there),
-            ..self.place(channel, family, ring, partner)
+            ..self.ring_layout(channel, family, ring, partner)
         }
     }
 
-    /// Where what goes out by a ring back lies until then: as it will lie there.
+    /// The outbox of a ring for answers: rows lie there as in the ring until they are sent.
     pub fn outbox(&self, channel: u32, family: Family, source: u32, partner: u32) -> u64 {
         self.layout.outbox(channel, self.grid.ring(family, source, partner))
     }
@@ -130,7 +130,7 @@ impl Context {
         (back(grid.ring(family, source, partner)), back(grid.ring_at(partner, family, source)))
     }
 
-    fn place(&self, channel: u32, family: Family, ring: u64, partner: u32) -> Place {
+    fn ring_layout(&self, channel: u32, family: Family, ring: u64, partner: u32) -> RingLayout {
         let base = match family.is_back() {
             true => self.layout.ring_back(channel, ring),
             false => self.layout.ring_out(channel, ring),
@@ -140,10 +140,20 @@ impl Context {
         let credits = data + Family::ALL.len() as u8;
         let slots = self.layout.slots(ring);
         let is_back = family.is_back();
-        Place { partner, is_back, base, slots, stride, word: 0, partners_word: 0, data, credits }
+        RingLayout {
+            partner,
+            is_back,
+            base,
+            slots,
+            stride,
+            word: 0,
+            partners_word: 0,
+            data,
+            credits,
+        }
     }
 
-    /// Where a token of this rank's is, and its meta.
+    /// Offset of an own token, and its metadata.
     pub fn own(&self, token: u32) -> (u64, &[u8]) {
         (self.layout.own(token), self.metas(token..token + 1))
     }
@@ -189,13 +199,13 @@ pub fn bits(mask: u64) -> impl Iterator<Item = u32> {
     (0..64).filter(move |i| mask >> i & 1 == 1)
 }
 
-/// Which rows come from all lanes, and where they go.
+/// The arriving rows of all lanes, and their placement.
 #[derive(Debug, Default)]
 pub struct Arrivals {
     ranks: usize,
     /// By channel and source: rows for each of this rank's experts, once known.
     counts: Vec<Option<Vec<u32>>>,
-    placing: Option<Arc<Placing>>,
+    placing: Option<Arc<RowPlacement>>,
     /// By channel, source and expert: where the next row goes, and how many more there are.
     next: Vec<Vec<(u32, u32)>>,
 }
@@ -232,7 +242,7 @@ impl Arrivals {
         experts: u32,
         order: Order,
         begun: bool,
-    ) -> Result<Arc<Placing>, EngineError> {
+    ) -> Result<Arc<RowPlacement>, EngineError> {
         if let Some(placing) = self.placing.as_ref().filter(|p| p.order == order || begun) {
             if placing.order != order {
                 let text = "rows are being handed out in another order; go on with that";
@@ -248,7 +258,7 @@ impl Arrivals {
             sum
         };
         let incoming = (0..self.ranks).map(of_source).collect();
-        let placing = Arc::new(Placing::new(experts, incoming, order)?);
+        let placing = Arc::new(RowPlacement::new(experts, incoming, order)?);
         let mut firsts: Vec<Vec<u32>> =
             (0..self.ranks).map(|s| placing.firsts(s as u32).to_vec()).collect();
         let place = |(lane, counts): (usize, &Option<Vec<u32>>)| {
@@ -262,11 +272,11 @@ impl Arrivals {
         Ok(placing)
     }
 
-    pub fn placing(&self) -> Option<&Arc<Placing>> {
+    pub fn placing(&self) -> Option<&Arc<RowPlacement>> {
         self.placing.as_ref()
     }
 
-    /// Where the next row of a lane for an expert of this rank goes; `None` if it has had all.
+    /// Takes the position of a lane's next row for a local expert; `None` after the last row.
     pub fn take(&mut self, channel: u32, source: u32, expert: u32) -> Option<u32> {
         let lane = self.lane(channel, source);
         let (next, left) = self.next.get_mut(lane)?.get_mut(expert as usize)?;
@@ -275,10 +285,10 @@ impl Arrivals {
         Some(*next - 1)
     }
 
-    /// That all rows of a lane have come, of which no tokens come any more.
+    /// Checks that all rows of an ended lane have arrived.
     ///
     /// # Errors
-    /// Which rows are missing.
+    /// The missing rows, as text.
     pub fn check_complete(&self, channel: u32, source: u32) -> Result<(), String> {
         let lane = self.next.get(self.lane(channel, source)).into_iter().flatten();
         match lane.enumerate().find(|(_, (_, left))| *left > 0) {

@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 
 use super::{
     commands::Commands,
-    context::{bits, by, Arrivals, Context, Stop},
+    context::{bits, by, Arrivals, Context, StopCause},
     grid::Family,
     jobs::{Call, Job, PendingJobs},
     reader::Reader,
@@ -17,7 +17,7 @@ use super::{
     slots::{read_head, Kind, Preamble},
 };
 
-/// Where the tokens come from.
+/// Source of the tokens.
 #[derive(Debug)]
 enum Input {
     /// This rank is the source: its own tokens that go to ranks of its node, and its preamble.
@@ -28,7 +28,7 @@ enum Input {
     Ring(Reader),
 }
 
-/// Where the node's sums go.
+/// Destination of the node's sums.
 #[derive(Debug)]
 enum Output {
     /// This rank is the source.
@@ -43,7 +43,7 @@ enum Output {
 #[derive(Debug)]
 struct Summing {
     tokens: usize,
-    /// Where their sums lie until they are sent.
+    /// Offsets of the sums until they are sent.
     from: Vec<u64>,
     /// By place on the node, what was read of its ring.
     read: Vec<u64>,
@@ -53,11 +53,11 @@ struct Summing {
 #[derive(Debug)]
 struct Forwarded {
     up_to: u64,
-    /// What each rank's ring must be cleared up to.
+    /// Slots of each rank's ring to give back, as an end index.
     cleared: Vec<u64>,
-    /// How many jobs must have taken what is for this rank.
+    /// Number of jobs for this rank's rows that must have ended.
     takes: u64,
-    /// They are the last of an exchange, which may not be the one that is under way when they are
+    /// Whether they are the last of their exchange. The next exchange may have begun when they are
     /// given back.
     last: bool,
 }
@@ -73,11 +73,11 @@ pub struct Gateway {
     /// By place on the node; `None` for this rank.
     targets: Vec<Option<Outbound>>,
     forwarded: VecDeque<Forwarded>,
-    /// What is on its way to this rank's rows; and how often anything ever was, and has come.
+    /// Jobs that copy to this rank's rows. `takes`: jobs begun; `taken`: jobs ended.
     taking: PendingJobs<()>,
     takes: u64,
     taken: u64,
-    /// What this rank itself has of the lane, and how many of those are summed.
+    /// Tokens of the lane for this rank. `received_summed`: how many of them are summed.
     received: Received,
     received_summed: usize,
     /// By place on the node, answers of the ranks there.
@@ -189,10 +189,10 @@ impl Gateway {
         let Input::Ring(reader) = &self.input else { return self.full().collect() };
         let ring = &reader.ring;
         match reader.ready(ctx) {
-            Ok(0) if self.forwarded.is_empty() => vec![ring.place.partner],
+            Ok(0) if self.forwarded.is_empty() => vec![ring.layout.partner],
             Ok(0) => {
                 let uncleared = self.targets.iter().flatten().filter(|t| !t.is_cleared(t.sent));
-                uncleared.map(|t| t.place.partner).chain([ring.place.partner]).collect()
+                uncleared.map(|t| t.layout.partner).chain([ring.layout.partner]).collect()
             }
             _ => self.full().collect(),
         }
@@ -200,7 +200,11 @@ impl Gateway {
 
     /// Ranks of this node whose rings are full.
     fn full(&self) -> impl Iterator<Item = u32> + '_ {
-        self.targets.iter().flatten().filter(|ring| ring.room() == 0).map(|ring| ring.place.partner)
+        self.targets
+            .iter()
+            .flatten()
+            .filter(|ring| ring.room() == 0)
+            .map(|ring| ring.layout.partner)
     }
 
     /// The ranks from which answers, or room for their sums, are awaited.
@@ -213,12 +217,12 @@ impl Gateway {
         let missing = bits(*mask).filter(missing);
         let mut all: Vec<u32> = missing.map(|local| ctx.grid.at(ctx.grid.node(), local)).collect();
         if let Output::Ring { ring, .. } = &self.output {
-            all.extend((ring.room() == 0).then_some(ring.place.partner));
+            all.extend((ring.room() == 0).then_some(ring.layout.partner));
         }
         all
     }
 
-    /// What it sends over.
+    /// The rings that it sends over.
     pub fn outbound(&self) -> impl Iterator<Item = &Outbound> {
         let back = match &self.output {
             Output::Own => None,
@@ -243,13 +247,13 @@ impl Gateway {
         commands: &mut Commands,
         arrivals: &mut Arrivals,
         call: &mut Call<'_, '_, '_>,
-    ) -> Result<bool, Stop> {
+    ) -> Result<bool, StopCause> {
         let mut moved = false;
         for ring in self.targets.iter_mut().flatten() {
-            moved |= ring.update(&ctx.words, commands).map_err(by(ring.place.partner))?;
+            moved |= ring.update(&ctx.words, commands).map_err(by(ring.layout.partner))?;
         }
         if let Input::Ring(reader) = &mut self.input {
-            moved |= reader.freshen(ctx, commands, call)?;
+            moved |= reader.skip_earlier(ctx, commands, call)?;
         }
         if self.rows.is_none() {
             moved |= self.forward_preamble(ctx, commands, arrivals, call)?;
@@ -270,7 +274,7 @@ impl Gateway {
         commands: &mut Commands,
         arrivals: &mut Arrivals,
         call: &mut Call<'_, '_, '_>,
-    ) -> Result<bool, Stop> {
+    ) -> Result<bool, StopCause> {
         if self.targets.iter().flatten().any(|ring| ring.room() == 0) {
             return Ok(false);
         }
@@ -285,7 +289,7 @@ impl Gateway {
                 }
                 let (place, bytes) = reader.slot(0, nbytes);
                 let preamble = Preamble::read(&ctx.spec, ctx.exchange, bytes);
-                let found = (place, preamble.map_err(by(reader.ring.place.partner))?);
+                let found = (place, preamble.map_err(by(reader.ring.layout.partner))?);
                 reader.advance(1, nbytes);
                 found
             }
@@ -319,7 +323,7 @@ impl Gateway {
         commands: &mut Commands,
         arrivals: &mut Arrivals,
         call: &mut Call<'_, '_, '_>,
-    ) -> Result<bool, Stop> {
+    ) -> Result<bool, StopCause> {
         let rows = self.rows.as_ref().map_or(0, |p| p.rows as usize);
         let (left, meta) = (rows - self.records.len(), ctx.spec.meta());
         let ready = match &mut self.input {
@@ -379,9 +383,9 @@ impl Gateway {
         Ok(taken > 0)
     }
 
-    /// When a lane has ended: each rank here got as many tokens as the preamble said, and this one
-    /// as many rows (RS-1).
-    fn check_counts(&self, ctx: &Context, arrivals: &Arrivals) -> Result<(), Stop> {
+    /// Checks the counts of an ended lane: each rank of the node got the announced tokens, and this
+    /// rank the announced rows (RS-1).
+    fn check_counts(&self, ctx: &Context, arrivals: &Arrivals) -> Result<(), StopCause> {
         let Some(preamble) = self.rows.as_ref().filter(|_| self.is_read()) else { return Ok(()) };
         for (local, want) in preamble.rows_to.iter().enumerate() {
             let got = self.records.iter().filter(|(_, mask)| mask >> local & 1 == 1).count();

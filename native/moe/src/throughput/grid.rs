@@ -4,7 +4,7 @@
 //! forwards. A ring has the same two ends in either grid, so that no other rank writes where a lost
 //! rank might (MR-1).
 
-/// What a ring carries, and between whom. A *lane* is a source's tokens on a channel; its *gateway*
+/// Content and endpoints of a ring. A *lane* is a source's tokens on a channel; its *gateway*
 /// on a node is the rank there with the source's place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Family {
@@ -26,7 +26,7 @@ impl Family {
     }
 }
 
-/// Where this rank is among the others.
+/// Position of this rank among the nodes and ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grid {
     pub rank: u32,
@@ -152,7 +152,7 @@ mod tests {
         }
     }
 
-    /// Which ring is between whom, in the grid of all ranks and in the flat one.
+    /// A ring has the same endpoints in the grid of all ranks and in the flat one.
     #[test]
     fn mr_1_a_ring_has_the_same_ends_in_either_grid() {
         for (nodes, per_node) in [(1, 4), (4, 1), (2, 2), (3, 2), (2, 3)] {

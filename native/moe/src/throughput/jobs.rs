@@ -8,28 +8,28 @@ use std::{cmp::Ordering, collections::VecDeque, fmt};
 use fabric_engine::EngineError;
 
 use super::{
-    context::{by, Io, Stop},
+    context::{by, Io, StopCause},
     slots::{compare_era, read_head, Kind, HEAD},
 };
 
-/// Something to be done with rows. Places are bytes from the beginning of the rank's part.
+/// Work on rows. Offsets are bytes from the beginning of the rank's part.
 #[derive(Clone, Debug)]
 pub enum Job {
-    /// Bytes to a place.
+    /// Stores bytes at an offset.
     Put { to: u64, bytes: Vec<u8> },
-    /// The caller's tokens from `first` on, each behind its meta, to their slots.
+    /// Copies the caller's tokens from `first` on, each behind its meta, to their slots.
     Pack { first: u32, metas: Vec<u8> },
-    /// The first `nbytes` of each slot.
+    /// Reads the first `nbytes` of each slot.
     Look { slots: Vec<u64>, nbytes: u64 },
-    /// Tokens to rows of the caller's: of each, its slot and how many of `rows` are its.
+    /// Copies tokens to rows of the caller: for each its slot, and its number of `rows`.
     Take { tokens: Vec<(u64, u32)>, rows: Vec<u32> },
-    /// A sum for each token.
-    Sum { to: To, sums: Vec<Sum>, terms: Vec<Term> },
+    /// Computes a sum for each token.
+    Sum { to: SumTarget, sums: Vec<Sum>, terms: Vec<SumTerm> },
 }
 
-/// Where sums go, and what of.
+/// The destination of sums, and their addends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum To {
+pub enum SumTarget {
     /// A rank's answer, of rows, to a slot.
     Answer,
     /// A node's sum of its ranks' answers, to a slot.
@@ -40,8 +40,8 @@ pub enum To {
     Total,
 }
 
-impl To {
-    /// What the slots hold that are summed.
+impl SumTarget {
+    /// The kind of the summed slots.
     pub fn addends(self) -> Kind {
         match self {
             Self::Total => Kind::Sum,
@@ -55,28 +55,28 @@ pub struct Sum {
     /// The slot, if it goes to one.
     pub at: u64,
     pub token: u32,
-    /// How many of the terms are its.
+    /// Number of terms of this sum.
     pub terms: u32,
 }
 
 #[derive(Clone, Copy, Debug)]
-pub enum Term {
+pub enum SumTerm {
     /// A slot that a rank has sent.
     Slot { at: u64, from: u32 },
     /// The answer in a row of the caller's, times a weight. With the last of the rank's rows their
     /// sum is rounded, as if it came from another rank.
     Row { row: u32, weight: f32, last: bool },
-    /// What this rank's node has summed.
+    /// The sum of this rank's node.
     Node,
 }
 
-/// What came of a job: the bytes of [`Job::Look`], for others none.
-pub type Outcome = Result<Vec<u8>, Fault>;
+/// The result of a job: the bytes of [`Job::Look`]; none for others.
+pub type JobResult = Result<Vec<u8>, JobError>;
 
-/// Why a job came to nothing.
+/// The error of a job.
 #[derive(Clone, Debug)]
-pub enum Fault {
-    /// The slot of a rank says something else.
+pub enum JobError {
+    /// The slot of a rank has another head.
     Slot {
         from: u32,
         kind: Kind,
@@ -86,14 +86,14 @@ pub enum Fault {
     Engine(EngineError),
 }
 
-impl Fault {
-    pub fn stop(self, exchange: u32) -> Stop {
+impl JobError {
+    pub fn stop(self, exchange: u32) -> StopCause {
         let (from, kind, token, head) = match self {
             Self::Slot { from, kind, token, head } => (from, kind, token, head),
             Self::Engine(error) => return error.into(),
         };
         if compare_era(&head, exchange) == Ordering::Greater {
-            return Stop::Ahead { rank: from };
+            return StopCause::Ahead { rank: from };
         }
         let cause = match read_head(&head, kind, exchange) {
             Ok(said) if kind == Kind::Sum => {
@@ -106,27 +106,27 @@ impl Fault {
     }
 }
 
-/// What a worker calls a job.
-pub type Ticket = u64;
+/// Identifies a job of a worker.
+pub type JobId = u64;
 
-/// What carries jobs out.
+/// Executes jobs.
 pub trait Worker: fmt::Debug + Send {
-    /// Whether another job would be taken.
+    /// Whether it accepts another job.
     fn has_room(&self) -> bool;
 
-    /// Begins a job of an exchange, if there is room, under a number that no other has.
-    fn begin(&mut self, ticket: Ticket, job: Job, exchange: u32, io: &mut Io<'_, '_>);
+    /// Begins a job of an exchange, under a unique id. There must be room.
+    fn begin(&mut self, job_id: JobId, job: Job, exchange: u32, io: &mut Io<'_, '_>);
 
-    /// Goes on with what was begun.
+    /// Advances begun jobs.
     fn go_on(&mut self, _io: &mut Io<'_, '_>) {}
 
-    /// What came of a job, once it is done; asked for until then.
-    fn outcome(&mut self, ticket: Ticket) -> Option<Outcome>;
+    /// The result of a job, once it is done.
+    fn result(&mut self, job_id: JobId) -> Option<JobResult>;
 
     /// The sums for the caller, elements of each token behind one another, if they are on the host.
     fn totals(&self) -> &[f32];
 
-    /// Nothing that was begun need be done any more.
+    /// Cancels begun jobs.
     fn abort(&mut self) {}
 }
 
@@ -134,9 +134,9 @@ pub trait Worker: fmt::Debug + Send {
 #[derive(Debug)]
 pub struct Jobs {
     worker: Box<dyn Worker>,
-    next: Ticket,
-    under_way: Vec<Ticket>,
-    /// Nothing new is begun: the caller goes elsewhere when what was is done.
+    next: JobId,
+    under_way: Vec<JobId>,
+    /// No job begins, because the caller leaves once begun jobs are done.
     pub resting: bool,
 }
 
@@ -149,12 +149,12 @@ impl Jobs {
         !self.under_way.is_empty()
     }
 
-    /// Goes on with what was begun, of which nothing follows any more; whether anything was done.
+    /// Advances begun jobs, and drops their results; whether anything was done.
     pub fn discard(&mut self, io: &mut Io<'_, '_>) -> bool {
         self.worker.go_on(io);
         let before = self.under_way.len();
         let worker = &mut self.worker;
-        self.under_way.retain(|ticket| worker.outcome(*ticket).is_none());
+        self.under_way.retain(|job_id| worker.result(*job_id).is_none());
         self.under_way.len() < before
     }
 
@@ -171,7 +171,7 @@ impl Jobs {
     }
 }
 
-/// A call that is under way: what the caller gives, and who works on it.
+/// A call under way: the caller's rows, and the jobs.
 #[derive(Debug)]
 pub struct Call<'c, 'a, 'b> {
     pub jobs: &'c mut Jobs,
@@ -185,9 +185,9 @@ impl Call<'_, '_, '_> {
     }
 }
 
-/// Jobs of one kind of a lane, in their order, and what follows from each.
+/// Jobs of one kind of a lane, in order, and the value that follows each.
 #[derive(Debug)]
-pub struct PendingJobs<T>(VecDeque<(Ticket, T)>);
+pub struct PendingJobs<T>(VecDeque<(JobId, T)>);
 
 impl<T> Default for PendingJobs<T> {
     fn default() -> Self {
@@ -196,31 +196,31 @@ impl<T> Default for PendingJobs<T> {
 }
 
 impl<T> PendingJobs<T> {
-    /// Begins a job, for which there is room.
+    /// Begins a job. There must be room.
     pub fn begin(&mut self, call: &mut Call<'_, '_, '_>, exchange: u32, job: Job, then: T) {
         let jobs = &mut *call.jobs;
-        let ticket = jobs.next;
+        let job_id = jobs.next;
         jobs.next += 1;
-        jobs.under_way.push(ticket);
-        jobs.worker.begin(ticket, job, exchange, call.io);
-        self.0.push_back((ticket, then));
+        jobs.under_way.push(job_id);
+        jobs.worker.begin(job_id, job, exchange, call.io);
+        self.0.push_back((job_id, then));
     }
 
-    /// What follows from the first one, and what came of it, once it is done.
+    /// The value of the first job and its bytes, once it is done.
     ///
     /// # Errors
-    /// It came to nothing.
+    /// The job failed.
     pub fn done(
         &mut self,
         call: &mut Call<'_, '_, '_>,
         exchange: u32,
-    ) -> Result<Option<(T, Vec<u8>)>, Stop> {
-        let Some((ticket, _)) = self.0.front() else { return Ok(None) };
-        let Some(outcome) = call.jobs.worker.outcome(*ticket) else { return Ok(None) };
-        let ticket = *ticket;
-        call.jobs.under_way.retain(|t| *t != ticket);
+    ) -> Result<Option<(T, Vec<u8>)>, StopCause> {
+        let Some((job_id, _)) = self.0.front() else { return Ok(None) };
+        let Some(result) = call.jobs.worker.result(*job_id) else { return Ok(None) };
+        let job_id = *job_id;
+        call.jobs.under_way.retain(|t| *t != job_id);
         let then = self.0.pop_front().map(|(_, then)| then);
-        let bytes = outcome.map_err(|fault| fault.stop(exchange))?;
+        let bytes = result.map_err(|fault| fault.stop(exchange))?;
         Ok(then.map(|then| (then, bytes)))
     }
 

@@ -147,7 +147,7 @@ impl Layout {
         2 * self.spec.rings() + u64::from(self.spec.shape.ranks + rank)
     }
 
-    /// What each area is for, and its bytes.
+    /// Name, purpose and bytes of each area.
     pub fn explain(&self) -> Vec<(&'static str, String, u64)> {
         let s = &self.spec;
         let ring = format!("{} slots: {} chunks of {} tokens", s.slots(), s.ring_chunks, s.chunk);

@@ -12,7 +12,7 @@ use fabric_proxy::{fifo::Pusher, raw::AtomicWords};
 use super::{
     channel::Channel,
     commands::Commands,
-    context::{Arrivals, Context, Given, Io, Stop},
+    context::{Arrivals, Context, Io, KernelIo, StopCause},
     jobs::{Call, Jobs, Worker},
     layout::Layout,
     membership::{Member, Membership},
@@ -28,24 +28,24 @@ use crate::{
     phase::Phase,
     routes::{Order, Routes},
 };
-use losses::{Last, PendingMask};
+use losses::{LastIncarnation, PendingMask};
 pub use losses::{Losses, LostRank};
 
 /// Timeouts after which a rank is given up even if all ranks are in calls.
-const LAST: u32 = 8;
+const MAX_TIMEOUTS: u32 = 8;
 /// Timeouts after which a rank whose jobs don't complete gives itself up: earlier than ranks that
 /// began to wait before it would name a rank that merely waits, too (RS-4).
-const OWN: u32 = LAST / 2;
+const OWN_TIMEOUTS: u32 = MAX_TIMEOUTS / 2;
 
 /// Maximum duration of a rank's own jobs.
 pub fn own_job_timeout(timeout: Duration) -> Duration {
-    timeout.saturating_mul(OWN)
+    timeout.saturating_mul(OWN_TIMEOUTS)
 }
 
 /// Rows that a rank has sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Its tokens, to other nodes.
+    /// Own tokens to other nodes.
     pub rail_tokens: u64,
     /// Tokens to ranks of its node.
     pub node_tokens: u64,
@@ -68,7 +68,7 @@ impl Traffic {
 #[derive(Debug)]
 pub struct Machine {
     ctx: Context,
-    /// What all ranks have agreed on.
+    /// The parameters that all ranks share.
     spec: Spec,
     member: Member,
     membership: Membership,
@@ -82,9 +82,9 @@ pub struct Machine {
     jobs: Jobs,
     losses: Arc<Losses>,
     /// Losses that no call has reported yet.
-    news: Vec<LostRank>,
+    unreported_losses: Vec<LostRank>,
     /// The losses that the last failed call reported.
-    told: Vec<LostRank>,
+    reported_losses: Vec<LostRank>,
     /// The membership has changed since lanes were made, and there are none.
     is_abandoned: bool,
     /// Ranks that the proxy will drop soon.
@@ -94,7 +94,7 @@ pub struct Machine {
     /// Ranks that are gone, and why. A rank may leave after its part is done.
     gone: Vec<(u32, String)>,
     /// By rank, its last incarnation here, if any.
-    last: Vec<Option<Last>>,
+    last: Vec<Option<LastIncarnation>>,
     /// Time of the last progress.
     quiet_since: Option<Time>,
 }
@@ -166,8 +166,8 @@ impl Machine {
             left_out: Vec::new(),
             jobs: Jobs::new(worker),
             losses: Arc::default(),
-            news: Vec::new(),
-            told: Vec::new(),
+            unreported_losses: Vec::new(),
+            reported_losses: Vec::new(),
             is_abandoned: true,
             to_mask: Vec::new(),
             overtaken_by: None,
@@ -215,10 +215,10 @@ impl Machine {
     ///
     /// # Errors
     /// As [`Machine::begin`].
-    pub fn begin_far(&mut self, indices: &[i64], weights: Option<Part<'_>>) -> Result<()> {
+    pub fn begin_on_kernels(&mut self, indices: &[i64], weights: Option<Part<'_>>) -> Result<()> {
         self.check_may_dispatch("dispatch_send")?;
         let routes = self.check_routes(indices, weights)?;
-        self.start(&mut Io::Far(Given::Tokens), &routes, indices, weights)
+        self.start(&mut Io::Kernels(KernelIo::Tokens), &routes, indices, weights)
     }
 
     fn start(
@@ -233,7 +233,7 @@ impl Machine {
             return Err(EngineError::Invalid(text.into()));
         }
         match self.is_abandoned {
-            true => self.renew()?,
+            true => self.rebuild()?,
             false => self.ctx.exchange = next_exchange(self.ctx.exchange),
         }
         self.tokens = routes.tokens;
@@ -253,7 +253,7 @@ impl Machine {
 
     /// Makes the lanes of the present ranks. If a rank is missing, no rank forwards: the grid is
     /// flat.
-    fn renew(&mut self) -> Result<()> {
+    fn rebuild(&mut self) -> Result<()> {
         let era = self.membership.era();
         if era >= 1 << 15 {
             let text = "ranks came and went too often for one exchange; make another";
@@ -266,7 +266,7 @@ impl Machine {
             false => (self.spec, ctx.grid.whole()),
         };
         (ctx.era, ctx.exchange) = (era, first_exchange(era, is_flat));
-        self.channels.iter_mut().for_each(|channel| channel.renew(&self.ctx));
+        self.channels.iter_mut().for_each(|channel| channel.rebuild(&self.ctx));
         self.is_abandoned = false;
         Ok(())
     }
@@ -313,10 +313,10 @@ impl Machine {
     /// # Errors
     /// [`EngineError::PeerLost`]: a rank was given up, here or by others.
     pub fn step(&mut self, now: Time, timeout: Duration, io: &mut Io<'_, '_>) -> Result<bool> {
-        self.hear()?;
+        self.process_signals()?;
         let moved = match self.go_on(io) {
             Ok(moved) => moved,
-            Err(Stop::Ahead { rank }) => {
+            Err(StopCause::Ahead { rank }) => {
                 self.overtaken_by = Some(rank);
                 true
             }
@@ -347,7 +347,8 @@ impl Machine {
         }
         let late = |rank: &u32| {
             // Cyclic waits end, too (RS-4).
-            quiet >= timeout.saturating_mul(LAST) || self.signals.is_silent(*rank, now, timeout)
+            quiet >= timeout.saturating_mul(MAX_TIMEOUTS)
+                || self.signals.is_silent(*rank, now, timeout)
         };
         if quiet >= timeout {
             if let Some(rank) = suspects.into_iter().find(late) {
@@ -370,7 +371,7 @@ impl Machine {
         self.quiet_since = None;
     }
 
-    fn go_on(&mut self, io: &mut Io<'_, '_>) -> Result<bool, Stop> {
+    fn go_on(&mut self, io: &mut Io<'_, '_>) -> Result<bool, StopCause> {
         let mut moved = false;
         if self.is_abandoned || self.overtaken_by.is_some() {
             moved |= self.is_abandoned && self.jobs.discard(io);
@@ -415,7 +416,7 @@ impl Machine {
         self.channels.iter().flat_map(of).collect()
     }
 
-    /// Where rows will be, once all lanes have said how many come.
+    /// Computes the placement of rows, once all lanes have announced their numbers.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] out of turn, or if an expert gets more rows than `order` has room
@@ -432,12 +433,12 @@ impl Machine {
         self.arrivals.place(self.spec.shape.local_experts(), order, begun).map(Some)
     }
 
-    /// Where rows are, once that was asked for.
+    /// The placement of rows, once it was requested.
     pub fn placing(&self) -> Option<Dispatched> {
         self.arrivals.placing().cloned()
     }
 
-    /// What this rank has sent in all exchanges so far.
+    /// Traffic of this rank in all exchanges so far.
     pub fn traffic(&self) -> Traffic {
         let mut all = Traffic::default();
         self.channels.iter().for_each(|c| c.count(&self.ctx, &mut all));
@@ -470,8 +471,8 @@ impl Machine {
     ///
     /// # Errors
     /// As [`Machine::begin_answers`].
-    pub fn begin_far_answers(&mut self, rows: u64) -> Result<()> {
-        self.check_far_answers(rows)?;
+    pub fn begin_kernel_answers(&mut self, rows: u64) -> Result<()> {
+        self.check_kernel_answers(rows)?;
         self.phase = Phase::Answering;
         Ok(())
     }
@@ -506,8 +507,8 @@ impl Machine {
     ///
     /// # Errors
     /// [`EngineError::Invalid`], out of turn.
-    pub fn take_far_sums(&mut self) -> Result<u32> {
-        self.check_far_sums()?;
+    pub fn take_kernel_sums(&mut self) -> Result<u32> {
+        self.check_kernel_sums()?;
         self.phase = Phase::Idle;
         Ok(self.tokens)
     }
@@ -518,7 +519,7 @@ impl Machine {
         self.jobs.are_under_way()
     }
 
-    pub fn rest(&mut self, resting: bool) {
+    pub fn set_resting(&mut self, resting: bool) {
         self.jobs.resting = resting;
     }
 
@@ -534,11 +535,11 @@ impl Machine {
         all.map(Commands::has_left).fold(true, |all, one| all & one)
     }
 
-    fn stop(&mut self, stop: Stop) -> EngineError {
+    fn stop(&mut self, stop: StopCause) -> EngineError {
         match stop {
-            Stop::Engine(error) => error,
-            Stop::Ahead { .. } => EngineError::Closed,
-            Stop::Peer { rank, cause } => {
+            StopCause::Engine(error) => error,
+            StopCause::Ahead { .. } => EngineError::Closed,
+            StopCause::Peer { rank, cause } => {
                 let cause =
                     format!("it broke the protocol: {cause}; run the same version everywhere");
                 self.fail(rank, cause);

@@ -15,8 +15,8 @@ pub struct Member {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
-    /// Its descriptor has not arrived yet.
+enum MembershipState {
+    /// The descriptor of the rank has not arrived.
     Awaited,
     Here,
     Out,
@@ -25,38 +25,38 @@ enum State {
 #[derive(Clone, Debug)]
 pub struct Membership {
     events: Vec<u32>,
-    states: Vec<State>,
+    states: Vec<MembershipState>,
 }
 
 impl Membership {
     pub fn new(own: Member, ranks: u32) -> Self {
         let mut events = vec![0; ranks as usize];
-        let mut states = vec![State::Awaited; ranks as usize];
+        let mut states = vec![MembershipState::Awaited; ranks as usize];
         events[own.rank as usize] = 2 * own.incarnation;
-        states[own.rank as usize] = State::Here;
+        states[own.rank as usize] = MembershipState::Here;
         Self { events, states }
     }
 
     pub fn is_here(&self, rank: u32) -> bool {
-        self.states[rank as usize] == State::Here
+        self.states[rank as usize] == MembershipState::Here
     }
 
     /// Whether an incarnation of it has ended, and no other has begun.
     pub fn is_out(&self, rank: u32) -> bool {
-        self.states[rank as usize] == State::Out
+        self.states[rank as usize] == MembershipState::Out
     }
 
     pub fn here(&self) -> Vec<bool> {
-        self.states.iter().map(|s| *s == State::Here).collect()
+        self.states.iter().map(|s| *s == MembershipState::Here).collect()
     }
 
     pub fn are_all_here(&self) -> bool {
-        self.states.iter().all(|s| *s == State::Here)
+        self.states.iter().all(|s| *s == MembershipState::Here)
     }
 
     /// The first rank without a descriptor that is not known to be absent.
     pub fn awaited(&self) -> Option<u32> {
-        self.states.iter().position(|s| *s == State::Awaited).map(|rank| rank as u32)
+        self.states.iter().position(|s| *s == MembershipState::Awaited).map(|rank| rank as u32)
     }
 
     /// The latest incarnation of a rank.
@@ -96,19 +96,19 @@ impl Membership {
     /// Begins a checked incarnation.
     pub fn admit(&mut self, Member { rank, incarnation }: Member) {
         self.events[rank as usize] = 2 * incarnation;
-        self.states[rank as usize] = State::Here;
+        self.states[rank as usize] = MembershipState::Here;
     }
 
     /// Ends the incarnation of a present rank, or marks a rank that hasn't joined as absent.
     pub fn lose(&mut self, rank: u32) {
         self.events[rank as usize] |= 1;
-        self.states[rank as usize] = State::Out;
+        self.states[rank as usize] = MembershipState::Out;
     }
 
     /// An incarnation of an absent rank began and ended elsewhere; the rank stays absent.
     pub fn pass_over(&mut self, Member { rank, incarnation }: Member) {
         self.events[rank as usize] = 2 * incarnation + 1;
-        self.states[rank as usize] = State::Out;
+        self.states[rank as usize] = MembershipState::Out;
     }
 
     /// The first incarnation of a rank that isn't known to have ended.
@@ -119,7 +119,7 @@ impl Membership {
     /// Merges another rank's knowledge; it may know more of absent ranks.
     pub fn learn(&mut self, events: &[u32]) {
         for ((had, state), new) in self.events.iter_mut().zip(&self.states).zip(events) {
-            if *state != State::Here {
+            if *state != MembershipState::Here {
                 *had = (*had).max(*new);
             }
         }

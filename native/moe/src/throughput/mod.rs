@@ -12,22 +12,23 @@
 //! While a rank is missing, no rank forwards: every rank is a node of its own ([`membership`],
 //! [`grid`]).
 //!
-//! From pure to stateful: [`Spec`], [`grid`], [`layout`], [`slots`], [`membership`]; [`ring`] and the
-//! lanes ([`feed`], [`gateway`], [`take`]); [`Machine`], which needs neither thread nor clock; and
-//! [`Throughput`], which has both.
+//! From pure to stateful: [`Spec`], [`grid`], [`layout`], [`slots`], [`membership`]; [`ring`] and
+//! the lanes ([`rail_sender`], [`gateway`], [`node_receiver`]); [`Machine`], which needs neither
+//! thread nor clock; and [`Throughput`], which has both.
 
 mod admission;
 mod channel;
 mod commands;
 mod context;
-mod far;
-mod feed;
 mod gateway;
 mod grid;
 mod jobs;
+mod kernel_calls;
 mod layout;
 mod machine;
 mod membership;
+mod node_receiver;
+mod rail_sender;
 pub(crate) mod rank_descriptor;
 mod reader;
 mod received;
@@ -36,7 +37,6 @@ mod ring_pool;
 mod signals;
 mod slots;
 mod spec;
-mod take;
 mod workers;
 
 use std::{
@@ -53,9 +53,9 @@ use fabric_proxy::{Config, DeviceMemory, Engines, Event, Proxy, ProxyError};
 use parking_lot::{Mutex, MutexGuard};
 
 pub use self::{
-    context::{Given, Io},
-    far::Far,
-    jobs::{Fault, Job, Outcome, Sum, Term, Ticket, To, Worker},
+    context::{Io, KernelIo},
+    jobs::{Job, JobError, JobId, JobResult, Sum, SumTarget, SumTerm, Worker},
+    kernel_calls::KernelMemory,
     layout::Layout,
     machine::{Losses, LostRank, Machine, Traffic},
     membership::Member,
@@ -70,17 +70,17 @@ use crate::{
     routes::Order,
 };
 
-/// Commands that a FIFO of a channel holds.
+/// Commands in the FIFO of a channel.
 const IN_FLIGHT: u32 = 1024;
-/// How long a rank that ends the exchange, or leaves, waits until what it has to say has left.
-const FAREWELL: Duration = Duration::from_secs(2);
+/// Longest wait of a leaving rank until its signals are sent.
+const GOODBYE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Command channels of so many channels: slots and credits of each family have one of their own.
+/// The number of command channels: slots and credits of each family have their own.
 fn command_channels(channels: u32) -> u32 {
     2 * grid::Family::ALL.len() as u32 * channels
 }
 
-/// What the proxy of a rank of this exchange is like.
+/// The configuration of the proxy of a rank.
 pub fn proxy_config(spec: &Spec, member: Member, deadline: Duration) -> Config {
     Config {
         rank: member.rank as usize,
@@ -99,10 +99,10 @@ pub fn proxy_config(spec: &Spec, member: Member, deadline: Duration) -> Config {
 
 /// One rank of a high-throughput exchange.
 ///
-/// Calls come in turns: `dispatch_send`, `dispatch_recv`, `combine_send`, `combine_recv`, from one
-/// thread at a time; combine may be left out if all ranks do. A rank forwards for others while it
-/// is in a call: between calls, as much moves as rings hold. Other threads may ask, or mask a rank,
-/// meanwhile.
+/// Calls come in this order: `dispatch_send`, `dispatch_recv`, `combine_send`, `combine_recv`, from
+/// one thread at a time; combine may be left out if all ranks do. A rank forwards for others while
+/// it is in a call. Between calls only the rings' contents move. Other threads may query it or mask
+/// a rank meanwhile.
 pub struct Throughput {
     proxy: Proxy,
     spec: Spec,
@@ -112,7 +112,7 @@ pub struct Throughput {
     /// Locked for a whole call.
     machine: Mutex<Machine>,
     losses: Arc<Losses>,
-    /// Ranks to give up, and why, until a call or the caller has done so.
+    /// Ranks to give up, with causes, until a call does so.
     masked: Mutex<Vec<(u32, String)>>,
     traffic: Mutex<Traffic>,
     closed: AtomicBool,
@@ -124,7 +124,7 @@ pub struct Throughput {
     member: Member,
     /// Nanoseconds.
     timeout: AtomicU64,
-    /// When kernels are at work, if they carry the exchange out.
+    /// The lifecycle of workers, if kernels execute the exchange.
     lifecycle: Option<device::WorkerLifecycle>,
 }
 
@@ -216,8 +216,8 @@ impl Throughput {
         Duration::from_nanos(self.timeout.load(Relaxed))
     }
 
-    /// What this rank has sent up to the end of its last call, or until nothing moved in the one
-    /// that it is in.
+    /// Traffic of this rank up to the end of its last call, or up to the last wait of the current
+    /// call.
     pub fn traffic(&self) -> Traffic {
         *self.traffic.lock()
     }
@@ -245,7 +245,7 @@ impl Throughput {
         self.drive(&mut machine, &mut Io::Tokens(parts), |machine| machine.is_packed())
     }
 
-    /// How many rows come, and where they will be, when all lanes have said so.
+    /// Number and placement of the arriving rows, once all lanes have announced them.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] out of turn, or if an expert gets more rows than `order` has room
@@ -301,7 +301,7 @@ impl Throughput {
     /// As [`Throughput::enter`], for a call whose rows the host moves.
     fn enter_near(&self) -> Result<(MutexGuard<'_, ()>, MutexGuard<'_, Machine>)> {
         if self.lifecycle.is_some() {
-            let text = "kernels move the rows of this exchange; use the far calls";
+            let text = "kernels move the rows of this exchange; use the kernel calls";
             return Err(EngineError::Invalid(text.into()));
         }
         self.enter()
@@ -322,23 +322,23 @@ impl Throughput {
     ) -> Result<()> {
         let there = self.step_until(machine, io, done);
         if there.is_ok() && machine.is_at_work() {
-            machine.rest(true);
+            machine.set_resting(true);
             if self.step_until(machine, io, |machine| !machine.is_at_work()).is_err() {
                 // Losses meanwhile are reported by the next call.
-                machine.say_again();
-                self.put_down(machine, io);
+                machine.report_again();
+                self.release_memory(machine, io);
             }
-            machine.rest(false);
+            machine.set_resting(false);
         }
         if there.is_err() {
-            self.put_down(machine, io);
+            self.release_memory(machine, io);
         }
-        self.note(machine);
+        self.publish_membership(machine);
         there
     }
 
     /// Waits until no memory of the caller is in use.
-    fn put_down(&self, machine: &mut Machine, io: &mut Io<'_, '_>) {
+    fn release_memory(&self, machine: &mut Machine, io: &mut Io<'_, '_>) {
         let end = Instant::now() + machine::own_job_timeout(self.timeout());
         while machine.is_abandoned() && !machine.finish_jobs(io) {
             std::thread::sleep(Duration::from_micros(50));
@@ -353,7 +353,7 @@ impl Throughput {
     }
 
     /// Updates the state that other threads read between calls.
-    fn note(&self, machine: &Machine) {
+    fn publish_membership(&self, machine: &Machine) {
         *self.here.lock() = machine.here();
     }
 
@@ -366,7 +366,7 @@ impl Throughput {
         machine.resume();
         let mut idle = 0u32;
         loop {
-            let moved = self.step(machine, io).inspect_err(|_| self.tell(machine))?;
+            let moved = self.step(machine, io).inspect_err(|_| self.announce_losses(machine))?;
             let over = done(machine);
             idle = if moved { 0 } else { idle + 1 };
             if over || idle == 32 {
@@ -387,7 +387,7 @@ impl Throughput {
     fn step(&self, machine: &mut Machine, io: &mut Io<'_, '_>) -> Result<bool> {
         self.follow_masks(machine);
         // A rank's reports of losses arrive before its own end.
-        machine.hear()?;
+        machine.process_signals()?;
         self.take_events(machine);
         self.mask_lost(machine);
         machine.step(Time::now(), self.timeout(), io)
@@ -429,20 +429,20 @@ impl Throughput {
         }
         let mut machine = self.machine.lock();
         if self.losses.ended().is_none() {
-            wait_for(self.farewell(), || machine.has_left());
+            wait_for(self.goodbye_timeout(), || machine.has_left());
         }
         drop(machine);
         self.proxy.close();
     }
 
     /// Waits, for a bounded time, until all others have been told of the losses.
-    fn tell(&self, machine: &mut Machine) {
-        wait_for(self.farewell(), || machine.has_told());
+    fn announce_losses(&self, machine: &mut Machine) {
+        wait_for(self.goodbye_timeout(), || machine.has_told());
         self.mask_lost(machine);
     }
 
-    fn farewell(&self) -> Duration {
-        FAREWELL.min(self.timeout())
+    fn goodbye_timeout(&self) -> Duration {
+        GOODBYE_TIMEOUT.min(self.timeout())
     }
 }
 

@@ -8,7 +8,7 @@ use std::cmp::Ordering::{Equal, Greater, Less};
 
 use super::{
     commands::Commands,
-    context::{by, Context, Stop},
+    context::{by, Context, StopCause},
     jobs::{Call, Job, PendingJobs},
     ring::Inbound,
     slots::{compare_era, HEAD},
@@ -31,25 +31,25 @@ impl Reader {
     }
 
     /// Slots of this era that have come and weren't read, looked at or not.
-    pub fn ready(&self, ctx: &Context) -> Result<u64, Stop> {
+    pub fn ready(&self, ctx: &Context) -> Result<u64, StopCause> {
         if !self.ring.fresh || self.is_ahead {
             return Ok(0);
         }
-        self.ring.ready(&ctx.words).map_err(by(self.ring.place.partner))
+        self.ring.ready(&ctx.words).map_err(by(self.ring.layout.partner))
     }
 
     /// Passes over slots of earlier eras; whether there was one.
-    pub fn freshen(
+    pub fn skip_earlier(
         &mut self,
         ctx: &Context,
         commands: &mut Commands,
         call: &mut Call<'_, '_, '_>,
-    ) -> Result<bool, Stop> {
+    ) -> Result<bool, StopCause> {
         if self.ring.fresh || self.is_ahead {
             return Ok(false);
         }
         if self.looking.is_empty() && call.may_begin() {
-            let ready = self.ring.ready(&ctx.words).map_err(by(self.ring.place.partner))?;
+            let ready = self.ring.ready(&ctx.words).map_err(by(self.ring.layout.partner))?;
             let n = ready.min(ctx.spec.chunk.into());
             if n > 0 {
                 let slots = (0..n).map(|ahead| self.ring.next(ahead)).collect();
@@ -80,7 +80,7 @@ impl Reader {
         call: &mut Call<'_, '_, '_>,
         nbytes: u64,
         left: u64,
-    ) -> Result<u64, Stop> {
+    ) -> Result<u64, StopCause> {
         let seen = self.seen(nbytes);
         if self.ring.fresh && self.looking.is_empty() && call.may_begin() {
             let ready = self.ready(ctx)?.min(left);
@@ -106,7 +106,8 @@ impl Reader {
         (self.seen.len() - self.read) as u64 / nbytes
     }
 
-    /// Where the next slot but `ahead` is, and its first `nbytes`, which were looked at.
+    /// Offset of the slot `ahead` slots after the next one, and its first `nbytes`, which were
+    /// read.
     pub fn slot(&self, ahead: u64, nbytes: u64) -> (u64, &[u8]) {
         let begin = self.read + (ahead * nbytes) as usize;
         (self.ring.next(ahead), self.seen.get(begin..begin + nbytes as usize).unwrap_or(&[]))

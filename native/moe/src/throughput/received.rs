@@ -2,7 +2,7 @@
 
 use super::{
     context::{Arrivals, Context},
-    jobs::Term,
+    jobs::SumTerm,
     slots::{experts, read_head, Kind},
 };
 
@@ -26,7 +26,7 @@ impl Received {
     /// Gives a token places among the rows of its experts here, behind `rows`; returns how many.
     ///
     /// # Errors
-    /// What can't be in the slot: tokens out of order, more rows than were announced.
+    /// The violation: tokens out of order, or more rows than announced.
     pub fn take(
         &mut self,
         ctx: &Context,
@@ -59,13 +59,13 @@ impl Received {
         Ok((self.terms.len() - before) as u32)
     }
 
-    /// What this rank's answer to a token is the sum of: its experts' answers, each times its
-    /// weight, in their order.
-    pub fn terms(&self, i: usize) -> impl Iterator<Item = Term> + '_ {
+    /// The terms of this rank's answer to a token: the answers of its experts times their weights,
+    /// in order.
+    pub fn terms(&self, i: usize) -> impl Iterator<Item = SumTerm> + '_ {
         let begin = i.checked_sub(1).map_or(0, |before| self.ends[before]);
         let end = self.ends[i];
         let each = self.terms[begin..end].iter().enumerate();
-        each.map(move |(i, (row, weight))| Term::Row {
+        each.map(move |(i, (row, weight))| SumTerm::Row {
             row: *row,
             weight: *weight,
             last: begin + i + 1 == end,

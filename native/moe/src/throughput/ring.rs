@@ -15,26 +15,27 @@ use fabric_proxy::{
 
 use super::{commands::Commands, machine::Traffic};
 
-/// Where a ring lies, and the words of its two ends.
+/// The layout of a ring: its slots, and the words of its two ends.
 #[derive(Clone, Copy, Debug)]
-pub struct Place {
+pub struct RingLayout {
     pub partner: u32,
-    /// What goes over it are answers or sums.
+    /// Whether the ring carries answers or sums.
     pub is_back: bool,
     /// Offset of the ring in the receiver's part.
     pub base: u64,
     pub slots: u64,
     pub stride: u64,
-    /// The word that the partner moves, and the one there that this end moves.
+    /// The local word that the partner moves.
     pub word: u64,
+    /// The partner's word that this end moves.
     pub partners_word: u64,
     /// The command channels of its slots and of its credits.
     pub data: u8,
     pub credits: u8,
 }
 
-impl Place {
-    /// Where a slot is, counted from the first that ever was.
+impl RingLayout {
+    /// The offset of slot `i`, counted from the first slot ever used.
     pub fn slot(&self, i: u64) -> u64 {
         self.base + i % self.slots * self.stride
     }
@@ -47,32 +48,32 @@ impl Place {
 /// The sender's end.
 #[derive(Debug)]
 pub struct Outbound {
-    pub place: Place,
+    pub layout: RingLayout,
     pub sent: u64,
-    /// How many of those that were sent are preambles.
+    /// The number of preambles among the sent slots.
     pub preambles: u64,
     /// Slots before this may be written again.
     cleared: u64,
-    /// What was sent: up to which slot, by commands up to which one.
+    /// Sent batches: the end slot, and the last command.
     batches: VecDeque<(u64, u64)>,
-    /// What was given back: up to which slot, when which drain is over.
+    /// Returned batches: the end slot, and the drain after which it is free.
     draining: VecDeque<(u64, u64)>,
 }
 
 impl Outbound {
-    pub fn new(place: Place) -> Self {
+    pub fn new(layout: RingLayout) -> Self {
         let (batches, draining) = (VecDeque::new(), VecDeque::new());
-        Self { place, sent: 0, preambles: 0, cleared: 0, batches, draining }
+        Self { layout, sent: 0, preambles: 0, cleared: 0, batches, draining }
     }
 
-    /// Tokens, answers or sums that were sent.
+    /// The number of sent tokens, answers or sums.
     pub fn rows(&self) -> u64 {
         self.sent - self.preambles
     }
 
-    /// Adds what was sent, by where it went; `near` says which ranks are on this rank's node.
+    /// Adds the sent rows by destination; `near` tells which ranks are on this rank's node.
     pub fn count(&self, near: &impl Fn(u32) -> bool, all: &mut Traffic) {
-        let rows = match (near(self.place.partner), self.place.is_back) {
+        let rows = match (near(self.layout.partner), self.layout.is_back) {
             (false, false) => &mut all.rail_tokens,
             (true, false) => &mut all.node_tokens,
             (true, true) => &mut all.node_answers,
@@ -83,7 +84,7 @@ impl Outbound {
 
     /// Slots that may be written.
     pub fn room(&self) -> u64 {
-        self.place.slots - (self.sent - self.cleared)
+        self.layout.slots - (self.sent - self.cleared)
     }
 
     /// Whether slots up to one may be written again.
@@ -91,12 +92,12 @@ impl Outbound {
         self.cleared >= up_to
     }
 
-    /// Takes in what the receiver has given back; whether that was anything.
+    /// Takes the slots that the receiver has returned; whether there were any.
     ///
     /// # Errors
-    /// The receiver gave back more than it was sent.
+    /// The receiver returned more slots than were sent.
     pub fn update(&mut self, words: &AtomicWords, commands: &mut Commands) -> Result<bool, String> {
-        let head = self.place.read(words);
+        let head = self.layout.read(words);
         if head > self.sent {
             return Err(format!("it gave back {head} slots of a ring, and was sent {}", self.sent));
         }
@@ -118,31 +119,31 @@ impl Outbound {
         Ok(back.is_some() || before != self.cleared)
     }
 
-    /// Sends slots that lie at `from`, each place once, and says so by the tail.
+    /// Sends slots that lie at `from`, and moves the tail.
     pub fn send(&mut self, from: &[u64], commands: &mut Commands) {
-        let (place, first) = (self.place, self.sent);
-        let at = |i: usize| (from[i], place.slot(first + i as u64));
-        let most = (MAX_LEN / place.stride) as usize;
+        let (layout, first) = (self.layout, self.sent);
+        let at = |i: usize| (from[i], layout.slot(first + i as u64));
+        let most = (MAX_LEN / layout.stride) as usize;
         let mut begin = 0;
         while begin < from.len() {
             // What lies together on both sides is one write.
             let (src, dst) = at(begin);
             let mut n = 1;
             while n < most && begin + n < from.len() {
-                let ahead = n as u64 * place.stride;
+                let ahead = n as u64 * layout.stride;
                 if at(begin + n) != (src + ahead, dst + ahead) {
                     break;
                 }
                 n += 1;
             }
-            let slot = place.partners_word as u16;
+            let slot = layout.partners_word as u16;
             let last = begin + n == from.len();
             commands.push(Command::Write {
-                rank: place.partner as u16,
-                channel: place.data,
+                rank: layout.partner as u16,
+                channel: layout.data,
                 from: src,
                 to: dst,
-                len: n as u64 * place.stride,
+                len: n as u64 * layout.stride,
                 add: last.then_some(Add { slot, value: from.len() as i64, ordered: true }),
             });
             begin += n;
@@ -157,7 +158,7 @@ impl Outbound {
 /// The receiver's end.
 #[derive(Debug)]
 pub struct Inbound {
-    pub place: Place,
+    pub layout: RingLayout,
     /// Slots that were read.
     pub taken: u64,
     /// Slots that were given back.
@@ -167,8 +168,8 @@ pub struct Inbound {
 }
 
 impl Inbound {
-    pub fn new(place: Place) -> Self {
-        Self { place, taken: 0, credited: 0, fresh: false }
+    pub fn new(layout: RingLayout) -> Self {
+        Self { layout, taken: 0, credited: 0, fresh: false }
     }
 
     /// Slots that have come and weren't read.
@@ -176,19 +177,19 @@ impl Inbound {
     /// # Errors
     /// The sender wrote more than the ring holds.
     pub fn ready(&self, words: &AtomicWords) -> Result<u64, String> {
-        let tail = self.place.read(words);
-        match tail.checked_sub(self.taken).filter(|_| tail - self.credited <= self.place.slots) {
+        let tail = self.layout.read(words);
+        match tail.checked_sub(self.taken).filter(|_| tail - self.credited <= self.layout.slots) {
             Some(ready) => Ok(ready),
             None => Err(format!(
                 "it filled {tail} slots of a ring of {}, of which {} were given back",
-                self.place.slots, self.credited
+                self.layout.slots, self.credited
             )),
         }
     }
 
-    /// Where the next slot but `ahead` is.
+    /// Offset of the slot `ahead` slots after the next one.
     pub fn next(&self, ahead: u64) -> u64 {
-        self.place.slot(self.taken + ahead)
+        self.layout.slot(self.taken + ahead)
     }
 
     /// Gives back the slots before `up_to`, a chunk at a time, or all if they are the last of an
@@ -198,8 +199,8 @@ impl Inbound {
         // noted.
         let Some(slots) = up_to.checked_sub(self.credited) else { return };
         if slots >= u64::from(chunk) || last && slots > 0 {
-            let place = &self.place;
-            commands.add(place.partner, place.credits, place.partners_word, slots);
+            let layout = &self.layout;
+            commands.add(layout.partner, layout.credits, layout.partners_word, slots);
             self.credited = up_to;
         }
     }
@@ -217,7 +218,7 @@ mod tests {
     fn slots_that_were_passed_over_are_not_given_back_again() {
         let (pusher, _popper) = fifo(8, Arc::new(Parker::default())).unwrap();
         let mut commands = Commands::new(pusher);
-        let place = Place {
+        let layout = RingLayout {
             partner: 1,
             is_back: false,
             base: 0,
@@ -228,7 +229,7 @@ mod tests {
             data: 0,
             credits: 1,
         };
-        let mut ring = Inbound::new(place);
+        let mut ring = Inbound::new(layout);
         ring.credit(6, 4, false, &mut commands);
         assert_eq!((ring.credited, commands.last()), (6, Some(0)));
         ring.credit(2, 4, true, &mut commands);

@@ -6,7 +6,7 @@ use super::{
     commands::Commands,
     machine::Traffic,
     reader::Reader,
-    ring::{Inbound, Outbound, Place},
+    ring::{Inbound, Outbound, RingLayout},
 };
 
 /// By the word that the partner moves.
@@ -14,35 +14,35 @@ use super::{
 pub struct RingPool {
     outbound: HashMap<u64, Outbound>,
     inbound: HashMap<u64, Inbound>,
-    /// What was sent over rings that are no more.
+    /// Traffic of dropped rings.
     before: Traffic,
 }
 
 impl RingPool {
-    pub fn outbound(&mut self, place: Place) -> Outbound {
-        let mut ring = self.outbound.remove(&place.word).unwrap_or_else(|| Outbound::new(place));
-        ring.place = place;
+    pub fn outbound(&mut self, layout: RingLayout) -> Outbound {
+        let mut ring = self.outbound.remove(&layout.word).unwrap_or_else(|| Outbound::new(layout));
+        ring.layout = layout;
         ring
     }
 
     /// A ring on which slots of earlier eras may arrive; these are ignored (IC-6).
-    pub fn inbound(&mut self, place: Place, is_first: bool) -> Reader {
-        let mut ring = self.inbound.remove(&place.word).unwrap_or_else(|| Inbound::new(place));
-        (ring.place, ring.fresh) = (place, is_first);
+    pub fn inbound(&mut self, layout: RingLayout, is_first: bool) -> Reader {
+        let mut ring = self.inbound.remove(&layout.word).unwrap_or_else(|| Inbound::new(layout));
+        (ring.layout, ring.fresh) = (layout, is_first);
         Reader::new(ring)
     }
 
     pub fn put(&mut self, ring: Outbound) {
-        self.outbound.insert(ring.place.word, ring);
+        self.outbound.insert(ring.layout.word, ring);
     }
 
     pub fn put_back(&mut self, reader: Reader) {
-        self.inbound.insert(reader.ring.place.word, reader.ring);
+        self.inbound.insert(reader.ring.layout.word, reader.ring);
     }
 
     /// Gives back what was read, of which nothing is in use any more.
     pub fn give_back(&mut self, here: &[bool], commands: &mut Commands) {
-        for ring in self.inbound.values_mut().filter(|r| here[r.place.partner as usize]) {
+        for ring in self.inbound.values_mut().filter(|r| here[r.layout.partner as usize]) {
             ring.credit(ring.taken, 1, true, commands);
         }
     }
@@ -52,14 +52,14 @@ impl RingPool {
         let its: Vec<u64> = self
             .outbound
             .values()
-            .filter(|r| r.place.partner == rank)
-            .map(|r| r.place.word)
+            .filter(|r| r.layout.partner == rank)
+            .map(|r| r.layout.word)
             .collect();
         for word in its {
             let Some(ring) = self.outbound.remove(&word) else { continue };
             ring.count(&node, &mut self.before);
         }
-        self.inbound.retain(|_, ring| ring.place.partner != rank);
+        self.inbound.retain(|_, ring| ring.layout.partner != rank);
     }
 
     /// Adds what was sent over rings that are here; `near` says which ranks are on this rank's

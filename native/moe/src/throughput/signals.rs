@@ -1,6 +1,6 @@
 //! Signals between ranks beside tokens: that a rank is in a call, and which ranks it has given up.
-//! They use a FIFO and a command channel of their own, so that they don't wait behind tokens that a
-//! rank does not take.
+//! Signals have their own FIFO and command channel, so they do not wait behind tokens for a slow
+//! rank.
 
 use std::{
     sync::atomic::Ordering::{AcqRel, Acquire},
@@ -19,7 +19,7 @@ use super::{commands::Commands, context::Context, membership::Member};
 const REPORTER_BITS: u32 = 10;
 /// Incarnations of a rank that its word distinguishes.
 const INCARNATIONS: u32 = u64::BITS / REPORTER_BITS;
-/// Lives to come whose ends are heard of: what is said late of earlier ones stands elsewhere in the
+/// Future incarnations whose ends are noticed. Late signals of earlier ones use other bits of the
 /// word.
 const FUTURE_INCARNATIONS: u32 = INCARNATIONS / 2;
 const CHANNEL: u8 = CHANNELS as u8 - 1;
@@ -32,63 +32,62 @@ const BEAT: Duration = Duration::from_millis(250);
 pub struct Signals {
     pub commands: Commands,
     /// Time of this rank's last in-call signal.
-    said: Option<Time>,
+    sent_at: Option<Time>,
     /// The drain after which all others know which ranks this rank has given up.
-    told: Option<u64>,
-    /// By rank: incarnations before this have a place in its word of which those before them have been
-    /// cleared.
+    losses_drain: Option<u64>,
+    /// By rank: the bits of incarnations before this one are clear in its word.
     ready: Vec<u32>,
-    /// By rank: how often it said so, and when that was seen.
-    heard: Vec<(u64, Time)>,
+    /// By rank: the count of its in-call signals, and when it last changed.
+    last_beats: Vec<(u64, Time)>,
 }
 
 impl Signals {
     pub fn new(pusher: Pusher, ranks: u32) -> Self {
-        let heard = vec![(0, Time(0)); ranks as usize];
+        let last_beats = vec![(0, Time(0)); ranks as usize];
         let ready = vec![INCARNATIONS; ranks as usize];
-        Self { commands: Commands::new(pusher), said: None, told: None, heard, ready }
+        let commands = Commands::new(pusher);
+        Self { commands, sent_at: None, losses_drain: None, last_beats, ready }
     }
 
     /// Sends the in-call signal if it is due, and reads those of others.
     pub fn beat(&mut self, ctx: &Context, now: Time, timeout: Duration) {
-        for (rank, (beats, when)) in self.heard.iter_mut().enumerate() {
+        for (rank, (beats, when)) in self.last_beats.iter_mut().enumerate() {
             let word = ctx.words[ctx.layout.beat(rank as u32) as usize].load(Acquire);
             if word != *beats {
                 (*beats, *when) = (word, now);
             }
         }
-        let due = self.said.is_none_or(|said| now.since(said) >= BEAT.min(timeout / BEATS));
+        let due = self.sent_at.is_none_or(|at| now.since(at) >= BEAT.min(timeout / BEATS));
         if due && self.commands.is_flushed() {
-            self.said = Some(now);
+            self.sent_at = Some(now);
             self.tell_all(ctx, ctx.layout.beat(ctx.grid.rank), 1);
         }
     }
 
-    /// Whether a rank has been in no call for so long: the last time that it said so may be a beat
-    /// before it left its last call.
+    /// Whether a rank was in no call for `timeout`. Its last signal may be one beat older than the
+    /// end of its last call.
     pub fn is_silent(&self, rank: u32, now: Time, timeout: Duration) -> bool {
-        now.since(self.heard[rank as usize].1) >= timeout + timeout / BEATS
+        now.since(self.last_beats[rank as usize].1) >= timeout + timeout / BEATS
     }
 
     /// Tells all others which incarnation of a rank this rank has given up, so that all do the same
     /// (RS-4).
     pub fn give_up(&mut self, ctx: &Context, member: Member) {
-        self.tell_all(ctx, ctx.layout.given_up(member.rank), 1 << shift(member.incarnation));
-        self.told = Some(self.commands.drain());
+        self.tell_all(ctx, ctx.layout.given_up(member.rank), 1 << shift_of(member.incarnation));
+        self.losses_drain = Some(self.commands.drain());
     }
 
-    /// Whether all others have been told of whom this rank has given up; nothing is awaited of a
-    /// proxy that is closed.
+    /// Whether all others have got this rank's signals of losses; true if the proxy is closed.
     pub fn has_told(&mut self) -> bool {
-        let told = self.told.is_none_or(|drain| self.commands.is_complete(drain));
+        let told = self.losses_drain.is_none_or(|drain| self.commands.is_complete(drain));
         told || self.commands.flush().is_err()
     }
 
-    /// Tells that rank too, which may live, and may take nothing any more: so after all others.
-    /// Returns a drain after which it has been told.
+    /// Signals the lost rank too, after all others, because it may live but take nothing. Returns
+    /// the drain after which it has the signal.
     pub fn tell_itself(&mut self, ctx: &Context, member: Member) -> u64 {
         let (slot, value) =
-            (ctx.layout.given_up(member.rank) as u16, 1 << shift(member.incarnation));
+            (ctx.layout.given_up(member.rank) as u16, 1 << shift_of(member.incarnation));
         let add = Add { slot, value, ordered: false };
         self.commands.push(Command::Atomic { rank: member.rank as u16, channel: CHANNEL, add });
         self.commands.drain()
@@ -107,14 +106,13 @@ impl Signals {
         members.into_iter().find(|member| Self::is_given_up(ctx, *member))
     }
 
-    /// The next incarnation of a rank is this. What was said of those that had its place in the word, or
-    /// one of the next few, is forgotten.
+    /// Clears the bits of a rank's next incarnations in its word.
     pub fn make_ready(&mut self, ctx: &Context, Member { rank, incarnation }: Member) {
         let (ready, to) = (&mut self.ready[rank as usize], incarnation + FUTURE_INCARNATIONS);
         let word = &ctx.words[ctx.layout.given_up(rank) as usize];
         for incarnation in (*ready).max(to.saturating_sub(INCARNATIONS))..to {
             word.fetch_sub(
-                reporters(word.load(Acquire), incarnation) << shift(incarnation),
+                reporters(word.load(Acquire), incarnation) << shift_of(incarnation),
                 AcqRel,
             );
         }
@@ -130,12 +128,12 @@ impl Signals {
     }
 }
 
-/// Ranks that have given up a incarnation, in the word of those: a number for each of the last incarnations.
+/// The number of ranks that have given up an incarnation, from the word of its rank.
 fn reporters(word: u64, incarnation: u32) -> u64 {
-    word >> shift(incarnation) & ((1 << REPORTER_BITS) - 1)
+    word >> shift_of(incarnation) & ((1 << REPORTER_BITS) - 1)
 }
 
-fn shift(incarnation: u32) -> u32 {
+fn shift_of(incarnation: u32) -> u32 {
     incarnation % INCARNATIONS * REPORTER_BITS
 }
 

@@ -1,8 +1,8 @@
 //! Contents of a ring's slot: its head, the experts of a token, the number of rows.
 //!
 //! A head is four little-endian words: what it is, the exchange, the token (or the rows that follow
-//! a preamble), zero. The number of an exchange begins with its era: who takes part, and in which
-//! grid. Everything that a peer wrote there is checked before use (MR-3).
+//! a preamble), zero. The number of an exchange begins with its era: the ranks that take part, and
+//! in which grid. Everything that a peer wrote there is checked before use (MR-3).
 
 use super::spec::Spec;
 use crate::routes::NONE;
@@ -10,10 +10,11 @@ use crate::routes::NONE;
 /// Bytes of a head.
 pub const HEAD: u64 = 16;
 
-/// What a slot holds.
+/// Content of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// How many rows a lane has for a node, for each of its ranks, and for each of their experts.
+    /// Numbers of rows of a lane for a node, for each rank there, and for each expert of these
+    /// ranks.
     Preamble = 1,
     Token = 2,
     /// A rank's sum of its experts' answers to a token.
@@ -51,10 +52,10 @@ pub fn head(kind: Kind, exchange: u32, token: u32) -> [u8; HEAD as usize] {
     bytes
 }
 
-/// The third word of a slot of that kind and exchange.
+/// Reads the third word of a slot, if its head has this kind and exchange.
 ///
-/// The contents, if they differ.
-/// What it says instead.
+/// # Errors
+/// The found head, as text.
 pub fn read_head(bytes: &[u8], kind: Kind, exchange: u32) -> Result<u32, String> {
     let [k, e, token, zero] = std::array::from_fn(|i| word(bytes, i));
     match (k, e, zero) == (kind as u32, exchange, 0) {
@@ -77,7 +78,7 @@ fn word(bytes: &[u8], i: usize) -> u32 {
     at.map_or(0, u32::from_le_bytes)
 }
 
-/// What a lane has for the ranks of one node.
+/// Numbers of rows of a lane for the ranks of one node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Preamble {
     /// Tokens for the node.
@@ -99,7 +100,7 @@ impl Preamble {
     }
 
     /// # Errors
-    /// What is wrong: another exchange, or rows that no source of this shape has on a channel.
+    /// The head is of another exchange, or the numbers of rows are impossible for this shape.
     pub fn read(spec: &Spec, exchange: u32, bytes: &[u8]) -> Result<Self, String> {
         let rows = read_head(bytes, Kind::Preamble, exchange)?;
         let (ranks, experts) = (spec.ranks_per_node as usize, spec.node_experts() as usize);
@@ -146,10 +147,10 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{kernels::Float, Back, Shape};
+    use crate::{kernels::Float, AnswerFormat, Shape};
 
     fn spec() -> Spec {
-        let back = Back { elements: 4, float: Float::F32 };
+        let back = AnswerFormat { elements: 4, float: Float::F32 };
         let shape = Shape {
             ranks: 4,
             experts: 8,

@@ -8,7 +8,7 @@ use crate::shape::{Shape, ALIGN};
 /// The parameters that all ranks of a high-throughput exchange agree on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Spec {
-    /// Its private and shared rows are unused: rings take their place.
+    /// Shape of the exchange. Private and shared rows are unused: rings replace them.
     pub shape: Shape,
     /// Ranks of a node: rank `r` is on node `r / ranks_per_node`.
     pub ranks_per_node: u32,
@@ -106,8 +106,8 @@ impl Spec {
         (super::slots::HEAD + self.shape.back_nbytes()).next_multiple_of(ALIGN)
     }
 
-    /// What is agreed on while a rank is missing: every rank is a node of its own, and one channel
-    /// is enough for the rings that only then are used.
+    /// The parameters while a rank is missing: every rank is its own node, and one channel carries
+    /// the rings of this mode.
     pub(super) fn flat(&self) -> Self {
         Self { ranks_per_node: 1, channels: 1, ..*self }
     }
@@ -134,7 +134,7 @@ impl Spec {
         self.shape.max_tokens.div_ceil(self.channels)
     }
 
-    /// Which of a rank's tokens go over a channel.
+    /// Range of a rank's tokens on a channel.
     pub(super) fn part(&self, channel: u32, tokens: u32) -> std::ops::Range<u32> {
         let cut = |c: u32| (u64::from(tokens) * u64::from(c) / u64::from(self.channels)) as u32;
         cut(channel)..cut(channel + 1)

@@ -13,7 +13,7 @@ use fabric_moe::{
         STORE_ADDRESS, ZERO_ROWS,
     },
     memory::Memory,
-    routes::{Order, Placing, Routes},
+    routes::{Order, Routes, RowPlacement},
     AllToAll, Shape,
 };
 
@@ -43,7 +43,7 @@ pub struct Kernels {
     combined: bool,
     pub next: Next,
     routes: Routes,
-    placing: Option<Placing>,
+    placing: Option<RowPlacement>,
     handed: Handed,
     answers: Vec<u8>,
     /// It stores to peers' memory.
@@ -115,7 +115,7 @@ impl Kernels {
     fn say(&self, all: &AllToAll, told: DeviceEvent, value: i64) {
         let add = Add { slot: told as u16, value, ordered: true };
         let command = Command::Atomic { rank: self.rank as u16, channel: 0, add };
-        all.tell(command.encode().unwrap());
+        all.on_command(command.encode().unwrap());
     }
 
     /// It may have been told where to store, and has not said that it has.
@@ -247,7 +247,7 @@ impl Kernels {
         let all: Vec<u32> = (0..self.shape.ranks as usize * local).map(count).collect();
         let incoming = all.chunks(local).map(<[u32]>::to_vec).collect();
         let order = Order::Packed { multiple: 2 };
-        let placing = Placing::new(local as u32, incoming, order).unwrap();
+        let placing = RowPlacement::new(local as u32, incoming, order).unwrap();
         self.handed = Handed::room(placing.rows);
         self.placing = Some(placing);
     }
@@ -381,7 +381,7 @@ mod tests {
             Command::Write { rank: 0, channel: 0, from: 0, to: 0, len: 16, add: None },
         ] {
             let (_net, _engine, all, kernels) = alone(2);
-            all.tell(command.encode().unwrap());
+            all.on_command(command.encode().unwrap());
             assert!(kernels.has(Word::Abort, 1), "{command:?}");
             assert!(all.check().is_err());
         }

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use fabric_moe::{
     kernels::{Float, Part, PartMut},
     routes::Order,
-    AllToAll, Back, Shape,
+    AllToAll, AnswerFormat, Shape,
 };
 
 /// Elements of a token, and of an answer.
@@ -20,7 +20,7 @@ pub fn shape(ranks: u32, local: u32, topk: u32, max_tokens: u32) -> Shape {
         topk,
         max_tokens,
         row_nbytes: (WIDE * 4 + EXTRA) as u32,
-        back: Back { elements: WIDE as u32, float: Float::F32 },
+        back: AnswerFormat { elements: WIDE as u32, float: Float::F32 },
         private_rows: 2,
         shared_rows: None,
     }

@@ -11,7 +11,7 @@ use fabric_engine::{
     transport::sim::{Fault, SimConfig},
     Time, TransferEngine,
 };
-use fabric_moe::{routes::Order, AllToAll, Dispatched, Lost, Shape};
+use fabric_moe::{routes::Order, AllToAll, Dispatched, LostPeer, Shape};
 
 use crate::{
     kernels::{Kernels, Outcome},
@@ -39,8 +39,8 @@ pub struct Rank {
     engine: Arc<TransferEngine>,
     /// Until it leaves.
     all: Option<AllToAll>,
-    /// Whom it had lost by then.
-    lost: Vec<Lost>,
+    /// The ranks it had lost by then.
+    lost: Vec<LostPeer>,
     /// Carries the exchange out, on some ranks.
     kernels: Option<Kernels>,
     /// A device is busy until then.
@@ -98,8 +98,8 @@ impl Rank {
         self.all.as_ref().unwrap()
     }
 
-    /// Whom it has lost.
-    pub fn lost(&self) -> Vec<Lost> {
+    /// The ranks it has lost.
+    pub fn lost(&self) -> Vec<LostPeer> {
         self.all.as_ref().map_or_else(|| self.lost.clone(), AllToAll::lost)
     }
 
@@ -160,7 +160,7 @@ impl Run {
             page_counts: rng.bool(),
             max_bytes: 1 << rng.u32(6..13),
             window: rng.usize(2..16),
-            apertures: with_kernels && rng.u32(..4) > 0,
+            peer_mappings: with_kernels && rng.u32(..4) > 0,
             ..SimConfig::default()
         };
         let mut net = SimNet::new(config);
@@ -295,7 +295,7 @@ impl Run {
         sum.stored += kernels.map(|k| k.stored).sum::<u64>();
         for rank in alive {
             let lost = rank.lost();
-            let blameless = |l: &fabric_moe::Lost| {
+            let blameless = |l: &fabric_moe::LostPeer| {
                 let of = &self.ranks[l.rank as usize];
                 !self.killed.contains(&l.rank) && !of.has_stopped() && of.all.is_some()
             };
@@ -313,7 +313,7 @@ impl Run {
         Ok(())
     }
 
-    /// Notes who has stopped, and who was given up since.
+    /// Records the stopped ranks, and the ranks given up since.
     fn note(&mut self) {
         let now = self.net.now();
         self.stopped.resize(self.ranks.len(), None);
@@ -341,7 +341,7 @@ impl Run {
             };
             let turn =
                 r.kernels.as_ref().map_or(turn.to_owned(), |k| format!("is to {:?}", k.next));
-            let quiet = r.all.as_ref().is_none_or(AllToAll::quiet);
+            let quiet = r.all.as_ref().is_none_or(AllToAll::is_quiesced);
             let quiet = if quiet { "" } else { ", not quiet" };
             let lost = r.lost();
             format!("rank {} {turn} in exchange {}{quiet}, lost {lost:?}", r.rank, r.exchange)
@@ -442,7 +442,7 @@ impl Run {
             .map_err(|what| format!("rank {i} in exchange {exchange}: {what}; lost {lost:?}"))
     }
 
-    /// Sums are right, and who is left out is named.
+    /// Checks that sums are right, and that missing ranks are named.
     fn summed(&mut self, i: usize, sums: &[f32], left_out: &[u32]) -> Result<(), String> {
         let rank = &mut self.ranks[i];
         if *sums != rank.batch().sums(&self.shape, left_out) {
@@ -474,7 +474,7 @@ impl Run {
     fn fault(&mut self) {
         let node = self.rng.usize(..self.ranks.len());
         let ms = |rng: &mut fastrand::Rng| rng.u64(..50) * MS;
-        let (rail, nth) = (self.rng.u8(..2), self.rng.u8(..4));
+        let (rail, link_index) = (self.rng.u8(..2), self.rng.u8(..4));
         let kind = self.rng.u32(..6);
         self.links |= kind > 0;
         let fault = match kind {
@@ -485,20 +485,25 @@ impl Run {
                 self.killed.push(node as u32);
                 return;
             }
-            1 => Fault::Stall { node: node as u8, rail, nth, lasts: self.rng.u64(..400) * MS },
+            1 => Fault::Stall {
+                node: node as u8,
+                rail,
+                link_index,
+                duration: self.rng.u64(..400) * MS,
+            },
             2 => {
-                let (pick, rest) = (self.rng.u32(..), ms(&mut self.rng));
-                Fault::WorkFails { node: node as u8, rail, nth, pick, rest }
+                let (work_index, link_down_after) = (self.rng.u32(..), ms(&mut self.rng));
+                Fault::WorkFails { node: node as u8, rail, link_index, work_index, link_down_after }
             }
             3 => Fault::Partition {
-                side: self.rng.u64(..),
-                told: self.rng.bool().then(|| ms(&mut self.rng)),
-                gone: self.rng.bool(),
-                lasts: self.rng.u64(..400) * MS,
+                isolated: self.rng.u64(..),
+                notice_after: self.rng.bool().then(|| ms(&mut self.rng)),
+                permanent: self.rng.bool(),
+                duration: self.rng.u64(..400) * MS,
             },
             _ => {
-                let (here, there) = (ms(&mut self.rng), ms(&mut self.rng));
-                Fault::LinkLost { node: node as u8, rail, nth, here, there }
+                let (local_delay, remote_delay) = (ms(&mut self.rng), ms(&mut self.rng));
+                Fault::LinkLost { node: node as u8, rail, link_index, local_delay, remote_delay }
             }
         };
         self.net.inject(&fault);

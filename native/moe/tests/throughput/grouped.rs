@@ -6,7 +6,7 @@ use fabric_moe::{
     kernels::{Float, Part, PartMut},
     routes::Order,
     throughput::Spec,
-    Back, Dispatched, Shape,
+    AnswerFormat, Dispatched, Shape,
 };
 use half::bf16;
 
@@ -24,7 +24,7 @@ pub fn spec(nodes: u32, per_node: u32, local: u32, topk: u32, max_tokens: u32) -
         topk,
         max_tokens,
         row_nbytes: (WIDE * 4 + EXTRA) as u32,
-        back: Back { elements: WIDE as u32, float: Float::Bf16 },
+        back: AnswerFormat { elements: WIDE as u32, float: Float::Bf16 },
         private_rows: 0,
         shared_rows: None,
     };

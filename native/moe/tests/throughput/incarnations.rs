@@ -10,10 +10,10 @@ use crate::{
     nodes::{batch, exchange, open_incarnation},
 };
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 fn open(spec: Spec, rank: u32, incarnation: u32) -> Throughput {
-    open_incarnation(spec, Member { rank, incarnation }, TransportKind::Shm, PATIENCE)
+    open_incarnation(spec, Member { rank, incarnation }, TransportKind::Shm, TIMEOUT)
 }
 
 /// Two of three ranks, which the third has yet to come to.
@@ -124,7 +124,7 @@ fn mr_1_a_rank_with_several_proxy_threads_leaves_and_comes_anew() {
         // Between two exchanges no rank waits for it.
         drop(other);
         other = open(spec, 1, incarnation);
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         while let Err(error) = all.admit(&other.descriptor()) {
             // That it left may have yet to be seen.
             assert!(error.to_string().contains("here already"), "{error}");

@@ -1,7 +1,7 @@
 //! A worker that does its jobs late and in any order, as kernels do.
 
 use fabric_engine::Region;
-use fabric_moe::throughput::{CpuWorker, Io, Job, Outcome, Spec, Ticket, Worker};
+use fabric_moe::throughput::{CpuWorker, Io, Job, JobId, JobResult, Spec, Worker};
 
 #[derive(Debug)]
 pub struct Late {
@@ -10,7 +10,7 @@ pub struct Late {
     /// Jobs that it takes at a time.
     room: usize,
     steps: u32,
-    jobs: Vec<(Ticket, Job, u32)>,
+    jobs: Vec<(JobId, Job, u32)>,
 }
 
 impl Late {
@@ -27,21 +27,21 @@ impl Worker for Late {
         self.jobs.len() < self.room
     }
 
-    fn begin(&mut self, ticket: Ticket, job: Job, exchange: u32, _io: &mut Io<'_, '_>) {
+    fn begin(&mut self, job_id: JobId, job: Job, exchange: u32, _io: &mut Io<'_, '_>) {
         assert!(self.has_room());
-        self.jobs.push((ticket, job, exchange));
+        self.jobs.push((job_id, job, exchange));
     }
 
     fn go_on(&mut self, io: &mut Io<'_, '_>) {
         while self.steps > 0 && !self.jobs.is_empty() && self.rng.u32(..self.steps) == 0 {
             let one = self.rng.usize(..self.jobs.len());
-            let (ticket, job, exchange) = self.jobs.swap_remove(one);
-            self.cpu.begin(ticket, job, exchange, io);
+            let (job_id, job, exchange) = self.jobs.swap_remove(one);
+            self.cpu.begin(job_id, job, exchange, io);
         }
     }
 
-    fn outcome(&mut self, ticket: Ticket) -> Option<Outcome> {
-        self.cpu.outcome(ticket)
+    fn result(&mut self, job_id: JobId) -> Option<JobResult> {
+        self.cpu.result(job_id)
     }
 
     fn totals(&self) -> &[f32] {

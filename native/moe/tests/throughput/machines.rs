@@ -205,7 +205,7 @@ impl Rank {
                 .take_masked(now, timeout)
                 .into_iter()
                 .for_each(|rank| membership.mask(rank as usize));
-            let stepped = machine.hear().and_then(|()| machine.step(now, timeout, io));
+            let stepped = machine.process_signals().and_then(|()| machine.step(now, timeout, io));
             if stepped.is_err() && machine.is_abandoned() {
                 // What was given is in use until then.
                 if !(0..10_000).any(|_| machine.finish_jobs(io)) {
@@ -332,7 +332,7 @@ impl Rank {
 }
 
 fn rests(machine: &mut Machine) -> bool {
-    machine.rest(machine.is_at_work());
+    machine.set_resting(machine.is_at_work());
     machine.is_at_work()
 }
 
@@ -349,7 +349,7 @@ enum Accident {
 struct Run {
     net: SimNet,
     ranks: Vec<Rank>,
-    /// Who, after how many steps.
+    /// The rank, and the number of steps before.
     accidents: Vec<(u32, Accident, u32)>,
     gone: Vec<Rank>,
 }
@@ -420,7 +420,7 @@ impl Run {
             }
         }
         for rank in &self.ranks {
-            let is_gone = |who: u32| self.gone.iter().any(|r| r.member.rank == who);
+            let is_gone = |number: u32| self.gone.iter().any(|r| r.member.rank == number);
             let mut given_up = rank.machine.losses().lost().into_iter().map(|lost| lost.rank);
             if rank.error.is_some() || !given_up.all(is_gone) {
                 let told: Vec<_> = self
@@ -605,7 +605,7 @@ fn tokens_flow_on_though_a_rank_reads_the_last_of_an_exchange_late() {
     }
 }
 
-/// Who waits longer than others says often enough for them that he is in a call.
+/// A rank with a longer timeout sends its in-call signals often enough for the others.
 #[test]
 fn rs_4_a_rank_with_a_longer_timeout_is_not_given_up_while_it_is_in_a_call() {
     let mut run = Run::new(spec(2, 2, 1, 2, 8), 1, SimConfig::default());

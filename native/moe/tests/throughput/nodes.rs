@@ -12,8 +12,8 @@ use fabric_engine::{
 use fabric_moe::{
     kernels::Float,
     throughput::{
-        device::{AtomicWords, Form},
-        Far, Layout, Member, Spec, Throughput,
+        device::{AtomicWords, QueueLayout},
+        KernelMemory, Layout, Member, Spec, Throughput,
     },
 };
 
@@ -111,29 +111,35 @@ fn calls_for_the_other_kind_of_exchange_are_refused() {
     let config = EngineConfig { transports: vec![TransportKind::Shm], ..EngineConfig::default() };
     let engine = TransferEngine::open(config.clone()).unwrap();
     let region = engine.alloc(Layout::new(spec).unwrap().nbytes()).unwrap();
-    let words = AtomicWords::allocate(Form::new(&spec, 1).unwrap().words);
+    let words = AtomicWords::allocate(QueueLayout::new(&spec, 1).unwrap().words);
     let timeout = Duration::from_secs(60);
-    let far = Far { region, words, workers: 1 };
-    let far = Throughput::open_far(&config, spec, Member { rank: 0, incarnation: 0 }, timeout, far)
-        .unwrap();
+    let memory = KernelMemory { region, words, workers: 1 };
+    let on_kernels = Throughput::open_with_kernels(
+        &config,
+        spec,
+        Member { rank: 0, incarnation: 0 },
+        timeout,
+        memory,
+    )
+    .unwrap();
     let batch = batch(&spec, 0, 0);
     batch.with_parts(|parts, indices, weights| {
-        refused(far.dispatch_send(parts, indices, weights), "kernels move");
+        refused(on_kernels.dispatch_send(parts, indices, weights), "kernels move");
     });
-    refused(far.dispatch_recv(&mut Handed::room(0).parts()), "kernels move");
-    refused(far.combine_send(rows_of_answers(&[])), "kernels move");
-    refused(sums(0, |out| far.combine_recv(out, Float::F32)), "kernels move");
+    refused(on_kernels.dispatch_recv(&mut Handed::room(0).parts()), "kernels move");
+    refused(on_kernels.combine_send(rows_of_answers(&[])), "kernels move");
+    refused(sums(0, |out| on_kernels.combine_recv(out, Float::F32)), "kernels move");
 
-    let near = open(spec, 0, TransportKind::Shm, timeout);
-    refused(near.begin_work(), "no kernels");
+    let on_host = open(spec, 0, TransportKind::Shm, timeout);
+    refused(on_host.begin_work(), "no kernels");
     batch.with_parts(|_, indices, weights| {
-        refused(near.far_dispatch_send(indices, weights), "no kernels");
+        refused(on_host.kernel_dispatch_send(indices, weights), "no kernels");
     });
-    refused(near.far_dispatch_recv(0), "no kernels");
-    refused(near.far_combine_send(0), "no kernels");
-    refused(near.far_combine_recv(), "no kernels");
+    refused(on_host.kernel_dispatch_recv(0), "no kernels");
+    refused(on_host.kernel_combine_send(0), "no kernels");
+    refused(on_host.kernel_combine_recv(), "no kernels");
     // Nothing was begun.
-    assert_eq!(exchange(&near, 0, &batch, 0).unwrap(), batch.sums());
+    assert_eq!(exchange(&on_host, 0, &batch, 0).unwrap(), batch.sums());
 }
 
 /// All remaining ranks report the loss once; then they continue without the rank.
@@ -277,9 +283,9 @@ fn reading_losses_blocks_no_call() {
 #[test]
 fn descriptors_of_another_shape_are_refused() {
     let shape = spec(2, 1, 2, 2, 4);
-    let patience = Duration::from_secs(10);
-    let one = open(shape, 0, TransportKind::Shm, patience);
-    let other = open(Spec { chunk: 9, ..shape }, 1, TransportKind::Shm, patience);
+    let timeout = Duration::from_secs(10);
+    let one = open(shape, 0, TransportKind::Shm, timeout);
+    let other = open(Spec { chunk: 9, ..shape }, 1, TransportKind::Shm, timeout);
     let said = |e: EngineError| e.to_string();
     assert!(said(one.admit(&other.descriptor()).unwrap_err()).contains("chunk: 9"));
     assert!(said(one.admit(&one.descriptor()).unwrap_err()).contains("already"));

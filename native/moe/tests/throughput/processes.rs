@@ -17,7 +17,7 @@ use crate::{
 };
 
 const RANK: &str = "FABRIC_MOE_TEST_RANK";
-const LIFE: &str = "FABRIC_MOE_TEST_LIFE";
+const INCARNATION: &str = "FABRIC_MOE_TEST_LIFE";
 const TRANSPORT: &str = "FABRIC_MOE_TEST_TRANSPORT";
 /// Prefix of a child's output, among that of the test harness.
 const MARK: &str = "rank says ";
@@ -34,7 +34,7 @@ fn of_line(line: &str) -> Vec<u8> {
     (0..line.len() / 2).map(|i| u8::from_str_radix(&line[2 * i..2 * i + 2], 16).unwrap()).collect()
 }
 
-/// Does what it is told, a line each; says what came of it.
+/// Executes commands, one a line, and prints each result.
 fn follow(all: &Throughput, rank: u32, line: &str) -> String {
     let spec = all.spec();
     match line.split_once(' ').unwrap_or((line, "")) {
@@ -63,7 +63,8 @@ fn follow(all: &Throughput, rank: u32, line: &str) -> String {
 fn child() {
     let Ok(number) = env::var(RANK) else { return };
     let of = |name: &str| env::var(name).unwrap();
-    let member = Member { rank: number.parse().unwrap(), incarnation: of(LIFE).parse().unwrap() };
+    let member =
+        Member { rank: number.parse().unwrap(), incarnation: of(INCARNATION).parse().unwrap() };
     let transports = vec![of(TRANSPORT).parse().unwrap()];
     let name = format!("rank-{number}");
     let config = EngineConfig { name, transports, ..EngineConfig::default() };
@@ -73,47 +74,47 @@ fn child() {
     }
 }
 
-struct Far {
+struct ChildProcess {
     child: Child,
-    says: BufReader<std::process::ChildStdout>,
+    stdout: BufReader<std::process::ChildStdout>,
 }
 
-impl Far {
+impl ChildProcess {
     fn spawn(number: u32, incarnation: u32, transport: TransportKind) -> Self {
         let mut child = Command::new(env::current_exe().unwrap())
             .args(["processes::child", "--exact", "--ignored", "--nocapture"])
             .env(RANK, number.to_string())
-            .env(LIFE, incarnation.to_string())
+            .env(INCARNATION, incarnation.to_string())
             .env(TRANSPORT, transport.name())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let says = BufReader::new(child.stdout.take().unwrap());
-        Self { child, says }
+        let stdout = BufReader::new(child.stdout.take().unwrap());
+        Self { child, stdout }
     }
 
-    fn hear(&mut self) -> String {
+    fn read_reply(&mut self) -> String {
         loop {
             let mut line = String::new();
-            assert!(self.says.read_line(&mut line).unwrap() > 0, "the child ended early");
+            assert!(self.stdout.read_line(&mut line).unwrap() > 0, "the child ended early");
             if let Some(said) = line.trim().strip_prefix(MARK) {
                 return said.into();
             }
         }
     }
 
-    fn ask(&mut self, line: &str) -> String {
-        self.tell(line);
-        self.hear()
+    fn request(&mut self, line: &str) -> String {
+        self.send(line);
+        self.read_reply()
     }
 
-    fn tell(&mut self, line: &str) {
+    fn send(&mut self, line: &str) {
         writeln!(self.child.stdin.as_mut().unwrap(), "{line}").unwrap();
     }
 }
 
-impl Drop for Far {
+impl Drop for ChildProcess {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -121,50 +122,52 @@ impl Drop for Far {
 }
 
 /// Sends a command to all at once, because they wait for each other; returns their replies.
-fn all_do(far: &mut [Far], what: &str) -> Vec<String> {
-    far.iter_mut().for_each(|one| one.tell(what));
-    far.iter_mut().map(Far::hear).collect()
+fn all_do(children: &mut [ChildProcess], what: &str) -> Vec<String> {
+    children.iter_mut().for_each(|one| one.send(what));
+    children.iter_mut().map(ChildProcess::read_reply).collect()
 }
 
 /// Has all of one group admit all of another.
-fn meet(some: &mut [Far], others: &mut [Far]) {
-    let descriptors: Vec<String> = others.iter_mut().map(|one| one.ask("descriptor")).collect();
+fn admit_all(some: &mut [ChildProcess], others: &mut [ChildProcess]) {
+    let descriptors: Vec<String> = others.iter_mut().map(|one| one.request("descriptor")).collect();
     for one in some {
         for descriptor in &descriptors {
-            assert_eq!(one.ask(&format!("admit {descriptor}")), "admitted");
+            assert_eq!(one.request(&format!("admit {descriptor}")), "admitted");
         }
     }
 }
 
 fn a_killed_process_is_named_left_out_and_comes_again(transport: TransportKind) {
     const VICTIM: usize = 2;
-    let mut far: Vec<Far> = (0..shape().shape.ranks).map(|r| Far::spawn(r, 0, transport)).collect();
-    let descriptors: Vec<String> = far.iter_mut().map(|one| one.ask("descriptor")).collect();
-    for (i, one) in far.iter_mut().enumerate() {
+    let mut children: Vec<ChildProcess> =
+        (0..shape().shape.ranks).map(|r| ChildProcess::spawn(r, 0, transport)).collect();
+    let descriptors: Vec<String> =
+        children.iter_mut().map(|one| one.request("descriptor")).collect();
+    for (i, one) in children.iter_mut().enumerate() {
         for (_, descriptor) in descriptors.iter().enumerate().filter(|(j, _)| *j != i) {
-            assert_eq!(one.ask(&format!("admit {descriptor}")), "admitted");
+            assert_eq!(one.request(&format!("admit {descriptor}")), "admitted");
         }
     }
     let all_here = vec!["right for [true, true, true, true]"; 4];
     for turn in 0..3 {
-        assert_eq!(all_do(&mut far, &format!("exchange {turn}")), all_here);
+        assert_eq!(all_do(&mut children, &format!("exchange {turn}")), all_here);
     }
-    let mut killed = far.remove(VICTIM);
+    let mut killed = children.remove(VICTIM);
     killed.child.kill().unwrap();
-    for said in all_do(&mut far, "exchange 5") {
+    for said in all_do(&mut children, "exchange 5") {
         assert!(said.contains("peer rank 2 was lost"), "{said}");
     }
     for turn in 6..8 {
-        let said = all_do(&mut far, &format!("exchange {turn}"));
+        let said = all_do(&mut children, &format!("exchange {turn}"));
         assert_eq!(said, vec!["right for [true, true, false, true]"; 3]);
     }
-    let mut anew = [Far::spawn(VICTIM as u32, 1, transport)];
-    meet(&mut anew, &mut far);
-    meet(&mut far, &mut anew);
+    let mut anew = [ChildProcess::spawn(VICTIM as u32, 1, transport)];
+    admit_all(&mut anew, &mut children);
+    admit_all(&mut children, &mut anew);
     let [anew] = anew;
-    far.insert(VICTIM, anew);
+    children.insert(VICTIM, anew);
     for turn in 8..10 {
-        assert_eq!(all_do(&mut far, &format!("exchange {turn}")), all_here);
+        assert_eq!(all_do(&mut children, &format!("exchange {turn}")), all_here);
     }
 }
 

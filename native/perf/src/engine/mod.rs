@@ -1,4 +1,4 @@
-//! What the engine makes of this machine, in Rust: a pair of processes, one writes, one receives.
+//! Engine benchmark in Rust: a pair of processes, one writes, one receives.
 //!
 //! `engine serve` reads one JSON request per line on stdin and writes one JSON reply per line on
 //! stdout: `{"seconds": [...], "transport": "shm"}` (of one operation, one per sample) or
@@ -20,7 +20,7 @@ mod writer;
 
 use crate::{
     floor::{raw::Mapping, Temperature},
-    lines::{self, text, Outcome},
+    lines::{self, text, TextResult},
     rails::Policy,
 };
 
@@ -84,11 +84,12 @@ pub enum Kind {
     Rate,
     /// The same, `pages` of them in a submit
     Batch,
-    /// Counted writes with at most `pages` of them in flight, shared by `threads` threads that submit
+    /// Counted writes with at most `pages` of them in flight, shared by `threads` threads that
+    /// submit
     Window,
 }
 
-/// How the receiver notices.
+/// The method by which the receiver notices a count.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Notice {
@@ -149,7 +150,7 @@ struct Reply {
     trace: Vec<(u64, u64)>,
 }
 
-pub fn run(command: Command) -> Outcome<()> {
+pub fn run(command: Command) -> TextResult<()> {
     let options = match command {
         Command::Target(options) => return target::run(&options),
         Command::Serve(options) => options,
@@ -159,7 +160,7 @@ pub fn run(command: Command) -> Outcome<()> {
 }
 
 /// The engine of either side.
-fn open(options: &Options, name: &str) -> Outcome<TransferEngine> {
+fn open(options: &Options, name: &str) -> TextResult<TransferEngine> {
     let transport = options.transport.parse().map_err(text)?;
     let config = EngineConfig {
         name: name.into(),
@@ -184,7 +185,7 @@ fn open(options: &Options, name: &str) -> Outcome<TransferEngine> {
 }
 
 /// A region of the size asked for, of the engine's memory or of ordinary memory.
-fn region(options: &Options, engine: &TransferEngine) -> Outcome<Region> {
+fn region(options: &Options, engine: &TransferEngine) -> TextResult<Region> {
     let region = if options.foreign {
         let memory = Mapping::private(options.region as usize)?;
         let addr = memory.bytes().as_ptr() as usize;

@@ -13,21 +13,21 @@ use fabric_engine::{
 use serde::{Deserialize, Serialize};
 
 use super::{walk, walk::Walk, Notice, Options};
-use crate::lines::{text, write_line, Outcome};
+use crate::lines::{text, write_line, TextResult};
 
-/// What either side needs to know of the other.
+/// The endpoint that each side sends to the other.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Card {
+pub struct EndpointDescriptor {
     region: Vec<u8>,
     imm: u32,
 }
 
-impl Card {
+impl EndpointDescriptor {
     pub fn new(region: &Region, imm: u32) -> Self {
         Self { region: region.descriptor().to_bytes(), imm }
     }
 
-    pub fn read(&self, engine: &TransferEngine) -> Outcome<(RemoteRegion, Imm)> {
+    pub fn read(&self, engine: &TransferEngine) -> TextResult<(RemoteRegion, Imm)> {
         let descriptor = RegionDescriptor::from_bytes(&self.region).map_err(text)?;
         let region = engine.import(&descriptor).map_err(text)?;
         Ok((region, Imm::plain(self.imm).map_err(text)?))
@@ -37,9 +37,9 @@ impl Card {
 /// One line on the target's stdin; each is answered with one line.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Order {
-    /// Where to answer: the writer's region, and the counter to answer on
-    Meet(Card),
+pub enum TargetCommand {
+    /// Target of replies: the writer's region and counter
+    Connect(EndpointDescriptor),
     /// Reply at once; then notice `rounds` times `counts` counts, write back after each if told to,
     /// and reply with the times
     Watch { rounds: u32, counts: u32, notice: Notice, answer: bool },
@@ -53,14 +53,14 @@ pub enum Order {
 pub const LONG: Duration = Duration::from_secs(60);
 const WRITES: u32 = 7;
 
-struct Back {
+struct AnswerWriter {
     engine: Arc<TransferEngine>,
     src: Region,
     dst: RemoteRegion,
     imm: Imm,
 }
 
-impl Back {
+impl AnswerWriter {
     fn answer(&self) {
         let op = Op::Write {
             src: Local { region: &self.src, offset: 0 },
@@ -74,7 +74,7 @@ impl Back {
     }
 }
 
-pub fn run(options: &Options) -> Outcome<()> {
+pub fn run(options: &Options) -> TextResult<()> {
     // SAFETY: PR_SET_PDEATHSIG takes a signal number and touches no memory.
     unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
     let engine = Arc::new(super::open(options, "target")?);
@@ -82,17 +82,17 @@ pub fn run(options: &Options) -> Outcome<()> {
     walk::clear(&region)?;
     let counter = Arc::new(engine.plain_counter(Imm::plain(WRITES).map_err(text)?));
     let mut out = io::stdout();
-    write_line(&mut out, &Card::new(&region, WRITES))?;
+    write_line(&mut out, &EndpointDescriptor::new(&region, WRITES))?;
     let mut back = None;
     for line in io::stdin().lines() {
         match serde_json::from_str(&line.map_err(text)?).map_err(text)? {
-            Order::Meet(card) => {
+            TargetCommand::Connect(card) => {
                 let src = engine.alloc(4096).map_err(text)?;
                 let (dst, imm) = card.read(&engine)?;
-                back = Some(Arc::new(Back { engine: Arc::clone(&engine), src, dst, imm }));
+                back = Some(Arc::new(AnswerWriter { engine: Arc::clone(&engine), src, dst, imm }));
                 write_line(&mut out, &true)?;
             }
-            Order::Watch { rounds, counts, notice, answer } => {
+            TargetCommand::Watch { rounds, counts, notice, answer } => {
                 let back = back.as_ref().ok_or("told to watch before it met the writer")?;
                 let times = match notice {
                     Notice::Spin => {
@@ -117,11 +117,11 @@ pub fn run(options: &Options) -> Outcome<()> {
                 };
                 write_line(&mut out, &times)?;
             }
-            Order::Clear => {
+            TargetCommand::Clear => {
                 walk::clear(&region)?;
                 write_line(&mut out, &true)?;
             }
-            Order::Check { walk, steps } => {
+            TargetCommand::Check { walk, steps } => {
                 let fault = region.with_bytes(0, region.len(), |bytes| walk.fault(steps, bytes));
                 write_line(&mut out, &fault.map_err(text)?)?;
             }
@@ -133,10 +133,10 @@ pub fn run(options: &Options) -> Outcome<()> {
 /// The times at which each round was noticed, nanoseconds.
 fn spin(
     counter: &Counter,
-    back: Option<&Arc<Back>>,
+    back: Option<&Arc<AnswerWriter>>,
     mut seen: u64,
     (rounds, counts): (u32, u32),
-) -> Outcome<Vec<u64>> {
+) -> TextResult<Vec<u64>> {
     let mut times = Vec::with_capacity(rounds as usize);
     for _ in 0..rounds {
         seen += u64::from(counts);
@@ -149,7 +149,7 @@ fn spin(
     Ok(times)
 }
 
-fn wait(counter: &Counter, back: &Back, rounds: u32, counts: u32) -> Outcome<Vec<u64>> {
+fn wait(counter: &Counter, back: &AnswerWriter, rounds: u32, counts: u32) -> TextResult<Vec<u64>> {
     let mut times = Vec::with_capacity(rounds as usize);
     for _ in 0..rounds {
         let handle = counter.expect(counts, &[], LONG).map_err(text)?;
@@ -164,7 +164,7 @@ fn wait(counter: &Counter, back: &Back, rounds: u32, counts: u32) -> Outcome<Vec
 /// that no round can come early.
 fn arm(
     counter: &Arc<Counter>,
-    back: &Arc<Back>,
+    back: &Arc<AnswerWriter>,
     (rounds, counts): (u32, u32),
     told: mpsc::Sender<u64>,
 ) {
@@ -188,9 +188,9 @@ fn arm(
     });
 }
 
-/// Polls for at most [`LONG`]. It never yields: two that yield to each other on one core stay there,
-/// two that don't are moved apart.
-pub fn spin_until(mut ready: impl FnMut() -> bool, otherwise: &str) -> Outcome<()> {
+/// Polls for at most [`LONG`]. It never yields: two that yield to each other on one core stay
+/// there, two that don't are moved apart.
+pub fn spin_until(mut ready: impl FnMut() -> bool, otherwise: &str) -> TextResult<()> {
     let start = Time::now();
     let mut turns = 0u32;
     while !ready() {

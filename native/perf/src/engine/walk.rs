@@ -1,10 +1,10 @@
-//! Which bytes move where: the one walk through both regions, and what it must leave behind.
+//! The walk through both regions: source and destination of each step, and the expected result.
 
 use fabric_engine::Region;
 use serde::{Deserialize, Serialize};
 
 use super::{Kind, Request};
-use crate::floor::{shuffled, Outcome, Temperature};
+use crate::floor::{shuffled, Temperature, TextResult};
 
 const CHUNK: usize = 1 << 20;
 const WORD: usize = 8;
@@ -21,7 +21,7 @@ pub struct Walk {
 }
 
 impl Walk {
-    pub fn new(request: &Request, region: u64) -> Outcome<Self> {
+    pub fn new(request: &Request, region: u64) -> TextResult<Self> {
         let shuffled = request.kind == Kind::Pages;
         let pages = if shuffled { request.pages } else { 1 };
         let total = request.bytes.checked_mul(u64::from(pages)).unwrap_or(0);
@@ -47,7 +47,7 @@ impl Walk {
         }
     }
 
-    /// Where each page of the region lands.
+    /// Target page of each page of the region.
     pub fn places(&self) -> Vec<u32> {
         match self.shuffled {
             true => shuffled(self.total() as usize),
@@ -55,7 +55,7 @@ impl Walk {
         }
     }
 
-    /// What is wrong with a region that was zero before `steps` steps of a patterned source.
+    /// Finds a wrong byte in a region that was zero before `steps` steps of a patterned source.
     pub fn fault(&self, steps: u64, memory: &[u8]) -> Option<String> {
         let places = self.places();
         let mut origin = vec![None; places.len()];
@@ -99,7 +99,7 @@ fn zero(bytes: &[u8]) -> bool {
 }
 
 /// Gives a source its pattern.
-pub fn fill(region: &Region) -> Outcome<()> {
+pub fn fill(region: &Region) -> TextResult<()> {
     each_chunk(region, |at, chunk| {
         for (i, w) in chunk.chunks_exact_mut(WORD).enumerate() {
             w.copy_from_slice(&word(at + i * WORD));
@@ -108,11 +108,11 @@ pub fn fill(region: &Region) -> Outcome<()> {
 }
 
 /// Zeroes a target.
-pub fn clear(region: &Region) -> Outcome<()> {
+pub fn clear(region: &Region) -> TextResult<()> {
     each_chunk(region, |_, chunk| chunk.fill(0))
 }
 
-fn each_chunk(region: &Region, mut make: impl FnMut(usize, &mut [u8])) -> Outcome<()> {
+fn each_chunk(region: &Region, mut make: impl FnMut(usize, &mut [u8])) -> TextResult<()> {
     let mut chunk = vec![0; CHUNK];
     for at in (0..region.len() as usize).step_by(CHUNK) {
         let part = &mut chunk[..CHUNK.min(region.len() as usize - at)];

@@ -16,12 +16,12 @@ use fabric_engine::{
 use serde::de::DeserializeOwned;
 
 use super::{
-    target::{spin_until, Card, Order, LONG},
+    target::{spin_until, EndpointDescriptor, TargetCommand, LONG},
     walk,
     walk::Walk,
     Kind, Notice, Options, Reply, Request,
 };
-use crate::lines::{read_line, text, write_line, Outcome};
+use crate::lines::{read_line, text, write_line, TextResult};
 
 /// The counter that the target answers on.
 const ANSWERS: u32 = 9;
@@ -34,7 +34,7 @@ struct Target {
 }
 
 impl Target {
-    fn start(options: &Options) -> Outcome<Self> {
+    fn start(options: &Options) -> TextResult<Self> {
         let exe = std::env::current_exe().map_err(text)?;
         let mut command = Command::new(exe);
         command.args(["engine", "target", "--transport", &options.transport]);
@@ -64,7 +64,7 @@ impl Target {
         Ok(Self { child, to, from })
     }
 
-    fn order<T: DeserializeOwned>(&mut self, order: &Order) -> Outcome<T> {
+    fn order<T: DeserializeOwned>(&mut self, order: &TargetCommand) -> TextResult<T> {
         write_line(&mut self.to, order)?;
         read_line(&mut self.from)
     }
@@ -87,21 +87,22 @@ pub struct Writer {
     step: u64,
     /// Built once: the list of a walk's places is long.
     places: Option<(Walk, Vec<u32>)>,
-    /// What is known of the writes of a window, if a request asked.
+    /// Times of the writes of a window, if a request asked for them.
     trace: Mutex<Vec<(u64, u64)>>,
     _inbox: Region,
 }
 
 impl Writer {
-    pub fn start(options: &Options) -> Outcome<Self> {
+    pub fn start(options: &Options) -> TextResult<Self> {
         let mut target = Target::start(options)?;
         let engine = super::open(options, "writer")?;
         let src = super::region(options, &engine)?;
         walk::fill(&src)?;
-        let (dst, imm) = read_line::<Card>(&mut target.from)?.read(&engine)?;
+        let (dst, imm) = read_line::<EndpointDescriptor>(&mut target.from)?.read(&engine)?;
         let inbox = engine.alloc(4096).map_err(text)?;
         let answers = engine.plain_counter(Imm::plain(ANSWERS).map_err(text)?);
-        let _: bool = target.order(&Order::Meet(Card::new(&inbox, ANSWERS)))?;
+        let _: bool =
+            target.order(&TargetCommand::Connect(EndpointDescriptor::new(&inbox, ANSWERS)))?;
         let (step, places) = (0, None);
         let (trace, _inbox) = (Mutex::default(), inbox);
         let this = Self { target, engine, src, dst, imm, answers, step, places, trace, _inbox };
@@ -110,7 +111,7 @@ impl Writer {
     }
 
     /// Writes the whole region once, as a long-lived peer will have: what maps lazily is mapped.
-    fn touch(&self) -> Outcome<()> {
+    fn touch(&self) -> TextResult<()> {
         finish(&self.submit(&[Op::Write {
             src: Local { region: &self.src, offset: 0 },
             dst: Remote { region: &self.dst, offset: 0 },
@@ -119,14 +120,14 @@ impl Writer {
         }])?)
     }
 
-    pub(super) fn measure(&mut self, request: &Request) -> Outcome<Reply> {
+    pub(super) fn measure(&mut self, request: &Request) -> TextResult<Reply> {
         let walk = Walk::new(request, self.src.len())?;
         let positive = [request.operations, request.pages, request.samples, request.threads];
         if positive.contains(&0) {
             return Err("operations, pages, samples and threads must be positive".into());
         }
         if request.verify {
-            let _: bool = self.target.order(&Order::Clear)?;
+            let _: bool = self.target.order(&TargetCommand::Clear)?;
             self.step = 0;
         }
         let seconds = match request.kind {
@@ -134,7 +135,7 @@ impl Writer {
             _ => self.one_way(request, &walk)?,
         };
         if request.verify {
-            let check = Order::Check { walk, steps: self.step };
+            let check = TargetCommand::Check { walk, steps: self.step };
             if let Some(fault) = self.target.order::<Option<String>>(&check)? {
                 return Err(fault);
             }
@@ -145,7 +146,7 @@ impl Writer {
         Ok(Reply { seconds, transport, trace })
     }
 
-    fn one_way(&mut self, request: &Request, walk: &Walk) -> Outcome<Vec<f64>> {
+    fn one_way(&mut self, request: &Request, walk: &Walk) -> TextResult<Vec<f64>> {
         let counts = request.operations * walk.pages;
         let notice = request.notice;
         // A receiver that spins is told of each sample anew, so that it sleeps in between; the
@@ -154,7 +155,8 @@ impl Writer {
         let rounds = if answer { request.samples } else { 1 };
         let (mut starts, mut ends) = (Vec::new(), Vec::new());
         while starts.len() < request.samples as usize {
-            let _: bool = self.target.order(&Order::Watch { rounds, counts, notice, answer })?;
+            let _: bool =
+                self.target.order(&TargetCommand::Watch { rounds, counts, notice, answer })?;
             for _ in 0..rounds {
                 let pages = self.pages(request, walk)?;
                 if request.rest_us > 0 {
@@ -179,10 +181,10 @@ impl Writer {
         Ok(starts.iter().zip(&ends).map(took).collect())
     }
 
-    fn echo(&mut self, request: &Request, walk: &Walk) -> Outcome<Vec<f64>> {
+    fn echo(&mut self, request: &Request, walk: &Walk) -> TextResult<Vec<f64>> {
         let (rounds, counts) = (request.samples * request.operations, 1);
         let notice = Notice::Spin;
-        let watch = Order::Watch { rounds, counts, notice, answer: true };
+        let watch = TargetCommand::Watch { rounds, counts, notice, answer: true };
         let _: bool = self.target.order(&watch)?;
         let mut seconds = Vec::with_capacity(request.samples as usize);
         let mut seen = self.answers.arrived();
@@ -205,7 +207,12 @@ impl Writer {
     }
 
     /// The operations of one sample.
-    fn sample(&mut self, request: &Request, walk: &Walk, pages: &[(Pages, Pages)]) -> Outcome<()> {
+    fn sample(
+        &mut self,
+        request: &Request,
+        walk: &Walk,
+        pages: &[(Pages, Pages)],
+    ) -> TextResult<()> {
         let first = self.step;
         let end = first + u64::from(request.operations);
         self.step = end;
@@ -263,7 +270,12 @@ impl Writer {
     }
 
     /// Writes one after the other, of which so many are in flight at most.
-    fn window(&self, walk: &Walk, steps: Range<u64>, (most, trace): (usize, bool)) -> Outcome<()> {
+    fn window(
+        &self,
+        walk: &Walk,
+        steps: Range<u64>,
+        (most, trace): (usize, bool),
+    ) -> TextResult<()> {
         let mut flying: VecDeque<(u64, Handle)> = VecDeque::with_capacity(most);
         let mut over = Vec::new();
         let mut land = |(began, handle): (u64, Handle)| {
@@ -279,7 +291,7 @@ impl Writer {
             }
             let began = if trace { Time::now().0 } else { 0 };
             let handle = self.submit(&[self.write(walk, step)])?;
-            // Who polls keeps the worker asleep, which would take a core from the target.
+            // A polling thread keeps the worker asleep, which would take a core from the target.
             handle.drive();
             flying.push_back((began, handle));
         }
@@ -299,7 +311,7 @@ impl Writer {
     }
 
     /// The pages of one sample's calls, made before its clock starts.
-    fn pages(&mut self, request: &Request, walk: &Walk) -> Outcome<Vec<(Pages, Pages)>> {
+    fn pages(&mut self, request: &Request, walk: &Walk) -> TextResult<Vec<(Pages, Pages)>> {
         if request.kind != Kind::Pages {
             return Ok(Vec::new());
         }
@@ -316,11 +328,11 @@ impl Writer {
             .collect()
     }
 
-    fn submit(&self, ops: &[Op<'_>]) -> Outcome<Handle> {
+    fn submit(&self, ops: &[Op<'_>]) -> TextResult<Handle> {
         self.engine.submit(ops, Submit::default()).map_err(text)
     }
 }
 
-fn finish(handle: &Handle) -> Outcome<()> {
+fn finish(handle: &Handle) -> TextResult<()> {
     handle.wait(LONG).ok_or("a write does not end")?.map_err(text)
 }

@@ -4,9 +4,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use super::raw::{write_vectors, Mapping};
-use super::{MemoryKind, Outcome, Request, Temperature};
+use super::{MemoryKind, Request, Temperature, TextResult};
 
-/// Where blocks come from and go to, and how far cold blocks have walked.
+/// Source and target of blocks, and the position of the next cold block.
 #[derive(Debug)]
 pub struct Memory {
     source: Mapping,
@@ -16,7 +16,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    pub fn new(kind: MemoryKind, region: usize) -> Outcome<Self> {
+    pub fn new(kind: MemoryKind, region: usize) -> TextResult<Self> {
         let map = match kind {
             MemoryKind::Shared => Mapping::shared,
             MemoryKind::Private => Mapping::private,
@@ -44,7 +44,7 @@ impl Memory {
     }
 
     /// One contiguous block an operation; two threads take one half of the block each.
-    pub fn copy(&mut self, request: &Request) -> Outcome<Vec<f64>> {
+    pub fn copy(&mut self, request: &Request) -> TextResult<Vec<f64>> {
         let walk = Walk::new(
             self.region() / request.threads,
             request.bytes / request.threads,
@@ -89,7 +89,7 @@ impl Memory {
     }
 
     /// `pages` pages an operation from successive places to shuffled ones, by `routine`.
-    pub fn pages(&mut self, request: &Request) -> Outcome<Vec<f64>> {
+    pub fn pages(&mut self, request: &Request) -> TextResult<Vec<f64>> {
         let order = shuffled(self.region() / request.bytes);
         let calls = (order.len() / request.pages).max(1);
         let (bytes, routine) = (request.bytes, request.routine);
@@ -104,7 +104,7 @@ impl Memory {
     }
 
     /// The same as `pages` through process_vm_writev, `iovecs` pages a call.
-    pub fn cma(&mut self, request: &Request) -> Outcome<Vec<f64>> {
+    pub fn cma(&mut self, request: &Request) -> TextResult<Vec<f64>> {
         let order = shuffled(self.region() / request.bytes);
         let calls = (order.len() / request.pages).max(1);
         let bytes = request.bytes;
@@ -135,7 +135,7 @@ impl Memory {
     }
 }
 
-/// Where block number `step` starts: always 0 when hot, ever further when cold.
+/// Offset of block number `step`: always 0 when hot, increasing when cold.
 #[derive(Debug, Clone, Copy)]
 struct Walk {
     start: usize,

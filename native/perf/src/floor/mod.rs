@@ -17,7 +17,7 @@ mod tcp;
 pub use copies::shuffled;
 pub use raw::Routine;
 
-pub use lines::Outcome;
+pub use lines::TextResult;
 
 const MAX_REGION: usize = 16 << 30;
 const MAX_SAMPLES: usize = 1 << 20;
@@ -147,13 +147,13 @@ pub struct Bench {
 }
 
 impl Bench {
-    fn reply(&mut self, request: &Request) -> Outcome<Reply> {
+    fn reply(&mut self, request: &Request) -> TextResult<Reply> {
         check(request)?;
         Ok(Reply { seconds: self.measure(request)? })
     }
 
     /// Seconds of one operation for each sample asked for.
-    fn measure(&mut self, request: &Request) -> Outcome<Vec<f64>> {
+    fn measure(&mut self, request: &Request) -> TextResult<Vec<f64>> {
         match request.kind {
             Kind::Copy => self.memory(request)?.copy(request),
             Kind::Pages => self.memory(request)?.pages(request),
@@ -171,7 +171,7 @@ impl Bench {
         }
     }
 
-    fn memory(&mut self, request: &Request) -> Outcome<&mut copies::Memory> {
+    fn memory(&mut self, request: &Request) -> TextResult<&mut copies::Memory> {
         let (kind, region) = (request.memory, request.region);
         if self.memory.as_ref().is_some_and(|memory| !memory.is(kind, region)) {
             self.memory = None;
@@ -183,7 +183,7 @@ impl Bench {
     }
 }
 
-fn check(request: &Request) -> Outcome<()> {
+fn check(request: &Request) -> TextResult<()> {
     let total = request.bytes.saturating_mul(request.pages);
     if request.region > MAX_REGION || request.region < 4096 {
         return Err(format!("region must be 4 KiB to 16 GiB, not {} bytes", request.region));
@@ -208,7 +208,7 @@ fn check(request: &Request) -> Outcome<()> {
     request.routine.available()
 }
 
-pub fn run(command: Command) -> Outcome<()> {
+pub fn run(command: Command) -> TextResult<()> {
     match command {
         Command::Serve => {
             let mut bench = Bench::default();

@@ -8,7 +8,7 @@ use std::sync::atomic::AtomicU32;
 use clap::ValueEnum;
 use serde::Deserialize;
 
-use super::Outcome;
+use super::TextResult;
 
 /// Populated memory: of a memfd, as two processes would map it, or private to this one.
 #[derive(Debug)]
@@ -23,9 +23,9 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Zeroed memory that no other process could map, of huge pages where they are to be had: numpy and
-    /// torch ask for them too, and so does the harness for all others.
-    pub fn private(len: usize) -> Outcome<Self> {
+    /// Zeroed memory that no other process could map, of huge pages where they are to be had: numpy
+    /// and torch ask for them too, and so does the harness for all others.
+    pub fn private(len: usize) -> TextResult<Self> {
         let protection = libc::PROT_READ | libc::PROT_WRITE;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         // SAFETY: a fresh anonymous mapping at an address of the kernel's choice; the result is
@@ -34,7 +34,7 @@ impl Mapping {
         Self::populated(start, len)
     }
 
-    pub fn shared(len: usize) -> Outcome<Self> {
+    pub fn shared(len: usize) -> TextResult<Self> {
         // SAFETY: the name is a NUL-terminated literal; the result is checked.
         let fd = unsafe { libc::memfd_create(c"fabric-perf".as_ptr(), libc::MFD_CLOEXEC) };
         if fd < 0 {
@@ -59,7 +59,7 @@ impl Mapping {
     }
 
     /// With huge pages where they are to be had.
-    fn populated(start: *mut libc::c_void, len: usize) -> Outcome<Self> {
+    fn populated(start: *mut libc::c_void, len: usize) -> TextResult<Self> {
         let mut memory = Self::owned(start, len)?;
         // SAFETY: advice on the whole of a mapping that is owned here; it changes no byte.
         unsafe { libc::madvise(start, len, libc::MADV_HUGEPAGE) };
@@ -68,7 +68,7 @@ impl Mapping {
     }
 
     /// Takes what mmap returned for `len` readable and writable bytes.
-    fn owned(start: *mut libc::c_void, len: usize) -> Outcome<Self> {
+    fn owned(start: *mut libc::c_void, len: usize) -> TextResult<Self> {
         if start == libc::MAP_FAILED {
             return Err(format!("{} ({len} bytes; free memory or ask for less)", last("mmap")));
         }
@@ -88,7 +88,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the range was mapped by `shared` or `private` and no slice of it can outlive `self`.
+        // SAFETY: the range was mapped by `shared` or `private` and no slice of it can outlive
+        // `self`.
         unsafe { libc::munmap(self.start.cast(), self.len) };
     }
 }
@@ -125,7 +126,7 @@ impl Routine {
         Self::value_variants().iter().copied().filter(|r| r.available().is_ok()).collect()
     }
 
-    pub fn available(self) -> Outcome<()> {
+    pub fn available(self) -> TextResult<()> {
         if self.runs_here() {
             return Ok(());
         }
@@ -153,7 +154,7 @@ impl Routine {
     /// whole lines) and leave the rest to memcpy.
     ///
     /// # Panics
-    /// When the lengths differ or `available` would refuse.
+    /// If the lengths differ or `available` refuses the routine.
     #[inline]
     pub fn copy(self, source: &[u8], target: &mut [u8]) {
         assert_eq!(source.len(), target.len());
@@ -271,7 +272,7 @@ mod x86 {
 
 /// One process_vm_writev of `pairs` of equal-length ranges into this very process: the kernel
 /// pins and copies exactly as it does for another process.
-pub fn write_vectors(pairs: &mut [(&[u8], &mut [u8])]) -> Outcome<()> {
+pub fn write_vectors(pairs: &mut [(&[u8], &mut [u8])]) -> TextResult<()> {
     let local: Vec<libc::iovec> = pairs
         .iter()
         .map(|(from, _)| libc::iovec { iov_base: from.as_ptr() as *mut _, iov_len: from.len() })
@@ -297,10 +298,11 @@ pub fn write_vectors(pairs: &mut [(&[u8], &mut [u8])]) -> Outcome<()> {
 }
 
 /// Stores a word into another process; the kernel copies 8 aligned bytes at once.
-pub fn poke(pid: i32, addr: usize, value: u64) -> Outcome<()> {
+pub fn store_word(pid: i32, addr: usize, value: u64) -> TextResult<()> {
     let local = libc::iovec { iov_base: (&raw const value).cast_mut().cast(), iov_len: 8 };
     let remote = libc::iovec { iov_base: addr as *mut _, iov_len: 8 };
-    // SAFETY: the kernel reads `value`, which lives through the call, and checks the address in the other process.
+    // SAFETY: the kernel reads `value`, which lives through the call, and checks the address in the
+    // other process.
     match unsafe { libc::process_vm_writev(pid, &local, 1, &remote, 1, 0) } {
         8 => Ok(()),
         _ => Err(last("process_vm_writev")),
@@ -320,7 +322,7 @@ pub fn futex_wake(word: &AtomicU32) {
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, 1) };
 }
 
-pub fn set_socket_buffers(stream: &TcpStream, bytes: usize) -> Outcome<()> {
+pub fn set_socket_buffers(stream: &TcpStream, bytes: usize) -> TextResult<()> {
     let value =
         libc::c_int::try_from(bytes).map_err(|_| format!("{bytes} is no socket buffer size"))?;
     for option in [libc::SO_SNDBUF, libc::SO_RCVBUF] {

@@ -15,11 +15,11 @@ pub const UNTIL_PARKED: Duration = Duration::from_micros(500);
 /// A word on cache lines of its own (two, for the neighbour-line prefetcher).
 #[derive(Debug, Default)]
 #[repr(align(128))]
-struct Line<T>(T);
+struct CacheLine<T>(T);
 
 /// Half a round trip of a counter in shared memory, both sides spinning.
 pub fn flag(request: &Request) -> Vec<f64> {
-    let (ping, pong) = (Line(AtomicU64::new(0)), Line(AtomicU64::new(0)));
+    let (ping, pong) = (CacheLine(AtomicU64::new(0)), CacheLine(AtomicU64::new(0)));
     let trips = (request.operations * request.batches) as u64;
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -93,7 +93,7 @@ struct Record {
 /// 64-byte records through a ring of one producer and one consumer, until the last is read.
 pub fn ring(request: &Request) -> Vec<f64> {
     let slots: Vec<Record> = (0..SLOTS).map(|_| Record::default()).collect();
-    let consumed = Line(AtomicU64::new(0));
+    let consumed = CacheLine(AtomicU64::new(0));
     let records = (request.operations * request.batches) as u64;
     thread::scope(|scope| {
         scope.spawn(|| {

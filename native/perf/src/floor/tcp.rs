@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 
 use super::raw::set_socket_buffers;
 use super::signals::{one_way, UNTIL_PARKED};
-use super::{Outcome, Request, Temperature, Wait};
+use super::{Request, Temperature, TextResult, Wait};
 
 const RECORD: usize = 32;
 const MESSAGE: usize = 8;
 
 /// A connected pair, with the request's buffers and way of waiting on both ends.
-fn pair(request: &Request) -> Outcome<(TcpStream, TcpStream)> {
+fn pair(request: &Request) -> TextResult<(TcpStream, TcpStream)> {
     let connect = || -> io::Result<(TcpStream, TcpStream)> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
         let near = TcpStream::connect(listener.local_addr()?)?;
@@ -71,7 +71,7 @@ fn receive(mut stream: &TcpStream, mut bytes: &mut [u8]) -> io::Result<()> {
 
 /// Blocks of `bytes` x `pages`, from the first send call until the receiver has the last byte in
 /// its place.
-pub fn stream(request: &Request, source: &[u8], target: &mut [u8]) -> Outcome<Vec<f64>> {
+pub fn stream(request: &Request, source: &[u8], target: &mut [u8]) -> TextResult<Vec<f64>> {
     let (near, far) = pair(request)?;
     let block = request.bytes * request.pages;
     let blocks = match request.temperature {
@@ -113,7 +113,7 @@ pub fn stream(request: &Request, source: &[u8], target: &mut [u8]) -> Outcome<Ve
 }
 
 /// Half a round trip of 8 bytes.
-pub fn pingpong(request: &Request) -> Outcome<Vec<f64>> {
+pub fn pingpong(request: &Request) -> TextResult<Vec<f64>> {
     let (near, far) = pair(request)?;
     let trips = request.operations * request.batches;
     let run = || -> io::Result<Vec<f64>> {
@@ -143,7 +143,7 @@ pub fn pingpong(request: &Request) -> Outcome<Vec<f64>> {
 }
 
 /// From the send call to the parked reader running, one way.
-pub fn wake(request: &Request) -> Outcome<Vec<f64>> {
+pub fn wake(request: &Request) -> TextResult<Vec<f64>> {
     let (near, far) = pair(&Request { wait: Wait::Block, ..request.clone() })?;
     let (woken, stamps) = mpsc::channel::<Instant>();
     let trips = request.operations * request.batches;
@@ -171,7 +171,7 @@ pub fn wake(request: &Request) -> Outcome<Vec<f64>> {
 }
 
 /// Small records, `pages` of them in each send call, until the reader has them all.
-pub fn records(request: &Request) -> Outcome<Vec<f64>> {
+pub fn records(request: &Request) -> TextResult<Vec<f64>> {
     let (near, far) = pair(request)?;
     let (done, stamps) = mpsc::channel::<Instant>();
     let records = vec![1u8; request.pages * RECORD];

@@ -1,10 +1,11 @@
-//! What rails that differ and fail must come to. Time is virtual, so these are no measurements of this machine.
+//! Goals for unequal and failing rails. Time is virtual, so these are no measurements of this
+//! machine.
 
 use fabric_engine::api::Spray;
 
 use super::{
     run::run,
-    scenario::{named, Change, Scenario, Transfer, What},
+    scenario::{named, Change, RailChange, Scenario, Transfer},
     summary::{summary, Summary},
 };
 
@@ -37,7 +38,7 @@ fn unequal_rails_carry_what_they_can_at_every_moment() {
     }
 }
 
-/// What a rail is taken for at first is off by thousands: that of a NIC for an Ethernet of 24 Mb/s.
+/// The first estimate of a rail is off by a factor of thousands: a NIC for an Ethernet of 24 Mb/s.
 #[test]
 fn rails_far_slower_than_expected_are_known_at_once() {
     let mut s = scenario("unequal").slower(16_700.0 / SLOWER).in_flight(64);
@@ -91,7 +92,7 @@ fn a_rail_that_returns_is_in_use_within_a_second_however_long_it_was_out() {
     for out_ms in [5.0, 120.0, 700.0, 1700.0] {
         let mut s = scenario("dies").slower(10.0);
         let at = |at_ms, what| Change { at_ms, rail: 1, what };
-        s.changes = vec![at(50.0, What::Lost(1.0)), at(50.0 + out_ms, What::Back)];
+        s.changes = vec![at(50.0, RailChange::Lost(1.0)), at(50.0 + out_ms, RailChange::Back)];
         s.run_ms = 50.0 + out_ms + RECOVERY_MS + 100.0;
         let figures = heals(&s, Spray::Adaptive);
         let back = &figures.returns[0];

@@ -1,8 +1,8 @@
 //! Rails that differ, slow down, die and return, in the simulator, by each policy.
 //!
-//! `rails run` carries one scenario out with the engine's own group on a virtual clock and prints one JSON
-//! object: the summary, what arrived in each millisecond by rail, the transfers, and the slices of the time
-//! asked for.
+//! `rails run` carries one scenario out with the engine's own group on a virtual clock and prints
+//! one JSON object: the summary, what arrived in each millisecond by rail, the transfers, and the
+//! slices of the time asked for.
 
 use std::{io, path::PathBuf};
 
@@ -16,8 +16,8 @@ mod run;
 mod scenario;
 mod summary;
 
-use crate::lines::{write_line, Outcome};
-use run::{Done, Run, Slice};
+use crate::lines::{write_line, TextResult};
+use run::{EndedTransfer, Run, Slice};
 use scenario::Scenario;
 use summary::Summary;
 
@@ -65,12 +65,12 @@ struct Report<'a> {
     summary: Summary,
     /// Bytes that arrived in each millisecond, by rail
     arrived: Vec<Vec<u64>>,
-    transfers: &'a [Done],
+    transfers: &'a [EndedTransfer],
     slices: Vec<Slice>,
     digest: u64,
 }
 
-pub fn run(command: Command) -> Outcome<()> {
+pub fn run(command: Command) -> TextResult<()> {
     let mut out = io::stdout().lock();
     let options = match command {
         Command::List => {
@@ -93,7 +93,7 @@ pub fn run(command: Command) -> Outcome<()> {
     write_line(&mut out, &report)
 }
 
-fn find(name: &str) -> Outcome<Scenario> {
+fn find(name: &str) -> TextResult<Scenario> {
     let named = scenario::named();
     if let Some(scenario) = named.iter().find(|s| s.name == name) {
         return Ok(scenario.clone());

@@ -1,33 +1,34 @@
-//! Carries a scenario out: the engine and its group are the real ones, the clock and the wires are not.
+//! Carries a scenario out: the engine and its group are the real ones, the clock and the wires are
+//! not.
 
 use std::sync::Arc;
 
 use fabric_engine::{
     api::{EngineConfig, NicConfig, PageIndices, Pages, Spray},
     simulation::SimNet,
-    transport::sim::{Fault, SimConfig, Traced, Work},
+    transport::sim::{Fault, SimConfig, TracedWork, Work},
     Counter, Handle, Local, Op, Region, Remote, RemoteRegion, Submit, Time, TransferEngine,
 };
 use serde::Serialize;
 
-use super::scenario::{Change, Load, Scenario, Transfer, What};
-use crate::lines::Outcome;
+use super::scenario::{Change, Load, RailChange, Scenario, Transfer};
+use crate::lines::TextResult;
 
 const MS: f64 = 1e6;
 /// The simulator's numbers for the two nodes.
 const SENDER: u8 = 0;
 /// Links are up long before.
-const SETTLE: u64 = 5_000_000;
-/// What a reliable queue pair of the verbs transport takes.
+const CONNECT_TIME: u64 = 5_000_000;
+/// Work requests that a reliable queue pair of the verbs transport accepts.
 const WINDOW: usize = 256;
 const MAX_PAGES: u32 = 32;
 /// A cable that is out for good, as far as its ends are told.
 const NEVER: u64 = 1 << 50;
 
-/// What became of a slice.
+/// The end of a slice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Fate {
+pub enum SliceEnd {
     Done,
     /// Its link was lost first
     Lost,
@@ -42,7 +43,7 @@ pub struct Slice {
     pub posted: u64,
     pub ended: u64,
     pub bytes: u64,
-    pub fate: Fate,
+    pub fate: SliceEnd,
     /// Its bytes had been on a link that was lost
     pub again: bool,
     #[serde(skip)]
@@ -50,19 +51,19 @@ pub struct Slice {
 }
 
 #[derive(Debug, Clone, Copy, Serialize)]
-pub struct Done {
+pub struct EndedTransfer {
     pub thread: u32,
     pub submitted: u64,
     pub ended: u64,
 }
 
-/// All that happened.
+/// The events of a run.
 #[derive(Debug)]
 pub struct Run {
     /// In the order in which they were posted
     pub slices: Vec<Slice>,
     /// In the order in which they ended
-    pub transfers: Vec<Done>,
+    pub transfers: Vec<EndedTransfer>,
     /// Begun by the end, and not over
     pub unfinished: Vec<u64>,
     /// A number that two runs share only if the same things happened at the same times
@@ -70,7 +71,7 @@ pub struct Run {
 }
 
 /// Runs `scenario` by a policy.
-pub fn run(scenario: &Scenario, spray: Spray) -> Outcome<Run> {
+pub fn run(scenario: &Scenario, spray: Spray) -> TextResult<Run> {
     let mut sim = Sim::open(scenario, spray)?;
     sim.go(scenario)?;
     Ok(sim.end())
@@ -93,12 +94,12 @@ struct Sim {
     pages: Vec<Vec<Pages>>,
     slots: Vec<Slot>,
     began: u64,
-    transfers: Vec<Done>,
-    slices: Vec<Traced>,
+    transfers: Vec<EndedTransfer>,
+    slices: Vec<TracedWork>,
 }
 
 impl Sim {
-    fn open(scenario: &Scenario, spray: Spray) -> Outcome<Self> {
+    fn open(scenario: &Scenario, spray: Spray) -> TextResult<Self> {
         let us = |us: f64| (us * 1e3) as u64;
         let (least, most) = scenario.latency_us;
         let mut net = SimNet::new(SimConfig {
@@ -129,9 +130,9 @@ impl Sim {
         let (src, dst) = (a.alloc(len).map_err(text)?, b.alloc(len).map_err(text)?);
         let there = a.import(&dst.descriptor()).map_err(text)?;
         let counter = b.counter().map_err(text)?;
-        let pages = (0..slots).map(|slot| layers(transfer, slot)).collect::<Outcome<_>>()?;
+        let pages = (0..slots).map(|slot| layers(transfer, slot)).collect::<TextResult<_>>()?;
         a.connect(there.peer()).map_err(text)?;
-        let until = Time(net.now().0 + SETTLE);
+        let until = Time(net.now().0 + CONNECT_TIME);
         while net.step_until(until) {}
         net.advance(until);
         net.trace();
@@ -156,7 +157,7 @@ impl Sim {
         self.net.now().0 - self.began
     }
 
-    fn go(&mut self, scenario: &Scenario) -> Outcome<()> {
+    fn go(&mut self, scenario: &Scenario) -> TextResult<()> {
         let mut changes = scenario.changes.iter().peekable();
         let end = (scenario.run_ms * MS) as u64;
         loop {
@@ -180,19 +181,21 @@ impl Sim {
     fn change(&mut self, change: &Change) {
         let (node, rail) = (SENDER, change.rail);
         let fault = match change.what {
-            What::Rate(gbits) => Fault::Slow { node, rail, rate: (gbits * 125.0) as u32 },
-            What::Lost(ms) => {
-                let told = (ms * MS) as u64;
-                Fault::NicDown { node, rail, here: told, there: told }
+            RailChange::Rate(gbits) => Fault::Slow { node, rail, rate: (gbits * 125.0) as u32 },
+            RailChange::Lost(ms) => {
+                let delay = (ms * MS) as u64;
+                Fault::NicDown { node, rail, local_delay: delay, remote_delay: delay }
             }
-            What::Silent => Fault::NicDown { node, rail, here: NEVER, there: NEVER },
-            What::Back => Fault::NicUp { node, rail },
+            RailChange::Silent => {
+                Fault::NicDown { node, rail, local_delay: NEVER, remote_delay: NEVER }
+            }
+            RailChange::Back => Fault::NicUp { node, rail },
         };
         self.net.inject(&fault);
     }
 
     /// Every slot that is free begins its next transfer.
-    fn submit(&mut self, transfer: Transfer) -> Outcome<()> {
+    fn submit(&mut self, transfer: Transfer) -> TextResult<()> {
         for slot in 0..self.slots.len() {
             if self.slots[slot].flying.is_none() {
                 let handle = self.begin(transfer, slot)?;
@@ -202,7 +205,7 @@ impl Sim {
         Ok(())
     }
 
-    fn begin(&self, transfer: Transfer, slot: usize) -> Outcome<Handle> {
+    fn begin(&self, transfer: Transfer, slot: usize) -> TextResult<Handle> {
         let imm = Some(self.counter.imm());
         let ops: Vec<Op<'_>> = match transfer {
             Transfer::Write { bytes } => {
@@ -227,7 +230,7 @@ impl Sim {
     }
 
     /// Notes what has ended, and has its threads go on.
-    fn collect(&mut self, transfer: Transfer) -> Outcome<()> {
+    fn collect(&mut self, transfer: Transfer) -> TextResult<()> {
         self.slices.append(&mut self.net.ended());
         let now = self.now();
         let mut over = false;
@@ -235,7 +238,11 @@ impl Sim {
             let Some((submitted, handle)) = &slot.flying else { continue };
             let Some(result) = handle.poll() else { continue };
             result.map_err(|e| format!("a transfer failed at {} ms: {e}", now as f64 / MS))?;
-            self.transfers.push(Done { thread: slot.thread, submitted: *submitted, ended: now });
+            self.transfers.push(EndedTransfer {
+                thread: slot.thread,
+                submitted: *submitted,
+                ended: now,
+            });
             slot.flying = None;
             over = true;
         }
@@ -258,9 +265,9 @@ impl Sim {
                 ended: t.ended.map_or(now, |(at, _)| at - began),
                 bytes: t.bytes,
                 fate: match t.ended {
-                    Some((_, true)) => Fate::Done,
-                    Some((_, false)) => Fate::Lost,
-                    None => Fate::UnderWay,
+                    Some((_, true)) => SliceEnd::Done,
+                    Some((_, false)) => SliceEnd::Lost,
+                    None => SliceEnd::UnderWay,
                 },
                 again: false,
                 offset: t.offset,
@@ -279,7 +286,7 @@ impl Sim {
 
 /// Finds the slices that bring what others lost: the first to the same place since.
 fn mark(slices: &mut [Slice]) {
-    let lost: Vec<Slice> = slices.iter().filter(|s| s.fate == Fate::Lost).copied().collect();
+    let lost: Vec<Slice> = slices.iter().filter(|s| s.fate == SliceEnd::Lost).copied().collect();
     for l in lost {
         let first = slices.partition_point(|s| s.posted < l.ended);
         if let Some(again) = slices[first..].iter_mut().find(|s| s.offset == l.offset && !s.again) {
@@ -289,7 +296,7 @@ fn mark(slices: &mut [Slice]) {
 }
 
 /// The blocks of each layer of one slot.
-fn layers(transfer: Transfer, slot: u32) -> Outcome<Vec<Pages>> {
+fn layers(transfer: Transfer, slot: u32) -> TextResult<Vec<Pages>> {
     let Transfer::Kv { layers, blocks, bytes } = transfer else { return Ok(Vec::new()) };
     let first = slot * layers;
     (first..first + layers)

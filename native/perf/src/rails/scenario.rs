@@ -1,4 +1,4 @@
-//! What is simulated: rails, what becomes of them, and what is written over them.
+//! Scenarios: rails, their changes, and the writes over them.
 
 use serde::{Deserialize, Serialize};
 
@@ -27,18 +27,18 @@ fn one() -> u64 {
     1
 }
 
-/// What happens to a rail, at the sender's end.
+/// A change of a rail at the sender's end.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Change {
     pub at_ms: f64,
     pub rail: u8,
-    pub what: What,
+    pub what: RailChange,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum What {
+pub enum RailChange {
     /// It carries so many Gb/s from now on
     Rate(f64),
     /// Its cable is out; both ends are told after so many ms
@@ -104,18 +104,18 @@ impl Scenario {
         }
     }
 
-    fn then(mut self, at_ms: f64, rail: u8, what: What) -> Self {
+    fn then(mut self, at_ms: f64, rail: u8, what: RailChange) -> Self {
         self.changes.push(Change { at_ms, rail, what });
         self
     }
 
-    /// The same with rails and their changes so many times as slow, and everything so many times as long as
-    /// the rails make it: less to compute, for tests.
+    /// The same with rails and their changes so many times as slow, and everything so many times as
+    /// long as the rails make it: less to compute, for tests.
     #[cfg(test)]
     pub fn slower(mut self, times: f64) -> Self {
         self.rails.iter_mut().for_each(|r| *r /= times);
         for change in &mut self.changes {
-            if let What::Rate(rate) = &mut change.what {
+            if let RailChange::Rate(rate) = &mut change.what {
                 *rate /= times;
             }
         }
@@ -130,21 +130,21 @@ impl Scenario {
     }
 }
 
-/// All that have a name.
+/// All named scenarios.
 pub fn named() -> Vec<Scenario> {
     let four = || Load::writes(4 * MIB, 1, 16);
     let mut all = vec![
         Scenario::new("equal", "four equal rails", &EQUAL, 40.0, four()),
         Scenario::new("unequal", "three rails of 400 Gb/s and one of 100", &UNEQUAL, 40.0, four()),
         Scenario::new("slows", "one of unequal rails slows down to a tenth in mid-run, and recovers", &UNEQUAL, 300.0, four())
-            .then(100.0, 1, What::Rate(40.0))
-            .then(200.0, 1, What::Rate(400.0)),
+            .then(100.0, 1, RailChange::Rate(40.0))
+            .then(200.0, 1, RailChange::Rate(400.0)),
         Scenario::new("dies", "one of unequal rails dies, both ends are told, and returns", &UNEQUAL, 400.0, four())
-            .then(60.0, 1, What::Lost(1.0))
-            .then(170.0, 1, What::Back),
+            .then(60.0, 1, RailChange::Lost(1.0))
+            .then(170.0, 1, RailChange::Back),
         Scenario::new("silent", "one of unequal rails dies without notice and returns", &UNEQUAL, 500.0, four())
-            .then(60.0, 1, What::Silent)
-            .then(200.0, 1, What::Back),
+            .then(60.0, 1, RailChange::Silent)
+            .then(200.0, 1, RailChange::Back),
         Scenario::new(
             "story",
             "unequal rails; one slows down to a quarter, another dies and returns, the slow one recovers",
@@ -152,10 +152,10 @@ pub fn named() -> Vec<Scenario> {
             500.0,
             four(),
         )
-        .then(80.0, 2, What::Rate(100.0))
-        .then(160.0, 1, What::Lost(1.0))
-        .then(270.0, 1, What::Back)
-        .then(420.0, 2, What::Rate(400.0)),
+        .then(80.0, 2, RailChange::Rate(100.0))
+        .then(160.0, 1, RailChange::Lost(1.0))
+        .then(270.0, 1, RailChange::Back)
+        .then(420.0, 2, RailChange::Rate(400.0)),
         Scenario::new(
             "watch",
             "slow enough to see single slices: a rail dies, both ends are told after 1 ms, and it returns",
@@ -163,8 +163,8 @@ pub fn named() -> Vec<Scenario> {
             300.0,
             Load::writes(4 * MIB, 1, 4),
         )
-        .then(50.0, 1, What::Lost(1.0))
-        .then(160.0, 1, What::Back),
+        .then(50.0, 1, RailChange::Lost(1.0))
+        .then(160.0, 1, RailChange::Back),
     ];
     all.extend(tent());
     all

@@ -1,11 +1,11 @@
-//! What a run comes to: shares of what the rails could carry, times of transfers, and what a loss and a return
-//! cost.
+//! Summary of a run: share of the rails' capacity, transfer times, and the cost of losses and
+//! returns.
 
 use serde::Serialize;
 
 use super::{
-    run::{Fate, Run},
-    scenario::{Scenario, What},
+    run::{Run, SliceEnd},
+    scenario::{RailChange, Scenario},
 };
 
 const MS: u64 = 1_000_000;
@@ -17,8 +17,8 @@ const AIM: f64 = 0.95;
 #[derive(Debug, Clone, Serialize)]
 pub struct Summary {
     pub phases: Vec<Phase>,
-    pub losses: Vec<Loss>,
-    pub returns: Vec<Return>,
+    pub losses: Vec<RailLoss>,
+    pub returns: Vec<RailReturn>,
     /// Of all transfers
     pub times: Times,
     /// GB/s over the whole run
@@ -37,7 +37,7 @@ pub struct Phase {
     pub capacity: f64,
     /// What arrived, of that
     pub share: f64,
-    /// The same without what losing or finding a rail took: see [`Loss`] and [`Return`]
+    /// The same without what losing or finding a rail took: see [`RailLoss`] and [`RailReturn`]
     pub settled: f64,
     /// Of the transfers that were begun in it
     pub times: Times,
@@ -51,7 +51,7 @@ pub struct Times {
 }
 
 #[derive(Debug, Clone, Serialize)]
-pub struct Loss {
+pub struct RailLoss {
     pub at_ms: f64,
     pub rail: u8,
     /// Transfers in flight then, and when the last of them was over
@@ -62,7 +62,7 @@ pub struct Loss {
 }
 
 #[derive(Debug, Clone, Serialize)]
-pub struct Return {
+pub struct RailReturn {
     pub at_ms: f64,
     pub rail: u8,
     /// Until the rail was used again, and until what arrives was 0.95 of what the rails can carry
@@ -78,9 +78,9 @@ fn capacities(scenario: &Scenario) -> Vec<(u64, Vec<f64>)> {
     for change in &scenario.changes {
         let rail = usize::from(change.rail);
         match change.what {
-            What::Rate(gbits) => rails[rail] = gbits,
-            What::Lost(_) | What::Silent => up[rail] = false,
-            What::Back => up[rail] = true,
+            RailChange::Rate(gbits) => rails[rail] = gbits,
+            RailChange::Lost(_) | RailChange::Silent => up[rail] = false,
+            RailChange::Back => up[rail] = true,
         }
         let now = rails.iter().zip(&up).map(|(r, up)| if *up { *r } else { 0.0 }).collect();
         all.push(((change.at_ms * MS as f64) as u64, now));
@@ -91,7 +91,7 @@ fn capacities(scenario: &Scenario) -> Vec<(u64, Vec<f64>)> {
 /// Bytes that arrived in each millisecond, by rail.
 pub fn by_rail(scenario: &Scenario, run: &Run) -> Vec<Vec<u64>> {
     let mut bytes = vec![vec![0; scenario.run_ms.ceil() as usize]; scenario.rails.len()];
-    for slice in run.slices.iter().filter(|s| s.fate == Fate::Done) {
+    for slice in run.slices.iter().filter(|s| s.fate == SliceEnd::Done) {
         if let Some(bucket) = bytes[usize::from(slice.rail)].get_mut((slice.ended / MS) as usize) {
             *bucket += slice.bytes;
         }
@@ -105,24 +105,25 @@ pub fn summary(scenario: &Scenario, run: &Run) -> Summary {
         .map(|ms| by_rail.iter().map(|r| r[ms]).sum())
         .collect();
     let capacities = capacities(scenario);
-    let losses: Vec<Loss> = scenario
+    let losses: Vec<RailLoss> = scenario
         .changes
         .iter()
-        .filter(|c| matches!(c.what, What::Lost(_) | What::Silent))
+        .filter(|c| matches!(c.what, RailChange::Lost(_) | RailChange::Silent))
         .map(|c| loss(run, c.at_ms, c.rail))
         .collect();
-    let returns: Vec<Return> = scenario
+    let returns: Vec<RailReturn> = scenario
         .changes
         .iter()
-        .filter(|c| c.what == What::Back)
+        .filter(|c| c.what == RailChange::Back)
         .map(|c| {
             let at = (c.at_ms * MS as f64) as u64;
             let rates = capacities.iter().rfind(|(t, _)| *t <= at).map(|(_, rates)| rates);
             let capacity = rates.map_or(0.0, |r| r.iter().sum::<f64>() / 8.0);
-            let seen =
-                |s: &&super::run::Slice| s.rail == c.rail && s.ended > at && s.fate == Fate::Done;
+            let seen = |s: &&super::run::Slice| {
+                s.rail == c.rail && s.ended > at && s.fate == SliceEnd::Done
+            };
             let used = run.slices.iter().filter(seen).map(|s| s.ended).min();
-            Return {
+            RailReturn {
                 at_ms: c.at_ms,
                 rail: c.rail,
                 used_ms: used.map(|t| (t - at) as f64 / MS as f64),
@@ -147,7 +148,7 @@ pub fn summary(scenario: &Scenario, run: &Run) -> Summary {
             times: times(run, *from, to),
         }
     });
-    let bytes = run.slices.iter().filter(|s| s.fate == Fate::Done).map(|s| s.bytes).sum();
+    let bytes = run.slices.iter().filter(|s| s.fate == SliceEnd::Done).map(|s| s.bytes).sum();
     Summary {
         phases: phases.collect(),
         times: times(run, 0, end),
@@ -159,9 +160,9 @@ pub fn summary(scenario: &Scenario, run: &Run) -> Summary {
     }
 }
 
-/// What arrived between two times, of what could have.
+/// Bytes arrived between two times, as a share of the capacity.
 fn share(run: &Run, (from, to): (u64, u64), capacity: f64) -> f64 {
-    let inside = |s: &&super::run::Slice| s.fate == Fate::Done && (from..to).contains(&s.ended);
+    let inside = |s: &&super::run::Slice| s.fate == SliceEnd::Done && (from..to).contains(&s.ended);
     let bytes: u64 = run.slices.iter().filter(inside).map(|s| s.bytes).sum();
     bytes as f64 / (capacity * to.saturating_sub(from).max(1) as f64)
 }
@@ -175,7 +176,7 @@ fn times(run: &Run, from: u64, to: u64) -> Times {
     Times { transfers: took.len(), median_us: at(50), p99_us: at(99) }
 }
 
-fn loss(run: &Run, at_ms: f64, rail: u8) -> Loss {
+fn loss(run: &Run, at_ms: f64, rail: u8) -> RailLoss {
     let at = (at_ms * MS as f64) as u64;
     let flying: Vec<_> =
         run.transfers.iter().filter(|t| t.submitted < at && t.ended >= at).collect();
@@ -185,7 +186,7 @@ fn loss(run: &Run, at_ms: f64, rail: u8) -> Loss {
     let longest = flying.iter().map(|t| t.ended - t.submitted).chain(stuck.clone()).max();
     let over = flying.iter().map(|t| t.ended - at).chain(stuck.clone()).max().unwrap_or(0);
     let before = times(run, 0, at).median_us / 1e3;
-    Loss {
+    RailLoss {
         at_ms,
         rail,
         in_flight: flying.len() + stuck.count(),
@@ -194,7 +195,7 @@ fn loss(run: &Run, at_ms: f64, rail: u8) -> Loss {
     }
 }
 
-/// How long after `at_ms` until so much arrives in a span as should, to the end of that span.
+/// Time from `at_ms` to the end of the first span in which the expected bytes arrive.
 fn recovered(arrived: &[u64], at_ms: f64, capacity: f64) -> Option<f64> {
     let from = at_ms.ceil() as usize;
     let enough = AIM * capacity * (SPAN as u64 * MS) as f64;

@@ -8,8 +8,8 @@ use super::{control_offset, Event, Executor};
 use crate::{
     barrier::BarrierRounds,
     inbox::MembershipChange,
-    order::{Entry, OrderError, ENTRY},
-    peer::{PostedRequest, State},
+    order::{OrderEntry, OrderError, ENTRY},
+    peer::{PostedRequest, RankState},
     tag::{Kind, Tag},
     ProxyError,
 };
@@ -17,8 +17,8 @@ use crate::{
 impl Executor {
     pub(super) fn take_arrivals(&mut self, now: Time) -> bool {
         let mut tags = std::mem::take(&mut self.tags);
-        let news = self.inbox.take(&mut tags);
-        let any = !tags.is_empty() || !news.is_empty();
+        let changes = self.inbox.take(&mut tags);
+        let any = !tags.is_empty() || !changes.is_empty();
         for (value, n) in tags.drain(..) {
             if let Some(peer) = self.peers.get_mut(usize::from(Tag::of(value).source)) {
                 peer.last_arrival = now;
@@ -26,7 +26,7 @@ impl Executor {
             self.dispatch(value, n);
         }
         self.tags = tags;
-        for item in news {
+        for item in changes {
             match item {
                 MembershipChange::Lost { rank, incarnation, error } => {
                     if self.peers[rank].incarnation == incarnation {
@@ -49,7 +49,7 @@ impl Executor {
         let tag = Tag::of(value);
         let Some(peer) = self.peers.get_mut(usize::from(tag.source)) else { return };
         if peer.incarnation != 0 && tag.incarnation == peer.tag_incarnation() {
-            if peer.state == State::Alive {
+            if peer.state == RankState::Alive {
                 self.apply(tag, n);
             }
         } else if peer.is_ahead(tag.incarnation) {
@@ -90,7 +90,7 @@ impl Executor {
     fn apply_in_order(&mut self, rank: usize, tag: Tag, n: u32) -> Result<(), OrderError> {
         let words = &self.common.words;
         // Release: a device that reads the sum also sees the bytes of its writes.
-        let apply = |entry: Entry| {
+        let apply = |entry: OrderEntry| {
             words[usize::from(entry.slot)].fetch_add(entry.value as u64, AcqRel);
         };
         let channel = self.peers[rank].receiving(tag.channel);
@@ -99,7 +99,7 @@ impl Executor {
                 let at = control_offset(rank, tag.channel, tag.epoch);
                 let bytes = self.control.with_bytes(at, ENTRY, |b| b.try_into());
                 let bytes = bytes.ok().and_then(Result::ok).ok_or(OrderError::Garbled)?;
-                let entry = Entry::from_bytes(bytes)?;
+                let entry = OrderEntry::from_bytes(bytes)?;
                 if usize::from(entry.slot) >= words.len() {
                     return Err(OrderError::Slot { slot: entry.slot, slots: words.len() });
                 }
@@ -108,7 +108,7 @@ impl Executor {
                 }
                 channel.ended(tag.epoch, entry, apply)?;
             }
-            _ => channel.wrote(tag.epoch, n, apply)?,
+            _ => channel.on_write(tag.epoch, n, apply)?,
         }
         for _ in 0..channel.credits() {
             self.send_tag(rank, Kind::Credit, tag.channel, 0);

@@ -6,8 +6,8 @@ use super::{control_offset, Event, Executor, RING};
 use crate::{
     barrier::BarrierRounds,
     command::{Add, Command, Scope},
-    order::{Entry, ENTRY},
-    peer::{PostedRequest, State},
+    order::{OrderEntry, ENTRY},
+    peer::{PostedRequest, RankState},
     tag::Kind,
     ProxyError, Result,
 };
@@ -111,18 +111,18 @@ impl Executor {
     ) -> Result<CommandStatus> {
         let rank = usize::from(rank);
         let state = self.peers.get(rank).map(|p| p.state);
-        if state != Some(State::Alive) && self.inbox.has_changes() {
+        if state != Some(RankState::Alive) && self.inbox.has_changes() {
             // The rank may have joined before the command was pushed.
             return Ok(CommandStatus::Wait);
         }
-        if state == Some(State::Masked) {
+        if state == Some(RankState::Masked) {
             return Ok(CommandStatus::Done);
         }
         if let Some((from, to, len)) = data {
             self.memory.local(from, len)?;
             self.memory.remote(rank, to, len)?;
         }
-        if state != Some(State::Alive) {
+        if state != Some(RankState::Alive) {
             self.memory.remote(rank, 0, 0)?;
             return Err(ProxyError::NotConnected { rank });
         }
@@ -142,7 +142,8 @@ impl Executor {
         }
         if let Some(add) = add {
             let writes = sending.end(request);
-            let entry = Entry { slot: add.slot, value: add.value, ordered: add.ordered, writes };
+            let entry =
+                OrderEntry { slot: add.slot, value: add.value, ordered: add.ordered, writes };
             self.control.put(self.staged(rank, channel, epoch), &entry.to_bytes())?;
         }
         self.peers[rank].planned += 1;
@@ -259,15 +260,15 @@ impl Executor {
         CommandStatus::Done
     }
 
-    /// A rank that has not entered the barrier, among ranks whose last arrival `heard` accepts.
+    /// A rank that has not entered the barrier, among ranks whose last arrival `is_recent` accepts.
     fn missing(
         &self,
         scope: Scope,
         channel: u8,
         round: u64,
-        heard: impl Fn(Time) -> bool,
+        is_recent: impl Fn(Time) -> bool,
     ) -> Option<usize> {
-        let picked = self.participants(scope).filter(|r| heard(self.peers[*r].last_arrival));
+        let picked = self.participants(scope).filter(|r| is_recent(self.peers[*r].last_arrival));
         self.rounds[&(scope, channel)].missing(round, picked)
     }
 }

@@ -6,14 +6,14 @@ use fabric_engine::Time;
 
 use super::{Event, Executor, RING};
 use crate::{
-    descriptor::ThreadDescriptor, inbox::MembershipChange, peer::State, symmetric::check_rank,
+    descriptor::ThreadDescriptor, inbox::MembershipChange, peer::RankState, symmetric::check_rank,
     ProxyError, Result,
 };
 
 impl Executor {
     /// Drops a rank as lost; the cause is reported once.
     pub(super) fn lose(&mut self, rank: usize, error: ProxyError) {
-        if self.peers[rank].state != State::Alive || rank == self.config.rank {
+        if self.peers[rank].state != RankState::Alive || rank == self.config.rank {
             // The rank itself is lost only when its engine is closed.
             return self.drop_rank(rank);
         }
@@ -47,7 +47,8 @@ impl Executor {
         let moved = self.take_arrivals(now);
         for rank in 0..self.peers.len() {
             let peer = &self.peers[rank];
-            if peer.state == State::Alive && self.common.alive.has_ended(rank, peer.incarnation) {
+            if peer.state == RankState::Alive && self.common.alive.has_ended(rank, peer.incarnation)
+            {
                 self.drop_rank(rank);
             }
         }
@@ -58,7 +59,7 @@ impl Executor {
     fn drop_rank(&mut self, rank: usize) {
         let peer = &mut self.peers[rank];
         let (was, incarnation) =
-            (std::mem::replace(&mut peer.state, State::Masked), peer.incarnation);
+            (std::mem::replace(&mut peer.state, RankState::Masked), peer.incarnation);
         peer.outstanding = 0;
         peer.waiting_since = None;
         peer.control = None;
@@ -70,7 +71,7 @@ impl Executor {
         }
         self.active.retain(|r| *r != rank);
         self.memory.clear(rank);
-        if was == State::Alive {
+        if was == RankState::Alive {
             self.on_dropped(rank, incarnation);
         }
     }

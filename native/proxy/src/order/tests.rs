@@ -57,10 +57,10 @@ impl Receiver {
         let channel = &mut self.channels[a.channel];
         match a.atomic {
             true => {
-                let entry = Entry { slot: 0, value: a.epoch as i64, ordered, writes };
+                let entry = OrderEntry { slot: 0, value: a.epoch as i64, ordered, writes };
                 channel.ended(epoch, entry, |e| now.push(e.value as usize)).unwrap();
             }
-            false => channel.wrote(epoch, 1, |e| now.push(e.value as usize)).unwrap(),
+            false => channel.on_write(epoch, 1, |e| now.push(e.value as usize)).unwrap(),
         }
         for epoch in now {
             let applied = &self.applied[a.channel];
@@ -155,19 +155,19 @@ proptest! {
 
     #[test]
     fn an_entry_survives_its_bytes(slot in 0u16..4096, value: i64, ordered: bool, writes: u32) {
-        let entry = Entry { slot, value, ordered, writes };
-        prop_assert_eq!(Entry::from_bytes(entry.to_bytes()), Ok(entry));
+        let entry = OrderEntry { slot, value, ordered, writes };
+        prop_assert_eq!(OrderEntry::from_bytes(entry.to_bytes()), Ok(entry));
     }
 }
 
 #[test]
 fn a_sender_that_violates_the_protocol_is_detected() {
-    let entry = Entry { slot: 0, value: 1, ordered: true, writes: 1 };
+    let entry = OrderEntry { slot: 0, value: 1, ordered: true, writes: 1 };
     let mut channel = Channel::default();
     channel.ended(0, entry, |_| panic!("its write is missing")).unwrap();
     assert_eq!(channel.ended(0, entry, |_| ()), Err(OrderError::Twice(0)));
     let too_many = OrderError::TooMany { epoch: 1, counted: 2, writes: 1 };
-    channel.wrote(1, 2, |_| ()).unwrap();
+    channel.on_write(1, 2, |_| ()).unwrap();
     assert_eq!(channel.ended(1, entry, |_| ()), Err(too_many));
-    assert_eq!(Entry::from_bytes([0xff; 16]), Err(OrderError::Garbled));
+    assert_eq!(OrderEntry::from_bytes([0xff; 16]), Err(OrderError::Garbled));
 }

@@ -11,7 +11,7 @@ use fabric_proxy::{
 };
 
 const TOKEN: u64 = 32;
-const MOST: u64 = 3;
+const MAX_TOKENS: u64 = 3;
 
 /// Everything that each rank sends; the same on all ranks.
 #[derive(Clone, Copy, Debug)]
@@ -31,7 +31,10 @@ impl Plan {
 
     /// Bytes of one half of a rank's part: tokens to send, then received tokens.
     fn half(&self) -> u64 {
-        (self.ranks * usize::from(self.channels)) as u64 * u64::from(self.rounds) * MOST * TOKEN
+        (self.ranks * usize::from(self.channels)) as u64
+            * u64::from(self.rounds)
+            * MAX_TOKENS
+            * TOKEN
     }
 
     pub fn memory(&self) -> u64 {
@@ -48,7 +51,7 @@ impl Plan {
     }
 
     fn at(&self, lane: usize, round: u32, token: u64) -> u64 {
-        ((lane as u64 * u64::from(self.rounds) + u64::from(round)) * MOST + token) * TOKEN
+        ((lane as u64 * u64::from(self.rounds) + u64::from(round)) * MAX_TOKENS + token) * TOKEN
     }
 
     fn dice(&self, src: usize, dst: usize, channel: u8, round: u32) -> fastrand::Rng {
@@ -59,7 +62,7 @@ impl Plan {
     }
 
     fn tokens(&self, src: usize, dst: usize, channel: u8, round: u32) -> u64 {
-        self.dice(src, dst, channel, round).u64(0..=MOST)
+        self.dice(src, dst, channel, round).u64(0..=MAX_TOKENS)
     }
 
     fn token(&self, src: usize, dst: usize, channel: u8, round: u32, token: u64) -> Vec<u8> {

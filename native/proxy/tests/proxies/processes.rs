@@ -74,12 +74,12 @@ fn child() {
     let _ = lines.next();
 }
 
-struct Far {
+struct ChildProcess {
     child: Child,
-    says: BufReader<std::process::ChildStdout>,
+    stdout: BufReader<std::process::ChildStdout>,
 }
 
-impl Far {
+impl ChildProcess {
     fn spawn(number: usize, transport: TransportKind) -> Self {
         let mut child = Command::new(env::current_exe().unwrap())
             .args(["processes::child", "--exact", "--ignored", "--nocapture"])
@@ -89,26 +89,26 @@ impl Far {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let says = BufReader::new(child.stdout.take().unwrap());
-        Self { child, says }
+        let stdout = BufReader::new(child.stdout.take().unwrap());
+        Self { child, stdout }
     }
 
-    fn hear(&mut self) -> String {
+    fn read_reply(&mut self) -> String {
         loop {
             let mut line = String::new();
-            assert!(self.says.read_line(&mut line).unwrap() > 0, "the child ended early");
+            assert!(self.stdout.read_line(&mut line).unwrap() > 0, "the child ended early");
             if let Some(said) = line.trim().strip_prefix(MARK) {
                 return said.into();
             }
         }
     }
 
-    fn tell(&mut self, line: &str) {
+    fn send(&mut self, line: &str) {
         writeln!(self.child.stdin.as_mut().unwrap(), "{line}").unwrap();
     }
 }
 
-impl Drop for Far {
+impl Drop for ChildProcess {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -117,20 +117,20 @@ impl Drop for Far {
 
 fn a_process_is_killed(transport: TransportKind) {
     let own = rank(0, transport);
-    let mut far: Vec<_> = [1, 2].map(|number| Far::spawn(number, transport)).into();
-    let lines: Vec<_> = far.iter_mut().map(Far::hear).collect();
-    for (i, child) in far.iter_mut().enumerate() {
-        child.tell(&to_line(own.descriptor()));
-        child.tell(&lines[1 - i]);
+    let mut children: Vec<_> = [1, 2].map(|number| ChildProcess::spawn(number, transport)).into();
+    let lines: Vec<_> = children.iter_mut().map(ChildProcess::read_reply).collect();
+    for (i, child) in children.iter_mut().enumerate() {
+        child.send(&to_line(own.descriptor()));
+        child.send(&lines[1 - i]);
         own.join(&of_line(&lines[i])).unwrap();
     }
-    assert!(far.iter_mut().all(|child| child.hear() == "joined"));
+    assert!(children.iter_mut().all(|child| child.read_reply() == "joined"));
     // In the middle: its data begins to arrive, and it waits for data of this rank.
     let of_third = || PLAN.of(2).any(|slot| own.words()[slot].load(Acquire) > 0);
     until("the first of it", of_third);
-    far[1].child.kill().unwrap();
+    children[1].child.kill().unwrap();
     take_part(&own);
-    assert_eq!(far[0].hear(), "done");
+    assert_eq!(children[0].read_reply(), "done");
 }
 
 #[test]

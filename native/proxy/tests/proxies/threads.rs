@@ -150,7 +150,7 @@ fn a_rank_that_leaves_is_reported_once_and_does_not_stop_the_others_over_tcp() {
 fn a_rank_that_comes_back_takes_part_again() {
     let plan = Plan { ranks: 3, channels: 2, rounds: 60, ordered: true, seed: 8 };
     let mut all = group(TransportKind::Shm, &config(&plan), plan.memory());
-    for life in 2..=20 {
+    for incarnation in 2..=20 {
         let (lost, events) = all.remove(0);
         assert!(events.try_recv().is_err());
         let rank = usize::from(lost.descriptor().rank);
@@ -163,14 +163,14 @@ fn a_rank_that_comes_back_takes_part_again() {
             until("the loss", || !proxy.alive().is_alive(rank));
         }
         let (told, events) = channel();
-        let config = Config { rank, incarnation: life, ..config(&plan) };
+        let config = Config { rank, incarnation, ..config(&plan) };
         let on_event: OnEvent = Arc::new(move |e| tell(&told, e));
         let newcomer = open(TransportKind::Shm, &config, plan.memory(), on_event);
         // The rank sends before it is announced: early messages are kept.
         for (proxy, _) in &all {
             newcomer.join(proxy.descriptor()).unwrap();
         }
-        let add = Add { slot: 5, value: i64::from(life), ordered: true };
+        let add = Add { slot: 5, value: i64::from(incarnation), ordered: true };
         let before: Vec<_> = all.iter().map(|(p, _)| p.words()[5].load(Acquire)).collect();
         let pusher = newcomer.pusher(1, 0).unwrap();
         for (proxy, _) in &all {
@@ -181,7 +181,9 @@ fn a_rank_that_comes_back_takes_part_again() {
             proxy.join(&through_bytes(newcomer.descriptor())).unwrap();
         }
         for ((proxy, _), before) in all.iter().zip(before) {
-            until("an early atomic", || proxy.words()[5].load(Acquire) == before + u64::from(life));
+            until("an early atomic", || {
+                proxy.words()[5].load(Acquire) == before + u64::from(incarnation)
+            });
         }
         all.push((newcomer, events));
         let barrier = Command::Barrier { scope: Scope::All, channel: 1 };

@@ -3,17 +3,17 @@ use fe::{api::Imm, Local, Op, Remote, ScatterDst, SegmentPiece};
 use pyo3::prelude::*;
 
 use super::{
+    checked_int,
+    class_arg::ClassArg,
     counter::ImmArg,
-    given::Given,
     memory::{Pages, Region, RemoteRegion},
     peers::{Peer, PeerGroup},
     segment::{RemoteSegment, Segment},
-    whole,
 };
 use crate::errors::OrRaise;
 
 /// An operation that owns what it names.
-pub(crate) enum Owned {
+pub(crate) enum OwnedOp {
     Write {
         src: fe::Region,
         src_offset: u64,
@@ -67,7 +67,7 @@ pub(crate) enum Owned {
     },
 }
 
-impl Owned {
+impl OwnedOp {
     /// The operation with another immediate, where it counts at all.
     pub fn op_counted(&self, py: Python<'_>, imm: Option<&ImmArg>) -> PyResult<Op<'_>> {
         let Some(arg) = imm else { return Ok(self.op()) };
@@ -118,7 +118,7 @@ impl Owned {
         }
     }
 
-    /// Its only peer, if it has one.
+    /// The peer, if there is exactly one.
     pub fn peer(&self) -> Option<&fe::Peer> {
         match self {
             Self::Write { dst, .. } | Self::WritePages { dst, .. } => Some(dst.peer()),
@@ -140,8 +140,7 @@ fn imm_for(
     imm.map(|i| ImmArg::extract(i)?.for_peer(py, peer)).transpose()
 }
 
-/// How many bytes a transfer without `nbytes` moves: the rest of both sides, which must be equally
-/// long.
+/// Bytes of a transfer without `nbytes`: the rest of both sides, which must have the same length.
 pub fn length(
     py: Python<'_>,
     nbytes: Option<u64>,
@@ -151,7 +150,7 @@ pub fn length(
     if let Some(n) = nbytes {
         return Ok(n);
     }
-    match (rest("src", src, src_offset), rest("dst", dst, dst_offset)) {
+    match (remaining_bytes("src", src, src_offset), remaining_bytes("dst", dst, dst_offset)) {
         (Ok(src), Ok(dst)) if src == dst => Ok(src),
         (Ok(src), Ok(dst)) => Err(fe::EngineError::Invalid(format!(
             "src has {src} bytes and dst has {dst}: name nbytes, or slice one of them"
@@ -161,8 +160,8 @@ pub fn length(
     .or_raise(py)
 }
 
-/// What is left of `limit` bytes after the first `offset`.
-fn rest(what: &str, limit: u64, offset: u64) -> Result<u64, fe::EngineError> {
+/// Bytes that remain of `limit` after the first `offset`.
+fn remaining_bytes(what: &str, limit: u64, offset: u64) -> Result<u64, fe::EngineError> {
     let outside = || fe::EngineError::OutOfBounds { what: what.to_owned(), offset, len: 0, limit };
     limit.checked_sub(offset).ok_or_else(outside)
 }
@@ -189,10 +188,10 @@ pub mod build {
     pub fn scatter(
         py: Python<'_>,
         src: &Region,
-        parts: Vec<(Given<'_, RemoteRegion>, u64, u64, u64)>,
+        parts: Vec<(ClassArg<'_, RemoteRegion>, u64, u64, u64)>,
         group: Option<&PeerGroup>,
         imm: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Owned> {
+    ) -> PyResult<OwnedOp> {
         let parts: Vec<ScatterDst> = parts
             .into_iter()
             .map(|(dst, dst_offset, src_offset, len)| ScatterDst {
@@ -203,7 +202,7 @@ pub mod build {
             })
             .collect();
         let imm = imm.map(|imm| scattered(py, imm, &parts)).transpose()?.flatten();
-        Ok(Owned::Scatter { group: group.map(|g| g.0.clone()), src: src.0.clone(), parts, imm })
+        Ok(OwnedOp::Scatter { group: group.map(|g| g.0.clone()), src: src.0.clone(), parts, imm })
     }
 
     /// The immediate of all parts: a reference is good for the parts of its engine alone.
@@ -228,7 +227,7 @@ pub mod build {
         parts.first().map(|part| imm.for_peer(py, part.dst.peer())).transpose()
     }
 
-    pub fn barrier(py: Python<'_>, group: &PeerGroup, imm: &Bound<'_, PyAny>) -> PyResult<Owned> {
+    pub fn barrier(py: Python<'_>, group: &PeerGroup, imm: &Bound<'_, PyAny>) -> PyResult<OwnedOp> {
         let imm = match ImmArg::extract(imm)? {
             ImmArg::Plain(imm) => imm,
             ImmArg::Of(_) => {
@@ -236,7 +235,7 @@ pub mod build {
                 return Err(crate::errors::raise(py, &fe::EngineError::Invalid(text)));
             }
         };
-        Ok(Owned::Barrier { group: group.0.clone(), imm })
+        Ok(OwnedOp::Barrier { group: group.0.clone(), imm })
     }
 }
 
@@ -245,7 +244,7 @@ pub mod build {
 #[pyclass(module = "fabric_ray._native")]
 #[derive(Default)]
 pub(crate) struct Batch {
-    pub ops: Vec<Owned>,
+    pub ops: Vec<OwnedOp>,
 }
 
 #[pymethods]
@@ -260,16 +259,16 @@ impl Batch {
     fn write(
         &mut self,
         py: Python<'_>,
-        src: Given<'_, Region>,
-        dst: Given<'_, RemoteRegion>,
-        #[pyo3(from_py_with = whole)] nbytes: Option<u64>,
-        #[pyo3(from_py_with = whole)] src_offset: u64,
-        #[pyo3(from_py_with = whole)] dst_offset: u64,
+        src: ClassArg<'_, Region>,
+        dst: ClassArg<'_, RemoteRegion>,
+        #[pyo3(from_py_with = checked_int)] nbytes: Option<u64>,
+        #[pyo3(from_py_with = checked_int)] src_offset: u64,
+        #[pyo3(from_py_with = checked_int)] dst_offset: u64,
         imm: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let (len, imm) = build::write(py, &src, &dst, nbytes, src_offset, dst_offset, imm)?;
         let (src, dst) = (src.0.clone(), dst.0.clone());
-        self.ops.push(Owned::Write { src, src_offset, dst, dst_offset, len, imm });
+        self.ops.push(OwnedOp::Write { src, src_offset, dst, dst_offset, len, imm });
         Ok(())
     }
 
@@ -277,15 +276,15 @@ impl Batch {
     fn read(
         &mut self,
         py: Python<'_>,
-        src: Given<'_, RemoteRegion>,
-        dst: Given<'_, Region>,
-        #[pyo3(from_py_with = whole)] nbytes: Option<u64>,
-        #[pyo3(from_py_with = whole)] src_offset: u64,
-        #[pyo3(from_py_with = whole)] dst_offset: u64,
+        src: ClassArg<'_, RemoteRegion>,
+        dst: ClassArg<'_, Region>,
+        #[pyo3(from_py_with = checked_int)] nbytes: Option<u64>,
+        #[pyo3(from_py_with = checked_int)] src_offset: u64,
+        #[pyo3(from_py_with = checked_int)] dst_offset: u64,
     ) -> PyResult<()> {
         let len = length(py, nbytes, (src.0.len(), src_offset), (dst.0.len(), dst_offset))?;
         let (src, dst) = (src.0.clone(), dst.0.clone());
-        self.ops.push(Owned::Read { src, src_offset, dst, dst_offset, len });
+        self.ops.push(OwnedOp::Read { src, src_offset, dst, dst_offset, len });
         Ok(())
     }
 
@@ -294,14 +293,14 @@ impl Batch {
     fn write_pages(
         &mut self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] page_nbytes: u64,
-        src: Given<'_, Region>,
-        src_pages: Given<'_, Pages>,
-        dst: Given<'_, RemoteRegion>,
-        dst_pages: Given<'_, Pages>,
+        #[pyo3(from_py_with = checked_int)] page_nbytes: u64,
+        src: ClassArg<'_, Region>,
+        src_pages: ClassArg<'_, Pages>,
+        dst: ClassArg<'_, RemoteRegion>,
+        dst_pages: ClassArg<'_, Pages>,
         imm: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        self.ops.push(Owned::WritePages {
+        self.ops.push(OwnedOp::WritePages {
             page_len: page_nbytes,
             src: src.0.clone(),
             src_pages: src_pages.0.clone(),
@@ -314,13 +313,13 @@ impl Batch {
 
     fn read_pages(
         &mut self,
-        #[pyo3(from_py_with = whole)] page_nbytes: u64,
-        src: Given<'_, RemoteRegion>,
-        src_pages: Given<'_, Pages>,
-        dst: Given<'_, Region>,
-        dst_pages: Given<'_, Pages>,
+        #[pyo3(from_py_with = checked_int)] page_nbytes: u64,
+        src: ClassArg<'_, RemoteRegion>,
+        src_pages: ClassArg<'_, Pages>,
+        dst: ClassArg<'_, Region>,
+        dst_pages: ClassArg<'_, Pages>,
     ) {
-        self.ops.push(Owned::ReadPages {
+        self.ops.push(OwnedOp::ReadPages {
             page_len: page_nbytes,
             src: src.0.clone(),
             src_pages: src_pages.0.clone(),
@@ -336,15 +335,15 @@ impl Batch {
         &mut self,
         py: Python<'_>,
         local: &Segment,
-        #[pyo3(from_py_with = whole)] local_offset: u64,
+        #[pyo3(from_py_with = checked_int)] local_offset: u64,
         remote: &RemoteSegment,
-        #[pyo3(from_py_with = whole)] remote_offset: u64,
-        #[pyo3(from_py_with = whole)] nbytes: u64,
+        #[pyo3(from_py_with = checked_int)] remote_offset: u64,
+        #[pyo3(from_py_with = checked_int)] nbytes: u64,
         imm: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let pieces = local.0.pieces(local_offset, (&remote.0, remote_offset), nbytes);
         let imm = imm_for(py, imm, remote.0.peer())?;
-        self.ops.push(Owned::WritePieces { pieces: pieces.or_raise(py)?, imm });
+        self.ops.push(OwnedOp::WritePieces { pieces: pieces.or_raise(py)?, imm });
         Ok(())
     }
 
@@ -353,13 +352,13 @@ impl Batch {
         &mut self,
         py: Python<'_>,
         local: &Segment,
-        #[pyo3(from_py_with = whole)] local_offset: u64,
+        #[pyo3(from_py_with = checked_int)] local_offset: u64,
         remote: &RemoteSegment,
-        #[pyo3(from_py_with = whole)] remote_offset: u64,
-        #[pyo3(from_py_with = whole)] nbytes: u64,
+        #[pyo3(from_py_with = checked_int)] remote_offset: u64,
+        #[pyo3(from_py_with = checked_int)] nbytes: u64,
     ) -> PyResult<()> {
         let pieces = local.0.pieces(local_offset, (&remote.0, remote_offset), nbytes);
-        self.ops.push(Owned::ReadPieces { pieces: pieces.or_raise(py)? });
+        self.ops.push(OwnedOp::ReadPieces { pieces: pieces.or_raise(py)? });
         Ok(())
     }
 
@@ -367,8 +366,8 @@ impl Batch {
     fn scatter(
         &mut self,
         py: Python<'_>,
-        src: Given<'_, Region>,
-        #[pyo3(from_py_with = whole)] parts: Vec<(Given<'_, RemoteRegion>, u64, u64, u64)>,
+        src: ClassArg<'_, Region>,
+        #[pyo3(from_py_with = checked_int)] parts: Vec<(ClassArg<'_, RemoteRegion>, u64, u64, u64)>,
         group: Option<&PeerGroup>,
         imm: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
@@ -386,8 +385,8 @@ impl Batch {
         Ok(())
     }
 
-    fn send(&mut self, peer: Given<'_, Peer>, message: &[u8]) {
-        self.ops.push(Owned::Send { peer: peer.0.clone(), message: message.to_vec() });
+    fn send(&mut self, peer: ClassArg<'_, Peer>, message: &[u8]) {
+        self.ops.push(OwnedOp::Send { peer: peer.0.clone(), message: message.to_vec() });
     }
 
     fn __len__(&self) -> usize {

@@ -8,9 +8,9 @@ use fe::api::{PageIndices, Pages};
 use pyo3::prelude::*;
 
 use super::{
-    batch::{Batch, Owned},
+    batch::{Batch, OwnedOp},
+    class_arg::ClassArg,
     digest::Digest,
-    given::Given,
     memory::{Region, RemoteRegion},
 };
 use crate::errors::{raise, OrRaise};
@@ -84,8 +84,8 @@ pub(super) fn copy_rows(copy: Copy) -> Vec<(u64, u64, u64, u64, u64)> {
 pub(super) fn bind_copies(
     py: Python<'_>,
     copies: Vec<Copy>,
-    sources: HashMap<u32, (Given<'_, Region>, u64)>,
-    target: Given<'_, RemoteRegion>,
+    sources: HashMap<u32, (ClassArg<'_, Region>, u64)>,
+    target: ClassArg<'_, RemoteRegion>,
     offsets: Vec<i64>,
 ) -> PyResult<(Batch, Digest)> {
     let (mut batch, mut digest) = (Batch::default(), Digest::default());
@@ -102,9 +102,9 @@ pub(super) fn bind_copies(
             let (src, dst, imm) = (region.0.clone(), target.0.clone(), None);
             batch.ops.push(if row.runs == 1 {
                 let (src_offset, dst_offset) = (src_pages.offset, dst_pages.offset);
-                Owned::Write { src, src_offset, dst, dst_offset, len: copy.run, imm }
+                OwnedOp::Write { src, src_offset, dst, dst_offset, len: copy.run, imm }
             } else {
-                Owned::WritePages { page_len: copy.run, src, src_pages, dst, dst_pages, imm }
+                OwnedOp::WritePages { page_len: copy.run, src, src_pages, dst, dst_pages, imm }
             });
         }
     }
@@ -116,7 +116,7 @@ pub(super) fn bind_copies(
 pub(super) fn digest_copies(
     py: Python<'_>,
     copies: Vec<Copy>,
-    target: Given<'_, Region>,
+    target: ClassArg<'_, Region>,
     offsets: Vec<i64>,
 ) -> PyResult<Digest> {
     let mut digest = Digest::default();

@@ -5,31 +5,31 @@ use fe::{api::EngineConfig, Local, Op, Remote};
 use pyo3::{prelude::*, types::PyDict};
 
 use super::{
-    batch::{build, length, Batch, Owned},
+    batch::{build, length, Batch, OwnedOp},
+    checked_int,
+    class_arg::ClassArg,
     config::Settings,
     counter::Counter,
-    given::Given,
-    keep::Keep,
+    deferred_release::DeferredRelease,
     memory::{Pages, Region, RemoteRegion},
     peers::{Message, Peer, PeerGroup},
     requests::{options, PriorityArg},
-    seeing,
     segment::{self, RemoteSegment, Segment},
+    telemetry,
     transfer::Transfer,
     values::{hex, EngineAddress, RegionDescriptor, SegmentDescriptor},
     watcher::{on_change, Watcher},
-    whole,
 };
 use crate::{
-    apart::Apart,
-    callback::Standing,
+    callback::RecurringCallback,
+    detached_drop::DetachedDrop,
     errors::{raise, OrRaise},
 };
 
 /// The native engine; `fabric_ray.TransferEngine` is the class to use.
 #[pyclass(frozen, subclass, module = "fabric_ray._native")]
 pub(crate) struct Engine {
-    pub(crate) engine: Apart<Arc<fe::TransferEngine>>,
+    pub(crate) engine: DetachedDrop<Arc<fe::TransferEngine>>,
     /// As it was opened, for engines like it.
     pub(crate) config: EngineConfig,
     op_timeout: Duration,
@@ -42,7 +42,7 @@ impl Engine {
         let config = config.engine_config(py)?;
         let (like, op_timeout) = (config.clone(), config.op_timeout);
         let engine = py.detach(|| fe::TransferEngine::open(config)).or_raise(py)?;
-        Ok(Self { engine: Apart::new(Arc::new(engine)), config: like, op_timeout })
+        Ok(Self { engine: DetachedDrop::new(Arc::new(engine)), config: like, op_timeout })
     }
 
     /// To be sent to peers.
@@ -58,7 +58,11 @@ impl Engine {
     }
 
     /// `nbytes` bytes of memory that peers on this host can map, zeroed.
-    fn alloc(&self, py: Python<'_>, #[pyo3(from_py_with = whole)] nbytes: u64) -> PyResult<Region> {
+    fn alloc(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = checked_int)] nbytes: u64,
+    ) -> PyResult<Region> {
         if nbytes == 0 {
             let text = "a region needs at least one byte".into();
             return Err(raise(py, &fe::EngineError::Invalid(text)));
@@ -72,12 +76,12 @@ impl Engine {
     fn _register(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] addr: usize,
-        #[pyo3(from_py_with = whole)] nbytes: u64,
+        #[pyo3(from_py_with = checked_int)] addr: usize,
+        #[pyo3(from_py_with = checked_int)] nbytes: u64,
         keep: Py<PyAny>,
         segment: Option<(usize, u64)>,
     ) -> PyResult<Region> {
-        let keep: fe::memory::Keep = Some(Box::new(Keep::new(keep)));
+        let keep: fe::memory::Keep = Some(Box::new(DeferredRelease::new(keep)));
         // SAFETY: `keep` owns the memory at `addr`, and the segment around it;
         // `fabric_ray.engine.memory` sees to that.
         let region = py.detach(|| unsafe {
@@ -95,8 +99,8 @@ impl Engine {
         &self,
         py: Python<'_>,
         path: std::path::PathBuf,
-        #[pyo3(from_py_with = whole)] nbytes: Option<u64>,
-        #[pyo3(from_py_with = whole)] offset: u64,
+        #[pyo3(from_py_with = checked_int)] nbytes: Option<u64>,
+        #[pyo3(from_py_with = checked_int)] offset: u64,
         create: bool,
         writable: bool,
     ) -> PyResult<Region> {
@@ -128,19 +132,19 @@ impl Engine {
     fn import_region(
         &self,
         py: Python<'_>,
-        descriptor: Given<'_, RegionDescriptor>,
+        descriptor: ClassArg<'_, RegionDescriptor>,
     ) -> PyResult<RemoteRegion> {
         self.engine.import(&descriptor.0).map(RemoteRegion).or_raise(py)
     }
 
     /// Peers to address together; connects to all of them now.
-    fn peer_group(&self, py: Python<'_>, peers: Vec<Given<'_, Peer>>) -> PyResult<PeerGroup> {
+    fn peer_group(&self, py: Python<'_>, peers: Vec<ClassArg<'_, Peer>>) -> PyResult<PeerGroup> {
         let peers: Vec<fe::Peer> = peers.iter().map(|p| p.0.clone()).collect();
         self.engine.peer_group(&peers).map(PeerGroup).or_raise(py)
     }
 
     /// Begins to connect, so that the first transfer doesn't have to.
-    fn connect(&self, py: Python<'_>, peer: Given<'_, Peer>) -> PyResult<()> {
+    fn connect(&self, py: Python<'_>, peer: ClassArg<'_, Peer>) -> PyResult<()> {
         self.engine.connect(&peer.0).or_raise(py)
     }
 
@@ -154,7 +158,7 @@ impl Engine {
     fn plain_counter(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] value: u32,
+        #[pyo3(from_py_with = checked_int)] value: u32,
     ) -> PyResult<Counter> {
         let imm = fe::api::Imm::plain(value).or_raise(py)?;
         Ok(Counter { counter: self.engine.plain_counter(imm), timeout: self.op_timeout })
@@ -167,14 +171,14 @@ impl Engine {
     fn write(
         &self,
         py: Python<'_>,
-        src: Given<'_, Region>,
-        dst: Given<'_, RemoteRegion>,
-        #[pyo3(from_py_with = whole)] nbytes: Option<u64>,
-        #[pyo3(from_py_with = whole)] src_offset: u64,
-        #[pyo3(from_py_with = whole)] dst_offset: u64,
+        src: ClassArg<'_, Region>,
+        dst: ClassArg<'_, RemoteRegion>,
+        #[pyo3(from_py_with = checked_int)] nbytes: Option<u64>,
+        #[pyo3(from_py_with = checked_int)] src_offset: u64,
+        #[pyo3(from_py_with = checked_int)] dst_offset: u64,
         imm: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
-        #[pyo3(from_py_with = whole)] rail: Option<u8>,
+        #[pyo3(from_py_with = checked_int)] rail: Option<u8>,
         priority: Option<PriorityArg>,
     ) -> PyResult<Transfer> {
         let (len, imm) = build::write(py, &src, &dst, nbytes, src_offset, dst_offset, imm)?;
@@ -193,13 +197,13 @@ impl Engine {
     fn read(
         &self,
         py: Python<'_>,
-        src: Given<'_, RemoteRegion>,
-        dst: Given<'_, Region>,
-        #[pyo3(from_py_with = whole)] nbytes: Option<u64>,
-        #[pyo3(from_py_with = whole)] src_offset: u64,
-        #[pyo3(from_py_with = whole)] dst_offset: u64,
+        src: ClassArg<'_, RemoteRegion>,
+        dst: ClassArg<'_, Region>,
+        #[pyo3(from_py_with = checked_int)] nbytes: Option<u64>,
+        #[pyo3(from_py_with = checked_int)] src_offset: u64,
+        #[pyo3(from_py_with = checked_int)] dst_offset: u64,
         timeout: Option<f64>,
-        #[pyo3(from_py_with = whole)] rail: Option<u8>,
+        #[pyo3(from_py_with = checked_int)] rail: Option<u8>,
         priority: Option<PriorityArg>,
     ) -> PyResult<Transfer> {
         let len = length(py, nbytes, (src.0.len(), src_offset), (dst.0.len(), dst_offset))?;
@@ -218,14 +222,14 @@ impl Engine {
     fn write_pages(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] page_nbytes: u64,
-        src: Given<'_, Region>,
-        src_pages: Given<'_, Pages>,
-        dst: Given<'_, RemoteRegion>,
-        dst_pages: Given<'_, Pages>,
+        #[pyo3(from_py_with = checked_int)] page_nbytes: u64,
+        src: ClassArg<'_, Region>,
+        src_pages: ClassArg<'_, Pages>,
+        dst: ClassArg<'_, RemoteRegion>,
+        dst_pages: ClassArg<'_, Pages>,
         imm: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
-        #[pyo3(from_py_with = whole)] rail: Option<u8>,
+        #[pyo3(from_py_with = checked_int)] rail: Option<u8>,
         priority: Option<PriorityArg>,
     ) -> PyResult<Transfer> {
         let imm = imm
@@ -249,13 +253,13 @@ impl Engine {
     fn read_pages(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] page_nbytes: u64,
-        src: Given<'_, RemoteRegion>,
-        src_pages: Given<'_, Pages>,
-        dst: Given<'_, Region>,
-        dst_pages: Given<'_, Pages>,
+        #[pyo3(from_py_with = checked_int)] page_nbytes: u64,
+        src: ClassArg<'_, RemoteRegion>,
+        src_pages: ClassArg<'_, Pages>,
+        dst: ClassArg<'_, Region>,
+        dst_pages: ClassArg<'_, Pages>,
         timeout: Option<f64>,
-        #[pyo3(from_py_with = whole)] rail: Option<u8>,
+        #[pyo3(from_py_with = checked_int)] rail: Option<u8>,
         priority: Option<PriorityArg>,
     ) -> PyResult<Transfer> {
         let op = Op::ReadPages {
@@ -276,12 +280,12 @@ impl Engine {
     fn scatter(
         &self,
         py: Python<'_>,
-        src: Given<'_, Region>,
-        #[pyo3(from_py_with = whole)] parts: Vec<(Given<'_, RemoteRegion>, u64, u64, u64)>,
+        src: ClassArg<'_, Region>,
+        #[pyo3(from_py_with = checked_int)] parts: Vec<(ClassArg<'_, RemoteRegion>, u64, u64, u64)>,
         group: Option<&PeerGroup>,
         imm: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
-        #[pyo3(from_py_with = whole)] rail: Option<u8>,
+        #[pyo3(from_py_with = checked_int)] rail: Option<u8>,
         priority: Option<PriorityArg>,
     ) -> PyResult<Transfer> {
         let owned = build::scatter(py, &src, parts, group, imm)?;
@@ -306,7 +310,7 @@ impl Engine {
     fn send(
         &self,
         py: Python<'_>,
-        peer: Given<'_, Peer>,
+        peer: ClassArg<'_, Peer>,
         message: &[u8],
         timeout: Option<f64>,
     ) -> PyResult<Transfer> {
@@ -327,7 +331,7 @@ impl Engine {
         batch: &Batch,
         imm: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
-        #[pyo3(from_py_with = whole)] rail: Option<u8>,
+        #[pyo3(from_py_with = checked_int)] rail: Option<u8>,
         priority: Option<PriorityArg>,
     ) -> PyResult<Transfer> {
         let options = options(py, timeout, rail, priority)?;
@@ -335,10 +339,10 @@ impl Engine {
         let ops: Vec<Op<'_>> =
             batch.ops.iter().map(|o| o.op_counted(py, imm.as_ref())).collect::<PyResult<_>>()?;
         let handle = py.detach(|| self.engine.submit(&ops, options)).or_raise(py)?;
-        let mut peers = batch.ops.iter().map(Owned::peer);
+        let mut peers = batch.ops.iter().map(OwnedOp::peer);
         let first = peers.next().flatten();
         let one = first.filter(|f| peers.all(|p| p.is_some_and(|p| p.id() == f.id())));
-        Ok(Transfer::new(handle, one.map(|p| self.engine.way(p))))
+        Ok(Transfer::new(handle, one.map(|p| self.engine.peer_transport(p))))
     }
 
     /// Makes everything ready that the writes of a batch will need: connections, keys, mappings.
@@ -359,9 +363,9 @@ impl Engine {
     fn receive(
         &self,
         py: Python<'_>,
-        callback: Standing,
-        #[pyo3(from_py_with = whole)] count: u32,
-        #[pyo3(from_py_with = whole)] max_nbytes: usize,
+        callback: RecurringCallback,
+        #[pyo3(from_py_with = checked_int)] count: u32,
+        #[pyo3(from_py_with = checked_int)] max_nbytes: usize,
     ) -> PyResult<()> {
         let deliver = move |delivery: fe::Delivery| {
             callback.call(|py, f| (f, Message(delivery)).into_pyobject(py));
@@ -372,7 +376,12 @@ impl Engine {
     /// A 64-bit word that the engine watches: `callback(old, new)` runs when it has changed. With
     /// `device`, kernels on that GPU write and read it as well.
     #[pyo3(signature = (callback, device=None))]
-    fn watch(&self, py: Python<'_>, callback: Standing, device: Option<i32>) -> PyResult<Watcher> {
+    fn watch(
+        &self,
+        py: Python<'_>,
+        callback: RecurringCallback,
+        device: Option<i32>,
+    ) -> PyResult<Watcher> {
         let on_change = on_change(callback);
         let watcher = match device {
             None => self.engine.watch(on_change),
@@ -386,7 +395,7 @@ impl Engine {
     fn _explain(
         &self,
         py: Python<'_>,
-        peer: Given<'_, Peer>,
+        peer: ClassArg<'_, Peer>,
     ) -> PyResult<(String, Option<String>, Vec<(&'static str, String, bool, String)>)> {
         let e = self.engine.explain(&peer.0).or_raise(py)?;
         let verdicts = e.verdicts.into_iter();
@@ -395,7 +404,8 @@ impl Engine {
         Ok((e.peer, e.transport, verdicts))
     }
 
-    /// Of each piece of a batch: `(op, write, bytes, local, peer, remote, transport or None, way)`
+    /// Of each piece of a batch: `(op, write, bytes, local, peer, remote, transport or None,
+    /// description)`
     #[allow(clippy::type_complexity)] // a Python tuple
     fn _paths(
         &self,
@@ -403,11 +413,11 @@ impl Engine {
         batch: &Batch,
     ) -> PyResult<Vec<(usize, bool, u64, String, String, String, Option<&'static str>, String)>>
     {
-        let ops: Vec<Op<'_>> = batch.ops.iter().map(Owned::op).collect();
+        let ops: Vec<Op<'_>> = batch.ops.iter().map(OwnedOp::op).collect();
         let paths = py.detach(|| self.engine.paths(&ops)).or_raise(py)?;
         let tuple = |p: fe::Path| {
             let transport = p.transport.map(|t| t.name());
-            (p.op, p.write, p.bytes, p.local, p.peer, p.remote, transport, p.way)
+            (p.op, p.write, p.bytes, p.local, p.peer, p.remote, transport, p.description)
         };
         Ok(paths.into_iter().map(tuple).collect())
     }
@@ -430,23 +440,23 @@ impl Engine {
         Ok(d)
     }
 
-    /// All that is counted, as `fabric_ray.engine.seeing` reads it.
+    /// All metrics, as `fabric_ray.engine.observability` reads them.
     fn _metrics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let metrics = py.detach(|| self.engine.metrics()).or_raise(py)?;
-        seeing::metrics(py, metrics)
+        telemetry::metrics(py, metrics)
     }
 
-    /// What the flight recorder has since those numbers of transfers, arrivals, expectations and
+    /// The flight recorder's records since these numbers of transfers, arrivals, expectations and
     /// events.
     fn _records<'py>(
         &self,
         py: Python<'py>,
-        #[pyo3(from_py_with = whole)] since: (u64, u64, u64, u64),
+        #[pyo3(from_py_with = checked_int)] since: (u64, u64, u64, u64),
     ) -> PyResult<Bound<'py, PyDict>> {
         let (transfers, arrivals, expectations, events) = since;
         let since = fe::flight::Cursor { transfers, arrivals, expectations, events };
         let records = py.detach(|| self.engine.records(since)).or_raise(py)?;
-        seeing::records(py, records)
+        telemetry::records(py, records)
     }
 
     /// Takes nothing new from now on; the transfer is done when all that was begun here is over.

@@ -7,11 +7,12 @@ use pyo3::{
 };
 
 use super::{
-    given::Given, peers::Peer, seconds, span, transfer::Transfer, values::CounterRef, whole,
+    checked_int, class_arg::ClassArg, peers::Peer, seconds, span, transfer::Transfer,
+    values::CounterRef,
 };
 use crate::errors::{raise, OrRaise};
 
-/// What may be named as an immediate: a counter's reference, or a small pre-agreed integer.
+/// An argument that names an immediate: a counter's reference, or a small pre-agreed integer.
 pub(crate) enum ImmArg {
     Plain(fe::api::Imm),
     Of(fe::api::CounterRef),
@@ -60,7 +61,7 @@ impl Counter {
         &self,
         py: Python<'_>,
         n: u32,
-        writers: Option<Vec<Given<'_, Peer>>>,
+        writers: Option<Vec<ClassArg<'_, Peer>>>,
         timeout: Option<f64>,
     ) -> PyResult<fe::Handle> {
         let timeout = seconds(py, timeout, self.timeout)?;
@@ -72,7 +73,7 @@ impl Counter {
 
 #[pymethods]
 impl Counter {
-    /// To be given to those who write.
+    /// The reference to give to writers.
     #[getter]
     fn r#ref(&self) -> CounterRef {
         CounterRef(self.counter.reference())
@@ -104,8 +105,8 @@ impl Counter {
     fn expect(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] n: u32,
-        writers: Option<Vec<Given<'_, Peer>>>,
+        #[pyo3(from_py_with = checked_int)] n: u32,
+        writers: Option<Vec<ClassArg<'_, Peer>>>,
         timeout: Option<f64>,
     ) -> PyResult<Transfer> {
         self.expectation(py, n, writers, timeout).map(|h| Transfer::new(h, None))
@@ -116,8 +117,8 @@ impl Counter {
     fn wait(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] n: u32,
-        writers: Option<Vec<Given<'_, Peer>>>,
+        #[pyo3(from_py_with = checked_int)] n: u32,
+        writers: Option<Vec<ClassArg<'_, Peer>>>,
         timeout: Option<f64>,
     ) -> PyResult<()> {
         let handle = self.expectation(py, n, writers, timeout)?;

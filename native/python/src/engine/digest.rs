@@ -4,18 +4,18 @@ use pyo3::prelude::*;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::{
-    given::Given,
+    checked_int,
+    class_arg::ClassArg,
     memory::{Pages, Region},
-    whole,
 };
 use crate::errors::{raise, OrRaise};
 
-struct Run {
+struct PageRun {
     region: fe::Region,
     page_len: u64,
     pages: EnginePages,
-    /// Where each page lies in the receiver's memory: part of its digest, so that pages that
-    /// changed places don't go unnoticed.
+    /// Address of each page at the receiver. It is part of the digest, so exchanged pages change
+    /// it.
     places: EnginePages,
 }
 
@@ -33,7 +33,7 @@ fn nth(pages: &EnginePages, list: Option<&[u32]>, i: u32) -> u64 {
 #[pyclass(module = "fabric_ray._native")]
 #[derive(Default)]
 pub(crate) struct Digest {
-    runs: Vec<Run>,
+    runs: Vec<PageRun>,
 }
 
 #[pymethods]
@@ -47,10 +47,10 @@ impl Digest {
     fn add(
         &mut self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] page_nbytes: u64,
-        region: Given<'_, Region>,
-        pages: Given<'_, Pages>,
-        places: Given<'_, Pages>,
+        #[pyo3(from_py_with = checked_int)] page_nbytes: u64,
+        region: ClassArg<'_, Region>,
+        pages: ClassArg<'_, Pages>,
+        places: ClassArg<'_, Pages>,
     ) -> PyResult<()> {
         self.push(py, page_nbytes, &region.0, pages.0.clone(), places.0.clone())
     }
@@ -83,12 +83,12 @@ impl Digest {
         }
         let end = pages.end(page_len).unwrap_or(u64::MAX);
         region.slice(0, end).or_raise(py)?;
-        self.runs.push(Run { region: region.clone(), page_len, pages, places });
+        self.runs.push(PageRun { region: region.clone(), page_len, pages, places });
         Ok(())
     }
 }
 
-impl Run {
+impl PageRun {
     fn digest(&self) -> fe::Result<u64> {
         let (from, to) = (self.pages.list(), self.places.list());
         let mut sum = 0u64;

@@ -9,12 +9,12 @@ use pyo3::{
 };
 
 use super::{
-    peers::{Peer, Whom},
+    checked_int,
+    peers::{EngineIdArg, Peer},
     seconds,
     transfer::Transfer,
     values::RegionDescriptor,
     watcher::gpu_array,
-    whole,
 };
 use crate::errors::{raise, OrRaise};
 
@@ -63,8 +63,8 @@ impl Region {
     fn slice(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] offset: u64,
-        #[pyo3(from_py_with = whole)] nbytes: u64,
+        #[pyo3(from_py_with = checked_int)] offset: u64,
+        #[pyo3(from_py_with = checked_int)] nbytes: u64,
     ) -> PyResult<Self> {
         self.0.slice(offset, nbytes).map(Self).or_raise(py)
     }
@@ -74,18 +74,18 @@ impl Region {
     fn grant(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] offset: u64,
-        #[pyo3(from_py_with = whole)] nbytes: Option<u64>,
-        peer: Option<Whom>,
+        #[pyo3(from_py_with = checked_int)] offset: u64,
+        #[pyo3(from_py_with = checked_int)] nbytes: Option<u64>,
+        peer: Option<EngineIdArg>,
         ttl: Option<f64>,
     ) -> PyResult<Self> {
         let ttl = ttl.map(|s| lifetime(py, s)).transpose()?;
-        let terms = fe::Grant { peer: peer.map(|whom| whom.0), ttl };
+        let terms = fe::Grant { peer: peer.map(|peer| peer.0), ttl };
         let nbytes = nbytes.unwrap_or_else(|| self.0.len().saturating_sub(offset));
         py.detach(|| self.0.grant(offset, nbytes, terms)).map(Self).or_raise(py)
     }
 
-    /// What a peer needs to write here.
+    /// The descriptor with which a peer accesses the region.
     fn descriptor(&self) -> RegionDescriptor {
         RegionDescriptor(self.0.descriptor())
     }
@@ -206,7 +206,7 @@ impl Region {
     }
 }
 
-/// How long a grant lasts.
+/// Lifetime of a grant.
 fn lifetime(py: Python<'_>, seconds: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(seconds).ok().filter(|ttl| !ttl.is_zero()).ok_or_else(|| {
         let text = format!("a grant for {seconds} seconds: give a ttl above 0, or none");
@@ -239,8 +239,8 @@ impl RemoteRegion {
     fn slice(
         &self,
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] offset: u64,
-        #[pyo3(from_py_with = whole)] nbytes: u64,
+        #[pyo3(from_py_with = checked_int)] offset: u64,
+        #[pyo3(from_py_with = checked_int)] nbytes: u64,
     ) -> PyResult<Self> {
         self.0.slice(offset, nbytes).map(Self).or_raise(py)
     }
@@ -256,7 +256,7 @@ impl RemoteRegion {
     }
 }
 
-/// Where a Python slice of `len` bytes begins and how long it is.
+/// Start and length of a Python slice of `len` bytes.
 fn part_of(part: &Bound<'_, PySlice>, len: u64) -> PyResult<(u64, u64)> {
     let len = isize::try_from(len).unwrap_or(isize::MAX);
     let py = part.py();
@@ -268,7 +268,7 @@ fn part_of(part: &Bound<'_, PySlice>, len: u64) -> PyResult<(u64, u64)> {
     Ok((part.start as u64, part.slicelength as u64))
 }
 
-/// Which pages of a region, in order: page `i` lies at `offset + indices[i] * stride` bytes.
+/// Pages of a region, in order: page `i` lies at `offset + indices[i] * stride` bytes.
 #[pyclass(frozen, module = "fabric_ray._native")]
 pub(crate) struct Pages(pub fe::api::Pages);
 
@@ -279,8 +279,8 @@ impl Pages {
     fn _listed(
         py: Python<'_>,
         indices: &Bound<'_, PyBytes>,
-        #[pyo3(from_py_with = whole)] stride: u64,
-        #[pyo3(from_py_with = whole)] offset: u64,
+        #[pyo3(from_py_with = checked_int)] stride: u64,
+        #[pyo3(from_py_with = checked_int)] offset: u64,
     ) -> PyResult<Self> {
         let indices: Vec<u32> = indices
             .as_bytes()
@@ -295,10 +295,10 @@ impl Pages {
     #[staticmethod]
     fn _range(
         py: Python<'_>,
-        #[pyo3(from_py_with = whole)] first: u32,
-        #[pyo3(from_py_with = whole)] count: u32,
-        #[pyo3(from_py_with = whole)] stride: u64,
-        #[pyo3(from_py_with = whole)] offset: u64,
+        #[pyo3(from_py_with = checked_int)] first: u32,
+        #[pyo3(from_py_with = checked_int)] count: u32,
+        #[pyo3(from_py_with = checked_int)] stride: u64,
+        #[pyo3(from_py_with = checked_int)] offset: u64,
     ) -> PyResult<Self> {
         let indices = PageIndices::range(first, count).or_raise(py)?;
         Ok(Self(fe::api::Pages::new(indices, stride, offset)))

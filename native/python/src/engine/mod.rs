@@ -10,20 +10,20 @@ use pyo3::{
 use crate::errors::{raise, OrRaise};
 
 mod batch;
+mod class_arg;
 mod config;
 mod copies;
 mod core;
 mod counter;
+mod deferred_release;
 mod digest;
-mod given;
-mod keep;
 mod memory;
 mod peers;
 mod queue;
 mod requests;
-mod seeing;
 mod segment;
 mod span;
+mod telemetry;
 mod transfer;
 mod values;
 mod watcher;
@@ -43,7 +43,7 @@ fn stretched_token<'py>(py: Python<'py>, token: Vec<u8>) -> PyResult<Bound<'py, 
 }
 
 pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    keep::register(m)?;
+    deferred_release::register(m)?;
     m.add_function(wrap_pyfunction!(span::_span_variable, m)?)?;
     m.add_function(wrap_pyfunction!(span::span_of, m)?)?;
     m.add_function(wrap_pyfunction!(stretched_token, m)?)?;
@@ -87,7 +87,7 @@ fn seconds(
 
 /// A size, an offset, a count or an index, or several; one that doesn't fit is `InvalidArgument`,
 /// which names it, not `OverflowError`.
-pub(crate) fn whole<'py, T>(value: &Bound<'py, PyAny>) -> PyResult<T>
+pub(crate) fn checked_int<'py, T>(value: &Bound<'py, PyAny>) -> PyResult<T>
 where
     for<'a> T: FromPyObject<'a, 'py, Error: Into<PyErr>>,
 {

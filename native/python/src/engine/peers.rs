@@ -29,7 +29,7 @@ impl Peer {
         &self.0.address().name
     }
 
-    /// What errors call it.
+    /// The name of the peer in errors.
     #[getter]
     fn label(&self) -> String {
         self.0.address().label()
@@ -49,10 +49,11 @@ impl Peer {
     }
 }
 
-/// An engine, by whatever names one life of it: a `Peer`, an `EngineAddress`, or its id as hex.
-pub(super) struct Whom(pub EngineId);
+/// An argument that names one incarnation of an engine: a `Peer`, an `EngineAddress`, or its id as
+/// hex.
+pub(super) struct EngineIdArg(pub EngineId);
 
-impl<'a, 'py> FromPyObject<'a, 'py> for Whom {
+impl<'a, 'py> FromPyObject<'a, 'py> for EngineIdArg {
     type Error = PyErr;
 
     fn extract(obj: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {

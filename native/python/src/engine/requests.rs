@@ -1,4 +1,4 @@
-//! What all requests have in common: their keywords, and how they are handed to the engine.
+//! Common parts of requests: keywords, and submission to the engine.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use super::{core::Engine, seconds, span, transfer::Transfer};
 use crate::errors::{raise, OrRaise};
 
 /// A submit that moves at most this much holds on to the GIL: letting go costs more.
-const BRIEF: u64 = 16 << 10;
+const GIL_HELD_BYTES: u64 = 16 << 10;
 
 /// One of `latency`, `bulk` and `background`.
 #[derive(Clone, Copy)]
@@ -32,7 +32,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for PriorityArg {
     }
 }
 
-/// What the keywords of a request say.
+/// Options from the keywords of a request.
 pub(super) fn options(
     py: Python<'_>,
     timeout: Option<f64>,
@@ -57,7 +57,7 @@ impl Engine {
     ) -> PyResult<Transfer> {
         let options = options(py, timeout, rail, priority)?;
         let submit = || self.engine.submit(std::slice::from_ref(&op), options);
-        let handle = if bytes <= BRIEF { submit() } else { py.detach(submit) };
-        Ok(Transfer::new(handle.or_raise(py)?, peer.map(|p| self.engine.way(p))))
+        let handle = if bytes <= GIL_HELD_BYTES { submit() } else { py.detach(submit) };
+        Ok(Transfer::new(handle.or_raise(py)?, peer.map(|p| self.engine.peer_transport(p))))
     }
 }

@@ -25,7 +25,7 @@ impl Segment {
         self.0.regions().iter().cloned().map(Region).collect()
     }
 
-    /// What a peer needs to open it.
+    /// The descriptor with which a peer opens the segment.
     fn descriptor(&self) -> SegmentDescriptor {
         SegmentDescriptor(self.0.descriptor().clone())
     }

@@ -20,7 +20,7 @@ fn variable(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
     Ok(made.bind(py))
 }
 
-/// That of the caller's context.
+/// The span of the caller's context.
 #[inline]
 pub(crate) fn current(py: Python<'_>) -> PyResult<Span> {
     match IN_USE.load(Relaxed) {

@@ -7,7 +7,7 @@ use std::{
 };
 
 use fabric_engine::{
-    self as fe, api::TransportKind, memory::device::DeviceWord, Handle, Quiet, Way,
+    self as fe, api::TransportKind, memory::device::DeviceWord, Handle, PeerTransport, Quiescence,
 };
 use pyo3::{
     exceptions::{PyAttributeError, PyRuntimeError, PyTimeoutError},
@@ -35,12 +35,12 @@ static AWAITING: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 pub(crate) struct Transfer {
     pub handle: Handle,
     /// Towards its peer, if there was one.
-    way: Option<Way>,
+    peer_transport: Option<PeerTransport>,
 }
 
 impl Transfer {
-    pub fn new(handle: Handle, way: Option<Way>) -> Self {
-        Self { handle, way }
+    pub fn new(handle: Handle, peer_transport: Option<PeerTransport>) -> Self {
+        Self { handle, peer_transport }
     }
 
     /// Waits with the GIL released; `None` if it is not over in time.
@@ -97,7 +97,7 @@ impl Transfer {
         }
     }
 
-    /// What it failed with, or `None`.
+    /// The error of a failed transfer, or `None`.
     fn exception(&self, py: Python<'_>) -> Option<PyErr> {
         self.handle.poll()?.err().map(|e| raise(py, &e))
     }
@@ -137,7 +137,7 @@ impl Transfer {
     /// Whether nothing of it can land any more; `None` if that can't be known.
     #[getter]
     fn quiesced(&self) -> Option<bool> {
-        known(self.handle.quiet())
+        known(self.handle.quiescence())
     }
 
     /// Waits until nothing of it can land any more, at most `timeout` seconds; returns `quiesced`.
@@ -146,10 +146,10 @@ impl Transfer {
         let mut left = seconds(py, timeout, FOREVER)?;
         loop {
             let step = left.min(SIGNAL_CHECK);
-            let quiet = py.detach(|| self.handle.wait_quiet(step));
+            let quiet = py.detach(|| self.handle.wait_quiesced(step));
             py.check_signals()?;
             left = if left == FOREVER { left } else { left.saturating_sub(step) };
-            if quiet != Quiet::NotYet || left.is_zero() {
+            if quiet != Quiescence::InFlight || left.is_zero() {
                 return Ok(known(quiet));
             }
         }
@@ -176,7 +176,7 @@ impl Transfer {
         self.handle.on_done_notify(queue.notifier(), key);
     }
 
-    /// What was asked for: `write`, `read`, `expectation`, ...
+    /// The kind of request: `write`, `read`, `expectation`, ...
     #[getter]
     fn op(&self) -> &'static str {
         self.handle.op()
@@ -186,7 +186,7 @@ impl Transfer {
     /// several peers, and for expectations.
     #[getter]
     fn transport(&self) -> Option<&'static str> {
-        self.way.as_ref()?.transport().map(TransportKind::name)
+        self.peer_transport.as_ref()?.transport().map(TransportKind::name)
     }
 
     fn __repr__(&self) -> String {
@@ -202,11 +202,11 @@ impl Transfer {
     }
 }
 
-fn known(quiet: Quiet) -> Option<bool> {
+fn known(quiet: Quiescence) -> Option<bool> {
     match quiet {
-        Quiet::NotYet => Some(false),
-        Quiet::Quiet => Some(true),
-        Quiet::Unknown => None,
+        Quiescence::InFlight => Some(false),
+        Quiescence::Quiesced => Some(true),
+        Quiescence::Unknown => None,
     }
 }
 

@@ -7,7 +7,7 @@ use pyo3::{
     types::{PyBytes, PyTuple, PyType},
 };
 
-use super::whole;
+use super::checked_int;
 use crate::errors::OrRaise;
 
 macro_rules! value {
@@ -53,7 +53,7 @@ macro_rules! value {
 }
 
 value! {
-    /// Where an engine can be reached, and which life of it.
+    /// The address of an engine, and its incarnation.
     EngineAddress {
     /// The engine's id as hex: drawn anew each time an engine opens.
     #[getter]
@@ -95,7 +95,7 @@ value! {
     }
 
     /// A part of it: `nbytes` bytes from `offset`.
-    fn slice(&self, py: Python<'_>, #[pyo3(from_py_with = whole)] offset: u64, #[pyo3(from_py_with = whole)] nbytes: u64) -> PyResult<Self> {
+    fn slice(&self, py: Python<'_>, #[pyo3(from_py_with = checked_int)] offset: u64, #[pyo3(from_py_with = checked_int)] nbytes: u64) -> PyResult<Self> {
         self.0.slice(offset, nbytes).map(Self).or_raise(py)
     }
 
@@ -124,7 +124,7 @@ value! {
     fn parts(&self) -> Vec<(u64, u64, String, Vec<&'static str>)> {
         let names = |kinds: &[api::TransportKind]| kinds.iter().map(|k| k.name()).collect();
         let parts = self.0.parts.iter();
-        parts.map(|p| (p.at, p.len, p.place.to_string(), names(&p.transports))).collect()
+        parts.map(|p| (p.at, p.len, p.location.to_string(), names(&p.transports))).collect()
     }
 
     fn __repr__(&self) -> String {
@@ -135,7 +135,7 @@ value! {
 }
 
 value! {
-    /// A counter of some engine, for those who write to it.
+    /// A reference to a counter, for its writers.
     CounterRef {
     /// The owning engine's id as hex.
     #[getter]
@@ -153,7 +153,7 @@ pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
-/// What [`hex`] wrote, if it is 16 bytes.
+/// The inverse of [`hex`], for 16 bytes.
 pub fn unhex(text: &str) -> Option<[u8; 16]> {
     let digits = text.bytes().map(|b| (b as char).to_digit(16)).collect::<Option<Vec<_>>>()?;
     let bytes: Vec<u8> = digits.chunks_exact(2).map(|d| (d[0] << 4 | d[1]) as u8).collect();

@@ -1,8 +1,8 @@
 use fabric_engine as fe;
 use pyo3::{exceptions::PyAttributeError, prelude::*, types::PyDict};
 
-use super::whole;
-use crate::{callback::Standing, errors::OrRaise};
+use super::checked_int;
+use crate::{callback::RecurringCallback, errors::OrRaise};
 
 /// A 64-bit word that the engine watches: it calls back with the old and the new value.
 #[pyclass(frozen, module = "fabric_ray._native")]
@@ -29,13 +29,17 @@ impl Watcher {
     }
 
     /// Changes the word and wakes the watching thread.
-    fn store(&self, py: Python<'_>, #[pyo3(from_py_with = whole)] value: u64) -> PyResult<()> {
+    fn store(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = checked_int)] value: u64,
+    ) -> PyResult<()> {
         self.0.store(value).or_raise(py)
     }
 
     /// Adds to the word and wakes the watching thread.
     #[pyo3(signature = (n=1))]
-    fn add(&self, py: Python<'_>, #[pyo3(from_py_with = whole)] n: u64) -> PyResult<()> {
+    fn add(&self, py: Python<'_>, #[pyo3(from_py_with = checked_int)] n: u64) -> PyResult<()> {
         self.0.add(n).or_raise(py)
     }
 
@@ -50,7 +54,7 @@ impl Watcher {
         Ok(d)
     }
 
-    /// Where the word lies: `host memory`, `pinned host memory`, or GPU memory.
+    /// Memory of the word: `host memory`, `pinned host memory`, or GPU memory.
     #[getter]
     fn home(&self) -> &'static str {
         self.0.device_word().map_or("host memory", fe::memory::device::DeviceWord::home)
@@ -71,7 +75,7 @@ impl Watcher {
 }
 
 /// The change callback as the engine wants it. Runs on the watching thread.
-pub fn on_change(callback: Standing) -> impl Fn(u64, u64) + Send + Sync + 'static {
+pub fn on_change(callback: RecurringCallback) -> impl Fn(u64, u64) + Send + Sync + 'static {
     move |old, new| callback.call(|py, f| (f, old, new).into_pyobject(py))
 }
 

@@ -3,7 +3,7 @@
 
 use crate::sync::{total_order, Mutex, MutexGuard, Queue};
 
-/// How the holder runs a command.
+/// Execution of a command by the holder of the lock.
 pub(crate) trait CarryOut<T, C> {
     fn carry_out(&self, state: &mut T, command: C);
 }

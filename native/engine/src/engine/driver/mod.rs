@@ -1,10 +1,10 @@
 //! The threads that drive the group, and how they sleep.
 
-mod cell;
 mod combining_lock;
+mod group_driver;
 mod parker;
 mod share;
 mod worker;
 
-pub(crate) use cell::{Cell, Command, Core, Guard};
+pub(crate) use group_driver::{Command, Core, GroupDriver, Guard};
 pub(crate) use worker::Worker;

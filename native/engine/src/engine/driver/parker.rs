@@ -1,4 +1,4 @@
-//! Where a worker sleeps: one epoll with the domains' descriptors, an eventfd and a timer.
+//! The sleep of a worker: one epoll with the domains' descriptors, an eventfd and a timer.
 
 use std::{
     os::fd::{BorrowedFd, OwnedFd},
@@ -56,14 +56,19 @@ impl Parker {
                 // SAFETY: a domain keeps its descriptors open, and outlives the worker that sleeps
                 // here.
                 let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-                epoll::add(&parker.epoll, fd, epoll::EventData::new_u64(0), Self::quiet())
-                    .map_err(fail("epoll_ctl"))?;
+                epoll::add(
+                    &parker.epoll,
+                    fd,
+                    epoll::EventData::new_u64(0),
+                    Self::disabled_events(),
+                )
+                .map_err(fail("epoll_ctl"))?;
             }
         }
         Ok(parker)
     }
 
-    fn quiet() -> epoll::EventFlags {
+    fn disabled_events() -> epoll::EventFlags {
         epoll::EventFlags::ONESHOT
     }
 
@@ -85,7 +90,7 @@ impl Parker {
 
     /// Ends the sleep at `at`. Keeps an alarm that is set already, if it is at most `slack` later.
     #[inline]
-    pub fn alarm(&self, at: Time, slack: Duration) {
+    pub fn set_timer(&self, at: Time, slack: Duration) {
         if self.alarm.load(SeqCst) > at.after(slack).0 {
             self.set_alarm(at);
         }

@@ -23,8 +23,8 @@ impl Worker {
                 if let Some(Err(error)) = cpus.map(|cpus| sched_setaffinity(None, &cpus)) {
                     tracing::warn!(%error, "the worker can't be pinned near its NICs");
                 }
-                if let Ok(cell) = shared.cell() {
-                    cell.work(&shared, always);
+                if let Ok(driver) = shared.driver() {
+                    driver.work(&shared, always);
                 }
             })
             .map_err(|e| EngineError::Resource {
@@ -37,9 +37,11 @@ impl Worker {
 
     /// Stops the thread, and joins it unless called on it.
     pub fn stop(self, shared: &Arc<Shared>) {
-        let (Ok(cell), Some(thread)) = (shared.cell(), self.thread.into_inner()) else { return };
-        cell.stopping.store(true, SeqCst);
-        cell.kick_worker();
+        let (Ok(driver), Some(thread)) = (shared.driver(), self.thread.into_inner()) else {
+            return;
+        };
+        driver.stopping.store(true, SeqCst);
+        driver.kick_worker();
         if thread.thread().id() != std::thread::current().id() {
             let _ = thread.join();
         }

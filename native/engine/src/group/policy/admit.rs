@@ -1,20 +1,20 @@
 //! Whether a slice may be posted now: windows per class on a rail and towards a receiver.
 //!
-//! A window is how many bytes may be under way. A rail has one, so that what is urgent never finds
-//! a long queue in the NIC, where nothing can overtake. A receiver has one for each of its senders,
-//! its *credit*, so that many senders together don't overrun it (incast). TENT §3.3.2 has quotas
-//! between processes but neither classes nor credits; the rules are ours.
+//! A window limits the bytes under way. A rail has one, so that urgent work never finds a long
+//! queue in the NIC, where nothing can overtake. A receiver has one for each of its senders, its
+//! *credit*, so that many senders together don't overrun it (incast). TENT §3.3.2 has quotas
+//! between processes, but neither classes nor credits.
 //!
 //! 1. A class is held only by its own bytes and those of the classes above it.
 //!    *Latency*: its own bytes stay within the window. *Bulk*: latency and bulk within 7/8 of it.
 //!    *Background*: all three within 1/4 of it.
 //! 2. A class above background with nothing under way, on the rail or to the receiver, may post one slice,
 //!    however small the window and however much others have under way.
-//! 3. Background doesn't starve: a slice that has waited for [`TURN`] with none of its class under
-//!    way may go.
+//! 3. Background doesn't starve: a slice that has waited for [`MAX_BACKGROUND_WAIT`] with none of its class under
+//!    way may be posted.
 //! 4. A slice that would miss its deadline at twice the expected pace is judged by the rules of the
-//!    class above: background as bulk, bulk with the whole window, though still behind latency. It is asked
-//!    for before what isn't urgent.
+//!    class above: background as bulk, bulk with the whole window, though still behind latency. It is posted
+//!    before work that isn't urgent.
 //! 5. A slice whose deadline is past isn't posted.
 
 use std::time::Duration;
@@ -22,12 +22,12 @@ use std::time::Duration;
 use super::classes::ByClass;
 use crate::{api::Priority, time::Time};
 
-/// How long background may be kept waiting with nothing under way on the rail.
-pub const TURN: Duration = Duration::from_millis(10);
-/// What every sender is granted at least: one smallest slice.
+/// Maximum wait of a background slice with none of its class under way on the rail.
+pub const MAX_BACKGROUND_WAIT: Duration = Duration::from_millis(10);
+/// Least credit of a sender, bytes: one smallest slice.
 pub const LEAST_CREDIT: u64 = super::size::SMALLEST;
 
-/// What may be under way, and what is.
+/// A limit of bytes under way, and the bytes under way.
 #[derive(Clone, Copy, Debug)]
 pub struct Window {
     pub bytes: u64,
@@ -36,28 +36,27 @@ pub struct Window {
 
 /// The slice that would be posted.
 #[derive(Clone, Copy, Debug)]
-pub struct Ask {
+pub struct AdmissionRequest {
     pub class: Priority,
     pub bytes: u64,
     /// Since when it is the next of its class to be posted.
     pub since: Time,
     pub deadline: Time,
-    /// How long what is left of its request is expected to take.
+    /// Expected time for the rest of the request.
     pub remaining: Duration,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
-    /// As one of this class, while it is under way.
+pub enum Admission {
+    /// Post it; it counts in the window of this class.
     Post(Priority),
-    /// To be asked again after a completion, and at this time at the latest.
+    /// Ask again after a completion, and at this time at the latest.
     Wait(Time),
     /// The deadline is past.
     Expired,
 }
 
-/// When what is left would miss its deadline at twice the expected pace (rule 4). Without a deadline nothing
-/// becomes urgent.
+/// When the remaining work would miss its deadline at twice the expected time (rule 4).
 pub fn urgent_at(deadline: Time, remaining: Duration) -> Time {
     let twice = u64::try_from(remaining.as_nanos()).unwrap_or(u64::MAX).saturating_mul(2);
     match deadline {
@@ -66,33 +65,34 @@ pub fn urgent_at(deadline: Time, remaining: Duration) -> Time {
     }
 }
 
-/// Whether both the rail and the receiver's credit have room.
-pub fn admit(now: Time, ask: Ask, rail: Window, receiver: Window) -> Verdict {
+/// Whether a slice may be posted: whether the rail's window and the receiver's credit have room.
+pub fn admit(now: Time, ask: AdmissionRequest, rail: Window, receiver: Window) -> Admission {
     if now >= ask.deadline {
-        return Verdict::Expired;
+        return Admission::Expired;
     }
     let urgent_at = urgent_at(ask.deadline, ask.remaining);
     let urgent = now >= urgent_at;
     for pressed in [urgent, false] {
         let class = ask.judged(pressed);
-        // Others may fill the rail for as long as they like: a class with nothing under way has its turn (rule 2).
+        // Others may fill the rail for as long as they like: a class with nothing under way has its
+        // turn (rule 2).
         let idle = class != Priority::Background && receiver.under_way.of(class) == 0;
         if (idle || rail.admits(now, ask, pressed)) && receiver.admits(now, ask, pressed) {
-            return Verdict::Post(class);
+            return Admission::Post(class);
         }
     }
     let mut again = ask.deadline;
     if !urgent {
         again = again.min(urgent_at);
     }
-    let turn = ask.since.after(TURN);
+    let turn = ask.since.after(MAX_BACKGROUND_WAIT);
     if ask.class == Priority::Background && now < turn {
         again = again.min(turn);
     }
-    Verdict::Wait(again)
+    Admission::Wait(again)
 }
 
-impl Ask {
+impl AdmissionRequest {
     fn judged(&self, urgent: bool) -> Priority {
         match (self.class, urgent) {
             (Priority::Background, true) => Priority::Bulk,
@@ -102,7 +102,7 @@ impl Ask {
 }
 
 impl Window {
-    /// Whether there is room at once: then `admit` says so too, whatever the time and the deadline.
+    /// Whether there is room now. If so, `admit` posts at any time and deadline.
     #[inline]
     pub fn has_room(&self, class: Priority, bytes: u64) -> bool {
         let limit = match class {
@@ -113,7 +113,7 @@ impl Window {
         self.under_way.up_to(class).saturating_add(bytes) <= limit
     }
 
-    fn admits(&self, now: Time, ask: Ask, urgent: bool) -> bool {
+    fn admits(&self, now: Time, ask: AdmissionRequest, urgent: bool) -> bool {
         let class = ask.judged(urgent);
         let limit = match (ask.class, urgent) {
             (Priority::Latency, _) | (Priority::Bulk, true) => self.bytes,
@@ -124,7 +124,7 @@ impl Window {
             return true;
         }
         let none = self.under_way.of(class) == 0;
-        none && (class != Priority::Background || now.since(ask.since) >= TURN)
+        none && (class != Priority::Background || now.since(ask.since) >= MAX_BACKGROUND_WAIT)
     }
 
     fn most_bulk(&self) -> u64 {
@@ -132,11 +132,10 @@ impl Window {
     }
 }
 
-/// The credit that a receiver advertises to each of so many senders, of the bytes that it lets be
-/// under way to it altogether.
+/// The credit of each of `senders` senders, of the `bytes` that a receiver permits to be under way.
 ///
-/// The credits add up to no more than that, unless there are so many senders that each has the
-/// least. A sender with nothing of a class under way may exceed its credit by one slice (rule 2).
+/// The credits add up to at most `bytes`, unless so many senders have the least credit. A sender
+/// with nothing of a class under way may exceed its credit by one slice (rule 2).
 pub fn credit(bytes: u64, senders: usize) -> u64 {
     (bytes / senders.max(1) as u64).max(LEAST_CREDIT)
 }
@@ -151,9 +150,9 @@ mod tests {
     const K64: u64 = 64 << 10;
     const LATE: Time = Time(1_000_000_000);
 
-    fn ask(class: Priority) -> Ask {
+    fn ask(class: Priority) -> AdmissionRequest {
         let remaining = Duration::from_millis(1);
-        Ask { class, bytes: K64, since: Time(0), deadline: LATE, remaining }
+        AdmissionRequest { class, bytes: K64, since: Time(0), deadline: LATE, remaining }
     }
 
     fn window(latency: u64, bulk: u64, background: u64) -> Window {
@@ -190,7 +189,7 @@ mod tests {
             for (rail, receiver) in [(w, OPEN), (OPEN, w)] {
                 let verdict = admit(now, ask(class), rail, receiver);
                 assert_eq!(
-                    matches!(verdict, Verdict::Post(_)),
+                    matches!(verdict, Admission::Post(_)),
                     expected,
                     "{class:?} {name}: {verdict:?}"
                 );
@@ -205,17 +204,17 @@ mod tests {
             [(Priority::Latency, true), (Priority::Bulk, true), (Priority::Background, false)]
         {
             let verdict = admit(Time(1), ask(class), full, idle);
-            assert_eq!(matches!(verdict, Verdict::Post(_)), expected, "{class:?}");
-            assert!(matches!(admit(Time(1), ask(class), full, OPEN), Verdict::Wait(_)));
+            assert_eq!(matches!(verdict, Admission::Post(_)), expected, "{class:?}");
+            assert!(matches!(admit(Time(1), ask(class), full, OPEN), Admission::Wait(_)));
         }
     }
 
-    /// What was moved up is under way as what it was taken for.
+    /// A promoted slice counts in the window of the class it was promoted to.
     #[test]
     fn urgent_background_keeps_to_the_window() {
         let near = Time(LATE.0 - 2_000_000);
         let mut rail = window(0, 0, 0);
-        while let Verdict::Post(class) = admit(near, ask(Priority::Background), rail, OPEN) {
+        while let Admission::Post(class) = admit(near, ask(Priority::Background), rail, OPEN) {
             *rail.under_way.of_mut(class) += K64;
             assert!(rail.under_way.total() <= M, "{:?}", rail.under_way);
         }
@@ -224,35 +223,38 @@ mod tests {
     #[test]
     fn background_gets_its_turn_after_a_while() {
         let busy = window(M, M, 0);
-        let turn = Time(0).after(TURN);
+        let turn = Time(0).after(MAX_BACKGROUND_WAIT);
         let a = ask(Priority::Background);
-        assert_eq!(admit(Time(1), a, busy, OPEN), Verdict::Wait(turn));
-        assert_eq!(admit(Time(turn.0 - 1), a, busy, busy), Verdict::Wait(turn));
-        assert_eq!(admit(turn, a, busy, busy), Verdict::Post(Priority::Background));
+        assert_eq!(admit(Time(1), a, busy, OPEN), Admission::Wait(turn));
+        assert_eq!(admit(Time(turn.0 - 1), a, busy, busy), Admission::Wait(turn));
+        assert_eq!(admit(turn, a, busy, busy), Admission::Post(Priority::Background));
         // One slice at a time.
-        assert!(matches!(admit(turn, a, window(M, M, 1), OPEN), Verdict::Wait(_)));
+        assert!(matches!(admit(turn, a, window(M, M, 1), OPEN), Admission::Wait(_)));
     }
 
     #[test]
     fn a_near_deadline_moves_a_slice_up_but_not_past_latency() {
         let near = Time(LATE.0 - 2_000_000);
         let bulk = window(0, M - K64, 0);
-        assert_eq!(admit(Time(1), ask(Priority::Bulk), bulk, OPEN), Verdict::Wait(near));
-        assert_eq!(admit(near, ask(Priority::Bulk), bulk, OPEN), Verdict::Post(Priority::Bulk));
+        assert_eq!(admit(Time(1), ask(Priority::Bulk), bulk, OPEN), Admission::Wait(near));
+        assert_eq!(admit(near, ask(Priority::Bulk), bulk, OPEN), Admission::Post(Priority::Bulk));
         let behind = window(M, K64, 0);
-        assert_eq!(admit(near, ask(Priority::Bulk), behind, OPEN), Verdict::Wait(LATE));
+        assert_eq!(admit(near, ask(Priority::Bulk), behind, OPEN), Admission::Wait(LATE));
         let half = window(0, M / 2, K64);
         assert_eq!(
             admit(near, ask(Priority::Background), half, OPEN),
-            Verdict::Post(Priority::Bulk)
+            Admission::Post(Priority::Bulk)
         );
         let more = window(0, 7 * M / 8, K64);
-        assert_eq!(admit(near, ask(Priority::Background), more, OPEN), Verdict::Wait(LATE));
-        assert_eq!(admit(LATE, ask(Priority::Latency), OPEN, OPEN), Verdict::Expired);
+        assert_eq!(admit(near, ask(Priority::Background), more, OPEN), Admission::Wait(LATE));
+        assert_eq!(admit(LATE, ask(Priority::Latency), OPEN, OPEN), Admission::Expired);
 
-        let timeless =
-            Ask { deadline: Time::NEVER, remaining: Duration::MAX, ..ask(Priority::Bulk) };
-        assert_eq!(admit(near, timeless, bulk, OPEN), Verdict::Wait(Time::NEVER));
+        let timeless = AdmissionRequest {
+            deadline: Time::NEVER,
+            remaining: Duration::MAX,
+            ..ask(Priority::Bulk)
+        };
+        assert_eq!(admit(near, timeless, bulk, OPEN), Admission::Wait(Time::NEVER));
     }
 
     #[test]
@@ -291,7 +293,7 @@ mod tests {
             class in any_class(), rail in any_window(), receiver in any_window(),
             now in 0u64..2_000_000_000, bytes in 1u64..1 << 22,
         ) {
-            let ask = Ask { bytes, ..ask(class) };
+            let ask = AdmissionRequest { bytes, ..ask(class) };
             let without = |mut w: Window| {
                 if class < Priority::Bulk { w.under_way.bulk = 0 }
                 if class < Priority::Background { w.under_way.background = 0 }
@@ -308,9 +310,9 @@ mod tests {
             class in any_class(), rail in any_window(), receiver in any_window(),
             now in 0u64..LATE.0, bytes in 1u64..1 << 22,
         ) {
-            let ask = Ask { bytes, ..ask(class) };
+            let ask = AdmissionRequest { bytes, ..ask(class) };
             if rail.has_room(class, bytes) && receiver.has_room(class, bytes) {
-                let posted = matches!(admit(Time(now), ask, rail, receiver), Verdict::Post(_));
+                let posted = matches!(admit(Time(now), ask, rail, receiver), Admission::Post(_));
                 prop_assert!(posted);
             }
         }
@@ -326,9 +328,9 @@ mod tests {
                     Priority::Background => w.under_way.background = 0,
                 }
             }
-            let then = Time(0).after(TURN);
+            let then = Time(0).after(MAX_BACKGROUND_WAIT);
             let posted = admit(then, ask(class), windows[0], windows[1]);
-            prop_assert!(matches!(posted, Verdict::Post(_)));
+            prop_assert!(matches!(posted, Admission::Post(_)));
         }
 
         /// No waiter is asked again later than the answer could change by itself.
@@ -337,11 +339,11 @@ mod tests {
             class in any_class(), rail in any_window(), receiver in any_window(),
             now in 0u64..1_000_000_000, later in 0u64..1_000_000_000,
         ) {
-            if let Verdict::Wait(until) = admit(Time(now), ask(class), rail, receiver) {
+            if let Admission::Wait(until) = admit(Time(now), ask(class), rail, receiver) {
                 prop_assert!(until > Time(now) && until <= LATE);
                 let then = Time(now + later);
                 if then < until {
-                    prop_assert_eq!(admit(then, ask(class), rail, receiver), Verdict::Wait(until));
+                    prop_assert_eq!(admit(then, ask(class), rail, receiver), Admission::Wait(until));
                 }
             }
         }
@@ -355,8 +357,8 @@ mod tests {
             let mut w = Window { bytes, under_way: ByClass::default() };
             let mut first = 0;
             for bytes in slices {
-                let verdict = admit(Time(0), Ask { bytes, ..ask(class) }, w, OPEN);
-                if matches!(verdict, Verdict::Post(_)) {
+                let verdict = admit(Time(0), AdmissionRequest { bytes, ..ask(class) }, w, OPEN);
+                if matches!(verdict, Admission::Post(_)) {
                     if first == 0 { first = bytes }
                     match class {
                         Priority::Latency => w.under_way.latency += bytes,

@@ -1,17 +1,17 @@
-//! Whether a rail is fit for use: a breaker on each.
+//! Decides whether a rail may be used: each has a circuit breaker.
 //!
 //! TENT §3.4.1: a rail that fails is excluded from scheduling and comes back once it is restored.
-//! The states are the usual ones of a circuit breaker:
+//! The states are those of a circuit breaker:
 //!
 //! ```text
 //! Closed --failure--> Open --rest is over--> HalfOpen --probe succeeds--> Closed
 //!                      ^-----------probe fails-----------'
 //! ```
 //!
-//! Two kinds of rest. A rail that is simply *dead* is probed at intervals that double up to
-//! [`PROBE_CAP`], so that it is back in use soon after it lives. A rail that *flaps*, answering its
-//! probe and failing again within [`GOOD`], rests longer each time: twice as long as before, and
-//! [`SHARE`] times as long as it was in use, up to [`CAP`].
+//! A *dead* rail is probed at intervals that double up to [`PROBE_CAP`], so that it is used again
+//! soon after its repair. A rail *flaps* if it answers its probe and fails again within
+//! [`FORGIVE_TIME`]. It rests longer each time: twice as long as before, and [`SHARE`] times as
+//! long as it was in use, up to [`CAP`].
 //!
 //! So a rail that stays up for `u` at a time is in use for at most 1/10 of the time where
 //! `u <= CAP / 9`, and for at most `u / (u + CAP)` in the long run in any case, counted from its
@@ -23,24 +23,24 @@ use crate::time::Time;
 
 /// The rest after a first failure, and the first interval between probes.
 pub const BASE: Duration = Duration::from_millis(50);
-/// The longest interval between probes of a rail that doesn't answer them.
+/// The longest interval between unanswered probes.
 pub const PROBE_CAP: Duration = Duration::from_millis(500);
-/// The longest rest of a rail that flaps.
+/// The longest rest of a flapping rail.
 pub const CAP: Duration = Duration::from_secs(30);
-/// A rail that was in use for so long has its earlier failures forgiven.
-pub const GOOD: Duration = Duration::from_secs(60);
-/// A flapping rail rests at least so many times as long as it was in use.
+/// Time in use after which earlier failures no longer count.
+pub const FORGIVE_TIME: Duration = Duration::from_secs(60);
+/// A flapping rail rests at least this many times as long as it was in use.
 pub const SHARE: u32 = 9;
-/// A probe of which nothing was heard for so long is given up, and another may go.
+/// Timeout of a probe; after it another one may begin.
 pub const PROBE_LOST: Duration = Duration::from_secs(1);
 
-/// Leave to use the rail. The outcome is told with it, so that what began before the rail failed can't
-/// be taken for a probe, nor for a second failure.
+/// Permission to use the rail. The result is reported with it, so that work from before a failure
+/// never counts as a probe or as a second failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pass(u32);
+pub struct Permit(u32);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum BreakerState {
     Closed { since: Time },
     Open { until: Time },
     HalfOpen { since: Time },
@@ -49,7 +49,7 @@ enum State {
 /// The health of one rail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Breaker {
-    state: State,
+    state: BreakerState,
     /// Counts changes of the state.
     era: u32,
     /// The rest after the last failure in use; zero if there was none, or it is forgiven.
@@ -60,7 +60,7 @@ pub struct Breaker {
 
 impl Breaker {
     pub fn new(now: Time) -> Self {
-        let state = State::Closed { since: now };
+        let state = BreakerState::Closed { since: now };
         Self { state, era: 0, rest: Duration::ZERO, interval: BASE }
     }
 
@@ -72,51 +72,53 @@ impl Breaker {
     /// When `permit` will say yes; in the past if it does already.
     pub fn opens(&self) -> Time {
         match self.state {
-            State::Closed { since } => since,
-            State::Open { until } => until,
-            State::HalfOpen { since } => since.after(PROBE_LOST),
+            BreakerState::Closed { since } => since,
+            BreakerState::Open { until } => until,
+            BreakerState::HalfOpen { since } => since.after(PROBE_LOST),
         }
     }
 
     /// Leave to use it now. After a rest it is for a probe, and for one at a time.
-    pub fn permit(&mut self, now: Time) -> Option<Pass> {
+    pub fn permit(&mut self, now: Time) -> Option<Permit> {
         if self.excluded(now) {
             return None;
         }
-        if !matches!(self.state, State::Closed { .. }) {
-            self.turn(State::HalfOpen { since: now });
+        if !matches!(self.state, BreakerState::Closed { .. }) {
+            self.set_state(BreakerState::HalfOpen { since: now });
         }
-        Some(Pass(self.era))
+        Some(Permit(self.era))
     }
 
     /// Whether the use that this pass was for went well.
-    pub fn report(&mut self, now: Time, pass: Pass, well: bool) {
+    pub fn report(&mut self, now: Time, pass: Permit, well: bool) {
         if pass.0 != self.era {
             return;
         }
         match (self.state, well) {
-            (State::Closed { .. }, true) => {}
-            (State::Closed { since }, false) => self.fail(now, now.since(since)),
-            (State::HalfOpen { .. }, true) => self.turn(State::Closed { since: now }),
-            (State::HalfOpen { .. }, false) => {
-                self.turn(State::Open { until: now.after(self.interval) });
+            (BreakerState::Closed { .. }, true) => {}
+            (BreakerState::Closed { since }, false) => self.fail(now, now.since(since)),
+            (BreakerState::HalfOpen { .. }, true) => {
+                self.set_state(BreakerState::Closed { since: now })
+            }
+            (BreakerState::HalfOpen { .. }, false) => {
+                self.set_state(BreakerState::Open { until: now.after(self.interval) });
                 self.interval = (self.interval * 2).min(PROBE_CAP);
             }
             // A pass is of the era in which it was given, and none is given while open.
-            (State::Open { .. }, _) => {}
+            (BreakerState::Open { .. }, _) => {}
         }
     }
 
     fn fail(&mut self, now: Time, used: Duration) {
-        self.rest = match self.rest.is_zero() || used >= GOOD {
+        self.rest = match self.rest.is_zero() || used >= FORGIVE_TIME {
             true => BASE,
             false => (self.rest * 2).max(used * SHARE).min(CAP),
         };
         self.interval = BASE;
-        self.turn(State::Open { until: now.after(self.rest) });
+        self.set_state(BreakerState::Open { until: now.after(self.rest) });
     }
 
-    fn turn(&mut self, state: State) {
+    fn set_state(&mut self, state: BreakerState) {
         self.state = state;
         self.era = self.era.wrapping_add(1);
     }
@@ -132,12 +134,12 @@ mod tests {
         Time(n * 1_000_000)
     }
 
-    /// Brings an open breaker back by a probe at the first moment, and says when that was.
+    /// Closes an open breaker by a probe at the first possible time; returns that time.
     fn revive(b: &mut Breaker) -> Time {
         let at = b.opens();
         let probe = b.permit(at).unwrap();
         b.report(at, probe, true);
-        assert_eq!(b.state, State::Closed { since: at });
+        assert_eq!(b.state, BreakerState::Closed { since: at });
         at
     }
 
@@ -156,7 +158,7 @@ mod tests {
         let probe = b.permit(ms(60)).unwrap();
         assert!(b.permit(ms(60)).is_none(), "one probe at a time");
         b.report(ms(61), probe, true);
-        assert_eq!(b.state, State::Closed { since: ms(61) });
+        assert_eq!(b.state, BreakerState::Closed { since: ms(61) });
         assert!(b.permit(ms(61)).is_some() && b.permit(ms(61)).is_some());
     }
 
@@ -192,7 +194,7 @@ mod tests {
         let probe = b.permit(again).unwrap();
         b.report(again, lost, false);
         b.report(again, probe, true);
-        assert!(matches!(b.state, State::Closed { .. }));
+        assert!(matches!(b.state, BreakerState::Closed { .. }));
         // However long it was dead, it has failed once.
         assert_eq!(fail(&mut b, again), BASE * 2);
     }
@@ -213,9 +215,9 @@ mod tests {
         }
         let doubled = [50, 100, 200, 400, 800, 1600, 3200, 6400, 12800, 25600, 30000, 30000];
         assert_eq!(rests, doubled);
-        assert_eq!(fail(&mut b, at.after(GOOD - Duration::from_nanos(1))), CAP);
+        assert_eq!(fail(&mut b, at.after(FORGIVE_TIME - Duration::from_nanos(1))), CAP);
         at = revive(&mut b);
-        assert_eq!(fail(&mut b, at.after(GOOD)), BASE);
+        assert_eq!(fail(&mut b, at.after(FORGIVE_TIME)), BASE);
     }
 
     proptest! {

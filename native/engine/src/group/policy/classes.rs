@@ -1,4 +1,4 @@
-//! Bytes of each priority class: what is under way, what is wanted, what is allowed.
+//! Bytes of each priority class: under way, wanted or allowed.
 
 use crate::api::Priority;
 

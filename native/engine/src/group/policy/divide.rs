@@ -1,49 +1,49 @@
-//! What each engine of a host may have under way on a NIC that they share.
+//! Divides the window of a NIC among the engines of a host that share it.
 //!
-//! TENT §3.3.2 keeps quotas between processes in shared memory, so that none saturates a NIC, and
-//! doesn't say how they are divided. Here every engine computes its own part from what all of them
-//! have told, so that no engine has to decide for the others:
+//! TENT §3.3.2 keeps quotas of processes in shared memory, so that no process saturates a NIC. It
+//! leaves the division open. Here every engine computes its own part from the demands of all, and
+//! no engine decides for others:
 //!
 //! 1. Classes come one after another, as in [`admit`](super::admit): bulk divides what latency
 //!    leaves, background what both leave.
-//! 2. Within a class the division is max-min fair by weight. Who wants less than its part gets what it
-//!    wants, and the rest is divided among the others.
-//! 3. An engine's own window is what it would get if it wanted everything in that class, so that it
-//!    needn't be computed anew with each slice. If all engines see the same, what they use adds up
-//!    to no more than the window.
-//! 4. Every sender may have [`LEAST`] under way, so that none starves: the sum exceeds the window by
-//!    that much for each engine at most.
+//! 2. Within a class the division is max-min fair by weight. An engine that wants less than its part
+//!    gets its demand, and the rest is divided among the others.
+//! 3. An engine's own window is its part at unlimited own demand in that class, so that it holds
+//!    for all slices. If all engines read the same demands, the used parts add up to at most the
+//!    window.
+//! 4. Every sender may have [`MIN_WINDOW`] bytes in flight, so that no sender starves. The sum exceeds
+//!    the window by at most `MIN_WINDOW` per engine.
 
 use super::classes::ByClass;
 use crate::api::Priority;
 
-/// One smallest slice.
-pub const LEAST: u64 = super::size::SMALLEST;
-/// No engine counts for more than so many others.
-pub const HEAVIEST: u32 = 1024;
+/// Least window of an engine, bytes: one smallest slice.
+pub const MIN_WINDOW: u64 = super::size::SMALLEST;
+/// Largest weight of an engine.
+pub const MAX_WEIGHT: u32 = 1024;
 
-/// One of the engines that share a NIC, as it presents itself: any numbers are survived.
+/// An engine that shares a NIC, as it describes itself. Any numbers are safe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Party {
+pub struct NicSharer {
     pub weight: u32,
-    /// Bytes that it has under way on the NIC, or would have if it could.
+    /// Bytes of the engine in flight on the NIC and waiting for it.
     pub demand: ByClass,
 }
 
-impl Party {
+impl NicSharer {
     fn weight(&self) -> u64 {
-        u64::from(self.weight.clamp(1, HEAVIEST))
+        u64::from(self.weight.clamp(1, MAX_WEIGHT))
     }
 }
 
-/// The part of `window` that is `own`'s: how many bytes of each class *and those above it* it may have under
-/// way.
-pub fn divide(window: u64, own: Party, others: &[Party]) -> ByClass {
+/// The part of `window` of engine `own`: bytes of each class *and those above it* that it may have
+/// under way.
+pub fn divide(window: u64, own: NicSharer, others: &[NicSharer]) -> ByClass {
     // What the classes above leave, and what of theirs is ours.
     let (mut left, mut above) = (window, 0);
     let [latency, bulk, background] = Priority::ALL.map(|class| {
         let most = part(left, own.weight(), others, class);
-        let limit = (above + most).max(LEAST.min(window));
+        let limit = (above + most).max(MIN_WINDOW.min(window));
         let wanted = own.demand.of(class);
         above += most.min(wanted);
         // Max-min fairness leaves nothing unused that anyone wants.
@@ -54,23 +54,23 @@ pub fn divide(window: u64, own: Party, others: &[Party]) -> ByClass {
     ByClass { latency, bulk, background }
 }
 
-/// What is left to one of this weight that wants everything.
-fn part(bytes: u64, weight: u64, others: &[Party], class: Priority) -> u64 {
+/// The part of an engine of this weight that wants everything.
+fn part(bytes: u64, weight: u64, others: &[NicSharer], class: Priority) -> u64 {
     let mut satisfied = usize::MAX;
-    // Per unit of weight everyone gets at most `left / weights`. Each round sets those aside that want
-    // less, which leaves more to the others, until none is set aside any more.
+    // Per unit of weight everyone gets at most `left / weights`. Each round sets those aside that
+    // want less, which leaves more to the others, until none is set aside any more.
     let (mut left, mut weights) =
         (bytes, others.iter().fold(weight, |n, p| n.saturating_add(p.weight())));
     loop {
-        let is_satisfied = |p: &&Party| {
+        let is_satisfied = |p: &&NicSharer| {
             u128::from(p.demand.of(class)) * u128::from(weights)
                 <= u128::from(left) * u128::from(p.weight())
         };
         let (mut count, mut wanted, mut theirs) = (0, 0u64, 0);
-        for party in others.iter().filter(is_satisfied) {
+        for sharer in others.iter().filter(is_satisfied) {
             count += 1;
-            wanted = wanted.saturating_add(party.demand.of(class));
-            theirs += party.weight();
+            wanted = wanted.saturating_add(sharer.demand.of(class));
+            theirs += sharer.weight();
         }
         if count == satisfied {
             return (u128::from(left) * u128::from(weight) / u128::from(weights)) as u64;
@@ -90,12 +90,12 @@ mod tests {
     const M: u64 = 1 << 20;
     const WINDOW: u64 = 8 * M;
 
-    fn party(weight: u32, latency: u64, bulk: u64, background: u64) -> Party {
-        Party { weight, demand: ByClass { latency, bulk, background } }
+    fn sharer(weight: u32, latency: u64, bulk: u64, background: u64) -> NicSharer {
+        NicSharer { weight, demand: ByClass { latency, bulk, background } }
     }
 
-    fn bulk(bytes: u64) -> Party {
-        party(1, 0, bytes, 0)
+    fn bulk(bytes: u64) -> NicSharer {
+        sharer(1, 0, bytes, 0)
     }
 
     #[test]
@@ -103,20 +103,20 @@ mod tests {
         let idle = bulk(0);
         let busy = bulk(99 * M);
         #[rustfmt::skip]
-        let table: [(&str, Party, &[Party], [u64; 3]); 13] = [
+        let table: [(&str, NicSharer, &[NicSharer], [u64; 3]); 13] = [
             ("alone",                busy, &[],                              [8 * M, 8 * M, 8 * M]),
             ("alone and idle",       idle, &[],                              [8 * M, 8 * M, 8 * M]),
             ("others idle",          busy, &[idle, idle],                    [8 * M, 8 * M, 8 * M]),
             ("two busy",             busy, &[busy],                          [8 * M, 4 * M, 4 * M]),
             ("four busy, one idle",  busy, &[busy, idle, busy, busy],        [8 * M, 2 * M, 2 * M]),
-            ("who begins",           idle, &[busy],                          [8 * M, 4 * M, LEAST]),
+            ("who begins",           idle, &[busy],                          [8 * M, 4 * M, MIN_WINDOW]),
             ("who wants little",     busy, &[bulk(M), busy],                 [8 * M, 7 * M / 2, 7 * M / 2]),
             ("small ones first",     busy, &[bulk(M), bulk(2 * M)],          [8 * M, 5 * M, 5 * M]),
-            ("three times as heavy", party(3, 0, 99 * M, 0), &[busy],        [8 * M, 6 * M, 6 * M]),
-            ("a third as heavy",     busy, &[party(3, 0, 99 * M, 0)],        [8 * M, 2 * M, 2 * M]),
-            ("their latency first",  busy, &[party(1, 6 * M, 99 * M, 0)],    [4 * M, M, M]),
-            ("our latency first",    party(1, 2 * M, 99 * M, 0), &[busy],    [8 * M, 5 * M, 5 * M]),
-            ("background last",      party(1, 0, 0, 99 * M), &[bulk(M), party(1, 0, 0, 99 * M)],
+            ("three times as heavy", sharer(3, 0, 99 * M, 0), &[busy],        [8 * M, 6 * M, 6 * M]),
+            ("a third as heavy",     busy, &[sharer(3, 0, 99 * M, 0)],        [8 * M, 2 * M, 2 * M]),
+            ("their latency first",  busy, &[sharer(1, 6 * M, 99 * M, 0)],    [4 * M, M, M]),
+            ("our latency first",    sharer(1, 2 * M, 99 * M, 0), &[busy],    [8 * M, 5 * M, 5 * M]),
+            ("background last",      sharer(1, 0, 0, 99 * M), &[bulk(M), sharer(1, 0, 0, 99 * M)],
                                                                              [8 * M, 7 * M, 7 * M / 2]),
         ];
         for (name, own, others, [latency, bulk, background]) in table {
@@ -127,17 +127,17 @@ mod tests {
 
     #[test]
     fn numbers_without_sense_are_survived() {
-        let mad = party(u32::MAX, u64::MAX, u64::MAX, u64::MAX);
+        let mad = sharer(u32::MAX, u64::MAX, u64::MAX, u64::MAX);
         let crowd = [mad; 200];
-        for window in [0, 1, LEAST - 1, WINDOW, u64::MAX] {
-            for own in [mad, party(0, 0, 0, 0), bulk(1)] {
+        for window in [0, 1, MIN_WINDOW - 1, WINDOW, u64::MAX] {
+            for own in [mad, sharer(0, 0, 0, 0), bulk(1)] {
                 let w = divide(window, own, &crowd);
-                assert!(w.latency <= window && w.background >= LEAST.min(window), "{w:?}");
+                assert!(w.latency <= window && w.background >= MIN_WINDOW.min(window), "{w:?}");
             }
         }
         // Weight 0 counts as 1, and none for more than the heaviest.
-        assert_eq!(divide(WINDOW, party(0, 0, M, 0), &[bulk(99 * M)]).bulk, 4 * M);
-        let half = divide(WINDOW, party(u32::MAX, 0, M, 0), &[party(HEAVIEST, 0, 99 * M, 0)]);
+        assert_eq!(divide(WINDOW, sharer(0, 0, M, 0), &[bulk(99 * M)]).bulk, 4 * M);
+        let half = divide(WINDOW, sharer(u32::MAX, 0, M, 0), &[sharer(MAX_WEIGHT, 0, 99 * M, 0)]);
         assert_eq!(half.bulk, 4 * M);
     }
 
@@ -146,67 +146,67 @@ mod tests {
     }
 
     prop_compose! {
-        fn any_party()(
+        fn any_sharer()(
             weight in prop_oneof![4 => Just(1), 2 => 0u32..9, 1 => any::<u32>()],
             latency in any_bytes(), bulk in any_bytes(), background in any_bytes(),
-        ) -> Party {
-            party(weight, latency, bulk, background)
+        ) -> NicSharer {
+            sharer(weight, latency, bulk, background)
         }
     }
 
-    fn any_parties() -> impl Strategy<Value = Vec<Party>> {
-        prop::collection::vec(any_party(), 1..12)
+    fn any_sharers() -> impl Strategy<Value = Vec<NicSharer>> {
+        prop::collection::vec(any_sharer(), 1..12)
     }
 
     /// Each engine's windows, as it computes them itself.
-    fn all(window: u64, parties: &[Party]) -> Vec<ByClass> {
+    fn all(window: u64, sharers: &[NicSharer]) -> Vec<ByClass> {
         let others = |i: usize| {
-            let theirs = parties.iter().enumerate().filter(|(j, _)| *j != i);
+            let theirs = sharers.iter().enumerate().filter(|(j, _)| *j != i);
             theirs.map(|(_, p)| *p).collect::<Vec<_>>()
         };
-        (0..parties.len()).map(|i| divide(window, parties[i], &others(i))).collect()
+        (0..sharers.len()).map(|i| divide(window, sharers[i], &others(i))).collect()
     }
 
-    /// What an engine with these windows has under way if it posts all that it may.
-    fn use_of(party: &Party, windows: &ByClass) -> u64 {
+    /// Bytes that an engine with these windows has in flight if it fills them.
+    fn use_of(sharer: &NicSharer, windows: &ByClass) -> u64 {
         Priority::ALL.iter().fold(0u64, |used, class| {
             let room = windows.of(*class).saturating_sub(used);
-            used + party.demand.of(*class).min(room)
+            used + sharer.demand.of(*class).min(room)
         })
     }
 
     proptest! {
         #[test]
         fn what_all_use_adds_up_to_the_window(
-            parties in any_parties(), window in prop_oneof![Just(WINDOW), 0..64 * M],
+            sharers in any_sharers(), window in prop_oneof![Just(WINDOW), 0..64 * M],
         ) {
-            let windows = all(window, &parties);
-            let uses = parties.iter().zip(&windows).map(|(p, w)| use_of(p, w));
+            let windows = all(window, &sharers);
+            let uses = sharers.iter().zip(&windows).map(|(p, w)| use_of(p, w));
             let sum: u64 = uses.sum();
-            let n = parties.len() as u64;
-            prop_assert!(sum <= window + n * LEAST, "{sum} of {window}");
+            let n = sharers.len() as u64;
+            prop_assert!(sum <= window + n * MIN_WINDOW, "{sum} of {window}");
             // And nothing is left that anyone wants, but for fractions of a byte.
-            let wanted = parties.iter().fold(0u64, |n, p| n.saturating_add(p.demand.total()));
+            let wanted = sharers.iter().fold(0u64, |n, p| n.saturating_add(p.demand.total()));
             prop_assert!(sum + 3 * n >= window.min(wanted), "{sum} of {window}, {wanted} wanted");
         }
 
         #[test]
         fn no_sender_starves_and_a_class_has_no_less_than_the_one_below(
-            own in any_party(), others in any_parties(), window in 0..64 * M,
+            own in any_sharer(), others in any_sharers(), window in 0..64 * M,
         ) {
             let w = divide(window, own, &others);
-            prop_assert!(w.background >= LEAST.min(window));
+            prop_assert!(w.background >= MIN_WINDOW.min(window));
             prop_assert!(w.latency <= window && w.bulk <= w.latency && w.background <= w.bulk, "{w:?}");
         }
 
         #[test]
-        fn alone_means_all(own in any_party(), idle in 0usize..9, weight in any::<u32>()) {
-            let w = divide(WINDOW, own, &vec![party(weight, 0, 0, 0); idle]);
+        fn alone_means_all(own in any_sharer(), idle in 0usize..9, weight in any::<u32>()) {
+            let w = divide(WINDOW, own, &vec![sharer(weight, 0, 0, 0); idle]);
             prop_assert_eq!(w, ByClass::all(WINDOW));
         }
 
         #[test]
-        fn what_others_do_in_a_lower_class_never_matters(own in any_party(), others in any_parties()) {
+        fn what_others_do_in_a_lower_class_never_matters(own in any_sharer(), others in any_sharers()) {
             let strip = |from: Priority| {
                 let mut rest = others.clone();
                 for p in &mut rest {
@@ -222,18 +222,18 @@ mod tests {
 
         #[test]
         fn who_wants_everything_gets_by_weight(weights in prop::collection::vec(1u32..9, 1..9)) {
-            let parties: Vec<_> = weights.iter().map(|w| party(*w, 0, 99 * M, 0)).collect();
+            let sharers: Vec<_> = weights.iter().map(|w| sharer(*w, 0, 99 * M, 0)).collect();
             let sum: u64 = weights.iter().map(|w| u64::from(*w)).sum();
-            for (weight, w) in weights.iter().zip(all(WINDOW, &parties)) {
-                prop_assert_eq!(w.bulk, (WINDOW * u64::from(*weight) / sum).max(LEAST));
+            for (weight, w) in weights.iter().zip(all(WINDOW, &sharers)) {
+                prop_assert_eq!(w.bulk, (WINDOW * u64::from(*weight) / sum).max(MIN_WINDOW));
             }
         }
 
         /// Else an engine could gain by claiming less, or lose by another's leaving.
         #[test]
         fn less_demand_elsewhere_is_never_less_window_here(
-            own in any_party(), mut others in any_parties(), which in any::<prop::sample::Index>(),
-            less in any_party(),
+            own in any_sharer(), mut others in any_sharers(), which in any::<prop::sample::Index>(),
+            less in any_sharer(),
         ) {
             let before = divide(WINDOW, own, &others);
             let other = which.get_mut(&mut others);

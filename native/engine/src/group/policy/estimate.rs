@@ -1,4 +1,4 @@
-//! How fast a rail is, learned from the slices that it has finished.
+//! Estimates a rail's speed from its finished slices.
 //!
 //! TENT §3.3.1 keeps an exponentially weighted moving average of each NIC's latency. Here two
 //! numbers are kept, so that a slice behind a long queue doesn't make its rail look slow: the time
@@ -11,8 +11,8 @@ use super::size::SMALLEST;
 use crate::time::Time;
 
 /// Share of a new sample taken while the rail was busy, the same once samples agree that the rail
-/// has changed, and the share of one taken while the rail was idle, where bytes and latency can't be
-/// told apart well.
+/// has changed, and the share of one taken while the rail was idle, where bytes and latency can't
+/// be told apart well.
 const BUSY: f64 = 0.125;
 const CHANGED: f64 = 0.25;
 const IDLE: f64 = 1.0 / 16.0;
@@ -22,16 +22,17 @@ const RISE: f64 = 0.125;
 /// side may be twice as far off. One outlier moves the estimate by 6% at most, a rail that has
 /// really changed is found out within a few slices.
 const OFF: f64 = 1.5;
-const MOST_DOUBLINGS: u8 = 10;
+const MAX_DOUBLINGS: u8 = 10;
 /// Slices that are seen to be done together count as so many samples at most.
-const MOST_SLICES: i8 = 8;
-/// So many samples are averaged before the average moves.
+const MAX_SLICES: i8 = 8;
+/// Samples that are averaged before the moving average begins.
 const FIRST: u8 = 8;
-/// From here on an estimate without samples drifts back to the nominal speed, by half each `HALF`.
+/// Time without samples after which an estimate drifts back to the nominal speed, by half each
+/// `HALF`.
 const STALE: Duration = Duration::from_millis(100);
 const HALF: Duration = Duration::from_millis(50);
 
-/// What is known of the speed of one rail.
+/// The estimated speed of one rail.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Estimate {
     /// Nanoseconds per byte.
@@ -42,7 +43,7 @@ pub struct Estimate {
     streak: i8,
     /// Samples taken while it was busy, as far as they matter.
     busy: u8,
-    /// It has carried something large by itself.
+    /// Whether the rail has carried a large slice alone.
     tried: bool,
     /// Completions seen together at `last`, not yet a sample.
     open: Sample,
@@ -58,7 +59,7 @@ struct Sample {
     stale: bool,
 }
 
-/// What of an estimate is used to predict: see [`Estimate::speed`].
+/// The numbers of an estimate that predict: see [`Estimate::speed`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Speed {
     pub bytes_per_ns: f64,
@@ -66,7 +67,7 @@ pub struct Speed {
 }
 
 impl Speed {
-    /// How long until the last of these bytes has arrived, ns; infinite where nothing is moving.
+    /// Time until the last of these bytes arrives, ns; infinite if the speed is 0.
     pub fn takes(self, bytes: u64) -> f64 {
         match self.bytes_per_ns > 0.0 {
             true => self.latency_ns.max(0.0) + bytes as f64 / self.bytes_per_ns,
@@ -112,19 +113,19 @@ impl Estimate {
             // Several that were seen at one time; the rail wasn't one slice's own.
             self.open.alone = false;
         }
-        // Completions are seen in bunches: only the bytes of a whole bunch say what it took.
+        // Completions arrive in bunches: only whole bunches give a speed.
         self.open.bytes += bytes as f64;
-        self.open.slices = (self.open.slices + 1).min(MOST_SLICES);
+        self.open.slices = (self.open.slices + 1).min(MAX_SLICES);
         let beyond = now.since(posted).as_nanos() as f64 - bytes as f64 * self.per_byte;
         if beyond < self.latency {
             self.latency = (self.latency + beyond.max(0.0)) / 2.0;
         }
     }
 
-    /// Takes in the sample that is complete.
+    /// Adds the complete sample to the estimate.
     fn fold(&mut self) {
         let Sample { slices, bytes, took, alone, stale } = std::mem::take(&mut self.open);
-        // What is small says how many messages a rail carries, and not how many bytes.
+        // Small slices measure the message rate of a rail, not its bandwidth.
         let small = bytes < SMALLEST as f64;
         if bytes == 0.0 || took == 0.0 || (small && !alone) {
             return;
@@ -162,7 +163,8 @@ impl Estimate {
         self.nominal = self.nominal.min(self.per_byte);
     }
 
-    /// The first samples: what the rail was taken for says nothing, and may be off by thousands.
+    /// Takes the first samples as they are: the nominal speed may be wrong by a factor of
+    /// thousands.
     fn learn(&mut self, bytes: f64, took: f64, alone: bool) {
         if alone {
             // How much of it is latency will be seen once the rail is busy.
@@ -187,15 +189,15 @@ impl Estimate {
         } else {
             self.streak = self.streak.saturating_add(side);
         }
-        let doublings = self.streak.unsigned_abs().saturating_sub(1).min(MOST_DOUBLINGS);
+        let doublings = self.streak.unsigned_abs().saturating_sub(1).min(MAX_DOUBLINGS);
         OFF * f64::from(1u32 << doublings)
     }
 
-    /// What to expect of the rail with so many bytes on it.
+    /// Expected speed of the rail with this many bytes in flight.
     ///
-    /// A rail that is left alone because it was slow would never be seen to have recovered. So an
-    /// old estimate drifts to the nominal speed, but only for a rail with nothing on it: what is
-    /// then posted is one slice, and tells.
+    /// A rail that is avoided because it was slow gives no samples, so its recovery would go
+    /// unseen. Therefore the estimate of an idle rail drifts to the nominal speed. The next slice
+    /// on it then gives a sample.
     pub fn speed(&self, now: Time, queued: u64) -> Speed {
         let mut seen = *self;
         seen.fold();
@@ -279,8 +281,8 @@ mod tests {
             rail.carry(&mut e, n, busy);
             assert!((0.8..1.25).contains(&off(&e, &rail)), "{n}: {}", off(&e, &rail));
         }
-        // What is small is mostly latency, and says nothing of the speed: alone, many at a time, or on a
-        // rail that is known and was idle.
+        // Small slices are mostly latency and must not change the speed: alone, many at a time, or
+        // on a known idle rail.
         let mut e = Estimate::new(50.0);
         for i in 0..64u64 {
             let now = (1 << 20) + 5_000 * i;

@@ -1,4 +1,4 @@
-//! What the group decides, apart from how it acts: pure functions from a snapshot to a decision.
+//! The group's decisions: pure functions from a snapshot to a decision.
 //!
 //! | question | file |
 //! |---|---|
@@ -8,10 +8,10 @@
 //! | has a rail stalled | [`stall`] |
 //! | is a rail fit for use | [`breaker`] |
 //! | may a slice be posted now | [`admit`] |
-//! | what of a NIC's window is ours, if other engines of the host use it too | [`divide`] |
+//! | which part of a NIC's window has this engine, if others of the host use the NIC too | [`divide`] |
 //!
-//! Nothing here reads a clock, holds a lock or knows a link. What must be remembered from one
-//! decision to the next (an estimate, a turn, a breaker) is a plain value that the group keeps.
+//! No function reads a clock, holds a lock or knows a link. State between decisions (an estimate, a
+//! turn, a breaker) is a plain value that the group keeps.
 //! The mechanisms follow TENT ("A Declarative Slice Spraying Engine for Performant and Resilient
 //! Data Movement in Disaggregated LLM Serving"); each file names the section and what differs.
 

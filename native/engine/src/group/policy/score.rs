@@ -1,4 +1,4 @@
-//! Which rail takes the next slice: the adaptive choice, static round-robin, and random.
+//! Selects the rail of the next slice: adaptive, static round-robin, or random.
 //!
 //! TENT §3.3.1 scores a rail by the product of a load factor, a latency factor and an affinity
 //! factor, without giving them, and takes the highest. Here the first two are one quantity with a
@@ -9,27 +9,27 @@
 //! score     = predicted * penalty(tier)                       less is better
 //! ```
 //!
-//! and rails whose scores differ by less than can be predicted take turns. The two blind choices
-//! are those of TENT's predecessor (§2.2.2) and stand beside it for comparison.
+//! and rails whose scores differ by less than the prediction error take turns. The two blind
+//! selectors are those of TENT's predecessor (§2.2.2), for comparison.
 
 use smallvec::SmallVec;
 
 use super::estimate::Speed;
 use crate::{api::MAX_RAILS, topology::Tier};
 
-/// What a choice knows of one rail.
+/// One rail, as a selector sees it.
 #[derive(Clone, Copy, Debug)]
 pub struct RailView {
     /// Bytes posted on it that are not done.
     pub queued: u64,
     pub speed: Speed,
-    /// How far it is from the memory that the engine serves.
+    /// Distance from the memory that the engine serves.
     pub tier: Tier,
-    /// Its windows and queues take the slice now.
+    /// Whether the windows and queues of the rail have room for the slice now.
     pub room: bool,
 }
 
-/// What is to be placed.
+/// A slice to be placed.
 #[derive(Clone, Copy, Debug)]
 pub struct Load {
     pub length: u64,
@@ -37,9 +37,9 @@ pub struct Load {
     pub behind: u64,
 }
 
-/// A policy, with what it remembers from one slice to the next.
+/// A policy, and its state between slices.
 #[derive(Clone, Debug)]
-pub enum Choice {
+pub enum RailSelector {
     Adaptive(Adaptive),
     /// Each rail in its turn, whatever its speed and load. `next` is whose turn it is.
     RoundRobin {
@@ -62,7 +62,7 @@ impl Default for Adaptive {
     }
 }
 
-impl Choice {
+impl RailSelector {
     pub fn adaptive() -> Self {
         Self::Adaptive(Adaptive::default())
     }
@@ -135,8 +135,8 @@ impl Adaptive {
     }
 }
 
-/// What a score is multiplied by. How much slower a far rail is has been measured; this is for what it
-/// takes from others on the way. What the system doesn't say is neither near nor far.
+/// The factor of a score by distance. The estimate has measured how slow a far rail is; the penalty
+/// is for shared buses on its way. An unknown distance counts as medium.
 fn penalty(tier: Tier) -> f64 {
     match tier {
         Tier::Switch => 1.0,
@@ -145,7 +145,7 @@ fn penalty(tier: Tier) -> f64 {
     }
 }
 
-/// When all rails together would be done with what they have and what waits, ns.
+/// The time in which all rails together would finish their queues and the load, ns.
 fn drained(rails: &[RailView], load: Load) -> f64 {
     let bytes = rails.iter().map(|r| r.queued as f64).sum::<f64>() + load.length as f64;
     let speed: f64 = rails.iter().map(|r| r.speed.bytes_per_ns.max(0.0)).sum();
@@ -206,38 +206,38 @@ mod tests {
             ("all full", &[full(rail(400.0, K64)), full(rail(400.0, 0))], ONE, None),
         ];
         for (name, rails, load, expected) in table {
-            assert_eq!(Choice::adaptive().pick(rails, *load), *expected, "{name}");
+            assert_eq!(RailSelector::adaptive().pick(rails, *load), *expected, "{name}");
         }
     }
 
     #[test]
     fn equal_rails_take_turns() {
-        let mut choice = Choice::adaptive();
+        let mut selector = RailSelector::adaptive();
         // Within the tolerance, though never quite equal.
         let rails = [rail(400.0, 0), rail(396.0, 0), rail(404.0, 0), rail(100.0, 0)];
-        let picked: Vec<_> = (0..6).map(|_| choice.pick(&rails, ONE)).collect();
+        let picked: Vec<_> = (0..6).map(|_| selector.pick(&rails, ONE)).collect();
         assert_eq!(picked, [0, 1, 2, 0, 1, 2].map(Some));
     }
 
     #[test]
     fn static_round_robin_is_blind_and_waits_for_its_turn() {
-        let mut choice = Choice::round_robin();
+        let mut selector = RailSelector::round_robin();
         let mut rails = [rail(400.0, 0), rail(1.0, 99 * K64), rail(400.0, 0)];
-        let picked: Vec<_> = (0..4).map(|_| choice.pick(&rails, ONE)).collect();
+        let picked: Vec<_> = (0..4).map(|_| selector.pick(&rails, ONE)).collect();
         assert_eq!(picked, [0, 1, 2, 0].map(Some));
         rails[1].room = false;
-        assert_eq!(choice.pick(&rails, ONE), None);
+        assert_eq!(selector.pick(&rails, ONE), None);
         rails[1].room = true;
-        assert_eq!(choice.pick(&rails, ONE), Some(1));
-        assert_eq!(choice.pick(&[], ONE), None);
+        assert_eq!(selector.pick(&rails, ONE), Some(1));
+        assert_eq!(selector.pick(&[], ONE), None);
     }
 
     #[test]
     fn random_is_blind_repeatable_and_even() {
         let rails = [rail(400.0, 0), rail(1.0, 99 * K64), rail(9.0, 0)];
         let draw = |seed| {
-            let mut choice = Choice::random(seed);
-            (0..3000).map(|_| choice.pick(&rails, ONE)).collect::<Vec<_>>()
+            let mut selector = RailSelector::random(seed);
+            (0..3000).map(|_| selector.pick(&rails, ONE)).collect::<Vec<_>>()
         };
         assert_eq!(draw(7), draw(7));
         assert_ne!(draw(7), draw(8));
@@ -246,10 +246,10 @@ mod tests {
             assert!((850..1150).contains(&n), "{rail}: {n}");
         }
         // A draw whose rail is full stays drawn.
-        let mut choice = Choice::random(7);
-        assert_eq!(choice.pick(&rails.map(full), ONE), None);
-        assert_eq!(choice.pick(&rails, ONE), draw(7)[0]);
-        assert_eq!(choice.pick(&[], ONE), None);
+        let mut selector = RailSelector::random(7);
+        assert_eq!(selector.pick(&rails.map(full), ONE), None);
+        assert_eq!(selector.pick(&rails, ONE), draw(7)[0]);
+        assert_eq!(selector.pick(&[], ONE), None);
     }
 
     prop_compose! {
@@ -271,10 +271,10 @@ mod tests {
             rails in prop::collection::vec(any_rail(), 0..6), which in 0usize..3,
             length in any::<u64>(), behind in any::<u64>(), picks in 1usize..5,
         ) {
-            let mut choice =
-                [Choice::adaptive(), Choice::round_robin(), Choice::random(length)][which].clone();
+            let mut selector =
+                [RailSelector::adaptive(), RailSelector::round_robin(), RailSelector::random(length)][which].clone();
             for _ in 0..picks {
-                match choice.pick(&rails, Load { length, behind }) {
+                match selector.pick(&rails, Load { length, behind }) {
                     Some(i) => prop_assert!(rails[i].room),
                     // There is a full rail to wait for, or none at all.
                     None => prop_assert!(rails.iter().any(|r| !r.room) || rails.is_empty()),

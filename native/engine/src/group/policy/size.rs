@@ -1,22 +1,22 @@
-//! How large the slices of a request are.
+//! Chooses the slice size of a request.
 //!
 //! TENT §3.3.1: slices have a smallest size (64 KiB), the number of slices of a request is limited,
-//! and so slices grow with very large requests. How the limit follows from the rails is ours.
+//! and so slices grow with very large requests. Here the limit follows from the number of rails.
 
-/// No slice is smaller, unless the whole request is.
+/// Smallest slice, bytes, unless the whole request is smaller.
 pub const SMALLEST: u64 = 64 << 10;
 /// Slices begin on multiples of this, counted from the start of the request.
 pub const GRAIN: u64 = 4096;
-/// Enough that the last slice of a rail is about 3% of what it carried, so that the rails can end
-/// nearly together.
+/// Most slices of a request per rail. The last slice of a rail is then about 3% of its bytes, so
+/// that rails end nearly together.
 pub const PER_RAIL: u64 = 32;
-/// The most slices of one request, however many rails there are.
-pub const MOST: u64 = 256;
+/// Most slices of a request, for any number of rails.
+pub const MAX_SLICES_PER_REQUEST: u64 = 256;
 
-/// Bytes of each slice but the last of a request of so many bytes over so many rails: a multiple of
-/// [`GRAIN`].
+/// The slice size, bytes, of a request of `bytes` over `rails`; the last slice may be smaller. A
+/// multiple of [`GRAIN`].
 pub fn slice_size(bytes: u64, rails: usize) -> u64 {
-    let most = (rails.max(1) as u64).saturating_mul(PER_RAIL).min(MOST);
+    let most = (rails.max(1) as u64).saturating_mul(PER_RAIL).min(MAX_SLICES_PER_REQUEST);
     bytes.div_ceil(most).next_multiple_of(GRAIN).max(SMALLEST)
 }
 
@@ -59,7 +59,7 @@ mod tests {
         fn slices_are_few_and_not_small(bytes in any_bytes(), rails in 0usize..20) {
             let size = slice_size(bytes, rails);
             prop_assert!(size >= SMALLEST && size.is_multiple_of(GRAIN));
-            prop_assert!(bytes.div_ceil(size) <= MOST.min(PER_RAIL * rails.max(1) as u64));
+            prop_assert!(bytes.div_ceil(size) <= MAX_SLICES_PER_REQUEST.min(PER_RAIL * rails.max(1) as u64));
         }
 
         #[test]

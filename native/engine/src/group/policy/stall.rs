@@ -1,28 +1,28 @@
-//! Whether a rail has stalled.
+//! Decides whether a rail has stalled.
 //!
 //! A slice that is late is the first sign of a rail that is silently lost (TENT §3.4.1: "a timeout
-//! mechanism to prevent stalled transfers"); what counts as late follows from what was expected of the
-//! rail, with a floor below which lateness is the noise of a busy host.
+//! mechanism to prevent stalled transfers"); a slice is late relative to its expected
+//! time, with a floor for the noise of a busy host.
 
 use std::time::Duration;
 
 use crate::time::Time;
 
-/// A slice has timed out beyond this many times what was expected, but not within `PATIENCE_FLOOR`.
-const PATIENCE_FACTOR: u32 = 16;
-const PATIENCE_FLOOR: Duration = Duration::from_millis(20);
+/// A slice is late after this many times its expected time, and `MIN_STALL_TIMEOUT` at the earliest.
+const STALL_FACTOR: u32 = 16;
+const MIN_STALL_TIMEOUT: Duration = Duration::from_millis(20);
 
-/// How long a slice may be under way before it is taken for stalled and sent another way.
-pub fn patience(expected: Duration) -> Duration {
-    expected.saturating_mul(PATIENCE_FACTOR).max(PATIENCE_FLOOR)
+/// Time in flight after which a slice counts as stalled.
+pub fn stall_timeout(expected: Duration) -> Duration {
+    expected.saturating_mul(STALL_FACTOR).max(MIN_STALL_TIMEOUT)
 }
 
-/// What was seen of a rail.
+/// The progress of a rail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Seen {
+pub struct RailProgress {
     /// When it last finished something.
     pub finished: Time,
-    /// It has nothing under way.
+    /// Whether no slice is in flight.
     pub idle: bool,
 }
 
@@ -30,9 +30,9 @@ pub struct Seen {
 /// rail to the same peer must have finished something in the second half of the wait. Or all that
 /// it had, at any time of the wait: the waiter for the stalled slice may give the others nothing
 /// to do meanwhile.
-pub fn is_at_fault(rail: usize, posted: Time, now: Time, seen: &[Seen]) -> bool {
+pub fn is_at_fault(rail: usize, posted: Time, now: Time, seen: &[RailProgress]) -> bool {
     let half = Time(posted.0.saturating_add(now.since(posted).as_nanos() as u64 / 2));
-    let goes_on = |s: &Seen| s.finished >= half || (s.idle && s.finished > posted);
+    let goes_on = |s: &RailProgress| s.finished >= half || (s.idle && s.finished > posted);
     let others = seen.iter().enumerate().filter(|(i, _)| *i != rail);
     seen.get(rail).is_none_or(|s| s.finished < half) && others.into_iter().any(|(_, s)| goes_on(s))
 }
@@ -43,8 +43,8 @@ mod tests {
 
     #[test]
     fn a_rail_is_at_fault_only_if_another_moves() {
-        let busy = |at| Seen { finished: Time(at), idle: false };
-        let idle = |at| Seen { finished: Time(at), idle: true };
+        let busy = |at| RailProgress { finished: Time(at), idle: false };
+        let idle = |at| RailProgress { finished: Time(at), idle: true };
         #[rustfmt::skip]
         let table = [
             // posted at 100, looked at at 200
@@ -65,8 +65,8 @@ mod tests {
     #[test]
     fn patience_is_far_beyond_what_was_expected() {
         let us = Duration::from_micros;
-        assert_eq!(patience(us(10)), us(20_000));
-        assert_eq!(patience(us(10_000)), us(160_000));
-        assert_eq!(patience(Duration::MAX), Duration::MAX);
+        assert_eq!(stall_timeout(us(10)), us(20_000));
+        assert_eq!(stall_timeout(us(10_000)), us(160_000));
+        assert_eq!(stall_timeout(Duration::MAX), Duration::MAX);
     }
 }

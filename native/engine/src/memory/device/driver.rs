@@ -1,7 +1,7 @@
-//! libcuda as this process uses it: opened on first use, errors in words.
+//! libcuda, opened on first use, with errors as text.
 //!
-//! CUDA must not be started by accident: a process that has started it can't use it after a fork,
-//! and pays for a context. So memory is looked at only when the process itself uses CUDA already.
+//! The engine never starts CUDA by itself: a process that has started it can't use it after a fork,
+//! and pays for a context. So the engine inspects memory only if the process uses CUDA already.
 
 use std::{
     ffi::{c_char, c_int, c_void, CStr},
@@ -24,7 +24,7 @@ pub(crate) struct Driver {
     pub(super) devices: Vec<Device>,
     /// Primary contexts, retained for the life of the process: one for each device, once used.
     contexts: Mutex<Vec<Option<usize>>>,
-    /// Where it was started. In a child by fork nothing of it works.
+    /// The process that initialised the driver. In a forked child no call works.
     process: u32,
 }
 
@@ -107,9 +107,9 @@ impl Driver {
 
     /// Makes a device's primary context, the one that torch uses too, current on this thread.
     ///
-    /// What is called meanwhile has nothing to do with streams that another thread captures into a graph, and neither breaks
-    /// that nor is refused because of it.
-    pub fn enter(&'static self, ordinal: i32) -> Result<Current, DomainError> {
+    /// What is called meanwhile has nothing to do with streams that another thread captures into a
+    /// graph, and neither breaks that nor is refused because of it.
+    pub fn enter(&'static self, ordinal: i32) -> Result<CurrentContext, DomainError> {
         let device = self.device(ordinal)?;
         let context = {
             let mut contexts = self.contexts.lock();
@@ -132,7 +132,7 @@ impl Driver {
         let rc = unsafe { (self.table.exchange_capture_mode)(&mut mode) };
         let relaxed = self.check("cuThreadExchangeStreamCaptureMode", rc);
         let mode = relaxed.is_ok().then_some(mode);
-        let current = Current { driver: self, mode, _here: std::marker::PhantomData };
+        let current = CurrentContext { driver: self, mode, _here: std::marker::PhantomData };
         relaxed.map(|()| current)
     }
 
@@ -140,7 +140,7 @@ impl Driver {
         check(&self.table, call, rc)
     }
 
-    /// What the driver says of an address; zero where it doesn't know it.
+    /// Reads attributes of an address; zero for an unknown address.
     pub fn attributes<const N: usize>(
         &self,
         asked: [c_int; N],
@@ -189,10 +189,12 @@ impl Driver {
         Ok(value)
     }
 
-    /// Whether what NICs have written to a device must be flushed before it is visible there (IC-2).
+    /// Whether what NICs have written to a device must be flushed before it is visible there
+    /// (IC-2).
     ///
     /// # Errors
-    /// It must, and the platform has no flush for us: NICs must not write to this device.
+    /// Whether the device needs a flush after RDMA writes and the platform has none: NICs must not
+    /// write to this device.
     pub fn needs_flush(&self, ordinal: i32) -> Result<bool, DomainError> {
         let ordering =
             self.device_number(ordinal, sys::DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING)?;
@@ -266,7 +268,7 @@ impl Driver {
         self.check("cuIpcCloseMemHandle", unsafe { (self.table.ipc_close)(base) })
     }
 
-    /// Where the allocation around an address begins, and its bytes.
+    /// Start and bytes of the allocation that contains an address.
     pub fn allocation(&'static self, ordinal: i32, addr: u64) -> Result<(u64, u64), DomainError> {
         let _current = self.enter(ordinal)?;
         let (mut base, mut size) = (0, 0);
@@ -307,15 +309,15 @@ impl Driver {
 }
 
 /// A context is current on this thread for as long as this lives.
-pub(crate) struct Current {
+pub(crate) struct CurrentContext {
     driver: &'static Driver,
-    /// How the thread's calls went along with captures before; `None` if that was not changed.
+    /// The thread's earlier capture mode; `None` if it was not changed.
     mode: Option<c_int>,
     /// The thread it was made on pops it.
     _here: std::marker::PhantomData<*const ()>,
 }
 
-impl Drop for Current {
+impl Drop for CurrentContext {
     fn drop(&mut self) {
         if let Some(mut mode) = self.mode {
             // SAFETY: reads and writes one number; the mode that `enter` found on this thread.

@@ -1,4 +1,4 @@
-//! Where the bytes behind an address lie, as CUDA knows it.
+//! The location of memory, as CUDA reports it.
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
@@ -7,7 +7,7 @@ use fabric_sys::cuda::{self as sys, pointer};
 use super::driver::Driver;
 use crate::{error::DomainError, memory::file::FileMemory, EngineError, Result};
 
-/// Where a stretch of memory lies.
+/// Location of memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Location {
     #[default]
@@ -24,16 +24,16 @@ pub enum Location {
 pub struct CudaRange {
     /// The device's number in this process.
     pub device: i32,
-    /// Its address on the PCI bus.
+    /// PCI address of the GPU.
     pub pci: String,
-    /// Where the allocation begins; of memory that was mapped piecewise, the range itself.
+    /// Start of the allocation; for memory mapped piecewise, of the range itself.
     pub base: u64,
     /// Bytes.
     pub len: u64,
     pub kind: CudaKind,
 }
 
-/// How device memory was allocated, which decides who else can be given it.
+/// Allocation method of device memory, which decides which processes can map it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CudaKind {
     /// cudaMalloc, as torch's allocator does by default: other processes can map it.
@@ -51,7 +51,7 @@ pub struct Dmabuf {
     pub offset: u64,
 }
 
-/// Tells where `len` bytes at `addr` lie. Costs nothing in a process that doesn't use CUDA.
+/// The location of `len` bytes at `addr`. It costs nothing in a process that doesn't use CUDA.
 pub fn locate(addr: usize, len: u64) -> Result<Location> {
     let Some(driver) = Driver::in_use() else { return Ok(Location::Host) };
     locate_by(driver, addr as u64, len)
@@ -150,7 +150,7 @@ impl CudaRange {
     /// The segment as a dma-buf, and where `addr` lies in it.
     pub fn dmabuf(&self, addr: u64) -> std::result::Result<Dmabuf, DomainError> {
         let driver = Driver::open()?;
-        // Also for those who go on without a dma-buf, by peermem.
+        // Also for drivers that use peermem instead of a dma-buf.
         if self.kind == CudaKind::Malloc {
             driver.sync_memops(self.device, self.base)?;
         }

@@ -1,15 +1,15 @@
-//! GPU memory: where it lies, who can be given it, how it is copied, words that both sides watch.
+//! GPU memory: its location, its kind, copies, and words that both sides watch.
 
+mod async_copy;
 mod driver;
-mod lane;
 mod location;
-mod nature;
+mod memory_kind;
 mod pinned;
 mod word;
 
+pub(crate) use async_copy::{copy_now, AsyncCopier, CopyRange, PendingCopy};
 pub(crate) use driver::Driver;
-pub(crate) use lane::{copy_now, Lanes, Piece, Ticket};
 pub use location::{locate, CudaKind, CudaRange, Dmabuf, Location};
-pub(crate) use nature::Nature;
+pub(crate) use memory_kind::MemoryKind;
 pub(crate) use pinned::Pinned;
 pub use word::DeviceWord;

@@ -1,5 +1,5 @@
-//! A 64-bit word that a GPU and a processor both read and write: for watchers and for flags that
-//! kernels wait on.
+//! A 64-bit word that a GPU and a CPU read and write: for watchers, and for flags on which kernels
+//! wait.
 
 use std::sync::atomic::{
     AtomicU64,
@@ -15,19 +15,19 @@ use fabric_sys::{
 use super::driver::Driver;
 use crate::{error::DomainError, EngineError, Result};
 
-/// See the module. In the GPU's memory, mapped for the processor, where GDRCopy is installed: a
-/// kernel that polls it then stays off the bus. Else in pinned host memory, mapped for the GPU.
+/// See the module. With GDRCopy it lies in GPU memory, mapped for the CPU, so that a polling kernel
+/// does not use the bus. Otherwise it lies in pinned host memory, mapped for the GPU.
 pub struct DeviceWord {
-    home: Home,
+    home: WordMemory,
     driver: &'static Driver,
     device: i32,
-    /// Where the processor finds it.
+    /// Address for the CPU.
     host: usize,
-    /// Where kernels find it.
+    /// Address for kernels.
     on_device: u64,
 }
 
-enum Home {
+enum WordMemory {
     Pinned,
     Gdr { table: Gdrapi, gdr: usize, handle: gdrapi::Handle, map: usize, buffer: u64 },
 }
@@ -72,7 +72,7 @@ impl DeviceWord {
             return Err(e);
         }
         let host = host as usize;
-        let word = Self { home: Home::Pinned, driver, device, host, on_device };
+        let word = Self { home: WordMemory::Pinned, driver, device, host, on_device };
         word.store(0);
         Ok(word)
     }
@@ -117,15 +117,15 @@ impl DeviceWord {
             return Err(free(DomainError::Unavailable("gdr_map failed".into())));
         }
         let (gdr, map) = (gdr as usize, map as usize);
-        let home = Home::Gdr { table, gdr, handle, map, buffer };
+        let home = WordMemory::Gdr { table, gdr, handle, map, buffer };
         let word = Self { home, driver, device, host: map, on_device: page };
         word.store(0);
         Ok(word)
     }
 
     fn word(&self) -> &AtomicU64 {
-        // SAFETY: 8 aligned bytes that stay mapped while this lives. Kernels write them at any time,
-        // in one piece.
+        // SAFETY: 8 aligned bytes that stay mapped while this lives. Kernels write them at any
+        // time, in one piece.
         unsafe { AtomicU64::from_ptr(self.host as *mut u64) }
     }
 
@@ -137,21 +137,21 @@ impl DeviceWord {
         self.word().store(value, Release);
     }
 
-    /// Where kernels find it.
+    /// Address for kernels.
     pub fn device_addr(&self) -> u64 {
         self.on_device
     }
 
-    /// Where the processor finds it.
+    /// Address for the CPU.
     pub fn host_addr(&self) -> usize {
         self.host
     }
 
-    /// Where it lies, in words.
+    /// The kind of memory, as text.
     pub fn home(&self) -> &'static str {
         match self.home {
-            Home::Pinned => "pinned host memory",
-            Home::Gdr { .. } => "GPU memory, by GDRCopy",
+            WordMemory::Pinned => "pinned host memory",
+            WordMemory::Gdr { .. } => "GPU memory, by GDRCopy",
         }
     }
 }
@@ -162,10 +162,10 @@ impl Drop for DeviceWord {
         // SAFETY: made in `new`, in the opposite order; no thread reads the word any more.
         unsafe {
             match &self.home {
-                Home::Pinned => {
+                WordMemory::Pinned => {
                     (self.driver.table.host_free)(self.host as *mut _);
                 }
-                Home::Gdr { table, gdr, handle, map, buffer } => {
+                WordMemory::Gdr { table, gdr, handle, map, buffer } => {
                     let gdr = *gdr as gdrapi::Gdr;
                     (table.unmap)(gdr, *handle, *map as *mut _, PAGE);
                     (table.unpin)(gdr, *handle);

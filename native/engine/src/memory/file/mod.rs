@@ -1,5 +1,6 @@
-//! Files as memory: opened once, read and written by offset, never mapped. A full disk or a file that
-//! another process cut short is then an error of the call that met it, where a mapping would end the process.
+//! Files as memory: opened once, read and written by offset, never mapped. A full disk or a file
+//! that another process truncated is then an error of one call; with a mapping it would end the
+//! process.
 
 mod pool;
 mod queue;
@@ -18,24 +19,24 @@ use std::{
     path::{Path, PathBuf},
 };
 
-pub(crate) use queue::{FileQueue, Means};
+pub(crate) use queue::{FileBackend, FileQueue};
 use rustix::fs::OFlags;
-pub(crate) use work::Work;
+pub(crate) use work::FileWork;
 
 use crate::{EngineError, Result};
 
 /// Characters of a path that errors show: its end says most.
-const SHOWN: usize = 160;
+const MAX_SHOWN_CHARS: usize = 160;
 
-/// How a file is opened to be a region.
+/// Options of a file that becomes a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileOptions {
-    /// Where the region begins in the file, bytes.
+    /// Start of the region in the file, bytes.
     pub offset: u64,
     /// Bytes of the region; all from `offset` on if `None`.
     pub len: Option<u64>,
-    /// Make the file if there is none, and lengthen it to the region's end. The new bytes are zeroes
-    /// that take no room on the disk until they are written.
+    /// Make the file if there is none, and lengthen it to the region's end. The new bytes are
+    /// zeroes that take no room on the disk until they are written.
     pub create: bool,
     pub writable: bool,
 }
@@ -141,8 +142,8 @@ impl FileMemory {
     pub(crate) fn name(&self) -> String {
         let path = self.path.to_string_lossy();
         let n = path.chars().count();
-        match n > SHOWN {
-            true => format!("...{}", path.chars().skip(n - SHOWN).collect::<String>()),
+        match n > MAX_SHOWN_CHARS {
+            true => format!("...{}", path.chars().skip(n - MAX_SHOWN_CHARS).collect::<String>()),
             false => path.into_owned(),
         }
     }

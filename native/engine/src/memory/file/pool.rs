@@ -1,16 +1,16 @@
-//! File work by threads that block in the system's calls: where io_uring isn't to be had.
+//! File work by threads that block in system calls, without io_uring.
 
 use super::{
     queue::Inbox,
     raw,
-    work::{Moved, Work},
+    work::{FileWork, Progress},
 };
 use crate::error::DomainError;
 
 /// Threads of one engine. Disks like several requests at a time; more cost memory and little else.
 pub(super) const THREADS: usize = 4;
 
-/// The life of one thread: ends when the inbox is closed.
+/// The loop of one thread. It ends when the inbox is closed.
 pub(super) fn serve(inbox: &Inbox) {
     while let Some(work) = inbox.take() {
         if work.begin() {
@@ -20,16 +20,16 @@ pub(super) fn serve(inbox: &Inbox) {
     }
 }
 
-fn carry_out(work: &Work) -> Result<(), DomainError> {
+fn carry_out(work: &FileWork) -> Result<(), DomainError> {
     for piece in 0.. {
         let Some(mut rest) = work.range(piece) else { break };
         loop {
             // SAFETY: the caller that queued the work keeps its memory until it is over.
             let n = unsafe { raw::move_some(work, rest) };
             match work.after(rest, n) {
-                Moved::All => break,
-                Moved::Some(left) => rest = left,
-                Moved::Failed(e) => return Err(e),
+                Progress::All => break,
+                Progress::Some(left) => rest = left,
+                Progress::Failed(e) => return Err(e),
             }
         }
     }

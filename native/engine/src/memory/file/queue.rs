@@ -1,5 +1,5 @@
-//! One engine's file work: queued by its transports, carried out by io_uring where the kernel allows
-//! it, else by threads. Nothing starts before its first use.
+//! The file queue of one engine: its transports queue work, and io_uring or threads execute it. The
+//! first use starts it.
 
 use std::{
     collections::VecDeque,
@@ -17,13 +17,13 @@ use rustix::event::{eventfd, EventfdFlags};
 use super::{
     pool, raw,
     ring::{Ring, DEPTH},
-    FileMemory, Work,
+    FileMemory, FileWork,
 };
-use crate::{error::DomainError, memory::device::Piece, wake::Waker};
+use crate::{error::DomainError, memory::device::CopyRange, wake::Waker};
 
-/// Where work waits for the thread that carries it out.
+/// Work that waits for a thread.
 pub(super) struct Inbox {
-    works: Mutex<VecDeque<Arc<Work>>>,
+    works: Mutex<VecDeque<Arc<FileWork>>>,
     arrived: Condvar,
     /// Rung for a ring, which can't wait for the condition.
     pub bell: OwnedFd,
@@ -33,7 +33,7 @@ pub(super) struct Inbox {
 }
 
 impl Inbox {
-    fn put(&self, work: &Arc<Work>) {
+    fn put(&self, work: &Arc<FileWork>) {
         self.works.lock().push_back(Arc::clone(work));
         self.ring_bell();
     }
@@ -43,12 +43,12 @@ impl Inbox {
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
     }
 
-    pub fn try_take(&self) -> Option<Arc<Work>> {
+    pub fn try_take(&self) -> Option<Arc<FileWork>> {
         self.works.lock().pop_front()
     }
 
     /// Waits for work; `None` once closed.
-    pub fn take(&self) -> Option<Arc<Work>> {
+    pub fn take(&self) -> Option<Arc<FileWork>> {
         let mut works = self.works.lock();
         loop {
             if let Some(work) = works.pop_front() {
@@ -66,9 +66,9 @@ impl Inbox {
     }
 }
 
-/// Who carries file work out.
+/// The executor of file work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Means {
+pub(crate) enum FileBackend {
     /// io_uring if the kernel lets us, else threads.
     Best,
     #[cfg(test)]
@@ -77,13 +77,13 @@ pub(crate) enum Means {
 
 /// See the module.
 pub(crate) struct FileQueue {
-    means: Means,
+    backend: FileBackend,
     waker: Waker,
-    running: Mutex<Option<Running>>,
+    running: Mutex<Option<RunningThreads>>,
     closed: AtomicBool,
 }
 
-struct Running {
+struct RunningThreads {
     inbox: Arc<Inbox>,
     threads: Vec<JoinHandle<()>>,
     by: &'static str,
@@ -91,32 +91,32 @@ struct Running {
 
 impl std::fmt::Debug for FileQueue {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "FileQueue({:?})", self.by())
+        write!(f, "FileQueue({:?})", self.backend_name())
     }
 }
 
 impl FileQueue {
-    pub fn new(waker: &Waker, means: Means) -> Arc<Self> {
+    pub fn new(waker: &Waker, backend: FileBackend) -> Arc<Self> {
         let (running, closed) = (Mutex::new(None), AtomicBool::new(false));
-        Arc::new(Self { means, waker: waker.clone(), running, closed })
+        Arc::new(Self { backend, waker: waker.clone(), running, closed })
     }
 
-    /// Who carries it out; `None` before the first use.
-    pub fn by(&self) -> Option<&'static str> {
+    /// Name of the backend; `None` before the first use.
+    pub fn backend_name(&self) -> Option<&'static str> {
         self.running.lock().as_ref().map(|r| r.by)
     }
 
     /// Begins to move ranges into (`inward`) or out of a file.
     ///
     /// # Safety
-    /// The memory of all ranges must stay allocated, and no other code may rely on its bytes, until the
-    /// work is over.
+    /// The memory of all ranges must stay allocated, and no other code may rely on its bytes, until
+    /// the work is over.
     pub unsafe fn start(
         &self,
         file: &Arc<FileMemory>,
         inward: bool,
-        pieces: &[Piece],
-    ) -> Result<Arc<Work>, DomainError> {
+        pieces: &[CopyRange],
+    ) -> Result<Arc<FileWork>, DomainError> {
         if inward && !file.is_writable() {
             let name = file.name();
             let text = format!("file {name}: it was registered for reading only");
@@ -127,9 +127,9 @@ impl FileQueue {
             return Err(DomainError::Unavailable("the engine is closed".into()));
         }
         if running.is_none() {
-            *running = Some(Running::new(self.means, &self.waker)?);
+            *running = Some(RunningThreads::new(self.backend, &self.waker)?);
         }
-        let work = Work::new(file, inward, pieces);
+        let work = FileWork::new(file, inward, pieces);
         if let Some(running) = &*running {
             running.inbox.put(&work);
         }
@@ -144,7 +144,9 @@ impl FileQueue {
     /// Ends the threads when what has begun is over; what hasn't is never begun.
     pub fn close(&self) {
         self.closed.store(true, SeqCst);
-        let Some(Running { inbox, threads, .. }) = self.running.lock().take() else { return };
+        let Some(RunningThreads { inbox, threads, .. }) = self.running.lock().take() else {
+            return;
+        };
         inbox.closed.store(true, SeqCst);
         let given_up = std::mem::take(&mut *inbox.works.lock());
         given_up.iter().for_each(|work| work.quiesce());
@@ -164,8 +166,8 @@ impl Drop for FileQueue {
     }
 }
 
-impl Running {
-    fn new(means: Means, waker: &Waker) -> Result<Self, DomainError> {
+impl RunningThreads {
+    fn new(backend: FileBackend, waker: &Waker) -> Result<Self, DomainError> {
         let bell = eventfd(0, EventfdFlags::CLOEXEC).map_err(DomainError::io("eventfd"))?;
         let inbox = Arc::new(Inbox {
             works: Mutex::default(),
@@ -175,10 +177,10 @@ impl Running {
             waker: waker.clone(),
         });
         let mut running = Self { inbox, threads: Vec::new(), by: "io_uring" };
-        let ring = match means {
-            Means::Best => raw::open_ring(DEPTH * 2),
+        let ring = match backend {
+            FileBackend::Best => raw::open_ring(DEPTH * 2),
             #[cfg(test)]
-            Means::Threads => Err(std::io::Error::other("threads were asked for")),
+            FileBackend::Threads => Err(std::io::Error::other("threads were asked for")),
         };
         match ring {
             Ok(ring) => running.spawn(move |inbox| Ring::new(ring, inbox).serve())?,

@@ -3,17 +3,17 @@
 use io_uring::{opcode, squeue::Entry, types::Fd, IoUring, Probe};
 use rustix::io::Errno;
 
-use super::work::{Rest, Work};
+use super::work::{FileWork, RemainingRange};
 
 /// The system moves at most 2 GiB by one call.
-const LONGEST: usize = 1 << 30;
+const MAX_CALL_BYTES: usize = 1 << 30;
 
 /// One pread or pwrite.
 ///
 /// # Safety
 /// The memory of `rest` must stay allocated until this returns.
-pub(super) unsafe fn move_some(work: &Work, rest: Rest) -> Result<usize, Errno> {
-    let (fd, n, at) = (work.file.fd(), rest.len.min(LONGEST), rest.at as libc::off_t);
+pub(super) unsafe fn move_some(work: &FileWork, rest: RemainingRange) -> Result<usize, Errno> {
+    let (fd, n, at) = (work.file.fd(), rest.len.min(MAX_CALL_BYTES), rest.at as libc::off_t);
     // SAFETY: the caller's memory; the work keeps the file open.
     let moved = unsafe {
         match work.inward {
@@ -39,8 +39,8 @@ pub(super) fn open_ring(entries: u32) -> std::io::Result<IoUring> {
 }
 
 /// The request for `rest` of a piece of work.
-pub(super) fn entry(work: &Work, rest: Rest, tag: u64) -> Entry {
-    let (fd, n) = (Fd(work.file.fd()), rest.len.min(LONGEST) as u32);
+pub(super) fn entry(work: &FileWork, rest: RemainingRange, tag: u64) -> Entry {
+    let (fd, n) = (Fd(work.file.fd()), rest.len.min(MAX_CALL_BYTES) as u32);
     let entry = match work.inward {
         true => opcode::Write::new(fd, rest.addr as *const _, n).offset(rest.at).build(),
         false => opcode::Read::new(fd, rest.addr as *mut _, n).offset(rest.at).build(),
@@ -49,7 +49,7 @@ pub(super) fn entry(work: &Work, rest: Rest, tag: u64) -> Entry {
 }
 
 /// The request that ends when `fd`, an eventfd, is written to.
-pub(super) fn bell(fd: i32, word: &mut u64, tag: u64) -> Entry {
+pub(super) fn poll_eventfd(fd: i32, word: &mut u64, tag: u64) -> Entry {
     let word = std::ptr::from_mut(word).cast();
     opcode::Read::new(Fd(fd), word, 8).build().user_data(tag)
 }

@@ -1,5 +1,5 @@
-//! File work by io_uring. One thread owns the ring: it may block, its requests end with no other thread's
-//! thread, and what the kernel copies at once it doesn't copy under the engine's lock.
+//! File work by io_uring. One thread owns the ring. It may block, its requests don't end with
+//! another thread, and the kernel never copies under the engine's lock.
 
 use std::{collections::VecDeque, os::fd::AsRawFd, sync::Arc};
 
@@ -10,17 +10,17 @@ use slab::Slab;
 use super::{
     queue::Inbox,
     raw,
-    work::{Moved, Rest, Work},
+    work::{FileWork, Progress, RemainingRange},
 };
 use crate::error::DomainError;
 
 /// Requests under way at a time.
 pub(super) const DEPTH: u32 = 64;
-const BELL: u64 = u64::MAX;
+const EVENTFD_TAG: u64 = u64::MAX;
 
-/// A piece of work of which not all is done.
+/// File work that is not complete.
 struct Job {
-    work: Arc<Work>,
+    work: Arc<FileWork>,
     /// The next of its ranges to be begun.
     next: usize,
     under_way: usize,
@@ -30,7 +30,7 @@ struct Job {
 /// A request under way.
 struct Flight {
     job: usize,
-    rest: Rest,
+    rest: RemainingRange,
 }
 
 pub(super) struct Ring<'a> {
@@ -40,9 +40,9 @@ pub(super) struct Ring<'a> {
     flights: Slab<Flight>,
     /// Jobs with ranges to begin, in order.
     open: VecDeque<usize>,
-    /// What a call left over.
+    /// Requests of which a call moved only a part.
     again: Vec<Flight>,
-    /// Where the kernel puts what it read from the bell.
+    /// Buffer for the kernel's read of the eventfd.
     word: Box<u64>,
     listening: bool,
 }
@@ -61,7 +61,7 @@ impl<'a> Ring<'a> {
         }
     }
 
-    /// The thread's life: ends when the inbox is closed and nothing is under way.
+    /// Runs the thread until the inbox is closed and nothing is in flight.
     pub fn serve(mut self) {
         loop {
             self.listen();
@@ -96,7 +96,7 @@ impl<'a> Ring<'a> {
         if self.listening || self.inbox.is_closed() {
             return;
         }
-        let entry = raw::bell(self.inbox.bell.as_raw_fd(), &mut self.word, BELL);
+        let entry = raw::poll_eventfd(self.inbox.bell.as_raw_fd(), &mut self.word, EVENTFD_TAG);
         // SAFETY: word and bell outlive the request: the thread doesn't end while it listens.
         self.listening = unsafe { raw::push(&mut self.ring, &entry) };
     }
@@ -124,8 +124,8 @@ impl<'a> Ring<'a> {
             };
             let work = &self.jobs[flight.job].work;
             let entry = raw::entry(work, flight.rest, self.flights.vacant_key() as u64);
-            // SAFETY: the job keeps its file until it is over; the caller that queued the work keeps its
-            // memory until then.
+            // SAFETY: the job keeps its file until it is over; the caller that queued the work
+            // keeps its memory until then.
             if unsafe { !raw::push(&mut self.ring, &entry) } {
                 return self.again.push(flight);
             }
@@ -137,7 +137,7 @@ impl<'a> Ring<'a> {
         let mut ended: Vec<(u64, i32)> = Vec::new();
         ended.extend(self.ring.completion().map(|c| (c.user_data(), c.result())));
         for (tag, result) in ended {
-            if tag == BELL {
+            if tag == EVENTFD_TAG {
                 self.listening = false;
                 continue;
             }
@@ -145,13 +145,13 @@ impl<'a> Ring<'a> {
             let job = &mut self.jobs[key];
             let n = usize::try_from(result).map_err(|_| Errno::from_raw_os_error(-result));
             match job.work.after(rest, n) {
-                Moved::All => job.under_way -= 1,
-                Moved::Some(rest) if job.error.is_none() => {
+                Progress::All => job.under_way -= 1,
+                Progress::Some(rest) if job.error.is_none() => {
                     self.again.push(Flight { job: key, rest });
                     continue;
                 }
-                Moved::Some(_) => job.under_way -= 1,
-                Moved::Failed(e) => {
+                Progress::Some(_) => job.under_way -= 1,
+                Progress::Failed(e) => {
                     job.under_way -= 1;
                     job.error.get_or_insert(e);
                 }

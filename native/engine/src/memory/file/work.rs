@@ -1,4 +1,4 @@
-//! One piece of work on a file: some ranges, all into it or all out of it.
+//! Work on one file: ranges that are all written or all read.
 
 use std::sync::{
     atomic::{
@@ -12,10 +12,10 @@ use parking_lot::{Condvar, Mutex};
 use smallvec::SmallVec;
 
 use super::FileMemory;
-use crate::{error::DomainError, memory::device::Piece};
+use crate::{error::DomainError, memory::device::CopyRange};
 
 #[derive(Debug)]
-enum State {
+enum WorkState {
     Queued,
     Running,
     Over(Result<(), DomainError>),
@@ -23,20 +23,20 @@ enum State {
 
 /// See the module. Ranges name the file's side by its offset in the file.
 #[derive(Debug)]
-pub(crate) struct Work {
+pub(crate) struct FileWork {
     pub file: Arc<FileMemory>,
     /// Into the file.
     pub inward: bool,
-    pub pieces: SmallVec<[Piece; 4]>,
-    state: Mutex<State>,
+    pub pieces: SmallVec<[CopyRange; 4]>,
+    state: Mutex<WorkState>,
     /// Told when it is over.
     end: Condvar,
     over: AtomicBool,
 }
 
-/// A range of a piece of work that is still to be moved.
+/// The part of a range that is not moved yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Rest {
+pub(super) struct RemainingRange {
     /// In this process's memory.
     pub addr: usize,
     /// In the file.
@@ -44,22 +44,22 @@ pub(super) struct Rest {
     pub len: usize,
 }
 
-/// What a call on a file has come to.
+/// The result of one call on a file.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Moved {
+pub(super) enum Progress {
     All,
-    /// The system moved less than was asked for, or nothing yet.
-    Some(Rest),
+    /// The system moved less than requested, or nothing yet.
+    Some(RemainingRange),
     Failed(DomainError),
 }
 
-impl Work {
-    pub fn new(file: &Arc<FileMemory>, inward: bool, pieces: &[Piece]) -> Arc<Self> {
+impl FileWork {
+    pub fn new(file: &Arc<FileMemory>, inward: bool, pieces: &[CopyRange]) -> Arc<Self> {
         Arc::new(Self {
             file: Arc::clone(file),
             inward,
             pieces: pieces.into(),
-            state: Mutex::new(State::Queued),
+            state: Mutex::new(WorkState::Queued),
             end: Condvar::new(),
             over: AtomicBool::new(false),
         })
@@ -69,71 +69,77 @@ impl Work {
         self.over.load(Acquire)
     }
 
-    /// How it ended; `None` while it goes on.
+    /// The result; `None` while it is in flight.
     pub fn result(&self) -> Option<Result<(), DomainError>> {
         if !self.is_over() {
             return None;
         }
         match &*self.state.lock() {
-            State::Over(result) => Some(result.clone()),
-            State::Queued | State::Running => None,
+            WorkState::Over(result) => Some(result.clone()),
+            WorkState::Queued | WorkState::Running => None,
         }
     }
 
-    /// Gives it up if it hasn't begun, else waits for its end: no byte of its memory is touched any
-    /// more after this (MR-1).
+    /// Cancels it if it has not begun, else waits for its end. After this no byte of its memory is
+    /// touched (MR-1).
     pub fn quiesce(&self) {
         let mut state = self.state.lock();
-        if matches!(*state, State::Queued) {
-            *state = State::Over(Err(DomainError::Unavailable("the engine is closed".into())));
+        if matches!(*state, WorkState::Queued) {
+            *state = WorkState::Over(Err(DomainError::Unavailable("the engine is closed".into())));
             self.over.store(true, Release);
             return;
         }
-        while !matches!(*state, State::Over(_)) {
+        while !matches!(*state, WorkState::Over(_)) {
             self.end.wait(&mut state);
         }
     }
 
-    /// Whether it is to be carried out; asked once, by the thread that does.
+    /// Begins to execute it; false if it was cancelled.
     pub(super) fn begin(&self) -> bool {
         let mut state = self.state.lock();
-        let queued = matches!(*state, State::Queued);
+        let queued = matches!(*state, WorkState::Queued);
         if queued {
-            *state = State::Running;
+            *state = WorkState::Running;
         }
         queued
     }
 
     pub(super) fn finish(&self, result: Result<(), DomainError>) {
-        *self.state.lock() = State::Over(result);
+        *self.state.lock() = WorkState::Over(result);
         self.over.store(true, Release);
         self.end.notify_all();
     }
 
-    pub(super) fn range(&self, piece: usize) -> Option<Rest> {
+    pub(super) fn range(&self, piece: usize) -> Option<RemainingRange> {
         let p = self.pieces.get(piece)?;
         let (addr, at) = if self.inward { (p.from, p.to) } else { (p.to, p.from) };
-        Some(Rest { addr, at: at as u64, len: p.len })
+        Some(RemainingRange { addr, at: at as u64, len: p.len })
     }
 
-    /// What is left of `rest` after a call that returned `n`, or its error: bytes that are missing are
-    /// one (RS-1).
-    pub(super) fn after(&self, rest: Rest, n: Result<usize, rustix::io::Errno>) -> Moved {
+    /// The remaining range after a call that returned `n`, or its error. Missing bytes are an error
+    /// (RS-1).
+    pub(super) fn after(
+        &self,
+        rest: RemainingRange,
+        n: Result<usize, rustix::io::Errno>,
+    ) -> Progress {
         use rustix::io::Errno;
         let (done, to) = if self.inward { ("writing", "to") } else { ("reading", "from") };
         let what = |why: &str| {
-            let (Rest { at, len, .. }, name) = (rest, self.file.name());
+            let (RemainingRange { at, len, .. }, name) = (rest, self.file.name());
             let text = format!("file {name}: {why}, {done} {len} bytes {to} offset {at}");
-            Moved::Failed(DomainError::Storage(text))
+            Progress::Failed(DomainError::Storage(text))
         };
         match n {
             Ok(0) if self.inward => what("the system takes no byte"),
             Ok(0) => what("it ends before that: it was cut short since it was registered"),
-            Ok(n) if n < rest.len => {
-                Moved::Some(Rest { addr: rest.addr + n, at: rest.at + n as u64, len: rest.len - n })
-            }
-            Ok(_) => Moved::All,
-            Err(Errno::INTR | Errno::AGAIN | Errno::CANCELED) => Moved::Some(rest),
+            Ok(n) if n < rest.len => Progress::Some(RemainingRange {
+                addr: rest.addr + n,
+                at: rest.at + n as u64,
+                len: rest.len - n,
+            }),
+            Ok(_) => Progress::All,
+            Err(Errno::INTR | Errno::AGAIN | Errno::CANCELED) => Progress::Some(rest),
             Err(e) => what(&std::io::Error::from(e).to_string()),
         }
     }
@@ -146,18 +152,18 @@ mod tests {
 
     use super::{super::FileOptions, *};
 
-    fn work(inward: bool) -> Arc<Work> {
+    fn work(inward: bool) -> Arc<FileWork> {
         let path = std::env::current_exe().unwrap();
         let options = FileOptions { writable: false, ..Default::default() };
         let (file, _) = FileMemory::open(&path, options).unwrap();
-        let piece = Piece { to: 1000, from: 5000, len: 70 };
-        Work::new(&Arc::new(file), inward, &[piece])
+        let piece = CopyRange { to: 1000, from: 5000, len: 70 };
+        FileWork::new(&Arc::new(file), inward, &[piece])
     }
 
     #[test]
     fn the_file_s_side_is_an_offset() {
-        assert_eq!(work(true).range(0), Some(Rest { addr: 5000, at: 1000, len: 70 }));
-        assert_eq!(work(false).range(0), Some(Rest { addr: 1000, at: 5000, len: 70 }));
+        assert_eq!(work(true).range(0), Some(RemainingRange { addr: 5000, at: 1000, len: 70 }));
+        assert_eq!(work(false).range(0), Some(RemainingRange { addr: 1000, at: 5000, len: 70 }));
         assert_eq!(work(false).range(1), None);
     }
 
@@ -172,7 +178,9 @@ mod tests {
             (false, Err(Errno::IO), "Input/output error"),
         ] {
             let work = work(inward);
-            let Moved::Failed(e) = work.after(work.range(0).unwrap(), n) else { panic!("{n:?}") };
+            let Progress::Failed(e) = work.after(work.range(0).unwrap(), n) else {
+                panic!("{n:?}")
+            };
             let e = e.to_string();
             assert!(e.contains(said) && e.contains(name), "{e}");
         }
@@ -193,12 +201,12 @@ mod tests {
             let mut moved = 0;
             for n in steps {
                 let n = match n { 0 => Err(Errno::INTR), n => Ok(n.min(rest.len)) };
-                prop_assert_eq!(rest, Rest { addr: 5000 + moved, at: 1000 + moved as u64, len: 70 - moved });
+                prop_assert_eq!(rest, RemainingRange { addr: 5000 + moved, at: 1000 + moved as u64, len: 70 - moved });
                 moved += n.unwrap_or(0);
                 match work.after(rest, n) {
-                    Moved::Some(left) => rest = left,
+                    Progress::Some(left) => rest = left,
                     end => {
-                        prop_assert_eq!(end, Moved::All);
+                        prop_assert_eq!(end, Progress::All);
                         prop_assert_eq!(moved, 70);
                         break;
                     }

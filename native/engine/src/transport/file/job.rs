@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 use crate::{
     domain::{Count, Data, DomainError, LinkId, Seq, Token},
     memory::{
-        device::{Lanes, Piece, Pinned, Ticket},
+        device::{AsyncCopier, CopyRange, PendingCopy, Pinned},
         RegionMemory,
     },
 };
@@ -15,7 +15,7 @@ use crate::{
 /// Bytes of a chunk, and of a slot.
 pub(super) const CHUNK: u64 = 1 << 20;
 /// Ranges of a chunk.
-const MOST_PAGES: u32 = 512;
+const MAX_PAGES: u32 = 512;
 const SLOTS: u8 = 8;
 
 /// Host memory for copies that no CPU can make directly.
@@ -76,13 +76,13 @@ pub(super) struct Job {
 
 /// A chunk under way.
 #[derive(Debug)]
-pub(super) struct Moving {
+pub(super) struct ActiveChunk {
     pub job: usize,
-    pub ticket: Ticket,
+    pub copy: PendingCopy,
     pub slot: Option<Slot>,
     pub bytes: u64,
     /// The second copy, from the slot on.
-    then: SmallVec<[Piece; 4]>,
+    then: SmallVec<[CopyRange; 4]>,
 }
 
 impl Job {
@@ -145,10 +145,10 @@ impl Job {
     }
 
     /// The ranges of the next chunk at both ends, and its bytes.
-    fn cut(&mut self) -> (SmallVec<[Piece; 4]>, u64) {
-        let mut pieces: SmallVec<[Piece; 4]> = SmallVec::new();
+    fn cut(&mut self) -> (SmallVec<[CopyRange; 4]>, u64) {
+        let mut pieces: SmallVec<[CopyRange; 4]> = SmallVec::new();
         let (mut bytes, data) = (0, &self.data);
-        for _ in 0..MOST_PAGES {
+        for _ in 0..MAX_PAGES {
             if self.page == data.pages || bytes == CHUNK {
                 break;
             }
@@ -164,7 +164,7 @@ impl Job {
             let len_here = len as usize;
             match pieces.last_mut() {
                 Some(p) if p.to + p.len == to && p.from + p.len == from => p.len += len_here,
-                _ => pieces.push(Piece { to, from, len: len_here }),
+                _ => pieces.push(CopyRange { to, from, len: len_here }),
             }
             bytes += len;
             self.byte += len;
@@ -180,35 +180,39 @@ impl Job {
         &mut self,
         key: usize,
         slot: Option<Slot>,
-        lanes: &mut Lanes,
-    ) -> Result<Moving, DomainError> {
+        copier: &mut AsyncCopier,
+    ) -> Result<ActiveChunk, DomainError> {
         let (pieces, bytes) = self.cut();
         let (from, to) = self.ends();
         let (first, then) = match slot {
-            Some(slot) => through(slot, &pieces),
+            Some(slot) => adjacent_ranges(slot, &pieces),
             None => (pieces, SmallVec::new()),
         };
         // SAFETY: the ranges lie in regions that this job keeps, as was checked when it was
         // created, or in a slot that belongs to this chunk until it ends.
-        let ticket = unsafe {
+        let copy = unsafe {
             match slot.is_some() || to.location.is_host() {
-                true => lanes.start(&from.location, false, &first)?,
-                false => lanes.start(&to.location, true, &first)?,
+                true => copier.start(&from.location, false, &first)?,
+                false => copier.start(&to.location, true, &first)?,
             }
         };
         self.moving += 1;
-        Ok(Moving { job: key, ticket, slot, bytes, then })
+        Ok(ActiveChunk { job: key, copy, slot, bytes, then })
     }
 
     /// The first copy of a chunk is done: starts the second, if there is one.
-    pub fn next_half(&self, moving: &mut Moving, lanes: &mut Lanes) -> Result<bool, DomainError> {
+    pub fn next_half(
+        &self,
+        moving: &mut ActiveChunk,
+        copier: &mut AsyncCopier,
+    ) -> Result<bool, DomainError> {
         if moving.then.is_empty() || self.error.is_some() {
             return Ok(false);
         }
         let then = std::mem::take(&mut moving.then);
         let (_, to) = self.ends();
         // SAFETY: as for the first.
-        moving.ticket = unsafe { lanes.start(&to.location, true, &then)? };
+        moving.copy = unsafe { copier.start(&to.location, true, &then)? };
         Ok(true)
     }
 
@@ -222,12 +226,15 @@ impl Job {
 }
 
 /// The ranges of the copies to and from a slot, where they are adjacent.
-fn through(slot: Slot, pieces: &[Piece]) -> (SmallVec<[Piece; 4]>, SmallVec<[Piece; 4]>) {
+fn adjacent_ranges(
+    slot: Slot,
+    pieces: &[CopyRange],
+) -> (SmallVec<[CopyRange; 4]>, SmallVec<[CopyRange; 4]>) {
     let (mut to_slot, mut from_slot) = (SmallVec::new(), SmallVec::new());
     let mut at = slot.addr;
     for p in pieces {
-        to_slot.push(Piece { to: at, from: p.from, len: p.len });
-        from_slot.push(Piece { to: p.to, from: at, len: p.len });
+        to_slot.push(CopyRange { to: at, from: p.from, len: p.len });
+        from_slot.push(CopyRange { to: p.to, from: at, len: p.len });
         at += p.len;
     }
     (to_slot, from_slot)

@@ -16,36 +16,36 @@ use crate::{
     api::{Endpoint, EngineAddress, EngineId, TransportKind},
     domain::{
         Admit, Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, PeerIdentity,
-        Pinned, Post, Quiet, Token, WorkRequest,
+        Pinned, Post, RegionRelease, Token, WorkRequest,
     },
-    memory::{device::Lanes, file::FileQueue, RegionBook, RegionMemory},
+    memory::{device::AsyncCopier, file::FileQueue, RegionBook, RegionMemory},
     time::Time,
 };
-use job::{Job, Moving, Slots};
+use job::{ActiveChunk, Job, Slots};
 
 /// Chunks under way: disks work best with several requests.
-const MOST_MOVING: usize = 16;
+const MAX_MOVING: usize = 16;
 /// Work requests accepted; further ones wait in the group.
-const MOST_JOBS: usize = 1 << 12;
+const MAX_JOBS: usize = 1 << 12;
 /// Bytes that CPUs copy per poll, under the engine's lock.
-const MOST_COPIED: u64 = 4 << 20;
+const MAX_COPIED: u64 = 4 << 20;
 
 /// The file transport; see the module.
 pub(crate) struct FileDomain {
     own: Option<EngineAddress>,
     book: RegionBook,
-    lanes: Lanes,
+    copier: AsyncCopier,
     slots: Slots,
     link: Option<LinkId>,
     links: LinkId,
     jobs: Slab<Job>,
     /// Jobs that are not fully cut into chunks, in order.
     queue: VecDeque<usize>,
-    moving: Vec<Moving>,
+    moving: Vec<ActiveChunk>,
     messages: VecDeque<(Token, Arc<[u8]>)>,
     /// Deregistered regions whose last chunk has not ended.
     retiring: Vec<u32>,
-    news: Vec<Completion>,
+    completions: Vec<Completion>,
     /// A closing link, reported after its last chunk has ended.
     closing: Option<(LinkId, DomainError)>,
     /// A device of this process with registered memory: slots are pinned for it.
@@ -63,7 +63,7 @@ impl FileDomain {
         Self {
             own: None,
             book: RegionBook::default(),
-            lanes: Lanes::new(files),
+            copier: AsyncCopier::new(files),
             slots: Slots::default(),
             link: None,
             links: 0,
@@ -72,7 +72,7 @@ impl FileDomain {
             moving: Vec::new(),
             messages: VecDeque::new(),
             retiring: Vec::new(),
-            news: Vec::new(),
+            completions: Vec::new(),
             closing: None,
             device: None,
         }
@@ -84,7 +84,7 @@ impl FileDomain {
 
     fn is_idle(&self) -> bool {
         self.jobs.is_empty()
-            && self.news.is_empty()
+            && self.completions.is_empty()
             && self.messages.is_empty()
             && self.retiring.is_empty()
             && self.closing.is_none()
@@ -93,7 +93,7 @@ impl FileDomain {
     /// Starts as many chunks as may be under way and be copied per poll.
     fn begin_chunks(&mut self) -> bool {
         let (mut moved, mut copied) = (false, 0);
-        while self.moving.len() < MOST_MOVING && copied < MOST_COPIED {
+        while self.moving.len() < MAX_MOVING && copied < MAX_COPIED {
             let Some(key) = self.queue.front().copied() else { break };
             let job = &mut self.jobs[key];
             if job.has_begun() {
@@ -114,7 +114,7 @@ impl FileDomain {
             };
             moved = true;
             let job = &mut self.jobs[key];
-            match job.begin_chunk(key, slot, &mut self.lanes) {
+            match job.begin_chunk(key, slot, &mut self.copier) {
                 Ok(moving) => {
                     copied += moving.bytes;
                     self.moving.push(moving);
@@ -134,16 +134,16 @@ impl FileDomain {
         let mut i = 0;
         while i < self.moving.len() {
             let moving = &mut self.moving[i];
-            let Some(result) = self.lanes.poll(&moving.ticket) else {
+            let Some(result) = self.copier.poll(&moving.copy) else {
                 i += 1;
                 continue;
             };
             moved = true;
             let job = &mut self.jobs[moving.job];
-            match result.and_then(|()| job.next_half(moving, &mut self.lanes)) {
+            match result.and_then(|()| job.next_half(moving, &mut self.copier)) {
                 Ok(true) => i += 1,
                 ended => {
-                    let Moving { job: key, slot, .. } = self.moving.remove(i);
+                    let ActiveChunk { job: key, slot, .. } = self.moving.remove(i);
                     self.slots.give_back(slot);
                     job.ended(ended.err());
                     self.finish(key);
@@ -162,14 +162,14 @@ impl FileDomain {
         let job = self.jobs.remove(key);
         self.queue.retain(|queued| *queued != key);
         let (link, token, result) = (job.link, job.token, job.result());
-        self.news.extend(job.count.filter(|_| result.is_ok()).map(Completion::Count));
-        self.news.push(Completion::Done { link, token, result });
+        self.completions.extend(job.count.filter(|_| result.is_ok()).map(Completion::Count));
+        self.completions.push(Completion::Done { link, token, result });
         let regions = [&job.local, &job.remote].map(|region| region.key.index);
         for index in regions {
             let used = |(_, job): (usize, &Job)| job.uses(index);
             if self.retiring.contains(&index) && !self.jobs.iter().any(used) {
                 self.retiring.retain(|r| *r != index);
-                self.news.push(Completion::RegionQuiet { index });
+                self.completions.push(Completion::RegionReleased { index });
             }
         }
         true
@@ -188,26 +188,26 @@ impl FileDomain {
                     message.len()
                 ))),
                 Admit::Take => {
-                    self.news.push(Completion::Message { link, message: (*message).into() });
+                    self.completions.push(Completion::Message { link, message: (*message).into() });
                     Ok(())
                 }
             };
             moved = true;
-            self.news.push(Completion::Done { link, token, result });
+            self.completions.push(Completion::Done { link, token, result });
         }
         moved
     }
 
     /// Reports the end of a link after the last chunk has ended (MR-1).
-    fn bury(&mut self) {
+    fn report_ended_links(&mut self) {
         if !self.jobs.is_empty() {
             return;
         }
         if let Some((link, cause)) = self.closing.take() {
             let down = |token| Completion::Done { link, token, result: Err(cause.clone()) };
-            self.news.extend(self.messages.drain(..).map(|(token, _)| down(token)));
+            self.completions.extend(self.messages.drain(..).map(|(token, _)| down(token)));
             let (receipt, unfinished) = Default::default();
-            self.news.push(Completion::LinkDown { link, cause, receipt, unfinished });
+            self.completions.push(Completion::LinkDown { link, cause, receipt, unfinished });
         }
     }
 }
@@ -241,13 +241,13 @@ impl Domain for FileDomain {
         Ok(NicKeys::new())
     }
 
-    fn deregister(&mut self, index: u32) -> Quiet {
+    fn deregister(&mut self, index: u32) -> RegionRelease {
         self.book.remove(index);
         if !self.jobs.iter().any(|(_, job)| job.uses(index)) {
-            return Quiet::Now;
+            return RegionRelease::Now;
         }
         self.retiring.push(index);
-        Quiet::Later
+        RegionRelease::Later
     }
 
     fn unfit(&self, peer: &EngineAddress) -> Option<String> {
@@ -269,14 +269,14 @@ impl Domain for FileDomain {
         self.links += 1;
         let link = self.links;
         self.link = Some(link);
-        self.news.push(Completion::LinkUp {
+        self.completions.push(Completion::LinkUp {
             link,
             peer: PeerIdentity { address: own, version: None },
             endpoint,
             name: u64::from(link),
-            note: "this engine itself".into(),
+            description: "this engine itself".into(),
         });
-        self.lanes.wake();
+        self.copier.wake();
         Ok(link)
     }
 
@@ -301,19 +301,19 @@ impl Domain for FileDomain {
         let (data, count, write) = match wr {
             WorkRequest::Prepare { .. } => return Ok(Post::Done),
             WorkRequest::Count(count) => {
-                self.news.push(Completion::Count(*count));
-                self.lanes.wake();
+                self.completions.push(Completion::Count(*count));
+                self.copier.wake();
                 return Ok(Post::Done);
             }
             WorkRequest::Send(message) => {
                 self.messages.push_back((token, Arc::clone(message)));
-                self.lanes.wake();
+                self.copier.wake();
                 return Ok(Post::Queued);
             }
             WorkRequest::Write { data, count } => (data, *count, true),
             WorkRequest::Read { data } => (data, None, false),
         };
-        if self.jobs.len() >= MOST_JOBS {
+        if self.jobs.len() >= MAX_JOBS {
             return Ok(Post::Full);
         }
         let local = self.book.get(data.local_region).cloned();
@@ -325,7 +325,7 @@ impl Domain for FileDomain {
         let key = self.jobs.insert(job);
         self.queue.push_back(key);
         // The worker may sleep, and nothing else wakes it.
-        self.lanes.wake();
+        self.copier.wake();
         Ok(Post::Queued)
     }
 
@@ -336,9 +336,9 @@ impl Domain for FileDomain {
         let mut moved = self.step_chunks();
         moved |= self.begin_chunks();
         moved |= self.deliver(room);
-        self.bury();
-        moved |= !self.news.is_empty();
-        out.append(&mut self.news);
+        self.report_ended_links();
+        moved |= !self.completions.is_empty();
+        out.append(&mut self.completions);
         moved
     }
 
@@ -352,28 +352,28 @@ impl Domain for FileDomain {
     }
 
     fn arm(&mut self) -> bool {
-        let room = self.moving.len() < MOST_MOVING && !self.queue.is_empty();
-        let look = self.moving.iter().any(|m| m.ticket.needs_check());
-        self.news.is_empty() && !look && !(room && self.slots.is_free())
+        let room = self.moving.len() < MAX_MOVING && !self.queue.is_empty();
+        let look = self.moving.iter().any(|m| m.copy.needs_check());
+        self.completions.is_empty() && !look && !(room && self.slots.is_free())
     }
 
     fn disarm(&mut self) {}
 
     fn describe(&self, _link: LinkId) -> String {
-        format!("files by {}, without staging", self.lanes.files_by())
+        format!("files by {}, without staging", self.copier.files_by())
     }
 
     fn close(&mut self) {
         // After this nothing lands (MR-1).
-        self.lanes.close();
-        self.moving.iter().for_each(|m| m.ticket.quiesce());
+        self.copier.close();
+        self.moving.iter().for_each(|m| m.copy.quiesce());
         // The engine closes all its transports; every engine has this one.
-        self.lanes.close_files();
+        self.copier.close_files();
         (self.link, self.closing) = (None, None);
         self.queue.clear();
         self.moving.clear();
         self.jobs.clear();
         self.messages.clear();
-        self.news.clear();
+        self.completions.clear();
     }
 }

@@ -1,6 +1,6 @@
 //! Handshakes that fail: the reply to the other side, and the local error.
 
-use super::messages::{Message, Party, Refusal, OUTDATED};
+use super::messages::{EngineIdentity, Message, Refusal, OUTDATED};
 use crate::domain::DomainError;
 
 /// A failed handshake: the reply, if the other side gets one, and the error to report here.
@@ -53,7 +53,7 @@ pub(super) fn refused(r: Refusal) -> Failure {
 }
 
 /// Label of an engine that has not proven anything yet.
-pub(super) fn claimed(party: &Party) -> String {
+pub(super) fn claimed(party: &EngineIdentity) -> String {
     format!("{}#{}", printable(&party.name, 64), party.id())
 }
 

@@ -21,15 +21,15 @@ pub(crate) struct Initiator {
 }
 
 /// An unproven welcome: send `proof`, then wait for the acceptor's.
-pub(crate) struct Welcomed {
+pub(crate) struct UnprovenWelcome {
     pub proof: Vec<u8>,
     /// Encrypts data that only a holder of the key may read.
     pub session: Session,
-    pub pending: Pending,
+    pub pending: UnprovenAcceptor,
 }
 
 /// An acceptor that has not proven itself yet.
-pub(crate) struct Pending {
+pub(crate) struct UnprovenAcceptor {
     peer: PeerIdentity,
     /// The mac that the acceptor must send.
     expected: hmac::Hmac<sha2::Sha256>,
@@ -52,7 +52,7 @@ impl Initiator {
     }
 
     /// Checks a welcome and returns this side's proof. The welcome itself is still unproven.
-    pub fn on_welcome(&self, bytes: &[u8]) -> Result<Welcomed, Failure> {
+    pub fn on_welcome(&self, bytes: &[u8]) -> Result<UnprovenWelcome, Failure> {
         let welcome = match decode(bytes)? {
             Message::Welcome(w) => w,
             Message::Refusal(r) => return Err(refused(r)),
@@ -73,15 +73,15 @@ impl Initiator {
         let sum = |role: &[u8]| mac(&self.key, role, &[&self.hello, bytes]);
         let proof = sum(b"initiator").finalize().into_bytes().into();
         let peer = PeerIdentity { address: welcome.from.into(), version: Some(welcome.version) };
-        Ok(Welcomed {
+        Ok(UnprovenWelcome {
             proof: Message::Proof(proof).encode(),
             session: sum(b"session").into(),
-            pending: Pending { peer, expected: sum(b"acceptor") },
+            pending: UnprovenAcceptor { peer, expected: sum(b"acceptor") },
         })
     }
 }
 
-impl Pending {
+impl UnprovenAcceptor {
     /// Checks the acceptor's proof; returns the authenticated peer.
     pub fn on_accepted(&self, bytes: &[u8]) -> Result<PeerIdentity, Failure> {
         let proof = match decode(bytes)? {

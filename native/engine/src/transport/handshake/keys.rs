@@ -10,7 +10,7 @@ use super::{
 };
 use crate::domain::DomainError;
 
-/// What a peer must know, or which user it must run as.
+/// The secret that a peer must know, or the user that it must run as.
 #[derive(Clone)]
 pub(crate) enum Secret {
     /// The key of the configured token.

@@ -32,27 +32,27 @@ pub(super) type Digest = [u8; 32];
 
 /// An engine's identity and endpoints, as sent in a hello or a welcome.
 #[derive(Clone, Serialize, Deserialize)]
-pub(super) struct Party {
+pub(super) struct EngineIdentity {
     id: [u8; 16],
     pub name: String,
     pub endpoints: Vec<PartyEndpoint>,
 }
 
-/// Where one transport of the engine listens. Endpoints of unknown kinds keep their index, because
-/// links and keys name endpoints by index.
+/// The listening address of one transport of the engine. Endpoints of unknown kinds keep their
+/// index, because links and keys name endpoints by index.
 #[derive(Clone, Serialize, Deserialize)]
 pub(super) struct PartyEndpoint {
     pub kind: u32,
     pub data: Vec<u8>,
 }
 
-impl Party {
+impl EngineIdentity {
     pub fn id(&self) -> EngineId {
         EngineId(self.id)
     }
 }
 
-impl From<&EngineAddress> for Party {
+impl From<&EngineAddress> for EngineIdentity {
     fn from(address: &EngineAddress) -> Self {
         let endpoint =
             |e: &Endpoint| PartyEndpoint { kind: e.transport.into(), data: e.data.clone() };
@@ -64,8 +64,8 @@ impl From<&EngineAddress> for Party {
     }
 }
 
-impl From<Party> for EngineAddress {
-    fn from(party: Party) -> Self {
+impl From<EngineIdentity> for EngineAddress {
+    fn from(party: EngineIdentity) -> Self {
         let endpoint = |d: PartyEndpoint| Endpoint { transport: d.kind.into(), data: d.data };
         let endpoints = party.endpoints.into_iter().map(endpoint).collect();
         Self { id: EngineId(party.id), name: party.name, endpoints }
@@ -76,7 +76,7 @@ impl From<Party> for EngineAddress {
 pub(super) struct Hello {
     pub oldest: u16,
     pub newest: u16,
-    pub from: Party,
+    pub from: EngineIdentity,
     pub to: [u8; 16],
     pub nonce: Nonce,
     /// Kind of secret: see `Secret::kind`.
@@ -87,7 +87,7 @@ pub(super) struct Hello {
 #[derive(Serialize, Deserialize)]
 pub(super) struct Welcome {
     pub version: u16,
-    pub from: Party,
+    pub from: EngineIdentity,
     pub nonce: Nonce,
     pub secret: u8,
 }

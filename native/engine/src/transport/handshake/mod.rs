@@ -31,7 +31,7 @@ pub(crate) use self::messages::sealed;
 pub(crate) use self::{
     acceptor::Acceptor,
     failure::Failure,
-    initiator::{Initiator, Pending, Welcomed},
+    initiator::{Initiator, UnprovenAcceptor, UnprovenWelcome},
     keys::{Secret, Session},
     messages::MAX_MESSAGE,
     token::stretched,

@@ -20,7 +20,7 @@ const COST: (u32, u32, u32) = (19 << 10, 2, 1);
 const SALT: &[u8] = b"fabric-ray handshake 2";
 
 /// Bits of randomness below which a token is warned about.
-const STRONG: f64 = 128.0;
+const STRONG_BITS: f64 = 128.0;
 
 /// The key of a token. Computed once per process (some 20 ms and 19 MiB).
 ///
@@ -35,10 +35,10 @@ pub(crate) fn stretched(token: &[u8]) -> Result<Digest, DomainError> {
         return Ok(*key);
     }
     let bits = most_bits(token);
-    if bits < STRONG {
+    if bits < STRONG_BITS {
         tracing::warn!(
             bytes = token.len(),
-            "the token has at most {bits:.0} bits of randomness, expected {STRONG:.0}: a recorded \
+            "the token has at most {bits:.0} bits of randomness, expected {STRONG_BITS:.0}: a recorded \
              handshake lets an attacker guess it; draw one with `openssl rand -hex 32`"
         );
     }
@@ -101,7 +101,7 @@ mod tests {
         assert!(bits("yN2mUq0aQ8sV-5bX_1cD3g") >= 128.0, "secrets.token_urlsafe(16)");
         assert!(most_bits(&(0..16).map(|i| i * 15 + 3).collect::<Vec<u8>>()) >= 128.0);
         for weak in ["secret", "correct horse", "12345678901234567890", &"ab".repeat(40)] {
-            assert!(bits(weak) < STRONG, "{weak}");
+            assert!(bits(weak) < STRONG_BITS, "{weak}");
         }
         assert_eq!(bits(""), 0.0);
     }

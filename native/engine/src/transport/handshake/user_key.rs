@@ -94,9 +94,9 @@ mod tests {
 
     use super::*;
 
-    struct Folder(PathBuf);
+    struct TestFolder(PathBuf);
 
-    impl Folder {
+    impl TestFolder {
         fn new(name: &str) -> Self {
             let path = std::env::temp_dir().join(format!("{name}-{}", std::process::id()));
             fs::create_dir(&path).unwrap();
@@ -109,7 +109,7 @@ mod tests {
         }
     }
 
-    impl Drop for Folder {
+    impl Drop for TestFolder {
         fn drop(&mut self) {
             let _ = fs::remove_dir_all(&self.0);
         }
@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn concurrent_readers_get_one_key() {
-        let folder = Folder::new("keys");
+        let folder = TestFolder::new("keys");
         let ask = || key_in(&folder.0).unwrap();
         let keys: Vec<Digest> = std::thread::scope(|s| {
             let all: Vec<_> = (0..8).map(|_| s.spawn(ask)).collect();
@@ -130,7 +130,7 @@ mod tests {
 
     #[test]
     fn ic_2_a_key_that_others_may_know_is_refused() {
-        let folder = Folder::new("open-keys");
+        let folder = TestFolder::new("open-keys");
         key_in(&folder.0).unwrap();
         fs::set_permissions(folder.key(), fs::Permissions::from_mode(0o640)).unwrap();
         let said = key_in(&folder.0).unwrap_err().to_string();

@@ -32,7 +32,7 @@ fn has_body(bytes: &[u8]) -> bool {
     !matches!(frame::decode(bytes), Ok((_, Body::Heartbeat)))
 }
 
-/// Which frames have arrived.
+/// The set of frames that have arrived.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct ReceivedFrames {
     /// All before this number.

@@ -42,10 +42,10 @@ pub fn version() -> Result<String, String> {
 /// Everything that the library offers for this configuration, and why each entry is used or not.
 pub fn discover(config: &EngineConfig) -> Result<Vec<NicReport>, String> {
     // Providers initialise with the first query.
-    fabric_sys::keep_signals(|| ask(config))
+    fabric_sys::keep_signals(|| query_nics(config))
 }
 
-fn ask(config: &EngineConfig) -> Result<Vec<NicReport>, String> {
+fn query_nics(config: &EngineConfig) -> Result<Vec<NicReport>, String> {
     let api = library::get().map_err(|e| e.to_string())?;
     let secret = config.token.as_ref().is_some_and(|t| !t.is_empty());
     let all = offers(&api, &config.nics);

@@ -8,7 +8,7 @@ use super::{
     shuffle::Shuffle,
     slots::SLOT,
     teardown::QUIESCED_PREFIX,
-    LibfabricDomain, Slot,
+    LibfabricDomain, LinkEntry,
 };
 use crate::{
     domain::{Completion, DomainError, LinkId},
@@ -94,7 +94,7 @@ impl LibfabricDomain {
                 self.on_fence_answered(id, number);
                 self.release_quiesced();
             }
-            Ok(FrameEvent::Note(_)) => {}
+            Ok(FrameEvent::GroupFrame(_)) => {}
             Ok(FrameEvent::Close { reason, .. }) => {
                 let (quiesced, reason) = match reason.strip_prefix(QUIESCED_PREFIX) {
                     Some(rest) => (true, rest.to_owned()),
@@ -110,7 +110,7 @@ impl LibfabricDomain {
 
     /// Reports messages that have completed.
     fn report_messages(&mut self, id: LinkId) {
-        let Some(Slot::Up(link)) = self.links.get_mut(Self::slot(id)) else { return };
+        let Some(LinkEntry::Up(link)) = self.links.get_mut(Self::slot(id)) else { return };
         let done = link.channel.finished();
         self.completions.extend(done.map(|(token, result)| Completion::Done {
             link: id,
@@ -128,7 +128,7 @@ impl LibfabricDomain {
             }
         }
         for i in 0..self.links.capacity() {
-            let Some(Slot::Up(link)) = self.links.get(i) else { continue };
+            let Some(LinkEntry::Up(link)) = self.links.get(i) else { continue };
             if !link.pending.is_empty()
                 || link.unconfirmed.next_due() <= self.now
                 || (link.channel.has_frame() && link.unconfirmed.has_room())
@@ -167,7 +167,9 @@ impl LibfabricDomain {
         let mut progressed = false;
         while let Some(frame) = self.next_frame(id) {
             let FilledSlot { context, number, len } = frame;
-            let Some(Slot::Up(link)) = self.links.get(Self::slot(id)) else { return progressed };
+            let Some(LinkEntry::Up(link)) = self.links.get(Self::slot(id)) else {
+                return progressed;
+            };
             link.seal(number, self.tx.fill(self.table.slot_of(context)));
             let address = link.address;
             match self.send_slot(context, len, address, ContextUse::Frame(id, number)) {
@@ -194,7 +196,7 @@ impl LibfabricDomain {
     /// The next frame of a link, in a slot: one that the provider had no room for, a repetition, or
     /// a new one.
     fn next_frame(&mut self, id: LinkId) -> Option<FilledSlot> {
-        let Some(Slot::Up(link)) = self.links.get_mut(Self::slot(id)) else { return None };
+        let Some(LinkEntry::Up(link)) = self.links.get_mut(Self::slot(id)) else { return None };
         if link.id != id || !link.confirmed {
             return None;
         }

@@ -3,7 +3,7 @@
 use super::{
     address::EndpointAddress,
     delivery::ReceivedFrames,
-    handshake::{split_parts, Terms},
+    handshake::{split_parts, LinkTerms},
     link::SEAL,
 };
 use crate::{
@@ -17,16 +17,16 @@ use crate::{
 /// Endpoints, terms, handshake messages and frames. Checks that decoded values are bounded and
 /// encode to the same bytes, and that a frame is new once, however often it arrives.
 pub fn peer_input(bytes: &[u8]) {
-    let Some((kind, said)) = bytes.split_first() else { return };
+    let Some((kind, input)) = bytes.split_first() else { return };
     match kind % 4 {
-        0 => address(&sealed(b"FRlf", said)),
+        0 => address(&sealed(b"FRlf", input)),
         1 => {
-            let Ok(terms) = Terms::decode(&sealed(b"FRlt", said)) else { return };
+            let Ok(terms) = LinkTerms::decode(&sealed(b"FRlt", input)) else { return };
             assert!(terms.receive_limits.check().is_ok());
-            assert_eq!(Terms::decode(&terms.encode()), Ok(terms));
+            assert_eq!(LinkTerms::decode(&terms.encode()), Ok(terms));
         }
-        2 => messages(said),
-        _ => frames(said),
+        2 => messages(input),
+        _ => frames(input),
     }
 }
 
@@ -37,9 +37,9 @@ fn address(bytes: &[u8]) {
 }
 
 /// Checks that reassembled messages split into their parts and are bounded.
-fn messages(said: &[u8]) {
+fn messages(input: &[u8]) {
     let mut message = Reassembly::default();
-    for f in pieces(said) {
+    for f in pieces(input) {
         let Some((_, bytes)) = f.split_first_chunk::<SEAL>() else { continue };
         let Ok((_, Body::HandshakeFragment(p))) = frame::decode(bytes) else { continue };
         let Ok(Some(whole)) = message.take(&p) else { continue };
@@ -47,15 +47,15 @@ fn messages(said: &[u8]) {
         if let Ok((first, second)) = split_parts(&whole) {
             assert_eq!(2 + first.len() + second.len(), whole.len());
             address(first);
-            let _ = Terms::decode(first);
+            let _ = LinkTerms::decode(first);
         }
     }
 }
 
 /// Numbers and confirmations of frames.
-fn frames(said: &[u8]) {
+fn frames(input: &[u8]) {
     let (mut seen, mut taken) = (ReceivedFrames::default(), Vec::new());
-    for f in pieces(said) {
+    for f in pieces(input) {
         let Some((seal, bytes)) = f.split_first_chunk::<SEAL>() else { continue };
         let [_, _, _, _, _, _, _, _, n0, n1, n2, n3, confirms @ ..] = *seal;
         let confirmed = ReceivedFrames::decode(confirms);
@@ -86,7 +86,7 @@ pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
         nic: "rdmap0s6-rdm".into(),
         host: [1; 16],
     };
-    let terms = Terms {
+    let terms = LinkTerms {
         endpoint: 3,
         link: 1 << 16,
         seal: 1 << 40,
@@ -109,19 +109,19 @@ pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
     let messages: Vec<u8> =
         message.frames(200).flat_map(|f| piece(&[none.as_slice(), &f].concat())).collect();
     let mut seen = ReceivedFrames::default();
-    let mut said = vec![3];
+    let mut input = vec![3];
     for (number, frame) in
         [(0, Body::Heartbeat), (2, Body::Fence(7)), (1, Body::Fenced(7)), (2, Body::Heartbeat)]
     {
         let mut out = [0; 64];
         let n = frame::encode(&Header::default(), &frame, &mut out);
-        said.extend(piece(&[before(number, &seen).as_slice(), &out[..n]].concat()));
+        input.extend(piece(&[before(number, &seen).as_slice(), &out[..n]].concat()));
         seen.insert(number);
     }
     vec![
         ("place", body(0, remote.encode())),
         ("terms", body(1, terms.encode())),
         ("fragments", [&[2][..], &messages].concat()),
-        ("frames", said),
+        ("frames", input),
     ]
 }

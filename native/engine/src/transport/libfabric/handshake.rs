@@ -15,14 +15,14 @@ use serde::{Deserialize, Serialize};
 use super::{
     address::EndpointAddress,
     link::{self, Link},
-    LibfabricDomain, Slot,
+    LibfabricDomain, LinkEntry,
 };
 use crate::{
     api::{EngineAddress, Envelope},
     domain::{Completion, DomainError, LinkId, PeerIdentity},
     time::Time,
     transport::{
-        handshake::{Acceptor, Failure, Initiator, Pending, Session},
+        handshake::{Acceptor, Failure, Initiator, Session, UnprovenAcceptor},
         nic::{
             frame::{self, Exchange},
             handshake_fragments::{HandshakeMessage, Reassembly},
@@ -32,17 +32,17 @@ use crate::{
 };
 
 /// Interval after which an unanswered message is repeated; doubled each time.
-const REPEAT: Duration = Duration::from_millis(100);
+const REPEAT_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Factor of the peer timeout until an endpoint's first link is up: with the first connection some
 /// providers allocate and register resources, during which nothing moves.
-const COLD: u32 = 3;
+const FIRST_LINK_FACTOR: u32 = 3;
 
 const ENVELOPE: Envelope = Envelope::new(*b"FRlt", "a link's terms", 256);
 
-/// What each side sends the other once that one is proven.
+/// The parameters that each side sends after the other is authenticated.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Terms {
+pub(super) struct LinkTerms {
     /// The endpoint of its engine that sends this.
     pub endpoint: u8,
     /// The sender's number of the link, and the seal that frames to it must carry.
@@ -54,7 +54,7 @@ pub(super) struct Terms {
     pub scratch_key: u64,
 }
 
-impl Terms {
+impl LinkTerms {
     pub fn encode(&self) -> Vec<u8> {
         ENVELOPE.encode(self)
     }
@@ -84,7 +84,7 @@ pub(super) struct HandshakeState {
     /// The last message sent; it determines the next step.
     message: HandshakeMessage,
     /// The acceptor's unproven welcome, and the session key.
-    welcomed: Option<(Pending, Session)>,
+    welcomed: Option<(UnprovenAcceptor, Session)>,
     seal: u64,
     retry_at: Time,
     retry_after: Duration,
@@ -157,9 +157,9 @@ impl LibfabricDomain {
             message,
             welcomed: None,
             seal: super::random(),
-            retry_at: now.after(REPEAT),
-            retry_after: REPEAT,
-            deadline: now.after(self.peer_timeout * if self.warm { 1 } else { COLD }),
+            retry_at: now.after(REPEAT_INTERVAL),
+            retry_after: REPEAT_INTERVAL,
+            deadline: now.after(self.peer_timeout * if self.warm { 1 } else { FIRST_LINK_FACTOR }),
             delivery_error: None,
         }
     }
@@ -188,7 +188,8 @@ impl LibfabricDomain {
                 };
                 handshake.message = message;
                 handshake.welcomed = Some((welcomed.pending, welcomed.session));
-                (handshake.retry_after, handshake.retry_at) = (REPEAT, now.after(REPEAT));
+                (handshake.retry_after, handshake.retry_at) =
+                    (REPEAT_INTERVAL, now.after(REPEAT_INTERVAL));
                 self.send_current(key);
                 Ok(())
             }
@@ -196,7 +197,7 @@ impl LibfabricDomain {
                 let Some((pending, session)) = &handshake.welcomed else { return Ok(()) };
                 let peer = pending.on_accepted(second)?;
                 let terms = session.unseal(b"acceptor", first);
-                let terms = terms.and_then(|t| Terms::decode(&t)).map_err(silent)?;
+                let terms = terms.and_then(|t| LinkTerms::decode(&t)).map_err(silent)?;
                 let Some(handshake) = self.handshakes.remove(&key) else { return Ok(()) };
                 if usize::from(terms.endpoint) != handshake.endpoint {
                     self.drop_handshake(
@@ -212,7 +213,7 @@ impl LibfabricDomain {
                 let accepted = acceptor.on_proof(second)?;
                 let (peer, session) = (acceptor.peer.clone(), acceptor.session());
                 let terms = session.unseal(b"initiator", first);
-                let terms = terms.and_then(|t| Terms::decode(&t)).map_err(silent)?;
+                let terms = terms.and_then(|t| LinkTerms::decode(&t)).map_err(silent)?;
                 let there =
                     EndpointAddress::of(&peer.address, terms.endpoint.into()).map_err(silent)?;
                 let Some(handshake) = self.handshakes.get(&key) else { return Ok(()) };
@@ -235,8 +236,8 @@ impl LibfabricDomain {
         }
     }
 
-    fn terms(&self, link: LinkId, seal: u64) -> Terms {
-        Terms {
+    fn terms(&self, link: LinkId, seal: u64) -> LinkTerms {
+        LinkTerms {
             endpoint: self.own_endpoint as u8,
             link,
             seal,
@@ -253,7 +254,7 @@ impl LibfabricDomain {
         exchange: Exchange,
         handshake: HandshakeState,
         peer: PeerIdentity,
-        terms: Terms,
+        terms: LinkTerms,
         accepted: Option<HandshakeMessage>,
     ) {
         let slot = Self::slot(handshake.link);
@@ -291,7 +292,7 @@ impl LibfabricDomain {
             queries: Default::default(),
             fences: Default::default(),
         };
-        self.links[slot] = Slot::Up(Box::new(link));
+        self.links[slot] = LinkEntry::Up(Box::new(link));
         self.warm = true;
         self.fence_returning_peer(handshake.link);
         if confirmed {
@@ -304,8 +305,14 @@ impl LibfabricDomain {
         let nic = format!("{} ({})", self.offer.domain, self.offer.provider);
         let Some(l) = self.link(id) else { return };
         let (peer, endpoint) = (l.peer.clone(), l.endpoint);
-        let note = format!("handshake from {nic} with {}", l.remote.label());
-        self.completions.push(Completion::LinkUp { link: id, peer, endpoint, name: 0, note });
+        let description = format!("handshake from {nic} with {}", l.remote.label());
+        self.completions.push(Completion::LinkUp {
+            link: id,
+            peer,
+            endpoint,
+            name: 0,
+            description,
+        });
     }
 
     fn on_handshake_failed(&mut self, key: (Exchange, bool), failure: Failure) {
@@ -400,8 +407,8 @@ mod tests {
 
     use super::*;
 
-    fn terms() -> Terms {
-        Terms {
+    fn terms() -> LinkTerms {
+        LinkTerms {
             endpoint: 3,
             link: 1 << 16,
             seal: u64::MAX,
@@ -413,11 +420,11 @@ mod tests {
 
     #[test]
     fn terms_survive_and_impossible_ones_are_refused() {
-        assert_eq!(Terms::decode(&terms().encode()), Ok(terms()));
+        assert_eq!(LinkTerms::decode(&terms().encode()), Ok(terms()));
         let receive_limits = ReceiveLimits { slot_bytes: 8, ..link::receive_limits() };
-        assert!(Terms::decode(&Terms { receive_limits, ..terms() }.encode()).is_err());
+        assert!(LinkTerms::decode(&LinkTerms { receive_limits, ..terms() }.encode()).is_err());
         let cut = terms().encode();
-        assert!(Terms::decode(&cut[..cut.len() - 1]).is_err());
+        assert!(LinkTerms::decode(&cut[..cut.len() - 1]).is_err());
     }
 
     #[test]
@@ -436,7 +443,7 @@ mod tests {
             let _ = split_parts(&bytes);
             for magic in [b"FRlt", b"FRlf"] {
                 let sealed = crate::fuzzing::sealed(magic, &bytes);
-                let _ = Terms::decode(&sealed);
+                let _ = LinkTerms::decode(&sealed);
                 if let Ok(remote) = EndpointAddress::decode(&sealed) {
                     prop_assert!(remote.address.len() <= 512 && remote.label().len() < 400);
                 }

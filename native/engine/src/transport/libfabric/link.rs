@@ -10,7 +10,7 @@ use fabric_sys::libfabric::FiAddr;
 use super::{
     address::EndpointAddress,
     delivery::{ReceivedFrames, UnconfirmedFrames},
-    handshake::Terms,
+    handshake::LinkTerms,
 };
 use crate::{
     api::RegionKey,
@@ -88,7 +88,7 @@ pub(super) struct Link {
     /// Whether the peer is known to have the link up.
     pub confirmed: bool,
     pub seal_in: u64,
-    pub terms: Terms,
+    pub terms: LinkTerms,
     pub channel: MessageChannel,
     /// Frames that the provider had no room for.
     pub pending: VecDeque<FilledSlot>,
@@ -100,7 +100,7 @@ pub(super) struct Link {
     pub confirm_at: Time,
     pub received_at: Time,
     pub sent_at: Time,
-    /// What the library holds for it: chunks and their bytes, transmit slots.
+    /// Chunks that the library holds for the link. `bytes`: their bytes; `frames`: transmit slots.
     pub chunks: usize,
     pub bytes: u64,
     pub frames: usize,
@@ -113,8 +113,8 @@ pub(super) struct Link {
 impl Link {
     /// The next time for a heartbeat, a confirmation, a repetition, or for the peer's timeout.
     pub fn next_timer(&self, peer_timeout: Duration) -> Time {
-        let life = self.sent_at.after(peer_timeout / 4).min(self.received_at.after(peer_timeout));
-        life.min(self.unconfirmed.next_due()).min(self.confirm_at)
+        let due_at = self.sent_at.after(peer_timeout / 4).min(self.received_at.after(peer_timeout));
+        due_at.min(self.unconfirmed.next_due()).min(self.confirm_at)
     }
 
     /// Writes the bytes before a frame.

@@ -42,8 +42,8 @@ use slab::Slab;
 use crate::{
     api::{Endpoint, EngineAddress, EngineConfig, EngineId, TransportKind},
     domain::{
-        Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned, Post, Quiet,
-        Token, WakeFds, WorkRequest,
+        Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned, Post,
+        RegionRelease, Token, WakeFds, WorkRequest,
     },
     memory::RegionMemory,
     time::Time,
@@ -83,7 +83,7 @@ const MIN_IDLE_POLL: Duration = Duration::from_micros(50);
 const MAX_IDLE_POLL: Duration = Duration::from_millis(1);
 
 /// A link's entry, reserved as soon as a connect begins.
-enum Slot {
+enum LinkEntry {
     Reserved,
     Up(Box<Link>),
 }
@@ -103,7 +103,7 @@ pub struct LibfabricDomain {
     scratch: Slots,
     regions: Regions,
     addresses: AddressVector,
-    links: Slab<Slot>,
+    links: Slab<LinkEntry>,
     generation: u32,
     /// Handshakes by exchange, and whether this side is the initiator.
     handshakes: HashMap<(Exchange, bool), HandshakeState>,
@@ -255,14 +255,14 @@ impl LibfabricDomain {
     #[inline]
     fn link(&mut self, id: LinkId) -> Option<&mut Link> {
         match self.links.get_mut(Self::slot(id)) {
-            Some(Slot::Up(link)) if link.id == id => Some(link),
+            Some(LinkEntry::Up(link)) if link.id == id => Some(link),
             _ => None,
         }
     }
 
     /// Reserves an entry for a link, and an id that is never used again.
     fn reserve(&mut self) -> Result<LinkId, DomainError> {
-        let slot = self.links.insert(Slot::Reserved) as u32;
+        let slot = self.links.insert(LinkEntry::Reserved) as u32;
         if slot > 0xFFFF {
             self.links.remove(slot as usize);
             return Err(DomainError::Unavailable("65536 links are open already".into()));
@@ -282,9 +282,9 @@ impl LibfabricDomain {
     }
 
     fn link_ids(&self) -> Vec<LinkId> {
-        let up = |(_, s): (usize, &Slot)| match s {
-            Slot::Up(l) => Some(l.id),
-            Slot::Reserved => None,
+        let up = |(_, s): (usize, &LinkEntry)| match s {
+            LinkEntry::Up(l) => Some(l.id),
+            LinkEntry::Reserved => None,
         };
         self.links.iter().filter_map(up).collect()
     }
@@ -332,7 +332,7 @@ impl Domain for LibfabricDomain {
         self.register_region(region)
     }
 
-    fn deregister(&mut self, index: u32) -> Quiet {
+    fn deregister(&mut self, index: u32) -> RegionRelease {
         self.deregister_region(index)
     }
 
@@ -440,11 +440,11 @@ impl Domain for LibfabricDomain {
         // Retries work that the provider had no room for, whether or not it signals.
         let mut has_backlog = !self.partial_posts.is_empty() || !self.outbox.is_empty();
         let links = self.links.iter().map(|(_, s)| match s {
-            Slot::Up(l) => {
+            LinkEntry::Up(l) => {
                 has_backlog |= !l.pending.is_empty();
                 l.next_timer(self.peer_timeout)
             }
-            Slot::Reserved => Time::NEVER,
+            LinkEntry::Reserved => Time::NEVER,
         });
         let links = links.fold(Time::NEVER, Time::min);
         let handshakes = self.handshakes.values().map(HandshakeState::next_timer);
@@ -454,7 +454,7 @@ impl Domain for LibfabricDomain {
     }
 
     fn describe(&self, id: LinkId) -> String {
-        let Some(Slot::Up(l)) = self.links.get(Self::slot(id)).filter(|_| self.nic.is_some())
+        let Some(LinkEntry::Up(l)) = self.links.get(Self::slot(id)).filter(|_| self.nic.is_some())
         else {
             return "connecting".into();
         };

@@ -11,7 +11,7 @@ use crate::{
 /// No region: the transport's own memory.
 pub(super) const NO_REGION: u32 = u32::MAX;
 
-/// What a context is used for.
+/// The operation that uses a context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ContextUse {
     Free,

@@ -5,7 +5,7 @@ use fabric_sys::libfabric::{flag, CqDataEntry};
 use super::{
     ops::{ContextUse, InFlight},
     raw::{Failure, Polled},
-    LibfabricDomain, Slot,
+    LibfabricDomain, LinkEntry,
 };
 use crate::{
     api::Imm,
@@ -201,7 +201,7 @@ impl LibfabricDomain {
         out.append(&mut self.completions);
         let before = out.len();
         for (_, slot) in &mut self.links {
-            let Slot::Up(link) = slot else { continue };
+            let LinkEntry::Up(link) = slot else { continue };
             if !link.channel.holds_messages() {
                 continue;
             }

@@ -288,7 +288,7 @@ impl Nic {
     /// Registers host or GPU memory.
     ///
     /// # Safety
-    /// It must stay allocated until the registration is dropped.
+    /// The extent must stay allocated until the registration is dropped.
     pub unsafe fn register_extent(&self, extent: &Extent, key: u64) -> Result<Mr, DomainError> {
         let (base, len) = (extent.base as *mut c_void, extent.len as usize);
         let iov = libc::iovec { iov_base: base, iov_len: len };

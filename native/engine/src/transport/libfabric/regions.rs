@@ -16,11 +16,11 @@ use super::{
     info::Offer,
     ops::NO_REGION,
     raw::{Mr, Nic},
-    LibfabricDomain, Slot,
+    LibfabricDomain, LinkEntry,
 };
 use crate::{
     api::{EngineId, RailKey, RegionKey},
-    domain::{Completion, DomainError, LinkId, NicKeys, Quiet},
+    domain::{Completion, DomainError, LinkId, NicKeys, RegionRelease},
     memory::{device::Driver, RegionMemory},
 };
 use fabric_sys::libfabric::mr_mode;
@@ -215,26 +215,26 @@ impl LibfabricDomain {
         Ok(smallvec![key])
     }
 
-    pub(super) fn deregister_region(&mut self, index: u32) -> Quiet {
+    pub(super) fn deregister_region(&mut self, index: u32) -> RegionRelease {
         let Some(region) = self.regions.get(index).filter(|r| !r.retiring) else {
-            return Quiet::Now;
+            return RegionRelease::Now;
         };
         region.retiring = true;
         self.regions.retiring += 1;
         match self.retire(index) {
-            true => Quiet::Now,
-            false => Quiet::Later,
+            true => RegionRelease::Now,
+            false => RegionRelease::Later,
         }
     }
 
-    /// What a retiring region waits for.
+    /// The reason why a retired region is not released.
     pub(super) fn region_waits_for(&self, index: u32) -> Option<String> {
         let region = self.regions.all.get(index as usize)?.as_ref().filter(|r| r.retiring)?;
         if region.uses > 0 {
             return Some(format!("{} local chunks of writes or reads use it", region.uses));
         }
         let label = |link: &LinkId| match self.links.get(Self::slot(*link)) {
-            Some(Slot::Up(l)) if l.id == *link => l.peer.address.label(),
+            Some(LinkEntry::Up(l)) if l.id == *link => l.peer.address.label(),
             _ => "a closed link".into(),
         };
         if !region.pending_fences.is_empty() {
@@ -294,7 +294,7 @@ impl LibfabricDomain {
 
     fn report_quiet(&mut self, index: u32) {
         if self.retire(index) {
-            self.completions.push(Completion::RegionQuiet { index });
+            self.completions.push(Completion::RegionReleased { index });
         }
     }
 

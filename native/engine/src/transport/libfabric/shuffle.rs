@@ -7,7 +7,7 @@ pub(super) struct Shuffle<E> {
 }
 
 /// Polls for which an event is held back at most.
-const LONGEST: u8 = 6;
+const MAX_HELD_POLLS: u8 = 6;
 /// One in so many messages is dropped, as by providers that report delivery early and whose
 /// connection then breaks.
 const LOST: u8 = 32;
@@ -29,7 +29,7 @@ impl<E> Shuffle<E> {
     /// Takes the events of this poll, and returns those that are due.
     pub fn deliver(&mut self, events: &mut Vec<E>) {
         for event in events.drain(..) {
-            self.held_back.push((self.rng.u8(..=LONGEST), event));
+            self.held_back.push((self.rng.u8(..=MAX_HELD_POLLS), event));
         }
         let mut i = 0;
         while i < self.held_back.len() {

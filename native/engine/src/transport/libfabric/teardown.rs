@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use fabric_sys::libfabric::mr_mode;
 
-use super::{deferred_close, ops::ContextUse, LibfabricDomain, Slot};
+use super::{deferred_close, ops::ContextUse, LibfabricDomain, LinkEntry};
 use crate::{
     domain::{Completion, DomainError, LinkId},
     time::Time,
@@ -54,9 +54,9 @@ impl LibfabricDomain {
         progressed
     }
 
-    pub(super) fn close_link(&mut self, id: LinkId, cause: DomainError, tell: bool) {
+    pub(super) fn close_link(&mut self, id: LinkId, cause: DomainError, notify: bool) {
         let Some(address) = self.link(id).map(|l| l.address) else { return };
-        if tell {
+        if notify {
             let busy = self.table.ops.iter().any(|(_, o)| o.link == id);
             let quiesced = if busy { "" } else { QUIESCED_PREFIX };
             if let Some(link) = self.link(id) {
@@ -65,7 +65,7 @@ impl LibfabricDomain {
             self.send_frames(id);
         }
         self.remove_link(id, cause, false);
-        if !tell {
+        if !notify {
             self.abort_transfers(address);
         }
     }
@@ -83,7 +83,7 @@ impl LibfabricDomain {
         if self.link(id).is_none() {
             return;
         }
-        let Slot::Up(mut link) = self.links.remove(slot) else { return };
+        let LinkEntry::Up(mut link) = self.links.remove(slot) else { return };
         for frame in link.pending.drain(..) {
             self.table.give_back(frame.context);
         }
@@ -155,7 +155,7 @@ impl LibfabricDomain {
         let slots = [&mut self.rx, &mut self.tx, &mut self.scratch].map(|s| s.take());
         deferred_close::close(nic, slots);
         for index in self.regions.clear() {
-            self.completions.push(Completion::RegionQuiet { index });
+            self.completions.push(Completion::RegionReleased { index });
         }
     }
 
@@ -195,9 +195,9 @@ mod tests {
         transport::libfabric::{discover, library},
     };
 
-    struct Room;
+    struct TestMessageRoom;
 
-    impl MessageRoom for Room {
+    impl MessageRoom for TestMessageRoom {
         fn admit(&self, _: usize) -> Admit {
             Admit::Take
         }
@@ -225,10 +225,10 @@ mod tests {
         // The peer makes no progress, so the provider connects to it for as long as it is polled.
         domain.connect(Time::now(), &address, 0).unwrap();
         let mut out = Vec::new();
-        domain.poll(Time::now(), &Room, &mut out);
+        domain.poll(Time::now(), &TestMessageRoom, &mut out);
         assert!(!domain.outbox.is_empty(), "the provider had room: {out:?}");
         domain.close();
-        domain.poll(Time::now(), &Room, &mut out);
+        domain.poll(Time::now(), &TestMessageRoom, &mut out);
         assert!(domain.outbox.is_empty() && domain.next_timer() == Time::NEVER);
     }
 }

@@ -2,12 +2,12 @@
 
 use crate::{
     domain::{Data, DomainError},
-    memory::device::Nature,
+    memory::device::MemoryKind,
 };
 
 /// An error if `data` lies in a file, which has no NIC key.
 pub(crate) fn refuse_files(data: &Data) -> Result<(), DomainError> {
-    if data.remote.nature() != Nature::File {
+    if data.remote.memory_kind() != MemoryKind::File {
         return Ok(());
     }
     Err(DomainError::Refused(

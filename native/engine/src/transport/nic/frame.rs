@@ -74,7 +74,7 @@ pub(crate) enum Body<'a> {
         reason: &'a [u8],
     },
     /// A frame between groups.
-    Note(&'a [u8]),
+    GroupFrame(&'a [u8]),
     HandshakeFragment(HandshakeFragment<'a>),
     /// Requests [`Self::Fenced`] once no operation that the receiver began before is under way.
     Fence(u32),
@@ -94,7 +94,7 @@ impl Body<'_> {
             Self::HandshakeFragment(_) => 7,
             Self::Fence(_) => 8,
             Self::Fenced(_) => 9,
-            Self::Note(_) => 10,
+            Self::GroupFrame(_) => 10,
         }
     }
 }
@@ -127,7 +127,7 @@ pub(crate) fn encode(header: &Header, body: &Body<'_>, out: &mut [u8]) -> usize 
             w.put(&[u8::from(*gone)]);
             w.put(reason);
         }
-        Body::Note(note) => w.put(note),
+        Body::GroupFrame(bytes) => w.put(bytes),
         Body::Fence(n) | Body::Fenced(n) => w.put(&n.to_le_bytes()),
         Body::HandshakeFragment(p) => {
             w.put(&p.exchange);
@@ -178,7 +178,7 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<(Header, Body<'_>), DomainError> {
         }
         8 => Body::Fence(r.u32()?),
         9 => Body::Fenced(r.u32()?),
-        10 => Body::Note(r.rest()),
+        10 => Body::GroupFrame(r.rest()),
         kind => return Err(broken(&format!("unknown kind {kind}"))),
     };
     if !r.0.is_empty() {
@@ -291,7 +291,7 @@ mod tests {
             Body::HandshakeFragment(fragment),
             Body::Fence(u32::MAX),
             Body::Fenced(6),
-            Body::Note(bytes),
+            Body::GroupFrame(bytes),
         ]
     }
 

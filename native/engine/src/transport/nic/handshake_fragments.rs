@@ -43,7 +43,7 @@ impl HandshakeMessage {
 pub(crate) struct Reassembly {
     step: u8,
     bytes: Vec<u8>,
-    /// Which bytes have arrived: the sender's MTU determines the fragments' sizes.
+    /// Per byte, whether it has arrived: the sender's MTU determines the fragments' sizes.
     arrived: Vec<bool>,
     missing: usize,
     done: bool,

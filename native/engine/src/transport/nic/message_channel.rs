@@ -24,12 +24,12 @@ use crate::{
 pub(crate) const MAX_MESSAGE: usize = 64 << 10;
 /// Messages that may be under way in one direction.
 pub(crate) const WINDOW: usize = 16;
-/// Notes that wait for slots: more than a group sends about one link.
-const MOST_NOTES: usize = 1 << 11;
+/// Group frames that wait for slots. A group sends fewer about one link.
+const MAX_QUEUED_GROUP_FRAMES: usize = 1 << 11;
 /// Receive slots for frames other than fragments.
 pub(crate) const SPARE: u32 = 2 * WINDOW as u32;
 
-/// How many frames and immediates one side can receive.
+/// Numbers of frames and immediates that one side can receive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct ReceiveLimits {
     /// Bytes of a slot.
@@ -57,7 +57,7 @@ impl ReceiveLimits {
     }
 }
 
-/// What the transport must do about a frame.
+/// The event of a frame that the transport handles.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum FrameEvent {
     /// Nothing: the channel has handled it.
@@ -77,7 +77,7 @@ pub(crate) enum FrameEvent {
         reason: String,
     },
     /// A frame of the peer's group.
-    Note(Vec<u8>),
+    GroupFrame(Vec<u8>),
     /// Answer with [`MessageChannel::fenced`] once no earlier operation is under way.
     Fence(u32),
     Fenced(u32),
@@ -128,7 +128,7 @@ pub(crate) struct MessageChannel {
     results: VecDeque<(u32, Option<u32>)>,
     controls: VecDeque<Control>,
     /// Frames between groups. Like fragments, they use the slots that are not spare.
-    notes: VecDeque<Vec<u8>>,
+    group_frames: VecDeque<Vec<u8>>,
     heartbeat: bool,
     done: Vec<(Token, Result<(), DomainError>)>,
 }
@@ -154,7 +154,7 @@ impl MessageChannel {
             first_in: 0,
             results: VecDeque::new(),
             controls: VecDeque::new(),
-            notes: VecDeque::new(),
+            group_frames: VecDeque::new(),
             heartbeat: false,
             done: Vec::new(),
         }
@@ -206,9 +206,9 @@ impl MessageChannel {
     }
 
     /// Sends a frame to the peer's group. It is dropped if too many wait.
-    pub fn note(&mut self, note: Vec<u8>) {
-        if self.notes.len() < MOST_NOTES {
-            self.notes.push_back(note);
+    pub fn send_group_frame(&mut self, frame: Vec<u8>) {
+        if self.group_frames.len() < MAX_QUEUED_GROUP_FRAMES {
+            self.group_frames.push_back(frame);
         }
     }
 
@@ -268,16 +268,17 @@ impl MessageChannel {
             || !self.results.is_empty()
             || self.owes_credits();
         (small && under_way < self.peer.slots + SPARE)
-            || (under_way < self.peer.slots && (self.unsent().is_some() || !self.notes.is_empty()))
+            || (under_way < self.peer.slots
+                && (self.unsent().is_some() || !self.group_frames.is_empty()))
     }
 
     fn unsent(&self) -> Option<usize> {
         self.out.iter().position(|o| o.at <= o.message.len())
     }
 
-    fn next_note(&mut self) -> Option<Vec<u8>> {
+    fn next_group_frame(&mut self) -> Option<Vec<u8>> {
         let room = self.under_way() < self.peer.slots;
-        room.then(|| self.notes.pop_front()).flatten()
+        room.then(|| self.group_frames.pop_front()).flatten()
     }
 
     /// Writes the next frame to `slot` and returns its length.
@@ -316,8 +317,8 @@ impl MessageChannel {
             let list: Vec<u8> =
                 self.results.drain(..n).flat_map(|(m, limit)| result_entry(m, limit)).collect();
             frame::encode(&header, &Body::Results(&list), slot)
-        } else if let Some(note) = self.next_note() {
-            frame::encode(&header, &Body::Note(&note[..note.len().min(payload)]), slot)
+        } else if let Some(bytes) = self.next_group_frame() {
+            frame::encode(&header, &Body::GroupFrame(&bytes[..bytes.len().min(payload)]), slot)
         } else if let Some(i) = self.unsent().filter(|_| self.under_way() < self.peer.slots) {
             let o = &mut self.out[i];
             let piece = self.peer.payload().min(payload).min(o.message.len() - o.at);
@@ -370,7 +371,7 @@ impl MessageChannel {
             Body::Close { gone, reason } => {
                 return Ok(FrameEvent::Close { gone, reason: frame::printable(reason) });
             }
-            Body::Note(note) => return Ok(FrameEvent::Note(note.to_vec())),
+            Body::GroupFrame(bytes) => return Ok(FrameEvent::GroupFrame(bytes.to_vec())),
             Body::Fence(n) => return Ok(FrameEvent::Fence(n)),
             Body::Fenced(n) => return Ok(FrameEvent::Fenced(n)),
             Body::HandshakeFragment(_) => {

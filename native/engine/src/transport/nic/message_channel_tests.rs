@@ -4,12 +4,12 @@ use super::*;
 
 const LIMITS: ReceiveLimits = ReceiveLimits { slot_bytes: 300, slots: 4, imms: 8 };
 
-struct Room {
+struct TestMessageRoom {
     limit: usize,
     open: bool,
 }
 
-impl MessageRoom for Room {
+impl MessageRoom for TestMessageRoom {
     fn admit(&self, len: usize) -> Admit {
         match (len > self.limit, self.open) {
             (true, _) => Admit::TooLong { limit: self.limit },
@@ -19,7 +19,7 @@ impl MessageRoom for Room {
     }
 }
 
-const OPEN: Room = Room { limit: 10_000, open: true };
+const OPEN: TestMessageRoom = TestMessageRoom { limit: 10_000, open: true };
 
 /// Two ends, and the frames between them.
 struct Pair {
@@ -50,7 +50,7 @@ impl Pair {
         }
     }
 
-    fn arrive(&mut self, from: usize, which: usize, room: &Room) {
+    fn arrive(&mut self, from: usize, which: usize, room: &TestMessageRoom) {
         let to = 1 - from;
         let frame = self.wires[from].remove(which);
         assert_eq!(self.ends[to].on_frame(&frame), Ok(FrameEvent::Handled));
@@ -58,7 +58,7 @@ impl Pair {
         self.collect(to, room);
     }
 
-    fn collect(&mut self, at: usize, room: &Room) {
+    fn collect(&mut self, at: usize, room: &TestMessageRoom) {
         while let Some(m) = self.ends[at].take_message(room) {
             self.got[at].push(m);
         }
@@ -66,7 +66,7 @@ impl Pair {
         self.done[at].extend(done);
     }
 
-    fn settle(&mut self, room: &Room) {
+    fn settle(&mut self, room: &TestMessageRoom) {
         for _ in 0..10_000 {
             (0..2).for_each(|i| self.flush(i));
             match self.wires.iter().position(|w| !w.is_empty()) {
@@ -97,7 +97,7 @@ fn a_message_waits_for_room_and_one_too_long_is_refused() {
     for (i, n) in [10, 200, 20].into_iter().enumerate() {
         assert!(p.send(0, i as u32, &vec![7; n]));
     }
-    let mut room = Room { limit: 100, open: false };
+    let mut room = TestMessageRoom { limit: 100, open: false };
     p.settle(&room);
     assert!(p.got[1].is_empty() && p.done[0].is_empty() && p.ends[1].holds_messages());
     room.open = true;
@@ -110,7 +110,7 @@ fn a_message_waits_for_room_and_one_too_long_is_refused() {
 #[test]
 fn the_window_bounds_unacknowledged_messages() {
     let mut p = Pair::new();
-    let shut = Room { limit: 100, open: false };
+    let shut = TestMessageRoom { limit: 100, open: false };
     assert!((0..WINDOW).all(|i| p.send(0, i as u32, b"x")));
     assert!(!p.send(0, 99, b"x"));
     p.settle(&shut);
@@ -139,7 +139,7 @@ fn immediates_come_back_as_credits() {
 }
 
 #[test]
-fn questions_answers_and_farewells_are_heard() {
+fn queries_answers_and_closes_are_reported() {
     let mut p = Pair::new();
     let (key, mut slot) = (RegionKey { index: 3, rkey: 4 }, [0; 300]);
     p.ends[0].query_access(key, 5, 6);

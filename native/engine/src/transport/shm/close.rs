@@ -14,7 +14,7 @@ use super::{
     ShmDomain,
 };
 use crate::{
-    domain::{Aperture, DomainError},
+    domain::{DomainError, PeerMapping},
     time::Time,
 };
 
@@ -22,15 +22,18 @@ use crate::{
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Connections of closed engines to peers whose memory a device may still store to.
-static CLOSED_WITH_STORES: Mutex<Vec<(ControlSocket, Vec<Arc<Aperture>>)>> = Mutex::new(Vec::new());
+static CLOSED_WITH_STORES: Mutex<Vec<(ControlSocket, Vec<Arc<PeerMapping>>)>> =
+    Mutex::new(Vec::new());
 
 /// Closes the connections over which nothing is stored any more. Called whenever a device has
 /// finished.
 pub(super) fn finish_closed_links() {
     let over: Vec<_> = {
         let mut closed = CLOSED_WITH_STORES.lock();
-        let is_over = |apertures: &[Arc<Aperture>]| apertures.iter().all(|a| a.stays() == 0);
-        closed.extract_if(.., |(_, apertures)| is_over(apertures)).collect()
+        let is_over = |peer_mappings: &[Arc<PeerMapping>]| {
+            peer_mappings.iter().all(|a| a.active_stores() == 0)
+        };
+        closed.extract_if(.., |(_, peer_mappings)| is_over(peer_mappings)).collect()
     };
     for (mut control, _) in over {
         control.finish();
@@ -45,7 +48,7 @@ impl ShmDomain {
             let reason = "its engine was closed".to_owned();
             let _ = link.send(&Frame::Close { reason: reason.clone() }, smallvec![]);
             link.closing.get_or_insert(DomainError::LinkDown(reason));
-            link.imports.shut_apertures("this engine was closed");
+            link.imports.close_peer_mappings("this engine was closed");
         }
         let start = Instant::now();
         let exported = |l: &Link| !l.exported.is_empty();
@@ -73,8 +76,9 @@ impl ShmDomain {
                     tracing::warn!(
                         "a device still stores to a peer's memory; the peer keeps it until then"
                     );
-                    let apertures = link.imports.apertures_in_use().map(Arc::clone).collect();
-                    CLOSED_WITH_STORES.lock().push((link.control, apertures));
+                    let peer_mappings =
+                        link.imports.peer_mappings_in_use().map(Arc::clone).collect();
+                    CLOSED_WITH_STORES.lock().push((link.control, peer_mappings));
                 }
             }
         }

@@ -245,9 +245,9 @@ impl ShmDomain {
                 Frame::Setup(setup) => {
                     link.open(&setup, fds).map_err(silent)?;
                     link.peer = Some(peer.id());
-                    let note = "shared-memory handshake".to_owned();
+                    let description = "shared-memory handshake".to_owned();
                     let endpoint = peer.address.first_of(self.kind);
-                    out.push(Completion::LinkUp { link: id, peer, endpoint, name: 0, note });
+                    out.push(Completion::LinkUp { link: id, peer, endpoint, name: 0, description });
                     Ok(())
                 }
                 _ => Err(silent(DomainError::Handshake("expected the setup frame".into()))),
@@ -424,7 +424,7 @@ impl ShmDomain {
             holders.remove(&id);
             if holders.is_empty() {
                 self.retiring.remove(&index);
-                out.push(Completion::RegionQuiet { index });
+                out.push(Completion::RegionReleased { index });
             }
         }
     }
@@ -471,7 +471,7 @@ impl ShmDomain {
                 let _ = link.send(&Frame::Revoked { index }, smallvec![]);
             }
             let Some(cause) = link.closing.clone() else { continue };
-            link.imports.shut_apertures(&cause.to_string());
+            link.imports.close_peer_mappings(&cause.to_string());
             for token in link.abandon() {
                 progressed = true;
                 let result = Err(cause.clone());

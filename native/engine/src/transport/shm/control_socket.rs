@@ -1,5 +1,5 @@
 //! The Unix socket beside the rings: handshake, region resolution with descriptors, and liveness.
-//! It uses sequenced packets, so a frame is a packet.
+//! The socket is SOCK_SEQPACKET, so a frame is a packet.
 
 use std::{
     collections::VecDeque,
@@ -148,7 +148,7 @@ fn send_one(socket: BorrowedFd<'_>, frame: &[u8], fds: &Fds) -> Result<(), Errno
 pub(super) const MAX_PENDING_REPLIES: usize = 64;
 
 #[derive(Debug)]
-struct Unsent {
+struct UnsentFrame {
     frame: Vec<u8>,
     fds: Fds,
     /// Whether it answers a request of the peer.
@@ -160,7 +160,7 @@ struct Unsent {
 pub(super) struct ControlSocket {
     socket: OwnedFd,
     /// Frames that the socket had no room for.
-    unsent: VecDeque<Unsent>,
+    unsent: VecDeque<UnsentFrame>,
     /// Number of replies among them.
     pending_replies: usize,
     /// Whether nothing more is sent.
@@ -216,15 +216,15 @@ impl ControlSocket {
 
     /// Sends a frame now or once there is room; drops it after `finish`.
     pub fn send(&mut self, frame: Vec<u8>, fds: Fds) -> Result<(), Disconnected> {
-        self.queue(Unsent { frame, fds, is_reply: false })
+        self.queue(UnsentFrame { frame, fds, is_reply: false })
     }
 
     /// Sends a frame that answers a request of the peer.
     pub fn reply(&mut self, frame: Vec<u8>, fds: Fds) -> Result<(), Disconnected> {
-        self.queue(Unsent { frame, fds, is_reply: true })
+        self.queue(UnsentFrame { frame, fds, is_reply: true })
     }
 
-    fn queue(&mut self, unsent: Unsent) -> Result<(), Disconnected> {
+    fn queue(&mut self, unsent: UnsentFrame) -> Result<(), Disconnected> {
         if self.send_closed {
             return Ok(());
         }
@@ -240,7 +240,7 @@ impl ControlSocket {
     }
 
     pub fn flush(&mut self) -> Result<(), Disconnected> {
-        while let Some(Unsent { frame, fds, is_reply }) = self.unsent.front() {
+        while let Some(UnsentFrame { frame, fds, is_reply }) = self.unsent.front() {
             match send_one(self.socket.as_fd(), frame, fds) {
                 Ok(()) => {
                     self.pending_replies -= usize::from(*is_reply);

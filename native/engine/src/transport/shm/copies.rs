@@ -3,7 +3,7 @@
 use rustix::io::Errno;
 
 use super::{
-    imports::{Import, Reach},
+    imports::{Import, RegionAccess},
     raw::{io_range, process_vm_copy, Direction, IoRange},
 };
 use crate::{
@@ -43,8 +43,8 @@ impl CopyTask<'_> {
     /// The GPU whose copy engine copies, if CPUs can't.
     fn copy_engine(&self) -> Option<i32> {
         match self.import.reach {
-            Reach::Device(device, _) => Some(self.device.unwrap_or(device)),
-            Reach::Mapped(_) | Reach::Process(_) => self.device,
+            RegionAccess::Device(device, _) => Some(self.device.unwrap_or(device)),
+            RegionAccess::Mapped(_) | RegionAccess::Process(_) => self.device,
         }
     }
 
@@ -107,13 +107,13 @@ impl CopyTask<'_> {
             return self.copy_by_engine(device, pages, len, (&local_at, &remote_at));
         }
         let (pid, direction) = match (&self.import.reach, self.operation) {
-            (Reach::Device(..), _) => return Ok(()),
-            (Reach::Mapped(mapping), Operation::Populate) => {
+            (RegionAccess::Device(..), _) => return Ok(()),
+            (RegionAccess::Mapped(mapping), Operation::Populate) => {
                 pages.for_each(|i| mapping.populate(remote_at(i), len as usize));
                 return Ok(());
             }
-            (Reach::Process(_), Operation::Populate) => return Ok(()),
-            (Reach::Mapped(mapping), Operation::Copy(direction)) => {
+            (RegionAccess::Process(_), Operation::Populate) => return Ok(()),
+            (RegionAccess::Mapped(mapping), Operation::Copy(direction)) => {
                 let at = |i: u32| {
                     let (l, r) = (local_at(pages.start + i), remote_at(pages.start + i));
                     if len >= 512 {
@@ -130,7 +130,7 @@ impl CopyTask<'_> {
                 unsafe { copier.copy_pages(pages.len() as u32, len as usize, at) };
                 return Ok(());
             }
-            (Reach::Process(pid), Operation::Copy(direction)) => (*pid, direction),
+            (RegionAccess::Process(pid), Operation::Copy(direction)) => (*pid, direction),
         };
         let cut = |at: &dyn Fn(u32) -> usize| -> Vec<IoRange> {
             pages.clone().map(|i| io_range(at(i), len as usize)).collect()
@@ -153,7 +153,7 @@ impl CopyTask<'_> {
     ) -> Result<(), DomainError> {
         let (direction, pid) = match (self.operation, &self.import.reach) {
             (Operation::Populate, _) => return Ok(()),
-            (Operation::Copy(direction), Reach::Process(pid)) => (direction, Some(*pid)),
+            (Operation::Copy(direction), RegionAccess::Process(pid)) => (direction, Some(*pid)),
             (Operation::Copy(direction), _) => (direction, None),
         };
         let failed = |e: DomainError| DomainError::Refused(e.to_string());
@@ -171,7 +171,7 @@ impl CopyTask<'_> {
                 unsafe {
                     match direction {
                         Direction::Out => {
-                            let out = device::Piece { to: middle, from: local, len: n };
+                            let out = device::CopyRange { to: middle, from: local, len: n };
                             device::copy_now(device, &[out]).map_err(failed)?;
                             process_vm_copy(pid, direction, &mut l, &mut r)
                                 .map_err(memory_error)?;
@@ -179,7 +179,7 @@ impl CopyTask<'_> {
                         Direction::In => {
                             process_vm_copy(pid, direction, &mut l, &mut r)
                                 .map_err(memory_error)?;
-                            let inward = device::Piece { to: local, from: middle, len: n };
+                            let inward = device::CopyRange { to: local, from: middle, len: n };
                             device::copy_now(device, &[inward]).map_err(failed)?;
                         }
                     }
@@ -187,13 +187,13 @@ impl CopyTask<'_> {
             }
             return Ok(());
         }
-        let pieces: Vec<device::Piece> = pages
+        let pieces: Vec<device::CopyRange> = pages
             .map(|i| {
                 let (to, from) = match direction {
                     Direction::Out => (remote_at(i), local_at(i)),
                     Direction::In => (local_at(i), remote_at(i)),
                 };
-                device::Piece { to, from, len: len as usize }
+                device::CopyRange { to, from, len: len as usize }
             })
             .collect();
         // SAFETY: the local ranges lie in a region that the request keeps registered; the remote

@@ -26,9 +26,9 @@ use crate::{
 const KEY: RegionKey = RegionKey { index: 0, rkey: 8 };
 const SHARED: usize = 4096;
 
-struct Room;
+struct TestMessageRoom;
 
-impl MessageRoom for Room {
+impl MessageRoom for TestMessageRoom {
     fn admit(&self, len: usize) -> Admit {
         match len {
             0..100 => Admit::Take,
@@ -49,7 +49,7 @@ fn open() -> Option<ShmDomain> {
 
 fn poll(domain: &mut ShmDomain, out: &mut Vec<Completion>) {
     domain.poll_sockets_at = Time(0);
-    domain.poll(Time(1), &Room, out);
+    domain.poll(Time(1), &TestMessageRoom, out);
 }
 
 /// The only link of a domain.
@@ -100,7 +100,7 @@ pub fn peer_input(bytes: &[u8]) {
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
     }
-    judge(&out, posted);
+    check_completions(&out, posted);
 }
 
 fn act(
@@ -148,7 +148,7 @@ fn act(
     }
 }
 
-fn judge(out: &[Completion], posted: u32) {
+fn check_completions(out: &[Completion], posted: u32) {
     let mut ended = vec![0; posted as usize];
     let mut down = false;
     for c in out {

@@ -12,7 +12,7 @@ use std::{
 use super::raw::Map;
 use crate::{
     api::RegionKey,
-    domain::{Aperture, DomainError, Held},
+    domain::{DomainError, KeepAlive, PeerMapping},
     memory::{self, device::Driver},
 };
 
@@ -51,9 +51,9 @@ impl Mapping {
     }
 }
 
-/// How the bytes of a region are accessed.
+/// Access to the bytes of a region.
 #[derive(Debug)]
-pub(super) enum Reach {
+pub(super) enum RegionAccess {
     Mapped(Arc<Mapping>),
     /// By the kernel, in the process with this id.
     Process(i32),
@@ -93,7 +93,7 @@ pub(super) struct Import {
     pub len: u64,
     /// Address of the first byte: in this process if mapped, else in the peer's.
     pub base: usize,
-    pub reach: Reach,
+    pub reach: RegionAccess,
 }
 
 /// The resolved regions of one link.
@@ -105,9 +105,9 @@ pub(super) struct Imports {
     /// The last region looked up: most writes go to the same region as the one before.
     last: Option<Arc<Import>>,
     /// Regions that devices store to by themselves.
-    apertures: Vec<(u32, Arc<Aperture>)>,
+    peer_mappings: Vec<(u32, Arc<PeerMapping>)>,
     /// Regions that the owner has revoked and that a copy or a device still uses.
-    revoked: Vec<(Arc<Import>, Vec<Arc<Aperture>>)>,
+    revoked: Vec<(Arc<Import>, Vec<Arc<PeerMapping>>)>,
 }
 
 impl Imports {
@@ -137,12 +137,12 @@ impl Imports {
         };
         self.mappings.insert(allocation, Arc::downgrade(&mapping));
         let base = mapping.map.base() + offset as usize;
-        self.add(Import { key, len, base, reach: Reach::Mapped(mapping) });
+        self.add(Import { key, len, base, reach: RegionAccess::Mapped(mapping) });
         Ok(())
     }
 
     pub fn add_foreign(&mut self, key: RegionKey, len: u64, base: usize, pid: i32) {
-        self.add(Import { key, len, base, reach: Reach::Process(pid) });
+        self.add(Import { key, len, base, reach: RegionAccess::Process(pid) });
     }
 
     /// `same_process`: CUDA does not map handles that the same process exported.
@@ -159,7 +159,7 @@ impl Imports {
         let device = driver.ordinal_of(&uuid).unwrap_or(0);
         if same_process {
             let base = (base + offset) as usize;
-            self.add(Import { key, len, base, reach: Reach::Device(device, None) });
+            self.add(Import { key, len, base, reach: RegionAccess::Device(device, None) });
             return Ok(());
         }
         let handle: [u8; 64] = handle
@@ -181,7 +181,7 @@ impl Imports {
         }
         self.device_mappings.insert(handle, Arc::downgrade(&mapping));
         let base = (mapping.base + offset) as usize;
-        self.add(Import { key, len, base, reach: Reach::Device(device, Some(mapping)) });
+        self.add(Import { key, len, base, reach: RegionAccess::Device(device, Some(mapping)) });
         Ok(())
     }
 
@@ -189,78 +189,81 @@ impl Imports {
         self.regions.insert(import.key.index, Arc::new(import));
     }
 
-    /// An aperture through which a GPU, or the CPUs, store to a resolved region. `left` is called
-    /// when a stay ends.
-    pub fn aperture(
+    /// A mapping through which a GPU, or the CPUs, store to a resolved region. `left` is called
+    /// when a store ends.
+    pub fn map_peer_region(
         &mut self,
         key: RegionKey,
         by: Option<i32>,
         left: impl Fn() + Send + Sync + 'static,
-    ) -> Result<Arc<Aperture>, String> {
+    ) -> Result<Arc<PeerMapping>, String> {
         let import = self
             .get(key)
             .cloned()
             .ok_or("the region is not resolved, or its owner has revoked it")?;
-        let (base, to_wake): (usize, Held) = match (&import.reach, by) {
-            (Reach::Mapped(_), None) => (import.base, Arc::clone(&import) as Held),
-            (Reach::Device(owner, _), Some(device)) if *owner == device => {
-                (import.base, Arc::clone(&import) as Held)
+        let (base, to_wake): (usize, KeepAlive) = match (&import.reach, by) {
+            (RegionAccess::Mapped(_), None) => (import.base, Arc::clone(&import) as KeepAlive),
+            (RegionAccess::Device(owner, _), Some(device)) if *owner == device => {
+                (import.base, Arc::clone(&import) as KeepAlive)
             }
-            (Reach::Device(_, Some(mapping)), Some(device)) => {
+            (RegionAccess::Device(_, Some(mapping)), Some(device)) => {
                 // Another GPU needs a mapping of its own.
                 let own = DeviceMapping::new(device, mapping.handle).map_err(|e| e.to_string())?;
                 let offset = import.base - mapping.base as usize;
-                (own.base as usize + offset, Arc::new((own, Arc::clone(&import))) as Held)
+                (own.base as usize + offset, Arc::new((own, Arc::clone(&import))) as KeepAlive)
             }
-            (Reach::Device(_, None), Some(device)) => {
+            (RegionAccess::Device(_, None), Some(device)) => {
                 return Err(format!(
                     "the memory belongs to another GPU of this process than cuda:{device}"
                 ))
             }
-            (Reach::Device(..), None) => return Err("CPUs can't store to GPU memory".into()),
-            (Reach::Mapped(_), Some(device)) => {
+            (RegionAccess::Device(..), None) => return Err("CPUs can't store to GPU memory".into()),
+            (RegionAccess::Mapped(_), Some(device)) => {
                 return Err(format!("cuda:{device} can't store to host memory"))
             }
-            (Reach::Process(_), _) => {
+            (RegionAccess::Process(_), _) => {
                 let why = "the owner's process can't share the memory; allocate it with alloc()";
                 return Err(why.into());
             }
         };
-        let aperture = Aperture::new(base, import.len, to_wake, left);
-        self.apertures.push((key.index, Arc::clone(&aperture)));
-        Ok(aperture)
+        let peer_mapping = PeerMapping::new(base, import.len, to_wake, left);
+        self.peer_mappings.push((key.index, Arc::clone(&peer_mapping)));
+        Ok(peer_mapping)
     }
 
     /// Lets no device begin to store any more.
-    pub fn shut_apertures(&mut self, cause: &str) {
-        self.apertures.iter().for_each(|(_, aperture)| aperture.shut(cause));
+    pub fn close_peer_mappings(&mut self, cause: &str) {
+        self.peer_mappings.iter().for_each(|(_, peer_mapping)| peer_mapping.close(cause));
     }
 
     /// Whether a device may be storing.
     pub fn has_stores(&self) -> bool {
-        self.apertures_in_use().next().is_some()
+        self.peer_mappings_in_use().next().is_some()
     }
 
-    /// Apertures through which a device may be storing.
-    pub fn apertures_in_use(&self) -> impl Iterator<Item = &Arc<Aperture>> {
-        let revoked = self.revoked.iter().flat_map(|(_, apertures)| apertures);
-        let known = self.apertures.iter().map(|(_, aperture)| aperture);
-        known.chain(revoked).filter(|aperture| aperture.stays() > 0)
+    /// PeerMappings through which a device may be storing.
+    pub fn peer_mappings_in_use(&self) -> impl Iterator<Item = &Arc<PeerMapping>> {
+        let revoked = self.revoked.iter().flat_map(|(_, peer_mappings)| peer_mappings);
+        let known = self.peer_mappings.iter().map(|(_, peer_mapping)| peer_mapping);
+        known.chain(revoked).filter(|peer_mapping| peer_mapping.active_stores() > 0)
     }
 
     /// Removes a region; true if it is not in use, else `left` returns it later (MR-1).
     pub fn revoke(&mut self, index: u32) -> bool {
         self.last = None;
-        let of_region = self.apertures.extract_if(.., |(of, _)| *of == index);
-        let apertures: Vec<Arc<Aperture>> = of_region.map(|(_, aperture)| aperture).collect();
-        apertures.iter().for_each(|aperture| aperture.shut("its owner has revoked it"));
+        let of_region = self.peer_mappings.extract_if(.., |(of, _)| *of == index);
+        let peer_mappings: Vec<Arc<PeerMapping>> =
+            of_region.map(|(_, peer_mapping)| peer_mapping).collect();
+        peer_mappings
+            .iter()
+            .for_each(|peer_mapping| peer_mapping.close("its owner has revoked it"));
         let Some(import) = self.regions.remove(&index) else { return true };
         self.mappings.retain(|_, m| m.strong_count() > 0);
         self.device_mappings.retain(|_, m| m.strong_count() > 0);
         if Arc::strong_count(&import) == 1 {
             return true;
         }
-        self.revoked.push((import, apertures));
+        self.revoked.push((import, peer_mappings));
         false
     }
 
@@ -279,8 +282,9 @@ impl Imports {
 
     /// Whether a revoked region needs polling. A device's end is signalled.
     pub fn has_releasable(&self) -> bool {
-        let apertures_in_use =
-            |apertures: &[Arc<Aperture>]| apertures.iter().any(|a| a.stays() > 0);
-        self.revoked.iter().any(|(_, apertures)| !apertures_in_use(apertures))
+        let peer_mappings_in_use = |peer_mappings: &[Arc<PeerMapping>]| {
+            peer_mappings.iter().any(|a| a.active_stores() > 0)
+        };
+        self.revoked.iter().any(|(_, peer_mappings)| !peer_mappings_in_use(peer_mappings))
     }
 }

@@ -18,7 +18,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::{
     copies::{CopyTask, Operation},
-    imports::{Import, Reach},
+    imports::{Import, RegionAccess},
 };
 use crate::{
     domain::{Assist, Count, Data, DomainError, LinkId, Token},
@@ -79,7 +79,7 @@ impl CopyJob {
     /// Whether a chunk may block much longer than a copy to mapped memory, since another process is
     /// involved.
     fn may_block(&self) -> bool {
-        self.device.is_some() || !matches!(self.import.reach, Reach::Mapped(_))
+        self.device.is_some() || !matches!(self.import.reach, RegionAccess::Mapped(_))
     }
 
     /// Copies the next chunk; `None` if all are taken, else whether it was the last to end.
@@ -252,7 +252,7 @@ impl CopyPool {
         // In this order: chunks that end in between count for the next notification.
         self.unreported_chunks.store(0, SeqCst);
         if self.unreported_since.swap(0, SeqCst) != 0 {
-            self.waker.act();
+            self.waker.poll_here();
         }
     }
 

@@ -24,7 +24,7 @@ use crate::{
     },
     sync::atomic::fence,
     time::Time,
-    transport::handshake::{Acceptor, Initiator, Pending},
+    transport::handshake::{Acceptor, Initiator, UnprovenAcceptor},
 };
 
 /// Regions that a link resolves at a time; work on further ones waits in the group. Half of the
@@ -37,7 +37,7 @@ pub(super) enum Stage {
     AwaitHello,
     AwaitProof(Acceptor),
     AwaitWelcome(Initiator),
-    AwaitAccepted(Pending),
+    AwaitAccepted(UnprovenAcceptor),
     AwaitSetup(PeerIdentity),
     Up(Box<Outbound>),
 }

@@ -13,9 +13,9 @@ use crate::{
     api::{EngineAddress, EngineConfig, EngineId, RailKeys, RegionKey, TransportKind},
     domain::{
         Admit, Completion, Count, Data, Domain, DomainError, LinkId, LocalAddr, MessageRoom, Post,
-        Quiet, Seq, Token, WorkRequest,
+        RegionRelease, Seq, Token, WorkRequest,
     },
-    domain::{Aperture, Stay},
+    domain::{PeerMapping, StoreGuard},
     memory::{Allocation, Backing, RegionMemory},
     time::Time,
     wake::Waker,
@@ -85,8 +85,8 @@ impl Pair {
         self.b.poll(self.now, &NoRoom, &mut self.from_b);
     }
 
-    /// Memory of `b` that `a` may store to, and its aperture.
-    fn expose_memory(&mut self) -> (Arc<Allocation>, Arc<Aperture>) {
+    /// Memory of `b` that `a` may store to, and its peer_mapping.
+    fn expose_memory(&mut self) -> (Arc<Allocation>, Arc<PeerMapping>) {
         let memory = Arc::new(Allocation::new(4096).unwrap());
         let (base, backing) =
             (memory.base(), Backing::Owned { allocation: Arc::clone(&memory), offset: 0 });
@@ -104,15 +104,15 @@ impl Pair {
             page_len: 16,
             pages: 1,
         };
-        let early = self.a.aperture(self.own_link, KEY, None).unwrap_err();
+        let early = self.a.map_peer_region(self.own_link, KEY, None).unwrap_err();
         assert!(early.contains("not resolved"), "{early}");
         self.a.post(self.own_link, Token::default(), &WorkRequest::Prepare { data }).unwrap();
         for _ in 0..10 {
             self.poll_b();
             self.poll_a();
         }
-        let aperture = self.a.aperture(self.own_link, KEY, None).unwrap();
-        (memory, aperture)
+        let peer_mapping = self.a.map_peer_region(self.own_link, KEY, None).unwrap();
+        (memory, peer_mapping)
     }
 
     fn poll_both(&mut self) {
@@ -157,8 +157,8 @@ fn is_down(out: &[Completion]) -> bool {
     out.iter().any(|c| matches!(c, Completion::LinkDown { .. }))
 }
 
-fn is_quiet(out: &[Completion]) -> bool {
-    out.iter().any(|c| matches!(c, Completion::RegionQuiet { .. }))
+fn is_released(out: &[Completion]) -> bool {
+    out.iter().any(|c| matches!(c, Completion::RegionReleased { .. }))
 }
 
 #[test]
@@ -220,12 +220,12 @@ fn mr_1_memory_is_quiet_only_after_a_leaving_peer_ended_its_copies() {
     while !is_down(&pair.from_b) {
         pair.poll_b();
     }
-    assert_eq!(pair.b.deregister(KEY.index), Quiet::Later);
+    assert_eq!(pair.b.deregister(KEY.index), RegionRelease::Later);
     for _ in 0..10 {
         pair.poll_b();
     }
-    assert!(!is_quiet(&pair.from_b), "the copy may go on");
-    while !is_quiet(&pair.from_b) {
+    assert!(!is_released(&pair.from_b), "the copy may go on");
+    while !is_released(&pair.from_b) {
         pair.poll_a();
         pair.poll_b();
     }
@@ -315,9 +315,9 @@ fn a_link_that_waits_for_its_peer_to_close_lets_the_engine_sleep() {
 }
 
 /// Stores as a device does.
-fn store(stay: &Stay, value: u8) {
-    let at = stay.address(100, 1).unwrap() as *mut u8;
-    // SAFETY: the stay keeps the peer's memory mapped, and there is no other writer.
+fn store(guard: &StoreGuard, value: u8) {
+    let at = guard.address(100, 1).unwrap() as *mut u8;
+    // SAFETY: the guard keeps the peer's memory mapped, and there is no other writer.
     unsafe { at.write_volatile(value) };
 }
 
@@ -329,76 +329,76 @@ fn read(memory: &Allocation) -> u8 {
 #[test]
 fn mr_1_memory_is_quiet_only_after_a_device_ended_its_stores() {
     let mut pair = Pair::new();
-    let (memory, aperture) = pair.expose_memory();
-    let stay = aperture.enter().unwrap();
-    assert_eq!(pair.b.deregister(KEY.index), Quiet::Later);
+    let (memory, peer_mapping) = pair.expose_memory();
+    let guard = peer_mapping.begin_stores().unwrap();
+    assert_eq!(pair.b.deregister(KEY.index), RegionRelease::Later);
     pair.poll_both();
-    assert!(!is_quiet(&pair.from_b), "a device may be storing");
-    assert!(aperture.enter().is_none(), "no new stay begins");
+    assert!(!is_released(&pair.from_b), "a device may be storing");
+    assert!(peer_mapping.begin_stores().is_none(), "no new guard begins");
     assert!(pair.a.arm(), "the engine must be able to sleep");
     pair.a.disarm();
-    store(&stay, 7);
+    store(&guard, 7);
     assert_eq!(read(&memory), 7);
-    drop(stay);
+    drop(guard);
     assert!(!pair.a.arm(), "the release must be sent");
     pair.poll_both();
-    assert!(is_quiet(&pair.from_b));
+    assert!(is_released(&pair.from_b));
 }
 
 #[test]
 fn mr_1_a_region_without_device_stores_is_released_at_once() {
     let mut pair = Pair::new();
-    let (_memory, aperture) = pair.expose_memory();
-    drop(aperture.enter());
-    assert_eq!(pair.b.deregister(KEY.index), Quiet::Later);
+    let (_memory, peer_mapping) = pair.expose_memory();
+    drop(peer_mapping.begin_stores());
+    assert_eq!(pair.b.deregister(KEY.index), RegionRelease::Later);
     pair.poll_both();
-    assert!(is_quiet(&pair.from_b) && !aperture.is_open());
-    assert!(pair.a.aperture(pair.own_link, KEY, None).is_err());
+    assert!(is_released(&pair.from_b) && !peer_mapping.is_open());
+    assert!(pair.a.map_peer_region(pair.own_link, KEY, None).is_err());
 }
 
 #[test]
 fn mr_1_a_link_ends_for_the_owner_after_the_device_finished() {
     for leaves in [true, false] {
         let mut pair = Pair::new();
-        let (memory, aperture) = pair.expose_memory();
-        let stay = aperture.enter().unwrap();
+        let (memory, peer_mapping) = pair.expose_memory();
+        let guard = peer_mapping.begin_stores().unwrap();
         match leaves {
             true => pair.a.disconnect(pair.own_link, "enough"),
             false => pair.b.disconnect(pair.peer_link, "enough"),
         }
         pair.poll_both();
         assert!(is_down(&pair.from_a), "callers that wait for the peer are told at once (RS-4)");
-        assert!(aperture.enter().is_none());
-        assert_eq!(pair.b.deregister(KEY.index), Quiet::Later);
+        assert!(peer_mapping.begin_stores().is_none());
+        assert_eq!(pair.b.deregister(KEY.index), RegionRelease::Later);
         pair.poll_both();
-        assert!(!is_quiet(&pair.from_b), "a device may be storing");
+        assert!(!is_released(&pair.from_b), "a device may be storing");
         assert!(pair.a.arm(), "the engine must be able to sleep");
         pair.a.disarm();
-        store(&stay, 9);
+        store(&guard, 9);
         assert_eq!(read(&memory), 9);
-        drop(stay);
+        drop(guard);
         pair.poll_both();
-        assert!(is_quiet(&pair.from_b) && pair.a.links.is_empty());
+        assert!(is_released(&pair.from_b) && pair.a.links.is_empty());
     }
 }
 
 #[test]
 fn mr_1_after_a_close_the_peer_waits_only_for_the_device_stores() {
     let mut pair = Pair::new();
-    let (_memory, aperture) = pair.expose_memory();
-    let stay = aperture.enter().unwrap();
+    let (_memory, peer_mapping) = pair.expose_memory();
+    let guard = peer_mapping.begin_stores().unwrap();
     pair.a.close();
-    assert_eq!(pair.b.deregister(KEY.index), Quiet::Later);
+    assert_eq!(pair.b.deregister(KEY.index), RegionRelease::Later);
     for _ in 0..20 {
         pair.poll_b();
     }
-    assert!(!is_quiet(&pair.from_b));
-    assert_eq!(aperture.shut_by().as_deref(), Some("this engine was closed"));
-    drop(stay);
+    assert!(!is_released(&pair.from_b));
+    assert_eq!(peer_mapping.closed_by().as_deref(), Some("this engine was closed"));
+    drop(guard);
     for _ in 0..20 {
         pair.poll_b();
     }
-    assert!(is_quiet(&pair.from_b) && pair.b.links.is_empty());
+    assert!(is_released(&pair.from_b) && pair.b.links.is_empty());
 }
 
 /// A peer can make this process hold replies with a descriptor each, so requests of a peer that

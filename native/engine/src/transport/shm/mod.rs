@@ -35,10 +35,10 @@ use smallvec::{smallvec, SmallVec};
 use crate::{
     api::{Endpoint, EngineAddress, EngineConfig, EngineId, RegionKey, TransportKind},
     domain::{
-        Aperture, Assist, Caps, Completion, Count, Data, Domain, DomainError, LinkId, MessageRoom,
-        NicKeys, Pinned, Post, Quiet, Seq, Token, WakeFds, WorkRequest,
+        Assist, Caps, Completion, Count, Data, Domain, DomainError, LinkId, MessageRoom, NicKeys,
+        PeerMapping, Pinned, Post, RegionRelease, Seq, Token, WakeFds, WorkRequest,
     },
-    memory::{device::Nature, RegionBook, RegionMemory},
+    memory::{device::MemoryKind, RegionBook, RegionMemory},
     time::Time,
     transport::{
         handshake::{Credentials, Secret},
@@ -201,7 +201,7 @@ impl ShmDomain {
         // engine.
         let device = self.book.get(data.local_region).and_then(|r| r.location.cuda());
         let device = device.map(|range| range.device);
-        let copy_by_engine = device.is_some() || data.remote.nature().is_device();
+        let copy_by_engine = device.is_some() || data.remote.memory_kind().is_device();
         let inline = !copy_by_engine && data.bytes() <= self.inline_left;
         let (pool, links) = (&self.pool, &mut self.links);
         let link = &mut links[Self::slot(id)];
@@ -323,8 +323,8 @@ impl Domain for ShmDomain {
         Ok(NicKeys::new())
     }
 
-    fn deregister(&mut self, index: u32) -> Quiet {
-        let Some(_memory) = self.book.remove(index) else { return Quiet::Now };
+    fn deregister(&mut self, index: u32) -> RegionRelease {
+        let Some(_memory) = self.book.remove(index) else { return RegionRelease::Now };
         let mut holders = HashSet::new();
         for (_, link) in &mut self.links {
             if link.exported.remove(&index) {
@@ -333,24 +333,24 @@ impl Domain for ShmDomain {
             }
         }
         if holders.is_empty() {
-            return Quiet::Now;
+            return RegionRelease::Now;
         }
         holders.iter().for_each(|id| self.update_interest(*id));
         self.retiring.insert(index, holders);
-        Quiet::Later
+        RegionRelease::Later
     }
 
-    fn aperture(
+    fn map_peer_region(
         &mut self,
         id: LinkId,
         key: RegionKey,
         by: Option<i32>,
-    ) -> Result<Arc<Aperture>, String> {
+    ) -> Result<Arc<PeerMapping>, String> {
         let waker = self.waker.clone();
         let Some(link) = self.link(id).filter(|l| l.is_up() && l.closing.is_none()) else {
             return Err("the link is down".into());
         };
-        link.imports.aperture(key, by, move || {
+        link.imports.map_peer_region(key, by, move || {
             waker.wake();
             close::finish_closed_links();
         })
@@ -522,9 +522,9 @@ impl ControlChannel for ShmDomain {
         self.control_messages.pop_front()
     }
 
-    fn reaches(&self, nature: Nature) -> bool {
-        let exported = self.kind == TransportKind::CudaIpc && nature == Nature::Exported;
-        nature == Nature::Plain || exported
+    fn reaches(&self, memory_kind: MemoryKind) -> bool {
+        let exported = self.kind == TransportKind::CudaIpc && memory_kind == MemoryKind::Exportable;
+        memory_kind == MemoryKind::Host || exported
     }
 }
 

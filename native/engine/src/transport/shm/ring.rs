@@ -64,18 +64,18 @@ impl Producer {
         if self.next - self.consumed < capacity {
             return true;
         }
-        self.see(tail);
+        self.check_tail(tail);
         if self.next - self.consumed < capacity {
             return true;
         }
         tail.stalled.store(1, SeqCst);
         total_order();
         // The consumer may have made room before it saw `stalled`.
-        self.see(tail);
+        self.check_tail(tail);
         self.next - self.consumed < capacity
     }
 
-    fn see(&mut self, tail: &Tail) {
+    fn check_tail(&mut self, tail: &Tail) {
         // A hostile value may neither overtake `next` nor go back.
         self.consumed = tail.consumed.load(SeqCst).clamp(self.consumed, self.next);
     }

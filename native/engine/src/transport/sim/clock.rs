@@ -9,7 +9,7 @@ use crate::time::Time;
 
 const MILLION: i64 = 1_000_000;
 /// Largest difference between two clocks, nanoseconds: an hour.
-const FAR: u64 = 3_600_000_000_000;
+const MAX_CLOCK_DIFFERENCE: u64 = 3_600_000_000_000;
 
 /// The clock of one engine.
 #[derive(Clone, Debug, Default)]
@@ -26,7 +26,7 @@ impl Clock {
         let skew = i64::from(skew);
         let (offset, off) = match skew {
             0 => (0, 0),
-            _ => (rng.u64(..FAR), rng.i64(-skew..=skew)),
+            _ => (rng.u64(..MAX_CLOCK_DIFFERENCE), rng.i64(-skew..=skew)),
         };
         Self { shown: Arc::default(), offset, rate: (MILLION + off) as u64 }
     }

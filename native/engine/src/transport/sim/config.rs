@@ -35,7 +35,7 @@ pub struct SimConfig {
     /// Work requests that a link accepts at a time.
     pub window: usize,
     /// Whether peers' memory can be stored to, as on one host.
-    pub apertures: bool,
+    pub peer_mappings: bool,
     /// Whether bytes are copied. Otherwise only time passes, for rates that no memory sustains.
     pub carries: bool,
 }
@@ -66,7 +66,7 @@ impl Default for SimConfig {
             max_pages: 4,
             max_message: 1 << 16,
             window: 16,
-            apertures: false,
+            peer_mappings: false,
             carries: true,
         }
     }

@@ -4,15 +4,15 @@ use parking_lot::Mutex;
 
 use super::{
     land::Job,
-    node::{Port, Side},
+    node::{LinkEnd, Port},
     wire::{Event, Route, World},
     SimConfig,
 };
 use crate::{
     api::{Endpoint, EngineAddress, RegionKey, TransportKind},
     domain::{
-        Admit, Aperture, Caps, Completion, Domain, DomainError, LinkId, LinkName, MessageRoom,
-        NicKeys, Pinned, Post, Quiet, Receipts, Token, WorkRequest,
+        Admit, Caps, Completion, Domain, DomainError, LinkId, LinkName, MessageRoom, NicKeys,
+        PeerMapping, Pinned, Post, Receipts, RegionRelease, Token, WorkRequest,
     },
     memory::RegionMemory,
     time::Time,
@@ -37,7 +37,7 @@ impl SimDomain {
     }
 
     /// The other end of a link that is up here, and the link's name.
-    fn remote_end(&self, world: &World, link: LinkId) -> Option<(Side, LinkName)> {
+    fn remote_end(&self, world: &World, link: LinkId) -> Option<(LinkEnd, LinkName)> {
         let end = world.nodes.get(&self.port)?.links.get(&link)?;
         Some((end.remote, end.name))
     }
@@ -81,7 +81,7 @@ impl Domain for SimDomain {
         Ok(NicKeys::new())
     }
 
-    fn deregister(&mut self, index: u32) -> Quiet {
+    fn deregister(&mut self, index: u32) -> RegionRelease {
         let mut world = self.world.lock();
         if let Some(node) = world.nodes.get_mut(&self.port) {
             // As with a NIC, later deliveries find an invalid key.
@@ -90,15 +90,15 @@ impl Domain for SimDomain {
         world.deregister(self.port, index)
     }
 
-    fn aperture(
+    fn map_peer_region(
         &mut self,
         link: LinkId,
         key: RegionKey,
         _by: Option<i32>,
-    ) -> Result<Arc<Aperture>, String> {
+    ) -> Result<Arc<PeerMapping>, String> {
         let mut world = self.world.lock();
         let (remote, _) = self.remote_end(&world, link).ok_or("the link is down")?;
-        world.open_aperture((self.port, remote.0), key, Arc::downgrade(&self.world))
+        world.open_peer_mapping((self.port, remote.0), key, Arc::downgrade(&self.world))
     }
 
     fn unfit(&self, peer: &EngineAddress) -> Option<String> {
@@ -137,10 +137,10 @@ impl Domain for SimDomain {
         self.world.lock().config.receipts()
     }
 
-    fn note(&mut self, link: LinkId, frame: Vec<u8>) {
+    fn send_group_frame(&mut self, link: LinkId, frame: Vec<u8>) {
         let mut world = self.world.lock();
         if let Some((to, name)) = self.remote_end(&world, link) {
-            world.send(self.route(to.0, name), 0, Event::Note { to, frame });
+            world.send(self.route(to.0, name), 0, Event::GroupFrame { to, frame });
         }
     }
 

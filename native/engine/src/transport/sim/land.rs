@@ -5,8 +5,8 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::{
-    free,
-    node::{End, Port, Side, WaitingMessage},
+    free_schedule,
+    node::{LinkEnd, LinkEndState, Port, WaitingMessage},
     wire::{Event, Route, World},
 };
 use crate::{
@@ -18,7 +18,7 @@ use crate::{
 };
 
 /// Pages longer than this arrive in two halves, so that an early count is detected.
-const WHOLE: usize = 64;
+const MAX_WHOLE_PAGE: usize = 64;
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
@@ -29,7 +29,7 @@ enum Kind {
 
 /// A part of a page.
 struct Chunk {
-    /// Its address at the poster, and its offset in the peer's region.
+    /// Address at the poster. `remote_offset`: offset in the peer's region.
     local: usize,
     remote_offset: u64,
     page: usize,
@@ -42,9 +42,9 @@ struct Chunk {
 
 /// A work request under way.
 pub(crate) struct Job {
-    pub from: Side,
+    pub from: LinkEnd,
     /// The peer's NIC, and its id of the link.
-    pub to: Side,
+    pub to: LinkEnd,
     pub name: LinkName,
     pub token: Token,
     number: u64,
@@ -56,11 +56,11 @@ pub(crate) struct Job {
     page_counts: bool,
     /// Number of deliveries of a bare count: a NIC's immediate may not hold all of it.
     parts: usize,
-    left: Mutex<Left>,
+    left: Mutex<MissingParts>,
 }
 
-/// What has not arrived.
-struct Left {
+/// The parts that have not arrived.
+struct MissingParts {
     chunks: usize,
     of_pages: Vec<u8>,
     error: Option<DomainError>,
@@ -69,7 +69,7 @@ struct Left {
 impl Job {
     /// `None` for work without a transfer.
     pub fn new(
-        (from, to, name): (Side, Side, LinkName),
+        (from, to, name): (LinkEnd, LinkEnd, LinkName),
         (token, number): (Token, u64),
         wr: &WorkRequest,
         (page_counts, carries): (bool, bool),
@@ -88,7 +88,7 @@ impl Job {
             (Kind::Count, Some(c)) if page_counts => c.n as usize,
             _ => 1,
         };
-        let left = Left { chunks: chunks.len().max(parts), of_pages, error: None };
+        let left = MissingParts { chunks: chunks.len().max(parts), of_pages, error: None };
         Some(Self {
             from,
             to,
@@ -137,7 +137,7 @@ fn cut(data: &Data, write: bool, carries: bool) -> Vec<Chunk> {
     let mut chunks = Vec::new();
     for page in 0..data.pages {
         let n = data.page_len as usize;
-        let half = if n > WHOLE && carries { n / 2 } else { n };
+        let half = if n > MAX_WHOLE_PAGE && carries { n / 2 } else { n };
         for (from, to) in [(0, half), (half, n)] {
             if from == to {
                 continue;
@@ -164,14 +164,14 @@ fn cut(data: &Data, write: bool, carries: bool) -> Vec<Chunk> {
 }
 
 /// # Safety
-/// As many bytes as `bytes` holds must be readable at `from`.
+/// `bytes.len()` bytes must be readable at `from`.
 unsafe fn take(from: usize, bytes: &mut [u8]) {
     // SAFETY: by this function's contract.
     unsafe { std::ptr::copy_nonoverlapping(from as *const u8, bytes.as_mut_ptr(), bytes.len()) }
 }
 
 /// # Safety
-/// As many bytes as `bytes` holds must be writable at `to`.
+/// `bytes.len()` bytes must be writable at `to`.
 unsafe fn place(bytes: &[u8], to: usize) {
     // SAFETY: by this function's contract.
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to as *mut u8, bytes.len()) }
@@ -204,7 +204,7 @@ impl World {
                                 if self.free.is_some() {
                                     let mut before = vec![u8::from(sending); bytes.len() + 1];
                                     take(addr, &mut before[1..]);
-                                    found = Some(free::hash(&before));
+                                    found = Some(free_schedule::hash(&before));
                                 }
                                 if sending {
                                     take(chunk.local, &mut bytes);
@@ -218,7 +218,7 @@ impl World {
         }
         if let (Some(free), Some(found)) = (&mut self.free, found) {
             // Tests check one node's memory when something ends at another node.
-            free.see(to.engine, found);
+            free.record_seen(to.engine, found);
         }
         if job.kind == Kind::Read && error.is_none() {
             let n = job.chunks.get(at).map_or(0, |p| p.len);
@@ -299,13 +299,13 @@ impl World {
         }
     }
 
-    fn end_of(&mut self, (port, link): Side) -> Option<&mut End> {
+    fn end_of(&mut self, (port, link): LinkEnd) -> Option<&mut LinkEndState> {
         self.nodes.get_mut(&port)?.links.get_mut(&link)
     }
 
     pub(crate) fn deliver_message(
         &mut self,
-        (from, to): (Side, Side),
+        (from, to): (LinkEnd, LinkEnd),
         (token, number): (Token, u64),
         message: Arc<[u8]>,
     ) {
@@ -318,11 +318,11 @@ impl World {
         }
     }
 
-    pub(crate) fn deliver_note(&mut self, to: Side, frame: Vec<u8>) {
+    pub(crate) fn deliver_group_frame(&mut self, to: LinkEnd, frame: Vec<u8>) {
         let Some(node) = self.nodes.get_mut(&to.0) else { return };
         if node.links.contains_key(&to.1) {
-            node.inbox.push_back(Completion::Note { link: to.1, frame });
-            self.notes += 1;
+            node.inbox.push_back(Completion::GroupFrame { link: to.1, frame });
+            self.group_frames += 1;
         }
     }
 
@@ -345,7 +345,7 @@ impl World {
         };
         let Some(acceptor) = self.nodes.get_mut(&to) else { return };
         let back = acceptor.new_link();
-        acceptor.links.insert(back, End::new((from, link), name));
+        acceptor.links.insert(back, LinkEndState::new((from, link), name));
         acceptor.inbox.push_back(up(back, own_end, from, name));
         if half {
             // The last handshake message is lost: the acceptor learns of it later.
@@ -355,11 +355,11 @@ impl World {
             return self.fail_to_connect((from, link), "the handshake was interrupted");
         }
         let Some(initiator) = self.nodes.get_mut(&from) else { return };
-        initiator.links.insert(link, End::new((to, back), name));
+        initiator.links.insert(link, LinkEndState::new((to, back), name));
         initiator.inbox.push_back(up(link, remote_end, to, name));
     }
 
-    fn fail_to_connect(&mut self, (port, link): Side, why: &str) {
+    fn fail_to_connect(&mut self, (port, link): LinkEnd, why: &str) {
         let Some(node) = self.nodes.get_mut(&port) else { return };
         let cause = DomainError::LinkDown(why.into());
         node.inbox.push_back(Completion::LinkDown {
@@ -377,6 +377,6 @@ fn up(link: LinkId, address: crate::api::EngineAddress, of: Port, name: LinkName
         peer: PeerIdentity { address, version: None },
         endpoint: of.rail.into(),
         name,
-        note: "simulated".to_owned(),
+        description: "simulated".to_owned(),
     }
 }

@@ -6,10 +6,13 @@ use std::{
     sync::Arc,
 };
 
-use super::wire::Scheduled;
+use super::wire::ScheduledEvent;
 use crate::{
     api::{EngineAddress, EngineId},
-    domain::{Completion, Count, DomainError, Landed, LinkId, LinkName, Receipt, Receipts, Token},
+    domain::{
+        CompletedNumbers, Completion, Count, DomainError, LinkId, LinkName, Receipt, Receipts,
+        Token,
+    },
     memory::RegionBook,
 };
 
@@ -21,13 +24,13 @@ pub(crate) struct Port {
 }
 
 /// A link at one NIC.
-pub(crate) type Side = (Port, LinkId);
+pub(crate) type LinkEnd = (Port, LinkId);
 
 /// One end of a link that is up.
-pub(crate) struct End {
-    pub remote: Side,
+pub(crate) struct LinkEndState {
+    pub remote: LinkEnd,
     pub name: LinkName,
-    landed: Landed,
+    completed: CompletedNumbers,
     /// Number of counted writes.
     counted: u64,
     /// Work posted here and not completed, with its numbers.
@@ -37,12 +40,12 @@ pub(crate) struct End {
     pub failed: Vec<(Token, u64)>,
 }
 
-impl End {
-    pub fn new(remote: Side, name: LinkName) -> Self {
+impl LinkEndState {
+    pub fn new(remote: LinkEnd, name: LinkName) -> Self {
         Self {
             remote,
             name,
-            landed: Landed::default(),
+            completed: CompletedNumbers::default(),
             begun: 0,
             failed: Vec::new(),
             counted: 0,
@@ -63,13 +66,13 @@ impl End {
 
     /// This end has carried out work of the other end.
     pub fn on_executed(&mut self, number: u64, done: bool) {
-        self.landed.note(number, done);
+        self.completed.record(number, done);
     }
 
     fn receipt(self, receipts: Receipts) -> Receipt {
         match receipts {
             Receipts::InOrder => Receipt::InOrder(self.counted),
-            Receipts::Numbered => Receipt::Landed(self.landed),
+            Receipts::Numbered => Receipt::Numbered(self.completed),
             Receipts::None => Receipt::Unknown,
         }
     }
@@ -79,7 +82,7 @@ impl End {
 pub(crate) struct WaitingMessage {
     pub link: LinkId,
     pub message: Arc<[u8]>,
-    pub sender: Side,
+    pub sender: LinkEnd,
     pub token: Token,
 }
 
@@ -149,11 +152,11 @@ pub(crate) struct Node {
     pub book: RegionBook,
     pub inbox: VecDeque<Completion>,
     pub address: Option<EngineAddress>,
-    pub links: BTreeMap<LinkId, End>,
+    pub links: BTreeMap<LinkId, LinkEndState>,
     /// Whether its cable is unplugged.
     pub unplugged: bool,
     /// Deliveries that wait for the cable.
-    pub parked: Vec<Scheduled>,
+    pub parked: Vec<ScheduledEvent>,
     /// Number of work requests ever posted.
     pub posts: u64,
     /// Messages that found no room.

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::{
-    node::{Port, Side},
+    node::{LinkEnd, Port},
     wire::World,
 };
 use crate::{
@@ -24,7 +24,7 @@ pub enum Work {
 
 /// A posted work request. Times are virtual nanoseconds.
 #[derive(Clone, Copy, Debug)]
-pub struct Traced {
+pub struct TracedWork {
     pub engine: EngineId,
     pub rail: u8,
     pub work: Work,
@@ -39,8 +39,8 @@ pub struct Traced {
 /// Recorded by [`crate::simulation::SimNet::trace`].
 #[derive(Default)]
 pub(crate) struct Trace {
-    done: Vec<Traced>,
-    open: HashMap<(Port, LinkId, Token), Traced>,
+    done: Vec<TracedWork>,
+    open: HashMap<(Port, LinkId, Token), TracedWork>,
 }
 
 impl Trace {
@@ -52,7 +52,7 @@ impl Trace {
             WorkRequest::Send(_) => (Work::Message, None),
             WorkRequest::Prepare { .. } => return,
         };
-        let traced = Traced {
+        let traced = TracedWork {
             engine: port.engine,
             rail: port.rail,
             work,
@@ -74,18 +74,18 @@ impl Trace {
     }
 
     /// Takes the work requests that have ended since the last call.
-    pub fn take(&mut self) -> Vec<Traced> {
+    pub fn take(&mut self) -> Vec<TracedWork> {
         std::mem::take(&mut self.done)
     }
 
     /// The work requests under way.
-    pub fn open(&self) -> impl Iterator<Item = Traced> + '_ {
+    pub fn open(&self) -> impl Iterator<Item = TracedWork> + '_ {
         self.open.values().copied()
     }
 }
 
 impl World {
-    pub(crate) fn trace_posted(&mut self, (port, link): Side, token: Token, wr: &WorkRequest) {
+    pub(crate) fn trace_posted(&mut self, (port, link): LinkEnd, token: Token, wr: &WorkRequest) {
         let now = self.now();
         if let Some(trace) = &mut self.trace {
             trace.posted(now, port, link, token, wr);

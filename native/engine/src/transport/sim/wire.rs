@@ -12,10 +12,10 @@ use std::{
 use slab::Slab;
 
 use super::{
-    apertures::Apertures,
-    free::Free,
+    free_schedule::FreeSchedule,
     land::Job,
-    node::{ByName, Nodes, Port, Side},
+    node::{ByName, LinkEnd, Nodes, Port},
+    peer_mappings::PeerMappings,
     trace::Trace,
     SimConfig,
 };
@@ -38,19 +38,19 @@ pub(crate) enum Event {
     },
     /// The sender of a work request is notified.
     Done {
-        to: Side,
+        to: LinkEnd,
         token: Token,
         result: Result<(), DomainError>,
     },
     Message {
-        from: Side,
-        to: Side,
+        from: LinkEnd,
+        to: LinkEnd,
         token: Token,
         number: u64,
         message: Arc<[u8]>,
     },
-    Note {
-        to: Side,
+    GroupFrame {
+        to: LinkEnd,
         frame: Vec<u8>,
     },
     Connect {
@@ -60,13 +60,13 @@ pub(crate) enum Event {
     },
     /// One end learns that its link is lost.
     Cut {
-        at: Side,
+        at: LinkEnd,
         cause: DomainError,
     },
     /// One work request fails, and its link some time later.
     WorkFails {
-        at: Side,
-        pick: u32,
+        at: LinkEnd,
+        work_index: u32,
     },
 }
 
@@ -78,7 +78,7 @@ pub(crate) struct Route {
     pub name: LinkName,
 }
 
-pub(crate) struct Scheduled {
+pub(crate) struct ScheduledEvent {
     pub at: u64,
     order: u64,
     route: Option<Route>,
@@ -90,7 +90,7 @@ pub(crate) struct Scheduled {
 
 /// Time of an event in `World::scheduled`. The heap moves its entries, so they are small.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
-struct Due {
+struct EventTime {
     at: u64,
     order: u64,
     place: usize,
@@ -98,11 +98,11 @@ struct Due {
 
 /// One direction of a link.
 #[derive(Default)]
-struct Lane {
+struct LinkDirection {
     sent_at: u64,
-    /// Lower bounds for arrivals on an ordered link, and for notes of any link.
+    /// Lower bounds for arrivals on an ordered link, and for group frames of any link.
     last: u64,
-    last_note: u64,
+    last_group_frame: u64,
 }
 
 /// Two parts of the network that can't communicate.
@@ -118,16 +118,16 @@ pub(crate) struct World {
     pub stalls: HashMap<LinkName, u64>,
     pub partitions: Vec<Partition>,
     /// Number of frames between groups that have arrived.
-    pub notes: u64,
+    pub group_frames: u64,
     pub trace: Option<Trace>,
     /// Engines that have something to process.
     pub stirred: BTreeSet<EngineId>,
     /// The events under way if nothing has a time.
-    pub free: Option<Free>,
-    pub apertures: Apertures,
-    scheduled: Slab<Scheduled>,
-    events: BinaryHeap<Reverse<Due>>,
-    lanes: HashMap<(LinkName, Port), Lane, ByName>,
+    pub free: Option<FreeSchedule>,
+    pub peer_mappings: PeerMappings,
+    scheduled: Slab<ScheduledEvent>,
+    events: BinaryHeap<Reverse<EventTime>>,
+    directions: HashMap<(LinkName, Port), LinkDirection, ByName>,
     order: u64,
     digest: u64,
     clock: Arc<AtomicU64>,
@@ -137,18 +137,18 @@ impl World {
     pub fn new(config: SimConfig, clock: Arc<AtomicU64>) -> Self {
         Self {
             rng: fastrand::Rng::with_seed(config.seed),
-            free: config.free.then(Free::default),
+            free: config.free.then(FreeSchedule::default),
             config,
             nodes: Nodes::default(),
             stalls: HashMap::new(),
             partitions: Vec::new(),
-            notes: 0,
+            group_frames: 0,
             trace: None,
             stirred: BTreeSet::new(),
-            apertures: Apertures::default(),
+            peer_mappings: PeerMappings::default(),
             scheduled: Slab::new(),
             events: BinaryHeap::new(),
-            lanes: HashMap::default(),
+            directions: HashMap::default(),
             order: 0,
             digest: 0,
             clock,
@@ -188,7 +188,7 @@ impl World {
             return free.add(by, route, event);
         }
         self.order += 1;
-        let scheduled = Scheduled { at, order: self.order, route, bytes, is_in: false, event };
+        let scheduled = ScheduledEvent { at, order: self.order, route, bytes, is_in: false, event };
         // A connect fails at an unplugged NIC; other events wait until it is plugged in.
         let waits = !matches!(scheduled.event, Event::Connect { .. });
         let unplugged = |w: &Route| self.nodes.get(&w.from).is_some_and(|n| n.unplugged);
@@ -202,10 +202,10 @@ impl World {
         }
     }
 
-    fn schedule(&mut self, scheduled: Scheduled) {
+    fn schedule(&mut self, scheduled: ScheduledEvent) {
         let (at, order) = (scheduled.at, scheduled.order);
         let place = self.scheduled.insert(scheduled);
-        self.events.push(Reverse(Due { at, order, place }));
+        self.events.push(Reverse(EventTime { at, order, place }));
     }
 
     /// Sends something over the network.
@@ -213,7 +213,7 @@ impl World {
         let now = self.now();
         let delay = self.delay();
         let rate = self.nodes.get(&route.from).and_then(|n| n.rate);
-        let lane = self.lanes.entry((route.name, route.from)).or_default();
+        let direction = self.directions.entry((route.name, route.from)).or_default();
         let mut sent = now;
         if let Some(rate) = rate.filter(|_| bytes > 0) {
             if let Some(node) = self.nodes.get_mut(&route.from) {
@@ -222,17 +222,17 @@ impl World {
             }
         }
         if let Some(rate) = self.config.link_rate.filter(|_| bytes > 0) {
-            lane.sent_at = lane.sent_at.max(now) + time(bytes, rate);
-            sent = sent.max(lane.sent_at);
+            direction.sent_at = direction.sent_at.max(now) + time(bytes, rate);
+            sent = sent.max(direction.sent_at);
         }
         let mut at = sent + delay;
         if self.config.ordered {
-            at = at.max(lane.last);
-            lane.last = at;
+            at = at.max(direction.last);
+            direction.last = at;
         }
-        if matches!(event, Event::Note { .. }) {
-            at = at.max(lane.last_note);
-            lane.last_note = at;
+        if matches!(event, Event::GroupFrame { .. }) {
+            at = at.max(direction.last_group_frame);
+            direction.last_group_frame = at;
         }
         self.push(at, Some(route), bytes, event);
     }
@@ -248,7 +248,7 @@ impl World {
         let mut next = self.scheduled.remove(due.place);
         self.clock.fetch_max(next.at, SeqCst);
         let Some(route) = next.route else {
-            self.note(&next);
+            self.record(&next);
             return Some(next.event);
         };
         if !matches!(next.event, Event::Connect { .. }) {
@@ -260,7 +260,8 @@ impl World {
         let free_at = self.blocked(route);
         if free_at > next.at {
             // Ordered deliveries keep their order among those that wait.
-            let jitter = match self.config.ordered || matches!(next.event, Event::Note { .. }) {
+            let jitter = match self.config.ordered || matches!(next.event, Event::GroupFrame { .. })
+            {
                 true => 0,
                 false => self.delay(),
             };
@@ -277,11 +278,11 @@ impl World {
                 return None;
             }
         }
-        self.note(&next);
+        self.record(&next);
         Some(next.event)
     }
 
-    fn note(&mut self, happened: &Scheduled) {
+    fn record(&mut self, happened: &ScheduledEvent) {
         let rail = happened.route.map_or(0, |w| u64::from(w.to.rail) + 1);
         for word in [happened.at, happened.order, rail] {
             self.digest = (self.digest.rotate_left(5) ^ word).wrapping_mul(0x517c_c1b7_2722_0a95);
@@ -309,7 +310,7 @@ impl World {
         }
     }
 
-    pub fn happen(&mut self, event: Event) {
+    pub fn apply_event(&mut self, event: Event) {
         self.stirred.insert(event.at().engine);
         if let Event::Connect { from, .. } = event {
             self.stirred.insert(from.engine);
@@ -325,10 +326,10 @@ impl World {
             Event::Message { from, to, token, number, message } => {
                 self.deliver_message((from, to), (token, number), message)
             }
-            Event::Note { to, frame } => self.deliver_note(to, frame),
+            Event::GroupFrame { to, frame } => self.deliver_group_frame(to, frame),
             Event::Connect { from, to, link } => self.link_up(from, to, link),
             Event::Cut { at, cause } => self.cut(at, &cause),
-            Event::WorkFails { at, pick } => self.work_fails(at, pick),
+            Event::WorkFails { at, work_index } => self.work_fails(at, work_index),
         }
     }
 }

@@ -10,7 +10,7 @@ use super::{
 use crate::{
     api::{RailKeys, RegionKey},
     domain::{Completion, Data, DomainError, LinkId, LocalAddr, Post, Seq, Token, WorkRequest},
-    memory::{device::Pinned, HIDDEN},
+    memory::{device::Pinned, FIRST_INTERNAL_INDEX},
 };
 
 impl<D: ControlChannel> Staged<D> {
@@ -35,7 +35,7 @@ impl<D: ControlChannel> Staged<D> {
         state.queue.push_back(key);
         self.start_chunks(link);
         if !self.completions.is_empty() {
-            self.lanes.wake();
+            self.copier.wake();
         }
         Ok(Post::Queued)
     }
@@ -50,7 +50,9 @@ impl<D: ControlChannel> Staged<D> {
 
     pub(super) fn on_window(&mut self, link: LinkId, key: RegionKey) -> Result<(), DomainError> {
         let Some(state) = self.link_states.get_mut(&link) else { return Ok(()) };
-        if !matches!(state.peer_window, PeerWindow::Requested) || key.index & HIDDEN == 0 {
+        if !matches!(state.peer_window, PeerWindow::Requested)
+            || key.index & FIRST_INTERNAL_INDEX == 0
+        {
             return Err(DomainError::Handshake("a window without a request".into()));
         }
         state.peer_window = PeerWindow::Open { key, free: (0..SLOTS).collect() };
@@ -171,7 +173,7 @@ impl<D: ControlChannel> Staged<D> {
                     return true;
                 }
                 (ChunkState::Waiting, _) => return progressed,
-                (ChunkState::Copying(ticket), _) => match self.lanes.poll(ticket) {
+                (ChunkState::Copying(copy), _) => match self.copier.poll(copy) {
                     None => return progressed,
                     Some(result) => result.map(|()| None),
                 },
@@ -218,9 +220,9 @@ impl<D: ControlChannel> Staged<D> {
         let pieces = local_pieces(&chunk.data, at, inward);
         // SAFETY: the pieces lie in a region that the request keeps registered until its token
         // completes, which needs this chunk, and in a slot that belongs to this chunk.
-        let ticket =
-            unsafe { self.lanes.start(&region.location, inward, &pieces) }.map_err(copy_error)?;
-        Ok(ChunkState::Copying(ticket))
+        let copy =
+            unsafe { self.copier.start(&region.location, inward, &pieces) }.map_err(copy_error)?;
+        Ok(ChunkState::Copying(copy))
     }
 
     /// Posts the chunk's transfer; a slot replaces each staged side.
@@ -237,7 +239,7 @@ impl<D: ControlChannel> Staged<D> {
             (chunk.local_slot.map(packed), chunk.remote_slot.map(|(_, slot)| packed(slot)));
         if let (Some(seq), Some(own)) = (local_slot, &self.own) {
             data.local = LocalAddr(own.memory.base());
-            data.local_region = HIDDEN;
+            data.local_region = FIRST_INTERNAL_INDEX;
             data.local_seq = seq;
         }
         if let (Some(seq), Some((window, _))) = (remote_slot, chunk.remote_slot) {
@@ -372,7 +374,8 @@ impl<D: ControlChannel> Staged<D> {
         self.completions.push(Completion::Done { link, token, result: error.map_or(Ok(()), Err) });
     }
 
-    /// A link is lost: chunks without a running copy fail now, `close_lost_links` waits for the others.
+    /// A link is lost: chunks without a running copy fail now, `close_lost_links` waits for the
+    /// others.
     pub(super) fn link_lost(&mut self, link: LinkId, cause: &DomainError) {
         if let Some(state) = self.link_states.get_mut(&link) {
             state.closing = Some(cause.clone());

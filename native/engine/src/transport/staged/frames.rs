@@ -7,7 +7,7 @@ use super::{SLOTS, SLOT_BYTES};
 use crate::{
     api::{Envelope, RegionKey},
     domain::{Count, Data, DomainError, Seq},
-    memory::{device::Piece, RegionMemory},
+    memory::{device::CopyRange, RegionMemory},
 };
 
 /// Fits into a control message of every transport.
@@ -27,7 +27,7 @@ pub(super) enum Frame {
     /// The result of a copy.
     CopyDone { chunk: u64, result: Result<(), Refusal> },
     /// A frame between groups.
-    Note(Vec<u8>),
+    GroupFrame(Vec<u8>),
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -114,7 +114,7 @@ impl Pages {
         region: &RegionMemory,
         slot: usize,
         inward: bool,
-    ) -> Result<SmallVec<[Piece; 4]>, DomainError> {
+    ) -> Result<SmallVec<[CopyRange; 4]>, DomainError> {
         let listed = self.indices.len();
         if self.n > MAX_INDICES || (self.n > 0 && self.page_len == 0) {
             return Err(DomainError::Refused("an impossible number of pages".into()));
@@ -151,7 +151,7 @@ impl Pages {
 }
 
 /// The copies between a slot, where pages are adjacent, and the local pages of a request.
-pub(super) fn local_pieces(data: &Data, slot: usize, inward: bool) -> SmallVec<[Piece; 4]> {
+pub(super) fn local_pieces(data: &Data, slot: usize, inward: bool) -> SmallVec<[CopyRange; 4]> {
     let page = data.page_len as usize;
     let ranges = (0..data.pages).map(|i| {
         let at = data.local.0 + data.local_seq.nth(i) as usize;
@@ -165,19 +165,19 @@ fn merge(
     ranges: impl Iterator<Item = (usize, usize)>,
     page: usize,
     inward: bool,
-) -> SmallVec<[Piece; 4]> {
-    let mut pieces: SmallVec<[Piece; 4]> = SmallVec::new();
+) -> SmallVec<[CopyRange; 4]> {
+    let mut pieces: SmallVec<[CopyRange; 4]> = SmallVec::new();
     for (at, slot) in ranges.filter(|_| page > 0) {
         let (to, from) = if inward { (at, slot) } else { (slot, at) };
         match pieces.last_mut() {
             Some(p) if p.to + p.len == to && p.from + p.len == from => p.len += page,
-            _ => pieces.push(Piece { to, from, len: page }),
+            _ => pieces.push(CopyRange { to, from, len: page }),
         }
     }
     pieces
 }
 
-/// How a request is cut into chunks that fit a slot each.
+/// Division of a request into chunks that fit a slot each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Chunking {
     /// Chunks per page, if a page is longer than a slot.
@@ -325,13 +325,13 @@ mod tests {
             at in proptest::collection::vec(0usize..12, 1..12), page in 1usize..9,
         ) {
             let ranges: Vec<_> = at.iter().enumerate().map(|(i, a)| (a * page, i * page)).collect();
-            let bytes = |pieces: &[Piece]| -> HashSet<(usize, usize)> {
+            let bytes = |pieces: &[CopyRange]| -> HashSet<(usize, usize)> {
                 pieces.iter().flat_map(|p| (0..p.len).map(|b| (p.to + b, p.from + b))).collect()
             };
             for inward in [true, false] {
                 let plain = ranges.iter().map(|(at, slot)| match inward {
-                    true => Piece { to: *at, from: *slot, len: page },
-                    false => Piece { to: *slot, from: *at, len: page },
+                    true => CopyRange { to: *at, from: *slot, len: page },
+                    false => CopyRange { to: *slot, from: *at, len: page },
                 });
                 let plain: Vec<_> = plain.collect();
                 let joined = merge(ranges.iter().copied(), page, inward);

@@ -9,7 +9,7 @@ use crate::{
     api::RegionKey,
     domain::{Count, Data, DomainError, LinkId, Token},
     memory::{
-        device::{Nature, Pinned, Ticket},
+        device::{MemoryKind, PendingCopy, Pinned},
         RegionMemory,
     },
 };
@@ -70,7 +70,7 @@ pub(super) enum Stage {
 pub(super) enum ChunkState {
     /// To be started; possibly tried before without success.
     Ready,
-    Copying(Ticket),
+    Copying(PendingCopy),
     /// Under way in the transport, or at the peer.
     Waiting,
 }
@@ -98,13 +98,13 @@ impl Chunk {
 
     /// Whether its copy has ended or must be polled.
     pub fn needs_check(&self) -> bool {
-        matches!(&self.state, ChunkState::Copying(ticket) if ticket.needs_check())
+        matches!(&self.state, ChunkState::Copying(copy) if copy.needs_check())
     }
 
     /// Waits until its copy touches no memory any more.
     pub fn quiesce(&self) {
-        if let ChunkState::Copying(ticket) = &self.state {
-            ticket.quiesce();
+        if let ChunkState::Copying(copy) = &self.state {
+            copy.quiesce();
         }
     }
 
@@ -143,12 +143,12 @@ impl Job {
 
     pub fn touches_device(&self) -> bool {
         let local = self.local.as_ref().is_some_and(|r| r.location.cuda().is_some());
-        local || self.data.remote.nature().is_device()
+        local || self.data.remote.memory_kind().is_device()
     }
 
     pub fn touches_file(&self) -> bool {
         let local = self.local.as_ref().is_some_and(|r| r.location.file().is_some());
-        local || self.data.remote.nature() == Nature::File
+        local || self.data.remote.memory_kind() == MemoryKind::File
     }
 }
 

@@ -24,13 +24,14 @@ use slab::Slab;
 use crate::{
     api::{Endpoint, EngineAddress, EngineId, RegionKey, TransportKind},
     domain::{
-        Aperture, Assist, Caps, Completion, Data, Domain, DomainError, LinkId, LinkName,
-        MessageRoom, NicKeys, Pinned, Post, Quiet, Receipt, Receipts, Token, WakeFds, WorkRequest,
+        Assist, Caps, Completion, Data, Domain, DomainError, LinkId, LinkName, MessageRoom,
+        NicKeys, PeerMapping, Pinned, Post, Receipt, Receipts, RegionRelease, Token, WakeFds,
+        WorkRequest,
     },
     memory::{
-        device::{Lanes, Nature},
+        device::{AsyncCopier, MemoryKind},
         file::FileQueue,
-        RegionBook, RegionMemory, HIDDEN,
+        RegionBook, RegionMemory, FIRST_INTERNAL_INDEX,
     },
     time::Time,
 };
@@ -59,9 +60,9 @@ pub(crate) trait ControlChannel: Domain {
     /// Takes the next received message; messages of one link are in order.
     fn receive_control(&mut self) -> Option<(LinkId, Vec<u8>)>;
 
-    /// Whether the transport itself moves bytes of this nature.
-    fn reaches(&self, nature: Nature) -> bool {
-        nature == Nature::Plain
+    /// Whether the transport itself moves bytes of this kind of memory.
+    fn reaches(&self, memory_kind: MemoryKind) -> bool {
+        memory_kind == MemoryKind::Host
     }
 }
 
@@ -79,7 +80,7 @@ struct LinkState {
     /// The transport's receipt.
     receipt: Receipt,
     unfinished: Vec<(Token, u64)>,
-    /// What has been staged, for `describe`.
+    /// Whether device memory was staged, for `describe`.
     device: bool,
     file: bool,
     host: bool,
@@ -90,7 +91,7 @@ pub(crate) struct Staged<D> {
     inner: D,
     /// Local regions that the transport can't access.
     book: RegionBook,
-    lanes: Lanes,
+    copier: AsyncCopier,
     own: Option<StagingMemory>,
     link_states: HashMap<LinkId, LinkState>,
     jobs: Slab<Job>,
@@ -122,7 +123,7 @@ impl<D: ControlChannel> Staged<D> {
         Self {
             inner,
             book: RegionBook::default(),
-            lanes: Lanes::new(files),
+            copier: AsyncCopier::new(files),
             own: None,
             link_states: HashMap::new(),
             jobs: Slab::new(),
@@ -151,19 +152,19 @@ impl<D: ControlChannel> Staged<D> {
 
     /// Whether a local region is accessed by staging only.
     fn is_staged_region(&self, region: &RegionMemory) -> bool {
-        !self.inner.reaches(region.key.nature()) || self.is_forced()
+        !self.inner.reaches(region.key.memory_kind()) || self.is_forced()
     }
 
     /// The local region of a request, if the transport can't access it.
     fn local(&self, data: &Data) -> Option<Arc<RegionMemory>> {
         let region = self.book.get(data.local_region)?;
-        let nature = region.key.nature();
-        let staged = !region.location.is_host() && !self.inner.reaches(nature);
+        let memory_kind = region.key.memory_kind();
+        let staged = !region.location.is_host() && !self.inner.reaches(memory_kind);
         (staged || self.is_forced()).then(|| Arc::clone(region))
     }
 
     fn is_remote_staged(&self, data: &Data) -> bool {
-        !self.inner.reaches(data.remote.nature()) || self.is_forced()
+        !self.inner.reaches(data.remote.memory_kind()) || self.is_forced()
     }
 
     fn is_idle(&self) -> bool {
@@ -182,7 +183,7 @@ impl<D: ControlChannel> Staged<D> {
                         self.on_transfer_done(token, result);
                     }
                 }
-                Completion::RegionQuiet { index } if index & HIDDEN != 0 => {
+                Completion::RegionReleased { index } if index & FIRST_INTERNAL_INDEX != 0 => {
                     let index = *index;
                     self.closing_windows.retain(|w| w.key.index != index);
                     out.remove(i);
@@ -215,8 +216,8 @@ impl<D: ControlChannel> Staged<D> {
 
     fn on_control(&mut self, link: LinkId, bytes: &[u8]) -> Result<(), DomainError> {
         let frame = Frame::decode(bytes)?;
-        if let Frame::Note(frame) = frame {
-            self.completions.push(Completion::Note { link, frame });
+        if let Frame::GroupFrame(frame) = frame {
+            self.completions.push(Completion::GroupFrame { link, frame });
             return Ok(());
         }
         // The other frames are about windows, which end with their link.
@@ -232,7 +233,7 @@ impl<D: ControlChannel> Staged<D> {
                 self.start_window_copy(link, (slot, chunk, inward), &pages, count)
             }
             Frame::CopyDone { chunk, result } => self.on_copy_done(link, chunk, result),
-            Frame::Note(_) => Ok(()),
+            Frame::GroupFrame(_) => Ok(()),
         }
     }
 }
@@ -277,21 +278,21 @@ impl<D: ControlChannel> Domain for Staged<D> {
         Ok(NicKeys::new())
     }
 
-    fn deregister(&mut self, index: u32) -> Quiet {
+    fn deregister(&mut self, index: u32) -> RegionRelease {
         match self.deregister_staged(index) {
             Some(quiet) => quiet,
             None => self.inner.deregister(index),
         }
     }
 
-    fn aperture(
+    fn map_peer_region(
         &mut self,
         link: LinkId,
         key: RegionKey,
         by: Option<i32>,
-    ) -> Result<Arc<Aperture>, String> {
-        match self.inner.reaches(key.nature()) && !self.is_forced() {
-            true => self.inner.aperture(link, key, by),
+    ) -> Result<Arc<PeerMapping>, String> {
+        match self.inner.reaches(key.memory_kind()) && !self.is_forced() {
+            true => self.inner.map_peer_region(link, key, by),
             false => Err(format!("{} stages it through host memory", self.kind())),
         }
     }
@@ -321,8 +322,8 @@ impl<D: ControlChannel> Domain for Staged<D> {
         self.inner.receipts()
     }
 
-    fn note(&mut self, link: LinkId, frame: Vec<u8>) {
-        self.inner.send_control(link, Frame::Note(frame).encode());
+    fn send_group_frame(&mut self, link: LinkId, frame: Vec<u8>) {
+        self.inner.send_control(link, Frame::GroupFrame(frame).encode());
     }
 
     fn begin_request(&mut self) {
@@ -388,7 +389,7 @@ impl<D: ControlChannel> Domain for Staged<D> {
     fn arm(&mut self) -> bool {
         let armed = self.inner.arm();
         // Copy engines do not wake the engine, so it keeps polling while they copy.
-        let look = self.window_copies.iter().any(|l| l.ticket.needs_check())
+        let look = self.window_copies.iter().any(|l| l.copy.needs_check())
             || self.chunks.iter().any(|(_, c)| c.needs_check());
         armed && !look && self.completions.is_empty()
     }
@@ -406,7 +407,7 @@ impl<D: ControlChannel> Domain for Staged<D> {
     }
 
     fn stages(&self, key: RegionKey) -> bool {
-        !self.inner.reaches(key.nature())
+        !self.inner.reaches(key.memory_kind())
     }
 
     fn takes_files(&self) -> bool {
@@ -424,13 +425,13 @@ impl<D: ControlChannel> Domain for Staged<D> {
     fn describe(&self, link: LinkId) -> String {
         let mut text = self.inner.describe(link);
         let state = self.link_states.get(&link);
-        let here = |nature: Nature| !self.inner.reaches(nature);
-        if self.device.is_some() && here(Nature::Device) || state.is_some_and(|s| s.device) {
+        let here = |memory_kind: MemoryKind| !self.inner.reaches(memory_kind);
+        if self.device.is_some() && here(MemoryKind::Device) || state.is_some_and(|s| s.device) {
             text += "; GPU memory is staged through pinned host memory";
         }
         if state.is_some_and(|s| s.file) {
             text += "; files are staged through host memory, by ";
-            text += self.lanes.files_by();
+            text += self.copier.files_by();
         }
         if state.is_some_and(|s| s.host) {
             text += "; memory that the engine did not allocate is staged through a window";
@@ -441,8 +442,8 @@ impl<D: ControlChannel> Domain for Staged<D> {
     fn close(&mut self) {
         self.inner.close();
         // Waits for the copies under way: after this nothing lands (MR-1).
-        self.lanes.close();
-        self.window_copies.iter().for_each(|l| l.ticket.quiesce());
+        self.copier.close();
+        self.window_copies.iter().for_each(|l| l.copy.quiesce());
         self.chunks.iter().for_each(|(_, c)| c.quiesce());
         self.window_copies.clear();
         self.chunks.clear();

@@ -10,20 +10,20 @@ use crate::{
     api::{EngineAddress, EngineConfig, EngineId, PageIndices, RailKeys, RegionKey, TransportKind},
     domain::{
         Admit, Completion, Count, Data, Domain, DomainError, LinkId, LocalAddr, MessageRoom, Post,
-        Quiet, Seq, Token, WorkRequest,
+        RegionRelease, Seq, Token, WorkRequest,
     },
     memory::{
-        file::{FileQueue, Means},
-        Backing, RegionMemory, HIDDEN,
+        file::{FileBackend, FileQueue},
+        Backing, RegionMemory, FIRST_INTERNAL_INDEX,
     },
     time::Time,
     transport::{shm::ShmDomain, tcp::TcpDomain},
     wake::Waker,
 };
 
-struct Room;
+struct TestMessageRoom;
 
-impl MessageRoom for Room {
+impl MessageRoom for TestMessageRoom {
     fn admit(&self, _: usize) -> Admit {
         Admit::Take
     }
@@ -36,24 +36,24 @@ struct End<D> {
     done: HashMap<u32, Result<(), DomainError>>,
     counts: HashMap<u32, u32>,
     down: Option<DomainError>,
-    notes: Vec<Vec<u8>>,
+    group_frames: Vec<Vec<u8>>,
 }
 
 impl<D: ControlChannel> End<D> {
     fn new(id: EngineId, inner: D) -> Self {
-        let mut domain = Staged::new(inner, &FileQueue::new(&Waker::default(), Means::Best));
+        let mut domain = Staged::new(inner, &FileQueue::new(&Waker::default(), FileBackend::Best));
         domain.stage_all = true;
         let endpoints = vec![domain.endpoint()];
         let address = EngineAddress { id, name: "end".into(), endpoints };
         domain.announce(&address);
         let (link, done, counts, down) = (None, HashMap::new(), HashMap::new(), None);
-        Self { domain, address, link, done, counts, down, notes: Vec::new() }
+        Self { domain, address, link, done, counts, down, group_frames: Vec::new() }
     }
 
     /// Polls once; calls `at_count` at the moment a count is reported.
     fn poll(&mut self, at_count: &mut dyn FnMut(Count)) {
         let mut out = Vec::new();
-        self.domain.poll(Time::now(), &Room, &mut out);
+        self.domain.poll(Time::now(), &TestMessageRoom, &mut out);
         for c in out {
             match c {
                 Completion::Done { token, result, .. } => {
@@ -66,7 +66,7 @@ impl<D: ControlChannel> End<D> {
                 }
                 Completion::LinkUp { link, .. } => self.link = Some(link),
                 Completion::LinkDown { cause, .. } => self.down = Some(cause),
-                Completion::Note { frame, .. } => self.notes.push(frame),
+                Completion::GroupFrame { frame, .. } => self.group_frames.push(frame),
                 _ => {}
             }
         }
@@ -264,7 +264,7 @@ fn mr_2_and_mr_3_hold_at_the_owner() {
     assert!(matches!(&a.done[&0], Err(DomainError::Refused(_))), "{:?}", a.done);
     assert!(matches!(&a.done[&1], Err(DomainError::Refused(_))), "{:?}", a.done);
     assert!(matches!(&a.done[&2], Err(DomainError::Stale(_))), "{:?}", a.done);
-    assert_eq!(b.domain.deregister(0), Quiet::Now);
+    assert_eq!(b.domain.deregister(0), RegionRelease::Now);
     a.post(3, &write(key, 0));
     drive(&mut a, &mut b, "a refusal", |a, _| a.done.len() == 4);
     assert!(matches!(&a.done[&3], Err(DomainError::Stale(_))), "{:?}", a.done);
@@ -331,11 +331,11 @@ fn rs_4_nothing_starts_on_a_link_whose_end_is_reported() {
 }
 
 #[test]
-fn notes_pass_without_staging() {
+fn group_frames_pass_without_staging() {
     fn one<D: ControlChannel>(end: impl Fn(u8) -> End<D>) {
         let (mut a, mut b) = pair(end);
-        a.domain.note(a.link.unwrap(), vec![7; 9]);
-        drive(&mut a, &mut b, "a note", |_, b| b.notes == [vec![7; 9]]);
+        a.domain.send_group_frame(a.link.unwrap(), vec![7; 9]);
+        drive(&mut a, &mut b, "a group frame", |_, b| b.group_frames == [vec![7; 9]]);
     }
     one(tcp);
     one(shm);
@@ -377,9 +377,10 @@ fn a_peer_that_violates_the_protocol_loses_its_link() {
         ),
         (
             "without a request",
-            Box::new(
-                |_| vec![Frame::Window { key: RegionKey { index: HIDDEN, rkey: 0 } }.encode()],
-            ),
+            Box::new(|_| {
+                vec![Frame::Window { key: RegionKey { index: FIRST_INTERNAL_INDEX, rkey: 0 } }
+                    .encode()]
+            }),
         ),
         (
             "answer without a request",

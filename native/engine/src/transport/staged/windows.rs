@@ -8,10 +8,10 @@ use super::{
 };
 use crate::{
     api::RegionKey,
-    domain::{Completion, Count, DomainError, LinkId, Quiet},
+    domain::{Completion, Count, DomainError, LinkId, RegionRelease},
     memory::{
-        device::{Pinned, Ticket},
-        Backing, RegionMemory, HIDDEN,
+        device::{PendingCopy, Pinned},
+        Backing, RegionMemory, FIRST_INTERNAL_INDEX,
     },
 };
 
@@ -30,7 +30,7 @@ pub(super) struct WindowCopy {
     pub link: LinkId,
     slot: u8,
     chunk: u64,
-    pub ticket: Ticket,
+    pub copy: PendingCopy,
     /// Kept while the copy runs (MR-1).
     pub region: Arc<RegionMemory>,
     count: Option<Count>,
@@ -46,9 +46,11 @@ impl<D: ControlChannel> Staged<D> {
                 let mut rkey = [0; 8];
                 getrandom::fill(&mut rkey)
                     .map_err(|e| DomainError::Unavailable(format!("getrandom: {e}")))?;
-                self.next_window = (self.next_window + 1) & (HIDDEN - 1);
-                let key =
-                    RegionKey { index: HIDDEN | self.next_window, rkey: u64::from_le_bytes(rkey) };
+                self.next_window = (self.next_window + 1) & (FIRST_INTERNAL_INDEX - 1);
+                let key = RegionKey {
+                    index: FIRST_INTERNAL_INDEX | self.next_window,
+                    rkey: u64::from_le_bytes(rkey),
+                };
                 let memory = Pinned::new(WINDOW_BYTES, self.device)?;
                 let backing =
                     Backing::Owned { allocation: Arc::clone(&memory.allocation), offset: 0 };
@@ -84,15 +86,15 @@ impl<D: ControlChannel> Staged<D> {
             // SAFETY: the pieces lie in the region, which the copy keeps registered, and in the
             // slot, whose window is kept while its bit is set. A peer that writes to the slot
             // meanwhile damages its own bytes.
-            let ticket = unsafe { self.lanes.start(&region.location, inward, &pieces) }
+            let copy = unsafe { self.copier.start(&region.location, inward, &pieces) }
                 .map_err(copy_error)?;
-            Ok((ticket, Arc::clone(region)))
+            Ok((copy, Arc::clone(region)))
         });
         match begun {
-            Ok((ticket, region)) => {
+            Ok((copy, region)) => {
                 window.busy |= bit;
                 let count = count.map(to_count).filter(|_| inward);
-                self.window_copies.push(WindowCopy { link, slot, chunk, ticket, region, count });
+                self.window_copies.push(WindowCopy { link, slot, chunk, copy, region, count });
             }
             Err(e) => {
                 let result = Err(Refusal::of(&e));
@@ -107,7 +109,7 @@ impl<D: ControlChannel> Staged<D> {
         let mut progressed = false;
         let mut i = 0;
         while i < self.window_copies.len() {
-            let Some(result) = self.lanes.poll(&self.window_copies[i].ticket) else {
+            let Some(result) = self.copier.poll(&self.window_copies[i].copy) else {
                 i += 1;
                 continue;
             };
@@ -128,7 +130,7 @@ impl<D: ControlChannel> Staged<D> {
             drop(copy);
             if self.retiring.contains(&index) && !self.is_copying_region(index) {
                 self.retiring.retain(|r| *r != index);
-                out.push(Completion::RegionQuiet { index });
+                out.push(Completion::RegionReleased { index });
             }
         }
         progressed
@@ -140,21 +142,21 @@ impl<D: ControlChannel> Staged<D> {
     }
 
     /// Deregisters a staged region; `None` if it isn't one.
-    pub(super) fn deregister_staged(&mut self, index: u32) -> Option<Quiet> {
+    pub(super) fn deregister_staged(&mut self, index: u32) -> Option<RegionRelease> {
         self.book.remove(index)?;
         if !self.is_copying_region(index) {
-            return Some(Quiet::Now);
+            return Some(RegionRelease::Now);
         }
         self.retiring.push(index);
-        Some(Quiet::Later)
+        Some(RegionRelease::Later)
     }
 
     /// Deregisters a window that no copy uses any more.
     pub(super) fn release_window(&mut self, window: Window) {
         match self.inner.deregister(window.key.index) {
-            Quiet::Now => drop(window),
+            RegionRelease::Now => drop(window),
             // Until the transport reports that the peer has released it.
-            Quiet::Later => self.closing_windows.push(window),
+            RegionRelease::Later => self.closing_windows.push(window),
         }
     }
 }

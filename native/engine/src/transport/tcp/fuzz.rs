@@ -25,9 +25,9 @@ pub(crate) fn endpoint(bytes: &[u8]) {
     assert_eq!(TcpEndpoint::decode(&own_endpoint.encode()).as_ref(), Ok(&own_endpoint));
 }
 
-struct Room;
+struct TestMessageRoom;
 
-impl MessageRoom for Room {
+impl MessageRoom for TestMessageRoom {
     fn admit(&self, len: usize) -> Admit {
         match len {
             0..100 => Admit::Take,
@@ -69,8 +69,8 @@ pub fn peer_input(bytes: &[u8]) {
     }
 
     // The first byte is the number of bytes for the first stream.
-    let Some((cut, said)) = bytes.split_first() else { return };
-    let (urgent_stream, bulk_streams) = said.split_at(said.len() * usize::from(*cut) / 255);
+    let Some((cut, input)) = bytes.split_first() else { return };
+    let (urgent_stream, bulk_streams) = input.split_at(input.len() * usize::from(*cut) / 255);
     let _ = peer[0].write_all(urgent_stream);
     let _ = peer[1].write_all(bulk_streams);
     if cut % 2 == 1 {
@@ -84,7 +84,7 @@ pub fn peer_input(bytes: &[u8]) {
         let _ = stream.write_all(&[0xEE; 256]);
     }
     listen(&mut domain, &mut out);
-    judge(&out);
+    check_completions(&out);
     assert!(!over || local == fetched, "bytes of a read that was over");
     let (before, after) = (&memory[..GUARD], &memory[GUARD + REGION..]);
     assert!(before.iter().chain(after).all(|b| *b == 0xA5), "bytes outside the region");
@@ -94,7 +94,7 @@ pub fn peer_input(bytes: &[u8]) {
 
 fn listen(domain: &mut TcpDomain, out: &mut Vec<Completion>) {
     for now in 1..64 {
-        if !domain.poll(Time(now), &Room, out) && now > 4 {
+        if !domain.poll(Time(now), &TestMessageRoom, out) && now > 4 {
             break;
         }
     }
@@ -118,7 +118,7 @@ fn our_work(local: usize) -> [WorkRequest; 3] {
     ]
 }
 
-fn judge(out: &[Completion]) {
+fn check_completions(out: &[Completion]) {
     let mut ended = [0; 3];
     let mut down = false;
     for c in out {
@@ -176,7 +176,7 @@ mod seeds {
         let acks = [first(Kind::Ack), first(Kind::Count), taken, first(Kind::Ping)];
         let acks: Vec<u8> = acks.iter().flat_map(|h| h.encode()).collect();
         let bye = frame(Header { len: 4, ..Header::new(Kind::Close) }, b"gone");
-        let said = [
+        let input = [
             ("writes", [written, parts, outside].concat()),
             ("pages", pages),
             ("reads", [frame(read, &[]), answer].concat()),
@@ -184,7 +184,7 @@ mod seeds {
             ("messages", [message, acks].concat()),
             ("bye", bye),
         ];
-        let whole = said.into_iter().map(|(name, s)| (name, [&[254u8][..], &s].concat()));
+        let whole = input.into_iter().map(|(name, s)| (name, [&[254u8][..], &s].concat()));
         whole.chain([("twice", twice)]).collect()
     }
 }

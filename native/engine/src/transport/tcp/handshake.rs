@@ -17,7 +17,7 @@ use crate::{
     domain::{Completion, DomainError, LinkId, PeerIdentity},
     time::Time,
     transport::{
-        handshake::{Acceptor, Failure, Initiator, Pending, MAX_MESSAGE},
+        handshake::{Acceptor, Failure, Initiator, UnprovenAcceptor, MAX_MESSAGE},
         listener::Admission,
     },
     EngineError,
@@ -39,7 +39,7 @@ struct StreamId {
 enum Stage {
     Connecting,
     AwaitWelcome(Initiator),
-    AwaitAccepted(Pending),
+    AwaitAccepted(UnprovenAcceptor),
     AwaitHello,
     AwaitProof(Acceptor, StreamId),
 }
@@ -358,9 +358,15 @@ impl TcpDomain {
         link.peer = Some(peer.clone());
         if link.is_complete() {
             (link.received_at, link.sent_at) = (now, now);
-            let note = format!("handshake with {}", pending.remote);
+            let description = format!("handshake with {}", pending.remote);
             let (endpoint, name) = (peer.address.first_of(TransportKind::Tcp), link.name());
-            self.completions.push(Completion::LinkUp { link: id, peer, endpoint, name, note });
+            self.completions.push(Completion::LinkUp {
+                link: id,
+                peer,
+                endpoint,
+                name,
+                description,
+            });
         } else if link.initiator && index == 0 {
             let n = link.streams.len();
             let addr: Option<SocketAddr> = pending.remote.parse().ok();
@@ -409,12 +415,12 @@ impl TcpDomain {
         }
     }
 
-    pub(super) fn close_link(&mut self, id: LinkId, cause: DomainError, tell: bool) {
+    pub(super) fn close_link(&mut self, id: LinkId, cause: DomainError, notify: bool) {
         if self.link(id).is_none() {
             return;
         }
         let mut link = self.links.remove(Self::slot(id));
-        if let (Some(key), true) = (link.urgent_stream(), tell) {
+        if let (Some(key), true) = (link.urgent_stream(), notify) {
             if let Some(s) = self.sockets.get_mut(key) {
                 let text = reason(&cause.to_string());
                 let gone = u8::from(matches!(cause, DomainError::Gone(_)));

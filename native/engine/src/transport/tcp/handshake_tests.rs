@@ -17,9 +17,9 @@ use crate::{
 const PAGE: usize = 16 << 10;
 const KEY: RegionKey = RegionKey { index: 0, rkey: 7 };
 
-struct Room;
+struct TestMessageRoom;
 
-impl MessageRoom for Room {
+impl MessageRoom for TestMessageRoom {
     fn admit(&self, _: usize) -> Admit {
         Admit::Take
     }
@@ -36,7 +36,7 @@ fn domain(id: u8) -> (TcpDomain, EngineAddress) {
 /// Polls at times so far apart that no stream is hot.
 fn poll(domain: &mut TcpDomain, now: &mut Time, out: &mut Vec<Completion>) {
     *now = now.after(HOT_TIME * 2);
-    domain.poll(*now, &Room, out);
+    domain.poll(*now, &TestMessageRoom, out);
 }
 
 /// Connects `a` to `b` until `b` is ready and `a` is about to be. Returns the link at `b`.

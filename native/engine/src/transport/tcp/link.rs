@@ -10,7 +10,9 @@ use slab::Slab;
 
 use super::page_cursor::PageCursor;
 use crate::{
-    domain::{Count, DomainError, Landed, LinkId, LinkName, PeerIdentity, Receipt, Token},
+    domain::{
+        CompletedNumbers, Count, DomainError, LinkId, LinkName, PeerIdentity, Receipt, Token,
+    },
     time::Time,
 };
 
@@ -91,7 +93,7 @@ pub(super) struct Link {
     pub deadline: Time,
     next_bulk: usize,
     /// The peer's operations that this side has carried out.
-    landed: Landed,
+    completed: CompletedNumbers,
 }
 
 impl Link {
@@ -120,7 +122,7 @@ impl Link {
             sent_at: now,
             deadline: Time::NEVER,
             next_bulk: 0,
-            landed: Landed::default(),
+            completed: CompletedNumbers::default(),
         }
     }
 
@@ -153,8 +155,8 @@ impl Link {
 
     /// This side has carried out an operation of the peer.
     pub fn on_op_executed(&mut self, op: u64, done: bool) {
-        let number = self.landed.widen(op >> 32 & MASK, NUMBER_BITS);
-        self.landed.note(number, done);
+        let number = self.completed.widen(op >> 32 & MASK, NUMBER_BITS);
+        self.completed.record(number, done);
     }
 
     fn op(&mut self, number: u64) -> Option<&mut Op> {
@@ -212,9 +214,10 @@ impl Link {
         u64::from_le_bytes(std::array::from_fn(|i| self.nonce[i]))
     }
 
-    /// What arrived over the link. The socket's reader places bytes, so nothing lands after this.
+    /// Returns the receipt of the link. The socket's reader places bytes, so nothing lands after
+    /// this.
     pub fn receipt(&mut self) -> Receipt {
-        Receipt::Landed(std::mem::take(&mut self.landed))
+        Receipt::Numbered(std::mem::take(&mut self.completed))
     }
 
     /// The stream for urgent frames.
@@ -260,10 +263,10 @@ mod tests {
         assert_eq!(numbers.iter().filter(|n| **n != 0).collect::<Vec<_>>(), [&1001]);
         assert_eq!(numbers.len(), 1001);
         receiver.on_op_executed(last, false);
-        let Receipt::Landed(landed) = receiver.receipt() else {
-            panic!("tcp reports which operations landed")
+        let Receipt::Numbered(completed) = receiver.receipt() else {
+            panic!("tcp reports which operations completed")
         };
-        assert_eq!((landed.contains(1000), landed.contains(1001)), (Some(true), Some(false)));
-        assert_eq!(landed.remembered(), 1, "one that was refused, and nothing else");
+        assert_eq!((completed.contains(1000), completed.contains(1001)), (Some(true), Some(false)));
+        assert_eq!(completed.remembered(), 1, "one that was refused, and nothing else");
     }
 }

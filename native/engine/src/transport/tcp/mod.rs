@@ -30,8 +30,8 @@ use smallvec::smallvec;
 use crate::{
     api::{Endpoint, EngineAddress, EngineConfig, EngineId, TransportKind},
     domain::{
-        Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned, Post, Quiet,
-        Receipts, Token, WakeFds, WorkRequest,
+        Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned, Post,
+        Receipts, RegionRelease, Token, WakeFds, WorkRequest,
     },
     memory::{RegionBook, RegionMemory},
     time::Time,
@@ -224,7 +224,7 @@ impl TcpDomain {
         self.retiring.retain(|index| {
             let used = sockets.iter().any(|(_, s)| s.stream.uses(*index));
             if !used {
-                out.push(Completion::RegionQuiet { index: *index });
+                out.push(Completion::RegionReleased { index: *index });
             }
             used
         });
@@ -257,18 +257,18 @@ impl Domain for TcpDomain {
         Ok(NicKeys::new())
     }
 
-    fn deregister(&mut self, index: u32) -> Quiet {
+    fn deregister(&mut self, index: u32) -> RegionRelease {
         if self.book.remove(index).is_none() {
-            return Quiet::Now;
+            return RegionRelease::Now;
         }
         for (_, s) in &mut self.sockets {
             s.stream.discard_region(index);
         }
         if self.sockets.iter().any(|(_, s)| s.stream.uses(index)) {
             self.retiring.push(index);
-            return Quiet::Later;
+            return RegionRelease::Later;
         }
-        Quiet::Now
+        RegionRelease::Now
     }
 
     fn unfit(&self, peer: &EngineAddress) -> Option<String> {

@@ -23,7 +23,7 @@ const ENVELOPE: Envelope = Envelope::new(*b"FRte", "a tcp endpoint", 2048);
 /// Maximum of addresses that are listened on by default, sent to peers, or tried; plus loopback.
 pub(super) const MAX_ADDRESSES: usize = 8;
 
-/// Where an engine is reached over tcp.
+/// The tcp address of an engine.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct TcpEndpoint {
     /// Loopback addresses are valid only for peers with the same `host`.

@@ -6,7 +6,7 @@ use super::{
     frame::{describe, reason, shown, Header, Kind, Refusal, HEADER},
     link::{Incoming, StreamKey, MAX_OPS, MESSAGE_WINDOW},
     page_cursor::{PageCursor, PageIndex},
-    stream::{reply_cost, Body, Step},
+    stream::{reply_cost, Body, StreamStep},
     Role, TcpDomain, HOT_TIME,
 };
 use crate::{
@@ -204,8 +204,8 @@ impl TcpDomain {
                 return Ok(());
             }
             match s.stream.next_step()? {
-                Step::Starved => return Ok(()),
-                Step::Head(header, index) => {
+                StreamStep::Starved => return Ok(()),
+                StreamStep::Head(header, index) => {
                     let body = self.destination(key, id, &header, index)?;
                     let Some(s) = self.sockets.get_mut(key) else { return Ok(()) };
                     match body {
@@ -213,14 +213,14 @@ impl TcpDomain {
                         None => self.on_frame(key, id, &header, None, room, out)?,
                     }
                 }
-                Step::Tail(header, body) => {
+                StreamStep::Tail(header, body) => {
                     self.on_frame(key, id, &header, Some(body), room, out)?
                 }
             }
         }
     }
 
-    /// Where the bytes after a header go; `None` if none follow.
+    /// Destination of the bytes after a header; `None` if none follow.
     fn destination(
         &mut self,
         key: StreamKey,

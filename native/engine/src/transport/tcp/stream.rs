@@ -51,7 +51,7 @@ pub(super) fn read_cost(data: &Data) -> u64 {
     reply_cost(data.bytes(), indices)
 }
 
-struct Queued {
+struct QueuedFrame {
     data: QueuedData,
     /// Memory that it takes on the peer's behalf.
     reply_bytes: u64,
@@ -62,7 +62,7 @@ enum QueuedData {
     Pages(PageCursor),
 }
 
-/// What to do with a frame's body.
+/// Treatment of a frame's body.
 pub(super) enum Body {
     IntoPages(PageCursor),
     Collect(Vec<u8>),
@@ -77,7 +77,7 @@ enum Rx {
 }
 
 /// Result of `step`.
-pub(super) enum Step {
+pub(super) enum StreamStep {
     /// More bytes are needed.
     Starved,
     /// A header and its indices: call `start_connect` with the body's destination.
@@ -88,7 +88,7 @@ pub(super) enum Step {
 
 pub(super) struct Stream {
     socket: OwnedFd,
-    out: VecDeque<Queued>,
+    out: VecDeque<QueuedFrame>,
     /// Bytes in `out`.
     pub unsent: u64,
     /// Memory in `out` for the peer's requests; only the peer can free it.
@@ -152,7 +152,9 @@ impl Stream {
     /// Queues raw bytes.
     pub fn queue_bytes(&mut self, bytes: &[u8]) {
         self.unsent += bytes.len() as u64;
-        if let Some(Queued { data: QueuedData::Bytes { bytes: b, .. }, .. }) = self.out.back_mut() {
+        if let Some(QueuedFrame { data: QueuedData::Bytes { bytes: b, .. }, .. }) =
+            self.out.back_mut()
+        {
             if b.len() + bytes.len() <= RX {
                 return b.extend_from_slice(bytes);
             }
@@ -160,7 +162,7 @@ impl Stream {
         let mut fresh = std::mem::take(&mut self.spare);
         fresh.clear();
         fresh.extend_from_slice(bytes);
-        self.out.push_back(Queued {
+        self.out.push_back(QueuedFrame {
             data: QueuedData::Bytes { bytes: fresh, sent: 0 },
             reply_bytes: 0,
         });
@@ -176,7 +178,7 @@ impl Stream {
         let Some(cursor) = body else { return };
         if cursor.left() > SMALL_BODY {
             self.unsent += cursor.left();
-            self.out.push_back(Queued { data: QueuedData::Pages(cursor), reply_bytes: 0 });
+            self.out.push_back(QueuedFrame { data: QueuedData::Pages(cursor), reply_bytes: 0 });
             return;
         }
         let mut small = [0u8; SMALL_BODY as usize];
@@ -304,7 +306,7 @@ impl Stream {
                 }
             };
             if done {
-                let Some(Queued { data, reply_bytes }) = self.out.pop_front() else { return };
+                let Some(QueuedFrame { data, reply_bytes }) = self.out.pop_front() else { return };
                 self.reply_bytes -= reply_bytes;
                 if let QueuedData::Bytes { bytes, .. } = data {
                     self.spare = bytes;
@@ -400,11 +402,11 @@ impl Stream {
     }
 
     /// Parses received bytes up to the next decision.
-    pub fn next_step(&mut self) -> Result<Step, DomainError> {
+    pub fn next_step(&mut self) -> Result<StreamStep, DomainError> {
         match std::mem::replace(&mut self.state, Rx::Header) {
             Rx::Header => {
                 let Some(b) = self.rx[self.from..self.to].first_chunk::<HEADER>() else {
-                    return Ok(Step::Starved);
+                    return Ok(StreamStep::Starved);
                 };
                 let header = Header::decode(b)?;
                 self.from += HEADER;
@@ -412,18 +414,18 @@ impl Stream {
                     self.state = Rx::Indices(header);
                     return self.next_step();
                 }
-                Ok(Step::Head(header, PageIndex::Strided))
+                Ok(StreamStep::Head(header, PageIndex::Strided))
             }
             Rx::Indices(header) => {
                 let need = header.indices as usize * 4;
                 let Some(b) = self.rx[self.from..self.to].get(..need) else {
                     self.state = Rx::Indices(header);
-                    return Ok(Step::Starved);
+                    return Ok(StreamStep::Starved);
                 };
                 let list = b.chunks_exact(4).map(|c| u32::from_le_bytes([c[0], c[1], c[2], c[3]]));
                 let list = list.collect();
                 self.from += need;
-                Ok(Step::Head(header, PageIndex::Listed(list)))
+                Ok(StreamStep::Head(header, PageIndex::Listed(list)))
             }
             Rx::Body(header, mut body) => {
                 let have = &self.rx[self.from..self.to];
@@ -446,10 +448,10 @@ impl Stream {
                 };
                 self.from += used;
                 if done {
-                    return Ok(Step::Tail(header, body));
+                    return Ok(StreamStep::Tail(header, body));
                 }
                 self.state = Rx::Body(header, body);
-                Ok(Step::Starved)
+                Ok(StreamStep::Starved)
             }
         }
     }

@@ -25,9 +25,9 @@ const KEY: RegionKey = RegionKey { index: 0, rkey: 7 };
 const PAGE: u64 = 4;
 const BYTES: u64 = PAGE * MAX_PAGES as u64;
 
-struct Room;
+struct TestMessageRoom;
 
-impl MessageRoom for Room {
+impl MessageRoom for TestMessageRoom {
     fn admit(&self, _: usize) -> Admit {
         Admit::Take
     }
@@ -56,7 +56,7 @@ impl End {
 
     fn poll(&mut self, now: &mut Time) {
         now.0 += 50_000;
-        self.domain.poll(*now, &Room, &mut self.out);
+        self.domain.poll(*now, &TestMessageRoom, &mut self.out);
         for c in &self.out {
             if let Completion::LinkUp { link, .. } = c {
                 self.link = *link;

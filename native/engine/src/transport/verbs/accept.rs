@@ -9,8 +9,8 @@ use super::{
     datagrams::DatagramAddress,
     device::Pair,
     helper_threads::JobOrigin,
-    link::{Link, Origin},
-    Slot, State, VerbsDomain,
+    link::{Link, LinkIdentity},
+    LinkEntry, LinkState, VerbsDomain,
 };
 use crate::{
     domain::{DomainError, LinkId, PeerIdentity},
@@ -25,19 +25,19 @@ use crate::{
 };
 
 /// Handshakes of unproven initiators at a time.
-const MOST: usize = 128;
+const MAX_UNPROVEN: usize = 128;
 
 enum Stage {
     /// The initiator's datagram address is being resolved.
     ResolvingInitiator(Vec<u8>),
     AwaitProof(Box<Acceptor>, LinkRequest),
     /// The initiator is proven; the queue pairs are being created.
-    ConnectingQps(Box<Proven>),
+    ConnectingQps(Box<ProvenPeer>),
     /// The last answer is out; repetitions get it again.
     Done,
 }
 
-struct Proven {
+struct ProvenPeer {
     accepted: Vec<u8>,
     session: Session,
     peer: PeerIdentity,
@@ -51,7 +51,7 @@ pub(super) struct AcceptAttempt {
     stage: Stage,
     reassembly: Reassembly,
     target: Option<DatagramAddress>,
-    side: Option<usize>,
+    side_channel: Option<usize>,
     answer: Option<HandshakeMessage>,
     link: Option<LinkId>,
     pub deadline: Time,
@@ -72,7 +72,7 @@ impl VerbsDomain {
     /// Handles a fragment of an initiator.
     pub(super) fn on_initiator_fragment(
         &mut self,
-        side: Option<usize>,
+        side_channel: Option<usize>,
         fragment: &HandshakeFragment<'_>,
     ) {
         let exchange = fragment.exchange;
@@ -85,7 +85,7 @@ impl VerbsDomain {
                 stage: Stage::ResolvingInitiator(Vec::new()),
                 reassembly: Reassembly::default(),
                 target: None,
-                side,
+                side_channel,
                 answer: None,
                 link: None,
                 deadline: self.now.after(self.peer_timeout * 3 / 2),
@@ -93,8 +93,8 @@ impl VerbsDomain {
             self.accepts.insert(exchange, accept);
         }
         let Some(v) = self.accepts.get_mut(&exchange) else { return };
-        if side.is_some() {
-            v.side = side;
+        if side_channel.is_some() {
+            v.side_channel = side_channel;
         }
         let Ok(Some(bytes)) = v.reassembly.take(fragment) else { return };
         let result = match (&v.stage, fragment.step) {
@@ -117,7 +117,7 @@ impl VerbsDomain {
     /// Makes room for an unproven initiator by dropping the oldest. Proven initiators do not count.
     fn make_room(&mut self) -> bool {
         let strangers = || self.accepts.iter().filter(|(_, v)| !v.is_proven());
-        if strangers().count() < MOST {
+        if strangers().count() < MAX_UNPROVEN {
             return true;
         }
         let oldest = strangers().min_by_key(|(_, v)| v.deadline).map(|(e, _)| *e);
@@ -151,7 +151,7 @@ impl VerbsDomain {
         let Some(v) = self.accepts.get_mut(&exchange) else { return Ok(()) };
         v.remote = remote.clone();
         v.stage = Stage::ResolvingInitiator(hello.to_vec());
-        if v.side.is_some() {
+        if v.side_channel.is_some() {
             return self.send_welcome(exchange);
         }
         let (device, here) = (Arc::clone(&self.device), self.address.clone());
@@ -210,7 +210,7 @@ impl VerbsDomain {
         // Queue pairs connect to the proven address, not to the one that asked for an answer.
         let remote = NicAddress::of(&peer.address, endpoint).map_err(Failure::with_reply)?;
         let (cq_slot, cq) = self.cqs.reserve(&self.device).map_err(Failure::with_reply)?;
-        let id = match self.add_slot(State::Accepting(exchange)) {
+        let id = match self.add_slot(LinkState::Accepting(exchange)) {
             Ok(id) => id,
             Err(e) => {
                 self.cqs.release(cq_slot);
@@ -220,7 +220,7 @@ impl VerbsDomain {
         let Some(v) = self.accepts.get_mut(&exchange) else { return Ok(()) };
         v.link = Some(id);
         v.answer = None;
-        let proven = Proven { accepted, session, peer, endpoint, remote: remote.clone() };
+        let proven = ProvenPeer { accepted, session, peer, endpoint, remote: remote.clone() };
         v.stage = Stage::ConnectingQps(Box::new(proven));
         let (device, here) = (Arc::clone(&self.device), self.address.clone());
         self.helper.run(JobOrigin::Local, move || {
@@ -261,16 +261,17 @@ impl VerbsDomain {
         v.answer = Some(HandshakeMessage { exchange, to_initiator: true, step: 4, bytes });
         // The initiator may repeat its message until then.
         v.deadline = now.after(self.peer_timeout * 3 / 2);
-        let Proven { peer, endpoint, remote, .. } = *proven;
+        let ProvenPeer { peer, endpoint, remote, .. } = *proven;
         let name = link_name(&exchange);
-        let origin = Origin { id, peer, endpoint, name, remote, cq_slot };
+        let origin = LinkIdentity { id, peer, endpoint, name, remote, cq_slot };
         let link = Link::new(&self.device, origin, pair, &remote_setup, now);
         self.install_link(id, link);
         self.send_answer(exchange);
     }
 
     fn release_slot(&mut self, id: LinkId, cq_slot: CqSlot) {
-        if self.slot(id).is_some_and(|s: &mut Slot| matches!(s.state, State::Accepting(_))) {
+        if self.slot(id).is_some_and(|s: &mut LinkEntry| matches!(s.state, LinkState::Accepting(_)))
+        {
             self.slots.remove(Self::index(id));
         }
         self.cqs.release(cq_slot);
@@ -280,10 +281,10 @@ impl VerbsDomain {
     fn send_answer(&mut self, exchange: Exchange) {
         let Some(v) = self.accepts.get(&exchange) else { return };
         let Some(message) = &v.answer else { return };
-        match (v.side, &v.target) {
+        match (v.side_channel, &v.target) {
             (Some(key), _) => {
                 let frames = message.frames(usize::MAX);
-                frames.for_each(|f| self.side.send(key, &f, &self.epoll));
+                frames.for_each(|f| self.side_channel.send(key, &f, &self.epoll));
             }
             (None, Some(target)) => {
                 message.frames(target.mtu).for_each(|f| self.datagrams.send(target, &f));

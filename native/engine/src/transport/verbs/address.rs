@@ -1,4 +1,4 @@
-//! What two ends exchange: NIC addresses, link requests and queue pairs.
+//! Messages of connection setup: NIC addresses, link requests and queue pairs.
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
@@ -34,7 +34,7 @@ impl Fabric {
     }
 }
 
-/// Where a NIC is reached; part of the engine's address.
+/// The address of a NIC; part of the engine's address.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct NicAddress {
     pub device: String,
@@ -49,8 +49,8 @@ pub(super) struct NicAddress {
     /// The queue pair for datagrams.
     pub qpn: u32,
     pub qkey: u32,
-    /// Where the TCP side channel listens.
-    pub side: Vec<SocketAddr>,
+    /// Addresses of the listeners of the TCP side channel.
+    pub side_channel: Vec<SocketAddr>,
     /// Port of the side channel at 127.0.0.1, for peers on the same host.
     pub loopback: Option<u16>,
 }
@@ -73,7 +73,9 @@ impl NicAddress {
         match () {
             () if !(1..=5).contains(&p.mtu) => Err(wrong("an impossible MTU")),
             () if p.qpn == 0 || p.qpn >= 1 << 24 => Err(wrong("an impossible queue pair")),
-            () if p.device.len() > 64 || p.side.len() > 8 => Err(wrong("too many addresses")),
+            () if p.device.len() > 64 || p.side_channel.len() > 8 => {
+                Err(wrong("too many addresses"))
+            }
             () => Ok(p),
         }
     }
@@ -100,7 +102,8 @@ impl NicAddress {
     pub fn side_candidates(&self, same_host: bool) -> Vec<SocketAddr> {
         let loopback = self.loopback.filter(|_| same_host);
         let loopback = loopback.map(|port| SocketAddr::from(([127, 0, 0, 1], port)));
-        let others = self.side.iter().copied().filter(|a| same_host || !a.ip().is_loopback());
+        let others =
+            self.side_channel.iter().copied().filter(|a| same_host || !a.ip().is_loopback());
         loopback.into_iter().chain(others).take(4).collect()
     }
 
@@ -250,7 +253,7 @@ pub(super) mod tests {
             mtu: 3,
             qpn: 17,
             qkey: 99,
-            side: vec!["10.0.0.1:7000".parse().unwrap(), "127.0.0.1:7000".parse().unwrap()],
+            side_channel: vec!["10.0.0.1:7000".parse().unwrap(), "127.0.0.1:7000".parse().unwrap()],
             loopback: Some(7001),
         }
     }

@@ -135,7 +135,7 @@ pub(super) fn receive(qp: &Qp, id: u64, mut local: sys::Sge) -> Result<(), Domai
 
 /// Posts receive requests for `n` immediates, which need no memory.
 pub(super) fn receive_imms(qp: &Qp, id: u64, n: u32) -> Result<(), DomainError> {
-    const MOST: usize = 32;
+    const MAX_CHAIN: usize = 32;
     let blank = sys::RecvWr {
         wr_id: id,
         next: std::ptr::null_mut(),
@@ -144,8 +144,8 @@ pub(super) fn receive_imms(qp: &Qp, id: u64, n: u32) -> Result<(), DomainError> 
     };
     let mut left = n as usize;
     while left > 0 {
-        let mut wrs = [blank; MOST];
-        let n = left.min(MOST);
+        let mut wrs = [blank; MAX_CHAIN];
+        let n = left.min(MAX_CHAIN);
         let first = wrs.as_mut_ptr();
         // SAFETY: `n` requests of the array, linked to each other; they use no memory.
         unsafe {

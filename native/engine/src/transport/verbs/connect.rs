@@ -19,16 +19,16 @@ use super::{
     datagrams::DatagramAddress,
     device::{unreachable_error, Device, Pair},
     helper_threads::JobOrigin,
-    link::{Link, Origin},
+    link::{Link, LinkIdentity},
     raw::Ah,
-    side, Slot, State, VerbsDomain,
+    side_channel, LinkEntry, LinkState, VerbsDomain,
 };
 use crate::{
     api::EngineAddress,
     domain::{Completion, DomainError, LinkId, PeerIdentity},
     time::Time,
     transport::{
-        handshake::{Failure, Initiator, Welcomed},
+        handshake::{Failure, Initiator, UnprovenWelcome},
         nic::{
             frame::{link_name, new_exchange, Exchange},
             handshake_fragments::{HandshakeMessage, Reassembly},
@@ -57,8 +57,8 @@ pub(super) enum Role {
 
 enum Stage {
     AwaitWelcome,
-    BuildingQps(Welcomed),
-    AwaitAcceptance(Welcomed, Box<Pair>),
+    BuildingQps(UnprovenWelcome),
+    AwaitAcceptance(UnprovenWelcome, Box<Pair>),
     /// The acceptor is proven.
     ConnectingQps(PeerIdentity),
 }
@@ -77,11 +77,11 @@ pub(super) struct ConnectAttempt {
     side_at: Time,
     deadline: Time,
     target: Option<DatagramAddress>,
-    side: Option<usize>,
+    side_channel: Option<usize>,
     reassembly: Reassembly,
     pub cq_slot: Option<CqSlot>,
     /// Failures on the way, for the error.
-    notes: Vec<String>,
+    failures: Vec<String>,
 }
 
 impl ConnectAttempt {
@@ -149,12 +149,12 @@ impl VerbsDomain {
             side_at: now.after(self.peer_timeout / 2),
             deadline: now.after(self.peer_timeout * 3 / 2),
             target: None,
-            side: None,
+            side_channel: None,
             reassembly: Reassembly::default(),
             cq_slot: None,
-            notes: Vec::new(),
+            failures: Vec::new(),
         };
-        let id = self.add_slot(State::Opening(Box::new(attempt)))?;
+        let id = self.add_slot(LinkState::Opening(Box::new(attempt)))?;
         self.attempts.insert(exchange, id);
         let (device, local) = (Arc::clone(&self.device), self.address.clone());
         self.helper.run(JobOrigin::Local, move || {
@@ -165,7 +165,7 @@ impl VerbsDomain {
 
     fn attempt(&mut self, id: LinkId) -> Option<&mut ConnectAttempt> {
         match self.slot(id)? {
-            Slot { state: State::Opening(a), .. } => Some(a),
+            LinkEntry { state: LinkState::Opening(a), .. } => Some(a),
             _ => None,
         }
     }
@@ -173,7 +173,7 @@ impl VerbsDomain {
     /// Sends the current message, and schedules its repetition.
     fn send_message(&mut self, id: LinkId) {
         let now = self.now;
-        let Some(State::Opening(a)) = self.slots.get_mut(Self::index(id)).map(|s| &mut s.state)
+        let Some(LinkState::Opening(a)) = self.slots.get_mut(Self::index(id)).map(|s| &mut s.state)
         else {
             return;
         };
@@ -181,9 +181,9 @@ impl VerbsDomain {
         if let Some(target) = &a.target {
             message.frames(target.mtu).for_each(|f| self.datagrams.send(target, &f));
         }
-        if let Some(key) = a.side {
+        if let Some(key) = a.side_channel {
             let frames = message.frames(usize::MAX);
-            frames.for_each(|f| self.side.send(key, &f, &self.epoll));
+            frames.for_each(|f| self.side_channel.send(key, &f, &self.epoll));
         }
         a.retry_at = now.after(a.wait);
         a.wait = (a.wait * 2).min(LONGEST_WAIT);
@@ -215,15 +215,17 @@ impl VerbsDomain {
             return;
         }
         let key = stream.and_then(|s| {
-            self.side.add(now, s, Some(id), &self.epoll).ok_or_else(|| "epoll_ctl failed".into())
+            self.side_channel
+                .add(now, s, Some(id), &self.epoll)
+                .ok_or_else(|| "epoll_ctl failed".into())
         });
         let Some(a) = self.attempt(id) else { return };
         match key {
             Ok(key) => {
-                a.side = Some(key);
+                a.side_channel = Some(key);
                 self.send_message(id);
             }
-            Err(why) => a.notes.push(format!("by TCP: {why}")),
+            Err(why) => a.failures.push(format!("by TCP: {why}")),
         }
     }
 
@@ -354,8 +356,8 @@ impl VerbsDomain {
         else {
             return;
         };
-        let (exchange, by_tcp) = (a.exchange, a.side.is_some());
-        let origin = Origin {
+        let (exchange, by_tcp) = (a.exchange, a.side_channel.is_some());
+        let origin = LinkIdentity {
             id,
             peer: peer.clone(),
             endpoint: a.endpoint,
@@ -365,15 +367,15 @@ impl VerbsDomain {
         };
         let (endpoint, name) = (a.endpoint, origin.name);
         self.attempts.remove(&exchange);
-        self.side.drop_link(id);
+        self.side_channel.drop_link(id);
         let mut link = Link::new(&self.device, origin, pair, &remote_setup, now);
         link.announced = true;
         // The first frame confirms the acceptor's answer.
         link.channel.heartbeat();
         let transport = if by_tcp { "TCP" } else { "datagram" };
-        let note = format!("handshake with {} by {transport}", link.remote.label());
+        let description = format!("handshake with {} by {transport}", link.remote.label());
         self.install_link(id, link);
-        self.completions.push(Completion::LinkUp { link: id, peer, endpoint, name, note });
+        self.completions.push(Completion::LinkUp { link: id, peer, endpoint, name, description });
     }
 
     /// Drops an attempt and reports its link as down.
@@ -381,7 +383,7 @@ impl VerbsDomain {
         let Some(a) = self.attempt(id) else { return };
         let (exchange, cq_slot) = (a.exchange, a.cq_slot.take());
         self.attempts.remove(&exchange);
-        self.side.drop_link(id);
+        self.side_channel.drop_link(id);
         self.slots.remove(Self::index(id));
         if let Some(cq_slot) = cq_slot {
             self.cqs.release(cq_slot);
@@ -403,23 +405,26 @@ impl VerbsDomain {
                 continue;
             }
             if a.deadline <= now {
-                let mut notes = std::mem::take(&mut a.notes);
-                notes.insert(0, "by datagram: no answer in time".into());
+                let mut failures = std::mem::take(&mut a.failures);
+                failures.insert(0, "by datagram: no answer in time".into());
                 let remote = a.remote.label();
-                let why =
-                    format!("{} at {remote} did not answer: {}", a.peer.label(), notes.join("; "));
+                let why = format!(
+                    "{} at {remote} did not answer: {}",
+                    a.peer.label(),
+                    failures.join("; ")
+                );
                 self.drop_attempt(id, DomainError::Gone(why));
                 continue;
             }
             if a.side_at <= now {
                 a.side_at = Time::NEVER;
                 if matches!(a.stage, Stage::AwaitWelcome | Stage::AwaitAcceptance(..))
-                    && a.side.is_none()
+                    && a.side_channel.is_none()
                 {
                     let remote = a.remote.clone();
                     let candidates = remote.side_candidates(self.own_gids.contains(&remote.gid));
                     self.helper.run(JobOrigin::Local, move || {
-                        HelperResult::SideConnected(id, side::connect(&candidates))
+                        HelperResult::SideConnected(id, side_channel::connect(&candidates))
                     });
                 }
             }

@@ -18,7 +18,7 @@ const DEPTH: u32 = 64;
 /// Every received datagram begins with room for the global routing header.
 const GRH: usize = 40;
 
-/// Where to send datagrams.
+/// A destination of datagrams.
 #[derive(Clone, Debug)]
 pub(super) struct DatagramAddress {
     pub ah: Arc<Ah>,

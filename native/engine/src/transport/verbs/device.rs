@@ -10,7 +10,7 @@ use super::{
     discover::ChosenPort,
     memory::Slots,
     raw::{Channel, Context, Cq, Pd, Qp},
-    work_id, Kind,
+    work_id, CompletionKind,
 };
 use crate::{
     api::NicConfig,
@@ -235,9 +235,9 @@ impl Pair {
             Slots::new(&device.pd, (recv + FRAME_DEPTH) as usize, device.own.slot_bytes as usize)?;
         device.init(&data, super::memory::PEER_ACCESS)?;
         device.init(&messages, sys::ACCESS_LOCAL_WRITE)?;
-        chain::receive_imms(&data, work_id(Kind::Imm, 0, link), device.own.imms)?;
+        chain::receive_imms(&data, work_id(CompletionKind::Imm, 0, link), device.own.imms)?;
         for i in 0..recv {
-            let id = work_id(Kind::FrameReceived, i, link);
+            let id = work_id(CompletionKind::FrameReceived, i, link);
             chain::receive(&messages, id, slots.whole(i as usize))?;
         }
         let mut psns = [0; 8];
@@ -248,7 +248,7 @@ impl Pair {
         Ok(Self { data, messages, slots, inline: given.max_inline_data, data_psn, message_psn })
     }
 
-    /// What the peer needs to connect.
+    /// The queue pair's data that the peer needs to connect.
     pub fn setup(&self, device: &Device) -> QpSetup {
         QpSetup {
             data_qpn: self.data.number(),

@@ -263,7 +263,7 @@ fn gids(at: &Path, infiniband: bool) -> Vec<Gid> {
     all
 }
 
-/// How well a GID suits, lower is better; `None` if it does not. And the reason.
+/// Rank of a GID, lower is better, and the reason; `None` if the GID is unusable.
 fn rank(gid: &[u8; 16], kind: &str) -> (Option<u8>, &'static str) {
     let link_local = gid[0] == 0xFE && gid[1] & 0xC0 == 0x80;
     match kind {

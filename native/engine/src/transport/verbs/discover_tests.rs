@@ -1,9 +1,9 @@
 use super::*;
 
 /// A sysfs tree in a temporary folder.
-struct Tree(PathBuf);
+struct SysfsTree(PathBuf);
 
-impl Tree {
+impl SysfsTree {
     fn new(name: &str) -> Self {
         let root = std::env::temp_dir().join(format!("fr-sysfs-{}-{name}", std::process::id()));
         let _ = fs::remove_dir_all(&root);
@@ -33,7 +33,7 @@ impl Tree {
     }
 }
 
-impl Drop for Tree {
+impl Drop for SysfsTree {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.0);
     }
@@ -60,7 +60,7 @@ fn the_gid_that_is_routed_is_preferred() {
         (&[(ZERO, v2)], None),
     ];
     for (i, (gids, expected)) in tables.into_iter().enumerate() {
-        let tree = Tree::new(&format!("gid{i}"));
+        let tree = SysfsTree::new(&format!("gid{i}"));
         tree.port("mlx5_0", "4: ACTIVE", "Ethernet", gids);
         let (reports, chosen) = tree.survey(&NicConfig::default());
         assert_eq!(chosen.first().map(|c| c.gid_index), expected, "table {i}");
@@ -71,7 +71,7 @@ fn the_gid_that_is_routed_is_preferred() {
             assert!(!reports[0].why.is_empty() && !reports[0].chosen);
         }
     }
-    let tree = Tree::new("asked");
+    let tree = SysfsTree::new("asked");
     tree.port("mlx5_0", "4: ACTIVE", "Ethernet", &[(LOCAL, v1), (V4, v2)]);
     let asked = |i| NicConfig { gid_index: Some(i), ..Default::default() };
     let (_, chosen) = tree.survey(&asked(0));
@@ -82,7 +82,7 @@ fn the_gid_that_is_routed_is_preferred() {
 
 #[test]
 fn each_unused_port_has_a_reason() {
-    let tree = Tree::new("why");
+    let tree = SysfsTree::new("why");
     let v2 = [(V4, "RoCE v2")];
     tree.port("mlx5_0", "4: ACTIVE", "Ethernet", &v2)
         .port("mlx5_1", "1: DOWN", "Ethernet", &v2)

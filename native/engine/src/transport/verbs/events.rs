@@ -5,7 +5,7 @@ use fabric_sys::ibverbs as sys;
 use super::{
     chain,
     link::{DataQpFailure, Link},
-    raw, read_work_id, status_text, work_id, Kind, VerbsDomain,
+    raw, read_work_id, status_text, work_id, CompletionKind, VerbsDomain,
 };
 use crate::{
     api::Imm,
@@ -21,7 +21,7 @@ impl VerbsDomain {
         let Some(link) = self.link(id) else {
             // The link is closed and the completion is void (IC-6), but a close frame may have been
             // sent.
-            if kind == Kind::FrameSent {
+            if kind == CompletionKind::FrameSent {
                 self.on_close_frame_sent(id);
             }
             return;
@@ -33,16 +33,16 @@ impl VerbsDomain {
             link.received_at = now;
         }
         match kind {
-            Kind::Data => {
+            CompletionKind::Data => {
                 let number = link.number(number);
                 link.retire(number, |token| {
                     out.push(Completion::Done { link: id, token, result: Ok(()) });
                 });
             }
-            Kind::Imm if wc.opcode != sys::WC_RECV_RDMA_WITH_IMM => {
+            CompletionKind::Imm if wc.opcode != sys::WC_RECV_RDMA_WITH_IMM => {
                 self.fail_link(id, "the peer sent a message on the queue pair for immediates");
             }
-            Kind::Imm => {
+            CompletionKind::Imm => {
                 let (imm, n) = Imm::unweighted(u32::from_be(wc.imm_data));
                 out.push(Completion::Count(Count { imm, n }));
                 link.imms_used += 1;
@@ -50,13 +50,13 @@ impl VerbsDomain {
                 self.mark_dirty(id);
                 self.on_first_use(id);
             }
-            Kind::FrameSent => {
+            CompletionKind::FrameSent => {
                 link.slot_sent(number);
                 if link.channel.has_frame() {
                     self.mark_dirty(id);
                 }
             }
-            Kind::FrameReceived => {
+            CompletionKind::FrameReceived => {
                 if let Err(e) = self.on_frame(id, number, wc.byte_len as usize) {
                     self.failing.push((id, e));
                 }
@@ -74,8 +74,8 @@ impl VerbsDomain {
         // The handshake is done: the initiator has the last answer.
         self.accepts.retain(|_, v| !v.is_done_for(id));
         let Some(link) = self.link(id) else { return };
-        let note = format!("{} connected", link.remote.label());
-        self.completions.push(Completion::LinkUp { link: id, peer, endpoint, name, note });
+        let description = format!("{} connected", link.remote.label());
+        self.completions.push(Completion::LinkUp { link: id, peer, endpoint, name, description });
     }
 
     fn on_frame(&mut self, id: LinkId, slot: u32, len: usize) -> Result<(), DomainError> {
@@ -83,7 +83,7 @@ impl VerbsDomain {
         let event = link.channel.on_frame(link.slots.read(slot as usize, len))?;
         chain::receive(
             &link.message_qp,
-            work_id(Kind::FrameReceived, slot, id),
+            work_id(CompletionKind::FrameReceived, slot, id),
             link.slots.whole(slot as usize),
         )?;
         link.channel.slot_freed();
@@ -118,8 +118,8 @@ impl VerbsDomain {
                 let text = format!("the peer closed the link: {reason}");
                 Err(if gone { DomainError::Gone(text) } else { DomainError::LinkDown(text) })
             }
-            FrameEvent::Note(frame) => {
-                self.completions.push(Completion::Note { link: id, frame });
+            FrameEvent::GroupFrame(frame) => {
+                self.completions.push(Completion::GroupFrame { link: id, frame });
                 Ok(())
             }
             // Reliable connections keep order, so a peer has no reason to send fences.
@@ -135,16 +135,16 @@ impl VerbsDomain {
         let flushed = wc.status == sys::WC_WR_FLUSH_ERR;
         let Some(link) = self.link(id) else { return };
         match kind {
-            Kind::FrameSent | Kind::FrameReceived => {
-                if kind == Kind::FrameSent {
+            CompletionKind::FrameSent | CompletionKind::FrameReceived => {
+                if kind == CompletionKind::FrameSent {
                     link.slot_sent(number);
                 }
                 self.fail_link(id, &status_text::status(wc));
             }
-            Kind::Imm => {
+            CompletionKind::Imm => {
                 self.on_data_qp_failed(id, status_text::event(sys::EVENT_QP_ACCESS_ERR), None)
             }
-            Kind::Data => {
+            CompletionKind::Data => {
                 let number = link.number(number);
                 let asked = matches!(wc.status, sys::WC_REM_ACCESS_ERR | sys::WC_REM_INV_REQ_ERR);
                 match asked {
@@ -208,7 +208,7 @@ impl VerbsDomain {
     fn on_qp_event(&mut self, number: u32, kind: u32) {
         let is = |l: &Link| l.data.as_ref().is_some_and(|q| q.number() == number);
         let links = self.slots.iter().filter_map(|(_, s)| match &s.state {
-            super::State::Up(l) => Some(l),
+            super::LinkState::Up(l) => Some(l),
             _ => None,
         });
         let found: Option<(LinkId, bool)> = links
@@ -236,7 +236,12 @@ mod tests {
 
     #[test]
     fn a_work_id_names_kind_request_and_link() {
-        for kind in [Kind::Data, Kind::Imm, Kind::FrameSent, Kind::FrameReceived] {
+        for kind in [
+            CompletionKind::Data,
+            CompletionKind::Imm,
+            CompletionKind::FrameSent,
+            CompletionKind::FrameReceived,
+        ] {
             let id = work_id(kind, super::super::SEQ_MASK, 0xFFFF_0001);
             assert_eq!(read_work_id(id), (kind, super::super::SEQ_MASK, 0xFFFF_0001));
         }

@@ -10,9 +10,9 @@ use crate::{
     },
 };
 
-struct Room;
+struct TestMessageRoom;
 
-impl crate::domain::MessageRoom for Room {
+impl crate::domain::MessageRoom for TestMessageRoom {
     fn admit(&self, len: usize) -> crate::domain::Admit {
         match len {
             0..100 => crate::domain::Admit::Take,
@@ -25,19 +25,19 @@ impl crate::domain::MessageRoom for Room {
 /// Frames of a proven peer, handshake fragments of strangers, endpoints and queue pairs. Checks
 /// that decoded values are bounded and encode to the same bytes.
 pub fn peer_input(bytes: &[u8]) {
-    let Some((kind, said)) = bytes.split_first() else { return };
+    let Some((kind, input)) = bytes.split_first() else { return };
     match kind % 5 {
-        0 => address(&sealed(b"FRve", said)),
+        0 => address(&sealed(b"FRve", input)),
         1 => {
-            let Ok(s) = QpSetup::decode(&sealed(b"FRvs", said)) else { return };
+            let Ok(s) = QpSetup::decode(&sealed(b"FRvs", input)) else { return };
             assert_eq!(QpSetup::decode(&s.encode()), Ok(s));
         }
         2 => {
-            let Ok(i) = LinkRequest::decode(&sealed(b"FRvi", said)) else { return };
+            let Ok(i) = LinkRequest::decode(&sealed(b"FRvi", input)) else { return };
             assert_eq!(LinkRequest::decode(&i.encode()), Ok(i));
         }
-        3 => handshake(said),
-        _ => frames(said),
+        3 => handshake(input),
+        _ => frames(input),
     }
 }
 
@@ -47,9 +47,9 @@ fn address(bytes: &[u8]) {
     assert_eq!(NicAddress::decode(&p.encode()), Ok(p));
 }
 
-fn handshake(said: &[u8]) {
+fn handshake(input: &[u8]) {
     let mut message = Reassembly::default();
-    for f in pieces(said) {
+    for f in pieces(input) {
         let Ok((_, Body::HandshakeFragment(p))) = frame::decode(f) else { continue };
         if let Ok(Some(whole)) = message.take(&p) {
             assert!(whole.len() <= MAX_EXCHANGE_MESSAGE);
@@ -57,7 +57,7 @@ fn handshake(said: &[u8]) {
     }
 }
 
-fn frames(said: &[u8]) {
+fn frames(input: &[u8]) {
     let receive_limits = ReceiveLimits { slot_bytes: 300, slots: 4, imms: 8 };
     let mut end = MessageChannel::new(receive_limits, receive_limits, 0);
     for slot in 0..4u32 {
@@ -66,12 +66,12 @@ fn frames(said: &[u8]) {
     }
     end.imms_sent(3);
     let (mut ended, mut sent) = (Vec::new(), [0; 300]);
-    for f in pieces(said) {
+    for f in pieces(input) {
         while end.next_frame(&mut sent).is_some() {}
         let event = end.on_frame(f);
         end.slot_freed();
         let mut taken = 0;
-        while let Some(m) = end.take_message(&Room) {
+        while let Some(m) = end.take_message(&TestMessageRoom) {
             assert!(m.len() < 100);
             taken += 1;
         }

@@ -11,10 +11,10 @@ use crate::domain::DomainError;
 
 /// Threads for local requests and for strangers' requests. Each has its own limit, so that
 /// strangers can't delay local connections.
-const MOST: [usize; 2] = [12, 4];
+const MAX_THREADS: [usize; 2] = [12, 4];
 
 /// Strangers' jobs that may wait.
-const MOST_WAITING: usize = 256;
+const MAX_WAITING: usize = 256;
 
 /// The origin of a job.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -47,7 +47,7 @@ impl<T: Send + 'static> HelperThreads<T> {
     /// Queues `job`; [`HelperThreads::next`] returns its result. If too many jobs of strangers
     /// wait, the oldest is dropped: its deadline is over anyway.
     pub fn run(&mut self, origin: JobOrigin, job: impl FnOnce() -> T + Send + 'static) {
-        if origin == JobOrigin::Stranger && self.waiting[origin as usize].len() >= MOST_WAITING {
+        if origin == JobOrigin::Stranger && self.waiting[origin as usize].len() >= MAX_WAITING {
             self.waiting[origin as usize].pop_front();
         }
         self.waiting[origin as usize].push_back(Box::new(job));
@@ -56,7 +56,7 @@ impl<T: Send + 'static> HelperThreads<T> {
 
     fn start(&mut self, origin: JobOrigin) {
         let i = origin as usize;
-        while self.running[i] < MOST[i] {
+        while self.running[i] < MAX_THREADS[i] {
             let Some(job) = self.waiting[i].pop_front() else { return };
             // Shared, so that the job is kept if the thread does not start.
             let slot = Arc::new(parking_lot::Mutex::new(Some(job)));

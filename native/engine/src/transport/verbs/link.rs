@@ -11,7 +11,7 @@ use super::{
     device::{Device, Pair, FRAME_DEPTH},
     memory::Slots,
     raw::Qp,
-    work_id, Kind,
+    work_id, CompletionKind,
 };
 use crate::{
     api::RegionKey,
@@ -57,7 +57,7 @@ pub(super) struct DataQpFailure {
 }
 
 /// Identity of a new link.
-pub(super) struct Origin {
+pub(super) struct LinkIdentity {
     pub id: LinkId,
     pub peer: PeerIdentity,
     pub endpoint: usize,
@@ -111,7 +111,7 @@ pub(super) struct Link {
 impl Link {
     pub fn new(
         device: &Device,
-        origin: Origin,
+        origin: LinkIdentity,
         pair: Pair,
         remote_setup: &QpSetup,
         now: Time,
@@ -166,7 +166,7 @@ impl Link {
         let Some(qp) = self.data.as_ref().filter(|_| self.data_failure.is_none()) else {
             return Err(DomainError::LinkDown("the link is failing".into()));
         };
-        wr.id = work_id(Kind::Data, number, self.id);
+        wr.id = work_id(CompletionKind::Data, number, self.id);
         self.chain.push(qp, &wr)?;
         self.posted = number.wrapping_add(1);
         Ok(number)
@@ -248,7 +248,7 @@ impl Link {
                 break;
             };
             let wr = Wr {
-                id: work_id(Kind::FrameSent, slot, self.id),
+                id: work_id(CompletionKind::FrameSent, slot, self.id),
                 opcode: sys::WR_SEND,
                 flags: sys::SEND_SIGNALED,
                 local: self.slots.sge(slot as usize, n),
@@ -287,7 +287,7 @@ impl Link {
             return Ok(());
         }
         if let Some(qp) = self.data.as_ref().filter(|_| self.data_failure.is_none()) {
-            super::chain::receive_imms(qp, work_id(Kind::Imm, 0, self.id), n)?;
+            super::chain::receive_imms(qp, work_id(CompletionKind::Imm, 0, self.id), n)?;
             self.channel.imms_freed(n);
             self.imms_used = 0;
         }

@@ -23,7 +23,7 @@ mod post;
 mod progress;
 mod raw;
 mod regions;
-mod side;
+mod side_channel;
 mod status_text;
 
 use std::{
@@ -49,13 +49,13 @@ use self::{
     link::Link,
     progress::ClosingLink,
     regions::{Deregistration, Regions, VerbsPinner},
-    side::Side,
+    side_channel::SideChannel,
 };
 use crate::{
     api::{Endpoint, EngineAddress, TransportKind},
     domain::{
         Caps, Completion, Domain, DomainError, LinkId, LinkName, MessageRoom, NicKeys, Pinned,
-        Pinner, Post, Quiet, Receipts, Token, WakeFds, WorkRequest,
+        Pinner, Post, Receipts, RegionRelease, Token, WakeFds, WorkRequest,
     },
     memory::RegionMemory,
     time::Time,
@@ -69,9 +69,9 @@ use crate::{
 /// Pages of one work request.
 const MAX_PAGES: u32 = 32;
 
-/// What a completion belongs to.
+/// The owner of a completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum CompletionKind {
     /// A write or a read.
     Data,
     /// An immediate of the peer.
@@ -86,23 +86,28 @@ const SEQ_MASK: u32 = (1 << 30) - 1;
 
 /// The work id of a request: kind, number, link.
 #[inline]
-fn work_id(kind: Kind, number: u32, link: LinkId) -> u64 {
+fn work_id(kind: CompletionKind, number: u32, link: LinkId) -> u64 {
     (kind as u64) << 62 | u64::from(number & SEQ_MASK) << 32 | u64::from(link)
 }
 
 #[inline]
-fn read_work_id(id: u64) -> (Kind, u32, LinkId) {
-    let kind = [Kind::Data, Kind::Imm, Kind::FrameSent, Kind::FrameReceived][(id >> 62) as usize];
+fn read_work_id(id: u64) -> (CompletionKind, u32, LinkId) {
+    let kind = [
+        CompletionKind::Data,
+        CompletionKind::Imm,
+        CompletionKind::FrameSent,
+        CompletionKind::FrameReceived,
+    ][(id >> 62) as usize];
     (kind, (id >> 32) as u32 & SEQ_MASK, id as u32)
 }
 
 /// A link's entry in the table, in any state.
-struct Slot {
+struct LinkEntry {
     id: LinkId,
-    state: State,
+    state: LinkState,
 }
 
-enum State {
+enum LinkState {
     Opening(Box<ConnectAttempt>),
     Accepting(Exchange),
     Up(Box<Link>),
@@ -117,7 +122,7 @@ pub struct VerbsDomain {
     /// GIDs of this machine. Peers with one of them run on this host.
     own_gids: Vec<[u8; 16]>,
     peer_timeout: Duration,
-    slots: Slab<Slot>,
+    slots: Slab<LinkEntry>,
     generation: u32,
     attempts: HashMap<Exchange, LinkId>,
     accepts: HashMap<Exchange, AcceptAttempt>,
@@ -129,7 +134,7 @@ pub struct VerbsDomain {
     awaiting_room: Vec<LinkId>,
     completions: Vec<Completion>,
     helper: HelperThreads<HelperResult>,
-    side: Side,
+    side_channel: SideChannel,
     epoll: OwnedFd,
     // Dropped last, because the fields above depend on them.
     regions: Regions,
@@ -153,7 +158,7 @@ impl std::fmt::Debug for VerbsDomain {
 }
 
 /// Time that one call may post to a software driver, which carries out requests within the call.
-const POSTING: Duration = Duration::from_millis(20);
+const MAX_POST_TIME: Duration = Duration::from_millis(20);
 
 const HELPER_DONE: u64 = 1 << 60;
 const EVENTS: u64 = HELPER_DONE + 1;
@@ -165,19 +170,19 @@ impl VerbsDomain {
         (id & 0xFFFF) as usize
     }
 
-    fn slot(&mut self, id: LinkId) -> Option<&mut Slot> {
+    fn slot(&mut self, id: LinkId) -> Option<&mut LinkEntry> {
         self.slots.get_mut(Self::index(id)).filter(|s| s.id == id)
     }
 
     #[inline]
     fn link(&mut self, id: LinkId) -> Option<&mut Link> {
         match self.slots.get_mut(Self::index(id)) {
-            Some(Slot { id: known, state: State::Up(link) }) if *known == id => Some(link),
+            Some(LinkEntry { id: known, state: LinkState::Up(link) }) if *known == id => Some(link),
             _ => None,
         }
     }
 
-    fn add_slot(&mut self, state: State) -> Result<LinkId, DomainError> {
+    fn add_slot(&mut self, state: LinkState) -> Result<LinkId, DomainError> {
         let entry = self.slots.vacant_entry();
         let index = entry.key() as u32;
         if index > 0xFFFF {
@@ -185,14 +190,14 @@ impl VerbsDomain {
         }
         self.generation = (self.generation + 1) & 0xFFFF;
         let id = self.generation << 16 | index;
-        entry.insert(Slot { id, state });
+        entry.insert(LinkEntry { id, state });
         Ok(id)
     }
 
     /// Stores a link whose queue pairs are connected.
     fn install_link(&mut self, id: LinkId, link: Link) {
         if let Some(slot) = self.slot(id) {
-            slot.state = State::Up(Box::new(link));
+            slot.state = LinkState::Up(Box::new(link));
             self.mark_dirty(id);
         }
     }
@@ -230,7 +235,7 @@ impl VerbsDomain {
         let longest = self.device.limits.max_message;
         let (now, regions) = (self.now, &self.regions);
         let link = match self.slots.get_mut(Self::index(id)) {
-            Some(Slot { id: known, state: State::Up(link) }) if *known == id => link,
+            Some(LinkEntry { id: known, state: LinkState::Up(link) }) if *known == id => link,
             _ => return Err(DomainError::LinkDown("the link is down".into())),
         };
         if link.data_failure.is_some() {
@@ -296,16 +301,16 @@ impl Domain for VerbsDomain {
         self.regions.add(&self.device, region, pinned)
     }
 
-    fn deregister(&mut self, index: u32) -> Quiet {
+    fn deregister(&mut self, index: u32) -> RegionRelease {
         match self.regions.remove(index) {
-            Deregistration::Done => Quiet::Now,
+            Deregistration::Done => RegionRelease::Now,
             Deregistration::Deferred(region) => {
                 self.helper.run(JobOrigin::Local, move || {
                     HelperResult::RegionReleased(index, region.release())
                 });
-                Quiet::Later
+                RegionRelease::Later
             }
-            Deregistration::Failed => Quiet::Later,
+            Deregistration::Failed => RegionRelease::Later,
         }
     }
 
@@ -342,7 +347,8 @@ impl Domain for VerbsDomain {
     }
 
     fn end_unused(&mut self, name: LinkName, cause: &str) -> bool {
-        let unused = |s: &Slot| matches!(&s.state, State::Up(l) if l.name == name && !l.announced);
+        let unused =
+            |s: &LinkEntry| matches!(&s.state, LinkState::Up(l) if l.name == name && !l.announced);
         let found = self.slots.iter().find(|(_, s)| unused(s)).map(|(_, s)| s.id);
         found.into_iter().for_each(|id| self.disconnect(id, cause));
         found.is_some()
@@ -352,9 +358,9 @@ impl Domain for VerbsDomain {
         Receipts::InOrder
     }
 
-    fn note(&mut self, link: LinkId, frame: Vec<u8>) {
+    fn send_group_frame(&mut self, link: LinkId, frame: Vec<u8>) {
         if let Some(l) = self.link(link) {
-            l.channel.note(frame);
+            l.channel.send_group_frame(frame);
             self.mark_dirty(link);
         }
     }
@@ -371,7 +377,7 @@ impl Domain for VerbsDomain {
     fn post(&mut self, id: LinkId, token: Token, wr: &WorkRequest) -> Result<Post, DomainError> {
         if self.device.limits.software {
             let now = Time::now();
-            if now.since(*self.posting_since.get_or_insert(now)) > POSTING {
+            if now.since(*self.posting_since.get_or_insert(now)) > MAX_POST_TIME {
                 // The next poll sends heartbeats; the rest is posted after it.
                 return Ok(Post::Full);
             }
@@ -427,7 +433,7 @@ impl Domain for VerbsDomain {
         let here = self.address.label();
         let gid = self.device.chosen.gid_index;
         match self.slots.get(Self::index(id)).filter(|s| s.id == id).map(|s| &s.state) {
-            Some(State::Up(l)) => format!(
+            Some(LinkState::Up(l)) => format!(
                 "{here}, gid {gid}, to {}; mtu {}, retries end within {:?}",
                 l.remote.label(),
                 address::mtu_bytes(l.mtu),

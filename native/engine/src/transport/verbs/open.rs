@@ -14,7 +14,7 @@ use super::{
     helper_threads::HelperThreads,
     raw,
     regions::Regions,
-    side::Side,
+    side_channel::SideChannel,
     VerbsDomain, COMPLETIONS, EVENTS, HELPER_DONE, LISTENER,
 };
 use crate::{
@@ -84,7 +84,7 @@ impl VerbsDomain {
         let epoll =
             epoll::create(epoll::CreateFlags::CLOEXEC).map_err(DomainError::io("epoll_create"))?;
         let device = Device::open(chosen, &config.nics, config.peer_timeout)?;
-        let side = Side::open(config, &device.chosen.gid, (&epoll, LISTENER))?;
+        let side_channel = SideChannel::open(config, &device.chosen.gid, (&epoll, LISTENER))?;
         let datagrams = Datagrams::open(&device)?;
         let helper = HelperThreads::new()?;
         raw::unblock(device.context.async_fd())?;
@@ -104,8 +104,8 @@ impl VerbsDomain {
             mtu: device.mtu,
             qpn: datagrams.number(),
             qkey: datagrams.qkey,
-            side: side.addrs.clone(),
-            loopback: side.loopback,
+            side_channel: side_channel.addrs.clone(),
+            loopback: side_channel.loopback,
         };
         Ok(Self {
             log: LogLimit::default(),
@@ -127,7 +127,7 @@ impl VerbsDomain {
             awaiting_room: Vec::new(),
             completions: Vec::new(),
             helper,
-            side,
+            side_channel,
             epoll,
             regions: Regions::default(),
             cqs: CqPool::default(),

@@ -1,4 +1,4 @@
-//! What a poll does: completions, frames, device events, timers, closing of links.
+//! Polling: completions, frames, device events, timers, closing of links.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use rustix::event::{epoll, Timespec};
 
 use super::{
     connect::HelperResult, connect::Role, cq_pool::CqSlot, link::Link, memory::Slots, raw::Qp,
-    Kind, State, VerbsDomain, COMPLETIONS, EVENTS, HELPER_DONE, LISTENER,
+    CompletionKind, LinkState, VerbsDomain, COMPLETIONS, EVENTS, HELPER_DONE, LISTENER,
 };
 use crate::{
     domain::{Completion, DomainError, LinkId, MessageRoom, Receipt},
@@ -15,7 +15,7 @@ use crate::{
     transport::nic::frame::{self, Body},
 };
 
-/// How often a polling thread asks the kernel about sockets and events.
+/// Interval at which a polling thread asks the kernel for socket and device events.
 const FD_POLL_INTERVAL: Duration = Duration::from_micros(100);
 /// Time for the close frame of a link.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(200);
@@ -143,7 +143,7 @@ impl VerbsDomain {
         progressed
     }
 
-    fn on_handshake_frame(&mut self, side: Option<usize>, frame: &[u8]) {
+    fn on_handshake_frame(&mut self, side_channel: Option<usize>, frame: &[u8]) {
         let Ok((_, Body::HandshakeFragment(fragment))) = frame::decode(frame) else { return };
         match fragment.to_initiator {
             true => {
@@ -151,7 +151,7 @@ impl VerbsDomain {
                     self.on_acceptor_fragment(id, &fragment);
                 }
             }
-            false => self.on_initiator_fragment(side, &fragment),
+            false => self.on_initiator_fragment(side_channel, &fragment),
         }
         self.tick_at = Time(0);
     }
@@ -171,10 +171,10 @@ impl VerbsDomain {
                 EVENTS => self.poll_device_events(),
                 HELPER_DONE => self.poll_helpers(),
                 tag if tag & LISTENER != 0 => {
-                    self.side.accept(self.now, (tag & !LISTENER) as usize, &self.epoll);
+                    self.side_channel.accept(self.now, (tag & !LISTENER) as usize, &self.epoll);
                 }
                 key => {
-                    for f in self.side.read_frames(key as usize, &self.epoll) {
+                    for f in self.side_channel.read_frames(key as usize, &self.epoll) {
                         self.on_handshake_frame(Some(key as usize), &f);
                     }
                 }
@@ -197,7 +197,7 @@ impl VerbsDomain {
                 HelperResult::QpsBuilt(id, cq_slot, pair) => self.on_qps_built(id, cq_slot, pair),
                 HelperResult::QpsConnected(id, cq_slot, made) => {
                     let accepting = self.slot(id).and_then(|s| match s.state {
-                        State::Accepting(exchange) => Some(exchange),
+                        LinkState::Accepting(exchange) => Some(exchange),
                         _ => None,
                     });
                     match accepting {
@@ -209,7 +209,7 @@ impl VerbsDomain {
                 }
                 HelperResult::SideConnected(id, stream) => self.on_side_connected(id, stream),
                 HelperResult::RegionReleased(index, true) => {
-                    self.completions.push(Completion::RegionQuiet { index });
+                    self.completions.push(Completion::RegionReleased { index });
                 }
                 HelperResult::RegionReleased(_, false) => {}
             }
@@ -256,7 +256,7 @@ impl VerbsDomain {
     fn tick(&mut self, now: Time) {
         self.tick_attempts(now);
         self.tick_accepts(now);
-        self.side.tick(now, &self.epoll);
+        self.side_channel.tick(now, &self.epoll);
         let timeout = self.peer_timeout;
         let ids: Vec<LinkId> = self.slots.iter().map(|(_, s)| s.id).collect();
         for id in ids {
@@ -289,13 +289,13 @@ impl VerbsDomain {
 
     fn timers(&self) -> Time {
         let slots = self.slots.iter().map(|(_, s)| match &s.state {
-            State::Up(link) => link.next_timer(self.peer_timeout),
-            State::Opening(attempt) => attempt.next_timer(),
-            State::Accepting(_) => Time::NEVER,
+            LinkState::Up(link) => link.next_timer(self.peer_timeout),
+            LinkState::Opening(attempt) => attempt.next_timer(),
+            LinkState::Accepting(_) => Time::NEVER,
         });
         let accepts = self.accepts.values().map(|v| v.deadline);
         let closing = self.closing.iter().map(|f| f.until);
-        let all = slots.chain(accepts).chain(closing).chain([self.side.next_timer()]);
+        let all = slots.chain(accepts).chain(closing).chain([self.side_channel.next_timer()]);
         all.fold(Time::NEVER, Time::min)
     }
 
@@ -332,13 +332,13 @@ impl VerbsDomain {
     /// Closes a link: it can no longer access memory, all its work fails (RS-4), and the peer is
     /// notified.
     pub(super) fn close_link(&mut self, id: LinkId, cause: DomainError) {
-        if self.slot(id).is_some_and(|s| matches!(s.state, State::Opening(_))) {
+        if self.slot(id).is_some_and(|s| matches!(s.state, LinkState::Opening(_))) {
             return self.drop_attempt(id, cause);
         }
         if self.link(id).is_none() {
             return;
         }
-        let State::Up(link) = self.slots.remove(Self::index(id)).state else { return };
+        let LinkState::Up(link) = self.slots.remove(Self::index(id)).state else { return };
         let mut link: Link = *link;
         // After the data queue pair is destroyed the NIC no longer uses it (MR-1).
         link.data = None;
@@ -398,7 +398,7 @@ impl VerbsDomain {
 
     /// Closes all links, and waits for their close frames.
     pub(super) fn close_all(&mut self) {
-        self.side.close();
+        self.side_channel.close();
         let ids: Vec<LinkId> = self.slots.iter().map(|(_, s)| s.id).collect();
         for id in ids {
             self.close_link(id, DomainError::Gone("its engine was closed".into()));
@@ -414,7 +414,7 @@ impl VerbsDomain {
     }
 }
 
-impl Kind {
+impl CompletionKind {
     /// Whether the completion shows that the peer's process runs. An acknowledgement by its NIC
     /// does not: the process may hang, or a forked child may hold the queue pairs.
     pub(super) fn proves_peer_alive(self) -> bool {

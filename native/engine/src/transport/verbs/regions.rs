@@ -16,7 +16,7 @@ use super::{
 use crate::{
     api::RailKey,
     domain::{DomainError, NicKeys, Pinned, Pinner},
-    memory::{device::Driver, RegionBook, RegionMemory, HIDDEN},
+    memory::{device::Driver, RegionBook, RegionMemory, FIRST_INTERNAL_INDEX},
 };
 
 /// Bytes from which a registration is ended on a helper thread: ending one takes long, and many may
@@ -157,14 +157,15 @@ impl Regions {
     }
 
     fn slots(&mut self, index: u32) -> (&mut Vec<Option<Registered>>, usize) {
-        let slots = if index & HIDDEN == 0 { &mut self.by_index } else { &mut self.hidden };
-        (slots, (index & !HIDDEN) as usize)
+        let slots =
+            if index & FIRST_INTERNAL_INDEX == 0 { &mut self.by_index } else { &mut self.hidden };
+        (slots, (index & !FIRST_INTERNAL_INDEX) as usize)
     }
 
     #[inline]
     fn get(&self, index: u32) -> Option<&Registered> {
-        let slots = if index & HIDDEN == 0 { &self.by_index } else { &self.hidden };
-        slots.get((index & !HIDDEN) as usize)?.as_ref()
+        let slots = if index & FIRST_INTERNAL_INDEX == 0 { &self.by_index } else { &self.hidden };
+        slots.get((index & !FIRST_INTERNAL_INDEX) as usize)?.as_ref()
     }
 
     /// Removes a registration, and ends it if that is quick.

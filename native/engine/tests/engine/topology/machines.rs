@@ -1,7 +1,7 @@
 //! Topology and expected pairing of each recorded machine.
 
 use fabric_engine::topology::{
-    cpus_near_within, pairing_for, tiers, Link, Location, PciAddress, Rules, Tier,
+    cpus_near_within, pairing_for, tiers, LinkLayer, Location, PciAddress, Rules, Tier,
 };
 
 use super::{paired, reason_for, shown, trees::machine};
@@ -14,7 +14,7 @@ fn all_nics(topology: &fabric_engine::topology::Topology) -> Vec<String> {
 fn p5_gives_each_gpu_the_four_efa_on_its_switch() {
     let p5 = machine("p5.48xlarge");
     assert_eq!((p5.gpus.len(), p5.nics.len(), p5.nodes.len()), (8, 32, 2));
-    assert_eq!(p5.nics[0].port.link, Link::Other);
+    assert_eq!(p5.nics[0].port.link, LinkLayer::Other);
     let pairing = paired(&p5, "");
     assert_eq!(
         shown(&pairing.gpus),

@@ -3,7 +3,7 @@
 use fabric_engine::topology::Topology;
 
 use super::{paired, reason_for, shown, trees::tree};
-use crate::Folder;
+use crate::TestFolder;
 
 /// Builds a tree line by line.
 #[derive(Default)]
@@ -212,7 +212,7 @@ fn an_auxiliary_device_has_its_cards_location() {
 
 #[test]
 fn a_folder_that_is_not_sysfs_is_refused() {
-    let empty = Folder::new();
+    let empty = TestFolder::new();
     let refused = Topology::read(&empty.0).expect_err("an empty folder");
     assert!(refused.contains("is no sysfs tree"), "{refused}");
     let missing = Topology::read(&empty.0.join("gone")).expect_err("no folder");

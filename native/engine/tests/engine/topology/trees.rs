@@ -10,7 +10,7 @@ use std::{
 
 use fabric_engine::topology::Topology;
 
-use crate::Folder;
+use crate::TestFolder;
 
 /// A recorded machine, by the name of its file. Each is unpacked once: it makes a thousand files.
 pub fn machine(name: &str) -> Topology {
@@ -27,7 +27,7 @@ fn unpacked(name: &str) -> Topology {
 
 /// A machine described in the test itself.
 pub fn tree(text: &str) -> Topology {
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     text.lines().for_each(|line| unpack(&folder.0, line));
     Topology::read(&folder.0).expect("a tree of sysfs")
 }

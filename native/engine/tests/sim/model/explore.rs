@@ -206,7 +206,7 @@ fn tell(scope: &Scope, choices: &[usize]) -> Vec<String> {
             let Some(next) = path.moves().ok().and_then(|m| m.get(*choice).copied()) else {
                 return;
             };
-            words.push(path.words(next));
+            words.push(path.describe(next));
             if path.take(next).is_err() {
                 return;
             }

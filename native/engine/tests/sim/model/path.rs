@@ -2,7 +2,7 @@
 
 use fabric_engine::{
     simulation::SimNet,
-    transport::sim::{Choice, Fault, SimConfig},
+    transport::sim::{Fault, NextEvent, SimConfig},
 };
 
 use super::scopes::{Budget, Scope};
@@ -16,7 +16,7 @@ use crate::{
 pub enum Move {
     /// The user takes the next step.
     User,
-    Network(Choice),
+    Network(NextEvent),
     /// Time passes until the next timer, although events are pending.
     Hurry,
     /// A node crashes.
@@ -41,7 +41,7 @@ impl<'a> Path<'a> {
         run.must_succeed = has_receipts && crashes + hurries == 0;
         run.messages_may_fail = losses > 0;
         run.connect_from(0);
-        while let Some(first @ Choice::Event(_)) = run.net.choices().first().copied() {
+        while let Some(first @ NextEvent::Event(_)) = run.net.choices().first().copied() {
             run.net.take(first);
         }
         let mut path = Self { scope, run, left: scope.budget, steps: 0 };
@@ -60,7 +60,7 @@ impl<'a> Path<'a> {
             }
             let choices = self.run.net.choices();
             let (events, losses): (Vec<_>, Vec<_>) =
-                choices.into_iter().partition(|c| matches!(c, Choice::Event(_)));
+                choices.into_iter().partition(|c| matches!(c, NextEvent::Event(_)));
             moves.extend(events.into_iter().map(Move::Network));
             let is_over = moves.is_empty() && !self.run.is_busy();
             if self.left.losses > 0 && !is_over {
@@ -84,7 +84,7 @@ impl<'a> Path<'a> {
         match what {
             Move::User => return self.user(),
             Move::Network(choice) => {
-                self.left.losses -= u8::from(matches!(choice, Choice::Loss(_)));
+                self.left.losses -= u8::from(matches!(choice, NextEvent::Loss(_)));
                 self.run.net.take(choice);
             }
             Move::Hurry => {
@@ -93,7 +93,7 @@ impl<'a> Path<'a> {
             }
             Move::Crash(node) => {
                 self.left.crashes -= 1;
-                self.run.net.inject(&Fault::Crash { node, there: 0 });
+                self.run.net.inject(&Fault::Crash { node, remote_delay: 0 });
                 self.run.net.user_acts(1 - usize::from(node), u64::from(node) << 8);
                 self.run.end(node);
             }
@@ -112,9 +112,9 @@ impl<'a> Path<'a> {
         self.run.net.state() ^ left.wrapping_mul(0x9e37_79b9_7f4a_7c15)
     }
 
-    pub fn words(&self, what: Move) -> String {
+    pub fn describe(&self, what: Move) -> String {
         match what {
-            Move::Network(choice) => self.run.net.words(choice),
+            Move::Network(choice) => self.run.net.describe(choice),
             Move::User => format!("{:?}", self.scope.case.work[self.steps].1),
             Move::Hurry => "a timer strikes".into(),
             Move::Crash(node) => format!("node {node} ends"),

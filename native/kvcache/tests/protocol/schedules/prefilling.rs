@@ -7,7 +7,7 @@ use fabric_engine::{EngineError, Region, TransferEngine};
 use fabric_kvcache::{wire::Offer, JobEvent, LocalRank, Prefiller, Terms};
 use parking_lot::Mutex;
 
-use super::{judge::Judge, post::Post};
+use super::{faulty_delivery::FaultyDelivery, judge::Judge};
 use crate::{
     cache::{Cache, Shape},
     world::{tail_of, Cut, SLOTS, TAIL},
@@ -37,7 +37,7 @@ struct Pass {
 }
 
 #[derive(Default)]
-struct Desk {
+struct UserState {
     jobs: BTreeMap<u64, Work>,
     /// Those that were released.
     over: std::collections::BTreeSet<u64>,
@@ -56,17 +56,17 @@ pub struct Prefilling {
     caches: Vec<Cache>,
     tail: Region,
     cut: Cut,
-    desk: Arc<Mutex<Desk>>,
+    user: Arc<Mutex<UserState>>,
     judge: Arc<Judge>,
 }
 
-fn told(desk: &mut Desk, job: u64, event: JobEvent, judge: &Judge, clear: &dyn Fn(&[u32])) {
-    let known = desk.jobs.contains_key(&job);
+fn told(user: &mut UserState, job: u64, event: JobEvent, judge: &Judge, clear: &dyn Fn(&[u32])) {
+    let known = user.jobs.contains_key(&job);
     match event {
-        JobEvent::Asked(_) if known || desk.over.contains(&job) => {
+        JobEvent::Requested(_) if known || user.over.contains(&job) => {
             judge.wrong("events", format_args!("job {job} comes twice"));
         }
-        JobEvent::Asked(asked) => {
+        JobEvent::Requested(asked) => {
             let content = <[u8; 8]>::try_from(asked.payload.as_slice()).ok();
             let work = Work {
                 content: content.map(u64::from_le_bytes),
@@ -79,18 +79,18 @@ fn told(desk: &mut Desk, job: u64, event: JobEvent, judge: &Judge, clear: &dyn F
                 stopped: false,
                 stalled: false,
             };
-            desk.jobs.insert(job, work);
+            user.jobs.insert(job, work);
         }
-        JobEvent::Stopped(cause) => match desk.jobs.get_mut(&job).filter(|w| !w.stopped) {
+        JobEvent::Stopped(cause) => match user.jobs.get_mut(&job).filter(|w| !w.stopped) {
             Some(work) => work.stopped = true,
             None => judge.wrong("events", format_args!("job {job} is not there to stop: {cause}")),
         },
-        JobEvent::Released => match desk.jobs.remove(&job) {
+        JobEvent::Released => match user.jobs.remove(&job) {
             Some(work) => {
-                desk.over.insert(job);
+                user.over.insert(job);
                 clear(&work.table);
-                desk.pages.extend(work.table);
-                desk.slots.extend(work.slot);
+                user.pages.extend(work.table);
+                user.slots.extend(work.slot);
             }
             None => judge.wrong("events", format_args!("job {job} is not there to release")),
         },
@@ -104,7 +104,7 @@ impl Prefilling {
         (first, ranks): (u32, u32),
         (shape, cut, terms): (&Shape, Cut, Terms),
         judge: &Arc<Judge>,
-        post: &Arc<Post>,
+        delivery: &Arc<FaultyDelivery>,
     ) -> Self {
         let tail = engines[0].alloc(TAIL * u64::from(SLOTS)).unwrap();
         let layouts: Vec<_> =
@@ -119,13 +119,13 @@ impl Prefilling {
             local.push(LocalRank { rank, engine, buffers, tail });
             caches.push(cache);
         }
-        let desk = Desk {
+        let user = UserState {
             pages: (0..cut.pages).collect(),
             slots: (0..SLOTS).collect(),
-            ..Desk::default()
+            ..UserState::default()
         };
-        let desk = Arc::new(Mutex::new(desk));
-        let (theirs, judge_) = (Arc::clone(&desk), Arc::clone(judge));
+        let user = Arc::new(Mutex::new(user));
+        let (theirs, judge_) = (Arc::clone(&user), Arc::clone(judge));
         let memory = caches.clone();
         let clear = move |pages: &[u32]| {
             for cache in &memory {
@@ -139,16 +139,16 @@ impl Prefilling {
         });
         let prefiller = Arc::new(prefiller.unwrap());
         let weak = Arc::downgrade(&prefiller);
-        post.between(
+        delivery.between(
             &engines[0],
             Arc::new(move |from, bytes| {
                 if let Some(prefiller) = weak.upgrade() {
-                    prefiller.hear(from, bytes);
+                    prefiller.on_message(from, bytes);
                 }
             }),
         );
         let (judge, prefiller) = (Arc::clone(judge), Some(prefiller));
-        Self { engines, prefiller, dead: false, crippled: false, caches, tail, cut, desk, judge }
+        Self { engines, prefiller, dead: false, crippled: false, caches, tail, cut, user, judge }
     }
 
     pub fn offer(&self) -> Option<Offer> {
@@ -169,11 +169,11 @@ impl Prefilling {
     /// Computes the next layer of a pass; false if there is none.
     fn layer(&self, prefiller: &Prefiller) -> bool {
         {
-            let mut desk = self.desk.lock();
-            let Some(mut pass) = desk.pass.take() else { return false };
+            let mut user = self.user.lock();
+            let Some(mut pass) = user.pass.take() else { return false };
             for (job, to) in &pass.jobs {
                 // What was released has pages of others.
-                let Some(work) = desk.jobs.get_mut(job) else { continue };
+                let Some(work) = user.jobs.get_mut(job) else { continue };
                 for cache in &self.caches {
                     cache.compute(
                         work.content.unwrap_or(0),
@@ -188,7 +188,7 @@ impl Prefilling {
             }
             pass.layer += 1;
             if pass.layer < prefiller.layers() {
-                desk.pass = Some(pass);
+                user.pass = Some(pass);
             }
         }
         prefiller.advance(1);
@@ -199,27 +199,27 @@ impl Prefilling {
     fn accept(&self, prefiller: &Prefiller, rng: &mut fastrand::Rng) {
         let page = u64::from(self.cut.page_tokens);
         let (job, table, computed) = {
-            let mut desk = self.desk.lock();
+            let mut user = self.user.lock();
             let waits = |(_, w): &(&u64, &Work)| !w.accepted && !w.stalled && !w.stopped;
             let Some((job, tokens)) =
-                desk.jobs.iter().find(waits).map(|(job, work)| (*job, work.tokens))
+                user.jobs.iter().find(waits).map(|(job, work)| (*job, work.tokens))
             else {
                 return;
             };
             let count = tokens.div_ceil(page) as usize;
             if count > self.cut.pages as usize {
-                drop(desk);
+                drop(user);
                 return prefiller.fail(job, "it is longer than the cache");
             }
-            if count > desk.pages.len() || desk.slots.is_empty() {
+            if count > user.pages.len() || user.slots.is_empty() {
                 return;
             }
-            let left = desk.pages.len() - count;
-            let table = desk.pages.split_off(left);
-            let slot = desk.slots.pop();
+            let left = user.pages.len() - count;
+            let table = user.pages.split_off(left);
+            let slot = user.slots.pop();
             // What is in the cache already is sent at once.
             let computed = if rng.bool() { 0 } else { rng.u64(..=tokens) };
-            let Some(work) = desk.jobs.get_mut(&job) else { return };
+            let Some(work) = user.jobs.get_mut(&job) else { return };
             (work.table, work.slot, work.done) = (table.clone(), slot, computed);
             work.accepted = true;
             for cache in &self.caches {
@@ -236,17 +236,17 @@ impl Prefilling {
     }
 
     fn begin(&self, prefiller: &Prefiller, rng: &mut fastrand::Rng) {
-        let mut desk = self.desk.lock();
+        let mut user = self.user.lock();
         let goes_on = |w: &Work| w.accepted && !w.stalled && w.done < w.tokens;
         let mut jobs = Vec::new();
-        for (job, work) in desk.jobs.iter().filter(|(_, w)| goes_on(w)) {
+        for (job, work) in user.jobs.iter().filter(|(_, w)| goes_on(w)) {
             if rng.u8(..3) > 0 {
                 jobs.push((*job, rng.u64(work.done + 1..=work.tokens)));
             }
         }
         if !jobs.is_empty() {
-            desk.pass = Some(Pass { jobs: jobs.clone(), layer: 0 });
-            drop(desk);
+            user.pass = Some(Pass { jobs: jobs.clone(), layer: 0 });
+            drop(user);
             if let Err(error) = prefiller.begin(&jobs, prefiller.counted()) {
                 self.judge.wrong("begin", error);
             }
@@ -255,9 +255,9 @@ impl Prefilling {
 
     fn finish(&self, prefiller: &Prefiller) {
         let ready: Vec<(u64, u32)> = {
-            let mut desk = self.desk.lock();
+            let mut user = self.user.lock();
             let mut ready = Vec::new();
-            for (job, work) in &mut desk.jobs {
+            for (job, work) in &mut user.jobs {
                 let whole = work.accepted && !work.stalled && work.done == work.tokens;
                 if let Some(slot) = work.slot.filter(|_| whole && !work.finished) {
                     work.finished = true;
@@ -277,8 +277,8 @@ impl Prefilling {
     }
 
     fn any(&self, rng: &mut fastrand::Rng) -> Option<u64> {
-        let desk = self.desk.lock();
-        let jobs: Vec<u64> = desk.jobs.keys().copied().collect();
+        let user = self.user.lock();
+        let jobs: Vec<u64> = user.jobs.keys().copied().collect();
         (!jobs.is_empty()).then(|| jobs[rng.usize(..jobs.len())])
     }
 
@@ -292,14 +292,14 @@ impl Prefilling {
     /// Never goes on with one.
     pub fn stall(&self, rng: &mut fastrand::Rng) {
         if let Some(job) = self.any(rng) {
-            if let Some(work) = self.desk.lock().jobs.get_mut(&job) {
+            if let Some(work) = self.user.lock().jobs.get_mut(&job) {
                 work.stalled = true;
             }
         }
     }
 
     pub fn is_over(&self) -> bool {
-        self.dead || self.crippled || self.desk.lock().jobs.is_empty()
+        self.dead || self.crippled || self.user.lock().jobs.is_empty()
     }
 
     /// After all sessions have ended: no state of a session is left.
@@ -314,9 +314,9 @@ impl Prefilling {
         if self.dead || self.crippled {
             return;
         }
-        let desk = self.desk.lock();
-        if !desk.jobs.is_empty() {
-            let jobs = &desk.jobs;
+        let user = self.user.lock();
+        if !user.jobs.is_empty() {
+            let jobs = &user.jobs;
             let at = self.prefiller.as_ref().map(|p| (p.jobs(), p.decoders()));
             self.judge.wrong("MR-1", format_args!("{at:?}: {jobs:?} are never released"));
         }

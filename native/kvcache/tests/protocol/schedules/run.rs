@@ -13,8 +13,8 @@ use fabric_kvcache::{wire::Offer, Terms};
 
 use super::{
     decoding::Decoding,
+    faulty_delivery::{FaultOdds, FaultyDelivery},
     judge::Judge,
-    post::{Odds, Post},
     prefilling::Prefilling,
 };
 use crate::{
@@ -45,7 +45,7 @@ struct Run {
     net: SimNet,
     rng: fastrand::Rng,
     judge: Arc<Judge>,
-    post: Arc<Post>,
+    delivery: Arc<FaultyDelivery>,
     decoders: Vec<Decoding>,
     processes: Vec<Prefilling>,
     instances: Vec<Instance>,
@@ -102,7 +102,7 @@ impl Run {
         let mut odds = || if rng.bool() { 0 } else { 1 << rng.u32(2..6) };
         let (twice, late, lost) = (odds(), odds(), odds());
         let lost = if lost == 4 { 0 } else { lost * 8 };
-        let post = Post::new(&judge, Odds { twice, late, lost }, seed);
+        let delivery = FaultyDelivery::new(&judge, FaultOdds { twice, late, lost }, seed);
         let ordered = rng.bool();
         let config = SimConfig {
             seed,
@@ -125,7 +125,7 @@ impl Run {
             net,
             rng,
             judge,
-            post,
+            delivery,
             decoders: Vec::new(),
             processes: Vec::new(),
             instances: Vec::new(),
@@ -167,8 +167,8 @@ impl Run {
             for first in (0..ranks).step_by(each as usize) {
                 let engines = self.engines(each, "prefill");
                 let how = (&shape, *cut, terms.clone());
-                let (judge, post) = (&self.judge, &self.post);
-                let one = Prefilling::new(engines, (first, ranks), how, judge, post);
+                let (judge, delivery) = (&self.judge, &self.delivery);
+                let one = Prefilling::new(engines, (first, ranks), how, judge, delivery);
                 instance.push(self.processes.len());
                 self.processes.push(one);
             }
@@ -185,10 +185,10 @@ impl Run {
             let ranks = [1, 1, 2, 4][self.rng.usize(..4)];
             let engines = self.engines(ranks, "decode");
             let how = (&shape, ours[i % 3], terms.clone());
-            let mut one = Decoding::new(engines, how, &self.judge, &self.post);
+            let mut one = Decoding::new(engines, how, &self.judge, &self.delivery);
             if i == honest {
                 one.lies();
-                self.post.distrust(one.engines[0].id());
+                self.delivery.distrust(one.engines[0].id());
             }
             one.sessions = vec![Vec::new(); self.instances.len()];
             self.decoders.push(one);
@@ -252,14 +252,14 @@ impl Run {
     /// Lets things happen until then.
     fn until(&mut self, limit: u64) -> Result<(), String> {
         loop {
-            let next = self.post.next().map_or(limit, |at| at.min(limit));
+            let next = self.delivery.next().map_or(limit, |at| at.min(limit));
             while self.net.step_until(Time(next)) {
                 self.judge.at(self.net.now().0);
                 self.judge.verdict()?;
             }
             self.net.advance(Time(next.max(self.judge.now())));
             self.judge.at(self.net.now().0);
-            self.post.due();
+            self.delivery.due();
             if next >= limit {
                 return self.judge.verdict();
             }
@@ -290,9 +290,9 @@ impl Run {
             (self.rng.usize(..self.decoders.len()), self.rng.usize(..self.instances.len()));
         let decoding = &mut self.decoders[d];
         let Some(decoder) = decoding.decoder.clone().filter(|_| !decoding.dead) else { return };
-        let known = decoding.sessions[p].last().copied().filter(|m| decoder.knows(*m));
+        let known = decoding.sessions[p].last().copied().filter(|m| decoder.is_connected(*m));
         let known = known.filter(|_| self.rng.u8(..16) > 0);
-        let session = known.or_else(|| decoder.meet(&self.instances[p].offer).ok());
+        let session = known.or_else(|| decoder.connect(&self.instances[p].offer).ok());
         let Some(session) = session else { return };
         if known.is_none() {
             decoding.sessions[p].push(session);
@@ -301,7 +301,7 @@ impl Run {
         decoding.ask(p, session, self.content, &mut self.rng);
         let dead = self.instances[p].processes.iter().any(|p| self.processes[*p].dead);
         if dead {
-            decoding.mourns(p);
+            decoding.on_prefiller_lost(p);
         }
     }
 
@@ -356,7 +356,7 @@ impl Run {
                 let decoding = &self.decoders[d];
                 let m = self.rng.usize(..decoding.sessions.len());
                 if let (Some(decoder), Some(m)) = (&decoding.decoder, decoding.sessions[m].last()) {
-                    decoder.leave(*m);
+                    decoder.disconnect(*m);
                 }
             }
             Kind::KillDecoder => {
@@ -385,27 +385,41 @@ impl Run {
     fn stop_awaiting(&self, process: usize) {
         let of = |i: &&Instance| i.processes.contains(&process);
         if let Some(p) = self.instances.iter().position(|i| of(&i)) {
-            self.decoders.iter().for_each(|d| d.mourns(p));
+            self.decoders.iter().for_each(|d| d.on_prefiller_lost(p));
         }
     }
 
     fn network(&mut self, kind: Kind) {
         let rng = &mut self.rng;
-        let (node, rail, nth) = (rng.u8(..self.regions.len() as u8), rng.u8(..2), rng.u8(..4));
+        let (node, rail, link_index) =
+            (rng.u8(..self.regions.len() as u8), rng.u8(..2), rng.u8(..4));
         let mut soon = || {
             let scale = 10u64.pow(rng.u32(4..10));
             rng.u64(..scale)
         };
-        let (here, there, lasts) = (soon(), soon(), soon() * 2);
+        let (local_delay, remote_delay, duration) = (soon(), soon(), soon() * 2);
         let fault = match (kind, rng.u8(..3)) {
-            (Kind::Links, 0) => Fault::WorkFails { node, rail, nth, pick: rng.u32(..), rest: here },
-            (Kind::Links, 1) => Fault::LinkLost { node, rail, nth, here, there },
-            (Kind::Links, _) => Fault::Stall { node, rail, nth, lasts },
+            (Kind::Links, 0) => Fault::WorkFails {
+                node,
+                rail,
+                link_index,
+                work_index: rng.u32(..),
+                link_down_after: local_delay,
+            },
+            (Kind::Links, 1) => {
+                Fault::LinkLost { node, rail, link_index, local_delay, remote_delay }
+            }
+            (Kind::Links, _) => Fault::Stall { node, rail, link_index, duration },
             (Kind::Cables, 0) => Fault::NicUp { node, rail },
-            (Kind::Cables, _) => Fault::NicDown { node, rail, here, there },
+            (Kind::Cables, _) => Fault::NicDown { node, rail, local_delay, remote_delay },
             _ => {
-                let told = rng.bool().then_some(here);
-                Fault::Partition { side: rng.u64(..), told, gone: rng.bool(), lasts }
+                let notice_after = rng.bool().then_some(local_delay);
+                Fault::Partition {
+                    isolated: rng.u64(..),
+                    notice_after,
+                    permanent: rng.bool(),
+                    duration,
+                }
             }
         };
         self.net.inject(&fault);

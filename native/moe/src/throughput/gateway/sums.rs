@@ -3,8 +3,8 @@
 use super::{
     super::{
         commands::Commands,
-        context::{bits, by, Context, Stop},
-        jobs::{Call, Job, Sum, Term, To},
+        context::{bits, by, Context, StopCause},
+        jobs::{Call, Job, Sum, SumTarget, SumTerm},
         reader::Reader,
     },
     Gateway, Output, Summing,
@@ -18,13 +18,13 @@ impl Gateway {
         ctx: &Context,
         commands: &mut Commands,
         call: &mut Call<'_, '_, '_>,
-    ) -> Result<bool, Stop> {
+    ) -> Result<bool, StopCause> {
         let mut moved = false;
         if let Output::Ring { ring, .. } = &mut self.output {
-            moved = ring.update(&ctx.words, commands).map_err(by(ring.place.partner))?;
+            moved = ring.update(&ctx.words, commands).map_err(by(ring.layout.partner))?;
         }
         for answers in self.answers.iter_mut().flatten() {
-            moved |= answers.freshen(ctx, commands, call)?;
+            moved |= answers.skip_earlier(ctx, commands, call)?;
         }
         while self.summed < self.records.len() && call.may_begin() {
             let n = self.summable(ctx, call)?;
@@ -37,8 +37,9 @@ impl Gateway {
         Ok(moved | self.send_sums(ctx, commands, call)?)
     }
 
-    /// How many tokens all have answered and there is room for, up to a chunk (RS-1).
-    fn summable(&self, ctx: &Context, call: &Call<'_, '_, '_>) -> Result<usize, Stop> {
+    /// Number of tokens that all ranks have answered and the output has room for, up to a chunk
+    /// (RS-1).
+    fn summable(&self, ctx: &Context, call: &Call<'_, '_, '_>) -> Result<usize, StopCause> {
         let most = match &self.output {
             Output::Own => ctx.spec.chunk as usize,
             Output::Ring { ring, .. } => {
@@ -78,7 +79,7 @@ impl Gateway {
             for local in bits(mask) {
                 match &mut self.answers[local as usize] {
                     Some(Reader { ring, .. }) => {
-                        terms.push(Term::Slot { at: ring.next(0), from: ring.place.partner });
+                        terms.push(SumTerm::Slot { at: ring.next(0), from: ring.layout.partner });
                         ring.taken += 1;
                     }
                     None => {
@@ -90,16 +91,16 @@ impl Gateway {
             let at = match &self.output {
                 Output::Own => 0,
                 Output::Ring { ring, outbox } => {
-                    let slot = (ring.sent + (made_before + sums.len()) as u64) % ring.place.slots;
-                    outbox + slot * ring.place.stride
+                    let slot = (ring.sent + (made_before + sums.len()) as u64) % ring.layout.slots;
+                    outbox + slot * ring.layout.stride
                 }
             };
             sums.push(Sum { at, token, terms: (terms.len() - before) as u32 });
         }
         self.summed += n;
         let (to, from) = match &self.output {
-            Output::Own => (To::Node, Vec::new()),
-            Output::Ring { .. } => (To::Slot, sums.iter().map(|sum| sum.at).collect()),
+            Output::Own => (SumTarget::Node, Vec::new()),
+            Output::Ring { .. } => (SumTarget::Slot, sums.iter().map(|sum| sum.at).collect()),
         };
         let read = self.answers.iter().map(|r| r.as_ref().map_or(0, |r| r.ring.taken)).collect();
         let then = Summing { tokens: n, from, read };
@@ -112,7 +113,7 @@ impl Gateway {
         ctx: &Context,
         commands: &mut Commands,
         call: &mut Call<'_, '_, '_>,
-    ) -> Result<bool, Stop> {
+    ) -> Result<bool, StopCause> {
         let mut moved = false;
         while let Some((one, _)) = self.summing.done(call, ctx.exchange)? {
             self.made += one.tokens;

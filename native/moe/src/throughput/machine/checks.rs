@@ -12,8 +12,7 @@ use crate::{
 };
 
 impl Machine {
-    /// That the exchange hasn't ended, and the next one may begin when the tokens of the last have
-    /// left.
+    /// Checks that the exchange is open, and that the tokens of the last dispatch are sent.
     ///
     /// # Errors
     /// [`EngineError::PeerLost`], [`EngineError::Invalid`].
@@ -28,7 +27,7 @@ impl Machine {
         self.check()
     }
 
-    /// That these tokens fit the shape; nothing is changed.
+    /// Checks that the tokens fit the shape. Changes nothing.
     ///
     /// # Errors
     /// [`EngineError::Invalid`].
@@ -43,7 +42,7 @@ impl Machine {
         Ok(routes)
     }
 
-    /// That tokens may go to these experts; nothing is changed.
+    /// Checks that tokens may go to these experts. Changes nothing.
     ///
     /// # Errors
     /// [`EngineError::Invalid`].
@@ -54,7 +53,7 @@ impl Machine {
         Ok(routes)
     }
 
-    /// That there is room for the rows that come.
+    /// Checks that the caller has room for the arriving rows.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for room that doesn't suffice, or out of turn.
@@ -64,11 +63,11 @@ impl Machine {
         Ok(placing)
     }
 
-    /// That there is room for the rows that come, for so many of them.
+    /// Checks that the caller's room for rows has at least the number of arriving rows.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for room that doesn't suffice, or out of turn.
-    pub fn check_far_room(&mut self, rows: u64) -> Result<Dispatched> {
+    pub fn check_kernel_room(&mut self, rows: u64) -> Result<Dispatched> {
         let placing = self.check_collecting()?;
         match rows < placing.rows {
             false => Ok(placing),
@@ -87,7 +86,7 @@ impl Machine {
             .ok_or_else(|| self.phase.refuse("to collect rows before they are placed"))
     }
 
-    /// That these are answers to the rows that came, and it is their turn.
+    /// Checks that the answers match the arrived rows and the phase accepts answers.
     ///
     /// # Errors
     /// [`EngineError::Invalid`], [`EngineError::PeerLost`].
@@ -97,7 +96,7 @@ impl Machine {
     }
 
     /// The same of answers to so many rows.
-    pub(super) fn check_far_answers(&mut self, rows: u64) -> Result<()> {
+    pub(super) fn check_kernel_answers(&mut self, rows: u64) -> Result<()> {
         let all = self.check_answering()?;
         match rows < all {
             false => Ok(()),
@@ -115,20 +114,20 @@ impl Machine {
         placing.map(|p| p.rows).ok_or_else(|| self.phase.refuse("combine_send"))
     }
 
-    /// That the sums fit, and it is their turn.
+    /// Checks that the sums fit and the phase accepts sums.
     ///
     /// # Errors
     /// [`EngineError::Invalid`].
     pub fn check_sums(&mut self, out: &PartMut<'_>, float: Float) -> Result<()> {
-        self.check_far_sums()?;
+        self.check_kernel_sums()?;
         self.spec.shape.check_sums(out, float, self.tokens)
     }
 
-    /// That it is the turn of sums.
+    /// Checks that the phase accepts sums.
     ///
     /// # Errors
     /// [`EngineError::Invalid`], [`EngineError::PeerLost`].
-    pub fn check_far_sums(&mut self) -> Result<()> {
+    pub fn check_kernel_sums(&mut self) -> Result<()> {
         self.check()?;
         match self.phase {
             Phase::Answered => Ok(()),

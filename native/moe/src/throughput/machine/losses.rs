@@ -50,15 +50,15 @@ impl Losses {
 #[derive(Debug)]
 pub(super) struct PendingMask {
     rank: u32,
-    /// The drain after which all ranks have been told.
-    told: u64,
-    /// When that was first awaited.
+    /// The drain after which all ranks know of the loss.
+    drain: u64,
+    /// When the drain was first awaited.
     since: Option<Time>,
 }
 
-/// The last incarnation of a rank here, whatever others report of later ones.
+/// The last incarnation of a rank that took part here.
 #[derive(Debug)]
-pub(super) struct Last {
+pub(super) struct LastIncarnation {
     incarnation: u32,
     /// Threads of the proxy that have said that nothing of it can come to them any more.
     gone: u32,
@@ -66,16 +66,16 @@ pub(super) struct Last {
 
 impl Machine {
     /// # Errors
-    /// [`EngineError::PeerLost`]: ranks were lost, all that this rank knows of and hasn't told; or
-    /// others go on without this one, for good.
+    /// [`EngineError::PeerLost`]: names all lost ranks that no call has reported, or says that
+    /// others continue without this rank, for good.
     pub fn check(&mut self) -> Result<()> {
         self.check_goes_on()?;
-        if self.news.is_empty() {
+        if self.unreported_losses.is_empty() {
             return Ok(());
         }
-        self.told = std::mem::take(&mut self.news);
+        self.reported_losses = std::mem::take(&mut self.unreported_losses);
         let then = "begin again with dispatch_send, without it, where all others do";
-        match &self.told[..] {
+        match &self.reported_losses[..] {
             [one] => Err(lost(format!("rank {}", one.rank), &one.cause, then)),
             all => {
                 let name = |b: &LostRank| format!("rank {}", b.rank);
@@ -101,8 +101,8 @@ impl Machine {
 
     /// Takes the losses that the last call reported: they are reported again if ranks are lost
     /// again.
-    pub fn say_again(&mut self) {
-        self.news.splice(..0, self.told.drain(..));
+    pub fn report_again(&mut self) {
+        self.unreported_losses.splice(..0, self.reported_losses.drain(..));
     }
 
     /// Whether the running exchange was abandoned.
@@ -110,7 +110,7 @@ impl Machine {
         self.is_abandoned
     }
 
-    /// Lets what was begun and given up go on to its end; whether that is there.
+    /// Advances abandoned jobs; true once all have ended.
     pub fn finish_jobs(&mut self, io: &mut Io<'_, '_>) -> bool {
         if self.is_abandoned {
             self.jobs.discard(io);
@@ -128,18 +128,18 @@ impl Machine {
         self.membership.events()
     }
 
-    /// Which ranks are here.
+    /// Per rank, whether it is present.
     pub fn here(&self) -> Vec<bool> {
         self.membership.here()
     }
 
-    /// A rank without a descriptor that is not known to be absent.
+    /// A rank whose descriptor is missing and that is not known to be absent.
     pub fn awaited(&self) -> Option<u32> {
         self.membership.awaited()
     }
 
-    /// Gives a rank up. What is under way ends with it, here and at all others: they are told, and
-    /// that rank too, which may live. If it is this one, nothing goes on.
+    /// Gives up a rank. The running exchange ends here and at all others, which get a signal. The
+    /// rank gets one too, because it may live. If it is this rank, its exchange ends for good.
     pub fn fail(&mut self, rank: u32, cause: String) {
         if rank == self.member.rank {
             if self.losses.ended.set(LostRank { rank, cause: cause.clone() }).is_ok() {
@@ -161,18 +161,18 @@ impl Machine {
         self.gone.retain(|(gone, _)| *gone != rank);
         let member = Member { rank, incarnation: self.membership.incarnation(rank) };
         self.signals.give_up(&self.ctx, member);
-        let told = self.signals.tell_itself(&self.ctx, member);
-        // What can't be told now is found out by the others themselves.
+        let drain = self.signals.tell_itself(&self.ctx, member);
+        // If the signal can't be sent, the others notice the loss themselves.
         let _ = self.signals.commands.flush();
-        self.to_mask.push(PendingMask { rank, told, since: None });
+        self.to_mask.push(PendingMask { rank, drain, since: None });
         let broken = LostRank { rank, cause };
         self.losses.lost.lock().push(broken.clone());
-        self.news.push(broken);
+        self.unreported_losses.push(broken);
         self.abandon();
     }
 
-    /// Others had taken in a incarnation of a rank that isn't here, and have lost it since. They count
-    /// both, so this rank does, and ends what is under way as they do.
+    /// Others have admitted an incarnation of an absent rank and lost it again. They count both
+    /// events, so this rank does, and ends its exchange as they do.
     fn pass_over(&mut self, member: Member) {
         self.membership.pass_over(member);
         self.signals.give_up(&self.ctx, member);
@@ -188,17 +188,16 @@ impl Machine {
             lost.push(broken.clone());
         }
         drop(lost);
-        self.news.push(broken);
+        self.unreported_losses.push(broken);
         self.abandon();
     }
 
-    /// Whether all others have been told who was lost.
+    /// Whether all others have got the signals of losses.
     pub fn has_told(&mut self) -> bool {
         self.signals.has_told()
     }
 
-    /// Gives up what is under way. Jobs that have begun and commands that were pushed are over by
-    /// themselves.
+    /// Abandons the running exchange. Begun jobs and pushed commands end by themselves.
     fn abandon(&mut self) {
         self.phase = Phase::Idle;
         self.overtaken_by = None;
@@ -209,28 +208,28 @@ impl Machine {
         }
     }
 
-    /// Ranks that the proxy is to give up now: all have been told of it, and they, too, unless they
-    /// take nothing. What is for others waits behind that, so not for long.
+    /// Ranks that the proxy must drop now: all ranks have the signal, the lost ones too unless they
+    /// take nothing. Commands for others wait behind it, so the wait is bounded.
     pub fn take_masked(&mut self, now: Time, timeout: Duration) -> Vec<u32> {
         let mut masked = Vec::new();
         self.to_mask.retain_mut(|one| {
             let since = *one.since.get_or_insert(now);
             let over =
-                self.signals.commands.is_complete(one.told) || now.since(since) >= timeout / BEATS;
+                self.signals.commands.is_complete(one.drain) || now.since(since) >= timeout / BEATS;
             masked.extend(over.then_some(one.rank));
             !over
         });
         masked
     }
 
-    /// The proxy has given a rank up. That ends what is under way once something is awaited of it.
+    /// The proxy has lost a rank. The exchange ends once it waits for that rank.
     pub fn lose(&mut self, rank: u32, cause: String) {
         if self.membership.is_here(rank) {
             self.gone.push((rank, cause));
         }
     }
 
-    /// A rank that left when it had done its part has room made for its next incarnation.
+    /// Makes room for the next incarnation of a rank that left after it had done its part.
     pub fn give_up_gone(&mut self, rank: u32) {
         if let Some(at) = self.gone.iter().position(|(gone, _)| *gone == rank) {
             let (rank, cause) = self.gone.remove(at);
@@ -238,7 +237,8 @@ impl Machine {
         }
     }
 
-    /// Nothing of a rank's incarnation can come to one of the proxy's threads any more: each says so once.
+    /// One of the proxy's threads can get nothing of a rank's incarnation any more. Each thread
+    /// reports this once.
     pub fn end(&mut self, Member { rank, incarnation }: Member) {
         if let Some(last) =
             self.last[rank as usize].as_mut().filter(|last| last.incarnation == incarnation)
@@ -247,23 +247,23 @@ impl Machine {
         }
     }
 
-    /// Whether nothing of the incarnation that a rank last had here can come any more, if it had one.
+    /// Whether nothing of a rank's last incarnation here can arrive any more.
     pub fn has_ended(&self, rank: u32) -> bool {
-        let is_over = |last: &Last| last.gone >= self.spec.threads;
+        let is_over = |last: &LastIncarnation| last.gone >= self.spec.threads;
         !self.membership.is_out(rank) || self.last[rank as usize].as_ref().is_none_or(is_over)
     }
 
-    /// Whether another rank has given up a rank.
+    /// Reads the signals of losses from other ranks.
     ///
     /// # Errors
     /// As [`Machine::check`].
-    pub fn hear(&mut self) -> Result<()> {
-        self.listen();
+    pub fn process_signals(&mut self) -> Result<()> {
+        self.note_losses();
         self.check()
     }
 
-    /// As [`Machine::hear`], for a call that leaves it to the next one to say so.
-    pub fn listen(&mut self) {
+    /// As [`Machine::process_signals`], but leaves the report to the next call.
+    pub fn note_losses(&mut self) {
         for rank in 0..self.ctx.grid.ranks {
             if !self.ctx.here[rank as usize] {
                 let next = self.membership.next_incarnation(rank);
@@ -295,10 +295,12 @@ impl Machine {
         }
     }
 
-    /// Takes a rank in, from the next exchange on. `events` is what it knows of the others.
+    /// Admits a rank, from the next exchange on. `events` are the states of the others as it knows
+    /// them.
     ///
     /// # Errors
-    /// [`EngineError::Invalid`]: it is here, or that incarnation of it has ended; it isn't the time.
+    /// [`EngineError::Invalid`]: it is here, or that incarnation of it has ended; it isn't the
+    /// time.
     pub fn admit(&mut self, member: Member, events: &[u32]) -> Result<()> {
         self.check_between(member.rank)?;
         let mut membership = self.membership.clone();
@@ -310,7 +312,8 @@ impl Machine {
         self.abandon();
         self.reset_rings(member);
         self.ctx.here[member.rank as usize] = true;
-        self.last[member.rank as usize] = Some(Last { incarnation: member.incarnation, gone: 0 });
+        self.last[member.rank as usize] =
+            Some(LastIncarnation { incarnation: member.incarnation, gone: 0 });
         self.losses.lost.lock().retain(|lost| lost.rank != member.rank);
         Ok(())
     }
@@ -331,7 +334,7 @@ impl Machine {
         }
     }
 
-    /// What others may say of incarnations to come is told apart from what they said of earlier ones.
+    /// Separates reports about later incarnations from reports about earlier ones.
     fn make_ready(&mut self) {
         for rank in 0..self.ctx.grid.ranks {
             let incarnation = self.membership.next_incarnation(rank);

@@ -6,7 +6,7 @@ use fabric_engine::Region;
 
 use super::super::{
     context::Io,
-    jobs::{Fault, Job, Outcome, Sum, Term, Ticket, To, Worker},
+    jobs::{Job, JobError, JobId, JobResult, Sum, SumTarget, SumTerm, Worker},
     slots::{head, read_head, Kind, HEAD},
     spec::Spec,
 };
@@ -16,7 +16,7 @@ use crate::kernels::{add, store, Part, PartMut};
 pub struct CpuWorker {
     spec: Spec,
     region: Region,
-    done: HashMap<Ticket, Outcome>,
+    done: HashMap<JobId, JobResult>,
     /// This node's sums of this rank's tokens, as they would come from another: by token.
     of_node: Vec<u8>,
     totals: Vec<f32>,
@@ -27,13 +27,13 @@ impl Worker for CpuWorker {
         true
     }
 
-    fn begin(&mut self, ticket: Ticket, job: Job, exchange: u32, io: &mut Io<'_, '_>) {
-        let outcome = self.work(job, exchange, io);
-        self.done.insert(ticket, outcome);
+    fn begin(&mut self, job_id: JobId, job: Job, exchange: u32, io: &mut Io<'_, '_>) {
+        let result = self.work(job, exchange, io);
+        self.done.insert(job_id, result);
     }
 
-    fn outcome(&mut self, ticket: Ticket) -> Option<Outcome> {
-        self.done.remove(&ticket)
+    fn result(&mut self, job_id: JobId) -> Option<JobResult> {
+        self.done.remove(&job_id)
     }
 
     fn totals(&self) -> &[f32] {
@@ -46,7 +46,7 @@ impl CpuWorker {
         Self { spec, region, done: HashMap::new(), of_node: Vec::new(), totals: Vec::new() }
     }
 
-    fn work(&mut self, job: Job, exchange: u32, io: &mut Io<'_, '_>) -> Outcome {
+    fn work(&mut self, job: Job, exchange: u32, io: &mut Io<'_, '_>) -> JobResult {
         match job {
             Job::Put { to, bytes } => self.put(to, &bytes)?,
             Job::Pack { first, metas } => match io {
@@ -69,11 +69,11 @@ impl CpuWorker {
         Ok(Vec::new())
     }
 
-    fn put(&self, to: u64, bytes: &[u8]) -> Result<(), Fault> {
-        self.region.put(to, bytes).map_err(Fault::Engine)
+    fn put(&self, to: u64, bytes: &[u8]) -> Result<(), JobError> {
+        self.region.put(to, bytes).map_err(JobError::Engine)
     }
 
-    fn pack(&self, first: u32, metas: &[u8], parts: &[Part<'_>]) -> Result<(), Fault> {
+    fn pack(&self, first: u32, metas: &[u8], parts: &[Part<'_>]) -> Result<(), JobError> {
         for (token, meta) in (first..).zip(metas.chunks_exact(self.spec.meta() as usize)) {
             let mut place = u64::from(token) * self.spec.out_stride();
             self.put(place, meta)?;
@@ -87,11 +87,11 @@ impl CpuWorker {
         Ok(())
     }
 
-    fn look(&self, slots: &[u64], nbytes: u64) -> Outcome {
+    fn look(&self, slots: &[u64], nbytes: u64) -> JobResult {
         let mut found = Vec::with_capacity(slots.len() * nbytes as usize);
         for slot in slots {
             let read = self.region.with_bytes(*slot, nbytes, |bytes| found.extend(bytes));
-            read.map_err(Fault::Engine)?;
+            read.map_err(JobError::Engine)?;
         }
         Ok(found)
     }
@@ -101,7 +101,7 @@ impl CpuWorker {
         tokens: &[(u64, u32)],
         rows: &[u32],
         out: &mut [PartMut<'_>],
-    ) -> Result<(), Fault> {
+    ) -> Result<(), JobError> {
         let mut rows = rows.iter();
         for (slot, n) in tokens {
             let (from, nbytes) = (slot + self.spec.meta(), u64::from(self.spec.shape.row_nbytes));
@@ -116,26 +116,26 @@ impl CpuWorker {
                     }
                 }
             });
-            taken.map_err(Fault::Engine)?;
+            taken.map_err(JobError::Engine)?;
         }
         Ok(())
     }
 
     fn sum(
         &mut self,
-        to: To,
+        to: SumTarget,
         sums: &[Sum],
-        terms: &[Term],
+        terms: &[SumTerm],
         answers: Option<&Part<'_>>,
         exchange: u32,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), JobError> {
         let back = self.spec.shape.back;
         let (wide, nbytes) = (back.elements as usize, self.spec.shape.back_nbytes() as usize);
         let tokens = self.spec.shape.max_tokens as usize;
         match to {
-            To::Node => self.of_node.resize(tokens * nbytes, 0),
-            To::Total => self.totals.resize(tokens * wide, 0.0),
-            To::Answer | To::Slot => {}
+            SumTarget::Node => self.of_node.resize(tokens * nbytes, 0),
+            SumTarget::Total => self.totals.resize(tokens * wide, 0.0),
+            SumTarget::Answer | SumTarget::Slot => {}
         }
         let (mut total, mut of_rank) = (vec![0.0; wide], vec![0.0; wide]);
         let mut rounded = vec![0; nbytes];
@@ -146,39 +146,39 @@ impl CpuWorker {
             of_rank.fill(0.0);
             for term in terms.by_ref().take(sum.terms as usize) {
                 match term {
-                    Term::Slot { at, from } => {
+                    SumTerm::Slot { at, from } => {
                         self.add_slot(&mut total, *at, (*from, to.addends(), sum.token), exchange)?;
                     }
-                    Term::Row { row, weight, last } => {
+                    SumTerm::Row { row, weight, last } => {
                         let answer = answers.map_or(&[][..], |a| a.row(*row as usize));
                         add(&mut of_rank, answer, back.float, *weight, true);
-                        if *last && to != To::Answer {
+                        if *last && to != SumTarget::Answer {
                             store(&of_rank, &mut rounded, back.float);
                             add(&mut total, &rounded, back.float, 1.0, false);
                             of_rank.fill(0.0);
                         }
                     }
-                    Term::Node => {
+                    SumTerm::Node => {
                         let bytes = &self.of_node[token * nbytes..][..nbytes];
                         add(&mut total, bytes, back.float, 1.0, false);
                     }
                 }
             }
             match to {
-                To::Answer => {
+                SumTarget::Answer => {
                     store(&of_rank, &mut rounded, back.float);
                     self.put(sum.at, &head(Kind::Answer, exchange, sum.token))?;
                     self.put(sum.at + HEAD, &rounded)?;
                 }
-                To::Slot => {
+                SumTarget::Slot => {
                     store(&total, &mut rounded, back.float);
                     self.put(sum.at, &head(Kind::Sum, exchange, sum.token))?;
                     self.put(sum.at + HEAD, &rounded)?;
                 }
-                To::Node => {
+                SumTarget::Node => {
                     store(&total, &mut self.of_node[token * nbytes..][..nbytes], back.float)
                 }
-                To::Total => self.totals[token * wide..][..wide].copy_from_slice(&total),
+                SumTarget::Total => self.totals[token * wide..][..wide].copy_from_slice(&total),
             }
         }
         Ok(())
@@ -190,18 +190,18 @@ impl CpuWorker {
         at: u64,
         (from, kind, token): (u32, Kind, u32),
         exchange: u32,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), JobError> {
         let nbytes = HEAD + self.spec.shape.back_nbytes();
         let added = self.region.with_bytes(at, nbytes, |slot| {
-            let (said, bytes) = slot.split_at(HEAD as usize);
-            if read_head(said, kind, exchange) == Ok(token) {
+            let (head_bytes, bytes) = slot.split_at(HEAD as usize);
+            if read_head(head_bytes, kind, exchange) == Ok(token) {
                 add(total, bytes, self.spec.shape.back.float, 1.0, false);
                 return Ok(());
             }
             let mut head = [0; HEAD as usize];
-            head.copy_from_slice(said);
-            Err(Fault::Slot { from, kind, token, head })
+            head.copy_from_slice(head_bytes);
+            Err(JobError::Slot { from, kind, token, head })
         });
-        added.map_err(Fault::Engine)?
+        added.map_err(JobError::Engine)?
     }
 }

@@ -22,7 +22,7 @@ pub use fabric_proxy::raw::AtomicWords;
 
 use super::super::{
     context::Io,
-    jobs::{Fault, Job, Outcome, Sum, Term, Ticket, To, Worker},
+    jobs::{Job, JobError, JobId, JobResult, Sum, SumTarget, SumTerm, Worker},
     slots::HEAD,
     spec::Spec,
 };
@@ -39,9 +39,9 @@ const FOUND: usize = 8;
 const STOP: usize = 0;
 const BEAT: usize = 1;
 
-/// Where what lies in the memory that the host and its workers share, in words of 8 bytes.
+/// Layout of the memory that the host shares with its workers, in words of 8 bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Form {
+pub struct QueueLayout {
     pub workers: usize,
     /// From one job to the next.
     pub job: usize,
@@ -50,7 +50,7 @@ pub struct Form {
     pub words: usize,
 }
 
-impl Form {
+impl QueueLayout {
     /// # Errors
     /// [`EngineError::Invalid`]: no workers, or too many.
     pub fn new(spec: &Spec, workers: u32) -> Result<Self> {
@@ -76,8 +76,8 @@ impl Form {
         LINE * (2 + 2 * worker)
     }
 
-    /// Where the `i`th job of a worker lies.
-    fn place(&self, worker: usize, i: u64) -> usize {
+    /// Index of the first word of a worker's job `i`.
+    fn job_index(&self, worker: usize, i: u64) -> usize {
         self.jobs + (worker * DEPTH + i as usize % DEPTH) * self.job
     }
 }
@@ -103,7 +103,7 @@ impl WorkerLifecycle {
 
 /// A job that a worker has.
 #[derive(Debug)]
-struct Posted {
+struct PostedJob {
     worker: usize,
     i: u64,
     job: Job,
@@ -111,13 +111,13 @@ struct Posted {
 
 #[derive(Debug)]
 pub struct Device {
-    form: Form,
+    queue_layout: QueueLayout,
     words: AtomicWords,
     meta: u64,
     /// Of each worker, how many jobs were posted, and whose places are taken.
     posted: Vec<u64>,
     taken: Vec<[bool; DEPTH]>,
-    under_way: HashMap<Ticket, Posted>,
+    under_way: HashMap<JobId, PostedJob>,
     beats: u64,
     aborted: bool,
 }
@@ -128,18 +128,18 @@ impl Device {
     /// # Errors
     /// [`EngineError::Invalid`]: too few words, or no workers.
     pub fn new(spec: &Spec, workers: u32, words: AtomicWords) -> Result<(Self, WorkerLifecycle)> {
-        let form = Form::new(spec, workers)?;
-        if words.len() != form.words {
-            let text = format!("{} words to share; give {}", words.len(), form.words);
+        let queue_layout = QueueLayout::new(spec, workers)?;
+        if words.len() != queue_layout.words {
+            let text = format!("{} words to share; give {}", words.len(), queue_layout.words);
             return Err(EngineError::Invalid(text));
         }
         let lifecycle = WorkerLifecycle { words: words.clone(), calls: AtomicU64::new(0) };
         let this = Self {
-            form,
+            queue_layout,
             words,
             meta: spec.meta(),
-            posted: vec![0; form.workers],
-            taken: vec![[false; DEPTH]; form.workers],
+            posted: vec![0; queue_layout.workers],
+            taken: vec![[false; DEPTH]; queue_layout.workers],
             under_way: HashMap::new(),
             beats: 0,
             aborted: false,
@@ -154,7 +154,7 @@ impl Device {
         }
         let has_room = |w: &usize| !self.taken[*w][self.posted[*w] as usize % DEPTH];
         let jobs = |w: &usize| self.taken[*w].iter().filter(|taken| **taken).count();
-        (0..self.form.workers).filter(has_room).min_by_key(jobs)
+        (0..self.queue_layout.workers).filter(has_room).min_by_key(jobs)
     }
 
     fn write(&self, place: usize, job: &Job, exchange: u32) {
@@ -191,25 +191,25 @@ impl Device {
                 }
                 for term in terms {
                     let (place, weight, how) = match term {
-                        Term::Slot { at, .. } => (*at, 0, 0),
-                        Term::Row { row, weight, last } => {
+                        SumTerm::Slot { at, .. } => (*at, 0, 0),
+                        SumTerm::Row { row, weight, last } => {
                             ((*row).into(), weight.to_bits(), 1 + u32::from(*last))
                         }
-                        Term::Node => (0, 0, 3),
+                        SumTerm::Node => (0, 0, 3),
                     };
                     put(place);
                     put(pair(&[weight, how]));
                 }
                 let to = match to {
-                    To::Answer => 0,
-                    To::Slot => 1,
-                    To::Node => 2,
-                    To::Total => 3,
+                    SumTarget::Answer => 0,
+                    SumTarget::Slot => 1,
+                    SumTarget::Node => 2,
+                    SumTarget::Total => 3,
                 };
                 [5, sums.len() as u64, to, exchange.into()]
             }
         };
-        debug_assert!(at <= place + self.form.job, "a job is longer than its place");
+        debug_assert!(at <= place + self.queue_layout.job, "a job is longer than its place");
         let about = (at - place - HEADER) as u64;
         for (i, word) in header.into_iter().chain([about]).enumerate() {
             self.words[place + i].store(word, Relaxed);
@@ -217,7 +217,7 @@ impl Device {
         self.words[place + FOUND].store(u64::MAX, Relaxed);
     }
 
-    fn read(&self, place: usize, job: Job) -> Outcome {
+    fn read(&self, place: usize, job: Job) -> JobResult {
         let word = |i: usize| self.words[place + i].load(Relaxed);
         match job {
             Job::Look { slots, nbytes } => {
@@ -226,7 +226,7 @@ impl Device {
                 Ok((first..first + n).flat_map(|i| word(i).to_le_bytes()).collect())
             }
             Job::Sum { to, sums, terms } => {
-                let Some(Term::Slot { from, .. }) =
+                let Some(SumTerm::Slot { from, .. }) =
                     usize::try_from(word(FOUND)).ok().and_then(|fault| terms.get(fault))
                 else {
                     return Ok(Vec::new());
@@ -235,7 +235,7 @@ impl Device {
                 head[..8].copy_from_slice(&word(FOUND + 1).to_le_bytes());
                 head[8..].copy_from_slice(&word(FOUND + 2).to_le_bytes());
                 let token = token_of(word(FOUND), &sums);
-                Err(Fault::Slot { from: *from, kind: to.addends(), token, head })
+                Err(JobError::Slot { from: *from, kind: to.addends(), token, head })
             }
             Job::Put { .. } | Job::Pack { .. } | Job::Take { .. } => Ok(Vec::new()),
         }
@@ -247,14 +247,14 @@ impl Worker for Device {
         self.free().is_some()
     }
 
-    fn begin(&mut self, ticket: Ticket, job: Job, exchange: u32, _io: &mut Io<'_, '_>) {
+    fn begin(&mut self, job_id: JobId, job: Job, exchange: u32, _io: &mut Io<'_, '_>) {
         let Some(worker) = self.free() else { return };
         let i = self.posted[worker];
-        self.write(self.form.place(worker, i), &job, exchange);
+        self.write(self.queue_layout.job_index(worker, i), &job, exchange);
         self.posted[worker] += 1;
         self.taken[worker][i as usize % DEPTH] = true;
-        self.words[Form::posted(worker)].store(i + 1, Release);
-        self.under_way.insert(ticket, Posted { worker, i, job });
+        self.words[QueueLayout::posted(worker)].store(i + 1, Release);
+        self.under_way.insert(job_id, PostedJob { worker, i, job });
     }
 
     fn go_on(&mut self, _io: &mut Io<'_, '_>) {
@@ -262,14 +262,14 @@ impl Worker for Device {
         self.words[BEAT].store(self.beats, Relaxed);
     }
 
-    fn outcome(&mut self, ticket: Ticket) -> Option<Outcome> {
-        let Posted { worker, i, .. } = self.under_way.get(&ticket)?;
-        if self.words[Form::done(*worker)].load(Acquire) <= *i {
+    fn result(&mut self, job_id: JobId) -> Option<JobResult> {
+        let PostedJob { worker, i, .. } = self.under_way.get(&job_id)?;
+        if self.words[QueueLayout::done(*worker)].load(Acquire) <= *i {
             return None;
         }
-        let Posted { worker, i, job } = self.under_way.remove(&ticket)?;
+        let PostedJob { worker, i, job } = self.under_way.remove(&job_id)?;
         self.taken[worker][i as usize % DEPTH] = false;
-        Some(self.read(self.form.place(worker, i), job))
+        Some(self.read(self.queue_layout.job_index(worker, i), job))
     }
 
     fn totals(&self) -> &[f32] {
@@ -278,8 +278,8 @@ impl Worker for Device {
 
     fn abort(&mut self) {
         self.aborted = true;
-        for worker in 0..self.form.workers {
-            self.words[Form::posted(worker)].store(u64::MAX, Release);
+        for worker in 0..self.queue_layout.workers {
+            self.words[QueueLayout::posted(worker)].store(u64::MAX, Release);
         }
     }
 }
@@ -310,10 +310,10 @@ mod tests {
         super::super::slots::{head, Kind},
         *,
     };
-    use crate::{kernels::Float, Back, Shape};
+    use crate::{kernels::Float, AnswerFormat, Shape};
 
     fn spec(chunk: u32, topk: u32) -> Spec {
-        let back = Back { elements: 4, float: Float::F32 };
+        let back = AnswerFormat { elements: 4, float: Float::F32 };
         let shape = Shape {
             ranks: 4,
             experts: 64,
@@ -328,7 +328,7 @@ mod tests {
     }
 
     fn device(spec: &Spec, workers: u32) -> Device {
-        let words = AtomicWords::allocate(Form::new(spec, workers).unwrap().words);
+        let words = AtomicWords::allocate(QueueLayout::new(spec, workers).unwrap().words);
         Device::new(spec, workers, words).unwrap().0
     }
 
@@ -352,13 +352,20 @@ mod tests {
                     n * spec.meta() as usize / 8,
                 ),
                 (Job::Take { tokens: vec![(0, topk); n], rows: vec![0; n * k] }, 0),
-                (Job::Sum { to: To::Node, sums: vec![sum; n], terms: vec![Term::Node; n * k] }, 0),
+                (
+                    Job::Sum {
+                        to: SumTarget::Node,
+                        sums: vec![sum; n],
+                        terms: vec![SumTerm::Node; n * k],
+                    },
+                    0,
+                ),
             ] {
                 let device = device(&spec, 1);
-                let place = device.form.place(0, 0);
+                let place = device.queue_layout.job_index(0, 0);
                 device.write(place, &job, 1);
                 let about = device.words[place + 4].load(Relaxed) as usize;
-                assert!(HEADER + about + answer <= device.form.job, "{job:?}");
+                assert!(HEADER + about + answer <= device.queue_layout.job, "{job:?}");
             }
         }
     }
@@ -366,39 +373,39 @@ mod tests {
     #[test]
     fn mr_1_a_place_is_taken_until_the_result_of_its_job_is_read() {
         let mut device = device(&spec(4, 2), 2);
-        for ticket in 0..2 * DEPTH as u64 {
+        for job_id in 0..2 * DEPTH as u64 {
             assert!(device.has_room());
-            device.begin(ticket, put(), 1, &mut Io::Nothing);
+            device.begin(job_id, put(), 1, &mut Io::Nothing);
         }
         assert!(!device.has_room());
-        assert!(device.outcome(2).is_none());
+        assert!(device.result(2).is_none());
         // The second job of the first worker is the third.
-        device.words[Form::done(0)].store(2, Release);
+        device.words[QueueLayout::done(0)].store(2, Release);
         assert!(!device.has_room());
-        assert!(device.outcome(2).is_some() && device.outcome(4).is_none());
+        assert!(device.result(2).is_some() && device.result(4).is_none());
         // Its places are filled in their turn, and the first is the next.
         assert!(!device.has_room());
-        assert!(device.outcome(0).is_some() && device.has_room());
+        assert!(device.result(0).is_some() && device.has_room());
         device.abort();
         assert!(!device.has_room());
-        assert_eq!(device.words[Form::posted(1)].load(Relaxed), u64::MAX);
+        assert_eq!(device.words[QueueLayout::posted(1)].load(Relaxed), u64::MAX);
     }
 
     #[test]
     fn rs_1_the_sender_of_a_wrong_slot_is_named() {
         let mut device = device(&spec(4, 2), 1);
         let sum = |token| Sum { at: 0, token, terms: 2 };
-        let term = |from| Term::Slot { at: 0, from };
-        let terms = vec![term(0), term(1), Term::Node, term(3)];
-        let job = Job::Sum { to: To::Total, sums: vec![sum(5), sum(6)], terms };
+        let term = |from| SumTerm::Slot { at: 0, from };
+        let terms = vec![term(0), term(1), SumTerm::Node, term(3)];
+        let job = Job::Sum { to: SumTarget::Total, sums: vec![sum(5), sum(6)], terms };
         device.begin(0, job, 9, &mut Io::Nothing);
-        let found = device.form.place(0, 0) + FOUND;
+        let found = device.queue_layout.job_index(0, 0) + FOUND;
         device.words[found].store(3, Relaxed);
         for (i, word) in words_of(&head(Kind::Sum, 9, 7)).enumerate() {
             device.words[found + 1 + i].store(word, Relaxed);
         }
-        device.words[Form::done(0)].store(1, Release);
-        let stop = device.outcome(0).unwrap().unwrap_err().stop(9);
+        device.words[QueueLayout::done(0)].store(1, Release);
+        let stop = device.result(0).unwrap().unwrap_err().stop(9);
         let said = format!("{stop:?}");
         assert!(said.contains("rank: 3") && said.contains("token 7, not of 6"), "{said}");
     }

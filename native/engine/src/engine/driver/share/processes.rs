@@ -12,34 +12,34 @@ use std::{
 };
 
 use super::{
-    tests::{Place, BUSY, WINDOW},
+    tests::{TempFolder, BUSY, WINDOW},
     *,
 };
 
 /// The directory of a member process, and its role.
-const WHERE: &str = "FABRIC_RAY_TEST_SHARE";
-const HOW: &str = "FABRIC_RAY_TEST_SHARE_AS";
+const DIRECTORY_VARIABLE: &str = "FABRIC_RAY_TEST_SHARE";
+const ROLE_VARIABLE: &str = "FABRIC_RAY_TEST_SHARE_AS";
 /// Fails tests that hang; far above any expected duration.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 /// Interval of polls.
 const STEP: Duration = Duration::from_millis(1);
 
 /// Joins. Retries while another process is stopped in the middle of leaving.
-fn join(place: &Path) -> HostShare {
+fn join(dir: &Path) -> HostShare {
     let start = Instant::now();
     loop {
-        let share = HostShare::join_in(place, "mlx5_0", 1);
+        let share = HostShare::join_in(dir, "mlx5_0", 1);
         if share.table.is_some() {
             return share;
         }
-        assert!(start.elapsed() < PATIENCE, "the table is wedged");
+        assert!(start.elapsed() < TIMEOUT, "the table is wedged");
     }
 }
 
 fn until(what: &str, mut done: impl FnMut() -> bool) {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < PATIENCE, "{what}");
+        assert!(start.elapsed() < TIMEOUT, "{what}");
         std::thread::sleep(STEP);
     }
 }
@@ -47,7 +47,10 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
 /// The body of a member process, until its input ends. Does nothing in the parent.
 #[test]
 fn member() {
-    let (Some(place), Ok(how)) = (std::env::var_os(WHERE), std::env::var(HOW)) else { return };
+    let (Some(dir), Ok(how)) = (std::env::var_os(DIRECTORY_VARIABLE), std::env::var(ROLE_VARIABLE))
+    else {
+        return;
+    };
     let stop = Arc::new(AtomicBool::new(false));
     let seen = Arc::clone(&stop);
     std::thread::spawn(move || {
@@ -56,20 +59,20 @@ fn member() {
     });
     let going_on = || !stop.load(SeqCst);
     match how.as_str() {
-        "churn" => churn(Path::new(&place), going_on),
-        how => work(Path::new(&place), how == "fork", going_on),
+        "churn" => churn(Path::new(&dir), going_on),
+        how => work(Path::new(&dir), how == "fork", going_on),
     }
 }
 
 /// Demands more than the window, and prints its part.
-fn work(place: &Path, forks: bool, going_on: impl Fn() -> bool) {
-    let mut share = join(place);
+fn work(dir: &Path, forks: bool, going_on: impl Fn() -> bool) {
+    let mut share = join(dir);
     if forks {
         // SAFETY: the child only sleeps, and dies at the latest by the alarm.
         let child = unsafe { libc::fork() };
         if child == 0 {
             // SAFETY: takes a number; ends the child if the test doesn't.
-            unsafe { libc::alarm(2 * PATIENCE.as_secs() as u32) };
+            unsafe { libc::alarm(2 * TIMEOUT.as_secs() as u32) };
             loop {
                 // SAFETY: waits for a signal.
                 unsafe { libc::pause() };
@@ -89,14 +92,14 @@ fn work(place: &Path, forks: bool, going_on: impl Fn() -> bool) {
 }
 
 /// Joins and leaves in a loop. While it is joined, its table has the name.
-fn churn(place: &Path, going_on: impl Fn() -> bool) {
+fn churn(dir: &Path, going_on: impl Fn() -> bool) {
     while going_on() {
-        let mut share = join(place);
+        let mut share = join(dir);
         for _ in 0..fastrand::u32(..8) {
             let table = share.table.as_ref().expect("no table is damaged here");
             assert!(table.is_named(), "other engines use another table");
             share.publish(Time::now(), BUSY);
-            assert!(share.window(WINDOW, Priority::Bulk) >= LEAST);
+            assert!(share.window(WINDOW, Priority::Bulk) >= MIN_WINDOW);
         }
     }
 }
@@ -109,11 +112,11 @@ struct Member {
 }
 
 impl Member {
-    fn spawn(place: &Place, how: &str) -> Self {
+    fn spawn(dir: &TempFolder, how: &str) -> Self {
         let mut process = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "engine::driver::share::processes::member", "--nocapture"])
-            .env(WHERE, &place.0)
-            .env(HOW, how)
+            .env(DIRECTORY_VARIABLE, &dir.0)
+            .env(ROLE_VARIABLE, how)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -169,19 +172,19 @@ fn all_have(members: &[Member], part: u64) {
 
 #[test]
 fn the_part_of_a_process_that_ends_in_any_way_comes_back() {
-    let place = Place::new();
+    let dir = TempFolder::new();
     let mut dice = fastrand::Rng::with_seed(33);
     let mut members = Vec::new();
     for round in 0..24 {
         let n = members.len();
         match dice.u8(..3) {
-            _ if n < 2 || round % 4 == 0 => members.push(Member::spawn(&place, "work")),
+            _ if n < 2 || round % 4 == 0 => members.push(Member::spawn(&dir, "work")),
             0 => members.swap_remove(dice.usize(..n)).leave(),
             _ => members.swap_remove(dice.usize(..n)).kill(),
         }
         all_have(&members, WINDOW / members.len() as u64);
     }
-    members.push(Member::spawn(&place, "work"));
+    members.push(Member::spawn(&dir, "work"));
     let n = members.len() as u64;
     all_have(&members, WINDOW / n);
     // A hung process holds its slot and has no share.
@@ -192,14 +195,14 @@ fn the_part_of_a_process_that_ends_in_any_way_comes_back() {
     all_have(&members, WINDOW / n);
     members.push(hangs);
     members.into_iter().for_each(Member::leave);
-    assert!(!place.table().exists());
+    assert!(!dir.table().exists());
 }
 
 #[test]
-fn a_child_that_outlives_its_parent_keeps_no_place() {
-    let place = Place::new();
-    let mut share = join(&place.0);
-    let parent = Member::spawn(&place, "fork");
+fn a_child_that_outlives_its_parent_keeps_no_slot() {
+    let dir = TempFolder::new();
+    let mut share = join(&dir.0);
+    let parent = Member::spawn(&dir, "fork");
     let mut part = || {
         share.publish(Time::now(), BUSY);
         share.window(WINDOW, Priority::Bulk)
@@ -221,21 +224,21 @@ fn a_child_that_outlives_its_parent_keeps_no_place() {
 
 #[test]
 fn coming_going_and_dying_at_any_moment_wedges_nothing() {
-    let place = Place::new();
+    let dir = TempFolder::new();
     let mut dice = fastrand::Rng::with_seed(34);
-    let mut members: Vec<_> = (0..3).map(|_| Member::spawn(&place, "churn")).collect();
+    let mut members: Vec<_> = (0..3).map(|_| Member::spawn(&dir, "churn")).collect();
     for _ in 0..150 {
         std::thread::sleep(Duration::from_micros(dice.u64(..25_000)));
         let victim = dice.usize(..3);
-        std::mem::replace(&mut members[victim], Member::spawn(&place, "churn")).kill();
-        let share = join(&place.0);
+        std::mem::replace(&mut members[victim], Member::spawn(&dir, "churn")).kill();
+        let share = join(&dir.0);
         assert!(share.table.as_ref().unwrap().is_named());
     }
     members.into_iter().for_each(Member::leave);
-    let mut share = join(&place.0);
+    let mut share = join(&dir.0);
     share.publish(Time::now(), BUSY);
     // Records of dead processes have no share.
     assert_eq!(share.window(WINDOW, Priority::Bulk), WINDOW);
     drop(share);
-    assert!(!place.table().exists());
+    assert!(!dir.table().exists());
 }

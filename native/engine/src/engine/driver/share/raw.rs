@@ -60,12 +60,12 @@ static PRIVATE: [AtomicI32; 512] = [const { AtomicI32::new(NONE) }; 512];
 
 /// A descriptor that a forked child doesn't keep, because it would keep the locks too.
 #[derive(Debug)]
-pub(super) struct Private {
+pub(super) struct ForkPrivateFd {
     fd: ProcessLocal<OwnedFd>,
     entry: usize,
 }
 
-impl Private {
+impl ForkPrivateFd {
     pub fn new(fd: OwnedFd) -> Result<Self, Errno> {
         static ONCE: Once = Once::new();
         ONCE.call_once(|| {
@@ -84,7 +84,7 @@ impl Private {
     }
 }
 
-impl Drop for Private {
+impl Drop for ForkPrivateFd {
     fn drop(&mut self) {
         if self.fd.get().is_ok() {
             PRIVATE[self.entry].store(NONE, Release);
@@ -96,8 +96,8 @@ extern "C" fn in_child() {
     for entry in &PRIVATE {
         let fd = entry.swap(NONE, AcqRel);
         if fd != NONE {
-            // SAFETY: this number is the child's copy of the parent's descriptor, and `Private::fd`
-            // returns it to no caller in this process.
+            // SAFETY: this number is the child's copy of the parent's descriptor, and
+            // `ForkPrivateFd::fd` returns it to no caller in this process.
             unsafe { libc::close(fd) };
         }
     }

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use crate::group::policy::{classes::ByClass, divide::Party};
+use crate::group::policy::{classes::ByClass, divide::NicSharer};
 
 /// Bytes of a slot, and of the header.
 pub(super) const SLOT: usize = 64;
@@ -14,7 +14,7 @@ pub(super) const SIZE: usize = SLOT * (SLOTS + 1);
 const VERSION: u32 = 1;
 
 /// The byte range of a slot; its lock covers the same bytes.
-pub(super) fn place(slot: usize) -> Range<u64> {
+pub(super) fn slot_range(slot: usize) -> Range<u64> {
     let start = (slot + 1) * SLOT;
     start as u64..(start + SLOT) as u64
 }
@@ -38,12 +38,12 @@ pub(super) struct Record {
     pub id: u64,
     /// Incremented by each write, so that silence shows.
     pub beat: u64,
-    pub party: Party,
+    pub sharer: NicSharer,
 }
 
 /// The content of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Found {
+pub(super) enum SlotContent {
     Empty,
     /// In the middle of a write, or damaged.
     Torn,
@@ -52,9 +52,9 @@ pub(super) enum Found {
 
 impl Record {
     pub fn encode(&self) -> [u8; SLOT] {
-        let ByClass { latency, bulk, background } = self.party.demand;
+        let ByClass { latency, bulk, background } = self.sharer.demand;
         let mut bytes = [0; SLOT];
-        let words = [self.id, self.beat, u64::from(self.party.weight), latency, bulk, background];
+        let words = [self.id, self.beat, u64::from(self.sharer.weight), latency, bulk, background];
         for (at, word) in bytes.chunks_exact_mut(8).zip(words) {
             at.copy_from_slice(&word.to_le_bytes());
         }
@@ -64,7 +64,7 @@ impl Record {
     }
 }
 
-impl Found {
+impl SlotContent {
     pub fn decode(bytes: &[u8; SLOT]) -> Self {
         if *bytes == [0; SLOT] {
             return Self::Empty;
@@ -75,8 +75,8 @@ impl Found {
         }
         let word = |i: usize| u64::from_le_bytes(std::array::from_fn(|k| bytes[8 * i + k]));
         let demand = ByClass { latency: word(3), bulk: word(4), background: word(5) };
-        let party = Party { weight: u32::try_from(word(2)).unwrap_or(u32::MAX), demand };
-        Self::Record(Record { id: word(0), beat: word(1), party })
+        let sharer = NicSharer { weight: u32::try_from(word(2)).unwrap_or(u32::MAX), demand };
+        Self::Record(Record { id: word(0), beat: word(1), sharer })
     }
 }
 
@@ -88,17 +88,17 @@ mod tests {
 
     fn record(n: u64) -> Record {
         let demand = ByClass { latency: n, bulk: n.rotate_left(20), background: !n };
-        Record { id: n ^ 77, beat: n, party: Party { weight: n as u32, demand } }
+        Record { id: n ^ 77, beat: n, sharer: NicSharer { weight: n as u32, demand } }
     }
 
     #[test]
     fn the_bytes_of_version_1() {
         let demand = ByClass { latency: 4, bulk: 5, background: 6 };
-        let bytes = Record { id: 1, beat: 2, party: Party { weight: 3, demand } }.encode();
+        let bytes = Record { id: 1, beat: 2, sharer: NicSharer { weight: 3, demand } }.encode();
         assert_eq!(bytes[..48].iter().step_by(8).copied().collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6]);
         assert_eq!(&header()[..12], b"fabquota\x01\0\0\0");
-        assert_eq!((place(0), place(SLOTS - 1).end), (64..128, SIZE as u64));
-        assert_eq!(Found::decode(&[0; SLOT]), Found::Empty);
+        assert_eq!((slot_range(0), slot_range(SLOTS - 1).end), (64..128, SIZE as u64));
+        assert_eq!(SlotContent::decode(&[0; SLOT]), SlotContent::Empty);
     }
 
     proptest! {
@@ -107,11 +107,11 @@ mod tests {
             n in any::<u64>(), m in any::<u64>(), cut in 0usize..=SLOT,
         ) {
             let (a, b) = (record(n), record(m));
-            prop_assert_eq!(Found::decode(&a.encode()), Found::Record(a));
+            prop_assert_eq!(SlotContent::decode(&a.encode()), SlotContent::Record(a));
             let mut mixed = a.encode();
             mixed[..cut].copy_from_slice(&b.encode()[..cut]);
-            let found = Found::decode(&mixed);
-            let whole = [Found::Torn, Found::Record(a), Found::Record(b)];
+            let found = SlotContent::decode(&mixed);
+            let whole = [SlotContent::Torn, SlotContent::Record(a), SlotContent::Record(b)];
             prop_assert!(whole.contains(&found), "{found:?}");
         }
     }

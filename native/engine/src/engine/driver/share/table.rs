@@ -1,6 +1,6 @@
 //! The table: a file in shared memory, and this engine's slot in it.
 //!
-//! It is read and written by system calls and not mapped. A mapping would raise SIGBUS if another
+//! System calls read and write the table; it is not mapped. A mapping would raise SIGBUS if another
 //! process truncated the file, and a read every 10 ms needs no mapping.
 //!
 //! The holder of a slot's lock owns the slot, and the kernel releases the lock when its holder
@@ -23,38 +23,38 @@ use rustix::{
 };
 
 use super::{
-    raw::{self, Private},
-    record::{all, header, place, Found, Record, SIZE, SLOT, SLOTS},
+    raw::{self, ForkPrivateFd},
+    record::{all, header, slot_range, Record, SlotContent, SIZE, SLOT, SLOTS},
 };
 use crate::domain::DomainError;
 
 /// Pause between attempts, while another process leaves or makes the table.
-const PAUSE: Duration = Duration::from_millis(1);
+const RETRY_PAUSE: Duration = Duration::from_millis(1);
 
 #[derive(Debug)]
 pub(super) struct Table {
     path: PathBuf,
-    file: Private,
+    file: ForkPrivateFd,
     slot: usize,
     record: Option<Record>,
     image: Box<[u8; SIZE]>,
 }
 
 /// Why an attempt failed.
-enum Missed {
+enum AttemptError {
     /// Another process left or made the table at the same time.
     Moved(&'static str),
     Failed(DomainError),
 }
 
-impl From<DomainError> for Missed {
+impl From<DomainError> for AttemptError {
     fn from(e: DomainError) -> Self {
         Self::Failed(e)
     }
 }
 
-fn failed(call: &'static str) -> impl FnOnce(Errno) -> Missed {
-    move |e| Missed::Failed(DomainError::io(call)(e))
+fn failed(call: &'static str) -> impl FnOnce(Errno) -> AttemptError {
+    move |e| AttemptError::Failed(DomainError::io(call)(e))
 }
 
 impl Table {
@@ -64,26 +64,26 @@ impl Table {
         let mut why = "";
         for attempt in 0..attempts {
             if attempt > 0 {
-                std::thread::sleep(PAUSE);
+                std::thread::sleep(RETRY_PAUSE);
             }
             match Self::attempt(path) {
                 Ok(table) => return Ok(table),
-                Err(Missed::Moved(w)) => why = w,
-                Err(Missed::Failed(e)) => return Err(e),
+                Err(AttemptError::Moved(w)) => why = w,
+                Err(AttemptError::Failed(e)) => return Err(e),
             }
         }
         Err(DomainError::Unavailable(format!("{}: {why}", path.display())))
     }
 
-    fn attempt(path: &Path) -> Result<Self, Missed> {
+    fn attempt(path: &Path) -> Result<Self, AttemptError> {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let fd = rustix::fs::open(path, flags | OFlags::NONBLOCK, Mode::RUSR | Mode::WUSR)
             .map_err(failed("open of the table"))?;
         let stat = rustix::fs::fstat(&fd).map_err(failed("fstat"))?;
         check_owner(path, &stat)?;
         // Before any lock: a child that forks meanwhile must not keep the lock.
-        let file = Private::new(fd).map_err(failed("too many tables"))?;
-        let fd = file.fd().ok_or(Missed::Moved("the process has forked"))?;
+        let file = ForkPrivateFd::new(fd).map_err(failed("too many tables"))?;
+        let fd = file.fd().ok_or(AttemptError::Moved("the process has forked"))?;
         if stat.st_size == 0 {
             // Other processes that find it empty write the same, and no slot is touched.
             rustix::fs::ftruncate(fd, SIZE as u64).map_err(failed("ftruncate"))?;
@@ -95,14 +95,14 @@ impl Table {
         }
         let mut slot = None;
         for i in 0..SLOTS {
-            if raw::try_lock(fd, place(i)).map_err(failed("fcntl(F_OFD_SETLK)"))? {
+            if raw::try_lock(fd, slot_range(i)).map_err(failed("fcntl(F_OFD_SETLK)"))? {
                 slot = Some(i);
                 break;
             }
         }
-        let slot = slot.ok_or(Missed::Moved("all its slots are taken"))?;
+        let slot = slot.ok_or(AttemptError::Moved("all its slots are taken"))?;
         if !is_named(path, fd) {
-            return Err(Missed::Moved("it is replaced repeatedly"));
+            return Err(AttemptError::Moved("it is replaced repeatedly"));
         }
         let table = Self { path: path.into(), file, slot, record: None, image };
         // Clears the record of a dead engine.
@@ -127,7 +127,7 @@ impl Table {
     }
 
     fn put(&self, bytes: &[u8; SLOT]) -> Result<(), DomainError> {
-        let n = rustix::io::pwrite(self.fd()?, bytes, place(self.slot).start)
+        let n = rustix::io::pwrite(self.fd()?, bytes, slot_range(self.slot).start)
             .map_err(DomainError::io("pwrite"))?;
         match n == SLOT {
             true => Ok(()),
@@ -142,16 +142,16 @@ impl Table {
         read(fd, &mut self.image)
     }
 
-    pub fn found(&self) -> impl Iterator<Item = (usize, Found)> + '_ {
+    pub fn found(&self) -> impl Iterator<Item = (usize, SlotContent)> + '_ {
         let (slots, _) = self.image[SLOT..].as_chunks::<SLOT>();
         let own = self.slot;
-        let all = slots.iter().map(Found::decode).enumerate();
+        let all = slots.iter().map(SlotContent::decode).enumerate();
         all.filter(move |(slot, _)| *slot != own)
     }
 
     /// Whether a live process holds this slot; true if that is unknown.
     pub fn is_held(&self, slot: usize) -> bool {
-        self.file.fd().is_none_or(|fd| raw::is_locked(fd, place(slot)).unwrap_or(true))
+        self.file.fd().is_none_or(|fd| raw::is_locked(fd, slot_range(slot)).unwrap_or(true))
     }
 
     /// Whether the name is still this table's.
@@ -173,7 +173,7 @@ impl Drop for Table {
             let _ = self.put(&[0; SLOT]);
         }
         // In this order: when several processes leave at once, the last one finds all slots free.
-        if raw::unlock(fd, place(self.slot)).is_ok() && raw::try_lock(fd, all()) == Ok(true) {
+        if raw::unlock(fd, slot_range(self.slot)).is_ok() && raw::try_lock(fd, all()) == Ok(true) {
             unlink(&self.path, fd);
         }
     }
@@ -200,13 +200,13 @@ fn read(fd: BorrowedFd<'_>, image: &mut [u8; SIZE]) -> Result<(), DomainError> {
 }
 
 /// Removes an unusable table if no process uses it, so that the next attempt makes a new one.
-fn replace(path: &Path, fd: BorrowedFd<'_>) -> Missed {
+fn replace(path: &Path, fd: BorrowedFd<'_>) -> AttemptError {
     match raw::try_lock(fd, all()) {
         Ok(true) => {
             unlink(path, fd);
-            Missed::Moved("its table is damaged repeatedly")
+            AttemptError::Moved("its table is damaged repeatedly")
         }
-        Ok(false) => Missed::Moved("its table is damaged or of another version, and in use"),
+        Ok(false) => AttemptError::Moved("its table is damaged or of another version, and in use"),
         Err(e) => failed("fcntl(F_OFD_SETLK)")(e),
     }
 }

@@ -5,7 +5,7 @@ use crate::{
     domain::DomainError,
     transport::{
         handshake::{Acceptor, Failure},
-        libfabric::{address::EndpointAddress, link, slots, LibfabricDomain, Slot},
+        libfabric::{address::EndpointAddress, link, slots, LibfabricDomain, LinkEntry},
         nic::{
             frame::{Exchange, HandshakeFragment},
             handshake_fragments::{HandshakeMessage, Reassembly},
@@ -14,7 +14,7 @@ use crate::{
 };
 
 /// Handshakes of strangers at a time; further ones are not answered.
-const STRANGERS: usize = 64;
+const MAX_UNPROVEN: usize = 64;
 /// Fragments that may wait for the provider; further ones are dropped and repeated later.
 const OUTBOX: usize = 256;
 
@@ -45,12 +45,12 @@ impl LibfabricDomain {
                 return;
             }
             let strangers = self.handshakes.keys().filter(|(_, initiator)| !initiator).count();
-            if strangers >= STRANGERS {
+            if strangers >= MAX_UNPROVEN {
                 return;
             }
             self.strangers.retain(|(_, _, deadline)| *deadline > self.now);
             if !self.strangers.iter().any(|(e, _, _)| *e == fragment.exchange) {
-                if self.strangers.len() >= STRANGERS {
+                if self.strangers.len() >= MAX_UNPROVEN {
                     return;
                 }
                 let deadline = self.now.after(self.peer_timeout);
@@ -93,7 +93,7 @@ impl LibfabricDomain {
             return false;
         }
         let known = self.links.iter().find_map(|(_, slot)| match slot {
-            Slot::Up(l) if l.exchange == fragment.exchange => {
+            LinkEntry::Up(l) if l.exchange == fragment.exchange => {
                 Some((l.address, l.accepted.clone().filter(|_| !l.confirmed)))
             }
             _ => None,
