@@ -722,7 +722,7 @@ class Engine:
         """One address space over regions: each after the one before it, or at its own offset.
 
         Raises:
-            InvalidArgument: no part, parts out of order or one over another, or somebody else's.
+            InvalidArgument: no part, parts that are out of order or overlap, or another engine's.
         """
     def open_segment(self, descriptor: SegmentDescriptor) -> RemoteSegment:
         """A peer's segment, or one of this engine's own, to be named in requests."""
@@ -735,7 +735,7 @@ class Engine:
     def connect(self, peer: Peer) -> None:
         """Begins to connect, so that the first transfer doesn't have to."""
     def counter(self) -> Counter:
-        """A counter that nobody else uses."""
+        """A counter that no other code uses."""
     def plain_counter(self, value: int) -> Counter:
         """The counter behind a pre-agreed integer below 2^19."""
     def write(
@@ -762,13 +762,12 @@ class Engine:
             timeout: seconds until it fails; by default the engine's ``op_timeout``.
             rail: the one NIC that may carry it, counted from 0 among those of the transport in
                 use; by default the load is spread over all of them.
-            priority: who shares a rail with what is more urgent leaves room for it: ``latency``
-                where somebody waits, ``bulk`` (the default), ``background`` for what may take its
-                time. Nobody starves.
+            priority: ``latency`` where a caller waits, ``bulk`` (the default), or ``background``.
+                Requests leave room on their rail for more urgent ones; none starves.
 
         Raises:
             OutOfBounds: bytes outside ``src`` or ``dst``; nothing was sent.
-            InvalidArgument: of no length, or a counter of somebody else; nothing was sent.
+            InvalidArgument: no bytes, or the counter of another peer; nothing was sent.
         """
     def read(
         self,

@@ -143,7 +143,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _by_truth(func: Any, args: Any) -> bool:
-    """Whether elements are chosen by a mask, whose number nobody knows."""
+    """Whether elements are chosen by a mask, whose number is not known."""
     if func.overloadpacket not in (aten.index, aten.index_put, aten.index_put_):
         return False
     return any(t.dtype == torch.bool for t in _tensors(args[1]))

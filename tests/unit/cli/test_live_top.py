@@ -102,7 +102,7 @@ def test_a_transfer_is_on_the_screen_for_as_long_as_it_goes_on(
     observe.serve()
     idle = top.until(lambda frame: f"pid {os.getpid()}" in frame and "q ends it" in frame)
     assert "send" not in idle
-    # Nobody receives it yet, so it goes on for as long as we like.
+    # No code receives it yet, so it goes on until the test opens the pool.
     with observe.span("request 9"):
         transfer = a.send(a.peer(b.address), b"x" * 5000, timeout=120)
     shown = top.until(lambda frame: "send" in frame and "q ends it" in frame)

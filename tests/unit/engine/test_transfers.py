@@ -129,7 +129,7 @@ def test_an_await_that_waits_long_and_one_that_fails(pair: Pair) -> None:
     asyncio.run(main())
 
 
-def test_a_callback_that_raises_is_reported_and_harms_nobody(
+def test_a_callback_that_raises_is_reported_and_does_no_harm(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = pair
@@ -347,7 +347,7 @@ def test_an_expectation_keeps_its_counter(pair: Pair) -> None:
     del waiting
 
     def seen() -> bool:
-        # Whoever moves the engine at this moment lets the counter go when its round is over.
+        # The thread that moves the engine at this moment drops the counter at the end of its round.
         a.write(src, there, imm=reference).wait(10)
         return b.counter().poll() == 0 and b.stats()["ghosts"] > 0
 
