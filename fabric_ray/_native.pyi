@@ -154,7 +154,7 @@ class SegmentDescriptor:
 
 @final
 class CounterRef:
-    """A counter of some engine, for those who write to it.
+    """A counter of some engine, for its writers.
 
     A value: it pickles, compares and hashes by what it says.
     """
@@ -231,9 +231,8 @@ class Region:
         Args:
             offset: bytes from the start of this region.
             nbytes: bytes; all from ``offset`` on if not named.
-            peer: the one engine that may use it: a peer, its address, or its id as hex. Others are
-                refused by tcp, shm and staging, whose software sees who writes; a NIC knows keys
-                only.
+            peer: the one engine that may use it: a peer, its address, or its id as hex. tcp, shm and
+                staging refuse other engines; a NIC knows keys only, and refuses none.
             ttl: seconds until it ends by itself.
 
         Raises:
@@ -471,7 +470,7 @@ class Counter:
 
     @property
     def ref(self) -> CounterRef:
-        """To be given to those who write."""
+        """The counter as writers name it."""
     @property
     def value(self) -> int:
         """Writes counted so far."""

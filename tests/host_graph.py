@@ -28,7 +28,7 @@ READS_BACK = {
     aten.unique_dim,
     aten.bincount,
 }
-"""Whose results' shapes, or values on the host, are known when a device is done."""
+"""Operations whose results have shapes, or values on the host, that only the device knows."""
 
 FROM_OR_TO_HOST = {
     torch.tensor,

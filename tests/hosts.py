@@ -44,7 +44,7 @@ def missing() -> str | None:
 
 
 def _tag() -> str:
-    """A name for namespaces, short enough for a host's; whose they are is in it."""
+    """A name for namespaces, with the id of this process, short enough for a host's."""
     return f"fr{os.getpid()}x{uuid.uuid4().hex[:4]}"
 
 

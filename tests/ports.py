@@ -14,7 +14,7 @@ def free_ports(count: int = 1) -> tuple[int, int]:
     those that the kernel chooses for sockets without a port."""
     global _asked
     least = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    # Others of this machine who look, look elsewhere.
+    # Other processes of this machine begin elsewhere.
     first = 2000 + (os.getpid() * 16 + _asked) % (least - 2100)
     for base in range(first, least - count):
         probes = [socket.socket() for _ in range(count)]

@@ -41,7 +41,7 @@ class Terminal:
             stderr=self._terminal,
             env=os.environ | {"TERM": "xterm-256color"},
             start_new_session=True,
-            # Ctrl-C goes to whom the terminal belongs.
+            # Ctrl-C goes to the processes of the controlling terminal.
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
 

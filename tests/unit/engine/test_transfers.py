@@ -463,7 +463,7 @@ def test_an_unknown_priority_is_named(pair: Pair) -> None:
         a.write(src, importing(a, dst), priority="urgent")  # type: ignore[arg-type]
 
 
-# In a process of its own: who waits for others with the interpreter in hand can't be interrupted.
+# In a process of its own: a thread that waits while it holds the GIL can't be interrupted.
 DROPPED = """
 from contextlib import suppress
 from pathlib import Path
