@@ -231,8 +231,8 @@ class Region:
         Args:
             offset: bytes from the start of this region.
             nbytes: bytes; all from ``offset`` on if not named.
-            peer: the one engine that may use it: a peer, its address, or its id as hex. tcp, shm and
-                staging refuse other engines; a NIC knows keys only, and refuses none.
+            peer: the one engine that may use it: a peer, its address, or its id as hex. tcp, shm
+                and staging refuse other engines; a NIC knows keys only, and refuses none.
             ttl: seconds until it ends by itself.
 
         Raises:
