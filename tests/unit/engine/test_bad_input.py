@@ -218,7 +218,7 @@ FIELDS: dict[str, set[str]] = {
 }
 
 
-def test_every_error_of_the_engine_says_what_failed_with_whom_and_what_to_do() -> None:
+def test_every_error_of_the_engine_names_its_peer_and_what_to_do() -> None:
     """The core's own list: a kind that is added there is raised here."""
     found = _native._one_of_each_error()
     assert {type(e).__name__ for e in found} == set(FIELDS)
