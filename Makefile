@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 DONE := .make
 EXTRA ?=
 
-# uv doesn't read pip's settings; whoever has set an index for pip wants it here too.
+# uv doesn't read pip's settings: an index that is set for pip is uv's, too.
 ifdef PIP_INDEX_URL
 export UV_INDEX_URL ?= $(PIP_INDEX_URL)
 endif

@@ -1,4 +1,4 @@
-"""Two results side by side: what got faster, what got slower, and against whom."""
+"""Two results side by side: what got faster or slower, and against which contender."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class SegmentDescriptor:
 
 @final
 class CounterRef:
-    """A counter of some engine, for those who write to it.
+    """A counter of some engine, for its writers.
 
     A value: it pickles, compares and hashes by what it says.
     """
@@ -235,9 +235,8 @@ class Region:
         Args:
             offset: bytes from the start of this region.
             nbytes: bytes; all from ``offset`` on if not named.
-            peer: the one engine that may use it: a peer, its address, or its id as hex. Others are
-                refused by tcp, shm and staging, whose software sees who writes; a NIC knows keys
-                only.
+            peer: the one engine that may use it: a peer, its address, or its id as hex. tcp, shm
+                and staging refuse other engines; a NIC knows keys only, and refuses none.
             ttl: seconds until it ends by itself.
 
         Raises:
@@ -475,7 +474,7 @@ class Counter:
 
     @property
     def ref(self) -> CounterRef:
-        """To be given to those who write."""
+        """The counter as writers name it."""
     @property
     def value(self) -> int:
         """Writes counted so far."""
@@ -705,7 +704,7 @@ class Engine:
         """One address space over regions: each after the one before it, or at its own offset.
 
         Raises:
-            InvalidArgument: no part, parts out of order or one over another, or somebody else's.
+            InvalidArgument: no part, parts that are out of order or overlap, or another engine's.
         """
     def open_segment(self, descriptor: SegmentDescriptor) -> RemoteSegment:
         """A peer's segment, or one of this engine's own, to be named in requests."""
@@ -718,7 +717,7 @@ class Engine:
     def connect(self, peer: Peer) -> None:
         """Begins to connect, so that the first transfer doesn't have to."""
     def counter(self) -> Counter:
-        """A counter that nobody else uses."""
+        """A counter that no other code uses."""
     def plain_counter(self, value: int) -> Counter:
         """The counter behind a pre-agreed integer below 2^19."""
     def write(
@@ -745,13 +744,12 @@ class Engine:
             timeout: seconds until it fails; by default the engine's ``op_timeout``.
             rail: the one NIC that may carry it, counted from 0 among those of the transport in
                 use; by default the load is spread over all of them.
-            priority: who shares a rail with what is more urgent leaves room for it: ``latency``
-                where somebody waits, ``bulk`` (the default), ``background`` for what may take its
-                time. Nobody starves.
+            priority: ``latency`` where a caller waits, ``bulk`` (the default), or ``background``.
+                Requests leave room on their rail for more urgent ones; none starves.
 
         Raises:
             OutOfBounds: bytes outside ``src`` or ``dst``; nothing was sent.
-            InvalidArgument: of no length, or a counter of somebody else; nothing was sent.
+            InvalidArgument: no bytes, or the counter of another peer; nothing was sent.
         """
     def read(
         self,

@@ -87,8 +87,8 @@ class World:
             self.sync.push()
         self._ours = self._most("took_to_push")
 
-    def each(self, crew: list[Any], method: str, *args: Any) -> list[Any]:
-        results: list[Any] = self.wait([getattr(one, method).remote(*args) for one in crew])
+    def each(self, actors: list[Any], method: str, *args: Any) -> list[Any]:
+        results: list[Any] = self.wait([getattr(one, method).remote(*args) for one in actors])
         return results
 
     def wait(self, refs: list[Any]) -> Any:

@@ -58,11 +58,11 @@ def hello(
     Args:
         endpoints: numbers of transports, and what they say of where they listen.
     """
-    seat = sealed(b"FRts", bytes(16) + bytes([0, 1]))
+    transport = sealed(b"FRts", bytes(16) + bytes([0, 1]))
     places = [number(kind) + number(len(data)) + data for kind, data in endpoints]
     sender = bytes(16) + NAME + number(len(places)) + b"".join(places)
     body = bytes([0, *protocol]) + sender + bytes.fromhex(to) + bytes(32) + bytes([secret])
-    return sealed(b"FRhs", body + bytes([len(seat)]) + seat, version)
+    return sealed(b"FRhs", body + bytes([len(transport)]) + transport, version)
 
 
 class Stranger:

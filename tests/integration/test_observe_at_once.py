@@ -64,7 +64,7 @@ def trace(w: World, number: int) -> None:
     path = w.folder / f"{number}.json"
     dumped = observe.dump(path)
     assert observe.load(path) == [dumped]
-    observe.dump(w.folder / "of all.json")  # of whom it is, it is whole
+    observe.dump(w.folder / "of all.json")  # all threads write it; it is whole
     assert len(observe.load(w.folder / "of all.json")) == 1
     flights = observe.join([dumped])
     mine = observe.story(flights, f"thread {number}")

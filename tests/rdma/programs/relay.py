@@ -1,5 +1,5 @@
-"""A version that rollouts pass on to one another, and one who joins and is given it, without torch
-or Ray, for the guest: real rollouts, each with an engine of its own, every byte compared.
+"""Rollouts pass a version on to one another, and one joins and gets it, without torch or Ray, for
+the guest: real rollouts, each with an engine of its own, every byte compared.
 
     relay.py TRANSPORT NICS NICS
 """
@@ -97,7 +97,7 @@ class World:
         return self.rollouts[number].accept(share)
 
     def push(self) -> None:
-        """The trainer writes to the head, who passes on what has arrived; then all flip."""
+        """The trainer writes to the head, which passes on what has arrived; then all flip."""
         self.version += 1
         for number, children in self.fanout.children.items():
             arms = [self.push_targets[child] for child in children]

@@ -96,14 +96,14 @@ def test_json_is_one_object_and_nothing_else(arguments: str) -> None:
     ("arguments", "code", "words"),
     [
         ("doctor --nics no_such_nic --budget 1 --json", Code.NO, ""),
-        ("trace --id nobody", Code.NO, "no process shows itself"),
+        ("trace --id no-such-request", Code.NO, "no process shows itself"),
         ("top --once --interval 0.1", Code.NO, "no process shows itself"),
         ("topo --rules bogus", Code.IMPOSSIBLE, "isn't a rule"),
         ("bench --sizes 4kb", Code.IMPOSSIBLE, "'4kb' is no size"),
         ("bench --sizes 1GiB", Code.IMPOSSIBLE, "1073741824 bytes can't be measured"),
         ("bench --transports smoke", Code.IMPOSSIBLE, "smoke"),
         ("bench --picture /no/such/folder/a.svg", Code.IMPOSSIBLE, "is no directory"),
-        ("plan nobody --trainer fsdp=8 --rollout tp=4", Code.IMPOSSIBLE, "nobody"),
+        ("plan no-model --trainer fsdp=8 --rollout tp=4", Code.IMPOSSIBLE, "no-model"),
         ("simulate llama-3.1-8b --trainer x=8 --rollout tp=4", Code.IMPOSSIBLE, "x=8"),
         ("trace /no/such/file", Code.IMPOSSIBLE, "no flight records"),
         ("demo weights --trainers 0", Code.IMPOSSIBLE, "trainers is 0"),
@@ -318,7 +318,7 @@ def shown_at_a_terminal(*arguments: str) -> tuple[str, str, int]:
         ("doctor --budget 5 --json", "looking"),
     ],
 )
-def test_whoever_waits_at_a_terminal_sees_what_is_being_done(arguments: str, words: str) -> None:
+def test_progress_is_shown_at_a_terminal(arguments: str, words: str) -> None:
     shown, printed, _ = shown_at_a_terminal(*arguments.split())
     assert words in shown
     json.loads(printed)
