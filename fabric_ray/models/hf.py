@@ -321,6 +321,18 @@ def _intermediate(architecture: Architecture, raw: _HfConfig, moe: Moe | None, o
     return _needed(architecture.name, origin, {"intermediate_size": None})[0]
 
 
+def _check_types(
+    field: str, types: list[str], known: tuple[str, str], raw: _HfConfig, origin: str
+) -> None:
+    """Refuses anything but one of the known types for each layer."""
+    if set(types).difference(known) or len(types) != raw.num_hidden_layers:
+        raise InvalidConfig(
+            f"{origin}: {len(types)} {field} ({', '.join(sorted(set(types)))}) are given for "
+            f"{raw.num_hidden_layers} layers; give {' or '.join(known)} for each",
+            field=field,
+        )
+
+
 def _linear(architecture: Architecture, raw: _HfConfig, origin: str) -> Linear | None:
     if not architecture.linear:
         return None
@@ -329,13 +341,7 @@ def _linear(architecture: Architecture, raw: _HfConfig, origin: str) -> Linear |
         "linear_attention" if (layer + 1) % raw.full_attention_interval else "full_attention"
         for layer in layers
     ]
-    unknown = set(types) - {"linear_attention", "full_attention"}
-    if unknown or len(types) != raw.num_hidden_layers:
-        raise InvalidConfig(
-            f"{origin}: {len(types)} layer_types ({', '.join(sorted(set(types)))}) are given for "
-            f"{raw.num_hidden_layers} layers; give linear_attention or full_attention for each",
-            field="layer_types",
-        )
+    _check_types("layer_types", types, ("linear_attention", "full_attention"), raw, origin)
     return Linear(
         layers=tuple(layer for layer in layers if types[layer] == "linear_attention"),
         key_heads=raw.linear_num_key_heads,
@@ -371,12 +377,7 @@ def _unindexed_layers(raw: _HfConfig, origin: str) -> tuple[int, ...]:
         offset = raw.index_skip_topk_offset - 1
         return tuple(n for n in layers if max(n - offset, 0) % raw.index_topk_freq)
     kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in types]
-    if set(kinds) - {"full", "shared"} or len(kinds) != raw.num_hidden_layers:
-        raise InvalidConfig(
-            f"{origin}: {len(kinds)} indexer_types ({', '.join(sorted(set(kinds)))}) are given for "
-            f"{raw.num_hidden_layers} layers; give full or shared for each",
-            field="indexer_types",
-        )
+    _check_types("indexer_types", kinds, ("full", "shared"), raw, origin)
     return tuple(n for n in layers if kinds[n] == "shared")
 
 
@@ -404,12 +405,7 @@ def _dense_layers(raw: _HfConfig, origin: str) -> tuple[int, ...]:
     if types is None:
         first, step = raw.first_k_dense_replace, raw.moe_layer_freq
         return tuple(layer for layer in layers if layer < first or layer % step)
-    if set(types) - {"dense", "sparse"} or len(types) != raw.num_hidden_layers:
-        raise InvalidConfig(
-            f"{origin}: {len(types)} mlp_layer_types ({', '.join(sorted(set(types)))}) are given "
-            f"for {raw.num_hidden_layers} layers; give dense or sparse for each",
-            field="mlp_layer_types",
-        )
+    _check_types("mlp_layer_types", types, ("dense", "sparse"), raw, origin)
     return tuple(layer for layer in layers if types[layer] == "dense")
 
 
