@@ -19,7 +19,7 @@ from fabric_ray.models.config import (
     Moe,
 )
 from fabric_ray.models.errors import InvalidConfig, UnsupportedModel
-from fabric_ray.models.kinds import ARCHITECTURES, COMPUTED, KINDS, NESTS, Architecture, Kind, Nest
+from fabric_ray.models.kinds import ARCHITECTURES, KINDS, NESTS, Architecture, Kind, Nest
 from fabric_ray.models.stored import QUANTISATION_FILES, QUANTISATION_KEYS, quantised_by
 from fabric_ray.models.variants import variant_of
 
@@ -198,17 +198,18 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """The fields of a ``config.json`` that :func:`config_from_hf` reads back to the same.
 
     Raises:
-        UnsupportedModel: of models of this kind only the parameters are known, not how to compute
-            them, so that the fields would be incomplete.
+        UnsupportedModel: models of this kind aren't computed, or have latent attention, so that
+            the fields would be incomplete.
     """
-    if config.kind not in COMPUTED or config.uncomputed or config.nest:
+    architecture = ARCHITECTURES[config.kind]
+    if not architecture.computed or architecture.latent or config.uncomputed or config.nest:
         raise UnsupportedModel(
             f"a config.json of model type {config.kind!r} can't be written; use the one that the "
             "model came with",
             model_type=config.kind,
         )
     windowed = [a.name for a in ARCHITECTURES.values() if a.windows]
-    if config.window is not None and config.kind not in windowed:
+    if config.window is not None and not architecture.windows:
         raise UnsupportedModel(
             f"a config.json can't say that a model of type {config.kind!r} has sliding windows; "
             f"use one of {', '.join(windowed)}",
@@ -224,7 +225,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
             "original_max_position_embeddings": scaling.original_positions,
         }
     fields: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[config.kind].computed],
+        "architectures": [architecture.computed],
         "model_type": config.kind,
         "vocab_size": config.vocab,
         "hidden_size": config.hidden,

@@ -7,8 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fabric_ray.inference.engine import TorchEngine
+from fabric_ray.inference.model import Model
 from fabric_ray.inference.presets import TINY, tiny
 from fabric_ray.inference.protocols import DecodeRow, PrefillChunk
+from fabric_ray.inference.spec import CacheSpec
 from tests.unit.inference.engines import (
     engine,
     followed,
@@ -19,16 +22,20 @@ from tests.unit.inference.engines import (
     unpaged,
     weights,
 )
+from tests.unit.models.small_models import LATENT, SMALL, waves
 
 EXACT = {"atol": 1e-9, "rtol": 0.0}
-TRAINED = [name for name in TINY if name != "tiny-mla"]
+MODELS = TINY | SMALL | LATENT
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_logits_are_those_of_the_trainers_model(name: str) -> None:
-    tokens = text(61)
-    found = followed(engine(name, page_tokens=7, pages=32), tokens, 50, chunk=13)
-    torch.testing.assert_close(found, unpaged(tiny(name), tokens)[49:], **EXACT)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_whole_rows(name: str) -> None:
+    config = MODELS[name]
+    model = Model.of(config, waves(config), tp=2, dtype="float64", revision="waves")
+    tokens = text(61, vocab=config.vocab)
+    served = TorchEngine(model, CacheSpec(page_tokens=7, pages=32))
+    found = followed(served, tokens, 50, chunk=13)
+    torch.testing.assert_close(found, unpaged(model, tokens)[49:], **EXACT)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -157,9 +164,6 @@ def test_pages_may_come_from_another_engine() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_narrow_dtypes_come_close(dtype: str) -> None:
-    from fabric_ray.inference.engine import TorchEngine
-    from fabric_ray.inference.model import Model
-
     tokens = text(40)
     narrow = TorchEngine(Model.random(tiny("qwen3"), tp=2, dtype=dtype))  # type: ignore[arg-type]
     found = followed(narrow, tokens, 30, chunk=7).double()
@@ -170,8 +174,6 @@ def test_narrow_dtypes_come_close(dtype: str) -> None:
 
 
 def test_fingerprints_tell_models_apart_and_not_ranks() -> None:
-    from fabric_ray.inference.model import Model
-
     base = weights("tiny-llama").fingerprint
     assert weights("tiny-llama", 2).fingerprint == base
     config = tiny("llama")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from msgspec import structs
 
 from fabric_ray.inference.model import Model
@@ -27,7 +26,7 @@ from fabric_ray.models import (
     read_config,
 )
 from fabric_ray.models.presets import PRESETS
-from fabric_ray.models.tensor_parallel import forward
+from fabric_ray.models.tensor_parallel import full_parameters
 from fabric_ray.models.transformer import Transformer
 from tests.unit.models.small_models import LAID_OUT, SMALL, small
 
@@ -176,7 +175,7 @@ def test_what_changes_arithmetic_alone_is_refused_where_it_is_computed(
     tiny = structs.replace(SMALL["llama"], uncomputed=config.uncomputed)
     for compute in (
         lambda: Transformer(tiny),
-        lambda: forward(tiny, [], torch.zeros(1, 1, dtype=torch.int64)),
+        lambda: full_parameters(tiny, []),
         lambda: Model.random(tiny),
     ):
         with pytest.raises(UnsupportedModel) as caught:
