@@ -106,7 +106,7 @@ LAID_OUT = {
         moe=structs.replace(_ROUTED, dense_layers=(0, 2)),
     ),
 }
-"""Models that are laid out, but not computed."""
+"""Models of which no ``config.json`` can be written, and most of which are only laid out."""
 
 
 def latent(**changes: object) -> ModelConfig:
