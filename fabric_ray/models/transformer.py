@@ -32,11 +32,6 @@ class Attend(Protocol):
         """
 
 
-def wide(x: Tensor) -> Tensor:
-    """``x`` in the precision of sums and norms: float32, or its own where that is more."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def rotation(rope: Rope, width: int, positions: Tensor, dtype: torch.dtype) -> Rotation:
     """The angles by which positions turn queries and keys (RoFormer; Llama 3.1 scaling, YaRN)."""
     precise = torch.float64 if dtype == torch.float64 else torch.float32
@@ -84,48 +79,8 @@ def _pairs_apart(x: Tensor) -> Tensor:
     return x.reshape(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
 
 
-def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-    """Arbitrary values, on the device that the caller builds the model on."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=torch.get_default_device()))
-
-
-class Linear(nn.Module):
-    """``nn.Linear`` without the initial values, which are about to be replaced."""
-
-    def __init__(
-        self, inputs: int, outputs: int, dtype: torch.dtype, *, bias: bool = False
-    ) -> None:
-        super().__init__()
-        self.weight = _parameter((outputs, inputs), dtype)
-        self.bias = _parameter((outputs,), dtype) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-
-class Embedding(nn.Module):
-    """``nn.Embedding`` without the initial values."""
-
-    def __init__(self, rows: int, width: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = _parameter((rows, width), dtype)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight)
-
-
-class RMSNorm(nn.Module):
-    """Scales the last dimension to unit root mean square, computed in float32 at least."""
-
-    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = _parameter((size,), dtype)
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        scaled = wide(x)
-        scaled = scaled * torch.rsqrt(scaled.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * scaled.to(x.dtype)
+def _linear(inputs: int, outputs: int, dtype: torch.dtype, *, bias: bool = False) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias, dtype=dtype)
 
 
 class Attention(nn.Module):
@@ -136,7 +91,7 @@ class Attention(nn.Module):
         self.number = number
         self.window = config.window_of(number)
         """Tokens that a token sees, itself included; ``None`` for all before it."""
-        self.scale = config.head_dim**-0.5
+        self.scale: float = config.head_dim**-0.5
         """By which products of queries and keys are multiplied."""
 
     def keys_values(self, kept: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -152,12 +107,12 @@ class GroupedAttention(Attention):
         super().__init__(config, number)
         c = config
         self.head_dim = c.head_dim
-        self.q_proj = Linear(c.hidden, c.q_width, dtype, bias=c.qkv_bias)
-        self.k_proj = Linear(c.hidden, c.kv_width, dtype, bias=c.qkv_bias)
-        self.v_proj = Linear(c.hidden, c.kv_width, dtype, bias=c.qkv_bias)
-        self.o_proj = Linear(c.q_width, c.hidden, dtype, bias=c.out_bias)
-        self.q_norm = RMSNorm(c.head_dim, c.norm_eps, dtype) if c.qk_norm else None
-        self.k_norm = RMSNorm(c.head_dim, c.norm_eps, dtype) if c.qk_norm else None
+        self.q_proj = _linear(c.hidden, c.q_width, dtype, bias=c.qkv_bias)
+        self.k_proj = _linear(c.hidden, c.kv_width, dtype, bias=c.qkv_bias)
+        self.v_proj = _linear(c.hidden, c.kv_width, dtype, bias=c.qkv_bias)
+        self.o_proj = _linear(c.q_width, c.hidden, dtype, bias=c.out_bias)
+        self.q_norm = nn.RMSNorm(c.head_dim, c.norm_eps, dtype=dtype) if c.qk_norm else None
+        self.k_norm = nn.RMSNorm(c.head_dim, c.norm_eps, dtype=dtype) if c.qk_norm else None
 
     def forward(self, x: Tensor, by: Rotation, attend: Attend) -> Tensor:
         q, k, v = (
@@ -183,15 +138,15 @@ class LatentAttention(Attention):
         if c.rope.yarn is not None:
             self.scale *= c.rope.yarn.scores
         if z.q_rank:
-            self.q_a_proj = Linear(c.hidden, z.q_rank, dtype)
-            self.q_a_layernorm = RMSNorm(z.q_rank, c.norm_eps, dtype)
-            self.q_b_proj = Linear(z.q_rank, c.q_width, dtype)
+            self.q_a_proj = _linear(c.hidden, z.q_rank, dtype)
+            self.q_a_layernorm = nn.RMSNorm(z.q_rank, c.norm_eps, dtype=dtype)
+            self.q_b_proj = _linear(z.q_rank, c.q_width, dtype)
         else:
-            self.q_proj = Linear(c.hidden, c.q_width, dtype)
-        self.kv_a_proj_with_mqa = Linear(c.hidden, z.kv_rank + z.rope_dim, dtype)
-        self.kv_a_layernorm = RMSNorm(z.kv_rank, c.norm_eps, dtype)
-        self.kv_b_proj = Linear(z.kv_rank, c.heads * (z.nope_dim + z.value_dim), dtype)
-        self.o_proj = Linear(c.heads * z.value_dim, c.hidden, dtype)
+            self.q_proj = _linear(c.hidden, c.q_width, dtype)
+        self.kv_a_proj_with_mqa = _linear(c.hidden, z.kv_rank + z.rope_dim, dtype)
+        self.kv_a_layernorm = nn.RMSNorm(z.kv_rank, c.norm_eps, dtype=dtype)
+        self.kv_b_proj = _linear(z.kv_rank, c.heads * (z.nope_dim + z.value_dim), dtype)
+        self.o_proj = _linear(c.heads * z.value_dim, c.hidden, dtype)
 
     def forward(self, x: Tensor, by: Rotation, attend: Attend) -> Tensor:
         z = self.latent
@@ -258,9 +213,9 @@ class Mlp(nn.Module):
 
     def __init__(self, hidden: int, width: int, dtype: torch.dtype, *, bias: bool = False) -> None:
         super().__init__()
-        self.gate_proj = Linear(hidden, width, dtype, bias=bias)
-        self.up_proj = Linear(hidden, width, dtype, bias=bias)
-        self.down_proj = Linear(width, hidden, dtype, bias=bias)
+        self.gate_proj = _linear(hidden, width, dtype, bias=bias)
+        self.up_proj = _linear(hidden, width, dtype, bias=bias)
+        self.down_proj = _linear(width, hidden, dtype, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -271,7 +226,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: ModelConfig, moe: Moe, dtype: torch.dtype) -> None:
         super().__init__()
         self.moe = moe
-        self.gate = Linear(config.hidden, moe.experts, dtype)
+        self.gate = _linear(config.hidden, moe.experts, dtype)
         self.experts = nn.ModuleList(
             Mlp(config.hidden, moe.intermediate, dtype) for _ in range(moe.experts)
         )
@@ -279,7 +234,7 @@ class MixtureOfExperts(nn.Module):
             shared = Mlp(config.hidden, moe.shared_intermediate, dtype)
             if moe.shared_gate:
                 self.shared_expert = shared
-                self.shared_expert_gate = Linear(config.hidden, 1, dtype)
+                self.shared_expert_gate = _linear(config.hidden, 1, dtype)
             else:
                 self.shared_experts = shared
 
@@ -301,7 +256,8 @@ class MixtureOfExperts(nn.Module):
     def _route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and numbers of the experts of each token, ``[tokens, top_k]`` both."""
         logits = self.gate(tokens)
-        weights, chosen = wide(logits).softmax(-1).topk(self.moe.top_k, dim=-1)
+        precise = logits if logits.dtype == torch.float64 else logits.float()
+        weights, chosen = precise.softmax(-1).topk(self.moe.top_k, dim=-1)
         if self.moe.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights.to(logits.dtype), chosen
@@ -311,12 +267,12 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, number: int, dtype: torch.dtype) -> None:
         super().__init__()
         c = config
-        self.input_layernorm = RMSNorm(c.hidden, c.norm_eps, dtype)
+        self.input_layernorm = nn.RMSNorm(c.hidden, c.norm_eps, dtype=dtype)
         if c.latent is None:
             self.self_attn: Attention = GroupedAttention(c, number, dtype)
         else:
             self.self_attn = LatentAttention(c, c.latent, number, dtype)
-        self.post_attention_layernorm = RMSNorm(c.hidden, c.norm_eps, dtype)
+        self.post_attention_layernorm = nn.RMSNorm(c.hidden, c.norm_eps, dtype=dtype)
         if c.moe is not None and c.has_experts(number):
             self.mlp: nn.Module = MixtureOfExperts(c, c.moe, dtype)
         else:
@@ -332,9 +288,9 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = Embedding(config.vocab, config.hidden, dtype)
+        self.embed_tokens = nn.Embedding(config.vocab, config.hidden, dtype=dtype)
         self.layers = nn.ModuleList(Block(config, i, dtype) for i in range(config.layers))
-        self.norm = RMSNorm(config.hidden, config.norm_eps, dtype)
+        self.norm = nn.RMSNorm(config.hidden, config.norm_eps, dtype=dtype)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states ``[..., positions, hidden]``, from which logits are computed."""
@@ -362,7 +318,7 @@ class Transformer(nn.Module):
         dtype: torch.dtype = getattr(torch, config.dtype)
         self.config = config
         self.model = Decoder(config, dtype)
-        self.lm_head = None if config.tied else Linear(config.hidden, config.vocab, dtype)
+        self.lm_head = None if config.tied else _linear(config.hidden, config.vocab, dtype)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits ``[batch, positions, vocab]`` for token ids ``[batch, positions]`` (int64)."""
