@@ -33,7 +33,7 @@ from fabric_ray.inference.protocols import (
     TailLayout,
 )
 from fabric_ray.inference.requests import check_segments
-from fabric_ray.inference.spec import CacheSpec, cache_layout, kept_by
+from fabric_ray.inference.spec import ITEMSIZE, CacheSpec, cache_layout, kept_by
 from fabric_ray.kvcache.layout import CacheLayout
 from fabric_ray.models.transformer import Attention, masked_attention
 
@@ -67,8 +67,7 @@ class TorchEngine:
         self._cache = PagedCache(layouts, allocate)
         self._groups = layouts[0].groups
         self._group_of = {layer: at for at, g in enumerate(self._groups) for layer in g.layers}
-        fields = (("logits", config.vocab), ("hidden", config.hidden))
-        self._tail = tails.tail_layout(fields, model.dtype)
+        self._tail = TailLayout(config.vocab, config.hidden, model.dtype, ITEMSIZE[model.dtype])
 
     @property
     def model(self) -> Model:
