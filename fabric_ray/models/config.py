@@ -373,15 +373,8 @@ def _stacked_experts(c: ModelConfig, moe: Moe, prefix: str) -> Iterator[tuple[st
 
 
 def _check(c: ModelConfig) -> None:
-    sizes = {
-        "vocab": c.vocab,
-        "hidden": c.hidden,
-        "layers": c.layers,
-        "heads": c.heads,
-        "kv_heads": c.kv_heads,
-        "head_dim": c.head_dim,
-        "intermediate": c.intermediate,
-    }
+    fields = ("vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate")
+    sizes: dict[str, int] = {field: getattr(c, field) for field in fields}
     if c.moe is not None:
         sizes["experts"] = c.moe.experts
         sizes["top_k"] = c.moe.top_k

@@ -126,6 +126,17 @@ def test_keys_and_values_are_where_a_peer_would_look_for_them() -> None:
     np.testing.assert_allclose(found[0], found[1], atol=1e-9)
 
 
+def test_layers_that_look_back_equally_far_are_a_group() -> None:
+    full, window = engine("tiny-hybrid", window_pages=5).layout(0).groups
+    assert (full.name, full.layers, full.window, full.pages) == ("full", (2,), None, 256)
+    assert (window.name, window.layers, window.window, window.pages) == (
+        "window",
+        (0, 1, 3),
+        24,
+        5,
+    )
+
+
 def test_every_rank_keeps_the_same_latents() -> None:
     served = engine("tiny-mla", tp=4)
     followed(served, text(30), 25)

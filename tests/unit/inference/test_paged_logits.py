@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from fabric_ray.inference.engine import TorchEngine
 from fabric_ray.inference.model import Model
 from fabric_ray.inference.presets import TINY, tiny
-from fabric_ray.inference.protocols import DecodeRow, PrefillChunk
+from fabric_ray.inference.protocols import NO_PAGE, DecodeRow, PrefillChunk
 from fabric_ray.inference.spec import CacheSpec
+from fabric_ray.inference.tables import CachePools
 from tests.unit.inference.engines import (
     engine,
     followed,
@@ -114,6 +115,28 @@ def test_what_lies_in_unused_places_does_not_matter(name: str) -> None:
                 view[8 * number : 8 * number + passed // 8] = torch.nan
                 view[8 * number + passed // 8, :, : passed % 8] = torch.nan
     torch.testing.assert_close(served.decode(rows), torch.stack(expected), **EXACT)
+
+
+def test_pages_before_the_window_may_be_gone() -> None:
+    tokens = text(70)
+    expected = followed(engine("tiny-hybrid", page_tokens=4), tokens, 60, chunk=10)
+    served = engine("tiny-hybrid", page_tokens=4, window_pages=30)
+    pools = CachePools(served.layout(0).groups)
+    tables = pools.open(tokens, 70)
+    out = []
+    for start in range(0, 60, 10):
+        tables.slide(start)
+        chunk = PrefillChunk(tokens[start : start + 10], start, tables.tables, last=start == 50)
+        tail = served.prefill(chunk)
+    assert tail is not None
+    out.append(tail.logits)
+    for position in range(60, 70):
+        tables.slide(position)
+        out.append(served.decode([DecodeRow(tokens[position], position, tables.tables)])[0])
+    torch.testing.assert_close(torch.stack(out), expected, atol=1e-9, rtol=0)
+    gone = tables.tables[1].count(NO_PAGE)
+    assert gone == (69 - 24 + 1) // 4
+    assert pools.pools[1].owned_pages == 18 - gone
 
 
 def test_layers_are_announced_once_their_pages_are_written() -> None:
