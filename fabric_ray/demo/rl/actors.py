@@ -20,8 +20,9 @@ from fabric_ray import runtime
 from fabric_ray.demo.rl import policy
 from fabric_ray.demo.rl.options import Options, model
 from fabric_ray.demo.rl.policy import Samples
-from fabric_ray.models import fsdp, tensor_parallel
+from fabric_ray.models import fsdp
 from fabric_ray.models.boxes import InitialWeights
+from fabric_ray.models.tensor_parallel import full_parameters
 from fabric_ray.models.transformer import Transformer
 from fabric_ray.runtime.process import node_address
 from fabric_ray.weights import WeightSource, WeightTarget
@@ -163,6 +164,8 @@ class Rollout:
         engine = runtime.engine(name=f"rl-rollout-{rank}", transport=options.transport)
         side = target_side(self._config, tp=1, ranks=range(options.rollouts))
         self.target = WeightTarget(side, rank=rank, engine=engine)
+        with torch.device("meta"):
+            self._whole = Transformer(self._config)
         self._random = torch.Generator().manual_seed(options.seed * 1000 + rank)
         self._lock = threading.Lock()
         self._draws = False
@@ -196,10 +199,10 @@ class Rollout:
     def _sample(self, weights: Mapping[str, Tensor]) -> Samples:
         options, version = self._options, self.target.version
         assert version is not None, "read"
-        weights = dict(weights)
+        parameters = full_parameters(self._config, [weights])
         asked = policy.prompts(options.prompts, options.digits, generator=self._random)
         tokens, logprobs = policy.sample(
-            lambda t: tensor_parallel.forward(self._config, [weights], t),
+            partial(functional_call, self._whole, parameters),
             asked.repeat_interleave(options.group, dim=0),
             options.digits,
             generator=self._random,
