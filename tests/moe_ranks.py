@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from fabric_ray.moe import AllToAll
+
 WAIT = 60.0
 
 
@@ -81,3 +83,27 @@ def batch(
 
 def expert(number: int, x: torch.Tensor) -> torch.Tensor:
     return (x.float() * (number + 1) + number).to(torch.bfloat16)
+
+
+def layer(
+    a: AllToAll, x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor, multiple: int = 1
+) -> torch.Tensor:
+    """One exchange, with the experts above behind it."""
+    a.dispatch_send(x, idx)
+    got = a.dispatch_recv(multiple=multiple)
+    y = torch.zeros(len(got.x), got.x.shape[1], dtype=torch.bfloat16)
+    for local, number in enumerate(a.local_experts):
+        y[got.of(local)] = expert(number, got.x[got.of(local)])
+    a.combine_send(y)
+    return a.combine_recv(w)
+
+
+def unsharded(
+    x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor, gone: range = range(0)
+) -> torch.Tensor:
+    """The same in one place, without the experts that are gone."""
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    for t, k in (idx >= 0).nonzero().tolist():
+        if (number := int(idx[t, k])) not in gone:
+            out[t] += w[t, k] * expert(number, x[t]).float()
+    return out.to(torch.bfloat16)

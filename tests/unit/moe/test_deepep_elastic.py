@@ -13,15 +13,10 @@ from torch import Tensor
 from fabric_ray import errors
 from fabric_ray.moe import cast
 from fabric_ray.moe.deepep import ElasticBuffer
-from tests.host_kernels import Host, Stream, exchange_kernels
+from tests.host_kernels import Host, Stream
 from tests.moe_ranks import ThreadComm, batch, on_ranks
 
 EXPERTS, TOPK, HIDDEN, M, ALIGNMENT = 8, 3, 256, 16, 4
-
-
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
-    return exchange_kernels(tmp_path_factory.mktemp("kernels"))
 
 
 @contextmanager

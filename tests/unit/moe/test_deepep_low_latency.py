@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fabric_ray import errors
 from fabric_ray.moe import cast
 from fabric_ray.moe.deepep import Buffer, EventHandle, EventOverlap, topk_idx_t
-from tests.moe_ranks import ThreadComm, batch, expert, on_ranks
+from tests.moe_ranks import ThreadComm, batch, expert, on_ranks, unsharded
 
 EXPERTS, TOPK, M = 8, 3, 9
 
@@ -25,15 +25,6 @@ def answers(buffer: Buffer, x: torch.Tensor, counts: torch.Tensor) -> torch.Tens
         number = buffer.rank * len(counts) + local
         out[local, :count] = expert(number, x[local, :count])
     return out
-
-
-def unsharded(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    out = torch.zeros(x.shape, dtype=torch.float32)
-    for t in range(len(x)):
-        for k in range(idx.shape[1]):
-            if idx[t, k] >= 0:
-                out[t] += weights[t, k] * expert(int(idx[t, k]), x[t]).float()
-    return out.to(torch.bfloat16)
 
 
 def low_latency(comm: ThreadComm, **options: Any) -> Buffer:

@@ -15,7 +15,7 @@ from fabric_ray import errors
 from fabric_ray.moe import cast
 from fabric_ray.moe.comm import GroupComm
 from fabric_ray.moe.deepep import Buffer, Handle
-from tests.host_kernels import Host, Stream, exchange_kernels
+from tests.host_kernels import Host, Stream
 from tests.moe_ranks import ThreadComm, batch, expert, on_ranks
 from tests.processes import Other
 
@@ -113,11 +113,6 @@ def layer(buffer: Buffer, seed: int, tokens: int, **options: Any) -> None:
     )
     assert none is None
     assert torch.equal(sums, unsharded(x, idx, w, ranks).to(torch.bfloat16))
-
-
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
-    return exchange_kernels(tmp_path_factory.mktemp("kernels"))
 
 
 @contextmanager

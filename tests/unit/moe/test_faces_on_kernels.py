@@ -20,7 +20,7 @@ from fabric_ray.moe.deepep import Buffer
 from fabric_ray.moe.layer import MoeConfig, MoeLayer, MoeWeights, ParallelMoeLayer
 from fabric_ray.moe.model import MoeModel, MoeModelConfig
 from tests.host_graph import Graph
-from tests.host_kernels import Host, exchange_kernels
+from tests.host_kernels import Host
 from tests.moe_ranks import ThreadComm, batch, expert, on_ranks
 from tests.unit.moe.moe_ranks import tokens
 
@@ -32,11 +32,6 @@ DEEPSEEK = MoeConfig(
 QWEN = MoeConfig(hidden=24, experts=6, topk=3, intermediate=20)
 KERNELS = [(True, True), (True, False, True)]
 """Which ranks have them."""
-
-
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
-    return exchange_kernels(tmp_path_factory.mktemp("kernels"))
 
 
 def exchange_of(comm: ThreadComm, config: MoeConfig, launcher: Any) -> tuple[Any, AllToAll]:

@@ -21,13 +21,6 @@ from tests.throughput_ranks import HIDDEN, SOURCE, hierarchical, layer, rank_of
 LIMIT = 60.0
 
 
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
-    host = Host(tmp_path_factory.mktemp("kernels"))
-    host.built("moe/work.cu")
-    return host
-
-
 @contextmanager
 def kernels_of(
     host: Host, comm: ThreadComm, on_kernels: Sequence[bool], transport: str, **options: Any
