@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
+from fabric_ray import TransferEngine
 from fabric_ray.moe import AllToAll
 
 WAIT = 60.0
 
 
 class ThreadComm:
-    """``rank()``, ``size()`` and ``all_gather`` for threads that share ``board``."""
+    """``rank()``, ``size()`` and ``all_gather`` for threads that share ``board``. What is on
+    ``stack`` ends once all of them have ended."""
 
     def __init__(self, rank: int, board: Board) -> None:
         self._rank, self._board = rank, board
+        self.stack = ExitStack()
+        self.joined: list[Any] = []
 
     def rank(self) -> int:
         return self._rank
@@ -49,11 +56,18 @@ def on_ranks(ranks: int, work: Callable[[ThreadComm], Any]) -> list[Any]:
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
+        comm = ThreadComm(rank, board)
         try:
-            results[rank] = work(ThreadComm(rank, board))
+            with comm.stack:
+                try:
+                    results[rank] = work(comm)
+                    if comm.joined:
+                        comm.all_gather(b"")
+                except BaseException as error:
+                    errors.append(error)
+                    board.barrier.abort()
         except BaseException as error:
             errors.append(error)
-            board.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(r,)) for r in range(ranks)]
     for t in threads:
@@ -63,6 +77,36 @@ def on_ranks(ranks: int, work: Callable[[ThreadComm], Any]) -> list[Any]:
     if errors:
         raise errors[0]
     return results
+
+
+def on_all_ranks(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Runs a test on each of so many ranks, in a thread. Its first argument is the rank's ``comm``,
+    and the others are pytest's."""
+
+    def decorated(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(*args: Any, **options: Any) -> None:
+            on_ranks(ranks, lambda comm: test(comm, *args, **options))
+
+        signature = inspect.signature(test)
+        parameters = list(signature.parameters.values())[1:]
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorated
+
+
+def rank_of(
+    kind: Callable[..., Any], comm: ThreadComm, transport: str = "shm", **options: Any
+) -> Any:
+    """This rank of an exchange that all ranks have joined; open until all ranks have ended."""
+    engine = TransferEngine(name=f"rank-{comm.rank()}", transport=transport)
+    comm.stack.enter_context(engine)
+    rank = kind(engine, rank=comm.rank(), ranks=comm.size(), **options)
+    rank.connect(comm.all_gather(rank.card()))
+    comm.all_gather(b"")
+    comm.joined.append(rank)
+    return rank
 
 
 def batch(

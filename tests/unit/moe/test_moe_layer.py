@@ -15,7 +15,7 @@ from fabric_ray.moe.arithmetic import FAST
 from fabric_ray.moe.autograd import Differentiable
 from fabric_ray.moe.layer import MoeConfig, MoeLayer, MoeWeights, ParallelMoeLayer, Traffic, route
 from tests.moe_ranks import ThreadComm, on_ranks
-from tests.throughput_ranks import rank_of
+from tests.throughput_ranks import throughput_rank
 from tests.unit.moe.moe_ranks import exchanges, together, tokens
 
 QWEN = MoeConfig(hidden=48, experts=8, topk=3, intermediate=20)
@@ -231,17 +231,16 @@ def test_rs_1_a_layer_whose_sums_are_made_on_the_way_does_not_go_on_without_a_ra
     def work(comm: ThreadComm) -> None:
         sizes = {"experts": QWEN.experts, "topk": QWEN.topk, "hidden": QWEN.hidden}
         given = {**sizes, "max_tokens": 8, "dtype": torch.float32, "answer_dtype": torch.float32}
-        with rank_of(comm, ranks_per_node=1, **given) as a:
-            layer = ParallelMoeLayer(QWEN, sliced(weights, a.local_experts), a, max_tokens=8)
-            layer.forward(tokens(comm.rank(), 5, QWEN))
-            comm.all_gather(b"")
-            if comm.rank() == 0:
-                a.mask(2, "it was unplugged")
-            comm.all_gather(b"")
-            for _ in range(0 if comm.rank() == 2 else 3):
-                with pytest.raises(errors.PeerLost, match="rank 2 "):
-                    layer.forward(tokens(comm.rank(), 5, QWEN))
-            comm.all_gather(b"")
+        a = throughput_rank(comm, ranks_per_node=1, **given)
+        layer = ParallelMoeLayer(QWEN, sliced(weights, a.local_experts), a, max_tokens=8)
+        layer.forward(tokens(comm.rank(), 5, QWEN))
+        comm.all_gather(b"")
+        if comm.rank() == 0:
+            a.mask(2, "it was unplugged")
+        comm.all_gather(b"")
+        for _ in range(0 if comm.rank() == 2 else 3):
+            with pytest.raises(errors.PeerLost, match="rank 2 "):
+                layer.forward(tokens(comm.rank(), 5, QWEN))
 
     on_ranks(4, work)
 
