@@ -143,11 +143,11 @@ def layer(
 
 
 def unsharded(
-    x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor, gone: range = range(0)
+    x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor, gone: range = range(0), first: int = 0
 ) -> torch.Tensor:
-    """The same in one place, without the experts that are gone."""
+    """The same in one place, without the experts that are gone; ``idx`` counts from ``first``."""
     out = torch.zeros(x.shape, dtype=torch.float32)
     for t, k in (idx >= 0).nonzero().tolist():
-        if (number := int(idx[t, k])) not in gone:
+        if (number := first + int(idx[t, k])) not in gone:
             out[t] += w[t, k] * expert(number, x[t]).float()
     return out.to(torch.bfloat16)

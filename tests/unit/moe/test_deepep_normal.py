@@ -16,7 +16,7 @@ from fabric_ray.moe import cast
 from fabric_ray.moe.comm import GroupComm
 from fabric_ray.moe.deepep import Buffer, Handle
 from tests.host_kernels import Host, Stream
-from tests.moe_ranks import ThreadComm, batch, expert, on_all_ranks, on_ranks
+from tests.moe_ranks import ThreadComm, batch, expert, on_all_ranks, on_ranks, unsharded
 from tests.processes import Other
 
 EXPERTS, TOPK = 12, 4
@@ -48,28 +48,18 @@ def dispatch(buffer: Buffer, x: Any, idx: torch.Tensor, w: torch.Tensor, **optio
     )
 
 
-def of_rank(x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor, first: int) -> torch.Tensor:
-    """What a rank answers to rows with its own experts' numbers: their weighted sum."""
-    y = torch.zeros(x.shape, dtype=torch.float32)
-    for t in range(len(x)):
-        for k in range(idx.shape[1]):
-            if idx[t, k] >= 0:
-                y[t] += w[t, k] * expert(first + int(idx[t, k]), x[t]).float()
-    return y.to(torch.bfloat16)
-
-
 def local(idx: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     each = EXPERTS // ranks
     return torch.where((idx >= 0) & (idx // each == rank), idx - rank * each, -1)
 
 
-def unsharded(x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor, ranks: int) -> torch.Tensor:
+def summed(x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor, ranks: int) -> torch.Tensor:
     """Sums of the ranks' sums, for each rank's are rounded on their way."""
     out = torch.zeros(x.shape, dtype=torch.float32)
     for rank in range(ranks):
         mine = local(idx, rank, ranks)
         there = (mine >= 0).any(1)
-        out[there] += of_rank(x, mine, w, rank * EXPERTS // ranks)[there].float()
+        out[there] += unsharded(x, mine, w, first=rank * EXPERTS // ranks)[there].float()
     return out
 
 
@@ -101,7 +91,7 @@ def layer(buffer: Buffer, seed: int, tokens: int, **options: Any) -> None:
         assert len(recv) == rows
         per_expert = [int((want_idx == e).sum()) for e in range(EXPERTS // ranks)]
         assert counts == [-(-n // 4) * 4 for n in per_expert]
-    y = of_rank(recv, recv_idx, recv_w, buffer.rank * EXPERTS // ranks)
+    y = unsharded(recv, recv_idx, recv_w, first=buffer.rank * EXPERTS // ranks)
     sums, none, event = buffer.combine(
         x=y,
         handle=handle,
@@ -112,7 +102,7 @@ def layer(buffer: Buffer, seed: int, tokens: int, **options: Any) -> None:
         allocate_on_comm_stream=False,
     )
     assert none is None
-    assert torch.equal(sums, unsharded(x, idx, w, ranks).to(torch.bfloat16))
+    assert torch.equal(sums, summed(x, idx, w, ranks).to(torch.bfloat16))
 
 
 @contextmanager
@@ -184,9 +174,9 @@ def test_scales_go_with_their_tokens_and_biases_are_added_before_rounding(comm: 
     )
     assert recv.dtype == torch.float8_e4m3fn
     there = cast.back(recv, recv_scales)
-    y = of_rank(there, recv_idx, recv_w, buffer.rank * 6)
+    y = unsharded(there, recv_idx, recv_w, first=buffer.rank * 6)
     bias = [batch(70 + i, 11, EXPERTS, TOPK, 256)[0] for i in range(2)]
-    want = unsharded(cast.back(x8, scales), idx, w, 2)
+    want = summed(cast.back(x8, scales), idx, w, 2)
     # One handle, any number of answers.
     for given, added in [
         (None, want),
@@ -264,8 +254,8 @@ def test_two_batches_may_be_under_way(comm: ThreadComm) -> None:
         for i in range(3):
             x, idx, w = batch(turn * 9 + i * 2 + buffer.rank, 7 + i, EXPERTS, TOPK, 24)
             recv, recv_idx, recv_w, _, handle, _ = dispatch(buffer, x, idx, w)
-            y = of_rank(recv, recv_idx, recv_w, buffer.rank * 6)
-            held.append((y, handle, unsharded(x, idx, w, 2).to(torch.bfloat16)))
+            y = unsharded(recv, recv_idx, recv_w, first=buffer.rank * 6)
+            held.append((y, handle, summed(x, idx, w, 2).to(torch.bfloat16)))
         for y, handle, want in held:
             assert torch.equal(buffer.combine(y, handle)[0], want)
     buffer.destroy()
@@ -310,8 +300,8 @@ def test_what_is_wrong_is_named_and_others_are_told(comm: ThreadComm) -> None:
         buffer.dispatch(x, handle, topk_idx=idx)
     with pytest.raises(invalid, match="is for 6"):
         buffer.dispatch(x[:2], handle)
-    y = of_rank(recv, recv_idx, recv_w, buffer.rank * 6)
-    assert torch.equal(buffer.combine(y, handle)[0], unsharded(x, idx, w, 2).to(torch.bfloat16))
+    y = unsharded(recv, recv_idx, recv_w, first=buffer.rank * 6)
+    assert torch.equal(buffer.combine(y, handle)[0], summed(x, idx, w, 2).to(torch.bfloat16))
     # Another exchange would take the others' part.
     with pytest.raises(invalid, match="lie on meta, and those of earlier calls on"):
         buffer._normal.receive(handle, y.float().to("meta"))
@@ -323,7 +313,7 @@ def test_answers_that_are_refused_leave_their_ways_where_they_were(comm: ThreadC
     buffer = Buffer(None, comm=comm)
     x, idx, w = batch(buffer.rank, 6, EXPERTS, TOPK, 40)
     recv, recv_idx, recv_w, _, handle, _ = dispatch(buffer, x, idx, w)
-    y = of_rank(recv, recv_idx, recv_w, buffer.rank * 6)
+    y = unsharded(recv, recv_idx, recv_w, first=buffer.rank * 6)
     with pytest.raises(errors.InvalidArgument, match="are needed"):
         buffer._normal.receive(handle, y[:1])
     # To make them again would take the others' part.
@@ -349,12 +339,7 @@ def process(connection: Connection, rank: int, ranks: int, store: str) -> None:
     for number, count in enumerate(counts.tolist()):
         recv[number, :count] = expert(rank * each + number, recv[number, :count])
     sums, _, _ = buffer.low_latency_combine(recv, idx, w, handle)
-    want = torch.zeros(6, 128)
-    for k in range(TOPK):
-        for t in range(6):
-            if idx[t, k] >= 0:
-                want[t] += w[t, k] * expert(int(idx[t, k]), x[t]).float()
-    assert torch.equal(sums, want.to(torch.bfloat16))
+    assert torch.equal(sums, unsharded(x, idx, w))
     buffer.destroy()
     dist.destroy_process_group()
     connection.send("the sums agree")

@@ -21,7 +21,7 @@ from fabric_ray.moe.layer import MoeConfig, MoeLayer, MoeWeights, ParallelMoeLay
 from fabric_ray.moe.model import MoeModel, MoeModelConfig
 from tests.host_graph import Graph
 from tests.host_kernels import Host
-from tests.moe_ranks import ThreadComm, batch, expert, on_all_ranks, on_ranks, rank_of
+from tests.moe_ranks import ThreadComm, batch, expert, on_all_ranks, on_ranks, rank_of, unsharded
 from tests.unit.moe.moe_ranks import tokens
 
 EXPERTS, TOPK, M, HIDDEN = 6, 2, 5, 512
@@ -206,10 +206,7 @@ def test_pplx_calls_are_captured_and_bounds_are_read_on_the_device(
         a.check()
         n = int(bound)
         seen = cast.back(*cast.to_fp8(x, block=16)) if fp8 else x
-        want = torch.zeros(M, HIDDEN)
-        for t, k in (idx[:n] >= 0).nonzero().tolist():
-            want[t] += w[t, k] * expert(int(idx[t, k]), seen[t]).float()
-        assert torch.equal(out, want.to(torch.bfloat16))
+        assert torch.equal(out, unsharded(seen, idx[:n], w))
     a.destroy()
 
 
@@ -322,10 +319,7 @@ def test_deepep_calls_are_captured(comm: ThreadComm, host: Host) -> None:
     def right(out: list[Tensor]) -> None:
         for (x, idx, w), sums in zip(given, out, strict=True):
             seen = cast.back(*cast.to_fp8(x))
-            want = torch.zeros(x.shape)
-            for t, k in (idx >= 0).nonzero().tolist():
-                want[t] += w[t, k] * expert(int(idx[t, k]), seen[t]).float()
-            assert torch.equal(sums, want.to(torch.bfloat16))
+            assert torch.equal(sums, unsharded(seen, idx, w))
 
     right(both())
     with graph.capture():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fabric_ray import errors
 from fabric_ray.moe import cast
 from fabric_ray.moe.pplx import AllToAll
-from tests.moe_ranks import ThreadComm, batch, expert, on_all_ranks, on_ranks
+from tests.moe_ranks import ThreadComm, batch, expert, on_all_ranks, on_ranks, unsharded
 from tests.processes import Other
 
 EXPERTS, TOPK, M, HIDDEN = 8, 3, 9, 64
@@ -31,14 +31,6 @@ def made(rank: int, ranks: int, *, fp8: bool = False, **options: Any) -> AllToAl
         hidden_dim_scale_bytes=HIDDEN // 16 * 4 if fp8 else 0,
         **options,
     )
-
-
-def unsharded(x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    out = torch.zeros(x.shape, dtype=torch.float32)
-    for t in range(len(x)):
-        for k in range(idx.shape[1]):
-            out[t] += w[t, k] * expert(int(idx[t, k]), x[t]).float()
-    return out
 
 
 def layer(a: AllToAll, rank: int, ranks: int, tokens: int, *, fp8: bool, split: bool) -> None:
@@ -64,7 +56,7 @@ def layer(a: AllToAll, rank: int, ranks: int, tokens: int, *, fp8: bool, split: 
         y[number, :count] = expert(rank * local + number, there[number, :count])
     for send, receive in halves:
         a.combine(out, idx, w, y, bound, do_send=send, do_recv=receive)
-    want = unsharded(x[:tokens], idx[:tokens].to(torch.int64), w).to(torch.bfloat16)
+    want = unsharded(x[:tokens], idx[:tokens].to(torch.int64), w)
     assert torch.equal(out[:tokens], want)
     assert (out[tokens:] == 7).all()
 

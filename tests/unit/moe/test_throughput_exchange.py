@@ -11,7 +11,7 @@ from fabric_ray import TransferEngine, errors
 from fabric_ray.moe import ThroughputAllToAll
 from fabric_ray.moe.comm import ranks_per_node
 from fabric_ray.moe.deepep import Buffer
-from tests.moe_ranks import ThreadComm, batch, expert, on_all_ranks, on_ranks
+from tests.moe_ranks import ThreadComm, batch, on_all_ranks, on_ranks, unsharded
 from tests.throughput_ranks import HIDDEN, SOURCE, hierarchical, layer, throughput_rank
 
 
@@ -134,12 +134,8 @@ def test_deepeps_normal_calls_send_a_token_once_to_each_node() -> None:
             assert got_w is not None
             assert handle is not None
             first = comm.rank() * experts // ranks
-            y = torch.zeros(got.shape)
-            for t in range(len(got)):
-                for k in range(topk):
-                    if got_idx[t, k] >= 0:
-                        y[t] += got_w[t, k] * expert(first + int(got_idx[t, k]), got[t]).float()
-            sums, _, _ = buffer.combine(y.to(torch.bfloat16), handle)
+            y = unsharded(got, got_idx, got_w, first=first)
+            sums, _, _ = buffer.combine(y, handle)
             local = experts // ranks
             want = hierarchical(x, idx, w, local=local, per_node=per_node, nodes=ranks // per_node)
             assert torch.equal(sums, want.to(torch.bfloat16))
