@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -13,25 +11,17 @@ from torch import Tensor
 from fabric_ray import errors
 from fabric_ray.moe import cast
 from fabric_ray.moe.deepep import ElasticBuffer
-from tests.host_kernels import Host, Stream
+from tests.host_kernels import Host, launching
 from tests.moe_ranks import ThreadComm, batch, on_all_ranks, on_ranks
 
 EXPERTS, TOPK, HIDDEN, M, ALIGNMENT = 8, 3, 256, 16, 4
 
 
-@contextmanager
-def buffer_of(
-    host: Host, comm: ThreadComm, on_kernels: bool, per_node: int, **options: Any
-) -> Iterator[ElasticBuffer]:
-    with ExitStack() as stack:
-        if on_kernels and per_node == comm.size():
-            options["launcher"] = host.another()
-        elif on_kernels:
-            stream = Stream(host, 2)
-            stack.callback(stream.finish, 60.0)
-            options |= {"launcher": stream, "workers": 2}
-        options = {"num_max_tokens_per_rank": M, "ranks_per_node": per_node, **options}
-        yield ElasticBuffer(comm=comm, **options)
+def buffer_of(host: Host, comm: ThreadComm, on_kernels: bool, per_node: int) -> ElasticBuffer:
+    options: dict[str, Any] = {"num_max_tokens_per_rank": M, "ranks_per_node": per_node}
+    if on_kernels:
+        options |= launching(host, comm.stack, None if per_node == comm.size() else 2)
+    return ElasticBuffer(comm=comm, **options)
 
 
 def tokens_of(rank: int, seed: int) -> int:
@@ -159,13 +149,13 @@ def test_both_layouts_and_both_ways_are_those_of_one_place(
     host: Host, ranks: int, per_node: int, on_kernels: bool
 ) -> None:
     def work(comm: ThreadComm) -> None:
-        with buffer_of(host, comm, on_kernels, per_node) as buffer:
-            assert buffer.get_logical_domain_size() == (ranks // per_node, per_node)
-            for seed, fp8 in enumerate([False, True, False]):
-                step(buffer, seed, fp8)
-            buffer.check()
-            buffer.barrier()
-            buffer.destroy()
+        buffer = buffer_of(host, comm, on_kernels, per_node)
+        assert buffer.get_logical_domain_size() == (ranks // per_node, per_node)
+        for seed, fp8 in enumerate([False, True, False]):
+            step(buffer, seed, fp8)
+        buffer.check()
+        buffer.barrier()
+        buffer.destroy()
 
     on_ranks(ranks, work)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -15,7 +13,7 @@ from fabric_ray import errors
 from fabric_ray.moe import cast
 from fabric_ray.moe.comm import GroupComm
 from fabric_ray.moe.deepep import Buffer, Handle
-from tests.host_kernels import Host, Stream
+from tests.host_kernels import Host, launching
 from tests.moe_ranks import ThreadComm, batch, expert, on_all_ranks, on_ranks, unsharded
 from tests.processes import Other
 
@@ -105,33 +103,25 @@ def layer(buffer: Buffer, seed: int, tokens: int, **options: Any) -> None:
     assert torch.equal(sums, summed(x, idx, w, ranks).to(torch.bfloat16))
 
 
-@contextmanager
-def buffer_of(
-    host: Host, comm: ThreadComm, on_kernels: str, per_node: int | None = None, **options: Any
-) -> Iterator[Buffer]:
+def buffer_of(host: Host, comm: ThreadComm, on_kernels: str, per_node: int | None = None) -> Buffer:
     """A buffer, which kernels serve on this rank if it is their turn."""
-    with ExitStack() as stack:
-        if on_kernels in ("all", f"{comm.rank() % 2}"):
-            if per_node in (None, comm.size()):
-                options["launcher"] = host.another()
-            else:
-                stream = Stream(host, 2)
-                stack.callback(stream.finish, 60.0)
-                options |= {"launcher": stream, "workers": 2}
-        yield Buffer(None, comm=comm, ranks_per_node=per_node, **options)
+    options: dict[str, Any] = {}
+    if on_kernels in ("all", f"{comm.rank() % 2}"):
+        options = launching(host, comm.stack, None if per_node in (None, comm.size()) else 2)
+    return Buffer(None, comm=comm, ranks_per_node=per_node, **options)
 
 
 @pytest.mark.parametrize("on_kernels", ["no", "all", "1"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_layer_is_that_of_one_place_bit_by_bit(ranks: int, on_kernels: str, host: Host) -> None:
     def work(comm: ThreadComm) -> None:
-        with buffer_of(host, comm, on_kernels) as buffer:
-            # Buffers grow on the way.
-            for turn, tokens in enumerate([3, 0, 200, 17]):
-                layer(buffer, turn * 8, tokens)
-            layer(buffer, 50, 5, num_worst_tokens=40)
-            buffer.check()
-            buffer.destroy()
+        buffer = buffer_of(host, comm, on_kernels)
+        # Buffers grow on the way.
+        for turn, tokens in enumerate([3, 0, 200, 17]):
+            layer(buffer, turn * 8, tokens)
+        layer(buffer, 50, 5, num_worst_tokens=40)
+        buffer.check()
+        buffer.destroy()
 
     on_ranks(ranks, work)
 
@@ -196,53 +186,51 @@ def test_trainers_go_back_the_way_they_came(
 ) -> None:
     """Layers forward, then backward: a combine's gradient is dispatched with the handle, a
     dispatch's is combined with it, its weights too."""
-    with buffer_of(host, comm, on_kernels, per_node) as buffer:
-        done: list[tuple[Handle, torch.Tensor, torch.Tensor, int]] = []
-        for number in range(3):
-            x, idx, w = batch(number * 5 + buffer.rank, 10 - buffer.rank, EXPERTS, TOPK, 24)
-            recv, _, _, _, handle, _ = dispatch(buffer, x, idx, w)
-            buffer.combine(recv, handle)
-            done.append((handle, idx, w, number))
-        for handle, idx, w, number in reversed(done):
-            grads = [
-                batch(90 + number * 5 + r, 10 - r, EXPERTS, TOPK, 24)[0].float() for r in range(2)
-            ]
-            recv, *none, _ = buffer.dispatch(grads[buffer.rank], handle=handle)
-            assert none == [None] * 4
-            came, here_w = [], []
-            for r, grad in enumerate(grads):
-                _, idx_s, w_s = batch(number * 5 + r, 10 - r, EXPERTS, TOPK, 24)
-                mine = local(idx_s, buffer.rank, 2)
-                here = (mine >= 0).any(1)
-                came.append(grad[here])
-                here_w.append(torch.where(mine >= 0, w_s, 0.0)[here])
-            assert torch.equal(recv, torch.cat(came))
-            weights = torch.cat(here_w)
-            sums, back, _ = buffer.combine(recv, handle, topk_weights=weights)
-            ranks = (torch.stack([local(idx, r, 2) >= 0 for r in range(2)])).any(2).sum(0)
-            assert torch.equal(sums, grads[buffer.rank] * ranks[:, None])
-            assert torch.equal(back, torch.where(idx >= 0, w, 0.0))
-        buffer.destroy()
+    buffer = buffer_of(host, comm, on_kernels, per_node)
+    done: list[tuple[Handle, torch.Tensor, torch.Tensor, int]] = []
+    for number in range(3):
+        x, idx, w = batch(number * 5 + buffer.rank, 10 - buffer.rank, EXPERTS, TOPK, 24)
+        recv, _, _, _, handle, _ = dispatch(buffer, x, idx, w)
+        buffer.combine(recv, handle)
+        done.append((handle, idx, w, number))
+    for handle, idx, w, number in reversed(done):
+        grads = [batch(90 + number * 5 + r, 10 - r, EXPERTS, TOPK, 24)[0].float() for r in range(2)]
+        recv, *none, _ = buffer.dispatch(grads[buffer.rank], handle=handle)
+        assert none == [None] * 4
+        came, here_w = [], []
+        for r, grad in enumerate(grads):
+            _, idx_s, w_s = batch(number * 5 + r, 10 - r, EXPERTS, TOPK, 24)
+            mine = local(idx_s, buffer.rank, 2)
+            here = (mine >= 0).any(1)
+            came.append(grad[here])
+            here_w.append(torch.where(mine >= 0, w_s, 0.0)[here])
+        assert torch.equal(recv, torch.cat(came))
+        weights = torch.cat(here_w)
+        sums, back, _ = buffer.combine(recv, handle, topk_weights=weights)
+        ranks = (torch.stack([local(idx, r, 2) >= 0 for r in range(2)])).any(2).sum(0)
+        assert torch.equal(sums, grads[buffer.rank] * ranks[:, None])
+        assert torch.equal(back, torch.where(idx >= 0, w, 0.0))
+    buffer.destroy()
 
 
 @on_all_ranks(2)
 def test_rs_1_what_a_device_took_by_a_handle_is_checked_for_losses_once(
     comm: ThreadComm, host: Host
 ) -> None:
-    with buffer_of(host, comm, "all") as buffer:
-        x, idx, w = batch(buffer.rank, 8, EXPERTS, TOPK, 24)
-        *_, handle, _ = dispatch(buffer, x, idx, w)
-        buffer.dispatch(x, handle=handle)
+    buffer = buffer_of(host, comm, "all")
+    x, idx, w = batch(buffer.rank, 8, EXPERTS, TOPK, 24)
+    *_, handle, _ = dispatch(buffer, x, idx, w)
+    buffer.dispatch(x, handle=handle)
+    buffer.check()
+    buffer.dispatch(x, handle=handle)
+    comm.all_gather(b"")
+    # The device was not waited for: it may have been lost before its rows arrived.
+    buffer.low_latency_update_mask_buffer(1 - buffer.rank, True)
+    with pytest.raises(errors.PeerLost, match="was here when the handle was made"):
         buffer.check()
-        buffer.dispatch(x, handle=handle)
-        comm.all_gather(b"")
-        # The device was not waited for: it may have been lost before its rows arrived.
-        buffer.low_latency_update_mask_buffer(1 - buffer.rank, True)
-        with pytest.raises(errors.PeerLost, match="was here when the handle was made"):
-            buffer.check()
-        buffer.check()
-        comm.all_gather(b"")
-        buffer.destroy()
+    buffer.check()
+    comm.all_gather(b"")
+    buffer.destroy()
 
 
 @on_all_ranks(2)

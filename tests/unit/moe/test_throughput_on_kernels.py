@@ -13,28 +13,24 @@ import torch
 from fabric_ray import errors
 from fabric_ray.moe import RowPart, ThroughputAllToAll
 from fabric_ray.moe.autograd import Differentiable, combine, dispatch
-from tests.host_kernels import Host, Stream
+from tests.host_kernels import Host, Stream, launching
 from tests.moe_ranks import ThreadComm, batch, expert, on_all_ranks, on_ranks, rank_of
 from tests.throughput_ranks import HIDDEN, SOURCE, hierarchical, layer, throughput_rank
 
 LIMIT = 60.0
 
 
-def launching(
+def kernels_of(
     host: Host, comm: ThreadComm, on_kernels: Sequence[bool], workers: int = 1
 ) -> dict[str, Any]:
-    """Options of a rank, with kernels if it is its turn, which have ended when the exchange has."""
-    if not on_kernels[comm.rank()]:
-        return {}
-    stream = Stream(host, workers)
-    comm.stack.callback(stream.finish, LIMIT)
-    return {"launcher": stream, "workers": workers}
+    """Options of a rank, with kernels if it is its turn."""
+    return launching(host, comm.stack, workers) if on_kernels[comm.rank()] else {}
 
 
 def rank_on(
     host: Host, comm: ThreadComm, on_kernels: Sequence[bool], transport: str = "shm", **options: Any
 ) -> ThroughputAllToAll:
-    kernels = launching(host, comm, on_kernels, options.pop("workers", 1))
+    kernels = kernels_of(host, comm, on_kernels, options.pop("workers", 1))
     return throughput_rank(comm, transport, **kernels, **options)
 
 
@@ -155,7 +151,7 @@ def test_gradients_have_the_bits_of_the_host(host: Host, on_kernels: Sequence[bo
         a = rank_of(
             Differentiable, comm, experts=8, topk=3, hidden=HIDDEN, max_tokens=8,
             dtype=torch.float32, ranks_per_node=2, chunk=2,
-            **launching(host, comm, on_kernels, 2),
+            **kernels_of(host, comm, on_kernels, 2),
         )  # fmt: skip
         found = x
         for _ in range(2):
