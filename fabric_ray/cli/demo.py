@@ -15,10 +15,10 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fabric_ray.cli.console import stdout
 from fabric_ray.cli.ending import Code, Commands, errors_in_words, fail
+from fabric_ray.cli.progress import working
 from fabric_ray.extras import how_to_install
 
 app = typer.Typer(
@@ -112,22 +112,8 @@ def weights(
     _prepare()
     from fabric_ray.demo.weights import Options, run, show, summary
 
-    options = _options(Options, given, staged=not in_place)
-    # Progress goes to stderr, so that stdout holds the result alone.
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty() and as_json,
-    )
-    with errors_in_words(), bar:
-        task = bar.add_task("", total=None)
-        outcome = run(
-            options,
-            lambda what, done, of: bar.update(task, description=what, completed=done, total=of),
-        )
+    with errors_in_words(), working("start") as tell:
+        outcome = run(_options(Options, given, staged=not in_place), tell)
     _end(outcome.verified, summary(outcome) if as_json else lambda: show(outcome, stdout()))
 
 

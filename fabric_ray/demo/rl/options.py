@@ -12,9 +12,8 @@ from typing import Any, Literal
 import msgspec
 from rich.console import Console
 
-from fabric_ray.demo.common import plain
+from fabric_ray.demo.common import check_least, plain
 from fabric_ray.demo.rl import policy
-from fabric_ray.errors import InvalidArgument
 from fabric_ray.models import ModelConfig
 
 LOGPROB_TOLERANCE = 1e-4
@@ -53,19 +52,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raises InvalidArgument for what can't be run, before anything is started."""
-        for name in ("trainers", "rollouts", "prompts", "batches", "digits"):
-            if getattr(self, name) < 1:
-                raise InvalidArgument(f"{name} is {getattr(self, name)}; give at least 1")
-        if self.steps < 4:
-            raise InvalidArgument(
-                f"steps is {self.steps}; give at least 4, so that the rewards have quarters"
-            )
-        if self.staleness < 0:
-            raise InvalidArgument(f"staleness is {self.staleness}; give 0 or more")
-        if self.group < 2:
-            raise InvalidArgument(
-                f"group is {self.group}; give at least 2, a sample is compared with the others"
-            )
+        # Rewards have quarters, and a sample is compared with the others of its group.
+        least = {"steps": 4, "staleness": 0, "group": 2}
+        check_least(self, trainers=1, rollouts=1, prompts=1, batches=1, digits=1, **least)
 
     @property
     def samples(self) -> int:
