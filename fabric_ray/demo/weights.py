@@ -18,14 +18,7 @@ import ray
 from rich.console import Console
 
 from fabric_ray.demo.actors import TIMEOUT, Checked, Rollout, Trainer, spread, started
-from fabric_ray.demo.common import (
-    Lanes,
-    check_least,
-    cluster,
-    draw_timeline,
-    make_output,
-    plain,
-)
+from fabric_ray.demo.common import Lanes, check_least, cluster, draw_timeline, make_output, plain
 from fabric_ray.errors import InvalidArgument, given_path
 from fabric_ray.models import ModelConfig, demo_config, read_config
 from fabric_ray.models.kinds import Kind
@@ -111,6 +104,88 @@ class Outcome(msgspec.Struct, frozen=True):
     def links(self) -> tuple[LinkReport, ...]:
         return self.pushes[-1].report.links
 
+    def summary(self) -> dict[str, Any]:
+        """Machine-readable: rates in 1e9 bytes per second, medians over the pushes."""
+        pushes, nbytes = self.pushes, self.connect.nbytes
+        seconds = statistics.median(p.report.seconds for p in pushes)
+        floor = statistics.median(p.floor_seconds for p in pushes)
+        return {
+            "verified": self.verified,
+            "bytes": nbytes,
+            "seconds": seconds,
+            "gbytes_per_s": nbytes / seconds / 1e9,
+            "floor_gbytes_per_s": nbytes / floor / 1e9,
+            "times_floor": statistics.median(p.report.seconds / p.floor_seconds for p in pushes),
+            "model": self.model,
+            "parameters": self.parameters,
+            "trainers": self.options.trainers,
+            "rollouts": self.options.rollouts,
+            "copy_threads_per_trainer": self.threads,
+            "connect": msgspec.to_builtins(self.connect),
+            "links": msgspec.to_builtins(self.links),
+            "pushes": [
+                {
+                    "version": p.report.version,
+                    "verified": p.verified,
+                    "bytes_checked": sum(c.nbytes for c in p.checked),
+                    "wrong": [name for c in p.checked for name in c.wrong],
+                    "seconds": p.report.seconds,
+                    "gbytes_per_s": p.report.gbytes_per_s,
+                    "floor_seconds": p.floor_seconds,
+                    "stages": p.report.stages,
+                    "losses": p.losses,
+                }
+                for p in pushes
+            ],
+            "timeline": self.timeline,
+        }
+
+    def show(self, console: Console) -> None:
+        """Prints the table and the verdict."""
+        options, pushes = self.options, self.pushes
+        shown = pushes[-_COLUMNS:]
+        table = plain(
+            f"{self.model}, {self.parameters / 1e6:.0f} M parameters: {options.trainers} FSDP2 "
+            f"trainers into {options.rollouts} tensor-parallel rollouts"
+        )
+        table.add_column("version")
+        for push in shown:
+            table.add_column(str(push.report.version), justify="right", no_wrap=True)
+        table.add_column("median", justify="right", style="bold", no_wrap=True)
+
+        def row(name: str, unit: str, digits: int, values: list[float]) -> None:
+            label = f"{name} [dim]{unit}[/]" if unit else name
+            found = (*values[-_COLUMNS:], statistics.median(values))
+            table.add_row(label, *(f"{value:.{digits}f}" for value in found))
+
+        reports = [push.report for push in pushes]
+        if pushes[0].losses:
+            row("loss after training", "", 3, [p.losses[-1] for p in pushes])
+        for stage in reports[0].stages:
+            row(stage, "ms", 1, [r.stages[stage] * 1e3 for r in reports])
+        row("whole push", "ms", 1, [r.seconds * 1e3 for r in reports])
+        table.add_row()
+        row("rate", "GB/s", 2, [r.gbytes_per_s for r in reports])
+        row("floor", "GB/s", 2, [p.report.nbytes / p.floor_seconds / 1e9 for p in pushes])
+        row("time over floor", "x", 2, [p.report.seconds / p.floor_seconds for p in pushes])
+        table.add_row()
+        for i, link in enumerate(self.links[:_LINKS]):
+            name = f"{link.trainer} to {link.rollout}, {link.transport}, {link.nbytes / 1e6:.1f} MB"
+            row(name, "GB/s", 2, [r.links[i].gbytes_per_s for r in reports])
+        table.add_row()
+        table.add_row("every byte as in the reference", *map(_verdict, shown), "")
+        console.print(table)
+        c = self.connect
+        if len(self.links) > _LINKS:
+            console.print(f"{len(self.links) - _LINKS} more links; --json lists them")
+        times = ", ".join(f"{stage} {s * 1e3:.0f} ms" for stage, s in c.seconds.items())
+        console.print(f"Connected once: {c.copies} copies planned; {times}.")
+        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        console.print(
+            f"Floor: plain copies of the same bytes by {threads} in each trainer, after each push."
+        )
+        console.print(f"Bytes of one version: {c.nbytes:,}. Timeline: {self.timeline}")
+
 
 def run(options: Options, tell: Callable[[str], None] = lambda _: None) -> Outcome:
     """Runs the demo on Ray: on a cluster if ``options.address`` or ``RAY_ADDRESS`` names one.
@@ -172,10 +247,8 @@ class _Run:
             Lanes("the whole run", spans, spans[0].start),
             Lanes(title, of_push, last.started, milliseconds=True, end=last.seconds),
         )
-        parameters = config.parameter_count
-        return Outcome(
-            options, config.kind, parameters, self._threads, connected, pushes, str(figure)
-        )
+        sizes = config.kind, config.parameter_count, self._threads
+        return Outcome(options, *sizes, connected, pushes, str(figure))
 
     def _make_actors(self) -> None:
         options, config = self._options, self._config
@@ -224,90 +297,6 @@ class _Run:
         start = time.time()
         yield
         self._spans.append(Span("driver", name.split()[0], start, time.time()))
-
-
-def summary(outcome: Outcome) -> dict[str, Any]:
-    """Machine-readable: rates in 1e9 bytes per second, medians over the pushes."""
-    pushes, nbytes = outcome.pushes, outcome.connect.nbytes
-    seconds = statistics.median(p.report.seconds for p in pushes)
-    floor = statistics.median(p.floor_seconds for p in pushes)
-    return {
-        "verified": outcome.verified,
-        "bytes": nbytes,
-        "seconds": seconds,
-        "gbytes_per_s": nbytes / seconds / 1e9,
-        "floor_gbytes_per_s": nbytes / floor / 1e9,
-        "times_floor": statistics.median(p.report.seconds / p.floor_seconds for p in pushes),
-        "model": outcome.model,
-        "parameters": outcome.parameters,
-        "trainers": outcome.options.trainers,
-        "rollouts": outcome.options.rollouts,
-        "copy_threads_per_trainer": outcome.threads,
-        "connect": msgspec.to_builtins(outcome.connect),
-        "links": msgspec.to_builtins(outcome.links),
-        "pushes": [
-            {
-                "version": p.report.version,
-                "verified": p.verified,
-                "bytes_checked": sum(c.nbytes for c in p.checked),
-                "wrong": [name for c in p.checked for name in c.wrong],
-                "seconds": p.report.seconds,
-                "gbytes_per_s": p.report.gbytes_per_s,
-                "floor_seconds": p.floor_seconds,
-                "stages": p.report.stages,
-                "losses": p.losses,
-            }
-            for p in pushes
-        ],
-        "timeline": outcome.timeline,
-    }
-
-
-def show(outcome: Outcome, console: Console) -> None:
-    """Prints the table and the verdict."""
-    options, pushes = outcome.options, outcome.pushes
-    shown = pushes[-_COLUMNS:]
-    table = plain(
-        f"{outcome.model}, {outcome.parameters / 1e6:.0f} M parameters: {options.trainers} FSDP2 "
-        f"trainers into {options.rollouts} tensor-parallel rollouts"
-    )
-    table.add_column("version")
-    for push in shown:
-        table.add_column(str(push.report.version), justify="right", no_wrap=True)
-    table.add_column("median", justify="right", style="bold", no_wrap=True)
-
-    def row(name: str, unit: str, digits: int, values: list[float]) -> None:
-        label = f"{name} [dim]{unit}[/]" if unit else name
-        found = (*values[-_COLUMNS:], statistics.median(values))
-        table.add_row(label, *(f"{value:.{digits}f}" for value in found))
-
-    reports = [push.report for push in pushes]
-    if pushes[0].losses:
-        row("loss after training", "", 3, [p.losses[-1] for p in pushes])
-    for stage in reports[0].stages:
-        row(stage, "ms", 1, [r.stages[stage] * 1e3 for r in reports])
-    row("whole push", "ms", 1, [r.seconds * 1e3 for r in reports])
-    table.add_row()
-    row("rate", "GB/s", 2, [r.gbytes_per_s for r in reports])
-    row("floor", "GB/s", 2, [p.report.nbytes / p.floor_seconds / 1e9 for p in pushes])
-    row("time over floor", "x", 2, [p.report.seconds / p.floor_seconds for p in pushes])
-    table.add_row()
-    for i, link in enumerate(outcome.links[:_LINKS]):
-        name = f"{link.trainer} to {link.rollout}, {link.transport}, {link.nbytes / 1e6:.1f} MB"
-        row(name, "GB/s", 2, [r.links[i].gbytes_per_s for r in reports])
-    table.add_row()
-    table.add_row("every byte as in the reference", *map(_verdict, shown), "")
-    console.print(table)
-    c = outcome.connect
-    if len(outcome.links) > _LINKS:
-        console.print(f"{len(outcome.links) - _LINKS} more links; --json lists them")
-    times = ", ".join(f"{stage} {s * 1e3:.0f} ms" for stage, s in c.seconds.items())
-    console.print(f"Connected once: {c.copies} copies planned; {times}.")
-    threads = f"{outcome.threads} thread{'s' if outcome.threads > 1 else ''}"
-    console.print(
-        f"Floor: plain copies of the same bytes by {threads} in each trainer, after each push."
-    )
-    console.print(f"Bytes of one version: {c.nbytes:,}. Timeline: {outcome.timeline}")
 
 
 def _verdict(push: Push) -> str:

@@ -12,18 +12,15 @@ from typing import Any, NamedTuple
 from fabric_ray.demo.actors import TIMEOUT, spread, started
 from fabric_ray.demo.common import Lanes, cluster, draw_timeline, make_output
 from fabric_ray.demo.rl.actors import Interval, Rollout, Served, Trained, Trainer, covered
-from fabric_ray.demo.rl.options import Options, Outcome, Update, model
+from fabric_ray.demo.rl.options import HEADER, Options, Outcome, Update, line, model
 from fabric_ray.demo.rl.policy import SampleBuffer, Taken, readable
 from fabric_ray.weights import PushReport, Span, WeightSync
-
-Tell = Callable[[Update], None]
-"""Called after each update."""
 
 # Updates, the last ones, that the timeline shows.
 _PICTURED = 6
 
 
-def run(options: Options, tell: Tell = lambda _: None) -> Outcome:
+def run(options: Options, tell: Callable[[str], None] = lambda _: None) -> Outcome:
     """Runs the demo on Ray: on a cluster if ``options.address`` or ``RAY_ADDRESS`` names one.
 
     Raises:
@@ -49,7 +46,11 @@ class _Pushed(NamedTuple):
 
 class _Loop:
     def __init__(
-        self, options: Options, trainers: list[Any], rollouts: list[Any], tell: Tell
+        self,
+        options: Options,
+        trainers: list[Any],
+        rollouts: list[Any],
+        tell: Callable[[str], None],
     ) -> None:
         self._options, self._tell = options, tell
         self._trainers, self._rollouts = trainers, rollouts
@@ -105,7 +106,9 @@ class _Loop:
         updates = []
         for step in range(1, self._options.steps + 1):
             updates.append(await self._update(step, version=step))
-            self._tell(updates[-1])
+            if step == 1:
+                self._tell(HEADER)
+            self._tell(line(updates[-1]))
         return updates
 
     async def _update(self, step: int, version: int) -> Update:

@@ -10,7 +10,7 @@ import torch
 
 from fabric_ray.demo.actors import same_bits
 from fabric_ray.demo.rl.actors import covered
-from fabric_ray.demo.rl.options import Options, Outcome, Update, plot, summary
+from fabric_ray.demo.rl.options import Options, Outcome, Update, plot
 from fabric_ray.errors import InvalidArgument
 
 UPDATE = Update(
@@ -48,7 +48,7 @@ def outcome(last: float = 0.5, wrong: tuple[str, ...] = (), **changes: Any) -> O
 
 def test_verified_if_all_holds() -> None:
     assert outcome().verified
-    said = summary(outcome())
+    said = outcome().summary()
     assert said["verified"] is True
     assert said["reward"]["first_quarter"] == pytest.approx(0.2)
     assert said["reward"]["last_quarter"] == pytest.approx(0.5)
