@@ -33,7 +33,7 @@ from fabric_ray.kernels import (
 from fabric_ray.kernels.launch import Launcher
 from fabric_ray.moe.mailbox import DeviceEvent, Mailbox, Word
 from fabric_ray.moe.rows import check_rows
-from fabric_ray.moe.tokens import Dispatched, RowPart, check_wanted, given, room, room_for_sums
+from fabric_ray.moe.tokens import Dispatched, RowPart, check_wanted, given, room, sums
 
 #: A device waits for so many timeouts: the host gives up a late rank after one. A device that waits
 #: longer has lost its host.
@@ -240,8 +240,7 @@ class DeviceSteps:
         """As :meth:`AllToAll.combine_recv`."""
         with self._in_phase("combine_recv", _Phase.ANSWERED):
             shape = (self._tokens, self._hidden)
-            out = room_for_sums(out, self._answer_dtype, dtype, shape, self._device)
-            self._check("sums", out, self._hidden, out.dtype, rows=self._tokens)
+            out, _ = sums(out, dtype, self._answer_dtype, shape, self._device)
             if weights is not None:
                 topk = self._sizes.topk
                 self._check("weights", weights, topk, torch.float32, rows=self._tokens)
