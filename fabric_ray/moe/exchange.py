@@ -65,7 +65,8 @@ class RankExchange:
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's buffers."""
-        return sum(nbytes for _, _, nbytes in self._native.areas)
+        total: int = sum(nbytes for _, _, nbytes in self._native.areas)
+        return total
 
     def explain(self) -> str:
         """What the buffers are for, and what makes them as large as they are."""
