@@ -1,4 +1,4 @@
-"""Two processes with NIXL agents: prepare, post, check, notify, metadata, and what goes wrong."""
+"""Two processes with NIXL agents: prepare, post, check, notify, metadata, and failures."""
 
 from __future__ import annotations
 
@@ -185,8 +185,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(
     ]:
         with pytest.raises(nixlNotFoundError, match="registered"):
             agent.initialize_xfer("WRITE", ours, theirs, "target")
-    with pytest.raises(nixlNotFoundError, match="nobody"):
-        agent.initialize_xfer("WRITE", descs((here, 1)), descs((there, 1)), "nobody")
+    with pytest.raises(nixlNotFoundError, match="unknown"):
+        agent.initialize_xfer("WRITE", descs((here, 1)), descs((there, 1)), "unknown")
     with pytest.raises(KeyError):
         agent.initialize_xfer("WR", descs((here, 1)), descs((there, 1)), "target")
     assert np.array_equal(target.bytes(), before)
@@ -262,7 +262,7 @@ def test_agents_that_listen_exchange_metadata(transport: str) -> None:
     assert here.check_remote_metadata("there")
     assert there.check_remote_metadata("here")
     with pytest.raises(Exception, match="there"):
-        here.fetch_remote_metadata("nobody", "127.0.0.1", port)
+        here.fetch_remote_metadata("unknown", "127.0.0.1", port)
     here.invalidate_local_metadata("127.0.0.1", port)
     assert not there.check_remote_metadata("here")
     del there

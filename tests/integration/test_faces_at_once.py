@@ -53,7 +53,7 @@ class Mooncake:
     """Only one thread at a time adds."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     kept: list[Array] = field(default_factory=list)
-    """Who asks after a transfer later must ask again for addresses that the peer uses anew."""
+    """Kept alive: an asynchronous transfer fails where an address was registered anew."""
 
     def ends(self, number: int) -> tuple[Array, Array]:
         """Memory of a thread at both ends, all of its own value and zeros, registered."""
@@ -214,7 +214,7 @@ def registered(agent: nixl_agent, array: Array) -> Any:
 
 
 def both(w: Nixl, number: int) -> tuple[Array, Array, list[Any]]:
-    """Memory of a thread at both ends, of which this end knows; and what was registered."""
+    """A thread's arrays at both ends, known to this end, and their registrations."""
     ours, theirs = memory(number + 1), memory()
     mine, others = registered(w.here, ours), registered(w.there, theirs)
     told = w.there.get_partial_agent_metadata(others, inc_conn_info=True)

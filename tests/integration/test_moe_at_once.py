@@ -1,4 +1,4 @@
-"""An exchange of tokens whose calls come from wrong threads: clear errors, and no wait for ever."""
+"""An exchange of tokens with calls from wrong threads: clear errors, and no endless wait."""
 
 from __future__ import annotations
 

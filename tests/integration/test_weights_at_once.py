@@ -1,4 +1,4 @@
-"""Weight pushes while other threads call whatever the controller, its sources and targets offer."""
+"""Weight pushes while other threads make every call of the controller, its sources and targets."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def push(w: World, draw: random.Random) -> None:
         try:
             w.sync.push()
         except WeightSyncError as error:
-            # A stranger's call ended it, in words; nobody runs a part of it (RS-3).
+            # A concurrent call made it fail with an error; no target uses a part of it (RS-3).
             named = set(error.failed)
         assert w.sync.version == (before if named else before + 1)
         assert list(w.sync.broken(named, before)) == []
 
 
 def read(w: World, draw: random.Random) -> None:
-    """Weights that are had while no second push has begun are all of one version (RS-3)."""
+    """Weights that were read before a second push began are all of one version (RS-3)."""
     target = draw.choice(w.sync.targets[:2])
     before = target.version
     got = {name: tensor.clone() for name, tensor in target.weights.items()}

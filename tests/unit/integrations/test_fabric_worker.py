@@ -21,7 +21,7 @@ def layout(engines: int, name: str = "w", ranks: int = 2) -> Side:
 
 
 class Runner:
-    """Of SGLang's model runner, what is attached to."""
+    """The attributes of SGLang's model runner that a worker attaches to."""
 
     tp_rank, tp_size = 1, 2
     registered = False

@@ -1,4 +1,4 @@
-"""Workers answer those who know their secret, with values or with what went wrong."""
+"""Workers answer callers that know their secret, with values or with an error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def server() -> Iterator[Server]:
     server.close()
 
 
-def test_values_come_back_as_what_the_function_says_it_returns(server: Server) -> None:
+def test_results_have_the_annotated_type(server: Server) -> None:
     link = Link(server.session_id)
     answer = link.ask(turn, (ARM, 2**64 - 1), 5.0)
     assert answer == (Span("rollout 1", str(2**64 - 1), 0.5, 1.0),)
@@ -40,7 +40,7 @@ def test_values_come_back_as_what_the_function_says_it_returns(server: Server) -
     assert refused == CallFailure("not at worker", "InvalidArgument")
 
 
-def test_what_is_not_offered_or_not_understood_is_refused(server: Server) -> None:
+def test_unknown_functions_and_malformed_arguments_are_refused(server: Server) -> None:
     def other(_: Any, name: str) -> None: ...
 
     link = Link(server.session_id)
@@ -48,7 +48,7 @@ def test_what_is_not_offered_or_not_understood_is_refused(server: Server) -> Non
     assert "Expected `object`" in link.ask(turn, ("no push_target",), 5.0).cause
 
 
-def test_strangers_are_turned_away_and_keep_nobody_waiting(server: Server) -> None:
+def test_strangers_are_refused_and_block_no_caller(server: Server) -> None:
     address = Link(server.session_id)._address
     with socket.create_connection(address):
         stranger = Link(f"fabric://00@{address[0]}:{address[1]}")

@@ -65,9 +65,9 @@ class Pair:
         within(10, "the request", lambda: "t" in self.sender._transfers)
 
 
-def test_preempted_requests_whose_pages_do_not_leave_hold_nobody_up(stack: ExitStack) -> None:
-    """MR-1: a decoder that waits for layers which won't be computed is told so, and nothing reads
-    the blocks when the call returns. A batch doesn't wait for it as long as a lease is."""
+def test_preempted_requests_that_cannot_be_sent_block_no_batch(stack: ExitStack) -> None:
+    """MR-1: a decoder that waits for layers which are not computed gets an error, and nothing reads
+    the blocks when the call returns. The call returns long before the lease ends."""
     pair = Pair(stack, then=lambda act: act(), lease=3600.0)
     pair.sender.begin([pair.ready])
     pair.sender.layer("layers.0.attn")
@@ -91,7 +91,7 @@ def test_preempted_requests_whose_pages_are_computed_are_sent(
     pair.pull.wait_released(10)
 
 
-def test_a_device_that_does_not_get_there_is_told_and_not_waited_for_for_ever(
+def test_a_device_that_never_gets_there_is_an_error_after_a_lease(
     stack: ExitStack,
 ) -> None:
     pair = Pair(stack, then=lambda act: None, lease=0.2)

@@ -1,4 +1,4 @@
-"""An offer is read as it was written, and nothing else is taken for one."""
+"""An offer survives its encoding; other bytes are refused."""
 
 from __future__ import annotations
 
