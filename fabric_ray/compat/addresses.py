@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
-from typing import Generic, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fabric_ray.engine import Batch, Pages, Region, RemoteRegion, pages
+from fabric_ray.engine import (
+    Batch,
+    Pages,
+    Region,
+    RemoteRegion,
+    Transfer,
+    TransferEngine,
+    pages,
+)
 from fabric_ray.errors import InvalidArgument, OutOfBounds
 
 R = TypeVar("R", Region, RemoteRegion)
@@ -114,6 +122,32 @@ class Registered:
     def _changed(self) -> None:
         self._space = None
         self.version += 1
+
+
+class EmptyTransfer:
+    """The transfer of no bytes: over when it begins."""
+
+    quiesced = True
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None: ...
+
+    result = cancel = wait
+
+    def wait_quiesced(self, timeout: float) -> bool:
+        return True
+
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
+        callback(self)
+
+
+def submit(
+    engine: TransferEngine, batch: Batch, timeout: float | None = None
+) -> Transfer | EmptyTransfer:
+    """Begins the copies of a batch, which may be empty."""
+    return engine.submit(batch, timeout=timeout) if len(batch) else EmptyTransfer()
 
 
 def add_copies(

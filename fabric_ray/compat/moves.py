@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fabric_ray.compat.addresses import Op, Registered, add_copies
+from fabric_ray.compat.addresses import Op, Registered, add_copies, submit
 from fabric_ray.compat.sessions import Session, Sessions
-from fabric_ray.engine import Batch, Transfer
+from fabric_ray.engine import Batch
 from fabric_ray.errors import (
     FabricError,
     InvalidArgument,
@@ -59,35 +59,30 @@ class Move:
         self._sessions, self._target = sessions, target
         self.session = session or sessions.at(target)
         batch = self._batch(registered, copies)
-        self.transfer: Transfer | None = None
-        """``None`` if there is nothing to copy."""
-        if len(batch):
-            # A gigabyte a second at least, as Mooncake reckons.
-            seconds = timeout + float(np.sum(copies.nbytes)) / 1e9
-            try:
-                self.transfer = sessions.engine.submit(batch, timeout=seconds)
-            except _OUTDATED:
-                sessions.forget(target, self.session)
-                raise
+        # A gigabyte a second at least, as Mooncake reckons.
+        seconds = timeout + float(np.sum(copies.nbytes)) / 1e9
+        try:
+            self._transfer = submit(sessions.engine, batch, seconds)
+        except _OUTDATED:
+            sessions.forget(target, self.session)
+            raise
 
     def done(self) -> bool:
-        return self.transfer is None or self.transfer.done()
+        return self._transfer.done()
 
     @property
     def quiet(self) -> bool:
         """Whether it is known that nothing of it can land any more."""
-        return self.transfer is None or self.transfer.quiesced is True
+        return self._transfer.quiesced is True
 
     def finish(self) -> None:
         """Waits until it is over, and quiet if it failed (MR-1)."""
-        if self.transfer is None:
-            return
         try:
-            self.transfer.wait()
+            self._transfer.wait()
         except FabricError as error:
             if isinstance(error, _OUTDATED):
                 self._sessions.forget(self._target, self.session)
-            if self.transfer.wait_quiesced(_QUIESCE_S) is not True:
+            if self._transfer.wait_quiesced(_QUIESCE_S) is not True:
                 _log.error("bytes of the failed transfer may still land; keep its buffers")
             raise
 
