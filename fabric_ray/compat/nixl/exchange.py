@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from fabric_ray.compat.nixl.status import DEFAULT_COMM_PORT, as_nixl, nixlNotSupportedError
+from fabric_ray.compat.nixl.status import DEFAULT_COMM_PORT, as_nixl_errors, nixlNotSupportedError
 from fabric_ray.compat.rendezvous import Rendezvous, ask
 from fabric_ray.decoding import from_msgpack
 from fabric_ray.engine import EngineConfig
-from fabric_ray.errors import FabricError, InvalidArgument
+from fabric_ray.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from fabric_ray.compat.nixl.agent import nixl_agent
 
 
 class Errand(msgspec.Struct, frozen=True, array_like=True):
@@ -22,13 +25,7 @@ class Errand(msgspec.Struct, frozen=True, array_like=True):
     metadata: bytes = b""
 
 
-class Attending(Protocol):
-    """An agent that can be asked."""
-
-    def _attend(self, errand: Errand) -> bytes: ...
-
-
-def listen(agent: Attending, port: int) -> None:
+def listen(agent: nixl_agent, port: int) -> None:
     """Answers errands until the agent is collected.
 
     Raises:
@@ -42,13 +39,11 @@ def listen(agent: Attending, port: int) -> None:
             raise InvalidArgument("the agent is gone")
         return alive._attend(from_msgpack(request, Errand))
 
-    try:
+    with as_nixl_errors():
         config = EngineConfig.resolve(None, {})
         rendezvous = Rendezvous(
             answer, port=port, token=config.token, bind=config.bind, ports=config.ports
         )
-    except FabricError as error:
-        raise as_nixl(error) from error
     weakref.finalize(agent, rendezvous.close)
 
 
@@ -64,9 +59,7 @@ def run(errand: Errand, host: str, port: int) -> bytes:
             "there is no central metadata server here; give the address and port of an agent that "
             "listens, or pass get_agent_metadata() on yourself"
         )
-    try:
+    with as_nixl_errors():
         token = EngineConfig.resolve(None, {}).token
         request = msgspec.msgpack.encode(errand)
         return ask(host, port or DEFAULT_COMM_PORT, request, token=token)
-    except FabricError as error:
-        raise as_nixl(error) from error
