@@ -10,7 +10,6 @@ from typing import NamedTuple
 import msgspec
 
 from fabric_ray.compat.addresses import AddressSpace, Registered
-from fabric_ray.compat.rendezvous import Rendezvous, ask
 from fabric_ray.decoding import from_msgpack
 from fabric_ray.engine import (
     EngineAddress,
@@ -21,6 +20,7 @@ from fabric_ray.engine import (
     TransferEngine,
 )
 from fabric_ray.errors import DecodeError, InvalidArgument, Stale, Unreachable
+from fabric_ray.rpc import Server, call, key_of
 
 
 class _Question(msgspec.Struct, frozen=True, array_like=True):
@@ -70,25 +70,25 @@ class Sessions:
     def __init__(self, host: str, port: int, config: EngineConfig, registered: Registered) -> None:
         me = weakref.ref(self)
         self._registered = registered
-        self._token = config.token
+        self._key = key_of(config.token)
         self._known: dict[str, Session] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._rendezvous = Rendezvous(
+        self._server = Server(
             lambda request: _answer(me(), request),
+            key=self._key,
             port=port,
-            token=config.token,
             bind=config.bind,
             ports=config.ports,
         )
-        self.port = self._rendezvous.port
+        self.port = self._server.port
         self.name = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
         try:
             self.engine = TransferEngine(config, name=self.name)
         except BaseException:
-            self._rendezvous.close()
+            self._server.close()
             raise
-        weakref.finalize(self, _shut, self._rendezvous, self.engine)
+        weakref.finalize(self, _shut, self._server, self.engine)
 
     def at(self, name: str) -> Session:
         """The peer of that session id; asked if it isn't known.
@@ -141,7 +141,7 @@ class Sessions:
         question = msgspec.msgpack.encode(_Question(incarnation, version))
         host, port = host_and_port(name)
         try:
-            return _decoded(ask(host, port, question, token=self._token))
+            return _decoded(call(host, port, question, key=self._key))
         except Unreachable:
             self.forget(name, known)
             raise
@@ -193,6 +193,6 @@ def _decoded(answer: bytes) -> _Table:
         raise DecodeError(f"the peer's table of memory is broken: {error}") from error
 
 
-def _shut(rendezvous: Rendezvous, engine: TransferEngine) -> None:
-    rendezvous.close()
+def _shut(server: Server, engine: TransferEngine) -> None:
+    server.close()
     engine.close()

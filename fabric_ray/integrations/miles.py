@@ -137,8 +137,6 @@ class UpdateWeightFabric:
 
     def _connect(self) -> int:
         self._sync = None
-        for link in self._links:
-            link.close()
         refs = {
             f"rank {rank} of engine {i}": engine.get_remote_instance_transfer_engine_info.remote(
                 rank=rank

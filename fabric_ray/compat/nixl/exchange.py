@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fabric_ray.compat.nixl.status import DEFAULT_COMM_PORT, as_nixl_errors, nixlNotSupportedError
-from fabric_ray.compat.rendezvous import Rendezvous, ask
 from fabric_ray.decoding import from_msgpack
 from fabric_ray.engine import EngineConfig
 from fabric_ray.errors import InvalidArgument
+from fabric_ray.rpc import Server, call, key_of
 
 if TYPE_CHECKING:
     from fabric_ray.compat.nixl.agent import nixl_agent
@@ -41,10 +41,10 @@ def listen(agent: nixl_agent, port: int) -> None:
 
     with as_nixl_errors():
         config = EngineConfig.resolve(None, {})
-        rendezvous = Rendezvous(
-            answer, port=port, token=config.token, bind=config.bind, ports=config.ports
+        server = Server(
+            answer, key=key_of(config.token), port=port, bind=config.bind, ports=config.ports
         )
-    weakref.finalize(agent, rendezvous.close)
+    weakref.finalize(agent, server.close)
 
 
 def run(errand: Errand, host: str, port: int) -> bytes:
@@ -60,6 +60,6 @@ def run(errand: Errand, host: str, port: int) -> bytes:
             "listens, or pass get_agent_metadata() on yourself"
         )
     with as_nixl_errors():
-        token = EngineConfig.resolve(None, {}).token
+        key = key_of(EngineConfig.resolve(None, {}).token)
         request = msgspec.msgpack.encode(errand)
-        return ask(host, port or DEFAULT_COMM_PORT, request, token=token)
+        return call(host, port or DEFAULT_COMM_PORT, request, key=key)

@@ -35,7 +35,7 @@ def test_copies_by_address_are_what_a_loop_over_bytes_does(
     for region in ours + theirs:
         region.numpy()[:] = rng.integers(0, 255, size)
     write = data.draw(st.booleans())
-    # Places at the target that don't overlap, and any at the source.
+    # Offsets that do not overlap at the target, and any at the source.
     slot = data.draw(st.sampled_from([16, 48, 64]))
     per = size // slot
     slots = np.arange(2 * per)[:count]
@@ -115,7 +115,7 @@ def test_numbers_that_are_no_addresses_are_refused(first: int, nbytes: int) -> N
         AddressSpace[Region]().find([first], [nbytes], "we")
 
 
-def test_what_nobody_registered_is_named(engine: TransferEngine) -> None:
+def test_unregistered_memory_is_named(engine: TransferEngine) -> None:
     space = AddressSpace([(4096, engine.alloc(4096))])
     for first, nbytes in [(0, 1), (4095, 2), (8191, 2), (8192, 1)]:
         with pytest.raises(OutOfBounds, match=f"{nbytes} bytes at {first:#x}"):

@@ -1,4 +1,4 @@
-"""Two engines of the Mooncake face in one process: other lives, lost peers, and nothing to copy."""
+"""Two of Mooncake's engines in one process: restarted peers, lost peers, empty transfers."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_an_answer_that_comes_late_is_not_taken_for_the_newest(
         answer = ask(*question)
         asked.append(answer)
         if len(asked) == 1:
-            # What the peer registers meanwhile, somebody else hears of first.
+            # Another thread learns first of what the peer registers meanwhile.
             assert there.register_memory(more.ctypes.data, SIZE) == 0
             sessions.learn(name)
         return answer
@@ -111,7 +111,7 @@ def test_an_answer_that_comes_late_is_not_taken_for_the_newest(
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]], ids=["none", "one", "two"])
-def test_nothing_to_copy_is_done(lengths: list[int]) -> None:
+def test_an_empty_transfer_is_done(lengths: list[int]) -> None:
     ours, theirs = arrays()
     here, there = opened(ours), opened(theirs)
     session = f"{HOST}:{there.get_rpc_port()}"

@@ -42,11 +42,9 @@ def engine() -> Iterator[TransferEngine]:
 
 
 def opened(worker: FabricWorker, engines: int) -> object:
-    link = Link(worker.session_id)
     try:
-        return link.ask(target_open, (1, engines), 5.0)
+        return Link(worker.session_id).ask(target_open, (1, engines), 5.0)
     finally:
-        link.close()
         worker.close()
 
 
