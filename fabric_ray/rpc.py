@@ -244,7 +244,7 @@ class _Channel:
 
 def _prove_to_server(wire: _Wire, key: bytes | None, peer: str) -> _Channel:
     if key is None:
-        _same_user(wire.connection, peer)
+        _check_same_user(wire.connection, peer)
         wire.send(_MAGIC)
         return _Channel(wire, None, calls=True)
     mine = secrets.token_bytes(_NONCE)
@@ -260,7 +260,7 @@ def _prove_to_server(wire: _Wire, key: bytes | None, peer: str) -> _Channel:
 
 def _prove_to_caller(wire: _Wire, key: bytes | None) -> _Channel:
     if key is None:
-        _same_user(wire.connection, "the caller")
+        _check_same_user(wire.connection, "the caller")
     if wire.exactly(len(_MAGIC)) != _MAGIC:
         raise HandshakeError("the caller speaks another protocol", peer="")
     if key is None:
@@ -279,11 +279,17 @@ def _sign(key: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, _MAGIC + b"".join(parts), hashlib.sha256)
 
 
-def _same_user(connection: socket.socket, peer: str) -> None:
+def peer_user(connection: socket.socket) -> int:
+    """The user at the other end of a Unix socket, as the kernel knows it."""
     size = struct.calcsize("3i")
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    _, user, _ = struct.unpack("3i", raw)
-    if user != os.geteuid():
+    _, user, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    )
+    return int(user)
+
+
+def _check_same_user(connection: socket.socket, peer: str) -> None:
+    if (user := peer_user(connection)) != os.geteuid():
         raise HandshakeError(
             f"{peer} is of user {user} and this process of user {os.geteuid()}; give both the same "
             "FABRIC_RAY_TOKEN",

@@ -29,10 +29,9 @@ def agent(memory: np.ndarray[Any, Any], monkeypatch: pytest.MonkeyPatch) -> nixl
 
 def posted(agent: nixl_agent, memory: np.ndarray[Any, Any]) -> Any:
     """A transfer from the second half of the memory to the first."""
-    sides = [agent.get_xfer_descs([(memory.ctypes.data + at, SIZE, 0)], "DRAM") for at in (0, SIZE)]
-    assert sides[0] is not None
-    assert sides[1] is not None
-    handle = agent.initialize_xfer("READ", sides[0], sides[1], "alone")
+    at = memory.ctypes.data
+    sides = [agent.get_xfer_descs([(first, SIZE, 0)], "DRAM") for first in (at, at + SIZE)]
+    handle = agent.initialize_xfer("READ", *sides, "alone")
     agent.transfer(handle)
     return handle
 
@@ -71,9 +70,8 @@ def test_a_request_of_no_bytes_is_done_at_once_and_notifies(
     agent: nixl_agent, memory: np.ndarray[Any, Any]
 ) -> None:
     at = memory.ctypes.data
-    none = agent.get_xfer_descs([(at, 0, 0), (at + 8, 0, 0)], "DRAM")
-    assert none is not None
-    handle = agent.initialize_xfer("WRITE", none, none, "alone", b"empty")
+    empty = agent.get_xfer_descs([(at, 0, 0), (at + 8, 0, 0)], "DRAM")
+    handle = agent.initialize_xfer("WRITE", empty, empty, "alone", b"empty")
     for _ in range(2):
         assert agent.transfer(handle) == "DONE"
         assert agent.check_xfer_state(handle) == "DONE"
