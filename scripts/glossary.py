@@ -36,7 +36,6 @@ UNFINISHED = (
     "tests/ports",
     "tests/rdma/",
     "tests/unit/cli/",
-    "tests/unit/compat/",
     "tests/unit/engine/",
     "tests/unit/test_factories",
     "tests/unit/test_lazy_tensors",
