@@ -22,7 +22,7 @@ import msgspec
 
 from fabric_ray.compat.addresses import Op, Registered
 from fabric_ray.compat.inbox import Inbox
-from fabric_ray.compat.moves import Copies, Move, moved
+from fabric_ray.compat.moves import Copies, Move, move_and_wait
 from fabric_ray.compat.sessions import Sessions, host_and_port
 from fabric_ray.decoding import from_msgpack
 from fabric_ray.engine import EngineConfig, Message
@@ -243,7 +243,7 @@ class TransferEngine:
         here = self._opened()
         note = None if notify is None else _note(notify)
         copies = Copies(_op(opcode), buffers, peer_buffer_addresses, lengths)
-        there = moved(here, self._registered, target_hostname, copies, self._timeout)
+        there = move_and_wait(here, self._registered, target_hostname, copies, self._timeout)
         if note is not None:
             here.engine.send(there.peer, note, timeout=self._timeout).wait()
         return 0

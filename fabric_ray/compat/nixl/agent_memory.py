@@ -1,5 +1,5 @@
-"""An agent's engine and memory, and what agents know of one another's: backends, registration,
-lists of descriptors, metadata."""
+"""An agent's engine and memory, and the agents that it knows: backends, registration, lists of
+descriptors, metadata."""
 
 from __future__ import annotations
 
@@ -241,7 +241,8 @@ class AgentMemory:
             nixlNotSupportedError: without an address; there is no central server.
             nixlRemoteDisconnectError: no agent listens there.
         """
-        exchange.run(exchange.Errand("load", self.name, self.get_agent_metadata()), ip_addr, port)
+        metadata = self.get_agent_metadata()
+        exchange.send(exchange.MetadataRequest("load", self.name, metadata), ip_addr, port)
 
     def send_partial_agent_metadata(
         self,
@@ -254,18 +255,18 @@ class AgentMemory:
     ) -> None:
         """As :meth:`send_local_metadata`, of parts."""
         part = self.get_partial_agent_metadata(descs, inc_conn_info)
-        exchange.run(exchange.Errand("load", self.name, part), ip_addr, port)
+        exchange.send(exchange.MetadataRequest("load", self.name, part), ip_addr, port)
 
     def fetch_remote_metadata(
         self, remote_agent: str, ip_addr: str = "", port: int = DEFAULT_COMM_PORT, label: str = ""
     ) -> None:
         """Learns of the agent that listens there; it is known when this returns."""
-        errand = exchange.Errand("tell", as_text(remote_agent))
-        self.add_remote_agent(exchange.run(errand, ip_addr, port))
+        request = exchange.MetadataRequest("tell", as_text(remote_agent))
+        self.add_remote_agent(exchange.send(request, ip_addr, port))
 
     def invalidate_local_metadata(self, ip_addr: str = "", port: int = DEFAULT_COMM_PORT) -> None:
         """Has the agent that listens there forget this one."""
-        exchange.run(exchange.Errand("forget", self.name), ip_addr, port)
+        exchange.send(exchange.MetadataRequest("forget", self.name), ip_addr, port)
 
     def check_remote_metadata(self, agent: str, descs: nixlXferDList | None = None) -> bool:
         """Whether an agent is known, and all of these descriptors of it."""
@@ -276,16 +277,16 @@ class AgentMemory:
             return False
         return True
 
-    def _attend(self, errand: exchange.Errand) -> bytes:
-        """Answers another agent, over the port that this one listens at."""
-        if errand.what == "load":
-            self.add_remote_agent(errand.metadata)
-        elif errand.what == "forget":
-            self._remotes.forget(errand.agent)
-        elif errand.what == "tell" and errand.agent == self.name:
+    def _on_request(self, request: exchange.MetadataRequest) -> bytes:
+        """Answers another agent, at the port where this one listens."""
+        if request.what == "load":
+            self.add_remote_agent(request.metadata)
+        elif request.what == "forget":
+            self._remotes.forget(request.agent)
+        elif request.what == "tell" and request.agent == self.name:
             return self.get_agent_metadata()
         else:
-            raise InvalidArgument(f"this is agent {self.name!r}, not {errand.agent!r}")
+            raise InvalidArgument(f"this is agent {self.name!r}, not {request.agent!r}")
         return b""
 
     @property

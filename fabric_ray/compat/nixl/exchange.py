@@ -1,4 +1,4 @@
-"""Metadata from agent to agent, where one of them listens."""
+"""Metadata between agents, one of which listens at a port."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from fabric_ray.compat.nixl.agent import nixl_agent
 
 
-class Errand(msgspec.Struct, frozen=True, array_like=True):
-    """What is asked of an agent that listens: ``load`` metadata, ``tell`` its own, ``forget``."""
+class MetadataRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request to an agent that listens: ``load`` metadata, ``tell`` its own, or ``forget``."""
 
     what: str
     agent: str
@@ -26,7 +26,7 @@ class Errand(msgspec.Struct, frozen=True, array_like=True):
 
 
 def listen(agent: nixl_agent, port: int) -> None:
-    """Answers errands until the agent is collected.
+    """Answers requests until the agent is collected.
 
     Raises:
         nixlBackendError: the port is taken.
@@ -37,7 +37,7 @@ def listen(agent: nixl_agent, port: int) -> None:
         alive = me()
         if alive is None:
             raise InvalidArgument("the agent is gone")
-        return alive._attend(from_msgpack(request, Errand))
+        return alive._on_request(from_msgpack(request, MetadataRequest))
 
     with as_nixl_errors():
         config = EngineConfig.resolve(None, {})
@@ -47,12 +47,12 @@ def listen(agent: nixl_agent, port: int) -> None:
     weakref.finalize(agent, server.close)
 
 
-def run(errand: Errand, host: str, port: int) -> bytes:
+def send(request: MetadataRequest, host: str, port: int) -> bytes:
     """The answer of the agent that listens there.
 
     Raises:
         nixlNotSupportedError: no host.
-        nixlRemoteDisconnectError: no agent listens, or with another token.
+        nixlRemoteDisconnectError: no agent listens there, or its token differs.
     """
     if not host:
         raise nixlNotSupportedError(
@@ -61,5 +61,4 @@ def run(errand: Errand, host: str, port: int) -> bytes:
         )
     with as_nixl_errors():
         key = key_of(EngineConfig.resolve(None, {}).token)
-        request = msgspec.msgpack.encode(errand)
-        return call(host, port or DEFAULT_COMM_PORT, request, key=key)
+        return call(host, port or DEFAULT_COMM_PORT, msgspec.msgpack.encode(request), key=key)

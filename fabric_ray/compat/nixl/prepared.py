@@ -8,7 +8,7 @@ from typing import Any, Generic
 import numpy as np
 from numpy.typing import NDArray
 
-from fabric_ray.compat.addresses import AddressSpace, Ints, Op, Places, R, add_copies
+from fabric_ray.compat.addresses import AddressSpace, Ints, Locations, Op, R, add_copies
 from fabric_ray.compat.nixl.status import as_nixl_errors, nixlInvalidParamError, nixlNotFoundError
 from fabric_ray.engine import Batch, Region, RemoteRegion
 from fabric_ray.errors import OutOfBounds
@@ -55,7 +55,7 @@ class Prepared(Generic[R]):
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def take(self, indices: Indices = None) -> tuple[Places, Ints]:
+    def take(self, indices: Indices = None) -> tuple[Locations, Ints]:
         """Where these blocks lie, and how long they are.
 
         Raises:
@@ -70,7 +70,7 @@ class Prepared(Generic[R]):
         run = np.searchsorted(self._ends, numbers, side="right")
         block = numbers - np.r_[np.int64(0), self._ends][run]
         offset = self._at.offset[run] + block * self._stride[run]
-        return Places(self._at.region[run], offset), self._nbytes[run]
+        return Locations(self._at.region[run], offset), self._nbytes[run]
 
 
 class nixl_prepped_dlist_handle:
