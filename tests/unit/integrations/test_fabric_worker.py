@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fabric_ray import TransferEngine
-from fabric_ray.integrations.link import Link
 from fabric_ray.integrations.sglang import FabricWorker, attach, target_open
+from fabric_ray.integrations.worker_rpc import WorkerClient
 from fabric_ray.plan import Container, DType, Leaf, Mesh, Shard, Side, Tensor
 
 
@@ -43,7 +43,7 @@ def engine() -> Iterator[TransferEngine]:
 
 def opened(worker: FabricWorker, engines: int) -> object:
     try:
-        return Link(worker.session_id).ask(target_open, (1, engines), 5.0)
+        return WorkerClient(worker.session_id).ask(target_open, (1, engines), 5.0)
     finally:
         worker.close()
 

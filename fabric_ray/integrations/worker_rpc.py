@@ -1,4 +1,4 @@
-"""A push's phases at an engine's workers: processes that are no Ray actors, reached by a socket."""
+"""Calls of a push's phases at an engine's workers, which are no Ray actors."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from fabric_ray.weights.calls import DIED, CallFailure, call_failure
 
 _SCHEME = "fabric://"
 Function = Callable[..., Any]
-STAGES: dict[str, Function] = {
+PHASES: dict[str, Function] = {
     name: function
     for name, function in vars(phases).items()
     if name.startswith("target_") and inspect.isfunction(function)
 }
 
 
-class Server:
+class WorkerServer:
     """Answers calls to a few functions, one at a time; arguments and results are msgpack.
 
     Args:
-        functions: by name; what they are annotated with is what is decoded.
+        functions: by name; arguments are decoded as the types of their annotations.
         host: where to listen, as trainers reach it.
         name: of this process's target; names in calls are ignored.
     """
@@ -44,7 +44,7 @@ class Server:
         self.session_id = f"{_SCHEME}{secret.hex()}@{host}:{self._server.port}"
 
     def close(self) -> None:
-        """Takes no more callers."""
+        """Accepts no more callers."""
         self._server.close()
 
     def _answer(self, request: bytes) -> bytes:
@@ -60,14 +60,14 @@ class Server:
             return msgspec.msgpack.encode((False, (cause, kind)))
 
 
-class Link:
-    """The caller's end.
+class WorkerClient:
+    """Calls a worker.
 
     Args:
-        session_id: a server's.
+        session_id: of a :class:`WorkerServer`.
 
     Raises:
-        InvalidArgument: it isn't one.
+        InvalidArgument: it is another library's.
     """
 
     def __init__(self, session_id: str) -> None:
@@ -80,7 +80,7 @@ class Link:
         self._secret, self._at = bytes.fromhex(found[1]), (found[2], int(found[3]))
 
     def ask(self, function: Function, args: tuple[Any, ...], timeout: float) -> Any:
-        """What ``function`` returns there, or :class:`CallFailure`."""
+        """Calls ``function`` there; returns its result, or a :class:`CallFailure`."""
         request = msgspec.msgpack.encode((function.__name__, args))
         try:
             # A worker's own timeout error should arrive first.
@@ -103,7 +103,7 @@ class Link:
 
 
 def _types(function: Function) -> list[Any]:
-    """Of a phase's arguments after the actor and the name."""
+    """The types of a phase's arguments after the actor and the name."""
     hints = get_type_hints(function)
     names = list(inspect.signature(function).parameters)
     return [hints[name] for name in names[2:]]
