@@ -1,4 +1,4 @@
-"""Finds words that the glossary has retired (``docs/glossary.md``) in folders that are finished."""
+"""Finds words that the glossary has retired (``docs/glossary.md``)."""
 
 from __future__ import annotations
 
@@ -34,13 +34,6 @@ RETIRED = {
     "all_say": "broadcast",
 }
 
-# Files that are still to be done; a finished folder is taken out and stays out.
-UNFINISHED = (
-    "tests/integration/",
-    "tests/unit/compat/",
-    "tests/unit/integrations/",
-    "tests/unit/rdt/",
-)
 EXEMPT = ("docs/glossary.md", "scripts/glossary.py")
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 _PATTERN = re.compile("|".join(rf"(?<![a-z])({word})(?![a-z])" for word in RETIRED), re.IGNORECASE)
@@ -62,10 +55,9 @@ def found(path: str) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """With paths, everything in them is checked; otherwise all that is finished."""
+    """Checks all tracked files, or those below the given paths."""
     tracked = subprocess.check_output(["git", "ls-files", *arguments], text=True).split()
-    skip = EXEMPT if arguments else (*EXEMPT, *UNFINISHED)
-    failures = [line for path in tracked if not path.startswith(skip) for line in found(path)]
+    failures = [line for path in tracked if not path.startswith(EXEMPT) for line in found(path)]
     print(*failures, sep="\n", end="\n" if failures else "")
     return bool(failures)
 

@@ -1,4 +1,4 @@
-"""A contender over a plain socket, and ways in which one can go wrong."""
+"""A contender over a plain socket, and the ways in which one can fail."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _spin() -> None:
 
 
 def main() -> None:
-    """A run that goes on until somebody ends it."""
+    """A run that goes on until it is interrupted."""
     cases = [
         Case(suite="write", operation="write", link="tcp", bytes=count, region=1 << 20)
         for count in range(64, 1 << 16, 64)

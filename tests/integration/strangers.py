@@ -1,4 +1,4 @@
-"""Peers that are written down by hand: plain sockets that say what engines might."""
+"""Peers written by hand: plain sockets that send messages of the engine's protocol."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Door:
         return sealed(b"FRmr", self.address + key + number(0) + number(nbytes) + rail_keys)
 
     def answer(self, message: bytes) -> bytes:
-        """Hears a hello and says something; returns what is said to that."""
+        """Receives a handshake message, sends this one, and returns the reply."""
         connection, _ = self.socket.accept()
         with connection:
             hear(connection, tcp=self.tcp)

@@ -1,4 +1,4 @@
-"""The benchmark of expert parallelism: small exchanges, whose sums it checks itself."""
+"""The benchmark of expert parallelism: it checks the sums of small exchanges itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SMALL = Shape(ranks=2, tokens=6, hidden=256, experts=8, private_rows=2)
 
 
 @pytest.mark.long
-def test_everybody_exchanges_the_same_tokens() -> None:
+def test_all_contenders_exchange_the_same_tokens() -> None:
     times = measure(SMALL, ["shm", "tcp", "gloo", "floor"], 1)
     assert {name: len(turns) for name, turns in times.items()} == dict.fromkeys(times, 1)
     assert all(t > 0 for turns in times.values() for one in turns for t in one)

@@ -1,4 +1,4 @@
-"""Simulated rails from the command line: a scenario of one's own, its figures and its picture."""
+"""Simulated rails from the command line: a scenario of the user, its figures and its picture."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_loss_is_seen_slice_by_slice(short: str) -> None:
     again = [s for s in report.slices if s.again]
     assert lost
     assert {s.rail for s in lost} == {0}
-    # What was lost goes over the others, which are up.
+    # Lost slices are sent again over the rails that are up.
     assert {s.rail for s in again} == {1, 2}
     assert sum(s.bytes for s in again) == report.summary.again
     [loss], [back] = report.summary.losses, report.summary.returns

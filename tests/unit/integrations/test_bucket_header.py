@@ -1,4 +1,4 @@
-"""Headers and pieces of arbitrary content are read, or are an error of decoding."""
+"""Headers, pieces and messages of any bytes: their content, or an error of decoding."""
 
 from __future__ import annotations
 
