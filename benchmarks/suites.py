@@ -18,6 +18,10 @@ from benchmarks.harness.cases import (
     Waiter,
 )
 
+# 4096 tokens of DeepSeek-R1: 61 layers, 32 pages of 128 tokens, 576 values of 2 bytes a token.
+R1_LAYERS, R1_PAGES, R1_TOKENS, R1_WIDTH = 61, 32, 128, 576
+R1_LABEL = "deepseek-r1-4k"
+
 _LINKS: tuple[Link, ...] = ("shm", "tcp")
 _NIC_LINKS: tuple[Link, ...] = ("tcp", "shm")
 
@@ -90,10 +94,15 @@ def rate(quick: bool) -> Iterator[Case]:
 
 
 def _small(
-    kind: str, link: Link, *, waiter: Waiter | None = None, language: Language | None = None
+    suite: str,
+    link: Link,
+    *,
+    waiter: Waiter | None = None,
+    language: Language | None = None,
+    **more: str,
 ) -> Case:
     return Case(
-        suite=kind,
+        suite=suite,
         operation="latency" if waiter else "rate",
         link=link,
         bytes=8,
@@ -101,6 +110,7 @@ def _small(
         waiter=waiter,
         language=language,
         region=64 * KIB,
+        **more,
     )
 
 
@@ -128,8 +138,6 @@ def tent(quick: bool) -> Iterator[Case]:
     cache. Over one link, where no policy has a choice; over unequal rails see `rails`."""
     blocks = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
     window = 8
-    # 4096 tokens of DeepSeek-R1: 61 layers, 32 blocks of 128 tokens, 576 values of 2 bytes a token.
-    kv_pages, kv_block = 61 * 32, 128 * 576 * 2
     for link in _NIC_LINKS:
         for count in blocks[:5:2] if quick else blocks:
             yield Case(
@@ -142,15 +150,21 @@ def tent(quick: bool) -> Iterator[Case]:
                 region=max(64 * MIB, window * count) if quick else 8 * blocks[-1],
             )
         if not quick:
-            yield Case(
-                suite="tent",
-                operation="pages",
-                link=link,
-                bytes=kv_block,
-                pages=kv_pages,
-                region=kv_pages * kv_block,
-                label="deepseek-r1-4k",
-            )
+            yield _r1("tent", link)
+
+
+def _r1(suite: str, link: Link, aim: str = "") -> Case:
+    pages, block = R1_LAYERS * R1_PAGES, R1_TOKENS * R1_WIDTH * 2
+    return Case(
+        suite=suite,
+        operation="pages",
+        link=link,
+        bytes=block,
+        pages=pages,
+        region=pages * block,
+        label=R1_LABEL,
+        aim=aim,
+    )
 
 
 def healing(quick: bool) -> Iterator[Case]:
@@ -163,10 +177,43 @@ def healing(quick: bool) -> Iterator[Case]:
             bytes=count,
             window=WINDOW,
             region=WINDOW * count,
+            beside="fabric-rust",
         )
 
 
-SUITES: dict[str, Callable[[bool], Iterator[Case]]] = {
-    suite.__name__: suite for suite in (write, pages, latency, rate, nics, tent, healing)
-}
+def kv(quick: bool) -> Iterator[Case]:
+    """1024 pages of 32 and 64 KiB by the KV cache's path, and a prompt of DeepSeek-R1."""
+    count, region = (64, 16 * MIB) if quick else (1024, REGION)
+    for link, size in product(_LINKS, (32 * KIB, 64 * KIB)):
+        yield Case(
+            suite="kv",
+            operation="pages",
+            link=link,
+            bytes=size,
+            pages=count,
+            region=region,
+            aim="0.9 of floor" if link == "shm" else "",
+        )
+    for link in _LINKS[:1] if quick else _LINKS:
+        yield _r1("kv", link, "ahead of peers")
+
+
+def observe(quick: bool) -> Iterator[Case]:
+    """What the flight recorder costs, from the smallest write to the largest; two of them are
+    left out of a quick run."""
+    shared = {"aim": "0.99 of floor", "beside": "recorder"}
+    for link in _LINKS:
+        yield _small("observe", link, waiter="spin-native", **shared)
+        for label in ("", "batch"):
+            yield _small("observe", link, language="native", label=label, **shared)
+        large = {"suite": "observe", "link": link, "region": 64 * MIB, **shared}
+        yield Case(operation="pages", bytes=16 * KIB, pages=64, **large)
+        for size in () if quick else (64 * KIB, 8 * MIB):
+            yield Case(operation="write", bytes=size, **large)
+
+
+_EVERY = (write, pages, latency, rate, nics, tent, healing, kv, observe)
+SUITES: dict[str, Callable[[bool], Iterator[Case]]] = {suite.__name__: suite for suite in _EVERY}
 """In the order in which a run takes them; True asks for the few cases that `--quick` runs."""
+DEFAULT = tuple(SUITES)[:7]
+"""Those that a run takes if it is asked for none."""
