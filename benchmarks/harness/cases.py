@@ -34,7 +34,7 @@ _UNITS: dict[Operation, Unit] = {
 }
 
 
-class Case(msgspec.Struct, frozen=True, kw_only=True):
+class Case(msgspec.Struct, frozen=True):
     """What one operation is.
 
     write: `bytes` contiguous bytes and a notification. pages: `pages` pages of `bytes` bytes each

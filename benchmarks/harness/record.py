@@ -104,7 +104,11 @@ def recorded(
     console = console_of()
     print_absent(absent, console)
     began = f"{name}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}.jsonl"
-    results = Results(resume or out / began, options, absent)
+    try:
+        results = Results(resume or out / began, options, absent)
+    except (OSError, ValueError) as error:
+        console.print(f"[red]{error}[/]", soft_wrap=True)
+        raise typer.Exit(2) from error
     adopt_orphans()
     try:
         with ended_by_signals():

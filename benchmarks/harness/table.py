@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from benchmarks.harness import stats
 from benchmarks.harness.results import Absent, Figure, Report, Row, Unit
 
 _HEADINGS = ("case", "ours", "floor", "of floor", "best peer", "ours / it", "aim")
@@ -43,13 +44,13 @@ def floor(row: Row) -> Figure | None:
 def best_peer(row: Row) -> Figure | None:
     """The fastest contender that is neither ours nor a floor."""
     peers = [figure for figure in row.figures if figure.family == "peer"]
-    return min(peers, key=lambda f: sorted(f.turns)[len(f.turns) // 2], default=None)
+    return min(peers, key=lambda f: stats.median(f.turns), default=None)
 
 
 def ranked(row: Row) -> list[Figure]:
     """Ours first, then floors, then peers from the fastest to the slowest."""
     place = {"ours": 0, "floor": 1, "peer": 2}
-    return sorted(row.figures, key=lambda f: (place[f.family], min(f.turns)))
+    return sorted(row.figures, key=lambda f: (place[f.family], stats.median(f.turns)))
 
 
 def also(figure: Figure) -> str:

@@ -126,6 +126,9 @@ class DecodeNode(_Node):
             ended = await asyncio.wait_for(self._complete(order.request, tokens), order.patience)
         except asyncio.TimeoutError:
             ended = Ended(order.request.id, "cancelled", tuple(tokens))
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            ended = Ended(order.request.id, "failed", tuple(tokens), cause=cause)
         self._ended.append(ended)
 
     async def _complete(self, request: Generate, tokens: list[int]) -> Ended:

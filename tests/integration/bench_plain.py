@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.contenders.perf import find_program
 from benchmarks.harness.cases import Case
 from benchmarks.harness.data import ordinary_memory, step
 from benchmarks.harness.pair import PairContender
@@ -119,6 +121,14 @@ class SpinningTarget(Target):
 def _spin() -> None:
     while True:
         pass
+
+
+def built() -> None:
+    """Builds `fabric-perf` if no build is there."""
+    if find_program() is None:
+        manifest = Path(__file__).resolve().parents[2] / "native" / "Cargo.toml"
+        build = ["cargo", "build", "--release", "-p", "fabric-perf", "--manifest-path"]
+        subprocess.run([*build, str(manifest)], check=True)
 
 
 def main() -> None:

@@ -9,23 +9,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.contenders.perf import find_program
 from benchmarks.harness.record import Results
 from benchmarks.harness.results import load as read
 from benchmarks.kvcache.load import Load, Outcomes, load, row
 from benchmarks.kvcache.ttft import MODEL, ttft
 from benchmarks.kvcache.watcher import watcher
+from tests.integration.bench_plain import built
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def program() -> None:
-    """The floor and the watcher's path, built if no release build is there."""
-    if find_program() is None:
-        manifest = str(ROOT / "native" / "Cargo.toml")
-        build = ["cargo", "build", "--release", "-p", "fabric-perf", "--manifest-path", manifest]
-        subprocess.run(build, check=True)
+    built()
 
 
 @pytest.fixture

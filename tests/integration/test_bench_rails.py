@@ -9,21 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.contenders.perf import find_program
 from benchmarks.harness.contender import ContenderError
 from benchmarks.rails.__main__ import rows
 from benchmarks.rails.simulator import POLICIES, scenarios, simulate, simulate_all
+from tests.integration.bench_plain import built
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def program() -> None:
-    """The program that simulates, built if no release build is there."""
-    if find_program() is None:
-        manifest = str(ROOT / "native" / "Cargo.toml")
-        build = ["cargo", "build", "--release", "-p", "fabric-perf", "--manifest-path", manifest]
-        subprocess.run(build, check=True)
+    built()
 
 
 @pytest.fixture

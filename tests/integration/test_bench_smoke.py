@@ -19,13 +19,12 @@ import pytest
 
 from benchmarks.contenders.fabric import FabricPython, FabricRust
 from benchmarks.contenders.floor import Floor
-from benchmarks.contenders.perf import find_program
 from benchmarks.harness.cases import KIB, MIB, Case, Link, Memory
 from benchmarks.harness.contender import ContenderError, Effort
 from benchmarks.harness.record import Results
 from benchmarks.harness.results import Report, load
 from benchmarks.harness.schedule import Plan, run_cases
-from tests.integration.bench_plain import Liar, Mortal, Plain, Spinner
+from tests.integration.bench_plain import Liar, Mortal, Plain, Spinner, built
 
 pytest.importorskip("torch", reason="gloo comes with torch: pip install '.[ray]'")
 
@@ -36,16 +35,9 @@ PLAN = Plan(turns=2, turn_seconds=0.01)
 OURS = ("fabric-rust", "fabric-rust batch", "fabric-python", "fabric-python batch")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def program() -> str:
-    """The floor program, built if no release build is there."""
-    if find_program() is None:
-        manifest = str(ROOT / "native" / "Cargo.toml")
-        build = ["cargo", "build", "--release", "-p", "fabric-perf", "--manifest-path", manifest]
-        subprocess.run(build, check=True)
-    found = find_program()
-    assert found is not None
-    return found
+@pytest.fixture(scope="module", autouse=True)
+def program() -> None:
+    built()
 
 
 def command(out: Path, *only: str) -> list[str]:
