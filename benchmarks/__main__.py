@@ -3,9 +3,10 @@ kvcache, moe, plan, push, rails, rdma, rdt (`python -m benchmarks kvcache --help
 
 from __future__ import annotations
 
+import fnmatch
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -13,10 +14,11 @@ from typing import Annotated
 import typer
 
 from benchmarks import compare as comparison
-from benchmarks import run as running
 from benchmarks.contenders.registry import contenders
 from benchmarks.harness import record
-from benchmarks.suites import SUITES
+from benchmarks.harness.cases import Case
+from benchmarks.harness.schedule import Plan, run_cases
+from benchmarks.suites import DEFAULT, SUITES
 
 OTHERS = ("kvcache", "moe", "plan", "push", "rails", "rdma", "rdt")
 
@@ -31,6 +33,29 @@ def _told() -> Iterator[None]:
     except (OSError, ValueError) as error:
         record.console_of().print(f"[red]{error}[/]", soft_wrap=True)
         raise typer.Exit(2) from error
+
+
+def chosen_cases(
+    suites: Sequence[str] = DEFAULT, only: Sequence[str] = ("*",), *, quick: bool = False
+) -> list[Case]:
+    """Cases of the suites whose key matches one of `only`.
+
+    Raises:
+        ValueError: for an unknown suite, or when nothing matches.
+    """
+    if unknown := set(suites) - set(SUITES):
+        raise ValueError(
+            f"no suite is called {', '.join(sorted(unknown))}; known: {', '.join(SUITES)}"
+        )
+    cases = [
+        case
+        for name in suites
+        for case in SUITES[name](quick)
+        if any(fnmatch.fnmatchcase(case.key, pattern) for pattern in only)
+    ]
+    if not cases:
+        raise ValueError("no case matches; `python -m benchmarks list` names them all")
+    return cases
 
 
 @app.command()
@@ -51,25 +76,27 @@ def run(
     resume: record.Resume = None,
 ) -> None:
     """Measure, print a table, and keep JSON lines and one HTML page."""
+    plan = Plan(turns=repeat or (3 if quick else 7), turn_seconds=0.03 if quick else 0.1)
+    options = {
+        "suites": " ".join(suite or ["all"]),
+        "only": " ".join(only or ["all"]),
+        "contenders": " ".join(contender or ["all"]),
+        "quick": str(quick).lower(),
+        "peers": str(peers).lower(),
+        "turns": str(plan.turns),
+        "turn_seconds": str(plan.turn_seconds),
+    }
     with _told():
-        running.run(
-            running.Options(
-                suites=tuple(suite or ()),
-                only=tuple(only or ()),
-                contenders=tuple(contender or ()),
-                repeat=repeat,
-                quick=quick,
-                peers=peers,
-                out=out,
-                resume=resume,
-            )
-        )
+        cases = chosen_cases(suite or DEFAULT, only or ("*",), quick=quick)
+        here, absent = contenders(peers=peers, names=contender or ())
+    with record.recorded("bench", resume, options=options, absent=absent, out=out) as results:
+        run_cases(cases, here, plan, results)
 
 
 @app.command("list")
 def show(quick: Annotated[bool, typer.Option(help="Those of a quick run")] = False) -> None:
     """Name every case and every contender."""
-    for case in running.chosen_cases(running.Options(suites=tuple(SUITES), quick=quick)):
+    for case in chosen_cases(tuple(SUITES), quick=quick):
         typer.echo(case.key)
     here, absent = contenders(peers=True)
     for one in here:

@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -36,36 +35,19 @@ class Case(msgspec.Struct, frozen=True):
         return Subject(key=key, unit="MB/s", amount=self.bytes, aim=self.aim)
 
 
-class Contender(Protocol):
-    """A program that measures a case in the guest and prints its figure."""
-
-    name: str
-    family: Family
-    # Debian packages that it needs there.
-    packages: tuple[str, ...]
-
-    def script(self, case: Case) -> str:
-        """Shell lines that run both sides and end when they have."""
-
-    def seconds(self, output: str, case: Case) -> float:
-        """Of one write, from what it printed.
-
-        Raises:
-            ValueError: if there is no figure in it.
-        """
-
-
 class Perftest:
     """`ib_write_bw`: writes without immediates, completions polled, 128 in flight."""
 
     name: str = "ib_write_bw"
     family: Family = "peer"
+    # Debian packages that it needs in the guest.
     packages: tuple[str, ...] = ("perftest",)
 
     def __init__(self, options: Sequence[str] = ()) -> None:
         self._options = options
 
     def script(self, case: Case) -> str:
+        """Shell lines that run both sides and end when they have."""
         common = ["ib_write_bw", "-F", "-x", "1", "-p", str(_PORT), *self._options]
         common += ["-s", str(case.bytes), "-n", str(case.writes)]
         server = shlex.join([*common, "-d", RECEIVER])
@@ -81,6 +63,11 @@ class Perftest:
         )
 
     def seconds(self, output: str, case: Case) -> float:
+        """Of one write, from what it printed.
+
+        Raises:
+            ValueError: if there is no figure in it.
+        """
         # bytes, iterations, peak MB/s, average MB/s, million messages/s
         row = re.search(rf"^\s*{case.bytes}\s+{case.writes}((?:\s+[\d.]+){{3}})\s*$", output, re.M)
         if row is None or output.rstrip().endswith("failed"):
@@ -136,6 +123,9 @@ class Engine:
             raise ValueError(f"{self.name} printed no figure: {last(output)}")
         [seconds] = reply["seconds"]
         return float(seconds) / (1 if case.bytes >= 64 * KIB else case.writes // 2)
+
+
+Contender = Perftest | Engine
 
 
 def serve(nics: Sequence[str], targets: Sequence[str], region: int, *options: str) -> str:
