@@ -32,7 +32,7 @@ def compare(before: Path, after: Path, console: Console, *, contender: str | Non
         table.add_column(heading, justify="right")
     for earlier, row in pairs:
         for figure in earlier.figures:
-            other = row.of(figure.contender)
+            other = row.figure(figure.contender)
             if other is not None and contender in (None, figure.contender):
                 table.add_row(*_cells(earlier, figure, other))
     console.print(table)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from benchmarks.harness.record import Resume, recorded
-from benchmarks.harness.results import Row, Subject, row_from
+from benchmarks.harness.results import Row, RowHeader, row_of_turns
 from fabric_ray.cli import published
 from fabric_ray.cli.published import PUBLISHED
 
@@ -64,7 +64,7 @@ def row(case: Case, found: dict[str, Any]) -> Row:
         sum(spent[name]["cpu_seconds"] for name in names if name in spent)
         for names in (("layouts",), ("edges",), ("plan", "encoding"))
     )
-    also = {
+    details = {
         "trainers": found["trainer"],
         "rollouts": found["rollout"],
         "pushed GB": balance["nbytes"] / 1e9,
@@ -77,7 +77,9 @@ def row(case: Case, found: dict[str, Any]) -> Row:
         "pairs": balance["link_imbalance"],
         "floor of the push s": found["floor_seconds"],
     }
-    return row_from(Subject(key=case.key, unit="s"), {"plan": ("ours", [plan])}, {"plan": also})
+    return row_of_turns(
+        RowHeader(key=case.key, unit="s"), {"plan": ("ours", [plan])}, {"plan": details}
+    )
 
 
 def main(

@@ -122,7 +122,7 @@ def healing(quick: bool) -> Iterator[Case]:
     """What retry and health cost where nothing fails: 64 writes in flight, with and without."""
     for link, size in product(_NIC_LINKS, (KIB, 64 * KIB) if quick else (KIB, 64 * KIB, MIB)):
         region = WINDOW * size
-        yield Case("healing", "flight", link, bytes=size, region=region, beside="fabric-rust")
+        yield Case("healing", "flight", link, bytes=size, region=region, name_prefix="fabric-rust")
 
 
 def kv(quick: bool) -> Iterator[Case]:
@@ -138,7 +138,7 @@ def kv(quick: bool) -> Iterator[Case]:
 def observe(quick: bool) -> Iterator[Case]:
     """What the flight recorder costs, from the smallest write to the largest; two of them are
     left out of a quick run."""
-    shared = {"aim": "0.99 of floor", "beside": "recorder"}
+    shared = {"aim": "0.99 of floor", "name_prefix": "recorder"}
     for link in _LINKS:
         yield _small("observe", link, waiter="spin-native", **shared)
         for label in ("", "batch"):

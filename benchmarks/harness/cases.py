@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from benchmarks.harness.results import Subject, Unit
+from benchmarks.harness.results import RowHeader, Unit
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -59,7 +59,7 @@ class Case(msgspec.Struct, frozen=True):
     region: int = REGION
     label: str = ""
     aim: str = ""
-    beside: str = ""
+    name_prefix: str = ""
     """Only contenders whose names begin with it take part."""
 
     @property
@@ -96,7 +96,7 @@ class Case(msgspec.Struct, frozen=True):
         return 4096 if self.operation == "rate" else 1
 
     @property
-    def subject(self) -> Subject:
+    def header(self) -> RowHeader:
         """What a row of results says about the case."""
         curve = self.unit == "GB/s"
         group = [self.suite, self.link]
@@ -106,7 +106,7 @@ class Case(msgspec.Struct, frozen=True):
             group.append("ordinary memory")
         if self.operation == "pages":
             group.append(f"{self.pages} pages a call")
-        return Subject(
+        return RowHeader(
             key=self.key,
             unit=self.unit,
             amount=self.bytes * self.pages if curve else 1,

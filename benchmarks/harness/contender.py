@@ -67,7 +67,7 @@ class Contender(ABC):
         """Whether it has the operation."""
 
     def takes_part(self, case: Case) -> bool:
-        return self.name.startswith(case.beside) and self.supports(case)
+        return self.name.startswith(case.name_prefix) and self.supports(case)
 
     @abstractmethod
     def describe(self, case: Case) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.harness import plots
 from benchmarks.harness.results import Report, Row
-from benchmarks.harness.table import also, number, ranked, ratio
+from benchmarks.harness.table import details, number, ranked, ratio
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2em auto;padding:0 1em;color:#222;
@@ -110,7 +110,7 @@ def _suite(suite: str, rows: list[Row], colours: dict[str, str]) -> Iterator[str
                 str(figure.samples),
             ]
             note = f"{figure.chosen}: {figure.note}" if figure.chosen else figure.note
-            note = "; ".join(filter(None, (note, also(figure))))
+            note = "; ".join(filter(None, (note, details(figure))))
             shown = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
             yield f"<tr class={figure.family}>{shown}<td class=text>{escape(note)}</td></tr>"
         for failure in row.failures:

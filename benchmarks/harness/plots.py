@@ -70,7 +70,7 @@ def svg_of(rows: list[Row], title: str, colours: dict[str, str]) -> str:
 
 def _draw_lines(axes: Any, rows: list[Row], colours: dict[str, str]) -> None:
     for name, colour in colours.items():
-        found = [(row.size or 0, row.of(name)) for row in rows]
+        found = [(row.size or 0, row.figure(name)) for row in rows]
         points = [(count, figure) for count, figure in found if figure is not None]
         if not points:
             continue

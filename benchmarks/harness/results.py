@@ -46,7 +46,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     of_floor: float | None = None
     ours_over: float | None = None
     parts: dict[str, float] = {}
-    also: dict[str, float | str] = {}
+    details: dict[str, float | str] = {}
     """What else was measured, with units in the names."""
 
 
@@ -57,8 +57,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class Subject(msgspec.Struct, frozen=True, kw_only=True):
-    """What a row is about."""
+class RowHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What a row measures, and how it is shown."""
 
     key: str
     """Unique; its first part is the suite."""
@@ -79,20 +79,20 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True):
     def plot(self) -> str:
         return self.group or f"{self.suite}, {self.unit}"
 
-    def figure(self, seconds: float) -> float:
+    def value(self, seconds: float) -> float:
         """`seconds` of one operation in this row's unit."""
         if self.unit in TIMES:
             return seconds * TIMES[self.unit]
         return self.amount / seconds * _SPEEDS[self.unit]
 
 
-class Row(Subject, frozen=True, kw_only=True, tag="row", tag_field="line"):
+class Row(RowHeader, frozen=True, kw_only=True, tag="row", tag_field="line"):
     figures: list[Figure]
     failures: list[Failure] = []
     complete: bool = True
     """False if the run ended before all turns."""
 
-    def of(self, contender: str) -> Figure | None:
+    def figure(self, contender: str) -> Figure | None:
         return next((f for f in self.figures if f.contender == contender), None)
 
 
@@ -150,8 +150,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return [one for end in self.ends for one in end.left_behind]
 
 
-def figure_of(
-    subject: Subject,
+def make_figure(
+    header: RowHeader,
     contender: str,
     family: Family,
     turns: Sequence[Sequence[float]],
@@ -159,12 +159,12 @@ def figure_of(
 ) -> Figure:
     """The figure of a contender from its samples, turn by turn."""
     medians = [stats.median(samples) for samples in turns]
-    ends = [subject.figure(seconds) for seconds in stats.quartiles(medians)]
+    ends = [header.value(seconds) for seconds in stats.quartiles(medians)]
     return Figure(
         contender=contender,
         family=family,
-        median=subject.figure(stats.median(medians)),
-        best=subject.figure(min(min(samples) for samples in turns)),
+        median=header.value(stats.median(medians)),
+        best=header.value(min(min(samples) for samples in turns)),
         low=min(ends),
         high=max(ends),
         turns=medians,
@@ -173,8 +173,8 @@ def figure_of(
     )
 
 
-def row_of(
-    subject: Subject,
+def make_row(
+    header: RowHeader,
     figures: Sequence[Figure],
     failures: Sequence[Failure] = (),
     *,
@@ -189,7 +189,7 @@ def row_of(
         return stats.paired_ratio(over.turns, under.turns) if over and under else None
 
     return Row(
-        **msgspec.structs.asdict(subject),
+        **msgspec.structs.asdict(header),
         figures=[
             msgspec.structs.replace(
                 figure,
@@ -205,20 +205,20 @@ def row_of(
     )
 
 
-def row_from(
-    subject: Subject,
+def row_of_turns(
+    header: RowHeader,
     taken: Mapping[str, tuple[Family, Sequence[float]]],
-    also: Mapping[str, Mapping[str, float | str]] = {},
+    details: Mapping[str, Mapping[str, float | str]] = {},
     *,
     complete: bool = True,
 ) -> Row:
-    """A row from the seconds of each contender's turns; `also` is by contender, too."""
+    """A row from the seconds of each contender's turns; `details` is by contender, too."""
     figures = [
-        figure_of(subject, name, family, [[s] for s in turns], also=dict(also.get(name, {})))
+        make_figure(header, name, family, [[s] for s in turns], details=dict(details.get(name, {})))
         for name, (family, turns) in taken.items()
         if turns
     ]
-    return row_of(subject, figures, complete=complete)
+    return make_row(header, figures, complete=complete)
 
 
 def load(path: Path) -> Report:

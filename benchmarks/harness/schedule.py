@@ -12,7 +12,7 @@ from benchmarks.harness.cases import Case
 from benchmarks.harness.contender import Contender, ContenderError, Effort, Measurement
 from benchmarks.harness.processes import Remains
 from benchmarks.harness.record import Results
-from benchmarks.harness.results import Failure, Figure, figure_of, row_of
+from benchmarks.harness.results import Failure, Figure, make_figure, make_row
 
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ def _run_case(
     finally:
         figures = [_figure(entry, case) for entry in entries if entry.turns]
         if figures or complete:
-            results.add(row_of(case.subject, figures, failures, complete=complete))
+            results.add(make_row(case.header, figures, failures, complete=complete))
 
 
 def _turn(contender: Contender, case: Case, effort: Effort) -> Measurement:
@@ -134,8 +134,8 @@ def _figure(entry: _Entry, case: Case) -> Figure:
     contender = entry.contender
     chosen = [turn.chosen for turn in entry.turns if turn.chosen]
     names = {name for turn in entry.turns for name in turn.parts}
-    return figure_of(
-        case.subject,
+    return make_figure(
+        case.header,
         contender.name,
         contender.family,
         [turn.seconds for turn in entry.turns],

@@ -53,11 +53,11 @@ def ranked(row: Row) -> list[Figure]:
     return sorted(row.figures, key=lambda f: (place[f.family], stats.median(f.turns)))
 
 
-def also(figure: Figure) -> str:
+def details(figure: Figure) -> str:
     """What else was measured, in one line."""
     return ", ".join(
         f"{name} {value if isinstance(value, str) else number(value, '')}"
-        for name, value in figure.also.items()
+        for name, value in figure.details.items()
     )
 
 
@@ -91,7 +91,7 @@ def print_absent(absent: Iterable[Absent], console: Console) -> None:
 
 
 def _headings(rows: Sequence[Row]) -> list[str]:
-    last = ["also"] if any(figure.also for row in rows for figure in row.figures) else []
+    last = ["details"] if any(figure.details for row in rows for figure in row.figures) else []
     return [*_HEADINGS, "others, ours over each", *last]
 
 
@@ -108,7 +108,7 @@ def _cells(row: Row) -> list[str]:
         ratio(peer.ours_over) if peer else "",
         row.aim,
         ", ".join(_others(others, row.unit)),
-        also(main) if main else "",
+        details(main) if main else "",
     ]
 
 

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.harness import stats
 from benchmarks.harness.child import Child
-from benchmarks.harness.results import Failure, Row, Subject, figure_of, row_of
+from benchmarks.harness.results import Failure, Row, RowHeader, make_figure, make_row
 from benchmarks.kvcache.nodes import Ended, Order
 from fabric_ray.inference.engine import TorchEngine
 from fabric_ray.inference.generate import GenerationRequest, Generator
@@ -251,7 +251,7 @@ def row(asked: Load, outcomes: Outcomes) -> Row:
         *outcomes.leaked,
         *(one.cause for one in outcomes.ended if one.outcome == "failed"),
     ]
-    also = {
+    details = {
         "ended": f"{len(outcomes.ended)} of {asked.requests}",
         **{outcome: counts[outcome] for outcome in ("done", "cancelled", "failed")},
         "wrong": len(outcomes.wrong),
@@ -263,16 +263,16 @@ def row(asked: Load, outcomes: Outcomes) -> Row:
         "first token p50 s": firsts["p50"],
         "first token p99 s": firsts["p99"],
     }
-    subject = Subject(
+    header = RowHeader(
         key=f"load/{asked.concurrent} at a time, {asked.prefillers} prefillers, "
         f"{asked.decoders} decoders",
         unit="op/s",
         aim="all end, none wrong, no leaks",
     )
-    figures = [figure_of(subject, "one process", "peer", [[1 / outcomes.alone]])]
+    figures = [make_figure(header, "one process", "peer", [[1 / outcomes.alone]])]
     if done:
         each = outcomes.seconds / len(done)
-        figures.append(figure_of(subject, "disaggregated", "ours", [[each]], also=also))
+        figures.append(make_figure(header, "disaggregated", "ours", [[each]], details=details))
     failures = [Failure(contender="disaggregated", reason=one) for one in wrong[:10]]
     complete = len(outcomes.ended) == asked.requests
-    return row_of(subject, figures, failures, complete=complete)
+    return make_row(header, figures, failures, complete=complete)

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.harness.child import Child
 from benchmarks.harness.record import Results
-from benchmarks.harness.results import Row, Subject, row_from
+from benchmarks.harness.results import Row, RowHeader, row_of_turns
 from fabric_ray import Region, TransferEngine
 from fabric_ray.inference.engine import TorchEngine
 from fabric_ray.inference.generate import GenerationRequest, Generator
@@ -313,7 +313,7 @@ def _row(length: int, turns: Sequence[Turn], chunk_tokens: int, *, complete: boo
     """The floor is the engine that isn't disaggregated."""
     of = {name: [getattr(turn, name) for turn in turns] for name in Turn.__struct_fields__}
     ms = {name: 1e3 * statistics.median(values) for name, values in of.items()}
-    also = {
+    details = {
         "difference ms": 1e3 * statistics.median(turn.split - turn.whole for turn in turns),
         "one step ms": ms["step"],
         "compute / layer ms": ms["compute"],
@@ -324,6 +324,6 @@ def _row(length: int, turns: Sequence[Turn], chunk_tokens: int, *, complete: boo
         "steps": -(-length // chunk_tokens),
         "pages": -(-min(length, chunk_tokens) // _PAGE_TOKENS),
     }
-    subject = Subject(key=f"ttft/{length} tokens", unit="ms", aim=f"+ one step and {AIM:.0%}")
+    header = RowHeader(key=f"ttft/{length} tokens", unit="ms", aim=f"+ one step and {AIM:.0%}")
     taken = {"disaggregated": ("ours", of["split"]), "whole": ("floor", of["whole"])}
-    return row_from(subject, taken, {"disaggregated": also}, complete=complete)
+    return row_of_turns(header, taken, {"disaggregated": details}, complete=complete)

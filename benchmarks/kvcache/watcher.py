@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from benchmarks.contenders import perf
 from benchmarks.harness import stats
 from benchmarks.harness.record import Results
-from benchmarks.harness.results import Row, Subject, figure_of, row_of
+from benchmarks.harness.results import Row, RowHeader, make_figure, make_row
 from fabric_ray import TransferEngine
 
 _PATIENCE = 10.0
@@ -79,15 +79,15 @@ def _measure(
         plain.append(floors.ask(request)["seconds"])
     for name, taken in found.items():
         aim = f"{AIMS_US[name]} us" if spins and name in AIMS_US else ""
-        subject = Subject(key=f"watcher/{way}, {name}", unit="us", aim=aim)
+        header = RowHeader(key=f"watcher/{way}, {name}", unit="us", aim=aim)
         tails = stats.spread([seconds * 1e6 for turn in taken for seconds in turn])
         figures = [
-            figure_of(subject, "ours", "ours", taken, note=WAYS[way], also=tails),
-            figure_of(subject, kind, "floor", plain),
+            make_figure(header, "ours", "ours", taken, note=WAYS[way], details=tails),
+            make_figure(header, kind, "floor", plain),
         ]
         if spins and name in PAPER:
-            figures.append(figure_of(subject, "paper", "peer", [[PAPER[name] / 1e6]]))
-        yield row_of(subject, figures)
+            figures.append(make_figure(header, "paper", "peer", [[PAPER[name] / 1e6]]))
+        yield make_row(header, figures)
 
 
 class _Called:

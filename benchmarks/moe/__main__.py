@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from benchmarks.harness.record import Quick, Results, Resume, Turns, recorded
-from benchmarks.harness.results import Family, Subject, row_from
+from benchmarks.harness.results import Family, RowHeader, row_of_turns
 from benchmarks.moe.ranks import measure
 from benchmarks.moe.shape import Shape, batch, crossings
 from benchmarks.moe.simulated import NICS
@@ -81,18 +81,18 @@ def private(
     floor: list[float] = []
     with recorded("moe-private", resume) as results:
         for size in (full, *(n for n in (256, 128, 64, 32, 16, 8, 4, 0) if n < full)):
-            subject = Subject(key=f"moe-private/{transport}/{size} rows", unit="ms")
+            header = RowHeader(key=f"moe-private/{transport}/{size} rows", unit="ms")
             shape = msgspec.structs.replace(_shape(ranks, tokens, quick), private_rows=size)
-            found = results.turns(subject.key).get("ours", [])
+            found = results.turns(header.key).get("ours", [])
             if not found:
-                results.say(subject.key)
+                results.say(header.key)
                 if nic is not None:
                     found = [run(shape, nic, exchanges=turns).dispatch_p50_us / 1e6]
                 else:
                     found = [t[0] for t in measure(shape, [transport], turns)[transport]]
             floor = floor or found
             taken = {"ours": ("ours", found), "room for all": ("floor", floor)}
-            results.add(row_from(subject, taken))
+            results.add(row_of_turns(header, taken))
 
 
 @app.command()
@@ -115,13 +115,13 @@ def simulate(ranks: Ranks = "8,16,32,64", tokens: Tokens = 128, resume: Resume =
                         [getattr(one, f"{half}_{name}_us") / 1e6] for name in ("p50", "floor")
                     )
                     figures = {"simulated": ("ours", ours), "floor": ("floor", floor)}
-                    results.add(row_from(Subject(key=f"{key}/{half}", unit="us"), figures))
+                    results.add(row_of_turns(RowHeader(key=f"{key}/{half}", unit="us"), figures))
                 # So little to pack that posting is what takes time.
                 tiny = msgspec.structs.replace(shape, hidden=128, topk=1)
                 posts = {"simulated": ("ours", [run(tiny, nic).post_p50_us / 1e6])}
                 if shape.ranks in nic.paper_post_us:
                     posts["paper"] = ("peer", [nic.paper_post_us[shape.ranks] / 1e6])
-                results.add(row_from(Subject(key=f"{key}/post", unit="us"), posts))
+                results.add(row_of_turns(RowHeader(key=f"{key}/post", unit="us"), posts))
 
 
 def _shape(ranks: int | str, tokens: int | str, quick: bool = False) -> Shape:
@@ -146,11 +146,11 @@ def _exchange(
     times = measure(shape, names, turns)
     for half, nbytes in enumerate((shape.row_nbytes, shape.back_nbytes)):
         taken = {n: (FAMILIES.get(n, "ours"), [t[half] for t in times[n]]) for n in names}
-        also = {}
+        details = {}
         if crossed:
             once, each = (sum(rows) * nbytes / 2**20 for rows in zip(*crossed, strict=True))
-            also = {names[0]: {"MiB between nodes": once, "without dedup": each}}
-        results.add(row_from(Subject(key=f"{key}/{HALVES[half]}", unit="ms"), taken, also))
+            details = {names[0]: {"MiB between nodes": once, "without dedup": each}}
+        results.add(row_of_turns(RowHeader(key=f"{key}/{HALVES[half]}", unit="ms"), taken, details))
 
 
 def _that_fit(shape: Shape) -> list[str]:

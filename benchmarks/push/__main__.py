@@ -14,7 +14,7 @@ import typer
 from ray.exceptions import RayError
 
 from benchmarks.harness.record import Results, Resume, Turns, recorded
-from benchmarks.harness.results import Failure, Row, Subject, figure_of, row_from, row_of
+from benchmarks.harness.results import Failure, Row, RowHeader, make_figure, make_row, row_of_turns
 from benchmarks.harness.schedule import rotated
 from benchmarks.push.tiny import overhead
 from benchmarks.push.ways import MIB, PEERS, Way, World, floor
@@ -87,9 +87,9 @@ def tiny(
         with _ray():
             found = overhead(tensors, turns)
         for name, seconds in found.items():
-            subject = Subject(key=f"push-tiny/{name}", unit="ms")
-            also = {"ours": {"tensors": tensors}}
-            results.add(row_from(subject, {"ours": ("ours", seconds)}, also))
+            header = RowHeader(key=f"push-tiny/{name}", unit="ms")
+            details = {"ours": {"tensors": tensors}}
+            results.add(row_of_turns(header, {"ours": ("ours", seconds)}, details))
 
 
 def _beside(
@@ -108,18 +108,18 @@ def _beside(
     with _ray(), tempfile.TemporaryDirectory(dir=_memory()) as scratch:
         world = open_world(scratch=Path(scratch))
         try:
-            subject = Subject(key=f"push/{name}", unit="s")
+            header = RowHeader(key=f"push/{name}", unit="s")
             ways = [world.ours(train=train), other(world)]
-            results.add(_measure(results, subject, ways, turns, world, verify=verify))
+            results.add(_measure(results, header, ways, turns, world, verify=verify))
         finally:
             world.close()
 
 
 def _measure(
-    results: Results, subject: Subject, ways: list[Way], turns: int, world: World, *, verify: bool
+    results: Results, header: RowHeader, ways: list[Way], turns: int, world: World, *, verify: bool
 ) -> Row:
     failures: list[Failure] = []
-    also: dict[str, dict[str, float | str]] = {}
+    details: dict[str, dict[str, float | str]] = {}
     seconds: dict[str, list[float]] = {way.name: [] for way in ways}
     for way in ways:
         results.say(f"checking {way.name}")
@@ -127,24 +127,24 @@ def _measure(
         if wrong := way.wrong() if verify else []:
             failures.append(Failure(contender=way.name, reason=f"wrong: {', '.join(wrong[:3])}"))
         taken = way.took() if way.took is not None else None
-        also[way.name] = {"GB": world.connected.nbytes / 1e9, **(taken.shown if taken else {})}
+        details[way.name] = {"GB": world.connected.nbytes / 1e9, **(taken.shown if taken else {})}
     for turn in range(turns):
         for way in rotated(ways, turn):
             seconds[way.name].append(way.run())
             results.say(f"turn {turn + 1}: {way.name} {seconds[way.name][-1]:.3f} s")
     figures = [
-        figure_of(
-            subject,
+        make_figure(
+            header,
             way.name,
             way.family,
             [[taken] for taken in seconds[way.name]],
             note=way.what,
             verified=verify and way.name not in {one.contender for one in failures},
-            also=also[way.name],
+            details=details[way.name],
         )
         for way in ways
     ]
-    return row_of(subject, figures, failures)
+    return make_row(header, figures, failures)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import typer
 
 from benchmarks.harness.contender import ContenderError
 from benchmarks.harness.record import Resume, recorded
-from benchmarks.harness.results import Family, Row, Subject, row_from
+from benchmarks.harness.results import Family, Row, RowHeader, row_of_turns
 from benchmarks.rails import plots
 from benchmarks.rails.simulator import POLICIES, Policy, scenarios, simulate, simulate_all
 
@@ -59,24 +59,24 @@ def rows(reports: Sequence[SimpleNamespace]) -> Iterator[Row]:
         taken = {
             n: 1 / (phase.settled * phase.capacity) for n, phase in found.items() if phase.settled
         }
-        also = {
+        details = {
             n: {"share": phase.share or 0, "median us": phase.times.median_us or 0}
             for n, phase in found.items()
         }
-        subject = Subject(key=key, unit="GB/s", amount=1e9, aim="0.95 of floor")
-        yield _row(subject, {**taken, "floor": 1 / first.capacity}, also)
+        header = RowHeader(key=key, unit="GB/s", amount=1e9, aim="0.95 of floor")
+        yield _row(header, {**taken, "floor": 1 / first.capacity}, details)
         slow = {n: phase.times.p99_us / 1e6 for n, phase in found.items() if phase.times.p99_us}
-        yield _row(Subject(key=f"{key}, P99", unit="us"), slow)
+        yield _row(RowHeader(key=f"{key}, P99", unit="us"), slow)
     for loss in by_policy["adaptive"].losses:
-        subject = Subject(key=f"{name}/lost at {loss.at_ms:g} ms", unit="ms", aim="50 ms added")
+        header = RowHeader(key=f"{name}/lost at {loss.at_ms:g} ms", unit="ms", aim="50 ms added")
         found = _at(by_policy, "losses", loss.at_ms)
-        also = {p: {"in flight": x.in_flight, "added ms": x.added_ms} for p, x in found.items()}
-        yield _row(subject, {p: x.over_ms / 1e3 for p, x in found.items()}, also)
+        details = {p: {"in flight": x.in_flight, "added ms": x.added_ms} for p, x in found.items()}
+        yield _row(header, {p: x.over_ms / 1e3 for p, x in found.items()}, details)
     for back in by_policy["adaptive"].returns:
-        subject = Subject(key=f"{name}/back at {back.at_ms:g} ms", unit="ms", aim="1000 ms")
+        header = RowHeader(key=f"{name}/back at {back.at_ms:g} ms", unit="ms", aim="1000 ms")
         found = _at(by_policy, "returns", back.at_ms)
         taken = {p: x.recovered_ms for p, x in found.items() if x.recovered_ms is not None}
-        yield _row(subject, {p: ms / 1e3 for p, ms in taken.items()})
+        yield _row(header, {p: ms / 1e3 for p, ms in taken.items()})
 
 
 def _at(
@@ -87,12 +87,12 @@ def _at(
 
 
 def _row(
-    subject: Subject,
+    header: RowHeader,
     seconds: Mapping[str, float],
-    also: Mapping[str, Mapping[str, float]] = {},
+    details: Mapping[str, Mapping[str, float]] = {},
 ) -> Row:
     families = {name: (FAMILIES.get(name, "peer"), [one]) for name, one in seconds.items()}
-    return row_from(subject, families, also)
+    return row_of_turns(header, families, details)
 
 
 @app.command()

@@ -78,9 +78,9 @@ def main(
         why = perf.missing()
         if why:
             results.say(f"{why}; run `{perf.OBTAIN}`")
-        if single and not results.has(*(case.subject.key for case in CASES)):
+        if single and not results.has(*(case.header.key for case in CASES)):
             results.add(*beside_perftest(turns=turns))
-        if rails and not why and not results.has(SHAPED.subject.key):
+        if rails and not why and not results.has(SHAPED.header.key):
             results.add(*four_rails(turns=turns))
         if unequal and not why and not any(key.startswith("rdma-unequal") for key in results.rows):
             results.add(*unequal_rails())

@@ -11,7 +11,7 @@ import msgspec
 
 from benchmarks.contenders import perf
 from benchmarks.harness.cases import KIB, MIB, size
-from benchmarks.harness.results import Family, Subject
+from benchmarks.harness.results import Family, RowHeader
 
 SENDER, RECEIVER = "rxe_h0r0", "rxe_h1r0"
 _RECEIVER_ADDRESS = "10.77.0.2"
@@ -30,9 +30,9 @@ class Case(msgspec.Struct, frozen=True):
     aim: str = ""
 
     @property
-    def subject(self) -> Subject:
+    def header(self) -> RowHeader:
         key = f"rdma/{self.kind}/{size(self.bytes)}"
-        return Subject(key=key, unit="MB/s", amount=self.bytes, aim=self.aim)
+        return RowHeader(key=key, unit="MB/s", amount=self.bytes, aim=self.aim)
 
 
 class Perftest:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness import stats
-from benchmarks.harness.results import Row, row_from
+from benchmarks.harness.results import Row, row_of_turns
 from benchmarks.rdma.contenders import Case, Contender, last
 from tests.rdma.boot import guest_run
 
@@ -93,7 +93,7 @@ def measure(
         if 2 * len(kept) <= turns and lost:
             raise lost[-1]
         taken = {one.name: [turn[one.name] for turn in kept] for one in rivals}
-        also = {name: {"messages/s": 1 / stats.median(turns)} for name, turns in taken.items()}
+        details = {name: {"messages/s": 1 / stats.median(turns)} for name, turns in taken.items()}
         families = {one.name: (one.family, taken[one.name]) for one in rivals}
-        rows.append(row_from(case.subject, families, also))
+        rows.append(row_of_turns(case.header, families, details))
     return rows

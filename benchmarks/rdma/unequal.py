@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.harness.cases import KIB
-from benchmarks.harness.results import Family, Row, Subject, row_from
+from benchmarks.harness.results import Family, Row, RowHeader, row_of_turns
 from benchmarks.rdma.contenders import last, serve
 from benchmarks.rdma.turns import guest_outputs
 
@@ -96,7 +96,7 @@ class Part(NamedTuple):
 
     seconds: float
     """Of a megabyte, from a second after the change to the next."""
-    also: dict[str, float | str]
+    details: dict[str, float | str]
 
 
 def parts(policy: str, output: str) -> list[Part]:
@@ -124,11 +124,13 @@ def _part(step: Step, trace: Sequence[tuple[int, int]], begin: float, end: float
         (at for at in ends if at >= begin and sum(at - 1e9 <= e <= at for e in ends) >= enough),
         None,
     )
-    also: dict[str, float | str] = {"share": settled / (step.up * 1e6 * (end - begin - 1e9) / 1e9)}
+    details: dict[str, float | str] = {
+        "share": settled / (step.up * 1e6 * (end - begin - 1e9) / 1e9)
+    }
     if took:
-        also |= {"median ms": statistics.median(took), "P99 ms": took[len(took) * 99 // 100]}
-    also["0.95 after ms"] = "-" if recovered is None else (recovered - begin) / 1e6
-    return Part((end - begin - 1e9) / 1e3 / max(settled, 1), also)
+        details |= {"median ms": statistics.median(took), "P99 ms": took[len(took) * 99 // 100]}
+    details["0.95 after ms"] = "-" if recovered is None else (recovered - begin) / 1e6
+    return Part((end - begin - 1e9) / 1e3 / max(settled, 1), details)
 
 
 def unequal_rails() -> list[Row]:
@@ -149,10 +151,10 @@ def unequal_rails() -> list[Row]:
         here = {policy: found[policy][index] for policy in _POLICIES}
         taken = {policy: (_FAMILIES[policy], [part.seconds]) for policy, part in here.items()}
         rows.append(
-            row_from(
-                Subject(key=f"rdma-unequal/{step.name}", unit="MB/s", amount=1e6),
+            row_of_turns(
+                RowHeader(key=f"rdma-unequal/{step.name}", unit="MB/s", amount=1e6),
                 {**taken, "what is up": ("floor", [1 / step.up])},
-                {policy: part.also for policy, part in here.items()},
+                {policy: part.details for policy, part in here.items()},
             )
         )
     return rows

@@ -15,7 +15,7 @@ import typer
 
 from benchmarks.harness.cases import GIB, KIB, MIB, size
 from benchmarks.harness.record import Results, Resume, Turns, recorded
-from benchmarks.harness.results import Family, Subject, row_from
+from benchmarks.harness.results import Family, RowHeader, row_of_turns
 from benchmarks.harness.schedule import rotated
 from benchmarks.rdt import FABRIC, GLOO, MAPPED, NIXL, NUMPY, STORE
 
@@ -67,11 +67,11 @@ def measure(ways: Sequence[str], sizes: Sequence[int], turns: int, results: Resu
             for kind in KINDS:
                 found[kind, nbytes][FLOOR].append(took)
         for (kind, nbytes), taken in found.items():
-            subject = Subject(
+            header = RowHeader(
                 key=keys[kind, nbytes], unit="ms", amount=nbytes, group=kind, size=nbytes
             )
             shown = {way: (FAMILIES.get(way, "peer"), taken[way]) for way in (*ways, FLOOR)}
-            results.add(row_from(subject, shown, complete=turn + 1 == turns))
+            results.add(row_of_turns(header, shown, complete=turn + 1 == turns))
 
 
 def main(

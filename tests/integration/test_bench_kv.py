@@ -42,7 +42,7 @@ def test_pages_are_compared_and_held_against_the_floor(tmp_path: Path) -> None:
     rows = read(path).rows
     assert len(rows) == 4
     for found in rows:
-        ours = found.of("fabric-kv")
+        ours = found.figure("fabric-kv")
         assert found.failures == []
         assert ours is not None
         assert ours.verified
@@ -55,10 +55,10 @@ def test_the_way_from_a_store_to_the_first_post_has_tails(results: Results) -> N
     ours = {key: found.figures[0] for key, found in results.rows.items()}
     for name in ("spinning, first post", "woken, Python callback", "napping, Rust callback"):
         figure = ours[f"watcher/{name}"]
-        assert 0 < figure.best <= figure.also["p50"] <= figure.also["p99.9"]
+        assert 0 < figure.best <= figure.details["p50"] <= figure.details["p99.9"]
     first = ours["watcher/spinning, first post"]
     assert ours["watcher/spinning, Rust callback"].median <= first.median
-    assert all(found.of("flag") or found.of("futex") for found in results.rows.values())
+    assert all(found.figure("flag") or found.figure("futex") for found in results.rows.values())
     assert "watcher/outside, Python callback" in ours
 
 
@@ -68,8 +68,8 @@ def test_first_tokens_are_those_of_the_engine_that_is_whole(results: Results) ->
     ttft([40], 1, results, chunk_tokens=24, config=small)
     ours, whole = results.rows["ttft/40 tokens"].figures
     assert (ours.contender, whole.contender) == ("disaggregated", "whole")
-    assert ours.also["steps"] == 2
-    assert all(value for name, value in ours.also.items() if name != "difference ms")
+    assert ours.details["steps"] == 2
+    assert all(value for name, value in ours.details.items() if name != "difference ms")
 
 
 @pytest.mark.long
@@ -91,6 +91,6 @@ def test_all_requests_end_when_prefillers_are_killed() -> None:
     assert outcomes.wrong == []
     assert outcomes.leaked == []
     assert [one.cause for one in outcomes.ended if one.outcome == "failed"] == []
-    ours = row(asked, outcomes).of("disaggregated")
+    ours = row(asked, outcomes).figure("disaggregated")
     assert ours is not None
-    assert ours.also["ended"] == "120 of 120"
+    assert ours.details["ended"] == "120 of 120"

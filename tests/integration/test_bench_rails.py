@@ -75,7 +75,7 @@ def test_a_scenario_is_rows_by_policy(short: str) -> None:
     assert blind.of_floor is not None
     assert blind.of_floor < 0.95, "in turns, the slowest rail holds the others up"
     assert found["rails/short/100-250 ms, P99"].unit == "us"
-    assert found["rails/short/lost at 60 ms"].figures[0].also["in flight"] == 8
+    assert found["rails/short/lost at 60 ms"].figures[0].details["in flight"] == 8
     assert found["rails/short/back at 100 ms"].figures[0].median > 0
 
 

@@ -91,7 +91,7 @@ def test_every_case_has_its_floor_and_the_contenders_that_support_it(
     assert len(report.rows) == 6
     assert [row.failures for row in report.rows] == [[]] * 6
     for row in report.rows:
-        floor = row.of("floor")
+        floor = row.figure("floor")
         assert floor is not None
         assert len(floor.turns) == 2
         assert floor.low <= floor.median <= floor.high
@@ -124,7 +124,7 @@ def supporters(key: str) -> set[str]:
 def test_a_peer_is_verified_and_held_against_the_floor(result: tuple[Report, str]) -> None:
     report, _ = result
     row = next(row for row in report.rows if row.key == "write/tcp/cold/1MiB")
-    peer = row.of("gloo")
+    peer = row.figure("gloo")
     assert peer is not None
     assert peer.verified
     assert peer.of_floor is not None
@@ -161,7 +161,7 @@ def test_a_contender_that_dies_is_named_and_the_run_goes_on(tmp_path: Path) -> N
     rows = list(results.rows.values())
     assert [failure.contender for row in rows for failure in row.failures] == ["mortal", "mortal"]
     assert "has gone" in rows[0].failures[0].reason
-    assert all(row.of("floor") for row in rows)
+    assert all(row.figure("floor") for row in rows)
     assert results.left_behind == []
 
 

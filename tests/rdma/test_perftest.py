@@ -54,7 +54,7 @@ def test_ours_without_a_figure_over_verbs_is_shown(output: str) -> None:
 @pytest.mark.rdma_full
 def test_every_case_has_a_figure_in_one_boot() -> None:
     rows = beside_perftest(turns=3)
-    assert [row.key for row in rows] == [case.subject.key for case in CASES]
+    assert [row.key for row in rows] == [case.header.key for case in CASES]
     for row in rows:
         assert {figure.contender for figure in row.figures} >= {"ib_write_bw"}
         assert all(figure.median > 0 for figure in row.figures)
@@ -64,7 +64,7 @@ def test_every_case_has_a_figure_in_one_boot() -> None:
 def test_four_rails_carry_three_and_a_half_times_what_one_carries() -> None:
     [row] = four_rails(turns=3)
     assert row.figures[0].contender == FOUR
-    one = row.of(ONE)
+    one = row.figure(ONE)
     assert one is not None
     assert one.ours_over is not None
     assert one.ours_over >= 3.5

@@ -26,7 +26,7 @@ from benchmarks.harness import data, record, stats
 from benchmarks.harness.cases import KIB, MIB, Case, size
 from benchmarks.harness.contender import Effort, Measurement
 from benchmarks.harness.record import Results
-from benchmarks.harness.results import Subject, load, row_from
+from benchmarks.harness.results import RowHeader, load, row_of_turns
 from benchmarks.harness.schedule import Plan, run_cases
 
 WRITE = Case(suite="write", operation="write", link="shm", bytes=4 * KIB, region=64 * KIB)
@@ -105,10 +105,10 @@ def test_a_turn_holds_at_least_one_operation_and_about_its_budget(
 
 
 def test_figures_come_in_the_case_s_unit() -> None:
-    assert WRITE.subject.figure(4096e-9) == pytest.approx(1.0)
-    assert PAGES.subject.figure(8192e-9) == pytest.approx(1.0)
+    assert WRITE.header.value(4096e-9) == pytest.approx(1.0)
+    assert PAGES.header.value(8192e-9) == pytest.approx(1.0)
     latency = Case(suite="latency", operation="latency", link="tcp", bytes=8, waiter="parked")
-    assert latency.subject.figure(36e-6) == pytest.approx(36.0)
+    assert latency.header.value(36e-6) == pytest.approx(36.0)
     assert [size(8), size(64 * KIB), size(256 * MIB)] == ["8B", "64KiB", "256MiB"]
 
 
@@ -177,14 +177,14 @@ def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 def test_what_was_measured_before_a_signal_is_kept_and_shown(
     number: signal.Signals, tmp_path: Path, shown: Callable[[], str]
 ) -> None:
-    path, subject = tmp_path / "run.jsonl", Subject(key="suite/first", unit="ms")
+    path, header = tmp_path / "run.jsonl", RowHeader(key="suite/first", unit="ms")
     taken = {"ours": ("ours", [1.0, 3.0]), "plain": ("floor", [1.0, 1.0])}
 
     def interrupted() -> None:
         with record.recorded("test", path) as results:
-            results.add(row_from(subject, taken))
+            results.add(row_of_turns(header, taken))
             signal.raise_signal(number)
-            results.add(row_from(Subject(key="suite/never", unit="ms"), taken))
+            results.add(row_of_turns(RowHeader(key="suite/never", unit="ms"), taken))
 
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         interrupted()
@@ -199,7 +199,9 @@ def test_tables_can_be_pasted(tmp_path: Path, shown: Callable[[], str]) -> None:
     path = tmp_path / "run.jsonl"
     taken = {"ours": ("ours", [0.002]), "peer": ("peer", [0.004])}
     with record.recorded("test", path) as results:
-        results.add(row_from(Subject(key="s/a", unit="ms"), taken, {"ours": {"size MB": 3.0}}))
+        results.add(
+            row_of_turns(RowHeader(key="s/a", unit="ms"), taken, {"ours": {"size MB": 3.0}})
+        )
     shown()
     record.show(path, record.console_of(), markdown=True)
     assert "| s/a  ms | 2 |  |  | peer 4 | 2.00x |  |  | size MB 3 |" in shown().splitlines()

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.harness.cases import KIB, Case
 from benchmarks.harness.plots import colours_of, svg_of
-from benchmarks.harness.results import Row, row_from
+from benchmarks.harness.results import Row, row_of_turns
 
 pytest.importorskip("matplotlib", reason="reports have plots: pip install '.[ray]'")
 
@@ -17,12 +17,12 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def row(case: Case, **medians: float) -> Row:
-    subject = case.subject
+    header = case.header
     taken = {}
     for name, median in medians.items():
-        seconds = subject.amount / median / 1e9 if subject.size else median / 1e6
+        seconds = header.amount / median / 1e9 if header.size else median / 1e6
         taken[name] = ("floor" if name == "floor" else "ours", [seconds])
-    return row_from(subject, taken)
+    return row_of_turns(header, taken)
 
 
 def drawn(found: Row) -> ElementTree.Element:
