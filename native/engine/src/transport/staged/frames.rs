@@ -27,7 +27,7 @@ pub(super) enum Frame {
     /// The result of a copy.
     CopyDone { chunk: u64, result: Result<(), Refusal> },
     /// A frame between groups.
-    GroupFrame(Vec<u8>),
+    Group(Vec<u8>),
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -63,6 +63,6 @@ pub(crate) fn seeds() -> Vec<(&'static str, Vec<u8>)> {
             "refused",
             body(Frame::CopyDone { chunk: 5, result: Err(Refusal::Stale("it is gone".into())) }),
         ),
-        ("group-frame", body(Frame::GroupFrame(vec![1, 2, 3]))),
+        ("group-frame", body(Frame::Group(vec![1, 2, 3]))),
     ]
 }

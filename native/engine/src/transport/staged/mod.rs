@@ -216,7 +216,7 @@ impl<D: ControlChannel> Staged<D> {
 
     fn on_control(&mut self, link: LinkId, bytes: &[u8]) -> Result<(), DomainError> {
         let frame = Frame::decode(bytes)?;
-        if let Frame::GroupFrame(frame) = frame {
+        if let Frame::Group(frame) = frame {
             self.completions.push(Completion::GroupFrame { link, frame });
             return Ok(());
         }
@@ -233,7 +233,7 @@ impl<D: ControlChannel> Staged<D> {
                 self.start_window_copy(link, (slot, chunk, inward), &pages, count)
             }
             Frame::CopyDone { chunk, result } => self.on_copy_done(link, chunk, result),
-            Frame::GroupFrame(_) => Ok(()),
+            Frame::Group(_) => Ok(()),
         }
     }
 }
@@ -323,7 +323,7 @@ impl<D: ControlChannel> Domain for Staged<D> {
     }
 
     fn send_group_frame(&mut self, link: LinkId, frame: Vec<u8>) {
-        self.inner.send_control(link, Frame::GroupFrame(frame).encode());
+        self.inner.send_control(link, Frame::Group(frame).encode());
     }
 
     fn begin_request(&mut self) {
