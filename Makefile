@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 DONE := .make
 EXTRA ?=
 
-# uv doesn't read pip's settings; whoever has set an index for pip wants it here too.
+# uv doesn't read pip's settings: an index that is set for pip is uv's, too.
 ifdef PIP_INDEX_URL
 export UV_INDEX_URL ?= $(PIP_INDEX_URL)
 endif
@@ -21,7 +21,7 @@ export UV_LINK_MODE ?= copy
 unexport PYTHONDONTWRITEBYTECODE
 
 # Tests measure nothing: they run the load generator that is built with them.
-TESTED := check test-python test-actors test-serve test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma
+TESTED := check test-lanes test-actors test-serve test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma
 $(TESTED): export FABRIC_PERF = $(CURDIR)/native/target/debug/fabric-perf
 
 # Ray starts workers at nice 15: beside tests that compute, actors would stand still.
@@ -29,7 +29,7 @@ export RAY_worker_niceness ?= 0
 
 NATIVE := $(shell find native -name target -prune -o \( -name '*.rs' -o -name Cargo.toml -o -name Cargo.lock \) -print)
 
-.PHONY: demo test check build-rust-tests test-rust test-python test-actors test-serve test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma test-adapters test-all chaos bench lint docs wheel wheel-demo fuzz loom mutations soak sanitize \
+.PHONY: demo test check build-rust-tests test-rust test-lanes test-actors test-serve test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma test-adapters test-all chaos bench lint docs wheel wheel-demo fuzz loom mutations soak sanitize \
 	clean setup
 .DELETE_ON_ERROR:
 
@@ -37,18 +37,23 @@ demo: $(DONE)/native
 	$(BIN)/fabric-ray demo weights $(ARGS)
 
 # Rust tests, the load generator and the core that Python loads are one build, in the dev profile: optimised little, with
-# all assertions.
+# all assertions. TESTED_CRATES selects the same crates each time, or their dependencies' features would differ and cargo
+# would build the engine once for each.
+TESTED_CRATES := --workspace --exclude fabric-microbench
+
 test: $(DONE)/tools
 	$(MAKE) --no-print-directory --jobs 2 build-rust-tests $(DONE)/venv
 	$(MAKE) --no-print-directory $(DONE)/native-dev
-	$(MAKE) --no-print-directory test-rust
-	$(MAKE) --no-print-directory test-python
+	$(MAKE) --no-print-directory test-lanes
 
 build-rust-tests: $(DONE)/tools
-	cd native && cargo test --workspace --exclude fabric-python --exclude fabric-microbench --quiet --no-run
+	cd native && cargo test $(TESTED_CRATES) --quiet --no-run
 
+# A quarter of the random schedules that cargo runs by default; make test-long runs those.
+test-rust: export FABRIC_SIM_RUNS ?= 5000
+test-rust: export FABRIC_MOE_SCHEDULES ?= 100
 test-rust: $(DONE)/tools
-	cd native && cargo test --workspace --exclude fabric-python --exclude fabric-microbench --quiet
+	cd native && MAKEFLAGS= cargo test $(TESTED_CRATES) --quiet
 
 # Most of what waits for actors or guests is waiting: they run side by side with what computes. What watches a clock
 # closely runs alone after them.
@@ -65,10 +70,10 @@ PAGES := $(filter-out $(NOTEBOOKS),$(wildcard tests/docs/test_*.py))
 LANES := test-units test-actors test-guests test-experts test-serve test-pages test-others test-notebooks
 
 # What was left out by any of them for want of a tool is listed at last.
-test-python: export FABRIC_RAY_LEFT_OUT = $(CURDIR)/$(DONE)/left-out
-test-python: $(DONE)/native-dev
+test-lanes: export FABRIC_RAY_LEFT_OUT = $(CURDIR)/$(DONE)/left-out
+test-lanes: $(DONE)/native-dev
 	@: >$(FABRIC_RAY_LEFT_OUT)
-	$(MAKE) --no-print-directory --jobs 3 --output-sync=target $(LANES)
+	$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-rust $(LANES)
 	$(BIN)/python -m pytest -q tests/integration tests/chaos tests/soak $(addprefix --ignore ,$(GUESTS) $(UNITS))
 	@sort $(FABRIC_RAY_LEFT_OUT)
 
@@ -81,6 +86,8 @@ $(LANES): test-%: $(DONE)/native-dev
 
 # What make test leaves out for its length.
 test-long: $(DONE)/native-dev
+	$(if $(ARGS),,cd native && cargo test $(TESTED_CRATES) --quiet schedules)
+	$(if $(ARGS),,cd native && cargo clippy -p fabric-microbench --all-targets --quiet -- -D warnings)
 	$(BIN)/python -m pytest -q -m long $(ARGS)
 
 # All of tests/rdma, in guests with soft-RoCE devices; `make test` runs a part of it.
@@ -117,7 +124,7 @@ bench: $(DONE)/native $(DONE)/perf $(DONE)/bench
 # Either build will do.
 lint: $(or $(wildcard $(DONE)/native),$(DONE)/native-dev)
 	cd native && cargo fmt --all --check
-	cd native && cargo clippy --workspace --all-targets --quiet -- -D warnings
+	cd native && cargo clippy $(TESTED_CRATES) --all-targets --quiet -- -D warnings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/glossary.py
@@ -225,7 +232,7 @@ $(DONE)/native: $(DONE)/venv $(NATIVE)
 
 # The core and the load generator as tests run them. Whichever of the two was built last is in place.
 $(DONE)/native-dev: $(DONE)/venv $(NATIVE)
-	cd native && cargo build --quiet -p fabric-perf
+	cd native && cargo build --quiet $(TESTED_CRATES) --bin fabric-perf
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/maturin develop --uv --quiet
 	@rm -f $(DONE)/native && touch $@
 

@@ -1,37 +1,68 @@
-"""`python -m benchmarks`: run, list, compare; or what else is measured, by its name: kvcache, moe,
-observe, plan, push, rails, rdma, rdt (`python -m benchmarks kvcache --help`)."""
+"""`python -m benchmarks`: run, list, report, compare; or what else is measured, by its name:
+kvcache, moe, plan, push, rails, rdma, rdt (`python -m benchmarks kvcache --help`)."""
 
 from __future__ import annotations
 
+import fnmatch
 import runpy
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from benchmarks import compare as comparison
 from benchmarks.contenders.registry import contenders
-from benchmarks.run import Options, chosen_cases
-from benchmarks.run import run as run_benchmarks
-from benchmarks.suites import SUITES
+from benchmarks.harness import record
+from benchmarks.harness.cases import Case
+from benchmarks.harness.schedule import Plan, run_cases
+from benchmarks.suites import DEFAULT, SUITES
 
-OTHERS = ("kvcache", "moe", "observe", "plan", "push", "rails", "rdma", "rdt")
+OTHERS = ("kvcache", "moe", "plan", "push", "rails", "rdma", "rdt")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
-# A pipe or a log gets whole rows.
-_console = Console(width=None if Console().is_terminal else 200)
 
 
-def _fail(error: ValueError) -> typer.Exit:
-    _console.print(f"[red]{error}[/]", soft_wrap=True)
-    return typer.Exit(2)
+@contextmanager
+def _told() -> Iterator[None]:
+    """A name or a file that means nothing is an error of one line."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        record.console_of().print(f"[red]{error}[/]", soft_wrap=True)
+        raise typer.Exit(2) from error
+
+
+def chosen_cases(
+    suites: Sequence[str] = DEFAULT, only: Sequence[str] = ("*",), *, quick: bool = False
+) -> list[Case]:
+    """Cases of the suites whose key matches one of `only`.
+
+    Raises:
+        ValueError: for an unknown suite, or when nothing matches.
+    """
+    if unknown := set(suites) - set(SUITES):
+        raise ValueError(
+            f"no suite is called {', '.join(sorted(unknown))}; known: {', '.join(SUITES)}"
+        )
+    cases = [
+        case
+        for name in suites
+        for case in SUITES[name](quick)
+        if any(fnmatch.fnmatchcase(case.key, pattern) for pattern in only)
+    ]
+    if not cases:
+        raise ValueError("no case matches; `python -m benchmarks list` names them all")
+    return cases
 
 
 @app.command()
 def run(
-    suite: Annotated[list[str] | None, typer.Option(help="Suite to run; may be repeated")] = None,
+    suite: Annotated[
+        list[str] | None, typer.Option(help="May be repeated; by default all but kv and observe")
+    ] = None,
     only: Annotated[
         list[str] | None, typer.Option(help="Pattern of case keys, such as 'write/shm/*'")
     ] = None,
@@ -41,34 +72,47 @@ def run(
     repeat: Annotated[int | None, typer.Option(min=1, help="Turns per contender and case")] = None,
     quick: Annotated[bool, typer.Option(help="Few cases, short turns")] = False,
     peers: Annotated[bool, typer.Option(help="Measure installed peers")] = True,
-    out: Annotated[Path, typer.Option(help="Folder for results")] = Path("bench-results"),
+    out: Annotated[Path, typer.Option(help="Folder for results")] = record.OUT,
+    resume: record.Resume = None,
 ) -> None:
-    """Measure, print a table, and save JSON and one HTML page."""
-    options = Options(
-        suites=tuple(suite or ()),
-        only=tuple(only or ()),
-        contenders=tuple(contender or ()),
-        repeat=repeat,
-        quick=quick,
-        peers=peers,
-        out=out,
-    )
-    try:
-        run_benchmarks(options, _console)
-    except ValueError as error:
-        raise _fail(error) from error
+    """Measure, print a table, and keep JSON lines and one HTML page."""
+    plan = Plan(turns=repeat or (3 if quick else 7), turn_seconds=0.03 if quick else 0.1)
+    options = {
+        "suites": " ".join(suite or ["all"]),
+        "only": " ".join(only or ["all"]),
+        "contenders": " ".join(contender or ["all"]),
+        "quick": str(quick).lower(),
+        "peers": str(peers).lower(),
+        "turns": str(plan.turns),
+        "turn_seconds": str(plan.turn_seconds),
+    }
+    with _told():
+        cases = chosen_cases(suite or DEFAULT, only or ("*",), quick=quick)
+        here, absent = contenders(peers=peers, names=contender or ())
+    with record.recorded("bench", resume, options=options, absent=absent, out=out) as results:
+        run_cases(cases, here, plan, results)
 
 
 @app.command("list")
 def show(quick: Annotated[bool, typer.Option(help="Those of a quick run")] = False) -> None:
     """Name every case and every contender."""
-    for case in chosen_cases(Options(suites=tuple(SUITES), quick=quick)):
-        _console.print(case.key, highlight=False)
+    for case in chosen_cases(tuple(SUITES), quick=quick):
+        typer.echo(case.key)
     here, absent = contenders(peers=True)
     for one in here:
-        _console.print(f"contender {one.name}", highlight=False)
+        typer.echo(f"contender {one.name}")
     for missing in absent:
-        _console.print(f"contender {missing.contender} ({missing.reason})", highlight=False)
+        typer.echo(f"contender {missing.contender} ({missing.reason})")
+
+
+@app.command()
+def report(
+    file: Path,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Tables to paste")] = False,
+) -> None:
+    """Print the tables of a file of results, of any benchmark, and make its page anew."""
+    with _told():
+        record.show(file, record.console_of(), markdown=markdown)
 
 
 @app.command()
@@ -78,10 +122,8 @@ def compare(
     contender: Annotated[str | None, typer.Option(help="Only this contender")] = None,
 ) -> None:
     """Print two results side by side."""
-    try:
-        comparison.compare(before, after, _console, contender=contender)
-    except (OSError, ValueError) as error:
-        raise _fail(ValueError(str(error))) from error
+    with _told():
+        comparison.compare(before, after, record.console_of(), contender=contender)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Two results side by side: what got faster, what got slower, and against whom."""
+"""Two results side by side: what got faster or slower, and against which contender."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.results import Figure, Report, Row, load
+from benchmarks.harness.results import TIMES, Figure, Report, Row, load
 from benchmarks.harness.table import number, ratio
 
 
@@ -21,7 +21,8 @@ def compare(before: Path, after: Path, console: Console, *, contender: str | Non
         ValueError: when a file is not a result, or they share no case.
     """
     old, new = load(before), load(after)
-    pairs = [(row, later) for row in old.rows for later in new.rows if row.key == later.key]
+    later = {row.key: row for row in new.rows}
+    pairs = [(row, later[row.key]) for row in old.rows if row.key in later]
     if not pairs:
         raise ValueError(f"{before} and {after} have no case in common")
     table = Table(pad_edge=False)
@@ -29,9 +30,9 @@ def compare(before: Path, after: Path, console: Console, *, contender: str | Non
         table.add_column(heading, no_wrap=True)
     for heading in (before.stem, after.stem, "speed", "speed over floor"):
         table.add_column(heading, justify="right")
-    for earlier, later in pairs:
+    for earlier, row in pairs:
         for figure in earlier.figures:
-            other = later.figure(figure.contender)
+            other = row.figure(figure.contender)
             if other is not None and contender in (None, figure.contender):
                 table.add_row(*_cells(earlier, figure, other))
     console.print(table)
@@ -39,7 +40,7 @@ def compare(before: Path, after: Path, console: Console, *, contender: str | Non
 
 
 def _cells(row: Row, old: Figure, new: Figure) -> tuple[str, ...]:
-    faster = old.median / new.median if row.unit == "us" else new.median / old.median
+    faster = old.median / new.median if row.unit in TIMES else new.median / old.median
     steady = new.of_floor / old.of_floor if new.of_floor and old.of_floor else None
     return (
         f"{row.key}  {row.unit}",
@@ -52,11 +53,13 @@ def _cells(row: Row, old: Figure, new: Figure) -> tuple[str, ...]:
 
 
 def _print_machines(old: Report, new: Report, console: Console) -> None:
+    was, now = old.runs[-1].machine, new.runs[-1].machine
     for name in ("cpu", "cores", "kernel"):
-        was, now = getattr(old.machine, name), getattr(new.machine, name)
-        if was != now:
-            console.print(f"[yellow]different {name}[/]: {was} and {now}")
-    for name in sorted(old.machine.versions.keys() | new.machine.versions.keys()):
-        was, now = old.machine.versions.get(name, "none"), new.machine.versions.get(name, "none")
-        if was != now:
-            console.print(f"different {name}: {was} and {now}", highlight=False)
+        if getattr(was, name) != getattr(now, name):
+            console.print(
+                f"[yellow]different {name}[/]: {getattr(was, name)} and {getattr(now, name)}"
+            )
+    for name in sorted(was.versions.keys() | now.versions.keys()):
+        versions = [machine.versions.get(name, "none") for machine in (was, now)]
+        if versions[0] != versions[1]:
+            console.print(f"different {name}: {' and '.join(versions)}", highlight=False)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
 from json import loads
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from benchmarks.sheets import Json, Markdown, Output, Sheet, keeping
+from benchmarks.harness.record import Resume, recorded
+from benchmarks.harness.results import Row, RowHeader, row_of_turns
 from fabric_ray.cli import published
 from fabric_ray.cli.published import PUBLISHED
 
@@ -26,6 +26,10 @@ class Case(NamedTuple):
     trainer: str
     rollout: str
     dtype: str
+
+    @property
+    def key(self) -> str:
+        return f"plan/{'/'.join(self)}"
 
 
 # fabric-lib, section 7.3: 256 trainers to 128 rollouts.
@@ -53,61 +57,43 @@ def measure(case: Case) -> dict[str, Any]:
     return result
 
 
-def table(found: Sequence[dict[str, Any]]) -> Sheet:
-    """A row for each push."""
-    sheet = Sheet(
-        title="plans of public models",
-        columns=(
-            *("model", "trainers", "rollouts", "dtype", "pushed", "layouts", "edges", "plan"),
-            *("peak memory", "encoded", "senders", "receivers", "pairs", "floor"),
-        ),
-        figures={"plans": found},
+def row(case: Case, found: dict[str, Any]) -> Row:
+    """Seconds of a processor in each step; planning and encoding is the figure."""
+    balance, spent = found["balance"], found["spent"]
+    layouts, edges, plan = (
+        sum(spent[name]["cpu_seconds"] for name in names if name in spent)
+        for names in (("layouts",), ("edges",), ("plan", "encoding"))
     )
-    for r in found:
-        balance, spent = r["balance"], r["spent"]
-        steps = (("layouts",), ("edges",), ("plan", "encoding"))
-        cpu = (sum(spent[s]["cpu_seconds"] for s in names if s in spent) for names in steps)
-        sheet.rows.append(
-            (
-                *(r[name] for name in ("model", "trainer", "rollout", "dtype")),
-                _bytes(balance["nbytes"]),
-                *(f"{seconds:.1f} s" for seconds in cpu),
-                _bytes(r["peak_nbytes"]),
-                _bytes(r["encoded_nbytes"]),
-                f"{balance['sender_imbalance']:.3f}",
-                f"{balance['receiver_imbalance']:.3f}",
-                f"{balance['link_imbalance']:.1f}",
-                f"{r['floor_seconds']:.3f} s",
-            )
-        )
-    return sheet
-
-
-def _bytes(n: int) -> str:
-    unit, name = (1e12, "TB") if n >= 1e12 else (1e9, "GB") if n >= 1e9 else (1e6, "MB")
-    return f"{n / unit:.2f} {name}"
+    details = {
+        "trainers": found["trainer"],
+        "rollouts": found["rollout"],
+        "pushed GB": balance["nbytes"] / 1e9,
+        "layouts s": layouts,
+        "edges s": edges,
+        "peak memory MB": found["peak_nbytes"] / 1e6,
+        "encoded MB": found["encoded_nbytes"] / 1e6,
+        "senders": f"{balance['sender_imbalance']:.3f}",
+        "receivers": f"{balance['receiver_imbalance']:.3f}",
+        "pairs": balance["link_imbalance"],
+        "floor of the push s": found["floor_seconds"],
+    }
+    return row_of_turns(
+        RowHeader(key=case.key, unit="s"), {"plan": ("ours", [plan])}, {"plan": details}
+    )
 
 
 def main(
     model: Annotated[list[str] | None, typer.Option(help="Of these alone")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="In these alone")] = None,
-    json: Json = None,
-    markdown: Markdown = False,
+    resume: Resume = None,
 ) -> None:
     """What planning pushes of public models takes, and how good the plans are."""
-    out = Output("plan", json, markdown=markdown)
-    found: list[dict[str, Any]] = []
-
-    def measured() -> Sheet:
-        with keeping(lambda: table(found)):
-            for case in CASES:
-                if (not model or case.model in model) and (not dtype or case.dtype in dtype):
-                    out.say(f"{case.model}, {case.trainer} to {case.rollout}, {case.dtype}")
-                    found.append(measure(case))
-        return table(found)
-
-    out.add(measured)
-    out.end()
+    with recorded("plan", resume) as results:
+        for case in CASES:
+            asked = (not model or case.model in model) and (not dtype or case.dtype in dtype)
+            if asked and not results.has(case.key):
+                results.say(case.key)
+                results.add(row(case, measure(case)))
 
 
 if __name__ == "__main__":

@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import product
 
-from benchmarks.harness.cases import (
-    KIB,
-    MIB,
-    REGION,
-    WINDOW,
-    Case,
-    Language,
-    Link,
-    Memory,
-    Temperature,
-    Waiter,
-)
+import msgspec
+
+from benchmarks.harness.cases import KIB, MIB, REGION, WINDOW, Case, Language, Link, Memory, Waiter
+
+# 4096 tokens of DeepSeek-R1: 61 layers, 32 pages of 128 tokens, 576 values of 2 bytes a token.
+R1_LAYERS, R1_PAGES, R1_TOKENS, R1_WIDTH = 61, 32, 128, 576
+R1_LABEL = "deepseek-r1-4k"
 
 _LINKS: tuple[Link, ...] = ("shm", "tcp")
 _NIC_LINKS: tuple[Link, ...] = ("tcp", "shm")
@@ -26,24 +21,15 @@ def write(quick: bool) -> Iterator[Case]:
     """Single writes of 4 KiB to 256 MiB, cold and hot, over shared memory and over TCP."""
     cold = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 32 * MIB, 256 * MIB)
     hot = {"shm": (4 * KIB, 64 * KIB, 256 * KIB, MIB), "tcp": (64 * KIB, MIB)}
-    few, region = (4 * KIB, MIB), 64 * MIB if quick else REGION
-
-    def case(link: Link, temperature: Temperature, count: int, memory: Memory = "library") -> Case:
-        return Case(
-            suite="write",
-            operation="write",
-            link=link,
-            bytes=count,
-            temperature=temperature,
-            memory=memory,
-            region=region,
-        )
-
+    few = (4 * KIB, MIB)
+    region = 64 * MIB if quick else REGION
     for link in _LINKS:
-        yield from (case(link, "cold", count) for count in (few if quick else cold))
-        yield from (case(link, "hot", count) for count in (few if quick else hot[link]))
-    if not quick:
-        yield from (case("shm", "cold", count, "ordinary") for count in (MIB, 32 * MIB))
+        for size in few if quick else cold:
+            yield Case("write", "write", link, bytes=size, region=region)
+        for size in few if quick else hot[link]:
+            yield Case("write", "write", link, bytes=size, region=region, temperature="hot")
+    for size in () if quick else (MIB, 32 * MIB):
+        yield Case("write", "write", "shm", bytes=size, memory="ordinary")
 
 
 def pages(quick: bool) -> Iterator[Case]:
@@ -54,31 +40,19 @@ def pages(quick: bool) -> Iterator[Case]:
         ("tcp", "library", (1024,)),
     )
     sizes = (KIB, 16 * KIB) if quick else (KIB, 8 * KIB, 16 * KIB, 64 * KIB)
+    region = 64 * MIB if quick else REGION
     for link, memory, counts in memories:
         for page, count in product(sizes, counts[:1] if quick else counts):
             yield Case(
-                suite="pages",
-                operation="pages",
-                link=link,
-                memory=memory,
-                bytes=page,
-                pages=count,
-                region=64 * MIB if quick else REGION,
+                "pages", "pages", link, bytes=page, pages=count, memory=memory, region=region
             )
 
 
 def latency(quick: bool) -> Iterator[Case]:
     """An 8-byte counted write into a receiver that waits, by every way of waiting."""
     few: tuple[Waiter, ...] = ("spin-native", "poll-python", "parked")
-    every: tuple[Waiter, ...] = (
-        "spin-native",
-        "callback-native",
-        "poll-python",
-        "callback-python",
-        "asyncio",
-        "parked",
-    )
-    for link, waiter in product(_LINKS, few if quick else every):
+    more: tuple[Waiter, ...] = ("callback-native", "callback-python", "asyncio")
+    for link, waiter in product(_LINKS, few if quick else (*few, *more)):
         yield _small("latency", link, waiter=waiter)
 
 
@@ -90,17 +64,23 @@ def rate(quick: bool) -> Iterator[Case]:
 
 
 def _small(
-    kind: str, link: Link, *, waiter: Waiter | None = None, language: Language | None = None
+    suite: str,
+    link: Link,
+    *,
+    waiter: Waiter | None = None,
+    language: Language | None = None,
+    **more: str,
 ) -> Case:
     return Case(
-        suite=kind,
-        operation="latency" if waiter else "rate",
-        link=link,
+        suite,
+        "latency" if waiter else "rate",
+        link,
         bytes=8,
         temperature="hot",
         waiter=waiter,
         language=language,
         region=64 * KIB,
+        **more,
     )
 
 
@@ -110,63 +90,67 @@ def nics(quick: bool) -> Iterator[Case]:
     The memory is that of 64 writes, which `fi_rma_bw` walks through, too (cold; before 1.19 it
     stays on the first, hot).
     """
-    temperatures: tuple[Temperature, ...] = ("cold",) if quick else ("cold", "hot")
     sizes = (64 * KIB, MIB) if quick else (64 * KIB, MIB, 4 * MIB)
-    for link, temperature, count in product(_NIC_LINKS, temperatures, sizes):
-        yield Case(
-            suite="nics",
-            operation="window",
-            link=link,
-            temperature=temperature,
-            bytes=count,
-            region=WINDOW * count,
-        )
+    for link, size in product(_NIC_LINKS, sizes):
+        case = Case("nics", "window", link, bytes=size, region=WINDOW * size)
+        yield case
+        if not quick:
+            yield msgspec.structs.replace(case, temperature="hot")
 
 
 def tent(quick: bool) -> Iterator[Case]:
     """What TENT's evaluation moves: blocks of 4 KiB to 64 MiB from two threads, a prompt's KV
     cache. Over one link, where no policy has a choice; over unequal rails see `rails`."""
     blocks = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
-    window = 8
-    # 4096 tokens of DeepSeek-R1: 61 layers, 32 blocks of 128 tokens, 576 values of 2 bytes a token.
-    kv_pages, kv_block = 61 * 32, 128 * 576 * 2
     for link in _NIC_LINKS:
-        for count in blocks[:5:2] if quick else blocks:
-            yield Case(
-                suite="tent",
-                operation="flight",
-                link=link,
-                bytes=count,
-                window=window,
-                submitters=2,
-                region=max(64 * MIB, window * count) if quick else 8 * blocks[-1],
-            )
+        for size in blocks[:5:2] if quick else blocks:
+            region = max(64 * MIB, 8 * size) if quick else 8 * blocks[-1]
+            yield Case("tent", "flight", link, bytes=size, window=8, submitters=2, region=region)
         if not quick:
-            yield Case(
-                suite="tent",
-                operation="pages",
-                link=link,
-                bytes=kv_block,
-                pages=kv_pages,
-                region=kv_pages * kv_block,
-                label="deepseek-r1-4k",
-            )
+            yield _r1("tent", link)
+
+
+def _r1(suite: str, link: Link, aim: str = "") -> Case:
+    count, size = R1_LAYERS * R1_PAGES, R1_TOKENS * R1_WIDTH * 2
+    region = count * size
+    return Case(
+        suite, "pages", link, bytes=size, pages=count, region=region, label=R1_LABEL, aim=aim
+    )
 
 
 def healing(quick: bool) -> Iterator[Case]:
     """What retry and health cost where nothing fails: 64 writes in flight, with and without."""
-    for link, count in product(_NIC_LINKS, (KIB, 64 * KIB) if quick else (KIB, 64 * KIB, MIB)):
-        yield Case(
-            suite="healing",
-            operation="flight",
-            link=link,
-            bytes=count,
-            window=WINDOW,
-            region=WINDOW * count,
-        )
+    for link, size in product(_NIC_LINKS, (KIB, 64 * KIB) if quick else (KIB, 64 * KIB, MIB)):
+        region = WINDOW * size
+        yield Case("healing", "flight", link, bytes=size, region=region, name_prefix="fabric-rust")
 
 
-SUITES: dict[str, Callable[[bool], Iterator[Case]]] = {
-    suite.__name__: suite for suite in (write, pages, latency, rate, nics, tent, healing)
-}
+def kv(quick: bool) -> Iterator[Case]:
+    """1024 pages of 32 and 64 KiB by the KV cache's path, and a prompt of DeepSeek-R1."""
+    count, region = (64, 16 * MIB) if quick else (1024, REGION)
+    for link, size in product(_LINKS, (32 * KIB, 64 * KIB)):
+        aim = "0.9 of floor" if link == "shm" else ""
+        yield Case("kv", "pages", link, bytes=size, pages=count, region=region, aim=aim)
+    for link in _LINKS[:1] if quick else _LINKS:
+        yield _r1("kv", link, "ahead of peers")
+
+
+def observe(quick: bool) -> Iterator[Case]:
+    """What the flight recorder costs, from the smallest write to the largest; two of them are
+    left out of a quick run."""
+    shared = {"aim": "0.99 of floor", "name_prefix": "recorder"}
+    for link in _LINKS:
+        yield _small("observe", link, waiter="spin-native", **shared)
+        for label in ("", "batch"):
+            yield _small("observe", link, language="native", label=label, **shared)
+        for size, count in ((16 * KIB, 64), *(() if quick else ((64 * KIB, 1), (8 * MIB, 1)))):
+            operation = "pages" if count > 1 else "write"
+            region = 64 * MIB
+            yield Case("observe", operation, link, bytes=size, pages=count, region=region, **shared)
+
+
+_EVERY = (write, pages, latency, rate, nics, tent, healing, kv, observe)
+SUITES: dict[str, Callable[[bool], Iterator[Case]]] = {suite.__name__: suite for suite in _EVERY}
 """In the order in which a run takes them; True asks for the few cases that `--quick` runs."""
+DEFAULT = tuple(SUITES)[:7]
+"""Those that a run takes if it is asked for none."""

@@ -4,13 +4,14 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypedDict, final
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from typing_extensions import Self, disjoint_base
 
+from fabric_ray.engine.config import EngineConfig
 from fabric_ray.kvcache.errors import KvCause, KvEvent
 
 __all__ = [
@@ -43,6 +44,9 @@ __all__ = [
     "__version__",
     "_one_of_each_error",
     "_span_variable",
+    "bind_copies",
+    "copy_rows",
+    "digest_copies",
     "holders",
     "simulate",
     "span_of",
@@ -154,7 +158,7 @@ class SegmentDescriptor:
 
 @final
 class CounterRef:
-    """A counter of some engine, for those who write to it.
+    """A counter of some engine, for its writers.
 
     A value: it pickles, compares and hashes by what it says.
     """
@@ -231,9 +235,8 @@ class Region:
         Args:
             offset: bytes from the start of this region.
             nbytes: bytes; all from ``offset`` on if not named.
-            peer: the one engine that may use it: a peer, its address, or its id as hex. Others are
-                refused by tcp, shm and staging, whose software sees who writes; a NIC knows keys
-                only.
+            peer: the one engine that may use it: a peer, its address, or its id as hex. tcp, shm
+                and staging refuse other engines; a NIC knows keys only, and refuses none.
             ttl: seconds until it ends by itself.
 
         Raises:
@@ -471,7 +474,7 @@ class Counter:
 
     @property
     def ref(self) -> CounterRef:
-        """To be given to those who write."""
+        """The counter as writers name it."""
     @property
     def value(self) -> int:
         """Writes counted so far."""
@@ -655,28 +658,7 @@ class _Stats(TypedDict):
 class Engine:
     """The native engine; `fabric_ray.TransferEngine` is the class to use."""
 
-    def __new__(
-        cls,
-        *,
-        name: str,
-        transports: Sequence[str],
-        require: str | None,
-        token: bytes | None,
-        bind: Sequence[str],
-        ports: tuple[int, int] | None,
-        tcp_streams: int,
-        spin_us: int | None,
-        copy_threads: int | None,
-        inline_bytes: int,
-        stage_foreign: bool,
-        heal: bool,
-        rail_window: int,
-        receive_window: int,
-        records: int,
-        peer_timeout: float,
-        op_timeout: float,
-        nics: Mapping[str, object],
-    ) -> Self: ...
+    def __new__(cls, config: EngineConfig) -> Self: ...
     @property
     def address(self) -> EngineAddress:
         """To be sent to peers."""
@@ -722,7 +704,7 @@ class Engine:
         """One address space over regions: each after the one before it, or at its own offset.
 
         Raises:
-            InvalidArgument: no part, parts out of order or one over another, or somebody else's.
+            InvalidArgument: no part, parts that are out of order or overlap, or another engine's.
         """
     def open_segment(self, descriptor: SegmentDescriptor) -> RemoteSegment:
         """A peer's segment, or one of this engine's own, to be named in requests."""
@@ -735,7 +717,7 @@ class Engine:
     def connect(self, peer: Peer) -> None:
         """Begins to connect, so that the first transfer doesn't have to."""
     def counter(self) -> Counter:
-        """A counter that nobody else uses."""
+        """A counter that no other code uses."""
     def plain_counter(self, value: int) -> Counter:
         """The counter behind a pre-agreed integer below 2^19."""
     def write(
@@ -762,13 +744,12 @@ class Engine:
             timeout: seconds until it fails; by default the engine's ``op_timeout``.
             rail: the one NIC that may carry it, counted from 0 among those of the transport in
                 use; by default the load is spread over all of them.
-            priority: who shares a rail with what is more urgent leaves room for it: ``latency``
-                where somebody waits, ``bulk`` (the default), ``background`` for what may take its
-                time. Nobody starves.
+            priority: ``latency`` where a caller waits, ``bulk`` (the default), or ``background``.
+                Requests leave room on their rail for more urgent ones; none starves.
 
         Raises:
             OutOfBounds: bytes outside ``src`` or ``dst``; nothing was sent.
-            InvalidArgument: of no length, or a counter of somebody else; nothing was sent.
+            InvalidArgument: no bytes, or the counter of another peer; nothing was sent.
         """
     def read(
         self,
@@ -1196,6 +1177,57 @@ def _one_of_each_error() -> list[Exception]: ...
 def _span_variable() -> ContextVar[int]: ...
 def span_of(name: str) -> int:
     """The span of a name, the same in every process: 64-bit FNV-1a of its UTF-8."""
+
+# a plan's copies on regions
+
+class _CopyLoop(Protocol):
+    @property
+    def count(self) -> int: ...
+    @property
+    def src_stride(self) -> int: ...
+    @property
+    def dst_stride(self) -> int: ...
+
+class _PlanCopy(Protocol):
+    """A :class:`fabric_ray.plan.Copy`."""
+
+    @property
+    def src_container(self) -> int: ...
+    @property
+    def src_offset(self) -> int: ...
+    @property
+    def dst_container(self) -> int: ...
+    @property
+    def dst_offset(self) -> int: ...
+    @property
+    def run(self) -> int: ...
+    @property
+    def loops(self) -> Sequence[_CopyLoop]: ...
+
+def copy_rows(copy: _PlanCopy) -> list[tuple[int, int, int, int, int]]:
+    """``(runs, source offset, source stride, target offset, target stride)`` of each row."""
+
+def bind_copies(
+    copies: Sequence[_PlanCopy],
+    sources: Mapping[int, tuple[Region, int]],
+    target: RemoteRegion,
+    offsets: Sequence[int],
+) -> tuple[Batch, Digest]:
+    """The batch that sends copies to one target, and the digest of its bytes.
+
+    Args:
+        copies: all to the same target rank.
+        sources: the region of each source container, and the container's offset in it, bytes.
+        target: the target's region.
+        offsets: of each target container in ``target``, bytes; -1 where the target has none.
+
+    Raises:
+        InvalidArgument: a container has no region.
+        OutOfBounds: a copy reads past the end of a source region.
+    """
+
+def digest_copies(copies: Sequence[_PlanCopy], target: Region, offsets: Sequence[int]) -> Digest:
+    """The receiver's digest of the bytes of copies."""
 
 # the token
 

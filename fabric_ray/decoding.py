@@ -65,7 +65,7 @@ def converted(value: Any, type: Any) -> Any:
 
 
 def _anew() -> None:
-    # Whoever held it isn't there.
+    # The thread that held it doesn't exist in the child.
     global _lock
     _lock = threading.RLock()
 

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 THREADS = 32
 
 
-def public(*classes: type) -> set[str]:
-    """What can be called on them, by ``Class.name``."""
+def attributes(path: str) -> set[str]:
+    """The names of attributes that the code of a file uses."""
+    tree = ast.parse(Path(path).read_text())
+    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+
+def unused(path: str, *classes: type) -> set[str]:
+    """Public methods of classes, by ``Class.name``, that the code of a file does not call."""
+    used = attributes(path)
     return {
         f"{cls.__name__}.{name}"
         for cls in classes
         for name in dir(cls)
-        if not name.startswith("_") and callable(getattr(cls, name))
+        if not name.startswith("_") and name not in used and callable(getattr(cls, name))
     }
 
 

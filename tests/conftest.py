@@ -22,9 +22,11 @@ settings.load_profile("patient")
 # Two cores that are busy need longer than Ray allows by default, and starve actors at nice 15.
 os.environ.setdefault("RAY_agent_register_timeout_ms", "180000")
 os.environ.setdefault("RAY_worker_niceness", "0")
-# Run in the background by a shell, the tests and all that they start would ignore Ctrl-C.
+# A background job's processes ignore Ctrl-C, and those under nohup SIGHUP; tests send both.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

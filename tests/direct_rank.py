@@ -8,13 +8,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fabric_ray import TransferEngine
 from fabric_ray.kernels.launch import Launcher
 from fabric_ray.moe import AllToAll
 from tests.host_kernels import Host
-from tests.moe_ranks import batch, expert
+from tests.moe_ranks import batch, layer
 from tests.processes import within
 
 EXPERTS, TOPK, HIDDEN, TOKENS = 6, 3, 64, 16
@@ -43,17 +41,6 @@ def is_straight(a: AllToAll) -> bool:
     """Whether its kernels store to all others."""
     ways = [line for line in a.explain().splitlines() if line.startswith("rows to rank")]
     return len(ways) == a.ranks - 1 and all("stored by" in way for way in ways)
-
-
-def layer(a: AllToAll, x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """One exchange, with experts behind it."""
-    a.dispatch_send(x, idx)
-    got = a.dispatch_recv()
-    y = torch.zeros(len(got.x), got.x.shape[1], dtype=torch.bfloat16)
-    for local, number in enumerate(a.local_experts):
-        y[got.of(local)] = expert(number, got.x[got.of(local)])
-    a.combine_send(y)
-    return a.combine_recv(w)
 
 
 def serve(

@@ -12,8 +12,8 @@ from tests.gpu.moe_rank import serve
 from tests.processes import Other
 from tests.stands import Stand
 
-#: Seconds that ranks may be apart: a device's own waits end after sixteen times as long, and
-#: whoever waits for its answer is to hear of that.
+#: Seconds that ranks may be apart. A device's own waits end after sixteen times as long; a caller
+#: that waits for its answer must learn of that.
 TIMEOUT = 4.0
 LIMIT = 100.0
 

@@ -22,7 +22,7 @@ from tests.gpu.moe_faces_rank import (
     normal_calls,
     serve,
 )
-from tests.moe_ranks import ThreadComm, batch, expert, on_ranks
+from tests.moe_ranks import ThreadComm, batch, on_ranks, unsharded
 from tests.processes import Other
 from tests.stands import NoKernels, Stand
 
@@ -55,10 +55,7 @@ def run(others: Sequence[Other], *what: Any) -> list[Any]:
 def wanted(seed: int, tokens: int = M, *, fp8: bool = False) -> torch.Tensor:
     x, idx, w = batch(seed, M, EXPERTS, TOPK, HIDDEN)
     x = cast.back(*cast.to_fp8(x)) if fp8 else x
-    out = torch.zeros(x.shape)
-    for t, k in (idx[:tokens] >= 0).nonzero().tolist():
-        out[t] += w[t, k] * expert(int(idx[t, k]), x[t]).float()
-    return out.to(torch.bfloat16)
+    return unsharded(x, idx[:tokens], w)
 
 
 def check_layer(others: Sequence[Other]) -> None:

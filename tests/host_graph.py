@@ -28,7 +28,7 @@ READS_BACK = {
     aten.unique_dim,
     aten.bincount,
 }
-"""Whose results' shapes, or values on the host, are known when a device is done."""
+"""Operations whose results have shapes, or values on the host, that only the device knows."""
 
 FROM_OR_TO_HOST = {
     torch.tensor,
@@ -143,7 +143,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _by_truth(func: Any, args: Any) -> bool:
-    """Whether elements are chosen by a mask, whose number nobody knows."""
+    """Whether elements are chosen by a mask, whose number is not known."""
     if func.overloadpacket not in (aten.index, aten.index_put, aten.index_put_):
         return False
     return any(t.dtype == torch.bool for t in _tensors(args[1]))

@@ -10,7 +10,9 @@ import subprocess
 import tempfile
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -138,3 +140,13 @@ class Stream:
             run.result(timeout)
         for thread in self._threads:
             thread.shutdown()
+
+
+def launching(host: Host, stack: ExitStack, blocks: int | None = None) -> dict[str, Any]:
+    """Options of a rank on kernels, which run where they are called, or by blocks in a stream that
+    has ended when the stack has unwound."""
+    if blocks is None:
+        return {"launcher": host.another()}
+    stream = Stream(host, blocks)
+    stack.callback(stream.finish, 60.0)
+    return {"launcher": stream, "workers": blocks}

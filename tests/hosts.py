@@ -44,7 +44,7 @@ def missing() -> str | None:
 
 
 def _tag() -> str:
-    """A name for namespaces, short enough for a host's; whose they are is in it."""
+    """A name for namespaces, with the id of this process, short enough for a host's."""
     return f"fr{os.getpid()}x{uuid.uuid4().hex[:4]}"
 
 
@@ -141,8 +141,8 @@ class TwoHosts:
             f"printf '{hosts}' >/tmp/ray/hosts; mount --bind /tmp/ray/hosts /etc/hosts;"
             ": >/tmp/ray/resolv; mount --bind /tmp/ray/resolv /etc/resolv.conf;"
             f"hostname {self._tag}{host}; echo up;"
-            # The first process of a host is to bury the dead: others wait for them to go. The host
-            # ends when nobody holds the other end of its input, even if these tests were killed.
+            # The first process of a host reaps the others. It ends when the other end of its input
+            # is closed, also if these tests were killed.
             "exec 3<&0; cat <&3 >/dev/null & wait $!"
         )
         apart = ["--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child"]

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+
+from fabric_ray import TransferEngine
+from fabric_ray.moe import AllToAll
 
 WAIT = 60.0
 
 
 class ThreadComm:
-    """``rank()``, ``size()`` and ``all_gather`` for threads that share ``board``."""
+    """``rank()``, ``size()`` and ``all_gather`` for threads that share ``board``. What is on
+    ``stack`` ends once all of them have ended."""
 
     def __init__(self, rank: int, board: Board) -> None:
         self._rank, self._board = rank, board
+        self.stack = ExitStack()
+        self.joined: list[Any] = []
 
     def rank(self) -> int:
         return self._rank
@@ -47,11 +56,18 @@ def on_ranks(ranks: int, work: Callable[[ThreadComm], Any]) -> list[Any]:
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
+        comm = ThreadComm(rank, board)
         try:
-            results[rank] = work(ThreadComm(rank, board))
+            with comm.stack:
+                try:
+                    results[rank] = work(comm)
+                    if comm.joined:
+                        comm.all_gather(b"")
+                except BaseException as error:
+                    errors.append(error)
+                    board.barrier.abort()
         except BaseException as error:
             errors.append(error)
-            board.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(r,)) for r in range(ranks)]
     for t in threads:
@@ -61,6 +77,36 @@ def on_ranks(ranks: int, work: Callable[[ThreadComm], Any]) -> list[Any]:
     if errors:
         raise errors[0]
     return results
+
+
+def on_all_ranks(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Runs a test on each of so many ranks, in a thread. Its first argument is the rank's ``comm``,
+    and the others are pytest's."""
+
+    def decorated(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(*args: Any, **options: Any) -> None:
+            on_ranks(ranks, lambda comm: test(comm, *args, **options))
+
+        signature = inspect.signature(test)
+        parameters = list(signature.parameters.values())[1:]
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorated
+
+
+def rank_of(
+    kind: Callable[..., Any], comm: ThreadComm, transport: str = "shm", **options: Any
+) -> Any:
+    """This rank of an exchange that all ranks have joined; open until all ranks have ended."""
+    engine = TransferEngine(name=f"rank-{comm.rank()}", transport=transport)
+    comm.stack.enter_context(engine)
+    rank = kind(engine, rank=comm.rank(), ranks=comm.size(), **options)
+    rank.connect(comm.all_gather(rank.card()))
+    comm.all_gather(b"")
+    comm.joined.append(rank)
+    return rank
 
 
 def batch(
@@ -81,3 +127,27 @@ def batch(
 
 def expert(number: int, x: torch.Tensor) -> torch.Tensor:
     return (x.float() * (number + 1) + number).to(torch.bfloat16)
+
+
+def layer(
+    a: AllToAll, x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor, multiple: int = 1
+) -> torch.Tensor:
+    """One exchange, with the experts above behind it."""
+    a.dispatch_send(x, idx)
+    got = a.dispatch_recv(multiple=multiple)
+    y = torch.zeros(len(got.x), got.x.shape[1], dtype=torch.bfloat16)
+    for local, number in enumerate(a.local_experts):
+        y[got.of(local)] = expert(number, got.x[got.of(local)])
+    a.combine_send(y)
+    return a.combine_recv(w)
+
+
+def unsharded(
+    x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor, gone: range = range(0), first: int = 0
+) -> torch.Tensor:
+    """The same in one place, without the experts that are gone; ``idx`` counts from ``first``."""
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    for t, k in (idx >= 0).nonzero().tolist():
+        if (number := first + int(idx[t, k])) not in gone:
+            out[t] += w[t, k] * expert(number, x[t]).float()
+    return out.to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Ports that nobody else takes meanwhile."""
+"""Ports that no other program takes meanwhile."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _asked = 0
 
 
 def free_ports(count: int = 1) -> tuple[int, int]:
-    """The first and the last of neighbouring ports that are free: below those that the kernel gives
-    to whoever asks for none, and each time others."""
+    """The first and the last of neighbouring free ports, other ones at each call. They lie below
+    those that the kernel chooses for sockets without a port."""
     global _asked
     least = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    # Others of this machine who look, look elsewhere.
+    # Other processes of this machine begin elsewhere.
     first = 2000 + (os.getpid() * 16 + _asked) % (least - 2100)
     for base in range(first, least - count):
         probes = [socket.socket() for _ in range(count)]

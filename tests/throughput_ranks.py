@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from fabric_ray import TransferEngine
 from fabric_ray.moe import RowPart, ThroughputAllToAll
-from tests.moe_ranks import ThreadComm, expert
+from tests.moe_ranks import ThreadComm, expert, rank_of
 
 HIDDEN = 24
 SOURCE = [RowPart("source", 1, torch.int64)]
 
 
-@contextmanager
-def rank_of(
-    comm: ThreadComm, transport: str = "shm", **options: Any
-) -> Iterator[ThroughputAllToAll]:
-    with TransferEngine(name=f"rank-{comm.rank()}", transport=transport) as engine:
-        given = {"hidden": HIDDEN, "chunk": 4, "ring_chunks": 2, "timeout": 60.0, **options}
-        one = ThroughputAllToAll(engine, rank=comm.rank(), ranks=comm.size(), **given)
-        one.connect(comm.all_gather(one.card()))
-        comm.all_gather(b"")
-        yield one
+def throughput_rank(comm: ThreadComm, transport: str = "shm", **options: Any) -> ThroughputAllToAll:
+    given = {"hidden": HIDDEN, "chunk": 4, "ring_chunks": 2, "timeout": 60.0, **options}
+    one: ThroughputAllToAll = rank_of(ThroughputAllToAll, comm, transport, **given)
+    return one
 
 
 def hierarchical(

@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 
 from benchmarks.contenders import perf
+from benchmarks.harness import stats
 from benchmarks.harness.cases import MIB, WINDOW, Case
-from benchmarks.harness.contender import ContenderError, Effort, Family, Measurement
+from benchmarks.harness.contender import ContenderError, Effort, Measurement
 from benchmarks.harness.pair import PairContender
 
-_BATCH = 64
+BATCH = 64
 _REST_US = 1000
 # Long enough for the engines' workers of the sample before to have gone to sleep.
 _SETTLE_US = 200
@@ -32,11 +33,8 @@ def unusable() -> str | None:
     return None
 
 
-class FabricRust:
+class FabricRust(perf.ServiceContender):
     """`fabric-perf engine serve`: no Python between the engine and the clock."""
-
-    family: Family
-    obtain = perf.OBTAIN
 
     def __init__(
         self, name: str, *, threads: int = 1, batch: bool = False, heals: bool = True
@@ -47,10 +45,6 @@ class FabricRust:
         self.family = "ours" if heals else "floor"
         self._batch = batch
         self._heals = heals
-        self._service: perf.Service | None = None
-
-    def available(self) -> str | None:
-        return perf.missing()
 
     def supports(self, case: Case) -> bool:
         if not self._heals:
@@ -70,7 +64,7 @@ class FabricRust:
         if not self._heals:
             return "no retry, no revival"
         if case.operation == "rate":
-            return f"{_BATCH} writes a submit" if self._batch else "one write a submit"
+            return f"{BATCH} writes a submit" if self._batch else "one write a submit"
         if case.operation == "latency":
             how = {"spin": "polls its counter", "callback": "has a callback", "wait": "waits"}
             return f"the receiver {how[_NOTICES[case.waiter or 'parked']]}"
@@ -85,47 +79,25 @@ class FabricRust:
 
     def options(self, case: Case) -> list[str]:
         """Further options of `fabric-perf engine serve`."""
-        del case
-        return []
+        foreign = ["--foreign"] if case.memory == "ordinary" else []
+        return [*foreign, *([] if self._heals else ["--no-heal"])]
 
     def start(self, case: Case) -> None:
-        arguments = ["engine", "serve", "--transport", self.transport(case), *self.options(case)]
-        arguments += ["--copy-threads", str(self.threads), "--region", str(case.region)]
-        if case.memory == "ordinary":
-            arguments.append("--foreign")
-        if not self._heals:
-            arguments.append("--no-heal")
-        if self._service is not None and self._service.arguments == tuple(arguments):
-            return
-        self.stop()
-        self._service = perf.Service(arguments)
+        room = ["--copy-threads", str(self.threads), "--region", str(case.region)]
+        transport = ["--transport", self.transport(case), *self.options(case)]
+        self.serve("engine", "serve", *transport, *room)
 
     def verify(self, case: Case) -> bool:
         """The receiving process zeroes its region before and compares all of it afterwards."""
         effort = Effort(operations=min(case.operations, 64), samples=1)
-        self._ask(case, effort, verify=True)
+        self._measured(case, effort, verify=True)
         return True
 
     def measure(self, case: Case, effort: Effort) -> Measurement:
-        return Measurement(seconds=self._ask(case, effort))
+        return Measurement(seconds=self._measured(case, effort))
 
-    def pause(self) -> None:
-        """Both processes park by themselves."""
-
-    def resume(self) -> None:
-        return
-
-    def stop(self) -> None:
-        service, self._service = self._service, None
-        if service is not None:
-            service.stop()
-
-    def _ask(self, case: Case, effort: Effort, **extra: Any) -> list[float]:
-        if self._service is None:
-            raise ContenderError(f"{self.name} is not running")
-        reply = self._service.ask(
-            {**self._request(case), **msgspec.structs.asdict(effort), **extra}
-        )
+    def _measured(self, case: Case, effort: Effort, **extra: Any) -> list[float]:
+        reply = self.ask({**self._request(case), **msgspec.structs.asdict(effort), **extra})
         if reply["transport"] != self.transport(case):
             went, wanted = reply["transport"], self.transport(case)
             raise ContenderError(f"it went over {went}, not over {wanted}")
@@ -136,7 +108,7 @@ class FabricRust:
         request = {"bytes": case.bytes, "temperature": case.temperature, "rest_us": _SETTLE_US}
         match case.operation:
             case "rate" if self._batch:
-                return {**request, "kind": "batch", "pages": _BATCH}
+                return {**request, "kind": "batch", "pages": BATCH}
             case "rate":
                 return {**request, "kind": "rate"}
             case "pages":
@@ -184,8 +156,62 @@ class FabricLibfabric(FabricRust):
         return ["--provider", case.link]
 
 
+class FabricRecorder(FabricRust):
+    """With and without flight records, in new processes each turn: where a process's memory comes
+    to lie makes it some percent faster or slower for as long as it lives. Other work can only make
+    a sample longer, so a turn is the time that the fastest tenth of its samples keep."""
+
+    def __init__(self, *, records: bool) -> None:
+        super().__init__("recorder" if records else "recorder off")
+        self.family = "ours" if records else "floor"
+        self._records = records
+
+    def supports(self, case: Case) -> bool:
+        return case.suite == "observe"
+
+    def describe(self, case: Case) -> str:
+        return "the time that a tenth of the samples keep"
+
+    def options(self, case: Case) -> list[str]:
+        return [] if self._records else ["--no-records"]
+
+    def measure(self, case: Case, effort: Effort) -> Measurement:
+        self.start(case)
+        seconds = sorted(super().measure(case, effort).seconds)
+        parts = {"median": stats.median(seconds)}
+        return Measurement(seconds=[seconds[len(seconds) // 10]], parts=parts)
+
+    def pause(self) -> None:
+        self.stop()
+
+    def _request(self, case: Case) -> dict[str, Any]:
+        request = super()._request(case)
+        return {**request, **({"kind": "batch", "pages": BATCH} if case.label == "batch" else {})}
+
+
+class KvPages(PairContender):
+    """From the first layer that is said to be computed to the last page at the decoder. Requests
+    are made, and accepted, before the clock starts, as peers' transfers are."""
+
+    name = "fabric-kv"
+    family = "ours"
+    obtain = "make setup"
+    sender = "benchmarks.contenders.fabric_kv:PrefillEnd"
+    target = "benchmarks.contenders.fabric_kv:DecodeEnd"
+    pausable = False  # both ends park by themselves, and beats go on
+
+    def available(self) -> str | None:
+        return unusable()
+
+    def supports(self, case: Case) -> bool:
+        return case.suite == "kv"
+
+    def describe(self, case: Case) -> str:
+        return "Prefiller and Decoder from Python, layer by layer, one copying thread"
+
+
 class FabricPython(PairContender):
-    family: Family = "ours"
+    family = "ours"
     obtain = "make setup"
     target = f"{_ROLES}:Target"
     pausable = False  # both ends park by themselves
@@ -210,7 +236,7 @@ class FabricPython(PairContender):
 
     def describe(self, case: Case) -> str:
         if case.operation == "rate":
-            return f"prepared batches of {_BATCH}" if self._batch else "one write a call"
+            return f"prepared batches of {BATCH}" if self._batch else "one write a call"
         if case.operation == "latency":
             return "Python at both ends"
         return "Python at both ends, one copying thread"

@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import msgspec
 
+from benchmarks.contenders.fabric import BATCH
 from benchmarks.harness.cases import Case
 from benchmarks.harness.data import ordinary_memory, step
-from benchmarks.harness.roles import PATIENCE, Role, Stamps, Sync
+from benchmarks.harness.roles import PATIENCE, Role, SenderRole, Stamps, Sync, TargetRole
 from fabric_ray import (
     Batch,
     Counter,
@@ -25,7 +26,6 @@ from fabric_ray import (
     pages,
 )
 
-_BATCH = 64
 _REST_S = 1e-3
 
 
@@ -36,12 +36,6 @@ class _End(Role):
         super().__init__(sync)
         self._engine: TransferEngine | None = None
         self._laid: tuple[str, str, int] | None = None
-
-    def open(self) -> bytes:
-        return b""
-
-    def connect(self, peer: bytes) -> None:
-        """The first write connects."""
 
     def prepare(self, case: Case) -> bytes:
         wanted = (case.link, case.memory, case.region)
@@ -89,7 +83,7 @@ class _End(Role):
             self._engine.close()
 
 
-class Sender(_End):
+class Sender(_End, SenderRole):
     _touched: Region | None = None
 
     def bind(self, case: Case, description: bytes) -> None:
@@ -101,22 +95,13 @@ class Sender(_End):
             self._touched = self.region
 
     def run(self, case: Case, operations: int, samples: int) -> Stamps:
-        if case.operation == "latency":
-            if case.waiter == "poll-python":
-                return self._echo(case, operations, samples)
-            return self._one_by_one(case, operations * samples)
-        starts: list[int] = []
-        for _ in range(samples):
-            move = self.sample(case, operations)
-            self.moved += operations
-            self.sync.await_ready()
-            starts.append(time.monotonic_ns())
-            move()
-            self.sync.finished()
-        return Stamps(starts=starts)
+        if case.operation != "latency" or case.waiter == "poll-python":
+            return super().run(case, operations, samples)
+        return self._one_by_one(case, operations * samples)
 
     def sample(self, case: Case, operations: int) -> Callable[[], None]:
-        """What one sample does; whatever can be prepared is prepared here."""
+        if case.operation == "latency":
+            return lambda: self._echo(case, operations)
         if case.operation == "rate":
             return lambda: self._stream(case, operations)
         steps = [step(case, self.moved + number) for number in range(operations)]
@@ -149,18 +134,10 @@ class Sender(_End):
             write(region, remote, case.bytes, imm=imm)
         self.write(case).wait()
 
-    def _echo(self, case: Case, operations: int, samples: int) -> Stamps:
-        starts: list[int] = []
-        ends: list[int] = []
-        for _ in range(samples):
-            self.sync.await_ready()
-            starts.append(time.monotonic_ns())
-            for _ in range(operations):
-                self.write(case)
-                self.poll_for(1)
-            ends.append(time.monotonic_ns())
-            self.sync.finished()
-        return Stamps(starts=starts, ends=ends, per_operation=0.5)
+    def _echo(self, case: Case, operations: int) -> None:
+        for _ in range(operations):
+            self.write(case)
+            self.poll_for(1)
 
     def _one_by_one(self, case: Case, count: int) -> Stamps:
         """The target answers each; only a parked one is left alone before the next."""
@@ -178,8 +155,8 @@ class Sender(_End):
 
 class BatchSender(Sender):
     def sample(self, case: Case, operations: int) -> Callable[[], None]:
-        whole, rest = divmod(operations, _BATCH)
-        many, few = self._batch(case, _BATCH), self._batch(case, rest)
+        whole, rest = divmod(operations, BATCH)
+        many, few = self._batch(case, BATCH), self._batch(case, rest)
 
         def submit() -> None:
             last = [self.engine.submit(many) for _ in range(whole)][-1:]
@@ -196,40 +173,30 @@ class BatchSender(Sender):
         return batch
 
 
-class Target(_End):
+class Target(_End, TargetRole):
     def run(self, case: Case, operations: int, samples: int) -> Stamps:
-        match case.waiter:
-            case None:
-                count = case.pages * operations if case.operation == "pages" else operations
-                return self._notice(count, samples)
-            case "poll-python":
-                return self._echo(case, operations, samples)
-            case "callback-python":
-                ends = self._call_back(case, operations * samples)
-            case "asyncio":
-                ends = asyncio.run(self._await(case, operations * samples))
-            case _:
-                ends = self._block(case, operations * samples)
+        if case.waiter in (None, "poll-python"):
+            return super().run(case, operations, samples)
+        count = operations * samples
+        if case.waiter == "callback-python":
+            ends = self._call_back(case, count)
+        elif case.waiter == "asyncio":
+            ends = asyncio.run(self._await(case, count))
+        else:
+            ends = self._block(case, count)
         self.sync.await_finished()
         return Stamps(ends=ends)
 
-    def _notice(self, count: int, samples: int) -> Stamps:
-        ends: list[int] = []
-        for _ in range(samples):
-            self.sync.ready()
-            self.poll_for(count)
-            ends.append(time.monotonic_ns())
-            self.sync.await_finished()
-        return Stamps(ends=ends)
+    def sample(self, case: Case, operations: int) -> Callable[[], None]:
+        if case.operation == "latency":
+            return lambda: self._echo(case, operations)
+        count = case.pages * operations if case.operation == "pages" else operations
+        return lambda: self.poll_for(count)
 
-    def _echo(self, case: Case, operations: int, samples: int) -> Stamps:
-        for _ in range(samples):
-            self.sync.ready()
-            for _ in range(operations):
-                self.poll_for(1)
-                self.write(case)
-            self.sync.await_finished()
-        return Stamps()
+    def _echo(self, case: Case, operations: int) -> None:
+        for _ in range(operations):
+            self.poll_for(1)
+            self.write(case)
 
     def _call_back(self, case: Case, count: int) -> list[int]:
         """Each callback arms the next before it answers, so that no write comes early."""

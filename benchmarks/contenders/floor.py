@@ -10,40 +10,36 @@ tcp-records), `bytes`, `pages`, `operations`, `batches`, `region`, and where the
 from __future__ import annotations
 
 import os
-import subprocess
 from typing import Any
 
 from benchmarks.contenders import perf
 from benchmarks.harness import stats
 from benchmarks.harness.cases import MIB, Case
-from benchmarks.harness.contender import ContenderError, Effort, Family, Measurement
+from benchmarks.harness.contender import Effort, Measurement
+from benchmarks.harness.results import Family
 
 Candidates = dict[str, dict[str, Any]]
 
 
-class Floor:
+class Floor(perf.ServiceContender):
     """The best plain copy, signal or socket loop with `threads` copying threads."""
 
     family: Family = "floor"
-    obtain = perf.OBTAIN
 
     def __init__(self, threads: int = 1) -> None:
         self.name = "floor" if threads == 1 else f"floor x{threads}"
         self.threads = threads
-        self._service: perf.Service | None = None
         self._routines: list[str] = []
 
     def available(self) -> str | None:
-        if missing := perf.missing():
-            return missing
         cores = len(os.sched_getaffinity(0))
         if cores < self.threads:
             return f"needs {self.threads} cores, {cores} are allowed"
-        return None
+        return super().available()
 
     def supports(self, case: Case) -> bool:
         if self.threads == 1:
-            return case.operation != "window" and case.suite != "healing"
+            return case.operation != "window"
         shared = case.link == "shm" and case.memory == "library"
         return case.operation == "write" and shared and case.bytes >= MIB
 
@@ -53,51 +49,26 @@ class Floor:
         return "best of the candidates in each turn"
 
     def start(self, case: Case) -> None:
-        if self._service is not None:
-            return
-        self._service = perf.Service(["floor", "serve"])
-        program = perf.find_program() or ""
-        listed = subprocess.run(
-            [program, "floor", "routines"], capture_output=True, text=True, check=False
-        )
-        self._routines = listed.stdout.split()
-
-    def verify(self, case: Case) -> bool:
-        """The program's own tests cover its copies."""
-        return False
+        self.serve("floor", "serve")
+        self._routines = self._routines or perf.printed("floor", "routines").split()
 
     def measure(self, case: Case, effort: Effort) -> Measurement:
         candidates = self._candidates(case)
-        share = max(1, effort.samples // len(candidates))
-        runs = {
-            name: self._ask(
-                {
-                    "bytes": case.bytes,
-                    "pages": case.pages,
-                    "temperature": case.temperature,
-                    "region": case.region,
-                    "threads": self.threads,
-                    "operations": effort.operations,
-                    "batches": share,
-                    **extra,
-                }
-            )
-            for name, extra in candidates.items()
+        request = {
+            "bytes": case.bytes,
+            "pages": case.pages,
+            "temperature": case.temperature,
+            "region": case.region,
+            "threads": self.threads,
+            "operations": effort.operations,
+            "batches": max(1, effort.samples // len(candidates)),
+        }
+        runs: dict[str, list[float]] = {
+            name: self.ask({**request, **extra})["seconds"] for name, extra in candidates.items()
         }
         parts = {name: stats.median(seconds) for name, seconds in runs.items()}
         chosen = min(parts, key=lambda name: parts[name])
         return Measurement(seconds=runs[chosen], chosen=chosen, parts=parts)
-
-    def pause(self) -> None:
-        """It sleeps on its input between requests."""
-
-    def resume(self) -> None:
-        return
-
-    def stop(self) -> None:
-        service, self._service = self._service, None
-        if service is not None:
-            service.stop()
 
     def _candidates(self, case: Case) -> Candidates:
         if case.operation == "rate":
@@ -112,12 +83,6 @@ class Floor:
             return _cma(case)
         kind = "pages" if case.operation == "pages" else "copy"
         return {name: {"kind": kind, "routine": name} for name in self._routines}
-
-    def _ask(self, request: dict[str, Any]) -> list[float]:
-        if self._service is None:
-            raise ContenderError("fabric-perf is not running")
-        seconds: list[float] = self._service.ask(request)["seconds"]
-        return seconds
 
 
 def _waits(kind: str) -> Candidates:

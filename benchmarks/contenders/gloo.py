@@ -6,14 +6,13 @@ import importlib
 import importlib.util
 import os
 import tempfile
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from benchmarks.harness.cases import Case
 from benchmarks.harness.data import ordinary_memory, step
 from benchmarks.harness.pair import PairContender
-from benchmarks.harness.roles import Role, Stamps, Sync
+from benchmarks.harness.roles import Role, SenderRole, Sync, TargetRole
 
 
 class Gloo(PairContender):
@@ -72,54 +71,44 @@ class _Gloo(Role):
             self._tensor: Any = self._torch.from_numpy(self.memory)
         return b""
 
-    def _block(self, case: Case, number: int) -> Any:
-        at = int(step(case, number).sources[0]) * case.bytes
-        return self._tensor[at : at + case.bytes]
+    def _blocks(self, case: Case, operations: int) -> list[Any]:
+        steps = (step(case, self.moved + number) for number in range(operations))
+        places = (int(one.sources[0]) * case.bytes for one in steps)
+        return [self._tensor[at : at + case.bytes] for at in places]
 
     def close(self) -> None:
         self._distributed.destroy_process_group()
 
 
-class Sender(_Gloo):
+class Sender(_Gloo, SenderRole):
     rank = 0
 
-    def run(self, case: Case, operations: int, samples: int) -> Stamps:
-        starts: list[int] = []
-        ends: list[int] = []
-        for _ in range(samples):
-            blocks = [self._block(case, self.moved + number) for number in range(operations)]
-            self.moved += operations
-            self.sync.await_ready()
-            starts.append(time.monotonic_ns())
+    def sample(self, case: Case, operations: int) -> Callable[[], None]:
+        blocks, gloo = self._blocks(case, operations), self._distributed
+
+        def move() -> None:
             if case.operation == "rate":
-                for work in [self._distributed.isend(block, 1) for block in blocks]:
+                for work in [gloo.isend(block, 1) for block in blocks]:
                     work.wait()
-            elif case.operation == "latency":
-                for block in blocks:
-                    self._distributed.send(block, 1)
-                    self._distributed.recv(block, 1)
-                ends.append(time.monotonic_ns())
-            else:
-                for block in blocks:
-                    self._distributed.send(block, 1)
-            self.sync.finished()
-        per_operation = 0.5 if case.operation == "latency" else 1.0
-        return Stamps(starts=starts, ends=ends, per_operation=per_operation)
+                return
+            for block in blocks:
+                gloo.send(block, 1)
+                if case.operation == "latency":
+                    gloo.recv(block, 1)
+
+        return move
 
 
-class Target(_Gloo):
+class Target(_Gloo, TargetRole):
     rank = 1
 
-    def run(self, case: Case, operations: int, samples: int) -> Stamps:
-        ends: list[int] = []
-        for _ in range(samples):
-            blocks = [self._block(case, self.moved + number) for number in range(operations)]
-            self.moved += operations
-            self.sync.ready()
+    def sample(self, case: Case, operations: int) -> Callable[[], None]:
+        blocks, gloo = self._blocks(case, operations), self._distributed
+
+        def arrive() -> None:
             for block in blocks:
-                self._distributed.recv(block, 0)
+                gloo.recv(block, 0)
                 if case.operation == "latency":
-                    self._distributed.send(block, 0)
-            ends.append(time.monotonic_ns())
-            self.sync.await_finished()
-        return Stamps(ends=[] if case.operation == "latency" else ends)
+                    gloo.send(block, 0)
+
+        return arrive

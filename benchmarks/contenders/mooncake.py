@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import msgspec
+import numpy as np
 
 from benchmarks.harness.cases import Case
 from benchmarks.harness.data import ordinary_memory, step
 from benchmarks.harness.pair import PairContender
-from benchmarks.harness.roles import Role, Stamps, Sync, spin
+from benchmarks.harness.roles import Role, SenderRole, Sync, TargetRole, spin
 
 _MOST_IN_A_BATCH = 1024
 """About 2000 requests in one batch are refused, and the engine is of no use afterwards."""
@@ -93,34 +93,28 @@ class _End(Role):
         spin(lambda: word[0] == value, "a Mooncake write")
 
 
-class Sender(_End):
-    def run(self, case: Case, operations: int, samples: int) -> Stamps:
+class Sender(_End, SenderRole):
+    stops_clock = True
+
+    def sample(self, case: Case, operations: int) -> Callable[[], None]:
+        numbers = range(self.moved, self.moved + operations)
         if case.operation == "latency":
-            return self._ping(operations, samples)
-        starts: list[int] = []
-        ends: list[int] = []
-        for _ in range(samples):
-            steps = [step(case, self.moved + number) for number in range(operations)]
-            self.moved += operations
-            batches = [
-                batch
-                for sources, targets in steps
-                for batch in self._batches(case, sources.tolist(), targets.tolist())
-            ]
-            self.sync.await_ready()
-            starts.append(time.monotonic_ns())
-            for here, there, lengths in batches:
-                if len(here) == 1:
-                    code = self._engine.transfer_sync_write(
-                        self._peer, here[0], there[0], lengths[0]
-                    )
-                else:
-                    code = self._engine.batch_transfer_sync_write(self._peer, here, there, lengths)
-                if code != 0:
-                    raise RuntimeError(f"a Mooncake write of {len(here)} pages returned {code}")
-            ends.append(time.monotonic_ns())
-            self.sync.finished()
-        return Stamps(starts=starts, ends=ends)
+            return lambda: self._ping(numbers)
+        batches = [
+            batch
+            for number in numbers
+            for batch in self._batches(case, *map(np.ndarray.tolist, step(case, number)))
+        ]
+        return lambda: self._move(batches)
+
+    def _move(self, batches: list[tuple[list[int], list[int], list[int]]]) -> None:
+        for here, there, lengths in batches:
+            if len(here) == 1:
+                code = self._engine.transfer_sync_write(self._peer, here[0], there[0], lengths[0])
+            else:
+                code = self._engine.batch_transfer_sync_write(self._peer, here, there, lengths)
+            if code != 0:
+                raise RuntimeError(f"a Mooncake write of {len(here)} pages returned {code}")
 
     def _batches(
         self, case: Case, sources: list[int], targets: list[int]
@@ -128,44 +122,28 @@ class Sender(_End):
         near, count = self.memory.ctypes.data, case.bytes
         here = [near + source * count for source in sources]
         there = [self._far + target * count for target in targets]
-        cuts = range(0, len(here), _MOST_IN_A_BATCH)
-        return [
-            (
-                here[cut : cut + _MOST_IN_A_BATCH],
-                there[cut : cut + _MOST_IN_A_BATCH],
-                [count] * len(here[cut : cut + _MOST_IN_A_BATCH]),
-            )
-            for cut in cuts
-        ]
+        parts = [slice(at, at + _MOST_IN_A_BATCH) for at in range(0, len(here), _MOST_IN_A_BATCH)]
+        return [(here[part], there[part], [count] * len(here[part])) for part in parts]
 
-    def _ping(self, operations: int, samples: int) -> Stamps:
+    def _ping(self, numbers: range) -> None:
         """The ping goes to word 0; the answer comes to word 8, away from it."""
-        starts: list[int] = []
-        ends: list[int] = []
         words = self.memory.data.cast("Q")
-        for _ in range(samples):
-            self.sync.await_ready()
-            starts.append(time.monotonic_ns())
-            for _ in range(operations):
-                self.moved += 1
-                words[0] = self.moved
-                self.write(0, 8)
-                self.watch(words[8:9], self.moved)
-            ends.append(time.monotonic_ns())
-            self.sync.finished()
-        return Stamps(starts=starts, ends=ends, per_operation=0.5)
+        for number in numbers:
+            words[0] = number + 1
+            self.write(0, 8)
+            self.watch(words[8:9], number + 1)
 
 
-class Target(_End):
-    def run(self, case: Case, operations: int, samples: int) -> Stamps:
+class Target(_End, TargetRole):
+    notified = False
+
+    def sample(self, case: Case, operations: int) -> Callable[[], None]:
+        numbers = range(self.moved, self.moved + operations)
+        return lambda: self._answer(numbers) if case.operation == "latency" else None
+
+    def _answer(self, numbers: range) -> None:
         words = self.memory.data.cast("Q")
-        for _ in range(samples):
-            self.sync.ready()
-            if case.operation == "latency":
-                for _ in range(operations):
-                    self.moved += 1
-                    self.watch(words[0:1], self.moved)
-                    words[8] = self.moved
-                    self.write(64, 8)
-            self.sync.await_finished()
-        return Stamps()
+        for number in numbers:
+            self.watch(words[0:1], number + 1)
+            words[8] = number + 1
+            self.write(64, 8)

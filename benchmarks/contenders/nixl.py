@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.harness.cases import Case, Link
 from benchmarks.harness.data import ordinary_memory, pages_in, step
 from benchmarks.harness.pair import PairContender
-from benchmarks.harness.roles import PATIENCE, Role, Stamps, Sync, spin
+from benchmarks.harness.roles import PATIENCE, Role, SenderRole, Sync, TargetRole, spin
 
 _IN_FLIGHT = 64
 
@@ -48,8 +48,8 @@ class Nixl(PairContender):
             return case.waiter == "poll-python"
         if case.operation == "rate":
             return case.language == "python"
-        return case.operation in ("write", "pages") and (
-            case.operation == "pages" or case.memory == "library" or self.link == "shm"
+        return case.operation == "pages" or (
+            case.operation == "write" and (case.memory == "library" or self.link == "shm")
         )
 
     def describe(self, case: Case) -> str:
@@ -81,6 +81,7 @@ class _End(Role):
         self._peer = ""
         self._registered: Any = None
         self._lists: list[Any] = []
+        self._made: list[Any] = []
 
     def open(self) -> bytes:
         api = importlib.import_module("nixl._api")
@@ -125,16 +126,12 @@ class _End(Role):
 
     def make(self, case: Case, number: int) -> Any:
         """A transfer of operation `number`, ready to be posted."""
-        sources, targets = step(case, number)
-        return self._agent.make_prepped_xfer(
-            "WRITE",
-            self._near,
-            sources.astype(np.int32),
-            self._far,
-            targets.astype(np.int32),
-            b"n",
-            skip_desc_merge=True,
+        sources, targets = (pages.astype(np.int32) for pages in step(case, number))
+        transfer = self._agent.make_prepped_xfer(
+            "WRITE", self._near, sources, self._far, targets, b"n", skip_desc_merge=True
         )
+        self._made.append(transfer)
+        return transfer
 
     def post(self, transfer: Any) -> bool:
         """Start it; True when it is complete already."""
@@ -150,11 +147,15 @@ class _End(Role):
 
     def move(self, transfer: Any) -> None:
         if not self.post(transfer):
-            spin(lambda: self.done(transfer), "a transfer's completion")
+            self.finish(transfer)
 
-    def release(self, transfers: Sequence[Any]) -> None:
-        for transfer in transfers:
+    def finish(self, transfer: Any) -> None:
+        spin(lambda: self.done(transfer), "a transfer's completion")
+
+    def settle(self) -> None:
+        for transfer in self._made:
             self._agent.release_xfer_handle(transfer)
+        self._made = []
 
     def arrived(self) -> int:
         """Notifications since the last call; also makes progress."""
@@ -171,80 +172,55 @@ class _End(Role):
                 raise TimeoutError(f"{left} of {count} notifications did not arrive")
 
 
-class Sender(_End):
+class Sender(_End, SenderRole):
     name = "sender"
 
-    def run(self, case: Case, operations: int, samples: int) -> Stamps:
+    def sample(self, case: Case, operations: int) -> Callable[[], None]:
         if case.operation == "latency":
-            return self._ping(case, operations, samples)
+            ping = self.make(case, 0)
+            return lambda: self._ping(ping, operations)
         if case.operation == "rate":
-            return self._stream(case, operations, samples)
-        starts: list[int] = []
-        for _ in range(samples):
-            transfers = [self.make(case, self.moved + number) for number in range(operations)]
-            self.moved += operations
-            self.sync.await_ready()
-            starts.append(time.monotonic_ns())
-            for transfer in transfers:
-                self.move(transfer)
-            self.sync.finished()
-            self.release(transfers)
-        return Stamps(starts=starts)
+            ring = [self.make(case, 0) for _ in range(_IN_FLIGHT)]
+            return lambda: self._stream(ring, operations)
+        transfers = [self.make(case, self.moved + number) for number in range(operations)]
+        return lambda: self._move(transfers)
 
-    def _ping(self, case: Case, operations: int, samples: int) -> Stamps:
-        starts: list[int] = []
-        ends: list[int] = []
-        transfer = self.make(case, 0)
-        for _ in range(samples):
-            self.sync.await_ready()
-            starts.append(time.monotonic_ns())
-            for _ in range(operations):
-                self.move(transfer)
-                self.await_arrivals(1)
-            ends.append(time.monotonic_ns())
-            self.sync.finished()
-        self.release([transfer])
-        return Stamps(starts=starts, ends=ends, per_operation=0.5)
+    def _move(self, transfers: list[Any]) -> None:
+        for transfer in transfers:
+            self.move(transfer)
 
-    def _stream(self, case: Case, operations: int, samples: int) -> Stamps:
-        starts: list[int] = []
-        ring = [self.make(case, 0) for _ in range(_IN_FLIGHT)]
-        for _ in range(samples):
-            self.sync.await_ready()
-            busy = [False] * _IN_FLIGHT
-            starts.append(time.monotonic_ns())
-            for number in range(operations):
-                slot = number % _IN_FLIGHT
-                transfer = ring[slot]
-                if busy[slot]:
-                    spin(lambda one=transfer: self.done(one), "a transfer's completion")  # type: ignore[misc]
-                busy[slot] = not self.post(transfer)
-            for slot, transfer in enumerate(ring):
-                if busy[slot]:
-                    spin(lambda one=transfer: self.done(one), "a transfer's completion")  # type: ignore[misc]
-            self.sync.finished()
-        self.release(ring)
-        return Stamps(starts=starts)
+    def _ping(self, transfer: Any, operations: int) -> None:
+        for _ in range(operations):
+            self.move(transfer)
+            self.await_arrivals(1)
+
+    def _stream(self, ring: list[Any], operations: int) -> None:
+        busy = [False] * len(ring)
+        for number in range(operations):
+            slot = number % len(ring)
+            if busy[slot]:
+                self.finish(ring[slot])
+            busy[slot] = not self.post(ring[slot])
+        for slot, transfer in enumerate(ring):
+            if busy[slot]:
+                self.finish(transfer)
 
 
-class Target(_End):
+class Target(_End, TargetRole):
     name = "target"
 
-    def run(self, case: Case, operations: int, samples: int) -> Stamps:
-        ends: list[int] = []
-        latency = case.operation == "latency"
-        answer = self.make(case, 0) if latency else None
-        for _ in range(samples):
-            self.sync.ready()
-            if answer is None:
-                self.await_arrivals(operations)
-                ends.append(time.monotonic_ns())
-            else:
-                for _ in range(operations):
-                    self.await_arrivals(1)
-                    self.move(answer)
-            # The sender may still need this end's progress to see its last completion.
-            self.sync.await_finished(self.arrived)
-        if answer is not None:
-            self.release([answer])
-        return Stamps(ends=ends)
+    def __init__(self, sync: Sync, config: _Config) -> None:
+        super().__init__(sync, config)
+        # The sender may still need this end's progress to see its last completion.
+        self.progress = self.arrived
+
+    def sample(self, case: Case, operations: int) -> Callable[[], None]:
+        if case.operation != "latency":
+            return lambda: self.await_arrivals(operations)
+        answer = self.make(case, 0)
+        return lambda: self._echo(answer, operations)
+
+    def _echo(self, answer: Any, operations: int) -> None:
+        for _ in range(operations):
+            self.await_arrivals(1)
+            self.move(answer)

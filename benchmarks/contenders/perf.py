@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.contender import ContenderError
+from benchmarks.harness.contender import Contender, ContenderError
 from benchmarks.harness.processes import kill, spawn
 
 OBTAIN = "cargo build --release -p fabric-perf --manifest-path native/Cargo.toml"
@@ -37,15 +37,41 @@ def missing() -> str | None:
     return "fabric-perf is not built" if find_program() is None else None
 
 
+def program() -> str:
+    """Its path.
+
+    Raises:
+        ContenderError: saying how to build it.
+    """
+    found = find_program()
+    if found is None:
+        raise ContenderError(f"fabric-perf is not built; run `{OBTAIN}`")
+    return found
+
+
+def printed(*arguments: str) -> str:
+    """What the program prints when it runs to its end.
+
+    Raises:
+        ContenderError: with the program's own words.
+    """
+    command = [program(), *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=600, check=False
+    )
+    if done.returncode:
+        raise ContenderError(f"fabric-perf {arguments[0]}: {done.stderr.strip()}")
+    return done.stdout
+
+
 class Service:
     """One running `fabric-perf ... serve`; it sleeps on its input between requests."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        program = find_program()
-        if program is None:
-            raise ContenderError(f"fabric-perf is not built; run `{OBTAIN}`")
         self.arguments = tuple(arguments)
-        self._process = spawn([program, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = spawn(
+            [program(), *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply to `request`.
@@ -71,3 +97,29 @@ class Service:
 
     def stop(self) -> None:
         kill(self._process)
+
+
+class ServiceContender(Contender):
+    """A contender that asks one such service. Both of its processes park by themselves."""
+
+    obtain = OBTAIN
+    _service: Service | None = None
+
+    def available(self) -> str | None:
+        return missing()
+
+    def serve(self, *arguments: str) -> None:
+        """Start the service, unless it runs already with these arguments."""
+        if self._service is None or self._service.arguments != arguments:
+            self.stop()
+            self._service = Service(arguments)
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self._service is None:
+            raise ContenderError(f"{self.name} is not running")
+        return self._service.ask(request)
+
+    def stop(self) -> None:
+        service, self._service = self._service, None
+        if service is not None:
+            service.stop()

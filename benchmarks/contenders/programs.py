@@ -6,54 +6,42 @@ import shutil
 import socket
 import subprocess
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness.cases import Case
-from benchmarks.harness.contender import ContenderError, Effort, Family, Measurement
+from benchmarks.harness.contender import Contender, ContenderError, Effort, Measurement
 from benchmarks.harness.processes import kill, spawn
 
 _PATIENCE = 60.0
 _LISTENING = "0A"
 
 
-class ProgramContender:
+class ProgramContender(Contender):
     """Starts the two programs anew in every turn; a subclass says how and reads the answer."""
 
-    name: str
-    family: Family = "peer"
-    threads = 1
-    obtain = ""
     program: str
 
     def available(self) -> str | None:
         return None if shutil.which(self.program) else f"{self.program} is not installed"
 
-    def supports(self, case: Case) -> bool:
-        raise NotImplementedError
-
     def describe(self, case: Case) -> str:
         return "its own program and clock, bytes not checked by us"
 
-    def server(self, case: Case, port: int, iterations: int) -> list[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def server(self, case: Case, port: int, iterations: int) -> list[str]: ...
 
-    def client(self, case: Case, port: int, iterations: int) -> list[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def client(self, case: Case, port: int, iterations: int) -> list[str]: ...
 
     def environment(self, case: Case) -> dict[str, str]:
         del case
         return {}
 
+    @abstractmethod
     def seconds(self, output: str, case: Case) -> float:
         """Seconds of one operation from the client's output; ValueError if it isn't there."""
-        raise NotImplementedError
-
-    def start(self, case: Case) -> None:
-        return
-
-    def verify(self, case: Case) -> bool:
-        return False
 
     def measure(self, case: Case, effort: Effort) -> Measurement:
         """The program averages over its whole run, so a turn is one sample."""
@@ -83,15 +71,6 @@ class ProgramContender:
             for process in (client, server):
                 if process is not None:
                     kill(process, grace=0.2)
-
-    def pause(self) -> None:
-        """Nothing of it runs between turns."""
-
-    def resume(self) -> None:
-        return
-
-    def stop(self) -> None:
-        return
 
 
 def table(output: str) -> list[list[str]]:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from benchmarks.contenders import nixl
-from benchmarks.contenders.fabric import FabricLibfabric, FabricPython, FabricRust
+from benchmarks.contenders.fabric import (
+    FabricLibfabric,
+    FabricPython,
+    FabricRecorder,
+    FabricRust,
+    KvPages,
+)
 from benchmarks.contenders.floor import Floor
 from benchmarks.contenders.gloo import Gloo
 from benchmarks.contenders.libfabric import DeliveredFabTests, FabTests, PingPong
@@ -25,15 +31,17 @@ def contenders(*, peers: bool, names: Iterable[str] = ()) -> tuple[list[Contende
     Raises:
         ValueError: when a name is not one of ours.
     """
-    every = [*_ours(), Floor(1), Floor(2), *_peers()]
+    known = every()
     wanted = set(names)
-    unknown = wanted - {contender.name for contender in every}
+    unknown = wanted - {contender.name for contender in known}
     if unknown:
-        known = ", ".join(contender.name for contender in every)
-        raise ValueError(f"no contender is called {', '.join(sorted(unknown))}; known: {known}")
+        known_names = ", ".join(contender.name for contender in known)
+        raise ValueError(
+            f"no contender is called {', '.join(sorted(unknown))}; known: {known_names}"
+        )
     here: list[Contender] = []
     absent: list[Absent] = []
-    for contender in every:
+    for contender in known:
         if (wanted and contender.name not in wanted) or (contender.family == "peer" and not peers):
             continue
         reason = contender.available()
@@ -44,20 +52,21 @@ def contenders(*, peers: bool, names: Iterable[str] = ()) -> tuple[list[Contende
     return here, absent
 
 
-def _ours() -> list[Contender]:
+def every() -> list[Contender]:
+    """All that there are. The first of ours that has a case is what others are held against."""
     return [
+        KvPages(),
         FabricRust("fabric-rust"),
         FabricRust("fabric-rust x2", threads=2),
         FabricRust("fabric-rust batch", batch=True),
         FabricRust("fabric-rust no-heal", heals=False),
+        FabricRecorder(records=True),
+        FabricRecorder(records=False),
         FabricPython("fabric-python"),
         FabricPython("fabric-python batch", batch=True),
         FabricLibfabric(),
-    ]
-
-
-def _peers() -> list[Contender]:
-    return [
+        Floor(1),
+        Floor(2),
         *nixl.variants(),
         Mooncake(),
         Gloo(),

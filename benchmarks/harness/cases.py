@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from benchmarks.harness.results import RowHeader, Unit
+
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
@@ -21,7 +23,6 @@ Waiter = Literal[
     "spin-native", "callback-native", "poll-python", "callback-python", "asyncio", "parked"
 ]
 Language = Literal["native", "python"]
-Unit = Literal["GB/s", "us", "op/s"]
 
 _UNITS: dict[Operation, Unit] = {
     "write": "GB/s",
@@ -33,7 +34,7 @@ _UNITS: dict[Operation, Unit] = {
 }
 
 
-class Case(msgspec.Struct, frozen=True, kw_only=True):
+class Case(msgspec.Struct, frozen=True):
     """What one operation is.
 
     write: `bytes` contiguous bytes and a notification. pages: `pages` pages of `bytes` bytes each
@@ -57,6 +58,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     submitters: int = 1
     region: int = REGION
     label: str = ""
+    aim: str = ""
+    name_prefix: str = ""
+    """Only contenders whose names begin with it take part."""
 
     @property
     def key(self) -> str:
@@ -91,11 +95,25 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             return 100 if self.waiter in ("spin-native", "poll-python") else 1
         return 4096 if self.operation == "rate" else 1
 
-    def figure(self, seconds: float) -> float:
-        """`seconds` of one operation in this case's unit."""
-        if self.unit == "GB/s":
-            return self.bytes * self.pages / seconds / 1e9
-        return seconds * 1e6 if self.unit == "us" else 1 / seconds
+    @property
+    def header(self) -> RowHeader:
+        """What a row of results says about the case."""
+        curve = self.unit == "GB/s"
+        group = [self.suite, self.link]
+        if self.operation in ("write", "window", "flight"):
+            group.append(self.temperature)
+        if self.memory == "ordinary":
+            group.append("ordinary memory")
+        if self.operation == "pages":
+            group.append(f"{self.pages} pages a call")
+        return RowHeader(
+            key=self.key,
+            unit=self.unit,
+            amount=self.bytes * self.pages if curve else 1,
+            group=", ".join(group),
+            size=self.bytes if curve else None,
+            aim=self.aim,
+        )
 
 
 def size(count: int) -> str:

@@ -13,13 +13,12 @@ the receiver answers each write and the next one follows at once).
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from abc import ABC, abstractmethod
 
 import msgspec
 
 from benchmarks.harness.cases import Case
-
-Family = Literal["ours", "floor", "peer"]
+from benchmarks.harness.results import Family
 
 
 class Effort(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +41,7 @@ class ContenderError(Exception):
     """A contender could not start, failed while running, or delivered wrong bytes."""
 
 
-class Contender(Protocol):
+class Contender(ABC):
     """One library in one configuration, running as processes of its own.
 
     The scheduler calls `start` and `verify` once per case, then `resume`, `measure`, `pause` once
@@ -53,22 +52,28 @@ class Contender(Protocol):
 
     name: str
     """Shown in tables; unique."""
-    family: Family
-    threads: int
+    family: Family = "peer"
+    threads: int = 1
     """Copying threads; the floor it is held against has the same number."""
-    obtain: str
+    obtain: str = ""
     """How a user gets it, one line."""
 
     def available(self) -> str | None:
         """None, or why it can't run here; costs little and starts nothing."""
+        return None
 
+    @abstractmethod
     def supports(self, case: Case) -> bool:
         """Whether it has the operation."""
 
+    def takes_part(self, case: Case) -> bool:
+        return self.name.startswith(case.name_prefix) and self.supports(case)
+
+    @abstractmethod
     def describe(self, case: Case) -> str:
         """Configuration, and where the clock stops if not at the target's notification."""
 
-    def start(self, case: Case) -> None:
+    def start(self, case: Case) -> None:  # noqa: B027
         """Get processes, connections and memory ready for `case`, and pause.
 
         Raises:
@@ -83,7 +88,10 @@ class Contender(Protocol):
         Raises:
             ContenderError: when bytes are wrong or missing.
         """
+        del case
+        return False
 
+    @abstractmethod
     def measure(self, case: Case, effort: Effort) -> Measurement:
         """One turn.
 
@@ -91,9 +99,11 @@ class Contender(Protocol):
             ContenderError: when an operation failed or took too long.
         """
 
-    def pause(self) -> None: ...
+    def pause(self) -> None:  # noqa: B027
+        """By default it sleeps by itself between turns, or nothing of it runs."""
 
-    def resume(self) -> None: ...
+    def resume(self) -> None:  # noqa: B027
+        """The counterpart of `pause`."""
 
-    def stop(self) -> None:
+    def stop(self) -> None:  # noqa: B027
         """End every process for sure. Never raises; may be called twice."""

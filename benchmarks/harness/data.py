@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -76,20 +77,17 @@ def pattern(count: int) -> Bytes:
     return memory
 
 
-def fault(case: Case, operations: int, memory: Bytes) -> str | None:
-    """None if operations 0..`operations` of a filled source into zeroed `memory` left exactly
-    their bytes there, or a sentence. Zeroes what it has compared."""
+def fault(nbytes: int, steps: Sequence[Step], memory: Bytes) -> str | None:
+    """None if these steps of pages of `nbytes`, from a filled source into zeroed `memory`, left
+    exactly their bytes there, or a sentence. Zeroes what it has compared."""
     source = pattern(memory.size)
-    blocks = memory.size // case.bytes
-    found = memory[: blocks * case.bytes].reshape(blocks, case.bytes)
-    wanted = source[: blocks * case.bytes].reshape(blocks, case.bytes)
-    steps = [step(case, number) for number in range(operations)]
+    blocks = memory.size // nbytes
+    found = memory[: blocks * nbytes].reshape(blocks, nbytes)
+    wanted = source[: blocks * nbytes].reshape(blocks, nbytes)
     for sources, targets in steps:
         for origin, place in zip(sources, targets, strict=True):
             if not np.array_equal(found[place], wanted[origin]):
-                return (
-                    f"bytes {origin * case.bytes}.. of the source are not at {place * case.bytes}"
-                )
+                return f"bytes {origin * nbytes}.. of the source are not at {place * nbytes}"
     for _, targets in steps:
         found[targets] = 0
     stray: npt.NDArray[np.int64] = np.flatnonzero(memory.view(np.uint64))

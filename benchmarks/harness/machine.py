@@ -11,8 +11,6 @@ from pathlib import Path
 
 from benchmarks.harness.results import Machine
 
-Load = tuple[float, float, float]
-
 _DISTRIBUTIONS = (
     "fabric-ray",
     "nixl",
@@ -23,11 +21,11 @@ _DISTRIBUTIONS = (
     "numpy",
     "msgspec",
 )
-_PROGRAMS = {"ucx": "ucx_perftest", "libfabric": "fi_info"}
-_PACKAGES = {"ucx": "ucx-utils", "libfabric": "libfabric-bin"}
+# A library's program, and the Debian package of it.
+_PROGRAMS = {"ucx": ("ucx_perftest", "ucx-utils"), "libfabric": ("fi_info", "libfabric-bin")}
 
 
-def machine(load_before: Load) -> Machine:
+def machine() -> Machine:
     return Machine(
         cpu=_cpu(),
         cores=len(os.sched_getaffinity(0)),
@@ -37,8 +35,6 @@ def machine(load_before: Load) -> Machine:
         python=platform.python_version(),
         versions=_versions(),
         commit=_commit(),
-        load_before=load_before,
-        load_after=os.getloadavg(),
     )
 
 
@@ -66,24 +62,19 @@ def _versions() -> dict[str, str]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    for name, program in _PROGRAMS.items():
+    for name, (program, package) in _PROGRAMS.items():
         if shutil.which(program):
-            versions[name] = _packaged(_PACKAGES[name])
+            versions[name] = _said("dpkg-query", "-W", "-f", "${Version}", package)
     return versions
 
 
-def _packaged(package: str) -> str:
-    query = ["dpkg-query", "-W", "-f", "${Version}", package]
-    if not shutil.which(query[0]):
-        return "unknown"
-    done = subprocess.run(query, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
-
-
 def _commit() -> str:
-    here = Path(__file__).resolve().parent
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40"]
-    if not shutil.which("git"):
+    here = str(Path(__file__).resolve().parent)
+    return _said("git", "-C", here, "describe", "--always", "--dirty", "--abbrev=40")
+
+
+def _said(*command: str) -> str:
+    if not shutil.which(command[0]):
         return "unknown"
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"

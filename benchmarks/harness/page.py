@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
 from benchmarks.harness import plots
 from benchmarks.harness.results import Report, Row
-from benchmarks.harness.table import number, ranked, ratio
+from benchmarks.harness.table import details, number, ranked, ratio
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2em auto;padding:0 1em;color:#222;
@@ -51,11 +50,11 @@ def _page(report: Report) -> Iterator[str]:
         yield f"<dt>{name}</dt><dd>{escape(fact) or '-'}</dd>"
     yield "</dl>"
     colours = plots.colours_of(report.rows)
-    for suite, rows in itertools.groupby(report.rows, key=lambda row: row.case.suite):
-        yield from _suite(suite, list(rows), colours)
-    absent = (f"{one.contender}: {one.reason}; {one.obtain}" for one in report.absent)
+    for suite, rows in report.suites.items():
+        yield from _suite(suite, rows, colours)
+    absent = report.runs[-1].absent
     for title, items in (
-        ("Not installed here", list(absent)),
+        ("Not installed here", [f"{a.contender}: {a.reason}; {a.obtain}" for a in absent]),
         ("Left behind by contenders, and removed", report.left_behind),
     ):
         if items:
@@ -65,28 +64,34 @@ def _page(report: Report) -> Iterator[str]:
 
 
 def _facts(report: Report) -> dict[str, str]:
-    machine = report.machine
+    first, last = report.runs[0], report.runs[-1]
+    machine = last.machine
     loads = [
-        " ".join(f"{x:.2f}" for x in load) for load in (machine.load_before, machine.load_after)
+        " ".join(f"{x:.2f}" for x in load)
+        for load in (first.load, *(end.load for end in report.ends[-1:]))
     ]
     versions = {"python": machine.python, **machine.versions}
     return {
-        "measured": f"{report.started}, {report.seconds:.0f} s",
+        "measured": f"{first.started}, {sum(end.seconds for end in report.ends):.0f} s",
         "processor": f"{machine.cpu}, {machine.cores} cores",
         "caches": ", ".join(f"{name} {size}" for name, size in machine.caches.items()),
         "memory": f"{machine.memory_bytes / 1e9:.1f} GB",
         "kernel": machine.kernel,
-        "load": f"{loads[0]} before, {loads[1]} after",
+        "load": " before, ".join(loads) + " after",
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "commit": machine.commit,
-        "options": ", ".join(f"{name}={value}" for name, value in report.options.items()),
+        "options": ", ".join(f"{name}={value}" for name, value in last.options.items()),
     }
 
 
 def _suite(suite: str, rows: list[Row], colours: dict[str, str]) -> Iterator[str]:
     yield f"<h2>{escape(suite)}</h2>"
     if plots.available():
-        drawn = (plots.svg_of(group, title, colours) for title, group in _groups(rows).items())
+        groups = dict.fromkeys(row.plot for row in rows if row.figures)
+        drawn = (
+            plots.svg_of([r for r in rows if r.figures and r.plot == title], title, colours)
+            for title in groups
+        )
         yield f"<div class=plots>{''.join(drawn)}</div>"
     else:
         yield "<p>No plots: matplotlib is not installed (pip install matplotlib).</p>"
@@ -105,26 +110,10 @@ def _suite(suite: str, rows: list[Row], colours: dict[str, str]) -> Iterator[str
                 str(figure.samples),
             ]
             note = f"{figure.chosen}: {figure.note}" if figure.chosen else figure.note
+            note = "; ".join(filter(None, (note, details(figure))))
             shown = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
             yield f"<tr class={figure.family}>{shown}<td class=text>{escape(note)}</td></tr>"
         for failure in row.failures:
             yield f"<tr class=failed><td>{escape(failure.contender)}</td>"
             yield f"<td class=text colspan=7>failed: {escape(failure.reason)}</td></tr>"
     yield "</tbody></table></div>"
-
-
-def _groups(rows: list[Row]) -> dict[str, list[Row]]:
-    """Rows that belong into one plot."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        case = row.case
-        parts = [case.suite, case.link]
-        if case.operation in ("write", "window", "flight"):
-            parts.append(case.temperature)
-        if case.memory == "ordinary":
-            parts.append("ordinary memory")
-        if case.operation == "pages":
-            parts.append(f"{case.pages} pages a call")
-        if row.figures:
-            groups.setdefault(", ".join(parts), []).append(row)
-    return groups

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.harness.cases import Case
 from benchmarks.harness.child import Child
-from benchmarks.harness.contender import ContenderError, Effort, Family, Measurement
+from benchmarks.harness.contender import Contender, ContenderError, Effort, Measurement
 from benchmarks.harness.processes import signal_group
 from benchmarks.harness.roles import Stamps
 
@@ -33,7 +33,7 @@ def seconds_of(sent: Stamps, ends: list[int], effort: Effort) -> list[float]:
     return [(end - start) * share for start, end in zip(sent.starts, ends, strict=True)]
 
 
-class PairContender:
+class PairContender(Contender):
     """Drives a sender and a target role (see `roles.Role`); a subclass names them.
 
     `sender` and `target` are `module:Class`, `arguments` are their constructors'. Idle processes
@@ -41,10 +41,6 @@ class PairContender:
     `pausable = False` leaves them running.
     """
 
-    name: str
-    family: Family = "peer"
-    threads = 1
-    obtain = ""
     sender: str
     target: str
     arguments: tuple[Any, ...] = ()

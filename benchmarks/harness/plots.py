@@ -9,7 +9,7 @@ import itertools
 from typing import Any
 
 from benchmarks.harness.cases import size
-from benchmarks.harness.results import Row
+from benchmarks.harness.results import TIMES, Row
 from benchmarks.harness.table import number, ranked
 
 _OURS = ("#c8102e", "#ff8a8a", "#7a0019", "#d96c00")
@@ -52,7 +52,7 @@ def svg_of(rows: list[Row], title: str, colours: dict[str, str]) -> str:
     # Text stays text, and the file is the same for the same data.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9})
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
-    lines = rows[0].case.operation in ("write", "pages", "window", "flight")
+    lines = rows[0].size is not None
     height = 3.8 if lines else 0.9 + 0.24 * sum(len(row.figures) + 1 for row in rows)
     figure, axes = pyplot.subplots(figsize=(7.2, height), layout="constrained")
     if lines:
@@ -70,7 +70,7 @@ def svg_of(rows: list[Row], title: str, colours: dict[str, str]) -> str:
 
 def _draw_lines(axes: Any, rows: list[Row], colours: dict[str, str]) -> None:
     for name, colour in colours.items():
-        found = [(row.case.bytes, row.figure(name)) for row in rows]
+        found = [(row.size or 0, row.figure(name)) for row in rows]
         points = [(count, figure) for count, figure in found if figure is not None]
         if not points:
             continue
@@ -89,7 +89,7 @@ def _draw_lines(axes: Any, rows: list[Row], colours: dict[str, str]) -> None:
         low = [figure.low for _, figure in points]
         high = [figure.high for _, figure in points]
         axes.fill_between(sizes, low, high, color=colour, alpha=0.12, linewidth=0)
-    sizes = sorted({row.case.bytes for row in rows})
+    sizes = sorted({row.size or 0 for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(sizes, [size(count) for count in sizes])
@@ -135,4 +135,5 @@ def _draw_bars(axes: Any, rows: list[Row], colours: dict[str, str]) -> None:
     else:
         # Bars are compared by their lengths.
         axes.set_xlim(left=0)
-    axes.set_xlabel("us (shorter is better)" if rows[0].unit == "us" else rows[0].unit)
+    unit = rows[0].unit
+    axes.set_xlabel(f"{unit} (shorter is better)" if unit in TIMES else unit)

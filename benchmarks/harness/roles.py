@@ -81,13 +81,13 @@ class Role(ABC):
         self.sync = sync
         self._filled: Bytes | None = None
 
-    @abstractmethod
     def open(self) -> bytes:
         """Start the library; returns what the other end needs to connect."""
+        return b""
 
-    @abstractmethod
     def connect(self, peer: bytes) -> None:
         """Both ends are called at the same time."""
+        del peer
 
     @abstractmethod
     def prepare(self, case: Case) -> bytes:
@@ -99,8 +99,15 @@ class Role(ABC):
 
     @abstractmethod
     def run(self, case: Case, operations: int, samples: int) -> Stamps:
-        """Do or await `samples` samples. The sender waits for `sync.await_ready` before each
-        sample and calls `sync.finished` after it; the target does the counterparts."""
+        """Do or await `samples` samples."""
+
+    @abstractmethod
+    def sample(self, case: Case, operations: int) -> Callable[[], object]:
+        """One sample, to be called while the clock runs; what can be prepared is prepared here."""
+
+    def settle(self) -> None:
+        """Let go of what `sample` prepared, when its clock has stopped."""
+        return
 
     def begin(self, case: Case, sender: bool) -> bytes:
         """`prepare`, with the memory laid out; returns the description."""
@@ -119,11 +126,58 @@ class Role(ABC):
 
     def check(self, case: Case, operations: int) -> str | None:
         """What is wrong with `memory` after `operations` operations since `prepare`, or None."""
-        return data.fault(case, operations, self.memory)
+        steps = [data.step(case, number) for number in range(operations)]
+        return data.fault(case.bytes, steps, self.memory)
 
     def close(self) -> None:
         """Leave in peace, as far as the library can."""
         return
+
+
+class SenderRole(Role):
+    """The end whose calls start the clock.
+
+    `stops_clock` says that an operation is over when its call returns, since the target is not
+    notified; otherwise the target stops the clock. A round trip always ends here.
+    """
+
+    stops_clock = False
+
+    def run(self, case: Case, operations: int, samples: int) -> Stamps:
+        starts: list[int] = []
+        ends: list[int] = []
+        for _ in range(samples):
+            move = self.sample(case, operations)
+            self.moved += operations
+            self.sync.await_ready()
+            starts.append(time.monotonic_ns())
+            move()
+            ends.append(time.monotonic_ns())
+            self.sync.finished()
+            self.settle()
+        if case.operation == "latency":
+            return Stamps(starts=starts, ends=ends, per_operation=0.5)
+        return Stamps(starts=starts, ends=ends if self.stops_clock else [])
+
+
+class TargetRole(Role):
+    """The end that the bytes arrive at."""
+
+    notified = True
+    progress: Callable[[], object] | None = None
+    """Called until the sender has finished, where its completions need this end."""
+
+    def run(self, case: Case, operations: int, samples: int) -> Stamps:
+        ends: list[int] = []
+        for _ in range(samples):
+            arrive = self.sample(case, operations)
+            self.moved += operations
+            self.sync.ready()
+            arrive()
+            ends.append(time.monotonic_ns())
+            self.settle()
+            self.sync.await_finished(self.progress)
+        return Stamps(ends=ends if self.notified and case.operation != "latency" else [])
 
 
 def make_role(kind: str, descriptor: int, *arguments: Any) -> Role:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -10,16 +11,23 @@ from benchmarks.harness import stats
 from benchmarks.harness.cases import Case
 from benchmarks.harness.contender import Contender, ContenderError, Effort, Measurement
 from benchmarks.harness.processes import Remains
-from benchmarks.harness.results import Failure, Figure, Row
+from benchmarks.harness.record import Results
+from benchmarks.harness.results import Failure, Figure, make_figure, make_row
 
-Say = Callable[[str], None]
+T = TypeVar("T")
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How long to measure: `turns` turns of about `turn_seconds` for each contender and case."""
 
     turns: int
-    turn_seconds: float
+    turn_seconds: float = 0.1
+
+
+def rotated(contenders: Sequence[T], turn: int) -> list[T]:
+    """The order of a turn: each begins as often as any other."""
+    shift = turn % max(1, len(contenders))
+    return [*contenders[shift:], *contenders[:shift]]
 
 
 class _Entry:
@@ -33,47 +41,37 @@ class _Entry:
 
 
 def run_cases(
-    cases: Sequence[Case],
-    contenders: Sequence[Contender],
-    plan: Plan,
-    say: Say,
-    keep: Callable[[Row], None] = lambda row: None,
-) -> tuple[list[Row], list[str]]:
-    """Measure every case; returns the rows and what contenders left behind (now removed).
+    cases: Sequence[Case], contenders: Sequence[Contender], plan: Plan, results: Results
+) -> None:
+    """Measure every case that the results don't have; what contenders left behind is removed.
 
-    A contender runs from its first case to its last, paused except in its own turns. `keep` gets
-    each row at once, also the one that an exception interrupts, with the turns it has.
+    A contender runs from its first case to its last, paused except in its own turns. A row is kept
+    at once, also the one that an exception interrupts, with the turns it has.
     """
     remains = Remains()
-    rows: list[Row] = []
     try:
         for number, case in enumerate(cases):
-            say(case.key)
-            rows.append(_run_case(case, contenders, plan, say, remains, keep))
+            if not results.has(case.key):
+                results.say(f"{number + 1}/{len(cases)} {case.key}")
+                _run_case(case, contenders, plan, remains, results)
             for contender in contenders:
-                if not any(contender.supports(later) for later in cases[number + 1 :]):
+                if not any(contender.takes_part(later) for later in cases[number + 1 :]):
                     contender.stop()
     finally:
         for contender in contenders:
             contender.stop()
         remains.clear()
-    return rows, remains.found
+        results.left_behind += remains.found
 
 
 def _run_case(
-    case: Case,
-    contenders: Sequence[Contender],
-    plan: Plan,
-    say: Say,
-    remains: Remains,
-    keep: Callable[[Row], None],
-) -> Row:
+    case: Case, contenders: Sequence[Contender], plan: Plan, remains: Remains, results: Results
+) -> None:
     failures: list[Failure] = []
     entries: list[_Entry] = []
 
     def attempt(entry: _Entry, action: Callable[[_Entry], None]) -> bool:
         try:
-            say(f"{case.key}  {entry.contender.name}")
             action(entry)
         except ContenderError as error:
             failures.append(Failure(contender=entry.contender.name, reason=str(error)))
@@ -90,23 +88,22 @@ def _run_case(
     def turn(entry: _Entry) -> None:
         entry.turns.append(_turn(entry.contender, case, entry.effort))
 
-    for contender in contenders:
-        if contender.supports(case):
-            entry = _Entry(contender)
-            if attempt(entry, begin):
-                entries.append(entry)
-    remains.look()
+    complete = False
     try:
+        for contender in contenders:
+            if contender.takes_part(case):
+                entry = _Entry(contender)
+                if attempt(entry, begin):
+                    entries.append(entry)
+        remains.look()
         for number in range(plan.turns):
-            shift = number % max(1, len(entries))
-            order = entries[shift:] + entries[:shift]
-            failed = [entry for entry in order if not attempt(entry, turn)]
+            failed = [one for one in rotated(entries, number) if not attempt(one, turn)]
             entries = [entry for entry in entries if entry not in failed]
+        complete = True
     finally:
-        figures = _with_ratios([_figure(entry, case) for entry in entries if entry.turns])
-        row = Row(key=case.key, unit=case.unit, case=case, figures=figures, failures=failures)
-        keep(row)
-    return row
+        figures = [_figure(entry, case) for entry in entries if entry.turns]
+        if figures or complete:
+            results.add(make_row(case.header, figures, failures, complete=complete))
 
 
 def _turn(contender: Contender, case: Case, effort: Effort) -> Measurement:
@@ -135,21 +132,14 @@ def _calibrate(contender: Contender, case: Case, plan: Plan) -> Effort:
 
 def _figure(entry: _Entry, case: Case) -> Figure:
     contender = entry.contender
-    turns = [stats.median(turn.seconds) for turn in entry.turns]
-    every = [seconds for turn in entry.turns for seconds in turn.seconds]
-    ends = [case.figure(seconds) for seconds in stats.quartiles(turns)]
     chosen = [turn.chosen for turn in entry.turns if turn.chosen]
     names = {name for turn in entry.turns for name in turn.parts}
-    return Figure(
-        contender=contender.name,
-        family=contender.family,
+    return make_figure(
+        case.header,
+        contender.name,
+        contender.family,
+        [turn.seconds for turn in entry.turns],
         threads=contender.threads,
-        median=case.figure(stats.median(turns)),
-        best=case.figure(min(every)),
-        low=min(ends),
-        high=max(ends),
-        turns=turns,
-        samples=len(every),
         note=contender.describe(case),
         chosen=max(set(chosen), key=chosen.count) if chosen else "",
         verified=entry.verified,
@@ -158,23 +148,3 @@ def _figure(entry: _Entry, case: Case) -> Figure:
             for name in sorted(names)
         },
     )
-
-
-def _with_ratios(figures: list[Figure]) -> list[Figure]:
-    floors = {figure.threads: figure for figure in figures if figure.family == "floor"}
-    ours = next((f for f in figures if f.family == "ours"), None)
-
-    def ratio(over: Figure | None, under: Figure | None) -> float | None:
-        # Turns are seconds, so the slower one divided by the faster one is a ratio of speeds.
-        return stats.paired_ratio(over.turns, under.turns) if over and under else None
-
-    return [
-        msgspec.structs.replace(
-            figure,
-            of_floor=None
-            if figure.family == "floor"
-            else ratio(floors.get(figure.threads), figure),
-            ours_over=None if figure.family == "ours" else ratio(figure, ours),
-        )
-        for figure in figures
-    ]

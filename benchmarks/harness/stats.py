@@ -19,6 +19,16 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Percentiles as tables of latencies have them; `values` must not be empty."""
+    ordered = sorted(values)
+    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999}
+    return {
+        name: ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+        for name, share in shares.items()
+    }
+
+
 def paired_ratio(over: Sequence[float], under: Sequence[float]) -> float | None:
     """The median of `over[i] / under[i]`, turn by turn: drift of the machine hits both sides of
     each ratio alike, so this is steadier than a ratio of medians. None without common turns."""

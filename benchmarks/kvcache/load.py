@@ -11,27 +11,26 @@ from typing import Any
 import msgspec
 import torch
 
+from benchmarks.harness import stats
 from benchmarks.harness.child import Child
-from benchmarks.harness.processes import adopt_orphans
-from benchmarks.kvcache.nodes import Setup
-from benchmarks.kvcache.serving import Ended, Order, Outcome
-from benchmarks.sheets import Sheet, keeping, spread, verdict
+from benchmarks.harness.results import Failure, Row, RowHeader, make_figure, make_row
+from benchmarks.kvcache.nodes import Ended, Order
 from fabric_ray.inference.engine import TorchEngine
 from fabric_ray.inference.generate import GenerationRequest, Generator
-from fabric_ray.inference.model import Model
-from fabric_ray.inference.presets import tiny
-from fabric_ray.inference.spec import CacheSpec
+from fabric_ray.serve.config import ServeArgs
+from fabric_ray.serve.instance import load_model, tokenizer
+from fabric_ray.serve.messages import Generate
 
 _PREFILLER = "benchmarks.kvcache.nodes:PrefillNode"
-_DECODER = "benchmarks.kvcache.serving:LoadedDecoder"
+_DECODER = "benchmarks.kvcache.nodes:DecodeNode"
 _PAGE_TOKENS = 16
-_PREFILL_PAGES = 512
 _LOOK_S = 0.05
 _SETTLE_S = 20.0
+_TIMEOUT = 300.0
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked of a deployment."""
+    """What is asked of a deployment. No two prompts are alike, so that no cache has a part."""
 
     requests: int = 3000
     concurrent: int = 1000
@@ -47,46 +46,73 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     decoders: int = 2
     prompt_tokens: tuple[int, int] = (16, 256)
     max_tokens: tuple[int, int] = (4, 16)
-    distinct: int = 200
-    """Prompts; requests draw from them."""
     limit: float = 600.0
     """Seconds until the run is given up."""
-    preset: str = "tiny-llama"
+    model: str = "tiny-llama"
     seed: int = 1
+
+    @property
+    def serve_args(self) -> dict[str, Any]:
+        """Of `ServeArgs`. A decoder has room for half of its share of the requests: the others
+        wait for pages."""
+        longest = -(-(self.prompt_tokens[1] + self.max_tokens[1]) // _PAGE_TOKENS)
+        room = max(longest, self.concurrent // self.decoders // 2 * longest)
+        decode = {
+            "cache": {"page_tokens": _PAGE_TOKENS, "pages": room},
+            "max_running": self.concurrent,
+            "max_queue": self.concurrent,
+            "queue_timeout": _TIMEOUT,
+            "prefill_timeout": _TIMEOUT,
+            "prefill_attempts": 20,
+        }
+        prefill = {
+            "cache": {"page_tokens": _PAGE_TOKENS},
+            "chunk_tokens": self.prompt_tokens[1],
+            "max_running": 16,
+            "max_queue": self.concurrent,
+        }
+        return {
+            "model": self.model,
+            # Tokens must not depend on which requests share a batch: float64 leaves no ties.
+            "dtype": "float64",
+            "prefill": prefill,
+            "decode": decode,
+            "terms": {"beat": 0.1, "silence": 5.0},
+            "fabric": {"token": "load", "bind": "127.0.0.1", "transport": "shm"},
+            "torch_threads": 1,
+        }
 
 
 class Outcomes(msgspec.Struct, kw_only=True):
     """What became of all requests."""
 
     ended: list[Ended] = []
-    wrong: list[int] = []
-    """Numbers of requests whose tokens aren't the reference's."""
+    wrong: list[str] = []
+    """Requests whose tokens aren't the reference's."""
     seconds: float = 0.0
     killed: int = 0
     leaked: list[str] = []
-    """Processes that hold pages, slots or requests when all is over."""
+    """What processes hold when all is over."""
     alone: float = 0.0
     """Requests a second of one process that isn't disaggregated."""
 
 
 def _child(maker: str, *arguments: Any) -> Child:
-    return Child(maker, *arguments, env={"OMP_NUM_THREADS": "1"})
+    return Child(maker, *arguments, name=arguments[-1], env={"OMP_NUM_THREADS": "1"})
 
 
 class _Deployment:
     """The processes, and those that replace killed ones."""
 
-    def __init__(self, load: Load, setup: Setup, slots: int) -> None:
-        self._setup = setup
+    def __init__(self, load: Load) -> None:
+        self._args = load.serve_args
         self._count = 0
         self.starting: list[Child] = []
-        self.prefillers: list[Child] = []
+        self.prefillers: dict[Child, bytes] = {}
         self.decoders: list[Child] = []
         try:
             for number in range(load.decoders):
-                spec = msgspec.structs.replace(setup.spec, pages=_decode_pages(load))
-                own = msgspec.structs.replace(setup, spec=spec)
-                self.decoders.append(_child(_DECODER, own, f"decoder-{number}", slots))
+                self.decoders.append(_child(_DECODER, self._args, f"decoder-{number}"))
             for _ in range(load.prefillers):
                 self.start()
             for decoder in self.decoders:
@@ -101,33 +127,38 @@ class _Deployment:
     def start(self) -> None:
         """Another prefiller, which joins when it is up."""
         self._count += 1
-        self.starting.append(_child(_PREFILLER, self._setup, f"prefiller-{self._count}"))
+        self.starting.append(_child(_PREFILLER, self._args, f"prefiller-{self._count}"))
 
     def admit(self) -> None:
-        """Lets the decoders meet prefillers that are up."""
+        """Tells decoders of prefillers that are up."""
         for child in [child for child in self.starting if child.answered()]:
             child.end_call()
             self.starting.remove(child)
-            self.prefillers.append(child)
-            offer = child.call("offer")
-            for decoder in self.decoders:
-                decoder.call("meet", offer)
+            self.prefillers[child] = child.call("offer")
+            self._tell()
 
     def kill_one(self) -> None:
-        """The prefiller that has been there for longest."""
-        self.prefillers.pop(0).kill()
+        """The prefiller that has been there for longest. Decoders find that out by themselves:
+        they are told of it when its replacement is up."""
+        child = next(iter(self.prefillers))
+        del self.prefillers[child]
+        child.kill()
         self.start()
 
+    def _tell(self) -> None:
+        offers = {child.name: offer for child, offer in self.prefillers.items()}
+        for decoder in self.decoders:
+            decoder.call("meet", offers)
+
     def leaks(self) -> list[str]:
-        """Who still holds something, when there was time to give it back."""
+        """What is still held, when there was time to give it back."""
         end = time.monotonic() + _SETTLE_S
         while True:
-            states = [
-                (child.name, child.call("state")) for child in (*self.decoders, *self.prefillers)
-            ]
-            held = [f"{kind}: {state}" for kind, state in states if not _is_empty(state)]
-            if not held or time.monotonic() > end:
-                return held
+            children = (*self.decoders, *self.prefillers)
+            held = [(child.name, child.call("held")) for child in children]
+            left = [f"{name} holds {state}" for name, state in held if state]
+            if not left or time.monotonic() > end:
+                return left
             time.sleep(_LOOK_S)
 
     def end(self) -> None:
@@ -135,63 +166,49 @@ class _Deployment:
             child.kill()
 
 
-def load(asked: Load, say: Callable[[str], None]) -> tuple[Sheet, Outcomes]:
+def load(asked: Load, outcomes: Outcomes, say: Callable[[str], None]) -> None:
     """Runs until all requests have ended."""
-    adopt_orphans()
-    config = tiny(asked.preset)
-    spec = CacheSpec(page_tokens=_PAGE_TOKENS, pages=_PREFILL_PAGES)
-    # Tokens must not depend on who is in a batch: float64 leaves no ties to rounding.
-    setup = Setup(config, spec, "float64", chunk_tokens=asked.prompt_tokens[1])
     drawn = random.Random(asked.seed)
-    distinct = min(asked.distinct, asked.requests)
-    prompts = [_prompt(drawn, asked, config.vocab) for _ in range(distinct)]
-    outcomes = Outcomes()
+    orders = [_order(asked, number, drawn) for number in range(asked.requests)]
     say("the reference")
-    reference = _reference(prompts, setup, outcomes)
-    deployment = _Deployment(asked, setup, asked.concurrent)
+    reference = _reference(asked, orders, outcomes)
+    deployment = _Deployment(asked)
     try:
-        with keeping(lambda: _sheet(asked, outcomes)):
-            _drive(asked, deployment, drawn, prompts, outcomes, say)
+        _drive(asked, deployment, orders, outcomes, say)
         outcomes.leaked = deployment.leaks()
     finally:
         deployment.end()
     for one in outcomes.ended:
-        whole = reference[one.number % distinct]
-        expected = whole if one.outcome == "done" else whole[: len(one.tokens)]
-        if one.tokens != expected:
-            outcomes.wrong.append(one.number)
-    return _sheet(asked, outcomes), outcomes
+        whole = reference[one.id]
+        if one.tokens != (whole if one.outcome == "done" else whole[: len(one.tokens)]):
+            outcomes.wrong.append(one.id)
 
 
-def _prompt(drawn: random.Random, asked: Load, vocab: int) -> GenerationRequest:
-    length = drawn.randint(*asked.prompt_tokens)
-    prompt = [drawn.randrange(vocab) for _ in range(length)]
-    return GenerationRequest(prompt, max_tokens=drawn.randint(*asked.max_tokens))
+def _order(asked: Load, number: int, drawn: random.Random) -> Order:
+    prompt = tuple(drawn.randrange(256) for _ in range(drawn.randint(*asked.prompt_tokens)))
+    tokens = drawn.randint(*asked.max_tokens)
+    leaves = drawn.random() < asked.cancelled
+    patience = drawn.uniform(0, asked.patience) if leaves else None
+    return Order(Generate(f"r{number}", prompt, tokens, stream=True), patience)
 
 
-def _reference(
-    prompts: list[GenerationRequest], setup: Setup, outcomes: Outcomes
-) -> list[list[int]]:
+def _reference(asked: Load, orders: list[Order], outcomes: Outcomes) -> dict[str, tuple[int, ...]]:
     torch.set_num_threads(1)  # as in the deployment's processes
-    model = Model.random(setup.config, dtype="float64")
-    generator = Generator(TorchEngine(model, setup.spec), chunk_tokens=setup.chunk_tokens)
+    args = ServeArgs.model_validate(asked.serve_args)
+    engine = TorchEngine(load_model(args, tp=1))
+    generator = Generator(engine, chunk_tokens=asked.prompt_tokens[1])
+    stop = tokenizer(args).stop
+    requests = [order.request for order in orders]
     start = time.monotonic()
-    tokens = generator.run(prompts)
-    outcomes.alone = len(prompts) / (time.monotonic() - start)
-    return tokens
-
-
-def _decode_pages(asked: Load) -> int:
-    """Room for half of a decoder's share of the requests: the others wait for pages."""
-    longest = -(-(asked.prompt_tokens[1] + asked.max_tokens[1]) // _PAGE_TOKENS)
-    return max(longest, asked.concurrent // asked.decoders // 2 * longest)
+    tokens = generator.run([GenerationRequest(r.tokens, r.max_tokens, stop=stop) for r in requests])
+    outcomes.alone = len(orders) / (time.monotonic() - start)
+    return {r.id: tuple(found) for r, found in zip(requests, tokens, strict=True)}
 
 
 def _drive(
     asked: Load,
     deployment: _Deployment,
-    drawn: random.Random,
-    prompts: list[GenerationRequest],
+    orders: list[Order],
     outcomes: Outcomes,
     say: Callable[[str], None],
 ) -> None:
@@ -204,16 +221,16 @@ def _drive(
             missing = asked.requests - len(outcomes.ended)
             raise TimeoutError(f"{missing} requests have not ended after {asked.limit:.0f} s")
         wanted = min(asked.requests, len(outcomes.ended) + asked.concurrent)
-        orders = [_order(asked, number, drawn, prompts) for number in range(submitted, wanted)]
+        fresh = orders[submitted:wanted]
         submitted = wanted
         for number, decoder in enumerate(deployment.decoders):
-            mine = [order for order in orders if order.number % asked.decoders == number]
-            if mine:
-                decoder.call("submit", mine)
+            if fresh[number :: asked.decoders]:
+                decoder.call("submit", fresh[number :: asked.decoders])
             outcomes.ended += decoder.call("take")
         deployment.admit()
         left = asked.kills is None or outcomes.killed < asked.kills
-        if left and now >= kill_at and deployment.prefillers:
+        # Where all prefillers are lost, requests fail at once.
+        if left and now >= kill_at and len(deployment.prefillers) > 1:
             deployment.kill_one()
             outcomes.killed += 1
             kill_at = now + asked.kill_every
@@ -224,60 +241,38 @@ def _drive(
         outcomes.seconds = time.monotonic() - start
 
 
-def _order(
-    asked: Load, number: int, drawn: random.Random, prompts: list[GenerationRequest]
-) -> Order:
-    prompt = prompts[number % len(prompts)]
-    leaves = drawn.random() < asked.cancelled
-    patience = drawn.uniform(0, asked.patience) if leaves else None
-    return Order(number, list(prompt.prompt), prompt.max_tokens, patience)
-
-
-def _is_empty(state: dict[str, Any]) -> bool:
-    return bool(state["idle"]) and state["open"] == 0
-
-
-def _sheet(asked: Load, outcomes: Outcomes) -> Sheet:
+def row(asked: Load, outcomes: Outcomes) -> Row:
+    """Requests a second that ended well, beside those of one process; what went wrong fails."""
     counts = Counter(one.outcome for one in outcomes.ended)
     done = [one for one in outcomes.ended if one.outcome == "done"]
-    goodput = len(done) / outcomes.seconds
-    tokens = sum(len(one.tokens) for one in done) / outcomes.seconds
-    firsts = spread([one.first for one in done if one.first is not None] or [0.0])
-    causes = Counter(one.cause for one in outcomes.ended if one.outcome == "failed")
-    good = not outcomes.wrong and not outcomes.leaked and not counts["failed"]
-    rows = (
-        ("requests that ended", f"{len(outcomes.ended)} of {asked.requests}"),
-        ("done / cancelled / failed", " / ".join(str(counts[o]) for o in _OUTCOMES)),
-        ("tokens that differ from the reference's", str(len(outcomes.wrong))),
-        ("processes that hold something at the end", str(len(outcomes.leaked))),
-        ("prefillers killed", str(outcomes.killed)),
-        ("requests that asked a second prefiller", str(_retried(outcomes))),
-        ("seconds", f"{outcomes.seconds:.1f}"),
-        ("goodput, requests/s", f"{goodput:.1f}"),
-        ("goodput, tokens/s", f"{tokens:.0f}"),
-        ("one process, not disaggregated, requests/s", f"{outcomes.alone:.1f}"),
-        ("of it", f"{goodput / outcomes.alone:.2f}"),
-        ("first token p50 / p99, s", f"{firsts['p50']:.2f} / {firsts['p99']:.2f}"),
-        ("all end, none wrong, nothing leaked", verdict(good)),
-    )
-    return Sheet(
-        title=f"{asked.concurrent} requests at a time, {asked.prefillers} prefillers, "
+    firsts = stats.spread([one.first for one in done if one.first is not None] or [0.0])
+    wrong = [
+        *(f"request {id} has other tokens than the reference" for id in outcomes.wrong),
+        *outcomes.leaked,
+        *(one.cause for one in outcomes.ended if one.outcome == "failed"),
+    ]
+    details = {
+        "ended": f"{len(outcomes.ended)} of {asked.requests}",
+        **{outcome: counts[outcome] for outcome in ("done", "cancelled", "failed")},
+        "wrong": len(outcomes.wrong),
+        "leaks": len(outcomes.leaked),
+        "killed": outcomes.killed,
+        "asked a second prefiller": sum(one.attempts > 1 for one in outcomes.ended),
+        "seconds": outcomes.seconds,
+        "tokens/s": sum(len(one.tokens) for one in done) / outcomes.seconds,
+        "first token p50 s": firsts["p50"],
+        "first token p99 s": firsts["p99"],
+    }
+    header = RowHeader(
+        key=f"load/{asked.concurrent} at a time, {asked.prefillers} prefillers, "
         f"{asked.decoders} decoders",
-        columns=("", ""),
-        rows=rows,
-        notes=(
-            f"{asked.preset}, prompts of {asked.prompt_tokens[0]} to {asked.prompt_tokens[1]} "
-            f"tokens, {asked.cancelled:.0%} cancelled within {asked.patience:g} s, a prefiller "
-            f"killed each {asked.kill_every:g} s and replaced",
-            *(f"held: {one}" for one in outcomes.leaked),
-            *(f"failed {count} times: {cause}" for cause, count in causes.most_common(5)),
-        ),
-        figures={"load": msgspec.to_builtins(asked), "outcomes": msgspec.to_builtins(outcomes)},
+        unit="op/s",
+        aim="all end, none wrong, no leaks",
     )
-
-
-_OUTCOMES: tuple[Outcome, ...] = ("done", "cancelled", "failed")
-
-
-def _retried(outcomes: Outcomes) -> int:
-    return sum(one.attempts > 1 for one in outcomes.ended)
+    figures = [make_figure(header, "one process", "peer", [[1 / outcomes.alone]])]
+    if done:
+        each = outcomes.seconds / len(done)
+        figures.append(make_figure(header, "disaggregated", "ours", [[each]], details=details))
+    failures = [Failure(contender="disaggregated", reason=one) for one in wrong[:10]]
+    complete = len(outcomes.ended) == asked.requests
+    return make_row(header, figures, failures, complete=complete)

@@ -1,201 +1,145 @@
-"""An inference engine whose cache lies in memory of a transfer engine, and a prefiller on it."""
+"""Replicas as Ray Serve runs them, as processes of their own and without Serve."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-import time
-from typing import Any
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from typing import Any, Literal, TypeVar
 
 import msgspec
-import torch
 
-from fabric_ray import Region, TransferEngine
-from fabric_ray.errors import Cancelled
-from fabric_ray.inference.engine import TorchEngine
-from fabric_ray.inference.errors import OutOfPages
-from fabric_ray.inference.generate import GenerationRequest, Generator
-from fabric_ray.inference.model import Model
-from fabric_ray.inference.protocols import PrefillChunk
-from fabric_ray.inference.spec import CacheSpec
-from fabric_ray.inference.tables import CachePools, Tables
-from fabric_ray.kvcache import Job, Prefiller, RankCache, Terms
-from fabric_ray.models.config import ModelConfig
+from fabric_ray.serve.completions import Completions
+from fabric_ray.serve.config import ServeArgs
+from fabric_ray.serve.errors import NoPrefill
+from fabric_ray.serve.instance import Instance, tokenizer
+from fabric_ray.serve.messages import Emitted, Failed, Generate
+from fabric_ray.serve.prefill_loop import PrefillLoop
+from fabric_ray.serve.prefillers import PrefillerOffer, least_loaded
 
-SLOTS = 16
-"""Tails that may be on their way at a time."""
+T = TypeVar("T")
 
 
-class Setup(msgspec.Struct, frozen=True):
-    """What all processes of a run agree on."""
+class Order(msgspec.Struct, frozen=True):
+    """A client's request."""
 
-    config: ModelConfig
-    spec: CacheSpec
-    dtype: str
-    chunk_tokens: int
-    transport: str = "shm"
-    beat: float = 0.1
-    silence: float = 5.0
+    request: Generate
+    patience: float | None = None
+    """Seconds after which the client has gone."""
 
 
-class Asked(msgspec.Struct, frozen=True):
-    """What a decoder tells the engine behind a prefiller."""
+class Ended(msgspec.Struct, frozen=True):
+    """What became of one."""
 
-    prompt: list[int]
-    computed: bool = False
-    """Whether to send pages as they are, without computing them: what the transfer costs alone."""
-
-
-class Trace(msgspec.Struct):
-    """Monotonic nanoseconds of one prefill."""
-
-    accepted: int = 0
-    passes: list[list[int]] = []
-    """Of each pass: its begin, then the end of every layer."""
-    computed: int = 0
-    """When the engine has returned, logits included."""
+    id: str
+    outcome: Literal["done", "cancelled", "failed"]
+    tokens: tuple[int, ...]
+    attempts: int = 0
+    """Prefillers that were asked."""
+    first: float | None = None
+    """Seconds to the first token."""
+    cause: str = ""
 
 
-class Instance:
-    """An engine and its cache.
+class _Node:
+    """An instance, and an event loop on a thread of its own."""
 
-    Args:
-        setup: shapes.
-        name: of the transfer engine.
-        slots: for tails.
-    """
-
-    def __init__(self, setup: Setup, name: str, slots: int) -> None:
-        model = Model.random(setup.config, dtype=setup.dtype)  # type: ignore[arg-type]
-        self.transfer = TransferEngine(name=name, transport=setup.transport, bind=["127.0.0.1"])
-        regions: list[Region] = []
-
-        def allocate(rank: int, nbytes: int) -> torch.Tensor:
-            regions.append(self.transfer.alloc(nbytes))
-            return torch.from_numpy(regions[-1].numpy())
-
-        self.engine = TorchEngine(model, setup.spec, allocate=allocate)
-        self.pools = CachePools(self.engine.layout(0).groups)
-        nbytes = self.engine.tail.nbytes
-        self._tail = self.transfer.alloc(slots * nbytes)
-        tails = torch.from_numpy(self._tail.numpy())
-        self.tails = [tails[i * nbytes : (i + 1) * nbytes] for i in range(slots)]
-        self.rank = RankCache(self.transfer, self.engine.layout(0), regions, self._tail)
-        self.terms = Terms(beat=setup.beat, silence=setup.silence, tail_nbytes=nbytes)
-
-
-class PrefillNode:
-    """A prefiller's process: computes prompts one after another, on a thread of its own."""
-
-    def __init__(self, setup: Setup, name: str = "prefiller") -> None:
-        self._setup = setup
-        self._node = Instance(setup, name, SLOTS)
-        self._prefiller = Prefiller([self._node.rank], name=name, terms=self._node.terms)
-        self._free = list(range(SLOTS))
-        self._trace = Trace()
-        self._computed = 0
+    def __init__(self, args: ServeArgs, role: str, name: str) -> None:
+        side = getattr(args, role)
+        self._instance = Instance(
+            args, tp=side.tp, cache=side.cache, slots=side.max_running, name=name
+        )
         self._loop = asyncio.new_event_loop()
-        self._freed = asyncio.Event()
-        self._failure: BaseException | None = None
-        threading.Thread(target=self._run, daemon=True).start()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+
+class PrefillNode(_Node):
+    """A prefiller's process; arguments are those of `ServeArgs`."""
+
+    def __init__(self, args: dict[str, Any], name: str) -> None:
+        asked = ServeArgs.model_validate(args)
+        super().__init__(asked, "prefill", name)
+        self._prefill = PrefillLoop(self._instance, asked.prefill)
+        self._start(self._prefill.serve())
 
     def offer(self) -> bytes:
-        return self._prefiller.offer()
+        return self._prefill.offer
 
-    def trace(self) -> Trace:
-        """Of the last prefill."""
-        return self._trace
+    def held(self) -> str:
+        """What is left of requests; empty if nothing is."""
+        self._prefill.check()
+        found = self._prefill.stats()
+        free = found["idle"] and found["free_slots"] == found["slots"]
+        return "" if free else str(found)
 
-    def state(self) -> dict[str, Any]:
-        """Whether anything is left of any request."""
-        if self._failure is not None:
-            raise RuntimeError("the prefiller's thread has ended") from self._failure
-        return {
-            "open": self._prefiller.open,
-            "idle": self._node.pools.idle and len(self._free) == SLOTS,
-            "computed": self._computed,
-        }
 
-    def whole(self, prompt: list[int]) -> dict[str, Any]:
-        """The same engine, not disaggregated: seconds to the first token and of the step after it,
-        and both tokens. To be called when no request is open."""
-        generator = Generator(self._node.engine, chunk_tokens=self._setup.chunk_tokens)
-        start = time.monotonic_ns()
-        generator.submit(GenerationRequest(prompt, max_tokens=2))
+class DecodeNode(_Node):
+    """A decoder's process, which finds the prefillers that it is told of."""
+
+    def __init__(self, args: dict[str, Any], name: str) -> None:
+        asked = ServeArgs.model_validate(args)
+        super().__init__(asked, "decode", name)
+        self._offers: dict[str, bytes] = {}
+        self._ended: list[Ended] = []
+        self._completions = self._start(self._made(asked)).result()
+
+    async def _made(self, args: ServeArgs) -> Completions:
+        words = tokenizer(args)
+        return Completions(self._instance, args.decode, discovery=self, tokenizer=words)
+
+    async def choose(self, *, avoid: Mapping[str, int], load: Mapping[str, int]) -> PrefillerOffer:
+        """See :class:`fabric_ray.serve.prefillers.Discovery`."""
+        if not self._offers:
+            raise NoPrefill("no prefiller is up")
+        loads = {name: float(load.get(name, 0)) for name in self._offers}
+        name = least_loaded(loads, avoid=avoid)[0]
+        return PrefillerOffer(name, self._offers[name])
+
+    def meet(self, offers: dict[str, bytes]) -> None:
+        """The prefillers that there are from now on."""
+        self._offers = offers
+
+    def submit(self, orders: list[Order]) -> None:
+        for order in orders:
+            self._start(self._request(order))
+
+    def take(self) -> list[Ended]:
+        """What ended since the last call."""
+        self._completions.check()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def held(self) -> str:
+        """What is left of requests; empty if nothing is."""
+        found = self._completions.stats()
+        left = found["taken_slots"] or found["pulls"] or found["open"]
+        return "" if found["idle"] and not left else str(found)
+
+    async def _request(self, order: Order) -> None:
         tokens: list[int] = []
-        stamps: list[int] = []
-        while generator.busy:
-            tokens += [emitted.token for emitted in generator.step()]
-            stamps += [time.monotonic_ns()] * (len(tokens) - len(stamps))
-        first, second = stamps
-        return {
-            "tokens": tokens,
-            "first": (first - start) / 1e9,
-            "step": (second - first) / 1e9,
-        }
-
-    def _run(self) -> None:
         try:
-            self._loop.run_until_complete(self._serve())
-        except BaseException as error:
-            self._failure = error
-            raise
+            ended = await asyncio.wait_for(self._complete(order.request, tokens), order.patience)
+        except asyncio.TimeoutError:
+            ended = Ended(order.request.id, "cancelled", tuple(tokens))
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            ended = Ended(order.request.id, "failed", tuple(tokens), cause=cause)
+        self._ended.append(ended)
 
-    async def _serve(self) -> None:
-        async for job in self._prefiller.jobs():
-            try:
-                await self._prefill(job)
-            except Cancelled:
-                continue  # its pages come back when it is released
-
-    async def _prefill(self, job: Job) -> None:
-        asked = msgspec.msgpack.decode(job.payload, type=Asked)
-        tables = await self._open(asked.prompt)
-        slot = self._free.pop()
-        job.on_release(lambda: self._loop.call_soon_threadsafe(self._release, tables, slot))
-        self._trace = trace = Trace(accepted=time.monotonic_ns())
-        if asked.computed:
-            job.accept(tables.tables, computed=len(asked.prompt))
-        else:
-            job.accept(tables.tables)
-            self._compute(job, asked.prompt, tables, slot, trace)
-        trace.computed = time.monotonic_ns()
-        job.finish(slot)
-
-    def _compute(
-        self, job: Job, prompt: list[int], tables: Tables, slot: int, trace: Trace
-    ) -> None:
-        engine, prefiller = self._node.engine, self._prefiller
-
-        def on_layer(layer: int) -> None:
-            prefiller.layer_done(layer)
-            stamps.append(time.monotonic_ns())
-
-        for start in range(0, len(prompt), self._setup.chunk_tokens):
-            if job.stopped:
-                return
-            tokens = prompt[start : start + self._setup.chunk_tokens]
-            end = start + len(tokens)
-            stamps = [time.monotonic_ns()]
-            prefiller.begin([(job, end)])
-            chunk = PrefillChunk(tokens, start, tables.tables, last=end == len(prompt))
-            tail = engine.prefill(chunk, on_layer)
-            trace.passes.append(stamps)
-            if tail is not None:
-                engine.write_tail(tail, self._node.tails[slot])
-        self._computed += 1
-
-    async def _open(self, prompt: list[int]) -> Tables:
-        while True:
-            self._freed.clear()
-            if self._free:
-                try:
-                    return self._node.pools.open(prompt, len(prompt), most=0)
-                except OutOfPages:
-                    pass  # until a request before it is released
-            await self._freed.wait()
-
-    def _release(self, tables: Tables, slot: int) -> None:
-        tables.close()
-        self._free.append(slot)
-        self._freed.set()
+    async def _complete(self, request: Generate, tokens: list[int]) -> Ended:
+        async with contextlib.aclosing(self._completions.generate(request)) as events:
+            async for event in events:
+                if isinstance(event, Emitted):
+                    tokens += event.tokens
+                elif isinstance(event, Failed):
+                    return Ended(request.id, "failed", tuple(tokens), cause=event.message)
+                else:
+                    took = event.timings
+                    attempts, first = took.prefill_attempts, took.first_token
+                    return Ended(request.id, "done", event.tokens, attempts, first)
+        raise AssertionError(f"{request.id} ended without an event")

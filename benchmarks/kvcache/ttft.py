@@ -6,22 +6,29 @@ disaggregated, runs in the prefiller's process while nothing else does; both tak
 
 from __future__ import annotations
 
+import asyncio
 import random
 import statistics
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import torch
 
 from benchmarks.harness.child import Child
-from benchmarks.harness.processes import adopt_orphans
-from benchmarks.kvcache.nodes import Asked, Instance, Setup
-from benchmarks.sheets import Sheet, keeping, verdict
-from fabric_ray.inference.protocols import DecodeRow
+from benchmarks.harness.record import Results
+from benchmarks.harness.results import Row, RowHeader, row_of_turns
+from fabric_ray import Region, TransferEngine
+from fabric_ray.inference.engine import TorchEngine
+from fabric_ray.inference.generate import GenerationRequest, Generator
+from fabric_ray.inference.model import Model
+from fabric_ray.inference.protocols import DecodeRow, PrefillChunk
 from fabric_ray.inference.sampling import Sampling, sample
 from fabric_ray.inference.spec import CacheSpec
-from fabric_ray.kvcache import Decoder
+from fabric_ray.inference.tables import CachePools, Tables
+from fabric_ray.kvcache import Decoder, Job, Prefiller, RankCache, Terms
 from fabric_ray.models.config import ModelConfig
 
 AIM = 0.05
@@ -44,13 +51,129 @@ _PAGE_TOKENS = 16
 _PATIENCE = 120.0
 
 
-class DecodeNode:
+class Setup(msgspec.Struct, frozen=True):
+    """What both processes agree on."""
+
+    config: ModelConfig
+    spec: CacheSpec
+    chunk_tokens: int
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What the decoder tells the engine behind the prefiller."""
+
+    prompt: list[int]
+    computed: bool = False
+    """Whether to send pages as they are, without computing them: what the transfer costs alone."""
+
+
+class Trace(msgspec.Struct):
+    """Monotonic nanoseconds of one prefill."""
+
+    accepted: int = 0
+    passes: list[list[int]] = []
+    """Of each pass: its begin, then the end of every layer."""
+    computed: int = 0
+    """When the engine has returned, logits included."""
+
+
+class _Instance:
+    """An engine whose cache, with one tail, lies in memory of a transfer engine."""
+
+    def __init__(self, setup: Setup, name: str) -> None:
+        self._setup = setup
+        transfer = TransferEngine(name=name, transport="shm", bind=["127.0.0.1"])
+        regions: list[Region] = []
+
+        def allocate(rank: int, nbytes: int) -> torch.Tensor:
+            regions.append(transfer.alloc(nbytes))
+            return torch.from_numpy(regions[-1].numpy())
+
+        model = Model.random(setup.config, dtype="float32")
+        self._engine = TorchEngine(model, setup.spec, allocate=allocate)
+        self._pools = CachePools(self._engine.layout(0).groups)
+        nbytes = self._engine.tail.nbytes
+        tail = transfer.alloc(nbytes)
+        self._tail = torch.from_numpy(tail.numpy())
+        self._rank = RankCache(transfer, self._engine.layout(0), regions, tail)
+        self._terms = Terms(beat=0.1, silence=5.0, tail_nbytes=nbytes)
+
+
+class PrefillNode(_Instance):
+    """A prefiller's process: computes prompts one after another, on a thread of its own."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup, "prefiller")
+        self._prefiller = Prefiller([self._rank], terms=self._terms)
+        self._trace = Trace()
+        threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True).start()
+
+    def offer(self) -> bytes:
+        return self._prefiller.offer()
+
+    def trace(self) -> Trace:
+        """Of the last prefill."""
+        return self._trace
+
+    def idle(self) -> bool:
+        return self._pools.idle
+
+    def whole(self, prompt: list[int]) -> dict[str, Any]:
+        """The same engine, not disaggregated: seconds to the first token and of the step after it,
+        and both tokens. To be called when no request is open."""
+        generator = Generator(self._engine, chunk_tokens=self._setup.chunk_tokens)
+        start = time.monotonic_ns()
+        generator.submit(GenerationRequest(prompt, max_tokens=2))
+        tokens: list[int] = []
+        stamps: list[int] = []
+        while generator.busy:
+            tokens += [emitted.token for emitted in generator.step()]
+            stamps += [time.monotonic_ns()] * (len(tokens) - len(stamps))
+        first, second = stamps
+        return {
+            "tokens": tokens,
+            "first": (first - start) / 1e9,
+            "step": (second - first) / 1e9,
+        }
+
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        async for job in self._prefiller.jobs():
+            asked = msgspec.msgpack.decode(job.payload, type=Asked)
+            tables = self._pools.open(asked.prompt, len(asked.prompt), most=0)
+            job.on_release(lambda tables=tables: loop.call_soon_threadsafe(tables.close))  # type: ignore[misc]
+            self._trace = trace = Trace(accepted=time.monotonic_ns())
+            if asked.computed:
+                job.accept(tables.tables, computed=len(asked.prompt))
+            else:
+                job.accept(tables.tables)
+                self._compute(job, asked.prompt, tables, trace)
+            trace.computed = time.monotonic_ns()
+            job.finish(0)
+
+    def _compute(self, job: Job, prompt: list[int], tables: Tables, trace: Trace) -> None:
+        def on_layer(layer: int) -> None:
+            self._prefiller.layer_done(layer)
+            stamps.append(time.monotonic_ns())
+
+        for start in range(0, len(prompt), self._setup.chunk_tokens):
+            tokens = prompt[start : start + self._setup.chunk_tokens]
+            end = start + len(tokens)
+            stamps = [time.monotonic_ns()]
+            self._prefiller.begin([(job, end)])
+            chunk = PrefillChunk(tokens, start, tables.tables, last=end == len(prompt))
+            tail = self._engine.prefill(chunk, on_layer)
+            trace.passes.append(stamps)
+            if tail is not None:
+                self._engine.write_tail(tail, self._tail)
+
+
+class DecodeNode(_Instance):
     """A decoder's process: one request at a time."""
 
     def __init__(self, setup: Setup) -> None:
-        self._node = Instance(setup, "decoder", 1)
-        self._decoder = Decoder([self._node.rank], terms=self._node.terms)
-        self._to = -1
+        super().__init__(setup, "decoder")
+        self._decoder = Decoder([self._rank], terms=self._terms)
 
     def meet(self, offer: bytes) -> None:
         self._to = self._decoder.connect(offer)
@@ -58,10 +181,10 @@ class DecodeNode:
     def first_token(self, prompt: list[int], computed: bool) -> dict[str, Any]:
         """Asks for a prompt, and decodes one step after its first token. Times are monotonic
         nanoseconds."""
-        tables = self._node.pools.open(prompt, len(prompt) + 1, most=0)
+        tables = self._pools.open(prompt, len(prompt) + 1, most=0)
         pages = [
             table[: -(-len(prompt) // group.page_tokens)]
-            for table, group in zip(tables.tables, self._node.pools.groups, strict=True)
+            for table, group in zip(tables.tables, self._pools.groups, strict=True)
         ]
         start = time.monotonic_ns()
         payload = msgspec.msgpack.encode(Asked(prompt, computed))
@@ -70,13 +193,12 @@ class DecodeNode:
         )
         pull.wait_ready(_PATIENCE)
         ready = time.monotonic_ns()
-        engine = self._node.engine
-        tail = engine.read_tail(self._node.tails[0])
+        tail = self._engine.read_tail(self._tail)
         tokens = [] if computed else [sample(tail.logits, Sampling(), 0)]
         first = time.monotonic_ns()
         if tokens:
             row = DecodeRow(tokens[0], len(prompt), tables.tables)
-            tokens.append(sample(engine.decode([row])[0], Sampling(), 1))
+            tokens.append(sample(self._engine.decode([row])[0], Sampling(), 1))
         second = time.monotonic_ns()
         pull.wait_released(_PATIENCE)
         tables.close()
@@ -102,18 +224,18 @@ class Turn(msgspec.Struct, frozen=True):
 def ttft(
     lengths: Sequence[int],
     turns: int,
-    say: Callable[[str], None],
+    results: Results,
     *,
     chunk_tokens: int = 1024,
     threads: int = 1,
     config: ModelConfig = MODEL,
-) -> Sheet:
+) -> None:
     """One row for each length.
 
     Args:
         lengths: tokens of the prompts.
         turns: of each length; prompts differ.
-        say: is told what is being measured.
+        results: where rows go.
         chunk_tokens: of a pass.
         threads: of torch in each process.
         config: the model, of random weights.
@@ -121,33 +243,35 @@ def ttft(
     Raises:
         RuntimeError: both ways gave different tokens.
     """
-    adopt_orphans()
-    pages = -(-(max(lengths) + 1) // _PAGE_TOKENS) + 1
-    spec = CacheSpec(page_tokens=_PAGE_TOKENS, pages=pages)
-    setup = Setup(config, spec, "float32", chunk_tokens)
+    # Room for two: a prompt may come before the one before it is released.
+    pages = 2 * (-(-(max(lengths) + 1) // _PAGE_TOKENS) + 1)
+    setup = Setup(config, CacheSpec(page_tokens=_PAGE_TOKENS, pages=pages), chunk_tokens)
     env = {"OMP_NUM_THREADS": str(threads)}
-    found: dict[int, list[Turn]] = {}
     children: list[Child] = []
     try:
-        children.append(Child("benchmarks.kvcache.nodes:PrefillNode", setup, env=env))
-        children.append(Child("benchmarks.kvcache.ttft:DecodeNode", setup, env=env))
+        for role in ("PrefillNode", "DecodeNode"):
+            children.append(Child(f"benchmarks.kvcache.ttft:{role}", setup, env=env))
         prefill, decode = children
         for child in children:
             child.end_call()
         decode.call("meet", prefill.call("offer"))
         drawn = random.Random(1)
-        with keeping(lambda: _sheet(found, chunk_tokens, threads, config)):
-            for length in lengths:
+        for length in (one for one in lengths if not results.has(f"ttft/{one} tokens")):
+            found: list[Turn] = []
+            try:
                 for turn in range(turns + 1):
-                    say(f"ttft, {length} tokens, turn {turn} of {turns}")
+                    results.say(f"{length} tokens, turn {turn} of {turns}")
                     prompt = [drawn.randrange(config.vocab) for _ in range(length)]
                     one = _turn(prefill, decode, prompt, config.layers, turn % 2 == 0)
                     if turn:  # the first warms up
-                        found.setdefault(length, []).append(one)
+                        found.append(one)
+            finally:
+                if found:
+                    complete = len(found) == turns
+                    results.add(_row(length, found, chunk_tokens, complete=complete))
     finally:
         for child in children:
             child.kill()
-    return _sheet(found, chunk_tokens, threads, config)
 
 
 def _turn(prefill: Child, decode: Child, prompt: list[int], layers: int, whole_first: bool) -> Turn:
@@ -179,71 +303,27 @@ def _turn(prefill: Child, decode: Child, prompt: list[int], layers: int, whole_f
 
 def _settle(prefill: Child) -> None:
     end = time.monotonic() + _PATIENCE
-    while not prefill.call("state")["idle"]:
+    while not prefill.call("idle"):
         if time.monotonic() > end:
             raise RuntimeError("the prefiller holds pages of a request that is over")
         time.sleep(1e-3)
 
 
-def _sheet(
-    found: dict[int, list[Turn]], chunk_tokens: int, threads: int, config: ModelConfig
-) -> Sheet:
-    rows = []
-    for length, turns in found.items():
-        whole, split, step, compute, exposed, asked, moved = (
-            statistics.median(getattr(turn, name) for turn in turns)
-            for name in Turn.__struct_fields__
-        )
-        added = statistics.median(turn.split - turn.whole for turn in turns)
-        beside = statistics.median((turn.split - turn.whole) / turn.whole for turn in turns)
-        met = added <= step + AIM * whole
-        rows.append(
-            (
-                f"{length}",
-                f"{whole * 1e3:.1f}",
-                f"{split * 1e3:.1f}",
-                f"{added * 1e3:+.2f} ({beside:+.1%})",
-                f"{step * 1e3:.2f}",
-                f"{compute * 1e3:.3f}",
-                f"{moved * 1e3:.3f}",
-                f"{asked * 1e3:.2f}",
-                f"{exposed * 1e3:.2f}",
-                f"{(asked + exposed) / split:.2%}",
-                str(-(-length // chunk_tokens)),
-                str(-(-min(length, chunk_tokens) // _PAGE_TOKENS)),
-                verdict(met),
-            )
-        )
-    page = _PAGE_TOKENS * 2 * config.kv_heads * config.head_dim * 4
-    return Sheet(
-        title="time to first token, ms",
-        columns=(
-            "tokens",
-            "whole",
-            "disaggregated",
-            "difference",
-            "one step",
-            "compute / layer",
-            "transfer / layer, alone",
-            "asking",
-            "not hidden",
-            "of it",
-            "steps",
-            "pages",
-            "aim",
-        ),
-        rows=tuple(rows),
-        notes=(
-            f"{config.layers} layers, hidden {config.hidden}, {page // 1024} KiB a page of "
-            f"{_PAGE_TOKENS} tokens, chunks of {chunk_tokens}; torch has {threads} thread(s) in "
-            "each process; tokens of both ways are equal",
-            "asking: from the decoder's request to the prefiller's taking it; not hidden: from the "
-            "end of computing until the decoder knows that all pages and the tail are there; of "
-            "it: both, of the time disaggregated",
-            f"aim: the difference is at most one decode step and {AIM:.0%}; the tail brings the "
-            "logits, so no step is repeated before the first token",
-        ),
-        figures={
-            "seconds": {str(length): msgspec.to_builtins(turns) for length, turns in found.items()}
-        },
-    )
+def _row(length: int, turns: Sequence[Turn], chunk_tokens: int, *, complete: bool) -> Row:
+    """The floor is the engine that isn't disaggregated."""
+    of = {name: [getattr(turn, name) for turn in turns] for name in Turn.__struct_fields__}
+    ms = {name: 1e3 * statistics.median(values) for name, values in of.items()}
+    details = {
+        "difference ms": 1e3 * statistics.median(turn.split - turn.whole for turn in turns),
+        "one step ms": ms["step"],
+        "compute / layer ms": ms["compute"],
+        "transfer / layer, alone ms": ms["moved"],
+        "asking ms": ms["asked"],
+        "not hidden ms": ms["exposed"],
+        "of it": f"{(ms['asked'] + ms['exposed']) / ms['split']:.2%}",
+        "steps": -(-length // chunk_tokens),
+        "pages": -(-min(length, chunk_tokens) // _PAGE_TOKENS),
+    }
+    header = RowHeader(key=f"ttft/{length} tokens", unit="ms", aim=f"+ one step and {AIM:.0%}")
+    taken = {"disaggregated": ("ours", of["split"]), "whole": ("floor", of["whole"])}
+    return row_of_turns(header, taken, {"disaggregated": details}, complete=complete)

@@ -7,65 +7,26 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from benchmarks.contenders import perf
-from benchmarks.harness.processes import adopt_orphans
-from benchmarks.sheets import Sheet, keeping, spread, verdict
+from benchmarks.harness import stats
+from benchmarks.harness.record import Results
+from benchmarks.harness.results import Row, RowHeader, make_figure, make_row
 from fabric_ray import TransferEngine
-
-RUST_AIM_US, PYTHON_AIM_US = 5.0, 12.0
-PAPER = {"post": (6.2, 7.0, 12.6, 19.4), "python": (9.3, 11.1, 20.4, 41.7)}
-"""p50, p90, p99 and p99.9 in microseconds, where a kernel on a GPU stores."""
 
 _PATIENCE = 10.0
 _GAP_S = 60e-6
 _REST_S = 2e-3
 _RESTED_SHARE = 20
-_COLUMNS = ("avg", "min", "p50", "p90", "p99", "p99.9", "max")
+PYTHON = "Python callback"
+# What `fabric-perf watch` tells of each sample.
+_NATIVE = {"callback": "Rust callback", "post": "first post", "rung": "decoder woken"}
+# Medians in us of fabric-lib, where a kernel on a GPU stores.
+PAPER = {"first post": 6.2, PYTHON: 9.3}
+AIMS_US = {"first post": 5, PYTHON: 12}
 
-Samples = dict[str, list[float]]
-"""Microseconds by the name of the line."""
-
-
-def watcher(turns: int, samples: int, say: Callable[[str], None]) -> Sheet:
-    """All ways, in turns.
-
-    Args:
-        turns: rounds.
-        samples: of each way in a round; of those that rest before each, a twentieth.
-        say: is told what is being measured.
-    """
-    adopt_orphans()
-    found: Samples = {}
-    native = perf.Service(["watch"])
-    floors = perf.Service(["floor", "serve"])
-    try:
-        with _Called() as called, keeping(lambda: _sheet(found)):
-            for turn in range(turns):
-                say(f"watcher, turn {turn + 1} of {turns}")
-                rested = max(1, samples // _RESTED_SHARE)
-                for way, count in (("spinning", samples), ("woken", rested), ("napping", rested)):
-                    reply = native.ask({"way": way, "samples": count})
-                    _add(found, f"{way}: Rust callback", [ns / 1e3 for ns in reply["callback"]])
-                    _add(found, f"{way}: first post", [ns / 1e3 for ns in reply["post"]])
-                    _add(found, f"{way}: decoder woken", [ns / 1e3 for ns in reply["rung"]])
-                    _add(found, f"{way}: Python callback", called.measure(way, count))
-                _add(found, "outside: Python callback", called.measure_outside(samples))
-                for kind, count in (("flag", samples), ("futex", rested)):
-                    reply = floors.ask({"kind": kind, "operations": 1, "batches": count})
-                    _add(found, _FLOORS[kind], [one * 1e6 for one in reply["seconds"]])
-    finally:
-        native.stop()
-        floors.stop()
-    return _sheet(found)
-
-
-_FLOORS = {
-    "flag": "floor: a flag between spinning threads",
-    "futex": "floor: a futex wakes a thread that sleeps",
-}
-_WAYS = {
+WAYS = {
     "spinning": "a plain store while the watching thread still looks (200 us after a change)",
     "woken": "Watcher.store to a watching thread that sleeps",
     "napping": "a plain store, seen when the thread's nap ends",
@@ -74,33 +35,59 @@ _WAYS = {
 }
 
 
-def _add(found: Samples, name: str, values: list[float]) -> None:
-    found.setdefault(name, []).extend(values)
+def watcher(turns: int, samples: int, results: Results) -> None:
+    """All ways, each beside a flag between threads that spin, or a futex that wakes one.
+
+    Args:
+        turns: rounds.
+        samples: of each way in a round; of those that rest before each, a twentieth.
+        results: where rows go.
+    """
+    native = perf.Service(["watch"])
+    floors = perf.Service(["floor", "serve"])
+    try:
+        with _Called() as called:
+            for way in WAYS:
+                if not results.has(f"watcher/{way}, {PYTHON}"):
+                    results.say(way)
+                    results.add(*_measure(way, turns, samples, native, floors, called))
+    finally:
+        native.stop()
+        floors.stop()
 
 
-def _sheet(found: Samples) -> Sheet:
-    spreads = {name: spread(values) for name, values in found.items()}
-    rows = []
-    for name, values in spreads.items():
-        aim = {
-            "spinning: first post": RUST_AIM_US,
-            "spinning: Python callback": PYTHON_AIM_US,
-            "outside: Python callback": PYTHON_AIM_US,
-        }.get(name)
-        cells = tuple(f"{values[column]:.2f}" for column in _COLUMNS)
-        said = "" if aim is None else f"p50 <= {aim:g}: {verdict(values['p50'] <= aim)}"
-        rows.append((name, *cells, str(len(found[name])), said))
-    for who, values_of in PAPER.items():
-        line = f"paper (GPU store): {'Rust' if who == 'post' else 'Python'} callback"
-        p50, p90, p99, p999 = (f"{value:.2f}" for value in values_of)
-        rows.append((line, "", "", p50, p90, p99, p999, "", "", ""))
-    return Sheet(
-        title="from a store to the watched word, us",
-        columns=("", *_COLUMNS, "samples", "aim"),
-        rows=tuple(rows),
-        notes=tuple(f"{name}: {what}" for name, what in _WAYS.items()),
-        figures={"us": spreads},
-    )
+def _measure(
+    way: str,
+    turns: int,
+    samples: int,
+    native: perf.Service,
+    floors: perf.Service,
+    called: _Called,
+) -> Iterator[Row]:
+    spins = way in ("spinning", "outside")
+    count, kind = (samples, "flag") if spins else (max(1, samples // _RESTED_SHARE), "futex")
+    found: dict[str, list[list[float]]] = {}
+    plain: list[list[float]] = []
+    for _ in range(turns):
+        if way != "outside":
+            reply = native.ask({"way": way, "samples": count})
+            for key, name in _NATIVE.items():
+                found.setdefault(name, []).append([ns / 1e9 for ns in reply[key]])
+        noticed = called.measure_outside if way == "outside" else called.measure
+        found.setdefault(PYTHON, []).append(noticed(way, count))
+        request = {"kind": kind, "operations": 1, "batches": count}
+        plain.append(floors.ask(request)["seconds"])
+    for name, taken in found.items():
+        aim = f"{AIMS_US[name]} us" if spins and name in AIMS_US else ""
+        header = RowHeader(key=f"watcher/{way}, {name}", unit="us", aim=aim)
+        tails = stats.spread([seconds * 1e6 for turn in taken for seconds in turn])
+        figures = [
+            make_figure(header, "ours", "ours", taken, note=WAYS[way], details=tails),
+            make_figure(header, kind, "floor", plain),
+        ]
+        if spins and name in PAPER:
+            figures.append(make_figure(header, "paper", "peer", [[PAPER[name] / 1e6]]))
+        yield make_row(header, figures)
 
 
 class _Called:
@@ -130,7 +117,7 @@ class _Called:
         self._come.release()
 
     def measure(self, way: str, samples: int) -> list[float]:
-        """Microseconds of each sample. The storing thread lets go of the interpreter right after
+        """Seconds of each sample. The storing thread lets go of the interpreter right after
         its store, as one that launches kernels does."""
         taken = []
         for _ in range(samples):
@@ -143,14 +130,14 @@ class _Called:
                 ctypes.memmove(self._word.addr, ctypes.byref(self._value), 8)
             if not self._come.acquire(timeout=_PATIENCE):
                 raise TimeoutError("no callback noticed that the word has changed")
-            taken.append((self._at - stored) / 1e3)
+            taken.append((self._at - stored) / 1e9)
         return taken
 
     def _note(self, old: int, new: int) -> None:
         self._noted.append((new, time.monotonic_ns()))
 
-    def measure_outside(self, samples: int) -> list[float]:
-        """Microseconds of each sample; values that went by unseen were noticed with the next."""
+    def measure_outside(self, way: str, samples: int) -> list[float]:
+        """Seconds of each sample; values that went by unseen were noticed with the next."""
         first = self._noting.value + 1
         self._noted.clear()
         asked = {"first": first, "samples": samples, "rest_us": round(_GAP_S * 1e6)}
@@ -166,7 +153,7 @@ class _Called:
         for number, before in enumerate(stored, first):
             while value < number:
                 value, at = next(noticed)
-            taken.append((at - before) / 1e3)
+            taken.append((at - before) / 1e9)
         return taken
 
     def _rest(self, way: str) -> None:

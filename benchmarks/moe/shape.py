@@ -6,6 +6,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+NODES = 2
+
 
 class Shape(msgspec.Struct, frozen=True):
     """A model's exchange; DeepSeek-V3's if nothing else is said (fabric-lib §7.4.3)."""
@@ -80,3 +82,29 @@ def expected(shape: Shape, given: Batch) -> Tensor:
     for k in range(shape.topk):
         total += given.weights[:, k : k + 1] * y
     return total.to(torch.bfloat16)
+
+
+def expected_of_nodes(shape: Shape, given: Batch) -> Tensor:
+    """The sums, bfloat16 ``[tokens, hidden]``, in the order of the mode."""
+    y = answers(given.x, shape.hidden).float()
+    rank_of = given.indices // (shape.experts // shape.ranks)
+    total = torch.zeros_like(y)
+    for node in range(NODES):
+        of_node = torch.zeros_like(y)
+        for local in range(shape.ranks // NODES):
+            mine = rank_of == node * (shape.ranks // NODES) + local
+            of_rank = torch.zeros_like(y)
+            for k in range(shape.topk):
+                here = mine[:, k]
+                of_rank[here] += given.weights[here, k : k + 1] * y[here]
+            of_node += of_rank.to(torch.bfloat16).float()
+        total += of_node.to(torch.bfloat16).float()
+    return total.to(torch.bfloat16)
+
+
+def crossings(shape: Shape, given: Batch, rank: int) -> tuple[int, int]:
+    """How often a rank's tokens go to the other node: each once, and each once for each expert."""
+    per_node = shape.experts // NODES
+    own = rank // (shape.ranks // NODES)
+    across = given.indices // per_node != own
+    return int(across.any(1).sum()), int(across.sum())

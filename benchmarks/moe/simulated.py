@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
+import json
+from types import SimpleNamespace
 
 import msgspec
 
-from benchmarks.contenders.perf import find_program
+from benchmarks.contenders import perf
 from benchmarks.moe.shape import Shape
-
-
-class Simulated(msgspec.Struct, frozen=True):
-    """Microseconds of virtual time; of ``post`` of real time."""
-
-    dispatch_p50_us: float
-    dispatch_max_us: float
-    combine_p50_us: float
-    combine_max_us: float
-    dispatch_floor_us: float
-    combine_floor_us: float
-    """Bytes over the busiest port, and one way."""
-    post_p50_us: float
 
 
 class Nic(msgspec.Struct, frozen=True):
@@ -39,15 +27,8 @@ NICS = (
 )
 
 
-def simulate(shape: Shape, *, gbps: float, latency_us: float, exchanges: int = 5) -> Simulated:
-    """One case.
-
-    Raises:
-        RuntimeError: ``fabric-perf`` isn't built, or has failed.
-    """
-    program = find_program()
-    if program is None:
-        raise RuntimeError("fabric-perf is missing; build it: make bench does")
+def simulate(shape: Shape, nic: Nic, *, exchanges: int = 5) -> SimpleNamespace:
+    """What `fabric-perf moe` prints: microseconds of virtual time, for posts of real time."""
     numbers = {
         "ranks": shape.ranks,
         "tokens": shape.tokens,
@@ -56,14 +37,9 @@ def simulate(shape: Shape, *, gbps: float, latency_us: float, exchanges: int = 5
         "row-nbytes": shape.row_nbytes,
         "elements": shape.hidden,
         "private-rows": shape.private_rows,
-        "gbps": gbps,
-        "latency": int(1e3 * latency_us),
+        "gbps": nic.gbps,
+        "latency": int(1e3 * nic.latency_us),
         "exchanges": exchanges,
     }
-    command = [str(program), "moe"]
-    for name, value in numbers.items():
-        command += [f"--{name}", str(value)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        raise RuntimeError(f"fabric-perf moe: {done.stderr.strip()}")
-    return msgspec.json.decode(done.stdout, type=Simulated)
+    options = [word for name, value in numbers.items() for word in (f"--{name}", str(value))]
+    return SimpleNamespace(**json.loads(perf.printed("moe", *options)))

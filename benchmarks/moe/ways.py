@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.moe.nodes import Nodes
-from benchmarks.moe.shape import Batch, Shape, answers
+from benchmarks.moe.shape import NODES, Batch, Shape, crossings
 from fabric_ray import TransferEngine
-from fabric_ray.moe import AllToAll, RowPart
+from fabric_ray.moe import AllToAll, RowPart, ThroughputAllToAll
 
 
 class Way(Protocol):
@@ -30,9 +29,9 @@ class Ours:
     """fabric_ray.moe.AllToAll."""
 
     def __init__(self, shape: Shape, rank: int, transport: str) -> None:
+        self._shape, self._rank = shape, rank
         self._engine = TransferEngine(name=f"rank-{rank}", transport=transport)
-        self._all = AllToAll(
-            self._engine,
+        self._all = self._made(
             rank=rank,
             ranks=shape.ranks,
             experts=shape.experts,
@@ -41,14 +40,17 @@ class Ours:
             max_tokens=shape.tokens,
             dtype=torch.float8_e4m3fn,
             parts=[RowPart("scales", shape.scales, torch.float32)],
-            private_rows=shape.private_rows,
-            # Half as many again as come on average: what is more comes in turns.
-            shared_rows=shape.rows + shape.rows // 2,
             timeout=60.0,
         )
         cards: list[bytes | None] = [None] * shape.ranks
         dist.all_gather_object(cards, self._all.card())
         self._all.connect(cards)
+
+    def _made(self, **common):  # type: ignore[no-untyped-def]
+        # Half as many again as come on average: what is more comes in turns.
+        shared = self._shape.rows + self._shape.rows // 2
+        rows = {"private_rows": self._shape.private_rows, "shared_rows": shared}
+        return AllToAll(self._engine, **rows, **common)
 
     def dispatch(self, given: Batch) -> Tensor:
         self._all.dispatch_send(given.x, given.indices, scales=given.scales)
@@ -60,6 +62,33 @@ class Ours:
 
     def close(self) -> None:
         self._engine.close()
+
+
+class Nodes(Ours):
+    """fabric_ray.moe.ThroughputAllToAll, half of the ranks on each node."""
+
+    _exchanges = 0
+
+    def _made(self, **common):  # type: ignore[no-untyped-def]
+        per_node = self._shape.ranks // NODES
+        return ThroughputAllToAll(self._engine, ranks_per_node=per_node, **common)
+
+    def dispatch(self, given: Batch) -> Tensor:
+        self._exchanges += 1
+        self._all.dispatch_send(given.x, given.indices, weights=given.weights, scales=given.scales)
+        return self._all.dispatch_recv().x
+
+    def combine(self, y: Tensor, given: Batch) -> Tensor:
+        self._all.combine_send(y)
+        sums = self._all.combine_recv()
+        crossed = self._exchanges * crossings(self._shape, given, self._rank)[0]
+        if self._all.traffic.rail_tokens != crossed:
+            raise AssertionError(f"{self._all.traffic}: {crossed} tokens go to the other node")
+        return sums
+
+    def close(self) -> None:
+        del self._all
+        super().close()
 
 
 class Gloo:
@@ -132,7 +161,7 @@ def make(name: str, shape: Shape, rank: int) -> Way:
     return Ours(shape, rank, name)
 
 
-def check(name: str, shape: Shape, sums: Tensor, given: Batch, want: Tensor) -> None:
+def check(name: str, shape: Shape, sums: Tensor, want: Tensor) -> None:
     """Every bit of the sums.
 
     Raises:
@@ -141,6 +170,3 @@ def check(name: str, shape: Shape, sums: Tensor, given: Batch, want: Tensor) -> 
     if name != "floor" and not torch.equal(sums, want):
         wrong = int((sums != want).any(dim=1).sum())
         raise AssertionError(f"{name}: {wrong} of {shape.tokens} sums are wrong")
-
-
-__all__ = ["Way", "answers", "check", "make"]

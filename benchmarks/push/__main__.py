@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,33 +9,19 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import ray
 import typer
 from ray.exceptions import RayError
 
-from benchmarks.push.memory import Temporary
+from benchmarks.harness.record import Results, Resume, Turns, recorded
+from benchmarks.harness.results import Failure, Row, RowHeader, make_figure, make_row, row_of_turns
+from benchmarks.harness.schedule import rotated
 from benchmarks.push.tiny import overhead
 from benchmarks.push.ways import MIB, PEERS, Way, World, floor
-from benchmarks.sheets import Json, Markdown, Output, Sheet, keeping
 from fabric_ray.models import ModelConfig
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 _STORE = 4 << 30
-
-
-class Found(msgspec.Struct, frozen=True):
-    """What one way took."""
-
-    name: str
-    what: str
-    seconds: list[float]
-    """By turn."""
-    ours: list[float]
-    """Of a push of ours from and to the same processes, right before each turn."""
-    verified: bool
-    temporary: Temporary | None
-    """Of the trainer that took most memory; ``None`` for floors."""
 
 
 @app.command()
@@ -45,7 +30,7 @@ def push(
     trainers: Annotated[int, typer.Option(min=1)] = 4,
     tp: Annotated[int, typer.Option(min=1)] = 2,
     engines: Annotated[int, typer.Option(min=1)] = 2,
-    turns: Annotated[int, typer.Option(min=1)] = 5,
+    turns: Turns = 5,
     fp8: Annotated[bool, typer.Option("--fp8", help="Rollouts hold fp8")] = False,
     peers: Annotated[bool, typer.Option(help="Also the other ways")] = True,
     only: Annotated[
@@ -53,8 +38,7 @@ def push(
     ] = None,
     transport: Annotated[str, typer.Option(help="Of ours")] = "auto",
     watermark: Annotated[int, typer.Option(help="MiB a trainer, of ours", min=1)] = 128,
-    json: Json = None,
-    markdown: Markdown = False,
+    resume: Resume = None,
 ) -> None:
     """A model from FSDP trainers into replicas of a tensor-parallel engine."""
     if unknown := set(only or ()) - set(PEERS):
@@ -79,142 +63,88 @@ def push(
         transport=transport,
         watermark=watermark * MIB,
     )
-    out = Output("push", json, markdown=markdown)
-    found: list[Found] = []
-    nbytes = 0
-
-    def measured() -> Sheet:
-        nonlocal nbytes
-        with keeping(lambda: _sheet(found, nbytes)):
-            least = partial(floor, fp8=fp8)
-            nbytes, first = _beside(open_world, least, turns, out.say, verify=not fp8)
-            found.extend(first)
-            for name in (only or PEERS) if peers and not fp8 else ():
-                # Its own ours is verified by the first world's, and only its figures are new.
-                try:
-                    _, both = _beside(
-                        open_world, PEERS[name], turns, out.say, verify=True, train=False
-                    )
-                except RayError as error:
-                    # A way that needs more memory than there is must not cost the others' figures.
-                    out.say(f"{name}: {str(error).strip().splitlines()[0]}")
-                else:
-                    found.extend(both[1:])
-        return _sheet(found, nbytes)
-
-    out.add(measured)
-    out.end()
+    with recorded("push", resume) as results:
+        _beside(results, "floor", open_world, partial(floor, fp8=fp8), turns, verify=not fp8)
+        for name in (only or PEERS) if peers and not fp8 else ():
+            # Its own ours is verified by the first world's.
+            try:
+                _beside(results, name, open_world, PEERS[name], turns, train=False)
+            except RayError as error:
+                # A way that needs more memory than there is must not cost the others' figures.
+                results.say(f"{name}: {str(error).strip().splitlines()[0]}")
 
 
 @app.command()
 def tiny(
     tensors: Annotated[int, typer.Option(min=1)] = 10_000,
-    turns: Annotated[int, typer.Option(min=1)] = 5,
-    json: Json = None,
-    markdown: Markdown = False,
+    turns: Turns = 5,
+    resume: Resume = None,
 ) -> None:
     """Thousands of tiny tensors: what planning and pushing cost beside the bytes."""
-    out = Output("push-tiny", json, markdown=markdown)
-
-    def measured() -> Sheet:
-        found = overhead(tensors, turns)
-        times = (f"{t * 1e3:.1f} ms" for t in (found.connect, found.push, found.push_fp8))
-        return Sheet(
-            title="tiny tensors",
-            columns=("tensors", "bytes", "connect", "push", "push, made fp8"),
-            rows=[(str(found.tensors), str(found.nbytes), *times)],
-            figures=msgspec.to_builtins(found),
-        )
-
-    with _ray():
-        out.add(measured)
-    out.end()
+    with recorded("push-tiny", resume) as results:
+        if results.has("push-tiny/connect"):
+            return
+        with _ray():
+            found = overhead(tensors, turns)
+        for name, seconds in found.items():
+            header = RowHeader(key=f"push-tiny/{name}", unit="ms")
+            details = {"ours": {"tensors": tensors}}
+            results.add(row_of_turns(header, {"ours": ("ours", seconds)}, details))
 
 
 def _beside(
+    results: Results,
+    name: str,
     open_world: Callable[..., World],
     other: Callable[[World], Way],
     turns: int,
-    say: Callable[[str], None],
     *,
-    verify: bool,
+    verify: bool = True,
     train: bool = True,
-) -> tuple[int, list[Found]]:
-    """Measures ours and another way turn by turn, in processes of their own; returns the bytes of a
-    push as well."""
+) -> None:
+    """Measures ours and another way turn by turn, in processes of their own."""
+    if results.has(f"push/{name}"):
+        return
     with _ray(), tempfile.TemporaryDirectory(dir=_memory()) as scratch:
         world = open_world(scratch=Path(scratch))
         try:
+            header = RowHeader(key=f"push/{name}", unit="s")
             ways = [world.ours(train=train), other(world)]
-            found = _measure(ways, turns, say, verify=verify)
-            return world.connected.nbytes, found
+            results.add(_measure(results, header, ways, turns, world, verify=verify))
         finally:
             world.close()
 
 
 def _measure(
-    ways: list[Way], turns: int, say: Callable[[str], None], *, verify: bool
-) -> list[Found]:
-    wrong = {}
-    for way in ways:
-        say(f"checking {way.name}")
-        # Compared with bytes that ours has brought; the first is compared with the trainers'.
-        wrong[way.name] = way.wrong() if verify else []
-        if wrong[way.name]:
-            say(f"wrong: {', '.join(wrong[way.name][:3])}, ...")
-    temporary = {way.name: way.took() for way in ways if way.took is not None}
+    results: Results, header: RowHeader, ways: list[Way], turns: int, world: World, *, verify: bool
+) -> Row:
+    failures: list[Failure] = []
+    details: dict[str, dict[str, float | str]] = {}
     seconds: dict[str, list[float]] = {way.name: [] for way in ways}
+    for way in ways:
+        results.say(f"checking {way.name}")
+        # Compared with bytes that ours has brought; the first is compared with the trainers'.
+        if wrong := way.wrong() if verify else []:
+            failures.append(Failure(contender=way.name, reason=f"wrong: {', '.join(wrong[:3])}"))
+        taken = way.took() if way.took is not None else None
+        details[way.name] = {"GB": world.connected.nbytes / 1e9, **(taken.shown if taken else {})}
     for turn in range(turns):
-        for way in ways:
+        for way in rotated(ways, turn):
             seconds[way.name].append(way.run())
-            say(f"turn {turn + 1}: {way.name} {seconds[way.name][-1]:.3f} s")
-    return [
-        Found(
+            results.say(f"turn {turn + 1}: {way.name} {seconds[way.name][-1]:.3f} s")
+    figures = [
+        make_figure(
+            header,
             way.name,
-            way.what,
-            seconds[way.name],
-            seconds[ways[0].name],
-            verified=not wrong[way.name],
-            temporary=temporary.get(way.name),
+            way.family,
+            [[taken] for taken in seconds[way.name]],
+            note=way.what,
+            verified=verify and way.name not in {one.contender for one in failures},
+            details=details[way.name],
         )
         for way in ways
     ]
-
-
-def _sheet(found: list[Found], nbytes: int) -> Sheet:
-    sheet = Sheet(
-        title=f"{nbytes / 1e9:.2f} GB into all rollouts",
-        columns=("way", "median s", "fastest s", "GB/s", "of ours", "trainer MB", "bytes"),
-        notes=tuple(f"{one.name}: {one.what}" for one in found)
-        + tuple(
-            _bounded(one.temporary, one.temporary.watermark)
-            for one in found
-            if one.temporary is not None and one.temporary.watermark is not None
-        ),
-        figures={one.name: msgspec.to_builtins(one) for one in found},
-    )
-    for one in found:
-        median = statistics.median(one.seconds)
-        ratios = [theirs / ours for theirs, ours in zip(one.seconds, one.ours, strict=True)]
-        cells = (
-            f"{median:.3f}",
-            f"{min(one.seconds):.3f}",
-            f"{nbytes / median / 1e9:.2f}",
-            f"{statistics.median(ratios):.2f}",
-            "" if one.temporary is None else f"{one.temporary.peak / 1e6:.0f}",
-            "right" if one.verified else "wrong",
-        )
-        sheet.rows.append((one.name, *cells))
-    return sheet
-
-
-def _bounded(taken: Temporary, watermark: int) -> str:
-    """A trainer's memory beside the watermark."""
-    return (
-        f"peak extra memory of a trainer: {taken.peak / 1e6:.1f} MB, of which tensors are made "
-        f"ready in {taken.ring / 1e6:.1f} MB; watermark {watermark / 1e6:.1f} MB, "
-        f"peak {taken.peak / watermark:.3f} of it"
-    )
+    return make_row(header, figures, failures)
 
 
 @contextmanager

@@ -66,10 +66,6 @@ class Loader:
             if not torch.equal(room.view(bits), weights[name].reshape(-1).view(bits))
         ]
 
-    def clear(self) -> None:
-        for room in self.held.values():
-            room.zero_()
-
 
 def routes_of_whole(config: ModelConfig, target: Side) -> Plan:
     """From whole tensors to every rank."""

@@ -25,6 +25,18 @@ class Temporary(msgspec.Struct, frozen=True):
     watermark: int | None = None
     """What that memory may take at most; ``None`` for ways that have none."""
 
+    @property
+    def shown(self) -> dict[str, float]:
+        """By name and unit."""
+        found = {"trainer MB": self.peak / 1e6}
+        if self.watermark is not None:
+            found |= {
+                "of it made ready MB": self.ring / 1e6,
+                "watermark MB": self.watermark / 1e6,
+                "of watermark": self.peak / self.watermark,
+            }
+        return found
+
 
 class Mark:
     """What this process holds now: :meth:`peak` is what it takes from here on.

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-from typing import Any
-
-import msgspec
 import ray
 import torch
 
@@ -16,18 +12,6 @@ from fabric_ray.weights.quant import Fp8, quantised_target
 
 TRAINERS, ROLLOUTS = 2, 2
 _SHAPE = (16, 16)
-
-
-class Overhead(msgspec.Struct, frozen=True):
-    """Seconds."""
-
-    tensors: int
-    nbytes: int
-    connect: float
-    push: float
-    """Median, as they are."""
-    push_fp8: float
-    """Median, each made fp8 on the way."""
 
 
 class _Trainer:
@@ -46,8 +30,9 @@ class _Rollout:
         ]
 
 
-def overhead(tensors: int, turns: int) -> Overhead:
-    """Times connections and pushes of that many tensors of 512 bytes."""
+def overhead(tensors: int, turns: int) -> dict[str, list[float]]:
+    """Seconds of a connection and of pushes of that many tensors of 512 bytes, as they are and
+    each made fp8 on the way."""
     dtype, mesh = DType.of("bfloat16"), Mesh.line(range(ROLLOUTS))
     side = Side.of(
         ROLLOUTS,
@@ -65,15 +50,13 @@ def overhead(tensors: int, turns: int) -> Overhead:
     plain = WeightSync(trainers, rollouts, name="plain")
     quantised = WeightSync(trainers, rollouts, name="fp8", formats=formats)
     connected = plain.connect()
-    return Overhead(
-        tensors,
-        connected.nbytes,
-        sum(connected.seconds.values()),
-        _median(plain, turns),
-        _median(quantised, turns),
-    )
+    return {
+        "connect": [sum(connected.seconds.values())],
+        "push": _pushes(plain, turns),
+        "push, made fp8": _pushes(quantised, turns),
+    }
 
 
-def _median(sync: Any, turns: int) -> float:
+def _pushes(sync: WeightSync, turns: int) -> list[float]:
     sync.push()
-    return statistics.median(sync.push().seconds for _ in range(turns))
+    return [sync.push().seconds for _ in range(turns)]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import ray
 
+from benchmarks.harness.results import Family
 from benchmarks.push import actors
 from benchmarks.push.memory import Temporary
 from fabric_ray.models import ModelConfig
@@ -28,6 +29,7 @@ class Way(NamedTuple):
     """One way."""
 
     name: str
+    family: Family
     what: str
     run: Callable[[], float]
     """Moves everything once; seconds."""
@@ -87,8 +89,8 @@ class World:
             self.sync.push()
         self._ours = self._most("took_to_push")
 
-    def each(self, crew: list[Any], method: str, *args: Any) -> list[Any]:
-        results: list[Any] = self.wait([getattr(one, method).remote(*args) for one in crew])
+    def each(self, actors: list[Any], method: str, *args: Any) -> list[Any]:
+        results: list[Any] = self.wait([getattr(one, method).remote(*args) for one in actors])
         return results
 
     def wait(self, refs: list[Any]) -> Any:
@@ -113,13 +115,13 @@ class World:
             self.each(self.trainers, "export", reference)
             found = self.each(self.rollouts, "wrong_push", reference)
             shutil.rmtree(reference)
-            return sorted({name for names in found for name in names})
+            return self._names(found)
 
         def run() -> float:
             return self.sync.push().seconds
 
         what = "WeightSync.push, until all have committed"
-        return Way("fabric-ray push", what, run, wrong, lambda: self._ours)
+        return Way("fabric-ray push", "ours", what, run, wrong, lambda: self._ours)
 
     def floor(self) -> Way:
         sent = dict.fromkeys(range(len(self.trainers)), 0)
@@ -130,7 +132,9 @@ class World:
             refs = [actor.floor.remote(sent[rank], 1) for rank, actor in enumerate(self.trainers)]
             return float(max(self.wait(refs)))
 
-        return Way("copy floor", "memmove of the same bytes by as many processes", run, list)
+        return Way(
+            "copy floor", "floor", "memmove of the same bytes by as many processes", run, list
+        )
 
     def quantise_floor(self) -> Way:
         copied = self.floor().run
@@ -143,7 +147,7 @@ class World:
             return time.perf_counter() - start + copied()
 
         what = "every trainer quantises its shards by itself, then the copy floor of what is sent"
-        return Way("quantise + copy", what, run, list)
+        return Way("quantise + copy", "floor", what, run, list)
 
     def broadcast(self, bucket: int = 0) -> Way:
         if not self._update:
@@ -166,7 +170,7 @@ class World:
         else:
             name, what = "gloo broadcast", "tensor by tensor, cut up at rollouts"
         what = f"gathered by gloo, broadcast to all: {what}"
-        return Way(name, what, run, self._compared("whole", run), self._watched(run))
+        return self._peer(name, what, "whole", run)
 
     def checkpoint(self) -> Way:
         path = self.scratch / "weights.safetensors"
@@ -178,7 +182,7 @@ class World:
             return time.perf_counter() - start
 
         what = "gathered by gloo, a safetensors file in memory, cut up at rollouts"
-        return Way("checkpoint", what, run, self._compared("whole", run), self._watched(run))
+        return self._peer("checkpoint", what, "whole", run)
 
     def store(self) -> Way:
         routes = self.sync.plan.to_bytes()
@@ -190,28 +194,28 @@ class World:
             return time.perf_counter() - start
 
         what = "shards put by trainers; rollouts get those they need and cut them up, by our plan"
-        compared = self._compared("shards", run)
-        return Way("Ray object store", what, run, compared, self._watched(run))
+        return self._peer("Ray object store", what, "shards", run)
 
-    def _watched(self, run: Callable[[], float]) -> Callable[[], Temporary]:
+    def _peer(self, name: str, what: str, memory: str, run: Callable[[], float]) -> Way:
+        """Another way, which brings weights into ``memory`` of the rollouts."""
+
+        def wrong() -> list[str]:
+            run()
+            return self._names(self.each(self.rollouts, "wrong", memory))
+
         def took() -> Temporary:
             self.each(self.trainers, "mark")
             run()
             return self._most("took")
 
-        return took
+        return Way(name, "peer", what, run, wrong, took)
+
+    def _names(self, found: list[list[str]]) -> list[str]:
+        return sorted({name for names in found for name in names})
 
     def _most(self, reading: str) -> Temporary:
         taken: list[Temporary] = self.each(self.trainers, reading)
         return max(taken, key=lambda one: one.peak)
-
-    def _compared(self, memory: str, run: Callable[[], float]) -> Callable[[], list[str]]:
-        def wrong() -> list[str]:
-            run()
-            found = self.each(self.rollouts, "wrong", memory)
-            return sorted({name for names in found for name in names})
-
-        return wrong
 
 
 def floor(world: World, *, fp8: bool) -> Way:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rails.simulator import POLICIES, Report, Slice
+from benchmarks.rails.simulator import POLICIES
 
 _RAILS = ("#4c78a8", "#72b7b2", "#9d9ac8", "#b8a07e")
 _POLICIES = {"adaptive": "#c8102e", "round-robin": "#1f77b4", "random": "#7f7f7f"}
 _LOST, _AGAIN, _GRID = "#d62728", "#ff9500", "#888888"
-_MS, _GB = 1e6, 1e9
+_MS = 1e6
 
 
 def _pyplot() -> Any:
@@ -32,30 +32,27 @@ def _bare(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _rail_name(report: Report, rail: int) -> str:
+def _rail_name(report: Any, rail: int) -> str:
     return f"rail {rail}, {report.scenario.rails[rail]:g} Gb/s"
 
 
-def _capacity(report: Report) -> tuple[list[float], list[float]]:
-    steps = report.scenario.capacity()
-    ends = [*(at for at, _ in steps[1:]), report.scenario.run_ms]
-    xs = [x for (at, _), end in zip(steps, ends, strict=True) for x in (at, end)]
-    ys = [y for _, up in steps for y in (up, up)]
-    return xs, ys
+def _happened(what: Any) -> str:
+    """What happened to a rail, in words."""
+    if isinstance(what, str):
+        return "out, no notice" if what == "silent" else "back"
+    return f"{what.rate:g} Gb/s" if hasattr(what, "rate") else "out"
 
 
-def _rates(report: Report) -> list[list[float]]:
-    """GB/s of each millisecond, by rail."""
-    return [[count / _MS for count in rail] for rail in report.arrived]
-
-
-def _draw_rails(axes: Any, report: Report) -> None:
+def _draw_rails(axes: Any, report: Any) -> None:
     """What each rail carried, on top of each other, under what is up."""
-    rates = _rates(report)
+    rates = [[count / _MS for count in rail] for rail in report.arrived]
     middles = [ms + 0.5 for ms in range(len(rates[0]))]
     names = [_rail_name(report, rail) for rail in range(len(rates))]
     axes.stackplot(middles, rates, labels=names, colors=_RAILS, linewidth=0)
-    axes.plot(*_capacity(report), color="black", linewidth=1.2, label="what is up can carry")
+    phases = report.summary.phases
+    times = [at for phase in phases for at in (phase.from_ms, phase.to_ms)]
+    up = [phase.capacity for phase in phases for _ in range(2)]
+    axes.plot(times, up, color="black", linewidth=1.2, label="what is up can carry")
     for change in report.scenario.changes:
         axes.axvline(change.at_ms, color=_GRID, linewidth=0.8, linestyle=":")
     axes.set_xlim(0, report.scenario.run_ms)
@@ -64,19 +61,19 @@ def _draw_rails(axes: Any, report: Report) -> None:
     _bare(axes)
 
 
-def _name_changes(axes: Any, report: Report) -> None:
+def _name_changes(axes: Any, report: Any) -> None:
     for change in report.scenario.changes:
         axes.text(
             change.at_ms,
             1.02,
-            f"rail {change.rail}: {change.said}",
+            f"rail {change.rail}: {_happened(change.what)}",
             transform=axes.get_xaxis_transform(),
             fontsize=8,
             color="#444444",
         )
 
 
-def draw_story(reports: Sequence[Report], path: Path) -> None:
+def draw_story(reports: Sequence[Any], path: Path) -> None:
     """What arrives over time by two policies: a panel for each."""
     pyplot = _pyplot()
     figure, panels = pyplot.subplots(
@@ -101,7 +98,7 @@ def draw_story(reports: Sequence[Report], path: Path) -> None:
     _save(pyplot, figure, path)
 
 
-def draw_failover(report: Report, span: tuple[float, float], path: Path) -> None:
+def draw_failover(report: Any, span: tuple[float, float], path: Path) -> None:
     """Slices by rail around a loss, and what arrived during the whole run.
 
     A slice is drawn while its rail serves it: from the end of the one before, or since it was
@@ -120,13 +117,13 @@ def draw_failover(report: Report, span: tuple[float, float], path: Path) -> None
     _save(pyplot, figure, path)
 
 
-def _kind(one: Slice) -> tuple[str, str]:
+def _kind(one: Any) -> tuple[str, str]:
     if one.fate == "lost":
         return _LOST, "lost with its rail"
     return (_AGAIN, "sent again") if one.again else ("", "")
 
 
-def _draw_slices(axes: Any, report: Report, span: tuple[float, float]) -> None:
+def _draw_slices(axes: Any, report: Any, span: tuple[float, float]) -> None:
     named: set[str] = set()
     for rail in range(len(report.scenario.rails)):
         mine = sorted((s for s in report.slices if s.rail == rail), key=lambda s: s.ended)
@@ -171,7 +168,7 @@ def _draw_slices(axes: Any, report: Report, span: tuple[float, float]) -> None:
     _bare(axes)
 
 
-def draw_blocks(reports: Sequence[Report], path: Path) -> None:
+def draw_blocks(reports: Sequence[Any], path: Path) -> None:
     """Rates and 99th percentiles over block sizes, by each policy."""
     pyplot = _pyplot()
     figure, panels = pyplot.subplots(1, 2, figsize=(8.4, 3.2), layout="constrained")

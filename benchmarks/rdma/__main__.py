@@ -1,92 +1,89 @@
-"""The command line."""
+"""Writes between devices of the soft-RoCE guest: one rail beside perftest, four beside one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
-import msgspec
 import typer
 
 from benchmarks.contenders import perf
-from benchmarks.rdma.cases import Part, Row, judge
-from benchmarks.rdma.suites import aims, beside_perftest, contenders, four_rails
-from benchmarks.rdma.turns import packages
+from benchmarks.harness.cases import KIB, MIB
+from benchmarks.harness.record import Resume, Turns, recorded
+from benchmarks.harness.results import Row
+from benchmarks.rdma.contenders import Case, Contender, Engine, Perftest
+from benchmarks.rdma.turns import measure, packages
 from benchmarks.rdma.unequal import unequal_rails
-from benchmarks.sheets import Json, Markdown, Output, Sheet, verdict
 from tests.rdma.boot import why_no_guest
 
+# A second or so for each, where the CPU is emulated.
+CASES = (
+    Case(KIB, 20_000, aim="0.9 of ib_write_bw"),
+    Case(64 * KIB, 1_000, aim="0.95 of ib_write_bw"),
+    Case(MIB, 60, aim="0.95 of ib_write_bw"),
+)
+RAILS = 4
+ONE, FOUR = "fabric-rust verbs, one rail", f"fabric-rust verbs, {RAILS} rails"
+# Slow enough that the link is the limit, and not an emulated CPU that does the work of four NICs.
+_RATE = "16mbit"
+# The packets that soft-RoCE lets wait for one queue pair must pass before a sender takes them for
+# lost: 64 of 2 KiB take 70 ms. With an MTU of 9000 they would be of 4 KiB.
+_MTU = 2304
+# 4.096 us x 2^16; by default perftest sends again after 67 ms.
+_PATIENT = ("-u", "16")
+SHAPED = Case(MIB, 16, kind="shaped", aim="3.5 of one rail")
 
-def writes(rows: Sequence[Row]) -> Sheet:
-    """A line for each case and contender, with the aim that it has."""
-    sheet = Sheet(
-        title="soft-RoCE",
-        columns=("case", "contender", "MB/s", "messages/s", "times", "beside", "aim"),
-        figures={"rows": msgspec.to_builtins(rows)},
+
+def contenders() -> list[Contender]:
+    return [*([] if perf.missing() else [Engine()]), Perftest()]
+
+
+def beside_perftest(*, turns: int = 5) -> list[Row]:
+    """Ours and `ib_write_bw` over one rail.
+
+    Raises:
+        ValueError: as `measure`.
+    """
+    return measure(CASES, contenders(), turns=turns)
+
+
+def four_rails(*, turns: int = 5) -> list[Row]:
+    """Four rails together, one of them, and `ib_write_bw` on one, over links of equal rates.
+
+    Raises:
+        ValueError: as `measure`.
+    """
+    nics, targets = ([f"rxe_h{host}r{rail}" for rail in range(RAILS)] for host in (0, 1))
+    rivals = [Engine(FOUR, nics, targets), Engine(ONE, family="peer"), Perftest(_PATIENT)]
+    shape = "".join(
+        f"tc qdisc add dev h0r{rail} root tbf rate {_RATE} burst 32kb limit 4mb\n"
+        for rail in range(RAILS)
     )
-    first: dict[str, Row] = {}
-    for row in rows:
-        reference = first.setdefault(row.case, row)
-        found = [
-            v
-            for v in judge(rows, aims())
-            if (v.aim.case, v.aim.contender) == (row.case, row.contender)
-        ]
-        beside = found[0].aim.beside if found else reference.contender
-        ratio = found[0].ratio if found else row.ratio(reference)
-        cells = (
-            f"{row.bytes_per_second / 1e6:.1f}",
-            f"{row.messages_per_second:.0f}",
-            f"{ratio:.3f}",
-            beside if row is not reference else "",
-            f"{found[0].aim.least}: {verdict(found[0].met)}" if found else "",
-        )
-        sheet.rows.append((row.case, row.contender, *cells))
-    return sheet
-
-
-def steps(parts: Sequence[Part]) -> Sheet:
-    """A line for each step by each policy."""
-    times = ("median, ms", "P99, ms", "0.95 after, ms")
-    sheet = Sheet(
-        title="unequal soft-RoCE rails",
-        columns=("step", "policy", "share of what is up", *times),
-        figures={"parts": msgspec.to_builtins(parts)},
-    )
-    for part in parts:
-        recovered = "-" if part.recovered_ms is None else f"{part.recovered_ms:.0f}"
-        cells = (f"{part.median_ms:.0f}", f"{part.p99_ms:.0f}", recovered)
-        sheet.rows.append((part.step, part.policy, f"{part.share:.3f}", *cells))
-    return sheet
+    options = ["--mtu", str(_MTU)]
+    return measure([SHAPED], rivals, turns=turns, rails=RAILS, first=shape, options=options)
 
 
 def main(
-    turns: Annotated[int, typer.Option(min=1, help="Turns per contender and case")] = 5,
+    turns: Turns = 5,
     rails: Annotated[bool, typer.Option(help="Measure four rails beside one as well")] = True,
     unequal: Annotated[bool, typer.Option(help="Unequal rails that slow down and fail")] = False,
     single: Annotated[bool, typer.Option(help="Measure one rail beside perftest")] = True,
-    json: Json = None,
-    markdown: Markdown = False,
+    resume: Resume = None,
 ) -> None:
     """Measure writes between devices of the soft-RoCE guest, beside perftest."""
-    out = Output("rdma", json, markdown=markdown)
     reason = why_no_guest(*packages(contenders()))
     if reason is not None:
-        out.say(f"no soft-RoCE guest: {reason}")
+        typer.echo(f"no soft-RoCE guest: {reason}", err=True)
         raise typer.Exit(2)
-    if why := perf.missing():
-        out.say(f"{why}; run `{perf.OBTAIN}`")
-    try:
-        if single:
-            out.add(lambda: writes(beside_perftest(turns=turns)))
-        if rails and not why:
-            out.add(lambda: writes(four_rails(turns=turns)))
-        if unequal and not why:
-            out.add(lambda: steps(unequal_rails()))
-    except ValueError as error:
-        out.say(str(error))
-        raise typer.Exit(1) from error
-    out.end()
+    with recorded("rdma", resume) as results:
+        why = perf.missing()
+        if why:
+            results.say(f"{why}; run `{perf.OBTAIN}`")
+        if single and not results.has(*(case.header.key for case in CASES)):
+            results.add(*beside_perftest(turns=turns))
+        if rails and not why and not results.has(SHAPED.header.key):
+            results.add(*four_rails(turns=turns))
+        if unequal and not why and not any(key.startswith("rdma-unequal") for key in results.rows):
+            results.add(*unequal_rails())
 
 
 if __name__ == "__main__":

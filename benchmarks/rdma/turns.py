@@ -7,9 +7,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.rdma.cases import Case, Figure, Row
-from benchmarks.rdma.contenders import Contender, last
-from tests.rdma.boot import Outcome, guest_run
+from benchmarks.harness import stats
+from benchmarks.harness.results import Row, row_of_turns
+from benchmarks.rdma.contenders import Case, Contender, last
+from tests.rdma.boot import guest_run
 
 _BOOT_SECONDS = 60.0
 _TURN_SECONDS = 60
@@ -23,6 +24,40 @@ def packages(rivals: Sequence[Contender]) -> list[str]:
     return sorted({package for rival in rivals for package in rival.packages})
 
 
+def guest_outputs(
+    scripts: Sequence[str],
+    *,
+    limit: int = _TURN_SECONDS,
+    rails: int = 1,
+    first: str = "",
+    options: Sequence[str] = (),
+    needed: Sequence[str] = (),
+) -> list[str]:
+    """What each script printed, one after the other in one boot; an error of one stands in its
+    output. `first` are shell lines to run before, `needed` are packages.
+
+    Raises:
+        ValueError: the guest ended before all scripts had their turn.
+    """
+    with tempfile.TemporaryDirectory(prefix="fabric-ray-rdma-") as name:
+        paths = [Path(name) / f"{index}.out" for index in range(len(scripts))]
+        turns = "".join(
+            f"timeout {limit} sh -c {shlex.quote(script)} >{path} 2>&1\n"
+            for path, script in zip(paths, scripts, strict=True)
+        )
+        outcome = guest_run(
+            ["sh", "-c", f"( set -e\n{first}\n) || exit\n{turns}"],
+            rails=rails,
+            rw=[Path(name)],
+            packages=list(needed),
+            timeout=_BOOT_SECONDS + limit * len(scripts),
+            options=[*_CLOCK, *options],
+        )
+        if not paths[-1].exists():
+            raise ValueError(f"{outcome.reason}: {last(outcome.stderr)}")
+        return [path.read_text(errors="replace") for path in paths]
+
+
 def measure(
     cases: Sequence[Case],
     rivals: Sequence[Contender],
@@ -32,53 +67,33 @@ def measure(
     first: str = "",
     options: Sequence[str] = (),
 ) -> list[Row]:
-    """A row for each case and contender; `first` are shell lines to run before the first turn.
+    """A row for each case, of the turns in which all contenders printed a figure.
 
     Raises:
-        ValueError: if a contender failed, or printed no figure in half of its turns.
+        ValueError: if some contender printed none in half of the turns.
     """
-    plan = [(case, rival, turn) for case in cases for turn in range(turns) for rival in rivals]
-    with tempfile.TemporaryDirectory(prefix="fabric-ray-rdma-") as name:
-        folder = Path(name)
-        kept = [
-            _kept(folder / str(index), rival.script(case))
-            for index, (case, rival, _) in enumerate(plan)
-        ]
-        outcome = guest_run(
-            ["sh", "-c", f"( set -e\n{first}\n) || exit\n{''.join(kept)}"],
-            rails=rails,
-            rw=[folder],
-            packages=packages(rivals),
-            timeout=_BOOT_SECONDS + _TURN_SECONDS * len(plan),
-            options=[*_CLOCK, *options],
-        )
-        figures: dict[tuple[str, str], list[Figure | None]] = {}
-        lost: dict[tuple[str, str], ValueError] = {}
-        for index, (case, rival, _) in enumerate(plan):
-            output = _output(folder / str(index), rival, case, outcome)
-            at = (case.key, rival.name)
-            try:
-                figures.setdefault(at, []).append(rival.figure(output, case))
-            except ValueError as error:
-                figures[at].append(None)
-                lost[at] = error
-    for at, reason in lost.items():
-        if 2 * figures[at].count(None) >= turns:
-            raise reason
-    return [Row(case, contender, found) for (case, contender), found in figures.items()]
-
-
-def _kept(path: Path, script: str) -> str:
-    """A turn whose output and status stay in the folder that the guest may write to."""
-    quoted = shlex.quote(script)
-    return f"timeout {_TURN_SECONDS} sh -c {quoted} >{path}.out 2>&1; echo $? >{path}.status\n"
-
-
-def _output(path: Path, rival: Contender, case: Case, outcome: Outcome) -> str:
-    status = path.with_suffix(".status")
-    if not status.exists():
-        raise ValueError(f"{outcome.reason}: {last(outcome.stderr)}")
-    output = path.with_suffix(".out").read_text(errors="replace")
-    if status.read_text().strip() != "0":
-        raise ValueError(f"{rival.name} failed at {case.key}: {last(output)}")
-    return output
+    plan = [(case, turn, rival) for case in cases for turn in range(turns) for rival in rivals]
+    outputs = guest_outputs(
+        [rival.script(case) for case, _, rival in plan],
+        rails=rails,
+        first=first,
+        options=options,
+        needed=packages(rivals),
+    )
+    found: dict[Case, list[dict[str, float]]] = {case: [{} for _ in range(turns)] for case in cases}
+    lost: list[ValueError] = []
+    for (case, turn, rival), output in zip(plan, outputs, strict=True):
+        try:
+            found[case][turn][rival.name] = rival.seconds(output, case)
+        except ValueError as error:
+            lost.append(error)
+    rows = []
+    for case in cases:
+        kept = [turn for turn in found[case] if len(turn) == len(rivals)]
+        if 2 * len(kept) <= turns and lost:
+            raise lost[-1]
+        taken = {one.name: [turn[one.name] for turn in kept] for one in rivals}
+        details = {name: {"messages/s": 1 / stats.median(turns)} for name, turns in taken.items()}
+        families = {one.name: (one.family, taken[one.name]) for one in rivals}
+        rows.append(row_of_turns(case.header, families, details))
+    return rows

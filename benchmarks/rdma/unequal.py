@@ -9,16 +9,13 @@ from __future__ import annotations
 import json
 import shlex
 import statistics
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
+from typing import NamedTuple
 
-import msgspec
-
-from benchmarks.contenders import perf
-from benchmarks.rdma.cases import KIB, Part
-from benchmarks.rdma.contenders import last
-from tests.rdma.boot import guest_run
+from benchmarks.harness.cases import KIB
+from benchmarks.harness.results import Family, Row, RowHeader, row_of_turns
+from benchmarks.rdma.contenders import last, serve
+from benchmarks.rdma.turns import guest_outputs
 
 # 4:4:4:1, as 400/400/400/100 Gb/s. 64 packets, which soft-RoCE lets wait for one queue pair, pass
 # the slowest in 87 ms; after 134 ms they would be sent again.
@@ -31,11 +28,12 @@ _BYTES, _IN_FLIGHT = 512 * KIB, 8
 _STEP_SECONDS = 8
 # Engines of emulated CPUs take a while to meet.
 _WARM_SECONDS = 10
-_POLICIES = ("adaptive", "round-robin")
-_BOOT_SECONDS, _RUN_SECONDS = 60.0, 150.0
+_FAMILIES: dict[str, Family] = {"adaptive": "ours", "round-robin": "peer"}
+_POLICIES = tuple(_FAMILIES)
+_RUN_SECONDS = 150
 
 
-class Step(msgspec.Struct, frozen=True):
+class Step(NamedTuple):
     """What happens, and the rates of the rails that are up from then on, Mbit/s."""
 
     name: str
@@ -44,7 +42,8 @@ class Step(msgspec.Struct, frozen=True):
 
     @property
     def up(self) -> float:
-        return sum(self.rates)
+        """MB/s of payload."""
+        return sum(self.rates) * _PAYLOAD / 8
 
 
 STEPS = (
@@ -63,20 +62,19 @@ def _operations(policy: str) -> int:
     """As many as take all steps, and a bit more, but less than the minute that a reply may take."""
     blind = policy != "adaptive"
     # In turns every rail gets as much as the slowest.
-    rates = (min(s.rates) * len(s.rates) if blind else s.up for s in STEPS)
-    return int(1.1 * sum(rates) * _STEP_SECONDS * _PAYLOAD / 8 * 1e6 / _BYTES)
+    shares = (min(s.rates) * len(s.rates) / sum(s.rates) if blind else 1.0 for s in STEPS)
+    megabytes = sum(share * s.up for share, s in zip(shares, STEPS, strict=True)) * _STEP_SECONDS
+    return int(1.1 * megabytes * 1e6 / _BYTES)
 
 
 def _script(policy: str) -> str:
-    names = [",".join(f"rxe_h{host}r{rail}" for rail in range(len(RATES))) for host in (0, 1)]
+    nics, targets = ([f"rxe_h{host}r{rail}" for rail in range(len(RATES))] for host in (0, 1))
     request = {"kind": "window", "bytes": _BYTES, "pages": _IN_FLIGHT, "notice": "wait"}
-    requests = [
-        json.dumps({**request, "operations": operations, "trace": trace})
+    warm, measured = (
+        shlex.quote(json.dumps({**request, "operations": operations, "trace": trace}))
         for operations, trace in ((_IN_FLIGHT, False), (_operations(policy), True))
-    ]
-    command = [perf.find_program() or "fabric-perf", "engine", "serve", "--transport", "verbs"]
-    command += ["--nics", names[0], "--target-nics", names[1], "--policy", policy]
-    command += ["--region", str(_BYTES * _IN_FLIGHT)]
+    )
+    command = serve(nics, targets, _BYTES * _IN_FLIGHT, "--policy", policy)
     shape = "".join(
         f"tc qdisc replace dev h0r{rail} root tbf rate {rate:g}mbit burst 32kb limit 4mb\n"
         for rail, rate in enumerate(RATES)
@@ -86,74 +84,77 @@ def _script(policy: str) -> str:
         f"echo step $(cut -d' ' -f1 /proc/uptime)\n{step.script}\nsleep {_STEP_SECONDS}\n"
         for step in STEPS
     )
-    warm, measured = (shlex.quote(text) for text in requests)
     feed = f"( echo {warm}; sleep {_WARM_SECONDS}; echo {measured} )"
     return (
-        f"{shape}{feed} | {shlex.join(command)} & writer=$!\n"
+        f"{shape}{feed} | {command} & writer=$!\n"
         f"sleep {_WARM_SECONDS}\n{steps}echo step $(cut -d' ' -f1 /proc/uptime)\nwait $writer\n"
     )
 
 
-def _parts(policy: str, output: str) -> list[Part]:
+class Part(NamedTuple):
+    """One policy's figures of one step."""
+
+    seconds: float
+    """Of a megabyte, from a second after the change to the next."""
+    details: dict[str, float | str]
+
+
+def parts(policy: str, output: str) -> list[Part]:
+    """By step.
+
+    Raises:
+        ValueError: the output has no figures.
+    """
     lines = output.splitlines()
     steps = [float(line.split()[1]) * 1e9 for line in lines if line.startswith("step ")]
     replies = [json.loads(line) for line in lines if line.startswith("{")]
     if len(steps) != len(STEPS) + 1 or len(replies) != 2 or "trace" not in replies[-1]:
         raise ValueError(f"{policy}: no figures: {last(output)}")
     trace: list[tuple[int, int]] = replies[-1]["trace"]
-    return [
-        _part(policy, step, trace, (begin, end))
-        for step, begin, end in zip(STEPS, steps, steps[1:], strict=False)
-    ]
+    spans = zip(STEPS, steps, steps[1:], strict=False)
+    return [_part(step, trace, begin, end) for step, begin, end in spans]
 
 
-def _part(
-    policy: str, step: Step, trace: Sequence[tuple[int, int]], span: tuple[float, float]
-) -> Part:
-    begin, end = span
-    capacity = step.up * _PAYLOAD / 8 * 1e6 / 1e9
+def _part(step: Step, trace: Sequence[tuple[int, int]], begin: float, end: float) -> Part:
     ends = sorted(ended for _, ended in trace)
-    settled = [at for at in ends if begin + 1e9 <= at < end]
-    took = [(b - a) / 1e6 for a, b in trace if begin <= a < end] or [float("nan")]
-    enough = 0.95 * capacity * 1e9 / _BYTES
+    settled = sum(begin + 1e9 <= at < end for at in ends) * _BYTES
+    took = sorted((b - a) / 1e6 for a, b in trace if begin <= a < end)
+    enough = 0.95 * step.up * 1e6 / _BYTES
     recovered = next(
         (at for at in ends if at >= begin and sum(at - 1e9 <= e <= at for e in ends) >= enough),
         None,
     )
-    return Part(
-        policy=policy,
-        step=step.name,
-        share=len(settled) * _BYTES / (capacity * (end - begin - 1e9)),
-        median_ms=statistics.median(took),
-        p99_ms=sorted(took)[len(took) * 99 // 100],
-        recovered_ms=None if recovered is None else (recovered - begin) / 1e6,
-    )
+    details: dict[str, float | str] = {
+        "share": settled / (step.up * 1e6 * (end - begin - 1e9) / 1e9)
+    }
+    if took:
+        details |= {"median ms": statistics.median(took), "P99 ms": took[len(took) * 99 // 100]}
+    details["0.95 after ms"] = "-" if recovered is None else (recovered - begin) / 1e6
+    return Part((end - begin - 1e9) / 1e3 / max(settled, 1), details)
 
 
-def unequal_rails() -> list[Part]:
-    """Every policy through all steps.
+def unequal_rails() -> list[Row]:
+    """A row for each step, of every policy.
 
     Raises:
         ValueError: if a policy printed no figures.
     """
-    with tempfile.TemporaryDirectory(prefix="fabric-ray-rdma-") as name:
-        folder = Path(name)
-        runs = "".join(
-            f"timeout {_RUN_SECONDS:g} sh -c {shlex.quote(_script(policy))} "
-            f">{folder / policy}.out 2>&1\n"
-            for policy in _POLICIES
+    outputs = guest_outputs(
+        [_script(policy) for policy in _POLICIES],
+        limit=_RUN_SECONDS,
+        rails=len(RATES),
+        options=["--mtu", str(_MTU)],
+    )
+    found = {policy: parts(policy, out) for policy, out in zip(_POLICIES, outputs, strict=True)}
+    rows = []
+    for index, step in enumerate(STEPS):
+        here = {policy: found[policy][index] for policy in _POLICIES}
+        taken = {policy: (_FAMILIES[policy], [part.seconds]) for policy, part in here.items()}
+        rows.append(
+            row_of_turns(
+                RowHeader(key=f"rdma-unequal/{step.name}", unit="MB/s", amount=1e6),
+                {**taken, "what is up": ("floor", [1 / step.up])},
+                {policy: part.details for policy, part in here.items()},
+            )
         )
-        outcome = guest_run(
-            ["sh", "-c", runs],
-            rails=len(RATES),
-            rw=[folder],
-            timeout=_BOOT_SECONDS + _RUN_SECONDS * len(_POLICIES),
-            options=["--append", "tsc=reliable", "--mtu", str(_MTU)],
-        )
-        found: list[Part] = []
-        for policy in _POLICIES:
-            path = folder / f"{policy}.out"
-            if not path.exists():
-                raise ValueError(f"{outcome.reason}: {last(outcome.stderr)}")
-            found += _parts(policy, path.read_text(errors="replace"))
-    return found
+    return rows

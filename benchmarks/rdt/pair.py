@@ -10,11 +10,10 @@ import ray
 import torch
 
 import fabric_ray
+from benchmarks.rdt import FABRIC, GLOO, MAPPED, NIXL, NUMPY, STORE
 
 fabric_ray.register()  # the name must be known before a class uses it
 
-FABRIC, MAPPED, NIXL, GLOO = "fabric", "fabric mapped", "nixl", "gloo"
-NUMPY, STORE = "store numpy", "store torch"
 ONE_SIDED = (FABRIC, MAPPED, NIXL)
 
 

@@ -6,19 +6,20 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from enum import Enum
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fabric_ray.cli.console import stdout
 from fabric_ray.cli.ending import Code, Commands, errors_in_words, fail
+from fabric_ray.cli.progress import working
 from fabric_ray.extras import how_to_install
 
 app = typer.Typer(
@@ -39,9 +40,6 @@ app = typer.Typer(
     they can't run: a missing package, no cluster, sizes that don't fit.
     """,
 )
-
-
-T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Transport(str, Enum):
@@ -108,27 +106,7 @@ def weights(
       fabric-ray demo weights --address auto --transport tcp # on your cluster
       fabric-ray demo weights --json | jq .verified
     """
-    given = locals()
-    _prepare()
-    from fabric_ray.demo.weights import Options, run, show, summary
-
-    options = _options(Options, given, staged=not in_place)
-    # Progress goes to stderr, so that stdout holds the result alone.
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty() and as_json,
-    )
-    with errors_in_words(), bar:
-        task = bar.add_task("", total=None)
-        outcome = run(
-            options,
-            lambda what, done, of: bar.update(task, description=what, completed=done, total=of),
-        )
-    _end(outcome.verified, summary(outcome) if as_json else lambda: show(outcome, stdout()))
+    _run("weights", locals(), working("start"), staged=not in_place)
 
 
 @app.command(short_help="A loop that learns while it pushes.")
@@ -156,21 +134,7 @@ def rl(
       fabric-ray demo rl --staleness 0         # rollouts wait for every version
       fabric-ray demo rl --steps 20 --json | jq .verified
     """
-    given = locals()
-    _prepare()
-    from fabric_ray.demo.rl.loop import run
-    from fabric_ray.demo.rl.options import HEADER, Options, Update, line, show, summary
-
-    console = _console(as_json)
-
-    def tell(update: Update) -> None:
-        if update.step == 1:
-            console.print(HEADER, highlight=False)
-        console.print(line(update), highlight=False)
-
-    with errors_in_words():
-        outcome = run(_options(Options, given), tell)
-    _end(outcome.verified, summary(outcome) if as_json else lambda: show(outcome, console))
+    _run("rl.loop", locals())
 
 
 @app.command(short_help="Prefill and decode apart, behind Ray Serve.")
@@ -206,9 +170,6 @@ def kvcache(
       fabric-ray demo kvcache --seconds 5 --json | jq .verified
     """
     given = locals()
-    _prepare("uvicorn", extra="serve")
-    from fabric_ray.demo.kvcache import Options, run
-
     console = _console(as_json)
 
     def tell(kind: str, text: str) -> None:
@@ -217,10 +178,7 @@ def kvcache(
         else:
             console.print(f"{'' if kind == 'event' else '[bold]'}{text}", highlight=False)
 
-    # Ray says on stdout that a worker was killed, where the result alone belongs.
-    with errors_in_words(), redirect_stdout(sys.stderr) if as_json else nullcontext():
-        outcome = run(_options(Options, given), tell)
-    _end(outcome.verified, outcome.summary() if as_json else lambda: outcome.show(console))
+    _run("kvcache", given, nullcontext(tell))
 
 
 @app.command(short_help="Experts on many ranks, one of which dies.")
@@ -244,49 +202,56 @@ def moe(
       fabric-ray demo moe --ranks 8 --tokens 64
       fabric-ray demo moe --steps 1 --json | jq .verified
     """
-    given = locals()
-    _prepare()
-    from fabric_ray.demo.moe import Options, run
+    _run("moe", locals())
 
+
+def _run(
+    demo: str,
+    given: dict[str, Any],
+    telling: AbstractContextManager[Callable[..., None]] | None = None,
+    **more: Any,
+) -> None:
+    """Runs a demo, and prints what it found; the exit code says whether all checks held.
+
+    Args:
+        demo: the module.
+        given: parameters of the command, which are the demo's options by their names.
+        telling: yields what shows progress; lines by default.
+        more: further options.
+    """
+    _prepare(demo)
+    module = import_module(f"fabric_ray.demo.{demo}")
+    named = {name: given[name] for name in module.Options.__struct_fields__ if name in given}
+    options = {name: v.value if isinstance(v, Enum) else v for name, v in named.items()}
+    as_json: bool = given["as_json"]
     console = _console(as_json)
+    lines = nullcontext(partial(console.print, highlight=False, markup=False))
     # Ray says on stdout that a worker was killed, where the result alone belongs.
-    with errors_in_words(), redirect_stdout(sys.stderr) if as_json else nullcontext():
-        outcome = run(
-            _options(Options, given),
-            lambda what: console.print(what, highlight=False, markup=False),
-        )
-    _end(outcome.verified, outcome.summary() if as_json else lambda: outcome.show(console))
-
-
-def _options(kind: type[T], given: dict[str, Any], **more: Any) -> T:
-    """A demo's options from the parameters of its command, by their names."""
-    named = {field: given[field] for field in kind.__struct_fields__ if field in given}
-    plain = {name: v.value if isinstance(v, Enum) else v for name, v in named.items()}
-    return kind(**plain, **more)
+    quiet: AbstractContextManager[Any] = redirect_stdout(sys.stderr) if as_json else nullcontext()
+    with errors_in_words(), quiet, telling or lines as tell:
+        outcome = module.run(module.Options(**options, **more), tell)
+    if as_json:
+        typer.echo(json.dumps(outcome.summary()))
+    else:
+        outcome.show(console)
+    if not outcome.verified:
+        raise typer.Exit(Code.NO)
 
 
 def _console(as_json: bool) -> Console:
     """Progress goes to stderr where stdout holds the result alone."""
-    return Console(stderr=as_json, quiet=as_json and not sys.stderr.isatty())
+    return Console(stderr=True, quiet=not sys.stderr.isatty()) if as_json else stdout()
 
 
-def _prepare(*more: str, extra: str = "ray") -> None:
-    """What every demo needs before it imports Ray."""
-    needed = ("ray", "torch", "safetensors", "matplotlib", *more)
+def _prepare(demo: str) -> None:
+    """What a demo needs before it imports Ray."""
+    needed = ["ray", "torch", "safetensors", "matplotlib"]
+    needed += ["uvicorn"] if demo == "kvcache" else []
     missing = [m for m in needed if find_spec(m) is None]
     if missing:
+        extra = "serve" if demo == "kvcache" else "ray"
         fail(f"{', '.join(missing)} not installed; {how_to_install(extra)}")
     # Ray reads it when it is imported, and would print more than the demo does.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # A laptop under load needs longer than Ray allows by default.
     os.environ.setdefault("RAY_agent_register_timeout_ms", "180000")
-
-
-def _end(verified: bool, result: dict[str, Any] | Callable[[], None]) -> None:
-    """Prints the result as JSON, or has it shown; the exit code says whether all checks held."""
-    if callable(result):
-        result()
-    else:
-        typer.echo(json.dumps(result))
-    if not verified:
-        raise typer.Exit(Code.NO)

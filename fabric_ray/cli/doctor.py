@@ -49,10 +49,10 @@ def doctor(
 
     What isn't there is no fault: a machine without NICs is healthy if shared memory and TCP work.
 
-    Between two hosts: --listen on one prints what to type on the other. That shakes hands, then
-    writes over every transport and NIC that both have, both ways, and compares every byte.
+    Between two hosts: --listen on one prints the command for the other. That connects, writes
+    over every transport and NIC that both have, both ways, and compares every byte.
     FABRIC_RAY_TOKEN, _BIND and _PORTS are as for all engines; without a token one is drawn for
-    this meeting, and is in the text.
+    this visit, and the text holds it.
 
     \b
     Examples:

@@ -1,7 +1,7 @@
-"""Faces of other transfer libraries over this one: code that is written to them runs as it is.
+"""Interfaces of other transfer libraries over this one: their callers run unchanged.
 
 `shim_path` gives the folders to put on ``PYTHONPATH`` so that ``import nixl`` and
-``import mooncake`` find these in every process, those that a framework starts included.
+``import mooncake`` find these in every process, also in those that a framework starts.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ def shim_path(*libraries: str) -> str:
         libraries: ``mooncake``, ``nixl``; both if none is named.
 
     Raises:
-        InvalidArgument: there is no such face.
+        InvalidArgument: there is no such interface.
     """
     for name in libraries:
         if name not in LIBRARIES:
-            raise InvalidArgument(f"there is no face of {name!r}; there are {', '.join(LIBRARIES)}")
+            raise InvalidArgument(
+                f"no interface of this library: got {name!r}, expected {' or '.join(LIBRARIES)}"
+            )
     shims = Path(__file__).parent / "shims"
     return ":".join(str(shims / name) for name in libraries or LIBRARIES)
 

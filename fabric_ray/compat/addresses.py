@@ -1,15 +1,23 @@
-"""From the raw addresses that other libraries name memory by to regions, and to requests."""
+"""Raw addresses, as other libraries name memory, to regions and to requests."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
-from typing import Generic, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fabric_ray.engine import Batch, Pages, Region, RemoteRegion, pages
+from fabric_ray.engine import (
+    Batch,
+    Pages,
+    Region,
+    RemoteRegion,
+    Transfer,
+    TransferEngine,
+    pages,
+)
 from fabric_ray.errors import InvalidArgument, OutOfBounds
 
 R = TypeVar("R", Region, RemoteRegion)
@@ -17,22 +25,22 @@ Ints = NDArray[np.int64]
 Op = Literal["read", "write"]
 
 _WHOLE = 1 << 20
-"""Pages are never cut over several NICs: what is as long as this goes as a write of its own."""
+"""Pages are never divided over several NICs: a range of so many bytes is a write of its own."""
 _PAGE_NUMBERS = 1 << 32
 
 
-class Places(NamedTuple):
-    """Where ranges of addresses lie: the number of the region, and the offset in it."""
+class Locations(NamedTuple):
+    """Of ranges of addresses: the index of the region, and the offset in it."""
 
     region: Ints
     offset: Ints
 
 
 class AddressSpace(Generic[R]):
-    """Regions by the addresses at which their owner has them; never changed, only replaced.
+    """Regions by their addresses in their owner's process. Immutable.
 
     Args:
-        regions: first addresses and regions; they may lie over one another.
+        regions: first addresses and regions, which may overlap.
     """
 
     def __init__(self, regions: Iterable[tuple[int, R]] = ()) -> None:
@@ -41,29 +49,29 @@ class AddressSpace(Generic[R]):
         self.first = np.array([first for first, _ in ordered], dtype=np.int64)
         self._end = self.first + np.array([r.nbytes for r in self.regions], dtype=np.int64)
 
-    def find(self, addresses: ArrayLike, nbytes: ArrayLike, whose: str) -> Places:
-        """Of each range, a region that has all of it.
+    def find(self, addresses: ArrayLike, nbytes: ArrayLike, owner: str) -> Locations:
+        """A region that contains all of each range.
 
         Raises:
-            OutOfBounds: no region has; the first such range is named.
+            OutOfBounds: no region contains a range; the first such range is named.
         """
         start = _whole_numbers(addresses)
         end = start + _whole_numbers(nbytes)
         region = np.searchsorted(self.first, start, side="right").astype(np.int64) - 1
         inside = region >= 0
         inside[inside] = end[inside] <= self._end[region[inside]]
-        for i in np.flatnonzero(~inside):  # regions over one another: any that has it will do
+        for i in np.flatnonzero(~inside):  # overlapping regions: any that contains the range
             having = np.flatnonzero((self.first <= start[i]) & (end[i] <= self._end))
             if not having.size:
                 raise OutOfBounds(
                     f"{end[i] - start[i]} bytes at {start[i]:#x} don't lie in one range that "
-                    f"{whose} has registered; register them, all of a range at once",
+                    f"{owner} has registered; register them, all of a range at once",
                     offset=int(start[i]),
                     nbytes=int(end[i] - start[i]),
                     limit=0,
                 )
             region[i] = having[-1]
-        return Places(region, start - self.first[region])
+        return Locations(region, start - self.first[region])
 
 
 class Registered:
@@ -76,7 +84,7 @@ class Registered:
         self._next = 0
         self._space: AddressSpace[Region] | None = None
         self.version = 0
-        """How often it has changed."""
+        """The number of changes."""
 
     def add(self, address: int, region: Region) -> None:
         with self._lock:
@@ -86,7 +94,7 @@ class Registered:
             self._changed()
 
     def take(self, address: int, nbytes: int | None = None) -> Region | None:
-        """Forgets a region that begins there, the latest, and returns it; ``None`` if none does."""
+        """Removes the latest region that begins there, and returns it; ``None`` without one."""
         with self._lock:
             keys = self._at.get(address, [])
             for key in reversed(keys):
@@ -105,7 +113,7 @@ class Registered:
 
     @property
     def space(self) -> AddressSpace[Region]:
-        """As it is now."""
+        """The present regions."""
         with self._lock:
             if self._space is None:
                 self._space = AddressSpace(self._regions.values())
@@ -116,17 +124,43 @@ class Registered:
         self.version += 1
 
 
+class EmptyTransfer:
+    """The transfer of no bytes: over when it begins."""
+
+    quiesced = True
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None: ...
+
+    result = cancel = wait
+
+    def wait_quiesced(self, timeout: float) -> bool:
+        return True
+
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
+        callback(self)
+
+
+def submit(
+    engine: TransferEngine, batch: Batch, timeout: float | None = None
+) -> Transfer | EmptyTransfer:
+    """Begins the copies of a batch, which may be empty."""
+    return engine.submit(batch, timeout=timeout) if len(batch) else EmptyTransfer()
+
+
 def add_copies(
     batch: Batch,
     op: Op,
-    local: tuple[Sequence[Region], Places],
-    remote: tuple[Sequence[RemoteRegion], Places],
+    local: tuple[Sequence[Region], Locations],
+    remote: tuple[Sequence[RemoteRegion], Locations],
     nbytes: Ints,
 ) -> None:
-    """Adds the copy of each range to a batch, in as few operations as there can be.
+    """Adds the copy of each range to a batch, in as few operations as possible.
 
-    Ranges that continue one another on both sides go as one; those of equal length between the same
-    two regions go as pages.
+    Ranges that are adjacent on both sides are one write; ranges of equal length between the same
+    two regions are pages of one operation.
     """
     (ours, here), (theirs, there) = local, remote
     table = np.stack([here.region, there.region, nbytes, here.offset, there.offset], axis=1)
@@ -142,7 +176,7 @@ def add_copies(
 
 
 def _joined(table: Ints) -> Ints:
-    """Rows of (region, region, bytes, offset, offset) with neighbours made one."""
+    """Rows of (region, region, bytes, offset, offset), with adjacent rows joined."""
     if len(table) < 2:
         return table
     before, after = table[:-1], table[1:]

@@ -1,4 +1,4 @@
-"""Notifications of peers that the caller has not asked for yet."""
+"""Notifications of peers that the caller has not read yet."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MOST_BYTES = 64 << 20
 
 
 class Inbox(Generic[T]):
-    """Keeps so many notifications and so many bytes of them; what comes after that is dropped,
-    which is logged once until they are taken. For any thread.
+    """Keeps a bounded number and bytes of notifications; drops further ones, with one warning until
+    they are taken. For any thread.
     """
 
     def __init__(self, log: logging.Logger, *, most: int = MOST, most_bytes: int = MOST_BYTES):
@@ -24,23 +24,23 @@ class Inbox(Generic[T]):
         self._nbytes = 0
         self._dropping = False
 
-    def add(self, said: T, nbytes: int) -> None:
-        """Keeps it, of that size, if there is room."""
+    def add(self, notification: T, nbytes: int) -> None:
+        """Keeps a notification of that size if there is room."""
         with self._lock:
             if len(self._kept) < self._most and self._nbytes + nbytes <= self._most_bytes:
-                self._kept.append(said)
+                self._kept.append(notification)
                 self._nbytes += nbytes
                 return
             first, self._dropping = not self._dropping, True
         if first:
             self._log.warning(
-                "notifications are dropped: %d of %d bytes wait to be asked for; ask more often",
+                "notifications are dropped: %d of %d bytes wait to be read; read more often",
                 len(self._kept),
                 self._nbytes,
             )
 
     def take(self) -> list[T]:
-        """All of them, the oldest first."""
+        """Removes and returns all of them, the oldest first."""
         with self._lock:
             kept, self._kept = self._kept, []
             self._nbytes, self._dropping = 0, False

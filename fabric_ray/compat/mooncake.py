@@ -14,16 +14,15 @@ import itertools
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable, Sequence
-from functools import partial, partialmethod
-from typing import Any, TypeVar
+from functools import partial, partialmethod, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
 from fabric_ray.compat.addresses import Op, Registered
 from fabric_ray.compat.inbox import Inbox
-from fabric_ray.compat.moves import Copies, Move, moved
+from fabric_ray.compat.moves import Copies, Move, move_and_wait
 from fabric_ray.compat.sessions import Sessions, host_and_port
 from fabric_ray.decoding import from_msgpack
 from fabric_ray.engine import EngineConfig, Message
@@ -51,7 +50,25 @@ _PROTOCOLS: dict[str, dict[str, Any]] = {
     "nvlink_intra": {},
     "": {},
 }
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _logged(failed: T) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Has a call return ``failed`` and log why, where it would raise a ``FabricError``."""
+
+    def decorate(call: Callable[P, T]) -> Callable[P, T]:
+        @wraps(call)
+        def logged(*args: P.args, **named: P.kwargs) -> T:
+            try:
+                return call(*args, **named)
+            except FabricError as error:
+                _log.error("%s: %s", call.__name__, error)
+                return failed
+
+        return logged
+
+    return decorate
 
 
 class TransferOpcode(enum.IntEnum):
@@ -81,6 +98,7 @@ class TransferEngine:
         self._opening = threading.Lock()
         self._timeout = max(5.0, float(os.environ.get("MC_TRANSFER_TIMEOUT", "30")))
 
+    @_logged(_FAILED)
     def initialize(
         self, local_hostname: str, metadata_server: str, protocol: str, device_name: str
     ) -> int:
@@ -97,8 +115,7 @@ class TransferEngine:
         Returns:
             0, or -1.
         """
-
-        def open_engine() -> int:
+        with self._opening:  # two threads that call it get one engine, and one of them -1
             if self._sessions is not None:
                 raise InvalidArgument("it is initialized; make another TransferEngine")
             if metadata_server != "P2PHANDSHAKE":
@@ -109,13 +126,9 @@ class TransferEngine:
             host, port = host_and_port(local_hostname)
             config = EngineConfig.resolve(None, _options(protocol, device_name))
             sessions = Sessions(host, port, config, self._registered)
-            me = weakref.ref(self)
-            sessions.engine.receive(lambda message: _keep_notify(me(), message))
+            sessions.engine.receive(partial(_keep_notify, self._notifies))
             self._sessions = sessions
-            return 0
-
-        with self._opening:  # two threads that call it get one engine, and one of them -1
-            return self._tried("initialize", open_engine, _FAILED)
+        return 0
 
     def get_rpc_port(self) -> int:
         """The port of this engine's session id."""
@@ -123,33 +136,27 @@ class TransferEngine:
 
     # memory
 
+    @_logged(_FAILED)
     def register_memory(self, buffer_addr: int, capacity: int, location: str = "*") -> int:
         """Lets peers read and write ``capacity`` bytes; the caller keeps them until
         :meth:`unregister_memory`. Where they lie is found out, whatever ``location`` says."""
+        region = self._opened().engine.register_address(buffer_addr, capacity)
+        self._registered.add(buffer_addr, region)
+        return 0
 
-        def register() -> int:
-            region = self._opened().engine.register_address(buffer_addr, capacity)
-            self._registered.add(buffer_addr, region)
-            return 0
-
-        return self._tried("register_memory", register, _FAILED)
-
+    @_logged(_FAILED)
     def unregister_memory(self, buffer_addr: int) -> int:
         """Returns 0 when no peer can reach the memory any more."""
-
-        def unregister() -> int:
-            region = self._registered.take(buffer_addr)
-            if region is None:
-                _log.error("unregister_memory: nothing was registered at %#x", buffer_addr)
-                return _NOT_REGISTERED
-            try:
-                region.deregister(_QUIESCE_S)
-            except NotQuiesced:
-                self._registered.add(buffer_addr, region)  # It may be tried again.
-                raise
-            return 0
-
-        return self._tried("unregister_memory", unregister, _FAILED)
+        region = self._registered.take(buffer_addr)
+        if region is None:
+            _log.error("unregister_memory: nothing was registered at %#x", buffer_addr)
+            return _NOT_REGISTERED
+        try:
+            region.deregister(_QUIESCE_S)
+        except NotQuiesced:
+            self._registered.add(buffer_addr, region)  # It may be tried again.
+            raise
+        return 0
 
     def batch_register_memory(
         self, buffer_addresses: Sequence[int], capacities: Sequence[int], location: str = "*"
@@ -169,48 +176,36 @@ class TransferEngine:
         codes = [self.unregister_memory(address) for address in buffer_addresses]
         return next((code for code in codes if code), 0)
 
+    @_logged(0)
     def allocate_managed_buffer(self, length: int) -> int:
         """The address of memory that peers of this host can map, zeroed and registered; 0 if there
         is none."""
-
-        def allocate() -> int:
-            region = self._opened().engine.alloc(length)
-            self._registered.add(region.addr, region)
-            return region.addr
-
-        return self._tried("allocate_managed_buffer", allocate, 0)
+        region = self._opened().engine.alloc(length)
+        self._registered.add(region.addr, region)
+        return region.addr
 
     def free_managed_buffer(self, buffer_addr: int, length: int) -> int:
         """Gives it back."""
         return self.unregister_memory(buffer_addr)
 
+    @_logged(_FAILED)
     def write_bytes_to_buffer(self, dest_address: int, src_ptr: bytes, length: int) -> int:
         """Copies into registered memory of this process."""
+        self._check_host_memory(dest_address, length)
+        ctypes.memmove(dest_address, src_ptr, min(length, len(src_ptr)))
+        return 0
 
-        def copy() -> int:
-            self._host_memory(dest_address, length)
-            ctypes.memmove(dest_address, src_ptr, min(length, len(src_ptr)))
-            return 0
-
-        return self._tried("write_bytes_to_buffer", copy, _FAILED)
-
+    @_logged(b"")
     def read_bytes_from_buffer(self, source_address: int, length: int) -> bytes:
         """A copy of registered memory of this process; empty if it isn't."""
+        self._check_host_memory(source_address, length)
+        return ctypes.string_at(source_address, length)
 
-        def copy() -> bytes:
-            self._host_memory(source_address, length)
-            return ctypes.string_at(source_address, length)
-
-        return self._tried("read_bytes_from_buffer", copy, b"")
-
+    @_logged(0)
     def get_first_buffer_address(self, segment_name: str) -> int:
         """Where the memory begins that a peer registered first; 0 if it can't be asked or has
         none."""
-
-        def find() -> int:
-            return self._opened().learn(segment_name).first or 0
-
-        return self._tried("get_first_buffer_address", find, 0)
+        return self._opened().learn(segment_name).first or 0
 
     # transfers
 
@@ -229,6 +224,7 @@ class TransferEngine:
             target_hostname, [buffer], [peer_buffer_address], [length], opcode, notify
         )
 
+    @_logged(_FAILED)
     def batch_transfer_sync(
         self,
         target_hostname: str,
@@ -244,23 +240,20 @@ class TransferEngine:
         A peer that has restarted is written to from the second call on: the first returns -1, for
         the addresses may be those of its last incarnation and have to be asked for again.
         """
-
-        def transfer() -> int:
-            here = self._opened()
-            note = None if notify is None else _note(notify)
-            copies = Copies(_op(opcode), buffers, peer_buffer_addresses, lengths)
-            there = moved(here, self._registered, target_hostname, copies, self._timeout)
-            if note is not None:
-                here.engine.send(there.peer, note, timeout=self._timeout).wait()
-            return 0
-
-        return self._tried("batch_transfer_sync", transfer, _FAILED)
+        here = self._opened()
+        note = None if notify is None else _note(notify)
+        copies = Copies(_op(opcode), buffers, peer_buffer_addresses, lengths)
+        there = move_and_wait(here, self._registered, target_hostname, copies, self._timeout)
+        if note is not None:
+            here.engine.send(there.peer, note, timeout=self._timeout).wait()
+        return 0
 
     transfer_sync_write = partialmethod(transfer_sync, opcode=TransferOpcode.Write)
     transfer_sync_read = partialmethod(transfer_sync, opcode=TransferOpcode.Read)
     batch_transfer_sync_write = partialmethod(batch_transfer_sync, opcode=TransferOpcode.Write)
     batch_transfer_sync_read = partialmethod(batch_transfer_sync, opcode=TransferOpcode.Read)
 
+    @_logged(0)
     def batch_transfer_async(
         self,
         target_hostname: str,
@@ -271,29 +264,21 @@ class TransferEngine:
         transport_hint: str = "",
     ) -> int:
         """Begins; returns a number to ask by, or 0 if it can't."""
-
-        def begin() -> int:
-            here = self._opened()
-            copies = Copies(_op(opcode), buffers, peer_buffer_addresses, lengths)
-            move = Move(here, self._registered, target_hostname, copies, timeout=self._timeout)
-            with self._lock:
-                number = next(self._numbers)
-                self._batches[number] = move
-            return number
-
-        return self._tried("batch_transfer_async", begin, 0)
+        here = self._opened()
+        copies = Copies(_op(opcode), buffers, peer_buffer_addresses, lengths)
+        move = Move(here, self._registered, target_hostname, copies, timeout=self._timeout)
+        with self._lock:
+            number = next(self._numbers)
+            self._batches[number] = move
+        return number
 
     batch_transfer_async_write = partialmethod(batch_transfer_async, opcode=TransferOpcode.Write)
     batch_transfer_async_read = partialmethod(batch_transfer_async, opcode=TransferOpcode.Read)
 
     def get_batch_transfer_status(self, batch_ids: Sequence[int]) -> int:
         """Waits for all of them: 0 if they succeeded, -1 if one failed. Forgets them."""
-
-        def wait() -> int:
-            codes = [self._tried("a transfer", partial(self._end, i), _FAILED) for i in batch_ids]
-            return min(codes, default=0)
-
-        return self._tried("get_batch_transfer_status", wait, _FAILED)
+        codes = [self._end(number) for number in batch_ids]
+        return _FAILED if any(codes) else 0
 
     def transfer_submit_write(
         self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int
@@ -310,11 +295,7 @@ class TransferEngine:
             move = self._batches.get(batch_id)
         if move is not None and not move.done():
             return 0
-        try:
-            return 1 + self._end(batch_id)
-        except FabricError as error:
-            _log.error("transfer_check_status: %s", error)
-            return _TOO_LATE if isinstance(error, TransferTimeout) else _FAILED
+        return self._end(batch_id) or 1
 
     # peers
 
@@ -323,15 +304,12 @@ class TransferEngine:
         are the most."""
         return self._notifies.take()
 
+    @_logged(_NO_METADATA)
     def send_probe(self, peer_server_name: str) -> int:
         """0 if the peer answers."""
-
-        def probe() -> int:
-            # The answer isn't kept: addresses of an ended incarnation end there.
-            self._opened().ask(peer_server_name)
-            return 0
-
-        return self._tried("send_probe", probe, _NO_METADATA)
+        # The answer isn't kept: addresses of an ended incarnation end there.
+        self._opened().ask(peer_server_name)
+        return 0
 
     def get_engine(self) -> Any:
         """
@@ -351,27 +329,23 @@ class TransferEngine:
         return self._sessions
 
     def _end(self, number: int) -> int:
+        """Waits for a transfer and forgets it: 0, or the code of its failure, which is logged."""
         with self._lock:
             move = self._batches.pop(number, None)
-        if move is None:
-            raise InvalidArgument(f"there is no transfer {number}, or it was over before")
-        move.finish()
+        try:
+            if move is None:
+                raise InvalidArgument("there is none of this number, or it was over before")
+            move.finish()
+        except FabricError as error:
+            _log.error("transfer %s: %s", number, error)
+            return _TOO_LATE if isinstance(error, TransferTimeout) else _FAILED
         return 0
 
-    def _host_memory(self, address: int, nbytes: int) -> None:
+    def _check_host_memory(self, address: int, nbytes: int) -> None:
         space = self._registered.space
         [number] = space.find([address], [nbytes], "this process").region
         if space.regions[number].cuda_device is not None:
             raise Unsupported("the memory is on a GPU; copy it with CUDA")
-
-    @staticmethod
-    def _tried(call: str, function: Callable[[], T], failed: T) -> T:
-        """What ``function`` returns, or ``failed`` and a line in the log."""
-        try:
-            return function()
-        except FabricError as error:
-            _log.error("%s: %s", call, error)
-            return failed
 
 
 def _options(protocol: str, device_name: str) -> dict[str, Any]:
@@ -404,12 +378,10 @@ def _note(notify: TransferNotify) -> bytes:
     return note
 
 
-def _keep_notify(engine: TransferEngine | None, message: Message) -> None:
-    if engine is None:
-        return
+def _keep_notify(inbox: Inbox[TransferNotify], message: Message) -> None:
     with contextlib.suppress(msgspec.MsgspecError):
         note = TransferNotify(*from_msgpack(message.data, tuple[str, str]))
-        engine._notifies.add(note, len(message.data))
+        inbox.add(note, len(message.data))
 
 
 __all__ = ["TransferEngine", "TransferNotify", "TransferOpcode"]

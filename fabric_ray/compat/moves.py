@@ -1,4 +1,4 @@
-"""Copies between addresses of this process and of a peer that is named by its session id."""
+"""Copies between addresses of this process and of a peer, which a session id names."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fabric_ray.compat.addresses import Op, Registered, add_copies
+from fabric_ray.compat.addresses import Op, Registered, add_copies, submit
 from fabric_ray.compat.sessions import Session, Sessions
-from fabric_ray.engine import Batch, Transfer
+from fabric_ray.engine import Batch
 from fabric_ray.errors import (
     FabricError,
     InvalidArgument,
@@ -24,11 +24,11 @@ _log = logging.getLogger("fabric_ray.compat.mooncake")
 
 _QUIESCE_S = 10.0
 _OUTDATED = (Stale, PeerLost, Unreachable)
-"""What was known of the peer holds no longer; the next call asks it anew."""
+"""What is known of the peer is outdated; the next call asks it again."""
 
 
 class Copies(NamedTuple):
-    """What goes where: addresses here and there, and bytes, of each range."""
+    """Of each range: its address here, its address at the peer, its bytes."""
 
     op: Op
     here: Sequence[int]
@@ -37,12 +37,12 @@ class Copies(NamedTuple):
 
 
 class Move:
-    """Copies under way to one incarnation of a peer.
+    """Copies in progress to one incarnation of a peer.
 
     Raises:
         InvalidArgument: lists of unequal lengths.
-        OutOfBounds: memory that isn't registered.
-        Stale: the peer is another than it was: its addresses have to be asked for again.
+        OutOfBounds: memory is not registered.
+        Stale: the peer has restarted: ask it for its addresses again.
         PeerError: it can't be reached.
     """
 
@@ -59,35 +59,30 @@ class Move:
         self._sessions, self._target = sessions, target
         self.session = session or sessions.at(target)
         batch = self._batch(registered, copies)
-        self.transfer: Transfer | None = None
-        """``None`` if there is nothing to copy."""
-        if len(batch):
-            # A gigabyte a second at least, as Mooncake reckons.
-            seconds = timeout + float(np.sum(copies.nbytes)) / 1e9
-            try:
-                self.transfer = sessions.engine.submit(batch, timeout=seconds)
-            except _OUTDATED:
-                sessions.forget(target, self.session)
-                raise
+        # Each gigabyte adds a second, as in Mooncake.
+        seconds = timeout + float(np.sum(copies.nbytes)) / 1e9
+        try:
+            self._transfer = submit(sessions.engine, batch, seconds)
+        except _OUTDATED:
+            sessions.forget(target, self.session)
+            raise
 
     def done(self) -> bool:
-        return self.transfer is None or self.transfer.done()
+        return self._transfer.done()
 
     @property
     def quiet(self) -> bool:
-        """Whether it is known that nothing of it can land any more."""
-        return self.transfer is None or self.transfer.quiesced is True
+        """Whether no byte of it can land any more."""
+        return self._transfer.quiesced is True
 
     def finish(self) -> None:
-        """Waits until it is over, and quiet if it failed (MR-1)."""
-        if self.transfer is None:
-            return
+        """Waits for its end; if it failed, until no byte of it can land any more (MR-1)."""
         try:
-            self.transfer.wait()
+            self._transfer.wait()
         except FabricError as error:
             if isinstance(error, _OUTDATED):
                 self._sessions.forget(self._target, self.session)
-            if self.transfer.wait_quiesced(_QUIESCE_S) is not True:
+            if self._transfer.wait_quiesced(_QUIESCE_S) is not True:
                 _log.error("bytes of the failed transfer may still land; keep its buffers")
             raise
 
@@ -110,11 +105,13 @@ class Move:
         return batch
 
 
-def moved(
+def move_and_wait(
     sessions: Sessions, registered: Registered, target: str, copies: Copies, timeout: float
 ) -> Session:
-    """The peer, when all bytes are in place. It may have registered its memory anew: what it says
-    now holds for the whole batch, if it is the same incarnation and the first try is quiet (MR-1).
+    """Returns the peer when all bytes are in place.
+
+    If the peer has registered its memory again, asks it and makes a second try. That needs the same
+    incarnation, and a first try of which no byte can land any more (MR-1).
     """
     session, first = sessions.at(target), None
     try:
@@ -130,4 +127,4 @@ def moved(
     return second.session
 
 
-__all__ = ["Copies", "Move", "moved"]
+__all__ = ["Copies", "Move", "move_and_wait"]

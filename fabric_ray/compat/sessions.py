@@ -1,4 +1,4 @@
-"""Peers by ``host:port``: the process there answers with its engine's address and its memory."""
+"""Peers by ``host:port``, which answer with the address of their engine and their memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import NamedTuple
 import msgspec
 
 from fabric_ray.compat.addresses import AddressSpace, Registered
-from fabric_ray.compat.rendezvous import Rendezvous, ask
 from fabric_ray.decoding import from_msgpack
 from fabric_ray.engine import (
     EngineAddress,
@@ -21,11 +20,12 @@ from fabric_ray.engine import (
     TransferEngine,
 )
 from fabric_ray.errors import DecodeError, InvalidArgument, Stale, Unreachable
+from fabric_ray.rpc import Server, call, key_of
 
 
 class _Question(msgspec.Struct, frozen=True, array_like=True):
     incarnation: str
-    """Whose table the caller has, by the engine's id, and which version of it."""
+    """The engine whose table the caller has, and the version of that table."""
     version: int
 
 
@@ -33,34 +33,34 @@ class _Table(msgspec.Struct, frozen=True, array_like=True):
     address: bytes
     version: int
     regions: list[tuple[int, bytes]] | None
-    """First addresses and descriptors; ``None`` if what the caller has still holds."""
+    """First addresses and descriptors; ``None`` if the caller's table is up to date."""
 
 
 class Session(NamedTuple):
-    """A peer, as it was when it was last asked."""
+    """A peer, by its last answer."""
 
     peer: Peer
     version: int
     first: int | None
-    """Where the region begins that it registered first."""
+    """The first address of the region that it registered first."""
     space: AddressSpace[RemoteRegion]
     number: int
-    """Which question it answers, of those that were asked here, in their order."""
+    """The number of the question that it answered, in the order of questions from here."""
 
     def is_newer_than(self, other: Session) -> bool:
-        """Of one incarnation by its version; of two, the one that was asked for later."""
+        """By version for one incarnation; by the number of the question for two."""
         if self.peer.id == other.peer.id:
             return self.version > other.version
         return self.number > other.number
 
 
 class Sessions:
-    """An engine that is found by ``host:port``, and what it has found out about others.
+    """An engine that peers find by ``host:port``, and the peers that it knows.
 
     Args:
-        host: how peers reach this host.
+        host: the name or address by which peers reach this host.
         port: 0 for any that is free.
-        registered: the memory that peers are told of.
+        registered: the memory that peers may use.
 
     Raises:
         ResourceError: the port is taken.
@@ -70,42 +70,42 @@ class Sessions:
     def __init__(self, host: str, port: int, config: EngineConfig, registered: Registered) -> None:
         me = weakref.ref(self)
         self._registered = registered
-        self._token = config.token
+        self._key = key_of(config.token)
         self._known: dict[str, Session] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._rendezvous = Rendezvous(
+        self._server = Server(
             lambda request: _answer(me(), request),
+            key=self._key,
             port=port,
-            token=config.token,
             bind=config.bind,
             ports=config.ports,
         )
-        self.port = self._rendezvous.port
+        self.port = self._server.port
         self.name = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
         try:
             self.engine = TransferEngine(config, name=self.name)
         except BaseException:
-            self._rendezvous.close()
+            self._server.close()
             raise
-        weakref.finalize(self, _shut, self._rendezvous, self.engine)
+        weakref.finalize(self, _shut, self._server, self.engine)
 
     def at(self, name: str) -> Session:
-        """The peer of that session id; asked if it isn't known.
+        """The peer of that session id; asks it if it is unknown.
 
         Raises:
             Unreachable: no process answers there.
-            HandshakeError: the process there knows another token, or is another user's.
+            HandshakeError: the process there has another token, or belongs to another user.
         """
         with self._lock:
             known = self._known.get(name)
         return known or self.learn(name)
 
     def again(self, name: str, last: Session) -> Session:
-        """The same incarnation of a peer, as it is now.
+        """Asks the same incarnation of a peer again.
 
         Raises:
-            Stale: it is another; addresses of the last one mean nothing there.
+            Stale: it has restarted; addresses of the earlier incarnation are invalid.
         """
         session = self.learn(name)
         if session.peer.id != last.peer.id:
@@ -113,7 +113,7 @@ class Sessions:
         return session
 
     def learn(self, name: str) -> Session:
-        """The peer, asked anew, whichever incarnation it is."""
+        """Asks the peer again; any incarnation may answer."""
         with self._lock:
             known = self._known.get(name)
             number = next(self._numbers)
@@ -129,32 +129,32 @@ class Sessions:
         session = Session(peer, table.version, first, AddressSpace(regions), number)
         with self._lock:
             other = self._known.get(name)
-            # Another thread may have been told more since.
+            # Another thread may have had a later answer.
             if other is not None and other.is_newer_than(session):
                 return other
             self._known[name] = session
         return session
 
     def ask(self, name: str, known: Session | None = None) -> _Table:
-        """What the peer answers to a caller that has `known` of it; nothing is kept."""
+        """Asks the peer for what is newer than `known`; keeps nothing."""
         incarnation, version = (known.peer.id, known.version) if known else ("", -1)
         question = msgspec.msgpack.encode(_Question(incarnation, version))
         host, port = host_and_port(name)
         try:
-            return _decoded(ask(host, port, question, token=self._token))
+            return _decoded(call(host, port, question, key=self._key))
         except Unreachable:
             self.forget(name, known)
             raise
 
     def forget(self, name: str, session: Session | None) -> None:
-        """Lets go of a peer that is lost, unless another incarnation was found there since."""
+        """Forgets a lost peer, unless another incarnation is known by now."""
         with self._lock:
             known = self._known.get(name)
             if known is not None and session is not None and known.peer.id == session.peer.id:
                 del self._known[name]
 
     def answer(self, request: bytes) -> bytes:
-        """Tells a peer this engine's address and memory."""
+        """Answers a peer with this engine's address and memory."""
         question = from_msgpack(request, _Question)
         version, regions = self._registered.listed()
         address = self.engine.address
@@ -165,10 +165,10 @@ class Sessions:
 
 
 def host_and_port(name: str) -> tuple[str, int]:
-    """Of ``host``, ``host:port`` or ``[address]:port``; port 0 if there is none.
+    """Parses ``host``, ``host:port`` or ``[address]:port``; port 0 without one.
 
     Raises:
-        InvalidArgument: it is none of these.
+        InvalidArgument: the name has another form.
     """
     host, colon, port = name.rpartition(":")
     if name.startswith("[") and name.endswith("]"):
@@ -193,6 +193,6 @@ def _decoded(answer: bytes) -> _Table:
         raise DecodeError(f"the peer's table of memory is broken: {error}") from error
 
 
-def _shut(rendezvous: Rendezvous, engine: TransferEngine) -> None:
-    rendezvous.close()
+def _shut(server: Server, engine: TransferEngine) -> None:
+    server.close()
     engine.close()

@@ -1,4 +1,4 @@
-"""Actors of the demo of weight pushes: trainers with FSDP2, tensor-parallel rollouts."""
+"""Actors of the demos that push weights: trainers with FSDP2, tensor-parallel rollouts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import ctypes
 import statistics
 import time
 import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+import ray
 import torch
 import torch.distributed as dist
 
@@ -24,6 +27,8 @@ from fabric_ray.weights import WeightSource, WeightTarget
 from fabric_ray.weights.families import target_side
 from fabric_ray.weights.reference import iter_expected
 
+TIMEOUT = 600.0
+"""Seconds that a call of an actor may take."""
 BATCH, HALF = 2, 8
 # Far beyond any cache, so that every pass finds its bytes cold.
 _BLOCK = 256 << 20
@@ -69,8 +74,31 @@ class PlainCopy:
             nbytes -= n
 
 
+def spread(actor: type, **options: Any) -> Any:
+    """The actor's class for Ray, which puts actors on all nodes; ``remote`` makes one."""
+    # No CPUs are asked for: the demo has to fit on any machine. Ray's types lack some options.
+    remote: Any = ray.remote
+    return remote(num_cpus=0, scheduling_strategy="SPREAD", **options)(actor)
+
+
+@contextmanager
+def started(
+    trainers: Sequence[Any], rollouts: Sequence[Any], checkpoint: Path | None = None
+) -> Iterator[None]:
+    """Has trainers load their first weights, and ends all actors with the block."""
+    try:
+        store = ray.get(trainers[0].serve.remote(), timeout=TIMEOUT)
+        loads = [trainer.load.remote(store, checkpoint) for trainer in trainers]
+        ready = [rollout.__ray_ready__.remote() for rollout in rollouts]
+        ray.get([*loads, *ready], timeout=TIMEOUT)
+        yield
+    finally:
+        for actor in (*rollouts, *trainers):
+            ray.kill(actor)
+
+
 class Trainer:
-    """One rank; make it with ``ray.remote(Trainer).remote(...)``.
+    """One rank.
 
     Args:
         rank: 0 to ``world - 1``.
@@ -80,6 +108,9 @@ class Trainer:
         threads: copying threads of the engine.
         seed: of weights and data.
     """
+
+    STD = 0.02
+    """Of weights that are drawn."""
 
     def __init__(
         self,
@@ -93,9 +124,7 @@ class Trainer:
     ) -> None:
         torch.set_num_threads(threads)
         self.rank, self.world, self.config, self.threads = rank, world, config, threads
-        self._engine = runtime.engine(
-            name=f"demo-trainer-{rank}", transport=transport, copy_threads=threads
-        )
+        runtime.engine(name=f"trainer-{rank}", transport=transport, copy_threads=threads)
         self._generator = torch.Generator().manual_seed(seed * 1000 + rank)
         self._seed = seed
         self._store: Any = None
@@ -107,17 +136,15 @@ class Trainer:
         self._store = fsdp.serve_store(address, world=self.world)
         return address, self._store.port
 
-    def load(self, store: tuple[str, int], checkpoint: Path | None) -> int:
-        """Joins the others, takes this rank's shards of the weights; returns their bytes."""
+    def load(self, store: tuple[str, int], checkpoint: Path | None = None) -> None:
+        """Joins the others, and takes this rank's shards of the first weights."""
         address, port = store
         fsdp.join(rank=self.rank, world=self.world, address=address, port=port, store=self._store)
-        source = (
-            Checkpoint(checkpoint) if checkpoint else InitialWeights(self.config, seed=self._seed)
-        )
+        first = InitialWeights(self.config, seed=self._seed, std=self.STD)
+        source = Checkpoint(checkpoint) if checkpoint else first
         self.model = fsdp.sharded_model(self.config, fsdp.make_mesh(), source)
         self._optimizer = fsdp.make_optimizer(self.model)
         self.source = WeightSource(self.model, rank=self.rank)
-        return sum(p.to_local().nbytes for p in self.model.parameters())  # type: ignore[attr-defined]
 
     def train(self, steps: int) -> list[float]:
         """Trains; returns the loss of each step, averaged over the trainers."""
@@ -153,47 +180,55 @@ class Trainer:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return float(statistics.median(slowest.tolist()))
 
-    def close(self) -> None:
-        self.source.close()
-        fsdp.leave()
-        runtime.shutdown()
-
 
 class Rollout:
-    """One rank; make it with ``ray.remote(Rollout).remote(...)``.
+    """One rank.
 
     Args:
-        rank: 0 to ``tp - 1``.
-        tp: number of rollouts.
+        rank: 0 to ``engines * tp - 1``.
+        tp: ranks of an engine.
         ep: groups of them that own whole experts.
         config: the model.
         transport: of the engine.
         staged: see :class:`fabric_ray.weights.WeightTarget`.
+        engines: replicas of the model.
     """
 
     def __init__(
-        self, rank: int, tp: int, ep: int, config: ModelConfig, *, transport: str, staged: bool
+        self,
+        rank: int,
+        tp: int,
+        ep: int,
+        config: ModelConfig,
+        *,
+        transport: str,
+        staged: bool = True,
+        engines: int = 1,
     ) -> None:
         torch.set_num_threads(1)
         self.rank, self.tp, self.ep, self.config = rank, tp, ep, config
-        engine = runtime.engine(name=f"demo-rollout-{rank}", transport=transport)
-        side = target_side(config, tp=tp, ep=ep)
+        engine = runtime.engine(name=f"rollout-{rank}", transport=transport)
+        side = target_side(config, tp=tp, ep=ep, ranks=range(tp * engines))
         self.target = WeightTarget(side, rank=rank, engine=engine, staged=staged)
         self._seen: int | None = None
 
-    def check(self, reference: Path) -> Checked:
-        """Compares every byte with what the checkpoint of the trainers' tensors says."""
-        with self.target.reading() as weights:
-            return self._check(dict(weights), reference)
+    def check(self, reference: Path | Mapping[str, torch.Tensor]) -> Checked:
+        """Compares every byte with what the trainers' whole tensors say.
 
-    def _check(self, held: dict[str, torch.Tensor], reference: Path) -> Checked:
-        whole = Checkpoint(reference)
+        Args:
+            reference: these tensors, or the directory of a checkpoint of them.
+        """
+        whole = Checkpoint(reference) if isinstance(reference, Path) else reference
+        with self.target.reading() as weights:
+            return self._check(dict(weights), whole)
+
+    def _check(self, held: dict[str, torch.Tensor], whole: Mapping[str, torch.Tensor]) -> Checked:
         nbytes, checksum = 0, 0
         wrong = []
-        expected = iter_expected(self.config, whole, tp=self.tp, ep=self.ep, rank=self.rank)
-        for name, tensor in expected:
+        rank = self.rank % self.tp
+        for name, tensor in iter_expected(self.config, whole, tp=self.tp, ep=self.ep, rank=rank):
             found = held.pop(name, None)
-            if found is None or not _same(found, tensor):
+            if found is None or not same_bits(found, tensor):
                 wrong.append(name)
                 continue
             nbytes += found.nbytes
@@ -201,17 +236,14 @@ class Rollout:
         changed, self._seen = checksum != self._seen, checksum
         return Checked(nbytes, (*wrong, *held), changed)
 
-    def close(self) -> None:
-        self.target.close()
-        runtime.shutdown()
-
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     # As bytes, so that a NaN equals itself and zeros of either sign differ.
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+def same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether shape, dtype and every bit are the same."""
     return (
         found.shape == expected.shape
         and found.dtype == expected.dtype

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -70,6 +70,13 @@ def cluster(address: str | None) -> Iterator[None]:
             ray.shutdown()
 
 
+def check_least(options: object, **least: float) -> None:
+    """Raises InvalidArgument if an option is less than it can be."""
+    for name, bound in least.items():
+        if (value := getattr(options, name)) < bound:
+            raise InvalidArgument(f"{name} is {value}; give at least {bound}")
+
+
 def make_output(directory: Path) -> None:
     """Raises InvalidArgument if results can't be written there."""
     with given_path(directory):
@@ -92,37 +99,46 @@ def print_checks(checks: Mapping[str, bool], console: Console) -> None:
         console.print(f"{'[green]yes[/]' if holds else '[red]no [/]'}  {check}")
 
 
-def draw_lanes(path: Path, spans: Sequence[Span], title: str) -> None:
-    """Writes a PNG: a lane for each actor, in the order of their first spans, seconds from the
-    start."""
+class Lanes(NamedTuple):
+    """A part of a timeline: a lane for each actor, in the order of their first spans."""
+
+    title: str
+    spans: Sequence[Span]
+    begin: float
+    """Seconds since the epoch."""
+    milliseconds: bool = False
+    end: float | None = None
+    """Seconds from the begin to a dashed line."""
+
+
+def draw_timeline(path: Path, *parts: Lanes) -> None:
+    """Writes a PNG with one part below the other."""
     from matplotlib.figure import Figure
 
-    lanes = list(dict.fromkeys(span.actor for span in spans))
-    figure = Figure(figsize=(11, 1.2 + 0.45 * len(lanes)), layout="constrained", dpi=130)
-    axes = figure.subplots()
-    draw_bars(axes, lanes, spans, min(span.start for span in spans), 1.0)
-    axes.set_xlabel("seconds")
-    axes.set_title(title, loc="left", fontsize="medium")
+    actors = [list(dict.fromkeys(span.actor for span in part.spans)) for part in parts]
+    heights = [1.2 + 0.45 * len(lanes) for lanes in actors]
+    figure = Figure(figsize=(11, sum(heights)), layout="constrained", dpi=130)
+    panes = figure.subplots(len(parts), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for axes, lanes, part in zip(panes, actors, parts, strict=True):
+        scale = 1e3 if part.milliseconds else 1.0
+        named: set[str] = set()
+        for span in part.spans:
+            axes.barh(
+                lanes.index(span.actor),
+                max(span.seconds * scale, 0.0),
+                left=(span.start - part.begin) * scale,
+                height=0.7,
+                color=_COLOURS.get(span.stage, "#888888"),
+                label=span.stage if span.stage not in named else None,
+            )
+            named.add(span.stage)
+        if part.end is not None:
+            axes.axvline(part.end * scale, color="#333333", linewidth=1, linestyle="--")
+        axes.set_xlabel("milliseconds" if part.milliseconds else "seconds")
+        axes.set_title(part.title, loc="left", fontsize="medium")
+        axes.set_yticks(range(len(lanes)), lanes)
+        axes.invert_yaxis()
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize="small")
+        axes.spines[["top", "right"]].set_visible(False)
     with given_path(path):
         figure.savefig(path)
-
-
-def draw_bars(
-    axes: Any, rows: Sequence[str], spans: Sequence[Span], zero: float, scale: float
-) -> None:
-    """A bar for each span, in the row of its actor."""
-    named: set[str] = set()
-    for span in spans:
-        axes.barh(
-            rows.index(span.actor),
-            max(span.seconds * scale, 0.0),
-            left=(span.start - zero) * scale,
-            height=0.7,
-            color=_COLOURS.get(span.stage, "#888888"),
-            label=span.stage if span.stage not in named else None,
-        )
-        named.add(span.stage)
-    axes.set_yticks(range(len(rows)), rows)
-    axes.invert_yaxis()
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize="small")
-    axes.spines[["top", "right"]].set_visible(False)

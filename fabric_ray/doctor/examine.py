@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from fabric_ray.doctor.devices import Survey, devices, nowhere, survey
-from fabric_ray.doctor.findings import Finding, Report
+from fabric_ray.doctor.findings import Finding, Report, collected
 from fabric_ray.doctor.system import system
 from fabric_ray.doctor.writes import Link, writes
 
@@ -30,13 +29,7 @@ def examine(
         budget: seconds for the writes.
         on_finding: called with each finding at once.
     """
-    began = time.monotonic()
-    findings = []
-    for finding in _all(nics, provider, budget):
-        findings.append(finding)
-        if on_finding is not None:
-            on_finding(finding)
-    return Report(tuple(findings), time.monotonic() - began)
+    return collected(_all(nics, provider, budget), on_finding)
 
 
 def _all(nics: Sequence[str], provider: str | None, budget: float) -> Iterator[Finding]:

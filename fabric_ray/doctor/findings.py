@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import msgspec
@@ -44,3 +46,16 @@ class Report(msgspec.Struct, frozen=True):
     def healthy(self) -> bool:
         """Whether everything that is there works."""
         return all(f.status != "fail" for f in self.findings)
+
+
+def collected(
+    findings: Iterable[Finding], on_finding: Callable[[Finding], object] | None
+) -> Report:
+    """Looks at everything; calls ``on_finding`` with each finding at once."""
+    began = time.monotonic()
+    found = []
+    for finding in findings:
+        found.append(finding)
+        if on_finding is not None:
+            on_finding(finding)
+    return Report(tuple(found), time.monotonic() - began)

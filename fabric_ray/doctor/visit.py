@@ -12,7 +12,7 @@ from fabric_ray import __version__
 from fabric_ray.doctor import line as messages
 from fabric_ray.doctor.devices import nowhere, survey
 from fabric_ray.doctor.examine import links
-from fabric_ray.doctor.findings import Finding, Report, Speed
+from fabric_ray.doctor.findings import Finding, Report, Speed, collected
 from fabric_ray.doctor.host import STEP_S
 from fabric_ray.doctor.line import End, Invitation, Line
 from fabric_ray.doctor.speed import NBYTES, digest, send
@@ -51,7 +51,6 @@ def visit(
     Raises:
         InvalidArgument: the text is not an invitation, or there is no token.
     """
-    began = time.monotonic()
     invitation = Invitation.read(text)
     token = token or invitation.secret or EngineConfig.resolve(None, {}).token
     if token is None:
@@ -59,15 +58,8 @@ def visit(
             "FABRIC_RAY_TOKEN is set on the other host and not here; set the same token"
         )
     found = survey(nics, provider)
-    visitor = _Visitor(token, budget)
-    findings = []
-    for finding in itertools.chain(
-        nowhere(found, nics), visitor.examine(invitation, links(found, provider, nics))
-    ):
-        findings.append(finding)
-        if on_finding is not None:
-            on_finding(finding)
-    return Report(tuple(findings), time.monotonic() - began)
+    findings = _Visitor(token, budget).examine(invitation, links(found, provider, nics))
+    return collected(itertools.chain(nowhere(found, nics), findings), on_finding)
 
 
 class _Visitor:

@@ -233,20 +233,9 @@ class EngineConfig(BaseModel):
         return [] if self.transport == "auto" else list(self.transport)
 
     @property
-    def nic_options(self) -> dict[str, object]:
-        """What the native engine wants to know about NICs."""
-        return {
-            "names": list(self.nics),
-            "max_rails": self.max_rails,
-            "spray": self.spray,
-            "gpu": self.gpu,
-            "rules": self.rail_rules,
-            "gid_index": self.gid_index,
-            "pkey_index": self.pkey_index,
-            "service_level": self.service_level,
-            "traffic_class": self.traffic_class,
-            "provider": self.libfabric_provider,
-        }
+    def spin_us(self) -> int | None:
+        """Microseconds that threads look for work; ``None`` for ``always``."""
+        return None if self.spin == "always" else int(float(self.spin))
 
 
 def _variable(field: str) -> str:

@@ -159,27 +159,7 @@ class TransferEngine(_native.Engine):
             ResourceError: the system refused something; the message says which limit to raise.
         """
         c = EngineConfig.resolve(config, overrides)
-        self = super().__new__(
-            cls,
-            name=c.name,
-            transports=c.transports,
-            require=c.require,
-            token=c.token,
-            bind=list(c.bind),
-            ports=c.ports,
-            tcp_streams=c.tcp_streams,
-            spin_us=None if c.spin == "always" else int(float(c.spin)),
-            copy_threads=c.copy_threads,
-            inline_bytes=c.inline_bytes,
-            stage_foreign=c.stage_foreign,
-            heal=c.heal,
-            rail_window=c.rail_window,
-            receive_window=c.receive_window,
-            records=c.records,
-            peer_timeout=c.peer_timeout,
-            op_timeout=c.op_timeout,
-            nics=c.nic_options,
-        )
+        self = super().__new__(cls, c)
         self.config = c
         self.closed = False
         self._readers = []

@@ -22,7 +22,6 @@ from fabric_ray.inference.protocols import (
     PrefillChunk,
     PrefillEngine,
     Tail,
-    TailField,
     TailLayout,
     WholeEngine,
 )
@@ -51,7 +50,6 @@ __all__ = [
     "PrefillEngine",
     "Tables",
     "Tail",
-    "TailField",
     "TailLayout",
     "Tokenizer",
     "WholeEngine",

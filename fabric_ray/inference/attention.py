@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import msgspec
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fabric_ray.inference.protocols import PageTable
 from fabric_ray.inference.tables import first_seen
@@ -146,19 +145,3 @@ def _heads_of_pages(view: Tensor, pages: Tensor) -> Tensor:
     by_head = first_integers(heads)[:, None] * (head_stride // run)
     picked = runs.index_select(0, (by_head + pages * (page_stride // run)).flatten())
     return picked.view(heads, len(pages), tokens, width)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention of ``[segments, heads, tokens, width]``; fewer heads for k and v.
-
-    Returns ``[segments, heads, tokens, width of v]``.
-    """
-    if q.shape[2] == 1:
-        # Heads that share keys become queries beside each other: keys needn't be repeated.
-        segments, heads = q.shape[:2]
-        folded = q.reshape(segments, k.shape[1], -1, q.shape[-1])
-        out = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale)
-        return out.reshape(segments, heads, 1, -1)
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-    )

@@ -1,8 +1,8 @@
 """A transformer on paged caches: chunked prefill and batched decode, all ranks in one process.
 
-What ranks would add up over the wire is added here, in the order of the ranks. Every token's keys
-and values are read from the pages, its own included, so it makes no difference to the result which
-chunk, engine or machine they come from.
+Ranks share the weights; each has pages of its own heads. Every token's keys and values are read
+from the pages, its own included, so it makes no difference to the result which chunk, engine or
+machine they come from.
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from fabric_ray.inference.attention import (
     Addresses,
     Segment,
     address,
-    attend,
     gather,
     integers,
     write,
 )
 from fabric_ray.inference.cache import Allocate, PagedCache, host_memory
 from fabric_ray.inference.errors import InvalidTokens
-from fabric_ray.inference.heads import Angles, Projected, heads_of
 from fabric_ray.inference.model import Model
 from fabric_ray.inference.protocols import (
     DecodeRow,
@@ -35,17 +33,16 @@ from fabric_ray.inference.protocols import (
     TailLayout,
 )
 from fabric_ray.inference.requests import check_segments
-from fabric_ray.inference.spec import CacheSpec, cache_layout
+from fabric_ray.inference.spec import ITEMSIZE, CacheSpec, cache_layout, kept_by
 from fabric_ray.kvcache.layout import CacheLayout
-from fabric_ray.models.tensor_parallel import embed, feed_forward, logits, reduce
-from fabric_ray.models.transformer import rms_norm
+from fabric_ray.models.transformer import Attention, masked_attention
 
 
 class TorchEngine:
     """Both halves of the seam (:mod:`fabric_ray.inference.protocols`) for one model.
 
     Args:
-        model: weights of all ranks.
+        model: the weights, and how many ranks there are.
         spec: page size, number of pages, layout and dtype of the cache.
         allocate: gives the memory of each rank's buffers; memory of a transfer engine, if peers are
             to write to it.
@@ -59,20 +56,18 @@ class TorchEngine:
     ) -> None:
         spec = CacheSpec() if spec is None else spec
         spec = msgspec.structs.replace(spec, dtype=spec.dtype or model.dtype)
-        config, tp = model.config, len(model.ranks)
+        config = model.config
         self._model = model
-        self._heads = heads_of(config, tp)
-        self._angles = Angles(config.rope, self._heads.rope_dim, model.torch_dtype)
         self._fingerprint = model.fingerprint
+        self._kept = [kept_by(config, tp=model.tp, rank=rank) for rank in range(model.tp)]
         layouts = [
-            cache_layout(config, spec, tp=tp, rank=rank, model=self._fingerprint)
-            for rank in range(tp)
+            cache_layout(config, spec, tp=model.tp, rank=rank, model=self._fingerprint)
+            for rank in range(model.tp)
         ]
         self._cache = PagedCache(layouts, allocate)
         self._groups = layouts[0].groups
         self._group_of = {layer: at for at, g in enumerate(self._groups) for layer in g.layers}
-        fields = (("logits", config.vocab), ("hidden", config.hidden))
-        self._tail = tails.tail_layout(fields, model.dtype)
+        self._tail = TailLayout(config.vocab, config.hidden, model.dtype, ITEMSIZE[model.dtype])
 
     @property
     def model(self) -> Model:
@@ -84,7 +79,7 @@ class TorchEngine:
 
     @property
     def ranks(self) -> int:
-        return len(self._model.ranks)
+        return self._model.tp
 
     def layout(self, rank: int) -> CacheLayout:
         return self._cache.layouts[rank]
@@ -105,68 +100,55 @@ class TorchEngine:
     @torch.no_grad()
     def prefill(self, chunk: PrefillChunk, on_layer: OnLayer | None = None) -> Tail | None:
         """See :meth:`fabric_ray.inference.protocols.PrefillEngine.prefill`."""
-        x = self._run([Segment(chunk.tokens, chunk.start, chunk.tables)], on_layer)
+        hidden = self._run([Segment(chunk.tokens, chunk.start, chunk.tables)], on_layer)
         if not chunk.last:
             return None
-        hidden = self._normed(x[-1:])
-        return Tail(logits(self._model.config, self._model.ranks, hidden)[0], hidden[0])
+        last = hidden[-1:].clone()
+        return Tail(self._model.module.logits(last)[0], last[0])
 
     @torch.no_grad()
     def decode(self, rows: Sequence[DecodeRow]) -> Tensor:
         """See :meth:`fabric_ray.inference.protocols.DecodeEngine.decode`."""
         if not rows:
             raise InvalidTokens("a step needs at least one row; don't call decode without")
-        x = self._run([Segment((row.token,), row.position, row.tables) for row in rows], None)
-        return logits(self._model.config, self._model.ranks, self._normed(x))
-
-    def _normed(self, x: Tensor) -> Tensor:
-        weights = self._model.ranks[0]["model.norm.weight"]
-        return rms_norm(x, weights, self._model.config.norm_eps)
+        hidden = self._run([Segment((row.token,), row.position, row.tables) for row in rows], None)
+        return self._model.module.logits(hidden)
 
     def _run(self, segments: Sequence[Segment], on_layer: OnLayer | None) -> Tensor:
-        """The last layer's output ``[tokens, hidden]``."""
-        config, ranks = self._model.config, self._model.ranks
-        check_segments(segments, self._groups, config.vocab)
+        """Hidden states after the last norm, ``[tokens, hidden]``."""
+        check_segments(segments, self._groups, self._model.config.vocab)
         addresses = [address(segments, group, at) for at, group in enumerate(self._groups)]
-        positions = integers([p for s in segments for p in range(s.start, s.end)])
-        by = self._angles.at(positions)
-        x = embed(ranks, integers([token for s in segments for token in s.tokens]))
-        for layer in range(config.layers):
-            prefix = f"model.layers.{layer}."
-            normed = rms_norm(x, ranks[0][prefix + "input_layernorm.weight"], config.norm_eps)
-            where = addresses[self._group_of[layer]]
-            projected = [
-                self._heads.project(weights, prefix + "self_attn.", normed, by) for weights in ranks
-            ]
-            for rank, part in enumerate(projected):
-                views = self._cache.views(rank, layer)
-                for view, values in zip(views, part.kept, strict=True):
-                    write(view, where, values)
+
+        def attend_pages(layer: Attention, queries: Tensor, kept: tuple[Tensor, ...]) -> Tensor:
+            where = addresses[self._group_of[layer.number]]
+            self._write(layer, kept, where)
             if on_layer is not None:
-                on_layer(layer)
-            x = x + self._attention(layer, prefix + "self_attn.", projected, where)
-            after = ranks[0][prefix + "post_attention_layernorm.weight"]
-            x = x + feed_forward(config, ranks, layer, rms_norm(x, after, config.norm_eps))
-        return x
+                on_layer(layer.number)
+            # Each rank attends with its share of the heads to what its own pages hold.
+            shares = queries.chunk(self.ranks, dim=1)
+            mixed = [self._mixed(layer, rank, q, where) for rank, q in enumerate(shares)]
+            return torch.cat(mixed, dim=1)
 
-    def _attention(
-        self, layer: int, prefix: str, projected: Sequence[Projected], where: Addresses
-    ) -> Tensor:
-        parts = []
-        for rank, (weights, part) in enumerate(zip(self._model.ranks, projected, strict=True)):
-            views = self._cache.views(rank, layer)
-            mixed = self._attend(part.queries, views, where)
-            parts.append(self._heads.output(weights, prefix, mixed))
-        return reduce(parts, self._model.ranks[0].get(prefix + "o_proj.bias"))
+        tokens = integers([token for s in segments for token in s.tokens])
+        positions = integers([p for s in segments for p in range(s.start, s.end)])
+        hidden: Tensor = self._model.module.model(tokens, positions, attend_pages)
+        return hidden
 
-    def _attend(self, queries: Tensor, views: Sequence[Tensor], where: Addresses) -> Tensor:
+    def _write(self, layer: Attention, kept: tuple[Tensor, ...], where: Addresses) -> None:
+        for rank, own in enumerate(self._kept):
+            views = self._cache.views(rank, layer.number)
+            for view, heads, values in zip(views, own, kept, strict=True):
+                held = values[:, heads.first_head : heads.first_head + heads.held_heads]
+                write(view, where, held)
+
+    def _mixed(self, layer: Attention, rank: int, queries: Tensor, where: Addresses) -> Tensor:
         """Mixed values ``[tokens, heads, width]`` of one rank."""
+        views = self._cache.views(rank, layer.number)
         mixed: Tensor | None = None
         for bucket in where.buckets:
             kept = tuple(gather(view, bucket, queries.dtype) for view in views)
-            k, v = self._heads.keys_values(kept)
             q = queries[bucket.rows].transpose(1, 2)
-            out = attend(q, k, v, bucket.mask, self._heads.scale).transpose(1, 2)
+            out = masked_attention(layer, q, kept, bucket.mask).transpose(1, 2)
             if mixed is None:
                 mixed = out.new_empty(len(queries), *out.shape[2:])
             mixed[bucket.rows] = out

@@ -33,4 +33,4 @@ class OutOfPages(InferenceError):
 
 
 class PageMisuse(InferenceError):
-    """A page was freed, shared or held by a caller that doesn't own it. ``page`` names it."""
+    """A page was freed or held by a caller that doesn't own it. ``page`` names it."""

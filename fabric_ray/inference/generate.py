@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+from torch import Tensor
 
 from fabric_ray.inference.errors import InferenceError, OutOfPages
 from fabric_ray.inference.protocols import DecodeRow, PrefillChunk, WholeEngine
@@ -42,15 +43,13 @@ class _Running:
     def __init__(self, number: int, request: GenerationRequest, tables: Tables) -> None:
         self.number, self.request, self.tables = number, request, tables
         self.computed = tables.prefix
-        """Prompt tokens that are in the pages."""
+        """Positions whose keys and values are in the pages."""
         self.tokens: list[int] = []
 
     @property
     def known(self) -> list[int]:
-        """The tokens whose keys and values are in the pages."""
-        if not self.tokens:
-            return list(self.request.prompt[: self.computed])
-        return [*self.request.prompt, *self.tokens[:-1]]
+        """The tokens at those positions."""
+        return [*self.request.prompt, *self.tokens][: self.computed]
 
 
 class Generator:
@@ -76,13 +75,12 @@ class Generator:
         self.pools = CachePools(engine.layout(0).groups)
         self._numbers = itertools.count()
         self._waiting: deque[tuple[int, GenerationRequest]] = deque()
-        self._prefilling: deque[_Running] = deque()
-        self._decoding: list[_Running] = []
+        self._running: list[_Running] = []
 
     @property
     def busy(self) -> bool:
         """Whether any request has not ended."""
-        return bool(self._waiting or self._prefilling or self._decoding)
+        return bool(self._waiting or self._running)
 
     def submit(self, request: GenerationRequest) -> int:
         """Takes a request in and returns its number.
@@ -107,9 +105,8 @@ class Generator:
     def cancel(self, number: int) -> None:
         """Ends a request now; one that is unknown or has ended is left alone."""
         self._waiting = deque(w for w in self._waiting if w[0] != number)
-        for running in [*self._prefilling, *self._decoding]:
-            if running.number == number:
-                self._close(running)
+        for running in [r for r in self._running if r.number == number]:
+            self._close(running)
 
     def step(self) -> list[Emitted]:
         """Computes something for every running request; returns the tokens that came out.
@@ -118,8 +115,10 @@ class Generator:
             InferenceError: a prompt has tokens that the model lacks; its request is ended.
         """
         self._admit()
-        rows = list(self._decoding)
-        return [*self._prefill(), *self._decode(rows)]
+        prompts = [running for running in self._running if not running.tokens]
+        rows = [running for running in self._running if running.tokens]
+        emitted = self._prefill(prompts[0]) if prompts else []
+        return emitted + self._decode(rows) if rows else emitted
 
     def run(self, requests: Sequence[GenerationRequest]) -> list[list[int]]:
         """All tokens of each request, when all have ended."""
@@ -131,19 +130,16 @@ class Generator:
         return [out[number] for number in numbers]
 
     def _admit(self) -> None:
-        while self._waiting and len(self._prefilling) + len(self._decoding) < self._max_running:
+        while self._waiting and len(self._running) < self._max_running:
             number, request = self._waiting[0]
             try:
                 tables = self.pools.open(request.prompt, _positions(request))
             except OutOfPages:
                 return  # until another request ends: the oldest goes first
             self._waiting.popleft()
-            self._prefilling.append(_Running(number, request, tables))
+            self._running.append(_Running(number, request, tables))
 
-    def _prefill(self) -> list[Emitted]:
-        if not self._prefilling:
-            return []
-        running = self._prefilling[0]
+    def _prefill(self, running: _Running) -> list[Emitted]:
         prompt, start = running.request.prompt, running.computed
         tokens = prompt[start : start + self._chunk_tokens]
         end = start + len(tokens)
@@ -154,46 +150,36 @@ class Generator:
             self._close(running)
             raise
         running.computed = end
-        running.tables.insert(prompt[:end])
+        running.tables.insert(running.known)
         running.tables.slide(end)
-        if tail is None:
-            return []
-        self._prefilling.popleft()
-        self._decoding.append(running)
-        return [self._emit(running, sample(tail.logits, running.request.sampling, 0))]
+        return [] if tail is None else [self._emit(running, tail.logits)]
 
-    def _decode(self, rows: list[_Running]) -> list[Emitted]:
-        if not rows:
-            return []
-        batch = []
+    def _decode(self, rows: Sequence[_Running]) -> list[Emitted]:
         for running in rows:
-            position = len(running.request.prompt) + len(running.tokens) - 1
-            running.tables.slide(position)
-            batch.append(DecodeRow(running.tokens[-1], position, running.tables.tables))
-        logits = self._engine.decode(batch)
-        return [
-            self._emit(running, sample(row, running.request.sampling, len(running.tokens)))
-            for running, row in zip(rows, logits, strict=True)
-        ]
+            running.tables.slide(running.computed)
+        logits = self._engine.decode(
+            [DecodeRow(r.tokens[-1], r.computed, r.tables.tables) for r in rows]
+        )
+        for running in rows:
+            running.computed += 1
+        return [self._emit(running, row) for running, row in zip(rows, logits, strict=True)]
 
-    def _emit(self, running: _Running, token: int) -> Emitted:
-        running.tokens.append(token)
+    def _emit(self, running: _Running, logits: Tensor) -> Emitted:
+        request, tokens = running.request, running.tokens
+        tokens.append(sample(logits, request.sampling, len(tokens)))
         finish: Finish | None = None
-        if token in running.request.stop:
+        if tokens[-1] in request.stop:
             finish = "stop"
-        elif len(running.tokens) == running.request.max_tokens:
+        elif len(tokens) == request.max_tokens:
             finish = "length"
         if finish is not None:
             running.tables.insert(running.known)
             self._close(running)
-        return Emitted(running.number, token, finish)
+        return Emitted(running.number, tokens[-1], finish)
 
     def _close(self, running: _Running) -> None:
         running.tables.close()
-        if running in self._prefilling:
-            self._prefilling.remove(running)
-        else:
-            self._decoding.remove(running)
+        self._running.remove(running)
 
 
 def _positions(request: GenerationRequest) -> int:

@@ -1,27 +1,25 @@
-"""A model's weights on all ranks of an engine: read from a checkpoint, or made from a seed."""
+"""A model's weights, for all ranks of an engine: read from a checkpoint, or made from a seed."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 import torch
 from torch import Tensor
 
-from fabric_ray.inference.computed import check_computed
 from fabric_ray.inference.errors import InferenceError
 from fabric_ray.inference.spec import ITEMSIZE, CacheDType
 from fabric_ray.models.boxes import InitialWeights
 from fabric_ray.models.checkpoint import Checkpoint
-from fabric_ray.models.config import ModelConfig, parameter_shapes
+from fabric_ray.models.config import ModelConfig, check_computed, parameter_shapes
 from fabric_ray.models.stored import PlainTensors
-from fabric_ray.models.tensor_parallel import RankWeights
+from fabric_ray.models.transformer import Transformer
 from fabric_ray.weights.families import target_containers
-from fabric_ray.weights.reference import expected_containers
 
-_FORMAT = "fabric-ray-torch/1"
+_FORMAT = "fabric-ray-torch/2"
 """Changes with what an engine computes from the same weights."""
 
 _READ_BYTES = 1 << 22
@@ -31,29 +29,18 @@ class Model:
     """Weights that are ready to compute with.
 
     Args:
-        config: the model.
-        ranks: each rank's containers, as ``fabric_ray.weights.families`` lays them out.
+        module: the model.
+        tp: tensor-parallel ranks.
         dtype: of weights and activations.
         revision: names the weights: equal for equal weights, whatever ``tp`` is.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        ranks: Sequence[RankWeights],
-        *,
-        dtype: CacheDType,
-        revision: str,
-    ) -> None:
-        self.config = config
-        self.ranks = tuple(ranks)
+    def __init__(self, module: Transformer, *, tp: int, dtype: CacheDType, revision: str) -> None:
+        self.module = module
+        self.config = module.config
+        self.tp = tp
         self.dtype = dtype
         self.revision = revision
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
 
     @property
     def fingerprint(self) -> str:
@@ -143,12 +130,13 @@ class Model:
             )
         target_containers(config, tp=tp, rank=0)  # refuses what can't be shared evenly
         wanted: torch.dtype = getattr(torch, dtype)
-        plain = PlainTensors(full, parameter_shapes(config), "the model's weights")
-        ranks = []
-        for rank in range(tp):
-            parts = expected_containers(config, plain, tp=tp, rank=rank)
-            ranks.append({name: part.to(wanted) for name, part in parts.items()})
-        return cls(config, ranks, dtype=dtype, revision=revision)
+        names = parameter_shapes(config)
+        plain = PlainTensors(full, names, "the model's weights")
+        with torch.device("meta"):
+            module = Transformer(config).requires_grad_(False)
+        held = {name: plain[name].to(wanted, copy=True) for name in names}
+        module.load_state_dict(held, assign=True)
+        return cls(module, tp=tp, dtype=dtype, revision=revision)
 
 
 def _digest(directory: Path) -> str:

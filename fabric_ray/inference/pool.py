@@ -109,17 +109,6 @@ class PagePool:
             self._owners[page] = 1
         return taken
 
-    def share(self, pages: Iterable[int]) -> None:
-        """Makes the caller one more owner of owned pages.
-
-        Raises:
-            PageMisuse: a page has no owner.
-        """
-        pages = list(pages)
-        self._owned(pages)
-        for page in pages:
-            self._owners[page] += 1
-
     def free(self, pages: Iterable[int]) -> None:
         """Ends the caller's ownership. The last owner's pages are free, or idle if they hold a
         prefix that was inserted.
@@ -139,18 +128,12 @@ class PagePool:
             else:
                 self._free.append(page)
 
-    def match(self, keys: Sequence[bytes]) -> list[int]:
-        """The pages of the longest known prefix; the caller becomes an owner of them.
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """The pages of the longest known prefix, without a change of owners.
 
         Args:
             keys: the request's :func:`page_keys`.
         """
-        found = self.find(keys)
-        self.adopt(found)
-        return found
-
-    def find(self, keys: Sequence[bytes]) -> list[int]:
-        """The pages of the longest known prefix, without a change of owners."""
         found = []
         for key in keys:
             page = self._page_of.get(key)

@@ -62,22 +62,23 @@ class Tail(msgspec.Struct, frozen=True):
     """``[hidden]``, the state that the logits are computed from, final norm included."""
 
 
-class TailField(msgspec.Struct, frozen=True):
-    """One vector in a tail's bytes."""
+class TailLayout(msgspec.Struct, frozen=True):
+    """How a tail lies in memory, on both ends of a transfer: logits, then the hidden state."""
 
-    name: str
-    elements: int
+    vocab: int
+    hidden: int
     dtype: str
     """As torch names it, ``float32`` for example."""
-    offset: int
-    """Bytes from the begin of the tail."""
+    itemsize: int
 
+    @property
+    def hidden_at(self) -> int:
+        """Where the hidden state begins, a multiple of 8 bytes."""
+        return -(-self.vocab * self.itemsize // 8) * 8
 
-class TailLayout(msgspec.Struct, frozen=True):
-    """How a tail lies in memory; equal on both ends of a transfer."""
-
-    fields: tuple[TailField, ...]
-    nbytes: int
+    @property
+    def nbytes(self) -> int:
+        return self.hidden_at + -(-self.hidden * self.itemsize // 8) * 8
 
 
 class InferenceEngine(Protocol):

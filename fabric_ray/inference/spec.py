@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
 import msgspec
@@ -124,7 +123,7 @@ def cache_layout(
     groups = []
     for window, layers in layers_by_window(config).items():
         pages = spec.pages if window is None else spec.window_pages or spec.pages
-        tensors = _tensors(kept, spec, spec.dtype, pages, layers, memory)
+        tensors = tuple(_tensors(kept, spec, spec.dtype, pages, layers, memory))
         groups.append(
             CacheGroup(
                 name="full" if window is None else "window",
@@ -163,48 +162,30 @@ def _tensors(
     pages: int,
     layers: Sequence[int],
     memory: _Memory,
-) -> tuple[CacheTensor, ...]:
+) -> Iterator[CacheTensor]:
+    if len(kept) > 1 and (spec.buffers == "split" or spec.order == "heads_outermost"):
+        for one in kept:
+            yield from _tensors([one], spec, dtype, pages, layers, memory)
+        return
     # Tensors in one buffer lie side by side within a page (or a token), so that one run moves all.
-    beside = spec.buffers != "split" and spec.order != "heads_outermost"
     rows = [k.width * ITEMSIZE[dtype] for k in kept]  # bytes of one head of one token
-    tokens = [k.held_heads * row for k, row in zip(kept, rows, strict=True)]
-    per_page = [spec.page_tokens * token for token in tokens]
-    places: list[list[Place]] = [[] for _ in kept]
-    for layer in layers:
-        if beside:
-            start = memory.place(layer, "", pages * sum(per_page))
-            sizes = tokens if spec.order == "tokens_first" else per_page
-            for at, ahead in enumerate(itertools.accumulate(sizes[:-1], initial=0)):
-                places[at].append(Place(start.buffer, start.offset + ahead))
-        else:
-            for at, k in enumerate(kept):
-                places[at].append(memory.place(layer, k.name, pages * per_page[at]))
-    out = []
-    for at, k in enumerate(kept):
-        page = sum(per_page) if beside else per_page[at]
-        token = sum(tokens) if beside else tokens[at]
-        strides = {
-            "heads_first": (page, spec.page_tokens * rows[at], rows[at]),
-            "tokens_first": (page, rows[at], token),
-            "heads_outermost": (
-                spec.page_tokens * rows[at],
-                pages * spec.page_tokens * rows[at],
-                rows[at],
-            ),
-        }
-        page_stride, head_stride, token_stride = strides[spec.order]
-        out.append(
-            CacheTensor(
-                name=k.name,
-                heads=k.heads,
-                first_head=k.first_head,
-                held_heads=k.held_heads,
-                width=k.width,
-                dtype=dtype,
-                page_stride=page_stride,
-                head_stride=head_stride,
-                token_stride=token_stride,
-                places=tuple(places[at]),
-            )
+    token = sum(k.held_heads * row for k, row in zip(kept, rows, strict=True))
+    page = spec.page_tokens * token
+    starts = [memory.place(layer, kept[0].name, pages * page) for layer in layers]
+    ahead = 0
+    for k, row in zip(kept, rows, strict=True):
+        head = spec.page_tokens * row
+        page_stride, head_stride, token_stride = {
+            "heads_first": (page, head, row),
+            "tokens_first": (page, row, token),
+            "heads_outermost": (head, pages * head, row),
+        }[spec.order]
+        yield CacheTensor(
+            **msgspec.structs.asdict(k),
+            dtype=dtype,
+            page_stride=page_stride,
+            head_stride=head_stride,
+            token_stride=token_stride,
+            places=tuple(Place(start.buffer, start.offset + ahead) for start in starts),
         )
-    return tuple(out)
+        ahead += k.held_heads * (row if spec.order == "tokens_first" else head)

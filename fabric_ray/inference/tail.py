@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from fabric_ray.inference.errors import InferenceError
-from fabric_ray.inference.protocols import Tail, TailField, TailLayout
-from fabric_ray.inference.spec import ITEMSIZE
-
-_ALIGNMENT = 8
-
-
-def tail_layout(fields: Sequence[tuple[str, int]], dtype: str) -> TailLayout:
-    """Vectors of ``dtype``, named and so many elements long, one behind the other."""
-    out, offset = [], 0
-    for name, elements in fields:
-        out.append(TailField(name, elements, dtype, offset))
-        offset += math.ceil(elements * ITEMSIZE[dtype] / _ALIGNMENT) * _ALIGNMENT
-    return TailLayout(tuple(out), offset)
+from fabric_ray.inference.protocols import Tail, TailLayout
 
 
 def write_tail(layout: TailLayout, tail: Tail, into: Tensor) -> None:
@@ -30,11 +15,9 @@ def write_tail(layout: TailLayout, tail: Tail, into: Tensor) -> None:
     Raises:
         InferenceError: the memory is too short.
     """
-    memory = _memory(layout, into)
-    for field in layout.fields:
-        vector: Tensor = getattr(tail, field.name)
-        raw = vector.detach().to(getattr(torch, field.dtype)).contiguous().view(torch.uint8)
-        memory[field.offset : field.offset + raw.numel()] = raw
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    for vector, raw in zip((tail.logits, tail.hidden), _vectors(layout, into), strict=True):
+        raw.copy_(vector.detach().to(dtype).contiguous().view(torch.uint8))
 
 
 def read_tail(layout: TailLayout, source: Tensor) -> Tail:
@@ -43,19 +26,17 @@ def read_tail(layout: TailLayout, source: Tensor) -> Tail:
     Raises:
         InferenceError: the memory is too short.
     """
-    memory = _memory(layout, source)
-    vectors = {}
-    for field in layout.fields:
-        nbytes = field.elements * ITEMSIZE[field.dtype]
-        raw = memory[field.offset : field.offset + nbytes].clone()
-        vectors[field.name] = raw.view(getattr(torch, field.dtype))
-    return Tail(**vectors)
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    return Tail(*(raw.clone().view(dtype) for raw in _vectors(layout, source)))
 
 
-def _memory(layout: TailLayout, memory: Tensor) -> Tensor:
+def _vectors(layout: TailLayout, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """The bytes of the logits and of the hidden state."""
     if memory.dtype != torch.uint8 or memory.dim() != 1 or memory.numel() < layout.nbytes:
         raise InferenceError(
             f"a tail takes {layout.nbytes} bytes and was given {memory.dtype} of shape "
             f"{list(memory.shape)}; give uint8, at least that long"
         )
-    return memory
+    size = layout.itemsize
+    hidden = memory[layout.hidden_at :]
+    return memory[: layout.vocab * size], hidden[: layout.hidden * size]

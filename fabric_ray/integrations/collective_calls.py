@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from fabric_ray.errors import WeightSyncError
-from fabric_ray.integrations.link import Link
+from fabric_ray.integrations.worker_rpc import WorkerClient
 from fabric_ray.weights.calls import CallFailure, call_failure
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ class _RemoteCall(NamedTuple):
 
 
 class CollectiveCalls:
-    """Calls trainers by rank, and workers by link. Each trainer makes one.
+    """Calls trainers by rank, and workers by their clients. Each trainer makes one.
 
     A trainer actor that runs a method answers no actor calls. So rank 0 calls the other trainers by
     collectives of a process group, in which they wait.
@@ -78,7 +78,7 @@ class CollectiveCalls:
         args: Sequence[tuple[Any, ...]],
         timeout: float,
     ) -> list[Any]:
-        """As :class:`fabric_ray.weights.calls.Calls`; all actors are ranks, or all are links."""
+        """As :class:`fabric_ray.weights.calls.Calls`; all actors are ranks, or all are clients."""
         if not isinstance(actors[0], int):
             return self._call_workers(actors, function, args, timeout)
         calls = dict(zip(actors, map(_RemoteCall, [function] * len(args), args), strict=True))
@@ -94,16 +94,16 @@ class CollectiveCalls:
 
     def _call_workers(
         self,
-        links: Sequence[Link],
+        workers: Sequence[WorkerClient],
         function: Callable[..., Any],
         args: Sequence[tuple[Any, ...]],
         timeout: float,
     ) -> list[Any]:
-        def one(link: Link, each: tuple[Any, ...]) -> Any:
-            return link.ask(function, each[1:], timeout)  # A worker knows its target's name.
+        def one(worker: WorkerClient, each: tuple[Any, ...]) -> Any:
+            return worker.ask(function, each[1:], timeout)  # A worker knows its target's name.
 
-        with ThreadPoolExecutor(len(links)) as pool:
-            return list(pool.map(one, links, args))
+        with ThreadPoolExecutor(len(workers)) as pool:
+            return list(pool.map(one, workers, args))
 
     def _finish(self, finished: _Finished) -> None:
         self._dist.scatter_object_list([None], [finished] * self.size, 0, self._group)

@@ -181,7 +181,7 @@ class _Parts:
 
     def __init__(self) -> None:
         self._first: Piece | None = None
-        self._receiverle: torch.Tensor | None = None
+        self._whole: torch.Tensor | None = None
         self._got = 0
 
     def join(self, slot: torch.Tensor, piece: Piece) -> torch.Tensor | None:
@@ -208,8 +208,8 @@ class _Parts:
 
         if self._first is None:
             self._first, self._got = piece, 0
-            self._receiverle = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        whole, first = self._receiverle, self._first
+            self._whole = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        whole, first = self._whole, self._first
         same = (piece.name, piece.dtype, piece.shape) == (first.name, first.dtype, first.shape)
         if whole is None or not same or piece.start != self._got:
             raise DecodeError(f"a part of `{piece.name}` came out of order")
@@ -221,7 +221,7 @@ class _Parts:
         self._got += piece.nbytes
         if self._got < nbytes:
             return None
-        self._first = self._receiverle = None
+        self._first = self._whole = None
         return whole.view(dtype).view(piece.shape)
 
     def end(self) -> None:

@@ -21,8 +21,8 @@ from typing import Any
 from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.integrations import MissingFramework
 from fabric_ray.integrations.collective_calls import CollectiveCalls
-from fabric_ray.integrations.link import Link
 from fabric_ray.integrations.sglang import target_open
+from fabric_ray.integrations.worker_rpc import WorkerClient
 from fabric_ray.weights import PushReport, WeightSync
 from fabric_ray.weights.calls import CallFailure
 
@@ -97,7 +97,7 @@ class UpdateWeightFabric:
         self._source = source(self)
         self._engines: Sequence[Any] = ()
         self._counts: Sequence[int] = ()
-        self._links: list[Link] = []
+        self._workers: list[WorkerClient] = []
         self._sync: WeightSync | None = None
         self._unpacked = False
 
@@ -137,8 +137,6 @@ class UpdateWeightFabric:
 
     def _connect(self) -> int:
         self._sync = None
-        for link in self._links:
-            link.close()
         refs = {
             f"rank {rank} of engine {i}": engine.get_remote_instance_transfer_engine_info.remote(
                 rank=rank
@@ -148,15 +146,15 @@ class UpdateWeightFabric:
         }
         infos, failed = self._get(refs)
         _raise(failed, "say where its worker is")
-        self._links = [Link(session_id) for session_id, _ in infos.values()]
+        self._workers = [WorkerClient(session_id) for session_id, _ in infos.values()]
         places = [(i, len(self._counts)) for i, n in enumerate(self._counts) for _ in range(n)]
         args = [("", *place) for place in places]
-        answers = self._collective.ask(self._links, target_open, args, self._timeout)
+        answers = self._collective.ask(self._workers, target_open, args, self._timeout)
         asked = dict(zip(refs, answers, strict=True))
         refused = {name: a.cause for name, a in asked.items() if isinstance(a, CallFailure)}
         _raise(refused, "take its place")
         trainers = range(self._collective.size)
-        sync = WeightSync(trainers, self._links, calls=self._collective, **self._options)
+        sync = WeightSync(trainers, self._workers, calls=self._collective, **self._options)
         sync.connect()
         self._sync = sync
         return self._collective.version

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.integrations.link import STAGES, Server
+from fabric_ray.integrations.worker_rpc import PHASES, WorkerServer
 from fabric_ray.plan import Side
 from fabric_ray.tensors import check_memory
 from fabric_ray.weights import EngineHooks, WeightTarget
@@ -54,8 +54,8 @@ class FabricWorker:
         self._engine, self._hooks = engine or TransferEngine(), hooks
         self._target: WeightTarget | None = None
         name = f"worker-{uuid4().hex}"
-        functions = {**STAGES, target_open.__name__: self._open}
-        self._server = Server(functions, host, name)
+        functions = {**PHASES, target_open.__name__: self._open}
+        self._server = WorkerServer(functions, host, name)
         self.session_id = self._server.session_id
         """What SGLang calls the session of a remote instance."""
 

@@ -99,29 +99,23 @@ class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
             form=lambda name: page_form(name, layers.get(name), kv_caches[name], dtype),
         )
         self._kv_caches = kv_caches
+        options: dict[str, Any] = {
+            "name": self._name(),
+            "terms": self._config.terms,
+            "layouts": cache.layouts,
+            "first_rank": shards.rank,
+        }
         if self._kv_transfer_config.is_kv_producer:
             self._stream = Stream(cache.buffers[0].device)
             self._sender = Sender(
-                Prefiller(
-                    [self._rank_cache(cache, shards)],
-                    name=self._name(),
-                    terms=self._config.terms,
-                    layouts=cache.layouts,
-                    first_rank=shards.rank,
-                ),
+                Prefiller([self._rank_cache(cache, shards)], **options),
                 cache,
                 then=self._stream.then,
                 lease=self._config.lease,
             )
         if self._kv_transfer_config.is_kv_consumer:
             self._fetcher = Fetcher(
-                Decoder(
-                    [self._rank_cache(cache, shards)],
-                    name=self._name(),
-                    terms=self._config.terms,
-                    layouts=cache.layouts,
-                    first_rank=shards.rank,
-                ),
+                Decoder([self._rank_cache(cache, shards)], **options),
                 cache,
                 ranks=shards.ranks,
                 block_tokens=self._block_tokens,

@@ -152,44 +152,32 @@ def save_checkpoint(
         (directory / stale).unlink(missing_ok=True)
     _write_json(directory / CONFIG_FILE, config_to_hf(config))
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
-    parts: dict[Path, list[str]] = {}
+    shapes = parameter_shapes(config)
+    parts: list[Path] = []
+    part_of: dict[str, int] = {}
+    total = 0
     try:
-        total = _write_parts(directory, config, pairs, shard_bytes, parts)
+        for shard in _shards(_checked(pairs, config, shapes, directory), shard_bytes):
+            part_of |= dict.fromkeys(shard, len(parts))
+            parts.append(directory / f"model-{len(parts) + 1:05d}.part")
+            save_file(shard, parts[-1], metadata={"format": "pt"})
+            total += sum(t.nbytes for t in shard.values())
+        if missing := shapes.keys() - part_of.keys():
+            raise _missing(directory, missing)
     except BaseException:
         for part in parts:
             part.unlink(missing_ok=True)
         raise
     if len(parts) == 1:
-        os.replace(next(iter(parts)), directory / SINGLE_FILE)
+        os.replace(parts[0], directory / SINGLE_FILE)
         return
-    weight_map: dict[str, str] = {}
-    for i, (part, names) in enumerate(parts.items()):
-        file = f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors"
+    files = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
+    for part, file in zip(parts, files, strict=True):
         os.replace(part, directory / file)
-        weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    _write_json(directory / INDEX_FILE, index)
-
-
-def _write_parts(
-    directory: Path,
-    config: ModelConfig,
-    pairs: Iterable[tuple[str, Tensor]],
-    shard_bytes: int,
-    parts: dict[Path, list[str]],
-) -> int:
-    """Adds the files it writes and the names in them to ``parts``; returns the bytes of tensors."""
-    shapes = parameter_shapes(config)
-    total = 0
-    for shard in _shards(_checked(pairs, config, shapes, directory), shard_bytes):
-        part = directory / f"model-{len(parts) + 1:05d}.part"
-        parts[part] = list(shard)
-        save_file(shard, part, metadata={"format": "pt"})
-        total += sum(t.nbytes for t in shard.values())
-    missing = shapes.keys() - {name for names in parts.values() for name in names}
-    if missing:
-        raise _missing(directory, missing)
-    return total
+    weight_map = {name: files[at] for name, at in part_of.items()}
+    _write_json(
+        directory / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map}
+    )
 
 
 def _shards(pairs: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -195,31 +195,34 @@ class ModelConfig(msgspec.Struct, frozen=True):
         return self.kv_heads * self.head_dim
 
     @property
+    def rope_dim(self) -> int:
+        """Width of what position turns of a head."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
     def parameter_count(self) -> int:
         """Elements of all parameters."""
-        total = 0
-        for shape in parameter_shapes(self).values():
-            elements = 1
-            for size in shape:
-                elements *= size
-            total += elements
-        return total
+        return sum(map(math.prod, parameter_shapes(self).values()))
 
 
-def check_computed(config: ModelConfig, kinds: Sequence[Kind] = COMPUTED) -> None:
+def check_computed(config: ModelConfig) -> None:
     """Refuses models of which only the parameters are known.
 
     Raises:
-        UnsupportedModel: the kind is none of ``kinds``, or this variant of it isn't computed.
+        UnsupportedModel: models of this kind, or this variant of it, aren't computed.
     """
     problem = config.uncomputed and f"{config.kind} with {config.uncomputed}"
-    if config.kind not in kinds:
+    if config.kind not in COMPUTED:
         problem = (
             f"models of type {config.kind!r} can't be computed here, only laid out; use one of "
-            f"{', '.join(kinds)}"
+            f"{', '.join(COMPUTED)}"
         )
     elif config.nest:
         problem = f"the text model of {config.nest} can't be computed here, only laid out"
+    elif config.moe is not None and config.moe.correction_bias:
+        problem = "routers with a correction bias aren't computed; use a model without"
+    elif config.latent is not None and config.latent.index_heads:
+        problem = "sparse attention isn't computed; use a model without an indexer"
     # RS-1: nothing is computed with the arithmetic of another model.
     if problem:
         raise UnsupportedModel(problem, model_type=config.kind)
@@ -370,15 +373,8 @@ def _stacked_experts(c: ModelConfig, moe: Moe, prefix: str) -> Iterator[tuple[st
 
 
 def _check(c: ModelConfig) -> None:
-    sizes = {
-        "vocab": c.vocab,
-        "hidden": c.hidden,
-        "layers": c.layers,
-        "heads": c.heads,
-        "kv_heads": c.kv_heads,
-        "head_dim": c.head_dim,
-        "intermediate": c.intermediate,
-    }
+    fields = ("vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate")
+    sizes: dict[str, int] = {field: getattr(c, field) for field in fields}
     if c.moe is not None:
         sizes["experts"] = c.moe.experts
         sizes["top_k"] = c.moe.top_k
@@ -442,7 +438,7 @@ def _check_layers(c: ModelConfig) -> None:
 
 
 def _check_latent(c: ModelConfig, latent: Latent) -> None:
-    if c.kind in COMPUTED:
+    if not ARCHITECTURES[c.kind].latent:
         raise InvalidConfig(f"{c.kind} has no latent attention; leave it out", field="latent")
     for field in ("qk_norm", "qkv_bias", "out_bias"):
         if getattr(c, field):

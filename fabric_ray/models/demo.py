@@ -7,7 +7,10 @@ from collections.abc import Iterator
 
 from fabric_ray.models.config import ModelConfig, Moe
 from fabric_ray.models.errors import InvalidConfig, UnsupportedModel
-from fabric_ray.models.kinds import COMPUTED, Kind
+from fabric_ray.models.kinds import ARCHITECTURES, COMPUTED, Kind
+
+DEMO_KINDS = tuple(kind for kind in COMPUTED if not ARCHITECTURES[kind].latent)
+"""Kinds that :func:`demo_config` makes."""
 
 
 def demo_config(
@@ -29,9 +32,9 @@ def demo_config(
         UnsupportedModel: the kind is unknown.
         InvalidConfig: no model of about that size suits the ranks.
     """
-    if kind not in COMPUTED:
+    if kind not in DEMO_KINDS:
         raise UnsupportedModel(
-            f"model type {kind!r} isn't supported; use one of {', '.join(COMPUTED)}",
+            f"model type {kind!r} isn't supported; use one of {', '.join(DEMO_KINDS)}",
             model_type=kind,
         )
     best = None

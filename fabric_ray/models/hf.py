@@ -19,7 +19,7 @@ from fabric_ray.models.config import (
     Moe,
 )
 from fabric_ray.models.errors import InvalidConfig, UnsupportedModel
-from fabric_ray.models.kinds import ARCHITECTURES, COMPUTED, KINDS, NESTS, Architecture, Kind, Nest
+from fabric_ray.models.kinds import ARCHITECTURES, KINDS, NESTS, Architecture, Kind, Nest
 from fabric_ray.models.stored import QUANTISATION_FILES, QUANTISATION_KEYS, quantised_by
 from fabric_ray.models.variants import variant_of
 
@@ -198,17 +198,18 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """The fields of a ``config.json`` that :func:`config_from_hf` reads back to the same.
 
     Raises:
-        UnsupportedModel: of models of this kind only the parameters are known, not how to compute
-            them, so that the fields would be incomplete.
+        UnsupportedModel: models of this kind aren't computed, or have latent attention, so that
+            the fields would be incomplete.
     """
-    if config.kind not in COMPUTED or config.uncomputed or config.nest:
+    architecture = ARCHITECTURES[config.kind]
+    if not architecture.computed or architecture.latent or config.uncomputed or config.nest:
         raise UnsupportedModel(
             f"a config.json of model type {config.kind!r} can't be written; use the one that the "
             "model came with",
             model_type=config.kind,
         )
     windowed = [a.name for a in ARCHITECTURES.values() if a.windows]
-    if config.window is not None and config.kind not in windowed:
+    if config.window is not None and not architecture.windows:
         raise UnsupportedModel(
             f"a config.json can't say that a model of type {config.kind!r} has sliding windows; "
             f"use one of {', '.join(windowed)}",
@@ -224,7 +225,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
             "original_max_position_embeddings": scaling.original_positions,
         }
     fields: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[config.kind].computed],
+        "architectures": [architecture.computed],
         "model_type": config.kind,
         "vocab_size": config.vocab,
         "hidden_size": config.hidden,
@@ -321,6 +322,18 @@ def _intermediate(architecture: Architecture, raw: _HfConfig, moe: Moe | None, o
     return _needed(architecture.name, origin, {"intermediate_size": None})[0]
 
 
+def _check_types(
+    field: str, types: list[str], known: tuple[str, str], raw: _HfConfig, origin: str
+) -> None:
+    """Refuses anything but one of the known types for each layer."""
+    if set(types).difference(known) or len(types) != raw.num_hidden_layers:
+        raise InvalidConfig(
+            f"{origin}: {len(types)} {field} ({', '.join(sorted(set(types)))}) are given for "
+            f"{raw.num_hidden_layers} layers; give {' or '.join(known)} for each",
+            field=field,
+        )
+
+
 def _linear(architecture: Architecture, raw: _HfConfig, origin: str) -> Linear | None:
     if not architecture.linear:
         return None
@@ -329,13 +342,7 @@ def _linear(architecture: Architecture, raw: _HfConfig, origin: str) -> Linear |
         "linear_attention" if (layer + 1) % raw.full_attention_interval else "full_attention"
         for layer in layers
     ]
-    unknown = set(types) - {"linear_attention", "full_attention"}
-    if unknown or len(types) != raw.num_hidden_layers:
-        raise InvalidConfig(
-            f"{origin}: {len(types)} layer_types ({', '.join(sorted(set(types)))}) are given for "
-            f"{raw.num_hidden_layers} layers; give linear_attention or full_attention for each",
-            field="layer_types",
-        )
+    _check_types("layer_types", types, ("linear_attention", "full_attention"), raw, origin)
     return Linear(
         layers=tuple(layer for layer in layers if types[layer] == "linear_attention"),
         key_heads=raw.linear_num_key_heads,
@@ -371,12 +378,7 @@ def _unindexed_layers(raw: _HfConfig, origin: str) -> tuple[int, ...]:
         offset = raw.index_skip_topk_offset - 1
         return tuple(n for n in layers if max(n - offset, 0) % raw.index_topk_freq)
     kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in types]
-    if set(kinds) - {"full", "shared"} or len(kinds) != raw.num_hidden_layers:
-        raise InvalidConfig(
-            f"{origin}: {len(kinds)} indexer_types ({', '.join(sorted(set(kinds)))}) are given for "
-            f"{raw.num_hidden_layers} layers; give full or shared for each",
-            field="indexer_types",
-        )
+    _check_types("indexer_types", kinds, ("full", "shared"), raw, origin)
     return tuple(n for n in layers if kinds[n] == "shared")
 
 
@@ -404,12 +406,7 @@ def _dense_layers(raw: _HfConfig, origin: str) -> tuple[int, ...]:
     if types is None:
         first, step = raw.first_k_dense_replace, raw.moe_layer_freq
         return tuple(layer for layer in layers if layer < first or layer % step)
-    if set(types) - {"dense", "sparse"} or len(types) != raw.num_hidden_layers:
-        raise InvalidConfig(
-            f"{origin}: {len(types)} mlp_layer_types ({', '.join(sorted(set(types)))}) are given "
-            f"for {raw.num_hidden_layers} layers; give dense or sparse for each",
-            field="mlp_layer_types",
-        )
+    _check_types("mlp_layer_types", types, ("dense", "sparse"), raw, origin)
     return tuple(layer for layer in layers if types[layer] == "dense")
 
 

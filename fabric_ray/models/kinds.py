@@ -48,8 +48,6 @@ class Architecture(msgspec.Struct, frozen=True):
     name: Kind
     computed: str = ""
     """Hugging Face's class, where ``fabric_ray.models.transformer`` computes it."""
-    served: bool = False
-    """Whether ``fabric_ray.inference`` computes it though the transformer doesn't."""
     windows: bool = False
     """Whether sliding windows are computed."""
     experts: Literal["", "named", "routed", "stacked"] = ""
@@ -231,7 +229,7 @@ ARCHITECTURES: dict[Kind, Architecture] = {
         ),
         Architecture(
             "deepseek_v2",
-            served=True,
+            "DeepseekV2ForCausalLM",
             experts="routed",
             topk_method="greedy",
             latent=True,
@@ -260,9 +258,6 @@ ARCHITECTURES: dict[Kind, Architecture] = {
 
 COMPUTED: tuple[Kind, ...] = tuple(a.name for a in ARCHITECTURES.values() if a.computed)
 """Those that ``fabric_ray.models.transformer`` computes; of others the parameters are known."""
-
-SERVED: tuple[Kind, ...] = tuple(a.name for a in ARCHITECTURES.values() if a.computed or a.served)
-"""Those that ``fabric_ray.inference`` computes."""
 
 Nest = Literal["", "gemma3", "kimi_k25", "mistral3", "qwen3_5", "qwen3_5_moe"]
 

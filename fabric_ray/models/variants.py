@@ -16,7 +16,7 @@ import msgspec
 from fabric_ray.decoding import converted
 from fabric_ray.models.config import MAX_LAYERS, Llama3Scaling, Rope, Yarn
 from fabric_ray.models.errors import InvalidConfig
-from fabric_ray.models.kinds import SERVED, Architecture
+from fabric_ray.models.kinds import COMPUTED, Architecture
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -107,7 +107,7 @@ def variant_of(
     Raises:
         InvalidConfig: they contradict each other.
     """
-    if architecture.name not in SERVED:
+    if architecture.name not in COMPUTED:
         return Variant()
     windowed = _windowed_layers(fields, layers, origin) if architecture.windows else ()
     try:

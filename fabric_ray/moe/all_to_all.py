@@ -13,10 +13,11 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.kernels import Launcher, MoeSizes
 from fabric_ray.moe import rows, tokens
 from fabric_ray.moe.device import DeviceSteps, check_sizes, gpu, room_on
-from fabric_ray.moe.tokens import SUMS, Dispatched, RankLoss, RowPart
+from fabric_ray.moe.exchange import RankExchange
+from fabric_ray.moe.tokens import SUMS, RankLoss, RowPart
 
 
-class AllToAll:
+class AllToAll(RankExchange):
     """One rank of an exchange: ``dispatch_send``, ``dispatch_recv``, ``combine_send``,
     ``combine_recv``, in this order (fabric-lib §6).
 
@@ -63,6 +64,9 @@ class AllToAll:
         CompileError: a kernel doesn't compile for it.
     """
 
+    _native: MoeExchange
+    _steps: DeviceSteps | None
+
     def __init__(
         self,
         engine: TransferEngine,
@@ -90,17 +94,19 @@ class AllToAll:
                 f"rank {rank} of {ranks}, {private_rows} private and {shared_rows} shared rows: "
                 "ranks count from 0, and rows are no fewer than none"
             )
-        self._parts = (RowPart("x", hidden, dtype), *parts)
-        self._topk, self._hidden, self._ranks = topk, hidden, ranks
-        self._local = experts // ranks
-        self._rank = rank
-        self._answers = answer_dtype
-        self._tokens = 0
-        self._rows = 0
+        super().__init__(
+            rank=rank,
+            ranks=ranks,
+            experts=experts,
+            topk=topk,
+            hidden=hidden,
+            dtype=dtype,
+            parts=parts,
+            answer_dtype=answer_dtype,
+            device=device,
+        )
+        home = self._home
         self._left_out: tuple[int, ...] = ()
-        home = torch.device(device or "cpu")
-        if home.type == "cuda" and home.index is None:
-            home = torch.device("cuda", torch.cuda.current_device())
         if launcher is not None or home.type != "cpu":
             check_sizes(ranks, self._parts)
             launcher = launcher or gpu(home)
@@ -111,7 +117,6 @@ class AllToAll:
             memory.append(tensor)
             return region
 
-        self._home = home
         self._native = MoeExchange(
             engine,
             rank=rank,
@@ -126,7 +131,7 @@ class AllToAll:
             shared_rows=shared_rows,
             allocate=None if launcher is None else allocate,
         )
-        self._steps: DeviceSteps | None = None
+        self._steps = None
         if launcher is not None:
             self._steps = DeviceSteps(
                 self._native,
@@ -143,43 +148,16 @@ class AllToAll:
         self.set_timeout(timeout)
 
     @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._rank
-
-    @property
-    def ranks(self) -> int:
-        """All, those that are left out included."""
-        return self._ranks
-
-    @property
-    def local_experts(self) -> range:
-        """The experts that this rank hosts."""
-        return range(self._rank * self._local, (self._rank + 1) * self._local)
-
-    @property
-    def device(self) -> torch.device:
-        """What tokens and answers lie on."""
-        return self._home
-
-    @property
     def asynchronous(self) -> bool:
         """Whether kernels do this rank's part: calls return before their work is done, and how many
         rows come is known on the device alone."""
         return self._steps is not None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of this rank's buffers."""
-        return sum(nbytes for _, _, nbytes in self._native.areas)
-
     def explain(self) -> str:
         """What the buffers are for, what makes them as large as they are, and which way rows go
         to each other rank, how many went that way, and why."""
-        lines = [f"{nbytes:>16,}  {name}: {what}" for name, what, nbytes in self._native.areas]
-        lines.append(f"{self.nbytes:>16,}  bytes in all")
         ways = [f"rows to rank {rank}: {way}" for rank, way in sorted(self._native.ways)]
-        return "\n".join([*lines, *ways])
+        return "\n".join([super().explain(), *ways])
 
     def card(self, only: int | None = None) -> bytes:
         """What the other ranks need to know of this one.
@@ -272,11 +250,6 @@ class AllToAll:
         device, and raises as :meth:`check`."""
         return self._left_out if self._steps is None else self._steps.left_out()
 
-    @property
-    def present(self) -> tuple[bool, ...]:
-        """Whether each rank takes part."""
-        return tuple(self._native.present)
-
     def dispatch_send(self, x: Tensor, indices: Tensor, **parts: Tensor) -> None:
         """Sends tokens to the ranks of their experts.
 
@@ -295,44 +268,6 @@ class AllToAll:
         given = tokens.given(self._parts, {"x": x, **parts}, len(experts))
         self._native.dispatch_send(given, (experts.data_ptr(), experts.numel()))
         self._tokens = len(experts)
-
-    def dispatch_recv(
-        self, *, multiple: int = 1, stride: int | None = None, x: Tensor | None = None
-    ) -> Dispatched:
-        """Waits for the tokens of all ranks; those for one expert are behind one another, in the
-        order of their ranks, and of the tokens there.
-
-        Args:
-            multiple: each expert's rows are filled up to a multiple, for a grouped GEMM.
-            stride: each expert's rows begin at a multiple of this instead, for a batched GEMM.
-            x: where to put the tokens, ``[rows or more, hidden]``.
-
-        Rows of a rank that was lost on the way are zeros. On a device there must be room for all
-        rows that can come, by ``stride`` and in ``x``, and ``x`` has all of it.
-
-        Raises:
-            InvalidArgument: there are too few rows of room, or dispatch_recv is not next.
-        """
-        tokens.check_order(multiple, stride)
-        if self._steps is not None:
-            return self._steps.dispatch_recv(multiple, stride, x)
-        counts, starts, total = self._native.arriving(multiple=multiple, stride=stride)
-        tensors, room = tokens.room(self._parts, total, x)
-        self._native.dispatch_recv(room)
-        self._rows = total
-        return Dispatched.on_host(tensors, total, counts, starts)
-
-    def combine_send(self, y: Tensor) -> None:
-        """Sends the experts' answers, ``[rows, hidden]``, each where its token was.
-
-        Raises:
-            InvalidArgument: a tensor doesn't match, or combine_send is not next.
-        """
-        if self._steps is not None:
-            self._steps.combine_send(y)
-            return
-        answers = rows.part("answers", y, width=self._hidden, dtype=self._answers, rows=self._rows)
-        self._native.combine_send(answers)
 
     def combine_answers(self) -> Tensor:
         """Waits for the answers, and gives them one by one, ``[tokens, topk, hidden]``: zeros where
@@ -378,11 +313,7 @@ class AllToAll:
         if wanted is not None:
             tokens.check_wanted(wanted, (self._tokens, self._topk), self._home)
         out, room = tokens.sums(out, dtype, self._answers, (self._tokens, self._hidden))
-        weight = None
-        if weights is not None:
-            weight = rows.part(
-                "weights", weights, width=self._topk, dtype=torch.float32, rows=self._tokens
-            )
+        weight = self._weights(weights, self._tokens)
         some = None if wanted is None or wanted.all() else self.combine_answers()
         self._left_out = tuple(self._native.combine_recv(weight, room, SUMS[out.dtype]))
         if some is not None and wanted is not None:

@@ -33,7 +33,7 @@ from fabric_ray.kernels import (
 from fabric_ray.kernels.launch import Launcher
 from fabric_ray.moe.mailbox import DeviceEvent, Mailbox, Word
 from fabric_ray.moe.rows import check_rows
-from fabric_ray.moe.tokens import Dispatched, RowPart, check_wanted, room_for_sums
+from fabric_ray.moe.tokens import Dispatched, RowPart, check_wanted, given, room, sums
 
 #: A device waits for so many timeouts: the host gives up a late rank after one. A device that waits
 #: longer has lost its host.
@@ -191,13 +191,7 @@ class DeviceSteps:
         room for all that can."""
         with self._in_phase("dispatch_recv", _Phase.DISPATCHED):
             total = self._most_rows(multiple, stride)
-            tensors = {}
-            for p in self._parts:
-                given = x if p.name == "x" else None
-                if given is None:
-                    given = torch.empty(total, p.width, dtype=p.dtype, device=self._device)
-                self._check(p.name, given, p.width, p.dtype, rows=total)
-                tensors[p.name] = given
+            tensors, _ = room(self._parts, total, x, self._device)
             with self._launching():
                 self._place(total, multiple, stride)
                 for turn in self._box.lots:
@@ -246,8 +240,7 @@ class DeviceSteps:
         """As :meth:`AllToAll.combine_recv`."""
         with self._in_phase("combine_recv", _Phase.ANSWERED):
             shape = (self._tokens, self._hidden)
-            out = room_for_sums(out, self._answer_dtype, dtype, shape, self._device)
-            self._check("sums", out, self._hidden, out.dtype, rows=self._tokens)
+            out, _ = sums(out, dtype, self._answer_dtype, shape, self._device)
             if weights is not None:
                 topk = self._sizes.topk
                 self._check("weights", weights, topk, torch.float32, rows=self._tokens)
@@ -349,16 +342,7 @@ class DeviceSteps:
                 f"{tokens} tokens, and there is room for {sizes.max_tokens}; "
                 "send fewer at a time, or raise max_tokens"
             )
-        if {*parts} != {p.name for p in self._parts}:
-            wanted = [p.name for p in self._parts]
-            raise InvalidArgument(f"a token is made of {wanted}; {[*parts]} was given")
-        for p in self._parts:
-            self._check(p.name, parts[p.name], p.width, p.dtype)
-            if len(parts[p.name]) != tokens:
-                shape = tuple(parts[p.name].shape)
-                raise InvalidArgument(
-                    f"{p.name} of {shape} for {tokens} tokens; give one row for each"
-                )
+        given(self._parts, parts, tokens, self._device)
         return tokens
 
     def _place(self, room: int, multiple: int, stride: int | None) -> None:

@@ -20,8 +20,8 @@ from typing_extensions import Self
 from fabric_ray.errors import FabricError, InvalidArgument, PeerLost
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe.layer import Traffic
-from fabric_ray.moe.model import MoeModelConfig, likeliest
-from fabric_ray.moe.rank import Member, Options, Pass, Rank, UnreadTokens, Work
+from fabric_ray.moe.model import MoeModelConfig, generate
+from fabric_ray.moe.rank import Member, Options, Pass, Rank
 from fabric_ray.moe.rank_calls import WATCH_S, gather, ranks_to_evict
 from fabric_ray.runtime.causes import cause_of, original
 
@@ -69,9 +69,9 @@ class ExpertGroup:
     on every rank.
 
     A rank that dies, or is silent for ``timeout`` seconds while others wait for it, is given up by
-    all; the pass that lost it is made again without it and its experts. What was read with other
-    experts is read anew, so that every result is that of one model: the whole one, or the one
-    without ``left_out``. With ``deterministic`` it has the bits of that model in one place.
+    all; the pass that lost it is made again without it and its experts. Every result is that of one
+    model: the whole one, or the one without ``left_out``. With ``deterministic`` it has the bits of
+    that model in one place.
 
     Controller and ranks exchange arguments and results as Ray does, which pickles them. Ranks among
     themselves exchange bytes that the native exchange decodes and checks; nothing is unpickled.
@@ -160,7 +160,6 @@ class ExpertGroup:
         self._members: dict[int, Member] = {}
         self._lost: dict[int, LostRank] = {}
         self._places: list[Any] = []
-        self._epoch = self._sessions = 0
         self._closed = False
         try:
             self._start()
@@ -223,41 +222,30 @@ class ExpertGroup:
         for tokens in sequences:
             self.config.check_tokens(tokens)
         with self._exclusive():
-            reading = _ReadSession(self, sequences)
-            return Forward(
-                logits=reading.read(last=False),
-                left_out=self.left_out,
-                lost=tuple(reading.lost),
-                traffic=reading.traffic,
-            )
+            lost: list[LostRank] = []
+            traffic: dict[int, Traffic] = {}
+            logits = self._read(sequences, False, lost, traffic)
+            return Forward(logits, self.left_out, tuple(lost), traffic)
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Generated:
-        """The likeliest ``max_tokens`` tokens behind each prompt, one after the other.
+        """As :func:`~fabric_ray.moe.model.generate`.
 
         Raises:
             InvalidArgument: tokens that the model can't read, or more than it has positions for.
             PeerLost: no rank is left.
         """
-        if max_tokens < 1:
-            raise InvalidArgument(f"max_tokens is {max_tokens}; give at least 1")
-        for prompt in prompts:
-            self.config.check_tokens(prompt)
-            self.config.check_tokens(prompt[:1], len(prompt) + max_tokens - 2)
+        lost: list[LostRank] = []
+        traffic: dict[int, Traffic] = {}
+        left_out: list[tuple[int, ...]] = []
+
+        def read(sequences: list[list[int]]) -> list[Tensor]:
+            logits = self._read(sequences, True, lost, traffic)
+            left_out.append(self.left_out)
+            return logits
+
         with self._exclusive():
-            reading = _ReadSession(self, prompts)
-            left_out = []
-            for _ in range(max_tokens):
-                logits = reading.read(last=True)
-                left_out.append(self.left_out)
-                for tokens, rows in zip(reading.sequences, logits, strict=True):
-                    tokens.append(likeliest(rows[-1]))
-            pairs = zip(reading.sequences, prompts, strict=True)
-            return Generated(
-                tokens=[tokens[len(prompt) :] for tokens, prompt in pairs],
-                left_out=left_out,
-                lost=tuple(reading.lost),
-                traffic=reading.traffic,
-            )
+            tokens = generate(self.config, prompts, max_tokens, read)
+        return Generated(tokens, left_out, tuple(lost), traffic)
 
     def mask(self, rank: int, cause: str = "it was masked") -> None:
         """Leaves a rank and its experts out, and ends its actor.
@@ -363,7 +351,6 @@ class ExpertGroup:
         _, failed = self._ask("admit", self._actors, card)
         del self._lost[rank]
         self._actors[rank], self._members[rank] = actor, member
-        self._epoch += 1
         if failed:
             # If the new actor is dead, the ranks that failed to reach it are not at fault.
             dead = self._ask("member", [rank])[1]
@@ -395,16 +382,45 @@ class ExpertGroup:
         if failed:
             self._evict({rank: (cause, ()) for rank, cause in failed.items()})
 
-    def _pass(self, work: Mapping[int, Work]) -> tuple[dict[int, Pass], dict[int, LostRank]]:
+    def _read(
+        self,
+        sequences: Sequence[Sequence[int]],
+        last: bool,
+        lost: list[LostRank],
+        traffic: dict[int, Traffic],
+    ) -> list[Tensor]:
+        """Logits of sequences, from a pass in which no rank was lost; adds to ``lost`` and
+        ``traffic`` what earlier passes lost and moved."""
+        while True:
+            here = sorted(self._actors)
+            shares = {rank: sequences[i :: len(here)] for i, rank in enumerate(here)}
+            passes, gone = self._pass(shares, last)
+            for rank, done in passes.items():
+                traffic[rank] = traffic.get(rank, Traffic()) + done.traffic
+            lost += gone.values()
+            if not gone:
+                return [
+                    passes[here[number % len(here)]].logits[number // len(here)]
+                    for number in range(len(sequences))
+                ]
+
+    def _pass(
+        self, shares: Mapping[int, Sequence[Sequence[int]]], last: bool
+    ) -> tuple[dict[int, Pass], dict[int, LostRank]]:
         """Runs one pass on all ranks, and evicts lost ranks."""
+        most = max(sum(map(len, share)) for share in shares.values())
+        rounds = max(1, -(-most // self._options.max_tokens))
 
         def hopeless(passes: Mapping[int, Pass], waited_for: Collection[int]) -> bool:
             """Whether all ranks that have answered have given up all ranks that have not."""
             return bool(passes) and all(p.lost.keys() >= {*waited_for} for p in passes.values())
 
-        refs = {self._actors[rank].run.remote(one): rank for rank, one in work.items()}
+        refs = {
+            self._actors[rank].run.remote(share, last, rounds): rank
+            for rank, share in shares.items()
+        }
         passes, failed = gather(refs, self._pass_timeout, hopeless, self._end_evicted)
-        named = {rank: p.lost.keys() & work.keys() for rank, p in passes.items()}
+        named = {rank: p.lost.keys() & shares.keys() for rank, p in passes.items()}
         causes = {}
         for rank in {*failed, *ranks_to_evict(named)}:
             by = tuple(sorted(r for r, blamed in named.items() if rank in blamed))
@@ -430,7 +446,6 @@ class ExpertGroup:
     def _evict(self, causes: Mapping[int, tuple[str, tuple[int, ...]]]) -> dict[int, LostRank]:
         """Has all others mask these ranks; returns them and all ranks found dead meanwhile."""
         now, lost = time.time(), {}
-        self._epoch += 1
         for rank, (cause, by) in causes.items():
             actor = self._actors.pop(rank)
             lost[rank] = LostRank(rank, self._members.pop(rank), cause, by, now)
@@ -447,50 +462,3 @@ class ExpertGroup:
             if failed:
                 lost |= self._evict({r: (why, ()) for r, why in failed.items()})
         return lost
-
-
-class _ReadSession:
-    """Reads sequences to their ends, even if ranks are lost meanwhile."""
-
-    def __init__(self, group: ExpertGroup, sequences: Sequence[Sequence[int]]) -> None:
-        self._group = group
-        self.sequences = [list(tokens) for tokens in sequences]
-        self.lost: list[LostRank] = []
-        self.traffic: dict[int, Traffic] = {}
-        self._epoch = -1
-        self._session = 0
-        self._known = [0] * len(self.sequences)
-
-    def read(self, *, last: bool) -> list[Tensor]:
-        """Logits of unread tokens; of all tokens if ranks were lost or replaced since."""
-        group = self._group
-        while True:
-            if self._epoch != group._epoch:
-                group._sessions += 1
-                self._epoch, self._session = group._epoch, group._sessions
-                self._known = [0] * len(self.sequences)
-            work = self._divided(last)
-            passes, lost = group._pass(work)
-            for rank, done in passes.items():
-                self.traffic[rank] = self.traffic.get(rank, Traffic()) + done.traffic
-            self.lost += lost.values()
-            if lost:
-                continue
-            logits = {
-                one.sequence: rows
-                for rank, done in passes.items()
-                for one, rows in zip(work[rank].unread, done.logits, strict=True)
-            }
-            self._known = [len(tokens) for tokens in self.sequences]
-            return [logits[number] for number in range(len(self.sequences))]
-
-    def _divided(self, last: bool) -> dict[int, Work]:
-        here = sorted(self._group._actors)
-        unread = [
-            UnreadTokens(number, tuple(tokens[known:]))
-            for number, (tokens, known) in enumerate(zip(self.sequences, self._known, strict=True))
-        ]
-        shares = {rank: tuple(unread[i :: len(here)]) for i, rank in enumerate(here)}
-        most = max(sum(len(one.tokens) for one in share) for share in shares.values())
-        rounds = max(1, -(-most // self._group._options.max_tokens))
-        return {rank: Work(self._session, rounds, last, share) for rank, share in shares.items()}

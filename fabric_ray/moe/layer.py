@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import operator
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -17,8 +17,6 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.models.stored import plain_dtype
 from fabric_ray.moe.arithmetic import FIXED, Arithmetic, RowInvariantMath, check_no_gradient
 from fabric_ray.moe.passes import Exchange, carrier, pass_over
-
-_Done = TypeVar("_Done")
 
 
 class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -367,28 +365,30 @@ class ParallelMoeLayer(MoeLayer):
 
     def _exchanged(self, x: Tensor) -> Tensor:
         chosen, weights = self._route(x)
-        ways, spent = pass_over(self.exchange, shrink=self.shrink), _Clock()
+        ways = pass_over(self.exchange, shrink=self.shrink)
         away = self._away(chosen)
-        spent.on("dispatch", lambda: ways.send(x, chosen, weights))
+        begin = time.perf_counter()
+        ways.send(x, chosen, weights)
+        dispatching = time.perf_counter() - begin
         shared = self._shared(x)
         # Where it isn't known how many rows come there is room for all, and all are computed; for
         # gradients it is waited for.
         many = self._carrier.ranks * self.max_tokens
         stride = many if ways.strides and self._carrier.asynchronous else None
-        got = spent.on("dispatch", lambda: ways.receive(stride))
+        begin = time.perf_counter()
+        got = ways.receive(stride)
+        dispatching += time.perf_counter() - begin
         answers = torch.empty(got.x.shape, dtype=self.config.torch_dtype, device=x.device)
         for here in range(self._each):
             of = got.of(here) if stride is None else slice(here * stride, (here + 1) * stride)
             answers[of] = self._expert(here, got.x[of])
-        sums = spent.on("combine", lambda: ways.combine(answers))
+        begin = time.perf_counter()
+        sums = ways.combine(answers)
+        combining = time.perf_counter() - begin
+        self._spent += Traffic(1, dispatch_seconds=dispatching, combine_seconds=combining)
         computed, own = got.counts.sum(), (chosen // self._each == self._carrier.rank).sum()
         computed = computed.to(own.device)
         self._counted += torch.stack([computed, computed - own, away])
-        self._spent += Traffic(
-            exchanges=1,
-            dispatch_seconds=spent.seconds["dispatch"],
-            combine_seconds=spent.seconds["combine"],
-        )
         return self._with_shared(sums, shared)
 
     @property
@@ -410,16 +410,3 @@ def swiglu(x: Tensor, w13: Tensor, w2: Tensor, by: Arithmetic) -> Tensor:
     """``w2 (silu(w1 x) * w3 x)``, ``w1`` above ``w3``."""
     gate, up = by.linear(x, w13).chunk(2, dim=-1)
     return by.linear(by.silu(gate) * up, w2)
-
-
-class _Clock:
-    """Seconds that were spent on each of a few things."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    def on(self, what: str, work: Callable[[], _Done]) -> _Done:
-        begin = time.perf_counter()
-        done = work()
-        self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - begin
-        return done

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 import torch
@@ -52,13 +51,13 @@ class MoeModelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "multiple of kv_heads, and an even width"
             )
 
-    def check_tokens(self, tokens: Sequence[int], start: int = 0) -> None:
-        """Raises InvalidArgument for what the model can't read."""
+    def check_tokens(self, tokens: Sequence[int], more: int = 0) -> None:
+        """Raises InvalidArgument for what the model can't read, with ``more`` tokens behind it."""
         if not tokens:
             raise InvalidArgument("a sequence has no tokens; give at least 1")
-        if start + len(tokens) > self.positions:
+        if len(tokens) + more > self.positions:
             raise InvalidArgument(
-                f"a sequence of {start + len(tokens)} tokens, and the model has "
+                f"a sequence of {len(tokens) + more} tokens, and the model has "
                 f"{self.positions} positions; shorten it"
             )
         wrong = [t for t in tokens if not 0 <= t < self.vocab]
@@ -66,34 +65,33 @@ class MoeModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidArgument(f"token {wrong[0]} is none of {self.vocab}")
 
 
-class Cache:
-    """Keys and values of the tokens of one sequence that were read."""
+def generate(
+    config: MoeModelConfig,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    read: Callable[[list[list[int]]], list[Tensor]],
+) -> list[list[int]]:
+    """The likeliest ``max_tokens`` tokens behind each prompt, of equals the lower one.
 
-    def __init__(self, layers: int) -> None:
-        self._kept: list[tuple[Tensor, Tensor] | None] = [None] * layers
+    Args:
+        config: of the model.
+        prompts: sequences.
+        max_tokens: of each answer.
+        read: returns the logits of the last tokens of sequences. Each token is computed from the
+            whole sequence: this is a reference, without a cache.
 
-    def __len__(self) -> int:
-        last = self._kept[-1]
-        return 0 if last is None else len(last[0])
-
-    def extended(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of a layer with ``[tokens, kv heads, width]`` behind them."""
-        before = self._kept[layer]
-        if before is not None:
-            k, v = torch.cat([before[0], k]), torch.cat([before[1], v])
-        self._kept[layer] = (k, v)
-        return k, v
-
-
-@dataclass(frozen=True)
-class _Block:
-    """A layer's weights."""
-
-    attention_norm: Tensor
-    qkv: Tensor
-    out: Tensor
-    moe_norm: Tensor
-    moe: MoeLayer
+    Raises:
+        InvalidArgument: tokens that the model can't read, or more than it has positions for.
+    """
+    if max_tokens < 1:
+        raise InvalidArgument(f"max_tokens is {max_tokens}; give at least 1")
+    for prompt in prompts:
+        config.check_tokens(prompt, max_tokens - 1)
+    sequences = [list(prompt) for prompt in prompts]
+    for _ in range(max_tokens):
+        for tokens, rows in zip(sequences, read(sequences), strict=True):
+            tokens.append(int(rows[-1].cpu().numpy().argmax()))
+    return [tokens[len(prompt) :] for tokens, prompt in zip(sequences, prompts, strict=True)]
 
 
 class MoeModel:
@@ -138,78 +136,71 @@ class MoeModel:
         self.device = torch.device(device or "cpu") if exchange is None else exchange.device
         self._arithmetic = FIXED if deterministic else FAST
         self._max_tokens, self._shrink = max_tokens, shrink
-        hidden, dtype = config.moe.hidden, config.moe.torch_dtype
-        # As large as what is added to it.
-        self._embedding = (
-            random_tensor("embedding", (config.vocab, hidden), seed=seed) * math.sqrt(hidden)
-        ).to(self.device, dtype)
-        head = random_tensor("head", (config.vocab, hidden), seed=seed)
-        self._head = head.to(self.device, dtype)
-        self._norm = torch.ones(hidden, dtype=dtype, device=self.device)
-        self._blocks = [self._block(layer, seed) for layer in range(config.layers)]
+        c, hidden, dtype = config, config.moe.hidden, config.moe.torch_dtype
+
+        def drawn(name: str, *shape: int, scale: float = 1.0) -> Tensor:
+            return (random_tensor(name, shape, seed=seed) * scale).to(self.device, dtype)
+
+        def ones() -> Tensor:
+            return torch.ones(hidden, dtype=dtype, device=self.device)
+
+        self._weights = {
+            # As large as what is added to it.
+            "embedding": drawn("embedding", c.vocab, hidden, scale=math.sqrt(hidden)),
+            "head": drawn("head", c.vocab, hidden),
+            "norm": ones(),
+        }
+        self._layers: list[MoeLayer] = []
+        for number in range(c.layers):
+            block = f"layers.{number}."
+            self._weights |= {
+                f"{block}attention_norm": ones(),
+                f"{block}qkv": drawn(
+                    f"{block}qkv", (c.heads + 2 * c.kv_heads) * c.head_dim, hidden
+                ),
+                f"{block}out": drawn(f"{block}out", hidden, c.heads * c.head_dim),
+                f"{block}moe_norm": ones(),
+            }
+            self._layers.append(self._experts(f"{block}moe", seed))
         self._cos, self._sin = (t.to(self.device) for t in _rotation(config))
 
-    def _block(self, layer: int, seed: int) -> _Block:
-        c, hidden, dtype = self.config, self.config.moe.hidden, self.config.moe.torch_dtype
-
-        def drawn(part: str, *shape: int) -> Tensor:
-            found = random_tensor(f"layers.{layer}.{part}", shape, seed=seed)
-            return found.to(self.device, dtype)
-
-        experts = None if self.exchange is None else self.exchange.local_experts
-        weights = MoeWeights.random(c.moe, seed=seed, name=f"layers.{layer}.moe", experts=experts)
-        weights = weights.to(self.device)
-        if self.exchange is None:
-            moe = MoeLayer(c.moe, weights, arithmetic=self._arithmetic)
-        else:
-            moe = ParallelMoeLayer(
-                c.moe,
-                weights,
-                self.exchange,
-                max_tokens=self._max_tokens,
-                arithmetic=self._arithmetic,
-                shrink=self._shrink,
-            )
-        return _Block(
-            attention_norm=torch.ones_like(self._norm),
-            qkv=drawn("qkv", (c.heads + 2 * c.kv_heads) * c.head_dim, hidden),
-            out=drawn("out", hidden, c.heads * c.head_dim),
-            moe_norm=torch.ones_like(self._norm),
-            moe=moe,
+    def _experts(self, name: str, seed: int) -> MoeLayer:
+        moe, exchange, arithmetic = self.config.moe, self.exchange, self._arithmetic
+        here = None if exchange is None else exchange.local_experts
+        weights = MoeWeights.random(moe, seed=seed, name=name, experts=here).to(self.device)
+        if exchange is None:
+            return MoeLayer(moe, weights, arithmetic=arithmetic)
+        return ParallelMoeLayer(
+            moe,
+            weights,
+            exchange,
+            max_tokens=self._max_tokens,
+            arithmetic=arithmetic,
+            shrink=self._shrink,
         )
 
     def parameters(self) -> dict[str, Tensor]:
         """The model's tensors by name, for training: those of the experts here end in
         ``experts.w13`` and ``experts.w2``, and all others are on every rank, where their gradients
         are to be added up. Training takes ``deterministic=False``."""
-        found = {"embedding": self._embedding, "head": self._head, "norm": self._norm}
-        for number, block in enumerate(self._blocks):
-            w = block.moe.weights
-            of_block = {
-                "attention_norm": block.attention_norm,
-                "qkv": block.qkv,
-                "out": block.out,
-                "moe_norm": block.moe_norm,
-                "router": w.router,
-                "experts.w13": w.w13,
-                "experts.w2": w.w2,
-                "shared.w13": w.shared_w13,
-                "shared.w2": w.shared_w2,
-            }
-            found |= {f"layers.{number}.{n}": t for n, t in of_block.items() if t is not None}
-        return found
+        found: dict[str, Tensor | None] = {**self._weights}
+        for number, layer in enumerate(self._layers):
+            w, block = layer.weights, f"layers.{number}."
+            found |= {f"{block}router": w.router}
+            found |= {f"{block}experts.w13": w.w13, f"{block}experts.w2": w.w2}
+            found |= {f"{block}shared.w13": w.shared_w13, f"{block}shared.w2": w.shared_w2}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     @property
     def traffic(self) -> Traffic:
         """Of all layers, since the model was made."""
-        layers = [b.moe.traffic for b in self._blocks if isinstance(b.moe, ParallelMoeLayer)]
+        layers = [one.traffic for one in self._layers if isinstance(one, ParallelMoeLayer)]
         return sum(layers, Traffic())
 
     def forward(
         self,
         sequences: Sequence[Sequence[int]],
         *,
-        caches: Sequence[Cache] | None = None,
         last: bool = False,
         left_out: Collection[int] = (),
         rounds: int = 1,
@@ -218,8 +209,7 @@ class MoeModel:
         make the exchange, :meth:`AllToAll.check` says whether they can be relied on.
 
         Args:
-            sequences: the tokens of each that are to be read.
-            caches: what was read of each before; extended by what is read now.
+            sequences: the tokens of each.
             last: only those of the last token of each, ``[1, vocab]``.
             left_out: experts that answer nothing; of a model in one place only.
             rounds: exchanges in each layer, as for :meth:`ParallelMoeLayer.forward`.
@@ -227,30 +217,24 @@ class MoeModel:
         Raises:
             InvalidArgument: tokens that the model can't read; nothing was computed.
         """
-        c = self.config
-        caches = [Cache(c.layers) for _ in sequences] if caches is None else caches
-        if len(caches) != len(sequences):
-            raise InvalidArgument(f"{len(caches)} caches for {len(sequences)} sequences")
-        starts = [len(cache) for cache in caches]
-        for tokens, start in zip(sequences, starts, strict=True):
-            c.check_tokens(tokens, start)
+        c, by, w = self.config, self._arithmetic, self._weights
+        for tokens in sequences:
+            c.check_tokens(tokens)
         lengths = [len(tokens) for tokens in sequences]
-        ids = self._there([t for tokens in sequences for t in tokens])
-        places = [range(s, s + n) for s, n in zip(starts, lengths, strict=True)]
-        positions = self._there([p for place in places for p in place])
-        x = self._embedding[ids]
-        for layer, block in enumerate(self._blocks):
-            x = x + self._attention(layer, block, x, positions, lengths, caches)
-            normed = self._arithmetic.rms_norm(x, block.moe_norm, c.eps)
-            if isinstance(block.moe, ParallelMoeLayer):
-                x = x + block.moe.forward(normed, left_out=left_out, rounds=rounds)
+        x = w["embedding"][self._there([t for tokens in sequences for t in tokens])]
+        positions = self._there([position for n in lengths for position in range(n)])
+        angles = self._cos[positions][:, None], self._sin[positions][:, None]
+        for number, layer in enumerate(self._layers):
+            x = x + self._attention(f"layers.{number}.", x, lengths, angles)
+            normed = by.rms_norm(x, w[f"layers.{number}.moe_norm"], c.eps)
+            if isinstance(layer, ParallelMoeLayer):
+                x = x + layer.forward(normed, left_out=left_out, rounds=rounds)
             else:
-                x = x + block.moe.forward(normed, left_out=left_out)
+                x = x + layer.forward(normed, left_out=left_out)
         if last:
             ends = self._there(lengths).cumsum(0) - 1
             x, lengths = x[ends], [1] * len(lengths)
-        x = self._arithmetic.rms_norm(x, self._norm, c.eps)
-        logits = self._arithmetic.linear(x, self._head).float()
+        logits = by.linear(by.rms_norm(x, w["norm"], c.eps), w["head"]).float()
         return list(torch.split(logits, lengths)) if lengths else []
 
     def generate(
@@ -261,60 +245,37 @@ class MoeModel:
         left_out: Collection[int] = (),
         rounds: int = 1,
     ) -> list[list[int]]:
-        """The likeliest ``max_tokens`` tokens behind each prompt, one after the other.
-
-        Ranks of an exchange call it together, with the same ``max_tokens``.
+        """As :func:`generate`. Ranks of an exchange call it together, with the same ``max_tokens``
+        and as many ``rounds`` as prompts with their answers need.
 
         Raises:
             InvalidArgument: tokens that the model can't read, or more than it has positions for.
         """
-        if max_tokens < 1:
-            raise InvalidArgument(f"max_tokens is {max_tokens}; give at least 1")
-        for prompt in prompts:
-            self.config.check_tokens(prompt)
-            self.config.check_tokens(prompt[:1], len(prompt) + max_tokens - 2)
-        caches = [Cache(self.config.layers) for _ in prompts]
-        out: list[list[int]] = [[] for _ in prompts]
-        unread = [list(prompt) for prompt in prompts]
-        for _ in range(max_tokens):
-            logits = self.forward(
-                unread, caches=caches, last=True, left_out=left_out, rounds=rounds
-            )
+
+        def read(sequences: list[list[int]]) -> list[Tensor]:
+            logits = self.forward(sequences, last=True, left_out=left_out, rounds=rounds)
             if self.exchange is not None:
                 self.exchange.check()
-            unread = [[likeliest(rows[-1])] for rows in logits]
-            for tokens, found in zip(out, unread, strict=True):
-                tokens += found
-        return out
+            return logits
+
+        return generate(self.config, prompts, max_tokens, read)
 
     def _there(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.device)
 
     def _attention(
-        self,
-        layer: int,
-        block: _Block,
-        x: Tensor,
-        positions: Tensor,
-        lengths: list[int],
-        caches: Sequence[Cache],
+        self, block: str, x: Tensor, lengths: list[int], angles: tuple[Tensor, Tensor]
     ) -> Tensor:
-        c, by = self.config, self._arithmetic
-        qkv = by.linear(by.rms_norm(x, block.attention_norm, c.eps), block.qkv)
+        c, by, w = self.config, self._arithmetic, self._weights
+        qkv = by.linear(by.rms_norm(x, w[f"{block}attention_norm"], c.eps), w[f"{block}qkv"])
         heads = qkv.view(len(qkv), c.heads + 2 * c.kv_heads, c.head_dim)
         q, k, v = torch.split(heads, [c.heads, c.kv_heads, c.kv_heads], dim=1)
-        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
-        q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+        q, k = _rotated(q, *angles), _rotated(k, *angles)
         mixed = [x.new_empty(0, c.heads * c.head_dim)]
-        parts = [torch.split(t, lengths) for t in (q, k, v)] if lengths else [(), (), ()]
-        for queries, keys, values, cache in zip(*parts, caches, strict=True):
-            mixed.append(by.attend(queries, *cache.extended(layer, keys, values)))
-        return by.linear(torch.cat(mixed), block.out)
-
-
-def likeliest(logits: Tensor) -> int:
-    """Of equals the lower token."""
-    return int(logits.cpu().numpy().argmax())
+        if lengths:
+            parts = (torch.split(t, lengths) for t in (q, k, v))
+            mixed += [by.attend(*part) for part in zip(*parts, strict=True)]
+        return by.linear(torch.cat(mixed), w[f"{block}out"])
 
 
 def _rotation(config: MoeModelConfig) -> tuple[Tensor, Tensor]:

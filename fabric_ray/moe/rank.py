@@ -19,7 +19,7 @@ from fabric_ray import runtime
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe.all_to_all import AllToAll
 from fabric_ray.moe.layer import Traffic
-from fabric_ray.moe.model import Cache, MoeModel, MoeModelConfig
+from fabric_ray.moe.model import MoeModel, MoeModelConfig
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,25 +55,6 @@ class Member(msgspec.Struct, frozen=True):
     born: int
     """Start time of its process in kernel ticks, which tells it from a later process of that
     pid."""
-
-
-class UnreadTokens(msgspec.Struct, frozen=True):
-    """Tokens of a sequence that follow those which the rank has read in this session."""
-
-    sequence: int
-    tokens: tuple[int, ...]
-
-
-class Work(msgspec.Struct, frozen=True):
-    """The work of one rank in one pass of all ranks."""
-
-    session: int
-    """A new session forgets what earlier ones have read."""
-    rounds: int
-    """Exchanges in each layer."""
-    last: bool
-    """Whether only logits of the last tokens are needed."""
-    unread: tuple[UnreadTokens, ...]
 
 
 class Pass(msgspec.Struct, frozen=True):
@@ -120,8 +101,6 @@ class Rank:
             deterministic=options.deterministic,
             shrink=True,  # Each pass reports lost ranks.
         )
-        self._session = -1
-        self._caches: dict[int, Cache] = {}
 
     def member(self) -> Member:
         context = ray.get_runtime_context()
@@ -168,23 +147,12 @@ class Rank:
             with suppress(ProcessLookupError):
                 os.kill(member.pid, signal.SIGKILL)
 
-    def run(self, work: Work) -> Pass:
-        """Reads what is unread; all ranks at the same time."""
+    def run(self, sequences: Sequence[Sequence[int]], last: bool, rounds: int) -> Pass:
+        """Reads sequences, as :meth:`MoeModel.forward`; all ranks at the same time."""
         begin = time.perf_counter()
         torch.set_num_threads(self._options.threads)  # of this thread
-        if work.session != self._session:
-            self._session, self._caches = work.session, {}
-        caches = [
-            self._caches.setdefault(one.sequence, Cache(self._options.model.layers))
-            for one in work.unread
-        ]
         before = self._model.traffic
-        logits = self._model.forward(
-            [one.tokens for one in work.unread],
-            caches=caches,
-            last=work.last,
-            rounds=work.rounds,
-        )
+        logits = self._model.forward(sequences, last=last, rounds=rounds)
         self._exchange.check()
         return Pass(
             logits=[part.cpu().clone() for part in logits],
@@ -195,7 +163,6 @@ class Rank:
 
     def close(self) -> None:
         """Parts with all others: to them it is lost."""
-        self._caches = {}
         runtime.shutdown()
 
 

@@ -14,7 +14,8 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe import rows, tokens
 from fabric_ray.moe.device import check_sizes
-from fabric_ray.moe.tokens import SUMS, Dispatched, RankLoss, RowPart
+from fabric_ray.moe.exchange import RankExchange
+from fabric_ray.moe.tokens import SUMS, RankLoss, RowPart
 from fabric_ray.moe.workers import Memory, WorkerSteps, workers_on
 
 
@@ -32,7 +33,7 @@ class Traffic:
     """Sums, to other nodes: one for each token that came from there."""
 
 
-class ThroughputAllToAll:
+class ThroughputAllToAll(RankExchange):
     """One rank of a high-throughput exchange: the calls of :class:`~fabric_ray.moe.AllToAll`, in
     the same order (uccl-ep §3 to §5).
 
@@ -95,6 +96,9 @@ class ThroughputAllToAll:
         CompileError: a kernel doesn't compile for it.
     """
 
+    _native: MoeThroughput
+    _steps: WorkerSteps | None
+
     def __init__(
         self,
         engine: TransferEngine,
@@ -135,17 +139,18 @@ class ThroughputAllToAll:
             raise InvalidArgument(f"rank {rank} of {ranks}: ranks count from 0")
         if not 0 <= incarnation < 1 << 12:
             raise InvalidArgument(f"incarnation: got {incarnation}, expected 0 to 4095")
-        self._parts = (RowPart("x", hidden, dtype), *parts)
-        self._topk, self._hidden, self._ranks = topk, hidden, ranks
-        self._local = experts // ranks
-        self._rank = rank
-        self._answers = answer_dtype
-        self._tokens = 0
-        self._rows = 0
-        home = torch.device(device or "cpu")
-        if home.type == "cuda" and home.index is None:
-            home = torch.device("cuda", torch.cuda.current_device())
-        self._home = home
+        super().__init__(
+            rank=rank,
+            ranks=ranks,
+            experts=experts,
+            topk=topk,
+            hidden=hidden,
+            dtype=dtype,
+            parts=parts,
+            answer_dtype=answer_dtype,
+            device=device,
+        )
+        home = self._home
         memory: Memory | None = None
         if launcher is not None or home.type != "cpu":
             check_sizes(ranks, self._parts)
@@ -170,7 +175,7 @@ class ThroughputAllToAll:
             incarnation=incarnation,
             kernels=None if memory is None else (workers, memory.allocate),
         )
-        self._steps: WorkerSteps | None = None
+        self._steps = None
         if memory is not None and launcher is not None:
             self._steps = WorkerSteps(
                 self._native,
@@ -186,42 +191,12 @@ class ThroughputAllToAll:
             )
 
     @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._rank
-
-    @property
-    def ranks(self) -> int:
-        """How many there are."""
-        return self._ranks
-
-    @property
-    def local_experts(self) -> range:
-        """The experts that this rank hosts."""
-        return range(self._rank * self._local, (self._rank + 1) * self._local)
-
-    @property
-    def device(self) -> torch.device:
-        """What tokens and answers lie on."""
-        return self._home
-
-    @property
     def asynchronous(self) -> bool:
         """Never: calls return when their rows have been seen to, and how many come is known."""
         return False
 
     def check(self) -> None:
         """Nothing: calls raise what goes wrong in them, on a device too."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of this rank's buffers."""
-        return sum(nbytes for _, _, nbytes in self._native.areas)
-
-    def explain(self) -> str:
-        """What the buffers are for, and what makes them as large as they are."""
-        lines = [f"{nbytes:>16,}  {name}: {what}" for name, what, nbytes in self._native.areas]
-        return "\n".join([*lines, f"{self.nbytes:>16,}  bytes in all"])
 
     @property
     def traffic(self) -> Traffic:
@@ -287,11 +262,6 @@ class ThroughputAllToAll:
         """Ranks whose answers are missing in the sums of the last :meth:`combine_recv`."""
         return tuple(self._native.left_out)
 
-    @property
-    def present(self) -> tuple[bool, ...]:
-        """Whether each rank takes part, after the last call."""
-        return tuple(self._native.present)
-
     def dispatch_send(
         self, x: Tensor, indices: Tensor, *, weights: Tensor | None = None, **parts: Tensor
     ) -> None:
@@ -313,46 +283,9 @@ class ThroughputAllToAll:
             return
         experts = rows.indices(indices, self._topk)
         given = tokens.given(self._parts, {"x": x, **parts}, len(experts))
-        weight = None
-        if weights is not None:
-            weight = rows.part(
-                "weights", weights, width=self._topk, dtype=torch.float32, rows=len(experts)
-            )
+        weight = self._weights(weights, len(experts))
         self._native.dispatch_send(given, (experts.data_ptr(), experts.numel()), weight)
         self._tokens = len(experts)
-
-    def dispatch_recv(
-        self, *, multiple: int = 1, stride: int | None = None, x: Tensor | None = None
-    ) -> Dispatched:
-        """Waits for the tokens of all ranks, and until those that pass through this one have gone
-        on. Rows and arguments are as for ``AllToAll``.
-
-        Raises:
-            InvalidArgument: there are too few rows of room, or dispatch_recv is not next.
-            PeerLost: a rank was lost; or others go on without this one.
-        """
-        tokens.check_order(multiple, stride)
-        if self._steps is not None:
-            return self._steps.dispatch_recv(multiple, stride, x)
-        counts, starts, total = self._native.arriving(multiple=multiple, stride=stride)
-        tensors, room = tokens.room(self._parts, total, x)
-        self._native.dispatch_recv(room)
-        self._rows = total
-        return Dispatched.on_host(tensors, total, counts, starts)
-
-    def combine_send(self, y: Tensor) -> None:
-        """Sends the experts' answers, ``[rows, hidden]``, each where its token was. Returns when
-        those of this node are summed.
-
-        Raises:
-            InvalidArgument: a tensor doesn't match, or combine_send is not next.
-            PeerLost: a rank was lost; or others go on without this one.
-        """
-        if self._steps is not None:
-            self._steps.combine_send(y)
-            return
-        answers = rows.part("answers", y, width=self._hidden, dtype=self._answers, rows=self._rows)
-        self._native.combine_send(answers)
 
     def combine_recv(
         self, *, out: Tensor | None = None, dtype: torch.dtype | None = None

@@ -175,28 +175,16 @@ def summed(answers: Tensor, weights: Tensor | None, wanted: Tensor) -> Tensor:
 
 
 def sums(
-    out: Tensor | None, dtype: torch.dtype | None, default: torch.dtype, shape: tuple[int, int]
+    out: Tensor | None,
+    dtype: torch.dtype | None,
+    default: torch.dtype,
+    shape: tuple[int, int],
+    device: torch.device = _HOST,
 ) -> tuple[Tensor, rows.Part]:
     """Where sums ``[tokens, hidden]`` go: ``out``, or a new tensor of ``dtype``, or of the default.
 
     Raises:
         InvalidArgument: they don't go there.
-    """
-    out = room_for_sums(out, default, dtype, shape, torch.device("cpu"))
-    return out, rows.part("sums", out, width=shape[1], dtype=out.dtype, rows=shape[0])
-
-
-def room_for_sums(
-    out: Tensor | None,
-    default: torch.dtype,
-    dtype: torch.dtype | None,
-    shape: tuple[int, int],
-    device: torch.device,
-) -> Tensor:
-    """``out``, or a new tensor, of a format that sums can have.
-
-    Raises:
-        InvalidArgument: it can't be.
     """
     if out is None:
         out = torch.empty(shape, dtype=dtype or default, device=device)
@@ -204,4 +192,5 @@ def room_for_sums(
         raise InvalidArgument(f"sums of {dtype} don't go into {out.dtype}; leave dtype out")
     if out.dtype not in SUMS:
         raise InvalidArgument(f"sums of {out.dtype} can't be made; use one of {[*SUMS]}")
-    return out
+    width, count = shape[1], shape[0]
+    return out, rows.part("sums", out, width=width, dtype=out.dtype, rows=count, device=device)

@@ -24,7 +24,7 @@ from fabric_ray.kernels.launch import Launcher
 from fabric_ray.moe import rows
 from fabric_ray.moe.device import gpu, room_on
 from fabric_ray.moe.rows import check_rows
-from fabric_ray.moe.tokens import Dispatched, RowPart, given, room, room_for_sums
+from fabric_ray.moe.tokens import Dispatched, RowPart, given, room, sums
 
 _FILE = "moe/work.cu"
 _THREADS = 256
@@ -186,15 +186,7 @@ class WorkerSteps:
         """As :meth:`ThroughputAllToAll.combine_recv`."""
         with self._exclusive():
             shape = (self._tokens, self._hidden)
-            out = room_for_sums(out, self._answer_dtype, dtype, shape, self._device)
-            check_rows(
-                "sums",
-                out,
-                width=self._hidden,
-                dtype=out.dtype,
-                rows=self._tokens,
-                device=self._device,
-            )
+            out, _ = sums(out, dtype, self._answer_dtype, shape, self._device)
             with self._at_work():
                 tokens = self._native.kernel_combine_recv()
             return out[:tokens].copy_(self._totals[:tokens])

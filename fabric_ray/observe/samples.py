@@ -45,8 +45,14 @@ _STAGES = {
 }
 
 
+FAMILIES: list[Family] = []
+"""All metrics of engines, in the order in which they are told."""
+
+
 def _family(name: str, kind: Kind, help: str, labels: tuple[str, ...]) -> Family:
-    return Family(f"fabric_ray_{name}", kind, help, labels)
+    family = Family(f"fabric_ray_{name}", kind, help, labels)
+    FAMILIES.append(family)
+    return family
 
 
 COUNTED = _family("writes_counted_total", "counter", "Writes counted on arrival.", _ENGINE)
@@ -81,28 +87,6 @@ SLICES = _family("slices_total", "counter", "Work requests posted.", _TO)
 BYTES = _family("bytes_total", "counter", "Bytes posted.", _TO)
 RETRIES = _family("retries_total", "counter", "Work requests sent again.", _TO)
 FAILURES = _family("failures_total", "counter", "Work requests that failed.", _TO)
-
-FAMILIES: tuple[Family, ...] = (
-    COUNTED,
-    GHOSTS,
-    REGIONS,
-    RETIRING,
-    GOING_ON,
-    EXPECTED,
-    WINDOW,
-    UNDER_WAY,
-    *STAGE.values(),
-    LINKS,
-    PEER_UP,
-    WAITING,
-    WAITS,
-    EXCLUDED,
-    SLICES,
-    BYTES,
-    RETRIES,
-    FAILURES,
-)
-"""All metrics of engines, in the order in which they are told."""
 
 
 def samples(engines: Iterable[EngineMetrics]) -> list[Sample]:

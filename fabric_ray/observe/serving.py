@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import socket
-import struct
 from pathlib import Path
 from threading import Event, Lock, Thread
 
@@ -18,6 +17,7 @@ from fabric_ray.errors import FabricError
 from fabric_ray.observe import process
 from fabric_ray.observe.client import LONGEST_QUESTION, AskMetrics, Question
 from fabric_ray.observe.run_directory import make_run_dir, run_dir, socket_path, unready_path
+from fabric_ray.rpc import peer_user
 
 _PATIENCE_S = 5.0
 _REST_S = 0.1
@@ -78,7 +78,7 @@ class Window:
 
     def _answer(self, peer: socket.socket) -> None:
         peer.settimeout(_PATIENCE_S)
-        if _user(peer) not in (os.geteuid(), 0):
+        if peer_user(peer) not in (os.geteuid(), 0):
             return
         peer.sendall(answer(_question(peer)))
 
@@ -99,12 +99,6 @@ def _question(peer: socket.socket) -> bytes:
     while b"\n" not in heard and len(heard) <= LONGEST_QUESTION and (piece := peer.recv(1 << 16)):
         heard += piece
     return bytes(heard)
-
-
-def _user(peer: socket.socket) -> int:
-    size = struct.calcsize("3i")
-    _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-    return int(uid)
 
 
 _lock = Lock()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+from fabric_ray._native import copy_rows
 
 if TYPE_CHECKING:
     from fabric_ray._native import _PlanColumns
@@ -66,22 +67,7 @@ class Copy(msgspec.Struct, frozen=True):
     def rows(self) -> Iterator[Row]:
         """The copy as rows, each of which one paged write can move: the longest loop becomes runs,
         the others are unrolled."""
-        if not self.loops:
-            yield Row(self.run, 1, self.src_offset, 0, self.dst_offset, 0)
-            return
-        longest = max(self.loops, key=lambda loop: loop.count)
-        others = [loop for loop in self.loops if loop is not longest]
-        for indices in itertools.product(*(range(loop.count) for loop in others)):
-            src = sum(i * loop.src_stride for i, loop in zip(indices, others, strict=True))
-            dst = sum(i * loop.dst_stride for i, loop in zip(indices, others, strict=True))
-            yield Row(
-                self.run,
-                longest.count,
-                self.src_offset + src,
-                longest.src_stride,
-                self.dst_offset + dst,
-                longest.dst_stride,
-            )
+        return (Row(self.run, *row) for row in copy_rows(self))
 
 
 U32 = npt.NDArray[np.uint32]

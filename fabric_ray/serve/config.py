@@ -1,15 +1,14 @@
 """Configuration of a deployment: :class:`ServeArgs`, from Python, YAML or the command line."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from typing_extensions import Self
 
 from fabric_ray.engine import EngineConfig
 from fabric_ray.errors import InvalidArgument
-
-DType = Literal["float64", "float32", "bfloat16", "float16"]
+from fabric_ray.inference.spec import MAX_PAGE_TOKENS, MAX_PAGES, Buffers, CacheDType, Order
 
 
 class _Args(BaseModel):
@@ -22,22 +21,22 @@ class _Args(BaseModel):
 class CacheArgs(_Args):
     """A paged cache. Prefillers and decoders may differ in all but the dtype."""
 
-    page_tokens: int = Field(default=16, ge=1, le=1 << 20)
+    page_tokens: int = Field(default=16, ge=1, le=MAX_PAGE_TOKENS)
     """Tokens per page."""
 
-    pages: int = Field(default=512, ge=1, lt=1 << 31)
+    pages: int = Field(default=512, ge=1, le=MAX_PAGES)
     """Pages of each group of layers."""
 
-    window_pages: int | None = Field(default=None, ge=1, lt=1 << 31)
+    window_pages: int | None = Field(default=None, ge=1, le=MAX_PAGES)
     """Pages of each group with a sliding window; ``pages`` by default."""
 
-    order: Literal["heads_first", "tokens_first", "heads_outermost"] = "heads_first"
+    order: Order = "heads_first"
     """Order of pages, heads and tokens in memory."""
 
-    buffers: Literal["one", "split", "per_layer"] = "one"
+    buffers: Buffers = "one"
     """One buffer, one for keys and one for values, or one for each layer."""
 
-    dtype: DType | None = None
+    dtype: CacheDType | None = None
     """The model's by default."""
 
 
@@ -173,7 +172,7 @@ class ServeArgs(_Args):
     name: str | None = None
     """What clients call the model; the last part of ``model`` by default."""
 
-    dtype: DType | None = None
+    dtype: CacheDType | None = None
     """Of weights and activations; the checkpoint's by default."""
 
     prefill: PrefillArgs = PrefillArgs()

@@ -35,10 +35,12 @@ class ReaderGate:
 
     Args:
         held: describes tensors of the version in use that are referred to outside a reading.
+        holds: whether the calling thread or task took such tensors.
     """
 
-    def __init__(self, held: Callable[[], tuple[str, ...]]) -> None:
+    def __init__(self, held: Callable[[], tuple[str, ...]], holds: Callable[[], bool]) -> None:
         self._held = held
+        self._holds = holds
         self._changed = threading.Condition(threading.RLock())
         self._readings: set[Reading] = set()
         self._calls: dict[FrameType, Reading] = {}
@@ -157,7 +159,11 @@ class ReaderGate:
 
     @property
     def _must_wait(self) -> bool:
-        return self._is_closed and self._writer != threading.get_ident()
+        """Whether the caller has to wait before it reads. A commit waits for the tensors that a
+        caller holds, so that caller doesn't wait for the commit."""
+        if self._writer is not None:
+            return self._writer != threading.get_ident()
+        return self._is_closed and not self._holds()
 
     def _outer(self) -> Reading | None:
         """The reading that encloses the caller."""

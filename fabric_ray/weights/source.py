@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from fabric_ray import observe
-from fabric_ray._native import Region, RegionDescriptor
+from fabric_ray._native import Region, RegionDescriptor, bind_copies
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Copy, LocalContainer, ParamMeta, Plan, Side
@@ -20,7 +20,6 @@ from fabric_ray.weights.local import check_local
 from fabric_ray.weights.quant import Invitation
 from fabric_ray.weights.report import PushTarget, Sent, SourceShare, Span
 from fabric_ray.weights.request_cache import RequestCache, rotated
-from fabric_ray.weights.routing import outgoing
 from fabric_ray.weights.source_tensors import SourceTensors
 from fabric_ray.weights.sources import SOURCES, check_rank
 from fabric_ray.weights.step_sender import Route, StepSender
@@ -297,7 +296,7 @@ class WeightSource:
         return [
             Route(
                 stripe,
-                *outgoing(copies, self._sources(step, copies), target, push_target.offsets),
+                *bind_copies(copies, self._sources(step, copies), target, push_target.offsets),
                 sum(copy.nbytes for copy in copies),
             )
             for stripe, copies in sorted(by_stripe.items())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric_ray._native import Region
 from fabric_ray.engine import TransferEngine
@@ -20,6 +22,20 @@ _ALIGN = 256
 _QUIESCE_S = 2.0
 
 
+def _caller() -> int:
+    """Identifies the current task in an event loop, else the thread."""
+    if asyncio._get_running_loop() is not None and (task := asyncio.current_task()):
+        return id(task)
+    return threading.get_ident()
+
+
+class _Loan(NamedTuple):
+    array: weakref.ref[Any]
+    """Under the tensor that was lent and its views."""
+    since: float
+    caller: int
+
+
 class StagingMemory:
     """Memory for one version of all containers."""
 
@@ -33,27 +49,33 @@ class StagingMemory:
         self._engine = engine
         # A separate registration for peers, since `revoke` changes its key.
         self.region: Region = engine.register(self._memory.numpy())
-        # The array under each lent tensor, and when it was lent.
-        self._lent: dict[str, tuple[weakref.ref[Any], float]] = {}
+        self._lent: dict[str, list[_Loan]] = {}
 
     def lend(self, container: LocalContainer) -> torch.Tensor:
         """A container as a tensor for users. :meth:`lent` lists it as long as the tensor, a view
         or an array refers to its memory. Listed memory is not overwritten (RS-1)."""
         import torch
 
-        known = self._lent.get(container.name)
-        array = known[0]() if known else None
-        if array is None:
-            start = self.offsets[container.index]
-            array = self._memory.numpy()[start : start + container.nbytes]
-            self._lent[container.name] = weakref.ref(array), time.monotonic()
+        start = self.offsets[container.index]
+        array = self._memory.numpy()[start : start + container.nbytes]
+        loan = _Loan(weakref.ref(array), time.monotonic(), _caller())
+        self._lent[container.name] = [*self._loans(container.name), loan]
         return _shaped(torch.from_numpy(array), container)
 
     def lent(self) -> dict[str, float]:
         """Containers that users still refer to, and for how many seconds."""
         now = time.monotonic()
-        self._lent = {name: lent for name, lent in self._lent.items() if lent[0]() is not None}
-        return {name: now - since for name, (_, since) in self._lent.items()}
+        self._lent = {name: loans for name in self._lent if (loans := self._loans(name))}
+        return {name: now - loans[0].since for name, loans in self._lent.items()}
+
+    def is_lent_to_caller(self) -> bool:
+        """Whether a tensor that the calling thread or task was lent is still referred to."""
+        caller = _caller()
+        return any(loan.caller == caller for name in self._lent for loan in self._loans(name))
+
+    def _loans(self, name: str) -> list[_Loan]:
+        """Those of a container that are still referred to, the oldest first."""
+        return [loan for loan in self._lent.get(name, ()) if loan.array() is not None]
 
     def views(self, containers: tuple[LocalContainer, ...]) -> dict[str, torch.Tensor]:
         """All containers as tensors. Commits don't wait for these, so they stay in the package."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import msgspec
 
 from fabric_ray import observe
-from fabric_ray._native import Counter, Digest, EngineAddress, Peer, Transfer
+from fabric_ray._native import Counter, Digest, EngineAddress, Peer, Transfer, digest_copies
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import FabricError, InvalidArgument, Stale, WeightSyncError
 from fabric_ray.plan import LocalContainer, Plan, Side
@@ -21,7 +21,6 @@ from fabric_ray.weights.readers import LiveWeights, ReaderGate, Reading, caller
 from fabric_ray.weights.registry import Registry
 from fabric_ray.weights.relay import Relay, RelayWriter
 from fabric_ray.weights.report import InboundPlan, PushTarget, Span, TargetShare
-from fabric_ray.weights.routing import arriving
 from fabric_ray.weights.staging import StagingMemory
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ class WeightTarget:
         self._engine_hooks = hooks or EngineHooks()
         self._pause = Pause(self._engine_hooks)
         self._hooks: list[Callable[[int], None]] = []
-        self._gate = ReaderGate(self._referenced)
+        self._gate = ReaderGate(self._referenced, self._is_lent_to_caller)
         self._into: Destination | None = None
         if into is not None:
             from fabric_ray.weights.replica.sides import whole_plan
@@ -402,6 +401,12 @@ class WeightTarget:
             f"still referred to: {few}{more}",
         )
 
+    def _is_lent_to_caller(self) -> bool:
+        """Whether the caller took tensors of the version in use that are still referred to."""
+        if self.version is None or not self._staging:
+            return False
+        return self._staging[self._live].is_lent_to_caller()
+
     def _routed(self) -> TargetShare:
         if self._share is None:
             raise InvalidArgument("this rollout has no plan; call WeightSync.connect() again")
@@ -466,7 +471,7 @@ class WeightTarget:
         if share.plan is None:
             raise InvalidArgument("digests were not asked for at connect")
         copies = Plan.from_bytes(share.plan).for_target(share.plan_rank)
-        return arriving(copies, staging.region, self._offsets(staging))
+        return digest_copies(list(copies), staging.region, self._offsets(staging))
 
 
 def _check_arguments(side: Any, more: Sequence[Any], into: Any) -> None:

@@ -149,8 +149,8 @@ def test_what_a_step_tells_workers_travels() -> None:
         p.add("p", PROMPT, {"do_remote_decode": True})
         told = p.scheduler.schedule().kv_connector_metadata
         assert pickle.loads(pickle.dumps(told)) == told
-        shake = p.workers[0].kv_connector.get_handshake_metadata()
-        assert pickle.loads(pickle.dumps(shake)) == shake
+        handshake = p.workers[0].kv_connector.get_handshake_metadata()
+        assert pickle.loads(pickle.dumps(handshake)) == handshake
 
 
 def test_what_the_connector_does_not_move_is_refused_at_the_start() -> None:

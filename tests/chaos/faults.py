@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from tests.chaos.crew import Crew
 from tests.chaos.draw import Fault
+from tests.chaos.process_group import ProcessGroup
 
 _PIDFD_GETFD = 438
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -81,8 +81,8 @@ class Stage(Protocol):
 class Faults:
     """The faults of one round, from ``start`` on. All are over when the block ends."""
 
-    def __init__(self, crew: Crew, stage: Stage, start: float) -> None:
-        self._crew, self._stage = crew, stage
+    def __init__(self, group: ProcessGroup, stage: Stage, start: float) -> None:
+        self._group, self._stage = group, stage
         self.notes: list[str] = []
         self.resets = 0
         events: list[tuple[float, int, Callable[[], None]]] = []
@@ -95,24 +95,26 @@ class Faults:
         self._thread = threading.Thread(target=self._run)
 
     def _of(self, fault: Fault) -> tuple[Callable[[], None], Callable[[], None] | None]:
-        mate = self._crew.mates[fault.victim]
+        member = self._group.members[fault.victim]
         if fault.kind == "kill":
-            return mate.kill, None
+            return member.kill, None
         if fault.kind in ("freeze", "sleep"):
-            return (lambda: mate.signal(signal.SIGSTOP)), (lambda: mate.signal(signal.SIGCONT))
+            return (lambda: member.signal(signal.SIGSTOP)), (lambda: member.signal(signal.SIGCONT))
         if fault.kind == "reset":
             return (lambda: self._reset(fault.victim, int(fault.at * 1e6))), None
         if fault.kind == "no_room":
             # Memory that others map is a file without a name: none can grow beyond the limit.
-            hard = resource.prlimit(mate.pid, resource.RLIMIT_FSIZE)[1]
-            return (lambda: self._limit(mate.pid, 4096, hard)), (
-                lambda: self._limit(mate.pid, hard, hard)
+            hard = resource.prlimit(member.pid, resource.RLIMIT_FSIZE)[1]
+            return (lambda: self._limit(member.pid, 4096, hard)), (
+                lambda: self._limit(member.pid, hard, hard)
             )
         return (lambda: None), None  # its memory is on a full disk
 
     def _reset(self, victim: int, chance: int) -> None:
         try:
-            self.resets += reset_sockets(self._crew.mates[victim].pid, chance, self._crew.transport)
+            self.resets += reset_sockets(
+                self._group.members[victim].pid, chance, self._group.transport
+            )
         except PermissionError as error:
             self.notes.append(f"no sockets were reset: pidfd_getfd: {error.strerror}")
         except OSError:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.chaos.crew import Gone, Stuck
 from tests.chaos.draw import Piece, Round
+from tests.chaos.process_group import Gone, Stuck
 from tests.chaos.reports import NO_ROOM, Ended, content
 
 # Machines are busy: how much later than promised something may be seen to end.

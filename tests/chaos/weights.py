@@ -12,10 +12,10 @@ from fabric_ray.errors import WeightSyncError
 from fabric_ray.plan import Concat, Container, DType, Leaf, Mesh, Replicate, Shard, Side, Tensor
 from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
 from fabric_ray.weights.calls import CallFailure
-from tests.chaos.crew import Crew, Gone, Stuck
 from tests.chaos.draw import ROLLOUTS, TRAINERS, Round
 from tests.chaos.judge import DEATH, MARGIN
 from tests.chaos.pattern import differs, pattern
+from tests.chaos.process_group import Gone, ProcessGroup, Stuck
 from tests.chaos.worker import Worker
 
 # A pool of threads that torch keeps for itself would look like a leak.
@@ -115,7 +115,7 @@ def call(worker: Worker, function: Callable[..., Any], *args: Any) -> Any:
 class Pipes(NamedTuple):
     """Processes where a controller has actors."""
 
-    crew: Crew
+    group: ProcessGroup
 
     def share(self, value: Any) -> Any:
         return value
@@ -128,14 +128,14 @@ class Pipes(NamedTuple):
         timeout: float,
     ) -> list[Any]:
         asked = {actor: (function, *each) for actor, each in zip(actors, args, strict=True)}
-        said = self.crew.ask(call, asked, timeout + 1.0)
+        said = self.group.ask(call, asked, timeout + 1.0)
         answers = (said[actor] for actor in actors)
         return [CallFailure(_cause(a)) if isinstance(a, Exception) else a for a in answers]
 
 
-def controller(crew: Crew, *, digest: bool, replicas: bool) -> WeightSync:
+def controller(group: ProcessGroup, *, digest: bool, replicas: bool) -> WeightSync:
     return WeightSync(
-        TRAINERS, ROLLOUTS, digest=digest, relay=replicas, timeout=TIMEOUT, calls=Pipes(crew)
+        TRAINERS, ROLLOUTS, digest=digest, relay=replicas, timeout=TIMEOUT, calls=Pipes(group)
     )
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from fabric_ray.weights import WeightSync
 from tests.chaos import judge, weights
-from tests.chaos.crew import Crew, Gone
 from tests.chaos.draw import ELDER, ROLLOUTS, TRAINERS, WORKERS, Round, draw
 from tests.chaos.faults import Faults
+from tests.chaos.process_group import Gone, ProcessGroup
 from tests.chaos.reports import GRACE, Opened
 from tests.chaos.worker import Worker
 
@@ -57,7 +57,7 @@ class World:
     def __init__(self, seed: int, transport: str) -> None:
         self._seed, self._transport = seed, transport
         self.summary = Summary(transport, seed)
-        self._crew = Crew(transport)
+        self._group = ProcessGroup(transport)
         self._opened: dict[int, Opened] = {}
         self._sync: WeightSync | None = None
         self._reached = 0
@@ -74,7 +74,7 @@ class World:
                     self._end_life(number)
                 told()
         finally:
-            self._crew.close()
+            self._group.close()
         self.summary.seconds = time.monotonic() - began
         if leak := self.summary.leak():
             self.summary.broken.append(leak)
@@ -97,11 +97,11 @@ class World:
         if not self._opened:
             dice = random.Random(f"{self._seed}/{number}")
             self._in_place, self._replicas = dice.random() < 0.3, dice.random() < 0.5
-        for rank in self._crew.renew():
+        for rank in self._group.renew():
             self._opened.pop(rank, None)
             self._sync = None
         closed = {rank: () for rank in range(WORKERS) if rank not in self._opened}
-        for rank, opened in self._crew.ask(Worker.open, closed, PATIENCE).items():
+        for rank, opened in self._group.ask(Worker.open, closed, PATIENCE).items():
             if isinstance(opened, Exception):
                 raise RuntimeError(f"w{rank} opens no engine: {opened}")
             self._opened[rank] = opened
@@ -110,8 +110,8 @@ class World:
 
     def _all(self, function: Callable[..., Any], *args: Any) -> dict[int, Any]:
         """What each process says that lives."""
-        ranks = [r for r, mate in self._crew.mates.items() if mate.killed_at is None]
-        return self._crew.ask(function, dict.fromkeys(ranks, args), PATIENCE)
+        ranks = [r for r, member in self._group.members.items() if member.killed_at is None]
+        return self._group.ask(function, dict.fromkeys(ranks, args), PATIENCE)
 
     def _transfers(self, stage: Round) -> None:
         prepared = self._all(Worker.prepare, stage)
@@ -123,10 +123,10 @@ class World:
         refs = {(r, k): ref for r, (_, each) in prepared.items() for k, ref in each.items()}
         addresses = {rank: opened.address for rank, opened in self._opened.items()}
         start = time.monotonic() + 0.01
-        with Faults(self._crew, stage, start) as faults:
+        with Faults(self._group, stage, start) as faults:
             longest = max(p.timeout for p in stage.pieces) + GRACE + PATIENCE
             args = (stage, offers, refs, addresses, start)
-            ran = self._crew.ask(Worker.run, dict.fromkeys(range(WORKERS), args), longest)
+            ran = self._group.ask(Worker.run, dict.fromkeys(range(WORKERS), args), longest)
         said = judge.Said(ran, killed=self._killed())
         said.full = {r for r, o in self._opened.items() if o.full}
         outcomes = {e.id: e for _, e in said.sent() if e.id >= 0}
@@ -146,13 +146,13 @@ class World:
             return
         if self._sync is None:
             self._sync = weights.controller(
-                self._crew, digest=bool(stage.number % 2), replicas=self._replicas
+                self._group, digest=bool(stage.number % 2), replicas=self._replicas
             )
             self._sync.connect()
         if stage.reconnect:
-            self._sync = weights.controller(self._crew, digest=True, replicas=self._replicas)
+            self._sync = weights.controller(self._group, digest=True, replicas=self._replicas)
         start = time.monotonic() + 0.005
-        with Faults(self._crew, stage, start) as faults:
+        with Faults(self._group, stage, start) as faults:
             time.sleep(0.005)
             pushed = weights.push(self._sync, version, self._reached, self._in_place)
         killed = self._killed()
@@ -169,7 +169,7 @@ class World:
         self._note(faults, Counter({f"push: {error}": 1}))
 
     def _killed(self) -> dict[int, float]:
-        return {r: m.killed_at for r, m in self._crew.mates.items() if m.killed_at is not None}
+        return {r: m.killed_at for r, m in self._group.members.items() if m.killed_at is not None}
 
     def _note(self, faults: Faults, results: Counter[str]) -> None:
         self.summary.results += results
@@ -182,7 +182,7 @@ class World:
         for rank, said in self._all(Worker.close).items():
             if isinstance(said, Exception):
                 self.summary.broken.append(f"{self._transport} round {number}: close: {said!r}")
-                self._crew.mates[rank].kill()
+                self._group.members[rank].kill()
                 continue
             wrong, held = said
             self.summary.broken += [

@@ -1,4 +1,4 @@
-"""Figures of GPU checks: printed, and kept in a file for whoever runs them (``FABRIC_FIGURES``)."""
+"""Figures of GPU checks: printed, and appended to the file that ``FABRIC_FIGURES`` names."""
 
 from __future__ import annotations
 

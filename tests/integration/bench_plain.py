@@ -1,17 +1,21 @@
-"""A contender over a plain socket, and ways in which one can go wrong."""
+"""A contender over a plain socket, and the ways in which one can fail."""
 
 from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import threading
-import time
+from collections.abc import Callable
+from pathlib import Path
 
+from benchmarks.contenders.perf import find_program
 from benchmarks.harness.cases import Case
 from benchmarks.harness.data import ordinary_memory, step
 from benchmarks.harness.pair import PairContender
 from benchmarks.harness.processes import adopt_orphans, ended_by_signals
-from benchmarks.harness.roles import Role, Stamps
+from benchmarks.harness.record import Results
+from benchmarks.harness.roles import Role, SenderRole, Stamps, TargetRole
 from benchmarks.harness.schedule import Plan, run_cases
 
 _HERE = "tests.integration.bench_plain"
@@ -56,12 +60,11 @@ class _End(Role):
     def blocks(self, case: Case, operations: int) -> list[memoryview]:
         whole = self.memory.data
         numbers = range(self.moved, self.moved + operations)
-        self.moved += operations
         places = [int(step(case, number).sources[0]) * case.bytes for number in numbers]
         return [whole[place : place + case.bytes] for place in places]
 
 
-class Sender(_End):
+class Sender(_End, SenderRole):
     def open(self) -> bytes:
         self._listener = socket.create_server(("127.0.0.1", 0))
         return str(self._listener.getsockname()[1]).encode()
@@ -69,33 +72,28 @@ class Sender(_End):
     def connect(self, peer: bytes) -> None:
         self._socket, _ = self._listener.accept()
 
-    def run(self, case: Case, operations: int, samples: int) -> Stamps:
-        starts: list[int] = []
-        for _ in range(samples):
-            self.sync.await_ready()
-            starts.append(time.monotonic_ns())
-            for block in self.blocks(case, operations):
+    def sample(self, case: Case, operations: int) -> Callable[[], None]:
+        blocks = self.blocks(case, operations)
+
+        def move() -> None:
+            for block in blocks:
                 self._socket.sendall(block)
-            self.sync.finished()
-        return Stamps(starts=starts)
+
+        return move
 
 
-class Target(_End):
-    def open(self) -> bytes:
-        return b""
-
+class Target(_End, TargetRole):
     def connect(self, peer: bytes) -> None:
         self._socket = socket.create_connection(("127.0.0.1", int(peer)))
 
-    def run(self, case: Case, operations: int, samples: int) -> Stamps:
-        ends: list[int] = []
-        for _ in range(samples):
-            self.sync.ready()
-            for block in self.blocks(case, operations):
+    def sample(self, case: Case, operations: int) -> Callable[[], None]:
+        blocks = self.blocks(case, operations)
+
+        def arrive() -> None:
+            for block in blocks:
                 self._socket.recv_into(block, flags=socket.MSG_WAITALL)
-            ends.append(time.monotonic_ns())
-            self.sync.await_finished()
-        return Stamps(ends=ends)
+
+        return arrive
 
 
 class FlippingTarget(Target):
@@ -125,15 +123,24 @@ def _spin() -> None:
         pass
 
 
+def built() -> None:
+    """Builds `fabric-perf` if no build is there."""
+    if find_program() is None:
+        manifest = Path(__file__).resolve().parents[2] / "native" / "Cargo.toml"
+        build = ["cargo", "build", "--release", "-p", "fabric-perf", "--manifest-path"]
+        subprocess.run([*build, str(manifest)], check=True)
+
+
 def main() -> None:
-    """A run that goes on until somebody ends it."""
+    """A run that goes on until it is interrupted."""
     cases = [
         Case(suite="write", operation="write", link="tcp", bytes=count, region=1 << 20)
         for count in range(64, 1 << 16, 64)
     ]
+    results = Results(Path(os.environ["FABRIC_BENCH_TEST"]) / "run.jsonl", {}, [])
     adopt_orphans()
     with ended_by_signals():
-        run_cases(cases, [Plain(), Spinner()], Plan(turns=20, turn_seconds=0.05), lambda text: None)
+        run_cases(cases, [Plain(), Spinner()], Plan(turns=20, turn_seconds=0.05), results)
 
 
 if __name__ == "__main__":

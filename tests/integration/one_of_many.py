@@ -1,4 +1,4 @@
-"""What each process of many does that start at once."""
+"""The program of each of many processes that start at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peers that are written down by hand: plain sockets that say what engines might."""
+"""Peers written by hand: plain sockets that send messages of the engine's protocol."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def hello(
     Args:
         endpoints: numbers of transports, and what they say of where they listen.
     """
-    seat = sealed(b"FRts", bytes(16) + bytes([0, 1]))
+    transport = sealed(b"FRts", bytes(16) + bytes([0, 1]))
     places = [number(kind) + number(len(data)) + data for kind, data in endpoints]
     sender = bytes(16) + NAME + number(len(places)) + b"".join(places)
     body = bytes([0, *protocol]) + sender + bytes.fromhex(to) + bytes(32) + bytes([secret])
-    return sealed(b"FRhs", body + bytes([len(seat)]) + seat, version)
+    return sealed(b"FRhs", body + bytes([len(transport)]) + transport, version)
 
 
 class Stranger:
@@ -122,7 +122,7 @@ class Door:
         return sealed(b"FRmr", self.address + key + number(0) + number(nbytes) + rail_keys)
 
     def answer(self, message: bytes) -> bytes:
-        """Hears a hello and says something; returns what is said to that."""
+        """Receives a handshake message, sends this one, and returns the reply."""
         connection, _ = self.socket.accept()
         with connection:
             hear(connection, tcp=self.tcp)

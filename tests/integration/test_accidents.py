@@ -1,5 +1,5 @@
-"""Limits of the system and errors in users' code: each ends in an error that says what to do, and
-leaves nothing behind."""
+"""System limits and errors in users' code: each ends in an error that says what to do, and leaks
+nothing."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_receiver_without_descriptors_neither_spins_nor_forgets(
         late = a.write(src, there)
         assert server.ask(use_of_a_core) < 0.1
         server.ask(feed)
-        # It waited at the door, or was told in time that nobody answers.
+        # It waited in the accept queue, or failed in time because no peer answers.
         with contextlib.suppress(Unreachable, PeerLost):
             late.wait(10)
         a.write(src, there).wait(10)

@@ -1,4 +1,4 @@
-"""What a container is at its barest: user 1000, no capability, and none to be had."""
+"""The least privileged container: user 1000, without capabilities and without a way to any."""
 
 from __future__ import annotations
 

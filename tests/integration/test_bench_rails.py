@@ -1,4 +1,4 @@
-"""Simulated rails from the command line: a scenario of one's own, its figures and its picture."""
+"""Simulated rails from the command line: a scenario of the user, its figures and its picture."""
 
 from __future__ import annotations
 
@@ -7,32 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from benchmarks.contenders.perf import find_program
-from benchmarks.rails.simulator import (
-    POLICIES,
-    Change,
-    Report,
-    Scenario,
-    SimulatorError,
-    scenarios,
-    simulate,
-    simulate_all,
-)
-from benchmarks.rails.tables import missed
+from benchmarks.harness.contender import ContenderError
+from benchmarks.rails.__main__ import rows
+from benchmarks.rails.simulator import POLICIES, scenarios, simulate, simulate_all
+from tests.integration.bench_plain import built
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def program() -> None:
-    """The program that simulates, built if no release build is there."""
-    if find_program() is None:
-        manifest = str(ROOT / "native" / "Cargo.toml")
-        build = ["cargo", "build", "--release", "-p", "fabric-perf", "--manifest-path", manifest]
-        subprocess.run(build, check=True)
+    built()
 
 
 @pytest.fixture
@@ -61,7 +48,7 @@ def test_a_loss_is_seen_slice_by_slice(short: str) -> None:
     again = [s for s in report.slices if s.again]
     assert lost
     assert {s.rail for s in lost} == {0}
-    # What was lost goes over the others, which are up.
+    # Lost slices are sent again over the rails that are up.
     assert {s.rail for s in again} == {1, 2}
     assert sum(s.bytes for s in again) == report.summary.again
     [loss], [back] = report.summary.losses, report.summary.returns
@@ -75,15 +62,21 @@ def test_the_same_scenario_has_the_same_figures(short: str) -> None:
     assert simulate(short) == simulate(short)
 
 
-def test_what_misses_its_aim_is_named(short: str) -> None:
-    adaptive, turns, _ = simulate_all([short])
-    assert [r.policy for r in (adaptive, turns)] == list(POLICIES[:2])
-    assert missed([adaptive, turns]) == []
-    # Blind turns, taken for ours, miss it.
-    [*_, last] = turns.summary.phases
-    assert last.settled < 0.95
-    named = missed([msgspec.structs.replace(turns, policy="adaptive"), turns])
-    assert any(f"of the capacity from {last.from_ms}" in miss for miss in named)
+def test_a_scenario_is_rows_by_policy(short: str) -> None:
+    reports = simulate_all([short])
+    assert [report.policy for report in reports] == list(POLICIES)
+    found = {row.key: row for row in rows(reports)}
+    last = found["rails/short/100-250 ms"]
+    assert last.figures[-1].median == pytest.approx(90 / 8), "the floor: all three rails"
+    adaptive, blind = last.figures[0], last.figures[1]
+    assert adaptive.contender == "adaptive"
+    assert adaptive.of_floor is not None
+    assert adaptive.of_floor > 0.95
+    assert blind.of_floor is not None
+    assert blind.of_floor < 0.95, "in turns, the slowest rail holds the others up"
+    assert found["rails/short/100-250 ms, P99"].unit == "us"
+    assert found["rails/short/lost at 60 ms"].figures[0].details["in flight"] == 8
+    assert found["rails/short/back at 100 ms"].figures[0].median > 0
 
 
 def test_a_failover_can_be_watched(short: str, tmp_path: Path) -> None:
@@ -94,21 +87,11 @@ def test_a_failover_can_be_watched(short: str, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert out.read_bytes().startswith(b"\x89PNG")
+    assert "60 ms: rail 0 lost, 8 in flight" in done.stdout
     assert "bytes were sent again" in done.stdout
 
 
 def test_a_scenario_that_is_not_there_is_refused_with_those_that_are() -> None:
-    with pytest.raises(SimulatorError, match="story") as refused:
+    with pytest.raises(ContenderError, match="story") as refused:
         simulate("nowhere")
     assert all(known.name in str(refused.value) for known in scenarios())
-
-
-def test_what_is_up_follows_the_changes() -> None:
-    changes = [Change(10, 0, "silent"), Change(20, 1, {"rate": 8.0}), Change(30, 0, "back")]
-    scenario = Scenario("s", "", [80.0, 16.0], 40, changes)
-    assert scenario.capacity() == [(0.0, 12.0), (10, 2.0), (20, 1.0), (30, 11.0)]
-
-
-def test_reports_say_what_they_are_of(short: str) -> None:
-    report: Report = simulate(short, "random")
-    assert (report.scenario.name, report.policy) == ("short", "random")

@@ -19,12 +19,12 @@ import pytest
 
 from benchmarks.contenders.fabric import FabricPython, FabricRust
 from benchmarks.contenders.floor import Floor
-from benchmarks.contenders.perf import find_program
 from benchmarks.harness.cases import KIB, MIB, Case, Link, Memory
-from benchmarks.harness.contender import Contender, ContenderError, Effort
+from benchmarks.harness.contender import ContenderError, Effort
+from benchmarks.harness.record import Results
 from benchmarks.harness.results import Report, load
 from benchmarks.harness.schedule import Plan, run_cases
-from tests.integration.bench_plain import Liar, Mortal, Plain, Spinner
+from tests.integration.bench_plain import Liar, Mortal, Plain, Spinner, built
 
 pytest.importorskip("torch", reason="gloo comes with torch: pip install '.[ray]'")
 
@@ -35,16 +35,9 @@ PLAN = Plan(turns=2, turn_seconds=0.01)
 OURS = ("fabric-rust", "fabric-rust batch", "fabric-python", "fabric-python batch")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def program() -> str:
-    """The floor program, built if no release build is there."""
-    if find_program() is None:
-        manifest = str(ROOT / "native" / "Cargo.toml")
-        build = ["cargo", "build", "--release", "-p", "fabric-perf", "--manifest-path", manifest]
-        subprocess.run(build, check=True)
-    found = find_program()
-    assert found is not None
-    return found
+@pytest.fixture(scope="module", autouse=True)
+def program() -> None:
+    built()
 
 
 def command(out: Path, *only: str) -> list[str]:
@@ -85,7 +78,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, str]:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert marked(mark) == []
-    [saved], [page] = out.glob("*.json"), out.glob("*.html")
+    [saved], [page] = out.glob("*.jsonl"), out.glob("*.html")
     assert "write/tcp/cold/1MiB" in done.stdout
     return load(saved), page.read_text()
 
@@ -112,20 +105,20 @@ def test_ours_is_in_every_case_with_its_bytes_checked_and_both_ratios(
     report, _ = result
     for row in report.rows:
         ours = [figure for figure in row.figures if figure.family == "ours"]
-        assert {figure.contender for figure in ours} == set(OURS) & supporters(row.case)
+        assert {figure.contender for figure in ours} == set(OURS) & supporters(row.key)
         for figure in ours:
-            assert figure.verified or row.case.operation in ("latency", "rate")
+            assert figure.verified or row.suite in ("latency", "rate")
             assert figure.median > 0
             assert figure.of_floor is not None
         for peer in (figure for figure in row.figures if figure.family == "peer"):
             assert peer.ours_over is not None
 
 
-def supporters(case: Case) -> set[str]:
-    if case.operation == "rate":
-        one = "fabric-rust" if case.language == "native" else "fabric-python"
+def supporters(key: str) -> set[str]:
+    if key.startswith("rate/"):
+        one = "fabric-rust" if key.endswith("native") else "fabric-python"
         return {one, f"{one} batch"}
-    return {"fabric-python"} if case.waiter == "poll-python" else {"fabric-rust", "fabric-python"}
+    return {"fabric-python"} if "poll-python" in key else {"fabric-rust", "fabric-python"}
 
 
 def test_a_peer_is_verified_and_held_against_the_floor(result: tuple[Report, str]) -> None:
@@ -136,8 +129,8 @@ def test_a_peer_is_verified_and_held_against_the_floor(result: tuple[Report, str
     assert peer.verified
     assert peer.of_floor is not None
     assert peer.of_floor > 0
-    assert report.machine.cores >= 1
-    assert "torch" in report.machine.versions
+    assert report.runs[0].machine.cores >= 1
+    assert "torch" in report.runs[0].machine.versions
 
 
 def test_the_page_shows_every_row_and_loads_nothing(result: tuple[Report, str]) -> None:
@@ -150,24 +143,26 @@ def test_the_page_shows_every_row_and_loads_nothing(result: tuple[Report, str]) 
     assert not re.search(r"(?:src|href)=[\"']?(?!#)", page.replace('xlink:href="#', ""))
 
 
-def test_a_contender_whose_bytes_are_wrong_is_failed_and_not_ranked() -> None:
-    contenders: list[Contender] = [Floor(), Liar()]
-    [row], left = run_cases([CASE], contenders, PLAN, lambda text: None)
+def test_a_contender_whose_bytes_are_wrong_is_failed_and_not_ranked(tmp_path: Path) -> None:
+    results = Results(tmp_path / "run.jsonl", {}, [])
+    run_cases([CASE], [Floor(), Liar()], PLAN, results)
+    [row] = results.rows.values()
     assert [figure.contender for figure in row.figures] == ["floor"]
     [failure] = row.failures
     assert failure.contender == "liar"
     assert "are not at" in failure.reason
-    assert left == []
+    assert results.left_behind == []
 
 
-def test_a_contender_that_dies_is_named_and_the_run_goes_on() -> None:
+def test_a_contender_that_dies_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
     later = Case(suite="write", operation="write", link="tcp", bytes=KIB, region=MIB)
-    contenders: list[Contender] = [Mortal(), Floor()]
-    rows, left = run_cases([CASE, later], contenders, PLAN, lambda text: None)
+    results = Results(tmp_path / "run.jsonl", {}, [])
+    run_cases([CASE, later], [Mortal(), Floor()], PLAN, results)
+    rows = list(results.rows.values())
     assert [failure.contender for row in rows for failure in row.failures] == ["mortal", "mortal"]
     assert "has gone" in rows[0].failures[0].reason
     assert all(row.figure("floor") for row in rows)
-    assert left == []
+    assert results.left_behind == []
 
 
 def test_paused_contenders_use_no_processor_time() -> None:

@@ -1,4 +1,4 @@
-"""Two processes with Mooncake's ``TransferEngine``: what its callers do, and what goes wrong."""
+"""Two processes with Mooncake's ``TransferEngine``: its callers' calls, and failures."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_peer_may_register_more_and_anew(
     second = peer.add(4096)
     assert engine.transfer_sync_write(peer.session, here, second, 4096) == 0
     assert peer.other.ask(("again",))
-    # The same life, so the address means the same memory, by its new key.
+    # The same incarnation: the address means the same memory, by its new key.
     assert engine.transfer_sync_write(peer.session, here + 4096, second, 4096) == 0
     assert np.array_equal(peer.bytes(), buffer[4096:8192])
 

@@ -1,4 +1,4 @@
-"""Two processes with NIXL agents: prepare, post, check, notify, metadata, and what goes wrong."""
+"""Two processes with NIXL agents: prepare, post, check, notify, metadata, and failures."""
 
 from __future__ import annotations
 
@@ -30,13 +30,17 @@ def agent_of(name: str, array: Array, **config: Any) -> nixl_agent:
     return agent
 
 
-def serve(connection: Connection, transport: str, first: bytes, listen: bool) -> None:
+def descs(agent: nixl_agent, *rows: tuple[int, int]) -> Any:
+    """A list of host memory: address and bytes of each range."""
+    return agent.get_xfer_descs([(*row, 0) for row in rows], "DRAM")
+
+
+def serve(connection: Connection, transport: str, first: bytes) -> None:
     """An agent with memory of a pattern; does as it is told."""
     os.environ["FABRIC_RAY_TRANSPORT"] = transport
     array = np.arange(SIZE, dtype=np.uint32).astype(np.uint8)
-    agent = agent_of("target", array, enable_listen_thread=listen, listen_port=0)
-    if first:
-        agent.add_remote_agent(first)
+    agent = agent_of("target", array)
+    agent.add_remote_agent(first)
     connection.send((agent.get_agent_metadata(), array.ctypes.data))
     while True:
         order, *args = connection.recv()
@@ -88,7 +92,7 @@ def agent(transport: str, array: Array) -> nixl_agent:
 
 @pytest.fixture
 def target(transport: str, agent: nixl_agent) -> Iterator[Target]:
-    with Other(serve, transport, agent.get_agent_metadata(), False) as other:
+    with Other(serve, transport, agent.get_agent_metadata()) as other:
         target = Target(other)
         assert agent.add_remote_agent(target.metadata) == b"target"
         yield target
@@ -125,8 +129,7 @@ def test_prepared_blocks_are_read_and_written(
     assert np.array_equal(array, before)
     shuffled = np.random.default_rng(2).permutation(count)
     write = agent.make_prepped_xfer("WRITE", local, np.arange(count), remote, shuffled)
-    agent.transfer(write)
-    settle(agent, write)
+    move(agent, write)
     landed = target.bytes().reshape(count, block)
     assert np.array_equal(landed[shuffled], array.reshape(count, block))
     assert target.heard() == []
@@ -141,13 +144,10 @@ def test_prepared_blocks_are_read_and_written(
 def test_a_notification_never_overtakes_its_bytes(
     agent: nixl_agent, array: Array, target: Target
 ) -> None:
-    ours = agent.get_xfer_descs([(array.ctypes.data, SIZE, 0)], "DRAM")
-    theirs = agent.get_xfer_descs([(target.at, SIZE, 0)], "DRAM")
-    assert ours is not None
-    assert theirs is not None
+    sides = descs(agent, (array.ctypes.data, SIZE)), descs(agent, (target.at, SIZE))
     for turn in range(5):
         array[:] = turn
-        handle = agent.initialize_xfer("WRITE", ours, theirs, "target", b"turn %d" % turn)
+        handle = agent.initialize_xfer("WRITE", *sides, "target", b"turn %d" % turn)
         agent.transfer(handle)
         target.hears(b"turn %d" % turn)
         assert (target.bytes() == turn).all()
@@ -168,38 +168,29 @@ def test_agents_notify_one_another(agent: nixl_agent, target: Target) -> None:
 def test_what_does_not_fit_is_refused_before_anything_is_sent(
     agent: nixl_agent, array: Array, target: Target
 ) -> None:
-    def descs(*rows: tuple[int, int]) -> Any:
-        return agent.get_xfer_descs([(*row, 0) for row in rows], "DRAM")
-
     here, there, before = array.ctypes.data, target.at, target.bytes()
-    for ours, theirs in [
-        (descs((here, 64)), descs((there, 32))),
-        (descs((here, 64)), descs((there, 32), (there + 32, 32))),
-        (descs((here, 1), (here, 2)), descs((there, 2), (there, 1))),
+    for ours, theirs, error, text in [
+        ([(here, 64)], [(there, 32)], nixlInvalidParamError, "fit"),
+        ([(here, 64)], [(there, 32), (there + 32, 32)], nixlInvalidParamError, "fit"),
+        ([(here, 1), (here, 2)], [(there, 2), (there, 1)], nixlInvalidParamError, "fit"),
+        ([(here + SIZE, 1)], [(there, 1)], nixlNotFoundError, "registered"),
+        ([(here, 2)], [(there + SIZE - 1, 2)], nixlNotFoundError, "registered"),
     ]:
-        with pytest.raises(nixlInvalidParamError, match="fit"):
-            agent.initialize_xfer("WRITE", ours, theirs, "target")
-    for ours, theirs in [
-        (descs((here + SIZE, 1)), descs((there, 1))),
-        (descs((here, 2)), descs((there + SIZE - 1, 2))),
-    ]:
-        with pytest.raises(nixlNotFoundError, match="registered"):
-            agent.initialize_xfer("WRITE", ours, theirs, "target")
-    with pytest.raises(nixlNotFoundError, match="nobody"):
-        agent.initialize_xfer("WRITE", descs((here, 1)), descs((there, 1)), "nobody")
+        with pytest.raises(error, match=text):
+            agent.initialize_xfer("WRITE", descs(agent, *ours), descs(agent, *theirs), "target")
+    sides = descs(agent, (here, 1)), descs(agent, (there, 1))
+    with pytest.raises(nixlNotFoundError, match="unknown"):
+        agent.initialize_xfer("WRITE", *sides, "unknown")
     with pytest.raises(KeyError):
-        agent.initialize_xfer("WR", descs((here, 1)), descs((there, 1)), "target")
+        agent.initialize_xfer("WR", *sides, "target")
     assert np.array_equal(target.bytes(), before)
 
 
 def test_memory_that_was_deregistered_is_not_written(
     agent: nixl_agent, array: Array, target: Target
 ) -> None:
-    ours = agent.get_xfer_descs([(array.ctypes.data, 64, 0)], "DRAM")
-    theirs = agent.get_xfer_descs([(target.at, 64, 0)], "DRAM")
-    assert ours is not None
-    assert theirs is not None
-    handle = agent.initialize_xfer("WRITE", ours, theirs, "target", b"never")
+    sides = descs(agent, (array.ctypes.data, 64)), descs(agent, (target.at, 64))
+    handle = agent.initialize_xfer("WRITE", *sides, "target", b"never")
     assert target.other.ask(("forget",))
     before = target.bytes()
     with pytest.raises(nixlRemoteDisconnectError):
@@ -212,19 +203,14 @@ def test_rs_4_a_dead_agent_is_an_error_and_its_successor_is_usable_at_once(
     transport: str, agent: nixl_agent, array: Array, target: Target
 ) -> None:
     def read(at: int) -> None:
-        ours = agent.get_xfer_descs([(array.ctypes.data, SIZE, 0)], "DRAM")
-        theirs = agent.get_xfer_descs([(at, SIZE, 0)], "DRAM")
-        assert ours is not None
-        assert theirs is not None
-        handle = agent.initialize_xfer("READ", ours, theirs, "target")
-        agent.transfer(handle)
-        settle(agent, handle)
+        sides = descs(agent, (array.ctypes.data, SIZE)), descs(agent, (at, SIZE))
+        move(agent, agent.initialize_xfer("READ", *sides, "target"))
 
     read(target.at)
     target.other.kill()
     with pytest.raises(nixlRemoteDisconnectError):
         read(target.at)
-    with Other(serve, transport, agent.get_agent_metadata(), False) as other:
+    with Other(serve, transport, agent.get_agent_metadata()) as other:
         again = Target(other)
         agent.add_remote_agent(again.metadata)
         array[:] = 0
@@ -239,8 +225,6 @@ def test_parts_of_metadata_add_up(transport: str) -> None:
     reader = nixl_agent("reader", nixl_agent_config(enable_listen_thread=True, listen_port=0))
     first = owner.register_memory([(at, 4096, 0, "")], "DRAM")
     second = owner.register_memory([(at + 4096, 4096, 0, "")], "DRAM")
-    assert first is not None
-    assert second is not None
     with pytest.raises(nixlNotFoundError, match="connection info"):
         reader.add_remote_agent(owner.get_partial_agent_metadata(first))
     reader.add_remote_agent(owner.get_partial_agent_metadata(first, True))
@@ -262,7 +246,7 @@ def test_agents_that_listen_exchange_metadata(transport: str) -> None:
     assert here.check_remote_metadata("there")
     assert there.check_remote_metadata("here")
     with pytest.raises(Exception, match="there"):
-        here.fetch_remote_metadata("nobody", "127.0.0.1", port)
+        here.fetch_remote_metadata("unknown", "127.0.0.1", port)
     here.invalidate_local_metadata("127.0.0.1", port)
     assert not there.check_remote_metadata("here")
     del there

@@ -1,6 +1,6 @@
-"""Every query of the Grafana dashboard, asked of a Prometheus that reads the endpoint.
+"""Every query of the Grafana dashboard, against a Prometheus that scrapes the endpoint.
 
-Grafana itself comes from no package registry; what it would ask and be told is all here.
+Grafana itself is in no package registry; its queries and their answers are all here.
 """
 
 from __future__ import annotations

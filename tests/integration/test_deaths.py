@@ -57,12 +57,12 @@ def test_rs_4_kill_9_ends_everything_within_two_seconds(
         a.write(src[:64], there[:64], imm=ref).wait(10)
         counter = a.counter()
         waiting = counter.expect(1, writers=[there.peer])
-        unheard = a.send(there.peer, b"nobody receives")
+        unreceived = a.send(there.peer, b"no receiver")
         bulk = [a.write(src, there) for _ in range(4)]
         time.sleep(delay)
         other.kill()
         start = time.monotonic()
-        for transfer in (waiting, unheard):
+        for transfer in (waiting, unreceived):
             with pytest.raises(PeerLost, match="victim#"):
                 transfer.wait(10)
         for transfer in bulk:

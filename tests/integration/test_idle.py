@@ -1,5 +1,4 @@
-"""An engine with nothing to do costs nothing; engines that come and go from many threads leave
-nothing."""
+"""An idle engine uses no CPU; engines that many threads open and close leak nothing."""
 
 from __future__ import annotations
 
@@ -47,13 +46,13 @@ def test_an_idle_engine_uses_less_than_a_hundredth_of_a_core(
 
 
 class Churn:
-    """What the threads of a churn have in common."""
+    """State that the threads of a churn share."""
 
     def __init__(self, transport: str, receiver: TransferEngine) -> None:
         self.transport = transport
         self.region, self.counter = receiver.alloc(4096), receiver.counter()
         self.lock = threading.Lock()
-        self.lives = self.submitted = self.confirmed = 0
+        self.engines = self.submitted = self.confirmed = 0
         self.errors: list[BaseException] = []
 
     def let_go(self) -> None:
@@ -73,11 +72,11 @@ class Churn:
         draw = random.Random(seed)
         try:
             while time.monotonic() < end:
-                self._live(draw)
+                self._open_write_close(draw)
         except BaseException as e:
             self.errors.append(e)
 
-    def _live(self, draw: random.Random) -> None:
+    def _open_write_close(self, draw: random.Random) -> None:
         with TransferEngine(name="brief", transport=self.transport) as engine:
             there = engine.import_region(self.region.descriptor())
             src, n = engine.alloc(4096), draw.randrange(1, 20)
@@ -85,11 +84,11 @@ class Churn:
             if draw.random() < 0.5:
                 for write in writes:
                     write.wait(20)
-        # Whoever did not wait may have been too early, and hears of it.
+        # Without a wait the engine may have closed first; the write then fails.
         over = [write.exception() for write in writes]
         assert all(e is None or isinstance(e, EngineClosed) for e in over), over
         with self.lock:
-            self.lives += 1
+            self.engines += 1
             self.submitted += n
             self.confirmed += over.count(None)
 
@@ -105,7 +104,7 @@ def test_ic_3_threads_that_open_write_and_close_count_right_and_leak_nothing(
     before = belongings()
     churn = Churn(transport, receiver)
     churn.run(SECONDS)
-    assert churn.lives > 2 * THREADS
+    assert churn.engines > 2 * THREADS
     within(10, "the last counts", lambda: churn.counter.value >= churn.confirmed)
     assert churn.counter.value <= churn.submitted
     churn.let_go()

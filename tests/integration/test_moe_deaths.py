@@ -1,4 +1,4 @@
-"""Ranks of an exchange that die or stop at every step: the others name them, and go on without."""
+"""Ranks that die or stop at every step of an exchange: the others name them, and continue."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fabric_ray.moe import AllToAll
 from tests.host_kernels import Host
 
 EXPERTS, TOPK, HIDDEN, TOKENS = 12, 3, 64, 24
-#: In place of a signal: the rank does nothing any more, while its engine lives.
+#: In place of a signal: the rank makes no more calls, while its engine runs.
 STALL = 0
 STEPS = ("before", "dispatched", "collected", "answered")
 

@@ -1,4 +1,4 @@
-"""Looking into a process from many threads while its transfers run."""
+"""Many threads read metrics and records of a process while its transfers run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fabric_ray import Counter, RemoteRegion, TransferEngine, observe
 from fabric_ray.observe import chrome, client, prometheus
-from tests.at_once import THREADS, at_once
+from tests.at_once import THREADS, at_once, attributes
 
 ROUNDS = 3
 WRITES = 5
@@ -50,7 +50,7 @@ def metrics(w: World, number: int) -> None:
 
 
 def records(w: World, number: int) -> None:
-    """What is asked for since a cursor begins behind it: nothing twice, nothing left out."""
+    """Records since a cursor: no transfer appears twice."""
     first = observe.records()
     cursors = {engine.id: engine.cursor for engine in first.engines}
     later = observe.records(cursors)
@@ -64,7 +64,8 @@ def trace(w: World, number: int) -> None:
     path = w.folder / f"{number}.json"
     dumped = observe.dump(path)
     assert observe.load(path) == [dumped]
-    observe.dump(w.folder / "of all.json")  # of whom it is, it is whole
+    # All threads write this file: it must hold one whole dump.
+    observe.dump(w.folder / "of all.json")
     assert len(observe.load(w.folder / "of all.json")) == 1
     flights = observe.join([dumped])
     mine = observe.story(flights, f"thread {number}")
@@ -93,23 +94,11 @@ def ask(w: World, number: int) -> None:
 
 
 CALLS: list[Callable[[World, int], None]] = [transfer, metrics, records, trace, endpoint, ask]
-USED = {
-    "Endpoint",
-    "dump",
-    "join",
-    "load",
-    "metrics",
-    "records",
-    "serve",
-    "span",
-    "stop",
-    "story",
-}
 VALUES = {"Clock", "Flight", "Place", "ProcessMetrics", "ProcessRecords", "Received"}
 
 
 def test_every_public_call_of_observe_is_made() -> None:
-    assert set(observe.__all__) == USED | VALUES
+    assert set(observe.__all__) <= attributes(__file__) | VALUES
 
 
 def test_32_threads_look_while_they_transfer(
@@ -128,7 +117,7 @@ def test_32_threads_look_while_they_transfer(
                 for call in draw.sample(CALLS, len(CALLS)):
                     call(world, number)
 
-        transfer(world, THREADS)  # whoever looks first finds something
+        transfer(world, THREADS)  # so that the first look finds records
         try:
             at_once(work)
         finally:

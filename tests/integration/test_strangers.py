@@ -1,4 +1,4 @@
-"""Strangers at the door and forged values: turned away in words, while real peers are served."""
+"""Unauthenticated peers and forged values are refused with an error; real peers are served."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def opened() -> set[str]:
 
 
 def transfer(connection: Connection, options: dict[str, str]) -> None:
-    """A whole life of two engines, and what was opened for it."""
+    """Opens two engines, transfers, and sends the transport and the files that are open."""
     with TransferEngine(name="a", **options) as a, TransferEngine(name="b", **options) as b:
         inbox, counter = b.alloc(4096), b.counter()
         there = a.import_region(inbox.descriptor())
@@ -50,7 +50,7 @@ def installed(library: str) -> str:
 
 
 def opens(connection: Connection, library: str) -> None:
-    """Opens one library, and what was opened by it."""
+    """Loads one library, and sends the files that are open."""
     CDLL(library)  # stays open until the process ends
     connection.send(opened())
 

@@ -1,5 +1,4 @@
-"""High-throughput exchanges of processes of which one is killed while rows are on their way, and
-comes again."""
+"""High-throughput exchanges of processes. One is killed while rows are in flight, and restarts."""
 
 from __future__ import annotations
 
@@ -21,13 +20,15 @@ from tests.throughput_ranks import HIDDEN, SOURCE, hierarchical, layer
 
 RANKS, PER_NODE, EXPERTS, TOPK, TOKENS = 4, 2, 8, 3, 40
 VICTIM = 2
-#: Exchanges before anybody dies.
+#: Exchanges before a rank dies.
 TURNS = 2
 
 
-def work(rank: int, life: int, transport: str, kernels: Path | None, pipe: Connection) -> None:
-    """Exchanges until one ends with an error, which is told; then without who is lost, and with who
-    comes in its place."""
+def work(
+    rank: int, incarnation: int, transport: str, kernels: Path | None, pipe: Connection
+) -> None:
+    """Exchanges until a peer is lost and sends the error; goes on without that rank, then with its
+    successor."""
     torch.set_num_threads(1)
     with ExitStack() as stack:
         engine = stack.enter_context(TransferEngine(name=f"rank-{rank}", transport=transport))
@@ -35,7 +36,7 @@ def work(rank: int, life: int, transport: str, kernels: Path | None, pipe: Conne
         one = ThroughputAllToAll(
             engine, rank=rank, ranks=RANKS, ranks_per_node=PER_NODE, experts=EXPERTS, topk=TOPK,
             hidden=HIDDEN, max_tokens=TOKENS, parts=SOURCE, chunk=4, ring_chunks=2, timeout=20.0,
-            workers=1, launcher=stream, incarnation=life,
+            workers=1, launcher=stream, incarnation=incarnation,
         )  # fmt: skip
 
         def exchange(turn: int, here: Sequence[bool] = (True,) * RANKS, *, checked: bool) -> None:
@@ -54,8 +55,8 @@ def work(rank: int, life: int, transport: str, kernels: Path | None, pipe: Conne
         one.connect(pipe.recv())
         pipe.send(None)
         pipe.recv()
-        if life == 0:
-            pipe.send(until_somebody_dies(exchange, pipe))
+        if incarnation == 0:
+            pipe.send(until_a_rank_dies(exchange, pipe))
             for turn in range(10, 12):
                 exchange(turn, one.present, checked=True)
             pipe.send([lost.rank for lost in one.lost])
@@ -73,7 +74,7 @@ def work(rank: int, life: int, transport: str, kernels: Path | None, pipe: Conne
             stream.finish(60.0)
 
 
-def until_somebody_dies(exchange: Callable[..., None], pipe: Connection) -> str:
+def until_a_rank_dies(exchange: Callable[..., None], pipe: Connection) -> str:
     turn = 0
     while True:
         try:
@@ -95,14 +96,14 @@ def test_rs_4_a_rank_that_is_killed_is_named_by_all_left_out_and_comes_again(
     pipes, processes = [], []
     try:
 
-        def start(rank: int, life: int) -> None:
+        def start(rank: int, incarnation: int) -> None:
             kernels = None
             if rank != 1:
-                kernels = tmp_path / f"rank-{rank}-{life}"
+                kernels = tmp_path / f"rank-{rank}-{incarnation}"
                 kernels.mkdir()
                 shutil.copy(library, kernels)
             ours, theirs = context.Pipe()
-            given = (rank, life, transport, kernels, theirs)
+            given = (rank, incarnation, transport, kernels, theirs)
             process = context.Process(target=work, args=given, daemon=True)
             process.start()
             theirs.close()

@@ -1,4 +1,4 @@
-"""What docs/deploy/two-hosts.md tells to type, typed, on two hosts with a firewall in between."""
+"""The commands of docs/deploy/two-hosts.md, on two hosts with a firewall in between."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ENVIRONMENT = os.environ | {
 
 @dataclass
 class Desk:
-    """A person at a terminal of each host, who types what the page says."""
+    """A terminal on each host, for the commands of the page."""
 
     hosts: TwoHosts
     folder: Path
@@ -89,7 +89,7 @@ def desk(tmp_path: Path, possible: None) -> Iterator[Desk]:
     with TwoHosts(PORTS) as hosts:
         desk = Desk(hosts, tmp_path)
         yield desk
-    # Whoever waits still has gone with its host.
+    # Processes that still wait have ended with their host.
     for process in desk.waiting:
         process.communicate()
 
@@ -153,7 +153,7 @@ def test_hosts_end_with_the_process_that_made_them_even_if_it_is_killed(possible
     maker.communicate()
     try:
         for process in held:
-            assert select.select([process], [], [], 60)[0], "a host lives on"
+            assert select.select([process], [], [], 60)[0], "a host outlives its maker"
     finally:
         for process in held:
             os.close(process)
@@ -176,7 +176,7 @@ def test_a_firewall_that_drops_packets_is_named_by_the_doctor(desk: Desk, closed
     )
     assert done.returncode == 1, done.stdout + done.stderr
     said = " ".join(done.stdout.split())
-    # Who is behind it can connect, but not be connected to.
+    # A host behind the firewall can connect, but accepts no connection.
     assert re.search(rf"connect to {ADDRESSES['AB'.index(closed)]}:3000[01]: no answer", said), said
     assert "have the firewall of that host let in the port above" in said
     assert said.count("every byte") == (1 if closed == "B" else 0)

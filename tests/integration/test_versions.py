@@ -1,4 +1,4 @@
-"""Peers of other versions: neighbours meet, others are refused in words that both sides get."""
+"""Peers of other versions: neighbours connect, others are refused and both ends get the reason."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_peer_of_a_version_far_away_is_told_so_and_so_is_the_log(
         ("welcome", f"protocol version 3 was chosen, {VERSION} was offered; upgrade"),
     ],
 )
-def test_whoever_calls_a_peer_of_a_version_far_away_learns_why(
+def test_a_caller_of_a_peer_of_a_distant_version_gets_the_reason(
     transport: str, answer: str, words: str, open_engine: Callable[..., TransferEngine]
 ) -> None:
     engine = open_engine("caller", transport=transport, token=TOKEN)
@@ -131,5 +131,5 @@ def test_whoever_calls_a_peer_of_a_version_far_away_learns_why(
         with pytest.raises(HandshakeError, match=words):
             engine.write(engine.alloc(8), there).wait(10)
         answering.join(10)
-    # Who chose what wasn't offered hears of it; who refused knows.
+    # The end that chose a version that was not offered gets the error; the end that refused knows.
     assert (words.encode() in heard[0]) == (answer == "welcome")

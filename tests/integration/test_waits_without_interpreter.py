@@ -1,4 +1,4 @@
-"""Whoever waits leaves the interpreter to others: nothing holds the GIL in a wait."""
+"""No wait holds the GIL: other threads run Python meanwhile."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def exchange_wait(connection: Connection) -> None:
 
 @pytest.mark.parametrize("waiting", [counter_wait, transfer_wait, exchange_wait])
 def test_another_thread_counts_while_one_waits(waiting: Callable[[Connection], None]) -> None:
-    # A wait that kept the interpreter would never end, for it is ended by who counts.
+    # A wait that held the GIL would never end: the counting thread ends it.
     with Other(waiting) as other:
         assert other.hear(120) == COUNTS
         assert other.hear(60) == "over"

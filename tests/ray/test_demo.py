@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+import ray
 
 from fabric_ray.demo.weights import Options, run
 from fabric_ray.errors import FabricError, InvalidArgument
 from fabric_ray.models import demo_config
 from fabric_ray.models.boxes import InitialWeights
 from fabric_ray.models.checkpoint import save_checkpoint
+from tests.ray.demo_command import run_demo
 
 
 @pytest.mark.long
@@ -41,20 +38,10 @@ def test_experts_from_a_checkpoint(cluster: list[str], tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["timeline.png"]
 
 
-def test_the_command_prints_one_json_object(tmp_path: Path) -> None:
-    arguments = ["--parameters", "2e6", "--pushes", "2", "--trainers", "3", "--rollouts", "1"]
-    command = [str(Path(sys.executable).parent / "fabric-ray"), "demo", "weights", "--json"]
-    done = subprocess.run(
-        [*command, *arguments, "--output", str(tmp_path)],
-        env={**os.environ, "RAY_ADDRESS": ""},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    assert result["verified"] is True
+def test_the_command_prints_one_json_object(cluster: list[str], tmp_path: Path) -> None:
+    sizes = ["--parameters", "2e6", "--pushes", "2", "--trainers", "3", "--rollouts", "1"]
+    address = ray.get_runtime_context().gcs_address
+    result = run_demo("weights", *sizes, "--output", str(tmp_path), address=address)
     assert result["bytes"] > 2 * 2e6
     for key in ("seconds", "gbytes_per_s", "floor_gbytes_per_s"):
         assert result[key] > 0

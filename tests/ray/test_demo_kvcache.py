@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 import ray
+
+from tests.ray.demo_command import run_demo
 
 pytest.importorskip("uvicorn")
 
 
 @pytest.mark.long
 def test_the_command_scales_and_kills_and_prints_one_json_object(cluster: list[str]) -> None:
-    command = [str(Path(sys.executable).parent / "fabric-ray"), "demo", "kvcache", "--json"]
     address = ray.get_runtime_context().gcs_address
-    done = subprocess.run(
-        [*command, "--seconds", "6", "--clients", "3", "--address", address],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    assert result["verified"] is True
-    assert all(result["checks"].values())
+    result = run_demo("kvcache", "--seconds", "6", "--clients", "3", address=address)
     assert result["streamed"]["tokens"] == 24
     layers = result["streamed"]["layers"]
     assert [at["layer"] for at in layers] == list(range(len(layers)))

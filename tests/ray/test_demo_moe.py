@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
+import msgspec
 import pytest
 import ray
-from typer.testing import CliRunner
+from rich.console import Console
 
-from fabric_ray.cli.main import app
-from fabric_ray.demo.moe import Outcome
+from fabric_ray.demo.moe import Loss, Options, Outcome, Phase
+from fabric_ray.moe.layer import Traffic
+from tests.ray.demo_command import run_demo
+
+PHASE = Phase("whole", (), 1, 8, (0.1,), 2048, 0, True, {})
+LOSS = Loss(3, 1, (3,), (0,), "it died", 0.1, 0.2)
 
 
 @pytest.mark.long
 def test_the_command_kills_and_replaces_and_prints_one_json_object(cluster: list[str]) -> None:
-    command = [str(Path(sys.executable).parent / "fabric-ray"), "demo", "moe", "--json"]
     address = ray.get_runtime_context().gcs_address
-    done = subprocess.run(
-        [*command, "--ranks", "3", "--steps", "2", "--tokens", "20", "--address", address],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    assert result["verified"] is True
-    assert all(result["checks"].values())
+    sizes = ["--ranks", "3", "--steps", "2", "--tokens", "20"]
+    result = run_demo("moe", *sizes, address=address)
     whole, masked, again = result["phases"]
     assert result["loss"]["named"] == [2]
     assert whole["left_out"] == again["left_out"] == []
@@ -46,50 +35,26 @@ def test_the_command_kills_and_replaces_and_prints_one_json_object(cluster: list
 
 
 def test_one_wrong_bit_is_not_verified() -> None:
-    import msgspec
-
-    from fabric_ray.demo.moe import Loss, Options, Phase
-
-    phase = Phase("whole", (), 1, 8, (0.1,), 2048, 0, True, {})
-    masked = msgspec.structs.replace(phase, left_out=(12, 13, 14, 15))
-    loss = Loss(3, 1, (3,), (0,), "it died", 0.1, 0.2)
-    good = Outcome(Options(), (phase, masked, phase), loss, 1.0, True, "")
+    masked = msgspec.structs.replace(PHASE, left_out=(12, 13, 14, 15))
+    good = Outcome(Options(), (PHASE, masked, PHASE), LOSS, 1.0, True, "")
     assert good.verified
     for field, value in [("wrong", 1), ("said", False), ("logits", 0), ("left_out", (1,))]:
-        bad = msgspec.structs.replace(phase, **{field: value})
-        other = msgspec.structs.replace(good, phases=(phase, masked, bad))
+        bad = msgspec.structs.replace(PHASE, **{field: value})
+        other = msgspec.structs.replace(good, phases=(PHASE, masked, bad))
         assert not other.summary()["verified"], field
     assert not msgspec.structs.replace(good, newcomer=False).verified
-    blamed = msgspec.structs.replace(loss, named=(2, 3))
+    blamed = msgspec.structs.replace(LOSS, named=(2, 3))
     assert not msgspec.structs.replace(good, loss=blamed).verified
 
 
 def test_the_tables_stay_whole_at_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    from rich.console import Console
-
-    from fabric_ray.demo.moe import Loss, Options, Phase
-    from fabric_ray.moe.layer import Traffic
-
     traffic = Traffic(2, 1617, 125_200, 109_100, dispatch_seconds=0.0252, combine_seconds=0.0304)
-    phase = Phase("whole", (), 1, 8, (0.1,), 2048, 0, True, {0: traffic})
-    loss = Loss(3, 1, (3,), (0,), "it died", 0.1, 0.2)
+    phase = msgspec.structs.replace(PHASE, traffic={0: traffic})
     explanation = "each has\n  1,024  bytes in all\nrows to rank 1: written by the engine"
-    Outcome(Options(), (phase,) * 3, loss, 1.0, True, explanation).show(Console(width=80))
+    Outcome(Options(), (phase,) * 3, LOSS, 1.0, True, explanation).show(Console(width=80))
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     titles = "rank  rows of its experts  load  dispatched  combined  dispatch ms  combine ms"
     assert titles in lines
     row = lines[lines.index(titles) + 1].split()
     assert row == ["0", "1617", "1.00", "125.2", "kB", "109.1", "kB", "12.60", "15.20"]
     assert "exchange memory of each rank: 1,024  bytes in all" in lines
-
-
-def test_what_can_not_be_run_is_one_sentence() -> None:
-    for option, words in [
-        ("--ranks 1", "ranks is 1"),
-        ("--tokens 0", "tokens is 0"),
-        ("--steps 0", "steps is 0"),
-    ]:
-        result = CliRunner().invoke(app, ["demo", "moe", *option.split()])
-        assert result.exit_code == 2
-        assert words in result.stderr
-        assert result.stdout == ""

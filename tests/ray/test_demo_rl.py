@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
 
 from fabric_ray.demo.rl.loop import run
 from fabric_ray.demo.rl.options import Options
+from tests.ray.demo_command import run_demo
 
 
 @pytest.mark.long
 def test_the_command_learns_and_prints_one_json_object(cluster: list[str], tmp_path: Path) -> None:
-    command = [str(Path(sys.executable).parent / "fabric-ray"), "demo", "rl", "--json"]
     address = ray.get_runtime_context().gcs_address
-    done = subprocess.run(
-        [*command, "--steps", "24", "--output", str(tmp_path), "--address", address],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    assert result["verified"] is True
-    assert all(result["checks"].values())
+    result = run_demo("rl", "--steps", "24", "--output", str(tmp_path), address=address)
     assert result["versions"] == 25
     assert [u["version"] for u in result["updates"]] == list(range(2, 26))
     assert result["reward"]["last_quarter"] > result["reward"]["first_quarter"] + 0.1

@@ -85,7 +85,7 @@ def test_rs_3_engines_go_on_with_the_version_before_if_one_cant_take_part(team: 
     ray.get(team.engines[0].end_worker.remote(1))
     for engine in range(2):
         team.check(engine, [*BEFORE[:2], "continue_generation"], seed=2)
-    team.fails(3, "rollout 1", "can't be reached")
+    team.fails(3, "rollout 1", "its process has ended")
     for engine in range(2):
         team.check(engine, [*BEFORE, *BACK], seed=2)
     assert team.versions() == [2, 2]

@@ -34,7 +34,8 @@ def test_actors_on_kernels_say_what_is_said_in_one_place(
         said = group.generate(PROMPTS, 3)
         assert said.tokens == whole.generate(PROMPTS, 3)
         rows = sum(t.rows for t in said.traffic.values())
-        assert rows == CONFIG.layers * 3 * (sum(map(len, PROMPTS)) + 2 * len(PROMPTS))
+        read = sum(len(prompt) + generated for prompt in PROMPTS for generated in range(3))
+        assert rows == CONFIG.layers * 3 * read
         group.mask(1)
         found = group.forward(PROMPTS)
         assert found.left_out == (3, 4, 5)

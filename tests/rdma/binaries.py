@@ -15,20 +15,14 @@ from tests.rdma.boot import ROOT
 NATIVE = ROOT / "native"
 
 
-# What `make test-rust` selects: with other crates, other features and everything built anew.
-_WORKSPACE = ["--workspace", "--exclude", "fabric-python", "--exclude", "fabric-microbench"]
+# TESTED_CRATES of the Makefile: with other crates, other features and everything built anew.
+_WORKSPACE = ["--workspace", "--exclude", "fabric-microbench"]
 
 
 @cache
 def native_test(test: str) -> Path:
     """The executable of one integration test; in CARGO_TARGET_DIR if that is set."""
     return _executable(["test", "--no-run", *_WORKSPACE, "--test", test], test)
-
-
-@cache
-def program(name: str, *, package: str | None = None) -> Path:
-    """A program of the workspace."""
-    return _executable(["build", "-p", package or name, "--bin", name], name)
 
 
 def cases_of(binary: Path, module: str) -> list[str]:

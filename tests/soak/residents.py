@@ -21,9 +21,9 @@ from fabric_ray import (
     TransferEngine,
 )
 from tests.chaos.belongings import Belongings, in_use
-from tests.chaos.kv.decode import Asking, Came
+from tests.chaos.kv.decode import Came, DecoderProcess
 from tests.chaos.kv.draw import Ask, Side
-from tests.chaos.kv.prefill import Computing
+from tests.chaos.kv.prefill import PrefillerProcess
 from tests.soak.trend import Sample
 
 PAGE, PAGES = 4096, 16
@@ -144,15 +144,15 @@ class Decoding:
     """A decoder and its requests."""
 
     def __init__(self, transport: str, side: Side) -> None:
-        self._asking = Asking("d", transport, side)
+        self._decoder = DecoderProcess("d", transport, side)
         self._began, self._asked = time.monotonic(), 0
 
     def ask(self, asks: Sequence[Ask], offer: bytes) -> list[Came]:
         self._asked += len(asks)
-        return self._asking.run(asks, {asks[0].prefiller: offer}, time.monotonic())
+        return self._decoder.run(asks, {asks[0].prefiller: offer}, time.monotonic())
 
     def settle(self) -> list[str]:
-        return _settled(self._asking)
+        return _settled(self._decoder)
 
     def measure(self) -> Sample:
         return sample(self._began, 0)
@@ -162,20 +162,20 @@ class Prefilling:
     """A prefiller."""
 
     def __init__(self, transport: str, side: Side) -> None:
-        self._computing = Computing("p", transport, side)
+        self._prefiller = PrefillerProcess("p", transport, side)
         self._began = time.monotonic()
 
     def offer(self) -> bytes:
-        return self._computing.prefiller.offer()
+        return self._prefiller.prefiller.offer()
 
     def settle(self) -> list[str]:
-        return _settled(self._computing)
+        return _settled(self._prefiller)
 
     def measure(self) -> Sample:
         return sample(self._began, 0)
 
 
-def _settled(end: Asking | Computing) -> list[str]:
+def _settled(end: DecoderProcess | PrefillerProcess) -> list[str]:
     deadline = time.monotonic() + PATIENCE_S
     while not end.idle:
         if time.monotonic() > deadline:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,47 +15,62 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.contenders.fabric import FabricLibfabric, FabricPython, FabricRust
+from benchmarks import suites
+from benchmarks.contenders.fabric import FabricRust
+from benchmarks.contenders.fabric_kv import Shape
 from benchmarks.contenders.libfabric import FabTests, PingPong
 from benchmarks.contenders.programs import ProgramContender
+from benchmarks.contenders.registry import every
 from benchmarks.contenders.ucx import UcxPut
-from benchmarks.harness import data, stats
+from benchmarks.harness import data, record, stats
 from benchmarks.harness.cases import KIB, MIB, Case, size
 from benchmarks.harness.contender import Effort, Measurement
-from benchmarks.harness.results import Row
+from benchmarks.harness.record import Results
+from benchmarks.harness.results import RowHeader, load, row_of_turns
 from benchmarks.harness.schedule import Plan, run_cases
-from benchmarks.sheets import Output, Sheet, keeping
-from benchmarks.suites import SUITES
 
 WRITE = Case(suite="write", operation="write", link="shm", bytes=4 * KIB, region=64 * KIB)
 PAGES = Case(suite="pages", operation="pages", link="shm", bytes=KIB, pages=8, region=64 * KIB)
+KV = next(suites.kv(True))
+STEPS: dict[str, tuple[int, Callable[[int], data.Step]]] = {
+    "write": (WRITE.bytes, partial(data.step, WRITE)),
+    "pages": (PAGES.bytes, partial(data.step, PAGES)),
+    "kv": (KV.bytes, Shape.of(KV).step),
+}
 
 
-def delivered(case: Case, operations: int) -> data.Bytes:
-    source, memory = data.pattern(case.region), np.zeros(case.region, dtype=np.uint8)
+def delivered(kind: str, operations: int) -> data.Bytes:
+    nbytes, step = STEPS[kind]
+    region = Shape.of(KV).nbytes if kind == "kv" else 64 * KIB
+    source, memory = data.pattern(region), np.zeros(region, dtype=np.uint8)
     for number in range(operations):
-        for origin, place in zip(*data.step(case, number), strict=True):
-            here, there = origin * case.bytes, place * case.bytes
-            memory[there : there + case.bytes] = source[here : here + case.bytes]
+        for origin, place in zip(*step(number), strict=True):
+            here, there = origin * nbytes, place * nbytes
+            memory[there : there + nbytes] = source[here : here + nbytes]
     return memory
 
 
-@pytest.mark.parametrize("case", [WRITE, PAGES], ids=lambda case: case.key)
-def test_exact_delivery_is_no_fault(case: Case) -> None:
-    assert data.fault(case, 3, delivered(case, 3)) is None
+def fault(kind: str, memory: data.Bytes) -> str | None:
+    nbytes, step = STEPS[kind]
+    return data.fault(nbytes, [step(number) for number in range(3)], memory)
 
 
-@pytest.mark.parametrize("case", [WRITE, PAGES], ids=lambda case: case.key)
-@pytest.mark.parametrize("operations", [2, 4], ids=["missing", "one too many"])
-def test_missing_and_surplus_operations_are_faults(case: Case, operations: int) -> None:
-    assert data.fault(case, 3, delivered(case, operations)) is not None
+@pytest.mark.parametrize("kind", STEPS)
+def test_only_exact_delivery_is_no_fault(kind: str) -> None:
+    assert [fault(kind, delivered(kind, n)) is None for n in (2, 3, 4)] == [False, True, False]
 
 
 @given(at=st.integers(0, WRITE.region - 1), bit=st.integers(0, 7))
 def test_any_flipped_bit_is_a_fault(at: int, bit: int) -> None:
-    memory = delivered(WRITE, 3)
+    memory = delivered("write", 3)
     memory[at] ^= 1 << bit
-    assert data.fault(WRITE, 3, memory) is not None
+    assert fault("write", memory) is not None
+
+
+def test_the_prompt_of_deepseek_r1_is_61_layers_of_32_pages_of_144_kib() -> None:
+    shape = Shape.of(list(suites.kv(True))[-1])
+    assert (shape.layers, shape.layer_pages, shape.page_nbytes) == (61, 32, 144 * KIB)
+    assert shape.layout().buffers == (61 * 32 * 144 * KIB,)
 
 
 def test_cold_operations_walk_the_region_and_pages_meet_every_place_once() -> None:
@@ -88,65 +105,111 @@ def test_a_turn_holds_at_least_one_operation_and_about_its_budget(
 
 
 def test_figures_come_in_the_case_s_unit() -> None:
-    assert WRITE.figure(4096e-9) == pytest.approx(1.0)
-    assert PAGES.figure(8192e-9) == pytest.approx(1.0)
+    assert WRITE.header.value(4096e-9) == pytest.approx(1.0)
+    assert PAGES.header.value(8192e-9) == pytest.approx(1.0)
     latency = Case(suite="latency", operation="latency", link="tcp", bytes=8, waiter="parked")
-    assert latency.figure(36e-6) == pytest.approx(36.0)
+    assert latency.header.value(36e-6) == pytest.approx(36.0)
     assert [size(8), size(64 * KIB), size(256 * MIB)] == ["8B", "64KiB", "256MiB"]
 
 
 @pytest.mark.parametrize("quick", [False, True], ids=["full", "quick"])
 def test_one_of_ours_is_in_every_case_and_every_case_has_a_name_of_its_own(quick: bool) -> None:
-    cases = [case for suite in SUITES.values() for case in suite(quick)]
-    mine = (FabricRust("rust"), FabricPython("python"), FabricLibfabric())
-    assert [case.key for case in cases if not any(one.supports(case) for one in mine)] == []
+    cases = [case for suite in suites.SUITES.values() for case in suite(quick)]
+    mine = [one for one in every() if one.family == "ours"]
+    assert [case.key for case in cases if not any(one.takes_part(case) for one in mine)] == []
     assert len({case.key for case in cases}) == len(cases)
 
 
-def test_an_interrupted_run_keeps_what_it_has_measured() -> None:
-    class Interrupted:
-        name, family, threads, obtain = "floor", "floor", 1, ""
-        calls = 0
+class Interrupted:
+    """Ends the run in its fourth turn of the second case: a case takes two calls to calibrate."""
 
-        def measure(self, case: Case, effort: Effort) -> Measurement:
-            self.calls += 1
-            if self.calls == 7 + 2 + 4:  # a case takes two calls of calibration and five turns
-                raise KeyboardInterrupt
-            return Measurement(seconds=[1e-3] * effort.samples)
+    name, family, threads, obtain = "floor", "floor", 1, ""
+    calls = 0
 
-        def describe(self, case: Case) -> str:
-            return "never ends"
+    def measure(self, case: Case, effort: Effort) -> Measurement:
+        self.calls += 1
+        if self.calls == 7 + 2 + 4:
+            raise KeyboardInterrupt
+        return Measurement(seconds=[1e-3] * effort.samples)
 
-        def __getattr__(self, name: str) -> object:
-            return lambda *_: True
+    def describe(self, case: Case) -> str:
+        return "never ends"
 
-    cases = [WRITE, PAGES]
-    kept: list[Row] = []
-    plan = Plan(turns=5, turn_seconds=0.01)
-    contenders: list[Any] = [Interrupted()]
+    def __getattr__(self, name: str) -> object:
+        return lambda *_: True
+
+
+def test_an_interrupted_run_keeps_what_it_has_measured_and_is_resumed(tmp_path: Path) -> None:
+    path, plan = tmp_path / "run.jsonl", Plan(turns=5, turn_seconds=0.01)
+    contender: Any = Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        run_cases(cases, contenders, plan, lambda text: None, kept.append)
-    assert [row.key for row in kept] == [case.key for case in cases]
-    assert [len(row.figures[0].turns) for row in kept] == [5, 3]
+        run_cases([WRITE, PAGES], [contender], plan, Results(path, {}, []))
+    rows = load(path).rows
+    assert [row.key for row in rows] == [WRITE.key, PAGES.key]
+    assert [len(row.figures[0].turns) for row in rows] == [5, 3]
+    assert [row.complete for row in rows] == [True, False]
+
+    with path.open("ab") as file:
+        file.write(b'{"line":"row","key":"cut')  # by a power failure, say
+    run_cases([WRITE, PAGES], [contender], plan, Results(path, {}, []))
+    assert contender.calls == 7 + 2 + 4 + 7, "the first case was measured again"
+    report = load(path)
+    assert [len(row.figures[0].turns) for row in report.rows] == [5, 5]
+    assert len(report.runs) == 2
+
+
+@pytest.mark.parametrize("text", ["", "{}\n", '{"line":"end","seconds":1,"load":[0,0,0]}\n'])
+def test_a_file_that_holds_no_results_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "some.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="some"):
+        load(path)
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
+    """What was printed since; this process stays no parent of orphans."""
+    monkeypatch.setattr(record, "adopt_orphans", lambda: None)
+    return lambda: capsys.readouterr().out
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
-def test_a_table_that_was_interrupted_is_saved_and_shown(
-    number: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_was_measured_before_a_signal_is_kept_and_shown(
+    number: signal.Signals, tmp_path: Path, shown: Callable[[], str]
 ) -> None:
-    path, sheet = tmp_path / "figures.json", Sheet(title="t", columns=("a",))
+    path, header = tmp_path / "run.jsonl", RowHeader(key="suite/first", unit="ms")
+    taken = {"ours": ("ours", [1.0, 3.0]), "plain": ("floor", [1.0, 1.0])}
 
-    def measured() -> Sheet:
-        with keeping(lambda: sheet):
-            sheet.rows.append(("measured",))
+    def interrupted() -> None:
+        with record.recorded("test", path) as results:
+            results.add(row_of_turns(header, taken))
             signal.raise_signal(number)
-            sheet.rows.append(("never",))
-        return sheet
+            results.add(row_of_turns(RowHeader(key="suite/never", unit="ms"), taken))
 
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        Output("test", path).add(measured)
-    assert msgspec.json.decode(path.read_bytes())["sheets"][0]["rows"] == [["measured"]]
-    assert "measured" in capsys.readouterr().out
+        interrupted()
+    assert [row.key for row in load(path).rows] == ["suite/first"]
+    out = shown()
+    assert "suite/first" in out
+    assert "0.67x" in out, "of the floor: the median of 1 and a third"
+    assert "suite/first" in path.with_suffix(".html").read_text()
+
+
+def test_tables_can_be_pasted(tmp_path: Path, shown: Callable[[], str]) -> None:
+    path = tmp_path / "run.jsonl"
+    taken = {"ours": ("ours", [0.002]), "peer": ("peer", [0.004])}
+    with record.recorded("test", path) as results:
+        results.add(
+            row_of_turns(RowHeader(key="s/a", unit="ms"), taken, {"ours": {"size MB": 3.0}})
+        )
+    shown()
+    record.show(path, record.console_of(), markdown=True)
+    assert "| s/a  ms | 2 |  |  | peer 4 | 2.00x |  |  | size MB 3 |" in shown().splitlines()
+
+
+def test_percentiles_are_samples() -> None:
+    found = stats.spread([float(i) for i in range(1000)])
+    assert found == {"p50": 500, "p90": 900, "p99": 990, "p99.9": 999}
 
 
 UCX = """iterations,50.0_percentile_lat,avg_lat,overall_lat,avg_bw,overall_bw,avg_mr,overall_mr
@@ -204,9 +267,9 @@ class Counting(FabricRust):
         return Measurement(seconds=[self.seconds])
 
 
-def test_slow_and_fast_contenders_make_equally_many_writes_of_a_window() -> None:
+def test_slow_and_fast_contenders_make_equally_many_writes_of_a_window(tmp_path: Path) -> None:
     contenders = [Counting("slow", 1.0), Counting("fast", 1e-6)]
-    run_cases([WINDOW], contenders, Plan(turns=2, turn_seconds=0.1), lambda text: None)
+    run_cases([WINDOW], contenders, Plan(turns=2), Results(tmp_path / "run.jsonl", {}, []))
     assert [one.efforts for one in contenders] == [{WINDOW.operations}] * 2
     assert WINDOW.operations % 64 == 0
 

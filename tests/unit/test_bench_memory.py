@@ -24,32 +24,25 @@ print(peak, ring)
 """
 
 
-def taken(body: str, own: str = "None") -> tuple[float, float]:
-    """Megabytes that a process takes with a program, and what of it is a region of its own."""
-    program = PROGRAM.format(body=body, own=own)
+CASES = {
+    "memory that is given back was taken": ("room = np.ones(100 * MB, np.uint8); del room", 100, 0),
+    "memory that was held before is not taken": ("before.numpy()[:] = 2", 0, 0),
+    # Regions of others are mapped here, but it is they who lack the memory.
+    "only the region that is named is one's own": (
+        "mine, others = (engine.alloc(64 * MB) for _ in range(2))\n"
+        "room = np.ones(32 * MB, np.uint8)",
+        96,
+        64,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_process_takes(case: str) -> None:
+    body, peak, ring = CASES[case]
+    program = PROGRAM.format(body=body, own="mine.addr" if ring else "None")
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     )
-    peak, ring = map(int, done.stdout.split())
-    return peak / 1e6, ring / 1e6
-
-
-def test_memory_that_is_given_back_was_taken() -> None:
-    peak, ring = taken("room = np.ones(100 * MB, np.uint8); del room")
-    assert peak == pytest.approx(100, abs=6)
-    assert ring == 0
-
-
-def test_memory_that_was_held_before_is_not_taken() -> None:
-    assert taken("before.numpy()[:] = 2")[0] == pytest.approx(0, abs=6)
-
-
-def test_only_the_region_that_is_named_is_ones_own() -> None:
-    """Regions of others are mapped here, but it is they who lack the memory."""
-    body = """
-mine, others = (engine.alloc(64 * MB) for _ in range(2))
-room = np.ones(32 * MB, np.uint8)
-"""
-    peak, ring = taken(body, "mine.addr")
-    assert ring == pytest.approx(64, abs=1)
-    assert peak == pytest.approx(96, abs=6)
+    found = [int(word) / 1e6 for word in done.stdout.split()]
+    assert found == [pytest.approx(peak, abs=6), pytest.approx(ring, abs=1)]

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.harness.cases import KIB, Case
 from benchmarks.harness.plots import colours_of, svg_of
-from benchmarks.harness.results import Figure, Row
+from benchmarks.harness.results import Row, row_of_turns
 
 pytest.importorskip("matplotlib", reason="reports have plots: pip install '.[ray]'")
 
@@ -17,21 +17,12 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def row(case: Case, **medians: float) -> Row:
-    figures = [
-        Figure(
-            contender=name,
-            family="floor" if name == "floor" else "ours",
-            threads=1,
-            median=median,
-            best=median,
-            low=median,
-            high=median,
-            turns=[median],
-            samples=1,
-        )
-        for name, median in medians.items()
-    ]
-    return Row(case=case, key=case.key, unit=case.unit, figures=figures, failures=[])
+    header = case.header
+    taken = {}
+    for name, median in medians.items():
+        seconds = header.amount / median / 1e9 if header.size else median / 1e6
+        taken[name] = ("floor" if name == "floor" else "ours", [seconds])
+    return row_of_turns(header, taken)
 
 
 def drawn(found: Row) -> ElementTree.Element:

@@ -13,7 +13,7 @@ FACTORIES = frozenset(
         *("range", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"),
     ]
 )
-# These follow the default dtype, take no device, and have a named twin: torch.tensor(dtype=).
+# These follow the default dtype and take no device; torch.tensor(dtype=) replaces them.
 LEGACY = frozenset({"Tensor", "FloatTensor", "DoubleTensor", "LongTensor", "IntTensor"})
 
 

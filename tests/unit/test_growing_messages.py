@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fabric_ray.compat.nixl.exchange import Errand
+from fabric_ray.compat.nixl.exchange import MetadataRequest
 from fabric_ray.compat.nixl.metadata import Metadata
 from fabric_ray.compat.sessions import _Question as SessionsQuestion
 from fabric_ray.compat.sessions import _Table as SessionsTable
@@ -24,12 +24,12 @@ PACKAGE = Path(__file__).parents[2] / "fabric_ray"
 MESSAGES = [
     AskRecords,
     Claim,
-    Errand,
     Finished,
     Generate,
     Invitation,
     BucketHeader,
     Metadata,
+    MetadataRequest,
     Offer,
     ProcessMetrics,
     ProcessRecords,

@@ -114,7 +114,7 @@ def test_a_parameter_without_values_in_memory_is_refused_by_name(
 ) -> None:
     engine = TransferEngine(transport="shm")
     with pytest.raises(InvalidArgument, match=words):
-        WeightSource({"v": torch.ones(2), "w": tensor}, rank=0, name="nobody", engine=engine)
+        WeightSource({"v": torch.ones(2), "w": tensor}, rank=0, name="unused", engine=engine)
     with pytest.raises(InvalidArgument, match=words.replace("`w`", "the tensor")):
         engine.register(tensor)
     if not isinstance(tensor, Wrapper):

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from fabric_ray.compat.nixl.status import nixl_mem_t, nixlMismatchError, nixlNotFoundError
+from fabric_ray.compat.nixl.status import (
+    nixl_mem_t,
+    nixlMismatchError,
+    nixlNotFoundError,
+    nixlNotSupportedError,
+)
 from fabric_ray.decoding import from_msgpack
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.tensors import check_memory
+
+_log = logging.getLogger("nixl.fabric_ray")
 
 Rows = NDArray[np.uint64]
 _VERSION = 1
@@ -163,6 +173,64 @@ def descriptors_from_bytes(data: bytes) -> DescriptorList:
         return kind._from(encoded)
     except (msgspec.MsgspecError, ValueError) as error:
         raise nixlMismatchError(f"not a list of descriptors: {error}") from error
+
+
+L = TypeVar("L", bound=DescriptorList)
+
+
+def listed(
+    kind: type[L], descs: Any, mem_type: str | None, memories: Mapping[str, nixl_mem_t]
+) -> L | None:
+    """A list of what a caller gives: a list, tensors, or tuples or an array of a named kind of
+    memory. ``None``, and a line in the log, for anything else."""
+    if isinstance(descs, kind):
+        return descs
+    if isinstance(descs, DescriptorList):
+        _log.error("a %s is wanted, not a %s", kind.kind, descs.kind)
+        return None
+    if hasattr(descs, "data_ptr"):
+        descs = [descs]
+    if len(descs) and hasattr(descs[0], "data_ptr"):
+        return _of_tensors(kind, descs)
+    if mem_type is None:
+        _log.error("descriptors that aren't tensors need a mem_type")
+        return None
+    memory = memories[mem_type]
+    wanted = 3 + kind.labelled
+    if not isinstance(descs, np.ndarray) and any(
+        not isinstance(desc, tuple) or len(desc) != wanted for desc in descs
+    ):
+        _log.error("descriptors of %s are tuples of %d", kind.kind, wanted)
+        return None
+    return kind(memory, descs)
+
+
+def _of_tensors(kind: type[L], tensors: Sequence[Any]) -> L | None:
+    device = tensors[0].device
+    if any(tensor.device != device or not tensor.is_contiguous() for tensor in tensors):
+        _log.error("tensors must be contiguous and on one device")
+        return None
+    try:
+        for tensor in tensors:
+            check_memory("a tensor", tensor)
+    except InvalidArgument as error:
+        _log.error("%s", error)
+        return None
+    memory = nixl_mem_t.DRAM_SEG if device.type == "cpu" else nixl_mem_t.VRAM_SEG
+    number = max(0, tensors[0].get_device())
+    rows = [(t.data_ptr(), t.numel() * t.element_size(), number) for t in tensors]
+    return kind(memory, np.array(rows, dtype=np.uint64))
+
+
+def check_supported(descs: DescriptorList) -> None:
+    """
+    Raises:
+        nixlNotSupportedError: neither DRAM nor VRAM.
+    """
+    if descs.getType() not in (nixl_mem_t.DRAM_SEG, nixl_mem_t.VRAM_SEG):
+        raise nixlNotSupportedError(
+            f"{descs.getType().name} can't be registered here; only DRAM and VRAM can"
+        )
 
 
 def _checked(array: NDArray[Any]) -> Rows:

@@ -1,35 +1,32 @@
-"""Metadata from agent to agent, where one of them listens."""
+"""Metadata between agents, one of which listens at a port."""
 
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from fabric_ray.compat.nixl.status import DEFAULT_COMM_PORT, as_nixl, nixlNotSupportedError
-from fabric_ray.compat.rendezvous import Rendezvous, ask
+from fabric_ray.compat.nixl.status import DEFAULT_COMM_PORT, as_nixl_errors, nixlNotSupportedError
 from fabric_ray.decoding import from_msgpack
 from fabric_ray.engine import EngineConfig
-from fabric_ray.errors import FabricError, InvalidArgument
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.rpc import Server, call, key_of
+
+if TYPE_CHECKING:
+    from fabric_ray.compat.nixl.agent import nixl_agent
 
 
-class Errand(msgspec.Struct, frozen=True, array_like=True):
-    """What is asked of an agent that listens: ``load`` metadata, ``tell`` its own, ``forget``."""
+class MetadataRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request to an agent that listens: ``load`` metadata, ``tell`` its own, or ``forget``."""
 
     what: str
     agent: str
     metadata: bytes = b""
 
 
-class Attending(Protocol):
-    """An agent that can be asked."""
-
-    def _attend(self, errand: Errand) -> bytes: ...
-
-
-def listen(agent: Attending, port: int) -> None:
-    """Answers errands until the agent is collected.
+def listen(agent: nixl_agent, port: int) -> None:
+    """Answers requests until the agent is collected.
 
     Raises:
         nixlBackendError: the port is taken.
@@ -40,33 +37,28 @@ def listen(agent: Attending, port: int) -> None:
         alive = me()
         if alive is None:
             raise InvalidArgument("the agent is gone")
-        return alive._attend(from_msgpack(request, Errand))
+        return alive._on_request(from_msgpack(request, MetadataRequest))
 
-    try:
+    with as_nixl_errors():
         config = EngineConfig.resolve(None, {})
-        rendezvous = Rendezvous(
-            answer, port=port, token=config.token, bind=config.bind, ports=config.ports
+        server = Server(
+            answer, key=key_of(config.token), port=port, bind=config.bind, ports=config.ports
         )
-    except FabricError as error:
-        raise as_nixl(error) from error
-    weakref.finalize(agent, rendezvous.close)
+    weakref.finalize(agent, server.close)
 
 
-def run(errand: Errand, host: str, port: int) -> bytes:
+def send(request: MetadataRequest, host: str, port: int) -> bytes:
     """The answer of the agent that listens there.
 
     Raises:
         nixlNotSupportedError: no host.
-        nixlRemoteDisconnectError: no agent listens, or with another token.
+        nixlRemoteDisconnectError: no agent listens there, or its token differs.
     """
     if not host:
         raise nixlNotSupportedError(
             "there is no central metadata server here; give the address and port of an agent that "
             "listens, or pass get_agent_metadata() on yourself"
         )
-    try:
-        token = EngineConfig.resolve(None, {}).token
-        request = msgspec.msgpack.encode(errand)
-        return ask(host, port or DEFAULT_COMM_PORT, request, token=token)
-    except FabricError as error:
-        raise as_nixl(error) from error
+    with as_nixl_errors():
+        key = key_of(EngineConfig.resolve(None, {}).token)
+        return call(host, port or DEFAULT_COMM_PORT, msgspec.msgpack.encode(request), key=key)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
+import threading
 
 import msgspec
 
 from fabric_ray.compat.addresses import AddressSpace
-from fabric_ray.compat.nixl.status import (
-    nixlMismatchError,
-    nixlNotFoundError,
-)
+from fabric_ray.compat.nixl.status import nixlMismatchError, nixlNotFoundError
 from fabric_ray.decoding import from_msgpack
 from fabric_ray.engine import EngineAddress, Peer, RegionDescriptor, RemoteRegion, TransferEngine
 from fabric_ray.errors import DecodeError
@@ -108,3 +106,31 @@ class Remote:
             return cls(engine, address, memory)
         except DecodeError as error:
             raise nixlMismatchError(f"metadata of {metadata.name!r} is broken: {error}") from error
+
+
+class RemoteAgents:
+    """Agents whose metadata was loaded, by name. For any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loaded: dict[str, Remote] = {}
+
+    def load(self, engine: TransferEngine, metadata: Metadata) -> None:
+        """Learns of an agent, or more of it; raises what :meth:`Remote.loaded` does."""
+        with self._lock:
+            known = self._loaded.get(metadata.name)
+            self._loaded[metadata.name] = Remote.loaded(engine, metadata, known)
+
+    def get(self, name: str) -> Remote | None:
+        with self._lock:
+            return self._loaded.get(name)
+
+    def __getitem__(self, name: str) -> Remote:
+        if (found := self.get(name)) is None:
+            raise nixlNotFoundError(f"agent {name!r} was not added; load its metadata first")
+        return found
+
+    def forget(self, name: str) -> bool:
+        """Whether it was known."""
+        with self._lock:
+            return self._loaded.pop(name, None) is not None

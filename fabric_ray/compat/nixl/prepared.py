@@ -1,4 +1,4 @@
-"""One side of transfers, prepared: which regions its descriptors lie in."""
+"""The sides of transfers: which regions their descriptors lie in, and the copies between them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from typing import Any, Generic
 import numpy as np
 from numpy.typing import NDArray
 
-from fabric_ray.compat.addresses import AddressSpace, Ints, Places, R
-from fabric_ray.compat.nixl.status import nixlInvalidParamError, nixlNotFoundError
+from fabric_ray.compat.addresses import AddressSpace, Ints, Locations, Op, R, add_copies
+from fabric_ray.compat.nixl.status import as_nixl_errors, nixlInvalidParamError, nixlNotFoundError
+from fabric_ray.engine import Batch, Region, RemoteRegion
 from fabric_ray.errors import OutOfBounds
+
+Indices = Sequence[int] | NDArray[Any] | None
+"""Numbers of descriptors; ``None`` for all."""
 
 
 class Prepared(Generic[R]):
@@ -51,8 +55,8 @@ class Prepared(Generic[R]):
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def take(self, indices: Sequence[int] | NDArray[Any] | None = None) -> tuple[Places, Ints]:
-        """Where these blocks lie, and how long they are; all of them by default.
+    def take(self, indices: Indices = None) -> tuple[Locations, Ints]:
+        """Where these blocks lie, and how long they are.
 
         Raises:
             nixlInvalidParamError: there is no such block.
@@ -66,4 +70,39 @@ class Prepared(Generic[R]):
         run = np.searchsorted(self._ends, numbers, side="right")
         block = numbers - np.r_[np.int64(0), self._ends][run]
         offset = self._at.offset[run] + block * self._stride[run]
-        return Places(self._at.region[run], offset), self._nbytes[run]
+        return Locations(self._at.region[run], offset), self._nbytes[run]
+
+
+class nixl_prepped_dlist_handle:
+    """A prepared list of descriptors."""
+
+    def __init__(self, side: Prepared[Any]) -> None:
+        self._side: Prepared[Any] | None = side
+
+    def release(self) -> None:
+        """Transfers that were made of it are not affected."""
+        self._side = None
+
+
+def copies(
+    op: Op,
+    local: tuple[Prepared[Region], Indices],
+    remote: tuple[Prepared[RemoteRegion], Indices],
+) -> tuple[Batch, int, int]:
+    """The copies between descriptors of two sides, and how many bytes and descriptors they are.
+
+    Raises:
+        nixlInvalidParamError: descriptors that don't fit one another.
+    """
+    here, nbytes = local[0].take(local[1])
+    there, lengths = remote[0].take(remote[1])
+    if not len(nbytes) or not np.array_equal(nbytes, lengths):
+        raise nixlInvalidParamError(
+            f"{len(nbytes)} local and {len(lengths)} remote descriptors don't fit: as many, of "
+            "the same lengths, and one at least are needed"
+        )
+    batch = Batch()
+    sides = (local[0].space.regions, here), (remote[0].space.regions, there)
+    with as_nixl_errors():
+        add_copies(batch, op, *sides, nbytes)
+    return batch, int(nbytes.sum()), len(nbytes)

@@ -1,22 +1,28 @@
-"""A transfer that may be posted again and again, and the notification after it."""
+"""A transfer that may be posted again and again, the notification after it, and its handle."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from fabric_ray.compat.addresses import EmptyTransfer, submit
 from fabric_ray.compat.nixl.status import (
     NixlError,
     as_nixl,
     nixlBackendError,
+    nixlInvalidParamError,
     nixlNotAllowedError,
     nixlNotPostedError,
     nixlRepostActiveError,
 )
 from fabric_ray.engine import Batch, Transfer, TransferEngine
 from fabric_ray.errors import FabricError
+
+if TYPE_CHECKING:
+    from fabric_ray.compat.nixl.agent import nixl_agent
 
 _QUIESCE_S = 2.0
 
@@ -36,30 +42,11 @@ class nixlXferTelemetry(NamedTuple):
     descCount: int
 
 
-class Nothing:
-    """The transfer of no bytes: over when it begins."""
-
-    quiesced = True
-
-    def done(self) -> bool:
-        return True
-
-    def result(self) -> None:
-        return None
-
-    def cancel(self) -> None:
-        return None
-
-    def wait_quiesced(self, timeout: float | None = None) -> bool:
-        return True
-
-
 class Request:
     """What is copied where, and which agent is told. For any thread.
 
     Args:
-        batch: the copies.
-        size: bytes, and descriptors.
+        copies: the batch, its bytes, its descriptors.
         notify: tells the remote agent.
         message: what it is told when nothing else is said at the post; nothing if empty.
         backend: the name of its backend.
@@ -68,16 +55,16 @@ class Request:
     def __init__(
         self,
         engine: TransferEngine,
-        batch: Batch,
-        size: tuple[int, int],
+        copies: tuple[Batch, int, int],
         notify: Notify,
         message: bytes,
         backend: str,
     ) -> None:
-        self._engine, self._batch, self._size, self._notify = engine, batch, size, notify
+        self._engine, self._notify = engine, notify
+        self._batch, self._nbytes, self._count = copies
         self.message, self.backend = message, backend
         self._lock = threading.Lock()
-        self._transfer: Transfer | Nothing | None = None
+        self._transfer: Transfer | EmptyTransfer | None = None
         self._notice: Transfer | None = None
         self._error: NixlError | None = None
         self._over = False
@@ -98,14 +85,13 @@ class Request:
             self._notice, self._error, self._over = None, None, False
             self._epoch, self._started = time.time(), time.perf_counter()
             try:
-                self._transfer = self._engine.submit(self._batch) if len(self._batch) else Nothing()
+                self._transfer = submit(self._engine, self._batch)
             except FabricError as error:
                 self._transfer = None
                 raise as_nixl(error) from error
             transfer = self._transfer
             self._posted = time.perf_counter()
-        if not isinstance(transfer, Nothing):
-            transfer.add_done_callback(lambda _: self._advance(transfer))
+        transfer.add_done_callback(lambda _: self._advance(transfer))
         return self.check()
 
     def check(self) -> bool:
@@ -156,10 +142,14 @@ class Request:
             raise nixlNotAllowedError("the request is not over; ask when it is")
         post, whole = self._posted - self._started, self._ended - self._started
         return nixlXferTelemetry(
-            round(1e6 * self._epoch), _microseconds(post), _microseconds(whole), *self._size
+            startTime=round(1e6 * self._epoch),
+            postDuration=_microseconds(post),
+            xferDuration=_microseconds(whole),
+            totalBytes=self._nbytes,
+            descCount=self._count,
         )
 
-    def _advance(self, transfer: Transfer | Nothing) -> None:
+    def _advance(self, transfer: Transfer | EmptyTransfer) -> None:
         """Tells the peer when the bytes are in place: from whichever thread sees that first."""
         with self._lock:
             if transfer is not self._transfer or self._over or not transfer.done():
@@ -183,7 +173,7 @@ class Request:
             self._ended = time.perf_counter()
             self._over = True
 
-    def _later(self, transfer: Transfer | Nothing) -> None:
+    def _later(self, transfer: Transfer | EmptyTransfer) -> None:
         # A callback that is hung on what is over runs at once, while the lock is held.
         if self._lock.acquire(blocking=False):
             self._lock.release()
@@ -199,3 +189,52 @@ def _may_land(error: FabricError) -> nixlBackendError:
     found = nixlBackendError(f"{error}; bytes of it may still land: keep its buffers")
     found.__cause__ = error
     return found
+
+
+class DroppedRequests:
+    """Requests whose handles the caller dropped without a release. For any thread."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Request] = deque()
+        self._may_land: list[Request] = []
+        """Kept until the agent is closed."""
+
+    def release(self) -> None:
+        """Waits until nothing of them can land any more."""
+        while self.waiting:
+            try:
+                request = self.waiting.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                request.cancel()
+            except nixlBackendError:
+                self._may_land.append(request)
+
+
+class nixl_xfer_handle:
+    """A transfer."""
+
+    def __init__(self, agent: nixl_agent, request: Request) -> None:
+        self._agent, self._made, self._released = agent, request, False
+        self._releasing = threading.Lock()
+
+    @property
+    def _request(self) -> Request:
+        if self._released:
+            raise nixlInvalidParamError("the transfer was released; make another")
+        return self._made
+
+    def release(self) -> None:
+        """See :meth:`nixl_agent.release_xfer_handle`. Any thread may call it more than once."""
+        with self._releasing:
+            if not self._released:
+                self._made.cancel()
+                self._released = True
+
+    def __del__(self) -> None:
+        # The garbage collector may run while this thread holds a lock of the request: cancel
+        # without one, and leave waiting for it to the agent's next call.
+        if not self._released:
+            self._made.give_up()
+            self._agent._dropped.waiting.append(self._made)

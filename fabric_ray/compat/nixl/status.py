@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from fabric_ray.errors import (
     Cancelled,
@@ -121,3 +123,14 @@ def as_nixl(error: FabricError) -> NixlError:
     found = kind(str(error), **error.fields)
     found.__cause__ = error
     return found
+
+
+@contextmanager
+def as_nixl_errors() -> Iterator[None]:
+    """Raises errors of an engine as :func:`as_nixl` has them."""
+    try:
+        yield
+    except NixlError:
+        raise
+    except FabricError as error:
+        raise as_nixl(error) from error

@@ -7,8 +7,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from hashlib import blake2b
-from typing import Any
+from pathlib import Path
 
 import msgspec
 import ray
@@ -16,42 +15,16 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from fabric_ray import runtime
+from fabric_ray.demo import actors
 from fabric_ray.demo.rl import policy
 from fabric_ray.demo.rl.options import Options, model
 from fabric_ray.demo.rl.policy import Samples
-from fabric_ray.models import fsdp, tensor_parallel
-from fabric_ray.models.boxes import InitialWeights
+from fabric_ray.models import fsdp
+from fabric_ray.models.tensor_parallel import full_parameters
 from fabric_ray.models.transformer import Transformer
-from fabric_ray.runtime.process import node_address
-from fabric_ray.weights import WeightSource, WeightTarget
-from fabric_ray.weights.families import target_side
-from fabric_ray.weights.reference import iter_expected
 
-# A model as narrow as this one hardly begins to learn from the usual 0.02.
-_STD = 0.1
-
-Fingerprints = dict[str, str]
-"""By the name of a container, its shape and dtype among what is hashed."""
 Interval = tuple[float, float]
 """Begin and end, in seconds since the epoch."""
-
-
-def fingerprints(named: Iterable[tuple[str, Tensor]]) -> Fingerprints:
-    """128 bits of BLAKE2b of each tensor."""
-    return {name: _fingerprint(tensor) for name, tensor in named}
-
-
-def differing(found: Fingerprints, expected: Fingerprints) -> tuple[str, ...]:
-    """Containers that differ, are missing or are too many."""
-    names = sorted(found.keys() | expected.keys())
-    return tuple(name for name in names if found.get(name) != expected.get(name))
-
-
-def _fingerprint(tensor: Tensor) -> str:
-    digest = blake2b(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=16)
-    digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def covered(interval: Interval, by: Iterable[Interval]) -> float:
@@ -73,47 +46,42 @@ class Trained(msgspec.Struct, frozen=True):
     end: float
 
 
-class Trainer:
-    """One rank; make it with ``ray.remote(Trainer).remote(...)``."""
+class Trainer(actors.Trainer):
+    """One rank."""
+
+    # A model as narrow as this one hardly begins to learn from the usual 0.02.
+    STD = 0.1
 
     def __init__(self, rank: int, options: Options) -> None:
-        torch.set_num_threads(1)
-        self._rank, self._options, self._config = rank, options, model()
-        runtime.engine(name=f"rl-trainer-{rank}", transport=options.transport, copy_threads=1)
-        self._store: Any = None
+        super().__init__(
+            rank,
+            options.trainers,
+            model(),
+            transport=options.transport,
+            threads=1,
+            seed=options.seed,
+        )
+        self._options = options
         with torch.device("meta"):
-            self._whole = Transformer(self._config)
+            self._whole = Transformer(self.config)
         # Whole weights of versions that samples may still come from, the oldest first.
         self._published: dict[int, dict[str, Tensor]] = {}
 
-    def serve(self) -> tuple[str, int]:
-        """Opens the store where trainers find each other; rank 0 only."""
-        address = node_address()
-        self._store = fsdp.serve_store(address, world=self._options.trainers)
-        return address, self._store.port
-
-    def load(self, store: tuple[str, int]) -> None:
-        """Joins the others and takes this rank's shards of the first weights."""
-        (address, port), options = store, self._options
-        fsdp.join(
-            rank=self._rank, world=options.trainers, address=address, port=port, store=self._store
-        )
-        first = InitialWeights(self._config, seed=options.seed, std=_STD)
-        self._model = fsdp.sharded_model(self._config, fsdp.make_mesh(), first)
+    def load(self, store: tuple[str, int], checkpoint: Path | None = None) -> None:
+        super().load(store, checkpoint)
         self._optimizer = torch.optim.Adam(
-            self._model.parameters(), lr=options.lr, betas=(0.9, 0.95), foreach=False
+            self.model.parameters(), lr=self._options.lr, betas=(0.9, 0.95), foreach=False
         )
-        self.source = WeightSource(self._model, rank=self._rank)
 
-    def publish(self, version: int) -> Fingerprints:
-        """Remembers the weights as ``version``; returns what each rollout must hold of them."""
-        whole = {name: tensor.clone() for name, tensor in fsdp.full_tensors(self._model)}
+    def publish(self, version: int) -> dict[str, Tensor]:
+        """Remembers the weights as ``version``; returns them."""
+        whole = {name: tensor.clone() for name, tensor in fsdp.full_tensors(self.model)}
         self._published[version] = whole
         for old in [v for v in self._published if v < version - self._options.staleness]:
             del self._published[old]
-        return fingerprints(iter_expected(self._config, whole, tp=1, rank=0))
+        return whole
 
-    def train(self, batches: Sequence[Samples]) -> Trained:
+    def update(self, batches: Sequence[Samples]) -> Trained:
         """One update from this rank's samples; the other ranks must make theirs."""
         start = time.time()
         mismatch = max(map(self._mismatch, batches))
@@ -123,10 +91,10 @@ class Trainer:
         )
         advantage = policy.advantages(rewards, self._options.group)
         self._optimizer.zero_grad(set_to_none=True)
-        new = policy.logprobs(self._model, tokens, self._options.digits)
+        new = policy.logprobs(self.model, tokens, self._options.digits)
         loss, clipped = policy.objective(new, old, advantage, self._options.clip)
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0, foreach=False)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=False)
         self._optimizer.step()
         return Trained(clipped, mismatch, start, time.time())
 
@@ -144,12 +112,13 @@ class Served(msgspec.Struct, frozen=True):
     """What a rollout says of itself after a push."""
 
     version: int
-    fingerprints: Fingerprints
+    wrong: tuple[str, ...]
+    """Containers that differ from what a trainer holds."""
     generating: tuple[Interval, ...]
     """When it generated, since it was asked last."""
 
 
-class Rollout:
+class Rollout(actors.Rollout):
     """One engine, as a Ray actor with a concurrency group ``draw``: the rest of it answers while
     that one draws.
 
@@ -158,11 +127,10 @@ class Rollout:
     """
 
     def __init__(self, rank: int, options: Options) -> None:
-        torch.set_num_threads(1)
-        self._rank, self._options, self._config = rank, options, model()
-        engine = runtime.engine(name=f"rl-rollout-{rank}", transport=options.transport)
-        side = target_side(self._config, tp=1, ranks=range(options.rollouts))
-        self.target = WeightTarget(side, rank=rank, engine=engine)
+        super().__init__(rank, 1, 1, model(), transport=options.transport, engines=options.rollouts)
+        self._options = options
+        with torch.device("meta"):
+            self._whole = Transformer(self.config)
         self._random = torch.Generator().manual_seed(options.seed * 1000 + rank)
         self._lock = threading.Lock()
         self._draws = False
@@ -182,8 +150,9 @@ class Rollout:
                     self._note()
                     self._draws = False
 
-    def served(self) -> Served:
-        """The version that is in use now, and when this rollout generated."""
+    def served(self, *published: Mapping[str, Tensor]) -> Served:
+        """The version that is in use now, compared with what each trainer published, and when this
+        rollout generated."""
         with self._lock:
             if self._draws:
                 self._note()
@@ -191,20 +160,22 @@ class Rollout:
         with self.target.reading() as weights:
             version = self.target.version
             assert version is not None, "asked for after a push"
-            return Served(version, fingerprints(weights.items()), tuple(intervals))
+            checked = [self._check(dict(weights), whole) for whole in published]
+            wrong = tuple(name for found in checked for name in found.wrong)
+            return Served(version, wrong, tuple(intervals))
 
     def _sample(self, weights: Mapping[str, Tensor]) -> Samples:
         options, version = self._options, self.target.version
         assert version is not None, "read"
-        weights = dict(weights)
+        parameters = full_parameters(self.config, [weights])
         asked = policy.prompts(options.prompts, options.digits, generator=self._random)
         tokens, logprobs = policy.sample(
-            lambda t: tensor_parallel.forward(self._config, [weights], t),
+            partial(functional_call, self._whole, parameters),
             asked.repeat_interleave(options.group, dim=0),
             options.digits,
             generator=self._random,
         )
-        return Samples(self._rank, version, tokens, logprobs, policy.rewards(tokens))
+        return Samples(self.rank, version, tokens, logprobs, policy.rewards(tokens))
 
     def _note(self) -> None:
         """Generated from ``_began`` until now."""

@@ -6,36 +6,21 @@ import asyncio
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import ray
-
-from fabric_ray.demo.common import cluster, draw_lanes, make_output
-from fabric_ray.demo.rl.actors import (
-    Interval,
-    Rollout,
-    Served,
-    Trained,
-    Trainer,
-    covered,
-    differing,
-)
-from fabric_ray.demo.rl.options import Options, Outcome, Update, model
+from fabric_ray.demo.actors import TIMEOUT, spread, started
+from fabric_ray.demo.common import Lanes, cluster, draw_timeline, make_output
+from fabric_ray.demo.rl.actors import Interval, Rollout, Served, Trained, Trainer, covered
+from fabric_ray.demo.rl.options import HEADER, Options, Outcome, Update, line, model
 from fabric_ray.demo.rl.policy import SampleBuffer, Taken, readable
 from fabric_ray.weights import PushReport, Span, WeightSync
 
-Tell = Callable[[Update], None]
-"""Called after each update."""
-
-_TIMEOUT = 600.0
 # Updates, the last ones, that the timeline shows.
 _PICTURED = 6
 
 
-def run(options: Options, tell: Tell = lambda _: None) -> Outcome:
+def run(options: Options, tell: Callable[[str], None] = lambda _: None) -> Outcome:
     """Runs the demo on Ray: on a cluster if ``options.address`` or ``RAY_ADDRESS`` names one.
 
     Raises:
@@ -43,36 +28,14 @@ def run(options: Options, tell: Tell = lambda _: None) -> Outcome:
     """
     options.check()
     make_output(options.output)
-    with cluster(options.address), _actors(options) as actors:
-        return asyncio.run(_Loop(options, actors, tell).outcome())
-
-
-class _Actors(NamedTuple):
-    trainers: list[Any]
-    rollouts: list[Any]
-
-
-@contextmanager
-def _actors(options: Options) -> Iterator[_Actors]:
-    """Trainers with their first weights, and rollouts; ended with the block."""
-    # No CPUs are asked for: the demo has to fit on any machine. Ray's types lack the groups.
-    remote: Any = partial(ray.remote, num_cpus=0, scheduling_strategy="SPREAD")
-    trainer = remote()(Trainer)
-    # Pushes and questions are answered while it draws.
-    rollout = remote(concurrency_groups={"draw": 1})(Rollout)
-    actors = _Actors(
-        [trainer.remote(rank, options) for rank in range(options.trainers)],
-        [rollout.remote(rank, options) for rank in range(options.rollouts)],
-    )
-    try:
-        store = ray.get(actors.trainers[0].serve.remote(), timeout=_TIMEOUT)
-        loads = [trainer.load.remote(store) for trainer in actors.trainers]
-        ready = [rollout.__ray_ready__.remote() for rollout in actors.rollouts]
-        ray.get([*loads, *ready], timeout=_TIMEOUT)
-        yield actors
-    finally:
-        for actor in (*actors.rollouts, *actors.trainers):
-            ray.kill(actor)
+    with cluster(options.address):
+        trainer = spread(Trainer)
+        # Pushes and questions are answered while it draws.
+        rollout = spread(Rollout, concurrency_groups={"draw": 1})
+        trainers = [trainer.remote(rank, options) for rank in range(options.trainers)]
+        rollouts = [rollout.remote(rank, options) for rank in range(options.rollouts)]
+        with started(trainers, rollouts):
+            return asyncio.run(_Loop(options, trainers, rollouts, tell).outcome())
 
 
 class _Pushed(NamedTuple):
@@ -82,10 +45,16 @@ class _Pushed(NamedTuple):
 
 
 class _Loop:
-    def __init__(self, options: Options, actors: _Actors, tell: Tell) -> None:
+    def __init__(
+        self,
+        options: Options,
+        trainers: list[Any],
+        rollouts: list[Any],
+        tell: Callable[[str], None],
+    ) -> None:
         self._options, self._tell = options, tell
-        self._trainers, self._rollouts = actors.trainers, actors.rollouts
-        self._sync = WeightSync(self._trainers, self._rollouts, digest=True, timeout=_TIMEOUT)
+        self._trainers, self._rollouts = trainers, rollouts
+        self._sync = WeightSync(trainers, rollouts, digest=True, timeout=TIMEOUT)
         self._buffer = SampleBuffer(
             batches=options.trainers * options.batches, staleness=options.staleness
         )
@@ -137,7 +106,9 @@ class _Loop:
         updates = []
         for step in range(1, self._options.steps + 1):
             updates.append(await self._update(step, version=step))
-            self._tell(updates[-1])
+            if step == 1:
+                self._tell(HEADER)
+            self._tell(line(updates[-1]))
         return updates
 
     async def _update(self, step: int, version: int) -> Update:
@@ -178,27 +149,31 @@ class _Loop:
     async def _train(self, taken: Taken) -> Sequence[Trained]:
         world = self._options.trainers
         shares = [taken.batches[rank::world] for rank in range(world)]
-        refs = (t.train.remote(s) for t, s in zip(self._trainers, shares, strict=True))
+        refs = (t.update.remote(s) for t, s in zip(self._trainers, shares, strict=True))
         trained: list[Trained] = await asyncio.gather(*refs)
         return trained
 
     async def _push(self, version: int) -> _Pushed:
         """Pushes, and compares what every rollout serves with what the trainers hold."""
         report = await self._sync.push_async(version)
-        held = asyncio.gather(*(t.publish.remote(version) for t in self._trainers))
-        served: list[Served] = await asyncio.gather(*(r.served.remote() for r in self._rollouts))
-        for expected in await held:
-            for rank, each in enumerate(served):
-                names = differing(each.fingerprints, expected)
-                if each.version != version:
-                    names = (f"is at version {each.version}", *names)
-                self._wrong.extend(f"version {version}, rollout {rank}: {name}" for name in names)
+        published = [t.publish.remote(version) for t in self._trainers]
+        # Rollouts draw meanwhile; a call that waits for its arguments would delay their next one.
+        await asyncio.gather(*published)
+        served: list[Served] = await asyncio.gather(
+            *(r.served.remote(*published) for r in self._rollouts)
+        )
+        for rank, each in enumerate(served):
+            names = each.wrong
+            if each.version != version:
+                names = (f"is at version {each.version}", *names)
+            self._wrong.extend(f"version {version}, rollout {rank}: {name}" for name in names)
         return _Pushed(report, [each.generating for each in served])
 
     def _picture(self) -> str:
         path = self._options.output / "rl-timeline.png"
         spans = [span for each in self._spans for span in each]
-        draw_lanes(path, spans, f"the last {len(self._spans)} updates")
+        begin = min(span.start for span in spans)
+        draw_timeline(path, Lanes(f"the last {len(self._spans)} updates", spans, begin))
         return str(path)
 
 

@@ -12,9 +12,8 @@ from typing import Any, Literal
 import msgspec
 from rich.console import Console
 
-from fabric_ray.demo.common import plain
+from fabric_ray.demo.common import check_least, plain
 from fabric_ray.demo.rl import policy
-from fabric_ray.errors import InvalidArgument
 from fabric_ray.models import ModelConfig
 
 LOGPROB_TOLERANCE = 1e-4
@@ -53,19 +52,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raises InvalidArgument for what can't be run, before anything is started."""
-        for name in ("trainers", "rollouts", "prompts", "batches", "digits"):
-            if getattr(self, name) < 1:
-                raise InvalidArgument(f"{name} is {getattr(self, name)}; give at least 1")
-        if self.steps < 4:
-            raise InvalidArgument(
-                f"steps is {self.steps}; give at least 4, so that the rewards have quarters"
-            )
-        if self.staleness < 0:
-            raise InvalidArgument(f"staleness is {self.staleness}; give 0 or more")
-        if self.group < 2:
-            raise InvalidArgument(
-                f"group is {self.group}; give at least 2, a sample is compared with the others"
-            )
+        # Rewards have quarters, and a sample is compared with the others of its group.
+        least = {"steps": 4, "staleness": 0, "group": 2}
+        check_least(self, trainers=1, rollouts=1, prompts=1, batches=1, digits=1, **least)
 
     @property
     def samples(self) -> int:
@@ -156,6 +145,83 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     def verified(self) -> bool:
         return all(self.checks.values())
 
+    def summary(self) -> dict[str, Any]:
+        """Machine-readable."""
+        first, last = self.quarters
+        return {
+            "verified": self.verified,
+            "checks": self.checks,
+            "reward": {
+                "first_quarter": first,
+                "last_quarter": last,
+                "rise": last - first,
+                "rise_required": RISE,
+                "solved": self.updates[-1].solved,
+            },
+            "logprob_difference": max(u.mismatch for u in self.updates),
+            "logprob_tolerance": LOGPROB_TOLERANCE,
+            "versions": self.updates[-1].version,
+            "wrong": self.wrong,
+            "bytes": self.nbytes,
+            "push_seconds": statistics.median(u.push_seconds for u in self.updates),
+            "staleness": self._staleness(),
+            "discarded": sum(u.discarded for u in self.updates),
+            "generating_in_training": self._share("train_seconds", "generating_in_training"),
+            "generating_in_push": self._share("push_seconds", "generating_in_push"),
+            "samples_per_s": self.options.samples * len(self.updates) / self.seconds,
+            "seconds": self.seconds,
+            "parameters": self.parameters,
+            "transport": self.transport,
+            "example": self.example,
+            "timeline": self.timeline,
+            "options": msgspec.to_builtins(self.options, enc_hook=str),
+            "updates": msgspec.to_builtins(self.updates),
+        }
+
+    def show(self, console: Console) -> None:
+        """Prints what was found, the curve and the verdict."""
+        said, options = self.summary(), self.options
+        first, last = self.quarters
+        console.print(f"\nReward by update, {options.samples} samples each")
+        console.print(plot([update.reward for update in self.updates]), highlight=False)
+        asked, answered = self.example
+        console.print(f"One of the last samples: {asked}  →  {answered}\n", highlight=False)
+        told = {
+            "weights_equal": f"{said['versions']} versions on {options.rollouts} rollouts, every "
+            "bit",
+            "logprobs_agree": "of every sample learned from, within "
+            f"{said['logprob_difference']:.0e}; {LOGPROB_TOLERANCE:.0e} is allowed",
+            "staleness_bounded": f"{_histogram(said['staleness'])}; at most {options.staleness}, "
+            f"{said['discarded']} samples discarded",
+            "reward_rose": f"from {first:.3f} in the first quarter to {last:.3f} in the last; "
+            f"{RISE} more is required",
+        }
+        table = plain(show_header=False)
+        for check, holds in self.checks.items():
+            verdict = "[green]yes[/]" if holds else "[red]no[/]"
+            table.add_row(check.replace("_", " "), verdict, told[check])
+        console.print(table)
+        console.print(
+            f"{self.seconds:.0f} s, {said['samples_per_s']:.0f} samples/s; a push of "
+            f"{self.nbytes:,} bytes over {self.transport} took {said['push_seconds'] * 1e3:.1f} ms."
+        )
+        console.print(
+            f"Rollouts generated in {said['generating_in_training']:.0%} of the training time and "
+            f"in {said['generating_in_push']:.0%} of the push time. Timeline: {self.timeline}"
+        )
+
+    def _staleness(self) -> dict[int, int]:
+        total: Counter[int] = Counter()
+        for update in self.updates:
+            total.update(update.staleness)
+        return dict(sorted(total.items()))
+
+    def _share(self, seconds: str, share: str) -> float:
+        """The mean of a share of times, the longer ones counting more."""
+        weights: list[float] = [getattr(u, seconds) for u in self.updates]
+        shares: list[float] = [getattr(u, share) for u in self.updates]
+        return sum(w * s for w, s in zip(weights, shares, strict=True)) / sum(weights)
+
 
 def line(update: Update) -> str:
     """One update, under :data:`HEADER`."""
@@ -167,91 +233,9 @@ def line(update: Update) -> str:
     )
 
 
-def summary(outcome: Outcome) -> dict[str, Any]:
-    """Machine-readable."""
-    o = outcome
-    first, last = o.quarters
-    return {
-        "verified": o.verified,
-        "checks": o.checks,
-        "reward": {
-            "first_quarter": first,
-            "last_quarter": last,
-            "rise": last - first,
-            "rise_required": RISE,
-            "solved": o.updates[-1].solved,
-        },
-        "logprob_difference": max(u.mismatch for u in o.updates),
-        "logprob_tolerance": LOGPROB_TOLERANCE,
-        "versions": o.updates[-1].version,
-        "wrong": o.wrong,
-        "bytes": o.nbytes,
-        "push_seconds": statistics.median(u.push_seconds for u in o.updates),
-        "staleness": _staleness(o),
-        "discarded": sum(u.discarded for u in o.updates),
-        "generating_in_training": _share(o, "train_seconds", "generating_in_training"),
-        "generating_in_push": _share(o, "push_seconds", "generating_in_push"),
-        "samples_per_s": o.options.samples * len(o.updates) / o.seconds,
-        "seconds": o.seconds,
-        "parameters": o.parameters,
-        "transport": o.transport,
-        "example": o.example,
-        "timeline": o.timeline,
-        "options": msgspec.to_builtins(o.options, enc_hook=str),
-        "updates": [msgspec.to_builtins(u) for u in o.updates],
-    }
-
-
-def show(outcome: Outcome, console: Console) -> None:
-    """Prints what was found, the curve and the verdict."""
-    o, said = outcome, summary(outcome)
-    first, last = o.quarters
-    console.print(f"\nReward by update, {o.options.samples} samples each")
-    console.print(plot([update.reward for update in o.updates]), highlight=False)
-    asked, answered = o.example
-    console.print(f"One of the last samples: {asked}  →  {answered}\n", highlight=False)
-    told = {
-        "weights_equal": f"{said['versions']} versions on {o.options.rollouts} rollouts, every bit",
-        "logprobs_agree": f"of every sample learned from, within {said['logprob_difference']:.0e}; "
-        f"{LOGPROB_TOLERANCE:.0e} is allowed",
-        "staleness_bounded": f"{_histogram(_staleness(o))}; at most {o.options.staleness}, "
-        f"{said['discarded']} samples discarded",
-        "reward_rose": f"from {first:.3f} in the first quarter to {last:.3f} in the last; "
-        f"{RISE} more is required",
-    }
-    table = plain(show_header=False)
-    for check, holds in o.checks.items():
-        verdict = "[green]yes[/]" if holds else "[red]no[/]"
-        table.add_row(check.replace("_", " "), verdict, told[check])
-    console.print(table)
-    console.print(
-        f"{o.seconds:.0f} s, {said['samples_per_s']:.0f} samples/s; a push of {o.nbytes:,} bytes "
-        f"over {o.transport} took {said['push_seconds'] * 1e3:.1f} ms."
-    )
-    console.print(
-        f"Rollouts generated in {said['generating_in_training']:.0%} of the training time and in "
-        f"{said['generating_in_push']:.0%} of the push time. "
-        f"Timeline: {o.timeline}"
-    )
-
-
 def _histogram(staleness: dict[int, int]) -> str:
     total = sum(staleness.values())
     return " ".join(f"{behind}:{n / total:.0%}" for behind, n in staleness.items())
-
-
-def _staleness(o: Outcome) -> dict[int, int]:
-    total: Counter[int] = Counter()
-    for update in o.updates:
-        total.update(update.staleness)
-    return dict(sorted(total.items()))
-
-
-def _share(o: Outcome, seconds: str, share: str) -> float:
-    """The mean of a share of times, the longer ones counting more."""
-    weights: list[float] = [getattr(u, seconds) for u in o.updates]
-    shares: list[float] = [getattr(u, share) for u in o.updates]
-    return sum(w * s for w, s in zip(weights, shares, strict=True)) / sum(weights)
 
 
 def plot(values: Sequence[float], *, width: int = 60, height: int = 6) -> str:

@@ -29,7 +29,7 @@ struct Fifo {
   FR_DEVICE bool has_room(u64 claimed, u32 n) {
     if (claimed + n - load_device(&pushers->completed_seen) <= capacity) return true;
     u64 now = load_acquire(completed);
-    // Who reads the copy and then writes a slot comes after the host's reading of it, too.
+    // A thread that reads the copy and then writes a slot comes after the host's reading of it, too.
     fence_system();
     atomic_max(&pushers->completed_seen, now);
     return claimed + n - now <= capacity;

@@ -57,7 +57,7 @@ FR_DEVICE bool await_job(const Work& p, const u64* posted, u64 done) {
   Backoff backoff{32};
   for (;;) {
     u64 n = load_acquire(posted);
-    // A job that is there when this call is over is the next one's, whose workers know what was given for it.
+    // A job that is posted when this call is over belongs to the next call.
     if (load_acquire(p.shared + STOP) >= p.call) return false;
     if (n > done) return n != ~0ull;
     u64 now = now_ns(), moved = load_acquire(p.shared + BEAT);

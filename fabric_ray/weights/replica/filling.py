@@ -12,7 +12,7 @@ from itertools import chain
 import msgspec
 import torch
 
-from fabric_ray._native import RegionDescriptor
+from fabric_ray._native import RegionDescriptor, bind_copies
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Copy, Plan
 from fabric_ray.weights.replica.engine import EngineReplica
@@ -22,7 +22,6 @@ from fabric_ray.weights.replica.schedule import schedule
 from fabric_ray.weights.replica.sides import unnamed
 from fabric_ray.weights.report import PushTarget, Sent, SourceShare, Span, Temporary
 from fabric_ray.weights.request_cache import RequestCache, rotated
-from fabric_ray.weights.routing import outgoing
 from fabric_ray.weights.step_sender import Route, StepSender
 
 _Routes = dict[int, list[Route]]
@@ -167,7 +166,7 @@ class Filling:
                 if copy.peer == push_target.rank:
                     by_stripe[push_target.stripes[copy.dst_container]].append(copy)
             for stripe, copies in sorted(by_stripe.items()):
-                request = outgoing(copies, self._places, target, push_target.offsets)
+                request = bind_copies(copies, self._places, target, push_target.offsets)
                 nbytes = sum(copy.nbytes for copy in copies)
                 routes[number].append(Route(stripe, *request, nbytes))
         return dict(routes)

@@ -59,27 +59,12 @@ fn check(
 }
 
 fn run(copy: &Copy<'_>, from: &[u8], to: &mut [u8]) {
-    let mut at = vec![0u64; copy.loops.len()];
     let len = copy.run as usize;
-    loop {
-        let (mut src, mut dst) = (copy.src_offset, copy.dst_offset);
-        for (i, l) in at.iter().zip(copy.loops) {
-            src += i * l.src_stride;
-            dst += i * l.dst_stride;
-        }
-        let (src, dst) = (src as usize, dst as usize);
-        to[dst..dst + len].copy_from_slice(&from[src..src + len]);
-        let mut d = at.len();
-        loop {
-            if d == 0 {
-                return;
-            }
-            d -= 1;
-            at[d] += 1;
-            if at[d] < copy.loops[d].count {
-                break;
-            }
-            at[d] = 0;
+    for row in copy.rows() {
+        for i in 0..row.runs {
+            let src = (row.src_offset + i * row.src_stride) as usize;
+            let dst = (row.dst_offset + i * row.dst_stride) as usize;
+            to[dst..dst + len].copy_from_slice(&from[src..src + len]);
         }
     }
 }

@@ -39,7 +39,7 @@ pub use model::{
     Container, DType, Extra, LeafExpr, Mesh, Node, Options, Placement, Side, Tensor, MAX_DIMS,
 };
 pub use order::{Balance, Transfer};
-pub use plan::{Copy, LinkTotal, Plan};
+pub use plan::{Copy, LinkTotal, Plan, Row};
 pub use planner::plan;
 pub use replicas::Holders;
 pub use shape::{Loop, MAX_LOOPS};

@@ -23,7 +23,44 @@ pub struct Copy<'p> {
     pub loops: &'p [Loop],
 }
 
+/// Equally long runs at equal distances on either side, which one paged write can move: run `i` lies
+/// at `offset + i * stride` of the containers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Row {
+    pub runs: u64,
+    pub src_offset: u64,
+    pub src_stride: u64,
+    pub dst_offset: u64,
+    pub dst_stride: u64,
+}
+
 impl Copy<'_> {
+    /// The copy as rows: the longest loop becomes runs, the others are unrolled, outermost first.
+    /// Offsets saturate, so that those which no container has stay out of bounds.
+    pub fn rows(&self) -> Vec<Row> {
+        let one = Loop { count: 1, src_stride: 0, dst_stride: 0 };
+        // The first of equally long ones.
+        let longest = self.loops.iter().rev().max_by_key(|l| l.count).unwrap_or(&one);
+        let mut starts = vec![(self.src_offset, self.dst_offset)];
+        for l in self.loops.iter().filter(|&l| !std::ptr::eq(l, longest)) {
+            let repeated = |(src, dst): (u64, u64)| {
+                (0..l.count).map(move |i| {
+                    let src = src.saturating_add(i.saturating_mul(l.src_stride));
+                    (src, dst.saturating_add(i.saturating_mul(l.dst_stride)))
+                })
+            };
+            starts = starts.into_iter().flat_map(repeated).collect();
+        }
+        let row = |(src_offset, dst_offset)| Row {
+            runs: longest.count,
+            src_offset,
+            src_stride: longest.src_stride,
+            dst_offset,
+            dst_stride: longest.dst_stride,
+        };
+        starts.into_iter().map(row).collect()
+    }
+
     /// Runs in the copy; the receiver's counter counts each.
     pub fn pages(&self) -> u64 {
         self.loops.iter().map(|l| l.count).product()

@@ -30,7 +30,7 @@ class Came(NamedTuple):
     """Broken promises that only its decoder could see."""
 
 
-class Asking:
+class DecoderProcess:
     """A decoder, from when it opens its engines to when it closes them."""
 
     def __init__(self, name: str, transport: str, side: Side) -> None:

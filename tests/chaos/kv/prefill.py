@@ -27,7 +27,7 @@ class _Work:
         self.passes = 0
 
 
-class Computing:
+class PrefillerProcess:
     """One thread that serves a prefiller until it is closed.
 
     Every other pass is of two requests at once, where two are there.

@@ -1,4 +1,4 @@
-"""A process of a run: a decoder or a prefiller, for one life of engines after the other."""
+"""A process of a run: a decoder or a prefiller, for one set of engines after the other."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping, Sequence
 
 from tests.chaos.belongings import Belongings, in_use
-from tests.chaos.kv.decode import Asking, Came
+from tests.chaos.kv.decode import Came, DecoderProcess
 from tests.chaos.kv.draw import DECODERS, Ask, Side
-from tests.chaos.kv.prefill import Computing
+from tests.chaos.kv.prefill import PrefillerProcess
 
 
 class KvWorker:
@@ -16,9 +16,9 @@ class KvWorker:
 
     def __init__(self, rank: int, transport: str) -> None:
         self._rank, self._transport = rank, transport
-        self._made: Asking | Computing | None = None
+        self._made: DecoderProcess | PrefillerProcess | None = None
         self._before: Belongings | None = None
-        # Whatever is loaded and started once in a process.
+        # What a process loads and starts once.
         self.open(Side(1, 16, False), "warm")
         self.close()
         self._before = Belongings()
@@ -26,14 +26,14 @@ class KvWorker:
     def open(self, side: Side, life: str) -> bytes | None:
         """Opens engines; a prefiller's offer."""
         if self._rank in DECODERS:
-            self._made = Asking(f"d{self._rank}-{life}", self._transport, side)
+            self._made = DecoderProcess(f"d{self._rank}-{life}", self._transport, side)
             return None
-        self._made = made = Computing(f"p{self._rank}-{life}", self._transport, side)
+        self._made = made = PrefillerProcess(f"p{self._rank}-{life}", self._transport, side)
         return made.prefiller.offer()
 
     def ask(self, asks: Sequence[Ask], offers: Mapping[int, bytes], start: float) -> list[Came]:
         """A decoder's part of a round."""
-        assert isinstance(self._made, Asking)
+        assert isinstance(self._made, DecoderProcess)
         return self._made.run(asks, offers, start)
 
     def settle(self, limit: float) -> list[str]:

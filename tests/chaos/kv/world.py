@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tests.chaos.crew import Crew, Gone
 from tests.chaos.faults import Faults
 from tests.chaos.kv.decode import HANG
 from tests.chaos.kv.draw import (
@@ -22,6 +21,7 @@ from tests.chaos.kv.draw import (
 )
 from tests.chaos.kv.judge import judge
 from tests.chaos.kv.worker import KvWorker
+from tests.chaos.process_group import Gone, ProcessGroup
 from tests.chaos.world import Summary
 
 # Rounds after which all engines are closed, and everything that they held must be gone.
@@ -37,7 +37,7 @@ class KvWorld:
     def __init__(self, seed: int, transport: str) -> None:
         self._seed, self._transport = seed, transport
         self.summary = Summary(transport, seed)
-        self._crew = Crew(transport, make=KvWorker, ranks=PROCESSES)
+        self._group = ProcessGroup(transport, make=KvWorker, ranks=PROCESSES)
         self._opened: set[int] = set()
         self._offers: dict[int, bytes] = {}
         self._sides: tuple[Side, Side] = sides(seed, transport, 0)
@@ -53,7 +53,7 @@ class KvWorld:
                     self._end_life(number)
                 told()
         finally:
-            self._crew.close()
+            self._group.close()
         self.summary.seconds = time.monotonic() - began
         if leak := self.summary.leak():
             self.summary.broken.append(leak)
@@ -64,9 +64,9 @@ class KvWorld:
         stage = draw(self._seed, self._transport, number, self._sides[0].page_tokens)
         start = time.monotonic() + 0.01
         asks = {d: tuple(a for a in stage.asks if a.decoder == d) for d in DECODERS}
-        with Faults(self._crew, stage, start) as faults:
+        with Faults(self._group, stage, start) as faults:
             args = {d: (asks[d], self._offers, start) for d in DECODERS}
-            came = self._crew.ask(KvWorker.ask, args, HANG + PATIENCE)
+            came = self._group.ask(KvWorker.ask, args, HANG + PATIENCE)
         broken = self._died(stage, came)
         disturbed = bool(stage.faults) or self._disturbed
         said = {d: each for d, each in came.items() if not isinstance(each, Exception)}
@@ -102,11 +102,11 @@ class KvWorld:
         if not self._opened:
             self._sides = sides(self._seed, self._transport, number)
             self._disturbed = False
-        for rank in self._crew.renew():
+        for rank in self._group.renew():
             self._opened.discard(rank)
         closed = [rank for rank in PROCESSES if rank not in self._opened]
         args = {r: (self._sides[r in PREFILLERS], f"round{number}") for r in closed}
-        for rank, offer in self._crew.ask(KvWorker.open, args, PATIENCE).items():
+        for rank, offer in self._group.ask(KvWorker.open, args, PATIENCE).items():
             if isinstance(offer, Exception):
                 raise RuntimeError(f"w{rank} opens no engine: {offer}")
             self._opened.add(rank)
@@ -115,8 +115,8 @@ class KvWorld:
 
     def _all(self, function: Callable[..., Any], *args: Any) -> dict[int, Any]:
         """What each process says that lives."""
-        ranks = [r for r, mate in self._crew.mates.items() if mate.killed_at is None]
-        return self._crew.ask(function, dict.fromkeys(ranks, args), PATIENCE)
+        ranks = [r for r, member in self._group.members.items() if member.killed_at is None]
+        return self._group.ask(function, dict.fromkeys(ranks, args), PATIENCE)
 
     def _end_life(self, number: int) -> None:
         """Closes all engines; live workers must hold no more than before it opened its first."""
@@ -124,7 +124,7 @@ class KvWorld:
         for rank, said in self._all(KvWorker.close).items():
             if isinstance(said, Exception):
                 self.summary.broken.append(f"{self._transport} round {number}: close: {said!r}")
-                self._crew.mates[rank].kill()
+                self._group.members[rank].kill()
                 continue
             wrong, bytes_ = said
             self.summary.broken += [

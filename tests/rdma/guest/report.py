@@ -1,4 +1,4 @@
-"""What is told to whoever runs the guest."""
+"""Messages for the user who runs the guest."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from fabric_ray import CounterRef, RegionDescriptor, TransferEngine
+from fabric_ray._native import bind_copies
 from fabric_ray.plan import (
     Concat,
     Container,
@@ -27,7 +28,6 @@ from fabric_ray.plan import (
     Tensor,
     plan,
 )
-from fabric_ray.weights.routing import outgoing
 
 F32 = DType.of("float32")
 TRAINERS, ROLLOUTS = (0, 1), (0, 1)
@@ -135,7 +135,7 @@ def trainer(transport: str, nics: Sequence[str], child: subprocess.Popen[bytes])
             for place in places:
                 copies = [c for c in p.for_source(rank) if c.peer == place.rank]
                 there = engine.import_region(RegionDescriptor.from_bytes(place.region))
-                batch, _ = outgoing(copies, sources, there, offsets())
+                batch, _ = bind_copies(copies, sources, there, offsets())
                 counter = CounterRef.from_bytes(place.counter)
                 transfers.append(engine.submit(batch, imm=counter, timeout=60))
         for transfer in transfers:

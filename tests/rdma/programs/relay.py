@@ -1,5 +1,5 @@
-"""A version that rollouts pass on to one another, and one who joins and is given it, without torch
-or Ray, for the guest: real rollouts, each with an engine of its own, every byte compared.
+"""Rollouts pass a version on to one another, and one joins and gets it, without torch or Ray, for
+the guest: real rollouts, each with an engine of its own, every byte compared.
 
     relay.py TRANSPORT NICS NICS
 """
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from fabric_ray import CounterRef, RegionDescriptor, TransferEngine
+from fabric_ray._native import bind_copies
 from fabric_ray.plan import (
     Container,
     DType,
@@ -26,7 +27,6 @@ from fabric_ray.plan import (
 )
 from fabric_ray.weights.fanout import Fanout
 from fabric_ray.weights.report import PushTarget
-from fabric_ray.weights.routing import outgoing
 from fabric_ray.weights.staging import StagingMemory
 from fabric_ray.weights.target import WeightTarget
 
@@ -97,7 +97,7 @@ class World:
         return self.rollouts[number].accept(share)
 
     def push(self) -> None:
-        """The trainer writes to the head, who passes on what has arrived; then all flip."""
+        """The trainer writes to the head, which passes on what has arrived; then all flip."""
         self.version += 1
         for number, children in self.fanout.children.items():
             arms = [self.push_targets[child] for child in children]
@@ -122,7 +122,7 @@ class World:
                 c for c in self.plan.for_source(0) if push_target.stripes[c.dst_container] == stripe
             ]
             if copies:
-                batch, digest = outgoing(copies, sources, there, push_target.offsets)
+                batch, digest = bind_copies(copies, sources, there, push_target.offsets)
                 total += digest.compute()
                 imm = CounterRef.from_bytes(counter)
                 sent.append(self.trainer.submit(batch, imm=imm, timeout=TIMEOUT))

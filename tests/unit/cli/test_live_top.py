@@ -41,7 +41,7 @@ class Terminal:
             stderr=self._terminal,
             env=os.environ | {"TERM": "xterm-256color"},
             start_new_session=True,
-            # Ctrl-C goes to whom the terminal belongs.
+            # Ctrl-C goes to the processes of the controlling terminal.
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
 
@@ -102,7 +102,7 @@ def test_a_transfer_is_on_the_screen_for_as_long_as_it_goes_on(
     observe.serve()
     idle = top.until(lambda frame: f"pid {os.getpid()}" in frame and "q ends it" in frame)
     assert "send" not in idle
-    # Nobody receives it yet, so it goes on for as long as we like.
+    # No code receives it yet, so it goes on until the test opens the pool.
     with observe.span("request 9"):
         transfer = a.send(a.peer(b.address), b"x" * 5000, timeout=120)
     shown = top.until(lambda frame: "send" in frame and "q ends it" in frame)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabric_ray import Batch, TransferEngine
-from fabric_ray.compat.addresses import AddressSpace, Registered, add_copies
+from fabric_ray.compat.addresses import AddressSpace, Op, Registered, add_copies
 from fabric_ray.engine import Region, RemoteRegion
 from fabric_ray.errors import InvalidArgument, OutOfBounds
 
@@ -35,7 +35,7 @@ def test_copies_by_address_are_what_a_loop_over_bytes_does(
     for region in ours + theirs:
         region.numpy()[:] = rng.integers(0, 255, size)
     write = data.draw(st.booleans())
-    # Places at the target that don't overlap, and any at the source.
+    # Offsets that do not overlap at the target, and any at the source.
     slot = data.draw(st.sampled_from([16, 48, 64]))
     per = size // slot
     slots = np.arange(2 * per)[:count]
@@ -69,35 +69,19 @@ def test_copies_by_address_are_what_a_loop_over_bytes_does(
         assert np.array_equal(region.numpy(), bytes_)
 
 
-def test_ten_thousand_equal_blocks_are_one_operation(engine: TransferEngine) -> None:
+@pytest.mark.parametrize(("nbytes", "order", "op"), [(32, -1, "write"), (64, 1, "read")])
+def test_ten_thousand_equal_blocks_are_one_operation(
+    engine: TransferEngine, nbytes: int, order: int, op: Op
+) -> None:
+    """As pages of one stride, in any order; and joined, where they continue one another."""
     ours, theirs = engine.alloc(1 << 20), engine.alloc(1 << 20)
-    here, there = (
-        AddressSpace([(0, ours)]),
-        AddressSpace([(0, mirrored(engine, [theirs])[0])]),
-    )
-    blocks = np.arange(10_000) * 64
-    nbytes = np.full(10_000, 32)
+    here = AddressSpace([(0, ours)])
+    there = AddressSpace([(0, mirrored(engine, [theirs])[0])])
+    blocks, lengths = np.arange(10_000) * 64, np.full(10_000, nbytes)
+    local, remote = here.find(blocks, lengths, "we"), there.find(blocks[::order], lengths, "they")
     batch = Batch()
-    sides = (
-        (here.regions, here.find(blocks, nbytes, "we")),
-        (
-            there.regions,
-            there.find(blocks[::-1], nbytes, "they"),
-        ),
-    )
-    add_copies(batch, "write", *sides, nbytes)
+    add_copies(batch, op, (here.regions, local), (there.regions, remote), lengths)
     assert len(batch) == 1
-    together = Batch()
-    nbytes = np.full(10_000, 64)
-    sides = (
-        (here.regions, here.find(blocks, nbytes, "we")),
-        (
-            there.regions,
-            there.find(blocks, nbytes, "they"),
-        ),
-    )
-    add_copies(together, "read", *sides, nbytes)
-    assert len(together) == 1
 
 
 def test_regions_over_one_another_are_all_found(engine: TransferEngine) -> None:
@@ -115,7 +99,7 @@ def test_numbers_that_are_no_addresses_are_refused(first: int, nbytes: int) -> N
         AddressSpace[Region]().find([first], [nbytes], "we")
 
 
-def test_what_nobody_registered_is_named(engine: TransferEngine) -> None:
+def test_unregistered_memory_is_named(engine: TransferEngine) -> None:
     space = AddressSpace([(4096, engine.alloc(4096))])
     for first, nbytes in [(0, 1), (4095, 2), (8191, 2), (8192, 1)]:
         with pytest.raises(OutOfBounds, match=f"{nbytes} bytes at {first:#x}"):

@@ -1,4 +1,4 @@
-"""What peers say is kept up to a bound."""
+"""Unread notifications are kept up to a bound."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fabric_ray.compat.inbox import Inbox
 
 
 @pytest.mark.parametrize(("most", "most_bytes"), [(2, 100), (100, 20)], ids=["count", "bytes"])
-def test_what_has_no_room_is_dropped_and_logged_once(
+def test_notifications_beyond_the_bound_are_dropped_and_logged_once(
     most: int, most_bytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     inbox = Inbox[int](logging.getLogger("inbox"), most=most, most_bytes=most_bytes)

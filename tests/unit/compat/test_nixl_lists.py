@@ -1,4 +1,4 @@
-"""Lists of descriptors, prepared sides and metadata of the NIXL face."""
+"""NIXL's lists of descriptors, prepared sides, and errors of an agent."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_list_with_a_broken_byte_is_a_list_or_refused(data: st.DataObject) -> 
 
 
 @pytest.mark.parametrize("desc", [(1, 2), (1, 2, 3, 4), [1, 2, 3], (-1, 2, 3), (1 << 64, 1, 1)])
-def test_what_is_no_descriptor_is_refused(desc: Any) -> None:
+def test_malformed_descriptors_are_refused(desc: Any) -> None:
     with pytest.raises((TypeError, ValueError)):
         nixlXferDList(DRAM_SEG, [desc])
 
@@ -86,7 +86,7 @@ def test_blocks_of_runs_are_numbered_through() -> None:
             Prepared(None, space, np.array([[0, 16, 0, 64, 0]]))
 
 
-def test_an_agent_says_what_it_lacks() -> None:
+def test_errors_of_an_agent_name_the_cause() -> None:
     with pytest.raises(ValueError, match="name"):
         nixl_agent("")
     agent = nixl_agent("alone", nixl_agent_config(backends=[]))
@@ -97,8 +97,8 @@ def test_an_agent_says_what_it_lacks() -> None:
     agent.create_backend("UCX", {"num_threads": "8"})
     with pytest.raises(nixlMismatchError, match="both ends"):
         agent.add_remote_agent(b"nixlSerDes|")
-    with pytest.raises(nixlNotFoundError, match="nobody"):
-        agent.send_notif("nobody", b"hello")
+    with pytest.raises(nixlNotFoundError, match="unknown"):
+        agent.send_notif("unknown", b"hello")
     with pytest.raises(nixlNotSupportedError, match="central"):
         agent.send_local_metadata()
     with pytest.raises(nixlNotSupportedError):

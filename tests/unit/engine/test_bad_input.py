@@ -100,7 +100,7 @@ def test_memory_that_cannot_be_registered(
         open_engine().register(make())
 
 
-def test_a_counter_of_somebody_else(joined: tuple[Any, ...]) -> None:
+def test_a_counter_of_another_peer_is_refused(joined: tuple[Any, ...]) -> None:
     a, _, src, _, there = joined
     with pytest.raises(InvalidArgument, match="counter of the receiver"):
         a.write(src, there, imm=a.counter().ref)
@@ -218,7 +218,7 @@ FIELDS: dict[str, set[str]] = {
 }
 
 
-def test_every_error_of_the_engine_says_what_failed_with_whom_and_what_to_do() -> None:
+def test_every_error_of_the_engine_names_its_peer_and_what_to_do() -> None:
     """The core's own list: a kind that is added there is raised here."""
     found = _native._one_of_each_error()
     assert {type(e).__name__ for e in found} == set(FIELDS)
@@ -254,7 +254,7 @@ def test_registered_memory_cannot_be_freed_by_resizing(
 
 
 @pytest.mark.parametrize("options", [{"bind": ("0.0.0.0",)}, {"bind": ("127.0.0.1", "::")}])
-def test_nobody_listens_to_the_world_without_a_token(options: dict[str, Any]) -> None:
+def test_without_a_token_an_engine_listens_on_loopback_only(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match="same token"):
         TransferEngine(**options)
     with pytest.raises(InvalidArgument, match="empty token"):

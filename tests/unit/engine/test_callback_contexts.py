@@ -21,7 +21,7 @@ from tests.unit.kvcache.test_pull import TERMS, Node
 Pair = tuple[TransferEngine, TransferEngine]
 T = TypeVar("T")
 
-NAME: contextvars.ContextVar[str] = contextvars.ContextVar("NAME", default="nobody")
+NAME: contextvars.ContextVar[str] = contextvars.ContextVar("NAME", default="unset")
 
 
 class Heard:
@@ -57,7 +57,7 @@ def test_a_watchers_calls_see_the_context_of_watch_and_nothing_of_each_other(
         within(10, "the call", partial(heard.often, turn + 1))
     assert heard.names == ["ann"] * 3
     assert threading.get_ident() not in heard.threads
-    assert NAME.get() == "nobody"
+    assert NAME.get() == "unset"
 
 
 def test_messages_are_delivered_in_the_context_of_receive(pair: Pair) -> None:
@@ -82,12 +82,12 @@ def test_done_callbacks_of_one_transfer_have_contexts_of_their_own(pair: Pair) -
     arrival.add_done_callback(heard)
     a.write(src, there, imm=counter.ref).wait(10)
     within(10, "three calls", lambda: len(heard.names) == 3)
-    assert heard.names == ["ann", "bob", "nobody"]
+    assert heard.names == ["ann", "bob", "unset"]
     # One that is called at once changes nothing where it was given.
     given_as("cid", partial(arrival.add_done_callback, heard))
     within(10, "the fourth call", lambda: len(heard.names) == 4)
     assert heard.names[3] == "cid"
-    assert NAME.get() == "nobody"
+    assert NAME.get() == "unset"
 
 
 def test_what_a_registered_callback_asks_is_not_for_the_request_that_registered_it(
@@ -141,8 +141,8 @@ def test_callbacks_of_pulls_and_jobs_have_their_callers_contexts() -> None:
         # Those that are called at once change nothing where they were given.
         for give, hear in zip(given, heard, strict=True):
             give(hear)
-            assert hear.names == ["ann", "bob", "nobody"]
-            assert NAME.get() == "nobody"
+            assert hear.names == ["ann", "bob", "unset"]
+            assert NAME.get() == "unset"
 
 
 def test_what_isnt_callable_is_refused_by_name(

@@ -109,7 +109,7 @@ def test_a_rank_that_is_left_out_keeps_its_number(three: Ranks) -> None:
         memory.at(-1, 0, 8)
 
 
-def test_the_group_is_everybody_else(three: Ranks) -> None:
+def test_the_group_has_all_other_ranks(three: Ranks) -> None:
     engines, _ = three
     memories = joined(three)
     for memory, engine in zip(memories, engines, strict=True):

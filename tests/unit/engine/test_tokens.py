@@ -26,7 +26,7 @@ def shown(config: BaseModel) -> list[str]:
     ]
 
 
-def test_a_token_is_shown_to_nobody() -> None:
+def test_a_token_is_in_no_text_or_dump() -> None:
     configs: list[BaseModel] = [
         EngineConfig(token=b"hush"),
         EngineConfig.model_validate({"token": "hush"}),
@@ -44,7 +44,7 @@ def test_a_token_is_shown_to_nobody() -> None:
     assert "12345678" not in str(wrong.value)
 
 
-def test_a_token_in_the_wrong_place_is_shown_to_nobody() -> None:
+def test_a_token_in_the_wrong_field_is_in_no_error() -> None:
     for fields in ({"fabric": {"tokn": "hush"}}, {"fabric": "hush"}, {"token": "hush"}):
         with pytest.raises(ValidationError) as wrong:
             ServeArgs.model_validate(fields)

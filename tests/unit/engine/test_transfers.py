@@ -129,7 +129,7 @@ def test_an_await_that_waits_long_and_one_that_fails(pair: Pair) -> None:
     asyncio.run(main())
 
 
-def test_a_callback_that_raises_is_reported_and_harms_nobody(
+def test_a_callback_that_raises_is_reported_and_does_no_harm(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = pair
@@ -347,7 +347,7 @@ def test_an_expectation_keeps_its_counter(pair: Pair) -> None:
     del waiting
 
     def seen() -> bool:
-        # Whoever moves the engine at this moment lets the counter go when its round is over.
+        # The thread that moves the engine at this moment drops the counter at the end of its round.
         a.write(src, there, imm=reference).wait(10)
         return b.counter().poll() == 0 and b.stats()["ghosts"] > 0
 
@@ -463,7 +463,7 @@ def test_an_unknown_priority_is_named(pair: Pair) -> None:
         a.write(src, importing(a, dst), priority="urgent")  # type: ignore[arg-type]
 
 
-# In a process of its own: who waits for others with the interpreter in hand can't be interrupted.
+# In a process of its own: a thread that waits while it holds the GIL can't be interrupted.
 DROPPED = """
 from contextlib import suppress
 from pathlib import Path

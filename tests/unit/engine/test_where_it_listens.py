@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from fabric_ray import TransferEngine
-from fabric_ray.compat.rendezvous import Rendezvous
 from fabric_ray.engine import EngineConfig
 from fabric_ray.errors import InvalidArgument, ResourceError
+from fabric_ray.rpc import Server
 from tests.ports import free_ports
 
 Open = Callable[..., TransferEngine]
@@ -213,14 +213,14 @@ def test_what_is_no_range_of_ports_is_refused(ports: Any, words: str) -> None:
         TransferEngine(ports=ports)
 
 
-def test_a_rendezvous_takes_the_next_of_the_ports() -> None:
+def test_an_rpc_server_takes_the_next_of_the_ports() -> None:
     first, last = ports = free_ports(2)
-    options: dict[str, Any] = {"token": TOKEN, "bind": ["127.0.0.1"], "ports": ports}
-    met = [Rendezvous(bytes, **options), Rendezvous(bytes, **options)]
+    options: dict[str, Any] = {"key": TOKEN, "bind": ["127.0.0.1"], "ports": ports}
+    servers = [Server(bytes, **options), Server(bytes, **options)]
     try:
-        assert [r.port for r in met] == [first, last]
+        assert [s.port for s in servers] == [first, last]
         with pytest.raises(ResourceError, match=f"ports {first} to {last}: .*more, in `ports`"):
-            Rendezvous(bytes, **options)
+            Server(bytes, **options)
     finally:
-        for rendezvous in met:
-            rendezvous.close()
+        for server in servers:
+            server.close()

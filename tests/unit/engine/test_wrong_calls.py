@@ -206,7 +206,7 @@ def test_what_a_time_out_says_to_look_at(pair: tuple[TransferEngine, TransferEng
     inbox = b.alloc(64)
     a.write(a.alloc(64), a.import_region(inbox.descriptor())).wait(10)
     with pytest.raises(TransferTimeout, match=r"with b#.*whether the peer's receive pool is open"):
-        a.send(peer, b"anybody there?", timeout=0.05).wait()
+        a.send(peer, b"hello", timeout=0.05).wait()
     with pytest.raises(TransferTimeout, match=r"2 writes are missing; they may still arrive"):
         b.counter().wait(2, timeout=0.05)
 

@@ -9,14 +9,12 @@ import pytest
 import torch
 
 from fabric_ray.models import ModelConfig
-from fabric_ray.models.boxes import load_parameters
 from fabric_ray.models.checkpoint import Checkpoint, save_checkpoint
-from fabric_ray.models.tensor_parallel import forward
-from fabric_ray.models.transformer import Transformer
+from fabric_ray.models.tensor_parallel import full_parameters
 from fabric_ray.weights.families import source_side, target_containers, target_side
 from fabric_ray.weights.reference import expected_containers
 from tests.unit.families.pushes import assert_same, chunked, fully_sharded, noise, pushed, raw
-from tests.unit.models.small_models import LAID_OUT, NESTED, SMALL, some_tokens, waves
+from tests.unit.models.small_models import LAID_OUT, LATENT, NESTED, SMALL, waves
 
 # Two key/value heads: at tp=4 each lies on two ranks. Six experts: ep=4 owns 2, 2, 1 and 1.
 DENSE = [(1, 1), (2, 1), (4, 1)]
@@ -113,7 +111,7 @@ def test_vocabularies_are_padded_with_zeros_at_the_end(vocab, tp, rows, held):
         ("qwen3_moe", 4, 2, 2),
     ],
 )
-def test_a_checkpoint_goes_through_fsdp_into_an_engine_that_computes_the_same(
+def test_a_checkpoint_goes_through_fsdp_into_an_engine_that_holds_the_same(
     name, tp, ep, replicas, tmp_path: Path
 ):
     config = SMALL[name]
@@ -124,12 +122,16 @@ def test_a_checkpoint_goes_through_fsdp_into_an_engine_that_computes_the_same(
     ranks = pushed(config, source, memory, tp=tp, ep=ep)
     for rank, found in enumerate(ranks):
         assert_same(found, expected_containers(config, checkpoint, tp=tp, ep=ep, rank=rank))
-    model = Transformer(config)
-    load_parameters(model, checkpoint)
-    tokens = some_tokens(config)
-    with torch.no_grad():
-        expected = model(tokens)
-    torch.testing.assert_close(forward(config, ranks, tokens, ep=ep), expected)
+    assert_same(full_parameters(config, ranks, ep=ep), checkpoint)
+
+
+@pytest.mark.parametrize("name", SMALL | LATENT)
+def test_containers_of_all_ranks_are_the_model_that_they_were_cut_from(name):
+    config = (SMALL | LATENT)[name]
+    full = waves(config)
+    for tp, ep in MOE if config.moe else DENSE:
+        ranks = [expected_containers(config, full, tp=tp, ep=ep, rank=rank) for rank in range(tp)]
+        assert_same(full_parameters(config, ranks, ep=ep), full)
 
 
 def test_whole_parameters_on_several_ranks_will_do_as_a_source():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from fabric_ray.inference.model import Model
 from fabric_ray.inference.presets import tiny
 from fabric_ray.inference.protocols import DecodeRow, PrefillChunk, Tail
 from fabric_ray.inference.spec import CacheSpec
-from fabric_ray.models.boxes import InitialWeights
-from fabric_ray.models.config import ModelConfig
-from fabric_ray.models.transformer import Transformer
 
 
 @functools.cache
@@ -28,17 +25,9 @@ def engine(name: str, *, tp: int = 1, **spec: object) -> TorchEngine:
     return TorchEngine(weights(name, tp), CacheSpec(**spec))  # type: ignore[arg-type]
 
 
-def full_weights(config: ModelConfig) -> Mapping[str, Tensor]:
-    initial = InitialWeights(config, std=config.hidden**-0.5)
-    return {name: initial[name].double() for name in initial}
-
-
-@torch.no_grad()
-def unpaged(config: ModelConfig, tokens: Sequence[int]) -> Tensor:
-    """Logits of all positions, by the trainers' model."""
-    model = Transformer(config).double()
-    model.load_state_dict(full_weights(config))
-    out: Tensor = model(torch.tensor([tokens]))[0]
+def unpaged(model: Model, tokens: Sequence[int]) -> Tensor:
+    """Logits of all positions, as trainers compute them."""
+    out: Tensor = model.module(torch.tensor([tokens]))[0]
     return out
 
 

@@ -17,7 +17,7 @@ from fabric_ray.inference.errors import InvalidSpec
 from fabric_ray.inference.presets import TINY, tiny
 from fabric_ray.inference.spec import ITEMSIZE, CacheSpec, cache_layout
 from fabric_ray.kvcache import CacheGroup, CacheTensor
-from tests.unit.inference.engines import engine, prefill, shuffled, text, weights
+from tests.unit.inference.engines import engine, followed, prefill, shuffled, text, weights
 
 SPECS = st.builds(
     CacheSpec,
@@ -124,6 +124,25 @@ def test_keys_and_values_are_where_a_peer_would_look_for_them() -> None:
         found.append(raw[np.stack(rows)[..., None] + np.arange(8)].view(np.float64))
     assert found[0].any()
     np.testing.assert_allclose(found[0], found[1], atol=1e-9)
+
+
+def test_layers_that_look_back_equally_far_are_a_group() -> None:
+    full, window = engine("tiny-hybrid", window_pages=5).layout(0).groups
+    assert (full.name, full.layers, full.window, full.pages) == ("full", (2,), None, 256)
+    assert (window.name, window.layers, window.window, window.pages) == (
+        "window",
+        (0, 1, 3),
+        24,
+        5,
+    )
+
+
+def test_every_rank_keeps_the_same_latents() -> None:
+    served = engine("tiny-mla", tp=4)
+    followed(served, text(30), 25)
+    first = served.buffers(0)[0]
+    assert first.any()
+    assert all(torch.equal(served.buffers(rank)[0], first) for rank in range(4))
 
 
 def test_memory_comes_from_the_caller() -> None:

@@ -17,10 +17,12 @@ from fabric_ray.inference.model import Model
 from fabric_ray.inference.presets import TINY, tiny
 from fabric_ray.models.boxes import InitialWeights
 from fabric_ray.models.checkpoint import save_checkpoint
-from fabric_ray.models.config import Yarn
+from fabric_ray.models.config import ModelConfig, Yarn
 from fabric_ray.models.errors import InvalidConfig, UnsupportedModel
+from fabric_ray.models.hf import config_from_hf
 from fabric_ray.weights.families import Indivisible
 from tests.unit.inference.engines import followed, text
+from tests.unit.models.small_models import LAID_OUT, latent
 
 MLA: dict[str, Any] = {
     "model_type": "deepseek_v2",
@@ -53,29 +55,21 @@ YARN = {
 """As in DeepSeek-V2's own configurations."""
 
 
-@pytest.mark.parametrize("name", [name for name in TINY if name != "tiny-mla"])
-def test_a_saved_model_gives_the_same_logits(name: str, tmp_path: Path) -> None:
-    config = tiny(name)
-    save_checkpoint(tmp_path, config, InitialWeights(config, std=config.hidden**-0.5))
-    loaded = Model.load(tmp_path, tp=2, dtype="float64")
-    made = Model.random(config, tp=2, dtype="float64")
-    tokens = text(30)
-    found = followed(TorchEngine(loaded), tokens, 25)
-    assert torch.equal(found, followed(TorchEngine(made), tokens, 25))
-
-
 def saved_mla(directory: Path, **changes: object) -> Path:
     fields = MLA | changes
     (directory / "config.json").write_text(json.dumps(fields))
-    from fabric_ray.models.hf import config_from_hf
-
     initial = InitialWeights(config_from_hf(fields), std=0.125)
     save_file(dict(initial), directory / "model.safetensors")
     return directory
 
 
-def test_latent_attention_is_loaded_too(tmp_path: Path) -> None:
-    loaded = Model.load(saved_mla(tmp_path), tp=2, dtype="float64")
+@pytest.mark.parametrize("name", TINY)
+def test_a_saved_model_gives_the_same_logits(name: str, tmp_path: Path) -> None:
+    if name == "tiny-mla":
+        saved_mla(tmp_path)
+    else:
+        save_checkpoint(tmp_path, tiny(name), InitialWeights(tiny(name), std=0.125))
+    loaded = Model.load(tmp_path, tp=2, dtype="float64")
     made = Model.random(loaded.config, tp=2, dtype="float64")
     tokens = text(30)
     found = followed(TorchEngine(loaded), tokens, 25)
@@ -107,6 +101,19 @@ def test_what_a_config_asks_beyond_what_is_computed_is_refused(
 ) -> None:
     with pytest.raises(UnsupportedModel, match=words):
         Model.load(saved_mla(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (LAID_OUT["kimi_k2"], "'kimi_k2'"),
+        (latent(moe=LAID_OUT["kimi_k2"].moe), "correction bias"),
+        (latent(latent=LAID_OUT["glm_moe_dsa"].latent), "sparse attention"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused(config: ModelConfig, words: str) -> None:
+    with pytest.raises(UnsupportedModel, match=words):
+        Model.random(config)
 
 
 def test_a_fingerprint_follows_the_weights(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from fabric_ray.inference.errors import InferenceError
 from fabric_ray.inference.generate import GenerationRequest, Generator
-from fabric_ray.inference.presets import TINY, tiny
+from fabric_ray.inference.presets import TINY
 from fabric_ray.inference.sampling import Sampling
-from tests.unit.inference.engines import engine, text, unpaged
+from tests.unit.inference.engines import engine, text, unpaged, weights
 
 LENGTHS = (3, 17, 33, 40, 64)
 REQUESTS = [
@@ -32,12 +32,12 @@ def alone() -> dict[str, list[list[int]]]:
     }
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3", "tiny-hybrid"])
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-mla", "tiny-hybrid"])
 def test_greedy_tokens_are_those_of_full_attention(name: str) -> None:
     prompt = text(20)
     found = Generator(engine(name)).run([GenerationRequest(prompt, max_tokens=6)])[0]
     for at, token in enumerate(found):
-        logits = unpaged(tiny(name), prompt + found[:at])
+        logits = unpaged(weights(name), prompt + found[:at])
         assert int(logits[-1].argmax()) == token
 
 

@@ -16,6 +16,12 @@ SIZE = 2
 TOTAL = 6
 
 
+def match(pool: PagePool, keys: list[bytes]) -> list[int]:
+    found = pool.find(keys)
+    pool.adopt(found)
+    return found
+
+
 class Pools(RuleBasedStateMachine):
     """Requests come and go; the model remembers who owns what and what was written where."""
 
@@ -29,7 +35,7 @@ class Pools(RuleBasedStateMachine):
     @rule(tokens=st.lists(st.integers(0, 1), min_size=SIZE, max_size=5 * SIZE))
     def open(self, tokens: list[int]) -> None:
         keys = page_keys(tokens, SIZE)
-        found = self.pool.match(keys)
+        found = match(self.pool, keys)
         # A page that is found holds those tokens, and so do all before it.
         assert [self.content[page] for page in found] == keys[: len(found)]
         needed, free = len(keys) - len(found), self.pool.free_pages
@@ -52,13 +58,6 @@ class Pools(RuleBasedStateMachine):
         if insert:
             self.pool.insert(page_keys(tokens, SIZE), pages)
         self.pool.free(pages)
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def share(self, data: st.DataObject) -> None:
-        tokens, pages = data.draw(st.sampled_from(self.requests))
-        self.pool.share(pages)
-        self.requests.append((tokens, pages))
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -134,7 +133,7 @@ def test_pages_let_go_first_are_evicted_first_and_ends_before_begins() -> None:
     assert pool.free_pages == 4
     taken = pool.reserve(1)
     assert len(pool.find(page_keys(old, 2))) == 1
-    pool.free(pool.match(page_keys(old, 2)))  # used again, so the other is older now
+    pool.free(match(pool, page_keys(old, 2)))  # used again, so the other is older now
     taken += pool.reserve(1)
     assert len(pool.find(page_keys(old, 2))) == 1
     assert len(pool.find(page_keys(new, 2))) == 1
@@ -144,7 +143,7 @@ def test_pages_let_go_first_are_evicted_first_and_ends_before_begins() -> None:
 def test_pages_of_a_match_are_not_evicted() -> None:
     pool = PagePool(2, 2)
     known(pool, [1, 2, 3, 4])
-    found = pool.match(page_keys([1, 2], 2))
+    found = match(pool, page_keys([1, 2], 2))
     assert len(found) == 1
     pool.reserve(1)
     with pytest.raises(OutOfPages, match="1 pages of group 'full' are needed and 0 of 2 are free"):
@@ -171,7 +170,7 @@ def test_held_pages_are_not_reserved() -> None:
     keys = page_keys([1, 2, 3, 4], 2)
     pool.insert(keys, pages)
     pool.hold(pages)
-    assert pool.match(keys) == []
+    assert pool.find(keys) == []
     assert (pool.free_pages, pool.held_pages, pool.owned_pages) == (0, 2, 0)
     with pytest.raises(OutOfPages):
         pool.reserve(1)

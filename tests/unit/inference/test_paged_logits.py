@@ -7,8 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fabric_ray.inference.engine import TorchEngine
+from fabric_ray.inference.model import Model
 from fabric_ray.inference.presets import TINY, tiny
-from fabric_ray.inference.protocols import DecodeRow, PrefillChunk
+from fabric_ray.inference.protocols import NO_PAGE, DecodeRow, PrefillChunk
+from fabric_ray.inference.spec import CacheSpec
+from fabric_ray.inference.tables import CachePools
 from tests.unit.inference.engines import (
     engine,
     followed,
@@ -19,16 +23,20 @@ from tests.unit.inference.engines import (
     unpaged,
     weights,
 )
+from tests.unit.models.small_models import LATENT, SMALL, waves
 
 EXACT = {"atol": 1e-9, "rtol": 0.0}
-TRAINED = [name for name in TINY if name != "tiny-mla"]
+MODELS = TINY | SMALL | LATENT
 
 
-@pytest.mark.parametrize("name", TRAINED)
-def test_logits_are_those_of_the_trainers_model(name: str) -> None:
-    tokens = text(61)
-    found = followed(engine(name, page_tokens=7, pages=32), tokens, 50, chunk=13)
-    torch.testing.assert_close(found, unpaged(tiny(name), tokens)[49:], **EXACT)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_whole_rows(name: str) -> None:
+    config = MODELS[name]
+    model = Model.of(config, waves(config), tp=2, dtype="float64", revision="waves")
+    tokens = text(61, vocab=config.vocab)
+    served = TorchEngine(model, CacheSpec(page_tokens=7, pages=32))
+    found = followed(served, tokens, 50, chunk=13)
+    torch.testing.assert_close(found, unpaged(model, tokens)[49:], **EXACT)
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -109,6 +117,28 @@ def test_what_lies_in_unused_places_does_not_matter(name: str) -> None:
     torch.testing.assert_close(served.decode(rows), torch.stack(expected), **EXACT)
 
 
+def test_pages_before_the_window_may_be_gone() -> None:
+    tokens = text(70)
+    expected = followed(engine("tiny-hybrid", page_tokens=4), tokens, 60, chunk=10)
+    served = engine("tiny-hybrid", page_tokens=4, window_pages=30)
+    pools = CachePools(served.layout(0).groups)
+    tables = pools.open(tokens, 70)
+    out = []
+    for start in range(0, 60, 10):
+        tables.slide(start)
+        chunk = PrefillChunk(tokens[start : start + 10], start, tables.tables, last=start == 50)
+        tail = served.prefill(chunk)
+    assert tail is not None
+    out.append(tail.logits)
+    for position in range(60, 70):
+        tables.slide(position)
+        out.append(served.decode([DecodeRow(tokens[position], position, tables.tables)])[0])
+    torch.testing.assert_close(torch.stack(out), expected, atol=1e-9, rtol=0)
+    gone = tables.tables[1].count(NO_PAGE)
+    assert gone == (69 - 24 + 1) // 4
+    assert pools.pools[1].owned_pages == 18 - gone
+
+
 def test_layers_are_announced_once_their_pages_are_written() -> None:
     served = engine("tiny-hybrid", tp=2)
     tokens = text(20)
@@ -157,9 +187,6 @@ def test_pages_may_come_from_another_engine() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_narrow_dtypes_come_close(dtype: str) -> None:
-    from fabric_ray.inference.engine import TorchEngine
-    from fabric_ray.inference.model import Model
-
     tokens = text(40)
     narrow = TorchEngine(Model.random(tiny("qwen3"), tp=2, dtype=dtype))  # type: ignore[arg-type]
     found = followed(narrow, tokens, 30, chunk=7).double()
@@ -170,8 +197,6 @@ def test_narrow_dtypes_come_close(dtype: str) -> None:
 
 
 def test_fingerprints_tell_models_apart_and_not_ranks() -> None:
-    from fabric_ray.inference.model import Model
-
     base = weights("tiny-llama").fingerprint
     assert weights("tiny-llama", 2).fingerprint == base
     config = tiny("llama")

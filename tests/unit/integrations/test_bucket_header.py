@@ -1,4 +1,4 @@
-"""Letters and pieces that say anything at all: what they hold, or an error of decoding."""
+"""Headers, pieces and messages of any bytes: their content, or an error of decoding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fabric_ray.integrations.vllm_kv_offer import from_text, joined, to_text
 from fabric_ray.integrations.vllm_kv_plan import Claim
 
 SLOT = slot_bytes(4096)
-LETTER = BucketHeader(0, 3, [Piece("w", "float32", (2, 8), ALIGN, 64, 0)], {}, last=True)
+HEADER = BucketHeader(0, 3, [Piece("w", "float32", (2, 8), ALIGN, 64, 0)], {}, last=True)
 NUMBERS = st.integers(-8, SLOT + 8) | st.integers(-(1 << 63), (1 << 63) - 1)
 DTYPES = st.sampled_from(
     ["float32", "bfloat16", "int8", "bool", "complex64", "quint4x2", "load", "os", "", "x.y"]
@@ -51,9 +51,9 @@ def bucket(header: BucketHeader) -> Any:
 
 @settings(deadline=None)
 @given(at=st.integers(0, 200), value=st.integers(0, 255))
-def test_a_damaged_bucket_is_another_letter_or_an_error(at: int, value: int) -> None:
-    slot = bucket(LETTER)
-    assert read_header(slot) == LETTER
+def test_a_damaged_bucket_is_another_header_or_an_error(at: int, value: int) -> None:
+    slot = bucket(HEADER)
+    assert read_header(slot) == HEADER
     slot[at if at < 16 else ALIGN + 64 + at - 16] = value
     try:
         header = read_header(slot)
@@ -69,7 +69,7 @@ def test_a_damaged_bucket_is_another_letter_or_an_error(at: int, value: int) -> 
 
 @settings(deadline=None)
 @given(head=st.binary(min_size=16, max_size=16), rest=st.binary(max_size=64))
-def test_any_bytes_are_a_letter_or_an_error(head: bytes, rest: bytes) -> None:
+def test_any_bytes_are_a_header_or_an_error(head: bytes, rest: bytes) -> None:
     slot = torch.frombuffer(bytearray((head + rest).ljust(SLOT, b"\0")), dtype=torch.uint8)
     try:
         read_header(slot)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fabric_ray import TransferEngine
-from fabric_ray.integrations.link import Link
 from fabric_ray.integrations.sglang import FabricWorker, attach, target_open
+from fabric_ray.integrations.worker_rpc import WorkerClient
 from fabric_ray.plan import Container, DType, Leaf, Mesh, Shard, Side, Tensor
 
 
@@ -21,7 +21,7 @@ def layout(engines: int, name: str = "w", ranks: int = 2) -> Side:
 
 
 class Runner:
-    """Of SGLang's model runner, what is attached to."""
+    """The attributes of SGLang's model runner that a worker attaches to."""
 
     tp_rank, tp_size = 1, 2
     registered = False
@@ -42,11 +42,9 @@ def engine() -> Iterator[TransferEngine]:
 
 
 def opened(worker: FabricWorker, engines: int) -> object:
-    link = Link(worker.session_id)
     try:
-        return link.ask(target_open, (1, engines), 5.0)
+        return WorkerClient(worker.session_id).ask(target_open, (1, engines), 5.0)
     finally:
-        link.close()
         worker.close()
 
 

@@ -1,4 +1,4 @@
-"""Named tensors go from one process's memory to several others', through buckets of any size."""
+"""Named tensors go from one process to several others, through buckets of any size."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_buckets_that_overtake_each_other_are_read_in_order(fleet, monkeypatch) 
     assert same(each.got[0], tensors(2))
 
 
-def test_tensors_are_views_which_whoever_keeps_them_can_tell(fleet) -> None:
+def test_received_tensors_are_views(fleet) -> None:
     each = fleet(1)
     invitation = each.inboxes[0].invite()
     each.outbox.begin([invitation])

@@ -1,4 +1,4 @@
-"""RS-1: what a step only promises isn't taken for what is in the pages before it."""
+"""RS-1: tokens that a step will compute do not count as computed before it."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,11 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fabric_ray import TransferEngine
+from fabric_ray.errors import NotQuiesced
+from fabric_ray.integrations import vllm_kv_send
 from fabric_ray.integrations.vllm_kv_layout import Shards, WorkerCache, worker_cache
 from fabric_ray.integrations.vllm_kv_plan import Claim, Ready, digest
 from fabric_ray.integrations.vllm_kv_send import Sender
 from fabric_ray.kvcache import Decoder, Job, Prefiller, Pull, RankCache, Terms, errors
 from tests.kv_pages import rows
+from tests.processes import within
 
 LAYERS, BLOCKS, TOKENS, WIDTH = 3, 6, 4, 8
 TERMS = Terms(beat=0.05, silence=30.0)
@@ -77,8 +79,7 @@ def test_a_pass_that_could_not_begin_fails_its_transfers_and_sends_nothing_of_th
 
     first, second = pull("one", [0, 1]), pull("two", [2, 3])
     ready = Ready("r1", "one", digest(PROMPT), len(PROMPT), 0, (4, 5))
-    while waiting() < 2:
-        time.sleep(0.01)
+    within(10, "both requests", lambda: waiting() == 2)
     damaged = replace(ready, table=None)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         sender.begin([damaged])
@@ -133,3 +134,59 @@ def test_rs_1_a_layer_is_announced_when_it_and_all_before_it_are_written(hooks: 
         sender.end()
         assert prefiller.layers == len(NAMES)
     sender.close()
+
+
+class Pair:
+    """A sender, and a decoder that has asked it for the pages of a prompt."""
+
+    def __init__(
+        self, stack: ExitStack, *, then: Callable[[Callable[[], object]], None], lease: float
+    ) -> None:
+        _, rank, cache = end(stack, "p")
+        self.sender = Sender(Prefiller([rank], terms=TERMS), cache, then=then, lease=lease)
+        stack.callback(self.sender.close)
+        _, rank, _ = end(stack, "d")
+        decoder = stack.enter_context(Decoder([rank], terms=TERMS))
+        self.pull: Pull = decoder.pull(
+            decoder.connect(self.sender.offer()),
+            tokens=len(PROMPT),
+            tables=[[0, 1]],
+            payload=Claim("t", digest(PROMPT), "attempt", 1).encoded(),
+        )
+        self.ready = Ready("r", "t", digest(PROMPT), len(PROMPT), 0, (4, 5))
+        within(10, "the request", lambda: "t" in self.sender._transfers)
+
+
+def test_preempted_requests_that_cannot_be_sent_block_no_batch(stack: ExitStack) -> None:
+    """MR-1: a decoder that waits for layers which are not computed gets an error, and nothing reads
+    the blocks when the call returns. The call returns long before the lease ends."""
+    pair = Pair(stack, then=at_once, lease=3600.0)
+    pair.sender.begin([pair.ready])
+    pair.sender.layer("model.layers.0.attn")
+    (job,) = pair.sender._transfers["t"].taken
+    pair.sender.preempted(["r"])
+    assert job.is_released
+    with pytest.raises(errors.PrefillFailed, match="needs the pages for another request"):
+        pair.pull.wait_ready(10)
+    pair.pull.wait_released(10)
+
+
+def test_preempted_requests_whose_pages_are_computed_are_sent(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_kv_send, "_LEAVING", 100.0)
+    pair = Pair(stack, then=at_once, lease=3600.0)
+    pair.sender.begin([pair.ready])
+    pair.sender.end()
+    pair.sender.preempted(["r"])
+    pair.pull.wait_ready(10)
+    pair.pull.wait_released(10)
+
+
+def test_a_device_that_never_gets_there_is_an_error_after_a_lease(
+    stack: ExitStack,
+) -> None:
+    pair = Pair(stack, then=lambda act: None, lease=0.2)
+    pair.sender.begin([pair.ready])
+    with pytest.raises(NotQuiesced, match="device did not get to preempted requests r"):
+        pair.sender.preempted(["r"])

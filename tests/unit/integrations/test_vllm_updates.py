@@ -149,7 +149,7 @@ def test_rs_3_a_server_with_parts_of_two_versions_stays_paused_until_it_has_one(
         sender.send_weights()
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert server.paused
-    assert server.model.versions() >= {0.0}, "no weight is missing, whoever resumes it"
+    assert server.model.versions() >= {0.0}, "no weight is missing if the server is resumed"
     sender.source.fails_at = "l0.upper"
     with pytest.raises(RuntimeError):
         sender.send_weights()

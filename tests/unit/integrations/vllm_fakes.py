@@ -99,7 +99,7 @@ class Model(torch.nn.Module):
                 complete(self, layer)
 
     def versions(self) -> set[float]:
-        """Of all weights; ``nan`` for what was never written."""
+        """Versions of all weights; ``nan`` for weights that were never written."""
         assert not any(p.is_meta for p in self.parameters()), "a step would end the server"
         return {x for p in self.parameters() for x in p.flatten().tolist()}
 

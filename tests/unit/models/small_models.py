@@ -12,6 +12,7 @@ from fabric_ray.models import (
     ModelConfig,
     Moe,
     Rope,
+    Yarn,
     parameter_dtype,
     parameter_shapes,
 )
@@ -105,7 +106,27 @@ LAID_OUT = {
         moe=structs.replace(_ROUTED, dense_layers=(0, 2)),
     ),
 }
-"""Models that are laid out, but not computed."""
+"""Models of which no ``config.json`` can be written, and most of which are only laid out."""
+
+
+def latent(**changes: object) -> ModelConfig:
+    fields = {"kv_heads": 4, "head_dim": 12, "latent": _LATENT} | changes
+    return small("deepseek_v2", **fields)
+
+
+LATENT = {
+    "mla": latent(),
+    "mla-lite": latent(latent=structs.replace(_LATENT, q_rank=0)),
+    "mla-moe": latent(
+        moe=structs.replace(_ROUTED, shared_intermediate=48, correction_bias=False, normalise=False)
+    ),
+    "mla-yarn": latent(
+        head_dim=16,
+        latent=structs.replace(_LATENT, rope_dim=8),
+        rope=Rope(100.0, yarn=Yarn(40.0, 64, mscale=0.707, mscale_all_dim=0.9)),
+    ),
+}
+"""Models with latent attention that are computed; no ``config.json`` of them can be written."""
 
 NESTED = {
     "gemma3": small("gemma3_text", nest="gemma3", qk_norm=True, post_norms=True, tied=True),

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from msgspec import structs
 
 from fabric_ray.inference.model import Model
 from fabric_ray.models import (
+    COMPUTED,
     InvalidConfig,
     Latent,
     Llama3Scaling,
@@ -21,41 +21,17 @@ from fabric_ray.models import (
     Yarn,
     config_from_hf,
     config_to_hf,
-    demo_config,
     parameter_dtype,
     parameter_shapes,
     read_config,
 )
-from fabric_ray.models.presets import PRESETS
-from fabric_ray.models.tensor_parallel import forward
+from fabric_ray.models.presets import PRESET_FIELDS
+from fabric_ray.models.tensor_parallel import full_parameters
 from fabric_ray.models.transformer import Transformer
-from tests.unit.models.small_models import LAID_OUT, SMALL, small
+from tests.unit.models.small_models import LAID_OUT, LATENT, SMALL, small
 
-LLAMA_31_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "bos_token_id": 128000,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 8.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 128256,
-}
+LLAMA_31_8B = PRESET_FIELDS["llama-3.1-8b"]
+DEEPSEEK_V3 = PRESET_FIELDS["deepseek-v3"]
 
 
 def llama(**changes: Any) -> dict[str, Any]:
@@ -80,7 +56,7 @@ def test_every_config_survives_writing_and_reading(name: str, tmp_path: Path) ->
 
 def test_rope_is_read_from_either_place() -> None:
     old = config_from_hf(llama())
-    scaling = LLAMA_31_8B["rope_scaling"] | {"rope_theta": 500000.0}  # type: ignore[operator]
+    scaling = LLAMA_31_8B["rope_scaling"] | {"rope_theta": 500000.0}
     new = llama(rope_parameters=scaling)
     del new["rope_scaling"], new["rope_theta"]
     assert config_from_hf(new) == old
@@ -150,11 +126,11 @@ SLIDING = {"rope_type": "default", "rope_theta": 10000.0}
         ({"rope_scaling": {"partial_rotary_factor": 0.0}}, ["partial_rotary_factor 0.0"]),
         ({"rms_norm_eps": float("nan")}, ["rms_norm_eps nan"]),
         (
-            {"rope_scaling": LLAMA_31_8B["rope_scaling"] | {"factor": float("inf")}},  # type: ignore[operator]
+            {"rope_scaling": LLAMA_31_8B["rope_scaling"] | {"factor": float("inf")}},
             ["factor of 'llama3' inf"],
         ),
         (
-            {"rope_scaling": LLAMA_31_8B["rope_scaling"] | {"high_freq_factor": 1.0}},  # type: ignore[operator]
+            {"rope_scaling": LLAMA_31_8B["rope_scaling"] | {"high_freq_factor": 1.0}},
             ["high_freq_factor of 'llama3' 1.0", "above 1"],
         ),
         (
@@ -176,7 +152,7 @@ def test_what_changes_arithmetic_alone_is_refused_where_it_is_computed(
     tiny = structs.replace(SMALL["llama"], uncomputed=config.uncomputed)
     for compute in (
         lambda: Transformer(tiny),
-        lambda: forward(tiny, [], torch.zeros(1, 1, dtype=torch.int64)),
+        lambda: full_parameters(tiny, []),
         lambda: Model.random(tiny),
     ):
         with pytest.raises(UnsupportedModel) as caught:
@@ -291,21 +267,7 @@ def test_windows_are_read_as_qwen_says_them() -> None:
     assert "'chunked_attention'" in found.uncomputed
 
 
-def test_yarn_is_for_latent_attention() -> None:
-    with pytest.raises(InvalidConfig, match="latent attention only"):
-        small("llama", rope=Rope(yarn=Yarn(4.0, 64)))
-
-
-def test_windows_that_mean_nothing_are_refused() -> None:
-    config = SMALL["qwen3-windowed"]
-    for changes, words in (
-        ({"window": None}, "give both or neither"),
-        ({"windowed_layers": ()}, "give both or neither"),
-        ({"window": 0}, "window is 0"),
-        ({"windowed_layers": (3,)}, "not all among 3 layers"),
-    ):
-        with pytest.raises(InvalidConfig, match=words):
-            structs.replace(config, **changes)  # type: ignore[arg-type]
+def test_only_qwen_can_say_that_it_has_windows() -> None:
     with pytest.raises(UnsupportedModel, match="use one of qwen2, qwen3"):
         config_to_hf(structs.replace(SMALL["llama"], window=7, windowed_layers=(1,)))
 
@@ -339,116 +301,21 @@ def test_more_experts_than_there_are_cannot_be_chosen() -> None:
         config_from_hf(hf)
 
 
-DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3",
-    "vocab_size": 129280,
-    "hidden_size": 7168,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "first_k_dense_replace": 3,
-    "moe_layer_freq": 1,
-    "topk_method": "noaux_tc",
-    "norm_topk_prob": True,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32},
-    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-    "torch_dtype": "bfloat16",
-}
-KIMI_K2 = DEEPSEEK_V3 | {
-    "model_type": "kimi_k2",
-    "vocab_size": 163840,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 64,
-    "n_routed_experts": 384,
-    "first_k_dense_replace": 1,
-}
-GLM_45_AIR = {
-    "model_type": "glm4_moe",
-    "vocab_size": 151552,
-    "hidden_size": 4096,
-    "num_hidden_layers": 46,
-    "num_attention_heads": 96,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 10944,
-    "moe_intermediate_size": 1408,
-    "n_routed_experts": 128,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "first_k_dense_replace": 1,
-    "attention_bias": True,
-    "use_qk_norm": False,
-    "partial_rotary_factor": 0.5,
-    "torch_dtype": "bfloat16",
-}
-GLM_Z1_9B = {
-    "model_type": "glm4",
-    "vocab_size": 151552,
-    "hidden_size": 4096,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "intermediate_size": 13696,
-    "attention_bias": True,
-    "hidden_act": "silu",
-    "partial_rotary_factor": 0.5,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-GLM_5 = DEEPSEEK_V3 | {
-    "model_type": "glm_moe_dsa",
-    "vocab_size": 154880,
-    "hidden_size": 6144,
-    "num_hidden_layers": 78,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 64,
-    "intermediate_size": 12288,
-    "q_lora_rank": 2048,
-    "qk_nope_head_dim": 192,
-    "v_head_dim": 256,
-    "index_n_heads": 32,
-    "index_head_dim": 128,
-}
-
-
-@pytest.mark.parametrize(
-    ("fields", "billions"),
-    [
-        (DEEPSEEK_V3, 671.03),
-        (KIMI_K2, 1026.41),
-        (GLM_Z1_9B, 9.40),
-        (GLM_45_AIR, 106.85),
-        (GLM_5, 743.91),
-    ],
-    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
-)
-def test_models_that_are_only_laid_out_have_the_published_size(
-    fields: dict[str, Any], billions: float
-) -> None:
-    config = config_from_hf(fields, quantised=True)
-    assert config.parameter_count / 1e9 == pytest.approx(billions, abs=0.01)
+@pytest.mark.parametrize("name", [n for n, c in LAID_OUT.items() if c.kind not in COMPUTED])
+def test_models_that_are_only_laid_out_are_not_computed(name: str) -> None:
     with pytest.raises(UnsupportedModel, match="can't be computed here, only laid out"):
-        Transformer(config)
+        Transformer(LAID_OUT[name])
+
+
+@pytest.mark.parametrize("config", (LAID_OUT | LATENT).values(), ids=LAID_OUT | LATENT)
+def test_a_config_that_would_be_incomplete_is_not_written(config: ModelConfig) -> None:
     with pytest.raises(UnsupportedModel, match=r"config\.json of model type .* the one that the"):
         config_to_hf(config)
 
 
 def test_glm4_fuses_gate_and_up_and_norms_what_a_layer_adds() -> None:
-    config = config_from_hf(GLM_Z1_9B)
-    assert config == structs.replace(PRESETS["glm-z1-9b"], norm_eps=1e-5)
+    fields = PRESET_FIELDS["glm-z1-9b"]
+    config = config_from_hf(fields)
     assert config.parameter_count == 9_400_279_040
     layer = "model.layers.39."
     of_it = {n.removeprefix(layer): s for n, s in parameter_shapes(config).items() if layer in n}
@@ -467,7 +334,7 @@ def test_glm4_fuses_gate_and_up_and_norms_what_a_layer_adds() -> None:
         "mlp.down_proj.weight": (4096, 13696),
         "post_mlp_layernorm.weight": (4096,),
     }
-    bare = {key: value for key, value in GLM_Z1_9B.items() if key != "head_dim"}
+    bare = {key: value for key, value in fields.items() if key != "head_dim"}
     assert config_from_hf(bare | {"hidden_size": 4160}).head_dim == 128
 
 
@@ -477,9 +344,19 @@ def test_glm4_fuses_gate_and_up_and_norms_what_a_layer_adds() -> None:
         ("llama", {"fused_mlp": True}, "fused_mlp is none of llama's"),
         ("qwen3", {"post_norms": True}, "post_norms is none of qwen3's"),
         ("glm4", {"mlp_bias": True}, "a fused MLP has no bias"),
+        ("llama", {"rope": Rope(yarn=Yarn(4.0, 64))}, "latent attention only"),
+        ("qwen3-windowed", {"window": None}, "give both or neither"),
+        ("qwen3-windowed", {"windowed_layers": ()}, "give both or neither"),
+        ("qwen3-windowed", {"window": 0}, "window is 0"),
+        ("qwen3-windowed", {"windowed_layers": (3,)}, "not all among 3 layers"),
+        ("deepseek_v3", {"head_dim": 16}, "head_dim"),
+        ("deepseek_v3", {"kv_heads": 2}, "kv_heads"),
+        ("deepseek_v3", {"kind": "llama"}, "llama has no latent attention"),
+        ("deepseek_v3", {"qkv_bias": True}, "qkv_bias"),
+        ("deepseek_v3", {"latent": Latent(0, 8, 4, 6)}, "kv_rank"),
     ],
 )
-def test_what_other_kinds_do_not_have_is_refused(
+def test_what_contradicts_the_rest_is_refused(
     name: str, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(InvalidConfig, match=words):
@@ -522,21 +399,6 @@ def test_what_latent_attention_needs_is_named(
         config_from_hf(DEEPSEEK_V3 | changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"head_dim": 16}, "head_dim"),
-        ({"kv_heads": 2}, "kv_heads"),
-        ({"kind": "llama"}, "llama has no latent attention"),
-        ({"qkv_bias": True}, "qkv_bias"),
-        ({"latent": Latent(0, 8, 4, 6)}, "kv_rank"),
-    ],
-)
-def test_latent_sizes_that_contradict_each_other(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(InvalidConfig, match=words):
-        structs.replace(LAID_OUT["deepseek_v3"], **changes)
-
-
 def test_experts_are_where_the_config_says() -> None:
     every_other = SMALL["qwen2_moe"]
     assert [every_other.has_experts(i) for i in range(3)] == [False, True, False]
@@ -544,33 +406,6 @@ def test_experts_are_where_the_config_says() -> None:
     assert names["model.layers.0.mlp.experts.5.down_proj.weight"] == (32, 24)
     assert names["model.layers.1.mlp.down_proj.weight"] == (32, 48)
     assert names["model.layers.2.mlp.gate.weight"] == (6, 32)
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"])
-@pytest.mark.parametrize("parameters", [3e5, 8e6, 300e6])
-@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2)])
-def test_demo_models_have_the_size_asked_for_and_are_awkward(
-    kind: Any, parameters: float, tp: int, ep: int
-) -> None:
-    config = demo_config(parameters=parameters, kind=kind, tp=tp, ep=ep)
-    assert 0.75 < config.parameter_count / parameters < 1.33
-    assert config.kind == kind
-    assert all(config.vocab % n for n in range(2, 65)), "the vocabulary never shards evenly"
-    assert config.kv_heads <= max(tp, 2)
-    assert (config.moe is not None) == kind.endswith("moe")
-
-
-def test_a_demo_model_of_three_hundred_million_is_close() -> None:
-    assert demo_config(parameters=300e6).parameter_count == pytest.approx(300e6, rel=0.05)
-
-
-def test_impossible_demo_models_are_refused() -> None:
-    with pytest.raises(InvalidConfig, match="1000 parameters"):
-        demo_config(parameters=1000)
-    with pytest.raises(InvalidConfig, match="ep=3"):
-        demo_config(tp=4, ep=3)
-    with pytest.raises(UnsupportedModel, match="'gpt2'"):
-        demo_config(kind="gpt2")  # type: ignore[arg-type]
 
 
 def test_configs_are_values() -> None:

@@ -14,7 +14,6 @@ import pytest
 from msgspec import structs
 
 from fabric_ray.cli.demo import Kind
-from fabric_ray.inference.computed import check_computed
 from fabric_ray.models import (
     InvalidConfig,
     ModelConfig,
@@ -22,8 +21,9 @@ from fabric_ray.models import (
     config_from_hf,
     parameter_shapes,
 )
+from fabric_ray.models.config import check_computed
+from fabric_ray.models.demo import DEMO_KINDS
 from fabric_ray.models.kinds import ARCHITECTURES, KINDS
-from fabric_ray.models.kinds import COMPUTED as COMPUTED_KINDS
 from fabric_ray.plan import plan
 from fabric_ray.weights.families import UnknownFamily, source_side, target_side
 
@@ -195,6 +195,6 @@ def test_what_stands_around_a_text_model_is_its_own_unless_it_says_otherwise() -
 
 def test_an_architecture_is_one_entry_of_one_table() -> None:
     assert tuple(ARCHITECTURES) == KINDS
-    assert {kind.value for kind in Kind} == set(COMPUTED_KINDS), "what the demo offers"
+    assert {kind.value for kind in Kind} == set(DEMO_KINDS), "what the demo offers"
     for architecture in ARCHITECTURES.values():
         assert not architecture.computed or architecture.quantised

@@ -11,7 +11,9 @@ from fabric_ray.models import ModelConfig, demo_config, parameter_shapes
 from fabric_ray.models.boxes import InitialWeights, load_parameters
 from fabric_ray.models.fsdp import copy_task, make_optimizer, train_step
 from fabric_ray.models.transformer import Transformer
-from tests.unit.models.small_models import SMALL, some_tokens, waves
+from tests.unit.models.small_models import LATENT, SMALL, some_tokens, waves
+
+MODELS = SMALL | LATENT
 
 # Hugging Face transformers 5.23, float32, weights and tokens as in small_models: logits of ids
 # 0, 1, 2, 50 and 96 at the last position of the second row.
@@ -23,6 +25,10 @@ RECORDED = {
     "qwen3-windowed": [-0.6524, -0.4629, -0.2476, -0.9731, -0.0068],
     "qwen3_moe": [-0.1171, 0.9040, 1.0768, 0.2222, 0.4577],
     "qwen2_moe": [-2.1743, 2.8638, -3.0813, -2.1364, -2.2287],
+    "mla": [-0.2596, -0.1641, 0.0854, -0.2573, 0.2379],
+    "mla-lite": [0.1820, -0.4248, -0.2550, 0.4779, 0.3338],
+    "mla-moe": [0.1972, -0.4958, -0.2397, -0.3173, -0.5283],
+    "mla-yarn": [-0.4267, -0.1570, 0.2600, -0.3839, 0.4314],
 }
 
 
@@ -40,17 +46,17 @@ def filled(config: ModelConfig) -> Transformer:
     return model
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", MODELS)
 def test_names_and_shapes_are_those_of_the_config(name: str) -> None:
     with torch.device("meta"):
-        model = Transformer(SMALL[name])
+        model = Transformer(MODELS[name])
     found = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    assert found == parameter_shapes(SMALL[name])
+    assert found == parameter_shapes(MODELS[name])
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_hugging_face(name: str) -> None:
-    config = SMALL[name]
+    config = MODELS[name]
     model = Transformer(config)
     model.load_state_dict(waves(config))
     with torch.no_grad():

@@ -3,58 +3,63 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
 from fabric_ray import TransferEngine
+from fabric_ray.kernels.launch import Launcher
 from fabric_ray.moe import AllToAll
 from fabric_ray.moe.layer import MoeConfig
+from tests.moe_ranks import WAIT
 
 Done = TypeVar("Done")
 
 
-def exchange_of(
-    config: MoeConfig,
-    engine: TransferEngine,
+@contextmanager
+def joined(
+    launchers: Sequence[Launcher | None],
     *,
-    rank: int,
-    ranks: int,
-    max_tokens: int,
-    timeout: float = 30.0,
-) -> AllToAll:
-    return AllToAll(
-        engine,
-        rank=rank,
-        ranks=ranks,
-        experts=config.experts,
-        topk=config.topk,
-        hidden=config.hidden,
-        max_tokens=max_tokens,
-        dtype=config.torch_dtype,
-        answer_dtype=config.torch_dtype,
-        timeout=timeout,
-    )
+    transport: str = "shm",
+    engines: list[TransferEngine] | None = None,
+    direct: Sequence[bool] | None = None,
+    **options: Any,
+) -> Iterator[list[AllToAll]]:
+    """Ranks that know one another, with what launches the kernels of each; their engines go into
+    ``engines``."""
+    with ExitStack() as stack:
+        ranks = []
+        for rank, launcher in enumerate(launchers):
+            engine = stack.enter_context(TransferEngine(name=f"rank-{rank}", transport=transport))
+            if engines is not None:
+                engines.append(engine)
+            if direct is not None:
+                options["direct"] = direct[rank]
+            numbers = {"rank": rank, "ranks": len(launchers)}
+            ranks.append(AllToAll(engine, launcher=launcher, **numbers, **options))
+        cards = [a.card() for a in ranks]
+        for a in ranks:
+            a.connect(cards)
+        yield ranks
 
 
 @contextmanager
 def exchanges(config: MoeConfig, ranks: int, *, max_tokens: int = 32) -> Iterator[list[AllToAll]]:
-    """One of each rank, joined over shared memory."""
-    engines = [TransferEngine(name=f"rank-{r}", transport="shm") for r in range(ranks)]
-    try:
-        alls = [
-            exchange_of(config, e, rank=r, ranks=ranks, max_tokens=max_tokens)
-            for r, e in enumerate(engines)
-        ]
-        cards = [a.card() for a in alls]
-        for a in alls:
-            a.connect(cards)
+    """Ranks of a layer's sizes."""
+    dtype = config.torch_dtype
+    with joined(
+        [None] * ranks, experts=config.experts, topk=config.topk, hidden=config.hidden,
+        max_tokens=max_tokens, dtype=dtype, answer_dtype=dtype,
+    ) as alls:  # fmt: skip
         yield alls
-    finally:
-        for e in engines:
-            e.close()
+
+
+def on_each(ranks: Sequence[AllToAll], work: Callable[[AllToAll], Done]) -> list[Done]:
+    """What ``work`` returns on each rank, each in a thread."""
+    return together([partial(work, a) for a in ranks])
 
 
 def together(works: list[Callable[[], Done]]) -> list[Done]:
@@ -68,11 +73,12 @@ def together(works: list[Callable[[], Done]]) -> list[Done]:
         except Exception as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(works))]
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(works))]
     for t in threads:
         t.start()
     for t in threads:
-        t.join()
+        t.join(WAIT)
+        assert not t.is_alive(), "a rank hangs"
     if errors:
         raise errors[0]
     return [results[i] for i in range(len(works))]

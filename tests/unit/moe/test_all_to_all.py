@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -12,73 +10,12 @@ import torch
 
 from fabric_ray import TransferEngine, errors
 from fabric_ray.moe import AllToAll, RowPart
+from tests.moe_ranks import batch, expert, layer, unsharded
+from tests.unit.moe.moe_ranks import joined, on_each
 
 
-@contextmanager
-def group(ranks: int, **options: Any) -> Iterator[list[AllToAll]]:
-    engines = [TransferEngine(name=f"rank-{r}", transport="shm") for r in range(ranks)]
-    alls = [AllToAll(e, rank=r, ranks=ranks, **options) for r, e in enumerate(engines)]
-    cards = [a.card() for a in alls]
-    for a in alls:
-        a.connect(cards)
-    yield alls
-    for e in engines:
-        e.close()
-
-
-def together(alls: list[AllToAll], work: Callable[[AllToAll], Any]) -> list[Any]:
-    """What ``work`` returns on each rank, each in a thread of its own."""
-    results: list[Any] = [None] * len(alls)
-
-    def run(i: int) -> None:
-        try:
-            results[i] = work(alls[i])
-        except Exception as error:
-            results[i] = error
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(alls))]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    for r in results:
-        if isinstance(r, Exception):
-            raise r
-    return results
-
-
-def expert(number: int, x: torch.Tensor) -> torch.Tensor:
-    return x.float() * (number + 1) + number
-
-
-def layer(a: AllToAll, x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """One exchange, with the experts above behind it."""
-    a.dispatch_send(x, idx)
-    got = a.dispatch_recv(multiple=4)
-    y = torch.zeros(len(got.x), got.x.shape[1], dtype=torch.bfloat16)
-    for local, number in enumerate(a.local_experts):
-        y[got.of(local)] = expert(number, got.x[got.of(local)]).to(torch.bfloat16)
-    a.combine_send(y)
-    return a.combine_recv(w)
-
-
-def unsharded(x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """The same, in one place, in the same arithmetic."""
-    out = torch.zeros(x.shape, dtype=torch.float32)
-    for t in range(len(x)):
-        for k in range(idx.shape[1]):
-            if idx[t, k] >= 0:
-                y = expert(int(idx[t, k]), x[t]).to(torch.bfloat16)
-                out[t] += w[t, k] * y.float()
-    return out.to(torch.bfloat16)
-
-
-def batch(seed: int, tokens: int, experts: int, topk: int, hidden: int) -> tuple[torch.Tensor, ...]:
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, hidden, generator=g).to(torch.bfloat16)
-    idx = torch.rand(tokens, experts, generator=g).argsort(1)[:, :topk]
-    idx[torch.rand(idx.shape, generator=g) < 0.1] = -1
-    return x, idx, torch.rand(tokens, topk, generator=g)
+def group(ranks: int, **options: Any) -> AbstractContextManager[list[AllToAll]]:
+    return joined([None] * ranks, **options)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -88,9 +25,9 @@ def test_sums_are_those_of_one_place_bit_by_bit(ranks: int) -> None:
         def work(a: AllToAll) -> None:
             for turn, tokens in enumerate([33, 0, 1, 17]):
                 x, idx, w = batch(turn * 10 + a.rank, tokens, 8, 3, 64)
-                assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w))
+                assert torch.equal(layer(a, x, idx, w, 4), unsharded(x, idx, w))
 
-        together(alls, work)
+        on_each(alls, work)
 
 
 def test_scales_go_with_their_tokens() -> None:
@@ -119,7 +56,7 @@ def test_scales_go_with_their_tokens() -> None:
             ordered = weights[:, 0] + weights[:, 1]
             assert torch.equal(sums, ordered[:, None].expand(9, 48))
 
-        together(alls, work)
+        on_each(alls, work)
 
 
 def test_answers_come_one_by_one_where_they_are_wanted() -> None:
@@ -131,17 +68,17 @@ def test_answers_come_one_by_one_where_they_are_wanted() -> None:
             got = a.dispatch_recv()
             y = torch.zeros(len(got.x), 8, dtype=torch.bfloat16)
             for local, number in enumerate(a.local_experts):
-                y[got.of(local)] = expert(number, got.x[got.of(local)]).to(torch.bfloat16)
+                y[got.of(local)] = expert(number, got.x[got.of(local)])
             a.combine_send(y)
             answers = a.combine_answers()
             for t in range(6):
                 for k in range(3):
                     e = int(idx[t, k])
-                    want = torch.zeros(8) if e < 0 else expert(e, x[t])
-                    assert torch.equal(answers[t, k], want.to(torch.bfloat16))
+                    want = torch.zeros_like(x[t]) if e < 0 else expert(e, x[t])
+                    assert torch.equal(answers[t, k], want)
             assert torch.equal(a.combine_recv(w), unsharded(x, idx, w))
 
-        together(alls, work)
+        on_each(alls, work)
 
 
 def test_what_does_not_fit_is_refused_with_what_to_do() -> None:
@@ -201,7 +138,7 @@ def test_buffers_are_explained_and_follow_from_the_sizes() -> None:
         assert f"{full[0].nbytes:,}" in full[0].explain()
         x, idx, w = batch(0, 16, 8, 2, 64)
         for alls in (full, small):
-            for sums in together(alls, lambda a: layer(a, x, idx, w)):
+            for sums in on_each(alls, lambda a: layer(a, x, idx, w, 4)):
                 assert torch.equal(sums, unsharded(x, idx, w))
 
 
@@ -210,7 +147,7 @@ def test_rs_4_who_stalls_is_named_and_the_others_go_on() -> None:
         x, idx, w = batch(5, 8, 6, 3, 32)
         without = torch.where(idx < 4, idx, -1)  # rank 2 hosts the experts from 4 on
         for _ in range(2):
-            for sums in together(alls[:2], lambda a: layer(a, x, idx, w)):
+            for sums in on_each(alls[:2], lambda a: layer(a, x, idx, w, 4)):
                 assert torch.equal(sums, unsharded(x, without, w))
         for a in alls[:2]:
             assert [one.rank for one in a.lost] == [2]

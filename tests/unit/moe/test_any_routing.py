@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fabric_ray import TransferEngine
 from fabric_ray.moe import AllToAll, RowPart, ThroughputAllToAll, cast
 from fabric_ray.moe.tokens import Dispatched
-from tests.moe_ranks import ThreadComm, expert, on_ranks
+from tests.moe_ranks import ThreadComm, expert, on_ranks, rank_of
 
 HIDDEN, BLOCK, MOST, TURNS = 128, 16, 24, 2
 EXAMPLES = int(os.environ.get("FABRIC_MOE_EXAMPLES", "40"))
@@ -103,7 +102,6 @@ class Case:
     @property
     def sizes(self) -> dict[str, Any]:
         return {
-            "ranks": self.ranks,
             "experts": self.ranks * self.local,
             "topk": self.topk,
             "hidden": HIDDEN,
@@ -198,23 +196,17 @@ def test_low_latency_sums_have_the_bits_of_one_place(
     case: Case, private_rows: int, shared_rows: int | None, multiple: int
 ) -> None:
     def work(comm: ThreadComm) -> None:
-        with TransferEngine(name=f"rank-{comm.rank()}", transport="shm") as engine:
-            a = AllToAll(
-                engine, rank=comm.rank(), private_rows=private_rows, shared_rows=shared_rows,
-                **case.sizes,
-            )  # fmt: skip
-            a.connect(comm.all_gather(a.card()))
-            comm.all_gather(b"")
-            for turn, batches in enumerate(case.turns):
-                x, idx, w = batches[comm.rank()]
-                sent, parts = given_parts(case, x)
-                a.dispatch_send(sent, idx, **parts)
-                got = a.dispatch_recv(multiple=multiple)
-                a.combine_send(check_rows(case, comm.rank(), turn, got, multiple))
-                want = summed(case, (x, idx, w), idx >= 0)
-                assert torch.equal(a.combine_recv(w, dtype=torch.float32), want)
-            assert a.lost == ()
-            comm.all_gather(b"")
+        room = {"private_rows": private_rows, "shared_rows": shared_rows}
+        a = rank_of(AllToAll, comm, **room, **case.sizes)
+        for turn, batches in enumerate(case.turns):
+            x, idx, w = batches[comm.rank()]
+            sent, parts = given_parts(case, x)
+            a.dispatch_send(sent, idx, **parts)
+            got = a.dispatch_recv(multiple=multiple)
+            a.combine_send(check_rows(case, comm.rank(), turn, got, multiple))
+            want = summed(case, (x, idx, w), idx >= 0)
+            assert torch.equal(a.combine_recv(w, dtype=torch.float32), want)
+        assert a.lost == ()
 
     on_ranks(case.ranks, work)
 
@@ -235,28 +227,22 @@ def test_high_throughput_sums_have_the_bits_of_their_order(
     case, per_node = case_and_node
 
     def work(comm: ThreadComm) -> None:
-        with TransferEngine(name=f"rank-{comm.rank()}", transport="shm") as engine:
-            a = ThroughputAllToAll(
-                engine, rank=comm.rank(), ranks_per_node=per_node, channels=channels, chunk=chunk,
-                ring_chunks=ring_chunks, **case.sizes,
-            )  # fmt: skip
-            a.connect(comm.all_gather(a.card()))
-            comm.all_gather(b"")
-            across = 0
-            for turn, batches in enumerate(case.turns):
-                x, idx, w = of = batches[comm.rank()]
-                sent, parts = given_parts(case, x)
-                a.dispatch_send(sent, idx, weights=w, **parts)
-                got = a.dispatch_recv(multiple=multiple)
-                a.combine_send(check_rows(case, comm.rank(), turn, got, multiple))
-                want = sums_by_nodes(case, of, per_node)
-                assert torch.equal(a.combine_recv(dtype=torch.float32), want)
-                nodes = torch.where(idx >= 0, idx // (case.local * per_node), -1)
-                mine = comm.rank() // per_node
-                across += sum(len({*row} - {-1, mine}) for row in nodes.tolist())
-            # A token goes once to each other node that has experts of it.
-            assert a.traffic.rail_tokens == across
-            assert a.lost == ()
-            comm.all_gather(b"")
+        rings = {"channels": channels, "chunk": chunk, "ring_chunks": ring_chunks}
+        a = rank_of(ThroughputAllToAll, comm, ranks_per_node=per_node, **rings, **case.sizes)
+        across = 0
+        for turn, batches in enumerate(case.turns):
+            x, idx, w = of = batches[comm.rank()]
+            sent, parts = given_parts(case, x)
+            a.dispatch_send(sent, idx, weights=w, **parts)
+            got = a.dispatch_recv(multiple=multiple)
+            a.combine_send(check_rows(case, comm.rank(), turn, got, multiple))
+            want = sums_by_nodes(case, of, per_node)
+            assert torch.equal(a.combine_recv(dtype=torch.float32), want)
+            nodes = torch.where(idx >= 0, idx // (case.local * per_node), -1)
+            mine = comm.rank() // per_node
+            across += sum(len({*row} - {-1, mine}) for row in nodes.tolist())
+        # A token goes once to each other node that has experts of it.
+        assert a.traffic.rail_tokens == across
+        assert a.lost == ()
 
     on_ranks(case.ranks, work)

@@ -7,56 +7,30 @@ launched and computed, refuses whatever reads a value back, and does it all agai
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
-from fabric_ray import TransferEngine
 from fabric_ray.moe import AllToAll
 from fabric_ray.moe.layer import MoeConfig, MoeLayer, MoeWeights, ParallelMoeLayer
 from tests.host_graph import Graph, Waits
-from tests.host_kernels import Host, exchange_kernels
-from tests.moe_ranks import batch, expert
-from tests.unit.moe.moe_ranks import together, tokens
+from tests.host_kernels import Host
+from tests.moe_ranks import batch, expert, unsharded
+from tests.unit.moe.moe_ranks import joined, together, tokens
 
 RANKS, EXPERTS, TOPK, HIDDEN, TOKENS = 2, 4, 2, 16, 6
-
-
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
-    return exchange_kernels(tmp_path_factory.mktemp("kernels"))
 
 
 @contextmanager
 def captured(host: Host, **options: Any) -> Iterator[list[tuple[AllToAll, Graph]]]:
     """Ranks, each with a graph for its launches."""
-    with ExitStack() as stack:
-        ranks = []
-        for rank in range(RANKS):
-            engine = stack.enter_context(TransferEngine(name=f"rank-{rank}", transport="shm"))
-            graph = Graph()
-            ranks.append(
-                (
-                    AllToAll(
-                        engine,
-                        rank=rank,
-                        ranks=RANKS,
-                        experts=EXPERTS,
-                        topk=TOPK,
-                        hidden=HIDDEN,
-                        max_tokens=TOKENS,
-                        launcher=graph.launcher(host.another()),
-                        **options,
-                    ),
-                    graph,
-                )
-            )
-        cards = [a.card() for a, _ in ranks]
-        for a, _ in ranks:
-            a.connect(cards)
-        yield ranks
+    sizes = {"experts": EXPERTS, "topk": TOPK, "hidden": HIDDEN, "max_tokens": TOKENS}
+    graphs = [Graph() for _ in range(RANKS)]
+    launchers = [graph.launcher(host.another()) for graph in graphs]
+    with joined(launchers, **sizes, **options) as ranks:
+        yield list(zip(ranks, graphs, strict=True))
 
 
 def on_all(ranks: list[tuple[AllToAll, Graph]], work: Callable[[AllToAll, Graph], Any]) -> None:
@@ -79,13 +53,6 @@ def exchanged(
     a.combine_recv(w, out=out)
 
 
-def sums_of(x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    out = torch.zeros(x.shape)
-    for t, k in (idx >= 0).nonzero().tolist():
-        out[t] += w[t, k] * expert(int(idx[t, k]), x[t]).float()
-    return out.to(torch.bfloat16)
-
-
 @pytest.mark.parametrize("shared_rows", [None, 2])
 def test_each_replay_of_a_captured_exchange_is_one_with_what_lies_there_then(
     host: Host, shared_rows: int | None
@@ -97,14 +64,14 @@ def test_each_replay_of_a_captured_exchange_is_one_with_what_lies_there_then(
             out = torch.zeros_like(x)
             with graph.capture():
                 exchanged(a, x, idx, w, out)
-            assert torch.equal(out, sums_of(x, idx, w))
+            assert torch.equal(out, unsharded(x, idx, w))
             for turn in range(1, 5):
                 fresh = batch(10 * turn + a.rank, TOKENS, EXPERTS, TOPK, HIDDEN)
                 for here, new in zip((x, idx, w), fresh, strict=True):
                     here.copy_(new)
                 graph.replay()
                 a.check()
-                assert torch.equal(out, sums_of(x, idx, w))
+                assert torch.equal(out, unsharded(x, idx, w))
 
         on_all(ranks, work)
 
@@ -120,7 +87,7 @@ def test_a_captured_dispatch_alone_is_replayed_with_whole_exchanges_between(host
                 got = a.dispatch_recv(stride=RANKS * TOKENS)
             first = [got.x[got.of(i)].clone() for i in range(len(a.local_experts))]
             exchanged(a, x, idx, w, out)
-            assert torch.equal(out, sums_of(x, idx, w))
+            assert torch.equal(out, unsharded(x, idx, w))
             got.x.zero_()
             graph.replay()
             a.check()

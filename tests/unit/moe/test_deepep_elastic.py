@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -13,30 +11,17 @@ from torch import Tensor
 from fabric_ray import errors
 from fabric_ray.moe import cast
 from fabric_ray.moe.deepep import ElasticBuffer
-from tests.host_kernels import Host, Stream, exchange_kernels
-from tests.moe_ranks import ThreadComm, batch, on_ranks
+from tests.host_kernels import Host, launching
+from tests.moe_ranks import ThreadComm, batch, on_all_ranks, on_ranks
 
 EXPERTS, TOPK, HIDDEN, M, ALIGNMENT = 8, 3, 256, 16, 4
 
 
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
-    return exchange_kernels(tmp_path_factory.mktemp("kernels"))
-
-
-@contextmanager
-def buffer_of(
-    host: Host, comm: ThreadComm, on_kernels: bool, per_node: int, **options: Any
-) -> Iterator[ElasticBuffer]:
-    with ExitStack() as stack:
-        if on_kernels and per_node == comm.size():
-            options["launcher"] = host.another()
-        elif on_kernels:
-            stream = Stream(host, 2)
-            stack.callback(stream.finish, 60.0)
-            options |= {"launcher": stream, "workers": 2}
-        options = {"num_max_tokens_per_rank": M, "ranks_per_node": per_node, **options}
-        yield ElasticBuffer(comm=comm, **options)
+def buffer_of(host: Host, comm: ThreadComm, on_kernels: bool, per_node: int) -> ElasticBuffer:
+    options: dict[str, Any] = {"num_max_tokens_per_rank": M, "ranks_per_node": per_node}
+    if on_kernels:
+        options |= launching(host, comm.stack, None if per_node == comm.size() else 2)
+    return ElasticBuffer(comm=comm, **options)
 
 
 def tokens_of(rank: int, seed: int) -> int:
@@ -164,151 +149,141 @@ def test_both_layouts_and_both_ways_are_those_of_one_place(
     host: Host, ranks: int, per_node: int, on_kernels: bool
 ) -> None:
     def work(comm: ThreadComm) -> None:
-        with buffer_of(host, comm, on_kernels, per_node) as buffer:
-            assert buffer.get_logical_domain_size() == (ranks // per_node, per_node)
-            for seed, fp8 in enumerate([False, True, False]):
-                step(buffer, seed, fp8)
-            buffer.check()
-            buffer.barrier()
-            buffer.destroy()
+        buffer = buffer_of(host, comm, on_kernels, per_node)
+        assert buffer.get_logical_domain_size() == (ranks // per_node, per_node)
+        for seed, fp8 in enumerate([False, True, False]):
+            step(buffer, seed, fp8)
+        buffer.check()
+        buffer.barrier()
+        buffer.destroy()
 
     on_ranks(ranks, work)
 
 
-def test_without_a_cpu_sync_there_is_room_for_all() -> None:
-    def work(comm: ThreadComm) -> None:
-        buffer = ElasticBuffer(comm=comm, num_max_tokens_per_rank=M)
-        x, idx, w = batches(2, 0)[comm.rank()]
-        want_x, want_idx, _, _ = arrived(comm.rank(), 2, 0)
-        recv, recv_idx, recv_w, handle, _ = buffer.dispatch(
-            x, idx, w, num_experts=EXPERTS, do_cpu_sync=False
+@on_all_ranks(2)
+def test_without_a_cpu_sync_there_is_room_for_all(comm: ThreadComm) -> None:
+    buffer = ElasticBuffer(comm=comm, num_max_tokens_per_rank=M)
+    x, idx, w = batches(2, 0)[comm.rank()]
+    want_x, want_idx, _, _ = arrived(comm.rank(), 2, 0)
+    recv, recv_idx, recv_w, handle, _ = buffer.dispatch(
+        x, idx, w, num_experts=EXPERTS, do_cpu_sync=False
+    )
+    assert len(recv) == len(recv_w) == 2 * M
+    assert torch.equal(recv[: len(want_x)], want_x)
+    assert torch.equal(recv_idx[: len(want_x)], want_idx)
+    assert (recv_idx[len(want_x) :] == -1).all()
+    out, _, _ = buffer.combine(recv, handle)
+    ranks = torch.stack([((idx >= 0) & (idx // 4 == r)).any(1) for r in range(2)]).sum(0)
+    assert torch.equal(out, (x.float() * ranks[:, None]).to(torch.bfloat16))
+    wide, *_, handle, _ = buffer.dispatch(
+        x, idx, w, num_experts=EXPERTS, do_cpu_sync=False, do_expand=True, expert_alignment=8
+    )
+    assert len(wide) == 2 * M * TOPK + 7 * 4 + (-(2 * M * TOPK + 7 * 4) % 8)
+    out, _, _ = buffer.combine(wide, handle)
+    assert out.shape == x.shape
+    buffer.destroy()
+
+
+@on_all_ranks(2)
+def test_buffers_are_those_of_the_most_tokens_that_were_named(comm: ThreadComm) -> None:
+    buffer = ElasticBuffer(comm=comm, num_max_tokens_per_rank=M)
+    x, idx, w = batches(2, 0)[comm.rank()]
+
+    def there_and_back(most: int) -> None:
+        recv, _, _, handle, _ = buffer.dispatch(
+            x, idx, w, num_experts=EXPERTS, num_max_tokens_per_rank=most
         )
-        assert len(recv) == len(recv_w) == 2 * M
-        assert torch.equal(recv[: len(want_x)], want_x)
-        assert torch.equal(recv_idx[: len(want_x)], want_idx)
-        assert (recv_idx[len(want_x) :] == -1).all()
-        out, _, _ = buffer.combine(recv, handle)
-        ranks = torch.stack([((idx >= 0) & (idx // 4 == r)).any(1) for r in range(2)]).sum(0)
-        assert torch.equal(out, (x.float() * ranks[:, None]).to(torch.bfloat16))
-        wide, *_, handle, _ = buffer.dispatch(
-            x, idx, w, num_experts=EXPERTS, do_cpu_sync=False, do_expand=True, expert_alignment=8
-        )
-        assert len(wide) == 2 * M * TOPK + 7 * 4 + (-(2 * M * TOPK + 7 * 4) % 8)
-        out, _, _ = buffer.combine(wide, handle)
-        assert out.shape == x.shape
-        buffer.destroy()
+        assert torch.equal(recv, arrived(comm.rank(), 2, 0)[0])
+        assert handle.num_max_tokens_per_rank == most
+        buffer.combine(recv, handle)
 
-    on_ranks(2, work)
+    there_and_back(4 * M)
+    nbytes = buffer._exchanges.nbytes
+    for most in (M, 2 * M, 3 * M, 4 * M):
+        there_and_back(most)
+    assert buffer._exchanges.nbytes == nbytes
+    # A handle outlives the buffers that it was made with.
+    recv, _, _, handle, _ = buffer.dispatch(x, idx, w, num_experts=EXPERTS)
+    there_and_back(8 * M)
+    assert buffer._exchanges.nbytes < 2.2 * nbytes
+    again, *_ = buffer.dispatch(x, handle=handle)
+    assert torch.equal(again, recv)
+    buffer.destroy()
 
 
-def test_buffers_are_those_of_the_most_tokens_that_were_named() -> None:
-    def work(comm: ThreadComm) -> None:
-        buffer = ElasticBuffer(comm=comm, num_max_tokens_per_rank=M)
-        x, idx, w = batches(2, 0)[comm.rank()]
+@on_all_ranks(1)
+def test_what_a_caller_does_to_results_changes_no_handle(comm: ThreadComm) -> None:
+    buffer = ElasticBuffer(comm=comm, num_max_tokens_per_rank=M)
+    x, idx, w = batches(1, 0)[0]
+    _, found, _, handle, _ = buffer.dispatch(x, idx, w, num_experts=EXPERTS)
+    want = found.clone()
+    found.fill_(7)
+    assert torch.equal(buffer.dispatch(x, handle=handle)[1], want)
+    buffer.destroy()
 
-        def there_and_back(most: int) -> None:
-            recv, _, _, handle, _ = buffer.dispatch(
-                x, idx, w, num_experts=EXPERTS, num_max_tokens_per_rank=most
+
+@on_all_ranks(2)
+def test_what_does_not_fit_and_what_there_is_not_is_said(comm: ThreadComm) -> None:
+    invalid, unsupported = errors.InvalidArgument, errors.Unsupported
+    for words, options in [
+        ("Engram", {"num_cpu_bytes": 4096}),
+        ("nodes are rounded", {"allow_multiple_reduction": False, "ranks_per_node": 1}),
+    ]:
+        with pytest.raises(unsupported, match=words):
+            ElasticBuffer(comm=comm, **options)
+    once = ElasticBuffer(
+        comm=comm, num_max_tokens_per_rank=M, allow_multiple_reduction=False,
+        allow_hybrid_mode=False, ranks_per_node=1,
+    )  # fmt: skip
+    assert once.get_physical_domain_size() == (2, 1)
+    assert once.get_logical_domain_size() == (1, 2)
+    x, idx, w = batches(2, 0)[comm.rank()]
+    wide, *_, slots, _ = once.dispatch(x, idx, w, num_experts=EXPERTS, do_expand=True)
+    with pytest.raises(unsupported, match="allow_multiple_reduction"):
+        once.combine(wide, slots)
+    recv, _, recv_w, handle, _ = once.dispatch(x, idx, w, num_experts=EXPERTS)
+    given = {"topk_idx": idx, "num_experts": EXPERTS}
+    for words, call in [
+        ("send fewer", lambda: once.dispatch(x, **given, num_max_tokens_per_rank=len(x) - 1)),
+        *(
+            (
+                r"give int32 \[4\]",
+                lambda stats=stats: once.dispatch(
+                    x, **given, cumulative_local_expert_recv_stats=stats
+                ),
             )
-            assert torch.equal(recv, arrived(comm.rank(), 2, 0)[0])
-            assert handle.num_max_tokens_per_rank == most
-            buffer.combine(recv, handle)
-
-        there_and_back(4 * M)
-        nbytes = buffer._exchanges.nbytes
-        for most in (M, 2 * M, 3 * M, 4 * M):
-            there_and_back(most)
-        assert buffer._exchanges.nbytes == nbytes
-        # A handle outlives the buffers that it was made with.
-        recv, _, _, handle, _ = buffer.dispatch(x, idx, w, num_experts=EXPERTS)
-        there_and_back(8 * M)
-        assert buffer._exchanges.nbytes < 2.2 * nbytes
-        again, *_ = buffer.dispatch(x, handle=handle)
-        assert torch.equal(again, recv)
-        buffer.destroy()
-
-    on_ranks(2, work)
-
-
-def test_what_a_caller_does_to_results_changes_no_handle() -> None:
-    def work(comm: ThreadComm) -> None:
-        buffer = ElasticBuffer(comm=comm, num_max_tokens_per_rank=M)
-        x, idx, w = batches(1, 0)[0]
-        _, found, _, handle, _ = buffer.dispatch(x, idx, w, num_experts=EXPERTS)
-        want = found.clone()
-        found.fill_(7)
-        assert torch.equal(buffer.dispatch(x, handle=handle)[1], want)
-        buffer.destroy()
-
-    on_ranks(1, work)
-
-
-def test_what_does_not_fit_and_what_there_is_not_is_said() -> None:
-    def work(comm: ThreadComm) -> None:
-        invalid, unsupported = errors.InvalidArgument, errors.Unsupported
-        for words, options in [
-            ("Engram", {"num_cpu_bytes": 4096}),
-            ("nodes are rounded", {"allow_multiple_reduction": False, "ranks_per_node": 1}),
-        ]:
-            with pytest.raises(unsupported, match=words):
-                ElasticBuffer(comm=comm, **options)
-        once = ElasticBuffer(
-            comm=comm, num_max_tokens_per_rank=M, allow_multiple_reduction=False,
-            allow_hybrid_mode=False, ranks_per_node=1,
-        )  # fmt: skip
-        assert once.get_physical_domain_size() == (2, 1)
-        assert once.get_logical_domain_size() == (1, 2)
-        x, idx, w = batches(2, 0)[comm.rank()]
-        wide, *_, slots, _ = once.dispatch(x, idx, w, num_experts=EXPERTS, do_expand=True)
-        with pytest.raises(unsupported, match="allow_multiple_reduction"):
-            once.combine(wide, slots)
-        recv, _, recv_w, handle, _ = once.dispatch(x, idx, w, num_experts=EXPERTS)
-        given = {"topk_idx": idx, "num_experts": EXPERTS}
-        for words, call in [
-            ("send fewer", lambda: once.dispatch(x, **given, num_max_tokens_per_rank=len(x) - 1)),
-            *(
-                (
-                    r"give int32 \[4\]",
-                    lambda stats=stats: once.dispatch(
-                        x, **given, cumulative_local_expert_recv_stats=stats
-                    ),
-                )
-                for stats in (torch.zeros(4), torch.zeros(3).int(), torch.zeros(4, 1).int())
-            ),
-            ("or a handle", lambda: once.dispatch(x)),
-            ("or a handle", lambda: once.dispatch(x, idx)),
-            ("evenly", lambda: once.dispatch(x, idx, num_experts=7)),
-            ("leave them out", lambda: once.dispatch(x, idx, handle=handle)),
-            ("leave them out", lambda: once.dispatch(x, handle=handle, do_cpu_sync=True)),
-            ("handle's is", lambda: once.dispatch(x, handle=handle, expert_alignment=3)),
-            ("handle's is", lambda: once.dispatch(x, handle=handle, do_expand=True)),
-            ("the handle is for", lambda: once.dispatch(x[:0], handle=handle)),
-            ("are needed", lambda: once.combine(recv[:0], handle)),
-            ("bias", lambda: once.combine(recv, handle, bias=recv[:0])),
-            ("weights", lambda: once.combine(recv, handle, topk_weights=recv_w.double())),
-        ]:
-            with pytest.raises(invalid, match=words):
-                call()
-        for name in ("engram_write", "pp_send", "all_gather", "create_agrs_session"):
-            with pytest.raises(unsupported, match="here"):
-                getattr(once, name)()
-        once.destroy()
-
-    on_ranks(2, work)
+            for stats in (torch.zeros(4), torch.zeros(3).int(), torch.zeros(4, 1).int())
+        ),
+        ("or a handle", lambda: once.dispatch(x)),
+        ("or a handle", lambda: once.dispatch(x, idx)),
+        ("evenly", lambda: once.dispatch(x, idx, num_experts=7)),
+        ("leave them out", lambda: once.dispatch(x, idx, handle=handle)),
+        ("leave them out", lambda: once.dispatch(x, handle=handle, do_cpu_sync=True)),
+        ("handle's is", lambda: once.dispatch(x, handle=handle, expert_alignment=3)),
+        ("handle's is", lambda: once.dispatch(x, handle=handle, do_expand=True)),
+        ("the handle is for", lambda: once.dispatch(x[:0], handle=handle)),
+        ("are needed", lambda: once.combine(recv[:0], handle)),
+        ("bias", lambda: once.combine(recv, handle, bias=recv[:0])),
+        ("weights", lambda: once.combine(recv, handle, topk_weights=recv_w.double())),
+    ]:
+        with pytest.raises(invalid, match=words):
+            call()
+    for name in ("engram_write", "pp_send", "all_gather", "create_agrs_session"):
+        with pytest.raises(unsupported, match="here"):
+            getattr(once, name)()
+    once.destroy()
 
 
 @pytest.mark.parametrize("expand", [False, True])
-def test_an_expert_that_a_token_names_twice_counts_twice(expand: bool) -> None:
-    def work(comm: ThreadComm) -> None:
-        buffer = ElasticBuffer(comm=comm, num_max_tokens_per_rank=8, ranks_per_node=2)
-        x, idx = torch.ones(4, 64, dtype=torch.bfloat16), torch.tensor([[7, 2, 7]]).repeat(4, 1)
-        w = torch.tensor([[1.0, 2.0, 4.0]]).repeat(4, 1)
-        y, _, weights, handle, _ = buffer.dispatch(x, idx, w, num_experts=8, do_expand=expand)
-        assert isinstance(y, torch.Tensor)
-        assert weights is not None
-        by = weights if expand else weights.sum(1)
-        sums, *_ = buffer.combine((y.float() * by[:, None]).to(y.dtype), handle)
-        assert torch.equal(sums, 7 * x)
-        buffer.destroy()
-
-    on_ranks(2, work)
+@on_all_ranks(2)
+def test_an_expert_that_a_token_names_twice_counts_twice(comm: ThreadComm, expand: bool) -> None:
+    buffer = ElasticBuffer(comm=comm, num_max_tokens_per_rank=8, ranks_per_node=2)
+    x, idx = torch.ones(4, 64, dtype=torch.bfloat16), torch.tensor([[7, 2, 7]]).repeat(4, 1)
+    w = torch.tensor([[1.0, 2.0, 4.0]]).repeat(4, 1)
+    y, _, weights, handle, _ = buffer.dispatch(x, idx, w, num_experts=8, do_expand=expand)
+    assert isinstance(y, torch.Tensor)
+    assert weights is not None
+    by = weights if expand else weights.sum(1)
+    sums, *_ = buffer.combine((y.float() * by[:, None]).to(y.dtype), handle)
+    assert torch.equal(sums, 7 * x)
+    buffer.destroy()

@@ -13,7 +13,7 @@ import torch
 from fabric_ray import TransferEngine, errors
 from fabric_ray.moe import pplx
 from fabric_ray.moe.deepep import Buffer, ElasticBuffer
-from tests.moe_ranks import WAIT, ThreadComm, batch, on_ranks
+from tests.moe_ranks import WAIT, ThreadComm, batch, on_all_ranks, on_ranks
 
 RANKS, DEAD, EXPERTS, TOPK, HIDDEN, M = 3, 1, 12, 4, 24, 16
 HERE = [rank for rank in range(RANKS) if rank != DEAD]
@@ -332,10 +332,10 @@ def test_rs_1_a_result_says_which_ranks_it_is_without() -> None:
 
 
 @pytest.mark.parametrize("options", [{"timeout": 5.0}, {"enable_shrink": True}], ids=str)
-def test_ranks_that_differ_in_what_a_stall_does_are_refused(options: dict[str, Any]) -> None:
-    def work(comm: ThreadComm) -> None:
-        mine = options if comm.rank() else {}
-        with pytest.raises(errors.HandshakeError, match="differ in timeout and enable_shrink"):
-            Buffer(None, low_latency_mode=True, comm=comm, **mine)
-
-    on_ranks(2, work)
+@on_all_ranks(2)
+def test_ranks_that_differ_in_what_a_stall_does_are_refused(
+    comm: ThreadComm, options: dict[str, Any]
+) -> None:
+    mine = options if comm.rank() else {}
+    with pytest.raises(errors.HandshakeError, match="differ in timeout and enable_shrink"):
+        Buffer(None, low_latency_mode=True, comm=comm, **mine)

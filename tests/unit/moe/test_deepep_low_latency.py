@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fabric_ray import errors
 from fabric_ray.moe import cast
 from fabric_ray.moe.deepep import Buffer, EventHandle, EventOverlap, topk_idx_t
-from tests.moe_ranks import ThreadComm, batch, expert, on_ranks
+from tests.moe_ranks import ThreadComm, batch, expert, on_all_ranks, on_ranks, unsharded
 
 EXPERTS, TOPK, M = 8, 3, 9
 
@@ -25,15 +25,6 @@ def answers(buffer: Buffer, x: torch.Tensor, counts: torch.Tensor) -> torch.Tens
         number = buffer.rank * len(counts) + local
         out[local, :count] = expert(number, x[local, :count])
     return out
-
-
-def unsharded(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    out = torch.zeros(x.shape, dtype=torch.float32)
-    for t in range(len(x)):
-        for k in range(idx.shape[1]):
-            if idx[t, k] >= 0:
-                out[t] += weights[t, k] * expert(int(idx[t, k]), x[t]).float()
-    return out.to(torch.bfloat16)
 
 
 def low_latency(comm: ThreadComm, **options: Any) -> Buffer:
@@ -124,52 +115,46 @@ def test_scales_are_those_of_the_cast_by_columns(kind: str) -> None:
     on_ranks(ranks, work)
 
 
-def test_two_batches_overlap_by_their_hooks() -> None:
-    def work(comm: ThreadComm) -> None:
-        buffer = low_latency(comm)
-        stats = torch.zeros(4, dtype=torch.int32)
-        for turn in range(3):
-            a, b = (
-                batch(turn * 10 + i * 5 + buffer.rank, M - i, EXPERTS, TOPK, 16) for i in (0, 1)
+@on_all_ranks(2)
+def test_two_batches_overlap_by_their_hooks(comm: ThreadComm) -> None:
+    buffer = low_latency(comm)
+    stats = torch.zeros(4, dtype=torch.int32)
+    for turn in range(3):
+        a, b = (batch(turn * 10 + i * 5 + buffer.rank, M - i, EXPERTS, TOPK, 16) for i in (0, 1))
+        sent = [
+            buffer.low_latency_dispatch(
+                x, idx, M, EXPERTS, stats, use_fp8=False, return_recv_hook=True
             )
-            sent = [
-                buffer.low_latency_dispatch(
-                    x, idx, M, EXPERTS, stats, use_fp8=False, return_recv_hook=True
-                )
-                for x, idx, _ in (a, b)
-            ]
-            before = stats.clone()
-            combined = []
-            for (_, idx, w), (recv, counts, handle, _, hook) in zip((a, b), sent, strict=True):
-                hook()
-                hook()
-                y = answers(buffer, recv, counts)
-                combined.append(
-                    buffer.low_latency_combine(y, idx, w, handle, return_recv_hook=True)
-                )
-            for (x, idx, w), (sums, _, hook) in zip((a, b), combined, strict=True):
-                hook()
-                assert torch.equal(sums, unsharded(x, idx, w))
-            assert torch.equal(stats - before, sent[0][1] + sent[1][1])
-        buffer.destroy()
-
-    on_ranks(2, work)
+            for x, idx, _ in (a, b)
+        ]
+        before = stats.clone()
+        combined = []
+        for (_, idx, w), (recv, counts, handle, _, hook) in zip((a, b), sent, strict=True):
+            hook()
+            hook()
+            y = answers(buffer, recv, counts)
+            combined.append(buffer.low_latency_combine(y, idx, w, handle, return_recv_hook=True))
+        for (x, idx, w), (sums, _, hook) in zip((a, b), combined, strict=True):
+            hook()
+            assert torch.equal(sums, unsharded(x, idx, w))
+        assert torch.equal(stats - before, sent[0][1] + sent[1][1])
+    buffer.destroy()
 
 
-def test_a_dispatch_may_stay_without_answers_and_combine_may_leave_experts_out() -> None:
-    def work(comm: ThreadComm) -> None:
-        buffer = low_latency(comm)
-        x, idx, w = batch(buffer.rank, M, EXPERTS, TOPK, 16)
-        for _ in range(5):
-            buffer.low_latency_dispatch(x, idx, M, EXPERTS, use_fp8=False)
-        recv, counts, handle, _, _ = buffer.low_latency_dispatch(x, idx, M, EXPERTS, use_fp8=False)
-        fewer = idx.clone()
-        fewer[:, 0] = -1
-        sums, _, _ = buffer.low_latency_combine(answers(buffer, recv, counts), fewer, w, handle)
-        assert torch.equal(sums, unsharded(x, fewer, w))
-        buffer.destroy()
-
-    on_ranks(2, work)
+@on_all_ranks(2)
+def test_a_dispatch_may_stay_without_answers_and_combine_may_leave_experts_out(
+    comm: ThreadComm,
+) -> None:
+    buffer = low_latency(comm)
+    x, idx, w = batch(buffer.rank, M, EXPERTS, TOPK, 16)
+    for _ in range(5):
+        buffer.low_latency_dispatch(x, idx, M, EXPERTS, use_fp8=False)
+    recv, counts, handle, _, _ = buffer.low_latency_dispatch(x, idx, M, EXPERTS, use_fp8=False)
+    fewer = idx.clone()
+    fewer[:, 0] = -1
+    sums, _, _ = buffer.low_latency_combine(answers(buffer, recv, counts), fewer, w, handle)
+    assert torch.equal(sums, unsharded(x, fewer, w))
+    buffer.destroy()
 
 
 def test_what_is_wrong_or_not_here_is_named_before_anything_is_sent() -> None:
@@ -343,35 +328,29 @@ def test_events_and_static_calls_are_there() -> None:
 
 
 @pytest.mark.parametrize("topk", [TOPK, 4])
-def test_an_expert_that_a_token_names_twice_counts_twice(topk: int) -> None:
-    def work(comm: ThreadComm) -> None:
-        buffer = low_latency(comm)
-        for turn in range(3):
-            x, _, w = batch(comm.rank() + turn, M, 8, 3, 48)
-            g = torch.Generator().manual_seed(comm.rank() + 7 * turn)
-            # More places than a rank has experts, in any order.
-            idx = torch.randint(-1, 4, (M, topk), generator=g)
-            w = torch.rand(M, topk, generator=g)
-            recv, counts, handle, _, _ = buffer.low_latency_dispatch(x, idx, M, 4, use_fp8=False)
-            kept = idx if turn else torch.where(torch.arange(topk) == 1, -1, idx)
-            y = answers(buffer, recv, counts)
-            sums, _, _ = buffer.low_latency_combine(y, kept, w, handle)
-            assert torch.equal(sums, unsharded(x, kept, w))
-        buffer.destroy()
-
-    on_ranks(2, work)
+@on_all_ranks(2)
+def test_an_expert_that_a_token_names_twice_counts_twice(comm: ThreadComm, topk: int) -> None:
+    buffer = low_latency(comm)
+    for turn in range(3):
+        x, _, w = batch(comm.rank() + turn, M, 8, 3, 48)
+        g = torch.Generator().manual_seed(comm.rank() + 7 * turn)
+        # More places than a rank has experts, in any order.
+        idx = torch.randint(-1, 4, (M, topk), generator=g)
+        w = torch.rand(M, topk, generator=g)
+        recv, counts, handle, _, _ = buffer.low_latency_dispatch(x, idx, M, 4, use_fp8=False)
+        kept = idx if turn else torch.where(torch.arange(topk) == 1, -1, idx)
+        y = answers(buffer, recv, counts)
+        sums, _, _ = buffer.low_latency_combine(y, kept, w, handle)
+        assert torch.equal(sums, unsharded(x, kept, w))
+    buffer.destroy()
 
 
-def test_ranks_without_tokens_take_part() -> None:
-    def work(comm: ThreadComm) -> None:
-        buffer = low_latency(comm)
-        for seed, tokens in enumerate([(0, 0), (0, 5), (5, 0), (0, 0)]):
-            x, idx, w = batch(seed, tokens[comm.rank()], 8, TOPK, 48)
-            recv, counts, handle, _, _ = buffer.low_latency_dispatch(x, idx, M, 8, use_fp8=False)
-            y = answers(buffer, recv, counts)
-            assert torch.equal(
-                buffer.low_latency_combine(y, idx, w, handle)[0], unsharded(x, idx, w)
-            )
-        buffer.destroy()
-
-    on_ranks(2, work)
+@on_all_ranks(2)
+def test_ranks_without_tokens_take_part(comm: ThreadComm) -> None:
+    buffer = low_latency(comm)
+    for seed, tokens in enumerate([(0, 0), (0, 5), (5, 0), (0, 0)]):
+        x, idx, w = batch(seed, tokens[comm.rank()], 8, TOPK, 48)
+        recv, counts, handle, _, _ = buffer.low_latency_dispatch(x, idx, M, 8, use_fp8=False)
+        y = answers(buffer, recv, counts)
+        assert torch.equal(buffer.low_latency_combine(y, idx, w, handle)[0], unsharded(x, idx, w))
+    buffer.destroy()

@@ -18,34 +18,20 @@ import torch
 from torch import Tensor
 
 from fabric_ray import TransferEngine, errors
-from fabric_ray.kernels import structs
-from fabric_ray.kernels.channel import ARGUMENTS
 from fabric_ray.kernels.launch import Launcher
 from fabric_ray.kernels.moe import STORED
 from fabric_ray.moe import AllToAll, device
-from tests.direct_rank import EXPERTS, HIDDEN, TOKENS, TOPK, is_straight, layer, serve
+from tests.direct_rank import EXPERTS, HIDDEN, TOKENS, TOPK, is_straight, serve
 from tests.host_graph import Graph
 from tests.host_kernels import Host
-from tests.moe_ranks import batch, expert
+from tests.moe_ranks import batch, expert, layer, unsharded
 from tests.processes import Other, within
+from tests.unit.moe.moe_ranks import joined, on_each
 
 LIMIT = 60.0
 SIZES: dict[str, Any] = {"experts": EXPERTS, "topk": TOPK, "hidden": HIDDEN, "max_tokens": TOKENS}
 #: The content of memory before any write.
 BLANK = 0x5A
-
-
-@pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
-@pytest.fixture(scope="module")
-def host(build: Path) -> Host:
-    host = Host(build)
-    for file in {**structs.ARGUMENTS, **ARGUMENTS}:
-        host.built(file)
-    return host
 
 
 #: What a rank is: on kernels that store directly or don't, or without kernels.
@@ -55,72 +41,19 @@ DIRECT, KERNELS, PLAIN = "direct", "kernels", "plain"
 @contextmanager
 def group(
     host: Host, kinds: Sequence[str], *, wrap: Callable[[int, Host], Launcher] | None = None,
-    transport: str = "shm", engines: list[TransferEngine] | None = None, **options: Any,
+    transport: str = "shm", **options: Any,
 ) -> Iterator[list[AllToAll]]:  # fmt: skip
-    """Ranks that know one another, and which way rows go; their engines go into ``engines``."""
-    sizes = {**SIZES, **options}
-    with ExitStack() as stack:
-        ranks = []
-        for rank, kind in enumerate(kinds):
-            engine = stack.enter_context(TransferEngine(name=f"rank-{rank}", transport=transport))
-            if engines is not None:
-                engines.append(engine)
-            launcher: Launcher | None = None
-            if kind != PLAIN:
-                own = host.another()
-                launcher = own if wrap is None else wrap(rank, own)
-            ranks.append(
-                AllToAll(
-                    engine,
-                    rank=rank,
-                    ranks=len(kinds),
-                    launcher=launcher,
-                    direct=kind == DIRECT,
-                    **sizes,
-                )
-            )
-        cards = [a.card() for a in ranks]
-        for a in ranks:
-            a.connect(cards)
-        if transport == "shm":
-            for a, kind in zip(ranks, kinds, strict=True):
-                if kind == DIRECT:
-                    within(LIMIT, "all can be stored to", functools.partial(is_straight, a))
+    """Ranks that know one another, and which way rows go."""
+    launchers: list[Launcher | None] = []
+    for rank, kind in enumerate(kinds):
+        own = None if kind == PLAIN else host.another()
+        launchers.append(own if own is None or wrap is None else wrap(rank, own))
+    stores = [kind == DIRECT for kind in kinds]
+    with joined(launchers, direct=stores, transport=transport, **{**SIZES, **options}) as ranks:
+        for a in ranks if transport == "shm" else ():
+            if stores[a.rank]:
+                within(LIMIT, "all can be stored to", functools.partial(is_straight, a))
         yield ranks
-
-
-def together(ranks: Sequence[AllToAll], work: Callable[[AllToAll], Any]) -> list[Any]:
-    """What ``work`` returns on each rank, each in a thread; the first error is raised."""
-    results: list[Any] = [None] * len(ranks)
-
-    def run(i: int) -> None:
-        try:
-            results[i] = work(ranks[i])
-        except Exception as error:
-            results[i] = error
-
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(ranks))]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(LIMIT)
-        assert not t.is_alive(), "a rank hangs"
-    for r in results:
-        if isinstance(r, Exception):
-            raise r
-    return results
-
-
-def unsharded(
-    x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor, gone: range = range(0)
-) -> torch.Tensor:
-    """The same in one place, without the experts that are gone."""
-    out = torch.zeros(x.shape, dtype=torch.float32)
-    for t in range(len(x)):
-        for k in range(idx.shape[1]):
-            if idx[t, k] >= 0 and int(idx[t, k]) not in gone:
-                out[t] += w[t, k] * expert(int(idx[t, k]), x[t]).float()
-    return out.to(torch.bfloat16)
 
 
 def given(seed: int, tokens: int = TOKENS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -149,7 +82,7 @@ def test_ranks_that_store_and_ranks_that_do_not_are_one_exchange(
                 a.check()
             assert a.left_out == ()
 
-        together(ranks, work)
+        on_each(ranks, work)
 
 
 @pytest.mark.parametrize("shared_rows", [1, 5])
@@ -163,7 +96,7 @@ def test_a_small_shared_buffer_takes_what_does_not_go_straight(
                 x, idx, w = given(turn * 10 + a.rank)
                 assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w))
 
-        together(ranks, work)
+        on_each(ranks, work)
 
 
 def test_combine_may_be_left_out_and_comes_again(host: Host) -> None:
@@ -178,7 +111,7 @@ def test_combine_may_be_left_out_and_comes_again(host: Host) -> None:
                     a.dispatch_send(x, idx)
                     a.dispatch_recv()
 
-        together(ranks, work)
+        on_each(ranks, work)
 
 
 def test_rows_and_answers_go_straight_without_a_copy_between(host: Host) -> None:
@@ -214,7 +147,7 @@ def test_rows_and_answers_go_straight_without_a_copy_between(host: Host) -> None
             assert torch.equal(a.combine_recv(w), unsharded(x, idx, w))
             return straight
 
-        assert any(all(together(ranks, work)) for _ in range(50))
+        assert any(all(on_each(ranks, work)) for _ in range(50))
 
 
 def test_rs_2_explain_counts_the_rows_that_kernels_stored(host: Host) -> None:
@@ -230,7 +163,7 @@ def test_rs_2_explain_counts_the_rows_that_kernels_stored(host: Host) -> None:
                 layer(a, x, idx, w)
             return a.explain()
 
-        for rank, text in enumerate(together(ranks, work)):
+        for rank, text in enumerate(on_each(ranks, work)):
             away = int(((idx >= 0) & (idx // local != rank)).sum())
             assert away > private
             assert (
@@ -359,7 +292,7 @@ def test_mr_1_a_rank_that_comes_anew_is_shown_no_memory_that_its_earlier_kernel_
                 x, idx, w = given(77 + rank.rank)
                 assert torch.equal(layer(rank, x, idx, w), unsharded(x, idx, w))
 
-            together([new, a], work)
+            on_each([new, a], work)
             assert a.left_out == new.left_out == ()
 
 
@@ -378,7 +311,7 @@ def test_an_engine_that_is_closed_in_a_kernel_lets_go_when_that_has_ended(host: 
 def test_rs_4_a_rank_that_waits_for_another_is_not_given_up(host: Host, private: int) -> None:
     """Present ranks get their rows, even if another rank is late."""
     with group(host, (DIRECT, DIRECT, DIRECT), private_rows=private, timeout=3.0) as ranks:
-        together(ranks, lambda a: layer(a, *given(a.rank)))
+        on_each(ranks, lambda a: layer(a, *given(a.rank)))
         gone = range(2 * EXPERTS // 3, EXPERTS)
 
         def work(a: AllToAll) -> None:
@@ -386,7 +319,7 @@ def test_rs_4_a_rank_that_waits_for_another_is_not_given_up(host: Host, private:
             assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w, gone))
             assert [lost.rank for lost in a.lost] == [2]
 
-        together(ranks[:2], work)
+        on_each(ranks[:2], work)
 
 
 def test_mr_1_a_rank_that_stands_between_its_calls_lets_go_at_once(host: Host) -> None:
@@ -398,7 +331,7 @@ def test_mr_1_a_rank_that_stands_between_its_calls_lets_go_at_once(host: Host) -
             rank.dispatch_send(x, idx)
             rank.dispatch_recv()
 
-        together([silent, a], dispatch)
+        on_each([silent, a], dispatch)
         a.mask(0, "it says nothing")
         a.set_timeout(LIMIT)
         assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w, range(EXPERTS // 2)))
@@ -485,7 +418,7 @@ def test_a_graph_that_outlives_its_exchange_moves_nothing(
             steps = ranks[1]._steps
             assert steps is not None
             steps._memory.fill_(BLANK)
-            together(ranks, work)
+            on_each(ranks, work)
             return steps._memory
 
         stored = both(work)

@@ -9,22 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric_ray import TransferEngine, errors
+from fabric_ray import errors
 from fabric_ray.moe import ThroughputAllToAll
 from fabric_ray.moe.autograd import Differentiable, combine, dispatch
-from tests.moe_ranks import ThreadComm, batch, on_ranks
+from tests.moe_ranks import ThreadComm, batch, on_all_ranks, on_ranks, rank_of
 
 HIDDEN = 12
 
 
-def exchange(comm: ThreadComm, **options: Any) -> tuple[TransferEngine, Differentiable]:
-    engine = TransferEngine(name=f"rank-{comm.rank()}", transport="shm")
-    made = Differentiable(
-        engine, rank=comm.rank(), ranks=comm.size(), hidden=HIDDEN, max_tokens=16, **options
-    )
-    made.connect(comm.all_gather(made.card()))
-    comm.all_gather(b"")
-    return engine, made
+def exchange(comm: ThreadComm, **options: Any) -> Differentiable:
+    made: Differentiable = rank_of(Differentiable, comm, hidden=HIDDEN, max_tokens=16, **options)
+    return made
 
 
 def parameters(experts: int, layers: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -130,7 +125,7 @@ def test_gradients_are_those_of_the_unsharded_model(
         wanted.append((out.detach(), x.grad, w.grad))
 
     def work(comm: ThreadComm) -> None:
-        engine, a = exchange(comm, experts=experts, topk=topk, dtype=torch.float32, **options)
+        a = exchange(comm, experts=experts, topk=topk, dtype=torch.float32, **options)
         of = slice(comm.rank() * local, (comm.rank() + 1) * local)
         mine = whole.detach()[:, of].clone().requires_grad_()
         x, idx, w = inputs[comm.rank()]
@@ -146,84 +141,70 @@ def test_gradients_are_those_of_the_unsharded_model(
             close(w.grad, want_w)
             assert whole.grad is not None
             close(mine.grad, whole.grad[:, of])
-        comm.all_gather(b"")
-        engine.close()
 
     on_ranks(ranks, work)
 
 
-def test_numbers_that_move_a_little_move_the_loss_by_the_gradient() -> None:
+@on_all_ranks(2)
+def test_numbers_that_move_a_little_move_the_loss_by_the_gradient(comm: ThreadComm) -> None:
     """A difference quotient, for one token that goes to two ranks."""
+    a = exchange(comm, experts=4, topk=2, dtype=torch.float32)
+    of = slice(comm.rank() * 2, comm.rank() * 2 + 2)
+    mine = parameters(4, 1)[:, of].clone()
+    x, _, w = batch(comm.rank(), 3, 4, 2, HIDDEN, torch.float32)
+    idx = torch.tensor([[0, 3], [2, -1], [1, 2]])
+    move_x, move_w = torch.randn_like(x), torch.randn_like(w)
 
-    def work(comm: ThreadComm) -> None:
-        engine, a = exchange(comm, experts=4, topk=2, dtype=torch.float32)
-        of = slice(comm.rank() * 2, comm.rank() * 2 + 2)
-        mine = parameters(4, 1)[:, of].clone()
-        x, _, w = batch(comm.rank(), 3, 4, 2, HIDDEN, torch.float32)
-        idx = torch.tensor([[0, 3], [2, -1], [1, 2]])
-        move_x, move_w = torch.randn_like(x), torch.randn_like(w)
+    def loss(by: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x_, w_ = (x + by * move_x).requires_grad_(), (w + by * move_w).requires_grad_()
+        return sharded(a, x_, idx, w_, mine, 1).double().square().sum(), x_, w_
 
-        def loss(by: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            x_, w_ = (x + by * move_x).requires_grad_(), (w + by * move_w).requires_grad_()
-            return sharded(a, x_, idx, w_, mine, 1).double().square().sum(), x_, w_
-
-        value, x_, w_ = loss(0.0)
-        value.backward()
-        assert x_.grad is not None
-        assert w_.grad is not None
-        slope = float((x_.grad * move_x).sum() + (w_.grad * move_w).sum())
-        step = 2.0**-8
-        quotient = (loss(step)[0] - loss(-step)[0]).item() / (2 * step)
-        assert quotient == pytest.approx(slope, rel=2e-3, abs=2e-2)
-        comm.all_gather(b"")
-        engine.close()
-
-    on_ranks(2, work)
+    value, x_, w_ = loss(0.0)
+    value.backward()
+    assert x_.grad is not None
+    assert w_.grad is not None
+    slope = float((x_.grad * move_x).sum() + (w_.grad * move_w).sum())
+    step = 2.0**-8
+    quotient = (loss(step)[0] - loss(-step)[0]).item() / (2 * step)
+    assert quotient == pytest.approx(slope, rel=2e-3, abs=2e-2)
 
 
 @pytest.mark.parametrize("per_node", [None, 1, 2])
-def test_gradients_of_rows_find_their_way_after_other_exchanges(per_node: int | None) -> None:
+@on_all_ranks(2)
+def test_gradients_of_rows_find_their_way_after_other_exchanges(
+    comm: ThreadComm, per_node: int | None
+) -> None:
     """As of a loss on what experts get, whose answers were summed up long ago."""
-
-    def work(comm: ThreadComm) -> None:
-        engine, a = exchange(comm, experts=4, topk=2, dtype=torch.float32, ranks_per_node=per_node)
-        x, idx, w = batch(comm.rank(), 6, 4, 2, HIDDEN, torch.float32)
-        x.requires_grad_()
-        first = dispatch(a, x, idx, weights=w)
-        combine(a, first.x)
-        other, other_idx, _ = batch(9 + comm.rank(), 3, 4, 2, HIDDEN, torch.float32)
-        combine(a, dispatch(a, other, other_idx).x, None)
-        first.x.square().sum().backward()
-        assert x.grad is not None
-        times = (idx >= 0).sum(1, keepdim=True)
-        torch.testing.assert_close(x.grad, 2 * x.detach() * times)
-        # And while the dispatch is open whose answers would be multiplied by weights.
-        x.grad = None
-        dispatch(a, x, idx, weights=w).x.square().sum().backward()
-        torch.testing.assert_close(x.grad, 2 * x.detach() * times)
-        comm.all_gather(b"")
-        engine.close()
-
-    on_ranks(2, work)
+    a = exchange(comm, experts=4, topk=2, dtype=torch.float32, ranks_per_node=per_node)
+    x, idx, w = batch(comm.rank(), 6, 4, 2, HIDDEN, torch.float32)
+    x.requires_grad_()
+    first = dispatch(a, x, idx, weights=w)
+    combine(a, first.x)
+    other, other_idx, _ = batch(9 + comm.rank(), 3, 4, 2, HIDDEN, torch.float32)
+    combine(a, dispatch(a, other, other_idx).x, None)
+    first.x.square().sum().backward()
+    assert x.grad is not None
+    times = (idx >= 0).sum(1, keepdim=True)
+    torch.testing.assert_close(x.grad, 2 * x.detach() * times)
+    # And while the dispatch is open whose answers would be multiplied by weights.
+    x.grad = None
+    dispatch(a, x, idx, weights=w).x.square().sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach() * times)
 
 
-def test_without_weights_and_in_bfloat16_gradients_flow_too() -> None:
-    def work(comm: ThreadComm) -> None:
-        engine, a = exchange(comm, experts=4, topk=2)
-        x, idx, _ = batch(comm.rank(), 6, 4, 2, HIDDEN)
-        x.requires_grad_()
-        got = dispatch(a, x, idx)
-        out = combine(a, got.x * 2)
-        grad = batch(40 + comm.rank(), 6, 4, 2, HIDDEN)[0]
-        out.backward(grad)
-        times = (idx >= 0).sum(1, keepdim=True)
-        assert torch.equal(out, (x.float() * 2 * times).to(torch.bfloat16))
-        assert x.grad is not None
-        assert torch.equal(x.grad, (grad.float() * 2 * times).to(torch.bfloat16))
-        comm.all_gather(b"")
-        engine.close()
-
-    on_ranks(2, work)
+@on_all_ranks(2)
+def test_without_weights_and_in_bfloat16_gradients_flow_too(comm: ThreadComm) -> None:
+    a = exchange(comm, experts=4, topk=2)
+    x, idx, _ = batch(comm.rank(), 6, 4, 2, HIDDEN)
+    x.requires_grad_()
+    got = dispatch(a, x, idx)
+    out = combine(a, got.x * 2)
+    grad = batch(40 + comm.rank(), 6, 4, 2, HIDDEN)[0]
+    out.backward(grad)
+    times = (idx >= 0).sum(1, keepdim=True)
+    assert torch.equal(out, (x.float() * 2 * times).to(torch.bfloat16))
+    assert x.grad is not None
+    assert torch.equal(x.grad, (grad.float() * 2 * times).to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -235,7 +216,7 @@ def test_gradients_of_short_numbers_are_near_and_the_same_bits_each_time(
     whole = parameters(experts, 1, dtype)
 
     def work(comm: ThreadComm) -> list[torch.Tensor]:
-        engine, a = exchange(
+        a = exchange(
             comm, experts=experts, topk=topk, dtype=dtype, ranks_per_node=per_node, chunk=2
         )
         mine = whole[:, comm.rank() * 2 :][:, :2].clone().requires_grad_()
@@ -258,143 +239,118 @@ def test_gradients_of_short_numbers_are_near_and_the_same_bits_each_time(
             assert want is not None
             scale = want.abs().amax() if want.numel() else 0.0
             assert ((got.float() - want).abs() <= near * scale).all()
-        comm.all_gather(b"")
-        engine.close()
         return found
 
     on_ranks(ranks, work)
 
 
-def test_weights_are_given_once_and_early_where_sums_are_made_on_the_way() -> None:
-    def work(comm: ThreadComm) -> None:
-        for per_node in (None, 1):
-            engine, a = exchange(comm, experts=4, topk=2, ranks_per_node=per_node)
-            x, idx, w = batch(comm.rank(), 6, 4, 2, HIDDEN)
-            got = dispatch(a, x, idx, weights=w)
-            with pytest.raises(errors.InvalidArgument, match="leave them out here"):
+@on_all_ranks(2)
+def test_weights_are_given_once_and_early_where_sums_are_made_on_the_way(comm: ThreadComm) -> None:
+    for per_node in (None, 1):
+        a = exchange(comm, experts=4, topk=2, ranks_per_node=per_node)
+        x, idx, w = batch(comm.rank(), 6, 4, 2, HIDDEN)
+        got = dispatch(a, x, idx, weights=w)
+        with pytest.raises(errors.InvalidArgument, match="leave them out here"):
+            combine(a, got.x, w)
+        combine(a, got.x)
+        got = dispatch(a, x, idx)
+        if per_node is not None:
+            with pytest.raises(errors.InvalidArgument, match="give weights to dispatch"):
                 combine(a, got.x, w)
-            combine(a, got.x)
-            got = dispatch(a, x, idx)
-            if per_node is not None:
-                with pytest.raises(errors.InvalidArgument, match="give weights to dispatch"):
-                    combine(a, got.x, w)
-            combine(a, got.x)
-            for bad, words in [(w[:2], "6 are needed"), (w.double(), "give torch.float32")]:
-                with pytest.raises(errors.InvalidArgument, match=words):
-                    dispatch(a, x, idx, weights=bad)
-            comm.all_gather(b"")
-            engine.close()
-
-    on_ranks(2, work)
+        combine(a, got.x)
+        for bad, words in [(w[:2], "6 are needed"), (w.double(), "give torch.float32")]:
+            with pytest.raises(errors.InvalidArgument, match=words):
+                dispatch(a, x, idx, weights=bad)
 
 
 @pytest.mark.parametrize("per_node", [None, 1])
-def test_weights_that_change_after_a_dispatch_change_no_gradient(per_node: int | None) -> None:
-    def work(comm: ThreadComm) -> None:
-        engine, a = exchange(comm, experts=4, topk=2, dtype=torch.float32, ranks_per_node=per_node)
-        x, idx, w = batch(comm.rank(), 6, 4, 2, HIDDEN, torch.float32)
-        found = []
-        for changed in (False, True):
-            leaf = w.clone().requires_grad_()
-            rows = x.clone().requires_grad_()
-            given = leaf * 1.0
-            got = dispatch(a, rows, idx, weights=given)
-            if changed:
-                with torch.no_grad():
-                    given.fill_(5.0)
-            sums = combine(a, got.x * 3.0)
-            sums.square().sum().backward()
-            found.append([sums.detach(), rows.grad, leaf.grad])
-        for first, second in zip(*found, strict=True):
-            assert torch.equal(first, second)
-        comm.all_gather(b"")
-        engine.close()
-
-    on_ranks(2, work)
+@on_all_ranks(2)
+def test_weights_that_change_after_a_dispatch_change_no_gradient(
+    comm: ThreadComm, per_node: int | None
+) -> None:
+    a = exchange(comm, experts=4, topk=2, dtype=torch.float32, ranks_per_node=per_node)
+    x, idx, w = batch(comm.rank(), 6, 4, 2, HIDDEN, torch.float32)
+    found = []
+    for changed in (False, True):
+        leaf = w.clone().requires_grad_()
+        rows = x.clone().requires_grad_()
+        given = leaf * 1.0
+        got = dispatch(a, rows, idx, weights=given)
+        if changed:
+            with torch.no_grad():
+                given.fill_(5.0)
+        sums = combine(a, got.x * 3.0)
+        sums.square().sum().backward()
+        found.append([sums.detach(), rows.grad, leaf.grad])
+    for first, second in zip(*found, strict=True):
+        assert torch.equal(first, second)
 
 
-def test_rs_1_an_expert_that_a_token_names_twice_has_no_gradient() -> None:
-    def work(comm: ThreadComm) -> None:
-        engine, a = exchange(comm, experts=4, topk=3, dtype=torch.float32)
-        x, idx = torch.ones(2, HIDDEN), torch.tensor([[-1, 2, -1], [3, 1, 3]])
-        with pytest.raises(
-            errors.InvalidArgument, match=r"token 1 .* expert 3 twice, which has no gradient"
-        ):
-            dispatch(a, x, idx)
-        comm.all_gather(b"")
-        engine.close()
-
-    on_ranks(2, work)
+@on_all_ranks(2)
+def test_rs_1_an_expert_that_a_token_names_twice_has_no_gradient(comm: ThreadComm) -> None:
+    a = exchange(comm, experts=4, topk=3, dtype=torch.float32)
+    x, idx = torch.ones(2, HIDDEN), torch.tensor([[-1, 2, -1], [3, 1, 3]])
+    with pytest.raises(
+        errors.InvalidArgument, match=r"token 1 .* expert 3 twice, which has no gradient"
+    ):
+        dispatch(a, x, idx)
 
 
-def test_rs_1_a_lost_rank_ends_the_pass_over_nodes_by_name() -> None:
-    def work(comm: ThreadComm) -> None:
-        engine, a = exchange(
-            comm, experts=6, topk=2, dtype=torch.float32, ranks_per_node=1, timeout=20.0
-        )
-        x, idx, w = batch(comm.rank(), 6, 6, 2, HIDDEN, torch.float32)
-        w.requires_grad_()
-        sums = combine(a, dispatch(a, x.requires_grad_(), idx, weights=w).x)
-        comm.all_gather(b"")
-        if comm.rank() == 0:
-            a.mask(2, "it was unplugged")
-        comm.all_gather(b"")
-        if comm.rank() < 2:
-            with pytest.raises(errors.PeerLost, match="rank 2 "):
-                sums.sum().backward()
-            # For good: what others still have under way with it is none of its business.
-            for _ in range(2):
-                with pytest.raises(errors.PeerLost, match=r"rank 2 was lost .* exchange anew"):
-                    dispatch(a, x, idx)
-            with pytest.raises(errors.PeerLost, match="rank 2 "):
-                a.check()
-        comm.all_gather(b"")
-        engine.close()
-
-    on_ranks(3, work)
-
-
-def test_rs_1_a_lost_rank_ends_the_pass_by_name() -> None:
-    def work(comm: ThreadComm) -> None:
-        engine, a = exchange(comm, experts=4, topk=2, dtype=torch.float32)
-        x, idx, w = batch(comm.rank(), 6, 4, 2, HIDDEN, torch.float32)
-        sums = combine(a, dispatch(a, x.requires_grad_(), idx).x, w)
-        comm.all_gather(b"")
-        a.tokens.mask(1 - comm.rank(), "it was unplugged")
-        with pytest.raises(errors.PeerLost, match=f"rank {1 - comm.rank()} .* it was unplugged"):
+@on_all_ranks(3)
+def test_rs_1_a_lost_rank_ends_the_pass_over_nodes_by_name(comm: ThreadComm) -> None:
+    a = exchange(comm, experts=6, topk=2, dtype=torch.float32, ranks_per_node=1, timeout=20.0)
+    x, idx, w = batch(comm.rank(), 6, 6, 2, HIDDEN, torch.float32)
+    w.requires_grad_()
+    sums = combine(a, dispatch(a, x.requires_grad_(), idx, weights=w).x)
+    comm.all_gather(b"")
+    if comm.rank() == 0:
+        a.mask(2, "it was unplugged")
+    comm.all_gather(b"")
+    if comm.rank() < 2:
+        with pytest.raises(errors.PeerLost, match="rank 2 "):
             sums.sum().backward()
-        with pytest.raises(errors.PeerLost, match="unplugged"):
-            dispatch(a, x, idx)
-        comm.all_gather(b"")
-        engine.close()
+        # For good: what others still have under way with it is none of its business.
+        for _ in range(2):
+            with pytest.raises(errors.PeerLost, match=r"rank 2 was lost .* exchange anew"):
+                dispatch(a, x, idx)
+        with pytest.raises(errors.PeerLost, match="rank 2 "):
+            a.check()
 
-    on_ranks(2, work)
 
-
-def test_what_does_not_fit_is_refused() -> None:
-    def work(comm: ThreadComm) -> None:
-        engine, a = exchange(comm, experts=4, topk=2, dtype=torch.float32)
-        x, idx, w = batch(0, 6, 4, 2, HIDDEN, torch.float32)
-        with pytest.raises(errors.InvalidArgument, match="dispatch first"):
-            combine(a, x, w)
-        with pytest.raises(errors.InvalidArgument, match="bfloat16"):
-            dispatch(a, x.bfloat16(), idx)
-        with pytest.raises(errors.DecodeError, match="no card"):
-            a.connect([b"", b"x"])
-        with pytest.raises(errors.InvalidArgument, match="can't be summed"):
-            exchange(comm, experts=4, topk=2, dtype=torch.float8_e4m3fn)
-        first = dispatch(a, x.clone().requires_grad_(), idx)
-        with pytest.raises(errors.InvalidArgument, match="weights"):
-            combine(a, first.x, w.double())
-        with pytest.raises(errors.InvalidArgument, match="are needed"):
-            combine(a, first.x[:1], w)
-        with pytest.raises(errors.InvalidArgument, match="were dispatched"):
-            combine(a, torch.cat([first.x, first.x[:1]]), w)
-        sums = combine(a, first.x, w)
-        second = dispatch(a, x, idx)
+@on_all_ranks(2)
+def test_rs_1_a_lost_rank_ends_the_pass_by_name(comm: ThreadComm) -> None:
+    a = exchange(comm, experts=4, topk=2, dtype=torch.float32)
+    x, idx, w = batch(comm.rank(), 6, 4, 2, HIDDEN, torch.float32)
+    sums = combine(a, dispatch(a, x.requires_grad_(), idx).x, w)
+    comm.all_gather(b"")
+    a.tokens.mask(1 - comm.rank(), "it was unplugged")
+    with pytest.raises(errors.PeerLost, match=f"rank {1 - comm.rank()} .* it was unplugged"):
         sums.sum().backward()
-        with pytest.raises(errors.InvalidArgument, match="backward pass came between"):
-            combine(a, second.x, w)
-        engine.close()
+    with pytest.raises(errors.PeerLost, match="unplugged"):
+        dispatch(a, x, idx)
 
-    on_ranks(1, work)
+
+@on_all_ranks(1)
+def test_what_does_not_fit_is_refused(comm: ThreadComm) -> None:
+    a = exchange(comm, experts=4, topk=2, dtype=torch.float32)
+    x, idx, w = batch(0, 6, 4, 2, HIDDEN, torch.float32)
+    with pytest.raises(errors.InvalidArgument, match="dispatch first"):
+        combine(a, x, w)
+    with pytest.raises(errors.InvalidArgument, match="bfloat16"):
+        dispatch(a, x.bfloat16(), idx)
+    with pytest.raises(errors.DecodeError, match="no card"):
+        a.connect([b"", b"x"])
+    with pytest.raises(errors.InvalidArgument, match="can't be summed"):
+        exchange(comm, experts=4, topk=2, dtype=torch.float8_e4m3fn)
+    first = dispatch(a, x.clone().requires_grad_(), idx)
+    with pytest.raises(errors.InvalidArgument, match="weights"):
+        combine(a, first.x, w.double())
+    with pytest.raises(errors.InvalidArgument, match="are needed"):
+        combine(a, first.x[:1], w)
+    with pytest.raises(errors.InvalidArgument, match="were dispatched"):
+        combine(a, torch.cat([first.x, first.x[:1]]), w)
+    sums = combine(a, first.x, w)
+    second = dispatch(a, x, idx)
+    sums.sum().backward()
+    with pytest.raises(errors.InvalidArgument, match="backward pass came between"):
+        combine(a, second.x, w)

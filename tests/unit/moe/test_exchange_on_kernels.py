@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -13,86 +13,18 @@ import torch
 
 from fabric_ray import TransferEngine, errors
 from fabric_ray.moe import AllToAll, RowPart, device
-from tests.host_kernels import Host, exchange_kernels
-from tests.moe_ranks import batch, expert
+from tests.host_kernels import Host
+from tests.moe_ranks import batch, layer, unsharded
+from tests.unit.moe.moe_ranks import joined, on_each
 
 LIMIT = 60.0
 
 
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
-    return exchange_kernels(tmp_path_factory.mktemp("kernels"))
-
-
-@contextmanager
 def group(
-    host: Host,
-    kernels: Sequence[bool],
-    *,
-    transport: str = "shm",
-    engines: list[TransferEngine] | None = None,
-    **options: Any,
-) -> Iterator[list[AllToAll]]:
+    host: Host, kernels: Sequence[bool], **options: Any
+) -> AbstractContextManager[list[AllToAll]]:
     """Ranks that know one another, with kernels or without."""
-    engines = [] if engines is None else engines
-    with ExitStack() as stack:
-        ranks = []
-        for rank, on_kernels in enumerate(kernels):
-            engine = stack.enter_context(TransferEngine(name=f"rank-{rank}", transport=transport))
-            engines.append(engine)
-            launcher = host.another() if on_kernels else None
-            ranks.append(
-                AllToAll(engine, rank=rank, ranks=len(kernels), launcher=launcher, **options)
-            )
-        cards = [a.card() for a in ranks]
-        for a in ranks:
-            a.connect(cards)
-        yield ranks
-
-
-def together(ranks: Sequence[AllToAll], work: Callable[[AllToAll], Any]) -> list[Any]:
-    """What ``work`` returns on each rank, each in a thread; the first error is raised."""
-    results: list[Any] = [None] * len(ranks)
-
-    def run(i: int) -> None:
-        try:
-            results[i] = work(ranks[i])
-        except Exception as error:
-            results[i] = error
-
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(ranks))]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(LIMIT)
-        assert not t.is_alive(), "a rank hangs"
-    for r in results:
-        if isinstance(r, Exception):
-            raise r
-    return results
-
-
-def layer(a: AllToAll, x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """One exchange, with experts behind it."""
-    a.dispatch_send(x, idx)
-    got = a.dispatch_recv(multiple=4)
-    y = torch.zeros(len(got.x), got.x.shape[1], dtype=torch.bfloat16)
-    for local, number in enumerate(a.local_experts):
-        y[got.of(local)] = expert(number, got.x[got.of(local)])
-    a.combine_send(y)
-    return a.combine_recv(w)
-
-
-def unsharded(
-    x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor, gone: range = range(0)
-) -> torch.Tensor:
-    """The same in one place, without the experts that are gone."""
-    out = torch.zeros(x.shape, dtype=torch.float32)
-    for t in range(len(x)):
-        for k in range(idx.shape[1]):
-            if idx[t, k] >= 0 and int(idx[t, k]) not in gone:
-                out[t] += w[t, k] * expert(int(idx[t, k]), x[t]).float()
-    return out.to(torch.bfloat16)
+    return joined([host.another() if on_kernels else None for on_kernels in kernels], **options)
 
 
 MIXES = [(True, True), (True, False), (False, True, True), (True,)]
@@ -110,11 +42,11 @@ def test_ranks_with_kernels_and_without_are_one_exchange(
         def work(a: AllToAll) -> None:
             for turn, tokens in enumerate([9, 0, 1, 5]):
                 x, idx, w = batch(turn * 10 + a.rank, tokens, experts, 2, 24)
-                assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w))
+                assert torch.equal(layer(a, x, idx, w, 4), unsharded(x, idx, w))
                 a.check()
             assert a.left_out == ()
 
-        together(ranks, work)
+        on_each(ranks, work)
 
 
 @pytest.mark.parametrize("stride", [None, 18])
@@ -149,9 +81,9 @@ def test_tokens_and_their_scales_come_as_they_do_without_kernels(
         return [*found, single, a.combine_recv(w), single]
 
     with group(host, (False, False), **options) as plain:
-        wanted = together(plain, work)
+        wanted = on_each(plain, work)
     with group(host, (True, True), **options) as ranks:
-        for ours, theirs in zip(together(ranks, work), wanted, strict=True):
+        for ours, theirs in zip(on_each(ranks, work), wanted, strict=True):
             for one, other in zip(ours, theirs, strict=True):
                 assert torch.equal(one, other)
 
@@ -168,9 +100,9 @@ def test_rows_and_answers_come_in_turns_where_the_shared_buffer_is_small(
         def work(a: AllToAll) -> None:
             for turn, tokens in enumerate([7, 2, 7]):
                 x, idx, w = batch(turn * 10 + a.rank, tokens, 3, 2, 8)
-                assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w))
+                assert torch.equal(layer(a, x, idx, w, 4), unsharded(x, idx, w))
 
-        together(ranks, work)
+        on_each(ranks, work)
 
 
 def test_combine_may_be_left_out(host: Host) -> None:
@@ -180,12 +112,12 @@ def test_combine_may_be_left_out(host: Host) -> None:
             for turn in range(6):
                 x, idx, w = batch(turn * 10 + a.rank, 5, 3, 2, 8)
                 if turn % 3 == 2:
-                    assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w))
+                    assert torch.equal(layer(a, x, idx, w, 4), unsharded(x, idx, w))
                 else:
                     a.dispatch_send(x, idx)
                     assert a.dispatch_recv().counts.sum() <= 30
 
-        together(ranks, work)
+        on_each(ranks, work)
 
 
 @pytest.mark.parametrize("step", ["before", "after dispatch_send", "before combine"])
@@ -198,7 +130,7 @@ def test_rs_4_a_rank_that_is_gone_is_left_out_and_named(host: Host, step: str) -
 
         def work(a: AllToAll) -> None:
             x, idx, w = batch(a.rank, 6, 6, 3, 16)
-            assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w))
+            assert torch.equal(layer(a, x, idx, w, 4), unsharded(x, idx, w))
             x, idx, w = batch(10 + a.rank, 6, 6, 3, 16)
             if a is dying:
                 if step != "before":
@@ -207,13 +139,13 @@ def test_rs_4_a_rank_that_is_gone_is_left_out_and_named(host: Host, step: str) -
                     a.dispatch_recv()
                 engines[2].close()
                 return
-            assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w, gone))
+            assert torch.equal(layer(a, x, idx, w, 4), unsharded(x, idx, w, gone))
             assert a.left_out == (2,)
             assert [lost.rank for lost in a.lost] == [2]
             x, idx, w = batch(20 + a.rank, 6, 6, 3, 16)
-            assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w, gone))
+            assert torch.equal(layer(a, x, idx, w, 4), unsharded(x, idx, w, gone))
 
-        together(ranks, work)
+        on_each(ranks, work)
 
 
 def test_a_rank_comes_anew(host: Host) -> None:
@@ -222,19 +154,19 @@ def test_a_rank_comes_anew(host: Host) -> None:
 
         def work(a: AllToAll) -> None:
             x, idx, w = batch(a.rank, 6, 4, 2, 16)
-            assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w))
+            assert torch.equal(layer(a, x, idx, w, 4), unsharded(x, idx, w))
 
-        together(ranks, work)
+        on_each(ranks, work)
         ranks[0].mask(1, "the test said so")
         x, idx, w = batch(5, 6, 4, 2, 16)
-        assert torch.equal(layer(ranks[0], x, idx, w), unsharded(x, idx, w, range(2, 4)))
+        assert torch.equal(layer(ranks[0], x, idx, w, 4), unsharded(x, idx, w, range(2, 4)))
         assert ranks[0].present == (True, False)
         with TransferEngine(name="anew", transport="shm") as engine:
             anew = AllToAll(engine, rank=1, ranks=2, launcher=host.another(), **sizes)
             card = ranks[0].card(1)
             ranks[0].admit(anew.card(0))
             anew.admit(card)
-            together([ranks[0], anew], work)
+            on_each([ranks[0], anew], work)
 
 
 def test_rs_4_a_wait_ends_when_the_exchange_is_left(host: Host) -> None:
@@ -271,7 +203,7 @@ def test_tokens_that_go_nowhere_are_told_and_the_others_go(host: Host, bad: int,
             a.combine_send(got.x)
             assert a.combine_recv(w)[:, 0].tolist() == [2, 2, 1, 2]
 
-        together(ranks, work)
+        on_each(ranks, work)
 
 
 def test_a_fault_is_held_back_until_its_exchange_is_over(host: Host) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fabric_ray import TransferEngine, errors
+from fabric_ray import errors
 from fabric_ray.moe import AllToAll, cast, pplx
 from fabric_ray.moe.arithmetic import FAST, FIXED
 from fabric_ray.moe.autograd import Differentiable, combine, dispatch
@@ -20,8 +20,8 @@ from fabric_ray.moe.deepep import Buffer
 from fabric_ray.moe.layer import MoeConfig, MoeLayer, MoeWeights, ParallelMoeLayer
 from fabric_ray.moe.model import MoeModel, MoeModelConfig
 from tests.host_graph import Graph
-from tests.host_kernels import Host, exchange_kernels
-from tests.moe_ranks import ThreadComm, batch, expert, on_ranks
+from tests.host_kernels import Host
+from tests.moe_ranks import ThreadComm, batch, expert, on_all_ranks, on_ranks, rank_of, unsharded
 from tests.unit.moe.moe_ranks import tokens
 
 EXPERTS, TOPK, M, HIDDEN = 6, 2, 5, 512
@@ -34,21 +34,13 @@ KERNELS = [(True, True), (True, False, True)]
 """Which ranks have them."""
 
 
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
-    return exchange_kernels(tmp_path_factory.mktemp("kernels"))
-
-
-def exchange_of(comm: ThreadComm, config: MoeConfig, launcher: Any) -> tuple[Any, AllToAll]:
-    engine = TransferEngine(name=f"rank-{comm.rank()}", transport="shm")
-    a = AllToAll(
-        engine, rank=comm.rank(), ranks=comm.size(), experts=config.experts, topk=config.topk,
-        hidden=config.hidden, max_tokens=M, dtype=config.torch_dtype,
-        answer_dtype=config.torch_dtype, launcher=launcher,
+def exchange_of(comm: ThreadComm, config: MoeConfig, launcher: Any) -> AllToAll:
+    dtype = config.torch_dtype
+    made: AllToAll = rank_of(
+        AllToAll, comm, experts=config.experts, topk=config.topk, hidden=config.hidden,
+        max_tokens=M, dtype=dtype, answer_dtype=dtype, launcher=launcher,
     )  # fmt: skip
-    a.connect(comm.all_gather(a.card()))
-    comm.all_gather(b"")
-    return engine, a
+    return made
 
 
 @pytest.mark.parametrize("kernels", KERNELS, ids=str)
@@ -61,7 +53,7 @@ def test_a_layer_has_the_bits_of_one_place_and_the_traffic_of_the_host(
     def traffic(with_kernels: bool) -> list[tuple[int, ...]]:
         def work(comm: ThreadComm) -> tuple[int, ...]:
             on_kernels = with_kernels and kernels[comm.rank()]
-            engine, a = exchange_of(comm, config, host.another() if on_kernels else None)
+            a = exchange_of(comm, config, host.another() if on_kernels else None)
             assert a.asynchronous == on_kernels
             weights = MoeWeights.random(config, seed=0, experts=a.local_experts)
             layer = ParallelMoeLayer(config, weights, a, max_tokens=M)
@@ -70,8 +62,6 @@ def test_a_layer_has_the_bits_of_one_place_and_the_traffic_of_the_host(
                 assert torch.equal(layer.forward(x, rounds=2), whole.forward(x))
             a.check()
             t = layer.traffic
-            comm.all_gather(b"")
-            engine.close()
             return t.exchanges, t.rows, t.dispatched_nbytes, t.combined_nbytes
 
         return on_ranks(len(kernels), work)
@@ -80,37 +70,30 @@ def test_a_layer_has_the_bits_of_one_place_and_the_traffic_of_the_host(
 
 
 @pytest.mark.parametrize("arithmetic", [FIXED, FAST], ids=["fixed", "fast"])
-def test_a_layer_waits_for_nothing(host: Host, arithmetic: Any) -> None:
-    def work(comm: ThreadComm) -> None:
-        graph = Graph()
-        engine, a = exchange_of(comm, DEEPSEEK, graph.launcher(host.another()))
-        weights = MoeWeights.random(DEEPSEEK, seed=0, experts=a.local_experts)
-        layer = ParallelMoeLayer(DEEPSEEK, weights, a, max_tokens=M, arithmetic=arithmetic)
-        x = tokens(comm.rank(), M, DEEPSEEK)
-        with graph.capture():
-            out = layer.forward(x)
-        first = out.clone()
-        out.zero_()
-        graph.replay()
-        a.check()
-        assert torch.equal(out, first)
-        comm.all_gather(b"")
-        engine.close()
-
-    on_ranks(2, work)
+@on_all_ranks(2)
+def test_a_layer_waits_for_nothing(comm: ThreadComm, host: Host, arithmetic: Any) -> None:
+    graph = Graph()
+    a = exchange_of(comm, DEEPSEEK, graph.launcher(host.another()))
+    weights = MoeWeights.random(DEEPSEEK, seed=0, experts=a.local_experts)
+    layer = ParallelMoeLayer(DEEPSEEK, weights, a, max_tokens=M, arithmetic=arithmetic)
+    x = tokens(comm.rank(), M, DEEPSEEK)
+    with graph.capture():
+        out = layer.forward(x)
+    first = out.clone()
+    out.zero_()
+    graph.replay()
+    a.check()
+    assert torch.equal(out, first)
 
 
-def test_weights_have_to_lie_where_tokens_do(host: Host) -> None:
-    def work(comm: ThreadComm) -> None:
-        engine, a = exchange_of(comm, QWEN, host.another())
-        weights = MoeWeights.random(QWEN, seed=0, experts=a.local_experts).to("meta")
-        with pytest.raises(errors.InvalidArgument, match="weights lie on meta, tokens on cpu"):
-            ParallelMoeLayer(QWEN, weights, a, max_tokens=M)
-        with pytest.raises(errors.InvalidArgument, match="leave device out"):
-            MoeModel(MoeModelConfig(moe=QWEN), exchange=a, max_tokens=M, device="cpu")
-        engine.close()
-
-    on_ranks(1, work)
+@on_all_ranks(1)
+def test_weights_have_to_lie_where_tokens_do(comm: ThreadComm, host: Host) -> None:
+    a = exchange_of(comm, QWEN, host.another())
+    weights = MoeWeights.random(QWEN, seed=0, experts=a.local_experts).to("meta")
+    with pytest.raises(errors.InvalidArgument, match="weights lie on meta, tokens on cpu"):
+        ParallelMoeLayer(QWEN, weights, a, max_tokens=M)
+    with pytest.raises(errors.InvalidArgument, match="leave device out"):
+        MoeModel(MoeModelConfig(moe=QWEN), exchange=a, max_tokens=M, device="cpu")
 
 
 def test_a_model_says_what_it_says_in_one_place(host: Host) -> None:
@@ -119,13 +102,11 @@ def test_a_model_says_what_it_says_in_one_place(host: Host) -> None:
     said = MoeModel(config, seed=3).generate(prompts, 4)
 
     def work(comm: ThreadComm) -> None:
-        engine, a = exchange_of(comm, DEEPSEEK, host.another())
+        a = exchange_of(comm, DEEPSEEK, host.another())
         model = MoeModel(config, seed=3, exchange=a, max_tokens=M)
         assert model.device == a.device
         mine = prompts[comm.rank() :: 2]
         assert model.generate(mine, 4, rounds=2) == said[comm.rank() :: 2]
-        comm.all_gather(b"")
-        engine.close()
 
     on_ranks(2, work)
 
@@ -135,26 +116,22 @@ def gradients(kernels: tuple[bool, ...], host: Host, multiple: int) -> list[list
 
     def work(comm: ThreadComm) -> list[Tensor | None]:
         rank, ranks = comm.rank(), comm.size()
-        with TransferEngine(name=f"rank-{rank}", transport="shm") as engine:
-            a = Differentiable(
-                engine, rank=rank, ranks=ranks, experts=EXPERTS, topk=TOPK, hidden=8, max_tokens=M,
-                dtype=torch.float32, launcher=host.another() if kernels[rank] else None,
-            )  # fmt: skip
-            a.connect(comm.all_gather(a.card()))
-            comm.all_gather(b"")
-            x, idx, w = batch(rank, M - rank, EXPERTS, TOPK, 8, torch.float32)
-            scales = torch.arange(1.0, EXPERTS // ranks + 1).requires_grad_()
-            x.requires_grad_()
-            w.requires_grad_()
-            found = x
-            for _ in range(2):
-                got = dispatch(a, found, idx, multiple=multiple)
-                local = got.experts()
-                each = torch.where(local < 0, 0.0, scales[local.clamp(min=0)])
-                found = found + combine(a, torch.tanh(got.x) * each[:, None], w)
-            found.square().sum().backward()
-            a.check()
-            comm.all_gather(b"")
+        a = rank_of(
+            Differentiable, comm, experts=EXPERTS, topk=TOPK, hidden=8, max_tokens=M,
+            dtype=torch.float32, launcher=host.another() if kernels[rank] else None,
+        )  # fmt: skip
+        x, idx, w = batch(rank, M - rank, EXPERTS, TOPK, 8, torch.float32)
+        scales = torch.arange(1.0, EXPERTS // ranks + 1).requires_grad_()
+        x.requires_grad_()
+        w.requires_grad_()
+        found = x
+        for _ in range(2):
+            got = dispatch(a, found, idx, multiple=multiple)
+            local = got.experts()
+            each = torch.where(local < 0, 0.0, scales[local.clamp(min=0)])
+            found = found + combine(a, torch.tanh(got.x) * each[:, None], w)
+        found.square().sum().backward()
+        a.check()
         return [found.detach(), x.grad, w.grad, scales.grad]
 
     return on_ranks(len(kernels), work)
@@ -175,89 +152,78 @@ def test_gradients_have_the_bits_of_the_host(
 
 
 @pytest.mark.parametrize("on_kernels", [False, True])
+@on_all_ranks(2)
 def test_rs_4_gradients_that_lack_a_part_are_told_of_before_they_are_used(
-    host: Host, on_kernels: bool
+    comm: ThreadComm, host: Host, on_kernels: bool
 ) -> None:
-    def work(comm: ThreadComm) -> None:
-        with TransferEngine(name=f"rank-{comm.rank()}", transport="shm") as engine:
-            a = Differentiable(
-                engine, rank=comm.rank(), ranks=2, experts=2, topk=1, hidden=8, max_tokens=M,
-                dtype=torch.float32, launcher=host.another() if on_kernels else None,
-            )  # fmt: skip
-            a.connect(comm.all_gather(a.card()))
-            comm.all_gather(b"")
-            x, idx, w = batch(comm.rank(), M, 2, 1, 8, torch.float32)
-            combine(a, dispatch(a, x, idx).x, w)
-            a.check()
-            comm.all_gather(b"")
-            # As a device's host learns of it while nothing is called.
-            a.weights.mask(1 - comm.rank(), "it fell silent")
-            with pytest.raises(errors.PeerLost, match=r"rank . was lost .* it fell silent"):
-                a.check()
-            comm.all_gather(b"")
-
-    on_ranks(2, work)
+    a = rank_of(
+        Differentiable, comm, experts=2, topk=1, hidden=8, max_tokens=M, dtype=torch.float32,
+        launcher=host.another() if on_kernels else None,
+    )  # fmt: skip
+    x, idx, w = batch(comm.rank(), M, 2, 1, 8, torch.float32)
+    combine(a, dispatch(a, x, idx).x, w)
+    a.check()
+    comm.all_gather(b"")
+    # As a device's host learns of it while nothing is called.
+    a.weights.mask(1 - comm.rank(), "it fell silent")
+    with pytest.raises(errors.PeerLost, match=r"rank . was lost .* it fell silent"):
+        a.check()
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_pplx_calls_are_captured_and_bounds_are_read_on_the_device(host: Host, fp8: bool) -> None:
-    def work(comm: ThreadComm) -> None:
-        rank, ranks = comm.rank(), comm.size()
-        local, rows, graph = EXPERTS // ranks, M * ranks, Graph()
-        a = pplx.AllToAll.internode(
-            M, EXPERTS, TOPK, rank, ranks, 1, HIDDEN, HIDDEN * (1 if fp8 else 2),
-            HIDDEN // 16 * 4 if fp8 else 0, comm=comm, launcher=graph.launcher(host.another()),
-        )  # fmt: skip
-        x, idx, w = batch(rank, M, EXPERTS, TOPK, HIDDEN)
-        idx = idx.to(torch.int32)
-        bound = torch.tensor([M], dtype=torch.uint32)
-        counts = torch.empty(local, dtype=torch.int32)
-        dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
-        out_x = torch.empty(local, rows, HIDDEN, dtype=dtype)
-        out_scale = torch.empty(local, rows, HIDDEN // 16) if fp8 else None
-        out = torch.empty(M, HIDDEN, dtype=torch.bfloat16)
-        with graph.capture():
-            dp_x, dp_scale = cast.to_fp8(x, block=16) if fp8 else (x, None)
-            a.dispatch(counts, out_x, out_scale, dp_x, dp_scale, idx, bound, do_recv=False)
-            a.dispatch(counts, out_x, out_scale, dp_x, dp_scale, idx, bound, do_send=False)
-            there = out_x if out_scale is None else cast.back(out_x, out_scale)
-            y = torch.stack([expert(rank * local + i, part) for i, part in enumerate(there)])
-            a.combine(out, idx, w, y, bound)
-        for turn in range(4):
-            if turn:
-                fresh = batch(10 * turn + rank, M, EXPERTS, TOPK, HIDDEN)
-                for here, new in zip((x, idx, w), fresh, strict=True):
-                    here.copy_(new)
-                bound.fill_(M - turn - rank)
-                graph.replay()
-            a.check()
-            n = int(bound)
-            seen = cast.back(*cast.to_fp8(x, block=16)) if fp8 else x
-            want = torch.zeros(M, HIDDEN)
-            for t, k in (idx[:n] >= 0).nonzero().tolist():
-                want[t] += w[t, k] * expert(int(idx[t, k]), seen[t]).float()
-            assert torch.equal(out, want.to(torch.bfloat16))
-        a.destroy()
-
-    on_ranks(2, work)
+@on_all_ranks(2)
+def test_pplx_calls_are_captured_and_bounds_are_read_on_the_device(
+    comm: ThreadComm, host: Host, fp8: bool
+) -> None:
+    rank, ranks = comm.rank(), comm.size()
+    local, rows, graph = EXPERTS // ranks, M * ranks, Graph()
+    a = pplx.AllToAll.internode(
+        M, EXPERTS, TOPK, rank, ranks, 1, HIDDEN, HIDDEN * (1 if fp8 else 2),
+        HIDDEN // 16 * 4 if fp8 else 0, comm=comm, launcher=graph.launcher(host.another()),
+    )  # fmt: skip
+    x, idx, w = batch(rank, M, EXPERTS, TOPK, HIDDEN)
+    idx = idx.to(torch.int32)
+    bound = torch.tensor([M], dtype=torch.uint32)
+    counts = torch.empty(local, dtype=torch.int32)
+    dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    out_x = torch.empty(local, rows, HIDDEN, dtype=dtype)
+    out_scale = torch.empty(local, rows, HIDDEN // 16) if fp8 else None
+    out = torch.empty(M, HIDDEN, dtype=torch.bfloat16)
+    with graph.capture():
+        dp_x, dp_scale = cast.to_fp8(x, block=16) if fp8 else (x, None)
+        a.dispatch(counts, out_x, out_scale, dp_x, dp_scale, idx, bound, do_recv=False)
+        a.dispatch(counts, out_x, out_scale, dp_x, dp_scale, idx, bound, do_send=False)
+        there = out_x if out_scale is None else cast.back(out_x, out_scale)
+        y = torch.stack([expert(rank * local + i, part) for i, part in enumerate(there)])
+        a.combine(out, idx, w, y, bound)
+    for turn in range(4):
+        if turn:
+            fresh = batch(10 * turn + rank, M, EXPERTS, TOPK, HIDDEN)
+            for here, new in zip((x, idx, w), fresh, strict=True):
+                here.copy_(new)
+            bound.fill_(M - turn - rank)
+            graph.replay()
+        a.check()
+        n = int(bound)
+        seen = cast.back(*cast.to_fp8(x, block=16)) if fp8 else x
+        assert torch.equal(out, unsharded(seen, idx[:n], w))
+    a.destroy()
 
 
-def test_pplx_room_is_for_all_that_can_come(host: Host) -> None:
-    def work(comm: ThreadComm) -> None:
-        a = pplx.AllToAll.internode(
-            M, EXPERTS, TOPK, 0, 1, 1, HIDDEN, 2 * HIDDEN, 0, comm=comm, launcher=host.another()
-        )
-        x, idx, _ = batch(0, M, EXPERTS, TOPK, HIDDEN)
-        counts = torch.empty(EXPERTS, dtype=torch.int32)
-        few = torch.empty(EXPERTS, M - 1, HIDDEN, dtype=torch.bfloat16)
-        a.dispatch(counts, few, None, x, None, idx, do_recv=False)
-        with pytest.raises(errors.InvalidArgument, match="stride is 4, and an expert may get 5"):
-            a.dispatch(counts, few, None, x, None, idx, do_send=False)
-        with pytest.raises(errors.InvalidArgument, match="out_expert_x is on meta"):
-            a.dispatch(counts, few.to("meta"), None, x, None, idx)
-        a.destroy()
-
-    on_ranks(1, work)
+@on_all_ranks(1)
+def test_pplx_room_is_for_all_that_can_come(comm: ThreadComm, host: Host) -> None:
+    a = pplx.AllToAll.internode(
+        M, EXPERTS, TOPK, 0, 1, 1, HIDDEN, 2 * HIDDEN, 0, comm=comm, launcher=host.another()
+    )
+    x, idx, _ = batch(0, M, EXPERTS, TOPK, HIDDEN)
+    counts = torch.empty(EXPERTS, dtype=torch.int32)
+    few = torch.empty(EXPERTS, M - 1, HIDDEN, dtype=torch.bfloat16)
+    a.dispatch(counts, few, None, x, None, idx, do_recv=False)
+    with pytest.raises(errors.InvalidArgument, match="stride is 4, and an expert may get 5"):
+        a.dispatch(counts, few, None, x, None, idx, do_send=False)
+    with pytest.raises(errors.InvalidArgument, match="out_expert_x is on meta"):
+        a.dispatch(counts, few.to("meta"), None, x, None, idx)
+    a.destroy()
 
 
 FORMS: list[dict[str, Any]] = [
@@ -328,77 +294,69 @@ def test_deepep_calls_return_what_they_do_on_the_host(
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def test_deepep_calls_are_captured(host: Host) -> None:
+@on_all_ranks(2)
+def test_deepep_calls_are_captured(comm: ThreadComm, host: Host) -> None:
     """Two batches, hooks and statistics too: each replay is both exchanges."""
+    rank, graph = comm.rank(), Graph()
+    buffer = Buffer(low_latency_mode=True, comm=comm, launcher=graph.launcher(host.another()))
+    stats = torch.zeros(EXPERTS // 2, dtype=torch.int32)
+    given = [batch(rank + 5 * one, M, EXPERTS, TOPK, HIDDEN) for one in range(2)]
 
-    def work(comm: ThreadComm) -> None:
-        rank, graph = comm.rank(), Graph()
-        buffer = Buffer(low_latency_mode=True, comm=comm, launcher=graph.launcher(host.another()))
-        stats = torch.zeros(EXPERTS // 2, dtype=torch.int32)
-        given = [batch(rank + 5 * one, M, EXPERTS, TOPK, HIDDEN) for one in range(2)]
+    def both() -> list[Tensor]:
+        sent = [
+            buffer.low_latency_dispatch(x, idx, M, EXPERTS, stats, return_recv_hook=True)
+            for x, idx, _ in given
+        ]
+        out = []
+        for (_, idx, w), (recv, _, handle, _, hook) in zip(given, sent, strict=True):
+            assert hook is not None
+            hook()
+            y = buffer.get_next_low_latency_combine_buffer(handle)
+            y.copy_(answers(rank, recv))
+            out.append(buffer.low_latency_combine(y, idx, w, handle, zero_copy=True)[0])
+        return out
 
-        def both() -> list[Tensor]:
-            sent = [
-                buffer.low_latency_dispatch(x, idx, M, EXPERTS, stats, return_recv_hook=True)
-                for x, idx, _ in given
-            ]
-            out = []
-            for (_, idx, w), (recv, _, handle, _, hook) in zip(given, sent, strict=True):
-                assert hook is not None
-                hook()
-                y = buffer.get_next_low_latency_combine_buffer(handle)
-                y.copy_(answers(rank, recv))
-                out.append(buffer.low_latency_combine(y, idx, w, handle, zero_copy=True)[0])
-            return out
+    def right(out: list[Tensor]) -> None:
+        for (x, idx, w), sums in zip(given, out, strict=True):
+            seen = cast.back(*cast.to_fp8(x))
+            assert torch.equal(sums, unsharded(seen, idx, w))
 
-        def right(out: list[Tensor]) -> None:
-            for (x, idx, w), sums in zip(given, out, strict=True):
-                seen = cast.back(*cast.to_fp8(x))
-                want = torch.zeros(x.shape)
-                for t, k in (idx >= 0).nonzero().tolist():
-                    want[t] += w[t, k] * expert(int(idx[t, k]), seen[t]).float()
-                assert torch.equal(sums, want.to(torch.bfloat16))
-
-        right(both())
-        with graph.capture():
-            out = both()
+    right(both())
+    with graph.capture():
+        out = both()
+    right(out)
+    for turn in range(1, 4):
+        for one, tensors in enumerate(given):
+            fresh = batch(10 * turn + rank + 5 * one, M, EXPERTS, TOPK, HIDDEN)
+            for here, new in zip(tensors, fresh, strict=True):
+                here.copy_(new)
+        graph.replay()
+        buffer.check()
         right(out)
-        for turn in range(1, 4):
-            for one, tensors in enumerate(given):
-                fresh = batch(10 * turn + rank + 5 * one, M, EXPERTS, TOPK, HIDDEN)
-                for here, new in zip(tensors, fresh, strict=True):
-                    here.copy_(new)
-            graph.replay()
-            buffer.check()
-            right(out)
-        counted = comm.all_gather(stats.numpy().tobytes())
-        assert any(counted)
-        buffer.destroy()
-
-    on_ranks(2, work)
+    counted = comm.all_gather(stats.numpy().tobytes())
+    assert any(counted)
+    buffer.destroy()
 
 
-def test_tensors_of_a_normal_call_lie_together() -> None:
-    def work(comm: ThreadComm) -> None:
-        buffer = Buffer(comm=comm)
-        x = torch.zeros(2, 8, dtype=torch.bfloat16)
-        idx = torch.zeros(2, 1, dtype=torch.int64)
-        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 2)
-        layout = (None, per_rank, None, in_rank, per_expert)
-        for there in ((x.to("meta"), *layout, idx), (x, *layout, idx.to("meta"))):
-            with pytest.raises(errors.InvalidArgument, match=r"lies on .*; move it to"):
-                buffer.dispatch(*there)
-        recv, _, _, _, handle, _ = buffer.dispatch(x, *layout, idx)
-        for calls in (
-            lambda: buffer.dispatch(x.to("meta"), handle=handle),
-            lambda: buffer.combine(recv.to("meta"), handle),
-            lambda: buffer.combine(recv, handle, bias=x.to("meta")),
-        ):
-            with pytest.raises(errors.InvalidArgument, match=r"lies on .*; move it to"):
-                calls()
-        buffer.destroy()
-
-    on_ranks(1, work)
+@on_all_ranks(1)
+def test_tensors_of_a_normal_call_lie_together(comm: ThreadComm) -> None:
+    buffer = Buffer(comm=comm)
+    x = torch.zeros(2, 8, dtype=torch.bfloat16)
+    idx = torch.zeros(2, 1, dtype=torch.int64)
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 2)
+    layout = (None, per_rank, None, in_rank, per_expert)
+    for there in ((x.to("meta"), *layout, idx), (x, *layout, idx.to("meta"))):
+        with pytest.raises(errors.InvalidArgument, match=r"lies on .*; move it to"):
+            buffer.dispatch(*there)
+    recv, _, _, _, handle, _ = buffer.dispatch(x, *layout, idx)
+    for calls in (
+        lambda: buffer.dispatch(x.to("meta"), handle=handle),
+        lambda: buffer.combine(recv.to("meta"), handle),
+        lambda: buffer.combine(recv, handle, bias=x.to("meta")),
+    ):
+        with pytest.raises(errors.InvalidArgument, match=r"lies on .*; move it to"):
+            calls()
+    buffer.destroy()
 
 
 @pytest.fixture
@@ -415,64 +373,62 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("hooks", [False, True])
 @pytest.mark.usefixtures("known")
+@on_all_ranks(1)
 def test_deepep_tokens_that_go_nowhere_are_told_of_when_the_others_have_come(
-    host: Host, hooks: bool
+    comm: ThreadComm, host: Host, hooks: bool
 ) -> None:
-    def work(comm: ThreadComm) -> None:
-        buffer = Buffer(low_latency_mode=True, comm=comm, launcher=host.another())
-        x, idx, w = batch(0, M, EXPERTS, TOPK, HIDDEN)
-        bad = idx.clone()
-        bad[0, 0] = 99
-        options: dict[str, Any] = {"return_recv_hook": hooks}
-        for turn in range(2):
-            recv, counts, handle, _, hook = buffer.low_latency_dispatch(
-                x, bad, M, EXPERTS, use_fp8=False, **options
-            )
-            if hook is not None:
-                hook()
-            assert counts.tolist() == [int((bad == e).sum()) for e in range(EXPERTS)]
-            out, _, hook = buffer.low_latency_combine(answers(0, recv), bad, w, handle, **options)
-            if hook is not None:
-                hook()
-            assert out[1:].any(), turn
-            if not turn:
-                with pytest.raises(errors.InvalidArgument, match="is no expert"):
-                    buffer.check()
-        # The two exchanges that dispatches alternate between: one was told of, and one wasn't.
-        for turn in range(2):
-            if turn:
-                with pytest.raises(errors.InvalidArgument, match="nothing of this dispatch_send"):
-                    buffer.low_latency_dispatch(x, idx, M, EXPERTS, use_fp8=False)
-            recv, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, M, EXPERTS, use_fp8=False)
-            buffer.low_latency_combine(answers(0, recv), idx, w, handle)
-        buffer.check()
-        buffer.destroy()
-
-    on_ranks(1, work)
+    buffer = Buffer(low_latency_mode=True, comm=comm, launcher=host.another())
+    x, idx, w = batch(0, M, EXPERTS, TOPK, HIDDEN)
+    bad = idx.clone()
+    bad[0, 0] = 99
+    options: dict[str, Any] = {"return_recv_hook": hooks}
+    for turn in range(2):
+        recv, counts, handle, _, hook = buffer.low_latency_dispatch(
+            x, bad, M, EXPERTS, use_fp8=False, **options
+        )
+        if hook is not None:
+            hook()
+        assert counts.tolist() == [int((bad == e).sum()) for e in range(EXPERTS)]
+        out, _, hook = buffer.low_latency_combine(answers(0, recv), bad, w, handle, **options)
+        if hook is not None:
+            hook()
+        assert out[1:].any(), turn
+        if not turn:
+            with pytest.raises(errors.InvalidArgument, match="is no expert"):
+                buffer.check()
+    # The two exchanges that dispatches alternate between: one was told of, and one wasn't.
+    for turn in range(2):
+        if turn:
+            with pytest.raises(errors.InvalidArgument, match="nothing of this dispatch_send"):
+                buffer.low_latency_dispatch(x, idx, M, EXPERTS, use_fp8=False)
+        recv, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, M, EXPERTS, use_fp8=False)
+        buffer.low_latency_combine(answers(0, recv), idx, w, handle)
+    buffer.check()
+    buffer.destroy()
 
 
 @pytest.mark.usefixtures("known")
-def test_pplx_tokens_that_go_nowhere_are_told_of_by_the_next_dispatch(host: Host) -> None:
-    def work(comm: ThreadComm) -> None:
-        a = pplx.AllToAll.internode(
-            M, EXPERTS, TOPK, 0, 1, 1, HIDDEN, 2 * HIDDEN, 0, comm=comm, launcher=host.another()
-        )
-        x, idx, w = batch(0, M, EXPERTS, TOPK, HIDDEN)
-        counts = torch.empty(EXPERTS, dtype=torch.int32)
-        room = torch.empty(EXPERTS, M, HIDDEN, dtype=torch.bfloat16)
-        out = torch.empty(M, HIDDEN, dtype=torch.bfloat16)
-        bad = idx.clone()
-        bad[0, 0] = 99
-        a.dispatch(counts, room, None, x, None, bad)
-        a.combine(out, bad, w, answers(0, room))
-        with pytest.raises(errors.InvalidArgument, match="nothing of this dispatch_send was done"):
-            a.dispatch(counts, room, None, x, None, idx)
+@on_all_ranks(1)
+def test_pplx_tokens_that_go_nowhere_are_told_of_by_the_next_dispatch(
+    comm: ThreadComm, host: Host
+) -> None:
+    a = pplx.AllToAll.internode(
+        M, EXPERTS, TOPK, 0, 1, 1, HIDDEN, 2 * HIDDEN, 0, comm=comm, launcher=host.another()
+    )
+    x, idx, w = batch(0, M, EXPERTS, TOPK, HIDDEN)
+    counts = torch.empty(EXPERTS, dtype=torch.int32)
+    room = torch.empty(EXPERTS, M, HIDDEN, dtype=torch.bfloat16)
+    out = torch.empty(M, HIDDEN, dtype=torch.bfloat16)
+    bad = idx.clone()
+    bad[0, 0] = 99
+    a.dispatch(counts, room, None, x, None, bad)
+    a.combine(out, bad, w, answers(0, room))
+    with pytest.raises(errors.InvalidArgument, match="nothing of this dispatch_send was done"):
         a.dispatch(counts, room, None, x, None, idx)
-        assert counts.tolist() == [int((idx == e).sum()) for e in range(EXPERTS)]
-        a.combine(out, idx, w, answers(0, room))
-        a.destroy()
-
-    on_ranks(1, work)
+    a.dispatch(counts, room, None, x, None, idx)
+    assert counts.tolist() == [int((idx == e).sum()) for e in range(EXPERTS)]
+    a.combine(out, idx, w, answers(0, room))
+    a.destroy()
 
 
 @pytest.mark.parametrize("alone", [True, False])
@@ -498,52 +454,44 @@ def test_what_went_wrong_on_a_device_is_raised_when_all_is_freed(host: Host, alo
     on_ranks(ranks, work)
 
 
-def test_tensors_that_lie_apart_are_refused(host: Host) -> None:
-    def work(comm: ThreadComm) -> None:
-        buffer = Buffer(low_latency_mode=True, comm=comm, launcher=host.another())
-        x, idx, w = batch(0, M, EXPERTS, TOPK, HIDDEN)
-        invalid = errors.InvalidArgument
-        with pytest.raises(invalid, match="indices lie on meta, tokens on cpu"):
-            buffer.low_latency_dispatch(x, idx.to("meta"), M, EXPERTS)
-        stats = torch.zeros(EXPERTS, dtype=torch.int32, device="meta")
-        with pytest.raises(invalid, match=r"statistics are .* on meta"):
-            buffer.low_latency_dispatch(x, idx, M, EXPERTS, stats)
-        recv, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, M, EXPERTS)
-        with pytest.raises(invalid, match="lies on meta; move it to cpu"):
-            buffer.low_latency_combine(answers(0, recv), idx, w.to("meta"), handle)
-        buffer.low_latency_combine(answers(0, recv), idx, w, handle)
-        buffer.destroy()
-
-    on_ranks(1, work)
+@on_all_ranks(1)
+def test_tensors_that_lie_apart_are_refused(comm: ThreadComm, host: Host) -> None:
+    buffer = Buffer(low_latency_mode=True, comm=comm, launcher=host.another())
+    x, idx, w = batch(0, M, EXPERTS, TOPK, HIDDEN)
+    invalid = errors.InvalidArgument
+    with pytest.raises(invalid, match="indices lie on meta, tokens on cpu"):
+        buffer.low_latency_dispatch(x, idx.to("meta"), M, EXPERTS)
+    stats = torch.zeros(EXPERTS, dtype=torch.int32, device="meta")
+    with pytest.raises(invalid, match=r"statistics are .* on meta"):
+        buffer.low_latency_dispatch(x, idx, M, EXPERTS, stats)
+    recv, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, M, EXPERTS)
+    with pytest.raises(invalid, match="lies on meta; move it to cpu"):
+        buffer.low_latency_combine(answers(0, recv), idx, w.to("meta"), handle)
+    buffer.low_latency_combine(answers(0, recv), idx, w, handle)
+    buffer.destroy()
 
 
 @pytest.mark.parametrize("on_kernels", [False, True])
+@on_all_ranks(1)
 def test_answers_that_are_not_wanted_are_skipped_and_not_multiplied_by_zero(
-    host: Host, on_kernels: bool
+    comm: ThreadComm, host: Host, on_kernels: bool
 ) -> None:
-    def work(comm: ThreadComm) -> None:
-        engine = TransferEngine(name="alone", transport="shm")
-        launcher = host.another() if on_kernels else None
-        a = AllToAll(
-            engine, rank=0, ranks=1, experts=3, topk=2, hidden=8, max_tokens=M, launcher=launcher
-        )
-        x, w = torch.ones(2, 8, dtype=torch.bfloat16), torch.ones(2, 2)
-        idx = torch.tensor([[0, 1], [2, -1]])
-        for wanted, sums in (
-            ([[True, True], [True, True]], [float("nan"), 1]),
-            ([[False, True], [True, False]], [1, 1]),
-            ([[False, True], [False, True]], [1, 0]),
-        ):
-            a.dispatch_send(x, idx)
-            got = a.dispatch_recv()
-            # Expert 0 answers no number.
-            nothing = (got.experts() == 0)[:, None]
-            a.combine_send(torch.where(nothing, float("nan"), got.x.float()).to(torch.bfloat16))
-            with pytest.raises(errors.InvalidArgument, match=r"wanted is torch\.bool"):
-                a.combine_recv(w, wanted=torch.ones(2, 3, dtype=torch.bool))
-            found = a.combine_recv(w, wanted=torch.tensor(wanted))[:, 0].float()
-            assert torch.equal(found.nan_to_num(9), torch.tensor(sums).float().nan_to_num(9))
-        a.check()
-        engine.close()
-
-    on_ranks(1, work)
+    launcher = host.another() if on_kernels else None
+    a = rank_of(AllToAll, comm, experts=3, topk=2, hidden=8, max_tokens=M, launcher=launcher)
+    x, w = torch.ones(2, 8, dtype=torch.bfloat16), torch.ones(2, 2)
+    idx = torch.tensor([[0, 1], [2, -1]])
+    for wanted, sums in (
+        ([[True, True], [True, True]], [float("nan"), 1]),
+        ([[False, True], [True, False]], [1, 1]),
+        ([[False, True], [False, True]], [1, 0]),
+    ):
+        a.dispatch_send(x, idx)
+        got = a.dispatch_recv()
+        # Expert 0 answers no number.
+        nothing = (got.experts() == 0)[:, None]
+        a.combine_send(torch.where(nothing, float("nan"), got.x.float()).to(torch.bfloat16))
+        with pytest.raises(errors.InvalidArgument, match=r"wanted is torch\.bool"):
+            a.combine_recv(w, wanted=torch.ones(2, 3, dtype=torch.bool))
+        found = a.combine_recv(w, wanted=torch.tensor(wanted))[:, 0].float()
+        assert torch.equal(found.nan_to_num(9), torch.tensor(sums).float().nan_to_num(9))
+    a.check()

@@ -6,13 +6,8 @@ import pytest
 
 from fabric_ray import TransferEngine
 from tests import kv_graph_checks, latencies
-from tests.host_kernels import Host, exchange_kernels
+from tests.host_kernels import Host
 from tests.stands import OnProcessor
-
-
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
-    return exchange_kernels(tmp_path_factory.mktemp("kernels"))
 
 
 def test_callbacks_follow_each_replay(host: Host) -> None:

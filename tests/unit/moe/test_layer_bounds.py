@@ -15,7 +15,7 @@ from fabric_ray.moe.arithmetic import FAST, FIXED
 from fabric_ray.moe.bounds import Bound, layer_bound
 from fabric_ray.moe.layer import MoeConfig, MoeLayer, MoeWeights, ParallelMoeLayer
 from tests.moe_ranks import ThreadComm, on_ranks
-from tests.throughput_ranks import rank_of
+from tests.throughput_ranks import throughput_rank
 from tests.unit.moe.moe_ranks import exchanges, together, tokens
 
 
@@ -115,17 +115,16 @@ def test_a_layer_over_nodes_is_that_of_one_place_within_twice_the_bound(
     parts = x.split(9)
 
     def work(comm: ThreadComm) -> torch.Tensor:
-        with rank_of(
+        one = throughput_rank(
             comm, ranks_per_node=per_node, experts=config.experts, topk=config.topk,
             hidden=config.hidden, max_tokens=5, dtype=config.torch_dtype,
             answer_dtype=config.torch_dtype,
-        ) as one:  # fmt: skip
-            weights = MoeWeights.random(config, seed=seed, experts=one.local_experts)
-            layer = ParallelMoeLayer(config, weights, one, max_tokens=5, arithmetic=FAST)
-            found = layer.forward(parts[comm.rank()], rounds=2)
-            assert layer.traffic.exchanges == 2
-            comm.all_gather(b"")
-            return found
+        )  # fmt: skip
+        weights = MoeWeights.random(config, seed=seed, experts=one.local_experts)
+        layer = ParallelMoeLayer(config, weights, one, max_tokens=5, arithmetic=FAST)
+        found = layer.forward(parts[comm.rank()], rounds=2)
+        assert layer.traffic.exchanges == 2
+        return found
 
     found = torch.cat(on_ranks(ranks, work))
     assert within(found, bound.sums, bound, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fabric_ray import TransferEngine, errors
+from fabric_ray.moe import AllToAll
 from fabric_ray.moe.arithmetic import FAST
 from fabric_ray.moe.autograd import Differentiable
 from fabric_ray.moe.layer import MoeConfig, MoeLayer, MoeWeights, ParallelMoeLayer, Traffic, route
 from tests.moe_ranks import ThreadComm, on_ranks
-from tests.throughput_ranks import rank_of
+from tests.throughput_ranks import throughput_rank
 from tests.unit.moe.moe_ranks import exchanges, together, tokens
 
 QWEN = MoeConfig(hidden=48, experts=8, topk=3, intermediate=20)
@@ -78,6 +80,14 @@ def sliced(whole: MoeWeights, experts: range) -> MoeWeights:
     )
 
 
+def layers_of(
+    config: MoeConfig, whole: MoeWeights, alls: list[AllToAll], max_tokens: int = 32, **options: Any
+) -> list[ParallelMoeLayer]:
+    """The layer on each rank."""
+    options["max_tokens"] = max_tokens
+    return [ParallelMoeLayer(config, sliced(whole, a.local_experts), a, **options) for a in alls]
+
+
 def test_an_expert_has_the_same_weights_on_any_rank() -> None:
     whole = MoeWeights.random(DEEPSEEK, seed=3)
     part = MoeWeights.random(DEEPSEEK, seed=3, experts=range(4, 8))
@@ -93,10 +103,7 @@ def test_ranks_have_the_bits_of_one_place(config: MoeConfig, ranks: int) -> None
     weights = MoeWeights.random(config, seed=0)
     whole = MoeLayer(config, weights)
     with exchanges(config, ranks) as alls:
-        layers = [
-            ParallelMoeLayer(config, sliced(weights, a.local_experts), a, max_tokens=32)
-            for a in alls
-        ]
+        layers = layers_of(config, weights, alls)
         for turn, counts in enumerate([(32, 0, 1, 7), (3, 31, 16, 0), (0, 0, 0, 0)]):
             x = tokens(turn, sum(counts[:ranks]), config)
             expected = whole.forward(x)
@@ -114,9 +121,7 @@ def test_random_divisions_of_tokens_change_no_bit(counts: tuple[int, int], seed:
     expected = whole.forward(x)
     assert torch.equal(torch.cat([whole.forward(row[None]) for row in x] or [x]), expected)
     with exchanges(QWEN, 2, max_tokens=16) as alls:
-        layers = [
-            ParallelMoeLayer(QWEN, sliced(weights, a.local_experts), a, max_tokens=16) for a in alls
-        ]
+        layers = layers_of(QWEN, weights, alls, 16)
         parts = x.split(counts)
         found = together([lambda i=i: layers[i].forward(parts[i], rounds=3) for i in range(2)])
         assert torch.equal(torch.cat(found), expected)
@@ -126,12 +131,7 @@ def test_a_masked_rank_leaves_its_experts_out_and_nothing_else() -> None:
     weights = MoeWeights.random(DEEPSEEK, seed=0)
     whole = MoeLayer(DEEPSEEK, weights)
     with exchanges(DEEPSEEK, 4) as alls:
-        layers = [
-            ParallelMoeLayer(
-                DEEPSEEK, sliced(weights, a.local_experts), a, max_tokens=32, shrink=True
-            )
-            for a in alls
-        ]
+        layers = layers_of(DEEPSEEK, weights, alls, shrink=True)
         for a in alls[:2] + alls[3:]:
             a.mask(2)
         for a in alls[:2] + alls[3:]:
@@ -148,9 +148,7 @@ def test_a_masked_rank_leaves_its_experts_out_and_nothing_else() -> None:
 def test_rs_1_a_layer_raises_once_a_rank_is_lost() -> None:
     weights = MoeWeights.random(QWEN, seed=0)
     with exchanges(QWEN, 2) as alls:
-        layer = ParallelMoeLayer(
-            QWEN, sliced(weights, alls[0].local_experts), alls[0], max_tokens=8
-        )
+        [layer] = layers_of(QWEN, weights, alls[:1], 8)
         alls[0].set_timeout(0.2)
         # The other rank makes no call: the pass that loses it raises, and so does the next one.
         for _ in range(2):
@@ -191,9 +189,7 @@ def test_the_layer_is_its_formula(fast: bool) -> None:
 def test_traffic_counts_rows_and_bytes_that_left() -> None:
     weights = MoeWeights.random(QWEN, seed=0)
     with exchanges(QWEN, 2) as alls:
-        layers = [
-            ParallelMoeLayer(QWEN, sliced(weights, a.local_experts), a, max_tokens=32) for a in alls
-        ]
+        layers = layers_of(QWEN, weights, alls)
         x = [tokens(r, 10, QWEN) for r in range(2)]
         together([lambda r=r: layers[r].forward(x[r]) for r in range(2)])
         routes = [layers[r]._route(x[r])[0] for r in range(2)]
@@ -231,17 +227,16 @@ def test_rs_1_a_layer_whose_sums_are_made_on_the_way_does_not_go_on_without_a_ra
     def work(comm: ThreadComm) -> None:
         sizes = {"experts": QWEN.experts, "topk": QWEN.topk, "hidden": QWEN.hidden}
         given = {**sizes, "max_tokens": 8, "dtype": torch.float32, "answer_dtype": torch.float32}
-        with rank_of(comm, ranks_per_node=1, **given) as a:
-            layer = ParallelMoeLayer(QWEN, sliced(weights, a.local_experts), a, max_tokens=8)
-            layer.forward(tokens(comm.rank(), 5, QWEN))
-            comm.all_gather(b"")
-            if comm.rank() == 0:
-                a.mask(2, "it was unplugged")
-            comm.all_gather(b"")
-            for _ in range(0 if comm.rank() == 2 else 3):
-                with pytest.raises(errors.PeerLost, match="rank 2 "):
-                    layer.forward(tokens(comm.rank(), 5, QWEN))
-            comm.all_gather(b"")
+        a = throughput_rank(comm, ranks_per_node=1, **given)
+        layer = ParallelMoeLayer(QWEN, sliced(weights, a.local_experts), a, max_tokens=8)
+        layer.forward(tokens(comm.rank(), 5, QWEN))
+        comm.all_gather(b"")
+        if comm.rank() == 0:
+            a.mask(2, "it was unplugged")
+        comm.all_gather(b"")
+        for _ in range(0 if comm.rank() == 2 else 3):
+            with pytest.raises(errors.PeerLost, match="rank 2 "):
+                layer.forward(tokens(comm.rank(), 5, QWEN))
 
     on_ranks(4, work)
 

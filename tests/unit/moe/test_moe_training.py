@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fabric_ray import TransferEngine
 from fabric_ray.moe.autograd import Differentiable
 from fabric_ray.moe.layer import MoeConfig
 from fabric_ray.moe.model import MoeModel, MoeModelConfig
-from tests.moe_ranks import ThreadComm, on_ranks
+from tests.moe_ranks import ThreadComm, on_ranks, rank_of
 
 RANKS, STEPS, RATE, M = 4, 3, 0.02, 8
 CONFIG = MoeModelConfig(
@@ -58,37 +57,33 @@ def test_a_model_is_trained_as_in_one_place(per_node: int | None) -> None:
     gathered: dict[str, list[Tensor]] = {}
 
     def work(comm: ThreadComm) -> list[float]:
-        with TransferEngine(name=f"rank-{comm.rank()}", transport="shm") as engine:
-            exchange = Differentiable(
-                engine, rank=comm.rank(), ranks=RANKS, experts=CONFIG.moe.experts,
-                topk=CONFIG.moe.topk, hidden=CONFIG.moe.hidden, max_tokens=M, dtype=torch.float32,
-                ranks_per_node=per_node, chunk=4,
-            )  # fmt: skip
-            exchange.connect(comm.all_gather(exchange.card()))
-            comm.all_gather(b"")
-            model = MoeModel(CONFIG, seed=4, exchange=exchange, max_tokens=M, deterministic=False)
-            parameters = {name: p.requires_grad_() for name, p in model.parameters().items()}
-            said = []
-            for turn in range(STEPS):
-                loss = loss_of(model, SEQUENCES[comm.rank() :: RANKS], 2)
-                loss.backward()
-                exchange.check()
-                said.append(loss.item())
-                for name, p in parameters.items():
-                    assert p.grad is not None
-                    gathered.setdefault(f"{turn}.{name}", []).append(p.grad)
-                comm.all_gather(b"")
-                for name, p in parameters.items():
-                    if "experts" not in name:
-                        p.grad = torch.stack(gathered[f"{turn}.{name}"]).sum(0)
-                comm.all_gather(b"")
-                step(parameters)
-            each = CONFIG.moe.experts // RANKS
-            here = slice(comm.rank() * each, (comm.rank() + 1) * each)
+        exchange = rank_of(
+            Differentiable, comm, experts=CONFIG.moe.experts, topk=CONFIG.moe.topk,
+            hidden=CONFIG.moe.hidden, max_tokens=M, dtype=torch.float32, ranks_per_node=per_node,
+            chunk=4,
+        )  # fmt: skip
+        model = MoeModel(CONFIG, seed=4, exchange=exchange, max_tokens=M, deterministic=False)
+        parameters = {name: p.requires_grad_() for name, p in model.parameters().items()}
+        said = []
+        for turn in range(STEPS):
+            loss = loss_of(model, SEQUENCES[comm.rank() :: RANKS], 2)
+            loss.backward()
+            exchange.check()
+            said.append(loss.item())
             for name, p in parameters.items():
-                want = wanted[name][here] if "experts" in name else wanted[name]
-                torch.testing.assert_close(p.detach(), want, rtol=1e-4, atol=1e-5)
+                assert p.grad is not None
+                gathered.setdefault(f"{turn}.{name}", []).append(p.grad)
             comm.all_gather(b"")
+            for name, p in parameters.items():
+                if "experts" not in name:
+                    p.grad = torch.stack(gathered[f"{turn}.{name}"]).sum(0)
+            comm.all_gather(b"")
+            step(parameters)
+        each = CONFIG.moe.experts // RANKS
+        here = slice(comm.rank() * each, (comm.rank() + 1) * each)
+        for name, p in parameters.items():
+            want = wanted[name][here] if "experts" in name else wanted[name]
+            torch.testing.assert_close(p.detach(), want, rtol=1e-4, atol=1e-5)
         return said
 
     of_ranks = on_ranks(RANKS, work)

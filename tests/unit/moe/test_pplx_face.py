@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fabric_ray import errors
 from fabric_ray.moe import cast
 from fabric_ray.moe.pplx import AllToAll
-from tests.moe_ranks import ThreadComm, batch, expert, on_ranks
+from tests.moe_ranks import ThreadComm, batch, expert, on_all_ranks, on_ranks, unsharded
 from tests.processes import Other
 
 EXPERTS, TOPK, M, HIDDEN = 8, 3, 9, 64
@@ -31,14 +31,6 @@ def made(rank: int, ranks: int, *, fp8: bool = False, **options: Any) -> AllToAl
         hidden_dim_scale_bytes=HIDDEN // 16 * 4 if fp8 else 0,
         **options,
     )
-
-
-def unsharded(x: torch.Tensor, idx: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    out = torch.zeros(x.shape, dtype=torch.float32)
-    for t in range(len(x)):
-        for k in range(idx.shape[1]):
-            out[t] += w[t, k] * expert(int(idx[t, k]), x[t]).float()
-    return out
 
 
 def layer(a: AllToAll, rank: int, ranks: int, tokens: int, *, fp8: bool, split: bool) -> None:
@@ -64,7 +56,7 @@ def layer(a: AllToAll, rank: int, ranks: int, tokens: int, *, fp8: bool, split: 
         y[number, :count] = expert(rank * local + number, there[number, :count])
     for send, receive in halves:
         a.combine(out, idx, w, y, bound, do_send=send, do_recv=receive)
-    want = unsharded(x[:tokens], idx[:tokens].to(torch.int64), w).to(torch.bfloat16)
+    want = unsharded(x[:tokens], idx[:tokens].to(torch.int64), w)
     assert torch.equal(out[:tokens], want)
     assert (out[tokens:] == 7).all()
 
@@ -82,73 +74,69 @@ def test_a_layer_is_that_of_one_place_bit_by_bit(ranks: int, fp8: bool) -> None:
     on_ranks(ranks, work)
 
 
-def test_sums_may_be_wider_than_answers() -> None:
-    def work(comm: ThreadComm) -> None:
-        a = made(comm.rank(), 2, comm=comm, out_dtype=torch.float32)
-        x, _, w = batch(comm.rank(), 4, EXPERTS, TOPK, HIDDEN)
-        idx = torch.arange(12, dtype=torch.int32).view(4, 3) % EXPERTS
-        counts = torch.empty(4, dtype=torch.int32)
-        out_x = torch.empty(4, M * 2, HIDDEN, dtype=torch.bfloat16)
-        a.dispatch(counts, out_x, None, x, None, idx)
-        out = torch.empty(4, HIDDEN)
-        a.combine(out, idx, w, out_x.float())
-        want = torch.zeros(4, HIDDEN)
-        for k in range(TOPK):
-            want += w[:, k : k + 1] * x.float()
-        assert torch.equal(out, want)
-        a.destroy()
-
-    on_ranks(2, work)
+@on_all_ranks(2)
+def test_sums_may_be_wider_than_answers(comm: ThreadComm) -> None:
+    a = made(comm.rank(), 2, comm=comm, out_dtype=torch.float32)
+    x, _, w = batch(comm.rank(), 4, EXPERTS, TOPK, HIDDEN)
+    idx = torch.arange(12, dtype=torch.int32).view(4, 3) % EXPERTS
+    counts = torch.empty(4, dtype=torch.int32)
+    out_x = torch.empty(4, M * 2, HIDDEN, dtype=torch.bfloat16)
+    a.dispatch(counts, out_x, None, x, None, idx)
+    out = torch.empty(4, HIDDEN)
+    a.combine(out, idx, w, out_x.float())
+    want = torch.zeros(4, HIDDEN)
+    for k in range(TOPK):
+        want += w[:, k : k + 1] * x.float()
+    assert torch.equal(out, want)
+    a.destroy()
 
 
-def test_what_is_wrong_or_not_here_is_named_before_anything_is_sent() -> None:
-    def work(comm: ThreadComm) -> None:
-        with pytest.raises(errors.Unsupported, match="dp_size is 2"):
-            AllToAll.intranode(M, EXPERTS, TOPK, 0, 1, 2, HIDDEN, 2 * HIDDEN, 0, comm=comm)
-        with pytest.raises(errors.InvalidArgument, match="bytes for 64 elements"):
-            AllToAll.intranode(M, EXPERTS, TOPK, 0, 1, 1, HIDDEN, 100, 0, comm=comm)
-        with pytest.raises(errors.InvalidArgument, match="rank 1 of 2"):
-            AllToAll.intranode(M, EXPERTS, TOPK, 1, 2, 1, HIDDEN, 2 * HIDDEN, 0, comm=comm)
-        with pytest.raises(errors.InvalidArgument, match="no torch"):
-            made(0, 1)
-        a = made(0, 1, comm=comm)
-        x, _, w = batch(0, M, EXPERTS, TOPK, HIDDEN)
-        idx = torch.arange(M * TOPK).view(M, TOPK) % EXPERTS
-        counts = torch.empty(EXPERTS, dtype=torch.int32)
-        room = torch.empty(EXPERTS, M, HIDDEN, dtype=torch.bfloat16)
-        out = torch.empty(M, HIDDEN, dtype=torch.bfloat16)
-        invalid = errors.InvalidArgument
-        with pytest.raises(invalid, match="nothing was dispatched"):
-            a.combine(out, idx, w, room)
-        scale = torch.ones(M, 4)
-        bound = torch.tensor([M + 1])
-        for words, args in [
-            ("out_expert_num_tokens", (counts.long(), room, None, x, None, idx)),
-            ("out_expert_x is", (counts, room[:, :, :3], None, x, None, idx)),
-            ("out_expert_x is", (counts, room.float(), None, x, None, idx)),
-            ("out_expert_x_scale", (counts, room, torch.ones(8, M, 4), x, None, idx)),
-            ("scales have 16 bytes", (counts, room, None, x, scale, idx)),
-            ("have 2 bytes", (counts, room.float(), None, x.float(), None, idx)),
-            ("bound_m is 10", (counts, room, None, x, None, idx, bound)),
-            ("one row for each", (counts, room, None, x, None, idx[:2])),
-        ]:
-            with pytest.raises(invalid, match=words):
-                a.dispatch(*args)
-        a.dispatch(counts, room, None, x, None, idx)
-        for words, args in [
-            ("aren't those", (out, idx + 1, w, room)),
-            ("answers are", (out, idx, w, room[:, :2])),
-            ("answers are", (out, idx, w, room.float())),
-            ("out_tokens", (out[:2], idx, w, room)),
-            ("out_tokens", (out.double(), idx, w, room)),
-            ("weights", (out, idx, w.double(), room)),
-        ]:
-            with pytest.raises(invalid, match=words):
-                a.combine(*args)
+@on_all_ranks(1)
+def test_what_is_wrong_or_not_here_is_named_before_anything_is_sent(comm: ThreadComm) -> None:
+    with pytest.raises(errors.Unsupported, match="dp_size is 2"):
+        AllToAll.intranode(M, EXPERTS, TOPK, 0, 1, 2, HIDDEN, 2 * HIDDEN, 0, comm=comm)
+    with pytest.raises(errors.InvalidArgument, match="bytes for 64 elements"):
+        AllToAll.intranode(M, EXPERTS, TOPK, 0, 1, 1, HIDDEN, 100, 0, comm=comm)
+    with pytest.raises(errors.InvalidArgument, match="rank 1 of 2"):
+        AllToAll.intranode(M, EXPERTS, TOPK, 1, 2, 1, HIDDEN, 2 * HIDDEN, 0, comm=comm)
+    with pytest.raises(errors.InvalidArgument, match="no torch"):
+        made(0, 1)
+    a = made(0, 1, comm=comm)
+    x, _, w = batch(0, M, EXPERTS, TOPK, HIDDEN)
+    idx = torch.arange(M * TOPK).view(M, TOPK) % EXPERTS
+    counts = torch.empty(EXPERTS, dtype=torch.int32)
+    room = torch.empty(EXPERTS, M, HIDDEN, dtype=torch.bfloat16)
+    out = torch.empty(M, HIDDEN, dtype=torch.bfloat16)
+    invalid = errors.InvalidArgument
+    with pytest.raises(invalid, match="nothing was dispatched"):
         a.combine(out, idx, w, room)
-        a.destroy()
-
-    on_ranks(1, work)
+    scale = torch.ones(M, 4)
+    bound = torch.tensor([M + 1])
+    for words, args in [
+        ("out_expert_num_tokens", (counts.long(), room, None, x, None, idx)),
+        ("out_expert_x is", (counts, room[:, :, :3], None, x, None, idx)),
+        ("out_expert_x is", (counts, room.float(), None, x, None, idx)),
+        ("out_expert_x_scale", (counts, room, torch.ones(8, M, 4), x, None, idx)),
+        ("scales have 16 bytes", (counts, room, None, x, scale, idx)),
+        ("have 2 bytes", (counts, room.float(), None, x.float(), None, idx)),
+        ("bound_m is 10", (counts, room, None, x, None, idx, bound)),
+        ("one row for each", (counts, room, None, x, None, idx[:2])),
+    ]:
+        with pytest.raises(invalid, match=words):
+            a.dispatch(*args)
+    a.dispatch(counts, room, None, x, None, idx)
+    for words, args in [
+        ("aren't those", (out, idx + 1, w, room)),
+        ("answers are", (out, idx, w, room[:, :2])),
+        ("answers are", (out, idx, w, room.float())),
+        ("out_tokens", (out[:2], idx, w, room)),
+        ("out_tokens", (out.double(), idx, w, room)),
+        ("weights", (out, idx, w.double(), room)),
+    ]:
+        with pytest.raises(invalid, match=words):
+            a.combine(*args)
+    a.combine(out, idx, w, room)
+    a.destroy()
 
 
 def process(connection: Connection, rank: int, ranks: int, store: str) -> None:

@@ -12,14 +12,9 @@ import pytest
 from tests import faces_checks
 from tests.exchange_cases import CASES, Case
 from tests.exchange_checks import check_case, ranks
-from tests.host_kernels import Host, exchange_kernels
+from tests.host_kernels import Host
 from tests.processes import Other, Thread
 from tests.stands import NoKernels, OnProcessor
-
-
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
-    return exchange_kernels(tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.fixture(scope="module")

@@ -4,42 +4,34 @@ host and sums made by torch."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from fabric_ray import TransferEngine, errors
+from fabric_ray import errors
 from fabric_ray.moe import RowPart, ThroughputAllToAll
 from fabric_ray.moe.autograd import Differentiable, combine, dispatch
-from tests.host_kernels import Host, Stream
-from tests.moe_ranks import ThreadComm, batch, expert, on_ranks
-from tests.throughput_ranks import HIDDEN, SOURCE, hierarchical, layer, rank_of
+from tests.host_kernels import Host, Stream, launching
+from tests.moe_ranks import ThreadComm, batch, expert, on_all_ranks, on_ranks, rank_of
+from tests.throughput_ranks import HIDDEN, SOURCE, hierarchical, layer, throughput_rank
 
 LIMIT = 60.0
 
 
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
-    host = Host(tmp_path_factory.mktemp("kernels"))
-    host.built("moe/work.cu")
-    return host
-
-
-@contextmanager
 def kernels_of(
-    host: Host, comm: ThreadComm, on_kernels: Sequence[bool], transport: str, **options: Any
-) -> Iterator[ThroughputAllToAll]:
-    """A rank, with kernels if it is its turn, which have ended when the exchange has."""
-    workers = options.pop("workers", 1)
-    with ExitStack() as stack:
-        if on_kernels[comm.rank()]:
-            stream = Stream(host, workers)
-            stack.callback(stream.finish, LIMIT)
-            options = {"launcher": stream, "workers": workers, **options}
-        yield stack.enter_context(rank_of(comm, transport, **options))
+    host: Host, comm: ThreadComm, on_kernels: Sequence[bool], workers: int = 1
+) -> dict[str, Any]:
+    """Options of a rank, with kernels if it is its turn."""
+    return launching(host, comm.stack, workers) if on_kernels[comm.rank()] else {}
+
+
+def rank_on(
+    host: Host, comm: ThreadComm, on_kernels: Sequence[bool], transport: str = "shm", **options: Any
+) -> ThroughputAllToAll:
+    kernels = kernels_of(host, comm, on_kernels, options.pop("workers", 1))
+    return throughput_rank(comm, transport, **kernels, **options)
 
 
 def routing(turn: int, rank: int, experts: int, topk: int) -> tuple[torch.Tensor, ...]:
@@ -79,13 +71,12 @@ def test_ranks_with_kernels_and_without_are_one_exchange(
             "ranks_per_node": per_node,
             "parts": SOURCE,
         }
-        with kernels_of(host, comm, on_kernels, transport, **options) as one:
-            for turn in range(5):
-                x, idx, w = routing(turn, comm.rank(), experts, topk)
-                want = hierarchical(x, idx, w, local=2, per_node=per_node, nodes=nodes)
-                assert torch.equal(layer(one, x, idx, w), want)
-            assert one.lost == ()
-            comm.all_gather(b"")
+        one = rank_on(host, comm, on_kernels, transport, **options)
+        for turn in range(5):
+            x, idx, w = routing(turn, comm.rank(), experts, topk)
+            want = hierarchical(x, idx, w, local=2, per_node=per_node, nodes=nodes)
+            assert torch.equal(layer(one, x, idx, w), want)
+        assert one.lost == ()
 
     on_ranks(ranks, work)
 
@@ -119,28 +110,27 @@ def test_what_comes_and_what_comes_back_has_the_bits_of_the_host(
 
     def work(comm: ThreadComm, on_kernels: Sequence[bool]) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
-        with kernels_of(host, comm, on_kernels, "shm", **options) as one:
-            for turn in range(3):
-                seed = 10 * turn + comm.rank()
-                x, idx, w = batch(seed, tokens - turn, experts, topk, hidden)
-                number = torch.arange(len(x), dtype=torch.int16)[:, None] + 100 * comm.rank()
-                scales = torch.rand(len(x), 3, generator=torch.Generator().manual_seed(seed))
-                eighths = x.to(torch.float8_e4m3fn)
-                weights = None if turn == 1 else w
-                one.dispatch_send(eighths, idx, weights=weights, scales=scales, number=number)
-                got = one.dispatch_recv(multiple=8, stride=tokens * ranks if turn else None)
-                found += [got.counts, got.starts]
-                y = torch.zeros(len(got.x), hidden, dtype=answers)
-                for local in range(2):
-                    of = got.of(local)
-                    found += [got.x[of].view(torch.uint8), got.parts["scales"][of]]
-                    found.append(got.parts["number"][of])
-                    y[of] = (got.x[of].float() * (local + 3)).to(answers)
-                if turn == 2:
-                    continue
-                one.combine_send(y)
-                found.append(one.combine_recv(dtype=torch.float32 if turn else None))
-            comm.all_gather(b"")
+        one = rank_on(host, comm, on_kernels, **options)
+        for turn in range(3):
+            seed = 10 * turn + comm.rank()
+            x, idx, w = batch(seed, tokens - turn, experts, topk, hidden)
+            number = torch.arange(len(x), dtype=torch.int16)[:, None] + 100 * comm.rank()
+            scales = torch.rand(len(x), 3, generator=torch.Generator().manual_seed(seed))
+            eighths = x.to(torch.float8_e4m3fn)
+            weights = None if turn == 1 else w
+            one.dispatch_send(eighths, idx, weights=weights, scales=scales, number=number)
+            got = one.dispatch_recv(multiple=8, stride=tokens * ranks if turn else None)
+            found += [got.counts, got.starts]
+            y = torch.zeros(len(got.x), hidden, dtype=answers)
+            for local in range(2):
+                of = got.of(local)
+                found += [got.x[of].view(torch.uint8), got.parts["scales"][of]]
+                found.append(got.parts["number"][of])
+                y[of] = (got.x[of].float() * (local + 3)).to(answers)
+            if turn == 2:
+                continue
+            one.combine_send(y)
+            found.append(one.combine_recv(dtype=torch.float32 if turn else None))
         return found
 
     wanted = on_ranks(ranks, lambda comm: work(comm, [False] * ranks))
@@ -158,27 +148,17 @@ def test_gradients_have_the_bits_of_the_host(host: Host, on_kernels: Sequence[bo
         x, idx, w = batch(comm.rank(), 7 - 2 * comm.rank(), 8, 3, HIDDEN, torch.float32)
         x.requires_grad_()
         w.requires_grad_()
-        with ExitStack() as stack:
-            options: dict[str, Any] = {}
-            if on_kernels[comm.rank()]:
-                stream = Stream(host, 2)
-                stack.callback(stream.finish, LIMIT)
-                options = {"launcher": stream, "workers": 2}
-            name = f"rank-{comm.rank()}"
-            engine = stack.enter_context(TransferEngine(name=name, transport="shm"))
-            a = Differentiable(
-                engine, rank=comm.rank(), ranks=4, experts=8, topk=3, hidden=HIDDEN, max_tokens=8,
-                dtype=torch.float32, ranks_per_node=2, chunk=2, **options,
-            )  # fmt: skip
-            a.connect(comm.all_gather(a.card()))
-            comm.all_gather(b"")
-            found = x
-            for _ in range(2):
-                got = dispatch(a, found, idx, weights=w, multiple=4)
-                found = found + combine(a, torch.tanh(got.x) * got.experts()[:, None])
-            found.square().sum().backward()
-            a.check()
-            comm.all_gather(b"")
+        a = rank_of(
+            Differentiable, comm, experts=8, topk=3, hidden=HIDDEN, max_tokens=8,
+            dtype=torch.float32, ranks_per_node=2, chunk=2,
+            **kernels_of(host, comm, on_kernels, 2),
+        )  # fmt: skip
+        found = x
+        for _ in range(2):
+            got = dispatch(a, found, idx, weights=w, multiple=4)
+            found = found + combine(a, torch.tanh(got.x) * got.experts()[:, None])
+        found.square().sum().backward()
+        a.check()
         return [found.detach(), x.grad, w.grad]
 
     wanted = on_ranks(4, lambda comm: work(comm, (False,) * 4))
@@ -190,60 +170,56 @@ SMALL = {"experts": 4, "topk": 2, "max_tokens": 8, "ranks_per_node": 2}
 
 
 @pytest.mark.parametrize("on_kernels", [(True,) * 4, (False, True, True, False)], ids=str)
+@on_all_ranks(4)
 def test_rs_4_a_masked_rank_ends_the_calls_of_all_and_their_kernels_and_is_left_out(
-    host: Host, on_kernels: Sequence[bool]
+    comm: ThreadComm, host: Host, on_kernels: Sequence[bool]
 ) -> None:
-    def work(comm: ThreadComm) -> None:
-        with kernels_of(host, comm, on_kernels, "shm", parts=SOURCE, **SMALL) as one:
-            x, idx, w = batch(comm.rank(), 5, 4, 2, HIDDEN)
-            if comm.rank() == 0:
-                one.mask(3, "its node is gone")
-            with pytest.raises(errors.PeerLost, match="rank 3"):
-                layer(one, x, idx, w)
-            if comm.rank() == 3:
-                with pytest.raises(errors.PeerLost, match="rank 3"):
-                    one.dispatch_send(x, idx, source=x[:, :1].long())
-            else:
-                assert [lost.rank for lost in one.lost] == [3]
-                kept = idx.masked_fill(idx == 3, -1)
-                want = hierarchical(x, kept, w, local=1, per_node=1, nodes=4)
-                for _ in range(2):
-                    assert torch.equal(layer(one, x, idx, w), want)
-                assert one.left_out == ((3,) if (idx == 3).any() else ())
-            comm.all_gather(b"")
-
-    on_ranks(4, work)
+    one = rank_on(host, comm, on_kernels, parts=SOURCE, **SMALL)
+    x, idx, w = batch(comm.rank(), 5, 4, 2, HIDDEN)
+    if comm.rank() == 0:
+        one.mask(3, "its node is gone")
+    with pytest.raises(errors.PeerLost, match="rank 3"):
+        layer(one, x, idx, w)
+    if comm.rank() == 3:
+        with pytest.raises(errors.PeerLost, match="rank 3"):
+            one.dispatch_send(x, idx, source=x[:, :1].long())
+    else:
+        assert [lost.rank for lost in one.lost] == [3]
+        kept = idx.masked_fill(idx == 3, -1)
+        want = hierarchical(x, kept, w, local=1, per_node=1, nodes=4)
+        for _ in range(2):
+            assert torch.equal(layer(one, x, idx, w), want)
+        assert one.left_out == ((3,) if (idx == 3).any() else ())
 
 
-def test_rs_4_a_call_that_waits_and_its_kernels_end_when_another_thread_masks(host: Host) -> None:
-    def work(comm: ThreadComm) -> None:
-        sizes = {**SMALL, "ranks_per_node": 1}
-        with kernels_of(host, comm, (True, True), "shm", **sizes) as one:
-            x, idx, w = batch(comm.rank(), 5, 4, 2, HIDDEN)
-            if comm.rank() == 0:
-                one.dispatch_send(x, idx, weights=w)
-                said: list[BaseException] = []
+@on_all_ranks(2)
+def test_rs_4_a_call_that_waits_and_its_kernels_end_when_another_thread_masks(
+    comm: ThreadComm, host: Host
+) -> None:
+    sizes = {**SMALL, "ranks_per_node": 1}
+    one = rank_on(host, comm, (True, True), **sizes)
+    x, idx, w = batch(comm.rank(), 5, 4, 2, HIDDEN)
+    if comm.rank() == 0:
+        one.dispatch_send(x, idx, weights=w)
+        said: list[BaseException] = []
 
-                def waits() -> None:
-                    try:
-                        one.dispatch_recv()
-                    except BaseException as error:
-                        said.append(error)
+        def waits() -> None:
+            try:
+                one.dispatch_recv()
+            except BaseException as error:
+                said.append(error)
 
-                call = threading.Thread(target=waits, daemon=True)
-                call.start()
-                while not said:
-                    try:
-                        one.combine_recv()
-                    except errors.InvalidArgument as error:
-                        if "another thread" in str(error):
-                            break
-                one.mask(1, "the test said so")
-                call.join(LIMIT)
-                assert "the test said so" in str(said[0])
-            comm.all_gather(b"")
-
-    on_ranks(2, work)
+        call = threading.Thread(target=waits, daemon=True)
+        call.start()
+        while not said:
+            try:
+                one.combine_recv()
+            except errors.InvalidArgument as error:
+                if "another thread" in str(error):
+                    break
+        one.mask(1, "the test said so")
+        call.join(LIMIT)
+        assert "the test said so" in str(said[0])
 
 
 def test_rs_4_kernels_that_never_run_end_the_exchange_by_the_name_of_their_rank() -> None:
@@ -255,11 +231,10 @@ def test_rs_4_kernels_that_never_run_end_the_exchange_by_the_name_of_their_rank(
         options: dict[str, Any] = {**SMALL, "ranks_per_node": 1, "timeout": 0.5, "parts": SOURCE}
         if comm.rank() == 1:
             options["launcher"] = Nowhere()
-        with rank_of(comm, **options) as one:
-            x, idx, w = batch(comm.rank(), 5, 4, 2, HIDDEN)
-            with pytest.raises(errors.PeerLost, match="rank 1"):
-                layer(one, x, idx, w)
-            comm.all_gather(b"")
+        one = throughput_rank(comm, **options)
+        x, idx, w = batch(comm.rank(), 5, 4, 2, HIDDEN)
+        with pytest.raises(errors.PeerLost, match="rank 1"):
+            layer(one, x, idx, w)
 
     on_ranks(2, work)
 
@@ -270,10 +245,10 @@ def test_rs_4_workers_end_when_their_host_does_nothing_any_more(host: Host) -> N
 
     def work(comm: ThreadComm) -> None:
         options: dict[str, Any] = {**SMALL, "ranks_per_node": 1, "timeout": 1e-3}
-        with rank_of(comm, launcher=stream, workers=2, **options) as one:
-            assert one._steps is not None
-            with one._steps._at_work():
-                stream.finish(LIMIT)
+        one = throughput_rank(comm, launcher=stream, workers=2, **options)
+        assert one._steps is not None
+        with one._steps._at_work():
+            stream.finish(LIMIT)
 
     on_ranks(1, work)
 
@@ -291,54 +266,52 @@ def test_a_launch_that_fails_leaves_the_exchange_as_it_was(host: Host) -> None:
     def work(comm: ThreadComm) -> None:
         stream = Once(host, 1)
         sizes = {**SMALL, "ranks_per_node": 1}
-        with rank_of(comm, launcher=stream, workers=1, parts=SOURCE, **sizes) as one:
-            x, idx, w = batch(1, 5, 4, 2, HIDDEN)
-            with pytest.raises(errors.ResourceError):
-                layer(one, x, idx, w)
-            want = hierarchical(x, idx, w, local=4, per_node=1, nodes=1)
-            assert torch.equal(layer(one, x, idx, w), want)
-        stream.finish(LIMIT)
+        comm.stack.callback(stream.finish, LIMIT)
+        one = throughput_rank(comm, launcher=stream, workers=1, parts=SOURCE, **sizes)
+        x, idx, w = batch(1, 5, 4, 2, HIDDEN)
+        with pytest.raises(errors.ResourceError):
+            layer(one, x, idx, w)
+        want = hierarchical(x, idx, w, local=4, per_node=1, nodes=1)
+        assert torch.equal(layer(one, x, idx, w), want)
 
     on_ranks(1, work)
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_sent(host: Host) -> None:
-    def work(comm: ThreadComm) -> None:
-        sizes = {**SMALL, "ranks_per_node": 1}
-        with kernels_of(host, comm, (True,), "shm", **sizes) as one:
-            x, idx, w = batch(1, 5, 4, 2, HIDDEN)
-            for call, word in (
-                (lambda: one.dispatch_send(x[:, 1:], idx), "x"),
-                (lambda: one.dispatch_send(x.float(), idx), "bfloat16"),
-                (lambda: one.dispatch_send(x, idx, weights=w[:, :1]), "weights"),
-                (lambda: one.dispatch_send(x, idx, scales=w), "made of"),
-                (lambda: one.dispatch_send(x, idx + 4), "expert"),
-                (lambda: one.dispatch_send(x.to("meta"), idx), "meta"),
-                (lambda: one.dispatch_send(x, idx.to("meta")), "meta"),
-                (lambda: one.dispatch_recv(), "dispatch_send"),
-                (lambda: one.combine_send(x), "dispatch_send"),
-                (lambda: one.combine_recv(), "dispatch_send"),
-            ):
-                with pytest.raises(errors.InvalidArgument, match=word):
-                    call()
-            one.dispatch_send(x, idx, weights=w)
-            with pytest.raises(errors.InvalidArgument, match="room for 1"):
-                one.dispatch_recv(stride=1)
-            with pytest.raises(errors.InvalidArgument, match="needed"):
-                one.dispatch_recv(x=x[:1])
-            got = one.dispatch_recv()
-            with pytest.raises(errors.InvalidArgument, match="answers"):
-                one.combine_send(got.x[:-1])
-            y = got.x.clone()
-            for local in range(4):
-                y[got.of(local)] = expert(local, got.x[got.of(local)])
-            one.combine_send(y)
-            with pytest.raises(errors.InvalidArgument, match="int32"):
-                one.combine_recv(dtype=torch.int32)
-            want = hierarchical(x, idx, w, local=4, per_node=1, nodes=1)
-            assert torch.equal(one.combine_recv(dtype=torch.float32), want)
-
-    on_ranks(1, work)
+@on_all_ranks(1)
+def test_what_does_not_fit_is_refused_before_anything_is_sent(comm: ThreadComm, host: Host) -> None:
+    sizes = {**SMALL, "ranks_per_node": 1}
+    one = rank_on(host, comm, (True,), **sizes)
+    x, idx, w = batch(1, 5, 4, 2, HIDDEN)
+    for call, word in (
+        (lambda: one.dispatch_send(x[:, 1:], idx), "x"),
+        (lambda: one.dispatch_send(x.float(), idx), "bfloat16"),
+        (lambda: one.dispatch_send(x, idx, weights=w[:, :1]), "weights"),
+        (lambda: one.dispatch_send(x, idx, scales=w), "made of"),
+        (lambda: one.dispatch_send(x, idx + 4), "expert"),
+        (lambda: one.dispatch_send(x.to("meta"), idx), "meta"),
+        (lambda: one.dispatch_send(x, idx.to("meta")), "meta"),
+        (lambda: one.dispatch_recv(), "dispatch_send"),
+        (lambda: one.combine_send(x), "dispatch_send"),
+        (lambda: one.combine_recv(), "dispatch_send"),
+    ):
+        with pytest.raises(errors.InvalidArgument, match=word):
+            call()
+    one.dispatch_send(x, idx, weights=w)
+    with pytest.raises(errors.InvalidArgument, match="room for 1"):
+        one.dispatch_recv(stride=1)
+    with pytest.raises(errors.InvalidArgument, match="needed"):
+        one.dispatch_recv(x=x[:1])
+    got = one.dispatch_recv()
+    with pytest.raises(errors.InvalidArgument, match="answers"):
+        one.combine_send(got.x[:-1])
+    y = got.x.clone()
+    for local in range(4):
+        y[got.of(local)] = expert(local, got.x[got.of(local)])
+    one.combine_send(y)
+    with pytest.raises(errors.InvalidArgument, match="int32"):
+        one.combine_recv(dtype=torch.int32)
+    want = hierarchical(x, idx, w, local=4, per_node=1, nodes=1)
+    assert torch.equal(one.combine_recv(dtype=torch.float32), want)
 
 
 def test_without_a_gpu_a_device_is_refused_in_words() -> None:
@@ -346,10 +319,7 @@ def test_without_a_gpu_a_device_is_refused_in_words() -> None:
         pytest.skip("there is a GPU")
 
     def work(comm: ThreadComm) -> None:
-        with (
-            pytest.raises(errors.ResourceError, match="GPU"),
-            rank_of(comm, device="cuda:0", **SMALL),
-        ):
-            pass
+        with pytest.raises(errors.ResourceError, match="GPU"):
+            throughput_rank(comm, device="cuda:0", **SMALL)
 
     on_ranks(1, work)

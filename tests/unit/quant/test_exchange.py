@@ -31,7 +31,7 @@ def uneven() -> Side:
 
 
 def one_way() -> Side:
-    """Rank 0 has all, and sends to others from whom it needs nothing."""
+    """Rank 0 has all, and sends to ranks of which it needs nothing."""
     tensor = Tensor("a.weight", (14, 8), BF16)
     whole = Container("all", BF16, Leaf(tensor, Mesh.line([0]), (REP,)))
     return Side.of(

@@ -192,7 +192,7 @@ def test_mr_1_an_aborted_fetch_ends_at_once_and_keeps_its_memory_until_it_is_qui
         over_tcp.fetches.end(begun)
         del begun, waiting
         outcome.clear()
-        if not quiet:  # then nobody else may have that memory
+        if not quiet:  # then no other fetch may get that memory
             assert len(over_tcp.fetches) == 1
             lent = over_tcp.pool.lend(*kind[0])
             assert lent is not None

@@ -28,7 +28,9 @@ MIDDLE, LAST = "model.layers.1.mlp.up_proj.weight", list(FULL)[-1]
 
 
 @pytest.fixture
-def open_setup() -> Iterator[Callable[..., Setup]]:
+def open_setup(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Setup]]:
+    # All actors are in this process: no delay between hosts has to be allowed for.
+    monkeypatch.setattr("fabric_ray.weights.session._GATE_S", 1.0)
     yield from closing([])
 
 

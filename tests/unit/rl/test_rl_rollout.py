@@ -14,12 +14,11 @@ pytest.importorskip("ray")
 
 from fabric_ray import TransferEngine, runtime
 from fabric_ray.demo.rl import policy
-from fabric_ray.demo.rl.actors import Rollout, differing, fingerprints
+from fabric_ray.demo.rl.actors import Rollout
 from fabric_ray.demo.rl.options import Options, model
 from fabric_ray.errors import FabricError
 from fabric_ray.models.boxes import InitialWeights
 from fabric_ray.weights import WeightSource, WeightSync
-from fabric_ray.weights.reference import iter_expected
 from tests.unit.weights.local_sync import InProcess
 
 Tensors = dict[str, torch.Tensor]
@@ -47,10 +46,6 @@ def sync(rollout: Rollout, tensors: Tensors) -> Iterator[WeightSync]:
         source.close()
 
 
-def expected(tensors: Tensors) -> dict[str, str]:
-    return fingerprints(iter_expected(model(), tensors, tp=1, rank=0))
-
-
 def test_nothing_is_drawn_before_the_first_version(rollout: Rollout) -> None:
     with pytest.raises(FabricError, match="no version has arrived"):
         rollout.draw()
@@ -60,16 +55,14 @@ def test_a_version_that_arrives_while_a_batch_is_drawn_serves_the_next(
     rollout: Rollout, sync: WeightSync, tensors: Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sync.push()
-    first = expected(tensors)
+    first = {name: tensor.clone() for name, tensor in tensors.items()}
     half_way, go_on = threading.Event(), threading.Event()
     whole = policy.sample
 
     def slow(*args: Any, **named: Any) -> Any:
         half_way.set()
         assert go_on.wait(20)
-        with rollout.target.reading() as weights:
-            want = first if rollout.target.version == 1 else expected(tensors)
-            assert differing(fingerprints(weights.items()), want) == ()
+        assert rollout.check(first if rollout.target.version == 1 else tensors).wrong == ()
         return whole(*args, **named)
 
     monkeypatch.setattr(policy, "sample", slow)
@@ -85,6 +78,7 @@ def test_a_version_that_arrives_while_a_batch_is_drawn_serves_the_next(
         assert drawn.result(20).version == 1
         assert pushed.result(20).version == 2
     assert rollout.draw().version == 2
-    served = rollout.served()
-    assert differing(served.fingerprints, expected(tensors)) == ()
+    served = rollout.served(first)
+    assert len(served.wrong) > 1
     assert served.generating
+    assert rollout.served(tensors, tensors).wrong == ()

@@ -174,7 +174,7 @@ class LocalSync(InProcess, WeightSync):
         return target._staging[target._next].views(target._layout)
 
     def broken(self, named: set[str], before: int) -> Iterator[str]:
-        """What of RS-3 doesn't hold after a push; ``named`` are those whom its error names."""
+        """What of RS-3 doesn't hold after a push whose error names the rollouts ``named``."""
         for number, target in enumerate(self.targets):
             who = f"rollout {number}"
             if who in self.dead or number not in self.rollouts:

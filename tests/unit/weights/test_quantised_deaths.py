@@ -41,8 +41,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def crews() -> Iterator[dict[bool, ActorProcesses]]:
-    """Those who live after one test take part in the next; by whether versions are staged."""
+def idle_groups() -> Iterator[dict[bool, ActorProcesses]]:
+    """Processes that live after one test take part in the next; by whether versions are staged."""
     made: dict[bool, ActorProcesses] = {}
     yield made
     for group in made.values():
@@ -61,16 +61,16 @@ def look(group: ActorProcesses, dead: str = "") -> dict[str, Held]:
 
 @pytest.mark.parametrize(("death", "staged"), CASES)
 def test_rs_3_after_a_death_at_any_step_of_a_quantised_push_the_others_are_at_one_version(
-    crews: dict[bool, ActorProcesses], death: Death, staged: bool
+    idle_groups: dict[bool, ActorProcesses], death: Death, staged: bool
 ) -> None:
     # Unset during a test: after a failure the state of the processes is unknown.
-    group = crews.pop(staged, None) or ActorProcesses(staged=staged)
+    group = idle_groups.pop(staged, None) or ActorProcesses(staged=staged)
     try:
         _one_dies(group, death, staged)
     except BaseException:
         group.close()
         raise
-    crews[staged] = group
+    idle_groups[staged] = group
 
 
 def _one_dies(group: ActorProcesses, death: Death, staged: bool) -> None:

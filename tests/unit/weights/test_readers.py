@@ -23,25 +23,6 @@ from fabric_ray.weights.target import TARGETS
 from tests.unit.weights.local_sync import SHAPES, Fault, LocalSync, expected, side
 
 
-@pytest.fixture
-def open_sync() -> Iterator[Callable[..., LocalSync]]:
-    """Makes controllers whose rollouts run version 1."""
-    made = []
-
-    def open_(*, first: bool = True, **options: Any) -> LocalSync:
-        sync = LocalSync(**options)
-        made.append(sync)
-        if first:
-            sync.train(1)
-            sync.push()
-        sync.train(2)
-        return sync
-
-    yield open_
-    for sync in made:
-        sync.close()
-
-
 class Module(torch.nn.Module):
     """A rollout's module, of rank 0 or 1."""
 
@@ -248,6 +229,24 @@ def test_threads_of_a_reader_read_on_while_a_push_waits(open_sync) -> None:
         )
         assert not push.done()
     assert push.result(10).version == 2
+
+
+def test_a_thread_that_holds_a_tensor_reads_the_next_while_a_push_waits_for_it(open_sync) -> None:
+    sync = open_sync()
+    target = sync.targets[0]
+    with ThreadPoolExecutor() as pool:
+        items = iter(target.weights.items())
+        name, tensor = next(items)
+        push = pool.submit(sync.push)
+        while not target._gate._is_closed:
+            time.sleep(0.001)
+        got = {name: tensor.clone()}
+        for name, tensor in items:
+            got[name] = tensor.clone()
+        assert not push.done()
+        del tensor
+        assert push.result(10).version == 2
+    assert is_version(got, 0, 1)
 
 
 def test_a_reader_that_runs_a_stage_itself_is_refused(open_sync) -> None:

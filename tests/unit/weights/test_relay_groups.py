@@ -366,7 +366,7 @@ def test_an_abort_passes_nothing_on_any_more(open_engine: Callable[..., Transfer
     assert passed.value == 0
 
 
-def test_whom_a_version_could_not_be_passed_on_to_is_named(
+def test_a_replica_that_the_version_did_not_reach_is_named(
     open_sync: Callable[..., LocalSync],
 ) -> None:
     sync = open_sync(engines=2, relay=True)

@@ -232,7 +232,7 @@ fn a_rank_that_is_killed_at_any_step_does_not_stop_the_others() {
 fn an_immediate_barrier_loses_no_rank() {
     let mut net = network(3);
     let mut ranks = all_ranks(&mut net, Plan { rounds: 0, ..plan(3, true) }, true);
-    until(&mut net, &mut ranks, "meeting", |ranks| ranks.iter().all(|r| r.device.has_sent_all()));
+    until(&mut net, &mut ranks, "barrier", |ranks| ranks.iter().all(|r| r.device.has_sent_all()));
     assert!(ranks.iter().all(|r| r.lost().is_empty()));
 }
 

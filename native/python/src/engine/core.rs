@@ -1,23 +1,19 @@
 use std::{sync::Arc, time::Duration};
 
 use fabric_engine as fe;
-use fe::{
-    api::{EngineConfig, Ports, Spin},
-    Local, Op, Remote,
-};
+use fe::{api::EngineConfig, Local, Op, Remote};
 use pyo3::{prelude::*, types::PyDict};
 
 use super::{
     batch::{build, length, Batch, OwnedOp},
     checked_int,
     class_arg::ClassArg,
-    config::{self, Nics},
+    config::Settings,
     counter::Counter,
     deferred_release::DeferredRelease,
     memory::{Pages, Region, RemoteRegion},
     peers::{Message, Peer, PeerGroup},
     requests::{options, PriorityArg},
-    seconds,
     segment::{self, RemoteSegment, Segment},
     telemetry,
     transfer::Transfer,
@@ -42,57 +38,9 @@ pub(crate) struct Engine {
 #[pymethods]
 impl Engine {
     #[new]
-    #[allow(clippy::too_many_arguments)] // keyword arguments
-    #[pyo3(signature = (*, name, transports, require, token, bind, ports, tcp_streams, spin_us, copy_threads, inline_bytes, stage_foreign, peer_timeout, op_timeout, heal, rail_window, receive_window, records, nics))]
-    fn new(
-        py: Python<'_>,
-        name: String,
-        transports: Vec<String>,
-        require: Option<&str>,
-        token: Option<Vec<u8>>,
-        bind: Vec<String>,
-        ports: Option<(u16, u16)>,
-        tcp_streams: usize,
-        spin_us: Option<u64>,
-        copy_threads: Option<usize>,
-        inline_bytes: u64,
-        stage_foreign: bool,
-        peer_timeout: f64,
-        op_timeout: f64,
-        heal: bool,
-        rail_window: u64,
-        receive_window: u64,
-        records: usize,
-        nics: Nics,
-    ) -> PyResult<Self> {
-        let defaults = EngineConfig::default();
-        let transports =
-            transports.iter().map(|t| config::transport(py, t)).collect::<PyResult<_>>()?;
-        let require = require.map(|name| config::requirement(py, name)).transpose()?;
-        let bind = bind.iter().map(|a| config::address(py, a)).collect::<PyResult<_>>()?;
-        let ports = ports.map(|(first, last)| Ports::new(first, last)).transpose().or_raise(py)?;
-        let op_timeout = seconds(py, Some(op_timeout), Duration::ZERO)?;
-        let config = EngineConfig {
-            name,
-            transports,
-            require,
-            token,
-            bind,
-            ports,
-            tcp_streams,
-            spin: spin_us.map_or(Spin::Always, |us| Spin::For(Duration::from_micros(us))),
-            copy_threads: copy_threads.unwrap_or(defaults.copy_threads),
-            inline_bytes,
-            stage_foreign,
-            peer_timeout: seconds(py, Some(peer_timeout), Duration::ZERO)?,
-            op_timeout,
-            heal,
-            rail_window,
-            receive_window,
-            records,
-            nics: nics.into(),
-        };
-        let like = config.clone();
+    fn new(py: Python<'_>, config: Settings) -> PyResult<Self> {
+        let config = config.engine_config(py)?;
+        let (like, op_timeout) = (config.clone(), config.op_timeout);
         let engine = py.detach(|| fe::TransferEngine::open(config)).or_raise(py)?;
         Ok(Self { engine: DetachedDrop::new(Arc::new(engine)), config: like, op_timeout })
     }

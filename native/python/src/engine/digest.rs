@@ -52,19 +52,7 @@ impl Digest {
         pages: ClassArg<'_, Pages>,
         places: ClassArg<'_, Pages>,
     ) -> PyResult<()> {
-        if pages.0.indices.len() != places.0.indices.len() {
-            let text = "a digest needs as many places as pages".to_owned();
-            return Err(raise(py, &fe::EngineError::Invalid(text)));
-        }
-        let end = pages.0.end(page_nbytes).unwrap_or(u64::MAX);
-        region.0.slice(0, end).or_raise(py)?;
-        self.runs.push(PageRun {
-            region: region.0.clone(),
-            page_len: page_nbytes,
-            pages: pages.0.clone(),
-            places: places.0.clone(),
-        });
-        Ok(())
+        self.push(py, page_nbytes, &region.0, pages.0.clone(), places.0.clone())
     }
 
     /// The digest of the bytes as they are now.
@@ -77,6 +65,26 @@ impl Digest {
 
     fn __repr__(&self) -> String {
         format!("Digest({} runs)", self.runs.len())
+    }
+}
+
+impl Digest {
+    pub(super) fn push(
+        &mut self,
+        py: Python<'_>,
+        page_len: u64,
+        region: &fe::Region,
+        pages: EnginePages,
+        places: EnginePages,
+    ) -> PyResult<()> {
+        if pages.indices.len() != places.indices.len() {
+            let text = "a digest needs as many places as pages".to_owned();
+            return Err(raise(py, &fe::EngineError::Invalid(text)));
+        }
+        let end = pages.end(page_len).unwrap_or(u64::MAX);
+        region.slice(0, end).or_raise(py)?;
+        self.runs.push(PageRun { region: region.clone(), page_len, pages, places });
+        Ok(())
     }
 }
 

@@ -12,6 +12,7 @@ use crate::errors::{raise, OrRaise};
 mod batch;
 mod class_arg;
 mod config;
+mod copies;
 mod core;
 mod counter;
 mod deferred_release;
@@ -46,6 +47,9 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(span::_span_variable, m)?)?;
     m.add_function(wrap_pyfunction!(span::span_of, m)?)?;
     m.add_function(wrap_pyfunction!(stretched_token, m)?)?;
+    m.add_function(wrap_pyfunction!(copies::copy_rows, m)?)?;
+    m.add_function(wrap_pyfunction!(copies::bind_copies, m)?)?;
+    m.add_function(wrap_pyfunction!(copies::digest_copies, m)?)?;
     m.add_class::<batch::Batch>()?;
     m.add_class::<core::Engine>()?;
     m.add_class::<peers::Message>()?;

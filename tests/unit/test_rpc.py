@@ -1,4 +1,4 @@
-"""Who asks by host and port is answered if it may be, and by nobody else."""
+"""Callers with the right key, or of the same user, are answered; all others are refused."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from fabric_ray.compat import rendezvous as module
-from fabric_ray.compat.rendezvous import Rendezvous, ask
+from fabric_ray import rpc
 from fabric_ray.errors import HandshakeError, Refused, ResourceError, TransferTimeout, Unreachable
+from fabric_ray.rpc import Server, call
 
-TOKENS = [None, b"a secret"]
+KEYS = [None, b"a secret"]
 
 
 def shout(request: bytes) -> bytes:
@@ -26,47 +26,47 @@ def shout(request: bytes) -> bytes:
 
 
 @pytest.fixture
-def guarded() -> Iterator[Rendezvous]:
-    rendezvous = Rendezvous(shout, token=b"a secret", bind=["127.0.0.1"])
-    yield rendezvous
-    rendezvous.close()
+def guarded() -> Iterator[Server]:
+    server = Server(shout, key=b"a secret", bind=["127.0.0.1"])
+    yield server
+    server.close()
 
 
-@pytest.mark.parametrize("token", TOKENS, ids=["same user", "token"])
-def test_a_question_gets_its_answer(token: bytes | None) -> None:
-    rendezvous = Rendezvous(shout, token=token)
+@pytest.mark.parametrize("key", KEYS, ids=["same user", "key"])
+def test_a_request_gets_its_reply(key: bytes | None) -> None:
+    server = Server(shout, key=key)
     for request in (b"", b"hello", b"x" * (3 << 20)):
-        assert ask("127.0.0.1", rendezvous.port, request, token=token) == request.upper()
+        assert call("127.0.0.1", server.port, request, key=key) == request.upper()
     with pytest.raises(Refused, match="it says no"):
-        ask("127.0.0.1", rendezvous.port, b"no", token=token)
-    rendezvous.close()
+        call("127.0.0.1", server.port, b"no", key=key)
+    server.close()
     with pytest.raises(Unreachable, match="no process answers"):
-        ask("127.0.0.1", rendezvous.port, b"", token=token)
+        call("127.0.0.1", server.port, b"", key=key)
 
 
-@pytest.mark.parametrize("token", [b"another", b"", None])
-def test_who_has_another_token_is_told_nothing(token: bytes | None, guarded: Rendezvous) -> None:
+@pytest.mark.parametrize("key", [b"another", b"", None])
+def test_a_caller_with_another_key_is_refused(key: bytes | None, guarded: Server) -> None:
     with pytest.raises((HandshakeError, Unreachable)):
-        ask("127.0.0.1", guarded.port, b"hello", token=token)
+        call("127.0.0.1", guarded.port, b"hello", key=key)
 
 
-def test_who_can_not_prove_its_token_is_not_answered(guarded: Rendezvous) -> None:
+def test_a_caller_that_cannot_prove_its_key_gets_no_proof(guarded: Server) -> None:
     with socket.create_connection(("127.0.0.1", guarded.port), 5) as stranger:
         stranger.sendall(b"fabric-ray/ask/2" + bytes(32))
         assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32
         stranger.settimeout(0.2)
         with pytest.raises(TimeoutError):
-            stranger.recv(1)  # it proves nothing to who hasn't
+            stranger.recv(1)  # it proves nothing to an unproven caller
         stranger.settimeout(5)
         stranger.sendall(bytes(32))
         assert stranger.recv(1) == b"", "it hangs up"
 
 
-def test_who_drips_its_handshake_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_HANDSHAKE_S", 0.5)
-    rendezvous = Rendezvous(shout, token=b"a secret", bind=["127.0.0.1"])
+def test_a_handshake_byte_by_byte_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "_HANDSHAKE_S", 0.5)
+    server = Server(shout, key=b"a secret", bind=["127.0.0.1"])
     handshake = b"fabric-ray/ask/2" + bytes(32)
-    with socket.create_connection(("127.0.0.1", rendezvous.port), 5) as stranger:
+    with socket.create_connection(("127.0.0.1", server.port), 5) as stranger:
         stranger.settimeout(0.1)
         for sent in range(len(handshake)):
             try:
@@ -78,11 +78,11 @@ def test_who_drips_its_handshake_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) 
             except ConnectionError:
                 break
         else:
-            pytest.fail("all of it was waited for")
-    rendezvous.close()
+            pytest.fail("the server waited for all of it")
+    server.close()
 
 
-def test_who_drips_its_answer_is_given_up() -> None:
+def test_a_reply_byte_by_byte_ends_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         over = threading.Event()
 
@@ -95,28 +95,28 @@ def test_who_drips_its_answer_is_given_up() -> None:
         thread = threading.Thread(target=drip)
         thread.start()
         with pytest.raises(TransferTimeout):
-            ask("127.0.0.1", listener.getsockname()[1], b"hello", token=b"a secret", timeout=0.5)
+            call("127.0.0.1", listener.getsockname()[1], b"hello", key=b"a secret", timeout=0.5)
         over.set()
         thread.join()
 
 
-def test_strangers_hold_few_threads_and_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_HANDSHAKE_S", 0.5)
-    monkeypatch.setattr(module, "_MOST_UNPROVEN", 2)
-    rendezvous = Rendezvous(shout, token=b"a secret", bind=["127.0.0.1"])
+def test_strangers_hold_few_threads_and_block_no_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "_HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(rpc, "_MOST_UNPROVEN", 2)
+    server = Server(shout, key=b"a secret", bind=["127.0.0.1"])
     with contextlib.ExitStack() as strangers:
         for _ in range(8):
-            at = "127.0.0.1", rendezvous.port
+            at = "127.0.0.1", server.port
             strangers.enter_context(socket.create_connection(at, 5))
-        asked = ask("127.0.0.1", rendezvous.port, b"hello", token=b"a secret", timeout=60)
+        asked = call("127.0.0.1", server.port, b"hello", key=b"a secret", timeout=60)
         assert asked == b"HELLO"
         answering = [t for t in threading.enumerate() if t.name == "fabric-answering"]
-        assert len(answering) < 8, "others wait until who came first is hung up on"
-    rendezvous.close()
+        assert len(answering) < 8, "others wait until the first are hung up on"
+    server.close()
 
 
 def test_a_thread_that_can_not_be_had_ends_one_connection_only(
-    monkeypatch: pytest.MonkeyPatch, guarded: Rendezvous
+    monkeypatch: pytest.MonkeyPatch, guarded: Server
 ) -> None:
     def start(thread: threading.Thread) -> None:
         monkeypatch.undo()
@@ -125,22 +125,22 @@ def test_a_thread_that_can_not_be_had_ends_one_connection_only(
     monkeypatch.setattr(threading.Thread, "start", start)
     with socket.create_connection(("127.0.0.1", guarded.port), 5) as refused:
         assert refused.recv(1) == b"", "it hangs up"
-    assert ask("127.0.0.1", guarded.port, b"hello", token=b"a secret") == b"HELLO"
+    assert call("127.0.0.1", guarded.port, b"hello", key=b"a secret") == b"HELLO"
 
 
-@pytest.mark.parametrize("token", TOKENS, ids=["same user", "token"])
-def test_a_forked_child_that_closes_leaves_its_parent_listening(token: bytes | None) -> None:
-    rendezvous = Rendezvous(shout, token=token)
+@pytest.mark.parametrize("key", KEYS, ids=["same user", "key"])
+def test_a_forked_child_that_closes_leaves_its_parent_listening(key: bytes | None) -> None:
+    server = Server(shout, key=key)
     if (child := os.fork()) == 0:
-        rendezvous.close()
+        server.close()
         os._exit(0)
     os.waitpid(child, 0)
     for _ in range(2):  # The first would still reach an accept that is under way.
-        assert ask("127.0.0.1", rendezvous.port, b"hello", token=token) == b"HELLO"
-    rendezvous.close()
+        assert call("127.0.0.1", server.port, b"hello", key=key) == b"HELLO"
+    server.close()
 
 
-def test_an_answer_of_somebody_else_is_refused() -> None:
+def test_a_reply_of_an_impostor_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         listener.settimeout(5)
@@ -154,35 +154,35 @@ def test_an_answer_of_somebody_else_is_refused() -> None:
         thread = threading.Thread(target=impostor)
         thread.start()
         with pytest.raises(HandshakeError, match="another token"):
-            ask("127.0.0.1", port, b"hello", token=b"a secret")
+            call("127.0.0.1", port, b"hello", key=b"a secret")
         thread.join()
 
 
-def test_without_a_token_no_other_host_is_asked() -> None:
-    rendezvous = Rendezvous(shout)
+def test_without_a_key_no_other_host_is_called() -> None:
+    server = Server(shout)
     with pytest.raises(Unreachable, match="another host"):
-        ask("192.0.2.1", rendezvous.port, b"hello")
-    rendezvous.close()
+        call("192.0.2.1", server.port, b"hello")
+    server.close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_without_a_token_no_other_user_is_answered() -> None:
-    rendezvous = Rendezvous(shout)
+def test_without_a_key_no_other_user_is_answered() -> None:
+    server = Server(shout)
     code = (
-        "import os; from fabric_ray.compat.rendezvous import ask\n"
+        "import os; from fabric_ray.rpc import call\n"
         "'here'.encode('idna')  # What is imported lazily may be another user's to read.\n"
         "os.setuid(65534)\n"
-        f"try: ask('127.0.0.1', {rendezvous.port}, b'hello')\n"
+        f"try: call('127.0.0.1', {server.port}, b'hello')\n"
         "except Exception as error: print(type(error).__name__)"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    rendezvous.close()
+    server.close()
     assert said.stdout.strip() == "HandshakeError", said.stderr
 
 
-@pytest.mark.parametrize("token", TOKENS, ids=["same user", "token"])
-def test_a_port_that_is_taken_is_an_error(token: bytes | None) -> None:
+@pytest.mark.parametrize("key", KEYS, ids=["same user", "key"])
+def test_a_port_that_is_taken_is_an_error(key: bytes | None) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ResourceError, match="choose another"):
-            Rendezvous(shout, port=port, token=token, bind=["127.0.0.1"])
+            Server(shout, port=port, key=key, bind=["127.0.0.1"])

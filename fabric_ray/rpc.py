@@ -1,9 +1,9 @@
-"""Where a process can be asked, by host and port, for what its peers need to know of it.
+"""Requests and replies between processes, authenticated, by host and port.
 
-One request and one answer per connection, as bytes that the ends decode by schema. With a token,
-both ends prove over TCP that they know it, the one that connects first, and every frame after that
-is authenticated with a key of this connection alone. Without one only processes of the same user on
-the same host are answered: over a Unix socket, where the kernel names the user that asks.
+One request and one reply per connection, as bytes. With a key, both ends prove over TCP that they
+have it, the caller first, and every frame after that carries a MAC by a key of this connection
+alone. Without a key only processes of the same user on the same host are answered: over a Unix
+socket, where the kernel names the caller's user.
 """
 
 from __future__ import annotations
@@ -37,23 +37,28 @@ _MOST_BYTES = 256 << 20
 _HANDSHAKE_S = 5.0
 _EXCHANGE_S = 60.0
 _MOST_UNPROVEN = 64
-"""Who isn't proven may hold so many threads and files; others wait in the kernel's queue."""
+"""Unproven callers may hold so many threads and files; others wait in the kernel's queue."""
 _REST_S = 0.1
-"""Before trying again where the system has no file or thread to give."""
+"""Before the next try where the system has no file or thread to give."""
 _ANSWERING = "fabric-answering"
 _DONE, _FAILED = b"\x00", b"\x01"
 
 
-class Rendezvous:
+def key_of(token: bytes | None) -> bytes | None:
+    """The key that processes with this token share; ``None`` without a token."""
+    return None if token is None else stretched_token(token)
+
+
+class Server:
     """Answers requests, each on a thread of its own.
 
     Args:
-        answer: from a request to an answer; what it raises is told to the caller.
-        port: 0 for any that is free, of ``ports`` if these are named and there is a token.
-        token: shared with all that may ask; without one, processes of this user on this host.
-        bind: local addresses to listen on with a token; when empty all that there are (``::``),
+        answer: from a request to a reply; the caller gets the text of what it raises.
+        key: shared with all callers; without one, processes of this user on this host may call.
+        port: 0 for any that is free, of ``ports`` if these are named and there is a key.
+        bind: local addresses to listen on with a key; when empty all that there are (``::``),
             which is more than an engine without ``bind`` listens on.
-        ports: the first and the last of those that a firewall lets in. Without a token no peer is
+        ports: the first and the last of those that a firewall lets in. Without a key no peer is
             answered over TCP, and the port that is held for its number is any that is free.
 
     Raises:
@@ -64,27 +69,21 @@ class Rendezvous:
         self,
         answer: Callable[[bytes], bytes],
         *,
+        key: bytes | None = None,
         port: int = 0,
-        token: bytes | None = None,
         bind: Sequence[str] = (),
         ports: tuple[int, int] | None = None,
     ) -> None:
-        self._answer, self._token = answer, token
+        self._answer, self._key = answer, key
+        first, last = ports if ports and not port else (port, port)
         try:
             self._listeners, self._held = (
-                _listen_on_one_of(ports, bind)
-                if token and ports and not port
-                else _listen_on_tcp(port, bind)
-                if token
-                else _listen_on_unix(port)
+                _listen_on_unix(port) if key is None else _listen_on_one_of(first, last, bind)
             )
         except OSError as error:
             where, others = f"port {port}", "choose another, or 0"
             if ports and not port:
-                where, others = (
-                    f"ports {ports[0]} to {ports[1]}",
-                    "name others, or more, in `ports`",
-                )
+                where, others = f"ports {first} to {last}", "name others, or more, in `ports`"
             raise ResourceError(
                 f"can't listen at {where}: {error.strerror or error}; {others}", call="bind"
             ) from error
@@ -93,10 +92,8 @@ class Rendezvous:
         self._process = os.getpid()
         self._unproven = threading.BoundedSemaphore(_MOST_UNPROVEN)
         self._accepting = [
-            threading.Thread(
-                target=self._accept, args=(listener,), name="fabric-rendezvous", daemon=True
-            )
-            for listener in self._listeners
+            threading.Thread(target=self._accept, args=(one,), name="fabric-accepting", daemon=True)
+            for one in self._listeners
         ]
         for thread in self._accepting:
             thread.start()
@@ -136,7 +133,7 @@ class Rendezvous:
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, EOFError, HandshakeError, DecodeError):
             try:
-                channel = _answering(_Wire(connection, _HANDSHAKE_S), self._token)
+                channel = _prove_to_caller(_Wire(connection, _HANDSHAKE_S), self._key)
             finally:
                 self._unproven.release()
             channel.wire.within(_EXCHANGE_S)
@@ -149,21 +146,21 @@ class Rendezvous:
             channel.send(reply)
 
 
-def ask(
-    host: str, port: int, request: bytes, *, token: bytes | None = None, timeout: float = 10.0
+def call(
+    host: str, port: int, request: bytes, *, key: bytes | None = None, timeout: float = 10.0
 ) -> bytes:
-    """The answer of the process that listens there.
+    """The reply of the server that listens there.
 
     Raises:
         Unreachable: no process listens.
-        HandshakeError: it knows another token, or is another user's.
+        HandshakeError: it has another key, or is another user's.
         Refused: it can't answer that; the message says why.
-        TransferTimeout: its answer wasn't whole within ``timeout`` seconds.
+        TransferTimeout: its reply wasn't whole within ``timeout`` seconds.
     """
     peer = f"{host}:{port}"
     try:
-        with _connect(host, port, token, timeout) as connection:
-            channel = _asking(_Wire(connection, timeout), token, peer)
+        with _connect(host, port, key, timeout) as connection:
+            channel = _prove_to_server(_Wire(connection, timeout), key, peer)
             channel.send(request)
             reply = channel.receive()
     except TimeoutError as error:
@@ -179,7 +176,7 @@ def ask(
             f"{peer} hung up; both ends need the same FABRIC_RAY_TOKEN", peer=peer
         ) from error
     except OSError as error:
-        hint = "" if token else "; without a FABRIC_RAY_TOKEN only this host is asked"
+        hint = "" if key else "; without a FABRIC_RAY_TOKEN only this host is asked"
         raise Unreachable(
             f"no process answers at {peer} ({error.strerror or error}){hint}", peer=peer
         ) from error
@@ -223,9 +220,9 @@ class _Wire:
 class _Channel:
     """Frames over a connection: a length, the bytes, and what authenticates them."""
 
-    def __init__(self, wire: _Wire, key: bytes | None, asks: bool) -> None:
+    def __init__(self, wire: _Wire, key: bytes | None, *, calls: bool) -> None:
         self.wire, self._key = wire, key
-        self._out, self._in = (b"ask", b"answer") if asks else (b"answer", b"ask")
+        self._out, self._in = (b"ask", b"answer") if calls else (b"answer", b"ask")
 
     def send(self, body: bytes) -> None:
         self.wire.send(struct.pack("<Q", len(body)) + body + self._mac(self._out, body))
@@ -245,12 +242,11 @@ class _Channel:
         return b"" if self._key is None else _sign(self._key, way, body)
 
 
-def _asking(wire: _Wire, token: bytes | None, peer: str) -> _Channel:
-    if token is None:
-        _same_user(wire.connection, peer)
+def _prove_to_server(wire: _Wire, key: bytes | None, peer: str) -> _Channel:
+    if key is None:
+        _check_same_user(wire.connection, peer)
         wire.send(_MAGIC)
-        return _Channel(wire, None, asks=True)
-    key = stretched_token(token)
+        return _Channel(wire, None, calls=True)
     mine = secrets.token_bytes(_NONCE)
     wire.send(_MAGIC + mine)
     theirs = wire.exactly(_NONCE)
@@ -259,17 +255,16 @@ def _asking(wire: _Wire, token: bytes | None, peer: str) -> _Channel:
         raise HandshakeError(
             f"{peer} knows another token; both ends need the same FABRIC_RAY_TOKEN", peer=peer
         )
-    return _Channel(wire, _sign(key, b"key", mine, theirs), asks=True)
+    return _Channel(wire, _sign(key, b"key", mine, theirs), calls=True)
 
 
-def _answering(wire: _Wire, token: bytes | None) -> _Channel:
-    if token is None:
-        _same_user(wire.connection, "the caller")
+def _prove_to_caller(wire: _Wire, key: bytes | None) -> _Channel:
+    if key is None:
+        _check_same_user(wire.connection, "the caller")
     if wire.exactly(len(_MAGIC)) != _MAGIC:
         raise HandshakeError("the caller speaks another protocol", peer="")
-    if token is None:
-        return _Channel(wire, None, asks=False)
-    key = stretched_token(token)
+    if key is None:
+        return _Channel(wire, None, calls=False)
     theirs = wire.exactly(_NONCE)
     mine = secrets.token_bytes(_NONCE)
     wire.send(mine)
@@ -277,18 +272,24 @@ def _answering(wire: _Wire, token: bytes | None) -> _Channel:
         raise HandshakeError("the peer knows another token", peer="")
     # Last: a stranger that connects gets no MAC to guess a token by.
     wire.send(_sign(key, b"answers", theirs, mine))
-    return _Channel(wire, _sign(key, b"key", theirs, mine), asks=False)
+    return _Channel(wire, _sign(key, b"key", theirs, mine), calls=False)
 
 
 def _sign(key: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, _MAGIC + b"".join(parts), hashlib.sha256)
 
 
-def _same_user(connection: socket.socket, peer: str) -> None:
+def peer_user(connection: socket.socket) -> int:
+    """The user at the other end of a Unix socket, as the kernel knows it."""
     size = struct.calcsize("3i")
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    _, user, _ = struct.unpack("3i", raw)
-    if user != os.geteuid():
+    _, user, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    )
+    return int(user)
+
+
+def _check_same_user(connection: socket.socket, peer: str) -> None:
+    if (user := peer_user(connection)) != os.geteuid():
         raise HandshakeError(
             f"{peer} is of user {user} and this process of user {os.geteuid()}; give both the same "
             "FABRIC_RAY_TOKEN",
@@ -300,8 +301,8 @@ def _unix_name(port: int) -> bytes:
     return b"\0fabric-ray/ask/%d" % port
 
 
-def _connect(host: str, port: int, token: bytes | None, timeout: float) -> socket.socket:
-    if token is not None:
+def _connect(host: str, port: int, key: bytes | None, timeout: float) -> socket.socket:
+    if key is not None:
         return socket.create_connection((host, port), timeout)
     if not _is_here(host, port):
         raise OSError("it is another host")
@@ -343,16 +344,16 @@ def _listen_on_unix(port: int) -> tuple[list[socket.socket], socket.socket]:
 
 
 def _listen_on_one_of(
-    ports: tuple[int, int], bind: Sequence[str]
+    first: int, last: int, bind: Sequence[str]
 ) -> tuple[list[socket.socket], socket.socket]:
     """As :func:`_listen_on_tcp`, at the first port that is free at each address."""
-    for port in range(ports[0], ports[1]):
+    for port in range(first, last):
         try:
             return _listen_on_tcp(port, bind)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-    return _listen_on_tcp(ports[1], bind)
+    return _listen_on_tcp(last, bind)
 
 
 def _listen_on_tcp(port: int, bind: Sequence[str]) -> tuple[list[socket.socket], socket.socket]:

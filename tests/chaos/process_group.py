@@ -27,10 +27,10 @@ class Gone(Exception):
 
 
 class Stuck(Exception):
-    """A process that did not answer; says where it stands."""
+    """A process that did not answer; the text is its stack."""
 
 
-class Mate:
+class Member:
     """One process, and the pipe to it."""
 
     def __init__(self, make: Callable[[int, str], Any], rank: int, transport: str, stacks: Path):
@@ -81,13 +81,13 @@ class Mate:
         self.connection.close()
 
 
-class Crew:
+class ProcessGroup:
     """All processes of one transport.
 
     Args:
         transport: of their engines.
-        make: what each has, by its rank and transport.
-        ranks: who there is.
+        make: what each process has, by its rank and transport.
+        ranks: those of the processes.
     """
 
     def __init__(
@@ -98,18 +98,18 @@ class Crew:
     ) -> None:
         self.transport, self._make = transport, make
         self._folder = tempfile.TemporaryDirectory(prefix="chaos-")
-        self.mates = {rank: self._start(rank) for rank in ranks}
+        self.members = {rank: self._start(rank) for rank in ranks}
 
-    def _start(self, rank: int) -> Mate:
-        return Mate(self._make, rank, self.transport, Path(self._folder.name) / f"stacks-{rank}")
+    def _start(self, rank: int) -> Member:
+        return Member(self._make, rank, self.transport, Path(self._folder.name) / f"stacks-{rank}")
 
     def renew(self) -> list[int]:
-        """Starts those again that have died; who they are."""
-        # Who was killed may take a moment to die.
-        dead = [r for r, m in self.mates.items() if m.killed_at or not m.process.is_alive()]
+        """Starts the processes again that have died; their ranks."""
+        # A process that was killed may take a moment to die.
+        dead = [r for r, m in self.members.items() if m.killed_at or not m.process.is_alive()]
         for rank in dead:
-            self.mates[rank].end()
-            self.mates[rank] = self._start(rank)
+            self.members[rank].end()
+            self.members[rank] = self._start(rank)
         return dead
 
     def ask(
@@ -118,9 +118,10 @@ class Crew:
         args: Mapping[int, tuple[Any, ...]],
         limit: float,
     ) -> dict[int, Any]:
-        """What each of some says; an exception for who failed, died (`Gone`) or hangs (`Stuck`)."""
+        """The answer of each rank in `args`; an exception if it failed, died (`Gone`) or hangs
+        (`Stuck`)."""
         for rank, each in args.items():
-            self.mates[rank].say(function, *each)
+            self.members[rank].say(function, *each)
         return self.hear(list(args), limit)
 
     def hear(self, ranks: list[int], limit: float) -> dict[int, Any]:
@@ -128,11 +129,11 @@ class Crew:
         said: dict[int, Any] = {}
         while missing := [rank for rank in ranks if rank not in said]:
             left = deadline - time.monotonic()
-            ready = wait([self.mates[r].connection for r in missing], max(0.0, left))
+            ready = wait([self.members[r].connection for r in missing], max(0.0, left))
             for rank in missing:
-                connection = self.mates[rank].connection
+                connection = self.members[rank].connection
                 if connection in ready:
-                    for answer in self.mates[rank].take():
+                    for answer in self.members[rank].take():
                         said[rank] = answer
             if left <= 0 and not ready:
                 for rank in missing:
@@ -140,12 +141,12 @@ class Crew:
         return said
 
     def _stack(self, rank: int) -> str:
-        mate = self.mates[rank]
-        mate.signal(signal.SIGUSR1)
+        member = self.members[rank]
+        member.signal(signal.SIGUSR1)
         time.sleep(0.2)
-        return mate.stacks.read_text()[-3000:] or "it says nothing, not even where it stands"
+        return member.stacks.read_text()[-3000:] or "it says nothing, not even where it stands"
 
     def close(self) -> None:
-        for mate in self.mates.values():
-            mate.end()
+        for member in self.members.values():
+            member.end()
         self._folder.cleanup()

@@ -1,0 +1,144 @@
+"""The one way in which every benchmark runs: rows are kept as they are measured, then shown."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from benchmarks.harness.contender import ContenderError
+from benchmarks.harness.machine import machine
+from benchmarks.harness.page import write_page
+from benchmarks.harness.processes import adopt_orphans, ended_by_signals
+from benchmarks.harness.results import Absent, End, Row, Run, load, whole_lines
+from benchmarks.harness.table import print_absent, print_report
+
+OUT = Path("bench-results")
+
+Turns = Annotated[int, typer.Option(min=1, help="Turns of each; figures are medians of them")]
+Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, for a look")]
+Resume = Annotated[
+    Path | None, typer.Option(help="A file to append to; rows that it has aren't measured again")
+]
+
+
+class Results:
+    """A run's file. The methods are called while the run goes on."""
+
+    def __init__(self, path: Path, options: Mapping[str, str], absent: Sequence[Absent]) -> None:
+        self.path = path
+        self.rows: dict[str, Row] = {}
+        self.left_behind: list[str] = []
+        self._console = Console(stderr=True)
+        self._began = time.monotonic()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            self.rows = {row.key: row for row in load(path).rows}
+            os.truncate(path, len(whole_lines(path)))
+        self._append(
+            Run(
+                started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                options=dict(options),
+                machine=machine(),
+                load=os.getloadavg(),
+                absent=list(absent),
+            )
+        )
+
+    def say(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+    def has(self, *keys: str) -> bool:
+        """Whether these rows were measured, with all of their turns."""
+        return all(key in self.rows and self.rows[key].complete for key in keys)
+
+    def turns(self, key: str) -> dict[str, list[float]]:
+        """Seconds by contender of a row that was measured in part, if at all."""
+        row = self.rows.get(key)
+        return {figure.contender: list(figure.turns) for figure in row.figures} if row else {}
+
+    def add(self, *rows: Row) -> None:
+        for row in rows:
+            self.rows[row.key] = row
+            self._append(row)
+
+    def end(self) -> None:
+        self._append(
+            End(
+                seconds=time.monotonic() - self._began,
+                load=os.getloadavg(),
+                left_behind=self.left_behind,
+            )
+        )
+
+    def _append(self, line: Run | Row | End) -> None:
+        with self.path.open("ab") as file:
+            file.write(msgspec.json.encode(line) + b"\n")
+
+
+@contextmanager
+def recorded(
+    name: str,
+    resume: Path | None = None,
+    *,
+    options: Mapping[str, str] = {},
+    absent: Sequence[Absent] = (),
+    out: Path = OUT,
+) -> Iterator[Results]:
+    """A run, for as long as the block lasts: its rows are shown at the end, however it ends.
+
+    Args:
+        name: of the file that is made in `out` if none is resumed.
+        resume: a file to append to.
+        options: kept with the results.
+        absent: contenders that can't run here.
+    """
+    console = console_of()
+    print_absent(absent, console)
+    began = f"{name}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}.jsonl"
+    try:
+        results = Results(resume or out / began, options, absent)
+    except (OSError, ValueError) as error:
+        console.print(f"[red]{error}[/]", soft_wrap=True)
+        raise typer.Exit(2) from error
+    adopt_orphans()
+    try:
+        with ended_by_signals():
+            yield results
+    except (ContenderError, ValueError) as error:
+        console.print(f"[red]{error}[/]", soft_wrap=True)
+        raise typer.Exit(1) from error
+    finally:
+        results.end()
+        if results.rows:
+            show(results.path, console)
+
+
+def show(path: Path, console: Console, *, markdown: bool = False) -> None:
+    """Print the tables of a file, and write its page beside it.
+
+    Raises:
+        ValueError: it is no file of results.
+    """
+    report = load(path)
+    page = path.with_suffix(".html")
+    write_page(report, page)
+    print_report(report, console, markdown=markdown)
+    if unfinished := [row.key for row in report.rows if not row.complete]:
+        console.print(f"[yellow]interrupted[/] in {', '.join(unfinished)}")
+    if not markdown:
+        for saved in (path, page):
+            console.print(f"saved {saved}", highlight=False, soft_wrap=True)
+
+
+def console_of() -> Console:
+    """A pipe or a log gets whole rows."""
+    return Console(width=None if Console().is_terminal else 200)
