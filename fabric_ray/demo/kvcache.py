@@ -58,7 +58,7 @@ class Options(msgspec.Struct, frozen=True):
         """The deployment."""
         fabric: dict[str, Any] = {"name": "kvcache-demo"}
         if self.transport != "auto":
-            fabric["transports"] = [self.transport]
+            fabric["transport"] = self.transport
         decode = {"tp": self.decode_tp, "cache": {"page_tokens": 8, "pages": 1024}}
         return ServeArgs.model_validate(
             {

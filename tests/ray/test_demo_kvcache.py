@@ -8,6 +8,11 @@ import ray
 from tests.ray.demo_command import run_demo
 
 pytest.importorskip("uvicorn")
+from fabric_ray.demo.kvcache import Options
+
+
+def test_the_engines_use_the_transport_that_was_named() -> None:
+    assert Options(transport="tcp").serve_args.fabric.transport == ("tcp",)
 
 
 @pytest.mark.long
