@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.adapters.vllm_kv_instances import Instance, config
+from tests.adapters.vllm_kv_instances import Instance, config, value
 from tests.adapters.vllm_kv_play import (
     FREE,
     PROMPT,
@@ -44,6 +44,7 @@ def test_rs_4_a_prefiller_that_is_killed_half_way_leaves_an_error_or_right_token
             params = p.ask(("params", "warm"))
         d.add("d", PROMPT, {**params, "transfer_id": "t"})
         d.step()
+        table = d.table("d")
         time.sleep(0.5)  # The prefiller knows who asks before it has the request.
         p.say(("die after layer", 1))
         p.say(("add", "p", PROMPT, {"do_remote_decode": True, "transfer_id": "t"}))
@@ -51,6 +52,7 @@ def test_rs_4_a_prefiller_that_is_killed_half_way_leaves_an_error_or_right_token
         start = time.monotonic()
         pump("the end", lambda: d.computed.get("d") or "d" in d.ended, d, seconds=10.0)
         assert time.monotonic() - start < 5.0
+        assert d._at(0, 0, 0, table, 0).eq(value(PROMPT[0], 0, 0, 0)).all() or policy == "recompute"
         if policy == "fail":
             assert "d" not in d.computed
             assert d.ended["d"].finish_reason.name == "ERROR"
