@@ -89,11 +89,12 @@ class AllToAll(RankExchange):
     ) -> None:
         limits = {"ranks": ranks, "experts": experts, "topk": topk, "hidden": hidden}
         tokens.check_sizes(parts, answer_dtype, **limits, max_tokens=max_tokens)
-        if not 0 <= rank < ranks or private_rows < 0 or (shared_rows or 1) < 1:
-            raise InvalidArgument(
-                f"rank {rank} of {ranks}, {private_rows} private and {shared_rows} shared rows: "
-                "ranks count from 0, and rows are no fewer than none"
-            )
+        if not 0 <= rank < ranks:
+            raise InvalidArgument(f"rank {rank} is out of range [0, {ranks})")
+        if private_rows < 0:
+            raise InvalidArgument(f"private_rows must be >= 0, got {private_rows}")
+        if (shared_rows or 1) < 1:
+            raise InvalidArgument(f"shared_rows must be >= 1, or None, got {shared_rows}")
         super().__init__(
             rank=rank,
             ranks=ranks,

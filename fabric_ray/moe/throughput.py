@@ -136,7 +136,7 @@ class ThroughputAllToAll(RankExchange):
             workers=workers,
         )
         if not 0 <= rank < ranks:
-            raise InvalidArgument(f"rank {rank} of {ranks}: ranks count from 0")
+            raise InvalidArgument(f"rank {rank} is out of range [0, {ranks})")
         if not 0 <= incarnation < 1 << 12:
             raise InvalidArgument(f"incarnation: got {incarnation}, expected 0 to 4095")
         super().__init__(

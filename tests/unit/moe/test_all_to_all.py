@@ -111,7 +111,9 @@ def test_what_does_not_fit_is_refused_with_what_to_do() -> None:
     engine = TransferEngine()
     for options, words in [
         ({"experts": 3}, "evenly"),
-        ({"rank": 2}, "count from 0"),
+        ({"rank": 2}, r"rank 2 is out of range \[0, 2\)"),
+        ({"private_rows": -1}, "private_rows must be >= 0, got -1"),
+        ({"shared_rows": -3}, "shared_rows must be >= 1, or None, got -3"),
         ({"answer_dtype": torch.int8}, "can't be summed"),
         ({"parts": [RowPart("x", 1, torch.int8)]}, "names of their own"),
         ({"max_tokens": 0}, "max_tokens"),
