@@ -17,6 +17,9 @@ use super::{
 #[derive(Debug)]
 pub struct Reader {
     pub ring: Inbound,
+    /// Looks at heads, to skip slots of earlier eras.
+    skipping: PendingJobs<()>,
+    /// Looks at slots of this era. Neither takes the results of the other: their sizes differ.
     looking: PendingJobs<()>,
     /// Of slots from the first that wasn't read, behind one another; and how much of it was read.
     seen: Vec<u8>,
@@ -27,7 +30,8 @@ pub struct Reader {
 
 impl Reader {
     pub fn new(ring: Inbound) -> Self {
-        Self { ring, looking: PendingJobs::default(), seen: Vec::new(), read: 0, is_ahead: false }
+        let (skipping, looking) = (PendingJobs::default(), PendingJobs::default());
+        Self { ring, skipping, looking, seen: Vec::new(), read: 0, is_ahead: false }
     }
 
     /// Slots of this era that have come and weren't read, looked at or not.
@@ -48,16 +52,16 @@ impl Reader {
         if self.ring.fresh || self.is_ahead {
             return Ok(false);
         }
-        if self.looking.is_empty() && call.may_begin() {
+        if self.skipping.is_empty() && call.may_begin() {
             let ready = self.ring.ready(&ctx.words).map_err(by(self.ring.layout.partner))?;
             let n = ready.min(ctx.spec.chunk.into());
             if n > 0 {
                 let slots = (0..n).map(|ahead| self.ring.next(ahead)).collect();
                 let job = Job::Look { slots, nbytes: HEAD };
-                self.looking.begin(call, ctx.exchange, job, ());
+                self.skipping.begin(call, ctx.exchange, job, ());
             }
         }
-        let Some(((), heads)) = self.looking.done(call, ctx.exchange)? else { return Ok(false) };
+        let Some(((), heads)) = self.skipping.done(call, ctx.exchange)? else { return Ok(false) };
         for head in heads.chunks_exact(HEAD as usize) {
             match compare_era(head, ctx.exchange) {
                 Less => self.ring.taken += 1,
