@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -102,8 +100,10 @@ def serve(connection: Connection, vllm: VllmConfig, options: dict[str, Any]) -> 
                 instance.add(*given)
             elif what == "abort":
                 instance.abort(*given)
-            elif what == "die after layer":
-                instance.after = lambda layer, at=given[0]: _die(layer == at)  # type: ignore[method-assign]
+            elif what == "stand after layer":
+                instance.after = lambda layer, at=given[0]: _stand(layer == at)  # type: ignore[method-assign]
+            elif what == "asked":
+                connection.send(all(given[0] in _transfers(w) for w in instance.workers))
             elif what == "params":
                 ended = instance.ended.get(given[0])
                 connection.send(ended and ended.kv_transfer_params)
@@ -113,7 +113,12 @@ def serve(connection: Connection, vllm: VllmConfig, options: dict[str, Any]) -> 
             instance.step()
 
 
-def _die(now: bool) -> None:
-    if now:
-        time.sleep(0.3)  # So that what has left is under way, or there.
-        os.kill(os.getpid(), signal.SIGKILL)
+def _stand(still: bool) -> None:
+    while still:
+        time.sleep(60.0)
+
+
+def _transfers(worker: Any) -> dict[str, Any]:
+    """Those that this worker's connector knows of."""
+    known: dict[str, Any] = worker.kv_connector._sender._transfers
+    return known
