@@ -201,13 +201,17 @@ def tiny_model(seed: int = 1) -> Path:
     return folder
 
 
+PATIENT = {"lease": 600.0, "timeout": 600.0, "terms": {"silence": 120.0}}
+"""Limits of the connector where servers spin on all cores, and may stand still for a minute."""
+
+
 def kv_transfer(role: str, **extra: Any) -> tuple[str, str]:
     """The argument that gives a server this project's KV connector."""
     config = {
         "kv_connector": "FabricRayConnector",
         "kv_connector_module_path": "fabric_ray.integrations.vllm_kv",
         "kv_role": role,
-        "kv_connector_extra_config": extra,
+        "kv_connector_extra_config": {**PATIENT, **extra},
     }
     return "--kv-transfer-config", json.dumps(config)
 
