@@ -9,7 +9,7 @@ import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from fabric_ray.plan.errors import PlanError
+from fabric_ray.plan.errors import InvalidLayout, PlanError
 from fabric_ray.plan.report import ParamMeta
 from fabric_ray.plan.types import (
     Container,
@@ -38,7 +38,8 @@ def param_meta(name: str, tensor: torch.Tensor, *, rank: int | None = None) -> P
         rank: this process's global rank; asked from torch.distributed when absent (0 without it).
 
     Raises:
-        PlanError: the tensor is sharded in a way the planner has no word for.
+        PlanError: the tensor is sharded in a way the planner has no word for, or this process has
+            another rank in the mesh of the DTensor.
     """
     sharded = _as_dtensor(tensor)
     if sharded is None:
@@ -55,6 +56,8 @@ def param_meta(name: str, tensor: torch.Tensor, *, rank: int | None = None) -> P
     # Not to_local(): that is an operation autograd records.
     local = sharded._local_tensor
     mesh = sharded.device_mesh
+    if rank is not None:
+        _check_rank(name, rank)
     return ParamMeta(
         name=name,
         shape=tuple(tensor.shape),
@@ -66,6 +69,18 @@ def param_meta(name: str, tensor: torch.Tensor, *, rank: int | None = None) -> P
         local_strides=_byte_strides(local),
         mesh_names=tuple(mesh.mesh_dim_names or ()),
     )
+
+
+def _check_rank(name: str, rank: int) -> None:
+    """A mesh counts global ranks: with another number a shard would be another rank's (RS-1)."""
+    if (own := _rank(rank)) != rank:
+        raise InvalidLayout(
+            f"parameter `{name}` is reported for rank {rank}, and this process is rank {own} of "
+            "its DTensor's mesh; pass torch.distributed.get_rank() as rank, and the trainers in "
+            "the order of these ranks",
+            tensor=name,
+            rank=rank,
+        )
 
 
 def _as_dtensor(tensor: torch.Tensor) -> DTensor | None:
@@ -120,10 +135,11 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _rank() -> int:
+def _rank(otherwise: int = 0) -> int:
+    """This process's global rank, if torch.distributed knows it."""
     import torch.distributed as dist
 
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else otherwise
 
 
 def _dtype(tensor: torch.Tensor) -> DType:

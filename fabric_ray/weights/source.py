@@ -35,7 +35,8 @@ class WeightSource:
     Args:
         tensors: a module, for its parameters and persistent buffers, or tensors by name; DTensors
             and plain tensors in host memory.
-        rank: this trainer's index in ``WeightSync(trainers=...)``.
+        rank: this trainer's index in ``WeightSync(trainers=...)``. With DTensors it must be the
+            process's rank in their mesh, ``torch.distributed.get_rank()``.
         side: the layout of all trainers, for plain tensors (such as Megatron's, see
             :func:`fabric_ray.weights.trainers.megatron_side`). The tensors are then this rank's
             parts, under the names of the side's containers. All trainers get the same side.

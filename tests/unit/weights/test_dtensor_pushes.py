@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard as TorchShard
 
 from fabric_ray import TransferEngine
 from fabric_ray.plan import Container, DType, Leaf, Mesh, Replicate, Side, Tensor
+from fabric_ray.plan.errors import InvalidLayout
 from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
 from fabric_ray.weights.quant import Formats, Fp8, quantise, quantised_target
 from tests.unit.plan.fake_group import as_rank
@@ -90,3 +91,19 @@ def test_shards_are_converted_as_the_whole_would_be(
         values, _ = quantise(full(name), fmt)
         assert torch.equal(weights[name].view(torch.uint8), values.view(torch.uint8))
     assert torch.equal(weights["norm"], full("norm"))
+
+
+def test_rs_1_a_rank_that_is_another_in_the_mesh_is_refused(
+    open_engine: Callable[..., TransferEngine],
+) -> None:
+    source = WeightSource(
+        sharded(1), rank=0, name="swapped", engine=open_engine("swapped", transport="shm")
+    )
+    try:
+        with (
+            as_rank(1, TRAINERS),
+            pytest.raises(InvalidLayout, match=r"`w` is reported for rank 0.*rank 1 of its"),
+        ):
+            source.meta()
+    finally:
+        source.close()
