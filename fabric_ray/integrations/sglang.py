@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -26,7 +26,8 @@ class FabricWorker:
     paused it by then; elsewhere ``hooks`` do.
 
     Args:
-        weights: by name, what the engine computes with; filled in place, on any device.
+        weights: by name, what the engine computes with; filled in place, on any device. Looked up
+            at each update.
         layout: what all ranks of so many engines hold, numbered engine by engine.
         rank: in its engine, from 0.
         ranks: of the engine.
@@ -48,8 +49,7 @@ class FabricWorker:
     ) -> None:
         if not 0 <= rank < ranks:
             raise InvalidArgument(f"rank {rank} is none of an engine of {ranks}")
-        for name, weight in weights.items():
-            check_memory(f"`{name}`", weight)  # SGLang's peers are told addresses
+        _check_weights(weights)
         self._weights, self._layout, self._rank, self._ranks = weights, layout, rank, ranks
         self._engine, self._hooks = engine or TransferEngine(), hooks
         self._target: WeightTarget | None = None
@@ -80,6 +80,7 @@ class FabricWorker:
                 f"the layout of {engines} engines has {len(side.ranks)} ranks, and engines have "
                 f"{self._ranks} each"
             )
+        _check_weights(self._weights)
         if self._target is not None:
             self._target.close()
             self._target = None
@@ -97,12 +98,36 @@ def attach(runner: Any, layout: Callable[[int], Side], **options: Any) -> Fabric
             ``tp_size``.
         options: of :class:`FabricWorker`.
     """
-    weights = dict(runner.model.named_parameters())
+    weights = _Parameters(runner.model)
     worker = FabricWorker(weights, layout, rank=runner.tp_rank, ranks=runner.tp_size, **options)
     runner.remote_instance_transfer_engine_session_id = worker.session_id
     runner.remote_instance_transfer_engine_weight_info = worker.weights_info
     runner._register_to_engine_info_bootstrap()
     return worker
+
+
+class _Parameters(Mapping[str, "torch.Tensor"]):
+    """A model's parameters as they are now: post-processing after an update replaces some."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        try:
+            return self._model.get_parameter(name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self._model.named_parameters())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _check_weights(weights: Mapping[str, torch.Tensor]) -> None:
+    for name, weight in weights.items():
+        check_memory(f"`{name}`", weight)  # SGLang's peers are told addresses
 
 
 def target_open(_: Any, name: str, engine: int, engines: int) -> None:

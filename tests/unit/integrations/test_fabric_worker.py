@@ -70,4 +70,13 @@ def test_a_model_runner_reports_the_worker_as_its_session(engine: TransferEngine
     weight = runner.model.weight
     info = {"weight": (weight.data_ptr(), 6, 2)}
     assert runner.remote_instance_transfer_engine_weight_info == info
-    assert opened(worker, 2) is None
+    # What SGLang does after an update may replace parameters.
+    runner.model.weight = torch.nn.Parameter(weight.detach().clone())
+    assert worker.weights_info["weight"][0] == runner.model.weight.data_ptr() != weight.data_ptr()
+    assert WorkerClient(worker.session_id).ask(target_open, (1, 2), 5.0) is None
+    runner.model.weight = torch.nn.Parameter(weight.detach().clone())
+    assert worker._target is not None
+    assert worker._target._into is not None
+    held = worker._target._into.tensors()["weight"]
+    assert held.data_ptr() == runner.model.weight.data_ptr()
+    worker.close()
