@@ -148,13 +148,19 @@ class FabricCheckpointEngine(_verl.CheckpointEngine):  # type: ignore[misc]
         self._receivers, self._sender = [], None
 
     def _cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if self._dtype in (None, tensor.dtype) or not tensor.is_floating_point():
+        import torch
+
+        if self._dtype in (None, tensor.dtype):
             return tensor
-        if not plain_dtype(tensor.dtype):
+        coded = tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool
+        if coded or (tensor.is_floating_point() and not plain_dtype(tensor.dtype)):
             raise InvalidArgument(
                 f"`{name}` is {tensor.dtype}, and a cast to {self._dtype} would lose its scales; "
-                "set rollout_dtype to None (null), or give the unquantised tensor"
+                "give the unquantised tensor; set rollout_dtype to None (null) only where the "
+                "rollouts hold the same codes, and their scales are sent too"
             )
+        if not tensor.is_floating_point():
+            return tensor
         return tensor.detach().to(self._dtype)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 from verl.checkpoint_engine import (
     CheckpointEngine,
     CheckpointEngineManager,
@@ -112,3 +113,7 @@ def test_a_topology_of_missing_workers_is_refused() -> None:
         for dtype in ("bf16", "float8_e4m3fn", "int8"):
             with pytest.raises(InvalidArgument, match=f"{dtype}.*try bfloat16"):
                 FabricCheckpointEngine(1 << 20, engine=engine, rollout_dtype=dtype)
+        for code in (torch.int8, torch.uint8, torch.float8_e4m3fn):
+            with pytest.raises(InvalidArgument, match=f"`w` is {code}.*would lose its scales"):
+                trainer._cast("w", torch.zeros(4, dtype=code))
+        assert trainer._cast("w", torch.zeros(4, dtype=torch.bool)).dtype == torch.bool
