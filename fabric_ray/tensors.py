@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+# Where bitsandbytes' parameters (`Params4bit`, `Int8Params`) and HQQ's keep their scales.
+_SCALES = ("quant_state", "SCB", "CB")
+
+
 def is_lazy(tensor: Tensor) -> bool:
     """Whether its values are the negatives or the conjugates of its bytes (RS-1)."""
     return bool(tensor.is_neg() or tensor.is_conj())
@@ -64,6 +68,13 @@ def _problem(tensor: Any) -> str | None:
             f"is quantised ({tensor.dtype}): its values are bytes with a scale and a zero point; "
             "call dequantize() first"
         )
+    if not tensor.is_floating_point():
+        held = [name for name in _SCALES if getattr(tensor, name, None) is not None]
+        if held:
+            return (
+                f"is quantised ({tensor.dtype}): its scales lie apart, in `{held[0]}`; give its "
+                "values by the library that made it, such as bitsandbytes' dequantize_4bit"
+            )
     if tensor.device.type == "meta":
         return "is on the meta device and has no values; materialise it first"
     if not tensor.numel():
@@ -77,5 +88,5 @@ def _problem(tensor: Any) -> str | None:
         return None
     return (
         f"of shape {list(tensor.shape)} is a {type(tensor).__name__}, which wraps other tensors "
-        "and has no memory of its own; give plain tensors, such as its dequantize() or to_local()"
+        "and has no memory of its own; give plain tensors: its dequantize() or full_tensor()"
     )

@@ -42,6 +42,13 @@ def quantised() -> torch.Tensor:
     return torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.qint8)
 
 
+def coded() -> torch.Tensor:
+    """Four-bit codes as bitsandbytes' `Params4bit` has them."""
+    codes = torch.nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+    codes.quant_state = object()  # type: ignore[attr-defined]
+    return codes
+
+
 def negative(tensor: torch.Tensor) -> torch.Tensor:
     lazy: torch.Tensor = torch._neg_view(tensor)
     return lazy
@@ -104,10 +111,11 @@ def test_a_parameter_that_becomes_lazy_is_noticed(few: Callable[..., Few]) -> No
             r"`w` of shape \[4, 4\] is a Wrapper, which wraps .*dequantize",
         ),
         (quantised(), r"`w` is quantised \(torch.qint8\).*dequantize"),
+        (coded(), r"`w` is quantised \(torch.uint8\).*scales lie apart, in `quant_state`"),
         (torch.eye(4).to_sparse(), r"`w` has layout torch.sparse_coo.*to_dense"),
         (torch.zeros(4, device="meta"), "`w` is on the meta device and has no values"),
     ],
-    ids=["wrapper", "quantised", "sparse", "meta"],
+    ids=["wrapper", "quantised", "coded", "sparse", "meta"],
 )
 def test_a_parameter_without_values_in_memory_is_refused_by_name(
     tensor: torch.Tensor, words: str
