@@ -106,9 +106,10 @@ def lacking(error: MissingTensors, sent: Side, needed: Side) -> MissingTensors:
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     return MissingTensors(
         f"no trainer holds tensor `{error.tensor}`{more}, which container `{error.container}` of "
-        f"rollout rank {error.rank} needs; give it to a WeightSource, or take the container out of "
-        "the rollouts' side (with WeightTarget(into=), also out of the module: a buffer by "
-        "persistent=False)",
+        f"rollout rank {error.rank} needs; give it to a WeightSource: the module itself, since "
+        "named_parameters() leaves buffers out. Or take the container out of the rollouts' side "
+        "(with WeightTarget(into=), also out of the module: a buffer by persistent=False); what is "
+        "taken out keeps its values, so nothing that is trained there arrives",
         tensor=error.tensor,
         container=error.container,
         rank=error.rank,

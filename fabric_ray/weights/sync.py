@@ -189,6 +189,9 @@ class WeightSync:
         Trainers write; all rollouts confirm that all bytes have arrived; all rollouts commit. If
         anything fails before the commit, all rollouts keep their version.
 
+        Trainers must not train between the call and its return: no other call to them may be
+        under way that changes their tensors, or a version is of two steps.
+
         Args:
             version: must be larger than the last; by default the next integer.
 
@@ -228,7 +231,7 @@ class WeightSync:
             self.version = self._session.version
 
     async def push_async(self, version: int | None = None) -> PushReport:
-        """:meth:`push` without blocking the event loop."""
+        """:meth:`push` without blocking the event loop. Trainers must not train until it ends."""
         return await asyncio.to_thread(self.push, version)
 
     def join(self, rollout: Any) -> JoinReport:
@@ -366,7 +369,7 @@ def _check_order(role: str, ranks: dict[int, int]) -> None:
         raise InvalidArgument(
             f"{found}, expected {numbers}; pass one {role} for each rank, in the order of ranks"
         )
-    raise InvalidArgument(f"{found}; pass them in the order of ranks")
+    raise InvalidArgument(f"{found}; pass them in the order of ranks, and keep the ranks")
 
 
 def _listed(noun: str, numbers: Sequence[int]) -> str:

@@ -246,7 +246,8 @@ def test_a_tensor_that_no_trainer_holds_is_advised_in_the_terms_of_a_push(pair) 
     target.side = Side.of(1, [*target.side.containers, more])
     with pytest.raises(MissingTensors, match="no trainer holds tensor `v`, which") as caught:
         WeightSync(["default"], ["default"], calls=InProcess()).push()
-    assert "give it to a WeightSource, or take the container out" in str(caught.value)
+    assert "give it to a WeightSource: the module itself" in str(caught.value)
+    assert "taken out keeps its values" in str(caught.value)
     assert "from the target" not in str(caught.value)
 
 
