@@ -69,6 +69,13 @@ class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
         groups = kv_cache_config.kv_cache_groups
         specs = [group.kv_cache_spec for group in groups]
         check(transfer, vllm_config.parallel_config, specs, _caches.FullAttentionSpec)
+        if vllm_config.model_config.enable_sleep_mode and not hasattr(
+            _base.KVConnectorBase_V1, "unregister_kv_caches"
+        ):
+            raise InvalidArgument(
+                "this version of vLLM doesn't tell connectors that it sleeps, which unmaps the "
+                "caches; leave --enable-sleep-mode out, or use vLLM 0.33 or later"
+            )
         self._block_tokens: int = specs[0].block_size
         self._engine_id = str(transfer.engine_id)
         self._scheduler: KvScheduler | None = None

@@ -98,11 +98,21 @@ class Step:
 
 
 def digest(
-    tokens: Iterable[int] | None, *, inputs: Iterable[str] = (), adapter: str | None = None
+    tokens: Iterable[int] | None,
+    *,
+    inputs: Iterable[str] = (),
+    adapter: str | None = None,
+    embeddings: Any = None,
 ) -> bytes:
-    """16 bytes that name a prompt: its tokens, the images and sounds in it, the LoRA adapter."""
+    """16 bytes that name a prompt: its tokens or embeddings (a tensor), the images and sounds in
+    it, the LoRA adapter."""
     found = hashlib.blake2b(digest_size=16)
     found.update(msgspec.msgpack.encode([list(tokens or ()), list(inputs), adapter]))
+    if embeddings is not None:
+        import torch
+
+        found.update(f"{embeddings.dtype} {list(embeddings.shape)}".encode())
+        found.update(embeddings.detach().cpu().contiguous().view(torch.uint8).numpy())
     return found.digest()
 
 
@@ -113,4 +123,5 @@ def digest_of(request: Any) -> bytes:
         request.prompt_token_ids,
         inputs=[feature.identifier for feature in request.mm_features],
         adapter=None if lora is None else lora.lora_name,
+        embeddings=request.prompt_embeds,
     )

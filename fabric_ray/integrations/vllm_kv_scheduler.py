@@ -81,12 +81,12 @@ class KvScheduler:
             have = self._local.pop(number, 0)
             if external <= 0:
                 return
-            tokens = have + external
+            tokens, offer = have + external, params.get("remote_offer")
             load = Load(
                 request=number,
                 transfer=_transfer(request),
                 digest=digest_of(request),
-                offer=params.get("remote_offer") or "",
+                offer=offer if isinstance(offer, str) else "",
                 tokens=tokens,
                 have=have,
                 table=tuple(table[: self._blocks(tokens)]),
@@ -159,6 +159,10 @@ class KvScheduler:
         if not params.get("do_remote_decode"):
             return False, None
         prefill = self._prefills.pop(number, None)
+        if prefill and prefill.ready and len(table) < self._blocks(prefill.tokens):
+            # It was preempted between two steps: vLLM has its blocks back, and jobs may read them.
+            prefill.ready = False
+            self._next.preempted.append(number)
         transfer = prefill.transfer if prefill else _transfer(request)
         whole = request.status.name in _WHOLE
         if prefill and whole and self._loads_elsewhere and not prefill.ready:

@@ -82,10 +82,13 @@ class Sender:
 
     def begin(self, ready: Sequence[Ready]) -> None:
         """A pass through all layers begins that completes these requests' pages. Those that are
-        complete are sent at once: no pass need follow."""
+        complete are sent at once: no pass need follow. What is queued for the device looks them up
+        again: they may be over, and their blocks another's, when it gets there (MR-1)."""
+        for each in ready:
+            self._prepare(each)
         whole = [each for each in ready if each.computed >= each.tokens]
         if whole:
-            self._then(lambda: self._complete(whole))
+            self._then(lambda: self._computed(whole))
         passing = self._pass = [each for each in ready if each.computed < each.tokens]
         if not passing:
             return
@@ -178,7 +181,8 @@ class Sender:
             for key, held in list(self._transfers.items()):
                 if held.request is None or any(not job.is_released for job in held.taken):
                     continue
-                if not held.served and held.why is None:
+                # A decoder that is between asking and getting its pages counts as not served.
+                if held.why is None and (held.waiting or not held.served):
                     if now < held.deadline:
                         continue
                     held.why = f"its decoder did not ask for the pages within {self._lease} s"
@@ -226,42 +230,45 @@ class Sender:
             transfer.ended[claim.attempt] = transfer.ended.get(claim.attempt, 0) + 1
             transfer.served |= transfer.ended[claim.attempt] >= claim.ranks
             unknown = transfer.ready is None and transfer.request is None
-            if unknown and not transfer.waiting and not transfer.taken:
-                self._transfers.pop(claim.transfer, None)
+            left = self._transfers.get(claim.transfer) is not transfer  # for one of the same name
+            if unknown and not left and not transfer.waiting and not transfer.taken:
+                del self._transfers[claim.transfer]
 
     def _begin(self, ready: Sequence[Ready]) -> None:
         passing = []
         try:
             for each in ready:
-                transfer = self._prepared(each)
-                passing += [(job, each.tokens) for job in self._take(transfer)]
+                with self._lock:
+                    transfer = self._current(each)
+                if transfer is not None:
+                    passing += [(job, each.tokens) for job in self._take(transfer)]
             self._prefiller.begin(passing)
         except Exception as error:
             # Its layers are counted but not sent: no job waits for them.
             for each in ready:
                 with self._lock:
-                    key = self._key(each.request, each.transfer)
-                self._fail(key, f"the prefiller could not begin to send: {error}")
+                    key = self._keys.get(each.request) if self._current(each) else None
+                if key is not None:
+                    self._fail(key, f"the prefiller could not begin to send: {error}")
             raise
 
-    def _complete(self, whole: Sequence[Ready]) -> None:
-        for each in whole:
-            self._prepared(each)
-        self._computed(whole)
-
-    def _prepared(self, ready: Ready) -> _Transfer:
+    def _prepare(self, ready: Ready) -> None:
         with self._lock:
             key = self._key(ready.request, ready.transfer)
             self._over.pop(key, None)
             transfer = self._transfers.setdefault(key, _Transfer())
-            transfer.ready = ready
-        return transfer
+            transfer.ready, transfer.computed = ready, False
+
+    def _current(self, ready: Ready) -> _Transfer | None:
+        """The transfer of a request, unless it is over or its blocks were taken from it."""
+        transfer = self._transfers.get(self._keys.get(ready.request, ""))
+        return transfer if transfer is not None and transfer.ready is ready else None
 
     def _computed(self, done: Sequence[Ready]) -> None:
         for each in done:
             with self._lock:
-                transfer = self._transfers.get(self._key(each.request, each.transfer))
-                if transfer is None or transfer.ready is not each:
+                transfer = self._current(each)
+                if transfer is None:
                     continue
                 transfer.computed = True
             self._take(transfer)
@@ -315,7 +322,9 @@ class Sender:
         return self._keys[request]
 
     def _forget(self, key: str, request: str, why: str) -> None:
-        self._transfers.pop(key, None)
+        # Whoever holds it still, takes nothing of it.
+        if transfer := self._transfers.pop(key, None):
+            transfer.why = transfer.why or why
         self._keys.pop(request, None)
         self._over[key] = why
         while len(self._over) > _REMEMBERED:

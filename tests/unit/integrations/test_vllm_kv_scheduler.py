@@ -24,6 +24,7 @@ def request(name: str, tokens: int) -> Any:
         kv_transfer_params={"do_remote_decode": True, "transfer_id": name},
         lora_request=None,
         mm_features=[],
+        prompt_embeds=None,
         status=Fields(name="FINISHED_LENGTH_CAPPED"),
     )
 
