@@ -123,7 +123,7 @@ def test_what_the_page_says_works_as_it_is_typed(desk: Desk) -> None:
     assert "tcp" in visit
     # Where Ray put its actors is Ray's choice.
     assert re.search(r"\b0 to 1, (tcp|shm)\b", push), push
-    assert re.search(r"every byte as in the reference │ +yes │ +yes", push), push
+    assert re.search(r"every byte as in the reference +yes +yes", push), push
     assert "arrived over tcp" in transfer
     for address in ADDRESSES:
         assert address in transfer
