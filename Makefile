@@ -21,7 +21,7 @@ export UV_LINK_MODE ?= copy
 unexport PYTHONDONTWRITEBYTECODE
 
 # Tests measure nothing: they run the load generator that is built with them.
-TESTED := check test-lanes test-actors test-serve test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma
+TESTED := check test-lanes test-deaths test-processes test-actors test-serve test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma
 $(TESTED): export FABRIC_PERF = $(CURDIR)/native/target/debug/fabric-perf
 
 # Ray starts workers at nice 15: beside tests that compute, actors would stand still.
@@ -29,7 +29,7 @@ export RAY_worker_niceness ?= 0
 
 NATIVE := $(shell find native -name target -prune -o \( -name '*.rs' -o -name Cargo.toml -o -name Cargo.lock \) -print)
 
-.PHONY: demo test check build-rust-tests test-rust test-lanes test-actors test-serve test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma test-adapters test-all chaos bench lint docs wheel wheel-demo fuzz loom mutations soak sanitize \
+.PHONY: demo test check build-rust-tests test-rust test-lanes test-deaths test-processes test-actors test-serve test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma test-adapters test-all chaos bench lint docs wheel wheel-demo fuzz loom mutations soak sanitize \
 	clean setup
 .DELETE_ON_ERROR:
 
@@ -49,14 +49,13 @@ test: $(DONE)/tools
 build-rust-tests: $(DONE)/tools
 	cd native && cargo test $(TESTED_CRATES) --quiet --no-run
 
-# A quarter of the random schedules that cargo runs by default; make test-long runs those.
-test-rust: export FABRIC_SIM_RUNS ?= 5000
+# A part of the random schedules that cargo runs by default; make test-long runs all.
+test-rust: export FABRIC_SIM_RUNS ?= 2000
 test-rust: export FABRIC_MOE_SCHEDULES ?= 100
 test-rust: $(DONE)/tools
 	cd native && MAKEFLAGS= cargo test $(TESTED_CRATES) --quiet
 
-# Most of what waits for actors or guests is waiting: they run side by side with what computes. What watches a clock
-# closely runs alone after them.
+# Most of what waits for actors or guests is waiting: they run side by side with what computes.
 SERVE := tests/ray/test_demo_kvcache.py $(wildcard tests/ray/test_serve_*.py)
 ACTORS := $(filter-out $(SERVE),$(wildcard tests/ray/test_*.py))
 GUESTS := tests/rdma tests/integration/test_two_hosts.py $(wildcard tests/integration/test_bench_*.py)
@@ -66,6 +65,9 @@ UNITS := $(wildcard tests/integration/test_compat_*.py) \
 OTHERS := tests/unit tests/gpu tests/adapters $(addprefix --ignore ,$(UNITS) $(EXPERTS))
 NOTEBOOKS := tests/docs/test_notebooks.py
 PAGES := $(filter-out $(NOTEBOOKS),$(wildcard tests/docs/test_*.py))
+# What watches a clock closely: two of them side by side, after all others.
+DEATHS := tests/chaos tests/soak tests/integration/test_strangers.py $(wildcard tests/integration/test_*deaths.py)
+PROCESSES := $(filter-out $(DEATHS) $(GUESTS) $(UNITS),$(wildcard tests/integration/test_*.py))
 # The longest first.
 LANES := test-units test-actors test-guests test-experts test-serve test-pages test-others test-notebooks
 
@@ -74,14 +76,14 @@ test-lanes: export FABRIC_RAY_LEFT_OUT = $(CURDIR)/$(DONE)/left-out
 test-lanes: $(DONE)/native-dev
 	@: >$(FABRIC_RAY_LEFT_OUT)
 	$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-rust $(LANES)
-	$(BIN)/python -m pytest -q tests/integration tests/chaos tests/soak $(addprefix --ignore ,$(GUESTS) $(UNITS))
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-deaths test-processes
 	@sort $(FABRIC_RAY_LEFT_OUT)
 
 # The tests of what one is at: ARGS=tests/unit/plan, or CRATE=fabric-engine ARGS=group::
 check: $(if $(CRATE),$(DONE)/tools,$(DONE)/native-dev)
 	$(if $(CRATE),cd native && cargo test --quiet -p $(CRATE) --lib --tests -- $(ARGS),$(BIN)/python -m pytest -q $(ARGS))
 
-$(LANES): test-%: $(DONE)/native-dev
+$(LANES) test-deaths test-processes: test-%: $(DONE)/native-dev
 	$(BIN)/python -m pytest -q -p no:cacheprovider $($(shell echo $* | tr a-z A-Z))
 
 # What make test leaves out for its length.

@@ -238,6 +238,7 @@ def test_a_prefiller_that_is_killed_under_load_costs_no_request(app: LocalApp) -
     assert victim not in {replica["pid"] for replica in wait_idle(app)}
 
 
+@pytest.mark.long
 def test_a_prefiller_that_is_stopped_under_load_costs_no_request(app: LocalApp) -> None:
     """RS-4, RS-1: one that stands still, and may write what it has begun when it goes on."""
     within(60, "two prefillers", lambda: len(of_role(app, "prefill")) == 2)

@@ -210,7 +210,12 @@ def test_the_page_shows_commands() -> None:
     assert len(commands()) > 3
 
 
-@pytest.mark.parametrize("command", commands())
+def _case(command: str) -> object:
+    """Plans of a trillion parameters take half a minute."""
+    return pytest.param(command, marks=[pytest.mark.long] if "kimi" in command else [])
+
+
+@pytest.mark.parametrize("command", map(_case, commands()))
 def test_what_the_page_shows_runs(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
