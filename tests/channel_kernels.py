@@ -200,6 +200,18 @@ def check_fetch(launcher: Launcher, device: str) -> None:
         assert gate.item() == 0, "it stays closed"
         assert into.tolist() == [7] * 40
 
+    # A table that its host clears as it aborts counts as none, though its word has come.
+    abort = Shared(1, device)
+    channel = Channel(launcher, abort=abort.address, timeout=LIMIT)
+    for aborted, want in ((0, [*range(100, 140)]), (1, [7] * 40)):
+        abort.words[0] = aborted
+        gate.fill_(1)
+        channel.fetch_words(
+            table.tensor, into, waited, gate, word=word.address, value=value, closed=7
+        )
+        finish(device)
+        assert into.tolist() == want
+
 
 def check_begin(launcher: Launcher, device: str) -> None:
     """MR-1: tokens count unless the exchange before isn't over."""

@@ -56,6 +56,12 @@ FR_KERNEL(fetch_words, FetchWords) {
   }
   sync_block();
   for (u64 i = thread(); i < p.words; i += threads()) p.to[i] = open ? load_system(p.from + i) : p.closed;
+  // The host sets `abort` before it clears its tables: what was copied meanwhile may be half of each.
+  fence_system();
+  sync_block();
+  if (thread() == 0 && p.patience.abort && load_acquire(p.patience.abort) != 0) open = 0;
+  sync_block();
+  for (u64 i = thread(); i < p.words && !open; i += threads()) p.to[i] = p.closed;
 }
 
 struct TellHost {

@@ -5,7 +5,10 @@
 //! and the round. A table is written before its word, and again only after the other side has
 //! answered.
 
-use std::sync::atomic::Ordering::{Relaxed, Release};
+use std::sync::atomic::{
+    fence,
+    Ordering::{Relaxed, Release},
+};
 
 use fabric_engine::{EngineError, Result};
 pub use fabric_proxy::{
@@ -258,8 +261,10 @@ impl SharedWords {
 
     /// Ends the exchange: waiting kernels continue, and read empty tables.
     pub fn abort(&self) {
-        self.clear();
         self.set(Word::Abort, 1);
+        // A kernel that copies a table which is half cleared sees the word behind its copy.
+        fence(Release);
+        self.clear();
     }
 
     /// Clears the tables (RS-1): no rows, no room, and every rank's answers are missing.
