@@ -219,3 +219,100 @@ impl Inner {
         Ok(export)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::{sync::mpsc, thread, time::Duration};
+
+    use fabric_engine::{api::EngineConfig, simulation::SimNet, transport::sim::SimConfig};
+
+    use super::*;
+    use crate::{kernels::Part, routes::Order, shape::Shape};
+
+    /// The timeout of each rank.
+    const TIMEOUT: Duration = Duration::from_secs(20);
+    /// Bound of a wait that ends by an event.
+    const SOON: Duration = Duration::from_secs(5);
+
+    /// Ranks 0 and 1 of three, and the descriptor of rank 2.
+    fn two_and_a_newcomer() -> (SimNet, Vec<AllToAll>, Vec<u8>) {
+        let mut net = SimNet::new(SimConfig::default());
+        let shape = Shape::small(3);
+        let mut open = |rank| {
+            let all =
+                AllToAll::new(net.engine(EngineConfig::default()).unwrap(), shape, rank).unwrap();
+            all.set_timeout(TIMEOUT);
+            all
+        };
+        let mut all = vec![open(0), open(1), open(2)];
+        let descriptors: Vec<_> = all.iter().map(|a| a.descriptor(None).unwrap()).collect();
+        all[0].admit(&descriptors[1]).unwrap();
+        all[1].admit(&descriptors[0]).unwrap();
+        all.truncate(2);
+        (net, all, descriptors[2].clone())
+    }
+
+    fn send(all: &AllToAll) {
+        all.dispatch_send(&[Part { bytes: &[], stride: 16, width: 16 }], &[]).unwrap();
+    }
+
+    fn wait_for(what: impl Fn() -> bool) {
+        let deadline = Instant::now() + SOON;
+        while !what() {
+            assert!(Instant::now() < deadline);
+            thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn a_call_ends_promptly_while_another_thread_admits_a_rank() {
+        let (mut net, all, newcomer) = two_and_a_newcomer();
+        all.iter().for_each(send);
+        let inner = &all[0].inner;
+        // The last process of rank 2 may still write.
+        inner.state.lock().revoking.push(2);
+        let waits = |n| move || inner.state.lock().awaited.len() == n;
+        thread::scope(|threads| {
+            let (received, arrived) = mpsc::channel();
+            let receiver = &all[0];
+            threads.spawn(move || {
+                let placing = receiver.wait_arriving(Order::Packed { multiple: 1 });
+                received.send(placing.map(|_| ())).unwrap();
+            });
+            wait_for(waits(1));
+            let (admitted, admission) = mpsc::channel();
+            threads.spawn(move || admitted.send(receiver.admit(&newcomer)).unwrap());
+            wait_for(waits(2));
+            while !inner.state.lock().all_routes() && net.step() {}
+            assert_eq!(arrived.recv_timeout(SOON), Ok(Ok(())), "while the other thread waits");
+            inner.on_revoked(2, Ok(()));
+            assert_eq!(admission.recv_timeout(SOON), Ok(Ok(2)));
+        });
+        assert!(inner.state.lock().awaited.is_empty());
+    }
+
+    #[test]
+    fn a_call_continues_to_wait_after_another_thread_has_admitted_a_rank() {
+        let (mut net, all, newcomer) = two_and_a_newcomer();
+        all.iter().for_each(send);
+        let inner = &all[0].inner;
+        inner.state.lock().revoking.push(2);
+        let waits = |n| move || inner.state.lock().awaited.len() == n;
+        thread::scope(|threads| {
+            let (admitted, admission) = mpsc::channel();
+            let receiver = &all[0];
+            threads.spawn(move || admitted.send(receiver.admit(&newcomer)).unwrap());
+            wait_for(waits(1));
+            let (received, arrived) = mpsc::channel();
+            threads.spawn(move || {
+                let placing = receiver.wait_arriving(Order::Packed { multiple: 1 });
+                received.send(placing.map(|_| ())).unwrap();
+            });
+            wait_for(waits(2));
+            inner.on_revoked(2, Ok(()));
+            assert_eq!(admission.recv_timeout(SOON), Ok(Ok(2)));
+            while !inner.state.lock().all_routes() && net.step() {}
+            assert_eq!(arrived.recv_timeout(SOON), Ok(Ok(())));
+        });
+    }
+}

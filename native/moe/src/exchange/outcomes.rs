@@ -13,10 +13,10 @@ use super::{
 };
 
 impl Inner {
-    /// Advances the device, and wakes the caller if its condition holds.
+    /// Advances the device, and wakes waiting calls if a condition of theirs holds.
     pub(super) fn wake(&self, state: &mut ExchangeState, actions: &mut Vec<Action>) {
         state.advance(actions);
-        if state.awaited.is_some_and(|condition| state.holds(condition)) {
+        if state.awaited.iter().any(|condition| state.holds(*condition)) {
             self.changed.notify_all();
         }
     }
