@@ -24,12 +24,13 @@ impl AllToAll {
     ///
     /// Each rank gets registrations of its own, which can be revoked alone (MR-2). The descriptor
     /// has none for a rank whose access is being revoked: two processes could write to its slots
-    /// (MR-1).
+    /// (MR-1). Nor has it one for a rank whose rows the device is handing out: its next process
+    /// could overwrite them (RS-1).
     ///
     /// # Errors
     /// Errors of a registration; [`EngineError::Invalid`] for a rank that is present;
     /// [`EngineError::NotQuiesced`] if the last process of that rank may still access this rank's
-    /// memory.
+    /// memory, or the device still hands out its rows, after the timeout.
     pub fn descriptor(&self, only: Option<u32>) -> Result<Vec<u8>> {
         let inner = &self.inner;
         let mut state = inner.state.lock();
@@ -53,19 +54,22 @@ impl AllToAll {
         }
         MutexGuard::unlocked(&mut state, || inner.run(actions));
         renewed.extend(only);
-        let held = inner.wait_for_access(&mut state, &renewed);
+        let held = inner.wait_for_slots(&mut state, &renewed);
         if let Some(rank) = only.filter(|rank| held.contains(rank)) {
+            let cause = match state.revoking.contains(&rank) {
+                true => "its last process may still write there; end that process first",
+                false => "the device still hands out its rows; complete that dispatch first",
+            };
             return Err(EngineError::NotQuiesced {
                 what: format!("memory that was exported to rank {rank}"),
                 after: inner.timeout(),
-                cause: "its last process may still write there; end that process first".into(),
+                cause: cause.into(),
             });
         }
         // Another thread may have exported memory meanwhile.
         let free = |state: &ExchangeState, rank| {
-            let exported =
-                state.exported[rank as usize].is_some() || state.revoking.contains(&rank);
-            wanted(rank) && !state.is_known(rank) && !exported
+            let exported = state.exported[rank as usize].is_some();
+            wanted(rank) && !state.is_known(rank) && !exported && !state.slots_in_use(rank)
         };
         let exports = (0..ranks)
             .map(|rank| free(&state, rank).then(|| inner.export(&mut state, rank)).transpose());
@@ -185,20 +189,17 @@ impl Inner {
         })
     }
 
-    /// Waits until none of the ranks can write here; returns those that still can after the
-    /// timeout.
-    fn wait_for_access(
-        &self,
-        state: &mut MutexGuard<'_, ExchangeState>,
-        ranks: &[u32],
-    ) -> Vec<u32> {
-        let deadline = Instant::now() + self.timeout();
+    /// Waits until the slots of these ranks are not in use; returns the ranks whose slots still
+    /// are after the timeout.
+    fn wait_for_slots(&self, state: &mut MutexGuard<'_, ExchangeState>, ranks: &[u32]) -> Vec<u32> {
+        let (deadline, mut timed_out) = (Instant::now() + self.timeout(), false);
         loop {
-            let held = ranks.iter().copied().filter(|rank| state.revoking.contains(rank));
+            let held = ranks.iter().copied().filter(|rank| state.slots_in_use(*rank));
             let held: Vec<u32> = held.collect();
-            if held.is_empty() || self.changed.wait_until(state, deadline).timed_out() {
+            if held.is_empty() || timed_out {
                 return held;
             }
+            timed_out = self.changed.wait_until(state, deadline).timed_out();
         }
     }
 

@@ -43,6 +43,7 @@ impl Inner {
         if let Err(error) = end {
             tracing::warn!(%error, "memory of a lost rank can't be revoked");
             self.state.lock().device_is_stuck(Duration::ZERO, &error.to_string());
+            self.changed.notify_all();
             return;
         }
         let mut actions = Vec::new();

@@ -130,6 +130,13 @@ impl ExchangeState {
         }
     }
 
+    /// Whether an absent rank's slots are in use, so that its next process gets no access: its last
+    /// process may still write there (MR-1), or the device reads its rows (RS-1).
+    pub fn slots_in_use(&self, rank: u32) -> bool {
+        self.revoking.contains(&rank)
+            || self.device.as_ref().is_some_and(|device| device.hands_out_rows_of(rank))
+    }
+
     /// Records that a call no longer waits for a condition.
     pub fn end_wait(&mut self, condition: Condition) {
         if let Some(at) = self.awaited.iter().position(|awaited| *awaited == condition) {
