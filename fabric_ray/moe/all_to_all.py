@@ -168,7 +168,8 @@ class AllToAll(RankExchange):
 
         Raises:
             InvalidArgument: the rank is here.
-            NotQuiesced: the one before it may still write to this rank's memory, after the timeout.
+            NotQuiesced: the one before it may still write to this rank's memory, or kernels still hand out its
+                rows, after the timeout.
         """
         self._finish()
         return self._native.card(only)

@@ -24,12 +24,13 @@ impl AllToAll {
     ///
     /// Each rank gets registrations of its own, which can be revoked alone (MR-2). The descriptor
     /// has none for a rank whose access is being revoked: two processes could write to its slots
-    /// (MR-1).
+    /// (MR-1). Nor has it one for a rank whose rows the device is handing out: its next process
+    /// could overwrite them (RS-1).
     ///
     /// # Errors
     /// Errors of a registration; [`EngineError::Invalid`] for a rank that is present;
     /// [`EngineError::NotQuiesced`] if the last process of that rank may still access this rank's
-    /// memory.
+    /// memory, or the device still hands out its rows, after the timeout.
     pub fn descriptor(&self, only: Option<u32>) -> Result<Vec<u8>> {
         let inner = &self.inner;
         let mut state = inner.state.lock();
@@ -53,19 +54,22 @@ impl AllToAll {
         }
         MutexGuard::unlocked(&mut state, || inner.run(actions));
         renewed.extend(only);
-        let held = inner.wait_for_access(&mut state, &renewed);
+        let held = inner.wait_for_slots(&mut state, &renewed);
         if let Some(rank) = only.filter(|rank| held.contains(rank)) {
+            let cause = match state.revoking.contains(&rank) {
+                true => "its last process may still write there; end that process first",
+                false => "the device still hands out its rows; complete that dispatch first",
+            };
             return Err(EngineError::NotQuiesced {
                 what: format!("memory that was exported to rank {rank}"),
                 after: inner.timeout(),
-                cause: "its last process may still write there; end that process first".into(),
+                cause: cause.into(),
             });
         }
         // Another thread may have exported memory meanwhile.
         let free = |state: &ExchangeState, rank| {
-            let exported =
-                state.exported[rank as usize].is_some() || state.revoking.contains(&rank);
-            wanted(rank) && !state.is_known(rank) && !exported
+            let exported = state.exported[rank as usize].is_some();
+            wanted(rank) && !state.is_known(rank) && !exported && !state.slots_in_use(rank)
         };
         let exports = (0..ranks)
             .map(|rank| free(&state, rank).then(|| inner.export(&mut state, rank)).transpose());
@@ -185,20 +189,17 @@ impl Inner {
         })
     }
 
-    /// Waits until none of the ranks can write here; returns those that still can after the
-    /// timeout.
-    fn wait_for_access(
-        &self,
-        state: &mut MutexGuard<'_, ExchangeState>,
-        ranks: &[u32],
-    ) -> Vec<u32> {
-        let deadline = Instant::now() + self.timeout();
+    /// Waits until the slots of these ranks are not in use; returns the ranks whose slots still
+    /// are after the timeout.
+    fn wait_for_slots(&self, state: &mut MutexGuard<'_, ExchangeState>, ranks: &[u32]) -> Vec<u32> {
+        let (deadline, mut timed_out) = (Instant::now() + self.timeout(), false);
         loop {
-            let held = ranks.iter().copied().filter(|rank| state.revoking.contains(rank));
+            let held = ranks.iter().copied().filter(|rank| state.slots_in_use(*rank));
             let held: Vec<u32> = held.collect();
-            if held.is_empty() || self.changed.wait_until(state, deadline).timed_out() {
+            if held.is_empty() || timed_out {
                 return held;
             }
+            timed_out = self.changed.wait_until(state, deadline).timed_out();
         }
     }
 
@@ -217,5 +218,102 @@ impl Inner {
         };
         state.exported[rank as usize] = Some(ExportedRegions { control, rows, counters });
         Ok(export)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{sync::mpsc, thread, time::Duration};
+
+    use fabric_engine::{api::EngineConfig, simulation::SimNet, transport::sim::SimConfig};
+
+    use super::*;
+    use crate::{kernels::Part, routes::Order, shape::Shape};
+
+    /// The timeout of each rank.
+    const TIMEOUT: Duration = Duration::from_secs(20);
+    /// Bound of a wait that ends by an event.
+    const SOON: Duration = Duration::from_secs(5);
+
+    /// Ranks 0 and 1 of three, and the descriptor of rank 2.
+    fn two_and_a_newcomer() -> (SimNet, Vec<AllToAll>, Vec<u8>) {
+        let mut net = SimNet::new(SimConfig::default());
+        let shape = Shape::small(3);
+        let mut open = |rank| {
+            let all =
+                AllToAll::new(net.engine(EngineConfig::default()).unwrap(), shape, rank).unwrap();
+            all.set_timeout(TIMEOUT);
+            all
+        };
+        let mut all = vec![open(0), open(1), open(2)];
+        let descriptors: Vec<_> = all.iter().map(|a| a.descriptor(None).unwrap()).collect();
+        all[0].admit(&descriptors[1]).unwrap();
+        all[1].admit(&descriptors[0]).unwrap();
+        all.truncate(2);
+        (net, all, descriptors[2].clone())
+    }
+
+    fn send(all: &AllToAll) {
+        all.dispatch_send(&[Part { bytes: &[], stride: 16, width: 16 }], &[]).unwrap();
+    }
+
+    fn wait_for(what: impl Fn() -> bool) {
+        let deadline = Instant::now() + SOON;
+        while !what() {
+            assert!(Instant::now() < deadline);
+            thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn a_call_ends_promptly_while_another_thread_admits_a_rank() {
+        let (mut net, all, newcomer) = two_and_a_newcomer();
+        all.iter().for_each(send);
+        let inner = &all[0].inner;
+        // The last process of rank 2 may still write.
+        inner.state.lock().revoking.push(2);
+        let waits = |n| move || inner.state.lock().awaited.len() == n;
+        thread::scope(|threads| {
+            let (received, arrived) = mpsc::channel();
+            let receiver = &all[0];
+            threads.spawn(move || {
+                let placing = receiver.wait_arriving(Order::Packed { multiple: 1 });
+                received.send(placing.map(|_| ())).unwrap();
+            });
+            wait_for(waits(1));
+            let (admitted, admission) = mpsc::channel();
+            threads.spawn(move || admitted.send(receiver.admit(&newcomer)).unwrap());
+            wait_for(waits(2));
+            while !inner.state.lock().all_routes() && net.step() {}
+            assert_eq!(arrived.recv_timeout(SOON), Ok(Ok(())), "while the other thread waits");
+            inner.on_revoked(2, Ok(()));
+            assert_eq!(admission.recv_timeout(SOON), Ok(Ok(2)));
+        });
+        assert!(inner.state.lock().awaited.is_empty());
+    }
+
+    #[test]
+    fn a_call_continues_to_wait_after_another_thread_has_admitted_a_rank() {
+        let (mut net, all, newcomer) = two_and_a_newcomer();
+        all.iter().for_each(send);
+        let inner = &all[0].inner;
+        inner.state.lock().revoking.push(2);
+        let waits = |n| move || inner.state.lock().awaited.len() == n;
+        thread::scope(|threads| {
+            let (admitted, admission) = mpsc::channel();
+            let receiver = &all[0];
+            threads.spawn(move || admitted.send(receiver.admit(&newcomer)).unwrap());
+            wait_for(waits(1));
+            let (received, arrived) = mpsc::channel();
+            threads.spawn(move || {
+                let placing = receiver.wait_arriving(Order::Packed { multiple: 1 });
+                received.send(placing.map(|_| ())).unwrap();
+            });
+            wait_for(waits(2));
+            inner.on_revoked(2, Ok(()));
+            assert_eq!(admission.recv_timeout(SOON), Ok(Ok(2)));
+            while !inner.state.lock().all_routes() && net.step() {}
+            assert_eq!(arrived.recv_timeout(SOON), Ok(Ok(())));
+        });
     }
 }

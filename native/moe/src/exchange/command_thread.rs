@@ -133,6 +133,7 @@ impl AllToAll {
             device.end(EngineError::Cancelled { what: "exchange on the device", cause });
             storing = device.is_storing();
         }
+        self.inner.changed.notify_all();
         drop(state);
         let Some(CommandThread { stop, thread }) = self.command_thread.lock().take() else {
             return;
@@ -150,6 +151,8 @@ impl Inner {
         let mut actions = Vec::new();
         let mut state = self.state.lock();
         let over = state.on_device_report(DeviceReport::decode(words, self.rank), &mut actions);
+        // `AllToAll::descriptor` waits until rows are handed out, or the device has failed.
+        self.changed.notify_all();
         self.apply(state, actions);
         drop(over);
     }

@@ -57,14 +57,14 @@ impl Inner {
         if !state.has_undelivered() {
             return;
         }
-        state.awaited = Some(Condition::AllDelivered);
+        state.awaited.push(Condition::AllDelivered);
         let (mut actions, deadline) = (Vec::new(), Instant::now() + self.max_wait());
         state.start_heartbeat(&mut actions);
         MutexGuard::unlocked(&mut state, || self.run(actions));
         while state.has_undelivered() && !self.changed.wait_until(&mut state, deadline).timed_out()
         {
         }
-        state.awaited = None;
+        state.end_wait(Condition::AllDelivered);
     }
 
     /// Revokes the access of other ranks.

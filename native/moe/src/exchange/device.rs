@@ -206,6 +206,12 @@ impl Device {
         self.batch.is_some() && self.failed.is_none()
     }
 
+    /// Whether it reads rows of this rank now, whose process may have been lost since.
+    pub fn hands_out_rows_of(&self, rank: u32) -> bool {
+        let batch = self.batch.as_ref().filter(|_| self.failed.is_none());
+        batch.is_some_and(|(batch, _)| batch.iter().any(|rows| rows.source == rank))
+    }
+
     pub fn has_failed(&self) -> bool {
         self.failed.is_some()
     }

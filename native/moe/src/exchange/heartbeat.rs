@@ -163,14 +163,14 @@ impl ExchangeState {
             true => self.needs_quiesce(condition) && !self.holds(condition),
             false => self.blocked_on_quiesce(condition),
         };
-        self.awaited.is_some_and(blocked) || self.device_blocked()
+        self.awaited.iter().copied().any(blocked) || self.device_blocked()
     }
 
     fn is_under_way(&self) -> bool {
         let awaits = |l: &PeerLink| l.data_in_flight > 0 || self.awaits(l.endpoint.rank).is_some();
         match self.phase {
             Phase::Idle | Phase::Collected => {
-                self.awaited.is_some() || self.device_blocked() || self.here().any(awaits)
+                !self.awaited.is_empty() || self.device_blocked() || self.here().any(awaits)
             }
             Phase::Dispatched | Phase::Answering | Phase::Answered => true,
         }
@@ -178,7 +178,7 @@ impl ExchangeState {
 
     /// Whether the exchange has no caller and no device any more.
     fn is_over(&self) -> bool {
-        if self.keep_alive.is_some() || self.awaited == Some(Condition::AllDelivered) {
+        if self.keep_alive.is_some() || self.awaited.contains(&Condition::AllDelivered) {
             return false;
         }
         self.left || self.device.as_ref().is_some_and(Device::has_failed)
@@ -284,15 +284,15 @@ mod tests {
         go(&mut net, 1);
         all[0].inner.state.lock().revoking.push(2);
         assert_eq!(signals(&all[0]), 0);
-        all[0].inner.state.lock().awaited = Some(Condition::MayDispatch);
+        all[0].inner.state.lock().awaited.push(Condition::MayDispatch);
         assert_eq!(signals(&all[0]), 1);
-        all[0].inner.state.lock().awaited = None;
+        all[0].inner.state.lock().awaited.clear();
         // A failed call does not signal, though the memory is never quiesced.
         assert!(matches!(send(&all[0]), Err(EngineError::NotQuiesced { .. })));
         assert_eq!(signals(&all[0]), 0);
         assert!(!all[0].inner.state.lock().heartbeat_scheduled);
         // A rank that has left does not signal.
-        all[0].inner.state.lock().awaited = Some(Condition::MayDispatch);
+        all[0].inner.state.lock().awaited.push(Condition::MayDispatch);
         all[0].leave();
         assert_eq!(signals(&all[0]), 0);
     }

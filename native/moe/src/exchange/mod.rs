@@ -392,15 +392,26 @@ impl Inner {
         state: &mut MutexGuard<'_, ExchangeState>,
         condition: Condition,
     ) -> Result<()> {
-        if !state.holds(condition) {
-            let mut actions = Vec::new();
-            state.awaited = Some(condition);
-            state.start_heartbeat(&mut actions);
-            MutexGuard::unlocked(state, || self.run(actions));
+        if state.holds(condition) {
+            return Ok(());
         }
+        state.awaited.push(condition);
+        let waited = self.wait_awaited(state, condition);
+        state.end_wait(condition);
+        waited
+    }
+
+    /// As [`Inner::wait`], for a condition in `ExchangeState::awaited`.
+    fn wait_awaited(
+        self: &Arc<Self>,
+        state: &mut MutexGuard<'_, ExchangeState>,
+        condition: Condition,
+    ) -> Result<()> {
+        let mut actions = Vec::new();
+        state.start_heartbeat(&mut actions);
+        MutexGuard::unlocked(state, || self.run(actions));
         let mut blocked_since = None;
         while !state.holds(condition) {
-            state.awaited = Some(condition);
             if !state.blocked_on_quiesce(condition) {
                 blocked_since = None;
                 // A rank may be lost meanwhile, so check again.
@@ -409,7 +420,6 @@ impl Inner {
             }
             let deadline = *blocked_since.get_or_insert_with(Instant::now) + self.timeout();
             if self.changed.wait_until(state, deadline).timed_out() && !state.holds(condition) {
-                state.awaited = None;
                 return Err(EngineError::NotQuiesced {
                     what: "memory that is shared with a lost rank".into(),
                     after: self.timeout(),
@@ -420,7 +430,6 @@ impl Inner {
                 });
             }
         }
-        state.awaited = None;
         Ok(())
     }
 }

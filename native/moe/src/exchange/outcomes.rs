@@ -13,10 +13,10 @@ use super::{
 };
 
 impl Inner {
-    /// Advances the device, and wakes the caller if its condition holds.
+    /// Advances the device, and wakes waiting calls if a condition of theirs holds.
     pub(super) fn wake(&self, state: &mut ExchangeState, actions: &mut Vec<Action>) {
         state.advance(actions);
-        if state.awaited.is_some_and(|condition| state.holds(condition)) {
+        if state.awaited.iter().any(|condition| state.holds(*condition)) {
             self.changed.notify_all();
         }
     }
@@ -43,6 +43,7 @@ impl Inner {
         if let Err(error) = end {
             tracing::warn!(%error, "memory of a lost rank can't be revoked");
             self.state.lock().device_is_stuck(Duration::ZERO, &error.to_string());
+            self.changed.notify_all();
             return;
         }
         let mut actions = Vec::new();

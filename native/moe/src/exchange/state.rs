@@ -53,8 +53,9 @@ pub struct ExchangeState {
     pub shape: Shape,
     pub memory: Memory,
     pub rank: u32,
-    /// The condition that the caller waits for.
-    pub awaited: Option<Condition>,
+    /// The conditions that calls wait for, one for each waiting call: `AllToAll::admit` may wait
+    /// beside a call of the exchange.
+    pub awaited: Vec<Condition>,
     /// By rank; `None` for absent ranks.
     pub links: Vec<Option<PeerLink>>,
     /// Ranks that have joined since the exchange began; they take part from the next one on.
@@ -103,7 +104,7 @@ impl ExchangeState {
             shape,
             memory,
             rank,
-            awaited: None,
+            awaited: Vec::new(),
             links: (0..ranks).map(|_| None).collect(),
             newcomers: (0..ranks).map(|_| None).collect(),
             exported: (0..ranks).map(|_| None).collect(),
@@ -126,6 +127,20 @@ impl ExchangeState {
             keep_alive: None,
             device: None,
             last_link_id: 0,
+        }
+    }
+
+    /// Whether an absent rank's slots are in use, so that its next process gets no access: its last
+    /// process may still write there (MR-1), or the device reads its rows (RS-1).
+    pub fn slots_in_use(&self, rank: u32) -> bool {
+        self.revoking.contains(&rank)
+            || self.device.as_ref().is_some_and(|device| device.hands_out_rows_of(rank))
+    }
+
+    /// Records that a call no longer waits for a condition.
+    pub fn end_wait(&mut self, condition: Condition) {
+        if let Some(at) = self.awaited.iter().position(|awaited| *awaited == condition) {
+            self.awaited.swap_remove(at);
         }
     }
 

@@ -339,11 +339,13 @@ fn store(to: u64, bytes: &[u8]) {
 
 #[cfg(test)]
 mod tests {
+    use std::{sync::mpsc, thread, time::Duration};
+
     use fabric_engine::{api::EngineConfig, simulation::SimNet, transport::sim::SimConfig};
     use fabric_engine::{EngineError, TransferEngine};
 
     use super::*;
-    use crate::model::shape;
+    use crate::model::{check_rows, shape};
 
     fn alone(ranks: u32) -> (SimNet, Arc<TransferEngine>, AllToAll, Kernels) {
         let mut net = SimNet::new(SimConfig::default());
@@ -404,6 +406,89 @@ mod tests {
         assert_eq!(words[at].load(Acquire) & 0xff, 0, "the own answers were there");
         assert!(matches!(kernels.step(&all, &batch, true), Outcome::Went));
         assert_eq!(words[at].load(Acquire), u64::MAX);
+    }
+
+    /// Two tokens for expert 0.
+    fn two_tokens(byte: u8) -> Batch {
+        Batch {
+            topk: 2,
+            values: vec![f32::from(byte); 2 * WIDE],
+            extra: vec![byte; 2 * EXTRA],
+            indices: vec![0, -1, 0, -1],
+            weights: vec![1.0; 4],
+        }
+    }
+
+    /// Runs the device until it may hand out rows of rank 1, then gives rank 1 up. The returned
+    /// batches are those of ranks 0 and 1.
+    fn hands_out_rows_of_a_lost_rank() -> (SimNet, AllToAll, Kernels, [Batch; 2]) {
+        let (mut net, _engine, all, mut kernels) = alone(2);
+        let engine = net.engine(EngineConfig::default()).unwrap();
+        let peer = AllToAll::new(engine, kernels.shape, 1).unwrap();
+        let descriptors = [&all, &peer].map(|a| a.descriptor(None).unwrap());
+        peer.admit(&descriptors[0]).unwrap();
+        all.admit(&descriptors[1]).unwrap();
+        let batches = [two_tokens(1), two_tokens(2)];
+        batches[1].send(&peer).unwrap();
+        while kernels.next != Next::HandOut(1) || !kernels.has(Word::Rows, 2) {
+            if matches!(kernels.step(&all, &batches[0], false), Outcome::Waits) {
+                assert!(net.step());
+            }
+        }
+        all.mask(1, "it is lost").unwrap();
+        while !all.is_quiesced() {
+            assert!(net.step());
+        }
+        (net, all, kernels, batches)
+    }
+
+    #[test]
+    fn rs_1_a_newcomer_gets_no_slot_that_a_device_hands_out() {
+        let (mut net, all, mut kernels, batches) = hands_out_rows_of_a_lost_rank();
+        let engine = net.engine(EngineConfig::default()).unwrap();
+        let again = AllToAll::new(engine, kernels.shape, 1).unwrap();
+        let descriptor = again.descriptor(None).unwrap();
+        all.set_timeout(Duration::from_millis(10));
+        for only in [Some(1), None] {
+            match all.descriptor(only) {
+                Err(error) => {
+                    assert!(matches!(error, EngineError::NotQuiesced { .. }), "{error}");
+                    assert!(error.to_string().contains("still hands out its rows"), "{error}");
+                }
+                Ok(none) => {
+                    assert_eq!(only, None);
+                    let error = again.admit(&none).unwrap_err();
+                    assert!(error.to_string().contains("no memory for rank 1"), "{error}");
+                }
+            }
+        }
+        let step = kernels.step(&all, &batches[0], false);
+        assert!(matches!(step, Outcome::Collected));
+        let sent = batches.each_ref().map(Some);
+        check_rows(&kernels.shape, 0, kernels.handed(), &sent, &[]).unwrap();
+        // The device has read the rows.
+        again.admit(&all.descriptor(Some(1)).unwrap()).unwrap();
+        assert_eq!(all.admit(&descriptor), Ok(1));
+    }
+
+    #[test]
+    fn a_descriptor_waits_only_until_the_device_has_handed_out_rows_or_failed() {
+        for fails in [false, true] {
+            let (_net, all, mut kernels, batches) = hands_out_rows_of_a_lost_rank();
+            all.set_timeout(Duration::from_secs(20));
+            thread::scope(|threads| {
+                let (done, descriptor) = mpsc::channel();
+                let all = &all;
+                threads.spawn(move || done.send(all.descriptor(Some(1)).map(|_| ())).unwrap());
+                let early = descriptor.recv_timeout(Duration::from_millis(50));
+                assert_eq!(early, Err(mpsc::RecvTimeoutError::Timeout));
+                match fails {
+                    true => all.leave(),
+                    false => drop(kernels.step(all, &batches[0], false)),
+                }
+                assert_eq!(descriptor.recv_timeout(Duration::from_secs(5)), Ok(Ok(())), "{fails}");
+            });
+        }
     }
 
     #[test]
