@@ -113,7 +113,12 @@ def test_a_topology_of_missing_workers_is_refused() -> None:
         for dtype in ("bf16", "float8_e4m3fn", "int8"):
             with pytest.raises(InvalidArgument, match=f"{dtype}.*try bfloat16"):
                 FabricCheckpointEngine(1 << 20, engine=engine, rollout_dtype=dtype)
+
+
+def test_codes_of_one_byte_are_not_cast() -> None:
+    with TransferEngine(transport="shm") as engine:
+        sender = FabricCheckpointEngine(1 << 20, is_master=True, engine=engine)
         for code in (torch.int8, torch.uint8, torch.float8_e4m3fn):
             with pytest.raises(InvalidArgument, match=f"`w` is {code}.*would lose its scales"):
-                trainer._cast("w", torch.zeros(4, dtype=code))
-        assert trainer._cast("w", torch.zeros(4, dtype=torch.bool)).dtype == torch.bool
+                sender._cast("w", torch.zeros(4, dtype=code))
+        assert sender._cast("w", torch.zeros(4, dtype=torch.bool)).dtype == torch.bool
