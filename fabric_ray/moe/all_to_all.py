@@ -168,8 +168,8 @@ class AllToAll(RankExchange):
 
         Raises:
             InvalidArgument: the rank is here.
-            NotQuiesced: the one before it may still write to this rank's memory, or kernels still hand out its
-                rows, after the timeout.
+            NotQuiesced: after the timeout the one before it may still write to this rank's memory,
+                or kernels still hand out its rows.
         """
         self._finish()
         return self._native.card(only)
