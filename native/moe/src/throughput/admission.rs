@@ -67,8 +67,8 @@ impl Throughput {
         machine.give_up_gone(rank);
         self.wait_for_end(&mut machine, rank)?;
         machine.admit(Member { rank, incarnation: descriptor.incarnation }, &descriptor.events)?;
-        self.proxy.join(&proxy).map_err(engine_error)?;
         self.publish_membership(&machine);
+        self.proxy.join(&proxy).map_err(engine_error)?;
         Ok(rank)
     }
 
@@ -119,7 +119,8 @@ impl Throughput {
     /// [`EngineError::Invalid`]: it is this rank, or none.
     pub fn mask(&self, rank: u32, cause: &str) -> Result<()> {
         self.check_other(rank)?;
-        self.masked.lock().push((rank, cause.to_owned()));
+        let incarnation = self.incarnations.lock()[rank as usize];
+        self.masked.lock().push((Member { rank, incarnation }, cause.to_owned()));
         // A call that is under way finds it there, and ends.
         let mut machine = self.machine.lock();
         self.follow_masks(&mut machine);

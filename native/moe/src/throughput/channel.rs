@@ -342,9 +342,9 @@ impl Channel {
 
     /// The ranks from which tokens, or room for them, are awaited.
     pub fn suspects_of_tokens(&self, ctx: &Context) -> Vec<u32> {
-        let gateways = self.gateways.iter().filter(|g| !g.is_done());
+        let gateways = self.gateways.iter();
         let mut all: Vec<u32> = gateways.flat_map(|g| g.suspects_of_tokens(ctx)).collect();
-        all.extend(self.node_receivers.iter().filter(|t| !t.is_done()).map(NodeReceiver::gateway));
+        all.extend(self.node_receivers.iter().filter_map(|r| r.suspect_of_tokens(ctx)));
         all.extend(
             self.rail_senders.iter().filter(|f| !f.is_done()).map(|f| f.ring.layout.partner),
         );
@@ -355,11 +355,11 @@ impl Channel {
     pub fn suspects_of_answers(&self, ctx: &Context) -> Vec<u32> {
         let gateways = self.gateways.iter().filter(|g| !g.is_summed());
         let mut all: Vec<u32> = gateways.flat_map(|g| g.suspects_of_answers(ctx)).collect();
-        all.extend(
-            self.node_receivers.iter().filter(|t| !t.is_answered()).map(NodeReceiver::gateway),
-        );
+        all.extend(self.node_receivers.iter().filter_map(|r| r.suspect_of_answers(ctx)));
         if !self.part.is_empty() {
-            let awaited = |f: &&RailSender| self.next[f.node as usize] < f.tokens().len();
+            let awaited = |f: &&RailSender| {
+                self.next[f.node as usize] < f.tokens().len() && f.sums.awaits_slot(ctx)
+            };
             all.extend(
                 self.rail_senders.iter().filter(awaited).map(|f| f.sums.ring.layout.partner),
             );

@@ -186,16 +186,19 @@ impl Gateway {
 
     /// The ranks from which tokens of the lane, or room for them, are awaited.
     pub fn suspects_of_tokens(&self, ctx: &Context) -> Vec<u32> {
-        let Input::Ring(reader) = &self.input else { return self.full().collect() };
-        let ring = &reader.ring;
-        match reader.ready(ctx) {
-            Ok(0) if self.forwarded.is_empty() => vec![ring.layout.partner],
-            Ok(0) => {
-                let uncleared = self.targets.iter().flatten().filter(|t| !t.is_cleared(t.sent));
-                uncleared.map(|t| t.layout.partner).chain([ring.layout.partner]).collect()
-            }
-            _ => self.full().collect(),
+        if self.is_read() {
+            return Vec::new();
         }
+        let Input::Ring(reader) = &self.input else { return self.full().collect() };
+        if !reader.awaits_slot(ctx) {
+            return self.full().collect();
+        }
+        let partner = reader.ring.layout.partner;
+        if self.forwarded.is_empty() {
+            return vec![partner];
+        }
+        let uncleared = self.targets.iter().flatten().filter(|t| !t.is_cleared(t.sent));
+        uncleared.map(|t| t.layout.partner).chain([partner]).collect()
     }
 
     /// Ranks of this node whose rings are full.

@@ -113,13 +113,15 @@ pub struct Throughput {
     machine: Mutex<Machine>,
     losses: Arc<Losses>,
     /// Ranks to give up, with causes, until a call does so.
-    masked: Mutex<Vec<(u32, String)>>,
+    masked: Mutex<Vec<(Member, String)>>,
     traffic: Mutex<Traffic>,
     closed: AtomicBool,
     events: Arc<Mutex<Vec<Event>>>,
     /// The present ranks, and the ranks whose answers are missing in the last sums, as of the last
     /// call.
     here: Mutex<Vec<bool>>,
+    /// The latest incarnation of each rank, as of the last call.
+    incarnations: Mutex<Vec<u32>>,
     left_out: Mutex<Vec<u32>>,
     member: Member,
     /// Nanoseconds.
@@ -192,6 +194,7 @@ impl Throughput {
             caller: Mutex::new(()),
             losses: machine.losses(),
             here: Mutex::new(machine.here()),
+            incarnations: Mutex::new(machine.incarnations()),
             left_out: Mutex::default(),
             machine: Mutex::new(machine),
             masked: Mutex::default(),
@@ -355,6 +358,7 @@ impl Throughput {
     /// Updates the state that other threads read between calls.
     fn publish_membership(&self, machine: &Machine) {
         *self.here.lock() = machine.here();
+        *self.incarnations.lock() = machine.incarnations();
     }
 
     fn step_until(
@@ -409,8 +413,12 @@ impl Throughput {
     }
 
     fn follow_masks(&self, machine: &mut Machine) {
-        for (rank, cause) in self.masked.lock().drain(..) {
-            machine.fail(rank, cause);
+        let incarnations = machine.incarnations();
+        for (Member { rank, incarnation }, cause) in self.masked.lock().drain(..) {
+            // Its next incarnation may have been admitted meanwhile.
+            if incarnation >= incarnations[rank as usize] || !machine.here()[rank as usize] {
+                machine.fail(rank, cause);
+            }
         }
     }
 

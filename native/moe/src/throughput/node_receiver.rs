@@ -88,6 +88,17 @@ impl NodeReceiver {
         !self.received.tokens.is_empty()
     }
 
+    /// The gateway, if tokens are awaited from it.
+    pub fn suspect_of_tokens(&self, ctx: &Context) -> Option<u32> {
+        (!self.is_read() && self.reader.awaits_slot(ctx)).then(|| self.gateway())
+    }
+
+    /// The gateway, if room for answers is awaited from it.
+    pub fn suspect_of_answers(&self, ctx: &Context) -> Option<u32> {
+        let n = self.next_answers(ctx);
+        (n > 0 && !self.has_room(n)).then(|| self.gateway())
+    }
+
     /// The ring of answers.
     pub fn outbound(&self) -> &Outbound {
         &self.answers
@@ -190,11 +201,25 @@ impl NodeReceiver {
         Ok(moved)
     }
 
+    /// The number of answers that are computed next: up to a chunk.
+    fn next_answers(&self, ctx: &Context) -> usize {
+        (self.received.tokens.len() - self.answered).min(ctx.spec.chunk as usize)
+    }
+
+    /// Answers that are being computed.
+    fn on_their_way(&self) -> usize {
+        self.answering.iter().map(Vec::len).sum()
+    }
+
+    /// Whether the gateway has room for `n` more answers than are being computed.
+    fn has_room(&self, n: usize) -> bool {
+        self.answers.room() as usize >= self.on_their_way() + n
+    }
+
     /// Begins to compute the answers to a chunk of tokens if there is room; whether there was.
     fn make_answers(&mut self, ctx: &Context, call: &mut Call<'_, '_, '_>) -> bool {
-        let n = (self.received.tokens.len() - self.answered).min(ctx.spec.chunk as usize);
-        let made: usize = self.answering.iter().map(Vec::len).sum();
-        if n == 0 || (self.answers.room() as usize) < made + n {
+        let (n, made) = (self.next_answers(ctx), self.on_their_way());
+        if n == 0 || !self.has_room(n) {
             return false;
         }
         let (place, mut terms) = (self.answers.layout, Vec::new());

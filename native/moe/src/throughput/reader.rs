@@ -42,6 +42,12 @@ impl Reader {
         self.ring.ready(&ctx.words).map_err(by(self.ring.layout.partner))
     }
 
+    /// Whether this rank goes on only when the sender has filled a slot: none of this era, and none
+    /// to skip, is in the ring. True if the sender broke the ring.
+    pub fn awaits_slot(&self, ctx: &Context) -> bool {
+        self.is_ahead || !self.ring.ready(&ctx.words).is_ok_and(|n| n > 0)
+    }
+
     /// Passes over slots of earlier eras; whether there was one.
     pub fn skip_earlier(
         &mut self,

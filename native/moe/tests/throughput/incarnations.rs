@@ -112,6 +112,29 @@ fn a_newcomer_that_dies_before_all_admitted_it_is_the_only_loss() {
     assert!(said.contains("incarnation=9"), "{said}");
 }
 
+/// The mask waits for a call under way, which admits the next incarnation of the rank.
+#[test]
+fn a_mask_of_an_incarnation_does_not_hit_the_next_one() {
+    let spec = spec(1, 2, 2, 2, 8);
+    let (all, old) = (open(spec, 0, 0), open(spec, 1, 0));
+    all.admit(&old.descriptor()).unwrap();
+    old.admit(&all.descriptor()).unwrap();
+    all.mask(1, "it is slow").unwrap();
+    let anew = open(spec, 1, 1);
+    let descriptor = anew.descriptor();
+    std::thread::scope(|scope| {
+        // It waits until the old incarnation has ended.
+        let admitting = scope.spawn(|| all.admit(&descriptor));
+        std::thread::sleep(Duration::from_millis(500));
+        let masking = scope.spawn(|| all.mask(1, "it is slow"));
+        std::thread::sleep(Duration::from_millis(500));
+        drop(old);
+        admitting.join().unwrap().unwrap();
+        masking.join().unwrap().unwrap();
+    });
+    assert!(all.lost().is_empty() && all.present()[1], "{:?}", all.lost());
+}
+
 #[test]
 fn mr_1_a_rank_with_several_proxy_threads_leaves_and_comes_anew() {
     let spec = Spec { channels: 2, threads: 2, ..spec(1, 2, 2, 2, 8) };

@@ -4,6 +4,8 @@
 //!
 //! `FABRIC_MOE_SEED=7 FABRIC_MOE_SCHEDULES=1 cargo test -p fabric-moe --test throughput machines`
 
+mod suspects;
+
 use std::{
     sync::{Arc, Mutex},
     time::Duration,
@@ -80,6 +82,10 @@ struct Rank {
     timeout: Duration,
     /// It is in no call until then; its proxy is at work.
     wakes: Time,
+    /// It makes no call once it has done all exchanges.
+    leaves: bool,
+    /// Its proxy has lost a rank.
+    has_lost: bool,
 }
 
 impl Rank {
@@ -134,6 +140,8 @@ impl Rank {
             part,
             timeout: TIMEOUT,
             wakes: Time(0),
+            leaves: false,
+            has_lost: false,
         }
     }
 
@@ -159,7 +167,7 @@ impl Rank {
     /// Lets the proxy and its device do what they can; whether they did anything.
     fn go_on(&mut self, now: Time) -> Result<bool, String> {
         let mut moved = self.executor.step(now);
-        if self.error.is_some() || now < self.wakes {
+        if self.error.is_some() || now < self.wakes || self.leaves && self.is_over() {
             return Ok(moved);
         }
         match self.device(now) {
@@ -188,6 +196,7 @@ impl Rank {
     fn device(&mut self, now: Time) -> Result<bool, EngineError> {
         let (timeout, rank) = (self.timeout, self.member.rank);
         let events: Vec<Event> = self.events.lock().unwrap().drain(..).collect();
+        self.has_lost |= events.iter().any(|e| matches!(e, Event::Lost { .. }));
         let membership = self.executor.membership();
         let step = |machine: &mut Machine, io: &mut Io<'_, '_>| {
             for event in &events {
@@ -351,6 +360,8 @@ struct Run {
     ranks: Vec<Rank>,
     /// The rank, and the number of steps before.
     accidents: Vec<(u32, Accident, u32)>,
+    /// How long a rank sleeps, nanoseconds.
+    nap: u64,
     gone: Vec<Rank>,
 }
 
@@ -384,16 +395,23 @@ impl Run {
             let own = ranks[i].descriptor();
             ranks[i].executor.membership().join(own.0.rank as usize, own.0.incarnation + 1, own.2);
         }
-        Self { net, ranks, accidents: Vec::new(), gone: Vec::new() }
+        Self { net, ranks, accidents: Vec::new(), nap: NAP, gone: Vec::new() }
     }
 
     /// Until all exchanges are over, among all or without those that are gone; steps that it took.
     fn go(&mut self) -> Result<u32, String> {
+        let steps = self.go_until(|run| run.ranks.iter().all(Rank::is_over))?;
+        self.check_losses()?;
+        Ok(steps)
+    }
+
+    /// Until a condition holds; steps that it took.
+    fn go_until(&mut self, mut done: impl FnMut(&mut Self) -> bool) -> Result<u32, String> {
         let (mut steps, mut since) = (0, self.net.now());
         loop {
             self.turn_all()?;
-            if self.ranks.iter().all(Rank::is_over) {
-                break;
+            if done(self) {
+                return Ok(steps);
             }
             let now: Vec<_> =
                 self.accidents.iter().copied().filter(|(.., at)| *at == steps).collect();
@@ -403,7 +421,7 @@ impl Run {
                 };
                 since = self.net.now();
                 if accident == Accident::Sleeps {
-                    self.ranks[at].wakes = Time(since.0 + NAP);
+                    self.ranks[at].wakes = Time(since.0 + self.nap);
                 } else {
                     let gone = self.ranks.remove(at);
                     if accident == Accident::Dies {
@@ -419,6 +437,10 @@ impl Run {
                 return Err(format!("it stands still after {steps} steps: {}", all.join("; ")));
             }
         }
+    }
+
+    /// Checks that only ranks that are gone were given up.
+    fn check_losses(&self) -> Result<(), String> {
         for rank in &self.ranks {
             let is_gone = |number: u32| self.gone.iter().any(|r| r.member.rank == number);
             let mut given_up = rank.machine.losses().lost().into_iter().map(|lost| lost.rank);
@@ -435,7 +457,7 @@ impl Run {
                 ));
             }
         }
-        Ok(steps)
+        Ok(())
     }
 
     fn turn_all(&mut self) -> Result<(), String> {
@@ -633,6 +655,16 @@ fn rs_4_a_rank_whose_device_does_nothing_is_named_by_all() {
     }
 }
 
+/// Equal tokens, all to the same experts.
+fn batch_to(spec: &Spec, tokens: usize, experts: &[i64]) -> Batch {
+    let mut batch = Batch::random(&mut fastrand::Rng::with_seed(0), spec, None);
+    batch.values = vec![0.5; tokens * WIDE];
+    batch.extra = vec![1; tokens * EXTRA];
+    batch.indices = experts.repeat(tokens);
+    batch.weights = vec![1.0; tokens * experts.len()];
+    batch
+}
+
 /// A source that announces a row more than it sends, to a rank of its node, to a gateway, and
 /// through that.
 #[test]
@@ -640,14 +672,8 @@ fn rs_1_a_rank_that_announced_rows_which_never_come_is_named() {
     let spec = Spec { channels: 1, ..spec(2, 2, 2, 2, 4) };
     for target in 1..4u32 {
         let mut run = Run::new(spec, 0, SimConfig::default());
-        let batch = |tokens: usize| {
-            let mut batch = Batch::random(&mut fastrand::Rng::with_seed(0), &spec, None);
-            batch.values = vec![0.5; tokens * WIDE];
-            batch.extra = vec![1; tokens * EXTRA];
-            batch.indices = [i64::from(2 * target), -1].repeat(tokens);
-            batch.weights = vec![1.0; tokens * 2];
-            vec![batch; EXCHANGES]
-        };
+        let batch =
+            |tokens: usize| vec![batch_to(&spec, tokens, &[i64::from(2 * target), -1]); EXCHANGES];
         run.ranks.iter_mut().for_each(|r| r.batches = batch(2 * usize::from(r.member.rank == 0)));
         let source = &mut run.ranks[0];
         assert!(source.turn_over().unwrap(), "it has dispatched");

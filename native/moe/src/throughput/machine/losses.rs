@@ -128,6 +128,11 @@ impl Machine {
         self.membership.events()
     }
 
+    /// The latest incarnation of each rank.
+    pub fn incarnations(&self) -> Vec<u32> {
+        (0..self.spec.shape.ranks).map(|rank| self.membership.incarnation(rank)).collect()
+    }
+
     /// Per rank, whether it is present.
     pub fn here(&self) -> Vec<bool> {
         self.membership.here()
