@@ -322,7 +322,7 @@ class Sender:
         return self._keys[request]
 
     def _forget(self, key: str, request: str, why: str) -> None:
-        # Whoever holds it still, takes nothing of it.
+        # A thread that still holds it takes nothing of it.
         if transfer := self._transfers.pop(key, None):
             transfer.why = transfer.why or why
         self._keys.pop(request, None)
