@@ -49,8 +49,8 @@ test: $(DONE)/tools
 build-rust-tests: $(DONE)/tools
 	cd native && cargo test $(TESTED_CRATES) --quiet --no-run
 
-# A part of the random schedules that cargo runs by default; make test-long runs all.
-test-rust: export FABRIC_SIM_RUNS ?= 2000
+# A quarter of the random schedules that cargo runs by default; make test-long runs those.
+test-rust: export FABRIC_SIM_RUNS ?= 5000
 test-rust: export FABRIC_MOE_SCHEDULES ?= 100
 test-rust: $(DONE)/tools
 	cd native && MAKEFLAGS= cargo test $(TESTED_CRATES) --quiet

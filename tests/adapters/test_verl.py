@@ -115,7 +115,7 @@ def test_a_topology_of_missing_workers_is_refused() -> None:
                 FabricCheckpointEngine(1 << 20, engine=engine, rollout_dtype=dtype)
 
 
-def test_codes_of_one_byte_are_not_cast() -> None:
+def test_rs_1_codes_of_one_byte_are_not_cast() -> None:
     with TransferEngine(transport="shm") as engine:
         sender = FabricCheckpointEngine(1 << 20, is_master=True, engine=engine)
         for code in (torch.int8, torch.uint8, torch.float8_e4m3fn):

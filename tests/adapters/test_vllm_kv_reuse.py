@@ -100,7 +100,7 @@ def test_mr_1_a_request_that_is_preempted_between_steps_and_aborted_is_waited_fo
         assert [failed.held for failed in step.failed] == [False]
 
 
-def test_a_vllm_that_sleeps_without_telling_connectors_is_refused(
+def test_rs_1_a_vllm_that_sleeps_without_telling_connectors_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches", raising=False)
@@ -111,7 +111,7 @@ def test_a_vllm_that_sleeps_without_telling_connectors_is_refused(
 
 
 @pytest.mark.parametrize("offer", [["x"], {"a": 1}, 7])
-def test_an_offer_of_another_type_fails_its_request_alone(offer: object) -> None:
+def test_rs_4_an_offer_of_another_type_fails_its_request_alone(offer: object) -> None:
     d = Instance(config("kv_consumer"))
     with instances(d):
         failing({"do_remote_prefill": True, "remote_offer": offer}, d)
@@ -140,7 +140,7 @@ def test_a_late_end_of_a_job_leaves_a_later_transfer_of_that_name(
         released(p)
 
 
-def test_prompts_of_other_embeddings_have_other_digests() -> None:
+def test_rs_1_prompts_of_other_embeddings_have_other_digests() -> None:
     made = [torch.full((3, 4), value, dtype=torch.bfloat16) for value in (0.0, 1.0)]
     found = {digest(None, embeddings=each) for each in made}
     assert len(found | {digest(None), digest(None, embeddings=made[0].float())}) == 4

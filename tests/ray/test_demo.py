@@ -38,7 +38,6 @@ def test_experts_from_a_checkpoint(cluster: list[str], tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["timeline.png"]
 
 
-@pytest.mark.long
 def test_the_command_prints_one_json_object(cluster: list[str], tmp_path: Path) -> None:
     sizes = ["--parameters", "2e6", "--pushes", "2", "--trainers", "3", "--rollouts", "1"]
     address = ray.get_runtime_context().gcs_address

@@ -47,7 +47,7 @@ def _run(tests: list[str], folder: Path, timeout: float) -> None:
     assert f"test result: ok. {len(tests)} passed; 0 failed; 0 ignored" in said
 
 
-@pytest.mark.rdma_full
+@pytest.mark.rdma
 def test_a_dead_peer_a_forged_key_a_lost_rail_and_a_shared_nic(tmp_path: Path) -> None:
     _run(list(ALWAYS), tmp_path, timeout=300)
 

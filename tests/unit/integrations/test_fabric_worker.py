@@ -70,13 +70,23 @@ def test_a_model_runner_reports_the_worker_as_its_session(engine: TransferEngine
     weight = runner.model.weight
     info = {"weight": (weight.data_ptr(), 6, 2)}
     assert runner.remote_instance_transfer_engine_weight_info == info
-    # What SGLang does after an update may replace parameters.
-    runner.model.weight = torch.nn.Parameter(weight.detach().clone())
-    assert worker.weights_info["weight"][0] == runner.model.weight.data_ptr() != weight.data_ptr()
+    assert opened(worker, 2) is None
+
+
+def test_rs_1_parameters_that_sglang_replaces_get_the_next_version(engine: TransferEngine) -> None:
+    runner = Runner()
+    worker = attach(runner, lambda engines: layout(engines, "weight"), engine=engine)
+
+    def replaced() -> int:
+        """What post-processing after an update may do."""
+        runner.model.weight = torch.nn.Parameter(runner.model.weight.detach().clone())
+        return runner.model.weight.data_ptr()
+
+    address = replaced()
+    assert worker.weights_info["weight"][0] == address
     assert WorkerClient(worker.session_id).ask(target_open, (1, 2), 5.0) is None
-    runner.model.weight = torch.nn.Parameter(weight.detach().clone())
     assert worker._target is not None
     assert worker._target._into is not None
-    held = worker._target._into.tensors()["weight"]
-    assert held.data_ptr() == runner.model.weight.data_ptr()
+    address = replaced()
+    assert worker._target._into.tensors()["weight"].data_ptr() == address
     worker.close()

@@ -265,55 +265,52 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_call_ends_promptly_while_another_thread_admits_a_rank() {
-        let (mut net, all, newcomer) = two_and_a_newcomer();
-        all.iter().for_each(send);
-        let inner = &all[0].inner;
-        // The last process of rank 2 may still write.
-        inner.state.lock().revoking.push(2);
-        let waits = |n| move || inner.state.lock().awaited.len() == n;
-        thread::scope(|threads| {
-            let (received, arrived) = mpsc::channel();
-            let receiver = &all[0];
-            threads.spawn(move || {
-                let placing = receiver.wait_arriving(Order::Packed { multiple: 1 });
-                received.send(placing.map(|_| ())).unwrap();
-            });
-            wait_for(waits(1));
-            let (admitted, admission) = mpsc::channel();
-            threads.spawn(move || admitted.send(receiver.admit(&newcomer)).unwrap());
-            wait_for(waits(2));
-            while !inner.state.lock().all_routes() && net.step() {}
-            assert_eq!(arrived.recv_timeout(SOON), Ok(Ok(())), "while the other thread waits");
-            inner.on_revoked(2, Ok(()));
-            assert_eq!(admission.recv_timeout(SOON), Ok(Ok(2)));
-        });
-        assert!(inner.state.lock().awaited.is_empty());
+    /// What a call of another thread returns.
+    fn beside<'s, T: Send + 's>(
+        threads: &'s thread::Scope<'s, '_>,
+        call: impl FnOnce() -> T + Send + 's,
+    ) -> mpsc::Receiver<T> {
+        let (sender, receiver) = mpsc::channel();
+        threads.spawn(move || sender.send(call()).unwrap());
+        receiver
+    }
+
+    fn arriving(all: &AllToAll) -> Result<()> {
+        all.wait_arriving(Order::Packed { multiple: 1 }).map(|_| ())
     }
 
     #[test]
-    fn a_call_continues_to_wait_after_another_thread_has_admitted_a_rank() {
-        let (mut net, all, newcomer) = two_and_a_newcomer();
-        all.iter().for_each(send);
-        let inner = &all[0].inner;
-        inner.state.lock().revoking.push(2);
-        let waits = |n| move || inner.state.lock().awaited.len() == n;
-        thread::scope(|threads| {
-            let (admitted, admission) = mpsc::channel();
-            let receiver = &all[0];
-            threads.spawn(move || admitted.send(receiver.admit(&newcomer)).unwrap());
-            wait_for(waits(1));
-            let (received, arrived) = mpsc::channel();
-            threads.spawn(move || {
-                let placing = receiver.wait_arriving(Order::Packed { multiple: 1 });
-                received.send(placing.map(|_| ())).unwrap();
+    fn rs_4_a_call_ends_promptly_while_another_thread_admits_a_rank() {
+        for admits_first in [false, true] {
+            let (mut net, all, newcomer) = two_and_a_newcomer();
+            all.iter().for_each(send);
+            let (receiver, inner) = (&all[0], &all[0].inner);
+            // The last process of rank 2 may still write.
+            inner.state.lock().revoking.push(2);
+            let waits = |n| move || inner.state.lock().awaited.len() == n;
+            thread::scope(|threads| {
+                let admit = || beside(threads, || receiver.admit(&newcomer));
+                let early = admits_first.then(admit);
+                wait_for(waits(usize::from(admits_first)));
+                let arrived = beside(threads, || arriving(receiver));
+                wait_for(waits(1 + usize::from(admits_first)));
+                let admission = early.unwrap_or_else(admit);
+                wait_for(waits(2));
+                let mut deliver = || while !inner.state.lock().all_routes() && net.step() {};
+                // One call ends while the other waits, which then ends, too.
+                if admits_first {
+                    inner.on_revoked(2, Ok(()));
+                    assert_eq!(admission.recv_timeout(SOON), Ok(Ok(2)));
+                    deliver();
+                    assert_eq!(arrived.recv_timeout(SOON), Ok(Ok(())));
+                } else {
+                    deliver();
+                    assert_eq!(arrived.recv_timeout(SOON), Ok(Ok(())));
+                    inner.on_revoked(2, Ok(()));
+                    assert_eq!(admission.recv_timeout(SOON), Ok(Ok(2)));
+                }
             });
-            wait_for(waits(2));
-            inner.on_revoked(2, Ok(()));
-            assert_eq!(admission.recv_timeout(SOON), Ok(Ok(2)));
-            while !inner.state.lock().all_routes() && net.step() {}
-            assert_eq!(arrived.recv_timeout(SOON), Ok(Ok(())));
-        });
+            assert!(inner.state.lock().awaited.is_empty());
+        }
     }
 }

@@ -114,7 +114,7 @@ fn a_newcomer_that_dies_before_all_admitted_it_is_the_only_loss() {
 
 /// The mask waits for a call under way, which admits the next incarnation of the rank.
 #[test]
-fn a_mask_of_an_incarnation_does_not_hit_the_next_one() {
+fn rs_4_a_mask_of_an_incarnation_does_not_hit_the_next_one() {
     let spec = spec(1, 2, 2, 2, 8);
     let (all, old) = (open(spec, 0, 0), open(spec, 1, 0));
     all.admit(&old.descriptor()).unwrap();

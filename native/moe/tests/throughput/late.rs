@@ -1,4 +1,5 @@
-//! A worker that does its jobs late and in any order, and shows their results at any moment, as kernels do.
+//! A worker that does its jobs late and in any order, and shows their results at any moment, as
+//! kernels do.
 
 use fabric_engine::Region;
 use fabric_moe::throughput::{CpuWorker, Io, Job, JobId, JobResult, Spec, Worker};
