@@ -4,9 +4,9 @@
 //! |-------|-------------|------------------------------------------------------------|
 //! | 16-25 | source      | the rank that wrote                                        |
 //! | 12-15 | incarnation | of that rank, modulo 16: an earlier incarnation is ignored (IC-6) |
-//! | 10-11 | kind        | data, atomic, credit, barrier                              |
+//! | 10-11 | kind        | data, atomic, credit, notice                               |
 //! | 5-9   | channel     |                                                            |
-//! | 0-4   | epoch       | of data and atomics; the scope of a barrier                |
+//! | 0-4   | epoch       | of data and atomics; which notice                          |
 
 use fabric_engine::api::{Imm, TAG_BITS};
 
@@ -23,8 +23,27 @@ pub(crate) enum Kind {
     Atomic,
     /// The receiver returns [`order::CREDIT`](crate::order::CREDIT) epochs of this channel.
     Credit,
-    /// The source has entered a barrier.
-    Barrier,
+    /// See [`Notice`].
+    Notice,
+}
+
+/// What a rank says without data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Notice {
+    /// It has entered a barrier.
+    Entered(Scope),
+    /// It has joined the receiver: it takes what that sends.
+    Joined,
+}
+
+impl Notice {
+    pub fn epoch(self) -> u8 {
+        match self {
+            Self::Entered(Scope::All) => 0,
+            Self::Entered(Scope::Rail) => 1,
+            Self::Joined => 2,
+        }
+    }
 }
 
 /// Incarnations of a rank that tags distinguish.
@@ -64,17 +83,18 @@ impl Tag {
                 0 => Kind::Data,
                 1 => Kind::Atomic,
                 2 => Kind::Credit,
-                _ => Kind::Barrier,
+                _ => Kind::Notice,
             },
             channel: (value >> 5) as u8 & (CHANNELS as u8 - 1),
             epoch: value as u8 & (EPOCHS as u8 - 1),
         }
     }
 
-    pub fn scope(self) -> Scope {
+    pub fn notice(self) -> Notice {
         match self.epoch {
-            0 => Scope::All,
-            _ => Scope::Rail,
+            0 => Notice::Entered(Scope::All),
+            1 => Notice::Entered(Scope::Rail),
+            _ => Notice::Joined,
         }
     }
 }

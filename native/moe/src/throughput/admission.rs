@@ -83,7 +83,7 @@ impl Throughput {
             machine.beat(Time::now(), self.timeout());
             machine.flush()?;
             self.mask_lost(machine);
-            let quiet = machine.finish_jobs(&mut Io::Nothing) && machine.may_begin();
+            let quiet = machine.finish_jobs(&mut Io::Nothing) && machine.is_quiet();
             if machine.here()[rank as usize] || machine.has_ended(rank) && quiet {
                 return Ok(());
             }

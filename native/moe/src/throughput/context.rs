@@ -86,6 +86,8 @@ pub struct Context {
     pub grid: Grid,
     /// Per rank, whether it is present.
     pub here: Vec<bool>,
+    /// Per rank, whether it is present and has admitted this one.
+    pub has_joined: Vec<bool>,
     pub layout: Layout,
     pub words: AtomicWords,
     /// The number of the exchange.

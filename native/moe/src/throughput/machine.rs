@@ -150,7 +150,9 @@ impl Machine {
         let grid = spec.grid(rank);
         let membership = Membership::new(member, ranks);
         let (here, metas) = (membership.here(), Vec::new());
-        let ctx = Context { spec, grid, here, layout, words, exchange: 0, era: 0, metas };
+        let has_joined = vec![false; ranks as usize];
+        let ctx =
+            Context { spec, grid, here, has_joined, layout, words, exchange: 0, era: 0, metas };
         let channel = |(i, pusher)| Channel::new(i as u32, Commands::new(pusher));
         let channels = pushers.into_iter().enumerate().map(channel).collect();
         Ok(Self {
@@ -185,9 +187,22 @@ impl Machine {
         &self.ctx.layout
     }
 
-    /// Whether [`Machine::begin`] would be taken: the last exchange's tokens have left, and what
-    /// was under way when a rank was lost is over.
+    /// Whether [`Machine::begin`] would be taken: this rank is [quiet](Machine::is_quiet), and all
+    /// others have admitted it. Before, what it writes could meet what its last incarnation wrote
+    /// (MR-1).
     pub fn may_begin(&self) -> bool {
+        self.is_quiet() && self.not_joined().next().is_none()
+    }
+
+    /// The ranks that are here and that have yet to admit this one.
+    fn not_joined(&self) -> impl Iterator<Item = u32> + '_ {
+        let ranks = (0..self.spec.shape.ranks).filter(|rank| *rank != self.member.rank);
+        ranks.filter(|r| self.ctx.here[*r as usize] && !self.ctx.has_joined[*r as usize])
+    }
+
+    /// Whether the last exchange's tokens have left, and what was under way when a rank was lost is
+    /// over.
+    pub fn is_quiet(&self) -> bool {
         matches!(self.phase, Phase::Idle | Phase::Collected)
             && !self.jobs.are_under_way()
             && self.to_mask.is_empty()
@@ -352,14 +367,12 @@ impl Machine {
         };
         if quiet >= timeout {
             if let Some(rank) = suspects.into_iter().find(late) {
-                let what = match self.phase {
-                    Phase::Idle | Phase::Dispatched => "tokens",
-                    _ => "answers",
+                let cause = match self.phase {
+                    Phase::Idle | Phase::Collected => "admit this rank",
+                    Phase::Dispatched => "do its part in moving tokens",
+                    _ => "do its part in moving answers",
                 };
-                self.fail(
-                    rank,
-                    format!("it did not do its part in moving {what} within {quiet:?}"),
-                );
+                self.fail(rank, format!("it did not {cause} within {quiet:?}"));
                 self.check()?;
             }
         }
@@ -413,7 +426,10 @@ impl Machine {
             Phase::Answering | Phase::Answered => c.suspects_of_answers(ctx),
             Phase::Idle | Phase::Collected => Vec::new(),
         };
-        self.channels.iter().flat_map(of).collect()
+        match self.phase {
+            Phase::Idle | Phase::Collected => self.not_joined().collect(),
+            _ => self.channels.iter().flat_map(of).collect(),
+        }
     }
 
     /// Computes the placement of rows, once all lanes have announced their numbers.

@@ -401,6 +401,9 @@ impl Throughput {
         for event in self.events.lock().drain(..) {
             match event {
                 Event::Lost { rank, error, .. } => machine.lose(rank as u32, error.to_string()),
+                Event::Joined { rank, incarnation } => {
+                    machine.joined_by(Member { rank: rank as u32, incarnation: incarnation - 1 });
+                }
                 Event::Gone { rank, incarnation } => {
                     machine.end(Member { rank: rank as u32, incarnation: incarnation - 1 });
                 }

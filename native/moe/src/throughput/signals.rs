@@ -35,6 +35,9 @@ pub struct Signals {
     sent_at: Option<Time>,
     /// The drain after which all others know which ranks this rank has given up.
     losses_drain: Option<u64>,
+    /// Ranks that this rank has given up, and who has yet to be told because it had not admitted this
+    /// rank.
+    untold: Vec<(u32, Member)>,
     /// By rank: the bits of incarnations before this one are clear in its word.
     ready: Vec<u32>,
     /// By rank: the count of its in-call signals, and when it last changed.
@@ -46,7 +49,7 @@ impl Signals {
         let last_beats = vec![(0, Time(0)); ranks as usize];
         let ready = vec![INCARNATIONS; ranks as usize];
         let commands = Commands::new(pusher);
-        Self { commands, sent_at: None, losses_drain: None, last_beats, ready }
+        Self { commands, sent_at: None, losses_drain: None, untold: Vec::new(), last_beats, ready }
     }
 
     /// Sends the in-call signal if it is due, and reads those of others.
@@ -74,6 +77,21 @@ impl Signals {
     /// (RS-4).
     pub fn give_up(&mut self, ctx: &Context, member: Member) {
         self.tell_all(ctx, ctx.layout.given_up(member.rank), 1 << shift_of(member.incarnation));
+        let later = (0..ctx.grid.ranks).filter(|r| {
+            *r != ctx.grid.rank && ctx.here[*r as usize] && !ctx.has_joined[*r as usize]
+        });
+        self.untold.extend(later.map(|rank| (rank, member)));
+        self.losses_drain = Some(self.commands.drain());
+    }
+
+    /// Tells a rank that has admitted this one what it was not told before.
+    pub fn tell_late(&mut self, ctx: &Context, rank: u32) {
+        let untold = std::mem::take(&mut self.untold);
+        let (now, later): (Vec<_>, Vec<_>) = untold.into_iter().partition(|(to, _)| *to == rank);
+        self.untold = later;
+        for (_, member) in now {
+            self.tell(rank, ctx.layout.given_up(member.rank), 1 << shift_of(member.incarnation));
+        }
         self.losses_drain = Some(self.commands.drain());
     }
 
@@ -83,13 +101,14 @@ impl Signals {
         told || self.commands.flush().is_err()
     }
 
-    /// Signals the lost rank too, after all others, because it may live but take nothing. Returns
-    /// the drain after which it has the signal.
-    pub fn tell_itself(&mut self, ctx: &Context, member: Member) -> u64 {
-        let (slot, value) =
-            (ctx.layout.given_up(member.rank) as u16, 1 << shift_of(member.incarnation));
-        let add = Add { slot, value, ordered: false };
-        self.commands.push(Command::Atomic { rank: member.rank as u16, channel: CHANNEL, add });
+    /// Signals the lost rank too if it has admitted this one, after all others, because it may live
+    /// but take nothing. Returns the drain after which it has the signal.
+    pub fn tell_itself(&mut self, ctx: &Context, member: Member, has_joined: bool) -> u64 {
+        self.untold.retain(|(to, _)| *to != member.rank);
+        if has_joined {
+            let value = 1 << shift_of(member.incarnation);
+            self.tell(member.rank, ctx.layout.given_up(member.rank), value);
+        }
         self.commands.drain()
     }
 
@@ -120,11 +139,14 @@ impl Signals {
     }
 
     fn tell_all(&mut self, ctx: &Context, slot: u64, value: i64) {
-        let add = Add { slot: slot as u16, value, ordered: false };
-        let others = (0..ctx.grid.ranks).filter(|r| *r != ctx.grid.rank && ctx.here[*r as usize]);
-        for other in others {
-            self.commands.push(Command::Atomic { rank: other as u16, channel: CHANNEL, add });
+        for other in (0..ctx.grid.ranks).filter(|r| ctx.has_joined[*r as usize]) {
+            self.tell(other, slot, value);
         }
+    }
+
+    fn tell(&mut self, rank: u32, slot: u64, value: i64) {
+        let add = Add { slot: slot as u16, value, ordered: false };
+        self.commands.push(Command::Atomic { rank: rank as u16, channel: CHANNEL, add });
     }
 }
 

@@ -4,6 +4,7 @@
 //!
 //! `FABRIC_MOE_SEED=7 FABRIC_MOE_SCHEDULES=1 cargo test -p fabric-moe --test throughput machines`
 
+mod newcomers;
 mod suspects;
 
 use std::{
@@ -86,6 +87,8 @@ struct Rank {
     leaves: bool,
     /// Its proxy has lost a rank.
     has_lost: bool,
+    /// What it admits before it dispatches, once it has seen to the one before it.
+    newcomer: Option<(Member, Vec<u32>, ThreadDescriptor)>,
 }
 
 impl Rank {
@@ -142,6 +145,7 @@ impl Rank {
             wakes: Time(0),
             leaves: false,
             has_lost: false,
+            newcomer: None,
         }
     }
 
@@ -161,6 +165,20 @@ impl Rank {
         self.machine.admit(*member, events)?;
         let membership = self.executor.membership();
         membership.join(member.rank as usize, member.incarnation + 1, descriptor.clone());
+        Ok(())
+    }
+
+    /// Admits all others; itself, too, in its proxy.
+    fn admit_all(
+        &mut self,
+        descriptors: &[(Member, Vec<u32>, ThreadDescriptor)],
+    ) -> Result<(), String> {
+        let own = self.member;
+        for descriptor in descriptors.iter().filter(|descriptor| descriptor.0 != own) {
+            self.admit(descriptor).map_err(|e| e.to_string())?;
+        }
+        let descriptor = self.executor.descriptor();
+        self.executor.membership().join(own.rank as usize, own.incarnation + 1, descriptor);
         Ok(())
     }
 
@@ -204,6 +222,8 @@ impl Rank {
                     Event::Lost { rank, error, .. } => {
                         machine.lose(*rank as u32, error.to_string())
                     }
+                    Event::Joined { rank, incarnation } => machine
+                        .joined_by(Member { rank: *rank as u32, incarnation: incarnation - 1 }),
                     Event::Gone { rank, incarnation } => {
                         machine.end(Member { rank: *rank as u32, incarnation: incarnation - 1 })
                     }
@@ -242,6 +262,18 @@ impl Rank {
         match &mut self.turn {
             Turn::Over => return Ok(false),
             Turn::Dispatch => {
+                if let Some(newcomer) = self.newcomer.take() {
+                    let member = newcomer.0;
+                    self.machine.give_up_gone(member.rank);
+                    let has_ended = !self.machine.here()[member.rank as usize]
+                        && self.machine.has_ended(member.rank);
+                    if !self.machine.is_quiet() || !has_ended {
+                        self.newcomer = Some(newcomer);
+                        return Ok(false);
+                    }
+                    self.admit(&newcomer).map_err(said)?;
+                    self.exchange = 0;
+                }
                 if !self.machine.may_begin() {
                     return Ok(false);
                 }
@@ -387,14 +419,8 @@ impl Run {
             )
         });
         let mut ranks: Vec<Rank> = ranks.collect();
-        for i in 0..ranks.len() {
-            for j in (0..ranks.len()).filter(|j| *j != i) {
-                let descriptor = ranks[j].descriptor();
-                ranks[i].admit(&descriptor).unwrap();
-            }
-            let own = ranks[i].descriptor();
-            ranks[i].executor.membership().join(own.0.rank as usize, own.0.incarnation + 1, own.2);
-        }
+        let descriptors: Vec<_> = ranks.iter().map(Rank::descriptor).collect();
+        ranks.iter_mut().try_for_each(|rank| rank.admit_all(&descriptors)).unwrap();
         Self { net, ranks, accidents: Vec::new(), nap: NAP, gone: Vec::new() }
     }
 
@@ -485,7 +511,7 @@ impl Run {
             gone.iter().for_each(|gone| rank.machine.fail(*gone, "it died".into()));
         }
         let is_seen_to =
-            |r: &Rank| r.machine.may_begin() && gone.iter().all(|gone| r.machine.has_ended(*gone));
+            |r: &Rank| r.machine.is_quiet() && gone.iter().all(|gone| r.machine.has_ended(*gone));
         loop {
             self.turn_all()?;
             if self.ranks.iter().all(|r| r.is_over() || matches!(r.turn, Turn::Dispatch))
@@ -498,25 +524,22 @@ impl Run {
                 return Err("what was under way with those that died isn't over".into());
             }
         }
+        let mut newcomers = Vec::new();
         for old in std::mem::take(&mut self.gone) {
             let member = Member { incarnation: old.member.incarnation + 1, ..old.member };
             let given = (member, by(member.rank));
-            self.ranks.push(Rank::new(&mut self.net, old.spec, given, old.batches, &old.without));
+            newcomers.push(Rank::new(&mut self.net, old.spec, given, old.batches, &old.without));
         }
-        let descriptors: Vec<_> = self.ranks.iter().map(Rank::descriptor).collect();
+        let all = self.ranks.iter().chain(&newcomers);
+        let descriptors: Vec<_> = all.map(Rank::descriptor).collect();
         for rank in &mut self.ranks {
-            let own = rank.member;
-            for descriptor in descriptors.iter().filter(|descriptor| descriptor.0 != own) {
-                if gone.contains(&own.rank) || gone.contains(&descriptor.0.rank) {
-                    rank.admit(descriptor).map_err(|e| e.to_string())?;
-                }
-            }
-            if gone.contains(&own.rank) {
-                let descriptor = rank.executor.descriptor();
-                rank.executor.membership().join(own.rank as usize, own.incarnation + 1, descriptor);
+            for descriptor in descriptors.iter().filter(|d| gone.contains(&d.0.rank)) {
+                rank.admit(descriptor).map_err(|e| e.to_string())?;
             }
             (rank.exchange, rank.turn) = (0, Turn::Dispatch);
         }
+        newcomers.iter_mut().try_for_each(|rank| rank.admit_all(&descriptors))?;
+        self.ranks.extend(newcomers);
         self.ranks.sort_by_key(|r| r.member.rank);
         self.accidents.clear();
         Ok(())
@@ -675,6 +698,12 @@ fn rs_1_a_rank_that_announced_rows_which_never_come_is_named() {
         let batch =
             |tokens: usize| vec![batch_to(&spec, tokens, &[i64::from(2 * target), -1]); EXCHANGES];
         run.ranks.iter_mut().for_each(|r| r.batches = batch(2 * usize::from(r.member.rank == 0)));
+        while !run.ranks[0].machine.may_begin() {
+            let now = run.net.now();
+            run.ranks.iter_mut().for_each(|rank| while rank.executor.step(now) {});
+            run.ranks[0].device(now).unwrap();
+            run.move_on();
+        }
         let source = &mut run.ranks[0];
         assert!(source.turn_over().unwrap(), "it has dispatched");
         // Behind a head of four words and the tokens of two ranks: the rows of the node's experts.

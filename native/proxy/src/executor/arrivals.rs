@@ -1,4 +1,4 @@
-//! Arrivals from peers: data, atomics, credits and barrier entries.
+//! Arrivals from peers: data, atomics, credits and notices.
 
 use std::sync::atomic::Ordering::AcqRel;
 
@@ -10,7 +10,7 @@ use crate::{
     inbox::MembershipChange,
     order::{OrderEntry, OrderError, ENTRY},
     peer::{PostedRequest, RankState},
-    tag::{Kind, Tag},
+    tag::{Kind, Notice, Tag},
     ProxyError,
 };
 
@@ -72,13 +72,20 @@ impl Executor {
                 self.peers[rank].waiting_since = None;
                 self.peers[rank].sending(tag.channel).credit(n)
             }
-            Kind::Barrier => {
-                let ranks = self.peers.len();
-                let key = (tag.scope(), tag.channel);
-                self.rounds
-                    .entry(key)
-                    .or_insert_with(|| BarrierRounds::new(ranks))
-                    .on_entered(rank, n);
+            Kind::Notice => {
+                match tag.notice() {
+                    Notice::Entered(scope) => {
+                        let ranks = self.peers.len();
+                        self.rounds
+                            .entry((scope, tag.channel))
+                            .or_insert_with(|| BarrierRounds::new(ranks))
+                            .on_entered(rank, n);
+                    }
+                    Notice::Joined => {
+                        let incarnation = self.peers[rank].incarnation;
+                        (self.on_event)(Event::Joined { rank, incarnation });
+                    }
+                }
                 Ok(())
             }
         };

@@ -8,7 +8,7 @@ use crate::{
     command::{Add, Command, Scope},
     order::{OrderEntry, ENTRY},
     peer::{PostedRequest, RankState},
-    tag::Kind,
+    tag::{Kind, Notice},
     ProxyError, Result,
 };
 
@@ -241,8 +241,8 @@ impl Executor {
                     self.rounds.entry(key).or_insert_with(|| BarrierRounds::new(ranks)).enter();
                 self.sources[fifo].barrier = Some((round, now));
                 let others: Vec<_> = self.participants(scope).collect();
-                let number = u8::from(scope == Scope::Rail);
-                others.iter().for_each(|r| self.send_tag(*r, Kind::Barrier, channel, number));
+                let entered = Notice::Entered(scope).epoch();
+                others.iter().for_each(|r| self.send_tag(*r, Kind::Notice, channel, entered));
                 (round, now)
             }
         };

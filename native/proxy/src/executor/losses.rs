@@ -6,7 +6,11 @@ use fabric_engine::Time;
 
 use super::{Event, Executor, RING};
 use crate::{
-    descriptor::ThreadDescriptor, inbox::MembershipChange, peer::RankState, symmetric::check_rank,
+    descriptor::ThreadDescriptor,
+    inbox::MembershipChange,
+    peer::RankState,
+    symmetric::check_rank,
+    tag::{Kind, Notice},
     ProxyError, Result,
 };
 
@@ -138,6 +142,7 @@ impl Executor {
                 }
             });
             self.peers[rank].watch = Some(watch);
+            self.send_tag(rank, Kind::Notice, 0, Notice::Joined.epoch());
         }
         self.apply_early(rank);
         Ok(())

@@ -30,7 +30,7 @@ fn rank(rank: usize, transport: TransportKind) -> Proxy {
         &config,
         PLAN.memory(),
         Arc::new(|event| match event {
-            Event::Lost { rank: 2, .. } | Event::Gone { rank: 2, .. } => {}
+            Event::Joined { .. } | Event::Lost { rank: 2, .. } | Event::Gone { rank: 2, .. } => {}
             other => panic!("{other:?}"),
         }),
     )

@@ -76,7 +76,7 @@ impl Rank {
         let events = self.events.lock().unwrap();
         let ranks = events.iter().filter_map(|e| match e {
             Event::Lost { rank, .. } => Some(*rank),
-            Event::Gone { .. } => None,
+            Event::Joined { .. } | Event::Gone { .. } => None,
             other => panic!("{other:?}"),
         });
         ranks.collect()
@@ -275,8 +275,8 @@ fn two_threads_each(net: &mut SimNet) -> (Vec<Thread>, [SharedState; 2], Arc<Mut
         let (pusher, popper) = fifo(16, Arc::clone(&parker)).unwrap();
         let (config, descriptor) = (Config { rank, ..config.clone() }, Arc::clone(&events));
         let on_event: fabric_proxy::OnEvent = Arc::new(move |event| {
-            // Each thread reports the engine's end.
-            if !matches!(event, Event::Gone { .. }) {
+            // Each thread reports these.
+            if !matches!(event, Event::Joined { .. } | Event::Gone { .. }) {
                 descriptor.lock().unwrap().push(event);
             }
         });

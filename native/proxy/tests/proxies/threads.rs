@@ -30,9 +30,9 @@ pub fn open(transport: TransportKind, config: &Config, memory: u64, on_event: On
 }
 
 /// All ranks in this process, and the events of each.
-/// `Gone` events are left out: each thread reports them.
+/// `Joined` and `Gone` events are left out: each thread reports them.
 fn tell(told: &Sender<Event>, event: Event) {
-    if !matches!(event, Event::Gone { .. }) {
+    if !matches!(event, Event::Joined { .. } | Event::Gone { .. }) {
         drop(told.send(event));
     }
 }

@@ -163,10 +163,11 @@ impl Machine {
         tracing::warn!(rank, cause, "a rank was given up");
         self.membership.lose(rank);
         self.ctx.here[rank as usize] = false;
+        let has_joined = std::mem::take(&mut self.ctx.has_joined[rank as usize]);
         self.gone.retain(|(gone, _)| *gone != rank);
         let member = Member { rank, incarnation: self.membership.incarnation(rank) };
         self.signals.give_up(&self.ctx, member);
-        let drain = self.signals.tell_itself(&self.ctx, member);
+        let drain = self.signals.tell_itself(&self.ctx, member, has_joined);
         // If the signal can't be sent, the others notice the loss themselves.
         let _ = self.signals.commands.flush();
         self.to_mask.push(PendingMask { rank, drain, since: None });
@@ -239,6 +240,15 @@ impl Machine {
         if let Some(at) = self.gone.iter().position(|(gone, _)| *gone == rank) {
             let (rank, cause) = self.gone.remove(at);
             self.fail(rank, cause);
+        }
+    }
+
+    /// An incarnation of a rank has admitted this rank, and gets the signals that wait for that.
+    pub fn joined_by(&mut self, member: Member) {
+        let Member { rank, incarnation } = member;
+        if self.membership.is_here(rank) && self.membership.incarnation(rank) == incarnation {
+            self.ctx.has_joined[rank as usize] = true;
+            self.signals.tell_late(&self.ctx, rank);
         }
     }
 
@@ -317,6 +327,7 @@ impl Machine {
         self.abandon();
         self.reset_rings(member);
         self.ctx.here[member.rank as usize] = true;
+        self.ctx.has_joined[member.rank as usize] = false;
         self.last[member.rank as usize] =
             Some(LastIncarnation { incarnation: member.incarnation, gone: 0 });
         self.losses.lost.lock().retain(|lost| lost.rank != member.rank);
