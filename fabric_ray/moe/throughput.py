@@ -265,7 +265,7 @@ class ThroughputAllToAll(RankExchange):
     def dispatch_send(
         self, x: Tensor, indices: Tensor, *, weights: Tensor | None = None, **parts: Tensor
     ) -> None:
-        """Sends tokens to the ranks of their experts.
+        """Sends tokens to the ranks of their experts, once all ranks have admitted this one.
 
         Args:
             x: ``[tokens, hidden]``.

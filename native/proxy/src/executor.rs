@@ -40,6 +40,8 @@ pub enum Event {
     /// A rank has joined this one: it takes what this one sends, and nothing of an earlier
     /// incarnation of this one. Each thread reports it.
     Joined { rank: usize, incarnation: u32 },
+    /// A rank has masked this one: it goes on without it. Each thread reports it.
+    Masked { rank: usize, incarnation: u32 },
     /// A rank is lost. Commands to it complete at once, and all threads have applied what is known
     /// to have arrived from it. Reported once per incarnation.
     Lost { rank: usize, incarnation: u32, error: ProxyError },

@@ -19,7 +19,7 @@ pub(crate) enum RankState {
 #[derive(Debug)]
 pub(crate) struct PostedRequest {
     pub handle: Handle,
-    /// The FIFO of its commands; credits and barrier entries have none.
+    /// The FIFO of its commands; credits and notices have none.
     pub fifo: Option<usize>,
     /// The index of its first command.
     pub first: u64,

@@ -239,7 +239,8 @@ impl Proxy {
         Ok(())
     }
 
-    /// Excludes a rank: commands to it complete at once, and its messages are ignored.
+    /// Excludes a rank, which is told: commands to it complete at once, and its messages are
+    /// ignored.
     ///
     /// # Errors
     /// [`ProxyError::Rank`]; [`ProxyError::Invalid`] for this rank itself.

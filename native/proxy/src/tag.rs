@@ -34,6 +34,8 @@ pub(crate) enum Notice {
     Entered(Scope),
     /// It has joined the receiver: it takes what that sends.
     Joined,
+    /// It has masked the receiver: it takes nothing of it any more.
+    Masked,
 }
 
 impl Notice {
@@ -42,6 +44,7 @@ impl Notice {
             Self::Entered(Scope::All) => 0,
             Self::Entered(Scope::Rail) => 1,
             Self::Joined => 2,
+            Self::Masked => 3,
         }
     }
 }
@@ -94,7 +97,8 @@ impl Tag {
         match self.epoch {
             0 => Notice::Entered(Scope::All),
             1 => Notice::Entered(Scope::Rail),
-            _ => Notice::Joined,
+            2 => Notice::Joined,
+            _ => Notice::Masked,
         }
     }
 }

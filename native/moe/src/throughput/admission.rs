@@ -59,8 +59,8 @@ impl Throughput {
             return Err(unlike("its descriptor contradicts itself".into()));
         }
         let (_caller, mut machine) = self.enter()?;
-        self.follow_masks(&mut machine);
         self.take_events(&mut machine);
+        self.follow_masks(&mut machine);
         machine.note_losses();
         machine.check_goes_on()?;
         machine.check_between(rank)?;
@@ -123,6 +123,7 @@ impl Throughput {
         self.masked.lock().push((Member { rank, incarnation }, cause.to_owned()));
         // A call that is under way finds it there, and ends.
         let mut machine = self.machine.lock();
+        self.take_events(&mut machine);
         self.follow_masks(&mut machine);
         self.announce_losses(&mut machine);
         self.publish_membership(&machine);

@@ -244,7 +244,7 @@ impl Machine {
         weights: Option<Part<'_>>,
     ) -> Result<()> {
         if !self.may_begin() {
-            let text = "the tokens of the last exchange are still on their way; step on";
+            let text = "the tokens of the last exchange are still on their way, or a rank has yet to admit this one; step on";
             return Err(EngineError::Invalid(text.into()));
         }
         match self.is_abandoned {

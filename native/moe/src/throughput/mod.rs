@@ -228,7 +228,7 @@ impl Throughput {
     /// Sends tokens to the ranks of their experts. `parts` make up a row; `indices` are the experts
     /// of each token; `weights` 32-bit floats, one for each expert, or all one.
     ///
-    /// Returns when the tokens have been copied.
+    /// Returns when all others have admitted this rank, and the tokens have been copied.
     ///
     /// # Errors
     /// [`EngineError::Invalid`] for tokens that don't fit the shape, before anything is sent, or
@@ -389,10 +389,9 @@ impl Throughput {
     }
 
     fn step(&self, machine: &mut Machine, io: &mut Io<'_, '_>) -> Result<bool> {
-        self.follow_masks(machine);
-        // A rank's reports of losses arrive before its own end.
-        machine.process_signals()?;
         self.take_events(machine);
+        self.follow_masks(machine);
+        machine.process_signals()?;
         self.mask_lost(machine);
         machine.step(Time::now(), self.timeout(), io)
     }
@@ -403,6 +402,9 @@ impl Throughput {
                 Event::Lost { rank, error, .. } => machine.lose(rank as u32, error.to_string()),
                 Event::Joined { rank, incarnation } => {
                     machine.joined_by(Member { rank: rank as u32, incarnation: incarnation - 1 });
+                }
+                Event::Masked { rank, incarnation } => {
+                    machine.masked_by(Member { rank: rank as u32, incarnation: incarnation - 1 });
                 }
                 Event::Gone { rank, incarnation } => {
                     machine.end(Member { rank: rank as u32, incarnation: incarnation - 1 });
@@ -440,7 +442,10 @@ impl Throughput {
         }
         let mut machine = self.machine.lock();
         if self.losses.ended().is_none() {
-            wait_for(self.goodbye_timeout(), || machine.has_left());
+            wait_for(self.goodbye_timeout(), || {
+                self.take_events(&mut machine);
+                machine.has_told() & machine.has_left()
+            });
         }
         drop(machine);
         self.proxy.close();
@@ -448,7 +453,10 @@ impl Throughput {
 
     /// Waits, for a bounded time, until all others have been told of the losses.
     fn announce_losses(&self, machine: &mut Machine) {
-        wait_for(self.goodbye_timeout(), || machine.has_told());
+        wait_for(self.goodbye_timeout(), || {
+            self.take_events(machine);
+            machine.has_told()
+        });
         self.mask_lost(machine);
     }
 

@@ -6,9 +6,9 @@ use serde::{Deserialize, Serialize};
 use super::spec::Spec;
 use crate::rank_descriptor::Format;
 
-/// The version is incremented when the meaning of a descriptor, of a slot or of an atomic word
-/// changes.
-pub(crate) const FORMAT: Format = Format { mark: *b"FET", version: 2 };
+/// The version is incremented when the meaning of a descriptor, of a slot, of an atomic word or of
+/// a notice changes.
+pub(crate) const FORMAT: Format = Format { mark: *b"FET", version: 3 };
 
 /// A rank of a high-throughput exchange, as other ranks see it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

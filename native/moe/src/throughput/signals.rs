@@ -74,14 +74,18 @@ impl Signals {
     }
 
     /// Tells all others which incarnation of a rank this rank has given up, so that all do the same
-    /// (RS-4).
-    pub fn give_up(&mut self, ctx: &Context, member: Member) {
+    /// (RS-4). Those that have yet to admit this rank are told then. Returns the drain after which
+    /// those that have are told.
+    pub fn give_up(&mut self, ctx: &Context, member: Member) -> u64 {
+        self.untold.retain(|(to, _)| *to != member.rank);
         self.tell_all(ctx, ctx.layout.given_up(member.rank), 1 << shift_of(member.incarnation));
         let later = (0..ctx.grid.ranks).filter(|r| {
             *r != ctx.grid.rank && ctx.here[*r as usize] && !ctx.has_joined[*r as usize]
         });
         self.untold.extend(later.map(|rank| (rank, member)));
-        self.losses_drain = Some(self.commands.drain());
+        let drain = self.commands.drain();
+        self.losses_drain = Some(drain);
+        drain
     }
 
     /// Tells a rank that has admitted this one what it was not told before.
@@ -98,18 +102,7 @@ impl Signals {
     /// Whether all others have got this rank's signals of losses; true if the proxy is closed.
     pub fn has_told(&mut self) -> bool {
         let told = self.losses_drain.is_none_or(|drain| self.commands.is_complete(drain));
-        told || self.commands.flush().is_err()
-    }
-
-    /// Signals the lost rank too if it has admitted this one, after all others, because it may live
-    /// but take nothing. Returns the drain after which it has the signal.
-    pub fn tell_itself(&mut self, ctx: &Context, member: Member, has_joined: bool) -> u64 {
-        self.untold.retain(|(to, _)| *to != member.rank);
-        if has_joined {
-            let value = 1 << shift_of(member.incarnation);
-            self.tell(member.rank, ctx.layout.given_up(member.rank), value);
-        }
-        self.commands.drain()
+        told && self.untold.is_empty() || self.commands.flush().is_err()
     }
 
     /// Whether other ranks have given up an incarnation of a rank.

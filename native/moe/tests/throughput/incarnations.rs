@@ -135,6 +135,48 @@ fn rs_4_a_mask_of_an_incarnation_does_not_hit_the_next_one() {
     assert!(all.lost().is_empty() && all.present()[1], "{:?}", all.lost());
 }
 
+/// What a rank's next exchange says that others go on without.
+fn ended_by(all: &Throughput, rank: u32) -> String {
+    match exchange(all, rank, &batch(&all.spec(), rank, 0), 0).unwrap_err() {
+        EngineError::PeerLost { peer, cause, .. } => format!("{peer}: {cause}"),
+        other => panic!("{other}"),
+    }
+}
+
+/// It is given up before it has admitted the rank that gives it up.
+#[test]
+fn rs_4_a_rank_that_admits_others_too_late_hears_that_they_go_on_without_it() {
+    let spec = spec(1, 2, 2, 2, 8);
+    let short = Duration::from_millis(200);
+    let member = Member { rank: 0, incarnation: 0 };
+    let (first, late) =
+        (open_incarnation(spec, member, TransportKind::Shm, short), open(spec, 1, 0));
+    first.admit(&late.descriptor()).unwrap();
+    let lost = ended_by(&first, 0);
+    assert!(lost.starts_with("rank 1: it did not admit this rank"), "{lost}");
+    late.admit(&first.descriptor()).unwrap();
+    let ended = ended_by(&late, 1);
+    assert!(ended.starts_with("rank 1: rank 0 gave it up"), "{ended}");
+    assert!(late.broken().is_some() && late.lost().is_empty());
+}
+
+/// The ranks have admitted one another, and no call has seen that yet.
+#[test]
+fn rs_4_a_mask_before_the_first_exchange_reaches_all() {
+    let spec = spec(1, 3, 2, 2, 8);
+    let ranks = [0, 1, 2].map(|rank| open(spec, rank, 0));
+    for (at, rank) in ranks.iter().enumerate() {
+        let others = ranks.iter().enumerate().filter(|(other, _)| *other != at);
+        others.for_each(|(_, other)| assert!(rank.admit(&other.descriptor()).is_ok()));
+    }
+    ranks[0].mask(2, "it is slow").unwrap();
+    // Rank 0 makes no call.
+    let ended = ended_by(&ranks[2], 2);
+    assert!(ended.starts_with("rank 2: rank 0 gave it up"), "{ended}");
+    let told = ended_by(&ranks[1], 1);
+    assert!(told.starts_with("rank 2: another rank gave it up"), "{told}");
+}
+
 #[test]
 fn mr_1_a_rank_with_several_proxy_threads_leaves_and_comes_anew() {
     let spec = Spec { channels: 2, threads: 2, ..spec(1, 2, 2, 2, 8) };

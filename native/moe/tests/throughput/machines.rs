@@ -224,6 +224,8 @@ impl Rank {
                     }
                     Event::Joined { rank, incarnation } => machine
                         .joined_by(Member { rank: *rank as u32, incarnation: incarnation - 1 }),
+                    Event::Masked { rank, incarnation } => machine
+                        .masked_by(Member { rank: *rank as u32, incarnation: incarnation - 1 }),
                     Event::Gone { rank, incarnation } => {
                         machine.end(Member { rank: *rank as u32, incarnation: incarnation - 1 })
                     }

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering::AcqRel;
 
-use fabric_engine::{Local, Op, Remote, Time};
+use fabric_engine::{Handle, Local, Op, Remote, Result as EngineResult, Time};
 
 use super::{control_offset, Event, Executor};
 use crate::{
@@ -85,6 +85,10 @@ impl Executor {
                         let incarnation = self.peers[rank].incarnation;
                         (self.on_event)(Event::Joined { rank, incarnation });
                     }
+                    Notice::Masked => {
+                        let incarnation = self.peers[rank].incarnation;
+                        (self.on_event)(Event::Masked { rank, incarnation });
+                    }
                 }
                 Ok(())
             }
@@ -125,23 +129,34 @@ impl Executor {
 
     /// Sends a tag without data.
     pub(super) fn send_tag(&mut self, rank: usize, kind: Kind, channel: u8, epoch: u8) {
-        let tag = self.tag(kind, channel, epoch);
-        let Some(control) = &self.peers[rank].control else { return };
-        let op = Op::Write {
-            src: Local { region: &self.control, offset: 0 },
-            dst: Remote { region: control, offset: 0 },
-            len: 0,
-            imm: Some(tag.imm()),
-        };
-        match self.post(&[op]) {
-            Ok(handle) => {
+        match self.post_tag(rank, kind, channel, epoch) {
+            None => {}
+            Some(Ok(handle)) => {
                 self.peers[rank].requests += 1;
                 let posted =
                     PostedRequest { handle, fifo: None, first: 0, commands: 0, wakes: false };
                 self.track(rank, posted);
             }
-            Err(error) => self.lose(rank, ProxyError::Engine(error)),
+            Some(Err(error)) => self.lose(rank, ProxyError::Engine(error)),
         }
+    }
+
+    /// As [`Executor::send_tag`], without a look at what becomes of it; `None` for an absent rank.
+    pub(super) fn post_tag(
+        &self,
+        rank: usize,
+        kind: Kind,
+        channel: u8,
+        epoch: u8,
+    ) -> Option<EngineResult<Handle>> {
+        let tag = self.tag(kind, channel, epoch);
+        let op = Op::Write {
+            src: Local { region: &self.control, offset: 0 },
+            dst: Remote { region: self.peers[rank].control.as_ref()?, offset: 0 },
+            len: 0,
+            imm: Some(tag.imm()),
+        };
+        Some(self.post(&[op]))
     }
 
     pub(super) fn tag(&self, kind: Kind, channel: u8, epoch: u8) -> Tag {

@@ -29,9 +29,13 @@ impl Executor {
         self.drop_rank(rank);
     }
 
-    /// Drops a rank because the caller excludes it.
+    /// Drops a rank because the caller excludes it. The rank may live, and hears of it even if it
+    /// has yet to join this one.
     pub(super) fn mask(&mut self, rank: usize) {
         if rank < self.peers.len() && rank != self.config.rank {
+            if self.peers[rank].state == RankState::Alive {
+                let _ = self.post_tag(rank, Kind::Notice, 0, Notice::Masked.epoch());
+            }
             let incarnation = self.peers[rank].incarnation;
             self.common.alive.end(rank, incarnation);
             self.drop_rank(rank);

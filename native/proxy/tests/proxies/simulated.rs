@@ -76,7 +76,7 @@ impl Rank {
         let events = self.events.lock().unwrap();
         let ranks = events.iter().filter_map(|e| match e {
             Event::Lost { rank, .. } => Some(*rank),
-            Event::Joined { .. } | Event::Gone { .. } => None,
+            Event::Joined { .. } | Event::Masked { .. } | Event::Gone { .. } => None,
             other => panic!("{other:?}"),
         });
         ranks.collect()

@@ -144,7 +144,8 @@ impl Machine {
     }
 
     /// Gives up a rank. The running exchange ends here and at all others, which get a signal. The
-    /// rank gets one too, because it may live. If it is this rank, its exchange ends for good.
+    /// rank itself, which may live, hears of it from the proxy that masks it. If it is this rank,
+    /// its exchange ends for good.
     pub fn fail(&mut self, rank: u32, cause: String) {
         if rank == self.member.rank {
             if self.losses.ended.set(LostRank { rank, cause: cause.clone() }).is_ok() {
@@ -163,11 +164,10 @@ impl Machine {
         tracing::warn!(rank, cause, "a rank was given up");
         self.membership.lose(rank);
         self.ctx.here[rank as usize] = false;
-        let has_joined = std::mem::take(&mut self.ctx.has_joined[rank as usize]);
+        self.ctx.has_joined[rank as usize] = false;
         self.gone.retain(|(gone, _)| *gone != rank);
         let member = Member { rank, incarnation: self.membership.incarnation(rank) };
-        self.signals.give_up(&self.ctx, member);
-        let drain = self.signals.tell_itself(&self.ctx, member, has_joined);
+        let drain = self.signals.give_up(&self.ctx, member);
         // If the signal can't be sent, the others notice the loss themselves.
         let _ = self.signals.commands.flush();
         self.to_mask.push(PendingMask { rank, drain, since: None });
@@ -214,8 +214,7 @@ impl Machine {
         }
     }
 
-    /// Ranks that the proxy must drop now: all ranks have the signal, the lost ones too unless they
-    /// take nothing. Commands for others wait behind it, so the wait is bounded.
+    /// Ranks that the proxy must drop now: all others have the signal. Commands for others wait behind it, so the wait is bounded.
     pub fn take_masked(&mut self, now: Time, timeout: Duration) -> Vec<u32> {
         let mut masked = Vec::new();
         self.to_mask.retain_mut(|one| {
@@ -249,6 +248,13 @@ impl Machine {
         if self.membership.is_here(rank) && self.membership.incarnation(rank) == incarnation {
             self.ctx.has_joined[rank as usize] = true;
             self.signals.tell_late(&self.ctx, rank);
+        }
+    }
+
+    /// An incarnation of a rank has given up this one.
+    pub fn masked_by(&mut self, Member { rank, incarnation }: Member) {
+        if self.membership.is_here(rank) && self.membership.incarnation(rank) == incarnation {
+            self.fail(self.member.rank, format!("rank {rank} gave it up"));
         }
     }
 
