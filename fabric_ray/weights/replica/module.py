@@ -125,11 +125,12 @@ class ModuleReplica:
 
     def _held(self, rank: int) -> tuple[object, ...]:
         """Equal for replicas, which needn't be watched twice."""
-        found = [leaf for c in self.side.containers for leaf in leaves(c.layout)]
-        here = [leaf for leaf in found if rank in leaf.mesh.ranks]
-        if any(p != Replicate() for leaf in here for p in leaf.placements):
+        found = [(c.name, leaf) for c in self.side.containers for leaf in leaves(c.layout)]
+        here = [(name, leaf) for name, leaf in found if rank in leaf.mesh.ranks]
+        if any(p != Replicate() for _, leaf in here for p in leaf.placements):
             return (rank,)
-        return tuple(leaf.tensor.name for leaf in here)
+        # RS-1: ranks with other slices of a tensor may load other whole tensors.
+        return tuple((name, leaf.tensor.name, leaf.slice) for name, leaf in here)
 
     def _watch(self, rank: int, tensors: Iterable[Tensor]) -> Mapping[str, Collection[str]]:
         parts: dict[str, set[str]] = defaultdict(set)

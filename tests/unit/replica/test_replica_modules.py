@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 from fabric_ray.errors import InvalidArgument, WeightSyncError
+from fabric_ray.plan import Concat, Container, DType, Leaf, Mesh, Replicate, Side, Tensor
 from fabric_ray.weights.reference import expected_containers
 from fabric_ray.weights.replica import ModuleReplica, module_side
 from tests.unit.families.pushes import assert_same, noise
@@ -124,6 +126,51 @@ def test_a_module_of_other_sizes_is_refused_before_anything_is_sent(
     with pytest.raises(WeightSyncError, match=r"of rollout 0 is float32 .* in the replica of tr"):
         setup.sync.connect()
     assert all(target.version is None for target in setup.targets)
+
+
+def test_rs_1_ranks_with_other_slices_of_a_tensor_are_watched_by_themselves(
+    open_setup: Callable[..., Setup],
+) -> None:
+    class Swapped(torch.nn.Module):
+        """Rank 0 has row 0 as `a` and row 1 as `b`, rank 1 the other way round."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.rank = 0
+            for name in "ab":
+                self.register_buffer(name, torch.zeros(1, 3))
+
+        @contextmanager
+        def as_rank(self, rank: int) -> Iterator[None]:
+            self.rank = rank
+            yield
+
+        def load_weights(self, weights: Any) -> None:
+            for name, whole in weights:
+                getattr(self, "ab"[(int(name) + self.rank) % 2]).copy_(whole)
+
+    float32 = DType.of("float32")
+    whole = Tensor("rows", (2, 3), float32)
+
+    def container(name: str, rows: Sequence[int]) -> Container:
+        parts = [
+            Leaf(whole, Mesh.line([rank]), (Replicate(),), ((row, 1), (0, 3)))
+            for rank, row in enumerate(rows)
+        ]
+        return Container(name, float32, Concat(0, tuple(parts)))
+
+    side = Side.of(2, [container("a", (0, 1)), container("b", (1, 0))])
+
+    def replica() -> ModuleReplica:
+        module = Swapped()
+        return ModuleReplica(module, side, as_rank=module.as_rank)
+
+    rows = torch.arange(6.0).view(2, 1, 3)
+    gathered = {"0": rows[0], "1": rows[1]}
+    setup = open_setup([(1, gathered)], side, replica=replica, bucket=rows[0].nbytes)
+    setup.sync.push()
+    for rank, target in enumerate(setup.targets):
+        assert_same(target.weights, {"a": rows[rank], "b": rows[1 - rank]})
 
 
 def test_a_module_may_have_strides_scalars_and_one_storage_for_all(
