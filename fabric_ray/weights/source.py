@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Mapping
 from hashlib import blake2b
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -75,6 +76,8 @@ class WeightSource:
         self._share: SourceShare | None = None
         self._conversion: Conversion | None = None
         self._steps: list[Step] = []
+        # Names of the tensors that pushes read.
+        self._read: frozenset[str] = frozenset()
         self._ring: Region | None = None
         self._routes: RequestCache[list[tuple[int, Route]]] = RequestCache()
         self._calls_lock = LatestCallLock()
@@ -141,6 +144,10 @@ class WeightSource:
             self._routes.clear()
             self._ring = None
             self._steps = steps(plan.for_source(self.rank), units, self.watermark)
+            sent = (c.src_container for s in self._steps for c in chain(*s.copies.values()))
+            self._read = frozenset(share.containers[container] for container in set(sent))
+            if self._conversion is not None:
+                self._read |= self._conversion.names
             if nbytes := temporary_nbytes(self._steps):
                 self._ring = self._engine.alloc(nbytes)
             self._tensors.remember_layouts()
@@ -173,8 +180,8 @@ class WeightSource:
             timeout: of the whole call, in seconds.
 
         Raises:
-            FabricError: tensors differ from the plan, or can't be prepared. The version can't be
-                committed then.
+            FabricError: tensors differ from the plan, can't be prepared, or were changed meanwhile.
+                The version can't be committed then.
         """
         deadline = time.monotonic() + timeout
         with self._calls_lock.acquire() as check_latest, observe.span(f"push {version}"):
@@ -184,6 +191,7 @@ class WeightSource:
             try:
                 if self._tensors.refresh_moved():
                     self._routes.clear()
+                changes = self._tensors.watch(self._read)
                 self._tensors.gather_adapters()
                 by_rollout = self._by_rollout(push_targets)
                 spans = [Span(actor, "route", start, time.time())]
@@ -209,6 +217,7 @@ class WeightSource:
                             sending.add_digest(push_target, route)
             self._tensors.release_adapters()
             sending.wait_for(len(self._steps))
+            changes.check()
             spans.append(Span(actor, "write", start, time.time()))
             return sending.result(spans)
 

@@ -191,7 +191,8 @@ class WeightSync:
         anything fails before the commit, all rollouts keep their version.
 
         Trainers must not train between the call and its return: no other call to them may be
-        under way that changes their tensors, or a version is of two steps.
+        under way that changes their tensors, or a version is of two steps. A trainer that notices
+        a change of what it reads fails the push.
 
         Args:
             version: must be larger than the last; by default the next integer.
