@@ -22,7 +22,7 @@ from fabric_ray.weights.quant import Invitation
 from fabric_ray.weights.report import PushTarget, Sent, SourceShare, Span
 from fabric_ray.weights.request_cache import RequestCache, rotated
 from fabric_ray.weights.source_tensors import SourceTensors
-from fabric_ray.weights.sources import SOURCES, check_rank
+from fabric_ray.weights.sources import SOURCES, check_rank, check_side_rank
 from fabric_ray.weights.step_sender import Route, StepSender
 from fabric_ray.weights.steps import Step, Unit, steps, temporary_nbytes
 
@@ -37,7 +37,8 @@ class WeightSource:
         tensors: a module, for its parameters and persistent buffers, or tensors by name; DTensors
             and plain tensors in host memory.
         rank: this trainer's index in ``WeightSync(trainers=...)``. With DTensors it must be the
-            process's rank in their mesh, ``torch.distributed.get_rank()``.
+            process's rank in their mesh, ``torch.distributed.get_rank()``; also with a side of as
+            many ranks as torch.distributed has.
         side: the layout of all trainers, for plain tensors (such as Megatron's, see
             :func:`fabric_ray.weights.trainers.megatron_side`). The tensors are then this rank's
             parts, under the names of the side's containers. All trainers get the same side.
@@ -91,9 +92,14 @@ class WeightSource:
 
     def meta(self) -> tuple[int, list[ParamMeta] | bytes, bytes]:
         """This source's metadata for the controller: rank, shards (or the digest of ``side``), and
-        engine address."""
+        engine address.
+
+        Raises:
+            InvalidArgument: this process has another rank in torch.distributed.
+        """
         address = self._engine.address.to_bytes()
         if self.side is not None:
+            check_side_rank(self.rank, self.side)
             encoded = msgspec.msgpack.encode(self.side)
             return self.rank, blake2b(encoded, digest_size=16).digest(), address
         return self.rank, self._tensors.describe(self.rank), address
