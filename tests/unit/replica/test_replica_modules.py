@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -108,8 +108,20 @@ def test_a_tensor_that_would_be_filled_in_part_is_refused(
 def test_a_module_without_a_tensor_of_the_side_is_refused() -> None:
     config = SMALL["llama"]
     side = module_side(LoadingEngine(config, tp=2, ep=1).named_parameters(), size=2)
+    module = LoadingEngine(SMALL["qwen2"], tp=2, ep=1)
     with pytest.raises(InvalidArgument, match="`, which the module has not"):
-        ModuleReplica(LoadingEngine(SMALL["qwen2"], tp=2, ep=1), side)
+        ModuleReplica(module, side, as_rank=module.as_rank)
+
+
+@pytest.mark.parametrize(("size", "refused"), [(2, True), (1, False)])
+def test_rs_1_a_module_that_cannot_load_as_each_rollout_is_refused(
+    size: int, refused: bool
+) -> None:
+    module = LoadingEngine(SMALL["llama"], tp=size, ep=1)
+    side = module_side(module.named_parameters(), size=size, replicas=2)
+    words = "rollouts 0 and 1 hold other parts of the model, and as_rank is missing; give a context"
+    with pytest.raises(InvalidArgument, match=words) if refused else nullcontext():
+        ModuleReplica(module, side)
 
 
 def test_a_module_of_other_sizes_is_refused_before_anything_is_sent(
@@ -191,7 +203,11 @@ def test_a_module_may_have_strides_scalars_and_one_storage_for_all(
     tensors = Transposed().state_dict().items()
     side = module_side(tensors, size=2, replicas=2)
     full = {"a": torch.randn(4, 6), "b": torch.randn(6, 4), "scale": torch.tensor(3.0)}
-    setup = open_setup([(1, full)], side, replica=lambda: ModuleReplica(Transposed(), side))
+
+    def replica() -> ModuleReplica:
+        return ModuleReplica(Transposed(), side, as_rank=lambda _: nullcontext())
+
+    setup = open_setup([(1, full)], side, replica=replica)
     setup.sync.push()
     for target in setup.targets:
         assert_same(target.weights, full)
