@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
@@ -122,6 +123,32 @@ class Registered:
     def _changed(self) -> None:
         self._space = None
         self.version += 1
+
+
+class DisjointRanges:
+    """Ranges of addresses, of which no two overlap. For any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._first: list[int] = []
+        self._end: dict[int, int] = {}
+
+    def add(self, first: int, nbytes: int) -> bool:
+        """Whether the range was added: not if it overlaps another."""
+        end = first + max(nbytes, 1)
+        with self._lock:
+            at = bisect.bisect_left(self._first, end)
+            if at and self._end[self._first[at - 1]] > first:
+                return False
+            self._first.insert(at, first)
+            self._end[first] = end
+            return True
+
+    def discard(self, first: int) -> None:
+        """Removes the range that begins there."""
+        with self._lock:
+            if self._end.pop(first, None) is not None:
+                del self._first[bisect.bisect_left(self._first, first)]
 
 
 class EmptyTransfer:

@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
-from fabric_ray.compat.addresses import Op, Registered
+from fabric_ray.compat.addresses import DisjointRanges, Op, Registered
 from fabric_ray.compat.inbox import Inbox
 from fabric_ray.compat.moves import Copies, Move, move_and_wait
 from fabric_ray.compat.sessions import Sessions, host_and_port
@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 _FAILED = -1
 _TOO_LATE = -2
 _NOT_REGISTERED = -3
+_OVERLAPPED = -7
 _NO_METADATA = -200
 _QUIESCE_S = 10.0
 _LONGEST_NOTE = 65536
@@ -90,6 +91,8 @@ class TransferEngine:
 
     def __init__(self) -> None:
         self._registered = Registered()
+        self._ranges = DisjointRanges()
+        """Of the registrations, until each has ended."""
         self._sessions: Sessions | None = None
         self._batches: dict[int, Move] = {}
         self._numbers = itertools.count(1)
@@ -139,8 +142,24 @@ class TransferEngine:
     @_logged(_FAILED)
     def register_memory(self, buffer_addr: int, capacity: int, location: str = "*") -> int:
         """Lets peers read and write ``capacity`` bytes; the caller keeps them until
-        :meth:`unregister_memory`. Where they lie is found out, whatever ``location`` says."""
-        region = self._opened().engine.register_address(buffer_addr, capacity)
+        :meth:`unregister_memory`. Where they lie is found out, whatever ``location`` says.
+
+        Returns:
+            0; -7 if registered memory overlaps it (MR-1); -1 for another failure.
+        """
+        engine = self._opened().engine
+        if not self._ranges.add(buffer_addr, capacity):
+            _log.error(
+                "register_memory: %d bytes at %#x overlap registered memory; unregister it first",
+                capacity,
+                buffer_addr,
+            )
+            return _OVERLAPPED
+        try:
+            region = engine.register_address(buffer_addr, capacity)
+        except BaseException:
+            self._ranges.discard(buffer_addr)
+            raise
         self._registered.add(buffer_addr, region)
         return 0
 
@@ -156,6 +175,7 @@ class TransferEngine:
         except NotQuiesced:
             self._registered.add(buffer_addr, region)  # It may be tried again.
             raise
+        self._ranges.discard(buffer_addr)
         return 0
 
     def batch_register_memory(
@@ -181,6 +201,11 @@ class TransferEngine:
         """The address of memory that peers of this host can map, zeroed and registered; 0 if there
         is none."""
         region = self._opened().engine.alloc(length)
+        if not self._ranges.add(region.addr, region.nbytes):
+            raise InvalidArgument(
+                f"{region.nbytes} bytes at {region.addr:#x} overlap registered memory that was "
+                "freed; unregister memory before it is freed"
+            )
         self._registered.add(region.addr, region)
         return region.addr
 

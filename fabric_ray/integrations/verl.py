@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 _verl: Any = framework("verl.checkpoint_engine", "verl")
+_accelerators: Any = framework("verl.utils.device", "verl")
 
 
 @_verl.CheckpointEngineRegistry.register("fabric")
@@ -123,7 +124,11 @@ class FabricCheckpointEngine(_verl.CheckpointEngine):  # type: ignore[misc]
         await settle_async(self._outbox.finish())
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[Named]:
-        """Yields name and tensor; a tensor is a view that is good until the next is asked for.
+        """Yields name and tensor, on the worker's accelerator if it has one.
+
+        verl's adapters hand tensors that are larger than its bucket to their servers by handles of
+        device memory. Without an accelerator, a tensor is a view that is good until the next is
+        asked for.
 
         Raises:
             WeightSyncError: the trainer failed, and why; or it sends another step.
@@ -131,11 +136,14 @@ class FabricCheckpointEngine(_verl.CheckpointEngine):  # type: ignore[misc]
         """
         if self._sender is None:
             raise InvalidArgument("this worker has no sender; call init_process_group first")
+        device = _accelerator()
         steps = self._inbox.receive(self._sender, global_steps)
         try:
             for step in steps:
                 if isinstance(step, tuple):
-                    yield step
+                    name, tensor = step
+                    # Not asynchronous: the slot is written again when the next is asked for.
+                    yield name, tensor if device is None else tensor.to(device)
                 else:
                     await settle_async([step])
         finally:
@@ -162,6 +170,15 @@ class FabricCheckpointEngine(_verl.CheckpointEngine):  # type: ignore[misc]
         if not tensor.is_floating_point():
             return tensor
         return tensor.detach().to(self._dtype)
+
+
+def _accelerator() -> torch.device | None:
+    """The one that verl's adapters take for this process's; ``None`` without one."""
+    import torch
+
+    if not _accelerators.is_device_available():
+        return None
+    return torch.device(_accelerators.get_device_name(), _accelerators.get_device_id())
 
 
 def _dtype(name: torch.dtype | str | None) -> torch.dtype | None:

@@ -68,7 +68,7 @@ class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
         self._config = KvConnectorConfig.of(transfer.kv_connector_extra_config)
         groups = kv_cache_config.kv_cache_groups
         specs = [group.kv_cache_spec for group in groups]
-        check(transfer, vllm_config.parallel_config, specs, _caches.FullAttentionSpec)
+        check(transfer, vllm_config, specs, _caches.FullAttentionSpec)
         if vllm_config.model_config.enable_sleep_mode and not hasattr(
             _base.KVConnectorBase_V1, "unregister_kv_caches"
         ):

@@ -200,12 +200,12 @@ class KvScheduler:
         return -(-tokens // self._block_tokens)
 
 
-def check(transfer: Any, parallel: Any, specs: list[Any], full: type) -> None:
-    """Refuses instances whose caches this connector doesn't move.
+def check(transfer: Any, config: Any, specs: list[Any], full: type) -> None:
+    """Refuses instances whose caches this connector doesn't move, or whose prompts it can't name.
 
     Args:
         transfer: vLLM's ``KVTransferConfig``.
-        parallel: its ``ParallelConfig``.
+        config: its ``VllmConfig``.
         specs: the ``KVCacheSpec`` of each group of layers.
         full: ``FullAttentionSpec``.
 
@@ -213,7 +213,7 @@ def check(transfer: Any, parallel: Any, specs: list[Any], full: type) -> None:
         InvalidArgument: what it is, and what to do.
     """
     for name in ("pipeline", "decode_context", "prefill_context"):
-        size = getattr(parallel, f"{name}_parallel_size")
+        size = getattr(config.parallel_config, f"{name}_parallel_size")
         if size != 1:
             raise InvalidArgument(
                 f"{name}_parallel_size is {size}: layers or tokens are divided among workers, "
@@ -233,6 +233,13 @@ def check(transfer: Any, parallel: Any, specs: list[Any], full: type) -> None:
             )
     if transfer.kv_role is None:
         raise InvalidArgument("the connector needs a kv_role: kv_producer, kv_consumer or kv_both")
+    media = config.model_config.multimodal_config
+    if media and media.mm_processor_cache_gb == 0 and not config.cache_config.enable_prefix_caching:
+        # vLLM then numbers images and sounds, and digests of equal prompts differ (RS-1).
+        raise InvalidArgument(
+            "--mm-processor-cache-gb is 0 and --no-enable-prefix-caching is set, so vLLM doesn't "
+            "hash images and sounds, and a decoder can't tell prompts apart; leave out one of them"
+        )
 
 
 def _scheduled(output: Any) -> list[tuple[str, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from verl.checkpoint_engine import (
     CheckpointEngineRegistry,
 )
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.utils import device as verl_device
 
 from fabric_ray import TransferEngine
 from fabric_ray.errors import InvalidArgument
@@ -113,6 +115,33 @@ def test_a_topology_of_missing_workers_is_refused() -> None:
         for dtype in ("bf16", "float8_e4m3fn", "int8"):
             with pytest.raises(InvalidArgument, match=f"{dtype}.*try bfloat16"):
                 FabricCheckpointEngine(1 << 20, engine=engine, rollout_dtype=dtype)
+
+
+def test_tensors_are_on_the_accelerator_of_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = {"small": torch.ones(7), "larger than a bucket": torch.ones(700_000)}
+
+    async def updated(sender: CheckpointEngine, receiver: CheckpointEngine) -> dict[str, Any]:
+        sending = asyncio.create_task(sender.send_weights(sent.items()))
+        found = {name: tensor.device async for name, tensor in receiver.receive_weights()}
+        await sending
+        return found
+
+    with TransferEngine(transport="shm") as engine, TransferEngine(transport="shm") as other:
+        ends = [FabricCheckpointEngine(1 << 20, is_master=True, engine=engine)]
+        ends.append(FabricCheckpointEngine(1 << 20, engine=other))
+        for device in ("meta", "cpu"):
+            monkeypatch.setattr(verl_device, "is_device_available", lambda d=device: d != "cpu")
+            monkeypatch.setattr(verl_device, "get_device_name", lambda d=device: d)
+            monkeypatch.setattr(verl_device, "get_device_id", lambda: 0)
+            sides = FabricCheckpointEngine.build_topology(1, 1, [end.prepare() for end in ends])
+            for end, side in zip(ends, sides, strict=True):
+                end.init_process_group(**{name: values[0] for name, values in side.items()})
+            found = asyncio.run(updated(*ends))
+            assert [(name, where.type) for name, where in found.items()] == [
+                (name, device) for name in sent
+            ]
+            for end in ends:
+                end.finalize()
 
 
 def test_rs_1_codes_of_one_byte_are_not_cast() -> None:

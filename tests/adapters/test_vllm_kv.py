@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import pickle
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import pytest
+from vllm.config import MultiModalConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
 
@@ -164,4 +165,23 @@ def test_what_the_connector_does_not_move_is_refused_at_the_start() -> None:
         vllm.parallel_config.pipeline_parallel_size = 1
         groups.kv_cache_groups = groups.kv_cache_groups * 2
         with pytest.raises(InvalidArgument, match="disable-hybrid-kv-cache-manager"):
+            FabricRayConnector(vllm, KVConnectorRole.SCHEDULER, groups)
+
+
+@pytest.mark.parametrize("gigabytes", [0, 4])
+@pytest.mark.parametrize("prefixes", [False, True])
+def test_rs_1_images_that_vllm_does_not_hash_are_refused_at_the_start(
+    gigabytes: int, prefixes: bool
+) -> None:
+    vllm = config("kv_producer")
+    p = Instance(vllm)
+    with instances(p):
+        groups = p.scheduler.kv_cache_config
+        vllm.cache_config.enable_prefix_caching = prefixes
+        FabricRayConnector(vllm, KVConnectorRole.SCHEDULER, groups)  # without images
+        media = MultiModalConfig(mm_processor_cache_gb=gigabytes)
+        vllm.model_config.multimodal_config = media
+        refused = not gigabytes and not prefixes
+        why = "mm-processor-cache-gb is 0 and --no-enable-prefix-caching"
+        with pytest.raises(InvalidArgument, match=why) if refused else nullcontext():
             FabricRayConnector(vllm, KVConnectorRole.SCHEDULER, groups)

@@ -45,6 +45,8 @@ def serve(connection: Connection, transport: str, host: str, token: str | None) 
             assert engine.unregister_memory(memory[-1].ctypes.data) == 0
             assert engine.register_memory(memory[-1].ctypes.data, len(memory[-1])) == 0
             connection.send(True)
+        elif order in ("register", "unregister"):
+            connection.send(getattr(engine, f"{order}_memory")(*args))
         elif order == "bytes":
             connection.send(memory[-1].tobytes())
         elif order == "notifies":
@@ -155,6 +157,20 @@ def test_a_peer_may_register_more_and_anew(
     # The same incarnation: the address means the same memory, by its new key.
     assert engine.transfer_sync_write(peer.session, here + 4096, second, 4096) == 0
     assert np.array_equal(peer.bytes(), buffer[4096:8192])
+
+
+def test_mr_1_no_peer_writes_once_memory_is_unregistered(
+    engine: TransferEngine, buffer: np.ndarray[Any, Any], peer: Peer
+) -> None:
+    here, there = buffer.ctypes.data, peer.add(4096)
+    assert engine.transfer_sync_write(peer.session, here, there, 4096) == 0
+    landed = peer.bytes()
+    for first, nbytes in [(there, 4096), (there, 1), (there + 4095, 1), (there - 1, 2)]:
+        assert peer.other.ask(("register", first, nbytes)) == -7, "as Mooncake refuses an overlap"
+    assert peer.other.ask(("unregister", there)) == 0
+    assert engine.transfer_sync_write(peer.session, here + 4096, there, 4096) == -1
+    assert np.array_equal(peer.bytes(), landed)
+    assert peer.other.ask(("register", there, 4096)) == 0
 
 
 def test_what_can_not_be_done_is_a_code_and_a_line_in_the_log(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -17,6 +18,7 @@ from fabric_ray.compat.nixl.bindings import (
     nixlNotPostedError,
     nixlRemoteDisconnectError,
 )
+from fabric_ray.compat.nixl.metadata import Metadata
 from tests.ports import free_ports
 from tests.processes import Other, within
 
@@ -199,6 +201,23 @@ def test_memory_that_was_deregistered_is_not_written(
     assert target.heard() == []
 
 
+@pytest.mark.parametrize("added", ["", "whole", "part"])
+def test_an_agent_is_forgotten_with_the_error_unless_it_was_added_again(
+    agent: nixl_agent, array: Array, target: Target, added: str
+) -> None:
+    sides = descs(agent, (array.ctypes.data, 64)), descs(agent, (target.at, 64))
+    handle = agent.initialize_xfer("WRITE", *sides, "target")
+    assert target.other.ask(("forget",))
+    if added:
+        found = Metadata.from_bytes(target.metadata)
+        agent.add_remote_agent(msgspec.structs.replace(found, whole=added == "whole").to_bytes())
+    with pytest.raises(nixlRemoteDisconnectError):
+        move(agent, handle)
+    assert agent.check_remote_metadata("target") == (added == "whole")
+    agent.remove_remote_agent("target")
+    agent.remove_remote_agent("target")
+
+
 def test_rs_4_a_dead_agent_is_an_error_and_its_successor_is_usable_at_once(
     transport: str, agent: nixl_agent, array: Array, target: Target
 ) -> None:
@@ -210,6 +229,7 @@ def test_rs_4_a_dead_agent_is_an_error_and_its_successor_is_usable_at_once(
     target.other.kill()
     with pytest.raises(nixlRemoteDisconnectError):
         read(target.at)
+    assert not agent.check_remote_metadata("target"), "vLLM and SGLang add it again"
     with Other(serve, transport, agent.get_agent_metadata()) as other:
         again = Target(other)
         agent.add_remote_agent(again.metadata)

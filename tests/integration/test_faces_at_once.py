@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -251,11 +252,9 @@ def notified(w: Nixl, number: int) -> None:
 def introduced(w: Nixl, number: int) -> None:
     """An agent that any thread adds and removes while others do so too."""
     assert w.here.add_remote_agent(w.brief.get_agent_metadata()) == b"brief"
-    try:
+    with suppress(nixlNotFoundError):  # another thread was faster
         w.here.make_connection("brief")
-        w.here.remove_remote_agent("brief")
-    except nixlNotFoundError:
-        pass  # another thread was faster
+    w.here.remove_remote_agent("brief")
     w.brief.fetch_remote_metadata("there", HOST, w.port)
     w.brief.send_local_metadata(HOST, w.port)
     w.brief.send_partial_agent_metadata(

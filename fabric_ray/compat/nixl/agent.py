@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -186,6 +187,7 @@ class nixl_agent(AgentMemory):
 
         Raises:
             nixlRepostActiveError: it is under way.
+            nixlRemoteDisconnectError: the other agent was lost, and is forgotten.
         """
         return "DONE" if handle._request.post(encoded(notif_msg)) else "PROC"
 
@@ -194,7 +196,7 @@ class nixl_agent(AgentMemory):
         ``PROC``.
 
         Raises:
-            nixlRemoteDisconnectError: the other agent was lost.
+            nixlRemoteDisconnectError: the other agent was lost, and is forgotten: add it again.
             NixlError: what else it failed with.
         """
         return "DONE" if handle._request.check() else "PROC"
@@ -300,10 +302,16 @@ class nixl_agent(AgentMemory):
         with self._lock:
             backend = backends[0] if backends else next(iter(self.backends))
             self.backends[backend]
-        notify = self._notifications.notifier(self._engine, remote[0].owner or "")
-        return nixl_xfer_handle(
-            self, Request(self._engine, batch, notify, encoded(message), backend)
+        owner, lost = remote[0].owner or "", remote[0].remote
+        request = Request(
+            self._engine,
+            batch,
+            self._notifications.notifier(self._engine, owner),
+            encoded(message),
+            backend,
+            None if lost is None else partial(self._remotes.forget_lost, owner, lost),
         )
+        return nixl_xfer_handle(self, request)
 
     def _move_notifs(self, found: dict[str, list[bytes]]) -> dict[str, list[bytes]]:
         self._dropped.release()

@@ -226,13 +226,8 @@ class AgentMemory:
         return found.name.encode()
 
     def remove_remote_agent(self, agent: str) -> None:
-        """Forgets it.
-
-        Raises:
-            nixlNotFoundError: it wasn't added.
-        """
-        if not self._remotes.forget(as_text(agent)):
-            raise nixlNotFoundError(f"agent {as_text(agent)!r} was not added")
+        """Forgets it. An agent that is not known is no error, as in NIXL: it may have been lost."""
+        self._remotes.forget(as_text(agent))
 
     def send_local_metadata(self, ip_addr: str = "", port: int = DEFAULT_COMM_PORT) -> None:
         """Tells the agent that listens there of this one.
@@ -269,7 +264,10 @@ class AgentMemory:
         exchange.send(exchange.MetadataRequest("forget", self.name), ip_addr, port)
 
     def check_remote_metadata(self, agent: str, descs: nixlXferDList | None = None) -> bool:
-        """Whether an agent is known, and all of these descriptors of it."""
+        """Whether an agent is known, and all of these descriptors of it.
+
+        A transfer that ends with :class:`nixlRemoteDisconnectError` has its agent forgotten.
+        """
         rows = np.zeros((0, 3), dtype=np.uint64) if descs is None else descs.rows()
         try:
             self._side(as_text(agent), rows)
@@ -300,7 +298,8 @@ class AgentMemory:
             return Prepared(None, self._registered.space, rows)
         name = as_text(agent)
         if name != self.name:
-            return Prepared(name, self._remotes[name].space, rows)
+            remote = self._remotes[name]
+            return Prepared(name, remote.space, rows, remote)
         # Its own memory, as others see it.
         mirrored = Remote.loaded(self._engine, Metadata.from_bytes(self.get_agent_metadata()), None)
         return Prepared(name, mirrored.space, rows)

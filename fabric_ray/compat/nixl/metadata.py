@@ -65,15 +65,21 @@ class Metadata(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Remote:
-    """Another agent, as far as its metadata was loaded. Never changed, only replaced."""
+    """Another agent, as far as its metadata was loaded. Never changed, only replaced.
+
+    Args:
+        generation: identifies the whole metadata; later parts of it keep the generation.
+    """
 
     def __init__(
         self,
         engine: TransferEngine,
         address: bytes,
         memory: dict[tuple[int, int], bytes],
+        generation: object,
     ) -> None:
         self._engine, self._address, self._memory = engine, address, memory
+        self.generation = generation
         self.peer: Peer = engine.peer(EngineAddress.from_bytes(address))
 
     @functools.cached_property
@@ -98,12 +104,13 @@ class Remote:
                 "info first"
             )
         memory = {(m.first, m.nbytes): m.descriptor for m in metadata.memory}
+        generation = object()
         if known is not None and known._address == address and not metadata.whole:
-            memory = known._memory | memory
+            memory, generation = known._memory | memory, known.generation
         try:
             for descriptor in memory.values():
                 RegionDescriptor.from_bytes(descriptor)
-            return cls(engine, address, memory)
+            return cls(engine, address, memory, generation)
         except DecodeError as error:
             raise nixlMismatchError(f"metadata of {metadata.name!r} is broken: {error}") from error
 
@@ -130,7 +137,13 @@ class RemoteAgents:
             raise nixlNotFoundError(f"agent {name!r} was not added; load its metadata first")
         return found
 
-    def forget(self, name: str) -> bool:
-        """Whether it was known."""
+    def forget(self, name: str) -> None:
         with self._lock:
-            return self._loaded.pop(name, None) is not None
+            self._loaded.pop(name, None)
+
+    def forget_lost(self, name: str, lost: Remote) -> None:
+        """Forgets an agent, unless its metadata was loaded again since ``lost``."""
+        with self._lock:
+            known = self._loaded.get(name)
+            if known is not None and known.generation is lost.generation:
+                del self._loaded[name]

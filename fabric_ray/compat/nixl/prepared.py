@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fabric_ray.compat.addresses import AddressSpace, Ints, Locations, Op, R, add_copies
+from fabric_ray.compat.nixl.metadata import Remote
 from fabric_ray.compat.nixl.status import as_nixl_errors, nixlInvalidParamError, nixlNotFoundError
 from fabric_ray.engine import Batch, Region, RemoteRegion
 from fabric_ray.errors import OutOfBounds
@@ -26,14 +27,21 @@ class Prepared(Generic[R]):
         owner: the agent whose memory it is; ``None`` for the side that posts.
         space: the agent's memory.
         rows: (address, bytes, device), or (address, bytes, device, stride, count).
+        remote: the owner, if its metadata was loaded.
 
     Raises:
         nixlNotFoundError: memory that the agent hasn't registered, or not told of.
         nixlInvalidParamError: rows of another form.
     """
 
-    def __init__(self, owner: str | None, space: AddressSpace[R], rows: NDArray[Any]) -> None:
-        self.owner = owner
+    def __init__(
+        self,
+        owner: str | None,
+        space: AddressSpace[R],
+        rows: NDArray[Any],
+        remote: Remote | None = None,
+    ) -> None:
+        self.owner, self.remote = owner, remote
         self.space: AddressSpace[R] = space
         if rows.ndim != 2 or rows.shape[1] not in (3, 5):
             raise nixlInvalidParamError("descriptors must be an Nx3 or an Nx5 array")

@@ -16,6 +16,7 @@ from fabric_ray.compat.nixl.status import (
     nixlInvalidParamError,
     nixlNotAllowedError,
     nixlNotPostedError,
+    nixlRemoteDisconnectError,
     nixlRepostActiveError,
 )
 from fabric_ray.engine import Batch, Transfer, TransferEngine
@@ -50,6 +51,7 @@ class Request:
         notify: tells the remote agent.
         message: what it is told when nothing else is said at the post; nothing if empty.
         backend: the name of its backend.
+        on_disconnect: called when the remote agent was lost, before the error is raised.
     """
 
     def __init__(
@@ -59,8 +61,9 @@ class Request:
         notify: Notify,
         message: bytes,
         backend: str,
+        on_disconnect: Callable[[], None] | None = None,
     ) -> None:
-        self._engine, self._notify = engine, notify
+        self._engine, self._notify, self._on_disconnect = engine, notify, on_disconnect
         self._batch, self._nbytes, self._count = copies
         self.message, self.backend = message, backend
         self._lock = threading.Lock()
@@ -88,7 +91,7 @@ class Request:
                 self._transfer = submit(self._engine, self._batch)
             except FabricError as error:
                 self._transfer = None
-                raise as_nixl(error) from error
+                raise self._as_nixl(error) from error
             transfer = self._transfer
             self._posted = time.perf_counter()
         transfer.add_done_callback(lambda _: self._advance(transfer))
@@ -169,9 +172,16 @@ class Request:
                 quiesced = transfer.quiesced
                 if quiesced is False:
                     return
-                self._error = as_nixl(error) if quiesced else _may_land(error)
+                found = self._as_nixl(error)
+                self._error = found if quiesced else _may_land(error)
             self._ended = time.perf_counter()
             self._over = True
+
+    def _as_nixl(self, error: FabricError) -> NixlError:
+        found = as_nixl(error)
+        if self._on_disconnect is not None and isinstance(found, nixlRemoteDisconnectError):
+            self._on_disconnect()
+        return found
 
     def _later(self, transfer: Transfer | EmptyTransfer) -> None:
         # A callback that is hung on what is over runs at once, while the lock is held.

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabric_ray import Batch, TransferEngine
-from fabric_ray.compat.addresses import AddressSpace, Op, Registered, add_copies
+from fabric_ray.compat.addresses import AddressSpace, DisjointRanges, Op, Registered, add_copies
 from fabric_ray.engine import Region, RemoteRegion
 from fabric_ray.errors import InvalidArgument, OutOfBounds
 
@@ -115,3 +115,19 @@ def test_memory_is_forgotten_by_its_address_the_latest_first(engine: TransferEng
     assert [registered.take(8).nbytes for _ in range(2)] == [64, 32]  # type: ignore[union-attr]
     assert registered.take(8) is None
     assert registered.listed() == (4, [])
+
+
+@settings(max_examples=200, deadline=None)
+@given(calls=st.lists(st.tuples(st.booleans(), st.integers(0, 24), st.integers(0, 6))))
+def test_ranges_that_overlap_are_refused(calls: list[tuple[bool, int, int]]) -> None:
+    ranges, held = DisjointRanges(), dict[int, set[int]]()
+    for add, first, nbytes in calls:
+        if add:
+            wanted = set(range(first, first + max(nbytes, 1)))
+            fits = wanted.isdisjoint(set().union(*held.values()))
+            assert ranges.add(first, nbytes) == fits
+            if fits:
+                held[first] = wanted
+        else:
+            ranges.discard(first)
+            held.pop(first, None)
