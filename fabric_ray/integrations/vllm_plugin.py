@@ -1,4 +1,5 @@
-"""What vLLM loads as a plug-in: it names the backend ``fabric``, and imports nothing else."""
+"""What vLLM loads as a plug-in: it names the KV connector and the weight transfer backend
+``fabric``, and imports nothing else."""
 
 from __future__ import annotations
 
@@ -10,6 +11,9 @@ from fabric_ray.errors import Unsupported
 from fabric_ray.integrations import framework
 
 logger = logging.getLogger(__name__)
+
+CONNECTOR = "FabricRayConnector"
+"""The KV connector's name in vLLM and Ray."""
 
 _MODULE = "fabric_ray.integrations.vllm"
 _SUPPORTED = ("0.32", "0.33")
@@ -55,6 +59,9 @@ def load() -> None:
 
     A vLLM that isn't supported goes on without the backend.
     """
+    connectors = framework("vllm.distributed.kv_transfer.kv_connector.factory", "vllm")
+    with suppress(ValueError):  # registered already
+        connectors.KVConnectorFactory.register_connector(CONNECTOR, f"{_MODULE}_kv", CONNECTOR)
     try:
         register()
     except Unsupported as error:
