@@ -6,7 +6,7 @@ a rank keeps what it holds. A matrix product of shards alone rounds otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric_ray.errors import InvalidArgument
@@ -79,6 +79,12 @@ class Adapters:
         self._merges = merges
         for name in merges:
             self._current(name)
+
+    def tensors(self) -> Iterator[tuple[str, Any]]:
+        """Their shards, by name of the weight that they belong to."""
+        for name in self._merges:
+            for factors in self._current(name):
+                yield from ((name, factors.a), (name, factors.b))
 
     def whole(self, name: str) -> list[Factors]:
         """A weight's, without shards. All ranks gather them at the same time."""

@@ -7,15 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import ParamMeta, Side, side_from_param_meta
-from fabric_ray.plan.errors import DtypeMismatch, MissingTensors
+from fabric_ray.plan.errors import MissingTensors
 from fabric_ray.plan.leaving import tensor_names
-from fabric_ray.plan.types import leaves
 from fabric_ray.weights.quant import Formats, quantised_source
 from fabric_ray.weights.quant.layout import scaled_tensors
 from fabric_ray.weights.stacked import unstacked
-
-# Trainers can cast between these.
-_FLOATS = frozenset({"float32", "bfloat16", "float16"})
 
 
 def source_side(
@@ -114,23 +110,6 @@ def lacking(error: MissingTensors, sent: Side, needed: Side) -> MissingTensors:
         container=error.container,
         rank=error.rank,
     )
-
-
-def with_cast(error: DtypeMismatch, sent: Side, needed: Side) -> DtypeMismatch:
-    """The error, with the formats by which trainers cast, if a cast resolves it."""
-    held, wanted = _dtypes(sent), _dtypes(needed)
-    differ = {(held[n], wanted[n]) for n in held.keys() & wanted.keys() if held[n] != wanted[n]}
-    if len(differ) != 1 or not _FLOATS.issuperset(*differ):
-        return error
-    [(_, dtype)] = differ
-    text = f'{error}, or have trainers cast it: WeightSync(formats={{"*": Cast("{dtype}")}}), with '
-    text += "Cast from fabric_ray.weights.quant"
-    return DtypeMismatch(text, tensor=error.tensor, container=error.container, rank=error.rank)
-
-
-def _dtypes(side: Side) -> dict[str, str]:
-    found = (leaf.tensor for c in side.containers for leaf in leaves(c.layout))
-    return {tensor.name: tensor.dtype.name for tensor in found}
 
 
 def target_side(sides: Mapping[int, tuple[int, Side]], missing: set[int]) -> Side:

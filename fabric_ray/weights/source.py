@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Mapping
 from hashlib import blake2b
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -21,7 +22,7 @@ from fabric_ray.weights.quant import Invitation
 from fabric_ray.weights.report import PushTarget, Sent, SourceShare, Span
 from fabric_ray.weights.request_cache import RequestCache, rotated
 from fabric_ray.weights.source_tensors import SourceTensors
-from fabric_ray.weights.sources import SOURCES, check_rank
+from fabric_ray.weights.sources import SOURCES, check_rank, check_side_rank
 from fabric_ray.weights.step_sender import Route, StepSender
 from fabric_ray.weights.steps import Step, Unit, steps, temporary_nbytes
 
@@ -36,7 +37,8 @@ class WeightSource:
         tensors: a module, for its parameters and persistent buffers, or tensors by name; DTensors
             and plain tensors in host memory.
         rank: this trainer's index in ``WeightSync(trainers=...)``. With DTensors it must be the
-            process's rank in their mesh, ``torch.distributed.get_rank()``.
+            process's rank in their mesh, ``torch.distributed.get_rank()``; also with a side of as
+            many ranks as torch.distributed has.
         side: the layout of all trainers, for plain tensors (such as Megatron's, see
             :func:`fabric_ray.weights.trainers.megatron_side`). The tensors are then this rank's
             parts, under the names of the side's containers. All trainers get the same side.
@@ -75,6 +77,8 @@ class WeightSource:
         self._share: SourceShare | None = None
         self._conversion: Conversion | None = None
         self._steps: list[Step] = []
+        # Names of the tensors that pushes read.
+        self._read: frozenset[str] = frozenset()
         self._ring: Region | None = None
         self._routes: RequestCache[list[tuple[int, Route]]] = RequestCache()
         self._calls_lock = LatestCallLock()
@@ -88,9 +92,14 @@ class WeightSource:
 
     def meta(self) -> tuple[int, list[ParamMeta] | bytes, bytes]:
         """This source's metadata for the controller: rank, shards (or the digest of ``side``), and
-        engine address."""
+        engine address.
+
+        Raises:
+            InvalidArgument: this process has another rank in torch.distributed.
+        """
         address = self._engine.address.to_bytes()
         if self.side is not None:
+            check_side_rank(self.rank, self.side)
             encoded = msgspec.msgpack.encode(self.side)
             return self.rank, blake2b(encoded, digest_size=16).digest(), address
         return self.rank, self._tensors.describe(self.rank), address
@@ -141,6 +150,10 @@ class WeightSource:
             self._routes.clear()
             self._ring = None
             self._steps = steps(plan.for_source(self.rank), units, self.watermark)
+            sent = (c.src_container for s in self._steps for c in chain(*s.copies.values()))
+            self._read = frozenset(share.containers[container] for container in set(sent))
+            if self._conversion is not None:
+                self._read |= self._conversion.names
             if nbytes := temporary_nbytes(self._steps):
                 self._ring = self._engine.alloc(nbytes)
             self._tensors.remember_layouts()
@@ -173,8 +186,8 @@ class WeightSource:
             timeout: of the whole call, in seconds.
 
         Raises:
-            FabricError: tensors differ from the plan, or can't be prepared. The version can't be
-                committed then.
+            FabricError: tensors differ from the plan, can't be prepared, or were changed meanwhile.
+                The version can't be committed then.
         """
         deadline = time.monotonic() + timeout
         with self._calls_lock.acquire() as check_latest, observe.span(f"push {version}"):
@@ -184,6 +197,7 @@ class WeightSource:
             try:
                 if self._tensors.refresh_moved():
                     self._routes.clear()
+                changes = self._tensors.watch(self._read)
                 self._tensors.gather_adapters()
                 by_rollout = self._by_rollout(push_targets)
                 spans = [Span(actor, "route", start, time.time())]
@@ -209,6 +223,7 @@ class WeightSource:
                             sending.add_digest(push_target, route)
             self._tensors.release_adapters()
             sending.wait_for(len(self._steps))
+            changes.check()
             spans.append(Span(actor, "write", start, time.time()))
             return sending.result(spans)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -14,6 +15,7 @@ from fabric_ray.plan import ParamMeta
 from fabric_ray.plan.dtensor import param_meta
 from fabric_ray.tensors import check_memory, is_lazy
 from fabric_ray.weights.adapters import Adapters, Factors, add
+from fabric_ray.weights.changes import ChangeCheck
 from fabric_ray.weights.modules import named, ties
 
 if TYPE_CHECKING:
@@ -84,6 +86,11 @@ class SourceTensors:
     def is_computed(self, param: str) -> bool:
         """Whether each push computes the values, since no memory holds them."""
         return param in self._adapters or _is_computed(self.tensors[param])
+
+    def watch(self, params: Collection[str]) -> ChangeCheck:
+        """Notices changes of parameters and of their adapters from now on."""
+        found = chain(self.tensors.items(), self._adapters.tensors())
+        return ChangeCheck((param, tensor) for param, tensor in found if param in params)
 
     def gather_adapters(self) -> None:
         """Gathers the adapters for a push, in the same order on all ranks."""

@@ -53,4 +53,25 @@ def check_rank(rank: int) -> None:
         )
 
 
+def check_side_rank(rank: int, side: Side) -> None:
+    """Compares a rank of a side with torch.distributed's, where both count the same processes.
+
+    With another trainer's rank, shards would go to that trainer's places (RS-1).
+
+    Raises:
+        InvalidArgument: they differ.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    own, size = dist.get_rank(), dist.get_world_size()
+    if own != rank and size == len(side.ranks):
+        raise InvalidArgument(
+            f"rank is {rank}, and this process is rank {own} of {size} in torch.distributed; let "
+            "the side count ranks as torch.distributed does, pass torch.distributed.get_rank() as "
+            "rank, and the trainers in the order of these ranks"
+        )
+
+
 SOURCES: Registry[Source] = Registry("weight source")

@@ -18,6 +18,7 @@ from fabric_ray.plan.planner import left_of
 from fabric_ray.weights import phases
 from fabric_ray.weights.actor_group import ActorGroup, names
 from fabric_ray.weights.calls import Calls, RayCalls, check_handles
+from fabric_ray.weights.casts import with_cast
 from fabric_ray.weights.clock import Clock
 from fabric_ray.weights.conversion import Recipe
 from fabric_ray.weights.fanout import Fanout
@@ -25,7 +26,7 @@ from fabric_ray.weights.quant import Formats
 from fabric_ray.weights.replica.sides import ReplicaMeta, replica_sides
 from fabric_ray.weights.report import ConnectReport, JoinReport, PushReport
 from fabric_ray.weights.session import Session
-from fabric_ray.weights.sides import converted, lacking, source_side, target_side, with_cast
+from fabric_ray.weights.sides import converted, lacking, source_side, target_side
 
 
 class WeightSync:
@@ -146,7 +147,7 @@ class WeightSync:
             except MissingTensors as error:
                 raise lacking(error, sent, needed) from error
             except DtypeMismatch as error:
-                raise with_cast(error, sent, needed) from error
+                raise with_cast(error, source, needed, self._formats) from error
             self._left = left_of(sent, needed, self._leave) if self._leave else ()
         fanout = Fanout(
             routes,
@@ -190,7 +191,8 @@ class WeightSync:
         anything fails before the commit, all rollouts keep their version.
 
         Trainers must not train between the call and its return: no other call to them may be
-        under way that changes their tensors, or a version is of two steps.
+        under way that changes their tensors, or a version is of two steps. A trainer that notices
+        a change of what it reads fails the push.
 
         Args:
             version: must be larger than the last; by default the next integer.

@@ -23,11 +23,11 @@ says ``scale_fmt: ue8m0`` (DeepSeek-V3.1), which engines load into the same floa
 formats): where an engine's parameter is uint8.
 """
 
-FLOATS = ("float32", "bfloat16", "float16")
+FLOATS: tuple[Literal["float32", "bfloat16", "float16"], ...] = ("float32", "bfloat16", "float16")
 
 
 class Cast(msgspec.Struct, frozen=True, tag="cast"):
-    """Another float dtype, rounded to nearest even; no scales."""
+    """Another float dtype, rounded to nearest even; no scales. Integers and booleans stay."""
 
     dtype: Literal["float32", "bfloat16", "float16"]
 
@@ -107,7 +107,7 @@ def scale_tensor(tensor: Tensor, fmt: Scaled) -> Tensor:
 
 
 def format_of(container: Container, formats: Formats) -> Format | None:
-    """The one format of all tensors in a container.
+    """The one format of all tensors in a container; ``None`` where it stays as it is.
 
     Raises:
         UnsupportedFormat: its tensors have several, or can't have the one they have.
@@ -123,6 +123,8 @@ def format_of(container: Container, formats: Formats) -> Format | None:
             container=container.name,
         )
     fmt = kinds.pop()
+    if isinstance(fmt, Cast) and all(_is_integer(tensor.dtype) for tensor in tensors.values()):
+        return None
     if fmt is not None:
         padded = _padded(container.layout)
         for tensor in tensors.values():
@@ -132,7 +134,12 @@ def format_of(container: Container, formats: Formats) -> Format | None:
 
 @lru_cache(maxsize=1 << 17)
 def _first(patterns: tuple[str, ...], name: str) -> str | None:
-    return next((p for p in patterns if _compiled(p).match(name)), None)
+    return next((p for p in patterns if fits(p, name)), None)
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Whether a pattern of :data:`Formats` fits a tensor's name."""
+    return _compiled(pattern).match(name) is not None
 
 
 @lru_cache(maxsize=1024)
@@ -143,7 +150,9 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 def _check(container: Container, tensor: Tensor, fmt: Format, padded: bool) -> None:
     problem = None
     if tensor.dtype.name not in FLOATS:
-        problem = f"is {tensor.dtype.name}; only {', '.join(FLOATS)} can be converted"
+        problem = (
+            f"is {tensor.dtype.name}; only {', '.join(FLOATS)} can be converted; leave it as it is"
+        )
     elif isinstance(fmt, Cast):
         return
     elif len(tensor.shape) < 2:
@@ -158,6 +167,10 @@ def _check(container: Container, tensor: Tensor, fmt: Format, padded: bool) -> N
             tensor=tensor.name,
             container=container.name,
         )
+
+
+def _is_integer(dtype: DType) -> bool:
+    return dtype.name.startswith(("int", "uint", "bool"))
 
 
 def _padded(layout: Layout) -> bool:

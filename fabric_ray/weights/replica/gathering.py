@@ -14,6 +14,7 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Tensor
 from fabric_ray.tensors import check_memory, resolved
 from fabric_ray.weights.adapters import Adapters, add
+from fabric_ray.weights.changes import ChangeCheck
 from fabric_ray.weights.local import describe_tensor
 from fabric_ray.weights.modules import named, ties
 from fabric_ray.weights.quant import Formats
@@ -47,6 +48,7 @@ class Gathering:
         self._shards: dict[str, Any] = {}
         self._adapters = Adapters()
         self._ties: dict[str, str] | None = None
+        self._changes = ChangeCheck(())
 
     def whole(self) -> dict[str, Tensor]:
         """What will come, in order. A function that gathers is called once to find out.
@@ -78,6 +80,7 @@ class Gathering:
 
         Raises:
             InvalidArgument: something else has come.
+            WeightSyncError: a named tensor was changed meanwhile.
             NotFinite: a tensor can't be given its format.
         """
         announced = iter(self.whole().values())
@@ -92,6 +95,8 @@ class Gathering:
                 yield made.popleft()
         if missing := next(announced, None):
             raise InvalidArgument(f"`{missing.name}` did not come; {_AGAIN}")
+        # The consumer has read all tensors by now.
+        self._changes.check()
 
     @property
     def _is_function(self) -> bool:
@@ -114,6 +119,7 @@ class Gathering:
             odd = sorted(tied.items() ^ self._ties.items())[0][0]
             raise InvalidArgument(f"`{odd}` is tied to another tensor than before; {_AGAIN}")
         self._ties = tied
+        self._changes = ChangeCheck(chain(found.items(), self._adapters.tensors()))
         return found.items()
 
     def second_names(self, used: Collection[str]) -> set[str]:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.plan import Container, Leaf, Mesh, Replicate, Side, Tensor
+from fabric_ray.plan import Container, Leaf, Mesh, Replicate, Side, Tensor, replica_groups
 from fabric_ray.plan.types import leaves
 from fabric_ray.weights.replica.converting import described
 from fabric_ray.weights.replica.sides import named, side_by_side
@@ -70,9 +70,18 @@ class ModuleReplica:
         side: the same that the rollouts' targets were given, e.g. from :func:`module_side`.
         as_rank: a context in which the module loads as a rollout does; not needed where all
             rollouts are whole engines.
+
+    Raises:
+        InvalidArgument: the module lacks a tensor of the side, or ``as_rank`` is missing.
     """
 
     def __init__(self, module: Loader, side: Side, *, as_rank: AsRank | None = None) -> None:
+        if as_rank is None and len(groups := replica_groups(side)) > 1:
+            # RS-1: all would get what the module loads as one of them.
+            raise InvalidArgument(
+                f"rollouts {groups[0][0]} and {groups[1][0]} hold other parts of the model, and "
+                "as_rank is missing; give a context in which the module loads as a rollout does"
+            )
         self.side = side
         self._module = module
         self._as_rank: AsRank = as_rank or (lambda _: nullcontext())
@@ -125,11 +134,12 @@ class ModuleReplica:
 
     def _held(self, rank: int) -> tuple[object, ...]:
         """Equal for replicas, which needn't be watched twice."""
-        found = [leaf for c in self.side.containers for leaf in leaves(c.layout)]
-        here = [leaf for leaf in found if rank in leaf.mesh.ranks]
-        if any(p != Replicate() for leaf in here for p in leaf.placements):
+        found = [(c.name, leaf) for c in self.side.containers for leaf in leaves(c.layout)]
+        here = [(name, leaf) for name, leaf in found if rank in leaf.mesh.ranks]
+        if any(p != Replicate() for _, leaf in here for p in leaf.placements):
             return (rank,)
-        return tuple(leaf.tensor.name for leaf in here)
+        # RS-1: ranks with other slices of a tensor may load other whole tensors.
+        return tuple((name, leaf.tensor.name, leaf.slice) for name, leaf in here)
 
     def _watch(self, rank: int, tensors: Iterable[Tensor]) -> Mapping[str, Collection[str]]:
         parts: dict[str, set[str]] = defaultdict(set)

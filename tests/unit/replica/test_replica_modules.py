@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 from fabric_ray.errors import InvalidArgument, WeightSyncError
+from fabric_ray.plan import Concat, Container, DType, Leaf, Mesh, Replicate, Side, Tensor
 from fabric_ray.weights.reference import expected_containers
 from fabric_ray.weights.replica import ModuleReplica, module_side
 from tests.unit.families.pushes import assert_same, noise
@@ -106,8 +108,20 @@ def test_a_tensor_that_would_be_filled_in_part_is_refused(
 def test_a_module_without_a_tensor_of_the_side_is_refused() -> None:
     config = SMALL["llama"]
     side = module_side(LoadingEngine(config, tp=2, ep=1).named_parameters(), size=2)
+    module = LoadingEngine(SMALL["qwen2"], tp=2, ep=1)
     with pytest.raises(InvalidArgument, match="`, which the module has not"):
-        ModuleReplica(LoadingEngine(SMALL["qwen2"], tp=2, ep=1), side)
+        ModuleReplica(module, side, as_rank=module.as_rank)
+
+
+@pytest.mark.parametrize(("size", "refused"), [(2, True), (1, False)])
+def test_rs_1_a_module_that_cannot_load_as_each_rollout_is_refused(
+    size: int, refused: bool
+) -> None:
+    module = LoadingEngine(SMALL["llama"], tp=size, ep=1)
+    side = module_side(module.named_parameters(), size=size, replicas=2)
+    words = "rollouts 0 and 1 hold other parts of the model, and as_rank is missing; give a context"
+    with pytest.raises(InvalidArgument, match=words) if refused else nullcontext():
+        ModuleReplica(module, side)
 
 
 def test_a_module_of_other_sizes_is_refused_before_anything_is_sent(
@@ -124,6 +138,51 @@ def test_a_module_of_other_sizes_is_refused_before_anything_is_sent(
     with pytest.raises(WeightSyncError, match=r"of rollout 0 is float32 .* in the replica of tr"):
         setup.sync.connect()
     assert all(target.version is None for target in setup.targets)
+
+
+def test_rs_1_ranks_with_other_slices_of_a_tensor_are_watched_by_themselves(
+    open_setup: Callable[..., Setup],
+) -> None:
+    class Swapped(torch.nn.Module):
+        """Rank 0 has row 0 as `a` and row 1 as `b`, rank 1 the other way round."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.rank = 0
+            for name in "ab":
+                self.register_buffer(name, torch.zeros(1, 3))
+
+        @contextmanager
+        def as_rank(self, rank: int) -> Iterator[None]:
+            self.rank = rank
+            yield
+
+        def load_weights(self, weights: Any) -> None:
+            for name, whole in weights:
+                getattr(self, "ab"[(int(name) + self.rank) % 2]).copy_(whole)
+
+    float32 = DType.of("float32")
+    whole = Tensor("rows", (2, 3), float32)
+
+    def container(name: str, rows: Sequence[int]) -> Container:
+        parts = [
+            Leaf(whole, Mesh.line([rank]), (Replicate(),), ((row, 1), (0, 3)))
+            for rank, row in enumerate(rows)
+        ]
+        return Container(name, float32, Concat(0, tuple(parts)))
+
+    side = Side.of(2, [container("a", (0, 1)), container("b", (1, 0))])
+
+    def replica() -> ModuleReplica:
+        module = Swapped()
+        return ModuleReplica(module, side, as_rank=module.as_rank)
+
+    rows = torch.arange(6.0).view(2, 1, 3)
+    gathered = {"0": rows[0], "1": rows[1]}
+    setup = open_setup([(1, gathered)], side, replica=replica, bucket=rows[0].nbytes)
+    setup.sync.push()
+    for rank, target in enumerate(setup.targets):
+        assert_same(target.weights, {"a": rows[rank], "b": rows[1 - rank]})
 
 
 def test_a_module_may_have_strides_scalars_and_one_storage_for_all(
@@ -144,7 +203,11 @@ def test_a_module_may_have_strides_scalars_and_one_storage_for_all(
     tensors = Transposed().state_dict().items()
     side = module_side(tensors, size=2, replicas=2)
     full = {"a": torch.randn(4, 6), "b": torch.randn(6, 4), "scale": torch.tensor(3.0)}
-    setup = open_setup([(1, full)], side, replica=lambda: ModuleReplica(Transposed(), side))
+
+    def replica() -> ModuleReplica:
+        return ModuleReplica(Transposed(), side, as_rank=lambda _: nullcontext())
+
+    setup = open_setup([(1, full)], side, replica=replica)
     setup.sync.push()
     for target in setup.targets:
         assert_same(target.weights, full)

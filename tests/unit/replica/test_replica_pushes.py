@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from msgspec import structs
 
-from fabric_ray.errors import InvalidArgument
+from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.weights.families import target_side
 from fabric_ray.weights.quant import Fp8, Int8, linear_formats, quantise, quantised_target
 from fabric_ray.weights.reference import expected_containers
@@ -88,6 +89,24 @@ def test_buckets_may_split_what_belongs_together(
     setup = open_setup([(1, MIXED_FULL)], EXPERTS, bucket=nbytes)
     setup.sync.push()
     check_mixed(setup)
+
+
+def test_rs_1_a_tensor_that_is_trained_while_it_waits_in_a_bucket_is_named(
+    open_setup: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = {name: tensor.clone() for name, tensor in MIXED_FULL.items()}
+    setup = open_setup([(1, full)], EXPERTS, bucket=12_416)
+    load = LayoutReplica.load
+
+    def train_and_load(*args: Any) -> None:
+        full["model.norm.weight"].add_(1)
+        load(*args)
+
+    with monkeypatch.context() as during:
+        during.setattr(LayoutReplica, "load", train_and_load)
+        with pytest.raises(WeightSyncError, match=r"parameter `model\.norm\.weight` was changed"):
+            setup.sync.push()
+    assert all(target.version is None for target in setup.targets)
 
 
 def test_pieces_may_come_in_any_order_and_wait_for_each_other(

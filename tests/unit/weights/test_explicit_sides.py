@@ -16,6 +16,7 @@ from fabric_ray.weights.reference import expected_containers
 from fabric_ray.weights.trainers import Parallel, megatron_side
 from tests.unit.families.pushes import assert_same, noise
 from tests.unit.models.small_models import LAID_OUT
+from tests.unit.plan.fake_group import as_rank
 from tests.unit.trainers.megatron_rules import Rank, Sizes
 from tests.unit.weights.local_sync import InProcess
 
@@ -103,6 +104,24 @@ def test_a_side_of_more_trainers_than_there_are_is_refused(open_sync) -> None:
 def test_a_rank_outside_its_side_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="rank 4 is not among the side's ranks"):
         WeightSource(held(0), rank=4, side=SIDE, name="bad")
+
+
+def test_rs_1_a_rank_of_a_side_that_is_another_in_torch_is_refused(
+    open_engine: Callable[..., TransferEngine],
+) -> None:
+    source = WeightSource(
+        held(1), rank=0, side=SIDE, name="swapped", engine=open_engine("swapped", transport="shm")
+    )
+    try:
+        words = r"rank is 0, and this process is rank 1 of 4 in torch.distributed; .*get_rank\(\)"
+        with as_rank(1, SIZES.world), pytest.raises(InvalidArgument, match=words):
+            source.meta()
+        # Trainers may be a part of the processes, and then have other numbers.
+        for rank, world in [(0, SIZES.world), (1, 2 * SIZES.world)]:
+            with as_rank(rank, world):
+                assert source.meta()[0] == 0
+    finally:
+        source.close()
 
 
 NORM = "decoder.layers.0.input_layernorm.weight"

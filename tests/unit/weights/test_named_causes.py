@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -207,23 +208,32 @@ def test_trainers_and_rollouts_that_are_swapped_are_named() -> None:
 
 
 @pytest.fixture
-def pair() -> Iterator[Callable[[str, torch.Tensor], WeightTarget]]:
+def ends() -> Iterator[Callable[[dict[str, str], dict[str, torch.Tensor]], WeightTarget]]:
+    """Makes a trainer of tensors and a rollout that holds them in these dtypes."""
     with (
         TransferEngine(name="trainer", transport="shm") as a,
         TransferEngine(name="rollout", transport="shm") as b,
     ):
         made = []
 
-        def make(dtype: str, tensor: torch.Tensor) -> WeightTarget:
-            kind = DType.of(dtype)
-            leaf = Leaf(Tensor("w", tuple(tensor.shape), kind), Mesh.line([0]), (Replicate(),))
-            target = WeightTarget(Side.of(1, [Container("w", kind, leaf)]), rank=0, engine=b)
-            made.extend([target, WeightSource({"w": tensor}, rank=0, engine=a)])
+        def make(dtypes: dict[str, str], tensors: dict[str, torch.Tensor]) -> WeightTarget:
+            containers = []
+            for name, dtype in dtypes.items():
+                kind, shape = DType.of(dtype), tuple(tensors[name].shape)
+                leaf = Leaf(Tensor(name, shape, kind), Mesh.line([0]), (Replicate(),))
+                containers.append(Container(name, kind, leaf))
+            target = WeightTarget(Side.of(1, containers), rank=0, engine=b)
+            made.extend([target, WeightSource(tensors, rank=0, engine=a)])
             return target
 
         yield make
         for part in made:
             part.close()
+
+
+@pytest.fixture
+def pair(ends) -> Callable[[str, torch.Tensor], WeightTarget]:
+    return lambda dtype, tensor: ends({"w": dtype}, {"w": tensor})
 
 
 def test_masters_in_float32_are_cast_as_the_error_advises(pair) -> None:
@@ -237,6 +247,54 @@ def test_masters_in_float32_are_cast_as_the_error_advises(pair) -> None:
     WeightSync(*actors, calls=InProcess(), formats={"*": Cast("bfloat16")}).push()
     with target.reading() as weights:
         assert torch.equal(weights["w"], tensor.bfloat16())
+
+
+MODEL = {
+    "layers.0.norm.weight": "float32",
+    "layers.0.up.bias": "float32",
+    "layers.0.up.weight": "bfloat16",
+    "layers.1.norm.weight": "float32",
+    "layers.1.up.bias": "float32",
+    "layers.1.up.weight": "bfloat16",
+    "head": "float16",
+    "positions": "int64",
+}
+CASTS = '"*.up.weight": Cast("bfloat16"), "head": Cast("float16")'
+BF16, F16 = Cast("bfloat16"), Cast("float16")
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "formats", "entries"),
+    [
+        (dict.fromkeys(MODEL, "bfloat16") | {"positions": "int64"}, {}, '"*": Cast("bfloat16")'),
+        (MODEL, {}, CASTS),
+        (
+            MODEL,
+            {"*": BF16},
+            '"*.norm.weight": Cast("float32"), "*.bias": Cast("float32"), "head": Cast("float16"), '
+            "**formats",
+        ),
+        (MODEL, {"head": F16}, '**formats, "*.up.weight": Cast("bfloat16")'),
+        (MODEL, {"*.weight": BF16, "head": BF16, "*.norm.*": F16}, None),
+    ],
+)
+def test_rs_1_the_casts_that_an_error_advises_resolve_all_mismatches(
+    ends, dtypes: dict[str, str], formats: dict[str, Cast], entries: str | None
+) -> None:
+    tensors = {name: torch.linspace(-1, 1, 33) for name in MODEL}
+    tensors["positions"] = torch.arange(33)
+    target = ends(dtypes, tensors)
+    actors = ["default"], ["default"]
+    with pytest.raises(DtypeMismatch) as caught:
+        WeightSync(*actors, calls=InProcess(), formats=formats).push()
+    [advice] = re.findall(r"WeightSync\(formats=({.*})\), with", str(caught.value))
+    if entries is not None:
+        assert advice == f"{{{entries}}}"
+    followed = eval(advice, {"Cast": Cast, "formats": formats})
+    WeightSync(*actors, calls=InProcess(), formats=followed).push()
+    with target.reading() as weights:
+        for name, dtype in dtypes.items():
+            assert torch.equal(weights[name], tensors[name].to(getattr(torch, dtype)))
 
 
 def test_a_tensor_that_no_trainer_holds_is_advised_in_the_terms_of_a_push(pair) -> None:

@@ -27,6 +27,7 @@ from fabric_ray.weights.reference import expected_containers
 from fabric_ray.weights.replica import LayoutReplica, ReplicaSource
 from fabric_ray.weights.replica.gathering import Gathering
 from fabric_ray.weights.source_tensors import SourceTensors
+from fabric_ray.weights.step_sender import StepSender
 from tests.processes import Other
 from tests.unit.families.pushes import assert_same, noise
 from tests.unit.models.small_models import SMALL
@@ -246,6 +247,23 @@ def test_rs_1_adapters_arrive_merged_and_the_base_stays(
         with torch.no_grad():
             layer.lora_B["other"].weight.mul_(3)
             layer.scaling["default"] = 4.0
+
+
+def test_rs_1_an_adapter_that_is_trained_while_a_push_reads_it_is_named(
+    pushes: Pushes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, layer = adapted()
+    sync = pushes.sync([model], whole_side(TIED))
+    send = StepSender.send
+
+    def train_and_send(*args: Any) -> None:
+        with torch.no_grad():
+            layer.lora_B["default"].weight.mul_(3)
+        send(*args)
+
+    monkeypatch.setattr(StepSender, "send", train_and_send)
+    with pytest.raises(WeightSyncError, match=r"`model\.q_proj\.weight` was changed while a push"):
+        sync.push()
 
 
 def test_adapters_that_are_disabled_or_no_lora_are_refused(pushes: Pushes) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
 from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.weights.report import Sent
+from fabric_ray.weights.step_sender import StepSender
 from tests.chaos.faults import reset_sockets
-from tests.unit.weights.local_sync import Fault, LocalSync
+from tests.unit.weights.local_sync import Fault, LocalSync, values
 
 STEPS = {
     "target_begin": "rollout",
@@ -73,6 +76,48 @@ def test_rs_3_changed_bytes_are_not_committed(open_sync: Callable[..., LocalSync
         sync.push()
     assert set(caught.value.failed) == {"rollout 1"}
     assert list(sync.broken({"rollout 1"}, before=1)) == []
+
+
+@pytest.fixture
+def while_sending(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """What happens before each batch that a trainer sends."""
+    actions: list[Callable[[], object]] = []
+    send = StepSender.send
+
+    def act_and_send(*args: Any) -> None:
+        for action in actions:
+            action()
+        send(*args)
+
+    monkeypatch.setattr(StepSender, "send", act_and_send)
+    return actions
+
+
+def test_rs_1_a_tensor_that_is_trained_while_a_push_reads_it_is_named(
+    open_sync: Callable[..., LocalSync], while_sending: list[Callable[[], object]]
+) -> None:
+    sync = open_sync()
+    while_sending.append(lambda: sync.tensors[0]["w"].add_(1))
+    with pytest.raises(WeightSyncError, match="parameter `w` was changed while") as caught:
+        sync.push()
+    assert set(caught.value.failed) == {"trainer 0"}
+    assert list(sync.broken(set(), before=1)) == []
+    while_sending.clear()
+    sync.train(3)
+    assert sync.push(3).version == 3
+    assert list(sync.broken(set(), before=3)) == []
+
+
+def test_a_snapshot_may_be_written_beside_the_one_that_is_pushed(
+    open_sync: Callable[..., LocalSync], while_sending: list[Callable[[], object]]
+) -> None:
+    sync = open_sync()
+    snapshots = torch.stack([values("norm", 2), values("norm", 2)])
+    for tensors in sync.tensors:
+        tensors["norm"] = snapshots[0]
+    while_sending.append(lambda: snapshots[1].add_(1))
+    assert sync.push().version == 2
+    assert list(sync.broken(set(), before=2)) == []
 
 
 def test_rs_3_what_was_not_confirmed_cannot_be_put_into_use(
