@@ -13,7 +13,9 @@ from fabric_ray.integrations import framework
 logger = logging.getLogger(__name__)
 
 CONNECTOR = "FabricRayConnector"
-"""The KV connector's name in vLLM and Ray."""
+"""The KV connector's name in vLLM and Ray, and its class in its module."""
+
+CONNECTOR_MODULE = "fabric_ray.integrations.vllm_kv"
 
 _MODULE = "fabric_ray.integrations.vllm"
 _SUPPORTED = ("0.32", "0.33")
@@ -61,7 +63,7 @@ def load() -> None:
     """
     connectors = framework("vllm.distributed.kv_transfer.kv_connector.factory", "vllm")
     with suppress(ValueError):  # registered already
-        connectors.KVConnectorFactory.register_connector(CONNECTOR, f"{_MODULE}_kv", CONNECTOR)
+        connectors.KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
     try:
         register()
     except Unsupported as error:
