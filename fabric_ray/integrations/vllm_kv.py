@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric_ray.engine import TransferEngine
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 _base: Any = framework("vllm.distributed.kv_transfer.kv_connector.v1.base", "vllm")
 _caches: Any = framework("vllm.v1.kv_cache_interface", "vllm")
+# vLLM 0.29 doesn't ask where hits are from.
+_hit_sources: Any = getattr(_base, "CacheHitSource", None)
 
 
 @dataclass
@@ -60,7 +63,7 @@ class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
         InvalidArgument: a configuration that there isn't, or caches that it doesn't move.
     """
 
-    _cache_hit_source = _base.CacheHitSource.P2P
+    _cache_hit_source = _hit_sources and _hit_sources.P2P
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -241,7 +244,12 @@ class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, FabricHandshake]) -> None:
         offers = {rank: handshake.offer for rank, handshake in metadata.items()}
-        self._of_scheduler().offered(offers)
+        offer = self._of_scheduler().offered(offers)
+        if offer is not None and self._config.offer_file is not None:
+            path = Path(self._config.offer_file)
+            made = path.with_name(f"{path.name}.new")
+            made.write_text(offer)
+            made.replace(path)
 
     def _of_scheduler(self) -> KvScheduler:
         if self._scheduler is None:

@@ -33,6 +33,10 @@ class KvConnectorConfig(BaseModel):
     """Fields of :class:`fabric_ray.EngineConfig` for the engines of the workers. In no dump and no
     repr: a token may be among them."""
 
+    offer_file: str | None = None
+    """Where the scheduler of a prefiller leaves its offer, as text, for a deployment that tells
+    decoders of it before there are requests. Ray Serve LLM's back end sets it."""
+
     terms: Terms = Field(default_factory=Terms)
     """What each end holds the other to; tails aren't used here."""
 

@@ -12,7 +12,7 @@ are allocated, so a request's hits may be blocks that another request computes i
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,30 @@ class _Prefill:
     """Whether no step has run since its blocks were allocated: hits may be of that very step."""
 
 
+class _Tables:
+    """The block tables of the requests of a step."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[list[int], ...]] = {}
+
+    def of(self, output: Any) -> Callable[[str], list[int]]:
+        """A function that finds the table of a request in a step's ``SchedulerOutput``."""
+        state = output.kv_connector_block_state
+        find = getattr(state, "get_block_ids", None)
+        if find is None:
+            # vLLM before 0.32 has the tables that changed.
+            for number in output.finished_req_ids:
+                self._known.pop(number, None)
+            self._known.update(state.block_ids)
+            find = self._known.__getitem__
+
+        def table(number: str) -> list[int]:
+            (blocks,) = find(number)
+            return blocks
+
+        return table
+
+
 class KvScheduler:
     """Keeps what :meth:`step` tells the workers. Called by one thread, vLLM's engine core."""
 
@@ -49,12 +73,14 @@ class KvScheduler:
         self._loading: set[str] = set()
         self._held: set[str] = set()
         self._loads_elsewhere = False
+        self._tables = _Tables()
         self._next = Step()
 
-    def offered(self, offers: Mapping[int, bytes]) -> None:
-        """Takes what the workers offer, by their ranks."""
+    def offered(self, offers: Mapping[int, bytes]) -> str | None:
+        """Takes what the workers offer, by their ranks; returns it as text."""
         if offers:
             self._offer = instance(offers)
+        return self._offer
 
     def matched(self, request: Any, computed: int) -> tuple[int, bool]:
         """How many tokens a prefiller will bring beyond those ``computed``, between steps."""
@@ -107,6 +133,7 @@ class KvScheduler:
         # Loads of another connector may fail, and vLLM hears of it after the step. Where there
         # are any, prefills are sent when they are over.
         self._loads_elsewhere |= output.has_sync_kv_loads
+        tables = self._tables.of(output)
         written: set[int] | None = None
         for number, computed in _scheduled(output):
             prefill = self._prefills.get(number)
@@ -117,9 +144,9 @@ class KvScheduler:
                 continue
             if self._loads_elsewhere:
                 continue
-            (table,) = output.kv_connector_block_state.get_block_ids(number)
+            table = tables(number)
             if admitted and computed:
-                written = self._written(output) if written is None else written
+                written = self._written(output, tables) if written is None else written
                 hits = (i for i, block in enumerate(table) if block in written)
                 computed = min(computed, self._block_tokens * next(hits, len(table)))
             made.ready.append(self._ready(number, prefill, table, computed))
@@ -136,11 +163,11 @@ class KvScheduler:
             table=tuple(table[: self._blocks(prefill.tokens)]),
         )
 
-    def _written(self, output: Any) -> set[int]:
+    def _written(self, output: Any, tables: Callable[[str], list[int]]) -> set[int]:
         """The blocks to which a step writes."""
         written: set[int] = set()
         for number, computed in _scheduled(output):
-            (table,) = output.kv_connector_block_state.get_block_ids(number)
+            table = tables(number)
             end = computed + output.num_scheduled_tokens.get(number, 0)
             written.update(table[computed // self._block_tokens : self._blocks(end)])
         return written

@@ -1,4 +1,5 @@
-"""What vLLM loads as a plug-in: it names the backend ``fabric``, and imports nothing else."""
+"""What vLLM loads as a plug-in: it names the KV connector and the weight transfer backend
+``fabric``, and imports nothing else."""
 
 from __future__ import annotations
 
@@ -10,6 +11,11 @@ from fabric_ray.errors import Unsupported
 from fabric_ray.integrations import framework
 
 logger = logging.getLogger(__name__)
+
+CONNECTOR = "FabricRayConnector"
+"""The KV connector's name in vLLM and Ray, and its class in its module."""
+
+CONNECTOR_MODULE = "fabric_ray.integrations.vllm_kv"
 
 _MODULE = "fabric_ray.integrations.vllm"
 _SUPPORTED = ("0.32", "0.33")
@@ -55,6 +61,9 @@ def load() -> None:
 
     A vLLM that isn't supported goes on without the backend.
     """
+    connectors = framework("vllm.distributed.kv_transfer.kv_connector.factory", "vllm")
+    with suppress(ValueError):  # registered already
+        connectors.KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
     try:
         register()
     except Unsupported as error:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from fabric_ray.integrations import vllm_plugin
 from tests.docs.run_page import blocks
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +85,6 @@ def test_the_servers_of_the_first_screen_get_a_connector_that_exists() -> None:
     said = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
     configurations = [json.loads(line) for line in said.splitlines()]
     assert [c["kv_role"] for c in configurations] == ["kv_producer", "kv_consumer"]
-    for found in configurations:
-        module = ROOT / (found["kv_connector_module_path"].replace(".", "/") + ".py")
-        assert f"class {found['kv_connector']}(" in module.read_text()
+    module = ROOT / (vllm_plugin.CONNECTOR_MODULE.replace(".", "/") + ".py")
+    assert {c["kv_connector"] for c in configurations} == {vllm_plugin.CONNECTOR}
+    assert f"class {vllm_plugin.CONNECTOR}(" in module.read_text()

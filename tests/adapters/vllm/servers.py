@@ -217,7 +217,7 @@ def kv_transfer(role: str, **extra: Any) -> tuple[str, str]:
 
 
 def _start(spec: Spec) -> Server:
-    port = _free_port()
+    port = free_port()
     handle, name = mkstemp(prefix=f"vllm-{spec.name}-", suffix=".log")
     arguments = [
         "serve",
@@ -254,7 +254,7 @@ def _start(spec: Spec) -> Server:
 _given: set[int] = set()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     for port in PORTS:
         with socket.socket() as probe:
             if port in _given or probe.connect_ex(("127.0.0.1", port)) == 0:

@@ -1,0 +1,119 @@
+"""Ray Serve LLM with disaggregated prefill on this machine's CPUs.
+
+Run this, then examples/serve_llm/ask.sh.
+
+It goes on until Ctrl-C; with ``--once`` it asks itself and ends. Without ``--model`` it makes a
+tiny Llama with random weights, whose words are w4, w5, ... On GPUs leave out what says CPU.
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+import ray
+from ray import serve
+
+from fabric_ray.integrations.ray_llm import build_pd_openai_app
+
+VOCABULARY = 2048
+# vLLM's CPU build, two engines of it on one host.
+CPU = {
+    "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", help="a name or a folder; by default a tiny one is made")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--once", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = options.model or make_tiny_model(Path(folder))
+        # Replicas reserve cores, most of which wait: a laptop may have fewer.
+        ray.init("local", num_cpus=8, runtime_env={"env_vars": CPU})
+        serve.start(http_options={"host": "127.0.0.1", "port": options.port})
+        args = {role: engine(model, role) for role in ("prefill", "decode")}
+        app = build_pd_openai_app({f"{role}_config": args[role] for role in args})
+        serve.run(app, name="pd", route_prefix="/")
+        url = f"http://127.0.0.1:{options.port}"
+        print(f"listens at {url}", flush=True)
+        if options.once:
+            body = {"model": "model", "prompt": "w5 w6 w7 w8", "max_tokens": 8, "temperature": 0}
+            answer = ask(f"{url}/v1/completions", body)
+            print(answer["choices"][0]["text"])
+        with contextlib.suppress(KeyboardInterrupt):
+            while not options.once:
+                time.sleep(1)
+        serve.shutdown()
+        ray.shutdown()
+    return 0
+
+
+def engine(model: str, role: str) -> dict:
+    """The configuration of one side; all that is fabric-ray's is one word, and the role."""
+    kv_role = {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
+    return {
+        "model_loading_config": {"model_id": "model", "model_source": model},
+        "accelerator_config": {"kind": "cpu"},
+        "placement_group_config": {"bundles": [{"CPU": 0.5}]},
+        "deployment_config": {"num_replicas": 1},
+        "engine_kwargs": {
+            "kv_transfer_config": {"kv_connector": "FabricRayConnector", "kv_role": kv_role},
+            "dtype": "float32",
+            "max_model_len": 2048,
+            "enforce_eager": True,
+        },
+    }
+
+
+def ask(url: str, body: dict) -> dict:
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=300) as response:
+        return json.load(response)
+
+
+def make_tiny_model(folder: Path) -> str:
+    """Random weights, scaled so that greedy outputs depend on every token of the prompt."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=4096, **sizes, **heads)
+    model = LlamaForCausalLM(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                scale = 1.0 if "embed" in name else 1.6 / parameter.shape[1] ** 0.5
+                parameter.normal_(0, scale)
+    model.save_pretrained(folder)
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
+    words |= {f"w{i}": i for i in range(4, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        pad_token="<pad>",
+        chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}",
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""A KV connector back end for Ray Serve LLM: decoders begin at once, and pages arrive as they are
+computed.
+
+Import it where the application is built, and name the connector in both configurations::
+
+    from fabric_ray.integrations.ray_llm import build_pd_openai_app
+
+    app = build_pd_openai_app({"prefill_config": ..., "decode_config": ...})
+
+with ``kv_transfer_config: {kv_connector: FabricRayConnector, kv_role: kv_producer}`` for prefill,
+and ``kv_consumer`` for decode. In YAML, ``import_path`` names this builder instead of Ray's.
+
+Ray binds each request to a prefill replica, whose offer travels in its replica metadata. So the
+decode replica's request can name its pages before the prefill has begun (Ray's quadrant of peer
+binding and concurrent hand-off). Without this import Ray hands off after the prefill.
+"""
+
+from __future__ import annotations
+
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.integrations import framework
+from fabric_ray.integrations.vllm_plugin import CONNECTOR
+
+_base: Any = framework("ray.llm._internal.serve.engines.vllm.kv_transfer.base", "ray")
+_factory: Any = framework("ray.llm._internal.serve.engines.vllm.kv_transfer.factory", "ray")
+
+build_pd_openai_app: Any = framework("ray.serve.llm", "ray").build_pd_openai_app
+
+
+class FabricRayConnectorBackend(_base.BaseConnectorBackend):  # type: ignore[misc]
+    """Shapes the two requests of a prefill and its decoder."""
+
+    requires_peer_binding = True
+    concurrent_handoff = True
+
+    def setup(self) -> None:
+        """Has the engine's scheduler, a process of this host, leave its offer in a file."""
+        self._folder = TemporaryDirectory(prefix="fabric-ray-")
+        extra = self.kv_transfer_config.setdefault("kv_connector_extra_config", {})
+        extra["offer_file"] = str(Path(self._folder.name, "offer"))
+
+    def replica_metadata(self) -> dict[str, Any]:
+        """Of a prefill replica whose engine has started.
+
+        Raises:
+            InvalidArgument: the engine offers no pages.
+        """
+        path = Path(self.kv_transfer_config["kv_connector_extra_config"]["offer_file"])
+        try:
+            return {"remote_offer": path.read_text()}
+        except FileNotFoundError:
+            raise InvalidArgument(
+                "this replica's engine offers no pages; give prefill_config the kv_role "
+                "kv_producer or kv_both"
+            ) from None
+
+    def prepare_prefill_request(self, *, request: Any, peer: dict[str, Any] | None) -> Any:
+        """A copy for the prefill replica. Names the transfer in the request itself, for its
+        decoder: ids of requests are the client's, and may repeat."""
+        transfer = uuid.uuid4().hex
+        request.kv_transfer_params = {"transfer_id": transfer}
+        prefill = request.model_copy(deep=True)
+        prefill.kv_transfer_params = {"do_remote_decode": True, "transfer_id": transfer}
+        _base.clamp_request_to_single_token(prefill)
+        return prefill
+
+    def prepare_decode_request(
+        self, *, request: Any, peer: dict[str, Any] | None, prefill_response: Any
+    ) -> Any:
+        """A copy for the local engine.
+
+        Raises:
+            InvalidArgument: the prefill replica published no offer.
+        """
+        offer = (peer or {}).get("remote_offer")
+        if offer is None:
+            raise InvalidArgument(
+                "the prefill replica published no offer; give prefill_config the same kv_connector "
+                "as decode_config"
+            )
+        decode = request.model_copy(deep=True)
+        transfer = request.kv_transfer_params["transfer_id"]
+        decode.kv_transfer_params = {
+            "do_remote_prefill": True,
+            "transfer_id": transfer,
+            "remote_offer": offer,
+        }
+        return decode
+
+
+with suppress(ValueError):  # another job of this cluster has
+    _factory.KVConnectorBackendFactory.register_backend(
+        CONNECTOR, f"{__name__}:{FabricRayConnectorBackend.__name__}"
+    )
