@@ -40,44 +40,52 @@ class FabricRayConnectorBackend(_base.BaseConnectorBackend):  # type: ignore[mis
     concurrent_handoff = True
 
     def setup(self) -> None:
-        """Has the engine's scheduler, a process of this host, leave its offer in a file."""
+        """Has a prefill engine's scheduler, a process of this host, leave its offer in a file."""
+        if self.kv_transfer_config.get("kv_role") == "kv_consumer":
+            return
         self._folder = TemporaryDirectory(prefix="fabric-ray-")
         extra = self.kv_transfer_config.setdefault("kv_connector_extra_config", {})
         extra["offer_file"] = str(Path(self._folder.name, "offer"))
 
     def replica_metadata(self) -> dict[str, Any]:
-        """Of a prefill replica whose engine has started.
+        """Of a prefill replica whose engine has started; Serve asks once.
 
         Raises:
             InvalidArgument: the engine offers no pages.
         """
-        path = Path(self.kv_transfer_config["kv_connector_extra_config"]["offer_file"])
-        try:
-            return {"remote_offer": path.read_text()}
-        except FileNotFoundError:
+        extra = self.kv_transfer_config.get("kv_connector_extra_config") or {}
+        path = Path(extra.get("offer_file", ""))
+        if not path.is_file():
             raise InvalidArgument(
                 "this replica's engine offers no pages; give prefill_config the kv_role "
-                "kv_producer or kv_both"
-            ) from None
+                "kv_producer or kv_both, and an engine core on the replica's host"
+            )
+        found = {"remote_offer": path.read_text()}
+        self._folder.cleanup()
+        return found
 
     def prepare_prefill_request(self, *, request: Any, peer: dict[str, Any] | None) -> Any:
         """A copy for the prefill replica. Names the transfer in the request itself, for its
         decoder: ids of requests are the client's, and may repeat."""
-        transfer = uuid.uuid4().hex
-        request.kv_transfer_params = {"transfer_id": transfer}
+        request.kv_transfer_params = {"transfer_id": uuid.uuid4().hex} if _is_one(request) else None
         prefill = request.model_copy(deep=True)
-        prefill.kv_transfer_params = {"do_remote_decode": True, "transfer_id": transfer}
         _base.clamp_request_to_single_token(prefill)
+        prefill.min_tokens, prefill.n = 0, 1
+        if prefill.kv_transfer_params is not None:
+            prefill.kv_transfer_params["do_remote_decode"] = True
         return prefill
 
     def prepare_decode_request(
         self, *, request: Any, peer: dict[str, Any] | None, prefill_response: Any
     ) -> Any:
-        """A copy for the local engine.
+        """A copy for the local engine. It computes the prompt itself where several prompts, several
+        answers or the prompt's logits are asked for.
 
         Raises:
             InvalidArgument: the prefill replica published no offer.
         """
+        if request.kv_transfer_params is None:
+            return request.model_copy(deep=True)
         offer = (peer or {}).get("remote_offer")
         if offer is None:
             raise InvalidArgument(
@@ -85,13 +93,24 @@ class FabricRayConnectorBackend(_base.BaseConnectorBackend):  # type: ignore[mis
                 "as decode_config"
             )
         decode = request.model_copy(deep=True)
-        transfer = request.kv_transfer_params["transfer_id"]
-        decode.kv_transfer_params = {
-            "do_remote_prefill": True,
-            "transfer_id": transfer,
-            "remote_offer": offer,
-        }
+        decode.kv_transfer_params |= {"do_remote_prefill": True, "remote_offer": offer}
         return decode
+
+
+def _is_one(request: Any) -> bool:
+    """Whether both engines make one request of it, with the same prompt, whose pages suffice."""
+    inputs = sum(_inputs(getattr(request, name, None)) for name in ("prompt", "prompt_embeds"))
+    logits = request.prompt_logprobs is not None or request.echo
+    # -1 is what max_tokens leaves, and that differs.
+    is_cut = request.truncate_prompt_tokens == -1
+    return inputs <= 1 and (request.n or 1) == 1 and not logits and not is_cut
+
+
+def _inputs(given: Any) -> int:
+    """How many prompts a field of a request has; ids of tokens are one."""
+    if isinstance(given, list) and not all(isinstance(each, int) for each in given):
+        return len(given)
+    return int(given is not None)
 
 
 with suppress(ValueError):  # another job of this cluster has

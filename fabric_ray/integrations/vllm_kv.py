@@ -15,6 +15,7 @@ of either end are given back when nothing touches them any more (MR-1).
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,9 @@ _base: Any = framework("vllm.distributed.kv_transfer.kv_connector.v1.base", "vll
 _caches: Any = framework("vllm.v1.kv_cache_interface", "vllm")
 # vLLM 0.29 doesn't ask where hits are from.
 _hit_sources: Any = getattr(_base, "CacheHitSource", None)
+
+# Seconds of an idle step in which nothing is over. A request that comes meanwhile waits so long.
+_PAUSE = 0.002
 
 
 @dataclass
@@ -83,7 +87,13 @@ class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
         self._engine_id = str(transfer.engine_id)
         self._scheduler: KvScheduler | None = None
         if role == _base.KVConnectorRole.SCHEDULER:
-            self._scheduler = KvScheduler(block_tokens=self._block_tokens, engine=self._engine_id)
+            self._scheduler = KvScheduler(
+                block_tokens=self._block_tokens,
+                engine=self._engine_id,
+                produces=transfer.is_kv_producer,
+                consumes=transfer.is_kv_consumer,
+            )
+        self._released = threading.Event()
         self._engines: list[TransferEngine] = []
         self._sender: Sender | None = None
         self._fetcher: Fetcher | None = None
@@ -122,6 +132,7 @@ class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
                 cache,
                 then=self._stream.then,
                 lease=self._config.lease,
+                on_release=self._released.set,
             )
         if self._kv_transfer_config.is_kv_consumer:
             self._fetcher = Fetcher(
@@ -130,6 +141,7 @@ class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
                 ranks=shards.ranks,
                 block_tokens=self._block_tokens,
                 timeout=self._config.timeout,
+                on_release=self._released.set,
             )
 
     def unregister_kv_caches(self) -> None:
@@ -194,6 +206,15 @@ class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
             self._sender.end(broken=sys.exc_info()[0] is not None)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        self._released.clear()
+        over = self._over()
+        # While blocks are held, vLLM makes step after step: without a pause these keep a core busy.
+        is_idle = self._get_connector_metadata().step.is_idle
+        if not any(over) and is_idle and self._released.wait(_PAUSE):
+            over = self._over()
+        return over
+
+    def _over(self) -> tuple[set[str] | None, set[str] | None]:
         sent = self._sender.sent() if self._sender is not None else None
         received = self._fetcher.received() if self._fetcher is not None else None
         return sent or None, received or None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from fabric_ray import observe
@@ -19,11 +19,20 @@ _LOG = logging.getLogger(__name__)
 
 
 class Fetcher:
-    """The loads of one worker. Called by vLLM's worker thread; ends come from the engine's."""
+    """The loads of one worker. Called by vLLM's worker thread; ends come from the engine's, which
+    calls ``on_release`` then."""
 
     def __init__(
-        self, decoder: Decoder, cache: WorkerCache, *, ranks: int, block_tokens: int, timeout: float
+        self,
+        decoder: Decoder,
+        cache: WorkerCache,
+        *,
+        ranks: int,
+        block_tokens: int,
+        timeout: float,
+        on_release: Callable[[], object] = lambda: None,
     ) -> None:
+        self._on_release = on_release
         self._decoder, self._cache = decoder, cache
         self._ranks, self._block_tokens, self._timeout = ranks, block_tokens, timeout
         self._prefillers: dict[str, int] = {}
@@ -76,6 +85,7 @@ class Fetcher:
 
     def _released(self, load: Load, pull: Pull) -> None:
         self._ended.append((load, pull.error))
+        self._on_release()
 
     def _pull(self, load: Load) -> Pull:
         claim = Claim(load.transfer, load.digest, load.request, self._ranks)

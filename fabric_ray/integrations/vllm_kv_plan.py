@@ -86,6 +86,8 @@ class Failed:
 class Step:
     """What becomes of transfers in one step of the scheduler."""
 
+    is_idle: bool = False
+    """Whether no request computes in it."""
     ready: list[Ready] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     """Requests that were ready, and whose blocks are taken from them."""

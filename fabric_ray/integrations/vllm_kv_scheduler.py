@@ -63,10 +63,20 @@ class _Tables:
 
 
 class KvScheduler:
-    """Keeps what :meth:`step` tells the workers. Called by one thread, vLLM's engine core."""
+    """Keeps what :meth:`step` tells the workers. Called by one thread, vLLM's engine core.
 
-    def __init__(self, *, block_tokens: int, engine: str) -> None:
+    Args:
+        block_tokens: of a block.
+        engine: the instance's name.
+        produces: whether its workers send pages.
+        consumes: whether they ask for pages.
+    """
+
+    def __init__(
+        self, *, block_tokens: int, engine: str, produces: bool = True, consumes: bool = True
+    ) -> None:
         self._block_tokens, self._engine = block_tokens, engine
+        self._produces, self._consumes = produces, consumes
         self._offer: str | None = None
         self._prefills: dict[str, _Prefill] = {}
         self._local: dict[str, int] = {}
@@ -87,6 +97,16 @@ class KvScheduler:
         params = request.kv_transfer_params
         if not params or not params.get("do_remote_prefill"):
             return 0, False
+        if not self._consumes:
+            _LOG.error(
+                "request %s wants a prefiller's pages, and this instance's kv_role takes none; it "
+                "computes them; use kv_consumer or kv_both",
+                request.request_id,
+            )
+            return 0, False
+        # Logits of the whole prompt are wanted. vLLM before 0.32 asks connectors all the same.
+        if request.get_skip_reading_prefix_cache():
+            return 0, False
         self._local[request.request_id] = computed
         count = request.num_prompt_tokens - computed
         return (count, True) if count > 0 else (0, False)
@@ -97,7 +117,7 @@ class KvScheduler:
         if not params:
             return
         number = request.request_id
-        if params.get("do_remote_decode"):
+        if params.get("do_remote_decode") and self._produces:
             if number not in self._prefills:
                 transfer = _transfer(request)
                 made = _Prefill(transfer, digest_of(request), request.num_prompt_tokens)
@@ -125,6 +145,7 @@ class KvScheduler:
     def step(self, output: Any) -> Step:
         """What the workers need to know of a step, from its ``SchedulerOutput``."""
         made, self._next = self._next, Step()
+        made.is_idle = output.total_num_scheduled_tokens == 0
         for number in output.preempted_req_ids or ():
             prefill = self._prefills.get(number)
             if prefill is not None and prefill.ready:
@@ -183,7 +204,7 @@ class KvScheduler:
         if number in self._loading:
             # vLLM holds the blocks of a request that waits, until the worker reports it.
             self._next.cancelled.append(number)
-        if not params.get("do_remote_decode"):
+        if not params.get("do_remote_decode") or not self._produces:
             return False, None
         prefill = self._prefills.pop(number, None)
         if prefill and prefill.ready and len(table) < self._blocks(prefill.tokens):

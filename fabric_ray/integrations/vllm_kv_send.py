@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from fabric_ray.errors import Cancelled, DecodeError, InvalidArgument, NotQuiesced
 from fabric_ray.integrations.vllm_kv_layout import WorkerCache
@@ -18,8 +19,10 @@ from fabric_ray.integrations.vllm_kv_plan import Claim, Ready
 from fabric_ray.kvcache import Job, Prefiller
 
 _LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
-# Names of ended transfers are kept, so that late decoders get an error at once.
+# Names of ended transfers are kept, so that late decoders get an error at once, and those that
+# decoders left, so that nothing is held for them.
 _REMEMBERED = 10_000
 
 # Seconds that pages of preempted requests have to leave: the whole batch waits meanwhile.
@@ -55,6 +58,7 @@ class Sender:
         cache: what the scheduler's blocks are here.
         then: calls back when the device has done what it was given; in order.
         lease: seconds that blocks are held for decoders that don't ask.
+        on_release: called when the jobs of held blocks may be over, by any thread.
     """
 
     def __init__(
@@ -64,12 +68,15 @@ class Sender:
         *,
         then: Callable[[Callable[[], object]], None],
         lease: float,
+        on_release: Callable[[], object] = lambda: None,
     ) -> None:
+        self._on_release = on_release
         self._prefiller, self._cache, self._then, self._lease = prefiller, cache, then, lease
         self._lock = threading.Lock()
         self._transfers: dict[str, _Transfer] = {}
         self._keys: dict[str, str] = {}
         self._over: OrderedDict[str, str] = OrderedDict()
+        self._left: OrderedDict[str, None] = OrderedDict()
         self._pass: list[Ready] = []
         self._layers_left: deque[str] = deque()
         self._written: set[str] = set()
@@ -157,7 +164,7 @@ class Sender:
     def hold(self, request: str, transfer: str) -> None:
         """A request is over and its blocks stay, for decoders that ask within the lease."""
         with self._lock:
-            held = self._transfers.setdefault(self._key(request, transfer), _Transfer())
+            held = self._kept(self._key(request, transfer))
             held.request, held.deadline = request, time.monotonic() + self._lease
 
     def give_up(self, request: str, transfer: str, why: str, *, held: bool) -> None:
@@ -166,7 +173,7 @@ class Sender:
         with self._lock:
             key = self._key(request, transfer)
             if held:  # before its jobs fail: the last job drops transfers without holders
-                self._transfers.setdefault(key, _Transfer()).request = request
+                self._kept(key).request = request
         self._fail(key, why)
         if not held:
             with self._lock:
@@ -213,7 +220,7 @@ class Sender:
         with self._lock:
             why = self._over.get(claim.transfer)
             if why is None:
-                transfer = self._transfers.setdefault(claim.transfer, _Transfer())
+                transfer = self._kept(claim.transfer)
                 why = transfer.why
             if why is None:
                 transfer.waiting.append((job, claim))
@@ -233,6 +240,9 @@ class Sender:
             left = self._transfers.get(claim.transfer) is not transfer  # for one of the same name
             if unknown and not left and not transfer.waiting and not transfer.taken:
                 del self._transfers[claim.transfer]
+                if transfer.served:
+                    _remember(self._left, claim.transfer, None)
+        self._on_release()
 
     def _begin(self, ready: Sequence[Ready]) -> None:
         passing = []
@@ -256,7 +266,7 @@ class Sender:
         with self._lock:
             key = self._key(ready.request, ready.transfer)
             self._over.pop(key, None)
-            transfer = self._transfers.setdefault(key, _Transfer())
+            transfer = self._kept(key)
             transfer.ready, transfer.computed = ready, False
 
     def _current(self, ready: Ready) -> _Transfer | None:
@@ -305,7 +315,7 @@ class Sender:
 
     def _fail(self, key: str, why: str) -> None:
         with self._lock:
-            transfer = self._transfers.setdefault(key, _Transfer())
+            transfer = self._kept(key)
             transfer.why = why
             jobs = [job for job, _ in transfer.waiting] + transfer.taken
         for job in jobs:
@@ -326,9 +336,22 @@ class Sender:
         if transfer := self._transfers.pop(key, None):
             transfer.why = transfer.why or why
         self._keys.pop(request, None)
-        self._over[key] = why
-        while len(self._over) > _REMEMBERED:
-            self._over.popitem(last=False)
+        _remember(self._over, key, why)
+
+    def _kept(self, key: str) -> _Transfer:
+        """The transfer of that name. One whose decoder has asked and gone again before it was
+        scheduled counts as served."""
+        if key not in self._transfers:
+            served = key in self._left
+            self._left.pop(key, None)
+            self._transfers[key] = _Transfer(served=served)
+        return self._transfers[key]
+
+
+def _remember(names: OrderedDict[str, _T], name: str, value: _T) -> None:
+    names[name] = value
+    while len(names) > _REMEMBERED:
+        names.popitem(last=False)
 
 
 def _free_by(deadline: float, job: Job) -> bool:

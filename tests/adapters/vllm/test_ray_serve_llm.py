@@ -67,6 +67,15 @@ class App:
 
     def complete(self, prompt: list[int], **fields: Any) -> str:
         """The text of a greedy completion."""
+        text = self.post(prompt, **fields)
+        if not fields.get("stream"):
+            return str(json.loads(text)["choices"][0]["text"])
+        lines = (line.removeprefix("data: ") for line in text.splitlines())
+        chunks = (json.loads(line) for line in lines if line.startswith("{"))
+        return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+    def post(self, prompt: list[int] | list[list[int]], **fields: Any) -> str:
+        """The response to a greedy completion."""
         body = {
             "model": "model",
             "prompt": prompt,
@@ -81,12 +90,7 @@ class App:
             {"content-type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=300) as response:
-            text = response.read().decode()
-        if not fields.get("stream"):
-            return str(json.loads(text)["choices"][0]["text"])
-        lines = (line.removeprefix("data: ") for line in text.splitlines())
-        chunks = (json.loads(line) for line in lines if line.startswith("{"))
-        return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+            return str(response.read().decode())
 
     def replica(self, deployment: str) -> psutil.Process:
         """The process of a deployment's only replica."""
@@ -169,6 +173,33 @@ def test_completions_equal_a_plain_servers_whole_and_streamed(app: App, plain: S
 def test_requests_with_the_same_id_get_each_their_own_pages(app: App, plain: Server) -> None:
     prompts = _prompts(2)
     assert _ask_all(app, prompts, request_id="same") == _expected(plain, prompts)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 2},
+        {"min_tokens": 4},
+        {"echo": True, "logprobs": 1},
+        {"prompt_logprobs": 1},
+        {"truncate_prompt_tokens": -1},
+        {},
+    ],
+    ids=repr,
+)
+def test_rs_1_requests_of_several_passes_are_answered_as_by_a_plain_server(
+    app: App, plain: Server, fields: dict[str, Any]
+) -> None:
+    prompts = _prompts(4)[:3]
+    for prompt in prompts if fields else [prompts]:
+        expected = plain.complete(prompt, _TOKENS, **fields)["choices"]
+        found = json.loads(app.post(prompt, **fields))["choices"]
+        assert [each["text"] for each in found] == [each["text"] for each in expected]
+        for each, other in zip(found, expected, strict=True):
+            tokens = [(x["logprobs"] or {}).get("tokens") for x in (each, other)]
+            assert tokens[0] == tokens[1]
+            ranks = [x.get("prompt_logprobs") and len(x["prompt_logprobs"]) for x in (each, other)]
+            assert ranks[0] == ranks[1]
 
 
 def test_rs_4_a_killed_prefill_replica_ends_requests_and_its_successor_serves(

@@ -59,6 +59,7 @@ class Steps:
             num_scheduled_tokens={name: count for name, (_, count) in scheduled.items()},
             kv_connector_block_state=state,
             has_sync_kv_loads=loads,
+            total_num_scheduled_tokens=sum(count for _, count in scheduled.values()),
         )
         return {ready.request: ready for ready in self.scheduler.step(output).ready}
 
@@ -102,6 +103,30 @@ def test_rs_1_a_request_beside_loads_of_another_connector_is_ready_when_it_is_ov
     assert steps.scheduler.busy
     digest = digest_of(steps.requests["a"])
     assert steps.step({})["a"] == Ready("a", "a", digest, 10, 10, (1, 2, 3))
+
+
+def wanted(*, prompt_logits: bool = False) -> Any:
+    """A request for a prefiller's pages."""
+    made = request("a", 10)
+    made.kv_transfer_params = {"do_remote_prefill": True, "transfer_id": "a", "remote_offer": ""}
+    made.get_skip_reading_prefix_cache = lambda: prompt_logits
+    return made
+
+
+def test_an_instance_takes_and_holds_pages_by_its_role_only() -> None:
+    takes, gives = wanted(), request("b", 9)
+    prefiller = KvScheduler(block_tokens=BLOCK, engine="", consumes=False)
+    assert prefiller.matched(takes, 0) == (0, False)
+    decoder = KvScheduler(block_tokens=BLOCK, engine="", produces=False)
+    assert decoder.matched(takes, 0) == (10, True)
+    decoder.allocated(gives, [1, 2, 3], 0)
+    assert decoder.finished(gives, [1, 2, 3]) == (False, None)
+    assert not decoder.busy
+
+
+def test_rs_1_a_request_for_the_logits_of_its_prompt_computes_it() -> None:
+    scheduler = KvScheduler(block_tokens=BLOCK, engine="")
+    assert scheduler.matched(wanted(prompt_logits=True), 0) == (0, False)
 
 
 REQUESTS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=5)

@@ -183,6 +183,16 @@ def test_preempted_requests_whose_pages_are_computed_are_sent(
     pair.pull.wait_released(10)
 
 
+def test_nothing_is_held_for_a_decoder_that_left_before_the_prefill(stack: ExitStack) -> None:
+    pair = Pair(stack, then=at_once, lease=3600.0)
+    pair.pull.cancel()
+    within(10, "its end", lambda: "t" not in pair.sender._transfers)
+    pair.sender.begin([pair.ready])
+    pair.sender.end()
+    pair.sender.hold("r", "t")
+    assert pair.sender.sent() == {"r"}
+
+
 def test_a_device_that_never_gets_there_is_an_error_after_a_lease(
     stack: ExitStack,
 ) -> None:
