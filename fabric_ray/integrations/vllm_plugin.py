@@ -8,7 +8,7 @@ import re
 from contextlib import suppress
 
 from fabric_ray.errors import Unsupported
-from fabric_ray.integrations import framework
+from fabric_ray.integrations import MissingFramework, framework
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ def load() -> None:
 
     A vLLM that isn't supported goes on without the backend.
     """
-    connectors = framework("vllm.distributed.kv_transfer.kv_connector.factory", "vllm")
-    with suppress(ValueError):  # registered already
+    with suppress(MissingFramework, ValueError):  # there are no connectors; registered already
+        connectors = framework("vllm.distributed.kv_transfer.kv_connector.factory", "vllm")
         connectors.KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
     try:
         register()

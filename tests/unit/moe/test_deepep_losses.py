@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -142,12 +141,14 @@ def test_rs_1_sums_of_an_elastic_buffer_without_a_rank_are_not_handed_out() -> N
 
 
 class Stall:
-    """Two ranks of a drop-in; the second is busy for longer than the timeout where it says so."""
+    """Two ranks of a drop-in; the second is busy where it says so, until the first one's timeout
+    has passed."""
 
     TIMEOUT = 1.0
 
-    def __init__(self, comm: ThreadComm, engine: TransferEngine) -> None:
+    def __init__(self, comm: ThreadComm, engine: TransferEngine, noticed: threading.Event) -> None:
         self.comm, self.options = comm, {"comm": comm, "engine": engine}
+        self._noticed = noticed
 
     def passes(self, one: Callable[[Callable[[], None]], torch.Tensor]) -> list[str]:
         """What each of six passes gave: its sum, or the error. The second pass stalls."""
@@ -156,12 +157,14 @@ class Stall:
 
             def stall(now: bool = number == 1) -> None:
                 if now and self.comm.rank() == 1:
-                    time.sleep(1.6 * self.TIMEOUT)  # back before a second exchange gives it up
+                    assert self._noticed.wait(WAIT)
 
             try:
                 found.append(f"{one(stall).float().mean().item():g}")
             except errors.PeerLost as error:
                 found.append(f"{error.peer}: {error}")
+            if found[-1] != "4":
+                self._noticed.set()
         return found
 
 
@@ -245,9 +248,11 @@ def pplx_passes(stall: Stall) -> list[str]:
 
 
 def after_a_stall(passes: Callable[[Stall], list[str]]) -> list[list[str]]:
+    noticed = threading.Event()
+
     def on_rank(comm: ThreadComm) -> list[str]:
         with TransferEngine(name=f"rank-{comm.rank()}", transport="shm") as engine:
-            found = passes(Stall(comm, engine))
+            found = passes(Stall(comm, engine, noticed))
             comm.all_gather(b"")
             return found
 
