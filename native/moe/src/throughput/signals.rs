@@ -131,6 +131,8 @@ impl Signals {
         *ready = to.max(*ready);
     }
 
+    /// Tells those that have admitted this rank: nothing of its last incarnation can land there any
+    /// more (MR-1).
     fn tell_all(&mut self, ctx: &Context, slot: u64, value: i64) {
         for other in (0..ctx.grid.ranks).filter(|r| ctx.has_joined[*r as usize]) {
             self.tell(other, slot, value);

@@ -251,7 +251,7 @@ impl Machine {
         }
     }
 
-    /// An incarnation of a rank has given up this one.
+    /// An incarnation of a rank has given up this one, whose calls raise (RS-4).
     pub fn masked_by(&mut self, Member { rank, incarnation }: Member) {
         if self.membership.is_here(rank) && self.membership.incarnation(rank) == incarnation {
             self.fail(self.member.rank, format!("rank {rank} gave it up"));
