@@ -109,6 +109,13 @@ class Stand:
         answers = [self.server.tokens(prompt, TOKENS) for prompt in OLD_PROMPTS]
         return sum(a == b for a, b in zip(answers, self.expected[version], strict=True))
 
+    def wait_running(self, count: int) -> None:
+        """Returns when the server computes so many requests."""
+        deadline = time.monotonic() + 120
+        while self.server.metric("vllm:num_requests_running") < count:
+            assert time.monotonic() < deadline, self.server.tail()
+            time.sleep(0.05)
+
     def is_paused(self) -> bool:
         return bool(json.loads(self.server.get("/is_paused"))["is_paused"])
 
@@ -135,7 +142,7 @@ def test_rs_3_after_one_call_old_prompts_are_answered_by_the_new_weights_while_r
         assert stand.right(OLD) == 30
         alone = [stand.server.tokens(prompt, LONG) for prompt in RUNNING]
         running = [pool.submit(stand.server.complete, prompt, LONG) for prompt in RUNNING]
-        time.sleep(1.0)
+        stand.wait_running(len(RUNNING))
         assert sender.send(NEW) is None
         assert stand.right(NEW) == 30
         for prompt, old, future in zip(RUNNING, alone, running, strict=True):
