@@ -241,6 +241,7 @@ def test_a_prefiller_that_is_killed_under_load_costs_no_request(app: LocalApp) -
 @pytest.mark.long
 def test_a_prefiller_that_is_stopped_under_load_costs_no_request(app: LocalApp) -> None:
     """RS-4, RS-1: one that stands still, and may write what it has begun when it goes on."""
+    app.scale("Prefill", 2)
     within(60, "two prefillers", lambda: len(of_role(app, "prefill")) == 2)
     asked = prompts(28, seed=6)
     victim, other = (replica["pid"] for replica in of_role(app, "prefill"))
