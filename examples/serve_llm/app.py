@@ -16,11 +16,11 @@ import urllib.request
 from pathlib import Path
 
 import ray
+import tiny_model
 from ray import serve
 
 from fabric_ray.integrations.ray_llm import build_pd_openai_app
 
-VOCABULARY = 2048
 # vLLM's CPU build, two engines of it on one host.
 CPU = {
     "VLLM_TARGET_DEVICE": "cpu",
@@ -37,7 +37,9 @@ def main() -> int:
     parser.add_argument("--once", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model = options.model or make_tiny_model(Path(folder))
+        if options.model is None:
+            tiny_model.write(Path(folder), seed=1)
+        model = options.model or folder
         # Replicas reserve cores, most of which wait: a laptop may have fewer.
         ray.init("local", num_cpus=8, runtime_env={"env_vars": CPU})
         serve.start(http_options={"host": "127.0.0.1", "port": options.port})
@@ -81,38 +83,6 @@ def ask(url: str, body: dict) -> dict:
     )
     with urllib.request.urlopen(request, timeout=300) as response:
         return json.load(response)
-
-
-def make_tiny_model(folder: Path) -> str:
-    """Random weights, scaled so that greedy outputs depend on every token of the prompt."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    torch.manual_seed(1)
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
-    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=4096, **sizes, **heads)
-    model = LlamaForCausalLM(config).float()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 2:
-                scale = 1.0 if "embed" in name else 1.6 / parameter.shape[1] ** 0.5
-                parameter.normal_(0, scale)
-    model.save_pretrained(folder)
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
-    words |= {f"w{i}": i for i in range(4, VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        pad_token="<pad>",
-        chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}",
-    ).save_pretrained(folder)
-    return str(folder)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,8 @@ pub enum OrderError {
     Credits,
     #[error("it sent an invalid atomic")]
     Garbled,
+    #[error("it sent notice {0}, which there isn't")]
+    Notice(u8),
     #[error("it sent an atomic for slot {slot}, which is out of range [0, {slots})")]
     Slot { slot: u16, slots: usize },
 }

@@ -39,6 +39,9 @@ pub(crate) enum Notice {
 }
 
 impl Notice {
+    const ALL: [Self; 4] =
+        [Self::Entered(Scope::All), Self::Entered(Scope::Rail), Self::Joined, Self::Masked];
+
     pub fn epoch(self) -> u8 {
         match self {
             Self::Entered(Scope::All) => 0,
@@ -93,13 +96,9 @@ impl Tag {
         }
     }
 
-    pub fn notice(self) -> Notice {
-        match self.epoch {
-            0 => Notice::Entered(Scope::All),
-            1 => Notice::Entered(Scope::Rail),
-            2 => Notice::Joined,
-            _ => Notice::Masked,
-        }
+    /// `None` for a notice that there isn't.
+    pub fn notice(self) -> Option<Notice> {
+        Notice::ALL.into_iter().find(|notice| notice.epoch() == self.epoch)
     }
 }
 
@@ -112,5 +111,12 @@ mod tests {
         for value in (0..1 << TAG_BITS).step_by(997).chain([(1 << TAG_BITS) - 1]) {
             assert_eq!(Tag::of(value).imm(), Imm::tagged(value).unwrap());
         }
+    }
+
+    #[test]
+    fn only_what_a_notice_says_is_one() {
+        let of = |epoch| Tag { epoch, ..Tag::of(3 << 10) }.notice();
+        assert!(Notice::ALL.iter().all(|notice| of(notice.epoch()) == Some(*notice)));
+        assert!((4..EPOCHS as u8).all(|epoch| of(epoch).is_none()));
     }
 }

@@ -7,8 +7,7 @@ import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from tests.adapters.vllm.servers import Server
-from tests.adapters.vllm.tiny_model import VOCABULARY
+from tests.adapters.vllm.servers import VOCABULARY, Server
 
 
 class Router:

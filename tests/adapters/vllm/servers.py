@@ -40,7 +40,9 @@ START = 1200.0
 MODEL = "tiny"
 """The name of the model in requests."""
 
-_TINY_MODEL = Path(__file__).with_name("tiny_model.py")
+_TINY_MODEL = ROOT / "examples/serve_llm/tiny_model.py"
+VOCABULARY = 2048
+"""Of the tiny model: ids from 4 are words."""
 
 needed = [
     pytest.mark.skipif(

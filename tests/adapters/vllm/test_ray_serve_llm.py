@@ -21,8 +21,7 @@ import psutil
 import pytest
 
 from tests.adapters.vllm import servers
-from tests.adapters.vllm.servers import PYTHON, ROOT, Server, Spec, tiny_model
-from tests.adapters.vllm.tiny_model import VOCABULARY
+from tests.adapters.vllm.servers import PYTHON, ROOT, VOCABULARY, Server, Spec, tiny_model
 
 pytestmark = servers.needed
 

@@ -608,17 +608,23 @@ fn env(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().map_or(default, |v| v.parse().unwrap())
 }
 
-#[test]
-fn rs_1_rs_4_random_schedules_give_the_sums_of_those_that_are_left() {
+/// Runs schedules; how many there were, and how many said yes.
+fn schedules(run: impl Fn(u64) -> Result<bool, String> + std::panic::RefUnwindSafe) -> (u64, u64) {
     let (first, runs) = (env("FABRIC_MOE_SEED", 0), env("FABRIC_MOE_SCHEDULES", 300));
-    let mut ended = 0;
+    let mut yes = 0;
     for seed in first..first + runs {
-        let outcome = std::panic::catch_unwind(|| random(seed));
+        let outcome = std::panic::catch_unwind(|| run(seed));
         match outcome.unwrap_or_else(|_| Err("it panicked".into())) {
-            Ok(early) => ended += u32::from(early),
+            Ok(is_yes) => yes += u64::from(is_yes),
             Err(what) => panic!("seed {seed}: {what}"),
         }
     }
+    (runs, yes)
+}
+
+#[test]
+fn rs_1_rs_4_random_schedules_give_the_sums_of_those_that_are_left() {
+    let (runs, ended) = schedules(random);
     println!("{runs} schedules, {ended} went on without a rank");
 }
 

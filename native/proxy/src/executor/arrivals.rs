@@ -72,30 +72,25 @@ impl Executor {
                 self.peers[rank].waiting_since = None;
                 self.peers[rank].sending(tag.channel).credit(n)
             }
-            Kind::Notice => {
-                match tag.notice() {
-                    Notice::Entered(scope) => {
-                        let ranks = self.peers.len();
-                        self.rounds
-                            .entry((scope, tag.channel))
-                            .or_insert_with(|| BarrierRounds::new(ranks))
-                            .on_entered(rank, n);
-                    }
-                    Notice::Joined => {
-                        let incarnation = self.peers[rank].incarnation;
-                        (self.on_event)(Event::Joined { rank, incarnation });
-                    }
-                    Notice::Masked => {
-                        let incarnation = self.peers[rank].incarnation;
-                        (self.on_event)(Event::Masked { rank, incarnation });
-                    }
-                }
-                Ok(())
-            }
+            Kind::Notice => self.apply_notice(rank, tag, n),
         };
         if let Err(cause) = result {
             self.lose(rank, ProxyError::Protocol { rank, cause });
         }
+    }
+
+    fn apply_notice(&mut self, rank: usize, tag: Tag, n: u32) -> Result<(), OrderError> {
+        let (incarnation, ranks) = (self.peers[rank].incarnation, self.peers.len());
+        match tag.notice().ok_or(OrderError::Notice(tag.epoch))? {
+            Notice::Entered(scope) => self
+                .rounds
+                .entry((scope, tag.channel))
+                .or_insert_with(|| BarrierRounds::new(ranks))
+                .on_entered(rank, n),
+            Notice::Joined => (self.on_event)(Event::Joined { rank, incarnation }),
+            Notice::Masked => (self.on_event)(Event::Masked { rank, incarnation }),
+        }
+        Ok(())
     }
 
     fn apply_in_order(&mut self, rank: usize, tag: Tag, n: u32) -> Result<(), OrderError> {

@@ -71,14 +71,6 @@ fn replaced_at_once(seed: u64) -> Result<bool, String> {
 
 #[test]
 fn mr_1_a_process_that_takes_a_place_at_once_writes_when_its_predecessor_has_ended() {
-    let (first, runs) = (env("FABRIC_MOE_SEED", 0), env("FABRIC_MOE_SCHEDULES", 300));
-    let mut admitted = 0;
-    for seed in first..first + runs {
-        let outcome = std::panic::catch_unwind(|| replaced_at_once(seed));
-        match outcome.unwrap_or_else(|_| Err("it panicked".into())) {
-            Ok(was_admitted) => admitted += u64::from(was_admitted),
-            Err(what) => panic!("seed {seed}: {what}"),
-        }
-    }
+    let (runs, admitted) = schedules(replaced_at_once);
     assert!(admitted > runs / 2, "{admitted}");
 }

@@ -1,7 +1,7 @@
 """Writes a tiny random Llama with a word-level tokenizer: ``python tiny_model.py FOLDER SEED``.
 
-It runs under the Python of the servers. Weights are scaled so that greedy outputs depend on every
-token of the prompt: equal outputs then show equal caches.
+Weights are scaled so that greedy outputs depend on every token of the prompt: equal outputs then
+show equal caches.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def write(folder: Path, seed: int) -> None:
         eos_token="</s>",
         unk_token="<unk>",
         pad_token="<pad>",
+        chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}",
     ).save_pretrained(folder)
 
 
