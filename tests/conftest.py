@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from fabric_ray import TransferEngine
+from tests.processes import shared_files
 
 # A machine that is busy elsewhere for a moment breaks no promise.
 settings.register_profile("patient", deadline=None)
@@ -87,7 +88,7 @@ class Belongings:
         # Python gives every native thread that has ever logged a dummy, and keeps it.
         named = [t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)]
         self.threads = len(named), len(os.listdir("/proc/self/task"))
-        self.shm = sorted(os.listdir("/dev/shm"))
+        self.shm = shared_files()
         self.maps = Path("/proc/self/maps").read_text().count("fabric-ray")
 
     def __eq__(self, other: object) -> bool:

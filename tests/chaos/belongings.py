@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 from fabric_ray import TransferEngine
+from tests.processes import shared_files
 
 _NEW_MOUNTS, _PRIVATE = 0x20000, 0x44000
 _FULL = Path("/dev/shm")
@@ -50,7 +51,7 @@ class Belongings:
         self.fds = sorted(filter(None, map(_target, os.listdir("/proc/self/fd"))))
         self.threads = sorted(filter(None, map(_name, os.listdir("/proc/self/task"))))
         self.maps = Path("/proc/self/maps").read_text().count("memfd:")
-        self.shm = sorted(os.listdir("/dev/shm"))
+        self.shm = shared_files()
         children = Path(f"/proc/self/task/{os.getpid()}/children")
         self.children = children.read_text().split() if children.exists() else []
 
