@@ -29,6 +29,7 @@ from fabric_ray.integrations.bucket_header import Invitation, settle
 from fabric_ray.integrations.inbox import Inbox
 from fabric_ray.integrations.outbox import Outbox
 from fabric_ray.integrations.vllm_control import PAUSES, control_of, discard_cached, explained
+from fabric_ray.integrations.vllm_kv_content import WeightsUpdate
 from fabric_ray.integrations.vllm_plugin import check_version
 from fabric_ray.integrations.vllm_reload import Reload
 
@@ -136,16 +137,19 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
         self._engine.send(self._peer, msgspec.msgpack.encode(hello)).wait()
         steps = self._inbox.receive(self._trainer, update_info.update)
         reload = Reload(self.model, self.model_config, self._leave)
+        update = WeightsUpdate()
         try:
             for step in steps:
                 if isinstance(step, tuple):
                     # The model may keep a tensor until its layer is complete; the bucket goes.
                     name, tensor = step
                     self._check_plain(name, tensor)
+                    update.add(name, tensor)
                     reload.load(name, tensor.to(self.device, copy=True))
                 else:
                     settle([step])
             reload.finish()
+            update.finish()
         except BaseException:
             reload.abandon()
             raise
@@ -226,7 +230,8 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
         was_paused = self._server.is_paused()
         try:
             self._server.pause_generation(self._pause)
-            discard_cached(self._server, self._timeout)
+            let_run = (lambda: None) if was_paused else self._let_loads_end
+            discard_cached(self._server, self._timeout, let_run)
             self._push()
             # Again: another client may have resumed the server in between.
             discard_cached(self._server, self._timeout)
@@ -247,6 +252,13 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
                 failed=getattr(error, "failed", {}),
             ) from error
         self._server.resume_generation()
+
+    def _let_loads_end(self) -> None:
+        """A paused vLLM keeps the blocks of requests that wait for a connector's pages; running, it
+        admits them, and can take their blocks back."""
+        self._server.resume_generation()
+        time.sleep(_LOOK_S)
+        self._server.pause_generation(self._pause)
 
     def shutdown(self) -> None:
         if self._engine is not None:

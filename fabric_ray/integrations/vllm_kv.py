@@ -25,6 +25,7 @@ from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.integrations import framework
 from fabric_ray.integrations.vllm_kv_config import KvConnectorConfig
+from fabric_ray.integrations.vllm_kv_content import model_content
 from fabric_ray.integrations.vllm_kv_fetch import Fetcher
 from fabric_ray.integrations.vllm_kv_layout import Shards, WorkerCache, worker_cache
 from fabric_ray.integrations.vllm_kv_plan import Step
@@ -82,6 +83,23 @@ class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
             raise InvalidArgument(
                 "this version of vLLM doesn't tell connectors that it sleeps, which unmaps the "
                 "caches; leave --enable-sleep-mode out, or use vLLM 0.33 or later"
+            )
+        # vLLM's second runner zeroes new blocks before connectors hear whose they were (MR-1).
+        is_zeroed = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
+        if transfer.is_kv_producer and is_zeroed and vllm_config.use_v2_model_runner:
+            raise InvalidArgument(
+                "caches of several precisions are zeroed by vLLM's model runner V2 while their "
+                "pages may still be sent; set VLLM_USE_V2_MODEL_RUNNER=0"
+            )
+        if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+            raise InvalidArgument(
+                "calculate_kv_scales has each server scale its pages in its own way, which the "
+                "other end can't read; leave it out, and use a checkpoint with scales"
+            )
+        if self._config.offer_file and vllm_config.parallel_config.data_parallel_size_local > 1:
+            raise InvalidArgument(
+                "offer_file names one file, and each data parallel rank of this server has an "
+                "offer of its own; start a server for each rank"
             )
         self._block_tokens: int = specs[0].block_size
         self._engine_id = str(transfer.engine_id)
@@ -294,7 +312,7 @@ class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
     def _model(self) -> str:
         model = self._vllm_config.model_config
         revision = f"@{model.revision}" if model.revision else ""
-        return self._config.model or f"{model.model}{revision}"
+        return model_content(model, self._config.model or f"{model.model}{revision}")
 
     def _name(self) -> str:
         return f"vllm-{self._engine_id[:64]}"

@@ -10,6 +10,7 @@ from functools import partial
 
 from fabric_ray import observe
 from fabric_ray.errors import FabricError
+from fabric_ray.integrations.vllm_kv_content import weights
 from fabric_ray.integrations.vllm_kv_layout import WorkerCache
 from fabric_ray.integrations.vllm_kv_offer import from_text
 from fabric_ray.integrations.vllm_kv_plan import Claim, Load
@@ -35,7 +36,7 @@ class Fetcher:
         self._on_release = on_release
         self._decoder, self._cache = decoder, cache
         self._ranks, self._block_tokens, self._timeout = ranks, block_tokens, timeout
-        self._prefillers: dict[str, int] = {}
+        self._prefillers: dict[bytes, int] = {}
         self._open: dict[str, tuple[Load, Pull]] = {}
         self._ended: deque[tuple[Load, FabricError | None]] = deque()
         self._cancelled: set[str] = set()
@@ -88,7 +89,7 @@ class Fetcher:
         self._on_release()
 
     def _pull(self, load: Load) -> Pull:
-        claim = Claim(load.transfer, load.digest, load.request, self._ranks)
+        claim = Claim(load.transfer, load.digest, load.request, self._ranks, weights())
         with observe.span(load.request):
             return self._decoder.pull(
                 self._prefiller(load.offer),
@@ -100,10 +101,12 @@ class Fetcher:
                 salt=zlib.crc32(load.transfer.encode()),
             )
 
-    def _prefiller(self, offer: str) -> int:
+    def _prefiller(self, text: str) -> int:
+        # The same offer may be written in several ways.
+        offer = from_text(text)
         known = self._prefillers.get(offer)
         if known is None or not self._decoder.is_connected(known):
             live = self._prefillers.items()
-            self._prefillers = {text: n for text, n in live if self._decoder.is_connected(n)}
-            known = self._prefillers[offer] = self._decoder.connect(from_text(offer))
+            self._prefillers = {each: n for each, n in live if self._decoder.is_connected(n)}
+            known = self._prefillers[offer] = self._decoder.connect(offer)
         return known

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from fabric_ray.decoding import from_msgpack
 from fabric_ray.errors import DecodeError
+
+_REMEMBERED = 10_000
+_K = TypeVar("_K")
+_T = TypeVar("_T")
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -24,6 +29,8 @@ class Claim(msgspec.Struct, frozen=True):
     """The decoder's request; all of its ranks ask."""
     ranks: int
     """How many they are."""
+    weights: str
+    """Which ones the decoder computes with, so that a prefiller with others can't answer."""
 
     def encoded(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -97,6 +104,13 @@ class Step:
     loads: list[Load] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     """Requests whose loads were cancelled."""
+
+
+def remember(names: OrderedDict[_K, _T], name: _K, value: _T) -> None:
+    """Adds the name of an ended transfer; the oldest ones are forgotten."""
+    names[name] = value
+    while len(names) > _REMEMBERED:
+        names.popitem(last=False)
 
 
 def digest(

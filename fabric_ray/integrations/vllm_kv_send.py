@@ -11,19 +11,14 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from fabric_ray.errors import Cancelled, DecodeError, InvalidArgument, NotQuiesced
+from fabric_ray.integrations.vllm_kv_content import weights
 from fabric_ray.integrations.vllm_kv_layout import WorkerCache
-from fabric_ray.integrations.vllm_kv_plan import Claim, Ready
+from fabric_ray.integrations.vllm_kv_plan import Claim, Ready, remember
 from fabric_ray.kvcache import Job, Prefiller
 
 _LOG = logging.getLogger(__name__)
-_T = TypeVar("_T")
-
-# Names of ended transfers are kept, so that late decoders get an error at once, and those that
-# decoders left, so that nothing is held for them.
-_REMEMBERED = 10_000
 
 # Seconds that pages of preempted requests have to leave: the whole batch waits meanwhile.
 _LEAVING = 0.5
@@ -75,6 +70,8 @@ class Sender:
         self._lock = threading.Lock()
         self._transfers: dict[str, _Transfer] = {}
         self._keys: dict[str, str] = {}
+        # Ended ones, so that late decoders get an error at once, and those that decoders left, so
+        # that nothing is held for them.
         self._over: OrderedDict[str, str] = OrderedDict()
         self._left: OrderedDict[str, None] = OrderedDict()
         self._pass: list[Ready] = []
@@ -241,7 +238,7 @@ class Sender:
             if unknown and not left and not transfer.waiting and not transfer.taken:
                 del self._transfers[claim.transfer]
                 if transfer.served:
-                    _remember(self._left, claim.transfer, None)
+                    remember(self._left, claim.transfer, None)
         self._on_release()
 
     def _begin(self, ready: Sequence[Ready]) -> None:
@@ -310,6 +307,11 @@ class Sender:
                 f"transfer {ready.transfer} is of another prompt of {ready.tokens} tokens; give "
                 "each request a transfer_id of its own"
             )
+        if claim.weights != weights():
+            raise InvalidArgument(
+                f"the prefiller computes with weights {weights() or 'as loaded'}, the decoder with "
+                f"{claim.weights or 'as loaded'}; update both before requests go on"
+            )
         job.accept(self._cache.tables(ready.table, job.tokens), computed=min(computed, job.tokens))
         job.finish()
 
@@ -336,7 +338,7 @@ class Sender:
         if transfer := self._transfers.pop(key, None):
             transfer.why = transfer.why or why
         self._keys.pop(request, None)
-        _remember(self._over, key, why)
+        remember(self._over, key, why)
 
     def _kept(self, key: str) -> _Transfer:
         """The transfer of that name. One whose decoder has asked and gone again before it was
@@ -346,12 +348,6 @@ class Sender:
             self._left.pop(key, None)
             self._transfers[key] = _Transfer(served=served)
         return self._transfers[key]
-
-
-def _remember(names: OrderedDict[str, _T], name: str, value: _T) -> None:
-    names[name] = value
-    while len(names) > _REMEMBERED:
-        names.popitem(last=False)
 
 
 def _free_by(deadline: float, job: Job) -> bool:

@@ -127,7 +127,7 @@ def test_rs_1_a_tensor_that_lacks_a_part_is_none(pieces: list[Piece], says: str)
 
 
 INVITATION = Invitation("w", b"a", b"r", (b"c", b"d"), 4096)
-CLAIM = Claim("t", b"d", "a", 2)
+CLAIM = Claim("t", b"d", "a", 2, "v")
 
 
 @given(st.binary(max_size=80), st.integers(0, 40), st.integers(0, 255))

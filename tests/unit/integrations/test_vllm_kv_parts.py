@@ -152,7 +152,7 @@ def test_a_text_that_is_cut_short_is_refused() -> None:
 
 
 def test_claims_come_back_and_other_payloads_do_not() -> None:
-    claim = Claim("t", digest([1, 2, 3]), "r", 4)
+    claim = Claim("t", digest([1, 2, 3]), "r", 4, "v")
     assert Claim.decoded(claim.encoded()) == claim
     with pytest.raises(DecodeError, match="claim"):
         Claim.decoded(b"\x01")

@@ -62,7 +62,7 @@ def test_a_pass_that_could_not_begin_fails_its_transfers_and_sends_nothing_of_th
     to = decoder.connect(sender.offer())
 
     def pull(name: str, table: list[int]) -> Pull:
-        claim = Claim(name, digest(PROMPT), f"{name} of d", 1)
+        claim = Claim(name, digest(PROMPT), f"{name} of d", 1, "")
         return decoder.pull(to, tokens=len(PROMPT), tables=[table], payload=claim.encoded())
 
     def waiting() -> int:
@@ -140,7 +140,12 @@ class Pair:
     """A sender, and a decoder that has asked it for the pages of a prompt."""
 
     def __init__(
-        self, stack: ExitStack, *, then: Callable[[Callable[[], object]], None], lease: float
+        self,
+        stack: ExitStack,
+        *,
+        then: Callable[[Callable[[], object]], None],
+        lease: float,
+        weights: str = "",
     ) -> None:
         _, rank, cache = end(stack, "p")
         self.sender = Sender(Prefiller([rank], terms=TERMS), cache, then=then, lease=lease)
@@ -151,7 +156,7 @@ class Pair:
             decoder.connect(self.sender.offer()),
             tokens=len(PROMPT),
             tables=[[0, 1]],
-            payload=Claim("t", digest(PROMPT), "attempt", 1).encoded(),
+            payload=Claim("t", digest(PROMPT), "attempt", 1, weights).encoded(),
         )
         self.ready = Ready("r", "t", digest(PROMPT), len(PROMPT), 0, (4, 5))
         within(10, "the request", lambda: "t" in self.sender._transfers)
@@ -200,3 +205,12 @@ def test_a_device_that_never_gets_there_is_an_error_after_a_lease(
     pair.sender.begin([pair.ready])
     with pytest.raises(NotQuiesced, match="device did not get to preempted requests r"):
         pair.sender.preempted(["r"])
+
+
+def test_rs_1_a_decoder_with_other_weights_gets_no_pages(stack: ExitStack) -> None:
+    pair = Pair(stack, then=at_once, lease=3600.0, weights="v2")
+    pair.sender.begin([pair.ready])
+    pair.sender.end()
+    with pytest.raises(errors.PrefillFailed, match="as loaded, the decoder with v2; update both"):
+        pair.pull.wait_ready(10)
+    pair.pull.wait_released(10)

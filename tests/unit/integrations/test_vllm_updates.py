@@ -105,6 +105,19 @@ def test_rs_3_pages_of_a_server_that_another_client_resumed_are_discarded_too(
     assert server.answer("prompt") == {1.0}
 
 
+def test_rs_3_an_update_lets_requests_that_load_pages_be_admitted_first(
+    server: fakes.Server, trainer: Any
+) -> None:
+    sender = trainer()
+    server.loads = 1
+    sender.send_weights()
+    assert server.answer("prompt") == {1.0}
+    server.loads, server.paused = 1, True  # by another, who doesn't want it to run
+    with pytest.raises(WeightSyncError, match="got success=false for 3 s"):
+        sender.send_weights()
+    assert server.paused
+
+
 def test_rs_3_a_refused_update_leaves_the_server_serving_the_old_version(
     server: fakes.Server, trainer: Any
 ) -> None:
@@ -217,6 +230,9 @@ def test_a_server_without_its_development_routes_is_told_how_to_start() -> None:
         assert control.is_paused()
         assert not control.reset_prefix_cache(True, True)
         assert _Routes.asked[-1].endswith("?reset_running_requests=true&reset_external=true")
+        # As vLLM answers while requests wait for a connector's pages.
+        _Routes.routes["/reset_prefix_cache"] = (500, "Failed to reset KV cache")
+        assert not control.reset_prefix_cache(True, True)
         with pytest.raises(WeightSyncError, match=r"/pause.* answered 500: no such engine"):
             control.pause_generation("keep")
     finally:

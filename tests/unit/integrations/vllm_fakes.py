@@ -156,6 +156,8 @@ class Server:
         self.worker = worker(self.model)
         self.before_update = lambda: None
         self.never_resets = False
+        self.loads = 0
+        """Requests that wait for a connector's pages, and are admitted when the server runs."""
         self._infos = (init_info, update_info)
 
     def answer(self, prompt: str) -> set[float]:
@@ -173,7 +175,7 @@ class Server:
     def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
         assert self.paused
         assert reset_connector
-        if self.never_resets or (self.running and not reset_running_requests):
+        if self.never_resets or self.loads or (self.running and not reset_running_requests):
             return False
         self.pages.clear()
         return True
@@ -182,7 +184,7 @@ class Server:
         self.calls.append("encoder")
 
     def resume_generation(self) -> None:
-        self.paused = False
+        self.paused, self.loads = False, 0
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self.worker.init_transfer_engine(self._infos[0](**init_info))

@@ -1,0 +1,102 @@
+"""What the bytes of a page depend on beside its prompt: the model as its server computes it, and
+the weights that it computes with. Pages of another content would be taken for one's own (RS-1)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def model_content(config: Any, name: str) -> str:
+    """Names the contents of pages: ends whose names differ refuse each other.
+
+    Args:
+        config: vLLM's ``ModelConfig``, once the model is loaded.
+        name: the checkpoint's.
+    """
+    return "; ".join([name, *_told(config)])
+
+
+def _told(config: Any) -> Iterator[str]:
+    """What a server was told that changes the bytes of the checkpoint's pages."""
+    hf = config.hf_config
+    if overrides := config.hf_overrides:
+        # A function is named: what it does can't be compared.
+        is_named = callable(overrides)
+        text = overrides.__qualname__ if is_named else json.dumps(overrides, sort_keys=True)
+        yield f"hf_overrides={text}"
+    # A checkpoint that is quantised itself brings its scales along.
+    if config.quantization and getattr(hf, "quantization_config", None) is None:
+        yield f"quantization={config.quantization}"
+    # vLLM rotates all keys by the long factors where one of a sequence could be that long.
+    if (original := _original_length(hf.get_text_config())) is not None:
+        yield f"max_model_len{'>' if config.max_model_len > original else '<='}{original}"
+    # Llama 4's, which vLLM sets by max_model_len.
+    if (tuning := getattr(hf, "attn_temperature_tuning", None)) is not None:
+        yield f"attn_temperature_tuning={bool(tuning)}"
+
+
+def _original_length(text: Any) -> int | None:
+    """The tokens up to which LongRoPE has short factors."""
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if each.get("rope_type", each.get("type")) in ("longrope", "su"):
+            given = each.get("original_max_position_embeddings")
+            return int(given or text.original_max_position_embeddings)
+    return None
+
+
+class _Weights:
+    """The fingerprint of the last update that this process got, or none."""
+
+    def __init__(self) -> None:
+        self.fingerprint = ""
+
+
+_weights = _Weights()
+
+
+def weights() -> str:
+    """Which weights this process computes with: equal where the same update was loaded, and empty
+    before the first. Only updates by fabric-ray's back end are known."""
+    return _weights.fingerprint
+
+
+class WeightsUpdate:
+    """Takes the fingerprint of an update, tensor by tensor, in any order.
+
+    From the first tensor to :meth:`finish` the weights are like no other process's.
+    """
+
+    def __init__(self) -> None:
+        self._sum = 0
+        self._began = False
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """
+        Args:
+            tensor: in memory of the host, of any shape and dtype.
+        """
+        import torch
+
+        if not self._began:
+            self._began = True
+            _weights.fingerprint = f"unfinished {secrets.token_hex(8)}"
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        words = len(data) // 8
+        # One pass at the speed of memory; no one forges a version of their own weights.
+        total = int(data[: words * 8].view(torch.int64).sum()) if words else 0
+        rest = bytes(data[words * 8 :].tolist())
+        told = repr((name, tensor.dtype, tuple(tensor.shape), total, rest)).encode()
+        self._sum += int.from_bytes(hashlib.blake2b(told, digest_size=16).digest(), "little")
+
+    def finish(self) -> None:
+        """All of the update is in use."""
+        if self._began:
+            _weights.fingerprint = f"{self._sum % (1 << 128):032x}"
