@@ -12,18 +12,23 @@ are allocated, so a request's hits may be blocks that another request computes i
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.integrations.vllm_kv_offer import instance
-from fabric_ray.integrations.vllm_kv_plan import Failed, Load, Ready, Step, digest_of
+from fabric_ray.integrations.vllm_kv_plan import Failed, Load, Ready, Step, digest_of, remember
 
 _LOG = logging.getLogger(__name__)
 
 # As `vllm.v1.request.RequestStatus` names requests whose prefill is whole.
 _WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+
+
+# A transfer and its prompt's digest.
+_Named = tuple[str, bytes]
 
 
 @dataclass
@@ -80,7 +85,10 @@ class KvScheduler:
         self._offer: str | None = None
         self._prefills: dict[str, _Prefill] = {}
         self._local: dict[str, int] = {}
-        self._loading: set[str] = set()
+        self._loading: dict[str, _Named] = {}
+        self._names: dict[str, _Named] = {}
+        self._coming: set[_Named] = set()
+        self._loaded: OrderedDict[_Named, None] = OrderedDict()
         self._held: set[str] = set()
         self._loads_elsewhere = False
         self._tables = _Tables()
@@ -92,8 +100,9 @@ class KvScheduler:
             self._offer = instance(offers)
         return self._offer
 
-    def matched(self, request: Any, computed: int) -> tuple[int, bool]:
-        """How many tokens a prefiller will bring beyond those ``computed``, between steps."""
+    def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
+        """How many tokens a prefiller will bring beyond those ``computed``, between steps; None
+        while that is not known yet."""
         params = request.kv_transfer_params
         if not params or not params.get("do_remote_prefill"):
             return 0, False
@@ -106,6 +115,13 @@ class KvScheduler:
             return 0, False
         # Logits of the whole prompt are wanted. vLLM before 0.32 asks connectors all the same.
         if request.get_skip_reading_prefix_cache():
+            return 0, False
+        # Several answers to one prompt (n) share its transfer: one of them brings the pages, and
+        # the others find them here.
+        transfer = self._named(request)
+        if transfer in self._coming:
+            return None, False
+        if transfer in self._loaded:
             return 0, False
         self._local[request.request_id] = computed
         count = request.num_prompt_tokens - computed
@@ -125,22 +141,24 @@ class KvScheduler:
             self._prefills[number].admitted = True
         if params.get("do_remote_prefill"):
             have = self._local.pop(number, 0)
+            # What a preemption loses later is computed here.
+            params["do_remote_prefill"] = False
             if external <= 0:
                 return
             tokens, offer = have + external, params.get("remote_offer")
+            transfer, digest = self._named(request)
             load = Load(
                 request=number,
-                transfer=_transfer(request),
-                digest=digest_of(request),
+                transfer=transfer,
+                digest=digest,
                 offer=offer if isinstance(offer, str) else "",
                 tokens=tokens,
                 have=have,
                 table=tuple(table[: self._blocks(tokens)]),
             )
             self._next.loads.append(load)
-            self._loading.add(number)
-            # What a preemption loses later is computed here.
-            params["do_remote_prefill"] = False
+            self._loading[number] = transfer, digest
+            self._coming.add(self._loading[number])
 
     def step(self, output: Any) -> Step:
         """What the workers need to know of a step, from its ``SchedulerOutput``."""
@@ -201,6 +219,7 @@ class KvScheduler:
             return False, None
         number = request.request_id
         self._local.pop(number, None)
+        self._names.pop(number, None)
         if number in self._loading:
             # vLLM holds the blocks of a request that waits, until the worker reports it.
             self._next.cancelled.append(number)
@@ -236,13 +255,22 @@ class KvScheduler:
     def over(self, sent: set[str] | None, received: set[str] | None) -> None:
         """Workers have reported the end of transfers."""
         self._held -= sent or set()
-        self._loading -= received or set()
+        for number in received or ():
+            if (transfer := self._loading.pop(number, None)) is not None:
+                self._coming.discard(transfer)
+                remember(self._loaded, transfer, None)
 
     @property
     def busy(self) -> bool:
         """Whether workers must be asked on: steps alone bring their reports."""
         step = self._next
         return bool(self._held or self._loading or step.ready or step.failed or step.cancelled)
+
+    def _named(self, request: Any) -> _Named:
+        name: str = request.request_id
+        if name not in self._names:
+            self._names[name] = _transfer(request), digest_of(request)
+        return self._names[name]
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._block_tokens)

@@ -90,15 +90,18 @@ def test_a_reused_name_never_brings_pages_of_another_prompt(
 
 
 def test_pages_that_were_handed_over_are_not_there_again(caplog: pytest.LogCaptureFixture) -> None:
-    p, d = Instance(config("kv_producer")), Instance(config("kv_consumer"))
-    with instances(p, d):
+    p, d, other = Instance(config("kv_producer")), *(Instance(config("kv_consumer")) for _ in "do")
+    with instances(p, d, other):
         params = prefill(p)
         d.add("first", PROMPT, dict(params))
         served(d, "first", PROMPT, p)
         released(p, d)
-        assert d.scheduler.reset_prefix_cache()
-        failing(params, d, p)
+        failing(dict(params), other, p)
         assert "handed over before" in caplog.text
+        # A further answer to the prompt needs no pages of the prefiller's.
+        assert d.scheduler.reset_prefix_cache()
+        d.add("second", PROMPT, params)
+        served(d, "second", PROMPT, p)
 
 
 def test_caches_of_another_model_and_invalid_offers_are_refused(
