@@ -171,7 +171,10 @@ class TransferEngine(_native.Engine):
     def register(self, obj: Any, *, segment: bool = False) -> Region:
         """Registers the memory behind a tensor, an array or any writable buffer.
 
-        The region keeps the memory alive. Memory inside an allocation of this engine stays
+        The region keeps the memory alive, and in place: what would move a registered tensor to
+        other memory raises InvalidArgument, such as ``share_memory_()`` or a queue of
+        torch.multiprocessing. A tensor that is given other memory (``data =``, ``set_``) leaves
+        the region, which has what it had. Memory inside an allocation of this engine stays
         mappable for peers on this host. CUDA tensors register like any other; what a kernel has
         written must be waited for before it is sent.
 
@@ -189,17 +192,17 @@ class TransferEngine(_native.Engine):
         around = segment_of(obj, addr, nbytes) if segment else None
         return self._register(addr, nbytes, keep, around)
 
-    def register_address(self, addr: int, nbytes: int) -> Region:
+    def register_address(self, addr: int, nbytes: int, *, keep: Any = None) -> Region:
         """Registers ``nbytes`` bytes at an address of this process, on the host or on a GPU.
 
         For interfaces that have no object to give: the caller keeps the memory, and its pages
         readable and writable, until the registration has ended. Everything else is registered by
-        :meth:`register`, which keeps it.
+        :meth:`register`, which keeps it. ``keep`` is referred to for as long.
 
         Raises:
             InvalidArgument: address 0, no bytes, or past the end of the address space.
         """
-        return self._register(addr, nbytes, None)
+        return self._register(addr, nbytes, keep)
 
     def empty(
         self, shape: tuple[int, ...] | int, dtype: torch.dtype

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import weakref
 from collections.abc import Iterable
+from functools import partial
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +17,15 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.tensors import check_memory
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import ArrayLike
 
 _DLPACK_CUDA = 2
 _PAGES = 1 << 32
+# Methods of a torch storage that give it other memory and free what it had. numpy keeps host
+# storages from being resized; no torch call keeps one from being shared.
+_MOVERS_OF_HOST, _MOVERS_OF_GPU = ("_share_fd_cpu_", "_share_filename_cpu_"), ("resize_",)
+_FIXED = "_fabric_ray_fixed"
 
 
 def memory_of(obj: Any) -> tuple[int, int, Any]:
@@ -50,7 +58,7 @@ def memory_of(obj: Any) -> tuple[int, int, Any]:
         )
     if array.nbytes == 0:
         raise InvalidArgument("an empty array has no memory to register")
-    return array.ctypes.data, array.nbytes, (obj, array)
+    return array.ctypes.data, array.nbytes, (obj, array, _fixed_owners(array))
 
 
 def _is_on_gpu(obj: Any) -> bool:
@@ -97,12 +105,73 @@ def _of_tensor(tensor: Any) -> tuple[int, int, Any]:
         raise InvalidArgument(
             f"the memory of a tensor of shape {tuple(tensor.shape)} was freed; load it again"
         )
+    fixed = fix_storage(storage)
     if tensor.is_cuda:
-        # A GPU storage can't be kept from being resized; torch's allocator at least keeps the
-        # segment mapped.
-        return tensor.data_ptr(), nbytes, storage
+        # `Tensor.resize_` can't be refused on a GPU; torch's allocator keeps the segment mapped.
+        return tensor.data_ptr(), nbytes, (storage, fixed)
     seen = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
-    return tensor.data_ptr(), nbytes, (storage, seen)
+    return tensor.data_ptr(), nbytes, (storage, seen, fixed)
+
+
+class FixedStorage:
+    """Keeps a torch storage at its address in this process for as long as it is referred to."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+
+
+def fix_storage(storage: torch.UntypedStorage) -> FixedStorage:
+    """Makes a storage refuse to move: peers would go on with memory that is freed (MR-1), and its
+    tensors would lack what peers have written (IC-2).
+
+    torch has one Python object for a storage as long as the storage lives, and calls methods of
+    that object to share its memory with other processes.
+    """
+    own = vars(storage)
+    fixed: FixedStorage | None = own[_FIXED]() if _FIXED in own else None
+    if fixed is None:
+        fixed = FixedStorage()
+        own[_FIXED] = weakref.ref(fixed)
+        for method in _MOVERS_OF_HOST if storage.device.type == "cpu" else _MOVERS_OF_GPU:
+            own[method] = partial(_move, weakref.ref(storage), method)
+    return fixed
+
+
+def _move(reference: weakref.ref[torch.UntypedStorage], method: str, *args: Any) -> Any:
+    """A method of a storage that may move it, unless it is kept in place."""
+    storage: Any = reference()
+    fixed = vars(storage)[_FIXED]()
+    if fixed and fixed.process == os.getpid() and _would_move(storage, method, *args):
+        raise InvalidArgument(
+            f"{storage.nbytes()} bytes of a tensor can't move to other memory: they are "
+            "registered, and peers would go on with the old memory; call share_memory_() before "
+            "the tensor is registered, send a clone() to the other process, or end the "
+            "registration first"
+        )
+    return getattr(type(storage), method)(storage, *args)
+
+
+def _would_move(storage: Any, method: str, *args: Any) -> bool:
+    if method == "resize_":
+        return args != (storage.nbytes(),)
+    by_fd = False
+    with contextlib.suppress(RuntimeError):  # raised unless it is shared in this way
+        storage._get_shared_fd()
+        by_fd = True
+    return not storage.is_shared() or by_fd != (method == "_share_fd_cpu_")
+
+
+def _fixed_owners(array: Any) -> list[Any]:
+    """Keeps the owner of an array's memory from moving it: numpy doesn't resize what has weak
+    references, even with ``refcheck=False``."""
+    kept: list[Any] = []
+    while isinstance(array, (np.ndarray, memoryview)):
+        if isinstance(array, np.ndarray):
+            kept.append(weakref.ref(array))
+        array = array.base if isinstance(array, np.ndarray) else array.obj
+    if hasattr(array, "untyped_storage"):
+        kept.append(fix_storage(array.untyped_storage()))
+    return kept
 
 
 def segment_of(obj: Any, addr: int, nbytes: int) -> tuple[int, int]:

@@ -350,8 +350,15 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
     def _send(self, invitations: list[Invitation]) -> None:
         self._outbox.begin(invitations, self._update)
         try:
+            missing = {meta.name: None for meta in _metadata(self.source)}
             for name, tensor in _full_tensors(self.source):
+                missing.pop(name, None)
                 settle(self._outbox.put(name, tensor))
+            if missing:
+                raise InvalidArgument(
+                    f"the source did not yield {len(missing)} of its tensors, the first of them "
+                    f"`{next(iter(missing))}`; begin a fresh pass at each iteration"
+                )
         except BaseException as error:
             self._is_old = self._outbox.sent == 0
             settle(self._outbox.fail(f"{type(error).__name__}: {error}"))
@@ -371,9 +378,8 @@ def _check_source(source: Any) -> None:
         raise InvalidArgument(
             "the backend `fabric` sends full tensors; give a WeightSource with iter_full()"
         )
-    metadata = source.metadata() if callable(source.metadata) else source.metadata
     held = getattr(source, "held_names", lambda: None)()
-    for meta in metadata:
+    for meta in _metadata(source):
         owners = getattr(meta, "owners", None)
         if (owners is not None and 0 not in owners) or (held is not None and meta.name not in held):
             raise InvalidArgument(
@@ -381,6 +387,10 @@ def _check_source(source: Any) -> None:
                 + (f" (its owners are {owners})" if owners is not None else "")
                 + "; give a source that gathers every parameter on rank 0"
             )
+
+
+def _metadata(source: Any) -> Any:
+    return source.metadata() if callable(source.metadata) else source.metadata
 
 
 def _full_tensors(source: Any) -> Iterator[tuple[str, torch.Tensor]]:

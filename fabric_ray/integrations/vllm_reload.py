@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from fabric_ray.errors import WeightSyncError
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
 
 _RELOAD = "vllm.model_executor.model_loader.reload"
 _NAMED = 8
+# Routers' biases are loaded in place and left out of vLLM's counts, like tensors that no checkpoint
+# has.
+_ROUTER_BIAS = "e_score_correction_bias"
 
 
 class Reload:
@@ -31,20 +36,27 @@ class Reload:
         self._config = config
         self._leave = leave
         self._began = False
+        self._biases: set[str] = set()
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Loads a tensor of checkpoint format; the first moves the model off its weights."""
         if not self._began:
             self._began = True
             framework(_RELOAD, "vllm").initialize_layerwise_reload(self._model)
-        self._model.load_weights([(name, tensor)])  # type: ignore[operator]
+        loaded = self._model.load_weights([(name, tensor)])  # type: ignore[operator]
+        self._biases |= {n for n in (name, *(loaded or ())) if n.endswith(_ROUTER_BIAS)}
 
     def finish(self) -> None:
         """Makes the new weights the model's.
 
         Raises:
-            WeightSyncError: layers lack tensors (RS-1); the message names them.
+            WeightSyncError: layers lack tensors (RS-1); the message names them. Or none came.
         """
+        if not self._began:
+            raise WeightSyncError(
+                "an update brought no tensor, so the model keeps its weights; give a source that "
+                "yields every parameter at each update, such as ModuleSource"
+            )
         if lacking := self._lacking():
             named = ", ".join(lacking[:_NAMED]) + (" ..." if len(lacking) > _NAMED else "")
             raise WeightSyncError(
@@ -52,8 +64,7 @@ class Reload:
                 "every parameter of the model, or name what may keep old weights: "
                 'leave=["visual.*"]'
             )
-        if self._began:
-            framework(_RELOAD, "vllm").finalize_layerwise_reload(self._model, self._config)
+        framework(_RELOAD, "vllm").finalize_layerwise_reload(self._model, self._config)
 
     def abandon(self) -> None:
         """Puts the old tensors back into layers that aren't complete; complete ones are new. The
@@ -72,8 +83,6 @@ class Reload:
     def _lacking(self) -> list[str]:
         """Layers of which tensors are missing. vLLM leaves them as they are if all are, and fills
         gaps with whatever memory holds."""
-        if not self._began:
-            return []
         layerwise = framework(f"{_RELOAD}.layerwise", "vllm")
         skipped = framework(f"{_RELOAD}.meta", "vllm").SKIP_LOAD_TENSORS
         count = framework(f"{_RELOAD}.utils", "vllm").get_tensor_load_numel
@@ -96,4 +105,25 @@ class Reload:
             total = sum(count(tensor) for key, tensor in parameters if key not in skipped)
             if info.load_numel < total and not any(fnmatchcase(name, p) for p in self._leave):
                 found.append(name)
+        return found + self._without_bias()
+
+    def _without_bias(self) -> list[str]:
+        """Routers whose bias did not come."""
+        names: dict[int, list[str]] = defaultdict(list)  # a router and its experts have the same
+        named = (self._model.named_parameters, self._model.named_buffers)
+        for name, tensor in chain(*(each(remove_duplicate=False) for each in named)):
+            if name.endswith(_ROUTER_BIAS):
+                names[id(tensor)].append(name)
+        found = []
+        for own in names.values():
+            layers = [name.rpartition(".")[0] for name in own]
+            came = any(_is_same(name, other) for name in own for other in self._biases)
+            left = any(fnmatchcase(layer, p) for layer in layers for p in self._leave)
+            if not came and not left:
+                found.append(layers[0])
         return found
+
+
+def _is_same(name: str, other: str) -> bool:
+    """Whether names are one, but for a prefix that a model or its checkpoint has."""
+    return f".{name}".endswith(f".{other}") or f".{other}".endswith(f".{name}")

@@ -218,9 +218,17 @@ def _checked(
 def _locate(directory: Path, shapes: dict[str, Shape]) -> dict[str, str]:
     """The file of each parameter, and of a head that is stored though it is tied."""
     index = directory / INDEX_FILE
+    single = (directory / SINGLE_FILE).exists()
     if index.exists():
         found = _read_index(index)
-    elif (directory / SINGLE_FILE).exists():
+        if single and set(found.values()) != {SINGLE_FILE}:
+            # RS-1: transformers reads the one, vLLM the other.
+            raise CheckpointError(
+                f"{directory} has {SINGLE_FILE} and {INDEX_FILE}, which names other files: two "
+                "checkpoints; remove the one that is not meant",
+                path=str(directory),
+            )
+    elif single:
         found = _read_header(directory / SINGLE_FILE)
     else:
         raise CheckpointError(

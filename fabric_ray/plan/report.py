@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import msgspec
 
-from fabric_ray.plan.errors import InconsistentReports
+from fabric_ray.plan.errors import InconsistentReports, InvalidLayout
 from fabric_ray.plan.types import (
     Container,
     DType,
@@ -219,7 +219,28 @@ def _check(name: str, first: tuple[int, ParamMeta], other: tuple[int, ParamMeta]
         meta.local_strides,
     )
     if problem is not None:
+        _check_even(name, rank, meta)
         raise _contradiction(name, [rank], *problem)
+
+
+def _check_even(name: str, rank: int, meta: ParamMeta) -> None:
+    """Raises InvalidLayout where FSDP has cut unequal shards of tensor parallelism: for these, and
+    for the chunks of chunks that it says, torch has the same placements."""
+    for at, placement in enumerate(meta.placements):
+        if not isinstance(placement, StridedShard):
+            continue
+        dim, size = placement.dim, meta.shape[placement.dim]
+        later = zip(meta.mesh_shape[at + 1 :], meta.placements[at + 1 :], strict=True)
+        ways = math.prod(ways for ways, other in later if other == Shard(dim))
+        if ways == placement.split_factor and size % ways:
+            raise InvalidLayout(
+                f"parameter `{name}` of shape {list(meta.shape)}: FSDP cuts dimension {dim} after "
+                f"tensor parallelism has cut it {ways} ways, which is supported where {ways} "
+                f"divides it, and {size} is no multiple; have fully_shard cut another dimension "
+                "(shard_placement_fn), or pad this one",
+                tensor=name,
+                rank=rank,
+            )
 
 
 # The parameters of a model are many, the ways in which a rank holds them few.

@@ -98,10 +98,17 @@ class Adapters:
         out = []
         for adapter, shown in self._merges[name].factors().items():
             known = self._shards.get((name, adapter), shown)
-            now = shown._replace(a=_trained(shown.a, known.a), b=_trained(shown.b, known.b))
+            now = shown._replace(a=trained(shown.a, known.a), b=trained(shown.b, known.b))
             self._shards[name, adapter] = now
             out.append(now)
         return out
+
+
+def trained(shown: Any, known: Any) -> Any:
+    """A module's tensor, or the shard that is known of it while FSDP shows the whole: that may be
+    of an earlier step, and the shard is what is trained (RS-1)."""
+    gathered = hasattr(known, "full_tensor") and not hasattr(shown, "full_tensor")
+    return known if gathered and known.shape == shown.shape else shown
 
 
 def merge_of(path: str, layer: Any, weight: Any) -> Merge | None:
@@ -122,6 +129,13 @@ def merge_of(path: str, layer: Any, weight: Any) -> Merge | None:
             + _MERGE
         )
     adapters = [a for a in adapters if a in layer.lora_A or a in layer.lora_embedding_A]
+    if adapters and (merged := _merged(layer)):
+        # RS-1: PEFT computes with the base alone then, to which the others were added.
+        raise InvalidArgument(
+            f"`{path}` computes with the adapter `{merged[0]}`, which is merged, and without the "
+            f"active `{adapters[0]}`, which isn't; call merge_adapter() for both, or "
+            "unmerge_adapter()"
+        )
     for adapter in adapters:
         if problem := _problem(layer, adapter, weight):
             raise InvalidArgument(f"adapter `{adapter}` of `{path}` {problem}; {_MERGE}")
@@ -198,11 +212,6 @@ def _problem(layer: Any, adapter: str, weight: Any) -> str | None:
 def _merged(layer: Any) -> Sequence[str]:
     merged: Sequence[str] = getattr(layer, "merged_adapters", ())
     return merged
-
-
-def _trained(shown: Any, known: Any) -> Any:
-    gathered = hasattr(known, "full_tensor") and not hasattr(shown, "full_tensor")
-    return known if gathered and known.shape == shown.shape else shown
 
 
 def _whole(tensor: Any) -> torch.Tensor:

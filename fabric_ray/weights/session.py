@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -18,6 +19,12 @@ from fabric_ray.weights.report import InboundPlan, PushReport, PushTarget, Sent,
 
 # After quiesce, rollouts block new readers for the timeout plus this.
 _GATE_S = 10.0
+
+
+def check_going_on(cancelled: threading.Event) -> None:
+    """Raises WeightSyncError for a push that was cancelled."""
+    if cancelled.is_set():
+        raise WeightSyncError("the push was cancelled")
 
 
 class Session:
@@ -95,14 +102,15 @@ class Session:
         self._recover_push_targets()
         self._update_inbound()
 
-    def push(self, version: int) -> PushReport:
-        """As :meth:`WeightSync.push`."""
+    def push(self, version: int, cancelled: threading.Event) -> PushReport:
+        """As :meth:`WeightSync.push`; one that is cancelled before it is decided is aborted."""
         clock, spans = Clock(), list[Span]()
         # A push target serves one push. After an interrupt, the next push asks for new ones, since
         # the old may name memory that is in use.
         push_targets, self._push_targets = self._push_targets, {}
         try:
             self._announce(push_targets)
+            check_going_on(cancelled)
         except WeightSyncError as error:
             raise self._abort(version, error, written=False) from error.__cause__
         try:
@@ -121,6 +129,7 @@ class Session:
             confirmed = self._rollouts.call_all(phases.target_confirm, "confirm", args)
             clock.lap("confirm")
             self._quiesce("commit", self._rollouts.actors)
+            check_going_on(cancelled)
         except WeightSyncError as error:
             raise self._abort(version, error) from error.__cause__
         clock.lap("quiesce")

@@ -14,7 +14,7 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import ParamMeta
 from fabric_ray.plan.dtensor import param_meta
 from fabric_ray.tensors import check_memory, is_lazy
-from fabric_ray.weights.adapters import Adapters, Factors, add
+from fabric_ray.weights.adapters import Adapters, Factors, add, trained
 from fabric_ray.weights.changes import ChangeCheck
 from fabric_ray.weights.modules import named, ties
 
@@ -58,7 +58,10 @@ class SourceTensors:
         """Looks the parameters up again, since a module's may be replaced or removed."""
         found, merges = named(self._source)
         self._adapters.see(merges)
-        self.tensors = {param: self._shard_of(param, tensor) for param, tensor in found.items()}
+        if not isinstance(self._source, Mapping):
+            known = self.tensors
+            found = {param: trained(tensor, known.get(param)) for param, tensor in found.items()}
+        self.tensors = found
         _check(self.tensors)
 
     def remember_layouts(self) -> None:
@@ -167,12 +170,6 @@ class SourceTensors:
             )
             for param, tensor in self.tensors.items()
         }
-
-    def _shard_of(self, param: str, tensor: Any) -> Any:
-        """The shard of a parameter that FSDP has gathered for the moment; else the tensor."""
-        held = self.tensors.get(param)
-        gathered = hasattr(held, "_local_tensor") and not hasattr(tensor, "_local_tensor")
-        return held if gathered else tensor
 
 
 def _check(tensors: Mapping[str, Any]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import threading
 import time
 from collections.abc import Sequence
@@ -25,7 +27,7 @@ from fabric_ray.weights.fanout import Fanout
 from fabric_ray.weights.quant import Formats
 from fabric_ray.weights.replica.sides import ReplicaMeta, replica_sides
 from fabric_ray.weights.report import ConnectReport, JoinReport, PushReport
-from fabric_ray.weights.session import Session
+from fabric_ray.weights.session import Session, check_going_on
 from fabric_ray.weights.sides import converted, lacking, source_side, target_side
 
 
@@ -201,11 +203,15 @@ class WeightSync:
             WeightSyncError: ``failed`` maps actors to causes. Live rollouts keep their version; a
                 further push may succeed.
         """
+        return self._push_all(version, threading.Event())
+
+    def _push_all(self, version: int | None, cancelled: threading.Event) -> PushReport:
+        """As :meth:`push`, until it is cancelled or its version is decided."""
         with self._lock:
             dropped: dict[int, str] = {}
             while True:
                 try:
-                    report = self._push(version)
+                    report = self._push(version, cancelled)
                 except WeightSyncError as error:
                     dead = self._drop_dead()
                     dropped |= dead
@@ -215,7 +221,8 @@ class WeightSync:
                 dropped |= self._drop_dead()
                 return msgspec.structs.replace(report, dropped=dropped, left=self._left)
 
-    def _push(self, version: int | None) -> PushReport:
+    def _push(self, version: int | None, cancelled: threading.Event) -> PushReport:
+        check_going_on(cancelled)
         if self._session is None:
             self._connect()
         assert self._session is not None, "connected"
@@ -228,13 +235,30 @@ class WeightSync:
                 raise InvalidArgument(
                     f"version is {version}, expected more than {self.version}, the version in use"
                 )
-            return self._session.push(version)
+            return self._session.push(version, cancelled)
         finally:
             self.version = self._session.version
 
     async def push_async(self, version: int | None = None) -> PushReport:
-        """:meth:`push` without blocking the event loop. Trainers must not train until it ends."""
-        return await asyncio.to_thread(self.push, version)
+        """:meth:`push` without blocking the event loop. Trainers must not train until it ends.
+
+        If it is cancelled, it ends the push first: all rollouts keep their version, unless all have
+        confirmed the next one and it is committed; :attr:`version` tells. Then it raises
+        ``CancelledError``, and trainers may train.
+        """
+        cancelled = threading.Event()
+        # Not a task: when the loop ends, it cancels all tasks at once.
+        run, loop = contextvars.copy_context().run, asyncio.get_running_loop()
+        push = loop.run_in_executor(None, run, self._push_all, version, cancelled)
+        try:
+            return await asyncio.shield(push)
+        except asyncio.CancelledError as error:
+            cancelled.set()
+            while not push.done():
+                # RS-3: a trainer that trained now would send another step than the others.
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([push])
+            raise error from push.exception()
 
     def join(self, rollout: Any) -> JoinReport:
         """Adds a rollout that holds the bytes of a rank of the target side: a further replica, or

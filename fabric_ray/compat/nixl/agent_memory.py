@@ -125,7 +125,8 @@ class AgentMemory:
         self, reg_list: Any, mem_type: str | None = None, backends: Sequence[str] = ()
     ) -> nixlRegDList | None:
         """Registers all of these tensors, tuples or descriptors, or none; the caller keeps the
-        memory until it is deregistered.
+        memory until it is deregistered. Until then tensors refuse to move (MR-1), as those of
+        :meth:`TransferEngine.register` do.
 
         Raises:
             nixlNotSupportedError: neither DRAM nor VRAM.
@@ -138,7 +139,8 @@ class AgentMemory:
         engine, done = self._engine, list[tuple[int, Region]]()
         for first, nbytes, _ in descs.rows().tolist():
             try:
-                done.append((first, engine.register_address(first, nbytes)))
+                keep = descs.fixed.get(first)
+                done.append((first, engine.register_address(first, nbytes, keep=keep)))
             except FabricError as error:
                 for _, region in done:
                     region.deregister(_QUIESCE_S)  # No peer knows it yet.

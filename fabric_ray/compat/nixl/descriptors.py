@@ -18,6 +18,7 @@ from fabric_ray.compat.nixl.status import (
     nixlNotSupportedError,
 )
 from fabric_ray.decoding import from_msgpack
+from fabric_ray.engine.memory import fix_storage
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.tensors import check_memory
 
@@ -51,6 +52,8 @@ class DescriptorList:
         self._rows: Rows = np.zeros((0, 3), dtype=np.uint64)
         self._added: list[tuple[int, int, int]] = []
         self._labels: list[bytes] = []
+        self.fixed: dict[int, Any] = {}
+        """By first address, what keeps tensors from moving while it is referred to (MR-1)."""
         if isinstance(descs, np.ndarray):
             self._rows = _checked(descs)
             self._labels = [b""] * (len(descs) if self.labelled else 0)
@@ -219,7 +222,10 @@ def _of_tensors(kind: type[L], tensors: Sequence[Any]) -> L | None:
     memory = nixl_mem_t.DRAM_SEG if device.type == "cpu" else nixl_mem_t.VRAM_SEG
     number = max(0, tensors[0].get_device())
     rows = [(t.data_ptr(), t.numel() * t.element_size(), number) for t in tensors]
-    return kind(memory, np.array(rows, dtype=np.uint64))
+    made = kind(memory, np.array(rows, dtype=np.uint64))
+    if kind.labelled:
+        made.fixed = {t.data_ptr(): fix_storage(t.untyped_storage()) for t in tensors}
+    return made
 
 
 def check_supported(descs: DescriptorList) -> None:

@@ -13,7 +13,7 @@ import torch
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Tensor
 from fabric_ray.tensors import check_memory, resolved
-from fabric_ray.weights.adapters import Adapters, add
+from fabric_ray.weights.adapters import Adapters, add, trained
 from fabric_ray.weights.changes import ChangeCheck
 from fabric_ray.weights.local import describe_tensor
 from fabric_ray.weights.modules import named, ties
@@ -110,9 +110,7 @@ class Gathering:
             local = getattr(tensor, "_local_tensor", tensor)
             check_memory(f"parameter `{name}`", local, lazy=True)
         if isinstance(self._weights, torch.nn.Module):
-            # FSDP shows a whole tensor where it has gathered one; the shards are what is trained.
-            kept = {name: t for name, t in self._shards.items() if not _is_sharded(found.get(name))}
-            found |= kept
+            found = {name: trained(t, self._shards.get(name)) for name, t in found.items()}
             self._shards = {name: t for name, t in found.items() if _is_sharded(t)}
         tied = ties({name: t for name, t in found.items() if name not in self._adapters})
         if self._ties is not None and tied != self._ties:

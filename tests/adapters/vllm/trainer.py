@@ -37,6 +37,10 @@ def main(url: str, options: dict[str, Any]) -> None:
         def turn_to(self, checkpoint: str, without: list[str], fail_at: str | None) -> None:
             self._module = load(checkpoint)
             self._without, self._fail_at = without, fail_at
+            # A method in vLLM 0.32, cached in 0.33.
+            whole: Any = ModuleSource(self._module).metadata
+            whole = whole() if callable(whole) else whole
+            self.metadata = [meta for meta in whole if meta.name not in without]
 
         def _some(self, named: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
             for name, tensor in named:

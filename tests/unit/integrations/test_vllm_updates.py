@@ -48,7 +48,7 @@ class Source(dict[str, Any]):
     fails_at = ""
 
     def metadata(self) -> list[Any]:
-        return [SimpleNamespace(name=name) for name in self]
+        return [SimpleNamespace(name=name) for name in list(self.keys())]
 
     def held_names(self) -> None:
         return None
@@ -186,6 +186,48 @@ def test_rs_1_layers_that_an_update_leaves_out_are_named_unless_they_may_stay(
     del sender.source["l2.upper"], sender.source["l2.lower"]
     sender.send_weights()
     assert server.answer("prompt") == {1.0, 0.0}
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_rs_1_a_router_whose_bias_does_not_come_is_named(
+    server: fakes.Server, trainer: Any, kind: str
+) -> None:
+    model, bias = server.model, torch.zeros(4)
+    if kind == "buffer":
+        model.l1.register_buffer("e_score_correction_bias", bias)
+    else:
+        model.l1.e_score_correction_bias = torch.nn.Parameter(bias)
+    # The experts that it routes to have it too.
+    model.experts = torch.nn.Module()
+    model.experts.e_score_correction_bias = model.l1.e_score_correction_bias
+    sender = trainer()
+    with pytest.raises(WeightSyncError, match=r"1 layers .* lack tensors .*: l1; send every"):
+        sender.send_weights()
+    assert server.paused
+    sender.source["l1.e_score_correction_bias"] = torch.ones(4)
+    sender.send_weights()
+    assert bias.tolist() == [1.0] * 4
+    sender.shutdown()
+    trainer(leave=("l1",)).send_weights()
+    assert not server.paused
+
+
+def test_rs_1_an_update_with_less_than_the_source_announced_is_refused_before_its_end(
+    server: fakes.Server, trainer: Any
+) -> None:
+    sender = trainer()
+    kept = iter(sender.source.items())  # as of an exporter that is called once
+    sender.source.__class__ = type("Once", (Source,), {"__iter__": lambda _: kept})
+    sender.send_weights()
+    assert server.answer("prompt") == {1.0}
+    with pytest.raises(InvalidArgument, match=r"did not yield 6 of its tensors.*`l0.upper`"):
+        sender.send_weights()
+    assert not server.paused
+
+
+def test_rs_1_an_update_without_tensors_is_no_update(backend: Any, server: fakes.Server) -> None:
+    with pytest.raises(WeightSyncError, match="no tensor"):
+        backend.Reload(server.model, None).finish()
 
 
 def test_a_client_that_can_not_pause_is_refused_with_what_it_lacks(trainer: Any) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+SKIPPED = {"e_score_correction_bias"}
+
 
 class _WithoutFields:
     pass
@@ -51,8 +53,9 @@ def initialize(model: torch.nn.Module) -> None:
         if not info.can_load():
             own = {k: p for k, p in layer._parameters.items() if p is not None}
             info.kernel_tensors = (own, {})
-            info.load_numel_total = sum(p.numel() for p in layer.parameters(recurse=False))
-            for name, parameter in info.kernel_tensors[0].items():
+            own = {name: p for name, p in own.items() if name not in SKIPPED}
+            info.load_numel_total = sum(p.numel() for p in own.values())
+            for name, parameter in own.items():
                 layer._parameters[name] = torch.nn.Parameter(parameter.data.to("meta"))
 
 
@@ -90,6 +93,9 @@ class Model(torch.nn.Module):
     def load_weights(self, weights: Any) -> None:
         for name, tensor in weights:
             layer = getattr(self, name.partition(".")[0])
+            if name.partition(".")[2] in SKIPPED:
+                layer.e_score_correction_bias.data.copy_(tensor)
+                continue
             info = self.infos[layer]
             if not info.can_load():
                 continue  # as vLLM does
@@ -135,7 +141,7 @@ def modules(version: str = "0.32.0") -> dict[str, Any]:
         "vllm.distributed.weight_transfer.base": base,
         at: reload,
         f"{at}.layerwise": layerwise,
-        f"{at}.meta": SimpleNamespace(SKIP_LOAD_TENSORS=set()),
+        f"{at}.meta": SimpleNamespace(SKIP_LOAD_TENSORS=SKIPPED),
         f"{at}.utils": SimpleNamespace(get_tensor_load_numel=lambda tensor: tensor.numel()),
     }
 

@@ -10,7 +10,7 @@ import torch
 
 from fabric_ray.models import CheckpointError, UnsupportedModel
 from fabric_ray.models.boxes import load_parameters
-from fabric_ray.models.checkpoint import Checkpoint, save_checkpoint
+from fabric_ray.models.checkpoint import SINGLE_FILE, Checkpoint, save_checkpoint
 from fabric_ray.models.transformer import Transformer
 from tests.unit.models.small_models import SMALL, small, some_tokens, waves
 
@@ -181,6 +181,18 @@ def test_damaged_indices_are_refused_with_the_file(tmp_path: Path) -> None:
     (tmp_path / file).unlink()
     with pytest.raises(CheckpointError, match=f"{file}.*missing"):
         Checkpoint(tmp_path)
+
+
+def test_rs_1_two_checkpoints_in_a_directory_are_not_chosen_from(tmp_path: Path) -> None:
+    config = SMALL["llama"]
+    save_checkpoint(tmp_path / "single", config, waves(config))
+    save_checkpoint(tmp_path, config, waves(config), shard_bytes=10_000)
+    single, index = tmp_path / SINGLE_FILE, tmp_path / INDEX
+    single.write_bytes((tmp_path / "single" / SINGLE_FILE).read_bytes())
+    with pytest.raises(CheckpointError, match=rf"{SINGLE_FILE} and {INDEX}"):
+        Checkpoint(tmp_path)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(waves(config), SINGLE_FILE)}))
+    assert len(Checkpoint(tmp_path)) == len(waves(config))
 
 
 def test_saving_over_a_checkpoint_replaces_it(tmp_path: Path) -> None:

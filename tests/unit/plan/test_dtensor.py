@@ -25,6 +25,7 @@ from fabric_ray.plan import (
     Concat,
     Container,
     DType,
+    InvalidLayout,
     Leaf,
     Mesh,
     Partial,
@@ -163,6 +164,23 @@ def test_fsdp_over_tp_is_reported_as_strided_shards():
     by_name = {container.name: container.layout for container in source.containers}
     assert by_name["up.weight"].placements == (StridedShard(0, 2), Shard(0))
     assert by_name["down.weight"].placements == (Shard(0), Shard(1))
+
+
+@pytest.mark.parametrize(("rows", "is_supported"), [(7, False), (10, True)])
+def test_fsdp_over_tp_of_unequal_shards_is_refused_for_what_it_is(rows, is_supported):
+    reports = {}
+    for rank in range(6):
+        with as_rank(rank, 6):
+            mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+            layer = nn.Linear(4, rows, bias=False)
+            shards = distribute_tensor(layer.weight, mesh["tp"], [TorchShard(0)])
+            layer.weight = nn.Parameter(shards)
+            reports[rank] = from_module(fully_shard(layer, mesh=mesh["dp"]))
+    if is_supported:
+        side_from_param_meta(reports)
+        return
+    with pytest.raises(InvalidLayout, match=r"`weight` .* 7 is no multiple; have fully_shard"):
+        side_from_param_meta(reports)
 
 
 def test_what_tp_leaves_alone_is_one_container_of_replicas():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
+import torch.multiprocessing
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.runtime.rdt.exchange import Exchange
@@ -58,6 +60,17 @@ def test_memory_outlives_its_tensor_while_it_is_offered(holder: Exchange) -> Non
     holder.sources.add("a", [tensor])
     with pytest.raises(RuntimeError, match="resize"):
         tensor.untyped_storage().resize_(0)
+
+
+def test_rs_1_an_offered_tensor_stays_where_readers_read(holder: Exchange) -> None:
+    offered, pinned = torch.zeros(64), torch.zeros(64)
+    holder.sources.add("a", [offered[3:]])
+    holder.sources.pin(pinned)
+    for tensor in (offered, pinned):
+        at = tensor.data_ptr()
+        with pytest.raises(InvalidArgument, match="registered"):
+            ForkingPickler.dumps(tensor)
+        assert tensor.data_ptr() == at
 
 
 def test_a_pinned_tensor_stays_registered_until_it_is_unpinned_as_often(holder: Exchange) -> None:

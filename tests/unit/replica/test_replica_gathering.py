@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from fabric_ray.errors import InvalidArgument
 from fabric_ray.weights.replica.gathering import Gathering
 from tests.unit.plan.fake_group import as_rank
 
@@ -27,3 +30,20 @@ def test_while_fsdp_shows_whole_parameters_their_shards_are_gathered() -> None:
             ((name, whole),) = gathering
             assert name == "weight"
             assert torch.equal(whole, torch.full((3, 4), float(step)))
+
+
+@pytest.mark.parametrize("by", [None, torch.zeros(5, 4)], ids=["nothing", "another shape"])
+def test_rs_1_a_shard_that_its_module_replaced_is_not_gathered(by: torch.Tensor | None) -> None:
+    with as_rank(0, 1):
+        mesh = init_device_mesh("cpu", (1,))
+        module: Any = torch.nn.ParameterDict()
+        for name in ("a", "b"):
+            shard = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)], src_data_rank=None)
+            module[name] = shard
+        gathering = Gathering(module, {}, 0)
+        assert len(dict(gathering)) == 2
+        del module["b"]
+        if by is not None:
+            module["b"] = by
+        with pytest.raises(InvalidArgument, match=r"`b`.*gather the same at every push"):
+            list(gathering)

@@ -287,6 +287,20 @@ def test_adapters_that_are_disabled_or_no_lora_are_refused(pushes: Pushes) -> No
         sync.push()
 
 
+def test_rs_1_adapters_that_peft_leaves_out_beside_merged_ones_are_refused(pushes: Pushes) -> None:
+    model, layer = adapted(adapters=("default", "other"))
+    sync = pushes.sync([model], whole_side(TIED))
+    sync.push()
+    layer.merged_adapters = ["default"]
+    with pytest.raises(WeightSyncError, match="without the active `other`"):
+        sync.push()
+    layer.merged_adapters = ["default", "other"]
+    sync.connect()
+    sync.push()
+    pushed = pushes.targets[0].weights["model.q_proj.weight"]
+    assert torch.equal(pushed, layer.base_layer.weight)
+
+
 def test_a_module_that_is_trained_beside_the_original_takes_its_place(pushes: Pushes) -> None:
     class Beside(torch.nn.Module):
         active_adapters = ("default",)
