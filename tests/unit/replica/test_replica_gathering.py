@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fabric_ray.weights.replica.gathering import Gathering
+from tests.on_device import on_device, on_wait
 from tests.unit.plan.fake_group import as_rank
 
 
@@ -27,3 +29,14 @@ def test_while_fsdp_shows_whole_parameters_their_shards_are_gathered() -> None:
             ((name, whole),) = gathering
             assert name == "weight"
             assert torch.equal(whole, torch.full((3, 4), float(step)))
+
+
+def test_rs_1_kernels_that_write_a_parameter_end_before_it_is_gathered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = torch.zeros(3)
+    gathering = Gathering({"w": on_device(held)}, {}, 0)
+    gathering.whole()
+    on_wait(monkeypatch, lambda: held.numpy().fill(2))
+    ((_, whole),) = gathering
+    assert whole.tolist() == [2, 2, 2]
