@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -95,8 +96,8 @@ class Session:
         self._recover_push_targets()
         self._update_inbound()
 
-    def push(self, version: int) -> PushReport:
-        """As :meth:`WeightSync.push`."""
+    def push(self, version: int, cancelled: threading.Event) -> PushReport:
+        """As :meth:`WeightSync.push`; aborts if it is cancelled before the version is decided."""
         clock, spans = Clock(), list[Span]()
         # A push target serves one push. After an interrupt, the next push asks for new ones, since
         # the old may name memory that is in use.
@@ -106,6 +107,7 @@ class Session:
         except WeightSyncError as error:
             raise self._abort(version, error, written=False) from error.__cause__
         try:
+            check_wanted(cancelled)
             sent = self._write(version, push_targets)
             clock.lap("write")
             digests = self._merge_digests(version, sent)
@@ -124,6 +126,7 @@ class Session:
         except WeightSyncError as error:
             raise self._abort(version, error) from error.__cause__
         clock.lap("quiesce")
+            check_wanted(cancelled)
         # The version is decided: rollouts that fail now are named, the others run it (RS-3).
         self.decided = True
         commits = self._rollouts.same_args(self._id, version)
@@ -359,3 +362,9 @@ class Session:
     def _learn_version(self) -> None:
         """Adopts the highest version of the rollouts, so that versions never decrease."""
         self.version = max(self.version, *(t.version or 0 for t in self._push_targets.values()), 0)
+
+
+def check_wanted(cancelled: threading.Event) -> None:
+    """Raises WeightSyncError if the push was cancelled."""
+    if cancelled.is_set():
+        raise WeightSyncError("the push was cancelled")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -25,7 +28,7 @@ from fabric_ray.weights.fanout import Fanout
 from fabric_ray.weights.quant import Formats
 from fabric_ray.weights.replica.sides import ReplicaMeta, replica_sides
 from fabric_ray.weights.report import ConnectReport, JoinReport, PushReport
-from fabric_ray.weights.session import Session
+from fabric_ray.weights.session import Session, check_wanted
 from fabric_ray.weights.sides import converted, lacking, source_side, target_side
 
 
@@ -201,11 +204,14 @@ class WeightSync:
             WeightSyncError: ``failed`` maps actors to causes. Live rollouts keep their version; a
                 further push may succeed.
         """
+        return self._push_unless(threading.Event(), version)
+
+    def _push_unless(self, cancelled: threading.Event, version: int | None) -> PushReport:
         with self._lock:
             dropped: dict[int, str] = {}
             while True:
                 try:
-                    report = self._push(version)
+                    report = self._push(version, cancelled)
                 except WeightSyncError as error:
                     dead = self._drop_dead()
                     dropped |= dead
@@ -215,7 +221,8 @@ class WeightSync:
                 dropped |= self._drop_dead()
                 return msgspec.structs.replace(report, dropped=dropped, left=self._left)
 
-    def _push(self, version: int | None) -> PushReport:
+    def _push(self, version: int | None, cancelled: threading.Event) -> PushReport:
+        check_wanted(cancelled)
         if self._session is None:
             self._connect()
         assert self._session is not None, "connected"
@@ -228,13 +235,27 @@ class WeightSync:
                 raise InvalidArgument(
                     f"version is {version}, expected more than {self.version}, the version in use"
                 )
-            return self._session.push(version)
+            return self._session.push(version, cancelled)
         finally:
             self.version = self._session.version
 
     async def push_async(self, version: int | None = None) -> PushReport:
-        """:meth:`push` without blocking the event loop. Trainers must not train until it ends."""
-        return await asyncio.to_thread(self.push, version)
+        """:meth:`push` without blocking the event loop. Trainers must not train until it ends.
+
+        A push that is cancelled, such as by :func:`asyncio.wait_for`, is aborted and ends after its
+        current phase. If its version was decided before, :attr:`version` says so (RS-3).
+        """
+        cancelled = threading.Event()
+        call = partial(contextvars.copy_context().run, self._push_unless, cancelled, version)
+        push = asyncio.get_running_loop().run_in_executor(None, call)
+        try:
+            return await asyncio.shield(push)
+        except asyncio.CancelledError as error:
+            cancelled.set()
+            while not push.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([push])
+            raise error from push.exception()
 
     def join(self, rollout: Any) -> JoinReport:
         """Adds a rollout that holds the bytes of a rank of the target side: a further replica, or
