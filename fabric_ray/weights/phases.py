@@ -37,8 +37,12 @@ def source_join(_: Any, name: str, session: str, invitations: dict[int, Invitati
     SOURCES.get(name).join(session, invitations)
 
 
-def source_accept(_: Any, name: str, share: SourceShare, timeout: float) -> None:
-    SOURCES.get(name).accept(share, timeout=timeout)
+def source_accept(_: Any, name: str, share: SourceShare, timeout: float) -> bool:
+    return SOURCES.get(name).accept(share, timeout=timeout)
+
+
+def source_ready(_: Any, name: str, session: str) -> None:
+    SOURCES.get(name).ready(session)
 
 
 def source_push(
