@@ -1,11 +1,13 @@
 """Whether the bytes at a tensor's address are its values.
 
 They aren't for lazy negatives and conjugates (a bit of the tensor says so), for other layouts than
-strided, for quantised tensors, and for subclasses that only wrap other tensors.
+strided, for quantised tensors, and for subclasses that only wrap other tensors. On a device they
+are once the kernels that write them have ended.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from fabric_ray.errors import InvalidArgument
@@ -46,6 +48,17 @@ def resolved(what: str, tensor: Tensor) -> Tensor:
     """
     check_memory(what, tensor, lazy=True)
     return tensor.detach().resolve_conj().resolve_neg()
+
+
+def wait_for_kernels(tensors: Iterable[Tensor]) -> None:
+    """Waits for the kernels that were launched on the tensors' devices, on any stream: they may
+    still read or write these. A copy is ordered behind the kernels of the current stream alone.
+    """
+    import torch
+
+    for device in {tensor.device for tensor in tensors}:
+        if device.type not in ("cpu", "meta"):
+            torch.get_device_module(device).synchronize(device)
 
 
 def _laziness(tensor: Any) -> str | None:

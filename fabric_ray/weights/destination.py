@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.plan import LocalContainer
+from fabric_ray.tensors import wait_for_kernels
 from fabric_ray.weights.local import describe_tensor
 from fabric_ray.weights.modules import named
 from fabric_ray.weights.readers import ReaderGate, Reading
@@ -113,15 +114,19 @@ class Destination:
                     )
 
     def copy(self, arrived: Mapping[str, torch.Tensor]) -> None:
-        """Fills the tensors. No reader may be inside the gate."""
+        """Fills the tensors, between kernels that read them. No reader may be inside the gate."""
         import torch
 
         tensors = self.tensors()
+        # RS-1: kernels of a forward pass that has returned may still read, in another stream.
+        wait_for_kernels(tensors.values())
         self.partly_filled = True
         # Parameters made in inference mode can be changed only in inference mode.
         with torch.inference_mode():
             for name, tensor in arrived.items():
                 tensors[name].copy_(tensor)
+        # And the next pass must not begin before copies to strided tensors have ended.
+        wait_for_kernels(tensors.values())
         self.partly_filled = False
 
     def check_filled(self) -> None:

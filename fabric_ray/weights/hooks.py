@@ -20,7 +20,8 @@ class EngineHooks:
     A push calls each at most once, in this order, under SGLang's names: ``pause_generation``, then
     the weights change, ``post_process_weights``, ``flush_cache``, ``update_weight_version``,
     ``continue_generation``. They run in the thread of the actor's calls, within the timeout of the
-    push.
+    push. Kernels that a callback launches have to end before it returns, since the engine may
+    compute in other streams.
     """
 
     def pause_generation(self) -> None:

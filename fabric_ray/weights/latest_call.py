@@ -9,9 +9,9 @@ from typing import Protocol, TypeVar
 
 from fabric_ray.errors import Stale
 
-_OUTDATED = (
-    "another WeightSync has connected to this trainer since, or another push was begun; push with "
-    "that one, or call connect() to take over again"
+OUTDATED = (
+    "another WeightSync has connected here since, or another push was begun; push with that one, "
+    "or call connect() to take over again"
 )
 
 
@@ -32,7 +32,7 @@ class LatestCallLock:
 
         def check_latest() -> None:
             if self.latest is not mine:
-                raise Stale(_OUTDATED)
+                raise Stale(OUTDATED)
 
         with self._lock:
             yield check_latest
@@ -53,5 +53,5 @@ def require_session(session: str, held: T | None) -> T:
         Stale: it belongs to another session, or is ``None``.
     """
     if held is None or held.session != session:
-        raise Stale(_OUTDATED)
+        raise Stale(OUTDATED)
     return held

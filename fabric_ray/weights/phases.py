@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from fabric_ray.errors import InvalidArgument
@@ -35,8 +37,12 @@ def source_join(_: Any, name: str, session: str, invitations: dict[int, Invitati
     SOURCES.get(name).join(session, invitations)
 
 
-def source_accept(_: Any, name: str, share: SourceShare, timeout: float) -> None:
-    SOURCES.get(name).accept(share, timeout=timeout)
+def source_accept(_: Any, name: str, share: SourceShare, timeout: float) -> bool:
+    return SOURCES.get(name).accept(share, timeout=timeout)
+
+
+def source_ready(_: Any, name: str, session: str) -> None:
+    SOURCES.get(name).ready(session)
 
 
 def source_push(
@@ -61,15 +67,18 @@ def target_meta(_: Any, name: str) -> tuple[int, Side, bytes]:
 
 
 def target_accept(_: Any, name: str, share: TargetShare) -> PushTarget:
-    return TARGETS.get(name).accept(share)
+    with _changing(name) as target:
+        return target.accept(share)
 
 
 def target_set_inbound(_: Any, name: str, session: str, inbound: InboundPlan) -> PushTarget:
-    return _target(name, session).set_inbound(inbound)
+    with _changing(name, session) as target:
+        return target.set_inbound(inbound)
 
 
 def target_pass_on(_: Any, name: str, session: str, to: list[PushTarget], timeout: float) -> None:
-    _target(name, session).pass_on(to, timeout=timeout)
+    with _changing(name, session) as target:
+        target.pass_on(to, timeout=timeout)
 
 
 def target_give(
@@ -79,7 +88,8 @@ def target_give(
 
 
 def target_begin(_: Any, name: str, session: str) -> None:
-    _target(name, session).begin()
+    with _changing(name, session) as target:
+        target.begin()
 
 
 def target_confirm(
@@ -97,11 +107,29 @@ def target_quiesce(
 def target_commit(
     _: Any, name: str, session: str, version: int, joining: bool = False
 ) -> PushTarget:
-    return _target(name, session).commit(version, joining=joining)
+    with _changing(name, session) as target:
+        return target.commit(version, joining=joining)
 
 
 def target_abort(_: Any, name: str, session: str, written: bool = True) -> PushTarget:
-    return _target(name, session).abort(written=written)
+    with _changing(name, session) as target:
+        return target.abort(written=written)
+
+
+@contextmanager
+def _changing(name: str, session: str | None = None) -> Iterator[WeightTarget]:
+    """A target, for a call that changes it: one at a time, since a call goes on in an actor of
+    several threads when its controller has stopped waiting (RS-3).
+
+    Raises:
+        Stale: another controller has connected, or a later call came while this one waited.
+    """
+    target = TARGETS.get(name) if session is None else _target(name, session)
+    with target.calls_lock.acquire() as check_latest:
+        check_latest()
+        if session is not None:
+            target.check_session(session)
+        yield target
 
 
 def _target(name: str, session: str) -> WeightTarget:

@@ -79,9 +79,11 @@ class ReaderGate:
         """Blocks readers until the block ends; the calling thread may read.
 
         Raises:
-            WeightSyncError: the version in use has a reader.
+            WeightSyncError: the version in use has a reader, or is being changed.
         """
         with self._changed:
+            if self._writer is not None:
+                raise WeightSyncError("another call is changing the weights; wait until it ends")
             self._end_interrupted()
             self._refuse_readers()
             self.check_unread()

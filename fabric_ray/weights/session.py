@@ -64,6 +64,8 @@ class Session:
         self._timeout = timeout
         self._calls = calls
         self._exchange_connected = False
+        # Whether trainers gather from each other in a push.
+        self._gathers = False
         self._encoded = fanout.plan.to_bytes()
         # The latest of each rollout.
         self._push_targets: dict[int, PushTarget] = {}
@@ -88,7 +90,8 @@ class Session:
         converted = self._recipe is not None
         share = SourceShare(self._id, self._encoded, containers, push_targets, converted)
         args = self._trainers.same_args(self._calls.share(share), self._timeout)
-        self._trainers.call_all(phases.source_accept, "take the route", args)
+        gathering = self._trainers.call_all(phases.source_accept, "take the route", args)
+        self._gathers = any(gathering.values())
 
     def prepare(self) -> None:
         """Gets all actors ready for a push and updates ``version``.
@@ -259,7 +262,11 @@ class Session:
             ) from raised
 
     def _announce(self, push_targets: dict[int, PushTarget]) -> None:
-        """Announces a push. Returns when all rollouts are ready, before any byte is written."""
+        """Announces a push. Returns when all actors are ready, before any byte is written."""
+        if self._gathers:
+            # A trainer that fails alone before its gather leaves the others waiting in theirs.
+            args = self._trainers.same_args(self._id)
+            self._trainers.call_all(phases.source_ready, "get ready to gather", args)
         if not all(target.staged for target in push_targets.values()):
             self._quiesce("write", self._rollouts.actors)
             self._rollouts.call_all(

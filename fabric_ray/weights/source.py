@@ -126,9 +126,9 @@ class WeightSource:
         with self._calls_lock.acquire():
             require_session(session, self._conversion).connect(invitations)
 
-    def accept(self, share: SourceShare, *, timeout: float = 60.0) -> None:
+    def accept(self, share: SourceShare, *, timeout: float = 60.0) -> bool:
         """Takes this rank's share of the plan, connects to its rollouts, and prepares the requests
-        of the first push.
+        of the first push. Returns whether pushes gather adapters from other ranks.
 
         Raises:
             InvalidArgument: this rank's tensors differ from the plan, or a tensor needs more
@@ -167,6 +167,18 @@ class WeightSource:
                         transfers.append(self._engine.prepare(route.batch, timeout=timeout))
             for transfer in transfers:
                 transfer.wait()
+            return self._tensors.gathers
+
+    def ready(self, session: str) -> None:
+        """Finds errors of this rank alone before any rank gathers adapters.
+
+        Raises:
+            FabricError: this rank's tensors differ from the plan, or it has another session.
+        """
+        with self._calls_lock.acquire():
+            require_session(session, self._share)
+            if self._tensors.refresh_moved():
+                self._routes.clear()
 
     def push(
         self,

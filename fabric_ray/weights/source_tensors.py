@@ -95,6 +95,11 @@ class SourceTensors:
         found = chain(self.tensors.items(), self._adapters.tensors())
         return ChangeCheck((param, tensor) for param, tensor in found if param in params)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether other ranks have to take part in :meth:`gather_adapters`."""
+        return any(hasattr(tensor, "full_tensor") for _, tensor in self._adapters.tensors())
+
     def gather_adapters(self) -> None:
         """Gathers the adapters for a push, in the same order on all ranks."""
         self._factors = self._adapters.all()

@@ -30,8 +30,12 @@ class Source(Protocol):
     def join(self, session: str, invitations: Mapping[int, Invitation]) -> None:
         """Connects to the other trainers for the exchange of block maxima."""
 
-    def accept(self, share: SourceShare, *, timeout: float = 60.0) -> None:
-        """Takes its share of the plan."""
+    def accept(self, share: SourceShare, *, timeout: float = 60.0) -> bool:
+        """Takes its share of the plan; returns whether its pushes gather from other trainers."""
+
+    def ready(self, session: str) -> None:
+        """Raises what would end its next push before the gather. The other trainers, which don't
+        have the error, would wait in theirs."""
 
     def push(
         self,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import msgspec
@@ -256,7 +256,7 @@ class WeightSync:
             cancelled.set()
             while not push.done():
                 # RS-3: a trainer that trained now would send another step than the others.
-                with contextlib.suppress(asyncio.CancelledError):
+                with suppress(asyncio.CancelledError):
                     await asyncio.wait([push])
             raise error from push.exception()
 

@@ -17,6 +17,7 @@ from fabric_ray.errors import FabricError, InvalidArgument, Stale, WeightSyncErr
 from fabric_ray.plan import LocalContainer, Plan, Side
 from fabric_ray.weights.destination import Destination
 from fabric_ray.weights.hooks import EngineHooks, Pause, attempt
+from fabric_ray.weights.latest_call import OUTDATED, LatestCallLock
 from fabric_ray.weights.readers import LiveWeights, ReaderGate, Reading, caller
 from fabric_ray.weights.registry import Registry
 from fabric_ray.weights.relay import Relay, RelayWriter
@@ -27,11 +28,6 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
-
-_OUTDATED = (
-    "another WeightSync has connected to this rollout since; push with that one, or call connect() "
-    "to take over again"
-)
 
 TARGETS: Registry[WeightTarget] = Registry("weight target")
 
@@ -103,6 +99,8 @@ class WeightTarget:
         self._engine_hooks = hooks or EngineHooks()
         self._pause = Pause(self._engine_hooks)
         self._hooks: list[Callable[[int], None]] = []
+        self.calls_lock = LatestCallLock()
+        """Held by each call of a controller that changes the target (RS-3)."""
         self._gate = ReaderGate(self._referenced, self._is_lent_to_caller)
         self._into: Destination | None = None
         if into is not None:
@@ -171,7 +169,7 @@ class WeightTarget:
                     StagingMemory(self._engine, share.containers) for _ in range(copies)
                 ]
                 self.version, self._live = None, 0
-        self._share, self._announced = share, False
+        self._share, self._announced, self._prepared = share, False, None
         for writer in self._writers():
             self._engine.connect(writer)
         return self._push_target()
@@ -228,11 +226,10 @@ class WeightTarget:
         """
         if self._share is None:
             raise WeightSyncError(f"version {version} was not announced here", version=version)
-        actor = self._share.name
+        actor, counters, staging = self._share.name, self._counters, self._staging[self._next]
         start = time.time()
         if self._relay is not None:
             self._relay.wait()
-            self._relay = None
         else:
             # Watch writers only here: a writer lost between pushes does not affect a version.
             with observe.span(f"push {version}"):
@@ -242,7 +239,7 @@ class WeightTarget:
         spans = [Span(actor, "arrive", start, time.time())]
         if digest is not None:
             start = time.time()
-            found = self._digest(self._staging[self._next]).compute()
+            found = self._digest(staging).compute()
             spans.append(Span(actor, "digest", start, time.time()))
             if found != digest:
                 raise WeightSyncError(
@@ -252,8 +249,11 @@ class WeightTarget:
                 )
         if self._into is not None:
             self._into.check(self._layout, self.rank)
-            self._into.check_ties(self._staging[self._next].views(self._layout))
-        self._prepared = version
+            self._into.check_ties(staging.views(self._layout))
+        with self.calls_lock.acquire():
+            if self._counters is not counters:  # it was aborted meanwhile
+                raise Stale(OUTDATED)
+            self._relay, self._prepared = None, version
         return tuple(spans)
 
     def quiesce(self, before: Literal["write", "commit"], seconds: float) -> tuple[str, ...]:
@@ -340,7 +340,7 @@ class WeightTarget:
     def check_session(self, session: str) -> None:
         """Raises Stale if another controller has connected since."""
         if self._share is not None and self._share.session != session:
-            raise Stale(_OUTDATED)
+            raise Stale(OUTDATED)
 
     def begin(self) -> None:
         """Announces a push. Without staging, the version in use becomes unusable."""

@@ -131,6 +131,7 @@ CALLS = [
 # Stages of a push, which the controller asks for one by one: pushes, connects and joins make them.
 STAGES = {
     "WeightSource.accept",
+    "WeightSource.ready",
     "WeightTarget.abort",
     "WeightTarget.accept",
     "WeightTarget.begin",

@@ -16,6 +16,7 @@ from fabric_ray.errors import Cancelled, FabricError, InvalidArgument
 from fabric_ray.runtime.rdt.offer import Offer
 from fabric_ray.runtime.rdt.pool import Pool
 from fabric_ray.runtime.rdt.sources import Sources
+from fabric_ray.tensors import wait_for_kernels
 
 Kinds: TypeAlias = Sequence[tuple[Sequence[int], torch.dtype]]
 """Shape and dtype of each tensor."""
@@ -136,7 +137,8 @@ class Fetches:
             tensors.append(tensor)
             if region is not None:
                 batch.read(remote[extent.region], region, extent.nbytes, src_offset=extent.offset)
-        _wait_for_kernels(tensors)
+        wait_for_kernels(into or ())
+        _wait_for_stream(tensors)
         transfer = self._engine.submit(batch, timeout=self._timeout) if len(batch) else None
         fetch = Fetch(obj_id, offer, tensors, transfer)
         with self._lock:
@@ -218,7 +220,8 @@ def _check_given(given: Sequence[torch.Tensor], kinds: Kinds) -> None:
             )
 
 
-def _wait_for_kernels(tensors: Sequence[torch.Tensor]) -> None:
-    """What was launched before may still use the memory that is read into."""
+def _wait_for_stream(tensors: Sequence[torch.Tensor]) -> None:
+    """Kernels that were launched before may still use memory that the allocator hands out again,
+    to the same stream."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()

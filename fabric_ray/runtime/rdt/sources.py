@@ -12,7 +12,7 @@ import torch
 from fabric_ray.engine import Region, TransferEngine
 from fabric_ray.errors import InvalidArgument, ResourceError
 from fabric_ray.runtime.rdt.offer import Extent, Holder, Offer
-from fabric_ray.tensors import check_memory, resolved
+from fabric_ray.tensors import check_memory, resolved, wait_for_kernels
 
 _Place: TypeAlias = tuple[torch.device, int]
 """A storage: the device, and the address of its first byte."""
@@ -65,7 +65,7 @@ class Sources:
             FabricError: its memory can't be registered.
         """
         flat = [_bytes_of(tensor) for tensor in tensors]
-        _wait_for_kernels(flat)
+        wait_for_kernels(flat)
         hulls: dict[_Place, _Hull] = {}
         for data in flat:
             if data.numel():
@@ -158,12 +158,6 @@ def _check(tensor: torch.Tensor) -> None:
         raise InvalidArgument(
             f"the memory of a tensor of shape {tuple(tensor.shape)} was freed; load it again"
         )
-
-
-def _wait_for_kernels(tensors: Sequence[torch.Tensor]) -> None:
-    """What was launched before may still write them, on any stream."""
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        torch.cuda.synchronize(device)
 
 
 def _place(tensor: torch.Tensor) -> _Place:

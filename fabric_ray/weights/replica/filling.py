@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import chain
 
 import msgspec
@@ -95,6 +96,24 @@ class Filling:
             push_targets: of all rollouts.
             proceed: called before each load; raises to stop.
         """
+        coming = iter(self._gathering)
+        try:
+            return self._push(coming, push_targets, sending, digest, proceed)
+        except Exception:
+            # The other trainers gather to the end. Without this one they would wait, and take part
+            # of its next gather for the rest of this one (RS-1).
+            with suppress(Exception):
+                deque(coming, maxlen=0)
+            raise
+
+    def _push(
+        self,
+        coming: Iterator[tuple[str, torch.Tensor]],
+        push_targets: list[PushTarget],
+        sending: StepSender,
+        digest: bool,
+        proceed: Callable[[], None],
+    ) -> Sent:
         actor = f"trainer {self._rank}"
         ordered = rotated(
             sorted(push_targets, key=lambda push_target: push_target.rank), self._rank
@@ -103,7 +122,6 @@ class Filling:
             (push_target, self._routes.get(push_target, self._requests)) for push_target in ordered
         ]
         spans: list[Span] = []
-        coming = iter(self._gathering)
         held: dict[str, torch.Tensor] = {}
         number = most = 0
         for bucket in self._schedule.buckets:

@@ -12,7 +12,7 @@ import torch
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Tensor
-from fabric_ray.tensors import check_memory, resolved
+from fabric_ray.tensors import check_memory, resolved, wait_for_kernels
 from fabric_ray.weights.adapters import Adapters, add, trained
 from fabric_ray.weights.changes import ChangeCheck
 from fabric_ray.weights.local import describe_tensor
@@ -132,7 +132,19 @@ class Gathering:
         if self._is_function:
             assert callable(self._weights)
             return map(_on_host, self._weights())
-        return map(self._merged, self._named())
+        tensors = self._named()
+        # RS-1: a step in another stream may still write them.
+        wait_for_kernels(tensor for _, tensor in tensors)
+        return map(self._merged, tensors)
+
+    def check(self) -> None:
+        """Finds errors of this trainer alone, without a gather.
+
+        Raises:
+            InvalidArgument: a named tensor can't be gathered.
+        """
+        if not self._is_function:
+            self._named()
 
     def _merged(self, one: tuple[str, Any]) -> tuple[str, torch.Tensor]:
         name, whole = _on_host(one)

@@ -112,9 +112,10 @@ class ReplicaSource:
         """Never, as :meth:`convert`."""
         self.convert(session, invitations)
 
-    def accept(self, share: SourceShare, *, timeout: float = 60.0) -> None:
+    def accept(self, share: SourceShare, *, timeout: float = 60.0) -> bool:
         """Takes this trainer's part of the routing table, makes room for its replica, and has
-        everything ready that the first push would otherwise wait for.
+        everything ready that the first push would otherwise wait for. Returns ``True``: its pushes
+        gather.
 
         Raises:
             InvalidArgument: bucket or cache are too small (nothing has been gathered then), or the
@@ -132,6 +133,17 @@ class ReplicaSource:
             )
             filling.prepare(timeout)
             self._filling = filling
+            return True
+
+    def ready(self, session: str) -> None:
+        """Finds errors of this trainer alone before any trainer gathers.
+
+        Raises:
+            FabricError: this trainer can't gather.
+        """
+        with self._calls_lock.acquire():
+            require_session(session, self._filling)
+            self._gathering.check()
 
     def push(
         self,

@@ -17,6 +17,7 @@ from fabric_ray.runtime.rdt.exchange import Exchange
 from fabric_ray.runtime.rdt.fetches import Fetch
 from fabric_ray.runtime.rdt.offer import Holder, Offer
 from fabric_ray.runtime.rdt.transport import FabricFetchRequest, FabricTransport
+from tests.on_device import on_device, on_wait
 from tests.processes import Other, within
 
 BIG = 4 << 20
@@ -64,6 +65,20 @@ def test_rs_1_every_kind_of_tensor_arrives_as_it_was(holder: Exchange, reader: E
         assert got.dtype == was.dtype
         assert torch.equal(got, was.detach().resolve_conj().resolve_neg())
         assert not got.requires_grad
+
+
+def test_rs_1_kernels_of_any_stream_end_before_an_offer_and_before_given_memory_is_written(
+    holder: Exchange, reader: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait() -> None:
+        raise InterruptedError(f"waits while {given[0]} is there")
+
+    given = torch.ones(4)
+    on_wait(monkeypatch, wait)
+    with pytest.raises(InterruptedError):
+        holder.sources.add("a", [on_device(torch.zeros(4))])
+    with pytest.raises(InterruptedError, match="while 1"):
+        fetch(holder, reader, [torch.zeros(4)], [on_device(given)])
 
 
 def test_tensors_arrive_in_given_memory_even_across_views(

@@ -161,6 +161,32 @@ def test_rs_3_a_trainer_that_dies_in_the_middle_is_named(
     check(setup, trainer, {1})
 
 
+def test_rs_1_a_trainer_that_fails_alone_gathers_to_the_end(
+    open_setup: Callable[..., Setup], trainer: Trainer
+) -> None:
+    class Failing(LayoutReplica):
+        fails = False
+
+        def load(self, rank: int, tensors: Any) -> None:
+            if self.fails:
+                raise InvalidArgument("this one can't load")
+            super().load(rank, tensors)
+
+    replicas = [Failing(SIDE), Failing(SIDE)]
+    setup = opened(open_setup, trainer, replica=iter(replicas).__next__)
+    seen = []
+    trainer.at = lambda name, tensor: [(name, tensor), seen.append(name)][:1]
+    replicas[1].fails = True
+    with pytest.raises(WeightSyncError, match="this one can't load") as caught:
+        setup.sync.push()
+    assert set(caught.value.failed) == {"trainer 1"}
+    assert sorted(seen) == sorted([*FULL] * 2), "each gathers with the other"
+    check(setup, trainer, {1})
+    replicas[1].fails = False
+    setup.sync.push()
+    check(setup, trainer, {2})
+
+
 def test_a_push_that_is_overtaken_loads_nothing_more(
     open_setup: Callable[..., Setup], trainer: Trainer
 ) -> None:
@@ -176,9 +202,10 @@ def test_a_push_that_is_overtaken_loads_nothing_more(
     setup.sync.connect()
     (source,) = setup.sources
     other = threading.Thread(target=source.close)
-    loads = []
+    loads, seen = [], []
 
     def at(name: str, tensor: torch.Tensor) -> Any:
+        seen.append(name)
         if name == MIDDLE:
             claim = source._calls_lock.latest
             other.start()
@@ -192,6 +219,7 @@ def test_a_push_that_is_overtaken_loads_nothing_more(
         setup.sync.push()
     other.join()
     assert loads == [replica.loads]
+    assert seen == [*FULL], "other trainers gather with this one"
     assert all(target.version is None for target in setup.targets)
 
 

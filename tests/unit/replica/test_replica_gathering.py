@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.weights.replica.gathering import Gathering
+from tests.on_device import on_device, on_wait
 from tests.unit.plan.fake_group import as_rank
 
 
@@ -47,3 +48,14 @@ def test_rs_1_a_shard_that_its_module_replaced_is_not_gathered(by: torch.Tensor 
             module["b"] = by
         with pytest.raises(InvalidArgument, match=r"`b`.*gather the same at every push"):
             list(gathering)
+
+
+def test_rs_1_kernels_that_write_a_parameter_end_before_it_is_gathered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = torch.zeros(3)
+    gathering = Gathering({"w": on_device(held)}, {}, 0)
+    gathering.whole()
+    on_wait(monkeypatch, lambda: held.numpy().fill(2))
+    ((_, whole),) = gathering
+    assert whole.tolist() == [2, 2, 2]

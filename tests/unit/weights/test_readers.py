@@ -20,6 +20,7 @@ from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.weights import EngineHooks, WeightTarget
 from fabric_ray.weights.replica.sides import whole_plan
 from fabric_ray.weights.target import TARGETS
+from tests.on_device import on_device, on_wait
 from tests.unit.weights.local_sync import SHAPES, Fault, LocalSync, expected, side
 
 
@@ -462,6 +463,39 @@ def test_rs_1_a_forward_pass_of_the_module_is_waited_for(open_sync) -> None:
     copy.deepcopy(modules[0].w)
     sync.targets[0].close()
     assert not modules[0]._forward_pre_hooks
+
+
+def test_rs_1_kernels_that_read_the_module_end_between_the_pause_and_the_first_copy(
+    open_sync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Notes(EngineHooks):
+        def pause_generation(self) -> None:
+            seen.append(("paused", version()))
+
+        def continue_generation(self) -> None:
+            seen.append(("goes on", version()))
+
+    def version() -> tuple[int, int]:
+        return int(tensors["w"].max()) // 1000, int(tensors["norm"].max()) // 1000
+
+    seen: list[tuple[str, tuple[int, int]]] = []
+    rows, columns = SHAPES["w"]
+    tensors = {
+        "w": torch.zeros(rows // 2, columns, dtype=torch.int16),
+        "norm": torch.zeros(SHAPES["norm"], dtype=torch.int16),
+    }
+    into = {name: on_device(tensor) for name, tensor in tensors.items()}
+    sync = open_sync(
+        first=False,
+        into=[into, Module()].__getitem__,
+        hooks=lambda rank: Notes() if rank == 0 else EngineHooks(),
+    )
+    on_wait(monkeypatch, lambda: seen.append(("waited", version())))
+    sync.train(1)
+    sync.push()
+    old, new = (0, 0), (1, 1)
+    # The second time, so that the next pass reads what the last copy has written.
+    assert seen == [("paused", old), ("waited", old), ("waited", new), ("goes on", new)]
 
 
 class Plain(Module):

@@ -28,10 +28,10 @@ def other_trainers() -> Iterator[None]:
         part.close()
 
 
-def by_others(sync: LocalSync) -> WeightSync:
+def by_others(sync: LocalSync, timeout: float = 20.0) -> WeightSync:
     """A controller of other trainers and the same rollouts."""
     rollouts = [target.name for target in sync.targets]
-    return WeightSync(TRAINERS, rollouts, timeout=20.0, calls=sync)
+    return WeightSync(TRAINERS, rollouts, timeout=timeout, calls=sync)
 
 
 @pytest.mark.usefixtures("other_trainers")

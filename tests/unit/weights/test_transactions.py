@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -153,61 +151,3 @@ def test_connections_that_end_between_two_pushes_fail_no_version(
     time.sleep(0.2)  # long enough for all to hear of it
     sync.push()
     assert [target.version for target in sync.targets] == [2, 2]
-
-
-@pytest.mark.parametrize("stage", ["target_meta", "source_push", "target_confirm"])
-def test_rs_3_a_push_that_is_cancelled_ends_first_and_moves_no_rollout(
-    open_sync: Callable[..., LocalSync], stage: str
-) -> None:
-    sync = open_sync(first=stage != "target_meta")
-    before = sync.version
-    written = cancel_at(sync, stage)
-    assert sync.version == before
-    assert {target.version for target in sync.targets} == {before or None}
-    assert written == (stage != "target_meta")
-    sync.train(before + 1)
-    sync.push()
-    assert not list(sync.broken(set(), before))
-    assert sync.version > before
-
-
-def test_rs_3_a_push_that_is_cancelled_late_moves_every_rollout_first(
-    open_sync: Callable[..., LocalSync],
-) -> None:
-    sync = open_sync()
-    cancel_at(sync, "target_commit")
-    assert sync.version == 2
-    assert not list(sync.broken(set(), 2))
-
-
-def cancel_at(sync: LocalSync, stage: str) -> bool:
-    """Cancels a push when it is about to call a stage; returns whether trainers wrote."""
-    written = []
-
-    async def main() -> None:
-        reached, cancelled = asyncio.Event(), threading.Event()
-        loop = asyncio.get_running_loop()
-
-        def wait() -> None:
-            loop.call_soon_threadsafe(reached.set)
-            assert cancelled.wait(30)
-
-        sync.before["source_push"] = lambda: written.append(True)
-        sync.before[stage] = wait
-        if stage == "source_push":
-            sync.before["target_confirm"] = lambda: written.append(True)
-        push = asyncio.create_task(sync.push_async())
-        await reached.wait()
-        for _ in range(2):
-            for task in asyncio.all_tasks() - {asyncio.current_task()}:
-                task.cancel()
-            await asyncio.sleep(0)
-        waits = not push.done()
-        cancelled.set()
-        assert waits, "for its thread"
-        with pytest.raises(asyncio.CancelledError):
-            await push
-
-    asyncio.run(main())
-    sync.before.clear()
-    return bool(written)
