@@ -75,7 +75,7 @@ class Processes:
             return [function(None, *each) for each in args]
         for actor, each in zip(actors, args, strict=True):
             actor.say((function, each))
-        return [actor.hear(timeout + 10.0) for actor in actors]
+        return [actor.hear(timeout + 120.0) for actor in actors]  # the first one starts them
 
 
 @pytest.mark.parametrize("replica", [False, True], ids=["shards", "replica"])
@@ -93,7 +93,7 @@ def test_rs_1_a_trainer_that_fails_alone_leaves_no_other_waiting_in_a_gather(
         sync = WeightSync(trainers, [target], timeout=20.0, calls=Processes())
         sync.connect()
         for disabled in (False, True, False):
-            trainers[1].ask(disabled, 20)
+            trainers[1].ask(disabled, 120)
             if not disabled:
                 sync.push()
                 continue
