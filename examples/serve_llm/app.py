@@ -34,6 +34,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="a name or a folder; by default a tiny one is made")
     parser.add_argument("--port", type=int, default=8000)
+    for role in ("prefill", "decode"):
+        parser.add_argument(f"--{role}", type=int, default=1, help="replicas of this side")
     parser.add_argument("--once", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -41,9 +43,11 @@ def main() -> int:
             tiny_model.write(Path(folder), seed=1)
         model = options.model or folder
         # Replicas reserve cores, most of which wait: a laptop may have fewer.
-        ray.init("local", num_cpus=8, runtime_env={"env_vars": CPU})
+        cores = 4 + 2 * (options.prefill + options.decode)
+        ray.init("local", num_cpus=cores, runtime_env={"env_vars": CPU})
         serve.start(http_options={"host": "127.0.0.1", "port": options.port})
-        args = {role: engine(model, role) for role in ("prefill", "decode")}
+        replicas = {"prefill": options.prefill, "decode": options.decode}
+        args = {role: engine(model, role, count) for role, count in replicas.items()}
         app = build_pd_openai_app({f"{role}_config": args[role] for role in args})
         serve.run(app, name="pd", route_prefix="/")
         url = f"http://127.0.0.1:{options.port}"
@@ -60,14 +64,14 @@ def main() -> int:
     return 0
 
 
-def engine(model: str, role: str) -> dict:
+def engine(model: str, role: str, replicas: int) -> dict:
     """The configuration of one side; all that is fabric-ray's is one word, and the role."""
     kv_role = {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
     return {
         "model_loading_config": {"model_id": "model", "model_source": model},
         "accelerator_config": {"kind": "cpu"},
         "placement_group_config": {"bundles": [{"CPU": 0.5}]},
-        "deployment_config": {"num_replicas": 1},
+        "deployment_config": {"num_replicas": replicas},
         "engine_kwargs": {
             "kv_transfer_config": {"kv_connector": "FabricRayConnector", "kv_role": kv_role},
             "dtype": "float32",

@@ -40,7 +40,9 @@ class FabricRayConnectorBackend(_base.BaseConnectorBackend):  # type: ignore[mis
     concurrent_handoff = True
 
     def setup(self) -> None:
-        """Has a prefill engine's scheduler, a process of this host, leave its offer in a file."""
+        """Has a prefill engine's scheduler, a process of this host, leave its offer in a file, and
+        a decode engine compute what doesn't come."""
+        self.kv_transfer_config.setdefault("kv_load_failure_policy", "recompute")
         if self.kv_transfer_config.get("kv_role") == "kv_consumer":
             return
         self._folder = TemporaryDirectory(prefix="fabric-ray-")
