@@ -99,6 +99,7 @@ def test_every_case_has_its_floor_and_the_contenders_that_support_it(
     assert report.left_behind == []
 
 
+@pytest.mark.long
 def test_ours_is_in_every_case_with_its_bytes_checked_and_both_ratios(
     result: tuple[Report, str],
 ) -> None:
@@ -121,6 +122,7 @@ def supporters(key: str) -> set[str]:
     return {"fabric-python"} if "poll-python" in key else {"fabric-rust", "fabric-python"}
 
 
+@pytest.mark.long
 def test_a_peer_is_verified_and_held_against_the_floor(result: tuple[Report, str]) -> None:
     report, _ = result
     row = next(row for row in report.rows if row.key == "write/tcp/cold/1MiB")
@@ -133,6 +135,7 @@ def test_a_peer_is_verified_and_held_against_the_floor(result: tuple[Report, str
     assert "torch" in report.runs[0].machine.versions
 
 
+@pytest.mark.long
 def test_the_page_shows_every_row_and_loads_nothing(result: tuple[Report, str]) -> None:
     report, page = result
     for row in report.rows:
@@ -194,6 +197,7 @@ def test_a_stopped_contender_leaves_neither_processes_nor_descriptors() -> None:
     assert psutil.Process().num_fds() == before
 
 
+@pytest.mark.long
 def test_our_receiving_process_ends_with_its_writer_even_while_it_spins() -> None:
     case = msgspec.convert(
         {"suite": "latency", "operation": "latency", "link": "shm", "bytes": 8, "region": MIB}

@@ -162,7 +162,7 @@ def test_hosts_end_with_the_process_that_made_them_even_if_it_is_killed(possible
     assert not any(Path("/run/netns", name).exists() for name in names)
 
 
-@pytest.mark.parametrize("closed", ["A", "B"])
+@pytest.mark.parametrize("closed", ["A", pytest.param("B", marks=pytest.mark.long)])
 def test_a_firewall_that_drops_packets_is_named_by_the_doctor(desk: Desk, closed: str) -> None:
     def behind(host: str) -> str:
         # As many as the doctor needs, and no more.

@@ -151,6 +151,7 @@ def test_a_masked_rank_is_left_out_until_it_is_replaced(group: ExpertGroup) -> N
     check(group.forward(asked), asked)
 
 
+@pytest.mark.long
 def test_a_death_between_calls_is_found_as_another_joins(group: ExpertGroup) -> None:
     asked = prompts(4, seed=8)
     os.kill(group.members[2].pid, signal.SIGKILL)

@@ -68,7 +68,10 @@ def first_total(actor: Any, method: str = "put") -> float:
     return float(tensor.sum())
 
 
-@pytest.mark.parametrize("make", [fresh_class, eager_class, async_class])
+@pytest.mark.parametrize(
+    "make",
+    [async_class, *(pytest.param(c, marks=pytest.mark.long) for c in (fresh_class, eager_class))],
+)
 def test_a_first_put_works_however_late_rays_own_registration_is(
     make: Any, unregistered: None
 ) -> None:
@@ -77,6 +80,7 @@ def test_a_first_put_works_however_late_rays_own_registration_is(
     ray.kill(actor)
 
 
+@pytest.mark.long
 def test_a_first_result_works_however_late_rays_own_registration_is(unregistered: None) -> None:
     actor = fresh_class(max_concurrency=4).remote()
     assert first_total(actor, "make") == 9

@@ -191,6 +191,7 @@ def test_a_tensor_that_cannot_be_offered_is_an_error_and_leaves_nothing(peers: l
         ray.put(torch.eye(4).to_sparse(), _tensor_transport="fabric")
 
 
+@pytest.mark.long
 def test_an_event_loop_fetches_in_a_thread(peers: list[Any]) -> None:
     reader = Async.remote()
     refs = [peers[0].put.remote(1.0), peers[1].put.remote(1.0)]
@@ -210,6 +211,7 @@ def forsaken() -> Iterator[Any]:
     ray.kill(actor)
 
 
+@pytest.mark.long
 def test_a_reference_can_not_be_awaited() -> None:
     """It never comes, or Ray's own error does; the tensor doesn't.
 
@@ -220,6 +222,7 @@ def test_a_reference_can_not_be_awaited() -> None:
     assert "TimeoutError" in said or "rdt_tensors" in said
 
 
+@pytest.mark.long
 def test_a_reference_within_a_list_can_be_passed_only_when_its_object_is_made() -> None:
     late, reader = Peer.remote(), Peer.remote()
     pid = ray.get(late.pid.remote())
@@ -246,6 +249,7 @@ def test_a_reference_within_a_list_can_be_passed_only_when_its_object_is_made() 
         ray.kill(actor)
 
 
+@pytest.mark.long
 def test_a_task_can_not_be_given_a_reference(forsaken: Any) -> None:
     @ray.remote(num_cpus=0)
     def total(tensor: torch.Tensor) -> float:
@@ -276,6 +280,7 @@ def test_registering_again_changes_nothing() -> None:
         fabric_ray.register()
 
 
+@pytest.mark.long
 def test_a_holder_that_is_killed_before_it_has_made_the_object_is_named_by_ray() -> None:
     dying, reader = Peer.remote(), Peer.remote()
     ray.get([dying.pid.remote(), reader.pid.remote()])
@@ -336,6 +341,7 @@ def test_an_aborted_fetch_ends_and_both_actors_go_on() -> None:
         ray.kill(actor)
 
 
+@pytest.mark.long
 def test_a_restarted_actor_makes_and_takes_objects_again(peers: list[Any]) -> None:
     a = peers[0]
     actor = Peer.options(max_restarts=1, max_task_retries=3).remote()

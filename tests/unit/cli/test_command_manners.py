@@ -279,7 +279,7 @@ def test_the_documented_codes_are_those_that_there_are() -> None:
     [
         "doctor --budget 5",
         "topo",
-        "bench --sizes 4KiB --turns 1 --transports tcp",
+        pytest.param("bench --sizes 4KiB --turns 1 --transports tcp", marks=pytest.mark.long),
         "plan llama-3.1-8b --trainer fsdp=8 --rollout tp=4 --rank 1",
         "plan llama-3.1-8b --trainer fsdp=8 --rollout tp=4 --json",
         "--help",
@@ -330,7 +330,9 @@ def shown_at_a_terminal(*arguments: str) -> tuple[str, str, int]:
     [
         ("plan qwen3-30b-a3b --trainer fsdp=2,ep=8 --rollout tp=8,ep=8 --json", "planning"),
         ("simulate llama-3.1-8b --trainer fsdp=8 --rollout tp=4 --json", "simulating"),
-        ("bench --sizes 64KiB --turns 1 --json", "turn 1 of 1"),
+        pytest.param(
+            *("bench --sizes 64KiB --turns 1 --json", "turn 1 of 1"), marks=pytest.mark.long
+        ),
         ("doctor --budget 5 --json", "looking"),
     ],
 )
