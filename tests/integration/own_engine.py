@@ -1,5 +1,5 @@
 """An engine as a user may bring one: the token that follows is the sum of all before it, modulo
-256. It reads them from its pages."""
+the vocabulary. It reads them from its pages."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from fabric_ray.kvcache.layout import CacheGroup, CacheLayout, CacheTensor, Plac
 from fabric_ray.serve import ServeArgs
 
 VOCAB = 258
+STOP = 257
+"""What ends a text of bytes."""
 _WIDTH = 8
 """Bytes of a float64."""
 
@@ -74,7 +76,7 @@ class SumEngine:
     def _logits(self, table: PageTable, end: int) -> Tensor:
         seen = self._pages[list(table)].flatten()[:end]
         logits = torch.zeros(VOCAB, dtype=torch.float64, device="cpu")
-        logits[int(seen.sum()) % 256] = 1.0
+        logits[int(seen.sum()) % VOCAB] = 1.0
         return logits
 
 
@@ -86,9 +88,11 @@ def make(args: ServeArgs, *, role: str, tp: int, spec: CacheSpec, allocate: Any)
     return SumEngine(spec, torch.zeros(nbytes, dtype=torch.uint8, device="cpu"))
 
 
-def expected(prompt: Sequence[int], count: int) -> list[int]:
+def expected(prompt: Sequence[int], count: int, *, stop: int | None = STOP) -> list[int]:
     """What it generates."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(sum(tokens) % 256)
+        tokens.append(sum(tokens) % VOCAB)
+        if tokens[-1] == stop:
+            break
     return tokens[len(prompt) :]

@@ -14,7 +14,7 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.serve import ServeArgs, build_app
 from fabric_ray.serve.instance import Instance
 from fabric_ray.serve.messages import Failed, Finished, Generate
-from tests.integration.own_engine import expected, make
+from tests.integration.own_engine import STOP, expected, make
 from tests.ray.serve_world import FABRIC, prompts, world
 
 ENGINE = "tests.integration.own_engine:make"
@@ -41,6 +41,35 @@ async def test_its_tokens_are_those_that_its_pages_say(tmp_path: Path) -> None:
             assert isinstance(end, Finished)
             assert list(end.tokens) == expected(prompt, 12)
         await w.idle()
+
+
+async def test_an_end_may_be_ignored_or_put_off(tmp_path: Path) -> None:
+    prompt = (200, 57)  # whose sum is the stop token
+
+    async def ended(**fields: Any) -> Finished:
+        end = await w.ask(Generate("r", prompt, 8, **fields))
+        assert isinstance(end, Finished)
+        return end
+
+    async with world(**from_file(tmp_path)) as w:
+        end = await ended()
+        assert (end.tokens, end.reason) == ((STOP,), "stop")
+        end = await ended(ignore_eos=True)
+        assert (list(end.tokens), end.reason) == (expected(prompt, 8, stop=None), "length")
+        # The likeliest of the others, until the stop token may be chosen.
+        end = await ended(min_tokens=3)
+        assert (end.tokens, end.reason) == ((0, 0, 0, STOP), "stop")
+        await w.idle()
+
+
+async def test_a_stop_text_may_be_put_off(tmp_path: Path) -> None:
+    async with world(**from_file(tmp_path)) as w:
+        for min_tokens, tokens in ((0, 1), (1, 8)):
+            asked = Generate("r", (ord("A"),), 8, stop=("A",), min_tokens=min_tokens)
+            end = await w.ask(asked)
+            assert isinstance(end, Finished)
+            assert len(end.tokens) == tokens
+            assert end.text.startswith("A") == bool(min_tokens)
 
 
 async def test_a_token_that_it_lacks_is_refused(tmp_path: Path) -> None:
