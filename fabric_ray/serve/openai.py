@@ -74,13 +74,13 @@ _MOST_ID = 128
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    include_usage: bool = False
+    include_usage: bool | None = False
     """Whether a chunk before ``[DONE]`` has the numbers of tokens."""
 
-    continuous_usage_stats: bool = False
+    continuous_usage_stats: bool | None = False
     """Whether all chunks have them."""
 
-    include_obfuscation: bool = False
+    include_obfuscation: bool | None = False
     """Without effect: chunks aren't padded."""
 
 
@@ -209,7 +209,8 @@ def parse(raw: bytes, kind: type[AnyBody]) -> AnyBody:
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
         field = str(wrong["loc"][0])
-        why = "there is no such field" if wrong["type"] == "extra_forbidden" else wrong["msg"]
+        unknown = wrong["type"] == "extra_forbidden"
+        why = "this field is not supported; leave it out" if unknown else wrong["msg"]
         raise BadRequest(f"{field}: {why[0].lower()}{why[1:]}", param=field) from None
 
 

@@ -88,6 +88,7 @@ def test_a_field_that_is_null_is_one_that_was_left_out(kind: type[Body]) -> None
     nulls: dict[str, Any] = dict.fromkeys(names)
     plain, sent = asked(kind, seed=1), asked(kind, **nulls | PROMPT[kind] | {"seed": 1})
     assert sent == plain
+    assert asked(kind, seed=1, stream_options={"include_usage": None}) == plain
 
 
 # Bodies as published clients make them: what they always send, and what their options add.
