@@ -10,7 +10,7 @@ _RAY = ("ray>=2.49,<3", "torch>=2.6,<3", "safetensors>=0.4,<1", "matplotlib>=3.8
 # Those of pyproject.toml that errors name; a package that runs from a clone has no metadata to ask.
 EXTRAS: dict[str, tuple[str, ...]] = {
     "ray": _RAY,
-    "serve": (*_RAY, "ray[serve]>=2.60,<3", "pyyaml>=6,<7"),
+    "serve": (*_RAY, "ray[serve]>=2.60,<3", "pyyaml>=6,<7", "jinja2>=3.1,<4"),
     "verl": (*_RAY, "verl>=0.9.1,<0.10"),
     "vllm": ("vllm>=0.32,<0.34",),
     "cuda": ("nvidia-cuda-nvrtc>=13,<14",),

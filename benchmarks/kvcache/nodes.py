@@ -13,6 +13,7 @@ import msgspec
 
 from fabric_ray.serve.completions import Completions
 from fabric_ray.serve.config import ServeArgs
+from fabric_ray.serve.engines import Role
 from fabric_ray.serve.errors import NoPrefill
 from fabric_ray.serve.instance import Instance, tokenizer
 from fabric_ray.serve.messages import Emitted, Failed, Generate
@@ -46,11 +47,8 @@ class Ended(msgspec.Struct, frozen=True):
 class _Node:
     """An instance, and an event loop on a thread of its own."""
 
-    def __init__(self, args: ServeArgs, role: str, name: str) -> None:
-        side = getattr(args, role)
-        self._instance = Instance(
-            args, tp=side.tp, cache=side.cache, slots=side.max_running, name=name
-        )
+    def __init__(self, args: ServeArgs, role: Role, name: str) -> None:
+        self._instance = Instance(args, role, name=name)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 

@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import sys
 import time
+from pathlib import Path
 
 from fabric_ray.serve import DecodeArgs, ServeArgs, run_local
 
@@ -17,7 +18,13 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--once", action="store_true")
     options = parser.parse_args()
-    args = ServeArgs(model=options.model, decode=DecodeArgs(options={"num_replicas": 2}))
+    # A checkpoint has a chat template of its own.
+    template = None if Path(options.model).is_dir() else Path(__file__).with_name("chat.jinja")
+    args = ServeArgs(
+        model=options.model,
+        chat_template=None if template is None else str(template.resolve()),
+        decode=DecodeArgs(options={"num_replicas": 2}),
+    )
     with run_local(args, port=options.port) as app:
         print(f"listens at {app.url}")
         answer = app.complete("Pages of a prompt", max_tokens=12, seed=1)

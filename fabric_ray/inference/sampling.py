@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -29,29 +30,42 @@ class Sampling(msgspec.Struct, frozen=True):
     1."""
     seed: int = 0
     """Of all draws of the request."""
+    top_k: int = 0
+    """So many of the likeliest tokens are drawn from; 0 for all."""
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest are not drawn; 0 to 1."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature <= 100:
             raise InferenceError(f"temperature is {self.temperature}; give 0 to 100")
         if not 0 < self.top_p <= 1:
             raise InferenceError(f"top_p is {self.top_p}; give more than 0 and at most 1")
+        if self.top_k < 0:
+            raise InferenceError(f"top_k is {self.top_k}; give at least 1, or 0 for all tokens")
+        if not 0 <= self.min_p <= 1:
+            raise InferenceError(f"min_p is {self.min_p}; give 0 to 1")
 
 
-def sample(logits: Tensor, sampling: Sampling, index: int) -> int:
+def sample(logits: Tensor, sampling: Sampling, index: int, *, barred: Collection[int] = ()) -> int:
     """A token by its logits.
 
     A draw depends on the seed and on ``index`` alone, so that a request may move to another machine
-    between two tokens. Sums are made in float64 and ties go to the lower token.
+    between two tokens. Sums are made in float64 and ties go to the lower token. ``top_k`` and
+    ``min_p`` go before ``top_p``, which is a share of what they leave.
 
     Args:
         logits: ``[vocab]``, of any dtype.
         sampling: the request's choice.
         index: how many tokens the request has generated so far.
+        barred: tokens that can't be chosen.
 
     Raises:
         InferenceError: the logits are no numbers.
     """
     values: np.ndarray[Any, np.dtype[np.float64]] = logits.detach().double().cpu().numpy()
+    if barred:
+        values = values.copy()
+        values[[token for token in barred if token < len(values)]] = -np.inf
     if np.isnan(values).any() or not np.isfinite(values.max()):
         raise InferenceError(
             "logits are not finite; the weights or the pages behind them are damaged: load the "
@@ -60,13 +74,16 @@ def sample(logits: Tensor, sampling: Sampling, index: int) -> int:
     if sampling.temperature == 0:
         return int(values.argmax())
     odds = np.exp((values - values.max()) / sampling.temperature)
-    if sampling.top_p == 1:
+    if sampling.top_p == 1 and not sampling.top_k and not sampling.min_p:
         return int(_drawn(odds, sampling.seed, index))
     order = np.argsort(-odds, kind="stable")
-    sums = odds[order].cumsum()
+    count = min(sampling.top_k or len(order), len(order))
+    if sampling.min_p:
+        count = min(count, int((odds >= sampling.min_p).sum()))
+    sums = odds[order[:count]].cumsum()
     # The first whose sum reaches top_p is the last to be drawn from.
-    count = int(np.searchsorted(sums, sampling.top_p * sums[-1])) + 1
-    return int(order[_drawn(odds[order[:count]], sampling.seed, index)])
+    last = int(np.searchsorted(sums, sampling.top_p * sums[-1]))
+    return int(order[_drawn(odds[order[: min(last + 1, count)]], sampling.seed, index)])
 
 
 def _drawn(odds: np.ndarray[Any, np.dtype[np.float64]], seed: int, index: int) -> int:

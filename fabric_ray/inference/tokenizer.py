@@ -38,8 +38,14 @@ class Tokenizer(Protocol):
     def stop(self) -> frozenset[int]:
         """Tokens that end a text."""
 
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt."""
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """The tokens of a prompt.
+
+        Args:
+            text: of the prompt.
+            special: whether to add the special tokens that the model expects around a text, such as
+                its begin; a chat template has them already.
+        """
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones left out."""
@@ -55,8 +61,8 @@ class ByteTokenizer:
     begin = 256
     stop = frozenset({257})
 
-    def encode(self, text: str) -> list[int]:
-        return [self.begin, *text.encode()]
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return [*([self.begin] if special else []), *text.encode()]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
@@ -98,8 +104,8 @@ class HuggingFaceTokenizer:
         self.vocab: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.stop = _stop_tokens(Path(directory))
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text).ids)
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
@@ -135,12 +141,13 @@ class _HuggingFaceStream:
         return self._tokenizer.decode(self._certain + self._open)[len(before) :]
 
 
-def load_tokenizer(directory: Path | str | None, *, vocab: int) -> Tokenizer:
+def load_tokenizer(directory: Path | str | None, *, vocab: int | None) -> Tokenizer:
     """The tokenizer in a checkpoint's directory; bytes where there is no directory or none in it.
 
     Args:
         directory: of the checkpoint.
-        vocab: the model's; it must have every token that the tokenizer gives.
+        vocab: the model's; it must have every token that the tokenizer gives. ``None`` if it isn't
+            known.
 
     Raises:
         InferenceError: the tokenizer can't be read, or isn't the model's.
@@ -149,7 +156,7 @@ def load_tokenizer(directory: Path | str | None, *, vocab: int) -> Tokenizer:
         found: Tokenizer = HuggingFaceTokenizer(directory)
     else:
         found = ByteTokenizer()
-    if found.vocab > vocab:
+    if vocab is not None and found.vocab > vocab:
         raise InferenceError(
             f"the tokenizer gives {found.vocab} tokens and the model has {vocab}; put the model's "
             f"own {TOKENIZER_FILE} into its directory"

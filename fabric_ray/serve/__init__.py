@@ -9,6 +9,7 @@ from fabric_ray.serve.config import (
     ServeArgs,
     TermsArgs,
 )
+from fabric_ray.serve.engines import EngineFactory
 from fabric_ray.serve.errors import (
     BadRequest,
     Busy,
@@ -27,6 +28,7 @@ __all__ = [
     "CacheArgs",
     "DecodeArgs",
     "DecoderLost",
+    "EngineFactory",
     "LocalApp",
     "NoPrefill",
     "NotFound",

@@ -11,7 +11,7 @@ from ray.serve.config import RequestRouterConfig
 from fabric_ray.serve.config import ServeArgs
 from fabric_ray.serve.decode import Decode
 from fabric_ray.serve.ingress import Router
-from fabric_ray.serve.instance import model_config
+from fabric_ray.serve.instance import check_model
 from fabric_ray.serve.prefill import Prefill
 from fabric_ray.serve.scaling import with_policy
 
@@ -29,10 +29,11 @@ def build_app(args: ServeArgs) -> serve.Application:
     Raises:
         ValidationError: a field is unknown, or its value is invalid.
         BadRequest: the model is unknown.
+        InvalidArgument: the engine can't be imported.
     """
     if not isinstance(args, ServeArgs):
         args = ServeArgs.model_validate(args)
-    model_config(args)  # Raises for an unknown model, sooner than a replica would.
+    check_model(args)
     prefill = _deployment(
         Prefill,
         with_policy(args.prefill.options),

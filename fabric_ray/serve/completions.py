@@ -86,7 +86,7 @@ class Completions:
             self._metrics.ended(outcome)
 
     async def _generate(self, request: Generate) -> AsyncGenerator[Event, None]:
-        vocab = self._instance.engine.model.config.vocab
+        vocab = self._instance.engine.tail.vocab
         if not request.tokens or not all(0 <= token < vocab for token in request.tokens):
             raise BadRequest(
                 f"the prompt must have at least one token, all of them below {vocab}; encode it "
@@ -136,9 +136,16 @@ class Completions:
             prompt_tokens=len(request.tokens),
             tables=reservation.tables.tables,
             tail=tail,
-            sampling=Sampling(request.temperature, request.top_p, request.seed),
+            sampling=Sampling(
+                temperature=request.temperature,
+                top_p=request.top_p,
+                top_k=request.top_k,
+                min_p=request.min_p,
+                seed=request.seed,
+            ),
             max_tokens=request.max_tokens,
-            stop=self._tokenizer.stop,
+            min_tokens=request.min_tokens,
+            stop=frozenset() if request.ignore_eos else self._tokenizer.stop,
             on_token=on_token,
             on_out=on_out,
         )
@@ -159,7 +166,7 @@ class Completions:
             clock.last = time.monotonic()
             if len(tokens) == 1:
                 clock.first = clock.last
-            fresh = text.push(token)
+            fresh = text.push(token, may_stop=len(tokens) > request.min_tokens)
             if text.stopped:
                 finish = "stop"
             if finish is not None:

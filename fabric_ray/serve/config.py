@@ -123,7 +123,10 @@ class RouterArgs(_Args):
     """Replicas that serve HTTP."""
 
     default_max_tokens: int = Field(default=16, ge=1)
-    """``max_tokens`` of a request that doesn't set it; 16 is OpenAI's default."""
+    """``max_tokens`` of a completion that doesn't set it; 16 is OpenAI's default."""
+
+    default_chat_tokens: int = Field(default=1024, ge=1)
+    """The same of a chat, less where a decoder's pages have less room beside the prompt."""
 
     max_tokens: int = Field(default=4096, ge=1, le=1 << 24)
     """The largest ``max_tokens`` of a request."""
@@ -168,6 +171,14 @@ class ServeArgs(_Args):
 
     revision: str | None = None
     """Names the weights of a directory; a digest of the files by default."""
+
+    engine: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
+    """``module:factory`` of an :class:`~fabric_ray.serve.EngineFactory` of your own, which makes
+    the engines of prefillers and decoders; ``model`` is what the factory makes of it then. The
+    reference engine by default."""
+
+    chat_template: str | None = None
+    """A file with a Jinja template for ``/v1/chat/completions``; the checkpoint's by default."""
 
     name: str | None = None
     """What clients call the model; the last part of ``model`` by default."""

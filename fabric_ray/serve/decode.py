@@ -75,13 +75,7 @@ class Decode:
         self._name = f"decode-{serve.get_replica_context().replica_id.unique_id}"
         self._discovery = ServeDiscovery(prefill)
         self._tokenizer = tokenizer(args)
-        self._instance = Instance(
-            args,
-            tp=args.decode.tp,
-            cache=args.decode.cache,
-            slots=args.decode.max_running,
-            name=self._name,
-        )
+        self._instance = Instance(args, "decode", name=self._name)
         self._running: Completions | None = None
 
     @property

@@ -32,6 +32,7 @@ class Row:
         tail: of its prefill.
         sampling: how tokens are chosen.
         max_tokens: most tokens to generate.
+        min_tokens: tokens before which none of ``stop`` is chosen.
         stop: tokens that end the request.
         on_token: called on the event loop with each token, and why it is the last one, if so.
         on_out: called once on the event loop, with the error if there was one, when no step
@@ -46,6 +47,7 @@ class Row:
         tail: Tail,
         sampling: Sampling,
         max_tokens: int,
+        min_tokens: int = 0,
         stop: frozenset[int],
         on_token: Callable[[int, str | None], None],
         on_out: Callable[[ServeError | None], None],
@@ -53,9 +55,15 @@ class Row:
         self.position = prompt_tokens
         self.tables, self.tail = tables, tail
         self.sampling, self.max_tokens, self.stop = sampling, max_tokens, stop
+        self._min_tokens = min_tokens
         self.on_token, self.on_out = on_token, on_out
         self.tokens: list[int] = []
         self.removed = False
+
+    @property
+    def barred(self) -> frozenset[int]:
+        """Tokens that can't be chosen next."""
+        return self.stop if len(self.tokens) < self._min_tokens else frozenset()
 
     def take(self, token: int) -> str | None:
         """Adds a token; returns why it is the last one, if it is."""
@@ -212,7 +220,7 @@ class DecodeLoop:
         return failure is None
 
     def _choose(self, row: Row, logits: Tensor, callbacks: list[Callable[[], None]]) -> None:
-        token = sample(logits, row.sampling, len(row.tokens))
+        token = sample(logits, row.sampling, len(row.tokens), barred=row.barred)
         finish = row.take(token)
         self.tokens += 1
         callbacks.append(partial(row.on_token, token, finish))

@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import logging
 import os
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from fabric_ray.runtime.causes import cause_of
-from fabric_ray.serve import openai
+from fabric_ray.serve import answers, openai
 from fabric_ray.serve.body_reader import BodyReader
 from fabric_ray.serve.broadcast import broadcast
 from fabric_ray.serve.config import ServeArgs
@@ -29,7 +29,7 @@ from fabric_ray.serve.errors import (
     NotFound,
     ServeError,
 )
-from fabric_ray.serve.instance import tokenizer
+from fabric_ray.serve.instance import chat_template, tokenizer
 from fabric_ray.serve.messages import Emitted, Event, Failed, Finished, Generate
 
 logger = logging.getLogger("ray.serve")
@@ -56,7 +56,7 @@ class Router:
         prefill: "DeploymentHandle[Any]",
     ) -> None:
         self._args = args
-        self._tokenizer = tokenizer(args)
+        self._tokenizer, self._template = tokenizer(args), chat_template(args)
         self._decode, self._prefill = decode, prefill
         self._open = 0
         self._bodies = BodyReader(
@@ -67,7 +67,8 @@ class Router:
         self._counts = {"requests": 0, "turned_away": 0, "retries": 0, "failed": 0}
         self._name = f"router-{serve.get_replica_context().replica_id.unique_id}"
         self._paths: dict[tuple[str, str], Handler] = {
-            ("POST", "/v1/completions"): self._completions,
+            ("POST", "/v1/completions"): partial(self._answer, openai.CompletionBody),
+            ("POST", "/v1/chat/completions"): partial(self._answer, openai.ChatBody),
             ("GET", "/v1/models"): self._models,
             ("GET", "/health"): self._health,
             ("GET", "/stats"): self._stats,
@@ -83,15 +84,14 @@ class Router:
         except ServeError as error:
             return self._refusal(error)
 
-    async def _completions(self, request: Request) -> Response:
+    async def _answer(self, kind: type[openai.Body], request: Request) -> Response:
         self._counts["requests"] += 1
         self._require_slot()
-        body = openai.parse(await self._bodies.read(request))
+        id = openai.request_id(request.headers.get("x-request-id"), kind)
+        body = openai.parse(await self._bodies.read(request), kind)
         self._require_slot()
-        generate = openai.generate_request(
-            body, self._args, self._tokenizer, id=f"cmpl-{uuid.uuid4().hex}"
-        )
-        answer = openai.Answer(body, generate, model=self._args.model_id)
+        generate = openai.generate_request(body, self._args, self._tokenizer, self._template, id=id)
+        answer = answers.Answer.of(body, generate, model=self._args.model_id)
         events = self._events(generate)
         try:
             # The first event decides the HTTP status.
@@ -125,10 +125,12 @@ class Router:
             self._open -= 1
 
     async def _stream(
-        self, answer: openai.Answer, first: Event, events: AsyncGenerator[Event, None]
+        self, answer: answers.Answer, first: Event, events: AsyncGenerator[Event, None]
     ) -> AsyncGenerator[bytes, None]:
         async with contextlib.aclosing(events):
             event = first
+            if opening := answer.opening():
+                yield opening
             while True:
                 if isinstance(event, Emitted):
                     yield answer.chunk(event)
@@ -136,7 +138,7 @@ class Router:
                     yield answer.last(event)
                     return
                 else:
-                    yield openai.error_data(event.error())
+                    yield answers.error_data(event.error())
                     return
                 event = await anext(events)
 
@@ -225,7 +227,7 @@ class Router:
     def _refusal(self, error: ServeError) -> Response:
         wait = {"Retry-After": str(self._args.router.retry_after)}
         headers = wait if error.status in (429, 503) else {}
-        return JSONResponse(openai.error_body(error), status_code=error.status, headers=headers)
+        return JSONResponse(answers.error_body(error), status_code=error.status, headers=headers)
 
 
 def _may_retry(event: Failed, request: Generate) -> bool:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from fabric_ray.engine import Region, TransferEngine
+from fabric_ray.errors import InvalidArgument
 from fabric_ray.inference.engine import TorchEngine
 from fabric_ray.inference.model import Model
 from fabric_ray.inference.presets import TINY, tiny
+from fabric_ray.inference.protocols import WholeEngine
 from fabric_ray.inference.spec import CacheSpec
 from fabric_ray.inference.tables import CachePools
 from fabric_ray.inference.tokenizer import Tokenizer, load_tokenizer
@@ -23,7 +25,9 @@ from fabric_ray.models.checkpoint import Checkpoint
 from fabric_ray.models.config import ModelConfig
 from fabric_ray.runtime.process import node_address
 from fabric_ray.runtime.token import cluster_token
-from fabric_ray.serve.config import CacheArgs, ServeArgs
+from fabric_ray.serve.chat import ChatTemplate, load_chat_template
+from fabric_ray.serve.config import ServeArgs
+from fabric_ray.serve.engines import Role, checked, load_factory
 from fabric_ray.serve.errors import BadRequest
 
 logger = logging.getLogger(__name__)
@@ -53,10 +57,36 @@ def model_config(args: ServeArgs) -> ModelConfig:
     return tiny(args.model)
 
 
+def check_model(args: ServeArgs) -> None:
+    """Raises what replicas would raise about the model later.
+
+    Raises:
+        BadRequest: there is no such model.
+        InvalidArgument: the engine can't be imported.
+        InferenceError: the chat template can't be read.
+        ModelError: the directory's files are damaged.
+    """
+    if args.engine is None:
+        model_config(args)
+    else:
+        load_factory(args.engine)
+    chat_template(args)
+
+
 def tokenizer(args: ServeArgs) -> Tokenizer:
     """The model's tokenizer; bytes for small models."""
+    vocab = model_config(args).vocab if args.engine is None else None
+    return load_tokenizer(_directory(args), vocab=vocab)
+
+
+def chat_template(args: ServeArgs) -> ChatTemplate | None:
+    """The model's chat template, if there is one."""
+    return load_chat_template(_directory(args), file=args.chat_template)
+
+
+def _directory(args: ServeArgs) -> Path | None:
     path = Path(args.model)
-    return load_tokenizer(path if path.is_dir() else None, vocab=model_config(args).vocab)
+    return path if path.is_dir() else None
 
 
 def load_model(args: ServeArgs, *, tp: int) -> Model:
@@ -72,15 +102,17 @@ class Instance:
 
     Args:
         args: of the deployment.
-        tp: tensor-parallel ranks.
-        cache: how pages are laid out.
-        slots: tails that may be in use at the same time.
+        role: of the replica, which says how many ranks there are, how pages are laid out, and how
+            many tails may be in use at the same time.
         name: for people and logs.
+
+    Raises:
+        InvalidArgument: the user's engine doesn't fit.
     """
 
-    def __init__(
-        self, args: ServeArgs, *, tp: int, cache: CacheArgs, slots: int, name: str
-    ) -> None:
+    def __init__(self, args: ServeArgs, role: Role, *, name: str) -> None:
+        side = args.prefill if role == "prefill" else args.decode
+        tp, slots = side.tp, side.max_running
         if args.torch_threads is not None:
             torch.set_num_threads(args.torch_threads)
         self.name, self.slots = name, slots
@@ -92,8 +124,13 @@ class Instance:
             buffers[rank].append(region)
             return region.tensor(torch.uint8, (nbytes,))
 
-        spec = CacheSpec(**cache.model_dump())
-        self.engine = TorchEngine(load_model(args, tp=tp), spec, allocate=allocate)
+        spec = CacheSpec(**side.cache.model_dump())
+        self.engine: WholeEngine
+        if args.engine is None:
+            self.engine = TorchEngine(load_model(args, tp=tp), spec, allocate=allocate)
+        else:
+            made = load_factory(args.engine)(args, role=role, tp=tp, spec=spec, allocate=allocate)
+            self.engine = checked(made, path=args.engine, role=role, tp=tp)
         self._times_at = -(-self.engine.tail.nbytes // 8) * 8
         end = self._times_at + 8 * _TIMES
         self.tail_nbytes = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -103,7 +140,7 @@ class Instance:
             RankCache(
                 self.engines[rank],
                 self.engine.layout(rank),
-                buffers[rank],
+                self._regions(rank, buffers[rank]),
                 tail=tails if rank == 0 else None,
             )
             for rank in range(tp)
@@ -115,6 +152,19 @@ class Instance:
             tail_nbytes=self.tail_nbytes,
         )
         self.pools = CachePools(self.engine.layout(0).groups)
+
+    def _regions(self, rank: int, allocated: list[Region]) -> list[Region]:
+        """A rank's pages: what the engine took from us, or memory of its own."""
+        own = () if allocated else self.engine.buffers(rank)
+        regions = allocated or [self.engines[rank].register(tensor) for tensor in own]
+        sizes = [region.nbytes for region in regions]
+        expected = list(self.engine.layout(rank).buffers)
+        if sizes != expected:
+            raise InvalidArgument(
+                f"engine: rank {rank} has buffers of {sizes} bytes, and its layout has {expected}; "
+                "call allocate once for each buffer in order, or not at all"
+            )
+        return regions
 
     def tail(self, slot: int) -> Tensor:
         """A slot's memory: uint8, ``[tail_nbytes]``."""

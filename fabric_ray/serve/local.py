@@ -16,7 +16,7 @@ from typing_extensions import Self
 
 from fabric_ray.serve.config import ServeArgs
 from fabric_ray.serve.errors import Unavailable
-from fabric_ray.serve.instance import model_config
+from fabric_ray.serve.instance import check_model
 
 _OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -148,7 +148,7 @@ def run_local(
         ray.init(log_to_driver=False)
     serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
     args = args or ServeArgs()
-    model_config(args)  # Raises for an unknown model, sooner than a replica would.
+    check_model(args)
     app = LocalApp(args, url=f"http://{host}:{port}", name=name)
     app.wait_running(timeout)
     app.wait_healthy(timeout)

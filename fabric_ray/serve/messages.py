@@ -17,8 +17,14 @@ class Generate(msgspec.Struct, frozen=True):
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+    top_k: int = 0
+    min_p: float = 0.0
     stop: tuple[str, ...] = ()
     """Texts that end the completion; they aren't part of it."""
+    min_tokens: int = 0
+    """Tokens before which neither a stop token nor a stop text ends the completion."""
+    ignore_eos: bool = False
+    """Whether the tokenizer's stop tokens are tokens like others."""
     stream: bool = False
     """Whether to send each token in :class:`Emitted`, or all of them in :class:`Finished`."""
     blocks: tuple[bytes, ...] = ()

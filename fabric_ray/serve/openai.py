@@ -1,96 +1,249 @@
-"""Requests and answers of OpenAI's completions endpoint."""
+"""Requests of OpenAI's endpoints for completions and chats.
+
+A field is taken, or refused by its name if leaving it out could change the answer.
+"""
 
 from __future__ import annotations
 
-import json
 import secrets
-import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
-import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
 
 from fabric_ray.inference.tokenizer import Tokenizer
+from fabric_ray.serve.chat import TEMPLATE_FILE, ChatTemplate, check_messages
 from fabric_ray.serve.config import ServeArgs
-from fabric_ray.serve.errors import BadRequest, NotFound, ServeError
-from fabric_ray.serve.messages import Emitted, Finished, Generate
+from fabric_ray.serve.errors import BadRequest, NotFound
+from fabric_ray.serve.messages import Generate
 from fabric_ray.serve.routing import prompt_blocks
 
-DONE = b"data: [DONE]\n\n"
-
-_ONLY: Mapping[str, tuple[object, ...]] = {
-    "n": (None, 1),
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "logprobs": (None, 0),
-    "suffix": (None, ""),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "logit_bias": (None, {}),
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("auto", "none"),
+    "functions": ([],),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("auto", "none"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "use_beam_search": (False,),
 }
-"""Fields with one supported meaning, and the values that have it."""
+"""Fields with one supported meaning, that of leaving them out, and the values that have it."""
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "spaces_between_special_tokens",
+        "user",
+    }
+)
+"""Fields that change no answer here, whatever their value."""
+
+_MOST_STOPS = 16
+_MOST_ID = 128
+"""Characters of a client's request id."""
 
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    include_usage: bool = False
-    """Whether the last chunk has the numbers of tokens."""
+    include_usage: bool | None = False
+    """Whether a chunk before ``[DONE]`` has the numbers of tokens."""
+
+    continuous_usage_stats: bool | None = False
+    """Whether all chunks have them."""
+
+    include_obfuscation: bool | None = False
+    """Without effect: chunks aren't padded."""
 
 
 class Body(BaseModel):
-    """The body of a request."""
+    """What completions and chats have in common."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prefix: ClassVar[str]
+    """Of the ids of answers."""
+
     model: str | None = None
     max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    min_tokens: int = Field(default=0, ge=0)
     temperature: float = Field(default=1.0, ge=0, le=100)
     top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=-1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | list[str] = Field(default_factory=list)
+    ignore_eos: bool = False
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    user: str | None = None
+    stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
     """Adds ``token_ids`` to choices."""
 
-    n: Any = None
-    best_of: Any = None
-    echo: Any = None
-    logprobs: Any = None
-    suffix: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    logit_bias: Any = None
+    def tokens(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> tuple[int, ...]:
+        """The prompt.
+
+        Raises:
+            BadRequest: it can't be made into tokens.
+        """
+        raise NotImplementedError
+
+    def default_max_tokens(self, args: ServeArgs, prompt_tokens: int) -> int:
+        """Most tokens of an answer to a body that doesn't say."""
+        raise NotImplementedError
 
 
-def parse(raw: bytes) -> Body:
-    """Parses the body of a request.
+class CompletionBody(Body):
+    """The body of ``/v1/completions``."""
+
+    prefix = "cmpl"
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    add_special_tokens: bool = True
+
+    def tokens(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> tuple[int, ...]:
+        prompt: Any = self.prompt
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            if len(prompt) > 1:
+                raise BadRequest(
+                    f"prompt: got {len(prompt)} prompts, expected one; send one request for each",
+                    param="prompt",
+                )
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            prompt = tokenizer.encode(prompt, special=self.add_special_tokens)
+        if not prompt:
+            raise BadRequest("the prompt is empty; give text or tokens", param="prompt")
+        return tuple(prompt)
+
+    def default_max_tokens(self, args: ServeArgs, prompt_tokens: int) -> int:
+        return args.router.default_max_tokens
+
+
+class ChatBody(Body):
+    """The body of ``/v1/chat/completions``."""
+
+    prefix = "chatcmpl"
+
+    messages: list[dict[str, Any]]
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables for the chat template, such as ``enable_thinking``."""
+    add_special_tokens: bool = False
+
+    def tokens(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> tuple[int, ...]:
+        messages = check_messages(self.messages)
+        if template is None:
+            raise BadRequest(
+                "messages: the model has no chat template; set chat_template to a file with one, "
+                f"put {TEMPLATE_FILE} into the model's directory, or use /v1/completions",
+                param="messages",
+            )
+        text = template.render(messages, self.chat_template_kwargs)
+        tokens = tokenizer.encode(text, special=self.add_special_tokens)
+        if not tokens:
+            raise BadRequest(
+                "messages: the model's chat template made an empty prompt of them; give text",
+                param="messages",
+            )
+        return tuple(tokens)
+
+    def default_max_tokens(self, args: ServeArgs, prompt_tokens: int) -> int:
+        room = args.decode.cache.pages * args.decode.cache.page_tokens - prompt_tokens
+        return max(1, min(args.router.default_chat_tokens, room))
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def parse(raw: bytes, kind: type[AnyBody]) -> AnyBody:
+    """Parses the body of a request. A field that is ``null`` is one that was left out.
 
     Raises:
         BadRequest: the JSON is malformed, or a field is unsupported; ``param`` names the field.
     """
     try:
-        body = Body.model_validate_json(raw)
+        given = from_json(raw)
+    except ValueError as error:
+        raise BadRequest(f"the body is not JSON: {error}; send an object") from None
+    if not isinstance(given, dict):
+        raise BadRequest(f"the body is a JSON {type(given).__name__}, expected an object")
+    fields = {name: value for name, value in given.items() if value is not None}
+    for name, value in fields.items():
+        if name in _NEUTRAL and not any(_equal(value, neutral) for neutral in _NEUTRAL[name]):
+            expected = " or ".join(map(repr, _NEUTRAL[name]))
+            raise BadRequest(
+                f"{name}: got {value!r:.100}, only {expected} is supported; leave it out",
+                param=name,
+            )
+    left_out = _NEUTRAL.keys() | _WITHOUT_EFFECT
+    try:
+        return kind.model_validate({n: v for n, v in fields.items() if n not in left_out})
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
-        field = str(wrong["loc"][0]) if wrong["loc"] else None
-        if wrong["type"] == "json_invalid":
-            raise BadRequest(f"the body is not JSON: {wrong['msg']}; send an object") from None
-        why = "there is no such field" if wrong["type"] == "extra_forbidden" else wrong["msg"]
-        prefix = f"{field}: " if field else ""
-        raise BadRequest(f"{prefix}{why[0].lower()}{why[1:]}", param=field) from None
-    for field, allowed in _ONLY.items():
-        value = getattr(body, field)
-        if value not in allowed:
-            raise BadRequest(f"{field} can only be {allowed[1]!r} here; leave it out", param=field)
-    return body
+        field = str(wrong["loc"][0])
+        unknown = wrong["type"] == "extra_forbidden"
+        why = "this field is not supported; leave it out" if unknown else wrong["msg"]
+        raise BadRequest(f"{field}: {why[0].lower()}{why[1:]}", param=field) from None
 
 
-def generate_request(body: Body, args: ServeArgs, tokenizer: Tokenizer, *, id: str) -> Generate:
+def _equal(value: object, other: object) -> bool:
+    """JSON's ``0`` and ``false`` differ, and Python's don't."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+def request_id(header: str | None, kind: type[Body]) -> str:
+    """The id of a request everywhere: in its answer, in logs and in the trace.
+
+    Args:
+        header: the client's, ``x-request-id``.
+        kind: of the body.
+
+    Raises:
+        BadRequest: the client's id is too long.
+    """
+    if header is not None and len(header) > _MOST_ID:
+        raise BadRequest(
+            f"x-request-id: got {len(header)} characters, expected at most {_MOST_ID}; shorten it"
+        )
+    return f"{kind.prefix}-{header or secrets.token_hex(16)}"
+
+
+def generate_request(
+    body: Body,
+    args: ServeArgs,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None = None,
+    *,
+    id: str,
+) -> Generate:
     """The request to a decoder.
 
     Raises:
@@ -98,19 +251,13 @@ def generate_request(body: Body, args: ServeArgs, tokenizer: Tokenizer, *, id: s
     """
     if body.model not in (None, args.model_id):
         raise NotFound(f"model: got {body.model!r}, expected {args.model_id!r}", param="model")
-    most = args.router.max_tokens
-    max_tokens = min(args.router.default_max_tokens, most)
-    max_tokens = max_tokens if body.max_tokens is None else body.max_tokens
-    if max_tokens > most:
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+    if len(stop) > _MOST_STOPS:
         raise BadRequest(
-            f"max_tokens: got {max_tokens}, expected at most {most} (router.max_tokens); ask for "
-            "less",
-            param="max_tokens",
+            f"stop: got {len(stop)} texts, expected at most {_MOST_STOPS}", param="stop"
         )
-    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    if len(stop) > 16:
-        raise BadRequest(f"stop: got {len(stop)} texts, expected at most 16", param="stop")
-    tokens = _tokens(body, tokenizer)
+    tokens = body.tokens(tokenizer, template)
+    max_tokens = _max_tokens(body, args, len(tokens))
     return Generate(
         id=id,
         tokens=tokens,
@@ -118,7 +265,11 @@ def generate_request(body: Body, args: ServeArgs, tokenizer: Tokenizer, *, id: s
         temperature=body.temperature,
         top_p=body.top_p,
         seed=secrets.randbits(48) if body.seed is None else body.seed,
+        top_k=max(body.top_k, 0),
+        min_p=body.min_p,
         stop=stop,
+        min_tokens=body.min_tokens,
+        ignore_eos=body.ignore_eos,
         stream=body.stream,
         blocks=prompt_blocks(
             tokens,
@@ -128,94 +279,29 @@ def generate_request(body: Body, args: ServeArgs, tokenizer: Tokenizer, *, id: s
     )
 
 
-def _tokens(body: Body, tokenizer: Tokenizer) -> tuple[int, ...]:
-    prompt: Any = body.prompt
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        if len(prompt) > 1:
-            raise BadRequest(
-                f"prompt: got {len(prompt)} prompts, expected one; send one request for each",
-                param="prompt",
-            )
-        prompt = prompt[0]
-    tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    if not tokens:
-        raise BadRequest("the prompt is empty; give text or tokens", param="prompt")
-    return tuple(tokens)
-
-
-class Answer:
-    """Formats one completion for the client.
-
-    Args:
-        body: of the HTTP request.
-        request: to the decoder.
-        model: the model's name for clients.
-    """
-
-    def __init__(self, body: Body, request: Generate, *, model: str) -> None:
-        self._body, self._request, self._model = body, request, model
-        self._created = int(time.time())
-
-    def whole(self, end: Finished) -> dict[str, Any]:
-        """The answer of a request that isn't streamed."""
-        return self._object(end.text, end.tokens, end.reason) | self._totals(end)
-
-    def chunk(self, event: Emitted) -> bytes:
-        """A chunk of a streamed answer."""
-        return _data(self._object(event.text, event.tokens, None))
-
-    def last(self, end: Finished) -> bytes:
-        """The last chunk of a streamed answer."""
-        totals = self._totals(end)
-        options = self._body.stream_options
-        if options is None or not options.include_usage:
-            del totals["usage"]
-        return _data(self._object(end.text, end.tokens[-1:], end.reason) | totals) + DONE
-
-    def _object(self, text: str, tokens: tuple[int, ...], reason: str | None) -> dict[str, Any]:
-        choice: dict[str, Any] = {
-            "index": 0,
-            "text": text,
-            "logprobs": None,
-            "finish_reason": reason,
-        }
-        if self._body.return_token_ids:
-            choice["token_ids"] = list(tokens)
-        return {
-            "id": self._request.id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._model,
-            "choices": [choice],
-        }
-
-    def _totals(self, end: Finished) -> dict[str, Any]:
-        prompt, completion = len(self._request.tokens), len(end.tokens)
-        usage = {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": end.timings.cached_tokens},
-        }
-        return {"usage": usage, "x-fabric": msgspec.to_builtins(end.timings)}
-
-
-def error_body(error: ServeError) -> dict[str, Any]:
-    """An error in OpenAI's format."""
-    return {
-        "error": {
-            "message": str(error),
-            "type": error.kind,
-            "param": error.fields.get("param"),
-            "code": error.code,
-        }
+def _max_tokens(body: Body, args: ServeArgs, prompt_tokens: int) -> int:
+    most = args.router.max_tokens
+    named = {
+        name: value
+        for name in ("max_tokens", "max_completion_tokens")
+        if (value := getattr(body, name)) is not None
     }
-
-
-def error_data(error: ServeError) -> bytes:
-    """An error in a streamed answer; no ``[DONE]`` follows."""
-    return _data(error_body(error))
-
-
-def _data(value: Any) -> bytes:
-    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+    if len(set(named.values())) > 1:
+        raise BadRequest(
+            f"max_tokens: got {body.max_tokens} and max_completion_tokens "
+            f"{body.max_completion_tokens}, expected one of the two",
+            param="max_tokens",
+        )
+    for name, value in named.items():
+        if value > most:
+            raise BadRequest(
+                f"{name}: got {value}, expected at most {most} (router.max_tokens); ask for less",
+                param=name,
+            )
+    tokens = next(iter(named.values()), min(body.default_max_tokens(args, prompt_tokens), most))
+    if body.min_tokens > tokens:
+        raise BadRequest(
+            f"min_tokens: got {body.min_tokens}, expected at most max_tokens, which is {tokens}",
+            param="min_tokens",
+        )
+    return tokens

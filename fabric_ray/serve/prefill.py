@@ -26,13 +26,7 @@ class Prefill:
 
     def __init__(self, args: ServeArgs) -> None:
         self._name = f"prefill-{serve.get_replica_context().replica_id.unique_id}"
-        self._instance = Instance(
-            args,
-            tp=args.prefill.tp,
-            cache=args.prefill.cache,
-            slots=args.prefill.max_running,
-            name=self._name,
-        )
+        self._instance = Instance(args, "prefill", name=self._name)
         self._loop = PrefillLoop(self._instance, args.prefill)
         self._serving: asyncio.Task[None] | None = None
 

@@ -212,7 +212,7 @@ class PrefillLoop:
         except Exception as error:
             # Too little memory or a failed kernel need not affect other prompts.
             if not isinstance(error, InferenceError):
-                logger.exception("a pass of %d tokens failed", len(chunk.tokens))
+                logger.exception("%s: a pass of %d tokens failed", work.id, len(chunk.tokens))
             self._fail(work, error)
             self._health.failed(work.id, error)
             if self._health.lost is not None:

@@ -23,9 +23,14 @@ class StopTextFilter:
         self.stopped = False
         """A stop text was found."""
 
-    def push(self, token: int) -> str:
-        """The text that this token makes certain."""
-        return self._add(self._stream.push(token))
+    def push(self, token: int, *, may_stop: bool = True) -> str:
+        """The text that this token makes certain.
+
+        Args:
+            token: the next one.
+            may_stop: whether a stop text that this token completes ends the completion.
+        """
+        return self._add(self._stream.push(token), may_stop=may_stop)
 
     def end(self) -> str:
         """The rest, when no token follows."""
@@ -43,11 +48,12 @@ class StopTextFilter:
         self.end()
         return self._sent
 
-    def _add(self, text: str) -> str:
+    def _add(self, text: str, *, may_stop: bool = True) -> str:
         if self.stopped:
             return ""
         self._held += text
-        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
+        stops = self._stop if may_stop else ()
+        found = [at for at in (self._held.find(stop) for stop in stops) if at >= 0]
         if found:
             fresh, self._held, self.stopped = self._held[: min(found)], "", True
         else:

@@ -13,6 +13,7 @@ from fabric_ray.inference.generate import GenerationRequest, Generator
 from fabric_ray.inference.sampling import Sampling
 from fabric_ray.serve.completions import Completions
 from fabric_ray.serve.config import ServeArgs
+from fabric_ray.serve.engines import Role
 from fabric_ray.serve.instance import Instance, load_model, tokenizer
 from fabric_ray.serve.messages import Event, Generate
 from fabric_ray.serve.prefill_loop import PrefillLoop
@@ -46,10 +47,8 @@ class World:
             decode, args.decode, discovery=self.listed, tokenizer=tokenizer(args)
         )
 
-    def _instance(self, name: str, role: str, args: ServeArgs | None = None) -> Instance:
-        args = args or self.args
-        side = getattr(args, role)
-        made = Instance(args, tp=side.tp, cache=side.cache, slots=side.max_running, name=name)
+    def _instance(self, name: str, role: Role, args: ServeArgs | None = None) -> Instance:
+        made = Instance(args or self.args, role, name=name)
         self._instances.append(made)
         return made
 

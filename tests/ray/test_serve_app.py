@@ -7,29 +7,35 @@ import http.client
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import time
 import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from ray import serve
 from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
 
 from fabric_ray.inference.engine import TorchEngine
 from fabric_ray.inference.generate import GenerationRequest, Generator
 from fabric_ray.serve import LocalApp, ServeArgs, run_local
 from fabric_ray.serve.instance import load_model, tokenizer
+from tests.integration import own_engine
 from tests.ports import free_ports
 from tests.processes import within
 
 TOKEN = "0f" * 32
+TEMPLATE = Path(__file__).parents[2] / "examples/serve/chat.jinja"
 ARGS = ServeArgs.model_validate(
     {
         "torch_threads": 1,
+        "chat_template": str(TEMPLATE),
         "prefill": {
             "chunk_tokens": 16,
             "options": {
@@ -125,11 +131,112 @@ def test_a_stream_is_events_that_end_with_done(app: LocalApp) -> None:
     connection.close()
     assert lines.pop() == "data: [DONE]"
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
-    text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
     assert text == whole["choices"][0]["text"]
     usage = {k: v for k, v in chunks[-1]["usage"].items() if k != "prompt_tokens_details"}
     assert usage == {k: v for k, v in whole["usage"].items() if k != "prompt_tokens_details"}
     assert chunks[-1]["x-fabric"]["first_token"] > 0
+
+
+CHAT: dict[str, Any] = {
+    "model": "tiny-llama",
+    "messages": [{"role": "user", "content": "the pages of a prompt"}],
+    "max_tokens": 12,
+    "temperature": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def client(app: LocalApp) -> Iterator[Any]:
+    """OpenAI's own."""
+    openai = pytest.importorskip("openai", reason="pip install openai")
+    with openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_openais_client_chats(client: Any) -> None:
+    words = tokenizer(ARGS)
+    prompt = words.encode("user: the pages of a prompt\nassistant:", special=False)
+    (tokens,) = expected([prompt], 12)
+    text = words.decode([token for token in tokens if token not in words.stop])
+    whole = client.chat.completions.create(**CHAT)
+    (choice,) = whole.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", text)
+    assert choice.finish_reason == ("stop" if tokens[-1] in words.stop else "length")
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(prompt), len(tokens))
+
+    options = {"stream_options": {"include_usage": True}}
+    *chunks, last = client.chat.completions.create(**CHAT, **options, stream=True)
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == text
+    assert chunks[-1].choices[0].finish_reason == choice.finish_reason
+    assert (last.choices, last.usage.completion_tokens) == ([], len(tokens))
+    # The answer goes back as a part of the next question.
+    more = [*CHAT["messages"], choice.message, {"role": "user", "content": "and then?"}]
+    assert client.chat.completions.create(**CHAT | {"messages": more}).usage.completion_tokens
+
+
+def test_openais_client_completes_and_lists_the_model(client: Any) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny-llama"]
+    fields = {"model": "tiny-llama", "prompt": "the pages", "max_tokens": 6, "temperature": 0}
+    chunks = client.completions.create(**fields, stream=True)
+    text = "".join(chunk.choices[0].text for chunk in chunks)
+    assert text == client.completions.create(**fields).choices[0].text
+
+
+def test_openais_client_is_told_the_field(client: Any) -> None:
+    import openai
+
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    for param, fields in {
+        "messages": {"messages": [{"role": "user", "content": [image]}]},
+        "presence_penalty": {"presence_penalty": 1},
+    }.items():
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(**CHAT | fields)
+        assert caught.value.param == param
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(**CHAT | {"model": "gpt"})
+
+
+def test_the_id_that_a_client_gives_is_that_of_its_answer(client: Any) -> None:
+    asked = client.chat.completions.with_raw_response.create
+    raw = asked(**CHAT, extra_headers={"x-request-id": "mine-1"})
+    assert raw.headers["x-request-id"] == "mine-1"
+    assert raw.parse().id == "chatcmpl-mine-1"
+
+
+def test_an_engine_of_ones_own_is_served_from_a_file(app: LocalApp, tmp_path: Path) -> None:
+    shutil.copy(own_engine.__file__, tmp_path / "my_engine.py")
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    own = {
+        "name": "own",
+        "route_prefix": "/own",
+        "import_path": "fabric_ray.serve:build_app",
+        "runtime_env": {"env_vars": {"PYTHONPATH": path}},
+        "args": {"model": "sums", "engine": "my_engine:make", "fabric": {"token": TOKEN}},
+    }
+    serving: Any = _get_global_client()
+    beside = serving.get_serve_details()["applications"][app.name]["deployed_app_config"]
+    serving.deploy_apps(ServeDeploySchema.model_validate({"applications": [beside, own]}))
+    try:
+        within(120, "it runs", lambda: status_of("own") == "RUNNING")
+        for prompt in prompts(4, seed=41):
+            connection = http.client.HTTPConnection(app.url.removeprefix("http://"), timeout=60)
+            fields = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+            connection.request("POST", "/own/v1/completions", json.dumps(fields))
+            (choice,) = json.load(connection.getresponse())["choices"]
+            connection.close()
+            assert choice["token_ids"] == own_engine.expected(prompt, 8)
+    finally:
+        serving.deploy_apps(ServeDeploySchema.model_validate({"applications": [beside]}))
+
+
+def status_of(name: str) -> str:
+    application = serve.status().applications.get(name)
+    assert application is None or application.status != "DEPLOY_FAILED", application
+    return application.status.value if application else ""
 
 
 def test_a_client_that_hangs_up_frees_its_pages(app: LocalApp) -> None:

@@ -61,9 +61,10 @@ def test_the_example_answers_curl_and_ends_with_ctrl_c(
         [str(EXAMPLE / "ask.sh"), url], capture_output=True, text=True, timeout=100, check=False
     )
     assert asked.returncode == 0, asked.stdout + asked.stderr
-    whole, *events = [line for line in asked.stdout.splitlines() if line]
+    whole, chat, *events = [line for line in asked.stdout.splitlines() if line]
     answer = json.loads(whole)
     assert answer["usage"]["completion_tokens"] == 16
+    assert json.loads(chat)["choices"][0]["message"]["role"] == "assistant"
     assert events.pop() == "data: [DONE]"
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
     assert "".join(c["choices"][0]["text"] for c in chunks) == answer["choices"][0]["text"]

@@ -35,9 +35,8 @@ def prefiller(connection: Connection, fields: dict[str, Any]) -> None:
 
     async def main() -> None:
         args = ServeArgs.model_validate(fields)
-        side = args.prefill
-        made = Instance(args, tp=side.tp, cache=side.cache, slots=side.max_running, name="frozen")
-        loop = PrefillLoop(made, side)
+        made = Instance(args, "prefill", name="frozen")
+        loop = PrefillLoop(made, args.prefill)
         connection.send(loop.offer)
         await loop.serve()
 

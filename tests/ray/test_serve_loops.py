@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from fabric_ray import observe
 from fabric_ray.inference.errors import InferenceError, PageMisuse
 from fabric_ray.inference.protocols import DecodeRow, OnLayer, PrefillChunk, Tail
 from fabric_ray.serve.instance import Instance
@@ -250,3 +251,12 @@ async def test_a_request_that_never_fits_says_what_to_change() -> None:
         assert isinstance(end, Failed)
         assert end.kind == "BadRequest"
         assert "lower max_tokens" in end.message
+
+
+async def test_a_requests_id_is_its_name_in_the_trace_of_both_sides() -> None:
+    async with world() as w:
+        (prompt,) = prompts(1, seed=51)
+        assert isinstance(await w.ask(Generate("chatcmpl-mine", prompt, 2)), Finished)
+        flights = observe.story(observe.join([observe.records()]), "chatcmpl-mine")
+        ends = {(f.writer.name, f.received.at.name) for f in flights if f.received is not None}
+        assert ends == {("p0-0", "d0-0")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from ray.serve._private.common import DeploymentID, ReplicaID, RunningReplicaInf
 from ray.serve.request_router import RunningReplica
 
 from fabric_ray.inference.tokenizer import ByteTokenizer
-from fabric_ray.serve import BadRequest, NotFound, ServeArgs, build_app, openai
+from fabric_ray.serve import BadRequest, ServeArgs, build_app
 from fabric_ray.serve.errors import Busy
 from fabric_ray.serve.messages import Failed
 from fabric_ray.serve.prefillers import least_loaded
@@ -92,59 +91,14 @@ def test_text_ends_before_the_first_stop_text_however_it_comes(said: str, stop: 
     assert whole.whole() == got
 
 
-def body(**fields: Any) -> bytes:
-    return json.dumps({"prompt": "hi", **fields}).encode()
-
-
-ARGS = ServeArgs()
-
-
-def test_a_request_says_what_a_decoder_needs() -> None:
-    sent = openai.parse(body(max_tokens=5, stop="x", seed=3, temperature=0, top_p=0.5))
-    asked = openai.generate_request(sent, ARGS, ByteTokenizer(), id="i")
-    assert asked.tokens == (256, *b"hi")
-    assert (asked.max_tokens, asked.stop, asked.seed, asked.top_p) == (5, ("x",), 3, 0.5)
-    tokens = openai.parse(json.dumps({"prompt": [1, 2]}).encode())
-    assert openai.generate_request(tokens, ARGS, ByteTokenizer(), id="i").tokens == (1, 2)
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 10**6}, "max_tokens"),
-        ({"temperature": -1}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"n": 2}, "n"),
-        ({"logprobs": 5}, "logprobs"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": ["a", "b"]}, "prompt"),
-        ({"prompt": 5}, "prompt"),
-        ({"max_token": 5}, "max_token"),
-        ({"stop": ["x"] * 17}, "stop"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(BadRequest) as caught:
-        openai.generate_request(openai.parse(body(**fields)), ARGS, ByteTokenizer(), id="i")
-    assert openai.error_body(caught.value)["error"]["param"] == param
-
-
-def test_a_number_that_is_not_finite_is_called_that() -> None:
-    with pytest.raises(BadRequest, match=r"temperature: .*finite"):
-        openai.parse(body(temperature=float("nan")))
-
-
-def test_another_model_is_not_found() -> None:
-    with pytest.raises(NotFound, match="expected 'tiny-llama'"):
-        openai.generate_request(openai.parse(body(model="gpt")), ARGS, ByteTokenizer(), id="i")
-
-
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"x"', b"\xff"])
-def test_a_body_that_is_no_object_is_refused(raw: bytes) -> None:
-    with pytest.raises(BadRequest):
-        openai.parse(raw)
+def test_a_stop_text_counts_once_enough_tokens_were_generated() -> None:
+    text = StopTextFilter(ByteTokenizer(), ["ab", "b"])
+    got = "".join(text.push(token, may_stop=at > 2) for at, token in enumerate(b"ab-ab"))
+    # Within the first three tokens the texts are a part of what is said.
+    assert (got, text.stopped) == ("ab-", True)
+    across = StopTextFilter(ByteTokenizer(), ["ab"])
+    assert across.push(ord("a"), may_stop=False) + across.push(ord("b")) == ""
+    assert across.stopped
 
 
 def test_errors_keep_their_kind_over_the_wire() -> None:

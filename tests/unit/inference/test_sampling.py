@@ -73,3 +73,33 @@ def test_what_is_no_number_gives_no_token() -> None:
         Sampling(temperature=-1)
     with pytest.raises(InferenceError, match=r"top_p is 0; give more than 0"):
         Sampling(top_p=0)
+    for fields in ({"top_k": -1}, {"min_p": -0.1}, {"min_p": 1.1}):
+        with pytest.raises(InferenceError, match=next(iter(fields))):
+            Sampling(**fields)
+
+
+def test_top_k_draws_from_so_many_of_the_likeliest() -> None:
+    values = logits(2, 5, 1, 2)
+    found = drawn(values, Sampling(temperature=1, top_k=2))
+    assert found == {0: pytest.approx(2 / 7, abs=0.02), 1: pytest.approx(5 / 7, abs=0.02)}
+    assert set(drawn(values, Sampling(temperature=1, top_k=9))) == {0, 1, 2, 3}
+    # top_p is a share of what top_k leaves: 5 of 7, not 5 of 10.
+    assert set(drawn(values, Sampling(temperature=1, top_k=2, top_p=0.7))) == {1}
+
+
+def test_min_p_leaves_out_what_is_unlikely_beside_the_likeliest() -> None:
+    values = logits(2, 5, 1, 4)
+    assert set(drawn(values, Sampling(temperature=1, min_p=0.5))) == {1, 3}
+    assert set(drawn(values, Sampling(temperature=1, min_p=1))) == {1}
+    assert set(drawn(values, Sampling(temperature=2, min_p=0.6))) == {0, 1, 3}
+
+
+def test_barred_tokens_are_not_chosen() -> None:
+    values = logits(2, 5, 1, 2)
+    before = values.clone()
+    assert sample(values, Sampling(), 0, barred=frozenset({1, 99})) == 0
+    drawn_tokens = {
+        sample(values, Sampling(temperature=1), index, barred={1, 3}) for index in range(99)
+    }
+    assert drawn_tokens == {0, 2}
+    assert torch.equal(values, before)
