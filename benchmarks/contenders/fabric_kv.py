@@ -11,9 +11,9 @@ import numpy as np
 
 from benchmarks.harness import data
 from benchmarks.harness.cases import Case
-from benchmarks.harness.roles import PATIENCE, Role, SenderRole, Sync, TargetRole
+from benchmarks.harness.roles import PATIENCE, Role, SenderRole, TargetRole
 from benchmarks.suites import R1_LABEL, R1_LAYERS, R1_TOKENS
-from fabric_ray import Region, TransferEngine
+from fabric_ray import TransferEngine
 from fabric_ray.kvcache import (
     CacheGroup,
     CacheLayout,
@@ -94,11 +94,8 @@ class _End(Role):
     """An engine and its cache, made anew when the case is another."""
 
     name: str
-
-    def __init__(self, sync: Sync) -> None:
-        super().__init__(sync)
-        self._engine: TransferEngine | None = None
-        self._case: Case | None = None
+    _engine: TransferEngine | None = None
+    _case: Case | None = None
 
     def make(self, case: Case) -> bool:
         """False if everything is there from before."""
@@ -106,12 +103,13 @@ class _End(Role):
             return False
         self.close()
         self.shape, self._case = Shape.of(case), case
+        bind = ["127.0.0.1"]
         self._engine = TransferEngine(
-            name=self.name, transport=case.link, copy_threads=1, bind=["127.0.0.1"]
+            name=self.name, transport=case.link, copy_threads=1, bind=bind
         )
-        self._region: Region = self._engine.alloc(self.shape.nbytes)
-        self.memory = self._region.numpy()
-        self.rank = RankCache(self._engine, self.shape.layout(), [self._region])
+        region = self._engine.alloc(self.shape.nbytes)
+        self.memory = region.numpy()
+        self.rank = RankCache(self._engine, self.shape.layout(), [region])
         return True
 
     def check(self, case: Case, operations: int) -> str | None:
@@ -123,7 +121,7 @@ class _End(Role):
             self._engine.close()
 
 
-class PrefillEnd(_End, SenderRole):
+class Sender(_End, SenderRole):
     name = "prefiller"
     _touched = False
 
@@ -170,7 +168,7 @@ class PrefillEnd(_End, SenderRole):
         return sorted(jobs, key=lambda job: msgspec.msgpack.decode(job.payload, type=int))
 
 
-class DecodeEnd(_End, TargetRole):
+class Target(_End, TargetRole):
     name = "decoder"
 
     def prepare(self, case: Case) -> bytes:
@@ -182,28 +180,26 @@ class DecodeEnd(_End, TargetRole):
     def bind(self, case: Case, description: bytes) -> None:
         if self._to is None:
             self._to = self._decoder.connect(description)
-            self._pull(list(range(self.shape.held_pages)), 0).wait_released(PATIENCE)
+            self._pull(self._to, list(range(self.shape.held_pages)), 0).wait_released(PATIENCE)
             self.memory.fill(0)
 
     def sample(self, case: Case, operations: int) -> Callable[[], None]:
+        assert self._to is not None
         numbers = range(self.moved, self.moved + operations)
-        self._pulls = [self._pull(self.shape.tables(number)[1], number) for number in numbers]
-        return self._arrive
+        self._pulls = [self._pull(self._to, self.shape.tables(n)[1], n) for n in numbers]
 
-    def _arrive(self) -> None:
-        for pull in self._pulls:
-            pull.wait_ready(PATIENCE)
+        def arrive() -> None:
+            for pull in self._pulls:
+                pull.wait_ready(PATIENCE)
+
+        return arrive
 
     def settle(self) -> None:
         for pull in self._pulls:
             pull.wait_released(PATIENCE)
 
-    def _pull(self, pages: list[int], number: int) -> Pull:
-        assert self._to is not None
+    def _pull(self, to: int, pages: list[int], number: int) -> Pull:
+        tokens, payload = len(pages) * self.shape.page_tokens, msgspec.msgpack.encode(number)
         return self._decoder.pull(
-            self._to,
-            tokens=len(pages) * self.shape.page_tokens,
-            tables=[pages],
-            payload=msgspec.msgpack.encode(number),
-            timeout=PATIENCE,
+            to, tokens=tokens, tables=[pages], payload=payload, timeout=PATIENCE
         )

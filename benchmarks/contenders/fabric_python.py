@@ -13,7 +13,7 @@ import msgspec
 from benchmarks.contenders.fabric import BATCH
 from benchmarks.harness.cases import Case
 from benchmarks.harness.data import ordinary_memory, step
-from benchmarks.harness.roles import PATIENCE, Role, SenderRole, Stamps, Sync, TargetRole
+from benchmarks.harness.roles import PATIENCE, Role, SenderRole, Stamps, TargetRole
 from fabric_ray import (
     Batch,
     Counter,
@@ -32,32 +32,30 @@ _REST_S = 1e-3
 class _End(Role):
     """An engine with one region and one counter; both ends can write to the other."""
 
-    def __init__(self, sync: Sync) -> None:
-        super().__init__(sync)
-        self._engine: TransferEngine | None = None
-        self._laid: tuple[str, str, int] | None = None
+    _engine: TransferEngine | None = None
+    _laid: tuple[str, str, int] = ("", "", 0)
 
     def prepare(self, case: Case) -> bytes:
         wanted = (case.link, case.memory, case.region)
-        if self._engine is None or self._laid is None or self._laid[0] != case.link:
+        if self._engine is None or self._laid[0] != case.link:
             self.close()
             self._engine = TransferEngine(transport=case.link, copy_threads=1)
-            self._laid = None
+            self._laid = ("", "", 0)
+        self.engine = engine = self._engine
         if self._laid != wanted:
-            self.region = self._allocate(self._engine, case)
+            ordinary = case.memory == "ordinary"
+            self.region: Region = (
+                engine.register(ordinary_memory(case.region))
+                if ordinary
+                else engine.alloc(case.region)
+            )
             self.memory = self.region.numpy()
             self._laid = wanted
-        self.engine = self._engine
-        self.counter: Counter = self.engine.counter()
+        self.counter: Counter = engine.counter()
         self.seen = 0
         return msgspec.msgpack.encode(
             (self.region.descriptor().to_bytes(), self.counter.ref.to_bytes())
         )
-
-    def _allocate(self, engine: TransferEngine, case: Case) -> Region:
-        if case.memory == "ordinary":
-            return engine.register(ordinary_memory(case.region))
-        return engine.alloc(case.region)
 
     def bind(self, case: Case, description: bytes) -> None:
         region, counter = msgspec.msgpack.decode(description, type=tuple[bytes, bytes])
@@ -97,24 +95,35 @@ class Sender(_End, SenderRole):
     def run(self, case: Case, operations: int, samples: int) -> Stamps:
         if case.operation != "latency" or case.waiter == "poll-python":
             return super().run(case, operations, samples)
-        return self._one_by_one(case, operations * samples)
+        # The target answers each; only a parked one is left alone before the next.
+        starts: list[int] = []
+        self.sync.wait()
+        for _ in range(operations * samples):
+            if case.waiter == "parked":
+                time.sleep(_REST_S)
+            starts.append(time.monotonic_ns())
+            self.write(case)
+            self.poll_for(1)
+        self.sync.signal()
+        return Stamps(starts=starts)
 
     def sample(self, case: Case, operations: int) -> Callable[[], None]:
-        if case.operation == "latency":
-            return lambda: self._echo(case, operations)
-        if case.operation == "rate":
-            return lambda: self._stream(case, operations)
-        steps = [step(case, self.moved + number) for number in range(operations)]
-        if case.operation == "write":
-            places = [int(one.sources[0]) * case.bytes for one in steps]
-            return lambda: self._writes(case, places)
-        calls = [
-            (
-                pages(range(int(sources[0]), int(sources[-1]) + 1), stride=case.bytes),
-                pages(targets, stride=case.bytes),
-            )
-            for sources, targets in steps
-        ]
+        numbers = range(self.moved, self.moved + operations)
+
+        def echo() -> None:
+            for _ in range(operations):
+                self.write(case)
+                self.poll_for(1)
+
+        def stream() -> None:
+            write, region, remote, imm = self.engine.write, self.region, self.remote, self.imm
+            for _ in itertools.repeat(None, operations - 1):
+                write(region, remote, case.bytes, imm=imm)
+            self.write(case).wait()
+
+        def single() -> None:
+            for at in places:
+                self.write(case, at).wait()
 
         def paged() -> None:
             for sources, targets in calls:
@@ -122,47 +131,28 @@ class Sender(_End, SenderRole):
                     case.bytes, self.region, sources, self.remote, targets, imm=self.imm
                 ).wait()
 
+        if case.operation == "write":
+            places = [int(step(case, number).sources[0]) * case.bytes for number in numbers]
+            return single
+        if case.operation != "pages":
+            return echo if case.operation == "latency" else stream
+        calls = [
+            (
+                pages(range(int(sources[0]), int(sources[-1]) + 1), stride=case.bytes),
+                pages(targets, stride=case.bytes),
+            )
+            for sources, targets in (step(case, number) for number in numbers)
+        ]
         return paged
-
-    def _writes(self, case: Case, places: list[int]) -> None:
-        for at in places:
-            self.write(case, at).wait()
-
-    def _stream(self, case: Case, operations: int) -> None:
-        write, region, remote, imm = self.engine.write, self.region, self.remote, self.imm
-        for _ in itertools.repeat(None, operations - 1):
-            write(region, remote, case.bytes, imm=imm)
-        self.write(case).wait()
-
-    def _echo(self, case: Case, operations: int) -> None:
-        for _ in range(operations):
-            self.write(case)
-            self.poll_for(1)
-
-    def _one_by_one(self, case: Case, count: int) -> Stamps:
-        """The target answers each; only a parked one is left alone before the next."""
-        starts: list[int] = []
-        self.sync.await_ready()
-        for _ in range(count):
-            if case.waiter == "parked":
-                time.sleep(_REST_S)
-            starts.append(time.monotonic_ns())
-            self.write(case)
-            self.poll_for(1)
-        self.sync.finished()
-        return Stamps(starts=starts)
 
 
 class BatchSender(Sender):
     def sample(self, case: Case, operations: int) -> Callable[[], None]:
         whole, rest = divmod(operations, BATCH)
-        many, few = self._batch(case, BATCH), self._batch(case, rest)
+        batches = [self._batch(case, BATCH)] * whole + [self._batch(case, rest)] * bool(rest)
 
         def submit() -> None:
-            last = [self.engine.submit(many) for _ in range(whole)][-1:]
-            if rest:
-                last = [self.engine.submit(few)]
-            last[0].wait()
+            [self.engine.submit(batch) for batch in batches][-1].wait()
 
         return submit
 
@@ -180,23 +170,19 @@ class Target(_End, TargetRole):
         count = operations * samples
         if case.waiter == "callback-python":
             ends = self._call_back(case, count)
-        elif case.waiter == "asyncio":
-            ends = asyncio.run(self._await(case, count))
         else:
-            ends = self._block(case, count)
-        self.sync.await_finished()
+            ends = asyncio.run(self._await(case, count))
+        self.sync.wait()
         return Stamps(ends=ends)
 
     def sample(self, case: Case, operations: int) -> Callable[[], None]:
-        if case.operation == "latency":
-            return lambda: self._echo(case, operations)
-        count = case.pages * operations if case.operation == "pages" else operations
-        return lambda: self.poll_for(count)
+        def echo() -> None:
+            for _ in range(operations):
+                self.poll_for(1)
+                self.write(case)
 
-    def _echo(self, case: Case, operations: int) -> None:
-        for _ in range(operations):
-            self.poll_for(1)
-            self.write(case)
+        count = case.pages * operations if case.operation == "pages" else operations
+        return echo if case.operation == "latency" else lambda: self.poll_for(count)
 
     def _call_back(self, case: Case, count: int) -> list[int]:
         """Each callback arms the next before it answers, so that no write comes early."""
@@ -212,23 +198,18 @@ class Target(_End, TargetRole):
             ends.put(now)
 
         self.counter.expect().add_done_callback(arrived)
-        self.sync.ready()
+        self.sync.signal()
         return [ends.get(timeout=PATIENCE) for _ in range(count)]
 
     async def _await(self, case: Case, count: int) -> list[int]:
+        """Into asyncio, or the thread that waits (`parked`)."""
         ends: list[int] = []
-        self.sync.ready()
+        self.sync.signal()
         for _ in range(count):
-            await self.counter.expect()
-            ends.append(time.monotonic_ns())
-            self.write(case)
-        return ends
-
-    def _block(self, case: Case, count: int) -> list[int]:
-        ends: list[int] = []
-        self.sync.ready()
-        for _ in range(count):
-            self.counter.wait()
+            if case.waiter == "asyncio":
+                await self.counter.expect()
+            else:
+                self.counter.wait()
             ends.append(time.monotonic_ns())
             self.write(case)
         return ends

@@ -13,10 +13,10 @@ import os
 from typing import Any
 
 from benchmarks.contenders import perf
-from benchmarks.harness import stats
 from benchmarks.harness.cases import MIB, Case
 from benchmarks.harness.contender import Effort, Measurement
-from benchmarks.harness.results import Family
+from fabric_ray.bench import stats
+from fabric_ray.bench.results import Family
 
 Candidates = dict[str, dict[str, Any]]
 

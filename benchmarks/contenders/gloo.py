@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from benchmarks.harness.cases import Case
-from benchmarks.harness.data import ordinary_memory, step
+from benchmarks.harness.data import step
 from benchmarks.harness.pair import PairContender
 from benchmarks.harness.roles import Role, SenderRole, Sync, TargetRole
 
@@ -18,8 +18,6 @@ from benchmarks.harness.roles import Role, SenderRole, Sync, TargetRole
 class Gloo(PairContender):
     name = "gloo"
     obtain = "pip install torch"
-    sender = "benchmarks.contenders.gloo:Sender"
-    target = "benchmarks.contenders.gloo:Target"
     env: ClassVar[Mapping[str, str]] = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
     def available(self) -> str | None:
@@ -66,8 +64,7 @@ class _Gloo(Role):
             os.unlink(path)
 
     def prepare(self, case: Case) -> bytes:
-        if not hasattr(self, "memory") or self.memory.size != case.region:
-            self.memory = ordinary_memory(case.region)
+        if self.ordinary(case):
             self._tensor: Any = self._torch.from_numpy(self.memory)
         return b""
 

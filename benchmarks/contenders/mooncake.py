@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.harness.cases import Case
-from benchmarks.harness.data import ordinary_memory, step
+from benchmarks.harness.data import step
 from benchmarks.harness.pair import PairContender
 from benchmarks.harness.roles import Role, SenderRole, Sync, TargetRole, spin
 
@@ -26,8 +26,6 @@ _MOST_IN_A_BATCH = 1024
 class Mooncake(PairContender):
     name = "mooncake tcp"
     obtain = "pip install -e '.[bench]', apt-get install libibverbs1"
-    sender = "benchmarks.contenders.mooncake:Sender"
-    target = "benchmarks.contenders.mooncake:Target"
     env: ClassVar[Mapping[str, str]] = {"MC_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "2"}
 
     def available(self) -> str | None:
@@ -70,12 +68,9 @@ class _End(Role):
         self._peer = peer.decode()
 
     def prepare(self, case: Case) -> bytes:
-        if not hasattr(self, "memory") or self.memory.size != case.region:
-            if hasattr(self, "memory"):
-                self._engine.unregister_memory(self.memory.ctypes.data)
-            self.memory = ordinary_memory(case.region)
-            if self._engine.register_memory(self.memory.ctypes.data, self.memory.size) != 0:
-                raise RuntimeError("Mooncake did not register the memory")
+        new = self.ordinary(case, lambda: self._engine.unregister_memory(self.memory.ctypes.data))
+        if new and self._engine.register_memory(self.memory.ctypes.data, self.memory.size) != 0:
+            raise RuntimeError("Mooncake did not register the memory")
         if case.operation == "latency":
             # Tokens of an earlier run must not be taken for this one's.
             self.memory.fill(0)

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.harness.cases import Case, Link
-from benchmarks.harness.data import ordinary_memory, pages_in, step
+from benchmarks.harness.data import pages_in, step
 from benchmarks.harness.pair import PairContender
 from benchmarks.harness.roles import PATIENCE, Role, SenderRole, Sync, TargetRole, spin
 
@@ -30,11 +30,8 @@ class _Config(msgspec.Struct, frozen=True, kw_only=True):
 
 class Nixl(PairContender):
     obtain = "pip install -e '.[bench]'"
-    sender = "benchmarks.contenders.nixl:Sender"
-    target = "benchmarks.contenders.nixl:Target"
 
     def __init__(self, name: str, config: _Config, link: Link = "shm") -> None:
-        super().__init__()
         self.name, self.link, self.arguments = name, link, (config,)
         self.env = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"} if link == "tcp" else {}
 
@@ -95,10 +92,7 @@ class _End(Role):
         self._peer_metadata = peer
 
     def prepare(self, case: Case) -> bytes:
-        if not hasattr(self, "memory") or self.memory.size != case.region:
-            if self._registered is not None:
-                self._agent.deregister_memory(self._registered)
-            self.memory = ordinary_memory(case.region)
+        if self.ordinary(case, lambda: self._agent.deregister_memory(self._registered)):
             whole = [(self.memory.ctypes.data, self.memory.size, 0, "")]
             self._registered = self._agent.register_memory(whole, "DRAM")
         metadata: bytes = self._agent.get_agent_metadata()
@@ -135,22 +129,15 @@ class _End(Role):
 
     def post(self, transfer: Any) -> bool:
         """Start it; True when it is complete already."""
-        return self._checked(self._agent.transfer(transfer))
-
-    def done(self, transfer: Any) -> bool:
-        return self._checked(self._agent.check_xfer_state(transfer))
-
-    def _checked(self, state: str) -> bool:
-        if state == "ERR":
-            raise RuntimeError("NIXL ended a transfer with ERR")
-        return state == "DONE"
+        return _done(self._agent.transfer(transfer))
 
     def move(self, transfer: Any) -> None:
         if not self.post(transfer):
             self.finish(transfer)
 
     def finish(self, transfer: Any) -> None:
-        spin(lambda: self.done(transfer), "a transfer's completion")
+        state = self._agent.check_xfer_state
+        spin(lambda: _done(state(transfer)), "a transfer's completion")
 
     def settle(self) -> None:
         for transfer in self._made:
@@ -170,6 +157,12 @@ class _End(Role):
             left -= got
             if not got and time.monotonic() > end:
                 raise TimeoutError(f"{left} of {count} notifications did not arrive")
+
+
+def _done(state: str) -> bool:
+    if state == "ERR":
+        raise RuntimeError("NIXL ended a transfer with ERR")
+    return state == "DONE"
 
 
 class Sender(_End, SenderRole):

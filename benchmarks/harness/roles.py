@@ -37,33 +37,18 @@ class Sync:
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
 
-    def ready(self) -> None:
-        """Target: I am watching from now on."""
-        self._socket.send(b"r")
+    def signal(self) -> None:
+        """Target: I am watching from now on. Sender: all operations are complete on my side."""
+        self._socket.send(b".")
 
-    def await_ready(self) -> None:
-        """Sender: sleep until the target watches."""
-        self._take(PATIENCE)
-
-    def finished(self) -> None:
-        """Sender: all of the sample's operations are complete on my side."""
-        self._socket.send(b"f")
-
-    def await_finished(self, progress: Callable[[], object] | None = None) -> None:
-        """Target: keep calling `progress` until the sender has finished."""
-        if progress is None:
-            self._take(PATIENCE)
-            return
+    def wait(self, progress: Callable[[], object] | None = None) -> None:
+        """Sleep until the other end has said so, or keep calling `progress`."""
         end = time.monotonic() + PATIENCE
-        while not select.select([self._socket], [], [], 0)[0]:
-            progress()
+        while not select.select([self._socket], [], [], 0 if progress else PATIENCE)[0]:
             if time.monotonic() > end:
-                raise TimeoutError("the sender did not finish its sample")
-        self._take(0.0)
-
-    def _take(self, patience: float) -> None:
-        if not select.select([self._socket], [], [], patience)[0]:
-            raise TimeoutError(f"the other end said nothing for {patience:.0f} s")
+                raise TimeoutError(f"the other end said nothing for {PATIENCE:.0f} s")
+            if progress is not None:
+                progress()
         if not self._socket.recv(1):
             raise ConnectionError("the other end has gone")
 
@@ -76,10 +61,10 @@ class Role(ABC):
     """The region that operations read from (sender) or land in (target)."""
     moved: int = 0
     """Operations since the last `prepare`; both ends count them alike."""
+    _filled: Bytes | None = None
 
     def __init__(self, sync: Sync) -> None:
         self.sync = sync
-        self._filled: Bytes | None = None
 
     def open(self) -> bytes:
         """Start the library; returns what the other end needs to connect."""
@@ -110,19 +95,16 @@ class Role(ABC):
         return
 
     def begin(self, case: Case, sender: bool) -> bytes:
-        """`prepare`, with the memory laid out; returns the description."""
+        """`prepare`, with the memory laid out: the pattern, or zeros at the target; returns the
+        description."""
         description = self.prepare(case)
         self.moved = 0
-        self.lay_out(sender=sender)
-        return description
-
-    def lay_out(self, *, sender: bool) -> None:
-        """Give `memory` its content before a case: the pattern, or zeros at the target."""
         if not sender:
             self.memory.fill(0)
         elif self._filled is not self.memory:
             data.fill(self.memory)
             self._filled = self.memory
+        return description
 
     def check(self, case: Case, operations: int) -> str | None:
         """What is wrong with `memory` after `operations` operations since `prepare`, or None."""
@@ -132,6 +114,16 @@ class Role(ABC):
     def close(self) -> None:
         """Leave in peace, as far as the library can."""
         return
+
+    def ordinary(self, case: Case, release: Callable[[], object] = lambda: None) -> bool:
+        """Have `memory` be ordinary memory of the case's size; whether it is new. `release` is
+        called before another one is given back."""
+        if hasattr(self, "memory"):
+            if self.memory.size == case.region:
+                return False
+            release()
+        self.memory = data.ordinary_memory(case.region)
+        return True
 
 
 class SenderRole(Role):
@@ -149,11 +141,11 @@ class SenderRole(Role):
         for _ in range(samples):
             move = self.sample(case, operations)
             self.moved += operations
-            self.sync.await_ready()
+            self.sync.wait()
             starts.append(time.monotonic_ns())
             move()
             ends.append(time.monotonic_ns())
-            self.sync.finished()
+            self.sync.signal()
             self.settle()
         if case.operation == "latency":
             return Stamps(starts=starts, ends=ends, per_operation=0.5)
@@ -172,11 +164,11 @@ class TargetRole(Role):
         for _ in range(samples):
             arrive = self.sample(case, operations)
             self.moved += operations
-            self.sync.ready()
+            self.sync.signal()
             arrive()
             ends.append(time.monotonic_ns())
             self.settle()
-            self.sync.await_finished(self.progress)
+            self.sync.wait(self.progress)
         return Stamps(ends=ends if self.notified and case.operation != "latency" else [])
 
 

@@ -10,12 +10,12 @@ from typing import Annotated
 import msgspec
 import typer
 
-from benchmarks.harness.record import Quick, Results, Resume, Turns, recorded
-from benchmarks.harness.results import Family, RowHeader, row_of_turns
 from benchmarks.moe.ranks import measure
 from benchmarks.moe.shape import Shape, batch, crossings
 from benchmarks.moe.simulated import NICS
 from benchmarks.moe.simulated import simulate as run
+from fabric_ray.bench.record import Quick, Results, Resume, Turns, recorded
+from fabric_ray.bench.results import Family, RowHeader, row_of_turns
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 

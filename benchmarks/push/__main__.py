@@ -13,11 +13,11 @@ import ray
 import typer
 from ray.exceptions import RayError
 
-from benchmarks.harness.record import Results, Resume, Turns, recorded
-from benchmarks.harness.results import Failure, Row, RowHeader, make_figure, make_row, row_of_turns
-from benchmarks.harness.schedule import rotated
 from benchmarks.push.tiny import overhead
 from benchmarks.push.ways import MIB, PEERS, Way, World, floor
+from fabric_ray.bench.record import Results, Resume, Turns, recorded
+from fabric_ray.bench.results import Failure, Row, RowHeader, make_figure, make_row, row_of_turns
+from fabric_ray.bench.turns import rotated
 from fabric_ray.models import ModelConfig
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import ray
 
-from benchmarks.harness.results import Family
 from benchmarks.push import actors
 from benchmarks.push.memory import Temporary
+from fabric_ray.bench.results import Family
 from fabric_ray.models import ModelConfig
 from fabric_ray.plan import side_from_param_meta
 from fabric_ray.weights import WeightSync

@@ -10,11 +10,10 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.harness.contender import ContenderError
-from benchmarks.harness.record import Resume, recorded
-from benchmarks.harness.results import Family, Row, RowHeader, row_of_turns
 from benchmarks.rails import plots
 from benchmarks.rails.simulator import POLICIES, Policy, scenarios, simulate, simulate_all
+from fabric_ray.bench.record import Resume, recorded
+from fabric_ray.bench.results import ContenderError, Family, Row, RowHeader, row_of_turns
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 FAMILIES: Mapping[str, Family] = {"adaptive": "ours", "floor": "floor"}

@@ -8,11 +8,11 @@ import typer
 
 from benchmarks.contenders import perf
 from benchmarks.harness.cases import KIB, MIB
-from benchmarks.harness.record import Resume, Turns, recorded
-from benchmarks.harness.results import Row
 from benchmarks.rdma.contenders import Case, Contender, Engine, Perftest
 from benchmarks.rdma.turns import measure, packages
 from benchmarks.rdma.unequal import unequal_rails
+from fabric_ray.bench.record import Resume, Turns, recorded
+from fabric_ray.bench.results import Row
 from tests.rdma.boot import why_no_guest
 
 # A second or so for each, where the CPU is emulated.

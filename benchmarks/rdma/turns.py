@@ -7,9 +7,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness import stats
-from benchmarks.harness.results import Row, row_of_turns
 from benchmarks.rdma.contenders import Case, Contender, last
+from fabric_ray.bench import stats
+from fabric_ray.bench.results import Row, row_of_turns
 from tests.rdma.boot import guest_run
 
 _BOOT_SECONDS = 60.0

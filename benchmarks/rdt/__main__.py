@@ -14,10 +14,10 @@ import torch
 import typer
 
 from benchmarks.harness.cases import GIB, KIB, MIB, size
-from benchmarks.harness.record import Results, Resume, Turns, recorded
-from benchmarks.harness.results import Family, RowHeader, row_of_turns
-from benchmarks.harness.schedule import rotated
 from benchmarks.rdt import FABRIC, GLOO, MAPPED, NIXL, NUMPY, STORE
+from fabric_ray.bench.record import Results, Resume, Turns, recorded
+from fabric_ray.bench.results import Family, RowHeader, row_of_turns
+from fabric_ray.bench.turns import rotated
 
 SIZES = (64 * KIB, MIB, 16 * MIB, 256 * MIB, GIB)
 KINDS = ("argument", "target")

@@ -13,10 +13,10 @@ from benchmarks.contenders.perf import find_program
 from benchmarks.harness.cases import Case
 from benchmarks.harness.data import ordinary_memory, step
 from benchmarks.harness.pair import PairContender
-from benchmarks.harness.processes import adopt_orphans, ended_by_signals
-from benchmarks.harness.record import Results
 from benchmarks.harness.roles import Role, SenderRole, Stamps, TargetRole
 from benchmarks.harness.schedule import Plan, run_cases
+from fabric_ray.bench.processes import adopt_orphans, ended_by_signals
+from fabric_ray.bench.record import Results
 
 _HERE = "tests.integration.bench_plain"
 

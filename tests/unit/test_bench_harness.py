@@ -22,12 +22,14 @@ from benchmarks.contenders.libfabric import FabTests, PingPong
 from benchmarks.contenders.programs import ProgramContender
 from benchmarks.contenders.registry import every
 from benchmarks.contenders.ucx import UcxPut
-from benchmarks.harness import data, record, stats
-from benchmarks.harness.cases import KIB, MIB, Case, size
+from benchmarks.harness import data
+from benchmarks.harness.cases import KIB, MIB, Case
 from benchmarks.harness.contender import Effort, Measurement
-from benchmarks.harness.record import Results
-from benchmarks.harness.results import RowHeader, load, row_of_turns
-from benchmarks.harness.schedule import Plan, run_cases
+from benchmarks.harness.schedule import Plan, operations_and_samples, run_cases
+from fabric_ray.bench import record, stats
+from fabric_ray.bench.record import Results
+from fabric_ray.bench.results import RowHeader, load, row_of_turns
+from fabric_ray.bench.table import size
 
 WRITE = Case(suite="write", operation="write", link="shm", bytes=4 * KIB, region=64 * KIB)
 PAGES = Case(suite="pages", operation="pages", link="shm", bytes=KIB, pages=8, region=64 * KIB)
@@ -98,7 +100,7 @@ def test_a_paired_ratio_cancels_drift_that_a_ratio_of_medians_would_show() -> No
 def test_a_turn_holds_at_least_one_operation_and_about_its_budget(
     seconds: float, wanted: int, budget: float
 ) -> None:
-    operations, samples = stats.operations_and_samples(seconds, wanted, budget)
+    operations, samples = operations_and_samples(seconds, wanted, budget)
     assert 1 <= operations <= wanted
     assert samples >= 1
     assert operations * samples * seconds <= max(budget, seconds) * 1.001
@@ -286,7 +288,7 @@ def test_fabtests_stand_beside_writes_to_the_memory_that_they_use(
     peer = FabTests()
     assert peer.available() is None
     assert (peer.supports(hot), peer.supports(WINDOW)) == (version == "1.17", version == "2.6")
-    assert peer.client(WINDOW, 7, 640)[:3] == [str(program), "-p", "tcp"]
+    assert peer.command(WINDOW, 7, 640, False)[:3] == [str(program), "-p", "tcp"]
 
 
 def test_a_folder_without_fabtests_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
