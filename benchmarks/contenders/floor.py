@@ -1,4 +1,4 @@
-"""The physical floor: the best of the plain ways to move the same bytes, in the same turn.
+"""The physical floor: the best plain code that moves the same bytes, in the same turn.
 
 It is measured by `fabric-perf floor serve` (see `perf.Service`).
 A request names a `kind` (copy, pages, cma, flag, futex, ring, tcp-stream, tcp-pingpong, tcp-wake,

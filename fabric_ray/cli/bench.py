@@ -132,7 +132,7 @@ def _flat(rows: Iterable[benches.Row]) -> Iterable[dict[str, Any]]:
 
 
 def _table(rows: Iterable[benches.Row]) -> Table:
-    table = plain("write", "over", right=("median", "best", "of the floor"))
+    table = plain("write", "over", ">median", ">best", ">of the floor")
     last = 0
     for found in _flat(rows):
         of_floor = found["of_floor"]
