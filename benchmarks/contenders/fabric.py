@@ -185,6 +185,7 @@ class KvPages(PairContender):
     name = "fabric-kv"
     family = "ours"
     module = "benchmarks.contenders.fabric_kv"
+    sender, target = "PrefillEnd", "DecodeEnd"
     pausable = False  # both ends park by themselves, and beats go on
 
     def supports(self, case: Case) -> bool:
@@ -202,7 +203,7 @@ class FabricPython(PairContender):
     def __init__(self, name: str, *, batch: bool = False) -> None:
         self.name = name
         self._batch = batch
-        self.sender = "BatchSender" if batch else "Sender"
+        self.sender = self.target = "BatchEnd" if batch else "End"
 
     def supports(self, case: Case) -> bool:
         if case.operation == "rate":

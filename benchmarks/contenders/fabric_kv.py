@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from benchmarks.harness import data
+from benchmarks.harness import data, ends
 from benchmarks.harness.cases import Case
-from benchmarks.harness.roles import PATIENCE, Role, SenderRole, TargetRole
 from benchmarks.suites import R1_LABEL, R1_LAYERS, R1_TOKENS
 from fabric_ray import TransferEngine
 from fabric_ray.kvcache import (
@@ -90,10 +89,9 @@ class Shape(NamedTuple):
         return data.Step(source, target)
 
 
-class _End(Role):
+class _End(ends.End):
     """An engine and its cache, made anew when the case is another."""
 
-    name: str
     _engine: TransferEngine | None = None
     _case: Case | None = None
 
@@ -103,10 +101,8 @@ class _End(Role):
             return False
         self.close()
         self.shape, self._case = Shape.of(case), case
-        bind = ["127.0.0.1"]
-        self._engine = TransferEngine(
-            name=self.name, transport=case.link, copy_threads=1, bind=bind
-        )
+        name, bind = "prefiller" if self.sends else "decoder", ["127.0.0.1"]
+        self._engine = TransferEngine(name=name, transport=case.link, copy_threads=1, bind=bind)
         region = self._engine.alloc(self.shape.nbytes)
         self.memory = region.numpy()
         self.rank = RankCache(self._engine, self.shape.layout(), [region])
@@ -120,9 +116,15 @@ class _End(Role):
         if self._engine is not None:
             self._engine.close()
 
+    def move(self, operation: Any) -> None:
+        raise NotImplementedError("a sample is one pass through all layers")
 
-class Sender(_End, SenderRole):
-    name = "prefiller"
+    def arrive(self, operations: Sequence[Any]) -> None:
+        for pull in operations:
+            pull.wait_ready(ends.PATIENCE)
+
+
+class PrefillEnd(_End):
     _touched = False
 
     def prepare(self, case: Case) -> bytes:
@@ -137,28 +139,28 @@ class Sender(_End, SenderRole):
         if not self._touched:
             [job] = self._jobs(1)
             job.accept([list(range(self.shape.held_pages))])
-            self._push([job])
+            self.sample(case, [job])
             self._touched = True
 
-    def sample(self, case: Case, operations: int) -> Callable[[], None]:
+    def ready(self, case: Case, operations: int) -> Sequence[Job]:
         jobs = self._jobs(operations)
         for number, job in enumerate(jobs, self.moved):
             job.accept([self.shape.tables(number)[0]])
-        return lambda: self._push(jobs)
+        return jobs
 
-    def _push(self, jobs: list[Job]) -> None:
+    def sample(self, case: Case, operations: Sequence[Job]) -> None:
         """A pass through all layers of which each is there at once."""
-        for job in jobs:
+        for job in operations:
             self._prefiller.begin([(job, job.tokens)])
             for layer in range(self.shape.layers):
                 self._prefiller.layer_done(layer)
             job.finish()
-        for job in jobs:
-            job.wait_released(PATIENCE)
+        for job in operations:
+            job.wait_released(ends.PATIENCE)
 
     def _jobs(self, count: int) -> list[Job]:
         jobs = self._prefiller.take()
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + ends.PATIENCE
         while len(jobs) < count:
             if time.monotonic() > end:
                 raise TimeoutError(f"{len(jobs)} of {count} requests came")
@@ -168,9 +170,7 @@ class Sender(_End, SenderRole):
         return sorted(jobs, key=lambda job: msgspec.msgpack.decode(job.payload, type=int))
 
 
-class Target(_End, TargetRole):
-    name = "decoder"
-
+class DecodeEnd(_End):
     def prepare(self, case: Case) -> bytes:
         if self.make(case):
             self._decoder = Decoder([self.rank], terms=Terms())
@@ -180,26 +180,24 @@ class Target(_End, TargetRole):
     def bind(self, case: Case, description: bytes) -> None:
         if self._to is None:
             self._to = self._decoder.connect(description)
-            self._pull(self._to, list(range(self.shape.held_pages)), 0).wait_released(PATIENCE)
+            self._pull(list(range(self.shape.held_pages)), 0).wait_released(ends.PATIENCE)
             self.memory.fill(0)
 
-    def sample(self, case: Case, operations: int) -> Callable[[], None]:
-        assert self._to is not None
+    def ready(self, case: Case, operations: int) -> Sequence[Pull]:
         numbers = range(self.moved, self.moved + operations)
-        self._pulls = [self._pull(self._to, self.shape.tables(n)[1], n) for n in numbers]
-
-        def arrive() -> None:
-            for pull in self._pulls:
-                pull.wait_ready(PATIENCE)
-
-        return arrive
+        self._pulls = [self._pull(self.shape.tables(number)[1], number) for number in numbers]
+        return self._pulls
 
     def settle(self) -> None:
         for pull in self._pulls:
-            pull.wait_released(PATIENCE)
+            pull.wait_released(ends.PATIENCE)
 
-    def _pull(self, to: int, pages: list[int], number: int) -> Pull:
-        tokens, payload = len(pages) * self.shape.page_tokens, msgspec.msgpack.encode(number)
+    def _pull(self, pages: list[int], number: int) -> Pull:
+        assert self._to is not None
         return self._decoder.pull(
-            to, tokens=tokens, tables=[pages], payload=payload, timeout=PATIENCE
+            self._to,
+            tokens=len(pages) * self.shape.page_tokens,
+            tables=[pages],
+            payload=msgspec.msgpack.encode(number),
+            timeout=ends.PATIENCE,
         )

@@ -11,27 +11,27 @@ from typing import Any
 
 from benchmarks.harness.cases import Case
 from benchmarks.harness.contender import Contender, Effort, Measurement
-from benchmarks.harness.roles import Stamps
+from benchmarks.harness.ends import Stamps
 from fabric_ray.bench.child import Child
 from fabric_ray.bench.processes import signal_group
 from fabric_ray.bench.results import ContenderError
 
 _PATIENCE = 60.0
-_ROLE = "benchmarks.harness.roles:make_role"
+_END = "benchmarks.harness.ends:make_end"
 
 
 class PairContender(Contender):
-    """Drives a sender and a target role (see `roles.Role`), by default the classes `Sender` and
-    `Target` beside a subclass; `arguments` are their constructors'.
+    """Drives a sender and a target (see `ends.End`), by default of the class `End` beside a
+    subclass; `arguments` are their constructors'.
 
     Idle processes are stopped by a signal, so that a library with busy threads costs the others
     nothing; `pausable = False` leaves them running.
     """
 
-    sender = "Sender"
-    target = "Target"
+    sender = "End"
+    target = "End"
     module: str = ""
-    """Of the roles, if it isn't that of the class."""
+    """Of the ends, if it isn't that of the class."""
     arguments: tuple[Any, ...] = ()
     env: Mapping[str, str] = {}
     pausable = True
@@ -64,6 +64,7 @@ class PairContender(Contender):
 
     def measure(self, case: Case, effort: Effort) -> Measurement:
         sent, received = self._run(case, effort)
+        # A round trip ends at the sender, whose samples are halved.
         ends = received.ends or sent.ends
         if len(sent.starts) != effort.samples or len(ends) != effort.samples:
             raise ContenderError(
@@ -98,19 +99,21 @@ class PairContender(Contender):
     def _bring_up(self) -> None:
         near, far = socket.socketpair()
         with near, far:
-            self._ends = self._end(self.sender, near), self._end(self.target, far)
+            self._ends = self._end(self.sender, near, True), self._end(self.target, far, False)
         for end in self._ends:
             end.end_call(_PATIENCE)
         sender, target = self._exchange("open")
         self._exchange("connect", (target,), (sender,))
 
-    def _end(self, role: str, sync: socket.socket) -> Child:
+    def _end(self, name: str, sync: socket.socket, sends: bool) -> Child:
         number = sync.fileno()
-        kind = f"{self.module or type(self).__module__}:{role}"
-        return Child(_ROLE, kind, number, *self.arguments, name=kind, env=self.env, fds=[number])
+        kind = f"{self.module or type(self).__module__}:{name}"
+        arguments = kind, number, sends, *self.arguments
+        shown = f"{kind} ({'sender' if sends else 'target'})"
+        return Child(_END, *arguments, name=shown, env=self.env, fds=[number])
 
     def _prepare(self, case: Case) -> None:
-        sender, target = self._exchange("begin", (case, True), (case, False))
+        sender, target = self._exchange("begin", (case,), (case,))
         self._exchange("bind", (case, target), (case, sender))
 
     def _run(self, case: Case, effort: Effort) -> tuple[Stamps, Stamps]:

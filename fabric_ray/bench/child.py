@@ -1,4 +1,4 @@
-"""An object in a process of its own: `python -m fabric_ray.bench.child MODULE:MAKER FD`."""
+"""An object in a process of its own."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import IO, Any
 from fabric_ray.bench.processes import die_with_parent, kill, spawn
 from fabric_ray.bench.results import ContenderError
 
+_PROGRAM = "from fabric_ray.bench.child import main; main()"
 _PATIENCE = 120.0
 
 
@@ -52,7 +53,7 @@ class Child:
         path = os.pathsep.join([entry or os.getcwd() for entry in sys.path])
         with theirs:
             self.process: subprocess.Popen[bytes] = spawn(
-                [sys.executable, "-m", "fabric_ray.bench.child", maker, str(theirs.fileno())],
+                [sys.executable, "-c", _PROGRAM, maker, str(theirs.fileno())],
                 env={**(env or {}), "PYTHONPATH": path},
                 pass_fds=[theirs.fileno(), *fds],
                 stdout=self._log,
@@ -113,6 +114,7 @@ class Child:
 
 
 def main() -> None:
+    """The process: its arguments are the maker and the descriptor of its end of the line."""
     die_with_parent()
     module, _, name = sys.argv[1].partition(":")
     line: Connection[Any, Any] = Connection(int(sys.argv[2]))
@@ -137,7 +139,3 @@ def main() -> None:
     sys.stderr.flush()
     # Some libraries crash in their exit handlers; what matters was said already.
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,7 @@ import select
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -53,18 +53,26 @@ class Sync:
             raise ConnectionError("the other end has gone")
 
 
-class Role(ABC):
-    """One end of a pair. Calls come in the order of the methods; `prepare`, `bind` and `run`
-    repeat. `prepare` and `bind` of both ends happen before any `run`."""
+class End(ABC):
+    """A library at one end of a pair, the sender or the target (`sends`).
+
+    Calls come in the order of the methods; `prepare`, `bind` and `run` repeat. `prepare` and `bind`
+    of both ends happen before any `run`. A subclass that answers round trips has both `move` and
+    `arrive` work at either end.
+    """
 
     memory: Bytes
     """The region that operations read from (sender) or land in (target)."""
     moved: int = 0
     """Operations since the last `prepare`; both ends count them alike."""
+    notifies = True
+    """False: the target is not told of what arrives, and the clock stops when `move` returns."""
+    progress: Callable[[], object] | None = None
+    """Called by the target until the sender has finished, where its completions need that."""
     _filled: Bytes | None = None
 
-    def __init__(self, sync: Sync) -> None:
-        self.sync = sync
+    def __init__(self, sync: Sync, sends: bool) -> None:
+        self.sync, self.sends = sync, sends
 
     def open(self) -> bytes:
         """Start the library; returns what the other end needs to connect."""
@@ -82,38 +90,94 @@ class Role(ABC):
         """Take the other end's description."""
         del case, description
 
-    @abstractmethod
-    def run(self, case: Case, operations: int, samples: int) -> Stamps:
-        """Do or await `samples` samples."""
+    def ready(self, case: Case, operations: int) -> Sequence[Any]:
+        """One sample's operations, prepared before the clock starts."""
+        return [self.operation(case, self.moved + number) for number in range(operations)]
+
+    def operation(self, case: Case, number: int) -> Any:
+        """Operation `number` since `prepare`, prepared."""
+        del case
+        return number
 
     @abstractmethod
-    def sample(self, case: Case, operations: int) -> Callable[[], object]:
-        """One sample, to be called while the clock runs; what can be prepared is prepared here."""
+    def move(self, operation: Any) -> None:
+        """Make one, until it is complete at this end."""
+
+    def stream(self, operations: Sequence[Any]) -> None:
+        """Make small ones, with as many in flight as the library likes."""
+        for operation in operations:
+            self.move(operation)
+
+    @abstractmethod
+    def arrive(self, operations: Sequence[Any]) -> None:
+        """Wait until as many of the other end's have arrived; nothing where none is told."""
 
     def settle(self) -> None:
-        """Let go of what `sample` prepared, when its clock has stopped."""
+        """Let go of what `ready` made, when its clock has stopped."""
         return
 
-    def begin(self, case: Case, sender: bool) -> bytes:
+    def close(self) -> None:
+        """Leave in peace, as far as the library can."""
+        return
+
+    def begin(self, case: Case) -> bytes:
         """`prepare`, with the memory laid out: the pattern, or zeros at the target; returns the
         description."""
         description = self.prepare(case)
         self.moved = 0
-        if not sender:
+        if not self.sends:
             self.memory.fill(0)
         elif self._filled is not self.memory:
             data.fill(self.memory)
             self._filled = self.memory
         return description
 
+    def run(self, case: Case, operations: int, samples: int) -> Stamps:
+        """Do or await `samples` samples."""
+        starts: list[int] = []
+        ends: list[int] = []
+        for _ in range(samples):
+            ready = self.ready(case, operations)
+            self.moved += operations
+            if self.sends:
+                self.sync.wait()
+            else:
+                self.sync.signal()
+            starts.append(time.monotonic_ns())
+            self.sample(case, ready)
+            ends.append(time.monotonic_ns())
+            if self.sends:
+                self.sync.signal()
+                self.settle()
+            else:
+                self.settle()
+                self.sync.wait(self.progress)
+        if case.operation == "latency":
+            # A round trip ends where it began.
+            return Stamps(starts=starts, ends=ends if self.sends else [], per_operation=0.5)
+        return Stamps(starts=starts, ends=ends if self.sends != self.notifies else [])
+
+    def sample(self, case: Case, operations: Sequence[Any]) -> None:
+        """One sample, while the clock runs."""
+        if case.operation == "latency":
+            for one in operations:
+                if self.sends:
+                    self.move(one)
+                self.arrive([one])
+                if not self.sends:
+                    self.move(one)
+        elif not self.sends:
+            self.arrive(operations)
+        elif case.operation == "rate":
+            self.stream(operations)
+        else:
+            for one in operations:
+                self.move(one)
+
     def check(self, case: Case, operations: int) -> str | None:
         """What is wrong with `memory` after `operations` operations since `prepare`, or None."""
         steps = [data.step(case, number) for number in range(operations)]
         return data.fault(case.bytes, steps, self.memory)
-
-    def close(self) -> None:
-        """Leave in peace, as far as the library can."""
-        return
 
     def ordinary(self, case: Case, release: Callable[[], object] = lambda: None) -> bool:
         """Have `memory` be ordinary memory of the case's size; whether it is new. `release` is
@@ -126,57 +190,12 @@ class Role(ABC):
         return True
 
 
-class SenderRole(Role):
-    """The end whose calls start the clock.
-
-    `stops_clock` says that an operation is over when its call returns, since the target is not
-    notified; otherwise the target stops the clock. A round trip always ends here.
-    """
-
-    stops_clock = False
-
-    def run(self, case: Case, operations: int, samples: int) -> Stamps:
-        starts: list[int] = []
-        ends: list[int] = []
-        for _ in range(samples):
-            move = self.sample(case, operations)
-            self.moved += operations
-            self.sync.wait()
-            starts.append(time.monotonic_ns())
-            move()
-            ends.append(time.monotonic_ns())
-            self.sync.signal()
-            self.settle()
-        if case.operation == "latency":
-            return Stamps(starts=starts, ends=ends, per_operation=0.5)
-        return Stamps(starts=starts, ends=ends if self.stops_clock else [])
-
-
-class TargetRole(Role):
-    """The end that the bytes arrive at."""
-
-    notified = True
-    progress: Callable[[], object] | None = None
-    """Called until the sender has finished, where its completions need this end."""
-
-    def run(self, case: Case, operations: int, samples: int) -> Stamps:
-        ends: list[int] = []
-        for _ in range(samples):
-            arrive = self.sample(case, operations)
-            self.moved += operations
-            self.sync.signal()
-            arrive()
-            ends.append(time.monotonic_ns())
-            self.settle()
-            self.sync.wait(self.progress)
-        return Stamps(ends=ends if self.notified and case.operation != "latency" else [])
-
-
-def make_role(kind: str, descriptor: int, *arguments: Any) -> Role:
-    """A role by its ``module:Class``, in the process that runs it."""
+def make_end(kind: str, descriptor: int, sends: bool, *arguments: Any) -> End:
+    """An end by its ``module:Class``, in the process that runs it."""
     module, _, name = kind.partition(":")
-    role: Role = getattr(importlib.import_module(module), name)(Sync(descriptor), *arguments)
-    return role
+    made = getattr(importlib.import_module(module), name)
+    end: End = made(Sync(descriptor), sends, *arguments)
+    return end
 
 
 def spin(ready: Callable[[], bool], what: str) -> None:
