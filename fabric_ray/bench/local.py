@@ -23,7 +23,7 @@ from fabric_ray.bench.record import Results
 from fabric_ray.bench.results import ContenderError, Row, RowHeader
 from fabric_ray.bench.table import size
 from fabric_ray.bench.turns import Entry, take_turns
-from fabric_ray.engine import CounterRef, RegionDescriptor, TransferEngine
+from fabric_ray.engine import CounterRef, RegionDescriptor, Transfer, TransferEngine
 from fabric_ray.errors import InvalidArgument
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
@@ -87,10 +87,10 @@ def measure(
     known = list(dict.fromkeys(transports))
     keys = []
     with ExitStack() as stack:
-        opened: dict[str, Copy | _Pair] = {}
+        opened: dict[str, Copy | Pair] = {}
         for name in (*dict.fromkeys(_FLOORS[t] for t in known if t in _FLOORS), *known):
             tell(f"starting {name}")
-            opened[name] = _open(name)
+            opened[name] = Copy() if name == "copy" else Pair(name)
             stack.callback(opened[name].close)
         for header, runs in _cases(known, sizes, opened):
             keys.append(header.key)
@@ -109,7 +109,7 @@ Turn = Callable[[], list[float]]
 
 
 def _cases(
-    transports: Sequence[str], sizes: Sequence[int], opened: Mapping[str, Copy | _Pair]
+    transports: Sequence[str], sizes: Sequence[int], opened: Mapping[str, Copy | Pair]
 ) -> Iterator[tuple[RowHeader, dict[str, Turn]]]:
     """What is measured, and by which contenders; the last one of each is ours."""
     for nbytes in sizes:
@@ -126,7 +126,7 @@ def _cases(
             yield header, {name: partial(opened[name].stream, nbytes, count) for name in names}
     for transport in transports:
         pairs = {name: opened[name] for name in (_FLOORS.get(transport, transport), transport)}
-        trips = {name: one.trip for name, one in pairs.items() if isinstance(one, _Pair)}
+        trips = {name: one.trip for name, one in pairs.items() if isinstance(one, Pair)}
         yield RowHeader(key=f"bench/{transport}/one trip", unit="us"), trips
 
 
@@ -155,14 +155,8 @@ def _measure(
     )
 
 
-def _open(name: str) -> Copy | _Pair:
-    if name == "copy":
-        return Copy()
-    return Socket() if name == "socket" else Engine(name)
-
-
 class Copy:
-    """One thread copies within one process: what no way through memory is faster than by much."""
+    """One thread copies within one process: what nothing through memory is faster than by much."""
 
     name = "copy"
 
@@ -187,39 +181,166 @@ class Copy:
         return
 
 
-class _Pair(ABC):
-    """The end that measures; the far end is an object in a process of its own.
+class _End(ABC):
+    """One end of a link, which sends to the other and hears from it."""
 
-    Args:
-        name: of the transport.
-        far: the class of the far end.
-        arguments: of that class.
-    """
-
-    def __init__(self, name: str, far: type[_Far], *arguments: Any) -> None:
-        self.name = name
-        self.memory = _noise().copy()
-        """What is sent."""
-        where = f"the other process of {name}"
-        self._far = Child(f"{__name__}:{far.__name__}", *arguments, name=where)
-        try:
-            self._far.end_call()
-            self._met(self._far.call("meet"))
-        except BaseException:
-            self.close()
-            raise
+    memory: Bytes
 
     @abstractmethod
-    def _met(self, answer: Any) -> None:
-        """Takes what the far end has said of itself."""
+    def address(self) -> Any:
+        """How the other end reaches this one."""
 
     @abstractmethod
-    def _send(self, nbytes: int, count: int) -> None:
+    def meet(self, address: Any) -> None: ...
+
+    @abstractmethod
+    def send(self, nbytes: int, count: int) -> None:
         """Sends blocks, each to another place; each is complete here afterwards."""
 
     @abstractmethod
-    def _round(self) -> None:
-        """Sends a few bytes, and waits for an answer."""
+    def receive(self, nbytes: int, count: int) -> Iterator[None]:
+        """Yields when it is ready, and ends when all blocks have come."""
+
+    @abstractmethod
+    def ping(self) -> None:
+        """Sends a few bytes."""
+
+    @abstractmethod
+    def pong(self) -> None:
+        """Waits for them."""
+
+    def take(self, nbytes: int, count: int) -> Iterator[Any]:
+        """Answers when it is ready, then when all blocks had come, on the clock that all processes
+        share, with their checksum."""
+        self.memory[: nbytes * count] = 0
+        yield from self.receive(nbytes, count)
+        yield time.perf_counter(), zlib.crc32(self.memory[: nbytes * count].data)
+
+    def echo(self) -> Iterator[None]:
+        """Answers pings."""
+        yield
+        for _ in range(_PINGS):
+            self.pong()
+            self.ping()
+        yield
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class EngineEnd(_End):
+    """An engine with a region and a counter: counted writes, all of them under way at once."""
+
+    def __init__(self, name: str, transport: str, token: bytes) -> None:
+        self._engine = TransferEngine(name=name, transport=transport, token=token)
+        # Behind the blocks, where pings go.
+        self._region = self._engine.alloc(_POOL + PING_NBYTES)
+        self._counter = self._engine.counter()
+        self._sent: list[Transfer] = []
+        self.memory = self._region.numpy()[:_POOL]
+
+    def address(self) -> tuple[RegionDescriptor, CounterRef]:
+        return self._region.descriptor(), self._counter.ref
+
+    def meet(self, address: tuple[RegionDescriptor, CounterRef]) -> None:
+        self._there, self._ref = self._engine.import_region(address[0]), address[1]
+
+    def send(self, nbytes: int, count: int) -> None:
+        for write in [self._write(at, nbytes) for at in range(0, nbytes * count, nbytes)]:
+            write.wait()
+
+    def _write(self, at: int, nbytes: int) -> Transfer:
+        near, there = self._region.slice(at, nbytes), self._there.slice(at, nbytes)
+        return self._engine.write(near, there, imm=self._ref)
+
+    def receive(self, nbytes: int, count: int) -> Iterator[None]:
+        expected = self._counter.expect(count, timeout=_TIMEOUT_S)
+        yield
+        expected.wait()
+
+    def ping(self) -> None:
+        self._sent.append(self._write(_POOL, PING_NBYTES))
+
+    def pong(self) -> None:
+        self._counter.wait(1, timeout=_TIMEOUT_S)
+        while self._sent:
+            self._sent.pop().wait()
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class SocketEnd(_End):
+    """One TCP connection over the loopback interface, written and read by plain calls."""
+
+    def __init__(self) -> None:
+        self.memory = np.zeros(_POOL, np.uint8)
+        self._bytes = memoryview(bytearray(PING_NBYTES))
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._socket.settimeout(_TIMEOUT_S)
+
+    def address(self) -> Any:
+        return self._socket.getsockname()
+
+    def meet(self, address: Any) -> None:
+        """Connects to the address, or without one takes who connects."""
+        with self._socket as listener:
+            if address is None:
+                self._socket, _ = listener.accept()
+            else:
+                self._socket = socket.create_connection(address, _TIMEOUT_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, nbytes: int, count: int) -> None:
+        for at in range(0, nbytes * count, nbytes):
+            self._socket.sendall(self.memory.data[at : at + nbytes])
+
+    def receive(self, nbytes: int, count: int) -> Iterator[None]:
+        yield
+        for at in range(0, nbytes * count, nbytes):
+            _receive(self._socket, self.memory.data[at : at + nbytes])
+
+    def ping(self) -> None:
+        self._socket.sendall(self._bytes)
+
+    def pong(self) -> None:
+        _receive(self._socket, self._bytes)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Pair:
+    """A link to a process of its own, measured from here.
+
+    Args:
+        name: ``socket``, or a transport as an engine names it.
+
+    Raises:
+        FabricError: the transport doesn't work here.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        plain, token = name == "socket", secrets.token_bytes(16)
+        # What this machine can't do is said here, before a process is started for it.
+        self._near = SocketEnd() if plain else EngineEnd("bench-near", name, token)
+        self.memory = self._near.memory
+        """What is sent."""
+        self.memory[:] = _noise()
+        kind, given = ("SocketEnd", ()) if plain else ("EngineEnd", ("bench-far", name, token))
+        where = f"the other process of {name}"
+        self._far = Child(f"{__name__}:{kind}", *given, name=where)
+        try:
+            self._far.end_call()
+            # Of sockets one end listens.
+            there = None if plain else self._far.call("address")
+            self._far.begin("meet", self._near.address())
+            self._near.meet(there)
+            self._far.end_call()
+        except BaseException:
+            self.close()
+            raise
 
     def stream(self, nbytes: int, count: int) -> list[float]:
         """Seconds of each of ``count`` blocks, until the receiver knows that they are there.
@@ -229,7 +350,7 @@ class _Pair(ABC):
         """
         self._far.call("take", nbytes, count)
         begin = time.perf_counter()
-        self._send(nbytes, count)
+        self._near.send(nbytes, count)
         end, arrived = self._far.end_call(_TIMEOUT_S)
         _check(self.name, arrived, count * nbytes)
         return [(end - begin) / count]
@@ -240,171 +361,19 @@ class _Pair(ABC):
         Raises:
             ContenderError: the other process has ended.
         """
-        self._far.call("echo", _PINGS)
+        self._far.call("echo")
         begin = time.perf_counter()
         for _ in range(_PINGS):
-            self._round()
+            self._near.ping()
+            self._near.pong()
         took = time.perf_counter() - begin
         self._far.end_call(_TIMEOUT_S)
         return [took / _PINGS / 2]
 
     def close(self) -> None:
+        # The other end hears that this one goes.
+        self._near.close()
         self._far.close()
-
-
-class _Far(ABC):
-    """The end that memory is written to. Generators answer first when they are ready."""
-
-    memory: Bytes
-
-    @abstractmethod
-    def meet(self) -> Any:
-        """How it is reached."""
-
-    def take(self, nbytes: int, count: int) -> Iterator[Any]:
-        """Answers when all blocks had come, on the clock that all processes share, and their
-        checksum."""
-        self.memory[: nbytes * count] = 0
-        arrived = self.arrived(nbytes, count)
-        yield next(arrived)
-        next(arrived, None)
-        yield time.perf_counter(), zlib.crc32(self.memory[: nbytes * count].data)
-
-    @abstractmethod
-    def arrived(self, nbytes: int, count: int) -> Iterator[None]:
-        """Yields when it is ready, and ends when all blocks have come."""
-
-    def echo(self, count: int) -> Iterator[None]:
-        """Answers each of ``count`` rounds."""
-        yield
-        for _ in range(count):
-            self.answer()
-        yield
-
-    @abstractmethod
-    def answer(self) -> None:
-        """Waits for a few bytes, and sends as many."""
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-
-class Engine(_Pair):
-    """Counted writes of one engine into the region of another, all of them under way at once."""
-
-    def __init__(self, transport: str) -> None:
-        token = secrets.token_bytes(16)
-        # What this machine can't do is said here, before a process is started for it.
-        self._engine = TransferEngine(name="bench-near", transport=transport, token=token)
-        self._region = self._engine.alloc(_POOL)
-        self._inbox, self._counter = self._engine.alloc(PING_NBYTES), self._engine.counter()
-        super().__init__(transport, FarEngine, transport, token)
-
-    def _met(self, answer: tuple[RegionDescriptor, CounterRef]) -> None:
-        self._there, self._ref = self._engine.import_region(answer[0]), answer[1]
-        self._far.call("reply_to", self._inbox.descriptor(), self._counter.ref)
-        self._region.numpy()[:] = self.memory
-        self.memory = self._region.numpy()
-
-    def _send(self, nbytes: int, count: int) -> None:
-        engine, near, there = self._engine, self._region, self._there
-        writes = [
-            engine.write(near.slice(at, nbytes), there.slice(at, nbytes), imm=self._ref)
-            for at in range(0, nbytes * count, nbytes)
-        ]
-        for write in writes:
-            write.wait()
-
-    def _round(self) -> None:
-        source, there = self._region.slice(0, PING_NBYTES), self._there.slice(0, PING_NBYTES)
-        write = self._engine.write(source, there, imm=self._ref)
-        self._counter.wait(1, timeout=_TIMEOUT_S)
-        write.wait()
-
-    def close(self) -> None:
-        # The other engine hears that this one goes.
-        self._engine.close()
-        super().close()
-
-
-class FarEngine(_Far):
-    """An engine with a region and a counter."""
-
-    def __init__(self, transport: str, token: bytes) -> None:
-        self._engine = TransferEngine(name="bench-far", transport=transport, token=token)
-        self._inbox, self._counter = self._engine.alloc(_POOL), self._engine.counter()
-        self._reply = self._engine.alloc(PING_NBYTES)
-        self.memory = self._inbox.numpy()
-
-    def meet(self) -> tuple[RegionDescriptor, CounterRef]:
-        return self._inbox.descriptor(), self._counter.ref
-
-    def reply_to(self, there: RegionDescriptor, ref: CounterRef) -> None:
-        self._there, self._ref = self._engine.import_region(there), ref
-
-    def arrived(self, nbytes: int, count: int) -> Iterator[None]:
-        expected = self._counter.expect(count, timeout=_TIMEOUT_S)
-        yield
-        expected.wait()
-
-    def answer(self) -> None:
-        self._counter.wait(1, timeout=_TIMEOUT_S)
-        self._engine.write(self._reply, self._there, imm=self._ref).wait()
-
-    def close(self) -> None:
-        self._engine.close()
-
-
-class Socket(_Pair):
-    """One TCP connection over the loopback interface, written and read by plain calls."""
-
-    def __init__(self) -> None:
-        self._bytes = memoryview(bytearray(PING_NBYTES))
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self._socket.settimeout(_TIMEOUT_S)
-        super().__init__("socket", FarSocket, self._socket.getsockname())
-
-    def _met(self, answer: None) -> None:
-        with self._socket as listener:
-            self._socket, _ = listener.accept()
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def _send(self, nbytes: int, count: int) -> None:
-        for at in range(0, nbytes * count, nbytes):
-            self._socket.sendall(self.memory.data[at : at + nbytes])
-
-    def _round(self) -> None:
-        self._socket.sendall(self._bytes)
-        _receive(self._socket, self._bytes)
-
-    def close(self) -> None:
-        self._socket.close()
-        super().close()
-
-
-class FarSocket(_Far):
-    """A TCP socket on the loopback interface that reads into memory."""
-
-    def __init__(self, address: tuple[str, int]) -> None:
-        self.memory = np.zeros(_POOL, np.uint8)
-        self._socket = socket.create_connection(address, _TIMEOUT_S)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._bytes = memoryview(bytearray(PING_NBYTES))
-
-    def meet(self) -> None:
-        return
-
-    def arrived(self, nbytes: int, count: int) -> Iterator[None]:
-        yield
-        for at in range(0, nbytes * count, nbytes):
-            _receive(self._socket, self.memory.data[at : at + nbytes])
-
-    def answer(self) -> None:
-        _receive(self._socket, self._bytes)
-        self._socket.sendall(self._bytes)
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 def _receive(connection: socket.socket, memory: memoryview) -> None:

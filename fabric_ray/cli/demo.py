@@ -78,7 +78,8 @@ def _option(name: str, hint: Any) -> Any:
         return None
     kind, *_, text = get_args(hint)
     if get_origin(kind) is Literal:
-        kind = Enum(name, {each: each for each in get_args(kind)})
+        choices: Any = Enum
+        kind = choices(name, {each: each for each in get_args(kind)})
     return Annotated[kind, typer.Option(f"--{name.replace('_', '-')}", help=text)]
 
 

@@ -36,13 +36,16 @@ glm-5 tp=4,pp=8,cp=2,ep=16,etp=1,dp=2 tp=64,ep=64,engines=2 bfloat16 8479.7 5830
 kimi-k2 tp=8,pp=8,cp=4,ep=32,etp=1 tp=32,ep=32,engines=8 fp8:64x64 7227.3 53279.1
 """
 
+
+def _times(rdma: str, nccl: str) -> dict[str, float]:
+    return {"RDMA": float(rdma), "NCCL": float(nccl)}
+
+
 PUBLISHED = (
     Published("kimi-k2", _FSDP, "tp=1,dp=32,ep=32,engines=4", "fp8:128x128", {"RDMA": 1233}, PAPER),
     *(
-        Published(
-            model, f"megatron:{trainer}", *rest, {"RDMA": float(rdma), "NCCL": float(nccl)}, MILES
-        )
-        for model, trainer, *rest, rdma, nccl in map(str.split, _MILES.strip().splitlines())
+        Published(row[0], f"megatron:{row[1]}", row[2], row[3], _times(row[4], row[5]), MILES)
+        for row in map(str.split, _MILES.strip().splitlines())
     ),
 )
 """The paper gives no table for its other models, only 1.2 to 2 s for DeepSeek-V3 and Qwen3-235B."""
