@@ -324,7 +324,7 @@ class Pair:
         self.name = name
         plain, token = name == "socket", secrets.token_bytes(16)
         # What this machine can't do is said here, before a process is started for it.
-        self._near = SocketEnd() if plain else EngineEnd("bench-near", name, token)
+        self._near: _End = SocketEnd() if plain else EngineEnd("bench-near", name, token)
         self.memory = self._near.memory
         """What is sent."""
         self.memory[:] = _noise()
