@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,6 +28,7 @@ from benchmarks.contenders.ucx import UcxPut
 from benchmarks.harness import data
 from benchmarks.harness.cases import KIB, MIB, Case
 from benchmarks.harness.contender import Effort, Measurement
+from benchmarks.harness.remains import Remains
 from benchmarks.harness.schedule import Plan, operations_and_samples, run_cases
 from fabric_ray.bench import record, stats
 from fabric_ray.bench.record import Results
@@ -301,3 +305,32 @@ def test_fabtests_use_the_library_that_we_use(monkeypatch: pytest.MonkeyPatch) -
     assert FabTests().environment(WINDOW) == {"LD_LIBRARY_PATH": "/opt/libfabric/lib"}
     monkeypatch.delenv("FABRIC_RAY_LIBFABRIC")
     assert FabTests().environment(WINDOW) == {}
+
+
+LEAVES = """
+import mmap, os, sys, time
+for path in sys.argv[1:]:
+    file = os.open(path, os.O_CREAT | os.O_RDWR)
+    os.truncate(file, 4096)
+    kept = mmap.mmap(file, 4096) if path == sys.argv[1] else file
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_contender_leaves_behind_is_removed_and_what_others_hold_is_not() -> None:
+    names = ("mapped", "opened", "shared")
+    paths = [Path(f"/dev/shm/bench-test-{os.getpid()}-{name}") for name in names]
+    remains = Remains()
+    with paths[2].open("w"):
+        command = [sys.executable, "-c", LEAVES, *map(str, paths)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as left:
+            assert left.stdout is not None
+            left.stdout.readline()
+            remains.look()
+            remains.clear()
+            assert not Path(f"/proc/{left.pid}").exists()
+    assert [path.exists() for path in paths] == [False, False, True]
+    paths[2].unlink()
+    assert f"process {left.pid} " in remains.found[0]
+    assert remains.found[1:] == [*map(str, paths[:2])]
