@@ -6,33 +6,22 @@ from __future__ import annotations
 import fnmatch
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from benchmarks import compare as comparison
 from benchmarks.contenders.registry import contenders
-from benchmarks.harness import record
 from benchmarks.harness.cases import Case
 from benchmarks.harness.schedule import Plan, run_cases
 from benchmarks.suites import DEFAULT, SUITES
+from fabric_ray.bench import record, table
 
 OTHERS = ("kvcache", "moe", "plan", "push", "rails", "rdma", "rdt")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """A name or a file that means nothing is an error of one line."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        record.console_of().print(f"[red]{error}[/]", soft_wrap=True)
-        raise typer.Exit(2) from error
+Names = list[str] | None
 
 
 def chosen_cases(
@@ -47,28 +36,20 @@ def chosen_cases(
         raise ValueError(
             f"no suite is called {', '.join(sorted(unknown))}; known: {', '.join(SUITES)}"
         )
-    cases = [
-        case
-        for name in suites
-        for case in SUITES[name](quick)
-        if any(fnmatch.fnmatchcase(case.key, pattern) for pattern in only)
-    ]
-    if not cases:
+    cases = [case for name in suites for case in SUITES[name](quick)]
+    found = [case for case in cases if any(fnmatch.fnmatchcase(case.key, one) for one in only)]
+    if not found:
         raise ValueError("no case matches; `python -m benchmarks list` names them all")
-    return cases
+    return found
 
 
 @app.command()
 def run(
     suite: Annotated[
-        list[str] | None, typer.Option(help="May be repeated; by default all but kv and observe")
+        Names, typer.Option(help="May be repeated; by default all but kv and observe")
     ] = None,
-    only: Annotated[
-        list[str] | None, typer.Option(help="Pattern of case keys, such as 'write/shm/*'")
-    ] = None,
-    contender: Annotated[
-        list[str] | None, typer.Option(help="Contender to include; may be repeated")
-    ] = None,
+    only: Annotated[Names, typer.Option(help="Pattern of case keys, such as 'write/shm/*'")] = None,
+    contender: Annotated[Names, typer.Option(help="To include; may be repeated")] = None,
     repeat: Annotated[int | None, typer.Option(min=1, help="Turns per contender and case")] = None,
     quick: Annotated[bool, typer.Option(help="Few cases, short turns")] = False,
     peers: Annotated[bool, typer.Option(help="Measure installed peers")] = True,
@@ -86,7 +67,7 @@ def run(
         "turns": str(plan.turns),
         "turn_seconds": str(plan.turn_seconds),
     }
-    with _told():
+    with record.errors_told(2, ValueError):
         cases = chosen_cases(suite or DEFAULT, only or ("*",), quick=quick)
         here, absent = contenders(peers=peers, names=contender or ())
     with record.recorded("bench", resume, options=options, absent=absent, out=out) as results:
@@ -111,7 +92,7 @@ def report(
     markdown: Annotated[bool, typer.Option("--markdown", help="Tables to paste")] = False,
 ) -> None:
     """Print the tables of a file of results, of any benchmark, and make its page anew."""
-    with _told():
+    with record.errors_told(2, OSError, ValueError):
         record.show(file, record.console_of(), markdown=markdown)
 
 
@@ -122,8 +103,8 @@ def compare(
     contender: Annotated[str | None, typer.Option(help="Only this contender")] = None,
 ) -> None:
     """Print two results side by side."""
-    with _told():
-        comparison.compare(before, after, record.console_of(), contender=contender)
+    with record.errors_told(2, OSError, ValueError):
+        table.compare(before, after, record.console_of(), contender=contender)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from benchmarks.harness.record import Resume, recorded
-from benchmarks.harness.results import Row, RowHeader, row_of_turns
+from fabric_ray.bench.record import Resume, recorded
+from fabric_ray.bench.results import Row, RowHeader, row_of_turns
 from fabric_ray.cli import published
 from fabric_ray.cli.published import PUBLISHED
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import product
+from typing import Any
 
 import msgspec
 
-from benchmarks.harness.cases import KIB, MIB, REGION, WINDOW, Case, Language, Link, Memory, Waiter
+from benchmarks.harness.cases import KIB, MIB, REGION, WINDOW, Case, Link
 
 # 4096 tokens of DeepSeek-R1: 61 layers, 32 pages of 128 tokens, 576 values of 2 bytes a token.
 R1_LAYERS, R1_PAGES, R1_TOKENS, R1_WIDTH = 61, 32, 128, 576
@@ -19,9 +20,9 @@ _NIC_LINKS: tuple[Link, ...] = ("tcp", "shm")
 
 def write(quick: bool) -> Iterator[Case]:
     """Single writes of 4 KiB to 256 MiB, cold and hot, over shared memory and over TCP."""
+    few = (4 * KIB, MIB)
     cold = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 32 * MIB, 256 * MIB)
     hot = {"shm": (4 * KIB, 64 * KIB, 256 * KIB, MIB), "tcp": (64 * KIB, MIB)}
-    few = (4 * KIB, MIB)
     region = 64 * MIB if quick else REGION
     for link in _LINKS:
         for size in few if quick else cold:
@@ -34,54 +35,32 @@ def write(quick: bool) -> Iterator[Case]:
 
 def pages(quick: bool) -> Iterator[Case]:
     """Shuffled pages in one call: into library memory, over TCP, and into ordinary memory."""
-    memories: tuple[tuple[Link, Memory, tuple[int, ...]], ...] = (
-        ("shm", "library", (1024, 4096)),
-        ("shm", "ordinary", (1024,)),
-        ("tcp", "library", (1024,)),
-    )
     sizes = (KIB, 16 * KIB) if quick else (KIB, 8 * KIB, 16 * KIB, 64 * KIB)
-    region = 64 * MIB if quick else REGION
-    for link, memory, counts in memories:
-        for page, count in product(sizes, counts[:1] if quick else counts):
-            yield Case(
-                "pages", "pages", link, bytes=page, pages=count, memory=memory, region=region
-            )
+    shared: dict[str, Any] = {"region": 64 * MIB if quick else REGION}
+    for count, page in product((1024,) if quick else (1024, 4096), sizes):
+        yield Case("pages", "pages", "shm", bytes=page, pages=count, **shared)
+    for page in sizes:
+        yield Case("pages", "pages", "shm", bytes=page, pages=1024, memory="ordinary", **shared)
+    for page in sizes:
+        yield Case("pages", "pages", "tcp", bytes=page, pages=1024, **shared)
 
 
 def latency(quick: bool) -> Iterator[Case]:
     """An 8-byte counted write into a receiver that waits, by every way of waiting."""
-    few: tuple[Waiter, ...] = ("spin-native", "poll-python", "parked")
-    more: tuple[Waiter, ...] = ("callback-native", "callback-python", "asyncio")
-    for link, waiter in product(_LINKS, few if quick else (*few, *more)):
+    more = () if quick else ("callback-native", "callback-python", "asyncio")
+    for link, waiter in product(_LINKS, ("spin-native", "poll-python", "parked", *more)):
         yield _small("latency", link, waiter=waiter)
 
 
 def rate(quick: bool) -> Iterator[Case]:
     """Small counted writes per second from one thread, with as many in flight as one likes."""
-    languages: tuple[Language, ...] = ("native", "python")
-    for link, language in product(_LINKS, languages):
+    for link, language in product(_LINKS, ("native", "python")):
         yield _small("rate", link, language=language)
 
 
-def _small(
-    suite: str,
-    link: Link,
-    *,
-    waiter: Waiter | None = None,
-    language: Language | None = None,
-    **more: str,
-) -> Case:
-    return Case(
-        suite,
-        "latency" if waiter else "rate",
-        link,
-        bytes=8,
-        temperature="hot",
-        waiter=waiter,
-        language=language,
-        region=64 * KIB,
-        **more,
-    )
+def _small(suite: str, link: Link, **more: Any) -> Case:
+    operation = "latency" if "waiter" in more else "rate"
+    return Case(suite, operation, link, bytes=8, temperature="hot", region=64 * KIB, **more)
 
 
 def nics(quick: bool) -> Iterator[Case]:
@@ -90,8 +69,7 @@ def nics(quick: bool) -> Iterator[Case]:
     The memory is that of 64 writes, which `fi_rma_bw` walks through, too (cold; before 1.19 it
     stays on the first, hot).
     """
-    sizes = (64 * KIB, MIB) if quick else (64 * KIB, MIB, 4 * MIB)
-    for link, size in product(_NIC_LINKS, sizes):
+    for link, size in product(_NIC_LINKS, (64 * KIB, MIB) if quick else (64 * KIB, MIB, 4 * MIB)):
         case = Case("nics", "window", link, bytes=size, region=WINDOW * size)
         yield case
         if not quick:
@@ -112,17 +90,15 @@ def tent(quick: bool) -> Iterator[Case]:
 
 def _r1(suite: str, link: Link, aim: str = "") -> Case:
     count, size = R1_LAYERS * R1_PAGES, R1_TOKENS * R1_WIDTH * 2
-    region = count * size
-    return Case(
-        suite, "pages", link, bytes=size, pages=count, region=region, label=R1_LABEL, aim=aim
-    )
+    shared: dict[str, Any] = {"region": count * size, "label": R1_LABEL, "aim": aim}
+    return Case(suite, "pages", link, bytes=size, pages=count, **shared)
 
 
 def healing(quick: bool) -> Iterator[Case]:
     """What retry and health cost where nothing fails: 64 writes in flight, with and without."""
+    shared: dict[str, Any] = {"name_prefix": "fabric-rust"}
     for link, size in product(_NIC_LINKS, (KIB, 64 * KIB) if quick else (KIB, 64 * KIB, MIB)):
-        region = WINDOW * size
-        yield Case("healing", "flight", link, bytes=size, region=region, name_prefix="fabric-rust")
+        yield Case("healing", "flight", link, bytes=size, region=WINDOW * size, **shared)
 
 
 def kv(quick: bool) -> Iterator[Case]:
@@ -138,15 +114,16 @@ def kv(quick: bool) -> Iterator[Case]:
 def observe(quick: bool) -> Iterator[Case]:
     """What the flight recorder costs, from the smallest write to the largest; two of them are
     left out of a quick run."""
-    shared = {"aim": "0.99 of floor", "name_prefix": "recorder"}
+    shared: dict[str, Any] = {"aim": "0.99 of floor", "name_prefix": "recorder"}
     for link in _LINKS:
         yield _small("observe", link, waiter="spin-native", **shared)
         for label in ("", "batch"):
             yield _small("observe", link, language="native", label=label, **shared)
-        for size, count in ((16 * KIB, 64), *(() if quick else ((64 * KIB, 1), (8 * MIB, 1)))):
-            operation = "pages" if count > 1 else "write"
-            region = 64 * MIB
-            yield Case("observe", operation, link, bytes=size, pages=count, region=region, **shared)
+        shared["region"] = 64 * MIB
+        yield Case("observe", "pages", link, bytes=16 * KIB, pages=64, **shared)
+        for size in () if quick else (64 * KIB, 8 * MIB):
+            yield Case("observe", "write", link, bytes=size, **shared)
+        del shared["region"]
 
 
 _EVERY = (write, pages, latency, rate, nics, tent, healing, kv, observe)

@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import ctypes.util
-import importlib
 import os
 from typing import Any
 
 import msgspec
 
 from benchmarks.contenders import perf
-from benchmarks.harness import stats
 from benchmarks.harness.cases import MIB, WINDOW, Case
-from benchmarks.harness.contender import ContenderError, Effort, Measurement
+from benchmarks.harness.contender import Effort, Measurement
 from benchmarks.harness.pair import PairContender
+from fabric_ray.bench import stats
+from fabric_ray.bench.results import ContenderError
 
 BATCH = 64
 _REST_US = 1000
 # Long enough for the engines' workers of the sample before to have gone to sleep.
 _SETTLE_US = 200
-_ROLES = "benchmarks.contenders.fabric_python"
 _WAITERS = ("poll-python", "callback-python", "asyncio", "parked")
-_NOTICES = {"spin-native": "spin", "callback-native": "callback", "parked": "wait"}
-
-
-def unusable() -> str | None:
-    """None, or why the package can't be imported."""
-    try:
-        importlib.import_module("fabric_ray")
-    except ImportError as error:
-        return f"fabric_ray can't be imported: {error}"
-    return None
+# By waiter: what the service calls it, and what a table says of it.
+_NOTICES = {
+    "spin-native": ("spin", "polls its counter"),
+    "callback-native": ("callback", "has a callback"),
+    "parked": ("wait", "waits"),
+}
 
 
 class FabricRust(perf.ServiceContender):
@@ -66,12 +61,11 @@ class FabricRust(perf.ServiceContender):
         if case.operation == "rate":
             return f"{BATCH} writes a submit" if self._batch else "one write a submit"
         if case.operation == "latency":
-            how = {"spin": "polls its counter", "callback": "has a callback", "wait": "waits"}
-            return f"the receiver {how[_NOTICES[case.waiter or 'parked']]}"
+            return f"the receiver {_NOTICES[case.waiter or 'parked'][1]}"
         if case.link == "tcp":
             return "two streams"
-        way = "process_vm_writev" if case.memory == "ordinary" else "mapped memory"
-        return f"{way}, {self.threads} copying thread{'s'[: self.threads - 1]}"
+        path = "process_vm_writev" if case.memory == "ordinary" else "mapped memory"
+        return f"{path}, {self.threads} copying thread{'s'[: self.threads - 1]}"
 
     def transport(self, case: Case) -> str:
         """The engine's."""
@@ -89,15 +83,16 @@ class FabricRust(perf.ServiceContender):
 
     def verify(self, case: Case) -> bool:
         """The receiving process zeroes its region before and compares all of it afterwards."""
-        effort = Effort(operations=min(case.operations, 64), samples=1)
-        self._measured(case, effort, verify=True)
+        self._seconds(case, Effort(operations=min(case.operations, 64), samples=1), verify=True)
         return True
 
     def measure(self, case: Case, effort: Effort) -> Measurement:
-        return Measurement(seconds=self._measured(case, effort))
+        return Measurement(seconds=self._seconds(case, effort))
 
-    def _measured(self, case: Case, effort: Effort, **extra: Any) -> list[float]:
-        reply = self.ask({**self._request(case), **msgspec.structs.asdict(effort), **extra})
+    def _seconds(self, case: Case, effort: Effort, **extra: Any) -> list[float]:
+        common = {"bytes": case.bytes, "temperature": case.temperature, "rest_us": _SETTLE_US}
+        request = {**common, **self._request(case), **msgspec.structs.asdict(effort), **extra}
+        reply = self.ask(request)
         if reply["transport"] != self.transport(case):
             went, wanted = reply["transport"], self.transport(case)
             raise ContenderError(f"it went over {went}, not over {wanted}")
@@ -105,27 +100,25 @@ class FabricRust(perf.ServiceContender):
         return seconds
 
     def _request(self, case: Case) -> dict[str, Any]:
-        request = {"bytes": case.bytes, "temperature": case.temperature, "rest_us": _SETTLE_US}
         match case.operation:
-            case "rate" if self._batch:
-                return {**request, "kind": "batch", "pages": BATCH}
+            case "rate" if self._batch or case.label == "batch":
+                return {"kind": "batch", "pages": BATCH}
             case "rate":
-                return {**request, "kind": "rate"}
+                return {"kind": "rate"}
             case "pages":
-                return {**request, "kind": "pages", "pages": case.pages}
+                return {"kind": "pages", "pages": case.pages}
             case "window":
-                return {**request, "kind": "window", "pages": WINDOW}
+                return {"kind": "window", "pages": WINDOW}
             case "flight":
-                both = {"pages": case.window, "threads": case.submitters}
-                return {**request, "kind": "window", **both}
+                return {"kind": "window", "pages": case.window, "threads": case.submitters}
             case "latency" if case.waiter == "spin-native":
-                return {**request, "kind": "echo"}
+                return {"kind": "echo"}
             case "latency":
-                notice = _NOTICES[case.waiter or "parked"]
+                notice, _ = _NOTICES[case.waiter or "parked"]
                 rest = _REST_US if case.waiter == "parked" else 0
-                return {**request, "kind": "write", "notice": notice, "rest_us": rest}
+                return {"kind": "write", "notice": notice, "rest_us": rest}
             case _:
-                return {**request, "kind": "write"}
+                return {"kind": "write"}
 
 
 class FabricLibfabric(FabricRust):
@@ -184,10 +177,6 @@ class FabricRecorder(FabricRust):
     def pause(self) -> None:
         self.stop()
 
-    def _request(self, case: Case) -> dict[str, Any]:
-        request = super()._request(case)
-        return {**request, **({"kind": "batch", "pages": BATCH} if case.label == "batch" else {})}
-
 
 class KvPages(PairContender):
     """From the first layer that is said to be computed to the last page at the decoder. Requests
@@ -195,13 +184,9 @@ class KvPages(PairContender):
 
     name = "fabric-kv"
     family = "ours"
-    obtain = "make setup"
-    sender = "benchmarks.contenders.fabric_kv:PrefillEnd"
-    target = "benchmarks.contenders.fabric_kv:DecodeEnd"
+    module = "benchmarks.contenders.fabric_kv"
+    sender, target = "PrefillEnd", "DecodeEnd"
     pausable = False  # both ends park by themselves, and beats go on
-
-    def available(self) -> str | None:
-        return unusable()
 
     def supports(self, case: Case) -> bool:
         return case.suite == "kv"
@@ -212,18 +197,13 @@ class KvPages(PairContender):
 
 class FabricPython(PairContender):
     family = "ours"
-    obtain = "make setup"
-    target = f"{_ROLES}:Target"
+    module = "benchmarks.contenders.fabric_python"
     pausable = False  # both ends park by themselves
 
     def __init__(self, name: str, *, batch: bool = False) -> None:
-        super().__init__()
         self.name = name
         self._batch = batch
-        self.sender = f"{_ROLES}:{'BatchSender' if batch else 'Sender'}"
-
-    def available(self) -> str | None:
-        return unusable()
+        self.sender = self.target = "BatchEnd" if batch else "End"
 
     def supports(self, case: Case) -> bool:
         if case.operation == "rate":

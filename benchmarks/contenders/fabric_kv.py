@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from benchmarks.harness import data
+from benchmarks.harness import data, ends
 from benchmarks.harness.cases import Case
-from benchmarks.harness.roles import PATIENCE, Role, SenderRole, Sync, TargetRole
 from benchmarks.suites import R1_LABEL, R1_LAYERS, R1_TOKENS
-from fabric_ray import Region, TransferEngine
+from fabric_ray import TransferEngine
 from fabric_ray.kvcache import (
     CacheGroup,
     CacheLayout,
@@ -90,15 +89,11 @@ class Shape(NamedTuple):
         return data.Step(source, target)
 
 
-class _End(Role):
+class _End(ends.End):
     """An engine and its cache, made anew when the case is another."""
 
-    name: str
-
-    def __init__(self, sync: Sync) -> None:
-        super().__init__(sync)
-        self._engine: TransferEngine | None = None
-        self._case: Case | None = None
+    _engine: TransferEngine | None = None
+    _case: Case | None = None
 
     def make(self, case: Case) -> bool:
         """False if everything is there from before."""
@@ -106,12 +101,11 @@ class _End(Role):
             return False
         self.close()
         self.shape, self._case = Shape.of(case), case
-        self._engine = TransferEngine(
-            name=self.name, transport=case.link, copy_threads=1, bind=["127.0.0.1"]
-        )
-        self._region: Region = self._engine.alloc(self.shape.nbytes)
-        self.memory = self._region.numpy()
-        self.rank = RankCache(self._engine, self.shape.layout(), [self._region])
+        name, bind = "prefiller" if self.sends else "decoder", ["127.0.0.1"]
+        self._engine = TransferEngine(name=name, transport=case.link, copy_threads=1, bind=bind)
+        region = self._engine.alloc(self.shape.nbytes)
+        self.memory = region.numpy()
+        self.rank = RankCache(self._engine, self.shape.layout(), [region])
         return True
 
     def check(self, case: Case, operations: int) -> str | None:
@@ -122,9 +116,15 @@ class _End(Role):
         if self._engine is not None:
             self._engine.close()
 
+    def move(self, operation: Any) -> None:
+        raise NotImplementedError("a sample is one pass through all layers")
 
-class PrefillEnd(_End, SenderRole):
-    name = "prefiller"
+    def arrive(self, operations: Sequence[Any]) -> None:
+        for pull in operations:
+            pull.wait_ready(ends.PATIENCE)
+
+
+class PrefillEnd(_End):
     _touched = False
 
     def prepare(self, case: Case) -> bytes:
@@ -139,28 +139,28 @@ class PrefillEnd(_End, SenderRole):
         if not self._touched:
             [job] = self._jobs(1)
             job.accept([list(range(self.shape.held_pages))])
-            self._push([job])
+            self.sample(case, [job])
             self._touched = True
 
-    def sample(self, case: Case, operations: int) -> Callable[[], None]:
+    def ready(self, case: Case, operations: int) -> Sequence[Job]:
         jobs = self._jobs(operations)
         for number, job in enumerate(jobs, self.moved):
             job.accept([self.shape.tables(number)[0]])
-        return lambda: self._push(jobs)
+        return jobs
 
-    def _push(self, jobs: list[Job]) -> None:
+    def sample(self, case: Case, operations: Sequence[Job]) -> None:
         """A pass through all layers of which each is there at once."""
-        for job in jobs:
+        for job in operations:
             self._prefiller.begin([(job, job.tokens)])
             for layer in range(self.shape.layers):
                 self._prefiller.layer_done(layer)
             job.finish()
-        for job in jobs:
-            job.wait_released(PATIENCE)
+        for job in operations:
+            job.wait_released(ends.PATIENCE)
 
     def _jobs(self, count: int) -> list[Job]:
         jobs = self._prefiller.take()
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + ends.PATIENCE
         while len(jobs) < count:
             if time.monotonic() > end:
                 raise TimeoutError(f"{len(jobs)} of {count} requests came")
@@ -170,9 +170,7 @@ class PrefillEnd(_End, SenderRole):
         return sorted(jobs, key=lambda job: msgspec.msgpack.decode(job.payload, type=int))
 
 
-class DecodeEnd(_End, TargetRole):
-    name = "decoder"
-
+class DecodeEnd(_End):
     def prepare(self, case: Case) -> bytes:
         if self.make(case):
             self._decoder = Decoder([self.rank], terms=Terms())
@@ -182,21 +180,17 @@ class DecodeEnd(_End, TargetRole):
     def bind(self, case: Case, description: bytes) -> None:
         if self._to is None:
             self._to = self._decoder.connect(description)
-            self._pull(list(range(self.shape.held_pages)), 0).wait_released(PATIENCE)
+            self._pull(list(range(self.shape.held_pages)), 0).wait_released(ends.PATIENCE)
             self.memory.fill(0)
 
-    def sample(self, case: Case, operations: int) -> Callable[[], None]:
+    def ready(self, case: Case, operations: int) -> Sequence[Pull]:
         numbers = range(self.moved, self.moved + operations)
         self._pulls = [self._pull(self.shape.tables(number)[1], number) for number in numbers]
-        return self._arrive
-
-    def _arrive(self) -> None:
-        for pull in self._pulls:
-            pull.wait_ready(PATIENCE)
+        return self._pulls
 
     def settle(self) -> None:
         for pull in self._pulls:
-            pull.wait_released(PATIENCE)
+            pull.wait_released(ends.PATIENCE)
 
     def _pull(self, pages: list[int], number: int) -> Pull:
         assert self._to is not None
@@ -205,5 +199,5 @@ class DecodeEnd(_End, TargetRole):
             tokens=len(pages) * self.shape.page_tokens,
             tables=[pages],
             payload=msgspec.msgpack.encode(number),
-            timeout=PATIENCE,
+            timeout=ends.PATIENCE,
         )

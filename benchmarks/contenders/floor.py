@@ -1,4 +1,4 @@
-"""The physical floor: the best of the plain ways to move the same bytes, in the same turn.
+"""The physical floor: the best plain code that moves the same bytes, in the same turn.
 
 It is measured by `fabric-perf floor serve` (see `perf.Service`).
 A request names a `kind` (copy, pages, cma, flag, futex, ring, tcp-stream, tcp-pingpong, tcp-wake,
@@ -13,10 +13,10 @@ import os
 from typing import Any
 
 from benchmarks.contenders import perf
-from benchmarks.harness import stats
 from benchmarks.harness.cases import MIB, Case
 from benchmarks.harness.contender import Effort, Measurement
-from benchmarks.harness.results import Family
+from fabric_ray.bench import stats
+from fabric_ray.bench.results import Family
 
 Candidates = dict[str, dict[str, Any]]
 

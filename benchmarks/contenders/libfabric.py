@@ -25,21 +25,16 @@ class PingPong(ProgramContender):
     def describe(self, case: Case) -> str:
         return "own program, messages, half a round trip"
 
-    def server(self, case: Case, port: int, iterations: int) -> list[str]:
-        return [*self._common(case, iterations), "-B", str(port)]
-
-    def client(self, case: Case, port: int, iterations: int) -> list[str]:
-        return [*self._common(case, iterations), "-P", str(port), "127.0.0.1"]
-
-    def _common(self, case: Case, iterations: int) -> list[str]:
-        command = [self.program, "-p", case.link, "-e", "rdm"]
-        return [*command, "-I", str(iterations), "-S", str(case.bytes)]
+    def command(self, case: Case, port: int, iterations: int, server: bool) -> list[str]:
+        ends = ["-B", str(port)] if server else ["-P", str(port), "127.0.0.1"]
+        numbers = ["-I", str(iterations), "-S", str(case.bytes)]
+        return [self.program, "-p", case.link, "-e", "rdm", *numbers, *ends]
 
     def seconds(self, output: str, case: Case) -> float:
         return float(column(table(output), "usec/xfer")) / 1e6
 
 
-class FabTests(ProgramContender):
+class FabTests(PingPong):
     """RMA writes with remote completion data."""
 
     name = "libfabric rma"
@@ -70,28 +65,20 @@ class FabTests(ProgramContender):
             return f"own program, {WINDOW} writes with data, then an answer, then the next {WINDOW}"
         return "own program, write with data, several in flight, until the sender's completion"
 
-    def server(self, case: Case, port: int, iterations: int) -> list[str]:
-        return self._common(case, port, iterations)
-
-    def client(self, case: Case, port: int, iterations: int) -> list[str]:
-        return [*self._common(case, port, iterations), "127.0.0.1"]
-
     def environment(self, case: Case) -> dict[str, str]:
         """The library that we use, too."""
         named = os.environ.get("FABRIC_RAY_LIBFABRIC")
         return {"LD_LIBRARY_PATH": str(Path(named).parent)} if named else {}
 
-    def _common(self, case: Case, port: int, iterations: int) -> list[str]:
+    def command(self, case: Case, port: int, iterations: int, server: bool) -> list[str]:
         program = "fi_rma_pingpong" if case.operation == "latency" else self.program
         command = [_fabtest(program) or program, "-p", case.link, "-e", "rdm", "-o", "writedata"]
         if case.operation == "window":
             command += ["-W", str(WINDOW)]
         # Before 1.18 both sides would take one default port for their endpoint.
         command += [f"-b={port}", "-B", str(free_port())]
-        return [*command, "-I", str(iterations), "-S", str(case.bytes)]
-
-    def seconds(self, output: str, case: Case) -> float:
-        return float(column(table(output), "usec/xfer")) / 1e6
+        command += ["-I", str(iterations), "-S", str(case.bytes)]
+        return command if server else [*command, "127.0.0.1"]
 
 
 class DeliveredFabTests(FabTests):
@@ -105,8 +92,9 @@ class DeliveredFabTests(FabTests):
     def describe(self, case: Case) -> str:
         return f"{super().describe(case)}; each acknowledged by its receiver"
 
-    def _common(self, case: Case, port: int, iterations: int) -> list[str]:
-        return [*super()._common(case, port, iterations), "-U"]
+    def command(self, case: Case, port: int, iterations: int, server: bool) -> list[str]:
+        program, *options = super().command(case, port, iterations, server)
+        return [program, "-U", *options]
 
 
 def _fabtest(name: str) -> str | None:

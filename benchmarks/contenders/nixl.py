@@ -9,16 +9,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from benchmarks.harness import ends
 from benchmarks.harness.cases import Case, Link
-from benchmarks.harness.data import ordinary_memory, pages_in, step
+from benchmarks.harness.data import pages_in, step
 from benchmarks.harness.pair import PairContender
-from benchmarks.harness.roles import PATIENCE, Role, SenderRole, Sync, TargetRole, spin
 
 _IN_FLIGHT = 64
 
@@ -30,11 +30,8 @@ class _Config(msgspec.Struct, frozen=True, kw_only=True):
 
 class Nixl(PairContender):
     obtain = "pip install -e '.[bench]'"
-    sender = "benchmarks.contenders.nixl:Sender"
-    target = "benchmarks.contenders.nixl:Target"
 
     def __init__(self, name: str, config: _Config, link: Link = "shm") -> None:
-        super().__init__()
         self.name, self.link, self.arguments = name, link, (config,)
         self.env = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"} if link == "tcp" else {}
 
@@ -70,14 +67,14 @@ def variants() -> list[Nixl]:
     ]
 
 
-class _End(Role):
+class End(ends.End):
     """An agent with one registered region; both ends can write to the other."""
 
-    name: str
-
-    def __init__(self, sync: Sync, config: _Config) -> None:
-        super().__init__(sync)
-        self.config = config
+    def __init__(self, sync: ends.Sync, sends: bool, config: _Config) -> None:
+        super().__init__(sync, sends)
+        self._config = config
+        # The sender may still need this end's progress to see its last completion.
+        self.progress = self._arrived
         self._peer = ""
         self._registered: Any = None
         self._lists: list[Any] = []
@@ -85,20 +82,14 @@ class _End(Role):
 
     def open(self) -> bytes:
         api = importlib.import_module("nixl._api")
-        config = api.nixl_agent_config(enable_prog_thread=self.config.progress_thread, backends=[])
-        self._agent: Any = api.nixl_agent(self.name, config)
-        self._agent.create_backend("UCX", self.config.parameters)
-        metadata: bytes = self._agent.get_agent_metadata()
-        return metadata
-
-    def connect(self, peer: bytes) -> None:
-        self._peer_metadata = peer
+        threads = self._config.progress_thread
+        config = api.nixl_agent_config(enable_prog_thread=threads, backends=[])
+        self._agent: Any = api.nixl_agent("sender" if self.sends else "target", config)
+        self._agent.create_backend("UCX", self._config.parameters)
+        return b""
 
     def prepare(self, case: Case) -> bytes:
-        if not hasattr(self, "memory") or self.memory.size != case.region:
-            if self._registered is not None:
-                self._agent.deregister_memory(self._registered)
-            self.memory = ordinary_memory(case.region)
+        if self.ordinary(case, lambda: self._agent.deregister_memory(self._registered)):
             whole = [(self.memory.ctypes.data, self.memory.size, 0, "")]
             self._registered = self._agent.register_memory(whole, "DRAM")
         metadata: bytes = self._agent.get_agent_metadata()
@@ -113,9 +104,8 @@ class _End(Role):
             self._agent.remove_remote_agent(self._peer)
         loaded = self._agent.add_remote_agent(metadata)
         self._peer = loaded.decode() if isinstance(loaded, bytes) else loaded
-        self._near = self._pages("NIXL_INIT_AGENT", case, self.memory.ctypes.data)
-        self._far = self._pages(self._peer, case, address)
-        self._lists = [self._near, self._far]
+        sides = {"NIXL_INIT_AGENT": self.memory.ctypes.data, self._peer: address}
+        self._lists = [self._pages(agent, case, at) for agent, at in sides.items()]
 
     def _pages(self, agent: str, case: Case, address: int) -> Any:
         count = pages_in(case)
@@ -124,103 +114,65 @@ class _End(Role):
         pages[:, 1] = case.bytes
         return self._agent.prep_xfer_dlist(agent, pages, "DRAM")
 
-    def make(self, case: Case, number: int) -> Any:
-        """A transfer of operation `number`, ready to be posted."""
+    def ready(self, case: Case, operations: int) -> Sequence[Any]:
+        if case.operation == "latency":
+            return [self.operation(case, 0)] * operations
+        if not self.sends:
+            return range(operations)
+        if case.operation == "rate":
+            ring = [self.operation(case, 0) for _ in range(_IN_FLIGHT)]
+            return [ring[number % _IN_FLIGHT] for number in range(operations)]
+        return super().ready(case, operations)
+
+    def operation(self, case: Case, number: int) -> Any:
         sources, targets = (pages.astype(np.int32) for pages in step(case, number))
+        near, far = self._lists
         transfer = self._agent.make_prepped_xfer(
-            "WRITE", self._near, sources, self._far, targets, b"n", skip_desc_merge=True
+            "WRITE", near, sources, far, targets, b"n", skip_desc_merge=True
         )
         self._made.append(transfer)
         return transfer
 
-    def post(self, transfer: Any) -> bool:
-        """Start it; True when it is complete already."""
-        return self._checked(self._agent.transfer(transfer))
+    def move(self, operation: Any) -> None:
+        if not _done(self._agent.transfer(operation)):
+            self._finish(operation)
 
-    def done(self, transfer: Any) -> bool:
-        return self._checked(self._agent.check_xfer_state(transfer))
+    def stream(self, operations: Sequence[Any]) -> None:
+        busy: dict[int, Any] = {}
+        for number, operation in enumerate(operations):
+            slot = number % _IN_FLIGHT
+            if slot in busy:
+                self._finish(busy.pop(slot))
+            if not _done(self._agent.transfer(operation)):
+                busy[slot] = operation
+        for operation in busy.values():
+            self._finish(operation)
 
-    def _checked(self, state: str) -> bool:
-        if state == "ERR":
-            raise RuntimeError("NIXL ended a transfer with ERR")
-        return state == "DONE"
+    def _finish(self, operation: Any) -> None:
+        state = self._agent.check_xfer_state
+        ends.spin(lambda: _done(state(operation)), "a transfer's completion")
 
-    def move(self, transfer: Any) -> None:
-        if not self.post(transfer):
-            self.finish(transfer)
+    def arrive(self, operations: Sequence[Any]) -> None:
+        left = len(operations)
+        end = time.monotonic() + ends.PATIENCE
+        while left > 0:
+            got = self._arrived()
+            left -= got
+            if not got and time.monotonic() > end:
+                raise TimeoutError(f"{left} of {len(operations)} notifications did not arrive")
 
-    def finish(self, transfer: Any) -> None:
-        spin(lambda: self.done(transfer), "a transfer's completion")
+    def _arrived(self) -> int:
+        """Notifications since the last call; also makes progress."""
+        found: dict[str, list[bytes]] = self._agent.get_new_notifs()
+        return sum(len(messages) for messages in found.values())
 
     def settle(self) -> None:
         for transfer in self._made:
             self._agent.release_xfer_handle(transfer)
         self._made = []
 
-    def arrived(self) -> int:
-        """Notifications since the last call; also makes progress."""
-        found: dict[str, list[bytes]] = self._agent.get_new_notifs()
-        return sum(len(messages) for messages in found.values())
 
-    def await_arrivals(self, count: int) -> None:
-        left = count
-        end = time.monotonic() + PATIENCE
-        while left > 0:
-            got = self.arrived()
-            left -= got
-            if not got and time.monotonic() > end:
-                raise TimeoutError(f"{left} of {count} notifications did not arrive")
-
-
-class Sender(_End, SenderRole):
-    name = "sender"
-
-    def sample(self, case: Case, operations: int) -> Callable[[], None]:
-        if case.operation == "latency":
-            ping = self.make(case, 0)
-            return lambda: self._ping(ping, operations)
-        if case.operation == "rate":
-            ring = [self.make(case, 0) for _ in range(_IN_FLIGHT)]
-            return lambda: self._stream(ring, operations)
-        transfers = [self.make(case, self.moved + number) for number in range(operations)]
-        return lambda: self._move(transfers)
-
-    def _move(self, transfers: list[Any]) -> None:
-        for transfer in transfers:
-            self.move(transfer)
-
-    def _ping(self, transfer: Any, operations: int) -> None:
-        for _ in range(operations):
-            self.move(transfer)
-            self.await_arrivals(1)
-
-    def _stream(self, ring: list[Any], operations: int) -> None:
-        busy = [False] * len(ring)
-        for number in range(operations):
-            slot = number % len(ring)
-            if busy[slot]:
-                self.finish(ring[slot])
-            busy[slot] = not self.post(ring[slot])
-        for slot, transfer in enumerate(ring):
-            if busy[slot]:
-                self.finish(transfer)
-
-
-class Target(_End, TargetRole):
-    name = "target"
-
-    def __init__(self, sync: Sync, config: _Config) -> None:
-        super().__init__(sync, config)
-        # The sender may still need this end's progress to see its last completion.
-        self.progress = self.arrived
-
-    def sample(self, case: Case, operations: int) -> Callable[[], None]:
-        if case.operation != "latency":
-            return lambda: self.await_arrivals(operations)
-        answer = self.make(case, 0)
-        return lambda: self._echo(answer, operations)
-
-    def _echo(self, answer: Any, operations: int) -> None:
-        for _ in range(operations):
-            self.await_arrivals(1)
-            self.move(answer)
+def _done(state: str) -> bool:
+    if state == "ERR":
+        raise RuntimeError("NIXL ended a transfer with ERR")
+    return state == "DONE"

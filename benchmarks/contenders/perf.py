@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.contender import Contender, ContenderError
-from benchmarks.harness.processes import kill, spawn
+from benchmarks.harness.contender import Contender
+from fabric_ray.bench.processes import kill, spawn
+from fabric_ray.bench.results import ContenderError
 
 OBTAIN = "cargo build --release -p fabric-perf --manifest-path native/Cargo.toml"
 

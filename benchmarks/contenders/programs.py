@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness.cases import Case
-from benchmarks.harness.contender import Contender, ContenderError, Effort, Measurement
-from benchmarks.harness.processes import kill, spawn
+from benchmarks.harness.contender import Contender, Effort, Measurement
+from fabric_ray.bench.processes import kill, spawn
+from fabric_ray.bench.results import ContenderError
 
 _PATIENCE = 60.0
 _LISTENING = "0A"
@@ -26,14 +27,9 @@ class ProgramContender(Contender):
     def available(self) -> str | None:
         return None if shutil.which(self.program) else f"{self.program} is not installed"
 
-    def describe(self, case: Case) -> str:
-        return "its own program and clock, bytes not checked by us"
-
     @abstractmethod
-    def server(self, case: Case, port: int, iterations: int) -> list[str]: ...
-
-    @abstractmethod
-    def client(self, case: Case, port: int, iterations: int) -> list[str]: ...
+    def command(self, case: Case, port: int, iterations: int, server: bool) -> list[str]:
+        """Of the server, or of the client."""
 
     def environment(self, case: Case) -> dict[str, str]:
         del case
@@ -48,17 +44,13 @@ class ProgramContender(Contender):
         iterations = max(10, effort.operations * effort.samples)
         port = free_port()
         env = self.environment(case)
-        server = spawn(self.server(case, port, iterations), env=env, stderr=subprocess.STDOUT)
-        client = None
+        server, client = (self.command(case, port, iterations, end) for end in (True, False))
+        running = [spawn(server, env=env, stderr=subprocess.STDOUT)]
         try:
-            _await_listener(port, server)
-            client = spawn(
-                self.client(case, port, iterations),
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-            output = client.communicate(timeout=_PATIENCE)[0].decode(errors="replace")
+            _await_listener(port, running[0])
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            running.append(spawn(client, env=env, **pipes))
+            output = running[1].communicate(timeout=_PATIENCE)[0].decode(errors="replace")
             return Measurement(seconds=[self.seconds(output, case)])
         except subprocess.TimeoutExpired as error:
             raise ContenderError(f"{self.program} did not end in {_PATIENCE:.0f} s") from error
@@ -68,9 +60,8 @@ class ProgramContender(Contender):
                 f"{self.program}: no figure in its output: {last[:300]}"
             ) from error
         finally:
-            for process in (client, server):
-                if process is not None:
-                    kill(process, grace=0.2)
+            for process in reversed(running):
+                kill(process, grace=0.2)
 
 
 def table(output: str) -> list[list[str]]:
@@ -98,9 +89,8 @@ def _await_listener(port: int, server: subprocess.Popen[bytes]) -> None:
     end = time.monotonic() + 10
     while time.monotonic() < end:
         for family in ("tcp", "tcp6"):
-            for line in Path(f"/proc/net/{family}").read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[1].endswith(wanted) and fields[3] == _LISTENING:
+            for _, local, _, state, *_ in table(Path(f"/proc/net/{family}").read_text())[1:]:
+                if local.endswith(wanted) and state == _LISTENING:
                     return
         if server.poll() is not None:
             raise ContenderError(f"its server ended at once with status {server.returncode}")

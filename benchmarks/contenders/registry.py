@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from benchmarks.contenders import nixl
-from benchmarks.contenders.fabric import (
-    FabricLibfabric,
-    FabricPython,
-    FabricRecorder,
-    FabricRust,
-    KvPages,
-)
+from benchmarks.contenders import fabric, libfabric, nixl, ucx
 from benchmarks.contenders.floor import Floor
 from benchmarks.contenders.gloo import Gloo
-from benchmarks.contenders.libfabric import DeliveredFabTests, FabTests, PingPong
 from benchmarks.contenders.mooncake import Mooncake
-from benchmarks.contenders.ucx import UcxPut, UcxTag
 from benchmarks.harness.contender import Contender
-from benchmarks.harness.results import Absent
+from fabric_ray.bench.results import Absent
 
 
 def contenders(*, peers: bool, names: Iterable[str] = ()) -> tuple[list[Contender], list[Absent]]:
@@ -33,46 +24,45 @@ def contenders(*, peers: bool, names: Iterable[str] = ()) -> tuple[list[Contende
     """
     known = every()
     wanted = set(names)
-    unknown = wanted - {contender.name for contender in known}
-    if unknown:
-        known_names = ", ".join(contender.name for contender in known)
+    if unknown := wanted - {contender.name for contender in known}:
         raise ValueError(
-            f"no contender is called {', '.join(sorted(unknown))}; known: {known_names}"
+            f"no contender is called {', '.join(sorted(unknown))}; "
+            f"known: {', '.join(contender.name for contender in known)}"
         )
     here: list[Contender] = []
     absent: list[Absent] = []
-    for contender in known:
-        if (wanted and contender.name not in wanted) or (contender.family == "peer" and not peers):
+    for one in known:
+        if (wanted and one.name not in wanted) or (one.family == "peer" and not peers):
             continue
-        reason = contender.available()
+        reason = one.available()
         if reason is None:
-            here.append(contender)
+            here.append(one)
         else:
-            absent.append(Absent(contender=contender.name, reason=reason, obtain=contender.obtain))
+            absent.append(Absent(contender=one.name, reason=reason, obtain=one.obtain))
     return here, absent
 
 
 def every() -> list[Contender]:
     """All that there are. The first of ours that has a case is what others are held against."""
     return [
-        KvPages(),
-        FabricRust("fabric-rust"),
-        FabricRust("fabric-rust x2", threads=2),
-        FabricRust("fabric-rust batch", batch=True),
-        FabricRust("fabric-rust no-heal", heals=False),
-        FabricRecorder(records=True),
-        FabricRecorder(records=False),
-        FabricPython("fabric-python"),
-        FabricPython("fabric-python batch", batch=True),
-        FabricLibfabric(),
+        fabric.KvPages(),
+        fabric.FabricRust("fabric-rust"),
+        fabric.FabricRust("fabric-rust x2", threads=2),
+        fabric.FabricRust("fabric-rust batch", batch=True),
+        fabric.FabricRust("fabric-rust no-heal", heals=False),
+        fabric.FabricRecorder(records=True),
+        fabric.FabricRecorder(records=False),
+        fabric.FabricPython("fabric-python"),
+        fabric.FabricPython("fabric-python batch", batch=True),
+        fabric.FabricLibfabric(),
         Floor(1),
         Floor(2),
         *nixl.variants(),
         Mooncake(),
         Gloo(),
-        UcxPut(),
-        UcxTag(),
-        PingPong(),
-        FabTests(),
-        DeliveredFabTests(),
+        ucx.UcxPut(),
+        ucx.UcxTag(),
+        libfabric.PingPong(),
+        libfabric.FabTests(),
+        libfabric.DeliveredFabTests(),
     ]

@@ -13,11 +13,12 @@ _TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
 _OVERALL = 3
 
 
-class _Perftest(ProgramContender):
+class UcxPut(ProgramContender):
+    name = "ucx put"
     program = "ucx_perftest"
     obtain = "apt-get install ucx-utils"
-    bandwidth: str
-    latency: str
+    bandwidth = "ucp_put_bw"
+    latency = "ucp_put_lat"
 
     def supports(self, case: Case) -> bool:
         if case.operation == "latency":
@@ -26,37 +27,29 @@ class _Perftest(ProgramContender):
             return case.language == "native"
         return case.operation == "write" and case.temperature == "hot"
 
+    def describe(self, case: Case) -> str:
+        return "own program, UCX's memory, until the sender's completion, no receiver is notified"
+
     def environment(self, case: Case) -> dict[str, str]:
         return _SHM if case.link == "shm" else _TCP
 
-    def server(self, case: Case, port: int, iterations: int) -> list[str]:
-        return [self.program, "-p", str(port)]
-
-    def client(self, case: Case, port: int, iterations: int) -> list[str]:
+    def command(self, case: Case, port: int, iterations: int, server: bool) -> list[str]:
+        command = [self.program, "-p", str(port)]
+        if server:
+            return command
         test = self.latency if case.operation == "latency" else self.bandwidth
         warm = max(1, min(100, iterations // 10))
-        command = [self.program, "127.0.0.1", "-p", str(port), "-t", test, "-f", "-v"]
+        command += ["127.0.0.1", "-t", test, "-f", "-v"]
         command += ["-s", str(case.bytes), "-n", str(iterations), "-w", str(warm)]
-        if case.link == "tcp" and case.bytes >= MIB:
-            # Many large puts in flight over TCP collapse; two are its fastest.
-            command += ["-O", "2"]
-        return command
+        # Many large puts in flight over TCP collapse; two are its fastest.
+        return [*command, "-O", "2"] if case.link == "tcp" and case.bytes >= MIB else command
 
     def seconds(self, output: str, case: Case) -> float:
         """The CSV's last line: iterations, percentile, average, overall microseconds, ..."""
         return float(output.strip().splitlines()[-1].split(",")[_OVERALL]) / 1e6
 
 
-class UcxPut(_Perftest):
-    name = "ucx put"
-    bandwidth = "ucp_put_bw"
-    latency = "ucp_put_lat"
-
-    def describe(self, case: Case) -> str:
-        return "own program, UCX's memory, until the sender's completion, no receiver is notified"
-
-
-class UcxTag(_Perftest):
+class UcxTag(UcxPut):
     name = "ucx tag"
     bandwidth = "tag_bw"
     latency = "tag_lat"

@@ -6,7 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from benchmarks.harness.results import RowHeader, Unit
+from fabric_ray.bench.results import RowHeader, Unit
+from fabric_ray.bench.table import size
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -24,14 +25,7 @@ Waiter = Literal[
 ]
 Language = Literal["native", "python"]
 
-_UNITS: dict[Operation, Unit] = {
-    "write": "GB/s",
-    "pages": "GB/s",
-    "window": "GB/s",
-    "flight": "GB/s",
-    "latency": "us",
-    "rate": "op/s",
-}
+_SINGLE = ("write", "window", "flight")
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -68,39 +62,40 @@ class Case(msgspec.Struct, frozen=True):
         parts: list[str] = [self.suite, self.link]
         if self.memory == "ordinary":
             parts.append("ordinary")
-        if self.operation in ("write", "window", "flight"):
+        if self.operation in _SINGLE:
             parts += [self.temperature, size(self.bytes)]
         elif self.operation == "pages":
             parts.append(f"{self.pages}x{size(self.bytes)}")
-        elif self.waiter is not None:
-            parts.append(self.waiter)
-        elif self.language is not None:
-            parts.append(self.language)
+        else:
+            parts += filter(None, [self.waiter or self.language])
         return "/".join([*parts, self.label] if self.label else parts)
 
     @property
     def unit(self) -> Unit:
-        return _UNITS[self.operation]
+        return {"latency": "us", "rate": "op/s"}.get(self.operation, "GB/s")  # type: ignore[return-value]
 
     @property
     def operations(self) -> int:
         """Operations in one sample: enough for a clock to see, few enough to stay a sample."""
-        if self.operation == "write":
-            return max(1, min(256, MIB // self.bytes))
-        if self.operation == "window":
-            return max(4, min(128, GIB // self.bytes // WINDOW)) * WINDOW
-        if self.operation == "flight":
-            return max(4 * self.window, min(8192, GIB // self.bytes))
-        if self.operation == "latency":
-            return 100 if self.waiter in ("spin-native", "poll-python") else 1
-        return 4096 if self.operation == "rate" else 1
+        match self.operation:
+            case "write":
+                return max(1, min(256, MIB // self.bytes))
+            case "window":
+                return max(4, min(128, GIB // self.bytes // WINDOW)) * WINDOW
+            case "flight":
+                return max(4 * self.window, min(8192, GIB // self.bytes))
+            case "latency":
+                return 100 if self.waiter in ("spin-native", "poll-python") else 1
+            case "rate":
+                return 4096
+        return 1
 
     @property
     def header(self) -> RowHeader:
         """What a row of results says about the case."""
         curve = self.unit == "GB/s"
         group = [self.suite, self.link]
-        if self.operation in ("write", "window", "flight"):
+        if self.operation in _SINGLE:
             group.append(self.temperature)
         if self.memory == "ordinary":
             group.append("ordinary memory")
@@ -114,11 +109,3 @@ class Case(msgspec.Struct, frozen=True):
             size=self.bytes if curve else None,
             aim=self.aim,
         )
-
-
-def size(count: int) -> str:
-    """`count` bytes as people write it: 4KiB, 256MiB."""
-    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
-        if count >= unit and count % unit == 0:
-            return f"{count // unit}{name}"
-    return f"{count}B"

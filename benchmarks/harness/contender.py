@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 import msgspec
 
 from benchmarks.harness.cases import Case
-from benchmarks.harness.results import Family
+from fabric_ray.bench.results import Family
 
 
 class Effort(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,10 +35,6 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     seconds: list[float]
     chosen: str = ""
     parts: dict[str, float] = {}
-
-
-class ContenderError(Exception):
-    """A contender could not start, failed while running, or delivered wrong bytes."""
 
 
 class Contender(ABC):

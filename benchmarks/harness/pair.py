@@ -10,45 +10,32 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from benchmarks.harness.cases import Case
-from benchmarks.harness.child import Child
-from benchmarks.harness.contender import Contender, ContenderError, Effort, Measurement
-from benchmarks.harness.processes import signal_group
-from benchmarks.harness.roles import Stamps
+from benchmarks.harness.contender import Contender, Effort, Measurement
+from benchmarks.harness.ends import Stamps
+from fabric_ray.bench.child import Child
+from fabric_ray.bench.processes import signal_group
+from fabric_ray.bench.results import ContenderError
 
 _PATIENCE = 60.0
-_ROLE = "benchmarks.harness.roles:make_role"
-
-
-def seconds_of(sent: Stamps, ends: list[int], effort: Effort) -> list[float]:
-    """Seconds of one operation for each sample, from the sender's starts and either end's ends.
-
-    Raises:
-        ContenderError: when stamps are missing.
-    """
-    if len(sent.starts) != effort.samples or len(ends) != effort.samples:
-        raise ContenderError(
-            f"{len(sent.starts)} starts and {len(ends)} ends came back for {effort.samples} samples"
-        )
-    share = sent.per_operation / effort.operations / 1e9
-    return [(end - start) * share for start, end in zip(sent.starts, ends, strict=True)]
+_END = "benchmarks.harness.ends:make_end"
 
 
 class PairContender(Contender):
-    """Drives a sender and a target role (see `roles.Role`); a subclass names them.
+    """Drives a sender and a target (see `ends.End`), by default of the class `End` beside a
+    subclass; `arguments` are their constructors'.
 
-    `sender` and `target` are `module:Class`, `arguments` are their constructors'. Idle processes
-    are stopped by a signal, so that a library with busy threads costs the others nothing;
-    `pausable = False` leaves them running.
+    Idle processes are stopped by a signal, so that a library with busy threads costs the others
+    nothing; `pausable = False` leaves them running.
     """
 
-    sender: str
-    target: str
+    sender = "End"
+    target = "End"
+    module: str = ""
+    """Of the ends, if it isn't that of the class."""
     arguments: tuple[Any, ...] = ()
     env: Mapping[str, str] = {}
     pausable = True
-
-    def __init__(self) -> None:
-        self._ends: tuple[Child, Child] | None = None
+    _ends: tuple[Child, Child] | None = None
 
     def start(self, case: Case) -> None:
         try:
@@ -71,13 +58,22 @@ class PairContender(Contender):
         _, target = self._both()
         compared = case.operation in ("write", "pages")
         if compared and (fault := target.call("check", case, operations)):
-            raise ContenderError(f"{self.target}: {fault}")
+            raise ContenderError(f"{target.name}: {fault}")
         self.pause()
         return compared
 
     def measure(self, case: Case, effort: Effort) -> Measurement:
         sent, received = self._run(case, effort)
-        return Measurement(seconds=seconds_of(sent, received.ends or sent.ends, effort))
+        # A round trip ends at the sender, whose samples are halved.
+        ends = received.ends or sent.ends
+        if len(sent.starts) != effort.samples or len(ends) != effort.samples:
+            raise ContenderError(
+                f"{len(sent.starts)} starts and {len(ends)} ends came back for {effort.samples} "
+                "samples"
+            )
+        share = sent.per_operation / effort.operations / 1e9
+        spans = zip(sent.starts, ends, strict=True)
+        return Measurement(seconds=[(end - start) * share for start, end in spans])
 
     def pause(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -103,25 +99,26 @@ class PairContender(Contender):
     def _bring_up(self) -> None:
         near, far = socket.socketpair()
         with near, far:
-            self._ends = self._end(self.sender, near), self._end(self.target, far)
+            self._ends = self._end(self.sender, near, True), self._end(self.target, far, False)
         for end in self._ends:
             end.end_call(_PATIENCE)
         sender, target = self._exchange("open")
         self._exchange("connect", (target,), (sender,))
 
-    def _end(self, role: str, sync: socket.socket) -> Child:
+    def _end(self, name: str, sync: socket.socket, sends: bool) -> Child:
         number = sync.fileno()
-        made = (_ROLE, role, number, *self.arguments)
-        return Child(*made, name=role, env=self.env, fds=[number])
+        kind = f"{self.module or type(self).__module__}:{name}"
+        arguments = kind, number, sends, *self.arguments
+        shown = f"{kind} ({'sender' if sends else 'target'})"
+        return Child(_END, *arguments, name=shown, env=self.env, fds=[number])
 
     def _prepare(self, case: Case) -> None:
-        sender, target = self._exchange("begin", (case, True), (case, False))
+        sender, target = self._exchange("begin", (case,), (case,))
         self._exchange("bind", (case, target), (case, sender))
 
     def _run(self, case: Case, effort: Effort) -> tuple[Stamps, Stamps]:
         arguments = (case, effort.operations, effort.samples)
-        sent, received = self._exchange("run", arguments, arguments)
-        return sent, received
+        return self._exchange("run", arguments, arguments)
 
     def _exchange(
         self, method: str, to_sender: tuple[Any, ...] = (), to_target: tuple[Any, ...] = ()

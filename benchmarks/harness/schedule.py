@@ -1,20 +1,19 @@
-"""Paired turns: contenders take turns inside every case, in an order that rotates."""
+"""Cases one after the other, in each of which all contenders take turns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
-from benchmarks.harness import stats
 from benchmarks.harness.cases import Case
-from benchmarks.harness.contender import Contender, ContenderError, Effort, Measurement
-from benchmarks.harness.processes import Remains
-from benchmarks.harness.record import Results
-from benchmarks.harness.results import Failure, Figure, make_figure, make_row
-
-T = TypeVar("T")
+from benchmarks.harness.contender import Contender, Effort, Measurement
+from benchmarks.harness.remains import Remains
+from fabric_ray.bench import stats
+from fabric_ray.bench.record import Results
+from fabric_ray.bench.results import ContenderError, Failure
+from fabric_ray.bench.turns import Entry, take_turns
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,29 +23,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     turn_seconds: float = 0.1
 
 
-def rotated(contenders: Sequence[T], turn: int) -> list[T]:
-    """The order of a turn: each begins as often as any other."""
-    shift = turn % max(1, len(contenders))
-    return [*contenders[shift:], *contenders[:shift]]
-
-
-class _Entry:
-    """One contender's progress through one case."""
-
-    def __init__(self, contender: Contender) -> None:
-        self.contender = contender
-        self.verified = False
-        self.effort = Effort(operations=1, samples=1)
-        self.turns: list[Measurement] = []
-
-
 def run_cases(
     cases: Sequence[Case], contenders: Sequence[Contender], plan: Plan, results: Results
 ) -> None:
     """Measure every case that the results don't have; what contenders left behind is removed.
 
-    A contender runs from its first case to its last, paused except in its own turns. A row is kept
-    at once, also the one that an exception interrupts, with the turns it has.
+    A contender runs from its first case to its last, paused except in its own turns.
     """
     remains = Remains()
     try:
@@ -67,84 +49,90 @@ def run_cases(
 def _run_case(
     case: Case, contenders: Sequence[Contender], plan: Plan, remains: Remains, results: Results
 ) -> None:
+    ready: dict[str, _Ready] = {}
     failures: list[Failure] = []
-    entries: list[_Entry] = []
 
-    def attempt(entry: _Entry, action: Callable[[_Entry], None]) -> bool:
-        try:
-            action(entry)
-        except ContenderError as error:
-            failures.append(Failure(contender=entry.contender.name, reason=str(error)))
-            remains.look()
-            entry.contender.stop()
-            return False
-        return True
-
-    def begin(entry: _Entry) -> None:
-        entry.contender.start(case)
-        entry.verified = entry.contender.verify(case)
-        entry.effort = _calibrate(entry.contender, case, plan)
-
-    def turn(entry: _Entry) -> None:
-        entry.turns.append(_turn(entry.contender, case, entry.effort))
-
-    complete = False
-    try:
-        for contender in contenders:
-            if contender.takes_part(case):
-                entry = _Entry(contender)
-                if attempt(entry, begin):
-                    entries.append(entry)
+    def failed(contender: Contender) -> None:
         remains.look()
-        for number in range(plan.turns):
-            failed = [one for one in rotated(entries, number) if not attempt(one, turn)]
-            entries = [entry for entry in entries if entry not in failed]
-        complete = True
-    finally:
-        figures = [_figure(entry, case) for entry in entries if entry.turns]
-        if figures or complete:
-            results.add(make_row(case.header, figures, failures, complete=complete))
+        contender.stop()
 
-
-def _turn(contender: Contender, case: Case, effort: Effort) -> Measurement:
-    contender.resume()
-    try:
-        return contender.measure(case, effort)
-    finally:
-        contender.pause()
-
-
-def _calibrate(contender: Contender, case: Case, plan: Plan) -> Effort:
-    """An effort that fills one turn, found by two untimed runs that also warm up."""
-    if case.operation in ("window", "flight"):
-        # As many for all: programs that average over their run include its start and end.
-        effort = Effort(operations=case.operations, samples=1)
-        _turn(contender, case, effort)
-        return effort
-    small = _turn(contender, case, Effort(operations=1, samples=1)).seconds
-    first, _ = stats.operations_and_samples(small[0], case.operations, plan.turn_seconds)
-    warm = _turn(contender, case, Effort(operations=first, samples=2)).seconds
-    operations, samples = stats.operations_and_samples(
-        min(warm), case.operations, plan.turn_seconds
-    )
-    return Effort(operations=operations, samples=samples)
-
-
-def _figure(entry: _Entry, case: Case) -> Figure:
-    contender = entry.contender
-    chosen = [turn.chosen for turn in entry.turns if turn.chosen]
-    names = {name for turn in entry.turns for name in turn.parts}
-    return make_figure(
+    for contender in contenders:
+        if contender.takes_part(case):
+            try:
+                ready[contender.name] = _Ready(contender, case, plan)
+            except ContenderError as error:
+                failures.append(Failure(contender=contender.name, reason=str(error)))
+                failed(contender)
+    remains.look()
+    take_turns(
         case.header,
-        contender.name,
-        contender.family,
-        [turn.seconds for turn in entry.turns],
-        threads=contender.threads,
-        note=contender.describe(case),
-        chosen=max(set(chosen), key=chosen.count) if chosen else "",
-        verified=entry.verified,
-        parts={
-            name: stats.median([turn.parts[name] for turn in entry.turns if name in turn.parts])
-            for name in sorted(names)
-        },
+        [
+            Entry(name=name, family=one.contender.family, run=one.turn, facts=one.facts)
+            for name, one in ready.items()
+        ],
+        plan.turns,
+        results,
+        failures=failures,
+        on_failure=lambda entry: failed(ready[entry.name].contender),
     )
+
+
+class _Ready:
+    """A contender whose processes are up, whose bytes were compared, and whose effort is known."""
+
+    def __init__(self, contender: Contender, case: Case, plan: Plan) -> None:
+        self.contender, self._case = contender, case
+        contender.start(case)
+        self._verified = contender.verify(case)
+        self._effort = self._calibrated(plan.turn_seconds)
+        self._turns: list[Measurement] = []
+
+    def turn(self) -> list[float]:
+        found = self._measure(self._effort)
+        self._turns.append(found)
+        return found.seconds
+
+    def facts(self) -> dict[str, Any]:
+        chosen = [turn.chosen for turn in self._turns if turn.chosen]
+        names = sorted({name for turn in self._turns for name in turn.parts})
+        parts = {n: stats.median([t.parts[n] for t in self._turns if n in t.parts]) for n in names}
+        return {
+            "threads": self.contender.threads,
+            "note": self.contender.describe(self._case),
+            "chosen": max(set(chosen), key=chosen.count) if chosen else "",
+            "verified": self._verified,
+            "parts": parts,
+        }
+
+    def _measure(self, effort: Effort) -> Measurement:
+        self.contender.resume()
+        try:
+            return self.contender.measure(self._case, effort)
+        finally:
+            self.contender.pause()
+
+    def _calibrated(self, budget: float) -> Effort:
+        """An effort that fills one turn, found by two untimed runs that also warm up."""
+        wanted = self._case.operations
+        if self._case.operation in ("window", "flight"):
+            # As many for all: programs that average over their run include its start and end.
+            effort = Effort(operations=wanted, samples=1)
+            self._measure(effort)
+            return effort
+        small = self._measure(Effort(operations=1, samples=1)).seconds[0]
+        first, _ = operations_and_samples(small, wanted, budget)
+        warm = self._measure(Effort(operations=first, samples=2)).seconds
+        operations, samples = operations_and_samples(min(warm), wanted, budget)
+        return Effort(operations=operations, samples=samples)
+
+
+def operations_and_samples(
+    seconds: float, wanted: int, budget: float, *, most: int = 200
+) -> tuple[int, int]:
+    """Operations per sample and samples that fill `budget` seconds at `seconds` an operation.
+
+    Never fewer than one of each; operations shrink below `wanted` only for slow contenders.
+    """
+    operations = max(1, min(wanted, int(budget / max(seconds, 1e-9))))
+    samples = int(budget / max(operations * seconds, 1e-9))
+    return operations, max(1, min(most, samples))

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.harness.record import Quick, Resume, Turns, recorded
 from benchmarks.kvcache.load import Load, Outcomes, row
 from benchmarks.kvcache.load import load as measure_load
 from benchmarks.kvcache.ttft import ttft as measure_ttft
 from benchmarks.kvcache.watcher import watcher as measure_watcher
+from fabric_ray.bench.record import Quick, Resume, Turns, recorded
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.harness import stats
-from benchmarks.harness.child import Child
-from benchmarks.harness.results import Failure, Row, RowHeader, make_figure, make_row
 from benchmarks.kvcache.nodes import Ended, Order
+from fabric_ray.bench import stats
+from fabric_ray.bench.child import Child
+from fabric_ray.bench.results import Failure, Row, RowHeader, make_figure, make_row
 from fabric_ray.inference.engine import TorchEngine
 from fabric_ray.inference.generate import GenerationRequest, Generator
 from fabric_ray.serve.config import ServeArgs

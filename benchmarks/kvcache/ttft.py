@@ -17,10 +17,10 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.harness.child import Child
-from benchmarks.harness.record import Results
-from benchmarks.harness.results import Row, RowHeader, row_of_turns
 from fabric_ray import Region, TransferEngine
+from fabric_ray.bench.child import Child
+from fabric_ray.bench.record import Results
+from fabric_ray.bench.results import Row, RowHeader, row_of_turns
 from fabric_ray.inference.engine import TorchEngine
 from fabric_ray.inference.generate import GenerationRequest, Generator
 from fabric_ray.inference.model import Model

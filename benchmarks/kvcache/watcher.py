@@ -10,10 +10,10 @@ import time
 from collections.abc import Iterator
 
 from benchmarks.contenders import perf
-from benchmarks.harness import stats
-from benchmarks.harness.record import Results
-from benchmarks.harness.results import Row, RowHeader, make_figure, make_row
 from fabric_ray import TransferEngine
+from fabric_ray.bench import stats
+from fabric_ray.bench.record import Results
+from fabric_ray.bench.results import Row, RowHeader, make_figure, make_row
 
 _PATIENCE = 10.0
 _GAP_S = 60e-6

@@ -10,12 +10,11 @@ from typing import Annotated
 import msgspec
 import typer
 
-from benchmarks.harness.record import Quick, Results, Resume, Turns, recorded
-from benchmarks.harness.results import Family, RowHeader, row_of_turns
-from benchmarks.moe.ranks import measure
+from benchmarks.moe.ranks import NICS, measure
+from benchmarks.moe.ranks import simulate as run
 from benchmarks.moe.shape import Shape, batch, crossings
-from benchmarks.moe.simulated import NICS
-from benchmarks.moe.simulated import simulate as run
+from fabric_ray.bench.record import Quick, Results, Resume, Turns, recorded
+from fabric_ray.bench.results import Family, RowHeader, row_of_turns
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -111,10 +110,8 @@ def simulate(ranks: Ranks = "8,16,32,64", tokens: Tokens = 128, resume: Resume =
                 results.say(key)
                 one = run(shape, nic)
                 for half in HALVES:
-                    ours, floor = (
-                        [getattr(one, f"{half}_{name}_us") / 1e6] for name in ("p50", "floor")
-                    )
-                    figures = {"simulated": ("ours", ours), "floor": ("floor", floor)}
+                    p50, floor = (getattr(one, f"{half}_{n}_us") / 1e6 for n in ("p50", "floor"))
+                    figures = {"simulated": ("ours", [p50]), "floor": ("floor", [floor])}
                     results.add(row_of_turns(RowHeader(key=f"{key}/{half}", unit="us"), figures))
                 # So little to pack that posting is what takes time.
                 tiny = msgspec.structs.replace(shape, hidden=128, topk=1)

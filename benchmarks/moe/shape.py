@@ -1,4 +1,4 @@
-"""What is exchanged."""
+"""What is exchanged, and the sums that come of it."""
 
 from __future__ import annotations
 
@@ -49,16 +49,13 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct):
-    """A rank's tokens."""
+    """A rank's tokens: float8 ``x [tokens, hidden]``, float32 ``scales [tokens, scales]``, int64
+    ``indices [tokens, topk]`` of experts, and their float32 ``weights``."""
 
     x: Tensor
-    """float8 ``[tokens, hidden]``."""
     scales: Tensor
-    """float32 ``[tokens, scales]``."""
     indices: Tensor
-    """int64 ``[tokens, topk]``."""
     weights: Tensor
-    """float32 ``[tokens, topk]``."""
 
 
 def batch(shape: Shape, rank: int, turn: int) -> Batch:
@@ -75,31 +72,38 @@ def answers(rows: Tensor, hidden: int) -> Tensor:
     return rows[:, :hidden].view(torch.uint8).to(torch.bfloat16)
 
 
-def expected(shape: Shape, given: Batch) -> Tensor:
-    """The sums, bfloat16 ``[tokens, hidden]``, in the arithmetic of the exchange."""
+def expected(shape: Shape, given: Batch, nodes: int = 0) -> Tensor:
+    """The sums, bfloat16 ``[tokens, hidden]``, in the arithmetic of the exchange: of all experts
+    in their order, or first of each rank and then of each of so many nodes."""
     y = answers(given.x, shape.hidden).float()
     total = torch.zeros_like(y)
-    for k in range(shape.topk):
-        total += given.weights[:, k : k + 1] * y
-    return total.to(torch.bfloat16)
-
-
-def expected_of_nodes(shape: Shape, given: Batch) -> Tensor:
-    """The sums, bfloat16 ``[tokens, hidden]``, in the order of the mode."""
-    y = answers(given.x, shape.hidden).float()
+    if not nodes:
+        for k in range(shape.topk):
+            total += given.weights[:, k : k + 1] * y
+        return total.to(torch.bfloat16)
     rank_of = given.indices // (shape.experts // shape.ranks)
-    total = torch.zeros_like(y)
-    for node in range(NODES):
+    per_node = shape.ranks // nodes
+    for node in range(nodes):
         of_node = torch.zeros_like(y)
-        for local in range(shape.ranks // NODES):
-            mine = rank_of == node * (shape.ranks // NODES) + local
+        for rank in range(node * per_node, (node + 1) * per_node):
             of_rank = torch.zeros_like(y)
             for k in range(shape.topk):
-                here = mine[:, k]
+                here = rank_of[:, k] == rank
                 of_rank[here] += given.weights[here, k : k + 1] * y[here]
             of_node += of_rank.to(torch.bfloat16).float()
         total += of_node.to(torch.bfloat16).float()
     return total.to(torch.bfloat16)
+
+
+def check(name: str, shape: Shape, sums: Tensor, want: Tensor) -> None:
+    """Every bit of the sums.
+
+    Raises:
+        AssertionError: they are others.
+    """
+    if not torch.equal(sums, want):
+        wrong = int((sums != want).any(dim=1).sum())
+        raise AssertionError(f"{name}: {wrong} of {shape.tokens} sums are wrong")
 
 
 def crossings(shape: Shape, given: Batch, rank: int) -> tuple[int, int]:

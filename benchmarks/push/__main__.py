@@ -1,4 +1,4 @@
-"""Measure a push of weights beside other ways to bring them over."""
+"""Measure a push of weights beside what else brings them over."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import ray
 import typer
 from ray.exceptions import RayError
 
-from benchmarks.harness.record import Results, Resume, Turns, recorded
-from benchmarks.harness.results import Failure, Row, RowHeader, make_figure, make_row, row_of_turns
-from benchmarks.harness.schedule import rotated
+from benchmarks.push.contenders import MIB, PEERS, Contender, World
 from benchmarks.push.tiny import overhead
-from benchmarks.push.ways import MIB, PEERS, Way, World, floor
+from fabric_ray.bench.record import Results, Resume, Turns, recorded
+from fabric_ray.bench.results import Failure, RowHeader, row_of_turns
+from fabric_ray.bench.turns import Entry, take_turns
 from fabric_ray.models import ModelConfig
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
@@ -32,9 +32,9 @@ def push(
     engines: Annotated[int, typer.Option(min=1)] = 2,
     turns: Turns = 5,
     fp8: Annotated[bool, typer.Option("--fp8", help="Rollouts hold fp8")] = False,
-    peers: Annotated[bool, typer.Option(help="Also the other ways")] = True,
+    peers: Annotated[bool, typer.Option(help="Also the peers")] = True,
     only: Annotated[
-        list[str] | None, typer.Option(help=f"Of the other ways: {', '.join(PEERS)}")
+        list[str] | None, typer.Option(help=f"Of the peers: {', '.join(PEERS)}")
     ] = None,
     transport: Annotated[str, typer.Option(help="Of ours")] = "auto",
     watermark: Annotated[int, typer.Option(help="MiB a trainer, of ours", min=1)] = 128,
@@ -43,34 +43,19 @@ def push(
     """A model from FSDP trainers into replicas of a tensor-parallel engine."""
     if unknown := set(only or ()) - set(PEERS):
         raise typer.BadParameter(f"{', '.join(unknown)}: there are {', '.join(PEERS)}")
-    config = ModelConfig(
-        kind="llama",
-        vocab=32_000,
-        hidden=2048,
-        layers=layers,
-        heads=32,
-        kv_heads=8,
-        head_dim=64,
-        intermediate=8192,
-    )
-    open_world = partial(
-        World,
-        config,
-        trainers=trainers,
-        tp=tp,
-        engines=engines,
-        fp8=fp8,
-        transport=transport,
-        watermark=watermark * MIB,
-    )
+    sizes = {"vocab": 32_000, "hidden": 2048, "intermediate": 8192}
+    heads = {"heads": 32, "kv_heads": 8, "head_dim": 64}
+    config = ModelConfig(kind="llama", layers=layers, **sizes, **heads)
+    sides = {"trainers": trainers, "tp": tp, "engines": engines, "fp8": fp8}
+    world = partial(World, config, **sides, transport=transport, watermark=watermark * MIB)
     with recorded("push", resume) as results:
-        _beside(results, "floor", open_world, partial(floor, fp8=fp8), turns, verify=not fp8)
+        _beside(results, "floor", world, World.floor, turns, verify=not fp8)
         for name in (only or PEERS) if peers and not fp8 else ():
             # Its own ours is verified by the first world's.
             try:
-                _beside(results, name, open_world, PEERS[name], turns, train=False)
+                _beside(results, name, world, PEERS[name], turns, train=False)
             except RayError as error:
-                # A way that needs more memory than there is must not cost the others' figures.
+                # A peer that needs more memory than there is must not cost the others' figures.
                 results.say(f"{name}: {str(error).strip().splitlines()[0]}")
 
 
@@ -96,74 +81,64 @@ def _beside(
     results: Results,
     name: str,
     open_world: Callable[..., World],
-    other: Callable[[World], Way],
+    other: Callable[[World], Contender],
     turns: int,
     *,
     verify: bool = True,
     train: bool = True,
 ) -> None:
-    """Measures ours and another way turn by turn, in processes of their own."""
+    """Measures ours and another contender turn by turn, in processes of their own."""
     if results.has(f"push/{name}"):
         return
-    with _ray(), tempfile.TemporaryDirectory(dir=_memory()) as scratch:
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with _ray(), tempfile.TemporaryDirectory(dir=memory) as scratch:
         world = open_world(scratch=Path(scratch))
         try:
             header = RowHeader(key=f"push/{name}", unit="s")
-            ways = [world.ours(train=train), other(world)]
-            results.add(_measure(results, header, ways, turns, world, verify=verify))
+            failures: list[Failure] = []
+            entries = []
+            for contender in (world.ours(train=train), other(world)):
+                results.say(f"checking {contender.name}")
+                # Compared with bytes that ours has brought; the first is compared with the
+                # trainers'.
+                wrong = contender.wrong() if verify else []
+                if wrong:
+                    reason = f"wrong: {', '.join(wrong[:3])}"
+                    failures.append(Failure(contender=contender.name, reason=reason))
+                taken = contender.took()
+                facts: dict[str, Any] = {
+                    "note": contender.what,
+                    "verified": verify and not wrong,
+                    "details": {
+                        "GB": world.connected.nbytes / 1e9,
+                        **(taken.shown if taken else {}),
+                    },
+                }
+                family, run = contender.family, contender.run
+                entries.append(
+                    Entry(name=contender.name, family=family, run=run, facts=partial(dict, facts))
+                )
+            take_turns(
+                header,
+                entries,
+                turns,
+                results,
+                failures=failures,
+                on_turn=lambda entry, turn: results.say(f"turn {turn}: {entry.name}"),
+            )
         finally:
             world.close()
 
 
-def _measure(
-    results: Results, header: RowHeader, ways: list[Way], turns: int, world: World, *, verify: bool
-) -> Row:
-    failures: list[Failure] = []
-    details: dict[str, dict[str, float | str]] = {}
-    seconds: dict[str, list[float]] = {way.name: [] for way in ways}
-    for way in ways:
-        results.say(f"checking {way.name}")
-        # Compared with bytes that ours has brought; the first is compared with the trainers'.
-        if wrong := way.wrong() if verify else []:
-            failures.append(Failure(contender=way.name, reason=f"wrong: {', '.join(wrong[:3])}"))
-        taken = way.took() if way.took is not None else None
-        details[way.name] = {"GB": world.connected.nbytes / 1e9, **(taken.shown if taken else {})}
-    for turn in range(turns):
-        for way in rotated(ways, turn):
-            seconds[way.name].append(way.run())
-            results.say(f"turn {turn + 1}: {way.name} {seconds[way.name][-1]:.3f} s")
-    figures = [
-        make_figure(
-            header,
-            way.name,
-            way.family,
-            [[taken] for taken in seconds[way.name]],
-            note=way.what,
-            verified=verify and way.name not in {one.contender for one in failures},
-            details=details[way.name],
-        )
-        for way in ways
-    ]
-    return make_row(header, figures, failures)
-
-
 @contextmanager
 def _ray() -> Iterator[None]:
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="error",
-        object_store_memory=_STORE,
-    )
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    store: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _STORE}
+    ray.init(address="local", **quiet, **store)
     try:
         yield
     finally:
         ray.shutdown()
-
-
-def _memory() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Trainers and rollouts that can move weights in every way that is compared."""
+"""Trainers and rollouts that can move weights as each contender does."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class Rollout:
         self._side = side = target_side(config, tp=tp, ranks=range(tp * engines))
         if fp8:
             side = quantised_target(side, fp8_formats(config))
-        # In place, as every other way here.
+        # In place, as with all peers here.
         self.target = WeightTarget(side, rank=rank, engine=engine, staged=False)
         self._loaders: dict[str, Loader] = {}
 
@@ -185,9 +185,9 @@ class Rollout:
         ):
             loader.load(name, torch.from_numpy(shard).view(DTYPE), holder=holder)
 
-    def wrong(self, way: str) -> list[str]:
-        """Containers that way has brought other bytes in than a push of ours; forgets them."""
-        loader = self._loaders.pop(way)
+    def wrong(self, memory: str) -> list[str]:
+        """Containers of that memory with other bytes than a push of ours; forgets them."""
+        loader = self._loaders.pop(memory)
         with self.target.reading() as weights:
             return loader.differs(weights)
 

@@ -23,7 +23,7 @@ class Temporary(msgspec.Struct, frozen=True):
     ring: int = 0
     """Of it, what lies in the memory in which tensors are made ready."""
     watermark: int | None = None
-    """What that memory may take at most; ``None`` for ways that have none."""
+    """What that memory may take at most; ``None`` for contenders that have none."""
 
     @property
     def shown(self) -> dict[str, float]:

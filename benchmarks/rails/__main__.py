@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
 
 import typer
 
-from benchmarks.harness.contender import ContenderError
-from benchmarks.harness.record import Resume, recorded
-from benchmarks.harness.results import Family, Row, RowHeader, row_of_turns
 from benchmarks.rails import plots
 from benchmarks.rails.simulator import POLICIES, Policy, scenarios, simulate, simulate_all
+from fabric_ray.bench.record import Resume, errors_told, recorded
+from fabric_ray.bench.results import ContenderError, Family, Row, RowHeader, row_of_turns
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 FAMILIES: Mapping[str, Family] = {"adaptive": "ours", "floor": "floor"}
 _STORY: tuple[Policy, ...] = ("adaptive", "round-robin")
 # Around the loss of the scenario "watch".
 _SPAN = (49.5, 52.5)
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    try:
-        yield
-    except ContenderError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
 
 
 @app.command()
@@ -105,7 +94,7 @@ def failover(
     out: Annotated[Path, typer.Option(help="The picture")] = Path("failover.png"),
 ) -> None:
     """Watch a rail die and return: draw its slices, and say what it cost."""
-    with _told():
+    with errors_told(1, ContenderError):
         report = simulate(scenario, policy, slices=around)
     plots.draw_failover(report, around, out)
     for loss in report.summary.losses:
@@ -122,7 +111,7 @@ def draw(
     out: Annotated[Path, typer.Option(help="Folder for the pictures")] = Path("docs/img"),
 ) -> None:
     """Make the pictures of the documentation."""
-    with _told():
+    with errors_told(1, ContenderError):
         plots.draw_failover(simulate("watch", slices=_SPAN), _SPAN, out / "failover.png")
         plots.draw_story([simulate("story", policy) for policy in _STORY], out / "rails.png")
         blocks = [s.name for s in scenarios() if s.name.startswith("tent-") and "iB" in s.name]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
 
 from benchmarks.contenders import perf
 from benchmarks.harness.cases import KIB, MIB
-from benchmarks.harness.record import Resume, Turns, recorded
-from benchmarks.harness.results import Row
 from benchmarks.rdma.contenders import Case, Contender, Engine, Perftest
-from benchmarks.rdma.turns import measure, packages
+from benchmarks.rdma.guest import measure, packages
 from benchmarks.rdma.unequal import unequal_rails
+from fabric_ray.bench.record import Resume, Turns, recorded
+from fabric_ray.bench.results import Row
 from tests.rdma.boot import why_no_guest
 
 # A second or so for each, where the CPU is emulated.
@@ -37,16 +38,18 @@ def contenders() -> list[Contender]:
     return [*([] if perf.missing() else [Engine()]), Perftest()]
 
 
-def beside_perftest(*, turns: int = 5) -> list[Row]:
+def beside_perftest(
+    add: Callable[[Row], object], cases: Sequence[Case] = CASES, *, turns: int = 5
+) -> None:
     """Ours and `ib_write_bw` over one rail.
 
     Raises:
         ValueError: as `measure`.
     """
-    return measure(CASES, contenders(), turns=turns)
+    measure(cases, contenders(), add, turns=turns)
 
 
-def four_rails(*, turns: int = 5) -> list[Row]:
+def four_rails(add: Callable[[Row], object], *, turns: int = 5) -> None:
     """Four rails together, one of them, and `ib_write_bw` on one, over links of equal rates.
 
     Raises:
@@ -59,7 +62,7 @@ def four_rails(*, turns: int = 5) -> list[Row]:
         for rail in range(RAILS)
     )
     options = ["--mtu", str(_MTU)]
-    return measure([SHAPED], rivals, turns=turns, rails=RAILS, first=shape, options=options)
+    measure([SHAPED], rivals, add, turns=turns, rails=RAILS, first=shape, options=options)
 
 
 def main(
@@ -78,10 +81,11 @@ def main(
         why = perf.missing()
         if why:
             results.say(f"{why}; run `{perf.OBTAIN}`")
-        if single and not results.has(*(case.header.key for case in CASES)):
-            results.add(*beside_perftest(turns=turns))
+        missing = [case for case in CASES if not results.has(case.header.key)]
+        if single and missing:
+            beside_perftest(results.add, missing, turns=turns)
         if rails and not why and not results.has(SHAPED.header.key):
-            results.add(*four_rails(turns=turns))
+            four_rails(results.add, turns=turns)
         if unequal and not why and not any(key.startswith("rdma-unequal") for key in results.rows):
             results.add(*unequal_rails())
 

@@ -11,7 +11,7 @@ import msgspec
 
 from benchmarks.contenders import perf
 from benchmarks.harness.cases import KIB, MIB, size
-from benchmarks.harness.results import Family, RowHeader
+from fabric_ray.bench.results import Family, RowHeader
 
 SENDER, RECEIVER = "rxe_h0r0", "rxe_h1r0"
 _RECEIVER_ADDRESS = "10.77.0.2"

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.harness.cases import KIB
-from benchmarks.harness.results import Family, Row, RowHeader, row_of_turns
 from benchmarks.rdma.contenders import last, serve
-from benchmarks.rdma.turns import guest_outputs
+from benchmarks.rdma.guest import run_scripts
+from fabric_ray.bench.results import Family, Row, RowHeader, row_of_turns
 
 # 4:4:4:1, as 400/400/400/100 Gb/s. 64 packets, which soft-RoCE lets wait for one queue pair, pass
 # the slowest in 87 ms; after 134 ms they would be sent again.
@@ -139,8 +139,10 @@ def unequal_rails() -> list[Row]:
     Raises:
         ValueError: if a policy printed no figures.
     """
-    outputs = guest_outputs(
+    outputs: list[str] = []
+    run_scripts(
         [_script(policy) for policy in _POLICIES],
+        outputs,
         limit=_RUN_SECONDS,
         rails=len(RATES),
         options=["--mtu", str(_MTU)],

@@ -13,11 +13,19 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks.harness.cases import GIB, KIB, MIB, size
-from benchmarks.harness.record import Results, Resume, Turns, recorded
-from benchmarks.harness.results import Family, RowHeader, row_of_turns
-from benchmarks.harness.schedule import rotated
-from benchmarks.rdt import FABRIC, GLOO, MAPPED, NIXL, NUMPY, STORE
+from benchmarks.harness.cases import GIB, KIB, MIB
+from fabric_ray.bench.record import Results, Resume, Turns, recorded
+from fabric_ray.bench.results import Family, RowHeader, row_of_turns
+from fabric_ray.bench.table import size
+from fabric_ray.bench.turns import rotated
+
+# Ray reads them when it is imported.
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+
+from benchmarks.rdt.pair import FABRIC, GLOO, MAPPED, NIXL, NUMPY, STORE, Pair
 
 SIZES = (64 * KIB, MIB, 16 * MIB, 256 * MIB, GIB)
 KINDS = ("argument", "target")
@@ -42,64 +50,57 @@ def floor(nbytes: int) -> float:
     return timed(copy, 4)
 
 
-def measure(ways: Sequence[str], sizes: Sequence[int], turns: int, results: Results) -> None:
-    """Each way in its turn, one pair of actors at a time, since some libraries poll while they are
-    idle. A turn is kept when all have had it."""
-    from benchmarks.rdt.pair import Pair
-
+def measure(contenders: Sequence[str], sizes: Sequence[int], turns: int, results: Results) -> None:
+    """One pair of actors at a time, since some libraries poll while they are idle. A turn is kept
+    when all have had it."""
     keys = {(kind, nbytes): f"rdt/{kind}/{size(nbytes)}" for kind in KINDS for nbytes in sizes}
     if results.has(*keys.values()):
         return
     found = {at: defaultdict(list, results.turns(key)) for at, key in keys.items()}
     for turn in range(min(len(taken[FLOOR]) for taken in found.values()), turns):
-        for way in rotated(ways, turn):
-            results.say(f"turn {turn + 1} of {turns}: {way}")
-            with Pair(way) as pair:
+        for name in rotated(contenders, turn):
+            results.say(f"turn {turn + 1} of {turns}: {name}")
+            with Pair(name) as pair:
                 for nbytes in sizes:
                     pair.fill(nbytes)
                     count = max(3, min(30, 512 * MIB // nbytes))
-                    found["argument", nbytes][way].append(timed(pair.argument, count))
-                    if way != GLOO:  # it has no get
+                    found["argument", nbytes][name].append(timed(pair.argument, count))
+                    if name != GLOO:  # it has no get
                         pair.check()
-                        found["target", nbytes][way].append(timed(pair.target, count))
+                        found["target", nbytes][name].append(timed(pair.target, count))
         for nbytes in sizes:
             took = floor(nbytes)
             for kind in KINDS:
                 found[kind, nbytes][FLOOR].append(took)
         for (kind, nbytes), taken in found.items():
-            header = RowHeader(
-                key=keys[kind, nbytes], unit="ms", amount=nbytes, group=kind, size=nbytes
-            )
-            shown = {way: (FAMILIES.get(way, "peer"), taken[way]) for way in (*ways, FLOOR)}
+            facts = {"amount": nbytes, "group": kind, "size": nbytes}
+            header = RowHeader(key=keys[kind, nbytes], unit="ms", **facts)
+            shown = {n: (FAMILIES.get(n, "peer"), taken[n]) for n in (*contenders, FLOOR)}
             results.add(row_of_turns(header, shown, complete=turn + 1 == turns))
 
 
 def main(
     sizes: Annotated[str, typer.Option(help="Bytes, commas between")] = ",".join(map(str, SIZES)),
     turns: Turns = 3,
-    only: Annotated[str, typer.Option(help="Ways, commas between")] = "",
+    only: Annotated[str, typer.Option(help="Contenders, commas between")] = "",
     address: Annotated[str, typer.Option(help="A Ray that runs already; else one is started")] = "",
     resume: Resume = None,
 ) -> None:
-    """Two actors on this machine, each way in its turn. A method returns a tensor that its actor
-    keeps, and the reader takes it as an argument; or the source puts it, and the reader gets it
-    into memory that both have registered before (target)."""
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    import ray
-
-    ways = [FABRIC, MAPPED, NIXL, GLOO, NUMPY, STORE]
+    """Two actors on this machine, each contender in its turn. A method returns a tensor that its
+    actor keeps, and the reader takes it as an argument; or the source puts it, and the reader gets
+    it into memory that both have registered before (target)."""
+    contenders = [FABRIC, MAPPED, NIXL, GLOO, NUMPY, STORE]
     each = [int(one) for one in sizes.split(",")]
     room = 4 * max(each) + GIB
     own = {} if address else {"object_store_memory": room, "include_dashboard": False}
     with recorded("rdt", resume) as results:
         if importlib.util.find_spec("nixl") is None:
-            ways.remove(NIXL)
+            contenders.remove(NIXL)
             results.say("nixl is not installed: pip install -e '.[bench]'")
-        ways = [way for way in ways if not only or way in (FABRIC, *only.split(","))]
+        contenders = [n for n in contenders if not only or n in (FABRIC, *only.split(","))]
         ray.init(address or "local", log_to_driver=False, logging_level="error", **own)
         try:
-            measure(ways, each, turns, results)
+            measure(contenders, each, turns, results)
         finally:
             ray.shutdown()
 

@@ -1,4 +1,4 @@
-"""Two actors of one transport: one has a tensor, the other wants it."""
+"""Two actors of one contender: one has a tensor, the other wants it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ import ray
 import torch
 
 import fabric_ray
-from benchmarks.rdt import FABRIC, GLOO, MAPPED, NIXL, NUMPY, STORE
+from fabric_ray.runtime import rdt
 
 fabric_ray.register()  # the name must be known before a class uses it
 
-ONE_SIDED = (FABRIC, MAPPED, NIXL)
+FABRIC, MAPPED, NIXL, GLOO = "fabric", "fabric mapped", "nixl", "gloo"
+NUMPY, STORE = "store numpy", "store torch"
+ONE_SIDED = {FABRIC: "fabric", MAPPED: "fabric", NIXL: "nixl"}
+"""Contenders whose memory is registered, and how Ray calls their transport."""
 
 
 class End:
     """Either end; every method is timed by its caller unless it returns seconds."""
 
-    def __init__(self, way: str) -> None:
-        self._way = way
+    def __init__(self, contender: str) -> None:
+        self._contender = contender
         self._tensor = torch.empty(0)
         self._ref: Any = None
 
@@ -30,40 +33,23 @@ class End:
 
     def fill(self, nbytes: int) -> None:
         """Makes the tensor; its memory is registered for good where the transport can do that."""
-        self._release()
-        if self._way == MAPPED:
-            from fabric_ray.runtime import rdt
-
-            self._tensor = rdt.empty(nbytes, torch.uint8)
-        else:
-            self._tensor = torch.empty(nbytes, dtype=torch.uint8)
+        if self._tensor.numel():
+            self._register("deregister")
+        mapped = self._contender == MAPPED
+        empty = rdt.empty if mapped else torch.empty
+        self._tensor = empty(nbytes, dtype=torch.uint8)
         self._tensor.copy_(pattern(nbytes))
-        if self._way in (FABRIC, MAPPED):
-            from fabric_ray.runtime import rdt
+        self._register("register")
 
-            rdt.register_memory(self._tensor)
-        elif self._way == NIXL:
-            from ray.experimental import register_nixl_memory
-
-            register_nixl_memory(self._tensor)
-
-    def _release(self) -> None:
-        self._ref = None
-        if not self._tensor.numel():
-            return
-        if self._way in (FABRIC, MAPPED):
-            from fabric_ray.runtime import rdt
-
-            rdt.deregister_memory(self._tensor)
-        elif self._way == NIXL:
-            from ray.experimental import deregister_nixl_memory
-
-            deregister_nixl_memory(self._tensor)
-        self._tensor = torch.empty(0)
+    def _register(self, what: str) -> None:
+        if self._contender == NIXL:
+            getattr(ray.experimental, f"{what}_nixl_memory")(self._tensor)
+        elif self._contender in ONE_SIDED:
+            getattr(rdt, f"{what}_memory")(self._tensor)
 
     def plain(self) -> Any:
         """The tensor, by the object store."""
-        return self._tensor.numpy() if self._way == NUMPY else self._tensor
+        return self._tensor.numpy() if self._contender == NUMPY else self._tensor
 
     @ray.method(tensor_transport="fabric")
     def by_fabric(self) -> torch.Tensor:
@@ -84,8 +70,8 @@ class End:
     def put(self) -> tuple[list[Any], float]:
         """Offers the tensor; the reference, and seconds that it took."""
         begin = time.perf_counter()
-        if self._way in ONE_SIDED:
-            transport = "nixl" if self._way == NIXL else "fabric"
+        transport = ONE_SIDED.get(self._contender)
+        if transport is not None:
             ref = ray.put(self._tensor, _tensor_transport=transport)
         else:
             ref = ray.put(self.plain())
@@ -95,10 +81,10 @@ class End:
         """Seconds until the bytes are in this end's tensor."""
         self._tensor[0] = self._tensor[-1] = 0
         begin = time.perf_counter()
-        if self._way in ONE_SIDED:
+        if self._contender in ONE_SIDED:
             ray.experimental.set_target_for_ref(refs[0], [self._tensor])
             ray.get(refs[0])
-        elif self._way == NUMPY:
+        elif self._contender == NUMPY:
             np.copyto(self._tensor.numpy(), ray.get(refs[0]))
         else:
             self._tensor.copy_(ray.get(refs[0]))
@@ -118,14 +104,15 @@ def pattern(nbytes: int) -> torch.Tensor:
 class Pair:
     """The two actors, for as long as the block lasts."""
 
-    def __init__(self, way: str) -> None:
-        self.way = way
-        env = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"} if way == STORE else {}
+    def __init__(self, contender: str) -> None:
+        self.contender = contender
         make: Any = ray.remote(num_cpus=0, enable_tensor_transport=True)(End)
-        make = make.options(runtime_env={"env_vars": env}) if env else make
-        self.source, self.reader = make.remote(way), make.remote(way)
+        if contender == STORE:
+            env = {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
+            make = make.options(runtime_env={"env_vars": env})
+        self.source, self.reader = make.remote(contender), make.remote(contender)
         ray.get([self.source.ready.remote(), self.reader.ready.remote()])
-        if way == GLOO:
+        if contender == GLOO:
             from ray.experimental.collective import create_collective_group
 
             self._group = create_collective_group([self.source, self.reader], backend="torch_gloo")
@@ -135,13 +122,13 @@ class Pair:
 
     def argument(self) -> float:
         """Seconds from the call of the source's method until the reader has used its result."""
-        name = {NUMPY: "plain", STORE: "plain", NIXL: "by_nixl", GLOO: "by_gloo"}
+        transport = "gloo" if self.contender == GLOO else ONE_SIDED.get(self.contender)
         begin = time.perf_counter()
-        made = getattr(self.source, name.get(self.way, "by_fabric")).remote()
+        made = getattr(self.source, f"by_{transport}" if transport else "plain").remote()
         ends = ray.get(self.reader.take.remote(made))
         spent = time.perf_counter() - begin
         if 0 in ends:
-            raise RuntimeError(f"{self.way}: bytes are missing")
+            raise RuntimeError(f"{self.contender}: bytes are missing")
         return spent
 
     def target(self) -> float:
@@ -153,7 +140,7 @@ class Pair:
         """Compares every byte of a fetch into the reader's tensor."""
         self.target()
         if not ray.get(self.reader.equal.remote()):
-            raise RuntimeError(f"{self.way}: bytes differ")
+            raise RuntimeError(f"{self.contender}: bytes differ")
 
     def __enter__(self) -> Pair:
         return self

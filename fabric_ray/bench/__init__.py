@@ -1,12 +1,28 @@
-"""What this machine moves between two processes, beside what plain code does with the same bytes.
+"""Measures contenders turn by turn, beside their floor, and keeps each row as soon as it is known.
 
-``python -m benchmarks run`` in a clone measures more, beside other libraries; this comes with the
-package.
+`measure` is what ``fabric-ray bench`` runs. ``python -m benchmarks`` in a clone measures more,
+beside other libraries, with the same rows, turns, tables and pages.
 """
 
 from __future__ import annotations
 
-from fabric_ray.bench.figures import PING_NBYTES, Figure, Report
-from fabric_ray.bench.measure import SIZES, TURNS, measure
+from fabric_ray.bench.local import PING_NBYTES, SIZES, TURNS, Report, measure
+from fabric_ray.bench.record import Results, recorded
+from fabric_ray.bench.results import ContenderError, Figure, Row, RowHeader
+from fabric_ray.bench.turns import Entry, take_turns
 
-__all__ = ["PING_NBYTES", "SIZES", "TURNS", "Figure", "Report", "measure"]
+__all__ = [
+    "PING_NBYTES",
+    "SIZES",
+    "TURNS",
+    "ContenderError",
+    "Entry",
+    "Figure",
+    "Report",
+    "Results",
+    "Row",
+    "RowHeader",
+    "measure",
+    "recorded",
+    "take_turns",
+]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 from rich.table import Table
 
 from fabric_ray import bench as benches
+from fabric_ray.bench.page import colours_of, draw_lines
+from fabric_ray.bench.record import Resume
 from fabric_ray.cli.console import plain, stdout
-from fabric_ray.cli.ending import errors_in_words
+from fabric_ray.cli.ending import errors_in_words, fail
 from fabric_ray.cli.options import Json
 from fabric_ray.cli.picture import check_picture, save
 from fabric_ray.cli.progress import working
@@ -37,6 +40,7 @@ def bench(
     picture: Annotated[
         Path | None, typer.Option(help="Speed over size: FILE.svg, .png or .html.")
     ] = None,
+    resume: Resume = None,
     as_json: Json = False,
 ) -> None:
     """What this machine moves between two processes, beside what plain code does.
@@ -51,28 +55,42 @@ def bench(
       fabric-ray bench --transports tcp --sizes 256KiB,4MiB --turns 15
       fabric-ray bench --transports verbs              # over a NIC, both ends here
       fabric-ray bench --picture bench.html
-      fabric-ray bench --json | jq '.figures[] | [.way, .nbytes, .median]'
+      fabric-ray bench --resume bench.jsonl            # keeps rows, and goes on where it ended
+      fabric-ray bench --json | jq '.figures[] | [.contender, .nbytes, .median]'
 
     In a clone, `make bench` measures more, beside other libraries. Exits with 2 where a transport
     doesn't work here, and says why.
     """
-    with errors_in_words(), working("starting") as tell:
-        if picture is not None:
-            check_picture(picture)
-        report = benches.measure(
-            transports=[t.strip() for t in transports.split(",") if t.strip()],
-            sizes=[nbytes(word) for word in sizes.split(",")],
-            turns=turns,
-            tell=tell,
-        )
-        if picture is not None:
-            title = f"{report.cpu}, {report.cores} cores"
-            save(_curves(report, title), title, picture)
+    try:
+        results = benches.Results(resume)
+    except (OSError, ValueError) as error:
+        fail(f"--resume: {error}")
+    try:
+        with errors_in_words(), working("starting") as tell:
+            if picture is not None:
+                check_picture(picture)
+            report = benches.measure(
+                transports=[t.strip() for t in transports.split(",") if t.strip()],
+                sizes=[nbytes(word) for word in sizes.split(",")],
+                turns=turns,
+                tell=tell,
+                results=results,
+            )
+            if picture is not None:
+                title = f"{report.cpu}, {report.cores} cores"
+                save(_curves(report, title), title, picture)
+    except KeyboardInterrupt:
+        if results.rows and not as_json:
+            stdout().print(_table(results.rows.values()))
+        raise
+    finally:
+        results.end()
     if as_json:
-        typer.echo(msgspec.json.encode(report).decode())
+        facts = {name: getattr(report, name) for name in ("cpu", "cores", "turns", "seconds")}
+        typer.echo(json.dumps(facts | {"figures": [*_flat(report.rows)]}))
         return
     console = stdout()
-    console.print(_table(report))
+    console.print(_table(report.rows))
     console.print(
         f"{report.cpu}, {report.cores} cores; medians of {report.turns} turns; every byte was "
         f"compared; {report.seconds:.1f} s",
@@ -98,38 +116,44 @@ def spoken(count: int) -> str:
     return f"{count // _UNITS[name]} {name}"
 
 
-def _table(report: benches.Report) -> Table:
-    table = plain("write", "over", right=("median", "best", "of the floor"))
+def _flat(rows: Iterable[benches.Row]) -> Iterable[dict[str, Any]]:
+    """Figures with what their row says of them."""
+    for row in rows:
+        floor = next((f.contender for f in row.figures if f.family == "floor"), None)
+        for found in sorted(row.figures, key=lambda f: f.family != "floor"):
+            facts = {n: getattr(found, n) for n in ("median", "best", "of_floor", "verified")}
+            yield {
+                "contender": found.contender,
+                "nbytes": row.size or benches.PING_NBYTES,
+                "unit": row.unit,
+                "floor": None if found.family == "floor" else floor,
+                **facts,
+            }
+
+
+def _table(rows: Iterable[benches.Row]) -> Table:
+    table = plain("write", "over", ">median", ">best", ">of the floor")
     last = 0
-    for found in report.figures:
-        of_floor = "" if found.of_floor is None else f"{found.of_floor:.2f} x {found.floor}"
+    for found in _flat(rows):
+        of_floor = found["of_floor"]
         table.add_row(
-            spoken(found.nbytes) if found.nbytes != last else "",
-            found.way,
-            f"{found.median:.2f} {found.unit}",
-            f"{found.best:.2f} {found.unit}",
-            of_floor,
+            spoken(found["nbytes"]) if found["nbytes"] != last else "",
+            found["contender"],
+            f"{found['median']:.2f} {found['unit']}",
+            f"{found['best']:.2f} {found['unit']}",
+            "" if of_floor is None else f"{of_floor:.2f} x {found['floor']}",
         )
-        last = found.nbytes
+        last = found["nbytes"]
     return table
 
 
 def _curves(report: benches.Report, title: str) -> Figure:
     from matplotlib.figure import Figure
 
-    streams = [f for f in report.figures if f.unit == "GB/s"]
-    floors = {f.floor for f in streams}
+    rows = [row for row in report.rows if row.size]
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    for way in dict.fromkeys(f.way for f in streams):
-        points = sorted((f.nbytes, f.median) for f in streams if f.way == way)
-        style = "s--" if way in floors else "o-"
-        label = f"{way} (floor)" if way in floors else way
-        axes.plot(*zip(*points, strict=True), style, label=label)
-    ticks = sorted({f.nbytes for f in streams})
-    axes.set(xscale="log", yscale="log", xlabel="bytes of a write", ylabel="GB/s")
-    axes.set_xticks(ticks, [spoken(tick) for tick in ticks])
-    axes.minorticks_off()
-    axes.legend()
+    draw_lines(axes, rows, colours_of(rows))
+    axes.set_xlabel("bytes of a write")
     axes.set_title(title, fontsize=10, parse_math=False)
     return figure

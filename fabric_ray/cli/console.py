@@ -23,13 +23,14 @@ def stdout() -> Console:
     return console
 
 
-def plain(*columns: str, right: Iterable[str] = (), title: str | None = None) -> Table:
-    """A table without lines; columns named in ``right`` are figures."""
+def plain(*columns: str, title: str | None = None) -> Table:
+    """A table without lines. Columns that begin with ``>`` are figures; they and those that begin
+    with ``|`` are never broken."""
     table = Table(box=None, pad_edge=False, title=title, title_justify="left")
     for column in columns:
-        table.add_column(column, overflow="fold")
-    for column in right:
-        table.add_column(column, justify="right", no_wrap=True)
+        name, whole = column.lstrip(">|"), column.startswith((">", "|"))
+        right = column.startswith(">")
+        table.add_column(name, overflow="fold", no_wrap=whole, justify="right" if right else "left")
     return table
 
 

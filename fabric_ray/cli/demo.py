@@ -11,15 +11,18 @@ from enum import Enum
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Annotated, Any
+from inspect import Parameter, Signature
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+import msgspec
 import typer
 from rich.console import Console
 
 from fabric_ray.cli.console import stdout
 from fabric_ray.cli.ending import Code, Commands, errors_in_words, fail
+from fabric_ray.cli.options import Json
 from fabric_ray.cli.progress import working
+from fabric_ray.demo import options
 from fabric_ray.extras import how_to_install
 
 app = typer.Typer(
@@ -41,58 +44,47 @@ app = typer.Typer(
     """,
 )
 
-
-class Transport(str, Enum):
-    auto = "auto"
-    shm = "shm"
-    tcp = "tcp"
+Demo = Callable[[Any, bool], None]
 
 
-class Kind(str, Enum):
-    llama = "llama"
-    qwen2 = "qwen2"
-    qwen2_moe = "qwen2_moe"
-    qwen3 = "qwen3"
-    qwen3_moe = "qwen3_moe"
+def _command(fields: type[msgspec.Struct], short_help: str) -> Callable[[Demo], Demo]:
+    """Makes a command of a function: its options are the fields of the struct, and ``--json``."""
+
+    def register(run: Demo) -> Demo:
+        def command(as_json: bool, **given: Any) -> None:
+            values = {n: v.value if isinstance(v, Enum) else v for n, v in given.items()}
+            run(fields(**values), as_json)
+
+        hints = get_type_hints(fields, include_extras=True)
+        parameters = [
+            Parameter(
+                field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation
+            )
+            for field in msgspec.structs.fields(fields)
+            if (annotation := _option(field.name, hints[field.name])) is not None
+        ]
+        json_ = Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=Json)
+        command.__signature__ = Signature([*parameters, json_])  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in (*parameters, json_)}
+        app.command(run.__name__, short_help=short_help, help=run.__doc__)(command)
+        return run
+
+    return register
 
 
-# What all demos have.
-Trainers = Annotated[int, typer.Option(help="FSDP2 trainers.")]
-Carrier = Annotated[Transport, typer.Option(help="What moves the bytes.")]
-Output = Annotated[Path, typer.Option(help="Where the timeline goes.")]
-Address = Annotated[
-    str | None,
-    typer.Option(help="Of a running Ray cluster. Default: RAY_ADDRESS, or Ray is started here."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+def _option(name: str, hint: Any) -> Any:
+    """The annotation of a parameter; ``None`` for a field without a text."""
+    if get_origin(hint) is not Annotated:
+        return None
+    kind, *_, text = get_args(hint)
+    if get_origin(kind) is Literal:
+        choices: Any = Enum
+        kind = choices(name, {each: each for each in get_args(kind)})
+    return Annotated[kind, typer.Option(f"--{name.replace('_', '-')}", help=text)]
 
 
-@app.command(short_help="Weights from trainers into rollouts.")
-def weights(
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            help="Directory of a Hugging Face checkpoint (safetensors). Default: a model is made."
-        ),
-    ] = None,
-    trainers: Trainers = 2,
-    rollouts: Annotated[int, typer.Option(help="Rollouts: the tensor-parallel size.")] = 2,
-    ep: Annotated[int, typer.Option(help="Groups of rollouts that own whole experts (MoE).")] = 1,
-    transport: Carrier = Transport.auto,
-    kind: Annotated[Kind, typer.Option(help="Kind of the model that is made.")] = Kind.llama,
-    parameters: Annotated[float, typer.Option(help="Size of the model that is made.")] = 300e6,
-    pushes: Annotated[int, typer.Option(help="Versions to push.")] = 4,
-    steps: Annotated[int, typer.Option(help="Training steps before each push.")] = 1,
-    in_place: Annotated[
-        bool, typer.Option("--in-place", help="Rollouts hold one copy, overwritten by a push.")
-    ] = False,
-    digest: Annotated[
-        bool, typer.Option("--digest", help="Have every push compare digests on both sides.")
-    ] = False,
-    output: Output = Path("demo-output"),
-    address: Address = None,
-    as_json: AsJson = False,
-) -> None:
+@_command(options.Weights, "Weights from trainers into rollouts.")
+def weights(asked: options.Weights, as_json: bool) -> None:
     """Trainers push the weights of a model, while they train it, into tensor-parallel rollouts.
 
     Every byte on every rollout is compared with a reference that torch puts together.
@@ -106,23 +98,11 @@ def weights(
       fabric-ray demo weights --address auto --transport tcp # on your cluster
       fabric-ray demo weights --json | jq .verified
     """
-    _run("weights", locals(), working("start"), staged=not in_place)
+    _run("weights", asked, as_json, working("start"))
 
 
-@app.command(short_help="A loop that learns while it pushes.")
-def rl(
-    steps: Annotated[int, typer.Option(help="Updates; each is pushed as a version.")] = 120,
-    staleness: Annotated[
-        int, typer.Option(help="Versions that a sample may be behind the trainers.")
-    ] = 1,
-    trainers: Trainers = 2,
-    rollouts: Annotated[int, typer.Option(help="Rollouts: engines of their own.")] = 2,
-    transport: Carrier = Transport.auto,
-    seed: Annotated[int, typer.Option(help="Of weights, prompts and samples.")] = 0,
-    output: Output = Path("demo-output"),
-    address: Address = None,
-    as_json: AsJson = False,
-) -> None:
+@_command(options.Rl, "A loop that learns while it pushes.")
+def rl(asked: options.Rl, as_json: bool) -> None:
     """A small transformer learns to sort digits by asynchronous reinforcement learning.
 
     Rollouts generate while trainers learn and push. Verified: every version's bits on every
@@ -134,28 +114,11 @@ def rl(
       fabric-ray demo rl --staleness 0         # rollouts wait for every version
       fabric-ray demo rl --steps 20 --json | jq .verified
     """
-    _run("rl.loop", locals())
+    _run("rl.loop", asked, as_json)
 
 
-@app.command(short_help="Prefill and decode apart, behind Ray Serve.")
-def kvcache(
-    model: Annotated[
-        str,
-        typer.Option(
-            help="tiny-llama, tiny-qwen3, tiny-mla, tiny-hybrid..., or a directory of a Hugging "
-            "Face checkpoint."
-        ),
-    ] = "tiny-llama",
-    prefill_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of a prefiller.")] = 2,
-    decode_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of a decoder.")] = 1,
-    clients: Annotated[int, typer.Option(help="Clients, each with one request at a time.")] = 6,
-    seconds: Annotated[float, typer.Option(help="Of load, without what scaling takes.")] = 12.0,
-    max_tokens: Annotated[int, typer.Option(help="Of each completion.")] = 24,
-    transport: Carrier = Transport.auto,
-    seed: Annotated[int, typer.Option(help="Of weights and prompts.")] = 0,
-    address: Address = None,
-    as_json: AsJson = False,
-) -> None:
+@_command(options.KvCache, "Prefill and decode apart, behind Ray Serve.")
+def kvcache(asked: options.KvCache, as_json: bool) -> None:
     """Ray Serve streams a completion through a prefiller and a decoder, then scales while requests
     flow, and a prefiller is killed.
 
@@ -169,7 +132,6 @@ def kvcache(
       fabric-ray demo kvcache --prefill-tp 4 --decode-tp 2 --clients 12
       fabric-ray demo kvcache --seconds 5 --json | jq .verified
     """
-    given = locals()
     console = _console(as_json)
 
     def tell(kind: str, text: str) -> None:
@@ -178,19 +140,11 @@ def kvcache(
         else:
             console.print(f"{'' if kind == 'event' else '[bold]'}{text}", highlight=False)
 
-    _run("kvcache", given, nullcontext(tell))
+    _run("kvcache", asked, as_json, nullcontext(tell))
 
 
-@app.command(short_help="Experts on many ranks, one of which dies.")
-def moe(
-    ranks: Annotated[int, typer.Option(help="Actors that the experts are divided among.")] = 4,
-    tokens: Annotated[int, typer.Option(help="That each rank reads in a step.")] = 32,
-    steps: Annotated[int, typer.Option(help="Of each of the three phases.")] = 3,
-    transport: Carrier = Transport.auto,
-    seed: Annotated[int, typer.Option(help="Of weights and tokens.")] = 0,
-    address: Address = None,
-    as_json: AsJson = False,
-) -> None:
+@_command(options.Moe, "Experts on many ranks, one of which dies.")
+def moe(asked: options.Moe, as_json: bool) -> None:
     """A model with experts runs expert-parallel, loses a rank to kill -9, goes on without its
     experts, and takes a new rank in.
 
@@ -202,34 +156,31 @@ def moe(
       fabric-ray demo moe --ranks 8 --tokens 64
       fabric-ray demo moe --steps 1 --json | jq .verified
     """
-    _run("moe", locals())
+    _run("moe", asked, as_json)
 
 
 def _run(
     demo: str,
-    given: dict[str, Any],
+    asked: Any,
+    as_json: bool,
     telling: AbstractContextManager[Callable[..., None]] | None = None,
-    **more: Any,
 ) -> None:
     """Runs a demo, and prints what it found; the exit code says whether all checks held.
 
     Args:
         demo: the module.
-        given: parameters of the command, which are the demo's options by their names.
+        asked: its options.
+        as_json: whether stdout holds one object alone.
         telling: yields what shows progress; lines by default.
-        more: further options.
     """
     _prepare(demo)
     module = import_module(f"fabric_ray.demo.{demo}")
-    named = {name: given[name] for name in module.Options.__struct_fields__ if name in given}
-    options = {name: v.value if isinstance(v, Enum) else v for name, v in named.items()}
-    as_json: bool = given["as_json"]
     console = _console(as_json)
     lines = nullcontext(partial(console.print, highlight=False, markup=False))
     # Ray says on stdout that a worker was killed, where the result alone belongs.
     quiet: AbstractContextManager[Any] = redirect_stdout(sys.stderr) if as_json else nullcontext()
     with errors_in_words(), quiet, telling or lines as tell:
-        outcome = module.run(module.Options(**options, **more), tell)
+        outcome = module.run(asked, tell)
     if as_json:
         typer.echo(json.dumps(outcome.summary()))
     else:

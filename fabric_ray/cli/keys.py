@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import select
-import signal
 import sys
 import termios
 import tty
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
-from typing import NoReturn
+
+from fabric_ray.bench.processes import ended_by_signals
 
 
 @contextmanager
@@ -21,7 +20,7 @@ def keys() -> Iterator[Callable[[float], str] | None]:
 
     None where stdin is no terminal, or another program's.
     """
-    with _signals_unwind():
+    with ended_by_signals():
         if not _in_the_foreground():
             yield None
             return
@@ -34,27 +33,6 @@ def keys() -> Iterator[Callable[[float], str] | None]:
             # After a hang-up there is none any more.
             with suppress(termios.error):
                 termios.tcsetattr(terminal, termios.TCSANOW, before)
-
-
-@contextmanager
-def _signals_unwind() -> Iterator[None]:
-    """SIGTERM and SIGHUP, unless they are ignored or handled, end what is within as an
-    exception does, so that all is put back."""
-    ours = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
-
-    def leave(number: int, _: FrameType | None) -> NoReturn:
-        # Once: another one would end the putting back.
-        for each in ours:
-            signal.signal(each, signal.SIG_IGN)
-        raise SystemExit(128 + number)
-
-    for each in ours:
-        signal.signal(each, leave)
-    try:
-        yield
-    finally:
-        for each in ours:
-            signal.signal(each, signal.SIG_DFL)
 
 
 def _in_the_foreground() -> bool:

@@ -24,73 +24,28 @@ class Published(NamedTuple):
 
 
 _FSDP = "fsdp=16,pp=2,ep=8"
-_LATENT = "tp=1,dp=32,ep=32,engines=4"
+# Model, Megatron trainers, rollouts, dtype, and milliseconds by RDMA and by NCCL.
+_MILES = """
+glm-z1-9b tp=2,cp=2,etp=1,dp=2 tp=4,engines=2 bfloat16 707.1 694.6
+moonlight-16b-a3b tp=2,ep=8,etp=1,dp=4 tp=8,ep=8 bfloat16 1073.3 1482.0
+glm-4.7-flash tp=4,ep=8,etp=1,dp=2 tp=4,ep=4,engines=2 bfloat16 4229.0 2508.6
+qwen3-30b-a3b tp=4,ep=8,etp=1,dp=4 tp=8,ep=8,engines=2 bfloat16 2160.2 2670.0
+glm-4.5-air pp=4,ep=8,etp=1,dp=8 tp=8,ep=8,engines=4 bfloat16 2637.2 5001.1
+qwen3-235b-a22b tp=4,pp=4,cp=2,ep=16,etp=1,dp=2 tp=32,ep=32,engines=2 bfloat16 3162.0 10753.6
+glm-5 tp=4,pp=8,cp=2,ep=16,etp=1,dp=2 tp=64,ep=64,engines=2 bfloat16 8479.7 58301.5
+kimi-k2 tp=8,pp=8,cp=4,ep=32,etp=1 tp=32,ep=32,engines=8 fp8:64x64 7227.3 53279.1
+"""
+
+
+def _times(rdma: str, nccl: str) -> dict[str, float]:
+    return {"RDMA": float(rdma), "NCCL": float(nccl)}
+
 
 PUBLISHED = (
-    Published("kimi-k2", _FSDP, _LATENT, "fp8:128x128", {"RDMA": 1233}, PAPER),
-    Published(
-        "glm-z1-9b",
-        "megatron:tp=2,cp=2,etp=1,dp=2",
-        "tp=4,engines=2",
-        "bfloat16",
-        {"RDMA": 707.1, "NCCL": 694.6},
-        MILES,
-    ),
-    Published(
-        "moonlight-16b-a3b",
-        "megatron:tp=2,ep=8,etp=1,dp=4",
-        "tp=8,ep=8",
-        "bfloat16",
-        {"RDMA": 1073.3, "NCCL": 1482.0},
-        MILES,
-    ),
-    Published(
-        "glm-4.7-flash",
-        "megatron:tp=4,ep=8,etp=1,dp=2",
-        "tp=4,ep=4,engines=2",
-        "bfloat16",
-        {"RDMA": 4229.0, "NCCL": 2508.6},
-        MILES,
-    ),
-    Published(
-        "qwen3-30b-a3b",
-        "megatron:tp=4,ep=8,etp=1,dp=4",
-        "tp=8,ep=8,engines=2",
-        "bfloat16",
-        {"RDMA": 2160.2, "NCCL": 2670.0},
-        MILES,
-    ),
-    Published(
-        "glm-4.5-air",
-        "megatron:pp=4,ep=8,etp=1,dp=8",
-        "tp=8,ep=8,engines=4",
-        "bfloat16",
-        {"RDMA": 2637.2, "NCCL": 5001.1},
-        MILES,
-    ),
-    Published(
-        "qwen3-235b-a22b",
-        "megatron:tp=4,pp=4,cp=2,ep=16,etp=1,dp=2",
-        "tp=32,ep=32,engines=2",
-        "bfloat16",
-        {"RDMA": 3162.0, "NCCL": 10753.6},
-        MILES,
-    ),
-    Published(
-        "glm-5",
-        "megatron:tp=4,pp=8,cp=2,ep=16,etp=1,dp=2",
-        "tp=64,ep=64,engines=2",
-        "bfloat16",
-        {"RDMA": 8479.7, "NCCL": 58301.5},
-        MILES,
-    ),
-    Published(
-        "kimi-k2",
-        "megatron:tp=8,pp=8,cp=4,ep=32,etp=1",
-        "tp=32,ep=32,engines=8",
-        "fp8:64x64",
-        {"RDMA": 7227.3, "NCCL": 53279.1},
-        MILES,
+    Published("kimi-k2", _FSDP, "tp=1,dp=32,ep=32,engines=4", "fp8:128x128", {"RDMA": 1233}, PAPER),
+    *(
+        Published(row[0], f"megatron:{row[1]}", row[2], row[3], _times(row[4], row[5]), MILES)
+        for row in map(str.split, _MILES.strip().splitlines())
     ),
 )
 """The paper gives no table for its other models, only 1.2 to 2 s for DeepSeek-V3 and Qwen3-235B."""

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fabric_ray.cli.console import stdout
+from fabric_ray.cli.console import plain, stdout
 from fabric_ray.cli.ending import Code, errors_in_words, fail
 from fabric_ray.cli.keys import keys
 from fabric_ray.cli.options import size
@@ -132,23 +132,11 @@ def _view(engines: list[EngineRow]) -> Group:
 
 def _going(engines: list[EngineRow]) -> Table:
     """The oldest transfers that go on."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("open", no_wrap=True)
-    for heading in ("engine", "to"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("bytes", "for"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("", overflow="fold")
+    table = plain("|open", "engine", "to", ">bytes", ">for", "")
     for engine in engines:
         for one in engine.transfers:
-            table.add_row(
-                one.op,
-                engine.engine,
-                _some(one.peers),
-                size(one.nbytes),
-                f"{one.age:.1f} s",
-                _of(one),
-            )
+            facts = size(one.nbytes), f"{one.age:.1f} s", _of(one)
+            table.add_row(one.op, engine.engine, _some(one.peers), *facts)
         if (others := engine.going_on - len(engine.transfers)) > 0 and engine.transfers:
             table.add_row(f"{others} more", engine.engine, "", "", "", "")
     return table
@@ -176,12 +164,8 @@ def _engine(engine: EngineRow) -> list[Text | Table]:
     )
     if not engine.peers:
         return [heading, rates]
-    table = Table(box=None, pad_edge=False)
-    table.add_column("  peer", overflow="fold")
-    for column in ("health", "link"):
-        table.add_column(column, no_wrap=True)
-    for column in ("out/s", "slices/s", "in flight", "waiting"):
-        table.add_column(column, justify="right", no_wrap=True)
+    figures = (">out/s", ">slices/s", ">in flight", ">waiting")
+    table = plain("  peer", "|health", "|link", *figures)
     for peer in engine.peers:
         table.add_row(
             f"  {peer.peer}",

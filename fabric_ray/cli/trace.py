@@ -9,10 +9,9 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from fabric_ray.cli.console import stdout
+from fabric_ray.cli.console import plain, stdout
 from fabric_ray.cli.ending import Code, errors_in_words, fail
 from fabric_ray.cli.options import size
 from fabric_ray.cli.progress import working
@@ -119,10 +118,8 @@ def nothing_shown() -> str:
 
 
 def _show(console: Console, flights: list[Flight]) -> None:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("transfer", overflow="fold", min_width=16)
-    for heading in ("bytes", "queue", "post", "wire", "counted", "delivered"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = plain("transfer", ">bytes", ">queue", ">post", ">wire", ">counted", ">delivered")
+    table.columns[0].min_width = 16
     for flight in flights[-_MOST_ROWS:]:
         received = flight.received
         table.add_row(

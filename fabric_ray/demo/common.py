@@ -70,13 +70,6 @@ def cluster(address: str | None) -> Iterator[None]:
             ray.shutdown()
 
 
-def check_least(options: object, **least: float) -> None:
-    """Raises InvalidArgument if an option is less than it can be."""
-    for name, bound in least.items():
-        if (value := getattr(options, name)) < bound:
-            raise InvalidArgument(f"{name} is {value}; give at least {bound}")
-
-
 def make_output(directory: Path) -> None:
     """Raises InvalidArgument if results can't be written there."""
     with given_path(directory):

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from fabric_ray.decoding import converted
 from fabric_ray.demo.common import cluster, plain, print_checks
-from fabric_ray.errors import InvalidArgument
+from fabric_ray.demo.options import KvCache as Options
 from fabric_ray.inference.engine import TorchEngine
 from fabric_ray.inference.generate import GenerationRequest, Generator
 from fabric_ray.serve import LocalApp, ServeArgs, run_local
@@ -38,39 +38,23 @@ Tell = Callable[[str, str], None]
 """Called with ``stage``, ``piece`` or ``event``, and a text."""
 
 
-class Options(msgspec.Struct, frozen=True):
-    """See ``fabric-ray demo kvcache --help``."""
-
-    model: str = "tiny-llama"
-    prefill_tp: int = 2
-    decode_tp: int = 1
-    clients: int = 6
-    """That send one request after the other."""
-    seconds: float = 12.0
-    """Of load: a third each before scaling, before the kill, and after it."""
-    max_tokens: int = 24
-    transport: str = "auto"
-    seed: int = 0
-    address: str | None = None
-
-    @property
-    def serve_args(self) -> ServeArgs:
-        """The deployment."""
-        fabric: dict[str, Any] = {"name": "kvcache-demo"}
-        if self.transport != "auto":
-            fabric["transport"] = self.transport
-        decode = {"tp": self.decode_tp, "cache": {"page_tokens": 8, "pages": 1024}}
-        return ServeArgs.model_validate(
-            {
-                "model": self.model,
-                "seed": self.seed,
-                "torch_threads": 1,
-                "prefill": {"tp": self.prefill_tp, "chunk_tokens": 32},
-                "decode": {**decode, "prefill_timeout": 20},
-                "terms": {"beat": 0.2, "silence": 2.0},
-                "fabric": fabric,
-            }
-        )
+def serve_args(options: Options) -> ServeArgs:
+    """The deployment."""
+    fabric: dict[str, Any] = {"name": "kvcache-demo"}
+    if options.transport != "auto":
+        fabric["transport"] = options.transport
+    cache = {"page_tokens": 8, "pages": 1024}
+    return ServeArgs.model_validate(
+        {
+            "model": options.model,
+            "seed": options.seed,
+            "torch_threads": 1,
+            "prefill": {"tp": options.prefill_tp, "chunk_tokens": 32},
+            "decode": {"tp": options.decode_tp, "cache": cache, "prefill_timeout": 20},
+            "terms": {"beat": 0.2, "silence": 2.0},
+            "fabric": fabric,
+        }
+    )
 
 
 class Layer(msgspec.Struct, frozen=True):
@@ -174,20 +158,19 @@ def run(options: Options, tell: Tell) -> Outcome:
         InvalidArgument: no such model, or an option that it can't have.
         FabricError: the deployment didn't come up.
     """
-    if options.clients < 1 or options.seconds <= 0 or options.max_tokens < 1:
-        raise InvalidArgument("give at least one client, one token and some seconds")
+    options.check()
     with cluster(options.address):
         tell("stage", "starting Ray Serve: a router, a prefiller, a decoder")
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         try:
-            with run_local(options.serve_args, port=_free_port()) as app:
+            with run_local(serve_args(options), port=_free_port()) as app:
                 return _on(app, options, tell)
         finally:
             serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 def _on(app: LocalApp, options: Options, tell: Tell) -> Outcome:
-    args = options.serve_args
+    args = serve_args(options)
     words = tokenizer(args)
     draw = random.Random(options.seed)
     prompts = [

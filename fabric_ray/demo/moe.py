@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fabric_ray.demo.common import cluster, plain, print_checks
-from fabric_ray.errors import FabricError, InvalidArgument
+from fabric_ray.demo.options import Moe as Options
+from fabric_ray.errors import FabricError
 from fabric_ray.moe.group import ExpertGroup, Forward
 from fabric_ray.moe.layer import MoeConfig, Traffic
 from fabric_ray.moe.model import MoeModel, MoeModelConfig
@@ -27,47 +28,28 @@ SEQUENCE = 16
 """Tokens of the longest sequence."""
 NEW_TOKENS = 4
 """That are generated in each phase."""
-_MOST = {"ranks": 64, "tokens": 4096}
+_EXPERTS = 4
+"""Of each rank."""
 _CPUS = 0.01
 """Ray keeps no place that takes nothing, and the demo has to fit on any machine."""
 _KILL_S = 60.0
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """See ``fabric-ray demo moe --help``."""
-
-    ranks: int = 4
-    tokens: int = 32
-    steps: int = 3
-    transport: str = "auto"
-    timeout: float = 10.0
-    seed: int = 0
-    address: str | None = None
-
-    def check(self) -> None:
-        """Raises InvalidArgument for what can't be run, before anything is started."""
-        for name, least in (("ranks", 2), ("tokens", 1), ("steps", 1), ("timeout", 1)):
-            value, most = getattr(self, name), _MOST.get(name)
-            if value < least or (most and value > most):
-                up_to = f" to {most}" if most else " or more"
-                raise InvalidArgument(f"{name} is {value}; give {least}{up_to}")
-
-    @property
-    def model(self) -> MoeModelConfig:
-        """Routed as DeepSeek-V3 is, with four experts for each rank."""
-        moe = MoeConfig(
-            hidden=64,
-            experts=4 * self.ranks,
-            topk=3,
-            intermediate=32,
-            shared_intermediate=32,
-            score="sigmoid",
-            scale=2.5,
-            groups=self.ranks,
-            kept_groups=max(1, self.ranks // 2),
-            bias=True,
-        )
-        return MoeModelConfig(moe=moe, positions=SEQUENCE + NEW_TOKENS)
+def model(ranks: int) -> MoeModelConfig:
+    """Routed as DeepSeek-V3 is, with four experts for each rank."""
+    moe = MoeConfig(
+        hidden=64,
+        experts=_EXPERTS * ranks,
+        topk=3,
+        intermediate=32,
+        shared_intermediate=32,
+        score="sigmoid",
+        scale=2.5,
+        groups=ranks,
+        kept_groups=max(1, ranks // 2),
+        bias=True,
+    )
+    return MoeModelConfig(moe=moe, positions=SEQUENCE + NEW_TOKENS)
 
 
 class Phase(msgspec.Struct, frozen=True):
@@ -128,7 +110,7 @@ class Outcome(msgspec.Struct, frozen=True):
             "every rank's logits and tokens are those of the model in one place": whole.equal,
             "the killed rank was named, and no other": self.loss.named == (self.loss.rank,),
             "the others went on without its experts, bit by bit": masked.equal
-            and len(masked.left_out) == self.options.model.moe.experts // self.options.ranks,
+            and len(masked.left_out) == _EXPERTS,
             "a new rank took its place": self.newcomer and not again.left_out,
             "whole again, bit by bit": again.equal,
         }
@@ -139,7 +121,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
     def summary(self) -> dict[str, Any]:
         """Machine-readable; times are seconds."""
-        moe = self.options.model.moe
+        moe = model(self.options.ranks).moe
         return {
             "verified": self.verified,
             "checks": self.checks,
@@ -191,7 +173,7 @@ def run(options: Options, tell: Callable[[str], None] = lambda _: None) -> Outco
     with cluster(options.address):
         tell(f"starting {options.ranks} ranks, each an actor with an engine of its own")
         group = ExpertGroup(
-            options.model,
+            model(options.ranks),
             ranks=options.ranks,
             seed=options.seed,
             max_tokens=options.tokens,
@@ -206,7 +188,7 @@ def run(options: Options, tell: Callable[[str], None] = lambda _: None) -> Outco
 class _Run:
     def __init__(self, options: Options, group: ExpertGroup, tell: Callable[[str], None]) -> None:
         self._options, self._group, self._tell = options, group, tell
-        self._whole = MoeModel(options.model, seed=options.seed)
+        self._whole = MoeModel(model(options.ranks), seed=options.seed)
         self._draw = random.Random(options.seed)
         where = NodeAffinitySchedulingStrategy(group.members[-1].node_id, soft=False)
         remote: Any = ray.remote(Killer)
@@ -288,7 +270,7 @@ class _Run:
 
     def _batch(self) -> list[list[int]]:
         """As many tokens for each rank as are asked for, in sequences of any length."""
-        vocab = self._options.model.vocab
+        vocab = model(self._options.ranks).vocab
         lengths = []
         for _ in range(self._options.ranks):
             left = self._options.tokens

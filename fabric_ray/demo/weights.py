@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import statistics
@@ -11,17 +10,17 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import ray
 from rich.console import Console
 
 from fabric_ray.demo.actors import TIMEOUT, Checked, Rollout, Trainer, spread, started
-from fabric_ray.demo.common import Lanes, check_least, cluster, draw_timeline, make_output, plain
-from fabric_ray.errors import InvalidArgument, given_path
+from fabric_ray.demo.common import Lanes, cluster, draw_timeline, make_output, plain
+from fabric_ray.demo.options import Weights as Options
+from fabric_ray.errors import given_path
 from fabric_ray.models import ModelConfig, demo_config, read_config
-from fabric_ray.models.kinds import Kind
 from fabric_ray.weights import WeightSync
 from fabric_ray.weights.families import target_side
 from fabric_ray.weights.report import ConnectReport, LinkReport, PushReport, Span
@@ -32,41 +31,13 @@ _COLUMNS = 5
 _LINKS = 16
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """See ``fabric-ray demo weights --help``."""
-
-    trainers: int = 2
-    rollouts: int = 2
-    ep: int = 1
-    checkpoint: Path | None = None
-    kind: Kind = "llama"
-    parameters: float = 300e6
-    pushes: int = 4
-    steps: int = 1
-    transport: Literal["auto", "shm", "tcp"] = "auto"
-    staged: bool = True
-    digest: bool = False
-    output: Path = Path("demo-output")
-    address: str | None = None
-    seed: int = 0
-
-    def check(self) -> None:
-        """Raises InvalidArgument for what can't be run, before anything is started."""
-        check_least(self, trainers=1, rollouts=1, ep=1, pushes=1, steps=0)
-        if not math.isfinite(self.parameters):
-            raise InvalidArgument(f"parameters is {self.parameters}; give a number such as 300e6")
-        if self.checkpoint is not None and not self.checkpoint.is_dir():
-            raise InvalidArgument(
-                f"{self.checkpoint} is not a directory; give one that holds config.json and "
-                "*.safetensors"
-            )
-
-    @property
-    def model(self) -> ModelConfig:
-        """That of the checkpoint, or of the size that is asked for."""
-        if self.checkpoint is not None:
-            return read_config(self.checkpoint)
-        return demo_config(parameters=self.parameters, kind=self.kind, tp=self.rollouts, ep=self.ep)
+def model(options: Options) -> ModelConfig:
+    """That of the checkpoint, or of the size that is asked for."""
+    if options.checkpoint is not None:
+        return read_config(options.checkpoint)
+    return demo_config(
+        parameters=options.parameters, kind=options.kind, tp=options.rollouts, ep=options.ep
+    )
 
 
 class Push(msgspec.Struct, frozen=True):
@@ -197,7 +168,7 @@ def run(options: Options, tell: Callable[[str], None] = lambda _: None) -> Outco
         FabricError: whatever went wrong, by name.
     """
     options.check()
-    config = options.model
+    config = model(options)
     # Bad sizes end here, before any process is started.
     target_side(config, tp=options.rollouts, ep=options.ep)
     make_output(options.output)
@@ -259,7 +230,7 @@ class _Run:
             trainer.remote(rank, options.trainers, config, **given)
             for rank in range(options.trainers)
         ]
-        given = {"staged": options.staged, "transport": options.transport}
+        given = {"staged": not options.in_place, "transport": options.transport}
         self._rollouts = [
             rollout.remote(rank, options.rollouts, options.ep, config, **given)
             for rank in range(options.rollouts)

@@ -6,28 +6,23 @@ import os
 import socket
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.contenders.perf import find_program
+from benchmarks.harness import ends
 from benchmarks.harness.cases import Case
-from benchmarks.harness.data import ordinary_memory, step
+from benchmarks.harness.data import step
 from benchmarks.harness.pair import PairContender
-from benchmarks.harness.processes import adopt_orphans, ended_by_signals
-from benchmarks.harness.record import Results
-from benchmarks.harness.roles import Role, SenderRole, Stamps, TargetRole
 from benchmarks.harness.schedule import Plan, run_cases
-
-_HERE = "tests.integration.bench_plain"
+from fabric_ray.bench.processes import adopt_orphans, ended_by_signals
+from fabric_ray.bench.record import Results
 
 
 class Plain(PairContender):
     name = "plain"
-    sender = f"{_HERE}:Sender"
-    target = f"{_HERE}:Target"
-
-    def available(self) -> str | None:
-        return None
+    # Also where this file is the main program.
+    module = "tests.integration.bench_plain"
 
     def supports(self, case: Case) -> bool:
         return case.operation == "write"
@@ -38,79 +33,63 @@ class Plain(PairContender):
 
 class Liar(Plain):
     name = "liar"
-    target = f"{_HERE}:FlippingTarget"
+    target = "FlippingEnd"
 
 
 class Mortal(Plain):
     name = "mortal"
-    target = f"{_HERE}:DyingTarget"
+    target = "DyingEnd"
 
 
 class Spinner(Plain):
     name = "spinner"
-    target = f"{_HERE}:SpinningTarget"
+    target = "SpinningEnd"
 
 
-class _End(Role):
-    def prepare(self, case: Case) -> bytes:
-        if not hasattr(self, "memory") or self.memory.size != case.region:
-            self.memory = ordinary_memory(case.region)
-        return b""
-
-    def blocks(self, case: Case, operations: int) -> list[memoryview]:
-        whole = self.memory.data
-        numbers = range(self.moved, self.moved + operations)
-        places = [int(step(case, number).sources[0]) * case.bytes for number in numbers]
-        return [whole[place : place + case.bytes] for place in places]
-
-
-class Sender(_End, SenderRole):
+class End(ends.End):
     def open(self) -> bytes:
+        if not self.sends:
+            return b""
         self._listener = socket.create_server(("127.0.0.1", 0))
         return str(self._listener.getsockname()[1]).encode()
 
     def connect(self, peer: bytes) -> None:
-        self._socket, _ = self._listener.accept()
+        if self.sends:
+            self._socket, _ = self._listener.accept()
+        else:
+            self._socket = socket.create_connection(("127.0.0.1", int(peer)))
 
-    def sample(self, case: Case, operations: int) -> Callable[[], None]:
-        blocks = self.blocks(case, operations)
+    def prepare(self, case: Case) -> bytes:
+        self.ordinary(case)
+        return b""
 
-        def move() -> None:
-            for block in blocks:
-                self._socket.sendall(block)
+    def operation(self, case: Case, number: int) -> memoryview:
+        place = int(step(case, number).sources[0]) * case.bytes
+        return self.memory.data[place : place + case.bytes]
 
-        return move
+    def move(self, operation: memoryview) -> None:
+        self._socket.sendall(operation)
 
-
-class Target(_End, TargetRole):
-    def connect(self, peer: bytes) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", int(peer)))
-
-    def sample(self, case: Case, operations: int) -> Callable[[], None]:
-        blocks = self.blocks(case, operations)
-
-        def arrive() -> None:
-            for block in blocks:
-                self._socket.recv_into(block, flags=socket.MSG_WAITALL)
-
-        return arrive
+    def arrive(self, operations: Sequence[memoryview]) -> None:
+        for block in operations:
+            self._socket.recv_into(block, flags=socket.MSG_WAITALL)
 
 
-class FlippingTarget(Target):
+class FlippingEnd(End):
     """Receives everything, and then one bit of it is wrong."""
 
-    def run(self, case: Case, operations: int, samples: int) -> Stamps:
+    def run(self, case: Case, operations: int, samples: int) -> ends.Stamps:
         stamps = super().run(case, operations, samples)
         self.memory[case.bytes - 1] ^= 1
         return stamps
 
 
-class DyingTarget(Target):
-    def run(self, case: Case, operations: int, samples: int) -> Stamps:
+class DyingEnd(End):
+    def run(self, case: Case, operations: int, samples: int) -> ends.Stamps:
         os._exit(7)
 
 
-class SpinningTarget(Target):
+class SpinningEnd(End):
     """A library with a busy thread of its own."""
 
     def connect(self, peer: bytes) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.harness.record import Results
-from benchmarks.harness.results import load as read
 from benchmarks.kvcache.load import Load, Outcomes, load, row
 from benchmarks.kvcache.ttft import MODEL, ttft
 from benchmarks.kvcache.watcher import watcher
+from fabric_ray.bench.record import Results
+from fabric_ray.bench.results import load as read
 from tests.integration.bench_plain import built
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.moe.ranks import measure
-from benchmarks.moe.shape import Shape, batch, expected
-from benchmarks.moe.simulated import NICS, simulate
-from benchmarks.moe.ways import check
+from benchmarks.moe.ranks import NICS, measure, simulate
+from benchmarks.moe.shape import Shape, batch, check, expected
 
 SMALL = Shape(ranks=2, tokens=6, hidden=256, experts=8, private_rows=2)
 

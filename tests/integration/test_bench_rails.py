@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.contender import ContenderError
 from benchmarks.rails.__main__ import rows
 from benchmarks.rails.simulator import POLICIES, scenarios, simulate, simulate_all
+from fabric_ray.bench.results import ContenderError
 from tests.integration.bench_plain import built
 
 ROOT = Path(__file__).resolve().parents[2]

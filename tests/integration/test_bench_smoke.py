@@ -20,10 +20,10 @@ import pytest
 from benchmarks.contenders.fabric import FabricPython, FabricRust
 from benchmarks.contenders.floor import Floor
 from benchmarks.harness.cases import KIB, MIB, Case, Link, Memory
-from benchmarks.harness.contender import ContenderError, Effort
-from benchmarks.harness.record import Results
-from benchmarks.harness.results import Report, load
+from benchmarks.harness.contender import Effort
 from benchmarks.harness.schedule import Plan, run_cases
+from fabric_ray.bench.record import Results
+from fabric_ray.bench.results import ContenderError, Report, load
 from tests.integration.bench_plain import Liar, Mortal, Plain, Spinner, built
 
 pytest.importorskip("torch", reason="gloo comes with torch: pip install '.[ray]'")

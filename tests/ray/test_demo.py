@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from fabric_ray.demo.weights import Options, run
+from fabric_ray.demo.options import Weights as Options
+from fabric_ray.demo.weights import run
 from fabric_ray.errors import FabricError, InvalidArgument
 from fabric_ray.models import demo_config
 from fabric_ray.models.boxes import InitialWeights

@@ -8,11 +8,12 @@ import ray
 from tests.ray.demo_command import run_demo
 
 pytest.importorskip("uvicorn")
-from fabric_ray.demo.kvcache import Options
+from fabric_ray.demo.kvcache import serve_args
+from fabric_ray.demo.options import KvCache
 
 
 def test_the_engines_use_the_transport_that_was_named() -> None:
-    assert Options(transport="tcp").serve_args.fabric.transport == ("tcp",)
+    assert serve_args(KvCache(transport="tcp")).fabric.transport == ("tcp",)
 
 
 @pytest.mark.long

@@ -7,7 +7,8 @@ import pytest
 import ray
 from rich.console import Console
 
-from fabric_ray.demo.moe import Loss, Options, Outcome, Phase
+from fabric_ray.demo.moe import Loss, Outcome, Phase
+from fabric_ray.demo.options import Moe as Options
 from fabric_ray.moe.layer import Traffic
 from tests.ray.demo_command import run_demo
 

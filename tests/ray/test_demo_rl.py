@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import ray
 
+from fabric_ray.demo.options import Rl as Options
 from fabric_ray.demo.rl.loop import run
-from fabric_ray.demo.rl.options import Options
 from tests.ray.demo_command import run_demo
 
 

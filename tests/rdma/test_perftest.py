@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from benchmarks.harness.cases import KIB
+from benchmarks.rdma import guest
 from benchmarks.rdma.__main__ import CASES, FOUR, ONE, beside_perftest, four_rails
 from benchmarks.rdma.contenders import Case, Engine, Perftest
+from fabric_ray.bench.results import Row
 
 TABLE = """
  #bytes     #iterations    BW peak[MB/sec]    BW average[MB/sec]   MsgRate[Mpps]
@@ -53,7 +57,8 @@ def test_ours_without_a_figure_over_verbs_is_shown(output: str) -> None:
 
 @pytest.mark.rdma_full
 def test_every_case_has_a_figure_in_one_boot() -> None:
-    rows = beside_perftest(turns=3)
+    rows: list[Row] = []
+    beside_perftest(rows.append, turns=3)
     assert [row.key for row in rows] == [case.header.key for case in CASES]
     for row in rows:
         assert {figure.contender for figure in row.figures} >= {"ib_write_bw"}
@@ -62,9 +67,29 @@ def test_every_case_has_a_figure_in_one_boot() -> None:
 
 @pytest.mark.rdma_full
 def test_four_rails_carry_three_and_a_half_times_what_one_carries() -> None:
-    [row] = four_rails(turns=3)
+    rows: list[Row] = []
+    four_rails(rows.append, turns=3)
+    [row] = rows
     assert row.figures[0].contender == FOUR
     one = row.figure(ONE)
     assert one is not None
     assert one.ours_over is not None
     assert one.ours_over >= 3.5
+
+
+def test_an_interrupted_measurement_keeps_the_cases_that_have_figures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cases = [Case(KIB, 1000), Case(64 * KIB, 1000)]
+
+    def interrupted(scripts: Sequence[str], outputs: list[str], **_: object) -> None:
+        outputs += [TABLE] * 3
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(guest, "run_scripts", interrupted)
+    rows: list[Row] = []
+    with pytest.raises(KeyboardInterrupt):
+        guest.measure(cases, [Perftest()], rows.append, turns=2)
+    # The third output is of the second case, and has no line for its size.
+    assert [row.key for row in rows] == [cases[0].header.key]
+    assert len(rows[0].figures[0].turns) == 2

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,12 +25,15 @@ from benchmarks.contenders.libfabric import FabTests, PingPong
 from benchmarks.contenders.programs import ProgramContender
 from benchmarks.contenders.registry import every
 from benchmarks.contenders.ucx import UcxPut
-from benchmarks.harness import data, record, stats
-from benchmarks.harness.cases import KIB, MIB, Case, size
+from benchmarks.harness import data
+from benchmarks.harness.cases import KIB, MIB, Case
 from benchmarks.harness.contender import Effort, Measurement
-from benchmarks.harness.record import Results
-from benchmarks.harness.results import RowHeader, load, row_of_turns
-from benchmarks.harness.schedule import Plan, run_cases
+from benchmarks.harness.remains import Remains
+from benchmarks.harness.schedule import Plan, operations_and_samples, run_cases
+from fabric_ray.bench import record, stats
+from fabric_ray.bench.record import Results
+from fabric_ray.bench.results import RowHeader, load, row_of_turns
+from fabric_ray.bench.table import size
 
 WRITE = Case(suite="write", operation="write", link="shm", bytes=4 * KIB, region=64 * KIB)
 PAGES = Case(suite="pages", operation="pages", link="shm", bytes=KIB, pages=8, region=64 * KIB)
@@ -98,7 +104,7 @@ def test_a_paired_ratio_cancels_drift_that_a_ratio_of_medians_would_show() -> No
 def test_a_turn_holds_at_least_one_operation_and_about_its_budget(
     seconds: float, wanted: int, budget: float
 ) -> None:
-    operations, samples = stats.operations_and_samples(seconds, wanted, budget)
+    operations, samples = operations_and_samples(seconds, wanted, budget)
     assert 1 <= operations <= wanted
     assert samples >= 1
     assert operations * samples * seconds <= max(budget, seconds) * 1.001
@@ -286,7 +292,7 @@ def test_fabtests_stand_beside_writes_to_the_memory_that_they_use(
     peer = FabTests()
     assert peer.available() is None
     assert (peer.supports(hot), peer.supports(WINDOW)) == (version == "1.17", version == "2.6")
-    assert peer.client(WINDOW, 7, 640)[:3] == [str(program), "-p", "tcp"]
+    assert peer.command(WINDOW, 7, 640, False)[:3] == [str(program), "-p", "tcp"]
 
 
 def test_a_folder_without_fabtests_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,3 +305,32 @@ def test_fabtests_use_the_library_that_we_use(monkeypatch: pytest.MonkeyPatch) -
     assert FabTests().environment(WINDOW) == {"LD_LIBRARY_PATH": "/opt/libfabric/lib"}
     monkeypatch.delenv("FABRIC_RAY_LIBFABRIC")
     assert FabTests().environment(WINDOW) == {}
+
+
+LEAVES = """
+import mmap, os, sys, time
+for path in sys.argv[1:]:
+    file = os.open(path, os.O_CREAT | os.O_RDWR)
+    os.truncate(file, 4096)
+    kept = mmap.mmap(file, 4096) if path == sys.argv[1] else file
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_contender_leaves_behind_is_removed_and_what_others_hold_is_not() -> None:
+    names = ("mapped", "opened", "shared")
+    paths = [Path(f"/dev/shm/bench-test-{os.getpid()}-{name}") for name in names]
+    remains = Remains()
+    with paths[2].open("w"):
+        command = [sys.executable, "-c", LEAVES, *map(str, paths)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as left:
+            assert left.stdout is not None
+            left.stdout.readline()
+            remains.look()
+            remains.clear()
+            assert not Path(f"/proc/{left.pid}").exists()
+    assert [path.exists() for path in paths] == [False, False, True]
+    paths[2].unlink()
+    assert f"process {left.pid} " in remains.found[0]
+    assert remains.found[1:] == [*map(str, paths[:2])]

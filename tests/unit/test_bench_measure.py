@@ -1,16 +1,17 @@
-"""``fabric_ray.bench``: each way beside its floor, bytes compared, nothing left behind."""
+"""``fabric_ray.bench.measure``: each transport beside its floor, bytes compared, nothing left."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from fabric_ray import bench
-from fabric_ray.bench.figures import figure
-from fabric_ray.bench.ways import Copy, Engine, Socket, Way
+from fabric_ray.bench.local import Copy, Pair
+from fabric_ray.bench.record import Results
+from fabric_ray.bench.results import load
 from fabric_ray.errors import FabricError, InvalidArgument
 from tests.conftest import Belongings
-
-POOL = 1 << 20
 
 
 def test_each_transport_is_measured_beside_its_floor(belongings: type[Belongings]) -> None:
@@ -18,50 +19,66 @@ def test_each_transport_is_measured_beside_its_floor(belongings: type[Belongings
     before, told = belongings(), []
     report = bench.measure(sizes=[4096, 1 << 20], turns=2, tell=told.append)
     assert belongings() == before
-    found = {(f.way, f.nbytes): f for f in report.figures}
-    for nbytes in (4096, 1 << 20):
-        assert found["shm", nbytes].floor == "copy"
-        assert found["tcp", nbytes].floor == "socket"
-        for way in ("copy", "socket"):
-            assert found[way, nbytes].of_floor is None
-    ping = bench.PING_NBYTES
-    assert {way for way, nbytes in found if nbytes == ping} == {"shm", "tcp", "socket"}
-    assert found["shm", ping].of_floor is None, "nothing plain is like it"
-    assert found["tcp", ping].unit == "us"
-    assert all(f.verified and f.median > 0 for f in report.figures)
-    assert "tcp, 4096 bytes, turn 2 of 2" in told
+    rows = {row.key: row for row in report.rows}
+    for size in ("4KiB", "1MiB"):
+        for transport, plain in (("shm", "copy"), ("tcp", "socket")):
+            floor, ours = rows[f"bench/{transport}/{size}"].figures
+            assert (floor.contender, ours.contender) == (plain, transport)
+            assert floor.of_floor is None
+            assert ours.of_floor is not None
+    trips = [row for row in report.rows if row.unit == "us"]
+    found = [[f.contender for f in row.figures] for row in trips]
+    assert found == [["shm"], ["socket", "tcp"]], "nothing plain is like shm"
+    figures = [figure for row in report.rows for figure in row.figures]
+    assert all(f.verified and f.median > 0 and len(f.turns) == 2 for f in figures)
+    assert "tcp/4KiB: tcp, turn 2 of 2" in told
 
 
-def test_figures_are_medians_and_ratios_of_turns() -> None:
-    speed = figure("shm", 1, "GB/s", [1.0, 2.0, 30.0], ("copy", [2.0, 2.0, 10.0]))
-    assert (speed.median, speed.best, speed.of_floor) == (2.0, 30.0, 1.0)
-    latency = figure("tcp", 8, "us", [10.0, 20.0, 40.0], ("socket", [5.0, 10.0, 40.0]))
-    assert (latency.median, latency.best, latency.of_floor) == (20.0, 10.0, 0.5)
+def test_what_was_measured_before_an_interruption_is_kept_and_not_measured_again(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "bench.jsonl"
+
+    def interrupt(what: str) -> None:
+        if what.startswith("shm/8KiB: shm, turn 2"):
+            raise KeyboardInterrupt
+
+    asked: dict[str, list[object]] = {"transports": ["shm"], "sizes": [4096, 8192]}
+    with pytest.raises(KeyboardInterrupt):
+        bench.measure(**asked, turns=2, tell=interrupt, results=Results(path))  # type: ignore[arg-type]
+    rows = {row.key: row for row in load(path).rows}
+    assert [row.complete for row in rows.values()] == [True, False]
+    measured: list[str] = []
+    results = Results(path)
+    report = bench.measure(**asked, turns=2, tell=measured.append, results=results)  # type: ignore[arg-type]
+    assert report.rows[0] == rows["bench/shm/4KiB"]
+    assert not any(what.startswith("shm/4KiB") for what in measured)
+    assert all(row.complete for row in load(path).rows)
 
 
-@pytest.mark.parametrize("way", ["copy", "socket", "shm"])
-def test_bytes_that_arrived_wrong_are_noticed(way: str) -> None:
-    found: Way = {"copy": Copy, "socket": Socket}.get(way, lambda n: Engine("shm", n))(POOL)
+@pytest.mark.parametrize("name", ["copy", "socket", "shm"])
+def test_bytes_that_arrived_wrong_are_noticed(name: str) -> None:
+    found = Copy() if name == "copy" else Pair(name)
     try:
-        found.restart()
         found.stream(4096, 4)
-        found.verify(4 * 4096)
+        found.memory[3 * 4096 + 17] ^= 1
+        found.stream(4096, 3)
         with pytest.raises(FabricError, match="are not those that were sent"):
-            found.verify(5 * 4096)
+            found.stream(4096, 4)
     finally:
         found.close()
 
 
 def test_another_process_that_dies_is_an_error_and_not_a_wait() -> None:
-    way = Engine("shm", POOL)
+    found = Pair("shm")
     try:
-        way.stream(4096, 4)
-        way._process.kill()
-        way._process.wait()
+        found.stream(4096, 4)
+        found._far.process.kill()
+        found._far.process.wait()
         with pytest.raises(FabricError):
-            way.stream(4096, 4)
+            found.stream(4096, 4)
     finally:
-        way.close()
+        found.close()
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from benchmarks.harness.cases import KIB, Case
-from benchmarks.harness.plots import colours_of, svg_of
-from benchmarks.harness.results import Row, row_of_turns
+from fabric_ray.bench.page import colours_of, svg_of
+from fabric_ray.bench.results import Row, row_of_turns
 
 pytest.importorskip("matplotlib", reason="reports have plots: pip install '.[ray]'")
 

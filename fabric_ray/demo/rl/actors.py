@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fabric_ray.demo import actors
+from fabric_ray.demo.options import Rl as Options
 from fabric_ray.demo.rl import policy
-from fabric_ray.demo.rl.options import Options, model
+from fabric_ray.demo.rl.outcome import model
 from fabric_ray.demo.rl.policy import Samples
 from fabric_ray.models import fsdp
 from fabric_ray.models.tensor_parallel import full_parameters

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from fabric_ray.demo.actors import TIMEOUT, spread, started
 from fabric_ray.demo.common import Lanes, cluster, draw_timeline, make_output
+from fabric_ray.demo.options import Rl as Options
 from fabric_ray.demo.rl.actors import Interval, Rollout, Served, Trained, Trainer, covered
-from fabric_ray.demo.rl.options import HEADER, Options, Outcome, Update, line, model
+from fabric_ray.demo.rl.outcome import HEADER, Outcome, Update, line, model
 from fabric_ray.demo.rl.policy import SampleBuffer, Taken, readable
 from fabric_ray.weights import PushReport, Span, WeightSync
 

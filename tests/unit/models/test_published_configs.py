@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from msgspec import structs
 
-from fabric_ray.cli.demo import Kind
+from fabric_ray.demo.options import Kind
 from fabric_ray.models import (
     InvalidConfig,
     ModelConfig,
@@ -195,6 +195,6 @@ def test_what_stands_around_a_text_model_is_its_own_unless_it_says_otherwise() -
 
 def test_an_architecture_is_one_entry_of_one_table() -> None:
     assert tuple(ARCHITECTURES) == KINDS
-    assert {kind.value for kind in Kind} == set(DEMO_KINDS), "what the demo offers"
+    assert set(get_args(Kind)) == set(DEMO_KINDS), "what the demo offers"
     for architecture in ARCHITECTURES.values():
         assert not architecture.computed or architecture.quantised

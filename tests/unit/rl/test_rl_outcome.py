@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from fabric_ray.demo.actors import same_bits
+from fabric_ray.demo.options import Rl as Options
 from fabric_ray.demo.rl.actors import covered
-from fabric_ray.demo.rl.options import Options, Outcome, Update, plot
+from fabric_ray.demo.rl.outcome import Outcome, Update, plot
 from fabric_ray.errors import InvalidArgument
 
 UPDATE = Update(

@@ -13,9 +13,10 @@ import torch
 pytest.importorskip("ray")
 
 from fabric_ray import TransferEngine, runtime
+from fabric_ray.demo.options import Rl as Options
 from fabric_ray.demo.rl import policy
 from fabric_ray.demo.rl.actors import Rollout
-from fabric_ray.demo.rl.options import Options, model
+from fabric_ray.demo.rl.outcome import model
 from fabric_ray.errors import FabricError
 from fabric_ray.models.boxes import InitialWeights
 from fabric_ray.weights import WeightSource, WeightSync

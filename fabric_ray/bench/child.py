@@ -1,4 +1,4 @@
-"""An object in a process of its own: `python -m benchmarks.harness.child MODULE:MAKER FD`."""
+"""An object in a process of its own."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
+from inspect import isgenerator
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.harness.contender import ContenderError
-from benchmarks.harness.processes import die_with_parent, kill, spawn
+from fabric_ray.bench.processes import die_with_parent, kill, spawn
+from fabric_ray.bench.results import ContenderError
 
-_ROOT = str(Path(__file__).resolve().parents[2])
+_PROGRAM = "from fabric_ray.bench.child import main; main()"
 _PATIENCE = 120.0
 
 
 class Child:
     """The process, and a way to call the object's methods. Both ends are this program's, so calls
-    and answers are pickled.
+    and answers are pickled. A generator's values are answers, one after the other.
 
     Args:
         maker: ``module:name`` of the object's class, or of a function that makes it.
@@ -49,10 +49,11 @@ class Child:
         ours, theirs = socket.socketpair()
         self.name = name or maker
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed by kill)
-        path = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
+        # It finds what this process finds.
+        path = os.pathsep.join([entry or os.getcwd() for entry in sys.path])
         with theirs:
             self.process: subprocess.Popen[bytes] = spawn(
-                [sys.executable, "-m", "benchmarks.harness.child", maker, str(theirs.fileno())],
+                [sys.executable, "-c", _PROGRAM, maker, str(theirs.fileno())],
                 env={**(env or {}), "PYTHONPATH": path},
                 pass_fds=[theirs.fileno(), *fds],
                 stdout=self._log,
@@ -62,7 +63,7 @@ class Child:
         self.begin("__init__", *arguments)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """What the method returns."""
+        """What the method returns, or the first value of its generator."""
         self.begin(method, *arguments)
         return self.end_call()
 
@@ -74,6 +75,7 @@ class Child:
             raise self._gone() from error
 
     def end_call(self, patience: float = _PATIENCE) -> Any:
+        """The next answer of the call that was begun."""
         if not self.line.poll(patience):
             raise ContenderError(f"{self.name} did not answer within {patience:.0f} s")
         try:
@@ -112,6 +114,7 @@ class Child:
 
 
 def main() -> None:
+    """The process: its arguments are the maker and the descriptor of its end of the line."""
     die_with_parent()
     module, _, name = sys.argv[1].partition(":")
     line: Connection[Any, Any] = Connection(int(sys.argv[2]))
@@ -127,7 +130,8 @@ def main() -> None:
                 made, value = getattr(importlib.import_module(module), name)(*arguments), None
             else:
                 value = getattr(made, method)(*arguments)
-            line.send((value, None))
+            for answer in value if isgenerator(value) else (value,):
+                line.send((answer, None))
         except Exception as error:
             traceback.print_exc()
             line.send((None, f"{type(error).__name__}: {error}"))
@@ -135,7 +139,3 @@ def main() -> None:
     sys.stderr.flush()
     # Some libraries crash in their exit handlers; what matters was said already.
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""What the demo of RL is asked to do, what it found, and how that is shown."""
+"""What the demo of RL found, and how that is shown."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from rich.console import Console
 
-from fabric_ray.demo.common import check_least, plain
+from fabric_ray.demo.common import plain
+from fabric_ray.demo.options import Rl as Options
 from fabric_ray.demo.rl import policy
 from fabric_ray.models import ModelConfig
 
@@ -27,39 +27,6 @@ HEADER = (
     f"{'samples/s':>9} {'push ms':>7}  generating"
 )
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
-
-
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """See ``fabric-ray demo rl --help``."""
-
-    steps: int = 120
-    staleness: int = 1
-    trainers: int = 2
-    rollouts: int = 2
-    prompts: int = 8
-    """Of a batch that a rollout draws at once."""
-    group: int = 8
-    """Samples of each prompt."""
-    batches: int = 4
-    """That each trainer takes for an update."""
-    digits: int = 6
-    lr: float = 3e-3
-    clip: float = 0.2
-    transport: Literal["auto", "shm", "tcp"] = "auto"
-    seed: int = 0
-    output: Path = Path("demo-output")
-    address: str | None = None
-
-    def check(self) -> None:
-        """Raises InvalidArgument for what can't be run, before anything is started."""
-        # Rewards have quarters, and a sample is compared with the others of its group.
-        least = {"steps": 4, "staleness": 0, "group": 2}
-        check_least(self, trainers=1, rollouts=1, prompts=1, batches=1, digits=1, **least)
-
-    @property
-    def samples(self) -> int:
-        """That one update learns from, on all trainers."""
-        return self.trainers * self.batches * self.prompts * self.group
 
 
 def model() -> ModelConfig:

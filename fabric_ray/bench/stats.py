@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from statistics import median
 
-
-def median(values: Sequence[float]) -> float:
-    """The middle value; `values` must not be empty."""
-    return statistics.median(values)
+__all__ = ["median", "paired_ratio", "quartiles", "spread"]
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
@@ -23,10 +21,8 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     """Percentiles as tables of latencies have them; `values` must not be empty."""
     ordered = sorted(values)
     shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999}
-    return {
-        name: ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-        for name, share in shares.items()
-    }
+    last = len(ordered) - 1
+    return {name: ordered[min(last, int(share * len(ordered)))] for name, share in shares.items()}
 
 
 def paired_ratio(over: Sequence[float], under: Sequence[float]) -> float | None:
@@ -34,15 +30,3 @@ def paired_ratio(over: Sequence[float], under: Sequence[float]) -> float | None:
     each ratio alike, so this is steadier than a ratio of medians. None without common turns."""
     ratios = [a / b for a, b in zip(over, under, strict=False) if b > 0]
     return median(ratios) if ratios else None
-
-
-def operations_and_samples(
-    seconds: float, wanted: int, budget: float, *, most: int = 200
-) -> tuple[int, int]:
-    """Operations per sample and samples that fill `budget` seconds at `seconds` an operation.
-
-    Never fewer than one of each; operations shrink below `wanted` only for slow contenders.
-    """
-    operations = max(1, min(wanted, int(budget / max(seconds, 1e-9))))
-    samples = int(budget / max(operations * seconds, 1e-9))
-    return operations, max(1, min(most, samples))

@@ -14,12 +14,11 @@ import msgspec
 import typer
 from rich.console import Console
 
-from benchmarks.harness.contender import ContenderError
-from benchmarks.harness.machine import machine
-from benchmarks.harness.page import write_page
-from benchmarks.harness.processes import adopt_orphans, ended_by_signals
-from benchmarks.harness.results import Absent, End, Row, Run, load, whole_lines
-from benchmarks.harness.table import print_absent, print_report
+from fabric_ray.bench.machine import machine
+from fabric_ray.bench.page import write_page
+from fabric_ray.bench.processes import adopt_orphans, ended_by_signals
+from fabric_ray.bench.results import Absent, ContenderError, End, Row, Run, load, whole_lines
+from fabric_ray.bench.table import print_absent, print_report
 
 OUT = Path("bench-results")
 
@@ -31,14 +30,18 @@ Resume = Annotated[
 
 
 class Results:
-    """A run's file. The methods are called while the run goes on."""
+    """A run's rows, each appended to its file, if it has one, as soon as it is known."""
 
-    def __init__(self, path: Path, options: Mapping[str, str], absent: Sequence[Absent]) -> None:
+    def __init__(
+        self, path: Path | None, options: Mapping[str, str] = {}, absent: Sequence[Absent] = ()
+    ) -> None:
         self.path = path
         self.rows: dict[str, Row] = {}
         self.left_behind: list[str] = []
         self._console = Console(stderr=True)
         self._began = time.monotonic()
+        if path is None:
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             self.rows = {row.key: row for row in load(path).rows}
@@ -71,17 +74,13 @@ class Results:
             self._append(row)
 
     def end(self) -> None:
-        self._append(
-            End(
-                seconds=time.monotonic() - self._began,
-                load=os.getloadavg(),
-                left_behind=self.left_behind,
-            )
-        )
+        seconds = time.monotonic() - self._began
+        self._append(End(seconds=seconds, load=os.getloadavg(), left_behind=self.left_behind))
 
     def _append(self, line: Run | Row | End) -> None:
-        with self.path.open("ab") as file:
-            file.write(msgspec.json.encode(line) + b"\n")
+        if self.path is not None:
+            with self.path.open("ab") as file:
+                file.write(msgspec.json.encode(line) + b"\n")
 
 
 @contextmanager
@@ -104,22 +103,27 @@ def recorded(
     console = console_of()
     print_absent(absent, console)
     began = f"{name}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}.jsonl"
-    try:
-        results = Results(resume or out / began, options, absent)
-    except (OSError, ValueError) as error:
-        console.print(f"[red]{error}[/]", soft_wrap=True)
-        raise typer.Exit(2) from error
+    path = resume or out / began
+    with errors_told(2, OSError, ValueError):
+        results = Results(path, options, absent)
     adopt_orphans()
     try:
-        with ended_by_signals():
+        with errors_told(1, ContenderError, ValueError), ended_by_signals():
             yield results
-    except (ContenderError, ValueError) as error:
-        console.print(f"[red]{error}[/]", soft_wrap=True)
-        raise typer.Exit(1) from error
     finally:
         results.end()
         if results.rows:
-            show(results.path, console)
+            show(path, console)
+
+
+@contextmanager
+def errors_told(code: int, *kinds: type[Exception]) -> Iterator[None]:
+    """Errors of these kinds end the command in one line, with an exit code."""
+    try:
+        yield
+    except kinds as error:
+        console_of().print(f"[red]{error}[/]", soft_wrap=True)
+        raise typer.Exit(code) from error
 
 
 def show(path: Path, console: Console, *, markdown: bool = False) -> None:

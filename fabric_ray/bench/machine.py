@@ -6,39 +6,35 @@ import os
 import platform
 import shutil
 import subprocess
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-from benchmarks.harness.results import Machine
+from fabric_ray.bench.results import Machine
 
 _DISTRIBUTIONS = (
-    "fabric-ray",
-    "nixl",
-    "mooncake-transfer-engine-non-cuda",
-    "mooncake-transfer-engine",
-    "ray",
-    "torch",
-    "numpy",
-    "msgspec",
+    *("fabric-ray", "nixl", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"),
+    *("ray", "torch", "numpy", "msgspec"),
 )
 # A library's program, and the Debian package of it.
 _PROGRAMS = {"ucx": ("ucx_perftest", "ucx-utils"), "libfabric": ("fi_info", "libfabric-bin")}
 
 
 def machine() -> Machine:
+    here = str(Path(__file__).resolve().parent)
     return Machine(
-        cpu=_cpu(),
+        cpu=cpu(),
         cores=len(os.sched_getaffinity(0)),
         caches=_caches(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         kernel=f"{platform.system()} {platform.release()}",
         python=platform.python_version(),
         versions=_versions(),
-        commit=_commit(),
+        commit=_said("git", "-C", here, "describe", "--always", "--dirty", "--abbrev=40"),
     )
 
 
-def _cpu() -> str:
+def cpu() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith(("model name", "Model")):
             return line.split(":", 1)[1].strip()
@@ -46,31 +42,20 @@ def _cpu() -> str:
 
 
 def _caches() -> dict[str, str]:
-    caches: dict[str, str] = {}
-    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        level, kind, size = (
-            (index / name).read_text().strip() for name in ("level", "type", "size")
-        )
-        caches[f"L{level} {kind}"] = size
-    return caches
+    found = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"))
+    read = ([(at / n).read_text().strip() for n in ("level", "type", "size")] for at in found)
+    return {f"L{level} {kind}": size for level, kind, size in read}
 
 
 def _versions() -> dict[str, str]:
     versions: dict[str, str] = {}
     for name in _DISTRIBUTIONS:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     for name, (program, package) in _PROGRAMS.items():
         if shutil.which(program):
             versions[name] = _said("dpkg-query", "-W", "-f", "${Version}", package)
     return versions
-
-
-def _commit() -> str:
-    here = str(Path(__file__).resolve().parent)
-    return _said("git", "-C", here, "describe", "--always", "--dirty", "--abbrev=40")
 
 
 def _said(*command: str) -> str:

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from benchmarks.harness import stats
+from fabric_ray.bench import stats
+from fabric_ray.errors import FabricError
 
 SCHEMA = 2
 
@@ -20,6 +21,10 @@ Unit = Literal["GB/s", "MB/s", "us", "ms", "s", "op/s"]
 Family = Literal["ours", "floor", "peer"]
 TIMES = {"us": 1e6, "ms": 1e3, "s": 1.0}
 _SPEEDS = {"GB/s": 1e-9, "MB/s": 1e-6, "op/s": 1.0}
+
+
+class ContenderError(FabricError):
+    """A contender could not start, failed while running, or delivered wrong bytes."""
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,21 +193,13 @@ def make_row(
         # Turns are seconds, so the slower one divided by the faster one is a ratio of speeds.
         return stats.paired_ratio(over.turns, under.turns) if over and under else None
 
-    return Row(
-        **msgspec.structs.asdict(header),
-        figures=[
-            msgspec.structs.replace(
-                figure,
-                of_floor=None
-                if figure.family == "floor"
-                else ratio(floors.get(figure.threads), figure),
-                ours_over=None if figure.family == "ours" else ratio(figure, ours),
-            )
-            for figure in figures
-        ],
-        failures=list(failures),
-        complete=complete,
-    )
+    compared = []
+    for one in figures:
+        of_floor = None if one.family == "floor" else ratio(floors.get(one.threads), one)
+        ours_over = None if one.family == "ours" else ratio(one, ours)
+        compared.append(msgspec.structs.replace(one, of_floor=of_floor, ours_over=ours_over))
+    facts = msgspec.structs.asdict(header)
+    return Row(**facts, figures=compared, failures=list(failures), complete=complete)
 
 
 def row_of_turns(
@@ -237,11 +234,8 @@ def load(path: Path) -> Report:
         found = f"schema {runs[0].schema}" if runs else "no run"
         raise ValueError(f"{path} has {found}, expected schema {SCHEMA}; measure again")
     rows = {line.key: line for line in lines if isinstance(line, Row)}
-    return Report(
-        runs=runs,
-        rows=list(rows.values()),
-        ends=[line for line in lines if isinstance(line, End)],
-    )
+    ends = [line for line in lines if isinstance(line, End)]
+    return Report(runs=runs, rows=list(rows.values()), ends=ends)
 
 
 def whole_lines(path: Path) -> bytes:

@@ -1,0 +1,135 @@
+"""What the demos can be asked for. A field with a text is an option of the command line."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from fabric_ray.errors import InvalidArgument
+
+Transport = Annotated[Literal["auto", "shm", "tcp"], "What moves the bytes."]
+Kind = Literal["llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"]
+Trainers = Annotated[int, "FSDP2 trainers."]
+Output = Annotated[Path, "Where the timeline goes."]
+Address = Annotated[
+    str | None, "Of a running Ray cluster. Default: RAY_ADDRESS, or Ray is started here."
+]
+
+
+class Weights(msgspec.Struct, frozen=True, kw_only=True):
+    """See ``fabric-ray demo weights --help``."""
+
+    checkpoint: Annotated[
+        Path | None,
+        "Directory of a Hugging Face checkpoint (safetensors). Default: a model is made.",
+    ] = None
+    trainers: Trainers = 2
+    rollouts: Annotated[int, "Rollouts: the tensor-parallel size."] = 2
+    ep: Annotated[int, "Groups of rollouts that own whole experts (MoE)."] = 1
+    transport: Transport = "auto"
+    kind: Annotated[Kind, "Kind of the model that is made."] = "llama"
+    parameters: Annotated[float, "Size of the model that is made."] = 300e6
+    pushes: Annotated[int, "Versions to push."] = 4
+    steps: Annotated[int, "Training steps before each push."] = 1
+    in_place: Annotated[bool, "Rollouts hold one copy, overwritten by a push."] = False
+    digest: Annotated[bool, "Have every push compare digests on both sides."] = False
+    output: Output = Path("demo-output")
+    address: Address = None
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises InvalidArgument for what can't be run, before anything is started."""
+        check_least(self, trainers=1, rollouts=1, ep=1, pushes=1, steps=0)
+        if not math.isfinite(self.parameters):
+            raise InvalidArgument(f"parameters is {self.parameters}; give a number such as 300e6")
+        if self.checkpoint is not None and not self.checkpoint.is_dir():
+            raise InvalidArgument(
+                f"{self.checkpoint} is not a directory; give one that holds config.json and "
+                "*.safetensors"
+            )
+
+
+class Rl(msgspec.Struct, frozen=True, kw_only=True):
+    """See ``fabric-ray demo rl --help``."""
+
+    steps: Annotated[int, "Updates; each is pushed as a version."] = 120
+    staleness: Annotated[int, "Versions that a sample may be behind the trainers."] = 1
+    trainers: Trainers = 2
+    rollouts: Annotated[int, "Rollouts: engines of their own."] = 2
+    prompts: int = 8
+    """Of a batch that a rollout draws at once."""
+    group: int = 8
+    """Samples of each prompt."""
+    batches: int = 4
+    """That each trainer takes for an update."""
+    digits: int = 6
+    lr: float = 3e-3
+    clip: float = 0.2
+    transport: Transport = "auto"
+    seed: Annotated[int, "Of weights, prompts and samples."] = 0
+    output: Output = Path("demo-output")
+    address: Address = None
+
+    def check(self) -> None:
+        """Raises InvalidArgument for what can't be run, before anything is started."""
+        # Rewards have quarters, and a sample is compared with the others of its group.
+        least = {"steps": 4, "staleness": 0, "group": 2}
+        check_least(self, trainers=1, rollouts=1, prompts=1, batches=1, digits=1, **least)
+
+    @property
+    def samples(self) -> int:
+        """That one update learns from, on all trainers."""
+        return self.trainers * self.batches * self.prompts * self.group
+
+
+class KvCache(msgspec.Struct, frozen=True, kw_only=True):
+    """See ``fabric-ray demo kvcache --help``."""
+
+    model: Annotated[
+        str,
+        "tiny-llama, tiny-qwen3, tiny-mla, tiny-hybrid..., or a directory of a Hugging Face "
+        "checkpoint.",
+    ] = "tiny-llama"
+    prefill_tp: Annotated[int, "Tensor-parallel ranks of a prefiller."] = 2
+    decode_tp: Annotated[int, "Tensor-parallel ranks of a decoder."] = 1
+    clients: Annotated[int, "Clients, each with one request at a time."] = 6
+    seconds: Annotated[float, "Of load, without what scaling takes."] = 12.0
+    """A third each before scaling, before the kill, and after it."""
+    max_tokens: Annotated[int, "Of each completion."] = 24
+    transport: Transport = "auto"
+    seed: Annotated[int, "Of weights and prompts."] = 0
+    address: Address = None
+
+    def check(self) -> None:
+        """Raises InvalidArgument for what can't be run, before anything is started."""
+        if self.clients < 1 or self.seconds <= 0 or self.max_tokens < 1:
+            raise InvalidArgument("give at least one client, one token and some seconds")
+
+
+class Moe(msgspec.Struct, frozen=True, kw_only=True):
+    """See ``fabric-ray demo moe --help``."""
+
+    ranks: Annotated[int, "Actors that the experts are divided among."] = 4
+    tokens: Annotated[int, "That each rank reads in a step."] = 32
+    steps: Annotated[int, "Of each of the three phases."] = 3
+    transport: Transport = "auto"
+    timeout: float = 10.0
+    seed: Annotated[int, "Of weights and tokens."] = 0
+    address: Address = None
+
+    def check(self) -> None:
+        """Raises InvalidArgument for what can't be run, before anything is started."""
+        check_least(self, ranks=2, tokens=1, steps=1, timeout=1)
+        for name, most in (("ranks", 64), ("tokens", 4096)):
+            if (value := getattr(self, name)) > most:
+                raise InvalidArgument(f"{name} is {value}; give at most {most}")
+
+
+def check_least(options: object, **least: float) -> None:
+    """Raises InvalidArgument if an option is less than it can be."""
+    for name, bound in least.items():
+        if (value := getattr(options, name)) < bound:
+            raise InvalidArgument(f"{name} is {value}; give at least {bound}")
