@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fabric_ray.integrations.vllm_kv_groups import LayerGroup
 from fabric_ray.integrations.vllm_kv_plan import Ready, digest_of
 from fabric_ray.integrations.vllm_kv_scheduler import KvScheduler
 
 BLOCK = 4
+GROUPS = [LayerGroup(BLOCK)]
 
 
 def request(name: str, tokens: int) -> Any:
@@ -33,9 +35,7 @@ def request(name: str, tokens: int) -> Any:
 class Steps:
     """Steps of vLLM's scheduler, as its ``SchedulerOutput`` tells a connector of them."""
 
-    scheduler: KvScheduler = field(
-        default_factory=lambda: KvScheduler(block_tokens=BLOCK, engine="")
-    )
+    scheduler: KvScheduler = field(default_factory=lambda: KvScheduler(groups=GROUPS, engine=""))
     tables: dict[str, list[int]] = field(default_factory=dict)
     requests: dict[str, Any] = field(default_factory=dict)
 
@@ -43,7 +43,7 @@ class Steps:
         """A request is new, or resumed after a preemption."""
         made = self.requests.setdefault(name, request(name, tokens))
         self.tables[name] = table
-        self.scheduler.allocated(made, table, 0)
+        self.scheduler.allocated(made, [table], 0)
 
     def step(
         self, scheduled: dict[str, tuple[int, int]], *, loads: bool = False, preempted: str = ""
@@ -99,10 +99,10 @@ def test_rs_1_a_request_beside_loads_of_another_connector_is_ready_when_it_is_ov
     steps.admit("a", 10, [1, 2, 3])
     assert steps.step({"a": (8, 2)}, loads=True) == {}
     assert steps.step({"a": (10, 1)}) == {}
-    assert steps.scheduler.finished(steps.requests["a"], [1, 2, 3, 4])[0]
+    assert steps.scheduler.finished(steps.requests["a"], [[1, 2, 3, 4]])[0]
     assert steps.scheduler.busy
     digest = digest_of(steps.requests["a"])
-    assert steps.step({})["a"] == Ready("a", "a", digest, 10, 10, (1, 2, 3))
+    assert steps.step({})["a"] == Ready("a", "a", digest, 10, 10, ((1, 2, 3),))
 
 
 def wanted(*, prompt_logits: bool = False) -> Any:
@@ -115,17 +115,17 @@ def wanted(*, prompt_logits: bool = False) -> Any:
 
 def test_an_instance_takes_and_holds_pages_by_its_role_only() -> None:
     takes, gives = wanted(), request("b", 9)
-    prefiller = KvScheduler(block_tokens=BLOCK, engine="", consumes=False)
+    prefiller = KvScheduler(groups=GROUPS, engine="", consumes=False)
     assert prefiller.matched(takes, 0) == (0, False)
-    decoder = KvScheduler(block_tokens=BLOCK, engine="", produces=False)
+    decoder = KvScheduler(groups=GROUPS, engine="", produces=False)
     assert decoder.matched(takes, 0) == (10, True)
-    decoder.allocated(gives, [1, 2, 3], 0)
-    assert decoder.finished(gives, [1, 2, 3]) == (False, None)
+    decoder.allocated(gives, [[1, 2, 3]], 0)
+    assert decoder.finished(gives, [[1, 2, 3]]) == (False, None)
     assert not decoder.busy
 
 
 def test_rs_1_a_request_for_the_logits_of_its_prompt_computes_it() -> None:
-    scheduler = KvScheduler(block_tokens=BLOCK, engine="")
+    scheduler = KvScheduler(groups=GROUPS, engine="")
     assert scheduler.matched(wanted(prompt_logits=True), 0) == (0, False)
 
 
@@ -184,7 +184,7 @@ def test_rs_1_pages_that_are_called_computed_were_written_before_the_step(
             done.add(i)
             for place in range(each.computed):
                 block, inside = divmod(place, BLOCK)
-                assert written.get(each.table[block], 0) > inside, (name, place)
+                assert written.get(each.tables[0][block], 0) > inside, (name, place)
         for name, (before, count) in scheduled.items():
             for place in range(before, before + count):
                 block, inside = divmod(place, BLOCK)
@@ -195,6 +195,6 @@ def test_rs_1_pages_that_are_called_computed_were_written_before_the_step(
         for name, each in ready.items():
             for place in range(each.tokens):
                 block, inside = divmod(place, BLOCK)
-                assert written.get(each.table[block], 0) > inside, (name, place)
+                assert written.get(each.tables[0][block], 0) > inside, (name, place)
         for i, have in computed.items():
             assert (i in done) == (have >= prompts[i])
