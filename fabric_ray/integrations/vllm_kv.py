@@ -40,12 +40,19 @@ if TYPE_CHECKING:
 
 _base: Any = framework("vllm.distributed.kv_transfer.kv_connector.v1.base", "vllm")
 _caches: Any = framework("vllm.v1.kv_cache_interface", "vllm")
+_output: Any = framework("vllm.v1.core.sched.output", "vllm")
 # vLLM 0.29 doesn't ask where hits are from.
 _hit_sources: Any = getattr(_base, "CacheHitSource", None)
-# Where vLLM takes failures by requests only, it turns its hybrid manager off for this connector.
+# vLLM before 0.32 doesn't tell all that becomes of several cache groups, so it is to have one:
+# without the mark it turns its hybrid manager off.
 _takes_groups = all(
-    hasattr(_base.KVConnectorBase_V1, name)
-    for name in ("get_transfer_results", "bind_gpu_block_pool")
+    hasattr(owner, name)
+    for owner, name in (
+        (_base, "SupportsHMA"),
+        (_base.KVConnectorBase_V1, "get_transfer_results"),
+        (_base.KVConnectorBase_V1, "bind_gpu_block_pool"),
+        (getattr(_output, "KVConnectorBlockState", None), "get_block_ids"),
+    )
 )
 _bases: Any = (_base.KVConnectorBase_V1, *((_base.SupportsHMA,) if _takes_groups else ()))
 
@@ -85,9 +92,9 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
         self._by_request = len(self._groups) > 1 or self._groups[0].window is not None
         if self._by_request and not _takes_groups:
             raise InvalidArgument(
-                "this version of vLLM doesn't take failures of models with several cache groups or "
-                "windows; start it with --disable-hybrid-kv-cache-manager, or use vLLM 0.32 or "
-                "later"
+                "this version of vLLM doesn't tell connectors what becomes of several cache groups "
+                "or of windows; start it with --disable-hybrid-kv-cache-manager, or use vLLM 0.32 "
+                "or later"
             )
         if vllm_config.model_config.enable_sleep_mode and not hasattr(
             _base.KVConnectorBase_V1, "unregister_kv_caches"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -61,9 +61,19 @@ class WorkerCache:
         Args:
             blocks: for each of vLLM's cache groups.
             tokens: of a request.
+
+        Raises:
+            InvalidArgument: vLLM has taken a block back that the next token sees (RS-1).
         """
         made = []
         for of, group in zip(self.pages, self.layouts[0].groups, strict=True):
+            if group.window is not None:
+                seen = max(0, tokens - group.window) // (of.per_block * group.page_tokens)
+                if 0 in blocks[of.group][seen:]:
+                    raise InvalidArgument(
+                        f"group {group.name}: vLLM has taken back a block that the token after "
+                        f"{tokens} others sees; report this with vLLM's version"
+                    )
             pages = [b * of.per_block + i for b in blocks[of.group] for i in range(of.per_block)]
             made.append(pages[: -(-tokens // group.page_tokens)])
         return made
@@ -102,16 +112,17 @@ def worker_cache(
     numbers = _numbers(names)
     buffers: list[torch.Tensor] = []
     places = {name: _place(tensors[name], buffers) for name in names}
-    alike: dict[tuple[object, ...], list[str]] = {}
+    alike: dict[tuple[int, tuple[object, ...]], list[str]] = {}
     for index, group in enumerate(members):
         for name in sorted(group, key=numbers.__getitem__):
             t = tensors[name]
-            alike.setdefault((index, tuple(t.shape), t.stride(), t.dtype), []).append(name)
+            form_of = (tuple(t.shape), t.stride(), t.dtype)
+            alike.setdefault((index, form_of), []).append(name)
     described: list[CacheGroup] = []
     pages: list[BlockPages] = []
-    for (index, *_), layers in alike.items():
+    for (index, _), layers in alike.items():
         t = tensors[layers[0]]
-        of = groups[cast(int, index)]
+        of = groups[index]
         tensor = _tensor(t, form(layers[0]), shards, tuple(places[name] for name in layers))
         window = "" if of.window is None else f", sliding window of {of.window}"
         described.append(
@@ -125,7 +136,7 @@ def worker_cache(
                 window=of.look_back,
             )
         )
-        pages.append(BlockPages(cast(int, index), of.block_tokens // t.shape[2]))
+        pages.append(BlockPages(index, of.block_tokens // t.shape[2]))
     layout = CacheLayout(model, tuple(described), tuple(b.numel() for b in buffers))
     return WorkerCache(
         buffers=buffers,

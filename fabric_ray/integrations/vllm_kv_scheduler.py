@@ -128,7 +128,8 @@ class KvScheduler:
                 transfer = _transfer(request)
                 made = _Prefill(transfer, digest_of(request), request.num_prompt_tokens)
                 self._prefills[number] = made
-            self._prefills[number].admitted, self._prefills[number].lost = True, False
+            self._prefills[number].admitted = True
+            self._prefills[number].lost = False
         if params.get("do_remote_prefill"):
             have = self._local.pop(number, 0)
             if external <= 0:

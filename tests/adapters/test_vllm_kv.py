@@ -167,10 +167,6 @@ def test_what_the_connector_does_not_move_is_refused_at_the_start() -> None:
         vllm.parallel_config.pipeline_parallel_size = 2
         with pytest.raises(InvalidArgument, match="pipeline_parallel_size is 2"):
             FabricRayConnector(vllm, KVConnectorRole.SCHEDULER, groups)
-        vllm.parallel_config.pipeline_parallel_size = 1
-        groups.kv_cache_groups = groups.kv_cache_groups * 2
-        with pytest.raises(InvalidArgument, match="disable-hybrid-kv-cache-manager"):
-            FabricRayConnector(vllm, KVConnectorRole.SCHEDULER, groups)
 
 
 @pytest.mark.parametrize("gigabytes", [0, 4])

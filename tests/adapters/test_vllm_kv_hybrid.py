@@ -27,7 +27,9 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from fabric_ray.errors import InvalidArgument
+from fabric_ray.integrations import vllm_kv
 from fabric_ray.integrations.vllm_kv import FabricRayConnector
+from tests.adapters.test_vllm_kv_computed import checked, send
 from tests.adapters.vllm_kv_instances import Instance, Layer, config, number_of
 from tests.adapters.vllm_kv_play import PROMPT, instances, known, prefill, pump, released, served
 
@@ -191,6 +193,36 @@ def test_what_a_decoder_has_in_its_prefix_cache_is_not_sent() -> None:
         released(p, d, free=FREE)
 
 
+@pytest.mark.parametrize("window", [9, 20])
+@pytest.mark.parametrize("order", ["abc", "cba"])
+def test_rs_1_a_prefix_that_another_request_computes_in_the_same_step(
+    order: str, window: int
+) -> None:
+    """Of layers with windows the hits begin later than of those without."""
+    prompts = {name: [*PREFIX, ord(name), *range(i)] for i, name in enumerate("abc")}
+    p, d = pair(pattern(window), {"chunk": 256, "retention": None}, {"retention": None})
+    with instances(p, d):
+        params = known(p, d, free=FREE)
+        p.scheduler.reset_prefix_cache()
+        overwrite(p)
+        for name in order:
+            d.add(name, prompts[name], {**params, "transfer_id": name})
+        d.step()
+        time.sleep(0.2)
+        for name in order:
+            send(p, name, prompts[name])
+        p.step()
+        for name in order:
+            shared = 0 if name == order[0] else len(PREFIX)
+            assert p.computed[name] == len(prompts[name]) - shared, "one step for all of them"
+        checked(d, prompts, p)
+        d.add("later", [*PREFIX, 1, 2, 3], {})
+        checked(d, {"later": [*PREFIX, 1, 2, 3]})
+        assert d.computed["later"] == 3
+        released(p, d, free=FREE)
+        right(p, d)
+
+
 @pytest.mark.parametrize("window", [10, 16])
 def test_a_prompt_of_which_all_but_the_last_token_are_cached(window: int) -> None:
     """The decoder gets one token, or computes it where a window would lack another for it."""
@@ -322,6 +354,18 @@ def test_a_cache_in_host_memory_is_refused() -> None:
     kv.kv_cache_groups[1].host_resident = True
     with pytest.raises(InvalidArgument, match=r"`model.layers.1.attn` lies in host memory"):
         FabricRayConnector(vllm, KVConnectorRole.WORKER, kv)
+
+
+def test_a_vllm_that_does_not_follow_groups_is_told_to_have_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm_kv, "_takes_groups", False)
+    vllm = config("kv_consumer")
+    FabricRayConnector(vllm, KVConnectorRole.SCHEDULER, groups(vllm, FULL))
+    windowed = SlidingWindowSpec(block_size=BLOCK, sliding_window=16, **SIZES)
+    for several in ((FULL, windowed), (windowed,)):
+        with pytest.raises(InvalidArgument, match="--disable-hybrid-kv-cache-manager"):
+            FabricRayConnector(vllm, KVConnectorRole.SCHEDULER, groups(vllm, *several))
 
 
 DRAWN = st.lists(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fabric_ray.integrations.vllm_kv_groups import LayerGroup
 from fabric_ray.integrations.vllm_kv_plan import Ready, digest_of
 from fabric_ray.integrations.vllm_kv_scheduler import KvScheduler
+from tests.unit.integrations.test_vllm_kv_groups import Pool
 
 BLOCK = 4
 GROUPS = [LayerGroup(BLOCK)]
@@ -36,20 +37,20 @@ class Steps:
     """Steps of vLLM's scheduler, as its ``SchedulerOutput`` tells a connector of them."""
 
     scheduler: KvScheduler = field(default_factory=lambda: KvScheduler(groups=GROUPS, engine=""))
-    tables: dict[str, list[int]] = field(default_factory=dict)
+    tables: dict[str, tuple[list[int], ...]] = field(default_factory=dict)
     requests: dict[str, Any] = field(default_factory=dict)
 
-    def admit(self, name: str, tokens: int, table: list[int]) -> None:
+    def admit(self, name: str, tokens: int, *tables: list[int]) -> None:
         """A request is new, or resumed after a preemption."""
         made = self.requests.setdefault(name, request(name, tokens))
-        self.tables[name] = table
-        self.scheduler.allocated(made, [table], 0)
+        self.tables[name] = tables
+        self.scheduler.allocated(made, tables, 0)
 
     def step(
         self, scheduled: dict[str, tuple[int, int]], *, loads: bool = False, preempted: str = ""
     ) -> dict[str, Ready]:
         """One step. ``scheduled``: tokens computed before it, and tokens of it, by request."""
-        state = Fields(get_block_ids=lambda name: (self.tables[name],))
+        state = Fields(get_block_ids=lambda name: self.tables[name])
         output = Fields(
             preempted_req_ids={preempted} - {""},
             scheduled_new_reqs=[],
@@ -103,6 +104,71 @@ def test_rs_1_a_request_beside_loads_of_another_connector_is_ready_when_it_is_ov
     assert steps.scheduler.busy
     digest = digest_of(steps.requests["a"])
     assert steps.step({})["a"] == Ready("a", "a", digest, 10, 10, ((1, 2, 3),))
+
+
+WINDOWED = [LayerGroup(BLOCK), LayerGroup(BLOCK, window=6)]
+
+
+def windowed() -> tuple[Steps, Pool]:
+    """A scheduler of a model with two cache groups, and vLLM's blocks."""
+    scheduler, pool = KvScheduler(groups=WINDOWED, engine=""), Pool(40)
+    scheduler.pins.bind(pool)
+    return Steps(scheduler), pool
+
+
+def test_rs_1_hits_count_up_to_the_first_block_that_any_group_lacks() -> None:
+    steps, _ = windowed()
+    steps.admit("a", 14, [1, 2, 3, 4], [11, 12, 13, 14])
+    steps.admit("b", 13, [1, 2, 3, 5], [0, 12, 13, 15])
+    ready = steps.step({"a": (4, 10), "b": (12, 1)})
+    assert {name: each.computed for name, each in ready.items()} == {"a": 4, "b": 4}
+    assert ready["b"].tables == ((1, 2, 3, 5), (0, 12, 13, 15))
+
+
+def test_mr_1_blocks_of_a_window_are_kept_until_workers_say_that_they_are_sent() -> None:
+    steps, pool = windowed()
+    steps.admit("a", 14, [1, 2, 3, 4], [11, 12, 13, 14])
+    steps.step({"a": (0, 14)})
+    # The last token is number 13, and sees 8 to 13.
+    assert pool.used() == [13, 14]
+    assert steps.scheduler.finished(steps.requests["a"], [[1, 2, 3, 4], [0, 0, 0, 14]])[0]
+    steps.step({})
+    assert pool.used() == [13, 14]
+    steps.scheduler.over({"a"}, None)
+    assert pool.used() == []
+
+
+def test_mr_1_blocks_of_a_window_are_kept_until_workers_hear_of_a_preemption() -> None:
+    steps, pool = windowed()
+    steps.admit("a", 14, [1, 2, 3, 4], [11, 12, 13, 14])
+    steps.step({"a": (0, 14)})
+    assert not steps.scheduler.finished(steps.requests["a"], [[], []])[0]
+    assert pool.used() == [13, 14]
+    steps.step({})
+    assert pool.used() == []
+    steps.admit("b", 14, [1, 2, 3, 4], [11, 12, 13, 14])
+    steps.step({"b": (0, 14)})
+    steps.step({}, preempted="b")
+    assert pool.used() == []
+
+
+def test_rs_1_a_window_that_was_taken_back_is_not_sent() -> None:
+    steps, pool = windowed()
+    steps.admit("a", 14, [1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 15, 16])
+    assert steps.step({"a": (20, 2)}) == {}
+    assert pool.used() == []
+    tables = [[1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 15, 16]]
+    assert steps.scheduler.finished(steps.requests["a"], tables) == (False, None)
+
+
+def test_rs_1_windows_beside_loads_of_another_connector_are_not_sent() -> None:
+    steps, pool = windowed()
+    steps.admit("a", 14, [1, 2, 3, 4], [11, 12, 13, 14])
+    assert steps.step({"a": (0, 14)}, loads=True) == {}
+    tables = [[1, 2, 3, 4], [0, 0, 0, 14]]
+    assert steps.scheduler.finished(steps.requests["a"], tables) == (False, None)
+    assert steps.step({}) == {}
+    assert pool.used() == []
 
 
 def wanted(*, prompt_logits: bool = False) -> Any:
@@ -175,7 +241,7 @@ def test_rs_1_pages_that_are_called_computed_were_written_before_the_step(
             budget -= count
             scheduled[f"r{i}"] = (computed[i], count)
             whole = min((computed[i] + count) // BLOCK, drawn[i][0])
-            cached.extend(steps.tables[f"r{i}"][len(cached) : whole])
+            cached.extend(steps.tables[f"r{i}"][0][len(cached) : whole])
         waiting = [i for i in waiting if i not in computed]
         ready = steps.step(scheduled, preempted=gone)
         for name, each in ready.items():
@@ -188,8 +254,8 @@ def test_rs_1_pages_that_are_called_computed_were_written_before_the_step(
         for name, (before, count) in scheduled.items():
             for place in range(before, before + count):
                 block, inside = divmod(place, BLOCK)
-                if block < len(steps.tables[name]):
-                    held = steps.tables[name][block]
+                if block < len(steps.tables[name][0]):
+                    held = steps.tables[name][0][block]
                     written[held] = max(written.get(held, 0), inside + 1)
             computed[int(name[1:])] += count
         for name, each in ready.items():
