@@ -53,6 +53,11 @@ def layer_groups(config: Any, caches: Any) -> tuple[LayerGroup, ...]:
     Raises:
         InvalidArgument: a cache that this connector doesn't move, by the name of its layer.
     """
+    if not config.kv_cache_groups:
+        raise InvalidArgument(
+            "the model has no caches, so there is nothing to be moved; serve it without the "
+            "connector"
+        )
     made = []
     for group in config.kv_cache_groups:
         specs = _specs(group)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.v1.kv_cache_interface import (
@@ -310,7 +309,7 @@ def test_windows_without_the_hybrid_manager_are_moved_whole() -> None:
         right(p, d)
 
 
-def groups(vllm: VllmConfig, *specs: KVCacheSpec) -> KVCacheConfig:
+def groups(*specs: KVCacheSpec) -> KVCacheConfig:
     named = [KVCacheGroupSpec([f"model.layers.{i}.attn"], spec) for i, spec in enumerate(specs)]
     return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=named)
 
@@ -345,15 +344,21 @@ def test_caches_of_other_kinds_are_refused_by_the_name_of_a_layer(
     spec, text = REFUSED[kind]
     vllm = config("kv_producer")
     with pytest.raises(InvalidArgument, match=rf"`model.layers.1.attn`.*{text}"):
-        FabricRayConnector(vllm, role, groups(vllm, FULL, spec))
+        FabricRayConnector(vllm, role, groups(FULL, spec))
 
 
 def test_a_cache_in_host_memory_is_refused() -> None:
     vllm = config("kv_producer")
-    kv = groups(vllm, FULL, FULL)
+    kv = groups(FULL, FULL)
     kv.kv_cache_groups[1].host_resident = True
     with pytest.raises(InvalidArgument, match=r"`model.layers.1.attn` lies in host memory"):
         FabricRayConnector(vllm, KVConnectorRole.WORKER, kv)
+
+
+def test_a_model_without_caches_is_refused() -> None:
+    vllm = config("kv_producer")
+    with pytest.raises(InvalidArgument, match="no caches"):
+        FabricRayConnector(vllm, KVConnectorRole.SCHEDULER, groups())
 
 
 def test_a_vllm_that_does_not_follow_groups_is_told_to_have_one(
@@ -361,11 +366,11 @@ def test_a_vllm_that_does_not_follow_groups_is_told_to_have_one(
 ) -> None:
     monkeypatch.setattr(vllm_kv, "_takes_groups", False)
     vllm = config("kv_consumer")
-    FabricRayConnector(vllm, KVConnectorRole.SCHEDULER, groups(vllm, FULL))
+    FabricRayConnector(vllm, KVConnectorRole.SCHEDULER, groups(FULL))
     windowed = SlidingWindowSpec(block_size=BLOCK, sliding_window=16, **SIZES)
     for several in ((FULL, windowed), (windowed,)):
         with pytest.raises(InvalidArgument, match="--disable-hybrid-kv-cache-manager"):
-            FabricRayConnector(vllm, KVConnectorRole.SCHEDULER, groups(vllm, *several))
+            FabricRayConnector(vllm, KVConnectorRole.SCHEDULER, groups(*several))
 
 
 DRAWN = st.lists(
