@@ -16,8 +16,7 @@ LAYERS, HEADS, KV_HEADS, HEAD_DIM = 4, 8, 4, 32
 def write(folder: Path, seed: int) -> None:
     """Saves the checkpoint and its tokenizer in a folder."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -42,6 +41,14 @@ def write(folder: Path, seed: int) -> None:
                 scale = 1.0 if "embed" in name else 1.6 / parameter.shape[1] ** 0.5
                 parameter.normal_(0, scale)
     model.save_pretrained(folder)
+    write_tokenizer(folder)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Saves a tokenizer of words `w4`, `w5`, ... in a folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
     words |= {f"w{i}": i for i in range(4, VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))

@@ -27,6 +27,7 @@ from fabric_ray.integrations import framework
 from fabric_ray.integrations.vllm_kv_config import KvConnectorConfig
 from fabric_ray.integrations.vllm_kv_content import model_content
 from fabric_ray.integrations.vllm_kv_fetch import Fetcher
+from fabric_ray.integrations.vllm_kv_groups import layer_groups
 from fabric_ray.integrations.vllm_kv_layout import Shards, WorkerCache, worker_cache
 from fabric_ray.integrations.vllm_kv_plan import Step
 from fabric_ray.integrations.vllm_kv_probe import page_form
@@ -40,8 +41,21 @@ if TYPE_CHECKING:
 
 _base: Any = framework("vllm.distributed.kv_transfer.kv_connector.v1.base", "vllm")
 _caches: Any = framework("vllm.v1.kv_cache_interface", "vllm")
+_output: Any = framework("vllm.v1.core.sched.output", "vllm")
 # vLLM 0.29 doesn't ask where hits are from.
 _hit_sources: Any = getattr(_base, "CacheHitSource", None)
+# vLLM before 0.32 doesn't tell all that becomes of several cache groups, so it is to have one:
+# without the mark it turns its hybrid manager off.
+_takes_groups = all(
+    hasattr(owner, name)
+    for owner, name in (
+        (_base, "SupportsHMA"),
+        (_base.KVConnectorBase_V1, "get_transfer_results"),
+        (_base.KVConnectorBase_V1, "bind_gpu_block_pool"),
+        (getattr(_output, "KVConnectorBlockState", None), "get_block_ids"),
+    )
+)
+_bases: Any = (_base.KVConnectorBase_V1, *((_base.SupportsHMA,) if _takes_groups else ()))
 
 # Seconds of an idle step in which nothing is over. A request that comes meanwhile waits so long.
 _PAUSE = 0.002
@@ -61,7 +75,7 @@ class FabricHandshake(_base.KVConnectorHandshakeMetadata):  # type: ignore[misc]
     offer: bytes
 
 
-class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
+class FabricRayConnector(*_bases):  # type: ignore[misc]
     """Either half, by its role: one lives in the scheduler's process, one in each worker's.
 
     Raises:
@@ -74,9 +88,15 @@ class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
         self._config = KvConnectorConfig.of(transfer.kv_connector_extra_config)
-        groups = kv_cache_config.kv_cache_groups
-        specs = [group.kv_cache_spec for group in groups]
-        check(transfer, vllm_config, specs, _caches.FullAttentionSpec)
+        check(transfer, vllm_config)
+        self._groups = layer_groups(kv_cache_config, _caches)
+        self._by_request = len(self._groups) > 1 or self._groups[0].window is not None
+        if self._by_request and not _takes_groups:
+            raise InvalidArgument(
+                "this version of vLLM doesn't tell connectors what becomes of several cache groups "
+                "or of windows; start it with --disable-hybrid-kv-cache-manager, or use vLLM 0.32 "
+                "or later"
+            )
         if vllm_config.model_config.enable_sleep_mode and not hasattr(
             _base.KVConnectorBase_V1, "unregister_kv_caches"
         ):
@@ -101,12 +121,11 @@ class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
                 "offer_file names one file, and each data parallel rank of this server has an "
                 "offer of its own; start a server for each rank"
             )
-        self._block_tokens: int = specs[0].block_size
         self._engine_id = str(transfer.engine_id)
         self._scheduler: KvScheduler | None = None
         if role == _base.KVConnectorRole.SCHEDULER:
             self._scheduler = KvScheduler(
-                block_tokens=self._block_tokens,
+                groups=self._groups,
                 engine=self._engine_id,
                 produces=transfer.is_kv_producer,
                 consumes=transfer.is_kv_consumer,
@@ -131,10 +150,15 @@ class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
         dtype = self._vllm_config.model_config.dtype
         cache = worker_cache(
             kv_caches,
-            block_tokens=self._block_tokens,
+            groups=self._groups,
             shards=shards,
             model=self._model(),
             form=lambda name: page_form(name, layers.get(name), kv_caches[name], dtype),
+            shared={
+                name: target
+                for name in kv_caches
+                if (target := getattr(layers.get(name), "kv_sharing_target_layer_name", None))
+            },
         )
         self._kv_caches = kv_caches
         options: dict[str, Any] = {
@@ -157,7 +181,7 @@ class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
                 Decoder([self._rank_cache(cache, shards)], **options),
                 cache,
                 ranks=shards.ranks,
-                block_tokens=self._block_tokens,
+                block_tokens=None if self._by_request else self._groups[0].block_tokens,
                 timeout=self._config.timeout,
                 on_release=self._released.set,
             )
@@ -237,6 +261,14 @@ class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
         received = self._fetcher.received() if self._fetcher is not None else None
         return sent or None, received or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        sent, received = self.get_finished(finished_req_ids)
+        return _base.KVConnectorTransferResults(
+            finished_sending=sent or set(),
+            finished_recving=received or set(),
+            failed_recving=self._fetcher.failed() if self._fetcher is not None else set(),
+        )
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._fetcher.invalid() if self._fetcher is not None else set()
 
@@ -256,14 +288,16 @@ class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
 
     # The scheduler's half
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._of_scheduler().pins.bind(gpu_block_pool)
+
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         return self._of_scheduler().matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        (table,) = blocks.get_block_ids()
-        self._of_scheduler().allocated(request, table, num_external_tokens)
+        self._of_scheduler().allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> FabricMetadata:
         return FabricMetadata(self._of_scheduler().step(scheduler_output))
@@ -275,6 +309,11 @@ class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
 
     def request_finished(
         self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._of_scheduler().finished(request, block_ids)
 
@@ -306,8 +345,17 @@ class FabricRayConnector(_base.KVConnectorBase_V1):  # type: ignore[misc]
         parallel = self._vllm_config.parallel_config
         ranks = parallel.tensor_parallel_size
         model = self._vllm_config.model_config
-        shards = 1 if model.use_mla else min(ranks, model.get_total_num_kv_heads())
-        return Shards(ranks=ranks, rank=parallel.rank % ranks, shards=shards)
+        heads = 1 if model.use_mla else model.get_total_num_kv_heads()
+        # vLLM 0.29 doesn't tell layers apart.
+        architecture = getattr(model, "model_arch_config", None)
+        by_layer = getattr(architecture, "per_layer_overrides", None) or ()
+        vary = any("total_num_kv_heads" in layer for layer in by_layer)
+        return Shards(
+            ranks=ranks,
+            rank=parallel.rank % ranks,
+            shards=min(ranks, heads),
+            held_heads=0 if vary else max(1, heads // ranks),
+        )
 
     def _model(self) -> str:
         model = self._vllm_config.model_config

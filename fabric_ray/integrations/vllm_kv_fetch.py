@@ -21,7 +21,11 @@ _LOG = logging.getLogger(__name__)
 
 class Fetcher:
     """The loads of one worker. Called by vLLM's worker thread; ends come from the engine's, which
-    calls ``on_release`` then."""
+    calls ``on_release`` then.
+
+    ``block_tokens``: tokens of a block, where vLLM takes failures by blocks; ``None`` where it
+    takes them by requests, because a block doesn't tell its cache group or is none.
+    """
 
     def __init__(
         self,
@@ -29,7 +33,7 @@ class Fetcher:
         cache: WorkerCache,
         *,
         ranks: int,
-        block_tokens: int,
+        block_tokens: int | None,
         timeout: float,
         on_release: Callable[[], object] = lambda: None,
     ) -> None:
@@ -41,6 +45,7 @@ class Fetcher:
         self._ended: deque[tuple[Load, FabricError | None]] = deque()
         self._cancelled: set[str] = set()
         self._invalid: set[int] = set()
+        self._failed: set[str] = set()
 
     def start(self, loads: Sequence[Load]) -> None:
         """Asks for blocks. Any error is reported as the failure of its load."""
@@ -73,12 +78,21 @@ class Fetcher:
             if error is None or cancelled:
                 continue
             _LOG.error("request %s lacks its pages: %s", load.request, error)
-            self._invalid.update(load.table[load.have // self._block_tokens :])
+            if self._block_tokens is None:
+                self._failed.add(load.request)
+            else:
+                (table,) = load.tables
+                self._invalid.update(table[load.have // self._block_tokens :])
         return over
 
     def invalid(self) -> set[int]:
         """Blocks that were to be loaded and weren't, since the last call (RS-1)."""
         found, self._invalid = self._invalid, set()
+        return found
+
+    def failed(self) -> set[str]:
+        """Requests whose blocks weren't loaded, since the last call (RS-1)."""
+        found, self._failed = self._failed, set()
         return found
 
     def close(self) -> None:
@@ -94,7 +108,7 @@ class Fetcher:
             return self._decoder.pull(
                 self._prefiller(load.offer),
                 tokens=load.tokens,
-                tables=self._cache.tables(load.table, load.tokens),
+                tables=self._cache.tables(load.tables, load.tokens),
                 have=load.have,
                 payload=claim.encoded(),
                 timeout=self._timeout,

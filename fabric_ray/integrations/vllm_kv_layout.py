@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fabric_ray.errors import InvalidArgument
+from fabric_ray.integrations.vllm_kv_groups import LayerGroup, Tables
 from fabric_ray.integrations.vllm_kv_probe import PageForm
 from fabric_ray.kvcache import CacheGroup, CacheLayout, CacheTensor, Place
 from fabric_ray.tensors import check_memory
@@ -27,10 +28,18 @@ class Shards:
     """The one that has the tensors."""
     shards: int
     """Distinct parts; consecutive ranks hold the same one where there are fewer than ranks."""
+    held_heads: int | None = None
+    """Heads of each layer that a rank holds, as far as ``shards`` says how they are divided. Layers
+    with another number are moved between as many ranks only (RS-1)."""
 
-    def part(self, rank: int) -> int:
-        """Which part a rank holds."""
-        return rank * self.shards // self.ranks
+
+@dataclass(frozen=True)
+class BlockPages:
+    """The pages of a layout's group that a block of the scheduler is."""
+
+    group: int
+    """The cache group that has the block."""
+    per_block: int
 
 
 @dataclass(frozen=True)
@@ -41,16 +50,31 @@ class WorkerCache:
     """All of the memory behind the tensors, as bytes."""
     layouts: list[CacheLayout]
     """Of all ranks: they differ in the heads that they hold."""
-    ratios: tuple[int, ...]
-    """Pages of each group that one block of the scheduler is."""
+    pages: tuple[BlockPages, ...]
+    """Of each group of a layout."""
     layers: tuple[str, ...]
     """The layers that have pages of their own, in the order in which they are computed."""
 
-    def tables(self, blocks: Sequence[int], tokens: int) -> list[list[int]]:
-        """The pages of so many tokens, for each group."""
+    def tables(self, blocks: Tables, tokens: int) -> list[list[int]]:
+        """The pages of so many tokens, for each group of a layout.
+
+        Args:
+            blocks: for each of vLLM's cache groups.
+            tokens: of a request.
+
+        Raises:
+            InvalidArgument: vLLM has taken a block back that the next token sees (RS-1).
+        """
         made = []
-        for ratio, group in zip(self.ratios, self.layouts[0].groups, strict=True):
-            pages = [block * ratio + i for block in blocks for i in range(ratio)]
+        for of, group in zip(self.pages, self.layouts[0].groups, strict=True):
+            if group.window is not None:
+                seen = max(0, tokens - group.window) // (of.per_block * group.page_tokens)
+                if 0 in blocks[of.group][seen:]:
+                    raise InvalidArgument(
+                        f"group {group.name}: vLLM has taken back a block that the token after "
+                        f"{tokens} others sees; report this with vLLM's version"
+                    )
+            pages = [b * of.per_block + i for b in blocks[of.group] for i in range(of.per_block)]
             made.append(pages[: -(-tokens // group.page_tokens)])
         return made
 
@@ -58,66 +82,125 @@ class WorkerCache:
 def worker_cache(
     tensors: Mapping[str, torch.Tensor],
     *,
-    block_tokens: int,
+    groups: Sequence[LayerGroup],
     shards: Shards,
     model: str,
     form: Callable[[str], PageForm],
+    shared: Mapping[str, str] | None = None,
 ) -> WorkerCache:
     """What vLLM registers, described.
 
     Args:
         tensors: the cache of each layer, [blocks, heads, tokens, content]; layers that share one
             have it under several names.
-        block_tokens: of a block as the scheduler counts them; the kernels' may be smaller.
+        groups: vLLM's cache groups. Blocks are of tokens as the scheduler counts them; the kernels'
+            may be smaller. Layers of two groups may lie in the same memory, for a block is of one
+            group at a time.
         shards: the shards of the caches.
         model: what the pages are of.
         form: what is known of the pages of a layer. Ends whose pages can't be divided are paired
             with pages of the same size only (RS-1).
+        shared: layers that read another layer's cache, and that layer.
 
     Raises:
         InvalidArgument: a tensor that isn't laid out so.
     """
-    own: dict[tuple[int, tuple[int, ...]], str] = {}
-    for name, tensor in tensors.items():
-        _check(name, tensor, block_tokens)
-        own.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
-    names = list(own.values())
+    members = _members(tensors, groups, shared or {})
+    names = [name for group in members for name in group]
     if not names:
         raise InvalidArgument("vLLM registered no caches; a model without attention has none")
     numbers = _numbers(names)
     buffers: list[torch.Tensor] = []
-    places: dict[str, Place] = {}
-    for name in names:
-        places[name] = _place(tensors[name], buffers)
-    alike: dict[tuple[object, ...], list[str]] = {}
-    for name in sorted(names, key=numbers.__getitem__):
-        t = tensors[name]
-        alike.setdefault((tuple(t.shape), t.stride(), t.dtype), []).append(name)
-    groups = []
-    for i, members in enumerate(alike.values()):
-        t = tensors[members[0]]
-        pages, heads, tokens, width = t.shape
-        page, head, token, _ = (stride * t.element_size() for stride in t.stride())
-        described = CacheTensor(
-            name=form(members[0]).name(heads=heads, tokens=tokens, strides=t.stride()[1:]),
-            heads=heads * shards.shards,
-            first_head=0,
-            held_heads=heads,
-            width=width,
-            dtype=str(t.dtype).removeprefix("torch."),
-            page_stride=page,
-            head_stride=head,
-            token_stride=token,
-            places=tuple(places[name] for name in members),
+    places = {name: _place(tensors[name], buffers) for name in names}
+    alike: dict[tuple[int, tuple[object, ...]], list[str]] = {}
+    for index, group in enumerate(members):
+        for name in sorted(group, key=numbers.__getitem__):
+            t = tensors[name]
+            form_of = (tuple(t.shape), t.stride(), t.dtype)
+            alike.setdefault((index, form_of), []).append(name)
+    described: list[CacheGroup] = []
+    pages: list[BlockPages] = []
+    for (index, _), layers in alike.items():
+        t = tensors[layers[0]]
+        of = groups[index]
+        tensor = _tensor(t, form(layers[0]), shards, tuple(places[name] for name in layers))
+        window = "" if of.window is None else f", sliding window of {of.window}"
+        described.append(
+            CacheGroup(
+                name=f"{len(described)}{window}",
+                layers=tuple(numbers[name] for name in layers),
+                page_tokens=t.shape[2],
+                pages=t.shape[0],
+                tensors=(tensor,),
+                # Of the tokens before the next one, that sees itself too.
+                window=of.look_back,
+            )
         )
-        layers = tuple(numbers[name] for name in members)
-        groups.append(CacheGroup(str(i), layers, tokens, pages, (described,)))
-    layout = CacheLayout(model, tuple(groups), tuple(b.numel() for b in buffers))
+        pages.append(BlockPages(index, of.block_tokens // t.shape[2]))
+    layout = CacheLayout(model, tuple(described), tuple(b.numel() for b in buffers))
     return WorkerCache(
         buffers=buffers,
-        layouts=[_of_rank(layout, shards.part(rank)) for rank in range(shards.ranks)],
-        ratios=tuple(block_tokens // group.page_tokens for group in groups),
+        layouts=[_of_rank(layout, rank, shards.ranks) for rank in range(shards.ranks)],
+        pages=tuple(pages),
         layers=tuple(sorted(names, key=numbers.__getitem__)),
+    )
+
+
+def _members(
+    tensors: Mapping[str, torch.Tensor], groups: Sequence[LayerGroup], shared: Mapping[str, str]
+) -> list[list[str]]:
+    """The layers of each group that have caches of their own."""
+    group_of = {name: i for i, group in enumerate(groups) for name in group.layers}
+    own: list[dict[tuple[int, tuple[int, ...]], str]] = [{} for _ in groups]
+    for name, tensor in tensors.items():
+        group = group_of.get(shared.get(name, name))
+        if group is None:
+            raise InvalidArgument(
+                f"the cache of `{name}` is of none of vLLM's cache groups; serve this model "
+                "without the connector"
+            )
+        _check(name, tensor, groups[group].block_tokens)
+        key = (tensor.data_ptr(), tuple(tensor.shape))
+        if name not in shared:
+            own[group].setdefault(key, name)
+    for name, other in shared.items():
+        if name in tensors and not _same(tensors[name], tensors.get(other)):
+            raise InvalidArgument(
+                f"layer `{name}` reads the cache of `{other}`, and has another; serve this model "
+                "without the connector"
+            )
+    return [list(each.values()) for each in own]
+
+
+def _same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    return other is not None and (one.data_ptr(), one.shape, one.stride()) == (
+        other.data_ptr(),
+        other.shape,
+        other.stride(),
+    )
+
+
+def _tensor(
+    t: torch.Tensor, form: PageForm, shards: Shards, places: tuple[Place, ...]
+) -> CacheTensor:
+    _, heads, tokens, width = t.shape
+    page, head, token, _ = (stride * t.element_size() for stride in t.stride())
+    name = form.name(heads=heads, tokens=tokens, strides=t.stride()[1:])
+    divided = shards.shards
+    if shards.held_heads not in (None, heads):
+        # How its heads are divided isn't known: rank by rank, between as many ranks.
+        divided, name = shards.ranks, f"{name}, of {shards.ranks} ranks"
+    return CacheTensor(
+        name=name,
+        heads=heads * divided,
+        first_head=0,
+        held_heads=heads,
+        width=width,
+        dtype=str(t.dtype).removeprefix("torch."),
+        page_stride=page,
+        head_stride=head,
+        token_stride=token,
+        places=places,
     )
 
 
@@ -165,11 +248,12 @@ def _place(tensor: torch.Tensor, buffers: list[torch.Tensor]) -> Place:
     return Place(len(buffers) - 1, offset)
 
 
-def _of_rank(layout: CacheLayout, part: int) -> CacheLayout:
+def _of_rank(layout: CacheLayout, rank: int, ranks: int) -> CacheLayout:
     groups = []
     for group in layout.groups:
         (tensor,) = group.tensors
-        first = part * tensor.held_heads
+        parts = tensor.heads // tensor.held_heads
+        first = rank * parts // ranks * tensor.held_heads
         held = msgspec.structs.replace(tensor, first_head=first)
         groups.append(msgspec.structs.replace(group, tensors=(held,)))
     return msgspec.structs.replace(layout, groups=tuple(groups))

@@ -59,8 +59,9 @@ class Ready:
     computed: int
     """How many of the first ones are in the pages before the step, from any source; the rest is
     when the pass is through."""
-    table: tuple[int, ...]
-    """vLLM's blocks of all of them, in order."""
+    tables: tuple[tuple[int, ...], ...]
+    """vLLM's blocks of all of them, in order, for each cache group. Those before a window may be
+    anything."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ class Load:
     tokens: int
     have: int
     """How many of the first tokens are here already: whole blocks."""
-    table: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...]
+    """As those of :class:`Ready`."""
 
 
 @dataclass(frozen=True)

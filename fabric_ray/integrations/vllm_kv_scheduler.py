@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fabric_ray.errors import InvalidArgument
+from fabric_ray.integrations.vllm_kv_groups import LayerGroup, Tables, WindowPins, loaded_tokens
 from fabric_ray.integrations.vllm_kv_offer import instance
 from fabric_ray.integrations.vllm_kv_plan import Failed, Load, Ready, Step, digest_of, remember
 
@@ -41,46 +42,48 @@ class _Prefill:
     ready: bool = False
     admitted: bool = True
     """Whether no step has run since its blocks were allocated: hits may be of that very step."""
+    lost: bool = False
+    """Whether vLLM has taken blocks of a window back, so that it never becomes ready."""
 
 
 class _Tables:
     """The block tables of the requests of a step."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[list[int], ...]] = {}
+        self._known: dict[str, Tables] = {}
 
-    def of(self, output: Any) -> Callable[[str], list[int]]:
-        """A function that finds the table of a request in a step's ``SchedulerOutput``."""
+    def of(self, output: Any) -> Callable[[str], Tables]:
+        """A function that finds a request's tables in a step's ``SchedulerOutput``."""
         state = output.kv_connector_block_state
-        find = getattr(state, "get_block_ids", None)
+        find: Callable[[str], Tables] | None = getattr(state, "get_block_ids", None)
         if find is None:
             # vLLM before 0.32 has the tables that changed.
             for number in output.finished_req_ids:
                 self._known.pop(number, None)
             self._known.update(state.block_ids)
             find = self._known.__getitem__
-
-        def table(number: str) -> list[int]:
-            (blocks,) = find(number)
-            return blocks
-
-        return table
+        return find
 
 
 class KvScheduler:
     """Keeps what :meth:`step` tells the workers. Called by one thread, vLLM's engine core.
 
     Args:
-        block_tokens: of a block.
+        groups: the cache groups, in the order of block tables.
         engine: the instance's name.
         produces: whether its workers send pages.
         consumes: whether they ask for pages.
     """
 
     def __init__(
-        self, *, block_tokens: int, engine: str, produces: bool = True, consumes: bool = True
+        self,
+        *,
+        groups: Sequence[LayerGroup],
+        engine: str,
+        produces: bool = True,
+        consumes: bool = True,
     ) -> None:
-        self._block_tokens, self._engine = block_tokens, engine
+        self._groups, self._engine = groups, engine
         self._produces, self._consumes = produces, consumes
         self._offer: str | None = None
         self._prefills: dict[str, _Prefill] = {}
@@ -90,6 +93,9 @@ class KvScheduler:
         self._coming: set[_Named] = set()
         self._loaded: OrderedDict[_Named, None] = OrderedDict()
         self._held: set[str] = set()
+        self._has_windows = any(group.window is not None for group in groups)
+        self.pins = WindowPins(groups)
+        self._unpin_after: list[str] = []
         self._loads_elsewhere = False
         self._tables = _Tables()
         self._next = Step()
@@ -124,10 +130,10 @@ class KvScheduler:
         if transfer in self._loaded:
             return 0, False
         self._local[request.request_id] = computed
-        count = request.num_prompt_tokens - computed
+        count = loaded_tokens(self._groups, request.num_prompt_tokens, computed) - computed
         return (count, True) if count > 0 else (0, False)
 
-    def allocated(self, request: Any, table: list[int], external: int) -> None:
+    def allocated(self, request: Any, tables: Tables, external: int) -> None:
         """A request has blocks, of which ``external`` tokens are a prefiller's."""
         params = request.kv_transfer_params
         if not params:
@@ -139,6 +145,7 @@ class KvScheduler:
                 made = _Prefill(transfer, digest_of(request), request.num_prompt_tokens)
                 self._prefills[number] = made
             self._prefills[number].admitted = True
+            self._prefills[number].lost = False
         if params.get("do_remote_prefill"):
             have = self._local.pop(number, 0)
             # What a preemption loses later is computed here.
@@ -154,7 +161,7 @@ class KvScheduler:
                 offer=offer if isinstance(offer, str) else "",
                 tokens=tokens,
                 have=have,
-                table=tuple(table[: self._blocks(tokens)]),
+                tables=self._first(tables, tokens),
             )
             self._next.loads.append(load)
             self._loading[number] = transfer, digest
@@ -169,6 +176,7 @@ class KvScheduler:
             if prefill is not None and prefill.ready:
                 prefill.ready = False
                 made.preempted.append(number)
+                self.pins.unpin(number)
         # Loads of another connector may fail, and vLLM hears of it after the step. Where there
         # are any, prefills are sent when they are over.
         self._loads_elsewhere |= output.has_sync_kv_loads
@@ -176,22 +184,26 @@ class KvScheduler:
         written: set[int] | None = None
         for number, computed in _scheduled(output):
             prefill = self._prefills.get(number)
-            if prefill is None or prefill.ready:
+            if prefill is None or prefill.ready or prefill.lost:
                 continue
             admitted, prefill.admitted = prefill.admitted, False
             if computed + output.num_scheduled_tokens.get(number, 0) < prefill.tokens:
                 continue
             if self._loads_elsewhere:
                 continue
-            table = tables(number)
             if admitted and computed:
                 written = self._written(output, tables) if written is None else written
-                hits = (i for i, block in enumerate(table) if block in written)
-                computed = min(computed, self._block_tokens * next(hits, len(table)))
-            made.ready.append(self._ready(number, prefill, table, computed))
+                computed = min(computed, self._unwritten(tables(number), written))
+            prefill.lost = not self.pins.pin(number, tables(number), prefill.tokens)
+            if not prefill.lost:
+                made.ready.append(self._ready(number, prefill, tables(number), computed))
+        # Blocks that are given back now are another request's in the next step at the earliest.
+        for number in self._unpin_after:
+            self.pins.unpin(number)
+        self._unpin_after.clear()
         return made
 
-    def _ready(self, number: str, prefill: _Prefill, table: list[int], computed: int) -> Ready:
+    def _ready(self, number: str, prefill: _Prefill, tables: Tables, computed: int) -> Ready:
         prefill.ready = True
         return Ready(
             request=number,
@@ -199,19 +211,37 @@ class KvScheduler:
             digest=prefill.digest,
             tokens=prefill.tokens,
             computed=min(computed, prefill.tokens),
-            table=tuple(table[: self._blocks(prefill.tokens)]),
+            tables=self._first(tables, prefill.tokens),
         )
 
-    def _written(self, output: Any, tables: Callable[[str], list[int]]) -> set[int]:
-        """The blocks to which a step writes."""
+    def _written(self, output: Any, tables: Callable[[str], Tables]) -> set[int]:
+        """The blocks to which a step writes. No two groups have the same block at once."""
         written: set[int] = set()
         for number, computed in _scheduled(output):
-            table = tables(number)
             end = computed + output.num_scheduled_tokens.get(number, 0)
-            written.update(table[computed // self._block_tokens : self._blocks(end)])
+            for group, table in zip(self._groups, tables(number), strict=True):
+                written.update(table[computed // group.block_tokens : group.blocks(end)])
         return written
 
-    def finished(self, request: Any, table: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def _unwritten(self, tables: Tables, written: set[int]) -> int:
+        """How many tokens of a request come before the first block that a step writes."""
+        first = []
+        for group, table in zip(self._groups, tables, strict=True):
+            hits = (i for i, block in enumerate(table) if block in written)
+            first.append(group.block_tokens * next(hits, len(table)))
+        return min(first)
+
+    def _first(self, tables: Tables, tokens: int) -> tuple[tuple[int, ...], ...]:
+        """The blocks of so many tokens."""
+        pairs = zip(self._groups, tables, strict=True)
+        return tuple(tuple(table[: group.blocks(tokens)]) for group, table in pairs)
+
+    def _covers(self, tables: Tables, tokens: int) -> bool:
+        """Whether they have blocks of so many tokens."""
+        pairs = zip(self._groups, tables, strict=True)
+        return all(len(table) >= group.blocks(tokens) for group, table in pairs)
+
+    def finished(self, request: Any, tables: Tables) -> tuple[bool, dict[str, Any] | None]:
         """A request with these blocks is over: whether they are held, and what its response
         carries."""
         params = request.kv_transfer_params
@@ -226,21 +256,26 @@ class KvScheduler:
         if not params.get("do_remote_decode") or not self._produces:
             return False, None
         prefill = self._prefills.pop(number, None)
-        if prefill and prefill.ready and len(table) < self._blocks(prefill.tokens):
+        if prefill and prefill.ready and not self._covers(tables, prefill.tokens):
             # It was preempted between two steps: vLLM has its blocks back, and jobs may read them.
             prefill.ready = False
             self._next.preempted.append(number)
+            self._unpin_after.append(number)
         transfer = prefill.transfer if prefill else _transfer(request)
         whole = request.status.name in _WHOLE
         if prefill and whole and self._loads_elsewhere and not prefill.ready:
-            kept = len(table) >= self._blocks(prefill.tokens)  # by none that was preempted
-            if kept:
-                self._next.ready.append(self._ready(number, prefill, table, prefill.tokens))
+            kept = self._covers(tables, prefill.tokens)  # by none that was preempted
+            if kept and not self._has_windows:
+                self._next.ready.append(self._ready(number, prefill, tables, prefill.tokens))
         ready = prefill is not None and prefill.ready
         if ready:
             self._held.add(number)
         if not ready or not whole:
             why = f"the prefill ended as {request.status.name}"
+            if prefill and prefill.lost:
+                why = "pages of a window were taken back when the prefill was preempted"
+            elif whole and self._has_windows and self._loads_elsewhere:
+                why = "another connector loads pages within steps, and this model has windows"
             self._next.failed.append(Failed(number, transfer, why, held=ready))
             return ready, None
         self._next.finished.append((number, transfer))
@@ -254,6 +289,8 @@ class KvScheduler:
 
     def over(self, sent: set[str] | None, received: set[str] | None) -> None:
         """Workers have reported the end of transfers."""
+        for number in sent or ():
+            self.pins.unpin(number)
         self._held -= sent or set()
         for number in received or ():
             if (transfer := self._loading.pop(number, None)) is not None:
@@ -272,18 +309,13 @@ class KvScheduler:
             self._names[name] = _transfer(request), digest_of(request)
         return self._names[name]
 
-    def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self._block_tokens)
 
-
-def check(transfer: Any, config: Any, specs: list[Any], full: type) -> None:
-    """Refuses instances whose caches this connector doesn't move, or whose prompts it can't name.
+def check(transfer: Any, config: Any) -> None:
+    """Refuses instances whose workers divide layers or tokens, or whose prompts it can't name.
 
     Args:
         transfer: vLLM's ``KVTransferConfig``.
         config: its ``VllmConfig``.
-        specs: the ``KVCacheSpec`` of each group of layers.
-        full: ``FullAttentionSpec``.
 
     Raises:
         InvalidArgument: what it is, and what to do.
@@ -294,18 +326,6 @@ def check(transfer: Any, config: Any, specs: list[Any], full: type) -> None:
             raise InvalidArgument(
                 f"{name}_parallel_size is {size}: layers or tokens are divided among workers, "
                 "which this connector doesn't follow; use tensor parallelism alone"
-            )
-    if len(specs) != 1:
-        raise InvalidArgument(
-            f"{len(specs)} groups of layers have blocks of their own; start vLLM with "
-            "--disable-hybrid-kv-cache-manager"
-        )
-    each = list(getattr(specs[0], "kv_cache_specs", {}).values()) or specs
-    for spec in each:
-        if not isinstance(spec, full) or getattr(spec, "tokens_per_state", 1) != 1:
-            raise InvalidArgument(
-                f"a cache of kind {type(spec).__name__} isn't moved, only full attention's and "
-                "MLA's are; serve this model without the connector"
             )
     if transfer.kv_role is None:
         raise InvalidArgument("the connector needs a kv_role: kv_producer, kv_consumer or kv_both")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -29,22 +31,21 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
-    MLAAttentionSpec,
-    compute_layout_strides,
-    create_kv_cache_views,
+from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
 )
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+from vllm.v1.worker.utils import allocate_kv_cache
 
 from tests.kv_pages import attention, by_rows, latent
 
@@ -95,15 +96,22 @@ def config(role: str, **options: Any) -> VllmConfig:
     Args:
         role: ``kv_producer`` or ``kv_consumer``.
         options: ``tp``, ``mla``, ``block`` (tokens), ``chunk`` (tokens of a step), ``policy`` for
-            loads that fail, ``model`` and other fields of the connector's configuration.
+            loads that fail, ``hybrid`` (whether its manager of several cache groups is on, as it
+            is by default), ``retention`` (tokens between cached windows, ``None`` for all of them),
+            ``model`` and other fields of the connector's configuration.
     """
+    hybrid, retention = options.pop("hybrid", True), options.pop("retention", 0)
     tp, chunk = options.pop("tp", 1), options.pop("chunk", 64)
     mla, block = options.pop("mla", False), options.pop("block", 8)
     policy = options.pop("policy", "fail")
     extra = {"model": "small", "terms": {"beat": 0.1, "silence": 2.0}, **options}
     made = VllmConfig(
         model_config=copy.deepcopy(model(mla)),
-        cache_config=CacheConfig(block_size=block, enable_prefix_caching=True),
+        cache_config=CacheConfig(
+            block_size=block,
+            enable_prefix_caching=True,
+            prefix_cache_retention_interval=retention,
+        ),
         scheduler_config=SchedulerConfig(
             max_num_seqs=16,
             max_num_batched_tokens=chunk,
@@ -122,14 +130,39 @@ def config(role: str, **options: Any) -> VllmConfig:
             kv_connector_extra_config=extra,
         ),
     )
-    # Set here: vLLM refuses more ranks than there are GPUs.
+    # Set here: vLLM refuses more ranks than there are GPUs, and several groups without any device.
     made.parallel_config.tensor_parallel_size = tp
+    made.scheduler_config.disable_hybrid_kv_cache_manager = not hybrid
     return made
+
+
+FILL = 0x5A
+"""Bytes of memory that was never written."""
+
+
+def name_of(layer: int) -> str:
+    return f"model.layers.{layer}.self_attn.attn"
+
+
+def number_of(name: str) -> int:
+    return int(name.split(".")[2])
 
 
 def value(token: int, place: int, layer: int, head: int) -> float:
     """What a page holds of a token."""
     return float(token + 1000 * place + 600_000 * layer + 2_000_000 * head)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of the model that isn't there."""
+
+    window: int | None = None
+    """Tokens that a token sees, itself included; ``None`` for all before it."""
+    head: int = HEAD
+    """Elements of a key, and of a value."""
+    reads: int | None = None
+    """The layer whose cache it uses."""
 
 
 class Instance:
@@ -139,6 +172,7 @@ class Instance:
         self,
         vllm: VllmConfig,
         *,
+        layers: Sequence[Layer] = (Layer(),) * LAYERS,
         layout: str = "LBHNC",
         blocks: int = 24,
         kernel_block: int | None = None,
@@ -147,45 +181,49 @@ class Instance:
         self.tp = vllm.parallel_config.tensor_parallel_size
         self.mla = vllm.model_config.use_mla
         self.block = vllm.cache_config.block_size
-        vllm.cache_config.num_gpu_blocks = blocks
-        names = [f"model.layers.{i}.self_attn.attn" for i in range(LAYERS)]
+        self.layers = layers
+        vllm.cache_config.num_gpu_blocks = vllm.cache_config.num_gpu_blocks_override = blocks
+        vllm.cache_config.kv_cache_layout = layout
         held = 1 if self.mla else max(1, HEADS // self.tp)
-        if self.mla:
-            spec: Any = MLAAttentionSpec(
-                block_size=self.block, num_kv_heads=1, head_size=LATENT, dtype=torch.float32
-            )
-        else:
-            spec = FullAttentionSpec(
-                block_size=self.block, num_kv_heads=held, head_size=HEAD, dtype=torch.float32
-            )
-        order = KVCacheLayout[layout]
-        size = spec.page_size_bytes * blocks * LAYERS
-        layer_stride, block_stride, *_ = compute_layout_strides(spec, blocks, LAYERS, order)
-        tensor = KVCacheTensor(
-            size=size, layers=names, layer_stride=layer_stride, block_stride=block_stride
-        )
-        kv = KVCacheConfig(
-            num_blocks=blocks,
-            kv_cache_tensors=[tensor],
-            kv_cache_groups=[KVCacheGroupSpec(names, spec)],
-        )
+        # vLLM's own grouping and placement of layers.
+        specs = {name_of(i): self._spec(i, held) for i in self._own()}
+        groups = get_kv_cache_groups(vllm, specs)
+        kv = get_kv_cache_config_from_groups(vllm, groups, 1 << 40)
+        kernel_blocks = [kernel_block or group.kv_cache_spec.block_size for group in groups]
+        group_of = {name: i for i, group in enumerate(groups) for name in group.layer_names}
+        self.group = [group_of[name_of(self._source(i))] for i in range(len(layers))]
+        """The cache group of each layer."""
+        self.blocks = [groups[i].kv_cache_spec.block_size for i in self.group]
+        """Tokens of a block of each layer."""
         self.caches: list[dict[str, torch.Tensor]] = []
         self.workers: list[ActiveKVConnector] = []
         for rank in range(self.tp):
-            raw = torch.full((size,), 0x5A, dtype=torch.int8)
-            views = create_kv_cache_views(raw, spec, blocks, order, tensor, kernel_block)
-            self.caches.append(dict(zip(names, views, strict=True)))
+            views = allocate_kv_cache(kv, torch.device("cpu"), KVCacheLayout[layout], kernel_blocks)
+            for view in views.values():
+                raw = torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage())
+                raw.fill_(FILL)
+            for i in range(len(layers)):
+                views[name_of(i)] = views[name_of(self._source(i))]
+            self.caches.append(views)
             own = copy.deepcopy(vllm)
             own.parallel_config.rank = rank
             own.compilation_config.static_forward_context = {
                 name: latent(view, LATENT - 8) if self.mla else attention(view, held, by_rows)
-                for name, view in self.caches[rank].items()
+                for name, view in views.items()
             }
+            for i, layer in enumerate(layers):
+                module = own.compilation_config.static_forward_context[name_of(i)]
+                target = None if layer.reads is None else name_of(layer.reads)
+                module.kv_sharing_target_layer_name = target
             connector = KVConnectorFactory.create_connector(own, KVConnectorRole.WORKER, kv)
             # What `ensure_kv_transfer_initialized` does in each worker's process.
             kv_transfer_state._KV_CONNECTOR_AGENT = connector
             self.workers.append(ActiveKVConnector(own, self.caches[rank]))
-        self.scheduler = Scheduler(vllm, kv, StructuredOutputManager(vllm), block_size=self.block)
+        block, hash_block = resolve_kv_cache_block_sizes(kv, vllm)
+        kv = generate_scheduler_kv_cache_config([kv])
+        self.scheduler = Scheduler(
+            vllm, kv, StructuredOutputManager(vllm), block_size=block, hash_block_size=hash_block
+        )
         handshakes = {
             (0, rank): worker.kv_connector.get_handshake_metadata()
             for rank, worker in enumerate(self.workers)
@@ -193,14 +231,32 @@ class Instance:
         if all(handshakes.values()):
             self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
         self.gather = KVOutputAggregator.from_connector(self.scheduler.connector, self.tp)
-        self.pages = kernel_block or self.block
         self.free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks
         self.ended: dict[str, Any] = {}
         """Outputs of requests that are over."""
         self.computed: dict[str, int] = {}
         """Tokens of each request's prompt that were computed here."""
+        self.misread: list[tuple[str, int, int]] = []
+        """Request, layer and token of what a step read and wasn't as it should."""
         self.dies_at: tuple[str, int] | None = None
-        self.hasher = get_request_block_hasher(self.block, sha256)
+        self.hasher = get_request_block_hasher(hash_block, sha256)
+
+    def _own(self) -> Iterator[int]:
+        return (i for i, layer in enumerate(self.layers) if layer.reads is None)
+
+    def _source(self, layer: int) -> int:
+        reads = self.layers[layer].reads
+        return layer if reads is None else reads
+
+    def _spec(self, layer: int, held: int) -> Any:
+        kind = self.layers[layer]
+        common: dict[str, Any] = {"block_size": self.block, "dtype": torch.float32}
+        if self.mla:
+            return MLAAttentionSpec(num_kv_heads=1, head_size=LATENT, **common)
+        common |= {"num_kv_heads": held, "head_size": kind.head}
+        if kind.window is None:
+            return FullAttentionSpec(**common)
+        return SlidingWindowSpec(sliding_window=kind.window, **common)
 
     def add(self, number: str, prompt: list[int], params: dict[str, Any], tokens: int = 3) -> None:
         sampling = SamplingParams(
@@ -239,22 +295,39 @@ class Instance:
             worker.kv_connector.shutdown()
 
     def wrong(self, number: str, prompt: list[int]) -> list[tuple[int, int, int, int]]:
-        """Rank, layer, head and token of what isn't in the pages of a request as it should."""
-        table = self.table(number)
-        return [
-            (rank, layer, head, place)
-            for rank in range(self.tp)
-            for layer in range(LAYERS)
-            for head in self._heads(rank)
-            for place, token in enumerate(prompt)
-            if not self._at(rank, layer, head, table, place)
-            .eq(value(token, place, layer, head))
-            .all()
-        ]
+        """Rank, layer, head and token of what isn't in the pages of a request as it should. Of
+        layers with windows, what the last token of the prompt sees."""
+        tables = self.tables(number)
+        found = []
+        for layer, kind in enumerate(self.layers):
+            first = 0 if kind.window is None else max(0, len(prompt) - kind.window)
+            places = range(first, len(prompt))
+            for rank in range(self.tp):
+                bad = self._differs(rank, layer, tables[self.group[layer]], prompt, places)
+                found += [
+                    (rank, layer, head, place)
+                    for column, head in enumerate(self._heads(rank))
+                    for row, place in enumerate(places)
+                    if bad[row, column]
+                ]
+        return found
 
     def table(self, number: str) -> list[int]:
-        (table,) = self.scheduler.kv_cache_manager.get_block_ids(number)
-        return list(table)
+        """Of an instance with one cache group."""
+        (table,) = self.tables(number)
+        return table
+
+    def tables(self, number: str) -> list[list[int]]:
+        return [list(each) for each in self.scheduler.kv_cache_manager.get_block_ids(number)]
+
+    def null_block_is_untouched(self) -> bool:
+        """Whether nothing was written to block 0, which stands for blocks that were taken back."""
+        for caches in self.caches:
+            for layer, pages in caches.items():
+                ratio = self.blocks[number_of(layer)] // pages.shape[2]
+                if not (pages[:ratio].contiguous().view(torch.uint8) == FILL).all():
+                    return False
+        return True
 
     def _heads(self, rank: int) -> range:
         shards = 1 if self.mla else min(self.tp, HEADS)
@@ -263,32 +336,77 @@ class Instance:
         return range(first, first + held)
 
     def _at(self, rank: int, layer: int, head: int, table: list[int], place: int) -> torch.Tensor:
-        cache = self.caches[rank][f"model.layers.{layer}.self_attn.attn"]
-        block, inside = divmod(place, self.block)
-        page = table[block] * (self.block // self.pages) + inside // self.pages
-        return cache[page, head - self._heads(rank)[0], inside % self.pages]
+        cache = self.caches[rank][name_of(layer)]
+        pages, inside = self._rows(rank, layer, table, [place])
+        return cache[pages[0], head - self._heads(rank)[0], inside[0]]
+
+    def _rows(
+        self, rank: int, layer: int, table: list[int], places: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pages of tokens, and their places in them."""
+        tokens = self.caches[rank][name_of(layer)].shape[2]
+        block = self.blocks[layer]
+        at = torch.tensor(list(places), dtype=torch.long)
+        blocks = torch.tensor(table, dtype=torch.long)[at // block]
+        return blocks * (block // tokens) + at % block // tokens, at % tokens
+
+    def _values(
+        self, rank: int, layer: int, tokens: Sequence[int], places: Sequence[int]
+    ) -> torch.Tensor:
+        """[tokens, heads] of what pages hold of tokens."""
+        source = self._source(layer)
+        return torch.tensor(
+            [[value(tokens[p], p, source, head) for head in self._heads(rank)] for p in places]
+        )
+
+    def _differs(
+        self, rank: int, layer: int, table: list[int], tokens: Sequence[int], places: Sequence[int]
+    ) -> torch.Tensor:
+        """[tokens, heads]: whether the content isn't what it should be."""
+        if not len(places):
+            return torch.zeros(0, len(self._heads(rank)), dtype=torch.bool)
+        pages, inside = self._rows(rank, layer, table, places)
+        held = self.caches[rank][name_of(layer)][pages, :, inside]
+        return (held != self._values(rank, layer, tokens, places).unsqueeze(-1)).any(-1)
 
     def _forward(self, output: Any) -> None:
         passes = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
         old = output.scheduled_cached_reqs
         passes += zip(old.req_ids, old.num_computed_tokens, strict=True)
-        for layer in range(LAYERS):
+        for layer, kind in enumerate(self.layers):
             for number, done in passes:
                 count = output.num_scheduled_tokens[number]
                 request = self.scheduler.requests[number]
                 if layer == 0 and done < request.num_prompt_tokens:
                     self.computed[number] = self.computed.get(number, 0) + count
-                tokens = request.all_token_ids
-                table = self.table(number)
-                for rank in range(self.tp):
-                    for head in self._heads(rank):
-                        for place in range(done, done + count):
-                            at = self._at(rank, layer, head, table, place)
-                            at.fill_(value(tokens[place], place, layer, head))
+                if kind.reads is None:
+                    self._write(layer, number, range(done, done + count))
+            for number, done in passes:
+                self._read(layer, number, done)
             self.after(layer)
             for rank, worker in enumerate(self.workers):
-                name = f"model.layers.{layer}.self_attn.attn"
+                name = name_of(layer)
                 worker.kv_connector.save_kv_layer(name, self.caches[rank][name], None)
+
+    def _write(self, layer: int, number: str, places: range) -> None:
+        tokens = self.scheduler.requests[number].all_token_ids
+        table = self.tables(number)[self.group[layer]]
+        for rank in range(self.tp):
+            pages, inside = self._rows(rank, layer, table, places)
+            values = self._values(rank, layer, tokens, places)
+            self.caches[rank][name_of(layer)][pages, :, inside] = values.unsqueeze(-1)
+
+    def _read(self, layer: int, number: str, done: int) -> None:
+        """What the first token of a step sees before it."""
+        window = self.layers[layer].window
+        places = range(0 if window is None else max(0, done - window + 1), done)
+        tokens = self.scheduler.requests[number].all_token_ids
+        table = self.tables(number)[self.group[layer]]
+        for rank in range(self.tp):
+            bad = self._differs(rank, layer, table, tokens, places).any(-1)
+            self.misread += [
+                (number, layer, place) for place, b in zip(places, bad, strict=True) if b
+            ]
 
     def after(self, layer: int) -> None:
         """Called when a layer is computed, before the connectors are told."""

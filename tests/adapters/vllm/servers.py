@@ -1,4 +1,4 @@
-"""Real vLLM servers on this machine's CPUs, with a tiny random Llama.
+"""Real vLLM servers on this machine's CPUs, with tiny random models.
 
 ``FABRIC_RAY_VLLM_PYTHON`` names the Python of an environment with vLLM; by default it is
 ``build/vllm/bin/python``, which ``make test-adapters`` fills with vLLM's CPU build. A module that
@@ -40,9 +40,10 @@ START = 1200.0
 MODEL = "tiny"
 """The name of the model in requests."""
 
-_TINY_MODEL = ROOT / "examples/serve_llm/tiny_model.py"
+_TINY_LLAMA = ROOT / "examples/serve_llm/tiny_model.py"
+_TINY_HYBRID = Path(__file__).with_name("tiny_hybrid.py")
 VOCABULARY = 2048
-"""Of the tiny model: ids from 4 are words."""
+"""Of the tiny models: ids from 4 are words."""
 
 needed = [
     pytest.mark.skipif(
@@ -66,6 +67,8 @@ class Spec:
     environment: Mapping[str, str] = field(default_factory=dict)
     seed: int = 1
     """Of the model's weights."""
+    kind: str = "llama"
+    """Of model: a Llama, or one of those with sliding windows in ``tiny_hybrid.py``."""
 
 
 class Server:
@@ -191,12 +194,14 @@ def running(*specs: Spec) -> Iterator[tuple[Server, ...]]:
 
 
 @cache
-def tiny_model(seed: int = 1) -> Path:
-    """The folder of a tiny Llama's checkpoint, with weights of this seed."""
+def tiny_model(seed: int = 1, kind: str = "llama") -> Path:
+    """The folder of a tiny model's checkpoint, with weights of this seed."""
     folder = Path(mkdtemp(prefix="fabric-ray-tiny-"))
-    made = subprocess.run(
-        [PYTHON, _TINY_MODEL, folder, str(seed)], capture_output=True, text=True, check=False
-    )
+    command = [PYTHON, _TINY_LLAMA, folder, str(seed)]
+    if kind != "llama":
+        command = [PYTHON, _TINY_HYBRID, folder, str(seed), kind]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    made = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if made.returncode:
         shutil.rmtree(folder)
         raise AssertionError(f"the model could not be written: {made.stderr[-2000:]}")
@@ -223,7 +228,7 @@ def _start(spec: Spec) -> Server:
     handle, name = mkstemp(prefix=f"vllm-{spec.name}-", suffix=".log")
     arguments = [
         "serve",
-        str(tiny_model(spec.seed)),
+        str(tiny_model(spec.seed, spec.kind)),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--served-model-name", MODEL, "--seed", "0"),
         *("--dtype", "float32", "--max-model-len", "2048", "--enforce-eager"),

@@ -13,6 +13,7 @@ from fabric_ray import TransferEngine
 from fabric_ray.errors import DecodeError, InvalidArgument
 from fabric_ray.integrations import MissingFramework
 from fabric_ray.integrations.vllm_kv_config import KvConnectorConfig
+from fabric_ray.integrations.vllm_kv_groups import LayerGroup
 from fabric_ray.integrations.vllm_kv_layout import Shards, worker_cache
 from fabric_ray.integrations.vllm_kv_offer import from_text, instance, joined, to_text
 from fabric_ray.integrations.vllm_kv_plan import Claim, digest
@@ -31,13 +32,18 @@ def caches(order: tuple[int, ...]) -> dict[str, torch.Tensor]:
     return {f"model.layers.{i}.self_attn.attn": view[i] for i in range(LAYERS)}
 
 
+def one(tensors: dict[str, torch.Tensor], block: int = TOKENS) -> list[LayerGroup]:
+    """All layers in one group."""
+    return [LayerGroup(block, tuple(tensors))]
+
+
 @pytest.mark.parametrize(
     "order", [(0, 1, 2, 3, 4), (0, 1, 3, 2, 4), (0, 2, 1, 3, 4), (1, 0, 2, 3, 4), (1, 2, 0, 3, 4)]
 )
 def test_a_layout_says_where_each_token_of_each_head_lies(order: tuple[int, ...]) -> None:
     tensors = caches(order)
     shards = Shards(ranks=2, rank=1, shards=2)
-    cache = worker_cache(tensors, block_tokens=TOKENS, shards=shards, model="m", form=rows)
+    cache = worker_cache(tensors, groups=one(tensors), shards=shards, model="m", form=rows)
     (buffer,) = cache.buffers
     (group,) = cache.layouts[1].groups
     (tensor,) = group.tensors
@@ -55,18 +61,20 @@ def test_a_layout_says_where_each_token_of_each_head_lies(order: tuple[int, ...]
 def test_a_block_of_the_scheduler_is_several_pages_of_the_kernels() -> None:
     tensors = caches((0, 1, 2, 3, 4))
     shards = Shards(ranks=1, rank=0, shards=1)
-    cache = worker_cache(tensors, block_tokens=2 * TOKENS, shards=shards, model="m", form=rows)
-    assert cache.tables([1, 0], 2 * TOKENS + 1) == [[2, 3, 0]]
+    cache = worker_cache(
+        tensors, groups=one(tensors, 2 * TOKENS), shards=shards, model="m", form=rows
+    )
+    assert cache.tables([[1, 0]], 2 * TOKENS + 1) == [[2, 3, 0]]
 
 
 def test_ranks_beyond_the_heads_hold_the_same_ones() -> None:
     shards = Shards(ranks=8, rank=0, shards=2)
     tensors = caches((0, 1, 2, 3, 4))
-    cache = worker_cache(tensors, block_tokens=TOKENS, shards=shards, model="m", form=rows)
+    cache = worker_cache(tensors, groups=one(tensors), shards=shards, model="m", form=rows)
     firsts = [layout.groups[0].tensors[0].first_head for layout in cache.layouts]
     assert firsts == [0] * 4 + [HEADS] * 4
     latent = Shards(ranks=2, rank=1, shards=1)
-    cache = worker_cache(tensors, block_tokens=TOKENS, shards=latent, model="m", form=rows)
+    cache = worker_cache(tensors, groups=one(tensors), shards=latent, model="m", form=rows)
     assert [layout.groups[0].tensors[0].first_head for layout in cache.layouts] == [0, 0]
 
 
@@ -76,11 +84,11 @@ def test_layers_that_share_a_cache_have_one_place_and_unlike_ones_groups_of_thei
     tensors["model.layers.7.self_attn.attn"] = tensors[first]
     tensors[third] = torch.zeros(BLOCKS, HEADS, TOKENS, 2 * CONTENT, dtype=torch.int32)
     shards = Shards(ranks=1, rank=0, shards=1)
-    cache = worker_cache(tensors, block_tokens=TOKENS, shards=shards, model="m", form=rows)
+    cache = worker_cache(tensors, groups=one(tensors), shards=shards, model="m", form=rows)
     assert cache.layers == (first, second, third)
     assert [group.layers for group in cache.layouts[0].groups] == [(0, 1), (2,)]
     assert len(cache.layouts[0].buffers) == 2
-    assert cache.tables([3], 2) == [[3], [3]]
+    assert cache.tables([[3]], 2) == [[3], [3]]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +105,7 @@ def test_a_cache_of_another_kind_is_refused_by_the_name_of_its_layer(
     with pytest.raises(InvalidArgument, match=f"`layers.3`.*{text}"):
         worker_cache(
             {"layers.3": tensor},
-            block_tokens=8,
+            groups=[LayerGroup(8, ("layers.3",))],
             shards=Shards(ranks=1, rank=0, shards=1),
             model="m",
             form=rows,
@@ -109,9 +117,9 @@ def offers(model: str = "m") -> list[bytes]:
     made = []
     for rank in range(2):
         shards = Shards(ranks=2, rank=rank, shards=2)
-        cache = worker_cache(
-            caches((0, 1, 2, 3, 4)), block_tokens=8, shards=shards, model=model, form=rows
-        )
+        tensors = caches((0, 1, 2, 3, 4))
+        groups = one(tensors)
+        cache = worker_cache(tensors, groups=groups, shards=shards, model=model, form=rows)
         with TransferEngine(name=f"worker-{rank}") as engine:
             regions = [engine.register(buffer) for buffer in cache.buffers]
             rank_cache = RankCache(engine, cache.layouts[rank], regions)

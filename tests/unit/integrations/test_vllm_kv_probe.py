@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fabric_ray import TransferEngine
+from fabric_ray.integrations.vllm_kv_groups import LayerGroup
 from fabric_ray.integrations.vllm_kv_layout import Shards, worker_cache
 from fabric_ray.integrations.vllm_kv_probe import PageForm, page_form
 from fabric_ray.kvcache import CacheLayout, Decoder, Prefiller, RankCache
@@ -66,7 +67,7 @@ def layouts(write: Write, *, tokens: int, ranks: int = 1) -> list[CacheLayout]:
     cache = torch.zeros(BLOCKS, HEADS // ranks, tokens, CONTENT)
     made = worker_cache(
         {LAYER: cache},
-        block_tokens=tokens,
+        groups=[LayerGroup(tokens, (LAYER,))],
         shards=Shards(ranks=ranks, rank=0, shards=ranks),
         model="m",
         form=lambda _: form_of(write, cache),

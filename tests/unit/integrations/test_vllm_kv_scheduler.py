@@ -10,10 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fabric_ray.integrations.vllm_kv_groups import LayerGroup
 from fabric_ray.integrations.vllm_kv_plan import Ready, digest_of
 from fabric_ray.integrations.vllm_kv_scheduler import KvScheduler
+from tests.unit.integrations.test_vllm_kv_groups import Pool
 
 BLOCK = 4
+GROUPS = [LayerGroup(BLOCK)]
 
 
 def request(name: str, tokens: int) -> Any:
@@ -33,23 +36,21 @@ def request(name: str, tokens: int) -> Any:
 class Steps:
     """Steps of vLLM's scheduler, as its ``SchedulerOutput`` tells a connector of them."""
 
-    scheduler: KvScheduler = field(
-        default_factory=lambda: KvScheduler(block_tokens=BLOCK, engine="")
-    )
-    tables: dict[str, list[int]] = field(default_factory=dict)
+    scheduler: KvScheduler = field(default_factory=lambda: KvScheduler(groups=GROUPS, engine=""))
+    tables: dict[str, tuple[list[int], ...]] = field(default_factory=dict)
     requests: dict[str, Any] = field(default_factory=dict)
 
-    def admit(self, name: str, tokens: int, table: list[int]) -> None:
+    def admit(self, name: str, tokens: int, *tables: list[int]) -> None:
         """A request is new, or resumed after a preemption."""
         made = self.requests.setdefault(name, request(name, tokens))
-        self.tables[name] = table
-        self.scheduler.allocated(made, table, 0)
+        self.tables[name] = tables
+        self.scheduler.allocated(made, tables, 0)
 
     def step(
         self, scheduled: dict[str, tuple[int, int]], *, loads: bool = False, preempted: str = ""
     ) -> dict[str, Ready]:
         """One step. ``scheduled``: tokens computed before it, and tokens of it, by request."""
-        state = Fields(get_block_ids=lambda name: (self.tables[name],))
+        state = Fields(get_block_ids=lambda name: self.tables[name])
         output = Fields(
             preempted_req_ids={preempted} - {""},
             scheduled_new_reqs=[],
@@ -99,10 +100,75 @@ def test_rs_1_a_request_beside_loads_of_another_connector_is_ready_when_it_is_ov
     steps.admit("a", 10, [1, 2, 3])
     assert steps.step({"a": (8, 2)}, loads=True) == {}
     assert steps.step({"a": (10, 1)}) == {}
-    assert steps.scheduler.finished(steps.requests["a"], [1, 2, 3, 4])[0]
+    assert steps.scheduler.finished(steps.requests["a"], [[1, 2, 3, 4]])[0]
     assert steps.scheduler.busy
     digest = digest_of(steps.requests["a"])
-    assert steps.step({})["a"] == Ready("a", "a", digest, 10, 10, (1, 2, 3))
+    assert steps.step({})["a"] == Ready("a", "a", digest, 10, 10, ((1, 2, 3),))
+
+
+WINDOWED = [LayerGroup(BLOCK), LayerGroup(BLOCK, window=6)]
+
+
+def windowed() -> tuple[Steps, Pool]:
+    """A scheduler of a model with two cache groups, and vLLM's blocks."""
+    scheduler, pool = KvScheduler(groups=WINDOWED, engine=""), Pool(40)
+    scheduler.pins.bind(pool)
+    return Steps(scheduler), pool
+
+
+def test_rs_1_hits_count_up_to_the_first_block_that_any_group_lacks() -> None:
+    steps, _ = windowed()
+    steps.admit("a", 14, [1, 2, 3, 4], [11, 12, 13, 14])
+    steps.admit("b", 13, [1, 2, 3, 5], [0, 12, 13, 15])
+    ready = steps.step({"a": (4, 10), "b": (12, 1)})
+    assert {name: each.computed for name, each in ready.items()} == {"a": 4, "b": 4}
+    assert ready["b"].tables == ((1, 2, 3, 5), (0, 12, 13, 15))
+
+
+def test_mr_1_blocks_of_a_window_are_kept_until_workers_say_that_they_are_sent() -> None:
+    steps, pool = windowed()
+    steps.admit("a", 14, [1, 2, 3, 4], [11, 12, 13, 14])
+    steps.step({"a": (0, 14)})
+    # The last token is number 13, and sees 8 to 13.
+    assert pool.used() == [13, 14]
+    assert steps.scheduler.finished(steps.requests["a"], [[1, 2, 3, 4], [0, 0, 0, 14]])[0]
+    steps.step({})
+    assert pool.used() == [13, 14]
+    steps.scheduler.over({"a"}, None)
+    assert pool.used() == []
+
+
+def test_mr_1_blocks_of_a_window_are_kept_until_workers_hear_of_a_preemption() -> None:
+    steps, pool = windowed()
+    steps.admit("a", 14, [1, 2, 3, 4], [11, 12, 13, 14])
+    steps.step({"a": (0, 14)})
+    assert not steps.scheduler.finished(steps.requests["a"], [[], []])[0]
+    assert pool.used() == [13, 14]
+    steps.step({})
+    assert pool.used() == []
+    steps.admit("b", 14, [1, 2, 3, 4], [11, 12, 13, 14])
+    steps.step({"b": (0, 14)})
+    steps.step({}, preempted="b")
+    assert pool.used() == []
+
+
+def test_rs_1_a_window_that_was_taken_back_is_not_sent() -> None:
+    steps, pool = windowed()
+    steps.admit("a", 14, [1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 15, 16])
+    assert steps.step({"a": (20, 2)}) == {}
+    assert pool.used() == []
+    tables = [[1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 15, 16]]
+    assert steps.scheduler.finished(steps.requests["a"], tables) == (False, None)
+
+
+def test_rs_1_windows_beside_loads_of_another_connector_are_not_sent() -> None:
+    steps, pool = windowed()
+    steps.admit("a", 14, [1, 2, 3, 4], [11, 12, 13, 14])
+    assert steps.step({"a": (0, 14)}, loads=True) == {}
+    tables = [[1, 2, 3, 4], [0, 0, 0, 14]]
+    assert steps.scheduler.finished(steps.requests["a"], tables) == (False, None)
+    assert steps.step({}) == {}
+    assert pool.used() == []
 
 
 def wanted(*, prompt_logits: bool = False) -> Any:
@@ -115,17 +181,17 @@ def wanted(*, prompt_logits: bool = False) -> Any:
 
 def test_an_instance_takes_and_holds_pages_by_its_role_only() -> None:
     takes, gives = wanted(), request("b", 9)
-    prefiller = KvScheduler(block_tokens=BLOCK, engine="", consumes=False)
+    prefiller = KvScheduler(groups=GROUPS, engine="", consumes=False)
     assert prefiller.matched(takes, 0) == (0, False)
-    decoder = KvScheduler(block_tokens=BLOCK, engine="", produces=False)
+    decoder = KvScheduler(groups=GROUPS, engine="", produces=False)
     assert decoder.matched(takes, 0) == (10, True)
-    decoder.allocated(gives, [1, 2, 3], 0)
-    assert decoder.finished(gives, [1, 2, 3]) == (False, None)
+    decoder.allocated(gives, [[1, 2, 3]], 0)
+    assert decoder.finished(gives, [[1, 2, 3]]) == (False, None)
     assert not decoder.busy
 
 
 def test_rs_1_a_request_for_the_logits_of_its_prompt_computes_it() -> None:
-    scheduler = KvScheduler(block_tokens=BLOCK, engine="")
+    scheduler = KvScheduler(groups=GROUPS, engine="")
     assert scheduler.matched(wanted(prompt_logits=True), 0) == (0, False)
 
 
@@ -198,7 +264,7 @@ def test_rs_1_pages_that_are_called_computed_were_written_before_the_step(
             budget -= count
             scheduled[f"r{i}"] = (computed[i], count)
             whole = min((computed[i] + count) // BLOCK, drawn[i][0])
-            cached.extend(steps.tables[f"r{i}"][len(cached) : whole])
+            cached.extend(steps.tables[f"r{i}"][0][len(cached) : whole])
         waiting = [i for i in waiting if i not in computed]
         ready = steps.step(scheduled, preempted=gone)
         for name, each in ready.items():
@@ -207,17 +273,17 @@ def test_rs_1_pages_that_are_called_computed_were_written_before_the_step(
             done.add(i)
             for place in range(each.computed):
                 block, inside = divmod(place, BLOCK)
-                assert written.get(each.table[block], 0) > inside, (name, place)
+                assert written.get(each.tables[0][block], 0) > inside, (name, place)
         for name, (before, count) in scheduled.items():
             for place in range(before, before + count):
                 block, inside = divmod(place, BLOCK)
-                if block < len(steps.tables[name]):
-                    held = steps.tables[name][block]
+                if block < len(steps.tables[name][0]):
+                    held = steps.tables[name][0][block]
                     written[held] = max(written.get(held, 0), inside + 1)
             computed[int(name[1:])] += count
         for name, each in ready.items():
             for place in range(each.tokens):
                 block, inside = divmod(place, BLOCK)
-                assert written.get(each.table[block], 0) > inside, (name, place)
+                assert written.get(each.tables[0][block], 0) > inside, (name, place)
         for i, have in computed.items():
             assert (i in done) == (have >= prompts[i])

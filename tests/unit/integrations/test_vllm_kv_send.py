@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from fabric_ray import TransferEngine
 from fabric_ray.errors import NotQuiesced
 from fabric_ray.integrations import vllm_kv_send
+from fabric_ray.integrations.vllm_kv_groups import LayerGroup
 from fabric_ray.integrations.vllm_kv_layout import Shards, WorkerCache, worker_cache
 from fabric_ray.integrations.vllm_kv_plan import Claim, Ready, digest
 from fabric_ray.integrations.vllm_kv_send import Sender
@@ -33,7 +34,8 @@ def end(stack: ExitStack, name: str) -> tuple[dict[str, torch.Tensor], RankCache
     raw = torch.zeros(LAYERS, BLOCKS, 1, TOKENS, WIDTH, dtype=torch.int32)
     tensors = {f"model.layers.{i}.attn": raw[i] for i in range(LAYERS)}
     shards = Shards(ranks=1, rank=0, shards=1)
-    cache = worker_cache(tensors, block_tokens=TOKENS, shards=shards, model="m", form=rows)
+    groups = [LayerGroup(TOKENS, tuple(tensors))]
+    cache = worker_cache(tensors, groups=groups, shards=shards, model="m", form=rows)
     engine = stack.enter_context(TransferEngine(name=name))
     regions = [engine.register(buffer) for buffer in cache.buffers]
     return tensors, RankCache(engine, cache.layouts[0], regions), cache
@@ -72,15 +74,15 @@ def test_a_pass_that_could_not_begin_fails_its_transfers_and_sends_nothing_of_th
     def run(ready: Ready, fill: int) -> None:
         sender.begin([ready])
         for name, tensor in tensors.items():
-            for block in ready.table:
+            for block in ready.tables[0]:
                 tensor[block] = fill
             sender.layer(name)
         sender.end()
 
     first, second = pull("one", [0, 1]), pull("two", [2, 3])
-    ready = Ready("r1", "one", digest(PROMPT), len(PROMPT), 0, (4, 5))
+    ready = Ready("r1", "one", digest(PROMPT), len(PROMPT), 0, ((4, 5),))
     within(10, "both requests", lambda: waiting() == 2)
-    damaged = replace(ready, table=None)  # type: ignore[arg-type]
+    damaged = replace(ready, tables=None)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         sender.begin([damaged])
     for name in tensors:  # the model runs all the same
@@ -125,7 +127,7 @@ def test_rs_1_a_layer_is_announced_when_it_and_all_before_it_are_written(hooks: 
     cache = SimpleNamespace(layers=NAMES)
     sender = Sender(cast(Prefiller, prefiller), cast(WorkerCache, cache), then=at_once, lease=1.0)
     for _ in range(2):
-        sender.begin([Ready("r", "t", b"", 4, 0, (1,))])
+        sender.begin([Ready("r", "t", b"", 4, 0, ((1,),))])
         written: set[str] = set()
         for name in hooks:
             sender.layer(name)
@@ -158,7 +160,7 @@ class Pair:
             tables=[[0, 1]],
             payload=Claim("t", digest(PROMPT), "attempt", 1, weights).encoded(),
         )
-        self.ready = Ready("r", "t", digest(PROMPT), len(PROMPT), 0, (4, 5))
+        self.ready = Ready("r", "t", digest(PROMPT), len(PROMPT), 0, ((4, 5),))
         within(10, "the request", lambda: "t" in self.sender._transfers)
 
 

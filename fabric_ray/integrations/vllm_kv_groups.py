@@ -1,0 +1,178 @@
+"""vLLM's cache groups: layers that share a block table, and how far their tokens look back.
+
+Hybrid models have several groups. vLLM takes blocks of a sliding window back as soon as the next
+token doesn't see them, and leaves block 0 in their places: of a prompt a decoder gets the blocks of
+the last window, and a prefiller keeps these for as long as a decoder may ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fabric_ray.errors import InvalidArgument
+
+Tables = Sequence[Sequence[int]]
+"""vLLM's blocks of a request: of each group, those of its tokens in order."""
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that share a block table."""
+
+    block_tokens: int
+    layers: tuple[str, ...] = ()
+    """Their names, without those that use the cache of another layer."""
+    window: int | None = None
+    """Tokens that a token sees, itself included, at least 2; ``None`` for all before it."""
+
+    @property
+    def look_back(self) -> int | None:
+        """Tokens before it that a token sees; ``None`` for all."""
+        return None if self.window is None else self.window - 1
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks of so many tokens."""
+        return -(-tokens // self.block_tokens)
+
+    def taken_back(self, tokens: int) -> int:
+        """Leading blocks of which the token after ``tokens`` others sees none."""
+        if self.look_back is None:
+            return 0
+        return max(0, tokens - self.look_back) // self.block_tokens
+
+
+def layer_groups(config: Any, caches: Any) -> tuple[LayerGroup, ...]:
+    """The groups of a ``KVCacheConfig``, in the order of block tables.
+
+    Args:
+        config: vLLM's ``KVCacheConfig``.
+        caches: ``vllm.v1.kv_cache_interface``.
+
+    Raises:
+        InvalidArgument: a cache that this connector doesn't move, by the name of its layer.
+    """
+    if not config.kv_cache_groups:
+        raise InvalidArgument(
+            "the model has no caches, so there is nothing to be moved; serve it without the "
+            "connector"
+        )
+    made = []
+    for group in config.kv_cache_groups:
+        specs = _specs(group)
+        for name, spec in specs.items():
+            _check(name, spec, group, caches)
+        windows = {_window(spec, caches) for spec in specs.values()}
+        if len(windows) != 1:
+            raise InvalidArgument(
+                f"layers {', '.join(specs)} share blocks and have windows of {windows} tokens; "
+                "serve this model without the connector"
+            )
+        made.append(
+            LayerGroup(
+                block_tokens=group.kv_cache_spec.block_size,
+                layers=tuple(group.layer_names),
+                window=windows.pop(),
+            )
+        )
+    return tuple(made)
+
+
+def loaded_tokens(groups: Sequence[LayerGroup], prompt: int, here: int) -> int:
+    """How many tokens of a prompt a decoder gets, of which it has ``here``: whole blocks.
+
+    vLLM computes the last token of a prompt again. If it is among those that were loaded, vLLM has
+    taken back blocks which the next token doesn't see, and the last token may see one of them
+    (RS-1). So with windows all tokens but the last one are loaded.
+    """
+    if here >= prompt - 1:
+        lost = any(group.taken_back(prompt) != group.taken_back(prompt - 1) for group in groups)
+        return here if lost else prompt
+    return prompt if all(group.window is None for group in groups) else prompt - 1
+
+
+class WindowPins:
+    """Keeps blocks of windows that decoders may ask for.
+
+    vLLM gives them back while their request goes on or before it says that the request is over,
+    also while they are read (MR-1). So each has one more user in vLLM's block pool.
+    """
+
+    def __init__(self, groups: Sequence[LayerGroup]) -> None:
+        self._groups = groups
+        self._pool: Any = None
+        self._pinned: dict[str, list[Any]] = {}
+
+    def bind(self, pool: Any) -> None:
+        """Takes vLLM's ``BlockPool``, before there are requests."""
+        self._pool = pool
+
+    def pin(self, request: str, tables: Tables, prompt: int) -> bool:
+        """Keeps a request's blocks that the last token of its prompt sees. Returns whether vLLM
+        still has all of them: a request that is resumed with hits beyond its prompt has fewer."""
+        numbers = [
+            number
+            for group, table in zip(self._groups, tables, strict=True)
+            if group.window is not None
+            for number in table[group.taken_back(prompt - 1) : group.blocks(prompt)]
+        ]
+        if not numbers:
+            return True
+        blocks = [self._pool.blocks[number] for number in numbers]
+        if any(block.is_null for block in blocks):
+            return False
+        self._pool.touch(blocks)
+        self._pinned[request] = blocks
+        return True
+
+    def unpin(self, request: str) -> None:
+        """Gives a request's blocks back, if any are kept."""
+        blocks = self._pinned.pop(request, None)
+        if blocks:
+            self._pool.free_blocks(reversed(blocks))
+
+
+def _specs(group: Any) -> dict[str, Any]:
+    """The ``KVCacheSpec`` of each layer of a group."""
+    spec = group.kv_cache_spec
+    each: dict[str, Any] | None = getattr(spec, "kv_cache_specs", None)
+    return each or dict.fromkeys(group.layer_names, spec)
+
+
+def _window(spec: Any, caches: Any) -> int | None:
+    # With the hybrid manager off, layers with windows keep all blocks, as full attention does.
+    return spec.sliding_window if type(spec) is caches.SlidingWindowSpec else None
+
+
+def _check(name: str, spec: Any, group: Any, caches: Any) -> None:
+    kind = type(spec)
+    if kind is getattr(caches, "ChunkedLocalAttentionSpec", None):
+        raise InvalidArgument(
+            f"layer `{name}` has a cache of kind {kind.__name__}, whose blocks aren't moved; leave "
+            "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE out, or start vLLM with "
+            "--disable-hybrid-kv-cache-manager"
+        )
+    known = (caches.FullAttentionSpec, caches.MLAAttentionSpec, caches.SlidingWindowSpec)
+    if kind not in known or getattr(spec, "tokens_per_state", 1) != 1:
+        raise InvalidArgument(
+            f"layer `{name}` has a cache of kind {kind.__name__}, which isn't moved: only full "
+            "attention's, sliding windows' and MLA's are; serve this model without the connector"
+        )
+    if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+        raise InvalidArgument(
+            f"the cache of layer `{name}` lies in host memory or is rebuilt from another, which "
+            "isn't moved; start vLLM without HiSparse"
+        )
+    if kind is caches.SlidingWindowSpec:
+        if spec.sliding_window < 2:
+            raise InvalidArgument(
+                f"layer `{name}` has a window of {spec.sliding_window} tokens, expected 2 or more; "
+                "serve this model without the connector"
+            )
+        if getattr(spec, "extra_retained_tokens", 0):
+            raise InvalidArgument(
+                f"layer `{name}` keeps {spec.extra_retained_tokens} tokens beyond its window for "
+                "several draft modules, which isn't followed; start vLLM with "
+                "--disable-hybrid-kv-cache-manager, or with one draft module"
+            )
