@@ -334,7 +334,7 @@ class Pair:
         try:
             self._far.end_call()
             # Of sockets one end listens.
-            there = None if plain else self._far.call("address")
+            there: Any = None if plain else self._far.call("address")
             self._far.begin("meet", self._near.address())
             self._near.meet(there)
             self._far.end_call()

@@ -207,6 +207,7 @@ def test_the_id_that_a_client_gives_is_that_of_its_answer(client: Any) -> None:
     assert raw.parse().id == "chatcmpl-mine-1"
 
 
+@pytest.mark.long
 def test_an_engine_of_ones_own_is_served_from_a_file(app: LocalApp, tmp_path: Path) -> None:
     shutil.copy(own_engine.__file__, tmp_path / "my_engine.py")
     path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
