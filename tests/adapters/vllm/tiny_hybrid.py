@@ -55,7 +55,15 @@ def gpt_oss() -> Any:
         layer_types=layers,
         num_local_experts=4,
         num_experts_per_tok=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 2048,
+        },
     )
     return GptOssForCausalLM(config)
 
