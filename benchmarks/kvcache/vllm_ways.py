@@ -17,8 +17,10 @@ import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.harness.cases import MIB
 from benchmarks.harness.contender import ContenderError
 from benchmarks.harness.processes import cpu_seconds, descendants
 from benchmarks.harness.results import Absent, Family
@@ -30,7 +32,10 @@ FLOOR, NIXL = "plain", "nixl"
 BLOCK = 32
 """Tokens of a block. The tiny model's blocks are moved whole."""
 
-_SETTINGS = ("--block-size", str(BLOCK))
+_SETTINGS = ("--block-size", str(BLOCK), "--kv-cache-memory-bytes", str(256 * MIB))
+"""Connectors touch all of the cache."""
+_SERVER_BYTES = 2.4e9
+"""Memory that a server takes: an API server, an engine and a worker, each with torch."""
 _THREADS = 64
 """Of this process, for the prefills of concurrent hand-offs."""
 
@@ -146,12 +151,18 @@ def serving(*, nixl: bool) -> Iterator[list[Way]]:
         nixl: whether vLLM finds NIXL.
 
     Raises:
-        ContenderError: a server doesn't start.
+        ContenderError: there is too little memory, or a server doesn't start.
     """
     roles = ("kv_producer", "kv_consumer")
     specs = [Spec(FLOOR, _SETTINGS)]
     specs += [Spec(f"fabric-{role}", (*_SETTINGS, *servers.kv_transfer(role))) for role in roles]
     specs += [_nixl(role) for role in roles] if nixl else []
+    free, needed = _available(), len(specs) * _SERVER_BYTES
+    if free < needed:
+        raise ContenderError(
+            f"{len(specs)} servers need {needed / 1e9:.0f} GB of memory, and {free / 1e9:.1f} GB "
+            "are available; end other programs"
+        )
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(_THREADS))
         try:
@@ -171,6 +182,12 @@ def serving(*, nixl: bool) -> Iterator[list[Way]]:
             # A stopped process doesn't see that it is to end.
             for way in ways:
                 way.resume()
+
+
+def _available() -> int:
+    """Bytes of memory that this machine has left."""
+    fields = Path("/proc/meminfo").read_text().split()
+    return 1024 * int(fields[fields.index("MemAvailable:") + 1])
 
 
 def _nixl(role: str) -> Spec:
