@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 import uuid
@@ -192,9 +193,12 @@ def _available() -> int:
 
 def _nixl(role: str) -> Spec:
     config = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
+    # vLLM hangs where this port is taken, so it isn't one of the range that servers share.
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
     environment = {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(servers.free_port()),
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
     }
     arguments = (*_SETTINGS, "--kv-transfer-config", json.dumps(config))
     return Spec(f"nixl-{role}", arguments, environment)
