@@ -1,4 +1,4 @@
-"""Measure the KV cache beside an engine that isn't disaggregated, and beside plain signals."""
+"""Measure the KV cache beside engines that aren't disaggregated, NIXL, and plain signals."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from benchmarks.kvcache.load import load as measure_load
 from benchmarks.kvcache.ttft import ttft as measure_ttft
 from benchmarks.kvcache.watcher import watcher as measure_watcher
 from fabric_ray.bench.record import Quick, Resume, Turns, recorded
+from fabric_ray.bench.results import ContenderError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
@@ -66,6 +67,63 @@ def load(
         finally:
             if outcomes.seconds:
                 results.add(row(asked, outcomes))
+
+
+@app.command()
+def vllm(
+    lengths: Annotated[str, typer.Option(help="Tokens of prompts, commas between")] = "",
+    concurrent: Annotated[str, typer.Option(help="Requests at a time, commas between")] = "",
+    turns: Turns = 7,
+    tokens: Annotated[int, typer.Option(min=1, help="Of each answer")] = 16,
+    requests: Annotated[int, typer.Option(min=1, help="Of a turn, at least")] = 10,
+    idle: Annotated[float, typer.Option(min=1.0, help="Seconds of a turn without any")] = 5.0,
+    quick: Quick = False,
+    resume: Resume = None,
+) -> None:
+    """vLLM servers on CPUs: a plain one, pairs by this project's connector, pairs by NIXL's."""
+    from benchmarks.kvcache.vllm import loads, measure
+    from benchmarks.kvcache.vllm_setups import absent, block_bytes, serving, versions
+    from tests.adapters.vllm import servers
+
+    wanted = loads(
+        _numbers(
+            lengths or ("64" if quick else "64,512,1500"), "--lengths", servers.CONTEXT - tokens
+        ),
+        _numbers(concurrent or ("1,4" if quick else "1,16"), "--concurrent", 64),
+        requests,
+    )
+    if servers.MISSING is not None:
+        raise typer.BadParameter(servers.MISSING)
+    try:
+        found = versions()
+    except ContenderError as error:
+        raise typer.BadParameter(str(error)) from error
+    options = {**found, "turns": str(turns), "tokens": str(tokens)}
+    with recorded("kvcache-vllm", resume, options=options, absent=absent(list(found))) as results:
+        results.say("starting servers, which takes minutes")
+        with serving(nixl="nixl" in found) as ways:
+            measure(
+                ways,
+                wanted,
+                turns,
+                results,
+                tokens=tokens,
+                block_bytes=block_bytes(),
+                idle=idle,
+            )
+
+
+def _numbers(text: str, option: str, most: int) -> list[int]:
+    try:
+        found = [int(one) for one in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 < one <= most for one in found):
+        raise typer.BadParameter(
+            f"got {text!r}, expected numbers from 1 to {most} with commas between",
+            param_hint=option,
+        )
+    return found
 
 
 if __name__ == "__main__":

@@ -1,19 +1,31 @@
-"""The KV cache benchmarks: each runs on small sizes, and notices wrong bytes and tokens."""
+"""The KV cache benchmarks: each runs on small sizes, and notices wrong bytes and tokens.
+
+Of the one with vLLM's servers, what needs none of them.
+"""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from io import StringIO
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
+from rich.console import Console
 
 from benchmarks.kvcache.load import Load, Outcomes, load, row
 from benchmarks.kvcache.ttft import MODEL, ttft
+from benchmarks.kvcache.vllm import IDLE, Turn, loads, measure, rows
+from benchmarks.kvcache.vllm_setups import Setup, cpu_seconds
 from benchmarks.kvcache.watcher import watcher
 from fabric_ray.bench.record import Results
+from fabric_ray.bench.results import Family
 from fabric_ray.bench.results import load as read
+from fabric_ray.bench.table import print_report
 from tests.integration.bench_plain import built
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,3 +106,116 @@ def test_all_requests_end_when_prefillers_are_killed() -> None:
     ours = row(asked, outcomes).figure("disaggregated")
     assert ours is not None
     assert ours.details["ended"] == "120 of 120"
+
+
+class Memory(Setup):
+    """Answers from this process's memory, with no server behind it."""
+
+    def __init__(self, name: str, family: Family, first: Callable[[], int] = lambda: 7) -> None:
+        super().__init__(name, family)
+        self._first = first
+        self.handoff = "sequential" if family == "ours" else ""
+
+    def _tokens(self, prompt: list[int], count: int) -> Iterator[list[int]]:
+        yield [self._first()]
+        yield prompt[:1] * (count - 1)
+
+
+SMALL = loads([64], [1, 2], 2)
+
+
+def recorded_turn(first: float, cpu: float) -> Turn:
+    return Turn(firsts=[first, first, 3 * first], seconds=4 * first, cpu=cpu)
+
+
+def test_turns_of_servers_become_rows_beside_nixl_and_the_plain_server(results: Results) -> None:
+    setups = [Memory("plain", "floor"), Memory("fabric-ray", "ours"), Memory("nixl", "peer")]
+    found = {
+        "plain": [recorded_turn(0.010, 0.2), recorded_turn(0.020, 0.2)],
+        "fabric-ray": [recorded_turn(0.020, 0.4), recorded_turn(0.020, 0.6)],
+        "nixl": [recorded_turn(0.030, 0.8), recorded_turn(0.050, 0.9)],
+    }
+    one = SMALL[0]
+    results.add(*rows(one, setups, found, {}, block_bytes=500_000_000, complete=True))
+    report = read(results.path)
+    ttft_row, goodput, cpu = report.rows
+    ours, beside = (ttft_row.figure(name) for name in ("fabric-ray", "nixl"))
+    assert ours is not None
+    assert beside is not None
+    assert (ours.median, ours.of_floor, beside.ours_over) == pytest.approx((20, 0.75, 2.0))
+    assert ours.details["over nixl"] == "1.50 to 2.50"
+    assert ours.details["over plain"] == "0.50 to 1.00"
+    assert goodput.figures[1].median == pytest.approx(one.requests / 0.080)
+    # 64 tokens are two blocks: 0.2 and 0.4 s more than the plain server's for 1 GB a request.
+    assert cpu.figures[1].details["beyond plain, s/GB"] == pytest.approx(0.3 / one.requests)
+    console = Console(width=400, file=StringIO())
+    print_report(report, console, markdown=True)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "| 20 | 15 | 0.75x | nixl 40 | 2.00x |" in shown
+
+
+def test_a_way_with_other_tokens_is_failed_and_not_ranked(results: Results) -> None:
+    setups = [Memory("plain", "floor"), Memory("fabric-ray", "ours")]
+    setups.append(Memory("nixl", "peer", lambda: 8))
+    measure(setups, SMALL, 2, results, tokens=4, block_bytes=4096, idle=0.01)
+    assert len(results.rows) == 3 * len(SMALL) + 1
+    for found in results.rows.values():
+        assert {figure.contender for figure in found.figures} == {"plain", "fabric-ray"}
+        assert found.complete
+    failures = [found.failures for key, found in results.rows.items() if key != IDLE]
+    assert [[one.contender for one in each] for each in failures] == [["nixl"]] * 3 * len(SMALL)
+
+
+def test_turns_before_an_interruption_are_kept_and_measured_again(results: Results) -> None:
+    answers = iter(range(40))
+
+    def interrupted() -> int:
+        if next(answers, None) is None:
+            raise KeyboardInterrupt
+        return 7
+
+    plain = Memory("plain", "floor")
+    setups = [plain, Memory("fabric-ray", "ours", interrupted)]
+    with pytest.raises(KeyboardInterrupt):
+        measure(setups, SMALL, 50, results, tokens=4, block_bytes=4096, idle=0.01)
+    again = Results(results.path, {}, [])
+    assert again.rows
+    assert not any(found.complete for found in again.rows.values())
+    setups = [plain, Memory("fabric-ray", "ours")]
+    measure(setups, SMALL, 2, again, tokens=4, block_bytes=4096, idle=0.01)
+    assert all(found.complete for found in read(results.path).rows)
+
+
+def test_cpu_time_of_a_process_is_that_of_all_below_it_and_of_those_that_ended() -> None:
+    burn = "import time\nwhile time.process_time() < 0.3: pass\n"
+    wait = "print(flush=True)\ninput()"
+    tree = (
+        "import subprocess, sys\n"
+        f"subprocess.run([sys.executable, '-c', {burn!r}], check=True)\n"
+        f"subprocess.run([sys.executable, '-c', {burn + wait!r}], check=True)\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", tree], **pipes) as process:  # type: ignore[call-overload]
+        assert process.stdout.readline()
+        root = psutil.Process(process.pid)
+        used = sum(map(cpu_seconds, (root, *root.children(recursive=True))))
+        assert used >= 0.58  # ticks may be cut off
+        process.communicate(b"\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--lengths", "64,many"], "expected numbers from 1 to"),
+        (["--concurrent", "0"], "expected numbers from 1 to"),
+        ([], "FABRIC_RAY_VLLM_PYTHON"),
+    ],
+)
+def test_servers_that_cannot_be_had_are_named(arguments: list[str], said: str) -> None:
+    command = [sys.executable, "-m", "benchmarks", "kvcache", "vllm", *arguments]
+    environment = {**os.environ, "FABRIC_RAY_VLLM_PYTHON": "/nonexistent/python", "COLUMNS": "400"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert said in done.stderr

@@ -44,13 +44,19 @@ _TINY_LLAMA = ROOT / "examples/serve_llm/tiny_model.py"
 _TINY_HYBRID = Path(__file__).with_name("tiny_hybrid.py")
 VOCABULARY = 2048
 """Of the tiny models: ids from 4 are words."""
+CONTEXT = 2048
+"""Tokens of a prompt and its answer, at most."""
+
+MISSING = (
+    None
+    if PYTHON.exists()
+    else f"no vLLM at {PYTHON}: run make test-adapters, or set FABRIC_RAY_VLLM_PYTHON to the "
+    "Python of an environment that has it"
+)
+"""Why no server can be started, if none can."""
 
 needed = [
-    pytest.mark.skipif(
-        not PYTHON.exists(),
-        reason=f"no vLLM at {PYTHON}: run make test-adapters, or set FABRIC_RAY_VLLM_PYTHON to the "
-        "Python of an environment that has it",
-    ),
+    pytest.mark.skipif(MISSING is not None, reason=MISSING or ""),
     # The start of the servers counts for the first test that uses them.
     pytest.mark.timeout(2400),
 ]
@@ -86,19 +92,27 @@ class Server:
         **fields: Any,
     ) -> dict[str, Any]:
         """The whole response of a greedy completion of so many tokens."""
-        body = {
-            "model": MODEL,
-            "prompt": prompt,
-            "max_tokens": tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            **fields,
-        }
-        if kv_transfer_params is not None:
-            body["kv_transfer_params"] = dict(kv_transfer_params)
+        body = _greedy(prompt, tokens, kv_transfer_params, **fields)
         answer: dict[str, Any] = self.post("/v1/completions", body)
         return answer
+
+    def stream(
+        self,
+        prompt: list[int],
+        tokens: int,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+    ) -> Iterator[list[int]]:
+        """The tokens of a greedy completion, as they come."""
+        path = "/v1/completions"
+        body = _greedy(prompt, tokens, kv_transfer_params, stream=True)
+        with self._open(path, json.dumps(body).encode(), 180.0) as response:
+            for line in response:
+                if not line.startswith(b"data: {"):
+                    continue
+                chunk = json.loads(line.removeprefix(b"data: "))
+                if "choices" not in chunk:
+                    raise ServerError(f"server {self.spec.name}, {path}: {chunk}", self)
+                yield chunk["choices"][0]["token_ids"]
 
     def tokens(
         self,
@@ -157,17 +171,41 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def _ask(self, path: str, data: bytes | None, timeout: float) -> str:
+        with self._open(path, data, timeout) as response:
+            text: str = response.read().decode()
+            return text
+
+    @contextmanager
+    def _open(self, path: str, data: bytes | None, timeout: float) -> Iterator[Any]:
         headers = {"content-type": "application/json"}
         request = urllib.request.Request(self.url + path, data=data, headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=timeout) as response:
-                text: str = response.read().decode()
-                return text
+                yield response
+                return
         except urllib.error.HTTPError as error:
             why = f"{error.code}: {error.read().decode(errors='replace')[:500]}"
         except OSError as error:
             why = str(error)
         raise ServerError(f"server {self.spec.name}, {path}: {why}", self)
+
+
+def _greedy(
+    prompt: list[int], tokens: int, kv_transfer_params: Mapping[str, Any] | None, **fields: Any
+) -> dict[str, Any]:
+    """The body of a request for so many tokens."""
+    body = {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **fields,
+    }
+    if kv_transfer_params is not None:
+        body["kv_transfer_params"] = dict(kv_transfer_params)
+    return body
 
 
 class ServerError(AssertionError):
@@ -231,7 +269,7 @@ def _start(spec: Spec) -> Server:
         str(tiny_model(spec.seed, spec.kind)),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--served-model-name", MODEL, "--seed", "0"),
-        *("--dtype", "float32", "--max-model-len", "2048", "--enforce-eager"),
+        *("--dtype", "float32", "--max-model-len", str(CONTEXT), "--enforce-eager"),
         *spec.arguments,
     ]
     environment = {

@@ -1,0 +1,255 @@
+"""Setups to serve a prompt with vLLM: by one server, or by a prefiller and a decoder.
+
+All servers run from the first turn to the last, for a start takes a minute. A signal stops those
+whose turn it isn't: NIXL's workers poll while they are idle, which would take a core from others.
+A pair is stopped and resumed as a whole, for less time than its ends' heartbeats may be missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from benchmarks.harness.cases import MIB
+from fabric_ray.bench.results import Absent, ContenderError, Family
+from tests.adapters.vllm import servers
+from tests.adapters.vllm.router import Router
+from tests.adapters.vllm.servers import Server, ServerError, Spec
+
+FLOOR, NIXL = "plain", "nixl"
+BLOCK = 32
+"""Tokens of a block. The tiny model's blocks are moved whole."""
+
+_SETTINGS = ("--block-size", str(BLOCK), "--kv-cache-memory-bytes", str(256 * MIB))
+"""Connectors touch all of the cache."""
+_SERVER_BYTES = 2.4e9
+"""Memory that a server takes: an API server, an engine and a worker, each with torch."""
+_THREADS = 64
+"""Of this process, for the prefills of concurrent hand-offs."""
+
+
+class Answer(NamedTuple):
+    """What one request brought, in seconds from its start."""
+
+    tokens: list[int]
+    first: float
+    """Until the first tokens had come."""
+    seconds: float
+
+
+class Setup:
+    """One server that prefills and decodes, and what the other setups share.
+
+    Args:
+        name: in tables.
+        family: what it is to the others.
+        used: the servers that take part; tokens come from the last one.
+    """
+
+    handoff = ""
+    """When the decoder is asked."""
+
+    def __init__(self, name: str, family: Family, *used: Server) -> None:
+        self.name, self.family, self.used = name, family, used
+
+    def answer(self, prompt: list[int], count: int) -> Answer:
+        """Greedy tokens.
+
+        Raises:
+            ContenderError: a server failed, or sent another number of tokens.
+        """
+        tokens: list[int] = []
+        start = time.monotonic()
+        first = 0.0
+        try:
+            for some in self._tokens(prompt, count):
+                first = first or time.monotonic() - start
+                tokens += some
+        except ServerError as error:
+            raise ContenderError(str(error)) from error
+        seconds = time.monotonic() - start
+        if len(tokens) != count:
+            raise ContenderError(f"{self.name} sent {len(tokens)} tokens, expected {count}")
+        return Answer(tokens, first, seconds)
+
+    def cpu(self) -> float:
+        """Seconds of CPU time that its servers' processes have taken so far."""
+        return sum(map(cpu_seconds, self._processes()))
+
+    def pause(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _tokens(self, prompt: list[int], count: int) -> Iterator[list[int]]:
+        return self.used[-1].stream(prompt, count)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def _processes(self) -> list[psutil.Process]:
+        roots = [psutil.Process(server.process.pid) for server in self.used]
+        return [one for root in roots for one in (root, *root.children(recursive=True))]
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """CPU time of a process, and of those below it that have ended and were waited for. The kernel
+    counts in ticks, commonly of 10 ms."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return sum(process.cpu_times()[:4])
+    return 0.0
+
+
+class Sequential(Setup):
+    """Prefills, then decodes: vLLM's own protocol of its router and both connectors."""
+
+    handoff = "sequential"
+
+    def __init__(
+        self,
+        name: str,
+        family: Family,
+        pool: ThreadPoolExecutor,
+        prefiller: Server,
+        decoder: Server,
+    ) -> None:
+        super().__init__(name, family, prefiller, decoder)
+        self._router = Router(prefiller, decoder, pool)
+
+    def _tokens(self, prompt: list[int], count: int) -> Iterator[list[int]]:
+        params = self._router.prefill(prompt, uuid.uuid4().hex)
+        yield from self._router.decoder.stream(prompt, count, params)
+
+
+class Concurrent(Sequential):
+    """Asks both at once: the decoder is told of a prefiller's offer, which is the same for all
+    requests. NIXL's decoder needs the blocks of a prefill that is over."""
+
+    handoff = "concurrent"
+
+    def _tokens(self, prompt: list[int], count: int) -> Iterator[list[int]]:
+        transfer = uuid.uuid4().hex
+        asked = {
+            "do_remote_prefill": True,
+            "transfer_id": transfer,
+            "remote_offer": self._router.offer,
+        }
+        prefill = self._router.prefill_soon(prompt, transfer)
+        yield from self._router.decoder.stream(prompt, count, asked)
+        prefill.result()
+
+
+@contextmanager
+def serving(*, nixl: bool) -> Iterator[list[Setup]]:
+    """All setups, the plain one first, with servers that run; they end with the block.
+
+    Args:
+        nixl: whether vLLM finds NIXL.
+
+    Raises:
+        ContenderError: there is too little memory, or a server doesn't start.
+    """
+    roles = ("kv_producer", "kv_consumer")
+    specs = [Spec(FLOOR, _SETTINGS)]
+    specs += [Spec(f"fabric-{role}", (*_SETTINGS, *servers.kv_transfer(role))) for role in roles]
+    specs += [_nixl(role) for role in roles] if nixl else []
+    free, needed = _available(), len(specs) * _SERVER_BYTES
+    if free < needed:
+        raise ContenderError(
+            f"{len(specs)} servers need {needed / 1e9:.0f} GB of memory, and {free / 1e9:.1f} GB "
+            "are available; end other programs"
+        )
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(_THREADS))
+        try:
+            plain, *pairs = stack.enter_context(servers.running(*specs))
+        except ServerError as error:
+            raise ContenderError(str(error)) from error
+        setups = [
+            Setup(FLOOR, "floor", plain),
+            Sequential("fabric-ray", "ours", pool, *pairs[:2]),
+            Concurrent("fabric-ray concurrent", "ours", pool, *pairs[:2]),
+        ]
+        if nixl:
+            setups.append(Sequential(NIXL, "peer", pool, *pairs[2:]))
+        try:
+            yield setups
+        finally:
+            # A stopped process doesn't see that it is to end.
+            for setup in setups:
+                setup.resume()
+
+
+def _available() -> int:
+    """Bytes of memory that this machine has left."""
+    fields = Path("/proc/meminfo").read_text().split()
+    return 1024 * int(fields[fields.index("MemAvailable:") + 1])
+
+
+def _nixl(role: str) -> Spec:
+    config = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
+    # vLLM hangs where this port is taken, so it isn't one of the range that servers share.
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    environment = {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+    }
+    arguments = (*_SETTINGS, "--kv-transfer-config", json.dumps(config))
+    return Spec(f"nixl-{role}", arguments, environment)
+
+
+_VERSIONS = """
+import json
+from importlib import metadata, util
+found = {"vllm": metadata.version("vllm")}
+if util.find_spec("nixl"):
+    import nixl._api
+    found["nixl"] = metadata.version("nixl")
+print(json.dumps(found))
+"""
+
+
+def versions() -> dict[str, str]:
+    """Of vLLM and NIXL in the servers' environment; NIXL may be missing.
+
+    Raises:
+        ContenderError: NIXL can't be imported, or there is no vLLM.
+    """
+    command = [str(servers.PYTHON), "-c", _VERSIONS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = done.stderr.strip().splitlines()[-1:]
+        raise ContenderError(f"{servers.PYTHON} can't serve: {' '.join(reason)}")
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def absent(found: Sequence[str]) -> list[Absent]:
+    """NIXL, if it isn't among the packages found."""
+    if NIXL in found:
+        return []
+    obtain = f"uv pip install --no-deps --python {servers.PYTHON} nixl nixl-cu13"
+    return [Absent(contender=NIXL, reason=f"{servers.PYTHON} has no nixl", obtain=obtain)]
+
+
+def block_bytes() -> int:
+    """Bytes of a block of the tiny model, all layers."""
+    config = json.loads((servers.tiny_model() / "config.json").read_text())
+    values = 2 * config["num_key_value_heads"] * config["head_dim"]
+    return int(BLOCK * config["num_hidden_layers"] * values * 4)
