@@ -206,7 +206,7 @@ def rows(
     *,
     complete: bool,
 ) -> Iterator[Row]:
-    """For each hand-off of ours and each metric a row, with all setups that aren't ours beside it."""
+    """For each hand-off of ours and each metric a row, beside all setups that aren't ours."""
     failures = [Failure(contender=name, reason=reason) for name, reason in failed.items()]
     of = {metric: _seconds(metric, load, found) for metric in METRICS}
     for one in setups:
