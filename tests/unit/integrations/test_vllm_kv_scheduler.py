@@ -197,24 +197,24 @@ def test_rs_1_a_request_for_the_logits_of_its_prompt_computes_it() -> None:
 
 def test_several_answers_to_one_prompt_load_its_pages_once() -> None:
     """With n above 1, vLLM makes requests of their own names with one ``transfer_id``."""
-    scheduler = KvScheduler(block_tokens=BLOCK, engine="")
+    scheduler = KvScheduler(groups=GROUPS, engine="")
     first, second = wanted(), wanted()
     first.request_id, second.request_id = "0_a", "1_a"
     assert scheduler.matched(first, 0) == (10, True)
-    scheduler.allocated(first, [1, 2, 3], 10)
+    scheduler.allocated(first, [[1, 2, 3]], 10)
     assert scheduler.matched(second, 0) == (None, False)  # It is asked about again.
     scheduler.over(None, {"0_a"})
     assert scheduler.matched(second, 8) == (0, False)
-    scheduler.allocated(second, [1, 2, 4], 0)
+    scheduler.allocated(second, [[1, 2, 4]], 0)
     assert not scheduler.matched(second, 0)[0]
     assert [load.request for load in scheduler._next.loads] == ["0_a"]
 
 
 def test_pages_that_another_connector_brought_are_not_asked_for_after_a_preemption() -> None:
-    scheduler = KvScheduler(block_tokens=BLOCK, engine="")
+    scheduler = KvScheduler(groups=GROUPS, engine="")
     request = wanted()
     assert scheduler.matched(request, 0) == (10, True)
-    scheduler.allocated(request, [1, 2, 3], 0)
+    scheduler.allocated(request, [[1, 2, 3]], 0)
     assert scheduler.matched(request, 0) == (0, False)
 
 
