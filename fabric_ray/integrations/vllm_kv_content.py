@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+_ROW = 1 << 15
+"""Bytes that are summed as a row."""
+
 
 def model_content(config: Any, name: str) -> str:
     """Names the contents of pages: ends whose names differ refuse each other.
@@ -28,8 +31,10 @@ def _told(config: Any) -> Iterator[str]:
     hf = config.hf_config
     if overrides := config.hf_overrides:
         # A function is named: what it does can't be compared.
-        is_named = callable(overrides)
-        text = overrides.__qualname__ if is_named else json.dumps(overrides, sort_keys=True)
+        if callable(overrides):
+            text = overrides.__qualname__
+        else:
+            text = json.dumps(overrides, sort_keys=True, default=str)
         yield f"hf_overrides={text}"
     # A checkpoint that is quantised itself brings its scales along.
     if config.quantization and getattr(hf, "quantization_config", None) is None:
@@ -89,12 +94,14 @@ class WeightsUpdate:
             self._began = True
             _weights.fingerprint = f"unfinished {secrets.token_hex(8)}"
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        words = len(data) // 8
-        # One pass at the speed of memory; no one forges a version of their own weights.
-        total = int(data[: words * 8].view(torch.int64).sum()) if words else 0
-        rest = bytes(data[words * 8 :].tolist())
-        told = repr((name, tensor.dtype, tuple(tensor.shape), total, rest)).encode()
-        self._sum += int.from_bytes(hashlib.blake2b(told, digest_size=16).digest(), "little")
+        whole = len(data) // _ROW * _ROW
+        words = data[:whole].view(torch.int64).view(-1, _ROW // 8)
+        # Sums at the speed of memory; no one forges a version of their own weights. By rows and by
+        # columns, so that words which change places change them.
+        found = hashlib.blake2b(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
+        for part in (words.sum(0), words.sum(1), data[whole:]):
+            found.update(part.view(torch.uint8).numpy().tobytes())
+        self._sum += int.from_bytes(found.digest()[:16], "little")
 
     def finish(self) -> None:
         """All of the update is in use."""

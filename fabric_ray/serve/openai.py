@@ -6,6 +6,7 @@ A field is taken, or refused by its name if leaving it out could change the answ
 from __future__ import annotations
 
 import secrets
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -108,17 +109,17 @@ class Body(BaseModel):
     return_token_ids: bool = False
     """Adds ``token_ids`` to choices."""
 
+    @abstractmethod
     def tokens(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> tuple[int, ...]:
         """The prompt.
 
         Raises:
             BadRequest: it can't be made into tokens.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def default_max_tokens(self, args: ServeArgs, prompt_tokens: int) -> int:
         """Most tokens of an answer to a body that doesn't say."""
-        raise NotImplementedError
 
 
 class CompletionBody(Body):
@@ -180,10 +181,10 @@ class ChatBody(Body):
         return max(1, min(args.router.default_chat_tokens, room))
 
 
-AnyBody = TypeVar("AnyBody", bound=Body)
+B = TypeVar("B", bound=Body)
 
 
-def parse(raw: bytes, kind: type[AnyBody]) -> AnyBody:
+def parse(raw: bytes, kind: type[B]) -> B:
     """Parses the body of a request. A field that is ``null`` is one that was left out.
 
     Raises:

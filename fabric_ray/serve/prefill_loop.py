@@ -214,7 +214,8 @@ class PrefillLoop:
             if not isinstance(error, InferenceError):
                 logger.exception("%s: a pass of %d tokens failed", work.id, len(chunk.tokens))
             self._fail(work, error)
-            self._health.failed(work.id, error)
+            # Clients choose ids, and may choose one for all.
+            self._health.failed(f"{work.id} {hash(work.tokens)}", error)
             if self._health.lost is not None:
                 raise Unavailable(self._health.lost) from error
             return

@@ -6,11 +6,11 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.adapters.vllm_kv_instances import LAYERS, Instance, config
-from tests.adapters.vllm_kv_play import instances, known, prefill, pump, released
+from tests.adapters.vllm_kv_play import DRAWN, SCHEDULES, instances, known, prefill, pump, released
 
 BLOCK = 8
 BLOCKS = 64
@@ -124,20 +124,9 @@ def test_rs_1_pages_beside_loads_of_another_connector_leave_when_the_request_is_
         released(p, d, free=BLOCKS - 1)
 
 
-PROMPTS = st.lists(
-    st.tuples(st.integers(0, 5), st.integers(1, 40), st.integers(1, 12)), min_size=2, max_size=6
-)
-"""Blocks of the common prefix, further tokens, and tokens that the prefiller itself generates."""
-
-
-@settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@SCHEDULES
 @given(
-    drawn=PROMPTS,
+    drawn=DRAWN,
     chunk=st.sampled_from([16, 40, 256]),
     blocks=st.sampled_from([24, 64]),
     steps=st.lists(st.integers(0, 2), min_size=6, max_size=6),

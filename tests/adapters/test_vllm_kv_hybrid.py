@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -30,7 +30,17 @@ from fabric_ray.integrations import vllm_kv
 from fabric_ray.integrations.vllm_kv import FabricRayConnector
 from tests.adapters.test_vllm_kv_computed import checked, send
 from tests.adapters.vllm_kv_instances import Instance, Layer, config, number_of
-from tests.adapters.vllm_kv_play import PROMPT, instances, known, prefill, pump, released, served
+from tests.adapters.vllm_kv_play import (
+    DRAWN,
+    PROMPT,
+    SCHEDULES,
+    instances,
+    known,
+    prefill,
+    pump,
+    released,
+    served,
+)
 
 BLOCK, BLOCKS = 8, 128
 FREE = BLOCKS - 1
@@ -373,18 +383,7 @@ def test_a_vllm_that_does_not_follow_groups_is_told_to_have_one(
             FabricRayConnector(vllm, KVConnectorRole.SCHEDULER, groups(*several))
 
 
-DRAWN = st.lists(
-    st.tuples(st.integers(0, 6), st.integers(1, 40), st.integers(1, 12)), min_size=2, max_size=6
-)
-"""Blocks of the common prefix, further tokens, and tokens that the prefiller itself generates."""
-
-
-@settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@SCHEDULES
 @given(
     drawn=DRAWN,
     window=st.sampled_from([5, 9, 16, 17, 30]),

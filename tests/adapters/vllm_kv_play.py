@@ -10,6 +10,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 from vllm.config import VllmConfig
 
 from tests.adapters.vllm_kv_instances import Instance
@@ -18,6 +20,17 @@ from tests.processes import Other, _run
 PROMPT = [(17 * i) % 900 for i in range(37)]
 BLOCKS = 24
 FREE = BLOCKS - 1  # vLLM keeps one for itself.
+
+SCHEDULES = settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+DRAWN = st.lists(
+    st.tuples(st.integers(0, 6), st.integers(1, 40), st.integers(1, 12)), min_size=2, max_size=6
+)
+"""Blocks of the common prefix, further tokens, and tokens that the prefiller itself generates."""
 
 # vLLM takes long to import: processes are forked from one that has done it.
 _CONTEXT = get_context("forkserver")

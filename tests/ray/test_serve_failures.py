@@ -293,12 +293,15 @@ async def test_a_step_that_raises_ends_its_requests_and_the_decoder_goes_on(
         await w.idle()
 
 
-async def test_a_prefiller_whose_passes_keep_failing_is_unhealthy_and_others_are_asked() -> None:
+@pytest.mark.parametrize("ids", [(0, 1, 2), (0, 0, 0)], ids=["their own", "a client's one"])
+async def test_a_prefiller_whose_passes_keep_failing_is_unhealthy_and_others_are_asked(
+    ids: tuple[int, ...],
+) -> None:
     async with world((), decode={"prefill_attempts": 2}) as w:
         p = w.add_prefiller("p0", failing(Failing.error))
-        for number in range(3):
+        for length, number in enumerate(ids, 28):
             p.check()
-            failed(await w.ask(request(number, (13,) * 30)), "NoPrefill")
+            failed(await w.ask(request(number, (13,) * length)), "NoPrefill")
         with pytest.raises(Unavailable, match="3 failures in a row, the last: RuntimeError"):
             p.check()
         w.add_prefiller("p1")

@@ -94,6 +94,15 @@ def test_rs_1_updates_that_differ_in_a_bit_a_name_or_a_dtype_differ() -> None:
     assert len({*made}) == len(made)
 
 
+@pytest.mark.parametrize(("one", "other"), [(0, 8), (0, 1 << 15), (8, (1 << 15) + 16)])
+def test_rs_1_bytes_that_change_places_change_the_fingerprint(one: int, other: int) -> None:
+    data = torch.arange(1 << 17, dtype=torch.int32).view(torch.uint8)
+    before = loaded({"a": data})
+    moved = data.clone()
+    moved[one : one + 8], moved[other : other + 8] = data[other : other + 8], data[one : one + 8]
+    assert loaded({"a": moved}) != before
+
+
 def test_rs_1_weights_of_an_update_that_was_left_are_like_no_others() -> None:
     WeightsUpdate().add("a", torch.ones(1))
     left = weights()
