@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from fabric_ray.errors import WeightSyncError
+from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.integrations import framework
 
 if TYPE_CHECKING:
     import torch
 
-_RELOAD = "vllm.model_executor.model_loader.reload"
+    from fabric_ray.integrations.load_recorder import BoxRead, Landing
+
+RELOAD = "vllm.model_executor.model_loader.reload"
 _NAMED = 8
 # Routers' biases are loaded in place and left out of vLLM's counts, like tensors that no checkpoint
 # has.
@@ -38,13 +41,51 @@ class Reload:
         self._began = False
         self._biases: set[str] = set()
 
-    def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Loads a tensor of checkpoint format; the first moves the model off its weights."""
+    def begin(self) -> None:
+        """Moves the model off its weights, if it has them still."""
         if not self._began:
             self._began = True
-            framework(_RELOAD, "vllm").initialize_layerwise_reload(self._model)
+            framework(RELOAD, "vllm").initialize_layerwise_reload(self._model)
+
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        """Loads a tensor of checkpoint format."""
+        self.begin()
         loaded = self._model.load_weights([(name, tensor)])  # type: ignore[operator]
-        self._biases |= {n for n in (name, *(loaded or ())) if n.endswith(_ROUTER_BIAS)}
+        self._note_biases((name, *(loaded or ())))
+
+    def fill(
+        self,
+        layer: torch.nn.Module,
+        landings: Sequence[Landing],
+        boxes: Callable[[BoxRead], torch.Tensor],
+    ) -> None:
+        """Fills a layer as its recorded loader does, and processes it.
+
+        Args:
+            boxes: finds the values of a box.
+        """
+        self.begin()
+        layerwise = framework(f"{RELOAD}.layerwise", "vllm")
+        meta = framework(f"{RELOAD}.meta", "vllm")
+        info = layerwise.get_layerwise_info(layer)
+        meta.materialize_layer(layer, info)
+        tensors = layerwise.get_layer_tensors(layer)
+        filled = set()
+        for landing in landings:
+            landing.fill(tensors[landing.name], boxes)
+            filled.add(landing.name)
+        self._note_biases(landing.target for landing in landings)
+        if not filled <= meta.SKIP_LOAD_TENSORS:
+            layerwise._layerwise_process(layer, info)
+
+    def loads_itself(self, layer: torch.nn.Module, names: set[str]) -> str | None:
+        """Why a layer can't be filled with tensors of these names, if it can't."""
+        layerwise = framework(f"{RELOAD}.layerwise", "vllm")
+        if layerwise.is_deferred_attention_layer(layer):
+            return "vLLM loads scales of attention after all other layers"
+        if names & layer._non_persistent_buffers_set:
+            return "it fills a buffer that isn't saved"
+        return None
 
     def finish(self) -> None:
         """Makes the new weights the model's.
@@ -57,21 +98,50 @@ class Reload:
                 "an update brought no tensor, so the model keeps its weights; give a source that "
                 "yields every parameter at each update, such as ModuleSource"
             )
-        if lacking := self._lacking():
-            named = ", ".join(lacking[:_NAMED]) + (" ..." if len(lacking) > _NAMED else "")
-            raise WeightSyncError(
-                f"{len(lacking)} layers of vLLM's model lack tensors of the update: {named}; send "
-                "every parameter of the model, or name what may keep old weights: "
-                'leave=["visual.*"]'
-            )
-        framework(_RELOAD, "vllm").finalize_layerwise_reload(self._model, self._config)
+        self._check_lacking()
+        framework(RELOAD, "vllm").finalize_layerwise_reload(self._model, self._config)
+
+    def check(self, landings: Iterable[Landing]) -> None:
+        """Checks that a recorded loader fills the model; nothing has been loaded.
+
+        Raises:
+            WeightSyncError: as :meth:`finish` of an update of the same tensors.
+        """
+        layerwise = framework(f"{RELOAD}.layerwise", "vllm")
+        skipped = framework(f"{RELOAD}.meta", "vllm").SKIP_LOAD_TENSORS
+        counts: dict[str, int] = defaultdict(int)
+        for landing in landings:
+            if landing.read is not None:
+                counts[landing.target] += math.prod(landing.view.shape)
+                self._note_biases([landing.target])
+        for path, layer in self._model.named_modules():
+            info = layerwise.get_layerwise_info(layer)
+            for name, tensor in layerwise.get_layer_tensors(layer).items():
+                if name not in skipped:
+                    count = counts[f"{path}.{name}" if path else name]
+                    info.load_numel += min(count, tensor.numel())
+            if 0 < info.load_numel >= info.load_numel_total:
+                layerwise._place_kernel_tensors(layer, info)
+                info.load_numel_total = None
+        self._check_lacking()
+
+    def restore(self) -> None:
+        """Puts all tensors back; nothing has been loaded."""
+        layerwise = framework(f"{RELOAD}.layerwise", "vllm")
+        for layer in self._model.modules():
+            info = layerwise.get_layerwise_info(layer)
+            if info.kernel_tensors is not None:
+                layerwise._place_kernel_tensors(layer, info)
+                info.reset()
+        self._model._do_torchao_reload = self._model._original_do_torchao_reload
+        self._began = False
 
     def abandon(self) -> None:
         """Puts the old tensors back into layers that aren't complete; complete ones are new. The
         model can compute, and a further update begins anew."""
         if not self._began:
             return
-        layerwise = framework(f"{_RELOAD}.layerwise", "vllm")
+        layerwise = framework(f"{RELOAD}.layerwise", "vllm")
         for layer in self._model.modules():
             info = layerwise.get_layerwise_info(layer)
             if info.can_load():
@@ -80,15 +150,31 @@ class Reload:
                 info.load_numel = 0
         layerwise.finalize_layerwise_reload(self._model, self._config)
 
+    def _note_biases(self, names: Iterable[str]) -> None:
+        self._biases |= {name for name in names if name.endswith(_ROUTER_BIAS)}
+
+    def _check_lacking(self) -> None:
+        if lacking := self._lacking():
+            named = ", ".join(lacking[:_NAMED]) + (" ..." if len(lacking) > _NAMED else "")
+            raise WeightSyncError(
+                f"{len(lacking)} layers of vLLM's model lack tensors of the update: {named}; send "
+                "every parameter of the model, or name what may keep old weights: "
+                'leave=["visual.*"]'
+            )
+
     def _lacking(self) -> list[str]:
         """Layers of which tensors are missing. vLLM leaves them as they are if all are, and fills
         gaps with whatever memory holds."""
-        layerwise = framework(f"{_RELOAD}.layerwise", "vllm")
-        skipped = framework(f"{_RELOAD}.meta", "vllm").SKIP_LOAD_TENSORS
-        count = framework(f"{_RELOAD}.utils", "vllm").get_tensor_load_numel
+        layerwise = framework(f"{RELOAD}.layerwise", "vllm")
+        skipped = framework(f"{RELOAD}.meta", "vllm").SKIP_LOAD_TENSORS
+        count = framework(f"{RELOAD}.utils", "vllm").get_tensor_load_numel
         infos = {layer: layerwise.get_layerwise_info(layer) for layer in self._model.modules()}
-        complete = [layer for layer, info in infos.items() if not info.can_load()]
-        new = {id(tensor) for layer in complete for tensor in layer.parameters(recurse=False)}
+        new = set()
+        for layer, info in infos.items():
+            if not info.can_load():
+                new |= {id(tensor) for tensor in layer.parameters(recurse=False)}
+            elif _is_padded(layer, info):
+                new |= {id(tensor) for tensor in info.kernel_tensors[0].values()}
         found = []
         for name, layer in self._model.named_modules():
             info = infos[layer]
@@ -98,8 +184,7 @@ class Reload:
             # A tied layer has another's tensors.
             if all(id(tensor) in new for tensor in info.kernel_tensors[0].values()):
                 continue
-            # A vocabulary's rows are padded, by rows that no checkpoint has.
-            if info.load_numel > 0 and hasattr(layer, "num_embeddings_padded"):
+            if _is_padded(layer, info):
                 continue
             parameters = layer.named_parameters(recurse=False)
             total = sum(count(tensor) for key, tensor in parameters if key not in skipped)
@@ -122,6 +207,31 @@ class Reload:
             if not came and not left:
                 found.append(layers[0])
         return found
+
+
+def _is_padded(layer: torch.nn.Module, info: Any) -> bool:
+    """Whether a layer is a vocabulary that has come; no checkpoint has the rows that pad it."""
+    return info.load_numel > 0 and hasattr(layer, "num_embeddings_padded")
+
+
+def refuse_lossy_cast(config: Any, name: str, dtype: torch.dtype, own: torch.dtype | None) -> None:
+    """RS-1: loaders of a model that isn't quantised cast what they are given.
+
+    Args:
+        config: the model's, as vLLM has it.
+        dtype: of the tensor that comes.
+        own: of the parameter that it fills, if that is known.
+
+    Raises:
+        InvalidArgument: a quantised tensor would be cast without its scales.
+    """
+    quantised = getattr(config, "quantization", None) is not None
+    if dtype.itemsize > 1 or quantised or own == dtype:
+        return
+    raise InvalidArgument(
+        f"`{name}` comes as {dtype}, and the model isn't quantised: a cast would lose its scales; "
+        "send the unquantised tensor, or start vLLM with the quantisation that the trainer uses"
+    )
 
 
 def _is_same(name: str, other: str) -> bool:

@@ -1,0 +1,199 @@
+"""A vLLM model's own loader, recorded: which boxes of which tensors this worker needs, and how they
+get into its layers.
+
+Tensors that can't be recorded come whole, and the model loads them itself. So does every tensor of
+a layer that gets such a tensor, because vLLM processes a layer once, when all of it has come.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.integrations import framework
+from fabric_ray.integrations.load_recorder import BoxRead, Landing, LoadRecording, record
+from fabric_ray.integrations.vllm_reload import RELOAD, Reload, refuse_lossy_cast
+from fabric_ray.plan import Container, Leaf, Mesh, Replicate, Side, Tensor
+
+if TYPE_CHECKING:
+    import torch
+
+Box = tuple[tuple[int, int], ...]
+
+
+class Need(msgspec.Struct, frozen=True, array_like=True):
+    """A box of a checkpoint's tensor that a worker needs."""
+
+    tensor: str
+    box: Box
+
+    @property
+    def container(self) -> str:
+        """The name of the container that it arrives in."""
+        return f"{self.tensor}[{', '.join(f'{at}:{at + size}' for at, size in self.box)}]"
+
+
+@dataclass
+class RecordedModel:
+    """What a worker does with an update's boxes."""
+
+    model: torch.nn.Module
+    landings: dict[str, list[Landing]] = field(default_factory=dict)
+    """By layer, in the model's order."""
+    whole: dict[str, str] = field(default_factory=dict)
+    """Tensors that come whole, and why."""
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of the checkpoint's tensors."""
+
+    @property
+    def needs(self) -> list[Need]:
+        """Everything that is sent to this worker, in the checkpoint's order."""
+        found: dict[str, dict[Need, None]] = defaultdict(dict)
+        for landing in (each for some in self.landings.values() for each in some):
+            if landing.read is not None:
+                found[landing.read.tensor][_need(landing.read)] = None
+        for name in self.whole:
+            found[name] = {self.whole_need(name): None}
+        return [need for name in self.shapes for need in found.get(name, ())]
+
+    def whole_need(self, name: str) -> Need:
+        return Need(name, tuple((0, size) for size in self.shapes[name]))
+
+    def apply(self, reload: Reload, arrived: Mapping[str, torch.Tensor]) -> None:
+        """Puts an update into use, layer by layer.
+
+        Args:
+            arrived: all of :attr:`needs`, by container.
+        """
+
+        def boxes(read: BoxRead) -> torch.Tensor:
+            return arrived[_need(read).container]
+
+        for path, landings in self.landings.items():
+            reload.fill(self.model.get_submodule(path), landings, boxes)
+        for name in self.shapes:
+            if name in self.whole:
+                reload.load(name, arrived[self.whole_need(name).container])
+
+
+def record_model(
+    model: torch.nn.Module, config: Any, tensors: Mapping[str, Tensor], leave: Sequence[str]
+) -> RecordedModel:
+    """Runs the model's loader without memory. The model is as before when this returns.
+
+    Args:
+        config: the model's, as vLLM has it.
+        tensors: of the checkpoint, by name.
+        leave: patterns of layers that may keep old weights.
+
+    Raises:
+        InvalidArgument: the model refuses a tensor, or would cast a quantised one.
+        WeightSyncError: layers lack tensors; the message names them.
+    """
+    import torch
+
+    metas = {
+        name: torch.empty(each.shape, dtype=getattr(torch, each.dtype.name), device="meta")
+        for name, each in tensors.items()
+    }
+    reload = Reload(model, config, leave)
+    with _prepared(model, reload) as targets:
+        try:
+            found = record(model.load_weights, metas, targets)  # type: ignore[arg-type]
+        except Exception as error:
+            raise InvalidArgument(
+                f"vLLM's model can't load what the trainer has: {type(error).__name__}: {error}; "
+                "give a module whose parameters have the names and shapes of the checkpoint"
+            ) from error
+        for landing in found.landings:
+            if landing.read is not None:
+                name = landing.read.tensor
+                refuse_lossy_cast(config, name, metas[name].dtype, targets[landing.target].dtype)
+        made = RecordedModel(model, shapes={name: tensors[name].shape for name in tensors})
+        _divide(made, found, reload)
+        if {each.read.tensor for each in found.landings if each.read} >= made.whole.keys():
+            # Else nothing is known of what a tensor fills.
+            reload.check(found.landings)
+    return made
+
+
+def target_side(needs: Sequence[Sequence[Need]], tensors: Mapping[str, Tensor]) -> Side:
+    """The workers' side: a container for each box, at the ranks that need it.
+
+    Args:
+        needs: by rank.
+        tensors: of the checkpoint, by name.
+    """
+    ranks: dict[Need, list[int]] = defaultdict(list)
+    for rank, some in enumerate(needs):
+        for need in some:
+            ranks[need].append(rank)
+    return Side.of(len(needs), [_container(need, ranks[need], tensors) for need in ranks])
+
+
+def _container(need: Need, ranks: Sequence[int], tensors: Mapping[str, Tensor]) -> Container:
+    tensor = tensors[need.tensor]
+    whole = tuple((0, size) for size in tensor.shape)
+    box = None if need.box == whole else need.box
+    leaf = Leaf(tensor, Mesh.line(ranks), (Replicate(),), box)
+    return Container(need.container, tensor.dtype, leaf)
+
+
+@contextmanager
+def _prepared(model: torch.nn.Module, reload: Reload) -> Iterator[dict[str, torch.Tensor]]:
+    """The model's parameters as its loader fills them, by name; restored at the end."""
+    layerwise = framework(f"{RELOAD}.layerwise", "vllm")
+    utils = framework(f"{RELOAD}.utils", "vllm")
+    reload.begin()
+    try:
+        targets = {}
+        for path, layer in model.named_modules():
+            for name, tensor in utils.get_layer_tensors(layer).items():
+                # vLLM's wrapper defers and counts.
+                if hasattr(tensor, "weight_loader"):
+                    tensor.weight_loader = layerwise._get_original_loader(tensor)
+                targets[f"{path}.{name}" if path else name] = tensor
+        yield targets
+    finally:
+        reload.restore()
+
+
+def _divide(made: RecordedModel, found: LoadRecording, reload: Reload) -> None:
+    """Divides tensors into those that come by boxes and those that come whole."""
+    by_layer: dict[str, list[Landing]] = defaultdict(list)
+    for landing in found.landings:
+        by_layer[landing.layer].append(landing)
+    whole = dict(found.whole)
+    for path, landings in by_layer.items():
+        layer, filled = made.model.get_submodule(path), {landing.name for landing in landings}
+        if reason := reload.loads_itself(layer, filled):
+            whole |= {t: reason for t in _tensors(landings) if t not in whole}
+    layers = {path: _tensors(landings) for path, landings in by_layer.items()}
+    growing = True
+    while growing:
+        growing = False
+        for path, names in layers.items():
+            if names & whole.keys() and not names <= whole.keys():
+                growing = True
+                whole |= {t: f"`{path}` gets another whole" for t in names if t not in whole}
+    made.whole = {name: whole[name] for name in made.shapes if name in whole}
+    paths = [path for path, _ in made.model.named_modules()]
+    made.landings = {
+        path: by_layer[path]
+        for path in paths
+        if layers.get(path) and not layers[path] & whole.keys()
+    }
+
+
+def _tensors(landings: Sequence[Landing]) -> set[str]:
+    return {landing.read.tensor for landing in landings if landing.read is not None}
+
+
+def _need(read: BoxRead) -> Need:
+    return Need(read.tensor, read.box)
