@@ -31,7 +31,8 @@ class CollectiveCalls:
     """Calls trainers by rank, and workers by their clients. Each trainer makes one.
 
     A trainer actor that runs a method answers no actor calls. So rank 0 calls the other trainers by
-    collectives of a process group, in which they wait.
+    collectives of a process group, in which they wait. A process without groups is the only
+    trainer.
 
     Args:
         group: carries host memory; by default the process's first.
@@ -41,7 +42,9 @@ class CollectiveCalls:
         import torch.distributed as dist
 
         self._dist, self._group = dist, group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.size = 0, 1
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.version = 0
         """The version in use, the same on all ranks after each run."""
 
@@ -82,6 +85,8 @@ class CollectiveCalls:
         if not isinstance(actors[0], int):
             return self._call_workers(actors, function, args, timeout)
         calls = dict(zip(actors, map(_RemoteCall, [function] * len(args), args), strict=True))
+        if self.size == 1:
+            return [_execute(calls[rank]) for rank in actors]
         try:
             self._dist.scatter_object_list(
                 [None], [calls.get(rank) for rank in range(self.size)], 0, self._group
@@ -106,6 +111,8 @@ class CollectiveCalls:
             return list(pool.map(one, workers, args))
 
     def _finish(self, finished: _Finished) -> None:
+        if self.size == 1:
+            return
         self._dist.scatter_object_list([None], [finished] * self.size, 0, self._group)
 
     def _follow(self) -> int:

@@ -9,49 +9,45 @@ what was computed with the old weights, and lets it go on when it has all of one
 
 from __future__ import annotations
 
-import queue
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import msgspec
 from typing_extensions import Self
 
-from fabric_ray.decoding import from_msgpack
-from fabric_ray.engine import EngineAddress, Message, TransferEngine
-from fabric_ray.errors import DecodeError, InvalidArgument, WeightSyncError
+from fabric_ray.engine import EngineAddress, TransferEngine
+from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.integrations import framework
 from fabric_ray.integrations.bucket_header import Invitation, settle
 from fabric_ray.integrations.inbox import Inbox
 from fabric_ray.integrations.outbox import Outbox
-from fabric_ray.integrations.vllm_control import PAUSES, control_of, discard_cached, explained
+from fabric_ray.integrations.vllm_control import (
+    PAUSES,
+    UpdatePause,
+    control_of,
+    explained,
+    stays_paused,
+)
+from fabric_ray.integrations.vllm_hello import Hello, Hellos, host_towards
 from fabric_ray.integrations.vllm_kv_content import WeightsUpdate
 from fabric_ray.integrations.vllm_plugin import check_version
-from fabric_ray.integrations.vllm_reload import Reload
+from fabric_ray.integrations.vllm_push import ShardedPush, shards_of
+from fabric_ray.integrations.vllm_reload import Reload, refuse_lossy_cast
+from fabric_ray.integrations.vllm_sharded import Commit, ShardedWorker
 
 if TYPE_CHECKING:
     import torch
 
 check_version()
 _vllm: Any = framework("vllm.distributed.weight_transfer.base", "vllm")
+_vllm_config: Any = framework("vllm.config", "vllm")
 
 DEFAULT_BUCKET = 256 << 20
 """Bytes of a bucket."""
-# While invitations are awaited, whether the call to the workers has failed is looked up so often.
-_LOOK_S = 0.2
 # A worker that gives up has raised: its error is on its way by vLLM's call.
 _CAUSE_S = 5.0
-
-
-class _Hello(msgspec.Struct, frozen=True):
-    """What a worker tells the trainer at the begin of an update."""
-
-    update: int
-    invitation: bytes
 
 
 @dataclass
@@ -66,6 +62,11 @@ class FabricInitInfo(_vllm.WeightTransferInitInfo):  # type: ignore[misc]
     """Fields of :class:`fabric_ray.EngineConfig` for the workers' engines."""
     leave: list[str] = field(default_factory=list)
     """Patterns of the model's layers that may keep old weights."""
+    tensors: list[tuple[str, str, list[int]]] | None = None
+    """Name, dtype and shape of the tensors that trainers write as shards; ``None`` where rank 0
+    streams whole tensors."""
+    host: str = "127.0.0.1"
+    """Of the trainer's rank 0, as workers reach it."""
 
 
 @dataclass
@@ -73,6 +74,8 @@ class FabricUpdateInfo(_vllm.WeightTransferUpdateInfo):  # type: ignore[misc]
     """What workers are told of each update."""
 
     update: int
+    session: str | None = None
+    """Of the shards that have been confirmed; ``None`` where whole tensors are streamed."""
 
 
 @dataclass
@@ -96,26 +99,48 @@ class FabricTrainerInitInfo(_vllm.TrainerInitInfo):  # type: ignore[misc]
 
 
 class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[misc]
-    """A worker's end: loads tensors in checkpoint format as they come."""
+    """A worker's end: puts shards into use that trainers have written beside the model, or loads
+    tensors in checkpoint format as they come."""
 
     init_info_cls = FabricInitInfo
     update_info_cls = FabricUpdateInfo
 
     _engine: TransferEngine | None = None
+    _inbox: Inbox | None = None
+    _sharded: ShardedWorker | None = None
     _leave: Sequence[str] = ()
 
     def init_transfer_engine(self, init_info: FabricInitInfo) -> None:
-        """Opens this worker's engine, in place of one for an earlier trainer."""
+        """Opens this worker's engine, in place of one for an earlier trainer.
+
+        Raises:
+            FabricError: the model can't load what the trainer has; the message names it.
+        """
         self.shutdown()
         self._engine = TransferEngine(**init_info.engine)
         self._trainer = bytes.fromhex(init_info.trainer)
         self._leave = init_info.leave
-        self._peer = self._engine.peer(EngineAddress.from_bytes(self._trainer))
-        self._engine.connect(self._peer)
+        self._engine.connect(self._engine.peer(EngineAddress.from_bytes(self._trainer)))
+        if init_info.tensors is not None:
+            self._open_sharded(init_info.tensors, init_info.host)
+            return
         receiver = f"vllm worker {self._engine.id[:8]}"
         self._inbox = Inbox(
             self._engine, init_info.bucket, receiver=receiver, timeout=init_info.timeout
         )
+
+    def _open_sharded(self, tensors: list[Any], trainer: str) -> None:
+        assert self._engine is not None
+        with _vllm_config.set_current_vllm_config(self.vllm_config):
+            self._sharded = ShardedWorker(
+                self.model,
+                self.model_config,
+                tensors,
+                leave=self._leave,
+                engine=self._engine,
+                host=host_towards(trainer),
+            )
+        Hello(0, self._sharded.session_id.encode()).send(self._engine, self._trainer)
 
     def start_weight_update(self) -> None:
         """Nothing yet: the model keeps its weights until the first tensor has arrived."""
@@ -124,26 +149,30 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
         """Nothing more: the model has had the new weights since ``receive_weights``."""
 
     def receive_weights(self, update_info: FabricUpdateInfo) -> None:
-        """Receives all tensors of an update and puts them into use. vLLM runs no step meanwhile, so
-        requests never meet a model without weights.
+        """Puts an update into use: shards that have arrived, or all tensors as they come. vLLM runs
+        no step meanwhile, so requests never meet a model without weights.
 
         Raises:
             WeightSyncError: the trainer failed, and why. Or tensors of layers are missing.
             FabricError: it was lost, or was silent for too long.
         """
-        if self._engine is None:
+        if update_info.session is not None and self._sharded is not None:
+            self._sharded.commit(Commit(update_info.session, update_info.update))
+            return
+        if self._engine is None or self._inbox is None:
             raise InvalidArgument("no trainer is known here; call init_transfer_engine first")
-        hello = _Hello(update_info.update, self._inbox.invite().to_bytes())
-        self._engine.send(self._peer, msgspec.msgpack.encode(hello)).wait()
+        Hello(update_info.update, self._inbox.invite().to_bytes()).send(self._engine, self._trainer)
         steps = self._inbox.receive(self._trainer, update_info.update)
         reload = Reload(self.model, self.model_config, self._leave)
+        own = dict(self.model.named_parameters())
         update = WeightsUpdate()
         try:
             for step in steps:
                 if isinstance(step, tuple):
                     # The model may keep a tensor until its layer is complete; the bucket goes.
                     name, tensor = step
-                    self._check_plain(name, tensor)
+                    kept = own[name].dtype if name in own else None
+                    refuse_lossy_cast(self.model_config, name, tensor.dtype, kept)
                     update.add(name, tensor)
                     reload.load(name, tensor.to(self.device, copy=True))
                 else:
@@ -156,36 +185,26 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
         finally:
             steps.close()
 
-    def _check_plain(self, name: str, tensor: torch.Tensor) -> None:
-        """RS-1: loaders of a model that isn't quantised cast what they are given."""
-        quantised = getattr(self.model_config, "quantization", None) is not None
-        if tensor.dtype.itemsize > 1 or quantised:
-            return
-        own = dict(self.model.named_parameters()).get(name)
-        if own is None or own.dtype != tensor.dtype:
-            raise InvalidArgument(
-                f"`{name}` comes as {tensor.dtype}, and the model isn't quantised: a cast would "
-                "lose its scales; send the unquantised tensor, or start vLLM with the quantisation "
-                "that the trainer uses"
-            )
-
     def shutdown(self) -> None:
-        if self._engine is not None:
-            self._inbox.close()
-            self._engine.close()
-            self._engine = None
+        for opened in (self._sharded, self._inbox, self._engine):
+            if opened is not None:
+                opened.close()
+        self._sharded = self._inbox = self._engine = None
 
 
 class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # type: ignore[misc]
-    """The trainer's end: rank 0 streams full tensors to all workers at once.
+    """The trainer's end. Each rank writes its shards to the workers that need them, where the
+    source has shards: a module, vLLM's ``ModuleSource``, or a ``WeightSource`` of fabric-ray.
 
-    The other ranks take part in the gathers of the source, and send nothing.
+    From any other source rank 0 streams full tensors to all workers at once; the other ranks take
+    part in the gathers, and send nothing.
     """
 
     init_info_cls = FabricTrainerInitInfo
 
     _engine: TransferEngine | None = None
     _call: Future[Any] | None = None
+    _sharded: ShardedPush | None = None
 
     @classmethod
     def trainer_init(
@@ -203,64 +222,56 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
             raise InvalidArgument(
                 f"pause: got {init_info.pause!r}, expected {' or '.join(map(repr, PAUSES))}"
             )
-        _check_source(source)
+        shards = shards_of(source, init_info.rank)
+        if shards is None:
+            _check_source(source)
         made = cls(client=client, source=source, is_sender=init_info.is_sender)
         made.rank = init_info.rank
-        if made.is_sender:
+        if shards is not None:
+            made._sharded = ShardedPush(init_info, client, shards)
+        elif made.is_sender:
             made._open(init_info)
         return made
 
     def send_weights(self) -> None:
-        """Has all workers load the source's weights: pauses the servers, discards their cached
-        pages, sends, and resumes them.
+        """Has all workers load the source's weights: sends, pauses the servers, discards their
+        cached pages, puts the weights into use, and resumes the servers. Streamed tensors are sent
+        while the servers are paused.
 
-        Servers go on with the old weights if it fails before a tensor was sent, unless they were
-        paused before. They stay paused if it fails later.
+        Servers go on with the old weights if it fails before workers put anything into use, unless
+        they were paused before. They stay paused if it fails later.
 
         Raises:
             WeightSyncError: workers that did not get everything; ``failed`` names them.
             Unsupported: the server has no routes for updates; the message says how to start it.
         """
+        if self._sharded is not None:
+            self._sharded.send()
+            return
         if self._engine is None:
             for _ in _full_tensors(self.source):
                 pass
             return
         self._update += 1
         self._is_old, self._call = True, None
-        was_paused = self._server.is_paused()
+        pause = UpdatePause(self._server, self._pause, self._timeout)
         try:
-            self._server.pause_generation(self._pause)
-            let_run = (lambda: None) if was_paused else self._let_loads_end
-            discard_cached(self._server, self._timeout, let_run)
+            pause.begin()
             self._push()
-            # Again: another client may have resumed the server in between.
-            discard_cached(self._server, self._timeout)
+            pause.discard()
         except BaseException as error:
             # Workers that are still in this update must not meet the next one.
             if self._is_over() and self._is_old:
-                if not was_paused:
-                    with suppress(Exception):
-                        self._server.resume_generation()
+                pause.cancel()
                 raise
             if not isinstance(error, Exception):
                 raise
-            raise WeightSyncError(
-                f"update {self._update} failed after tensors were sent: {error}; vLLM stays "
-                "paused, because its workers may hold parts of two versions; call send_weights() "
-                "again, or restart the server",
-                version=self._update,
-                failed=getattr(error, "failed", {}),
-            ) from error
-        self._server.resume_generation()
-
-    def _let_loads_end(self) -> None:
-        """A paused vLLM keeps the blocks of requests that wait for a connector's pages; running, it
-        admits them, and can take their blocks back."""
-        self._server.resume_generation()
-        time.sleep(_LOOK_S)
-        self._server.pause_generation(self._pause)
+            raise stays_paused(error, self._update) from error
+        pause.end()
 
     def shutdown(self) -> None:
+        if self._sharded is not None:
+            self._sharded.close()
         if self._engine is not None:
             self._outbox.close()
             self._engine.close()
@@ -273,9 +284,7 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
         self._outbox = Outbox(self._engine, info.bucket, timeout=info.timeout)
         self._workers, self._timeout, self._update = info.workers, info.timeout, 0
         self._pause = info.pause
-        # Messages wait in it with their places in the pool: what peers can have kept is bounded.
-        self._hellos: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._engine.receive(self._hellos.put, count=max(16, 2 * info.workers))
+        self._hellos = Hellos(self._engine, info.workers)
         told = {
             "trainer": self._engine.address.to_bytes().hex(),
             "bucket": info.bucket,
@@ -326,25 +335,13 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
             WeightSyncError: not all came in time, or the call to the workers has failed. Workers
                 that are ready are told.
         """
-        found: list[Invitation] = []
-        deadline = time.monotonic() + self._timeout
-        while len(found) < self._workers:
-            try:
-                hello = _read(self._hellos.get(timeout=_LOOK_S).data)
-            except queue.Empty:
-                if not call.done() and time.monotonic() < deadline:
-                    continue
-                error = call.exception() if call.done() else None
-                cause = (
-                    f"{len(found)} of {self._workers} workers of vLLM are ready for update "
-                    f"{self._update}; see whether `workers` counts the ranks of all engines"
-                    + (f", and what ended the call to them: {error}" if error else "")
-                )
-                self._outbox.begin(found, self._update)
-                settle(self._outbox.fail(cause))
-                raise WeightSyncError(cause, version=self._update) from error
-            if hello.update == self._update:
-                found.append(Invitation.from_bytes(hello.invitation))
+        what = f"update {self._update}"
+        said, error = self._hellos.collect(self._update, call, self._timeout, what=what)
+        found = [Invitation.from_bytes(text) for text in said]
+        if error is not None:
+            self._outbox.begin(found, self._update)
+            settle(self._outbox.fail(str(error)))
+            raise error
         return found
 
     def _send(self, invitations: list[Invitation]) -> None:
@@ -395,10 +392,3 @@ def _metadata(source: Any) -> Any:
 
 def _full_tensors(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
     return iter(source.iter_full() if hasattr(source, "implements_iter_full") else source)
-
-
-def _read(data: bytes) -> _Hello:
-    try:
-        return from_msgpack(data, _Hello)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise DecodeError(f"not a worker's word: {error}") from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 from fabric_ray.errors import InvalidArgument, Unsupported, WeightSyncError
@@ -20,6 +21,8 @@ _CALLS = (
     "resume_generation",
 )
 _RETRY_S = 0.2
+# So long a server runs that must admit requests to take their blocks back.
+_RUN_S = 0.2
 
 
 class ServerControl(Protocol):
@@ -81,6 +84,58 @@ def discard_cached(
         let_run()
         time.sleep(_RETRY_S)
     server.reset_encoder_cache()
+
+
+class UpdatePause:
+    """The pause of servers around a change of weights.
+
+    Args:
+        mode: what running requests do: ``keep`` or ``abort``.
+        timeout: seconds that vLLM may take to discard what was computed.
+    """
+
+    def __init__(self, server: ServerControl, mode: str, timeout: float) -> None:
+        self._server, self._mode, self._timeout = server, mode, timeout
+        self._was_paused = server.is_paused()
+        self._began = False
+
+    def begin(self) -> None:
+        """Pauses the servers, and discards what was computed with the old weights."""
+        self._began = True
+        self._server.pause_generation(self._mode)
+        let_run = (lambda: None) if self._was_paused else self._let_loads_end
+        discard_cached(self._server, self._timeout, let_run)
+
+    def discard(self) -> None:
+        """Discards again: another client may have resumed a server in between."""
+        discard_cached(self._server, self._timeout)
+
+    def end(self) -> None:
+        """Resumes the servers, which have all of one version."""
+        self._server.resume_generation()
+
+    def cancel(self) -> None:
+        """Resumes the servers, which have the old weights, unless they were paused before."""
+        if self._began and not self._was_paused:
+            with suppress(Exception):
+                self._server.resume_generation()
+
+    def _let_loads_end(self) -> None:
+        """A paused vLLM keeps the blocks of requests that wait for a connector's pages; running, it
+        admits them, and can take their blocks back."""
+        self._server.resume_generation()
+        time.sleep(_RUN_S)
+        self._server.pause_generation(self._mode)
+
+
+def stays_paused(error: Exception, version: int) -> WeightSyncError:
+    """The error of an update after which workers may differ."""
+    return WeightSyncError(
+        f"update {version} failed after tensors were sent: {error}; vLLM stays paused, because its "
+        "workers may hold parts of two versions; call send_weights() again, or restart the server",
+        version=version,
+        failed=getattr(error, "failed", {}),
+    )
 
 
 def explained(call: Callable[..., Any], *args: Any) -> Any:

@@ -74,7 +74,7 @@ def weights() -> str:
 
 
 class WeightsUpdate:
-    """Takes the fingerprint of an update, tensor by tensor, in any order.
+    """Takes the fingerprint of an update, by its name or tensor by tensor, in any order.
 
     From the first tensor to :meth:`finish` the weights are like no other process's.
     """
@@ -83,6 +83,19 @@ class WeightsUpdate:
         self._sum = 0
         self._began = False
 
+    def begin(self, version: str = "") -> None:
+        """Weights change from here on.
+
+        Args:
+            version: names the update at all processes that get it, where no process has whole
+                tensors to :meth:`add`.
+        """
+        if not self._began:
+            self._began = True
+            _weights.fingerprint = f"unfinished {secrets.token_hex(8)}"
+        named = hashlib.blake2b(version.encode(), digest_size=16).digest()
+        self._sum += int.from_bytes(named, "little") if version else 0
+
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """
         Args:
@@ -90,9 +103,7 @@ class WeightsUpdate:
         """
         import torch
 
-        if not self._began:
-            self._began = True
-            _weights.fingerprint = f"unfinished {secrets.token_hex(8)}"
+        self.begin()
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         whole = len(data) // _ROW * _ROW
         words = data[:whole].view(torch.int64).view(-1, _ROW // 8)

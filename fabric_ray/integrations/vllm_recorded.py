@@ -119,7 +119,8 @@ def record_model(
         _divide(made, found, reload)
         if {each.read.tensor for each in found.landings if each.read} >= made.whole.keys():
             # Else nothing is known of what a tensor fills.
-            reload.check(found.landings)
+            for path in reload.check(found.landings):
+                made.landings.pop(path, None)
     return made
 
 

@@ -101,8 +101,11 @@ class Reload:
         self._check_lacking()
         framework(RELOAD, "vllm").finalize_layerwise_reload(self._model, self._config)
 
-    def check(self, landings: Iterable[Landing]) -> None:
+    def check(self, landings: Iterable[Landing]) -> list[str]:
         """Checks that a recorded loader fills the model; nothing has been loaded.
+
+        Returns:
+            layers that lack tensors and may keep old weights.
 
         Raises:
             WeightSyncError: as :meth:`finish` of an update of the same tensors.
@@ -123,7 +126,7 @@ class Reload:
             if 0 < info.load_numel >= info.load_numel_total:
                 layerwise._place_kernel_tensors(layer, info)
                 info.load_numel_total = None
-        self._check_lacking()
+        return self._check_lacking()
 
     def restore(self) -> None:
         """Puts all tensors back; nothing has been loaded."""
@@ -153,14 +156,18 @@ class Reload:
     def _note_biases(self, names: Iterable[str]) -> None:
         self._biases |= {name for name in names if name.endswith(_ROUTER_BIAS)}
 
-    def _check_lacking(self) -> None:
-        if lacking := self._lacking():
+    def _check_lacking(self) -> list[str]:
+        """Returns the lacking layers that may keep old weights; raises if there are others."""
+        found = self._lacking()
+        left = [name for name in found if any(fnmatchcase(name, p) for p in self._leave)]
+        if lacking := [n for n in found if n not in left] + self._without_bias():
             named = ", ".join(lacking[:_NAMED]) + (" ..." if len(lacking) > _NAMED else "")
             raise WeightSyncError(
                 f"{len(lacking)} layers of vLLM's model lack tensors of the update: {named}; send "
                 "every parameter of the model, or name what may keep old weights: "
                 'leave=["visual.*"]'
             )
+        return left
 
     def _lacking(self) -> list[str]:
         """Layers of which tensors are missing. vLLM leaves them as they are if all are, and fills
@@ -188,9 +195,9 @@ class Reload:
                 continue
             parameters = layer.named_parameters(recurse=False)
             total = sum(count(tensor) for key, tensor in parameters if key not in skipped)
-            if info.load_numel < total and not any(fnmatchcase(name, p) for p in self._leave):
+            if info.load_numel < total:
                 found.append(name)
-        return found + self._without_bias()
+        return found
 
     def _without_bias(self) -> list[str]:
         """Routers whose bias did not come."""

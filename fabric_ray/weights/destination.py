@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,46 @@ if TYPE_CHECKING:
 _ALIGN = 16
 
 
-class Destination:
+class VersionSink(ABC):
+    """What a commit puts a version into, from the memory in which it arrived."""
+
+    partly_filled = False
+    """Whether the last :meth:`copy` failed, which leaves tensors of two versions."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By container, where the version lies as it arrived."""
+        raise InvalidArgument("the engine keeps its weights in a layout of its own; ask the engine")
+
+    @abstractmethod
+    def check(self, containers: Sequence[LocalContainer], rank: int) -> None:
+        """Raises InvalidArgument if it has no use for the containers."""
+
+    @abstractmethod
+    def check_ties(self, arrived: Mapping[str, torch.Tensor]) -> None:
+        """Raises WeightSyncError if containers that share memory arrived with different values."""
+
+    @abstractmethod
+    def copy(self, arrived: Mapping[str, torch.Tensor]) -> None:
+        """Puts a version into use.
+
+        Args:
+            arrived: all containers by name, on the host; they are overwritten afterwards.
+        """
+
+    def check_filled(self) -> None:
+        """Raises WeightSyncError if the tensors are of two versions (RS-1)."""
+        if self.partly_filled:
+            raise WeightSyncError(
+                "a version was copied into the module only in part, so its tensors are of two "
+                "versions; fix the cause in the push's error, and push again"
+            )
+
+    @abstractmethod
+    def close(self) -> None:
+        """Takes no more versions."""
+
+
+class Destination(VersionSink):
     """The tensors that a commit copies a version into.
 
     Parameters keep their memory, so that tied parameters, views and captured graphs see the
@@ -37,8 +77,6 @@ class Destination:
         self, into: torch.nn.Module | Mapping[str, torch.Tensor], gate: ReaderGate
     ) -> None:
         self._into = into
-        self.partly_filled = False
-        """Whether the last :meth:`copy` failed, which leaves tensors of two versions."""
         self._removes: list[Callable[[], None]] = []
         if not isinstance(into, Mapping):
             import torch
@@ -128,14 +166,6 @@ class Destination:
         # And the next pass must not begin before copies to strided tensors have ended.
         wait_for_kernels(tensors.values())
         self.partly_filled = False
-
-    def check_filled(self) -> None:
-        """Raises WeightSyncError if the tensors are of two versions (RS-1)."""
-        if self.partly_filled:
-            raise WeightSyncError(
-                "a version was copied into the module only in part, so its tensors are of two "
-                "versions; fix the cause in the push's error, and push again"
-            )
 
     def close(self) -> None:
         for remove in self._removes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import msgspec
@@ -46,6 +47,35 @@ def unstacked(source: Side, target: Side) -> Side:
         for container in source.containers
     )
     return msgspec.structs.replace(source, containers=containers)
+
+
+def checkpoint_tensors(source: Side) -> dict[str, Tensor]:
+    """The tensors of a trainer's checkpoint, by name: with a tensor for each expert, where the
+    source has stacks as transformers 5 makes of such a checkpoint."""
+    tensors = {
+        leaf.tensor.name: leaf.tensor for c in source.containers for leaf in leaves(c.layout)
+    }
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        prefix, _, stack = name.rpartition(".")
+        if stack not in _PARTS or not _are_rows(tensors, prefix):
+            found[name] = tensor
+            continue
+        experts, rows, columns = tensor.shape
+        shape = (rows // len(_PARTS[stack]), columns)
+        for expert, part in product(range(experts), _PARTS[stack]):
+            own = f"{prefix}.{expert}.{part}.weight"
+            found[own] = Tensor(own, shape, tensor.dtype)
+    return found
+
+
+def _are_rows(tensors: Mapping[str, Tensor], experts: str) -> bool:
+    """Whether the stacks of a layer are of rows by output, unlike those of gpt-oss."""
+    stacks = [tensors.get(f"{experts}.{stack}") for stack in _PARTS]
+    up, down = (stack.shape if stack and len(stack.shape) == 3 else None for stack in stacks)
+    if not experts.endswith("experts") or up is None or down is None:
+        return False
+    return up[1] == 2 * down[2] and up[2] == down[1]
 
 
 def _stack(container: Container) -> bool:

@@ -15,7 +15,7 @@ from fabric_ray._native import Counter, Digest, EngineAddress, Peer, Transfer, d
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import FabricError, InvalidArgument, Stale, WeightSyncError
 from fabric_ray.plan import LocalContainer, Plan, Side
-from fabric_ray.weights.destination import Destination
+from fabric_ray.weights.destination import Destination, VersionSink
 from fabric_ray.weights.hooks import EngineHooks, Pause, attempt
 from fabric_ray.weights.latest_call import OUTDATED, LatestCallLock
 from fabric_ray.weights.readers import LiveWeights, ReaderGate, Reading, caller
@@ -54,7 +54,7 @@ class WeightTarget:
         engine: by default the process's own, :func:`fabric_ray.runtime.engine`.
         into: a module whose parameters and persistent buffers hold the version in use after each
             commit, or tensors by name. They keep their memory, on any device. A forward pass of
-            the module counts as :meth:`reading`.
+            the module counts as :meth:`reading`. Or what puts versions into an engine.
         hooks: callbacks of the inference engine.
 
     Raises:
@@ -69,7 +69,7 @@ class WeightTarget:
         name: str = "default",
         engine: TransferEngine | None = None,
         staged: bool = True,
-        into: torch.nn.Module | Mapping[str, torch.Tensor] | None = None,
+        into: torch.nn.Module | Mapping[str, torch.Tensor] | VersionSink | None = None,
         hooks: EngineHooks | None = None,
     ) -> None:
         from fabric_ray.runtime import engine as process_engine
@@ -102,11 +102,12 @@ class WeightTarget:
         self.calls_lock = LatestCallLock()
         """Held by each call of a controller that changes the target (RS-3)."""
         self._gate = ReaderGate(self._referenced, self._is_lent_to_caller)
-        self._into: Destination | None = None
+        self._into: VersionSink | None = None
         if into is not None:
             from fabric_ray.weights.replica.sides import whole_plan
 
-            self._into = Destination(into, self._gate)
+            sink = isinstance(into, VersionSink)
+            self._into = into if sink else Destination(into, self._gate)
             self._into.check(whole_plan(side).local_containers("target", rank), rank)
         TARGETS.add(name, self)
 
@@ -487,7 +488,7 @@ def _check_arguments(side: Any, more: Sequence[Any], into: Any) -> None:
             f"WeightTarget got {len(more) + 1} positional arguments, expected the side alone "
             f"(the second is {type(more[0]).__name__}); {advice}"
         )
-    if into is not None and not isinstance(into, Mapping):
+    if into is not None and not isinstance(into, (Mapping, VersionSink)):
         import torch
 
         if not isinstance(into, torch.nn.Module):

@@ -192,13 +192,18 @@ def compare(folder: Path, kind: str, ranks: int, experts: bool) -> dict[str, Any
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether bits are equal: memory that no loader fills may hold NaN."""
     same_shape = a.shape == b.shape and a.dtype == b.dtype
-    return same_shape and torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+    return same_shape and torch.equal(
+        *(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    )
 
 
 def run(rank: int, folder: str, ranks: int, experts: bool, kinds: list[str], port: int) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    found = {kind: compare(Path(folder), kind, ranks, experts) for kind in kinds}
+    found = {}
+    for kind in kinds:
+        found[kind] = compare(Path(folder), kind, ranks, experts)
+        print(rank, kind, found[kind], file=sys.stderr, flush=True)
     Path(folder, f"answer-{rank}").write_text(json.dumps(found))
 
 

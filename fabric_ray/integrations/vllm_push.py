@@ -1,0 +1,272 @@
+"""The trainers' end of sharded pushes to vLLM: rank 0 leads, and every rank writes its shards."""
+
+from __future__ import annotations
+
+import glob
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from fabric_ray.engine import TransferEngine
+from fabric_ray.errors import InvalidArgument, WeightSyncError
+from fabric_ray.integrations import framework
+from fabric_ray.integrations.collective_calls import CollectiveCalls
+from fabric_ray.integrations.vllm_control import UpdatePause, control_of, explained, stays_paused
+from fabric_ray.integrations.vllm_hello import Hellos, own_host
+from fabric_ray.integrations.vllm_recorded import target_side
+from fabric_ray.integrations.vllm_sharded import WorkerNeeds, target_needs, target_open
+from fabric_ray.integrations.worker_rpc import WorkerClient
+from fabric_ray.plan import Side
+from fabric_ray.plan.leaving import tensor_names
+from fabric_ray.weights import PushReport, WeightSource, WeightSync, phases
+from fabric_ray.weights.calls import CallFailure
+from fabric_ray.weights.modules import named
+from fabric_ray.weights.sides import source_side
+from fabric_ray.weights.stacked import checkpoint_tensors
+
+if TYPE_CHECKING:
+    import torch
+
+    Shards = WeightSource | torch.nn.Module | Mapping[str, torch.Tensor]
+
+logger = logging.getLogger(__name__)
+
+_NUMBERS = count()
+_EMPTY = Side.of(1, ())
+_NAMED = 3
+
+
+def shards_of(source: Any, rank: int) -> Shards | None:
+    """What has this rank's shards, if a source of vLLM's interface, or what stands for one, has
+    them in memory of the host.
+
+    Args:
+        rank: of this trainer.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if isinstance(source, WeightSource):
+        return source
+    module_source = framework("vllm.distributed.weight_transfer", "vllm").ModuleSource
+    # A subclass may give other tensors than its module's.
+    module = source._module if type(source) is module_source else source
+    if not isinstance(module, (torch.nn.Module, Mapping)):
+        return None
+    if rank and not dist.is_initialized():
+        return None  # replicas: rank 0 has all shards
+    tensors = named(module).tensors
+    if away := [name for name, tensor in tensors.items() if tensor.device.type != "cpu"]:
+        logger.warning(
+            "rank 0 streams whole tensors: `%s` is on %s, and shards are sent from host memory",
+            away[0],
+            tensors[away[0]].device,
+        )
+        return None
+    return module
+
+
+class ShardedPush:
+    """A trainer rank's end. All ranks make each call together.
+
+    Args:
+        info: how the rank opens its end, a ``FabricTrainerInitInfo``.
+        client: of vLLM; rank 0 uses it.
+        shards: of this rank.
+
+    Raises:
+        InvalidArgument: a parameter can't be pushed, or vLLM's model can't load it.
+        WeightSyncError: a worker or a trainer failed; the message names it.
+    """
+
+    def __init__(self, info: Any, client: Any, shards: Shards) -> None:
+        self._info, self._client = info, client
+        self.report: PushReport | None = None
+        """Of the last push, on rank 0."""
+        self._sync: WeightSync | None = None
+        self._calls = _Calls(_group(), self._quiesce, self._commit)
+        if info.rank != self._calls.rank:
+            raise InvalidArgument(
+                f"rank is {info.rank}, expected {self._calls.rank}; pass "
+                "torch.distributed.get_rank(), which the shards are numbered by"
+            )
+        self._engine = TransferEngine(**info.engine)
+        self._own: WeightSource | None = None
+        try:
+            if not isinstance(shards, WeightSource):
+                name = f"vllm-{next(_NUMBERS)}"
+                shards = WeightSource(shards, rank=info.rank, name=name, engine=self._engine)
+                self._own = shards
+            self._source = shards
+            self._calls.run(self._connect)
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self) -> None:
+        """Pushes the next version, and has all workers put it into use.
+
+        Raises:
+            WeightSyncError: on every rank; ``failed`` maps trainers and workers to causes.
+        """
+        self._calls.run(self._lead)
+
+    def close(self) -> None:
+        """Releases the shards."""
+        if self._own is not None:
+            self._own.close()
+        self._engine.close()
+
+    def _connect(self) -> None:
+        """Tells workers what there is, asks what they need of it, and plans."""
+        info = self._info
+        self._server = control_of(self._client)
+        self._server.is_paused()
+        trainers = range(self._calls.size)
+        metas = self._ask(trainers, phases.source_meta, [(self._source.name,)] * len(trainers))
+        reports = [report for _, report, _ in metas]
+        given = self._source.side
+        tensors = checkpoint_tensors(source_side(reports, lambda: _side(given), _EMPTY))
+        workers = self._workers(
+            {
+                "trainer": self._engine.address.to_bytes().hex(),
+                "timeout": info.timeout,
+                "engine": info.engine,
+                "leave": list(info.leave),
+                "tensors": [[t.name, t.dtype.name, list(t.shape)] for t in tensors.values()],
+                "host": own_host(self._client),
+            }
+        )
+        answers = self._ask(workers, target_needs, [("",)] * len(workers))
+        needs: list[WorkerNeeds] = list(answers)
+        target = target_side([each.needs for each in needs], tensors)
+        places = [("", target, rank) for rank in range(len(workers))]
+        self._ask(workers, target_open, places)
+        source = source_side(reports, lambda: _side(given), target)
+        self._sync = WeightSync(
+            trainers,
+            workers,
+            name=self._source.name,
+            leave=_left(source, target),
+            digest=True,
+            timeout=info.timeout,
+            calls=self._calls,
+        )
+        self._sync.connect()
+
+    def _workers(self, told: dict[str, Any]) -> list[WorkerClient]:
+        """Opens the workers' ends; returns what calls them."""
+        hellos = Hellos(self._engine, self._info.workers)
+        call: Future[None] = Future()
+        explained(self._client.init_weight_transfer_engine, told)
+        call.set_result(None)
+        said, error = hellos.collect(0, call, self._info.timeout, what="shards")
+        if error is not None:
+            raise error
+        return [WorkerClient(text.decode()) for text in said]
+
+    def _lead(self) -> None:
+        if self._sync is None:
+            raise InvalidArgument("the workers are not connected; call trainer_init again")
+        self._pause = UpdatePause(self._server, self._info.pause, self._info.timeout)
+        self._flips = False
+        try:
+            self.report = self._sync.push()
+            self._pause.discard()
+        except BaseException as error:
+            if not self._flips:
+                self._pause.cancel()
+                raise
+            if not isinstance(error, Exception):
+                raise
+            raise stays_paused(error, self._sync.version) from error
+        self._calls.version = self._sync.version
+        self._pause.end()
+
+    def _quiesce(self) -> None:
+        """All bytes are confirmed: the servers stop until their workers have flipped."""
+        try:
+            self._pause.begin()
+        except WeightSyncError:
+            raise
+        except Exception as error:
+            raise WeightSyncError(f"vLLM did not pause: {error}") from error
+
+    def _commit(self, session: str, version: int) -> None:
+        """Has all workers put a version into use, between vLLM's steps."""
+        self._flips = True
+        explained(self._client.start_weight_update)
+        explained(self._client.update_weights, {"update": version, "session": session})
+        explained(self._client.finish_weight_update)
+
+    def _ask(
+        self, actors: Sequence[Any], function: Callable[..., Any], args: Sequence[tuple[Any, ...]]
+    ) -> list[Any]:
+        answers = self._calls.ask(actors, function, args, self._info.timeout)
+        for number, answer in enumerate(answers):
+            if isinstance(answer, CallFailure):
+                role = "trainer" if isinstance(actors[0], int) else "worker"
+                raise WeightSyncError(
+                    f"{role} {number} did not connect: {answer.cause}",
+                    failed={f"{role} {number}": answer.cause},
+                )
+        return answers
+
+
+class _Calls(CollectiveCalls):
+    """Calls trainers and workers. Versions change by vLLM's own calls, which reach all workers
+    between two steps of their model."""
+
+    def __init__(
+        self, group: Any, quiesce: Callable[[], None], commit: Callable[[str, int], None]
+    ) -> None:
+        super().__init__(group)
+        self._quiesce, self._commit = quiesce, commit
+
+    def ask(
+        self,
+        actors: Sequence[Any],
+        function: Callable[..., Any],
+        args: Sequence[tuple[Any, ...]],
+        timeout: float,
+    ) -> list[Any]:
+        failed: Exception | None = None
+        if function is phases.target_quiesce and args[0][2] == "commit":
+            self._quiesce()
+        if function is phases.target_commit:
+            _, session, version = args[0]
+            try:
+                self._commit(session, version)
+            except Exception as error:
+                failed = error
+        answers = super().ask(actors, function, args, timeout)
+        if failed is None:
+            return answers
+        # A worker that has the version may stand beside one that has not.
+        causes = (a.cause if isinstance(a, CallFailure) else "it is in use here" for a in answers)
+        return [CallFailure(f"{cause}; vLLM's answer: {failed}", error=failed) for cause in causes]
+
+
+def _group() -> Any:
+    """A process group of all trainers that carries host memory, apart from the trainers' own."""
+    import torch.distributed as dist
+
+    return dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+
+def _side(given: Side | None) -> Side:
+    if given is None:
+        raise InvalidArgument("trainer 0 has no side, and others have; give all the same")
+    return given
+
+
+def _left(source: Side, target: Side) -> tuple[str, ...]:
+    """Patterns of tensors that vLLM's model has no use for, as its loader says."""
+    needed = set(tensor_names(target))
+    left = [name for name in dict.fromkeys(tensor_names(source)) if name not in needed]
+    if left:
+        few = ", ".join(f"`{name}`" for name in left[:_NAMED])
+        logger.warning("vLLM's model has no use for %d tensors, such as %s", len(left), few)
+    return tuple(map(glob.escape, left))
