@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from fabric_ray.weights.stacked import checkpoint_tensors
 if TYPE_CHECKING:
     import torch
 
-    Shards = WeightSource | torch.nn.Module | Mapping[str, torch.Tensor]
+    Shards = WeightSource | torch.nn.Module
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def shards_of(source: Any, rank: int) -> Shards | None:
     module_source = framework("vllm.distributed.weight_transfer", "vllm").ModuleSource
     # A subclass may give other tensors than its module's.
     module = source._module if type(source) is module_source else source
-    if not isinstance(module, (torch.nn.Module, Mapping)):
+    if not isinstance(module, torch.nn.Module):
         return None
     if rank and not dist.is_initialized():
         return None  # replicas: rank 0 has all shards
@@ -87,23 +87,18 @@ class ShardedPush:
         """Of the last push, on rank 0."""
         self._sync: WeightSync | None = None
         self._calls = _Calls(_group(), self._quiesce, self._commit)
-        if info.rank != self._calls.rank:
-            raise InvalidArgument(
-                f"rank is {info.rank}, expected {self._calls.rank}; pass "
-                "torch.distributed.get_rank(), which the shards are numbered by"
-            )
-        self._engine = TransferEngine(**info.engine)
+        self._engine: TransferEngine | None = None
         self._own: WeightSource | None = None
+        failure: Exception | None = None
         try:
-            if not isinstance(shards, WeightSource):
-                name = f"vllm-{next(_NUMBERS)}"
-                shards = WeightSource(shards, rank=info.rank, name=name, engine=self._engine)
-                self._own = shards
-            self._source = shards
-            self._calls.run(self._connect)
-        except BaseException:
+            self._open(shards)
+        except Exception as error:
+            failure = error  # the other ranks wait for this one
+        try:
+            self._calls.run(lambda: self._connect(failure))
+        except BaseException as error:
             self.close()
-            raise
+            raise failure or error from None
 
     def send(self) -> None:
         """Pushes the next version, and has all workers put it into use.
@@ -117,10 +112,28 @@ class ShardedPush:
         """Releases the shards."""
         if self._own is not None:
             self._own.close()
-        self._engine.close()
+        if self._engine is not None:
+            self._engine.close()
 
-    def _connect(self) -> None:
+    def _open(self, shards: Shards) -> None:
+        if self._info.rank != self._calls.rank:
+            raise InvalidArgument(
+                f"rank is {self._info.rank}, expected {self._calls.rank}; pass "
+                "torch.distributed.get_rank(), which the shards are numbered by"
+            )
+        self._engine = engine = TransferEngine(**self._info.engine)
+        if isinstance(shards, WeightSource):
+            self._source = shards
+            return
+        name = f"vllm-{next(_NUMBERS)}"
+        self._own = WeightSource(shards, rank=self._info.rank, name=name, engine=engine)
+        self._source = self._own
+
+    def _connect(self, failure: Exception | None) -> None:
         """Tells workers what there is, asks what they need of it, and plans."""
+        if failure is not None:
+            raise failure
+        assert self._engine is not None
         info = self._info
         self._server = control_of(self._client)
         self._server.is_paused()
@@ -158,6 +171,7 @@ class ShardedPush:
 
     def _workers(self, told: dict[str, Any]) -> list[WorkerClient]:
         """Opens the workers' ends; returns what calls them."""
+        assert self._engine is not None
         hellos = Hellos(self._engine, self._info.workers)
         call: Future[None] = Future()
         explained(self._client.init_weight_transfer_engine, told)

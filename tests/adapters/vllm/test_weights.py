@@ -29,14 +29,13 @@ BACKEND = ("--weight-transfer-config", '{"backend": "fabric"}')
 TOKENS, LONG = 12, 1200
 
 
-class Trainer:
-    """A process of its own, with vLLM's classes; see ``trainer.py``."""
+class Process:
+    """A trainer's, with vLLM's classes; it answers each line of JSON by one."""
 
-    def __init__(self, server: Server, options: dict[str, Any]) -> None:
-        program = Path(__file__).with_name("trainer.py")
-        self._log = open(server.log.with_suffix(".trainer"), "w+")  # noqa: SIM115
+    def __init__(self, program: str, log: Path, *arguments: str) -> None:
+        self._log = open(log, "w+")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [servers.PYTHON, program, server.url, json.dumps(options)],
+            [servers.PYTHON, Path(__file__).with_name(program), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -44,25 +43,78 @@ class Trainer:
             env={**os.environ, "PYTHONPATH": str(servers.ROOT), "OMP_NUM_THREADS": "1"},
         )
 
-    def send(
-        self, seed: int, *, without: Sequence[str] = (), fail_at: str | None = None
-    ) -> str | None:
-        """Sends the weights of a seed; the error if there is one."""
+    def say(self, value: object) -> None:
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        asked = {"checkpoint": str(tiny_model(seed)), "without": list(without), "fail_at": fail_at}
-        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.write(json.dumps(value) + "\n")
         self._process.stdin.flush()
+
+    def hear(self) -> Any:
+        assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("> "):
-                answer: str | None = json.loads(line[2:])
-                return answer
+                return json.loads(line[2:])
         self._log.seek(0)
         raise AssertionError(f"the trainer has ended: {self._log.read()[-2000:]}")
 
     def close(self) -> None:
         self._process.kill()
         self._process.wait(30)
+
+
+class Trainer(Process):
+    """Streams whole tensors; see ``trainer.py``."""
+
+    def __init__(self, server: Server, options: dict[str, Any]) -> None:
+        log = server.log.with_suffix(".trainer")
+        super().__init__("trainer.py", log, server.url, json.dumps(options))
+
+    def send(
+        self, seed: int, *, without: Sequence[str] = (), fail_at: str | None = None
+    ) -> str | None:
+        """Sends the weights of a seed; the error if there is one."""
+        checkpoint = str(tiny_model(seed))
+        self.say({"checkpoint": checkpoint, "without": list(without), "fail_at": fail_at})
+        answer: str | None = self.hear()
+        return answer
+
+
+class ShardedTrainers:
+    """Two ranks of FSDP2; see ``sharded_trainer.py``."""
+
+    RANKS = 2
+
+    def __init__(self, server: Server, options: dict[str, Any]) -> None:
+        port = str(servers.free_port())
+        self._ranks = [
+            Process(
+                "sharded_trainer.py",
+                server.log.with_suffix(f".trainer{rank}"),
+                *(server.url, json.dumps(options), str(rank), str(self.RANKS), port),
+            )
+            for rank in range(self.RANKS)
+        ]
+
+    def send(self, seed: int, *, dies: int | None = None) -> dict[str, Any]:
+        """Pushes the weights of a seed; what rank 0 says."""
+        for rank in self._ranks:
+            rank.say({"checkpoint": str(tiny_model(seed)), "dies": dies})
+        answers = [rank.hear() for i, rank in enumerate(self._ranks) if i != dies]
+        assert len({answer["error"] is None for answer in answers}) == 1
+        first: dict[str, Any] = answers[0]
+        return first
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.close()
+
+
+@contextmanager
+def sharded_trainers(server: Server, **options: Any) -> Iterator[ShardedTrainers]:
+    made = ShardedTrainers(server, options)
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 @contextmanager
@@ -199,3 +251,33 @@ def test_a_push_through_running_requests_does_not_end_the_server(stand: Stand) -
     with trainer(stand.server) as sender:
         assert sender.send(OLD) is None
     assert stand.right(OLD) == 30
+
+
+def test_rs_3_two_fsdp2_ranks_push_shards_twice_while_requests_run(stand: Stand) -> None:
+    with sharded_trainers(stand.server) as trainers, ThreadPoolExecutor(8) as pool:
+        for version in (OLD, NEW):
+            running = [pool.submit(stand.server.complete, prompt, LONG) for prompt in RUNNING]
+            stand.wait_running(len(RUNNING))
+            assert trainers.send(version)["error"] is None
+            assert stand.right(version) == 30
+            for future in running:
+                assert len(future.result()["choices"][0]["token_ids"]) == LONG
+        answer = trainers.send(OLD)
+        [checkpoint] = tiny_model(OLD).glob("*.safetensors")
+        assert answer["bytes"] == pytest.approx(checkpoint.stat().st_size, rel=0.01), "each once"
+        assert stand.right(OLD) == 30
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_rs_3_a_trainer_that_is_killed_while_it_writes_leaves_the_server_with_the_old_version(
+    stand: Stand, dies: int
+) -> None:
+    with sharded_trainers(stand.server) as trainers:
+        assert trainers.send(OLD)["error"] is None
+        answer = trainers.send(NEW, dies=dies)
+        assert answer["error"] is not None
+        assert not stand.is_paused()
+        assert stand.right(OLD) == 30
+    with sharded_trainers(stand.server) as trainers:
+        assert trainers.send(NEW)["error"] is None
+        assert stand.right(NEW) == 30

@@ -3,6 +3,7 @@ layers and computes pages with the weights it has."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +26,15 @@ class _TrainerInfo:
         return self.rank == 0
 
 
+class ModuleSource:
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+
 class _Worker:
     def __init__(self, model: torch.nn.Module) -> None:
         self.model, self.model_config, self.device = model, None, torch.device("cpu")
+        self.vllm_config = None
 
 
 class _Trainer:
@@ -46,8 +53,37 @@ class Info:
     def can_load(self) -> bool:
         return self.load_numel_total is not None
 
+    def reset(self) -> None:
+        self.__init__()  # type: ignore[misc]
+
+
+def copy_rows(parameter: torch.Tensor, rows: torch.Tensor, start: int) -> None:
+    """How a parameter is loaded."""
+    parameter.data[start : start + len(rows)].copy_(rows)
+
+
+def deferred(layer: torch.nn.Module, info: Info) -> Any:
+    """As :func:`copy_rows`, when all rows of the layer have come."""
+
+    def online_process_loader(parameter: torch.Tensor, rows: torch.Tensor, start: int) -> None:
+        if not info.can_load():
+            return  # as vLLM does
+        info.loaded_weights.append((rows, start))
+        info.load_numel += rows.numel()
+        if info.load_numel >= info.load_numel_total:
+            process(layer, info)
+
+    online_process_loader.__wrapped__ = copy_rows  # type: ignore[attr-defined]
+    return online_process_loader
+
+
+def layer_tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    own = {**layer._parameters, **layer._buffers}
+    return {name: tensor for name, tensor in own.items() if tensor is not None}
+
 
 def initialize(model: torch.nn.Module) -> None:
+    model._original_do_torchao_reload = False
     for layer in model.modules():
         info = model.infos.setdefault(layer, Info())
         if not info.can_load():
@@ -57,6 +93,7 @@ def initialize(model: torch.nn.Module) -> None:
             info.load_numel_total = sum(p.numel() for p in own.values())
             for name, parameter in own.items():
                 layer._parameters[name] = torch.nn.Parameter(parameter.data.to("meta"))
+                layer._parameters[name].weight_loader = deferred(layer, info)
 
 
 def finalize(model: torch.nn.Module, config: Any) -> None:
@@ -64,17 +101,31 @@ def finalize(model: torch.nn.Module, config: Any) -> None:
         info = model.infos[layer]
         if info.can_load():
             if info.load_numel:  # with gaps, which memory fills
-                info.kernel_tensors[0]["weight"].data.fill_(float("nan"))
-            complete(model, layer)
+                process(layer, info)
+            place(layer, info)
+            info.reset()
 
 
-def complete(model: torch.nn.Module, layer: torch.nn.Module) -> None:
-    info = model.infos[layer]
-    for name, parameter in info.kernel_tensors[0].items():
-        layer._parameters[name] = parameter
-    for start, rows in info.loaded_weights:
-        layer.weight.data[start : start + len(rows)] = rows
-    model.infos[layer] = Info()
+def materialize(layer: torch.nn.Module, info: Info) -> None:
+    for name, parameter in layer._parameters.items():
+        if parameter is not None and parameter.is_meta:
+            memory = torch.full(parameter.shape, float("nan"))
+            layer._parameters[name] = torch.nn.Parameter(memory)
+
+
+def process(layer: torch.nn.Module, info: Info) -> None:
+    """Puts what has been loaded into the tensors that kernels use."""
+    materialize(layer, info)
+    for rows, start in info.loaded_weights:
+        copy_rows(layer.weight, rows, start)
+    for name, kernel in info.kernel_tensors[0].items():
+        kernel.data.copy_(layer._parameters[name])
+    place(layer, info)
+    info.reset()
+
+
+def place(layer: torch.nn.Module, info: Info) -> None:
+    layer._parameters.update(info.kernel_tensors[0] if info.kernel_tensors else {})
 
 
 class Model(torch.nn.Module):
@@ -96,13 +147,10 @@ class Model(torch.nn.Module):
             if name.partition(".")[2] in SKIPPED:
                 layer.e_score_correction_bias.data.copy_(tensor)
                 continue
-            info = self.infos[layer]
-            if not info.can_load():
-                continue  # as vLLM does
-            info.loaded_weights.append((2 if name.endswith("lower") else 0, tensor))
-            info.load_numel += tensor.numel()
-            if info.load_numel >= info.load_numel_total:
-                complete(self, layer)
+            start = 2 if name.endswith("lower") else 0
+            loader = getattr(layer.weight, "weight_loader", None)
+            if loader is not None:
+                loader(layer.weight, tensor, start)
 
     def versions(self) -> set[float]:
         """Versions of all weights; ``nan`` for weights that were never written."""
@@ -133,7 +181,12 @@ def modules(version: str = "0.32.0") -> dict[str, Any]:
         ),
         is_deferred_attention_layer=lambda layer: False,
         finalize_layerwise_reload=finalize,
+        get_layer_tensors=layer_tensors,
+        _get_original_loader=lambda tensor: tensor.weight_loader.__wrapped__,
+        _layerwise_process=process,
+        _place_kernel_tensors=place,
     )
+    meta = SimpleNamespace(SKIP_LOAD_TENSORS=SKIPPED, materialize_layer=materialize)
     at = "vllm.model_executor.model_loader.reload"
     return {
         "vllm": SimpleNamespace(),
@@ -141,8 +194,12 @@ def modules(version: str = "0.32.0") -> dict[str, Any]:
         "vllm.distributed.weight_transfer.base": base,
         at: reload,
         f"{at}.layerwise": layerwise,
-        f"{at}.meta": SimpleNamespace(SKIP_LOAD_TENSORS=SKIPPED),
-        f"{at}.utils": SimpleNamespace(get_tensor_load_numel=lambda tensor: tensor.numel()),
+        f"{at}.meta": meta,
+        f"{at}.utils": SimpleNamespace(
+            get_tensor_load_numel=torch.Tensor.numel, get_layer_tensors=layer_tensors
+        ),
+        "vllm.config": SimpleNamespace(set_current_vllm_config=nullcontext),
+        "vllm.distributed.weight_transfer": SimpleNamespace(ModuleSource=ModuleSource),
     }
 
 

@@ -1,0 +1,322 @@
+"""Shards go from trainers' memory into vLLM's workers by recorded loaders, all or none of them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fabric_ray.errors import FabricError, InvalidArgument, WeightSyncError
+from fabric_ray.integrations.load_recorder import LoadRecording, record
+from fabric_ray.integrations.vllm_kv_content import weights
+from tests.unit.integrations import vllm_fakes as fakes
+
+BACKEND = "fabric_ray.integrations.vllm"
+
+
+def recording(
+    load: Callable[[str, torch.Tensor], object],
+    targets: dict[str, torch.Tensor],
+    **tensors: torch.Tensor,
+) -> LoadRecording:
+    def loads(named: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in named:
+            load(name, tensor)
+
+    return record(loads, {name: tensor.to("meta") for name, tensor in tensors.items()}, targets)
+
+
+def replayed(found: LoadRecording, tensors: dict[str, torch.Tensor], into: torch.Tensor) -> None:
+    """Fills a parameter from the boxes alone, each in memory of its own."""
+    for landing in found.landings:
+        landing.fill(
+            into,
+            lambda read: tensors[read.tensor][
+                tuple(slice(at, at + size) for at, size in read.box)
+            ].clone(),
+        )
+
+
+LOADERS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "rows": lambda p, t: p.data.narrow(0, 2, 4).copy_(t.narrow(0, 4, 4)[:, :6]),
+    "transposed": lambda p, t: p.data.copy_(t.t()[1:7, :6]),
+    "by heads": lambda p, t: p.data.view(2, 3, 6).copy_(t[:6, 2:].view(2, 3, 6)),
+    "a cloned transpose": lambda p, t: p.data.copy_(t.t().contiguous()[2:, :6]),
+    "a cast on the way": lambda p, t: p.copy_(t.to(torch.bfloat16)[1:7, 1:7]),
+    "every other": lambda p, t: p.data[:4, :4].copy_(t[::2, 1::2]),
+    "chunks": lambda p, t: p.data[:, :4].copy_(t.chunk(2, dim=1)[1][:6]),
+    "broadcast": lambda p, t: p.data.copy_(t[3, :6]),
+    "reshaped over rows": lambda p, t: p.data.copy_(t.reshape(-1)[10:46].view(6, 6)),
+    "a clone that is reshaped": lambda p, t: p.data.copy_(
+        t.t().contiguous().view(4, 2, 8)[1:, :, 2:].reshape(6, 6)
+    ),
+    "a constant beside it": lambda p, t: (p[:2].data.copy_(t[:2, :6]), p[2:].data.fill_(7)),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_what_a_recorded_loader_fills_has_the_bits_that_the_loader_gives(name: str) -> None:
+    load, tensor = LOADERS[name], torch.randn(8, 8)
+    expected, got = torch.zeros(6, 6), torch.zeros(6, 6)
+    load(expected, tensor)
+    target = torch.empty(6, 6, device="meta")
+    found = recording(lambda _, given: load(target, given), {"p": target}, t=tensor)
+    assert not found.whole
+    replayed(found, {"t": tensor}, got)
+    assert torch.equal(got, expected)
+
+
+def test_a_worker_needs_no_more_of_a_tensor_than_its_loader_reads() -> None:
+    target = torch.empty(2, 8, device="meta")
+    found = recording(lambda _, t: target.copy_(t[4:6]), {"p": target}, t=torch.zeros(64, 8))
+    [landing] = found.landings
+    assert landing.read is not None
+    assert landing.read.box == ((4, 2), (0, 8))
+
+
+@pytest.mark.parametrize(
+    ("load", "why"),
+    [
+        (lambda p, t: p.data.copy_(t + 1), "computes with it"),
+        (lambda p, t: p.data.copy_(torch.cat([t[:1], t[1:]])), "computes with it"),
+        (lambda p, t: p.data.add_(t), "runs aten.add_"),
+        (lambda p, t: p.data.copy_(t) if t.max() > 0 else None, "needs its values"),
+        (lambda p, t: (p.data.copy_(t), p.data.copy_(-p.data)), "computes with it"),
+        (lambda p, t: p.data.copy_(t.view(torch.int32).view(torch.float32).clone()), "computes"),
+        (lambda p, t: torch.zeros(2, 2).copy_(t), "copies it to a buffer"),
+    ],
+)
+def test_a_tensor_that_a_loader_computes_with_is_named_and_the_others_are_recorded(
+    load: Callable[..., object], why: str
+) -> None:
+    targets = {name: torch.empty(2, 2, device="meta") for name in "abc"}
+
+    def loads(name: str, tensor: torch.Tensor) -> None:
+        if name == "b":
+            load(targets[name], tensor)
+        else:
+            targets[name].data.copy_(tensor)
+
+    if why == "computes":  # views as other dtypes of one size
+        with pytest.raises(AssertionError):
+            assert recording(loads, targets, b=torch.zeros(2, 2)).whole
+        return
+    found = recording(loads, targets, **{name: torch.zeros(2, 2) for name in "abc"})
+    assert list(found.whole) == ["b"]
+    assert why in found.whole["b"]
+    assert {each.target for each in found.landings} >= {"a", "c"}
+
+
+def test_a_loader_never_writes_to_memory_while_it_is_recorded() -> None:
+    target = torch.ones(4)
+
+    def load(_: str, tensor: torch.Tensor) -> None:
+        target.data.copy_(tensor)
+        target.data.fill_(3)
+        target.data.mul_(tensor)
+
+    recording(load, {"p": target}, t=torch.zeros(4))
+    assert target.tolist() == [1.0] * 4
+
+
+def test_a_tensor_that_the_model_keeps_comes_whole() -> None:
+    kept = []
+    found = recording(lambda _, tensor: kept.append(tensor), {}, t=torch.zeros(4))
+    assert found.whole == {"t": "the model keeps it"}
+
+
+class Trained(torch.nn.Module):
+    """A trainer's module of the fake model's checkpoint."""
+
+    def __init__(self, version: float) -> None:
+        super().__init__()
+        for i in range(3):
+            layer = torch.nn.Module()
+            for half in ("upper", "lower"):
+                layer.register_parameter(half, torch.nn.Parameter(torch.zeros(2, 4)))
+            self.add_module(f"l{i}", layer)
+        self.turn_to(version)
+
+    def turn_to(self, version: float) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.fill_(version)
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    for name, module in fakes.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, BACKEND, raising=False)
+    yield importlib.import_module(BACKEND)
+    sys.modules.pop(BACKEND, None)
+
+
+@pytest.fixture
+def server(backend: Any) -> Iterator[fakes.Server]:
+    made = fakes.Server(
+        backend.FabricWeightTransferEngine, backend.FabricUpdateInfo, backend.FabricInitInfo
+    )
+    yield made
+    made.worker.shutdown()
+    fakes._models.clear()
+
+
+@pytest.fixture
+def trainer(backend: Any, server: fakes.Server) -> Iterator[Any]:
+    opened = []
+
+    def make(source: Any, **options: Any) -> Any:
+        info = {"rank": 0, "workers": 1, "timeout": 20.0, **options}
+        made = backend.FabricTrainerWeightTransferEngine.trainer_init(
+            backend.FabricTrainerInitInfo(**info), client=server, source=source
+        )
+        opened.append(made)
+        return made
+
+    yield make
+    for each in opened:
+        each.shutdown()
+
+
+@pytest.mark.parametrize("wrap", [fakes.ModuleSource, lambda module: module])
+def test_rs_3_a_module_is_pushed_and_old_pages_never_answer_for_new_weights(
+    server: fakes.Server, trainer: Any, wrap: Callable[[Any], Any]
+) -> None:
+    module = Trained(1)
+    sender = trainer(wrap(module))
+    names = set()
+    for version in (1, 2, 3):
+        old = server.answer("prompt")
+        module.turn_to(version)
+        sender.send_weights()
+        assert server.answer("prompt") == {version} != old
+        names.add(weights())
+    assert len(names) == 3, "pages of one version are never taken for another's"
+    assert not any("unfinished" in name for name in names)
+
+
+def test_rs_3_bytes_arrive_while_the_server_runs_and_a_push_that_fails_changes_nothing(
+    server: fakes.Server, trainer: Any
+) -> None:
+    module = Trained(1)
+    sender = trainer(module)
+    sender.send_weights()
+    server.calls.clear()
+    module.l1.upper = torch.nn.Parameter(torch.zeros(2, 5))
+    with pytest.raises(WeightSyncError, match=r"`l1.upper` differs from the plan"):
+        sender.send_weights()
+    assert server.calls == [], "it was never paused"
+    assert server.answer("prompt") == {1.0}
+    module.l1.upper = torch.nn.Parameter(torch.zeros(2, 4))
+    server.never_resets = True
+    sender._sharded._info.timeout = 0.5
+    with pytest.raises(WeightSyncError, match=r"got success=false.*send again"):
+        sender.send_weights()
+    assert not server.paused
+    assert server.model.versions() == {1.0}
+    server.never_resets = False
+    module.turn_to(2)
+    sender.send_weights()
+    assert server.answer("prompt") == {2.0}
+
+
+def test_rs_3_a_server_whose_worker_failed_to_flip_stays_paused_until_it_has_one_version(
+    server: fakes.Server, trainer: Any
+) -> None:
+    module = Trained(1)
+    sender = trainer(module)
+
+    def fail() -> None:
+        raise RuntimeError("the worker is out of memory")
+
+    server.before_update = fail
+    with pytest.raises(WeightSyncError, match=r"out of memory.*vLLM stays paused"):
+        sender.send_weights()
+    assert server.paused
+    server.before_update = lambda: None
+    module.turn_to(4)
+    sender.send_weights()
+    assert server.answer("prompt") == {4.0}
+
+
+def test_rs_1_what_a_model_lacks_is_named_before_any_push(
+    server: fakes.Server, trainer: Any
+) -> None:
+    module = Trained(1)
+    del module.l1.lower, module.l2.upper, module.l2.lower
+    with pytest.raises(FabricError, match=r"2 layers .* lack tensors .*: l1, l2; send every"):
+        trainer(module)
+    assert server.model.versions() == {0.0}
+    sender = trainer(module, leave=("l1", "l2"))
+    sender.send_weights()
+    assert server.answer("prompt") == {1.0, 0.0}
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_rs_1_a_router_whose_bias_does_not_come_is_named(
+    server: fakes.Server, trainer: Any, kind: str
+) -> None:
+    model, bias = server.model, torch.zeros(4)
+    if kind == "buffer":
+        model.l1.register_buffer("e_score_correction_bias", bias)
+    else:
+        model.l1.e_score_correction_bias = torch.nn.Parameter(bias)
+    module = Trained(1)
+    with pytest.raises(FabricError, match=r"1 layers .* lack tensors .*: l1; send every"):
+        trainer(module)
+    module.l1.register_buffer("e_score_correction_bias", torch.ones(4))
+    trainer(module).send_weights()
+    assert bias.tolist() == [1.0] * 4
+    assert server.answer("prompt") == {1.0}
+
+
+def test_rs_1_quantised_tensors_are_not_cast_into_a_model_that_is_not(
+    server: fakes.Server, trainer: Any
+) -> None:
+    module = Trained(1)
+    quantised = torch.zeros(2, 4, dtype=torch.float8_e4m3fn)
+    module.l1.upper = torch.nn.Parameter(quantised, requires_grad=False)
+    with pytest.raises(FabricError, match=r"`l1.upper` comes as torch.float8_e4m3fn.*scales"):
+        trainer(module)
+
+
+def test_tensors_that_the_model_has_no_use_for_are_left_and_whole_ones_arrive(
+    server: fakes.Server, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = Trained(1)
+    module.draft = torch.nn.Linear(4, 4)
+    known = server.model.load_weights
+
+    def load(named: Any) -> None:
+        for name, tensor in named:
+            if not name.startswith("draft"):
+                known([(name, tensor * 2 if name == "l2.upper" else tensor)])
+
+    monkeypatch.setattr(server.model, "load_weights", load)
+    sender = trainer(module)
+    sharded = server.worker._sharded
+    assert sharded is not None
+    assert sharded._recorded.whole.keys() == {"l2.upper", "l2.lower"}, "one layer, at once"
+    for version in (1, 2):
+        module.turn_to(version)
+        sender.send_weights()
+        assert server.model.l1.weight.unique().tolist() == [version]
+        assert server.model.l2.weight[:2].unique().tolist() == [2.0 * version]
+        assert server.model.l2.weight[2:].unique().tolist() == [version]
+
+
+def test_workers_that_are_not_there_are_missed_at_once(trainer: Any) -> None:
+    with pytest.raises(WeightSyncError, match="1 of 2 workers of vLLM are ready for shards"):
+        trainer(Trained(1), workers=2, timeout=0.5)
+
+
+def test_a_rank_must_be_the_one_that_its_shards_are_numbered_by(trainer: Any) -> None:
+    from fabric_ray.weights import WeightSource
+
+    with pytest.raises(InvalidArgument, match="rank is 1, expected 0"):
+        trainer(WeightSource({"a": torch.zeros(1)}, rank=0, name="other"), rank=1)
