@@ -98,7 +98,9 @@ class ShardedPush:
             self._calls.run(lambda: self._connect(failure))
         except BaseException as error:
             self.close()
-            raise failure or error from None
+            if failure is not None:
+                raise failure from error
+            raise
 
     def send(self) -> None:
         """Pushes the next version, and has all workers put it into use.

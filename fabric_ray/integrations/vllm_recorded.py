@@ -119,7 +119,7 @@ def record_model(
         _divide(made, found, reload)
         if {each.read.tensor for each in found.landings if each.read} >= made.whole.keys():
             # Else nothing is known of what a tensor fills.
-            for path in reload.check(found.landings):
+            for path in reload.check():
                 made.landings.pop(path, None)
     return made
 
@@ -170,10 +170,15 @@ def _divide(made: RecordedModel, found: LoadRecording, reload: Reload) -> None:
     by_layer: dict[str, list[Landing]] = defaultdict(list)
     for landing in found.landings:
         by_layer[landing.layer].append(landing)
+    partly = reload.count(found.landings)
     whole = dict(found.whole)
     for path, landings in by_layer.items():
         layer, filled = made.model.get_submodule(path), {landing.name for landing in landings}
-        if reason := reload.loads_itself(layer, filled):
+        reason = reload.loads_itself(layer, filled)
+        if found.whole and path in partly:
+            # What is missing comes by a loader that isn't recorded.
+            reason = f"`{path}` gets another whole"
+        if reason:
             whole |= {t: reason for t in _tensors(landings) if t not in whole}
     layers = {path: _tensors(landings) for path, landings in by_layer.items()}
     growing = True

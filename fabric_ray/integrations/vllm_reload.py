@@ -101,8 +101,28 @@ class Reload:
         self._check_lacking()
         framework(RELOAD, "vllm").finalize_layerwise_reload(self._model, self._config)
 
-    def check(self, landings: Iterable[Landing]) -> list[str]:
-        """Checks that a recorded loader fills the model; nothing has been loaded.
+    def count(self, landings: Iterable[Landing]) -> set[str]:
+        """Counts what a recorded loader fills; returns layers that it fills in part."""
+        layerwise = framework(f"{RELOAD}.layerwise", "vllm")
+        skipped = framework(f"{RELOAD}.meta", "vllm").SKIP_LOAD_TENSORS
+        counts: dict[str, int] = defaultdict(int)
+        for landing in landings:
+            if landing.read is not None:
+                counts[landing.target] += math.prod(landing.view.shape)
+                self._note_biases([landing.target])
+        partly = set()
+        for path, layer in self._model.named_modules():
+            info = layerwise.get_layerwise_info(layer)
+            for name, tensor in layerwise.get_layer_tensors(layer).items():
+                if name not in skipped:
+                    count = counts[f"{path}.{name}" if path else name]
+                    info.load_numel += min(count, tensor.numel())
+            if 0 < info.load_numel < info.load_numel_total and not _is_padded(layer, info):
+                partly.add(path)
+        return partly
+
+    def check(self) -> list[str]:
+        """Checks that what has been counted fills the model.
 
         Returns:
             layers that lack tensors and may keep old weights.
@@ -111,18 +131,8 @@ class Reload:
             WeightSyncError: as :meth:`finish` of an update of the same tensors.
         """
         layerwise = framework(f"{RELOAD}.layerwise", "vllm")
-        skipped = framework(f"{RELOAD}.meta", "vllm").SKIP_LOAD_TENSORS
-        counts: dict[str, int] = defaultdict(int)
-        for landing in landings:
-            if landing.read is not None:
-                counts[landing.target] += math.prod(landing.view.shape)
-                self._note_biases([landing.target])
-        for path, layer in self._model.named_modules():
+        for layer in self._model.modules():
             info = layerwise.get_layerwise_info(layer)
-            for name, tensor in layerwise.get_layer_tensors(layer).items():
-                if name not in skipped:
-                    count = counts[f"{path}.{name}" if path else name]
-                    info.load_numel += min(count, tensor.numel())
             if 0 < info.load_numel >= info.load_numel_total:
                 layerwise._place_kernel_tensors(layer, info)
                 info.load_numel_total = None

@@ -93,12 +93,16 @@ def test_every_worker_loads_every_tensor_update_after_update(workers, source) ->
     client = Client(workers)
     module = model(1)
     sender = trainer(client, source(module))
+    fingerprints = set()
     try:
         for step in (1, 2):
             module.load_state_dict(model(step).state_dict())
             sender.send_weights()
             for each in workers:
                 assert each.ask(("wrong", step)) == []
+            [fingerprint] = {each.ask(("fingerprint", None)) for each in workers}
+            fingerprints.add(fingerprint)
+        assert len(fingerprints) == 2
     finally:
         sender.shutdown()
     assert client.calls == [

@@ -13,6 +13,7 @@ import torch
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
+from fabric_ray.integrations.vllm_kv_content import weights
 from fabric_ray.integrations.vllm_plugin import register
 from tests.processes import Other
 
@@ -64,6 +65,9 @@ def worker(connection: Connection) -> None:
                 engine.receive_weights(engine.parse_update_info(given))
             elif what == "die at":
                 loads.dies_at = given
+            elif what == "fingerprint":
+                connection.send(weights())
+                continue
             elif what == "wrong":
                 sent = dict(model(given).named_parameters())
                 assert list(loads.loaded) == list(sent)
