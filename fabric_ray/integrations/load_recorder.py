@@ -36,7 +36,7 @@ class StridedView(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> StridedView:
-        return cls(tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+        return cls(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
 
 class BoxRead(NamedTuple):
@@ -160,9 +160,9 @@ class _Clone(NamedTuple):
     dtype: torch.dtype
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, targets: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found = LoadRecording()
         self.current = ""
         self._targets: dict[int, tuple[str, torch.Tensor]] = {}
@@ -275,7 +275,7 @@ class _Recorder(TorchDispatchMode):
     def _landing(self, target: torch.Tensor, read: BoxRead | None, value: float = 0.0) -> Landing:
         name, whole = self._targets[_storage(target)]
         view = StridedView.of(target)
-        begin = view.offset - whole.storage_offset()
+        begin = view.offset - int(whole.storage_offset())
         return Landing(name, view._replace(offset=begin), read, value)
 
     def _read(self, source: torch.Tensor) -> BoxRead | None:

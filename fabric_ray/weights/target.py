@@ -106,8 +106,7 @@ class WeightTarget:
         if into is not None:
             from fabric_ray.weights.replica.sides import whole_plan
 
-            sink = isinstance(into, VersionSink)
-            self._into = into if sink else Destination(into, self._gate)
+            self._into = into if isinstance(into, VersionSink) else Destination(into, self._gate)
             self._into.check(whole_plan(side).local_containers("target", rank), rank)
         TARGETS.add(name, self)
 

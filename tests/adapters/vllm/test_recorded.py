@@ -17,6 +17,7 @@ from tests.adapters.vllm import servers
 pytestmark = servers.needed
 
 DENSE = ("llama", "tied", "qwen3", "gemma3")
+# First, because vLLM makes its group of expert parallelism for the first model of a process.
 EXPERTS = ("qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 
 
@@ -45,8 +46,8 @@ def compared(ranks: int, *kinds: str) -> list[dict[str, dict[str, Any]]]:
 @pytest.mark.parametrize(
     ("ranks", "kinds"),
     [
-        (1, (*DENSE, *EXPERTS)),
-        (2, (*DENSE, *EXPERTS)),
+        (1, (*EXPERTS, *DENSE)),
+        (2, (*EXPERTS, *DENSE)),
         (2, ("--expert-parallel", *EXPERTS)),
     ],
     ids=["TP 1", "TP 2", "EP 2"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,9 @@ import torch
 from fabric_ray.errors import FabricError, InvalidArgument, WeightSyncError
 from fabric_ray.integrations.load_recorder import LoadRecording, record
 from fabric_ray.integrations.vllm_kv_content import weights
+from tests.processes import Other
 from tests.unit.integrations import vllm_fakes as fakes
+from tests.unit.integrations.vllm_ranks import Trained, rank
 
 BACKEND = "fabric_ray.integrations.vllm"
 
@@ -127,24 +130,6 @@ def test_a_tensor_that_the_model_keeps_comes_whole() -> None:
     kept = []
     found = recording(lambda _, tensor: kept.append(tensor), {}, t=torch.zeros(4))
     assert found.whole == {"t": "the model keeps it"}
-
-
-class Trained(torch.nn.Module):
-    """A trainer's module of the fake model's checkpoint."""
-
-    def __init__(self, version: float) -> None:
-        super().__init__()
-        for i in range(3):
-            layer = torch.nn.Module()
-            for half in ("upper", "lower"):
-                layer.register_parameter(half, torch.nn.Parameter(torch.zeros(2, 4)))
-            self.add_module(f"l{i}", layer)
-        self.turn_to(version)
-
-    def turn_to(self, version: float) -> None:
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.fill_(version)
 
 
 @pytest.fixture
@@ -320,3 +305,28 @@ def test_a_rank_must_be_the_one_that_its_shards_are_numbered_by(trainer: Any) ->
 
     with pytest.raises(InvalidArgument, match="rank is 1, expected 0"):
         trainer(WeightSource({"a": torch.zeros(1)}, rank=0, name="other"), rank=1)
+
+
+def test_rs_3_fsdp2_ranks_push_their_shards_and_one_that_is_killed_changes_nothing() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [Other(rank, number, 2, port) for number in range(2)]
+    try:
+        for each in ranks:
+            assert each.hear(200.0) == "ready"
+        for version in (1.0, 2.0):
+            for each in ranks:
+                each.say((version, None))
+            answers = [each.hear(60.0) for each in ranks]
+            assert answers[0] == (None, False, {version})
+            assert answers[1][0] is None
+        for each in ranks:
+            each.say((3.0, 1))
+        error, paused, versions = ranks[0].hear(100.0)
+        assert "the trainers' process group broke" in error
+        assert not paused
+        assert versions == {2.0}
+    finally:
+        for each in ranks:
+            each.__exit__()

@@ -1,0 +1,77 @@
+"""A trainer rank with an FSDP2 module, in a process of its own; rank 0 has the server too."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.unit.integrations import vllm_fakes as fakes
+
+
+class Trained(torch.nn.Module):
+    """A trainer's module of the fake model's checkpoint."""
+
+    def __init__(self, version: float) -> None:
+        super().__init__()
+        for i in range(3):
+            layer = torch.nn.Module()
+            for half in ("upper", "lower"):
+                layer.register_parameter(half, torch.nn.Parameter(torch.zeros(2, 4)))
+            self.add_module(f"l{i}", layer)
+        self.turn_to(version)
+
+    def turn_to(self, version: float) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                getattr(parameter, "_local_tensor", parameter).fill_(version)
+
+
+def rank(connection: Connection, number: int, ranks: int, port: int) -> None:
+    """Takes a version to push, and ``dies``, the rank that is killed at its first write; answers
+    with the error, and on rank 0 whether the server is paused and the versions of its weights."""
+    for name, module in fakes.modules().items():
+        sys.modules[name] = module
+    backend: Any = importlib.import_module("fabric_ray.integrations.vllm")
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=number, world_size=ranks)
+    module = fully_shard(Trained(0), mesh=init_device_mesh("cpu", (ranks,)))
+    server = fakes.Server(
+        backend.FabricWeightTransferEngine, backend.FabricUpdateInfo, backend.FabricInitInfo
+    )
+    sender = backend.FabricTrainerWeightTransferEngine.trainer_init(
+        backend.FabricTrainerInitInfo(rank=number, workers=1, timeout=60.0),
+        client=server if number == 0 else None,
+        source=module,
+    )
+    connection.send("ready")
+    while True:
+        version, dies = connection.recv()
+        module.turn_to(version)
+        if dies == number:
+            die_after_first_write()
+        error = None
+        try:
+            sender.send_weights()
+        except Exception as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        connection.send((error, server.paused, server.model.versions()))
+
+
+def die_after_first_write() -> None:
+    from fabric_ray.weights.step_sender import StepSender
+
+    send = StepSender.send
+
+    def last(*args: Any) -> None:
+        send(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    StepSender.send = last  # type: ignore[method-assign]
