@@ -14,6 +14,10 @@ import torch
 from fabric_ray.errors import FabricError, InvalidArgument, WeightSyncError
 from fabric_ray.integrations.load_recorder import LoadRecording, record
 from fabric_ray.integrations.vllm_kv_content import weights
+from fabric_ray.plan.dtensor import param_meta
+from fabric_ray.plan.report import side_from_param_meta
+from fabric_ray.weights import WeightSource
+from fabric_ray.weights.stacked import checkpoint_tensors
 from tests.processes import Other
 from tests.unit.integrations import vllm_fakes as fakes
 from tests.unit.integrations.vllm_ranks import Trained, rank
@@ -130,6 +134,22 @@ def test_a_tensor_that_the_model_keeps_comes_whole() -> None:
     kept = []
     found = recording(lambda _, tensor: kept.append(tensor), {}, t=torch.zeros(4))
     assert found.whole == {"t": "the model keeps it"}
+
+
+def test_the_checkpoint_of_stacked_experts_has_a_tensor_for_each() -> None:
+    def shapes(up: tuple[int, ...], down: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        held = {"gate_up_proj": torch.zeros(up), "down_proj": torch.zeros(down)}
+        metas = [param_meta(f"mlp.experts.{n}", t, rank=0) for n, t in held.items()]
+        tensors = checkpoint_tensors(side_from_param_meta({0: metas}))
+        return {name.removeprefix("mlp.experts."): t.shape for name, t in tensors.items()}
+
+    assert shapes((2, 12, 8), (2, 8, 6)) == {
+        f"{expert}.{part}.weight": shape
+        for part, shape in (("gate_proj", (6, 8)), ("up_proj", (6, 8)), ("down_proj", (8, 6)))
+        for expert in range(2)
+    }
+    # As gpt-oss has them, they are the checkpoint's.
+    assert shapes((2, 8, 12), (2, 6, 8)).keys() == {"gate_up_proj", "down_proj"}
 
 
 @pytest.fixture
@@ -301,8 +321,6 @@ def test_workers_that_are_not_there_are_missed_at_once(trainer: Any) -> None:
 
 
 def test_a_rank_must_be_the_one_that_its_shards_are_numbered_by(trainer: Any) -> None:
-    from fabric_ray.weights import WeightSource
-
     with pytest.raises(InvalidArgument, match="rank is 1, expected 0"):
         trainer(WeightSource({"a": torch.zeros(1)}, rank=0, name="other"), rank=1)
 
