@@ -33,7 +33,7 @@ from fabric_ray.integrations.vllm_control import (
 from fabric_ray.integrations.vllm_hello import Hello, Hellos, host_towards
 from fabric_ray.integrations.vllm_kv_content import WeightsUpdate
 from fabric_ray.integrations.vllm_plugin import check_version
-from fabric_ray.integrations.vllm_push import ShardedPush, shards_of
+from fabric_ray.integrations.vllm_push import ShardedPush, full_source, shards_of
 from fabric_ray.integrations.vllm_reload import Reload, refuse_lossy_cast
 from fabric_ray.integrations.vllm_sharded import Commit, ShardedWorker
 
@@ -224,6 +224,7 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
             )
         shards = shards_of(source, init_info.rank)
         if shards is None:
+            source = full_source(source)
             _check_source(source)
         made = cls(client=client, source=source, is_sender=init_info.is_sender)
         made.rank = init_info.rank

@@ -46,16 +46,14 @@ def shards_of(source: Any, rank: int) -> Shards | None:
         rank: of this trainer.
     """
     import torch
-    import torch.distributed as dist
 
     if isinstance(source, WeightSource):
         return source
-    module_source = framework("vllm.distributed.weight_transfer", "vllm").ModuleSource
     # A subclass may give other tensors than its module's.
-    module = source._module if type(source) is module_source else source
+    module = source._module if type(source) is _module_source() else source
     if not isinstance(module, torch.nn.Module):
         return None
-    if rank and not dist.is_initialized():
+    if rank and not _has_group():
         return None  # replicas: rank 0 has all shards
     tensors = named(module).tensors
     if away := [name for name, tensor in tensors.items() if tensor.device.type != "cpu"]:
@@ -66,6 +64,13 @@ def shards_of(source: Any, rank: int) -> Shards | None:
         )
         return None
     return module
+
+
+def full_source(source: Any) -> Any:
+    """The source of vLLM's interface that gathers a module's tensors, for a module."""
+    import torch
+
+    return _module_source()(source) if isinstance(source, torch.nn.Module) else source
 
 
 class ShardedPush:
@@ -269,7 +274,17 @@ def _group() -> Any:
     """A process group of all trainers that carries host memory, apart from the trainers' own."""
     import torch.distributed as dist
 
-    return dist.new_group(backend="gloo") if dist.is_initialized() else None
+    return dist.new_group(backend="gloo") if _has_group() else None
+
+
+def _has_group() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
+def _module_source() -> Any:
+    return framework("vllm.distributed.weight_transfer", "vllm").ModuleSource
 
 
 def _side(given: Side | None) -> Side:

@@ -315,6 +315,17 @@ def test_tensors_that_the_model_has_no_use_for_are_left_and_whole_ones_arrive(
         assert server.model.l2.weight[2:].unique().tolist() == [version]
 
 
+def test_a_module_that_is_not_in_memory_of_the_host_is_streamed_by_vllms_own_source(
+    backend: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = Trained(1).to("meta")
+    assert backend.shards_of(module, 0) is None
+    assert "`l0.upper` is on meta, and shards are sent from host memory" in caplog.text
+    source = backend.full_source(module)
+    assert type(source) is fakes.ModuleSource
+    assert source._module is module
+
+
 def test_workers_that_are_not_there_are_missed_at_once(trainer: Any) -> None:
     with pytest.raises(WeightSyncError, match="1 of 2 workers of vLLM are ready for shards"):
         trainer(Trained(1), workers=2, timeout=0.5)
