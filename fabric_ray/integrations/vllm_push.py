@@ -238,7 +238,7 @@ class ShardedPush:
 
 class _Calls(CollectiveCalls):
     """Calls trainers and workers. Versions change by vLLM's own calls, which reach all workers
-    between two steps of their model."""
+    between two steps of their model (RS-3)."""
 
     def __init__(
         self, group: Any, quiesce: Callable[[], None], commit: Callable[[str, int], None]

@@ -176,7 +176,7 @@ def _divide(made: RecordedModel, found: LoadRecording, reload: Reload) -> None:
         layer, filled = made.model.get_submodule(path), {landing.name for landing in landings}
         reason = reload.loads_itself(layer, filled)
         if found.whole and path in partly:
-            # What is missing comes by a loader that isn't recorded.
+            # RS-1: what is missing comes by a loader that isn't recorded.
             reason = f"`{path}` gets another whole"
         if reason:
             whole |= {t: reason for t in _tensors(landings) if t not in whole}

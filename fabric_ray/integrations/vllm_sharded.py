@@ -91,7 +91,7 @@ class ShardedWorker:
         """By which the trainer calls this worker."""
 
     def commit(self, commit: Commit) -> None:
-        """Puts a confirmed version into use, in the thread in which the model computes.
+        """Puts a confirmed version into use, in the thread in which the model computes (RS-3).
 
         Raises:
             WeightSyncError: another version is confirmed, or none.

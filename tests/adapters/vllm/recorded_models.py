@@ -199,6 +199,7 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def run(rank: int, folder: str, ranks: int, experts: bool, kinds: list[str], port: int) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
+    os.environ["VLLM_DIST_IDENT"] = f"recorded_{port}"  # of vLLM's memory between its ranks
     torch.set_num_threads(1)
     found = {}
     for kind in kinds:
