@@ -120,7 +120,8 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
         self._engine = TransferEngine(**init_info.engine)
         self._trainer = bytes.fromhex(init_info.trainer)
         self._leave = init_info.leave
-        self._engine.connect(self._engine.peer(EngineAddress.from_bytes(self._trainer)))
+        self._peer = self._engine.peer(EngineAddress.from_bytes(self._trainer))
+        self._engine.connect(self._peer)
         if init_info.tensors is not None:
             self._open_sharded(init_info.tensors, init_info.host)
             return
@@ -140,7 +141,7 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
                 engine=self._engine,
                 host=host_towards(trainer),
             )
-        Hello(0, self._sharded.session_id.encode()).send(self._engine, self._trainer)
+        Hello(0, self._sharded.session_id.encode()).send(self._engine, self._peer)
 
     def start_weight_update(self) -> None:
         """Nothing yet: the model keeps its weights until the first tensor has arrived."""
@@ -161,7 +162,7 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
             return
         if self._engine is None or self._inbox is None:
             raise InvalidArgument("no trainer is known here; call init_transfer_engine first")
-        Hello(update_info.update, self._inbox.invite().to_bytes()).send(self._engine, self._trainer)
+        Hello(update_info.update, self._inbox.invite().to_bytes()).send(self._engine, self._peer)
         steps = self._inbox.receive(self._trainer, update_info.update)
         reload = Reload(self.model, self.model_config, self._leave)
         own = dict(self.model.named_parameters())

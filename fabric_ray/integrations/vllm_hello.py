@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from fabric_ray.decoding import from_msgpack
-from fabric_ray.engine import EngineAddress, Message, TransferEngine
+from fabric_ray.engine import Message, Peer, TransferEngine
 from fabric_ray.errors import DecodeError, WeightSyncError
 
 # While workers are awaited, whether the call to them has failed is looked up so often.
@@ -28,10 +28,8 @@ class Hello(msgspec.Struct, frozen=True):
     text: bytes
     """The invitation to send, or the session id by which the worker is called."""
 
-    def send(self, engine: TransferEngine, trainer: bytes) -> None:
-        """Sends it to the trainer's engine, which has this address."""
-        peer = engine.peer(EngineAddress.from_bytes(trainer))
-        engine.send(peer, msgspec.msgpack.encode(self)).wait()
+    def send(self, engine: TransferEngine, trainer: Peer) -> None:
+        engine.send(trainer, msgspec.msgpack.encode(self)).wait()
 
 
 class Hellos:
