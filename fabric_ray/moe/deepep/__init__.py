@@ -6,8 +6,8 @@ from fabric_ray.moe.deepep.buffer import Buffer
 from fabric_ray.moe.deepep.elastic import ElasticBuffer
 from fabric_ray.moe.deepep.event import EventHandle, EventOverlap
 from fabric_ray.moe.deepep.layout import EPHandle
-from fabric_ray.moe.deepep.normal import Handle
 from fabric_ray.moe.deepep.sizes import Config
+from fabric_ray.moe.deepep.ways import Handle
 
 topk_idx_t = torch.int64
 """The dtype of ``topk_idx``."""
