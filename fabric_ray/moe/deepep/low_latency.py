@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -100,8 +100,8 @@ class LowLatency:
         self._slots: dict[Form, list[Slot]] = {}
         self._phase: dict[Form, int] = {}
         # By what tells a handle from others, for as long as the caller keeps that.
-        self._routes: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._answers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._routes: MutableMapping[Tensor, tuple[Form, Tensor]] = WeakIdKeyDictionary()
+        self._answers: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
 
     def dispatch(
         self, x: Tensor, topk_idx: Tensor, form: Form, stats: Tensor | None, powers_of_two: bool
@@ -254,7 +254,7 @@ class LowLatency:
         return answers
 
     def _filled(self, handle: Handle) -> Tensor:
-        filled: Tensor | None = self._answers.get(handle[0])
+        filled = self._answers.get(handle[0])
         if filled is None:
             raise InvalidArgument(
                 "zero_copy takes the answers from get_next_low_latency_combine_buffer(handle); "
@@ -282,8 +282,7 @@ class LowLatency:
                 "the handle is not one of this buffer's low_latency_dispatch; give what that "
                 f"returned: {', '.join(_HANDLE)}"
             )
-        found: tuple[Form, Tensor] = known
-        return found
+        return known
 
     def _next(self, form: Form) -> Slot:
         if form not in self._slots:

@@ -60,10 +60,7 @@ class Config:
     """At least as many; raised to a multiple of what is sent at a time."""
 
     def __post_init__(self) -> None:
-        sent, received = (
-            self.num_max_rdma_chunked_send_tokens,
-            self.num_max_rdma_chunked_recv_tokens,
-        )
+        sent = self.num_max_rdma_chunked_send_tokens
         if self.num_sms < 0:
             raise InvalidArgument(f"num_sms must be >= 0 SMs, got {self.num_sms}")
         if not 0 < self.num_max_nvl_chunked_send_tokens < self.num_max_nvl_chunked_recv_tokens:
@@ -71,7 +68,7 @@ class Config:
                 f"chunks over NVLink: {self.num_max_nvl_chunked_send_tokens} tokens are sent and "
                 f"{self.num_max_nvl_chunked_recv_tokens} received; send at least 1, receive more"
             )
-        received = _up(received, max(sent, 1))
+        received = _up(self.num_max_rdma_chunked_recv_tokens, max(sent, 1))
         if sent < 1 or 2 * sent > received:
             raise InvalidArgument(
                 f"chunks over RDMA: {sent} tokens are sent and {received} received; send at least "

@@ -1,5 +1,5 @@
-"""What callers of DeepEP do beside one dispatch and one combine: handles that are used again, layouts
-without experts, events, overlap with a GEMM, ranks that come back."""
+"""What callers of DeepEP do beside one dispatch and one combine: handles that are used again,
+layouts without experts, events, overlap with a GEMM, ranks that come back."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_handle_is_combined_any_number_of_times(ranks: int, hooks: bool) -> No
 
 @on_all_ranks(2)
 def test_a_combine_waits_for_the_signals_of_a_gemm(comm: ThreadComm) -> None:
-    buffer = low_latency(comm, timeout=2.0)
+    buffer = low_latency(comm, timeout=3.0)
     x, idx, w = batch(buffer.rank, M, EXPERTS, TOPK, 48)
     recv, counts, handle, _, _ = buffer.low_latency_dispatch(x, idx, M, EXPERTS, use_fp8=False)
     assert isinstance(recv, torch.Tensor)
@@ -88,11 +88,7 @@ def test_a_combine_waits_for_the_signals_of_a_gemm(comm: ThreadComm) -> None:
         signal.zero_()
         of_experts.zero_()
         with pytest.raises(errors.TransferTimeout, match="signals of the GEMM"):
-            buffer._exchanges.timeout, before = 0.05, buffer._exchanges.timeout
-            try:
-                buffer.low_latency_combine(y, idx, w, handle, overlap=True, **how)
-            finally:
-                buffer._exchanges.timeout = before
+            buffer.low_latency_combine(y, idx, w, handle, overlap=True, **how)
         other = threading.Timer(0.1, gemm)
         other.start()
         sums, _, _ = buffer.low_latency_combine(y, idx, w, handle, overlap=True, **how)
@@ -165,16 +161,13 @@ def test_one_scale_for_a_token_may_lie_in_a_row(comm: ThreadComm) -> None:
     x8, scales = cast.to_fp8(x)
     layout = buffer.get_dispatch_layout(idx, EXPERTS)
     per_rank, _, per_expert, in_rank, _ = layout
-    (a, a_scales), *_ = buffer.dispatch(
-        (x8, scales), None, per_rank, None, in_rank, per_expert, idx, w
-    )
-    (b, b_scales), *_, handle, _ = buffer.dispatch(
-        (x8, scales[:, 0]), None, per_rank, None, in_rank, per_expert, idx, w
-    )
+    layout_args = (None, per_rank, None, in_rank, per_expert, idx, w)
+    (a, a_scales), *_ = buffer.dispatch((x8, scales), *layout_args)
+    (b, b_scales), *_, handle, _ = buffer.dispatch((x8, scales[:, 0]), *layout_args)
     assert b_scales.ndim == 1
     assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     assert torch.equal(a_scales[:, 0], b_scales)
-    (c, c_scales), *_ = buffer.dispatch((x8, scales[:, 0]), handle=handle)
+    (_, c_scales), *_ = buffer.dispatch((x8, scales[:, 0]), handle=handle)
     assert torch.equal(c_scales, b_scales)
     buffer.destroy()
 
@@ -240,7 +233,7 @@ def test_configs_are_checked_as_there() -> None:
     assert (config.num_sms, config.num_max_nvl_chunked_send_tokens) == (20, 8)
     assert Config(20, 8, 256, 12, 128).num_max_rdma_chunked_recv_tokens == 132
     for wrong in ((-2,), (20, 0), (20, 256, 256), (20, 8, 256, 0, 128)):
-        with pytest.raises(errors.InvalidArgument, match="chunk|SMs"):
+        with pytest.raises(errors.InvalidArgument, match=r"chunk|SMs"):
             Config(*wrong)
 
 
@@ -271,6 +264,8 @@ def test_ranks_that_were_masked_come_back(comm: ThreadComm, how: str) -> None:
     status = torch.empty(3, dtype=torch.int32)
     assert whole(passes(buffer, 0))
     for turn in (1, 2):
+        # A rank that is masked lacks what has not left yet.
+        comm.all_gather(b"")
         if comm.rank() != 2:
             buffer.low_latency_update_mask_buffer(2, True)
             assert not whole(passes(buffer, turn))
