@@ -178,6 +178,14 @@ class ElasticBuffer(ElasticLacks):
             torch.cuda.current_stream().synchronize()
         self._normal.gather(b"")
 
+    def gather(self, value: bytes) -> list[bytes]:
+        """Each rank's value of up to 506 bytes, by rank.
+
+        Raises:
+            PeerLost: a rank was lost.
+        """
+        return [one or b"" for one in self._normal.gather(value)]
+
     def check(self) -> None:
         """As :meth:`Buffer.check`.
 
