@@ -332,18 +332,38 @@ class Exchanges:
         back = {r for r in ranks if any(one[r] for one in said) and rank in (None, r)}
         if not back:
             return False
+        for one in self._drop():
+            one.close()
         with self._lock:
-            made, self._made = self._made, []
             self._masked = {r: cause for r, cause in mine.items() if r not in back}
             self._asked -= back
-        for one in made:
-            if isinstance(one, AllToAll):
-                one.expect_departures()
-                one.close()
-        self.gather = None
         # No rank makes new exchanges while another one still leaves the old ones.
         self.comm.all_gather(b"")
         return True
+
+    def leave(self) -> None:
+        """Frees the buffers when other ranks have what this one has for them, or are given up. They
+        needn't be here, and give this one up when they wait for it."""
+        if self._closed:
+            return
+        self._closed = True
+        for one in self._drop():
+            # Don't wait for a call of another thread.
+            with suppress(InvalidArgument):
+                one.finish()
+            one.close()
+        if self._owned:
+            self._engine.close()
+
+    def _drop(self) -> list[AllToAll]:
+        """The exchanges that there were; they report no ranks that leave them from now on."""
+        with self._lock:
+            made, self._made = self._made, []
+        self.gather = None
+        found = [one for one in made if isinstance(one, AllToAll)]
+        for one in found:
+            one.expect_departures()
+        return found
 
     def close(self) -> None:
         """Waits for the device, and until all ranks are here, or have what this one has for them if

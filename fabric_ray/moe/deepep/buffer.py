@@ -395,6 +395,21 @@ class Buffer(NormalCalls):
         """What buffers there are now, and what makes them as large as they are."""
         return self._exchanges.explain()
 
+    def barrier(self) -> None:
+        """Waits for all ranks that take part.
+
+        Raises:
+            PeerLost: a rank was lost, and the buffer doesn't shrink.
+        """
+        self._normal.gather(b"")
+
+    def leave(self) -> None:
+        """Frees the buffers when other ranks have what this one has for them; they needn't be
+        here."""
+        self._exchanges.leave()
+        self._low_latency.restart()
+        self._own.clear()
+
     def destroy(self) -> None:
         """Frees the buffers when all ranks are here and their devices are done; a second call does
         nothing.
