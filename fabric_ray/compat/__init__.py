@@ -12,9 +12,10 @@ from pathlib import Path
 
 from fabric_ray.errors import InvalidArgument
 
-LIBRARIES = ("deep_ep", "mooncake", "nixl")
-_BESIDE = ("mooncake", "nixl")
-"""Those whose place is taken if they are installed."""
+LIBRARIES = ("deep_ep", "mooncake", "nixl", "nixl_ep", "pplx_garden", "pplx_kernels")
+_DEFAULT = ("mooncake", "nixl")
+_ALONE = ("deep_ep", "pplx_garden", "pplx_kernels")
+"""Those that take the place of no installed one. NIXL brings ``nixl_ep`` along."""
 _SHIMS = Path(__file__).parent / "shims"
 
 
@@ -22,19 +23,20 @@ def shim_path(*libraries: str) -> str:
     """What to put first on ``PYTHONPATH``; ``python -m fabric_ray.compat nixl`` prints it.
 
     Args:
-        libraries: ``deep_ep``, ``mooncake``, ``nixl``; the last two if none is named.
+        libraries: of :data:`LIBRARIES`; ``mooncake`` and ``nixl`` if none is named.
 
     Raises:
-        InvalidArgument: there is no such interface; or it is ``deep_ep``, and DeepEP is installed.
+        InvalidArgument: there is no such interface; or it is ``deep_ep``, ``pplx_garden`` or
+            ``pplx_kernels``, and that is installed.
     """
     for name in libraries:
         if name not in LIBRARIES:
             raise InvalidArgument(
                 f"no interface of this library: got {name!r}, expected {' or '.join(LIBRARIES)}"
             )
-        if name not in _BESIDE and (found := _installed(name)):
+        if name in _ALONE and (found := _installed(name)):
             raise InvalidArgument(_refusal(name, found))
-    return ":".join(str(_SHIMS / name) for name in libraries or _BESIDE)
+    return ":".join(str(_SHIMS / name) for name in libraries or _DEFAULT)
 
 
 def refuse_installed(package: str, shim: str) -> None:

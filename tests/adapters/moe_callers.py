@@ -3,6 +3,8 @@ would import from the rest of their frameworks given to them."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -32,6 +34,7 @@ class Rank(SimpleNamespace):
     group: dist.ProcessGroup
     rank: int
     ranks: int
+    store: dist.Store
 
     @property
     def local(self) -> int:
@@ -79,9 +82,16 @@ def vllm_managers() -> dict[str, Any]:
         {"threading": threading, "WeakValueDictionary": __import__("weakref").WeakValueDictionary},
         "Cache",
     )
-    config = SimpleNamespace(parallel_config=SimpleNamespace(enable_fault_tolerance=True))
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(enable_fault_tolerance=True, enable_elastic_ep=False)
+    )
     given = names | {
         "torch": torch,
+        "dist": dist,
+        "threading": threading,
+        "dataclass": dataclasses.dataclass,
+        "contextmanager": contextlib.contextmanager,
+        "StatelessProcessGroup": None,
         "Any": Any,
         "All2AllManagerBase": Manager,
         "has_deep_ep": lambda: True,
@@ -104,13 +114,13 @@ def vllm_managers() -> dict[str, Any]:
         "DeepEPHTAll2AllManager",
         "DeepEPLLAll2AllManager",
         "DeepEPV2All2AllManager",
+        "_NixlEPBufferState",
+        "NixlEPAll2AllManager",
     )
 
 
 def vllm_classes(name: str) -> tuple[dict[str, Any], Any]:
     """A module of ``prepare_finalize``, and the reduction that vLLM asks for."""
-    import dataclasses
-
     mk = run(
         module(f"{FUSED_MOE}.modular_kernel", ""),
         {"torch": torch, "dataclass": dataclasses.dataclass, "PIN_MEMORY": False},
@@ -286,6 +296,39 @@ def vllm_second_interface(me: Rank) -> None:
     manager.destroy()
 
 
+def vllm_nixl(me: Rank) -> None:
+    found, delegate = vllm_classes("nixl_ep")
+    kind = vllm_managers()["NixlEPAll2AllManager"]
+    store, hidden = dist.PrefixStore("vllm", me.store), 2048
+    manager = kind(me.group, SimpleNamespace(store=store))
+    buffer = manager.get_handle(
+        {
+            "max_num_tokens_per_dp_rank": M,
+            "token_hidden_size": hidden,
+            "num_local_experts": me.local,
+        }
+    )
+    kind._mask = torch.zeros(me.ranks, dtype=torch.int32)
+    for turn, fp8 in enumerate([True, False]):
+        calls = found["NixlEPPrepareAndFinalize"](
+            buffer, M, me.ranks, EXPERTS, use_fp8_dispatch=fp8
+        )
+        x, idx, w = me.batch(turn, hidden)
+        rows, scales, meta, _, _ = calls.prepare(x, w, idx, EXPERTS, None, False, quantisation(fp8))
+        rows = cast.back(rows, scales) if fp8 else rows
+        out = torch.empty_like(x)
+        calls.finalize(out, me.batched(rows, meta.expert_num_tokens), w, idx, False, delegate)
+        assert torch.equal(out, unsharded(seen(x, fp8), idx, w))
+        assert not manager.query_fault()
+        dist.barrier()
+        with manager.mask_remote_ranks():
+            assert manager.query_active_mask().sum() == me.ranks - 1
+        manager.commit_ep_size()
+        manager.clean_buffers()
+    manager.destroy()
+    buffer.destroy()
+
+
 # SGLang
 
 
@@ -411,6 +454,61 @@ def sglang_second_interface(me: Rank) -> None:
         buffer.destroy()
 
 
+def sglang_nixl(me: Rank) -> None:
+    names = sglang_names(False, "bf16")
+    outputs = whole(f"{DISPATCHERS}.deepep", names, "sglang")
+    store = dist.PrefixStore("sglang", me.store)
+    names |= {
+        "DeepEPLLDispatchOutput": outputs["DeepEPLLDispatchOutput"],
+        "DeepEPLLCombineInput": outputs["DeepEPLLCombineInput"],
+        "get_global_tcp_store": lambda: store,
+        "ElasticEPStateManager": SimpleNamespace(
+            instance=lambda: None, get_ep_join_rank_offset=lambda: 0
+        ),
+        "get_parallel": lambda: SimpleNamespace(max_ep_size=me.ranks + 1),
+    }
+    found = whole(f"{DISPATCHERS}.nixl", names, "sglang")
+    for hooks in (True, False):
+        dispatcher = found["NixlEPDispatcher"](
+            me.group, TOPK, num_experts=EXPERTS, num_local_experts=me.local, hidden_size=512,
+            params_dtype=torch.bfloat16, deepep_mode=names["DeepEPMode"].LOW_LATENCY,
+            return_recv_hook=hooks,
+        )  # fmt: skip
+        for turn in range(2):
+            x, idx, w = me.batch(turn, 512)
+            got = dispatcher.dispatch(x, SimpleNamespace(topk_ids=idx, topk_weights=w))
+            rows = cast.back(got.hidden_states, got.hidden_states_scale)
+            y = me.batched(rows, got.masked_m)
+            sums = dispatcher.combine((y, got.topk_ids, got.topk_weights))
+            assert torch.equal(sums, unsharded(seen(x, True), idx, w))
+    found["NixlEPBuffer"]._state().buffer.destroy()
+
+
+def sglang_pplx(me: Rank) -> None:
+    """With one rank of a data-parallel group, and with two that have the same tokens."""
+    for dp in (1, 2):
+        names = sglang_names(False, "bf16")
+        limit = SimpleNamespace(get=lambda: M)
+        names["envs"].SGLANG_PPLX_NUM_MAX_DISPATCH_TOKENS_PER_RANK = limit
+        parallel = SimpleNamespace(attn_tp_size=dp, attn_dp_size=me.ranks // dp, nnodes=2)
+        names["get_parallel"] = lambda parallel=parallel: parallel
+        found = whole(f"{DISPATCHERS}.pplx", names, "sglang")
+        assert found["use_pplx"]
+        dispatcher = found["PplxDispatcher"](
+            me.group, TOPK, num_experts=EXPERTS, num_local_experts=me.local, hidden_size=512,
+            params_dtype=torch.bfloat16, deepep_mode=names["DeepEPMode"].LOW_LATENCY,
+        )  # fmt: skip
+        for turn in range(2):
+            x, _, w = batch(turn * 8 + me.rank // dp, 6 + turn, EXPERTS, TOPK, 512)
+            g = torch.Generator().manual_seed(turn * 8 + me.rank // dp)
+            idx = torch.rand(len(x), EXPERTS, generator=g).argsort(1)[:, :TOPK]
+            got = dispatcher.dispatch(x, SimpleNamespace(topk_ids=idx, topk_weights=w))
+            y = me.batched(got.hidden_states, got.masked_m)
+            sums = dispatcher.combine((y, got.topk_ids, got.topk_weights))
+            assert torch.equal(sums, unsharded(x, idx, w))
+        found["PplxAllToAllManager"]._all_to_all.destroy()
+
+
 # Megatron-Core
 
 
@@ -494,9 +592,12 @@ CALLERS: dict[str, Callable[[Rank], None]] = {
         vllm_high_throughput,
         vllm_low_latency,
         vllm_second_interface,
+        vllm_nixl,
         sglang_normal,
         sglang_low_latency,
         sglang_second_interface,
+        sglang_nixl,
+        sglang_pplx,
         megatron_flex,
         megatron_hybrid,
     )
@@ -505,14 +606,16 @@ CALLERS: dict[str, Callable[[Rank], None]] = {
 
 def serve(connection: Connection, rank: int, ranks: int, store: str) -> None:
     """A rank with a gloo group that runs the callers it is told."""
-    sys.path.insert(0, shim_path("deep_ep"))
+    sys.path[:0] = shim_path("deep_ep", "nixl_ep", "pplx_kernels").split(":")
     torch.set_num_threads(1)
     # What asks a GPU is told that there is none to wait for.
     torch.accelerator.synchronize = lambda *_: None
     torch.cuda.get_device_properties = lambda *_, **__: SimpleNamespace(multi_processor_count=132)
     torch.cuda.nvtx.range = nullcontext  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: 0
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    me = Rank(group=dist.group.WORLD, rank=rank, ranks=ranks)
+    shared = dist.FileStore(f"{store}-shared", ranks)
+    me = Rank(group=dist.group.WORLD, rank=rank, ranks=ranks, store=shared)
     connection.send("here")
     while (name := connection.recv()) is not None:
         try:
