@@ -7,6 +7,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
@@ -19,8 +20,10 @@ from fabric_ray.moe.throughput import ThroughputAllToAll
 
 _GOOD, _BAD = b"+", b"-"
 _OPTIONS = struct.Struct("<d?")
-_GATHERED = struct.Struct("<HH")
+_GATHERED = struct.Struct("<HI")
 _GATHERED_NBYTES = 512
+_CARD_ROWS = 16
+"""A card has 1 KB, and some hundred bytes more for each NIC."""
 
 AnyExchange: TypeAlias = AllToAll | ThroughputAllToAll
 Made = TypeVar("Made", AllToAll, ThroughputAllToAll)
@@ -83,6 +86,22 @@ class GroupComm:
         return [p.cpu()[: int(n)].numpy().tobytes() for p, n in pairs]
 
 
+class MpiComm:
+    """A communicator of mpi4py."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+
+    def rank(self) -> int:
+        return int(self._comm.Get_rank())
+
+    def size(self) -> int:
+        return int(self._comm.Get_size())
+
+    def all_gather(self, value: bytes) -> list[bytes]:
+        return [bytes(one) for one in self._comm.allgather(value)]
+
+
 def device_of(group: dist.ProcessGroup) -> torch.device:
     """Where tensors lie that a group gathers: on the host if it can, or else on the current GPU, or
     whatever its first backend is for."""
@@ -103,6 +122,8 @@ def comm_of(group: Any, comm: Any = None) -> Comm:
         return GroupComm(given[0])
     if isinstance(given[0], Comm):
         return given[0]
+    if all(callable(getattr(given[0], name, None)) for name in ("Get_rank", "Get_size")):
+        return MpiComm(given[0])
     raise InvalidArgument(
         f"a {type(given[0]).__name__} connects no ranks; give a torch.distributed group, or an "
         "object with rank(), size() and all_gather(bytes)"
@@ -165,7 +186,7 @@ class Exchanges:
         self.shrink = shrink
         self._engine = engine or TransferEngine(name=f"rank-{comm.rank()}")
         self._owned = engine is None
-        self._timeout = timeout
+        self.timeout = timeout
         self._made: list[AnyExchange] = []
         self._masked: dict[int, str] = {}
         self._asked: set[int] = set()
@@ -173,6 +194,8 @@ class Exchanges:
         # Of the three above: a watchdog masks ranks while others call; not held in their calls.
         self._lock = threading.Lock()
         self._closed = False
+        self.gather: Gather | None = None
+        """Gathers without the group, which no lost rank answers."""
 
     def make(self, **shape: Any) -> AllToAll:
         """A connected exchange; all ranks call it together.
@@ -180,52 +203,49 @@ class Exchanges:
         Raises:
             InvalidArgument: a shape that can't be.
             HandshakeError: ranks disagree; the text lists in what.
-            PeerLost: a rank was lost, which can't take part in making it.
+            PeerLost: a rank was lost, and exchanges don't shrink.
         """
+        self.check_whole()
         made = self._connected(AllToAll, **shape)
-        with self._lock:
-            masked = dict(self._masked)
-        for rank, cause in masked.items():
-            made.mask(rank, cause)
+        for rank, cause in self.masked.items():
+            if made.present[rank]:
+                made.mask(rank, cause)
         return made
 
     def make_throughput(self, **shape: Any) -> ThroughputAllToAll:
-        """As :meth:`make`, an exchange for many tokens on many nodes."""
+        """As :meth:`make`, an exchange for many tokens on many nodes; all ranks take part."""
         return self._connected(ThroughputAllToAll, **shape)
 
     def _connected(self, kind: Callable[..., Made], **shape: Any) -> Made:
         if self._closed:
             raise InvalidArgument("this was destroyed; make another one")
-        for rank, cause in self.masked.items():
-            if rank not in self._asked:
-                raise PeerLost(
-                    f"rank {rank} takes no part any more: {cause}; tokens of another shape or "
-                    "number need an exchange that all ranks make: give max_tokens from the start, "
-                    "or make a new Buffer of the ranks that are left",
-                    peer=f"rank {rank}",
-                )
         try:
             made = kind(
                 self._engine,
                 rank=self.comm.rank(),
                 ranks=self.comm.size(),
-                timeout=self._timeout,
+                timeout=self.timeout,
                 **shape,
             )
-            options = _OPTIONS.pack(self._timeout, self.shrink)
+            options = _OPTIONS.pack(self.timeout, self.shrink)
             card: bytes | FabricError = options + made.card()
         except FabricError as error:
             card = error
-        cards = agree(self.comm.all_gather, card)
+        # No group has an answer from a rank that is gone.
+        gather: Callable[[bytes], Sequence[bytes | None]] = self.comm.all_gather
+        if self.gather is not None and (self.shrink or self.masked):
+            gather = partial(self.gather, rows=_CARD_ROWS)
+        cards = agree(gather, card)
         connected: bytes | FabricError = b""
         try:
             for rank, one in enumerate(cards):
-                self._check_options(rank, one or b"")
+                if one is not None:
+                    self._check_options(rank, one)
             made.connect([one and one[_OPTIONS.size :] for one in cards])
         except FabricError as error:
             connected = error
         # Who isn't known yet must not be written to.
-        agree(self.comm.all_gather, connected)
+        agree(gather, connected)
         with self._lock:
             self._made.append(made)
         return made
@@ -233,10 +253,10 @@ class Exchanges:
     def _check_options(self, rank: int, card: bytes) -> None:
         """A rank that waits longer than another is given up while it waits itself."""
         found = _OPTIONS.unpack_from(card) if len(card) >= _OPTIONS.size else None
-        if found != (self._timeout, self.shrink):
+        if found != (self.timeout, self.shrink):
             raise HandshakeError(
                 f"ranks differ in timeout and enable_shrink: rank {rank} has {found}, this one has "
-                f"{(self._timeout, self.shrink)}; give the same on all ranks",
+                f"{(self.timeout, self.shrink)}; give the same on all ranks",
                 peer=f"rank {rank}",
             )
 
@@ -298,6 +318,53 @@ class Exchanges:
             exchange.mask(rank, masked[rank])
         return frozenset(masked)
 
+    def restore(self, rank: int | None = None) -> bool:
+        """Takes masked ranks back: one of them, or all. All ranks call it together, those that come
+        back too. Whether anything changed; all exchanges are gone then, with what they had lost,
+        and new ones are made when they are needed.
+
+        Raises:
+            PeerLost: a rank doesn't answer: the group's timeout passed, or a rank ended.
+        """
+        ranks = range(self.comm.size())
+        mine = self.masked
+        said = self.comm.all_gather(bytes(r in mine for r in ranks))
+        back = {r for r in ranks if any(one[r] for one in said) and rank in (None, r)}
+        if not back:
+            return False
+        for one in self._drop():
+            one.close()
+        with self._lock:
+            self._masked = {r: cause for r, cause in mine.items() if r not in back}
+            self._asked -= back
+        # No rank makes new exchanges while another one still leaves the old ones.
+        self.comm.all_gather(b"")
+        return True
+
+    def leave(self) -> None:
+        """Frees the buffers when other ranks have what this one has for them, or are given up. They
+        needn't be here, and give this one up when they wait for it."""
+        if self._closed:
+            return
+        self._closed = True
+        for one in self._drop():
+            # Don't wait for a call of another thread.
+            with suppress(InvalidArgument):
+                one.finish()
+            one.close()
+        if self._owned:
+            self._engine.close()
+
+    def _drop(self) -> list[AllToAll]:
+        """The exchanges that there were; they report no ranks that leave them from now on."""
+        with self._lock:
+            made, self._made = self._made, []
+        self.gather = None
+        found = [one for one in made if isinstance(one, AllToAll)]
+        for one in found:
+            one.expect_departures()
+        return found
+
     def close(self) -> None:
         """Waits for the device, and until all ranks are here, or have what this one has for them if
         one is masked, and frees the buffers.
@@ -333,10 +400,11 @@ class Exchanges:
 
 
 class Gather:
-    """An all-gather of short values over an exchange, where a rank that stalls or dies is named
-    after the timeout, as in all calls of the face.
+    """An all-gather of values over an exchange, where a rank that stalls or dies is named after the
+    timeout, as in all calls of the face.
 
-    Each rank sends one row to every rank. All ranks make it together.
+    Each rank sends one row to every rank, and more while a value goes on. All ranks make it
+    together.
     """
 
     def __init__(self, exchanges: Exchanges) -> None:
@@ -351,27 +419,43 @@ class Gather:
             private_rows=1,
         )
         self._all = torch.arange(self._ranks, dtype=torch.int64, device="cpu")[None]
+        exchanges.gather = self
 
-    def __call__(self, value: bytes) -> list[bytes | None]:
-        """Each rank's value, cut to 508 bytes; ``None`` for a rank that takes no part.
+    def __call__(self, value: bytes, rows: int = 1) -> list[bytes | None]:
+        """Each rank's value, cut to 506 bytes for each row; ``None`` for a rank that takes no part.
+
+        Args:
+            rows: how many are sent, the same on all ranks.
 
         Raises:
             PeerLost: a rank was lost, and ranks don't go on without it.
         """
+        room = _GATHERED_NBYTES - _GATHERED.size
+        value = value[: rows * room]
+        whole: dict[int, bytes] = {}
+        for row in range(rows):
+            came = self._row(len(value), value[row * room :][:room])
+            # A rank that is lost on the way said nothing.
+            whole = {rank: whole.get(rank, b"") + part for rank, (_, part) in came.items()}
+            lengths = {rank: length for rank, (length, _) in came.items()}
+        return [
+            whole[rank][: lengths[rank]] if rank in whole else None for rank in range(self._ranks)
+        ]
+
+    def _row(self, length: int, part: bytes) -> dict[int, tuple[int, bytes]]:
+        """By rank: the length of its value, and a row of it."""
         self._exchanges.check_whole()
         self._exchanges.follow(self._exchange)
-        value = value[: _GATHERED_NBYTES - _GATHERED.size]
         # From 1, for rows of a rank that is lost on the way come as zeros.
-        row = _GATHERED.pack(self._rank + 1, len(value)) + value
+        row = _GATHERED.pack(self._rank + 1, length) + part
         sent = torch.zeros(1, _GATHERED_NBYTES, dtype=torch.uint8, device="cpu")
         sent[0, : len(row)] = torch.frombuffer(bytearray(row), dtype=torch.uint8)
         self._exchange.dispatch_send(sent, self._all)
         received = self._exchange.dispatch_recv()
         self._exchanges.check_whole()
-        values: list[bytes | None] = [None] * self._ranks
+        found: dict[int, tuple[int, bytes]] = {}
         for one in received.x.numpy():
-            row = one.tobytes()
-            rank, length = _GATHERED.unpack_from(row)
+            rank, length = _GATHERED.unpack_from(one)
             if 0 < rank <= self._ranks:
-                values[rank - 1] = row[_GATHERED.size :][:length]
-        return values
+                found[rank - 1] = length, one.tobytes()[_GATHERED.size :]
+        return found

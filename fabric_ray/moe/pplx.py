@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fabric_ray.engine import TransferEngine
-from fabric_ray.errors import InvalidArgument, Unsupported
+from fabric_ray.errors import InvalidArgument
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe.comm import Comm, Exchanges, comm_of
 from fabric_ray.moe.rows import check_rows
+from fabric_ray.moe.shared_tokens import SharedTokens
 from fabric_ray.moe.tokens import RowPart
 
 # Tokens are bytes to the exchange; the caller of dispatch gives their dtype.
@@ -50,11 +51,6 @@ class AllToAll:
         device: torch.device | str | None = None,
         launcher: Launcher | None = None,
     ) -> None:
-        if dp_size != 1:
-            raise Unsupported(
-                f"dp_size is {dp_size}, and answers go to the one rank that sent a token; give "
-                "each rank tokens of its own, dp_size=1"
-            )
         if (comm.rank(), comm.size()) != (rank, world_size):
             raise InvalidArgument(
                 f"rank {rank} of {world_size} is rank {comm.rank()} of {comm.size()} in its group"
@@ -79,16 +75,19 @@ class AllToAll:
             # An engine knows a GPU by the context that it finds.
             torch.zeros(1, dtype=torch.uint8, device=device)
         self._exchanges = Exchanges(comm, engine, timeout)
+        where: dict[str, Any] = {"device": device, "launcher": launcher}
+        self._shared = SharedTokens(
+            self._exchanges, dp_size, max_tokens=max_num_tokens, hidden=hidden_dim, **where
+        )
         self._exchange = self._exchanges.make(
             experts=num_experts,
             topk=experts_per_token,
             hidden=hidden_dim,
-            max_tokens=max_num_tokens,
+            max_tokens=self._shared.most,
             dtype=self._bits,
             parts=parts,
             answer_dtype=out_dtype,
-            device=device,
-            launcher=launcher,
+            **where,
         )
 
     @classmethod
@@ -114,7 +113,8 @@ class AllToAll:
             max_num_tokens: of a rank, at most.
             num_experts: of all ranks.
             experts_per_token: those that a token goes to.
-            dp_size: ranks that share tokens; only 1.
+            dp_size: neighbouring ranks that share tokens: they are given the same ones, each sends
+                some of them, and all get all sums, in an exchange of their own.
             hidden_dim: elements of a token.
             hidden_dim_bytes: its bytes.
             hidden_dim_scale_bytes: bytes of its scales; 0 for none.
@@ -128,7 +128,6 @@ class AllToAll:
         Raises:
             InvalidArgument: sizes that don't go together.
             HandshakeError: ranks disagree; the text lists in what.
-            Unsupported: another ``dp_size``.
         """
         return cls(
             max_num_tokens,
@@ -163,7 +162,8 @@ class AllToAll:
         Args:
             out_expert_num_tokens: int32 ``[local experts]``: rows of each.
             out_expert_x: ``[local experts, rows, hidden]``; each expert's from its beginning. On a
-                device there are as many rows as can come, ``max_num_tokens * world_size``.
+                device there are as many rows as can come, ``max_num_tokens * world_size``, or
+                ``dp_size`` times less.
             out_expert_x_scale: ``[local experts, rows, scales]`` if there are scales.
             dp_x: ``[tokens, hidden]``, of the bytes the exchange was made for.
             dp_x_scale: ``[tokens, scales]``, likewise.
@@ -192,8 +192,11 @@ class AllToAll:
                     :, None
                 ] < bound_m.to(torch.int64)
                 experts = torch.where(there, experts, -1)
+            mine = self._shared.mine
             self._exchange.dispatch_send(
-                dp_x[:tokens].view(self._bits), experts, **{k: p[:tokens] for k, p in parts.items()}
+                mine(dp_x[:tokens].view(self._bits)),
+                mine(experts),
+                **{k: mine(p[:tokens]) for k, p in parts.items()},
             )
             self._indices = experts
         if do_recv:
@@ -262,7 +265,12 @@ class AllToAll:
         if do_send:
             self._exchange.combine_send(expert_y.flatten(0, 1))
         if do_recv:
-            self._exchange.combine_recv(weights[:tokens], out=out_tokens)
+            if self._shared.alone:
+                self._exchange.combine_recv(weights[:tokens], out=out_tokens)
+            else:
+                weights = self._shared.mine(weights[:tokens])
+                sums = self._exchange.combine_recv(weights, dtype=torch.float32)
+                out_tokens[:tokens] = self._shared.share(sums, tokens).to(out_tokens.dtype)
             self._indices = None
             self._exchanges.check_whole()
 

@@ -81,3 +81,35 @@ def remote_calls(function: ast.FunctionDef) -> list[str]:
     ]
     calls.sort(key=lambda node: (node.lineno, node.col_offset))
     return [node.value.attr for node in calls if isinstance(node.value, ast.Attribute)]
+
+
+class _WithoutPackages(ast.NodeTransformer):
+    """Leaves out imports of packages; what they would bring is given."""
+
+    def __init__(self, packages: tuple[str, ...]) -> None:
+        self._packages = packages
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
+        return ast.Pass() if (node.module or "").split(".")[0] in self._packages else node
+
+    def visit_Import(self, node: ast.Import) -> ast.AST:
+        return ast.Pass() if node.names[0].name.split(".")[0] in self._packages else node
+
+
+def whole(
+    dotted: str, given: dict[str, Any], bundle: str = "", left_out: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Runs a module as it is but for imports of its own package and some others, and returns its
+    names. Each call makes new ones.
+
+    Args:
+        given: what it would import from there.
+    """
+    packages = (dotted.partition(".")[0], *left_out)
+    tree = ast.fix_missing_locations(_WithoutPackages(packages).visit(module(dotted, bundle)))
+    future = ast.parse("from __future__ import annotations").body
+    found = dict(given, __name__=dotted)
+    # Dataclasses and named tuples look their module up.
+    sys.modules.setdefault(dotted, type(sys)(dotted))
+    exec(compile(ast.Module([*future, *tree.body], []), dotted, "exec"), found)
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NoReturn, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,9 +14,10 @@ from fabric_ray.kernels import Launcher
 from fabric_ray.moe.comm import Exchanges, comm_of
 from fabric_ray.moe.comm import ranks_per_node as nodes_of
 from fabric_ray.moe.deepep import low_latency, normal
-from fabric_ray.moe.deepep.event import EventOverlap, Streams, captured
+from fabric_ray.moe.deepep.event import EventHandle, EventOverlap, Streams, captured
 from fabric_ray.moe.deepep.normal_calls import NormalCalls
 from fabric_ray.moe.deepep.parcels import Tokens
+from fabric_ray.moe.deepep.signals import Signals
 from fabric_ray.moe.deepep.sizes import Config, low_latency_nbytes
 
 Hook: TypeAlias = Callable[[], None]
@@ -46,7 +47,10 @@ class Buffer(NormalCalls):
         enable_shrink: go on without ranks that are lost: in all calls at once, as
             :meth:`low_latency_query_mask_buffer` and ``event.left_out`` say. Otherwise each call
             raises :class:`~fabric_ray.errors.PeerLost` from then on. The same on all ranks.
-        comm: instead of a group: anything with ``rank()``, ``size()``, ``all_gather(bytes)``.
+        comm: instead of a group: anything with ``rank()``, ``size()``, ``all_gather(bytes)``, or a
+            communicator of mpi4py.
+        use_fabric: taken, as the engine chooses how memory is shared.
+        disable_nvlink_for_normal_mode: likewise.
         engine: this rank's; one of its own if ``None``.
         max_tokens: tokens of a rank in a normal dispatch, at most. Without it, ranks gather how
             many they have before each dispatch that makes a handle.
@@ -74,6 +78,8 @@ class Buffer(NormalCalls):
         enable_shrink: bool = False,
         comm: Any = None,
         *,
+        use_fabric: bool = False,
+        disable_nvlink_for_normal_mode: bool = False,
         engine: TransferEngine | None = None,
         max_tokens: int | None = None,
         ranks_per_node: int | None = None,
@@ -84,12 +90,14 @@ class Buffer(NormalCalls):
         if max_tokens is not None and max_tokens < 1:
             raise InvalidArgument(f"max_tokens is {max_tokens}; give at least 1")
         found = comm_of(group, comm)
-        self.group = group
+        self.group = comm if group is None else group
         self.rank = found.rank()
         self.group_size = found.size()
         self.num_nvl_bytes = num_nvl_bytes
         self.num_rdma_bytes = num_rdma_bytes
         self.low_latency_mode = low_latency_mode
+        self.explicitly_destroy = explicitly_destroy
+        self.enable_shrink = enable_shrink
         self._exchanges = Exchanges(found, engine, timeout, shrink=enable_shrink)
         if ranks_per_node is None:
             ranks_per_node = nodes_of(found)
@@ -100,6 +108,8 @@ class Buffer(NormalCalls):
         self._normal = normal.Normal(self._exchanges, max_tokens, ranks_per_node, launcher, workers)
         self._low_latency = low_latency.LowLatency(self._exchanges, num_rdma_bytes, launcher)
         self._streams = Streams()
+        self._own: dict[bool, Tensor] = {}
+        """What :meth:`get_local_buffer_tensor` gives out."""
 
     # What has no rank
 
@@ -111,7 +121,7 @@ class Buffer(NormalCalls):
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """Kept for :meth:`get_dispatch_config`; no SMs are used."""
-        if new_num_sms < 2 or new_num_sms % 2:
+        if new_num_sms < 0 or new_num_sms % 2:
             raise InvalidArgument(f"{new_num_sms} SMs; DeepEP takes even numbers")
         Buffer.num_sms = new_num_sms
 
@@ -159,10 +169,39 @@ class Buffer(NormalCalls):
         self._low_latency.check()
         self._normal.check()
 
-    def get_local_buffer_tensor(self, *_: Any, **__: Any) -> NoReturn:
-        raise Unsupported(
-            "buffers belong to exchanges here; get_next_low_latency_combine_buffer has tensors"
-        )
+    def get_local_buffer_tensor(
+        self,
+        dtype: torch.dtype,
+        size: torch.Size | None = None,
+        offset: int = 0,
+        use_rdma_buffer: bool = False,
+    ) -> Tensor:
+        """Memory of ``num_nvl_bytes``, or ``num_rdma_bytes``, for the caller alone: on the GPU that
+        is current at the first call, or on the host. Exchanges have memory of their own, and need
+        no cleaning.
+
+        Args:
+            size: of the tensor; all elements there are if ``None``.
+            offset: elements before it.
+
+        Raises:
+            InvalidArgument: ``size`` is beyond the end.
+        """
+        nbytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
+        if use_rdma_buffer not in self._own:
+            where = "cuda" if torch.cuda.is_available() else "cpu"
+            self._own[use_rdma_buffer] = torch.zeros(nbytes, dtype=torch.uint8, device=where)
+        whole = self._own[use_rdma_buffer]
+        usable = nbytes // dtype.itemsize * dtype.itemsize
+        elements = whole[:usable].view(dtype)[offset:]
+        if size is None:
+            return elements
+        if size.numel() > elements.numel():
+            raise InvalidArgument(
+                f"size is {tuple(size)} for {elements.numel()} elements of {dtype} behind offset "
+                f"{offset}; make the buffer with more bytes"
+            )
+        return elements[: size.numel()].view(size)
 
     # Low-latency calls
 
@@ -179,8 +218,12 @@ class Buffer(NormalCalls):
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        *,
+        x_global_scale: Tensor | None = None,
+        use_nvfp4: bool = False,
+        use_ue8m0_for_sf: bool = False,
     ) -> tuple[Tokens, Tensor, low_latency.Handle, EventOverlap, Hook | None]:
-        """Sends each token to each of its experts; two results may be alive at a time.
+        """Sends each token to each of its experts; the hooks of two calls may be waited for.
 
         Args:
             x: bfloat16 ``[tokens, hidden]``.
@@ -191,6 +234,7 @@ class Buffer(NormalCalls):
             round_scale: scales are powers of two.
             use_ue8m0: and packed, four in an int32.
             return_recv_hook: send only; results are there when the hook has been called.
+            use_nvfp4: unsupported, and so is what goes with it.
 
         Returns:
             ``[local experts, M * ranks, hidden]``, with scales if ``use_fp8``: float32
@@ -204,6 +248,11 @@ class Buffer(NormalCalls):
         if dispatch_wait_recv_cost_stats is not None:
             raise Unsupported(
                 "waits aren't measured by rank; leave dispatch_wait_recv_cost_stats out"
+            )
+        if use_nvfp4 or use_ue8m0_for_sf or x_global_scale is not None:
+            raise Unsupported(
+                "tokens go as bfloat16 or fp8: leave use_nvfp4, use_ue8m0_for_sf and "
+                "x_global_scale out, and cast what comes"
             )
         if use_ue8m0 and not (use_fp8 and round_scale):
             raise InvalidArgument("use_ue8m0 goes with use_fp8 and round_scale")
@@ -257,20 +306,28 @@ class Buffer(NormalCalls):
             x: bfloat16 ``[local experts, M * ranks, hidden]``.
             topk_idx: that of the dispatch; -1 leaves more out.
             topk_weights: float32 ``[tokens, topk]``.
-            handle: of one of the last two dispatches; each is combined once.
-            zero_copy: ``x`` is :meth:`get_next_low_latency_combine_buffer`'s. Answers are copied
-                into the exchange all the same.
-            overlap: unsupported; what goes with it is taken.
+            handle: of a dispatch of this buffer, any number of times. A second combine, or one
+                after two more dispatches, first sends zeros the dispatch's ways.
+            use_logfmt: taken; answers go as bfloat16, without the loss.
+            zero_copy: answers are in :meth:`get_next_low_latency_combine_buffer`'s tensor, and what
+                ``x`` has is ignored. They are copied into the exchange all the same.
+            overlap: waits until a GEMM's signals are there: ``comp_signal`` reaches ``threshold``
+                for each block of ``block_m`` of the ``packed_recv_count`` rows of an expert, or
+                ``src_signals`` of each expert reach ``src_signal_expect_value``. On the host alone.
             out: bfloat16 ``[tokens, hidden]`` for the sums.
 
         Returns:
             bfloat16 ``[tokens, hidden]``; an event; the hook or ``None``.
         """
         self._check_low_latency(async_finish, return_recv_hook)
+        if use_logfmt and zero_copy:
+            raise InvalidArgument("use_logfmt and zero_copy exclude each other")
         if overlap:
-            raise Unsupported("no signals of a GEMM are awaited among host tensors; overlap=False")
-        if use_logfmt:
-            raise Unsupported("answers go as bfloat16; use_logfmt=False")
+            signals = Signals.of(
+                (comp_signal, packed_recv_count, block_m, threshold),
+                (src_signals, src_signal_expect_value),
+            )
+            signals.wait(self._exchanges.timeout)
         if combine_wait_recv_cost_stats is not None:
             raise Unsupported(
                 "waits aren't measured by rank; leave combine_wait_recv_cost_stats out"
@@ -297,13 +354,20 @@ class Buffer(NormalCalls):
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Gives a rank up, in all calls; normal ones over several nodes raise from then on.
 
+        Args:
+            mask: if false, takes the rank back instead: all ranks make this call together, those
+                that come back too, at a time when no hook is waited for. Buffers are made anew.
+
         Raises:
-            Unsupported: for a rank that should come back.
+            InvalidArgument: there is no such rank; or it is this one, to be masked.
+            PeerLost: a rank that should come back doesn't answer.
         """
         if mask:
             self._exchanges.mask(rank_to_mask)
-        elif rank_to_mask in self._exchanges.masked:
-            self._no_way_back()
+            return
+        if not 0 <= rank_to_mask < self.group_size:
+            raise InvalidArgument(f"rank {rank_to_mask} is out of range [0, {self.group_size})")
+        self._restore(rank_to_mask)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
         """Puts 1 for ranks that were masked or lost into int32 ``[ranks]``, 0 for others."""
@@ -317,13 +381,8 @@ class Buffer(NormalCalls):
         mask_status.copy_(torch.tensor(ranks_to_evict, dtype=torch.int32, device="cpu"))
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Nothing if no rank is masked.
-
-        Raises:
-            Unsupported: a rank should come back.
-        """
-        if self._exchanges.masked:
-            self._no_way_back()
+        """Takes all ranks back, as :meth:`low_latency_update_mask_buffer` takes one."""
+        self._restore(None)
 
     # All calls
 
@@ -336,6 +395,21 @@ class Buffer(NormalCalls):
         """What buffers there are now, and what makes them as large as they are."""
         return self._exchanges.explain()
 
+    def barrier(self) -> None:
+        """Waits for all ranks that take part.
+
+        Raises:
+            PeerLost: a rank was lost, and the buffer doesn't shrink.
+        """
+        self._normal.gather(b"")
+
+    def leave(self) -> None:
+        """Frees the buffers when other ranks have what this one has for them; they needn't be
+        here."""
+        self._exchanges.leave()
+        self._low_latency.restart()
+        self._own.clear()
+
     def destroy(self) -> None:
         """Frees the buffers when all ranks are here and their devices are done; a second call does
         nothing.
@@ -346,7 +420,8 @@ class Buffer(NormalCalls):
         try:
             self._exchanges.close()
         finally:
-            self._low_latency.forget()
+            self._low_latency.restart()
+            self._own.clear()
 
     def _run(
         self,
@@ -370,16 +445,16 @@ class Buffer(NormalCalls):
             event = EventOverlap().naming(self._given_up)
             return result, event, self._streams.behind(device, hook) if on_gpu else hook
         hook()
-        return result, EventOverlap().naming(self._given_up), None
+        event = EventOverlap(EventHandle() if async_finish else None)
+        return result, event.naming(self._given_up), None
 
     def _given_up(self) -> list[int]:
         return [*self._exchanges.masked]
 
-    def _no_way_back(self) -> NoReturn:
-        raise Unsupported(
-            f"ranks {sorted(self._exchanges.masked)} don't come back into this buffer; make a new "
-            "one on all ranks"
-        )
+    def _restore(self, rank: int | None) -> None:
+        if self._exchanges.restore(rank):
+            self._low_latency.restart()
+            self._normal.restart()
 
     def _check_low_latency(self, async_finish: bool, return_recv_hook: bool) -> None:
         if not self.low_latency_mode:

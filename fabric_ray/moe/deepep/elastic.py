@@ -12,9 +12,9 @@ from fabric_ray.errors import InvalidArgument, Unsupported
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe.comm import Exchanges, comm_of
 from fabric_ray.moe.comm import ranks_per_node as nodes_of
-from fabric_ray.moe.deepep import normal
+from fabric_ray.moe.deepep import normal, ways
 from fabric_ray.moe.deepep.elastic_lacks import ElasticLacks
-from fabric_ray.moe.deepep.event import EventOverlap, Streams, captured
+from fabric_ray.moe.deepep.event import EventOverlap, Streams, behind, captured
 from fabric_ray.moe.deepep.layout import EPHandle, slots_of
 from fabric_ray.moe.deepep.parcels import Tokens, form_of, padded
 from fabric_ray.moe.deepep.sizes import MAX_TOPK, exchange_nbytes
@@ -178,6 +178,14 @@ class ElasticBuffer(ElasticLacks):
             torch.cuda.current_stream().synchronize()
         self._normal.gather(b"")
 
+    def gather(self, value: bytes) -> list[bytes]:
+        """Each rank's value of up to 506 bytes, by rank.
+
+        Raises:
+            PeerLost: a rank was lost.
+        """
+        return [one or b"" for one in self._normal.gather(value)]
+
     def check(self) -> None:
         """As :meth:`Buffer.check`.
 
@@ -287,7 +295,7 @@ class ElasticBuffer(ElasticLacks):
             received = (received[0], _by_columns(received[1]))
         # The handle's own is what later dispatches go by.
         idx = None if do_expand else made.recv_topk_idx.clone()
-        return received, idx, weights, made, _behind(tokens)
+        return received, idx, weights, made, behind(tokens, async_with_compute_stream)
 
     def combine(
         self,
@@ -331,7 +339,7 @@ class ElasticBuffer(ElasticLacks):
         biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
         shape = (handle.way.tokens, x.shape[1])
         for one in biases:
-            normal.check_together(x.device, one)
+            ways.check_together(x.device, one)
             if one.shape != shape:
                 raise InvalidArgument(f"bias is {tuple(one.shape)}; give {shape}")
         weights = topk_weights
@@ -341,7 +349,7 @@ class ElasticBuffer(ElasticLacks):
                 raise InvalidArgument(
                     f"weights are {weights.dtype} {tuple(weights.shape)}; give float32 {wanted}"
                 )
-            normal.check_together(x.device, weights)
+            ways.check_together(x.device, weights)
         if handle.do_expand:
             x = handle.slots.fold(x)
             weights = None if weights is None else handle.slots.fold_each(weights)
@@ -351,7 +359,7 @@ class ElasticBuffer(ElasticLacks):
             sums += one.float()
         if weights is not None:
             weights = self._normal.receive(handle.way, weights.contiguous())
-        return sums.to(dtype), weights, _behind(x)
+        return sums.to(dtype), weights, behind(x, async_with_compute_stream)
 
     def _first(
         self,
@@ -368,8 +376,8 @@ class ElasticBuffer(ElasticLacks):
             raise InvalidArgument(
                 "a dispatch takes topk_idx, num_experts and num_max_tokens_per_rank, or a handle"
             )
-        normal.check_together(tokens.device, topk_idx, topk_weights, scales)
-        layout = normal.layout_of(topk_idx, experts, self.num_ranks)
+        ways.check_together(tokens.device, topk_idx, topk_weights, scales)
+        layout = ways.layout_of(topk_idx, experts, self.num_ranks)
         if len(topk_idx) != len(tokens):
             raise InvalidArgument(f"{len(topk_idx)} rows of topk_idx for {len(tokens)} tokens")
         width = min(topk_idx.shape[1], self.num_ranks)
@@ -385,7 +393,7 @@ class ElasticBuffer(ElasticLacks):
         end = first + len(tokens)
         numbers = torch.arange(first, end, dtype=torch.int32, device=tokens.device)
         parts["origin"] = numbers[:, None]
-        got, way = self._normal.send(form, tokens, parts, normal.ranks_of(layout.in_rank, width))
+        got, way = self._normal.send(form, tokens, parts, ways.ranks_of(layout.in_rank, width))
         local = experts // self.num_ranks
         rows = way.rows if exact else most * self.num_ranks
         received, idx, weights = padded(got, rows, self.rank_idx * local, local)
@@ -426,7 +434,7 @@ class ElasticBuffer(ElasticLacks):
     ) -> tuple[Tokens, Tensor | None]:
         """A dispatch by a handle: tokens and weights in rows."""
         tokens, scales = x
-        normal.check_together(tokens.device, handle.topk_idx, topk_weights, scales)
+        ways.check_together(tokens.device, handle.topk_idx, topk_weights, scales)
         if len(tokens) != handle.way.tokens:
             raise InvalidArgument(
                 f"{len(tokens)} tokens, and the handle is for {handle.way.tokens}"
@@ -480,7 +488,3 @@ def _wait_for(*events: EventOverlap | None) -> None:
     for event in events:
         if event is not None:
             event.current_stream_wait()
-
-
-def _behind(tensor: Tensor) -> EventOverlap:
-    return captured() if tensor.is_cuda else EventOverlap()

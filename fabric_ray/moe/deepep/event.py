@@ -10,17 +10,23 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from fabric_ray.errors import InvalidArgument
+
 
 class EventHandle:
     """DeepEP's event by itself: behind what torch's current stream has been given when it is made;
     over at once without a GPU."""
 
     def __init__(self) -> None:
-        self._event = captured()
+        self._event: torch.cuda.Event | None = None
+        if torch.cuda.is_available():
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
 
     def current_stream_wait(self) -> None:
         """As :meth:`EventOverlap.current_stream_wait`."""
-        self._event.current_stream_wait()
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
 
 
 class EventOverlap:
@@ -38,6 +44,8 @@ class EventOverlap:
     def __init__(self, event: Any = None, extra_tensors: tuple[Any, ...] | None = None) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
+        self.hook_after_wait: Callable[[], Any] | None = None
+        self._release_on_exit = False
         self._masked: Callable[[], Iterable[int]] = tuple
 
     @property
@@ -52,19 +60,44 @@ class EventOverlap:
         self._masked = masked
         return self
 
-    def current_stream_wait(self) -> None:
+    def current_stream_wait(self, release_handle: bool = False) -> None:
         """What is launched on torch's current stream from now on waits for the event; the host
-        doesn't."""
+        doesn't. Then the registered hook runs, once.
+
+        Args:
+            release_handle: lets go of the event, and of the tensors that are kept for it.
+        """
         if isinstance(self.event, EventHandle):
             self.event.current_stream_wait()
         elif self.event is not None:
             torch.cuda.current_stream().wait_event(self.event)
+        hook, self.hook_after_wait = self.hook_after_wait, None
+        if hook is not None:
+            hook()
+        if release_handle:
+            self.event = self.extra_tensors = None
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
+        """Calls the hook at the end of the next wait.
+
+        Raises:
+            InvalidArgument: there is one.
+        """
+        if self.hook_after_wait is not None:
+            raise InvalidArgument("a hook is registered already; wait for the event first")
+        self.hook_after_wait = hook_after_wait
+
+    def __call__(self, release_handle: bool = False) -> Self:
+        """Itself: ``with event(release_handle=True): ...`` waits at the end, and lets go."""
+        self._release_on_exit = release_handle
+        return self
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.current_stream_wait()
+        release, self._release_on_exit = self._release_on_exit, False
+        self.current_stream_wait(release)
 
 
 class Mark:
@@ -154,8 +187,10 @@ def keep(*tensors: Tensor) -> None:
 
 def captured() -> EventOverlap:
     """An event behind what torch's current stream has been given; over, if there is no GPU."""
-    if not torch.cuda.is_available():
-        return EventOverlap()
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return EventOverlap(event)
+    return EventOverlap(EventHandle())
+
+
+def behind(tensor: Tensor, asynchronous: bool) -> EventOverlap:
+    """An event behind what made a tensor; none where the host made it, unless the caller asked
+    for an event."""
+    return captured() if tensor.is_cuda or asynchronous else EventOverlap()

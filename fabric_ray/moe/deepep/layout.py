@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fabric_ray.moe.deepep import normal
+from fabric_ray.moe.deepep import ways
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,7 @@ class EPHandle:
     """int32 ``[tokens that came, 2 + topk]``: the token's number among all ranks' (its rank times
     ``num_max_tokens_per_rank`` before its own), its row, and the slots of its experts; -1 for
     none."""
-    way: normal.Handle
+    way: ways.Handle
     recv_topk_idx: Tensor
     """int64 ``[num_recv_tokens, topk]``, this rank's experts counted from 0."""
     slots: Slots

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from fabric_ray.errors import InvalidArgument
+from fabric_ray.errors import InvalidArgument, PeerLost
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe import cast
 from fabric_ray.moe.all_to_all import AllToAll
@@ -22,12 +23,13 @@ from fabric_ray.moe.tokens import RowPart
 BLOCK = 128
 HOST = torch.device("cpu")
 ALIVE = 2
-"""Results of dispatches that may be alive at a time."""
+"""Dispatches whose routes lie ready, and hooks that may be waited for at a time."""
 
 Handle: TypeAlias = tuple[Tensor, Tensor, int, int, int]
 """``src_info`` int32 ``[local experts, M * ranks]``: each row's token at its source;
 ``layout_range`` int64 ``[local experts, ranks]``: where a source's rows begin, in the upper 32
 bits, and how many they are; ``M``; hidden; experts."""
+_HANDLE = ("src_info", "layout_range", "num_max_dispatch_tokens_per_rank", "hidden", "num_experts")
 Hook: TypeAlias = Callable[[], None]
 
 
@@ -60,10 +62,12 @@ class Slot:
     form: Form
     exchange: AllToAll
     handle: Handle | None = None
-    indices: Tensor | None = None
     pending: str | None = None
     """What the hook that was handed out last is for, until it is called."""
-    answers: Tensor | None = None
+
+    def serves(self, handle: Handle) -> bool:
+        """Whether the routes of a handle lie ready here."""
+        return self.handle is not None and self.handle[0] is handle[0]
 
     @property
     def rows(self) -> int:
@@ -95,6 +99,9 @@ class LowLatency:
         self._launcher = launcher
         self._slots: dict[Form, list[Slot]] = {}
         self._phase: dict[Form, int] = {}
+        # By what tells a handle from others, for as long as the caller keeps that.
+        self._routes: MutableMapping[Tensor, tuple[Form, Tensor]] = WeakIdKeyDictionary()
+        self._answers: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
 
     def dispatch(
         self, x: Tensor, topk_idx: Tensor, form: Form, stats: Tensor | None, powers_of_two: bool
@@ -111,23 +118,20 @@ class LowLatency:
             )
         slot = self._next(form)
         self._join(slot)
-        origin = torch.empty(len(x), 2, dtype=torch.int32, device=form.device)
-        # From 1, for rows of a rank that is lost on the way come as zeros.
-        origin[:, 0].fill_(slot.exchange.rank + 1)
-        origin[:, 1].copy_(torch.arange(len(x), dtype=torch.int32, device=form.device))
-        parts = {"origin": origin}
+        parts = {"origin": _origin(form, slot.exchange.rank, len(x))}
         if form.scales is not None:
             x, parts["scales"] = cast.to_fp8(
                 x, block=BLOCK, scales=form.scales, powers_of_two=powers_of_two
             )
         slot.exchange.dispatch_send(x, topk_idx, **parts)
         received = _room(slot, x.dtype)
-        slot.handle, slot.indices = received.handle, topk_idx.clone()
+        slot.handle = received.handle
+        self._routes[received.handle[0]] = form, topk_idx.clone()
         slot.pending = "low_latency_dispatch"
         self._phase[form] += 1
 
         def hook() -> None:
-            if slot.handle is received.handle and slot.pending == "low_latency_dispatch":
+            if slot.serves(received.handle) and slot.pending == "low_latency_dispatch":
                 slot.pending = None
                 self._exchanges.follow(slot.exchange)
                 _receive(slot, received)
@@ -151,46 +155,46 @@ class LowLatency:
         out: Tensor | None,
     ) -> tuple[Tensor, Hook]:
         """Sends the experts' answers; the hook receives."""
+        form, indices = self._routes_of(handle)
         slot = self._slot_of(handle)
-        if slot.pending is not None:
+        if slot is not None and slot.pending is not None:
             raise InvalidArgument(f"the hook of {slot.pending} wasn't called; call it first")
-        assert slot.indices is not None
-        if topk_idx.shape != slot.indices.shape or topk_weights.shape != slot.indices.shape:
+        if topk_idx.shape != indices.shape or topk_weights.shape != indices.shape:
             raise InvalidArgument(
                 f"indices {tuple(topk_idx.shape)} and weights {tuple(topk_weights.shape)} aren't "
-                f"those of the dispatch, {tuple(slot.indices.shape)}"
+                f"those of the dispatch, {tuple(indices.shape)}"
             )
-        where = slot.form.device
+        where = form.device
         for tensor in (x, topk_idx, topk_weights):
             if tensor.device != where:
                 raise InvalidArgument(f"a tensor lies on {tensor.device}; move it to {where}")
         kept = topk_idx >= 0
         # Comparing tensors of a device would wait for it.
-        if not slot.exchange.asynchronous:
-            same = (topk_idx == slot.indices) | ~kept
+        if not self._asynchronous(form):
+            same = (topk_idx == indices) | ~kept
             if not same.all():
                 raise InvalidArgument(
                     "the experts of tokens aren't those of the dispatch; give the same topk_idx"
                 )
-        if x.shape != slot.shape:
-            raise InvalidArgument(f"answers are {tuple(x.shape)}; give {slot.shape}")
-        if zero_copy and (slot.answers is None or x.data_ptr() != slot.answers.data_ptr()):
+        if x.shape != self._shape(form) or x.dtype != torch.bfloat16:
             raise InvalidArgument(
-                "with zero_copy answers lie in get_next_low_latency_combine_buffer(handle)"
+                f"answers are {x.dtype} {tuple(x.shape)}; give torch.bfloat16 {self._shape(form)}"
             )
+        if zero_copy:
+            x = self._filled(handle)
         if topk_weights.dtype != torch.float32:
             raise InvalidArgument(f"weights are {topk_weights.dtype}; give float32")
-        tokens = len(slot.indices)
-        combined = _sums(out, tokens, slot.form)
+        combined = _sums(out, len(indices), form)
         weights = torch.where(kept, topk_weights, 0.0)
-        wanted = kept | (slot.indices < 0)
-        keep(slot.indices)
+        wanted = kept | (indices < 0)
+        slot = slot or self._again(handle, form, indices)
+        keep(indices)
         self._join(slot)
         slot.exchange.combine_send(x.flatten(0, 1))
         slot.pending = "low_latency_combine"
 
         def hook() -> None:
-            if slot.handle is handle and slot.pending == "low_latency_combine":
+            if slot.serves(handle) and slot.pending == "low_latency_combine":
                 slot.pending = slot.handle = None
                 self._exchanges.follow(slot.exchange)
                 slot.exchange.combine_recv(weights, out=combined, wanted=wanted)
@@ -198,6 +202,26 @@ class LowLatency:
                 keep(weights, wanted, combined)
 
         return combined, hook
+
+    def _again(self, handle: Handle, form: Form, indices: Tensor) -> Slot:
+        """Makes the routes of a handle again, by a dispatch of zeros: it was combined already, or
+        others have taken its place."""
+        slot = self._next(form)
+        self._join(slot)
+        x, parts = _nothing(form, slot.exchange.rank, len(indices))
+        slot.exchange.dispatch_send(x, indices, **parts)
+        slot.handle = handle
+        self._phase[form] += 1
+        again = _room(slot, x.dtype)
+        _receive(slot, again)
+        self._exchanges.check_whole()
+        if not slot.exchange.asynchronous and not torch.equal(again.handle[1], handle[1]):
+            slot.handle = None
+            raise PeerLost(
+                "a rank was lost since the dispatch, and its rows are missing; dispatch again",
+                peer="",
+            )
+        return slot
 
     def check(self) -> None:
         """As :meth:`AllToAll.check`, of all exchanges."""
@@ -215,17 +239,50 @@ class LowLatency:
         self._exchanges.check_whole()
         self._exchanges.follow(slot.exchange)
 
-    def forget(self) -> None:
-        """Lets go of all exchanges."""
+    def restart(self) -> None:
+        """Lets go of all exchanges; handles are good still."""
         self._slots.clear()
         self._phase.clear()
 
     def next_buffer(self, handle: Handle) -> Tensor:
         """Where answers lie for ``zero_copy``: bfloat16 ``[local experts, M * ranks, hidden]``."""
-        slot = self._slot_of(handle)
-        if slot.answers is None:
-            slot.answers = torch.zeros(slot.shape, dtype=torch.bfloat16, device=slot.form.device)
-        return slot.answers
+        form, _ = self._routes_of(handle)
+        answers = self._answers.get(handle[0])
+        if answers is None:
+            answers = torch.zeros(self._shape(form), dtype=torch.bfloat16, device=form.device)
+            self._answers[handle[0]] = answers
+        return answers
+
+    def _filled(self, handle: Handle) -> Tensor:
+        filled = self._answers.get(handle[0])
+        if filled is None:
+            raise InvalidArgument(
+                "zero_copy takes the answers from get_next_low_latency_combine_buffer(handle); "
+                "fill that first"
+            )
+        return filled
+
+    def _shape(self, form: Form) -> tuple[int, int, int]:
+        """Of the rows of all local experts."""
+        ranks = self._exchanges.comm.size()
+        return form.experts // ranks, form.max_tokens * ranks, form.hidden
+
+    def _asynchronous(self, form: Form) -> bool:
+        return self._launcher is not None or form.device.type != "cpu"
+
+    def _routes_of(self, handle: Handle) -> tuple[Form, Tensor]:
+        """What a handle's dispatch was made for, and its indices.
+
+        Raises:
+            InvalidArgument: it is no handle of this buffer.
+        """
+        known = self._routes.get(handle[0]) if len(handle) == len(_HANDLE) else None
+        if known is None:
+            raise InvalidArgument(
+                "the handle is not one of this buffer's low_latency_dispatch; give what that "
+                f"returned: {', '.join(_HANDLE)}"
+            )
+        return known
 
     def _next(self, form: Form) -> Slot:
         if form not in self._slots:
@@ -264,15 +321,13 @@ class LowLatency:
             )
         return slots
 
-    def _slot_of(self, handle: Handle) -> Slot:
+    def _slot_of(self, handle: Handle) -> Slot | None:
+        """Where the routes of a handle lie ready."""
         for slots in list(self._slots.values()):
             for slot in slots:
-                if slot.handle is not None and slot.handle[0] is handle[0]:
+                if slot.serves(handle):
                     return slot
-        raise InvalidArgument(
-            f"the handle was combined already, or {ALIVE} dispatches came after it; "
-            "each is combined once"
-        )
+        return None
 
 
 def check_tokens(x: Tensor, topk_idx: Tensor, form: Form) -> None:
@@ -295,6 +350,25 @@ def check_tokens(x: Tensor, topk_idx: Tensor, form: Form) -> None:
             f"{form.hidden} elements of a token aren't blocks of {BLOCK}, {words} to a scale word; "
             "use_fp8=False takes any"
         )
+
+
+def _origin(form: Form, rank: int, tokens: int) -> Tensor:
+    """Of each token its rank and number."""
+    origin = torch.empty(tokens, 2, dtype=torch.int32, device=form.device)
+    # From 1, for rows of a rank that is lost on the way come as zeros.
+    origin[:, 0].fill_(rank + 1)
+    origin[:, 1].copy_(torch.arange(tokens, dtype=torch.int32, device=form.device))
+    return origin
+
+
+def _nothing(form: Form, rank: int, tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Tokens of zeros, and what goes with them."""
+    dtype = torch.bfloat16 if form.scales is None else torch.float8_e4m3fn
+    parts = {"origin": _origin(form, rank, tokens)}
+    for part in form.parts[1:]:
+        parts[part.name] = torch.zeros(tokens, part.width, dtype=part.dtype, device=form.device)
+    x = torch.zeros(tokens, form.hidden, dtype=torch.uint8, device=form.device)
+    return x.to(dtype), parts
 
 
 def _room(slot: Slot, dtype: torch.dtype) -> Received:

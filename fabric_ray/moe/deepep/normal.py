@@ -11,6 +11,7 @@ makes a handle waits for that, as DeepEP's does.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,111 +23,15 @@ from fabric_ray.errors import (
     HandshakeError,
     InvalidArgument,
     PeerLost,
-    Unsupported,
 )
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe.all_to_all import AllToAll
 from fabric_ray.moe.comm import AnyExchange, Comm, Exchanges, Gather, agree
 from fabric_ray.moe.deepep.parcels import SUMMED, Form
+from fabric_ray.moe.deepep.ways import Handle, handle_fields
 from fabric_ray.moe.tokens import Dispatched
 
 _LEAST_TOKENS = 128
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How many tokens go where."""
-
-    tokens_per_rank: Tensor
-    """int32 ``[ranks]``."""
-    tokens_per_expert: Tensor
-    """int32 ``[experts]``."""
-    in_rank: Tensor
-    """bool ``[tokens, ranks]``."""
-
-
-def check_together(device: torch.device, *tensors: Tensor | None) -> None:
-    """
-    Raises:
-        InvalidArgument: one lies on another device.
-    """
-    for tensor in tensors:
-        if tensor is not None and tensor.device != device:
-            raise InvalidArgument(f"a tensor lies on {tensor.device}; move it to {device}")
-
-
-def layout_of(topk_idx: Tensor, experts: int, ranks: int) -> Layout:
-    """Counts ``topk_idx``, integers ``[tokens, topk]``, -1 for none. An expert that a token names
-    twice counts twice, as DeepEP counts it.
-
-    Raises:
-        InvalidArgument: experts that don't spread over ranks evenly, or that there aren't.
-    """
-    if experts < 1 or experts % ranks:
-        raise InvalidArgument(f"{experts} experts can't be spread over {ranks} ranks evenly")
-    if topk_idx.ndim != 2 or topk_idx.dtype.is_floating_point:
-        shape = tuple(topk_idx.shape)
-        raise InvalidArgument(f"indices are {topk_idx.dtype} {shape}; give integers [tokens, topk]")
-    idx = topk_idx.to(torch.int64)
-    if idx.numel() and not -1 <= int(idx.min()) <= int(idx.max()) < experts:
-        raise InvalidArgument(
-            f"experts {int(idx.min())} to {int(idx.max())} are named, and there are {experts}; "
-            "-1 is for none"
-        )
-    chosen = torch.nn.functional.one_hot(idx + 1, experts + 1)[:, :, 1:].sum(1)
-    in_rank = chosen.view(len(idx), ranks, experts // ranks).sum(2) > 0
-    return Layout(
-        tokens_per_rank=in_rank.sum(0).to(torch.int32),
-        tokens_per_expert=chosen.sum(0).to(torch.int32),
-        in_rank=in_rank,
-    )
-
-
-def checked_layout(
-    x: Tensor,
-    per_rank: Tensor | None,
-    in_rank: Tensor | None,
-    per_expert: Tensor | None,
-    topk_idx: Tensor | None,
-    ranks: int,
-) -> Layout:
-    """What :func:`layout_of` counted, as a dispatch of ``x`` is given it.
-
-    Raises:
-        Unsupported: experts that aren't named.
-        InvalidArgument: a layout of other indices, or of other tokens.
-    """
-    if topk_idx is None:
-        raise Unsupported("experts are counted from topk_idx here; give it, or a handle")
-    if per_rank is None or in_rank is None or per_expert is None:
-        raise InvalidArgument("a dispatch takes what get_dispatch_layout counted, or a handle")
-    layout = layout_of(topk_idx, len(per_expert), ranks)
-    if len(topk_idx) != len(x):
-        raise InvalidArgument(f"{len(topk_idx)} rows of topk_idx for {len(x)} tokens")
-    if not (
-        torch.equal(layout.in_rank, in_rank)
-        and torch.equal(layout.tokens_per_rank, per_rank.to(torch.int32))
-        and torch.equal(layout.tokens_per_expert, per_expert.to(torch.int32))
-    ):
-        raise InvalidArgument("the layout isn't that of topk_idx; call get_dispatch_layout")
-    return layout
-
-
-@dataclass(frozen=True, eq=False)
-class Handle:
-    """Where the tokens of a dispatch went; later calls may use it any number of times."""
-
-    ranks_of: Tensor
-    """int64 ``[tokens, most ranks of a token]``; -1 for none."""
-    rows: int
-    """Rows that came here."""
-    topk: int
-    gone: frozenset[int] = frozenset()
-    """Ranks that took no part when it was made; all others' rows are there."""
-
-    @property
-    def tokens(self) -> int:
-        return len(self.ranks_of)
 
 
 @dataclass
@@ -202,6 +107,7 @@ class Normal:
         self._over_nodes = self.ranks_per_node < exchanges.comm.size()
         self._device: torch.device | None = None
         self._lanes: dict[Form, list[_Lane]] = {}
+        self._counts: dict[int, AllToAll] = {}
         self._taken = 0
 
     @property
@@ -236,6 +142,12 @@ class Normal:
             self._renew(max(_LEAST_TOKENS, 1 << (most - 1).bit_length()))
         return sum(tokens for tokens, _ in said)
 
+    def restart(self) -> None:
+        """Begins anew after ranks came back, on all ranks together; handles are good still."""
+        self._lanes.clear()
+        self._counts.clear()
+        self.gather = Gather(self._exchanges)
+
     def grow(self, max_tokens: int) -> None:
         """Raises ``max_tokens``, on all ranks together."""
         if max_tokens > self._room:
@@ -256,8 +168,10 @@ class Normal:
         parts: dict[str, Tensor],
         ranks_of: Tensor,
         handle: Handle | None = None,
+        in_rank: Tensor | None = None,
     ) -> tuple[Dispatched, Handle]:
-        """Dispatches tokens, and keeps the exchange for their answers.
+        """Dispatches tokens, and keeps the exchange for their answers. ``in_rank`` goes into the
+        handle that is made.
 
         Raises:
             PeerLost: a rank was lost that was here when the handle was made. The exchange is over
@@ -271,8 +185,45 @@ class Normal:
         self._check_none_lost()
         if handle is not None:
             self._check_ways(handle, lane, len(got.x))
-        lane.handle = handle or Handle(ranks_of, len(got.x), form.topk, gone)
-        return got, lane.handle
+        if handle is None:
+            origin = got.parts["origin"][:, 0] if form.origin else None
+            fields: Sequence[Tensor] = ()
+            if in_rank is not None:
+                fields = handle_fields(in_rank, origin, self.comm.rank(), self._room)
+            handle = Handle.made(fields, ranks_of, len(got.x), form.topk, gone)
+        lane.handle = handle
+        return got, handle
+
+    def number(self, tokens: int, device: torch.device) -> Tensor:
+        """This rank's tokens by number among all ranks', from 1: int32 ``[tokens, 1]``. The number
+        of tokens was reserved."""
+        first = self.comm.rank() * self._room + 1
+        return torch.arange(first, first + tokens, dtype=torch.int32, device=device)[:, None]
+
+    def counted(self, per_expert: Tensor) -> list[int]:
+        """Tokens of each local expert, of what each rank has for all experts ``[experts]``.
+
+        Raises:
+            PeerLost: a rank was lost.
+        """
+        ranks = self.comm.size()
+        local = len(per_expert) // ranks
+        if local not in self._counts:
+            self._counts[local] = self._exchanges.make(
+                experts=ranks,
+                topk=1,
+                hidden=local,
+                max_tokens=ranks,
+                dtype=torch.int32,
+                private_rows=1,
+            )
+        exchange = self._counts[local]
+        self._exchanges.follow(exchange)
+        to_each = torch.arange(ranks, dtype=torch.int64, device="cpu")[:, None]
+        exchange.dispatch_send(per_expert.cpu().to(torch.int32).view(ranks, local), to_each)
+        total = exchange.dispatch_recv().x.sum(0)
+        self._check_none_lost()
+        return [int(n) for n in total]
 
     def receive(self, handle: Handle, y: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Adds up the ranks' answers ``[rows, width]`` to a handle's tokens.
@@ -401,14 +352,6 @@ class Normal:
         return self._exchanges.make_throughput(
             ranks_per_node=self.ranks_per_node, workers=self._workers, **shape
         )
-
-
-def ranks_of(in_rank: Tensor, width: int) -> Tensor:
-    """The ranks of each token in ascending order, -1 behind them: int64 ``[tokens, width]``."""
-    ranks = in_rank.shape[1]
-    numbers = torch.arange(ranks, dtype=torch.int64, device=in_rank.device)
-    found = torch.where(in_rank, numbers, ranks).sort(1).values[:, :width]
-    return torch.where(found < ranks, found, -1)
 
 
 def _said(tokens: int, form: Form | None) -> bytes:

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from fabric_ray.errors import FabricError, InvalidArgument
 from fabric_ray.moe import rows
-from fabric_ray.moe.deepep import normal
-from fabric_ray.moe.deepep.event import EventOverlap, captured
-from fabric_ray.moe.deepep.normal import Handle
+from fabric_ray.moe.deepep import normal, ways
+from fabric_ray.moe.deepep.event import EventOverlap, behind
 from fabric_ray.moe.deepep.parcels import Tokens, form_of, padded
 from fabric_ray.moe.deepep.sizes import Config
+from fabric_ray.moe.deepep.ways import Handle
 
 
 class NormalCalls:
@@ -37,7 +37,7 @@ class NormalCalls:
             ``[tokens, ranks]``; an event.
         """
         _wait_for(previous_event)
-        layout = normal.layout_of(topk_idx, num_experts, self.group_size)
+        layout = ways.layout_of(topk_idx, num_experts, self.group_size)
         per_node = self._normal.ranks_per_node
         of_nodes = None
         if per_node < self.group_size:
@@ -49,13 +49,13 @@ class NormalCalls:
             of_nodes,
             layout.tokens_per_expert,
             layout.in_rank,
-            self._behind(topk_idx),
+            self._behind(topk_idx, async_finish),
         )
 
     def dispatch(
         self,
         x: Tokens,
-        handle: Handle | None = None,
+        handle: Handle | tuple[Tensor, ...] | None = None,
         num_tokens_per_rank: Tensor | None = None,
         num_tokens_per_rdma_rank: Tensor | None = None,
         is_token_in_rank: Tensor | None = None,
@@ -78,7 +78,7 @@ class NormalCalls:
             x: ``[tokens, hidden]``, or fp8 with scales; all tensors lie where it does.
             handle: of an earlier dispatch, to send other tokens the same way; then none of the
                 layout, ``topk_idx`` and ``topk_weights`` is given.
-            topk_idx: int64 ``[tokens, topk]``, -1 for none.
+            topk_idx: int64 ``[tokens, topk]``, -1 for none; without it tokens go by the layout.
             topk_weights: float32 ``[tokens, topk]``.
             expert_alignment: what the counts of experts are rounded up to.
             num_worst_tokens: rows of the results, whatever comes; further rows have no experts.
@@ -93,9 +93,17 @@ class NormalCalls:
             InvalidArgument: what doesn't fit, before tokens are sent.
         """
         tokens, scales = x if isinstance(x, tuple) else (x, None)
+        if scales is not None and scales.ndim == 1:
+            received, *rest = self.dispatch(
+                (tokens, scales[:, None]), handle, num_tokens_per_rank, num_tokens_per_rdma_rank,
+                is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment,
+                num_worst_tokens, config, previous_event, async_finish, allocate_on_comm_stream,
+            )  # fmt: skip
+            return (received[0], received[1][:, 0]), *rest  # type: ignore[return-value]
         _wait_for(previous_event)
         if handle is not None:
-            normal.check_together(tokens.device, handle.ranks_of, scales)
+            handle = Handle.of(handle)
+            ways.check_together(tokens.device, handle.ranks_of, scales)
             if topk_idx is not None or topk_weights is not None:
                 raise InvalidArgument("topk_idx and topk_weights are the handle's; leave them out")
             if len(tokens) != handle.tokens:
@@ -109,10 +117,10 @@ class NormalCalls:
             form, parts = form_of(tokens, scales, handle.ranks_of.shape[1])
             got, _ = self._normal.send(form, tokens, parts, handle.ranks_of, handle)
             received, _, _ = padded(got, num_worst_tokens or handle.rows, 0, 0)
-            return received, None, None, None, None, self._behind(tokens)
+            return received, None, None, None, None, self._behind(tokens, async_finish)
 
         try:
-            normal.check_together(
+            ways.check_together(
                 tokens.device,
                 scales,
                 topk_idx,
@@ -121,7 +129,7 @@ class NormalCalls:
                 is_token_in_rank,
                 num_tokens_per_expert,
             )
-            layout = normal.checked_layout(
+            layout = ways.checked_layout(
                 tokens,
                 num_tokens_per_rank,
                 is_token_in_rank,
@@ -129,11 +137,11 @@ class NormalCalls:
                 topk_idx,
                 self.group_size,
             )
-            assert topk_idx is not None
             if expert_alignment < 1:
                 raise InvalidArgument(f"expert_alignment is {expert_alignment}; give at least 1")
-            width = min(topk_idx.shape[1], self.group_size)
-            form, parts = form_of(tokens, scales, width, topk_idx, topk_weights)
+            width = self.group_size if topk_idx is None else topk_idx.shape[1]
+            width = min(width, self.group_size)
+            form, parts = form_of(tokens, scales, width, topk_idx, topk_weights, origin=True)
             size: int | FabricError = len(tokens)
         except FabricError as error:
             self._normal.reserve(error, None)
@@ -143,23 +151,26 @@ class NormalCalls:
             raise InvalidArgument(
                 f"{most} rows may come, and num_worst_tokens is {num_worst_tokens}; raise it"
             )
-        ranks_of = normal.ranks_of(layout.in_rank, width)
-        got, made = self._normal.send(form, tokens, parts, ranks_of)
+        parts["origin"] = self._normal.number(len(tokens), tokens.device)
+        ranks_of = ways.ranks_of(layout.in_rank, width)
+        got, made = self._normal.send(form, tokens, parts, ranks_of, in_rank=layout.in_rank)
         local = len(layout.tokens_per_expert) // self.group_size
         received, idx, weights = padded(
             got, num_worst_tokens or made.rows, self.rank * local, local
         )
         counts: list[int] = []
-        if not num_worst_tokens:
-            assert idx is not None
+        if idx is None:
+            found = self._normal.counted(layout.tokens_per_expert)
+        elif not num_worst_tokens:
             found = torch.bincount(idx[idx >= 0], minlength=local).tolist()
+        if not num_worst_tokens:
             counts = [-(-n // expert_alignment) * expert_alignment for n in found]
-        return received, idx, weights, counts, made, self._behind(tokens)
+        return received, idx, weights, counts, made, self._behind(tokens, async_finish)
 
     def combine(
         self,
         x: Tensor,
-        handle: Handle,
+        handle: Handle | tuple[Tensor, ...],
         topk_weights: Tensor | None = None,
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         config: Config | None = None,
@@ -180,14 +191,15 @@ class NormalCalls:
             node's sum is rounded to the type of ``x`` as well; the weights or ``None``; an event.
         """
         _wait_for(previous_event)
+        handle = Handle.of(handle, 0 if topk_weights is None else topk_weights.shape[-1])
         where = x.device
-        normal.check_together(where, handle.ranks_of)
+        ways.check_together(where, handle.ranks_of)
         rows.check_rows(
             "answers", x, width=x.shape[-1], dtype=x.dtype, rows=handle.rows, device=where
         )
         biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
         for one in biases:
-            normal.check_together(where, one)
+            ways.check_together(where, one)
             if one.shape != (handle.tokens, x.shape[1]):
                 shape = (handle.tokens, x.shape[1])
                 raise InvalidArgument(f"bias is {tuple(one.shape)}; give {shape}")
@@ -206,16 +218,15 @@ class NormalCalls:
         weights = None
         if topk_weights is not None:
             weights = self._normal.receive(handle, topk_weights)
-        return sums.to(x.dtype), weights, self._behind(x)
+        return sums.to(x.dtype), weights, self._behind(x, async_finish)
 
     def _given_up(self) -> list[int]:
         """Ranks that take no part any more."""
         raise NotImplementedError
 
-    def _behind(self, tensor: Tensor) -> EventOverlap:
+    def _behind(self, tensor: Tensor, asynchronous: bool) -> EventOverlap:
         """An event behind what made the tensor."""
-        event = captured() if tensor.is_cuda else EventOverlap()
-        return event.naming(self._given_up)
+        return behind(tensor, asynchronous).naming(self._given_up)
 
 
 def _wait_for(event: EventOverlap | None) -> None:

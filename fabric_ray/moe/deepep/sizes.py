@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fabric_ray.errors import InvalidArgument
+
 MAX_TOPK = 16
 """Most experts of a token in size hints; DeepEP's models have 8."""
 PRIVATE_ROWS = 32
@@ -55,6 +57,24 @@ class Config:
     num_max_nvl_chunked_recv_tokens: int = 256
     num_max_rdma_chunked_send_tokens: int = 6
     num_max_rdma_chunked_recv_tokens: int = 256
+    """At least as many; raised to a multiple of what is sent at a time."""
+
+    def __post_init__(self) -> None:
+        sent = self.num_max_rdma_chunked_send_tokens
+        if self.num_sms < 0:
+            raise InvalidArgument(f"num_sms must be >= 0 SMs, got {self.num_sms}")
+        if not 0 < self.num_max_nvl_chunked_send_tokens < self.num_max_nvl_chunked_recv_tokens:
+            raise InvalidArgument(
+                f"chunks over NVLink: {self.num_max_nvl_chunked_send_tokens} tokens are sent and "
+                f"{self.num_max_nvl_chunked_recv_tokens} received; send at least 1, receive more"
+            )
+        received = _up(self.num_max_rdma_chunked_recv_tokens, max(sent, 1))
+        if sent < 1 or 2 * sent > received:
+            raise InvalidArgument(
+                f"chunks over RDMA: {sent} tokens are sent and {received} received; send at least "
+                "1, receive at least twice as many"
+            )
+        object.__setattr__(self, "num_max_rdma_chunked_recv_tokens", received)
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Bytes of an exchange with as many tokens as a received chunk."""

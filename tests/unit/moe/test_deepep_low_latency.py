@@ -173,6 +173,7 @@ def test_what_is_wrong_or_not_here_is_named_before_anything_is_sent() -> None:
             (invalid, "goes with", {"use_ue8m0": True}),
             (invalid, "exclude", {**bf16, "async_finish": True, "return_recv_hook": True}),
             (unsupported, "measured", {**bf16, "dispatch_wait_recv_cost_stats": waits}),
+            (unsupported, "nvfp4", {**bf16, "use_nvfp4": True, "x_global_scale": x.sum()}),
             (invalid, "statistics", {**bf16, "cumulative_local_expert_recv_stats": waits}),
         ]:
             with pytest.raises(error, match=words):
@@ -192,8 +193,13 @@ def test_what_is_wrong_or_not_here_is_named_before_anything_is_sent() -> None:
         hook()
         other = torch.where(idx >= 0, (idx + 1) % EXPERTS, idx)
         for error, words, args, options in [
-            (unsupported, "overlap", (recv, idx, w, handle), {"overlap": True}),
-            (unsupported, "logfmt", (recv, idx, w, handle), {"use_logfmt": True}),
+            (invalid, "comp_signal", (recv, idx, w, handle), {"overlap": True}),
+            (
+                invalid,
+                "exclude",
+                (recv, idx, w, handle),
+                {"use_logfmt": True, "zero_copy": True},
+            ),
             (unsupported, "wait", (recv, idx, w, handle), {"combine_wait_recv_cost_stats": waits}),
             (invalid, "zero_copy", (recv, idx, w, handle), {"zero_copy": True}),
             (invalid, "same topk_idx", (recv, other, w, handle), {}),
@@ -217,11 +223,10 @@ def test_what_is_wrong_or_not_here_is_named_before_anything_is_sent() -> None:
             block_m=64, threshold=0, num_sms=3,
         )  # fmt: skip
         assert torch.equal(sums, unsharded(x, idx, w))
-        with pytest.raises(invalid, match="combined already"):
-            combine(y, idx, w, handle)
-        for call in (buffer.get_comm_stream, lambda: buffer.get_local_buffer_tensor(torch.int8)):
-            with pytest.raises(unsupported):
-                call()
+        with pytest.raises(invalid, match="num_max_dispatch_tokens_per_rank"):
+            combine(y, idx, w, (torch.empty(1), *handle[1:]))
+        with pytest.raises(unsupported):
+            buffer.get_comm_stream()
         buffer.clean_low_latency_buffer(M, 48, EXPERTS)
         buffer.destroy()
         buffer.destroy()
@@ -274,11 +279,8 @@ def test_rs_4_a_masked_rank_is_left_out_and_the_others_go_on() -> None:
             assert torch.equal(sums, unsharded(x, left, w))
             buffer.low_latency_query_mask_buffer(status)
             assert status.tolist() == [0, 0, int(turn > 0)]
-        with pytest.raises(errors.Unsupported, match="make a new one"):
-            buffer.low_latency_clean_mask_buffer()
-        with pytest.raises(errors.Unsupported, match=r"\[2\]"):
-            buffer.low_latency_update_mask_buffer(2, False)
-        buffer.low_latency_update_mask_buffer(1 - buffer.rank, False)
+        with pytest.raises(errors.InvalidArgument, match="out of range"):
+            buffer.low_latency_update_mask_buffer(3, False)
         assert [*buffer.lost] == [2]
         # Who closes is lost, too.
         both.wait(60)

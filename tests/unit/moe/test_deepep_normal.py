@@ -260,8 +260,8 @@ def test_what_is_wrong_is_named_and_others_are_told(comm: ThreadComm) -> None:
         buffer.get_dispatch_layout(idx + 12, EXPERTS)
     layout = buffer.get_dispatch_layout(idx, EXPERTS)
     per_rank, _, per_expert, in_rank, _ = layout
-    with pytest.raises(errors.Unsupported, match="topk_idx"):
-        buffer.dispatch(x, None, per_rank, None, in_rank, per_expert)
+    with pytest.raises(invalid, match="differ"):
+        buffer.dispatch(x, None, per_rank, None, ~in_rank, per_expert)
     with pytest.raises(invalid, match="get_dispatch_layout"):
         buffer.dispatch(x, topk_idx=idx)
     with pytest.raises(invalid, match="isn't that"):

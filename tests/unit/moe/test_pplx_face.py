@@ -18,14 +18,14 @@ from tests.processes import Other
 EXPERTS, TOPK, M, HIDDEN = 8, 3, 9, 64
 
 
-def made(rank: int, ranks: int, *, fp8: bool = False, **options: Any) -> AllToAll:
+def made(rank: int, ranks: int, *, fp8: bool = False, dp: int = 1, **options: Any) -> AllToAll:
     return AllToAll.internode(
         max_num_tokens=M,
         num_experts=EXPERTS,
         experts_per_token=TOPK,
         rank=rank,
         world_size=ranks,
-        dp_size=1,
+        dp_size=dp,
         hidden_dim=HIDDEN,
         hidden_dim_bytes=HIDDEN * (1 if fp8 else 2),
         hidden_dim_scale_bytes=HIDDEN // 16 * 4 if fp8 else 0,
@@ -33,11 +33,14 @@ def made(rank: int, ranks: int, *, fp8: bool = False, **options: Any) -> AllToAl
     )
 
 
-def layer(a: AllToAll, rank: int, ranks: int, tokens: int, *, fp8: bool, split: bool) -> None:
-    x, _, w = batch(rank + tokens, M, EXPERTS, TOPK, HIDDEN)
-    g = torch.Generator().manual_seed(rank + tokens)
+def layer(
+    a: AllToAll, rank: int, ranks: int, tokens: int, *, fp8: bool, split: bool, dp: int = 1
+) -> None:
+    seed = rank // dp + tokens
+    x, _, w = batch(seed, M, EXPERTS, TOPK, HIDDEN)
+    g = torch.Generator().manual_seed(seed)
     idx = torch.rand(M, EXPERTS, generator=g).argsort(1)[:, :TOPK].to(torch.uint32)
-    local, rows = EXPERTS // ranks, M * ranks
+    local, rows = EXPERTS // ranks, M * ranks // dp
     counts = torch.empty(local, dtype=torch.int32)
     dp_x, dp_scale, out_scale = x, None, None
     if fp8:
@@ -74,6 +77,17 @@ def test_a_layer_is_that_of_one_place_bit_by_bit(ranks: int, fp8: bool) -> None:
     on_ranks(ranks, work)
 
 
+@pytest.mark.parametrize(("ranks", "dp"), [(2, 2), (4, 2), (8, 4)])
+def test_ranks_that_share_tokens_all_get_the_sums(ranks: int, dp: int) -> None:
+    def work(comm: ThreadComm) -> None:
+        a = made(comm.rank(), ranks, fp8=True, dp=dp, comm=comm)
+        for tokens, split in [(M, False), (0, True), (1, False), (5, True)]:
+            layer(a, comm.rank(), ranks, tokens, fp8=True, split=split, dp=dp)
+        a.destroy()
+
+    on_ranks(ranks, work)
+
+
 @on_all_ranks(2)
 def test_sums_may_be_wider_than_answers(comm: ThreadComm) -> None:
     a = made(comm.rank(), 2, comm=comm, out_dtype=torch.float32)
@@ -93,7 +107,7 @@ def test_sums_may_be_wider_than_answers(comm: ThreadComm) -> None:
 
 @on_all_ranks(1)
 def test_what_is_wrong_or_not_here_is_named_before_anything_is_sent(comm: ThreadComm) -> None:
-    with pytest.raises(errors.Unsupported, match="dp_size is 2"):
+    with pytest.raises(errors.InvalidArgument, match="dp_size is 2, and there are 1 ranks"):
         AllToAll.intranode(M, EXPERTS, TOPK, 0, 1, 2, HIDDEN, 2 * HIDDEN, 0, comm=comm)
     with pytest.raises(errors.InvalidArgument, match="bytes for 64 elements"):
         AllToAll.intranode(M, EXPERTS, TOPK, 0, 1, 1, HIDDEN, 100, 0, comm=comm)

@@ -1,0 +1,1 @@
+"""``pplx_garden.kernels``."""

@@ -1,0 +1,199 @@
+"""Where the tokens of DeepEP's normal calls go: the layout that a dispatch is given, and the handle
+that it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fabric_ray.errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many tokens go where."""
+
+    tokens_per_rank: Tensor
+    """int32 ``[ranks]``."""
+    tokens_per_expert: Tensor
+    """int32 ``[experts]``."""
+    in_rank: Tensor
+    """bool ``[tokens, ranks]``."""
+
+
+def check_together(device: torch.device, *tensors: Tensor | None) -> None:
+    """
+    Raises:
+        InvalidArgument: one lies on another device.
+    """
+    for tensor in tensors:
+        if tensor is not None and tensor.device != device:
+            raise InvalidArgument(f"a tensor lies on {tensor.device}; move it to {device}")
+
+
+def layout_of(topk_idx: Tensor, experts: int, ranks: int) -> Layout:
+    """Counts ``topk_idx``, integers ``[tokens, topk]``, -1 for none. An expert that a token names
+    twice counts twice, as DeepEP counts it.
+
+    Raises:
+        InvalidArgument: experts that don't spread over ranks evenly, or that there aren't.
+    """
+    if experts < 1 or experts % ranks:
+        raise InvalidArgument(f"{experts} experts can't be spread over {ranks} ranks evenly")
+    if topk_idx.ndim != 2 or topk_idx.dtype.is_floating_point:
+        shape = tuple(topk_idx.shape)
+        raise InvalidArgument(f"indices are {topk_idx.dtype} {shape}; give integers [tokens, topk]")
+    idx = topk_idx.to(torch.int64)
+    if idx.numel() and not -1 <= int(idx.min()) <= int(idx.max()) < experts:
+        raise InvalidArgument(
+            f"experts {int(idx.min())} to {int(idx.max())} are named, and there are {experts}; "
+            "-1 is for none"
+        )
+    chosen = torch.nn.functional.one_hot(idx + 1, experts + 1)[:, :, 1:].sum(1)
+    in_rank = chosen.view(len(idx), ranks, experts // ranks).sum(2) > 0
+    return Layout(
+        tokens_per_rank=in_rank.sum(0).to(torch.int32),
+        tokens_per_expert=chosen.sum(0).to(torch.int32),
+        in_rank=in_rank,
+    )
+
+
+def checked_layout(
+    x: Tensor,
+    per_rank: Tensor | None,
+    in_rank: Tensor | None,
+    per_expert: Tensor | None,
+    topk_idx: Tensor | None,
+    ranks: int,
+) -> Layout:
+    """What :func:`layout_of` counted, as a dispatch of ``x`` is given it.
+
+    Raises:
+        InvalidArgument: a layout of other indices, or of other tokens.
+    """
+    if per_rank is None or in_rank is None or per_expert is None:
+        raise InvalidArgument("a dispatch takes what get_dispatch_layout counted, or a handle")
+    if topk_idx is None:
+        return _layout_alone(x, per_rank, in_rank, per_expert, ranks)
+    layout = layout_of(topk_idx, len(per_expert), ranks)
+    if len(topk_idx) != len(x):
+        raise InvalidArgument(f"{len(topk_idx)} rows of topk_idx for {len(x)} tokens")
+    if not (
+        torch.equal(layout.in_rank, in_rank)
+        and torch.equal(layout.tokens_per_rank, per_rank.to(torch.int32))
+        and torch.equal(layout.tokens_per_expert, per_expert.to(torch.int32))
+    ):
+        raise InvalidArgument("the layout isn't that of topk_idx; call get_dispatch_layout")
+    return layout
+
+
+def _layout_alone(
+    x: Tensor, per_rank: Tensor, in_rank: Tensor, per_expert: Tensor, ranks: int
+) -> Layout:
+    """A layout without the experts of tokens.
+
+    Raises:
+        InvalidArgument: it is of other tokens, or contradicts itself.
+    """
+    experts = len(per_expert)
+    if experts < 1 or experts % ranks:
+        raise InvalidArgument(f"{experts} experts can't be spread over {ranks} ranks evenly")
+    if in_rank.shape != (len(x), ranks) or in_rank.dtype != torch.bool:
+        raise InvalidArgument(
+            f"is_token_in_rank is {in_rank.dtype} {tuple(in_rank.shape)}; give bool "
+            f"[{len(x)}, {ranks}]"
+        )
+    if not torch.equal(in_rank.sum(0), per_rank.to(torch.int64)):
+        raise InvalidArgument(
+            "num_tokens_per_rank and is_token_in_rank differ; call get_dispatch_layout"
+        )
+    return Layout(per_rank.to(torch.int32), per_expert.to(torch.int32), in_rank)
+
+
+class Handle(tuple[Tensor, ...]):
+    """Where the tokens of a dispatch went; later calls may use it any number of times.
+
+    As a tuple it is that of DeepEP's calls on one node, with one channel: int32
+    ``rank_prefix_matrix [ranks, ranks]``, of which only this rank's column is known, the rows that
+    came from ranks up to each; ``channel_prefix_matrix [ranks, 1]``; ``recv_channel_prefix_matrix
+    [ranks, 1]``; ``recv_src_idx [rows]``, each row's number at its source; bool
+    ``is_token_in_rank [tokens, ranks]``; int32 ``send_head [tokens, ranks]``, each token's number
+    among those for a rank, -1 for none.
+    """
+
+    ranks_of: Tensor
+    """int64 ``[tokens, most ranks of a token]``; -1 for none."""
+    rows: int
+    """Rows that came here."""
+    topk: int
+    gone: frozenset[int]
+    """Ranks that took no part when it was made; all others' rows are there."""
+
+    @classmethod
+    def made(
+        cls, fields: Sequence[Tensor], ranks_of: Tensor, rows: int, topk: int, gone: frozenset[int]
+    ) -> Handle:
+        self = cls(fields)
+        self.ranks_of, self.rows, self.topk, self.gone = ranks_of, rows, topk, gone
+        return self
+
+    @classmethod
+    def of(cls, given: Any, topk: int = 0) -> Handle:
+        """A handle, also of a plain tuple of what was in one.
+
+        Raises:
+            InvalidArgument: it is something else.
+        """
+        if isinstance(given, Handle):
+            return given
+        if not isinstance(given, tuple | list) or len(given) != 6:
+            raise InvalidArgument("the handle is none; give what dispatch returned")
+        in_rank = given[4]
+        return cls.made(
+            given, ranks_of(in_rank, in_rank.shape[1]), len(given[3]), topk, frozenset()
+        )
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ranks_of)
+
+
+def handle_fields(in_rank: Tensor, origin: Tensor | None, rank: int, room: int) -> list[Tensor]:
+    """What a :class:`Handle` has as a tuple.
+
+    Args:
+        origin: int32 ``[rows]``: from 1, each row's number at its source, after ``room`` numbers of
+            each rank before that; ``None`` if unknown.
+    """
+    ranks, where = in_rank.shape[1], in_rank.device
+    sent = in_rank.sum(0, dtype=torch.int32)[:, None]
+    before = in_rank.cumsum(0, dtype=torch.int32) - 1
+    prefix = torch.full((ranks, ranks), -1, dtype=torch.int32, device=where)
+    numbers = torch.empty(0, dtype=torch.int32, device=where)
+    if origin is not None:
+        numbers = (origin - 1).clamp(min=0)
+        source = (numbers // room).to(torch.int64)
+        each = torch.zeros(ranks, dtype=torch.int64, device=where)
+        each.scatter_add_(0, source, torch.ones_like(source))
+        prefix[:, rank] = each.cumsum(0)
+        numbers = numbers % room
+    return [
+        prefix,
+        sent,
+        torch.zeros_like(sent),
+        numbers,
+        in_rank,
+        torch.where(in_rank, before, -1),
+    ]
+
+
+def ranks_of(in_rank: Tensor, width: int) -> Tensor:
+    """The ranks of each token in ascending order, -1 behind them: int64 ``[tokens, width]``."""
+    ranks = in_rank.shape[1]
+    numbers = torch.arange(ranks, dtype=torch.int64, device=in_rank.device)
+    found = torch.where(in_rank, numbers, ranks).sort(1).values[:, :width]
+    return torch.where(found < ranks, found, -1)

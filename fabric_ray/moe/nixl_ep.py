@@ -1,0 +1,350 @@
+"""NIXL-EP's ``Buffer`` over :class:`fabric_ray.moe.deepep.Buffer`: DeepEP's calls, on ranks that a
+store connects and that may become more or fewer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, MutableMapping
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fabric_ray.engine import TransferEngine
+from fabric_ray.errors import InvalidArgument, PeerLost
+from fabric_ray.kernels import Launcher
+from fabric_ray.moe import deepep
+from fabric_ray.moe.deepep.event import EventOverlap
+from fabric_ray.moe.deepep.parcels import Tokens
+
+_CONNECT_S = 300.0
+
+Handle: TypeAlias = tuple[Tensor, Tensor, int, int]
+"""As DeepEP's, without the number of experts."""
+Hook: TypeAlias = Callable[[], None]
+
+
+class StoreComm:
+    """Ranks from 0 to ``size`` that gather through a ``torch.distributed`` store.
+
+    All of them make it once before any makes it again with the same store and size.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: float = _CONNECT_S) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._timeout = timeout
+        prefix = f"fabric_ray/nixl_ep/{size}"
+        generation = (int(store.add(f"{prefix}/arrivals", 1)) - 1) // size
+        self._prefix = f"{prefix}/{generation}"
+        self._round = 0
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def all_gather(self, value: bytes) -> list[bytes]:
+        def key(rank: int, number: int) -> str:
+            return f"{self._prefix}/{number}/{rank}"
+
+        self._round += 1
+        self._store.set(key(self._rank, self._round), b"+" + value)
+        found = []
+        for rank in range(self._size):
+            try:
+                self._store.wait([key(rank, self._round)], timedelta(seconds=self._timeout))
+            except RuntimeError as error:
+                raise PeerLost(
+                    f"rank {rank} did not connect within {self._timeout:g} s: {error}; look for a "
+                    "rank that ended",
+                    peer=f"rank {rank}",
+                ) from error
+            found.append(bytes(self._store.get(key(rank, self._round)))[1:])
+        # All ranks that are in this round have read the one before.
+        self._store.delete_key(key(self._rank, self._round - 1))
+        return found
+
+
+class Buffer:
+    """One rank's calls in NIXL-EP's names.
+
+    All connected ranks make the same calls in the same order. They are ``0`` to some number: ranks
+    join at the end (:meth:`connect_ranks`) and leave there (:meth:`disconnect_ranks`), and the
+    connected ones make buffers anew then. In low-latency calls a rank that is silent for
+    ``timeout_ms`` is masked.
+
+    Args:
+        disable_ll_nvlink: taken; the engine chooses links.
+        explicitly_destroy: taken; :meth:`destroy` may always be called.
+        rank: the number of this rank.
+        low_latency_mode: whether low-latency calls will be made, or high-throughput ones.
+        group: a ``torch.distributed`` group, where there is no store.
+        comm: instead of a group, as for :class:`fabric_ray.moe.deepep.Buffer`.
+        tcp_store_group: a ``torch.distributed`` store.
+        engine: this rank's; one of its own if ``None``.
+        launcher: launches kernels, in place of a GPU.
+    """
+
+    num_sms = 20
+
+    def __init__(
+        self,
+        disable_ll_nvlink: bool = False,
+        explicitly_destroy: bool = False,
+        rank: int = 0,
+        low_latency_mode: bool = True,
+        group: Any = None,
+        comm: Any = None,
+        tcp_store_group: Any = None,
+        timeout_ms: int = 30_000,
+        *,
+        engine: TransferEngine | None = None,
+        launcher: Launcher | None = None,
+    ) -> None:
+        if group is not None and comm is not None:
+            raise InvalidArgument("group and comm exclude each other; give one of them, or a store")
+        self.rank, self.low_latency_mode = rank, low_latency_mode
+        self.timeout_ms, self.explicitly_destroy = timeout_ms, explicitly_destroy
+        self.group, self.comm, self.tcp_store_group = group, comm, tcp_store_group
+        self.group_size = self.num_rdma_bytes = self.num_nvl_bytes = 0
+        self._options: dict[str, Any] = {"engine": engine, "launcher": launcher}
+        self._each = 0
+        self._buffer: deepep.Buffer | None = None
+        self._staged: deepep.Buffer | None = None
+        # By what tells a handle from others, where results have room for more ranks.
+        self._narrow: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()
+        self._inactive: set[int] = set()
+        """Ranks of the staged buffer that are masked still."""
+
+    is_sm90_compiled = staticmethod(deepep.Buffer.is_sm90_compiled)
+    set_num_sms = staticmethod(deepep.Buffer.set_num_sms)
+    capture = staticmethod(deepep.Buffer.capture)
+    get_dispatch_config = staticmethod(deepep.Buffer.get_dispatch_config)
+    get_combine_config = staticmethod(deepep.Buffer.get_combine_config)
+    get_rdma_size_hint = staticmethod(deepep.Buffer.get_low_latency_rdma_size_hint)
+    get_low_latency_buffer_size_hint = get_rdma_size_hint
+
+    # Ranks
+
+    def update_memory_buffers(
+        self,
+        num_ranks: int,
+        num_experts_per_rank: int,
+        num_rdma_bytes: int,
+        num_nvl_bytes: int = 0,
+    ) -> None:
+        """Says how many ranks there may be, and experts of each."""
+        self.group_size, self._each = num_ranks, num_experts_per_rank
+        self.num_rdma_bytes, self.num_nvl_bytes = num_rdma_bytes, num_nvl_bytes
+
+    def set_tcp_store_group(self, tcp_store_group: Any) -> None:
+        """The store of later connections."""
+        self.tcp_store_group = tcp_store_group
+
+    def connect_ranks(self, remote_ranks: Iterable[int], activate: bool = True) -> None:
+        """Connects ranks. All ranks that are connected then make this call together.
+
+        Args:
+            activate: if false, the ranks take part when :meth:`update_mask_buffer` has unmasked
+                all of them; until then the ranks before go on among themselves.
+
+        Raises:
+            InvalidArgument: they don't follow the connected ones; or there is no room for them.
+            PeerLost: a rank does not connect.
+        """
+        before = set(range(self._size(self._buffer)))
+        ranks = before | set(remote_ranks) | {self.rank}
+        if ranks != set(range(len(ranks))) or not self._each or len(ranks) > self.group_size:
+            raise InvalidArgument(
+                f"ranks {sorted(ranks)} would be connected; connect 0 to some number of "
+                f"{self.group_size}, behind update_memory_buffers"
+            )
+        fresh = self._made(len(ranks))
+        if activate or not before:
+            self._use(fresh)
+            return
+        self._staged, self._inactive = fresh, ranks - before
+
+    def disconnect_ranks(self, remote_ranks: Iterable[int]) -> None:
+        """Goes on without the last ranks. All ranks that remain make this call together.
+
+        Raises:
+            InvalidArgument: other ranks would be left in between.
+        """
+        remain = set(range(self._size(self._buffer))) - set(remote_ranks)
+        if remain != set(range(len(remain))) or self.rank not in remain:
+            raise InvalidArgument(f"ranks {sorted(remain)} would remain; disconnect the last ones")
+        self._use(self._made(len(remain)))
+
+    def update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Masks a rank, or takes it back as :meth:`Buffer.low_latency_update_mask_buffer` of DeepEP
+        does: all connected ranks take back together, each as many."""
+        if rank_to_mask in self._inactive:
+            if not mask:
+                self._inactive.discard(rank_to_mask)
+                if not self._inactive and self._staged is not None:
+                    self._use(self._staged)
+            return
+        self._there.low_latency_update_mask_buffer(rank_to_mask, mask)
+
+    def query_mask_buffer(self, mask_status: Tensor) -> None:
+        """Puts 0 for ranks that take part into int32 ``[ranks]``, and 1 for others."""
+        size = self._there.group_size
+        connected = torch.empty(size, dtype=torch.int32, device="cpu")
+        self._there.low_latency_query_mask_buffer(connected)
+        status = torch.ones(len(mask_status), dtype=torch.int32, device="cpu")
+        status[:size] = connected[: len(status)]
+        mask_status.copy_(status)
+
+    def clean_mask_buffer(self) -> None:
+        """Takes all connected ranks back, on all of them together."""
+        self._there.low_latency_clean_mask_buffer()
+
+    def clean_buffer(self, *_: Any) -> None:
+        """Nothing: calls leave nothing behind that others would read."""
+
+    def barrier(self) -> None:
+        """Waits for all ranks that take part."""
+        self._there.barrier()
+
+    def destroy(self) -> None:
+        """Frees the buffers when other ranks have what this one has for them; those that are gone
+        are not waited for."""
+        for buffer in (self._staged, self._buffer):
+            if buffer is not None:
+                buffer.leave()
+        self._staged = self._buffer = None
+
+    # Low-latency calls
+
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int | None = None,
+        *args: Any,
+        **options: Any,
+    ) -> tuple[Tokens, Tensor, Handle, EventOverlap, Hook | None]:
+        """As DeepEP's.
+
+        Args:
+            num_experts: what results have room for; those of connected ranks if ``None``.
+        """
+        there, most = self._there, num_max_dispatch_tokens_per_rank
+        experts = there.group_size * self._each
+        room = num_experts or experts
+        if room < experts or room % self._each:
+            raise InvalidArgument(
+                f"num_experts is {room}; give a multiple of {self._each} from {experts} on"
+            )
+        got, counts, handle, event, hook = there.low_latency_dispatch(
+            x, topk_idx, most, experts, *args, **options
+        )
+        if room == experts:
+            return got, counts, handle[:4], event, hook
+        ranks = room // self._each
+        narrow = [*got] if isinstance(got, tuple) else [got]
+        wide = [_wide(one, most * ranks) for one in (*narrow, handle[0])]
+        wide.append(_wide(handle[1], ranks))
+        self._narrow[wide[-2]] = handle
+
+        def receive() -> None:
+            if hook is not None:
+                hook()
+            for one, into in zip((*narrow, *handle[:2]), wide, strict=True):
+                into[:, : one.shape[1]] = one
+
+        if hook is None:
+            receive()
+        received = wide[0] if len(narrow) == 1 else (wide[0], wide[1])
+        back = (wide[-2], wide[-1], most, handle[3])
+        return received, counts, back, event, None if hook is None else receive
+
+    dispatch = low_latency_dispatch
+
+    def low_latency_combine(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: Handle, **options: Any
+    ) -> tuple[Tensor, EventOverlap, Hook | None]:
+        """As DeepEP's."""
+        found = self._handle_of(handle)
+        if len(found[0][0]) < x.shape[1]:
+            x = x[:, : len(found[0][0])].contiguous()
+        return self._there.low_latency_combine(x, topk_idx, topk_weights, found, **options)
+
+    combine = low_latency_combine
+
+    def get_next_combine_buffer(self, handle: Handle) -> Tensor:
+        """As DeepEP's; with room for the connected ranks."""
+        return self._there.get_next_low_latency_combine_buffer(self._handle_of(handle))
+
+    def _handle_of(self, handle: Handle) -> Any:
+        """DeepEP's handle."""
+        return self._narrow.get(handle[0]) or (*handle, self._there.group_size * self._each)
+
+    # High-throughput calls
+
+    def get_dispatch_layout(self, *args: Any, **options: Any) -> Any:
+        """As DeepEP's."""
+        return self._there.get_dispatch_layout(*args, **options)
+
+    def ht_dispatch(self, *args: Any, **options: Any) -> Any:
+        """As DeepEP's ``dispatch``."""
+        return self._there.dispatch(*args, **options)
+
+    def ht_combine(self, *args: Any, **options: Any) -> Any:
+        """As DeepEP's ``combine``."""
+        return self._there.combine(*args, **options)
+
+    # Memory and events
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """As DeepEP's."""
+        return self._there.get_comm_stream()
+
+    def get_local_buffer_tensor(self, *args: Any, **options: Any) -> Tensor:
+        """As DeepEP's: memory of the caller alone."""
+        return self._there.get_local_buffer_tensor(*args, **options)
+
+    @property
+    def _there(self) -> deepep.Buffer:
+        if self._buffer is None:
+            raise InvalidArgument("no rank is connected; call connect_ranks")
+        return self._buffer
+
+    @staticmethod
+    def _size(buffer: deepep.Buffer | None) -> int:
+        return 0 if buffer is None else buffer.group_size
+
+    def _made(self, size: int) -> deepep.Buffer:
+        comm = self.comm
+        if self.tcp_store_group is not None:
+            comm = StoreComm(self.tcp_store_group, self.rank, size)
+        group = self.group if comm is None else None
+        return deepep.Buffer(
+            group,
+            self.num_nvl_bytes,
+            self.num_rdma_bytes,
+            self.low_latency_mode,
+            comm=comm,
+            enable_shrink=self.low_latency_mode,
+            timeout=self.timeout_ms / 1000,
+            **self._options,
+        )
+
+    def _use(self, buffer: deepep.Buffer) -> None:
+        """Goes on with another buffer."""
+        before, self._buffer = self._buffer, buffer
+        self._staged, self._inactive = None, set()
+        if before is not None:
+            before.leave()
+
+
+def _wide(tensor: Tensor, rows: int) -> Tensor:
+    """Room for more rows ``[experts, rows, ...]``, in the same order of memory; the rest is 0."""
+    if tensor.ndim == 3 and tensor.stride(1) == 1:
+        return tensor.new_zeros(len(tensor), tensor.shape[2], rows).transpose(1, 2)
+    shape = (len(tensor), rows, *tensor.shape[2:])
+    return tensor.new_zeros(shape)

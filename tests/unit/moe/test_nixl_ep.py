@@ -1,0 +1,163 @@
+"""NIXL-EP's ``Buffer`` as vLLM and SGLang call it: ranks of a store that become more and fewer."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fabric_ray import errors
+from fabric_ray.moe import cast
+from fabric_ray.moe.nixl_ep import Buffer, StoreComm
+from tests.moe_ranks import batch, expert, unsharded
+
+EACH, TOPK, M, HIDDEN = 2, 3, 8, 512
+
+
+def made(rank: int, store: Any, most: int, **options: Any) -> Buffer:
+    buffer = Buffer(rank=rank, tcp_store_group=store, **options)
+    nbytes = Buffer.get_rdma_size_hint(M, HIDDEN, most, most * EACH)
+    buffer.update_memory_buffers(num_ranks=most, num_experts_per_rank=EACH, num_rdma_bytes=nbytes)
+    return buffer
+
+
+def layer(buffer: Buffer, turn: int, ranks: int, room: int | None, *, fp8: bool = False) -> None:
+    """One pass of as many ranks, with results that have room for others."""
+    x, idx, w = batch(turn * 8 + buffer.rank, M - turn % 3, ranks * EACH, TOPK, HIDDEN)
+    got, counts, handle, _, hook = buffer.dispatch(
+        x, idx, M, room and room * EACH, use_fp8=fp8, async_finish=False, return_recv_hook=True
+    )
+    assert hook is not None
+    hook()
+    rows = got[0] if isinstance(got, tuple) else got
+    assert rows.shape == (EACH, M * (room or ranks), HIDDEN)
+    assert handle[1].shape == (EACH, room or ranks)
+    if isinstance(got, tuple):
+        assert got[1].stride(1) == 1
+        rows = cast.back(*got)
+    y = torch.full(rows.shape, float("nan"), dtype=torch.bfloat16)
+    for number, count in enumerate(counts.tolist()):
+        y[number, :count] = expert(buffer.rank * EACH + number, rows[number, :count])
+    out = torch.empty_like(x)
+    _, _, hook = buffer.combine(
+        y, idx, w, handle, async_finish=False, zero_copy=False, return_recv_hook=True, out=out
+    )
+    assert hook is not None
+    hook()
+    seen = cast.back(*cast.to_fp8(x)) if fp8 else x
+    assert torch.equal(out, unsharded(seen, idx, w))
+
+
+def on_threads(ranks: int, work: Any) -> None:
+    with ThreadPoolExecutor(ranks) as pool:
+        list(pool.map(work, range(ranks)))
+
+
+@pytest.mark.parametrize("room", [None, 4, 5])
+def test_ranks_join_and_leave_at_the_end(room: int | None) -> None:
+    """As vLLM scales: new ranks connect while the others stage them, and take part on commit."""
+    store, few, many = dist.HashStore(), 2, 4
+    grown, shrunk = threading.Barrier(many), threading.Barrier(many)
+
+    def work(rank: int) -> None:
+        buffer = made(rank, store, 5, timeout_ms=20_000)
+        status = torch.empty(5, dtype=torch.int32)
+        old = rank < few
+        if old:
+            buffer.connect_ranks(range(few))
+            layer(buffer, 0, few, room)
+            buffer.connect_ranks(range(few, many), activate=False)
+            layer(buffer, 1, few, room, fp8=True)
+            buffer.query_mask_buffer(status)
+            assert status.tolist() == [0, 0, 1, 1, 1]
+            for other in range(few, many):
+                buffer.update_mask_buffer(other, mask=False)
+        else:
+            buffer.connect_ranks(range(many))
+        grown.wait(60)
+        for turn in (2, 3):
+            layer(buffer, turn, many, room, fp8=turn == 3)
+        buffer.query_mask_buffer(status)
+        assert status.tolist() == [0, 0, 0, 0, 1]
+        buffer.barrier()
+        shrunk.wait(60)
+        if old:
+            buffer.disconnect_ranks([2, 3])
+            layer(buffer, 4, few, room)
+        buffer.destroy()
+
+    def both(rank: int) -> None:
+        # The new ranks' destroy waits for none of those that went on.
+        work(rank)
+
+    on_threads(many, both)
+
+
+def test_ranks_that_mask_all_others_run_alone_and_come_back() -> None:
+    """As vLLM does while it warms up one rank."""
+    store, alone = dist.HashStore(), threading.Barrier(2)
+
+    def work(rank: int) -> None:
+        buffer = made(rank, store, 2)
+        buffer.connect_ranks([0, 1])
+        layer(buffer, 0, 2, None)
+        alone.wait(60)
+        buffer.update_mask_buffer(1 - rank, mask=True)
+        x, idx, w = batch(rank, M, 4, TOPK, HIDDEN)
+        rows, counts, handle, _, _ = buffer.dispatch(x, idx, M, use_fp8=False)
+        y = torch.zeros_like(rows)
+        for number, count in enumerate(counts.tolist()):
+            y[number, :count] = expert(rank * EACH + number, rows[number, :count])
+        out, _, _ = buffer.combine(y, idx, w, handle)
+        assert torch.equal(out, unsharded(x, torch.where(idx // EACH == rank, idx, -1), w))
+        buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).zero_()
+        buffer.update_mask_buffer(1 - rank, mask=False)
+        layer(buffer, 1, 2, None)
+        buffer.clean_mask_buffer()
+        layer(buffer, 2, 2, None)
+        buffer.destroy()
+
+    on_threads(2, work)
+
+
+def test_high_throughput_calls_are_deepeps() -> None:
+    store = dist.HashStore()
+
+    def work(rank: int) -> None:
+        buffer = made(rank, store, 2, low_latency_mode=False)
+        buffer.connect_ranks([0, 1])
+        x, idx, w = batch(rank, M, 4, TOPK, HIDDEN)
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 4)
+        recv, *_, handle, _ = buffer.ht_dispatch(
+            x, None, per_rank, None, in_rank, per_expert, idx, w
+        )
+        sums, _, _ = buffer.ht_combine(recv, handle)
+        assert torch.equal(sums, (x * in_rank.sum(1, keepdim=True)).to(x.dtype))
+        buffer.destroy()
+
+    on_threads(2, work)
+
+
+def test_what_is_wrong_is_named() -> None:
+    store, invalid = dist.HashStore(), errors.InvalidArgument
+    buffer = Buffer(rank=0, tcp_store_group=store)
+    with pytest.raises(invalid, match="connect_ranks"):
+        buffer.barrier()
+    with pytest.raises(invalid, match="behind update_memory_buffers"):
+        buffer.connect_ranks([0])
+    buffer = made(0, store, 2)
+    for ranks in ([2], [1, 2]):
+        with pytest.raises(invalid, match="connect 0 to some number of 2"):
+            buffer.connect_ranks(ranks)
+    buffer.connect_ranks([0])
+    with pytest.raises(invalid, match="disconnect the last"):
+        buffer.disconnect_ranks([0])
+    with pytest.raises(invalid, match="num_experts is 3"):
+        buffer.dispatch(torch.zeros(1, 512), torch.zeros(1, 1), M, 3)
+    buffer.destroy()
+    with pytest.raises(errors.PeerLost, match="rank 1 did not connect"):
+        StoreComm(dist.HashStore(), 0, 2, timeout=0.2).all_gather(b"")
