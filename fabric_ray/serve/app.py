@@ -8,6 +8,7 @@ from typing import Any
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
+from fabric_ray.errors import InvalidArgument
 from fabric_ray.serve.config import ServeArgs
 from fabric_ray.serve.decode import Decode
 from fabric_ray.serve.ingress import Router
@@ -29,29 +30,29 @@ def build_app(args: ServeArgs) -> serve.Application:
     Raises:
         ValidationError: a field is unknown, or its value is invalid.
         BadRequest: the model is unknown.
-        InvalidArgument: the engine can't be imported.
+        InvalidArgument: the engine or a routing policy can't be imported.
     """
     if not isinstance(args, ServeArgs):
         args = ServeArgs.model_validate(args)
     check_model(args)
     prefill = _deployment(
         Prefill,
-        with_policy(args.prefill.options),
-        max_ongoing_requests=1024,
-        request_router_config=_routed_by(
+        _with_router(
+            with_policy(args.prefill.options),
             "fabric_ray.serve.routing.PrefillRouter",
             request_routing_stats_period_s=1.0,
         ),
+        max_ongoing_requests=1024,
     ).bind(args)
     decode = _deployment(
         Decode,
-        args.decode.options,
-        max_ongoing_requests=args.decode.max_running + args.decode.max_queue + _SLACK,
-        max_queued_requests=args.router.max_requests,
-        request_router_config=_routed_by(
+        _with_router(
+            args.decode.options,
             "fabric_ray.serve.routing.PrefixRouter",
             request_router_kwargs={"slack": args.router.prefix_slack},
         ),
+        max_ongoing_requests=args.decode.max_running + args.decode.max_queue + _SLACK,
+        max_queued_requests=args.router.max_requests,
     ).bind(args, prefill)
     return _deployment(
         Router,
@@ -60,8 +61,25 @@ def build_app(args: ServeArgs) -> serve.Application:
     ).bind(args, decode, prefill)
 
 
-def _routed_by(router: str, **fields: Any) -> RequestRouterConfig:
-    return RequestRouterConfig.model_validate({"request_router_class": router, **fields})
+def _with_router(options: dict[str, Any], router: str, **defaults: Any) -> dict[str, Any]:
+    """Deployment options with a routing policy: the user's ``request_router_config`` field by
+    field, else this one. ``request_router_kwargs`` are of one class, so another class gets none.
+    """
+    given = options.get("request_router_config", {})
+    if not isinstance(given, dict):
+        return options
+    if "request_router_class" in given:
+        defaults.pop("request_router_kwargs", None)
+    fields = {"request_router_class": router, **defaults, **given}
+    try:
+        config = RequestRouterConfig.model_validate(fields)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidArgument(
+            f"request_router_config: {fields['request_router_class']} can't be used ({error}); "
+            "give module.Class of a ray.serve.request_router.RequestRouter, install the module on "
+            "every node, or put its folder into the application's runtime_env"
+        ) from error
+    return {**options, "request_router_config": config}
 
 
 def _deployment(cls: type, options: dict[str, Any], **defaults: Any) -> serve.Deployment:

@@ -11,10 +11,22 @@ import torch
 from fabric_ray.models import ModelConfig
 from fabric_ray.models.checkpoint import Checkpoint, save_checkpoint
 from fabric_ray.models.tensor_parallel import full_parameters
-from fabric_ray.weights.families import source_side, target_containers, target_side
+from fabric_ray.weights.families import (
+    FAMILIES,
+    source_side,
+    target_containers,
+    target_side,
+)
 from fabric_ray.weights.reference import expected_containers
 from tests.unit.families.pushes import assert_same, chunked, fully_sharded, noise, pushed, raw
-from tests.unit.models.small_models import LAID_OUT, LATENT, NESTED, SMALL, waves
+from tests.unit.models.small_models import (
+    FROM_PUBLISHED,
+    LAID_OUT,
+    LATENT,
+    NESTED,
+    SMALL,
+    waves,
+)
 
 # Two key/value heads: at tp=4 each lies on two ranks. Six experts: ep=4 owns 2, 2, 1 and 1.
 DENSE = [(1, 1), (2, 1), (4, 1)]
@@ -23,11 +35,17 @@ SPARSE = LAID_OUT["glm_moe_dsa"]
 assert SPARSE.latent is not None
 SHARED = msgspec.structs.replace(SPARSE.latent, unindexed_layers=(1,))
 MODELS = SMALL | LAID_OUT | NESTED | {"glm-5.2": msgspec.structs.replace(SPARSE, latent=SHARED)}
+MODELS |= FROM_PUBLISHED
 CASES = [
     pytest.param(name, tp, ep, id=f"{name}-tp{tp}-ep{ep}")
     for name, config in MODELS.items()
     for tp, ep in (MOE if config.moe else DENSE)
 ]
+
+
+def test_every_architecture_with_a_table_has_a_model_here() -> None:
+    missing = FAMILIES.keys() - {config.kind for config in MODELS.values()}
+    assert not missing, "add a config.json of each to tests/unit/models/published_configs.json"
 
 
 @pytest.mark.parametrize(("name", "tp", "ep"), CASES)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
 import torch
 from msgspec import structs
 from torch import Tensor
@@ -13,9 +17,11 @@ from fabric_ray.models import (
     Moe,
     Rope,
     Yarn,
+    config_from_hf,
     parameter_dtype,
     parameter_shapes,
 )
+from fabric_ray.models.kinds import ARCHITECTURES
 
 
 def small(kind: str, **changes: object) -> ModelConfig:
@@ -79,6 +85,7 @@ _LATENT = Latent(kv_rank=20, nope_dim=8, rope_dim=4, value_dim=6, q_rank=28)
 
 LAID_OUT = {
     "mistral": small("mistral"),
+    "ministral": small("ministral"),
     "glm4": small("glm4", qkv_bias=True, fused_mlp=True, post_norms=True),
     "glm4_moe": small("glm4_moe", qk_norm=True, qkv_bias=True, moe=_ROUTED),
     "deepseek_v3": small(
@@ -134,6 +141,58 @@ NESTED = {
     "kimi_k25": structs.replace(LAID_OUT["kimi_k2"], nest="kimi_k25"),
 }
 """Text models of models of text and images."""
+
+
+def shrunk(config: ModelConfig) -> ModelConfig:
+    """A published model with all its switches, in the sizes of :func:`small`."""
+    sizes = small(config.kind)
+    latent, moe = config.latent, config.moe
+    if latent is not None:
+        latent = structs.replace(
+            _LATENT,
+            q_rank=28 if latent.q_rank else 0,
+            index_heads=3 if latent.index_heads else 0,
+            index_dim=5 if latent.index_dim else 0,
+            unindexed_layers=tuple(n for n in latent.unindexed_layers if n < sizes.layers),
+        )
+    if moe is not None:
+        moe = structs.replace(
+            moe,
+            experts=6,
+            top_k=2,
+            intermediate=24,
+            shared_intermediate=40 if moe.shared_intermediate else 0,
+            dense_layers=tuple(n for n in moe.dense_layers if n < sizes.layers - 1),
+        )
+    return structs.replace(
+        config,
+        **{field: getattr(sizes, field) for field in ("vocab", "hidden", "layers", "heads")},
+        kv_heads=sizes.heads if latent else sizes.kv_heads,
+        head_dim=latent.nope_dim + latent.rope_dim if latent else sizes.head_dim,
+        intermediate=sizes.intermediate,
+        rope=sizes.rope,
+        window=None,
+        windowed_layers=(),
+        linear=None,
+        latent=latent,
+        moe=moe,
+        dtype=sizes.dtype,
+    )
+
+
+def _from_published() -> Iterator[tuple[str, ModelConfig]]:
+    """One model of each architecture with a known layout that has no model above."""
+    done = {config.kind for config in (SMALL | LAID_OUT | NESTED).values()}
+    file = Path(__file__).with_name("published_configs.json")
+    for published in json.loads(file.read_text()).values():
+        config = config_from_hf(published["config"], quantised=True)
+        if config.kind not in done and not ARCHITECTURES[config.kind].unknown_layout:
+            done.add(config.kind)
+            yield config.kind, shrunk(config)
+
+
+FROM_PUBLISHED = dict(_from_published())
+"""Models of the other architectures: a published ``config.json`` adds a new architecture here."""
 
 
 def waves(config: ModelConfig) -> dict[str, Tensor]:

@@ -15,11 +15,11 @@ from fabric_ray.weights.families import FamilyError, Indivisible, InvalidRanks
 from fabric_ray.weights.reference import expected_containers
 from fabric_ray.weights.trainers import FsdpParallel, even_stages, fsdp_side
 from tests.unit.families.pushes import Memory, assert_same, fully_sharded, noise, pushed, raw
-from tests.unit.models.small_models import LAID_OUT, NESTED, SMALL, small
+from tests.unit.models.small_models import FROM_PUBLISHED, LAID_OUT, NESTED, SMALL, small
 
 MODELS = {
     name: msgspec.structs.replace(config, dtype="bfloat16")
-    for name, config in (SMALL | LAID_OUT | NESTED).items()
+    for name, config in (SMALL | LAID_OUT | NESTED | FROM_PUBLISHED).items()
 }
 
 

@@ -27,15 +27,14 @@ from fabric_ray.weights.local import check_local
 from fabric_ray.weights.reference import expected_containers
 from fabric_ray.weights.trainers import Parallel, local_tensors, megatron_family, megatron_side
 from tests.unit.families.pushes import Memory, assert_same, noise, pushed, raw
-from tests.unit.models.small_models import LAID_OUT, SMALL, small
+from tests.unit.models.small_models import FROM_PUBLISHED, LAID_OUT, SMALL, small
 from tests.unit.trainers.megatron_rules import Rank, Sizes
 
 MODELS = {
     name: msgspec.structs.replace(config, dtype="bfloat16")
-    for name, config in (
-        SMALL | LAID_OUT | {"many kv heads": small("llama", kv_heads=4, qkv_bias=True)}
-    ).items()
+    for name, config in (SMALL | LAID_OUT | FROM_PUBLISHED).items()
 }
+MODELS["many kv heads"] = small("llama", kv_heads=4, qkv_bias=True, dtype="bfloat16")
 FULL = {name: noise(config) for name, config in MODELS.items()}
 ENGINES = [(1, 1), (2, 1), (2, 2), (4, 2)]
 VOCAB_MULTIPLE = 5

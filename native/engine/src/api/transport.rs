@@ -16,6 +16,8 @@ struct Traits {
     listens: bool,
     /// Many machines lack it: if it does not open, only the debug log says so.
     optional: bool,
+    /// Whether only tests and measurements use it: errors don't propose it.
+    internal: bool,
     /// Whether its poll copies bytes, which takes long enough to show in timestamps.
     moves_bytes_in_poll: bool,
 }
@@ -27,6 +29,7 @@ const PLAIN: Traits = Traits {
     fallback: false,
     listens: false,
     optional: false,
+    internal: false,
     moves_bytes_in_poll: false,
 };
 
@@ -92,8 +95,8 @@ transports! {
     Tcp = 1, "tcp", Traits {
         default_order: Some(4), fallback: true, listens: true, moves_bytes_in_poll: true, ..PLAIN
     };
-    Sim = 2, "sim", PLAIN;
-    Null = 3, "null", PLAIN;
+    Sim = 2, "sim", Traits { internal: true, ..PLAIN };
+    Null = 3, "null", Traits { internal: true, ..PLAIN };
     Verbs = 4, "verbs", Traits {
         default_order: Some(2), nics: true, listens: true, optional: true, ..PLAIN
     };
@@ -160,9 +163,9 @@ impl std::str::FromStr for TransportKind {
 
     fn from_str(s: &str) -> Result<Self, Self::Err> {
         Self::ALL.iter().copied().find(|k| k.name() == s).ok_or_else(|| {
-            crate::EngineError::Invalid(format!(
-                "unknown transport {s:?}: use shm, tcp, verbs, libfabric, cuda_ipc or file"
-            ))
+            let known = Self::ALL.iter().filter(|k| !k.traits().internal).map(|k| k.name());
+            let known = known.collect::<Vec<_>>().join(", ");
+            crate::EngineError::Invalid(format!("unknown transport {s:?}: use one of {known}"))
         })
     }
 }
@@ -176,8 +179,17 @@ mod tests {
         for (number, kind) in (0..).zip(TransportKind::ALL.iter().copied()) {
             assert_eq!((u32::from(kind), TransportKind::from(number)), (number, kind));
         }
-        let later = TransportKind::from(8);
-        assert_eq!((later, u32::from(later)), (TransportKind::Unknown(8), 8));
+        let number = TransportKind::ALL.len() as u32;
+        let later = TransportKind::from(number);
+        assert_eq!((later, u32::from(later)), (TransportKind::Unknown(number), number));
+    }
+
+    #[test]
+    fn an_unknown_name_is_answered_with_those_of_users() {
+        let error = "sharedmem".parse::<TransportKind>().unwrap_err().to_string();
+        let known = ["shm", "tcp", "verbs", "libfabric", "cuda_ipc", "file"];
+        assert!(known.iter().all(|name| error.contains(name)), "{error}");
+        assert!(!["sim", "null"].iter().any(|name| error.contains(name)), "{error}");
     }
 
     #[test]

@@ -12,14 +12,21 @@ mod suite;
 mod tags;
 mod worlds;
 
+/// A module of tests named after the transport that they run over.
+macro_rules! on_threads {
+    ($transport:ident: $($test:ident),*) => {
+        mod $transport {
+            $(#[test] fn $test() {
+                crate::suite::$test(&mut crate::worlds::Threads::new(stringify!($transport)));
+            })*
+        }
+    };
+}
+
 macro_rules! on_every_transport {
     ($($test:ident),* $(,)?) => {
-        mod shm {
-            $(#[test] fn $test() { crate::suite::$test(&mut crate::worlds::Threads::new("shm")) })*
-        }
-        mod tcp {
-            $(#[test] fn $test() { crate::suite::$test(&mut crate::worlds::Threads::new("tcp")) })*
-        }
+        on_threads! { shm: $($test),* }
+        on_threads! { tcp: $($test),* }
         mod sim {
             $(#[test] fn $test() {
                 for seed in 0..20 {

@@ -9,11 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from ray.serve._private.common import DeploymentID, ReplicaID, RunningReplicaInfo
-from ray.serve.request_router import RunningReplica
 
+pytest.importorskip("ray")
+
+from ray.serve._private.common import DeploymentID, ReplicaID, RunningReplicaInfo
+from ray.serve.config import RequestRouterConfig
+from ray.serve.request_router import RequestRouter, RunningReplica
+
+from fabric_ray.errors import InvalidArgument
 from fabric_ray.inference.tokenizer import ByteTokenizer
-from fabric_ray.serve import BadRequest, ServeArgs, build_app
+from fabric_ray.serve import BadRequest, DecodeArgs, PrefillArgs, ServeArgs, build_app
 from fabric_ray.serve.errors import Busy
 from fabric_ray.serve.messages import Failed
 from fabric_ray.serve.prefillers import least_loaded
@@ -128,6 +133,47 @@ def test_serve_parses_the_arguments_of_the_builder() -> None:
     app = build(build_app, {"model": "tiny-mla", "seed": "7"})
     (args, *_) = app._bound_deployment.init_args
     assert (args.model, args.seed) == ("tiny-mla", 7)
+
+
+class InTurn(RequestRouter):
+    """A policy as a user writes it."""
+
+    def initialize_state(self, *, first: int = 0) -> None:
+        self._first = first
+
+
+def _routing(args: ServeArgs) -> tuple[RequestRouterConfig, RequestRouterConfig]:
+    """The policies of decoders and prefillers."""
+    (_, decode, prefill) = build_app(args)._bound_deployment.init_args
+    of_decode, of_prefill = (
+        app._bound_deployment._deployment_config.request_router_config for app in (decode, prefill)
+    )
+    return of_decode, of_prefill
+
+
+def test_a_policy_of_your_own_is_a_class_named_in_the_options() -> None:
+    mine = {"request_router_config": {"request_router_class": f"{__name__}.InTurn"}}
+    args = ServeArgs(decode=DecodeArgs(options=mine), prefill=PrefillArgs(options=mine))
+    decode, prefill = _routing(args)
+    assert decode.get_request_router_class().__name__ == InTurn.__name__
+    assert decode.request_router_kwargs == {}, "slack is a parameter of PrefixRouter"
+    assert prefill.get_request_router_class().__name__ == InTurn.__name__
+    assert prefill.request_routing_stats_period_s == 1.0, "prefillers report as often as before"
+
+
+def test_options_change_single_fields_of_the_policy() -> None:
+    kwargs = {"request_router_config": {"request_router_kwargs": {"slack": 9}}}
+    decode, prefill = _routing(ServeArgs(decode=DecodeArgs(options=kwargs)))
+    assert decode.get_request_router_class().__name__ == "PrefixRouter"
+    assert decode.request_router_kwargs == {"slack": 9}
+    assert prefill.get_request_router_class().__name__ == "PrefillRouter"
+
+
+@pytest.mark.parametrize("wrong", ["no_such_module.Policy", f"{__name__}.NoSuchPolicy"])
+def test_a_policy_that_is_not_there_is_refused_with_what_to_do(wrong: str) -> None:
+    options = {"request_router_config": {"request_router_class": wrong}}
+    with pytest.raises(InvalidArgument, match="runtime_env"):
+        build_app(ServeArgs(decode=DecodeArgs(options=options)))
 
 
 def test_prefillers_scale_by_the_prompts_that_they_report() -> None:
