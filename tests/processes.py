@@ -13,7 +13,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-_CONTEXT = multiprocessing.get_context("spawn")
+# Forks of a server that has imported what takes a second of CPU time. It has imported nothing of ours.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "pytest", "hypothesis"])
 
 
 class Other:
@@ -21,7 +23,10 @@ class Other:
 
     def __init__(self, target: Callable[..., None], *args: Any) -> None:
         self.connection, theirs = _CONTEXT.Pipe()
-        self.process = _CONTEXT.Process(target=_run, args=(target, theirs, args), daemon=True)
+        here = {**os.environ}
+        self.process = _CONTEXT.Process(
+            target=_run_with, args=(here, target, theirs, args), daemon=True
+        )
         self.process.start()
         theirs.close()
 
@@ -91,6 +96,13 @@ def _caught(target: Callable[..., None], connection: Connection, args: tuple[Any
     with contextlib.suppress(Exception):  # it was sent
         _run(target, connection, args)
     connection.close()
+
+
+def _run_with(environment: dict[str, str], *args: Any) -> None:
+    """Runs under an environment: the server's is that of its start."""
+    os.environ.clear()
+    os.environ.update(environment)
+    _run(*args)
 
 
 def _run(target: Callable[..., None], connection: Connection, args: tuple[Any, ...]) -> None:
