@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-# Forks of a server that has imported what takes a second of CPU time. It has imported nothing of ours.
+# Forks of a server that has imported what takes a second of CPU time, and nothing of ours.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "pytest", "hypothesis"])
 
