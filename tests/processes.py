@@ -23,9 +23,8 @@ class Other:
 
     def __init__(self, target: Callable[..., None], *args: Any) -> None:
         self.connection, theirs = _CONTEXT.Pipe()
-        here = {**os.environ}
         self.process = _CONTEXT.Process(
-            target=_run_with, args=(here, target, theirs, args), daemon=True
+            target=_run_there, args=(_Environment(), target, theirs, args), daemon=True
         )
         self.process.start()
         theirs.close()
@@ -98,10 +97,22 @@ def _caught(target: Callable[..., None], connection: Connection, args: tuple[Any
     connection.close()
 
 
-def _run_with(environment: dict[str, str], *args: Any) -> None:
-    """Runs under an environment: the server's is that of its start."""
+class _Environment:
+    """The environment of this process. The process that unpickles it takes it over.
+
+    It stands before the target: the target's module may read the environment when it is imported.
+    """
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[dict[str, str]]]:
+        return _take_over, ({**os.environ},)
+
+
+def _take_over(environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
+
+
+def _run_there(_: None, *args: Any) -> None:
     _run(*args)
 
 
