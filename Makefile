@@ -16,7 +16,6 @@ EXTRA ?=
 ifdef PIP_INDEX_URL
 export UV_INDEX_URL ?= $(PIP_INDEX_URL)
 endif
-export UV_LINK_MODE ?= copy
 # The tests start hundreds of processes, most of which import torch: half of that time is compiling it, unless it is kept.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -49,9 +48,11 @@ test: $(DONE)/tools
 build-rust-tests: $(DONE)/tools
 	cd native && cargo test $(TESTED_CRATES) --quiet --no-run
 
-# A quarter of the random schedules that cargo runs by default; make test-long runs those.
+# A quarter of the random schedules, and of the examples of property tests, that are drawn by default; make test-long
+# draws all.
 test-rust: export FABRIC_SIM_RUNS ?= 5000
 test-rust: export FABRIC_MOE_SCHEDULES ?= 100
+test-lanes: export FABRIC_RAY_EXAMPLES_DIVISOR ?= 4
 test-rust: $(DONE)/tools
 	cd native && MAKEFLAGS= cargo test $(TESTED_CRATES) --quiet
 
@@ -71,11 +72,14 @@ PROCESSES := $(filter-out $(DEATHS) $(GUESTS) $(UNITS),$(wildcard tests/integrat
 # The longest first.
 LANES := test-units test-actors test-guests test-experts test-serve test-pages test-others test-notebooks
 
+# BESIDE names targets that run beside them, such as lint, most of which needs one core only.
+BESIDE ?=
+
 # What was left out by any of them for want of a tool is listed at last.
 test-lanes: export FABRIC_RAY_LEFT_OUT = $(CURDIR)/$(DONE)/left-out
 test-lanes: $(DONE)/native-dev
 	@: >$(FABRIC_RAY_LEFT_OUT)
-	$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-rust $(LANES)
+	$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-rust $(BESIDE) $(LANES)
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-deaths test-processes
 	@sort $(FABRIC_RAY_LEFT_OUT)
 
@@ -90,7 +94,7 @@ $(LANES) test-deaths test-processes: test-%: $(DONE)/native-dev
 test-long: $(DONE)/native-dev
 	$(if $(ARGS),,cd native && cargo test $(TESTED_CRATES) --quiet schedules)
 	$(if $(ARGS),,cd native && cargo clippy -p fabric-microbench --all-targets --quiet -- -D warnings)
-	$(BIN)/python -m pytest -q -m long $(ARGS)
+	$(BIN)/python -m pytest -q -m "long or hypothesis" $(ARGS)
 
 # All of tests/rdma, in guests with soft-RoCE devices; `make test` runs a part of it.
 test-rdma: $(DONE)/native-dev
@@ -132,7 +136,7 @@ lint: $(or $(wildcard $(DONE)/native),$(DONE)/native-dev)
 	$(BIN)/python scripts/glossary.py
 	$(BIN)/lint-imports --no-cache >/dev/null || $(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
-	$(BIN)/python -m mypy.stubtest fabric_ray._native
+	$(BIN)/python -m mypy.stubtest fabric_ray._native --mypy-config-file scripts/stubtest.ini
 
 docs: $(DONE)/native
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site

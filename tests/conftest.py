@@ -15,10 +15,11 @@ import pytest
 from hypothesis import settings
 
 from fabric_ray import TransferEngine
+from tests.examples import examples
 from tests.processes import shared_files
 
 # A machine that is busy elsewhere for a moment breaks no promise.
-settings.register_profile("patient", deadline=None)
+settings.register_profile("patient", deadline=None, max_examples=examples(100))
 settings.load_profile("patient")
 # Two cores that are busy need longer than Ray allows by default, and starve actors at nice 15.
 os.environ.setdefault("RAY_agent_register_timeout_ms", "180000")

@@ -24,6 +24,7 @@ from fabric_ray.errors import (
     FabricError,
     HandshakeError,
 )
+from tests.examples import examples
 from tests.integration.strangers import (
     HANDSHAKE,
     TRANSPORTS,
@@ -329,7 +330,7 @@ def forging(request: pytest.FixtureRequest) -> Iterator[tuple[Any, ...]]:
         yield a, src, memory, region.descriptor().to_bytes(), region
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(at=st.integers(1, 14), value=st.integers(0, 255))
 def test_mr_3_a_forged_descriptor_reaches_nothing_outside_its_region(
     forging: tuple[Any, ...], at: int, value: int

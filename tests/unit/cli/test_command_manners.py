@@ -77,9 +77,9 @@ def test_an_example_with_an_option_that_is_not_there_is_noticed() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        "doctor --budget 5",
+        pytest.param("doctor --budget 5", marks=pytest.mark.long),
         "topo",
-        "bench --sizes 4KiB --turns 1 --transports tcp",
+        pytest.param("bench --sizes 4KiB --turns 1 --transports tcp", marks=pytest.mark.long),
         "plan llama-3.1-8b --trainer fsdp=8 --rollout tp=4",
         "simulate llama-3.1-8b --trainer fsdp=8 --rollout tp=4",
     ],
@@ -185,8 +185,8 @@ def test_the_package_runs_as_a_module() -> None:
     ("typed", "offered"),
     [
         ("fabric-ray be", {"bench"}),
-        ("fabric-ray demo w", {"weights"}),
-        ("fabric-ray top --i", {"--interval"}),
+        pytest.param("fabric-ray demo w", {"weights"}, marks=pytest.mark.long),
+        pytest.param("fabric-ray top --i", {"--interval"}, marks=pytest.mark.long),
         ("fabric-ray demo weights --transport ", {"auto", "shm", "tcp"}),
     ],
 )
@@ -281,10 +281,12 @@ def test_the_documented_codes_are_those_that_there_are() -> None:
         "doctor --budget 5",
         "topo",
         pytest.param("bench --sizes 4KiB --turns 1 --transports tcp", marks=pytest.mark.long),
-        "plan llama-3.1-8b --trainer fsdp=8 --rollout tp=4 --rank 1",
+        pytest.param(
+            "plan llama-3.1-8b --trainer fsdp=8 --rollout tp=4 --rank 1", marks=pytest.mark.long
+        ),
         "plan llama-3.1-8b --trainer fsdp=8 --rollout tp=4 --json",
         "--help",
-        "demo --help",
+        pytest.param("demo --help", marks=pytest.mark.long),
     ],
 )
 def test_a_closed_pipe_ends_a_command_quietly(arguments: str) -> None:

@@ -11,6 +11,7 @@ from fabric_ray import Batch, TransferEngine
 from fabric_ray.compat.addresses import AddressSpace, DisjointRanges, Op, Registered, add_copies
 from fabric_ray.engine import Region, RemoteRegion
 from fabric_ray.errors import InvalidArgument, OutOfBounds
+from tests.examples import examples
 
 KiB = 1 << 10
 
@@ -24,7 +25,7 @@ def mirrored(engine: TransferEngine, regions: list[Region]) -> list[RemoteRegion
     return [engine.import_region(region.descriptor()) for region in regions]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_copies_by_address_are_what_a_loop_over_bytes_does(
     engine: TransferEngine, data: st.DataObject
@@ -117,7 +118,7 @@ def test_memory_is_forgotten_by_its_address_the_latest_first(engine: TransferEng
     assert registered.listed() == (4, [])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(calls=st.lists(st.tuples(st.booleans(), st.integers(0, 24), st.integers(0, 6))))
 def test_ranges_that_overlap_are_refused(calls: list[tuple[bool, int, int]]) -> None:
     ranges, held = DisjointRanges(), dict[int, set[int]]()

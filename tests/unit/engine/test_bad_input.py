@@ -30,6 +30,7 @@ from fabric_ray.errors import (
     Stale,
     TransportUnavailable,
 )
+from tests.examples import examples
 
 
 @pytest.fixture
@@ -159,7 +160,7 @@ def test_the_environment_configures_what_arguments_do_not(
 
 
 @pytest.mark.parametrize("cls", [EngineAddress, RegionDescriptor, CounterRef])
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.binary(max_size=300), at=st.integers(0, 10_000), flip=st.integers(1, 255))
 def test_garbage_and_damage_are_decode_errors(
     cls: Any, data: bytes, at: int, flip: int, honest: dict[Any, bytes]

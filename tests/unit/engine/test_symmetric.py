@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fabric_ray import TransferEngine
 from fabric_ray.engine import Region, RegionDescriptor, SymmetricMemory
 from fabric_ray.errors import FabricError, InvalidArgument, OutOfBounds, Stale
+from tests.examples import examples
 
 Open = Callable[..., TransferEngine]
 Ranks = tuple[list[TransferEngine], list[Region]]
@@ -66,7 +67,7 @@ def test_here_is_what_others_reach(three: Ranks) -> None:
     assert not mine.here(72, 8).numpy().any()
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rank=st.integers(-3, 6),
     offset=st.integers(-2 * NBYTES, 2 * NBYTES) | st.integers(),

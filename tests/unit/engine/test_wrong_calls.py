@@ -21,6 +21,7 @@ from fabric_ray.errors import (
     TransferTimeout,
     Unreachable,
 )
+from tests.examples import examples
 
 
 class World(NamedTuple):
@@ -76,7 +77,7 @@ CALLS: dict[str, Callable[[World, int], object]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(n=NUMBERS)
 def test_numbers_below_zero_and_beyond_64_bits(world: World, call: str, n: int) -> None:
     with pytest.raises((InvalidArgument, ResourceError)) as e:
@@ -99,7 +100,7 @@ def test_time_outs_that_are_no_length_of_time(world: World, seconds: float) -> N
 
 
 @given(src_offset=st.integers(4097, 1 << 63), dst_offset=st.integers(0, 1 << 63))
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_offsets_beyond_the_end_leave_no_empty_write(
     world: World, src_offset: int, dst_offset: int
 ) -> None:

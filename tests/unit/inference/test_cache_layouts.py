@@ -17,6 +17,7 @@ from fabric_ray.inference.errors import InvalidSpec
 from fabric_ray.inference.presets import TINY, tiny
 from fabric_ray.inference.spec import ITEMSIZE, CacheSpec, cache_layout
 from fabric_ray.kvcache import CacheGroup, CacheTensor
+from tests.examples import examples
 from tests.unit.inference.engines import engine, followed, prefill, shuffled, text, weights
 
 SPECS = st.builds(
@@ -40,7 +41,7 @@ def elements(group: CacheGroup, tensor: CacheTensor, layer: int) -> np.ndarray:
     return np.asarray(tensor.places[layer].offset + offsets)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(name=st.sampled_from(sorted(TINY)), tp=st.sampled_from([1, 2, 4, 8]), spec=SPECS)
 def test_every_byte_belongs_to_one_element(name: str, tp: int, spec: CacheSpec) -> None:
     layout = cache_layout(tiny(name), spec, tp=tp, rank=tp - 1, model="m")
@@ -54,7 +55,7 @@ def test_every_byte_belongs_to_one_element(name: str, tp: int, spec: CacheSpec) 
         assert np.array_equal(np.sort(np.concatenate(offsets)), np.arange(0, nbytes, itemsize))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(name=st.sampled_from(sorted(TINY)), spec=SPECS)
 def test_views_lie_where_the_layout_says(name: str, spec: CacheSpec) -> None:
     layout = cache_layout(tiny(name), spec, tp=2, rank=1, model="m")

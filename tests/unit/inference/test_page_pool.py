@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from fabric_ray.inference.errors import InvalidSpec, OutOfPages, PageMisuse
 from fabric_ray.inference.pool import PagePool, page_keys
+from tests.examples import examples
 
 SIZE = 2
 TOTAL = 6
@@ -106,7 +107,7 @@ class Pools(RuleBasedStateMachine):
         assert sorted(self.pool.reserve(TOTAL)) == list(range(TOTAL))
 
 
-Pools.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Pools.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 TestPools = Pools.TestCase
 
 

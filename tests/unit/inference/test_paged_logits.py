@@ -13,6 +13,7 @@ from fabric_ray.inference.presets import TINY, tiny
 from fabric_ray.inference.protocols import NO_PAGE, DecodeRow, PrefillChunk
 from fabric_ray.inference.spec import CacheSpec
 from fabric_ray.inference.tables import CachePools
+from tests.examples import examples
 from tests.unit.inference.engines import (
     engine,
     followed,
@@ -48,7 +49,7 @@ def test_logits_do_not_depend_on_ranks(name: str, tp: int) -> None:
     torch.testing.assert_close(shared, alone, **EXACT)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     name=st.sampled_from(sorted(TINY)),
     tp=st.sampled_from([1, 2, 4]),

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from fabric_ray.moe import AllToAll, RowPart, ThroughputAllToAll, cast
 from fabric_ray.moe.tokens import Dispatched
+from tests.examples import examples
 from tests.moe_ranks import ThreadComm, expert, on_ranks, rank_of
 
 HIDDEN, BLOCK, MOST, TURNS = 128, 16, 24, 2
-EXAMPLES = int(os.environ.get("FABRIC_MOE_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("FABRIC_MOE_EXAMPLES", examples(40)))
 
 Batch: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """Tokens in bfloat16, their experts, and weights."""

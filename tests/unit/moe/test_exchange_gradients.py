@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fabric_ray import errors
 from fabric_ray.moe import ThroughputAllToAll
 from fabric_ray.moe.autograd import Differentiable, combine, dispatch
+from tests.examples import examples
 from tests.moe_ranks import ThreadComm, batch, on_all_ranks, on_ranks, rank_of
 
 HIDDEN = 12
@@ -77,7 +78,7 @@ PLACES = [(1, None), (2, None), (3, None), (1, 1), (2, 1), (2, 2), (3, 1), (4, 2
 """Ranks, and how many of them are a node in the high-throughput mode."""
 
 
-@settings(max_examples=32, deadline=None)
+@settings(max_examples=examples(32), deadline=None)
 @given(
     place=st.sampled_from(PLACES),
     rings=st.sampled_from([(1, 2, 1), (4, 2, 2), (3, 3, 3)]),

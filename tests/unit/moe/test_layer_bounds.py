@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fabric_ray.moe.arithmetic import FAST, FIXED
 from fabric_ray.moe.bounds import Bound, layer_bound
 from fabric_ray.moe.layer import MoeConfig, MoeLayer, MoeWeights, ParallelMoeLayer
+from tests.examples import examples
 from tests.moe_ranks import ThreadComm, on_ranks
 from tests.throughput_ranks import throughput_rank
 from tests.unit.moe.moe_ranks import exchanges, together, tokens
@@ -43,7 +44,7 @@ def within(found: torch.Tensor, other: torch.Tensor, bound: Bound, times: float)
     return bool((apart <= times * bound.error)[bound.settled].all())
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     config=configs(),
     seed=st.integers(0, 1 << 20),

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.moe import cast
 from fabric_ray.moe.arithmetic import FIXED
+from tests.examples import examples
 
 
 def tokens(seed: int, rows: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
@@ -45,7 +46,7 @@ shapes = st.tuples(
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(shapes, dtypes, st.booleans())
 def test_fp8_is_the_block_times_its_reciprocal_scale(
     shape: tuple[int, int, int, int], dtype: torch.dtype, powers: bool
@@ -99,7 +100,7 @@ def test_scales_have_the_bits_of_deepep() -> None:
     assert torch.equal(ue8m0.view(torch.uint8)[:, 0].long(), exponents)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(shapes, dtypes)
 def test_int8_is_within_half_a_step(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     seed, rows, block, count = shape
@@ -115,7 +116,7 @@ def test_int8_is_within_half_a_step(shape: tuple[int, int, int, int], dtype: tor
     assert (error <= scales.repeat_interleave(block, 1) * 0.5001).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(0, 2**31), st.integers(0, 5), st.integers(1, 3))
 def test_ue8m0_packed_or_not_says_the_same(seed: int, rows: int, words: int) -> None:
     x = tokens(seed, rows, 16 * 4 * words, torch.bfloat16)

@@ -28,6 +28,7 @@ from fabric_ray.plan import (
     apply,
     plan,
 )
+from tests.examples import examples
 
 from .torch_model import buffers, evaluate
 
@@ -144,7 +145,7 @@ def scenarios(draw) -> tuple[Side, Side, dict[str, torch.Tensor]]:
     return source, target, full
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios(), st.sampled_from([1, 64, 1 << 18]))
 def test_every_target_byte_is_what_torch_puts_there_and_padding_is_untouched(scenario, split):
     source, target, full = scenario
@@ -160,7 +161,7 @@ def test_every_target_byte_is_what_torch_puts_there_and_padding_is_untouched(sce
     assert moved == planned.balance().nbytes
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(50), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios())
 def test_planning_again_gives_the_same_bytes(scenario):
     source, target, _ = scenario

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabric_ray.weights.quant import Cast, Fp8, Int8, NotFinite, quantise
+from tests.examples import examples
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 MATRICES = st.integers(1, 6).flatmap(
@@ -60,7 +61,7 @@ def blocks(matrix, block):
             )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(MATRICES, BLOCKS, st.sampled_from(["float32", "ue8m0"]))
 def test_fp8_is_the_nearest_value_under_the_block_scale(matrix, block, kind) -> None:
     values, scale = quantise(torch.tensor(matrix), Fp8(block, kind))
@@ -77,7 +78,7 @@ def test_fp8_is_the_nearest_value_under_the_block_scale(matrix, block, kind) -> 
             assert codes[i][j] == e4m3(f32(matrix[i][j] / found))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(MATRICES)
 def test_int8_is_the_nearest_integer_under_the_row_scale(matrix) -> None:
     values, scale = quantise(torch.tensor(matrix), Int8())
@@ -87,7 +88,7 @@ def test_int8_is_the_nearest_integer_under_the_row_scale(matrix) -> None:
         assert codes == [max(-127, min(127, round(f32(x / step)))) for x in row]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(MATRICES, BLOCKS)
 def test_a_scale_byte_is_the_exponent_of_the_power_of_two(matrix, block) -> None:
     full = torch.tensor(matrix)

@@ -38,6 +38,7 @@ from fabric_ray.weights.quant import (
 )
 from fabric_ray.weights.quant.formats import block_of, format_of, suffix
 from fabric_ray.weights.reference import expected_containers
+from tests.examples import examples
 from tests.unit.families.pushes import chunked, fully_sharded
 from tests.unit.models.small_models import small
 from tests.unit.plan.test_against_torch import layouts
@@ -208,7 +209,7 @@ def engines(draw):
     return Side.of(ranks, [container]), tensors, block
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(engines())
 def test_an_engine_rank_has_the_scales_of_its_blocks(engine) -> None:
     side, tensors, block = engine

@@ -38,6 +38,7 @@ from fabric_ray.weights.quant import (
     quantised_source,
     quantised_target,
 )
+from tests.examples import examples
 from tests.unit.plan.test_against_torch import layouts
 from tests.unit.quant.local import Held, exchanged, held, plain_bytes, prepared
 
@@ -98,7 +99,7 @@ def assert_same(found: Held, expected: Held) -> None:
         assert torch.equal(found[key], tensor), key
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(250), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios(), FORMATS, st.sampled_from([3, 40, 1 << 18]), st.booleans())
 def test_shards_become_shards_of_the_quantised_tensor(scenario, fmt, band, transposed) -> None:
     side, full = scenario
@@ -110,7 +111,7 @@ def test_shards_become_shards_of_the_quantised_tensor(scenario, fmt, band, trans
     assert_same(prepared(side, {"*": fmt}, plain, band=band), expected)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios(), FORMATS)
 def test_every_value_and_every_scale_has_a_holder(scenario, fmt) -> None:
     side, full = scenario

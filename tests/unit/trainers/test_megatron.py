@@ -26,6 +26,7 @@ from fabric_ray.weights.families import (
 from fabric_ray.weights.local import check_local
 from fabric_ray.weights.reference import expected_containers
 from fabric_ray.weights.trainers import Parallel, local_tensors, megatron_family, megatron_side
+from tests.examples import examples
 from tests.unit.families.pushes import Memory, assert_same, noise, pushed, raw
 from tests.unit.models.small_models import FROM_PUBLISHED, LAID_OUT, SMALL, small
 from tests.unit.trainers.megatron_rules import Rank, Sizes
@@ -89,7 +90,7 @@ def trainers(draw: st.DrawFn, config: ModelConfig) -> tuple[Sizes, dict[str, Any
 
 
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data())
 def test_every_rank_holds_what_torch_cuts_and_engines_get_every_bit(name, data):
     config = MODELS[name]
