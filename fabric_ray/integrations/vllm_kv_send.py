@@ -106,8 +106,9 @@ class Sender:
         self._written.add(name)
         # Decoders are told of layers by their number: of the next one, when all before are written
         # (RS-1).
-        while self._layers_left and self._layers_left[0] in self._written:
-            self._layers_left.popleft()
+        left, silent = self._layers_left, self._cache.silent
+        while left and (left[0] in self._written or (left[0] in silent and name in left)):
+            left.popleft()
             self._then(self._prefiller.layer_done)
 
     def end(self, *, broken: bool = False) -> None:

@@ -29,7 +29,7 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.integrations import vllm_kv
 from fabric_ray.integrations.vllm_kv import FabricRayConnector
 from tests.adapters.test_vllm_kv_computed import checked, send
-from tests.adapters.vllm_kv_instances import Instance, Layer, config, number_of
+from tests.adapters.vllm_kv_instances import Instance, Layer, config
 from tests.adapters.vllm_kv_play import (
     DRAWN,
     PROMPT,
@@ -69,7 +69,7 @@ def overwrite(p: Instance, *, cached: bool = True) -> None:
             continue
         for caches in p.caches:
             for name, cache in caches.items():
-                ratio = p.blocks[number_of(name)] // cache.shape[2]
+                ratio = p.blocks[p.number[name]] // cache.shape[2]
                 cache[block.block_id * ratio : (block.block_id + 1) * ratio] = -3.0
 
 
