@@ -83,13 +83,18 @@ def layer_groups(config: Any, caches: Any) -> tuple[LayerGroup, ...]:
     return tuple(made)
 
 
-def loaded_tokens(groups: Sequence[LayerGroup], prompt: int, here: int) -> int:
+def loaded_tokens(groups: Sequence[LayerGroup], prompt: int, here: int, recomputed: int = 0) -> int:
     """How many tokens of a prompt a decoder gets, of which it has ``here``: whole blocks.
+
+    Several draft modules read further ahead: the drafts' pages of the last ``recomputed`` tokens
+    depend on what the prefiller samples, so the decoder computes these tokens again.
 
     vLLM computes the last token of a prompt again. If it is among those that were loaded, vLLM has
     taken back blocks which the next token doesn't see, and the last token may see one of them
     (RS-1). So with windows all tokens but the last one are loaded.
     """
+    if recomputed:
+        return max(here, prompt - recomputed)
     if here >= prompt - 1:
         lost = any(group.taken_back(prompt) != group.taken_back(prompt - 1) for group in groups)
         return here if lost else prompt

@@ -91,6 +91,30 @@ def test_layers_that_share_a_cache_have_one_place_and_unlike_ones_groups_of_thei
     assert cache.tables([[3]], 2) == [[3], [3]]
 
 
+def test_rs_1_layers_have_the_same_numbers_in_whatever_order_they_are_registered() -> None:
+    """A draft model's layers have the numbers and the form of the model's own."""
+    own = caches((0, 1, 2, 3, 4))
+    drafts = {f"draft_model.{name}": each.clone() for name, each in own.items()}
+    modules = {f"model.mtp.0.layers.{i}.attn": torch.zeros(5, 4, 8, 6) for i in (10, 2)}
+    tensors = {**own, **drafts, **modules}
+    made = []
+    for order in (tensors, dict(reversed(tensors.items()))):
+        shards = Shards(ranks=1, rank=0, shards=1)
+        cache = worker_cache(order, groups=one(order), shards=shards, model="m", form=rows)
+        (layout,) = cache.layouts
+        where = {
+            (group.name, layer): (place.offset, cache.buffers[place.buffer].data_ptr())
+            for group in layout.groups
+            for layer, place in zip(group.layers, group.tensors[0].places, strict=True)
+        }
+        made.append((where, cache.layers))
+    assert made[0] == made[1]
+    names = [name for name, _ in made[0][0]]
+    assert sorted(set(names))[0] == "0, draft_model.model.layers.*.self_attn.attn"
+    layers = [name for name in made[0][1] if "mtp" in name]
+    assert layers == ["model.mtp.0.layers.2.attn", "model.mtp.0.layers.10.attn"]
+
+
 @pytest.mark.parametrize(
     ("tensor", "text"),
     [
