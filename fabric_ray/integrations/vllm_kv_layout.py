@@ -219,7 +219,9 @@ def _tensor(
 ) -> CacheTensor:
     _, heads, tokens, width = t.shape
     page, head, token, _ = (stride * t.element_size() for stride in t.stride())
-    name = form.name(heads=heads, tokens=tokens, strides=t.stride()[1:])
+    # Where there is one head, its stride means nothing and depends on the memory order.
+    strides = tuple(s if n > 1 else 0 for s, n in zip(t.stride()[1:], t.shape[1:], strict=True))
+    name = form.name(heads=heads, tokens=tokens, strides=strides)
     divided = shards.shards
     if shards.held_heads not in (None, heads):
         # How its heads are divided isn't known: rank by rank, between as many ranks.

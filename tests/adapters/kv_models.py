@@ -16,7 +16,8 @@ SERVERS = "tests/adapters/vllm/"
 WAYS = {
     "chunks": "chunked prefill",
     "hits": "prefix hits",
-    "order": "other memory order",
+    "order": "tokens before heads",
+    "layers": "cross-layer blocks",
     "blocks": "blocks 16 to 8",
     "tp 1 to 2": "TP 1 to 2",
     "tp 4 to 2": "TP 4 to 2",

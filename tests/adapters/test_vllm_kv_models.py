@@ -74,6 +74,7 @@ HOW = {
     "chunks": Way({"chunk": 16}),
     "hits": Way(),
     "order": Way(layout="LBNHC"),
+    "layers": Way(layout="BLHNC"),
     "blocks": Way({"block": 16}),
     "tp 1 to 2": Way({}, {"tp": 2}),
     "tp 4 to 2": Way({"tp": 4}, {"tp": 2}),
