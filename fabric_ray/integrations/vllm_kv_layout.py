@@ -168,16 +168,19 @@ def _alike(
 ) -> list[_Alike]:
     """Layers of one kind and form, in an order that both ends find, whatever order vLLM registers
     caches in: ends pair layers by their group and number (RS-1)."""
-    found: dict[tuple[object, ...], list[str]] = {}
+    found: dict[tuple[int, str, tuple[object, ...]], list[str]] = {}
     for index, names in enumerate(members):
         for name in names:
             t = tensors[name]
-            key = (_NUMBER.sub("*", name), index, tuple(t.shape), t.stride(), t.dtype)
-            found.setdefault(key, []).append(name)
-    alike = [_Alike(key[1], key[0], _numbers(names)) for key, names in found.items()]  # type: ignore[arg-type]
-    return sorted(
-        alike, key=lambda a: (a.kind, groups[a.group].window or 0, min(a.numbers.values()))
-    )
+            form = (tuple(t.shape), t.stride(), t.dtype)
+            found.setdefault((index, _NUMBER.sub("*", name), form), []).append(name)
+    alike = [_Alike(index, kind, _numbers(names)) for (index, kind, _), names in found.items()]
+
+    def order(each: _Alike) -> tuple[str, int, int, str]:
+        numbers = each.numbers
+        return each.kind, groups[each.group].window or 0, min(numbers.values()), min(numbers)
+
+    return sorted(alike, key=order)
 
 
 def _members(

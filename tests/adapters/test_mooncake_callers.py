@@ -149,8 +149,8 @@ def test_sglangs_kv_manager_asks_for_what_is_run_here() -> None:
         and isinstance(node.func, ast.Attribute)
         and ast.unparse(node.func.value) == "self.engine"
     }
-    ran = {"batch_register", "batch_deregister", "batch_transfer_sync", "get_session_id"}
-    assert found == ran
+    calls = "batch_register", "batch_deregister", "batch_transfer_sync", "get_session_id"
+    assert found == {*calls, "send_probe"}
 
 
 @pytest.mark.parametrize(
