@@ -54,7 +54,9 @@ MOVED: dict[str, Moved] = {
     "windows alone": Moved("sliding windows alone", "Mistral 7B 0.1"),
     "shared": Moved("layers that read another layer's cache", "Gemma 3n"),
     "drafts": Moved(
-        "a draft model's layers, EAGLE's, MTP's", "`--speculative-config` at both ends"
+        "a draft model's layers, EAGLE's, MTP's",
+        "`--speculative-config` at both ends",
+        "test_drafts.py",
     ),
 }
 
