@@ -58,6 +58,6 @@ def test_drafts_of_a_decoder_are_computed_from_moved_pages(stand: Stand) -> None
     assert decoder.metric("vllm:external_prefix_cache_hits_total") >= sum(LENGTHS) - len(LENGTHS)
     drafted = decoder.metric("vllm:spec_decode_num_draft_tokens_total")
     accepted = decoder.metric("vllm:spec_decode_num_accepted_tokens_total")
-    # In the step that computes one token of a prompt vLLM 0.32 proposes what it refuses itself, with
+    # In a step that computes one token of a prompt vLLM 0.32 proposes what it refuses itself, with
     # hits of its own prefix cache, too. A wrong page would have all later drafts refused.
     assert drafted - accepted <= DRAFTS * len(LENGTHS) < accepted
