@@ -144,7 +144,7 @@ SPECS: dict[str, tuple[KVCacheSpec, str]] = {
         SlidingWindowSpec(block_size=BLOCK, sliding_window=1, **SIZES), "window of 1 tokens",
     ),
 }  # fmt: skip
-# Whisper's, of which a token has several states.
+# That of streamed speech, of which a token has several states.
 SEVERAL = FullAttentionSpec(block_size=BLOCK, tokens_per_state=Fraction(1, 4), **SIZES)
 
 
