@@ -129,6 +129,8 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
                 engine=self._engine_id,
                 produces=transfer.is_kv_producer,
                 consumes=transfer.is_kv_consumer,
+                # vLLM 0.29 has no drafts that read further than one token.
+                recomputed=max(0, getattr(vllm_config, "num_prefill_lookahead_tokens", 0) - 1),
             )
         self._released = threading.Event()
         self._engines: list[TransferEngine] = []

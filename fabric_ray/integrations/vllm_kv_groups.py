@@ -26,6 +26,9 @@ class LayerGroup:
     """Their names, without those that use the cache of another layer."""
     window: int | None = None
     """Tokens that a token sees, itself included, at least 2; ``None`` for all before it."""
+    silent: frozenset[str] = frozenset()
+    """Indexers of sparse attention: vLLM calls no hook when they are written, and layer ``n + 1``
+    is computed after the attention of layer ``n`` has read its indexer."""
 
     @property
     def look_back(self) -> int | None:
@@ -74,18 +77,24 @@ def layer_groups(config: Any, caches: Any) -> tuple[LayerGroup, ...]:
                 block_tokens=group.kv_cache_spec.block_size,
                 layers=tuple(group.layer_names),
                 window=windows.pop(),
+                silent=frozenset(name for name, spec in specs.items() if _is_indexer(spec)),
             )
         )
     return tuple(made)
 
 
-def loaded_tokens(groups: Sequence[LayerGroup], prompt: int, here: int) -> int:
+def loaded_tokens(groups: Sequence[LayerGroup], prompt: int, here: int, recomputed: int = 0) -> int:
     """How many tokens of a prompt a decoder gets, of which it has ``here``: whole blocks.
+
+    Several draft modules read further ahead: the drafts' pages of the last ``recomputed`` tokens
+    depend on what the prefiller samples, so the decoder computes these tokens again.
 
     vLLM computes the last token of a prompt again. If it is among those that were loaded, vLLM has
     taken back blocks which the next token doesn't see, and the last token may see one of them
     (RS-1). So with windows all tokens but the last one are loaded.
     """
+    if recomputed:
+        return max(here, prompt - recomputed)
     if here >= prompt - 1:
         lost = any(group.taken_back(prompt) != group.taken_back(prompt - 1) for group in groups)
         return here if lost else prompt
@@ -138,6 +147,11 @@ def _specs(group: Any) -> dict[str, Any]:
     spec = group.kv_cache_spec
     each: dict[str, Any] | None = getattr(spec, "kv_cache_specs", None)
     return each or dict.fromkeys(group.layer_names, spec)
+
+
+def _is_indexer(spec: Any) -> bool:
+    role = getattr(spec, "cache_role", None)
+    return role is not None and role.name == "INDEXER"
 
 
 def _window(spec: Any, caches: Any) -> int | None:

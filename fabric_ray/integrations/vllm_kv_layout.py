@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     import torch
 
 
+# A number between the dots of a layer's name.
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+# Bytes of a kind in the name of a layout's group, of which the core takes 256.
+_LONGEST_KIND = 200
+
+
 @dataclass(frozen=True)
 class Shards:
     """How heads are divided among the ranks of an instance."""
@@ -54,6 +60,8 @@ class WorkerCache:
     """Of each group of a layout."""
     layers: tuple[str, ...]
     """The layers that have pages of their own, in the order in which they are computed."""
+    silent: frozenset[str] = frozenset()
+    """Those that vLLM doesn't announce. They are written before the layer after them."""
 
     def tables(self, blocks: Tables, tokens: int) -> list[list[int]]:
         """The pages of so many tokens, for each group of a layout.
@@ -106,29 +114,23 @@ def worker_cache(
         InvalidArgument: a tensor that isn't laid out so.
     """
     members = _members(tensors, groups, shared or {})
-    names = [name for group in members for name in group]
-    if not names:
+    if not any(members):
         raise InvalidArgument("vLLM registered no caches; a model without attention has none")
-    numbers = _numbers(names)
     buffers: list[torch.Tensor] = []
-    places = {name: _place(tensors[name], buffers) for name in names}
-    alike: dict[tuple[int, tuple[object, ...]], list[str]] = {}
-    for index, group in enumerate(members):
-        for name in sorted(group, key=numbers.__getitem__):
-            t = tensors[name]
-            form_of = (tuple(t.shape), t.stride(), t.dtype)
-            alike.setdefault((index, form_of), []).append(name)
+    places = {name: _place(tensors[name], buffers) for names in members for name in names}
     described: list[CacheGroup] = []
     pages: list[BlockPages] = []
-    for (index, _), layers in alike.items():
-        t = tensors[layers[0]]
-        of = groups[index]
-        tensor = _tensor(t, form(layers[0]), shards, tuple(places[name] for name in layers))
+    order: list[tuple[int, int, str]] = []
+    for alike in _alike(tensors, members, groups):
+        names, of = sorted(alike.numbers, key=alike.numbers.__getitem__), groups[alike.group]
+        t = tensors[names[0]]
+        tensor = _tensor(t, form(names[0]), shards, tuple(places[name] for name in names))
         window = "" if of.window is None else f", sliding window of {of.window}"
+        order += [(alike.numbers[name], len(described), name) for name in names]
         described.append(
             CacheGroup(
-                name=f"{len(described)}{window}",
-                layers=tuple(numbers[name] for name in layers),
+                name=f"{len(described)}, {alike.kind[:_LONGEST_KIND]}{window}",
+                layers=tuple(alike.numbers[name] for name in names),
                 page_tokens=t.shape[2],
                 pages=t.shape[0],
                 tensors=(tensor,),
@@ -136,14 +138,49 @@ def worker_cache(
                 window=of.look_back,
             )
         )
-        pages.append(BlockPages(index, of.block_tokens // t.shape[2]))
+        pages.append(BlockPages(alike.group, of.block_tokens // t.shape[2]))
     layout = CacheLayout(model, tuple(described), tuple(b.numel() for b in buffers))
     return WorkerCache(
         buffers=buffers,
         layouts=[_of_rank(layout, rank, shards.ranks) for rank in range(shards.ranks)],
         pages=tuple(pages),
-        layers=tuple(sorted(names, key=numbers.__getitem__)),
+        layers=tuple(name for *_, name in sorted(order)),
+        silent=frozenset().union(*(group.silent for group in groups)),
     )
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """Layers that one group of a layout describes."""
+
+    group: int
+    """The cache group that has their blocks."""
+    kind: str
+    """Their name, with `*` for its numbers."""
+    numbers: Mapping[str, int]
+    """Of each layer, by its name."""
+
+
+def _alike(
+    tensors: Mapping[str, torch.Tensor],
+    members: Sequence[Sequence[str]],
+    groups: Sequence[LayerGroup],
+) -> list[_Alike]:
+    """Layers of one kind and form, in an order that both ends find, whatever order vLLM registers
+    caches in: ends pair layers by their group and number (RS-1)."""
+    found: dict[tuple[int, str, tuple[object, ...]], list[str]] = {}
+    for index, names in enumerate(members):
+        for name in names:
+            t = tensors[name]
+            form = (tuple(t.shape), t.stride(), t.dtype)
+            found.setdefault((index, _NUMBER.sub("*", name), form), []).append(name)
+    alike = [_Alike(index, kind, _numbers(names)) for (index, kind, _), names in found.items()]
+
+    def order(each: _Alike) -> tuple[str, int, int, str]:
+        numbers = each.numbers
+        return each.kind, groups[each.group].window or 0, min(numbers.values()), min(numbers)
+
+    return sorted(alike, key=order)
 
 
 def _members(
@@ -185,7 +222,9 @@ def _tensor(
 ) -> CacheTensor:
     _, heads, tokens, width = t.shape
     page, head, token, _ = (stride * t.element_size() for stride in t.stride())
-    name = form.name(heads=heads, tokens=tokens, strides=t.stride()[1:])
+    # Where there is one head, its stride means nothing and depends on the memory order.
+    strides = tuple(s if n > 1 else 0 for s, n in zip(t.stride()[1:], t.shape[1:], strict=True))
+    name = form.name(heads=heads, tokens=tokens, strides=strides)
     divided = shards.shards
     if shards.held_heads not in (None, heads):
         # How its heads are divided isn't known: rank by rank, between as many ranks.
@@ -225,14 +264,13 @@ def _check(name: str, tensor: torch.Tensor, block_tokens: int) -> None:
 
 
 def _numbers(names: Sequence[str]) -> dict[str, int]:
-    """Numbers of layers: those in their names where they tell them apart, else their order."""
-    found = {
-        name: [int(part) for part in re.findall(r"(?<=\.)\d+(?=\.|$)", name)] for name in names
-    }
-    single = [parts[0] for parts in found.values() if len(parts) == 1]
-    if len(set(single)) == len(names):
-        return {name: parts[0] for name, parts in found.items()}
-    return {name: i for i, name in enumerate(names)}
+    """Numbers of layers of one kind: the first ones in their names where these tell them apart,
+    else their places among all of them."""
+    parts = {name: [int(part) for part in _NUMBER.findall(name)] for name in names}
+    first = {name: each[0] for name, each in parts.items() if each}
+    if len(set(first.values())) == len(names):
+        return first
+    return {name: i for i, name in enumerate(sorted(names, key=parts.__getitem__))}
 
 
 def _place(tensor: torch.Tensor, buffers: list[torch.Tensor]) -> Place:

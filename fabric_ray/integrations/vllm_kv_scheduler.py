@@ -73,6 +73,7 @@ class KvScheduler:
         engine: the instance's name.
         produces: whether its workers send pages.
         consumes: whether they ask for pages.
+        recomputed: last tokens of a prompt that a decoder computes again for its draft modules.
     """
 
     def __init__(
@@ -82,8 +83,9 @@ class KvScheduler:
         engine: str,
         produces: bool = True,
         consumes: bool = True,
+        recomputed: int = 0,
     ) -> None:
-        self._groups, self._engine = groups, engine
+        self._groups, self._engine, self._recomputed = groups, engine, recomputed
         self._produces, self._consumes = produces, consumes
         self._offer: str | None = None
         self._prefills: dict[str, _Prefill] = {}
@@ -130,7 +132,8 @@ class KvScheduler:
         if transfer in self._loaded:
             return 0, False
         self._local[request.request_id] = computed
-        count = loaded_tokens(self._groups, request.num_prompt_tokens, computed) - computed
+        prompt = request.num_prompt_tokens
+        count = loaded_tokens(self._groups, prompt, computed, self._recomputed) - computed
         return (count, True) if count > 0 else (0, False)
 
     def allocated(self, request: Any, tables: Tables, external: int) -> None:

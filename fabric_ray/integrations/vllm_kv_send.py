@@ -106,8 +106,9 @@ class Sender:
         self._written.add(name)
         # Decoders are told of layers by their number: of the next one, when all before are written
         # (RS-1).
-        while self._layers_left and self._layers_left[0] in self._written:
-            self._layers_left.popleft()
+        left, silent = self._layers_left, self._cache.silent
+        while left and (left[0] in self._written or (left[0] in silent and name in left)):
+            left.popleft()
             self._then(self._prefiller.layer_done)
 
     def end(self, *, broken: bool = False) -> None:
@@ -302,9 +303,11 @@ class Sender:
         return taken
 
     def _accept(self, job: Job, claim: Claim, ready: Ready, computed: int) -> None:
-        # Decoders with windows compute the last token without having loaded it.
-        tokens = (ready.tokens, ready.tokens - 1)
-        if claim.digest != ready.digest or job.tokens not in tokens:
+        # Decoders with windows compute the last token without having loaded it, those with several
+        # draft modules some more. Of a window no other pages are kept.
+        windows = any(group.window is not None for group in self._cache.layouts[0].groups)
+        least = ready.tokens - 1 if windows else 1
+        if claim.digest != ready.digest or not least <= job.tokens <= ready.tokens:
             raise InvalidArgument(
                 f"transfer {ready.transfer} is of another prompt of {ready.tokens} tokens; give "
                 "each request a transfer_id of its own"

@@ -140,6 +140,19 @@ def test_sglang_loads_a_model_from_a_running_server() -> None:
         assert other.ask("show") == bytes_of(loaded)
 
 
+def test_sglangs_kv_manager_asks_for_what_is_run_here() -> None:
+    """Of ``MooncakeTransferEngine``, which the test of two processes above runs."""
+    found = {
+        node.func.attr
+        for node in ast.walk(module("sglang.srt.disaggregation.mooncake.conn", "sglang"))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) == "self.engine"
+    }
+    calls = "batch_register", "batch_deregister", "batch_transfer_sync", "get_session_id"
+    assert found == {*calls, "send_probe"}
+
+
 @pytest.mark.parametrize(
     ("dotted", "bundle"),
     [

@@ -15,13 +15,10 @@ from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
-    MambaSpec,
-    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -29,7 +26,7 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.integrations import vllm_kv
 from fabric_ray.integrations.vllm_kv import FabricRayConnector
 from tests.adapters.test_vllm_kv_computed import checked, send
-from tests.adapters.vllm_kv_instances import Instance, Layer, config, number_of
+from tests.adapters.vllm_kv_instances import Instance, Layer, config
 from tests.adapters.vllm_kv_play import (
     DRAWN,
     PROMPT,
@@ -69,7 +66,7 @@ def overwrite(p: Instance, *, cached: bool = True) -> None:
             continue
         for caches in p.caches:
             for name, cache in caches.items():
-                ratio = p.blocks[number_of(name)] // cache.shape[2]
+                ratio = p.blocks[p.number[name]] // cache.shape[2]
                 cache[block.block_id * ratio : (block.block_id + 1) * ratio] = -3.0
 
 
@@ -326,35 +323,6 @@ def groups(*specs: KVCacheSpec) -> KVCacheConfig:
 
 SIZES: dict[str, Any] = {"num_kv_heads": 4, "head_size": 8, "dtype": torch.float32}
 FULL = FullAttentionSpec(block_size=BLOCK, **SIZES)
-REFUSED = {
-    "a state": (MambaSpec(block_size=BLOCK, shapes=((4,),), dtypes=(torch.float32,)), "MambaSpec"),
-    "chunks": (
-        ChunkedLocalAttentionSpec(block_size=BLOCK, attention_chunk_size=16, **SIZES),
-        "ChunkedLocalAttentionSpec.*disable-hybrid-kv-cache-manager",
-    ),
-    "a latent with a window": (
-        SlidingWindowMLASpec(block_size=BLOCK, sliding_window=16, **SIZES),
-        "SlidingWindowMLASpec",
-    ),
-    "a window for several drafts": (
-        SlidingWindowSpec(block_size=BLOCK, sliding_window=16, extra_retained_tokens=2, **SIZES),
-        "2 tokens beyond its window",
-    ),
-    "a window of one token": (
-        SlidingWindowSpec(block_size=BLOCK, sliding_window=1, **SIZES), "window of 1 tokens",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", REFUSED)
-@pytest.mark.parametrize("role", [KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER])
-def test_caches_of_other_kinds_are_refused_by_the_name_of_a_layer(
-    kind: str, role: KVConnectorRole
-) -> None:
-    spec, text = REFUSED[kind]
-    vllm = config("kv_producer")
-    with pytest.raises(InvalidArgument, match=rf"`model.layers.1.attn`.*{text}"):
-        FabricRayConnector(vllm, role, groups(FULL, spec))
 
 
 def test_a_cache_in_host_memory_is_refused() -> None:

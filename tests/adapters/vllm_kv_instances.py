@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,7 +40,12 @@ from vllm.v1.core.kv_cache_utils import (
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    SparseCacheRole,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -144,10 +150,6 @@ def name_of(layer: int) -> str:
     return f"model.layers.{layer}.self_attn.attn"
 
 
-def number_of(name: str) -> int:
-    return int(name.split(".")[2])
-
-
 def value(token: int, place: int, layer: int, head: int) -> float:
     """What a page holds of a token."""
     return float(token + 1000 * place + 600_000 * layer + 2_000_000 * head)
@@ -163,6 +165,10 @@ class Layer:
     """Elements of a key, and of a value."""
     reads: int | None = None
     """The layer whose cache it uses."""
+    indexer: bool = False
+    """Whether it is the cache of a sparse attention's indexer, as DeepSeek-V3.2 has them."""
+    name: str | None = None
+    """As vLLM has it, where it isn't that of an attention layer of this number."""
 
 
 class Instance:
@@ -182,16 +188,18 @@ class Instance:
         self.mla = vllm.model_config.use_mla
         self.block = vllm.cache_config.block_size
         self.layers = layers
+        self.names = [layer.name or name_of(i) for i, layer in enumerate(layers)]
+        self.number = {name: i for i, name in enumerate(self.names)}
         vllm.cache_config.num_gpu_blocks = vllm.cache_config.num_gpu_blocks_override = blocks
         vllm.cache_config.kv_cache_layout = layout
         held = 1 if self.mla else max(1, HEADS // self.tp)
         # vLLM's own grouping and placement of layers.
-        specs = {name_of(i): self._spec(i, held) for i in self._own()}
+        specs = {self.names[i]: self._spec(i, held) for i in self._own()}
         groups = get_kv_cache_groups(vllm, specs)
         kv = get_kv_cache_config_from_groups(vllm, groups, 1 << 40)
         kernel_blocks = [kernel_block or group.kv_cache_spec.block_size for group in groups]
         group_of = {name: i for i, group in enumerate(groups) for name in group.layer_names}
-        self.group = [group_of[name_of(self._source(i))] for i in range(len(layers))]
+        self.group = [group_of[self.names[self._source(i)]] for i in range(len(layers))]
         """The cache group of each layer."""
         self.blocks = [groups[i].kv_cache_spec.block_size for i in self.group]
         """Tokens of a block of each layer."""
@@ -203,17 +211,16 @@ class Instance:
                 raw = torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage())
                 raw.fill_(FILL)
             for i in range(len(layers)):
-                views[name_of(i)] = views[name_of(self._source(i))]
+                views[self.names[i]] = views[self.names[self._source(i)]]
             self.caches.append(views)
             own = copy.deepcopy(vllm)
             own.parallel_config.rank = rank
             own.compilation_config.static_forward_context = {
-                name: latent(view, LATENT - 8) if self.mla else attention(view, held, by_rows)
-                for name, view in views.items()
+                name: self._module(name, view, held) for name, view in views.items()
             }
             for i, layer in enumerate(layers):
-                module = own.compilation_config.static_forward_context[name_of(i)]
-                target = None if layer.reads is None else name_of(layer.reads)
+                module = own.compilation_config.static_forward_context[self.names[i]]
+                target = None if layer.reads is None else self.names[layer.reads]
                 module.kv_sharing_target_layer_name = target
             connector = KVConnectorFactory.create_connector(own, KVConnectorRole.WORKER, kv)
             # What `ensure_kv_transfer_initialized` does in each worker's process.
@@ -248,9 +255,19 @@ class Instance:
         reads = self.layers[layer].reads
         return layer if reads is None else reads
 
+    def _module(self, name: str, view: torch.Tensor, held: int) -> Any:
+        if self.layers[self.number[name]].indexer:
+            # vLLM's have no method that writes: a kernel of its own does.
+            backend = SimpleNamespace(get_name=lambda: "DEEPSEEK_V32_INDEXER")
+            return SimpleNamespace(attn_backend=backend, kv_cache=view.squeeze(1))
+        return latent(view, LATENT - 8) if self.mla else attention(view, held, by_rows)
+
     def _spec(self, layer: int, held: int) -> Any:
         kind = self.layers[layer]
         common: dict[str, Any] = {"block_size": self.block, "dtype": torch.float32}
+        if kind.indexer:
+            role = SparseCacheRole.INDEXER
+            return MLAAttentionSpec(num_kv_heads=1, head_size=kind.head, cache_role=role, **common)
         if self.mla:
             return MLAAttentionSpec(num_kv_heads=1, head_size=LATENT, **common)
         common |= {"num_kv_heads": held, "head_size": kind.head}
@@ -324,7 +341,7 @@ class Instance:
         """Whether nothing was written to block 0, which stands for blocks that were taken back."""
         for caches in self.caches:
             for layer, pages in caches.items():
-                ratio = self.blocks[number_of(layer)] // pages.shape[2]
+                ratio = self.blocks[self.number[layer]] // pages.shape[2]
                 if not (pages[:ratio].contiguous().view(torch.uint8) == FILL).all():
                     return False
         return True
@@ -336,7 +353,7 @@ class Instance:
         return range(first, first + held)
 
     def _at(self, rank: int, layer: int, head: int, table: list[int], place: int) -> torch.Tensor:
-        cache = self.caches[rank][name_of(layer)]
+        cache = self.caches[rank][self.names[layer]]
         pages, inside = self._rows(rank, layer, table, [place])
         return cache[pages[0], head - self._heads(rank)[0], inside[0]]
 
@@ -344,7 +361,7 @@ class Instance:
         self, rank: int, layer: int, table: list[int], places: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The pages of tokens, and their places in them."""
-        tokens = self.caches[rank][name_of(layer)].shape[2]
+        tokens = self.caches[rank][self.names[layer]].shape[2]
         block = self.blocks[layer]
         at = torch.tensor(list(places), dtype=torch.long)
         blocks = torch.tensor(table, dtype=torch.long)[at // block]
@@ -366,7 +383,7 @@ class Instance:
         if not len(places):
             return torch.zeros(0, len(self._heads(rank)), dtype=torch.bool)
         pages, inside = self._rows(rank, layer, table, places)
-        held = self.caches[rank][name_of(layer)][pages, :, inside]
+        held = self.caches[rank][self.names[layer]][pages, :, inside]
         return (held != self._values(rank, layer, tokens, places).unsqueeze(-1)).any(-1)
 
     def _forward(self, output: Any) -> None:
@@ -384,8 +401,8 @@ class Instance:
             for number, done in passes:
                 self._read(layer, number, done)
             self.after(layer)
-            for rank, worker in enumerate(self.workers):
-                name = name_of(layer)
+            for rank, worker in enumerate(self.workers if not kind.indexer else ()):
+                name = self.names[layer]
                 worker.kv_connector.save_kv_layer(name, self.caches[rank][name], None)
 
     def _write(self, layer: int, number: str, places: range) -> None:
@@ -394,7 +411,7 @@ class Instance:
         for rank in range(self.tp):
             pages, inside = self._rows(rank, layer, table, places)
             values = self._values(rank, layer, tokens, places)
-            self.caches[rank][name_of(layer)][pages, :, inside] = values.unsqueeze(-1)
+            self.caches[rank][self.names[layer]][pages, :, inside] = values.unsqueeze(-1)
 
     def _read(self, layer: int, number: str, done: int) -> None:
         """What the first token of a step sees before it."""

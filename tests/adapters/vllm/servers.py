@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -161,6 +162,11 @@ class Server:
                 raise ServerError(f"server {self.spec.name} doesn't answer", self)
             time.sleep(0.5)
 
+    def kill(self) -> None:
+        """Ends its processes at once."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(10.0)
+
     def stop(self) -> None:
         """Ends it and the processes it has started."""
         for number, patience in ((signal.SIGTERM, 15.0), (signal.SIGKILL, 10.0)):
@@ -302,7 +308,8 @@ _given: set[int] = set()
 
 
 def free_port() -> int:
-    for port in PORTS:
+    # Not the first one: another run of the tests on this machine would pick it, too.
+    for port in random.sample(PORTS, len(PORTS)):
         with socket.socket() as probe:
             if port in _given or probe.connect_ex(("127.0.0.1", port)) == 0:
                 continue

@@ -43,6 +43,14 @@ def test_rs_1_the_last_token_of_a_prompt_sees_only_blocks_that_vllm_keeps(
         assert loaded == here == prompt - 1, "else all but the last token are loaded"
 
 
+@pytest.mark.parametrize(("prompt", "here", "loaded"), [(20, 0, 18), (20, 16, 18), (2, 0, 0)])
+def test_tokens_whose_drafts_depend_on_samples_are_not_loaded(
+    prompt: int, here: int, loaded: int
+) -> None:
+    """Of three draft modules the last one reads two tokens beyond the next."""
+    assert loaded_tokens([LayerGroup(8)], prompt, here, recomputed=2) == loaded
+
+
 class Pool:
     """Blocks with users, as vLLM counts them; 0 is the one that stands for none."""
 

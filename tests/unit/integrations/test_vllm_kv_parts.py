@@ -17,6 +17,7 @@ from fabric_ray.integrations.vllm_kv_groups import LayerGroup
 from fabric_ray.integrations.vllm_kv_layout import Shards, worker_cache
 from fabric_ray.integrations.vllm_kv_offer import from_text, instance, joined, to_text
 from fabric_ray.integrations.vllm_kv_plan import Claim, digest
+from fabric_ray.integrations.vllm_kv_probe import PageForm
 from fabric_ray.kvcache import CacheLayout, Prefiller, RankCache
 from tests.kv_pages import rows
 
@@ -89,6 +90,46 @@ def test_layers_that_share_a_cache_have_one_place_and_unlike_ones_groups_of_thei
     assert [group.layers for group in cache.layouts[0].groups] == [(0, 1), (2,)]
     assert len(cache.layouts[0].buffers) == 2
     assert cache.tables([[3]], 2) == [[3], [3]]
+
+
+def test_rs_1_layers_have_the_same_numbers_in_whatever_order_they_are_registered() -> None:
+    """A draft model's layers have the numbers and the form of the model's own."""
+    own = caches((0, 1, 2, 3, 4))
+    drafts = {f"draft_model.{name}": each.clone() for name, each in own.items()}
+    modules = {f"model.mtp.0.layers.{i}.attn": torch.zeros(5, 4, 8, 6) for i in (10, 2)}
+    tensors = {**own, **drafts, **modules}
+    made = []
+    for order in (tensors, dict(reversed(tensors.items()))):
+        shards = Shards(ranks=1, rank=0, shards=1)
+        cache = worker_cache(order, groups=one(order), shards=shards, model="m", form=rows)
+        (layout,) = cache.layouts
+        where = {
+            (group.name, layer): (place.offset, cache.buffers[place.buffer].data_ptr())
+            for group in layout.groups
+            for layer, place in zip(group.layers, group.tensors[0].places, strict=True)
+        }
+        made.append((where, cache.layers))
+    assert made[0] == made[1]
+    names = [name for name, _ in made[0][0]]
+    assert sorted(set(names))[0] == "0, draft_model.model.layers.*.self_attn.attn"
+    layers = [name for name in made[0][1] if "mtp" in name]
+    assert layers == ["model.mtp.0.layers.2.attn", "model.mtp.0.layers.10.attn"]
+
+
+def test_the_stride_of_a_single_head_is_no_difference() -> None:
+    """Pages of indexers are moved whole; vLLM's memory orders give their only head any stride."""
+    names = []
+    for stride in (48, 6):
+        pages = torch.zeros(5 * 48).as_strided((5, 1, 8, 6), (48, stride, 6, 1))
+        cache = worker_cache(
+            {"layers.0.k_cache": pages},
+            groups=[LayerGroup(8, ("layers.0.k_cache",))],
+            shards=Shards(ranks=1, rank=0, shards=1),
+            model="m",
+            form=lambda _: PageForm(tokens=False, heads=False, content="of INDEXER"),
+        )
+        names.append(cache.layouts[0].groups[0].tensors[0].name)
+    assert names[0] == names[1]
 
 
 @pytest.mark.parametrize(

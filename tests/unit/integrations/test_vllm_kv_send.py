@@ -119,12 +119,32 @@ class CountedPrefiller:
 NAMES = tuple(f"model.layers.{i}.attn" for i in range(5))
 
 
+def test_layers_without_a_hook_are_announced_with_the_next_one() -> None:
+    """An indexer is written when the attention of its layer, or of the next one, is over."""
+    prefiller = CountedPrefiller()
+    layers = [name for i in range(3) for name in (f"layers.{i}.attn", f"layers.{i}.indexer")]
+    silent = frozenset(name for name in layers if name.endswith("indexer"))
+    cache = SimpleNamespace(layers=layers, silent=silent)
+    sender = Sender(cast(Prefiller, prefiller), cast(WorkerCache, cache), then=at_once, lease=1.0)
+    sender.begin([Ready("r", "t", b"", 4, 0, ((1,),))])
+    announced = []
+    for i in range(3):
+        sender.layer(f"layers.{i}.attn")
+        announced.append(prefiller.layers)
+    assert announced == [1, 3, 5]
+    sender.layer("layers.2.attn")
+    assert prefiller.layers == 5, "nothing has shown that the last indexer is written"
+    sender.end()
+    assert prefiller.layers == 6
+    sender.close()
+
+
 @given(hooks=st.lists(st.sampled_from([*NAMES, "drafter.attn"]), max_size=12))
 def test_rs_1_a_layer_is_announced_when_it_and_all_before_it_are_written(hooks: list[str]) -> None:
     """Decoders are told of layers by their number: hooks that come in another order, twice or not
     at all announce no page that isn't written. Those that are written leave at once."""
     prefiller = CountedPrefiller()
-    cache = SimpleNamespace(layers=NAMES)
+    cache = SimpleNamespace(layers=NAMES, silent=frozenset())
     sender = Sender(cast(Prefiller, prefiller), cast(WorkerCache, cache), then=at_once, lease=1.0)
     for _ in range(2):
         sender.begin([Ready("r", "t", b"", 4, 0, ((1,),))])
