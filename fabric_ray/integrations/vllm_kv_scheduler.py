@@ -12,17 +12,22 @@ are allocated, so a request's hits may be blocks that another request computes i
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.integrations.vllm_kv_groups import LayerGroup, Tables, WindowPins, loaded_tokens
+from fabric_ray.integrations.vllm_kv_groups import BlockPins, LayerGroup, Tables, loaded_tokens
 from fabric_ray.integrations.vllm_kv_offer import instance
 from fabric_ray.integrations.vllm_kv_plan import Failed, Load, Ready, Step, digest_of, remember
 
 _LOG = logging.getLogger(__name__)
+
+# Seconds after the end of a prefill for which steps are wanted that look whether its blocks are
+# free. Decoders commonly ask sooner; later ends are noticed by the next step that is made anyway.
+_ASKING = 1.0
 
 # As `vllm.v1.request.RequestStatus` names requests whose prefill is whole.
 _WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
@@ -73,6 +78,7 @@ class KvScheduler:
         engine: the instance's name.
         produces: whether its workers send pages.
         consumes: whether they ask for pages.
+        ranks: number of workers, each of which reports that blocks are free.
     """
 
     def __init__(
@@ -82,8 +88,9 @@ class KvScheduler:
         engine: str,
         produces: bool = True,
         consumes: bool = True,
+        ranks: int = 1,
     ) -> None:
-        self._groups, self._engine = groups, engine
+        self._groups, self._engine, self._ranks = groups, engine, ranks
         self._produces, self._consumes = produces, consumes
         self._offer: str | None = None
         self._prefills: dict[str, _Prefill] = {}
@@ -92,9 +99,11 @@ class KvScheduler:
         self._names: dict[str, _Named] = {}
         self._coming: set[_Named] = set()
         self._loaded: OrderedDict[_Named, None] = OrderedDict()
-        self._held: set[str] = set()
+        self._held: dict[str, int] = {}
+        """How many workers may still read the blocks of finished requests."""
+        self._stepped = self._last_held = 0.0
         self._has_windows = any(group.window is not None for group in groups)
-        self.pins = WindowPins(groups)
+        self.pins = BlockPins(groups)
         self._unpin_after: list[str] = []
         self._loads_elsewhere = False
         self._tables = _Tables()
@@ -169,6 +178,7 @@ class KvScheduler:
 
     def step(self, output: Any) -> Step:
         """What the workers need to know of a step, from its ``SchedulerOutput``."""
+        self._stepped = time.monotonic()
         made, self._next = self._next, Step()
         made.is_idle = output.total_num_scheduled_tokens == 0
         for number in output.preempted_req_ids or ():
@@ -267,9 +277,9 @@ class KvScheduler:
             kept = self._covers(tables, prefill.tokens)  # by none that was preempted
             if kept and not self._has_windows:
                 self._next.ready.append(self._ready(number, prefill, tables, prefill.tokens))
-        ready = prefill is not None and prefill.ready
-        if ready:
-            self._held.add(number)
+        delays = False
+        if ready := prefill is not None and prefill.ready:
+            delays = self._hold(number, tables, prefill.tokens)
         if not ready or not whole:
             why = f"the prefill ended as {request.status.name}"
             if prefill and prefill.lost:
@@ -277,9 +287,9 @@ class KvScheduler:
             elif whole and self._has_windows and self._loads_elsewhere:
                 why = "another connector loads pages within steps, and this model has windows"
             self._next.failed.append(Failed(number, transfer, why, held=ready))
-            return ready, None
+            return delays, None
         self._next.finished.append((number, transfer))
-        return True, {
+        return delays, {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "transfer_id": transfer,
@@ -287,11 +297,28 @@ class KvScheduler:
             "remote_offer": self._offer,
         }
 
+    def _hold(self, number: str, tables: Tables, tokens: int) -> bool:
+        """Keeps the blocks of a finished prompt. Returns whether vLLM is to do it, and makes steps
+        until it hears that they are free."""
+        self._held[number] = self._ranks
+        self._last_held = time.monotonic()
+        if self.pins.is_bound:
+            self.pins.hold(number, tables, tokens)
+        return not self.pins.is_bound
+
+    def freed(self, reports: Mapping[str, int]) -> None:
+        """So many workers don't read the blocks of these requests any more, and didn't say so
+        before (MR-1)."""
+        for number, count in reports.items():
+            left = self._held.pop(number, 0) - count
+            if left > 0:
+                self._held[number] = left
+            else:
+                self.pins.unpin(number)
+
     def over(self, sent: set[str] | None, received: set[str] | None) -> None:
-        """Workers have reported the end of transfers."""
-        for number in sent or ():
-            self.pins.unpin(number)
-        self._held -= sent or set()
+        """All workers have reported the end of transfers."""
+        self.freed(dict.fromkeys(sent or (), self._ranks))
         for number in received or ():
             if (transfer := self._loading.pop(number, None)) is not None:
                 self._coming.discard(transfer)
@@ -299,9 +326,13 @@ class KvScheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether workers must be asked on: steps alone bring their reports."""
-        step = self._next
-        return bool(self._held or self._loading or step.ready or step.failed or step.cancelled)
+        """Whether workers must be asked on: steps alone bring their reports. Blocks that stay for
+        long are asked about when vLLM wakes for something else, at most once in ``_ASKING``."""
+        step, now = self._next, time.monotonic()
+        if self._loading or step.ready or step.failed or step.cancelled:
+            return True
+        asks = now - self._last_held < _ASKING or now - self._stepped >= _ASKING
+        return bool(self._held) and asks
 
     def _named(self, request: Any) -> _Named:
         name: str = request.request_id
