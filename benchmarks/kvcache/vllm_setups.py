@@ -20,7 +20,7 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import cycle
@@ -35,7 +35,7 @@ from tests.adapters.vllm import servers
 from tests.adapters.vllm.router import Router
 from tests.adapters.vllm.servers import Server, ServerError, Spec
 
-FLOOR, NIXL = "plain", "nixl"
+FLOOR, OURS, NIXL = "plain", "fabric-ray", "nixl"
 BLOCK = 32
 """Tokens of a block. The tiny model's blocks are moved whole."""
 
@@ -184,22 +184,20 @@ class Concurrent(Sequential):
 
 
 @contextmanager
-def serving(*, nixl: bool) -> Iterator[list[Setup]]:
-    """All setups, the plain one first, with servers that run; they end with the block.
+def serving(named: Collection[str]) -> Iterator[list[Setup]]:
+    """The plain setup, and pairs by the names of their connectors, with servers that run; they end
+    with the block.
 
     Args:
-        nixl: whether vLLM finds NIXL.
+        named: of ``OURS`` and ``NIXL``.
 
     Raises:
         ContenderError: there is too little memory, or a server doesn't start.
     """
     roles = ("kv_producer", "kv_consumer")
     specs = [Spec(FLOOR, _SETTINGS, _ONE_PROCESS)]
-    specs += [
-        Spec(f"fabric-{role}", (*_SETTINGS, *servers.kv_transfer(role)), _ONE_PROCESS)
-        for role in roles
-    ]
-    specs += [_nixl(role) for role in roles] if nixl else []
+    for name in named:
+        specs += [_fabric(role) if name == OURS else _nixl(role) for role in roles]
     free, needed = _available(), len(specs) * _SERVER_BYTES
     if free < needed:
         raise ContenderError(
@@ -214,13 +212,12 @@ def serving(*, nixl: bool) -> Iterator[list[Setup]]:
             raise ContenderError(str(error)) from error
         for server, cpus in zip((plain, *pairs), cycle(reversed(halves())), strict=False):
             pin(server, cpus)
-        setups = [
-            Setup(FLOOR, "floor", plain),
-            Sequential("fabric-ray", "ours", pool, *pairs[:2]),
-            Concurrent("fabric-ray concurrent", "ours", pool, *pairs[:2]),
-        ]
-        if nixl:
-            setups.append(Sequential(NIXL, "peer", pool, *pairs[2:]))
+        setups = [Setup(FLOOR, "floor", plain)]
+        for number, name in enumerate(named):
+            pair = pairs[2 * number : 2 * number + 2]
+            setups.append(Sequential(name, "ours" if name == OURS else "peer", pool, *pair))
+            if name == OURS:
+                setups.append(Concurrent(f"{OURS} concurrent", "ours", pool, *pair))
         try:
             yield setups
         finally:
@@ -233,6 +230,10 @@ def _available() -> int:
     """Bytes of memory that this machine has left."""
     fields = Path("/proc/meminfo").read_text().split()
     return 1024 * int(fields[fields.index("MemAvailable:") + 1])
+
+
+def _fabric(role: str) -> Spec:
+    return Spec(f"fabric-{role}", (*_SETTINGS, *servers.kv_transfer(role)), _ONE_PROCESS)
 
 
 def _nixl(role: str) -> Spec:
