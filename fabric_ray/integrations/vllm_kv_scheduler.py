@@ -51,6 +51,16 @@ class _Prefill:
     """Whether vLLM has taken blocks of a window back, so that it never becomes ready."""
 
 
+@dataclass
+class _Held:
+    """A finished request whose blocks are kept."""
+
+    ranks: int
+    """How many workers may still read them."""
+    since: float
+    """When it was over, on the clock of this process."""
+
+
 class _Tables:
     """The block tables of the requests of a step."""
 
@@ -99,9 +109,8 @@ class KvScheduler:
         self._names: dict[str, _Named] = {}
         self._coming: set[_Named] = set()
         self._loaded: OrderedDict[_Named, None] = OrderedDict()
-        self._held: dict[str, int] = {}
-        """How many workers may still read the blocks of finished requests."""
-        self._stepped = self._last_held = 0.0
+        self._held: dict[str, _Held] = {}  # the latest one is last
+        self._stepped = 0.0
         self._has_windows = any(group.window is not None for group in groups)
         self.pins = BlockPins(groups)
         self._unpin_after: list[str] = []
@@ -300,8 +309,7 @@ class KvScheduler:
     def _hold(self, number: str, tables: Tables, tokens: int) -> bool:
         """Keeps the blocks of a finished prompt. Returns whether vLLM is to do it, and makes steps
         until it hears that they are free."""
-        self._held[number] = self._ranks
-        self._last_held = time.monotonic()
+        self._held[number] = _Held(self._ranks, time.monotonic())
         if self.pins.is_bound:
             self.pins.hold(number, tables, tokens)
         return not self.pins.is_bound
@@ -310,10 +318,11 @@ class KvScheduler:
         """So many workers don't read the blocks of these requests any more, and didn't say so
         before (MR-1)."""
         for number, count in reports.items():
-            left = self._held.pop(number, 0) - count
-            if left > 0:
-                self._held[number] = left
-            else:
+            held = self._held.get(number)
+            if held is not None:
+                held.ranks -= count
+            if held is None or held.ranks <= 0:
+                self._held.pop(number, None)
                 self.pins.unpin(number)
 
     def over(self, sent: set[str] | None, received: set[str] | None) -> None:
@@ -331,8 +340,10 @@ class KvScheduler:
         step, now = self._next, time.monotonic()
         if self._loading or step.ready or step.failed or step.cancelled:
             return True
-        asks = now - self._last_held < _ASKING or now - self._stepped >= _ASKING
-        return bool(self._held) and asks
+        if not self._held:
+            return False
+        latest = next(reversed(self._held.values()))
+        return now - latest.since < _ASKING or now - self._stepped >= _ASKING
 
     def _named(self, request: Any) -> _Named:
         name: str = request.request_id

@@ -166,6 +166,12 @@ def test_blocks_that_stay_ask_for_steps_for_a_second_and_when_vllm_wakes_later(
     assert made() == 10
     for now in (101.0, 102.0, 102.5, 160.0):
         assert made() == (now != 102.5)
+    steps.admit("b", 14, [5, 6, 7, 8], [15, 16, 17, 18])
+    steps.step({"b": (0, 14)})
+    steps.scheduler.finished(steps.requests["b"], [[5, 6, 7, 8], [0, 0, 0, 18]])
+    assert made() == 10
+    steps.scheduler.freed({"b": 1})
+    assert made() == 0
     assert pool.used() == [1, 2, 3, 4, 13, 14]
     steps.scheduler.freed({"a": 1})
     now = 170.0
