@@ -157,7 +157,9 @@ class KvScheduler:
         if not params:
             return
         number = request.request_id
-        if params.get("do_remote_decode") and self._produces:
+        if number in self._held:
+            _LOG.error("request %s: the pages of an earlier request of this id are held", number)
+        elif params.get("do_remote_decode") and self._produces:
             if number not in self._prefills:
                 transfer = _transfer(request)
                 made = _Prefill(transfer, digest_of(request), request.num_prompt_tokens)
@@ -272,7 +274,7 @@ class KvScheduler:
         if number in self._loading:
             # vLLM holds the blocks of a request that waits, until the worker reports it.
             self._next.cancelled.append(number)
-        if not params.get("do_remote_decode") or not self._produces:
+        if not params.get("do_remote_decode") or not self._produces or number in self._held:
             return False, None
         prefill = self._prefills.pop(number, None)
         if prefill and prefill.ready and not self._covers(tables, prefill.tokens):

@@ -145,6 +145,18 @@ def test_mr_1_blocks_of_a_prompt_are_kept_until_all_workers_say_that_they_are_se
     assert not steps.scheduler.busy
 
 
+def test_mr_1_a_request_with_the_id_of_one_whose_blocks_are_held_is_not_sent() -> None:
+    steps, pool = windowed()
+    for tables in ([1, 2, 3, 4], [11, 12, 13, 14]), ([5, 6, 7, 8], [15, 16, 17, 18]):
+        steps.admit("a", 14, *tables)
+        assert bool(steps.step({"a": (0, 14)})) == (1 in tables[0])
+        params = steps.scheduler.finished(steps.requests["a"], tables)[1]
+        assert bool(params) == (1 in tables[0])
+    assert pool.used() == [1, 2, 3, 4, 11, 12, 13, 14]
+    steps.scheduler.freed({"a": 1})
+    assert pool.used() == []
+
+
 def test_blocks_that_stay_ask_for_steps_for_a_second_and_when_vllm_wakes_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
