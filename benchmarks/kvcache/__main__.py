@@ -77,12 +77,13 @@ def vllm(
     tokens: Annotated[int, typer.Option(min=1, help="Of each answer")] = 16,
     requests: Annotated[int, typer.Option(min=1, help="Of a turn, at least")] = 10,
     idle: Annotated[float, typer.Option(min=1.0, help="Seconds of a turn without any")] = 5.0,
+    pairs: Annotated[str, typer.Option(help="Connectors, commas between")] = "fabric-ray,nixl",
     quick: Quick = False,
     resume: Resume = None,
 ) -> None:
     """vLLM servers on CPUs: a plain one, pairs by this project's connector, pairs by NIXL's."""
     from benchmarks.kvcache.vllm import loads, measure
-    from benchmarks.kvcache.vllm_setups import absent, block_bytes, serving, versions
+    from benchmarks.kvcache.vllm_setups import NIXL, OURS, absent, block_bytes, serving, versions
     from tests.adapters.vllm import servers
 
     wanted = loads(
@@ -92,6 +93,12 @@ def vllm(
         _numbers(concurrent or ("1,4" if quick else "1,16"), "--concurrent", 64),
         requests,
     )
+    named = pairs.split(",")
+    if unknown := set(named) - {OURS, NIXL}:
+        raise typer.BadParameter(
+            f"got {', '.join(sorted(unknown))}, expected {OURS}, {NIXL} or both",
+            param_hint="--pairs",
+        )
     if servers.MISSING is not None:
         raise typer.BadParameter(servers.MISSING)
     try:
@@ -101,7 +108,7 @@ def vllm(
     options = {**found, "turns": str(turns), "tokens": str(tokens)}
     with recorded("kvcache-vllm", resume, options=options, absent=absent(list(found))) as results:
         results.say("starting servers, which takes minutes")
-        with serving(nixl="nixl" in found) as ways:
+        with serving([name for name in named if name == OURS or name in found]) as ways:
             measure(
                 ways,
                 wanted,

@@ -51,6 +51,8 @@ class Turn(msgspec.Struct, frozen=True):
     """Of all requests together."""
     cpu: float
     """Of all servers together."""
+    step: float = 0.0
+    """Between two tokens of one answer."""
 
 
 Turns = Mapping[str, Sequence[Turn]]
@@ -106,7 +108,13 @@ def measure(
 
 
 def _handoffs(setups: Sequence[Setup]) -> list[str]:
-    return [setup.handoff for setup in setups if setup.family == "ours"]
+    return [setup.handoff for setup in _subjects(setups)]
+
+
+def _subjects(setups: Sequence[Setup]) -> list[Setup]:
+    """Those that have rows: ours, or the peers where ours doesn't run."""
+    ours = [setup for setup in setups if setup.family == "ours"]
+    return ours or [setup for setup in setups if setup.family == "peer"]
 
 
 def _wrong(setups: Sequence[Setup], lengths: Sequence[int], tokens: int) -> dict[str, str]:
@@ -194,7 +202,8 @@ def take_turn(setup: Setup, load: Load, source: random.Random, tokens: int) -> T
             seconds, used = time.monotonic() - start, setup.cpu() - cpu
     finally:
         setup.pause()
-    return Turn([answer.first for answer in answers], seconds, used)
+    steps = [(answer.seconds - answer.first) / max(1, tokens - 1) for answer in answers]
+    return Turn([answer.first for answer in answers], seconds, used, statistics.median(steps))
 
 
 def rows(
@@ -206,12 +215,10 @@ def rows(
     *,
     complete: bool,
 ) -> Iterator[Row]:
-    """For each hand-off of ours and each metric a row, beside all setups that aren't ours."""
+    """For each hand-off and each metric a row, beside all setups that aren't ours."""
     failures = [Failure(contender=name, reason=reason) for name, reason in failed.items()]
     of = {metric: _seconds(metric, load, found) for metric in METRICS}
-    for one in setups:
-        if one.family != "ours":
-            continue
+    for one in _subjects(setups):
         beside = [setup for setup in setups if setup is one or setup.family != "ours"]
         for metric in METRICS:
             header = RowHeader(
@@ -229,6 +236,8 @@ def rows(
                     details[setup.name] = _per_gigabyte(of["cpu"], setup.name, gigabytes)
             if one in taken:
                 details[one.name] |= _spread(of[metric], one.name)
+                if metric == "ttft":
+                    details[one.name] |= _of_plain_and_step(of[metric], found, one.name)
             figures = [
                 make_figure(
                     header,
@@ -263,13 +272,30 @@ def _tails(turns: Sequence[Turn]) -> dict[str, float | str]:
 
 
 def _spread(seconds: Mapping[str, Sequence[float]], mine: str) -> dict[str, float | str]:
-    """Between which ratios the turns lie: more than 1 is ahead."""
+    """The median of the turns' ratios, and between which they lie: more than 1 is ahead."""
     shown: dict[str, float | str] = {}
     for name in (FLOOR, NIXL):
         pairs = zip(seconds.get(name, ()), seconds[mine], strict=False)
         if ratios := [other / own for other, own in pairs if own > 0]:
-            shown[f"over {name}"] = f"{min(ratios):.2f} to {max(ratios):.2f}"
+            shown[f"over {name}"] = _median_and_range(ratios)
     return shown
+
+
+def _of_plain_and_step(
+    firsts: Mapping[str, Sequence[float]], found: Turns, mine: str
+) -> dict[str, float | str]:
+    """The ratios of the turns to the plain server's first token and one step of it. A decoder
+    computes the last token of a prompt again, so less than 1 is by chance."""
+    wanted = [
+        first + turn.step
+        for first, turn in zip(firsts.get(FLOOR, ()), found.get(FLOOR, ()), strict=True)
+    ]
+    ratios = [own / other for own, other in zip(firsts[mine], wanted, strict=False) if other > 0]
+    return {"of plain and a step": _median_and_range(ratios)} if ratios else {}
+
+
+def _median_and_range(ratios: Sequence[float]) -> str:
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def _per_gigabyte(

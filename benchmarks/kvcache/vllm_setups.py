@@ -3,20 +3,27 @@
 All servers run from the first turn to the last, for a start takes a minute. A signal stops those
 whose turn it isn't: NIXL's workers poll while they are idle, which would take a core from others.
 A pair is stopped and resumed as a whole, for less time than its ends' heartbeats may be missing.
+
+Each server has half of the CPUs to itself: a prefiller one half, its decoder and the plain server
+the other. So what one end of a pair polls is never taken from the other end, and a decoder has the
+share of the plain server. Engine and worker of a server are one process, as on a single GPU: on
+CPUs vLLM makes two of them, each of which polls a second long for the other's next message.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,14 +35,16 @@ from tests.adapters.vllm import servers
 from tests.adapters.vllm.router import Router
 from tests.adapters.vllm.servers import Server, ServerError, Spec
 
-FLOOR, NIXL = "plain", "nixl"
+FLOOR, OURS, NIXL = "plain", "fabric-ray", "nixl"
 BLOCK = 32
 """Tokens of a block. The tiny model's blocks are moved whole."""
 
 _SETTINGS = ("--block-size", str(BLOCK), "--kv-cache-memory-bytes", str(256 * MIB))
 """Connectors touch all of the cache."""
-_SERVER_BYTES = 2.4e9
-"""Memory that a server takes: an API server, an engine and a worker, each with torch."""
+_SERVER_BYTES = 1.6e9
+"""Memory that a server takes: an API server and an engine, each with torch."""
+_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""Has vLLM run the worker in the engine's process."""
 _THREADS = 64
 """Of this process, for the prefills of concurrent hand-offs."""
 
@@ -103,8 +112,28 @@ class Setup:
                 process.send_signal(number)
 
     def _processes(self) -> list[psutil.Process]:
-        roots = [psutil.Process(server.process.pid) for server in self.used]
-        return [one for root in roots for one in (root, *root.children(recursive=True))]
+        return [one for server in self.used for one in processes(server)]
+
+
+def processes(server: Server) -> list[psutil.Process]:
+    """Its API server, and those below."""
+    root = psutil.Process(server.process.pid)
+    return [root, *root.children(recursive=True)]
+
+
+def halves() -> tuple[set[int], set[int]]:
+    """The CPUs of this process in two parts, which are the same where there is only one CPU."""
+    cpus = sorted(os.sched_getaffinity(0))
+    middle = len(cpus) // 2
+    return set(cpus[:middle] or cpus), set(cpus[middle:])
+
+
+def pin(server: Server, cpus: set[int]) -> None:
+    """Keeps all threads of a server on these CPUs; those that they start later inherit it."""
+    for process in processes(server):
+        for thread in process.threads():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(thread.id, cpus)
 
 
 def cpu_seconds(process: psutil.Process) -> float:
@@ -155,19 +184,20 @@ class Concurrent(Sequential):
 
 
 @contextmanager
-def serving(*, nixl: bool) -> Iterator[list[Setup]]:
-    """All setups, the plain one first, with servers that run; they end with the block.
+def serving(named: Collection[str]) -> Iterator[list[Setup]]:
+    """The plain setup, and pairs by the names of their connectors, with servers that run; they end
+    with the block.
 
     Args:
-        nixl: whether vLLM finds NIXL.
+        named: of ``OURS`` and ``NIXL``.
 
     Raises:
         ContenderError: there is too little memory, or a server doesn't start.
     """
     roles = ("kv_producer", "kv_consumer")
-    specs = [Spec(FLOOR, _SETTINGS)]
-    specs += [Spec(f"fabric-{role}", (*_SETTINGS, *servers.kv_transfer(role))) for role in roles]
-    specs += [_nixl(role) for role in roles] if nixl else []
+    specs = [Spec(FLOOR, _SETTINGS, _ONE_PROCESS)]
+    for name in named:
+        specs += [_fabric(role) if name == OURS else _nixl(role) for role in roles]
     free, needed = _available(), len(specs) * _SERVER_BYTES
     if free < needed:
         raise ContenderError(
@@ -180,13 +210,14 @@ def serving(*, nixl: bool) -> Iterator[list[Setup]]:
             plain, *pairs = stack.enter_context(servers.running(*specs))
         except ServerError as error:
             raise ContenderError(str(error)) from error
-        setups = [
-            Setup(FLOOR, "floor", plain),
-            Sequential("fabric-ray", "ours", pool, *pairs[:2]),
-            Concurrent("fabric-ray concurrent", "ours", pool, *pairs[:2]),
-        ]
-        if nixl:
-            setups.append(Sequential(NIXL, "peer", pool, *pairs[2:]))
+        for server, cpus in zip((plain, *pairs), cycle(reversed(halves())), strict=False):
+            pin(server, cpus)
+        setups = [Setup(FLOOR, "floor", plain)]
+        for number, name in enumerate(named):
+            pair = pairs[2 * number : 2 * number + 2]
+            setups.append(Sequential(name, "ours" if name == OURS else "peer", pool, *pair))
+            if name == OURS:
+                setups.append(Concurrent(f"{OURS} concurrent", "ours", pool, *pair))
         try:
             yield setups
         finally:
@@ -201,12 +232,17 @@ def _available() -> int:
     return 1024 * int(fields[fields.index("MemAvailable:") + 1])
 
 
+def _fabric(role: str) -> Spec:
+    return Spec(f"fabric-{role}", (*_SETTINGS, *servers.kv_transfer(role)), _ONE_PROCESS)
+
+
 def _nixl(role: str) -> Spec:
     config = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
     # vLLM hangs where this port is taken, so it isn't one of the range that servers share.
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     environment = {
+        **_ONE_PROCESS,
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
     }

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,6 +76,17 @@ class FabricHandshake(_base.KVConnectorHandshakeMetadata):  # type: ignore[misc]
     offer: bytes
 
 
+@dataclass
+class FabricReport(getattr(_base, "KVConnectorWorkerMetadata", object)):  # type: ignore[misc]
+    """What workers tell the scheduler after a step."""
+
+    freed: Counter[str]
+    """How many of them have newly found that nothing reads a finished request's blocks."""
+
+    def aggregate(self, other: FabricReport) -> FabricReport:
+        return FabricReport(self.freed + other.freed)
+
+
 class FabricRayConnector(*_bases):  # type: ignore[misc]
     """Either half, by its role: one lives in the scheduler's process, one in each worker's.
 
@@ -131,8 +143,10 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
                 consumes=transfer.is_kv_consumer,
                 # vLLM 0.29 has no drafts that read further than one token.
                 recomputed=max(0, getattr(vllm_config, "num_prefill_lookahead_tokens", 0) - 1),
+                ranks=vllm_config.parallel_config.tensor_parallel_size,
             )
         self._released = threading.Event()
+        self._freed: Counter[str] = Counter()
         self._engines: list[TransferEngine] = []
         self._sender: Sender | None = None
         self._fetcher: Fetcher | None = None
@@ -265,11 +279,18 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         sent, received = self.get_finished(finished_req_ids)
+        self._freed.update(sent or ())
         return _base.KVConnectorTransferResults(
-            finished_sending=sent or set(),
+            finished_sending=set(),
             finished_recving=received or set(),
             failed_recving=self._fetcher.failed() if self._fetcher is not None else set(),
         )
+
+    def build_connector_worker_meta(self) -> FabricReport | None:
+        """Not by ``finished_sending``: that is for blocks which vLLM keeps, and it would go on with
+        steps until it has heard of all."""
+        freed, self._freed = self._freed, Counter()
+        return FabricReport(freed) if freed else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._fetcher.invalid() if self._fetcher is not None else set()
@@ -305,9 +326,10 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
         return FabricMetadata(self._of_scheduler().step(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._of_scheduler().over(
-            connector_output.finished_sending, connector_output.finished_recving
-        )
+        scheduler = self._of_scheduler()
+        if report := getattr(connector_output, "kv_connector_worker_meta", None):
+            scheduler.freed(report.freed)
+        scheduler.over(connector_output.finished_sending, connector_output.finished_recving)
 
     def request_finished(
         self, request: Any, block_ids: list[int]

@@ -101,11 +101,12 @@ def loaded_tokens(groups: Sequence[LayerGroup], prompt: int, here: int, recomput
     return prompt if all(group.window is None for group in groups) else prompt - 1
 
 
-class WindowPins:
-    """Keeps blocks of windows that decoders may ask for.
+class BlockPins:
+    """Keeps blocks that decoders may ask for, by one more user of each in vLLM's block pool.
 
-    vLLM gives them back while their request goes on or before it says that the request is over,
-    also while they are read (MR-1). So each has one more user in vLLM's block pool.
+    vLLM gives blocks of windows back while their request goes on or before it says that the request
+    is over, also while they are read (MR-1). It keeps those of a finished request for a connector
+    that wants it, and makes step after step meanwhile.
     """
 
     def __init__(self, groups: Sequence[LayerGroup]) -> None:
@@ -116,6 +117,11 @@ class WindowPins:
     def bind(self, pool: Any) -> None:
         """Takes vLLM's ``BlockPool``, before there are requests."""
         self._pool = pool
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether there is a pool: vLLM before 0.32 gives none."""
+        return self._pool is not None
 
     def pin(self, request: str, tables: Tables, prompt: int) -> bool:
         """Keeps a request's blocks that the last token of its prompt sees. Returns whether vLLM
@@ -131,9 +137,19 @@ class WindowPins:
         blocks = [self._pool.blocks[number] for number in numbers]
         if any(block.is_null for block in blocks):
             return False
-        self._pool.touch(blocks)
-        self._pinned[request] = blocks
+        self._pin(request, blocks)
         return True
+
+    def hold(self, request: str, tables: Tables, prompt: int) -> None:
+        """Keeps all blocks of a prompt that vLLM still has, beside those that are kept."""
+        pairs = zip(self._groups, tables, strict=True)
+        numbers = [number for group, table in pairs for number in table[: group.blocks(prompt)]]
+        blocks = [self._pool.blocks[number] for number in numbers]
+        self._pin(request, [block for block in blocks if not block.is_null])
+
+    def _pin(self, request: str, blocks: list[Any]) -> None:
+        self._pool.touch(blocks)
+        self._pinned.setdefault(request, []).extend(blocks)
 
     def unpin(self, request: str) -> None:
         """Gives a request's blocks back, if any are kept."""

@@ -12,17 +12,22 @@ are allocated, so a request's hits may be blocks that another request computes i
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.integrations.vllm_kv_groups import LayerGroup, Tables, WindowPins, loaded_tokens
+from fabric_ray.integrations.vllm_kv_groups import BlockPins, LayerGroup, Tables, loaded_tokens
 from fabric_ray.integrations.vllm_kv_offer import instance
 from fabric_ray.integrations.vllm_kv_plan import Failed, Load, Ready, Step, digest_of, remember
 
 _LOG = logging.getLogger(__name__)
+
+# Seconds after the end of a prefill for which steps are wanted that look whether its blocks are
+# free. Decoders commonly ask sooner; later ends are noticed by the next step that is made anyway.
+_ASKING = 1.0
 
 # As `vllm.v1.request.RequestStatus` names requests whose prefill is whole.
 _WHOLE = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
@@ -44,6 +49,16 @@ class _Prefill:
     """Whether no step has run since its blocks were allocated: hits may be of that very step."""
     lost: bool = False
     """Whether vLLM has taken blocks of a window back, so that it never becomes ready."""
+
+
+@dataclass
+class _Held:
+    """A finished request whose blocks are kept."""
+
+    ranks: int
+    """How many workers may still read them."""
+    since: float
+    """When it was over, on the clock of this process."""
 
 
 class _Tables:
@@ -74,6 +89,7 @@ class KvScheduler:
         produces: whether its workers send pages.
         consumes: whether they ask for pages.
         recomputed: last tokens of a prompt that a decoder computes again for its draft modules.
+        ranks: number of workers, each of which reports that blocks are free.
     """
 
     def __init__(
@@ -84,8 +100,10 @@ class KvScheduler:
         produces: bool = True,
         consumes: bool = True,
         recomputed: int = 0,
+        ranks: int = 1,
     ) -> None:
-        self._groups, self._engine, self._recomputed = groups, engine, recomputed
+        self._groups, self._engine = groups, engine
+        self._recomputed, self._ranks = recomputed, ranks
         self._produces, self._consumes = produces, consumes
         self._offer: str | None = None
         self._prefills: dict[str, _Prefill] = {}
@@ -94,9 +112,10 @@ class KvScheduler:
         self._names: dict[str, _Named] = {}
         self._coming: set[_Named] = set()
         self._loaded: OrderedDict[_Named, None] = OrderedDict()
-        self._held: set[str] = set()
+        self._held: dict[str, _Held] = {}  # the latest one is last
+        self._stepped = 0.0
         self._has_windows = any(group.window is not None for group in groups)
-        self.pins = WindowPins(groups)
+        self.pins = BlockPins(groups)
         self._unpin_after: list[str] = []
         self._loads_elsewhere = False
         self._tables = _Tables()
@@ -142,7 +161,9 @@ class KvScheduler:
         if not params:
             return
         number = request.request_id
-        if params.get("do_remote_decode") and self._produces:
+        if number in self._held:
+            _LOG.error("request %s: the pages of an earlier request of this id are held", number)
+        elif params.get("do_remote_decode") and self._produces:
             if number not in self._prefills:
                 transfer = _transfer(request)
                 made = _Prefill(transfer, digest_of(request), request.num_prompt_tokens)
@@ -172,6 +193,7 @@ class KvScheduler:
 
     def step(self, output: Any) -> Step:
         """What the workers need to know of a step, from its ``SchedulerOutput``."""
+        self._stepped = time.monotonic()
         made, self._next = self._next, Step()
         made.is_idle = output.total_num_scheduled_tokens == 0
         for number in output.preempted_req_ids or ():
@@ -256,7 +278,7 @@ class KvScheduler:
         if number in self._loading:
             # vLLM holds the blocks of a request that waits, until the worker reports it.
             self._next.cancelled.append(number)
-        if not params.get("do_remote_decode") or not self._produces:
+        if not params.get("do_remote_decode") or not self._produces or number in self._held:
             return False, None
         prefill = self._prefills.pop(number, None)
         if prefill and prefill.ready and not self._covers(tables, prefill.tokens):
@@ -270,9 +292,9 @@ class KvScheduler:
             kept = self._covers(tables, prefill.tokens)  # by none that was preempted
             if kept and not self._has_windows:
                 self._next.ready.append(self._ready(number, prefill, tables, prefill.tokens))
-        ready = prefill is not None and prefill.ready
-        if ready:
-            self._held.add(number)
+        delays = False
+        if ready := prefill is not None and prefill.ready:
+            delays = self._hold(number, tables, prefill.tokens)
         if not ready or not whole:
             why = f"the prefill ended as {request.status.name}"
             if prefill and prefill.lost:
@@ -280,9 +302,9 @@ class KvScheduler:
             elif whole and self._has_windows and self._loads_elsewhere:
                 why = "another connector loads pages within steps, and this model has windows"
             self._next.failed.append(Failed(number, transfer, why, held=ready))
-            return ready, None
+            return delays, None
         self._next.finished.append((number, transfer))
-        return True, {
+        return delays, {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "transfer_id": transfer,
@@ -290,11 +312,28 @@ class KvScheduler:
             "remote_offer": self._offer,
         }
 
+    def _hold(self, number: str, tables: Tables, tokens: int) -> bool:
+        """Keeps the blocks of a finished prompt. Returns whether vLLM is to do it, and makes steps
+        until it hears that they are free."""
+        self._held[number] = _Held(self._ranks, time.monotonic())
+        if self.pins.is_bound:
+            self.pins.hold(number, tables, tokens)
+        return not self.pins.is_bound
+
+    def freed(self, reports: Mapping[str, int]) -> None:
+        """So many workers don't read the blocks of these requests any more, and didn't say so
+        before (MR-1)."""
+        for number, count in reports.items():
+            held = self._held.get(number)
+            if held is not None:
+                held.ranks -= count
+            if held is None or held.ranks <= 0:
+                self._held.pop(number, None)
+                self.pins.unpin(number)
+
     def over(self, sent: set[str] | None, received: set[str] | None) -> None:
-        """Workers have reported the end of transfers."""
-        for number in sent or ():
-            self.pins.unpin(number)
-        self._held -= sent or set()
+        """All workers have reported the end of transfers."""
+        self.freed(dict.fromkeys(sent or (), self._ranks))
         for number in received or ():
             if (transfer := self._loading.pop(number, None)) is not None:
                 self._coming.discard(transfer)
@@ -302,9 +341,15 @@ class KvScheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether workers must be asked on: steps alone bring their reports."""
-        step = self._next
-        return bool(self._held or self._loading or step.ready or step.failed or step.cancelled)
+        """Whether workers must be asked on: steps alone bring their reports. Blocks that stay for
+        long are asked about when vLLM wakes for something else, at most once in ``_ASKING``."""
+        step, now = self._next, time.monotonic()
+        if self._loading or step.ready or step.failed or step.cancelled:
+            return True
+        if not self._held:
+            return False
+        latest = next(reversed(self._held.values()))
+        return now - latest.since < _ASKING or now - self._stepped >= _ASKING
 
     def _named(self, request: Any) -> _Named:
         name: str = request.request_id

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,34 @@ DECODE = {"do_remote_decode": True, "transfer_id": "t"}
 
 def sender(p: Instance) -> Any:
     return p.workers[0].kv_connector._sender  # type: ignore[attr-defined]
+
+
+def test_mr_1_blocks_that_no_decoder_asks_for_stay_without_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+
+    def freed() -> bool:
+        """Whether all blocks are, when vLLM has woken for something else."""
+        nonlocal now
+        now += 2.0
+        return p.free() == FREE
+
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("fabric_ray.integrations.vllm_kv_scheduler.time", clock)
+    p, d = Instance(config("kv_producer", tp=2)), Instance(config("kv_consumer"))
+    with instances(p, d):
+        params = prefill(p)
+        p.step()
+        assert p.scheduler.has_requests()  # for a second
+        freed()
+        p.step()
+        assert not p.scheduler.has_requests()
+        d.add("d", PROMPT, dict(params))
+        served(d, "d", PROMPT)
+        assert not freed()
+        pump("the workers' report", freed, p)
+        assert not p.scheduler.has_requests()
 
 
 def test_rs_1_blocks_are_held_while_a_second_decoder_asks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from benchmarks.kvcache.load import Load, Outcomes, load, row
 from benchmarks.kvcache.ttft import MODEL, ttft
-from benchmarks.kvcache.vllm import IDLE, Turn, loads, measure, rows
+from benchmarks.kvcache.vllm import IDLE, METRICS, Turn, loads, measure, rows
 from benchmarks.kvcache.vllm_setups import Setup, cpu_seconds
 from benchmarks.kvcache.watcher import watcher
 from fabric_ray.bench.record import Results
@@ -125,7 +125,7 @@ SMALL = loads([64], [1, 2], 2)
 
 
 def recorded_turn(first: float, cpu: float) -> Turn:
-    return Turn(firsts=[first, first, 3 * first], seconds=4 * first, cpu=cpu)
+    return Turn(firsts=[first, first, 3 * first], seconds=4 * first, cpu=cpu, step=0.005)
 
 
 def test_turns_of_servers_become_rows_beside_nixl_and_the_plain_server(results: Results) -> None:
@@ -143,8 +143,9 @@ def test_turns_of_servers_become_rows_beside_nixl_and_the_plain_server(results: 
     assert ours is not None
     assert beside is not None
     assert (ours.median, ours.of_floor, beside.ours_over) == pytest.approx((20, 0.75, 2.0))
-    assert ours.details["over nixl"] == "1.50 to 2.50"
-    assert ours.details["over plain"] == "0.50 to 1.00"
+    assert ours.details["over nixl"] == "2.00 (1.50 to 2.50)"
+    assert ours.details["over plain"] == "0.75 (0.50 to 1.00)"
+    assert ours.details["of plain and a step"] == "1.07 (0.80 to 1.33)"
     assert goodput.figures[1].median == pytest.approx(one.requests / 0.080)
     # 64 tokens are two blocks: 0.2 and 0.4 s more than the plain server's for 1 GB a request.
     assert cpu.figures[1].details["beyond plain, s/GB"] == pytest.approx(0.3 / one.requests)
@@ -164,6 +165,15 @@ def test_a_way_with_other_tokens_is_failed_and_not_ranked(results: Results) -> N
         assert found.complete
     failures = [found.failures for key, found in results.rows.items() if key != IDLE]
     assert [[one.contender for one in each] for each in failures] == [["nixl"]] * 3 * len(SMALL)
+
+
+def test_nixl_is_measured_alone_beside_the_plain_server(results: Results) -> None:
+    setups = [Memory("plain", "floor"), Memory("nixl", "peer")]
+    setups[1].handoff = "sequential"
+    measure(setups, SMALL, 2, results, tokens=4, block_bytes=4096, idle=0.01)
+    assert {key for key in results.rows if key != IDLE} == {
+        load.key(metric, "sequential") for load in SMALL for metric in METRICS
+    }
 
 
 def test_turns_before_an_interruption_are_kept_and_measured_again(results: Results) -> None:
@@ -208,6 +218,7 @@ def test_cpu_time_of_a_process_is_that_of_all_below_it_and_of_those_that_ended()
     [
         (["--lengths", "64,many"], "expected numbers from 1 to"),
         (["--concurrent", "0"], "expected numbers from 1 to"),
+        (["--pairs", "nixl,mooncake"], "got mooncake, expected fabric-ray, nixl or both"),
         ([], "FABRIC_RAY_VLLM_PYTHON"),
     ],
 )

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.integrations.vllm_kv_groups import LayerGroup, WindowPins, loaded_tokens
+from fabric_ray.integrations.vllm_kv_groups import BlockPins, LayerGroup, loaded_tokens
 from fabric_ray.integrations.vllm_kv_layout import BlockPages, Shards, WorkerCache, worker_cache
 from tests.kv_pages import rows
 
@@ -71,7 +71,7 @@ class Pool:
 
 def test_mr_1_blocks_of_windows_are_kept_until_they_are_given_back() -> None:
     pool = Pool(20)
-    pins = WindowPins([LayerGroup(4), LayerGroup(4, window=6), LayerGroup(2, window=3)])
+    pins = BlockPins([LayerGroup(4), LayerGroup(4, window=6), LayerGroup(2, window=3)])
     pins.bind(pool)
     tables = [[1, 2, 3, 4], [0, 0, 5, 6], [0, 0, 0, 0, 0, 7, 8, 9]]
     assert not pins.pin("r", tables, 13)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace as Fields
 from typing import Any
@@ -109,9 +110,9 @@ def test_rs_1_a_request_beside_loads_of_another_connector_is_ready_when_it_is_ov
 WINDOWED = [LayerGroup(BLOCK), LayerGroup(BLOCK, window=6)]
 
 
-def windowed() -> tuple[Steps, Pool]:
+def windowed(*, ranks: int = 1) -> tuple[Steps, Pool]:
     """A scheduler of a model with two cache groups, and vLLM's blocks."""
-    scheduler, pool = KvScheduler(groups=WINDOWED, engine=""), Pool(40)
+    scheduler, pool = KvScheduler(groups=WINDOWED, engine="", ranks=ranks), Pool(40)
     scheduler.pins.bind(pool)
     return Steps(scheduler), pool
 
@@ -125,17 +126,68 @@ def test_rs_1_hits_count_up_to_the_first_block_that_any_group_lacks() -> None:
     assert ready["b"].tables == ((1, 2, 3, 5), (0, 12, 13, 15))
 
 
-def test_mr_1_blocks_of_a_window_are_kept_until_workers_say_that_they_are_sent() -> None:
-    steps, pool = windowed()
+def test_mr_1_blocks_of_a_prompt_are_kept_until_all_workers_say_that_they_are_sent() -> None:
+    steps, pool = windowed(ranks=2)
     steps.admit("a", 14, [1, 2, 3, 4], [11, 12, 13, 14])
     steps.step({"a": (0, 14)})
     # The last token is number 13, and sees 8 to 13.
     assert pool.used() == [13, 14]
-    assert steps.scheduler.finished(steps.requests["a"], [[1, 2, 3, 4], [0, 0, 0, 14]])[0]
-    steps.step({})
-    assert pool.used() == [13, 14]
-    steps.scheduler.over({"a"}, None)
+    tables = [[1, 2, 3, 4, 5], [0, 0, 0, 14, 15]]
+    delays, params = steps.scheduler.finished(steps.requests["a"], tables)
+    assert not delays
+    assert params
+    for reports in ({}, {"a": 1}, {"b": 2}):
+        steps.step({})
+        steps.scheduler.freed(reports)
+        assert pool.used() == [1, 2, 3, 4, 13, 14]
+    steps.scheduler.freed({"a": 1})
     assert pool.used() == []
+    assert not steps.scheduler.busy
+
+
+def test_mr_1_a_request_with_the_id_of_one_whose_blocks_are_held_is_not_sent() -> None:
+    steps, pool = windowed()
+    for tables in ([1, 2, 3, 4], [11, 12, 13, 14]), ([5, 6, 7, 8], [15, 16, 17, 18]):
+        steps.admit("a", 14, *tables)
+        assert bool(steps.step({"a": (0, 14)})) == (1 in tables[0])
+        params = steps.scheduler.finished(steps.requests["a"], tables)[1]
+        assert bool(params) == (1 in tables[0])
+    assert pool.used() == [1, 2, 3, 4, 11, 12, 13, 14]
+    steps.scheduler.freed({"a": 1})
+    assert pool.used() == []
+
+
+def test_blocks_that_stay_ask_for_steps_for_a_second_and_when_vllm_wakes_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps, pool = windowed()
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    def made() -> int:
+        """The steps that vLLM makes now that it is awake, up to 10."""
+        count = 0
+        while count < 10 and steps.scheduler.busy:
+            steps.step({})
+            count += 1
+        return count
+
+    steps.admit("a", 14, [1, 2, 3, 4], [11, 12, 13, 14])
+    steps.step({"a": (0, 14)})
+    steps.scheduler.finished(steps.requests["a"], [[1, 2, 3, 4], [0, 0, 0, 14]])
+    assert made() == 10
+    for now in (101.0, 102.0, 102.5, 160.0):
+        assert made() == (now != 102.5)
+    steps.admit("b", 14, [5, 6, 7, 8], [15, 16, 17, 18])
+    steps.step({"b": (0, 14)})
+    steps.scheduler.finished(steps.requests["b"], [[5, 6, 7, 8], [0, 0, 0, 18]])
+    assert made() == 10
+    steps.scheduler.freed({"b": 1})
+    assert made() == 0
+    assert pool.used() == [1, 2, 3, 4, 13, 14]
+    steps.scheduler.freed({"a": 1})
+    now = 170.0
+    assert made() == 0
 
 
 def test_mr_1_blocks_of_a_window_are_kept_until_workers_hear_of_a_preemption() -> None:
