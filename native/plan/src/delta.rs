@@ -12,6 +12,8 @@
 
 /// Most elements of a block.
 pub const BLOCK: usize = 4096;
+/// Bytes of an encoded block's head; a block that did not change is no longer.
+pub const HEAD: usize = 2;
 
 const BITMAP: u16 = 1 << 14;
 const WHOLE: u16 = 1 << 15;

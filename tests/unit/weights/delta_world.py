@@ -42,14 +42,17 @@ class World(InProcess, WeightSync):
         dtype: str = "bfloat16",
         arriving: str = "bfloat16",
         formats: Formats | None = None,
+        prefix: str = "",
         **options: Any,
     ) -> None:
+        self.prefix = prefix
+        """Of the actors' names."""
         held = dict.fromkeys(SHAPES, dtype)
         source = _side(TRAINERS, 1, held, {"embed": 0, "up": 0, "down": 0, "norm": None})
         target = _side(engines * TP, engines, dict.fromkeys(SHAPES, arriving), _ALONG)
         self._side = quantised_target(target, formats) if formats else target
-        trainers = [f"trainer {i}" for i in range(TRAINERS)]
-        rollouts = [f"rollout {i}" for i in range(engines * TP)]
+        trainers = [f"{prefix}trainer {i}" for i in range(TRAINERS)]
+        rollouts = [f"{prefix}rollout {i}" for i in range(engines * TP)]
         super().__init__(trainers, rollouts, formats=formats, timeout=5.0, calls=self, **options)
         self._staged, self._into = staged, into
         self.engines = {who: TransferEngine(name=who, transport="shm") for who in trainers}
@@ -71,7 +74,7 @@ class World(InProcess, WeightSync):
 
     def another(self, rank: int) -> str:
         """A further rollout, whose number is the next."""
-        who = f"rollout {len(self.targets)}"
+        who = f"{self.prefix}rollout {len(self.targets)}"
         self.targets.append(self._target(who, rank))
         return who
 
@@ -120,11 +123,11 @@ class World(InProcess, WeightSync):
             engine.close()
 
 
-class Twins:
+class Pair:
     """A world that sends changes, and one that sends everything, trained and called alike."""
 
     def __init__(self, **options: Any) -> None:
-        self.delta, self.whole = World(delta=True, **options), World(**options)
+        self.delta, self.whole = World(delta=True, **options), World(prefix="whole ", **options)
 
     def train(self, share: float, seed: int) -> None:
         for world in (self.delta, self.whole):

@@ -11,7 +11,7 @@ import torch
 
 from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.weights.quant import Cast, Formats, Fp8
-from tests.unit.weights.delta_world import Twins, World
+from tests.unit.weights.delta_world import Pair, World
 from tests.unit.weights.local_sync import Fault, LocalSync
 
 _FORMATS: dict[str, tuple[Formats, dict[str, str]]] = {
@@ -27,12 +27,12 @@ _KEPT: dict[str, dict[str, bool]] = {
 
 
 @pytest.fixture
-def twins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Twins]]:
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Pair]]:
     monkeypatch.setattr("fabric_ray.weights.session._GATE_S", 1.0)
-    made: list[Twins] = []
+    made: list[Pair] = []
 
-    def open_(**options: Any) -> Twins:
-        made.append(Twins(**options))
+    def open_(**options: Any) -> Pair:
+        made.append(Pair(**options))
         return made[-1]
 
     yield open_
@@ -45,8 +45,8 @@ def _causes(report: Any) -> set[str | None]:
 
 
 @pytest.mark.parametrize("kept", _KEPT)
-def test_few_changes_send_few_bytes(twins: Callable[..., Twins], kept: str) -> None:
-    both = twins(**_KEPT[kept])
+def test_few_changes_send_few_bytes(pair: Callable[..., Pair], kept: str) -> None:
+    both = pair(**_KEPT[kept])
     both.train(1.0, 0)
     first = both.push()
     assert first.nbytes == first.version_nbytes
@@ -62,8 +62,8 @@ def test_few_changes_send_few_bytes(twins: Callable[..., Twins], kept: str) -> N
     assert not both.differ()
 
 
-def test_large_changes_are_sent_whole(twins: Callable[..., Twins]) -> None:
-    both = twins()
+def test_large_changes_are_sent_whole(pair: Callable[..., Pair]) -> None:
+    both = pair()
     both.train(1.0, 0)
     both.push()
     both.train(1.0, 1)
@@ -74,8 +74,8 @@ def test_large_changes_are_sent_whole(twins: Callable[..., Twins]) -> None:
 
 
 @pytest.mark.parametrize("kept", _KEPT)
-def test_a_corrupt_base_is_replaced(twins: Callable[..., Twins], kept: str) -> None:
-    both = twins(**_KEPT[kept])
+def test_a_corrupt_base_is_replaced(pair: Callable[..., Pair], kept: str) -> None:
+    both = pair(**_KEPT[kept])
     both.train(1.0, 0)
     both.push()
     both.train(0.03, 1)
@@ -91,8 +91,8 @@ def test_a_corrupt_base_is_replaced(twins: Callable[..., Twins], kept: str) -> N
     assert not both.differ()
 
 
-def test_corrupt_changes_are_found(twins: Callable[..., Twins]) -> None:
-    both = twins()
+def test_corrupt_changes_are_found(pair: Callable[..., Pair]) -> None:
+    both = pair()
     both.train(1.0, 0)
     both.push()
     both.train(0.03, 1)
@@ -111,30 +111,30 @@ def test_corrupt_changes_are_found(twins: Callable[..., Twins]) -> None:
 @pytest.mark.parametrize("kept", _KEPT)
 @pytest.mark.parametrize("stage", ["source_push", "target_confirm", "target_commit"])
 def test_a_push_after_a_failed_one_is_whole(
-    twins: Callable[..., Twins], kept: str, stage: str
+    pair: Callable[..., Pair], kept: str, stage: str
 ) -> None:
-    both = twins(**_KEPT[kept])
+    both = pair(**_KEPT[kept])
     both.train(1.0, 0)
     both.push()
     both.train(0.03, 1)
     who = "trainer 1" if stage == "source_push" else "rollout 1"
     for world in (both.delta, both.whole):
-        world.fault = Fault(stage, who, "is not asked")
+        world.fault = Fault(stage, world.prefix + who, "is not asked")
         with pytest.raises(WeightSyncError):
             world.push()
         world.fault = None
     both.train(0.03, 2)
     report = both.push()
     assert not both.differ()
-    if stage != "target_commit":
+    if stage == "target_confirm":
         assert report.nbytes == report.version_nbytes
     both.train(0.03, 3)
     assert both.push().nbytes < 0.15 * report.version_nbytes
     assert not both.differ()
 
 
-def test_a_reader_keeps_its_version_while_changes_arrive(twins: Callable[..., Twins]) -> None:
-    both = twins()
+def test_a_reader_keeps_its_version_while_changes_arrive(pair: Callable[..., Pair]) -> None:
+    both = pair()
     both.train(1.0, 0)
     both.push()
     before = both.delta.in_use(0)
@@ -146,8 +146,8 @@ def test_a_reader_keeps_its_version_while_changes_arrive(twins: Callable[..., Tw
     assert not both.differ()
 
 
-def test_replicas_that_relay_get_whole_versions(twins: Callable[..., Twins]) -> None:
-    both = twins(engines=2, relay=True)
+def test_replicas_that_relay_get_whole_versions(pair: Callable[..., Pair]) -> None:
+    both = pair(engines=2, relay=True)
     both.train(1.0, 0)
     both.push()
     both.train(0.03, 1)
@@ -161,11 +161,11 @@ def test_replicas_that_relay_get_whole_versions(twins: Callable[..., Twins]) -> 
 @pytest.mark.parametrize("kept", _KEPT)
 @pytest.mark.parametrize("seed", range(3))
 def test_any_course_ends_with_the_bytes_of_whole_pushes(
-    twins: Callable[..., Twins], formats: str, kept: str, seed: int
+    pair: Callable[..., Pair], formats: str, kept: str, seed: int
 ) -> None:
     draw = random.Random(f"{formats} {kept} {seed}")
     made, options = _FORMATS[formats]
-    both = twins(
+    both = pair(
         engines=draw.choice([1, 2]),
         relay=draw.random() < 0.2,
         digest=draw.random() < 0.3,
@@ -185,7 +185,7 @@ def test_any_course_ends_with_the_bytes_of_whole_pushes(
             case "fail":
                 who = f"rollout {draw.choice(both.delta.rollouts)}"
                 for world in worlds:
-                    world.fault = Fault("target_confirm", who, "is not asked")
+                    world.fault = Fault("target_confirm", world.prefix + who, "is not asked")
                     with pytest.raises(WeightSyncError):
                         world.push()
                     world.fault = None

@@ -184,22 +184,6 @@ impl Region {
         Ok(f(unsafe { std::slice::from_raw_parts(from, len as usize) }))
     }
 
-    /// Calls `f` with the `len` bytes from `offset` of this view, to change them. If anything else
-    /// reads or writes there at the same time, the bytes are unspecified.
-    pub fn with_bytes_mut<T>(
-        &self,
-        offset: u64,
-        len: u64,
-        f: impl FnOnce(&mut [u8]) -> T,
-    ) -> Result<T> {
-        crate::api::check_range("region", offset, len, self.len)?;
-        self.check_open()?;
-        self.check_host()?;
-        let to = (self.addr() + offset as usize) as *mut u8;
-        // SAFETY: in bounds of memory that this region keeps alive.
-        Ok(f(unsafe { std::slice::from_raw_parts_mut(to, len as usize) }))
-    }
-
     /// Location of the memory.
     pub fn location(&self) -> &Location {
         &self.inner.memory.location

@@ -423,20 +423,17 @@ impl DeltaDecoder {
     ) -> fe::Result<Option<u64>> {
         let (piece, begin) = (&self.pieces[number], self.begins[number]);
         let (in_place, mut hash) = (base.addr() == target.addr(), 0u64);
+        let mut bytes = vec![0; piece.block_len() as usize];
         for block in piece.chunk(chunk).map(|number| piece.block(number)) {
-            let at = begin + block.dst;
-            let rest = target.with_bytes_mut(at, block.len, |bytes| {
-                if !in_place {
-                    base.with_bytes(at, block.len, |old| bytes.copy_from_slice(old))?;
-                }
-                let rest = delta::decode(bytes, piece.size, encoded);
-                hash = hash.wrapping_add(piece.hash(&block, bytes));
-                Ok::<_, fe::EngineError>(rest)
-            })??;
-            match rest {
-                Some(rest) => encoded = rest,
-                None => return Ok(None),
+            let (at, bytes) = (begin + block.dst, &mut bytes[..block.len as usize]);
+            base.with_bytes(at, block.len, |old| bytes.copy_from_slice(old))?;
+            let Some(rest) = delta::decode(bytes, piece.size, encoded) else { return Ok(None) };
+            hash = hash.wrapping_add(piece.hash(&block, bytes));
+            // In place, a block whose encoding is its head alone is there already.
+            if !in_place || encoded.len() - rest.len() > delta::HEAD {
+                target.put(at, bytes)?;
             }
+            encoded = rest;
         }
         Ok(encoded.is_empty().then_some(hash))
     }
