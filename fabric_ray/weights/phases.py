@@ -107,10 +107,10 @@ def target_confirm(
     version: int,
     timeout: float,
     digest: int | None,
-    arrival: Arrival | None = None,
+    changes: Arrival | None = None,
 ) -> Confirmed:
     target = _target(name, session)
-    return target.confirm(version, timeout=timeout, digest=digest, arrival=arrival)
+    return target.confirm(version, timeout=timeout, digest=digest, changes=changes)
 
 
 def target_quiesce(

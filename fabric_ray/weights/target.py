@@ -233,13 +233,13 @@ class WeightTarget:
         *,
         timeout: float = 60.0,
         digest: int | None = None,
-        arrival: Arrival | None = None,
+        changes: Arrival | None = None,
     ) -> Confirmed:
         """Waits until all bytes of ``version`` have arrived, applies changes, and checks digests
         (RS-3). If the changes don't lead to the trainers' bytes, the version is not confirmed.
 
         Args:
-            arrival: what to expect and to apply where trainers have sent changes.
+            changes: what to expect and to apply where trainers have sent changes.
 
         Raises:
             FabricError: a writer was lost, bytes are missing after ``timeout`` seconds, or the
@@ -254,14 +254,14 @@ class WeightTarget:
         else:
             # Watch writers only here: a writer lost between pushes does not affect a version.
             with observe.span(f"push {version}"):
-                counts = None if arrival is None else (arrival.count,)
+                counts = None if changes is None else (changes.count,)
                 arrivals = self._arrivals(list(self._writers()), timeout, counts)
-            for transfer in arrivals:
-                transfer.wait()
+            for arrival in arrivals:
+                arrival.wait()
         spans = [Span(actor, "arrive", start, time.time())]
-        if arrival is not None:
+        if changes is not None:
             start = time.time()
-            same = self._apply(arrival, counters)
+            same = self._apply(changes, counters)
             spans.append(Span(actor, "apply", start, time.time()))
             if not same:
                 return Confirmed(tuple(spans), differs=True)
@@ -428,14 +428,14 @@ class WeightTarget:
             self._relay.cancel()
             self._relay = None
 
-    def _apply(self, arrival: Arrival, counters: list[Counter]) -> bool:
+    def _apply(self, sent: Arrival, counters: list[Counter]) -> bool:
         """Applies changes to the version in use; returns whether its bytes are the trainers'."""
         # RS-1: an abort waits for this, and nothing is written to the memory after it.
         with self.calls_lock.acquire():
             if self._counters is not counters or self._inbox is None:
                 raise Stale(OUTDATED)
             base, target = self._staging[self._live], self._staging[self._next]
-            return self._inbox.apply(arrival.changes, base, target)
+            return self._inbox.apply(sent.changes, base, target)
 
     def _arrivals(
         self, writers: list[Peer], timeout: float, pages: tuple[int, ...] | None = None
