@@ -27,7 +27,6 @@ const SAMPLE: u64 = 16;
 /// A copy's bytes, cut into blocks that don't cross runs, and chunks of blocks.
 struct Piece {
     src_container: u32,
-    dst_container: u32,
     size: usize,
     run: u64,
     rows: Vec<Row>,
@@ -46,7 +45,6 @@ impl Piece {
         let fits = |&size: &u64| size <= itemsize.max(1) && copy.run.is_multiple_of(size);
         Self {
             src_container: copy.src_container,
-            dst_container: copy.dst_container,
             size: sizes.into_iter().find(fits).unwrap_or(1) as usize,
             run: copy.run.max(1),
             rows: copy.rows(),
