@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -114,13 +115,13 @@ def _row(pair: _Pair, share: float, turns: int, say: Callable[[str], None]) -> R
 @contextmanager
 def _pair(layers: int, gbps: float) -> Iterator[_Pair]:
     with shaped_link(gbps) as namespaces, tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder, "calls"))
+        path, token = str(Path(folder, "calls")), secrets.token_hex(16)
         with Listener(path, "AF_UNIX") as listener:
             processes = [
                 subprocess.Popen(
                     [
                         *f"ip netns exec {space} {sys.executable} -c".split(),
-                        *(_PROGRAM, path, role, address, str(layers)),
+                        *(_PROGRAM, path, role, address, str(layers), token),
                     ]
                 )
                 for space, role, address in zip(namespaces, _ROLES, ADDRESSES, strict=True)
@@ -135,4 +136,5 @@ def _pair(layers: int, gbps: float) -> Iterator[_Pair]:
                 for connection in connections.values():
                     connection.close()
                 for process in processes:
-                    process.wait(timeout=30)
+                    process.terminate()
+                    process.wait()

@@ -15,8 +15,6 @@ from fabric_ray.weights import WeightSource, WeightTarget
 from fabric_ray.weights.families import target_side
 
 NAMES = ("whole", "changes")
-_TOKEN = "benchmark"
-
 _state: dict[str, Any] = {}
 
 
@@ -52,10 +50,10 @@ def differ(_: Any) -> list[str]:
 
 
 def main() -> None:
-    """``socket role address layers``: serves calls until the other end is closed."""
-    path, role, address, layers = sys.argv[1:]
+    """``socket role address layers token``: serves calls until the other end is closed."""
+    path, role, address, layers, token = sys.argv[1:]
     torch.set_num_threads(1)
-    engine = TransferEngine(name=role, transport="tcp", token=_TOKEN, bind=(address,))
+    engine = TransferEngine(name=role, transport="tcp", token=token, bind=(address,))
     model = config(int(layers))
     if role == "trainer":
         torch.manual_seed(0)
