@@ -27,7 +27,7 @@ from fabric_ray.weights.steps import Step
 
 # Bytes that are compared before they are sent, while what was compared before is under way.
 _PART = 32 << 20
-_TOO_MUCH = "more than a fifth or so of their elements changed"
+_TOO_MUCH = "changes would take more than 1/4 of the bytes of some tensors"
 
 Sources = Callable[[Step, Iterable[Copy]], dict[int, tuple[Region, int]]]
 """Region and offset of the containers that copies of a step read."""
