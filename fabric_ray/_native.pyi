@@ -19,6 +19,8 @@ __all__ = [
     "CompletionQueue",
     "Counter",
     "CounterRef",
+    "DeltaDecoder",
+    "DeltaEncoder",
     "Digest",
     "Engine",
     "EngineAddress",
@@ -907,6 +909,91 @@ class Digest:
         receiver."""
     def compute(self) -> int:
         """The digest of the bytes as they are now."""
+
+@final
+class DeltaEncoder:
+    """The bytes of copies as of the version before, and the encoding of what changed since.
+
+    Args:
+        copies: their source sides are read.
+        itemsizes: bytes of an element, for each copy.
+    """
+
+    def __new__(cls, copies: Sequence[_PlanCopy], itemsizes: Sequence[int]) -> Self: ...
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all copies."""
+    def encode(
+        self,
+        first: int,
+        last: int,
+        sources: Mapping[int, tuple[Region, int]],
+        outbox: Region,
+        at: int,
+        compare: bool,
+        share: int,
+        threads: int,
+    ) -> list[tuple[int, int, int]]:
+        """Encodes the copies ``first`` to ``last``, and keeps their bytes as the version before.
+
+        Args:
+            sources: the region of each source container, and the container's offset in it, bytes.
+            outbox: takes the encodings, from byte ``at`` on.
+            compare: whether to encode anything.
+            share: an encoding takes at most 1/share of the copy's bytes.
+            threads: how many to use.
+
+        Returns:
+            For each copy offset and length of its encoding, and the digest of its bytes; a length
+            of 0 for a copy that has to be sent whole.
+
+        Raises:
+            InvalidArgument: a container has no region.
+            OutOfBounds: a copy reads past the end of a source region.
+        """
+
+@final
+class DeltaDecoder:
+    """Applies what a :class:`DeltaEncoder` has encoded of the same copies.
+
+    Args:
+        copies: their target sides are written.
+        itemsizes: bytes of an element, for each copy.
+        offsets: of each target container in its region, bytes; -1 where there is none.
+
+    Raises:
+        InvalidArgument: a copy's container has no offset.
+    """
+
+    def __new__(
+        cls, copies: Sequence[_PlanCopy], itemsizes: Sequence[int], offsets: Sequence[int]
+    ) -> Self: ...
+    def apply(
+        self,
+        which: Sequence[int],
+        inbox: Region,
+        at: int,
+        nbytes: int,
+        base: Region,
+        target: Region,
+        threads: int,
+    ) -> int | None:
+        """Makes the bytes of copies from those of the version before.
+
+        Args:
+            which: the copies whose encodings the inbox has, in order.
+            inbox: has ``nbytes`` bytes of encodings from byte ``at`` on.
+            base: has the version before.
+            target: takes the bytes; ``base`` itself to change them in place.
+            threads: how many to use.
+
+        Returns:
+            The sum of the encoder's digests if the bytes are the same; ``None`` if the encoding is
+            none of these copies. ``target`` may be changed in part then.
+
+        Raises:
+            OutOfBounds: a copy writes past the end of a region.
+        """
 
 # plan
 

@@ -14,6 +14,7 @@ import typer
 from ray.exceptions import RayError
 
 from benchmarks.push.contenders import MIB, PEERS, Contender, World
+from benchmarks.push.delta import measure
 from benchmarks.push.tiny import overhead
 from fabric_ray.bench.record import Results, Resume, Turns, recorded
 from fabric_ray.bench.results import Failure, RowHeader, row_of_turns
@@ -75,6 +76,23 @@ def tiny(
             header = RowHeader(key=f"push-tiny/{name}", unit="ms")
             details = {"ours": {"tensors": tensors}}
             results.add(row_of_turns(header, {"ours": ("ours", seconds)}, details))
+
+
+@app.command()
+def delta(
+    layers: Annotated[int, typer.Option(help="140 MB each", min=1)] = 4,
+    gbps: Annotated[float, typer.Option(help="Of the link, Gb/s", min=0.1)] = 25.0,
+    share: Annotated[
+        list[float] | None, typer.Option(help="Of elements that change; may be repeated")
+    ] = None,
+    turns: Turns = 5,
+    resume: Resume = None,
+) -> None:
+    """Pushes of what changed beside whole ones, between two network namespaces (root)."""
+    shares = share or [0.0, 0.01, 0.03, 0.1, 1.0]
+    with recorded("push-delta", resume) as results:
+        for row in measure(layers, gbps, shares, turns, results.say):
+            results.add(row)
 
 
 def _beside(

@@ -115,11 +115,18 @@ class Fanout:
         return msgspec.structs.replace(inbound, writers=(self._rollouts[giver],))
 
     def share(
-        self, session: str, number: int, name: str, inbound: InboundPlan, encoded: bytes | None
+        self,
+        session: str,
+        number: int,
+        name: str,
+        inbound: InboundPlan,
+        encoded: bytes | None,
+        delta: bool,
     ) -> TargetShare:
         """The share of the plan that a rollout is sent."""
         plan_rank = self.plan_rank(number)
-        return TargetShare(session, name, plan_rank, self._containers(plan_rank), inbound, encoded)
+        containers = self._containers(plan_rank)
+        return TargetShare(session, name, plan_rank, containers, inbound, encoded, delta)
 
     def _inbound(self, number: int, parent: int | None) -> InboundPlan:
         plan_rank = self.plan_rank(number)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fabric_ray.errors import WeightSyncError
@@ -71,6 +72,21 @@ class Pause:
             return None
         self._paused = False
         return attempt("continue_generation", self._hooks.continue_generation)
+
+
+def run_commit_hooks(
+    on_commit: Iterable[Callable[[int], None]],
+    hooks: EngineHooks,
+    version: int,
+    weights: Mapping[str, torch.Tensor],
+) -> list[str | None]:
+    """Runs the hooks after a commit; returns their errors, since a commit can't be undone."""
+    return [
+        *(attempt("on_commit", partial(hook, version)) for hook in on_commit),
+        attempt("post_process_weights", partial(hooks.post_process_weights, weights)),
+        attempt("flush_cache", hooks.flush_cache),
+        attempt("update_weight_version", partial(hooks.update_weight_version, version)),
+    ]
 
 
 def attempt(name: str, call: Callable[[], object]) -> str | None:

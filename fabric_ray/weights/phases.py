@@ -10,7 +10,15 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Side
 from fabric_ray.weights.conversion import Recipe
 from fabric_ray.weights.quant import Invitation
-from fabric_ray.weights.report import InboundPlan, PushTarget, Sent, SourceShare, Span, TargetShare
+from fabric_ray.weights.report import (
+    Arrival,
+    Confirmed,
+    InboundPlan,
+    PushTarget,
+    Sent,
+    SourceShare,
+    TargetShare,
+)
 from fabric_ray.weights.sources import SOURCES
 from fabric_ray.weights.target import TARGETS, WeightTarget
 
@@ -93,9 +101,16 @@ def target_begin(_: Any, name: str, session: str) -> None:
 
 
 def target_confirm(
-    _: Any, name: str, session: str, version: int, timeout: float, digest: int | None
-) -> tuple[Span, ...]:
-    return _target(name, session).confirm(version, timeout=timeout, digest=digest)
+    _: Any,
+    name: str,
+    session: str,
+    version: int,
+    timeout: float,
+    digest: int | None,
+    changes: Arrival | None = None,
+) -> Confirmed:
+    target = _target(name, session)
+    return target.confirm(version, timeout=timeout, digest=digest, changes=changes)
 
 
 def target_quiesce(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 
 from fabric_ray.plan import LocalContainer
@@ -48,6 +50,8 @@ class PushTarget(msgspec.Struct, frozen=True):
     """Regions that later versions will be written to."""
     stripes: tuple[int, ...] = ()
     """The stripe of each container of the target side."""
+    inbox: bytes | None = None
+    """The region for changes of the version in use; ``None`` if it takes versions whole."""
     hook: str | None = None
     """Why hooks failed for the version that was just committed or aborted."""
 
@@ -63,6 +67,8 @@ class SourceShare(msgspec.Struct, frozen=True):
     push_targets: tuple[PushTarget, ...]
     converted: bool = False
     """Whether tensors change their dtype on the way."""
+    delta: bool = False
+    """Whether pushes send what changed."""
 
 
 class InboundPlan(msgspec.Struct, frozen=True):
@@ -90,7 +96,36 @@ class TargetShare(msgspec.Struct, frozen=True):
     containers: tuple[LocalContainer, ...]
     inbound: InboundPlan
     plan: bytes | None
-    """The encoded plan, for digests; ``None`` without digests."""
+    """The encoded plan, for digests and changes; ``None`` without them."""
+    delta: bool = False
+    """Whether pushes send what changed."""
+
+
+class Changes(msgspec.Struct, frozen=True):
+    """What one trainer has put into a rollout's inbox."""
+
+    pieces: bytes
+    """Numbers of the pieces in the inbox, in order, as ``<u4``. The others arrive whole."""
+    nbytes: int
+    """Bytes in the inbox."""
+    digest: int
+    """Of the bytes of these pieces once the changes are applied."""
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """What a rollout that gets changes has to wait for and to apply."""
+
+    count: int
+    changes: dict[int, Changes]
+    """By trainer."""
+
+
+class Confirmed(msgspec.Struct, frozen=True):
+    """A rollout's answer once all bytes have arrived."""
+
+    spans: tuple[Span, ...]
+    differs: bool = False
+    """Whether the changes did not lead to the trainers' bytes: the version is not confirmed."""
 
 
 class Sent(msgspec.Struct, frozen=True):
@@ -102,6 +137,10 @@ class Sent(msgspec.Struct, frozen=True):
     """Causes, by plan rank."""
     digests: dict[int, int]
     temporary: Temporary | None = None
+    counts: dict[int, int] = {}
+    """By plan rank: what the rollout has to count of this trainer; empty without changes."""
+    changes: dict[int, Changes] = {}
+    """By plan rank."""
 
 
 class Temporary(msgspec.Struct, frozen=True):
@@ -123,6 +162,8 @@ class LinkReport(msgspec.Struct, frozen=True):
     seconds: float
     """From the trainer's submit to its completion."""
     transport: str | None
+    whole: str | None = None
+    """With ``delta=True``: why tensors were sent whole; ``None`` if none were."""
 
     @property
     def gbytes_per_s(self) -> float:
@@ -167,13 +208,18 @@ class PushReport(msgspec.Struct, frozen=True):
     """Memory that each :class:`ReplicaSource` took."""
     left: tuple[str, ...] = ()
     """Trainers' tensors that were not sent, since ``leave`` names them."""
+    version_nbytes: int = 0
+    """Bytes of the whole version over all links: what a push without ``delta`` sends."""
+    differed: tuple[str, ...] = ()
+    """Rollouts whose changed bytes differed from the trainers'. The push was made again, whole."""
 
     @property
     def gbytes_per_s(self) -> float:
         return self.nbytes / self.seconds / 1e9
 
     def __str__(self) -> str:
-        """A few lines: version, bytes, seconds by stage, the slowest link, dropped rollouts."""
+        """A few lines: version, bytes, seconds by stage, the slowest link, what was sent whole and
+        why, dropped rollouts."""
         stages = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.stages.items())
         lines = [
             f"version {self.version}: {self.nbytes / 1e6:,.1f} MB in {self.seconds:.3f} s "
@@ -186,6 +232,12 @@ class PushReport(msgspec.Struct, frozen=True):
                 f"  slowest link: trainer {slow.trainer} -> rollout {slow.rollout}, "
                 f"{slow.nbytes / 1e6:,.1f} MB in {slow.seconds:.3f} s over {slow.transport}"
             )
+        if self.nbytes < self.version_nbytes:
+            part = self.nbytes / self.version_nbytes
+            lines.append(f"  changes only: {part:.3f} of {self.version_nbytes / 1e6:,.1f} MB")
+        for cause, count in Counter(link.whole for link in self.links if link.whole).items():
+            lines.append(f"  sent whole on {count} link{'s' if count > 1 else ''}: {cause}")
+        lines += [f"  {name}: its bytes differed; sent whole again" for name in self.differed]
         if self.left:
             more = f" and {len(self.left) - 1} more" if len(self.left) > 1 else ""
             lines.append(f"  not pushed: {self.left[0]}{more}")

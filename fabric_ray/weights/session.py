@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from typing import Any, Literal
 from uuid import uuid4
 
+import msgspec
+
 from fabric_ray.errors import WeightSyncError
 from fabric_ray.weights import phases
 from fabric_ray.weights.actor_group import ActorGroup, causes, names
@@ -15,7 +17,16 @@ from fabric_ray.weights.calls import Calls
 from fabric_ray.weights.clock import Clock
 from fabric_ray.weights.conversion import Recipe
 from fabric_ray.weights.fanout import Fanout
-from fabric_ray.weights.report import InboundPlan, PushReport, PushTarget, Sent, SourceShare, Span
+from fabric_ray.weights.report import (
+    Arrival,
+    Confirmed,
+    InboundPlan,
+    PushReport,
+    PushTarget,
+    Sent,
+    SourceShare,
+    Span,
+)
 
 # After quiesce, rollouts block new readers for the timeout plus this.
 _GATE_S = 10.0
@@ -27,6 +38,19 @@ def check_going_on(cancelled: threading.Event) -> None:
         raise WeightSyncError("the push was cancelled")
 
 
+class BaseDiffers(WeightSyncError):
+    """Changes were applied to other bytes than the trainers sent before. The push is aborted."""
+
+
+def _arrival(plan_rank: int, sent: list[Sent]) -> Arrival | None:
+    """What a rollout has to apply; ``None`` if it got all tensors whole."""
+    trainers = enumerate(sent)
+    changes = {trainer: s.changes[plan_rank] for trainer, s in trainers if plan_rank in s.changes}
+    if not changes:
+        return None
+    return Arrival(sum(s.counts.get(plan_rank, 0) for s in sent), changes)
+
+
 class Session:
     """Writes, confirms and commits versions at the actors that have its plan.
 
@@ -34,6 +58,7 @@ class Session:
         fanout: the writers of each rollout.
         recipe: the conversions of trainers, if any.
         digest: whether pushes compare digests of all bytes.
+        delta: whether trainers send what changed.
         spare: whether dead rollouts don't fail a push once its version is decided.
         timeout: of each phase, in seconds.
         calls: runs functions in the actors.
@@ -47,6 +72,7 @@ class Session:
         *,
         recipe: Recipe | None,
         digest: bool,
+        delta: bool,
         spare: bool,
         timeout: float,
         calls: Calls,
@@ -60,6 +86,7 @@ class Session:
         self._rollouts = rollouts
         self._recipe = recipe
         self._digest = digest
+        self._delta = delta
         self._spare = spare
         self._timeout = timeout
         self._calls = calls
@@ -88,7 +115,9 @@ class Session:
         push_targets = tuple(self._push_targets[number] for number in self.fanout.heads.values())
         containers = self.fanout.plan.containers("source")
         converted = self._recipe is not None
-        share = SourceShare(self._id, self._encoded, containers, push_targets, converted)
+        share = SourceShare(
+            self._id, self._encoded, containers, push_targets, converted, self._delta
+        )
         args = self._trainers.same_args(self._calls.share(share), self._timeout)
         gathering = self._trainers.call_all(phases.source_accept, "take the route", args)
         self._gathers = any(gathering.values())
@@ -107,6 +136,16 @@ class Session:
 
     def push(self, version: int, cancelled: threading.Event) -> PushReport:
         """As :meth:`WeightSync.push`; one that is cancelled before it is decided is aborted."""
+        try:
+            return self._push(version, cancelled)
+        except BaseDiffers as error:
+            # The trainers' kept copy is of no version that a rollout runs: all is sent whole.
+            self.prepare()
+            check_going_on(cancelled)
+            report = self._push(version, cancelled)
+            return msgspec.structs.replace(report, differed=tuple(error.fields["failed"]))
+
+    def _push(self, version: int, cancelled: threading.Event) -> PushReport:
         clock, spans = Clock(), list[Span]()
         # A push target serves one push. After an interrupt, the next push asks for new ones, since
         # the old may name memory that is in use.
@@ -120,21 +159,15 @@ class Session:
             sent = self._write(version, push_targets)
             clock.lap("write")
             digests = self._merge_digests(version, sent)
-            args = {
-                number: (
-                    self._id,
-                    version,
-                    self._timeout,
-                    digests.get(self.fanout.plan_rank(number)),
-                )
-                for number in self._rollouts.actors
-            }
-            confirmed = self._rollouts.call_all(phases.target_confirm, "confirm", args)
+            confirmed = self._confirm(version, sent, digests)
             clock.lap("confirm")
             self._quiesce("commit", self._rollouts.actors)
             check_going_on(cancelled)
         except WeightSyncError as error:
-            raise self._abort(version, error) from error.__cause__
+            aborted = self._abort(version, error)
+            if isinstance(error, BaseDiffers):
+                raise error
+            raise aborted from error.__cause__
         clock.lap("quiesce")
         # The version is decided: rollouts that fail now are named, the others run it (RS-3).
         self.decided = True
@@ -146,7 +179,7 @@ class Session:
             for number in self._rollouts.dead:
                 failed.pop(self._rollouts.label(number), None)
         self._name_failures(version, failed, self._rollouts.raised)
-        for s in (*(s.spans for s in sent), *confirmed.values()):
+        for s in (*(s.spans for s in sent), *(c.spans for c in confirmed.values())):
             spans.extend(s)
         links = tuple(link for s in sent for link in s.links)
         nbytes = sum(link.nbytes for link in links)
@@ -159,6 +192,7 @@ class Session:
             links,
             tuple(spans),
             temporary=tuple(s.temporary for s in sent if s.temporary),
+            version_nbytes=self._version_nbytes(),
         )
 
     def catch_up(self, number: int, rank: int) -> int | None:
@@ -225,9 +259,10 @@ class Session:
 
     def _accept(self, plans: dict[int, InboundPlan]) -> None:
         """Sends rollouts their share of the plan; they allocate memory."""
-        encoded, label = self._encoded if self._digest else None, self._rollouts.label
+        encoded = self._encoded if self._digest or self._delta else None
+        label, delta = self._rollouts.label, self._delta
         shares = {
-            number: (self.fanout.share(self._id, number, label(number), inbound, encoded),)
+            number: (self.fanout.share(self._id, number, label(number), inbound, encoded, delta),)
             for number, inbound in plans.items()
         }
         self._push_targets |= self._rollouts.call_all(phases.target_accept, "make room", shares)
@@ -306,6 +341,34 @@ class Session:
         heads = [push_targets[number] for number in self.fanout.heads.values()]
         args = self._trainers.same_args(self._id, version, heads, self._digest, self._timeout)
         return list(self._trainers.call_all(phases.source_push, "push", args).values())
+
+    def _confirm(
+        self, version: int, sent: list[Sent], digests: dict[int, int]
+    ) -> dict[int, Confirmed]:
+        """Has all rollouts confirm a version.
+
+        Raises:
+            BaseDiffers: changes did not lead to the trainers' bytes.
+            WeightSyncError: a rollout failed; the error names it.
+        """
+        plan_rank = self.fanout.plan_rank
+        common = (self._id, version, self._timeout)
+        args: dict[int, tuple[Any, ...]] = {
+            number: (*common, digests.get(plan_rank(number)), _arrival(plan_rank(number), sent))
+            for number in self._rollouts.actors
+        }
+        confirmed = self._rollouts.call_all(phases.target_confirm, "confirm", args)
+        differ = [number for number, answer in confirmed.items() if answer.differs]
+        if failed := {self._rollouts.label(n): "its bytes differ" for n in differ}:
+            raise BaseDiffers(
+                f"{names(failed)} held other bytes than the trainers sent before", failed=failed
+            )
+        return confirmed
+
+    def _version_nbytes(self) -> int:
+        """Bytes of a whole version, over all links that trainers write."""
+        heads = self.fanout.heads
+        return sum(link.nbytes for link in self.fanout.plan.links() if link.dst in heads)
 
     def _merge_digests(self, version: int, sent: list[Sent]) -> dict[int, int]:
         """The digest of each plan rank; raises if a trainer couldn't reach one."""

@@ -16,6 +16,7 @@ from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Copy, LocalContainer, ParamMeta, Plan, Side
 from fabric_ray.weights.conversion import Conversion, Recipe
+from fabric_ray.weights.delta import DeltaSender
 from fabric_ray.weights.latest_call import LatestCallLock, require_session
 from fabric_ray.weights.local import check_local
 from fabric_ray.weights.quant import Invitation
@@ -81,6 +82,8 @@ class WeightSource:
         self._read: frozenset[str] = frozenset()
         self._ring: Region | None = None
         self._routes: RequestCache[list[tuple[int, Route]]] = RequestCache()
+        # Sends changes, if the session asks for them.
+        self._delta: DeltaSender | None = None
         self._calls_lock = LatestCallLock()
         SOURCES.add(name, self)
 
@@ -146,9 +149,8 @@ class WeightSource:
             self._check(containers)
             units = self._conversion.units(containers) if self._conversion else []
             units += self._computed(containers)
-            self._share = None
+            self._share = self._delta = self._ring = None
             self._routes.clear()
-            self._ring = None
             self._steps = steps(plan.for_source(self.rank), units, self.watermark)
             sent = (c.src_container for s in self._steps for c in chain(*s.copies.values()))
             self._read = frozenset(share.containers[container] for container in set(sent))
@@ -158,6 +160,8 @@ class WeightSource:
                 self._ring = self._engine.alloc(nbytes)
             self._tensors.remember_layouts()
             self._share = share
+            if share.delta:
+                self._delta = DeltaSender(self._engine, plan, self.rank, self._steps, containers)
             transfers = []
             for push_target in share.push_targets:
                 regions = (push_target.region, *push_target.further)
@@ -212,6 +216,8 @@ class WeightSource:
                 changes = self._tensors.watch(self._read)
                 self._tensors.gather_adapters()
                 by_rollout = self._by_rollout(push_targets)
+                if self._delta is not None:
+                    self._delta.begin(push_targets)
                 spans = [Span(actor, "route", start, time.time())]
                 if self._conversion is not None:
                     left = deadline - time.monotonic()
@@ -228,16 +234,21 @@ class WeightSource:
                     sending.wait_for(step.ring_slice.after)
                     spans.append(self._prepare_step(step))
                 for push_target, routes in by_rollout:
+                    changes_only = self._delta is not None and self._delta.sends(push_target)
                     for route in routes.get(number, ()):
-                        sending.send(number, push_target, route)
+                        if not changes_only:
+                            sending.send(number, push_target, route)
                         if digest:
                             # Before a later step reuses the memory.
                             sending.add_digest(push_target, route)
+                if self._delta is not None:
+                    self._delta.send(number, self._sources, sending)
             self._tensors.release_adapters()
             sending.wait_for(len(self._steps))
             changes.check()
             spans.append(Span(actor, "write", start, time.time()))
-            return sending.result(spans)
+            sent = sending.result(spans)
+            return sent if self._delta is None else self._delta.end(version, sent)
 
     def close(self) -> None:
         """Drops all registrations."""
@@ -246,7 +257,7 @@ class WeightSource:
             self._routes.clear()
             self._drop_conversion()
             self._tensors.close()
-            self._ring = self._share = None
+            self._ring = self._share = self._delta = None
 
     def _check(self, containers: Collection[LocalContainer]) -> None:
         """Compares tensors with the plan: sent ones with its containers, converted ones with their

@@ -36,7 +36,30 @@ class _Loan(NamedTuple):
     caller: int
 
 
-class StagingMemory:
+class ReceiveMemory:
+    """Memory that peers write to, registered apart from its allocation, so that its key can
+    change."""
+
+    def __init__(self, engine: TransferEngine, nbytes: int) -> None:
+        self._memory = engine.alloc(max(nbytes, 1))
+        self._engine = engine
+        self.region: Region = engine.register(self._memory.numpy())
+
+    def revoke(self) -> bool:
+        """Gives the memory a new key: writes with the old key are refused (MR-2).
+
+        Returns ``False`` if a peer may still write with the old key; the caller must then discard
+        this memory.
+        """
+        try:
+            self.region.deregister(timeout=_QUIESCE_S)
+        except NotQuiesced:
+            return False
+        self.region = self._engine.register(self._memory.numpy())
+        return True
+
+
+class StagingMemory(ReceiveMemory):
     """Memory for one version of all containers."""
 
     def __init__(self, engine: TransferEngine, containers: tuple[LocalContainer, ...]) -> None:
@@ -45,10 +68,7 @@ class StagingMemory:
         for c in containers:
             self.offsets[c.index] = end
             end += -(-c.nbytes // _ALIGN) * _ALIGN
-        self._memory = engine.alloc(max(end, 1))
-        self._engine = engine
-        # A separate registration for peers, since `revoke` changes its key.
-        self.region: Region = engine.register(self._memory.numpy())
+        super().__init__(engine, end)
         self._lent: dict[str, list[_Loan]] = {}
 
     def lend(self, container: LocalContainer) -> torch.Tensor:
@@ -68,6 +88,18 @@ class StagingMemory:
         self._lent = {name: loans for name in self._lent if (loans := self._loans(name))}
         return {name: now - loans[0].since for name, loans in self._lent.items()}
 
+    def describe_lent(self, version: int) -> tuple[str, ...]:
+        """What :meth:`lent` lists, for errors."""
+        lent = self.lent()
+        if not lent:
+            return ()
+        few = ", ".join(f"`{name}`" for name in list(lent)[:3])
+        more = f" and {len(lent) - 3} more" if len(lent) > 3 else ""
+        return (
+            f"tensors of version {version}, taken up to {max(lent.values()):.1f} s ago, are "
+            f"still referred to: {few}{more}",
+        )
+
     def is_lent_to_caller(self) -> bool:
         """Whether a tensor that the calling thread or task was lent is still referred to."""
         caller = _caller()
@@ -81,19 +113,6 @@ class StagingMemory:
         """All containers as tensors. Commits don't wait for these, so they stay in the package."""
         flat, at = self._memory.tensor(), self.offsets
         return {c.name: _shaped(flat[at[c.index] : at[c.index] + c.nbytes], c) for c in containers}
-
-    def revoke(self) -> bool:
-        """Gives the memory a new key: writes with the old key are refused (MR-2).
-
-        Returns ``False`` if a peer may still write with the old key; the caller must then discard
-        this memory.
-        """
-        try:
-            self.region.deregister(timeout=_QUIESCE_S)
-        except NotQuiesced:
-            return False
-        self.region = self._engine.register(self._memory.numpy())
-        return True
 
 
 def _shaped(flat: torch.Tensor, container: LocalContainer) -> torch.Tensor:

@@ -47,6 +47,9 @@ class WeightSync:
             :func:`fabric_ray.weights.quant.quantised_target` for the rollouts' side. Each trainer
             converts its own shards; the result equals that of converting whole tensors.
         digest: compare digests of all bytes on both sides in every push.
+        delta: send only what changed since the version in use, where that is at most 1/4 of a
+            tensor's bytes; a digest of the tensor proves the result. Each trainer keeps a copy of
+            what it sends, and 1/4 more; each rollout takes 1/4 of a version more.
         relay: trainers send to one of several replicas, which relay to each other while the version
             arrives. Faster where a trainer sends more than a rollout receives.
         lost: what a push does when a rollout's process has ended: ``"raise"`` fails; ``"drop"``
@@ -64,6 +67,7 @@ class WeightSync:
         leave: Sequence[str] = (),
         formats: Formats | None = None,
         digest: bool = False,
+        delta: bool = False,
         relay: bool = False,
         lost: Literal["raise", "drop"] = "raise",
         timeout: float = 60.0,
@@ -89,7 +93,7 @@ class WeightSync:
         self._rollouts = ActorGroup("rollout", dict(enumerate(rollouts)), *common)
         self._first, self._joined = len(rollouts), 0
         self._formats = dict(formats or {})
-        self._digest = digest
+        self._digest, self._delta = digest, delta
         self._relay = relay
         self._lost = lost
         self._timeout = timeout
@@ -166,6 +170,7 @@ class WeightSync:
             fanout,
             recipe=Recipe(source, self._formats) if self._formats else None,
             digest=self._digest,
+            delta=self._delta,
             spare=self._lost == "drop",
             timeout=self._timeout,
             calls=self._calls,
@@ -371,6 +376,8 @@ class WeightSync:
     ) -> tuple[Side, Side, tuple[str, ...]]:
         if self._formats:
             raise InvalidArgument("give the formats to every ReplicaSource, not to WeightSync")
+        if self._delta:
+            raise InvalidArgument("a ReplicaSource sends whole tensors; leave delta=True away")
         return replica_sides(reports, target, needed, leave=self._leave)
 
     def _given_side(self) -> Side:

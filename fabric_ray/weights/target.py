@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 import msgspec
 
@@ -15,14 +14,23 @@ from fabric_ray._native import Counter, Digest, EngineAddress, Peer, Transfer, d
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import FabricError, InvalidArgument, Stale, WeightSyncError
 from fabric_ray.plan import LocalContainer, Plan, Side
+from fabric_ray.weights.delta import DeltaInbox
 from fabric_ray.weights.destination import Destination, VersionSink
-from fabric_ray.weights.hooks import EngineHooks, Pause, attempt
+from fabric_ray.weights.hooks import EngineHooks, Pause, run_commit_hooks
 from fabric_ray.weights.latest_call import OUTDATED, LatestCallLock
 from fabric_ray.weights.readers import LiveWeights, ReaderGate, Reading, caller
 from fabric_ray.weights.registry import Registry
 from fabric_ray.weights.relay import Relay, RelayWriter
-from fabric_ray.weights.report import InboundPlan, PushTarget, Span, TargetShare
+from fabric_ray.weights.report import (
+    Arrival,
+    Confirmed,
+    InboundPlan,
+    PushTarget,
+    Span,
+    TargetShare,
+)
 from fabric_ray.weights.staging import StagingMemory
+from fabric_ray.weights.target_arguments import check_arguments
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +82,7 @@ class WeightTarget:
     ) -> None:
         from fabric_ray.runtime import engine as process_engine
 
-        _check_arguments(side, more, into)
+        check_arguments(side, more, into)
         if rank not in side.ranks:
             raise InvalidArgument(f"rank {rank!r} is not among the side's ranks {side.ranks}")
         self.side = side
@@ -89,6 +97,8 @@ class WeightTarget:
         self._layout: tuple[LocalContainer, ...] = ()
         self._containers: dict[str, LocalContainer] = {}
         self._staging: list[StagingMemory] = []
+        # For changes, if the session asks for them.
+        self._inbox: DeltaInbox | None = None
         self._live = 0
         self._counters: list[Counter] = []
         self._relay: Relay | None = None
@@ -170,6 +180,8 @@ class WeightTarget:
                 ]
                 self.version, self._live = None, 0
         self._share, self._announced, self._prepared = share, False, None
+        offsets = self._offsets(self._staging[0])
+        self._inbox = DeltaInbox.of(self._engine, share, offsets)
         for writer in self._writers():
             self._engine.connect(writer)
         return self._push_target()
@@ -216,9 +228,18 @@ class WeightTarget:
         return None if share.plan is None else self._digest(staging).compute()
 
     def confirm(
-        self, version: int, *, timeout: float = 60.0, digest: int | None = None
-    ) -> tuple[Span, ...]:
-        """Waits until all bytes of ``version`` have arrived, and checks their digest (RS-3).
+        self,
+        version: int,
+        *,
+        timeout: float = 60.0,
+        digest: int | None = None,
+        changes: Arrival | None = None,
+    ) -> Confirmed:
+        """Waits until all bytes of ``version`` have arrived, applies changes, and checks digests
+        (RS-3). If the changes don't lead to the trainers' bytes, the version is not confirmed.
+
+        Args:
+            changes: what to expect and to apply where trainers have sent changes.
 
         Raises:
             FabricError: a writer was lost, bytes are missing after ``timeout`` seconds, or the
@@ -233,10 +254,17 @@ class WeightTarget:
         else:
             # Watch writers only here: a writer lost between pushes does not affect a version.
             with observe.span(f"push {version}"):
-                arrivals = self._arrivals(list(self._writers()), timeout)
+                counts = None if changes is None else (changes.count,)
+                arrivals = self._arrivals(list(self._writers()), timeout, counts)
             for arrival in arrivals:
                 arrival.wait()
         spans = [Span(actor, "arrive", start, time.time())]
+        if changes is not None:
+            start = time.time()
+            same = self._apply(changes, counters)
+            spans.append(Span(actor, "apply", start, time.time()))
+            if not same:
+                return Confirmed(tuple(spans), differs=True)
         if digest is not None:
             start = time.time()
             found = self._digest(staging).compute()
@@ -254,7 +282,7 @@ class WeightTarget:
             if self._counters is not counters:  # it was aborted meanwhile
                 raise Stale(OUTDATED)
             self._relay, self._prepared = None, version
-        return tuple(spans)
+        return Confirmed(tuple(spans))
 
     def quiesce(self, before: Literal["write", "commit"], seconds: float) -> tuple[str, ...]:
         """Admits no further reader for ``seconds``; returns the current readers.
@@ -300,19 +328,10 @@ class WeightTarget:
                 self._into.copy(self._staging[self._live].views(self._layout))
             self.version, self._prepared = version, None
             self._torn = self._announced = False
-            return msgspec.structs.replace(self._push_target(), hook=self._run_hooks(version))
-
-    def _run_hooks(self, version: int) -> str | None:
-        """Runs the hooks after a commit; returns their errors, since a commit can't be undone."""
-        hooks, weights = self._engine_hooks, self.weights
-        failed = [attempt("on_commit", partial(hook, version)) for hook in self._hooks]
-        failed += [
-            attempt("post_process_weights", partial(hooks.post_process_weights, weights)),
-            attempt("flush_cache", hooks.flush_cache),
-            attempt("update_weight_version", partial(hooks.update_weight_version, version)),
-            self._pause.end(),
-        ]
-        return ", ".join(cause for cause in failed if cause) or None
+            failed = run_commit_hooks(self._hooks, self._engine_hooks, version, self.weights)
+            failed += [self._pause.end()]
+            hook = ", ".join(cause for cause in failed if cause) or None
+            return msgspec.structs.replace(self._push_target(), hook=hook)
 
     def abort(self, *, written: bool = True) -> PushTarget:
         """Discards a version: later writes and counts of it have no effect.
@@ -359,7 +378,7 @@ class WeightTarget:
         self._gate.end()
         self._stop_relay()
         self._counters = []
-        self._staging = []
+        self._staging, self._inbox = [], None
         if self._into is not None:
             self._into.close()
 
@@ -391,15 +410,7 @@ class WeightTarget:
         """Describes tensors of the version in use that users refer to (RS-1)."""
         if self.version is None or self._torn or self._into is not None or not self._staging:
             return ()
-        lent = self._staging[self._live].lent()
-        if not lent:
-            return ()
-        few = ", ".join(f"`{name}`" for name in list(lent)[:3])
-        more = f" and {len(lent) - 3} more" if len(lent) > 3 else ""
-        return (
-            f"tensors of version {self.version}, taken up to {max(lent.values()):.1f} s ago, are "
-            f"still referred to: {few}{more}",
-        )
+        return self._staging[self._live].describe_lent(self.version)
 
     def _is_lent_to_caller(self) -> bool:
         """Whether the caller took tensors of the version in use that are still referred to."""
@@ -417,8 +428,19 @@ class WeightTarget:
             self._relay.cancel()
             self._relay = None
 
-    def _arrivals(self, writers: list[Peer], timeout: float) -> list[Transfer]:
-        pages = self._routed().inbound.pages
+    def _apply(self, sent: Arrival, counters: list[Counter]) -> bool:
+        """Applies changes to the version in use; returns whether its bytes are the trainers'."""
+        # RS-1: an abort waits for this, and nothing is written to the memory after it.
+        with self.calls_lock.acquire():
+            if self._counters is not counters or self._inbox is None:
+                raise Stale(OUTDATED)
+            base, target = self._staging[self._live], self._staging[self._next]
+            return self._inbox.apply(sent.changes, base, target)
+
+    def _arrivals(
+        self, writers: list[Peer], timeout: float, pages: tuple[int, ...] | None = None
+    ) -> list[Transfer]:
+        pages = pages or self._routed().inbound.pages
         return [
             counter.expect(count, writers=writers, timeout=timeout)
             for counter, count in zip(self._counters, pages, strict=True)
@@ -427,6 +449,8 @@ class WeightTarget:
     def _revoke(self) -> None:
         """Revokes the key of earlier pushes; replaces the memory if a peer may still write."""
         at = self._next
+        if self._inbox is not None:
+            self._inbox.revoke()
         if self._staging[at].revoke():
             return
         logger.warning(
@@ -461,6 +485,7 @@ class WeightTarget:
             not self._torn,
             tuple(s.region.descriptor().to_bytes() for s in others),
             share.inbound.stripes,
+            None if self._inbox is None else self._inbox.descriptor(share.inbound),
         )
 
     def _offsets(self, staging: StagingMemory) -> tuple[int, ...]:
@@ -472,26 +497,3 @@ class WeightTarget:
             raise InvalidArgument("digests were not asked for at connect")
         copies = Plan.from_bytes(share.plan).for_target(share.plan_rank)
         return digest_copies(list(copies), staging.region, self._offsets(staging))
-
-
-def _check_arguments(side: Any, more: Sequence[Any], into: Any) -> None:
-    """Raises InvalidArgument where a call gives an argument in the place of another."""
-    advice = "call WeightTarget(side, rank=rank, into=module)"
-    if not isinstance(side, Side):
-        raise InvalidArgument(
-            f"side is {type(side).__name__}, expected a fabric_ray.plan.Side; {advice}, with the "
-            "side that describes the module's tensors"
-        )
-    if more:
-        raise InvalidArgument(
-            f"WeightTarget got {len(more) + 1} positional arguments, expected the side alone "
-            f"(the second is {type(more[0]).__name__}); {advice}"
-        )
-    if into is not None and not isinstance(into, (Mapping, VersionSink)):
-        import torch
-
-        if not isinstance(into, torch.nn.Module):
-            raise InvalidArgument(
-                f"into is {type(into).__name__}, expected a module or a mapping of names to "
-                f"tensors; {advice}"
-            )

@@ -11,6 +11,7 @@ mod assign;
 mod balance;
 mod coalesce;
 mod cuts;
+pub mod delta;
 mod emit;
 mod error;
 mod evaluate;

@@ -3,6 +3,7 @@
 mod balance;
 mod common;
 mod decoding;
+mod delta;
 mod examples;
 mod properties;
 mod refusals;

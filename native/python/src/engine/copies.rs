@@ -18,11 +18,11 @@ use crate::errors::{raise, OrRaise};
 /// A `fabric_ray.plan.Copy`, by its attributes.
 #[derive(FromPyObject)]
 pub(super) struct Copy {
-    src_container: u32,
+    pub(super) src_container: u32,
     src_offset: u64,
-    dst_container: u32,
+    pub(super) dst_container: u32,
     dst_offset: u64,
-    run: u64,
+    pub(super) run: u64,
     loops: Vec<Loop>,
 }
 
@@ -34,7 +34,7 @@ struct Loop {
 }
 
 impl Copy {
-    fn rows(&self) -> Vec<plan::Row> {
+    pub(super) fn rows(&self) -> Vec<plan::Row> {
         let as_loop = |l: &Loop| plan::Loop {
             count: l.count,
             src_stride: l.src_stride,

@@ -16,6 +16,7 @@ mod copies;
 mod core;
 mod counter;
 mod deferred_release;
+mod delta;
 mod digest;
 mod memory;
 mod peers;
@@ -56,6 +57,8 @@ pub fn register(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<peers::Peer>()?;
     m.add_class::<peers::PeerGroup>()?;
     m.add_class::<counter::Counter>()?;
+    m.add_class::<delta::DeltaDecoder>()?;
+    m.add_class::<delta::DeltaEncoder>()?;
     m.add_class::<digest::Digest>()?;
     m.add_class::<memory::Pages>()?;
     m.add_class::<memory::Region>()?;

@@ -1,0 +1,33 @@
+"""Checks the arguments of a weight target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.plan import Side
+from fabric_ray.weights.destination import VersionSink
+
+
+def check_arguments(side: Any, more: Sequence[Any], into: Any) -> None:
+    """Raises InvalidArgument where a call gives an argument in the place of another."""
+    advice = "call WeightTarget(side, rank=rank, into=module)"
+    if not isinstance(side, Side):
+        raise InvalidArgument(
+            f"side is {type(side).__name__}, expected a fabric_ray.plan.Side; {advice}, with the "
+            "side that describes the module's tensors"
+        )
+    if more:
+        raise InvalidArgument(
+            f"WeightTarget got {len(more) + 1} positional arguments, expected the side alone "
+            f"(the second is {type(more[0]).__name__}); {advice}"
+        )
+    if into is not None and not isinstance(into, (Mapping, VersionSink)):
+        import torch
+
+        if not isinstance(into, torch.nn.Module):
+            raise InvalidArgument(
+                f"into is {type(into).__name__}, expected a module or a mapping of names to "
+                f"tensors; {advice}"
+            )

@@ -1,0 +1,223 @@
+//! Lossless encoding of the elements of a block that changed since another version of it.
+//!
+//! An encoded block is a little-endian `u16` head, then how the changed elements lie, then their
+//! new values in order. The head holds the number of changed elements and a form:
+//!
+//! | head | follows |
+//! |---|---|
+//! | 0 | nothing: no element changed |
+//! | count | gaps: a byte below 255 skips so many elements and marks the next; 255 skips 255 |
+//! | count with [`BITMAP`] | one bit for each element, least significant first |
+//! | count with [`WHOLE`] | the values of all elements; the count is theirs |
+
+/// Most elements of a block.
+pub const BLOCK: usize = 4096;
+/// Bytes of an encoded block's head; a block that did not change is no longer.
+pub const HEAD: usize = 2;
+
+const BITMAP: u16 = 1 << 14;
+const WHOLE: u16 = 1 << 15;
+const COUNT: u16 = BITMAP - 1;
+const GROUP: usize = 64;
+const SKIP: u8 = u8::MAX;
+
+/// One bit for each element of a block: whether it changed.
+type Changed = [u64; BLOCK / GROUP];
+
+/// An unsigned integer as wide as an element.
+trait Word: PartialEq + Sized {
+    fn read(bytes: &[u8]) -> Self;
+}
+
+macro_rules! word {
+    ($($type:ty),*) => {$(
+        impl Word for $type {
+            fn read(bytes: &[u8]) -> Self {
+                let mut word = [0; size_of::<$type>()];
+                word.copy_from_slice(bytes);
+                Self::from_ne_bytes(word)
+            }
+        }
+    )*};
+}
+
+word!(u8, u16, u32, u64);
+
+/// Appends the encoding of `new` against `old` to `out`; returns whether they differ. Both are as
+/// long, at most [`BLOCK`] elements of `size` bytes; `size` is 1, 2, 4 or 8.
+pub fn encode(new: &[u8], old: &[u8], size: usize, out: &mut Vec<u8>) -> bool {
+    if new == old {
+        out.extend(0u16.to_le_bytes());
+        return false;
+    }
+    match size {
+        1 => encode_words::<u8>(new, old, out),
+        2 => encode_words::<u16>(new, old, out),
+        4 => encode_words::<u32>(new, old, out),
+        _ => encode_words::<u64>(new, old, out),
+    }
+    true
+}
+
+/// Number of elements in which two blocks differ; arguments as of [`encode`].
+pub fn changes(new: &[u8], old: &[u8], size: usize) -> usize {
+    let mut changed = [0; BLOCK / GROUP];
+    match size {
+        1 => compare::<u8>(new, old, &mut changed),
+        2 => compare::<u16>(new, old, &mut changed),
+        4 => compare::<u32>(new, old, &mut changed),
+        _ => compare::<u64>(new, old, &mut changed),
+    }
+}
+
+/// Applies an encoded block to `block`, which holds the version that it was encoded against.
+/// Returns what of `encoded` follows the block; `None` if it is no encoding of such a block.
+pub fn decode<'e>(block: &mut [u8], size: usize, encoded: &'e [u8]) -> Option<&'e [u8]> {
+    match size {
+        1 => decode_words::<1>(block, encoded),
+        2 => decode_words::<2>(block, encoded),
+        4 => decode_words::<4>(block, encoded),
+        _ => decode_words::<8>(block, encoded),
+    }
+}
+
+fn encode_words<W: Word>(new: &[u8], old: &[u8], out: &mut Vec<u8>) {
+    let size = size_of::<W>();
+    let elements = new.len() / size;
+    let mut changed = [0; BLOCK / GROUP];
+    let count = compare::<W>(new, old, &mut changed);
+    // From here on a bitmap and values are not shorter.
+    if count * size + elements.div_ceil(8) >= new.len() {
+        out.extend((elements as u16 | WHOLE).to_le_bytes());
+        out.extend_from_slice(new);
+        return;
+    }
+    let bitmap = elements.div_ceil(8);
+    let mut gaps = [0; BLOCK / 8];
+    if let Some(length) = write_gaps(&changed, &mut gaps[..bitmap]) {
+        out.extend((count as u16).to_le_bytes());
+        out.extend_from_slice(&gaps[..length]);
+    } else {
+        out.extend((count as u16 | BITMAP).to_le_bytes());
+        out.extend(changed.iter().flat_map(|group| group.to_le_bytes()).take(bitmap));
+    }
+    let begin = out.len();
+    out.resize(begin + count * size, 0);
+    let mut values = out[begin..].chunks_exact_mut(size);
+    each(&changed, |at| {
+        if let Some(value) = values.next() {
+            value.copy_from_slice(&new[at * size..][..size]);
+        }
+    });
+}
+
+/// Marks the elements that differ; returns how many.
+fn compare<W: Word>(new: &[u8], old: &[u8], changed: &mut Changed) -> usize {
+    let size = size_of::<W>();
+    let groups = new.chunks(GROUP * size).zip(old.chunks(GROUP * size));
+    let mut count = 0;
+    for ((new, old), mask) in groups.zip(changed) {
+        let mut differs = [0u8; GROUP];
+        let elements = new.chunks_exact(size).zip(old.chunks_exact(size));
+        for (flag, (a, b)) in differs.iter_mut().zip(elements) {
+            *flag = u8::from(W::read(a) != W::read(b));
+        }
+        *mask = bits(&differs);
+        count += mask.count_ones() as usize;
+    }
+    count
+}
+
+/// 64 bytes of 0 or 1 as bits.
+fn bits(bytes: &[u8; GROUP]) -> u64 {
+    let mut mask = 0;
+    for (i, eight) in bytes.chunks_exact(8).enumerate() {
+        // Byte i of eight times 2^(56 - 7 i) is bit i of the highest byte.
+        let gathered = u64::from_le_bytes([
+            eight[0], eight[1], eight[2], eight[3], eight[4], eight[5], eight[6], eight[7],
+        ])
+        .wrapping_mul(0x0102_0408_1020_4080)
+            >> 56;
+        mask |= gathered << (8 * i);
+    }
+    mask
+}
+
+/// Calls `f` with the index of each changed element, in order.
+fn each(changed: &Changed, mut f: impl FnMut(usize)) {
+    for (group, &mask) in changed.iter().enumerate() {
+        let mut left = mask;
+        while left != 0 {
+            f(group * GROUP + left.trailing_zeros() as usize);
+            left &= left - 1;
+        }
+    }
+}
+
+/// Writes the gaps before changed elements; returns their length, or `None` where they don't fit.
+fn write_gaps(changed: &Changed, gaps: &mut [u8]) -> Option<usize> {
+    let (mut next, mut length) = (0, 0);
+    for (group, &mask) in changed.iter().enumerate() {
+        let mut left = mask;
+        while left != 0 {
+            let at = group * GROUP + left.trailing_zeros() as usize;
+            left &= left - 1;
+            let mut gap = at - next;
+            while gap >= SKIP.into() {
+                *gaps.get_mut(length)? = SKIP;
+                length += 1;
+                gap -= usize::from(SKIP);
+            }
+            *gaps.get_mut(length)? = gap as u8;
+            length += 1;
+            next = at + 1;
+        }
+    }
+    Some(length)
+}
+
+fn decode_words<'e, const SIZE: usize>(block: &mut [u8], encoded: &'e [u8]) -> Option<&'e [u8]> {
+    let (head, rest) = encoded.split_first_chunk()?;
+    let head = u16::from_le_bytes(*head);
+    let count = usize::from(head & COUNT);
+    let elements = block.len() / SIZE;
+    if count > elements || (head & WHOLE != 0 && count < elements) {
+        return None;
+    }
+    if head & WHOLE != 0 {
+        let (values, rest) = rest.split_at_checked(block.len())?;
+        block.copy_from_slice(values);
+        return Some(rest);
+    }
+    if head & BITMAP != 0 {
+        let (bitmap, rest) = rest.split_at_checked(elements.div_ceil(8))?;
+        let (values, rest) = rest.split_at_checked(count * SIZE)?;
+        let mut values = values.chunks_exact(SIZE);
+        for (i, &byte) in bitmap.iter().enumerate() {
+            let mut left = byte;
+            while left != 0 {
+                let at = i * 8 + left.trailing_zeros() as usize;
+                left &= left - 1;
+                block.get_mut(at * SIZE..(at + 1) * SIZE)?.copy_from_slice(values.next()?);
+            }
+        }
+        return values.next().is_none().then_some(rest);
+    }
+    // The gaps end where they have marked as many elements as there are values.
+    let (mut length, mut marked) = (0, 0);
+    while marked < count {
+        marked += usize::from(*rest.get(length)? != SKIP);
+        length += 1;
+    }
+    let (gaps, rest) = rest.split_at(length);
+    let (values, rest) = rest.split_at_checked(count * SIZE)?;
+    let (mut values, mut at) = (values.chunks_exact(SIZE), 0);
+    for &gap in gaps {
+        at += usize::from(gap);
+        if gap != SKIP {
+            block.get_mut(at * SIZE..(at + 1) * SIZE)?.copy_from_slice(values.next()?);
+            at += 1;
+        }
+    }
+    Some(rest)
+}
