@@ -1,12 +1,13 @@
-"""The dashboard file is one that Grafana's own types read, and nothing in it is unknown to them."""
+"""The dashboard is one that Grafana's own types read, and nothing in it is unknown to them."""
 
 from __future__ import annotations
 
 import json
-from importlib import resources
 from typing import Any
 
 import pytest
+
+from fabric_ray.observe.dashboard import dashboard
 
 models = pytest.importorskip(
     "grafana_foundation_sdk.models.dashboard", reason="pip install grafana-foundation-sdk"
@@ -35,9 +36,7 @@ def lost(before: Any, after: Any, where: str = "") -> list[str]:
 
 @pytest.fixture
 def board() -> dict[str, Any]:
-    file = resources.files("fabric_ray.observe").joinpath("dashboard.json")
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+    return dashboard()
 
 
 def test_grafanas_types_read_all_of_the_dashboard(board: dict[str, Any]) -> None:
