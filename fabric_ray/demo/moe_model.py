@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
+from fabric_ray.inference.presets import tiny
 from fabric_ray.models.boxes import InitialWeights, load_parameters
 from fabric_ray.models.config import ModelConfig, Moe
 from fabric_ray.models.transformer import Experts, Mlp, Transformer
@@ -21,20 +23,9 @@ EXPERTS = 4
 
 
 def model(ranks: int) -> ModelConfig:
-    """Of the kind of Qwen3-MoE, with four experts for each rank."""
-    return ModelConfig(
-        "qwen3_moe",
-        vocab=256,
-        hidden=64,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        head_dim=16,
-        intermediate=128,
-        qk_norm=True,
-        moe=Moe(experts=EXPERTS * ranks, top_k=3, intermediate=32),
-        dtype="float32",
-    )
+    """A small Qwen3-MoE with four experts for each rank."""
+    experts = Moe(experts=EXPERTS * ranks, top_k=3, intermediate=32)
+    return replace(tiny("tiny-qwen3-moe"), layers=2, moe=experts)
 
 
 def exchange_sizes(config: ModelConfig) -> dict[str, Any]:

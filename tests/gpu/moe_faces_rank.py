@@ -7,14 +7,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fabric_ray import TransferEngine
 from fabric_ray.moe import AllToAll, cast, pplx
 from fabric_ray.moe.autograd import Differentiable, combine, dispatch
 from fabric_ray.moe.deepep import Buffer
 from fabric_ray.moe.layer import ParallelExperts
-from tests.moe_ranks import batch, expert
+from tests.moe_ranks import Expert, batch
 from tests.stands import Stand
 
 EXPERTS, TOPK, HIDDEN, M = 8, 2, 512, 32
@@ -44,17 +44,6 @@ def answers(recv: Any, rank: int) -> Tensor:
     x = cast.back(*recv) if isinstance(recv, tuple) else recv
     number = rank * len(x) + torch.arange(len(x), device=x.device).view(-1, 1, 1).float()
     return (x.float() * (number + 1) + number).to(torch.bfloat16)
-
-
-class Expert(nn.Module):
-    """Of elements by themselves: a GPU computes the host's bits."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self._number = number
-
-    def forward(self, x: Tensor) -> Tensor:
-        return expert(self._number, x)
 
 
 def layer(comm: PipeComm, engine: TransferEngine, stand: Stand) -> Tensor:

@@ -26,7 +26,7 @@ def test_the_command_kills_and_replaces_and_prints_one_json_object(cluster: list
     assert masked["left_out"] == [8, 9, 10, 11]
     for phase in (whole, masked, again):
         assert phase["tokens"] == 2 * 3 * 20
-        assert phase["logits"] == phase["tokens"] * 256
+        assert phase["logits"] == phase["tokens"] * 258
         assert phase["wrong"] == 0
 
 

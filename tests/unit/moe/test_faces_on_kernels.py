@@ -20,22 +20,20 @@ from fabric_ray.moe.deepep import Buffer
 from fabric_ray.moe.layer import ParallelExperts
 from tests.host_graph import Graph
 from tests.host_kernels import Host
-from tests.moe_ranks import ThreadComm, batch, expert, on_all_ranks, on_ranks, rank_of, unsharded
+from tests.moe_ranks import (
+    Expert,
+    ThreadComm,
+    batch,
+    expert,
+    on_all_ranks,
+    on_ranks,
+    rank_of,
+    unsharded,
+)
 
 EXPERTS, TOPK, M, HIDDEN = 6, 2, 5, 512
 KERNELS = [(True, True), (True, False, True)]
 """Which ranks have them."""
-
-
-class Expert(torch.nn.Module):
-    """Of elements by themselves: kernels and plain torch compute the same bits."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self._number = number
-
-    def forward(self, x: Tensor) -> Tensor:
-        return expert(self._number, x)
 
 
 @pytest.mark.parametrize("kernels", KERNELS, ids=str)
