@@ -98,7 +98,7 @@ class Reader:
         for block in self._blocks:
             if isinstance(block.mlp.experts, OnePlace):
                 block.mlp.experts.left_out = left_out
-        tokens = torch.tensor([sequence or []], dtype=torch.int64)
+        tokens = torch.tensor([sequence or []], dtype=torch.int64, device="cpu")
         logits: Tensor = self._model(tokens)[0]
         return logits
 

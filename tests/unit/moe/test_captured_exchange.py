@@ -96,28 +96,6 @@ def test_a_captured_dispatch_alone_is_replayed_with_whole_exchanges_between(host
         on_all(ranks, work)
 
 
-@pytest.mark.parametrize(
-    "asks",
-    [
-        lambda t: t.sum().item(),
-        lambda t: t.cpu(),
-        lambda t: int(t[0]),
-        lambda t: bool(t[0]),
-        lambda t: t.tolist(),
-        lambda t: t.numpy(),
-        lambda t: t[t > 0],
-        lambda t: torch.equal(t, t),
-        lambda t: t.nonzero(),
-        lambda t: t.repeat_interleave(t.int()),
-        lambda t: torch.tensor([1]),
-    ],
-)
-def test_what_would_wait_for_a_device_is_noticed(asks: Callable[[torch.Tensor], Any]) -> None:
-    graph = Graph()
-    with graph.capture(), pytest.raises(Waits):
-        asks(torch.ones(3))
-
-
 def test_nothing_of_a_device_can_be_asked_for_while_it_is_captured(host: Host) -> None:
     with captured(host) as ranks:
 
