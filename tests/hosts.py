@@ -17,7 +17,6 @@ import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from typing_extensions import Self
 
@@ -90,12 +89,7 @@ class TwoHosts:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

@@ -148,7 +148,7 @@ def moe(asked: options.Moe, as_json: bool) -> None:
     """A model with experts runs expert-parallel, loses a rank to kill -9, goes on without its
     experts, and takes a new rank in.
 
-    Verified: every logit and every token, bit by bit, against the model in one place.
+    Verified: every logit, bit by bit, against the model in one place.
 
     \b
     Examples:

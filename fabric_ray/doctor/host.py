@@ -7,7 +7,6 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 from typing_extensions import Self
 
@@ -71,12 +70,7 @@ class Host:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -222,12 +222,33 @@ class Mlp(nn.Module):
         return out
 
 
+class Experts(nn.ModuleList):
+    """All experts of a layer in one place; :class:`fabric_ray.moe.layer.ParallelExperts` has them
+    on ranks."""
+
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sums of experts' answers, ``[tokens, hidden]``.
+
+        Args:
+            tokens: ``[tokens, hidden]``.
+            chosen: int64 ``[tokens, top_k]``, the experts of each token.
+            weights: ``[tokens, top_k]``.
+        """
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self):
+            # Experts without tokens run too: sharded training needs a gradient from every
+            # parameter on every rank, or ranks would reduce different sets of them.
+            token, place = (chosen == number).nonzero(as_tuple=True)
+            out = out.index_add(0, token, expert(tokens[token]) * weights[token, place, None])
+        return out
+
+
 class MixtureOfExperts(nn.Module):
     def __init__(self, config: ModelConfig, moe: Moe, dtype: torch.dtype) -> None:
         super().__init__()
         self.moe = moe
         self.gate = _linear(config.hidden, moe.experts, dtype)
-        self.experts = nn.ModuleList(
+        self.experts: nn.Module = Experts(
             Mlp(config.hidden, moe.intermediate, dtype) for _ in range(moe.experts)
         )
         if moe.shared_intermediate:
@@ -241,12 +262,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
         weights, chosen = self._route(tokens)
-        out = torch.zeros_like(tokens)
-        for number, expert in enumerate(self.experts):
-            # Experts without tokens run too: sharded training needs a gradient from every
-            # parameter on every rank, or ranks would reduce different sets of them.
-            token, place = (chosen == number).nonzero(as_tuple=True)
-            out = out.index_add(0, token, expert(tokens[token]) * weights[token, place, None])
+        out: Tensor = self.experts(tokens, chosen, weights)
         if self.moe.shared_intermediate and self.moe.shared_gate:
             out = out + self.shared_expert_gate(tokens).sigmoid() * self.shared_expert(tokens)
         elif self.moe.shared_intermediate:

@@ -33,7 +33,6 @@ from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import DecodeError, InvalidArgument, PeerLost
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe.all_to_all import AllToAll
-from fabric_ray.moe.arithmetic import halved
 from fabric_ray.moe.rows import check_rows
 from fabric_ray.moe.throughput import ThroughputAllToAll
 from fabric_ray.moe.tokens import Dispatched, RowPart
@@ -417,11 +416,22 @@ class _Combine(torch.autograd.Function):
         of_weights = None
         if ctx.needs_input_grad[1]:
             # In one order everywhere: a GPU's own sum has other bits than the host's.
-            products = halved(of_sums.float() * y[: len(of_sums)].float(), 1)
+            products = _row_sums(of_sums.float() * y[: len(of_sums)].float())
             exchange.weights.combine_send(torch.where(place, products[:, None], 0.0))
             of_weights = exchange.weights.combine_recv()
         exchange._check_all_here()
         return (of_sums.float() * weight).to(y.dtype), of_weights, None, None, None
+
+
+def _row_sums(x: Tensor) -> Tensor:
+    """Sums of float32 ``[rows, width]`` over the width: its second half is added to its first until
+    one is left, so that a row's bits depend on its numbers alone."""
+    n = x.shape[1]
+    while n > 1:
+        half = 1 << ((n - 1).bit_length() - 1)
+        added = x[:, : n - half] + x[:, half:n]
+        x, n = torch.cat([added, x[:, n - half : half]], 1), half
+    return x[:, 0]
 
 
 def _halves(card: bytes) -> tuple[bytes, bytes]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -14,14 +13,10 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from torch import Tensor
 from typing_extensions import Self
 
 from fabric_ray.errors import FabricError, InvalidArgument, PeerLost
-from fabric_ray.kernels import Launcher
-from fabric_ray.moe.layer import Traffic
-from fabric_ray.moe.model import MoeModelConfig, generate
-from fabric_ray.moe.rank import Member, Options, Pass, Rank
+from fabric_ray.moe.rank import Build, Member, Options, Pass, Rank
 from fabric_ray.moe.rank_calls import WATCH_S, gather, ranks_to_evict
 from fabric_ray.runtime.causes import cause_of, original
 
@@ -42,36 +37,23 @@ class LostRank(msgspec.Struct, frozen=True):
 
 
 class Forward(msgspec.Struct, frozen=True):
-    """Results for sequences."""
+    """What the model made of inputs."""
 
-    logits: list[Tensor]
-    """Of each sequence, float32 ``[tokens, vocab]``."""
+    outputs: list[Any]
+    """Of each input."""
     left_out: tuple[int, ...]
-    """Experts that no token of these sequences has seen, in any layer."""
+    """Experts that no token of these inputs has seen, in any layer."""
     lost: tuple[LostRank, ...]
     """Ranks that were given up meanwhile."""
-    traffic: dict[int, Traffic]
-    """For each rank, including repeated passes."""
-
-
-class Generated(msgspec.Struct, frozen=True):
-    """Tokens generated after prompts."""
-
-    tokens: list[list[int]]
-    left_out: list[tuple[int, ...]]
-    """Experts that were left out as each token was computed."""
-    lost: tuple[LostRank, ...]
-    traffic: dict[int, Traffic]
 
 
 class ExpertGroup:
-    """Ranks of a model, one actor and one engine each: experts divided, sequences divided, the rest
-    on every rank.
+    """Ranks of a model, one actor and one engine each: experts divided, inputs divided, the rest on
+    every rank.
 
     A rank that dies, or is silent for ``timeout`` seconds while others wait for it, is given up by
     all; the pass that lost it is made again without it and its experts. Every result is that of one
-    model: the whole one, or the one without ``left_out``. With ``deterministic`` it has the bits of
-    that model in one place.
+    model: the whole one, or the one without ``left_out``.
 
     Controller and ranks exchange arguments and results as Ray does, which pickles them. Ranks among
     themselves exchange bytes that the native exchange decodes and checks; nothing is unpickled.
@@ -81,20 +63,20 @@ class ExpertGroup:
     Calls wait for one another. ``ray.init()`` comes first.
 
     Args:
-        config: of the model; the number of experts is a multiple of ``ranks``.
+        build: makes a rank's model over its exchange, whose layers are
+            :class:`~fabric_ray.moe.layer.ParallelExperts` with ``shrink``. The model is called with
+            one input at a time, on all ranks together, and with ``None`` where a rank has none.
+            Ray pickles what it returns, and what it raises costs its rank: check inputs before.
         ranks: actors.
-        seed: of the weights.
-        max_tokens: that a rank dispatches at a time; more take several exchanges.
+        exchange: arguments of each rank's :class:`~fabric_ray.moe.AllToAll`: experts, a multiple of
+            ``ranks``, topk, hidden, max_tokens and so on.
         timeout: seconds for which a rank may be behind the others; 5 at least, for the time that it
             takes to end one that is stopped.
-        deterministic: with bits that don't depend on the division.
-        threads: of torch on each rank.
         ranks_per_node: ranks whose bundles are one placement group, which Ray puts on one node;
             all if ``None``.
         cpus_per_rank: that Ray reserves for each, more than 0.
         gpus_per_rank: likewise; with more than 0 each rank computes on its GPU, and kernels make
             the exchange.
-        launcher: makes what launches kernels on a rank, in place of a GPU; Ray pickles it.
         start_timeout: seconds for actors to come up.
         pass_timeout: seconds after which a rank that hasn't ended a pass is given up, whatever the
             others say.
@@ -107,51 +89,43 @@ class ExpertGroup:
 
     def __init__(
         self,
-        config: MoeModelConfig,
+        build: Build,
         *,
         ranks: int,
-        seed: int = 0,
-        max_tokens: int = 64,
+        exchange: Mapping[str, Any],
         timeout: float = 10.0,
-        deterministic: bool = True,
-        threads: int = 1,
         ranks_per_node: int | None = None,
         cpus_per_rank: float = 1.0,
         gpus_per_rank: float = 0.0,
-        launcher: Callable[[], Launcher] | None = None,
         start_timeout: float = 120.0,
         pass_timeout: float = 300.0,
         engine: Mapping[str, Any] | None = None,
     ) -> None:
         per_node = ranks if ranks_per_node is None else ranks_per_node
-        for name, value in {"ranks": ranks, "max_tokens": max_tokens, "threads": threads}.items():
-            if value < 1:
-                raise InvalidArgument(f"{name} is {value}; give at least 1")
-        if gpus_per_rank < 0:
-            raise InvalidArgument(f"gpus_per_rank is {gpus_per_rank}; give 0 for none")
-        if per_node < 1 or cpus_per_rank <= 0 or min(timeout, start_timeout, pass_timeout) <= 0:
+        if min(ranks, per_node) < 1:
             raise InvalidArgument(
-                "ranks_per_node, cpus_per_rank and timeouts are more than 0: Ray keeps no place "
-                "that takes nothing"
+                f"ranks is {ranks} and ranks_per_node {ranks_per_node}; give at least 1"
             )
-        if config.moe.experts % ranks:
+        if cpus_per_rank <= 0 or gpus_per_rank < 0:
             raise InvalidArgument(
-                f"{config.moe.experts} experts on {ranks} ranks; give each rank as many"
+                f"cpus_per_rank is {cpus_per_rank} and gpus_per_rank {gpus_per_rank}; give more "
+                "than 0 CPUs, since Ray keeps no place that takes nothing, and 0 GPUs for none"
+            )
+        if min(timeout, start_timeout, pass_timeout) <= 0:
+            raise InvalidArgument(
+                f"timeouts are {timeout}, {start_timeout} and {pass_timeout}; give more than 0"
+            )
+        if exchange["experts"] % ranks:
+            raise InvalidArgument(
+                f"{exchange['experts']} experts on {ranks} ranks; give each rank as many"
             )
         if not ray.is_initialized():
             raise InvalidArgument("call ray.init() first: ranks are Ray actors")
-        self._options = Options(
-            model=config,
-            seed=seed,
-            ranks=ranks,
-            max_tokens=max_tokens,
-            timeout=timeout,
-            deterministic=deterministic,
-            threads=threads,
-            engine=dict(engine or {}),
-            device="cuda" if gpus_per_rank else None,
-            launcher=launcher,
-        )
+        sizes = {**exchange, "ranks": ranks, "timeout": timeout}
+        if gpus_per_rank:
+            sizes["device"] = "cuda"
+        self._options = Options(build=build, exchange=sizes, engine=dict(engine or {}))
+        self._ranks = ranks
         self._needs = {"CPU": cpus_per_rank} | ({"GPU": gpus_per_rank} if gpus_per_rank else {})
         self._per_node = per_node
         self._start_timeout, self._pass_timeout = start_timeout, pass_timeout
@@ -170,18 +144,8 @@ class ExpertGroup:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def config(self) -> MoeModelConfig:
-        """The model."""
-        return self._options.model
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -199,7 +163,7 @@ class ExpertGroup:
     @property
     def left_out(self) -> tuple[int, ...]:
         """Experts of those."""
-        each = self.config.moe.experts // self._options.ranks
+        each = self._options.exchange["experts"] // self._ranks
         return tuple(rank * each + i for rank in sorted(self._lost) for i in range(each))
 
     def explain(self) -> str:
@@ -212,40 +176,26 @@ class ExpertGroup:
             answers, _ = self._ask("explain", sorted(self._actors)[:1])
             return "\n".join([*lines, "each has", *answers.values()])
 
-    def forward(self, sequences: Sequence[Sequence[int]]) -> Forward:
-        """Reads sequences, which are divided among the ranks.
+    def forward(self, inputs: Sequence[Any]) -> Forward:
+        """Divides inputs among the ranks, and has the model read them.
 
         Raises:
-            InvalidArgument: tokens that the model can't read; nothing was sent.
             PeerLost: no rank is left.
         """
-        for tokens in sequences:
-            self.config.check_tokens(tokens)
         with self._exclusive():
             lost: list[LostRank] = []
-            traffic: dict[int, Traffic] = {}
-            logits = self._read(sequences, False, lost, traffic)
-            return Forward(logits, self.left_out, tuple(lost), traffic)
-
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Generated:
-        """As :func:`~fabric_ray.moe.model.generate`.
-
-        Raises:
-            InvalidArgument: tokens that the model can't read, or more than it has positions for.
-            PeerLost: no rank is left.
-        """
-        lost: list[LostRank] = []
-        traffic: dict[int, Traffic] = {}
-        left_out: list[tuple[int, ...]] = []
-
-        def read(sequences: list[list[int]]) -> list[Tensor]:
-            logits = self._read(sequences, True, lost, traffic)
-            left_out.append(self.left_out)
-            return logits
-
-        with self._exclusive():
-            tokens = generate(self.config, prompts, max_tokens, read)
-        return Generated(tokens, left_out, tuple(lost), traffic)
+            while True:
+                here = sorted(self._actors)
+                shares = {rank: inputs[i :: len(here)] for i, rank in enumerate(here)}
+                passes, gone = self._pass(shares)
+                lost += gone.values()
+                if not gone:
+                    break
+            outputs = [
+                passes[here[number % len(here)]].outputs[number // len(here)]
+                for number in range(len(inputs))
+            ]
+            return Forward(outputs, self.left_out, tuple(lost))
 
     def mask(self, rank: int, cause: str = "it was masked") -> None:
         """Leaves a rank and its experts out, and ends its actor.
@@ -301,7 +251,7 @@ class ExpertGroup:
             yield
 
     def _start(self) -> None:
-        ranks, per_node = self._options.ranks, self._per_node
+        ranks, per_node = self._ranks, self._per_node
         for first in range(0, ranks, per_node):
             bundles = [self._needs] * min(per_node, ranks - first)
             self._places.append(placement_group(bundles, strategy="STRICT_PACK"))
@@ -338,7 +288,7 @@ class ExpertGroup:
             card = self._of_one(actor.card.remote())
             cards, failed = self._ask("card", self._actors, rank)
             self._evict_failed(failed)
-            given = [cards.get(r) for r in range(self._options.ranks)]
+            given = [cards.get(r) for r in range(self._ranks)]
             self._of_one(actor.connect.remote(given))
         except RayError as error:
             ray.kill(actor)
@@ -382,41 +332,18 @@ class ExpertGroup:
         if failed:
             self._evict({rank: (cause, ()) for rank, cause in failed.items()})
 
-    def _read(
-        self,
-        sequences: Sequence[Sequence[int]],
-        last: bool,
-        lost: list[LostRank],
-        traffic: dict[int, Traffic],
-    ) -> list[Tensor]:
-        """Logits of sequences, from a pass in which no rank was lost; adds to ``lost`` and
-        ``traffic`` what earlier passes lost and moved."""
-        while True:
-            here = sorted(self._actors)
-            shares = {rank: sequences[i :: len(here)] for i, rank in enumerate(here)}
-            passes, gone = self._pass(shares, last)
-            for rank, done in passes.items():
-                traffic[rank] = traffic.get(rank, Traffic()) + done.traffic
-            lost += gone.values()
-            if not gone:
-                return [
-                    passes[here[number % len(here)]].logits[number // len(here)]
-                    for number in range(len(sequences))
-                ]
-
     def _pass(
-        self, shares: Mapping[int, Sequence[Sequence[int]]], last: bool
+        self, shares: Mapping[int, Sequence[Any]]
     ) -> tuple[dict[int, Pass], dict[int, LostRank]]:
         """Runs one pass on all ranks, and evicts lost ranks."""
-        most = max(sum(map(len, share)) for share in shares.values())
-        rounds = max(1, -(-most // self._options.max_tokens))
+        most = max(map(len, shares.values()))
 
         def hopeless(passes: Mapping[int, Pass], waited_for: Collection[int]) -> bool:
             """Whether all ranks that have answered have given up all ranks that have not."""
             return bool(passes) and all(p.lost.keys() >= {*waited_for} for p in passes.values())
 
         refs = {
-            self._actors[rank].run.remote(share, last, rounds): rank
+            self._actors[rank].run.remote([*share, *[None] * (most - len(share))]): rank
             for rank, share in shares.items()
         }
         passes, failed = gather(refs, self._pass_timeout, hopeless, self._end_evicted)

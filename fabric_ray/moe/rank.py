@@ -4,43 +4,31 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import ray
 import torch
-from torch import Tensor
 
 from fabric_ray import runtime
-from fabric_ray.kernels import Launcher
 from fabric_ray.moe.all_to_all import AllToAll
-from fabric_ray.moe.layer import Traffic
-from fabric_ray.moe.model import MoeModel, MoeModelConfig
+
+Build: TypeAlias = Callable[[AllToAll], Callable[[Any], Any]]
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """What all ranks of a group are made with."""
 
-    model: MoeModelConfig
-    seed: int
-    ranks: int
-    max_tokens: int
-    timeout: float
-    deterministic: bool
-    threads: int
+    build: Build
+    exchange: dict[str, Any]
     engine: dict[str, Any]
-    device: str | None = None
-    """What tokens lie on; the host if ``None``."""
-    launcher: Callable[[], Launcher] | None = None
-    """Makes what launches kernels there, in place of that GPU."""
 
     def __repr__(self) -> str:
         # Without `engine`: a token may be among its fields.
-        return f"Options(model={self.model!r}, ranks={self.ranks}, device={self.device!r})"
+        return f"Options(build={self.build!r}, exchange={self.exchange!r})"
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -60,11 +48,9 @@ class Member(msgspec.Struct, frozen=True):
 class Pass(msgspec.Struct, frozen=True):
     """The result of one rank's pass."""
 
-    logits: list[Tensor]
+    outputs: list[Any]
     lost: dict[int, str]
     """Ranks that this rank has given up, with causes."""
-    traffic: Traffic
-    seconds: float
 
 
 class Rank:
@@ -73,34 +59,13 @@ class Rank:
     of other ranks; nothing that ranks send each other is unpickled."""
 
     def __init__(self, rank: int, options: Options) -> None:
-        self._rank, self._options = rank, options
-        moe = options.model.moe
-        if options.device is not None:
+        self._rank = rank
+        if (device := options.exchange.get("device")) is not None:
             # An engine knows a GPU by the context that it finds.
-            torch.zeros(1, dtype=torch.uint8, device=options.device)
+            torch.zeros(1, dtype=torch.uint8, device=device)
         self._engine = runtime.engine(**options.engine)
-        self._exchange = AllToAll(
-            self._engine,
-            rank=rank,
-            ranks=options.ranks,
-            experts=moe.experts,
-            topk=moe.topk,
-            hidden=moe.hidden,
-            max_tokens=options.max_tokens,
-            dtype=moe.torch_dtype,
-            answer_dtype=moe.torch_dtype,
-            timeout=options.timeout,
-            device=options.device,
-            launcher=None if options.launcher is None else options.launcher(),
-        )
-        self._model = MoeModel(
-            options.model,
-            seed=options.seed,
-            exchange=self._exchange,
-            max_tokens=options.max_tokens,
-            deterministic=options.deterministic,
-            shrink=True,  # Each pass reports lost ranks.
-        )
+        self._exchange = AllToAll(self._engine, rank=rank, **options.exchange)
+        self._model = options.build(self._exchange)
 
     def member(self) -> Member:
         context = ray.get_runtime_context()
@@ -147,19 +112,12 @@ class Rank:
             with suppress(ProcessLookupError):
                 os.kill(member.pid, signal.SIGKILL)
 
-    def run(self, sequences: Sequence[Sequence[int]], last: bool, rounds: int) -> Pass:
-        """Reads sequences, as :meth:`MoeModel.forward`; all ranks at the same time."""
-        begin = time.perf_counter()
-        torch.set_num_threads(self._options.threads)  # of this thread
-        before = self._model.traffic
-        logits = self._model.forward(sequences, last=last, rounds=rounds)
+    def run(self, inputs: Sequence[Any]) -> Pass:
+        """Has the model read inputs, one after the other; all ranks at the same time, each as
+        many."""
+        outputs = [self._model(one) for one in inputs]
         self._exchange.check()
-        return Pass(
-            logits=[part.cpu().clone() for part in logits],
-            lost=self._lost(),
-            traffic=self._model.traffic - before,
-            seconds=time.perf_counter() - begin,
-        )
+        return Pass(outputs, self._lost())
 
     def close(self) -> None:
         """Parts with all others: to them it is lost."""

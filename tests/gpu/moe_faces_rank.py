@@ -6,7 +6,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -14,16 +13,12 @@ from fabric_ray import TransferEngine
 from fabric_ray.moe import AllToAll, cast, pplx
 from fabric_ray.moe.autograd import Differentiable, combine, dispatch
 from fabric_ray.moe.deepep import Buffer
-from fabric_ray.moe.layer import MoeConfig, MoeWeights, ParallelMoeLayer
-from tests.moe_ranks import batch
+from fabric_ray.moe.layer import ParallelExperts
+from tests.moe_ranks import Expert, batch
 from tests.stands import Stand
 
 EXPERTS, TOPK, HIDDEN, M = 8, 2, 512, 32
 TIMEOUT = 4.0
-CONFIG = MoeConfig(
-    hidden=128, experts=EXPERTS, topk=TOPK, intermediate=64, shared_intermediate=64,
-    score="sigmoid", groups=4, kept_groups=2, bias=True,
-)  # fmt: skip
 
 
 class PipeComm:
@@ -53,47 +48,39 @@ def answers(recv: Any, rank: int) -> Tensor:
 
 def layer(comm: PipeComm, engine: TransferEngine, stand: Stand) -> Tensor:
     """Of a batch, then captured and of another one."""
-    a = AllToAll(
-        engine, rank=comm.rank(), ranks=comm.size(), experts=EXPERTS, topk=TOPK,
-        hidden=CONFIG.hidden, max_tokens=M, dtype=torch.float32, answer_dtype=torch.float32,
-        device=stand.device, launcher=stand.launcher, timeout=TIMEOUT,
-    )  # fmt: skip
-    a.connect(comm.all_gather(a.card()))
-    weights = MoeWeights.random(CONFIG, seed=0, experts=a.local_experts).to(stand.device)
-    one = ParallelMoeLayer(CONFIG, weights, a, max_tokens=M)
-    x = batch(comm.rank(), M, EXPERTS, TOPK, CONFIG.hidden, torch.float32)[0].to(stand.device)
-    load(comm, engine, stand)
-    first = one.forward(x).clone()
-    a.check()
+
+    def made(rank: int, ranks: int, experts: int) -> ParallelExperts:
+        a = AllToAll(
+            engine, rank=rank, ranks=ranks, experts=experts, topk=TOPK, hidden=HIDDEN,
+            max_tokens=M, device=stand.device, launcher=stand.launcher, timeout=TIMEOUT,
+        )  # fmt: skip
+        return ParallelExperts(a, Expert, max_tokens=M)
+
+    def given(seed: int, experts: int = EXPERTS) -> list[Tensor]:
+        return [t.to(stand.device) for t in batch(seed, M, experts, TOPK, HIDDEN)]
+
+    # A rank alone loads the kernels: one that is loaded while another waits would wait for it.
+    alone = made(0, 1, EXPERTS // comm.size())
+    alone(*given(0, EXPERTS // comm.size()))
+    alone.exchange.check()
+    alone.exchange.close()
+    one = made(comm.rank(), comm.size(), EXPERTS)
+    one.exchange.connect(comm.all_gather(one.exchange.card()))
+    comm.all_gather(b"")
+    here = given(comm.rank())
+    first = one(*here).clone()
+    one.exchange.check()
     comm.all_gather(b"")
     kept: list[Tensor] = []
-    replay = stand.capture(lambda: kept.append(one.forward(x)))
+    replay = stand.capture(lambda: kept.append(one(*here)))
     comm.all_gather(b"")
-    x.copy_(batch(10 + comm.rank(), M, EXPERTS, TOPK, CONFIG.hidden, torch.float32)[0])
+    for old, new in zip(here, given(10 + comm.rank()), strict=True):
+        old.copy_(new)
     replay()
-    a.check()
+    one.exchange.check()
     found = torch.stack([first, kept[0]]).cpu()
     comm.all_gather(b"")
     return found
-
-
-def load(comm: PipeComm, engine: TransferEngine, stand: Stand) -> None:
-    """A whole layer of one rank alone: what loads kernels between an exchange's calls later might
-    wait for the peer."""
-    alone = AllToAll(
-        engine, rank=0, ranks=1, experts=EXPERTS // comm.size(), topk=TOPK,
-        hidden=CONFIG.hidden, max_tokens=M, dtype=torch.float32, answer_dtype=torch.float32,
-        device=stand.device, launcher=stand.launcher, timeout=TIMEOUT,
-    )  # fmt: skip
-    config = msgspec.structs.replace(
-        CONFIG, experts=EXPERTS // comm.size(), groups=1, kept_groups=1
-    )
-    weights = MoeWeights.random(config, seed=0).to(stand.device)
-    x = torch.zeros(M, CONFIG.hidden, device=stand.device)
-    ParallelMoeLayer(config, weights, alone, max_tokens=M).forward(x)
-    alone.check()
-    alone.close()
-    comm.all_gather(b"")
 
 
 def gradients(comm: Any, engine: TransferEngine, stand: Stand) -> list[Tensor | None]:

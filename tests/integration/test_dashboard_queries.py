@@ -15,7 +15,6 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +23,15 @@ import pytest
 from fabric_ray import TransferEngine
 from fabric_ray.errors import FabricError
 from fabric_ray.observe import Endpoint
+from fabric_ray.observe.dashboard import dashboard
 from tests.lacks import lacks
 from tests.ports import free_ports
 from tests.processes import within
 
 HOW = "apt-get install prometheus, or name it by FABRIC_RAY_PROMETHEUS=/path"
-BOARD = json.loads(resources.files("fabric_ray.observe").joinpath("dashboard.json").read_text())
 TARGETS = [
     pytest.param(target["expr"], id=f"{panel['title']} {target['refId']}")
-    for panel in BOARD["panels"]
+    for panel in dashboard()["panels"]
     for target in panel["targets"]
 ]
 # What there is nothing of while all goes well: an empty answer is the right one.
@@ -161,14 +160,14 @@ def legends(query: str) -> list[str]:
     """How the panel calls what the query finds."""
     return [
         target["legendFormat"]
-        for panel in BOARD["panels"]
+        for panel in dashboard()["panels"]
         for target in panel["targets"]
         if target["expr"] == query
     ]
 
 
 def test_the_variable_of_engines_finds_them(prometheus: Prometheus) -> None:
-    [variable] = [v for v in BOARD["templating"]["list"] if v["name"] == "engine"]
+    [variable] = [v for v in dashboard()["templating"]["list"] if v["name"] == "engine"]
     [(metric, label)] = re.findall(r"label_values\((\S+), (\w+)\)", variable["query"])
     found = prometheus.ask(filled_in(metric))
     assert {series["metric"][label] for series in found} == {"a", "b"}

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from benchmarks.harness.cases import KIB, Case
 from fabric_ray.bench.page import colours_of, svg_of
 from fabric_ray.bench.results import Row, row_of_turns
+from fabric_ray.cli.main import app
 
 pytest.importorskip("matplotlib", reason="reports have plots: pip install '.[ray]'")
 
@@ -55,3 +58,15 @@ def test_a_curve_of_one_size_has_numbers_at_its_side() -> None:
     picture = drawn(row(WRITE, ours=19.1, floor=24.7))
     texts = {"".join(text.itertext()).strip() for text in picture.iter(f"{SVG}text")}
     assert {"19.1", "24.7", "4KiB"} <= texts
+
+
+def test_the_command_draws_curves(tmp_path: Path) -> None:
+    page = tmp_path / "bench.html"
+    asked = ["bench", "--sizes", "16KiB,64KiB", "--turns", "1", "--transports", "tcp"]
+    done = CliRunner().invoke(app, [*asked, "--picture", str(page)])
+    assert done.exit_code == 0, done.output
+    text = page.read_text()
+    assert "cores</title>" in text
+    svg = ElementTree.fromstring(text[text.index("<svg") :])
+    assert svg.tag == f"{SVG}svg"
+    assert sum(1 for _ in svg.iter(f"{SVG}path")) > 10

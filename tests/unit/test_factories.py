@@ -32,20 +32,6 @@ def unnamed(source: str, path: str) -> list[str]:
     return found
 
 
-def test_the_search_finds_what_follows_a_default() -> None:
-    source = """
-torch.zeros(3)
-torch.arange(3, device="cpu")
-torch.full((2,), 1.0, dtype=torch.float32)
-torch.Tensor([1])
-torch.zeros(3, dtype=torch.float32, device="cpu")
-torch.zeros_like(x)
-x.new_zeros(3)
-torch.from_numpy(array)
-"""
-    assert [line.split(":")[1] for line in unnamed(source, "f")] == ["2", "3", "4", "5"]
-
-
 def test_every_factory_call_names_its_dtype_and_device() -> None:
     files = [f for top in ("fabric_ray", "kernels") for f in (ROOT / top).rglob("*.py")]
     assert len(files) > 300

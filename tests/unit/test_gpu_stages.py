@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.gpu.run import LIMIT, ROOT, STAGES, Step, run
+from tests.gpu.run import LIMIT, ROOT, STAGES
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -23,13 +21,3 @@ def test_every_check_belongs_to_a_stage() -> None:
     staged = {Path(a).name for steps in STAGES.values() for step in steps for a in step.arguments}
     # The last needs Ray as well, and is run by itself.
     assert {p.name for p in (ROOT / "tests/gpu").glob("test_*.py")} - staged <= {"test_rdt.py"}
-
-
-@pytest.mark.parametrize(("left", "how"), [(60.0, "ended with 3"), (0.0, "was not started")])
-def test_a_part_is_started_while_there_is_time(tmp_path: Path, left: float, how: str) -> None:
-    log = tmp_path / "log"
-    step = Step((sys.executable, "-c", "print('began'); raise SystemExit(3)"), 60)
-    ended = run(step, log, {**os.environ}, left)
-    assert ended.how == how
-    assert ended.code == (3 if left else None)
-    assert ("\nbegan" in log.read_text()) == (left > 0)

@@ -141,13 +141,3 @@ def test_crates_depend_downwards() -> None:
         depends = {d.get("package", n) if isinstance(d, dict) else n for n, d in named}
         found[crate["package"]["name"]] = depends & set(CRATES_MAY_USE)
     assert found == CRATES_MAY_USE
-
-
-def test_uses_are_found() -> None:
-    source = "use crate::{\n    api::{Imm, Op},\n    group::x,\n    Time,\n};\ncrate::memory::f();"
-    assert _uses(source) == {"api", "group", "time", "memory"}
-    assert _std("use std::{\n    sync::{Arc, Weak},\n    thread,\n};\nstd::fs::read") == {
-        "sync",
-        "thread",
-        "fs",
-    }

@@ -20,7 +20,6 @@ from fabric_ray.models.checkpoint import Checkpoint, save_checkpoint
 from fabric_ray.moe import cast
 from fabric_ray.moe.autograd import Differentiable, combine, dispatch
 from fabric_ray.moe.deepep import Buffer, ElasticBuffer
-from fabric_ray.moe.layer import MoeConfig, MoeLayer, MoeWeights
 from fabric_ray.moe.tokens import summed
 from fabric_ray.weights.quant import Cast, Format, Fp8, Int8, quantise
 from tests.moe_ranks import ThreadComm, batch, on_ranks
@@ -163,22 +162,6 @@ def test_rs_1_pplx_calls_follow_no_default() -> None:
         return counts, received, out
 
     check(work, RANKS)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rs_1_a_layer_and_its_weights_follow_no_default(dtype: str) -> None:
-    config = MoeConfig(
-        hidden=HIDDEN, experts=EXPERTS, topk=TOPK, intermediate=24, score="sigmoid", bias=True,
-        shared_intermediate=16, dtype=dtype,
-    )  # fmt: skip
-    x = BATCHES[0][0].to(config.torch_dtype)
-
-    def work() -> Any:
-        weights = MoeWeights.random(config, seed=3)
-        layer = MoeLayer(config, weights)
-        return weights.w13, weights.router, layer.forward(x), layer.forward(x, left_out=range(2))
-
-    check(work)
 
 
 def test_rs_1_sums_of_single_answers_follow_no_default() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -26,7 +24,6 @@ HEADER = (
     f"{'step':>5} {'version':>7} {'reward':>7} {'solved':>6}  {'staleness':<16} "
     f"{'samples/s':>9} {'push ms':>7}  generating"
 )
-_EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def model() -> ModelConfig:
@@ -149,10 +146,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         """Prints what was found, the curve and the verdict."""
         said, options = self.summary(), self.options
         first, last = self.quarters
-        console.print(f"\nReward by update, {options.samples} samples each")
-        console.print(plot([update.reward for update in self.updates]), highlight=False)
         asked, answered = self.example
-        console.print(f"One of the last samples: {asked}  →  {answered}\n", highlight=False)
+        console.print(f"\nOne of the last samples: {asked}  →  {answered}\n", highlight=False)
         told = {
             "weights_equal": f"{said['versions']} versions on {options.rollouts} rollouts, every "
             "bit",
@@ -203,25 +198,3 @@ def line(update: Update) -> str:
 def _histogram(staleness: dict[int, int]) -> str:
     total = sum(staleness.values())
     return " ".join(f"{behind}:{n / total:.0%}" for behind, n in staleness.items())
-
-
-def plot(values: Sequence[float], *, width: int = 60, height: int = 6) -> str:
-    """Columns from 0 to 1; where there are more values than ``width``, a column is the mean of
-    several."""
-    columns = [_eighths(value, height) for value in _binned(values, width)]
-    rows = []
-    for row in reversed(range(height)):
-        label = {height - 1: "1.0", 0: "0.0"}.get(row, "")
-        cells = "".join(_EIGHTHS[min(8, max(0, full - 8 * row))] for full in columns)
-        rows.append(f"{label:>3} │{cells}")
-    return "\n".join(rows)
-
-
-def _eighths(value: float, height: int) -> int:
-    return round(min(1.0, max(0.0, value)) * 8 * height)
-
-
-def _binned(values: Sequence[float], width: int) -> list[float]:
-    bins = min(width, len(values))
-    edges = [i * len(values) // bins for i in range(bins + 1)] if bins else [0]
-    return [statistics.fmean(values[a:b]) for a, b in pairwise(edges)]

@@ -69,11 +69,6 @@ def test_help_shows_examples_that_can_be_typed(command: str) -> None:
     assert any("--json" in words for words in shown)
 
 
-def test_an_example_with_an_option_that_is_not_there_is_noticed() -> None:
-    with pytest.raises(Exception, match="--bogus"):
-        parse(["plan", "llama-3.1-8b", "--bogus"])
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

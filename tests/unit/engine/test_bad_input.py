@@ -23,7 +23,6 @@ from fabric_ray import (
 )
 from fabric_ray.errors import (
     DecodeError,
-    EngineClosed,
     FabricError,
     InvalidArgument,
     OutOfBounds,
@@ -51,12 +50,10 @@ def test_lengths_that_do_not_fit(joined: tuple[Any, ...], offset: int, nbytes: i
     assert (e.value.nbytes, e.value.limit) == (nbytes, 4096)
 
 
-def test_writes_of_nothing_and_of_unequal_lengths(joined: tuple[Any, ...]) -> None:
+def test_writes_of_nothing(joined: tuple[Any, ...]) -> None:
     a, _, src, _, there = joined
     with pytest.raises(InvalidArgument, match="does nothing"):
         a.write(src, there, 0)
-    with pytest.raises(InvalidArgument, match="name nbytes"):
-        a.write(src[:10], there)
 
 
 def test_pages_that_make_no_sense(joined: tuple[Any, ...]) -> None:
@@ -111,8 +108,8 @@ def test_a_counter_of_another_peer_is_refused(joined: tuple[Any, ...]) -> None:
         a.write(src, there, imm="x")
 
 
-def test_a_deregistered_region_and_a_closed_engine(joined: tuple[Any, ...]) -> None:
-    a, b, src, dst, there = joined
+def test_a_deregistered_region(joined: tuple[Any, ...]) -> None:
+    a, _, src, dst, there = joined
     a.write(src, there).wait(10)
     dst.deregister()
     with pytest.raises(Stale, match="fresh descriptor"):
@@ -120,25 +117,6 @@ def test_a_deregistered_region_and_a_closed_engine(joined: tuple[Any, ...]) -> N
     src.deregister()
     with pytest.raises(Stale):
         a.write(src, there)
-    a.close()
-    a.close()
-    with pytest.raises(EngineClosed):
-        a.alloc(10)
-    with pytest.raises(EngineClosed):
-        a.write(b.alloc(4096), there) if False else a.peer(b.address)
-
-
-def test_configuration_that_makes_no_sense() -> None:
-    for bad in (
-        {"transport": "carrier-pigeon"},
-        {"tcp_streams": 0},
-        {"spin": "sometimes"},
-        {"spin": -1.0},
-        {"op_timeout": 0},
-        {"colour": "blue"},
-    ):
-        with pytest.raises(InvalidArgument):
-            TransferEngine(**bad)
 
 
 def test_rs_2_what_is_required_and_missing_is_named() -> None:
@@ -148,15 +126,6 @@ def test_rs_2_what_is_required_and_missing_is_named() -> None:
         TransferEngine(require="tcp", transport="shm")
     with pytest.raises(TransportUnavailable, match=r"192\.0\.2\.1"):
         TransferEngine(require="tcp", bind=("192.0.2.1",), token="t")
-
-
-def test_the_environment_configures_what_arguments_do_not(
-    monkeypatch: pytest.MonkeyPatch, open_engine: Callable[..., TransferEngine]
-) -> None:
-    monkeypatch.setenv("FABRIC_RAY_TRANSPORT", "tcp")
-    monkeypatch.setenv("FABRIC_RAY_SPIN", "5")
-    assert open_engine().address.transports == ["tcp"]
-    assert open_engine(transport="shm").address.transports == ["shm"]
 
 
 @pytest.mark.parametrize("cls", [EngineAddress, RegionDescriptor, CounterRef])

@@ -184,6 +184,7 @@ def test_a_closed_engine_says_so_to_every_call(open_engine: Callable[..., Transf
     there = a.import_region(inbox.descriptor())
     counter = a.counter()
     a.close()
+    a.close()
     for call in (
         lambda: a.alloc(64),
         lambda: a.register(np.zeros(3)),
@@ -234,6 +235,8 @@ def test_every_address_that_was_tried_is_named(open_engine: Callable[..., Transf
         ({"tcp_streams": 0, "spin": "x"}, r"tcp_streams=0: .*; spin='x': .*'always'"),
         ({"inline_bytes": 1 << 70}, "inline_bytes"),
         ({"op_timeout": float("inf")}, "op_timeout=inf"),
+        ({"op_timeout": 0}, "op_timeout=0"),
+        ({"spin": -1.0}, "spin=-1"),
         ({"peer_timeout": float("nan")}, "peer_timeout=nan"),
         ({"peer_timeout": 1e-9}, r"peer_timeout=1e-09: .* greater than or equal to 0\.01"),
         ({"config": {"name": "a"}}, "EngineConfig, not by a dict"),
@@ -256,7 +259,10 @@ def test_a_variable_is_named_as_it_was_given(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("FABRIC_RAY_TCP_STREAMS", "3")
     monkeypatch.setenv("FABRIC_RAY_BIND", "127.0.0.1, ::1")
     monkeypatch.setenv("FABRIC_RAY_OP_TIMEOUT", "7")
+    monkeypatch.setenv("FABRIC_RAY_TRANSPORT", "tcp")
+    monkeypatch.setenv("FABRIC_RAY_SPIN", "5")
     config = EngineConfig.resolve(None, {})
+    assert (config.transport, config.spin) == (("tcp",), 5)
     assert (config.tcp_streams, config.bind) == (3, ("127.0.0.1", "::1"))
     assert config.op_timeout == 7
 

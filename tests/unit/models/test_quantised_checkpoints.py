@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,11 @@ from msgspec import structs
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fabric_ray.errors import InvalidArgument
 from fabric_ray.inference.model import Model
 from fabric_ray.models import CheckpointError, UnsupportedModel, read_config
 from fabric_ray.models.boxes import load_parameters
 from fabric_ray.models.checkpoint import Checkpoint, save_checkpoint
 from fabric_ray.models.transformer import Transformer
-from fabric_ray.moe.layer import MoeConfig, MoeLayer, MoeWeights
 from tests.unit.models.small_models import SMALL, waves
 
 CONFIG = SMALL["llama"]
@@ -216,14 +213,3 @@ def test_rs_1_scales_in_memory_are_not_ignored() -> None:
     with pytest.raises(CheckpointError, match="weight_scale_inv") as caught:
         Model.of(CONFIG, full, revision="1")
     assert caught.value.parameter == WEIGHT
-
-
-@pytest.mark.parametrize("name", ["router", "w13", "w2", "shared_w2"])
-def test_rs_1_a_layer_of_experts_takes_plain_weights_only(name: str) -> None:
-    config = MoeConfig(shared_intermediate=32)
-    weights = MoeWeights.random(config, seed=0)
-    MoeLayer(config, weights)
-    for dtype in (torch.float8_e4m3fn, torch.int8):
-        quantised = replace(weights, **{name: getattr(weights, name).to(dtype)})
-        with pytest.raises(InvalidArgument, match=f"{name} is {dtype}"):
-            MoeLayer(config, quantised)

@@ -8,12 +8,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
-
 from fabric_ray import TransferEngine
 from fabric_ray.kernels.launch import Launcher
 from fabric_ray.moe import AllToAll
-from fabric_ray.moe.layer import MoeConfig
 from tests.moe_ranks import WAIT
 
 Done = TypeVar("Done")
@@ -46,17 +43,6 @@ def joined(
         yield ranks
 
 
-@contextmanager
-def exchanges(config: MoeConfig, ranks: int, *, max_tokens: int = 32) -> Iterator[list[AllToAll]]:
-    """Ranks of a layer's sizes."""
-    dtype = config.torch_dtype
-    with joined(
-        [None] * ranks, experts=config.experts, topk=config.topk, hidden=config.hidden,
-        max_tokens=max_tokens, dtype=dtype, answer_dtype=dtype,
-    ) as alls:  # fmt: skip
-        yield alls
-
-
 def on_each(ranks: Sequence[AllToAll], work: Callable[[AllToAll], Done]) -> list[Done]:
     """What ``work`` returns on each rank, each in a thread."""
     return together([partial(work, a) for a in ranks])
@@ -82,8 +68,3 @@ def together(works: list[Callable[[], Done]]) -> list[Done]:
     if errors:
         raise errors[0]
     return [results[i] for i in range(len(works))]
-
-
-def tokens(seed: int, count: int, config: MoeConfig) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(count, config.hidden, generator=generator).to(config.torch_dtype)

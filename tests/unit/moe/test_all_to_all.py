@@ -18,47 +18,6 @@ def group(ranks: int, **options: Any) -> AbstractContextManager[list[AllToAll]]:
     return joined([None] * ranks, **options)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_sums_are_those_of_one_place_bit_by_bit(ranks: int) -> None:
-    with group(ranks, experts=8, topk=3, hidden=64, max_tokens=33) as alls:
-
-        def work(a: AllToAll) -> None:
-            for turn, tokens in enumerate([33, 0, 1, 17]):
-                x, idx, w = batch(turn * 10 + a.rank, tokens, 8, 3, 64)
-                assert torch.equal(layer(a, x, idx, w, 4), unsharded(x, idx, w))
-
-        on_each(alls, work)
-
-
-def test_scales_go_with_their_tokens() -> None:
-    parts = [RowPart("scales", 3, torch.float32), RowPart("number", 1, torch.int16)]
-    options: dict[str, Any] = {"dtype": torch.float8_e4m3fn, "parts": parts, "private_rows": 2}
-    with group(2, experts=4, topk=2, hidden=48, max_tokens=9, **options) as alls:
-
-        def work(a: AllToAll) -> None:
-            x, idx, w = batch(a.rank, 9, 4, 2, 48)
-            x8 = x.to(torch.float8_e4m3fn)
-            number = torch.arange(9, dtype=torch.int16)[:, None] + 100 * a.rank
-            scales = number.float() * torch.tensor([1.0, 2.0, 3.0])
-            a.dispatch_send(x8, idx, scales=scales, number=number)
-            got = a.dispatch_recv(stride=18)
-            for local in range(2):
-                of = got.of(local)
-                assert of.start == 18 * local
-                numbers = got.parts["number"][of]
-                assert torch.equal(numbers, numbers.sort(0).values)
-                assert torch.equal(
-                    got.parts["scales"][of], numbers.float() * torch.tensor([1.0, 2.0, 3.0])
-                )
-            a.combine_send(torch.ones(len(got.x), 48, dtype=torch.bfloat16))
-            sums = a.combine_recv(w, dtype=torch.float32)
-            weights = torch.where(idx >= 0, w, 0.0)
-            ordered = weights[:, 0] + weights[:, 1]
-            assert torch.equal(sums, ordered[:, None].expand(9, 48))
-
-        on_each(alls, work)
-
-
 def test_answers_come_one_by_one_where_they_are_wanted() -> None:
     with group(2, experts=4, topk=3, hidden=8, max_tokens=6) as alls:
 

@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from fabric_ray.moe import AllToAll
-from fabric_ray.moe.layer import MoeConfig, MoeLayer, MoeWeights, ParallelMoeLayer
 from tests.host_graph import Graph, Waits
 from tests.host_kernels import Host
 from tests.moe_ranks import batch, expert, unsharded
-from tests.unit.moe.moe_ranks import joined, together, tokens
+from tests.unit.moe.moe_ranks import joined, together
 
 RANKS, EXPERTS, TOPK, HIDDEN, TOKENS = 2, 4, 2, 16, 6
 
@@ -95,55 +94,6 @@ def test_a_captured_dispatch_alone_is_replayed_with_whole_exchanges_between(host
                 assert torch.equal(got.x[got.of(i)], rows)
 
         on_all(ranks, work)
-
-
-def test_a_whole_layer_is_captured_and_replayed(host: Host) -> None:
-    config = MoeConfig(
-        hidden=HIDDEN, experts=EXPERTS, topk=TOPK, intermediate=8, shared_intermediate=8,
-        score="sigmoid", groups=2, kept_groups=2, bias=True,
-    )  # fmt: skip
-    whole = MoeLayer(config, MoeWeights.random(config, seed=0))
-    dtype = config.torch_dtype
-    with captured(host, dtype=dtype, answer_dtype=dtype) as ranks:
-
-        def work(a: AllToAll, graph: Graph) -> None:
-            weights = MoeWeights.random(config, seed=0, experts=a.local_experts)
-            layer = ParallelMoeLayer(config, weights, a, max_tokens=TOKENS)
-            x = tokens(a.rank, TOKENS, config)
-            with graph.capture():
-                out = layer.forward(x)
-            assert torch.equal(out, whole.forward(x))
-            before = layer.traffic.rows
-            for turn in range(1, 4):
-                x.copy_(tokens(10 * turn + a.rank, TOKENS, config))
-                graph.replay()
-                a.check()
-                assert torch.equal(out, whole.forward(x))
-            assert layer.traffic.rows > before
-
-        on_all(ranks, work)
-
-
-@pytest.mark.parametrize(
-    "asks",
-    [
-        lambda t: t.sum().item(),
-        lambda t: t.cpu(),
-        lambda t: int(t[0]),
-        lambda t: bool(t[0]),
-        lambda t: t.tolist(),
-        lambda t: t.numpy(),
-        lambda t: t[t > 0],
-        lambda t: torch.equal(t, t),
-        lambda t: t.nonzero(),
-        lambda t: t.repeat_interleave(t.int()),
-        lambda t: torch.tensor([1]),
-    ],
-)
-def test_what_would_wait_for_a_device_is_noticed(asks: Callable[[torch.Tensor], Any]) -> None:
-    graph = Graph()
-    with graph.capture(), pytest.raises(Waits):
-        asks(torch.ones(3))
 
 
 def test_nothing_of_a_device_can_be_asked_for_while_it_is_captured(host: Host) -> None:

@@ -85,20 +85,6 @@ def test_ranks_that_store_and_ranks_that_do_not_are_one_exchange(
         on_each(ranks, work)
 
 
-@pytest.mark.parametrize("shared_rows", [1, 5])
-def test_a_small_shared_buffer_takes_what_does_not_go_straight(
-    host: Host, shared_rows: int
-) -> None:
-    with group(host, (DIRECT, PLAIN, DIRECT), private_rows=1, shared_rows=shared_rows) as ranks:
-
-        def work(a: AllToAll) -> None:
-            for turn in range(3):
-                x, idx, w = given(turn * 10 + a.rank)
-                assert torch.equal(layer(a, x, idx, w), unsharded(x, idx, w))
-
-        on_each(ranks, work)
-
-
 def test_combine_may_be_left_out_and_comes_again(host: Host) -> None:
     with group(host, (DIRECT, PLAIN, DIRECT)) as ranks:
 

@@ -27,28 +27,6 @@ def group(
     return joined([host.another() if on_kernels else None for on_kernels in kernels], **options)
 
 
-MIXES = [(True, True), (True, False), (False, True, True), (True,)]
-
-
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("kernels", MIXES, ids=str)
-def test_ranks_with_kernels_and_without_are_one_exchange(
-    host: Host, kernels: tuple[bool, ...], transport: str
-) -> None:
-    experts = 2 * len(kernels)
-    sizes = {"experts": experts, "topk": 2, "hidden": 24, "max_tokens": 9}
-    with group(host, kernels, transport=transport, **sizes) as ranks:
-
-        def work(a: AllToAll) -> None:
-            for turn, tokens in enumerate([9, 0, 1, 5]):
-                x, idx, w = batch(turn * 10 + a.rank, tokens, experts, 2, 24)
-                assert torch.equal(layer(a, x, idx, w, 4), unsharded(x, idx, w))
-                a.check()
-            assert a.left_out == ()
-
-        on_each(ranks, work)
-
-
 @pytest.mark.parametrize("stride", [None, 18])
 def test_tokens_and_their_scales_come_as_they_do_without_kernels(
     host: Host, stride: int | None
@@ -101,21 +79,6 @@ def test_rows_and_answers_come_in_turns_where_the_shared_buffer_is_small(
             for turn, tokens in enumerate([7, 2, 7]):
                 x, idx, w = batch(turn * 10 + a.rank, tokens, 3, 2, 8)
                 assert torch.equal(layer(a, x, idx, w, 4), unsharded(x, idx, w))
-
-        on_each(ranks, work)
-
-
-def test_combine_may_be_left_out(host: Host) -> None:
-    with group(host, (True, False, True), experts=3, topk=2, hidden=8, max_tokens=5) as ranks:
-
-        def work(a: AllToAll) -> None:
-            for turn in range(6):
-                x, idx, w = batch(turn * 10 + a.rank, 5, 3, 2, 8)
-                if turn % 3 == 2:
-                    assert torch.equal(layer(a, x, idx, w, 4), unsharded(x, idx, w))
-                else:
-                    a.dispatch_send(x, idx)
-                    assert a.dispatch_recv().counts.sum() <= 30
 
         on_each(ranks, work)
 

@@ -6,6 +6,7 @@ The kernels run on the processor. Where a GPU would be asked to wait, a capture 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,101 +15,54 @@ from torch import Tensor
 
 from fabric_ray import errors
 from fabric_ray.moe import AllToAll, cast, pplx
-from fabric_ray.moe.arithmetic import FAST, FIXED
 from fabric_ray.moe.autograd import Differentiable, combine, dispatch
 from fabric_ray.moe.deepep import Buffer
-from fabric_ray.moe.layer import MoeConfig, MoeLayer, MoeWeights, ParallelMoeLayer
-from fabric_ray.moe.model import MoeModel, MoeModelConfig
+from fabric_ray.moe.layer import ParallelExperts
 from tests.host_graph import Graph
 from tests.host_kernels import Host
-from tests.moe_ranks import ThreadComm, batch, expert, on_all_ranks, on_ranks, rank_of, unsharded
-from tests.unit.moe.moe_ranks import tokens
+from tests.moe_ranks import (
+    Expert,
+    ThreadComm,
+    batch,
+    expert,
+    on_all_ranks,
+    on_ranks,
+    rank_of,
+    unsharded,
+)
 
 EXPERTS, TOPK, M, HIDDEN = 6, 2, 5, 512
-DEEPSEEK = MoeConfig(
-    hidden=32, experts=6, topk=2, intermediate=24, shared_intermediate=16,
-    score="sigmoid", scale=2.5, groups=3, kept_groups=2, bias=True, dtype="bfloat16",
-)  # fmt: skip
-QWEN = MoeConfig(hidden=24, experts=6, topk=3, intermediate=20)
 KERNELS = [(True, True), (True, False, True)]
 """Which ranks have them."""
 
 
-def exchange_of(comm: ThreadComm, config: MoeConfig, launcher: Any) -> AllToAll:
-    dtype = config.torch_dtype
-    made: AllToAll = rank_of(
-        AllToAll, comm, experts=config.experts, topk=config.topk, hidden=config.hidden,
-        max_tokens=M, dtype=dtype, answer_dtype=dtype, launcher=launcher,
-    )  # fmt: skip
-    return made
-
-
 @pytest.mark.parametrize("kernels", KERNELS, ids=str)
-@pytest.mark.parametrize("config", [DEEPSEEK, QWEN], ids=["deepseek", "qwen"])
-def test_a_layer_has_the_bits_of_one_place_and_the_traffic_of_the_host(
-    host: Host, config: MoeConfig, kernels: tuple[bool, ...]
+def test_a_layer_has_the_bits_of_one_place_and_waits_for_nothing(
+    host: Host, kernels: tuple[bool, ...]
 ) -> None:
-    whole = MoeLayer(config, MoeWeights.random(config, seed=0))
-
-    def traffic(with_kernels: bool) -> list[tuple[int, ...]]:
-        def work(comm: ThreadComm) -> tuple[int, ...]:
-            on_kernels = with_kernels and kernels[comm.rank()]
-            a = exchange_of(comm, config, host.another() if on_kernels else None)
-            assert a.asynchronous == on_kernels
-            weights = MoeWeights.random(config, seed=0, experts=a.local_experts)
-            layer = ParallelMoeLayer(config, weights, a, max_tokens=M)
-            for turn, count in enumerate([M, 0, 2 * M - 1]):
-                x = tokens(10 * turn + comm.rank(), count, config)
-                assert torch.equal(layer.forward(x, rounds=2), whole.forward(x))
-            a.check()
-            t = layer.traffic
-            return t.exchanges, t.rows, t.dispatched_nbytes, t.combined_nbytes
-
-        return on_ranks(len(kernels), work)
-
-    assert traffic(True) == traffic(False)
-
-
-@pytest.mark.parametrize("arithmetic", [FIXED, FAST], ids=["fixed", "fast"])
-@on_all_ranks(2)
-def test_a_layer_waits_for_nothing(comm: ThreadComm, host: Host, arithmetic: Any) -> None:
-    graph = Graph()
-    a = exchange_of(comm, DEEPSEEK, graph.launcher(host.another()))
-    weights = MoeWeights.random(DEEPSEEK, seed=0, experts=a.local_experts)
-    layer = ParallelMoeLayer(DEEPSEEK, weights, a, max_tokens=M, arithmetic=arithmetic)
-    x = tokens(comm.rank(), M, DEEPSEEK)
-    with graph.capture():
-        out = layer.forward(x)
-    first = out.clone()
-    out.zero_()
-    graph.replay()
-    a.check()
-    assert torch.equal(out, first)
-
-
-@on_all_ranks(1)
-def test_weights_have_to_lie_where_tokens_do(comm: ThreadComm, host: Host) -> None:
-    a = exchange_of(comm, QWEN, host.another())
-    weights = MoeWeights.random(QWEN, seed=0, experts=a.local_experts).to("meta")
-    with pytest.raises(errors.InvalidArgument, match="weights lie on meta, tokens on cpu"):
-        ParallelMoeLayer(QWEN, weights, a, max_tokens=M)
-    with pytest.raises(errors.InvalidArgument, match="leave device out"):
-        MoeModel(MoeModelConfig(moe=QWEN), exchange=a, max_tokens=M, device="cpu")
-
-
-def test_a_model_says_what_it_says_in_one_place(host: Host) -> None:
-    config = MoeModelConfig(moe=DEEPSEEK, vocab=32, positions=32)
-    prompts = [[1, 2, 3], [4, 5], [6]]
-    said = MoeModel(config, seed=3).generate(prompts, 4)
-
     def work(comm: ThreadComm) -> None:
-        a = exchange_of(comm, DEEPSEEK, host.another())
-        model = MoeModel(config, seed=3, exchange=a, max_tokens=M)
-        assert model.device == a.device
-        mine = prompts[comm.rank() :: 2]
-        assert model.generate(mine, 4, rounds=2) == said[comm.rank() :: 2]
+        graph = Graph() if kernels[comm.rank()] else None
+        launcher = None if graph is None else graph.launcher(host.another())
+        a = rank_of(
+            AllToAll, comm, experts=EXPERTS, topk=TOPK, hidden=HIDDEN, max_tokens=M,
+            launcher=launcher,
+        )  # fmt: skip
+        layer = ParallelExperts(a, Expert, max_tokens=M)
+        x, chosen, w = batch(comm.rank(), M, EXPERTS, TOPK, HIDDEN)
+        with nullcontext() if graph is None else graph.capture():
+            out = layer(x, chosen, w)
+        a.check()
+        assert torch.equal(out, unsharded(x, chosen, w))
+        for here, new in zip((x, chosen, w), batch(9, M, EXPERTS, TOPK, HIDDEN), strict=True):
+            here.copy_(new)
+        if graph is None:
+            out = layer(x, chosen, w)
+        else:
+            graph.replay()
+        a.check()
+        assert torch.equal(out, unsharded(x, chosen, w))
 
-    on_ranks(2, work)
+    on_ranks(len(kernels), work)
 
 
 def gradients(kernels: tuple[bool, ...], host: Host, multiple: int) -> list[list[Tensor | None]]:

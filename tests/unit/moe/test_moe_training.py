@@ -4,50 +4,59 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fabric_ray.models import ModelConfig
+from fabric_ray.models.boxes import InitialWeights, load_parameters
+from fabric_ray.models.config import Moe
+from fabric_ray.models.transformer import Mlp, Transformer
 from fabric_ray.moe.autograd import Differentiable
-from fabric_ray.moe.layer import MoeConfig
-from fabric_ray.moe.model import MoeModel, MoeModelConfig
+from fabric_ray.moe.layer import ParallelExperts
 from tests.moe_ranks import ThreadComm, on_ranks, rank_of
 
-RANKS, STEPS, RATE, M = 4, 3, 0.02, 8
-CONFIG = MoeModelConfig(
-    moe=MoeConfig(hidden=32, experts=8, topk=3, intermediate=24, shared_intermediate=16),
-    vocab=24,
-    positions=16,
-)
-SEQUENCES = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10], [11, 12, 13, 14], [15, 16, 17], [18, 19, 20]]
+RANKS, STEPS, RATE, LENGTH = 4, 3, 0.05, 5
+MOE = Moe(experts=8, top_k=3, intermediate=24, shared_intermediate=16)
+CONFIG = ModelConfig(
+    "qwen2_moe", vocab=24, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate=48,
+    qkv_bias=True, moe=MOE, dtype="float32",
+)  # fmt: skip
+SEQUENCES = torch.arange(RANKS * LENGTH).view(RANKS, LENGTH)
 
 
-def loss_of(model: MoeModel, sequences: list[list[int]], rounds: int) -> Tensor:
+def model(exchange: Differentiable | None = None) -> Transformer:
+    made = Transformer(CONFIG)
+    if exchange is not None:
+        for block in made.model.layers:
+            block.mlp.experts = ParallelExperts(
+                exchange, lambda _: Mlp(CONFIG.hidden, MOE.intermediate, torch.float32),
+                max_tokens=LENGTH,
+            )  # fmt: skip
+    load_parameters(made, InitialWeights(CONFIG, seed=4, std=0.2))
+    return made
+
+
+def loss_of(made: nn.Module, sequences: Tensor) -> Tensor:
     """The sum over tokens but each sequence's first, of how unlikely they were."""
-    logits = model.forward(sequences, rounds=rounds)
-    total = torch.zeros(())
-    for rows, tokens in zip(logits, sequences, strict=True):
-        wanted = torch.tensor(tokens[1:])
-        total = total + torch.nn.functional.cross_entropy(rows[:-1], wanted, reduction="sum")
-    return total
+    logits = made(sequences)[:, :-1].flatten(0, 1)
+    return nn.functional.cross_entropy(logits, sequences[:, 1:].flatten(), reduction="sum")
+
+
+def step(made: nn.Module) -> None:
+    for p in made.parameters():
+        assert p.grad is not None
+        p.data -= RATE * p.grad
+        p.grad = None
 
 
 def trained() -> tuple[list[float], dict[str, Tensor]]:
     """Losses and parameters of the model in one place."""
-    model = MoeModel(CONFIG, seed=4, deterministic=False)
-    parameters = {name: p.requires_grad_() for name, p in model.parameters().items()}
-    losses = []
+    made, losses = model(), []
     for _ in range(STEPS):
-        loss = loss_of(model, SEQUENCES, 1)
+        loss = loss_of(made, SEQUENCES)
         loss.backward()
         losses.append(loss.item())
-        step(parameters)
-    return losses, {name: p.detach() for name, p in parameters.items()}
-
-
-def step(parameters: dict[str, Tensor]) -> None:
-    for p in parameters.values():
-        assert p.grad is not None
-        p.data -= RATE * p.grad
-        p.grad = None
+        step(made)
+    return losses, dict(made.named_parameters())
 
 
 @pytest.mark.parametrize("per_node", [None, 1, 2])
@@ -58,32 +67,26 @@ def test_a_model_is_trained_as_in_one_place(per_node: int | None) -> None:
 
     def work(comm: ThreadComm) -> list[float]:
         exchange = rank_of(
-            Differentiable, comm, experts=CONFIG.moe.experts, topk=CONFIG.moe.topk,
-            hidden=CONFIG.moe.hidden, max_tokens=M, dtype=torch.float32, ranks_per_node=per_node,
-            chunk=4,
+            Differentiable, comm, experts=MOE.experts, topk=MOE.top_k, hidden=CONFIG.hidden,
+            max_tokens=LENGTH, dtype=torch.float32, ranks_per_node=per_node, chunk=4,
         )  # fmt: skip
-        model = MoeModel(CONFIG, seed=4, exchange=exchange, max_tokens=M, deterministic=False)
-        parameters = {name: p.requires_grad_() for name, p in model.parameters().items()}
-        said = []
+        made, said = model(exchange), []
         for turn in range(STEPS):
-            loss = loss_of(model, SEQUENCES[comm.rank() :: RANKS], 2)
+            loss = loss_of(made, SEQUENCES[comm.rank()][None])
             loss.backward()
             exchange.check()
             said.append(loss.item())
-            for name, p in parameters.items():
+            for name, p in made.named_parameters():
                 assert p.grad is not None
                 gathered.setdefault(f"{turn}.{name}", []).append(p.grad)
             comm.all_gather(b"")
-            for name, p in parameters.items():
-                if "experts" not in name:
+            for name, p in made.named_parameters():
+                if "experts." not in name:
                     p.grad = torch.stack(gathered[f"{turn}.{name}"]).sum(0)
             comm.all_gather(b"")
-            step(parameters)
-        each = CONFIG.moe.experts // RANKS
-        here = slice(comm.rank() * each, (comm.rank() + 1) * each)
-        for name, p in parameters.items():
-            want = wanted[name][here] if "experts" in name else wanted[name]
-            torch.testing.assert_close(p.detach(), want, rtol=1e-4, atol=1e-5)
+            step(made)
+        for name, p in made.named_parameters():
+            torch.testing.assert_close(p, wanted[name], rtol=1e-4, atol=1e-5)
         return said
 
     of_ranks = on_ranks(RANKS, work)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 import urllib.error
 import urllib.request
-from importlib import resources
 
 import pytest
 
 from fabric_ray import TransferEngine
 from fabric_ray.engine.observability import Histogram
 from fabric_ray.observe import Endpoint
+from fabric_ray.observe.dashboard import dashboard
 from fabric_ray.observe.prometheus import render, text
 from fabric_ray.observe.samples import FAMILIES, Sample, samples
 
@@ -91,7 +90,7 @@ def test_the_endpoint_has_the_processs_metrics(pair: Pair) -> None:
 
 
 def test_the_dashboard_names_metrics_and_labels_that_there_are() -> None:
-    board = json.loads(resources.files("fabric_ray.observe").joinpath("dashboard.json").read_text())
+    board = dashboard()
     known = {}
     for family in FAMILIES:
         ends = ("_bucket", "_sum", "_count") if family.kind == "histogram" else ("",)

@@ -11,7 +11,7 @@ import torch
 from fabric_ray.demo.actors import same_bits
 from fabric_ray.demo.options import Rl as Options
 from fabric_ray.demo.rl.actors import covered
-from fabric_ray.demo.rl.outcome import Outcome, Update, plot
+from fabric_ray.demo.rl.outcome import Outcome, Update
 from fabric_ray.errors import InvalidArgument
 
 UPDATE = Update(
@@ -83,11 +83,6 @@ def test_covered_is_a_share_of_time() -> None:
     assert covered((10.0, 20.0), [(0.0, 12.0), (15.0, 16.0), (19.0, 30.0)]) == pytest.approx(0.4)
     assert covered((10.0, 20.0), []) == 0
     assert covered((10.0, 10.0), [(0.0, 20.0)]) == 0
-
-
-def test_the_curve_in_text() -> None:
-    assert plot([0.0, 0.5, 1.0], height=2) == "1.0 │  █\n0.0 │ ██"
-    assert all(len(row) == 5 + 60 for row in plot([0.5] * 1000).splitlines())
 
 
 @pytest.mark.parametrize("wrong", [{"steps": 3}, {"staleness": -1}, {"group": 1}, {"rollouts": 0}])
