@@ -356,6 +356,9 @@ def sglang_names(extend: bool, dtype: str) -> dict[str, Any]:
             SGLANG_IN_DEEPGEMM_PRECOMPILE_STAGE=off,
             SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK=limit,
             SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK=limit,
+            SGLANG_NIXL_EP_NUM_MAX_DISPATCH_TOKENS_PER_RANK=limit,
+            SGLANG_NIXL_EP_BF16_DISPATCH=off,
+            SGLANG_PPLX_NUM_MAX_DISPATCH_TOKENS_PER_RANK=limit,
             SGLANG_DEEPEP_V2_ENABLE_PREFILL_EXPAND=SimpleNamespace(get=lambda: None),
             SGLANG_DEEPEP_V2_NUM_SMS=SimpleNamespace(get=lambda: 0),
         ),
@@ -488,8 +491,6 @@ def sglang_pplx(me: Rank) -> None:
     """With one rank of a data-parallel group, and with two that have the same tokens."""
     for dp in (1, 2):
         names = sglang_names(False, "bf16")
-        limit = SimpleNamespace(get=lambda: M)
-        names["envs"].SGLANG_PPLX_NUM_MAX_DISPATCH_TOKENS_PER_RANK = limit
         parallel = SimpleNamespace(attn_tp_size=dp, attn_dp_size=me.ranks // dp, nnodes=2)
         names["get_parallel"] = lambda parallel=parallel: parallel
         found = whole(f"{DISPATCHERS}.pplx", names, "sglang")
