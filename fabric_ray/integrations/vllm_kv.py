@@ -279,9 +279,11 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         sent, received = self.get_finished(finished_req_ids)
-        self._freed.update(sent or ())
+        if _takes_groups:
+            self._freed.update(sent or ())
+            sent = None
         return _base.KVConnectorTransferResults(
-            finished_sending=set(),
+            finished_sending=sent or set(),
             finished_recving=received or set(),
             failed_recving=self._fetcher.failed() if self._fetcher is not None else set(),
         )
@@ -312,7 +314,9 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
     # The scheduler's half
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._of_scheduler().pins.bind(gpu_block_pool)
+        # Blocks are pinned where workers report by connector metadata that they are free.
+        if _takes_groups:
+            self._of_scheduler().pins.bind(gpu_block_pool)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
