@@ -37,7 +37,7 @@ unsafe impl GlobalAlloc for Counting {
 static ALLOCATOR: Counting = Counting;
 
 /// Time after a loss at which the engine may forget a peer.
-const REST: Duration = Duration::from_millis(500);
+const REST: Duration = Duration::from_secs(2);
 const WAIT: Duration = Duration::from_secs(20);
 
 fn open(name: &str, transport: TransportKind) -> TransferEngine {
