@@ -52,7 +52,8 @@ class BoxRead(NamedTuple):
 
     def of(self, box: torch.Tensor) -> torch.Tensor:
         """The elements that the loader copies, of the box's."""
-        read = box.as_strided(self.view.shape, self.view.strides, self.view.offset)
+        begin = box.storage_offset() + self.view.offset
+        read = box.as_strided(self.view.shape, self.view.strides, begin)
         for dtype in self.casts:
             read = read.to(dtype)
         return read

@@ -353,7 +353,7 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
             for name, tensor in _full_tensors(self.source):
                 missing.pop(name, None)
                 settle(self._outbox.put(name, tensor))
-            if missing:
+            if missing:  # RS-1
                 raise InvalidArgument(
                     f"the source did not yield {len(missing)} of its tensors, the first of them "
                     f"`{next(iter(missing))}`; begin a fresh pass at each iteration"

@@ -99,7 +99,12 @@ class Reload:
                 "yields every parameter at each update, such as ModuleSource"
             )
         self._check_lacking()
+        tied = self._tied()
         framework(RELOAD, "vllm").finalize_layerwise_reload(self._model, self._config)
+        for layer in tied:
+            # RS-1: its kernel may have a copy of the weights, packed, which vLLM leaves old.
+            if (method := getattr(layer, "quant_method", None)) is not None:
+                method.process_weights_after_loading(layer)
 
     def count(self, landings: Iterable[Landing]) -> set[str]:
         """Counts what a recorded loader fills; returns layers that it fills in part."""
@@ -185,6 +190,24 @@ class Reload:
         layerwise = framework(f"{RELOAD}.layerwise", "vllm")
         skipped = framework(f"{RELOAD}.meta", "vllm").SKIP_LOAD_TENSORS
         count = framework(f"{RELOAD}.utils", "vllm").get_tensor_load_numel
+        tied = self._tied()
+        found = []
+        for name, layer in self._model.named_modules():
+            info = layerwise.get_layerwise_info(layer)
+            # Scales of attention have defaults.
+            if not info.can_load() or layerwise.is_deferred_attention_layer(layer):
+                continue
+            if layer in tied or _is_padded(layer, info):
+                continue
+            parameters = layer.named_parameters(recurse=False)
+            total = sum(count(tensor) for key, tensor in parameters if key not in skipped)
+            if info.load_numel < total:
+                found.append(name)
+        return found
+
+    def _tied(self) -> set[torch.nn.Module]:
+        """Layers that have no tensors but those of layers that have come."""
+        layerwise = framework(f"{RELOAD}.layerwise", "vllm")
         infos = {layer: layerwise.get_layerwise_info(layer) for layer in self._model.modules()}
         new = set()
         for layer, info in infos.items():
@@ -192,22 +215,14 @@ class Reload:
                 new |= {id(tensor) for tensor in layer.parameters(recurse=False)}
             elif _is_padded(layer, info):
                 new |= {id(tensor) for tensor in info.kernel_tensors[0].values()}
-        found = []
-        for name, layer in self._model.named_modules():
-            info = infos[layer]
-            # Scales of attention have defaults.
-            if not info.can_load() or layerwise.is_deferred_attention_layer(layer):
-                continue
-            # A tied layer has another's tensors.
-            if all(id(tensor) in new for tensor in info.kernel_tensors[0].values()):
-                continue
-            if _is_padded(layer, info):
-                continue
-            parameters = layer.named_parameters(recurse=False)
-            total = sum(count(tensor) for key, tensor in parameters if key not in skipped)
-            if info.load_numel < total:
-                found.append(name)
-        return found
+        return {
+            layer
+            for layer, info in infos.items()
+            if info.can_load()
+            and info.load_numel == 0
+            and (own := info.kernel_tensors[0])
+            and all(id(tensor) in new for tensor in own.values())
+        }
 
     def _without_bias(self) -> list[str]:
         """Routers whose bias did not come."""

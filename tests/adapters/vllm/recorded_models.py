@@ -141,7 +141,8 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         }
         # Weights that are packed for a kernel are seen by what it computes with them.
         if hasattr(layer, "cpu_linear"):
-            ones = torch.eye(layer.input_size_per_partition)
+            width = getattr(layer, "input_size_per_partition", None) or layer.input_size
+            ones = torch.eye(width)
             found[f"{path}()"] = layer.cpu_linear(ones, layer.weight, None)
     return found
 

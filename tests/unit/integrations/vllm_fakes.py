@@ -128,6 +128,13 @@ def place(layer: torch.nn.Module, info: Info) -> None:
     layer._parameters.update(info.kernel_tensors[0] if info.kernel_tensors else {})
 
 
+class Packed:
+    """A kernel that keeps a copy of its weights."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        layer.packed = layer.weight.detach().clone()
+
+
 class Model(torch.nn.Module):
     """Three layers of two checkpoint tensors each, and one tied to the first."""
 
@@ -140,6 +147,8 @@ class Model(torch.nn.Module):
         self.tied.weight = self.l0.weight
         for parameter in self.parameters():
             parameter.data.fill_(0)
+        self.tied.quant_method = Packed()
+        self.tied.quant_method.process_weights_after_loading(self.tied)
 
     def load_weights(self, weights: Any) -> None:
         for name, tensor in weights:
@@ -155,7 +164,8 @@ class Model(torch.nn.Module):
     def versions(self) -> set[float]:
         """Versions of all weights; ``nan`` for weights that were never written."""
         assert not any(p.is_meta for p in self.parameters()), "a step would end the server"
-        return {x for p in self.parameters() for x in p.flatten().tolist()}
+        tensors = (*self.parameters(), self.tied.packed)
+        return {x for tensor in tensors for x in tensor.flatten().tolist()}
 
 
 def tensors(version: float) -> dict[str, torch.Tensor]:
