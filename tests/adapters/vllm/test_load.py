@@ -183,14 +183,16 @@ def test_outputs_are_those_of_a_plain_server(stand: Stand, capsys: Any) -> None:
     for number, wave in enumerate(waves):
         # The prefiller dies once, while requests of a wave run.
         killer = threading.Thread(target=stand.replace_prefiller)
-        with ThreadPoolExecutor(source.choice(CONCURRENCY)) as pool:
-            got = pool.map(stand.ask, wave)
-            if number == len(waves) // 2:
-                time.sleep(0.5)
-                killer.start()
-            found = list(got)
-        if killer.ident is not None:
-            killer.join()
+        try:
+            with ThreadPoolExecutor(source.choice(CONCURRENCY)) as pool:
+                got = pool.map(stand.ask, wave)
+                if number == len(waves) // 2:
+                    time.sleep(0.5)
+                    killer.start()
+                found = list(got)
+        finally:
+            if killer.ident is not None:
+                killer.join()  # or its server would outlive this test
         with ThreadPoolExecutor(4) as pool:
             wanted = list(pool.map(stand.expected, wave))
         for each, answer, right in zip(wave, found, wanted, strict=True):
