@@ -96,6 +96,9 @@ class FabricTrainerInitInfo(_vllm.TrainerInitInfo):  # type: ignore[misc]
     leave: tuple[str, ...] = ()
     """Patterns of layers of vLLM's model that may keep old weights, such as ``visual.*``. A layer
     that an update leaves out is an error otherwise."""
+    shards: bool = False
+    """Whether each trainer writes its own shards beside the model. Otherwise rank 0 streams whole
+    tensors."""
 
 
 class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[misc]
@@ -223,7 +226,7 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
             raise InvalidArgument(
                 f"pause: got {init_info.pause!r}, expected {' or '.join(map(repr, PAUSES))}"
             )
-        shards = shards_of(source, init_info.rank)
+        shards = shards_of(source, init_info.rank) if init_info.shards else None
         if shards is None:
             source = full_source(source)
             _check_source(source)

@@ -76,7 +76,7 @@ def main(url: str, options: dict[str, Any], rank: int, ranks: int, port: str) ->
         try:
             if sender is None:
                 module = sharded(asked["checkpoint"], ranks)
-                info = {"rank": rank, "workers": 1, "timeout": 120.0, **options}
+                info = {"rank": rank, "workers": 1, "timeout": 120.0, "shards": True, **options}
                 sender = WeightTransferTrainerFactory.trainer_init(
                     FabricTrainerInitInfo(**info),
                     client=HTTPVLLMWeightSyncClient(url),
