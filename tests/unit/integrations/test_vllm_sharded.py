@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from fabric_ray.errors import FabricError, InvalidArgument, WeightSyncError
+from fabric_ray.engine import TransferEngine
+from fabric_ray.errors import FabricError, InvalidArgument, Unsupported, WeightSyncError
 from fabric_ray.integrations.load_recorder import BoxRead, LoadRecording, record
 from fabric_ray.integrations.vllm_kv_content import weights
 from fabric_ray.plan.dtensor import param_meta
@@ -379,3 +380,17 @@ def test_rs_3_fsdp2_ranks_push_their_shards_and_one_that_is_killed_changes_nothi
     finally:
         for each in ranks:
             each.__exit__()
+
+
+def test_rs_1_shards_of_experts_are_refused_until_they_are_put_into_use_right(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fabric_ray.integrations import vllm_sharded
+    from fabric_ray.integrations.vllm_recorded import RecordedModel
+
+    recorded = RecordedModel(torch.nn.Module(), {"model.layers.0.mlp.experts.routed_experts": []})
+    monkeypatch.setattr(vllm_sharded, "record_model", lambda *_: recorded)
+    with TransferEngine() as engine, pytest.raises(Unsupported, match="shards=False"):
+        vllm_sharded.ShardedWorker(
+            recorded.model, None, [], leave=(), engine=engine, host="127.0.0.1"
+        )
