@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -40,12 +42,14 @@ class Reload:
         self._leave = leave
         self._began = False
         self._biases: set[str] = set()
+        self._steps = ExitStack()
 
     def begin(self) -> None:
         """Moves the model off its weights, if it has them still."""
         if not self._began:
             self._began = True
             framework(RELOAD, "vllm").initialize_layerwise_reload(self._model)
+            self._steps.enter_context(_kernel_steps(self._model, self._config.dtype))
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         """Loads a tensor of checkpoint format."""
@@ -100,7 +104,7 @@ class Reload:
             )
         self._check_lacking()
         tied = self._tied()
-        framework(RELOAD, "vllm").finalize_layerwise_reload(self._model, self._config)
+        self._finalize()
         for layer in tied:
             # RS-1: its kernel may have a copy of the weights, packed, which vLLM leaves old.
             if (method := getattr(layer, "quant_method", None)) is not None:
@@ -152,6 +156,7 @@ class Reload:
                 layerwise._place_kernel_tensors(layer, info)
                 info.reset()
         self._model._do_torchao_reload = self._model._original_do_torchao_reload
+        self._steps.close()
         self._began = False
 
     def abandon(self) -> None:
@@ -166,7 +171,26 @@ class Reload:
                 # RS-3: what is buffered here would count for the next update as well.
                 info.loaded_weights.clear()
                 info.load_numel = 0
-        layerwise.finalize_layerwise_reload(self._model, self._config)
+        self._finalize()
+
+    def _finalize(self) -> None:
+        self._keep_packed()
+        with _default_dtype(self._config.dtype):
+            framework(RELOAD, "vllm").finalize_layerwise_reload(self._model, self._config)
+        self._steps.close()
+
+    def _keep_packed(self) -> None:
+        """Leaves layers of attention as they are that have packed and released a parameter of
+        which no new one has come: vLLM would pack it again."""
+        layerwise = framework(f"{RELOAD}.layerwise", "vllm")
+        for layer in self._model.modules():
+            info = layerwise.get_layerwise_info(layer)
+            if layerwise.is_deferred_attention_layer(layer) and info.can_load():
+                parts = [layerwise.get_layerwise_info(part) for part in layer.children()]
+                kept = [part.kernel_tensors[0] for part in parts if part.can_load()]
+                if any(not tensor.numel() for own in kept for tensor in own.values()):
+                    layerwise._place_kernel_tensors(layer, info)
+                    info.reset()
 
     def _note_biases(self, names: Iterable[str]) -> None:
         self._biases |= {name for name in names if name.endswith(_ROUTER_BIAS)}
@@ -239,6 +263,71 @@ class Reload:
             if not came and not left:
                 found.append(layers[0])
         return found
+
+
+@contextmanager
+def _kernel_steps(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Has layers processed as by a load, where vLLM's reload differs (RS-1).
+
+    A reload leaves out the own step of the kernel of unquantised experts. Kernels for CPUs pack the
+    weights in it, so they would take rows of the checkpoint for packed ones. And a reload fails at
+    parameters without elements, which a layer of attention has packed and released after a load.
+    """
+    found = (getattr(layer, "quant_method", None) for layer in model.modules())
+    methods = {id(m): m for m in found if hasattr(m, "process_weights_after_loading")}
+    for method in methods.values():
+        method.process_weights_after_loading = partial(_process, method, dtype)
+    try:
+        yield
+    finally:
+        for method in methods.values():
+            del method.process_weights_after_loading
+
+
+def _process(method: Any, dtype: torch.dtype, layer: torch.nn.Module) -> None:
+    with _default_dtype(dtype):
+        if getattr(method, "moe_kernel", None) is None:
+            type(method).process_weights_after_loading(method, layer)
+        else:
+            _process_experts(method, layer)
+    info = framework(f"{RELOAD}.layerwise", "vllm").get_layerwise_info(layer)
+    for name, kernel in info.kernel_tensors[0].items() if info.kernel_tensors else ():
+        own = getattr(layer, name)
+        if not kernel.numel() and own.numel():
+            kernel.data = own.data
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """The dtype of tensors that are made without one, which vLLM sets to the model's in a load."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _process_experts(method: Any, layer: torch.nn.Module) -> None:
+    """Runs a method of experts, and its kernel's step unless the method has run it."""
+    kernel, ran = method.moe_kernel, False
+    experts = kernel.fused_experts
+    step = experts.process_weights_after_loading
+
+    def noted(layer: torch.nn.Module) -> None:
+        nonlocal ran
+        ran = True
+        step(layer)
+
+    experts.process_weights_after_loading = noted
+    try:
+        type(method).process_weights_after_loading(method, layer)
+    finally:
+        del experts.process_weights_after_loading
+    if method.moe_kernel is kernel and not ran:
+        step(layer)
 
 
 def _is_padded(layer: torch.nn.Module, info: Any) -> bool:

@@ -2,7 +2,8 @@
 same checkpoint: ``python recorded_models.py FOLDER RANKS [--expert-parallel] KIND...``.
 
 It runs under the Python of the servers. For each kind it prints a line of JSON: by rank, which
-tensors differ, which come whole, and how many elements a worker needs.
+tensors differ, which come whole, how many elements a worker needs, and which tensors differ after a
+reload of whole tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ _COMMON: dict[str, Any] = {
     "head_dim": HEAD_DIM,
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
-    "dtype": "float32",
 }
 _EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 _LATENT: dict[str, Any] = {
@@ -39,12 +39,17 @@ _LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "kv_lora_rank": 32,
     "q_lora_rank": None,
-    "qk_nope_head_dim": 16,
+    "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
+    "v_head_dim": 32,
     "n_group": 1,
     "topk_group": 1,
 }
+
+
+def dtype_of(kind: str) -> torch.dtype:
+    # Kernels of latent attention for AMX take no other.
+    return torch.bfloat16 if kind.startswith("deepseek") else torch.float32
 
 
 def configuration(kind: str) -> Any:
@@ -61,7 +66,7 @@ def configuration(kind: str) -> Any:
     if kind == "deepseek_v2":
         return hf.DeepseekV2Config(**_LATENT)
     if kind == "deepseek_v3":
-        return hf.DeepseekV3Config(**{**_LATENT, "q_lora_rank": 32})
+        return hf.DeepseekV3Config(**{**_LATENT, "q_lora_rank": 32}, topk_method="noaux_tc")
     if kind == "gemma3":
         return hf.Gemma3TextConfig(
             **_COMMON,
@@ -71,7 +76,7 @@ def configuration(kind: str) -> Any:
         )
     assert kind == "gpt_oss", kind
     return hf.GptOssConfig(
-        **{**_COMMON, "intermediate_size": 32},
+        **{**_COMMON, "intermediate_size": 64},  # kernels take multiples of 32 on each rank
         num_local_experts=4,
         num_experts_per_tok=2,
         sliding_window=32,
@@ -86,7 +91,7 @@ def checkpoint(folder: Path, kind: str, seed: int) -> Path:
     at = folder / f"{kind}-{seed}"
     if not at.exists():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(configuration(kind), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(configuration(kind), dtype=dtype_of(kind))
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
                 if "inv_freq" not in name:
@@ -95,7 +100,7 @@ def checkpoint(folder: Path, kind: str, seed: int) -> Path:
     return at
 
 
-def load(at: Path, ranks: int, experts: bool) -> tuple[Any, Any]:
+def load(at: Path, ranks: int, experts: bool, dtype: torch.dtype) -> tuple[Any, Any]:
     """A model that vLLM loads, and its configuration."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
@@ -106,7 +111,7 @@ def load(at: Path, ranks: int, experts: bool) -> tuple[Any, Any]:
         skip_tokenizer_init=True,
         tensor_parallel_size=ranks,
         enable_expert_parallel=experts,
-        dtype="float32",
+        dtype=str(dtype).removeprefix("torch."),
         enforce_eager=True,
         max_model_len=128,
         disable_log_stats=True,
@@ -133,18 +138,32 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Everything that a model computes with, also what its layers have derived."""
     found = {}
     for path, layer in model.named_modules():
-        own = {**layer._parameters, **layer._buffers, **vars(layer)}
+        packed = vars(layer.impl) if hasattr(layer, "impl") else {}
+        own = {**layer._parameters, **layer._buffers, **vars(layer), **packed}
         found |= {
             f"{path}.{name}": value
             for name, value in own.items()
             if isinstance(value, torch.Tensor) and "cache" not in name
         }
         # Weights that are packed for a kernel are seen by what it computes with them.
-        if hasattr(layer, "cpu_linear"):
+        linear = getattr(layer, "cpu_linear", None)
+        # Attention may have packed the weight of a plain one, which is among its tensors then.
+        if linear and (linear is not torch.nn.functional.linear or layer.weight.numel()):
             width = getattr(layer, "input_size_per_partition", None) or layer.input_size
-            ones = torch.eye(width)
-            found[f"{path}()"] = layer.cpu_linear(ones, layer.weight, None)
+            ones = torch.eye(width, dtype=layer.weight.dtype)
+            found[f"{path}()"] = linear(ones, layer.weight, None)
+        if getattr(getattr(layer, "quant_method", None), "moe_kernel", None):
+            found[f"{path}()"] = experts_output(layer)
     return found
+
+
+def experts_output(layer: Any) -> torch.Tensor:
+    """What a layer of experts computes, each of them for some rows."""
+    rows, count = torch.eye(layer.hidden_size, dtype=layer.w13_weight.dtype), layer.local_num_experts
+    ids = torch.arange(2 * len(rows), dtype=torch.int32).view(-1, 2) % count
+    weights = torch.linspace(0.1, 0.9, ids.numel()).view(ids.shape)
+    output: torch.Tensor = layer.quant_method.apply(layer, rows, weights, ids, None, None)
+    return output
 
 
 def compare(folder: Path, kind: str, ranks: int, experts: bool) -> dict[str, Any]:
@@ -157,8 +176,8 @@ def compare(folder: Path, kind: str, ranks: int, experts: bool) -> dict[str, Any
     from fabric_ray.plan import DType, Tensor
 
     old, new = (folder / f"{kind}-{seed}" for seed in (1, 2))
-    model, config = load(old, ranks, experts)
-    expected, _ = load(new, ranks, experts)
+    model, config = load(old, ranks, experts, dtype_of(kind))
+    expected, _ = load(new, ranks, experts, dtype_of(kind))
     arrived = load_file(new / "model.safetensors")
     tensors = {
         name: Tensor(name, tuple(t.shape), DType.of(str(t.dtype).removeprefix("torch.")))
@@ -179,15 +198,41 @@ def compare(folder: Path, kind: str, ranks: int, experts: bool) -> dict[str, Any
         reload = Reload(model, config.model_config)
         recorded.apply(reload, boxes)
         reload.finish()
-    got, wanted = tensors_of(model), tensors_of(expected)
-    assert got.keys() == wanted.keys()
-    return {
-        "wrong": sorted(name for name in wanted if not equal(got[name], wanted[name])),
-        "changed": sum(not equal(before[name], t) for name, t in got.items()),
-        "whole": recorded.whole,
-        "elements": sum(box.numel() for box in boxes.values()),
-        "of": sum(t.numel() for t in arrived.values()),
-    }
+        got = tensors_of(model)
+        answer = {
+            "wrong": differing(got, tensors_of(expected)),
+            "changed": len(differing(got, before)),
+            "whole": recorded.whole,
+            "elements": sum(box.numel() for box in boxes.values()),
+            "of": sum(t.numel() for t in arrived.values()),
+        }
+        return answer | {"streamed": stream(model, config.model_config, old, before)}
+
+
+def stream(
+    model: torch.nn.Module, config: Any, at: Path, expected: dict[str, torch.Tensor]
+) -> list[str] | str:
+    """Reloads whole tensors; what differs then, or the error."""
+    from safetensors.torch import load_file
+
+    from fabric_ray.errors import WeightSyncError
+    from fabric_ray.integrations.vllm_reload import Reload
+
+    reload = Reload(model, config)
+    try:
+        for name, tensor in load_file(at / "model.safetensors").items():
+            reload.load(name, tensor)
+        reload.finish()
+    except WeightSyncError as error:
+        reload.abandon()
+        return str(error)
+    return differing(tensors_of(model), expected)
+
+
+def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    """Names of tensors of which bits differ."""
+    assert a.keys() == b.keys()
+    return sorted(name for name in a if not equal(a[name], b[name]))
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
