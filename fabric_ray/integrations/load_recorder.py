@@ -67,6 +67,13 @@ class Landing(NamedTuple):
     """Of the parameter; its offset counts from the parameter's first element."""
     read: BoxRead | None
     value: float = 0.0
+    replaces: str | None = None
+    """The checkpoint's tensor that the loader has filled with the constant, if it has."""
+
+    @property
+    def tensor(self) -> str | None:
+        """The checkpoint's tensor that the loader copies."""
+        return self.read.tensor if self.read else self.replaces
 
     @property
     def layer(self) -> str:
@@ -140,7 +147,7 @@ def record(
                 recorder.give_up((recorder.current,), str(error))
             if len(waiting) == before:
                 break
-    landed = {landing.read.tensor for landing in recorder.found.landings if landing.read}
+    landed = {landing.tensor for landing in recorder.found.landings}
     for name, given in alive.items():
         if given() is not None and name not in landed:
             recorder.give_up((name,), "the model keeps it")
@@ -171,6 +178,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._targets.setdefault(_storage(tensor), (name, tensor))
         self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self._clones: dict[int, _Clone] = {}
+        self._constants: dict[int, float] = {}
+        """Tensors of the checkpoint that the loader has filled, by storage."""
         self._lost: dict[int, frozenset[str]] = {}
         # Addresses name storages, so none may be freed.
         self._kept: list[Any] = []
@@ -193,6 +202,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._copy(args[0], args[1])
         if func in _FILLS and _storage(args[0]) in self._targets:
             return self._fill(args[0], _FILLS[func](args))
+        if func in _FILLS and self._is_whole(args[0]):
+            self._constants[_storage(args[0])] = _FILLS[func](args)
+            return args[0]
         if func in _CLONES and self._sources(_storage(args[0])):
             return self._clone(func, args, kwargs)
         given = [*_tensors_in(args), *_tensors_in(tuple(kwargs.values()))]
@@ -248,6 +260,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._clones[storage].dtype
         return self._tensors[storage][1].dtype if storage in self._tensors else None
 
+    def _is_whole(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is all of one of the checkpoint, of which there is no clone."""
+        key = _storage(tensor)
+        cloned = any(clone.source == key for clone in self._clones.values())
+        if key not in self._tensors or cloned:
+            return False
+        return tensor.numel() == self._tensors[key][1].numel()
+
     def _fill(self, target: torch.Tensor, value: float) -> torch.Tensor:
         if target.numel():
             self.found.landings.append(self._landing(target, None, value))
@@ -264,6 +284,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.give_up(names, "its loader copies it to a buffer")
             self._lost[key] = names
             self._kept.append(target.untyped_storage())
+            return target
+        if (filled := _storage(source)) in self._constants:
+            landing = self._landing(target, None, self._constants[filled])
+            self.found.landings.append(landing._replace(replaces=self._tensors[filled][0]))
             return target
         read = self._read(source.expand(target.shape))
         if read is None or target.dtype != self._targets[key][1].dtype:
@@ -291,6 +315,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 casts.append(clone.dtype)
             key, view = clone.source, through
         if key not in self._tensors:
+            return None
+        if key in self._constants:
             return None
         name, whole = self._tensors[key]
         box, inner = _box(view, tuple(whole.shape))

@@ -117,7 +117,7 @@ def record_model(
                 refuse_lossy_cast(config, name, metas[name].dtype, targets[landing.target].dtype)
         made = RecordedModel(model, shapes={name: tensors[name].shape for name in tensors})
         _divide(made, found, reload)
-        if {each.read.tensor for each in found.landings if each.read} >= made.whole.keys():
+        if _tensors(found.landings) >= made.whole.keys():
             # Else nothing is known of what a tensor fills.
             for path in reload.check():
                 made.landings.pop(path, None)
@@ -198,7 +198,7 @@ def _divide(made: RecordedModel, found: LoadRecording, reload: Reload) -> None:
 
 
 def _tensors(landings: Sequence[Landing]) -> set[str]:
-    return {landing.read.tensor for landing in landings if landing.read is not None}
+    return {landing.tensor for landing in landings if landing.tensor is not None}
 
 
 def _need(read: BoxRead) -> Need:

@@ -116,7 +116,7 @@ class Reload:
         skipped = framework(f"{RELOAD}.meta", "vllm").SKIP_LOAD_TENSORS
         counts: dict[str, int] = defaultdict(int)
         for landing in landings:
-            if landing.read is not None:
+            if landing.tensor is not None:
                 counts[landing.target] += math.prod(landing.view.shape)
                 self._note_biases([landing.target])
         partly = set()

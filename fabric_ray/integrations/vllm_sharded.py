@@ -14,7 +14,7 @@ from uuid import uuid4
 import msgspec
 
 from fabric_ray.engine import TransferEngine
-from fabric_ray.errors import InvalidArgument, Unsupported, WeightSyncError
+from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.integrations.vllm_kv_content import WeightsUpdate
 from fabric_ray.integrations.vllm_recorded import Need, RecordedModel, record_model
 from fabric_ray.integrations.vllm_reload import Reload
@@ -60,7 +60,6 @@ class ShardedWorker:
 
     Raises:
         InvalidArgument: the model can't load what the trainer has.
-        Unsupported: the model has layers of experts.
         WeightSyncError: layers would lack tensors.
     """
 
@@ -76,12 +75,6 @@ class ShardedWorker:
     ) -> None:
         held = {name: Tensor(name, tuple(shape), DType.of(dtype)) for name, dtype, shape in tensors}
         self._recorded = record_model(model, config, held, leave)
-        if experts := [path for path in self._recorded.landings if "experts" in path.split(".")]:
-            # Kernels of experts on CPUs have kept other bytes than those of a load.
-            raise Unsupported(
-                f"shards of experts, such as `{experts[0]}`, are not put into use yet; give "
-                "FabricTrainerInitInfo(shards=False)"
-            )
         if whole := self._recorded.whole:
             few = ", ".join(f"`{name}` ({why})" for name, why in list(whole.items())[:_NAMED])
             logger.warning("%d tensors come whole at each update: %s", len(whole), few)

@@ -159,7 +159,10 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def experts_output(layer: Any) -> torch.Tensor:
     """What a layer of experts computes, each of them for some rows."""
-    rows, count = torch.eye(layer.hidden_size, dtype=layer.w13_weight.dtype), layer.local_num_experts
+    rows, count = (
+        torch.eye(layer.hidden_size, dtype=layer.w13_weight.dtype),
+        layer.local_num_experts,
+    )
     ids = torch.arange(2 * len(rows), dtype=torch.int32).view(-1, 2) % count
     weights = torch.linspace(0.1, 0.9, ids.numel()).view(ids.shape)
     output: torch.Tensor = layer.quant_method.apply(layer, rows, weights, ids, None, None)

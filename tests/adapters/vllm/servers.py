@@ -77,7 +77,7 @@ class Spec:
     seed: int = 1
     """Of the model's weights."""
     kind: str = "llama"
-    """Of model: a Llama, or one of those with sliding windows in ``tiny_hybrid.py``."""
+    """Of model: a Llama, or one of those in ``tiny_hybrid.py``."""
 
 
 class Server:

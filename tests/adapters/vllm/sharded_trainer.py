@@ -35,9 +35,11 @@ def sharded(checkpoint: str, ranks: int) -> torch.nn.Module:
 
 def turn_to(module: torch.nn.Module, checkpoint: str) -> None:
     """Fills the shards as a training step would."""
-    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
 
-    whole = load_file(f"{checkpoint}/model.safetensors")
+    # Names of a checkpoint differ from those of a module with experts.
+    loaded = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    whole = dict(loaded.named_parameters())
     with torch.no_grad():
         for name, own in module.named_parameters():
             new: Any = distribute_tensor(whole[name], own.device_mesh, own.placements)

@@ -67,12 +67,13 @@ class Trainer(Process):
     def __init__(self, server: Server, options: dict[str, Any]) -> None:
         log = server.log.with_suffix(".trainer")
         super().__init__("trainer.py", log, server.url, json.dumps(options))
+        self._kind = server.spec.kind
 
     def send(
         self, seed: int, *, without: Sequence[str] = (), fail_at: str | None = None
     ) -> str | None:
         """Sends the weights of a seed; the error if there is one."""
-        checkpoint = str(tiny_model(seed))
+        checkpoint = str(tiny_model(seed, self._kind))
         self.say({"checkpoint": checkpoint, "without": list(without), "fail_at": fail_at})
         answer: str | None = self.hear()
         return answer
@@ -85,6 +86,7 @@ class ShardedTrainers:
 
     def __init__(self, server: Server, options: dict[str, Any]) -> None:
         port = str(servers.free_port())
+        self._kind = server.spec.kind
         self._ranks = [
             Process(
                 "sharded_trainer.py",
@@ -97,7 +99,7 @@ class ShardedTrainers:
     def send(self, seed: int, *, dies: int | None = None) -> dict[str, Any]:
         """Pushes the weights of a seed; what rank 0 says."""
         for rank in self._ranks:
-            rank.say({"checkpoint": str(tiny_model(seed)), "dies": dies})
+            rank.say({"checkpoint": str(tiny_model(seed, self._kind)), "dies": dies})
         answers = [rank.hear() for i, rank in enumerate(self._ranks) if i != dies]
         assert len({answer["error"] is None for answer in answers}) == 1
         first: dict[str, Any] = answers[0]
@@ -126,8 +128,8 @@ def trainer(server: Server, **options: Any) -> Iterator[Trainer]:
         made.close()
 
 
-@pytest.fixture(scope="module")
-def plugin() -> Iterator[str]:
+@contextmanager
+def plugin_path() -> Iterator[str]:
     """What an installation has beside the package: the entry point that vLLM loads."""
     with TemporaryDirectory(prefix="fabric-ray-plugin-") as folder:
         info = Path(folder) / "fabric_ray-0.dist-info"
@@ -172,17 +174,35 @@ class Stand:
         return bool(json.loads(self.server.get("/is_paused"))["is_paused"])
 
 
+@contextmanager
+def standing(kind: str, *arguments: str) -> Iterator[Stand]:
+    """Two servers of a kind of model.
+
+    Args:
+        arguments: of both.
+    """
+    arguments = (*BLOCKS, *arguments)
+    with plugin_path() as path:
+        environment = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path}
+        updated = Spec("updated", (*arguments, *BACKEND), environment, OLD, kind)
+        plain = Spec("plain", arguments, seed=NEW, kind=kind)
+        with servers.running(updated, plain) as pair:
+            yield stand_of(*pair)
+
+
+def stand_of(server: Server, plain: Server) -> Stand:
+    expected = {
+        version: [each.tokens(prompt, TOKENS) for prompt in OLD_PROMPTS]
+        for version, each in ((OLD, server), (NEW, plain))
+    }
+    assert all(a != b for a, b in zip(expected[OLD], expected[NEW], strict=True))
+    return Stand(server, plain, expected)
+
+
 @pytest.fixture(scope="module")
-def stand(plugin: str) -> Iterator[Stand]:
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": plugin}
-    updated = Spec("updated", (*BLOCKS, *BACKEND), environment, OLD)
-    with servers.running(updated, Spec("plain", BLOCKS, seed=NEW)) as (server, plain):
-        expected = {
-            version: [each.tokens(prompt, TOKENS) for prompt in OLD_PROMPTS]
-            for version, each in ((OLD, server), (NEW, plain))
-        }
-        assert all(a != b for a, b in zip(expected[OLD], expected[NEW], strict=True))
-        yield Stand(server, plain, expected)
+def stand() -> Iterator[Stand]:
+    with standing("llama") as made:
+        yield made
 
 
 @pytest.mark.parametrize("pause", ["keep", "abort"])

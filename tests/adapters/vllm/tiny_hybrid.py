@@ -1,6 +1,6 @@
-"""Writes a tiny random model with sliding windows: ``python tiny_hybrid.py FOLDER SEED KIND``.
+"""Writes a tiny random model: ``python tiny_hybrid.py FOLDER SEED KIND``.
 
-Kinds are ``gemma3`` and ``gpt_oss``, with windows of :data:`WINDOW` tokens. As with
+Kinds are ``gemma3`` and ``gpt_oss``, with windows of :data:`WINDOW` tokens, and ``qwen3_moe``. As with
 ``examples/serve_llm/tiny_model.py``, greedy outputs depend on every token of the prompt.
 """
 
@@ -68,7 +68,21 @@ def gpt_oss() -> Any:
     return GptOssForCausalLM(config)
 
 
-KINDS = {"gemma3": gemma3, "gpt_oss": gpt_oss}
+def qwen3_moe() -> Any:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        **{**_COMMON, "sliding_window": None},
+        intermediate_size=HEADS * HEAD_DIM,
+        moe_intermediate_size=64,
+        num_hidden_layers=4,
+        num_experts=8,
+        num_experts_per_tok=2,
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
+KINDS = {"gemma3": gemma3, "gpt_oss": gpt_oss, "qwen3_moe": qwen3_moe}
 
 
 def write(folder: Path, seed: int, kind: str) -> None:

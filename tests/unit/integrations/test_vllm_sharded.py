@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fabric_ray.engine import TransferEngine
-from fabric_ray.errors import FabricError, InvalidArgument, Unsupported, WeightSyncError
+from fabric_ray.errors import FabricError, InvalidArgument, WeightSyncError
 from fabric_ray.integrations.load_recorder import BoxRead, LoadRecording, record
 from fabric_ray.integrations.vllm_kv_content import weights
 from fabric_ray.plan.dtensor import param_meta
@@ -64,6 +63,7 @@ LOADERS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "a clone that is reshaped": lambda p, t: p.data.copy_(
         t.t().contiguous().view(4, 2, 8)[1:, :, 2:].reshape(6, 6)
     ),
+    "a constant in its place": lambda p, t: p.data.copy_(t.zero_()[1:7, :6]),
     "a constant beside it": lambda p, t: (p[:2].data.copy_(t[:2, :6]), p[2:].data.fill_(7)),
 }
 
@@ -72,7 +72,7 @@ LOADERS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
 def test_what_a_recorded_loader_fills_has_the_bits_that_the_loader_gives(name: str) -> None:
     load, tensor = LOADERS[name], torch.randn(8, 8)
     expected, got = torch.zeros(6, 6), torch.zeros(6, 6)
-    load(expected, tensor)
+    load(expected, tensor.clone())
     target = torch.empty(6, 6, device="meta")
     found = recording(lambda _, given: load(target, given), {"p": target}, t=tensor)
     assert not found.whole
@@ -223,6 +223,25 @@ def test_rs_1_every_tensor_arrives_where_it_belongs(server: fakes.Server, traine
                 server.model.get_submodule(name).weight, torch.cat([own.upper, own.lower])
             )
         assert torch.equal(server.model.tied.packed, server.model.l0.weight)
+
+
+@pytest.mark.parametrize("reruns", [False, True])
+def test_rs_1_experts_are_packed_once_by_each_push(
+    server: fakes.Server, trainer: Any, reruns: bool
+) -> None:
+    experts = server.model.l1
+    experts.quant_method = fakes.Experts(reruns=reruns)
+    experts.quant_method.process_weights_after_loading(experts)
+    module = Trained(1)
+    sender = trainer(module)
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.normal_()
+        sender.send_weights()
+        loaded = torch.cat([module.l1.upper, module.l1.lower])
+        assert torch.equal(experts.weight, loaded.flip(0))
+    assert "process_weights_after_loading" not in vars(experts.quant_method)
 
 
 def test_rs_3_bytes_arrive_while_the_server_runs_and_a_push_that_fails_changes_nothing(
@@ -380,17 +399,3 @@ def test_rs_3_fsdp2_ranks_push_their_shards_and_one_that_is_killed_changes_nothi
     finally:
         for each in ranks:
             each.__exit__()
-
-
-def test_rs_1_shards_of_experts_are_refused_until_they_are_put_into_use_right(
-    backend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from fabric_ray.integrations import vllm_sharded
-    from fabric_ray.integrations.vllm_recorded import RecordedModel
-
-    recorded = RecordedModel(torch.nn.Module(), {"model.layers.0.mlp.experts.routed_experts": []})
-    monkeypatch.setattr(vllm_sharded, "record_model", lambda *_: recorded)
-    with TransferEngine() as engine, pytest.raises(Unsupported, match="shards=False"):
-        vllm_sharded.ShardedWorker(
-            recorded.model, None, [], leave=(), engine=engine, host="127.0.0.1"
-        )

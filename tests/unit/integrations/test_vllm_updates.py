@@ -92,6 +92,18 @@ def test_rs_3_old_pages_never_answer_for_new_weights(
     assert "encoder" in server.calls
 
 
+def test_rs_1_experts_are_packed_by_each_update(server: fakes.Server, trainer: Any) -> None:
+    experts = server.model.l1
+    experts.quant_method = fakes.Experts(reruns=False)
+    experts.quant_method.process_weights_after_loading(experts)
+    sender = trainer()
+    for version in (1, 2):
+        sender.source.update(fakes.tensors(version))
+        sender.source["l1.lower"].fill_(-version)
+        sender.send_weights()
+        assert experts.weight.tolist() == [[-version] * 4] * 2 + [[version] * 4] * 2
+
+
 def test_rs_3_pages_of_a_server_that_another_client_resumed_are_discarded_too(
     server: fakes.Server, trainer: Any
 ) -> None:

@@ -33,7 +33,8 @@ class ModuleSource:
 
 class _Worker:
     def __init__(self, model: torch.nn.Module) -> None:
-        self.model, self.model_config, self.device = model, None, torch.device("cpu")
+        self.model, self.device = model, torch.device("cpu")
+        self.model_config = SimpleNamespace(dtype=torch.float32)
         self.vllm_config = None
 
 
@@ -118,6 +119,8 @@ def process(layer: torch.nn.Module, info: Info) -> None:
     materialize(layer, info)
     for rows, start in info.loaded_weights:
         copy_rows(layer.weight, rows, start)
+    if hasattr(layer, "quant_method"):
+        layer.quant_method.process_weights_after_loading(layer)
     for name, kernel in info.kernel_tensors[0].items():
         kernel.data.copy_(layer._parameters[name])
     place(layer, info)
@@ -133,6 +136,28 @@ class Packed:
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         layer.packed = layer.weight.detach().clone()
+
+
+class Experts:
+    """A method of experts, of which the kernel turns rows around.
+
+    Args:
+        reruns: whether the method runs its kernel's step at reloads, too.
+    """
+
+    def __init__(self, reruns: bool) -> None:
+        self._reruns, self.moe_kernel = reruns, None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        first = self.moe_kernel is None
+        self.moe_kernel = self.moe_kernel or SimpleNamespace(fused_experts=Turned())
+        if first or self._reruns:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+
+class Turned:
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        layer.weight.data = layer.weight.detach().flip(0)
 
 
 class Model(torch.nn.Module):
