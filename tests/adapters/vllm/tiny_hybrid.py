@@ -1,7 +1,7 @@
 """Writes a tiny random model: ``python tiny_hybrid.py FOLDER SEED KIND``.
 
-Kinds are ``gemma3`` and ``gpt_oss``, with windows of :data:`WINDOW` tokens, and ``qwen3_moe``. As with
-``examples/serve_llm/tiny_model.py``, greedy outputs depend on every token of the prompt.
+Kinds are ``gemma3`` and ``gpt_oss``, with windows of :data:`WINDOW` tokens, and ``qwen3_moe``.
+As with ``examples/serve_llm/tiny_model.py``, greedy outputs depend on every token of the prompt.
 """
 
 from __future__ import annotations
