@@ -273,7 +273,7 @@ def _kernel_steps(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
     weights in it, so they would take rows of the checkpoint for packed ones. And a reload fails at
     parameters without elements, which a layer of attention has packed and released after a load.
     """
-    found = (getattr(layer, "quant_method", None) for layer in model.modules())
+    found: list[Any] = [getattr(layer, "quant_method", None) for layer in model.modules()]
     methods = {id(m): m for m in found if hasattr(m, "process_weights_after_loading")}
     for method in methods.values():
         method.process_weights_after_loading = partial(_process, method, dtype)

@@ -175,17 +175,12 @@ class Stand:
 
 
 @contextmanager
-def standing(kind: str, *arguments: str) -> Iterator[Stand]:
-    """Two servers of a kind of model.
-
-    Args:
-        arguments: of both.
-    """
-    arguments = (*BLOCKS, *arguments)
+def standing(kind: str) -> Iterator[Stand]:
+    """Two servers of a kind of model."""
     with plugin_path() as path:
         environment = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path}
-        updated = Spec("updated", (*arguments, *BACKEND), environment, OLD, kind)
-        plain = Spec("plain", arguments, seed=NEW, kind=kind)
+        updated = Spec("updated", (*BLOCKS, *BACKEND), environment, OLD, kind)
+        plain = Spec("plain", BLOCKS, seed=NEW, kind=kind)
         with servers.running(updated, plain) as pair:
             yield stand_of(*pair)
 
