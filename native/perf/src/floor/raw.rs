@@ -1,6 +1,6 @@
 //! Everything `unsafe` of the floors: mapped memory, copy routines, and three system calls.
 
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
 use std::ptr;
 use std::sync::atomic::AtomicU32;
@@ -326,21 +326,30 @@ pub fn set_socket_buffers(stream: &TcpStream, bytes: usize) -> TextResult<()> {
     let value =
         libc::c_int::try_from(bytes).map_err(|_| format!("{bytes} is no socket buffer size"))?;
     for option in [libc::SO_SNDBUF, libc::SO_RCVBUF] {
-        // SAFETY: the descriptor is open while `stream` lives; value and length describe a c_int.
-        let result = unsafe {
-            libc::setsockopt(
-                stream.as_raw_fd(),
-                libc::SOL_SOCKET,
-                option,
-                ptr::from_ref(&value).cast(),
-                size_of::<libc::c_int>() as libc::socklen_t,
-            )
-        };
-        if result != 0 {
-            return Err(last("setsockopt"));
-        }
+        set_option(stream, (libc::SOL_SOCKET, option), &value.to_ne_bytes())?;
     }
     Ok(())
+}
+
+/// No pacing for connections that this socket accepts later, whatever the host's default is.
+pub fn accept_unpaced(listener: &TcpListener) -> TextResult<()> {
+    set_option(listener, (libc::IPPROTO_TCP, libc::TCP_CONGESTION), b"reno")
+}
+
+fn set_option(
+    socket: &impl AsRawFd,
+    (level, name): (libc::c_int, libc::c_int),
+    value: &[u8],
+) -> TextResult<()> {
+    let len = value.len() as libc::socklen_t;
+    // SAFETY: the descriptor is open while `socket` lives; pointer and length are of `value`.
+    let result =
+        unsafe { libc::setsockopt(socket.as_raw_fd(), level, name, value.as_ptr().cast(), len) };
+    if result == 0 {
+        Ok(())
+    } else {
+        Err(last("setsockopt"))
+    }
 }
 
 #[cfg(test)]

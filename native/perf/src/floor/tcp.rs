@@ -6,26 +6,29 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::raw::set_socket_buffers;
+use super::raw::{accept_unpaced, set_socket_buffers};
 use super::signals::{one_way, UNTIL_PARKED};
 use super::{Request, Temperature, TextResult, Wait};
 
 const RECORD: usize = 32;
 const MESSAGE: usize = 8;
 
-/// A connected pair, with the request's buffers and way of waiting on both ends.
+/// A connected pair, with the request's buffers and way of waiting on both ends. The first end
+/// sends: it was accepted, and is not paced.
 fn pair(request: &Request) -> TextResult<(TcpStream, TcpStream)> {
+    let failed = |error: io::Error| broken(&error);
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(failed)?;
+    accept_unpaced(&listener)?;
     let connect = || -> io::Result<(TcpStream, TcpStream)> {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
-        let near = TcpStream::connect(listener.local_addr()?)?;
-        let (far, _) = listener.accept()?;
+        let far = TcpStream::connect(listener.local_addr()?)?;
+        let (near, _) = listener.accept()?;
         for end in [&near, &far] {
             end.set_nodelay(true)?;
             end.set_nonblocking(request.wait == Wait::Spin)?;
         }
         Ok((near, far))
     };
-    let (near, far) = connect().map_err(|error| broken(&error))?;
+    let (near, far) = connect().map_err(failed)?;
     if request.socket_buffer > 0 {
         set_socket_buffers(&near, request.socket_buffer)?;
         set_socket_buffers(&far, request.socket_buffer)?;

@@ -1,6 +1,8 @@
 //! Links between any two hosts without special hardware: several streams per peer; bytes are
 //! received straight into their region and acknowledged afterwards.
 
+#[cfg(test)]
+mod bulk_tests;
 mod frame;
 #[cfg(any(test, fuzzing))]
 pub(crate) mod fuzz;
@@ -336,6 +338,11 @@ impl Domain for TcpDomain {
                 continue;
             }
             let (hot, blocked) = (s.stream.hot_until > now, s.stream.blocked);
+            if s.stream.owes_bulk_ack() && !blocked {
+                self.sockets[key].stream.acknowledge();
+                progressed |= self.send_queued(key);
+            }
+            let Some(s) = self.sockets.get(key) else { continue };
             let heard = (hot || self.has_leftover(s)) && self.on_readable(key, room, out);
             progressed |= heard;
             let Some(s) = self.sockets.get_mut(key) else { continue };

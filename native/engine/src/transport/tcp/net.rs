@@ -88,7 +88,11 @@ pub(super) fn listen(config: &EngineConfig) -> Result<(Vec<OwnedFd>, TcpEndpoint
     let listening = sockets::listen(&ips, policy, config.ports)?;
     let port = listening.port;
     let mut own_endpoint = TcpEndpoint { host: host_identity(), ..TcpEndpoint::default() };
-    for (ip, _) in &listening.sockets {
+    for (ip, socket) in &listening.sockets {
+        if ip.is_loopback() {
+            // Accepted connections inherit it.
+            use_unpaced(socket);
+        }
         let reached = match ip.is_unspecified() {
             true => own_addresses(ip.is_ipv6()),
             false => vec![*ip],
@@ -147,6 +151,9 @@ fn own_addresses(v6_too: bool) -> Vec<IpAddr> {
 pub(super) fn connect(addr: &SocketAddr) -> Result<OwnedFd, DomainError> {
     let socket = new_socket(addr).map_err(DomainError::io("socket"))?;
     tune(&socket);
+    if addr.ip().is_loopback() {
+        use_unpaced(&socket);
+    }
     match net::connect(&socket, addr) {
         Ok(()) | Err(Errno::INPROGRESS) => Ok(socket),
         Err(e) => Err(DomainError::LinkDown(format!("connect to {addr}: {e}"))),
@@ -161,6 +168,15 @@ pub(super) fn connect_result(socket: &impl std::os::fd::AsFd) -> Result<(), Errn
 pub(super) fn tune(socket: &OwnedFd) {
     // Otherwise a small frame waits for the acknowledgement of the one before.
     let _ = sockopt::set_tcp_nodelay(socket, true);
+}
+
+/// The congestion control of loopback connections, which every kernel has and allows to all users.
+const UNPACED: &str = "reno";
+
+/// Before a loopback connection is made: nothing paces it. Where the host's default is `bbr`, a
+/// timer would interrupt the sender some thousand times a second, on a path without a bottleneck.
+fn use_unpaced(socket: &OwnedFd) {
+    let _ = sockopt::set_tcp_congestion(socket, UNPACED);
 }
 
 #[cfg(test)]
@@ -262,6 +278,19 @@ mod tests {
         assert_eq!(own_endpoint.loopback_port, None);
         assert_eq!(own_endpoint.candidates(&host_identity()), own_endpoint.addrs);
         assert_eq!(own_endpoint.addrs[0].ip(), ips(&["127.0.0.2"])[0]);
+    }
+
+    #[test]
+    fn loopback_connections_are_not_paced_at_either_end() {
+        let (sockets, own_endpoint) = listen(&EngineConfig::default()).unwrap();
+        let near = connect(&own_endpoint.candidates(&host_identity())[0]).unwrap();
+        let far = (0..1000).find_map(|_| {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+            net::accept(&sockets[0]).ok()
+        });
+        for end in [near, far.expect("the connection is accepted")] {
+            assert_eq!(sockopt::tcp_congestion(&end).unwrap(), UNPACED);
+        }
     }
 
     #[test]

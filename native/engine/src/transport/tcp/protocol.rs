@@ -65,12 +65,17 @@ impl TcpDomain {
             return self.frame(id, Some(cursor), token, header);
         }
         let Some(link) = self.link(id) else { return };
-        let streams = link.bulk_streams();
+        let mut streams = link.bulk_streams();
         // Only a single page is cut; its parts use all streams at once.
         let cut =
             if data.pages == 1 { (bytes / MIN_PART).clamp(1, streams.len() as u64) } else { 1 };
         header.parts = cut as u16;
         header.op = link.open_op(token, header.parts);
+        if cut == 1 {
+            // Successive writes use one stream, so that the receiver polls no more than that.
+            streams.sort_unstable();
+            streams.sort_by_key(|key| self.sockets[*key].stream.backlog());
+        }
         for (i, key) in streams.iter().enumerate().take(cut as usize) {
             let stream = &mut self.sockets[*key].stream;
             stream.await_ack(header.op);
@@ -137,6 +142,9 @@ impl TcpDomain {
         let mut progressed = false;
         for _ in 0..READS_PER_POLL {
             let Some(s) = self.sockets.get(key) else { return true };
+            if progressed && s.stream.drained {
+                return true;
+            }
             if s.stream.exceeds_reply_limit() {
                 return progressed;
             }
@@ -152,7 +160,7 @@ impl TcpDomain {
             }
             match self.receive_once(key, id, room, out) {
                 Ok(true) => progressed = true,
-                Ok(false) => break,
+                Ok(false) => return progressed,
                 Err(e) => {
                     self.socket_failed(key, e);
                     return true;

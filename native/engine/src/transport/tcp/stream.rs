@@ -116,6 +116,8 @@ pub(super) struct Stream {
     /// Whether frames arrived with the last handshake message: the kernel will not report them
     /// again.
     pub leftover: bool,
+    /// Whether the last call received less than it had room for: the kernel has no more.
+    pub drained: bool,
     /// Until then every poll tries the socket, because it received something.
     pub hot_until: Time,
 }
@@ -141,6 +143,7 @@ impl Stream {
             to: 0,
             state: Rx::Header,
             leftover: false,
+            drained: false,
             hot_until: Time(0),
         }
     }
@@ -151,21 +154,25 @@ impl Stream {
 
     /// Queues raw bytes.
     pub fn queue_bytes(&mut self, bytes: &[u8]) {
-        self.unsent += bytes.len() as u64;
-        if let Some(QueuedFrame { data: QueuedData::Bytes { bytes: b, .. }, .. }) =
-            self.out.back_mut()
-        {
-            if b.len() + bytes.len() <= RX {
-                return b.extend_from_slice(bytes);
-            }
+        self.tail(bytes.len()).extend_from_slice(bytes);
+    }
+
+    /// The end of the queue, to which the caller appends `len` bytes.
+    fn tail(&mut self, len: usize) -> &mut Vec<u8> {
+        self.unsent += len as u64;
+        let joins = matches!(self.out.back(), Some(QueuedFrame {
+            data: QueuedData::Bytes { bytes, .. }, ..
+        }) if bytes.len() + len <= RX);
+        if !joins {
+            let mut bytes = std::mem::take(&mut self.spare);
+            bytes.clear();
+            let data = QueuedData::Bytes { bytes, sent: 0 };
+            self.out.push_back(QueuedFrame { data, reply_bytes: 0 });
         }
-        let mut fresh = std::mem::take(&mut self.spare);
-        fresh.clear();
-        fresh.extend_from_slice(bytes);
-        self.out.push_back(QueuedFrame {
-            data: QueuedData::Bytes { bytes: fresh, sent: 0 },
-            reply_bytes: 0,
-        });
+        match self.out.back_mut() {
+            Some(QueuedFrame { data: QueuedData::Bytes { bytes, .. }, .. }) => bytes,
+            _ => unreachable!("the last entry has bytes"),
+        }
     }
 
     /// Queues a frame. The memory of its body stays unchanged until it is acknowledged.
@@ -181,9 +188,7 @@ impl Stream {
             self.out.push_back(QueuedFrame { data: QueuedData::Pages(cursor), reply_bytes: 0 });
             return;
         }
-        let mut small = [0u8; SMALL_BODY as usize];
-        let n = raw::gather(&cursor, &mut small);
-        self.queue_bytes(&small[..n]);
+        raw::gather(&cursor, self.tail(cursor.left() as usize));
     }
 
     /// Marks the last queue entry as a reply that takes `memory` bytes.
@@ -235,6 +240,16 @@ impl Stream {
         self.acked = done;
         self.unsent_ops = self.unsent_ops.min((most - n) as usize);
         Ok(self.unacked.drain(..n as usize).collect())
+    }
+
+    /// Bytes and operations in the way of another frame: unsent ones first, then unacknowledged.
+    pub fn backlog(&self) -> (u64, usize) {
+        (self.unsent, self.unacked.len())
+    }
+
+    /// Whether the peer's writer waits for this stream's acknowledgement more than its next bytes.
+    pub fn owes_bulk_ack(&self) -> bool {
+        self.drained && self.read_ahead == BULK_READ_AHEAD && self.executed != self.executed_acked
     }
 
     /// Whether all unacknowledged operations are still unsent.
@@ -346,7 +361,7 @@ impl Stream {
             self.from = 0;
         }
         let mut iov = raw::IoVecs::new();
-        let mut direct = 0;
+        let (mut direct, mut ahead) = (0, 0);
         if let Rx::Body(_, Body::IntoPages(cursor)) = &self.state {
             // The buffer is empty here; otherwise the body would have been filled from it.
             cursor.peek(MAX_IOV - 1, MAX_RECEIVE, |a, n| {
@@ -361,8 +376,8 @@ impl Stream {
                 _ => 0,
             };
             let room = &mut self.rx[self.to..];
-            let n = room.len().min(self.read_ahead.max(need));
-            iov.push(room.as_mut_ptr() as usize, n);
+            ahead = room.len().min(self.read_ahead.max(need));
+            iov.push(room.as_mut_ptr() as usize, ahead);
         }
         let n = match raw::receive(self.socket.as_fd(), &iov) {
             Ok(0) => {
@@ -372,6 +387,7 @@ impl Stream {
             Err(Errno::AGAIN | Errno::INTR) => return Ok(None),
             Err(e) => return Err(connection_error(e)),
         };
+        self.drained = (n as u64) < direct + ahead as u64;
         let placed = direct.min(n as u64);
         if let Rx::Body(_, Body::IntoPages(cursor)) = &mut self.state {
             cursor.advance(placed);

@@ -20,10 +20,10 @@ use crate::{
     time::Time,
 };
 
-const KEY: RegionKey = RegionKey { index: 0, rkey: 7 };
+pub(super) const KEY: RegionKey = RegionKey { index: 0, rkey: 7 };
 /// Bytes of a page: small, so that a request's list is as long as its reply.
 const PAGE: u64 = 4;
-const BYTES: u64 = PAGE * MAX_PAGES as u64;
+pub(super) const BYTES: u64 = PAGE * MAX_PAGES as u64;
 
 struct TestMessageRoom;
 
@@ -34,10 +34,10 @@ impl MessageRoom for TestMessageRoom {
 }
 
 /// One of two connected domains.
-struct End {
-    domain: TcpDomain,
-    memory: Vec<u8>,
-    link: LinkId,
+pub(super) struct End {
+    pub domain: TcpDomain,
+    pub memory: Vec<u8>,
+    pub link: LinkId,
     out: Vec<Completion>,
 }
 
@@ -54,7 +54,7 @@ impl End {
         (Self { domain, memory, link: 0, out: Vec::new() }, address)
     }
 
-    fn poll(&mut self, now: &mut Time) {
+    pub fn poll(&mut self, now: &mut Time) {
         now.0 += 50_000;
         self.domain.poll(*now, &TestMessageRoom, &mut self.out);
         for c in &self.out {
@@ -70,7 +70,7 @@ impl End {
         (streams().map(|s| s.reply_bytes).sum(), streams().any(|s| s.is_throttled()))
     }
 
-    fn done(&self) -> usize {
+    pub fn done(&self) -> usize {
         let ends = self.out.iter().filter(|c| matches!(c, Completion::Done { result: Ok(()), .. }));
         ends.count()
     }
@@ -102,7 +102,7 @@ impl End {
     }
 }
 
-fn joined() -> (End, End, Time) {
+pub(super) fn joined() -> (End, End, Time) {
     let ((mut a, _), (mut b, b_address)) = (End::new(1), End::new(2));
     let mut now = Time(1);
     a.domain.connect(now, &b_address, 0).unwrap();
