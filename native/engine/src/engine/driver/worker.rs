@@ -30,7 +30,7 @@ impl Worker {
             }
             driver.work(shared, always);
         })?;
-        let heartbeats = spawn(shared, "fabric-heartbeat", move |driver, shared| {
+        let heartbeats = spawn(shared, "fabric-beats", move |driver, shared| {
             driver.keep_beating(shared, peer_timeout);
         });
         match heartbeats {
