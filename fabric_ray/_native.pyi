@@ -534,7 +534,8 @@ class Watcher:
 
     @property
     def addr(self) -> int:
-        """Address of the word: 8 bytes, aligned."""
+        """Address of the word: 8 bytes, aligned. From the first use of it, or of an array of the
+        word, the engine polls the word."""
     @property
     def value(self) -> int:
         """What the word holds now."""

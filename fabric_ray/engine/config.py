@@ -85,7 +85,8 @@ class EngineConfig(BaseModel):
     as those of two containers."""
 
     peer_timeout: float = Field(default=2.0, ge=_SHORTEST_SILENCE_S, le=_LONGEST_S)
-    """Seconds of silence after which a tcp peer is lost, 0.01 at least."""
+    """Seconds of silence after which a peer over tcp or a NIC is lost, 0.01 at least. Time in which
+    this process did not run does not count."""
 
     op_timeout: float = Field(default=60.0, gt=0, le=_LONGEST_S)
     """Seconds until transfers and expectations that name no deadline fail."""

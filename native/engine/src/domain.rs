@@ -3,12 +3,14 @@
 //! A domain moves work requests and reports completions. It knows nothing of requests, retries or
 //! counters, and promises nothing about order.
 
+mod attendance;
 mod completed_numbers;
 mod peer_mapping;
 
 use std::{any::Any, fmt, sync::Arc};
 
 pub use crate::error::DomainError;
+pub(crate) use attendance::{excuse, Attendance};
 pub use completed_numbers::CompletedNumbers;
 pub(crate) use peer_mapping::KeepAlive;
 pub use peer_mapping::{PeerMapping, StoreGuard};

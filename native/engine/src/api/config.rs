@@ -58,7 +58,8 @@ pub struct EngineConfig {
     /// from, not by the kernel (process_vm_writev): for processes that may not trace each other,
     /// such as those of two containers.
     pub stage_foreign: bool,
-    /// A silent tcp peer is lost after this long.
+    /// A silent peer over tcp or a NIC is lost after this long. Time in which this process did not
+    /// run does not count.
     pub peer_timeout: Duration,
     /// Deadline of transfers that name none.
     pub op_timeout: Duration,

@@ -89,7 +89,7 @@ impl TransferEngine {
         let driver = GroupDriver::new(domains, (policy, &tiers), spin, true)?;
         let limits = (config.op_timeout, max_message, config.records);
         let shared = Shared::new(address, driver, Clock::Machine, limits, waker)?;
-        let worker = Worker::start(&shared, always, cpus)?;
+        let worker = Worker::start(&shared, always, cpus, config.peer_timeout)?;
         let stage_foreign = config.stage_foreign;
         let (segments, worker) = (Segments::default(), Mutex::new(Some(worker)));
         Ok(Self { shared, stage_foreign, takes_files: true, segments, worker })

@@ -45,6 +45,13 @@ impl WatchedWord {
         }
     }
 
+    fn addr(&self) -> usize {
+        match self {
+            Self::Host(word) => word.0.as_ptr() as usize,
+            Self::Device(word) => word.host_addr(),
+        }
+    }
+
     fn store(&self, value: u64) {
         match self {
             Self::Host(word) => word.0.store(value, Release),
@@ -72,6 +79,8 @@ struct Watch {
     seen_at: AtomicU64,
     begun: Instant,
     dropped: AtomicBool,
+    /// Whether others may store to the word without a call, so that only polling finds it.
+    polled: AtomicBool,
 }
 
 #[derive(Default)]
@@ -79,7 +88,7 @@ struct WatcherState {
     watches: Vec<Arc<Watch>>,
     thread: Option<JoinHandle<()>>,
     closed: bool,
-    /// Set by `Watcher::store` to end the thread's sleep.
+    /// Set by calls that end the thread's sleep.
     poked: bool,
 }
 
@@ -108,17 +117,24 @@ pub struct Watcher {
 
 impl std::fmt::Debug for Watcher {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Watcher({} at {:#x})", self.load(), self.addr())
+        write!(f, "Watcher({} at {:#x})", self.load(), self.watch.word.addr())
     }
 }
 
 impl Watcher {
-    /// The address of the word, for direct stores: 8 bytes, aligned.
+    /// The address of the word, for direct stores: 8 bytes, aligned. From the first call on the
+    /// watching thread polls the word; before it sleeps until [`store`] or [`add`].
+    ///
+    /// [`store`]: Self::store
+    /// [`add`]: Self::add
     pub fn addr(&self) -> usize {
-        match &self.watch.word {
-            WatchedWord::Host(word) => word.0.as_ptr() as usize,
-            WatchedWord::Device(word) => word.host_addr(),
+        if !self.watch.polled.swap(true, SeqCst) {
+            // In a forked child no thread watches.
+            if let Ok(inner) = self.watchers.inner.get() {
+                wake_thread(inner);
+            }
         }
+        self.watch.word.addr()
     }
 
     /// The word as kernels see it, if kernels may use it.
@@ -189,6 +205,7 @@ fn wake_thread((state, wake): &(Mutex<WatcherState>, Condvar)) {
 impl Watchers {
     pub fn add(&self, on_change: OnChange, device: Option<DeviceWord>) -> Result<Watcher> {
         let watch = Arc::new(Watch {
+            polled: AtomicBool::new(device.is_some()),
             word: device.map_or_else(
                 || WatchedWord::Host(HostWord(AtomicU64::new(0))),
                 WatchedWord::Device,
@@ -248,16 +265,17 @@ impl Watchers {
                 continue;
             }
             let quiet = changed_at.elapsed();
-            if quiet < SPIN && !watches.is_empty() {
+            let polls = watches.iter().any(|w| w.polled.load(SeqCst));
+            if quiet < SPIN && polls {
                 std::thread::yield_now();
                 continue;
             }
             let mut state = state.lock();
             if !state.poked {
-                match watches.is_empty() {
-                    true => wake.wait(&mut state),
+                match polls {
+                    false => wake.wait(&mut state),
                     // The sleep grows with the time since the last change.
-                    false => drop(wake.wait_for(&mut state, (quiet / 8).min(LONGEST_NAP))),
+                    true => drop(wake.wait_for(&mut state, (quiet / 8).min(LONGEST_NAP))),
                 }
             }
             if std::mem::take(&mut state.poked) {

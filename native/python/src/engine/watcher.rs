@@ -10,7 +10,7 @@ pub(crate) struct Watcher(pub fe::Watcher);
 
 #[pymethods]
 impl Watcher {
-    /// Address of the word: 8 bytes, aligned.
+    /// Address of the word: 8 bytes, aligned. The engine polls the word from the first use on.
     #[getter]
     fn addr(&self) -> usize {
         self.0.addr()
@@ -70,7 +70,7 @@ impl Watcher {
     }
 
     fn __repr__(&self) -> String {
-        format!("Watcher({} at {:#x})", self.0.load(), self.0.addr())
+        format!("{:?}", self.0)
     }
 }
 

@@ -15,6 +15,7 @@ use std::{
 
 use super::{
     combining_lock::{CarryOut, CombiningGuard, CombiningLock},
+    heartbeats::Heartbeats,
     parker::Parker,
     share::HostShare,
 };
@@ -59,6 +60,7 @@ pub(crate) struct Core {
     /// Shares of NICs that other engines of this host may use as well.
     shares: Vec<(usize, HostShare)>,
     rail_window: u64,
+    heartbeats: Arc<Heartbeats>,
 }
 
 impl Core {
@@ -70,6 +72,7 @@ impl Core {
 
     pub(crate) fn drive_at(&mut self, now: Time, shared: &Shared) -> bool {
         let mut moved = false;
+        self.heartbeats.on_driven(now);
         for rail in 0..self.domains.len() {
             moved |= self.domains[rail].poll(now, &shared.receives, &mut self.completions);
             if self.completions.is_empty() {
@@ -78,6 +81,9 @@ impl Core {
             let seen = shared.seen(now, self.domains[rail].kind());
             let mut completions = std::mem::take(&mut self.completions);
             for c in completions.drain(..) {
+                if matches!(c, Completion::LinkUp { .. }) {
+                    self.heartbeats.set_needed(true);
+                }
                 self.group.on_completion(seen, rail, c, &mut self.domains, shared);
             }
             self.completions = completions;
@@ -113,11 +119,12 @@ impl Core {
     }
 
     pub(crate) fn next_timer(&self, shared: &Shared) -> Time {
-        let domains = self.domains.iter().map(|d| d.next_timer());
+        let domains = self.domains.iter().map(|d| d.next_timer()).fold(Time::NEVER, Time::min);
+        self.heartbeats.set_needed(domains != Time::NEVER);
         let ours = self.group.next_deadline().min(shared.counters.next_deadline());
         let ours = ours.min(shared.leases.next_end());
         let shares = self.shares.iter().map(|(_, share)| share.next_timer());
-        domains.chain(shares).fold(ours, Time::min)
+        shares.fold(ours.min(domains), Time::min)
     }
 }
 
@@ -133,6 +140,7 @@ pub(crate) struct GroupDriver {
     assistants: Vec<Arc<dyn Assist>>,
     pinners: Vec<Option<Arc<dyn Pinner>>>,
     spin: Duration,
+    pub(super) heartbeats: Arc<Heartbeats>,
     pub stopping: AtomicBool,
 }
 
@@ -161,6 +169,7 @@ impl GroupDriver {
         let shares = domains.iter().enumerate().filter(|(_, d)| threaded && d.kind().has_nics());
         let shares = shares.map(|(rail, d)| (rail, HostShare::join(d.device(), 1))).collect();
         let rail_window = policy.rail_window;
+        let heartbeats = Arc::new(Heartbeats::default());
         let pinners = domains.iter().map(|d| d.pinner()).collect();
         let mut group = Group::new(policy);
         tiers.iter().enumerate().for_each(|(rail, tier)| group.set_tier(rail, *tier));
@@ -174,6 +183,7 @@ impl GroupDriver {
                 drains: Vec::new(),
                 shares,
                 rail_window,
+                heartbeats: Arc::clone(&heartbeats),
             }),
             pollers: AtomicU32::new(0),
             left_at: AtomicU64::new(0),
@@ -182,6 +192,7 @@ impl GroupDriver {
             assistants,
             pinners,
             spin,
+            heartbeats,
             stopping: AtomicBool::new(false),
         })
     }

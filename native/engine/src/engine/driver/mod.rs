@@ -2,6 +2,7 @@
 
 mod combining_lock;
 mod group_driver;
+mod heartbeats;
 mod parker;
 mod share;
 mod worker;

@@ -42,8 +42,8 @@ use slab::Slab;
 use crate::{
     api::{Endpoint, EngineAddress, EngineConfig, EngineId, TransportKind},
     domain::{
-        Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned, Post,
-        RegionRelease, Token, WakeFds, WorkRequest,
+        Attendance, Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned,
+        Post, RegionRelease, Token, WakeFds, WorkRequest,
     },
     memory::RegionMemory,
     time::Time,
@@ -130,7 +130,7 @@ pub struct LibfabricDomain {
     peer_timeout: Duration,
     now: Time,
     tick_at: Time,
-    ticked_at: Time,
+    attendance: Attendance,
     idle_poll: Duration,
     next_idle_poll: Time,
 }
@@ -239,7 +239,7 @@ impl LibfabricDomain {
             peer_timeout: config.peer_timeout,
             now: Time(0),
             tick_at: Time(0),
-            ticked_at: Time(0),
+            attendance: Attendance::default(),
             idle_poll: MIN_IDLE_POLL,
             next_idle_poll: Time(0),
         };

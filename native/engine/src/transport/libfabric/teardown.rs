@@ -6,7 +6,7 @@ use fabric_sys::libfabric::mr_mode;
 
 use super::{deferred_close, ops::ContextUse, LibfabricDomain, LinkEntry};
 use crate::{
-    domain::{Completion, DomainError, LinkId},
+    domain::{excuse, Completion, DomainError, LinkId},
     time::Time,
 };
 
@@ -22,15 +22,11 @@ impl LibfabricDomain {
     /// Sends heartbeats on idle links, and drops links of silent peers (RS-4).
     pub(super) fn tick(&mut self, now: Time) -> bool {
         let mut progressed = self.tick_handshakes(now);
-        let away = now.since(std::mem::replace(&mut self.ticked_at, now));
+        let missed = self.attendance.missed(now, self.peer_timeout);
         for id in self.link_ids() {
             let timeout = self.peer_timeout;
             let Some(link) = self.link(id) else { continue };
-            // If this thread did not run for long, the peer's silence is not evidence. Otherwise
-            // this runs in each quarter of the timeout.
-            if away > timeout / 2 {
-                link.received_at = link.received_at.after(away).min(now);
-            }
+            link.received_at = excuse(link.received_at, missed, now);
             if now >= link.received_at.after(timeout) {
                 let cause = link.silent_error(timeout);
                 self.close_link(id, cause, false);

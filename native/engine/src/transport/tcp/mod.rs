@@ -15,6 +15,9 @@ mod page_cursor;
 mod protocol;
 mod raw;
 mod stream;
+mod teardown;
+#[cfg(test)]
+mod teardown_tests;
 #[cfg(test)]
 mod throttle_tests;
 
@@ -32,8 +35,8 @@ use smallvec::smallvec;
 use crate::{
     api::{Endpoint, EngineAddress, EngineConfig, EngineId, TransportKind},
     domain::{
-        Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned, Post,
-        Receipts, RegionRelease, Token, WakeFds, WorkRequest,
+        Attendance, Caps, Completion, Domain, DomainError, LinkId, MessageRoom, NicKeys, Pinned,
+        Post, Receipts, RegionRelease, Token, WakeFds, WorkRequest,
     },
     memory::{RegionBook, RegionMemory},
     time::Time,
@@ -86,6 +89,7 @@ pub struct TcpDomain {
     retiring: Vec<u32>,
     streams: usize,
     peer_timeout: Duration,
+    attendance: Attendance,
     completions: Vec<Completion>,
     /// Control messages that were received and not taken yet.
     control_messages: VecDeque<(LinkId, Vec<u8>)>,
@@ -126,6 +130,7 @@ impl TcpDomain {
             retiring: Vec::new(),
             streams: 1 + config.tcp_streams.clamp(1, 15),
             peer_timeout: config.peer_timeout,
+            attendance: Attendance::default(),
             completions: Vec::new(),
             control_messages: VecDeque::new(),
             poll_sockets_at: Time(0),

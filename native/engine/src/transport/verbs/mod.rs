@@ -54,8 +54,8 @@ use self::{
 use crate::{
     api::{Endpoint, EngineAddress, TransportKind},
     domain::{
-        Caps, Completion, Domain, DomainError, LinkId, LinkName, MessageRoom, NicKeys, Pinned,
-        Pinner, Post, Receipts, RegionRelease, Token, WakeFds, WorkRequest,
+        Attendance, Caps, Completion, Domain, DomainError, LinkId, LinkName, MessageRoom, NicKeys,
+        Pinned, Pinner, Post, Receipts, RegionRelease, Token, WakeFds, WorkRequest,
     },
     memory::RegionMemory,
     time::Time,
@@ -122,6 +122,7 @@ pub struct VerbsDomain {
     /// GIDs of this machine. Peers with one of them run on this host.
     own_gids: Vec<[u8; 16]>,
     peer_timeout: Duration,
+    attendance: Attendance,
     slots: Slab<LinkEntry>,
     generation: u32,
     attempts: HashMap<Exchange, LinkId>,

@@ -19,7 +19,7 @@ use super::{
 };
 use crate::{
     api::{EngineAddress, EngineConfig, EngineId},
-    domain::{Domain, DomainError},
+    domain::{Attendance, Domain, DomainError},
     time::Time,
     transport::{
         handshake::{Credentials, Secret},
@@ -117,6 +117,7 @@ impl VerbsDomain {
             address,
             own_gids,
             peer_timeout: config.peer_timeout,
+            attendance: Attendance::default(),
             slots: Slab::new(),
             generation: 0,
             attempts: HashMap::new(),

@@ -10,7 +10,7 @@ use super::{
     CompletionKind, LinkState, VerbsDomain, COMPLETIONS, EVENTS, HELPER_DONE, LISTENER,
 };
 use crate::{
-    domain::{Completion, DomainError, LinkId, MessageRoom, Receipt},
+    domain::{excuse, Completion, DomainError, LinkId, MessageRoom, Receipt},
     time::Time,
     transport::nic::frame::{self, Body},
 };
@@ -258,9 +258,11 @@ impl VerbsDomain {
         self.tick_accepts(now);
         self.side_channel.tick(now, &self.epoll);
         let timeout = self.peer_timeout;
+        let missed = self.attendance.missed(now, timeout);
         let ids: Vec<LinkId> = self.slots.iter().map(|(_, s)| s.id).collect();
         for id in ids {
             let Some(link) = self.link(id) else { continue };
+            link.received_at = excuse(link.received_at, missed, now);
             if link.next_timer(timeout) > now {
                 continue;
             }
