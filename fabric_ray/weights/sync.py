@@ -28,7 +28,7 @@ from fabric_ray.weights.quant import Formats
 from fabric_ray.weights.replica.sides import ReplicaMeta, replica_sides
 from fabric_ray.weights.report import ConnectReport, JoinReport, PushReport
 from fabric_ray.weights.session import Session, check_going_on
-from fabric_ray.weights.sides import converted, lacking, source_side, target_side
+from fabric_ray.weights.sides import as_replicas, converted, lacking, source_side, target_side
 
 
 class WeightSync:
@@ -137,10 +137,12 @@ class WeightSync:
         targets = rollouts.call_all(phases.target_meta, "gather metadata", rollouts.same_args())
         clock.lap("gather")
         _check_order("trainer", {number: rank for number, (rank, _, _) in metas.items()})
-        self._ranks = {number: rank for number, (rank, _, _) in targets.items()}
+        held = {number: (rank, side) for number, (rank, side, _) in targets.items()}
+        held = as_replicas(held, self._ranks, self._first)
+        self._ranks = {number: rank for number, (rank, _) in held.items()}
         _check_order("rollout", {n: rank for n, rank in self._ranks.items() if n < self._first})
         reports = [report for _, report, _ in metas.values()]
-        target = target_side({n: (r, side) for n, (r, side, _) in targets.items()}, self._vacant)
+        target = target_side(held, self._vacant)
         needed = first_replicas(target) if self._relay else target
         if any(isinstance(report, ReplicaMeta) for report in reports):
             source, needed, self._left = self._replica_sides(reports, target, needed)
@@ -295,6 +297,8 @@ class WeightSync:
                 [(rank, side, address)] = self._rollouts.call_all(
                     phases.target_meta, "say what it holds", {number: ()}
                 ).values()
+                numbers = {number: min(self._vacant, default=0)}
+                rank, side = as_replicas({number: (rank, side)}, numbers, self._first)[number]
                 self._session.fanout.check(rank, side)
                 self._ranks[number] = rank
                 self._session.fanout.join(number, rank, address)

@@ -18,6 +18,7 @@ from fabric_ray.weights.delta import DeltaInbox
 from fabric_ray.weights.destination import Destination, VersionSink
 from fabric_ray.weights.hooks import EngineHooks, Pause, run_commit_hooks
 from fabric_ray.weights.latest_call import OUTDATED, LatestCallLock
+from fabric_ray.weights.module_side import side_of
 from fabric_ray.weights.readers import LiveWeights, ReaderGate, Reading, caller
 from fabric_ray.weights.registry import Registry
 from fabric_ray.weights.relay import Relay, RelayWriter
@@ -56,8 +57,10 @@ class WeightTarget:
     reader (RS-1).
 
     Args:
-        side: the layout of all rollout ranks, e.g. from ``fabric_ray.weights.families``.
-        rank: this rollout's index in ``WeightSync(rollouts=...)``; a rank of ``side``.
+        side: the layout of all rollout ranks, e.g. from ``fabric_ray.weights.families``; by default
+            that of ``into``: whole on every rollout, or as its DTensors say.
+        rank: this rollout's index in ``WeightSync(rollouts=...)``; a rank of ``side``. Not needed
+            without ``side``.
         name: distinguishes the models of one process.
         engine: by default the process's own, :func:`fabric_ray.runtime.engine`.
         into: a module whose parameters and persistent buffers hold the version in use after each
@@ -71,9 +74,9 @@ class WeightTarget:
 
     def __init__(
         self,
-        side: Side,
+        side: Side | None = None,
         *more: NoReturn,
-        rank: int,
+        rank: int | None = None,
         name: str = "default",
         engine: TransferEngine | None = None,
         staged: bool = True,
@@ -83,7 +86,12 @@ class WeightTarget:
         from fabric_ray.runtime import engine as process_engine
 
         check_arguments(side, more, into)
-        if rank not in side.ranks:
+        if side is None:
+            assert into is not None, "checked"
+            assert not isinstance(into, VersionSink), "checked"
+            side, own = side_of(into)
+            rank = own if rank is None or side.ranks == (0,) else rank
+        if rank is None or rank not in side.ranks:
             raise InvalidArgument(f"rank {rank!r} is not among the side's ranks {side.ranks}")
         self.side = side
         self.rank = rank

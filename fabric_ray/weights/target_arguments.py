@@ -12,8 +12,13 @@ from fabric_ray.weights.destination import VersionSink
 
 def check_arguments(side: Any, more: Sequence[Any], into: Any) -> None:
     """Raises InvalidArgument where a call gives an argument in the place of another."""
-    advice = "call WeightTarget(side, rank=rank, into=module)"
-    if not isinstance(side, Side):
+    advice = "call WeightTarget(into=module) or WeightTarget(side, rank=rank, into=module)"
+    if side is None and (into is None or isinstance(into, VersionSink)):
+        raise InvalidArgument(
+            "side is missing, and there is no module to take it from; call "
+            "WeightTarget(into=module), or give the side"
+        )
+    if side is not None and not isinstance(side, Side):
         raise InvalidArgument(
             f"side is {type(side).__name__}, expected a fabric_ray.plan.Side; {advice}, with the "
             "side that describes the module's tensors"
