@@ -129,7 +129,9 @@ def as_replicas(
     for _, side in held.values():
         if not any(side == one for one, _ in sides):
             sides.append((side, on_all(side, rollouts)))
-    wide = {number: next(w for one, w in sides if one == side) for number, (_, side) in held.items()}
+    wide = {
+        number: next(w for one, w in sides if one == side) for number, (_, side) in held.items()
+    }
     return {number: (ranks[number], wide[number]) for number in held}
 
 

@@ -17,6 +17,11 @@ os.environ.setdefault("RAY_agent_register_timeout_ms", "180000")
 
 _MISSING = [package for package in ("peft", "verl", "vllm") if find_spec(package) is None]
 collect_ignore = [f"test_{package}.py" for package in _MISSING]
+if find_spec("transformers") is None or "peft" in _MISSING:
+    collect_ignore.append("test_transformers.py")
+if find_spec("megatron") is None:
+    _MISSING.append("megatron-core")
+    collect_ignore.append("test_megatron.py")
 if "vllm" in _MISSING:
     collect_ignore_glob = ["test_vllm_kv*.py", "test_chat_templates.py"]
 if published("miles") is None:
