@@ -9,9 +9,9 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import ParamMeta, Side, side_from_param_meta
 from fabric_ray.plan.errors import MissingTensors
 from fabric_ray.plan.leaving import tensor_names
-from fabric_ray.weights.module_side import on_all
 from fabric_ray.weights.quant import Formats, quantised_source
 from fabric_ray.weights.quant.layout import scaled_tensors
+from fabric_ray.weights.self_described import on_all
 from fabric_ray.weights.stacked import unstacked
 
 

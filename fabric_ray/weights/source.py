@@ -20,10 +20,10 @@ from fabric_ray.weights.conversion import Conversion, Recipe
 from fabric_ray.weights.delta import DeltaSender
 from fabric_ray.weights.latest_call import LatestCallLock, require_session
 from fabric_ray.weights.local import check_local
-from fabric_ray.weights.module_side import check_describes_itself
 from fabric_ray.weights.quant import Invitation
 from fabric_ray.weights.report import PushTarget, Sent, SourceShare, Span
 from fabric_ray.weights.request_cache import RequestCache, rotated
+from fabric_ray.weights.self_described import check_describes_itself
 from fabric_ray.weights.source_tensors import SourceTensors
 from fabric_ray.weights.sources import SOURCES, check_rank, check_side_rank
 from fabric_ray.weights.step_sender import Route, StepSender

@@ -18,7 +18,6 @@ from fabric_ray.weights.delta import DeltaInbox
 from fabric_ray.weights.destination import Destination, VersionSink
 from fabric_ray.weights.hooks import EngineHooks, Pause, run_commit_hooks
 from fabric_ray.weights.latest_call import OUTDATED, LatestCallLock
-from fabric_ray.weights.module_side import side_of
 from fabric_ray.weights.readers import LiveWeights, ReaderGate, Reading, caller
 from fabric_ray.weights.registry import Registry
 from fabric_ray.weights.relay import Relay, RelayWriter
@@ -31,7 +30,7 @@ from fabric_ray.weights.report import (
     TargetShare,
 )
 from fabric_ray.weights.staging import StagingMemory
-from fabric_ray.weights.target_arguments import check_arguments
+from fabric_ray.weights.target_arguments import check_arguments, side_and_rank
 
 if TYPE_CHECKING:
     import torch
@@ -86,15 +85,7 @@ class WeightTarget:
         from fabric_ray.runtime import engine as process_engine
 
         check_arguments(side, more, into)
-        if side is None:
-            assert into is not None, "checked"
-            assert not isinstance(into, VersionSink), "checked"
-            side, own = side_of(into)
-            rank = own if rank is None or side.ranks == (0,) else rank
-        if rank is None or rank not in side.ranks:
-            raise InvalidArgument(f"rank {rank!r} is not among the side's ranks {side.ranks}")
-        self.side = side
-        self.rank = rank
+        self.side, self.rank = side_and_rank(side, rank, into)
         self.name = name
         self.version: int | None = None
         """The version in use; ``None`` before the first."""
@@ -125,7 +116,7 @@ class WeightTarget:
             from fabric_ray.weights.replica.sides import whole_plan
 
             self._into = into if isinstance(into, VersionSink) else Destination(into, self._gate)
-            self._into.check(whole_plan(side).local_containers("target", rank), rank)
+            self._into.check(whole_plan(self.side).local_containers("target", self.rank), self.rank)
         TARGETS.add(name, self)
 
     @property

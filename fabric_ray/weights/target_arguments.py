@@ -8,6 +8,7 @@ from typing import Any
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Side
 from fabric_ray.weights.destination import VersionSink
+from fabric_ray.weights.self_described import side_of
 
 
 def check_arguments(side: Any, more: Sequence[Any], into: Any) -> None:
@@ -36,3 +37,18 @@ def check_arguments(side: Any, more: Sequence[Any], into: Any) -> None:
                 f"into is {type(into).__name__}, expected a module or a mapping of names to "
                 f"tensors; {advice}"
             )
+
+
+def side_and_rank(side: Side | None, rank: int | None, into: Any) -> tuple[Side, int]:
+    """The side and the rank in it; without a side, those of the module.
+
+    Raises:
+        InvalidArgument: the side has no such rank, or the module doesn't describe itself.
+    """
+    if side is None:
+        side, own = side_of(into)
+        # Rollouts that hold all of a model are replicas, whatever their number.
+        rank = own if rank is None or side.ranks == (0,) else rank
+    if rank is None or rank not in side.ranks:
+        raise InvalidArgument(f"rank {rank!r} is not among the side's ranks {side.ranks}")
+    return side, rank
