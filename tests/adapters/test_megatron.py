@@ -65,7 +65,6 @@ def megatron(config: ModelConfig) -> Any:
             "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
             "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
         }
-    tp = parallel_state.get_tensor_model_parallel_world_size()
     settings = TransformerConfig(
         num_layers=config.layers,
         hidden_size=config.hidden,
@@ -79,11 +78,11 @@ def megatron(config: ModelConfig) -> Any:
         normalization="RMSNorm",
         qk_layernorm=True,
         use_cpu_initialization=True,
-        tensor_model_parallel_size=tp,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        # Neither attention over several ranks nor sequence parallelism is in layers without
+        # Transformer Engine; both leave parameters as they are.
         pipeline_dtype=torch.float32,
-        sequence_parallel=bool(config.moe) and tp > 1,
         **moe,
     )
     spec = get_gpt_layer_local_spec(
