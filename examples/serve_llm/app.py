@@ -36,6 +36,8 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8000)
     for role in ("prefill", "decode"):
         parser.add_argument(f"--{role}", type=int, default=1, help="replicas of this side")
+    parser.add_argument("--prefill-up-to", type=int, metavar="N", help="scale it with its queue")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks of a replica")
     parser.add_argument("--once", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -43,11 +45,18 @@ def main() -> int:
             tiny_model.write(Path(folder), seed=1)
         model = options.model or folder
         # Replicas reserve cores, most of which wait: a laptop may have fewer.
-        cores = 4 + 2 * (options.prefill + options.decode)
+        cores = 4 + 2 * (max(options.prefill, options.prefill_up_to or 0) + options.decode)
         ray.init("local", num_cpus=cores, runtime_env={"env_vars": CPU})
         serve.start(http_options={"host": "127.0.0.1", "port": options.port})
-        replicas = {"prefill": options.prefill, "decode": options.decode}
+        replicas = {
+            role: {"num_replicas": getattr(options, role)} for role in ("prefill", "decode")
+        }
+        if options.prefill_up_to:
+            replicas["prefill"] = scaled(options.prefill, options.prefill_up_to)
         args = {role: engine(model, role, count) for role, count in replicas.items()}
+        for config in args.values():
+            config["engine_kwargs"]["tensor_parallel_size"] = options.tensor_parallel
+            config["placement_group_config"]["bundles"] *= options.tensor_parallel
         app = build_pd_openai_app({f"{role}_config": args[role] for role in args})
         serve.run(app, name="pd", route_prefix="/")
         url = f"http://127.0.0.1:{options.port}"
@@ -64,14 +73,20 @@ def main() -> int:
     return 0
 
 
-def engine(model: str, role: str, replicas: int) -> dict:
+def scaled(least: int, most: int) -> dict:
+    """A replica for each two requests whose prompts wait or are computed."""
+    config = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": 2}
+    return {"autoscaling_config": {**config, "upscale_delay_s": 2, "downscale_delay_s": 10}}
+
+
+def engine(model: str, role: str, replicas: dict) -> dict:
     """The configuration of one side; all that is fabric-ray's is one word, and the role."""
     kv_role = {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
     return {
         "model_loading_config": {"model_id": "model", "model_source": model},
         "accelerator_config": {"kind": "cpu"},
         "placement_group_config": {"bundles": [{"CPU": 0.5}]},
-        "deployment_config": {"num_replicas": replicas},
+        "deployment_config": replicas,
         "engine_kwargs": {
             "kv_transfer_config": {"kv_connector": "FabricRayConnector", "kv_role": kv_role},
             "dtype": "float32",

@@ -145,7 +145,6 @@ def expected_of(plain: Server, prompts: list[list[int]]) -> list[str]:
     return [plain.complete(prompt, TOKENS)["choices"][0]["text"] for prompt in prompts]
 
 
-def ask_all(app: App, prompts: list[list[int]], **fields: Any) -> list[str]:
-    """Four requests at a time."""
-    with ThreadPoolExecutor(4) as pool:
+def ask_all(app: App, prompts: list[list[int]], at_once: int = 4, **fields: Any) -> list[str]:
+    with ThreadPoolExecutor(at_once) as pool:
         return list(pool.map(lambda prompt: app.complete(prompt, **fields), prompts))

@@ -77,7 +77,8 @@ def test_what_goes_on_is_told_with_its_peer_and_nothing_that_is_over(
     now = observe.metrics()
     told = ask_records(observe.serve(tmp_path / "run"), going_on(now), oldest=OLDEST)
     observe.stop()
-    assert sorted(len(engine.transfers) for engine in told.engines) == [0, OLDEST]
+    # The process may have other engines, which are idle.
+    assert [len(engine.transfers) for engine in told.engines if engine.transfers] == [OLDEST]
     [row] = [row for row in rows(None, now, told) if row.engine_id == a.id]
     assert row.going_on == OLDEST + 3
     assert {(t.op, t.peers, t.nbytes, t.span) for t in row.transfers} == {

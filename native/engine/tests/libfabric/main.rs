@@ -214,6 +214,30 @@ fn a_peer_that_leaves_is_missed_at_once_over_shm() {
     a_peer_goes("shm", Goes::Leaving);
 }
 
+/// A peer that left with nothing under way is forgotten by the library, and is looked for again.
+#[test]
+fn rs_4_a_peer_that_left_is_unreachable_over_shm() {
+    let Some(a) = engine("shm") else { return };
+    let mut peer = Peer::start("shm");
+    let imported = a.import(&descriptor(&peer.says("descriptor"))).unwrap();
+    let src = a.alloc(64).unwrap();
+    let write = |imm| {
+        let (src, dst) =
+            (Local { region: &src, offset: 0 }, Remote { region: &imported, offset: 0 });
+        a.submit(&[Op::Write { src, dst, len: 64, imm }], Submit::default()).unwrap().wait(SOON)
+    };
+    assert_eq!(write(Some(Imm::plain(1).unwrap())), Some(Ok(())));
+    let waiting = a.plain_counter(Imm::plain(2).unwrap());
+    let waiting = waiting.expect(1, std::slice::from_ref(imported.peer()), SOON).unwrap();
+    peer.child.stdin.take().unwrap().write_all(b".").unwrap();
+    let end = waiting.wait(SOON);
+    assert!(matches!(end, Some(Err(EngineError::PeerLost { .. }))), "{end:?}");
+    // Until the engine has removed its address.
+    std::thread::sleep(EngineConfig::default().peer_timeout);
+    let end = write(None);
+    assert!(matches!(end, Some(Err(EngineError::Unreachable { .. }))), "{end:?}");
+}
+
 /// The memory of a region that is dropped while no thread polls is released as soon as its peers
 /// have answered, not with the next heartbeat.
 fn a_dropped_region_is_released_at_once(provider: &str) {

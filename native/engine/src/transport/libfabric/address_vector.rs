@@ -1,5 +1,5 @@
 //! The peer addresses in the library's address vector: one entry per address, shared by links and
-//! handshakes, removed when unused.
+//! handshakes, removed when unused where the provider allows it.
 
 use fabric_sys::libfabric::{FiAddr, ADDR_STR};
 use slab::Slab;
@@ -103,6 +103,9 @@ impl AddressVector {
             return;
         }
         self.dirty = false;
+        if nic.keeps_addresses() {
+            return;
+        }
         let unused: Vec<usize> =
             self.all.iter().filter(|(_, a)| a.users == 0).map(|(i, _)| i).collect();
         for i in unused {

@@ -218,6 +218,13 @@ impl Nic {
         self.info.offer.provider.split(';').next() == Some("tcp") && library::cleanup_enabled()
     }
 
+    /// Whether an address must never be removed: the shm provider (1.17 to 1.22 at least) keeps what
+    /// it knew of the peer under the entry's number, and gives the number to the next address. A
+    /// message to that one goes by the old peer's word, or through a null pointer if it is gone.
+    pub fn keeps_addresses(&self) -> bool {
+        self.shares_queues()
+    }
+
     /// An error if registrations can't use a dma-buf.
     pub fn supports_dmabuf(&self) -> Result<(), DomainError> {
         match self.api.supports_dmabuf() {
