@@ -47,7 +47,7 @@ def param_meta(name: str, tensor: torch.Tensor, *, rank: int | None = None) -> P
             name=name,
             shape=tuple(tensor.shape),
             dtype=_dtype(tensor),
-            mesh_ranks=(_rank() if rank is None else rank,),
+            mesh_ranks=(distributed_rank() if rank is None else rank,),
             mesh_shape=(1,),
             placements=(Replicate(),),
             local_shape=tuple(tensor.shape),
@@ -73,7 +73,7 @@ def param_meta(name: str, tensor: torch.Tensor, *, rank: int | None = None) -> P
 
 def _check_rank(name: str, rank: int) -> None:
     """A mesh counts global ranks: with another number a shard would be another rank's (RS-1)."""
-    if (own := _rank(rank)) != rank:
+    if (own := distributed_rank(rank)) != rank:
         raise InvalidLayout(
             f"parameter `{name}` is reported for rank {rank}, and this process is rank {own} of "
             "its DTensor's mesh; pass torch.distributed.get_rank() as rank, and the trainers in "
@@ -135,7 +135,7 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _rank(otherwise: int = 0) -> int:
+def distributed_rank(otherwise: int = 0) -> int:
     """This process's global rank, if torch.distributed knows it."""
     import torch.distributed as dist
 

@@ -56,7 +56,7 @@ def left_behind(
         matches = re.compile(fnmatch.translate(pattern)).match
         if wanted := [name for name in names if name in needed and matches(name)]:
             raise InvalidArgument(
-                f"leave={pattern!r} names {_several(wanted)}, which the target needs; narrow the "
+                f"leave={pattern!r} names {several(wanted)}, which the target needs; narrow the "
                 "pattern"
             )
         found = [name for name in extra if matches(name)]
@@ -69,7 +69,7 @@ def left_behind(
     stale = [name for name in extra if name not in left]
     if stale:
         raise ExtraTensors(
-            f"no target container needs {_several(stale)} of the source: what is trained there "
+            f"no target container needs {several(stale)} of the source: what is trained there "
             f"would never reach the target; {_advice(stale, needed)}",
             tensor=stale[0],
         )
@@ -146,7 +146,8 @@ def _is_draft(name: str, layers: int | None) -> bool:
     return beyond or _DRAFT.search(name) is not None
 
 
-def _several(names: Sequence[str]) -> str:
+def several(names: Sequence[str]) -> str:
+    """The first names, and how many there are more."""
     shown = ", ".join(f"`{name}`" for name in names[:_SHOWN])
     more = len(names) - _SHOWN
     return f"{shown} and {more} more" if more > 0 else shown

@@ -41,6 +41,8 @@ class ParamMeta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     mesh_names: tuple[str, ...] = ()
     same_as: str = ""
     """Another parameter of the rank, of which this is a second name (tied embeddings)."""
+    adapters: tuple[str, ...] = ()
+    """Adapters that each push adds to a copy of it."""
 
     @property
     def mesh(self) -> Mesh:

@@ -56,11 +56,11 @@ class Merge:
     def __init__(self, path: str, layer: Any, adapters: Sequence[str]) -> None:
         self._path = path
         self._layer = layer
-        self._adapters = tuple(adapters)
+        self.names = tuple(adapters)
 
     def factors(self) -> dict[str, Factors]:
         """By adapter, as the layer shows them now."""
-        return {adapter: _factors(self._layer, adapter) for adapter in self._adapters}
+        return {adapter: _factors(self._layer, adapter) for adapter in self.names}
 
 
 class Adapters:
@@ -79,6 +79,10 @@ class Adapters:
         self._merges = merges
         for name in merges:
             self._current(name)
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """Of a weight's adapters."""
+        return self._merges[name].names if name in self._merges else ()
 
     def tensors(self) -> Iterator[tuple[str, Any]]:
         """Their shards, by name of the weight that they belong to."""

@@ -1,4 +1,4 @@
-"""Advice on the casts that give trainers' tensors the dtypes of the rollouts."""
+"""The casts that give trainers' tensors the dtypes of the rollouts, and advice on them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,24 @@ _MOST_PATTERNS = 16
 
 Dtypes = Mapping[str, Set[str]]
 """The dtypes of each tensor, by its name."""
+
+
+def found_casts(source: Side, needed: Side) -> Formats:
+    """The casts between float32 and bfloat16 that give all tensors the rollouts' dtypes.
+
+    Empty where none are needed, or where they don't do. Casts to float16 may overflow, so users
+    have to ask for them.
+    """
+    wanted, held = _dtypes(needed), _dtypes(source)
+    differ = {name: wanted[name] for name in wanted if held.get(name, wanted[name]) != wanted[name]}
+    dtypes = {name: wanted[name] | held[name] for name in differ}
+    if any(not found <= {"float32", "bfloat16"} for found in dtypes.values()):
+        return {}
+    missing = wanted.keys() - held.keys()
+    for casts in _casts(differ, wanted) if differ else ():
+        if _resolves(casts, source, needed, wanted, missing):
+            return casts
+    return {}
 
 
 def with_cast(error: DtypeMismatch, source: Side, needed: Side, formats: Formats) -> DtypeMismatch:

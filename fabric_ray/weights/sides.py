@@ -11,6 +11,7 @@ from fabric_ray.plan.errors import MissingTensors
 from fabric_ray.plan.leaving import tensor_names
 from fabric_ray.weights.quant import Formats, quantised_source
 from fabric_ray.weights.quant.layout import scaled_tensors
+from fabric_ray.weights.self_described import on_all
 from fabric_ray.weights.stacked import unstacked
 
 
@@ -110,6 +111,28 @@ def lacking(error: MissingTensors, sent: Side, needed: Side) -> MissingTensors:
         container=error.container,
         rank=error.rank,
     )
+
+
+def as_replicas(
+    held: Mapping[int, tuple[int, Side]], ranks: Mapping[int, int], rollouts: int
+) -> dict[int, tuple[int, Side]]:
+    """Ranks and sides by number, where each of several rollouts may hold a whole model as rank 0 of
+    1: that is one side, in which all are replicas.
+
+    Args:
+        ranks: of these in that side, by the rollout's number.
+        rollouts: ranks of that side.
+    """
+    if rollouts == 1 or any(side.ranks != (0,) for _, side in held.values()):
+        return dict(held)
+    sides: list[tuple[Side, Side]] = []
+    for _, side in held.values():
+        if not any(side == one for one, _ in sides):
+            sides.append((side, on_all(side, rollouts)))
+    wide = {
+        number: next(w for one, w in sides if one == side) for number, (_, side) in held.items()
+    }
+    return {number: (ranks[number], wide[number]) for number in held}
 
 
 def target_side(sides: Mapping[int, tuple[int, Side]], missing: set[int]) -> Side:

@@ -15,6 +15,7 @@ from fabric_ray._native import Region, RegionDescriptor, bind_copies
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Copy, LocalContainer, ParamMeta, Plan, Side
+from fabric_ray.plan.dtensor import distributed_rank
 from fabric_ray.weights.conversion import Conversion, Recipe
 from fabric_ray.weights.delta import DeltaSender
 from fabric_ray.weights.latest_call import LatestCallLock, require_session
@@ -22,6 +23,7 @@ from fabric_ray.weights.local import check_local
 from fabric_ray.weights.quant import Invitation
 from fabric_ray.weights.report import PushTarget, Sent, SourceShare, Span
 from fabric_ray.weights.request_cache import RequestCache, rotated
+from fabric_ray.weights.self_described import check_describes_itself
 from fabric_ray.weights.source_tensors import SourceTensors
 from fabric_ray.weights.sources import SOURCES, check_rank, check_side_rank
 from fabric_ray.weights.step_sender import Route, StepSender
@@ -37,9 +39,9 @@ class WeightSource:
     Args:
         tensors: a module, for its parameters and persistent buffers, or tensors by name; DTensors
             and plain tensors in host memory.
-        rank: this trainer's index in ``WeightSync(trainers=...)``. With DTensors it must be the
-            process's rank in their mesh, ``torch.distributed.get_rank()``; also with a side of as
-            many ranks as torch.distributed has.
+        rank: this trainer's index in ``WeightSync(trainers=...)``; by default the process's rank
+            in torch.distributed, or 0 without it. With DTensors, and with a side of as many ranks
+            as torch.distributed has, it must be ``torch.distributed.get_rank()``.
         side: the layout of all trainers, for plain tensors (such as Megatron's, see
             :func:`fabric_ray.weights.trainers.megatron_side`). The tensors are then this rank's
             parts, under the names of the side's containers. All trainers get the same side.
@@ -56,7 +58,7 @@ class WeightSource:
         self,
         tensors: torch.nn.Module | Mapping[str, torch.Tensor],
         *,
-        rank: int,
+        rank: int | None = None,
         side: Side | None = None,
         name: str = "default",
         engine: TransferEngine | None = None,
@@ -64,7 +66,10 @@ class WeightSource:
     ) -> None:
         from fabric_ray.runtime import engine as process_engine
 
+        rank = distributed_rank() if rank is None else rank
         check_rank(rank)
+        if side is None:
+            check_describes_itself(tensors)
         if side is not None and rank not in side.ranks:
             raise InvalidArgument(f"rank {rank} is not among the side's ranks {side.ranks}")
         if watermark < 1:

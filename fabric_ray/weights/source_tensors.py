@@ -78,7 +78,12 @@ class SourceTensors:
                 meta = param_meta(param, tensor, rank=rank)
                 strides = tuple(n * tensor.element_size() for n in self.like(param).stride())
                 same_as = tied.get(param, "")
-                out.append(msgspec.structs.replace(meta, local_strides=strides, same_as=same_as))
+                adapters = self._adapters.names(param)
+                out.append(
+                    msgspec.structs.replace(
+                        meta, local_strides=strides, same_as=same_as, adapters=adapters
+                    )
+                )
         return out
 
     def ties(self) -> dict[str, str]:

@@ -69,6 +69,19 @@ def checkpoint_tensors(source: Side) -> dict[str, Tensor]:
     return found
 
 
+def as_experts(side: Side) -> Side:
+    """A module's side in which stacks of experts, as transformers 5 makes of checkpoints, are made
+    of a tensor for each expert."""
+    tensors = checkpoint_tensors(side)
+    containers = tuple(
+        msgspec.structs.replace(container, layout=_layout(container, parts))
+        if container.name not in tensors and (parts := _parts(container, tensors))
+        else container
+        for container in side.containers
+    )
+    return msgspec.structs.replace(side, containers=containers)
+
+
 def _are_rows(tensors: Mapping[str, Tensor], experts: str) -> bool:
     """Whether the stacks of a layer are of rows by output, unlike those of gpt-oss."""
     stacks = [tensors.get(f"{experts}.{stack}") for stack in _PARTS]

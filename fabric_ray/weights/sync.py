@@ -14,21 +14,22 @@ import msgspec
 
 from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.plan import Plan, Side, first_replicas, plan
-from fabric_ray.plan.errors import DtypeMismatch, MissingTensors
+from fabric_ray.plan.errors import DtypeMismatch, MissingTensors, PlanError
 from fabric_ray.plan.leaving import check_patterns
 from fabric_ray.plan.planner import left_of
 from fabric_ray.weights import phases
 from fabric_ray.weights.actor_group import ActorGroup, names
 from fabric_ray.weights.calls import Calls, RayCalls, check_handles
-from fabric_ray.weights.casts import with_cast
+from fabric_ray.weights.casts import found_casts, with_cast
 from fabric_ray.weights.clock import Clock
 from fabric_ray.weights.conversion import Recipe
 from fabric_ray.weights.fanout import Fanout
+from fabric_ray.weights.findings import Findings, findings, in_words
 from fabric_ray.weights.quant import Formats
 from fabric_ray.weights.replica.sides import ReplicaMeta, replica_sides
 from fabric_ray.weights.report import ConnectReport, JoinReport, PushReport
 from fabric_ray.weights.session import Session, check_going_on
-from fabric_ray.weights.sides import converted, lacking, source_side, target_side
+from fabric_ray.weights.sides import as_replicas, converted, lacking, source_side, target_side
 
 
 class WeightSync:
@@ -45,7 +46,9 @@ class WeightSync:
             them. Without a pattern, such a tensor is an error.
         formats: formats by patterns of tensor names, as given to
             :func:`fabric_ray.weights.quant.quantised_target` for the rollouts' side. Each trainer
-            converts its own shards; the result equals that of converting whole tensors.
+            converts its own shards; the result equals that of converting whole tensors. By default
+            trainers cast float32 and bfloat16 to each other as the rollouts need; ``{}`` refuses
+            tensors of other dtypes.
         digest: compare digests of all bytes on both sides in every push.
         delta: send only what changed since the version in use, where that is at most 1/4 of a
             tensor's bytes; a digest of the tensor proves the result. Each trainer keeps a copy of
@@ -92,7 +95,8 @@ class WeightSync:
         self._trainers = ActorGroup("trainer", dict(enumerate(trainers)), *common)
         self._rollouts = ActorGroup("rollout", dict(enumerate(rollouts)), *common)
         self._first, self._joined = len(rollouts), 0
-        self._formats = dict(formats or {})
+        self._formats = None if formats is None else dict(formats)
+        self._findings: Findings = {}
         self._digest, self._delta = digest, delta
         self._relay = relay
         self._lost = lost
@@ -137,24 +141,29 @@ class WeightSync:
         targets = rollouts.call_all(phases.target_meta, "gather metadata", rollouts.same_args())
         clock.lap("gather")
         _check_order("trainer", {number: rank for number, (rank, _, _) in metas.items()})
-        self._ranks = {number: rank for number, (rank, _, _) in targets.items()}
+        held = {number: (rank, side) for number, (rank, side, _) in targets.items()}
+        held = as_replicas(held, self._ranks, self._first)
+        self._ranks = {number: rank for number, (rank, _) in held.items()}
         _check_order("rollout", {n: rank for n, rank in self._ranks.items() if n < self._first})
         reports = [report for _, report, _ in metas.values()]
-        target = target_side({n: (r, side) for n, (r, side, _) in targets.items()}, self._vacant)
+        target = target_side(held, self._vacant)
         needed = first_replicas(target) if self._relay else target
         if any(isinstance(report, ReplicaMeta) for report in reports):
             source, needed, self._left = self._replica_sides(reports, target, needed)
+            formats: Formats = {}
             sent, routes = source, plan(source, needed)
         else:
             source = source_side(reports, self._given_side, needed)
-            sent = converted(source, needed, self._formats)
+            formats = found_casts(source, needed) if self._formats is None else self._formats
+            sent = converted(source, needed, formats)
             try:
                 routes = plan(sent, needed, leave=self._leave)
             except MissingTensors as error:
                 raise lacking(error, sent, needed) from error
             except DtypeMismatch as error:
-                raise with_cast(error, source, needed, self._formats) from error
+                raise with_cast(error, source, needed, formats) from error
             self._left = left_of(sent, needed, self._leave) if self._leave else ()
+        self._findings = findings(reports, source, sent, self._left)
         fanout = Fanout(
             routes,
             target,
@@ -168,7 +177,7 @@ class WeightSync:
             trainers,
             rollouts,
             fanout,
-            recipe=Recipe(source, self._formats) if self._formats else None,
+            recipe=Recipe(source, formats) if formats else None,
             digest=self._digest,
             delta=self._delta,
             spare=self._lost == "drop",
@@ -295,6 +304,8 @@ class WeightSync:
                 [(rank, side, address)] = self._rollouts.call_all(
                     phases.target_meta, "say what it holds", {number: ()}
                 ).values()
+                numbers = {number: min(self._vacant, default=0)}
+                rank, side = as_replicas({number: (rank, side)}, numbers, self._first)[number]
                 self._session.fanout.check(rank, side)
                 self._ranks[number] = rank
                 self._session.fanout.join(number, rank, address)
@@ -328,8 +339,22 @@ class WeightSync:
             self._forget(rollout)
 
     def explain(self, tensor_or_container: str | None = None) -> str:
-        """The routing table as text."""
-        return self.plan.explain(tensor_or_container)
+        """The routing table as text, and what was found by looking: what is cast, to what adapters
+        are added, what is tied, and what isn't sent.
+
+        Args:
+            tensor_or_container: all about this one, instead of a summary.
+
+        Raises:
+            PlanError: nothing has that name.
+        """
+        plan, found = self.plan, in_words(self._findings, tensor_or_container)
+        try:
+            return f"{plan.explain(tensor_or_container)}{found}"
+        except PlanError:
+            if not found:
+                raise
+            return found
 
     def _drop_dead(self) -> dict[int, str]:
         """With ``lost="drop"``, drops the rollouts that the last push found dead."""

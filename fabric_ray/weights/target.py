@@ -30,7 +30,7 @@ from fabric_ray.weights.report import (
     TargetShare,
 )
 from fabric_ray.weights.staging import StagingMemory
-from fabric_ray.weights.target_arguments import check_arguments
+from fabric_ray.weights.target_arguments import check_arguments, side_and_rank
 
 if TYPE_CHECKING:
     import torch
@@ -56,8 +56,10 @@ class WeightTarget:
     reader (RS-1).
 
     Args:
-        side: the layout of all rollout ranks, e.g. from ``fabric_ray.weights.families``.
-        rank: this rollout's index in ``WeightSync(rollouts=...)``; a rank of ``side``.
+        side: the layout of all rollout ranks, e.g. from ``fabric_ray.weights.families``; by default
+            that of ``into``: whole on every rollout, or as its DTensors say.
+        rank: this rollout's index in ``WeightSync(rollouts=...)``; a rank of ``side``. Not needed
+            without ``side``.
         name: distinguishes the models of one process.
         engine: by default the process's own, :func:`fabric_ray.runtime.engine`.
         into: a module whose parameters and persistent buffers hold the version in use after each
@@ -71,9 +73,9 @@ class WeightTarget:
 
     def __init__(
         self,
-        side: Side,
+        side: Side | None = None,
         *more: NoReturn,
-        rank: int,
+        rank: int | None = None,
         name: str = "default",
         engine: TransferEngine | None = None,
         staged: bool = True,
@@ -83,10 +85,7 @@ class WeightTarget:
         from fabric_ray.runtime import engine as process_engine
 
         check_arguments(side, more, into)
-        if rank not in side.ranks:
-            raise InvalidArgument(f"rank {rank!r} is not among the side's ranks {side.ranks}")
-        self.side = side
-        self.rank = rank
+        self.side, self.rank = side_and_rank(side, rank, into)
         self.name = name
         self.version: int | None = None
         """The version in use; ``None`` before the first."""
@@ -117,7 +116,7 @@ class WeightTarget:
             from fabric_ray.weights.replica.sides import whole_plan
 
             self._into = into if isinstance(into, VersionSink) else Destination(into, self._gate)
-            self._into.check(whole_plan(side).local_containers("target", rank), rank)
+            self._into.check(whole_plan(self.side).local_containers("target", self.rank), self.rank)
         TARGETS.add(name, self)
 
     @property

@@ -21,6 +21,11 @@ _MISSING = [
 collect_ignore = [f"test_{package}.py" for package in _MISSING]
 if "transformers" in _MISSING:
     collect_ignore.append("test_published_parameters.py")
+if "peft" in _MISSING and "transformers" not in _MISSING:
+    collect_ignore.append("test_transformers.py")
+if find_spec("megatron") is None:
+    _MISSING.append("megatron-core")
+    collect_ignore.append("test_megatron.py")
 if "vllm" in _MISSING:
     collect_ignore_glob = ["test_vllm_kv*.py", "test_chat_templates.py"]
 if published("miles") is None:

@@ -212,7 +212,7 @@ def _one(name: str, shape: tuple[int, ...], dtype: DType = BF16) -> Side:
     [
         (_one("absent", (4,)), MissingTensors, "absent"),
         (_one("q", (64, 97)), ShapeMismatch, "q"),
-        (_one("q", (64, 96), DType.of("float32")), DtypeMismatch, "q"),
+        (_one("q", (64, 96), DType.of("int16")), DtypeMismatch, "q"),
         (_one("q", (64, 96)), ExtraTensors, "norm"),
     ],
 )

@@ -241,7 +241,7 @@ def test_masters_in_float32_are_cast_as_the_error_advises(pair) -> None:
     target = pair("bfloat16", tensor)
     actors = ["default"], ["default"]
     with pytest.raises(DtypeMismatch) as caught:
-        WeightSync(*actors, calls=InProcess()).push()
+        WeightSync(*actors, calls=InProcess(), formats={}).push()
     advice = 'WeightSync(formats={"*": Cast("bfloat16")})'
     assert advice in str(caught.value)
     WeightSync(*actors, calls=InProcess(), formats={"*": Cast("bfloat16")}).push()

@@ -1,0 +1,124 @@
+"""Modules at both ends, without a word about their layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fabric_ray import TransferEngine
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.plan.errors import DtypeMismatch, MissingTensors, PlanError
+from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
+from tests.unit.weights.local_sync import InProcess
+
+
+class Model(torch.nn.Module):
+    """A tied head, a stack of experts as transformers 5 makes it, and a buffer."""
+
+    def __init__(self, *, tied: bool = True, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embed_tokens = torch.nn.Embedding(6, 4, dtype=dtype)
+        self.lm_head = torch.nn.Linear(4, 6, bias=False, dtype=dtype)
+        self.experts = torch.nn.Module()
+        self.experts.gate_up_proj = torch.nn.Parameter(torch.randn(3, 10, 4).to(dtype))
+        self.experts.down_proj = torch.nn.Parameter(torch.randn(3, 4, 5).to(dtype))
+        self.register_buffer("bias", torch.randn(3))
+        self.register_buffer("frequencies", torch.randn(3), persistent=False)
+        if tied:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def checkpoint(self) -> dict[str, torch.Tensor]:
+        """With a tensor for each expert."""
+        out = {name: t for name, t in self.state_dict().items() if "experts" not in name}
+        for expert in range(3):
+            gate, up = self.experts.gate_up_proj[expert].detach().chunk(2)
+            one = f"experts.{expert}"
+            out |= {f"{one}.gate_proj.weight": gate, f"{one}.up_proj.weight": up}
+            out[f"{one}.down_proj.weight"] = self.experts.down_proj[expert].detach()
+        return out
+
+
+Ends = Callable[..., WeightSync]
+
+
+@pytest.fixture
+def ends(open_engine: Callable[..., TransferEngine]) -> Iterator[Ends]:
+    parts: list[Any] = []
+
+    def make(source: Any, *rollouts: Any, **options: Any) -> WeightSync:
+        parts.append(WeightSource(source, name="t", engine=open_engine("t", transport="shm")))
+        names = [f"r{number}" for number in range(len(rollouts))]
+        for name, into in zip(names, rollouts, strict=True):
+            engine = open_engine(name, transport="shm")
+            parts.append(WeightTarget(into=into, name=name, engine=engine))
+        first = names[: options.pop("first", len(names))]
+        return WeightSync(["t"], first, calls=InProcess(), digest=True, **options)
+
+    yield make
+    for part in parts:
+        part.close()
+
+
+def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
+    there = other.state_dict()
+    return all(torch.equal(t.to(there[n].dtype), there[n]) for n, t in one.state_dict().items())
+
+
+@pytest.mark.parametrize("form", ["module", "checkpoint"])
+def test_a_module_fills_any_number_of_rollouts(ends: Ends, form: str) -> None:
+    model, rollouts = Model(), [Model() for _ in range(4)]
+    sync = ends(model if form == "module" else model.checkpoint(), *rollouts, first=3)
+    sync.push()
+    assert all(same(model, rollout) for rollout in rollouts[:3])
+    sync.drop(1)
+    assert sync.join("r3").version == 1
+    assert same(model, rollouts[3])
+    with torch.no_grad():
+        model.embed_tokens.weight.mul_(2)
+    sync.connect()
+    sync.push()
+    assert [same(model, rollout) for rollout in rollouts] == [True, False, True, True]
+
+
+def test_rollouts_of_other_modules_are_refused(ends: Ends) -> None:
+    with pytest.raises(InvalidArgument, match="rollout 1 has another side than rollout 0"):
+        ends(Model(), Model(), Model(tied=False)).connect()
+
+
+def test_masters_are_cast_and_what_was_found_is_explained(ends: Ends) -> None:
+    model, rollout = Model(), Model(dtype=torch.bfloat16)
+    sync = ends(model, rollout)
+    sync.push()
+    assert same(model, rollout)
+    summary = sync.explain()
+    assert "converted from float32 to bfloat16 by its trainers: `embed_tokens.weight`" in summary
+    assert "1 not sent, since it is tied to a tensor that is: `lm_head.weight`" in summary
+    assert "2 sent as the tensors that it is made of: `experts.gate_up_proj`" in summary
+    assert sync.explain("lm_head.weight") == (
+        "`lm_head.weight` is not sent, since it is tied to a tensor that is"
+    )
+    assert "`embed_tokens.weight` is converted from" in sync.explain("embed_tokens.weight")
+    assert "converted" not in sync.explain("bias")
+    with pytest.raises(PlanError, match="nothing"):
+        sync.explain("nothing")
+
+
+@pytest.mark.parametrize("formats", [{}, None])
+def test_casts_that_may_overflow_or_are_not_wanted_are_refused(ends: Ends, formats: Any) -> None:
+    dtype = torch.float16 if formats is None else torch.bfloat16
+    with pytest.raises(DtypeMismatch, match="Cast"):
+        ends(Model(), Model(dtype=dtype), formats=formats).connect()
+
+
+def test_a_name_that_the_trainer_lacks_is_named(ends: Ends) -> None:
+    tensors = {n: t for n, t in Model().state_dict().items() if n != "bias"}
+    with pytest.raises(MissingTensors, match="`bias`"):
+        ends(tensors, Model()).connect()
+
+
+def test_without_a_side_there_must_be_a_module(open_engine: Callable[..., TransferEngine]) -> None:
+    with pytest.raises(InvalidArgument, match=r"side is missing.*WeightTarget\(into=module\)"):
+        WeightTarget(engine=open_engine())
