@@ -28,7 +28,7 @@ export RAY_worker_niceness ?= 0
 
 NATIVE := $(shell find native -name target -prune -o \( -name '*.rs' -o -name Cargo.toml -o -name Cargo.lock \) -print)
 
-.PHONY: demo test check build-rust-tests test-rust test-lanes test-deaths test-processes test-actors test-serve test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma test-adapters test-all chaos bench lint idle-lint docs wheel wheel-demo fuzz loom mutations soak sanitize \
+.PHONY: demo test check build-rust-tests test-rust test-lanes test-deaths test-processes test-actors test-serve test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma test-adapters test-all chaos bench lint docs wheel wheel-demo fuzz loom mutations soak sanitize \
 	clean setup
 .DELETE_ON_ERROR:
 
@@ -72,15 +72,15 @@ PROCESSES := $(filter-out $(DEATHS) $(GUESTS) $(UNITS),$(wildcard tests/integrat
 # The longest first.
 LANES := test-units test-actors test-guests test-experts test-serve test-pages test-others test-notebooks
 
-# BESIDE names targets that run beside the last of them, which wait more than they compute: idle-lint.
+# BESIDE names targets that run beside them, such as lint, most of which needs one core only.
 BESIDE ?=
 
 # What was left out by any of them for want of a tool is listed at last.
 test-lanes: export FABRIC_RAY_LEFT_OUT = $(CURDIR)/$(DONE)/left-out
 test-lanes: $(DONE)/native-dev
 	@: >$(FABRIC_RAY_LEFT_OUT)
-	$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-rust $(LANES)
-	$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-deaths test-processes $(BESIDE)
+	$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-rust $(BESIDE) $(LANES)
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-deaths test-processes
 	@sort $(FABRIC_RAY_LEFT_OUT)
 
 # The tests of what one is at: ARGS=tests/unit/plan, or CRATE=fabric-engine ARGS=group::
@@ -127,10 +127,6 @@ chaos: $(DONE)/native
 
 bench: $(DONE)/native $(DONE)/perf $(DONE)/bench
 	$(BIN)/python -m benchmarks run $(ARGS)
-
-# Only when no other process wants a core: what watches clocks sees nothing of it.
-idle-lint:
-	chrt --idle 0 $(MAKE) --no-print-directory lint
 
 # Either build will do.
 lint: $(or $(wildcard $(DONE)/native),$(DONE)/native-dev)
