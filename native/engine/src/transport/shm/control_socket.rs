@@ -123,12 +123,18 @@ fn new_socket() -> Result<OwnedFd, DomainError> {
     .map_err(DomainError::io("socket(AF_UNIX)"))
 }
 
+/// Connections that wait to be accepted; Linux allows 4096 by default. Strangers fill it as well.
+const BACKLOG: i32 = 4096;
+/// A peer whose queue is full is asked again: it accepts thousands a second once it runs.
+const FULL_QUEUE_RETRIES: u32 = 20;
+const FULL_QUEUE_PAUSE: std::time::Duration = std::time::Duration::from_millis(5);
+
 pub(super) fn listen(name: &str) -> Result<OwnedFd, DomainError> {
     let socket = new_socket()?;
     let addr = SocketAddrUnix::new_abstract_name(name.as_bytes())
         .map_err(DomainError::io("abstract socket name"))?;
     net::bind(&socket, &addr).map_err(DomainError::io("bind(AF_UNIX)"))?;
-    net::listen(&socket, 1024).map_err(DomainError::io("listen(AF_UNIX)"))?;
+    net::listen(&socket, BACKLOG).map_err(DomainError::io("listen(AF_UNIX)"))?;
     Ok(socket)
 }
 
@@ -180,7 +186,16 @@ impl ControlSocket {
         let socket = new_socket()?;
         let addr = SocketAddrUnix::new_abstract_name(name.as_bytes())
             .map_err(DomainError::io("abstract socket name"))?;
-        net::connect(&socket, &addr).map_err(|e| match e {
+        let mut tries = 0..FULL_QUEUE_RETRIES;
+        let connected = loop {
+            match net::connect(&socket, &addr) {
+                Err(Errno::AGAIN) if tries.next().is_some() => {
+                    std::thread::sleep(FULL_QUEUE_PAUSE);
+                }
+                connected => break connected,
+            }
+        };
+        connected.map_err(|e| match e {
             Errno::CONNREFUSED => DomainError::LinkDown(
                 "no process listens under its name in this network namespace: it has ended, or runs \
                 on another host or in another container"
