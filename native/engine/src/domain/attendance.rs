@@ -21,6 +21,11 @@ impl Attendance {
         let gap = now.since(std::mem::replace(&mut self.looked_at, now));
         gap.saturating_sub(peer_timeout / 4)
     }
+
+    /// When to look again while an answer is waited for, so that no time is missed by sleeping.
+    pub fn next_look(&self, peer_timeout: Duration) -> Time {
+        self.looked_at.after(peer_timeout / 4)
+    }
 }
 
 /// The start of a peer's silence, moved by the time that was missed.

@@ -23,7 +23,7 @@ use crate::{
 };
 
 /// Time for one address: connect and handshake.
-const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(2);
+pub(super) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(2);
 
 const ENVELOPE: Envelope = Envelope::new(*b"FRts", "a stream id", 128);
 

@@ -414,7 +414,12 @@ impl Domain for TcpDomain {
             Role::Link(_) => None,
         });
         let listeners = self.listeners.iter().map(|l| l.wakes_at);
-        links.chain(pending).chain(listeners).fold(Time::NEVER, Time::min)
+        let pending = pending.fold(Time::NEVER, Time::min);
+        let look = match pending {
+            Time::NEVER => Time::NEVER,
+            _ => self.attendance.next_look(self.peer_timeout),
+        };
+        links.chain(listeners).fold(pending.min(look), Time::min)
     }
 
     fn describe(&self, id: LinkId) -> String {

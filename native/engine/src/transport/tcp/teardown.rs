@@ -2,6 +2,7 @@
 
 use super::{
     frame::{reason, Header, Kind, HEADER},
+    handshake::HANDSHAKE_TIMEOUT,
     link::StreamKey,
     Role, Socket, TcpDomain,
 };
@@ -52,13 +53,16 @@ impl TcpDomain {
         if missed.is_zero() {
             return;
         }
+        // What was begun since then has missed less: none waits longer than from now on.
+        let latest = now.after(HANDSHAKE_TIMEOUT);
+        let later = |deadline: Time| deadline.after(missed).min(latest).max(deadline);
         for (_, link) in &mut self.links {
             link.received_at = excuse(link.received_at, missed, now);
-            link.deadline = link.deadline.after(missed);
+            link.deadline = later(link.deadline);
         }
         for (_, socket) in &mut self.sockets {
             if let Role::Handshake(pending) = &mut socket.role {
-                pending.deadline = pending.deadline.after(missed);
+                pending.deadline = later(pending.deadline);
             }
         }
     }
