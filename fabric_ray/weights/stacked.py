@@ -40,13 +40,7 @@ def unstacked(source: Side, target: Side) -> Side:
     if not any(_stack(container) for container in source.containers):
         return source
     needed = {leaf.tensor.name: leaf.tensor for c in target.containers for leaf in leaves(c.layout)}
-    containers = tuple(
-        msgspec.structs.replace(container, layout=_layout(container, parts))
-        if container.name not in needed and (parts := _parts(container, needed))
-        else container
-        for container in source.containers
-    )
-    return msgspec.structs.replace(source, containers=containers)
+    return _made_of(source, needed)
 
 
 def checkpoint_tensors(source: Side) -> dict[str, Tensor]:
@@ -72,7 +66,11 @@ def checkpoint_tensors(source: Side) -> dict[str, Tensor]:
 def as_experts(side: Side) -> Side:
     """A module's side in which stacks of experts, as transformers 5 makes of checkpoints, are made
     of a tensor for each expert."""
-    tensors = checkpoint_tensors(side)
+    return _made_of(side, checkpoint_tensors(side))
+
+
+def _made_of(side: Side, tensors: Mapping[str, Tensor]) -> Side:
+    """The side, in which stacks that aren't among these tensors are made of them."""
     containers = tuple(
         msgspec.structs.replace(container, layout=_layout(container, parts))
         if container.name not in tensors and (parts := _parts(container, tensors))
