@@ -28,6 +28,7 @@ from fabric_ray.integrations.vllm_control import (
     UpdatePause,
     control_of,
     explained,
+    start_update,
     stays_paused,
 )
 from fabric_ray.integrations.vllm_hello import Hello, Hellos, host_towards
@@ -305,7 +306,7 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
 
     def _push(self) -> None:
         """One update by vLLM's calls; the workers have all of it when this returns."""
-        explained(self.client.start_weight_update)
+        start_update(self.client)
         # The workers' end of it blocks until all has arrived, so it runs beside the sending.
         beside = ThreadPoolExecutor(1, "fabric-vllm-update")
         try:

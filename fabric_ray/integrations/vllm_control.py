@@ -138,6 +138,22 @@ def stays_paused(error: Exception, version: int) -> WeightSyncError:
     )
 
 
+def start_update(client: Any) -> None:
+    """Starts an update at all workers. An earlier one may be open at some of them: its trainer has
+    died, or another worker has failed. vLLM starts none beside it, so it is finished first; that
+    changes no weights.
+
+    Raises:
+        WeightSyncError: the server answered with an error; the message has what it said.
+    """
+    try:
+        explained(client.start_weight_update)
+    except Exception:
+        with suppress(Exception):  # of workers that have none open
+            client.finish_weight_update()
+        explained(client.start_weight_update)
+
+
 def explained(call: Callable[..., Any], *args: Any) -> Any:
     """Makes a call of vLLM's client.
 

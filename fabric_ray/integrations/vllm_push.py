@@ -13,7 +13,13 @@ from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.integrations import framework
 from fabric_ray.integrations.collective_calls import CollectiveCalls
-from fabric_ray.integrations.vllm_control import UpdatePause, control_of, explained, stays_paused
+from fabric_ray.integrations.vllm_control import (
+    UpdatePause,
+    control_of,
+    explained,
+    start_update,
+    stays_paused,
+)
 from fabric_ray.integrations.vllm_hello import Hellos, own_host
 from fabric_ray.integrations.vllm_recorded import target_side
 from fabric_ray.integrations.vllm_sharded import WorkerNeeds, target_needs, target_open
@@ -218,7 +224,7 @@ class ShardedPush:
     def _commit(self, session: str, version: int) -> None:
         """Has all workers put a version into use, between vLLM's steps."""
         self._flips = True
-        explained(self._client.start_weight_update)
+        start_update(self._client)
         explained(self._client.update_weights, {"update": version, "session": session})
         explained(self._client.finish_weight_update)
 

@@ -288,6 +288,15 @@ def test_rs_3_a_server_whose_worker_failed_to_flip_stays_paused_until_it_has_one
     assert server.answer("prompt") == {4.0}
 
 
+def test_rs_4_an_update_that_a_dead_trainer_left_open_does_not_stop_a_later_push(
+    server: fakes.Server, trainer: Any
+) -> None:
+    server.start_weight_update()
+    trainer(Trained(3)).send_weights()
+    assert server.answer("prompt") == {3.0}
+    assert not server.updating
+
+
 def test_rs_1_what_a_model_lacks_is_named_before_any_push(
     server: fakes.Server, trainer: Any
 ) -> None:

@@ -252,6 +252,7 @@ class Server:
         self.running: list[str] = []
         self.calls: list[str] = []
         self.worker = worker(self.model)
+        self.updating = False
         self.before_update = lambda: None
         self.never_resets = False
         self.loads = 0
@@ -288,11 +289,21 @@ class Server:
         self.worker.init_transfer_engine(self._infos[0](**init_info))
 
     def start_weight_update(self) -> None:
+        if self.updating:
+            raise RuntimeError("start_weight_update called while a weight update is already active")
+        self.updating = True
         self.worker.start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.before_update()
-        self.worker.receive_weights(self._infos[1](**update_info))
+        try:
+            self.before_update()
+            self.worker.receive_weights(self._infos[1](**update_info))
+        except BaseException:
+            self.updating = False
+            raise
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
+        if not self.updating:
+            raise RuntimeError("finish_weight_update called without a matching start_weight_update")
+        self.updating = False
         self.worker.finish_weight_update()
