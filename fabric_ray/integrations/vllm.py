@@ -35,6 +35,7 @@ from fabric_ray.integrations.vllm_hello import Hello, Hellos, host_towards
 from fabric_ray.integrations.vllm_kv_content import WeightsUpdate
 from fabric_ray.integrations.vllm_plugin import check_version
 from fabric_ray.integrations.vllm_push import ShardedPush, full_source, shards_of
+from fabric_ray.integrations.vllm_recorded import refuse_lost
 from fabric_ray.integrations.vllm_reload import Reload, refuse_lossy_cast
 from fabric_ray.integrations.vllm_sharded import Commit, ShardedWorker
 
@@ -45,8 +46,8 @@ check_version()
 _vllm: Any = framework("vllm.distributed.weight_transfer.base", "vllm")
 _vllm_config: Any = framework("vllm.config", "vllm")
 
-DEFAULT_BUCKET = 256 << 20
-"""Bytes of a bucket."""
+BUCKET = 256 << 20
+"""Bytes of a bucket of streamed tensors."""
 # A worker that gives up has raised: its error is on its way by vLLM's call.
 _CAUSE_S = 5.0
 
@@ -57,17 +58,17 @@ class FabricInitInfo(_vllm.WeightTransferInitInfo):  # type: ignore[misc]
 
     trainer: str
     """The address of the trainer's engine, as hex."""
-    bucket: int = DEFAULT_BUCKET
+    bucket: int = BUCKET
     timeout: float = 300.0
     engine: dict[str, Any] = field(default_factory=dict, repr=False)
     """Fields of :class:`fabric_ray.EngineConfig` for the workers' engines."""
     leave: list[str] = field(default_factory=list)
     """Patterns of the model's layers that may keep old weights."""
-    tensors: list[tuple[str, str, list[int]]] | None = None
-    """Name, dtype and shape of the tensors that trainers write as shards; ``None`` where rank 0
-    streams whole tensors."""
-    host: str = "127.0.0.1"
-    """Of the trainer's rank 0, as workers reach it."""
+    tensors: list[tuple[str, str, list[int]]] = field(default_factory=list)
+    """Name, dtype and shape of what an update brings."""
+    host: str | None = None
+    """Of the trainer's rank 0, as workers reach it, where trainers write shards; ``None`` where
+    rank 0 streams whole tensors."""
 
 
 @dataclass
@@ -87,9 +88,9 @@ class FabricTrainerInitInfo(_vllm.TrainerInitInfo):  # type: ignore[misc]
 
     workers: int
     """vLLM's workers, over all engines and their ranks."""
-    bucket: int = DEFAULT_BUCKET
     timeout: float = 300.0
-    """Seconds that a worker may take for a bucket."""
+    """Seconds that trainers and workers may take for a phase of a push, or for a bucket of streamed
+    tensors."""
     engine: dict[str, Any] = field(default_factory=dict, repr=False)
     """Fields of :class:`fabric_ray.EngineConfig`, for the trainer's engine and the workers'."""
     pause: Literal["keep", "abort"] = "keep"
@@ -97,9 +98,6 @@ class FabricTrainerInitInfo(_vllm.TrainerInitInfo):  # type: ignore[misc]
     leave: tuple[str, ...] = ()
     """Patterns of layers of vLLM's model that may keep old weights, such as ``visual.*``. A layer
     that an update leaves out is an error otherwise."""
-    shards: bool = False
-    """Whether each trainer writes its own shards beside the model. Otherwise rank 0 streams whole
-    tensors."""
 
 
 class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[misc]
@@ -119,6 +117,7 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
 
         Raises:
             FabricError: the model can't load what the trainer has; the message names it.
+            Unsupported: the model would lose tensors that are streamed.
         """
         self.shutdown()
         self._engine = TransferEngine(**init_info.engine)
@@ -126,9 +125,11 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
         self._leave = init_info.leave
         self._peer = self._engine.peer(EngineAddress.from_bytes(self._trainer))
         self._engine.connect(self._peer)
-        if init_info.tensors is not None:
+        if init_info.host is not None:
             self._open_sharded(init_info.tensors, init_info.host)
             return
+        with _vllm_config.set_current_vllm_config(self.vllm_config):
+            refuse_lost(self.model, self.model_config, init_info.tensors)
         receiver = f"vllm worker {self._engine.id[:8]}"
         self._inbox = Inbox(
             self._engine, init_info.bucket, receiver=receiver, timeout=init_info.timeout
@@ -227,7 +228,7 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
             raise InvalidArgument(
                 f"pause: got {init_info.pause!r}, expected {' or '.join(map(repr, PAUSES))}"
             )
-        shards = shards_of(source, init_info.rank) if init_info.shards else None
+        shards = shards_of(source, init_info.rank)
         if shards is None:
             source = full_source(source)
             _check_source(source)
@@ -287,16 +288,20 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
         self._server = control_of(self.client)
         self._server.is_paused()
         self._engine = TransferEngine(**info.engine)
-        self._outbox = Outbox(self._engine, info.bucket, timeout=info.timeout)
+        self._outbox = Outbox(self._engine, BUCKET, timeout=info.timeout)
         self._workers, self._timeout, self._update = info.workers, info.timeout, 0
         self._pause = info.pause
         self._hellos = Hellos(self._engine, info.workers)
         told = {
             "trainer": self._engine.address.to_bytes().hex(),
-            "bucket": info.bucket,
+            "bucket": BUCKET,
             "timeout": info.timeout,
             "engine": info.engine,
             "leave": list(info.leave),
+            "tensors": [
+                [meta.name, str(meta.dtype).removeprefix("torch."), list(meta.shape)]
+                for meta in _metadata(self.source)
+            ],
         }
         try:
             explained(self.client.init_weight_transfer_engine, told)

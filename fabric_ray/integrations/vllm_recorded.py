@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fabric_ray.errors import InvalidArgument
+from fabric_ray.errors import InvalidArgument, Unsupported
 from fabric_ray.integrations import framework
 from fabric_ray.integrations.load_recorder import BoxRead, Landing, LoadRecording, record
 from fabric_ray.integrations.vllm_reload import RELOAD, Reload, refuse_lossy_cast
@@ -122,6 +122,43 @@ def record_model(
             for path in reload.check():
                 made.landings.pop(path, None)
     return made
+
+
+def refuse_lost(
+    model: torch.nn.Module, config: Any, tensors: Sequence[tuple[str, str, Sequence[int]]]
+) -> None:
+    """Refuses a model that loses what is streamed to it: vLLM's reload keeps what goes through the
+    loaders of parameters, and some models copy to parameters themselves.
+
+    Args:
+        config: the model's, as vLLM has it.
+        tensors: name, dtype and shape of the checkpoint's.
+
+    Raises:
+        Unsupported: it is such a model; the message names a tensor.
+    """
+    import torch
+
+    metas = {
+        name: torch.empty(list(shape), dtype=getattr(torch, dtype), device="meta")
+        for name, dtype, shape in tensors
+    }
+    found = LoadRecording()
+    with _prepared(model, Reload(model, config)) as targets:
+        for tensor in targets.values():
+            if hasattr(tensor, "weight_loader"):
+                tensor.weight_loader = lambda *_, **__: True
+        with suppress(Exception):  # what the model refuses is named when it comes
+            found = record(model.load_weights, metas, targets)  # type: ignore[arg-type]
+    skipped = framework(f"{RELOAD}.meta", "vllm").SKIP_LOAD_TENSORS
+    for landing in found.landings:
+        if landing.tensor is not None and landing.name not in skipped:
+            raise Unsupported(
+                f"{type(model).__name__} copies `{landing.tensor}` to `{landing.target}` itself, "
+                "and vLLM's reload loses that where whole tensors are streamed; give trainer_init "
+                "a torch.nn.Module in host memory or a WeightSource of fabric-ray, whose shards "
+                "trainers write"
+            )
 
 
 def target_side(needs: Sequence[Sequence[Need]], tensors: Mapping[str, Tensor]) -> Side:

@@ -50,7 +50,7 @@ def worker(connection: Connection) -> None:
     loads = Model()
     engine = WeightTransferEngineFactory.create_engine(
         WeightTransferConfig(backend="fabric"),
-        SimpleNamespace(parallel_config=None, model_config=None),
+        SimpleNamespace(parallel_config=None, model_config=SimpleNamespace(dtype=torch.bfloat16)),
         torch.device("cpu"),
         loads,
     )

@@ -218,17 +218,20 @@ def stream(
     """Reloads whole tensors; what differs then, or the error."""
     from safetensors.torch import load_file
 
-    from fabric_ray.errors import WeightSyncError
+    from fabric_ray.errors import Unsupported
+    from fabric_ray.integrations.vllm_recorded import refuse_lost
     from fabric_ray.integrations.vllm_reload import Reload
 
-    reload = Reload(model, config)
+    tensors = load_file(at / "model.safetensors")
+    told = [(name, str(t.dtype).removeprefix("torch."), t.shape) for name, t in tensors.items()]
     try:
-        for name, tensor in load_file(at / "model.safetensors").items():
-            reload.load(name, tensor)
-        reload.finish()
-    except WeightSyncError as error:
-        reload.abandon()
+        refuse_lost(model, config, told)
+    except Unsupported as error:
         return str(error)
+    reload = Reload(model, config)
+    for name, tensor in tensors.items():
+        reload.load(name, tensor)
+    reload.finish()
     return differing(tensors_of(model), expected)
 
 

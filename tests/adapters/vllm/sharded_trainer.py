@@ -1,10 +1,11 @@
-"""One of several trainers with a module that FSDP2 shards: ``python sharded_trainer.py URL OPTIONS
-RANK RANKS PORT``, with a JSON object of ``FabricTrainerInitInfo``'s fields. It runs under the
-Python of the servers.
+"""One of several trainers with a module that FSDP2 shards: ``python sharded_trainer.py URLS OPTIONS
+RANK RANKS PORT``, with the servers' addresses, separated by commas, and a JSON object of
+``FabricTrainerInitInfo``'s fields. It runs under the Python of the servers.
 
-Each line of its input is a JSON object: the ``checkpoint`` to send, and ``dies``, the rank that is
-killed when it has written its first bytes. Each line of its output is an object: the ``error``, or
-``null``, and the ``bytes`` that all ranks sent.
+Each line of its input is a JSON object: the ``checkpoint`` to send, and ``dies``, the moment at
+which this rank is killed, if it is: ``write``, a key of :data:`MOMENTS`, or seconds from the begin
+of the push. Its output is two lines for each: ``null`` when the push begins, and an object: the
+``error``, or ``null``, the ``bytes`` that all ranks sent, and the ``seconds`` of the push.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import json
 import os
 import signal
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -46,24 +50,60 @@ def turn_to(module: torch.nn.Module, checkpoint: str) -> None:
             own.to_local().copy_(new.to_local())
 
 
-def die_after_first_write() -> None:
+class Servers:
+    """A client of one or more servers; each call is made to all."""
+
+    def __init__(self, urls: str) -> None:
+        from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
+
+        from fabric_ray.integrations.vllm_control import control_of
+
+        clients = [HTTPVLLMWeightSyncClient(url) for url in urls.split(",")]
+        self.base_url = clients[0].base_url
+        self._ends = [(client, control_of(client)) for client in clients]
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            ends = [next(end for end in each if hasattr(end, name)) for each in self._ends]
+            with ThreadPoolExecutor(len(ends)) as pool:
+                said = list(pool.map(lambda end: getattr(end, name)(*args), ends))
+            return any(said) if name == "is_paused" else all(said)
+
+        return call
+
+
+MOMENTS = {"start": "start_weight_update", "flip": "update_weights"}
+"""After which calls of vLLM a rank is killed."""
+
+
+def die(moment: str | float, client: Servers) -> None:
+    """Kills this process at a moment of its next push."""
     from fabric_ray.weights.step_sender import StepSender
 
-    send = StepSender.send
+    if isinstance(moment, float):
+        threading.Timer(moment, kill).start()
+        return
+    owner, name = (StepSender, "send") if moment == "write" else (client, MOMENTS[moment])
+    made = getattr(owner, name)
 
     def last(*args: Any) -> None:
-        send(*args)
-        os.kill(os.getpid(), signal.SIGKILL)
+        made(*args)
+        kill()
 
-    StepSender.send = last  # type: ignore[method-assign]
+    setattr(owner, name, last)
 
 
-def main(url: str, options: dict[str, Any], rank: int, ranks: int, port: str) -> None:
-    from vllm.distributed.weight_transfer import (
-        HTTPVLLMWeightSyncClient,
-        ModuleSource,
-        WeightTransferTrainerFactory,
-    )
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def say(value: object) -> None:
+    sys.stdout.write(f"> {json.dumps(value)}\n")
+    sys.stdout.flush()
+
+
+def main(urls: str, options: dict[str, Any], rank: int, ranks: int, port: str) -> None:
+    from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
 
     from fabric_ray.integrations.vllm import FabricTrainerInitInfo
     from fabric_ray.integrations.vllm_plugin import register
@@ -72,27 +112,31 @@ def main(url: str, options: dict[str, Any], rank: int, ranks: int, port: str) ->
     register()
     module: Any = None
     sender: Any = None
+    client = Servers(urls)
     for line in sys.stdin:
         asked = json.loads(line)
-        error, nbytes = None, 0
+        error, nbytes, began = None, 0, 0.0
         try:
             if sender is None:
                 module = sharded(asked["checkpoint"], ranks)
-                info = {"rank": rank, "workers": 1, "timeout": 120.0, "shards": True, **options}
+                info = {"rank": rank, "workers": 1, "timeout": 120.0, **options}
                 sender = WeightTransferTrainerFactory.trainer_init(
                     FabricTrainerInitInfo(**info),
-                    client=HTTPVLLMWeightSyncClient(url),
+                    client=client,
                     source=ModuleSource(module),
                 )
             turn_to(module, asked["checkpoint"])
-            if asked["dies"] == rank:
-                die_after_first_write()
+            if asked["dies"] is not None:
+                die(asked["dies"], client)
+            say(None)
+            began = time.monotonic()
             sender.send_weights()
             nbytes = sender._sharded.report.nbytes if rank == 0 else 0
         except Exception as caught:
             error = f"{type(caught).__name__}: {caught}"
-        sys.stdout.write(f"> {json.dumps({'error': error, 'bytes': nbytes})}\n")
-        sys.stdout.flush()
+        if not began:
+            say(None)
+        say({"error": error, "bytes": nbytes, "seconds": time.monotonic() - began})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A trainer of weights for a real server: ``python trainer.py URL OPTIONS``, a JSON object of
-``FabricTrainerInitInfo``'s fields. With ``"unpaused"`` it never pauses the server. It runs under
-the Python of the servers.
+"""A trainer that streams whole tensors to a real server: ``python trainer.py URL OPTIONS``, a JSON
+object of ``FabricTrainerInitInfo``'s fields. With ``"unpaused"`` it never pauses the server;
+``"bucket"`` is the size of its buckets, in bytes. It runs under the Python of the servers.
 
 Each line of its input is a JSON object: the ``checkpoint`` to send, ``without`` names of tensors,
 ``fail_at`` the name of a tensor. Each line of its output is the error, or ``null``.
@@ -24,7 +24,7 @@ def main(url: str, options: dict[str, Any]) -> None:
         WeightTransferTrainerFactory,
     )
 
-    from fabric_ray.integrations.vllm import FabricTrainerInitInfo
+    from fabric_ray.integrations import vllm
     from fabric_ray.integrations.vllm_plugin import register
 
     @cache  # requests that run shall not end while one is read
@@ -74,6 +74,7 @@ def main(url: str, options: dict[str, Any]) -> None:
             pass
 
     register()
+    vllm.BUCKET = options.pop("bucket", vllm.BUCKET)
     client = Unpaused(url) if options.pop("unpaused", False) else HTTPVLLMWeightSyncClient(url)
     sender: Any = None
     for line in sys.stdin:
@@ -83,7 +84,9 @@ def main(url: str, options: dict[str, Any]) -> None:
                 source = Source(torch.nn.Module())
                 source.turn_to(asked["checkpoint"], [], None)
                 sender = WeightTransferTrainerFactory.trainer_init(
-                    FabricTrainerInitInfo(**{"rank": 0, "workers": 1, "timeout": 60.0, **options}),
+                    vllm.FabricTrainerInitInfo(
+                        **{"rank": 0, "workers": 1, "timeout": 60.0, **options}
+                    ),
                     client=client,
                     source=source,
                 )

@@ -179,7 +179,7 @@ def trainer(backend: Any, server: fakes.Server) -> Iterator[Any]:
     opened = []
 
     def make(source: Any, **options: Any) -> Any:
-        info = {"rank": 0, "workers": 1, "timeout": 20.0, "shards": True, **options}
+        info = {"rank": 0, "workers": 1, "timeout": 20.0, **options}
         made = backend.FabricTrainerWeightTransferEngine.trainer_init(
             backend.FabricTrainerInitInfo(**info), client=server, source=source
         )

@@ -48,7 +48,7 @@ class Source(dict[str, Any]):
     fails_at = ""
 
     def metadata(self) -> list[Any]:
-        return [SimpleNamespace(name=name) for name in list(self.keys())]
+        return [SimpleNamespace(name=n, dtype=t.dtype, shape=t.shape) for n, t in self.items()]
 
     def held_names(self) -> None:
         return None
@@ -61,11 +61,12 @@ class Source(dict[str, Any]):
 
 
 @pytest.fixture
-def trainer(backend: Any, server: fakes.Server) -> Iterator[Any]:
+def trainer(backend: Any, server: fakes.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(backend, "BUCKET", 4096)
     opened = []
 
     def make(client: Any = server, **options: Any) -> Any:
-        info = {"rank": 0, "workers": 1, "bucket": 4096, "timeout": 3.0, **options}
+        info = {"rank": 0, "workers": 1, "timeout": 3.0, **options}
         made = backend.FabricTrainerWeightTransferEngine.trainer_init(
             backend.FabricTrainerInitInfo(**info), client=client, source=Source(fakes.tensors(1))
         )
@@ -102,6 +103,24 @@ def test_rs_1_experts_are_packed_by_each_update(server: fakes.Server, trainer: A
         sender.source["l1.lower"].fill_(-version)
         sender.send_weights()
         assert experts.weight.tolist() == [[-version] * 4] * 2 + [[version] * 4] * 2
+
+
+def test_rs_1_a_model_that_copies_to_parameters_itself_is_refused_before_any_update(
+    server: fakes.Server, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = server.model.load_weights
+
+    def load(named: Any) -> None:
+        for name, tensor in named:
+            if name == "l1.lower":
+                server.model.l1.weight.data[2:].copy_(tensor)
+            else:
+                known([(name, tensor)])
+
+    monkeypatch.setattr(server.model, "load_weights", load)
+    with pytest.raises(Unsupported, match=r"Model copies `l1.lower` to `l1.weight` itself.*shards"):
+        trainer()
+    assert server.model.versions() == {0.0}
 
 
 def test_rs_3_pages_of_a_server_that_another_client_resumed_are_discarded_too(

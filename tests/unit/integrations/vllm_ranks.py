@@ -47,7 +47,7 @@ def rank(connection: Connection, number: int, ranks: int, port: int) -> None:
         backend.FabricWeightTransferEngine, backend.FabricUpdateInfo, backend.FabricInitInfo
     )
     sender = backend.FabricTrainerWeightTransferEngine.trainer_init(
-        backend.FabricTrainerInitInfo(rank=number, workers=1, timeout=60.0, shards=True),
+        backend.FabricTrainerInitInfo(rank=number, workers=1, timeout=60.0),
         client=server if number == 0 else None,
         source=module,
     )
