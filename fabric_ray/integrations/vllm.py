@@ -9,6 +9,7 @@ what was computed with the old weights, and lets it go on when it has all of one
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -120,6 +121,7 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
             Unsupported: the model would lose tensors that are streamed.
         """
         self.shutdown()
+        self._close_update()
         self._engine = TransferEngine(**init_info.engine)
         self._trainer = bytes.fromhex(init_info.trainer)
         self._leave = init_info.leave
@@ -137,16 +139,31 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
 
     def _open_sharded(self, tensors: list[Any], trainer: str) -> None:
         assert self._engine is not None
-        with _vllm_config.set_current_vllm_config(self.vllm_config):
-            self._sharded = ShardedWorker(
-                self.model,
-                self.model_config,
-                tensors,
-                leave=self._leave,
-                engine=self._engine,
-                host=host_towards(trainer),
-            )
-        Hello(0, self._sharded.session_id.encode()).send(self._engine, self._peer)
+        try:
+            with _vllm_config.set_current_vllm_config(self.vllm_config):
+                self._sharded = ShardedWorker(
+                    self.model,
+                    self.model_config,
+                    tensors,
+                    leave=self._leave,
+                    engine=self._engine,
+                    host=host_towards(trainer),
+                )
+            hello = Hello(0, self._sharded.session_id.encode())
+        except Exception as error:  # said in words, as for ShardedWorker.commit
+            hello = Hello(0, b"", f"{type(error).__name__}: {error}")
+        hello.send(self._engine, self._peer)
+
+    def _close_update(self) -> None:
+        """Ends an update that a trainer has left open at vLLM's worker, which refuses a next one
+        then. Calls of vLLM end open ones only, and an update may be open at some workers."""
+        frame = inspect.currentframe()
+        while frame is not None:
+            worker = frame.f_locals.get("self")
+            if getattr(worker, "weight_transfer_engine", None) is self:
+                worker._weight_update_active = False  # type: ignore[union-attr]
+                return
+            frame = frame.f_back
 
     def start_weight_update(self) -> None:
         """Nothing yet: the model keeps its weights until the first tensor has arrived."""

@@ -27,6 +27,8 @@ class Hello(msgspec.Struct, frozen=True):
     """0 for a connection."""
     text: bytes
     """The invitation to send, or the session id by which the worker is called."""
+    error: str = ""
+    """Why the worker takes no part."""
 
     def send(self, engine: TransferEngine, trainer: Peer) -> None:
         engine.send(trainer, msgspec.msgpack.encode(self)).wait()
@@ -74,6 +76,8 @@ class Hellos:
                 failure = WeightSyncError(cause, version=update)
                 failure.__cause__ = error
                 return found, failure
+            if hello.update == update and hello.error:
+                return found, WeightSyncError(f"a worker refused: {hello.error}", version=update)
             if hello.update == update:
                 found.append(hello.text)
         return found, None

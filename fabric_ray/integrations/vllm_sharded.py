@@ -82,7 +82,7 @@ class ShardedWorker:
         self._engine = engine
         self._name = f"vllm-{uuid4().hex}"
         self._target: WeightTarget | None = None
-        self._committed: tuple[Commit, PushTarget] | None = None
+        self._committed: tuple[Commit, PushTarget | Exception] | None = None
         own = (target_needs, self._needs), (target_open, self._open)
         functions = {**PHASES, **{f.__name__: answer for f, answer in own}}
         functions[phases.target_commit.__name__] = self._answer_commit
@@ -93,13 +93,16 @@ class ShardedWorker:
     def commit(self, commit: Commit) -> None:
         """Puts a confirmed version into use, in the thread in which the model computes (RS-3).
 
-        Raises:
-            WeightSyncError: another version is confirmed, or none.
-            FabricError: the model did not take it; it may hold parts of two versions.
+        It raises nothing: the trainer asks each worker for the outcome. When a call fails at one of
+        several workers, vLLM 0.32 gives later calls the answers of earlier ones.
         """
         self._sink.fingerprint = f"{commit.session} {commit.version}"
         args = (self._name, commit.session, commit.version)
-        self._committed = commit, phases.target_commit(None, *args)
+        try:
+            self._committed = commit, phases.target_commit(None, *args)
+        except Exception as error:
+            logger.exception("version %d was not put into use", commit.version)
+            self._committed = commit, error
 
     def close(self) -> None:
         """Takes part in no more pushes."""
@@ -128,7 +131,10 @@ class ShardedWorker:
                 "of update_weights",
                 version=version,
             )
-        return self._committed[1]
+        outcome = self._committed[1]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
 
 class _ModelSink(VersionSink):

@@ -291,10 +291,32 @@ def test_rs_3_a_server_whose_worker_failed_to_flip_stays_paused_until_it_has_one
 def test_rs_4_an_update_that_a_dead_trainer_left_open_does_not_stop_a_later_push(
     server: fakes.Server, trainer: Any
 ) -> None:
+    calls: list[Any] = []
+    server.before_update = lambda: calls.append(server._weight_update_active)
     server.start_weight_update()
-    trainer(Trained(3)).send_weights()
+    sender = trainer(Trained(3))
+    assert not server._weight_update_active, "no call of vLLM fails at its workers"
+    sender.send_weights()
     assert server.answer("prompt") == {3.0}
-    assert not server.updating
+    server.start_weight_update()  # by a call that got no answer
+    sender.send_weights()
+    assert calls == [True, True]
+
+
+def test_rs_3_a_worker_that_does_not_take_a_version_tells_the_trainer_and_fails_no_call(
+    server: fakes.Server, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = trainer(Trained(1))
+    answered = []
+    update = server.update_weights
+    monkeypatch.setattr(server, "update_weights", lambda info: answered.append(update(info)))
+    with monkeypatch.context() as broken:
+        broken.setattr(server.worker._sharded._recorded, "apply", lambda *_: 1 / 0)
+        with pytest.raises(WeightSyncError, match=r"division by zero.*vLLM stays paused"):
+            sender.send_weights()
+    assert answered == [None]
+    sender.send_weights()
+    assert server.answer("prompt") == {1.0}
 
 
 def test_rs_1_what_a_model_lacks_is_named_before_any_push(

@@ -251,8 +251,8 @@ class Server:
         self.pages: dict[str, set[float]] = {}
         self.running: list[str] = []
         self.calls: list[str] = []
-        self.worker = worker(self.model)
-        self.updating = False
+        self.worker = self.weight_transfer_engine = worker(self.model)
+        self._weight_update_active = False
         self.before_update = lambda: None
         self.never_resets = False
         self.loads = 0
@@ -289,9 +289,9 @@ class Server:
         self.worker.init_transfer_engine(self._infos[0](**init_info))
 
     def start_weight_update(self) -> None:
-        if self.updating:
+        if self._weight_update_active:
             raise RuntimeError("start_weight_update called while a weight update is already active")
-        self.updating = True
+        self._weight_update_active = True
         self.worker.start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -299,11 +299,11 @@ class Server:
             self.before_update()
             self.worker.receive_weights(self._infos[1](**update_info))
         except BaseException:
-            self.updating = False
+            self._weight_update_active = False
             raise
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        if not self.updating:
+        if not self._weight_update_active:
             raise RuntimeError("finish_weight_update called without a matching start_weight_update")
-        self.updating = False
+        self._weight_update_active = False
         self.worker.finish_weight_update()
