@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.plan import LocalContainer
 from fabric_ray.tensors import wait_for_kernels
+from fabric_ray.weights.adapters import trained
 from fabric_ray.weights.local import describe_tensor
-from fabric_ray.weights.modules import named
+from fabric_ray.weights.modules import named, reshard
 from fabric_ray.weights.readers import ReaderGate, Reading
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class Destination(VersionSink):
         self, into: torch.nn.Module | Mapping[str, torch.Tensor], gate: ReaderGate
     ) -> None:
         self._into = into
+        self._shards: dict[str, torch.Tensor] = {}
         self._removes: list[Callable[[], None]] = []
         if not isinstance(into, Mapping):
             import torch
@@ -96,7 +98,9 @@ class Destination(VersionSink):
                 f"`{next(iter(found.merges))}` of `into` has an active adapter, which no push "
                 "writes; merge or disable adapters in the rollout's module"
             )
-        return {n: getattr(t, "_local_tensor", t).detach() for n, t in found.tensors.items()}
+        # FSDP shows whole parameters where it has gathered them; the shards are what a push writes.
+        self._shards = {n: trained(t, self._shards.get(n)) for n, t in found.tensors.items()}
+        return {n: getattr(t, "_local_tensor", t).detach() for n, t in self._shards.items()}
 
     def check(self, containers: Sequence[LocalContainer], rank: int) -> None:
         """Compares names, shapes and dtypes with the containers.
@@ -155,6 +159,7 @@ class Destination(VersionSink):
         """Fills the tensors, between kernels that read them. No reader may be inside the gate."""
         import torch
 
+        reshard(self._into)
         tensors = self.tensors()
         # RS-1: kernels of a forward pass that has returned may still read, in another stream.
         wait_for_kernels(tensors.values())

@@ -6,6 +6,7 @@ names. Only this module removes them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -95,6 +96,15 @@ def of_module(module: torch.nn.Module) -> Named:
     tensors = plain_names(found)
     plain_of = dict(zip(found, tensors, strict=True))
     return Named(tensors, {plain_of[name]: merge for name, merge in merges.items()})
+
+
+def reshard(module: Any) -> None:
+    """Has FSDP2 drop what it has gathered of a module, if it has. A next pass gathers the shards
+    anew; without, it would compute with what was gathered before they were written (RS-1)."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for part in module.modules() if fsdp and hasattr(module, "modules") else ():
+        if isinstance(part, fsdp.FSDPModule):
+            part.reshard()
 
 
 def ties(tensors: Mapping[str, Any]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import Any
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Side
 from fabric_ray.weights.destination import VersionSink
+from fabric_ray.weights.modules import reshard
 from fabric_ray.weights.self_described import side_of
 
 
@@ -45,6 +46,7 @@ def side_and_rank(side: Side | None, rank: int | None, into: Any) -> tuple[Side,
     Raises:
         InvalidArgument: the side has no such rank, or the module doesn't describe itself.
     """
+    reshard(into)
     if side is None:
         side, own = side_of(into)
         # Rollouts that hold all of a model are replicas, whatever their number.

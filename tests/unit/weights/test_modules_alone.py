@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from fabric_ray import TransferEngine
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan.errors import DtypeMismatch, MissingTensors, PlanError
 from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
+from tests.processes import Other
 from tests.unit.weights.local_sync import InProcess
 
 
@@ -122,3 +128,41 @@ def test_a_name_that_the_trainer_lacks_is_named(ends: Ends) -> None:
 def test_without_a_side_there_must_be_a_module(open_engine: Callable[..., TransferEngine]) -> None:
     with pytest.raises(InvalidArgument, match=r"side is missing.*WeightTarget\(into=module\)"):
         WeightTarget(engine=open_engine())
+
+
+def filled_by_pushes(connection: Any, store: str) -> None:
+    """Pushes to a module of FSDP2, before passes and after; says whether each pass computes with
+    what was pushed last."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    torch.manual_seed(0)
+    trained, rollout = (
+        torch.nn.Sequential(torch.nn.Linear(8, 6, bias=False), torch.nn.Linear(6, 4))
+        for _ in range(2)
+    )
+    mesh = init_device_mesh("cpu", (1,))
+    for part in (rollout[0], rollout):
+        fully_shard(part, mesh=mesh)
+    x = torch.randn(3, 8)
+    rollout(x)  # FSDP leaves the outermost parameters gathered
+    with (
+        TransferEngine(transport="shm") as sends,
+        TransferEngine(transport="shm") as receives,
+        closing(WeightSource(trained, name="t", engine=sends)),
+        closing(WeightTarget(into=rollout, name="r", engine=receives)),
+    ):
+        sync = WeightSync(["t"], ["r"], calls=InProcess(), digest=True)
+        for _ in range(3):
+            with torch.no_grad():
+                for parameter in trained.parameters():
+                    parameter.normal_()
+                sync.push()
+                right = [torch.equal(rollout(x), trained(x))]
+                rollout.reshard()
+                right.append(torch.equal(rollout(x), trained(x)))
+                connection.send(right)
+    dist.destroy_process_group()
+
+
+def test_rs_1_a_module_that_fsdp_has_gathered_computes_with_what_was_pushed(tmp_path: Path) -> None:
+    with Other(filled_by_pushes, str(tmp_path / "store")) as rollout:
+        assert [rollout.hear(120.0) for _ in range(3)] == [[True, True]] * 3
