@@ -147,11 +147,11 @@ def refuse_lost(
     with _prepared(model, Reload(model, config)) as targets:
         loaders = [(t, t.weight_loader) for t in targets.values() if hasattr(t, "weight_loader")]
         for tensor, _ in loaders:
-            tensor.weight_loader = lambda *_, **__: True  # type: ignore[attr-defined]
+            tensor.weight_loader = lambda *_, **__: True
         with suppress(Exception):  # what the model refuses is named when it comes
             found = record(model.load_weights, metas, targets)  # type: ignore[arg-type]
         for tensor, loader in loaders:
-            tensor.weight_loader = loader  # type: ignore[attr-defined]
+            tensor.weight_loader = loader
     skipped = framework(f"{RELOAD}.meta", "vllm").SKIP_LOAD_TENSORS
     for landing in found.landings:
         if landing.tensor is not None and landing.name not in skipped:

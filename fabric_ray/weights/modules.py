@@ -101,7 +101,7 @@ def of_module(module: torch.nn.Module) -> Named:
 def reshard(module: Any) -> None:
     """Has FSDP2 drop what it has gathered of a module, if it has. A next pass gathers the shards
     anew; without, it would compute with what was gathered before they were written (RS-1)."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     for part in module.modules() if fsdp and hasattr(module, "modules") else ():
         if isinstance(part, fsdp.FSDPModule):
             part.reshard()
