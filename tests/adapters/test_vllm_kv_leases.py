@@ -70,7 +70,7 @@ def test_pages_are_free_within_a_lease_when_nothing_waits_for_them(
 
 
 def other(number: int) -> list[int]:
-    return [token + number for token in PROMPT]
+    return [token + number + 1 for token in PROMPT]
 
 
 def test_leases_end_where_a_prompt_lacks_blocks(pair: tuple[Instance, Instance]) -> None:

@@ -18,7 +18,7 @@ from tests.adapters.vllm.servers import Server, Spec
 pytestmark = servers.needed
 
 LEASE = 3.0
-REQUESTS, LENGTH, TOKENS = 8, 96, 800
+REQUESTS, LENGTH, TOKENS = 8, 96, 400
 BLOCKS = ("--block-size", "32")
 TERMS = {"beat": 0.5, "silence": 60.0}
 
