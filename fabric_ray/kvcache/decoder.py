@@ -154,6 +154,9 @@ class Decoder:
         Args:
             prefiller: its number, from :meth:`connect`.
             leases: numbers, below 2**64, on which the engines at both ends agree.
+
+        Raises:
+            InvalidArgument: a number is out of this range.
         """
         self._native.renew(prefiller, leases)
 
