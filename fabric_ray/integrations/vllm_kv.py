@@ -144,6 +144,7 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
                 # vLLM 0.29 has no drafts that read further than one token.
                 recomputed=max(0, getattr(vllm_config, "num_prefill_lookahead_tokens", 0) - 1),
                 ranks=vllm_config.parallel_config.tensor_parallel_size,
+                config=self._config,
             )
         self._released = threading.Event()
         self._freed: Counter[str] = Counter()
@@ -237,9 +238,11 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
                 self._sender.give_up(failed.request, failed.transfer, failed.why, held=failed.held)
             for request, transfer in step.finished:
                 self._sender.hold(request, transfer)
+            self._sender.renews = not step.is_starved
             self._sender.begin(step.ready)
         if self._fetcher is not None:
             self._fetcher.cancel(step.cancelled)
+            self._fetcher.renew(step.renewals)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Asks for the blocks of requests that wait; a step doesn't wait for them."""
@@ -317,6 +320,9 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
         # Blocks are pinned where workers report by connector metadata that they are free.
         if _takes_groups:
             self._of_scheduler().pins.bind(gpu_block_pool)
+
+    def on_new_request(self, request: Any) -> None:
+        self._of_scheduler().queued(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int

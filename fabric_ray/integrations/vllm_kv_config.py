@@ -27,7 +27,8 @@ class KvConnectorConfig(BaseModel):
 
     lease: float = Field(default=60.0, gt=0)
     """Seconds that a prefiller keeps the pages of a finished request for a decoder that hasn't
-    asked yet. A decoder that has asked sends heartbeats, and needs no lease."""
+    asked yet. Decoders renew the leases of requests in their queues, and need none once they have
+    asked."""
 
     engine: dict[str, Any] = Field(default_factory=dict, repr=False, exclude=True)
     """Fields of :class:`fabric_ray.EngineConfig` for the engines of the workers. In no dump and no

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from fabric_ray import observe
@@ -65,6 +65,16 @@ class Fetcher:
             if request in self._open:
                 self._cancelled.add(request)
                 self._open[request][1].cancel()
+
+    def renew(self, leases: Mapping[str, Sequence[int]]) -> None:
+        """Renews leases, by the prefiller's offer. One that was lost is not called again for it."""
+        for text, numbers in leases.items():
+            try:
+                known = self._prefillers.get(from_text(text))
+                self._decoder.renew(self._prefiller(text) if known is None else known, numbers)
+            except FabricError as error:
+                # The load will fail by the same.
+                _LOG.debug("leases of a prefiller aren't renewed: %s", error)
 
     def received(self) -> set[str]:
         """Requests whose blocks no peer writes to any more, loaded or not (MR-1)."""

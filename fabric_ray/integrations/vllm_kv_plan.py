@@ -106,6 +106,10 @@ class Step:
     loads: list[Load] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     """Requests whose loads were cancelled."""
+    renewals: dict[str, list[int]] = field(default_factory=dict)
+    """Leases that a decoder renews, by the prefiller's offer."""
+    is_starved: bool = False
+    """Whether a prompt has lacked blocks for so long that no lease is renewed here."""
 
 
 def remember(names: OrderedDict[_K, _T], name: _K, value: _T) -> None:

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fabric_ray.errors import InvalidArgument
+from fabric_ray.integrations.vllm_kv_config import KvConnectorConfig
 from fabric_ray.integrations.vllm_kv_groups import BlockPins, LayerGroup, Tables, loaded_tokens
+from fabric_ray.integrations.vllm_kv_leases import Admissions, Renewals
 from fabric_ray.integrations.vllm_kv_offer import instance
 from fabric_ray.integrations.vllm_kv_plan import Failed, Load, Ready, Step, digest_of, remember
 
@@ -90,6 +92,7 @@ class KvScheduler:
         consumes: whether they ask for pages.
         recomputed: last tokens of a prompt that a decoder computes again for its draft modules.
         ranks: number of workers, each of which reports that blocks are free.
+        config: the instance's.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class KvScheduler:
         consumes: bool = True,
         recomputed: int = 0,
         ranks: int = 1,
+        config: KvConnectorConfig | None = None,
     ) -> None:
         self._groups, self._engine = groups, engine
         self._recomputed, self._ranks = recomputed, ranks
@@ -120,6 +124,9 @@ class KvScheduler:
         self._loads_elsewhere = False
         self._tables = _Tables()
         self._next = Step()
+        config = config or KvConnectorConfig()
+        self._renewals = Renewals(config.terms.beat)
+        self._admissions = Admissions(config.lease)
 
     def offered(self, offers: Mapping[int, bytes]) -> str | None:
         """Takes what the workers offer, by their ranks; returns it as text."""
@@ -127,9 +134,18 @@ class KvScheduler:
             self._offer = instance(offers)
         return self._offer
 
+    def queued(self, request: Any) -> None:
+        """A request has come: its prefiller keeps the pages while it waits for blocks here."""
+        params = request.kv_transfer_params or {}
+        offer = params.get("remote_offer")
+        if self._consumes and params.get("do_remote_prefill") and isinstance(offer, str):
+            self._renewals.add(request.request_id, offer, _transfer(request))
+
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """How many tokens a prefiller will bring beyond those ``computed``, between steps; None
         while that is not known yet."""
+        if self._produces:
+            self._admissions.tried(request.request_id)
         params = request.kv_transfer_params
         if not params or not params.get("do_remote_prefill"):
             return 0, False
@@ -147,6 +163,7 @@ class KvScheduler:
         # the others find them here.
         transfer = self._named(request)
         if transfer in self._coming:
+            self._admissions.over(request.request_id)  # it waits for pages
             return None, False
         if transfer in self._loaded:
             return 0, False
@@ -157,6 +174,8 @@ class KvScheduler:
 
     def allocated(self, request: Any, tables: Tables, external: int) -> None:
         """A request has blocks, of which ``external`` tokens are a prefiller's."""
+        self._admissions.over(request.request_id)
+        self._renewals.drop(request.request_id)
         params = request.kv_transfer_params
         if not params:
             return
@@ -196,6 +215,8 @@ class KvScheduler:
         self._stepped = time.monotonic()
         made, self._next = self._next, Step()
         made.is_idle = output.total_num_scheduled_tokens == 0
+        made.is_starved = self._admissions.are_starved
+        made.renewals = self._renewals.due()
         for number in output.preempted_req_ids or ():
             prefill = self._prefills.get(number)
             if prefill is not None and prefill.ready:
@@ -269,6 +290,8 @@ class KvScheduler:
     def finished(self, request: Any, tables: Tables) -> tuple[bool, dict[str, Any] | None]:
         """A request with these blocks is over: whether they are held, and what its response
         carries."""
+        self._admissions.over(request.request_id)
+        self._renewals.drop(request.request_id)
         params = request.kv_transfer_params
         if not params:
             return False, None

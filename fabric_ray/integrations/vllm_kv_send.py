@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from fabric_ray.errors import Cancelled, DecodeError, InvalidArgument, NotQuiesced
 from fabric_ray.integrations.vllm_kv_content import weights
 from fabric_ray.integrations.vllm_kv_layout import WorkerCache
+from fabric_ray.integrations.vllm_kv_leases import lease_number
 from fabric_ray.integrations.vllm_kv_plan import Claim, Ready, remember
 from fabric_ray.kvcache import Job, Prefiller
 
@@ -39,6 +40,8 @@ class _Transfer:
     """Whether all ranks of a decoder that asked are done, with pages or without."""
     request: str | None = None
     """The transfer of a finished request whose blocks are held."""
+    lease: int | None = None
+    """The number by which decoders renew its lease."""
     deadline: float = math.inf
     """On the clock of this process, for a decoder to ask."""
     why: str | None = None
@@ -52,7 +55,7 @@ class Sender:
         prefiller: the worker's end of the protocol.
         cache: what the scheduler's blocks are here.
         then: calls back when the device has done what it was given; in order.
-        lease: seconds that blocks are held for decoders that don't ask.
+        lease: seconds that blocks are held for decoders that neither ask nor renew it.
         on_release: called when the jobs of held blocks may be over, by any thread.
     """
 
@@ -65,6 +68,8 @@ class Sender:
         lease: float,
         on_release: Callable[[], object] = lambda: None,
     ) -> None:
+        self.renews = True
+        """Whether decoders may renew leases."""
         self._on_release = on_release
         self._prefiller, self._cache, self._then, self._lease = prefiller, cache, then, lease
         self._lock = threading.Lock()
@@ -77,6 +82,7 @@ class Sender:
         self._pass: list[Ready] = []
         self._layers_left: deque[str] = deque()
         self._written: set[str] = set()
+        prefiller.on_renewal(self._renewed)
         self._clerk = threading.Thread(target=self._listen, name="fabric-kv-sender", daemon=True)
         self._clerk.start()
 
@@ -162,8 +168,10 @@ class Sender:
     def hold(self, request: str, transfer: str) -> None:
         """A request is over and its blocks stay, for decoders that ask within the lease."""
         with self._lock:
-            held = self._kept(self._key(request, transfer))
-            held.request, held.deadline = request, time.monotonic() + self._lease
+            key = self._key(request, transfer)
+            held = self._kept(key)
+            held.request, held.lease = request, lease_number(key)
+            held.deadline = time.monotonic() + self._lease
 
     def give_up(self, request: str, transfer: str, why: str, *, held: bool) -> None:
         """A request is over without its pages; decoders are told why. Unless its blocks are
@@ -190,7 +198,10 @@ class Sender:
                 if held.why is None and (held.waiting or not held.served):
                     if now < held.deadline:
                         continue
-                    held.why = f"its decoder did not ask for the pages within {self._lease} s"
+                    held.why = (
+                        f"its decoder neither asked for the pages within {self._lease} s nor said "
+                        "that the request is in its queue"
+                    )
                     late += [job for job, _ in held.waiting]
                     _LOG.warning("request %s: %s", held.request, held.why)
                 over.add(held.request)
@@ -228,6 +239,16 @@ class Sender:
         job.on_release(lambda: self._released(transfer, job, claim))
         if transfer.computed:
             self._take(transfer)
+
+    def _renewed(self, leases: Sequence[int]) -> None:
+        """Decoders have requests in their queues for these."""
+        if not self.renews:
+            return
+        deadline, renewed = time.monotonic() + self._lease, set(leases)
+        with self._lock:
+            for transfer in self._transfers.values():
+                if transfer.lease in renewed:
+                    transfer.deadline = deadline
 
     def _released(self, transfer: _Transfer, job: Job, claim: Claim) -> None:
         with self._lock:

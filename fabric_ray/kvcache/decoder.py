@@ -145,6 +145,21 @@ class Decoder:
         """Whether the session with a prefiller is open."""
         return self._native.is_connected(prefiller)
 
+    def renew(self, prefiller: int, leases: Sequence[int]) -> None:
+        """Renews leases by the next heartbeat: of pages that weren't requested yet and will be.
+
+        Does nothing once the session has ended. A call replaces what earlier ones gave since the
+        last heartbeat.
+
+        Args:
+            prefiller: its number, from :meth:`connect`.
+            leases: numbers, below 2**64, on which the engines at both ends agree.
+
+        Raises:
+            InvalidArgument: a number is out of this range.
+        """
+        self._native.renew(prefiller, leases)
+
     def disconnect(self, prefiller: int) -> None:
         """Ends the session with a prefiller: its requests fail."""
         self._native.disconnect(prefiller)

@@ -143,6 +143,7 @@ class Prefiller:
         self._waiting: deque[Job] = deque()
         self._wake: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
         self._closed = False
+        self._renewed: Callable[[list[int]], object] | None = None
         every, local = encoded(ranks, layouts, first_rank)
         self._native = _native.KvPrefiller(
             name=name,
@@ -151,6 +152,7 @@ class Prefiller:
             terms=(terms or Terms())._native(),
             on_event=weakly(self._on_event),
             on_request=weakly(self._on_request),
+            on_renewal=weakly(self._on_renewal),
             device=device,
         )
         self._word = self._native.word
@@ -193,6 +195,12 @@ class Prefiller:
             jobs = list(self._waiting)
             self._waiting.clear()
         return jobs
+
+    def on_renewal(self, callback: Callable[[list[int]], object]) -> None:
+        """Calls ``callback`` with the leases that a decoder renews (:meth:`Decoder.renew`), at most
+        128 at a time. Numbers may be of no lease here. It runs on an engine's callback thread; a
+        second callback takes the place of the first."""
+        self._renewed = callback
 
     def begin(self, requests: Sequence[tuple[Job, int]], *, counted: int | None = None) -> None:
         """Begins a pass through all layers that computes each request up to a number of tokens.
@@ -257,6 +265,10 @@ class Prefiller:
             self._jobs[number] = job
             self._waiting.append(job)
         self._wake_reader()
+
+    def _on_renewal(self, leases: list[int]) -> None:
+        if self._renewed is not None:
+            self._renewed(leases)
 
     def _on_event(self, number: int, event: KvEvent, cause: KvCause, text: str) -> None:
         with self._lock:

@@ -101,15 +101,16 @@ def config(role: str, **options: Any) -> VllmConfig:
 
     Args:
         role: ``kv_producer`` or ``kv_consumer``.
-        options: ``tp``, ``mla``, ``block`` (tokens), ``chunk`` (tokens of a step), ``policy`` for
-            loads that fail, ``hybrid`` (whether its manager of several cache groups is on, as it
-            is by default), ``retention`` (tokens between cached windows, ``None`` for all of them),
-            ``model`` and other fields of the connector's configuration.
+        options: ``tp``, ``mla``, ``block`` (tokens), ``chunk`` (tokens of a step), ``seqs`` (most
+            requests that run), ``policy`` for loads that fail, ``hybrid`` (whether its manager of
+            several cache groups is on, as it is by default), ``retention`` (tokens between cached
+            windows, ``None`` for all of them), ``model`` and other fields of the connector's
+            configuration.
     """
     hybrid, retention = options.pop("hybrid", True), options.pop("retention", 0)
     tp, chunk = options.pop("tp", 1), options.pop("chunk", 64)
     mla, block = options.pop("mla", False), options.pop("block", 8)
-    policy = options.pop("policy", "fail")
+    policy, seqs = options.pop("policy", "fail"), options.pop("seqs", 16)
     extra = {"model": "small", "terms": {"beat": 0.1, "silence": 2.0}, **options}
     made = VllmConfig(
         model_config=copy.deepcopy(model(mla)),
@@ -119,7 +120,7 @@ def config(role: str, **options: Any) -> VllmConfig:
             prefix_cache_retention_interval=retention,
         ),
         scheduler_config=SchedulerConfig(
-            max_num_seqs=16,
+            max_num_seqs=seqs,
             max_num_batched_tokens=chunk,
             max_model_len=512,
             is_encoder_decoder=False,

@@ -20,8 +20,8 @@ const MARK: [u8; 3] = *b"FKV";
 pub const VERSION: u8 = 2;
 /// The readable versions: the written one and at most one neighbour.
 const READS: RangeInclusive<u8> = VERSION..=VERSION;
-/// Most requests of one beat, which fits the smallest `max_message`.
-pub(crate) const BEAT_REQUESTS: usize = 256;
+/// Most requests, and most leases, of one beat, which fits the smallest `max_message`.
+pub(crate) const BEAT_NUMBERS: usize = 128;
 /// Most bytes of states of one status, which fits the smallest `max_message`.
 const STATUS_BYTES: usize = 3072;
 /// Longest reason, bytes; longer ones are cut.
@@ -170,11 +170,13 @@ pub(crate) enum Message {
         seq: u64,
     },
     /// A heartbeat, with the requests that the decoder still waits for. All requests before
-    /// `floor` are over for it.
+    /// `floor` are over for it. `leases` are renewed: the decoder will request their pages.
     Beat {
         session: u64,
         floor: u64,
         open: Vec<u64>,
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        leases: Vec<u64>,
     },
     /// Answers a beat; also sent when a request ends.
     Status {
@@ -316,6 +318,16 @@ impl Message {
         decode("a KV message", bytes)
     }
 
+    /// A beat, in as many messages as it needs.
+    pub fn beats(session: u64, floor: u64, open: &[u64], leases: &[u64]) -> Vec<Self> {
+        let part = |numbers: &[u64], i: usize| {
+            numbers.chunks(BEAT_NUMBERS).nth(i).unwrap_or_default().to_vec()
+        };
+        let count = open.len().max(leases.len()).div_ceil(BEAT_NUMBERS).max(1);
+        let beat = |i| Self::Beat { session, floor, open: part(open, i), leases: part(leases, i) };
+        (0..count).map(beat).collect()
+    }
+
     /// States, in as many messages as they need.
     pub fn statuses(session: u64, incarnation: u64, states: Vec<(u64, RequestState)>) -> Vec<Self> {
         let mut all: Vec<Vec<(u64, RequestState)>> = vec![Vec::new()];
@@ -353,7 +365,8 @@ impl Message {
 mod tests {
     use super::*;
 
-    const BEAT: Message = Message::Beat { session: 7, floor: 3, open: Vec::new() };
+    const BEAT: Message =
+        Message::Beat { session: 7, floor: 3, open: Vec::new(), leases: Vec::new() };
 
     fn of_version(version: u8) -> Vec<u8> {
         let mut bytes = BEAT.to_bytes();

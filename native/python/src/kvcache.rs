@@ -141,6 +141,16 @@ impl KvDecoder {
         py.detach(|| self.0.cancel(request));
     }
 
+    /// Renews a prefiller's leases by the next beat.
+    fn renew(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = checked_int)] prefiller: u64,
+        #[pyo3(from_py_with = checked_int)] leases: Vec<u64>,
+    ) {
+        py.detach(|| self.0.renew(prefiller, leases));
+    }
+
     fn disconnect(&self, py: Python<'_>, #[pyo3(from_py_with = checked_int)] prefiller: u64) {
         py.detach(|| self.0.disconnect(prefiller));
     }
@@ -187,7 +197,9 @@ struct KvPrefiller {
 #[pymethods]
 impl KvPrefiller {
     #[new]
-    #[pyo3(signature = (*, name, layouts, ranks, terms, on_event, on_request, device=None))]
+    #[pyo3(signature = (
+        *, name, layouts, ranks, terms, on_event, on_request, on_renewal, device=None
+    ))]
     #[allow(clippy::too_many_arguments)] // keyword arguments
     fn new(
         py: Python<'_>,
@@ -197,6 +209,7 @@ impl KvPrefiller {
         #[pyo3(from_py_with = checked_int)] terms: TermsArg,
         on_event: RecurringCallback,
         on_request: RecurringCallback,
+        on_renewal: RecurringCallback,
         #[pyo3(from_py_with = checked_int)] device: Option<i32>,
     ) -> PyResult<Self> {
         let (layouts, local) = (self::layouts(py, &layouts)?, local(&ranks));
@@ -219,6 +232,9 @@ impl KvPrefiller {
         };
         let made = py.detach(|| {
             let prefiller = kv::Prefiller::new(name, layouts, local, terms, report)?;
+            prefiller.on_renewal(move |leases| {
+                on_renewal.call(|py, f| (f, leases.to_vec()).into_pyobject(py));
+            });
             let advance = prefiller.advancer();
             let word = match (engine, device) {
                 (Some(engine), Some(device)) => engine.watch_device(device, advance)?,

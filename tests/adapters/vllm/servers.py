@@ -258,12 +258,14 @@ PATIENT = {"lease": 600.0, "timeout": 600.0, "terms": {"silence": 120.0}}
 """Limits of the connector where servers spin on all cores, and may stand still for a minute."""
 
 
-def kv_transfer(role: str, **extra: Any) -> tuple[str, str]:
-    """The argument that gives a server this project's KV connector."""
+def kv_transfer(role: str, *, policy: str = "fail", **extra: Any) -> tuple[str, str]:
+    """The argument that gives a server this project's KV connector, with vLLM's ``policy`` for
+    loads that fail."""
     config = {
         "kv_connector": "FabricRayConnector",
         "kv_connector_module_path": "fabric_ray.integrations.vllm_kv",
         "kv_role": role,
+        "kv_load_failure_policy": policy,
         "kv_connector_extra_config": {**PATIENT, **extra},
     }
     return "--kv-transfer-config", json.dumps(config)

@@ -112,6 +112,9 @@ class CountedPrefiller:
     def layer_done(self) -> None:
         self.layers += 1
 
+    def on_renewal(self, callback: Callable[[list[int]], object]) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -25,6 +25,7 @@ from fabric_ray.kvcache import (
     Terms,
     errors,
 )
+from tests.processes import within
 
 LAYERS, HEADS, WIDTH, TAIL = 2, 4, 8, 32
 
@@ -350,3 +351,23 @@ def test_a_reader_that_left_does_not_take_the_next_one_s_word_along(stack: ExitS
         (await second).fail("the second")
 
     asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_leases_are_renewed_by_one_heartbeat_and_by_open_sessions_only(stack: ExitStack) -> None:
+    prefill, decode = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
+    prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=PATIENT))
+    decoder = stack.enter_context(Decoder(decode.ranks, terms=PATIENT))
+    renewed: list[int] = []
+    prefiller.on_renewal(renewed.extend)
+    to = decoder.connect(prefiller.offer())
+    leases = [2**64 - 1, *range(300)]
+    decoder.renew(to, leases)
+    within(10, "the heartbeat", lambda: sorted(renewed) == sorted(leases))
+    decoder.renew(to, [5])
+    within(10, "the next one", lambda: renewed[len(leases) :] == [5])
+    decoder.disconnect(to)
+    decoder.renew(to, [999])
+    with pytest.raises(InvalidArgument, match="too large"):
+        decoder.renew(to, [2**64])
+    time.sleep(4 * PATIENT.beat)
+    assert 999 not in renewed

@@ -7,18 +7,29 @@ use fabric_engine::{api::EngineId, EngineError, Op, Result, Submit};
 use super::{
     is_loss,
     state::{Action, DecoderState, Phase, ProcessState, SessionPhase},
-    Inner,
+    Decoder, Inner,
 };
 use crate::{
     parts::cut,
     terms::Cause,
     timer::after,
-    wire::{Message, RequestState, BEAT_REQUESTS},
+    wire::{Message, RequestState},
 };
 
 /// Beats that a prefiller may answer without knowing a request before the request counts as lost:
 /// the request message may be slower than a beat.
 const UNKNOWN: u32 = 2;
+
+impl Decoder {
+    /// Renews leases of a prefiller by the next beat: pages that this decoder has not requested yet
+    /// and will. The engines at both ends choose the numbers. Replaces those of an earlier call that
+    /// no beat has carried; does nothing once the prefiller has been given up.
+    pub fn renew(&self, prefiller: u64, leases: Vec<u64>) {
+        if let Some(session) = self.inner.state.lock().sessions.get_mut(&prefiller) {
+            session.leases = leases;
+        }
+    }
+}
 
 impl Inner {
     /// Executes actions that were decided under the lock.
@@ -302,6 +313,11 @@ impl DecoderState {
             self.lose(number, "it has not answered for too long", true, actions);
             return false;
         }
+        // Until all processes have welcomed this decoder, leases wait.
+        let leases = match session.phase {
+            SessionPhase::Open => std::mem::take(&mut session.leases),
+            SessionPhase::Greeting | SessionPhase::Lost(_) => Vec::new(),
+        };
         for process in 0..session.processes.len() {
             if session.processes[process].incarnation.is_none() {
                 continue;
@@ -315,10 +331,7 @@ impl DecoderState {
             let asked: Vec<u64> =
                 open.iter().filter(|(_, e)| there(e)).map(|(seq, _)| *seq).collect();
             let floor = open.first().map_or(next_seq, |(seq, _)| *seq);
-            let parts = asked.chunks(BEAT_REQUESTS).map(<[u64]>::to_vec);
-            let none = asked.is_empty().then(Vec::new);
-            for open in parts.chain(none) {
-                let message = Message::Beat { session: number, floor, open };
+            for message in Message::beats(number, floor, &asked, &leases) {
                 actions.extend(session.send(number, process, message.to_bytes(), None));
             }
         }

@@ -212,6 +212,7 @@ impl Decoder {
                 grants: regions,
                 phase: SessionPhase::Greeting,
                 early: Vec::new(),
+                leases: Vec::new(),
                 revoked: false,
             };
             for process in 0..session.processes.len() {

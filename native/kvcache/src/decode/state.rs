@@ -29,6 +29,8 @@ pub(super) struct Session {
     pub phase: SessionPhase,
     /// Requests made before all of its processes had welcomed this decoder.
     pub early: Vec<u64>,
+    /// Leases to renew by the next beat.
+    pub leases: Vec<u64>,
     /// All of its access has been revoked.
     pub revoked: bool,
 }

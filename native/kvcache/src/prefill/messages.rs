@@ -17,8 +17,7 @@ use crate::{
     pairing::Pairing,
     parts::cut,
     terms::{common_groups, Cause},
-    timer::after,
-    wire::{reason, Hello, Message, RefusalReason, Request, RequestState},
+    wire::{reason, Hello, Message, RefusalReason, Request, RequestState, BEAT_NUMBERS},
 };
 
 const TOO_MANY_ENDED: &str = "it has not said that it knows how its requests ended";
@@ -120,7 +119,10 @@ impl Inner {
                 self.on_request(session, incarnation, *request)
             }
             Message::Cancel { seq, .. } => self.on_cancel(session, seq),
-            Message::Beat { floor, open, .. } => self.on_beat(session, floor, &open),
+            Message::Beat { floor, open, leases, .. } => {
+                self.on_beat(session, floor, &open);
+                self.on_renewal(session, &leases);
+            }
             Message::Goodbye { why, .. } => self.end_session(session, &why, false),
             other => tracing::warn!(%from, ?other, "a decoder sent what only prefillers send"),
         }
@@ -448,6 +450,16 @@ impl Inner {
         }
     }
 
+    /// Reports leases that a decoder renews; more than a beat may carry are ignored.
+    fn on_renewal(&self, session: (EngineId, u64), leases: &[u64]) {
+        let leases = &leases[..leases.len().min(BEAT_NUMBERS)];
+        if !leases.is_empty() && self.state.lock().sessions.contains_key(&session) {
+            if let Some(report) = self.renewals.get() {
+                report(leases);
+            }
+        }
+    }
+
     /// Ends a session, and all jobs of it.
     pub(super) fn end_session(self: &Arc<Self>, session: (EngineId, u64), why: &str, say: bool) {
         let (gone, jobs) = {
@@ -464,37 +476,6 @@ impl Inner {
         if say {
             let message = Message::Goodbye { session: session.1, why: reason(why) };
             self.send(&gone.info.peer, &message);
-        }
-    }
-
-    pub(super) fn schedule_tick(self: &Arc<Self>) {
-        let weak = Arc::downgrade(self);
-        let tick = move || {
-            if let Some(inner) = weak.upgrade() {
-                inner.tick();
-                inner.schedule_tick();
-            }
-        };
-        if let Err(error) = after(self.control(), self.terms.beat, tick) {
-            // The loss of a decoder would go unnoticed.
-            let all: Vec<_> = self.state.lock().sessions.keys().copied().collect();
-            all.into_iter()
-                .for_each(|m| self.end_session(m, &format!("no more beats: {error}"), true));
-        }
-    }
-
-    /// Gives up decoders that have been silent for too long.
-    fn tick(self: &Arc<Self>) {
-        let limit = self.terms.silent_beats();
-        let silent: Vec<(EngineId, u64)> = {
-            let mut state = self.state.lock();
-            state.sessions.values_mut().for_each(|m| m.silent += 1);
-            let silent = state.sessions.iter().filter(|(_, m)| m.silent > limit);
-            silent.map(|(key, _)| *key).collect()
-        };
-        self.parts.expire(self.control().now());
-        for session in silent {
-            self.end_session(session, "it has not been heard for too long", true);
         }
     }
 }

@@ -10,7 +10,7 @@ mod timeline;
 
 use std::{
     collections::BTreeMap,
-    sync::{atomic::AtomicU32, Arc},
+    sync::{atomic::AtomicU32, Arc, OnceLock},
 };
 
 use fabric_engine::{api::EngineId, EngineError, Region, Result, TransferEngine};
@@ -27,6 +27,7 @@ use crate::{
     layout::{CacheGroup, CacheLayout},
     parts::Parts,
     terms::{check_local, common_groups, Cause, LocalRank, Terms},
+    timer::after,
     wire::{reason, Offer, OfferEnd, RefusalReason, RequestState},
 };
 
@@ -79,6 +80,7 @@ struct Inner {
     pass_queue: Mutex<PassQueue>,
     counts: CountTimes,
     events: Events<JobEvent>,
+    renewals: OnceLock<Box<dyn Fn(&[u64]) + Send + Sync>>,
     parts: Parts,
 }
 
@@ -157,6 +159,7 @@ impl Prefiller {
             pass_queue: Mutex::default(),
             counts: CountTimes::default(),
             events: Events::new(on_event),
+            renewals: OnceLock::new(),
         });
         let weak = Arc::downgrade(&inner);
         inner.control().receive(inner.terms.max_message, Terms::MESSAGES, move |delivery| {
@@ -166,6 +169,13 @@ impl Prefiller {
         })?;
         inner.schedule_tick();
         Ok(Self { inner })
+    }
+
+    /// Has callback threads of an engine call `f` with the leases that a decoder renews: it will
+    /// request their pages. Numbers are the decoder's engine's, and may be of no lease. The first
+    /// `f` stays.
+    pub fn on_renewal(&self, f: impl Fn(&[u64]) + Send + Sync + 'static) {
+        let _ = self.inner.renewals.set(Box::new(f));
     }
 
     /// Handles a message of a decoder, for callers that opened the receive pool of the first rank's
@@ -350,6 +360,37 @@ impl Inner {
                 .map_err(|e| EngineError::Invalid(format!("group {}: {e}", group.name)))?;
         }
         Ok(())
+    }
+
+    fn schedule_tick(self: &Arc<Self>) {
+        let weak = Arc::downgrade(self);
+        let tick = move || {
+            if let Some(inner) = weak.upgrade() {
+                inner.tick();
+                inner.schedule_tick();
+            }
+        };
+        if let Err(error) = after(self.control(), self.terms.beat, tick) {
+            // The loss of a decoder would go unnoticed.
+            let all: Vec<_> = self.state.lock().sessions.keys().copied().collect();
+            all.into_iter()
+                .for_each(|m| self.end_session(m, &format!("no more beats: {error}"), true));
+        }
+    }
+
+    /// Gives up decoders that have been silent for too long.
+    fn tick(self: &Arc<Self>) {
+        let limit = self.terms.silent_beats();
+        let silent: Vec<(EngineId, u64)> = {
+            let mut state = self.state.lock();
+            state.sessions.values_mut().for_each(|m| m.silent += 1);
+            let silent = state.sessions.iter().filter(|(_, m)| m.silent > limit);
+            silent.map(|(key, _)| *key).collect()
+        };
+        self.parts.expire(self.control().now());
+        for session in silent {
+            self.end_session(session, "it has not been heard for too long", true);
+        }
     }
 
     fn tail(&self) -> Option<&Region> {

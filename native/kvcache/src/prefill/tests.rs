@@ -257,7 +257,12 @@ fn a_decoder_that_acknowledges_is_never_too_much() {
         matches!(&said, Some(RequestState::Refused { why, elsewhere: true, .. }) if full(why)),
         "{said:?}"
     );
-    test.say(&Message::Beat { session: SESSION, floor: next + 1, open: Vec::new() });
+    test.say(&Message::Beat {
+        session: SESSION,
+        floor: next + 1,
+        open: Vec::new(),
+        leases: Vec::new(),
+    });
     assert_eq!(test.asks(incarnation, next + 1, 0), None);
     assert_eq!(test.prefiller.jobs(), 1);
 }
@@ -282,4 +287,25 @@ fn payloads_of_requests_that_wait_are_bounded_together() {
     assert_eq!(test.prefiller.jobs(), 2);
     let terms = Terms { max_payloads: 4095, max_message, ..Terms::default() };
     assert!(terms.check().unwrap_err().to_string().contains("one request must fit"));
+}
+
+#[test]
+fn leases_are_renewed_by_decoders_with_a_session_and_no_more_than_a_beat_carries() {
+    let mut test = TestPrefiller::new();
+    let renewed: Arc<Mutex<Vec<Vec<u64>>>> = Arc::default();
+    let theirs = Arc::clone(&renewed);
+    test.prefiller.on_renewal(move |leases| theirs.lock().push(leases.to_vec()));
+    let beat = |leases| Message::Beat { session: SESSION, floor: 0, open: Vec::new(), leases };
+    assert_eq!(test.say(&beat(vec![1])), []);
+    assert_eq!(*renewed.lock(), [[0; 0]; 0]);
+    test.welcome();
+    test.say(&beat(Vec::new()));
+    test.say(&beat(vec![u64::MAX, 1]));
+    test.say(&beat(vec![u64::MAX, 1]));
+    assert_eq!(*renewed.lock(), [[u64::MAX, 1], [u64::MAX, 1]]);
+    test.say(&beat((0..1000).collect()));
+    assert_eq!(renewed.lock()[2].len(), 128);
+    assert_eq!(test.say(&Message::Goodbye { session: SESSION, why: "gone".into() }), []);
+    test.say(&beat(vec![2]));
+    assert_eq!(renewed.lock().len(), 3);
 }

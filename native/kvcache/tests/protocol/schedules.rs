@@ -6,8 +6,8 @@
 //! What a seed does is the same each time that it is run.
 
 mod decoding;
-mod faulty_delivery;
-mod judge;
+pub mod faulty_delivery;
+pub mod judge;
 mod prefilling;
 mod run;
 
