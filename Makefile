@@ -20,7 +20,7 @@ endif
 unexport PYTHONDONTWRITEBYTECODE
 
 # Tests measure nothing: they run the load generator that is built with them.
-TESTED := check test-lanes test-deaths test-processes test-actors test-serve test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma
+TESTED := check test-lanes test-deaths test-processes test-actors test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma
 $(TESTED): export FABRIC_PERF = $(CURDIR)/native/target/debug/fabric-perf
 
 # Ray starts workers at nice 15: beside tests that compute, actors would stand still.
@@ -28,7 +28,7 @@ export RAY_worker_niceness ?= 0
 
 NATIVE := $(shell find native -name target -prune -o \( -name '*.rs' -o -name Cargo.toml -o -name Cargo.lock \) -print)
 
-.PHONY: demo test check build-rust-tests test-rust test-lanes test-deaths test-processes test-actors test-serve test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma test-adapters test-all chaos bench lint docs wheel wheel-demo fuzz loom mutations soak sanitize \
+.PHONY: demo test check build-rust-tests test-rust test-lanes test-deaths test-processes test-actors test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma test-adapters test-all chaos bench lint lint-python lint-native docs wheel wheel-demo fuzz loom mutations soak sanitize \
 	clean setup
 .DELETE_ON_ERROR:
 
@@ -40,9 +40,12 @@ demo: $(DONE)/native
 # would build the engine once for each.
 TESTED_CRATES := --workspace --exclude fabric-microbench
 
+# BESIDE names targets that run beside the end of the build, most of which needs one core only.
+BESIDE ?=
+
 test: $(DONE)/tools
 	$(MAKE) --no-print-directory --jobs 2 build-rust-tests $(DONE)/venv
-	$(MAKE) --no-print-directory $(DONE)/native-dev
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target $(DONE)/native-dev $(BESIDE)
 	$(MAKE) --no-print-directory test-lanes
 
 build-rust-tests: $(DONE)/tools
@@ -57,8 +60,7 @@ test-rust: $(DONE)/tools
 	cd native && MAKEFLAGS= cargo test $(TESTED_CRATES) --quiet
 
 # Most of what waits for actors or guests is waiting: they run side by side with what computes.
-SERVE := tests/ray/test_demo_kvcache.py $(wildcard tests/ray/test_serve_*.py)
-ACTORS := $(filter-out $(SERVE),$(wildcard tests/ray/test_*.py))
+ACTORS := tests/ray
 GUESTS := tests/rdma tests/integration/test_two_hosts.py $(wildcard tests/integration/test_bench_*.py)
 EXPERTS := $(addprefix tests/unit/,kernels models moe quant)
 UNITS := $(wildcard tests/integration/test_compat_*.py) \
@@ -70,16 +72,13 @@ PAGES := $(filter-out $(NOTEBOOKS),$(wildcard tests/docs/test_*.py))
 DEATHS := tests/chaos tests/soak tests/integration/test_strangers.py $(wildcard tests/integration/test_*deaths.py)
 PROCESSES := $(filter-out $(DEATHS) $(GUESTS) $(UNITS),$(wildcard tests/integration/test_*.py))
 # The longest first.
-LANES := test-units test-actors test-guests test-experts test-serve test-pages test-others test-notebooks
-
-# BESIDE names targets that run beside them, such as lint, most of which needs one core only.
-BESIDE ?=
+LANES := test-units test-actors test-guests test-experts test-pages test-others test-notebooks
 
 # What was left out by any of them for want of a tool is listed at last.
 test-lanes: export FABRIC_RAY_LEFT_OUT = $(CURDIR)/$(DONE)/left-out
 test-lanes: $(DONE)/native-dev
 	@: >$(FABRIC_RAY_LEFT_OUT)
-	$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-rust $(BESIDE) $(LANES)
+	$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-rust $(LANES)
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-deaths test-processes
 	@sort $(FABRIC_RAY_LEFT_OUT)
 
@@ -128,15 +127,20 @@ chaos: $(DONE)/native
 bench: $(DONE)/native $(DONE)/perf $(DONE)/bench
 	$(BIN)/python -m benchmarks run $(ARGS)
 
-# Either build will do.
-lint: $(or $(wildcard $(DONE)/native),$(DONE)/native-dev)
-	cd native && cargo fmt --all --check
-	cd native && cargo clippy $(TESTED_CRATES) --all-targets --quiet -- -D warnings
+lint: lint-python lint-native
+
+# What needs nothing that is built.
+lint-python: $(DONE)/venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python scripts/glossary.py
 	$(BIN)/lint-imports --no-cache >/dev/null || $(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
+
+# Either build will do.
+lint-native: $(or $(wildcard $(DONE)/native),$(DONE)/native-dev)
+	cd native && cargo fmt --all --check
+	cd native && cargo clippy $(TESTED_CRATES) --all-targets --quiet -- -D warnings
 	$(BIN)/python -m mypy.stubtest fabric_ray._native --mypy-config-file scripts/stubtest.ini
 
 docs: $(DONE)/native

@@ -32,6 +32,7 @@ RETIRED = {
     "rosters?": "membership",
     "reluctance": "avoid level",
     "all_say": "broadcast",
+    "cards?": "rank descriptor; network adapter",
 }
 
 EXEMPT = ("docs/glossary.md", "scripts/glossary.py")

@@ -55,7 +55,7 @@ def serve(
             engine, rank=rank, ranks=ranks, experts=EXPERTS, topk=TOPK, hidden=HIDDEN,
             max_tokens=TOKENS, launcher=launcher, timeout=20.0, private_rows=private,
         )  # fmt: skip
-        connection.send(a.card())
+        connection.send(a.descriptor())
         a.connect(connection.recv())
         within(30, "all can be stored to", lambda: is_straight(a))
         connection.send(None)

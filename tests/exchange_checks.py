@@ -34,9 +34,9 @@ def begin(others: Sequence[Other], cases: Sequence[Case]) -> None:
     """A new exchange: the same case for all, but for options."""
     for other, case in zip(others, cases, strict=True):
         other.say(("open", case))
-    cards = [other.hear(LIMIT) for other in others]
+    descriptors = [other.hear(LIMIT) for other in others]
     for other in others:
-        other.say(cards)
+        other.say(descriptors)
     for other in others:
         other.hear(LIMIT)
 

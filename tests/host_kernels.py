@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
+import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -22,26 +23,48 @@ from fabric_ray.kernels.sources import FOLDER
 
 #: A warp there. Few, for each is a thread; none of the kernels counts on a number.
 THREADS = 4
+#: What is built is kept there, for all processes that run tests.
+BUILD = Path(__file__).parents[1] / "build" / "host-kernels"
+FLAGS = (
+    "-std=c++20 -O1 -Wall -Wextra -Werror -Wno-unknown-pragmas -ffp-contract=off -pthread "
+    "-shared -fPIC -fno-gnu-unique"
+)
 
 
 @functools.cache
+def _built(compiler: str) -> Path:
+    """The folder of what was built with these flags from these sources, on this machine."""
+    digest = hashlib.sha256(f"{os.path.realpath(compiler)} {FLAGS}".encode())
+    for source in sorted(FOLDER.rglob("*")):
+        if source.suffix in {".cu", ".cuh", ".h"}:
+            digest.update(f"{source.relative_to(FOLDER)}\0".encode() + source.read_bytes())
+    return BUILD / digest.hexdigest()[:16]
+
+
 def _compiled(file: str) -> Path:
-    """The library of a file of kernels, built once in this process."""
+    """The library of a file of kernels, built once for all processes that run tests."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no C++ compiler here: install g++")
-    folder = tempfile.TemporaryDirectory()
-    atexit.register(folder.cleanup)
-    out = Path(folder.name) / f"{Path(file).stem}.so"
-    flags = (
-        "-std=c++20 -O1 -Wall -Wextra -Werror -Wno-unknown-pragmas -ffp-contract=off -pthread "
-        "-shared -fPIC -fno-gnu-unique"
-    )
-    subprocess.run(
-        [compiler, *flags.split(), "-I", FOLDER, "-o", out, "-x", "c++", FOLDER / file],
-        check=True,
-        timeout=250,
-    )
+    out = _built(compiler) / f"{Path(file).stem}.so"
+    if not out.exists():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=BUILD) as folder:
+            made = Path(folder) / out.name
+            command = [
+                compiler,
+                *FLAGS.split(),
+                "-I",
+                FOLDER,
+                "-o",
+                made,
+                "-x",
+                "c++",
+                FOLDER / file,
+            ]
+            subprocess.run(command, check=True, timeout=250)
+            # Another process may have been first: the two are alike, and neither is half there.
+            made.replace(out)
     return out
 
 

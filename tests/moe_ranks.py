@@ -103,7 +103,7 @@ def rank_of(
     engine = TransferEngine(name=f"rank-{comm.rank()}", transport=transport)
     comm.stack.enter_context(engine)
     rank = kind(engine, rank=comm.rank(), ranks=comm.size(), **options)
-    rank.connect(comm.all_gather(rank.card()))
+    rank.connect(comm.all_gather(rank.descriptor()))
     comm.all_gather(b"")
     comm.joined.append(rank)
     return rank

@@ -42,9 +42,9 @@ class Ours:
             parts=[RowPart("scales", shape.scales, torch.float32)],
             timeout=60.0,
         )
-        cards: list[bytes | None] = [None] * shape.ranks
-        dist.all_gather_object(cards, self._all.card())
-        self._all.connect(cards)
+        descriptors: list[bytes | None] = [None] * shape.ranks
+        dist.all_gather_object(descriptors, self._all.descriptor())
+        self._all.connect(descriptors)
 
     def _made(self, **common: Any) -> Any:
         # Half as many again as come on average: what is more comes in turns.

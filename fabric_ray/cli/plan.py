@@ -67,7 +67,7 @@ def plan(
     with errors_in_words(), working("planning") as tell:
         if picture is not None:
             check_picture(picture)
-        planned, told = forecast(options.push(model, trainer, rollout, dtype))
+        planned, predicted = forecast(options.push(model, trainer, rollout, dtype))
         explained = None
         if explain is not None or (rank is not None and as_json):
             explained = _explained(planned, explain, rank)
@@ -78,9 +78,9 @@ def plan(
             draw(planned, f"{model} as {dtype}\n{trainer} to {rollout}", picture)
     if as_json:
         said = {"model": model, "trainer": trainer, "rollout": rollout, "dtype": dtype}
-        typer.echo(json.dumps(said | summary(told, nic) | {"explained": explained}))
+        typer.echo(json.dumps(said | summary(predicted, nic) | {"explained": explained}))
         return
-    stdout().print(facts(_rows(model, dtype, told, nic)))
+    stdout().print(facts(_rows(model, dtype, predicted, nic)))
     # Names of containers stay whole: a terminal breaks lines that are too long for it.
     if explained is not None:
         typer.echo(explained)
@@ -93,14 +93,14 @@ def plan(
         )
 
 
-def summary(told: Forecast, nic: float) -> dict[str, Any]:
+def summary(predicted: Forecast, nic: float) -> dict[str, Any]:
     """What ``--json`` prints of a forecast: its fields, and the floor for NICs of ``nic`` Gb/s."""
-    fields: dict[str, Any] = msgspec.to_builtins(told, str_keys=True)
+    fields: dict[str, Any] = msgspec.to_builtins(predicted, str_keys=True)
     return fields | {
         "gathered": [],
         "nic_gbps": nic,
-        "busiest_nbytes": told.busiest_nbytes,
-        "floor_seconds": told.floor_seconds(nic),
+        "busiest_nbytes": predicted.busiest_nbytes,
+        "floor_seconds": predicted.floor_seconds(nic),
     }
 
 
@@ -156,45 +156,45 @@ def _pattern(name: str) -> str:
     return re.sub(r"\.\d+(?=\.)", ".*", name)
 
 
-def _rows(model: str, dtype: str, told: Forecast, nic: float) -> list[tuple[str, str]]:
-    balance = told.balance
+def _rows(model: str, dtype: str, predicted: Forecast, nic: float) -> list[tuple[str, str]]:
+    balance = predicted.balance
     sent, received = [*balance.sent.values()], [*balance.received.values()]
     bound = "sending" if max(sent) > max(received) else "receiving"
     gathered = "nothing; every rank sends from what it holds"
-    if told.exchanged_maxima:
+    if predicted.exchanged_maxima:
         gathered = (
-            f"nothing; before a push the busiest trainer shares {told.exchanged_maxima:,} maxima "
-            "of blocks with others"
+            "nothing; before a push the busiest trainer shares "
+            f"{predicted.exchanged_maxima:,} maxima of blocks with others"
         )
-    took = ", ".join(f"{what} {spent.cpu_seconds:.1f}" for what, spent in told.spent.items())
+    took = ", ".join(f"{what} {spent.cpu_seconds:.1f}" for what, spent in predicted.spent.items())
     rows = [
-        ("model", f"{model}, {told.parameters / 1e9:.2f} B parameters, pushed as {dtype}"),
+        ("model", f"{model}, {predicted.parameters / 1e9:.2f} B parameters, pushed as {dtype}"),
         ("pushed", f"{size(balance.nbytes)}, {len(sent)} trainers to {len(received)} rollouts"),
         ("a rollout receives", _range(received)),
         ("a trainer sends", _range(sent)),
         (
             "busiest over mean",
             f"senders {balance.sender_imbalance:.3f}, receivers {balance.receiver_imbalance:.3f}, "
-            f"pairs {balance.link_imbalance:.2f} ({told.links:,} pairs)",
+            f"pairs {balance.link_imbalance:.2f} ({predicted.links:,} pairs)",
         ),
-        ("floor", f"{told.floor_seconds(nic):.3f} s of {bound}, {nic:g} Gb/s a rank"),
-        ("with relay", _relayed(told)),
-        ("held by", ", ".join(_held(count, nbytes) for count, nbytes in told.holders.items())),
+        ("floor", f"{predicted.floor_seconds(nic):.3f} s of {bound}, {nic:g} Gb/s a rank"),
+        ("with relay", _relayed(predicted)),
+        ("held by", ", ".join(_held(count, nbytes) for count, nbytes in predicted.holders.items())),
         ("gathered", gathered),
-        ("computed after it", ", ".join(told.derived) or "nothing"),
-        ("copies", f"{told.copies:,}, of which {told.copies_stored:,} are stored"),
-        ("plan", f"{size(told.encoded_nbytes)} encoded; seconds of one core: {took}"),
-        ("peak memory", f"{size(told.peak_nbytes)} of this process"),
+        ("computed after it", ", ".join(predicted.derived) or "nothing"),
+        ("copies", f"{predicted.copies:,}, of which {predicted.copies_stored:,} are stored"),
+        ("plan", f"{size(predicted.encoded_nbytes)} encoded; seconds of one core: {took}"),
+        ("peak memory", f"{size(predicted.peak_nbytes)} of this process"),
     ]
     return rows
 
 
-def _relayed(told: Forecast) -> str:
+def _relayed(predicted: Forecast) -> str:
     """What it would change if rollouts that hold the same passed weights on."""
-    sent, received = told.balance.sent, told.balance.received.values()
-    if told.once_nbytes == told.balance.nbytes:
+    sent, received = predicted.balance.sent, predicted.balance.received.values()
+    if predicted.once_nbytes == predicted.balance.nbytes:
         return "the same; no two rollouts hold the same"
-    each = told.once_nbytes / len(sent)
+    each = predicted.once_nbytes / len(sent)
     gain = (
         "" if max(sent.values()) > max(received) else "; no gain, rollouts receive more than that"
     )

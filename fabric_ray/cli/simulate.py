@@ -77,7 +77,7 @@ def simulate(
         push = options.push(model, trainer, rollout, dtype)
         planned, _ = forecast(push)
         tell("simulating")
-        told = simulate_push(push, planned, setting)
+        simulated = simulate_push(push, planned, setting)
         if plot is not None:
             tell("simulating other settings")
             title = f"{model} as {dtype}\n{trainer} to {rollout}"
@@ -85,53 +85,54 @@ def simulate(
     known = published(push)
     if as_json:
         said = {"model": model, "trainer": trainer, "rollout": rollout, "dtype": dtype}
-        typer.echo(json.dumps(said | summary(told, setting, known)))
+        typer.echo(json.dumps(said | summary(simulated, setting, known)))
         return
-    rows = _rows(f"{model}, pushed as {dtype}", planned, told, setting, known)
+    rows = _rows(f"{model}, pushed as {dtype}", planned, simulated, setting, known)
     stdout().print(facts(rows))
 
 
-def summary(told: Simulated, setting: Setting, known: Published | None) -> dict[str, Any]:
+def summary(simulated: Simulated, setting: Setting, known: Published | None) -> dict[str, Any]:
     """What ``--json`` prints: all of what was found, and in which setting."""
-    fields: dict[str, Any] = msgspec.to_builtins(told)
+    fields: dict[str, Any] = msgspec.to_builtins(simulated)
     said: dict[str, Any] = msgspec.to_builtins(setting)
     milliseconds = known.milliseconds if known else {}
     # The setting's may be the default; the watermark that was kept is among the fields.
-    return said | fields | {"ratio": told.ratio, "published_ms": milliseconds}
+    return said | fields | {"ratio": simulated.ratio, "published_ms": milliseconds}
 
 
 def _rows(
-    model: str, plan: Plan, told: Simulated, setting: Setting, known: Published | None
+    model: str, plan: Plan, simulated: Simulated, setting: Setting, known: Published | None
 ) -> list[tuple[str, str]]:
     balance, cluster = plan.balance(), setting.cluster
     sent, received = len(balance.sent), len(balance.received)
     bound = (
         "sending" if max(balance.sent.values()) > max(balance.received.values()) else "receiving"
     )
-    busy = ", ".join(f"{stage} {_ms(s)}" for stage, s in told.busy.items() if s)
-    path = sorted(told.critical.items(), key=lambda stage: -stage[1])
+    busy = ", ".join(f"{stage} {_ms(s)}" for stage, s in simulated.busy.items() if s)
+    path = sorted(simulated.critical.items(), key=lambda stage: -stage[1])
     return [
         ("model", model),
         ("pushed", f"{size(balance.nbytes)}, {sent} trainers to {received} rollouts"),
         (
             "floor",
-            f"{_ms(told.floor_seconds)} of {bound}, {cluster.nics} x {cluster.gbps:g} Gb/s a rank",
+            f"{_ms(simulated.floor_seconds)} of {bound}, "
+            f"{cluster.nics} x {cluster.gbps:g} Gb/s a rank",
         ),
-        ("simulated", f"{_ms(told.seconds)}, {told.ratio:.3f} times the floor"),
+        ("simulated", f"{_ms(simulated.seconds)}, {simulated.ratio:.3f} times the floor"),
         ("published", _published(known)),
-        ("goes to", ", ".join(f"{s} {_ms(t)} ({t / told.seconds:.0%})" for s, t in path if t)),
-        ("a trainer's stages", f"{busy}; then it waits {_ms(told.waiting)} for the others"),
+        ("goes to", ", ".join(f"{s} {_ms(t)} ({t / simulated.seconds:.0%})" for s, t in path if t)),
+        ("a trainer's stages", f"{busy}; then it waits {_ms(simulated.waiting)} for the others"),
         (
             "a trainer's calls",
-            f"{told.tensors:,.0f} tensors, {told.calls:,.0f} submits of {told.requests:,.0f} "
-            "requests",
+            f"{simulated.tensors:,.0f} tensors, {simulated.calls:,.0f} submits of "
+            f"{simulated.requests:,.0f} requests",
         ),
         (
             "temporary memory",
-            f"{size(told.peak_nbytes)} at most, watermark {size(told.watermark)}; "
+            f"{size(simulated.peak_nbytes)} at most, watermark {size(simulated.watermark)}; "
             + ("whole tensors" if setting.gather else "shards"),
         ),
-        ("simulated as", f"{told.posted:,} writes of at most {size(cluster.page)}"),
+        ("simulated as", f"{simulated.posted:,} writes of at most {size(cluster.page)}"),
     ]
 
 

@@ -100,7 +100,7 @@ def _draw_bus(parent: Tree, devices: list[Gpu | Nic], depth: int) -> None:
             continue
         shared = _shared(group)
         bridge = group[0].place.bridges[shared - 1] if group[0].place else ""
-        # Below a root port alone there is no switch: one card has several functions.
+        # Below a root port alone there is no switch: one adapter has several functions.
         kind = "switch" if shared > 1 else "root port"
         _draw_bus(parent.add(f"{kind} {bridge}"), group, shared)
 

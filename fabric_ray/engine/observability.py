@@ -152,7 +152,7 @@ class TransferRecord(msgspec.Struct, frozen=True):
     """When its last work request was posted."""
     wire: int | None
     """When its last work request was acknowledged."""
-    told: int | None
+    notified: int | None
     """When the waiter was notified of the result."""
     parts: tuple[Part, ...]
     parts_lost: int
@@ -191,7 +191,7 @@ class Expected(msgspec.Struct, frozen=True):
     counts: int
     span: int
     begun: int
-    told: int
+    notified: int
     failure: str | None
 
 
@@ -302,7 +302,7 @@ def _is_over(raw: tuple[Any, ...]) -> bool:
 
 def _transfer(ids: list[str], raw: tuple[Any, ...]) -> TransferRecord:
     (id, op, priority, span), moments, parts, parts_lost, how, failure = raw
-    queued, posted, all_posted, wire, told = moments
+    queued, posted, all_posted, wire, notified = moments
     slices, again, waits, rails, over, weight = how
     return TransferRecord(
         id=id,
@@ -313,7 +313,7 @@ def _transfer(ids: list[str], raw: tuple[Any, ...]) -> TransferRecord:
         posted=posted,
         all_posted=all_posted,
         wire=wire,
-        told=told,
+        notified=notified,
         parts=tuple(Part(ids[peer], *rest) for peer, *rest in parts),
         parts_lost=parts_lost,
         slices=slices,

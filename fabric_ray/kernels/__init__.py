@@ -7,7 +7,8 @@ from fabric_ray.kernels.cache import Cache, Compiled
 from fabric_ray.kernels.channel import Channel, Waited, Words
 from fabric_ray.kernels.driver import Device, current_architecture
 from fabric_ray.kernels.launch import Launcher
-from fabric_ray.kernels.moe import Chunk, MoeKernels, MoeSizes, Placement, Routing
+from fabric_ray.kernels.moe import MoeKernels
+from fabric_ray.kernels.moe_tables import Chunk, MoeSizes, Placement, Routing
 from fabric_ray.kernels.nvrtc import Nvrtc
 from fabric_ray.kernels.sources import ARCHITECTURES, Source, source, sources
 

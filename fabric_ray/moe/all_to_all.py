@@ -24,7 +24,7 @@ class AllToAll(RankExchange):
     The sending calls return when their tensors may be used again. Bytes move in the background
     until the receiving call; a shared expert or another exchange may run meanwhile.
 
-    Each rank calls ``connect([card of each rank])`` once; gather the cards by any means
+    Each rank calls ``connect([descriptor of each rank])`` once; gather the descriptors by any means
     (``torch.distributed.all_gather_object``, Ray). A rank that dies, or is silent for ``timeout``
     seconds while others wait for it, is given up: its tokens and answers are left out, the others
     go on, and :attr:`lost` names it.
@@ -160,7 +160,7 @@ class AllToAll(RankExchange):
         ways = [f"rows to rank {rank}: {way}" for rank, way in sorted(self._native.ways)]
         return "\n".join([super().explain(), *ways])
 
-    def card(self, only: int | None = None) -> bytes:
+    def descriptor(self, only: int | None = None) -> bytes:
         """What the other ranks need to know of this one.
 
         Args:
@@ -172,27 +172,27 @@ class AllToAll(RankExchange):
                 or kernels still hand out its rows.
         """
         self._finish()
-        return self._native.card(only)
+        return self._native.descriptor(only)
 
-    def admit(self, card: bytes) -> int:
-        """Takes a rank in by its card, from the next dispatch on; returns its number.
+    def admit(self, descriptor: bytes) -> int:
+        """Takes a rank in by its descriptor, from the next dispatch on; returns its number.
 
         A rank that comes anew and all others admit one another between the same two exchanges. What
         was launched on a device is waited for.
 
         Raises:
             HandshakeError: it is of another shape; the text lists what differs.
-            InvalidArgument: it is here already, or was given no card of this rank.
+            InvalidArgument: it is here already, or was given no descriptor of this rank.
         """
         self._finish()
-        return self._native.admit(card)
+        return self._native.admit(descriptor)
 
-    def connect(self, cards: Iterable[bytes | None]) -> None:
-        """Admits all ranks by their cards; ``None`` for a rank that is left out. The card of this
-        rank is ignored."""
-        for rank, card in enumerate(cards):
-            if card is not None and rank != self._rank:
-                self.admit(card)
+    def connect(self, descriptors: Iterable[bytes | None]) -> None:
+        """Admits all ranks by their descriptors; ``None`` for a rank that is left out. This rank's
+        own descriptor is ignored."""
+        for rank, descriptor in enumerate(descriptors):
+            if descriptor is not None and rank != self._rank:
+                self.admit(descriptor)
 
     def set_timeout(self, seconds: float) -> None:
         """Sets the seconds after which other ranks give up a rank that they wait for. Only the rank

@@ -180,19 +180,19 @@ class Differentiable:
         self.tokens.mask(rank, cause)
         self.weights.mask(rank, cause)
 
-    def card(self) -> bytes:
+    def descriptor(self) -> bytes:
         """What the other ranks need to know of this one."""
-        first = self.tokens.card()
-        return _LENGTH.pack(len(first)) + first + self.weights.card()
+        first = self.tokens.descriptor()
+        return _LENGTH.pack(len(first)) + first + self.weights.descriptor()
 
-    def connect(self, cards: Iterable[bytes | None]) -> None:
-        """Takes all ranks in by their cards.
+    def connect(self, descriptors: Iterable[bytes | None]) -> None:
+        """Takes all ranks in by their descriptors.
 
         Raises:
-            DecodeError: what isn't a card.
+            DecodeError: what isn't a descriptor.
             HandshakeError: a rank of another shape; the text lists what differs.
         """
-        halves = [None if card is None else _halves(card) for card in cards]
+        halves = [None if descriptor is None else _halves(descriptor) for descriptor in descriptors]
         self.tokens.connect([None if h is None else h[0] for h in halves])
         self.weights.connect([None if h is None else h[1] for h in halves])
 
@@ -434,8 +434,8 @@ def _row_sums(x: Tensor) -> Tensor:
     return x[:, 0]
 
 
-def _halves(card: bytes) -> tuple[bytes, bytes]:
-    if len(card) < _LENGTH.size:
-        raise DecodeError(f"{len(card)} bytes are no card of an exchange for training")
-    end = _LENGTH.size + int(_LENGTH.unpack_from(card)[0])
-    return card[_LENGTH.size : end], card[end:]
+def _halves(descriptor: bytes) -> tuple[bytes, bytes]:
+    if len(descriptor) < _LENGTH.size:
+        raise DecodeError(f"{len(descriptor)} bytes are no descriptor of an exchange for training")
+    end = _LENGTH.size + int(_LENGTH.unpack_from(descriptor)[0])
+    return descriptor[_LENGTH.size : end], descriptor[end:]

@@ -22,8 +22,8 @@ _GOOD, _BAD = b"+", b"-"
 _OPTIONS = struct.Struct("<d?")
 _GATHERED = struct.Struct("<HI")
 _GATHERED_NBYTES = 512
-_CARD_ROWS = 16
-"""A card has 1 KB, and some hundred bytes more for each NIC."""
+_DESCRIPTOR_ROWS = 16
+"""A descriptor has 1 KB, and some hundred bytes more for each NIC."""
 
 AnyExchange: TypeAlias = AllToAll | ThroughputAllToAll
 Made = TypeVar("Made", AllToAll, ThroughputAllToAll)
@@ -228,20 +228,20 @@ class Exchanges:
                 **shape,
             )
             options = _OPTIONS.pack(self.timeout, self.shrink)
-            card: bytes | FabricError = options + made.card()
+            descriptor: bytes | FabricError = options + made.descriptor()
         except FabricError as error:
-            card = error
+            descriptor = error
         # No group has an answer from a rank that is gone.
         gather: Callable[[bytes], Sequence[bytes | None]] = self.comm.all_gather
         if self.gather is not None and (self.shrink or self.masked):
-            gather = partial(self.gather, rows=_CARD_ROWS)
-        cards = agree(gather, card)
+            gather = partial(self.gather, rows=_DESCRIPTOR_ROWS)
+        descriptors = agree(gather, descriptor)
         connected: bytes | FabricError = b""
         try:
-            for rank, one in enumerate(cards):
+            for rank, one in enumerate(descriptors):
                 if one is not None:
                     self._check_options(rank, one)
-            made.connect([one and one[_OPTIONS.size :] for one in cards])
+            made.connect([one and one[_OPTIONS.size :] for one in descriptors])
         except FabricError as error:
             connected = error
         # Who isn't known yet must not be written to.
@@ -250,9 +250,9 @@ class Exchanges:
             self._made.append(made)
         return made
 
-    def _check_options(self, rank: int, card: bytes) -> None:
+    def _check_options(self, rank: int, descriptor: bytes) -> None:
         """A rank that waits longer than another is given up while it waits itself."""
-        found = _OPTIONS.unpack_from(card) if len(card) >= _OPTIONS.size else None
+        found = _OPTIONS.unpack_from(descriptor) if len(descriptor) >= _OPTIONS.size else None
         if found != (self.timeout, self.shrink):
             raise HandshakeError(
                 f"ranks differ in timeout and enable_shrink: rank {rank} has {found}, this one has "

@@ -265,8 +265,8 @@ class ExpertGroup:
         for rank in range(ranks):
             self._actors[rank] = self._actor(rank)
         self._members = self._need("member", self._actors)
-        cards = self._need("card", self._actors)
-        self._need("connect", self._actors, [cards[rank] for rank in range(ranks)])
+        descriptors = self._need("descriptor", self._actors)
+        self._need("connect", self._actors, [descriptors[rank] for rank in range(ranks)])
 
     def _actor(self, rank: int) -> Any:
         place = self._places[rank // self._per_node]
@@ -285,10 +285,10 @@ class ExpertGroup:
         actor = self._actor(rank)
         try:
             member: Member = self._of_one(actor.member.remote())
-            card = self._of_one(actor.card.remote())
-            cards, failed = self._ask("card", self._actors, rank)
+            descriptor = self._of_one(actor.descriptor.remote())
+            descriptors, failed = self._ask("descriptor", self._actors, rank)
             self._evict_failed(failed)
-            given = [cards.get(r) for r in range(self._ranks)]
+            given = [descriptors.get(r) for r in range(self._ranks)]
             self._of_one(actor.connect.remote(given))
         except RayError as error:
             ray.kill(actor)
@@ -298,7 +298,7 @@ class ExpertGroup:
         except BaseException:
             ray.kill(actor)
             raise
-        _, failed = self._ask("admit", self._actors, card)
+        _, failed = self._ask("admit", self._actors, descriptor)
         del self._lost[rank]
         self._actors[rank], self._members[rank] = actor, member
         if failed:

@@ -55,8 +55,8 @@ class Pass(msgspec.Struct, frozen=True):
 
 class Rank:
     """The actor of one rank. The group's controller makes one call at a time, except calls of the
-    concurrency group ``watch``, which run during a pass. The exchange decodes and checks the cards
-    of other ranks; nothing that ranks send each other is unpickled."""
+    concurrency group ``watch``, which run during a pass. The exchange decodes and checks the
+    descriptors of other ranks; nothing that ranks send each other is unpickled."""
 
     def __init__(self, rank: int, options: Options) -> None:
         self._rank = rank
@@ -82,14 +82,14 @@ class Rank:
         """What the exchange's memory is for."""
         return self._exchange.explain()
 
-    def card(self, only: int | None = None) -> bytes:
-        return self._exchange.card(only)
+    def descriptor(self, only: int | None = None) -> bytes:
+        return self._exchange.descriptor(only)
 
-    def connect(self, cards: Sequence[bytes | None]) -> None:
-        self._exchange.connect(cards)
+    def connect(self, descriptors: Sequence[bytes | None]) -> None:
+        self._exchange.connect(descriptors)
 
-    def admit(self, card: bytes) -> None:
-        self._exchange.admit(card)
+    def admit(self, descriptor: bytes) -> None:
+        self._exchange.admit(descriptor)
 
     def mask(self, rank: int, cause: str) -> None:
         """Gives a rank up, unless it was given up before."""

@@ -203,14 +203,14 @@ class ThroughputAllToAll(RankExchange):
         """What this rank has sent so far; while a call is under way, until it last had to wait."""
         return Traffic(*self._native.traffic)
 
-    def card(self) -> bytes:
+    def descriptor(self) -> bytes:
         """What the other ranks need to know of this one, and what it knows of them: for a rank that
         comes anew, make one after the last exchange."""
-        return self._native.card()
+        return self._native.descriptor()
 
-    def admit(self, card: bytes) -> int:
-        """Admits a rank by its card, before the first dispatch, or between two exchanges in place
-        of a lost rank; returns its number.
+    def admit(self, descriptor: bytes) -> int:
+        """Admits a rank by its descriptor, before the first dispatch, or between two exchanges in
+        place of a lost rank; returns its number.
 
         Raises:
             HandshakeError: its sizes differ; the text lists all differences.
@@ -220,18 +220,18 @@ class ThroughputAllToAll(RankExchange):
             NotQuiesced: its predecessor may still write to this rank's memory after the timeout,
                 for it is still connected.
         """
-        return self._native.admit(card)
+        return self._native.admit(descriptor)
 
-    def connect(self, cards: Iterable[bytes | None]) -> None:
-        """Admits all ranks by their cards; ``None`` for a rank that all ranks leave out. The card
-        of this rank is ignored."""
-        for rank, card in enumerate(cards):
+    def connect(self, descriptors: Iterable[bytes | None]) -> None:
+        """Admits all ranks by their descriptors; ``None`` for a rank that all ranks leave out. This
+        rank's own descriptor is ignored."""
+        for rank, descriptor in enumerate(descriptors):
             if rank == self._rank:
                 continue
-            if card is None:
+            if descriptor is None:
                 self._native.leave_out(rank)
             else:
-                self.admit(card)
+                self.admit(descriptor)
 
     def set_timeout(self, seconds: float) -> None:
         """Sets the seconds without progress after which other ranks give up a rank that they wait

@@ -43,7 +43,7 @@ def _us(ns: int) -> float:
 
 
 def _end(flight: Flight) -> int:
-    moments = (flight.told, flight.wire, flight.all_posted, flight.posted, flight.queued)
+    moments = (flight.notified, flight.wire, flight.all_posted, flight.posted, flight.queued)
     return max(moment for moment in moments if moment is not None)
 
 
@@ -89,7 +89,7 @@ def _sent(flight: Flight, pid: int, tid: int) -> Iterator[TraceEvent]:
         failure=flight.failure,
         over=flight.over,
     )
-    moments = (flight.queued, flight.posted, flight.all_posted, flight.wire, flight.told)
+    moments = (flight.queued, flight.posted, flight.all_posted, flight.wire, flight.notified)
     for name, begin, end in zip(
         ("queue", "post", "wire", "deliver"), moments, moments[1:], strict=False
     ):

@@ -50,7 +50,7 @@ _SERIES: list[tuple[str, str, Queries]] = [
     ("Queue: request to first work request", "s", _stage("transfer_queue", "priority")),
     ("Post: first work request to last", "s", _stage("transfer_post", "priority")),
     ("Wire: a work request until acknowledged", "s", _stage("transfer_wire", "priority")),
-    ("Deliver: last acknowledgement until told", "s", _stage("transfer_deliver", "priority")),
+    ("Deliver: last acknowledgement until notified", "s", _stage("transfer_deliver", "priority")),
     ("Expectations: until full", "s", _stage("expectation")),
     (
         "Window of rails, and what is under way",

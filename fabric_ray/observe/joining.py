@@ -3,7 +3,7 @@
 Nothing on the wire names a transfer. What both ends know is the counter: its owner, its slot and
 its generation. So the writes that name a counter, in the order in which they were posted, are laid
 beside the counts that arrived there. Where two of them were under way at once, which count is whose
-can't be told, and they are taken in their order: ``exact`` says whether it was so.
+can't be told apart, and they are taken in their order: ``exact`` says whether it was so.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Flight(msgspec.Struct, frozen=True):
     posted: int | None
     all_posted: int | None
     wire: int | None
-    told: int | None
+    notified: int | None
     rails: tuple[str, ...]
     """``verbs mlx5_0``, ``shm``."""
     slices: int
@@ -154,7 +154,7 @@ def _received(owner: _End, imm: int, claims: list[_Claim]) -> dict[int, Received
             at=owner.place,
             first=first,
             last=last,
-            delivered=owner.wall(wait.told) if wait else None,
+            delivered=owner.wall(wait.notified) if wait else None,
             span=wait.span if wait else 0,
             exact=alone,
         )
@@ -187,8 +187,8 @@ class _Arrivals:
 
 def _expectation(waits: list[Expected], counted: int) -> Expected | None:
     """The one that was met with what was counted then, or next."""
-    later = (wait for wait in waits if wait.told >= counted)
-    return min(later, key=lambda wait: wait.told, default=None)
+    later = (wait for wait in waits if wait.notified >= counted)
+    return min(later, key=lambda wait: wait.notified, default=None)
 
 
 def _flight(claim: _Claim, received: Received | None) -> Flight:
@@ -208,7 +208,7 @@ def _flight(claim: _Claim, received: Received | None) -> Flight:
         posted=writer.wall(record.posted),
         all_posted=writer.wall(record.all_posted),
         wire=writer.wall(record.wire),
-        told=writer.wall(record.told),
+        notified=writer.wall(record.notified),
         rails=tuple(" ".join(filter(None, rails[i])) for i in record.rails if i < len(rails)),
         slices=record.slices,
         again=record.again,

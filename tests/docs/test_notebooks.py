@@ -17,7 +17,7 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 # Half a minute each.
-SLOW = {"plan_your_model.ipynb", "weight_pushes.ipynb"}
+SLOW = {"plan_your_model.ipynb", "transfers.ipynb", "weight_pushes.ipynb"}
 
 
 @pytest.fixture(autouse=True)

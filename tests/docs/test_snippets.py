@@ -19,14 +19,16 @@ from tests.docs.run_page import blocks
 ROOT = Path(__file__).parents[2]
 PAGES = [p for p in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if any(blocks(p))]
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
-# They take more than ten seconds each; the README and shorter pages show the same calls.
+# They take longest; the README, shorter pages and unit tests make the same calls.
 SLOW = {
     "docs/inference.md",
+    "docs/moe-faces.md",
     "docs/moe.md",
     "docs/quickstart.md",
     "docs/ray-transport.md",
     "docs/weights.md",
     "examples/kv_two_hosts.py",
+    "examples/moe_symmetric.py",
     "examples/ray_actors.py",
     "examples/ray_transport.py",
 }

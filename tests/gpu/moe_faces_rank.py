@@ -65,7 +65,7 @@ def layer(comm: PipeComm, engine: TransferEngine, stand: Stand) -> Tensor:
     alone.exchange.check()
     alone.exchange.close()
     one = made(comm.rank(), comm.size(), EXPERTS)
-    one.exchange.connect(comm.all_gather(one.exchange.card()))
+    one.exchange.connect(comm.all_gather(one.exchange.descriptor()))
     comm.all_gather(b"")
     here = given(comm.rank())
     first = one(*here).clone()
@@ -89,7 +89,7 @@ def gradients(comm: Any, engine: TransferEngine, stand: Stand) -> list[Tensor | 
         max_tokens=M, dtype=torch.float32, device=stand.device, launcher=stand.launcher,
         timeout=TIMEOUT,
     )  # fmt: skip
-    a.connect(comm.all_gather(a.card()))
+    a.connect(comm.all_gather(a.descriptor()))
     comm.all_gather(b"")
     there = (t.to(stand.device) for t in batch(comm.rank(), M, EXPERTS, TOPK, 64, torch.float32))
     x, idx, w = there

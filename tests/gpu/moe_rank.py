@@ -44,7 +44,7 @@ def serve(
                     this = None
                     gc.collect()
                     this = Exchange(engine, one, rank, ranks, stand, timeout)
-                    connection.send(this.a.card())
+                    connection.send(this.a.descriptor())
                     this.a.connect(connection.recv())
                     connection.send(None)
                 case ("stop",):

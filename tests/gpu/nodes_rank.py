@@ -43,7 +43,7 @@ def serve(connection: Connection, rank: int, ranks: int, transport: str, on_gpu:
             timeout=TIMEOUT,
             device=device,
         )
-        connection.send(one.card())
+        connection.send(one.descriptor())
         one.connect(connection.recv())
         connection.send(None)
         while True:

@@ -30,9 +30,9 @@ def ranks(transport: str, on_gpu: Sequence[bool]) -> Iterator[list[Other]]:
             stack.enter_context(Other(serve, rank, len(on_gpu), transport, gpu))
             for rank, gpu in enumerate(on_gpu)
         ]
-        cards = [other.hear(LIMIT) for other in others]
+        descriptors = [other.hear(LIMIT) for other in others]
         for other in others:
-            other.say(cards)
+            other.say(descriptors)
         for other in others:
             other.hear(LIMIT)
         yield others

@@ -5,7 +5,6 @@ Of the one with vLLM's servers, what needs none of them.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +15,9 @@ import msgspec
 import psutil
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from benchmarks.kvcache.__main__ import app
 from benchmarks.kvcache.load import Load, Outcomes, load, row
 from benchmarks.kvcache.ttft import MODEL, ttft
 from benchmarks.kvcache.vllm import IDLE, METRICS, Turn, loads, measure, rows
@@ -223,10 +224,7 @@ def test_cpu_time_of_a_process_is_that_of_all_below_it_and_of_those_that_ended()
     ],
 )
 def test_servers_that_cannot_be_had_are_named(arguments: list[str], said: str) -> None:
-    command = [sys.executable, "-m", "benchmarks", "kvcache", "vllm", *arguments]
-    environment = {**os.environ, "FABRIC_RAY_VLLM_PYTHON": "/nonexistent/python", "COLUMNS": "400"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2, done.stdout + done.stderr
+    wide = {"FABRIC_RAY_VLLM_PYTHON": "/nonexistent/python", "COLUMNS": "400"}
+    done = CliRunner(env=wide).invoke(app, ["vllm", *arguments])
+    assert done.exit_code == 2, done.output
     assert said in done.stderr

@@ -37,7 +37,7 @@ def look(a: AllToAll) -> None:
     assert f"{a.nbytes:,}" in a.explain()
     assert a.local_experts == range(a.rank * 4, a.rank * 4 + 4)
     with pytest.raises(InvalidArgument, match="is present"):
-        a.card(1 - a.rank)
+        a.descriptor(1 - a.rank)
 
 
 # Between or after exchanges alone; and what ends waits, which is tried below.

@@ -76,7 +76,7 @@ def work(
         timeout=timeout,
         launcher=Host(kernels) if kernels else None,
     )
-    pipe.send(a.card())
+    pipe.send(a.descriptor())
     a.connect(pipe.recv())
 
     def step(turn: int, name: str) -> None:
@@ -134,9 +134,9 @@ class Group:
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
-        cards = [pipe.recv() for pipe in self.pipes]
+        descriptors = [pipe.recv() for pipe in self.pipes]
         for pipe in self.pipes:
-            pipe.send(cards)
+            pipe.send(descriptors)
         for pipe in self.pipes:
             pipe.send(turns)
 

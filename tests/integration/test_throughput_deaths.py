@@ -51,7 +51,7 @@ def work(
             want = hierarchical(x, idx, w, local=local, per_node=per_node, nodes=nodes)
             assert torch.equal(sums, want)
 
-        pipe.send(one.card())
+        pipe.send(one.descriptor())
         one.connect(pipe.recv())
         pipe.send(None)
         pipe.recv()
@@ -61,7 +61,7 @@ def work(
                 exchange(turn, one.present, checked=True)
             pipe.send([lost.rank for lost in one.lost])
             pipe.recv()
-            pipe.send(one.card())
+            pipe.send(one.descriptor())
             one.admit(pipe.recv())
             pipe.send(None)
             pipe.recv()
@@ -117,9 +117,9 @@ def test_rs_4_a_rank_that_is_killed_is_named_by_all_left_out_and_comes_again(
             assert pipes[rank].poll(120), f"rank {rank} says nothing"
             return pipes[rank].recv()
 
-        cards = [hear(rank) for rank in range(RANKS)]
+        descriptors = [hear(rank) for rank in range(RANKS)]
         for pipe in pipes:
-            pipe.send(cards)
+            pipe.send(descriptors)
         for rank in range(RANKS):
             hear(rank)
         for pipe in pipes:
@@ -139,9 +139,9 @@ def test_rs_4_a_rank_that_is_killed_is_named_by_all_left_out_and_comes_again(
         start(VICTIM, 1)
         for rank in others:
             pipes[rank].send(None)
-        cards = [hear(rank) for rank in range(RANKS)]
+        descriptors = [hear(rank) for rank in range(RANKS)]
         for rank in range(RANKS):
-            pipes[rank].send(cards if rank == VICTIM else cards[VICTIM])
+            pipes[rank].send(descriptors if rank == VICTIM else descriptors[VICTIM])
         for rank in range(RANKS):
             hear(rank)
         for pipe in pipes:

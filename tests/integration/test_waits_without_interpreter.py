@@ -64,9 +64,9 @@ def exchange_wait(connection: Connection) -> None:
     sizes = {"ranks": 2, "experts": 2, "topk": 1, "hidden": 16, "max_tokens": 1}
     with TransferEngine(name="0") as first, TransferEngine(name="1") as second:
         alls = [AllToAll(e, rank=r, timeout=600.0, **sizes) for r, e in enumerate((first, second))]
-        cards = [a.card() for a in alls]
+        descriptors = [a.descriptor() for a in alls]
         for a in alls:
-            a.connect(cards)
+            a.connect(descriptors)
         token = torch.zeros(1, 16, dtype=torch.bfloat16), torch.tensor([[0]])
         alls[0].dispatch_send(*token)
         count_beside(connection, alls[0].dispatch_recv, lambda: alls[1].dispatch_send(*token))

@@ -85,6 +85,7 @@ def test_rs_4_who_dies_is_named_and_the_others_go_on(group: ExpertGroup) -> None
     check(group.forward(asked), asked)
 
 
+@pytest.mark.long
 def test_a_death_in_the_middle_mixes_no_experts(group: ExpertGroup) -> None:
     asked = prompts(60, seed=4)
     pid = group.members[2].pid

@@ -321,6 +321,7 @@ def test_a_killed_reader_does_not_affect_other_readers(peers: list[Any]) -> None
     assert until(lambda: nothing_held(a))
 
 
+@pytest.mark.long
 def test_an_aborted_fetch_ends_and_both_actors_go_on() -> None:
     holder, reader = Peer.remote(), Peer.remote()
     ref = holder.make.remote(1.0)

@@ -107,6 +107,7 @@ def test_rs_1_what_was_bound_once_is_the_version_in_use_over_five_pushes() -> No
     assert seen == [(v, float(v)) for v in range(1, 6)]
 
 
+@pytest.mark.long
 def test_rs_1_a_tensor_that_an_actor_keeps_is_named() -> None:
     rollout = ray.remote(num_cpus=0)(Rollout).remote()  # type: ignore[attr-defined]
     sync, _ = sync_of(rollout, timeout=1.0)

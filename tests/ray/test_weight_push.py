@@ -95,7 +95,7 @@ def test_rs_1_weights_that_have_not_arrived_cannot_be_used(cluster: list[str]) -
         stop(trainers, rollouts)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.long), "tcp"])
 def test_rs_3_a_dead_rollout_is_named_and_no_rollout_advances(
     cluster: list[str], transport: str
 ) -> None:
@@ -323,6 +323,7 @@ def test_only_the_latest_controller_pushes_and_versions_never_run_backwards(
         stop(trainers, rollouts)
 
 
+@pytest.mark.long
 def test_mr_1_a_trainer_that_wakes_up_late_writes_to_nothing_in_use(cluster: list[str]) -> None:
     big = 64 << 20
     trainers, rollouts = start(cluster, target=_with_big(big), big=big)

@@ -10,7 +10,7 @@ from tests.rdma.boot import guest_run
 from tests.rdma.guest.machine import EXIT_GUEST_FAILED, EXIT_TIMEOUT
 
 
-@pytest.mark.rdma
+@pytest.mark.rdma_full
 def test_a_command_has_devices_a_folder_and_its_own_status(tmp_path: Path) -> None:
     script = (
         'echo "$RDMA_GUEST_DEVICES"; cat /sys/class/infiniband/*/ports/1/state; echo aside >&2; '

@@ -116,7 +116,7 @@ def test_topo_draws_switches_and_says_why(tmp_path: Path) -> None:
     assert "left out" not in out
 
 
-def test_topo_marks_ports_that_are_down_and_cards_with_two_functions(tmp_path: Path) -> None:
+def test_topo_marks_ports_that_are_down_and_adapters_with_two_functions(tmp_path: Path) -> None:
     _, out, _ = topo("--sys", unpack("dgx-h100", tmp_path))
     assert "mlx5_8 0000:aa:00.1 · Ethernet 40 Gb/s · ens1f1np1 · DOWN" in out
     assert "root port 0000:a7:01.0" in out

@@ -131,7 +131,7 @@ def test_rs_1_gradients_follow_no_default(per_node: int | None) -> None:
                 engine, rank=comm.rank(), ranks=RANKS, experts=EXPERTS, topk=TOPK, hidden=HIDDEN,
                 max_tokens=M, ranks_per_node=per_node,
             )  # fmt: skip
-            exchange.connect(comm.all_gather(exchange.card()))
+            exchange.connect(comm.all_gather(exchange.descriptor()))
             comm.all_gather(b"")
             got = dispatch(exchange, x, idx, weights=w)
             first = combine(exchange, answers(got.x))

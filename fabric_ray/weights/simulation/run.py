@@ -74,11 +74,11 @@ def simulate(push: Push, plan: Plan, setting: Setting) -> Simulated:
     divided = [
         _steps(plan.sending_order(rank), t, watermark) for rank, t in zip(ranks, of, strict=True)
     ]
-    told = _simulate(plan._core, [steps for steps, _ in divided], _network(setting))
+    simulated = _simulate(plan._core, [steps for steps, _ in divided], _network(setting))
     balance = plan.balance()
     busiest = max(*balance.sent.values(), *balance.received.values())
     rate = setting.cluster.gbps * setting.cluster.nics / 8 * 1e9
-    return _result(told, busiest / rate, watermark, fmean(n for _, n in divided))
+    return _result(simulated, busiest / rate, watermark, fmean(n for _, n in divided))
 
 
 def _steps(order: list[int], tasks: list[Task], watermark: int) -> tuple[list[_Step], int]:
@@ -120,20 +120,22 @@ def _network(setting: Setting) -> dict[str, float]:
     }
 
 
-def _result(told: dict[str, Any], floor: float, watermark: int, tensors_each: float) -> Simulated:
-    seconds = told["time"] / _NS
-    busy = zip(STAGES[:-1], zip(*told["busy"], strict=True), strict=False)
+def _result(
+    simulated: dict[str, Any], floor: float, watermark: int, tensors_each: float
+) -> Simulated:
+    seconds = simulated["time"] / _NS
+    busy = zip(STAGES[:-1], zip(*simulated["busy"], strict=True), strict=False)
     return Simulated(
         seconds=seconds,
         floor_seconds=floor,
-        critical={s: ns / _NS for s, ns in zip(STAGES, told["path"], strict=True)},
+        critical={s: ns / _NS for s, ns in zip(STAGES, simulated["path"], strict=True)},
         busy={stage: fmean(ns) / _NS for stage, ns in busy},
-        waiting=seconds - fmean(told["ended"]) / _NS,
-        peak_nbytes=told["peak"],
+        waiting=seconds - fmean(simulated["ended"]) / _NS,
+        peak_nbytes=simulated["peak"],
         watermark=watermark,
         tensors=tensors_each,
-        calls=fmean(told["calls"]),
-        requests=fmean(told["requests"]),
-        posted=told["posted"],
-        digest=told["digest"],
+        calls=fmean(simulated["calls"]),
+        requests=fmean(simulated["requests"]),
+        posted=simulated["posted"],
+        digest=simulated["digest"],
     )

@@ -250,18 +250,18 @@ impl MoeExchange {
 
     /// The descriptor of this rank for other ranks; with `only`, for one rank that joins again.
     #[pyo3(signature = (only=None))]
-    fn card<'py>(
+    fn descriptor<'py>(
         &self,
         py: Python<'py>,
         #[pyo3(from_py_with = checked_int)] only: Option<u32>,
     ) -> PyResult<Bound<'py, PyBytes>> {
-        let card = py.detach(|| self.0.descriptor(only)).or_raise(py)?;
-        Ok(PyBytes::new(py, &card))
+        let descriptor = py.detach(|| self.0.descriptor(only)).or_raise(py)?;
+        Ok(PyBytes::new(py, &descriptor))
     }
 
-    /// Takes a rank in by its card; returns its number.
-    fn admit(&self, py: Python<'_>, card: &[u8]) -> PyResult<u32> {
-        py.detach(|| self.0.admit(card)).or_raise(py)
+    /// Takes a rank in by its descriptor; returns its number.
+    fn admit(&self, py: Python<'_>, descriptor: &[u8]) -> PyResult<u32> {
+        py.detach(|| self.0.admit(descriptor)).or_raise(py)
     }
 
     fn set_timeout(&self, py: Python<'_>, seconds: f64) -> PyResult<()> {

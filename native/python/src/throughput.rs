@@ -103,14 +103,14 @@ impl MoeThroughput {
     }
 
     /// The descriptor of this rank for other ranks.
-    fn card<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        let card = py.detach(|| self.0.descriptor());
-        PyBytes::new(py, &card)
+    fn descriptor<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        let descriptor = py.detach(|| self.0.descriptor());
+        PyBytes::new(py, &descriptor)
     }
 
-    /// Takes a rank in by its card; returns its number.
-    fn admit(&self, py: Python<'_>, card: &[u8]) -> PyResult<u32> {
-        py.detach(|| self.0.admit(card)).or_raise(py)
+    /// Takes a rank in by its descriptor; returns its number.
+    fn admit(&self, py: Python<'_>, descriptor: &[u8]) -> PyResult<u32> {
+        py.detach(|| self.0.admit(descriptor)).or_raise(py)
     }
 
     fn set_timeout(&self, py: Python<'_>, seconds: f64) -> PyResult<()> {

@@ -307,7 +307,7 @@ def test_a_rank_of_an_exchange_is_its_parents(throughput: bool) -> None:
         weights = {"weights": torch.ones(2, 2)}
     else:
         rank = AllToAll(engine, rank=0, **sizes)
-    rank.connect([rank.card()])
+    rank.connect([rank.descriptor()])
 
     def drop() -> None:
         nonlocal rank, engine

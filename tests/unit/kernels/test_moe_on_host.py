@@ -154,7 +154,7 @@ def test_an_exchange_by_kernels_and_one_by_the_processor_have_the_same_bits(
             engine, rank=0, ranks=1, hidden=hidden, dtype=dtype, parts=[part],
             answer_dtype=dtype, **options,
         )  # fmt: skip
-        rank.connect([rank.card()])
+        rank.connect([rank.descriptor()])
         rank.dispatch_send(x, indices, scales=scales)
         theirs = rank.dispatch_recv(multiple=8)
         answers = (theirs.x.float() * factors[: len(theirs.x)]).to(dtype)

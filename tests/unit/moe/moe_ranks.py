@@ -37,9 +37,9 @@ def joined(
                 options["direct"] = direct[rank]
             numbers = {"rank": rank, "ranks": len(launchers)}
             ranks.append(AllToAll(engine, launcher=launcher, **numbers, **options))
-        cards = [a.card() for a in ranks]
+        descriptors = [a.descriptor() for a in ranks]
         for a in ranks:
-            a.connect(cards)
+            a.connect(descriptors)
         yield ranks
 
 

@@ -103,7 +103,7 @@ def test_nothing_of_a_device_can_be_asked_for_while_it_is_captured(host: Host) -
             x, idx, w = batch(a.rank, TOKENS, EXPERTS, TOPK, HIDDEN)
             exchanged(a, x, idx, w, torch.zeros_like(x))
             with graph.capture():
-                for asks in (a.check, lambda: a.left_out, a.card):
+                for asks in (a.check, lambda: a.left_out, a.descriptor):
                     with pytest.raises(Waits):
                         asks()
 

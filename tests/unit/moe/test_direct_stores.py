@@ -263,16 +263,16 @@ def test_mr_1_a_rank_that_comes_anew_is_shown_no_memory_that_its_earlier_kernel_
 ) -> None:
     with stalled_in(host, "pack_rows") as (_, a, ends):
         with pytest.raises(errors.NotQuiesced, match="rank 0"):
-            a.card(0)
+            a.descriptor(0)
         with TransferEngine(name="rank-0-new", transport="shm") as engine:
             new = AllToAll(engine, rank=0, ranks=2, timeout=LIMIT, **SIZES)
             with pytest.raises(errors.FabricError, match="no memory for rank 0"):
-                new.admit(a.card())
+                new.admit(a.descriptor())
             a.set_timeout(LIMIT)
             ends()
-            card, theirs = new.card(), a.card(0)
+            descriptor, theirs = new.descriptor(), a.descriptor(0)
             new.admit(theirs)
-            a.admit(card)
+            a.admit(descriptor)
 
             def work(rank: AllToAll) -> None:
                 x, idx, w = given(77 + rank.rank)
@@ -344,9 +344,9 @@ def test_rs_4_a_rank_that_is_killed_while_it_stores_is_left_out(
             )
             for rank in range(3)
         ]
-        cards = [other.hear(LIMIT) for other in others]
+        descriptors = [other.hear(LIMIT) for other in others]
         for other in others:
-            other.say(cards)
+            other.say(descriptors)
         for other in others:
             other.hear(LIMIT)
         dying = range(2 * EXPERTS // 3, EXPERTS)

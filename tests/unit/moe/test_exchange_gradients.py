@@ -339,7 +339,7 @@ def test_what_does_not_fit_is_refused(comm: ThreadComm) -> None:
         combine(a, x, w)
     with pytest.raises(errors.InvalidArgument, match="bfloat16"):
         dispatch(a, x.bfloat16(), idx)
-    with pytest.raises(errors.DecodeError, match="no card"):
+    with pytest.raises(errors.DecodeError, match="no descriptor"):
         a.connect([b"", b"x"])
     with pytest.raises(errors.InvalidArgument, match="can't be summed"):
         exchange(comm, experts=4, topk=2, dtype=torch.float8_e4m3fn)

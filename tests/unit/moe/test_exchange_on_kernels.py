@@ -126,9 +126,9 @@ def test_a_rank_comes_anew(host: Host) -> None:
         assert ranks[0].present == (True, False)
         with TransferEngine(name="anew", transport="shm") as engine:
             anew = AllToAll(engine, rank=1, ranks=2, launcher=host.another(), **sizes)
-            card = ranks[0].card(1)
-            ranks[0].admit(anew.card(0))
-            anew.admit(card)
+            descriptor = ranks[0].descriptor(1)
+            ranks[0].admit(anew.descriptor(0))
+            anew.admit(descriptor)
             on_each([ranks[0], anew], work)
 
 
@@ -242,7 +242,7 @@ def test_a_host_that_does_not_follow_the_device_is_told_of(
         assert steps is not None
         steps._box.pushers[0] += 1
         a.set_timeout(0.01)
-        for wants in (lambda: a.left_out, a.card, a.check):
+        for wants in (lambda: a.left_out, a.descriptor, a.check):
             with pytest.raises(errors.Cancelled, match="host did not process"):
                 wants()
         a.close()

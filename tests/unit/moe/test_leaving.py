@@ -47,7 +47,7 @@ def destroyed(comm: ThreadComm, engine: TransferEngine, shape: dict[str, Any]) -
 
 def finished(comm: ThreadComm, engine: TransferEngine, shape: dict[str, Any]) -> None:
     one = AllToAll(engine, rank=comm.rank(), ranks=comm.size(), **shape)
-    one.connect(comm.all_gather(one.card()))
+    one.connect(comm.all_gather(one.descriptor()))
     summed(one)
     one.finish()
     engine.close()
@@ -55,7 +55,7 @@ def finished(comm: ThreadComm, engine: TransferEngine, shape: dict[str, Any]) ->
 
 def dropped(comm: ThreadComm, engine: TransferEngine, shape: dict[str, Any]) -> None:
     one = AllToAll(engine, rank=comm.rank(), ranks=comm.size(), **shape)
-    one.connect(comm.all_gather(one.card()))
+    one.connect(comm.all_gather(one.descriptor()))
     summed(one)
     del one
     comm.all_gather(b"")
@@ -65,7 +65,7 @@ def dropped(comm: ThreadComm, engine: TransferEngine, shape: dict[str, Any]) -> 
 def passed(comm: ThreadComm, engine: TransferEngine, shape: dict[str, Any]) -> None:
     sizes = {"rank": comm.rank(), "ranks": comm.size(), "ranks_per_node": 1}
     one = ThroughputAllToAll(engine, **sizes, **shape)
-    one.connect(comm.all_gather(one.card()))
+    one.connect(comm.all_gather(one.descriptor()))
     summed(one)
     del one
     engine.close()

@@ -99,7 +99,7 @@ def test_a_rank_that_is_none_from_the_beginning_is_left_out(comm: ThreadComm) ->
             engine, rank=comm.rank(), ranks=3, ranks_per_node=3, experts=3, topk=2,
             hidden=HIDDEN, max_tokens=8, parts=SOURCE, timeout=60.0,
         )  # fmt: skip
-        one.connect([*comm.all_gather(one.card()), None])
+        one.connect([*comm.all_gather(one.descriptor()), None])
         comm.all_gather(b"")
         x, idx, w = batch(comm.rank(), 5, 3, 2, HIDDEN)
         kept = idx.masked_fill(idx == 2, -1)

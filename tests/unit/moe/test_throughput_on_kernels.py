@@ -89,8 +89,17 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("answers", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "answers"),
+    [
+        # Each shape and each type is seen by every change.
+        pytest.param(
+            shape, dtype, marks=[] if i == j else [pytest.mark.long], id=f"{shape}-{dtype}"
+        )
+        for i, shape in enumerate(SHAPES)
+        for j, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16))
+    ],
+)
 def test_what_comes_and_what_comes_back_has_the_bits_of_the_host(
     host: Host, shape: dict[str, Any], answers: torch.dtype
 ) -> None:

@@ -25,7 +25,7 @@ def test_a_write_has_all_its_moments_in_order(pair: Pair) -> None:
     a.write(a.alloc(1 << 20), there, imm=counter.ref).wait(10)
     counter.wait(1, timeout=10)
     record = latest(a.records(), "write")
-    moments = [record.queued, record.posted, record.all_posted, record.wire, record.told]
+    moments = [record.queued, record.posted, record.all_posted, record.wire, record.notified]
     assert all(m is not None for m in moments)
     assert moments == sorted(m for m in moments if m is not None)
     assert record.over
@@ -36,8 +36,8 @@ def test_a_write_has_all_its_moments_in_order(pair: Pair) -> None:
     assert sum(x.counts for x in arrived) == 1
     [met] = b.records().expectations
     assert (met.imm, met.counts, met.failure) == (part.imm, 1, None)
-    assert met.begun <= met.told
-    assert arrived[0].at <= met.told
+    assert met.begun <= met.notified
+    assert arrived[0].at <= met.notified
 
 
 def test_pages_and_scatters_say_what_went_where(pair: Pair, open_engine: Open) -> None:
@@ -114,7 +114,7 @@ def test_what_failed_says_why_and_what_goes_on_is_shown(open_engine: Open) -> No
     waiting = a.send(there.peer, b"x", timeout=30)
     open_ones = [t for t in a.records().transfers if not t.over]
     assert [t.op for t in open_ones] == ["send"]
-    assert open_ones[0].told is None
+    assert open_ones[0].notified is None
     waiting.cancel()
     with pytest.raises(errors.Cancelled):
         waiting.wait(10)

@@ -26,7 +26,7 @@ def write(
         posted=(at + 1) * MS,
         all_posted=(at + 1) * MS,
         wire=(at + 3) * MS,
-        told=(at + 3) * MS,
+        notified=(at + 3) * MS,
         parts=(Part(peer, IMM, counts, 100),),
         parts_lost=0,
         slices=1,

@@ -3,6 +3,7 @@ any call can be made to fail at will."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -44,6 +45,29 @@ def side(engines: int = 1) -> Side:
 def expected(rank: int, version: int) -> dict[str, torch.Tensor]:
     part = values("w", version).chunk(ROLLOUTS)[rank % ROLLOUTS]
     return {"w": part, "norm": values("norm", version)}
+
+
+def is_version(weights: Any, rank: int, version: int) -> bool:
+    return all(torch.equal(weights[name], t) for name, t in expected(rank, version).items())
+
+
+class Module(torch.nn.Module):
+    """A rollout's module, of rank 0 or 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows, columns = SHAPES["w"]
+        self.w = torch.nn.Parameter(
+            torch.zeros(rows // 2, columns, dtype=torch.int16), requires_grad=False
+        )
+        self.register_buffer("norm", torch.zeros(SHAPES["norm"], dtype=torch.int16))
+        self.inside, self.go_on = threading.Event(), threading.Event()
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        before = self.norm.clone()
+        self.inside.set()
+        assert self.go_on.wait(20)
+        return before, self.norm.clone()
 
 
 class Fault(NamedTuple):

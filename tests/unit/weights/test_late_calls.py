@@ -16,8 +16,7 @@ from fabric_ray.errors import Stale, WeightSyncError
 from fabric_ray.weights import EngineHooks, WeightSync, WeightTarget, phases
 from fabric_ray.weights.calls import CallFailure
 from fabric_ray.weights.readers import ReaderGate
-from tests.unit.weights.local_sync import LocalSync
-from tests.unit.weights.test_readers import Module, is_version
+from tests.unit.weights.local_sync import LocalSync, Module, is_version
 from tests.unit.weights.test_takeover import by_others, other_trainers
 
 __all__ = ["other_trainers"]

@@ -32,8 +32,14 @@ DEATHS = {
     "a rollout, with the version in use": Death("rollout 1", "WeightTarget.commit", over=True),
 }
 CASES = [
-    pytest.param(death, staged, id=f"{name}, {'staged' if staged else 'in place'}")
-    for name, death in DEATHS.items()
+    pytest.param(
+        death,
+        staged,
+        id=f"{name}, {'staged' if staged else 'in place'}",
+        # By turns: each death is seen once by every change, with either kind of rollout.
+        marks=[] if staged == bool(number % 2) else [pytest.mark.long],
+    )
+    for number, (name, death) in enumerate(DEATHS.items())
     for staged in (True, False)
     # Only in place a push has to be announced.
     if not (staged and death.call == "WeightTarget.begin")

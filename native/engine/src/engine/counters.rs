@@ -99,9 +99,9 @@ impl CounterSlot {
                 }
             }
         }
-        let told = now.max(Time(self.arrived_at.load(Relaxed)));
+        let notified = now.max(Time(self.arrived_at.load(Relaxed)));
         for e in done {
-            log.record(imm, &e, told, None);
+            log.record(imm, &e, notified, None);
             e.completion.0.resolve(e.completion.1, Ok(()));
         }
     }
@@ -440,7 +440,7 @@ mod tests {
         let mut records = Records::default();
         counters.log.read(Cursor::default(), &mut records);
         let met = &records.expectations[0];
-        [met.begun.0, met.told.0]
+        [met.begun.0, met.notified.0]
     }
 
     #[test]

@@ -44,8 +44,8 @@ impl ExpectationLog {
             entries.wait_times.add(now.nanos_since(e.begun), 1);
         }
         let (imm, counts) = (imm.to_wire(), u32::try_from(e.n).unwrap_or(u32::MAX));
-        let (begun, told) = (e.begun, now);
-        entries.ring.push(ExpectationRecord { imm, counts, span, begun, told, failure });
+        let (begun, notified) = (e.begun, now);
+        entries.ring.push(ExpectationRecord { imm, counts, span, begun, notified, failure });
     }
 
     pub fn read(&self, since: Cursor, out: &mut Records) {

@@ -19,13 +19,13 @@ pub struct TransferTimes {
     /// The last work request was acknowledged.
     pub wire: Time,
     /// The completion was reported.
-    pub told: Time,
+    pub notified: Time,
 }
 
 impl TransferTimes {
     pub(crate) fn queued(now: Time) -> Self {
         let never = Time::NEVER;
-        Self { queued: now, posted: never, all_posted: never, wire: never, told: never }
+        Self { queued: now, posted: never, all_posted: never, wire: never, notified: never }
     }
 }
 
@@ -85,7 +85,7 @@ pub struct ExpectationRecord {
     pub counts: u32,
     pub span: Span,
     pub begun: Time,
-    pub told: Time,
+    pub notified: Time,
     pub failure: Option<Box<str>>,
 }
 
@@ -129,7 +129,7 @@ pub struct StageTimes {
     pub post: Histogram,
     /// Of one work request, until it was acknowledged.
     pub wire: Histogram,
-    /// From the last acknowledgement until the waiter was told.
+    /// From the last acknowledgement until the waiter was notified.
     pub deliver: Histogram,
 }
 

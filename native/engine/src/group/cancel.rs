@@ -30,7 +30,7 @@ impl Group {
         // The result is known by the deadline (IC-4). Work under way keeps its memory until its
         // link releases it (MR-1).
         transfer.end_early(error);
-        transfer.flight.told(now);
+        transfer.flight.notified(now);
         self.settle(key);
     }
 
@@ -44,7 +44,7 @@ impl Group {
             n => format!("{n} work requests are under way, keep the buffers until it is quiet"),
         };
         transfer.end_early(EngineError::Cancelled { what: transfer.name, cause });
-        transfer.flight.told(now);
+        transfer.flight.notified(now);
         self.settle(key);
     }
 }

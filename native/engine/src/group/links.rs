@@ -25,22 +25,22 @@ impl Group {
             route.begin(rails);
         }
         loop {
-            while let Some(pairs) = route.next_pairs(rails) {
+            while let Some(pairs) = route.attempts.next_pairs(&route.address, rails) {
                 for pair in pairs {
                     match rails[pair.rail].connect(now, &route.address, pair.endpoint) {
-                        Ok(link) => route.try_pair(pair, link),
-                        Err(e) => route.failed(rails, pair, e),
+                        Ok(link) => route.attempts.try_pair(pair, link),
+                        Err(e) => route.attempts.failed(rails, pair, e),
                     }
                 }
-                if route.is_trying() {
+                if route.attempts.is_trying() {
                     return;
                 }
             }
-            if !route.try_again(rails) {
+            if !route.attempts.try_again(&route.address, route.policy, rails) {
                 break;
             }
         }
-        let error = route.reviving.take().unwrap_or_else(|| route.unreachable(rails));
+        let error = route.unreachable(rails);
         self.lose(peer, error, events);
     }
 
@@ -52,7 +52,7 @@ impl Group {
         }
         for pair in route.rail_probes.due(now) {
             match rails[pair.rail].connect(now, &route.address, pair.endpoint) {
-                Ok(link) => route.try_pair(pair, link),
+                Ok(link) => route.attempts.try_pair(pair, link),
                 Err(e) => {
                     tracing::debug!(peer = %route.address.label(), error = %e, "rail still down");
                     self.probe_times.insert((route.rail_probes.on_lost(now, pair), peer));
@@ -86,18 +86,19 @@ impl Group {
             self.on_link_lost(now, peer, (&down, &cause), (receipt, &unfinished), rails);
             return;
         }
-        let found = self.peers.iter_mut().find_map(|(p, r)| Some((p, r.tried(rail, link)?)));
+        let found =
+            self.peers.iter_mut().find_map(|(p, r)| Some((p, r.attempts.tried(rail, link)?)));
         let Some((peer, pair)) = found else { return };
         let (route, peer) = (&mut self.peers[peer], peer as PeerKey);
         match route.state {
             PeerState::Connecting => {
-                route.failed(rails, pair, cause);
-                if !route.is_trying() {
+                route.attempts.failed(rails, pair, cause);
+                if !route.attempts.is_trying() {
                     self.connect(now, peer, rails, events);
                 }
             }
             PeerState::Up => {
-                route.failed(rails, pair, cause);
+                route.attempts.refused(rails, rail, cause);
                 if route.would_use(pair, rails) {
                     // Other rails reach the peer; this rail is probed in the background.
                     self.probe_times.insert((route.rail_probes.on_lost(now, pair), peer));
@@ -148,7 +149,7 @@ impl Group {
             return;
         }
         let Some(error) = route.reviving.take() else { return };
-        for (pair, link) in route.take_attempts() {
+        for (pair, link) in route.attempts.take_trying() {
             rails[pair.rail].disconnect(link, "its peer was not reached in time");
         }
         self.lose(peer, error, events);

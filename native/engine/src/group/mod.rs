@@ -4,6 +4,7 @@
 //! goes out through [`Domain`], results through [`GroupEvents`]. The same code runs under a worker
 //! thread and in the simulator.
 
+mod attempts;
 mod backlog;
 mod cancel;
 mod credit;
@@ -39,6 +40,7 @@ use crate::{
     EngineError,
 };
 
+use attempts::RailPair;
 use backlog::{Backlog, Waiting};
 use credit::Credits;
 use ledger::Ledger;
@@ -48,9 +50,9 @@ pub(crate) use messages::fuzz_group_message;
 pub(crate) use messages::sample_group_message;
 use peers::Peers;
 use recorder::Recorder;
+use route::PeerState;
 pub use route::TransportVerdict;
 pub(crate) use route::{PeerHold, PeerKey};
-use route::{PeerState, RailPair};
 use slices::{post_slices, PostOutcome};
 pub(crate) use slices::{BoundOp, SharedCount};
 use transfer::Transfer;

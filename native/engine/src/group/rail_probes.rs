@@ -7,8 +7,8 @@
 use smallvec::SmallVec;
 
 use super::{
+    attempts::RailPair,
     policy::breaker::{Breaker, Permit},
-    route::RailPair,
 };
 use crate::time::Time;
 

@@ -80,8 +80,8 @@ impl FlightState {
         self.times.wire = now;
     }
 
-    pub fn told(&mut self, now: Time) {
-        self.times.told = self.times.told.min(now);
+    pub fn notified(&mut self, now: Time) {
+        self.times.notified = self.times.notified.min(now);
     }
 }
 
@@ -199,7 +199,7 @@ impl Recorder {
             return;
         }
         let flight = &mut transfer.flight;
-        flight.told(self.now);
+        flight.notified(self.now);
         let small = flight.parts == 1 && flight.first.bytes < SMALL;
         // What is done for a request that a caller may ask about is kept.
         let sampled = at_once && small && flight.span.is_none() && transfer.error.is_none();
@@ -212,7 +212,7 @@ impl Recorder {
 
     fn keep(&mut self, transfer: &Transfer, weight: u32) {
         let flight = transfer.flight;
-        let TransferTimes { queued, posted, all_posted, wire, told } = flight.times;
+        let TransferTimes { queued, posted, all_posted, wire, notified } = flight.times;
         if wire != Time::NEVER && posted != Time::NEVER {
             let stages = self.stages(usize::from(flight.rail), transfer.priority);
             stages.queue.add(posted.nanos_since(queued), weight);
@@ -220,7 +220,7 @@ impl Recorder {
             if !flight.timed {
                 stages.wire.add(wire.nanos_since(all_posted), weight);
             }
-            stages.deliver.add(told.nanos_since(wire), weight);
+            stages.deliver.add(notified.nanos_since(wire), weight);
         }
         let failure = transfer.error.as_ref().map(|e| {
             self.failures.push(e.to_string().into_boxed_str());
@@ -366,7 +366,7 @@ mod tests {
         let [record] = &out.transfers[..] else { panic!("one transfer") };
         let times = [20, 30, 40, 50].map(Time);
         let m = record.times;
-        assert_eq!(([m.posted, m.all_posted, m.wire, m.told], m.queued), (times, Time(10)));
+        assert_eq!(([m.posted, m.all_posted, m.wire, m.notified], m.queued), (times, Time(10)));
         let part = |peer, imm, counts, bytes| Part { peer, imm, counts, bytes };
         assert_eq!(record.parts, [part(1, 7, 3, 150), part(2, 0, 0, 8)]);
         assert_eq!((record.slices, record.again, record.rails), (2, 1, 0b1001));
@@ -476,7 +476,7 @@ mod tests {
         r.set_now(Time(7));
         r.set_now(Time(3));
         r.ended(&mut t, false);
-        assert_eq!(read(&r, Cursor::default()).transfers[0].times.told, Time(7));
+        assert_eq!(read(&r, Cursor::default()).transfers[0].times.notified, Time(7));
     }
 
     #[test]

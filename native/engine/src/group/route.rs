@@ -1,7 +1,6 @@
-//! One peer: its links, the transports that are not tried yet, and the operations that wait.
+//! One peer: its links, the attempts to connect to it, and the operations that wait.
 
 use std::{
-    collections::VecDeque,
     sync::{Arc, Weak},
     time::Duration,
 };
@@ -9,6 +8,7 @@ use std::{
 use smallvec::SmallVec;
 
 use super::{
+    attempts::{unfit, ConnectAttempts, RailPair},
     backlog::Backlog,
     heal::Healing,
     ledger::Slice,
@@ -18,7 +18,7 @@ use super::{
     Policy, Rails,
 };
 use crate::{
-    api::{EngineAddress, TransportKind, MAX_RAILS},
+    api::{EngineAddress, TransportKind},
     domain::{Domain, DomainError, LinkId, LinkName, Receipt, Receipts},
     flight::PeerTally,
     time::Time,
@@ -30,15 +30,10 @@ pub(crate) type PeerKey = u32;
 /// Reserves a peer's key while the layer above holds a clone.
 pub(crate) type PeerHold = Arc<()>;
 
-/// Immediate retries of a connection attempt that a broken link cut off.
-const MAX_ATTEMPTS: u32 = 3;
 /// Losses of the last link within [`REVIVAL_SPELL`], without a completed slice, after which a peer
 /// is given up.
 const MAX_REVIVALS: u32 = 64;
 const REVIVAL_SPELL: Duration = Duration::from_secs(1);
-
-/// Failures that are kept for `explain`.
-const MAX_REASONS: usize = 16;
 
 /// The state of the connection to a peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,13 +52,6 @@ pub struct TransportVerdict {
     pub device: String,
     pub chosen: bool,
     pub reason: String,
-}
-
-/// A local rail and an endpoint of the peer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct RailPair {
-    pub rail: usize,
-    pub endpoint: usize,
 }
 
 /// A link that is up.
@@ -106,15 +94,8 @@ pub(super) struct Route {
     turn: usize,
     /// Selects the link for the next large work request.
     pub selector: RailSelector,
-    trying: SmallVec<[(RailPair, LinkId); 1]>,
-    untried: VecDeque<TransportKind>,
+    pub attempts: ConnectAttempts,
     pub rail_probes: RailProbes,
-    /// Pairs that failed before another one was up.
-    failed: SmallVec<[RailPair; 1]>,
-    reasons: Vec<(Option<usize>, TransportKind, String)>,
-    /// The most informative cause: another engine answered, the peer refused, or this process hit a
-    /// limit.
-    telling: Option<DomainError>,
     pub lost: Option<EngineError>,
     pub backlog: Backlog,
     /// Bytes under way to the peer.
@@ -129,9 +110,6 @@ pub(super) struct Route {
     pub reviving: Option<EngineError>,
     /// When the error is reported (RS-4).
     pub reviving_until: Time,
-    /// A broken link cut off an attempt to connect.
-    cut_off: bool,
-    attempts: u32,
     /// The begin of the current spell of losses of the last link, and their number.
     revivals: (Time, u32),
 }
@@ -148,12 +126,8 @@ impl Route {
             active: 0,
             turn: 0,
             selector: policy.spray.selector(),
-            trying: SmallVec::new(),
-            untried: VecDeque::new(),
+            attempts: ConnectAttempts::default(),
             rail_probes: RailProbes::default(),
-            failed: SmallVec::new(),
-            reasons: Vec::new(),
-            telling: None,
             lost: None,
             backlog: Backlog::default(),
             under_way: ByClass::default(),
@@ -163,8 +137,6 @@ impl Route {
             tally: PeerTally::default(),
             reviving: None,
             reviving_until: Time::NEVER,
-            cut_off: false,
-            attempts: 0,
             revivals: (Time(0), 0),
         }
     }
@@ -190,7 +162,7 @@ impl Route {
         matches!(self.state, PeerState::Idle | PeerState::Lost)
             && self.held.strong_count() == 0
             && self.links.is_empty()
-            && self.trying.is_empty()
+            && !self.attempts.is_trying()
             && self.backlog.is_empty()
             && self.under_way.total() == 0
             && self.healing.is_idle()
@@ -216,130 +188,14 @@ impl Route {
 
     /// Begins to connect: tries every transport that fits the peer, in order of preference.
     pub fn begin(&mut self, rails: &Rails) {
-        self.attempts = 0;
-        self.start_over(rails);
-    }
-
-    /// Tries all transports again if a broken link cut off an attempt; false if it may not.
-    pub fn try_again(&mut self, rails: &Rails) -> bool {
-        let again = self.cut_off && self.attempts < MAX_ATTEMPTS;
-        if again {
-            self.attempts += 1;
-            self.start_over(rails);
-        }
-        again
-    }
-
-    fn start_over(&mut self, rails: &Rails) {
         self.state = PeerState::Connecting;
-        self.cut_off = false;
-        self.reasons.clear();
-        self.untried.clear();
         self.rail_probes.clear();
-        self.failed.clear();
-        self.telling = None;
-        for kind in kinds(rails) {
-            match self.unfit(kind, rails) {
-                None => self.untried.push_back(kind),
-                Some(reason) => self.reasons.push((None, kind, reason)),
-            }
-        }
+        self.attempts.begin(&self.address, self.policy, rails);
     }
 
-    /// Why a transport is not tried; `None` if it is.
-    fn unfit(&self, kind: TransportKind, rails: &Rails) -> Option<String> {
-        let mut loopbacks = rails.iter().filter(|r| r.kind().is_loopback());
-        if !kind.is_loopback() && loopbacks.any(|r| r.unfit(&self.address).is_none()) {
-            return Some("the peer is this engine itself, which needs no link".into());
-        }
-        let theirs = |k| self.address.endpoints_of(k).next().is_some();
-        if !theirs(kind) {
-            let offers = self.address.endpoints.iter().map(|e| e.transport);
-            let mut offers: Vec<_> =
-                offers.filter(|k| !k.is_loopback()).map(TransportKind::name).collect();
-            offers.dedup();
-            let mismatch = match kind.has_nics() && self.address.has_nics() {
-                true => "; the two don't speak to each other: give both sides the same one",
-                false => "",
-            };
-            return Some(format!("the peer offers {}, not {kind}{mismatch}", offers.join(", ")));
-        }
-        if kind.is_fallback() && !self.policy.names_fallback {
-            // RS-2: if both sides have NICs, a transfer over sockets would be a silent slow path.
-            let ours = kinds(rails).into_iter().find(|k| k.has_nics());
-            if let Some(ours) = ours.filter(|_| self.address.has_nics()) {
-                return Some(format!(
-                    "both sides have RDMA NICs ({ours} here), so {kind} is used only when asked \
-                     for: name it among the allowed transports"
-                ));
-            }
-        }
-        let mut of_kind = rails.iter().filter(|r| r.kind() == kind);
-        // One fitting rail is enough; others report their cause when they are tried.
-        let mut why = None;
-        let fit = of_kind.any(|r| match r.unfit(&self.address) {
-            None => true,
-            Some(reason) => {
-                why.get_or_insert(reason);
-                false
-            }
-        });
-        match fit {
-            true => None,
-            false => why,
-        }
-    }
-
-    /// The pairs of local rails and peer endpoints of the next transport to try. The side with
-    /// fewer NICs uses some more than once, so that all NICs carry bytes.
-    pub fn next_pairs(&mut self, rails: &Rails) -> Option<SmallVec<[RailPair; MAX_RAILS]>> {
-        let kind = self.untried.pop_front()?;
-        let ours: SmallVec<[usize; MAX_RAILS]> =
-            (0..rails.len()).filter(|i| rails[*i].kind() == kind).take(MAX_RAILS).collect();
-        let theirs: SmallVec<[usize; MAX_RAILS]> =
-            self.address.endpoints_of(kind).take(MAX_RAILS).collect();
-        let n = ours.len().max(theirs.len());
-        let pair = |i| RailPair { rail: ours[i % ours.len()], endpoint: theirs[i % theirs.len()] };
-        Some((0..n).map(pair).collect())
-    }
-
-    pub fn is_trying(&self) -> bool {
-        !self.trying.is_empty()
-    }
-
-    pub fn try_pair(&mut self, pair: RailPair, link: LinkId) {
-        self.trying.push((pair, link));
-    }
-
-    /// Takes all attempts under way, to end them.
-    pub fn take_attempts(&mut self) -> SmallVec<[(RailPair, LinkId); 1]> {
-        std::mem::take(&mut self.trying)
-    }
-
-    /// Ends an attempt and returns its pair; `None` if the link was no attempt.
-    pub fn tried(&mut self, rail: usize, link: LinkId) -> Option<RailPair> {
-        let at = self.trying.iter().position(|(p, l)| (p.rail, *l) == (rail, link))?;
-        Some(self.trying.swap_remove(at).0)
-    }
-
-    /// Records that a pair could not connect.
-    pub fn failed(&mut self, rails: &Rails, pair: RailPair, cause: DomainError) {
-        if self.reasons.len() >= MAX_REASONS {
-            self.reasons.remove(0);
-        }
-        self.reasons.push((Some(pair.rail), rails[pair.rail].kind(), cause.to_string()));
-        if self.state == PeerState::Connecting {
-            self.failed.push(pair);
-        }
-        self.cut_off |= matches!(cause, DomainError::LinkDown(_));
-        let telling = match &cause {
-            DomainError::Stale(_) | DomainError::Handshake(_) => true,
-            DomainError::Io { errno, .. } => EngineError::is_limit(*errno),
-            _ => false,
-        };
-        if telling {
-            self.telling = Some(cause);
-        }
+    /// The error after all attempts have failed.
+    pub fn unreachable(&mut self, rails: &Rails) -> EngineError {
+        self.reviving.take().unwrap_or_else(|| self.attempts.unreachable(&self.address, rails))
     }
 
     pub fn up(
@@ -350,7 +206,7 @@ impl Route {
         (description, version): (String, Option<u16>),
         rails: &Rails,
     ) {
-        let ours = self.tried(pair.rail, id).is_some();
+        let ours = self.attempts.tried(pair.rail, id).is_some();
         self.rail_probes.on_up(now, pair);
         let gauge = Gauge::new(now);
         self.links.push(ActiveLink { pair, id, name, ours, acked: 0, gauge, description, version });
@@ -433,7 +289,7 @@ impl Route {
 
     /// Takes the pairs that failed before another of their transport was up, to probe them.
     pub fn take_failed(&mut self, rails: &Rails) -> SmallVec<[RailPair; 1]> {
-        let mut failed = std::mem::take(&mut self.failed);
+        let mut failed = self.attempts.take_failed();
         failed.retain(|p| self.would_use(*p, rails));
         failed
     }
@@ -481,32 +337,6 @@ impl Route {
         }
     }
 
-    /// The error after all transports have failed.
-    pub fn unreachable(&self, rails: &Rails) -> EngineError {
-        let peer = self.address.label();
-        // The loopback's reason is left out if there are other transports.
-        let elsewhere = self.reasons.iter().any(|(_, kind, _)| !kind.is_loopback());
-        let telling = self.reasons.iter().filter(|(_, kind, _)| !(elsewhere && kind.is_loopback()));
-        let texts = telling.map(|(rail, kind, why)| match rail.map_or("", |r| rails[r].device()) {
-            "" => format!("{kind}: {why}"),
-            device => format!("{kind} {device}: {why}"),
-        });
-        let reasons = match self.reasons.is_empty() {
-            true => "none of its transports is allowed here".to_owned(),
-            false => texts.collect::<Vec<_>>().join("; "),
-        };
-        match self.telling {
-            Some(DomainError::Stale(_)) => EngineError::Stale {
-                what: format!("the address of {peer}"),
-                cause: reasons,
-                remedy: "fetch its new address",
-            },
-            Some(DomainError::Handshake(_)) => EngineError::Handshake { peer, cause: reasons },
-            Some(DomainError::Io { call, errno }) => EngineError::resource(call, errno),
-            _ => EngineError::Unreachable { peer, reasons },
-        }
-    }
-
     pub fn explain(&self, rails: &Rails) -> (Option<String>, Vec<TransportVerdict>) {
         let used = self.active().first().map(|l| rails[l.pair.rail].kind());
         let verdicts = rails.iter().enumerate().map(|(i, rail)| {
@@ -518,13 +348,9 @@ impl Route {
                 let reason = texts.collect::<Vec<_>>().join("; and ");
                 return TransportVerdict { transport, device, chosen: true, reason };
             }
-            let of_rail = |r: &&(Option<usize>, TransportKind, String)| match r.0 {
-                Some(at) => at == i,
-                None => r.1 == transport,
-            };
-            let reason = match self.reasons.iter().rfind(of_rail) {
-                Some((.., reason)) => reason.clone(),
-                None => match self.unfit(transport, rails) {
+            let reason = match self.attempts.reason(i, transport) {
+                Some(reason) => reason.to_owned(),
+                None => match unfit(transport, &self.address, self.policy, rails) {
                     Some(reason) => reason,
                     None if used.is_some() => "not needed: a preferred one works".into(),
                     None => "not tried yet".into(),
@@ -534,17 +360,6 @@ impl Route {
         });
         (used.map(|k| k.to_string()), verdicts.collect())
     }
-}
-
-/// The kinds of the group's rails, in order of preference.
-fn kinds(rails: &Rails) -> SmallVec<[TransportKind; 4]> {
-    let mut kinds = SmallVec::new();
-    for rail in rails.iter() {
-        if !kinds.contains(&rail.kind()) {
-            kinds.push(rail.kind());
-        }
-    }
-    kinds
 }
 
 #[cfg(all(test, not(loom)))]

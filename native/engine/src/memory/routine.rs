@@ -10,6 +10,9 @@ pub(super) type Routine = unsafe fn(dst: *mut u8, src: *const u8, len: usize);
 pub(super) type PageRoutine = unsafe fn(dst: *mut u8, src: *const u8, len: usize, next: *const u8);
 
 /// The platform's memcpy: keeps the destination in the cache.
+///
+/// # Safety
+/// `src` is readable and `dst` writable for `len` bytes, and the two don't overlap.
 pub(super) unsafe fn cached(dst: *mut u8, src: *const u8, len: usize) {
     // SAFETY: the caller vouches for both ranges.
     unsafe { std::ptr::copy_nonoverlapping(src, dst, len) }
@@ -29,6 +32,10 @@ pub(super) fn cold_candidates() -> &'static [Routine] {
     &[cached]
 }
 
+/// [`cached`] for one page of several.
+///
+/// # Safety
+/// As for [`cached`].
 unsafe fn cached_page(dst: *mut u8, src: *const u8, len: usize, _: *const u8) {
     // SAFETY: the caller vouches for both ranges.
     unsafe { cached(dst, src, len) }
@@ -63,6 +70,7 @@ pub(super) fn fence() {
     }
 }
 
+/// Contract of all: that of [`cached`], on a CPU with the instructions of its name.
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::*;

@@ -94,7 +94,7 @@ fn a_write_over_two_rails_is_one_record_with_its_moments_in_order() {
     let write = the_write(&at_a);
     let m = write.times;
     assert!(m.queued <= m.posted && m.posted <= m.all_posted && m.all_posted < m.wire);
-    assert!(m.wire <= m.told && m.told != Time::NEVER);
+    assert!(m.wire <= m.notified && m.notified != Time::NEVER);
     assert_eq!((write.rails, write.again, write.over), (0b11, 0, true));
     assert!(write.slices > 2, "slices and their count");
     let [part] = &write.parts[..] else { panic!("{:?}", write.parts) };
@@ -103,9 +103,9 @@ fn a_write_over_two_rails_is_one_record_with_its_moments_in_order() {
     // The other end: counted once, by the counter that the write names, before its sender knows.
     let counted: Vec<_> = at_b.arrivals.iter().filter(|a| a.imm == part.imm).collect();
     assert_eq!(counted.iter().map(|a| a.counts).sum::<u32>(), 1);
-    assert!(m.posted < counted[0].at && counted[0].at <= m.told);
+    assert!(m.posted < counted[0].at && counted[0].at <= m.notified);
     let [met] = &at_b.expectations[..] else { panic!("one was met") };
-    assert_eq!((met.imm, met.span, met.told), (part.imm, write.span, counted[0].at));
+    assert_eq!((met.imm, met.span, met.notified), (part.imm, write.span, counted[0].at));
 }
 
 #[test]
@@ -158,7 +158,7 @@ fn what_goes_on_is_told_without_an_end() {
     let done = p.a.submit(&[op], Submit::default()).unwrap();
     let (at_a, _) = p.records();
     let write = the_write(&at_a);
-    assert!(!write.over && write.times.told == Time::NEVER);
+    assert!(!write.over && write.times.notified == Time::NEVER);
     assert_eq!(p.a.metrics().unwrap().going_on, 1);
     while done.poll().is_none() && p.net.step() {}
     let (at_a, _) = p.records();

@@ -15,6 +15,10 @@ use crate::world::{config, filled, import, nics, pattern, run, wait, Side, Undo,
 
 /// Time to tell a rail's failure from the peer's, and some slack for emulated processors.
 const SOON: Duration = Duration::from_secs(8);
+/// Longer than the default: soft-RoCE sends again and again on a link that is down, and beside that an
+/// emulated processor may keep a heartbeat of the other rail back for two seconds. A rail's failure
+/// shows by its port or its retries, which end in half of this.
+const PEER_TIMEOUT: Duration = Duration::from_secs(4);
 /// The longest interval between attempts to reconnect a rail, and some slack.
 const BACK: Duration = Duration::from_secs(30);
 const BYTES: usize = 32 << 20;
@@ -34,7 +38,8 @@ fn engine(side: Side) -> Arc<TransferEngine> {
     let names = nics(side);
     assert!(names.len() >= 2, "two rails are needed, got {names:?}");
     let nics = NicConfig { names, ..Default::default() };
-    Arc::new(TransferEngine::open(EngineConfig { nics, ..config(side) }).unwrap())
+    let config = EngineConfig { nics, peer_timeout: PEER_TIMEOUT, ..config(side) };
+    Arc::new(TransferEngine::open(config).unwrap())
 }
 
 impl Pair {

@@ -98,7 +98,7 @@ impl AllToAll {
             descriptor.exports.get(inner.rank as usize).and_then(Option::as_ref).ok_or_else(
                 || {
                     unlike(format!(
-                        "its descriptor has no memory for rank {}; have it call card() again",
+                        "its descriptor has no memory for rank {}; have it call descriptor() again",
                         inner.rank
                     ))
                 },
@@ -125,7 +125,7 @@ impl AllToAll {
         }
         let Some(exported) = state.exported[rank as usize].take() else {
             return Err(EngineError::Invalid(format!(
-                "this rank has made no descriptor for rank {rank}; call card() and give the result to that rank"
+                "this rank has made no descriptor for rank {rank}; call descriptor() and give the result to that rank"
             )));
         };
         let link_id = state.new_link_id();

@@ -86,9 +86,9 @@ pub fn run(options: &Options) -> TextResult<()> {
     let mut back = None;
     for line in io::stdin().lines() {
         match serde_json::from_str(&line.map_err(text)?).map_err(text)? {
-            TargetCommand::Connect(card) => {
+            TargetCommand::Connect(descriptor) => {
                 let src = engine.alloc(4096).map_err(text)?;
-                let (dst, imm) = card.read(&engine)?;
+                let (dst, imm) = descriptor.read(&engine)?;
                 back = Some(Arc::new(AnswerWriter { engine: Arc::clone(&engine), src, dst, imm }));
                 write_line(&mut out, &true)?;
             }

@@ -106,7 +106,7 @@ pub(super) fn records(py: Python<'_>, r: Records) -> PyResult<Bound<'_, PyDict>>
 fn transfer<'py>(py: Python<'py>, t: &TransferRecord) -> PyResult<Bound<'py, PyTuple>> {
     let m = &t.times;
     let times =
-        (m.queued.0, moment(m.posted), moment(m.all_posted), moment(m.wire), moment(m.told));
+        (m.queued.0, moment(m.posted), moment(m.all_posted), moment(m.wire), moment(m.notified));
     let parts: Vec<_> = t.parts.iter().map(|p| (p.peer, p.imm, p.counts, p.bytes)).collect();
     let how = (t.slices, t.again, t.waits, t.rails, t.over, t.weight);
     let named = (t.id, t.op, class(t.priority), t.span.0);
@@ -114,7 +114,7 @@ fn transfer<'py>(py: Python<'py>, t: &TransferRecord) -> PyResult<Bound<'py, PyT
 }
 
 fn expected<'py>(py: Python<'py>, e: &ExpectationRecord) -> PyResult<Bound<'py, PyTuple>> {
-    (e.imm, e.counts, e.span.0, e.begun.0, e.told.0, e.failure.as_deref()).into_pyobject(py)
+    (e.imm, e.counts, e.span.0, e.begun.0, e.notified.0, e.failure.as_deref()).into_pyobject(py)
 }
 
 fn event<'py>(py: Python<'py>, e: &PathEvent) -> PyResult<Bound<'py, PyTuple>> {

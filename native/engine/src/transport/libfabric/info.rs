@@ -120,6 +120,10 @@ impl OwnedInfo {
     }
 }
 
+/// A string of the library; empty if it is missing.
+///
+/// # Safety
+/// `s` is null or a C string that outlives the call.
 unsafe fn text(s: *const c_char) -> String {
     if s.is_null() {
         return String::new();

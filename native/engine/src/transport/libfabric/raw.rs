@@ -380,6 +380,10 @@ impl Nic {
         unsafe { self.rma(from, span, 0, context, flags, false) }
     }
 
+    /// Posts a write or a read with a completion.
+    ///
+    /// # Safety
+    /// As for [`Nic::write`].
     unsafe fn rma(
         &self,
         addr: FiAddr,

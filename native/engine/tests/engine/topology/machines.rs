@@ -199,7 +199,7 @@ fn the_distances_have_the_names_that_nvidia_smi_prints() {
 }
 
 #[test]
-fn interfaces_are_as_near_as_their_cards() {
+fn interfaces_are_as_near_as_their_adapters() {
     let dgx = machine("dgx-h100");
     let interfaces = ["ibp64s0".to_owned(), "ibp24s0".to_owned()];
     let gpu = Location::Gpu(dgx.gpus[0].pci.address);

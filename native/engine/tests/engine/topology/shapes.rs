@@ -151,7 +151,7 @@ fn slow_and_software_devices_are_unused() {
         .read();
     let soft = topology.nic("rxe0").expect("a soft device");
     assert!(soft.software);
-    let place = soft.pci.as_ref().expect("the PCI location of the underlying card");
+    let place = soft.pci.as_ref().expect("the PCI location of the underlying adapter");
     assert_eq!(place.address.to_string(), "0000:11:00.0");
     let pairing = paired(&topology, "");
     assert_eq!(shown(&pairing.hosts), ["host0: fast half (NODE)"]);
@@ -193,7 +193,7 @@ fn an_active_port_represents_its_device() {
 }
 
 #[test]
-fn an_auxiliary_device_has_its_cards_location() {
+fn an_auxiliary_device_has_its_adapter_s_location() {
     let path = "pci0000:10/0000:10:01.0/0000:11:00.0";
     let topology = Machine::default()
         .line(&pci(path, "class=0x020700 vendor=0x15b3 numa_node=0"))

@@ -82,6 +82,9 @@ impl Nic {
 }
 
 /// Opens a queue with a wait descriptor if the provider supports it, else one that is polled.
+///
+/// # Safety
+/// `domain` is open, and stays open until the queue is closed.
 pub(super) unsafe fn open_cq(
     api: &Api,
     domain: *mut fi::FidDomain,
@@ -108,6 +111,9 @@ pub(super) unsafe fn open_cq(
 }
 
 /// The wait descriptor of a completion queue.
+///
+/// # Safety
+/// `cq` is an open completion queue with `FI_WAIT_FD`.
 pub(super) unsafe fn wait_fd(cq: *mut fi::Fid) -> Option<RawFd> {
     let mut fd: c_int = -1;
     // SAFETY: for queues opened with FI_WAIT_FD the result is one descriptor.
