@@ -454,7 +454,7 @@ impl Inner {
     fn on_renewal(&self, session: (EngineId, u64), leases: &[u64]) {
         let leases = &leases[..leases.len().min(BEAT_NUMBERS)];
         if !leases.is_empty() && self.state.lock().sessions.contains_key(&session) {
-            if let Some(report) = self.renewals.get() {
+            if let Some(report) = self.on_renewal.get() {
                 report(leases);
             }
         }

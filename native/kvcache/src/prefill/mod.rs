@@ -67,6 +67,9 @@ impl std::fmt::Debug for Prefiller {
     }
 }
 
+/// Takes the leases that a decoder renews.
+type OnRenewal = Box<dyn Fn(&[u64]) + Send + Sync>;
+
 struct Inner {
     name: String,
     layouts: Vec<CacheLayout>,
@@ -80,7 +83,7 @@ struct Inner {
     pass_queue: Mutex<PassQueue>,
     counts: CountTimes,
     events: Events<JobEvent>,
-    renewals: OnceLock<Box<dyn Fn(&[u64]) + Send + Sync>>,
+    on_renewal: OnceLock<OnRenewal>,
     parts: Parts,
 }
 
@@ -159,7 +162,7 @@ impl Prefiller {
             pass_queue: Mutex::default(),
             counts: CountTimes::default(),
             events: Events::new(on_event),
-            renewals: OnceLock::new(),
+            on_renewal: OnceLock::new(),
         });
         let weak = Arc::downgrade(&inner);
         inner.control().receive(inner.terms.max_message, Terms::MESSAGES, move |delivery| {
@@ -175,7 +178,7 @@ impl Prefiller {
     /// request their pages. Numbers are the decoder's engine's, and may be of no lease. The first
     /// `f` stays.
     pub fn on_renewal(&self, f: impl Fn(&[u64]) + Send + Sync + 'static) {
-        let _ = self.inner.renewals.set(Box::new(f));
+        let _ = self.inner.on_renewal.set(Box::new(f));
     }
 
     /// Handles a message of a decoder, for callers that opened the receive pool of the first rank's
