@@ -20,7 +20,7 @@ endif
 unexport PYTHONDONTWRITEBYTECODE
 
 # Tests measure nothing: they run the load generator that is built with them.
-TESTED := check test-lanes test-deaths test-processes test-actors test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma
+TESTED := check test-lanes test-deaths test-processes test-actors test-serve test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma
 $(TESTED): export FABRIC_PERF = $(CURDIR)/native/target/debug/fabric-perf
 
 # Ray starts workers at nice 15: beside tests that compute, actors would stand still.
@@ -28,7 +28,7 @@ export RAY_worker_niceness ?= 0
 
 NATIVE := $(shell find native -name target -prune -o \( -name '*.rs' -o -name Cargo.toml -o -name Cargo.lock \) -print)
 
-.PHONY: demo test check build-rust-tests test-rust test-lanes test-deaths test-processes test-actors test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma test-adapters test-all chaos bench lint lint-python lint-native docs wheel wheel-demo fuzz loom mutations soak sanitize \
+.PHONY: demo test check build-rust-tests test-rust test-lanes test-deaths test-processes test-actors test-serve test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma test-adapters test-all chaos bench lint lint-python lint-native docs wheel wheel-demo fuzz loom mutations soak sanitize \
 	clean setup
 .DELETE_ON_ERROR:
 
@@ -60,7 +60,8 @@ test-rust: $(DONE)/tools
 	cd native && MAKEFLAGS= cargo test $(TESTED_CRATES) --quiet
 
 # Most of what waits for actors or guests is waiting: they run side by side with what computes.
-ACTORS := tests/ray
+SERVE := tests/ray/test_demo_kvcache.py $(wildcard tests/ray/test_serve_*.py)
+ACTORS := $(filter-out $(SERVE),$(wildcard tests/ray/test_*.py))
 GUESTS := tests/rdma tests/integration/test_two_hosts.py $(wildcard tests/integration/test_bench_*.py)
 EXPERTS := $(addprefix tests/unit/,kernels models moe quant)
 UNITS := $(wildcard tests/integration/test_compat_*.py) \
@@ -72,7 +73,7 @@ PAGES := $(filter-out $(NOTEBOOKS),$(wildcard tests/docs/test_*.py))
 DEATHS := tests/chaos tests/soak tests/integration/test_strangers.py $(wildcard tests/integration/test_*deaths.py)
 PROCESSES := $(filter-out $(DEATHS) $(GUESTS) $(UNITS),$(wildcard tests/integration/test_*.py))
 # The longest first.
-LANES := test-units test-actors test-guests test-experts test-pages test-others test-notebooks
+LANES := test-units test-actors test-guests test-experts test-serve test-pages test-others test-notebooks
 
 # What was left out by any of them for want of a tool is listed at last.
 test-lanes: export FABRIC_RAY_LEFT_OUT = $(CURDIR)/$(DONE)/left-out
