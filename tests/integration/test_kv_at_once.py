@@ -33,6 +33,8 @@ class World:
     to: int
     turn: threading.Lock = field(default_factory=threading.Lock)
     """Of passes: a model computes one after the other."""
+    renewed: set[int] = field(default_factory=set)
+    """Leases."""
 
     def serve(self) -> None:
         """Answers what has come, as a payload of a thread's number and a way asks."""
@@ -164,12 +166,18 @@ def another_session(w: World, number: int) -> None:
         w.decoder.pull(to, tokens=TOKENS, tables=[pages_of(number)])
 
 
+def renewing(w: World, number: int) -> None:
+    w.prefiller.on_renewal(w.renewed.update)
+    w.decoder.renew(w.to, [number])
+    w.until(lambda: bool(w.renewed))  # until the next heartbeat the last call of all threads counts
+
+
 def wrong(w: World, number: int) -> None:
     with pytest.raises(InvalidArgument):
         w.decoder.pull(w.to, tokens=TOKENS, tables=[[0]])
 
 
-CALLS = [whole, layers, failed, cancelled, refused, another_session, wrong]
+CALLS = [whole, layers, failed, cancelled, refused, another_session, renewing, wrong]
 # They end what all others use; `jobs` is for one reader, and as `take`; a job's release is awaited
 # once.
 APART = {"Decoder.close", "Prefiller.close", "Prefiller.jobs", "Job.released", "Job.wait_released"}
