@@ -156,7 +156,9 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
 
     def _close_update(self) -> None:
         """Ends an update that a trainer has left open at vLLM's worker, which refuses a next one
-        then. Calls of vLLM end open ones only, and an update may be open at some workers."""
+        then. It may be open at some workers only; ``finish_weight_update`` would fail at the
+        others, and in vLLM 0.32 later calls get the answers of earlier ones after that. vLLM gives
+        this class no reference to its worker, which is among its callers."""
         frame = inspect.currentframe()
         while frame is not None:
             worker = frame.f_locals.get("self")
