@@ -102,11 +102,11 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
         self._config = KvConnectorConfig.of(transfer.kv_connector_extra_config)
         check(transfer, vllm_config)
         self._groups = layer_groups(kv_cache_config, _caches)
-        self._by_request = len(self._groups) > 1 or self._groups[0].window is not None
+        self._by_request = len(self._groups) > 1 or self._groups[0].takes_back
         if self._by_request and not _takes_groups:
             raise InvalidArgument(
                 "this version of vLLM doesn't tell connectors what becomes of several cache groups "
-                "or of windows; start it with --disable-hybrid-kv-cache-manager, or use vLLM 0.32 "
+                "or of windows or states; start it with --disable-hybrid-kv-cache-manager, or use vLLM 0.32 "
                 "or later"
             )
         if vllm_config.model_config.enable_sleep_mode and not hasattr(
@@ -128,6 +128,11 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
                 "calculate_kv_scales has each server scale its pages in its own way, which the "
                 "other end can't read; leave it out, and use a checkpoint with scales"
             )
+        if getattr(vllm_config.cache_config, "use_replayssm", False):
+            raise InvalidArgument(
+                "use_replayssm keeps states that lack their last inputs, which the other end can't "
+                "read; leave it out"
+            )
         if self._config.offer_file and vllm_config.parallel_config.data_parallel_size_local > 1:
             raise InvalidArgument(
                 "offer_file names one file, and each data parallel rank of this server has an "
@@ -142,7 +147,10 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
                 produces=transfer.is_kv_producer,
                 consumes=transfer.is_kv_consumer,
                 # vLLM 0.29 has no drafts that read further than one token.
-                recomputed=max(0, getattr(vllm_config, "num_prefill_lookahead_tokens", 0) - 1),
+                recomputed=max(
+                    int(any(group.is_state for group in self._groups)),
+                    getattr(vllm_config, "num_prefill_lookahead_tokens", 0) - 1,
+                ),
                 ranks=vllm_config.parallel_config.tensor_parallel_size,
                 config=self._config,
             )

@@ -3,18 +3,33 @@
 Hybrid models have several groups. vLLM takes blocks of a sliding window back as soon as the next
 token doesn't see them, and leaves block 0 in their places: of a prompt a decoder gets the blocks of
 the last window, and a prefiller keeps these for as long as a decoder may ask.
+
+Recurrent layers have a state, which is of one moment: a decoder computes the last token of a prompt
+from the state before it. So a prefiller of such a model computes a prompt without its last token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fabric_ray.errors import InvalidArgument
 
 Tables = Sequence[Sequence[int]]
 """vLLM's blocks of a request: of each group, those of its tokens in order."""
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of a recurrent layer."""
+
+    content: str
+    """What is in it: ends whose states differ don't fit."""
+    nbytes: int
+    is_replicated: bool
+    """Whether each tensor parallel rank has the whole of it."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +44,18 @@ class LayerGroup:
     silent: frozenset[str] = frozenset()
     """Indexers of sparse attention: vLLM calls no hook when they are written, and layer ``n + 1``
     is computed after the attention of layer ``n`` has read its indexer."""
+    states: Mapping[str, State] = field(default_factory=dict)
+    """Of recurrent layers, by their names; all layers of a group are, or none. A block has the state after its last token, or after
+    the request's last; vLLM takes earlier blocks back."""
+
+    @property
+    def is_state(self) -> bool:
+        return bool(self.states)
+
+    @property
+    def takes_back(self) -> bool:
+        """Whether vLLM takes blocks back while their request goes on."""
+        return self.window is not None or self.is_state
 
     @property
     def look_back(self) -> int | None:
@@ -41,9 +68,16 @@ class LayerGroup:
 
     def taken_back(self, tokens: int) -> int:
         """Leading blocks of which the token after ``tokens`` others sees none."""
+        if self.is_state:
+            return max(0, self.blocks(tokens) - 1)
         if self.look_back is None:
             return 0
         return max(0, tokens - self.look_back) // self.block_tokens
+
+    def needed(self, prompt: int) -> slice:
+        """The blocks of a prompt that a decoder needs, which computes its last token again unless
+        there are states."""
+        return slice(self.taken_back(prompt - (not self.is_state)), self.blocks(prompt))
 
 
 def layer_groups(config: Any, caches: Any) -> tuple[LayerGroup, ...]:
@@ -67,6 +101,12 @@ def layer_groups(config: Any, caches: Any) -> tuple[LayerGroup, ...]:
         for name, spec in specs.items():
             _check(name, spec, group, caches)
         windows = {_window(spec, caches) for spec in specs.values()}
+        states = {name: _state(spec) for name, spec in specs.items() if _is_state(spec, caches)}
+        if states and len(states) != len(specs):
+            raise InvalidArgument(
+                f"layers {', '.join(specs)} share blocks, and only some of them have states; serve "
+                "this model without the connector"
+            )
         if len(windows) != 1:
             raise InvalidArgument(
                 f"layers {', '.join(specs)} share blocks and have windows of {windows} tokens; "
@@ -78,6 +118,7 @@ def layer_groups(config: Any, caches: Any) -> tuple[LayerGroup, ...]:
                 layers=tuple(group.layer_names),
                 window=windows.pop(),
                 silent=frozenset(name for name, spec in specs.items() if _is_indexer(spec)),
+                states=states,
             )
         )
     return tuple(made)
@@ -124,13 +165,13 @@ class BlockPins:
         return self._pool is not None
 
     def pin(self, request: str, tables: Tables, prompt: int) -> bool:
-        """Keeps a request's blocks that the last token of its prompt sees. Returns whether vLLM
+        """Keeps a request's blocks that a decoder needs, of those that vLLM may take back. Returns whether vLLM
         still has all of them: a request that is resumed with hits beyond its prompt has fewer."""
         numbers = [
             number
             for group, table in zip(self._groups, tables, strict=True)
-            if group.window is not None
-            for number in table[group.taken_back(prompt - 1) : group.blocks(prompt)]
+            if group.takes_back
+            for number in table[group.needed(prompt)]
         ]
         if not numbers:
             return True
@@ -170,6 +211,20 @@ def _is_indexer(spec: Any) -> bool:
     return role is not None and role.name == "INDEXER"
 
 
+def _is_state(spec: Any, caches: Any) -> bool:
+    return type(spec) is caches.MambaSpec
+
+
+def _state(spec: Any) -> State:
+    parts = zip(spec.shapes, spec.dtypes, strict=True)
+    tensors = ", ".join(f"{list(shape)} {dtype}" for shape, dtype in parts)
+    return State(
+        content=f"{getattr(spec.mamba_type, 'name', spec.mamba_type)}: {tensors}",
+        nbytes=sum(math.prod(s) * d.itemsize for s, d in zip(spec.shapes, spec.dtypes, strict=True)),
+        is_replicated=getattr(spec, "tp_replicated", False),
+    )
+
+
 def _window(spec: Any, caches: Any) -> int | None:
     # With the hybrid manager off, layers with windows keep all blocks, as full attention does.
     return spec.sliding_window if type(spec) is caches.SlidingWindowSpec else None
@@ -183,11 +238,18 @@ def _check(name: str, spec: Any, group: Any, caches: Any) -> None:
             "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE out, or start vLLM with "
             "--disable-hybrid-kv-cache-manager"
         )
+    if _is_state(spec, caches):
+        if spec.num_speculative_blocks:
+            raise InvalidArgument(
+                f"layer `{name}` keeps {spec.num_speculative_blocks} states beside its own for "
+                "drafts, which isn't followed; leave --speculative-config out"
+            )
+        return
     known = (caches.FullAttentionSpec, caches.MLAAttentionSpec, caches.SlidingWindowSpec)
     if kind not in known or getattr(spec, "tokens_per_state", 1) != 1:
         raise InvalidArgument(
             f"layer `{name}` has a cache of kind {kind.__name__}, which isn't moved: only full "
-            "attention's, sliding windows' and MLA's are; serve this model without the connector"
+            "attention's, sliding windows', MLA's and states are; serve this model without the connector"
         )
     if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
         raise InvalidArgument(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.integrations.vllm_kv_groups import LayerGroup, Tables
+from fabric_ray.integrations.vllm_kv_groups import LayerGroup, State, Tables
 from fabric_ray.integrations.vllm_kv_probe import PageForm
 from fabric_ray.kvcache import CacheGroup, CacheLayout, CacheTensor, Place
 from fabric_ray.tensors import check_memory
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 # Bytes of a kind in the name of a layout's group, of which the core takes 256.
 _LONGEST_KIND = 200
+# More than the number of any layer. vLLM announces no state, and names don't tell when it is
+# written: states leave at the end of a pass.
+_LATE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class BlockPages:
     group: int
     """The cache group that has the block."""
     per_block: int
+    block_tokens: int
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,15 @@ class WorkerCache:
         """
         made = []
         for of, group in zip(self.pages, self.layouts[0].groups, strict=True):
+            if group.is_state:
+                block = blocks[of.group][-(-tokens // of.block_tokens) - 1]
+                if block == 0:
+                    raise InvalidArgument(
+                        f"group {group.name}: vLLM has no state after {tokens} tokens; report this "
+                        "with vLLM's version"
+                    )
+                made.append([block])
+                continue
             if group.window is not None:
                 seen = max(0, tokens - group.window) // (of.per_block * group.page_tokens)
                 if 0 in blocks[of.group][seen:]:
@@ -124,7 +137,11 @@ def worker_cache(
     for alike in _alike(tensors, members, groups):
         names, of = sorted(alike.numbers, key=alike.numbers.__getitem__), groups[alike.group]
         t = tensors[names[0]]
-        tensor = _tensor(t, form(names[0]), shards, tuple(places[name] for name in names))
+        lie = tuple(places[name] for name in names)
+        if of.is_state:
+            tensor = _state(t, of.states[names[0]], shards, lie)
+        else:
+            tensor = _tensor(t, form(names[0]), shards, lie)
         window = "" if of.window is None else f", sliding window of {of.window}"
         order += [(alike.numbers[name], len(described), name) for name in names]
         described.append(
@@ -136,9 +153,11 @@ def worker_cache(
                 tensors=(tensor,),
                 # Of the tokens before the next one, that sees itself too.
                 window=of.look_back,
+                is_state=of.is_state,
             )
         )
-        pages.append(BlockPages(alike.group, of.block_tokens // t.shape[2]))
+        per_block = 1 if of.is_state else of.block_tokens // t.shape[2]
+        pages.append(BlockPages(alike.group, per_block, of.block_tokens))
     layout = CacheLayout(model, tuple(described), tuple(b.numel() for b in buffers))
     return WorkerCache(
         buffers=buffers,
@@ -174,7 +193,10 @@ def _alike(
             t = tensors[name]
             form = (tuple(t.shape), t.stride(), t.dtype)
             found.setdefault((index, _NUMBER.sub("*", name), form), []).append(name)
-    alike = [_Alike(index, kind, _numbers(names)) for (index, kind, _), names in found.items()]
+    alike = [
+        _Alike(index, kind, _numbers(names, _LATE if groups[index].is_state else 0))
+        for (index, kind, _), names in found.items()
+    ]
 
     def order(each: _Alike) -> tuple[str, int, int, str]:
         numbers = each.numbers
@@ -196,7 +218,7 @@ def _members(
                 f"the cache of `{name}` is of none of vLLM's cache groups; serve this model "
                 "without the connector"
             )
-        _check(name, tensor, groups[group].block_tokens)
+        _check(name, tensor, groups[group])
         key = (tensor.data_ptr(), tuple(tensor.shape))
         if name not in shared:
             own[group].setdefault(key, name)
@@ -243,9 +265,36 @@ def _tensor(
     )
 
 
-def _check(name: str, tensor: torch.Tensor, block_tokens: int) -> None:
-    shape = tuple(tensor.shape)
+def _state(
+    t: torch.Tensor, state: State, shards: Shards, places: tuple[Place, ...]
+) -> CacheTensor:
+    """A state moves whole, and between as many ranks only: how its rows are divided isn't known."""
+    ranks = 1 if state.is_replicated else shards.ranks
+    return CacheTensor(
+        name=f"state, {state.content}, of {ranks} ranks",
+        heads=ranks,
+        first_head=0,
+        held_heads=1,
+        width=state.nbytes,
+        dtype="uint8",
+        page_stride=t.stride(0) * t.element_size(),
+        head_stride=0,
+        token_stride=0,
+        places=places,
+    )
+
+
+def _check(name: str, tensor: torch.Tensor, group: LayerGroup) -> None:
+    shape, block_tokens = tuple(tensor.shape), group.block_tokens
     check_memory(f"the cache of `{name}`", tensor)
+    if (state := group.states.get(name)) is not None:
+        if shape[1:-1] != (1, 1) or shape[-1] * tensor.element_size() != state.nbytes:
+            raise InvalidArgument(
+                f"the cache of `{name}` has shape {shape} of {tensor.dtype}, not [blocks, 1, 1, "
+                f"{state.nbytes} bytes]; use vLLM 0.32 or later, or serve this model without the "
+                "connector"
+            )
+        return
     if tensor.ndim != 4:
         raise InvalidArgument(
             f"the cache of `{name}` has shape {shape}, not [blocks, heads, tokens, content]; only "
@@ -263,14 +312,14 @@ def _check(name: str, tensor: torch.Tensor, block_tokens: int) -> None:
         )
 
 
-def _numbers(names: Sequence[str]) -> dict[str, int]:
+def _numbers(names: Sequence[str], start: int) -> dict[str, int]:
     """Numbers of layers of one kind: the first ones in their names where these tell them apart,
-    else their places among all of them."""
+    else their places among all of them; counted from ``start``."""
     parts = {name: [int(part) for part in _NUMBER.findall(name)] for name in names}
     first = {name: each[0] for name, each in parts.items() if each}
     if len(set(first.values())) == len(names):
-        return first
-    return {name: i for i, name in enumerate(sorted(names, key=parts.__getitem__))}
+        return {name: start + number for name, number in first.items()}
+    return {name: i for i, name in enumerate(sorted(names, key=parts.__getitem__), start)}
 
 
 def _place(tensor: torch.Tensor, buffers: list[torch.Tensor]) -> Place:

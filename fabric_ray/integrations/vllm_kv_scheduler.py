@@ -90,7 +90,8 @@ class KvScheduler:
         engine: the instance's name.
         produces: whether its workers send pages.
         consumes: whether they ask for pages.
-        recomputed: last tokens of a prompt that a decoder computes again for its draft modules.
+        recomputed: last tokens of a prompt that a decoder computes again, for its draft modules or
+            for states; with states a prefiller doesn't compute them.
         ranks: number of workers, each of which reports that blocks are free.
         config: the instance's.
     """
@@ -118,7 +119,8 @@ class KvScheduler:
         self._loaded: OrderedDict[_Named, None] = OrderedDict()
         self._held: dict[str, _Held] = {}  # the latest one is last
         self._stepped = 0.0
-        self._has_windows = any(group.window is not None for group in groups)
+        self._takes_back = any(group.takes_back for group in groups)
+        self._shortens = recomputed if any(group.is_state for group in groups) else 0
         self.pins = BlockPins(groups)
         self._unpin_after: list[str] = []
         self._loads_elsewhere = False
@@ -147,6 +149,8 @@ class KvScheduler:
         if self._produces:
             self._admissions.tried(request.request_id)
         params = request.kv_transfer_params
+        if params and params.get("do_remote_decode") and self._produces:
+            self._prefill_of(request)
         if not params or not params.get("do_remote_prefill"):
             return 0, False
         if not self._consumes:
@@ -183,12 +187,8 @@ class KvScheduler:
         if number in self._held:
             _LOG.error("request %s: the pages of an earlier request of this id are held", number)
         elif params.get("do_remote_decode") and self._produces:
-            if number not in self._prefills:
-                transfer = _transfer(request)
-                made = _Prefill(transfer, digest_of(request), request.num_prompt_tokens)
-                self._prefills[number] = made
-            self._prefills[number].admitted = True
-            self._prefills[number].lost = False
+            prefill = self._prefill_of(request)
+            prefill.admitted, prefill.lost = True, False
         if params.get("do_remote_prefill"):
             have = self._local.pop(number, 0)
             # What a preemption loses later is computed here.
@@ -209,6 +209,15 @@ class KvScheduler:
             self._next.loads.append(load)
             self._loading[number] = transfer, digest
             self._coming.add(self._loading[number])
+
+    def _prefill_of(self, request: Any) -> _Prefill:
+        prefill = self._prefills.get(request.request_id)
+        if prefill is None:
+            named = digest_of(request)
+            _shorten(request, self._shortens)
+            prefill = _Prefill(_transfer(request), named, request.num_prompt_tokens)
+            self._prefills[request.request_id] = prefill
+        return prefill
 
     def step(self, output: Any) -> Step:
         """What the workers need to know of a step, from its ``SchedulerOutput``."""
@@ -313,7 +322,7 @@ class KvScheduler:
         whole = request.status.name in _WHOLE
         if prefill and whole and self._loads_elsewhere and not prefill.ready:
             kept = self._covers(tables, prefill.tokens)  # by none that was preempted
-            if kept and not self._has_windows:
+            if kept and not self._takes_back:
                 self._next.ready.append(self._ready(number, prefill, tables, prefill.tokens))
         delays = False
         if ready := prefill is not None and prefill.ready:
@@ -321,9 +330,12 @@ class KvScheduler:
         if not ready or not whole:
             why = f"the prefill ended as {request.status.name}"
             if prefill and prefill.lost:
-                why = "pages of a window were taken back when the prefill was preempted"
-            elif whole and self._has_windows and self._loads_elsewhere:
-                why = "another connector loads pages within steps, and this model has windows"
+                why = "pages of a window or a state were taken back when the prefill was preempted"
+            elif whole and self._takes_back and self._loads_elsewhere:
+                why = (
+                    "another connector loads pages within steps, and this model has windows or "
+                    "states"
+                )
             self._next.failed.append(Failed(number, transfer, why, held=ready))
             return delays, None
         self._next.finished.append((number, transfer))
@@ -414,6 +426,22 @@ def _scheduled(output: Any) -> list[tuple[str, int]]:
     new = [(each.req_id, each.num_computed_tokens) for each in output.scheduled_new_reqs]
     old = output.scheduled_cached_reqs
     return new + list(zip(old.req_ids, old.num_computed_tokens, strict=True))
+
+
+def _shorten(request: Any, tokens: int) -> None:
+    """Has vLLM not compute the last tokens of a prompt, as its NIXL connector does. Prompts that
+    aren't longer stay, and so do those of requests whose decoders compute all of it."""
+    if not 0 < tokens < request.num_prompt_tokens or request.get_skip_reading_prefix_cache():
+        return
+    if request.prompt_token_ids is not None:
+        del request.prompt_token_ids[-tokens:]
+    if request.prompt_embeds is not None:
+        request.prompt_embeds = request.prompt_embeds[:-tokens]
+    if getattr(request, "prompt_is_token_ids", None) is not None:
+        request.prompt_is_token_ids = request.prompt_is_token_ids[:-tokens]
+    del request._all_token_ids[-tokens:]
+    request.num_prompt_tokens -= tokens
+    request.max_tokens = 1
 
 
 def _transfer(request: Any) -> str:

@@ -324,10 +324,13 @@ class Sender:
         return taken
 
     def _accept(self, job: Job, claim: Claim, ready: Ready, computed: int) -> None:
-        # Decoders with windows compute the last token without having loaded it, those with several
+        # A state is of one moment. Decoders with windows compute the last token without having loaded it, those with several
         # draft modules some more. Of a window no other pages are kept.
-        windows = any(group.window is not None for group in self._cache.layouts[0].groups)
-        least = ready.tokens - 1 if windows else 1
+        groups, least = self._cache.layouts[0].groups, 1
+        if any(group.is_state for group in groups):
+            least = ready.tokens
+        elif any(group.window is not None for group in groups):
+            least = ready.tokens - 1
         if claim.digest != ready.digest or not least <= job.tokens <= ready.tokens:
             raise InvalidArgument(
                 f"transfer {ready.transfer} is of another prompt of {ready.tokens} tokens; give "

@@ -50,6 +50,9 @@ class CacheGroup(msgspec.Struct, frozen=True):
     tensors: tuple[CacheTensor, ...]
     window: int | None = None
     """Sliding window of these layers, in tokens; ``None`` for full attention."""
+    is_state: bool = False
+    """Whether the layers are recurrent: a request has one page, with the state after all of its
+    tokens. Such a page counts as one token."""
 
 
 class CacheLayout(msgspec.Struct, frozen=True):

@@ -60,6 +60,7 @@ pub(crate) mod tests {
             name: "all".into(),
             layers: vec![0],
             page_tokens: 4,
+            is_state: false,
             pages: 8,
             window: Some(6),
             tensors: vec![tensor],

@@ -36,6 +36,10 @@ pub struct CacheGroup {
     pub pages: u32,
     /// Tokens that these layers look back; `None` for all of them.
     pub window: Option<u32>,
+    /// Whether its layers are recurrent: a request has one page, with the state after all of its
+    /// tokens. Such pages count as one token.
+    #[serde(default)]
+    pub is_state: bool,
     /// Tensors of each layer, for example keys and values.
     pub tensors: Vec<CacheTensor>,
 }
@@ -68,6 +72,22 @@ pub struct CacheTensor {
 pub struct BufferOffset {
     pub buffer: u32,
     pub offset: u64,
+}
+
+impl CacheGroup {
+    /// Pages of a request of so many tokens.
+    pub fn pages_of(&self, tokens: u64) -> u64 {
+        match self.is_state {
+            true => tokens.min(1),
+            false => tokens.div_ceil(u64::from(self.page_tokens)),
+        }
+    }
+
+    /// Whether so many leading tokens are whole pages, which need not be sent; a state is sent
+    /// however many there are.
+    pub fn is_whole_pages(&self, tokens: u64) -> bool {
+        self.is_state || tokens.is_multiple_of(u64::from(self.page_tokens))
+    }
 }
 
 impl CacheTensor {

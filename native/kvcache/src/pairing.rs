@@ -140,7 +140,8 @@ impl Pairing {
     /// The cells to send of a request of `tokens.end` tokens, whose decoder has the first
     /// `tokens.start`.
     ///
-    /// These are the cells that hold a token of `tokens`, and of a group with a window one of the
+    /// Of a group of states that is the one there is. Else
+    /// these are the cells that hold a token of `tokens`, and of a group with a window one of the
     /// prompt's last `window`. A window counts the token that looks back: neither the next token
     /// nor the prompt's last, should it be computed again, sees further. Cells are sent whole, the
     /// last one too, whose rest is unused memory of the same pages.
@@ -154,7 +155,7 @@ impl Pairing {
             return Err(RequestError::Tokens { have, tokens: n });
         }
         let page_tokens = group.cells.target_page();
-        if have % page_tokens != 0 && have != n {
+        if have != n && !group.target[0].is_whole_pages(have) {
             return Err(RequestError::PartPage { group: group.name.clone(), have, page_tokens });
         }
         let seen = group.source[0].window.map_or(0, |w| n.saturating_sub(w.into()));

@@ -9,7 +9,7 @@ pub(crate) const MAX_ENTRIES: u64 = 1 << 22;
 
 /// Pages of `tokens` tokens, in all groups; bounded, whatever a message of a few bytes claims.
 pub(crate) fn entries(groups: &[CacheGroup], tokens: u64) -> Result<u64, String> {
-    let fill = |g: &CacheGroup| tokens.div_ceil(u64::from(g.page_tokens));
+    let fill = |g: &CacheGroup| g.pages_of(tokens);
     let sum = groups.iter().map(fill).try_fold(0u64, u64::checked_add);
     match sum.filter(|sum| *sum <= MAX_ENTRIES) {
         Some(sum) => Ok(sum),
@@ -23,12 +23,15 @@ pub(crate) fn entries(groups: &[CacheGroup], tokens: u64) -> Result<u64, String>
 /// twice. Entries of pages that lie before the window may be anything.
 pub(crate) fn check(group: &CacheGroup, tokens: u64, table: &[u32]) -> Result<(), String> {
     let page = u64::from(group.page_tokens);
-    let should = tokens.div_ceil(page);
+    let should = group.pages_of(tokens);
     if table.len() as u64 != should {
-        return Err(format!(
-            "a table of {} pages, where {tokens} tokens fill {should} of {page}",
-            table.len()
-        ));
+        return Err(match group.is_state {
+            true => format!("a table of {} pages, where a request has one state", table.len()),
+            false => format!(
+                "a table of {} pages, where {tokens} tokens fill {should} of {page}",
+                table.len()
+            ),
+        });
     }
     let seen = group.window.map_or(0, |window| tokens.saturating_sub(window.into()));
     let mut used = FxHashSet::default();

@@ -139,6 +139,7 @@ fn rank(name: &str, options: &Options) -> TextResult<(CacheLayout, LocalRank)> {
         name: "all".into(),
         layers: (0..LAYERS as u32).collect(),
         page_tokens: 1,
+        is_state: false,
         pages: TOKENS as u32,
         window: None,
         tensors: vec![tensor],

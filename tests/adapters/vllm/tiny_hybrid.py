@@ -1,6 +1,7 @@
 """Writes a tiny random model: ``python tiny_hybrid.py FOLDER SEED KIND``.
 
-Kinds are ``gemma3`` and ``gpt_oss``, with windows of :data:`WINDOW` tokens, and ``qwen3_moe``.
+Kinds are ``gemma3`` and ``gpt_oss``, with windows of :data:`WINDOW` tokens, ``qwen3_moe``, and
+``qwen3_next``, with states (gated delta nets) beside attention.
 As with ``examples/serve_llm/tiny_model.py``, greedy outputs depend on every token of the prompt.
 """
 
@@ -82,7 +83,33 @@ def qwen3_moe() -> Any:
     return Qwen3MoeForCausalLM(config)
 
 
-KINDS = {"gemma3": gemma3, "gpt_oss": gpt_oss, "qwen3_moe": qwen3_moe}
+def qwen3_next() -> Any:
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        **{**_COMMON, "sliding_window": None},
+        intermediate_size=HEADS * HEAD_DIM,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        num_hidden_layers=8,
+        full_attention_interval=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+    )
+    return Qwen3NextForCausalLM(config)
+
+
+KINDS = {
+    "gemma3": gemma3,
+    "gpt_oss": gpt_oss,
+    "qwen3_moe": qwen3_moe,
+    "qwen3_next": qwen3_next,
+}
 
 
 def write(folder: Path, seed: int, kind: str) -> None:
@@ -97,6 +124,8 @@ def write(folder: Path, seed: int, kind: str) -> None:
         for name, parameter in model.named_parameters():
             if "sinks" in name:
                 parameter.normal_(0, 1.0)
+            elif "A_log" in name:
+                parameter.fill_(-8.0)  # States forget slowly.
             elif "embed" in name:
                 # Gemma's are multiplied by the root of the width.
                 parameter.normal_(0, _COMMON["hidden_size"] ** -0.5 if kind == "gemma3" else 1.0)

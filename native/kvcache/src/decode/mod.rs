@@ -431,7 +431,7 @@ impl Inner {
         for (group, table) in self.groups.iter().zip(&pull.tables) {
             crate::table::check(group, pull.tokens, table)
                 .or_else(|e| invalid(format!("group {}: {e}", group.name)))?;
-            if !pull.have.is_multiple_of(u64::from(group.page_tokens)) {
+            if !group.is_whole_pages(pull.have) {
                 return invalid(format!(
                     "{} tokens are here, which isn't whole pages of {} tokens in group {}",
                     pull.have, group.page_tokens, group.name

@@ -56,6 +56,8 @@ pub enum LayoutProblem {
          strides in bytes, of pages, heads and tokens each beyond what the smaller ones span"
     )]
     Overlap { what: &'static str, stride: u64, needed: u64 },
+    #[error("a page with a state counts as one token and has no window; leave both so")]
+    State,
     #[error(
         "it shares bytes with tensor {tensor:?} of layer {layer}; give each a place of its own, and \
          list layers that share one cache once"
@@ -133,6 +135,9 @@ impl CacheGroup {
         positive("the number of tokens of a page", self.page_tokens)?;
         positive("the number of pages", self.pages)?;
         positive("the window", self.window.unwrap_or(1))?;
+        if self.is_state && (self.page_tokens != 1 || self.window.is_some()) {
+            return Err(LayoutProblem::State.into());
+        }
         let mut numbers = FxHashSet::default();
         for &layer in &self.layers {
             unique(&mut numbers, "layer", layer)?;

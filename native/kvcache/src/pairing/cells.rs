@@ -15,6 +15,8 @@ pub(super) struct Cells {
     cycle: u64,
     /// The first token of each cell of a cycle.
     starts: Box<[u64]>,
+    /// The end of the tokens of the last one that are sent.
+    end: u64,
 }
 
 impl Cells {
@@ -26,7 +28,13 @@ impl Cells {
             (0..cycle / a).map(|i| i * a).chain((0..cycle / b).map(|i| i * b)).collect();
         starts.sort_unstable();
         starts.dedup();
-        Self { source_page: a, target_page: b, cycle, starts: starts.into() }
+        Self { source_page: a, target_page: b, cycle, starts: starts.into(), end: cycle }
+    }
+
+    /// One cell for any number of tokens, sent as one token: states.
+    pub fn of_state() -> Self {
+        let all = MAX_TOKENS;
+        Self { source_page: all, target_page: all, cycle: all, starts: [0].into(), end: 1 }
     }
 
     /// How many cells a cycle has.
@@ -59,9 +67,9 @@ impl Cells {
         token / self.cycle * self.phases() as u64 + phase
     }
 
-    /// The tokens of a cell of the first cycle.
+    /// The tokens of a cell of the first cycle that are sent.
     pub fn tokens(&self, phase: usize) -> Range<u64> {
-        self.starts[phase]..self.starts.get(phase + 1).copied().unwrap_or(self.cycle)
+        self.starts[phase]..self.starts.get(phase + 1).copied().unwrap_or(self.end)
     }
 
     /// The cycles in which a range of cells has the cell of that phase.

@@ -124,6 +124,8 @@ impl LayoutComparison<'_> {
         self.same(&format!("{of}, layers"), &a.layers, &b.layers, |l| numbers(l));
         let window = |w: &Option<u32>| w.map_or("none".to_string(), |w| w.to_string());
         self.same(&format!("{of}, window"), &a.window, &b.window, window);
+        let kind = |is_state: &bool| if *is_state { "states" } else { "tokens" }.to_string();
+        self.same(&format!("{of}, pages of"), &a.is_state, &b.is_state, kind);
         let names = |g: &CacheGroup| {
             let mut names: Vec<String> = g.tensors.iter().map(|t| t.name.clone()).collect();
             names.sort_unstable();

@@ -135,7 +135,10 @@ impl Group {
             return Err(Mismatch::TooFine { group: name, runs: most, source_page, target_page });
         }
         let classes = head_classes::classes(&source, &target);
-        let cells = Cells::new(source_page, target_page);
+        let cells = match source[0].is_state {
+            true => Cells::of_state(),
+            false => Cells::new(source_page, target_page),
+        };
         Ok(Self { name, source, target, cells, classes })
     }
 

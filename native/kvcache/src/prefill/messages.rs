@@ -304,10 +304,10 @@ impl Inner {
         let mut remote_pages = Vec::new();
         for (group, table) in info.groups.iter().zip(&request.tables) {
             let checked = table
-                .pages(tokens.div_ceil(u64::from(group.page_tokens)))
+                .pages(group.pages_of(tokens))
                 .and_then(|pages| crate::table::check(group, tokens, &pages).map(|()| pages))
                 .map_err(|e| format!("group {}: {e}", group.name))?;
-            if !have.is_multiple_of(u64::from(group.page_tokens)) {
+            if !group.is_whole_pages(have) {
                 return Err(format!(
                     "it has {have} tokens, which isn't whole pages of {} tokens in group {}",
                     group.page_tokens, group.name

@@ -12,7 +12,8 @@ use crate::requests::{choices, instances, request};
 #[test]
 fn tensors_that_are_neighbours_in_one_page_only_are_sent_apart() {
     let tensors = ["k", "v"].map(|name| (name.to_string(), 1, 4)).to_vec();
-    let model = Model { name: "full".into(), layers: vec![0], window: None, tensors };
+    let model =
+        Model { name: "full".into(), layers: vec![0], window: None, is_state: false, tensors };
     let mut ranks = instance(&[(model, Form::dense(2, 3, [Layer, Tensor, Page, Head, Token]))], 1);
     ranks[0].buffers[0] = 112;
     let [keys, values] = &mut ranks[0].groups[0].tensors[..] else { unreachable!() };

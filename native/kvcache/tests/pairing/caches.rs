@@ -10,6 +10,8 @@ pub struct Model {
     pub name: String,
     pub layers: Vec<u32>,
     pub window: Option<u32>,
+    /// Whether a request has one page, with a state; forms then have pages of one token.
+    pub is_state: bool,
     /// Name, heads, width in bytes.
     pub tensors: Vec<(String, u32, u32)>,
 }
@@ -103,6 +105,7 @@ fn group(
         name: model.name.clone(),
         layers: model.layers.clone(),
         page_tokens: form.page_tokens,
+        is_state: model.is_state,
         pages: form.pages,
         window: model.window,
         tensors,
@@ -200,11 +203,16 @@ pub fn models() -> impl Strategy<Value = Model> {
         kv.into_iter().chain([("index".to_string(), 1, 3)]).collect()
     });
     let tensors = prop_oneof![3 => kv, 2 => mla, 1 => indexed];
-    let window = prop_oneof![2 => Just(None), 1 => (1u32..40).prop_map(Some)];
-    (tensors, 1usize..4, window).prop_map(|(tensors, layers, window)| Model {
+    let kind = prop_oneof![
+        2 => Just((None, false)),
+        1 => (1u32..40).prop_map(|window| (Some(window), false)),
+        1 => Just((None, true)),
+    ];
+    (tensors, 1usize..4, kind).prop_map(|(tensors, layers, (window, is_state))| Model {
         name: "g".into(),
         layers: (0..layers as u32).map(|l| 3 * l).collect(),
         window,
+        is_state,
         tensors,
     })
 }

@@ -7,7 +7,8 @@ use crate::caches::{instance, Dim, Form, Head, Layer, Model, Page, Tensor, Token
 /// Writes of a page for each layer and each 64 tokens that a target rank waits for, over all links.
 fn writes(tensors: &[(&str, u32, u32)], source: (u32, Form), target: (u32, Form)) -> u64 {
     let tensors = tensors.iter().map(|&(name, heads, width)| (name.into(), heads, width)).collect();
-    let model = Model { name: "full".into(), layers: vec![0], window: None, tensors };
+    let model =
+        Model { name: "full".into(), layers: vec![0], window: None, is_state: false, tensors };
     let side = |(ranks, form): (u32, Form)| instance(&[(model.clone(), form)], ranks);
     let pairing = Pairing::new(&side(source), &side(target)).unwrap();
     pairing.expected(0, 0, 0..64).unwrap()

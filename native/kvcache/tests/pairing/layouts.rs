@@ -12,7 +12,8 @@ use crate::requests::instances;
 /// Keys and values of 2 layers, 4 pages, 2 heads, 8 tokens, 4 bytes a row.
 fn plain() -> CacheLayout {
     let tensors = ["k", "v"].map(|name| (name.to_string(), 2, 4)).to_vec();
-    let model = Model { name: "full".into(), layers: vec![0, 5], window: None, tensors };
+    let model =
+        Model { name: "full".into(), layers: vec![0, 5], window: None, is_state: false, tensors };
     let form = Form::dense(8, 4, [Layer, Tensor, Page, Head, Token]);
     instance(&[(model, form)], 1).remove(0)
 }
@@ -58,6 +59,7 @@ fn problems_are_named_with_their_place() {
     says(group(|g| g.page_tokens = 1 << 17), &["tokens of a page", "65536"]);
     says(group(|g| g.pages = 0), &["number of pages is zero"]);
     says(group(|g| g.window = Some(0)), &["window is zero"]);
+    says(group(|g| g.is_state = true), &["counts as one token"]);
     says(group(|g| g.tensors[1].name = "k".into()), &["\"k\" appears twice"]);
     says(value(|t| t.heads = 0), &[tensor, "heads is zero"]);
     says(value(|t| t.held_heads = 0), &[tensor, "held heads is zero"]);
@@ -148,6 +150,7 @@ fn neighbours() -> impl Strategy<Value = CacheLayout> {
                 name: "g".into(),
                 layers: vec![0, 1],
                 page_tokens: tokens,
+                is_state: false,
                 pages,
                 window: None,
                 tensors: vec![

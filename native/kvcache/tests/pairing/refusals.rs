@@ -7,7 +7,13 @@ use crate::caches::{cache, instance, Form, Head, Layer, Model, Page, Tensor, Tok
 
 fn full() -> (Model, Form) {
     let tensors = ["k", "v"].map(|name| (name.to_string(), 4, 4)).to_vec();
-    let model = Model { name: "full".into(), layers: vec![0, 1, 2, 5], window: None, tensors };
+    let model = Model {
+        name: "full".into(),
+        layers: vec![0, 1, 2, 5],
+        window: None,
+        is_state: false,
+        tensors,
+    };
     (model, Form::dense(8, 10, [Layer, Tensor, Page, Head, Token]))
 }
 
@@ -129,6 +135,7 @@ fn page_sizes_that_cut_too_finely_are_refused() {
         name: "g".into(),
         layers: vec![0],
         window: None,
+        is_state: false,
         tensors: vec![("k".into(), 64, 1)],
     };
     let form = |tokens| Form::dense(tokens, 1, [Layer, Tensor, Page, Token, Head]);
@@ -220,6 +227,20 @@ fn the_last_tokens_within_the_window_are_sent() {
     assert_eq!(pairing.cells(1, 0..20).unwrap(), 0..3);
     // Without a window all of them, in cells of 8, 4, 4, 8 tokens.
     assert_eq!(pairing.cells(0, 0..44).unwrap(), 0..8);
+}
+
+#[test]
+fn a_state_is_sent_when_all_tokens_are_computed() {
+    let (model, mut form) = full();
+    form.page_tokens = 1;
+    let one = instance(&[(Model { is_state: true, ..model }, form)], 1);
+    let pairing = Pairing::new(&one, &one).unwrap();
+    assert_eq!(pairing.cells(0, 0..44).unwrap(), 0..1);
+    assert_eq!(pairing.cells(0, 43..44).unwrap(), 0..1);
+    assert_eq!([0, 43, 44].map(|done| pairing.ready(0, done, 44).unwrap()), [0, 0, 1]);
+    let link = pairing.link(0, 0, 0).unwrap();
+    let writes: Vec<_> = link.writes(0, 0, 0..1, &[3], &[1]).unwrap().collect();
+    assert_eq!(writes.iter().map(|w| w.nbytes).sum::<u64>(), 2 * 4 * 4, "heads of keys and values");
 }
 
 #[test]

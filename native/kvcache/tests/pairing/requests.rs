@@ -30,8 +30,11 @@ pub struct Instances {
 pub fn instances() -> impl Strategy<Value = Instances> {
     let groups = prop::collection::vec((models(), forms(48), forms(48)), 1..3);
     (groups, holdings(), holdings()).prop_map(|(mut groups, source, target)| {
-        for (i, (model, _, _)) in groups.iter_mut().enumerate() {
+        for (i, (model, source, target)) in groups.iter_mut().enumerate() {
             model.name = format!("g{i}");
+            if model.is_state {
+                (source.page_tokens, target.page_tokens) = (1, 1);
+            }
         }
         Instances { groups, source, target }
     })
@@ -53,8 +56,9 @@ impl Instances {
 
     /// The tokens that are sent of each group.
     pub fn sent(&self, pairing: &Pairing, tokens: &Range<u64>) -> Vec<Range<u64>> {
-        let of = |(g, group): (usize, &(Model, Form, Form))| {
-            sent_tokens(pairing, g, tokens.clone(), group.0.window)
+        let of = |(g, group): (usize, &(Model, Form, Form))| match group.0.is_state {
+            true => 0..u64::from(tokens.start < tokens.end),
+            false => sent_tokens(pairing, g, tokens.clone(), group.0.window),
         };
         self.groups.iter().enumerate().map(of).collect()
     }
@@ -96,16 +100,19 @@ pub fn request(of: &Instances, (salt, tokens, have, chunks, seed): Choices) -> R
     ends.push(n);
     ends.sort_unstable();
     let mut random = fastrand::Rng::with_seed(seed);
-    let mut table = |form: &Form, first: u64| {
+    let mut table = |model: &Model, form: &Form| {
         let mut pages: Vec<u32> = (0..form.pages).collect();
         random.shuffle(&mut pages);
+        if model.is_state {
+            return vec![pages[0]];
+        }
+        let first = have.max(model.window.map_or(0, |w| n.saturating_sub(w.into())));
         let page_tokens = u64::from(form.page_tokens);
         pages.truncate(n.div_ceil(page_tokens) as usize);
         pages[..(first / page_tokens) as usize].fill(u32::MAX);
         pages
     };
-    let first = |m: &Model| have.max(m.window.map_or(0, |w| n.saturating_sub(w.into())));
-    let src_tables = of.groups.iter().map(|(m, f, _)| table(f, first(m))).collect();
-    let dst_tables = of.groups.iter().map(|(m, _, f)| table(f, first(m))).collect();
+    let src_tables = of.groups.iter().map(|(m, f, _)| table(m, f)).collect();
+    let dst_tables = of.groups.iter().map(|(m, _, f)| table(m, f)).collect();
     Request { tokens: have..n, salt, src_tables, dst_tables, chunks: ends }
 }

@@ -48,7 +48,13 @@ fn table(pages: u32, seed: u64) -> Vec<u32> {
 
 fn model(layers: u32, heads: u32, width: u32) -> Model {
     let tensors = ["k", "v"].map(|name| (name.to_string(), heads, width)).to_vec();
-    Model { name: "full".into(), layers: (0..layers).collect(), window: None, tensors }
+    Model {
+        name: "full".into(),
+        layers: (0..layers).collect(),
+        window: None,
+        is_state: false,
+        tensors,
+    }
 }
 
 /// Pain 20: 61 layers, 32 runs of each page, 513 pages: a million writes of a page.

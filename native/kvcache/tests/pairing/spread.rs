@@ -9,7 +9,8 @@ use crate::requests::instances;
 
 fn groups(tensors: &[(&str, u32)]) -> Vec<(Model, Form)> {
     let tensors = tensors.iter().map(|&(name, heads)| (name.to_string(), heads, 4)).collect();
-    let model = Model { name: "full".into(), layers: vec![0, 1], window: None, tensors };
+    let model =
+        Model { name: "full".into(), layers: vec![0, 1], window: None, is_state: false, tensors };
     vec![(model, Form::dense(4, 8, [Layer, Tensor, Page, Head, Token]))]
 }
 
@@ -130,7 +131,9 @@ proptest! {
                 let pages: Vec<u32> = (0..40).collect();
                 let all = |pairing: &Pairing| {
                     let link = pairing.link(s, t, salt).unwrap();
-                    format!("{:?}", link.writes(0, 0, 0..3, &pages, &pages).unwrap().collect::<Vec<_>>())
+                    let cells = pairing.cells(0, 0..3).unwrap();
+                    let writes = link.writes(0, 0, cells, &pages, &pages).unwrap();
+                    format!("{:?}", writes.collect::<Vec<_>>())
                 };
                 prop_assert_eq!(all(&one), all(&other));
             }

@@ -39,6 +39,7 @@ impl Shape {
             name: "all".into(),
             layers: (0..self.layers).collect(),
             page_tokens,
+            is_state: false,
             pages,
             window: self.window,
             tensors: vec![tensor("k", 0), tensor("v", one)],
