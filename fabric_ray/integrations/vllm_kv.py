@@ -106,8 +106,8 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
         if self._by_request and not _takes_groups:
             raise InvalidArgument(
                 "this version of vLLM doesn't tell connectors what becomes of several cache groups "
-                "or of windows or states; start it with --disable-hybrid-kv-cache-manager, or use vLLM 0.32 "
-                "or later"
+                "or of windows or states; start it with --disable-hybrid-kv-cache-manager, or use "
+                "vLLM 0.32 or later"
             )
         if vllm_config.model_config.enable_sleep_mode and not hasattr(
             _base.KVConnectorBase_V1, "unregister_kv_caches"
@@ -120,8 +120,8 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
         is_zeroed = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
         if transfer.is_kv_producer and is_zeroed and vllm_config.use_v2_model_runner:
             raise InvalidArgument(
-                "caches of several precisions are zeroed by vLLM's model runner V2 while their "
-                "pages may still be sent; set VLLM_USE_V2_MODEL_RUNNER=0"
+                "vLLM's model runner V2 zeroes blocks of states and of caches of several precisions "
+                "while their pages may still be sent; set VLLM_USE_V2_MODEL_RUNNER=0"
             )
         if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
             raise InvalidArgument(

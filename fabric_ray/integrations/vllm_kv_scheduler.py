@@ -51,6 +51,8 @@ class _Prefill:
     """Whether no step has run since its blocks were allocated: hits may be of that very step."""
     lost: bool = False
     """Whether vLLM has taken blocks of a window back, so that it never becomes ready."""
+    is_wanted: bool = True
+    """Whether the decoder loads any of it: of the shortest prompts it computes all."""
 
 
 @dataclass
@@ -213,9 +215,11 @@ class KvScheduler:
     def _prefill_of(self, request: Any) -> _Prefill:
         prefill = self._prefills.get(request.request_id)
         if prefill is None:
-            named = digest_of(request)
+            named, is_wanted = digest_of(request), request.num_prompt_tokens > self._recomputed
             _shorten(request, self._shortens)
-            prefill = _Prefill(_transfer(request), named, request.num_prompt_tokens)
+            prefill = _Prefill(
+                _transfer(request), named, request.num_prompt_tokens, is_wanted=is_wanted
+            )
             self._prefills[request.request_id] = prefill
         return prefill
 
@@ -239,7 +243,7 @@ class KvScheduler:
         written: set[int] | None = None
         for number, computed in _scheduled(output):
             prefill = self._prefills.get(number)
-            if prefill is None or prefill.ready or prefill.lost:
+            if prefill is None or prefill.ready or prefill.lost or not prefill.is_wanted:
                 continue
             admitted, prefill.admitted = prefill.admitted, False
             if computed + output.num_scheduled_tokens.get(number, 0) < prefill.tokens:
@@ -325,6 +329,8 @@ class KvScheduler:
             if kept and not self._takes_back:
                 self._next.ready.append(self._ready(number, prefill, tables, prefill.tokens))
         delays = False
+        if prefill and whole and not prefill.is_wanted:
+            return False, self._answer(transfer)
         if ready := prefill is not None and prefill.ready:
             delays = self._hold(number, tables, prefill.tokens)
         if not ready or not whole:
@@ -339,7 +345,11 @@ class KvScheduler:
             self._next.failed.append(Failed(number, transfer, why, held=ready))
             return delays, None
         self._next.finished.append((number, transfer))
-        return delays, {
+        return delays, self._answer(transfer)
+
+    def _answer(self, transfer: str) -> dict[str, Any]:
+        """What the response of a prefill carries for its decoder."""
+        return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "transfer_id": transfer,

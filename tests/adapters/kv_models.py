@@ -53,6 +53,12 @@ MOVED: dict[str, Moved] = {
     "windows": Moved("sliding windows beside full attention", "Gemma 3, gpt-oss", "test_hybrid.py"),
     "windows alone": Moved("sliding windows alone", "Mistral 7B 0.1"),
     "shared": Moved("layers that read another layer's cache", "Gemma 3n"),
+    "states": Moved(
+        "states beside full attention",
+        "Qwen3-Next, Nemotron-H, Jamba, LFM2",
+        "test_states.py",
+        refused=("tp 1 to 2", "tp 4 to 2"),
+    ),
     "drafts": Moved(
         "a draft model's layers, EAGLE's, MTP's",
         "`--speculative-config` at both ends",
@@ -61,8 +67,8 @@ MOVED: dict[str, Moved] = {
 }
 
 REFUSED: dict[str, Refused] = {
-    "a state": Refused(
-        "state-space or linear attention", "Jamba, Nemotron-H, Qwen3-Next", "no connector"
+    "a state for drafts": Refused(
+        "states beside drafts", "Qwen3-Next with `--speculative-config`", "no drafts"
     ),
     "chunks": Refused(
         "local attention in chunks",

@@ -42,6 +42,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     SparseCacheRole,
@@ -56,6 +57,8 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from tests.kv_pages import attention, by_rows, latent
 
 LAYERS, HEADS, HEAD, LATENT = 3, 4, 8, 24
+STATE = 16
+"""Elements of a state, of a rank."""
 
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -104,9 +107,10 @@ def config(role: str, **options: Any) -> VllmConfig:
         options: ``tp``, ``mla``, ``block`` (tokens), ``chunk`` (tokens of a step), ``seqs`` (most
             requests that run), ``policy`` for loads that fail, ``hybrid`` (whether its manager of
             several cache groups is on, as it is by default), ``retention`` (tokens between cached
-            windows, ``None`` for all of them), ``model`` and other fields of the connector's
-            configuration.
+            windows, ``None`` for all of them), ``states`` (vLLM's mode of their cache), ``model``
+            and other fields of the connector's configuration.
     """
+    states = options.pop("states", None)
     hybrid, retention = options.pop("hybrid", True), options.pop("retention", 0)
     tp, chunk = options.pop("tp", 1), options.pop("chunk", 64)
     mla, block = options.pop("mla", False), options.pop("block", 8)
@@ -116,7 +120,7 @@ def config(role: str, **options: Any) -> VllmConfig:
         model_config=copy.deepcopy(model(mla)),
         cache_config=CacheConfig(
             block_size=block,
-            enable_prefix_caching=True,
+            enable_prefix_caching=states != "none",
             prefix_cache_retention_interval=retention,
         ),
         scheduler_config=SchedulerConfig(
@@ -140,6 +144,10 @@ def config(role: str, **options: Any) -> VllmConfig:
     # Set here: vLLM refuses more ranks than there are GPUs, and several groups without any device.
     made.parallel_config.tensor_parallel_size = tp
     made.scheduler_config.disable_hybrid_kv_cache_manager = not hybrid
+    if states is not None:
+        # What vLLM sets by the model.
+        made.cache_config.mamba_cache_mode = states
+        made.cache_config.mamba_block_size = block if states == "align" else 512
     return made
 
 
@@ -156,6 +164,14 @@ def value(token: int, place: int, layer: int, head: int) -> float:
     return float(token + 1000 * place + 600_000 * layer + 2_000_000 * head)
 
 
+def state(tokens: Sequence[int], layer: int, rank: int) -> float:
+    """What a recurrent layer's state is after these tokens."""
+    found = 0
+    for token in tokens:
+        found = (31 * found + token + 1) % 65_521
+    return float(found + 100_000 * layer + 2_000_000 * rank)
+
+
 @dataclass(frozen=True)
 class Layer:
     """A layer of the model that isn't there."""
@@ -170,6 +186,8 @@ class Layer:
     """Whether it is the cache of a sparse attention's indexer, as DeepSeek-V3.2 has them."""
     name: str | None = None
     """As vLLM has it, where it isn't that of an attention layer of this number."""
+    state: bool = False
+    """Whether it is recurrent: a block has the state after its last token."""
 
 
 class Instance:
@@ -188,6 +206,8 @@ class Instance:
         self.tp = vllm.parallel_config.tensor_parallel_size
         self.mla = vllm.model_config.use_mla
         self.block = vllm.cache_config.block_size
+        self.state_block = vllm.cache_config.mamba_block_size
+        self.mode = vllm.cache_config.mamba_cache_mode
         self.layers = layers
         self.names = [layer.name or name_of(i) for i, layer in enumerate(layers)]
         self.number = {name: i for i, name in enumerate(self.names)}
@@ -265,6 +285,15 @@ class Instance:
 
     def _spec(self, layer: int, held: int) -> Any:
         kind = self.layers[layer]
+        if kind.state:
+            # As vLLM has it, of the size of an attention layer's page.
+            return MambaSpec(
+                block_size=self.state_block,
+                shapes=((STATE // 2,), (STATE // 2,)),
+                dtypes=(torch.float32, torch.float32),
+                page_size_padded=self.block * held * 2 * HEAD * 4,
+                mamba_cache_mode=self.mode,
+            )
         common: dict[str, Any] = {"block_size": self.block, "dtype": torch.float32}
         if kind.indexer:
             role = SparseCacheRole.INDEXER
@@ -318,6 +347,11 @@ class Instance:
         tables = self.tables(number)
         found = []
         for layer, kind in enumerate(self.layers):
+            if kind.state:
+                ranks = range(self.tp)
+                bad = [r for r in ranks if not self._has_state(r, layer, number, prompt)]
+                found += [(rank, layer, 0, len(prompt)) for rank in bad]
+                continue
             first = 0 if kind.window is None else max(0, len(prompt) - kind.window)
             places = range(first, len(prompt))
             for rank in range(self.tp):
@@ -342,10 +376,26 @@ class Instance:
         """Whether nothing was written to block 0, which stands for blocks that were taken back."""
         for caches in self.caches:
             for layer, pages in caches.items():
-                ratio = self.blocks[self.number[layer]] // pages.shape[2]
-                if not (pages[:ratio].contiguous().view(torch.uint8) == FILL).all():
+                if not (pages[: self.pages_of_block(layer)].contiguous().view(torch.uint8) == FILL).all():
                     return False
         return True
+
+    def pages_of_block(self, name: str) -> int:
+        """Of a layer's cache: kernels may have smaller blocks than the scheduler."""
+        number = self.number[name]
+        tokens = self.caches[0][name].shape[2]
+        return 1 if self.layers[number].state else self.blocks[number] // tokens
+
+    def _state(self, rank: int, layer: int, number: str, tokens: int) -> torch.Tensor:
+        """The state of a request after so many of its tokens."""
+        table = self.tables(number)[self.group[layer]]
+        block = table[-(-tokens // self.blocks[layer]) - 1]
+        assert block, f"{number} has no state after {tokens} tokens"
+        return self.caches[rank][self.names[layer]][block, 0, 0].view(torch.float32)
+
+    def _has_state(self, rank: int, layer: int, number: str, tokens: Sequence[int]) -> bool:
+        held = self._state(rank, layer, number, len(tokens))
+        return bool((held == state(tokens, layer, rank)).all())
 
     def _heads(self, rank: int) -> range:
         shards = 1 if self.mla else min(self.tp, HEADS)
@@ -397,14 +447,24 @@ class Instance:
                 request = self.scheduler.requests[number]
                 if layer == 0 and done < request.num_prompt_tokens:
                     self.computed[number] = self.computed.get(number, 0) + count
-                if kind.reads is None:
+                if kind.state:
+                    self._renew(layer, number, done, done + count)
+                elif kind.reads is None:
                     self._write(layer, number, range(done, done + count))
-            for number, done in passes:
+            for number, done in passes if not kind.state else ():
                 self._read(layer, number, done)
             self.after(layer)
-            for rank, worker in enumerate(self.workers if not kind.indexer else ()):
+            for rank, worker in enumerate(() if kind.indexer or kind.state else self.workers):
                 name = self.names[layer]
                 worker.kv_connector.save_kv_layer(name, self.caches[rank][name], None)
+
+    def _renew(self, layer: int, number: str, done: int, end: int) -> None:
+        """Reads the state after ``done`` tokens, and writes the one after ``end``."""
+        tokens = self.scheduler.requests[number].all_token_ids
+        for rank in range(self.tp):
+            if done and not self._has_state(rank, layer, number, tokens[:done]):
+                self.misread.append((number, layer, done))
+            self._state(rank, layer, number, end).fill_(state(tokens[:end], layer, rank))
 
     def _write(self, layer: int, number: str, places: range) -> None:
         tokens = self.scheduler.requests[number].all_token_ids
