@@ -120,8 +120,8 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
         is_zeroed = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
         if transfer.is_kv_producer and is_zeroed and vllm_config.use_v2_model_runner:
             raise InvalidArgument(
-                "vLLM's model runner V2 zeroes blocks of states and of caches of several precisions "
-                "while their pages may still be sent; set VLLM_USE_V2_MODEL_RUNNER=0"
+                "vLLM's model runner V2 zeroes blocks of states and of several precisions while "
+                "their pages may still be sent; set VLLM_USE_V2_MODEL_RUNNER=0"
             )
         if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
             raise InvalidArgument(

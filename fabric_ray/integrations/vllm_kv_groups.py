@@ -45,8 +45,8 @@ class LayerGroup:
     """Indexers of sparse attention: vLLM calls no hook when they are written, and layer ``n + 1``
     is computed after the attention of layer ``n`` has read its indexer."""
     states: Mapping[str, State] = field(default_factory=dict)
-    """Of recurrent layers, by their names; all layers of a group are, or none. A block has the state after its last token, or after
-    the request's last; vLLM takes earlier blocks back."""
+    """Of recurrent layers, by their names; all layers of a group are, or none. A block has the state
+    after its last token, or after the request's last; vLLM takes earlier blocks back."""
 
     @property
     def is_state(self) -> bool:
@@ -165,8 +165,9 @@ class BlockPins:
         return self._pool is not None
 
     def pin(self, request: str, tables: Tables, prompt: int) -> bool:
-        """Keeps a request's blocks that a decoder needs, of those that vLLM may take back. Returns whether vLLM
-        still has all of them: a request that is resumed with hits beyond its prompt has fewer."""
+        """Keeps a request's blocks that a decoder needs, of those that vLLM may take back. Returns
+        whether vLLM still has all of them: a request that is resumed with hits beyond its prompt
+        has fewer."""
         numbers = [
             number
             for group, table in zip(self._groups, tables, strict=True)
@@ -220,7 +221,9 @@ def _state(spec: Any) -> State:
     tensors = ", ".join(f"{list(shape)} {dtype}" for shape, dtype in parts)
     return State(
         content=f"{getattr(spec.mamba_type, 'name', spec.mamba_type)}: {tensors}",
-        nbytes=sum(math.prod(s) * d.itemsize for s, d in zip(spec.shapes, spec.dtypes, strict=True)),
+        nbytes=sum(
+            math.prod(s) * d.itemsize for s, d in zip(spec.shapes, spec.dtypes, strict=True)
+        ),
         is_replicated=getattr(spec, "tp_replicated", False),
     )
 
@@ -249,7 +252,8 @@ def _check(name: str, spec: Any, group: Any, caches: Any) -> None:
     if kind not in known or getattr(spec, "tokens_per_state", 1) != 1:
         raise InvalidArgument(
             f"layer `{name}` has a cache of kind {kind.__name__}, which isn't moved: only full "
-            "attention's, sliding windows', MLA's and states are; serve this model without the connector"
+            "attention's, sliding windows', MLA's and states are; serve this model without the "
+            "connector"
         )
     if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
         raise InvalidArgument(

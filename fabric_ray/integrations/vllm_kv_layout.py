@@ -265,9 +265,7 @@ def _tensor(
     )
 
 
-def _state(
-    t: torch.Tensor, state: State, shards: Shards, places: tuple[Place, ...]
-) -> CacheTensor:
+def _state(t: torch.Tensor, state: State, shards: Shards, places: tuple[Place, ...]) -> CacheTensor:
     """A state moves whole, and between as many ranks only: how its rows are divided isn't known."""
     ranks = 1 if state.is_replicated else shards.ranks
     return CacheTensor(

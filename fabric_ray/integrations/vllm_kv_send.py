@@ -324,8 +324,9 @@ class Sender:
         return taken
 
     def _accept(self, job: Job, claim: Claim, ready: Ready, computed: int) -> None:
-        # A state is of one moment. Decoders with windows compute the last token without having loaded it, those with several
-        # draft modules some more. Of a window no other pages are kept.
+        # A state is of one moment. Decoders with windows compute the last token without having
+        # loaded it, those with several draft modules some more. Of a window no other pages are
+        # kept.
         groups, least = self._cache.layouts[0].groups, 1
         if any(group.is_state for group in groups):
             least = ready.tokens

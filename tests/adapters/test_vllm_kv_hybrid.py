@@ -386,8 +386,8 @@ def test_rs_1_mr_1_any_schedule_brings_right_pages(
     early: bool,
 ) -> None:
     """Chunks, hits in the same and in later steps, windows that go on, states, preemption and
-    resumption: vLLM's scheduler decides. Every page that a decoder reads was computed, and is the right one;
-    what vLLM has taken back is overwritten at once."""
+    resumption: vLLM's scheduler decides. Every page that a decoder reads was computed, and is the
+    right one; what vLLM has taken back is overwritten at once."""
     prompts = {
         f"r{i}": PREFIX[: BLOCK * shared] + [(i * 97 + j) % 900 for j in range(rest)]
         for i, (shared, rest, _) in enumerate(drawn)

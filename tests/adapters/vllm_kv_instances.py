@@ -376,7 +376,9 @@ class Instance:
         """Whether nothing was written to block 0, which stands for blocks that were taken back."""
         for caches in self.caches:
             for layer, pages in caches.items():
-                if not (pages[: self.pages_of_block(layer)].contiguous().view(torch.uint8) == FILL).all():
+                if not (
+                    pages[: self.pages_of_block(layer)].contiguous().view(torch.uint8) == FILL
+                ).all():
                     return False
         return True
 
