@@ -45,8 +45,8 @@ class LayerGroup:
     """Indexers of sparse attention: vLLM calls no hook when they are written, and layer ``n + 1``
     is computed after the attention of layer ``n`` has read its indexer."""
     states: Mapping[str, State] = field(default_factory=dict)
-    """Of recurrent layers, by their names; all layers of a group are, or none. A block has the state
-    after its last token, or after the request's last; vLLM takes earlier blocks back."""
+    """Of recurrent layers, by their names; all layers of a group are, or none. A block has the
+    state after its last token, or after the request's last; vLLM takes earlier blocks back."""
 
     @property
     def is_state(self) -> bool:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.integrations.vllm_kv_groups import BlockPins, LayerGroup, loaded_tokens
+from fabric_ray.integrations.vllm_kv_groups import BlockPins, LayerGroup, State, loaded_tokens
 from fabric_ray.integrations.vllm_kv_layout import BlockPages, Shards, WorkerCache, worker_cache
 from tests.kv_pages import rows
 
@@ -101,6 +101,43 @@ def described(tensors: dict[str, torch.Tensor], **options: Any) -> WorkerCache:
     return worker_cache(tensors, **options)
 
 
+STATE = State("GDN", nbytes=20, is_replicated=False)
+
+
+def with_states(content: int = 20) -> tuple[dict[str, torch.Tensor], list[LayerGroup]]:
+    """Two layers with states, and one of attention."""
+    names = ["model.layers.0.mixer", "model.layers.1.mixer", NAMES[2]]
+    states = {name: torch.zeros(5, 24, dtype=torch.int8) for name in names[:2]}
+    tensors = {name: pages[:, None, None, :content] for name, pages in states.items()}
+    tensors[names[2]] = torch.zeros(5, 1, 4, 6)
+    groups = [
+        LayerGroup(8, tuple(names[:2]), states=dict.fromkeys(names[:2], STATE)),
+        LayerGroup(4, tuple(names[2:])),
+    ]
+    return tensors, groups
+
+
+def test_a_state_is_the_block_of_the_last_token_and_leaves_after_all_attention() -> None:
+    tensors, groups = with_states()
+    cache = described(tensors, groups=groups, shards=Shards(ranks=2, rank=1, shards=1))
+    attention, states = sorted(cache.layouts[1].groups, key=lambda group: group.is_state)
+    assert states.is_state and not attention.is_state
+    (held,) = states.tensors
+    assert (held.width, held.page_stride, held.heads, held.first_head) == (20, 24, 2, 1)
+    assert cache.layers == (NAMES[2], "model.layers.0.mixer", "model.layers.1.mixer")
+    blocks = [[0, 3, 4], [1, 2, 3, 4, 1, 2]]
+    of = {group.name: i for i, group in enumerate(cache.layouts[0].groups)}
+    assert [cache.tables(blocks, n)[of[states.name]] for n in (9, 16, 17)] == [[3], [3], [4]]
+    with pytest.raises(InvalidArgument, match="no state after 8 tokens"):
+        cache.tables(blocks, 8)
+
+
+def test_rs_1_a_state_of_another_form_is_refused() -> None:
+    tensors, groups = with_states(content=16)
+    with pytest.raises(InvalidArgument, match=r"`model.layers.0.mixer` has shape \(5, 1, 1, 16\)"):
+        described(tensors, groups=groups)
+
+
 def test_layers_of_two_groups_in_the_same_memory_are_both_described() -> None:
     cache = described(overlaid())
     full, windowed = cache.layouts[0].groups
@@ -108,7 +145,7 @@ def test_layers_of_two_groups_in_the_same_memory_are_both_described() -> None:
     assert (windowed.layers, windowed.window) == ((1, 3), 8)
     assert full.tensors[0].places == windowed.tensors[0].places
     assert cache.layers == tuple(NAMES)
-    assert cache.pages == (BlockPages(0, 1), BlockPages(1, 1))
+    assert cache.pages == (BlockPages(0, 1, 4), BlockPages(1, 1, 4))
     assert cache.tables([[1, 2, 3, 4], [0, 3, 2, 1]], 13) == [[1, 2, 3, 4], [0, 3, 2, 1]]
     assert "sliding window of 9" in windowed.name
 
