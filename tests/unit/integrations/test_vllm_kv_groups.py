@@ -121,7 +121,7 @@ def test_a_state_is_the_block_of_the_last_token_and_leaves_after_all_attention()
     tensors, groups = with_states()
     cache = described(tensors, groups=groups, shards=Shards(ranks=2, rank=1, shards=1))
     attention, states = sorted(cache.layouts[1].groups, key=lambda group: group.is_state)
-    assert states.is_state and not attention.is_state
+    assert [group.is_state for group in (attention, states)] == [False, True]
     (held,) = states.tensors
     assert (held.width, held.page_stride, held.heads, held.first_head) == (20, 24, 2, 1)
     assert cache.layers == (NAMES[2], "model.layers.0.mixer", "model.layers.1.mixer")
