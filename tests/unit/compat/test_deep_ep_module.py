@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from fabric_ray import errors
 from fabric_ray.compat import shim_path
 from fabric_ray.errors import InvalidArgument
 
@@ -59,3 +61,25 @@ def test_an_installed_one_is_not_replaced(tmp_path: Path, monkeypatch: pytest.Mo
         shim_path("deep_ep")
     with pytest.raises(InvalidArgument, match="deep_ep or mooncake or nixl"):
         shim_path("nvshmem")
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_callers_catch_errors_as_those_of_native_layers(name: str) -> None:
+    """pybind11 makes ``RuntimeError`` of DeepEP's and NIXL-EP's exceptions, and pplx-garden raises
+    it itself."""
+    kind = getattr(errors, name)
+    for error in (
+        kind("what failed", peer="rank 1"),
+        pickle.loads(pickle.dumps(kind("what failed"))),
+    ):
+        with pytest.raises(RuntimeError, match="^what failed$"):
+            raise error
+
+
+def test_errors_keep_the_classes_of_python() -> None:
+    lost = errors.PeerLost("what failed", peer="rank 1", errno=104)
+    assert (lost.errno, lost.peer) == (104, "rank 1")
+    assert isinstance(lost, ConnectionError)
+    # As DeepEP raises without a group.
+    assert issubclass(errors.InvalidArgument, ValueError)
+    assert issubclass(errors.Unsupported, NotImplementedError)
