@@ -234,12 +234,18 @@ class Buffer(NormalCalls):
             round_scale: scales are powers of two.
             use_ue8m0: and packed, four in an int32.
             return_recv_hook: send only; results are there when the hook has been called.
-            use_nvfp4: unsupported, and so is what goes with it.
+            use_nvfp4: cast to e2m1 in blocks of 16 on the way, two values in a byte; with
+                ``use_fp8=False``.
+            x_global_scale: float32, with ``use_nvfp4``: what scales are multiplied by, the same on
+                all ranks. The first element is used.
+            use_ue8m0_for_sf: unsupported: scales of ``use_nvfp4`` are e4m3.
 
         Returns:
             ``[local experts, M * ranks, hidden]``, with scales if ``use_fp8``: float32
-            ``[.., hidden / 128]`` or int32 ``[.., hidden / 512]``, column-major; rows of each
-            expert, int32 ``[local experts]``; a handle; an event; the hook or ``None``.
+            ``[.., hidden / 128]`` or int32 ``[.., hidden / 512]``, column-major; with
+            ``use_nvfp4``: uint8 ``[M * ranks, hidden / 2, local experts]``, and e4m3 scales as
+            :func:`fabric_ray.moe.cast.scale_tiles` has them; rows of each expert, int32
+            ``[local experts]``; a handle; an event; the hook or ``None``.
 
         Raises:
             InvalidArgument: what doesn't fit; or the hook before the last was never called.
@@ -249,16 +255,15 @@ class Buffer(NormalCalls):
             raise Unsupported(
                 "waits aren't measured by rank; leave dispatch_wait_recv_cost_stats out"
             )
-        if use_nvfp4 or use_ue8m0_for_sf or x_global_scale is not None:
-            raise Unsupported(
-                "tokens go as bfloat16 or fp8: leave use_nvfp4, use_ue8m0_for_sf and "
-                "x_global_scale out, and cast what comes"
-            )
+        if use_nvfp4 and use_ue8m0_for_sf:
+            raise Unsupported("scales of use_nvfp4 are e4m3; leave use_ue8m0_for_sf out")
+        if use_nvfp4 and (use_fp8 or x_global_scale is None):
+            raise InvalidArgument("use_nvfp4 goes with use_fp8=False and x_global_scale")
         if use_ue8m0 and not (use_fp8 and round_scale):
             raise InvalidArgument("use_ue8m0 goes with use_fp8 and round_scale")
         if x.ndim != 2 or topk_idx.ndim != 2:
             raise InvalidArgument("give tokens [tokens, hidden] and topk_idx [tokens, topk]")
-        scales = None
+        scales = torch.float8_e4m3fn if use_nvfp4 else None
         if use_fp8:
             scales = torch.int32 if use_ue8m0 else torch.float32
         form = low_latency.Form(
@@ -272,12 +277,14 @@ class Buffer(NormalCalls):
         stats = cumulative_local_expert_recv_stats
 
         def sent() -> tuple[low_latency.Received, Hook]:
-            return self._low_latency.dispatch(x, topk_idx, form, stats, round_scale)
+            return self._low_latency.dispatch(
+                x, topk_idx, form, stats, powers_of_two=round_scale, global_scale=x_global_scale
+            )
 
-        used = (x, topk_idx) if stats is None else (x, topk_idx, stats)
+        given = (x, topk_idx, stats, x_global_scale)
+        used = tuple(one for one in given if one is not None)
         got, event, hook = self._run(sent, used, async_finish, return_recv_hook)
-        received = got.x if got.scales is None else (got.x, got.scales)
-        return received, got.counts, got.handle, event, hook
+        return got.tokens, got.counts, got.handle, event, hook
 
     def low_latency_combine(
         self,

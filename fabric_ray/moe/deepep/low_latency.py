@@ -16,6 +16,7 @@ from fabric_ray.moe import cast
 from fabric_ray.moe.all_to_all import AllToAll
 from fabric_ray.moe.comm import Exchanges
 from fabric_ray.moe.deepep.event import keep
+from fabric_ray.moe.deepep.parcels import Tokens
 from fabric_ray.moe.deepep.sizes import PRIVATE_ROWS
 from fabric_ray.moe.rows import check_rows
 from fabric_ray.moe.tokens import RowPart
@@ -42,17 +43,39 @@ class Form:
     experts: int
     topk: int
     scales: torch.dtype | None
-    """``None`` for tokens in bfloat16."""
+    """``None`` for tokens in bfloat16, e4m3 for tokens in four bits."""
     device: torch.device = HOST
     """What tokens lie on."""
+
+    @property
+    def four_bits(self) -> bool:
+        return self.scales == torch.float8_e4m3fn
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of tokens on their way."""
+        if self.scales is None:
+            return torch.bfloat16
+        return torch.uint8 if self.four_bits else torch.float8_e4m3fn
+
+    @property
+    def width(self) -> int:
+        """Elements of a token on its way."""
+        return self.hidden // 2 if self.four_bits else self.hidden
+
+    @property
+    def block(self) -> int:
+        """Elements of a token for one element of its scales."""
+        if self.four_bits:
+            return cast.FP4_BLOCK
+        return BLOCK * (cast.PACKED if self.scales == torch.int32 else 1)
 
     @property
     def parts(self) -> list[RowPart]:
         origin = [RowPart("origin", 2, torch.int32)]
         if self.scales is None:
             return origin
-        words = cast.PACKED if self.scales == torch.int32 else 1
-        return [*origin, RowPart("scales", self.hidden // BLOCK // words, self.scales)]
+        return [*origin, RowPart("scales", self.hidden // self.block, self.scales)]
 
 
 @dataclass
@@ -76,7 +99,7 @@ class Slot:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        return len(self.exchange.local_experts), self.rows, self.form.hidden
+        return len(self.exchange.local_experts), self.rows, self.form.width
 
 
 @dataclass(frozen=True)
@@ -87,6 +110,13 @@ class Received:
     scales: Tensor | None
     counts: Tensor
     handle: Handle
+
+    @property
+    def tokens(self) -> Tokens:
+        """As DeepEP gives them out: experts come last for tokens in four bits."""
+        if self.scales is None:
+            return self.x
+        return (self.x.permute(1, 2, 0) if self.x.dtype == torch.uint8 else self.x), self.scales
 
 
 class LowLatency:
@@ -104,7 +134,14 @@ class LowLatency:
         self._answers: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
 
     def dispatch(
-        self, x: Tensor, topk_idx: Tensor, form: Form, stats: Tensor | None, powers_of_two: bool
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        form: Form,
+        stats: Tensor | None,
+        *,
+        powers_of_two: bool = False,
+        global_scale: Tensor | None = None,
     ) -> tuple[Received, Hook]:
         """Sends; the hook receives."""
         check_tokens(x, topk_idx, form)
@@ -119,12 +156,14 @@ class LowLatency:
         slot = self._next(form)
         self._join(slot)
         parts = {"origin": _origin(form, slot.exchange.rank, len(x))}
-        if form.scales is not None:
+        if form.four_bits and global_scale is not None:
+            x, parts["scales"] = cast.to_nvfp4(x, global_scale)
+        elif form.scales is not None:
             x, parts["scales"] = cast.to_fp8(
                 x, block=BLOCK, scales=form.scales, powers_of_two=powers_of_two
             )
         slot.exchange.dispatch_send(x, topk_idx, **parts)
-        received = _room(slot, x.dtype)
+        received = _room(slot)
         slot.handle = received.handle
         self._routes[received.handle[0]] = form, topk_idx.clone()
         slot.pending = "low_latency_dispatch"
@@ -212,7 +251,7 @@ class LowLatency:
         slot.exchange.dispatch_send(x, indices, **parts)
         slot.handle = handle
         self._phase[form] += 1
-        again = _room(slot, x.dtype)
+        again = _room(slot)
         _receive(slot, again)
         self._exchanges.check_whole()
         if not slot.exchange.asynchronous and not torch.equal(again.handle[1], handle[1]):
@@ -305,7 +344,8 @@ class LowLatency:
                 topk=form.topk,
                 hidden=form.hidden,
                 max_tokens=form.max_tokens,
-                dtype=torch.bfloat16 if form.scales is None else torch.float8_e4m3fn,
+                dtype=form.dtype,
+                token_width=form.width,
                 parts=form.parts,
                 private_rows=PRIVATE_ROWS,
                 device=form.device,
@@ -344,11 +384,10 @@ def check_tokens(x: Tensor, topk_idx: Tensor, form: Form) -> None:
         raise InvalidArgument(
             f"indices lie on {topk_idx.device}, tokens on {x.device}; move one of them"
         )
-    words = cast.PACKED if form.scales == torch.int32 else 1
-    if form.scales is not None and form.hidden % (BLOCK * words):
+    if form.scales is not None and form.hidden % form.block:
         raise InvalidArgument(
-            f"{form.hidden} elements of a token aren't blocks of {BLOCK}, {words} to a scale word; "
-            "use_fp8=False takes any"
+            f"{form.hidden} elements of a token aren't blocks of {form.block}, one for an element "
+            f"of {form.scales} scales; bfloat16 takes any: use_fp8=False, use_nvfp4=False"
         )
 
 
@@ -363,31 +402,33 @@ def _origin(form: Form, rank: int, tokens: int) -> Tensor:
 
 def _nothing(form: Form, rank: int, tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Tokens of zeros, and what goes with them."""
-    dtype = torch.bfloat16 if form.scales is None else torch.float8_e4m3fn
     parts = {"origin": _origin(form, rank, tokens)}
     for part in form.parts[1:]:
         parts[part.name] = torch.zeros(tokens, part.width, dtype=part.dtype, device=form.device)
-    x = torch.zeros(tokens, form.hidden, dtype=torch.uint8, device=form.device)
-    return x.to(dtype), parts
+    x = torch.zeros(tokens, form.width, dtype=torch.uint8, device=form.device)
+    return x.to(form.dtype), parts
 
 
-def _room(slot: Slot, dtype: torch.dtype) -> Received:
-    experts, room, hidden = slot.shape
+def _room(slot: Slot) -> Received:
+    experts, room, _ = slot.shape
     form, where = slot.form, slot.form.device
     scales = None
     if form.scales is not None:
-        width = next(p.width for p in form.parts if p.name == "scales")
-        # DeepEP's scales lie by columns, as grouped GEMMs load them.
-        by_column = torch.empty(experts, width, room, dtype=form.scales, device=where)
-        scales = by_column.transpose(1, 2)
+        width = form.hidden // form.block
+        if form.four_bits:
+            scales = cast.scale_tiles(experts, room, width, form.scales, where)
+        else:
+            # DeepEP's scales lie by columns, as grouped GEMMs load them.
+            by_column = torch.empty(experts, width, room, dtype=form.scales, device=where)
+            scales = by_column.transpose(1, 2)
     handle = (
         torch.empty(experts, room, dtype=torch.int32, device=where),
         torch.zeros(experts, slot.exchange.ranks, dtype=torch.int64, device=where),
         form.max_tokens,
-        hidden,
+        form.hidden,
         form.experts,
     )
-    x = torch.empty(experts, room, hidden, dtype=dtype, device=where)
+    x = torch.empty(slot.shape, dtype=form.dtype, device=where)
     counts = torch.zeros(experts, dtype=torch.int32, device=where)
     return Received(x, scales, counts, handle)
 
@@ -396,7 +437,11 @@ def _receive(slot: Slot, received: Received) -> None:
     experts, room, _ = slot.shape
     got = slot.exchange.dispatch_recv(stride=room, x=received.x.flatten(0, 1))
     if received.scales is not None:
-        received.scales.copy_(got.parts["scales"].view(experts, room, -1))
+        scales = got.parts["scales"].view(experts, room, -1)
+        if slot.form.four_bits:
+            cast.fill_tiles(received.scales, scales)
+        else:
+            received.scales.copy_(scales)
     received.counts.copy_(got.counts)
     src_info, layout = received.handle[:2]
     origin = got.parts["origin"].view(experts, room, 2)
