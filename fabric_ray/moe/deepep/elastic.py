@@ -13,18 +13,15 @@ from fabric_ray.kernels import Launcher
 from fabric_ray.moe.comm import Exchanges, comm_of
 from fabric_ray.moe.comm import ranks_per_node as nodes_of
 from fabric_ray.moe.deepep import normal, ways
-from fabric_ray.moe.deepep.elastic_lacks import ElasticLacks
+from fabric_ray.moe.deepep.elastic_calls import ALIGNMENT, ElasticCalls
 from fabric_ray.moe.deepep.event import EventOverlap, Streams, behind, captured
-from fabric_ray.moe.deepep.layout import EPHandle, slots_of
+from fabric_ray.moe.deepep.layout import EPHandle, by_columns, slots_of
 from fabric_ray.moe.deepep.parcels import Tokens, form_of, padded
 from fabric_ray.moe.deepep.sizes import MAX_TOPK, exchange_nbytes
 from fabric_ray.moe.rows import check_rows
 
-_ALIGNMENT = 2 << 20
-_ALIGNED_SCALES = 4
 
-
-class ElasticBuffer(ElasticLacks):
+class ElasticBuffer(ElasticCalls):
     """One rank's calls in the names of DeepEP's second interface, over the transfer engine.
 
     All ranks make the same calls in the same order. What a call does is what :class:`Buffer`'s
@@ -38,7 +35,7 @@ class ElasticBuffer(ElasticLacks):
     Args:
         group: a ``torch.distributed`` group.
         num_bytes: taken; buffers are made for ``num_max_tokens_per_rank`` (see :meth:`explain`).
-        num_cpu_bytes: unsupported but 0.
+        num_cpu_bytes: likewise; entries of Engram lie in host memory as large as they are.
         num_max_tokens_per_rank: tokens of a rank at most, unless a dispatch says so: buffers are
             as large as the largest of these.
         hidden: taken, and so are ``num_topk``, ``use_fp8_dispatch``, ``deterministic``,
@@ -50,7 +47,7 @@ class ElasticBuffer(ElasticLacks):
         comm: as for :class:`Buffer`, and so are the others.
 
     Raises:
-        Unsupported: storage for Engram; one reduction over several nodes in hybrid mode.
+        Unsupported: one reduction over several nodes in hybrid mode.
     """
 
     def __init__(
@@ -78,8 +75,7 @@ class ElasticBuffer(ElasticLacks):
         launcher: Launcher | None = None,
         workers: int = 16,
     ) -> None:
-        if num_cpu_bytes:
-            self._no_engram()
+        super().__init__()
         found = comm_of(group, comm)
         self.group = group
         self.rank_idx, self.num_ranks = found.rank(), found.size()
@@ -135,9 +131,18 @@ class ElasticBuffer(ElasticLacks):
             row_nbytes=2 * hidden + (num_topk or MAX_TOPK) * 12,
             answer_nbytes=2 * hidden,
         )
-        return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
-    def get_theoretical_num_sms(self, num_experts: int, num_topk: int, *_: Any, **__: Any) -> int:
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 200,
+        sm_write_gbs: float = 50,
+    ) -> int:
         """Thread blocks that move rows on a GPU; no tuning depends on it."""
         return self._workers
 
@@ -178,14 +183,6 @@ class ElasticBuffer(ElasticLacks):
             torch.cuda.current_stream().synchronize()
         self._normal.gather(b"")
 
-    def gather(self, value: bytes) -> list[bytes]:
-        """Each rank's value of up to 506 bytes, by rank.
-
-        Raises:
-            PeerLost: a rank was lost.
-        """
-        return [one or b"" for one in self._normal.gather(value)]
-
     def check(self) -> None:
         """As :meth:`Buffer.check`.
 
@@ -205,6 +202,7 @@ class ElasticBuffer(ElasticLacks):
 
     def destroy(self) -> None:
         """As :meth:`Buffer.destroy`."""
+        self._finish_memory()
         self._exchanges.close()
 
     # Tokens
@@ -292,7 +290,7 @@ class ElasticBuffer(ElasticLacks):
             if weights is not None:
                 weights = made.slots.expand_each(weights, made.num_expanded_tokens)
         if isinstance(received, tuple) and use_tma_aligned_col_major_sf:
-            received = (received[0], _by_columns(received[1]))
+            received = (received[0], by_columns(received[1]))
         # The handle's own is what later dispatches go by.
         idx = None if do_expand else made.recv_topk_idx.clone()
         return received, idx, weights, made, behind(tokens, async_with_compute_stream)
@@ -474,14 +472,6 @@ def _check_stats(stats: Tensor, local: int, device: torch.device) -> None:
 
 def _each(tokens: Tokens, work: Any) -> Tokens:
     return (work(tokens[0]), work(tokens[1])) if isinstance(tokens, tuple) else work(tokens)
-
-
-def _by_columns(scales: Tensor) -> Tensor:
-    """The same, by columns that are aligned to 16 bytes."""
-    rows, width = scales.shape
-    stride = -(-rows // _ALIGNED_SCALES) * _ALIGNED_SCALES
-    out = torch.empty_strided((rows, width), (1, stride), dtype=scales.dtype, device=scales.device)
-    return out.copy_(scales)
 
 
 def _wait_for(*events: EventOverlap | None) -> None:
