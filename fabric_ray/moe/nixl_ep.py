@@ -266,13 +266,19 @@ class Buffer:
     dispatch = low_latency_dispatch
 
     def low_latency_combine(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: Handle, **options: Any
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: Handle,
+        *args: Any,
+        **options: Any,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
         """As DeepEP's."""
         found = self._handle_of(handle)
         if len(found[0][0]) < x.shape[1]:
             x = x[:, : len(found[0][0])].contiguous()
-        return self._there.low_latency_combine(x, topk_idx, topk_weights, found, **options)
+        return self._there.low_latency_combine(x, topk_idx, topk_weights, found, *args, **options)
 
     combine = low_latency_combine
 
@@ -290,9 +296,28 @@ class Buffer:
         """As DeepEP's."""
         return self._there.get_dispatch_layout(*args, **options)
 
-    def ht_dispatch(self, *args: Any, **options: Any) -> Any:
-        """As DeepEP's ``dispatch``."""
-        return self._there.dispatch(*args, **options)
+    def ht_dispatch(
+        self,
+        x: Tokens,
+        handle: Any = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        config: deepep.Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> Any:
+        """As DeepEP's ``dispatch``, without its ``num_worst_tokens``."""
+        return self._there.dispatch(
+            x, handle, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank,
+            num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, 0, config,
+            previous_event, async_finish, allocate_on_comm_stream,
+        )  # fmt: skip
 
     def ht_combine(self, *args: Any, **options: Any) -> Any:
         """As DeepEP's ``combine``."""

@@ -51,6 +51,8 @@ class Buffer(NormalCalls):
             communicator of mpi4py.
         use_fabric: taken, as the engine chooses how memory is shared.
         disable_nvlink_for_normal_mode: likewise.
+        allow_nvlink_for_normal_mode: likewise, of DeepEP's ``hybrid-ep`` branch.
+        is_intranode: of UCCL-EP: true if all ranks are on one node, which is an error otherwise.
         engine: this rank's; one of its own if ``None``.
         max_tokens: tokens of a rank in a normal dispatch, at most. Without it, ranks gather how
             many they have before each dispatch that makes a handle.
@@ -80,6 +82,8 @@ class Buffer(NormalCalls):
         *,
         use_fabric: bool = False,
         disable_nvlink_for_normal_mode: bool = False,
+        allow_nvlink_for_normal_mode: bool = True,
+        is_intranode: bool | None = None,
         engine: TransferEngine | None = None,
         max_tokens: int | None = None,
         ranks_per_node: int | None = None,
@@ -104,6 +108,11 @@ class Buffer(NormalCalls):
         elif ranks_per_node < 1 or self.group_size % ranks_per_node:
             raise InvalidArgument(
                 f"{self.group_size} ranks are no whole number of nodes of {ranks_per_node}"
+            )
+        if is_intranode and ranks_per_node < self.group_size:
+            raise InvalidArgument(
+                f"is_intranode is True, and nodes have {ranks_per_node} of {self.group_size} ranks "
+                "each; leave it out"
             )
         self._normal = normal.Normal(self._exchanges, max_tokens, ranks_per_node, launcher, workers)
         self._low_latency = low_latency.LowLatency(self._exchanges, num_rdma_bytes, launcher)
@@ -219,6 +228,7 @@ class Buffer(NormalCalls):
         async_finish: bool = False,
         return_recv_hook: bool = False,
         *,
+        topk_weights: Tensor | None = None,
         x_global_scale: Tensor | None = None,
         use_nvfp4: bool = False,
         use_ue8m0_for_sf: bool = False,
@@ -234,6 +244,7 @@ class Buffer(NormalCalls):
             round_scale: scales are powers of two.
             use_ue8m0: and packed, four in an int32.
             return_recv_hook: send only; results are there when the hook has been called.
+            topk_weights: unsupported: give them to combine.
             use_nvfp4: cast to e2m1 in blocks of 16 on the way, two values in a byte; with
                 ``use_fp8=False``.
             x_global_scale: float32, with ``use_nvfp4``: what scales are multiplied by, the same on
@@ -255,6 +266,8 @@ class Buffer(NormalCalls):
             raise Unsupported(
                 "waits aren't measured by rank; leave dispatch_wait_recv_cost_stats out"
             )
+        if topk_weights is not None:
+            raise Unsupported("weights don't go with tokens; leave topk_weights out of dispatch")
         if use_nvfp4 and use_ue8m0_for_sf:
             raise Unsupported("scales of use_nvfp4 are e4m3; leave use_ue8m0_for_sf out")
         if use_nvfp4 and (use_fp8 or x_global_scale is None):
@@ -357,6 +370,12 @@ class Buffer(NormalCalls):
     ) -> None:
         """Nothing: normal and low-latency calls have buffers of their own, and neither leaves
         anything behind that the other would read."""
+
+    def reset_rdma_buffer(self) -> None:
+        """As :meth:`clean_low_latency_buffer`; of UCCL-EP."""
+
+    def connect_atomic_buffer(self, proxy: Any) -> None:
+        """Nothing: the engine has no proxies to be told of; of UCCL-EP."""
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Gives a rank up, in all calls; normal ones over several nodes raise from then on.

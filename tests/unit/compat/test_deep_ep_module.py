@@ -19,6 +19,9 @@ ROOT = Path(__file__).parents[3]
 PROGRAM = """
 from deep_ep import Buffer, Config, ElasticBuffer, EPHandle, EventHandle, EventOverlap, topk_idx_t
 from deep_ep import HybridEPBuffer
+# UCCL-EP's, which has the name deep_ep too.
+from deep_ep import check_nvlink_connections, destroy_uccl, initialize_uccl
+destroy_uccl(*initialize_uccl(None, 0, 0, 1, None))
 from deep_ep.utils import EventHandle as Handle, EventOverlap as Overlap
 from deep_ep.utils.event import EventOverlap as Again
 from deep_ep.buffer import Buffer as Legacy

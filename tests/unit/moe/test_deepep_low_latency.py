@@ -226,6 +226,7 @@ def test_what_is_wrong_or_not_here_is_named_before_anything_is_sent() -> None:
             (invalid, "x_global_scale", {**bf16, "use_nvfp4": True}),
             (invalid, "use_fp8=False", {"use_nvfp4": True, "x_global_scale": x.sum().float()}),
             (invalid, "float32", {**bf16, "use_nvfp4": True, "x_global_scale": x.sum()}),
+            (unsupported, "topk_weights", {**bf16, "topk_weights": w}),
             (unsupported, "e4m3", {**bf16, "use_nvfp4": True, "use_ue8m0_for_sf": True}),
             (invalid, "statistics", {**bf16, "cumulative_local_expert_recv_stats": waits}),
         ]:
