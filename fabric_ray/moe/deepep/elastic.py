@@ -11,14 +11,14 @@ from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument, Unsupported
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe.comm import Exchanges, comm_of
-from fabric_ray.moe.comm import ranks_per_node as nodes_of
 from fabric_ray.moe.deepep import normal, ways
 from fabric_ray.moe.deepep.elastic_calls import ALIGNMENT, ElasticCalls
-from fabric_ray.moe.deepep.event import EventOverlap, Streams, behind, captured
+from fabric_ray.moe.deepep.event import EventOverlap, Streams, behind
 from fabric_ray.moe.deepep.layout import EPHandle, by_columns, slots_of
 from fabric_ray.moe.deepep.parcels import Tokens, form_of, padded
-from fabric_ray.moe.deepep.sizes import MAX_TOPK, exchange_nbytes
-from fabric_ray.moe.rows import check_rows
+from fabric_ray.moe.deepep.shared_calls import ranks_of_a_node, wait_for
+from fabric_ray.moe.deepep.sizes import MAX_TOPK, exchange_nbytes, up
+from fabric_ray.moe.rows import check_rows, check_statistics
 
 
 class ElasticBuffer(ElasticCalls):
@@ -86,11 +86,7 @@ class ElasticBuffer(ElasticCalls):
         self.allow_multiple_reduction = allow_multiple_reduction
         self.deterministic = deterministic
         self.explicitly_destroy = explicitly_destroy
-        per_node = nodes_of(found) if ranks_per_node is None else ranks_per_node
-        if per_node < 1 or self.num_ranks % per_node:
-            raise InvalidArgument(
-                f"{self.num_ranks} ranks are no whole number of nodes of {per_node}"
-            )
+        per_node = ranks_of_a_node(found, ranks_per_node)
         self.num_rdma_ranks, self.num_nvlink_ranks = self.num_ranks // per_node, per_node
         if not allow_hybrid_mode:
             per_node = self.num_ranks
@@ -131,7 +127,7 @@ class ElasticBuffer(ElasticCalls):
             row_nbytes=2 * hidden + (num_topk or MAX_TOPK) * 12,
             answer_nbytes=2 * hidden,
         )
-        return -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return up(nbytes, ALIGNMENT)
 
     def get_theoretical_num_sms(
         self,
@@ -160,17 +156,6 @@ class ElasticBuffer(ElasticCalls):
 
     # Devices and ends
 
-    @staticmethod
-    def capture() -> EventOverlap:
-        """As :meth:`Buffer.capture`."""
-        return captured()
-
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """As :meth:`Buffer.get_comm_stream`; no call of this class runs there."""
-        if not torch.cuda.is_available():
-            raise Unsupported("there are no streams among host tensors; leave get_comm_stream out")
-        return self._streams.beside(torch.device("cuda", torch.cuda.current_device()))
-
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
     ) -> None:
@@ -190,15 +175,6 @@ class ElasticBuffer(ElasticCalls):
             PeerLost: a rank was lost: its part is missing.
         """
         self._normal.check()
-
-    @property
-    def lost(self) -> dict[int, str]:
-        """Ranks that were given up, and why."""
-        return self._exchanges.masked
-
-    def explain(self) -> str:
-        """What buffers there are now, and what makes them as large as they are."""
-        return self._exchanges.explain()
 
     def destroy(self) -> None:
         """As :meth:`Buffer.destroy`."""
@@ -254,12 +230,12 @@ class ElasticBuffer(ElasticCalls):
             InvalidArgument: what doesn't fit, before tokens are sent.
             PeerLost: a rank was lost, then or before.
         """
-        _wait_for(previous_event, previous_event_before_epilogue)
+        wait_for(previous_event, previous_event_before_epilogue)
         stats = cumulative_local_expert_recv_stats
         tokens, scales = x if isinstance(x, tuple) else (x, None)
         experts = num_experts if handle is None else handle.num_experts
         if stats is not None and experts is not None:
-            _check_stats(stats, experts // self.num_ranks, tokens.device)
+            check_statistics(stats, experts // self.num_ranks, torch.int32, tokens.device)
         if handle is None:
             made, received, weights = self._first(
                 (tokens, scales),
@@ -324,7 +300,7 @@ class ElasticBuffer(ElasticCalls):
                 before they are sent.
             PeerLost: a rank was lost, then or before.
         """
-        _wait_for(previous_event, previous_event_before_epilogue)
+        wait_for(previous_event, previous_event_before_epilogue)
         if handle.do_expand and not self.allow_multiple_reduction:
             raise Unsupported(
                 "a rank's slots are summed up and rounded before they are sent; "
@@ -334,12 +310,6 @@ class ElasticBuffer(ElasticCalls):
         check_rows(
             "answers", x, width=x.shape[-1], dtype=x.dtype, rows=rows, device=handle.topk_idx.device
         )
-        biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
-        shape = (handle.way.tokens, x.shape[1])
-        for one in biases:
-            ways.check_together(x.device, one)
-            if one.shape != shape:
-                raise InvalidArgument(f"bias is {tuple(one.shape)}; give {shape}")
         weights = topk_weights
         if weights is not None:
             wanted = (rows,) if handle.do_expand else (rows, handle.topk_idx.shape[1])
@@ -351,13 +321,10 @@ class ElasticBuffer(ElasticCalls):
         if handle.do_expand:
             x = handle.slots.fold(x)
             weights = None if weights is None else handle.slots.fold_each(weights)
-        dtype = x.dtype
-        sums = self._normal.receive(handle.way, x, torch.float32 if biases else None)
-        for one in biases:
-            sums += one.float()
+        sums = self._sums(handle.way, x, bias)
         if weights is not None:
             weights = self._normal.receive(handle.way, weights.contiguous())
-        return sums.to(dtype), weights, behind(x, async_with_compute_stream)
+        return sums, weights, behind(x, async_with_compute_stream)
 
     def _first(
         self,
@@ -462,19 +429,5 @@ def _check_handle(
             )
 
 
-def _check_stats(stats: Tensor, local: int, device: torch.device) -> None:
-    if stats.shape != (local,) or stats.dtype != torch.int32 or stats.device != device:
-        raise InvalidArgument(
-            f"statistics are {stats.dtype} {tuple(stats.shape)} on {stats.device}; give int32 "
-            f"[{local}] on {device}"
-        )
-
-
 def _each(tokens: Tokens, work: Any) -> Tokens:
     return (work(tokens[0]), work(tokens[1])) if isinstance(tokens, tuple) else work(tokens)
-
-
-def _wait_for(*events: EventOverlap | None) -> None:
-    for event in events:
-        if event is not None:
-            event.current_stream_wait()

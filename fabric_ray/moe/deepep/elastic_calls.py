@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.moe.comm import Exchanges
-from fabric_ray.moe.deepep.elastic_memory import ALIGNED, Engram, Ring, Sessions, check_host, up
+from fabric_ray.moe.deepep.elastic_memory import ALIGNED, Engram, Ring, Sessions, check_host
 from fabric_ray.moe.deepep.layout import by_columns
-from fabric_ray.moe.deepep.normal import Normal
+from fabric_ray.moe.deepep.shared_calls import SharedCalls
+from fabric_ray.moe.deepep.sizes import up
 from fabric_ray.moe.peer_memory import PeerMemory
 
 ALIGNMENT = 2 << 20
@@ -23,14 +23,12 @@ _SHAPE = struct.Struct("<QQQ")
 _PACK_NBYTES = 4
 
 
-class ElasticCalls:
+class ElasticCalls(SharedCalls):
     """Engram, pipeline calls and all-gathers, on host tensors. All ranks make the same calls, but
     ``engram_fetch``, ``pp_send`` and ``pp_recv``. A rank that is lost or silent for the timeout is
     :class:`~fabric_ray.errors.PeerLost`; make a new buffer then."""
 
     num_ranks: int
-    _exchanges: Exchanges
-    _normal: Normal
     _engram: Engram | None = None
     _ring: Ring | None = None
     _sessions: Sessions | None = None

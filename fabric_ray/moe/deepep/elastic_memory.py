@@ -12,13 +12,10 @@ from torch import Tensor
 
 from fabric_ray._native import Transfer
 from fabric_ray.errors import InvalidArgument, Unsupported
+from fabric_ray.moe.deepep.sizes import up
 from fabric_ray.moe.peer_memory import PeerMemory
 
 ALIGNED = 32
-
-
-def up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 def check_host(what: str, tensor: Tensor) -> None:

@@ -243,7 +243,7 @@ def test_what_does_not_fit_and_what_there_is_not_is_said(comm: ThreadComm) -> No
         ("send fewer", lambda: once.dispatch(x, **given, num_max_tokens_per_rank=len(x) - 1)),
         *(
             (
-                r"give int32 \[4\]",
+                r"give torch.int32 \[4\]",
                 lambda stats=stats: once.dispatch(
                     x, **given, cumulative_local_expert_recv_stats=stats
                 ),
