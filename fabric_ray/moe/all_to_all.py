@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fabric_ray._native import MoeExchange
 from fabric_ray.engine import Region, TransferEngine
-from fabric_ray.errors import InvalidArgument
+from fabric_ray.errors import InvalidArgument, Unsupported
 from fabric_ray.kernels import Launcher, MoeSizes
 from fabric_ray.moe import rows, tokens
 from fabric_ray.moe.device import DeviceSteps, check_sizes, gpu, room_on
@@ -256,6 +256,18 @@ class AllToAll(RankExchange):
         """Ranks whose answers are missing in the sums of the last :meth:`combine_recv`. Waits for a
         device, and raises as :meth:`check`."""
         return self._left_out if self._steps is None else self._steps.left_out()
+
+    @property
+    def wait_times(self) -> list[int]:
+        """Nanoseconds that the last ``dispatch_recv`` or :meth:`combine_recv` waited for each rank:
+        from the beginning of the call to the rank's last message; 0 if that was there before.
+
+        Raises:
+            Unsupported: kernels do this rank's part.
+        """
+        if self._steps is not None:
+            raise Unsupported("waits are measured on the host alone; leave their statistics out")
+        return self._native.wait_times
 
     def dispatch_send(self, x: Tensor, indices: Tensor, **parts: Tensor) -> None:
         """Sends tokens to the ranks of their experts.

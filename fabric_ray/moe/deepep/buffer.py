@@ -12,11 +12,12 @@ from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument, Unsupported
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe.comm import Exchanges, comm_of
-from fabric_ray.moe.comm import ranks_per_node as nodes_of
 from fabric_ray.moe.deepep import low_latency, normal
-from fabric_ray.moe.deepep.event import EventHandle, EventOverlap, Streams, captured
+from fabric_ray.moe.deepep.event import EventHandle, EventOverlap, Streams
+from fabric_ray.moe.deepep.low_latency_form import Form, Statistics
 from fabric_ray.moe.deepep.normal_calls import NormalCalls
 from fabric_ray.moe.deepep.parcels import Tokens
+from fabric_ray.moe.deepep.shared_calls import ranks_of_a_node
 from fabric_ray.moe.deepep.signals import Signals
 from fabric_ray.moe.deepep.sizes import Config, low_latency_nbytes
 
@@ -103,12 +104,7 @@ class Buffer(NormalCalls):
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
         self._exchanges = Exchanges(found, engine, timeout, shrink=enable_shrink)
-        if ranks_per_node is None:
-            ranks_per_node = nodes_of(found)
-        elif ranks_per_node < 1 or self.group_size % ranks_per_node:
-            raise InvalidArgument(
-                f"{self.group_size} ranks are no whole number of nodes of {ranks_per_node}"
-            )
+        ranks_per_node = ranks_of_a_node(found, ranks_per_node)
         if is_intranode and ranks_per_node < self.group_size:
             raise InvalidArgument(
                 f"is_intranode is True, and nodes have {ranks_per_node} of {self.group_size} ranks "
@@ -135,11 +131,6 @@ class Buffer(NormalCalls):
         Buffer.num_sms = new_num_sms
 
     @staticmethod
-    def capture() -> EventOverlap:
-        """An event behind what torch's current stream has been given; over, without a GPU."""
-        return captured()
-
-    @staticmethod
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
@@ -157,16 +148,6 @@ class Buffer(NormalCalls):
         return _config(num_ranks)
 
     # Devices
-
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """The stream of calls with ``async_finish``, on torch's current GPU.
-
-        Raises:
-            Unsupported: there is no GPU.
-        """
-        if not torch.cuda.is_available():
-            raise Unsupported("there are no streams among host tensors; leave get_comm_stream out")
-        return self._streams.beside(torch.device("cuda", torch.cuda.current_device()))
 
     def check(self) -> None:
         """Waits for what was launched on the device, and raises what went wrong there; without a
@@ -240,6 +221,8 @@ class Buffer(NormalCalls):
             topk_idx: ``[tokens, topk]``, -1 for none; topk is the same on all ranks.
             num_max_dispatch_tokens_per_rank: ``M``, tokens of a rank at most.
             cumulative_local_expert_recv_stats: int32 ``[local experts]``; what comes is added.
+            dispatch_wait_recv_cost_stats: int64 ``[ranks]``; nanoseconds that the receiving half
+                waited for each rank's tokens are added (DeepEP: clock cycles). On the host alone.
             use_fp8: cast to e4m3 in blocks of 128 on the way.
             round_scale: scales are powers of two.
             use_ue8m0: and packed, four in an int32.
@@ -262,10 +245,6 @@ class Buffer(NormalCalls):
             InvalidArgument: what doesn't fit; or the hook before the last was never called.
         """
         self._check_low_latency(async_finish, return_recv_hook)
-        if dispatch_wait_recv_cost_stats is not None:
-            raise Unsupported(
-                "waits aren't measured by rank; leave dispatch_wait_recv_cost_stats out"
-            )
         if topk_weights is not None:
             raise Unsupported("weights don't go with tokens; leave topk_weights out of dispatch")
         if use_nvfp4 and use_ue8m0_for_sf:
@@ -279,7 +258,7 @@ class Buffer(NormalCalls):
         scales = torch.float8_e4m3fn if use_nvfp4 else None
         if use_fp8:
             scales = torch.int32 if use_ue8m0 else torch.float32
-        form = low_latency.Form(
+        form = Form(
             max_tokens=num_max_dispatch_tokens_per_rank,
             hidden=x.shape[1],
             experts=num_experts,
@@ -287,14 +266,15 @@ class Buffer(NormalCalls):
             scales=scales,
             device=x.device,
         )
-        stats = cumulative_local_expert_recv_stats
+        waits = dispatch_wait_recv_cost_stats
+        stats = Statistics(cumulative_local_expert_recv_stats, waits)
 
         def sent() -> tuple[low_latency.Received, Hook]:
             return self._low_latency.dispatch(
                 x, topk_idx, form, stats, powers_of_two=round_scale, global_scale=x_global_scale
             )
 
-        given = (x, topk_idx, stats, x_global_scale)
+        given = (x, topk_idx, stats.counts, x_global_scale)
         used = tuple(one for one in given if one is not None)
         got, event, hook = self._run(sent, used, async_finish, return_recv_hook)
         return got.tokens, got.counts, got.handle, event, hook
@@ -335,6 +315,7 @@ class Buffer(NormalCalls):
                 for each block of ``block_m`` of the ``packed_recv_count`` rows of an expert, or
                 ``src_signals`` of each expert reach ``src_signal_expect_value``. On the host alone.
             out: bfloat16 ``[tokens, hidden]`` for the sums.
+            combine_wait_recv_cost_stats: as dispatch's, of each rank's answers.
 
         Returns:
             bfloat16 ``[tokens, hidden]``; an event; the hook or ``None``.
@@ -348,15 +329,12 @@ class Buffer(NormalCalls):
                 (src_signals, src_signal_expect_value),
             )
             signals.wait(self._exchanges.timeout)
-        if combine_wait_recv_cost_stats is not None:
-            raise Unsupported(
-                "waits aren't measured by rank; leave combine_wait_recv_cost_stats out"
-            )
 
         def sent() -> tuple[Tensor, Hook]:
             return self._low_latency.combine(
-                x, topk_idx, topk_weights, handle, zero_copy=zero_copy, out=out
-            )
+                x, topk_idx, topk_weights, handle, zero_copy=zero_copy, out=out,
+                waits=combine_wait_recv_cost_stats,
+            )  # fmt: skip
 
         used = (x, topk_idx, topk_weights) if out is None else (x, topk_idx, topk_weights, out)
         return self._run(sent, used, async_finish, return_recv_hook)
@@ -411,15 +389,6 @@ class Buffer(NormalCalls):
         self._restore(None)
 
     # All calls
-
-    @property
-    def lost(self) -> dict[int, str]:
-        """Ranks that were given up, and why."""
-        return self._exchanges.masked
-
-    def explain(self) -> str:
-        """What buffers there are now, and what makes them as large as they are."""
-        return self._exchanges.explain()
 
     def barrier(self) -> None:
         """Waits for all ranks that take part.

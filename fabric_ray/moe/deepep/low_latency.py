@@ -16,13 +16,11 @@ from fabric_ray.moe import cast
 from fabric_ray.moe.all_to_all import AllToAll
 from fabric_ray.moe.comm import Exchanges
 from fabric_ray.moe.deepep.event import keep
+from fabric_ray.moe.deepep.low_latency_form import BLOCK, Form, Statistics, check_tokens
 from fabric_ray.moe.deepep.parcels import Tokens
 from fabric_ray.moe.deepep.sizes import PRIVATE_ROWS
 from fabric_ray.moe.rows import check_rows
-from fabric_ray.moe.tokens import RowPart
 
-BLOCK = 128
-HOST = torch.device("cpu")
 ALIVE = 2
 """Dispatches whose routes lie ready, and hooks that may be waited for at a time."""
 
@@ -32,50 +30,6 @@ Handle: TypeAlias = tuple[Tensor, Tensor, int, int, int]
 bits, and how many they are; ``M``; hidden; experts."""
 _HANDLE = ("src_info", "layout_range", "num_max_dispatch_tokens_per_rank", "hidden", "num_experts")
 Hook: TypeAlias = Callable[[], None]
-
-
-@dataclass(frozen=True)
-class Form:
-    """What the exchanges of a shape are made for."""
-
-    max_tokens: int
-    hidden: int
-    experts: int
-    topk: int
-    scales: torch.dtype | None
-    """``None`` for tokens in bfloat16, e4m3 for tokens in four bits."""
-    device: torch.device = HOST
-    """What tokens lie on."""
-
-    @property
-    def four_bits(self) -> bool:
-        return self.scales == torch.float8_e4m3fn
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of tokens on their way."""
-        if self.scales is None:
-            return torch.bfloat16
-        return torch.uint8 if self.four_bits else torch.float8_e4m3fn
-
-    @property
-    def width(self) -> int:
-        """Elements of a token on its way."""
-        return self.hidden // 2 if self.four_bits else self.hidden
-
-    @property
-    def block(self) -> int:
-        """Elements of a token for one element of its scales."""
-        if self.four_bits:
-            return cast.FP4_BLOCK
-        return BLOCK * (cast.PACKED if self.scales == torch.int32 else 1)
-
-    @property
-    def parts(self) -> list[RowPart]:
-        origin = [RowPart("origin", 2, torch.int32)]
-        if self.scales is None:
-            return origin
-        return [*origin, RowPart("scales", self.hidden // self.block, self.scales)]
 
 
 @dataclass
@@ -138,21 +92,14 @@ class LowLatency:
         x: Tensor,
         topk_idx: Tensor,
         form: Form,
-        stats: Tensor | None,
+        stats: Statistics,
         *,
         powers_of_two: bool = False,
         global_scale: Tensor | None = None,
     ) -> tuple[Received, Hook]:
         """Sends; the hook receives."""
         check_tokens(x, topk_idx, form)
-        local = form.experts // self._exchanges.comm.size()
-        if stats is not None and (
-            stats.shape != (local,) or stats.dtype != torch.int32 or stats.device != form.device
-        ):
-            raise InvalidArgument(
-                f"statistics are {stats.dtype} {tuple(stats.shape)} on {stats.device}; give int32 "
-                f"[{local}] on {form.device}"
-            )
+        stats.check(self._exchanges.comm.size(), form, self._asynchronous(form))
         slot = self._next(form)
         self._join(slot)
         parts = {"origin": _origin(form, slot.exchange.rank, len(x))}
@@ -178,8 +125,7 @@ class LowLatency:
                 keep(received.x, received.counts, *received.handle[:2])
                 if received.scales is not None:
                     keep(received.scales)
-                if stats is not None:
-                    stats.add_(received.counts)
+                stats.add(received.counts, slot.exchange)
 
         return received, hook
 
@@ -192,6 +138,7 @@ class LowLatency:
         *,
         zero_copy: bool,
         out: Tensor | None,
+        waits: Tensor | None = None,
     ) -> tuple[Tensor, Hook]:
         """Sends the experts' answers; the hook receives."""
         form, indices = self._routes_of(handle)
@@ -223,6 +170,8 @@ class LowLatency:
             x = self._filled(handle)
         if topk_weights.dtype != torch.float32:
             raise InvalidArgument(f"weights are {topk_weights.dtype}; give float32")
+        stats = Statistics(None, waits)
+        stats.check(self._exchanges.comm.size(), form, self._asynchronous(form))
         combined = _sums(out, len(indices), form)
         weights = torch.where(kept, topk_weights, 0.0)
         wanted = kept | (indices < 0)
@@ -237,6 +186,7 @@ class LowLatency:
                 slot.pending = slot.handle = None
                 self._exchanges.follow(slot.exchange)
                 slot.exchange.combine_recv(weights, out=combined, wanted=wanted)
+                stats.add(None, slot.exchange)
                 self._exchanges.check_whole()
                 keep(weights, wanted, combined)
 
@@ -368,27 +318,6 @@ class LowLatency:
                 if slot.serves(handle):
                     return slot
         return None
-
-
-def check_tokens(x: Tensor, topk_idx: Tensor, form: Form) -> None:
-    """Raises :class:`InvalidArgument` for what can't be dispatched."""
-    if x.ndim != 2 or x.dtype != torch.bfloat16:
-        raise InvalidArgument(
-            f"tokens are {x.dtype} {tuple(x.shape)}; give bfloat16 [tokens, hidden]"
-        )
-    if topk_idx.ndim != 2 or len(topk_idx) != len(x):
-        raise InvalidArgument(
-            f"indices are {tuple(topk_idx.shape)} for {len(x)} tokens; give one row for each"
-        )
-    if topk_idx.device != x.device:
-        raise InvalidArgument(
-            f"indices lie on {topk_idx.device}, tokens on {x.device}; move one of them"
-        )
-    if form.scales is not None and form.hidden % form.block:
-        raise InvalidArgument(
-            f"{form.hidden} elements of a token aren't blocks of {form.block}, one for an element "
-            f"of {form.scales} scales; bfloat16 takes any: use_fp8=False, use_nvfp4=False"
-        )
 
 
 def _origin(form: Form, rank: int, tokens: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -191,6 +192,49 @@ def test_two_batches_overlap_by_their_hooks(comm: ThreadComm) -> None:
     buffer.destroy()
 
 
+@pytest.mark.parametrize("hooks", [False, True])
+def test_waits_are_counted_for_the_rank_that_is_late(hooks: bool) -> None:
+    ranks, late, seconds = 3, 1, 0.4
+
+    def work(comm: ThreadComm) -> None:
+        buffer = low_latency(comm)
+        x, idx, w = batch(buffer.rank, M, 6, TOPK, 16)
+        dispatched, combined = torch.zeros(2, ranks, dtype=torch.int64)
+        for turn in range(2):
+            before = dispatched.clone(), combined.clone()
+            if turn and buffer.rank == late:
+                time.sleep(seconds)
+            recv, counts, handle, _, hook = buffer.low_latency_dispatch(
+                x, idx, M, 6, use_fp8=False, return_recv_hook=hooks,
+                dispatch_wait_recv_cost_stats=dispatched,
+            )  # fmt: skip
+            if hook is not None:
+                # What has arrived when the hook is called was not waited for.
+                time.sleep(2 * seconds)
+                hook()
+            y = answers(buffer, recv, counts)
+            if turn and buffer.rank == late:
+                time.sleep(seconds)
+            buffer.low_latency_combine(y, idx, w, handle, combine_wait_recv_cost_stats=combined)
+            comm.all_gather(b"")
+        if buffer.rank != late:
+            [dispatch_s, combine_s] = (
+                (now - then).double() / 1e9
+                for now, then in zip((dispatched, combined), before, strict=True)
+            )
+            assert 0.75 * seconds < combine_s[late] < 20 * seconds
+            assert combine_s[buffer.rank] == 0
+            assert combine_s.argmax() == late
+            if hooks:
+                assert dispatch_s[late] < 0.75 * seconds
+            else:
+                assert 0.75 * seconds < dispatch_s[late] < 20 * seconds
+                assert dispatch_s.argmax() == late
+        buffer.destroy()
+
+    on_ranks(ranks, work)
+
+
 @on_all_ranks(2)
 def test_a_dispatch_may_stay_without_answers_and_combine_may_leave_experts_out(
     comm: ThreadComm,
@@ -222,7 +266,7 @@ def test_what_is_wrong_or_not_here_is_named_before_anything_is_sent() -> None:
             (invalid, "blocks of 128", {}),
             (invalid, "goes with", {"use_ue8m0": True}),
             (invalid, "exclude", {**bf16, "async_finish": True, "return_recv_hook": True}),
-            (unsupported, "measured", {**bf16, "dispatch_wait_recv_cost_stats": waits}),
+            (invalid, "statistics", {**bf16, "dispatch_wait_recv_cost_stats": waits.int()}),
             (invalid, "x_global_scale", {**bf16, "use_nvfp4": True}),
             (invalid, "use_fp8=False", {"use_nvfp4": True, "x_global_scale": x.sum().float()}),
             (invalid, "float32", {**bf16, "use_nvfp4": True, "x_global_scale": x.sum()}),
@@ -254,7 +298,12 @@ def test_what_is_wrong_or_not_here_is_named_before_anything_is_sent() -> None:
                 (recv, idx, w, handle),
                 {"use_logfmt": True, "zero_copy": True},
             ),
-            (unsupported, "wait", (recv, idx, w, handle), {"combine_wait_recv_cost_stats": waits}),
+            (
+                invalid,
+                "statistics",
+                (recv, idx, w, handle),
+                {"combine_wait_recv_cost_stats": waits.repeat(2)},
+            ),
             (invalid, "zero_copy", (recv, idx, w, handle), {"zero_copy": True}),
             (invalid, "same topk_idx", (recv, other, w, handle), {}),
             (invalid, "float32", (recv, idx, w.double(), handle), {}),

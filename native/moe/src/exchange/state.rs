@@ -19,6 +19,7 @@ use super::{
         Answer, Chunk, ExportedRegions, InboundState, MessageKind, OutboundState, PeerEndpoint,
         PeerLink, RowBatch,
     },
+    wait_times::WaitTimes,
     Inner,
 };
 use crate::{
@@ -84,6 +85,7 @@ pub struct ExchangeState {
     pub waiting: Vec<u32>,
     /// The next free row of the shared buffer.
     pub next_place: u64,
+    pub wait_times: WaitTimes,
     /// A heartbeat is scheduled.
     pub heartbeat_scheduled: bool,
     /// The exchange was closed.
@@ -121,6 +123,7 @@ impl ExchangeState {
             cursor: Cursor::default(),
             waiting: Vec::new(),
             next_place: 0,
+            wait_times: WaitTimes::default(),
             heartbeat_scheduled: false,
             left: false,
             departures_expected: false,
@@ -180,6 +183,7 @@ impl ExchangeState {
     /// A new exchange begins.
     pub fn begin(&mut self, routes: Arc<Routes>, actions: &mut Vec<Action>) {
         self.phase = Phase::Dispatched;
+        self.wait_times.reset(self.shape.ranks);
         self.routes = routes;
         self.placing = None;
         self.fenced = false;
@@ -223,6 +227,7 @@ impl ExchangeState {
     /// Begins this rank's answers, and expects those to its own rows.
     pub fn begin_answers(&mut self, actions: &mut Vec<Action>) {
         self.phase = Phase::Answering;
+        self.wait_times.reset(self.shape.ranks);
         self.start_heartbeat(actions);
         let room = self.shape.shared_rows();
         for link in self.links.iter_mut().flatten() {
