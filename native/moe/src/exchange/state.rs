@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use super::{
     actions::{Action, RemoteWrite, WritePurpose},
-    blocks::{read_routes, read_slot_offer, routes_words, slot_offer_words},
+    blocks::{agreed_number, read_routes, read_slot_offer, routes_words, slot_offer_words},
     conditions::Condition,
     device::Device,
     link::{
@@ -346,7 +346,7 @@ impl ExchangeState {
         match kind {
             MessageKind::Routes => {
                 let block = read_routes(&shape, (link.exchanges, link.combines), words)?;
-                let number = agree(number, block.number, link.exchanges == 1)?;
+                let number = agreed_number(number, block.number, link.exchanges == 1)?;
                 (link.inbound.rows, link.inbound.first) = (block.rows, block.first);
                 link.inbound.counts = Some(block.counts);
                 let private = shape.private_rows().min(link.inbound.rows);
@@ -498,22 +498,5 @@ impl ExchangeState {
             self.revoking.push(rank);
             actions.push(Action::Revoke { rank, memory });
         }
-    }
-}
-
-/// Checks the number of the exchange that a peer reports. A new process has none and takes the
-/// first one reported. All must be equal, or rows of different exchanges would mix (RS-1).
-///
-/// # Errors
-/// The numbers differ.
-fn agree(own: u32, reported: u32, first: bool) -> Result<u32, String> {
-    match (own, reported) {
-        (0, any) => Ok(any),
-        (known, 0) if first => Ok(known),
-        (known, same) if known == same => Ok(known),
-        _ => Err(format!(
-            "it is in exchange {reported}, and this rank in {own}; have all ranks admit a new process \
-             between the same two exchanges"
-        )),
     }
 }
