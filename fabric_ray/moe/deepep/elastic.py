@@ -13,6 +13,7 @@ from fabric_ray.kernels import Launcher
 from fabric_ray.moe.comm import Exchanges, comm_of
 from fabric_ray.moe.deepep import normal, ways
 from fabric_ray.moe.deepep.elastic_calls import ALIGNMENT, ElasticCalls
+from fabric_ray.moe.deepep.elastic_memory import Engram, Ring, Sessions
 from fabric_ray.moe.deepep.event import EventOverlap, Streams, behind
 from fabric_ray.moe.deepep.layout import EPHandle, by_columns, slots_of
 from fabric_ray.moe.deepep.parcels import Tokens, form_of, padded
@@ -178,7 +179,7 @@ class ElasticBuffer(ElasticCalls):
 
     def destroy(self) -> None:
         """As :meth:`Buffer.destroy`."""
-        self._finish_memory()
+        self._finish_memory(Engram, Ring, Sessions)
         self._exchanges.close()
 
     # Tokens

@@ -34,7 +34,8 @@ class ElasticCalls(SharedCalls):
     _sessions: Sessions | None = None
 
     def __init__(self) -> None:
-        self._memories: list[PeerMemory] = []
+        self._memories: dict[type, PeerMemory] = {}
+        """By what uses it."""
 
     def gather(self, value: bytes) -> list[bytes]:
         """Each rank's value of up to 506 bytes, by rank.
@@ -103,8 +104,7 @@ class ElasticCalls(SharedCalls):
                 raise InvalidArgument(
                     f"sf is {sf.dtype} {tuple(sf.shape)}; give 4 bytes [{entries}, packs]"
                 )
-        if self._engram is not None:
-            self._engram.finish()
+        self._finish_memory(Engram)
         # No rank fetches any more when all are here.
         said = self.gather(_SHAPE.pack(*storage.shape, storage.element_size()))
         if len({*said}) > 1:
@@ -112,7 +112,7 @@ class ElasticCalls(SharedCalls):
             raise InvalidArgument(
                 f"ranks have entries, hidden and bytes of an element {shapes}; give the same"
             )
-        self._engram = Engram(self._memory(storage.nbytes, 0), storage, sf)
+        self._engram = Engram(self._memory(Engram, storage.nbytes, 0), storage, sf)
         self.gather(b"")
 
     def engram_fetch(
@@ -160,9 +160,10 @@ class ElasticCalls(SharedCalls):
                 f"{num_max_inflight_tensors} tensors of {num_max_tensor_bytes} bytes; give at "
                 "least 1"
             )
+        self._finish_memory(Ring)
         self.gather(b"")
         slot = up(num_max_tensor_bytes, ALIGNED)
-        memory = self._memory(*Ring.sizes(slot, num_max_inflight_tensors))
+        memory = self._memory(Ring, *Ring.sizes(slot, num_max_inflight_tensors))
         self._ring = Ring(memory, slot, num_max_inflight_tensors)
 
     def pp_send(self, t: Tensor, dst_rank_idx: int, num_sms: int = 0) -> None:
@@ -202,9 +203,10 @@ class ElasticCalls(SharedCalls):
                 f"{num_max_all_gathers_per_session} all-gathers of {num_max_session_bytes} bytes "
                 "a session; give at least 1"
             )
+        self._finish_memory(Sessions)
         self.gather(b"")
         nbytes, most = up(num_max_session_bytes, ALIGNED), num_max_all_gathers_per_session
-        memory = self._memory(nbytes, Sessions.counters(self.num_ranks, most))
+        memory = self._memory(Sessions, nbytes, Sessions.counters(self.num_ranks, most))
         self._sessions = Sessions(memory, nbytes, most)
 
     def create_agrs_session(self) -> None:
@@ -242,7 +244,7 @@ class ElasticCalls(SharedCalls):
         found, wait = self._session().gather([t] if isinstance(t, Tensor) else t)
         return *found, wait
 
-    def _memory(self, nbytes: int, counters: int) -> PeerMemory:
+    def _memory(self, user: type, nbytes: int, counters: int) -> PeerMemory:
         made = PeerMemory(
             self._exchanges.engine,
             self._exchanges.comm.all_gather,
@@ -250,7 +252,7 @@ class ElasticCalls(SharedCalls):
             counters=counters,
             timeout=self._exchanges.timeout,
         )
-        self._memories.append(made)
+        self._memories[user] = made
         return made
 
     def _beside(self) -> Ring:
@@ -263,12 +265,13 @@ class ElasticCalls(SharedCalls):
             raise InvalidArgument("there is no memory for sessions; call agrs_set_config first")
         return self._sessions
 
-    def _finish_memory(self) -> None:
-        """Waits until others have what this rank has sent, and lets go of the memory."""
-        if self._engram is not None:
+    def _finish_memory(self, *users: type) -> None:
+        """Waits until other ranks have what this rank has sent, and this one what it fetches."""
+        if Engram in users and self._engram is not None:
             self._engram.finish()
-        for memory in self._memories:
-            memory.finish()
+        for user in users:
+            if (memory := self._memories.pop(user, None)) is not None:
+                memory.finish()
 
 
 def _shapes(shapes: Any) -> list[tuple[int, ...]]:
