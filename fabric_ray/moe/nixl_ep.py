@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fabric_ray.engine import TransferEngine
-from fabric_ray.errors import InvalidArgument, PeerLost
+from fabric_ray.errors import InvalidArgument, PeerLost, Unsupported
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe import deepep
 from fabric_ray.moe.deepep.event import EventOverlap
@@ -233,6 +233,8 @@ class Buffer:
         Args:
             num_experts: what results have room for; those of connected ranks if ``None``.
         """
+        if options.get("use_nvfp4"):
+            raise Unsupported("NIXL-EP's tokens go as bfloat16 or fp8; leave use_nvfp4 out")
         there, most = self._there, num_max_dispatch_tokens_per_rank
         experts = there.group_size * self._each
         room = num_experts or experts
