@@ -8,8 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 
-class FabricError(Exception):
+class FabricError(RuntimeError):
     """Base class. The text says what failed, at which peer, and what to do next.
+
+    It is a ``RuntimeError``, as errors of torch and of the libraries are whose interfaces are here:
+    callers of DeepEP, NIXL-EP and pplx-garden catch that.
 
     Fields (``peer``, ``transport``, ...) are attributes; :attr:`fields` has all of them. An error
     of the engine has all fields that its class declares.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fabric_ray._native import MoeExchange
 from fabric_ray.engine import Region, TransferEngine
-from fabric_ray.errors import InvalidArgument
+from fabric_ray.errors import InvalidArgument, Unsupported
 from fabric_ray.kernels import Launcher, MoeSizes
 from fabric_ray.moe import rows, tokens
 from fabric_ray.moe.device import DeviceSteps, check_sizes, gpu, room_on
@@ -43,6 +43,8 @@ class AllToAll(RankExchange):
         hidden: elements of a token.
         max_tokens: most tokens of one dispatch.
         dtype: of tokens; any. For fp8 and int8, scales are a part.
+        token_width: elements of ``dtype`` that a token is sent as, where several values are packed
+            in one; ``hidden`` if ``None``. Answers always have ``hidden`` elements.
         parts: further tensors with a row for each token.
         answer_dtype: of the experts' answers: float32, bfloat16 or float16.
         private_rows: rows that each source sends to each rank at once; further rows wait for that
@@ -78,6 +80,7 @@ class AllToAll(RankExchange):
         hidden: int,
         max_tokens: int,
         dtype: torch.dtype = torch.bfloat16,
+        token_width: int | None = None,
         parts: Sequence[RowPart] = (),
         answer_dtype: torch.dtype = torch.bfloat16,
         private_rows: int = 32,
@@ -88,6 +91,7 @@ class AllToAll(RankExchange):
         direct: bool = True,
     ) -> None:
         limits = {"ranks": ranks, "experts": experts, "topk": topk, "hidden": hidden}
+        limits["token_width"] = hidden if token_width is None else token_width
         tokens.check_sizes(parts, answer_dtype, **limits, max_tokens=max_tokens)
         if not 0 <= rank < ranks:
             raise InvalidArgument(f"rank {rank} is out of range [0, {ranks})")
@@ -105,6 +109,7 @@ class AllToAll(RankExchange):
             parts=parts,
             answer_dtype=answer_dtype,
             device=device,
+            token_width=token_width,
         )
         home = self._home
         self._left_out: tuple[int, ...] = ()
@@ -252,11 +257,23 @@ class AllToAll(RankExchange):
         device, and raises as :meth:`check`."""
         return self._left_out if self._steps is None else self._steps.left_out()
 
+    @property
+    def wait_times(self) -> list[int]:
+        """Nanoseconds that the last ``dispatch_recv`` or :meth:`combine_recv` waited for each rank:
+        from the beginning of the call to the rank's last message; 0 if that was there before.
+
+        Raises:
+            Unsupported: kernels do this rank's part.
+        """
+        if self._steps is not None:
+            raise Unsupported("waits are measured on the host alone; leave their statistics out")
+        return self._native.wait_times
+
     def dispatch_send(self, x: Tensor, indices: Tensor, **parts: Tensor) -> None:
         """Sends tokens to the ranks of their experts.
 
         Args:
-            x: ``[tokens, hidden]``.
+            x: ``[tokens, token_width]``.
             indices: ``[tokens, topk]``, the experts of each token; -1 for none.
             parts: by name, ``[tokens, width]``.
 

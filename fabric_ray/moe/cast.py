@@ -1,4 +1,4 @@
-"""Tokens in eight bits, one scale for each block of a token's elements.
+"""Tokens in eight or four bits, one scale for each block of a token's elements.
 
 All is float32, each operation rounded to nearest even. For a block with largest magnitude ``amax``,
 never taken to be below ``1e-4``::
@@ -11,6 +11,11 @@ With powers of two ``scale`` is the least one that isn't below ``amax * (1 / 448
 ``x / scale``. e4m3 has the bits of DeepEP's low-latency dispatch (``calculate_fp8_scales``;
 DeepSeek-V3, §3.2.2), for finite tokens: its scale is a product with the rounded reciprocal. A block
 with an infinity or a NaN in it comes back as NaN throughout.
+
+In four bits (NVFP4) a block has 16 elements and an e4m3 scale, and callers give ``global_scale``::
+
+    scale = e4m3(global_scale * (amax * (1 / 6)))
+    q     = e2m1(x * (1 / (scale * (1 / global_scale))))
 """
 
 from __future__ import annotations
@@ -24,6 +29,11 @@ LEAST_AMAX = 1e-4
 _LIMIT_FP8 = 448.0
 _LIMIT_FP8_INVERSE = 1 / _LIMIT_FP8
 _LIMIT_INT8 = 127.0
+_LIMIT_FP4 = 6.0
+FP4_BLOCK = 16
+"""Elements that share a scale in four bits."""
+_TILE, _LANES = (128, 4), (32, 4)
+"""Rows and scales of a tile as the matrix units of sm_100 load it, and how its rows lie there."""
 _MANTISSA = 23
 _BIAS = 127
 _EXPONENTS = 0xFF
@@ -90,6 +100,71 @@ def to_int8(x: Tensor, *, block: int = 128) -> tuple[Tensor, Tensor]:
     values.nan_to_num_(nan=0.0).clamp_(-_LIMIT_INT8, _LIMIT_INT8)
     # By a tensor: a GPU multiplies with the reciprocal of a number, which rounds twice.
     return values.to(torch.int8).view(x.shape), amax / amax.new_full((), _LIMIT_INT8)
+
+
+def to_nvfp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Casts tokens to e2m1, two in a byte, the first in its lower half.
+
+    Args:
+        x: ``[tokens, hidden]``, floating; blocks of 16 divide hidden.
+        global_scale: float32; the first element is used. ``448 * 6 / (largest magnitude)`` makes
+            use of all scales.
+
+    Returns:
+        uint8 ``[tokens, hidden / 2]`` and scales float8_e4m3fn ``[tokens, hidden / 16]``. A value
+        is its e2m1 times its scale, divided by ``global_scale``.
+
+    Raises:
+        InvalidArgument: blocks that don't divide hidden, or another dtype.
+    """
+    blocks = _blocks(x, FP4_BLOCK)
+    if global_scale.dtype != torch.float32 or not global_scale.numel():
+        raise InvalidArgument(
+            f"the global scale is {global_scale.dtype} {tuple(global_scale.shape)}; give a float32"
+        )
+    whole = global_scale.reshape(-1)[0]
+    # A product with 1 / 6, as in the kernels of callers; e4m3 saturates.
+    scale = whole * (blocks.abs().amax(2) * (1 / _LIMIT_FP4))
+    scales = scale.clamp(max=_LIMIT_FP8).to(torch.float8_e4m3fn)
+    inverse = scales.float() * (1 / whole)
+    factor = torch.where(inverse == 0, 0.0, 1 / inverse)
+    nibbles = _e2m1(blocks * factor[..., None]).view(len(x), -1, 2)
+    return nibbles[..., 0] | nibbles[..., 1] << 4, scales
+
+
+def scale_tiles(
+    experts: int, rows: int, width: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Room for scales of one byte by tiles, as grouped GEMMs of four bits load them.
+
+    Returns:
+        ``[32, 4, ceil(rows / 128), 4, ceil(width / 4), experts]``; row ``r`` and scale ``j`` of an
+        expert are at ``[r % 32, r % 128 // 32, r // 128, j % 4, j // 4]``. In memory, experts are
+        outermost, then tiles of 128 rows, tiles of 4 scales, and a tile's 512 bytes.
+    """
+    tall, wide = -(-rows // _TILE[0]), -(-width // _TILE[1])
+    shape = (experts, tall, wide, *_LANES, _TILE[1])
+    return torch.empty(shape, dtype=dtype, device=device).permute(3, 4, 1, 5, 2, 0)
+
+
+def fill_tiles(tiles: Tensor, scales: Tensor) -> None:
+    """Puts scales ``[experts, rows, width]`` into :func:`scale_tiles` for them; what fills up is
+    zero."""
+    by_rows = tiles.view(torch.uint8).permute(5, 2, 1, 0, 4, 3)
+    _, tall, _, _, wide, _ = by_rows.shape
+    _, rows, width = scales.shape
+    fill = (0, wide * _TILE[1] - width, 0, tall * _TILE[0] - rows)
+    by_rows.copy_(torch.nn.functional.pad(scales.view(torch.uint8), fill).view(by_rows.shape))
+
+
+def _e2m1(x: Tensor) -> Tensor:
+    """The codes of the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, the even code of
+    two that are as near; uint8."""
+    size = x.abs()
+    code = torch.signbit(x).to(torch.uint8) << 3
+    for k, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
+        code += size >= middle if k % 2 else size > middle
+    return code
 
 
 def back(x: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:

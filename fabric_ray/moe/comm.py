@@ -184,7 +184,7 @@ class Exchanges:
     ) -> None:
         self.comm = comm
         self.shrink = shrink
-        self._engine = engine or TransferEngine(name=f"rank-{comm.rank()}")
+        self.engine = engine or TransferEngine(name=f"rank-{comm.rank()}")
         self._owned = engine is None
         self.timeout = timeout
         self._made: list[AnyExchange] = []
@@ -221,7 +221,7 @@ class Exchanges:
             raise InvalidArgument("this was destroyed; make another one")
         try:
             made = kind(
-                self._engine,
+                self.engine,
                 rank=self.comm.rank(),
                 ranks=self.comm.size(),
                 timeout=self.timeout,
@@ -353,7 +353,7 @@ class Exchanges:
                 one.finish()
             one.close()
         if self._owned:
-            self._engine.close()
+            self.engine.close()
 
     def _drop(self) -> list[AllToAll]:
         """The exchanges that there were; they report no ranks that leave them from now on."""
@@ -394,7 +394,7 @@ class Exchanges:
                     one.finish()
             self._made.clear()
             if self._owned:
-                self._engine.close()
+                self.engine.close()
         if wrong:
             raise wrong[0]
 

@@ -31,8 +31,9 @@ class RankExchange:
         parts: Sequence[RowPart],
         answer_dtype: torch.dtype,
         device: torch.device | str | None,
+        token_width: int | None = None,
     ) -> None:
-        self._parts = (RowPart("x", hidden, dtype), *parts)
+        self._parts = (RowPart("x", token_width or hidden, dtype), *parts)
         self._topk, self._hidden, self._ranks = topk, hidden, ranks
         self._local = experts // ranks
         self._rank = rank

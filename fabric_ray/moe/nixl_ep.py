@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fabric_ray.engine import TransferEngine
-from fabric_ray.errors import InvalidArgument, PeerLost
+from fabric_ray.errors import InvalidArgument, PeerLost, Unsupported
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe import deepep
 from fabric_ray.moe.deepep.event import EventOverlap
@@ -233,6 +233,8 @@ class Buffer:
         Args:
             num_experts: what results have room for; those of connected ranks if ``None``.
         """
+        if options.get("use_nvfp4"):
+            raise Unsupported("NIXL-EP's tokens go as bfloat16 or fp8; leave use_nvfp4 out")
         there, most = self._there, num_max_dispatch_tokens_per_rank
         experts = there.group_size * self._each
         room = num_experts or experts
@@ -266,13 +268,19 @@ class Buffer:
     dispatch = low_latency_dispatch
 
     def low_latency_combine(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: Handle, **options: Any
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: Handle,
+        *args: Any,
+        **options: Any,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
         """As DeepEP's."""
         found = self._handle_of(handle)
         if len(found[0][0]) < x.shape[1]:
             x = x[:, : len(found[0][0])].contiguous()
-        return self._there.low_latency_combine(x, topk_idx, topk_weights, found, **options)
+        return self._there.low_latency_combine(x, topk_idx, topk_weights, found, *args, **options)
 
     combine = low_latency_combine
 
@@ -290,9 +298,28 @@ class Buffer:
         """As DeepEP's."""
         return self._there.get_dispatch_layout(*args, **options)
 
-    def ht_dispatch(self, *args: Any, **options: Any) -> Any:
-        """As DeepEP's ``dispatch``."""
-        return self._there.dispatch(*args, **options)
+    def ht_dispatch(
+        self,
+        x: Tokens,
+        handle: Any = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        config: deepep.Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> Any:
+        """As DeepEP's ``dispatch``, without its ``num_worst_tokens``."""
+        return self._there.dispatch(
+            x, handle, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank,
+            num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, 0, config,
+            previous_event, async_finish, allocate_on_comm_stream,
+        )  # fmt: skip
 
     def ht_combine(self, *args: Any, **options: Any) -> Any:
         """As DeepEP's ``combine``."""

@@ -13,7 +13,7 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe.comm import Comm, Exchanges, comm_of
 from fabric_ray.moe.rows import check_rows
-from fabric_ray.moe.shared_tokens import SharedTokens
+from fabric_ray.moe.shared_tokens import SharedTokens, bound, experts_within
 from fabric_ray.moe.tokens import RowPart
 
 # Tokens are bytes to the exchange; the caller of dispatch gives their dtype.
@@ -180,18 +180,14 @@ class AllToAll:
         self._check_outputs(out_expert_num_tokens, out_expert_x, out_expert_x_scale, dp_x)
         self._exchanges.check_whole()
         if do_send:
-            tokens = self._bound(bound_m, len(dp_x))
             if dp_x.element_size() != self._bits.itemsize:
                 raise InvalidArgument(
                     f"tokens are {dp_x.dtype}, and elements have {self._bits.itemsize} bytes"
                 )
             parts = self._scales(dp_x_scale, len(dp_x))
-            experts = indices[:tokens].to(torch.int64)
-            if bound_m is not None and self._exchange.asynchronous:
-                there = torch.arange(tokens, dtype=torch.int64, device=experts.device)[
-                    :, None
-                ] < bound_m.to(torch.int64)
-                experts = torch.where(there, experts, -1)
+            asynchronous = self._exchange.asynchronous
+            tokens = bound(bound_m, len(dp_x), asynchronous)
+            experts = experts_within(bound_m, indices[: len(dp_x)], asynchronous)
             mine = self._shared.mine
             self._exchange.dispatch_send(
                 mine(dp_x[:tokens].view(self._bits)),
@@ -236,7 +232,7 @@ class AllToAll:
         """
         if self._indices is None:
             raise InvalidArgument("nothing was dispatched; dispatch before combine")
-        tokens = self._bound(bound_m, len(indices))
+        tokens = bound(bound_m, len(indices), self._exchange.asynchronous)
         same = indices[:tokens].shape == self._indices.shape
         # Comparing tensors of a device would wait for it.
         if same and not self._exchange.asynchronous:
@@ -320,18 +316,6 @@ class AllToAll:
                 f"out_expert_x_scale has {given} bytes for a row; give {self._scale_bytes} for "
                 f"each of {tuple(out.shape[:2])}"
             )
-
-    def _bound(self, bound_m: Tensor | None, tokens: int) -> int:
-        if bound_m is None:
-            return tokens
-        if bound_m.numel() != 1:
-            raise InvalidArgument(f"bound_m has {bound_m.numel()} elements; give one")
-        if self._exchange.asynchronous:
-            return tokens
-        bound = int(bound_m)
-        if not 0 <= bound <= tokens:
-            raise InvalidArgument(f"bound_m is {bound}, and there are {tokens} tokens")
-        return bound
 
     def _scales(self, scale: Tensor | None, tokens: int) -> dict[str, Tensor]:
         given = 0 if scale is None else scale.shape[-1] * scale.element_size()

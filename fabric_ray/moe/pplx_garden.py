@@ -12,7 +12,7 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe.comm import Exchanges, comm_of
 from fabric_ray.moe.rows import check_rows
-from fabric_ray.moe.shared_tokens import SharedTokens
+from fabric_ray.moe.shared_tokens import SharedTokens, bound, experts_within
 from fabric_ray.moe.tokens import RowPart
 
 _PRIVATE_ROWS = 32
@@ -166,7 +166,8 @@ class P2PAllToAll:
         self._check_dispatch(out_expert_num_tokens, out_expert_x, out_expert_x_scale, dp_x_scale)
         self._exchanges.check_whole()
         if do_send:
-            tokens, experts = self._bound(bound_m, indices)
+            experts = experts_within(bound_m, indices, self._exchange.asynchronous)
+            tokens = len(experts)
             mine = self._shared.mine
             parts = {} if dp_x_scale is None else {"scale": mine(dp_x_scale[:tokens].contiguous())}
             self._exchange.dispatch_send(mine(dp_x[:tokens]), mine(experts), **parts)
@@ -208,7 +209,7 @@ class P2PAllToAll:
         if accumulate and not self._shared.alone:
             raise InvalidArgument("accumulate is for ranks with tokens of their own; add the sums")
         where = self._exchange.device
-        tokens, _ = self._bound(bound_m, indices)
+        tokens = bound(bound_m, len(indices), self._exchange.asynchronous)
         for what, tensor, width, dtype, rows in (
             ("weights", weights, self._topk, torch.float32, tokens),
             ("out_tokens", out_tokens, self._hidden, self._out, tokens),
@@ -256,19 +257,3 @@ class P2PAllToAll:
             given = None if tensor is None else (tensor.shape[-1], tensor.dtype)
             if given != (None if width is None else (width, dtype)):
                 raise InvalidArgument(f"{what} has {given}; give [rows, {width}] of {dtype}")
-
-    def _bound(self, bound_m: Tensor | None, indices: Tensor) -> tuple[int, Tensor]:
-        """How many tokens there are, and their experts."""
-        tokens = len(indices)
-        if bound_m is not None and bound_m.numel() != 1:
-            raise InvalidArgument(f"bound_m has {bound_m.numel()} elements; give one")
-        if bound_m is not None and not self._exchange.asynchronous:
-            bound = int(bound_m)
-            if not 0 <= bound <= tokens:
-                raise InvalidArgument(f"bound_m is {bound}, and there are {tokens} tokens")
-            return bound, indices[:bound].to(torch.int64)
-        experts = indices.to(torch.int64)
-        if bound_m is not None:
-            number = torch.arange(tokens, dtype=torch.int64, device=experts.device)
-            experts = torch.where(number[:, None] < bound_m.to(torch.int64), experts, -1)
-        return tokens, experts

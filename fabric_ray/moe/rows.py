@@ -46,6 +46,19 @@ def check_rows(
         raise InvalidArgument(f"{what} overlap (a view by expand?); make them contiguous")
 
 
+def check_statistics(tensor: Tensor, size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Checks that a call can add to a tensor.
+
+    Raises:
+        InvalidArgument: it is not ``[size]`` of this dtype on this device.
+    """
+    if (tensor.shape, tensor.dtype, tensor.device) != ((size,), dtype, device):
+        raise InvalidArgument(
+            f"statistics are {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; give {dtype} "
+            f"[{size}] on {device}"
+        )
+
+
 _HOST = torch.device("cpu")
 
 

@@ -82,3 +82,29 @@ class SharedTokens:
         out = sums.new_zeros(tokens + 1, sums.shape[1])
         out[torch.where(there, number - 1, tokens)] = got.x
         return out[:tokens]
+
+
+def bound(bound_m: Tensor | None, tokens: int, asynchronous: bool) -> int:
+    """How many of the tokens there are: those of ``bound_m``, or all where a device has it, whose
+    number isn't read.
+
+    Raises:
+        InvalidArgument: there are not as many.
+    """
+    if bound_m is not None and bound_m.numel() != 1:
+        raise InvalidArgument(f"bound_m has {bound_m.numel()} elements; give one")
+    if bound_m is None or asynchronous:
+        return tokens
+    found = int(bound_m)
+    if not 0 <= found <= tokens:
+        raise InvalidArgument(f"bound_m is {found}, and there are {tokens} tokens")
+    return found
+
+
+def experts_within(bound_m: Tensor | None, indices: Tensor, asynchronous: bool) -> Tensor:
+    """The experts of the tokens that there are, int64; -1 of those beyond on a device."""
+    experts = indices[: bound(bound_m, len(indices), asynchronous)].to(torch.int64)
+    if bound_m is None or not asynchronous:
+        return experts
+    number = torch.arange(len(experts), dtype=torch.int64, device=experts.device)
+    return torch.where(number[:, None] < bound_m.to(torch.int64), experts, -1)

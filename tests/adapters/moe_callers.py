@@ -19,10 +19,21 @@ from fabric_ray.moe import cast
 from tests.adapters.moe_callers_vllm import (
     vllm_high_throughput,
     vllm_low_latency,
+    vllm_low_latency_four_bits,
     vllm_nixl,
     vllm_second_interface,
 )
-from tests.adapters.moe_rank import DISPATCHERS, EXPERTS, MEGATRON, TOPK, M, Rank, seen
+from tests.adapters.moe_rank import (
+    DISPATCHERS,
+    EXPERTS,
+    MEGATRON,
+    TOPK,
+    M,
+    Rank,
+    from_four_bits,
+    seen,
+    through_four_bits,
+)
 from tests.adapters.sources import module, run, whole
 from tests.moe_ranks import batch, expert, unsharded
 
@@ -90,11 +101,13 @@ def sglang(me: Rank, *, extend: bool, dtype: str, how: Mapping[str, bool]) -> No
     """``DeepEPDispatcher``, normal in an extending batch and low-latency otherwise."""
     names = whole(f"{DISPATCHERS}.deepep", sglang_names(extend, dtype), "sglang")
     assert names["use_deepep"], names["_deepep_import_error"]
-    hidden, fp8 = 512, dtype == "fp8"
+    hidden, fp8, scale = 512, dtype == "fp8", torch.full((me.local,), 448 * 6 / 5.0)
     dispatcher = names["DeepEPDispatcher"](
         me.group, TOPK, num_experts=EXPERTS, num_local_experts=me.local, hidden_size=hidden,
         params_dtype=torch.bfloat16, deepep_mode=names["DeepEPMode"].AUTO, **how,
     )  # fmt: skip
+    four_bits = dtype == "nvfp4"
+    dispatcher.set_quant_config({"input_global_scale": scale} if four_bits else {})
     for turn in range(3):
         x, idx, w = me.batch(turn, hidden)
         topk = SimpleNamespace(topk_ids=idx.to(torch.int32), topk_weights=w)
@@ -107,9 +120,12 @@ def sglang(me: Rank, *, extend: bool, dtype: str, how: Mapping[str, bool]) -> No
             sums = dispatcher.combine((y, got.topk_ids, got.topk_weights))
             assert torch.equal(sums, me.summed(seen(x, fp8), idx, w))
         else:
+            if four_bits:
+                rows = from_four_bits(rows.permute(2, 0, 1), got.hidden_states_scale, scale[0])
             y = me.batched(rows, got.masked_m)
             sums = dispatcher.combine((y, got.topk_ids, got.topk_weights))
-            assert torch.equal(sums, unsharded(seen(x, fp8), idx, w))
+            wanted = through_four_bits(x, scale[:1]) if four_bits else seen(x, fp8)
+            assert torch.equal(sums, unsharded(wanted, idx, w))
     names["DeepEPBuffer"]._state().buffer.destroy()
 
 
@@ -121,6 +137,7 @@ def sglang_normal(me: Rank) -> None:
 def sglang_low_latency(me: Rank) -> None:
     sglang(me, extend=False, dtype="fp8", how={"return_recv_hook": True})
     sglang(me, extend=False, dtype="bf16", how={"return_recv_hook": False})
+    sglang(me, extend=False, dtype="nvfp4", how={"return_recv_hook": True})
 
 
 def sglang_second_interface(me: Rank) -> None:
@@ -289,6 +306,7 @@ CALLERS: dict[str, Callable[[Rank], None]] = {
     for call in (
         vllm_high_throughput,
         vllm_low_latency,
+        vllm_low_latency_four_bits,
         vllm_second_interface,
         vllm_nixl,
         sglang_normal,

@@ -13,7 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fabric_ray.moe import cast
-from tests.adapters.moe_rank import EXPERTS, FUSED_MOE, TOPK, M, Rank, seen
+from tests.adapters.moe_rank import (
+    EXPERTS,
+    FUSED_MOE,
+    TOPK,
+    M,
+    Rank,
+    from_four_bits,
+    seen,
+    through_four_bits,
+)
 from tests.adapters.sources import module, run, whole
 from tests.moe_ranks import batch, expert, unsharded
 
@@ -70,7 +79,7 @@ def vllm_managers() -> dict[str, Any]:
     )
 
 
-def vllm_classes(name: str) -> tuple[dict[str, Any], Any]:
+def vllm_classes(name: str, four_bits: bool = False) -> tuple[dict[str, Any], Any]:
     """A module of ``prepare_finalize``, and the reduction that vLLM asks for."""
     mk = run(
         module(f"{FUSED_MOE}.modular_kernel", ""),
@@ -92,7 +101,7 @@ def vllm_classes(name: str) -> tuple[dict[str, Any], Any]:
     )
     given = {
         "mk": kernels,
-        "envs": SimpleNamespace(VLLM_DEEPEPLL_NVFP4_DISPATCH=False),
+        "envs": SimpleNamespace(VLLM_DEEPEPLL_NVFP4_DISPATCH=four_bits),
         "init_logger": lambda _: SimpleNamespace(
             debug_once=print, info_once=print, warning_once=print
         ),
@@ -205,6 +214,36 @@ def vllm_low_latency(me: Rank) -> None:
         assert not manager.query_fault()
         manager.clean_buffers()
         kind._last_mask = None
+    manager.destroy()
+
+
+def vllm_low_latency_four_bits(me: Rank) -> None:
+    found, delegate = vllm_classes("deepep_ll", four_bits=True)
+    manager, hidden = vllm_managers()["DeepEPLLAll2AllManager"](me.group), 2048
+    buffer = manager.get_handle(
+        {
+            "max_num_tokens_per_dp_rank": M,
+            "token_hidden_size": hidden,
+            "num_ep_ranks": me.ranks,
+            "num_global_experts": EXPERTS,
+            "num_local_experts": me.local,
+        }
+    )
+    calls = found["DeepEPLLPrepareAndFinalize"](buffer, M, me.ranks)
+    calls.post_init_setup(SimpleNamespace(supports_packed_ue8m0_act_scales=lambda: False))
+    # One for each expert, and all the same.
+    scale = torch.full((EXPERTS,), 448 * 6 / 5.0)
+    how = quantisation(False)
+    how.quant_dtype, how.a1_gscale = "nvfp4", scale
+    for turn in range(3):
+        x, idx, w = me.batch(turn, hidden)
+        hook, receive = calls.prepare_async(x, w, idx, EXPERTS, None, False, how)
+        hook()
+        rows, tiles, meta, _, _ = receive()
+        y = me.batched(from_four_bits(rows, tiles, scale[0]), meta.expert_num_tokens)
+        out = torch.empty_like(x)
+        calls.finalize(out, y, w, idx, False, delegate)
+        assert torch.equal(out, unsharded(through_four_bits(x, scale[:1]), idx, w))
     manager.destroy()
 
 

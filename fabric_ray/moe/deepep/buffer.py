@@ -12,11 +12,12 @@ from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument, Unsupported
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe.comm import Exchanges, comm_of
-from fabric_ray.moe.comm import ranks_per_node as nodes_of
 from fabric_ray.moe.deepep import low_latency, normal
-from fabric_ray.moe.deepep.event import EventHandle, EventOverlap, Streams, captured
+from fabric_ray.moe.deepep.event import EventHandle, EventOverlap, Streams
+from fabric_ray.moe.deepep.low_latency_form import Form, Statistics
 from fabric_ray.moe.deepep.normal_calls import NormalCalls
 from fabric_ray.moe.deepep.parcels import Tokens
+from fabric_ray.moe.deepep.shared_calls import ranks_of_a_node
 from fabric_ray.moe.deepep.signals import Signals
 from fabric_ray.moe.deepep.sizes import Config, low_latency_nbytes
 
@@ -51,6 +52,8 @@ class Buffer(NormalCalls):
             communicator of mpi4py.
         use_fabric: taken, as the engine chooses how memory is shared.
         disable_nvlink_for_normal_mode: likewise.
+        allow_nvlink_for_normal_mode: likewise, of DeepEP's ``hybrid-ep`` branch.
+        is_intranode: of UCCL-EP: true if all ranks are on one node, which is an error otherwise.
         engine: this rank's; one of its own if ``None``.
         max_tokens: tokens of a rank in a normal dispatch, at most. Without it, ranks gather how
             many they have before each dispatch that makes a handle.
@@ -80,6 +83,8 @@ class Buffer(NormalCalls):
         *,
         use_fabric: bool = False,
         disable_nvlink_for_normal_mode: bool = False,
+        allow_nvlink_for_normal_mode: bool = True,
+        is_intranode: bool | None = None,
         engine: TransferEngine | None = None,
         max_tokens: int | None = None,
         ranks_per_node: int | None = None,
@@ -99,11 +104,11 @@ class Buffer(NormalCalls):
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
         self._exchanges = Exchanges(found, engine, timeout, shrink=enable_shrink)
-        if ranks_per_node is None:
-            ranks_per_node = nodes_of(found)
-        elif ranks_per_node < 1 or self.group_size % ranks_per_node:
+        ranks_per_node = ranks_of_a_node(found, ranks_per_node)
+        if is_intranode and ranks_per_node < self.group_size:
             raise InvalidArgument(
-                f"{self.group_size} ranks are no whole number of nodes of {ranks_per_node}"
+                f"is_intranode is True, and nodes have {ranks_per_node} of {self.group_size} ranks "
+                "each; leave it out"
             )
         self._normal = normal.Normal(self._exchanges, max_tokens, ranks_per_node, launcher, workers)
         self._low_latency = low_latency.LowLatency(self._exchanges, num_rdma_bytes, launcher)
@@ -126,11 +131,6 @@ class Buffer(NormalCalls):
         Buffer.num_sms = new_num_sms
 
     @staticmethod
-    def capture() -> EventOverlap:
-        """An event behind what torch's current stream has been given; over, without a GPU."""
-        return captured()
-
-    @staticmethod
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
@@ -148,16 +148,6 @@ class Buffer(NormalCalls):
         return _config(num_ranks)
 
     # Devices
-
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """The stream of calls with ``async_finish``, on torch's current GPU.
-
-        Raises:
-            Unsupported: there is no GPU.
-        """
-        if not torch.cuda.is_available():
-            raise Unsupported("there are no streams among host tensors; leave get_comm_stream out")
-        return self._streams.beside(torch.device("cuda", torch.cuda.current_device()))
 
     def check(self) -> None:
         """Waits for what was launched on the device, and raises what went wrong there; without a
@@ -219,6 +209,7 @@ class Buffer(NormalCalls):
         async_finish: bool = False,
         return_recv_hook: bool = False,
         *,
+        topk_weights: Tensor | None = None,
         x_global_scale: Tensor | None = None,
         use_nvfp4: bool = False,
         use_ue8m0_for_sf: bool = False,
@@ -230,38 +221,44 @@ class Buffer(NormalCalls):
             topk_idx: ``[tokens, topk]``, -1 for none; topk is the same on all ranks.
             num_max_dispatch_tokens_per_rank: ``M``, tokens of a rank at most.
             cumulative_local_expert_recv_stats: int32 ``[local experts]``; what comes is added.
+            dispatch_wait_recv_cost_stats: int64 ``[ranks]``; nanoseconds that the receiving half
+                waited for each rank's tokens are added (DeepEP: clock cycles). On the host alone.
             use_fp8: cast to e4m3 in blocks of 128 on the way.
             round_scale: scales are powers of two.
             use_ue8m0: and packed, four in an int32.
             return_recv_hook: send only; results are there when the hook has been called.
-            use_nvfp4: unsupported, and so is what goes with it.
+            topk_weights: unsupported: give them to combine.
+            use_nvfp4: cast to e2m1 in blocks of 16 on the way, two values in a byte; with
+                ``use_fp8=False``.
+            x_global_scale: float32, with ``use_nvfp4``: what scales are multiplied by, the same on
+                all ranks. The first element is used.
+            use_ue8m0_for_sf: unsupported: scales of ``use_nvfp4`` are e4m3.
 
         Returns:
             ``[local experts, M * ranks, hidden]``, with scales if ``use_fp8``: float32
-            ``[.., hidden / 128]`` or int32 ``[.., hidden / 512]``, column-major; rows of each
-            expert, int32 ``[local experts]``; a handle; an event; the hook or ``None``.
+            ``[.., hidden / 128]`` or int32 ``[.., hidden / 512]``, column-major; with
+            ``use_nvfp4``: uint8 ``[M * ranks, hidden / 2, local experts]``, and e4m3 scales as
+            :func:`fabric_ray.moe.cast.scale_tiles` has them; rows of each expert, int32
+            ``[local experts]``; a handle; an event; the hook or ``None``.
 
         Raises:
             InvalidArgument: what doesn't fit; or the hook before the last was never called.
         """
         self._check_low_latency(async_finish, return_recv_hook)
-        if dispatch_wait_recv_cost_stats is not None:
-            raise Unsupported(
-                "waits aren't measured by rank; leave dispatch_wait_recv_cost_stats out"
-            )
-        if use_nvfp4 or use_ue8m0_for_sf or x_global_scale is not None:
-            raise Unsupported(
-                "tokens go as bfloat16 or fp8: leave use_nvfp4, use_ue8m0_for_sf and "
-                "x_global_scale out, and cast what comes"
-            )
+        if topk_weights is not None:
+            raise Unsupported("weights don't go with tokens; leave topk_weights out of dispatch")
+        if use_nvfp4 and use_ue8m0_for_sf:
+            raise Unsupported("scales of use_nvfp4 are e4m3; leave use_ue8m0_for_sf out")
+        if use_nvfp4 and (use_fp8 or x_global_scale is None):
+            raise InvalidArgument("use_nvfp4 goes with use_fp8=False and x_global_scale")
         if use_ue8m0 and not (use_fp8 and round_scale):
             raise InvalidArgument("use_ue8m0 goes with use_fp8 and round_scale")
         if x.ndim != 2 or topk_idx.ndim != 2:
             raise InvalidArgument("give tokens [tokens, hidden] and topk_idx [tokens, topk]")
-        scales = None
+        scales = torch.float8_e4m3fn if use_nvfp4 else None
         if use_fp8:
             scales = torch.int32 if use_ue8m0 else torch.float32
-        form = low_latency.Form(
+        form = Form(
             max_tokens=num_max_dispatch_tokens_per_rank,
             hidden=x.shape[1],
             experts=num_experts,
@@ -269,15 +266,18 @@ class Buffer(NormalCalls):
             scales=scales,
             device=x.device,
         )
-        stats = cumulative_local_expert_recv_stats
+        waits = dispatch_wait_recv_cost_stats
+        stats = Statistics(cumulative_local_expert_recv_stats, waits)
 
         def sent() -> tuple[low_latency.Received, Hook]:
-            return self._low_latency.dispatch(x, topk_idx, form, stats, round_scale)
+            return self._low_latency.dispatch(
+                x, topk_idx, form, stats, powers_of_two=round_scale, global_scale=x_global_scale
+            )
 
-        used = (x, topk_idx) if stats is None else (x, topk_idx, stats)
+        given = (x, topk_idx, stats.counts, x_global_scale)
+        used = tuple(one for one in given if one is not None)
         got, event, hook = self._run(sent, used, async_finish, return_recv_hook)
-        received = got.x if got.scales is None else (got.x, got.scales)
-        return received, got.counts, got.handle, event, hook
+        return got.tokens, got.counts, got.handle, event, hook
 
     def low_latency_combine(
         self,
@@ -315,6 +315,7 @@ class Buffer(NormalCalls):
                 for each block of ``block_m`` of the ``packed_recv_count`` rows of an expert, or
                 ``src_signals`` of each expert reach ``src_signal_expect_value``. On the host alone.
             out: bfloat16 ``[tokens, hidden]`` for the sums.
+            combine_wait_recv_cost_stats: as dispatch's, of each rank's answers.
 
         Returns:
             bfloat16 ``[tokens, hidden]``; an event; the hook or ``None``.
@@ -328,15 +329,12 @@ class Buffer(NormalCalls):
                 (src_signals, src_signal_expect_value),
             )
             signals.wait(self._exchanges.timeout)
-        if combine_wait_recv_cost_stats is not None:
-            raise Unsupported(
-                "waits aren't measured by rank; leave combine_wait_recv_cost_stats out"
-            )
 
         def sent() -> tuple[Tensor, Hook]:
             return self._low_latency.combine(
-                x, topk_idx, topk_weights, handle, zero_copy=zero_copy, out=out
-            )
+                x, topk_idx, topk_weights, handle, zero_copy=zero_copy, out=out,
+                waits=combine_wait_recv_cost_stats,
+            )  # fmt: skip
 
         used = (x, topk_idx, topk_weights) if out is None else (x, topk_idx, topk_weights, out)
         return self._run(sent, used, async_finish, return_recv_hook)
@@ -350,6 +348,12 @@ class Buffer(NormalCalls):
     ) -> None:
         """Nothing: normal and low-latency calls have buffers of their own, and neither leaves
         anything behind that the other would read."""
+
+    def reset_rdma_buffer(self) -> None:
+        """As :meth:`clean_low_latency_buffer`; of UCCL-EP."""
+
+    def connect_atomic_buffer(self, proxy: Any) -> None:
+        """Nothing: the engine has no proxies to be told of; of UCCL-EP."""
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Gives a rank up, in all calls; normal ones over several nodes raise from then on.
@@ -385,15 +389,6 @@ class Buffer(NormalCalls):
         self._restore(None)
 
     # All calls
-
-    @property
-    def lost(self) -> dict[int, str]:
-        """Ranks that were given up, and why."""
-        return self._exchanges.masked
-
-    def explain(self) -> str:
-        """What buffers there are now, and what makes them as large as they are."""
-        return self._exchanges.explain()
 
     def barrier(self) -> None:
         """Waits for all ranks that take part.

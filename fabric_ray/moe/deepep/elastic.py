@@ -11,20 +11,18 @@ from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument, Unsupported
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe.comm import Exchanges, comm_of
-from fabric_ray.moe.comm import ranks_per_node as nodes_of
 from fabric_ray.moe.deepep import normal, ways
-from fabric_ray.moe.deepep.elastic_lacks import ElasticLacks
-from fabric_ray.moe.deepep.event import EventOverlap, Streams, behind, captured
-from fabric_ray.moe.deepep.layout import EPHandle, slots_of
+from fabric_ray.moe.deepep.elastic_calls import ALIGNMENT, ElasticCalls
+from fabric_ray.moe.deepep.elastic_memory import Engram, Ring, Sessions
+from fabric_ray.moe.deepep.event import EventOverlap, Streams, behind
+from fabric_ray.moe.deepep.layout import EPHandle, by_columns, slots_of
 from fabric_ray.moe.deepep.parcels import Tokens, form_of, padded
-from fabric_ray.moe.deepep.sizes import MAX_TOPK, exchange_nbytes
-from fabric_ray.moe.rows import check_rows
-
-_ALIGNMENT = 2 << 20
-_ALIGNED_SCALES = 4
+from fabric_ray.moe.deepep.shared_calls import ranks_of_a_node, wait_for
+from fabric_ray.moe.deepep.sizes import MAX_TOPK, exchange_nbytes, up
+from fabric_ray.moe.rows import check_rows, check_statistics
 
 
-class ElasticBuffer(ElasticLacks):
+class ElasticBuffer(ElasticCalls):
     """One rank's calls in the names of DeepEP's second interface, over the transfer engine.
 
     All ranks make the same calls in the same order. What a call does is what :class:`Buffer`'s
@@ -38,7 +36,7 @@ class ElasticBuffer(ElasticLacks):
     Args:
         group: a ``torch.distributed`` group.
         num_bytes: taken; buffers are made for ``num_max_tokens_per_rank`` (see :meth:`explain`).
-        num_cpu_bytes: unsupported but 0.
+        num_cpu_bytes: likewise; entries of Engram lie in host memory as large as they are.
         num_max_tokens_per_rank: tokens of a rank at most, unless a dispatch says so: buffers are
             as large as the largest of these.
         hidden: taken, and so are ``num_topk``, ``use_fp8_dispatch``, ``deterministic``,
@@ -50,7 +48,7 @@ class ElasticBuffer(ElasticLacks):
         comm: as for :class:`Buffer`, and so are the others.
 
     Raises:
-        Unsupported: storage for Engram; one reduction over several nodes in hybrid mode.
+        Unsupported: one reduction over several nodes in hybrid mode.
     """
 
     def __init__(
@@ -78,8 +76,7 @@ class ElasticBuffer(ElasticLacks):
         launcher: Launcher | None = None,
         workers: int = 16,
     ) -> None:
-        if num_cpu_bytes:
-            self._no_engram()
+        super().__init__()
         found = comm_of(group, comm)
         self.group = group
         self.rank_idx, self.num_ranks = found.rank(), found.size()
@@ -90,11 +87,7 @@ class ElasticBuffer(ElasticLacks):
         self.allow_multiple_reduction = allow_multiple_reduction
         self.deterministic = deterministic
         self.explicitly_destroy = explicitly_destroy
-        per_node = nodes_of(found) if ranks_per_node is None else ranks_per_node
-        if per_node < 1 or self.num_ranks % per_node:
-            raise InvalidArgument(
-                f"{self.num_ranks} ranks are no whole number of nodes of {per_node}"
-            )
+        per_node = ranks_of_a_node(found, ranks_per_node)
         self.num_rdma_ranks, self.num_nvlink_ranks = self.num_ranks // per_node, per_node
         if not allow_hybrid_mode:
             per_node = self.num_ranks
@@ -135,9 +128,18 @@ class ElasticBuffer(ElasticLacks):
             row_nbytes=2 * hidden + (num_topk or MAX_TOPK) * 12,
             answer_nbytes=2 * hidden,
         )
-        return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return up(nbytes, ALIGNMENT)
 
-    def get_theoretical_num_sms(self, num_experts: int, num_topk: int, *_: Any, **__: Any) -> int:
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 200,
+        sm_write_gbs: float = 50,
+    ) -> int:
         """Thread blocks that move rows on a GPU; no tuning depends on it."""
         return self._workers
 
@@ -155,17 +157,6 @@ class ElasticBuffer(ElasticLacks):
 
     # Devices and ends
 
-    @staticmethod
-    def capture() -> EventOverlap:
-        """As :meth:`Buffer.capture`."""
-        return captured()
-
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """As :meth:`Buffer.get_comm_stream`; no call of this class runs there."""
-        if not torch.cuda.is_available():
-            raise Unsupported("there are no streams among host tensors; leave get_comm_stream out")
-        return self._streams.beside(torch.device("cuda", torch.cuda.current_device()))
-
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
     ) -> None:
@@ -178,14 +169,6 @@ class ElasticBuffer(ElasticLacks):
             torch.cuda.current_stream().synchronize()
         self._normal.gather(b"")
 
-    def gather(self, value: bytes) -> list[bytes]:
-        """Each rank's value of up to 506 bytes, by rank.
-
-        Raises:
-            PeerLost: a rank was lost.
-        """
-        return [one or b"" for one in self._normal.gather(value)]
-
     def check(self) -> None:
         """As :meth:`Buffer.check`.
 
@@ -194,17 +177,9 @@ class ElasticBuffer(ElasticLacks):
         """
         self._normal.check()
 
-    @property
-    def lost(self) -> dict[int, str]:
-        """Ranks that were given up, and why."""
-        return self._exchanges.masked
-
-    def explain(self) -> str:
-        """What buffers there are now, and what makes them as large as they are."""
-        return self._exchanges.explain()
-
     def destroy(self) -> None:
         """As :meth:`Buffer.destroy`."""
+        self._finish_memory(Engram, Ring, Sessions)
         self._exchanges.close()
 
     # Tokens
@@ -256,12 +231,12 @@ class ElasticBuffer(ElasticLacks):
             InvalidArgument: what doesn't fit, before tokens are sent.
             PeerLost: a rank was lost, then or before.
         """
-        _wait_for(previous_event, previous_event_before_epilogue)
+        wait_for(previous_event, previous_event_before_epilogue)
         stats = cumulative_local_expert_recv_stats
         tokens, scales = x if isinstance(x, tuple) else (x, None)
         experts = num_experts if handle is None else handle.num_experts
         if stats is not None and experts is not None:
-            _check_stats(stats, experts // self.num_ranks, tokens.device)
+            check_statistics(stats, experts // self.num_ranks, torch.int32, tokens.device)
         if handle is None:
             made, received, weights = self._first(
                 (tokens, scales),
@@ -292,7 +267,7 @@ class ElasticBuffer(ElasticLacks):
             if weights is not None:
                 weights = made.slots.expand_each(weights, made.num_expanded_tokens)
         if isinstance(received, tuple) and use_tma_aligned_col_major_sf:
-            received = (received[0], _by_columns(received[1]))
+            received = (received[0], by_columns(received[1]))
         # The handle's own is what later dispatches go by.
         idx = None if do_expand else made.recv_topk_idx.clone()
         return received, idx, weights, made, behind(tokens, async_with_compute_stream)
@@ -326,7 +301,7 @@ class ElasticBuffer(ElasticLacks):
                 before they are sent.
             PeerLost: a rank was lost, then or before.
         """
-        _wait_for(previous_event, previous_event_before_epilogue)
+        wait_for(previous_event, previous_event_before_epilogue)
         if handle.do_expand and not self.allow_multiple_reduction:
             raise Unsupported(
                 "a rank's slots are summed up and rounded before they are sent; "
@@ -336,12 +311,6 @@ class ElasticBuffer(ElasticLacks):
         check_rows(
             "answers", x, width=x.shape[-1], dtype=x.dtype, rows=rows, device=handle.topk_idx.device
         )
-        biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
-        shape = (handle.way.tokens, x.shape[1])
-        for one in biases:
-            ways.check_together(x.device, one)
-            if one.shape != shape:
-                raise InvalidArgument(f"bias is {tuple(one.shape)}; give {shape}")
         weights = topk_weights
         if weights is not None:
             wanted = (rows,) if handle.do_expand else (rows, handle.topk_idx.shape[1])
@@ -353,13 +322,10 @@ class ElasticBuffer(ElasticLacks):
         if handle.do_expand:
             x = handle.slots.fold(x)
             weights = None if weights is None else handle.slots.fold_each(weights)
-        dtype = x.dtype
-        sums = self._normal.receive(handle.way, x, torch.float32 if biases else None)
-        for one in biases:
-            sums += one.float()
+        sums = self._sums(handle.way, x, bias)
         if weights is not None:
             weights = self._normal.receive(handle.way, weights.contiguous())
-        return sums.to(dtype), weights, behind(x, async_with_compute_stream)
+        return sums, weights, behind(x, async_with_compute_stream)
 
     def _first(
         self,
@@ -464,27 +430,5 @@ def _check_handle(
             )
 
 
-def _check_stats(stats: Tensor, local: int, device: torch.device) -> None:
-    if stats.shape != (local,) or stats.dtype != torch.int32 or stats.device != device:
-        raise InvalidArgument(
-            f"statistics are {stats.dtype} {tuple(stats.shape)} on {stats.device}; give int32 "
-            f"[{local}] on {device}"
-        )
-
-
 def _each(tokens: Tokens, work: Any) -> Tokens:
     return (work(tokens[0]), work(tokens[1])) if isinstance(tokens, tuple) else work(tokens)
-
-
-def _by_columns(scales: Tensor) -> Tensor:
-    """The same, by columns that are aligned to 16 bytes."""
-    rows, width = scales.shape
-    stride = -(-rows // _ALIGNED_SCALES) * _ALIGNED_SCALES
-    out = torch.empty_strided((rows, width), (1, stride), dtype=scales.dtype, device=scales.device)
-    return out.copy_(scales)
-
-
-def _wait_for(*events: EventOverlap | None) -> None:
-    for event in events:
-        if event is not None:
-            event.current_stream_wait()

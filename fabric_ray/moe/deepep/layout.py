@@ -9,6 +9,8 @@ from torch import Tensor
 
 from fabric_ray.moe.deepep import ways
 
+ALIGNED_SCALES = 4
+
 
 @dataclass(frozen=True, eq=False)
 class Slots:
@@ -111,3 +113,11 @@ def slots_of(topk_idx: Tensor, local: int, alignment: int) -> Slots:
     number = torch.arange(len(there), dtype=torch.int64, device=experts.device)
     slots[there] = starts[expert] + number - before[expert]
     return Slots(counts, starts, slots.view(topk_idx.shape))
+
+
+def by_columns(scales: Tensor) -> Tensor:
+    """The same, by columns that are aligned to 16 bytes."""
+    rows, width = scales.shape
+    stride = -(-rows // ALIGNED_SCALES) * ALIGNED_SCALES
+    out = torch.empty_strided((rows, width), (1, stride), dtype=scales.dtype, device=scales.device)
+    return out.copy_(scales)

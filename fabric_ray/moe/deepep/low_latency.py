@@ -16,12 +16,11 @@ from fabric_ray.moe import cast
 from fabric_ray.moe.all_to_all import AllToAll
 from fabric_ray.moe.comm import Exchanges
 from fabric_ray.moe.deepep.event import keep
+from fabric_ray.moe.deepep.low_latency_form import BLOCK, Form, Statistics, check_tokens
+from fabric_ray.moe.deepep.parcels import Tokens
 from fabric_ray.moe.deepep.sizes import PRIVATE_ROWS
 from fabric_ray.moe.rows import check_rows
-from fabric_ray.moe.tokens import RowPart
 
-BLOCK = 128
-HOST = torch.device("cpu")
 ALIVE = 2
 """Dispatches whose routes lie ready, and hooks that may be waited for at a time."""
 
@@ -31,28 +30,6 @@ Handle: TypeAlias = tuple[Tensor, Tensor, int, int, int]
 bits, and how many they are; ``M``; hidden; experts."""
 _HANDLE = ("src_info", "layout_range", "num_max_dispatch_tokens_per_rank", "hidden", "num_experts")
 Hook: TypeAlias = Callable[[], None]
-
-
-@dataclass(frozen=True)
-class Form:
-    """What the exchanges of a shape are made for."""
-
-    max_tokens: int
-    hidden: int
-    experts: int
-    topk: int
-    scales: torch.dtype | None
-    """``None`` for tokens in bfloat16."""
-    device: torch.device = HOST
-    """What tokens lie on."""
-
-    @property
-    def parts(self) -> list[RowPart]:
-        origin = [RowPart("origin", 2, torch.int32)]
-        if self.scales is None:
-            return origin
-        words = cast.PACKED if self.scales == torch.int32 else 1
-        return [*origin, RowPart("scales", self.hidden // BLOCK // words, self.scales)]
 
 
 @dataclass
@@ -76,7 +53,7 @@ class Slot:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        return len(self.exchange.local_experts), self.rows, self.form.hidden
+        return len(self.exchange.local_experts), self.rows, self.form.width
 
 
 @dataclass(frozen=True)
@@ -87,6 +64,13 @@ class Received:
     scales: Tensor | None
     counts: Tensor
     handle: Handle
+
+    @property
+    def tokens(self) -> Tokens:
+        """As DeepEP gives them out: experts come last for tokens in four bits."""
+        if self.scales is None:
+            return self.x
+        return (self.x.permute(1, 2, 0) if self.x.dtype == torch.uint8 else self.x), self.scales
 
 
 class LowLatency:
@@ -104,27 +88,29 @@ class LowLatency:
         self._answers: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
 
     def dispatch(
-        self, x: Tensor, topk_idx: Tensor, form: Form, stats: Tensor | None, powers_of_two: bool
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        form: Form,
+        stats: Statistics,
+        *,
+        powers_of_two: bool = False,
+        global_scale: Tensor | None = None,
     ) -> tuple[Received, Hook]:
         """Sends; the hook receives."""
         check_tokens(x, topk_idx, form)
-        local = form.experts // self._exchanges.comm.size()
-        if stats is not None and (
-            stats.shape != (local,) or stats.dtype != torch.int32 or stats.device != form.device
-        ):
-            raise InvalidArgument(
-                f"statistics are {stats.dtype} {tuple(stats.shape)} on {stats.device}; give int32 "
-                f"[{local}] on {form.device}"
-            )
+        stats.check(self._exchanges.comm.size(), form, self._asynchronous(form))
         slot = self._next(form)
         self._join(slot)
         parts = {"origin": _origin(form, slot.exchange.rank, len(x))}
-        if form.scales is not None:
+        if form.four_bits and global_scale is not None:
+            x, parts["scales"] = cast.to_nvfp4(x, global_scale)
+        elif form.scales is not None:
             x, parts["scales"] = cast.to_fp8(
                 x, block=BLOCK, scales=form.scales, powers_of_two=powers_of_two
             )
         slot.exchange.dispatch_send(x, topk_idx, **parts)
-        received = _room(slot, x.dtype)
+        received = _room(slot)
         slot.handle = received.handle
         self._routes[received.handle[0]] = form, topk_idx.clone()
         slot.pending = "low_latency_dispatch"
@@ -139,8 +125,7 @@ class LowLatency:
                 keep(received.x, received.counts, *received.handle[:2])
                 if received.scales is not None:
                     keep(received.scales)
-                if stats is not None:
-                    stats.add_(received.counts)
+                stats.add(received.counts, slot.exchange)
 
         return received, hook
 
@@ -153,6 +138,7 @@ class LowLatency:
         *,
         zero_copy: bool,
         out: Tensor | None,
+        waits: Tensor | None = None,
     ) -> tuple[Tensor, Hook]:
         """Sends the experts' answers; the hook receives."""
         form, indices = self._routes_of(handle)
@@ -184,6 +170,8 @@ class LowLatency:
             x = self._filled(handle)
         if topk_weights.dtype != torch.float32:
             raise InvalidArgument(f"weights are {topk_weights.dtype}; give float32")
+        stats = Statistics(None, waits)
+        stats.check(self._exchanges.comm.size(), form, self._asynchronous(form))
         combined = _sums(out, len(indices), form)
         weights = torch.where(kept, topk_weights, 0.0)
         wanted = kept | (indices < 0)
@@ -198,6 +186,7 @@ class LowLatency:
                 slot.pending = slot.handle = None
                 self._exchanges.follow(slot.exchange)
                 slot.exchange.combine_recv(weights, out=combined, wanted=wanted)
+                stats.add(None, slot.exchange)
                 self._exchanges.check_whole()
                 keep(weights, wanted, combined)
 
@@ -212,7 +201,7 @@ class LowLatency:
         slot.exchange.dispatch_send(x, indices, **parts)
         slot.handle = handle
         self._phase[form] += 1
-        again = _room(slot, x.dtype)
+        again = _room(slot)
         _receive(slot, again)
         self._exchanges.check_whole()
         if not slot.exchange.asynchronous and not torch.equal(again.handle[1], handle[1]):
@@ -305,7 +294,8 @@ class LowLatency:
                 topk=form.topk,
                 hidden=form.hidden,
                 max_tokens=form.max_tokens,
-                dtype=torch.bfloat16 if form.scales is None else torch.float8_e4m3fn,
+                dtype=form.dtype,
+                token_width=form.width,
                 parts=form.parts,
                 private_rows=PRIVATE_ROWS,
                 device=form.device,
@@ -330,28 +320,6 @@ class LowLatency:
         return None
 
 
-def check_tokens(x: Tensor, topk_idx: Tensor, form: Form) -> None:
-    """Raises :class:`InvalidArgument` for what can't be dispatched."""
-    if x.ndim != 2 or x.dtype != torch.bfloat16:
-        raise InvalidArgument(
-            f"tokens are {x.dtype} {tuple(x.shape)}; give bfloat16 [tokens, hidden]"
-        )
-    if topk_idx.ndim != 2 or len(topk_idx) != len(x):
-        raise InvalidArgument(
-            f"indices are {tuple(topk_idx.shape)} for {len(x)} tokens; give one row for each"
-        )
-    if topk_idx.device != x.device:
-        raise InvalidArgument(
-            f"indices lie on {topk_idx.device}, tokens on {x.device}; move one of them"
-        )
-    words = cast.PACKED if form.scales == torch.int32 else 1
-    if form.scales is not None and form.hidden % (BLOCK * words):
-        raise InvalidArgument(
-            f"{form.hidden} elements of a token aren't blocks of {BLOCK}, {words} to a scale word; "
-            "use_fp8=False takes any"
-        )
-
-
 def _origin(form: Form, rank: int, tokens: int) -> Tensor:
     """Of each token its rank and number."""
     origin = torch.empty(tokens, 2, dtype=torch.int32, device=form.device)
@@ -363,31 +331,33 @@ def _origin(form: Form, rank: int, tokens: int) -> Tensor:
 
 def _nothing(form: Form, rank: int, tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Tokens of zeros, and what goes with them."""
-    dtype = torch.bfloat16 if form.scales is None else torch.float8_e4m3fn
     parts = {"origin": _origin(form, rank, tokens)}
     for part in form.parts[1:]:
         parts[part.name] = torch.zeros(tokens, part.width, dtype=part.dtype, device=form.device)
-    x = torch.zeros(tokens, form.hidden, dtype=torch.uint8, device=form.device)
-    return x.to(dtype), parts
+    x = torch.zeros(tokens, form.width, dtype=torch.uint8, device=form.device)
+    return x.to(form.dtype), parts
 
 
-def _room(slot: Slot, dtype: torch.dtype) -> Received:
-    experts, room, hidden = slot.shape
+def _room(slot: Slot) -> Received:
+    experts, room, _ = slot.shape
     form, where = slot.form, slot.form.device
     scales = None
     if form.scales is not None:
-        width = next(p.width for p in form.parts if p.name == "scales")
-        # DeepEP's scales lie by columns, as grouped GEMMs load them.
-        by_column = torch.empty(experts, width, room, dtype=form.scales, device=where)
-        scales = by_column.transpose(1, 2)
+        width = form.hidden // form.block
+        if form.four_bits:
+            scales = cast.scale_tiles(experts, room, width, form.scales, where)
+        else:
+            # DeepEP's scales lie by columns, as grouped GEMMs load them.
+            by_column = torch.empty(experts, width, room, dtype=form.scales, device=where)
+            scales = by_column.transpose(1, 2)
     handle = (
         torch.empty(experts, room, dtype=torch.int32, device=where),
         torch.zeros(experts, slot.exchange.ranks, dtype=torch.int64, device=where),
         form.max_tokens,
-        hidden,
+        form.hidden,
         form.experts,
     )
-    x = torch.empty(experts, room, hidden, dtype=dtype, device=where)
+    x = torch.empty(slot.shape, dtype=form.dtype, device=where)
     counts = torch.zeros(experts, dtype=torch.int32, device=where)
     return Received(x, scales, counts, handle)
 
@@ -396,7 +366,11 @@ def _receive(slot: Slot, received: Received) -> None:
     experts, room, _ = slot.shape
     got = slot.exchange.dispatch_recv(stride=room, x=received.x.flatten(0, 1))
     if received.scales is not None:
-        received.scales.copy_(got.parts["scales"].view(experts, room, -1))
+        scales = got.parts["scales"].view(experts, room, -1)
+        if slot.form.four_bits:
+            cast.fill_tiles(received.scales, scales)
+        else:
+            received.scales.copy_(scales)
     received.counts.copy_(got.counts)
     src_info, layout = received.handle[:2]
     origin = got.parts["origin"].view(experts, room, 2)

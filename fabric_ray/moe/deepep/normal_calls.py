@@ -7,19 +7,19 @@ from torch import Tensor
 
 from fabric_ray.errors import FabricError, InvalidArgument
 from fabric_ray.moe import rows
-from fabric_ray.moe.deepep import normal, ways
+from fabric_ray.moe.deepep import ways
 from fabric_ray.moe.deepep.event import EventOverlap, behind
 from fabric_ray.moe.deepep.parcels import Tokens, form_of, padded
+from fabric_ray.moe.deepep.shared_calls import SharedCalls, wait_for
 from fabric_ray.moe.deepep.sizes import Config
 from fabric_ray.moe.deepep.ways import Handle
 
 
-class NormalCalls:
+class NormalCalls(SharedCalls):
     """What :class:`Buffer` does of them."""
 
     rank: int
     group_size: int
-    _normal: normal.Normal
 
     def get_dispatch_layout(
         self,
@@ -36,7 +36,7 @@ class NormalCalls:
             one; for each expert ``[experts]``; whether each token goes to each rank, bool
             ``[tokens, ranks]``; an event.
         """
-        _wait_for(previous_event)
+        wait_for(previous_event)
         layout = ways.layout_of(topk_idx, num_experts, self.group_size)
         per_node = self._normal.ranks_per_node
         of_nodes = None
@@ -100,7 +100,7 @@ class NormalCalls:
                 num_worst_tokens, config, previous_event, async_finish, allocate_on_comm_stream,
             )  # fmt: skip
             return (received[0], received[1][:, 0]), *rest  # type: ignore[return-value]
-        _wait_for(previous_event)
+        wait_for(previous_event)
         if handle is not None:
             handle = Handle.of(handle)
             ways.check_together(tokens.device, handle.ranks_of, scales)
@@ -190,19 +190,13 @@ class NormalCalls:
             ``[tokens, hidden]``, added up in float32 and rounded once, but on several nodes each
             node's sum is rounded to the type of ``x`` as well; the weights or ``None``; an event.
         """
-        _wait_for(previous_event)
+        wait_for(previous_event)
         handle = Handle.of(handle, 0 if topk_weights is None else topk_weights.shape[-1])
         where = x.device
         ways.check_together(where, handle.ranks_of)
         rows.check_rows(
             "answers", x, width=x.shape[-1], dtype=x.dtype, rows=handle.rows, device=where
         )
-        biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
-        for one in biases:
-            ways.check_together(where, one)
-            if one.shape != (handle.tokens, x.shape[1]):
-                shape = (handle.tokens, x.shape[1])
-                raise InvalidArgument(f"bias is {tuple(one.shape)}; give {shape}")
         if topk_weights is not None:
             rows.check_rows(
                 "weights",
@@ -212,13 +206,10 @@ class NormalCalls:
                 rows=handle.rows,
                 device=where,
             )
-        sums = self._normal.receive(handle, x, torch.float32 if biases else None)
-        for one in biases:
-            sums += one.float()
-        weights = None
+        sums, weights = self._sums(handle, x, bias), None
         if topk_weights is not None:
             weights = self._normal.receive(handle, topk_weights)
-        return sums.to(x.dtype), weights, self._behind(x, async_finish)
+        return sums, weights, self._behind(x, async_finish)
 
     def _given_up(self) -> list[int]:
         """Ranks that take no part any more."""
@@ -227,8 +218,3 @@ class NormalCalls:
     def _behind(self, tensor: Tensor, asynchronous: bool) -> EventOverlap:
         """An event behind what made the tensor."""
         return behind(tensor, asynchronous).naming(self._given_up)
-
-
-def _wait_for(event: EventOverlap | None) -> None:
-    if event is not None:
-        event.current_stream_wait()

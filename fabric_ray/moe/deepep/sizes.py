@@ -16,7 +16,8 @@ _BLOCK = 64
 _AREAS = 7
 
 
-def _up(n: int, multiple: int) -> int:
+def up(n: int, multiple: int) -> int:
+    """The least multiple that isn't below ``n``."""
     return -(-n // multiple) * multiple
 
 
@@ -25,9 +26,9 @@ def exchange_nbytes(
 ) -> int:
     """An upper bound of the bytes of one rank's exchange, less than 32 KiB above them."""
     local = experts // ranks
-    row, answer = _up(row_nbytes, _ALIGN), _up(answer_nbytes, _ALIGN)
+    row, answer = up(row_nbytes, _ALIGN), up(answer_nbytes, _ALIGN)
     pair = max_tokens * min(topk, local)
-    routes = 2 * ranks * (_up((4 + local) * 4, _BLOCK) + _BLOCK)
+    routes = 2 * ranks * (up((4 + local) * 4, _BLOCK) + _BLOCK)
     private = ranks * min(PRIVATE_ROWS, pair) * row
     places = ranks * pair + max_tokens * topk
     return routes + private + places * max(row, answer) + _AREAS * _PAGE
@@ -68,7 +69,7 @@ class Config:
                 f"chunks over NVLink: {self.num_max_nvl_chunked_send_tokens} tokens are sent and "
                 f"{self.num_max_nvl_chunked_recv_tokens} received; send at least 1, receive more"
             )
-        received = _up(self.num_max_rdma_chunked_recv_tokens, max(sent, 1))
+        received = up(self.num_max_rdma_chunked_recv_tokens, max(sent, 1))
         if sent < 1 or 2 * sent > received:
             raise InvalidArgument(
                 f"chunks over RDMA: {sent} tokens are sent and {received} received; send at least "

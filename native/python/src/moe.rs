@@ -242,6 +242,13 @@ impl MoeExchange {
         py.detach(|| self.0.left_out())
     }
 
+    /// Nanoseconds that the last receiving call waited for each rank.
+    #[getter]
+    fn wait_times(&self) -> Vec<u64> {
+        let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        self.0.wait_times().into_iter().map(nanos).collect()
+    }
+
     /// The memory areas of a rank of such an exchange: purpose, content, bytes.
     #[getter]
     fn areas(&self) -> Vec<(&'static str, String, u64)> {

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from fabric_ray import errors
 from fabric_ray.compat import shim_path
 from fabric_ray.errors import InvalidArgument
 
@@ -17,6 +19,9 @@ ROOT = Path(__file__).parents[3]
 PROGRAM = """
 from deep_ep import Buffer, Config, ElasticBuffer, EPHandle, EventHandle, EventOverlap, topk_idx_t
 from deep_ep import HybridEPBuffer
+# UCCL-EP's, which has the name deep_ep too.
+from deep_ep import check_nvlink_connections, destroy_uccl, initialize_uccl
+destroy_uccl(*initialize_uccl(None, 0, 0, 1, None))
 from deep_ep.utils import EventHandle as Handle, EventOverlap as Overlap
 from deep_ep.utils.event import EventOverlap as Again
 from deep_ep.buffer import Buffer as Legacy
@@ -59,3 +64,23 @@ def test_an_installed_one_is_not_replaced(tmp_path: Path, monkeypatch: pytest.Mo
         shim_path("deep_ep")
     with pytest.raises(InvalidArgument, match="deep_ep or mooncake or nixl"):
         shim_path("nvshmem")
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_callers_catch_errors_as_those_of_native_layers(name: str) -> None:
+    """pybind11 makes ``RuntimeError`` of DeepEP's and NIXL-EP's exceptions, and pplx-garden raises
+    it itself."""
+    kind = getattr(errors, name)
+    error = kind("what failed", peer="rank 1")
+    for one in (error, pickle.loads(pickle.dumps(error))):
+        assert isinstance(one, RuntimeError)
+        assert str(one) == "what failed"
+
+
+def test_errors_keep_the_classes_of_python() -> None:
+    lost = errors.PeerLost("what failed", peer="rank 1", errno=104)
+    assert (lost.errno, lost.peer) == (104, "rank 1")
+    assert isinstance(lost, ConnectionError)
+    # As DeepEP raises without a group.
+    assert issubclass(errors.InvalidArgument, ValueError)
+    assert issubclass(errors.Unsupported, NotImplementedError)

@@ -336,3 +336,20 @@ def test_rs_4_a_rank_that_dies_before_the_first_call_of_a_shape_is_left_out(rank
         engine.close()
 
     on_ranks(ranks, work)
+
+
+@on_all_ranks(2)
+def test_uccls_calls_are_taken(comm: ThreadComm) -> None:
+    with pytest.raises(ValueError, match="nodes have 1 of 2 ranks"):
+        Buffer(None, comm=comm, is_intranode=True, ranks_per_node=1)
+    buffer = Buffer(
+        None, low_latency_mode=True, explicitly_destroy=True, is_intranode=True, comm=comm
+    )
+    buffer.connect_atomic_buffer(None)
+    x, idx, w = batch(buffer.rank, M, EXPERTS, TOPK, HIDDEN)
+    for _ in range(2):
+        recv, counts, handle, _, _ = buffer.low_latency_dispatch(x, idx, M, EXPERTS, use_fp8=False)
+        sums, _, _ = buffer.low_latency_combine(experts(buffer, recv, counts), idx, w, handle)
+        assert torch.equal(sums, unsharded(x, idx, w))
+        buffer.reset_rdma_buffer()
+    buffer.destroy()

@@ -225,12 +225,8 @@ def test_what_a_caller_does_to_results_changes_no_handle(comm: ThreadComm) -> No
 @on_all_ranks(2)
 def test_what_does_not_fit_and_what_there_is_not_is_said(comm: ThreadComm) -> None:
     invalid, unsupported = errors.InvalidArgument, errors.Unsupported
-    for words, options in [
-        ("Engram", {"num_cpu_bytes": 4096}),
-        ("nodes are rounded", {"allow_multiple_reduction": False, "ranks_per_node": 1}),
-    ]:
-        with pytest.raises(unsupported, match=words):
-            ElasticBuffer(comm=comm, **options)
+    with pytest.raises(unsupported, match="nodes are rounded"):
+        ElasticBuffer(comm=comm, allow_multiple_reduction=False, ranks_per_node=1)
     once = ElasticBuffer(
         comm=comm, num_max_tokens_per_rank=M, allow_multiple_reduction=False,
         allow_hybrid_mode=False, ranks_per_node=1,
@@ -247,7 +243,7 @@ def test_what_does_not_fit_and_what_there_is_not_is_said(comm: ThreadComm) -> No
         ("send fewer", lambda: once.dispatch(x, **given, num_max_tokens_per_rank=len(x) - 1)),
         *(
             (
-                r"give int32 \[4\]",
+                r"give torch.int32 \[4\]",
                 lambda stats=stats: once.dispatch(
                     x, **given, cumulative_local_expert_recv_stats=stats
                 ),
@@ -268,9 +264,6 @@ def test_what_does_not_fit_and_what_there_is_not_is_said(comm: ThreadComm) -> No
     ]:
         with pytest.raises(invalid, match=words):
             call()
-    for name in ("engram_write", "pp_send", "all_gather", "create_agrs_session"):
-        with pytest.raises(unsupported, match="here"):
-            getattr(once, name)()
     once.destroy()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -115,6 +116,56 @@ def test_scales_are_those_of_the_cast_by_columns(kind: str) -> None:
     on_ranks(ranks, work)
 
 
+@pytest.mark.parametrize("hidden", [64, 48])
+def test_four_bits_come_packed_with_their_scales_in_tiles(hidden: int) -> None:
+    ranks, local = 2, EXPERTS // 2
+
+    def work(comm: ThreadComm) -> None:
+        buffer = low_latency(comm)
+        batches = [batch(r, M - r, EXPERTS, TOPK, hidden) for r in range(ranks)]
+        x, idx, w = batches[buffer.rank]
+        # What callers give beside fp8 has no effect there.
+        buffer.low_latency_dispatch(x, idx, M, EXPERTS, use_fp8=False, x_global_scale=w[0])
+        scale = torch.tensor(448 * 6 / 5.0)
+        (recv, tiles), counts, handle, _, hook = buffer.low_latency_dispatch(
+            x, idx, M, EXPERTS, use_fp8=False, use_nvfp4=True, x_global_scale=scale,
+            return_recv_hook=True,
+        )  # fmt: skip
+        assert hook is not None
+        hook()
+        assert (recv.dtype, tiles.dtype) == (torch.uint8, torch.float8_e4m3fn)
+        assert recv.shape == (M * ranks, hidden // 2, local)
+        assert recv.permute(2, 0, 1).is_contiguous()
+        assert tiles.shape == (32, 4, 1, 4, 1, local)
+        assert tiles.permute(5, 2, 4, 0, 1, 3).is_contiguous()
+        back = torch.full((local, M * ranks, hidden), float("nan"))
+        for expert_here in range(local):
+            for row in range(int(counts[expert_here])):
+                token = recv[row, :, expert_here]
+                scales = tiles[row % 32, row // 32, 0, :, 0, expert_here][: hidden // 16]
+                back[expert_here, row] = four_bits(token, scales, scale)
+        assert handle[2:] == (M, hidden, EXPERTS)
+        y = answers(buffer, back.to(torch.bfloat16), counts)
+        sums, _, _ = buffer.low_latency_combine(y, idx, w, handle)
+        packed, scales = cast.to_nvfp4(x, scale)
+        seen = torch.stack([four_bits(*one, scale) for one in zip(packed, scales, strict=True)])
+        assert torch.equal(sums, unsharded(seen.to(torch.bfloat16), idx, w))
+        # Routes are made again with tokens of the same form.
+        again, _, _ = buffer.low_latency_combine(y, idx, w, handle)
+        assert torch.equal(sums, again)
+        buffer.destroy()
+
+    on_ranks(ranks, work)
+
+
+def four_bits(token: torch.Tensor, scales: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The values of a token: 16 to a scale, the first of two in the lower half of a byte."""
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    nibbles = torch.stack([token & 15, token >> 4], 1).flatten().to(torch.int64)
+    values = table[nibbles & 7] * torch.where(nibbles & 8 != 0, -1.0, 1.0)
+    return (values.view(-1, 16) * scales.float()[:, None] / scale).flatten()
+
+
 @on_all_ranks(2)
 def test_two_batches_overlap_by_their_hooks(comm: ThreadComm) -> None:
     buffer = low_latency(comm)
@@ -139,6 +190,49 @@ def test_two_batches_overlap_by_their_hooks(comm: ThreadComm) -> None:
             assert torch.equal(sums, unsharded(x, idx, w))
         assert torch.equal(stats - before, sent[0][1] + sent[1][1])
     buffer.destroy()
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_waits_are_counted_for_the_rank_that_is_late(hooks: bool) -> None:
+    ranks, late, seconds = 3, 1, 0.4
+
+    def work(comm: ThreadComm) -> None:
+        buffer = low_latency(comm)
+        x, idx, w = batch(buffer.rank, M, 6, TOPK, 16)
+        dispatched, combined = torch.zeros(2, ranks, dtype=torch.int64)
+        for turn in range(2):
+            before = dispatched.clone(), combined.clone()
+            if turn and buffer.rank == late:
+                time.sleep(seconds)
+            recv, counts, handle, _, hook = buffer.low_latency_dispatch(
+                x, idx, M, 6, use_fp8=False, return_recv_hook=hooks,
+                dispatch_wait_recv_cost_stats=dispatched,
+            )  # fmt: skip
+            if hook is not None:
+                # What has arrived when the hook is called was not waited for.
+                time.sleep(2 * seconds)
+                hook()
+            y = answers(buffer, recv, counts)
+            if turn and buffer.rank == late:
+                time.sleep(seconds)
+            buffer.low_latency_combine(y, idx, w, handle, combine_wait_recv_cost_stats=combined)
+            comm.all_gather(b"")
+        if buffer.rank != late:
+            [dispatch_s, combine_s] = (
+                (now - then).double() / 1e9
+                for now, then in zip((dispatched, combined), before, strict=True)
+            )
+            assert 0.75 * seconds < combine_s[late] < 20 * seconds
+            assert combine_s[buffer.rank] == 0
+            assert combine_s.argmax() == late
+            if hooks:
+                assert dispatch_s[late] < 0.75 * seconds
+            else:
+                assert 0.75 * seconds < dispatch_s[late] < 20 * seconds
+                assert dispatch_s.argmax() == late
+        buffer.destroy()
+
+    on_ranks(ranks, work)
 
 
 @on_all_ranks(2)
@@ -172,8 +266,12 @@ def test_what_is_wrong_or_not_here_is_named_before_anything_is_sent() -> None:
             (invalid, "blocks of 128", {}),
             (invalid, "goes with", {"use_ue8m0": True}),
             (invalid, "exclude", {**bf16, "async_finish": True, "return_recv_hook": True}),
-            (unsupported, "measured", {**bf16, "dispatch_wait_recv_cost_stats": waits}),
-            (unsupported, "nvfp4", {**bf16, "use_nvfp4": True, "x_global_scale": x.sum()}),
+            (invalid, "statistics", {**bf16, "dispatch_wait_recv_cost_stats": waits.int()}),
+            (invalid, "x_global_scale", {**bf16, "use_nvfp4": True}),
+            (invalid, "use_fp8=False", {"use_nvfp4": True, "x_global_scale": x.sum().float()}),
+            (invalid, "float32", {**bf16, "use_nvfp4": True, "x_global_scale": x.sum()}),
+            (unsupported, "topk_weights", {**bf16, "topk_weights": w}),
+            (unsupported, "e4m3", {**bf16, "use_nvfp4": True, "use_ue8m0_for_sf": True}),
             (invalid, "statistics", {**bf16, "cumulative_local_expert_recv_stats": waits}),
         ]:
             with pytest.raises(error, match=words):
@@ -200,7 +298,12 @@ def test_what_is_wrong_or_not_here_is_named_before_anything_is_sent() -> None:
                 (recv, idx, w, handle),
                 {"use_logfmt": True, "zero_copy": True},
             ),
-            (unsupported, "wait", (recv, idx, w, handle), {"combine_wait_recv_cost_stats": waits}),
+            (
+                invalid,
+                "statistics",
+                (recv, idx, w, handle),
+                {"combine_wait_recv_cost_stats": waits.repeat(2)},
+            ),
             (invalid, "zero_copy", (recv, idx, w, handle), {"zero_copy": True}),
             (invalid, "same topk_idx", (recv, other, w, handle), {}),
             (invalid, "float32", (recv, idx, w.double(), handle), {}),

@@ -184,11 +184,26 @@ FORMS: list[dict[str, Any]] = [
     {"use_fp8": False},
     {"use_fp8": True},
     {"use_fp8": True, "round_scale": True, "use_ue8m0": True},
+    {"use_fp8": False, "use_nvfp4": True, "x_global_scale": torch.tensor(448 * 6 / 5.0)},
 ]
 
 
+def by_expert(recv: Any) -> tuple[Tensor, ...]:
+    """Tokens and scales ``[experts, rows, ...]``; four bits come with experts last."""
+    if not isinstance(recv, tuple) or recv[0].dtype != torch.uint8:
+        return recv if isinstance(recv, tuple) else (recv,)
+    x, tiles = recv[0].permute(2, 0, 1), recv[1].permute(5, 2, 1, 0, 4, 3)
+    return x, tiles.reshape(len(x), -1, HIDDEN // 16)[:, : x.shape[1]]
+
+
 def answers(rank: int, recv: Any) -> Tensor:
-    x = cast.back(*recv) if isinstance(recv, tuple) else recv
+    x, *scales = by_expert(recv)
+    if x.dtype == torch.uint8:
+        # Any function of all bits will do.
+        x = (x.float() * scales[0].float().repeat_interleave(8, 2)).repeat_interleave(2, 2)
+        x = x.to(torch.bfloat16)
+    elif scales:
+        x = cast.back(x, *scales)
     return torch.stack([expert(len(x) * rank + i, part) for i, part in enumerate(x)])
 
 
@@ -220,7 +235,7 @@ def low_latency(
                 if out[2] is not None:
                     out[2]()
                 found += [out[0], counts, handle[1]]
-                tensors = recv if isinstance(recv, tuple) else (recv,)
+                tensors = by_expert(recv)
                 for expert_of, n in enumerate(counts.tolist()):
                     found += [
                         t[expert_of, :n]
@@ -237,7 +252,7 @@ def low_latency(
 
 
 @pytest.mark.parametrize("hooks", [False, True])
-@pytest.mark.parametrize("form", FORMS, ids=["bf16", "fp8", "ue8m0"])
+@pytest.mark.parametrize("form", FORMS, ids=["bf16", "fp8", "ue8m0", "nvfp4"])
 @pytest.mark.parametrize("kernels", KERNELS, ids=str)
 def test_deepep_calls_return_what_they_do_on_the_host(
     host: Host, kernels: tuple[bool, ...], form: dict[str, Any], hooks: bool

@@ -132,8 +132,10 @@ def test_high_throughput_calls_are_deepeps() -> None:
         buffer.connect_ranks([0, 1])
         x, idx, w = batch(rank, M, 4, TOPK, HIDDEN)
         per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 4)
+        with pytest.raises(errors.Unsupported, match="use_nvfp4"):
+            buffer.low_latency_dispatch(x, idx, M, use_nvfp4=True)
         recv, *_, handle, _ = buffer.ht_dispatch(
-            x, None, per_rank, None, in_rank, per_expert, idx, w
+            x, None, per_rank, None, in_rank, per_expert, idx, w, 1, Buffer.get_dispatch_config(2)
         )
         sums, _, _ = buffer.ht_combine(recv, handle)
         assert torch.equal(sums, (x * in_rank.sum(1, keepdim=True)).to(x.dtype))

@@ -56,6 +56,23 @@ pub fn read_routes(
     Ok(RoutesBlock { counts: counts.to_vec(), rows, first, number: head[3] })
 }
 
+/// Checks the number of the exchange that a peer reports. A new process has none and takes the
+/// first one reported. All must be equal, or rows of different exchanges would mix (RS-1).
+///
+/// # Errors
+/// The numbers differ.
+pub fn agreed_number(own: u32, reported: u32, first: bool) -> Result<u32, String> {
+    match (own, reported) {
+        (0, any) => Ok(any),
+        (known, 0) if first => Ok(known),
+        (known, same) if known == same => Ok(known),
+        _ => Err(format!(
+            "it is in exchange {reported}, and this rank in {own}; have all ranks admit a new process \
+             between the same two exchanges"
+        )),
+    }
+}
+
 /// The words of a slot offer.
 pub fn slot_offer_words(exchange: u32, place: u64, rows: u64) -> Vec<u32> {
     vec![exchange, place as u32, rows as u32, 0]

@@ -13,6 +13,7 @@ mod link;
 mod outcomes;
 mod rows;
 mod state;
+mod wait_times;
 
 use std::{
     fmt,
@@ -223,6 +224,7 @@ impl AllToAll {
     /// As [`AllToAll::arriving`], waiting for the routes.
     pub fn wait_arriving(&self, order: Order) -> Result<Dispatched> {
         let _caller = self.enter()?;
+        self.inner.state.lock().wait_times.begin();
         loop {
             if let Some(placing) = self.inner.place(order)? {
                 return Ok(placing);
@@ -273,6 +275,12 @@ impl AllToAll {
         self.inner.answer(answers)
     }
 
+    /// How long the last receiving call waited for each rank: from its beginning to the rank's last
+    /// message.
+    pub fn wait_times(&self) -> Vec<Duration> {
+        self.inner.state.lock().wait_times.by_rank().to_vec()
+    }
+
     /// Whether all answers have arrived.
     pub fn answered(&self) -> bool {
         let state = self.inner.state.lock();
@@ -293,6 +301,7 @@ impl AllToAll {
             return Err(state.phase.refuse("combine_answers"));
         }
         inner.shape.check_answer_buffer(out, state.routes.row_of.len() as u64)?;
+        state.wait_times.begin();
         inner.wait(&mut state, Condition::Answers)?;
         let routes = Arc::clone(&state.routes);
         let missing = state.missing();
@@ -321,6 +330,7 @@ impl AllToAll {
         let tokens = state.routes.tokens;
         inner.shape.check_sums(out, float, tokens)?;
         inner.shape.check_weights(weights, tokens)?;
+        state.wait_times.begin();
         inner.wait(&mut state, Condition::Answers)?;
         let routes = Arc::clone(&state.routes);
         let missing = state.missing();

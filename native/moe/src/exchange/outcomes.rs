@@ -98,6 +98,7 @@ impl Inner {
         };
         let end = end.map_err(|e| state.loss_cause(endpoint.rank, &e)).and_then(|()| match what {
             Operation::Arrival(kind) => {
+                state.wait_times.on_message(endpoint.rank, kind, state.phase);
                 let words = self.words(endpoint.rank, kind);
                 state.on_message(endpoint.rank, kind, &words, actions)
             }

@@ -12,13 +12,14 @@ use std::sync::Arc;
 
 use super::{
     actions::{Action, RemoteWrite, WritePurpose},
-    blocks::{read_routes, read_slot_offer, routes_words, slot_offer_words},
+    blocks::{agreed_number, read_routes, read_slot_offer, routes_words, slot_offer_words},
     conditions::Condition,
     device::Device,
     link::{
         Answer, Chunk, ExportedRegions, InboundState, MessageKind, OutboundState, PeerEndpoint,
         PeerLink, RowBatch,
     },
+    wait_times::WaitTimes,
     Inner,
 };
 use crate::{
@@ -84,6 +85,7 @@ pub struct ExchangeState {
     pub waiting: Vec<u32>,
     /// The next free row of the shared buffer.
     pub next_place: u64,
+    pub wait_times: WaitTimes,
     /// A heartbeat is scheduled.
     pub heartbeat_scheduled: bool,
     /// The exchange was closed.
@@ -121,6 +123,7 @@ impl ExchangeState {
             cursor: Cursor::default(),
             waiting: Vec::new(),
             next_place: 0,
+            wait_times: WaitTimes::default(),
             heartbeat_scheduled: false,
             left: false,
             departures_expected: false,
@@ -180,6 +183,7 @@ impl ExchangeState {
     /// A new exchange begins.
     pub fn begin(&mut self, routes: Arc<Routes>, actions: &mut Vec<Action>) {
         self.phase = Phase::Dispatched;
+        self.wait_times.reset(self.shape.ranks);
         self.routes = routes;
         self.placing = None;
         self.fenced = false;
@@ -223,6 +227,7 @@ impl ExchangeState {
     /// Begins this rank's answers, and expects those to its own rows.
     pub fn begin_answers(&mut self, actions: &mut Vec<Action>) {
         self.phase = Phase::Answering;
+        self.wait_times.reset(self.shape.ranks);
         self.start_heartbeat(actions);
         let room = self.shape.shared_rows();
         for link in self.links.iter_mut().flatten() {
@@ -341,7 +346,7 @@ impl ExchangeState {
         match kind {
             MessageKind::Routes => {
                 let block = read_routes(&shape, (link.exchanges, link.combines), words)?;
-                let number = agree(number, block.number, link.exchanges == 1)?;
+                let number = agreed_number(number, block.number, link.exchanges == 1)?;
                 (link.inbound.rows, link.inbound.first) = (block.rows, block.first);
                 link.inbound.counts = Some(block.counts);
                 let private = shape.private_rows().min(link.inbound.rows);
@@ -493,22 +498,5 @@ impl ExchangeState {
             self.revoking.push(rank);
             actions.push(Action::Revoke { rank, memory });
         }
-    }
-}
-
-/// Checks the number of the exchange that a peer reports. A new process has none and takes the
-/// first one reported. All must be equal, or rows of different exchanges would mix (RS-1).
-///
-/// # Errors
-/// The numbers differ.
-fn agree(own: u32, reported: u32, first: bool) -> Result<u32, String> {
-    match (own, reported) {
-        (0, any) => Ok(any),
-        (known, 0) if first => Ok(known),
-        (known, same) if known == same => Ok(known),
-        _ => Err(format!(
-            "it is in exchange {reported}, and this rank in {own}; have all ranks admit a new process \
-             between the same two exchanges"
-        )),
     }
 }

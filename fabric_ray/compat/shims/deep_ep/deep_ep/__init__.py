@@ -15,6 +15,8 @@ from fabric_ray.moe.deepep import (  # noqa: E402
     topk_idx_t,
 )
 
+from .utils import check_nvlink_connections, destroy_uccl, initialize_uccl  # noqa: E402
+
 __all__ = [
     "Buffer",
     "Config",
@@ -23,5 +25,8 @@ __all__ = [
     "EventHandle",
     "EventOverlap",
     "HybridEPBuffer",
+    "check_nvlink_connections",
+    "destroy_uccl",
+    "initialize_uccl",
     "topk_idx_t",
 ]
