@@ -10,26 +10,15 @@ from the state before it. So a prefiller of such a model computes a prompt witho
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fabric_ray.errors import InvalidArgument
+from fabric_ray.integrations.vllm_kv_states import State, state_of
 
 Tables = Sequence[Sequence[int]]
 """vLLM's blocks of a request: of each group, those of its tokens in order."""
-
-
-@dataclass(frozen=True)
-class State:
-    """The state of a recurrent layer."""
-
-    content: str
-    """What is in it: ends whose states differ don't fit."""
-    nbytes: int
-    is_replicated: bool
-    """Whether each tensor parallel rank has the whole of it."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +90,7 @@ def layer_groups(config: Any, caches: Any) -> tuple[LayerGroup, ...]:
         for name, spec in specs.items():
             _check(name, spec, group, caches)
         windows = {_window(spec, caches) for spec in specs.values()}
-        states = {name: _state(spec) for name, spec in specs.items() if _is_state(spec, caches)}
+        states = {name: state_of(spec) for name, spec in specs.items() if _is_state(spec, caches)}
         if states and len(states) != len(specs):
             raise InvalidArgument(
                 f"layers {', '.join(specs)} share blocks, and only some of them have states; serve "
@@ -214,18 +203,6 @@ def _is_indexer(spec: Any) -> bool:
 
 def _is_state(spec: Any, caches: Any) -> bool:
     return type(spec) is caches.MambaSpec
-
-
-def _state(spec: Any) -> State:
-    parts = zip(spec.shapes, spec.dtypes, strict=True)
-    tensors = ", ".join(f"{list(shape)} {dtype}" for shape, dtype in parts)
-    return State(
-        content=f"{getattr(spec.mamba_type, 'name', spec.mamba_type)}: {tensors}",
-        nbytes=sum(
-            math.prod(s) * d.itemsize for s, d in zip(spec.shapes, spec.dtypes, strict=True)
-        ),
-        is_replicated=getattr(spec, "tp_replicated", False),
-    )
 
 
 def _window(spec: Any, caches: Any) -> int | None:

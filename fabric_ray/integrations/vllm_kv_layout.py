@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.integrations.vllm_kv_groups import LayerGroup, State, Tables
+from fabric_ray.integrations.vllm_kv_groups import LayerGroup, Tables
 from fabric_ray.integrations.vllm_kv_probe import PageForm
+from fabric_ray.integrations.vllm_kv_states import State
 from fabric_ray.kvcache import CacheGroup, CacheLayout, CacheTensor, Place
 from fabric_ray.tensors import check_memory
 
@@ -139,9 +140,9 @@ def worker_cache(
         t = tensors[names[0]]
         lie = tuple(places[name] for name in names)
         if of.is_state:
-            tensor = _state(t, of.states[names[0]], shards, lie)
+            parts = tuple(_states(t, of.states[names[0]], shards.ranks, lie))
         else:
-            tensor = _tensor(t, form(names[0]), shards, lie)
+            parts = (_tensor(t, form(names[0]), shards, lie),)
         window = "" if of.window is None else f", sliding window of {of.window}"
         order += [(alike.numbers[name], len(described), name) for name in names]
         described.append(
@@ -150,7 +151,7 @@ def worker_cache(
                 layers=tuple(alike.numbers[name] for name in names),
                 page_tokens=t.shape[2],
                 pages=t.shape[0],
-                tensors=(tensor,),
+                tensors=parts,
                 # Of the tokens before the next one, that sees itself too.
                 window=of.look_back,
                 is_state=of.is_state,
@@ -265,21 +266,22 @@ def _tensor(
     )
 
 
-def _state(t: torch.Tensor, state: State, shards: Shards, places: tuple[Place, ...]) -> CacheTensor:
-    """A state moves whole, and between as many ranks only: how its rows are divided isn't known."""
-    ranks = 1 if state.is_replicated else shards.ranks
-    return CacheTensor(
-        name=f"state, {state.content}, of {ranks} ranks",
-        heads=ranks,
-        first_head=0,
-        held_heads=1,
-        width=state.nbytes,
-        dtype="uint8",
-        page_stride=t.stride(0) * t.element_size(),
-        head_stride=0,
-        token_stride=0,
-        places=places,
-    )
+def _states(
+    t: torch.Tensor, state: State, ranks: int, places: tuple[Place, ...]
+) -> Iterator[CacheTensor]:
+    for part, divided in state.divided(ranks):
+        yield CacheTensor(
+            name=f"state, {part.name}",
+            heads=part.heads * divided,
+            first_head=0,
+            held_heads=part.heads,
+            width=part.width,
+            dtype="uint8",
+            page_stride=t.stride(0) * t.element_size(),
+            head_stride=part.width,
+            token_stride=0,
+            places=tuple(Place(place.buffer, place.offset + part.offset) for place in places),
+        )
 
 
 def _check(name: str, tensor: torch.Tensor, group: LayerGroup) -> None:
@@ -336,9 +338,12 @@ def _place(tensor: torch.Tensor, buffers: list[torch.Tensor]) -> Place:
 def _of_rank(layout: CacheLayout, rank: int, ranks: int) -> CacheLayout:
     groups = []
     for group in layout.groups:
-        (tensor,) = group.tensors
-        parts = tensor.heads // tensor.held_heads
-        first = rank * parts // ranks * tensor.held_heads
-        held = msgspec.structs.replace(tensor, first_head=first)
-        groups.append(msgspec.structs.replace(group, tensors=(held,)))
+        held = tuple(_held(tensor, rank, ranks) for tensor in group.tensors)
+        groups.append(msgspec.structs.replace(group, tensors=held))
     return msgspec.structs.replace(layout, groups=tuple(groups))
+
+
+def _held(tensor: CacheTensor, rank: int, ranks: int) -> CacheTensor:
+    parts = tensor.heads // tensor.held_heads
+    first = rank * parts // ranks * tensor.held_heads
+    return msgspec.structs.replace(tensor, first_head=first)

@@ -57,7 +57,6 @@ MOVED: dict[str, Moved] = {
         "states beside full attention",
         "Qwen3-Next, Nemotron-H, Jamba, LFM2",
         "test_states.py",
-        refused=("tp 1 to 2", "tp 4 to 2"),
     ),
     "drafts": Moved(
         "a draft model's layers, EAGLE's, MTP's",

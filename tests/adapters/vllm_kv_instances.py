@@ -32,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
@@ -57,8 +58,8 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from tests.kv_pages import attention, by_rows, latent
 
 LAYERS, HEADS, HEAD, LATENT = 3, 4, 8, 24
-STATE = 16
-"""Elements of a state, of a rank."""
+CONV, KEYS = 3, 2
+"""Rows of the last inputs of a recurrent layer's convolution, and elements of a key of its heads."""
 
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -164,12 +165,19 @@ def value(token: int, place: int, layer: int, head: int) -> float:
     return float(token + 1000 * place + 600_000 * layer + 2_000_000 * head)
 
 
-def state(tokens: Sequence[int], layer: int, rank: int) -> float:
-    """What a recurrent layer's state is after these tokens."""
+def state(tokens: Sequence[int], layer: int, heads: range) -> torch.Tensor:
+    """What a gated delta net's state is after these tokens: of each row of its convolution the
+    queries, keys and values of the heads, then the state of the heads."""
     found = 0
     for token in tokens:
         found = (31 * found + token + 1) % 65_521
-    return float(found + 100_000 * layer + 2_000_000 * rank)
+    of = torch.tensor([float(found + 100_000 * layer + 1_000_000 * head) for head in heads])
+    rows = [
+        (of + 0.25 * part + 0.03125 * row).repeat_interleave(width)
+        for row in range(CONV)
+        for part, width in enumerate((KEYS, KEYS, HEAD))
+    ]
+    return torch.cat([*rows, (of + 0.75).repeat_interleave(HEAD * KEYS)])
 
 
 @dataclass(frozen=True)
@@ -289,10 +297,11 @@ class Instance:
             # As vLLM has it, of the size of an attention layer's page.
             return MambaSpec(
                 block_size=self.state_block,
-                shapes=((STATE // 2,), (STATE // 2,)),
+                shapes=((CONV, held * (2 * KEYS + HEAD)), (held, HEAD, KEYS)),
                 dtypes=(torch.float32, torch.float32),
                 page_size_padded=self.block * held * 2 * HEAD * 4,
                 mamba_cache_mode=self.mode,
+                mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
             )
         common: dict[str, Any] = {"block_size": self.block, "dtype": torch.float32}
         if kind.indexer:
@@ -397,7 +406,7 @@ class Instance:
 
     def _has_state(self, rank: int, layer: int, number: str, tokens: Sequence[int]) -> bool:
         held = self._state(rank, layer, number, len(tokens))
-        return bool((held == state(tokens, layer, rank)).all())
+        return torch.equal(held, state(tokens, layer, self._heads(rank)))
 
     def _heads(self, rank: int) -> range:
         shards = 1 if self.mla else min(self.tp, HEADS)
@@ -466,7 +475,8 @@ class Instance:
         for rank in range(self.tp):
             if done and not self._has_state(rank, layer, number, tokens[:done]):
                 self.misread.append((number, layer, done))
-            self._state(rank, layer, number, end).fill_(state(tokens[:end], layer, rank))
+            now = state(tokens[:end], layer, self._heads(rank))
+            self._state(rank, layer, number, end).copy_(now)
 
     def _write(self, layer: int, number: str, places: range) -> None:
         tokens = self.scheduler.requests[number].all_token_ids

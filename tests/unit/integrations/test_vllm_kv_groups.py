@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.integrations.vllm_kv_groups import BlockPins, LayerGroup, State, loaded_tokens
+from fabric_ray.integrations.vllm_kv_groups import BlockPins, LayerGroup, loaded_tokens
 from fabric_ray.integrations.vllm_kv_layout import BlockPages, Shards, WorkerCache, worker_cache
+from fabric_ray.integrations.vllm_kv_states import State
 from tests.kv_pages import rows
 
 GROUPS = st.lists(
@@ -101,7 +102,7 @@ def described(tensors: dict[str, torch.Tensor], **options: Any) -> WorkerCache:
     return worker_cache(tensors, **options)
 
 
-STATE = State("GDN", nbytes=20, is_replicated=False)
+STATE = State("short", nbytes=20)
 
 
 def with_states(content: int = 20) -> tuple[dict[str, torch.Tensor], list[LayerGroup]]:
