@@ -59,7 +59,7 @@ from tests.kv_pages import attention, by_rows, latent
 
 LAYERS, HEADS, HEAD, LATENT = 3, 4, 8, 24
 CONV, KEYS = 3, 2
-"""Rows of the last inputs of a recurrent layer's convolution, and elements of a key of its heads."""
+"""Rows of the last inputs of a recurrent layer's convolution, and elements of its heads' keys."""
 
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"],
