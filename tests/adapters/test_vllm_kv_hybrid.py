@@ -279,9 +279,13 @@ def test_pages_of_a_window_that_are_gone_after_a_preemption_are_not_sent(
         released(p, d, free=FREE)
 
 
+@pytest.mark.parametrize("states", [None, "align"])
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_rs_4_a_load_that_fails_ends_its_request_or_is_computed(policy: str) -> None:
-    p, d = pair(SAME, {"chunk": 16}, {"policy": policy})
+def test_rs_4_a_load_that_fails_ends_its_request_or_is_computed(
+    policy: str, states: str | None
+) -> None:
+    layers, both = (STATES, {"states": states}) if states else (SAME, {})
+    p, d = pair(layers, {"chunk": 16, **both}, {"policy": policy, **both})
     with instances(p, d):
         params = known(p, d, free=FREE)
         d.add("before", PROMPT[:17], {})
@@ -299,7 +303,8 @@ def test_rs_4_a_load_that_fails_ends_its_request_or_is_computed(policy: str) -> 
             assert d.ended["d"].finish_reason.name == "LENGTH"
             assert d.computed["d"] == len(PROMPT) - 16
         d.add("later", PROMPT, {})
-        served(d, "later", PROMPT)
+        pump("the later one", lambda: "later" in d.ended, d)
+        assert d.ended["later"].finish_reason.name == "LENGTH"
         released(p, d, free=FREE)
         right(p, d)
 
