@@ -38,9 +38,7 @@ SHARED = msgspec.structs.replace(SPARSE.latent, unindexed_layers=(1,))
 MODELS = SMALL | LAID_OUT | NESTED | {"glm-5.2": msgspec.structs.replace(SPARSE, latent=SHARED)}
 MODELS |= FROM_PUBLISHED
 CASES = [
-    (name, tp, ep)
-    for name, config in MODELS.items()
-    for tp, ep in (MOE if config.moe else DENSE)
+    (name, tp, ep) for name, config in MODELS.items() for tp, ep in (MOE if config.moe else DENSE)
 ]
 
 
