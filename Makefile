@@ -20,7 +20,7 @@ endif
 unexport PYTHONDONTWRITEBYTECODE
 
 # Tests measure nothing: they run the load generator that is built with them.
-TESTED := check test-lanes test-deaths test-processes test-actors test-serve test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma
+TESTED := check test-lanes test-chaos test-deaths test-processes test-actors test-serve test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma
 $(TESTED): export FABRIC_PERF = $(CURDIR)/native/target/debug/fabric-perf
 
 # Ray starts workers at nice 15: beside tests that compute, actors would stand still.
@@ -28,7 +28,7 @@ export RAY_worker_niceness ?= 0
 
 NATIVE := $(shell find native -name target -prune -o \( -name '*.rs' -o -name Cargo.toml -o -name Cargo.lock \) -print)
 
-.PHONY: demo test check build-rust-tests test-rust test-lanes test-deaths test-processes test-actors test-serve test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma test-adapters test-all chaos bench lint lint-python lint-native docs wheel wheel-demo fuzz loom mutations soak sanitize \
+.PHONY: demo test check build-rust-tests test-rust test-lanes test-chaos test-deaths test-processes test-actors test-serve test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma test-adapters test-all chaos bench lint lint-python lint-native docs wheel wheel-demo fuzz loom mutations soak sanitize \
 	clean setup
 .DELETE_ON_ERROR:
 
@@ -59,7 +59,8 @@ test-lanes: export FABRIC_RAY_EXAMPLES_DIVISOR ?= 4
 test-rust: $(DONE)/tools
 	cd native && MAKEFLAGS= cargo test $(TESTED_CRATES) --quiet
 
-# Most of what waits for actors or guests is waiting: they run side by side with what computes.
+# Most of what waits for actors, guests or other processes is waiting (units: two thirds, Rust tests: more), so four run
+# side by side.
 SERVE := tests/ray/test_demo_kvcache.py $(wildcard tests/ray/test_serve_*.py)
 ACTORS := $(filter-out $(SERVE),$(wildcard tests/ray/test_*.py))
 GUESTS := tests/rdma tests/integration/test_two_hosts.py $(wildcard tests/integration/test_bench_*.py)
@@ -70,24 +71,25 @@ OTHERS := tests/unit tests/gpu tests/adapters $(addprefix --ignore ,$(UNITS) $(E
 NOTEBOOKS := tests/docs/test_notebooks.py
 PAGES := $(filter-out $(NOTEBOOKS),$(wildcard tests/docs/test_*.py))
 # What watches a clock closely: two of them side by side, after all others.
-DEATHS := tests/chaos tests/soak tests/integration/test_strangers.py $(wildcard tests/integration/test_*deaths.py)
-PROCESSES := $(filter-out $(DEATHS) $(GUESTS) $(UNITS),$(wildcard tests/integration/test_*.py))
-# The longest first.
-LANES := test-units test-actors test-guests test-experts test-serve test-pages test-others test-notebooks
+CHAOS := tests/chaos tests/soak $(addprefix tests/integration/test_,idle.py starved_hosts.py)
+DEATHS := tests/integration/test_strangers.py $(wildcard tests/integration/test_*deaths.py)
+PROCESSES := $(filter-out $(CHAOS) $(DEATHS) $(GUESTS) $(UNITS),$(wildcard tests/integration/test_*.py))
+# The longest first; what waits most beside what computes most.
+LANES := test-actors test-units test-guests test-experts test-serve test-processes test-pages test-others test-notebooks
 
 # What was left out by any of them for want of a tool is listed at last.
 test-lanes: export FABRIC_RAY_LEFT_OUT = $(CURDIR)/$(DONE)/left-out
 test-lanes: $(DONE)/native-dev
 	@: >$(FABRIC_RAY_LEFT_OUT)
-	$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-rust $(LANES)
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-deaths test-processes
+	$(MAKE) --no-print-directory --jobs 4 --output-sync=target test-rust $(LANES)
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-deaths test-chaos
 	@sort $(FABRIC_RAY_LEFT_OUT)
 
 # The tests of what one is at: ARGS=tests/unit/plan, or CRATE=fabric-engine ARGS=group::
 check: $(if $(CRATE),$(DONE)/tools,$(DONE)/native-dev)
 	$(if $(CRATE),cd native && cargo test --quiet -p $(CRATE) --lib --tests -- $(ARGS),$(BIN)/python -m pytest -q $(ARGS))
 
-$(LANES) test-deaths test-processes: test-%: $(DONE)/native-dev
+$(LANES) test-deaths test-chaos: test-%: $(DONE)/native-dev
 	$(BIN)/python -m pytest -q -p no:cacheprovider $($(shell echo $* | tr a-z A-Z))
 
 # What make test leaves out for its length.

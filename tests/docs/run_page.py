@@ -39,11 +39,14 @@ def start_ray_without_dashboard() -> None:
     ray.init = functools.partial(ray.init, include_dashboard=False)
 
 
-if __name__ == "__main__":
-    given = Path(sys.argv[1])
+def main(given: Path) -> None:
     if "ray.init(" in given.read_text():
         start_ray_without_dashboard()
     if given.suffix == ".md":
         run(given)
     else:
         runpy.run_path(str(given), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -40,7 +40,7 @@ def test_experts_from_a_checkpoint(cluster: list[str], tmp_path: Path) -> None:
 
 
 def test_the_command_prints_one_json_object(cluster: list[str], tmp_path: Path) -> None:
-    sizes = ["--parameters", "2e6", "--pushes", "2", "--trainers", "3", "--rollouts", "1"]
+    sizes = ["--parameters", "2e6", "--pushes", "2", "--trainers", "2", "--rollouts", "1"]
     address = ray.get_runtime_context().gcs_address
     result = run_demo("weights", *sizes, "--output", str(tmp_path), address=address)
     assert result["bytes"] > 2 * 2e6

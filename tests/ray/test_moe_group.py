@@ -113,6 +113,7 @@ def test_two_may_die_and_come_again(group: ExpertGroup) -> None:
     check(group.forward(asked), asked)
 
 
+@pytest.mark.long
 def test_a_masked_rank_is_left_out_until_it_is_replaced(group: ExpertGroup) -> None:
     asked = prompts(4, seed=7)
     pid = group.members[0].pid

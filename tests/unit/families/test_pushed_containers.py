@@ -18,6 +18,7 @@ from fabric_ray.weights.families import (
     target_side,
 )
 from fabric_ray.weights.reference import expected_containers
+from tests.examples import by_turns
 from tests.unit.families.pushes import assert_same, chunked, fully_sharded, noise, pushed, raw
 from tests.unit.models.small_models import (
     FROM_PUBLISHED,
@@ -37,9 +38,7 @@ SHARED = msgspec.structs.replace(SPARSE.latent, unindexed_layers=(1,))
 MODELS = SMALL | LAID_OUT | NESTED | {"glm-5.2": msgspec.structs.replace(SPARSE, latent=SHARED)}
 MODELS |= FROM_PUBLISHED
 CASES = [
-    pytest.param(name, tp, ep, id=f"{name}-tp{tp}-ep{ep}")
-    for name, config in MODELS.items()
-    for tp, ep in (MOE if config.moe else DENSE)
+    (name, tp, ep) for name, config in MODELS.items() for tp, ep in (MOE if config.moe else DENSE)
 ]
 
 
@@ -48,9 +47,9 @@ def test_every_architecture_with_a_table_has_a_model_here() -> None:
     assert not missing, "add a config.json of each to tests/unit/models/published_configs.json"
 
 
-@pytest.mark.parametrize(("name", "tp", "ep"), CASES)
-@pytest.mark.parametrize(("world", "replicas"), [(3, 1), (4, 2)], ids=["fsdp", "hsdp"])
-def test_sharded_trainers_fill_every_container_bit_for_bit(name, tp, ep, world, replicas):
+@pytest.mark.parametrize(("case", "ranks"), by_turns(CASES, [(3, 1), (4, 2)]), ids=str)
+def test_sharded_trainers_fill_every_container_bit_for_bit(case, ranks):
+    (name, tp, ep), (world, replicas) = case, ranks
     config = msgspec.structs.replace(MODELS[name], dtype="bfloat16")
     full = noise(config)
     source, memory = chunked(full, world, replicas=replicas)

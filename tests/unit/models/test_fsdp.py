@@ -111,11 +111,12 @@ def trained_alone(config: ModelConfig, world: int) -> tuple[Transformer, list[fl
     return model, [train_step(model, optimizer, batch) for _ in range(STEPS)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "world", "replicas"),
     # Three ranks split neither the 97 rows of the vocabulary nor the 32 of other parameters
     # evenly; ranks of the mixture see other tokens and so use other experts.
-    [pytest.param("llama", 3, 1, marks=pytest.mark.long), ("qwen3_moe", 4, 2)],
+    [("llama", 3, 1), ("qwen3_moe", 4, 2)],
 )
 def test_sharded_training_is_training(name: str, world: int, replicas: int, tmp_path: Path) -> None:
     config = SMALL[name]

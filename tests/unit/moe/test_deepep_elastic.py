@@ -143,8 +143,14 @@ def step(buffer: ElasticBuffer, seed: int, fp8: bool) -> None:
     assert torch.equal(out_w, w)
 
 
-@pytest.mark.parametrize("on_kernels", [False, True])
-@pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (2, 2), (4, 4), (4, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "on_kernels"),
+    [
+        pytest.param(*shape, on_kernels, marks=pytest.mark.long if on_kernels and slow else [])
+        for shape, slow in {(1, 1): 0, (2, 2): 0, (4, 4): 1, (4, 2): 0, (2, 1): 1}.items()
+        for on_kernels in (False, True)
+    ],
+)
 def test_both_layouts_and_both_ways_are_those_of_one_place(
     host: Host, ranks: int, per_node: int, on_kernels: bool
 ) -> None:

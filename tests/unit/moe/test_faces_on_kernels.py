@@ -18,6 +18,7 @@ from fabric_ray.moe import AllToAll, cast, pplx
 from fabric_ray.moe.autograd import Differentiable, combine, dispatch
 from fabric_ray.moe.deepep import Buffer
 from fabric_ray.moe.layer import ParallelExperts
+from tests.examples import by_turns
 from tests.host_graph import Graph
 from tests.host_kernels import Host
 from tests.moe_ranks import (
@@ -251,9 +252,7 @@ def low_latency(
     return on_ranks(len(kernels), work)
 
 
-@pytest.mark.parametrize("hooks", [False, True])
-@pytest.mark.parametrize("form", FORMS, ids=["bf16", "fp8", "ue8m0", "nvfp4"])
-@pytest.mark.parametrize("kernels", KERNELS, ids=str)
+@pytest.mark.parametrize(("kernels", "form", "hooks"), by_turns(KERNELS, FORMS, [False, True]))
 def test_deepep_calls_return_what_they_do_on_the_host(
     host: Host, kernels: tuple[bool, ...], form: dict[str, Any], hooks: bool
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 from fabric_ray import errors
 from fabric_ray.moe import RowPart, ThroughputAllToAll
 from fabric_ray.moe.autograd import Differentiable, combine, dispatch
+from tests.examples import by_turns
 from tests.host_kernels import Host, Stream, launching
 from tests.moe_ranks import ThreadComm, batch, expert, on_all_ranks, on_ranks, rank_of
 from tests.throughput_ranks import HIDDEN, SOURCE, hierarchical, layer, throughput_rank
@@ -90,15 +91,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(
-    ("shape", "answers"),
-    [
-        # Each shape and each type is seen by every change.
-        pytest.param(
-            shape, dtype, marks=[] if i == j else [pytest.mark.long], id=f"{shape}-{dtype}"
-        )
-        for i, shape in enumerate(SHAPES)
-        for j, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16))
-    ],
+    ("shape", "answers"), by_turns(SHAPES, [torch.float32, torch.bfloat16, torch.float16]), ids=str
 )
 def test_what_comes_and_what_comes_back_has_the_bits_of_the_host(
     host: Host, shape: dict[str, Any], answers: torch.dtype

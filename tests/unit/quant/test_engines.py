@@ -38,7 +38,7 @@ from fabric_ray.weights.quant import (
 )
 from fabric_ray.weights.quant.formats import block_of, format_of, suffix
 from fabric_ray.weights.reference import expected_containers
-from tests.examples import examples
+from tests.examples import by_turns, examples
 from tests.unit.families.pushes import chunked, fully_sharded
 from tests.unit.models.small_models import small
 from tests.unit.plan.test_against_torch import layouts
@@ -121,10 +121,17 @@ def expected(config, full, formats, fmt, target, *, tp, ep, rank):
     return found
 
 
-@pytest.mark.parametrize("config", [DENSE, FUSED, SPARSE], ids=["dense", "fused", "sparse"])
-@pytest.mark.parametrize("fmt", [Fp8((8, 8)), Fp8((8, 4), "ue8m0_byte"), Fp8("channel"), Int8()])
-@pytest.mark.parametrize(("world", "replicas"), [(3, 1), (5, 2)], ids=["fsdp", "hsdp"])
-def test_an_engine_gets_the_quantised_model(config, fmt, world, replicas) -> None:
+@pytest.mark.parametrize(
+    ("config", "fmt", "ranks"),
+    by_turns(
+        [DENSE, FUSED, SPARSE],
+        [Fp8((8, 8)), Fp8((8, 4), "ue8m0_byte"), Fp8("channel"), Int8()],
+        [(3, 1), (5, 2)],
+    ),
+    ids=str,
+)
+def test_an_engine_gets_the_quantised_model(config, fmt, ranks) -> None:
+    world, replicas = ranks
     full = random_model(config)
     formats = linear_formats(config.kind, fmt)
     source, memory = trained(full, formats, world=world, replicas=replicas)

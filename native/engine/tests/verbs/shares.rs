@@ -8,7 +8,7 @@ use std::{
 
 use fabric_engine::{Handle, Region, RemoteRegion, TransferEngine};
 
-use crate::world::{engine, filled, import, wait, write, Side, LONG};
+use crate::world::{engine, import, wait, write, Side, LONG};
 
 const BYTES: usize = 32 << 20;
 /// Far more than any window holds.
@@ -26,7 +26,7 @@ fn neighbour_process() {
     let byte = |i: usize| u8::from_str_radix(&descriptor[i..i + 2], 16).unwrap();
     let descriptor: Vec<u8> = (0..descriptor.len()).step_by(2).map(byte).collect();
     let a = engine(Side::A);
-    let (src, imported) = (filled(&a, BYTES, 2), import(&a, &descriptor));
+    let (src, imported) = (a.alloc(BYTES as u64).unwrap(), import(&a, &descriptor));
     assert_eq!(wait(&write(&a, &src, &imported, 64, None)), Ok(()));
     let _work = backlog(&a, &src, &imported);
     println!("\nworks");
@@ -75,7 +75,8 @@ fn processes_share_a_nic_and_a_dead_process_has_no_share() {
     let (a, b) = (engine(Side::A), engine(Side::B));
     let (own_region, neighbour_region) =
         (b.alloc(BYTES as u64).unwrap(), b.alloc(BYTES as u64).unwrap());
-    let (src, imported) = (filled(&a, BYTES, 1), import(&a, &own_region.descriptor().to_bytes()));
+    let src = a.alloc(BYTES as u64).unwrap();
+    let imported = import(&a, &own_region.descriptor().to_bytes());
     assert_eq!(wait(&write(&a, &src, &imported, 64, None)), Ok(()));
     let whole = a.rails().unwrap()[0].window;
     let work = backlog(&a, &src, &imported);
