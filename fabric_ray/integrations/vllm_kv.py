@@ -116,13 +116,6 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
                 "this version of vLLM doesn't tell connectors that it sleeps, which unmaps the "
                 "caches; leave --enable-sleep-mode out, or use vLLM 0.33 or later"
             )
-        # vLLM's second runner zeroes new blocks before connectors hear whose they were (MR-1).
-        is_zeroed = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
-        if transfer.is_kv_producer and is_zeroed and vllm_config.use_v2_model_runner:
-            raise InvalidArgument(
-                "vLLM's model runner V2 zeroes blocks of states and of several precisions while "
-                "their pages may still be sent; set VLLM_USE_V2_MODEL_RUNNER=0"
-            )
         if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
             raise InvalidArgument(
                 "calculate_kv_scales has each server scale its pages in its own way, which the "
@@ -152,6 +145,9 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
                     getattr(vllm_config, "num_prefill_lookahead_tokens", 0) - 1,
                 ),
                 ranks=vllm_config.parallel_config.tensor_parallel_size,
+                # As vLLM's second runner does with states and caches of several precisions.
+                zeroes=getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
+                and vllm_config.use_v2_model_runner,
                 config=self._config,
             )
         self._released = threading.Event()

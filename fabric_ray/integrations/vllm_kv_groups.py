@@ -65,7 +65,7 @@ class LayerGroup:
 
     def needed(self, prompt: int) -> slice:
         """The blocks of a prompt that a decoder needs, which computes its last token again unless
-        there are states."""
+        there are states; of full attention all."""
         return slice(self.taken_back(prompt - (not self.is_state)), self.blocks(prompt))
 
 
@@ -137,10 +137,15 @@ class BlockPins:
     vLLM gives blocks of windows back while their request goes on or before it says that the request
     is over, also while they are read (MR-1). It keeps those of a finished request for a connector
     that wants it, and makes step after step meanwhile.
+
+    Args:
+        groups: the cache groups.
+        every: whether :meth:`pin` keeps all blocks of a prompt. Those of a preempted request are
+            then another's after the next step at the earliest, when nothing reads them any more.
     """
 
-    def __init__(self, groups: Sequence[LayerGroup]) -> None:
-        self._groups = groups
+    def __init__(self, groups: Sequence[LayerGroup], *, every: bool = False) -> None:
+        self._groups, self._every = groups, every
         self._pool: Any = None
         self._pinned: dict[str, list[Any]] = {}
 
@@ -160,7 +165,7 @@ class BlockPins:
         numbers = [
             number
             for group, table in zip(self._groups, tables, strict=True)
-            if group.takes_back
+            if group.takes_back or self._every
             for number in table[group.needed(prompt)]
         ]
         if not numbers:

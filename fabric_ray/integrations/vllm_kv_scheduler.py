@@ -95,6 +95,8 @@ class KvScheduler:
         recomputed: last tokens of a prompt that a decoder computes again, for its draft modules or
             for states; with states a prefiller doesn't compute them.
         ranks: number of workers, each of which reports that blocks are free.
+        zeroes: whether workers zero the blocks that a step gives to requests before they hear whose
+            blocks it took.
         config: the instance's.
     """
 
@@ -107,6 +109,7 @@ class KvScheduler:
         consumes: bool = True,
         recomputed: int = 0,
         ranks: int = 1,
+        zeroes: bool = False,
         config: KvConnectorConfig | None = None,
     ) -> None:
         self._groups, self._engine = groups, engine
@@ -123,7 +126,7 @@ class KvScheduler:
         self._stepped = 0.0
         self._takes_back = any(group.takes_back for group in groups)
         self._shortens = recomputed if any(group.is_state for group in groups) else 0
-        self.pins = BlockPins(groups)
+        self.pins = BlockPins(groups, every=zeroes)
         self._unpin_after: list[str] = []
         self._loads_elsewhere = False
         self._tables = _Tables()

@@ -6,7 +6,6 @@ import inspect
 import pickle
 import time
 from contextlib import ExitStack, nullcontext
-from types import SimpleNamespace as Fields
 
 import pytest
 from vllm.config import MultiModalConfig
@@ -160,9 +159,7 @@ def test_what_a_step_tells_workers_travels() -> None:
         assert pickle.loads(pickle.dumps(handshake)) == handshake
 
 
-def test_what_the_connector_does_not_move_is_refused_at_the_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_the_connector_does_not_move_is_refused_at_the_start() -> None:
     vllm = config("kv_producer")
     p = Instance(vllm)
     with instances(p):
@@ -171,13 +168,6 @@ def test_what_the_connector_does_not_move_is_refused_at_the_start(
         with pytest.raises(InvalidArgument, match="pipeline_parallel_size is 2"):
             FabricRayConnector(vllm, KVConnectorRole.SCHEDULER, groups)
         vllm.parallel_config.pipeline_parallel_size = 1
-        mixed = Fields(kv_cache_groups=groups.kv_cache_groups, needs_kv_cache_zeroing=True)
-        with monkeypatch.context() as runner:
-            runner.setattr(type(vllm), "use_v2_model_runner", True)
-            with pytest.raises(InvalidArgument, match="VLLM_USE_V2_MODEL_RUNNER=0"):
-                FabricRayConnector(vllm, KVConnectorRole.SCHEDULER, mixed)
-            runner.setattr(type(vllm), "use_v2_model_runner", False)
-            FabricRayConnector(vllm, KVConnectorRole.SCHEDULER, mixed)
 
 
 @pytest.mark.parametrize("gigabytes", [0, 4])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.v1.kv_cache_interface import (
@@ -47,12 +48,6 @@ PREFIX = [(31 * i + 5) % 900 for i in range(6 * BLOCK)]
 def pattern(window: int, *, local: int = 3, times: int = 2) -> list[Layer]:
     """Layers as Gemma 3 has them: several with a window, then one without, again and again."""
     return [*(Layer(window) for _ in range(local)), Layer()] * times
-
-
-@pytest.fixture(autouse=True)
-def first_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    # vLLM's second runner would zero blocks of states before connectors hear whose they were.
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
 
 
 def pair(
@@ -277,6 +272,29 @@ def test_pages_of_a_window_that_are_gone_after_a_preemption_are_not_sent(
         assert d.ended["d"].finish_reason.name == "ERROR"
         assert "taken back when the prefill was preempted" in caplog.text
         released(p, d, free=FREE)
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_mr_1_blocks_of_a_preempted_prefill_are_no_others_in_that_step(
+    second: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's second runner zeroes a step's blocks before connectors hear whose they were."""
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", second)
+    p, d = pair(STATES, {"states": "align"}, {"states": "align"})
+    with instances(p, d):
+        assert p.scheduler.needs_kv_cache_zeroing
+        d.add("d", PROMPT, known(p, d, free=FREE))
+        d.step()
+        p.add("p", PROMPT, {"do_remote_decode": True, "transfer_id": "t"})
+        for _ in range(2):  # vLLM cuts a prompt where a block of states ends
+            p.scheduler.schedule()
+        of = zip(p.scheduler.connector._scheduler._groups, p.tables("p"), strict=True)
+        blocks = {number for group, table in of for number in table[group.needed(len(PROMPT) - 1)]}
+        (request,) = p.scheduler.running
+        p.scheduler.running.remove(request)
+        p.scheduler._preempt_request(request, 0.0)
+        used = [p.scheduler.kv_cache_manager.block_pool.blocks[n].ref_cnt > 0 for n in blocks]
+        assert all(used) is second
 
 
 @pytest.mark.parametrize("states", [None, "align"])

@@ -103,10 +103,8 @@ def test_every_row_and_way_of_the_table_has_its_caches() -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", MOVED)
 def test_pages_are_moved_right_or_refused_as_the_table_says(
-    kind: str, way: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    kind: str, way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # vLLM's second runner would zero blocks of states before connectors hear whose they were.
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     caplog.set_level(logging.INFO, "fabric_ray")
     p, d = ends(kind, HOW[way])
     with instances(p, d):
