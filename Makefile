@@ -59,8 +59,7 @@ test-lanes: export FABRIC_RAY_EXAMPLES_DIVISOR ?= 4
 test-rust: $(DONE)/tools
 	cd native && MAKEFLAGS= cargo test $(TESTED_CRATES) --quiet
 
-# Most of what waits for actors, guests or other processes is waiting (units: two thirds, Rust tests: more), so four run
-# side by side.
+# Most of what waits for actors, guests or other processes is waiting: they run side by side with what computes.
 SERVE := tests/ray/test_demo_kvcache.py $(wildcard tests/ray/test_serve_*.py)
 ACTORS := $(filter-out $(SERVE),$(wildcard tests/ray/test_*.py))
 GUESTS := tests/rdma tests/integration/test_two_hosts.py $(wildcard tests/integration/test_bench_*.py)
@@ -81,7 +80,7 @@ LANES := test-actors test-units test-guests test-experts test-serve test-process
 test-lanes: export FABRIC_RAY_LEFT_OUT = $(CURDIR)/$(DONE)/left-out
 test-lanes: $(DONE)/native-dev
 	@: >$(FABRIC_RAY_LEFT_OUT)
-	$(MAKE) --no-print-directory --jobs 4 --output-sync=target test-rust $(LANES)
+	$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-rust $(LANES)
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-deaths test-chaos
 	@sort $(FABRIC_RAY_LEFT_OUT)
 

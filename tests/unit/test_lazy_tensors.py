@@ -13,6 +13,7 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.inference.cache import _checked
 from fabric_ray.integrations.outbox import Outbox
 from fabric_ray.integrations.sglang import FabricWorker
+from fabric_ray.integrations.vllm_kv_groups import LayerGroup
 from fabric_ray.integrations.vllm_kv_layout import _check as check_cache
 from fabric_ray.kernels import moe as kernels
 from fabric_ray.moe import rows
@@ -151,7 +152,7 @@ def test_rows_and_caches_that_are_lazy_are_refused() -> None:
         lambda: rows.check_rows("x", lazy, width=8, dtype=torch.float32, device=cpu),
         lambda: kernels._part("x", lazy),
         lambda: kernels._expect("x", lazy, "float32", (4, 8)),
-        lambda: check_cache("x", negative(torch.ones(2, 2, 4, 8)), 4),
+        lambda: check_cache("x", negative(torch.ones(2, 2, 4, 8)), LayerGroup(4)),
         lambda: _checked(negative(torch.ones(8, dtype=torch.int8)), 0, 8),
         lambda: FabricWorker({"x": lazy}, side_of, rank=0, ranks=1),  # type: ignore[arg-type]
     ):
