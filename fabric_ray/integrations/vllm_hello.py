@@ -17,6 +17,8 @@ from fabric_ray.errors import DecodeError, WeightSyncError
 
 # While workers are awaited, whether the call to them has failed is looked up so often.
 _LOOK_S = 0.2
+# Seconds after the end of a call in which a host that is busy with other work delivers messages.
+_AFTER_S = 5.0
 _ANY_PORT = 9
 
 
@@ -59,15 +61,17 @@ class Hellos:
             what: they are awaited for.
         """
         found: list[bytes] = []
-        deadline = time.monotonic() + timeout
+        ended, deadline = False, time.monotonic() + timeout
         while len(found) < self._workers:
-            ended = call.done()
+            if not ended and call.done():
+                # What was said in it may still be on its way.
+                ended, deadline = True, min(deadline, time.monotonic() + _AFTER_S)
             try:
                 hello = _read(self._messages.get(timeout=_LOOK_S).data)
             except queue.Empty:
-                if not ended and time.monotonic() < deadline:
-                    continue
                 error = call.exception() if ended else None
+                if error is None and time.monotonic() < deadline:
+                    continue
                 cause = (
                     f"{len(found)} of {self._workers} workers of vLLM are ready for {what}; see "
                     "whether `workers` counts the ranks of all engines"
