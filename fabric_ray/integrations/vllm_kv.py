@@ -131,6 +131,8 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
                 "offer_file names one file, and each data parallel rank of this server has an "
                 "offer of its own; start a server for each rank"
             )
+        # Caches of states or of several precisions, in the same memory.
+        self._zeroes = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
         self._engine_id = str(transfer.engine_id)
         self._scheduler: KvScheduler | None = None
         if role == _base.KVConnectorRole.SCHEDULER:
@@ -145,9 +147,8 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
                     getattr(vllm_config, "num_prefill_lookahead_tokens", 0) - 1,
                 ),
                 ranks=vllm_config.parallel_config.tensor_parallel_size,
-                # As vLLM's second runner does with states and caches of several precisions.
-                zeroes=getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
-                and vllm_config.use_v2_model_runner,
+                # vLLM's first runner does it when connectors have heard of the step.
+                zeroes=self._zeroes and vllm_config.use_v2_model_runner,
                 config=self._config,
             )
         self._released = threading.Event()
@@ -204,6 +205,7 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
                 ranks=shards.ranks,
                 block_tokens=None if self._by_request else self._groups[0].block_tokens,
                 timeout=self._config.timeout,
+                zeroes=self._zeroes,
                 on_release=self._released.set,
             )
 

@@ -23,6 +23,9 @@ class Fetcher:
     """The loads of one worker. Called by vLLM's worker thread; ends come from the engine's, which
     calls ``on_release`` then.
 
+    ``zeroes``: whether vLLM zeroes blocks that it gives out, and leaves those that are loaded to
+    the connector.
+
     ``block_tokens``: tokens of a block, where vLLM takes failures by blocks; ``None`` where it
     takes them by requests, because a block doesn't tell its cache group or is none.
     """
@@ -35,9 +38,10 @@ class Fetcher:
         ranks: int,
         block_tokens: int | None,
         timeout: float,
+        zeroes: bool = False,
         on_release: Callable[[], object] = lambda: None,
     ) -> None:
-        self._on_release = on_release
+        self._on_release, self._zeroes = on_release, zeroes
         self._decoder, self._cache = decoder, cache
         self._ranks, self._block_tokens, self._timeout = ranks, block_tokens, timeout
         self._prefillers: dict[bytes, int] = {}
@@ -85,6 +89,8 @@ class Fetcher:
             over.add(load.request)
             cancelled = load.request in self._cancelled
             self._cancelled.discard(load.request)
+            if error is None and not cancelled and self._zeroes:
+                self._cache.clear_rest(load.tables, load.tokens)
             if error is None or cancelled:
                 continue
             _LOG.error("request %s lacks its pages: %s", load.request, error)

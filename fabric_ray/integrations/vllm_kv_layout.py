@@ -51,6 +51,10 @@ class BlockPages:
     """The cache group that has the block."""
     per_block: int
     block_tokens: int
+    caches: tuple[torch.Tensor, ...] = ()
+    """Of each layer, [pages, heads, tokens, content]."""
+    by_token: bool = False
+    """Whether each token has bytes of its own, the same ones at each place of a page."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,20 @@ class WorkerCache:
             made.append(pages[: -(-tokens // group.page_tokens)])
         return made
 
+    def clear_rest(self, blocks: Tables, tokens: int) -> None:
+        """Zeroes what the last block of attention's groups has beyond so many tokens. vLLM does so
+        with blocks that it gives out where other groups leave in them what would be no numbers."""
+        for of, group in zip(self.pages, self.layouts[0].groups, strict=True):
+            if group.is_state:
+                continue
+            last = -(-tokens // of.block_tokens) - 1
+            first, used = divmod(tokens - last * of.block_tokens, group.page_tokens)
+            begin, end = (blocks[of.group][last] * of.per_block + i for i in (first, of.per_block))
+            for cache in of.caches:
+                cache[begin + (used > 0) : end].zero_()
+                if used and of.by_token:
+                    cache[begin, :, used:].zero_()
+
 
 def worker_cache(
     tensors: Mapping[str, torch.Tensor],
@@ -139,10 +157,11 @@ def worker_cache(
         names, of = sorted(alike.numbers, key=alike.numbers.__getitem__), groups[alike.group]
         t = tensors[names[0]]
         lie = tuple(places[name] for name in names)
-        if of.is_state:
+        known = None if of.is_state else form(names[0])
+        if known is None:
             parts = tuple(_states(t, of.states[names[0]], shards.ranks, lie))
         else:
-            parts = (_tensor(t, form(names[0]), shards, lie),)
+            parts = (_tensor(t, known, shards, lie),)
         window = "" if of.window is None else f", sliding window of {of.window}"
         order += [(alike.numbers[name], len(described), name) for name in names]
         described.append(
@@ -158,7 +177,9 @@ def worker_cache(
             )
         )
         per_block = 1 if of.is_state else of.block_tokens // t.shape[2]
-        pages.append(BlockPages(alike.group, per_block, of.block_tokens))
+        caches = tuple(tensors[name] for name in names)
+        by_token = known is not None and known.tokens
+        pages.append(BlockPages(alike.group, per_block, of.block_tokens, caches, by_token))
     layout = CacheLayout(model, tuple(described), tuple(b.numel() for b in buffers))
     return WorkerCache(
         buffers=buffers,

@@ -51,6 +51,8 @@ class _Prefill:
     """Whether no step has run since its blocks were allocated: hits may be of that very step."""
     lost: bool = False
     """Whether vLLM has taken blocks of a window back, so that it never becomes ready."""
+    resumes: bool = False
+    """Whether more of the prompt may come, whose tokens would change a state that is sent."""
     is_wanted: bool = True
     """Whether the decoder loads any of it: of the shortest prompts it computes all."""
 
@@ -142,8 +144,11 @@ class KvScheduler:
         return self._offer
 
     def queued(self, request: Any) -> None:
-        """A request has come: its prefiller keeps the pages while it waits for blocks here."""
+        """A request has come, and vLLM hasn't looked for its hits yet, which must not be beyond
+        what is computed. Its prefiller keeps the pages while it waits for blocks here."""
         params = request.kv_transfer_params or {}
+        if params.get("do_remote_decode") and self._produces:
+            self._prefill_of(request)
         offer = params.get("remote_offer")
         if self._consumes and params.get("do_remote_prefill") and isinstance(offer, str):
             self._renewals.add(request.request_id, offer, _transfer(request))
@@ -193,7 +198,7 @@ class KvScheduler:
             _LOG.error("request %s: the pages of an earlier request of this id are held", number)
         elif params.get("do_remote_decode") and self._produces:
             prefill = self._prefill_of(request)
-            prefill.admitted, prefill.lost = True, False
+            prefill.admitted, prefill.lost = True, prefill.resumes
         if params.get("do_remote_prefill"):
             have = self._local.pop(number, 0)
             # What a preemption loses later is computed here.
@@ -219,9 +224,16 @@ class KvScheduler:
         prefill = self._prefills.get(request.request_id)
         if prefill is None:
             named, is_wanted = digest_of(request), request.num_prompt_tokens > self._recomputed
-            _shorten(request, self._shortens)
+            resumes = self._shortens > 0 and getattr(request, "resumable", False)
+            if not resumes:
+                _shorten(request, self._shortens)
             prefill = _Prefill(
-                _transfer(request), named, request.num_prompt_tokens, is_wanted=is_wanted
+                _transfer(request),
+                named,
+                request.num_prompt_tokens,
+                is_wanted=is_wanted,
+                lost=resumes,
+                resumes=resumes,
             )
             self._prefills[request.request_id] = prefill
         return prefill
@@ -338,7 +350,9 @@ class KvScheduler:
             delays = self._hold(number, tables, prefill.tokens)
         if not ready or not whole:
             why = f"the prefill ended as {request.status.name}"
-            if prefill and prefill.lost:
+            if prefill and prefill.resumes:
+                why = "more of the prompt may come, which would change the states that are sent"
+            elif prefill and prefill.lost:
                 why = "pages of a window or a state were taken back when the prefill was preempted"
             elif whole and self._takes_back and self._loads_elsewhere:
                 why = (
@@ -447,7 +461,8 @@ def _shorten(request: Any, tokens: int) -> None:
     if not 0 < tokens < request.num_prompt_tokens or request.get_skip_reading_prefix_cache():
         return
     if request.prompt_token_ids is not None:
-        del request.prompt_token_ids[-tokens:]
+        # The list may be the caller's, or that of other answers to the prompt.
+        request.prompt_token_ids = request.prompt_token_ids[:-tokens]
     if request.prompt_embeds is not None:
         request.prompt_embeds = request.prompt_embeds[:-tokens]
     if getattr(request, "prompt_is_token_ids", None) is not None:

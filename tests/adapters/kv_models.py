@@ -55,7 +55,7 @@ MOVED: dict[str, Moved] = {
     "shared": Moved("layers that read another layer's cache", "Gemma 3n"),
     "states": Moved(
         "states beside full attention",
-        "Qwen3-Next, Nemotron-H, Jamba, LFM2",
+        "Qwen3-Next, Nemotron-H",
         "test_states.py",
     ),
     "drafts": Moved(

@@ -226,7 +226,11 @@ class Instance:
         specs = {self.names[i]: self._spec(i, held) for i in self._own()}
         groups = get_kv_cache_groups(vllm, specs)
         kv = get_kv_cache_config_from_groups(vllm, groups, 1 << 40)
-        kernel_blocks = [kernel_block or group.kv_cache_spec.block_size for group in groups]
+        whole = [group.kv_cache_spec.block_size for group in groups]
+        kernel_blocks = [
+            size if isinstance(group.kv_cache_spec, MambaSpec) else kernel_block or size
+            for size, group in zip(whole, groups, strict=True)
+        ]
         group_of = {name: i for i, group in enumerate(groups) for name in group.layer_names}
         self.group = [group_of[self.names[self._source(i)]] for i in range(len(layers))]
         """The cache group of each layer."""
@@ -314,11 +318,18 @@ class Instance:
             return FullAttentionSpec(**common)
         return SlidingWindowSpec(sliding_window=kind.window, **common)
 
-    def add(self, number: str, prompt: list[int], params: dict[str, Any], tokens: int = 3) -> None:
+    def add(
+        self,
+        number: str,
+        prompt: list[int],
+        params: dict[str, Any],
+        tokens: int = 3,
+        **fields: Any,
+    ) -> None:
         sampling = SamplingParams(
             max_tokens=tokens, ignore_eos=True, extra_args={"kv_transfer_params": params}
         )
-        request = Request(number, list(prompt), sampling, None, block_hasher=self.hasher)
+        request = Request(number, list(prompt), sampling, None, block_hasher=self.hasher, **fields)
         self.scheduler.add_request(request)
 
     def abort(self, number: str) -> None:

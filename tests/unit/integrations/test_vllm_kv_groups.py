@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace as Fields
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.integrations.vllm_kv_groups import BlockPins, LayerGroup, loaded_tokens
-from fabric_ray.integrations.vllm_kv_layout import BlockPages, Shards, WorkerCache, worker_cache
+from fabric_ray.integrations.vllm_kv_layout import Shards, WorkerCache, worker_cache
 from fabric_ray.integrations.vllm_kv_states import State
 from tests.kv_pages import rows
 
@@ -133,6 +134,20 @@ def test_a_state_is_the_block_of_the_last_token_and_leaves_after_all_attention()
         cache.tables(blocks, 8)
 
 
+@pytest.mark.parametrize(("tokens", "kept"), [(8, 8), (9, 9), (10, 10), (12, 12), (16, 16)])
+def test_what_a_block_has_beyond_loaded_tokens_is_zeroed(tokens: int, kept: int) -> None:
+    """Blocks of 8 tokens are two pages."""
+    tensors, groups = with_states()
+    groups[1] = dataclasses.replace(groups[1], block_tokens=8)
+    pages = tensors[NAMES[2]] = torch.ones(10, 1, 4, 6)
+    cache = described(tensors, groups=groups)
+    cache.clear_rest([[0, 3], [2, 4]], tokens)
+    table = [4, 5, 8, 9][: 2 * -(-tokens // 8)]
+    rows = pages[table].flatten(0, 2).sum(1)
+    assert rows.bool().tolist() == [i < kept for i in range(4 * len(table))]
+    assert pages.sum() == 6 * (40 - (4 * len(table) - kept)), "no other page"
+
+
 def test_rs_1_a_state_of_another_form_is_refused() -> None:
     tensors, groups = with_states(content=16)
     with pytest.raises(InvalidArgument, match=r"`model.layers.0.mixer` has shape \(5, 1, 1, 16\)"):
@@ -146,7 +161,10 @@ def test_layers_of_two_groups_in_the_same_memory_are_both_described() -> None:
     assert (windowed.layers, windowed.window) == ((1, 3), 8)
     assert full.tensors[0].places == windowed.tensors[0].places
     assert cache.layers == tuple(NAMES)
-    assert cache.pages == (BlockPages(0, 1, 4), BlockPages(1, 1, 4))
+    assert [(of.group, of.per_block, of.block_tokens) for of in cache.pages] == [
+        (0, 1, 4),
+        (1, 1, 4),
+    ]
     assert cache.tables([[1, 2, 3, 4], [0, 3, 2, 1]], 13) == [[1, 2, 3, 4], [0, 3, 2, 1]]
     assert "sliding window of 9" in windowed.name
 
