@@ -159,8 +159,6 @@ class KvScheduler:
         if self._produces:
             self._admissions.tried(request.request_id)
         params = request.kv_transfer_params
-        if params and params.get("do_remote_decode") and self._produces:
-            self._prefill_of(request)
         if not params or not params.get("do_remote_prefill"):
             return 0, False
         if not self._consumes:

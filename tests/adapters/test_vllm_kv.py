@@ -18,7 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import (
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.integrations.vllm_kv import FabricRayConnector
-from tests.adapters.vllm_kv_instances import LAYERS, Instance, config, value
+from tests.adapters.vllm_kv_configs import LAYERS, config
+from tests.adapters.vllm_kv_instances import Instance, value
 from tests.adapters.vllm_kv_play import (
     FREE,
     PROMPT,

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.adapters.vllm_kv_instances import LAYERS, Instance, config
+from tests.adapters.vllm_kv_configs import LAYERS, config
+from tests.adapters.vllm_kv_instances import Instance
 from tests.adapters.vllm_kv_play import DRAWN, SCHEDULES, instances, known, prefill, pump, released
 
 BLOCK = 8

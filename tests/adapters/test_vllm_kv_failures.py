@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.adapters.vllm_kv_instances import Instance, config, value
+from tests.adapters.vllm_kv_configs import config
+from tests.adapters.vllm_kv_instances import Instance, value
 from tests.adapters.vllm_kv_play import (
     FREE,
     PROMPT,

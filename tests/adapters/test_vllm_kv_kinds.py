@@ -10,7 +10,8 @@ import pytest
 from vllm.config import VllmConfig
 
 from tests.adapters.test_vllm_kv_models import BLOCKS, FREE, LAYERS, Way, ends
-from tests.adapters.vllm_kv_instances import Instance, config
+from tests.adapters.vllm_kv_configs import config
+from tests.adapters.vllm_kv_instances import Instance
 from tests.adapters.vllm_kv_play import (
     PROMPT,
     instances,

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.adapters.vllm_kv_instances import Instance, config
+from tests.adapters.vllm_kv_configs import config
+from tests.adapters.vllm_kv_instances import Instance
 from tests.adapters.vllm_kv_play import FREE, PROMPT, instances, prefill, pump, released, served
 
 LEASE = 0.8

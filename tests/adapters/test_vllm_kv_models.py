@@ -26,7 +26,8 @@ from vllm.v1.kv_cache_interface import (
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.integrations.vllm_kv import FabricRayConnector
 from tests.adapters.kv_models import MOVED, REFUSED, WAYS
-from tests.adapters.vllm_kv_instances import LATENT, Instance, Layer, config, name_of
+from tests.adapters.vllm_kv_configs import LATENT, config
+from tests.adapters.vllm_kv_instances import Instance, Layer, name_of
 from tests.adapters.vllm_kv_play import PROMPT, instances, prefill, pump, released, served
 
 BLOCK, BLOCKS = 8, 96

@@ -16,7 +16,8 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.integrations.vllm_kv_plan import digest
 from tests.adapters.test_vllm_kv_computed import forgotten
 from tests.adapters.test_vllm_kv_failures import failing
-from tests.adapters.vllm_kv_instances import Instance, config
+from tests.adapters.vllm_kv_configs import config
+from tests.adapters.vllm_kv_instances import Instance
 from tests.adapters.vllm_kv_play import (
     FREE,
     PROMPT,

@@ -140,11 +140,10 @@ impl Pairing {
     /// The cells to send of a request of `tokens.end` tokens, whose decoder has the first
     /// `tokens.start`.
     ///
-    /// Of a group of states that is the one there is. Else
-    /// these are the cells that hold a token of `tokens`, and of a group with a window one of the
+    /// These are the cells that hold a token of `tokens`, and of a group with a window one of the
     /// prompt's last `window`. A window counts the token that looks back: neither the next token
     /// nor the prompt's last, should it be computed again, sees further. Cells are sent whole, the
-    /// last one too, whose rest is unused memory of the same pages.
+    /// last one too, whose rest is unused memory of the same pages. A group of states has one cell.
     ///
     /// # Errors
     /// The prefix is longer than the prompt or ends within a page of the target.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -20,6 +21,14 @@ class Router:
     def after_prefill(self, prompt: list[int], count: int) -> list[int]:
         """Prefill, then decode: the tokens."""
         return self.decoder.tokens(prompt, count, self.prefill(prompt, uuid.uuid4().hex))
+
+    def before_prefill(self, prompt: list[int], count: int) -> list[int]:
+        """The decoder asks, then prefill: the tokens."""
+        name = uuid.uuid4().hex
+        asked = self.decode_early(prompt, count, name)
+        time.sleep(0.1)
+        self.prefill(prompt, name)
+        return asked.result()
 
     def prefill(self, prompt: list[int], transfer: str) -> dict[str, Any]:
         """What the prefiller's response says for the decoder."""

@@ -74,16 +74,10 @@ def test_each_token_of_a_prompt_changes_the_output(stand: Stand, length: int) ->
 def test_outputs_are_those_of_a_plain_server(stand: Stand, order: str) -> None:
     source = random.Random(order)
     router = stand.router
+    answer = router.before_prefill if order == "before it" else router.after_prefill
     for length in LENGTHS:
         prompt = random_prompt(source, length)
-        if order == "before it":
-            name = uuid.uuid4().hex
-            asked = router.decode_early(prompt, TOKENS, name)
-            time.sleep(0.1)
-            router.prefill(prompt, name)
-            got = asked.result()
-        else:
-            got = router.after_prefill(prompt, TOKENS)
+        got = answer(prompt, TOKENS)
         assert got == stand.plain.tokens(prompt, TOKENS), length
     assert router.decoder.metric("vllm:external_prefix_cache_hits_total") > sum(LENGTHS) / 2
 

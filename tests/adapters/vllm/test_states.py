@@ -11,7 +11,6 @@ itself; so does the plain server with prompts whose last token is what it genera
 from __future__ import annotations
 
 import random
-import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -83,17 +82,11 @@ def test_each_token_of_a_prompt_changes_the_output(stand: Stand, length: int) ->
 def test_outputs_are_those_of_a_plain_server(stand: Stand, order: str) -> None:
     source = random.Random(order)
     router = stand.router
+    answer = router.before_prefill if order == "before it" else router.after_prefill
     hits = router.decoder.metric("vllm:external_prefix_cache_hits_total")
     for length in LENGTHS:
         prompt, wanted = continued(stand, random_prompt(source, length - 1))
-        if order == "before it":
-            name = uuid.uuid4().hex
-            asked = router.decode_early(prompt, TOKENS, name)
-            time.sleep(0.1)
-            router.prefill(prompt, name)
-            got = asked.result()
-        else:
-            got = router.after_prefill(prompt, TOKENS)
+        got = answer(prompt, TOKENS)
         assert got == wanted, length
     # All but the last token of each.
     hits = router.decoder.metric("vllm:external_prefix_cache_hits_total") - hits
