@@ -227,9 +227,7 @@ def test_a_renewal_that_cannot_be_sent_harms_nothing(stack: ExitStack) -> None:
     within(
         10,
         "the loss",
-        lambda: (
-            not pair.fetcher._are_connected(next(iter(pair.fetcher._prefillers.values())))
-        ),
+        lambda: not pair.fetcher._are_connected(next(iter(pair.fetcher._prefillers.values()))),
     )
     known = dict(pair.fetcher._prefillers)
     pair.renew()
