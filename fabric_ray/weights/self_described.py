@@ -85,8 +85,8 @@ def check_describes_itself(model: Any) -> None:
         shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
         raise InvalidArgument(
             f"the module is Megatron-Core's with {shown}, and its tensors don't say which part of "
-            "the model they are; call WeightSource(local_tensors(model), side=megatron_side("
-            f"config, Parallel({shown}, ...))), from fabric_ray.weights.trainers"
+            "the model they are; call WeightSource(model, config=config) with the configuration "
+            "of its Hugging Face model"
         )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import chain
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -39,6 +39,10 @@ class WeightSource:
     Args:
         tensors: a module, for its parameters and persistent buffers, or tensors by name; DTensors
             and plain tensors in host memory.
+        config: of a module of Megatron-Core (or its parts under virtual pipeline parallelism), the
+            configuration of its model as Hugging Face has it: of transformers, the fields of a
+            ``config.json``, its folder, or a :class:`~fabric_ray.models.ModelConfig`. The layout of
+            all trainers follows from it and Megatron-Core's parallel state.
         rank: this trainer's index in ``WeightSync(trainers=...)``; by default the process's rank
             in torch.distributed, or 0 without it. With DTensors, and with a side of as many ranks
             as torch.distributed has, it must be ``torch.distributed.get_rank()``.
@@ -56,8 +60,9 @@ class WeightSource:
 
     def __init__(
         self,
-        tensors: torch.nn.Module | Mapping[str, torch.Tensor],
+        tensors: torch.nn.Module | Mapping[str, torch.Tensor] | Sequence[torch.nn.Module],
         *,
+        config: Any = None,
         rank: int | None = None,
         side: Side | None = None,
         name: str = "default",
@@ -68,7 +73,18 @@ class WeightSource:
 
         rank = distributed_rank() if rank is None else rank
         check_rank(rank)
-        if side is None:
+        if config is not None:
+            if side is not None or isinstance(tensors, Mapping):
+                raise InvalidArgument(
+                    "config is for a module of Megatron-Core, whose side follows from it; leave "
+                    "out config, or give the module and no side"
+                )
+            from fabric_ray.weights.trainers.looking import megatron_parts
+
+            tensors, side = megatron_parts(tensors, config)
+        elif isinstance(tensors, Sequence):
+            raise InvalidArgument("a list of modules needs a config; give one module otherwise")
+        elif side is None:
             check_describes_itself(tensors)
         if side is not None and rank not in side.ranks:
             raise InvalidArgument(f"rank {rank} is not among the side's ranks {side.ranks}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,19 +12,19 @@ import torch
 import torch.distributed as dist
 
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.models import ModelConfig, Moe
+from fabric_ray.models import ModelConfig, Moe, config_to_hf
 from fabric_ray.plan import plan
 from fabric_ray.weights import WeightSource
 from fabric_ray.weights.families import target_side
 from fabric_ray.weights.local import check_local
 from fabric_ray.weights.trainers import Parallel, local_tensors, megatron_side
+from fabric_ray.weights.trainers.looking import megatron_parts
 from tests.processes import Other
 
-RANKS = 2
 _SMALL: dict[str, Any] = {
     "vocab": 120,
     "hidden": 32,
-    "layers": 2,
+    "layers": 4,
     "heads": 4,
     "kv_heads": 2,
     "head_dim": 8,
@@ -39,6 +40,8 @@ CONFIGS = {
         moe=Moe(experts=4, top_k=2, intermediate=16),
     ),
 }
+WIDE = "tp-cp-ep-pp-dp"
+"""The order of Megatron-Core's ``use_tp_pp_dp_mapping``."""
 SIZES = {
     "tp": Parallel(tp=2),
     "pp": Parallel(pp=2),
@@ -46,17 +49,23 @@ SIZES = {
     "dp": Parallel(dp=2),
     "ep": Parallel(dp=2, ep=2),
     "tp, ep": Parallel(tp=2, ep=2, etp=1),
+    "vpp": Parallel(pp=2, vpp=2),
+    "uneven": Parallel(pp=2),
+    "pp, dp": Parallel(pp=2, dp=2, order=WIDE),
 }
+STAGES = {"uneven": [1, 3]}
 
 
-def megatron(config: ModelConfig) -> Any:
-    """The module that a rank of Megatron-Core has."""
+def megatron(config: ModelConfig, axis: str, part: int) -> Any:
+    """The module that a rank of Megatron-Core has, or a part of it."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
     moe: dict[str, Any] = {}
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    where = {"ignore_virtual": False, "vp_stage": None if virtual is None else part}
     if config.moe:
         moe = {
             "num_moe_experts": config.moe.experts,
@@ -83,6 +92,8 @@ def megatron(config: ModelConfig) -> Any:
         # Neither attention over several ranks nor sequence parallelism is in layers without
         # Transformer Engine; both leave parameters as they are.
         pipeline_dtype=torch.float32,
+        virtual_pipeline_model_parallel_size=virtual,
+        num_layers_in_first_pipeline_stage=STAGES[axis][0] if axis in STAGES else None,
         **moe,
     )
     spec = get_gpt_layer_local_spec(
@@ -96,59 +107,98 @@ def megatron(config: ModelConfig) -> Any:
         spec,
         vocab_size=config.vocab,
         max_sequence_length=64,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
         share_embeddings_and_output_weights=config.tied,
         position_embedding_type="rope",
+        vp_stage=where["vp_stage"],
     )
 
 
-def check(connection: Any, rank: int, store: str, kind: str, axis: str) -> None:
-    """A rank: compares the module with the layout; says how the module alone is refused."""
+def check(connection: Any, rank: int, store: str, world: int) -> None:
+    """A rank: says of each kind and axis how the module alone is refused, or what is wrong."""
+    init = f"file://{store}"
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
+    for kind, axis in cases(world):
+        try:
+            connection.send(looked_at(kind, axis, rank))
+        except Exception as error:
+            connection.send(error)
+            break
+    dist.destroy_process_group()
+
+
+def cases(world: int) -> list[tuple[str, str]]:
+    axes = [axis for axis, sizes in SIZES.items() if sizes.world == world]
+    return [(k, a) for k in CONFIGS for a in axes if k == "qwen3_moe" or "ep" not in a]
+
+
+def looked_at(kind: str, axis: str, rank: int) -> str:
+    """Compares a module with the layout that is described, and with the one found."""
     from megatron.core import parallel_state
 
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     sizes, config = SIZES[axis], CONFIGS[kind]
     parallel_state.initialize_model_parallel(
         sizes.tp,
         sizes.pp,
+        sizes.vpp if sizes.vpp > 1 else None,
         context_parallel_size=sizes.cp,
         expert_model_parallel_size=sizes.ep,
         expert_tensor_parallel_size=sizes.expert_tp,
+        order=sizes.order,
         create_gloo_process_groups=False,
     )
+    parts = [megatron(config, axis, part) for part in range(sizes.vpp)]
+    model = parts[0] if len(parts) == 1 else parts
+    side = megatron_side(
+        config,
+        sizes,
+        layers="local",
+        experts="sequential",
+        stages=STAGES.get(axis),
+        vocab_multiple=120 // sizes.tp,
+    )
+    planned = plan(side, target_side(config, tp=1))
+    held = {n: t.detach() for n, t in local_tensors(model).items()}
+    check_local(held, planned.local_containers("source", rank), rank)
+    found = megatron_parts(model, config_to_hf(config))
+    assert found[1] == side
+    assert found[0].keys() == held.keys()
+    source = WeightSource(model, config=config)
+    assert source.side == side
+    source.close()
     try:
-        model = megatron(config)
-        side = megatron_side(config, sizes, layers="local", experts="sequential", vocab_multiple=60)
-        planned = plan(side, target_side(config, tp=1))
-        held = {n: t.detach() for n, t in local_tensors(model).items()}
-        check_local(held, planned.local_containers("source", rank), rank)
-        try:
-            WeightSource(model)
-        except InvalidArgument as error:
-            connection.send(str(error))
-        else:
-            connection.send("")
-    except Exception as error:
-        connection.send(error)
-    dist.destroy_process_group()
+        WeightSource(parts[0]).close()
+        return ""
+    except InvalidArgument as error:
+        return str(error)
+    finally:
+        parallel_state.destroy_model_parallel()
 
 
-@pytest.mark.parametrize(
-    ("kind", "axis"), [(k, a) for k in CONFIGS for a in SIZES if k == "qwen3_moe" or "ep" not in a]
-)
-def test_a_side_describes_what_megatron_holds_and_the_module_alone_is_refused(
-    tmp_path: Path, kind: str, axis: str
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_side_says_what_megatron_holds_and_is_found_by_looking(
+    tmp_path: Path, world: int
 ) -> None:
     with ExitStack() as stack:
         ranks = [
-            stack.enter_context(Other(check, rank, str(tmp_path / "store"), kind, axis))
-            for rank in range(RANKS)
+            stack.enter_context(Other(check, rank, str(tmp_path / "store"), world))
+            for rank in range(world)
         ]
-        refusals = [rank.hear(180) for rank in ranks]
-    for refusal in refusals:
-        if axis in ("cp", "dp"):
-            assert refusal == ""
-        else:
-            assert f"Megatron-Core's with {axis.split(',')[0]}=2" in refusal
-            assert "side=megatron_side(config, Parallel(" in refusal
+        for kind, axis in cases(world):
+            for refusal in [rank.hear(180) for rank in ranks]:
+                if axis in ("cp", "dp"):
+                    assert refusal == "", (kind, axis)
+                else:
+                    assert "Megatron-Core's with " in refusal, (kind, axis)
+                    assert "WeightSource(model, config=config)" in refusal
+
+
+def test_a_module_that_holds_old_parameters_until_the_next_pass_is_refused() -> None:
+    """As Megatron-Core's DistributedDataParallel does, which needs a GPU."""
+    model = torch.nn.Module()
+    model.module = torch.nn.Linear(2, 2)
+    model.ddp_config = SimpleNamespace(overlap_param_gather=True)
+    with pytest.raises(InvalidArgument, match="overlap_param_gather"):
+        local_tensors(model)
+    assert local_tensors(model.module).keys() == {"weight", "bias"}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from fabric_ray.errors import InvalidArgument
 from fabric_ray.models.config import ModelConfig, parameter_dtype, parameter_shapes
 from fabric_ray.plan.types import Container, DType, Layout, Pad, Side, Tensor
 from fabric_ray.weights.families.errors import Indivisible, InvalidRanks
@@ -71,19 +72,40 @@ def local_tensors(
     Args:
         model: the rank's module, or its parts under virtual pipeline parallelism. Wrappers that
             call what they hold ``module`` are looked through.
-    """
-    import torch
 
-    parts = [model] if isinstance(model, torch.nn.Module) else list(model)
+    Raises:
+        InvalidArgument: a wrapper gathers parameters in the next forward pass, and has old ones
+            until then.
+    """
+    parts = unwrapped(model)
     out: dict[str, torch.Tensor] = {}
     for index, part in enumerate(parts):
         prefix = f"model{index}." if len(parts) > 1 else ""
-        while isinstance(inner := getattr(part, "module", None), torch.nn.Module):
-            part = inner
         out |= {prefix + name: tensor for name, tensor in part.named_parameters()}
         biases = (n for n in part.named_buffers() if n[0].endswith(".router.expert_bias"))
         out |= {prefix + name: tensor for name, tensor in biases}
     return out
+
+
+def unwrapped(
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+) -> list[torch.nn.Module]:
+    """The parts of a rank's model, without wrappers; see :func:`local_tensors`."""
+    import torch
+
+    found = []
+    for part in [model] if isinstance(model, torch.nn.Module) else model:
+        while isinstance(inner := getattr(part, "module", None), torch.nn.Module):
+            settings = getattr(part, "ddp_config", None)
+            if getattr(settings, "overlap_param_gather", False):
+                raise InvalidArgument(
+                    "the module gathers its parameters in the next forward pass "
+                    "(overlap_param_gather), and holds old ones until then; turn it off, or call "
+                    "start_param_sync(force_sync=True) after each step and give `model.module`"
+                )
+            part = inner
+        found.append(part)
+    return found
 
 
 class _Place(msgspec.Struct, frozen=True):

@@ -56,7 +56,7 @@ class Parallel(msgspec.Struct, frozen=True, kw_only=True):
 
     def grid(self, stage: int) -> Grid:
         """The ranks of a stage, as replicas of a tensor-parallel group."""
-        step = self._steps()
+        step = self.steps()
         start = stage * step["pp"]
         return Grid(
             tuple(
@@ -70,7 +70,7 @@ class Parallel(msgspec.Struct, frozen=True, kw_only=True):
 
     def expert_grid(self, stage: int, group: int) -> Grid:
         """The ranks of a stage that hold the experts of one expert-parallel group."""
-        step = self._expert_steps()
+        step = self.expert_steps()
         start = stage * step["pp"] + group * step["ep"]
         return Grid(
             tuple(
@@ -79,11 +79,13 @@ class Parallel(msgspec.Struct, frozen=True, kw_only=True):
             )
         )
 
-    def _steps(self) -> dict[str, int]:
+    def steps(self) -> dict[str, int]:
+        """How far apart neighbours along each axis are numbered, for everything but experts."""
         sizes = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
         return _steps(self.order, sizes)
 
-    def _expert_steps(self) -> dict[str, int]:
+    def expert_steps(self) -> dict[str, int]:
+        """The same for experts."""
         sizes = {"tp": self.expert_tp, "ep": self.ep, "dp": self.expert_dp, "pp": self.pp}
         return _steps(self.order, sizes)
 
@@ -119,7 +121,7 @@ def _problem(p: Parallel) -> str | None:
             f"etp={p.expert_tp} times ep={p.ep} doesn't divide the {p.stage_size} ranks of a stage "
             f"(tp={p.tp}, cp={p.cp}, dp={p.dp}); use a smaller etp or ep, or a larger dp"
         )
-    if p.pp > 1 and p._steps()["pp"] != p._expert_steps()["pp"]:
+    if p.pp > 1 and p.steps()["pp"] != p.expert_steps()["pp"]:
         return (
             f"in order {p.order!r} experts' pipeline stages would be other ranks than those of "
             "the rest; put pp last, or make etp times ep equal tp times cp"
