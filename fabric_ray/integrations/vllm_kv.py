@@ -159,6 +159,8 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
                 zeroes=self._zeroes and vllm_config.use_v2_model_runner,
                 config=self._config,
             )
+        parallel = vllm_config.parallel_config
+        self._is_last_stage = parallel.rank // parallel.tensor_parallel_size == stages - 1
         self._released = threading.Event()
         self._freed: Counter[str] = Counter()
         self._engines: list[TransferEngine] = []
@@ -281,6 +283,9 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
             self._sender.end(broken=sys.exc_info()[0] is not None)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._sender is not None and not self._is_last_stage:
+            # With drafts vLLM's first runner has no stage but theirs save; these are computed here.
+            self.wait_for_save()
         self._released.clear()
         over = self._over()
         # While blocks are held, vLLM makes step after step: without a pause these keep a core busy.
