@@ -6,11 +6,15 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from vllm import envs
 from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.forward_context import set_forward_context
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.integrations.vllm_kv import FabricRayConnector
 from tests.adapters.test_vllm_kv_models import BLOCKS, FREE, LAYERS
 from tests.adapters.vllm_kv_configs import config
 from tests.adapters.vllm_kv_instances import Instance
@@ -58,3 +62,18 @@ def test_stages_before_that_of_the_drafts_send_what_asks_for_pages_after_the_pas
         d.add("d", PROMPT, prefill(p))
         served(d, "d", PROMPT, p)
         released(p, d, free=FREE)
+
+
+def test_an_executor_that_reports_of_the_last_stage_alone_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vllm = config("kv_consumer")
+    d = Instance(vllm)
+    with instances(d):
+        vllm.parallel_config.distributed_executor_backend = "ray"
+        monkeypatch.setattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", False, raising=False)
+        caches = d.scheduler.kv_cache_config
+        FabricRayConnector(vllm, KVConnectorRole.SCHEDULER, caches)
+        vllm.parallel_config.pipeline_parallel_size = 2
+        with pytest.raises(InvalidArgument, match="VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0"):
+            FabricRayConnector(vllm, KVConnectorRole.SCHEDULER, caches)
