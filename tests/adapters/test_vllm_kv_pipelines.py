@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,3 +80,120 @@ def test_an_executor_that_reports_of_the_last_stage_alone_is_refused(
         vllm.parallel_config.pipeline_parallel_size = 2
         with pytest.raises(InvalidArgument, match="VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0"):
             FabricRayConnector(vllm, KVConnectorRole.SCHEDULER, caches)
+
+
+@dataclass
+class _Batch:
+    """A step in flight."""
+
+    output: Any
+    tables: dict[str, list[list[int]]]
+    requests: dict[str, Any]
+    sampled: dict[str, list[int]]
+    results: list[ModelRunnerOutput] = field(default_factory=list)
+
+
+class InFlight(Instance):
+    """A pipeline with as many steps in flight as stages: a stage computes a step when the stages
+    before it have computed the next ones, and the scheduler has made them."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.batches: list[_Batch] = []
+        self.now: tuple[int, _Batch] | None = None
+        """The stage that computes, and the step."""
+
+    def step(self) -> None:
+        output = self.scheduler.schedule()
+        numbers = list(output.num_scheduled_tokens)
+        requests = {number: self.scheduler.requests[number] for number in numbers}
+        self.batches.append(
+            _Batch(
+                output,
+                {number: Instance.tables(self, number) for number in numbers},
+                requests,
+                {number: self._sampled(number) for number in numbers},
+            )
+        )
+        for stage, batch in enumerate(reversed(self.batches)):
+            self._compute(stage, batch)
+        if len(self.batches) == self.pp:
+            done = self.batches.pop(0)
+            self.update(done.output, done.results)
+
+    def _compute(self, stage: int, batch: _Batch) -> None:
+        numbers = list(batch.output.num_scheduled_tokens)
+        workers = self.workers[stage * self.tp : (stage + 1) * self.tp]
+        for worker in workers:
+            worker.pre_forward(batch.output)
+        if numbers:
+            self.now, scheduler = (stage, batch), self.scheduler
+            self.scheduler = SimpleNamespace(requests=batch.requests)  # type: ignore[assignment]
+            computed = dict(self.computed)
+            self._forward(batch.output)
+            self.now, self.scheduler = None, scheduler
+            if stage:  # the first one has counted them
+                self.computed = computed
+        for worker in workers:
+            worker.finish_forward()
+            made = ModelRunnerOutput(numbers, {n: i for i, n in enumerate(numbers)})
+            made.sampled_token_ids = [batch.sampled[n] for n in numbers]
+            made.kv_connector_output = worker.post_forward(batch.output.finished_req_ids)
+            batch.results.append(made)
+
+    def _ranks(self, layer: int) -> range:
+        ranks = super()._ranks(layer)
+        here = getattr(self, "now", None) is None or ranks.start // self.tp == self.now[0]
+        return ranks if here else range(0)
+
+    def tables(self, number: str) -> list[list[int]]:
+        return super().tables(number) if self.now is None else self.now[1].tables[number]
+
+
+@pytest.mark.parametrize("kind", ["full", "windows", "states"])
+@pytest.mark.parametrize("seed", range(2))
+def test_pages_are_right_while_the_steps_of_a_pipeline_are_in_flight(kind: str, seed: int) -> None:
+    source = random.Random(seed)
+    ways = {"chunk": 16, "seqs": 6, **({"states": "align"} if kind == "states" else {})}
+    ours = config("kv_producer", pp=2, lease=4.0, **ways)
+    theirs = config("kv_consumer", pp=3, policy="recompute", **ways)
+    p, d = (InFlight(each, layers=LAYERS[kind], blocks=26) for each in (ours, theirs))
+    shared = [source.randrange(900) for _ in range(20)]
+    with instances(p, d):
+        early = prefill(p, "warm", PROMPT[:5], transfer_id="warm")
+        names = [f"r{i}" for i in range(14)]
+        for i, name in enumerate(names):
+            prompt = shared[: source.choice([0, 8, 20])]
+            prompt = prompt + [source.randrange(900) for _ in range(source.randrange(1, 40))]
+            asks = {"do_remote_decode": True, "transfer_id": name}
+            p.add(name, prompt, asks, source.choice([1, 1, 12]))
+            d.add(name, prompt, {**early, "transfer_id": name}, source.choice([1, 9, 14]))
+            for _ in range(source.randrange(6)):
+                for each in (p, d):
+                    if each.scheduler.has_requests():
+                        each.step()
+            if source.random() < 0.2:
+                source.choice([p, d]).abort(source.choice(names[: i + 1]))
+        pump("all ends", lambda: not d.scheduler.requests and not p.scheduler.requests, p, d)
+        assert d.misread == []
+        assert p.misread == []
+        assert sum(tokens == 1 for tokens in d.computed.values()) > 5
+        released(p, d, free=25)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_mr_1_blocks_are_held_until_every_stage_has_done_with_them(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = Instance(config("kv_producer", pp=2), blocks=BLOCKS)
+    d = Instance(config("kv_consumer"), blocks=BLOCKS)
+    with instances(p, d):
+        with monkeypatch.context() as late:
+            late.setattr(p.workers[stage].kv_connector._sender, "sent", set)
+            d.add("d", PROMPT, prefill(p))
+            served(d, "d", PROMPT, p)
+            released(d, free=FREE)
+            for _ in range(20):
+                p.step()
+            assert p.free() < FREE
+        released(p, free=FREE)
