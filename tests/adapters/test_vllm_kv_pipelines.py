@@ -128,7 +128,7 @@ class InFlight(Instance):
             worker.pre_forward(batch.output)
         if numbers:
             self.now, scheduler = (stage, batch), self.scheduler
-            self.scheduler = SimpleNamespace(requests=batch.requests)  # type: ignore[assignment]
+            self.scheduler = SimpleNamespace(requests=batch.requests)
             computed = dict(self.computed)
             self._forward(batch.output)
             self.now, self.scheduler = None, scheduler
@@ -143,8 +143,8 @@ class InFlight(Instance):
 
     def _ranks(self, layer: int) -> range:
         ranks = super()._ranks(layer)
-        here = getattr(self, "now", None) is None or ranks.start // self.tp == self.now[0]
-        return ranks if here else range(0)
+        now = getattr(self, "now", None)
+        return ranks if now is None or ranks.start // self.tp == now[0] else range(0)
 
     def tables(self, number: str) -> list[list[int]]:
         return super().tables(number) if self.now is None else self.now[1].tables[number]

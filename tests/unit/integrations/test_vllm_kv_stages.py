@@ -107,7 +107,7 @@ def test_mr_1_a_load_that_one_stage_fails_ends_when_no_stage_writes_any_more(
     target = Target(stack, None)
     target.start(offer_of([first, last]))
     last.sender.give_up("r", "t", "its model failed", held=False)
-    # The first stage has its pages yet to compute, and is told that nobody waits for them.
+    # The first stage has its pages yet to compute, and is told that no load waits for them.
     target.ends()
     assert target.fetcher.invalid() == {0, 1}
     first.compute()
