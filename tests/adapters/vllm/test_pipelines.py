@@ -1,4 +1,4 @@
-"""Pipelines of real servers at either end: every output is that of a plain server (RS-1).
+"""Pipelines of real servers: every output is that of a plain server (RS-1).
 
 vLLM's CPU build computes pipelines where it compiles a model; without that a stage lacks the
 buffers for what comes from the one before it.
@@ -16,6 +16,15 @@ import pytest
 from tests.adapters.vllm import servers
 from tests.adapters.vllm.router import Router, random_prompt
 from tests.adapters.vllm.servers import Server, Spec
+from tests.adapters.vllm.test_weights import (
+    LONG,
+    NEW,
+    OLD,
+    RUNNING,
+    sharded_trainers,
+    standing,
+    trainer,
+)
 
 pytestmark = servers.needed
 
@@ -60,3 +69,18 @@ def test_rs_1_pages_of_a_pipeline_bring_the_tokens_of_a_plain_server(
         wanted = list(pool.map(lambda prompt: ends.plain.tokens(prompt, TOKENS), fresh))
         asked = [pool.submit(router.before_prefill, prompt, TOKENS) for prompt in fresh]
         assert [each.result() for each in asked] == wanted
+
+
+def test_rs_3_both_stages_put_a_version_into_use_together_while_requests_run() -> None:
+    with standing("llama", *PIPELINE) as stand, ThreadPoolExecutor(8) as pool:
+        with sharded_trainers(stand.server, workers=2) as trainers:
+            for version in (NEW, OLD):
+                running = [pool.submit(stand.server.complete, prompt, LONG) for prompt in RUNNING]
+                stand.wait_running(len(RUNNING))
+                assert trainers.send(version)["error"] is None
+                assert stand.right(version) == 30
+                for future in running:
+                    assert len(future.result()["choices"][0]["token_ids"]) == LONG
+        with trainer(stand.server, workers=2) as sender:
+            assert sender.send(NEW) is None
+            assert stand.right(NEW) == 30

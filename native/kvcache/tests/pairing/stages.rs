@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use fabric_engine::api::{PageIndices, Pages};
-use fabric_kvcache::layout::CacheLayout;
+use fabric_kvcache::layout::{CacheGroup, CacheLayout};
 use fabric_kvcache::pairing::{Mismatch, Pairing};
 
 use crate::caches::{instance, Dim, Form, Head, Layer, Model, Page, Tensor, Token};
+use crate::replay::starts;
 
 const TOKENS: u64 = 24;
 
@@ -37,7 +37,7 @@ fn stage(
 
 /// One table for each group; no two are alike.
 fn tables(layout: &CacheLayout) -> Vec<Vec<u32>> {
-    let of = |(g, group): (usize, &fabric_kvcache::layout::CacheGroup)| {
+    let of = |(g, group): (usize, &CacheGroup)| {
         let pages = group.pages_of(TOKENS) as u32;
         (0..pages).map(|page| (page * 7 + g as u32 * 3 + 1) % group.pages).collect()
     };
@@ -74,14 +74,6 @@ fn meanings(layout: &CacheLayout) -> BTreeMap<(u32, u64), Meaning> {
         }
     }
     all
-}
-
-fn starts(pages: &Pages) -> Vec<u64> {
-    let at = |index: u32| pages.offset + u64::from(index) * pages.stride;
-    match &pages.indices {
-        PageIndices::Range { first, count } => (*first..first + count).map(at).collect(),
-        PageIndices::List(_) => pages.list().unwrap().iter().map(|&i| at(i)).collect(),
-    }
 }
 
 /// Sends a request from all stages to a rank of one stage; what each byte there then means.
