@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 _base: Any = framework("vllm.distributed.kv_transfer.kv_connector.v1.base", "vllm")
 _caches: Any = framework("vllm.v1.kv_cache_interface", "vllm")
+_envs: Any = framework("vllm.envs", "vllm")
 _output: Any = framework("vllm.v1.core.sched.output", "vllm")
 # vLLM 0.29 doesn't ask where hits are from.
 _hit_sources: Any = getattr(_base, "CacheHitSource", None)
@@ -131,13 +132,22 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
                 "offer_file names one file, and each data parallel rank of this server has an "
                 "offer of its own; start a server for each rank"
             )
-        stages = vllm_config.parallel_config.pipeline_parallel_size
+        parallel = vllm_config.parallel_config
+        stages = parallel.pipeline_parallel_size
         if stages > 1 and not hasattr(
             _base.KVConnectorBase_V1, "set_xfer_handshake_metadata_pp_aware"
         ):
             raise InvalidArgument(
                 "this version of vLLM doesn't tell connectors of the stages of a pipeline; leave "
                 "--pipeline-parallel-size out, or use vLLM 0.32 or later"
+            )
+        # vLLM 0.33 has no other executor of Ray's workers.
+        reports_all = getattr(_envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
+        if stages > 1 and parallel.distributed_executor_backend == "ray" and not reports_all:
+            raise InvalidArgument(
+                "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 has vLLM's scheduler hear of the last stage of "
+                "a pipeline only, so that it would wait for pages of the others for ever; leave it "
+                "out"
             )
         # Caches of states or of several precisions, in the same memory.
         self._zeroes = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
@@ -159,6 +169,7 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
                 zeroes=self._zeroes and vllm_config.use_v2_model_runner,
                 config=self._config,
             )
+        self._is_last_stage = parallel.rank // parallel.tensor_parallel_size == stages - 1
         self._released = threading.Event()
         self._freed: Counter[str] = Counter()
         self._engines: list[TransferEngine] = []
@@ -281,6 +292,9 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
             self._sender.end(broken=sys.exc_info()[0] is not None)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._sender is not None and not self._is_last_stage:
+            # With drafts vLLM's first runner has no stage but theirs save; these are computed here.
+            self.wait_for_save()
         self._released.clear()
         over = self._over()
         # While blocks are held, vLLM makes step after step: without a pause these keep a core busy.

@@ -200,7 +200,7 @@ class _Alike:
     group: int
     """The cache group that has their blocks."""
     kind: str
-    """Their name, with `*` for its numbers, and how many there are where they are counted."""
+    """Their name, with `*` for its first number."""
     numbers: Mapping[str, int]
     """Of each layer, by its name."""
 
@@ -212,25 +212,20 @@ def _alike(
 ) -> list[_Alike]:
     """Layers of one kind and form, in an order that both ends find, whatever order vLLM registers
     caches in: ends pair layers by their kind and number (RS-1)."""
-    of_kind: dict[str, list[str]] = {}
-    found: dict[tuple[int, str, tuple[object, ...]], list[str]] = {}
+    found: dict[tuple[int, str, tuple[object, ...]], dict[str, int]] = {}
     for index, names in enumerate(members):
+        late = _LATE if groups[index].is_state else 0
         for name in names:
             t = tensors[name]
             form = (tuple(t.shape), t.stride(), t.dtype)
-            kind = _NUMBER.sub("*", name)
-            of_kind.setdefault(kind, []).append(name)
-            found.setdefault((index, kind, form), []).append(name)
-    known = {kind: _numbers(kind, names) for kind, names in of_kind.items()}
-    alike = []
-    for (index, kind, _), names in found.items():
-        called, numbers = known[kind]
-        late = _LATE if groups[index].is_state else 0
-        alike.append(_Alike(index, called, {name: late + numbers[name] for name in names}))
+            kind, number = _numbered(name)
+            found.setdefault((index, kind, form), {})[name] = late + number
+    alike = [_Alike(index, kind, numbers) for (index, kind, _), numbers in found.items()]
 
-    def order(each: _Alike) -> tuple[str, int, int, str]:
-        numbers = each.numbers
-        return each.kind, groups[each.group].window or 0, min(numbers.values()), min(numbers)
+    def order(each: _Alike) -> tuple[str, list[int], int, int, str]:
+        numbers, window = each.numbers, groups[each.group].window or 0
+        others = [int(part) for part in _NUMBER.findall(each.kind)]
+        return _NUMBER.sub("*", each.kind), others, window, min(numbers.values()), min(numbers)
 
     return sorted(alike, key=order)
 
@@ -341,16 +336,13 @@ def _check(name: str, tensor: torch.Tensor, group: LayerGroup) -> None:
         )
 
 
-def _numbers(kind: str, names: Sequence[str]) -> tuple[str, dict[str, int]]:
-    """What to call the layers of a kind, and their numbers: the first ones in their names where
-    these tell them apart, else their places among all of them. A pipeline's stage has other places,
-    so the number of all is in the kind, and layers are never paired by them (RS-1)."""
-    parts = {name: [int(part) for part in _NUMBER.findall(name)] for name in names}
-    first = {name: each[0] for name, each in parts.items() if each}
-    if len(set(first.values())) == len(names):
-        return kind, first
-    places = {name: i for i, name in enumerate(sorted(names, key=parts.__getitem__))}
-    return f"{kind} of {len(names)}", places
+def _numbered(name: str) -> tuple[str, int]:
+    """The kind and the number of a layer. They name it alone, whatever other layers an end or a
+    stage of a pipeline has (RS-1)."""
+    first = _NUMBER.search(name)
+    if first is None:
+        return name, 0
+    return f"{name[: first.start()]}*{name[first.end() :]}", int(first.group())
 
 
 def _place(tensor: torch.Tensor, buffers: list[torch.Tensor]) -> Place:

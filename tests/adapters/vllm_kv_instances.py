@@ -112,6 +112,7 @@ class Instance:
         kernel_block: int | None = None,
     ) -> None:
         init_none_hash(sha256)
+        self.vllm = vllm
         self.tp = vllm.parallel_config.tensor_parallel_size
         self.pp = vllm.parallel_config.pipeline_parallel_size
         self.mla = vllm.model_config.use_mla
@@ -278,6 +279,10 @@ class Instance:
             made.sampled_token_ids = [self._sampled(n) for n in numbers]
             made.kv_connector_output = report
             result.append(made)
+        self.update(output, result)
+
+    def update(self, output: Any, result: list[ModelRunnerOutput]) -> None:
+        """What the engine core does with the workers' results of a step."""
         outputs = self.scheduler.update_from_output(output, self.gather.aggregate(result))
         for client in outputs.values():
             for each in client.outputs:

@@ -107,7 +107,7 @@ def test_mr_1_a_load_that_one_stage_fails_ends_when_no_stage_writes_any_more(
     target = Target(stack, None)
     target.start(offer_of([first, last]))
     last.sender.give_up("r", "t", "its model failed", held=False)
-    # The first stage has its pages yet to compute, and is told that no decoder waits for them.
+    # The first stage has its pages yet to compute, and is told that no load waits for them.
     target.ends()
     assert target.fetcher.invalid() == {0, 1}
     first.compute()
@@ -150,11 +150,15 @@ def test_rs_1_layers_that_no_stage_has_or_two_have_are_refused(
         check_stages([offers[0][:4] + b"\x81\xa4ends\x90"], target.cache.layouts[0])
 
 
-def test_rs_1_layers_that_are_counted_are_no_others_of_a_stage(stack: ExitStack) -> None:
-    """The first numbers of these names don't tell them apart, and their places differ by stage."""
+def test_rs_1_a_layer_is_called_the_same_whatever_other_layers_its_stage_has() -> None:
+    """LongCat's layers have two caches each, so that one number doesn't tell them apart."""
 
-    def names(numbers: Sequence[tuple[int, int]]) -> set[tuple[str, int]]:
-        tensors = {f"shared.{i}.attn.{j}": torch.zeros(5, 4, 8, 6) for i, j in numbers}
+    def called(layers: Sequence[int]) -> dict[str, tuple[str, int]]:
+        tensors = {
+            f"model.layers.{i}.self_attn.{j}.attn": torch.zeros(5, 4, 8, 6)
+            for i in layers
+            for j in (0, 1)
+        }
         cache = worker_cache(
             tensors,
             groups=[LayerGroup(8, tuple(tensors))],
@@ -162,7 +166,15 @@ def test_rs_1_layers_that_are_counted_are_no_others_of_a_stage(stack: ExitStack)
             model="m",
             form=rows,
         )
-        (group,) = cache.layouts[0].groups
-        return {(group.name, layer) for layer in group.layers}
+        names = {tensor.data_ptr(): name for name, tensor in tensors.items()}
+        return {
+            names[cache.buffers[place.buffer].data_ptr()]: (group.name, layer)
+            for group in cache.layouts[0].groups
+            for layer, place in zip(group.layers, group.tensors[0].places, strict=True)
+        }
 
-    assert not names([(0, 0), (0, 1), (1, 0)]) & names([(1, 0)])
+    whole = called(range(4))
+    assert len(set(whole.values())) == len(whole) == 8
+    for layers in ([0], [1, 2], [3], [0, 1], [2, 3], [10, 2]):
+        stage = called(layers)
+        assert {name: whole.get(name, stage[name]) for name in stage} == stage
