@@ -131,6 +131,14 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
                 "offer_file names one file, and each data parallel rank of this server has an "
                 "offer of its own; start a server for each rank"
             )
+        stages = vllm_config.parallel_config.pipeline_parallel_size
+        if stages > 1 and not hasattr(
+            _base.KVConnectorBase_V1, "set_xfer_handshake_metadata_pp_aware"
+        ):
+            raise InvalidArgument(
+                "this version of vLLM doesn't tell connectors of the stages of a pipeline; leave "
+                "--pipeline-parallel-size out, or use vLLM 0.32 or later"
+            )
         # Caches of states or of several precisions, in the same memory.
         self._zeroes = getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
         self._engine_id = str(transfer.engine_id)
@@ -146,7 +154,7 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
                     int(any(group.is_state for group in self._groups)),
                     getattr(vllm_config, "num_prefill_lookahead_tokens", 0) - 1,
                 ),
-                ranks=vllm_config.parallel_config.tensor_parallel_size,
+                ranks=vllm_config.parallel_config.tensor_parallel_size * stages,
                 # vLLM's first runner does it when connectors have heard of the step.
                 zeroes=self._zeroes and vllm_config.use_v2_model_runner,
                 config=self._config,
@@ -202,7 +210,7 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
             self._fetcher = Fetcher(
                 Decoder([self._rank_cache(cache, shards)], **options),
                 cache,
-                ranks=shards.ranks,
+                ranks=shards.ranks * self._vllm_config.parallel_config.pipeline_parallel_size,
                 block_tokens=None if self._by_request else self._groups[0].block_tokens,
                 timeout=self._config.timeout,
                 zeroes=self._zeroes,
@@ -361,7 +369,13 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
         return self._of_scheduler().busy
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, FabricHandshake]) -> None:
-        offers = {rank: handshake.offer for rank, handshake in metadata.items()}
+        # vLLM before 0.32 knows no stages.
+        self.set_xfer_handshake_metadata_pp_aware({(0, rank): h for rank, h in metadata.items()})
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], FabricHandshake]
+    ) -> None:
+        offers = {worker: handshake.offer for worker, handshake in metadata.items()}
         offer = self._of_scheduler().offered(offers)
         if offer is not None and self._config.offer_file is not None:
             path = Path(self._config.offer_file)
@@ -376,7 +390,8 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
 
     def _rank_cache(self, cache: WorkerCache, shards: Shards) -> RankCache:
         # Each end has an engine of its own, for each takes messages.
-        engine = TransferEngine(**{"name": f"{self._name()}-{shards.rank}", **self._config.engine})
+        name = f"{self._name()}-{self._vllm_config.parallel_config.rank}"
+        engine = TransferEngine(**{"name": name, **self._config.engine})
         self._engines.append(engine)
         regions = [engine.register(buffer) for buffer in cache.buffers]
         return RankCache(engine, cache.layouts[shards.rank], regions)
@@ -395,6 +410,7 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
             rank=parallel.rank % ranks,
             shards=min(ranks, heads),
             held_heads=0 if vary else max(1, heads // ranks),
+            is_stage=parallel.pipeline_parallel_size > 1,
         )
 
     def _model(self) -> str:

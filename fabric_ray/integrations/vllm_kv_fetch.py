@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import logging
+import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from fabric_ray import observe
 from fabric_ray.errors import FabricError
 from fabric_ray.integrations.vllm_kv_content import weights
 from fabric_ray.integrations.vllm_kv_layout import WorkerCache
-from fabric_ray.integrations.vllm_kv_offer import from_text
+from fabric_ray.integrations.vllm_kv_offer import check_stages, from_text
 from fabric_ray.integrations.vllm_kv_plan import Claim, Load
 from fabric_ray.kvcache import Decoder, Pull
 
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass
+class _Open:
+    """A load whose blocks may still be written to."""
+
+    load: Load
+    pulls: Sequence[Pull]
+    """One from each stage of the prefiller's pipeline."""
+    left: int
+    """How many of them aren't released."""
+    error: FabricError | None = None
+    """Why blocks will be lacking; the first cause."""
 
 
 class Fetcher:
@@ -44,8 +59,10 @@ class Fetcher:
         self._on_release, self._zeroes = on_release, zeroes
         self._decoder, self._cache = decoder, cache
         self._ranks, self._block_tokens, self._timeout = ranks, block_tokens, timeout
-        self._prefillers: dict[bytes, int] = {}
-        self._open: dict[str, tuple[Load, Pull]] = {}
+        # The sessions with a prefiller's stages, by their offers.
+        self._prefillers: dict[tuple[bytes, ...], tuple[int, ...]] = {}
+        self._lock = threading.Lock()
+        self._open: dict[str, _Open] = {}
         self._ended: deque[tuple[Load, FabricError | None]] = deque()
         self._cancelled: set[str] = set()
         self._invalid: set[int] = set()
@@ -54,28 +71,37 @@ class Fetcher:
     def start(self, loads: Sequence[Load]) -> None:
         """Asks for blocks. Any error is reported as the failure of its load."""
         for load in loads:
+            pulls: list[Pull] = []
+            error = None
             try:
-                pull = self._pull(load)
-            except FabricError as error:
+                for stage in self._stages(load.offer):
+                    pulls.append(self._pull(load, stage))
+            except FabricError as raised:
+                error = raised
+            if not pulls:
                 # Nothing was sent, so no peer writes to its blocks.
                 self._ended.append((load, error))
                 continue
-            self._open[load.request] = (load, pull)
-            pull.on_release(partial(self._released, load, pull))
+            opened = self._open[load.request] = _Open(load, pulls, len(pulls), error)
+            for pull in pulls:
+                pull.on_release(partial(self._released, opened, pull))
+            if error is not None:
+                _cancel(pulls)
 
     def cancel(self, requests: Sequence[str]) -> None:
         """Gives loads up; their ends are reported when nothing can land any more (MR-1)."""
         for request in requests:
             if request in self._open:
                 self._cancelled.add(request)
-                self._open[request][1].cancel()
+                _cancel(self._open[request].pulls)
 
     def renew(self, leases: Mapping[str, Sequence[int]]) -> None:
         """Renews leases, by the prefiller's offer. One that was lost is not called again for it."""
         for text, numbers in leases.items():
             try:
                 known = self._prefillers.get(from_text(text))
-                self._decoder.renew(self._prefiller(text) if known is None else known, numbers)
+                for stage in self._stages(text) if known is None else known:
+                    self._decoder.renew(stage, numbers)
             except FabricError as error:
                 # The load will fail by the same.
                 _LOG.debug("leases of a prefiller aren't renewed: %s", error)
@@ -114,15 +140,23 @@ class Fetcher:
     def close(self) -> None:
         self._decoder.close()
 
-    def _released(self, load: Load, pull: Pull) -> None:
-        self._ended.append((load, pull.error))
+    def _released(self, opened: _Open, pull: Pull) -> None:
+        with self._lock:
+            opened.left -= 1
+            is_over = opened.left == 0
+            has_failed = opened.error is None and pull.error is not None
+            opened.error = opened.error or pull.error
+        if is_over:
+            self._ended.append((opened.load, opened.error))
+        elif has_failed:
+            _cancel(opened.pulls)  # its blocks would be no use
         self._on_release()
 
-    def _pull(self, load: Load) -> Pull:
+    def _pull(self, load: Load, prefiller: int) -> Pull:
         claim = Claim(load.transfer, load.digest, load.request, self._ranks, weights())
         with observe.span(load.request):
             return self._decoder.pull(
-                self._prefiller(load.offer),
+                prefiller,
                 tokens=load.tokens,
                 tables=self._cache.tables(load.tables, load.tokens),
                 have=load.have,
@@ -131,12 +165,35 @@ class Fetcher:
                 salt=zlib.crc32(load.transfer.encode()),
             )
 
-    def _prefiller(self, text: str) -> int:
+    def _stages(self, text: str) -> tuple[int, ...]:
+        """The open sessions with a prefiller's stages. All are asked, also those whose layers this
+        rank lacks: each counts the ranks that have asked."""
         # The same offer may be written in several ways.
-        offer = from_text(text)
-        known = self._prefillers.get(offer)
-        if known is None or not self._decoder.is_connected(known):
-            live = self._prefillers.items()
-            self._prefillers = {each: n for each, n in live if self._decoder.is_connected(n)}
-            known = self._prefillers[offer] = self._decoder.connect(offer)
+        offers = from_text(text)
+        known = self._prefillers.get(offers)
+        if known is None or not self._are_connected(known):
+            check_stages(offers, self._cache.layouts[0])
+            for each, stages in list(self._prefillers.items()):
+                if not self._are_connected(stages):
+                    self._disconnect(self._prefillers.pop(each))
+            opened: list[int] = []
+            try:
+                for offer in offers:
+                    opened.append(self._decoder.connect(offer))
+            except FabricError:
+                self._disconnect(opened)
+                raise
+            known = self._prefillers[offers] = tuple(opened)
         return known
+
+    def _are_connected(self, stages: Sequence[int]) -> bool:
+        return all(self._decoder.is_connected(stage) for stage in stages)
+
+    def _disconnect(self, stages: Sequence[int]) -> None:
+        for stage in stages:
+            self._decoder.disconnect(stage)
+
+
+def _cancel(pulls: Sequence[Pull]) -> None:
+    for pull in pulls:
+        pull.cancel()

@@ -198,7 +198,8 @@ def _specs(group: Any) -> dict[str, Any]:
     """The ``KVCacheSpec`` of each layer of a group."""
     spec = group.kv_cache_spec
     each: dict[str, Any] | None = getattr(spec, "kv_cache_specs", None)
-    return each or dict.fromkeys(group.layer_names, spec)
+    # A pipeline's stage may lack all layers of a group, and the scheduler hears of the first stage.
+    return each or dict.fromkeys(group.layer_names or [""], spec)
 
 
 def _is_indexer(spec: Any) -> bool:

@@ -41,6 +41,8 @@ class Shards:
     held_heads: int | None = None
     """Heads of each layer that a rank holds, as far as ``shards`` says how they are divided. Layers
     with another number are moved between as many ranks only (RS-1)."""
+    is_stage: bool = False
+    """Whether the ranks are those of one stage of a pipeline."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ def worker_cache(
         order += [(alike.numbers[name], len(described), name) for name in names]
         described.append(
             CacheGroup(
-                name=f"{len(described)}, {alike.kind[:_LONGEST_KIND]}{window}",
+                name=f"{alike.kind[:_LONGEST_KIND]}{window}",
                 layers=tuple(alike.numbers[name] for name in names),
                 page_tokens=t.shape[2],
                 pages=t.shape[0],
@@ -180,7 +182,8 @@ def worker_cache(
         caches = tuple(tensors[name] for name in names)
         by_token = known is not None and known.tokens
         pages.append(BlockPages(alike.group, per_block, of.block_tokens, caches, by_token))
-    layout = CacheLayout(model, tuple(described), tuple(b.numel() for b in buffers))
+    sizes = tuple(buffer.numel() for buffer in buffers)
+    layout = CacheLayout(model, tuple(described), sizes, shards.is_stage)
     return WorkerCache(
         buffers=buffers,
         layouts=[_of_rank(layout, rank, shards.ranks) for rank in range(shards.ranks)],
@@ -197,7 +200,7 @@ class _Alike:
     group: int
     """The cache group that has their blocks."""
     kind: str
-    """Their name, with `*` for its numbers."""
+    """Their name, with `*` for its numbers, and how many there are where they are counted."""
     numbers: Mapping[str, int]
     """Of each layer, by its name."""
 
@@ -208,17 +211,22 @@ def _alike(
     groups: Sequence[LayerGroup],
 ) -> list[_Alike]:
     """Layers of one kind and form, in an order that both ends find, whatever order vLLM registers
-    caches in: ends pair layers by their group and number (RS-1)."""
+    caches in: ends pair layers by their kind and number (RS-1)."""
+    of_kind: dict[str, list[str]] = {}
     found: dict[tuple[int, str, tuple[object, ...]], list[str]] = {}
     for index, names in enumerate(members):
         for name in names:
             t = tensors[name]
             form = (tuple(t.shape), t.stride(), t.dtype)
-            found.setdefault((index, _NUMBER.sub("*", name), form), []).append(name)
-    alike = [
-        _Alike(index, kind, _numbers(names, _LATE if groups[index].is_state else 0))
-        for (index, kind, _), names in found.items()
-    ]
+            kind = _NUMBER.sub("*", name)
+            of_kind.setdefault(kind, []).append(name)
+            found.setdefault((index, kind, form), []).append(name)
+    known = {kind: _numbers(kind, names) for kind, names in of_kind.items()}
+    alike = []
+    for (index, kind, _), names in found.items():
+        called, numbers = known[kind]
+        late = _LATE if groups[index].is_state else 0
+        alike.append(_Alike(index, called, {name: late + numbers[name] for name in names}))
 
     def order(each: _Alike) -> tuple[str, int, int, str]:
         numbers = each.numbers
@@ -333,14 +341,16 @@ def _check(name: str, tensor: torch.Tensor, group: LayerGroup) -> None:
         )
 
 
-def _numbers(names: Sequence[str], start: int) -> dict[str, int]:
-    """Numbers of layers of one kind: the first ones in their names where these tell them apart,
-    else their places among all of them; counted from ``start``."""
+def _numbers(kind: str, names: Sequence[str]) -> tuple[str, dict[str, int]]:
+    """What to call the layers of a kind, and their numbers: the first ones in their names where
+    these tell them apart, else their places among all of them. A pipeline's stage has other places,
+    so the number of all is in the kind, and layers are never paired by them (RS-1)."""
     parts = {name: [int(part) for part in _NUMBER.findall(name)] for name in names}
     first = {name: each[0] for name, each in parts.items() if each}
     if len(set(first.values())) == len(names):
-        return {name: start + number for name, number in first.items()}
-    return {name: i for i, name in enumerate(sorted(names, key=parts.__getitem__), start)}
+        return kind, first
+    places = {name: i for i, name in enumerate(sorted(names, key=parts.__getitem__))}
+    return f"{kind} of {len(names)}", places
 
 
 def _place(tensor: torch.Tensor, buffers: list[torch.Tensor]) -> Place:

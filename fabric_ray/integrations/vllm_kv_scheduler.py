@@ -137,8 +137,8 @@ class KvScheduler:
         self._renewals = Renewals(config.terms.beat)
         self._admissions = Admissions(config.lease)
 
-    def offered(self, offers: Mapping[int, bytes]) -> str | None:
-        """Takes what the workers offer, by their ranks; returns it as text."""
+    def offered(self, offers: Mapping[tuple[int, int], bytes]) -> str | None:
+        """Takes what the workers offer, by stage and rank in it; returns it as text."""
         if offers:
             self._offer = instance(offers)
         return self._offer
@@ -419,7 +419,7 @@ class KvScheduler:
 
 
 def check(transfer: Any, config: Any) -> None:
-    """Refuses instances whose workers divide layers or tokens, or whose prompts it can't name.
+    """Refuses instances whose workers divide tokens, or whose prompts it can't name.
 
     Args:
         transfer: vLLM's ``KVTransferConfig``.
@@ -428,12 +428,12 @@ def check(transfer: Any, config: Any) -> None:
     Raises:
         InvalidArgument: what it is, and what to do.
     """
-    for name in ("pipeline", "decode_context", "prefill_context"):
+    for name in ("decode_context", "prefill_context"):
         size = getattr(config.parallel_config, f"{name}_parallel_size")
         if size != 1:
             raise InvalidArgument(
-                f"{name}_parallel_size is {size}: layers or tokens are divided among workers, "
-                "which this connector doesn't follow; use tensor parallelism alone"
+                f"{name}_parallel_size is {size}: tokens are divided among workers, which this "
+                "connector doesn't follow; use tensor or pipeline parallelism"
             )
     if transfer.kv_role is None:
         raise InvalidArgument("the connector needs a kv_role: kv_producer, kv_consumer or kv_both")

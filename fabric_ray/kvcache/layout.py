@@ -41,8 +41,9 @@ class CacheGroup(msgspec.Struct, frozen=True):
     """Layers that share one page table."""
 
     name: str
+    """The kind of its layers; a kind may have several groups."""
     layers: tuple[int, ...]
-    """Numbers of the layers in the model, in the order of computation."""
+    """Numbers of the layers in the model, in the order of computation. A kind has each once."""
     page_tokens: int
     """Tokens per page."""
     pages: int
@@ -65,3 +66,6 @@ class CacheLayout(msgspec.Struct, frozen=True):
     """One for most models, several for hybrid models."""
     buffers: tuple[int, ...]
     """Bytes of each registered region that holds pages."""
+    is_stage: bool = False
+    """Whether its instance is one stage of a pipeline, and others have the model's other layers.
+    What a stage and its peer have in common is paired; a decoder asks each stage."""

@@ -21,6 +21,9 @@ WAYS = {
     "blocks": "blocks 16 to 8",
     "tp 1 to 2": "TP 1 to 2",
     "tp 4 to 2": "TP 4 to 2",
+    "pp 2 to 1": "PP 2 to 1",
+    "pp 1 to 2": "PP 1 to 2",
+    "pp 2 to 3": "PP 2 x TP 2 to PP 3",
 }
 """Ways in which pages travel, and what the page calls them."""
 

@@ -180,10 +180,10 @@ def test_what_the_connector_does_not_move_is_refused_at_the_start() -> None:
     p = Instance(vllm)
     with instances(p):
         groups = p.scheduler.kv_cache_config
-        vllm.parallel_config.pipeline_parallel_size = 2
-        with pytest.raises(InvalidArgument, match="pipeline_parallel_size is 2"):
+        vllm.parallel_config.decode_context_parallel_size = 2
+        with pytest.raises(InvalidArgument, match="decode_context_parallel_size is 2"):
             FabricRayConnector(vllm, KVConnectorRole.SCHEDULER, groups)
-        vllm.parallel_config.pipeline_parallel_size = 1
+        vllm.parallel_config.decode_context_parallel_size = 1
 
 
 @pytest.mark.parametrize("gigabytes", [0, 4])

@@ -80,6 +80,9 @@ HOW = {
     "blocks": Way({"block": 16}),
     "tp 1 to 2": Way({}, {"tp": 2}),
     "tp 4 to 2": Way({"tp": 4}, {"tp": 2}),
+    "pp 2 to 1": Way({"pp": 2}),
+    "pp 1 to 2": Way({}, {"pp": 2}),
+    "pp 2 to 3": Way({"pp": 2, "tp": 2, "chunk": 16}, {"pp": 3}, layout="LBNHC"),
 }
 
 

@@ -65,7 +65,7 @@ def config(role: str, **options: Any) -> VllmConfig:
 
     Args:
         role: ``kv_producer`` or ``kv_consumer``.
-        options: ``tp``, ``mla``, ``block`` (tokens), ``chunk`` (tokens of a step), ``seqs`` (most
+        options: ``tp``, ``pp``, ``mla``, ``block`` (tokens), ``chunk`` (of a step), ``seqs`` (most
             requests that run), ``policy`` for loads that fail, ``hybrid`` (whether its manager of
             several cache groups is on, as it is by default), ``retention`` (tokens between cached
             windows, ``None`` for all of them), ``states`` (vLLM's mode of their cache), ``model``
@@ -73,7 +73,7 @@ def config(role: str, **options: Any) -> VllmConfig:
     """
     states = options.pop("states", None)
     hybrid, retention = options.pop("hybrid", True), options.pop("retention", 0)
-    tp, chunk = options.pop("tp", 1), options.pop("chunk", 64)
+    tp, pp, chunk = options.pop("tp", 1), options.pop("pp", 1), options.pop("chunk", 64)
     mla, block = options.pop("mla", False), options.pop("block", 8)
     policy, seqs = options.pop("policy", "fail"), options.pop("seqs", 16)
     extra = {"model": "small", "terms": {"beat": 0.1, "silence": 2.0}, **options}
@@ -104,6 +104,7 @@ def config(role: str, **options: Any) -> VllmConfig:
     )
     # Set here: vLLM refuses more ranks than there are GPUs, and several groups without any device.
     made.parallel_config.tensor_parallel_size = tp
+    made.parallel_config.pipeline_parallel_size = pp
     made.scheduler_config.disable_hybrid_kv_cache_manager = not hybrid
     if states is not None:
         # What vLLM sets by the model.

@@ -21,7 +21,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm.v1.core.kv_cache_planning import (
+    _project_kv_cache_groups_to_worker,
+    get_kv_cache_config_from_groups,
+    get_kv_cache_groups,
+)
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
     get_request_block_hasher,
@@ -109,6 +113,7 @@ class Instance:
     ) -> None:
         init_none_hash(sha256)
         self.tp = vllm.parallel_config.tensor_parallel_size
+        self.pp = vllm.parallel_config.pipeline_parallel_size
         self.mla = vllm.model_config.use_mla
         self.block = vllm.cache_config.block_size
         self.state_block = vllm.cache_config.mamba_block_size
@@ -122,7 +127,10 @@ class Instance:
         # vLLM's own grouping and placement of layers.
         specs = {self.names[i]: self._spec(i, held) for i in self._own()}
         groups = get_kv_cache_groups(vllm, specs)
-        kv = get_kv_cache_config_from_groups(vllm, groups, 1 << 40)
+        stages = [
+            get_kv_cache_config_from_groups(vllm, self._of_stage(groups, specs, stage), 1 << 40)
+            for stage in range(self.pp)
+        ]
         whole = [group.kv_cache_spec.block_size for group in groups]
         kernel_blocks = [
             size if isinstance(group.kv_cache_spec, MambaSpec) else kernel_block or size
@@ -135,12 +143,14 @@ class Instance:
         """Tokens of a block of each layer."""
         self.caches: list[dict[str, torch.Tensor]] = []
         self.workers: list[ActiveKVConnector] = []
-        for rank in range(self.tp):
+        for rank in range(self.tp * self.pp):
+            kv = stages[rank // self.tp]
             views = allocate_kv_cache(kv, torch.device("cpu"), KVCacheLayout[layout], kernel_blocks)
             for view in views.values():
                 raw = torch.empty(0, dtype=torch.uint8).set_(view.untyped_storage())
                 raw.fill_(FILL)
-            for i in range(len(layers)):
+            here = [i for i in range(len(layers)) if rank in self._ranks(i)]
+            for i in here:
                 views[self.names[i]] = views[self.names[self._source(i)]]
             self.caches.append(views)
             own = copy.deepcopy(vllm)
@@ -148,26 +158,27 @@ class Instance:
             own.compilation_config.static_forward_context = {
                 name: self._module(name, view, held) for name, view in views.items()
             }
-            for i, layer in enumerate(layers):
+            for i in here:
                 module = own.compilation_config.static_forward_context[self.names[i]]
-                target = None if layer.reads is None else self.names[layer.reads]
+                reads = layers[i].reads
+                target = None if reads is None else self.names[reads]
                 module.kv_sharing_target_layer_name = target
             connector = KVConnectorFactory.create_connector(own, KVConnectorRole.WORKER, kv)
             # What `ensure_kv_transfer_initialized` does in each worker's process.
             kv_transfer_state._KV_CONNECTOR_AGENT = connector
             self.workers.append(ActiveKVConnector(own, self.caches[rank]))
+        kv = generate_scheduler_kv_cache_config(stages)
         block, hash_block = resolve_kv_cache_block_sizes(kv, vllm)
-        kv = generate_scheduler_kv_cache_config([kv])
         self.scheduler = Scheduler(
             vllm, kv, StructuredOutputManager(vllm), block_size=block, hash_block_size=hash_block
         )
         handshakes = {
-            (0, rank): worker.kv_connector.get_handshake_metadata()
+            divmod(rank, self.tp): worker.kv_connector.get_handshake_metadata()
             for rank, worker in enumerate(self.workers)
         }
         if all(handshakes.values()):
             self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
-        self.gather = KVOutputAggregator.from_connector(self.scheduler.connector, self.tp)
+        self.gather = KVOutputAggregator.from_connector(self.scheduler.connector, self.tp * self.pp)
         self.free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks
         self.ended: dict[str, Any] = {}
         """Outputs of requests that are over."""
@@ -177,6 +188,25 @@ class Instance:
         """Request, layer and token of what a step read and wasn't as it should."""
         self.dies_at: tuple[str, int] | None = None
         self.hasher = get_request_block_hasher(hash_block, sha256)
+
+    def _stage(self, layer: int) -> int:
+        """The stage of the pipeline that computes a layer; drafts are the last one's."""
+        name = self.names[self._source(layer)]
+        if name.startswith("draft_model."):
+            return self.pp - 1
+        own = [self.names[i] for i in self._own()]
+        numbers = [int(n.split(".")[2]) for n in own if n.startswith("model.")]
+        return int(name.split(".")[2]) * self.pp // (max(numbers) + 1)
+
+    def _ranks(self, layer: int) -> range:
+        """The workers that have a layer."""
+        first = self._stage(layer) * self.tp
+        return range(first, first + self.tp)
+
+    def _of_stage(self, groups: list[Any], specs: dict[str, Any], stage: int) -> list[Any]:
+        own = (i for i in self._own() if self._stage(i) == stage)
+        names = [self.names[i] for i in own]
+        return _project_kv_cache_groups_to_worker(groups, {name: specs[name] for name in names})
 
     def _own(self) -> Iterator[int]:
         return (i for i, layer in enumerate(self.layers) if layer.reads is None)
@@ -265,13 +295,13 @@ class Instance:
         found = []
         for layer, kind in enumerate(self.layers):
             if kind.state:
-                ranks = range(self.tp)
+                ranks = self._ranks(layer)
                 bad = [r for r in ranks if not self._has_state(r, layer, number, prompt)]
                 found += [(rank, layer, 0, len(prompt)) for rank in bad]
                 continue
             first = 0 if kind.window is None else max(0, len(prompt) - kind.window)
             places = range(first, len(prompt))
-            for rank in range(self.tp):
+            for rank in self._ranks(layer):
                 bad = self._differs(rank, layer, tables[self.group[layer]], prompt, places)
                 found += [
                     (rank, layer, head, place)
@@ -302,7 +332,7 @@ class Instance:
     def pages_of_block(self, name: str) -> int:
         """Of a layer's cache: kernels may have smaller blocks than the scheduler."""
         number = self.number[name]
-        tokens = self.caches[0][name].shape[2]
+        tokens = self.caches[self._ranks(number)[0]][name].shape[2]
         return 1 if self.layers[number].state else self.blocks[number] // tokens
 
     def _state(self, rank: int, layer: int, number: str, tokens: int) -> torch.Tensor:
@@ -319,7 +349,7 @@ class Instance:
     def _heads(self, rank: int) -> range:
         shards = 1 if self.mla else min(self.tp, HEADS)
         held = 1 if self.mla else HEADS // shards
-        first = rank * shards // self.tp * held
+        first = rank % self.tp * shards // self.tp * held
         return range(first, first + held)
 
     def _at(self, rank: int, layer: int, head: int, table: list[int], place: int) -> torch.Tensor:
@@ -373,14 +403,15 @@ class Instance:
             for number, done in passes if not kind.state else ():
                 self._read(layer, number, done)
             self.after(layer)
-            for rank, worker in enumerate(() if kind.indexer or kind.state else self.workers):
-                name = self.names[layer]
-                worker.kv_connector.save_kv_layer(name, self.caches[rank][name], None)
+            name = self.names[layer]
+            for rank in () if kind.indexer or kind.state else self._ranks(layer):
+                view = self.caches[rank][name]
+                self.workers[rank].kv_connector.save_kv_layer(name, view, None)
 
     def _renew(self, layer: int, number: str, done: int, end: int) -> None:
         """Reads the state after ``done`` tokens, and writes the one after ``end``."""
         tokens = self.scheduler.requests[number].all_token_ids
-        for rank in range(self.tp):
+        for rank in self._ranks(layer):
             if done and not self._has_state(rank, layer, number, tokens[:done]):
                 self.misread.append((number, layer, done))
             now = state(tokens[:end], layer, self._heads(rank))
@@ -389,7 +420,7 @@ class Instance:
     def _write(self, layer: int, number: str, places: range) -> None:
         tokens = self.scheduler.requests[number].all_token_ids
         table = self.tables(number)[self.group[layer]]
-        for rank in range(self.tp):
+        for rank in self._ranks(layer):
             pages, inside = self._rows(rank, layer, table, places)
             values = self._values(rank, layer, tokens, places)
             self.caches[rank][self.names[layer]][pages, :, inside] = values.unsqueeze(-1)
@@ -400,7 +431,7 @@ class Instance:
         places = range(0 if window is None else max(0, done - window + 1), done)
         tokens = self.scheduler.requests[number].all_token_ids
         table = self.tables(number)[self.group[layer]]
-        for rank in range(self.tp):
+        for rank in self._ranks(layer):
             bad = self._differs(rank, layer, table, tokens, places).any(-1)
             self.misread += [
                 (number, layer, place) for place, b in zip(places, bad, strict=True) if b

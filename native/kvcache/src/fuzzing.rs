@@ -65,7 +65,7 @@ pub(crate) mod tests {
             window: Some(6),
             tensors: vec![tensor],
         };
-        CacheLayout { model: "m".into(), groups: vec![group], buffers: vec![256] }
+        CacheLayout { model: "m".into(), groups: vec![group], buffers: vec![256], is_stage: false }
     }
 
     /// One of each kind, as ends say them, without the mark and the version.

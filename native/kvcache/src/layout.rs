@@ -22,13 +22,18 @@ pub struct CacheLayout {
     pub groups: Vec<CacheGroup>,
     /// The length of each registered region that holds pages.
     pub buffers: Vec<u64>,
+    /// Whether its instance is one stage of a pipeline, and others have the model's other layers.
+    #[serde(default)]
+    pub is_stage: bool,
 }
 
 /// Layers whose tokens lie in the same pages.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CacheGroup {
+    /// The kind of its layers; a kind may have several groups.
     pub name: String,
-    /// The numbers of the layers in the model, in the order in which they are computed.
+    /// The numbers of the layers in the model, in the order in which they are computed. A kind has
+    /// each number once.
     pub layers: Vec<u32>,
     /// Tokens of a page.
     pub page_tokens: u32,

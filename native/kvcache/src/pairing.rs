@@ -48,7 +48,8 @@ impl Pairing {
     /// Pairs the ranks of an instance that prefills with those of one that decodes.
     ///
     /// Page sizes, strides, orders of dimensions and of tensors, buffers and numbers of pages may
-    /// differ.
+    /// differ. If either instance is a stage of a pipeline, the layers that both have are paired,
+    /// which may be none; who waits for pages sees to it that other stages have the others.
     ///
     /// # Errors
     /// A layout that isn't consistent, or every field that must agree and doesn't, with both
@@ -67,9 +68,28 @@ impl Pairing {
         self.inner.targets
     }
 
-    /// Number of groups.
+    /// Number of groups. Without stages they are those of the layouts; else there is one for each
+    /// two groups that have layers in common.
     pub fn groups(&self) -> usize {
         self.inner.groups.len()
+    }
+
+    /// The numbers of a group in the layouts of the source and of the target, by which requests
+    /// have page tables.
+    ///
+    /// # Errors
+    /// There is no such group.
+    pub fn tables(&self, group: usize) -> Result<(usize, usize), RequestError> {
+        Ok(self.inner.group(group)?.of)
+    }
+
+    /// Where a layer of the source is paired: the group, and the layer's number in it. `None` if
+    /// the target lacks it.
+    ///
+    /// # Arguments
+    /// The group in the layout of the source, and the layer's number there.
+    pub fn of_source(&self, group: usize, layer: usize) -> Option<(usize, usize)> {
+        *self.inner.source_layers.get(group)?.get(layer)?
     }
 
     /// The name and the model's layer numbers of a group.

@@ -146,7 +146,12 @@ fn rank(name: &str, options: &Options) -> TextResult<(CacheLayout, LocalRank)> {
     };
     let nbytes = LAYERS * TOKENS * PAGE;
     let region = engine.alloc(nbytes).map_err(text)?;
-    let layout = CacheLayout { model: "watch".into(), groups: vec![group], buffers: vec![nbytes] };
+    let layout = CacheLayout {
+        model: "watch".into(),
+        groups: vec![group],
+        buffers: vec![nbytes],
+        is_stage: false,
+    };
     Ok((layout, LocalRank { rank: 0, engine, buffers: vec![region], tail: None }))
 }
 

@@ -150,12 +150,14 @@ def test_what_workers_tell_each_other_is_itself_or_an_error(
     assert Claim.decoded(CLAIM.encoded()) == CLAIM
 
 
-@given(st.binary(max_size=200), st.text(max_size=60), st.integers(0, 300))
+@given(
+    st.lists(st.binary(max_size=200), min_size=1, max_size=64), st.text(max_size=60), st.integers(0)
+)
 def test_an_offers_text_brings_it_back_and_other_text_is_an_error(
-    offer: bytes, text: str, cut: int
+    stages: list[bytes], text: str, cut: int
 ) -> None:
-    whole = to_text(offer)
-    assert from_text(whole) == offer
+    whole = to_text(stages)
+    assert from_text(whole) == tuple(stages)
     for said in (text, whole[: cut % len(whole)], cut):
         try:
             from_text(said)

@@ -151,7 +151,7 @@ class Pair:
         self.sender.begin([Ready("r", "t", digest(PROMPT), len(PROMPT), 0, ((4, 5),))])
         self.sender.end()
         self.sender.hold("r", "t")
-        self.offer = to_text(self.sender.offer())
+        self.offer = to_text([self.sender.offer()])
 
     def decoder(self, stack: ExitStack, name: str) -> Fetcher:
         _, rank, cache = end(stack, name)
@@ -227,9 +227,7 @@ def test_a_renewal_that_cannot_be_sent_harms_nothing(stack: ExitStack) -> None:
     within(
         10,
         "the loss",
-        lambda: (
-            not pair.fetcher._decoder.is_connected(next(iter(pair.fetcher._prefillers.values())))
-        ),
+        lambda: not pair.fetcher._are_connected(next(iter(pair.fetcher._prefillers.values()))),
     )
     known = dict(pair.fetcher._prefillers)
     pair.renew()

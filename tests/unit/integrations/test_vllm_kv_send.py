@@ -30,10 +30,14 @@ TERMS = Terms(beat=0.05, silence=30.0)
 PROMPT = list(range(2 * TOKENS))
 
 
-def end(stack: ExitStack, name: str) -> tuple[dict[str, torch.Tensor], RankCache, WorkerCache]:
-    raw = torch.zeros(LAYERS, BLOCKS, 1, TOKENS, WIDTH, dtype=torch.int32)
-    tensors = {f"model.layers.{i}.attn": raw[i] for i in range(LAYERS)}
-    shards = Shards(ranks=1, rank=0, shards=1)
+def end(
+    stack: ExitStack, name: str, layers: Sequence[int] | None = None
+) -> tuple[dict[str, torch.Tensor], RankCache, WorkerCache]:
+    """A whole instance, or a stage of a pipeline with these layers."""
+    numbers = range(LAYERS) if layers is None else layers
+    raw = torch.zeros(len(numbers), BLOCKS, 1, TOKENS, WIDTH, dtype=torch.int32)
+    tensors = {f"model.layers.{n}.attn": raw[i] for i, n in enumerate(numbers)}
+    shards = Shards(ranks=1, rank=0, shards=1, is_stage=layers is not None)
     groups = [LayerGroup(TOKENS, tuple(tensors))]
     cache = worker_cache(tensors, groups=groups, shards=shards, model="m", form=rows)
     engine = stack.enter_context(TransferEngine(name=name))

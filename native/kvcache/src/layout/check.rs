@@ -72,6 +72,12 @@ pub enum LayoutProblem {
     Outside { end: Option<u64>, len: u64 },
 }
 
+impl LayoutProblem {
+    fn twice(what: &'static str, value: impl ToString) -> Self {
+        Self::Twice { what, value: value.to_string() }
+    }
+}
+
 impl fmt::Display for LayoutError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("cache layout")?;
@@ -114,13 +120,17 @@ impl CacheLayout {
             let what = "bytes of a buffer";
             return Err(LayoutProblem::TooMany { what, count: len, limit: MAX_BUFFER_BYTES }.into());
         }
-        let mut names = FxHashSet::default();
+        let mut layers = FxHashSet::default();
         let mut places = 0usize;
         for group in &self.groups {
             at_most("bytes of a group's name", group.name.len(), MAX_NAME_BYTES)?;
             let named = |e: LayoutError| LayoutError { group: Some(group.name.clone()), ..e };
-            unique(&mut names, "the name", group.name.as_str()).map_err(|f| named(f.into()))?;
             group.check(&self.buffers).map_err(named)?;
+            for &layer in &group.layers {
+                if !layers.insert((&group.name, layer)) {
+                    return Err(named(LayoutProblem::twice("layer", layer).into()));
+                }
+            }
             places += group.layers.len() * group.tensors.len();
         }
         Ok(at_most("layers times tensors", places, MAX_PLACES)?)
@@ -138,15 +148,13 @@ impl CacheGroup {
         if self.is_state && (self.page_tokens != 1 || self.window.is_some()) {
             return Err(LayoutProblem::State.into());
         }
-        let mut numbers = FxHashSet::default();
-        for &layer in &self.layers {
-            unique(&mut numbers, "layer", layer)?;
-        }
         let mut names = FxHashSet::default();
         for tensor in &self.tensors {
             at_most("bytes of a tensor's name", tensor.name.len(), MAX_NAME_BYTES)?;
             let named = |e: LayoutError| LayoutError { tensor: Some(tensor.name.clone()), ..e };
-            unique(&mut names, "the name", tensor.name.as_str()).map_err(|f| named(f.into()))?;
+            if !names.insert(tensor.name.as_str()) {
+                return Err(named(LayoutProblem::twice("the name", &tensor.name).into()));
+            }
             tensor.check(self, buffers).map_err(named)?;
         }
         let places = self.layers.len() * self.tensors.len();
@@ -247,17 +255,6 @@ fn check_count(what: &'static str, count: usize, limit: usize) -> Result<(), Lay
 fn positive(what: &'static str, count: u32) -> Result<(), LayoutProblem> {
     if count == 0 {
         return Err(LayoutProblem::Zero(what));
-    }
-    Ok(())
-}
-
-fn unique<T: std::hash::Hash + Eq + ToString + Copy>(
-    seen: &mut FxHashSet<T>,
-    what: &'static str,
-    value: T,
-) -> Result<(), LayoutProblem> {
-    if !seen.insert(value) {
-        return Err(LayoutProblem::Twice { what, value: value.to_string() });
     }
     Ok(())
 }

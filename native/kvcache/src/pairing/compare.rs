@@ -7,6 +7,38 @@ use crate::layout::{CacheGroup, CacheLayout, CacheTensor, LayoutError};
 
 use super::{MAX_RANKS, MAX_RUNS};
 
+/// Layers that a group of the source and one of the target have in common.
+pub(super) struct CommonLayers {
+    pub source: usize,
+    pub target: usize,
+    /// Their numbers in the model, in the order of the source.
+    pub layers: Vec<u32>,
+}
+
+/// What is paired of two instances: group by group, or where one of them is a stage of a pipeline
+/// all layers of the same kind and number.
+pub(super) fn common_layers(source: &CacheLayout, target: &CacheLayout) -> Vec<CommonLayers> {
+    if !(source.is_stage || target.is_stage) {
+        let of = |(g, group): (usize, &CacheGroup)| CommonLayers {
+            source: g,
+            target: g,
+            layers: group.layers.clone(),
+        };
+        return source.groups.iter().enumerate().map(of).collect();
+    }
+    let mut found = Vec::new();
+    for (s, one) in source.groups.iter().enumerate() {
+        for (t, other) in target.groups.iter().enumerate().filter(|(_, g)| g.name == one.name) {
+            let both = |layer: &&u32| other.layers.contains(layer);
+            let layers: Vec<u32> = one.layers.iter().filter(both).copied().collect();
+            if !layers.is_empty() {
+                found.push(CommonLayers { source: s, target: t, layers });
+            }
+        }
+    }
+    found
+}
+
 /// One end of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
@@ -81,7 +113,16 @@ pub(super) fn differences(source: &[CacheLayout], target: &[CacheLayout]) -> Vec
         }
     }
     let names = [Side::Source, Side::Target].map(|side| format!("{side} rank 0"));
-    LayoutComparison { names, found: &mut found }.layouts(&source[0], &target[0]);
+    let mut pair = LayoutComparison { names, found: &mut found };
+    let (one, other) = (&source[0], &target[0]);
+    if one.is_stage || other.is_stage {
+        pair.model(one, other);
+        for common in common_layers(one, other) {
+            pair.groups(&one.groups[common.source], &other.groups[common.target]);
+        }
+    } else {
+        pair.layouts(one, other);
+    }
     for (side, ranks) in [(Side::Source, source), (Side::Target, target)] {
         coverage(side, ranks, &mut found);
     }
@@ -109,19 +150,24 @@ impl LayoutComparison<'_> {
         }
     }
 
-    fn layouts(&mut self, a: &CacheLayout, b: &CacheLayout) {
+    fn model(&mut self, a: &CacheLayout, b: &CacheLayout) {
         self.same("model", &a.model, &b.model, |m| format!("{m:?}"));
+    }
+
+    fn layouts(&mut self, a: &CacheLayout, b: &CacheLayout) {
+        self.model(a, b);
         // In order, because a request's page tables are numbered like the groups.
         let names = |l: &CacheLayout| l.groups.iter().map(|g| g.name.clone()).collect::<Vec<_>>();
         self.same("groups", &names(a), &names(b), |n| format!("{n:?}"));
-        for (one, other) in in_both(&a.groups, &b.groups, |g| &g.name) {
+        for (one, other) in paired_groups(a, b) {
+            let field = format!("group {:?}, layers", one.name);
+            self.same(&field, &one.layers, &other.layers, |l| numbers(l));
             self.groups(one, other);
         }
     }
 
     fn groups(&mut self, a: &CacheGroup, b: &CacheGroup) {
         let of = format!("group {:?}", a.name);
-        self.same(&format!("{of}, layers"), &a.layers, &b.layers, |l| numbers(l));
         let window = |w: &Option<u32>| w.map_or("none".to_string(), |w| w.to_string());
         self.same(&format!("{of}, window"), &a.window, &b.window, window);
         let kind = |is_state: &bool| if *is_state { "states" } else { "tokens" }.to_string();
@@ -142,11 +188,19 @@ impl LayoutComparison<'_> {
 
     /// A request has one page table per group and side, so the ranks of a side page alike.
     fn page_tokens(&mut self, a: &CacheLayout, b: &CacheLayout) {
-        for (one, other) in in_both(&a.groups, &b.groups, |g| &g.name) {
+        for (one, other) in paired_groups(a, b) {
             let field = format!("group {:?}, page_tokens", one.name);
             self.same(&field, &one.page_tokens, &other.page_tokens, u32::to_string);
         }
     }
+}
+
+/// Groups of the same name and number.
+fn paired_groups<'a>(
+    a: &'a CacheLayout,
+    b: &'a CacheLayout,
+) -> impl Iterator<Item = (&'a CacheGroup, &'a CacheGroup)> {
+    a.groups.iter().zip(&b.groups).filter(|(one, other)| one.name == other.name)
 }
 
 /// What both have, by name.
@@ -160,9 +214,9 @@ fn in_both<'a, T>(
 
 /// Heads that no rank of a side holds.
 fn coverage(side: Side, ranks: &[CacheLayout], found: &mut Vec<Difference>) {
-    for group in &ranks[0].groups {
+    for (number, group) in ranks[0].groups.iter().enumerate() {
         for tensor in &group.tensors {
-            let like = ranks.iter().filter_map(|r| tensor_of(r, &group.name, &tensor.name));
+            let like = ranks.iter().filter_map(|r| tensor_of(r, number, &tensor.name));
             let mut held: Vec<Range<u32>> = like.map(held_heads).collect();
             held.sort_unstable_by_key(|h| h.start);
             let mut together: Vec<Range<u32>> = Vec::new();
@@ -185,8 +239,8 @@ fn coverage(side: Side, ranks: &[CacheLayout], found: &mut Vec<Difference>) {
     }
 }
 
-fn tensor_of<'a>(layout: &'a CacheLayout, group: &str, tensor: &str) -> Option<&'a CacheTensor> {
-    let group = layout.groups.iter().find(|g| g.name == group)?;
+fn tensor_of<'a>(layout: &'a CacheLayout, group: usize, tensor: &str) -> Option<&'a CacheTensor> {
+    let group = layout.groups.get(group)?;
     group.tensors.iter().find(|t| t.name == tensor)
 }
 

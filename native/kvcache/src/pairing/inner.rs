@@ -9,7 +9,7 @@ use rustc_hash::FxHashMap;
 use crate::layout::{CacheGroup, CacheLayout};
 
 use super::cells::{Cells, MAX_TOKENS};
-use super::compare::held_heads;
+use super::compare::{common_layers, held_heads, CommonLayers};
 use super::head_classes::{self, common, HeadClass};
 use super::runs::{self, GroupRuns};
 use super::{compare, Mismatch, RequestError, Side, MAX_RANKS, MAX_RUNS};
@@ -20,6 +20,8 @@ const KEPT_RUNS: usize = 1 << 21;
 #[derive(Debug)]
 pub(super) struct Inner {
     pub groups: Vec<Group>,
+    /// For each layer of each group of the source, the group here and its number there.
+    pub source_layers: Vec<Box<[Option<(usize, usize)>]>>,
     pub sources: usize,
     pub targets: usize,
     cached: Mutex<CachedRuns>,
@@ -29,7 +31,10 @@ pub(super) struct Inner {
 #[derive(Debug)]
 pub(super) struct Group {
     pub name: String,
-    /// By rank; tensors are in the same order everywhere.
+    /// The numbers of the groups in the layouts of the source and of the target.
+    pub of: (usize, usize),
+    /// By rank; tensors are in the same order everywhere, and so are layers, all of which both
+    /// sides have.
     pub source: Vec<CacheGroup>,
     pub target: Vec<CacheGroup>,
     pub cells: Cells,
@@ -57,11 +62,18 @@ impl Inner {
         if !differences.is_empty() {
             return Err(Mismatch::Differ(differences));
         }
-        let groups = (0..source[0].groups.len())
-            .map(|group| Group::new(group, source, target))
-            .collect::<Result<_, _>>()?;
+        let of_layers = |group: &CacheGroup| vec![None; group.layers.len()].into();
+        let mut source_layers: Vec<Box<[_]>> = source[0].groups.iter().map(of_layers).collect();
+        let mut groups = Vec::new();
+        for common in common_layers(&source[0], &target[0]) {
+            for (number, layer) in common.layers.iter().enumerate() {
+                let at = place_of(&source[0].groups[common.source], *layer);
+                source_layers[common.source][at] = Some((groups.len(), number));
+            }
+            groups.push(Group::new(&common, source, target)?);
+        }
         let (sources, targets) = (source.len(), target.len());
-        Ok(Self { groups, sources, targets, cached: Mutex::default() })
+        Ok(Self { groups, source_layers, sources, targets, cached: Mutex::default() })
     }
 
     pub fn group(&self, group: usize) -> Result<&Group, RequestError> {
@@ -112,21 +124,34 @@ impl Inner {
     }
 }
 
+/// The place of a layer in its group, which has it.
+fn place_of(group: &CacheGroup, layer: u32) -> usize {
+    group.layers.iter().position(|&l| l == layer).expect("a common layer is in both groups")
+}
+
 impl Group {
     pub fn new(
-        group: usize,
+        common: &CommonLayers,
         source: &[CacheLayout],
         target: &[CacheLayout],
     ) -> Result<Self, Mismatch> {
-        let reference = &source[0].groups[group];
-        let alike = |layout: &CacheLayout| {
-            let mut own = layout.groups[group].clone();
+        let of = (common.source, common.target);
+        let reference = &source[0].groups[of.0];
+        let alike = |group: &CacheGroup| {
+            let mut own = group.clone();
             let place = |name: &str| reference.tensors.iter().position(|t| t.name == name);
             own.tensors.sort_by_key(|t| place(&t.name));
+            if own.layers != common.layers {
+                let at: Vec<usize> = common.layers.iter().map(|&l| place_of(group, l)).collect();
+                for tensor in &mut own.tensors {
+                    tensor.places = at.iter().map(|&layer| tensor.places[layer]).collect();
+                }
+                own.layers = common.layers.clone();
+            }
             own
         };
-        let source: Vec<CacheGroup> = source.iter().map(alike).collect();
-        let target: Vec<CacheGroup> = target.iter().map(alike).collect();
+        let source: Vec<CacheGroup> = source.iter().map(|l| alike(&l.groups[of.0])).collect();
+        let target: Vec<CacheGroup> = target.iter().map(|l| alike(&l.groups[of.1])).collect();
         let name = reference.name.clone();
         let (source_page, target_page) = (source[0].page_tokens, target[0].page_tokens);
         let links = source.iter().flat_map(|s| target.iter().map(move |t| (s, t)));
@@ -139,7 +164,7 @@ impl Group {
             true => Cells::of_state(),
             false => Cells::new(source_page, target_page),
         };
-        Ok(Self { name, source, target, cells, classes })
+        Ok(Self { name, of, source, target, cells, classes })
     }
 
     /// The end of the cells that hold the first `tokens` tokens.

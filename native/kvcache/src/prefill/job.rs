@@ -30,6 +30,8 @@ pub(super) struct DecoderInfo {
     pub incarnation: u64,
     pub pairing: Pairing,
     pub groups: Vec<crate::layout::CacheGroup>,
+    /// For each step of a pass, the layer in the pairing, unless the decoder lacks it.
+    pub steps: Box<[Option<(usize, usize)>]>,
     pub grants: Vec<GrantedRank>,
 }
 
@@ -51,7 +53,7 @@ pub(super) struct Job {
     /// The decoder's pages.
     pub remote_pages: Vec<Vec<u32>>,
     pub tail_slot: u32,
-    /// The cells of each group to send.
+    /// The cells of each group of the pairing to send.
     pub cells: Vec<Range<u64>>,
     /// The number of entries of the tables.
     pub entries: u64,
@@ -113,21 +115,20 @@ pub(super) enum TailState {
 
 impl Job {
     /// The final state, if nothing is left to do.
-    pub fn ended(
-        &self,
-        progress: &Progress,
-        groups_of_steps: &[(usize, usize)],
-    ) -> Option<RequestState> {
+    pub fn ended(&self, progress: &Progress) -> Option<RequestState> {
         if progress.over || !progress.under_way.is_empty() {
             return None;
         }
         if let Some(at) = &progress.stop {
             return Some(at.clone());
         }
-        let all = progress.sent.iter().zip(groups_of_steps);
+        let all = progress.sent.iter().zip(&self.info.steps);
+        let is_sent = |(sent, step): (&u64, &Option<(usize, usize)>)| {
+            step.is_none_or(|(group, _)| *sent >= self.cells[group].end)
+        };
         let sent = progress.local_pages.is_some()
             && progress.tail == TailState::Sent
-            && all.into_iter().all(|(sent, (group, _))| *sent >= self.cells[*group].end);
+            && all.into_iter().all(is_sent);
         sent.then_some(RequestState::Done)
     }
 }
@@ -175,8 +176,9 @@ impl Progress {
             return Ok(Arc::clone(selection));
         }
         let link = &job.links[route].link;
+        let (local, remote) = job.info.pairing.tables(group)?;
         let selection =
-            link.select(group, cells.clone(), &local_pages[group], &job.remote_pages[group])?;
+            link.select(group, cells.clone(), &local_pages[local], &job.remote_pages[remote])?;
         let selection = Arc::new(selection);
         self.selected.insert((route, group), (cells.clone(), Arc::clone(&selection)));
         Ok(selection)

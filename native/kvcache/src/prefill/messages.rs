@@ -235,7 +235,9 @@ impl Inner {
         let groups = common_groups(&hello.layouts, hello.grants.iter().map(|g| g.rank));
         let name = reason(&hello.name);
         let incarnation = self.control().number();
-        Ok(DecoderInfo { name, peer, incarnation, pairing, groups, grants })
+        let steps = self.steps.iter().map(|&(group, layer)| pairing.of_source(group, layer));
+        let steps = steps.collect();
+        Ok(DecoderInfo { name, peer, incarnation, pairing, groups, steps, grants })
     }
 
     fn on_request(self: &Arc<Self>, session: (EngineId, u64), incarnation: u64, request: Request) {
@@ -341,9 +343,10 @@ impl Inner {
                 }
             }
         }
-        let cells = (0..info.groups.len()).map(|g| info.pairing.cells(g, have..tokens));
+        let cells = (0..info.pairing.groups()).map(|g| info.pairing.cells(g, have..tokens));
         let cells = cells.collect::<Result<Vec<_>, _>>().map_err(|e| e.to_string())?;
-        let sent = self.steps.iter().map(|(group, _)| cells[*group].start).collect();
+        let start = |step: &Option<(usize, usize)>| step.map_or(0, |(group, _)| cells[group].start);
+        let sent = info.steps.iter().map(start).collect();
         let counters = request.counters.iter().map(fabric_engine::api::CounterRef::imm).collect();
         let open = vec![0; self.steps.len()];
         let state = Mutex::new(Progress { sent, open, ..Progress::default() });

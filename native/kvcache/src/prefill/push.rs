@@ -24,7 +24,7 @@ impl Inner {
         tokens_done: u64,
         computed: Time,
     ) {
-        let (group, layer) = self.steps[step];
+        let Some((group, layer)) = job.info.steps[step] else { return };
         let mut handles = Vec::new();
         let mut failed = None;
         {
@@ -212,7 +212,7 @@ impl Inner {
     pub(super) fn settle(self: &Arc<Self>, job: &Arc<Job>) {
         let at = {
             let mut progress = job.state.lock();
-            let Some(at) = job.ended(&progress, &self.steps) else { return };
+            let Some(at) = job.ended(&progress) else { return };
             progress.over = true;
             // If quiescence is unknown, no state is sent (MR-1), and the decoder revokes its
             // memory.

@@ -73,7 +73,7 @@ pub fn shard(heads: u32, rank: u32, ranks: u32) -> (u32, u32) {
 pub fn cache(models: &[(Model, Form)], held: impl Fn(u32) -> (u32, u32)) -> CacheLayout {
     let mut buffers = Vec::new();
     let groups = models.iter().map(|(m, f)| group(m, f, &held, &mut buffers)).collect();
-    CacheLayout { model: "m".into(), groups, buffers }
+    CacheLayout { model: "m".into(), groups, buffers, is_stage: false }
 }
 
 /// All ranks of an instance whose heads are divided or repeated in order.

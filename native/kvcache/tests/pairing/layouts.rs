@@ -49,7 +49,7 @@ fn a_plain_layout_passes() {
 fn problems_are_named_with_their_place() {
     let tensor = "group \"full\", tensor \"v\"";
     says(problem(|l| l.groups.clear()), &["there are no groups"]);
-    says(problem(|l| l.groups.push(l.groups[0].clone())), &["\"full\" appears twice"]);
+    says(problem(|l| l.groups.push(l.groups[0].clone())), &["layer \"0\" appears twice"]);
     says(problem(|l| l.buffers[0] = 1 << 50), &["bytes of a buffer", "limit"]);
     says(problem(|l| l.model = "m".repeat(5000)), &["model", "4096"]);
     says(group(|g| g.layers.clear()), &["group \"full\"", "no layers"]);
@@ -146,6 +146,7 @@ fn neighbours() -> impl Strategy<Value = CacheLayout> {
         move |(strides, (pages, heads, tokens), width, other, at, there)| CacheLayout {
             model: "m".into(),
             buffers: vec![200],
+            is_stage: false,
             groups: vec![CacheGroup {
                 name: "g".into(),
                 layers: vec![0, 1],

@@ -9,3 +9,4 @@ mod replay;
 mod requests;
 mod sizes;
 mod spread;
+mod stages;

@@ -41,7 +41,8 @@ impl Memory {
     }
 }
 
-fn starts(pages: &Pages) -> Vec<u64> {
+/// Where each page of a list begins.
+pub fn starts(pages: &Pages) -> Vec<u64> {
     let at = |index: u32| pages.offset + u64::from(index) * pages.stride;
     match &pages.indices {
         PageIndices::Range { first, count } => (*first..first + count).map(at).collect(),

@@ -48,6 +48,7 @@ impl Shape {
             model: "test".into(),
             groups: vec![group],
             buffers: vec![layer * u64::from(self.layers)],
+            is_stage: false,
         }
     }
 }
