@@ -67,4 +67,4 @@ def load() -> None:
     try:
         register()
     except Unsupported as error:
-        logger.warning("%s", error)
+        logger.warning("weight updates only, not the KV connector: %s", error)

@@ -150,6 +150,21 @@ def test_two_processes_move_requests_side_by_side() -> None:
         assert p.process.exitcode == 0
 
 
+def test_requests_that_name_no_transfer_get_each_their_own_pages() -> None:
+    # What vLLM's proxies for its NIXL connector send with a prompt.
+    asked = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": None}
+    asked |= dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+    prompts = {f"cmpl-{i}": [(i + 7 * j) % 900 for j in range(20 + i)] for i in range(3)}
+    p, d = Instance(config("kv_producer"), blocks=48), Instance(config("kv_consumer"), blocks=48)
+    with instances(p, d):
+        params = {name: prefill(p, name, prompt, **asked) for name, prompt in prompts.items()}
+        for name, prompt in prompts.items():
+            d.add(f"at the decoder {name}", prompt, params[name])
+            served(d, f"at the decoder {name}", prompt, p)
+        assert set(d.computed.values()) == {1}
+        released(p, d, free=47)
+
+
 def test_what_a_step_tells_workers_travels() -> None:
     p = Instance(config("kv_producer"))
     with instances(p):

@@ -272,7 +272,7 @@ def kv_transfer(role: str, *, policy: str = "fail", **extra: Any) -> tuple[str, 
 
 
 def _start(spec: Spec) -> Server:
-    port = free_port()
+    port = reserved_port()
     handle, name = mkstemp(prefix=f"vllm-{spec.name}-", suffix=".log")
     arguments = [
         "serve",
@@ -307,14 +307,32 @@ def _start(spec: Spec) -> Server:
 
 
 _given: set[int] = set()
+_reserved: list[socket.socket] = []
 
 
 def free_port() -> int:
+    """A port to which no process is bound."""
+    with _bound() as probe:
+        _given.add(port := probe.getsockname()[1])
+        return int(port)
+
+
+def reserved_port() -> int:
+    """A port that no other run of the tests gets until this process ends. vLLM binds its own late
+    and listens later. Of two servers one gets the requests of both."""
+    _reserved.append(holder := _bound())
+    # It doesn't listen. A server, which sets the same, binds beside it; a probe does not.
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return int(holder.getsockname()[1])
+
+
+def _bound() -> socket.socket:
     # Not the first one: another run of the tests on this machine would pick it, too.
     for port in random.sample(PORTS, len(PORTS)):
-        with socket.socket() as probe:
-            if port in _given or probe.connect_ex(("127.0.0.1", port)) == 0:
-                continue
-        _given.add(port)
-        return port
-    raise AssertionError(f"no port is free from {PORTS.start} to {PORTS.stop - 1}")
+        probe = socket.socket()
+        if port not in _given:
+            with suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return probe
+        probe.close()
+    raise AssertionError(f"no port is free from {PORTS[0]} to {PORTS[-1]}")
