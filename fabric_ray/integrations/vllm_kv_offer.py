@@ -60,20 +60,23 @@ def instance(offers: Mapping[tuple[int, int], bytes]) -> str:
 
 
 def check_stages(stages: Sequence[bytes], layout: CacheLayout) -> None:
-    """Checks that each layer of a decoder comes from one stage of the prefiller (RS-1).
+    """Checks that each layer of a decoder comes from one stage of the prefiller (RS-1). Without
+    stages the core compares all layers.
 
     Raises:
         LayoutMismatch: layers that no stage has, or several.
         DecodeError: one isn't an offer.
     """
     offered: Counter[tuple[str, int]] = Counter()
+    has_stages = layout.is_stage or len(stages) > 1
     for stage in stages:
         try:
             theirs = msgspec.convert(_body(stage)["layouts"], list[CacheLayout])[0]
         except (KeyError, IndexError, msgspec.ValidationError) as error:
             raise DecodeError(f"not a prefiller's offer: it has no layouts ({error})") from error
+        has_stages |= theirs.is_stage
         offered.update((group.name, layer) for group in theirs.groups for layer in group.layers)
-    for group in layout.groups:
+    for group in layout.groups if has_stages else ():
         wrong = {layer: offered[group.name, layer] for layer in group.layers}
         wrong = {layer: count for layer, count in wrong.items() if count != 1}
         if wrong:
