@@ -17,11 +17,14 @@ use super::{compare, Mismatch, RequestError, Side, MAX_RANKS, MAX_RUNS};
 /// Runs that are cached for links that are asked for again; beyond, they are made anew.
 const KEPT_RUNS: usize = 1 << 21;
 
+/// A group here, and the number of a layer in it.
+type PairedLayer = (usize, usize);
+
 #[derive(Debug)]
 pub(super) struct Inner {
     pub groups: Vec<Group>,
-    /// For each layer of each group of the source, the group here and its number there.
-    pub source_layers: Vec<Box<[Option<(usize, usize)>]>>,
+    /// For each layer of each group of the source.
+    pub source_layers: Vec<Box<[Option<PairedLayer>]>>,
     pub sources: usize,
     pub targets: usize,
     cached: Mutex<CachedRuns>,

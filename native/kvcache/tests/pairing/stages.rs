@@ -10,6 +10,9 @@ use crate::replay::starts;
 
 const TOKENS: u64 = 24;
 
+/// The layers of each group of a stage.
+type Groups = &'static [&'static [u32]];
+
 /// A stage of `ranks` ranks, with groups of these layers of one kind.
 fn stage(
     groups: &[&[u32]],
@@ -118,11 +121,11 @@ fn received(
 fn each_layer_comes_from_the_stage_that_has_it_however_groups_divide_them() {
     let heads_first = [Layer, Tensor, Page, Head, Token];
     let tokens_first = [Page, Layer, Tensor, Token, Head];
-    let whole: &[&[u32]] = &[&[0, 2, 4, 6], &[1, 3, 5]];
-    let (first, rest): (&[&[u32]], &[&[u32]]) = (&[&[0, 1, 2]], &[&[3, 5], &[4, 6]]);
-    let last: &[&[u32]] = &[&[5, 6]];
-    let middle: &[&[u32]] = &[&[3, 4]];
-    let cases: [(&[&[&[u32]]], &[&[&[u32]]]); 4] = [
+    let whole: Groups = &[&[0, 2, 4, 6], &[1, 3, 5]];
+    let (first, rest): (Groups, Groups) = (&[&[0, 1, 2]], &[&[3, 5], &[4, 6]]);
+    let last: Groups = &[&[5, 6]];
+    let middle: Groups = &[&[3, 4]];
+    let cases: [(&[Groups], &[Groups]); 4] = [
         (&[first, rest], &[whole]),
         (&[whole], &[first, rest]),
         (&[first, rest], &[first, middle, last]),
@@ -130,7 +133,7 @@ fn each_layer_comes_from_the_stage_that_has_it_however_groups_divide_them() {
     ];
     for (sources, targets) in cases {
         for (m, n) in [(1, 1), (2, 4), (4, 1)] {
-            let is_stage = |all: &[&[&[u32]]]| all.len() > 1;
+            let is_stage = |all: &[Groups]| all.len() > 1;
             let source: Vec<_> =
                 sources.iter().map(|s| stage(s, m, 4, heads_first, is_stage(sources))).collect();
             for target in targets {
