@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from fabric_ray.integrations import vllm_kv_content
 from tests.adapters.sources import published
 from tests.adapters.vllm import servers
 
@@ -51,6 +52,12 @@ if os.environ.get("FABRIC_RAY_ADAPTERS") == "require":
         )
     if not servers.PYTHON.exists():
         raise pytest.UsageError(f"no vLLM at {servers.PYTHON}; remove .make/vllm")
+
+
+@pytest.fixture(autouse=True)
+def weights_as_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this process, whatever updates earlier tests loaded: pages are of one version."""
+    monkeypatch.setattr(vllm_kv_content, "_weights", vllm_kv_content._Weights())
 
 
 def pytest_report_header() -> str:
