@@ -6,7 +6,6 @@ buffers for what comes from the one before it.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -70,31 +69,6 @@ def test_rs_1_pages_of_a_pipeline_bring_the_tokens_of_a_plain_server(
         wanted = list(pool.map(lambda prompt: ends.plain.tokens(prompt, TOKENS), fresh))
         asked = [pool.submit(router.before_prefill, prompt, TOKENS) for prompt in fresh]
         assert [each.result() for each in asked] == wanted
-
-
-def test_rs_1_drafts_pages_come_from_the_stage_that_has_them(ends: Ends) -> None:
-    """The draft model is the model itself: drafts that are computed from right pages are taken."""
-    speculative = {
-        "method": "draft_model",
-        "model": str(servers.tiny_model()),
-        "num_speculative_tokens": 3,
-    }
-    common = (*EVERY, "--speculative-config", json.dumps(speculative))
-    prefill = Spec("p", (*common, *PIPELINE, *servers.kv_transfer("kv_producer")))
-    decode = Spec("d", (*common, *servers.kv_transfer("kv_consumer")))
-    source = random.Random(3)
-    prompts = [random_prompt(source, length) for length in (31, 64, 300, 700)]
-    with servers.running(prefill, decode) as (p, d), ThreadPoolExecutor(4) as pool:
-        router = Router(p, d, pool)
-        for prompt in prompts:
-            found = router.after_prefill(prompt, TOKENS)
-            assert found == ends.plain.tokens(prompt, TOKENS), len(prompt)
-        loaded = d.metric("vllm:external_prefix_cache_hits_total")
-        assert loaded >= sum(map(len, prompts)) - len(prompts)
-        drafted = d.metric("vllm:spec_decode_num_draft_tokens_total")
-        accepted = d.metric("vllm:spec_decode_num_accepted_tokens_total")
-        # A step that computes one token of a prompt proposes what vLLM 0.32 refuses itself.
-        assert drafted - accepted <= 3 * len(prompts) < accepted
 
 
 def test_rs_3_both_stages_put_a_version_into_use_together_while_requests_run() -> None:
