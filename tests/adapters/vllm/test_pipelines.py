@@ -17,10 +17,9 @@ from tests.adapters.vllm import servers
 from tests.adapters.vllm.router import Router, random_prompt
 from tests.adapters.vllm.servers import Server, Spec
 from tests.adapters.vllm.test_weights import (
-    LONG,
     NEW,
     OLD,
-    RUNNING,
+    push_while_requests_run,
     sharded_trainers,
     standing,
     trainer,
@@ -74,13 +73,7 @@ def test_rs_1_pages_of_a_pipeline_bring_the_tokens_of_a_plain_server(
 def test_rs_3_both_stages_put_a_version_into_use_together_while_requests_run() -> None:
     with standing("llama", *PIPELINE) as stand, ThreadPoolExecutor(8) as pool:
         with sharded_trainers(stand.server, workers=2) as trainers:
-            for version in (NEW, OLD):
-                running = [pool.submit(stand.server.complete, prompt, LONG) for prompt in RUNNING]
-                stand.wait_running(len(RUNNING))
-                assert trainers.send(version)["error"] is None
-                assert stand.right(version) == 30
-                for future in running:
-                    assert len(future.result()["choices"][0]["token_ids"]) == LONG
+            push_while_requests_run(stand, trainers, pool, NEW, OLD)
         with trainer(stand.server, workers=2) as sender:
             assert sender.send(NEW) is None
             assert stand.right(NEW) == 30

@@ -290,15 +290,22 @@ def test_a_push_through_running_requests_does_not_end_the_server(stand: Stand) -
     assert stand.right(OLD) == 30
 
 
+def push_while_requests_run(
+    stand: Stand, trainers: ShardedTrainers, pool: ThreadPoolExecutor, *versions: int
+) -> None:
+    """After each push every old prompt is answered by its version, and what ran goes on (RS-3)."""
+    for version in versions:
+        running = [pool.submit(stand.server.complete, prompt, LONG) for prompt in RUNNING]
+        stand.wait_running(len(RUNNING))
+        assert trainers.send(version)["error"] is None
+        assert stand.right(version) == 30
+        for future in running:
+            assert len(future.result()["choices"][0]["token_ids"]) == LONG
+
+
 def test_rs_3_two_fsdp2_ranks_push_shards_twice_while_requests_run(stand: Stand) -> None:
     with sharded_trainers(stand.server) as trainers, ThreadPoolExecutor(8) as pool:
-        for version in (OLD, NEW):
-            running = [pool.submit(stand.server.complete, prompt, LONG) for prompt in RUNNING]
-            stand.wait_running(len(RUNNING))
-            assert trainers.send(version)["error"] is None
-            assert stand.right(version) == 30
-            for future in running:
-                assert len(future.result()["choices"][0]["token_ids"]) == LONG
+        push_while_requests_run(stand, trainers, pool, OLD, NEW)
         answer = trainers.send(OLD)
         [checkpoint] = tiny_model(OLD).glob("*.safetensors")
         assert answer["bytes"] == pytest.approx(checkpoint.stat().st_size, rel=0.01), "each once"

@@ -84,3 +84,13 @@ def test_words_that_a_controller_does_not_know_are_refused(
 ) -> None:
     with pytest.raises(InvalidArgument, match=words):
         WeightSync(["trainer"], ["rollout"], **options)
+
+
+def test_a_config_is_for_modules_of_megatron_alone() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(InvalidArgument, match="parallel state isn't initialised"):
+        WeightSource(model, config={})
+    with pytest.raises(InvalidArgument, match="config is for a module of Megatron-Core"):
+        WeightSource(dict(model.named_parameters()), config={})
+    with pytest.raises(InvalidArgument, match="a list of modules needs a config"):
+        WeightSource([model])
