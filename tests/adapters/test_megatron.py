@@ -51,9 +51,12 @@ SIZES = {
     "tp, ep": Parallel(tp=2, ep=2, etp=1),
     "vpp": Parallel(pp=2, vpp=2),
     "uneven": Parallel(pp=2),
+    "custom": Parallel(pp=2),
     "pp, dp": Parallel(pp=2, dp=2, order=WIDE),
 }
-STAGES = {"uneven": [1, 3]}
+STAGES = {"uneven": [1, 3], "custom": [3, 1]}
+CUSTOM = [["embedding", "decoder", "decoder", "decoder"], ["decoder", "loss"]]
+"""A layout of a pipeline, as Megatron-Core takes it."""
 
 
 def megatron(config: ModelConfig, axis: str, part: int) -> Any:
@@ -93,7 +96,8 @@ def megatron(config: ModelConfig, axis: str, part: int) -> Any:
         # Transformer Engine; both leave parameters as they are.
         pipeline_dtype=torch.float32,
         virtual_pipeline_model_parallel_size=virtual,
-        num_layers_in_first_pipeline_stage=STAGES[axis][0] if axis in STAGES else None,
+        num_layers_in_first_pipeline_stage=STAGES[axis][0] if axis == "uneven" else None,
+        pipeline_model_parallel_layout=CUSTOM if axis == "custom" else None,
         **moe,
     )
     spec = get_gpt_layer_local_spec(
