@@ -34,7 +34,8 @@ impl<D: ControlChannel> Staged<D> {
         let key = self.jobs.insert(job);
         state.queue.push_back(key);
         self.start_chunks(link);
-        if !self.completions.is_empty() {
+        // The worker may sleep, and the end of a GPU's copy does not wake it.
+        if !self.completions.is_empty() || self.chunks.iter().any(|(_, c)| c.needs_check()) {
             self.copier.wake();
         }
         Ok(Post::Queued)
