@@ -11,7 +11,10 @@ use parking_lot::Mutex;
 use super::{grants::Family, handle::HandleRef, peers::Peer, Handle, Shared};
 use crate::{
     api::{RailKeys, RegionDescriptor, RegionKey},
-    memory::{device::Location, Backing, RegionMemory},
+    memory::{
+        device::{copy_now, CopyRange, Location},
+        Backing, RegionMemory,
+    },
     EngineError, Result,
 };
 
@@ -182,6 +185,50 @@ impl Region {
         let from = (self.addr() + offset as usize) as *const u8;
         // SAFETY: in bounds of memory that this region keeps alive.
         Ok(f(unsafe { std::slice::from_raw_parts(from, len as usize) }))
+    }
+
+    /// Calls `f` with the number and the bytes of each range of this view, `(offset, length)`, in
+    /// order. Ranges of GPU memory are copied to the host first, all at once.
+    pub fn with_ranges(
+        &self,
+        ranges: &[(u64, u64)],
+        mut f: impl FnMut(usize, &[u8]),
+    ) -> Result<()> {
+        let Some(device) = self.location().cuda().map(|range| range.device) else {
+            let mut each = ranges.iter().enumerate();
+            return each.try_for_each(|(i, &(offset, len))| {
+                self.with_bytes(offset, len, |bytes| f(i, bytes))
+            });
+        };
+        self.check_open()?;
+        for &(offset, len) in ranges {
+            crate::api::check_range("region", offset, len, self.len)?;
+        }
+        let total: u64 = ranges.iter().map(|(_, len)| len).sum();
+        let mut host = vec![0u8; total as usize];
+        let (mut pieces, mut at) = (Vec::<CopyRange>::new(), host.as_mut_ptr() as usize);
+        for &(offset, len) in ranges {
+            let (from, len) = (self.addr() + offset as usize, len as usize);
+            match pieces.last_mut() {
+                Some(last) if last.from + last.len == from => last.len += len,
+                _ => pieces.push(CopyRange { to: at, from, len }),
+            }
+            at += len;
+        }
+        // SAFETY: in bounds of memory that this region keeps alive, and of `host`, which nothing
+        // touches before this returns.
+        unsafe { copy_now(device, &pieces) }.map_err(|e| EngineError::Resource {
+            call: "read",
+            cause: e.to_string(),
+            hint: format!("the memory of cuda:{device} couldn't be copied to the host"),
+        })?;
+        let mut rest = &host[..];
+        for (i, &(_, len)) in ranges.iter().enumerate() {
+            let (bytes, after) = rest.split_at(len as usize);
+            rest = after;
+            f(i, bytes);
+        }
+        Ok(())
     }
 
     /// Location of the memory.

@@ -289,16 +289,15 @@ fn changed_much(piece: &Piece, sources: &Sources<'_>, old: &[u8], share: u64) ->
     }
     let (region, begin) = source(piece, sources)?;
     let (mut seen, mut encoded) = (0, 0);
-    for i in 0..SAMPLE {
-        let number = i * piece.blocks() / SAMPLE;
-        let block = piece.block(number);
-        let old = &old[piece.before(number) as usize..][..block.len as usize];
-        let count = region.with_bytes(begin + block.src, block.len, |new| {
-            delta::changes(new, old, piece.size) as u64
-        })?;
-        seen += block.len;
-        encoded += count * piece.size as u64 + count.min(block.len / piece.size as u64 / 8);
-    }
+    let sample: Vec<u64> = (0..SAMPLE).map(|i| i * piece.blocks() / SAMPLE).collect();
+    let ranges = sample.iter().map(|&number| piece.block(number));
+    let ranges: Vec<(u64, u64)> = ranges.map(|block| (begin + block.src, block.len)).collect();
+    region.with_ranges(&ranges, |i, new| {
+        let old = &old[piece.before(sample[i]) as usize..][..new.len()];
+        let count = delta::changes(new, old, piece.size) as u64;
+        seen += new.len() as u64;
+        encoded += count * piece.size as u64 + count.min(new.len() as u64 / piece.size as u64 / 8);
+    })?;
     Ok(encoded * share > seen + seen / 2)
 }
 
@@ -314,25 +313,25 @@ fn encode_chunk(
     let progress = &progress[task.piece];
     let (mut out, mut hash, mut rest) = (vec![0; HEAD], 0u64, task.old);
     progress.used.fetch_add(HEAD as u64, Relaxed);
-    for block in piece.chunk(task.chunk).map(|number| piece.block(number)) {
-        let (old, after) = std::mem::take(&mut rest).split_at_mut(block.len as usize);
+    let blocks: Vec<Block> = piece.chunk(task.chunk).map(|number| piece.block(number)).collect();
+    let ranges: Vec<(u64, u64)> = blocks.iter().map(|b| (begin + b.src, b.len)).collect();
+    region.with_ranges(&ranges, |i, new| {
+        let (old, after) = std::mem::take(&mut rest).split_at_mut(new.len());
         rest = after;
         let before = out.len();
-        region.with_bytes(begin + block.src, block.len, |new| {
-            if progress.whole.load(Relaxed) {
+        if progress.whole.load(Relaxed) {
+            old.copy_from_slice(new);
+        } else {
+            if delta::encode(new, old, piece.size, &mut out) {
                 old.copy_from_slice(new);
-            } else {
-                if delta::encode(new, old, piece.size, &mut out) {
-                    old.copy_from_slice(new);
-                }
-                hash = hash.wrapping_add(piece.hash(&block, new));
             }
-        })?;
+            hash = hash.wrapping_add(piece.hash(&blocks[i], new));
+        }
         let used = (out.len() - before) as u64;
         if progress.used.fetch_add(used, Relaxed) + used > budget {
             progress.whole.store(true, Relaxed);
         }
-    }
+    })?;
     let len = (out.len() - HEAD) as u32;
     out[..HEAD].copy_from_slice(&len.to_le_bytes());
     Ok((out, hash))

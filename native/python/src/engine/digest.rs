@@ -1,7 +1,7 @@
 use fabric_engine as fe;
 use fe::api::{PageIndices, Pages as EnginePages};
 use pyo3::prelude::*;
-use xxhash_rust::xxh3::xxh3_64_with_seed;
+use xxhash_rust::xxh3::{xxh3_64_with_seed, Xxh3};
 
 use super::{
     checked_int,
@@ -9,6 +9,9 @@ use super::{
     memory::{Pages, Region},
 };
 use crate::errors::{raise, OrRaise};
+
+/// Bytes of GPU memory that are copied to the host at a time.
+const AT_A_TIME: u64 = 8 << 20;
 
 struct PageRun {
     region: fe::Region,
@@ -90,14 +93,37 @@ impl Digest {
 
 impl PageRun {
     fn digest(&self) -> fe::Result<u64> {
-        let (from, to) = (self.pages.list(), self.places.list());
+        let limit = self.region.location().cuda().map_or(u64::MAX, |_| AT_A_TIME);
+        let (count, from, to) = (self.pages.indices.len(), self.pages.list(), self.places.list());
         let mut sum = 0u64;
-        for i in 0..self.pages.indices.len() {
-            let seed = nth(&self.places, to, i);
-            let at = nth(&self.pages, from, i);
-            let hash = self.region.with_bytes(at, self.page_len, |b| xxh3_64_with_seed(b, seed))?;
-            sum = sum.wrapping_add(hash);
+        if self.page_len > limit {
+            for i in 0..count {
+                let seed = nth(&self.places, to, i);
+                sum = sum.wrapping_add(self.in_parts(nth(&self.pages, from, i), seed)?);
+            }
+            return Ok(sum);
+        }
+        // A list of ranges must not be large either.
+        let together = (limit / self.page_len.max(1)).clamp(1, 1 << 16) as usize;
+        for first in (0..count).step_by(together) {
+            let pages = first..count.min(first.saturating_add(together as u32));
+            let ranges: Vec<(u64, u64)> =
+                pages.map(|i| (nth(&self.pages, from, i), self.page_len)).collect();
+            self.region.with_ranges(&ranges, |i, bytes| {
+                let seed = nth(&self.places, to, first + i as u32);
+                sum = sum.wrapping_add(xxh3_64_with_seed(bytes, seed));
+            })?;
         }
         Ok(sum)
+    }
+
+    /// The hash of one large page.
+    fn in_parts(&self, at: u64, seed: u64) -> fe::Result<u64> {
+        let mut hash = Xxh3::with_seed(seed);
+        for begin in (0..self.page_len).step_by(AT_A_TIME as usize) {
+            let part = (at + begin, AT_A_TIME.min(self.page_len - begin));
+            self.region.with_ranges(&[part], |_, bytes| hash.update(bytes))?;
+        }
+        Ok(hash.digest())
     }
 }
