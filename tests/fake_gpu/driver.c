@@ -1,0 +1,382 @@
+/* libcuda without a GPU: what the engine calls of it, over memory of the host.
+ *
+ * It is as unhelpful as CUDA allows:
+ * - Addresses of device memory can't be read or written by the processor; only copies of this driver reach the bytes.
+ * - A copy happens at the last moment: when its stream or an event behind it is waited for, or after an event was
+ *   asked for a while. Until then the destination holds garbage, and the source may not change.
+ * - Addresses are never used again. A copy of freed memory ends the process.
+ *
+ * Types and numbers are those of cuda.h.
+ */
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+typedef int Result;
+typedef uint64_t DevicePtr;
+
+enum {
+    SUCCESS = 0,
+    INVALID_VALUE = 1,
+    NOT_INITIALIZED = 3,
+    INVALID_CONTEXT = 201,
+    NOT_READY = 600,
+    NOT_SUPPORTED = 801,
+};
+
+enum { MEMORY_TYPE = 2, BUFFER_ID = 7, IS_MANAGED = 8, DEVICE_ORDINAL = 9, IS_LEGACY_IPC = 10, RANGE_START = 11,
+       RANGE_SIZE = 12, MEMPOOL_HANDLE = 17 };
+
+#define MOST_ALLOCATIONS 65536
+#define PAGE 4096
+
+struct allocation {
+    uint64_t base, len;
+    char *bytes; /* null: freed */
+    int fd;
+};
+
+struct op {
+    struct op *next;
+    struct event *event; /* or a copy */
+    uint64_t record;
+    uint64_t to, from, len;
+};
+
+struct stream {
+    struct op *first, **last;
+    struct stream *next;
+};
+
+struct event {
+    struct stream *stream;
+    uint64_t recorded, done;
+    int patience;
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct allocation allocations[MOST_ALLOCATIONS];
+static int count_of_allocations;
+static int initialised;
+static uint64_t records;
+static unsigned seed = 1;
+static __thread int depth;
+static __thread int capture_mode;
+static char context[] = "primary";
+
+static void die(const char *why) {
+    fprintf(stderr, "fake CUDA driver: %s\n", why);
+    abort();
+}
+
+static struct allocation *find(uint64_t addr) {
+    for (int i = count_of_allocations - 1; i >= 0; i--)
+        if (addr >= allocations[i].base && addr - allocations[i].base < allocations[i].len)
+            return &allocations[i];
+    return NULL;
+}
+
+/* Where the bytes of a device address lie; an address of the host lies there. */
+static char *reach(uint64_t addr, uint64_t len) {
+    struct allocation *a = find(addr);
+    if (!a)
+        return (char *)addr;
+    if (!a->bytes)
+        die("a copy of device memory that was freed");
+    if (addr + len > a->base + a->len)
+        die("a copy beyond the end of an allocation");
+    return a->bytes + (addr - a->base);
+}
+
+static DevicePtr map(int fd, uint64_t len) {
+    if (count_of_allocations == MOST_ALLOCATIONS)
+        die("too many allocations");
+    struct allocation *a = &allocations[count_of_allocations];
+    void *base = mmap(NULL, len, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *bytes = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (base == MAP_FAILED || bytes == MAP_FAILED)
+        die("no address space");
+    *a = (struct allocation){(uint64_t)base, len, bytes, fd};
+    count_of_allocations++;
+    return a->base;
+}
+
+static Result forget(DevicePtr base) {
+    struct allocation *a = find(base);
+    if (!a || a->base != base || !a->bytes)
+        return INVALID_VALUE;
+    munmap(a->bytes, a->len);
+    close(a->fd);
+    a->bytes = NULL;
+    return SUCCESS;
+}
+
+/* Executes a stream up to a record of an event; all of it without one. */
+static void execute(struct stream *s, uint64_t record) {
+    while (s->first) {
+        struct op *op = s->first;
+        if (record && op->event && op->record > record)
+            break;
+        if (!(s->first = op->next))
+            s->last = &s->first;
+        uint64_t reached = op->record;
+        if (op->event)
+            op->event->done = reached;
+        else
+            memmove(reach(op->to, op->len), reach(op->from, op->len), op->len);
+        free(op);
+        if (record && reached == record)
+            break;
+    }
+}
+
+static void queue(struct stream *s, struct op op) {
+    struct op *kept = malloc(sizeof *kept);
+    *kept = op;
+    kept->next = NULL;
+    *s->last = kept;
+    s->last = &kept->next;
+}
+
+Result cuInit(unsigned flags) {
+    initialised = flags == 0;
+    return initialised ? SUCCESS : INVALID_VALUE;
+}
+
+Result cuDriverGetVersion(int *version) { return *version = 12080, SUCCESS; }
+
+Result cuGetErrorName(Result error, const char **text) {
+    return *text = error == INVALID_CONTEXT ? "CUDA_ERROR_INVALID_CONTEXT" : "CUDA_ERROR", SUCCESS;
+}
+
+Result cuGetErrorString(Result error, const char **text) { return cuGetErrorName(error, text); }
+
+Result cuDeviceGetCount(int *count) {
+    if (!initialised)
+        return NOT_INITIALIZED;
+    return *count = 1, SUCCESS;
+}
+
+Result cuDeviceGet(int *device, int ordinal) { return *device = ordinal, ordinal ? INVALID_VALUE : SUCCESS; }
+
+Result cuDeviceGetName(char *name, int len, int device) {
+    (void)device;
+    snprintf(name, len, "fake GPU");
+    return SUCCESS;
+}
+
+Result cuDeviceGetUuid_v2(char *uuid, int device) {
+    (void)device;
+    memcpy(uuid, "fake GPU 0123456", 16);
+    return SUCCESS;
+}
+
+Result cuDeviceGetPCIBusId(char *id, int len, int device) {
+    (void)device;
+    snprintf(id, len, "0000:fa:00.0");
+    return SUCCESS;
+}
+
+Result cuDeviceGetAttribute(int *value, int attribute, int device) {
+    (void)attribute, (void)device;
+    return *value = 0, SUCCESS;
+}
+
+Result cuDevicePrimaryCtxRetain(void **made, int device) { return *made = context, device ? INVALID_VALUE : SUCCESS; }
+Result cuDevicePrimaryCtxRelease_v2(int device) { return device ? INVALID_VALUE : SUCCESS; }
+Result cuCtxPushCurrent_v2(void *pushed) { return depth++, pushed == context ? SUCCESS : INVALID_CONTEXT; }
+Result cuCtxPopCurrent_v2(void **popped) { return *popped = context, depth-- > 0 ? SUCCESS : INVALID_CONTEXT; }
+
+Result cuThreadExchangeStreamCaptureMode(int *mode) {
+    int before = capture_mode;
+    capture_mode = *mode;
+    *mode = before;
+    return SUCCESS;
+}
+
+Result cuPointerGetAttributes(unsigned n, const int *attributes, void **data, DevicePtr ptr) {
+    pthread_mutex_lock(&lock);
+    struct allocation *a = find(ptr);
+    if (a && !a->bytes)
+        a = NULL;
+    for (unsigned i = 0; i < n; i++) {
+        uint64_t value = 0;
+        int bytes = 4;
+        switch (attributes[i]) {
+        case MEMORY_TYPE: value = a ? 2 : 0; break;
+        case BUFFER_ID: value = a ? (uint64_t)(a - allocations) + 1 : 0, bytes = 8; break;
+        case DEVICE_ORDINAL: value = a ? 0 : (uint32_t)-2; break;
+        case IS_LEGACY_IPC: value = a != NULL, bytes = 1; break;
+        case IS_MANAGED: bytes = 1; break;
+        case RANGE_START: value = a ? a->base : 0, bytes = 8; break;
+        case RANGE_SIZE: value = a ? a->len : 0, bytes = 8; break;
+        case MEMPOOL_HANDLE: bytes = 8; break;
+        }
+        memcpy(data[i], &value, bytes);
+    }
+    pthread_mutex_unlock(&lock);
+    return SUCCESS;
+}
+
+Result cuPointerSetAttribute(const void *value, int attribute, DevicePtr ptr) {
+    (void)value, (void)attribute, (void)ptr;
+    return SUCCESS;
+}
+
+Result cuMemGetAddressRange_v2(DevicePtr *base, size_t *size, DevicePtr ptr) {
+    pthread_mutex_lock(&lock);
+    struct allocation *a = find(ptr);
+    if (a)
+        *base = a->base, *size = a->len;
+    pthread_mutex_unlock(&lock);
+    return a ? SUCCESS : INVALID_VALUE;
+}
+
+Result cuMemAlloc_v2(DevicePtr *ptr, size_t len) {
+    len = (len + PAGE - 1) / PAGE * PAGE;
+    int fd = memfd_create("fake GPU memory", MFD_CLOEXEC);
+    if (!len || fd < 0 || ftruncate(fd, len))
+        return INVALID_VALUE;
+    pthread_mutex_lock(&lock);
+    *ptr = map(fd, len);
+    pthread_mutex_unlock(&lock);
+    return SUCCESS;
+}
+
+Result cuMemFree_v2(DevicePtr ptr) {
+    pthread_mutex_lock(&lock);
+    Result result = forget(ptr);
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+
+struct handle {
+    int pid, fd;
+    uint64_t len;
+    char rest[48];
+};
+
+Result cuIpcGetMemHandle(struct handle *handle, DevicePtr ptr) {
+    pthread_mutex_lock(&lock);
+    struct allocation *a = find(ptr);
+    if (a)
+        *handle = (struct handle){getpid(), a->fd, a->len, {0}};
+    pthread_mutex_unlock(&lock);
+    return a ? SUCCESS : INVALID_VALUE;
+}
+
+/* As CUDA, not for memory of the same process. */
+Result cuIpcOpenMemHandle_v2(DevicePtr *ptr, struct handle handle, unsigned flags) {
+    char path[64];
+    (void)flags;
+    if (handle.pid == getpid())
+        return INVALID_CONTEXT;
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", handle.pid, handle.fd);
+    int fd = open(path, O_RDWR | O_CLOEXEC);
+    if (fd < 0)
+        return INVALID_VALUE;
+    pthread_mutex_lock(&lock);
+    *ptr = map(fd, handle.len);
+    pthread_mutex_unlock(&lock);
+    return SUCCESS;
+}
+
+Result cuIpcCloseMemHandle(DevicePtr ptr) { return cuMemFree_v2(ptr); }
+
+Result cuMemHostAlloc(void **ptr, size_t len, unsigned flags) {
+    (void)flags;
+    return *ptr = aligned_alloc(PAGE, (len + PAGE - 1) / PAGE * PAGE), *ptr ? SUCCESS : INVALID_VALUE;
+}
+
+Result cuMemFreeHost(void *ptr) { return free(ptr), SUCCESS; }
+Result cuMemHostRegister_v2(void *ptr, size_t len, unsigned flags) { return (void)ptr, (void)len, (void)flags, SUCCESS; }
+Result cuMemHostUnregister(void *ptr) { return (void)ptr, SUCCESS; }
+
+Result cuMemHostGetDevicePointer_v2(DevicePtr *on_device, void *ptr, unsigned flags) {
+    (void)flags;
+    return *on_device = (DevicePtr)ptr, SUCCESS;
+}
+
+Result cuStreamCreate(struct stream **made, unsigned flags) {
+    (void)flags;
+    struct stream *s = calloc(1, sizeof *s);
+    s->last = &s->first;
+    return *made = s, SUCCESS;
+}
+
+Result cuMemcpyAsync(DevicePtr to, DevicePtr from, size_t len, struct stream *stream) {
+    if (depth < 1)
+        return INVALID_CONTEXT;
+    pthread_mutex_lock(&lock);
+    reach(from, len);
+    /* Whoever looks before the end sees neither the old bytes nor the new. */
+    memset(reach(to, len), 0xa5, len);
+    queue(stream, (struct op){.to = to, .from = from, .len = len});
+    pthread_mutex_unlock(&lock);
+    return SUCCESS;
+}
+
+Result cuStreamSynchronize(struct stream *stream) {
+    pthread_mutex_lock(&lock);
+    execute(stream, 0);
+    pthread_mutex_unlock(&lock);
+    return SUCCESS;
+}
+
+Result cuStreamDestroy_v2(struct stream *stream) {
+    cuStreamSynchronize(stream);
+    free(stream);
+    return SUCCESS;
+}
+
+Result cuEventCreate(struct event **made, unsigned flags) {
+    (void)flags;
+    return *made = calloc(1, sizeof **made), SUCCESS;
+}
+
+Result cuEventRecord(struct event *event, struct stream *stream) {
+    pthread_mutex_lock(&lock);
+    event->stream = stream;
+    event->recorded = ++records;
+    event->patience = rand_r(&seed) % 6;
+    queue(stream, (struct op){.event = event, .record = event->recorded});
+    pthread_mutex_unlock(&lock);
+    return SUCCESS;
+}
+
+Result cuEventQuery(struct event *event) {
+    pthread_mutex_lock(&lock);
+    Result result = SUCCESS;
+    if (event->done < event->recorded) {
+        if (event->patience-- > 0)
+            result = NOT_READY;
+        else
+            execute(event->stream, event->recorded);
+    }
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+
+Result cuEventSynchronize(struct event *event) {
+    pthread_mutex_lock(&lock);
+    if (event->done < event->recorded)
+        execute(event->stream, event->recorded);
+    pthread_mutex_unlock(&lock);
+    return SUCCESS;
+}
+
+Result cuEventDestroy_v2(struct event *event) { return free(event), SUCCESS; }
+
+/* For kernels of this GPU, which are functions of the host: the bytes behind an allocation. */
+char *fake_bytes(DevicePtr base) {
+    pthread_mutex_lock(&lock);
+    struct allocation *a = find(base);
+    pthread_mutex_unlock(&lock);
+    return a ? a->bytes : NULL;
+}
