@@ -42,11 +42,13 @@ logger = logging.getLogger(__name__)
 _NUMBERS = count()
 _EMPTY = Side.of(1, ())
 _NAMED = 3
+# Types of devices whose shards are sent.
+_SENT = ("cpu", "cuda")
 
 
 def shards_of(source: Any, rank: int) -> Shards | None:
     """What has this rank's shards, if a source of vLLM's interface, or what stands for one, has
-    them in memory of the host.
+    them in memory of the host or of a CUDA GPU.
 
     Args:
         rank: of this trainer.
@@ -62,9 +64,10 @@ def shards_of(source: Any, rank: int) -> Shards | None:
     if rank and not _has_group():
         return None  # replicas: rank 0 has all shards
     tensors = named(module).tensors
-    if away := [name for name, tensor in tensors.items() if tensor.device.type != "cpu"]:
+    if away := [name for name, tensor in tensors.items() if tensor.device.type not in _SENT]:
         logger.warning(
-            "rank 0 streams whole tensors: `%s` is on %s, and shards are sent from host memory",
+            "rank 0 streams whole tensors: `%s` is on %s, and shards are sent from host memory and "
+            "CUDA GPUs",
             away[0],
             tensors[away[0]].device,
         )

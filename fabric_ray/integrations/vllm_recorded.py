@@ -158,8 +158,8 @@ def refuse_lost(
             raise Unsupported(
                 f"{type(model).__name__} copies `{landing.tensor}` to `{landing.target}` itself, "
                 "and vLLM's reload loses that where whole tensors are streamed; give trainer_init "
-                "a torch.nn.Module in host memory or a WeightSource of fabric-ray, whose shards "
-                "trainers write"
+                "a torch.nn.Module on the host or on CUDA GPUs, or a WeightSource of fabric-ray, "
+                "whose shards trainers write"
             )
 
 

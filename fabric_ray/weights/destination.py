@@ -47,7 +47,8 @@ class VersionSink(ABC):
         """Puts a version into use.
 
         Args:
-            arrived: all containers by name, on the host; they are overwritten afterwards.
+            arrived: all containers by name, on the host or on the target's device; they are
+                overwritten afterwards.
         """
 
     def check_filled(self) -> None:
@@ -256,7 +257,7 @@ def _filled(
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     import torch
 
-    return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (a, b)))
+    return torch.equal(*(t.cpu().contiguous().view(-1).view(torch.uint8) for t in (a, b)))
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -16,10 +16,12 @@ from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Copy, LocalContainer, ParamMeta, Plan, Side
 from fabric_ray.plan.dtensor import distributed_rank
+from fabric_ray.tensors import wait_for_kernels
 from fabric_ray.weights.conversion import Conversion, Recipe
 from fabric_ray.weights.delta import DeltaSender
 from fabric_ray.weights.latest_call import LatestCallLock, require_session
 from fabric_ray.weights.local import check_local
+from fabric_ray.weights.memory import allocate
 from fabric_ray.weights.quant import Invitation
 from fabric_ray.weights.report import PushTarget, Sent, SourceShare, Span
 from fabric_ray.weights.request_cache import RequestCache, rotated
@@ -38,7 +40,7 @@ class WeightSource:
 
     Args:
         tensors: a module, for its parameters and persistent buffers, or tensors by name; DTensors
-            and plain tensors in host memory.
+            and plain tensors in host memory or on a CUDA GPU.
         config: of a module of Megatron-Core (or its parts under virtual pipeline parallelism), the
             configuration of its model as Hugging Face has it: of transformers, the fields of a
             ``config.json``, its folder, or a :class:`~fabric_ray.models.ModelConfig`. The layout of
@@ -101,7 +103,8 @@ class WeightSource:
         self._steps: list[Step] = []
         # Names of the tensors that pushes read.
         self._read: frozenset[str] = frozenset()
-        self._ring: Region | None = None
+        # Registered, and the same as a tensor.
+        self._ring: tuple[Region, torch.Tensor] | None = None
         self._routes: RequestCache[list[tuple[int, Route]]] = RequestCache()
         # Sends changes, if the session asks for them.
         self._delta: DeltaSender | None = None
@@ -112,7 +115,7 @@ class WeightSource:
     def temporary(self) -> Region | None:
         """The memory in which tensors are prepared, at most ``watermark`` bytes; ``None`` before
         ``connect``, and where no tensor needs preparation."""
-        return self._ring
+        return None if self._ring is None else self._ring[0]
 
     def meta(self) -> tuple[int, list[ParamMeta] | bytes, bytes]:
         """This source's metadata for the controller: rank, shards (or the digest of ``side``), and
@@ -178,7 +181,8 @@ class WeightSource:
             if self._conversion is not None:
                 self._read |= self._conversion.names
             if nbytes := temporary_nbytes(self._steps):
-                self._ring = self._engine.alloc(nbytes)
+                device = self._tensors.device_of({unit.name for unit in units})
+                self._ring = allocate(self._engine, nbytes, device)
             self._tensors.remember_layouts()
             self._share = share
             if share.delta:
@@ -235,6 +239,7 @@ class WeightSource:
                 if self._tensors.refresh_moved():
                     self._routes.clear()
                 changes = self._tensors.watch(self._read)
+                self._tensors.wait_for_kernels(self._read)
                 self._tensors.gather_adapters()
                 by_rollout = self._by_rollout(push_targets)
                 if self._delta is not None:
@@ -313,7 +318,7 @@ class WeightSource:
     def _prepare_step(self, step: Step) -> Span:
         assert self._ring is not None, "accept has allocated it"
         start, offsets = time.time(), step.offsets()
-        memory = self._ring.tensor()
+        memory = self._ring[1]
         for unit in step.units:
             at = offsets[unit.values]
             local = self._tensors.local(unit.name)
@@ -322,6 +327,7 @@ class WeightSource:
                 self._conversion.prepare(unit, local, room)
             else:
                 room[: unit.values_nbytes].view(local.dtype).view(local.shape).copy_(local)
+        wait_for_kernels([memory])
         return Span(f"trainer {self.rank}", "prepare", start, time.time())
 
     def _by_rollout(
@@ -372,7 +378,7 @@ class WeightSource:
             name = names[container]
             if container in prepared:
                 assert self._ring is not None, "accept has allocated it"
-                sources[container] = (self._ring, prepared[container])
+                sources[container] = (self._ring[0], prepared[container])
             elif name in converted:
                 raise InvalidArgument(
                     f"trainer {self.rank} can't send `{name}`: the plan converts it, this trainer "

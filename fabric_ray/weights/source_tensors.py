@@ -13,7 +13,7 @@ from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import ParamMeta
 from fabric_ray.plan.dtensor import param_meta
-from fabric_ray.tensors import check_memory, is_lazy
+from fabric_ray.tensors import check_memory, is_lazy, wait_for_kernels
 from fabric_ray.weights.adapters import Adapters, Factors, add, trained
 from fabric_ray.weights.changes import ChangeCheck
 from fabric_ray.weights.modules import named, ties
@@ -105,6 +105,27 @@ class SourceTensors:
         """Whether other ranks have to take part in :meth:`gather_adapters`."""
         return any(hasattr(tensor, "full_tensor") for _, tensor in self._adapters.tensors())
 
+    def wait_for_kernels(self, params: Collection[str]) -> None:
+        """Waits for the kernels that compute parameters: the engine's copies wait for none."""
+        found = chain(self.tensors.items(), self._adapters.tensors())
+        wait_for_kernels(tensor for param, tensor in found if param in params)
+
+    def device_of(self, params: Collection[str]) -> torch.device | None:
+        """The GPU that all these parameters lie on; ``None``: they lie on the host.
+
+        Raises:
+            InvalidArgument: they lie on several devices.
+        """
+        found = {self.tensors[param].device: param for param in params}
+        if len(found) > 1:
+            (one, first), (other, second), *_ = found.items()
+            raise InvalidArgument(
+                f"`{first}` is on {one} and `{second}` on {other}, and both are computed for each "
+                "push; put all such parameters of a trainer on one device"
+            )
+        device = next(iter(found), None)
+        return None if device is None or device.type == "cpu" else device
+
     def gather_adapters(self) -> None:
         """Gathers the adapters for a push, in the same order on all ranks."""
         self._factors = self._adapters.all()
@@ -136,7 +157,9 @@ class SourceTensors:
         known = self._regions.get(param)
         if known is None:
             flat = _memory(param, self.tensors[param])
-            known = (flat.data_ptr(), self._engine.register(flat))
+            # A NIC pays for each registration, and torch has many tensors in one segment.
+            region = self._engine.register(flat, segment=flat.is_cuda)
+            known = (flat.data_ptr(), region)
             self._regions[param] = known
         return known[1]
 
@@ -185,10 +208,10 @@ class SourceTensors:
 def _check(tensors: Mapping[str, Any]) -> None:
     """Raises InvalidArgument for a tensor that can't be pushed, by name."""
     for param, tensor in tensors.items():
-        if tensor.device.type not in ("cpu", "meta"):
+        if tensor.device.type not in ("cpu", "cuda", "meta"):
             raise InvalidArgument(
-                f"parameter `{param}` is on {tensor.device}, expected host memory; give a copy on "
-                "the host"
+                f"parameter `{param}` is on {tensor.device}, expected host memory or a CUDA GPU; "
+                "give a copy on the host"
             )
         check_memory(f"parameter `{param}`", _inner(tensor), lazy=True)
 

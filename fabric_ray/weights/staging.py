@@ -6,12 +6,14 @@ import asyncio
 import threading
 import time
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric_ray._native import Region
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import NotQuiesced
 from fabric_ray.plan import LocalContainer
+from fabric_ray.tensors import wait_for_kernels
 
 if TYPE_CHECKING:
     import torch
@@ -36,14 +38,40 @@ class _Loan(NamedTuple):
     caller: int
 
 
+class _LentOnGpu:
+    """What a lent tensor on a GPU and all its views refer to."""
+
+    def __init__(self, part: torch.Tensor) -> None:
+        self._part = part
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        data = (self._part.data_ptr(), False)
+        return {"shape": tuple(self._part.shape), "typestr": "|u1", "data": data, "version": 2}
+
+
 class ReceiveMemory:
     """Memory that peers write to, registered apart from its allocation, so that its key can
-    change."""
+    change.
 
-    def __init__(self, engine: TransferEngine, nbytes: int) -> None:
-        self._memory = engine.alloc(max(nbytes, 1))
+    Args:
+        device: the GPU that it lies on; ``None``: on the host.
+    """
+
+    def __init__(
+        self, engine: TransferEngine, nbytes: int, device: torch.device | None = None
+    ) -> None:
+        self._device = device
+        if device is None:
+            self._memory: Any = engine.alloc(max(nbytes, 1)).numpy()
+        else:
+            import torch
+
+            self._memory = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device)
+            # The allocator may have freed memory that kernels still use.
+            wait_for_kernels([self._memory])
         self._engine = engine
-        self.region: Region = engine.register(self._memory.numpy())
+        self.region: Region = engine.register(self._memory)
 
     def revoke(self) -> bool:
         """Gives the memory a new key: writes with the old key are refused (MR-2).
@@ -55,20 +83,31 @@ class ReceiveMemory:
             self.region.deregister(timeout=_QUIESCE_S)
         except NotQuiesced:
             return False
-        self.region = self._engine.register(self._memory.numpy())
+        self.region = self._engine.register(self._memory)
         return True
+
+
+def wait_for_readers(memory: Iterable[ReceiveMemory]) -> None:
+    """Waits for kernels of readers that have left: they may still read (RS-1)."""
+    if on_gpu := [each._memory for each in memory if each._device is not None]:
+        wait_for_kernels(on_gpu)
 
 
 class StagingMemory(ReceiveMemory):
     """Memory for one version of all containers."""
 
-    def __init__(self, engine: TransferEngine, containers: tuple[LocalContainer, ...]) -> None:
+    def __init__(
+        self,
+        engine: TransferEngine,
+        containers: tuple[LocalContainer, ...],
+        device: torch.device | None = None,
+    ) -> None:
         self.offsets: dict[int, int] = {}
         end = 0
         for c in containers:
             self.offsets[c.index] = end
             end += -(-c.nbytes // _ALIGN) * _ALIGN
-        super().__init__(engine, end)
+        super().__init__(engine, end, device)
         self._lent: dict[str, list[_Loan]] = {}
 
     def lend(self, container: LocalContainer) -> torch.Tensor:
@@ -77,10 +116,15 @@ class StagingMemory(ReceiveMemory):
         import torch
 
         start = self.offsets[container.index]
-        array = self._memory.numpy()[start : start + container.nbytes]
+        array = self._memory[start : start + container.nbytes]
+        if self._device is None:
+            flat = torch.from_numpy(array)
+        else:
+            array = _LentOnGpu(array)
+            flat = torch.as_tensor(array, device=self._device)
         loan = _Loan(weakref.ref(array), time.monotonic(), _caller())
         self._lent[container.name] = [*self._loans(container.name), loan]
-        return _shaped(torch.from_numpy(array), container)
+        return _shaped(flat, container)
 
     def lent(self) -> dict[str, float]:
         """Containers that users still refer to, and for how many seconds."""
@@ -111,7 +155,9 @@ class StagingMemory(ReceiveMemory):
 
     def views(self, containers: tuple[LocalContainer, ...]) -> dict[str, torch.Tensor]:
         """All containers as tensors. Commits don't wait for these, so they stay in the package."""
-        flat, at = self._memory.tensor(), self.offsets
+        import torch
+
+        flat, at = torch.as_tensor(self._memory), self.offsets
         return {c.name: _shaped(flat[at[c.index] : at[c.index] + c.nbytes], c) for c in containers}
 
 

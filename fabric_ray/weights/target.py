@@ -29,8 +29,14 @@ from fabric_ray.weights.report import (
     Span,
     TargetShare,
 )
-from fabric_ray.weights.staging import StagingMemory
-from fabric_ray.weights.target_arguments import check_arguments, side_and_rank
+from fabric_ray.weights.staging import StagingMemory, wait_for_readers
+from fabric_ray.weights.target_arguments import (
+    check_arguments,
+    check_commit,
+    check_delta,
+    gpu_of,
+    side_and_rank,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +71,8 @@ class WeightTarget:
         into: a module whose parameters and persistent buffers hold the version in use after each
             commit, or tensors by name. They keep their memory, on any device. A forward pass of
             the module counts as :meth:`reading`. Or what puts versions into an engine.
+        device: where versions arrive: a GPU, such as ``"cuda:0"``, or by default the host. Trainers
+            write straight into a GPU, over NVLink or NICs. It needs room for the copies above.
         hooks: callbacks of the inference engine.
 
     Raises:
@@ -80,6 +88,7 @@ class WeightTarget:
         engine: TransferEngine | None = None,
         staged: bool = True,
         into: torch.nn.Module | Mapping[str, torch.Tensor] | VersionSink | None = None,
+        device: torch.device | str | int | None = None,
         hooks: EngineHooks | None = None,
     ) -> None:
         from fabric_ray.runtime import engine as process_engine
@@ -89,6 +98,7 @@ class WeightTarget:
         self.name = name
         self.version: int | None = None
         """The version in use; ``None`` before the first."""
+        self._device = gpu_of(device)
         self._engine = engine or process_engine()
         # With `into`, the version in use is in the module, so one staging memory is enough.
         self._staged = staged and into is None
@@ -163,6 +173,7 @@ class WeightTarget:
         """Takes this rank's share of the plan and allocates memory; returns the first push
         target."""
         self._stop_relay()
+        check_delta(share, self._device)
         if self._staging and share.containers == self._layout:
             # Writers of an earlier session may still write with the old key (MR-2).
             self._revoke()
@@ -174,9 +185,7 @@ class WeightTarget:
                 self._layout = share.containers
                 self._containers = {c.name: c for c in share.containers}
                 copies = 2 if self._staged else 1
-                self._staging = [
-                    StagingMemory(self._engine, share.containers) for _ in range(copies)
-                ]
+                self._staging = [self._new_staging() for _ in range(copies)]
                 self.version, self._live = None, 0
         self._share, self._announced, self._prepared = share, False, None
         offsets = self._offsets(self._staging[0])
@@ -299,20 +308,8 @@ class WeightTarget:
         Args:
             joining: a replica wrote the version, so it may equal the version in use.
         """
-        if version < (self.version or 0) or (version == self.version and not joining):
-            raise WeightSyncError(
-                f"commit failed: got version {version}, expected more than {self.version}, the "
-                "version in use",
-                version=version,
-            )
-        if self._prepared != version:
-            raise WeightSyncError(
-                f"commit failed: got version {version}, expected {self._prepared}, the version "
-                "that was confirmed",
-                version=version,
-            )
-        # If this fails, the version stays decided; the error names this rollout, which keeps the
-        # version before.
+        check_commit(version, self.version, self._prepared, joining=joining)
+        # If this fails, the version stays decided, and this rollout keeps the version before.
         with self._gate.changing():
             self._pause.begin()
             try:
@@ -325,6 +322,7 @@ class WeightTarget:
             self._live = self._next
             if self._into is not None:
                 self._into.copy(self._staging[self._live].views(self._layout))
+            wait_for_readers(self._staging)
             self.version, self._prepared = version, None
             self._torn = self._announced = False
             failed = run_commit_hooks(self._hooks, self._engine_hooks, version, self.weights)
@@ -369,6 +367,7 @@ class WeightTarget:
             return
         with self._gate.changing():
             self._pause.begin()
+            wait_for_readers(self._staging)
             self._announced, self._torn = not self._torn, True
 
     def close(self) -> None:
@@ -422,6 +421,9 @@ class WeightTarget:
             raise InvalidArgument("this rollout has no plan; call WeightSync.connect() again")
         return self._share
 
+    def _new_staging(self) -> StagingMemory:
+        return StagingMemory(self._engine, self._layout, self._device)
+
     def _stop_relay(self) -> None:
         if self._relay is not None:
             self._relay.cancel()
@@ -456,7 +458,7 @@ class WeightTarget:
             "a trainer may still write to memory of this rollout; %s was replaced",
             self._staging[at].region,
         )
-        self._staging[at] = StagingMemory(self._engine, self._layout)
+        self._staging[at] = self._new_staging()
         self._torn = not self._staged and self.version is not None
 
     @property

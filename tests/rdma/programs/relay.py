@@ -54,7 +54,7 @@ class NumpyStaging(StagingMemory):
     """Shows its memory as arrays: torch takes minutes to load on an emulated CPU."""
 
     def lend(self, container: LocalContainer) -> np.ndarray:  # type: ignore[override]
-        part = self._memory.numpy()[self.offsets[container.index] :][: container.nbytes]
+        part = self._memory[self.offsets[container.index] :][: container.nbytes]
         return part.view(np.float32).reshape(container.shape)
 
 

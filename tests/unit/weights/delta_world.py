@@ -113,7 +113,7 @@ class World(InProcess, WeightSync):
         target = self.targets[number]
         container = next(c for c in target._layout if c.name == name)
         staging = target._staging[target._live]
-        flat = staging._memory.tensor()
+        flat = staging._memory
         flat[staging.offsets[container.index] + container.nbytes // 2] ^= 0x55
 
     def close(self) -> None:

@@ -123,8 +123,8 @@ def test_steps_are_made_ready_under_the_watermark(set_up: Callable[..., Setup]) 
     setup.sync.push()
     for source in setup.sources:
         assert len(source._steps) > 2
-        assert source._ring is not None
-        assert source._ring.nbytes <= 1024
+        assert source.temporary is not None
+        assert source.temporary.nbytes <= 1024
 
 
 def test_a_tensor_above_the_watermark_is_refused_by_name_before_anything_is_sent(

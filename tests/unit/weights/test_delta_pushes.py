@@ -101,7 +101,7 @@ def test_corrupt_changes_are_found(pair: Callable[..., Pair]) -> None:
         inbox = both.delta.targets[0]._inbox
         assert inbox is not None
         both.delta.before.clear()
-        inbox._memory._memory.tensor()[:4096] = 0xFF
+        inbox._memory._memory[:4096] = 0xFF
 
     both.delta.before["target_confirm"] = spoil
     assert both.push().differed == ("rollout 0",)
