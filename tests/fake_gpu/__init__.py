@@ -1,8 +1,9 @@
 """A GPU that isn't there, as ``cuda:0`` of torch and as libcuda of the engine.
 
 Memory lies where the processor can't reach it (``driver.c``). Kernels are torch's functions of the
-host. They run when a thread waits for the GPU, and no earlier: what is sent before its kernels have
-ended is what was there before. A copy to the host waits, as CUDA's does.
+host. They run when a thread waits for their stream, and no earlier: what is sent before its kernels
+have ended is what was there before. A copy to the host waits for the current stream, as CUDA's
+does.
 
 ``tests/gpu`` runs on it with ``FABRIC_RAY_FAKE_GPU=FOLDER``, which the driver is compiled into.
 """
@@ -13,7 +14,9 @@ import ctypes
 import os
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +25,12 @@ from torch.utils import _pytree as pytree
 
 GPU = torch.device("cuda:0")
 _SOURCE = Path(__file__).with_name("driver.c")
-_FACTORIES = ("empty", "zeros", "ones", "full", "arange", "randn", "randperm")
+_FACTORIES = ("empty", "zeros", "ones", "full", "arange", "rand", "randn", "randint", "randperm")
 _OF_HOST = {name: getattr(torch, name) for name in (*_FACTORIES, "as_tensor")}
 _OF_HOST["to"] = torch.Tensor.to
 
 _driver: Any = None
 _lock = threading.RLock()
-# Kernels that were launched, in order.
-_kernels: list[Callable[[], None]] = []
 # By address: the memory as kernels see it.
 _allocations: dict[int, torch.Tensor] = {}
 _ALIGN, _SMALL, _SEGMENT = 512, 1 << 20, 2 << 20
@@ -61,6 +62,7 @@ def install(folder: Path) -> None:
         setattr(torch, name, _factory(name))
     torch.as_tensor = _as_tensor  # type: ignore[assignment]
     torch.Tensor.to = _to  # type: ignore[assignment]
+    torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign]
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
     for name, function in _OF_CUDA.items():
         setattr(torch.cuda, name, function)
@@ -105,7 +107,7 @@ class GpuTensor(torch.Tensor):
         if func is torch.ops.aten.copy_.default:
             to_host = not isinstance(args[0], GpuTensor)
         if to_host or func in _WAITING:
-            _synchronize()
+            _current().synchronize()
             return func(*_mapped(_seen, args), **_mapped(_seen, kwargs))
         kwargs.pop("device", None), kwargs.pop("pin_memory", None)
         # What comes from the host is copied at once.
@@ -133,14 +135,101 @@ def _launch(func: Any, args: Any, kwargs: Any, out: Any) -> None:
                 to.copy_(made)
 
     out = _mapped(_seen, out)
-    with _lock:
-        _kernels.append(kernel)
+    _current().launch(kernel)
 
 
 def _synchronize(device: Any = None) -> None:
-    with _lock, torch.inference_mode(False), torch.no_grad():
-        while _kernels:
-            _kernels.pop(0)()
+    """Waits for all streams, the latest first: they have no order among each other."""
+    for stream in reversed(_streams):
+        stream.synchronize()
+
+
+class Stream:
+    """What was launched and has not run, in order. A stream of torch doesn't wait for others."""
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.device = GPU
+        self._waiting: list[Callable[[], None]] = []
+        with _lock:
+            _streams.append(self)
+
+    def launch(self, kernel: Callable[[], None]) -> None:
+        with _lock:
+            self._waiting.append(kernel)
+
+    def run_one(self) -> None:
+        with _lock, torch.inference_mode(False), torch.no_grad():
+            if self._waiting:
+                self._waiting.pop(0)()
+
+    def synchronize(self) -> None:
+        with _lock:
+            while self._waiting:
+                self.run_one()
+
+    def query(self) -> bool:
+        return not self._waiting
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.launch(partial(event.reach, event.recorded))
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+
+class Event:
+    """A place in a stream."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, **_: Any) -> None:
+        self._stream: Stream | None = None
+        self.recorded = self._reached = 0
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._stream = stream or _current()
+        self.recorded += 1
+        self._stream.launch(partial(setattr, self, "_reached", self.recorded))
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or _current()).wait_event(self)
+
+    def query(self) -> bool:
+        return self._reached >= self.recorded
+
+    def synchronize(self) -> None:
+        self.reach(self.recorded)
+
+    def reach(self, number: int) -> None:
+        """Has the stream run up to the record of this number."""
+        with _lock:
+            while self._reached < number:
+                assert self._stream is not None, "it was recorded"
+                self._stream.run_one()
+
+
+_streams: list[Stream] = []
+_default = Stream()
+_here = threading.local()
+
+
+def _current(device: Any = None) -> Stream:
+    """The current stream of this thread."""
+    stream: Stream = getattr(_here, "stream", _default)
+    return stream
+
+
+@contextmanager
+def _on(stream: Stream | None) -> Iterator[None]:
+    before = _current()
+    _here.stream = stream or before
+    try:
+        yield
+    finally:
+        _here.stream = before
 
 
 def _mapped(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
@@ -257,6 +346,11 @@ def _kept(tensor: torch.Tensor) -> torch.Tensor:
 _OF_CUDA = {
     "is_available": lambda: True,
     "synchronize": _synchronize,
+    "Stream": Stream,
+    "Event": Event,
+    "stream": _on,
+    "current_stream": _current,
+    "default_stream": lambda device=None: _default,
     "current_device": lambda: 0,
     "empty_cache": lambda: None,
     "_sleep": lambda cycles: None,

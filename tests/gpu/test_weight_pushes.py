@@ -198,7 +198,7 @@ def test_rs_1_a_tensor_on_the_gpu_that_is_referred_to_is_not_overwritten() -> No
 
 def test_rs_1_a_commit_waits_for_kernels_of_the_module() -> None:
     """Versions arrive on the host; kernels of a forward pass that has returned still read."""
-    model = on_host()
+    model, stream = on_host(), torch.cuda.Stream()
     with world() as w:
         w.trainer(model)
         into = on_gpu()
@@ -207,11 +207,13 @@ def test_rs_1_a_commit_waits_for_kernels_of_the_module() -> None:
         train(model, 1)
         sync.push()
         before = model["0.weight"].clone()
-        torch.cuda._sleep(_CYCLES)
-        read = into["0.weight"].clone()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(_CYCLES)
+            read = into["0.weight"].clone()
         train(model, 2)
         sync.push()
-        assert torch.equal(read.cpu(), before.cpu())
+        stream.synchronize()
+        assert torch.equal(read.cpu(), before)
         assert_same(into, model)
 
 
@@ -299,17 +301,20 @@ def test_a_device_that_is_no_gpu_of_cuda_is_refused() -> None:
 
 def test_pushes_come_from_any_thread() -> None:
     """As those of actors: the current stream of the thread is not the optimizer's."""
-    model = on_gpu()
+    model, stream = on_gpu(), torch.cuda.Stream()
     with world() as w:
         w.trainer(model)
         into = on_gpu()
         w.rollout(into=into, device="cuda")
         sync = w.sync()
         sync.connect()
-        train(model, 1)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            train(model, 1)
         pushing = threading.Thread(target=sync.push)
         pushing.start()
         pushing.join()
+        stream.synchronize()
         assert_same(into, model)
 
 
