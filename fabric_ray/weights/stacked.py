@@ -154,9 +154,7 @@ def _has(runs: Runs, index: int) -> bool:
     return any(start <= index < start + length for start, length in runs)
 
 
-def _slab(
-    parts: Sequence[Rows], holders: Sequence[tuple[Sequence[Runs], Sequence[int]]]
-) -> Layout:
+def _slab(parts: Sequence[Rows], holders: Sequence[tuple[Sequence[Runs], Sequence[int]]]) -> Layout:
     """A matrix's rows, of all parts behind each other, on the ranks that have any."""
     boxes: dict[tuple[int, int], dict[tuple[int, int], list[int]]] = {}
     for (rows, columns), ranks in holders:

@@ -33,7 +33,7 @@ class _Part(NamedTuple):
     name: str
     shape: tuple[int, ...]
     first: int
-    count: int
+    rows: int
 
 
 class _Placed(NamedTuple):
@@ -106,10 +106,11 @@ def _made_of(container: Container, origin: _Origin) -> Container:
             container, layout=msgspec.structs.replace(leaf, tensor=whole)
         )
     slabs: list[list[Rows]] = [[]]
-    for name, shape, first, count in origin.parts:
+    for part in origin.parts:
         if sum(rows.run[1] for rows in slabs[-1]) == origin.shape[-2]:
             slabs.append([])
-        slabs[-1].append(Rows(Tensor(name, shape, dtype), (first, count)))
+        tensor = Tensor(part.name, part.shape, dtype)
+        slabs[-1].append(Rows(tensor, (part.first, part.rows)))
     return msgspec.structs.replace(container, layout=made_of(container, slabs))
 
 
