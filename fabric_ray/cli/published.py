@@ -9,6 +9,9 @@ from fabric_ray.weights.forecast import Push
 
 PAPER = "fabric-lib, Table 5"
 MILES = "miles with SGLang, H100 hosts"
+RDT = "vLLM's article on sharded_rdt, H100 hosts"
+RDT_PULL = "vLLM pull request 43375, H100 hosts"
+NEMO = "NeMo-RL pull request 2971, H100 hosts"
 
 
 class Published(NamedTuple):
@@ -36,6 +39,16 @@ glm-5 tp=4,pp=8,cp=2,ep=16,etp=1,dp=2 tp=64,ep=64,engines=2 bfloat16 8479.7 5830
 kimi-k2 tp=8,pp=8,cp=4,ep=32,etp=1 tp=32,ep=32,engines=8 fp8:64x64 7227.3 53279.1
 """
 
+# Trainers, rollouts, and milliseconds of the fastest and the slowest refit.
+_NEMO = """
+tp=2,ep=4,etp=1,dp=8 tp=4,engines=4 1130 1530
+tp=2,pp=2,ep=4,etp=1,dp=4 tp=4,engines=4 740 1170
+pp=2,ep=8,etp=1,dp=8 tp=2,engines=8 1210 1520
+pp=2,ep=8,etp=1,dp=8 tp=8,engines=2 740 1000
+tp=2,cp=2,ep=8,etp=1,dp=4 tp=4,engines=4 1020 1450
+tp=2,ep=4,etp=1,dp=8 tp=4,ep=4,engines=4 1000 1600
+"""
+
 
 def _times(rdma: str, nccl: str) -> dict[str, float]:
     return {"RDMA": float(rdma), "NCCL": float(nccl)}
@@ -46,6 +59,41 @@ PUBLISHED = (
     *(
         Published(row[0], f"megatron:{row[1]}", row[2], row[3], _times(row[4], row[5]), MILES)
         for row in map(str.split, _MILES.strip().splitlines())
+    ),
+    Published(
+        "qwen3-235b-a22b",
+        "megatron:tp=4,pp=2,ep=8,etp=1,dp=2",
+        "tp=1,dp=16,ep=16",
+        "bfloat16",
+        {"NIXL": 3490, "NCCL": 64720},
+        RDT,
+    ),
+    Published(
+        "qwen3-235b-a22b",
+        "fsdp=8",
+        "tp=1,dp=8,ep=8",
+        "bfloat16",
+        {"NIXL, fastest": 3200, "slowest": 3300},
+        RDT_PULL,
+    ),
+    Published(
+        "kimi-k2",
+        "megatron:tp=8,pp=8,ep=32,etp=1,dp=4",
+        "tp=32,ep=32,engines=4",
+        "bfloat16",
+        {"NIXL": 7530},
+        RDT,
+    ),
+    *(
+        Published(
+            "qwen3-30b-a3b",
+            f"megatron:{row[0]}",
+            row[1],
+            "bfloat16",
+            {"NCCL, fastest": float(row[2]), "slowest": float(row[3])},
+            NEMO,
+        )
+        for row in map(str.split, _NEMO.strip().splitlines())
     ),
 )
 """The paper gives no table for its other models, only 1.2 to 2 s for DeepSeek-V3 and Qwen3-235B."""

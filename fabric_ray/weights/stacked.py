@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
+from itertools import groupby, product
+from operator import itemgetter
 from typing import NamedTuple
 
 import msgspec
@@ -19,7 +20,15 @@ from fabric_ray.plan.report import local_runs
 from fabric_ray.plan.types import Stack, leaves
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
+    """Rows of a tensor, of which a container is made."""
+
+    tensor: Tensor
+    run: tuple[int, int]
+    """Start and length."""
+
+
+class _Held(NamedTuple):
     """Rows of a tensor, and the ranks that hold their columns; runs are (start, length)."""
 
     box: tuple[int, int]
@@ -72,7 +81,7 @@ def as_experts(side: Side) -> Side:
 def _made_of(side: Side, tensors: Mapping[str, Tensor]) -> Side:
     """The side, in which stacks that aren't among these tensors are made of them."""
     containers = tuple(
-        msgspec.structs.replace(container, layout=_layout(container, parts))
+        msgspec.structs.replace(container, layout=made_of(container, parts))
         if container.name not in tensors and (parts := _parts(container, tensors))
         else container
         for container in side.containers
@@ -96,7 +105,7 @@ def _stack(container: Container) -> bool:
     return named and isinstance(layout, Leaf) and len(layout.tensor.shape) == 3
 
 
-def _parts(container: Container, needed: Mapping[str, Tensor]) -> list[tuple[Tensor, ...]]:
+def _parts(container: Container, needed: Mapping[str, Tensor]) -> list[tuple[Rows, ...]]:
     """By expert, the tensors of which it lies behind each other; none if they don't fit."""
     if not _stack(container):
         return []
@@ -112,21 +121,31 @@ def _parts(container: Container, needed: Mapping[str, Tensor]) -> list[tuple[Ten
         if len(parts) < len(names) or any(part.shape != shape for part in parts):
             return []
         # The trainers' dtype, which formats may change.
-        found.append(tuple(Tensor(part.name, shape, tensor.dtype) for part in parts))
+        whole = (0, shape[0])
+        found.append(tuple(Rows(Tensor(p.name, shape, tensor.dtype), whole) for p in parts))
     return found
 
 
-def _layout(container: Container, experts: Sequence[tuple[Tensor, ...]]) -> Layout:
+def made_of(container: Container, slabs: Sequence[Sequence[Rows]]) -> Layout:
+    """The layout of a trainer's tensor by the tensors of which it is made.
+
+    Args:
+        container: of one tensor of two or three dimensions.
+        slabs: for each index of the first of three dimensions (once for a matrix), rows of other
+            tensors that lie behind each other.
+    """
     leaf = container.layout
     assert isinstance(leaf, Leaf)
     holders: dict[tuple[tuple[tuple[int, int], ...], ...], list[int]] = defaultdict(list)
     for position, rank in enumerate(leaf.mesh.ranks):
         runs = local_runs(leaf.tensor.shape, leaf.mesh.shape, leaf.placements, position)
         holders[tuple(tuple(each) for each in runs)].append(rank)
+    if len(leaf.tensor.shape) == 2:
+        return _slab(slabs[0], list(holders.items()))
     return Stack(
         tuple(
-            _expert(parts, [(runs, r) for runs, r in holders.items() if _has(runs[0], expert)])
-            for expert, parts in enumerate(experts)
+            _slab(parts, [(runs[1:], r) for runs, r in holders.items() if _has(runs[0], index)])
+            for index, parts in enumerate(slabs)
         )
     )
 
@@ -135,32 +154,33 @@ def _has(runs: Runs, index: int) -> bool:
     return any(start <= index < start + length for start, length in runs)
 
 
-def _expert(
-    parts: Sequence[Tensor], holders: Sequence[tuple[Sequence[Runs], Sequence[int]]]
-) -> Layout:
-    """One expert's rows, of all parts behind each other, on the ranks that have any."""
+def _slab(parts: Sequence[Rows], holders: Sequence[tuple[Sequence[Runs], Sequence[int]]]) -> Layout:
+    """A matrix's rows, of all parts behind each other, on the ranks that have any."""
     boxes: dict[tuple[int, int], dict[tuple[int, int], list[int]]] = {}
-    for (_, rows, columns), ranks in holders:
+    for (rows, columns), ranks in holders:
         for row in rows:
             for column in columns:
                 boxes.setdefault(row, {}).setdefault(column, []).extend(ranks)
-    found: dict[Tensor, list[_Rows]] = {}
-    for row, by_column in sorted(boxes.items()):
-        for tensor, box in _within(parts, row):
-            found.setdefault(tensor, []).append(_Rows(box, by_column))
+    found = [
+        (piece.tensor, _Held(piece.run, by_column))
+        for row, by_column in sorted(boxes.items())
+        for piece in _within(parts, row)
+    ]
     pieces: list[Layout] = []
-    for tensor, parted in found.items():
+    for tensor, group in groupby(found, itemgetter(0)):
+        parted = [held for _, held in group]
         pieces += _even(tensor, parted) or [_across(tensor, each) for each in parted]
     return pieces[0] if len(pieces) == 1 else Concat(0, tuple(pieces))
 
 
-def _even(tensor: Tensor, rows: Sequence[_Rows]) -> list[Layout]:
+def _even(tensor: Tensor, rows: Sequence[_Held]) -> list[Layout]:
     """One leaf where equally many ranks hold equal shares of whole rows: there may be hundreds."""
     whole, size = (0, tensor.shape[1]), rows[0].box[1]
     ranks = [each.by_column.get(whole, []) for each in rows]
-    sizes = {(each.box[1], len(each.by_column)) for each in rows}
+    in_order = all(each.box == (n * size, size) for n, each in enumerate(rows))
     holders = {len(some) for some in ranks}
-    if len(rows) * size != tensor.shape[0] or sizes != {(size, 1)} or len(holders) > 1:
+    split = any(len(each.by_column) > 1 for each in rows)
+    if len(rows) * size != tensor.shape[0] or not in_order or split or len(holders) > 1:
         return []
     if not (count := holders.pop()):
         return []
@@ -168,22 +188,20 @@ def _even(tensor: Tensor, rows: Sequence[_Rows]) -> list[Layout]:
     return [Leaf(tensor, mesh, (Shard(0), Replicate()))]
 
 
-def _across(tensor: Tensor, rows: _Rows) -> Layout:
+def _across(tensor: Tensor, rows: _Held) -> Layout:
     across = [_leaf(tensor, (rows.box, column), r) for column, r in sorted(rows.by_column.items())]
     return across[0] if len(across) == 1 else Concat(1, tuple(across))
 
 
-def _within(
-    parts: Sequence[Tensor], run: tuple[int, int]
-) -> Iterator[tuple[Tensor, tuple[int, int]]]:
-    """The tensors that rows of a stack lie in, and which of their rows these are."""
+def _within(parts: Sequence[Rows], run: tuple[int, int]) -> Iterator[Rows]:
+    """The rows that lie in a run of the rows of all parts."""
     begin, end = run[0], sum(run)
     at = 0
-    for tensor in parts:
-        low, high = max(begin, at), min(end, at + tensor.shape[0])
+    for tensor, (first, length) in parts:
+        low, high = max(begin, at), min(end, at + length)
         if low < high:
-            yield tensor, (low - at, high - low)
-        at += tensor.shape[0]
+            yield Rows(tensor, (first + low - at, high - low))
+        at += length
 
 
 def _leaf(tensor: Tensor, box: tuple[tuple[int, int], ...], ranks: Sequence[int]) -> Leaf:

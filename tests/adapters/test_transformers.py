@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 
 from fabric_ray import TransferEngine
 from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
+from tests.adapters.trainer_processes import Processes, serve
 from tests.processes import Other
-from tests.unit.weights.local_sync import InProcess
 
 RANKS = 2
 _SMALL: dict[str, Any] = {
@@ -102,32 +102,9 @@ def train(connection: Any, rank: int, store: str, name: str, kind: str) -> None:
     if kind == "wrapped":
         model = torch.compile(model)
     engine = TransferEngine(transport="shm")
-    with closing(WeightSource(model, engine=engine)):
-        while (call := connection.recv()) is not None:
-            function, args = call
-            try:
-                connection.send(function(None, *args))
-            except Exception as error:
-                connection.send(error)
+    serve(connection, WeightSource(model, engine=engine))
     engine.close()
     dist.destroy_process_group()
-
-
-class Processes(InProcess):
-    """Trainers in other processes, rollouts in this one."""
-
-    def ask(
-        self,
-        actors: Sequence[Any],
-        function: Callable[..., Any],
-        args: Sequence[tuple[Any, ...]],
-        timeout: float,
-    ) -> list[Any]:
-        if isinstance(actors[0], str):
-            return super().ask(actors, function, args, timeout)
-        for other, rest in zip(actors, args, strict=True):
-            other.say((function, rest))
-        return [other.hear(timeout) for other in actors]
 
 
 @pytest.mark.parametrize(("kind", "name"), TRAINERS)

@@ -4,6 +4,7 @@ from fabric_ray.weights.trainers.fsdp import FsdpParallel, even_stages, fsdp_sid
 from fabric_ray.weights.trainers.megatron import local_tensors, megatron_side
 from fabric_ray.weights.trainers.ranks import Parallel
 from fabric_ray.weights.trainers.tables import megatron_family
+from fabric_ray.weights.trainers.torchtitan import torchtitan_parts
 
 __all__ = [
     "FsdpParallel",
@@ -13,4 +14,5 @@ __all__ = [
     "local_tensors",
     "megatron_family",
     "megatron_side",
+    "torchtitan_parts",
 ]

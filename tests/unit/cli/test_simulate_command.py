@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from fabric_ray.cli import options
 from fabric_ray.cli.main import app
-from fabric_ray.cli.published import PUBLISHED, published
+from fabric_ray.cli.published import NEMO, PUBLISHED, RDT, RDT_PULL, published
 from fabric_ray.models import config_to_hf
 from fabric_ray.weights.forecast import forecast
 from fabric_ray.weights.simulation import STAGES, Cluster, Costs, Setting, Simulated, simulate
@@ -109,6 +109,25 @@ def test_published_times_stand_beside_the_simulated() -> None:
     other = options.push(row.model, row.trainer, row.rollout, "float32")
     assert published(other) is None
     assert all(published(options.push(*row[:4])) == row for row in PUBLISHED)
+
+
+def test_the_page_has_the_published_pushes_of_other_engines() -> None:
+    rows = [
+        [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+        for line in PAGE.read_text().splitlines()
+        if re.match(r"\| \S+ \| `(megatron|fsdp)", line)
+    ]
+    known = [row for row in PUBLISHED if row.source in (RDT, RDT_PULL, NEMO)]
+    assert {(*row[:3], "bfloat16") for row in rows} == {row[:4] for row in known}
+    for model, trainer, rollout, times, *_ in rows:
+        row = next(row for row in known if row[:3] == (model, trainer, rollout))
+        own = [ms for means, ms in row.milliseconds.items() if means != "NCCL"]
+        assert re.findall(r"[\d,]+(?= (?:to|ms))", times) == [f"{ms:,.0f}" for ms in own]
+    # The other rows take longer and run the same code.
+    model, trainer, rollout, _, floor, simulated, _ = next(r for r in rows if ",ep=4,e" in r[2])
+    told = said(model, "--trainer", trainer, "--rollout", rollout, "--costs", "h2d=0")
+    found = [told[name] * 1e3 for name in ("floor_seconds", "seconds")]
+    assert [f"{ms:,.0f} ms" for ms in found] == [floor, simulated]
 
 
 def test_a_plot_shows_how_the_time_depends(experts: str, tmp_path: Path) -> None:

@@ -1,0 +1,204 @@
+"""What the ranks of a torchtitan trainer hold, by the tensors of the Hugging Face model.
+
+torchtitan names parameters its own way, fuses queries, keys and values by groups of heads, and for
+Llama orders rows for another form of rotary embeddings. Its ``state_dict_adapter`` knows all of it:
+here it converts numbers of rows instead of weights, and so says which row lies where.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.plan import Container, Leaf, ParamMeta, Side, Tensor, side_from_param_meta
+from fabric_ray.plan.dtensor import param_meta
+from fabric_ray.weights.modules import named
+from fabric_ray.weights.stacked import Rows, made_of
+
+if TYPE_CHECKING:
+    import torch
+
+
+class _Part(NamedTuple):
+    """Rows of a tensor of the Hugging Face model; of stacks, the rows of all matrices."""
+
+    name: str
+    shape: tuple[int, ...]
+    first: int
+    rows: int
+
+
+class _Placed(NamedTuple):
+    """A tensor of the Hugging Face model, and where the adapter takes its rows from."""
+
+    name: str
+    shape: tuple[int, ...]
+    numbers: torch.Tensor
+    """Of rows of the parameter."""
+
+
+class _Origin(NamedTuple):
+    """What a parameter is made of."""
+
+    shape: tuple[int, ...]
+    parts: list[_Part]
+    """In the order in which they lie behind each other."""
+
+
+def torchtitan_parts(
+    model: torch.nn.Module | Sequence[torch.nn.Module], adapter: Any
+) -> tuple[dict[str, torch.Tensor], Side]:
+    """A rank's tensors, and what every rank holds: ``WeightSource(tensors, side=side)``.
+
+    All trainers call it together, since they tell each other what they hold. What the adapter
+    leaves out, such as a tied head, is left out.
+
+    Args:
+        model: the rank's module, or its parts under pipeline parallelism.
+        adapter: the model's, ``model_spec.state_dict_adapter(model_config, None)``.
+
+    Raises:
+        InvalidArgument: the adapter does more to a parameter than to name it and to order its rows,
+            or a parameter is a part of the model and doesn't say which.
+    """
+    import torch
+
+    origins = _origins(adapter)
+    parts = [model] if isinstance(model, torch.nn.Module) else model
+    found = chain.from_iterable(named(part).tensors.items() for part in parts)
+    tensors = {name: tensor for name, tensor in found if name in origins}
+    side = side_from_param_meta(_reports([param_meta(n, t) for n, t in tensors.items()]))
+    made = (_made_of(container, origins[container.name]) for container in side.containers)
+    return tensors, msgspec.structs.replace(side, containers=tuple(made))
+
+
+def _reports(own: list[ParamMeta]) -> dict[int, list[ParamMeta]]:
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return {0: own}
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, own)
+    return dict(enumerate(reports))
+
+
+def _made_of(container: Container, origin: _Origin) -> Container:
+    leaf = container.layout
+    assert isinstance(leaf, Leaf), "of one tensor"
+    if leaf.tensor.shape != origin.shape:
+        raise InvalidArgument(
+            f"`{container.name}` is {list(leaf.tensor.shape)}, expected the whole model's "
+            f"{list(origin.shape)}; give a module that is sharded by DTensors, as torchtitan's "
+            "parallelize functions do"
+        )
+    dtype = container.dtype
+    if len(origin.parts) == 1 and origin.parts[0].shape == origin.shape:
+        whole = Tensor(origin.parts[0].name, origin.shape, dtype)
+        return msgspec.structs.replace(
+            container, layout=msgspec.structs.replace(leaf, tensor=whole)
+        )
+    slabs: list[list[Rows]] = [[]]
+    for part in origin.parts:
+        if sum(rows.run[1] for rows in slabs[-1]) == origin.shape[-2]:
+            slabs.append([])
+        tensor = Tensor(part.name, part.shape, dtype)
+        slabs[-1].append(Rows(tensor, (part.first, part.rows)))
+    return msgspec.structs.replace(container, layout=made_of(container, slabs))
+
+
+def _origins(adapter: Any) -> dict[str, _Origin]:
+    """Of all parameters of the model, by their names in torchtitan."""
+    import torch
+
+    with torch.device("meta"):
+        model = adapter.model_config.build()
+    layers = model._modules.pop("layers")
+    found = dict(_origins_in(model, "", adapter))
+    for number, layer in layers.named_children():  # one by one: numbers take memory
+        found |= _origins_in(layer, f"layers.{number}.", adapter)
+    return found
+
+
+def _origins_in(module: Any, prefix: str, adapter: Any) -> Iterator[tuple[str, _Origin]]:
+    """Of a module on the meta device: numbers its rows, and looks where the adapter puts them."""
+    import torch
+
+    held: list[tuple[int, str, tuple[int, ...]]] = []
+    end = 0
+    for name, tensor in named(module).tensors.items():
+        shape = (*tensor.shape[:-1], 1) if tensor.ndim > 1 else tensor.shape
+        begin, end = end, end + math.prod(shape)
+        numbers = torch.arange(begin, end, dtype=torch.int32, device="cpu").view(shape)
+        path, _, own = name.rpartition(".")
+        part = module.get_submodule(path)
+        tensors = part._parameters if own in part._parameters else part._buffers
+        tensors[own] = torch.nn.Parameter(numbers, requires_grad=False)
+        held.append((begin, prefix + name, tuple(tensor.shape)))
+    placed: dict[str, list[_Placed]] = defaultdict(list)
+    # The state has queries, keys and values by themselves, also where the module fuses them.
+    for key, numbers in module.state_dict(prefix=prefix).items():
+        begin, name, shape = held[bisect_right(held, int(numbers.min()), key=itemgetter(0)) - 1]
+        placed[name] += _placed(adapter, key, numbers.detach() - begin, shape[-1])
+    for _, name, shape in held:
+        if placed[name]:
+            yield name, _Origin(shape, _parts(name, shape, placed[name]))
+
+
+def _placed(adapter: Any, key: str, numbers: torch.Tensor, columns: int) -> Iterator[_Placed]:
+    """Where the adapter puts numbered rows of a tensor, or of a vector each element."""
+    import torch
+
+    if numbers.ndim == 1:
+        for name, found in adapter.to_hf({key: numbers}).items():
+            yield _Placed(name, tuple(found.shape), found)
+        return
+    shape = (*numbers.shape[:-1], columns)
+    across = torch.arange(columns, dtype=torch.int32)
+    by_column = adapter.to_hf({key: across.expand(shape)})
+    for name, found in adapter.to_hf({key: numbers.expand(shape)}).items():
+        moved = by_column[name]
+        if not (_is(found, found[..., :1]) and found.shape[-1] == columns and _is(moved, across)):
+            raise _unknown(key)
+        yield _Placed(name, tuple(found.shape), found[..., 0].flatten())
+
+
+def _is(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether they are equal once the second is expanded; looks at every element once."""
+    import torch
+
+    some = tuple(slice(None if stride else 1) for stride in found.stride())
+    return torch.equal(found[some], wanted.expand_as(found)[some])
+
+
+def _parts(name: str, shape: tuple[int, ...], placed: Sequence[_Placed]) -> list[_Part]:
+    import torch
+
+    numbers = torch.cat([each.numbers for each in placed])
+    every = torch.arange(len(numbers), dtype=torch.int32)
+    if len(placed) == 1 and placed[0].shape == shape and torch.equal(numbers, every):
+        return [_Part(placed[0].name, shape, 0, len(numbers))]
+    order = numbers.argsort()
+    matrices = {len(each.shape) for each in placed} == {2} and len(shape) in (2, 3)
+    if not matrices or not torch.equal(numbers[order], every):
+        raise _unknown(name)
+    of = torch.cat([torch.full_like(each.numbers, n) for n, each in enumerate(placed)])[order]
+    row = torch.cat([torch.arange(len(each.numbers)) for each in placed])[order]
+    begins = (of[1:] != of[:-1]) | (row[1:] != row[:-1] + 1) | (every[1:] % shape[-2] == 0)
+    cuts = [0, *(begins.nonzero().flatten() + 1).tolist(), len(numbers)]
+    found = ((placed[int(of[a])], int(row[a]), b - a) for a, b in pairwise(cuts))
+    return [_Part(each.name, each.shape, first, count) for each, first, count in found]
+
+
+def _unknown(name: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"the adapter does more to `{name}` than to name it and to order its rows; gather whole "
+        "tensors with a ReplicaSource and to_hf"
+    )

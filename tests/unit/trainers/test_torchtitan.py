@@ -1,0 +1,132 @@
+"""What an adapter of torchtitan does to rows is found by looking; values stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fabric_ray import TransferEngine
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.plan import Side
+from fabric_ray.plan.dtensor import container_from_dtensor
+from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
+from fabric_ray.weights.trainers import torchtitan_parts
+from tests.unit.weights.local_sync import InProcess
+
+Tensors = dict[str, torch.Tensor]
+HEADS, WIDTH, EXPERTS = 3, 4, 2
+
+
+class Layer(torch.nn.Module):
+    """Queries and keys in one parameter, by heads; in the state they are two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk = torch.nn.Linear(8, 2 * HEADS * WIDTH, bias=False)
+        self.head = torch.nn.Linear(8, WIDTH, bias=False)
+        self.experts = torch.nn.ParameterDict({"w": torch.randn(EXPERTS, 5, 8)})
+        self.register_buffer("bias", torch.randn(EXPERTS))
+        self.register_state_dict_post_hook(self._split)
+
+    @staticmethod
+    def _split(module: Any, state: Tensors, prefix: str, metadata: Any) -> None:
+        fused = state.pop(f"{prefix}qk.weight").unflatten(0, (HEADS, 2, WIDTH))
+        state[f"{prefix}q.weight"] = fused[:, 0].flatten(0, 1)
+        state[f"{prefix}k.weight"] = fused[:, 1].flatten(0, 1)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleDict({"0": Layer(), "1": Layer()})
+        self.norm = torch.nn.LayerNorm(8, bias=False)
+        self.head = torch.nn.Linear(8, 6, bias=False)
+        self.head.weight = torch.nn.Parameter(torch.randn(6, 8))
+
+
+class Adapter:
+    """Names, order of rows, and what is left out."""
+
+    def __init__(self) -> None:
+        self.model_config = SimpleNamespace(build=Model)
+
+    def to_hf(self, state: Mapping[str, torch.Tensor]) -> Tensors:
+        found: Tensors = {}
+        for name, tensor in state.items():
+            if name.endswith("experts.w"):
+                found |= {f"hf.{name}.{n}": tensor[n] for n in range(EXPERTS)}
+            elif name.endswith(("q.weight", ".head.weight")):  # each head's even rows first
+                pairs = tensor.unflatten(0, (-1, WIDTH // 2, 2))
+                found[f"hf.{name}"] = pairs.transpose(1, 2).reshape(tensor.shape).clone()
+            elif name != "head.weight":
+                found[f"hf.{name}"] = tensor
+        return found
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def test_a_module_arrives_as_its_adapter_converts_it(
+    model: Model, open_engine: Callable[..., TransferEngine]
+) -> None:
+    tensors, side = torchtitan_parts(model, Adapter())
+    held = {"qk.weight", "head.weight", "experts.w", "bias"}
+    assert {*tensors} == {"norm.weight", *(f"layers.{n}.{own}" for n in range(2) for own in held)}
+    wanted = Adapter().to_hf(model.state_dict())
+    containers = [container_from_dtensor(name, t.contiguous()) for name, t in wanted.items()]
+    needed = Side.of(1, containers)
+    engine = open_engine()
+    with (
+        closing(WeightSource(tensors, side=side, name="trainer", engine=engine)),
+        closing(WeightTarget(needed, rank=0, name="rollout", engine=engine)) as target,
+    ):
+        sync = WeightSync(["trainer"], ["rollout"], calls=InProcess(), digest=True)
+        for _ in range(2):
+            sync.push()
+            with target.reading() as weights:
+                assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+            with torch.no_grad():
+                for tensor in (*model.parameters(), *model.buffers()):
+                    tensor.normal_()
+            wanted = Adapter().to_hf(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor: 2 * tensor,
+        lambda tensor: tensor.flip(-1),
+        lambda tensor: tensor.transpose(0, -1),
+        lambda tensor: torch.stack([one.roll(n) for n, one in enumerate(tensor.T)], 1),
+        lambda tensor: tensor[:2],
+        lambda tensor: torch.cat([tensor, tensor[:1]]),
+    ],
+    ids=["computed", "columns", "transposed", "sheared", "part", "twice"],
+)
+def test_an_adapter_that_does_more_is_refused(
+    model: Model, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    class Other(Adapter):
+        def to_hf(self, state: Mapping[str, torch.Tensor]) -> Tensors:
+            found = super().to_hf(state)
+            return {n: change(t) if "q.weight" in n else t for n, t in found.items()}
+
+    with pytest.raises(
+        InvalidArgument, match=r"does more to `layers.0.q(k|).weight` than .*gather"
+    ):
+        torchtitan_parts(model, Other())
+
+
+def test_a_part_that_does_not_say_which_is_refused(model: Model) -> None:
+    layer = model.get_submodule("layers.1")
+    layer.qk.weight = torch.nn.Parameter(layer.qk.weight[:8].detach())
+    with pytest.raises(InvalidArgument, match=r"`layers.1.qk.weight` is \[8, 8\], expected .*24"):
+        torchtitan_parts(model, Adapter())
