@@ -86,6 +86,24 @@ class Hellos:
                 found.append(hello.text)
         return found, None
 
+    def refuse_more(self, update: int) -> None:
+        """Refuses workers that aren't awaited, which would keep old weights beside the others.
+
+        Raises:
+            WeightSyncError: more have said something about an update (RS-3).
+        """
+        while True:
+            try:
+                hello = _read(self._messages.get_nowait().data)
+            except queue.Empty:
+                return
+            if hello.update == update:
+                raise WeightSyncError(
+                    f"more workers of vLLM answer than `workers` says, which is {self._workers}; "
+                    "count the ranks of all engines (TP x PP x DP), and call trainer_init again",
+                    version=update,
+                )
+
 
 def own_host(client: Any) -> str:
     """The address by which the servers of vLLM's client reach this host."""

@@ -185,18 +185,20 @@ class ShardedPush:
     def _workers(self, told: dict[str, Any]) -> list[WorkerClient]:
         """Opens the workers' ends; returns what calls them."""
         assert self._engine is not None
-        hellos = Hellos(self._engine, self._info.workers)
+        self._hellos = Hellos(self._engine, self._info.workers)
         call: Future[None] = Future()
         explained(self._client.init_weight_transfer_engine, told)
         call.set_result(None)
-        said, error = hellos.collect(0, call, self._info.timeout, what="shards")
+        said, error = self._hellos.collect(0, call, self._info.timeout, what="shards")
         if error is not None:
             raise error
+        self._hellos.refuse_more(0)
         return [WorkerClient(text.decode()) for text in said]
 
     def _lead(self) -> None:
         if self._sync is None:
             raise InvalidArgument("the workers are not connected; call trainer_init again")
+        self._hellos.refuse_more(0)  # what they said may have come late
         self._pause = UpdatePause(self._server, self._info.pause, self._info.timeout)
         self._flips = False
         try:

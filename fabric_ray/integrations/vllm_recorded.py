@@ -77,9 +77,10 @@ class RecordedModel:
 
         for path, landings in self.landings.items():
             reload.fill(self.model.get_submodule(path), landings, boxes)
-        for name in self.shapes:
-            if name in self.whole:
-                reload.load(name, arrived[self.whole_need(name).container])
+        if self.whole:
+            # Clones: the next version overwrites what arrived, and the model may keep a tensor.
+            at = ((name, self.whole_need(name).container) for name in self.whole)
+            reload.load((name, arrived[container].clone()) for name, container in at)
 
 
 def record_model(
@@ -161,6 +162,23 @@ def refuse_lost(
                 "a torch.nn.Module in host memory or a WeightSource of fabric-ray, whose shards "
                 "trainers write"
             )
+
+
+def refuse_moved_experts(config: Any) -> None:
+    """Refuses workers whose experts move.
+
+    Args:
+        config: vLLM's, of parallel execution.
+
+    Raises:
+        Unsupported: they do. Loaders fill experts where they are at the start (RS-1).
+    """
+    if config.enable_eplb:
+        raise Unsupported(
+            "vLLM's load balancer moves experts between workers, and its loaders fill them where "
+            "they are at the start: got enable_eplb=True, expected False; start vLLM without "
+            "--enable-eplb"
+        )
 
 
 def target_side(needs: Sequence[Sequence[Need]], tensors: Mapping[str, Tensor]) -> Side:

@@ -42,6 +42,8 @@ class Reload:
         self._leave = leave
         self._began = False
         self._biases: set[str] = set()
+        # Of layers that may keep old weights: what a loader writes in place, such as biases.
+        self._kept: dict[str, dict[str, torch.Tensor]] = {}
         self._steps = ExitStack()
 
     def begin(self) -> None:
@@ -49,13 +51,19 @@ class Reload:
         if not self._began:
             self._began = True
             framework(RELOAD, "vllm").initialize_layerwise_reload(self._model)
+            self._kept = {path: _in_place(layer) for path, layer in self._leavable()}
             self._steps.enter_context(_kernel_steps(self._model, self._config.dtype))
 
-    def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Loads a tensor of checkpoint format."""
+    def load(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Loads tensors of checkpoint format, which the model may keep."""
         self.begin()
-        loaded = self._model.load_weights([(name, tensor)])  # type: ignore[operator]
-        self._note_biases((name, *(loaded or ())))
+
+        def noted() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in named:
+                self._note_biases([name])
+                yield name, tensor
+
+        self._note_biases(self._model.load_weights(noted()) or ())  # type: ignore[operator]
 
     def fill(
         self,
@@ -102,7 +110,13 @@ class Reload:
                 "an update brought no tensor, so the model keeps its weights; give a source that "
                 "yields every parameter at each update, such as ModuleSource"
             )
-        self._check_lacking()
+        for path in self._check_lacking():
+            # RS-1: some of its tensors may have come, and vLLM would fill the gaps with whatever
+            # memory holds.
+            layer = self._model.get_submodule(path)
+            _forget_loaded(layer)
+            for name, tensor in self._kept[path].items():
+                getattr(layer, name).data.copy_(tensor)
         tied = self._tied()
         self._finalize()
         for layer in tied:
@@ -164,13 +178,9 @@ class Reload:
         model can compute, and a further update begins anew."""
         if not self._began:
             return
-        layerwise = framework(f"{RELOAD}.layerwise", "vllm")
         for layer in self._model.modules():
-            info = layerwise.get_layerwise_info(layer)
-            if info.can_load():
-                # RS-3: what is buffered here would count for the next update as well.
-                info.loaded_weights.clear()
-                info.load_numel = 0
+            # RS-3: what is buffered here would count for the next update as well.
+            _forget_loaded(layer)
         self._finalize()
 
     def _finalize(self) -> None:
@@ -198,7 +208,8 @@ class Reload:
     def _check_lacking(self) -> list[str]:
         """Returns the lacking layers that may keep old weights; raises if there are others."""
         found = self._lacking()
-        left = [name for name in found if any(fnmatchcase(name, p) for p in self._leave)]
+        leavable = dict(self._leavable())
+        left = [name for name in found if name in leavable]
         if lacking := [n for n in found if n not in left] + self._without_bias():
             named = ", ".join(lacking[:_NAMED]) + (" ..." if len(lacking) > _NAMED else "")
             raise WeightSyncError(
@@ -207,6 +218,12 @@ class Reload:
                 'leave=["visual.*"]'
             )
         return left
+
+    def _leavable(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Layers that may keep old weights."""
+        for name, layer in self._model.named_modules():
+            if any(fnmatchcase(name, pattern) for pattern in self._leave):
+                yield name, layer
 
     def _lacking(self) -> list[str]:
         """Layers of which tensors are missing. vLLM leaves them as they are if all are, and fills
@@ -263,6 +280,20 @@ class Reload:
             if not came and not left:
                 found.append(layers[0])
         return found
+
+
+def _in_place(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the tensors that a reload leaves in a layer, and loaders write to."""
+    tensors = framework(f"{RELOAD}.utils", "vllm").get_layer_tensors(layer)
+    return {name: t.detach().clone() for name, t in tensors.items() if not t.is_meta}
+
+
+def _forget_loaded(layer: torch.nn.Module) -> None:
+    """Drops what has come for a layer that isn't complete; its old tensors are put back."""
+    info = framework(f"{RELOAD}.layerwise", "vllm").get_layerwise_info(layer)
+    if info.can_load():
+        info.loaded_weights.clear()
+        info.load_numel = 0
 
 
 @contextmanager

@@ -170,8 +170,7 @@ def server(backend: Any) -> Iterator[fakes.Server]:
         backend.FabricWeightTransferEngine, backend.FabricUpdateInfo, backend.FabricInitInfo
     )
     yield made
-    made.worker.shutdown()
-    fakes._models.clear()
+    made.shutdown()
 
 
 @pytest.fixture
@@ -399,6 +398,74 @@ def test_a_module_that_is_not_in_memory_of_the_host_is_streamed_by_vllms_own_sou
 def test_workers_that_are_not_there_are_missed_at_once(trainer: Any) -> None:
     with pytest.raises(WeightSyncError, match="1 of 2 workers of vLLM are ready for shards"):
         trainer(Trained(1), workers=2, timeout=0.5)
+
+
+def test_rs_3_workers_that_are_not_counted_are_noticed_before_they_keep_old_weights(
+    server: fakes.Server, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = server.add_worker()
+    with pytest.raises(WeightSyncError, match=r"more workers .* answer than `workers` says"):
+        trainer(Trained(1))
+    with monkeypatch.context() as late:  # what the second says comes after the first's
+        late.setattr("fabric_ray.integrations.vllm_hello.Hellos.refuse_more", lambda *_: None)
+        sender = trainer(Trained(1))
+    with pytest.raises(WeightSyncError, match=r"more workers .* answer than `workers` says"):
+        sender.send_weights()
+    assert not server.paused
+    assert server.model.versions() == {0.0}
+    trainer(Trained(1), workers=2).send_weights()
+    assert server.model.versions() == other.versions() == {1.0}
+
+
+def test_rs_1_what_a_model_keeps_is_not_overwritten_by_a_version_that_is_not_in_use(
+    server: fakes.Server, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, kept = server.model.load_weights, []
+
+    def load(named: Any) -> None:
+        for name, tensor in named:
+            if name == "l2.extra":
+                kept[:] = [tensor]
+            else:
+                known([(name, tensor)])
+
+    monkeypatch.setattr(server.model, "load_weights", load)
+    module = Trained(1)
+    module.l2.extra = torch.nn.Parameter(torch.ones(4))
+    sender = trainer(module)
+    sender.send_weights()
+    module.turn_to(2)
+    server.never_resets = True
+    sender._sharded._info.timeout = 0.5
+    with pytest.raises(WeightSyncError, match=r"got success=false"):
+        sender.send_weights()
+    assert kept[0].tolist() == [1.0] * 4
+
+
+def test_loaders_that_put_tensors_together_get_all_of_them_in_one_call(
+    server: fakes.Server, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = server.model.load_weights
+
+    def load(named: Any) -> None:
+        upper = {}
+        for name, tensor in named:
+            if name == "l1.upper":
+                upper[name] = tensor
+            elif name == "l1.lower":
+                known([("l1.upper", upper.pop("l1.upper") + tensor), (name, tensor)])
+            else:
+                known([(name, tensor)])
+
+    monkeypatch.setattr(server.model, "load_weights", load)
+    trainer(Trained(1)).send_weights()
+    assert server.model.l1.weight.tolist() == [[2.0] * 4] * 2 + [[1.0] * 4] * 2
+
+
+def test_rs_1_experts_that_move_are_refused(server: fakes.Server, trainer: Any) -> None:
+    server.worker.parallel_config.enable_eplb = True
+    with pytest.raises(WeightSyncError, match=r"a worker refused: Unsupported: .*enable_eplb=True"):
+        trainer(Trained(1))
 
 
 def test_a_rank_must_be_the_one_that_its_shards_are_numbered_by(trainer: Any) -> None:

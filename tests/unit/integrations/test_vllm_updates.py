@@ -39,8 +39,7 @@ def server(backend: Any) -> Iterator[fakes.Server]:
         backend.FabricWeightTransferEngine, backend.FabricUpdateInfo, backend.FabricInitInfo
     )
     yield made
-    made.worker.shutdown()
-    fakes._models.clear()
+    made.shutdown()
 
 
 class Source(dict[str, Any]):
@@ -218,6 +217,34 @@ def test_rs_1_layers_that_an_update_leaves_out_are_named_unless_they_may_stay(
     del sender.source["l2.upper"], sender.source["l2.lower"]
     sender.send_weights()
     assert server.answer("prompt") == {1.0, 0.0}
+
+
+def test_rs_1_a_layer_of_which_an_update_brings_a_part_and_that_may_stay_keeps_all_of_its_tensors(
+    server: fakes.Server, trainer: Any
+) -> None:
+    bias = torch.zeros(4)
+    server.model.l1.e_score_correction_bias = torch.nn.Parameter(bias)  # loaded in place
+    sender = trainer(leave=("l1",))
+    del sender.source["l1.lower"]
+    sender.source["l1.e_score_correction_bias"] = torch.ones(4)
+    sender.send_weights()
+    assert server.model.l1.weight.unique().tolist() == bias.unique().tolist() == [0.0]
+    assert server.answer("prompt") == {1.0, 0.0}
+
+
+def test_rs_3_workers_that_are_not_counted_are_named_by_the_failed_update(
+    server: fakes.Server, trainer: Any
+) -> None:
+    server.add_worker()
+    with pytest.raises(WeightSyncError, match=r"more workers .* answer than `workers` says"):
+        trainer(timeout=1.0).send_weights()
+    assert server.paused
+
+
+def test_rs_1_experts_that_move_are_refused(server: fakes.Server, trainer: Any) -> None:
+    server.worker.parallel_config.enable_eplb = True
+    with pytest.raises(Unsupported, match="got enable_eplb=True"):
+        trainer()
 
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
