@@ -37,7 +37,7 @@ from fabric_ray.integrations.vllm_kv_content import WeightsUpdate
 from fabric_ray.integrations.vllm_plugin import check_version
 from fabric_ray.integrations.vllm_push import ShardedPush, full_source, shards_of
 from fabric_ray.integrations.vllm_recorded import refuse_lost, refuse_moved_experts
-from fabric_ray.integrations.vllm_reload import Reload, refuse_lossy_cast
+from fabric_ray.integrations.vllm_reload import Reload, TieCheck, refuse_lossy_cast
 from fabric_ray.integrations.vllm_sharded import Commit, ShardedWorker
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
         steps = self._inbox.receive(self._trainer, update_info.update)
         reload = Reload(self.model, self.model_config, self._leave)
         own = dict(self.model.named_parameters())
-        update = WeightsUpdate()
+        update, ties = WeightsUpdate(), TieCheck(self.model)
         try:
             for step in steps:
                 if isinstance(step, tuple):
@@ -202,6 +202,7 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
                     name, tensor = step
                     kept = own[name].dtype if name in own else None
                     refuse_lossy_cast(self.model_config, name, tensor.dtype, kept)
+                    ties.see(name, tensor)
                     update.add(name, tensor)
                     reload.load([(name, tensor.to(self.device, copy=True))])
                 else:

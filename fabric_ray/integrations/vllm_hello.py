@@ -17,6 +17,8 @@ from fabric_ray.errors import DecodeError, WeightSyncError
 
 # While workers are awaited, whether the call to them has failed is looked up so often.
 _LOOK_S = 0.2
+MORE_S = 0.2
+"""Seconds in which workers that aren't awaited mostly say so, too."""
 # Seconds after the end of a call in which a host that is busy with other work delivers messages.
 _AFTER_S = 5.0
 _ANY_PORT = 9
@@ -86,15 +88,18 @@ class Hellos:
                 found.append(hello.text)
         return found, None
 
-    def refuse_more(self, update: int) -> None:
+    def refuse_more(self, update: int, *, wait: float = 0.0) -> None:
         """Refuses workers that aren't awaited, which would keep old weights beside the others.
+
+        Args:
+            wait: seconds in which what they say may still come.
 
         Raises:
             WeightSyncError: more have said something about an update (RS-3).
         """
         while True:
             try:
-                hello = _read(self._messages.get_nowait().data)
+                hello = _read(self._messages.get(block=wait > 0, timeout=wait).data)
             except queue.Empty:
                 return
             if hello.update == update:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,12 @@ from fabric_ray.integrations.vllm_control import (
     start_update,
     stays_paused,
 )
-from fabric_ray.integrations.vllm_hello import Hellos, own_host
+from fabric_ray.integrations.vllm_hello import MORE_S, Hellos, own_host
 from fabric_ray.integrations.vllm_recorded import target_side
+from fabric_ray.integrations.vllm_reload import untied
 from fabric_ray.integrations.vllm_sharded import WorkerNeeds, target_needs, target_open
 from fabric_ray.integrations.worker_rpc import WorkerClient
-from fabric_ray.plan import Side
+from fabric_ray.plan import ParamMeta, Side
 from fabric_ray.plan.leaving import tensor_names
 from fabric_ray.weights import PushReport, WeightSource, WeightSync, phases
 from fabric_ray.weights.calls import CallFailure
@@ -167,6 +168,7 @@ class ShardedPush:
         )
         answers = self._ask(workers, target_needs, [("",)] * len(workers))
         needs: list[WorkerNeeds] = list(answers)
+        _check_ties(reports, {pair for each in needs for pair in each.tied})
         target = target_side([each.needs for each in needs], tensors)
         places = [("", target, rank) for rank in range(len(workers))]
         self._ask(workers, target_open, places)
@@ -192,13 +194,13 @@ class ShardedPush:
         said, error = self._hellos.collect(0, call, self._info.timeout, what="shards")
         if error is not None:
             raise error
-        self._hellos.refuse_more(0)
+        self._hellos.refuse_more(0, wait=MORE_S)
         return [WorkerClient(text.decode()) for text in said]
 
     def _lead(self) -> None:
         if self._sync is None:
             raise InvalidArgument("the workers are not connected; call trainer_init again")
-        self._hellos.refuse_more(0)  # what they said may have come late
+        self._hellos.refuse_more(0)  # it may have come late
         self._pause = UpdatePause(self._server, self._info.pause, self._info.timeout)
         self._flips = False
         try:
@@ -299,6 +301,24 @@ def _side(given: Side | None) -> Side:
     if given is None:
         raise InvalidArgument("trainer 0 has no side, and others have; give all the same")
     return given
+
+
+def _check_ties(reports: Sequence[list[ParamMeta] | bytes], tied: Set[tuple[str, str]]) -> None:
+    """
+    Args:
+        reports: of the trainers, by rank; those that were given a side know of no ties.
+        tied: in vLLM's model.
+
+    Raises:
+        InvalidArgument: tensors are tied in vLLM's model alone (RS-1).
+    """
+    for report in reports if tied else ():
+        metas = [] if isinstance(report, bytes) else report
+        first = {meta.name: meta.same_as or meta.name for meta in metas}
+        for pair in sorted(tied):
+            a, b = (first.get(name) for name in pair)
+            if a != b or isinstance(report, bytes):
+                raise InvalidArgument(untied(*pair))
 
 
 def _left(source: Side, target: Side) -> tuple[str, ...]:

@@ -17,8 +17,20 @@ import msgspec
 
 from fabric_ray.errors import InvalidArgument, Unsupported
 from fabric_ray.integrations import framework
-from fabric_ray.integrations.load_recorder import BoxRead, Landing, LoadRecording, record
-from fabric_ray.integrations.vllm_reload import RELOAD, Reload, refuse_lossy_cast
+from fabric_ray.integrations.load_recorder import (
+    BoxRead,
+    Landing,
+    LoadRecording,
+    StridedView,
+    record,
+)
+from fabric_ray.integrations.vllm_reload import (
+    RELOAD,
+    Reload,
+    may_fill,
+    refuse_lossy_cast,
+    shared_parameters,
+)
 from fabric_ray.plan import Container, Leaf, Mesh, Replicate, Side, Tensor
 
 if TYPE_CHECKING:
@@ -50,6 +62,8 @@ class RecordedModel:
     """Tensors that come whole, and why."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Of the checkpoint's tensors."""
+    tied: list[tuple[str, str]] = field(default_factory=list)
+    """Tensors of the checkpoint for which the model has one memory."""
 
     @property
     def needs(self) -> list[Need]:
@@ -122,6 +136,7 @@ def record_model(
             # Else nothing is known of what a tensor fills.
             for path in reload.check():
                 made.landings.pop(path, None)
+    made.tied = _tied(made, found)
     return made
 
 
@@ -252,6 +267,25 @@ def _divide(made: RecordedModel, found: LoadRecording, reload: Reload) -> None:
         for path in paths
         if layers.get(path) and not layers[path] & whole.keys()
     }
+
+
+def _tied(made: RecordedModel, found: LoadRecording) -> list[tuple[str, str]]:
+    filled: dict[str, dict[StridedView, str]] = defaultdict(dict)
+    for landing in found.landings:
+        if landing.tensor is not None:
+            filled[landing.target][landing.view] = landing.tensor
+    pairs = set()
+    for first, *others in shared_parameters(made.model):
+        for name in others:
+            a, b = filled[first], filled[name]
+            pairs |= {(a[view], b[view]) for view in a.keys() & b.keys()}
+            # Loaders leave out a further name, if the checkpoint has it.
+            one, left = (a, name) if a else (b, first)
+            if not (a and b) and len(tensors := {*one.values()}) == 1:
+                pairs |= {
+                    (t, same) for t in tensors for same in made.shapes if may_fill(same, left)
+                }
+    return sorted((a, b) for a, b in pairs if a != b)
 
 
 def _tensors(landings: Sequence[Landing]) -> set[str]:

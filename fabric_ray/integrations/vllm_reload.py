@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -366,8 +367,55 @@ def _is_padded(layer: torch.nn.Module, info: Any) -> bool:
     return info.load_numel > 0 and hasattr(layer, "num_embeddings_padded")
 
 
+def shared_parameters(model: torch.nn.Module) -> list[list[str]]:
+    """Names of parameters that are one."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return [same for same in names.values() if len(same) > 1]
+
+
+def may_fill(name: str, own: str) -> bool:
+    """Whether a tensor of the checkpoint has a parameter's name, but for a prefix that the model
+    has."""
+    return f".{own}".endswith(f".{name}")
+
+
+class TieCheck:
+    """RS-1: parameters that are one in a model get one value from an update."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._shared = shared_parameters(model)
+        self._seen: dict[int, tuple[str, bytes]] = {}
+
+    def see(self, name: str, tensor: torch.Tensor) -> None:
+        """
+        Args:
+            name: of the checkpoint.
+            tensor: in memory of the host.
+
+        Raises:
+            WeightSyncError: another name of the parameter came with another value.
+        """
+        for number, names in enumerate(self._shared):
+            if any(may_fill(name, own) for own in names):
+                value = _digest(tensor)
+                first, known = self._seen.setdefault(number, (name, value))
+                if known != value:
+                    raise WeightSyncError(untied(first, name))
+
+
+def untied(name: str, other: str) -> str:
+    """Says that two tensors are tied in vLLM's model alone."""
+    return (
+        f"`{name}` and `{other}` are tied in vLLM's model, and not in the trainers'; tie them "
+        "there, such as by tie_weights() of transformers, or start vLLM with --hf-overrides "
+        "'{\"tie_word_embeddings\": false}'"
+    )
+
+
 def refuse_lossy_cast(config: Any, name: str, dtype: torch.dtype, own: torch.dtype | None) -> None:
-    """RS-1: loaders of a model that isn't quantised cast what they are given.
+    """RS-1: loaders cast what they are given.
 
     Args:
         config: the model's, as vLLM has it.
@@ -375,8 +423,15 @@ def refuse_lossy_cast(config: Any, name: str, dtype: torch.dtype, own: torch.dty
         own: of the parameter that it fills, if that is known.
 
     Raises:
-        InvalidArgument: a quantised tensor would be cast without its scales.
+        InvalidArgument: a quantised tensor would be cast without its scales, or a plain one to
+            codes.
     """
+    if dtype.is_floating_point and dtype.itemsize > 1 and own is not None and _has_codes(own):
+        raise InvalidArgument(
+            f"`{name}` comes as {dtype} and fills a parameter of {own}: a cast would give codes "
+            "without a scale; send the codes and their scales, or start vLLM with a checkpoint "
+            "that isn't quantised (--quantization fp8 quantises what comes)"
+        )
     quantised = getattr(config, "quantization", None) is not None
     if dtype.itemsize > 1 or quantised or own == dtype:
         return
@@ -384,6 +439,20 @@ def refuse_lossy_cast(config: Any, name: str, dtype: torch.dtype, own: torch.dty
         f"`{name}` comes as {dtype}, and the model isn't quantised: a cast would lose its scales; "
         "send the unquantised tensor, or start vLLM with the quantisation that the trainer uses"
     )
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    import torch
+
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(data.data, digest_size=16).digest()
+
+
+def _has_codes(dtype: torch.dtype) -> bool:
+    """Whether values of a dtype have a scale elsewhere."""
+    import torch
+
+    return dtype.itemsize == 1 and dtype not in (torch.bool, torch.float8_e8m0fnu)
 
 
 def _is_same(name: str, other: str) -> bool:

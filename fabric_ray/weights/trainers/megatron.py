@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fabric_ray.errors import InvalidArgument
 from fabric_ray.models.config import ModelConfig, parameter_dtype, parameter_shapes
 from fabric_ray.plan.types import Container, DType, Layout, Pad, Side, Tensor
 from fabric_ray.weights.families.errors import Indivisible, InvalidRanks

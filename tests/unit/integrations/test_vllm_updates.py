@@ -19,27 +19,7 @@ from fabric_ray.errors import InvalidArgument, Unsupported, WeightSyncError
 from fabric_ray.integrations import vllm_plugin
 from fabric_ray.integrations.vllm_control import control_of
 from tests.unit.integrations import vllm_fakes as fakes
-
-BACKEND = "fabric_ray.integrations.vllm"
-
-
-@pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module over vLLM's parts that stand in for it."""
-    for name, module in fakes.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, BACKEND, raising=False)
-    yield importlib.import_module(BACKEND)
-    sys.modules.pop(BACKEND, None)
-
-
-@pytest.fixture
-def server(backend: Any) -> Iterator[fakes.Server]:
-    made = fakes.Server(
-        backend.FabricWeightTransferEngine, backend.FabricUpdateInfo, backend.FabricInitInfo
-    )
-    yield made
-    made.shutdown()
+from tests.unit.integrations.conftest import BACKEND
 
 
 class Source(dict[str, Any]):
@@ -239,6 +219,17 @@ def test_rs_3_workers_that_are_not_counted_are_named_by_the_failed_update(
     with pytest.raises(WeightSyncError, match=r"more workers .* answer than `workers` says"):
         trainer(timeout=1.0).send_weights()
     assert server.paused
+
+
+def test_rs_1_tensors_that_are_tied_in_the_model_come_with_one_value(
+    server: fakes.Server, trainer: Any
+) -> None:
+    sender = trainer()
+    sender.source |= {"tied.weight": torch.ones(4, 4), "l0.weight": torch.ones(4, 4)}
+    sender.send_weights()
+    sender.source["tied.weight"] = torch.zeros(4, 4)
+    with pytest.raises(WeightSyncError, match=r"`tied.weight` and `l0.weight` are tied in"):
+        sender.send_weights()
 
 
 def test_rs_1_experts_that_move_are_refused(server: fakes.Server, trainer: Any) -> None:
