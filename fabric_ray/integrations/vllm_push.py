@@ -130,6 +130,7 @@ class ShardedPush:
             self._engine.close()
 
     def _open(self, shards: Shards) -> None:
+        name = f"vllm-{next(_NUMBERS)}"  # the same on all ranks, also after one has failed below
         if self._info.rank != self._calls.rank:
             raise InvalidArgument(
                 f"rank is {self._info.rank}, expected {self._calls.rank}; pass "
@@ -139,7 +140,6 @@ class ShardedPush:
         if isinstance(shards, WeightSource):
             self._source = shards
             return
-        name = f"vllm-{next(_NUMBERS)}"
         self._own = WeightSource(shards, rank=self._info.rank, name=name, engine=engine)
         self._source = self._own
 

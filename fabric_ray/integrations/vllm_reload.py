@@ -18,7 +18,7 @@ from fabric_ray.integrations import framework
 if TYPE_CHECKING:
     import torch
 
-    from fabric_ray.integrations.load_recorder import BoxRead, Landing
+    from fabric_ray.integrations.load_recorder import BoxRead, Landing, StridedView
 
 RELOAD = "vllm.model_executor.model_loader.reload"
 _NAMED = 8
@@ -129,17 +129,19 @@ class Reload:
         """Counts what a recorded loader fills; returns layers that it fills in part."""
         layerwise = framework(f"{RELOAD}.layerwise", "vllm")
         skipped = framework(f"{RELOAD}.meta", "vllm").SKIP_LOAD_TENSORS
-        counts: dict[str, int] = defaultdict(int)
+        views: dict[str, set[StridedView]] = defaultdict(set)
         for landing in landings:
             if landing.tensor is not None:
-                counts[landing.target] += math.prod(landing.view.shape)
+                # RS-1: what is filled twice counts once, or a gap elsewhere would be missed.
+                views[landing.target].add(landing.view)
                 self._note_biases([landing.target])
         partly = set()
         for path, layer in self._model.named_modules():
             info = layerwise.get_layerwise_info(layer)
             for name, tensor in layerwise.get_layer_tensors(layer).items():
                 if name not in skipped:
-                    count = counts[f"{path}.{name}" if path else name]
+                    filled = views[f"{path}.{name}" if path else name]
+                    count = sum(math.prod(view.shape) for view in filled)
                     info.load_numel += min(count, tensor.numel())
             if 0 < info.load_numel < info.load_numel_total and not _is_padded(layer, info):
                 partly.add(path)

@@ -27,6 +27,20 @@ def test_rs_1_what_a_model_lacks_is_named_before_any_push(
     assert server.answer("prompt") == {1.0, 0.0}
 
 
+def test_rs_1_a_part_that_is_filled_twice_does_not_count_for_one_that_is_not(
+    server: fakes.Server, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(named: Any) -> None:
+        for name, tensor in named:
+            weight = server.model.get_submodule(name.partition(".")[0]).weight
+            start = 2 if name.endswith("lower") and name != "l1.lower" else 0
+            weight.weight_loader(weight, tensor, start)
+
+    monkeypatch.setattr(server.model, "load_weights", load)
+    with pytest.raises(FabricError, match=r"1 layers .* lack tensors .*: l1; send every"):
+        trainer(Trained(1))
+
+
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
 def test_rs_1_a_router_whose_bias_does_not_come_is_named(
     server: fakes.Server, trainer: Any, kind: str
