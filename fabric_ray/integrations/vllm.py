@@ -10,9 +10,11 @@ what was computed with the old weights, and lets it go on when it has all of one
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -35,7 +37,7 @@ from fabric_ray.integrations.vllm_control import (
 from fabric_ray.integrations.vllm_hello import Hello, Hellos, host_towards
 from fabric_ray.integrations.vllm_kv_content import WeightsUpdate
 from fabric_ray.integrations.vllm_plugin import check_version
-from fabric_ray.integrations.vllm_push import ShardedPush, full_source, shards_of
+from fabric_ray.integrations.vllm_push import ShardedPush, full_source, has_group, shards_of
 from fabric_ray.integrations.vllm_recorded import refuse_lost, refuse_moved_experts
 from fabric_ray.integrations.vllm_reload import Reload, TieCheck, refuse_lossy_cast
 from fabric_ray.integrations.vllm_sharded import Commit, ShardedWorker
@@ -279,10 +281,20 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
         if self._sharded is not None:
             self._sharded.send()
             return
+        self._tensors = _full_tensors(self.source)
         if self._engine is None:
-            for _ in _full_tensors(self.source):
-                pass
+            deque(self._tensors, maxlen=0)
             return
+        try:
+            self._stream()
+        except Exception:
+            if has_group():
+                # RS-4: the other ranks are in the gathers, and would wait for this one.
+                with suppress(Exception):
+                    deque(self._tensors, maxlen=0)
+            raise
+
+    def _stream(self) -> None:
         self._update += 1
         self._is_old, self._call = True, None
         pause = UpdatePause(self._server, self._pause, self._timeout)
@@ -387,7 +399,7 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
         self._outbox.begin(invitations, self._update)
         try:
             missing = {meta.name: None for meta in _metadata(self.source)}
-            for name, tensor in _full_tensors(self.source):
+            for name, tensor in self._tensors:
                 missing.pop(name, None)
                 settle(self._outbox.put(name, tensor))
             if missing:  # RS-1

@@ -60,7 +60,7 @@ def shards_of(source: Any, rank: int) -> Shards | None:
     module = source._module if type(source) is _module_source() else source
     if not isinstance(module, torch.nn.Module):
         return None
-    if rank and not _has_group():
+    if rank and not has_group():
         return None  # replicas: rank 0 has all shards
     tensors = named(module).tensors
     if away := [name for name, tensor in tensors.items() if tensor.device.type != "cpu"]:
@@ -284,10 +284,11 @@ def _group() -> Any:
     """A process group of all trainers that carries host memory, apart from the trainers' own."""
     import torch.distributed as dist
 
-    return dist.new_group(backend="gloo") if _has_group() else None
+    return dist.new_group(backend="gloo") if has_group() else None
 
 
-def _has_group() -> bool:
+def has_group() -> bool:
+    """Whether there may be other trainers, by torch.distributed."""
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()

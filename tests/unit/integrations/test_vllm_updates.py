@@ -275,6 +275,29 @@ def test_rs_1_an_update_with_less_than_the_source_announced_is_refused_before_it
     assert not server.paused
 
 
+@pytest.mark.parametrize("ranks", [True, False], ids=["several ranks", "one"])
+def test_rs_4_gathers_go_on_to_their_end_after_a_failure(
+    server: fakes.Server, trainer: Any, monkeypatch: pytest.MonkeyPatch, ranks: bool
+) -> None:
+    """Other ranks take part in them."""
+    gathered = []
+
+    class Gathered(Source):
+        def __iter__(self) -> Iterator[Any]:
+            for name, tensor in self.items():
+                gathered.append(name)
+                yield name, tensor
+
+    sender = trainer()
+    sender.source.__class__ = Gathered
+    monkeypatch.setattr("fabric_ray.integrations.vllm.has_group", lambda: ranks)
+    server.never_resets = True
+    sender._timeout = 0.3
+    with pytest.raises(WeightSyncError, match="success=false"):
+        sender.send_weights()
+    assert gathered == (list(fakes.tensors(1)) if ranks else [])
+
+
 def test_rs_1_an_update_without_tensors_is_no_update(backend: Any, server: fakes.Server) -> None:
     with pytest.raises(WeightSyncError, match="no tensor"):
         backend.Reload(server.model, None).finish()
