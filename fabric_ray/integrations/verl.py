@@ -11,6 +11,7 @@ In verl's configuration::
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from fabric_ray.engine import TransferEngine
@@ -118,10 +119,10 @@ class FabricCheckpointEngine(_verl.CheckpointEngine):  # type: ignore[misc]
             InvalidArgument: no tensor came, or the base of adapters without the adapters.
             WeightSyncError: rollouts that did not get everything; ``failed`` names them.
         """
+        tensors, empty = _each(weights), True
         self._outbox.begin(self._receivers, global_steps)
-        empty = True
         try:
-            async for name, tensor in _each(weights):
+            async for name, tensor in tensors:
                 if ".base_layer." in name:  # RS-1: verl sends no adapters by checkpoint engines
                     raise InvalidArgument(
                         f"`{name}` is a weight without its adapter, which verl does not send here; "
@@ -136,6 +137,10 @@ class FabricCheckpointEngine(_verl.CheckpointEngine):  # type: ignore[misc]
                 )
         except BaseException as error:
             await settle_async(self._outbox.fail(f"{type(error).__name__}: {error}"))
+            if isinstance(error, Exception):
+                with suppress(Exception):
+                    async for _ in tensors:
+                        pass
             raise
         await settle_async(self._outbox.finish())
 

@@ -167,19 +167,29 @@ def test_biases_by_which_experts_are_chosen_keep_their_bits() -> None:
     ("sent", "why"),
     [
         ({}, "yields no tensor"),
-        ({"layers.0.q_proj.base_layer.weight": torch.ones(2)}, "`layers.0.q_proj.base_layer.wei.*"),
+        (
+            {"layers.0.q_proj.base_layer.weight": torch.ones(2), "last": torch.ones(2)},
+            "`layers.0.q_proj.base_layer.wei.*",
+        ),
     ],
     ids=["nothing", "bases of adapters"],
 )
 def test_rs_1_an_update_that_would_leave_out_what_is_trained_fails_at_both_ends(
     sent: dict[str, torch.Tensor], why: str
 ) -> None:
+    gathered = []
+
+    def gathering() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in sent.items():
+            gathered.append(name)
+            yield name, tensor
+
     async def receive(receiver: CheckpointEngine) -> None:
         async for _ in receiver.receive_weights():
             pass
 
     async def update(sender: CheckpointEngine, receiver: CheckpointEngine) -> list[Any]:
-        ends = (sender.send_weights(sent.items()), receive(receiver))
+        ends = (sender.send_weights(gathering()), receive(receiver))
         return await asyncio.gather(*ends, return_exceptions=True)
 
     with TransferEngine(transport="shm") as engine, TransferEngine(transport="shm") as other:
@@ -192,3 +202,4 @@ def test_rs_1_an_update_that_would_leave_out_what_is_trained_fails_at_both_ends(
         for error, kind in zip(errors, (InvalidArgument, WeightSyncError), strict=True):
             assert isinstance(error, kind)
             assert re.search(why, str(error))
+        assert gathered == list(sent), "other ranks take part in the gathers to their end"
