@@ -195,13 +195,16 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
         Hello(update_info.update, self._inbox.invite().to_bytes()).send(self._engine, self._peer)
         steps = self._inbox.receive(self._trainer, update_info.update)
         reload = Reload(self.model, self.model_config, self._leave)
-        own = dict(self.model.named_parameters())
+        own: dict[str, torch.Tensor] = {}
         update, ties = WeightsUpdate(), TieCheck(self.model)
         try:
             for step in steps:
                 if isinstance(step, tuple):
                     # The model may keep a tensor until its layer is complete; the bucket goes.
                     name, tensor = step
+                    if not own:
+                        reload.begin()  # which gives parameters the dtypes that are loaded
+                        own = dict(self.model.named_parameters())
                     kept = own[name].dtype if name in own else None
                     refuse_lossy_cast(self.model_config, name, tensor.dtype, kept)
                     ties.see(name, tensor)

@@ -232,6 +232,22 @@ def test_rs_1_tensors_that_are_tied_in_the_model_come_with_one_value(
         sender.send_weights()
 
 
+def test_layers_that_quantise_what_comes_take_plain_tensors(
+    server: fakes.Server, trainer: Any
+) -> None:
+    layer = server.model.l1
+    layer.weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.float8_e4m3fn), False)
+    layer.loads = torch.float32
+    sender = trainer()
+    del sender.source["l1.upper"], sender.source["l1.lower"]
+    sender.source["l1.weight"] = torch.ones(4, 4)
+    sender.send_weights()
+    assert layer.weight.float().unique().tolist() == [1.0]
+    layer.loads = torch.float8_e4m3fn
+    with pytest.raises(WeightSyncError, match=r"`l1.weight` comes as torch.float32 and fills"):
+        sender.send_weights()
+
+
 def test_rs_1_experts_that_move_are_refused(server: fakes.Server, trainer: Any) -> None:
     server.worker.parallel_config.enable_eplb = True
     with pytest.raises(Unsupported, match="got enable_eplb=True"):

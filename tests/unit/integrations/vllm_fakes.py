@@ -94,7 +94,9 @@ def initialize(model: torch.nn.Module) -> None:
             own = {name: p for name, p in own.items() if name not in SKIPPED}
             info.load_numel_total = sum(p.numel() for p in own.values())
             for name, parameter in own.items():
-                layer._parameters[name] = torch.nn.Parameter(parameter.data.to("meta"))
+                loads = getattr(layer, "loads", parameter.dtype)
+                empty = torch.empty_like(parameter, dtype=loads, device="meta")
+                layer._parameters[name] = torch.nn.Parameter(empty)
                 layer._parameters[name].weight_loader = deferred(layer, info)
 
 
