@@ -118,10 +118,17 @@ class CollectiveCalls:
     def _follow(self) -> int:
         while True:
             box: list[Any] = [None]
-            self._dist.scatter_object_list(box, None, 0, self._group)
-            if isinstance(box[0], _Finished):
-                break
-            self._dist.gather_object(_execute(box[0]), None, 0, self._group)
+            try:
+                self._dist.scatter_object_list(box, None, 0, self._group)
+                if isinstance(box[0], _Finished):
+                    break
+                self._dist.gather_object(_execute(box[0]), None, 0, self._group)
+            except RuntimeError as error:
+                raise WeightSyncError(
+                    f"the trainers' process group broke: {error}; trainer 0 may have ended, so "
+                    "start the trainers anew; rollouts have one version or stand still",
+                    version=self.version,
+                ) from error
         self.version = box[0].version
         if box[0].error is not None:
             raise WeightSyncError(

@@ -11,6 +11,7 @@ In verl's configuration::
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from fabric_ray.engine import TransferEngine
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 _verl: Any = framework("verl.checkpoint_engine", "verl")
 _accelerators: Any = framework("verl.utils.device", "verl")
 
+_ROUTER_BIAS = "e_score_correction_bias"
+
 
 @_verl.CheckpointEngineRegistry.register("fabric")
 class FabricCheckpointEngine(_verl.CheckpointEngine):  # type: ignore[misc]
@@ -42,6 +45,7 @@ class FabricCheckpointEngine(_verl.CheckpointEngine):  # type: ignore[misc]
         bucket_size: bytes of a bucket; a sender and a receiver keep two each, in host memory.
         is_master: whether this is the trainers' rank 0. verl tells trainers, and not rollouts.
         rollout_dtype: what floating-point tensors are sent as; ``None`` sends them as they are.
+            Biases by which experts are chosen are always sent as they are.
         timeout: seconds that the other end may take for a bucket.
         engine: by default the process's own, :func:`fabric_ray.runtime.engine`.
         options: for that one, fields of :class:`fabric_ray.EngineConfig`.
@@ -112,14 +116,31 @@ class FabricCheckpointEngine(_verl.CheckpointEngine):  # type: ignore[misc]
         Consumes all of ``weights`` even after an error, since it may gather from other trainers.
 
         Raises:
+            InvalidArgument: no tensor came, or the base of adapters without the adapters.
             WeightSyncError: rollouts that did not get everything; ``failed`` names them.
         """
+        tensors, empty = _each(weights), True
         self._outbox.begin(self._receivers, global_steps)
         try:
-            async for name, tensor in _each(weights):
+            async for name, tensor in tensors:
+                if ".base_layer." in name:  # RS-1: verl sends no adapters by checkpoint engines
+                    raise InvalidArgument(
+                        f"`{name}` is a weight without its adapter, which verl does not send here; "
+                        "set actor_rollout_ref.model.lora.merge to True"
+                    )
+                empty = False
                 await settle_async(self._outbox.put(name, self._cast(name, tensor)))
+            if empty and self._receivers:
+                raise InvalidArgument(
+                    "the trainer yields no tensor, so its rollouts would keep old weights; see "
+                    "whether its engine yields all of them on every rank"
+                )
         except BaseException as error:
             await settle_async(self._outbox.fail(f"{type(error).__name__}: {error}"))
+            if isinstance(error, Exception):
+                with suppress(Exception):
+                    async for _ in tensors:
+                        pass
             raise
         await settle_async(self._outbox.finish())
 
@@ -158,7 +179,8 @@ class FabricCheckpointEngine(_verl.CheckpointEngine):  # type: ignore[misc]
     def _cast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         import torch
 
-        if self._dtype in (None, tensor.dtype):
+        # RS-1: steps of such a bias are smaller than what bfloat16 can tell apart.
+        if self._dtype in (None, tensor.dtype) or name.endswith(_ROUTER_BIAS):
             return tensor
         coded = tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool
         if coded or (tensor.is_floating_point() and not plain_dtype(tensor.dtype)):

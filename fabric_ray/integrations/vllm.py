@@ -10,9 +10,11 @@ what was computed with the old weights, and lets it go on when it has all of one
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -35,9 +37,9 @@ from fabric_ray.integrations.vllm_control import (
 from fabric_ray.integrations.vllm_hello import Hello, Hellos, host_towards
 from fabric_ray.integrations.vllm_kv_content import WeightsUpdate
 from fabric_ray.integrations.vllm_plugin import check_version
-from fabric_ray.integrations.vllm_push import ShardedPush, full_source, shards_of
-from fabric_ray.integrations.vllm_recorded import refuse_lost
-from fabric_ray.integrations.vllm_reload import Reload, refuse_lossy_cast
+from fabric_ray.integrations.vllm_push import ShardedPush, full_source, has_group, shards_of
+from fabric_ray.integrations.vllm_recorded import refuse_lost, refuse_moved_experts
+from fabric_ray.integrations.vllm_reload import Reload, TieCheck, refuse_lossy_cast
 from fabric_ray.integrations.vllm_sharded import Commit, ShardedWorker
 
 if TYPE_CHECKING:
@@ -107,6 +109,8 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
 
     init_info_cls = FabricInitInfo
     update_info_cls = FabricUpdateInfo
+    supports_draft_weight_update = False
+    """A trainer's end updates the model, and not a draft model beside it."""
 
     _engine: TransferEngine | None = None
     _inbox: Inbox | None = None
@@ -118,7 +122,7 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
 
         Raises:
             FabricError: the model can't load what the trainer has; the message names it.
-            Unsupported: the model would lose tensors that are streamed.
+            Unsupported: the model would lose tensors that are streamed, or vLLM moves its experts.
         """
         self.shutdown()
         self._close_update()
@@ -130,6 +134,7 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
         if init_info.host is not None:
             self._open_sharded(init_info.tensors, init_info.host)
             return
+        refuse_moved_experts(self.parallel_config)
         with _vllm_config.set_current_vllm_config(self.vllm_config):
             refuse_lost(self.model, self.model_config, init_info.tensors)
         receiver = f"vllm worker {self._engine.id[:8]}"
@@ -140,6 +145,7 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
     def _open_sharded(self, tensors: list[Any], trainer: str) -> None:
         assert self._engine is not None
         try:
+            refuse_moved_experts(self.parallel_config)
             with _vllm_config.set_current_vllm_config(self.vllm_config):
                 self._sharded = ShardedWorker(
                     self.model,
@@ -184,22 +190,26 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
         if update_info.session is not None and self._sharded is not None:
             self._sharded.commit(Commit(update_info.session, update_info.update))
             return
-        if self._engine is None or self._inbox is None:
+        if self._engine is None or self._inbox is None or update_info.session is not None:
             raise InvalidArgument("no trainer is known here; call init_transfer_engine first")
         Hello(update_info.update, self._inbox.invite().to_bytes()).send(self._engine, self._peer)
         steps = self._inbox.receive(self._trainer, update_info.update)
         reload = Reload(self.model, self.model_config, self._leave)
-        own = dict(self.model.named_parameters())
-        update = WeightsUpdate()
+        own: dict[str, torch.Tensor] = {}
+        update, ties = WeightsUpdate(), TieCheck(self.model)
         try:
             for step in steps:
                 if isinstance(step, tuple):
                     # The model may keep a tensor until its layer is complete; the bucket goes.
                     name, tensor = step
+                    if not own:
+                        reload.begin()  # which gives parameters the dtypes that are loaded
+                        own = dict(self.model.named_parameters())
                     kept = own[name].dtype if name in own else None
                     refuse_lossy_cast(self.model_config, name, tensor.dtype, kept)
+                    ties.see(name, tensor)
                     update.add(name, tensor)
-                    reload.load(name, tensor.to(self.device, copy=True))
+                    reload.load([(name, tensor.to(self.device, copy=True))])
                 else:
                     settle([step])
             reload.finish()
@@ -274,10 +284,20 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
         if self._sharded is not None:
             self._sharded.send()
             return
+        self._tensors = _full_tensors(self.source)
         if self._engine is None:
-            for _ in _full_tensors(self.source):
-                pass
+            deque(self._tensors, maxlen=0)
             return
+        try:
+            self._stream()
+        except Exception:
+            if has_group():
+                # RS-4: the other ranks are in the gathers, and would wait for this one.
+                with suppress(Exception):
+                    deque(self._tensors, maxlen=0)
+            raise
+
+    def _stream(self) -> None:
         self._update += 1
         self._is_old, self._call = True, None
         pause = UpdatePause(self._server, self._pause, self._timeout)
@@ -348,7 +368,11 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
                     version=self._update,
                     failed=error.failed,
                 ) from call.exception()
-            call.result()
+            try:
+                call.result()
+            except Exception:
+                self._hellos.refuse_more(self._update)  # it waited for tensors that aren't sent
+                raise
         finally:
             # After a failure here the call may take as long as the client lets it.
             beside.shutdown(wait=False)
@@ -378,7 +402,7 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
         self._outbox.begin(invitations, self._update)
         try:
             missing = {meta.name: None for meta in _metadata(self.source)}
-            for name, tensor in _full_tensors(self.source):
+            for name, tensor in self._tensors:
                 missing.pop(name, None)
                 settle(self._outbox.put(name, tensor))
             if missing:  # RS-1

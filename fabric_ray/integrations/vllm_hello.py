@@ -17,6 +17,8 @@ from fabric_ray.errors import DecodeError, WeightSyncError
 
 # While workers are awaited, whether the call to them has failed is looked up so often.
 _LOOK_S = 0.2
+MORE_S = 0.2
+"""Seconds in which workers that aren't awaited mostly say so, too."""
 # Seconds after the end of a call in which a host that is busy with other work delivers messages.
 _AFTER_S = 5.0
 _ANY_PORT = 9
@@ -85,6 +87,27 @@ class Hellos:
             if hello.update == update:
                 found.append(hello.text)
         return found, None
+
+    def refuse_more(self, update: int, *, wait: float = 0.0) -> None:
+        """Refuses workers that aren't awaited, which would keep old weights beside the others.
+
+        Args:
+            wait: seconds in which what they say may still come.
+
+        Raises:
+            WeightSyncError: more have said something about an update (RS-3).
+        """
+        while True:
+            try:
+                hello = _read(self._messages.get(block=wait > 0, timeout=wait).data)
+            except queue.Empty:
+                return
+            if hello.update == update:
+                raise WeightSyncError(
+                    f"more workers of vLLM answer than `workers` says, which is {self._workers}; "
+                    "count the ranks of all engines (TP x PP x DP), and call trainer_init again",
+                    version=update,
+                )
 
 
 def own_host(client: Any) -> str:

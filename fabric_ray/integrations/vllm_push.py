@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,12 @@ from fabric_ray.integrations.vllm_control import (
     start_update,
     stays_paused,
 )
-from fabric_ray.integrations.vllm_hello import Hellos, own_host
+from fabric_ray.integrations.vllm_hello import MORE_S, Hellos, own_host
 from fabric_ray.integrations.vllm_recorded import target_side
+from fabric_ray.integrations.vllm_reload import untied
 from fabric_ray.integrations.vllm_sharded import WorkerNeeds, target_needs, target_open
 from fabric_ray.integrations.worker_rpc import WorkerClient
-from fabric_ray.plan import Side
+from fabric_ray.plan import ParamMeta, Side
 from fabric_ray.plan.leaving import tensor_names
 from fabric_ray.weights import PushReport, WeightSource, WeightSync, phases
 from fabric_ray.weights.calls import CallFailure
@@ -61,7 +62,7 @@ def shards_of(source: Any, rank: int) -> Shards | None:
     module = source._module if type(source) is _module_source() else source
     if not isinstance(module, torch.nn.Module):
         return None
-    if rank and not _has_group():
+    if rank and not has_group():
         return None  # replicas: rank 0 has all shards
     tensors = named(module).tensors
     if away := [name for name, tensor in tensors.items() if tensor.device.type not in _SENT]:
@@ -132,6 +133,7 @@ class ShardedPush:
             self._engine.close()
 
     def _open(self, shards: Shards) -> None:
+        name = f"vllm-{next(_NUMBERS)}"  # the same on all ranks, also after one has failed below
         if self._info.rank != self._calls.rank:
             raise InvalidArgument(
                 f"rank is {self._info.rank}, expected {self._calls.rank}; pass "
@@ -141,7 +143,6 @@ class ShardedPush:
         if isinstance(shards, WeightSource):
             self._source = shards
             return
-        name = f"vllm-{next(_NUMBERS)}"
         self._own = WeightSource(shards, rank=self._info.rank, name=name, engine=engine)
         self._source = self._own
 
@@ -170,6 +171,7 @@ class ShardedPush:
         )
         answers = self._ask(workers, target_needs, [("",)] * len(workers))
         needs: list[WorkerNeeds] = list(answers)
+        _check_ties(reports, {pair for each in needs for pair in each.tied})
         target = target_side([each.needs for each in needs], tensors)
         places = [("", target, rank) for rank in range(len(workers))]
         self._ask(workers, target_open, places)
@@ -188,18 +190,20 @@ class ShardedPush:
     def _workers(self, told: dict[str, Any]) -> list[WorkerClient]:
         """Opens the workers' ends; returns what calls them."""
         assert self._engine is not None
-        hellos = Hellos(self._engine, self._info.workers)
+        self._hellos = Hellos(self._engine, self._info.workers)
         call: Future[None] = Future()
         explained(self._client.init_weight_transfer_engine, told)
         call.set_result(None)
-        said, error = hellos.collect(0, call, self._info.timeout, what="shards")
+        said, error = self._hellos.collect(0, call, self._info.timeout, what="shards")
         if error is not None:
             raise error
+        self._hellos.refuse_more(0, wait=MORE_S)
         return [WorkerClient(text.decode()) for text in said]
 
     def _lead(self) -> None:
         if self._sync is None:
             raise InvalidArgument("the workers are not connected; call trainer_init again")
+        self._hellos.refuse_more(0)  # it may have come late
         self._pause = UpdatePause(self._server, self._info.pause, self._info.timeout)
         self._flips = False
         try:
@@ -283,10 +287,11 @@ def _group() -> Any:
     """A process group of all trainers that carries host memory, apart from the trainers' own."""
     import torch.distributed as dist
 
-    return dist.new_group(backend="gloo") if _has_group() else None
+    return dist.new_group(backend="gloo") if has_group() else None
 
 
-def _has_group() -> bool:
+def has_group() -> bool:
+    """Whether there may be other trainers, by torch.distributed."""
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
@@ -300,6 +305,24 @@ def _side(given: Side | None) -> Side:
     if given is None:
         raise InvalidArgument("trainer 0 has no side, and others have; give all the same")
     return given
+
+
+def _check_ties(reports: Sequence[list[ParamMeta] | bytes], tied: Set[tuple[str, str]]) -> None:
+    """
+    Args:
+        reports: of the trainers, by rank; those that were given a side know of no ties.
+        tied: in vLLM's model.
+
+    Raises:
+        InvalidArgument: tensors are tied in vLLM's model alone (RS-1).
+    """
+    for report in reports if tied else ():
+        metas = [] if isinstance(report, bytes) else report
+        first = {meta.name: meta.same_as or meta.name for meta in metas}
+        for pair in sorted(tied):
+            a, b = (first.get(name) for name in pair)
+            if a != b or isinstance(report, bytes):
+                raise InvalidArgument(untied(*pair))
 
 
 def _left(source: Side, target: Side) -> tuple[str, ...]:

@@ -17,8 +17,20 @@ import msgspec
 
 from fabric_ray.errors import InvalidArgument, Unsupported
 from fabric_ray.integrations import framework
-from fabric_ray.integrations.load_recorder import BoxRead, Landing, LoadRecording, record
-from fabric_ray.integrations.vllm_reload import RELOAD, Reload, refuse_lossy_cast
+from fabric_ray.integrations.load_recorder import (
+    BoxRead,
+    Landing,
+    LoadRecording,
+    StridedView,
+    record,
+)
+from fabric_ray.integrations.vllm_reload import (
+    RELOAD,
+    Reload,
+    may_fill,
+    refuse_lossy_cast,
+    shared_parameters,
+)
 from fabric_ray.plan import Container, Leaf, Mesh, Replicate, Side, Tensor
 
 if TYPE_CHECKING:
@@ -50,6 +62,8 @@ class RecordedModel:
     """Tensors that come whole, and why."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Of the checkpoint's tensors."""
+    tied: list[tuple[str, str]] = field(default_factory=list)
+    """Tensors of the checkpoint for which the model has one memory."""
 
     @property
     def needs(self) -> list[Need]:
@@ -77,9 +91,10 @@ class RecordedModel:
 
         for path, landings in self.landings.items():
             reload.fill(self.model.get_submodule(path), landings, boxes)
-        for name in self.shapes:
-            if name in self.whole:
-                reload.load(name, arrived[self.whole_need(name).container])
+        if self.whole:
+            # Clones: the next version overwrites what arrived, and the model may keep a tensor.
+            at = ((name, self.whole_need(name).container) for name in self.whole)
+            reload.load((name, arrived[container].clone()) for name, container in at)
 
 
 def record_model(
@@ -121,6 +136,7 @@ def record_model(
             # Else nothing is known of what a tensor fills.
             for path in reload.check():
                 made.landings.pop(path, None)
+    made.tied = _tied(made, found)
     return made
 
 
@@ -161,6 +177,23 @@ def refuse_lost(
                 "a torch.nn.Module on the host or on CUDA GPUs, or a WeightSource of fabric-ray, "
                 "whose shards trainers write"
             )
+
+
+def refuse_moved_experts(config: Any) -> None:
+    """Refuses workers whose experts move.
+
+    Args:
+        config: vLLM's, of parallel execution.
+
+    Raises:
+        Unsupported: they do. Loaders fill experts where they are at the start (RS-1).
+    """
+    if config.enable_eplb:
+        raise Unsupported(
+            "vLLM's load balancer moves experts between workers, and its loaders fill them where "
+            "they are at the start: got enable_eplb=True, expected False; start vLLM without "
+            "--enable-eplb"
+        )
 
 
 def target_side(needs: Sequence[Sequence[Need]], tensors: Mapping[str, Tensor]) -> Side:
@@ -234,6 +267,25 @@ def _divide(made: RecordedModel, found: LoadRecording, reload: Reload) -> None:
         for path in paths
         if layers.get(path) and not layers[path] & whole.keys()
     }
+
+
+def _tied(made: RecordedModel, found: LoadRecording) -> list[tuple[str, str]]:
+    filled: dict[str, dict[StridedView, str]] = defaultdict(dict)
+    for landing in found.landings:
+        if landing.tensor is not None:
+            filled[landing.target][landing.view] = landing.tensor
+    pairs = set()
+    for first, *others in shared_parameters(made.model):
+        for name in others:
+            a, b = filled[first], filled[name]
+            pairs |= {(a[view], b[view]) for view in a.keys() & b.keys()}
+            # Loaders leave out a further name, if the checkpoint has it.
+            one, left = (a, name) if a else (b, first)
+            if not (a and b) and len(tensors := {*one.values()}) == 1:
+                pairs |= {
+                    (t, same) for t in tensors for same in made.shapes if may_fill(same, left)
+                }
+    return sorted((a, b) for a, b in pairs if a != b)
 
 
 def _tensors(landings: Sequence[Landing]) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ from fabric_ray.integrations import framework
 if TYPE_CHECKING:
     import torch
 
-    from fabric_ray.integrations.load_recorder import BoxRead, Landing
+    from fabric_ray.integrations.load_recorder import BoxRead, Landing, StridedView
 
 RELOAD = "vllm.model_executor.model_loader.reload"
 _NAMED = 8
@@ -42,6 +43,8 @@ class Reload:
         self._leave = leave
         self._began = False
         self._biases: set[str] = set()
+        # Of layers that may keep old weights: what a loader writes in place, such as biases.
+        self._kept: dict[str, dict[str, torch.Tensor]] = {}
         self._steps = ExitStack()
 
     def begin(self) -> None:
@@ -49,13 +52,19 @@ class Reload:
         if not self._began:
             self._began = True
             framework(RELOAD, "vllm").initialize_layerwise_reload(self._model)
+            self._kept = {path: _in_place(layer) for path, layer in self._leavable()}
             self._steps.enter_context(_kernel_steps(self._model, self._config.dtype))
 
-    def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Loads a tensor of checkpoint format."""
+    def load(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Loads tensors of checkpoint format, which the model may keep."""
         self.begin()
-        loaded = self._model.load_weights([(name, tensor)])  # type: ignore[operator]
-        self._note_biases((name, *(loaded or ())))
+
+        def noted() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in named:
+                self._note_biases([name])
+                yield name, tensor
+
+        self._note_biases(self._model.load_weights(noted()) or ())  # type: ignore[operator]
 
     def fill(
         self,
@@ -102,7 +111,13 @@ class Reload:
                 "an update brought no tensor, so the model keeps its weights; give a source that "
                 "yields every parameter at each update, such as ModuleSource"
             )
-        self._check_lacking()
+        for path in self._check_lacking():
+            # RS-1: some of its tensors may have come, and vLLM would fill the gaps with whatever
+            # memory holds.
+            layer = self._model.get_submodule(path)
+            _forget_loaded(layer)
+            for name, tensor in self._kept[path].items():
+                getattr(layer, name).data.copy_(tensor)
         tied = self._tied()
         self._finalize()
         for layer in tied:
@@ -114,17 +129,19 @@ class Reload:
         """Counts what a recorded loader fills; returns layers that it fills in part."""
         layerwise = framework(f"{RELOAD}.layerwise", "vllm")
         skipped = framework(f"{RELOAD}.meta", "vllm").SKIP_LOAD_TENSORS
-        counts: dict[str, int] = defaultdict(int)
+        views: dict[str, set[StridedView]] = defaultdict(set)
         for landing in landings:
             if landing.tensor is not None:
-                counts[landing.target] += math.prod(landing.view.shape)
+                # RS-1: what is filled twice counts once, or a gap elsewhere would be missed.
+                views[landing.target].add(landing.view)
                 self._note_biases([landing.target])
         partly = set()
         for path, layer in self._model.named_modules():
             info = layerwise.get_layerwise_info(layer)
             for name, tensor in layerwise.get_layer_tensors(layer).items():
                 if name not in skipped:
-                    count = counts[f"{path}.{name}" if path else name]
+                    filled = views[f"{path}.{name}" if path else name]
+                    count = sum(math.prod(view.shape) for view in filled)
                     info.load_numel += min(count, tensor.numel())
             if 0 < info.load_numel < info.load_numel_total and not _is_padded(layer, info):
                 partly.add(path)
@@ -164,13 +181,9 @@ class Reload:
         model can compute, and a further update begins anew."""
         if not self._began:
             return
-        layerwise = framework(f"{RELOAD}.layerwise", "vllm")
         for layer in self._model.modules():
-            info = layerwise.get_layerwise_info(layer)
-            if info.can_load():
-                # RS-3: what is buffered here would count for the next update as well.
-                info.loaded_weights.clear()
-                info.load_numel = 0
+            # RS-3: what is buffered here would count for the next update as well.
+            _forget_loaded(layer)
         self._finalize()
 
     def _finalize(self) -> None:
@@ -198,7 +211,8 @@ class Reload:
     def _check_lacking(self) -> list[str]:
         """Returns the lacking layers that may keep old weights; raises if there are others."""
         found = self._lacking()
-        left = [name for name in found if any(fnmatchcase(name, p) for p in self._leave)]
+        leavable = dict(self._leavable())
+        left = [name for name in found if name in leavable]
         if lacking := [n for n in found if n not in left] + self._without_bias():
             named = ", ".join(lacking[:_NAMED]) + (" ..." if len(lacking) > _NAMED else "")
             raise WeightSyncError(
@@ -207,6 +221,12 @@ class Reload:
                 'leave=["visual.*"]'
             )
         return left
+
+    def _leavable(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Layers that may keep old weights."""
+        for name, layer in self._model.named_modules():
+            if any(fnmatchcase(name, pattern) for pattern in self._leave):
+                yield name, layer
 
     def _lacking(self) -> list[str]:
         """Layers of which tensors are missing. vLLM leaves them as they are if all are, and fills
@@ -263,6 +283,20 @@ class Reload:
             if not came and not left:
                 found.append(layers[0])
         return found
+
+
+def _in_place(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the tensors that a reload leaves in a layer, and loaders write to."""
+    tensors = framework(f"{RELOAD}.utils", "vllm").get_layer_tensors(layer)
+    return {name: t.detach().clone() for name, t in tensors.items() if not t.is_meta}
+
+
+def _forget_loaded(layer: torch.nn.Module) -> None:
+    """Drops what has come for a layer that isn't complete; its old tensors are put back."""
+    info = framework(f"{RELOAD}.layerwise", "vllm").get_layerwise_info(layer)
+    if info.can_load():
+        info.loaded_weights.clear()
+        info.load_numel = 0
 
 
 @contextmanager
@@ -335,8 +369,55 @@ def _is_padded(layer: torch.nn.Module, info: Any) -> bool:
     return info.load_numel > 0 and hasattr(layer, "num_embeddings_padded")
 
 
+def shared_parameters(model: torch.nn.Module) -> list[list[str]]:
+    """Names of parameters that are one."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return [same for same in names.values() if len(same) > 1]
+
+
+def may_fill(name: str, own: str) -> bool:
+    """Whether a tensor of the checkpoint has a parameter's name, but for a prefix that the model
+    has."""
+    return f".{own}".endswith(f".{name}")
+
+
+class TieCheck:
+    """RS-1: parameters that are one in a model get one value from an update."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._shared = shared_parameters(model)
+        self._seen: dict[int, tuple[str, bytes]] = {}
+
+    def see(self, name: str, tensor: torch.Tensor) -> None:
+        """
+        Args:
+            name: of the checkpoint.
+            tensor: in memory of the host.
+
+        Raises:
+            WeightSyncError: another name of the parameter came with another value.
+        """
+        for number, names in enumerate(self._shared):
+            if any(may_fill(name, own) for own in names):
+                value = _digest(tensor)
+                first, known = self._seen.setdefault(number, (name, value))
+                if known != value:
+                    raise WeightSyncError(untied(first, name))
+
+
+def untied(name: str, other: str) -> str:
+    """Says that two tensors are tied in vLLM's model alone."""
+    return (
+        f"`{name}` and `{other}` are tied in vLLM's model, and not in the trainers'; tie them "
+        "there, such as by tie_weights() of transformers, or start vLLM with --hf-overrides "
+        "'{\"tie_word_embeddings\": false}'"
+    )
+
+
 def refuse_lossy_cast(config: Any, name: str, dtype: torch.dtype, own: torch.dtype | None) -> None:
-    """RS-1: loaders of a model that isn't quantised cast what they are given.
+    """RS-1: loaders cast what they are given.
 
     Args:
         config: the model's, as vLLM has it.
@@ -344,8 +425,15 @@ def refuse_lossy_cast(config: Any, name: str, dtype: torch.dtype, own: torch.dty
         own: of the parameter that it fills, if that is known.
 
     Raises:
-        InvalidArgument: a quantised tensor would be cast without its scales.
+        InvalidArgument: a quantised tensor would be cast without its scales, or a plain one to
+            codes.
     """
+    if dtype.is_floating_point and dtype.itemsize > 1 and own is not None and _has_codes(own):
+        raise InvalidArgument(
+            f"`{name}` comes as {dtype} and fills a parameter of {own}: a cast would give codes "
+            "without a scale; send the codes and their scales, or start vLLM with a checkpoint "
+            "that isn't quantised (--quantization fp8 quantises what comes)"
+        )
     quantised = getattr(config, "quantization", None) is not None
     if dtype.itemsize > 1 or quantised or own == dtype:
         return
@@ -353,6 +441,20 @@ def refuse_lossy_cast(config: Any, name: str, dtype: torch.dtype, own: torch.dty
         f"`{name}` comes as {dtype}, and the model isn't quantised: a cast would lose its scales; "
         "send the unquantised tensor, or start vLLM with the quantisation that the trainer uses"
     )
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    import torch
+
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(data.data, digest_size=16).digest()
+
+
+def _has_codes(dtype: torch.dtype) -> bool:
+    """Whether values of a dtype have a scale elsewhere."""
+    import torch
+
+    return dtype.itemsize == 1 and dtype not in (torch.bool, torch.float8_e8m0fnu)
 
 
 def _is_same(name: str, other: str) -> bool:

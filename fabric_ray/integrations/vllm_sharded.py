@@ -38,6 +38,8 @@ class WorkerNeeds(msgspec.Struct, frozen=True):
     needs: list[Need]
     whole: dict[str, str]
     """Tensors that it needs whole, and why."""
+    tied: list[tuple[str, str]]
+    """Tensors that are one in its model."""
 
 
 class Commit(msgspec.Struct, frozen=True):
@@ -112,7 +114,7 @@ class ShardedWorker:
             self._target = None
 
     def _needs(self, _: Any, name: str) -> WorkerNeeds:
-        return WorkerNeeds(self._recorded.needs, self._recorded.whole)
+        return WorkerNeeds(self._recorded.needs, self._recorded.whole, self._recorded.tied)
 
     def _open(self, _: Any, name: str, side: Side, rank: int) -> None:
         if self._target is not None:

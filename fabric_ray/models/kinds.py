@@ -77,6 +77,11 @@ class Architecture(msgspec.Struct, frozen=True):
     defaults: dict[str, Any] = {}
     """Fields of ``config.json`` and what transformers takes for those that are missing, where that
     isn't what ``fabric_ray.models.hf`` takes. A null counts as given."""
+    centred_norms: bool = False
+    """Whether norms of hidden states multiply by ``1 + weight``, not by ``weight``."""
+    rotates_pairs: bool = False
+    """Whether positions rotate neighbouring elements of a head, not elements of its halves, where
+    attention isn't latent."""
     quantised: tuple[str, ...] = ()
     """Modules whose weights engines keep quantised, where that is known."""
     unknown_layout: str = ""
@@ -151,6 +156,7 @@ ARCHITECTURES: dict[Kind, Architecture] = {
         ),
         Architecture(
             "qwen3_next",
+            centred_norms=True,
             experts="named",
             shared_gate=True,
             linear="fused",
@@ -161,6 +167,7 @@ ARCHITECTURES: dict[Kind, Architecture] = {
         ),
         Architecture(
             "qwen3_5_text",
+            centred_norms=True,
             linear="split",
             gate=True,
             qk_norm="always",
@@ -169,6 +176,7 @@ ARCHITECTURES: dict[Kind, Architecture] = {
         ),
         Architecture(
             "qwen3_5_moe_text",
+            centred_norms=True,
             experts="named",
             shared_gate=True,
             linear="split",
@@ -179,6 +187,7 @@ ARCHITECTURES: dict[Kind, Architecture] = {
         ),
         Architecture(
             "gemma3_text",
+            centred_norms=True,
             qk_norm="always",
             added_norms=("pre_feedforward_layernorm", "post_feedforward_layernorm"),
             defaults={
@@ -200,6 +209,7 @@ ARCHITECTURES: dict[Kind, Architecture] = {
         ),
         Architecture(
             "glm4",
+            rotates_pairs=True,
             out_bias=False,
             fused_mlp=True,
             added_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),

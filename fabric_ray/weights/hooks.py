@@ -43,7 +43,8 @@ class EngineHooks:
         """Records the version in use."""
 
     def continue_generation(self) -> None:
-        """Ends the pause, also after a failed push or a failed ``pause_generation``."""
+        """Ends the pause, also after a failed push or a failed ``pause_generation``. After another
+        callback has failed, the engine stands still until a push whose callbacks succeed."""
 
 
 class Pause:

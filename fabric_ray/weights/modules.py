@@ -69,8 +69,11 @@ def of_module(module: torch.nn.Module) -> Named:
     module computes with (RS-1).
 
     Raises:
-        InvalidArgument: adapters that can't be merged, or names that collide.
+        InvalidArgument: adapters that can't be merged, names that collide, or a wrapper that holds
+            old parameters.
     """
+    for _ in inside(module):
+        pass
     parts = dict(module.named_modules(remove_duplicate=False))
     adapted = {path: part for path, part in parts.items() if _is_adapted(part)}
     found: dict[str, Any] = {}
@@ -96,6 +99,27 @@ def of_module(module: torch.nn.Module) -> Named:
     tensors = plain_names(found)
     plain_of = dict(zip(found, tensors, strict=True))
     return Named(tensors, {plain_of[name]: merge for name, merge in merges.items()})
+
+
+def inside(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """What wrappers that call it ``module`` hold, the outermost first.
+
+    Raises:
+        InvalidArgument: a wrapper gathers parameters in the next forward pass, and has old ones
+            until then (RS-1).
+    """
+    import torch
+
+    while isinstance(inner := getattr(module, "module", None), torch.nn.Module):
+        settings = getattr(module, "ddp_config", None)
+        if getattr(settings, "overlap_param_gather", False):
+            raise InvalidArgument(
+                "the module gathers its parameters in the next forward pass "
+                "(overlap_param_gather), and holds old ones until then; turn it off, or call "
+                "start_param_sync(force_sync=True) after each step and give `model.module`"
+            )
+        yield inner
+        module = inner
 
 
 def reshard(module: Any) -> None:

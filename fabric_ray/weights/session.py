@@ -413,7 +413,8 @@ class Session:
         if hooks := self._failed_hooks():
             raise WeightSyncError(
                 f"version {version} is in use everywhere, but a hook failed at {names(hooks)}: "
-                f"{causes(hooks)}",
+                f"{causes(hooks)}; an engine that is paused there stays so until a push whose "
+                "hooks succeed",
                 version=version,
                 failed=hooks,
             )

@@ -115,6 +115,7 @@ class WeightTarget:
         self._torn = False
         # Torn by the announcement of a push alone: perhaps no byte was written.
         self._announced = False
+        self._outdated = False  # what hooks refresh, since one has failed
         self._engine_hooks = hooks or EngineHooks()
         self._pause = Pause(self._engine_hooks)
         self._hooks: list[Callable[[int], None]] = []
@@ -326,15 +327,16 @@ class WeightTarget:
             self.version, self._prepared = version, None
             self._torn = self._announced = False
             failed = run_commit_hooks(self._hooks, self._engine_hooks, version, self.weights)
-            failed += [self._pause.end()]
+            self._outdated = any(failed)  # RS-1: the engine would give other tokens
+            failed += [] if self._outdated else [self._pause.end()]
             hook = ", ".join(cause for cause in failed if cause) or None
             return msgspec.structs.replace(self._push_target(), hook=hook)
 
     def abort(self, *, written: bool = True) -> PushTarget:
         """Discards a version: later writes and counts of it have no effect.
 
-        Generation continues, unless the version in use was overwritten in part: then it continues
-        after the next successful push (RS-3).
+        Generation continues, unless the version in use was overwritten in part or a hook has
+        failed: then it continues after the next successful push (RS-3).
 
         Args:
             written: whether trainers may have written bytes of it.
@@ -349,8 +351,8 @@ class WeightTarget:
         self._announced = False
         self._revoke()
         self._gate.open()
-        stays_paused = self._torn or (self._into is not None and self._into.partly_filled)
-        failed = None if stays_paused else self._pause.end()
+        mixed = self._outdated or (self._into is not None and self._into.partly_filled)
+        failed = None if self._torn or mixed else self._pause.end()
         return msgspec.structs.replace(self._push_target(), hook=failed)
 
     def check_session(self, session: str) -> None:

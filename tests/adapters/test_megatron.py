@@ -171,6 +171,11 @@ def looked_at(kind: str, axis: str, rank: int) -> str:
     source = WeightSource(model, config=config)
     assert source.side == side
     source.close()
+    for field in ("layernorm_zero_centered_gamma", "rotary_interleaved"):
+        setattr(parts[0].config, field, True)
+        with pytest.raises(InvalidArgument, match=f"{field} .* is True, expected False"):
+            WeightSource(model, config=config)
+        setattr(parts[0].config, field, False)
     try:
         WeightSource(parts[0]).close()
         return ""
@@ -205,4 +210,6 @@ def test_a_module_that_holds_old_parameters_until_the_next_pass_is_refused() -> 
     model.ddp_config = SimpleNamespace(overlap_param_gather=True)
     with pytest.raises(InvalidArgument, match="overlap_param_gather"):
         local_tensors(model)
+    with pytest.raises(InvalidArgument, match="overlap_param_gather"):
+        WeightSource(model)
     assert local_tensors(model.module).keys() == {"weight", "bias"}

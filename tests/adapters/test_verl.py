@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl.utils import device as verl_device
 
 from fabric_ray import TransferEngine
-from fabric_ray.errors import InvalidArgument
+from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.integrations.verl import FabricCheckpointEngine
 from tests.adapters.verl_actors import CONFIG, Rollout, Trainer
 
@@ -151,3 +152,54 @@ def test_rs_1_codes_of_one_byte_are_not_cast() -> None:
             with pytest.raises(InvalidArgument, match=f"`w` is {code}.*would lose its scales"):
                 sender._cast("w", torch.zeros(4, dtype=code))
         assert sender._cast("w", torch.zeros(4, dtype=torch.bool)).dtype == torch.bool
+
+
+def test_biases_by_which_experts_are_chosen_keep_their_bits() -> None:
+    with TransferEngine(transport="shm") as engine:
+        sender = FabricCheckpointEngine(1 << 20, is_master=True, engine=engine)
+        bias = torch.tensor([8.001, 8.002])
+        sent = sender._cast("model.layers.3.mlp.gate.e_score_correction_bias", bias)
+        assert torch.equal(sent, bias)
+        assert sender._cast("model.layers.3.mlp.gate.weight", bias).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [
+        ({}, "yields no tensor"),
+        (
+            {"layers.0.q_proj.base_layer.weight": torch.ones(2), "last": torch.ones(2)},
+            "`layers.0.q_proj.base_layer.wei.*",
+        ),
+    ],
+    ids=["nothing", "bases of adapters"],
+)
+def test_rs_1_an_update_that_would_leave_out_what_is_trained_fails_at_both_ends(
+    sent: dict[str, torch.Tensor], why: str
+) -> None:
+    gathered = []
+
+    def gathering() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in sent.items():
+            gathered.append(name)
+            yield name, tensor
+
+    async def receive(receiver: CheckpointEngine) -> None:
+        async for _ in receiver.receive_weights():
+            pass
+
+    async def update(sender: CheckpointEngine, receiver: CheckpointEngine) -> list[Any]:
+        ends = (sender.send_weights(gathering()), receive(receiver))
+        return await asyncio.gather(*ends, return_exceptions=True)
+
+    with TransferEngine(transport="shm") as engine, TransferEngine(transport="shm") as other:
+        ends = [FabricCheckpointEngine(1 << 20, is_master=True, engine=engine)]
+        ends.append(FabricCheckpointEngine(1 << 20, engine=other))
+        sides = FabricCheckpointEngine.build_topology(1, 1, [end.prepare() for end in ends])
+        for end, side in zip(ends, sides, strict=True):
+            end.init_process_group(**{name: values[0] for name, values in side.items()})
+        errors = asyncio.run(update(*ends))
+        for error, kind in zip(errors, (InvalidArgument, WeightSyncError), strict=True):
+            assert isinstance(error, kind)
+            assert re.search(why, str(error))
+        assert gathered == list(sent), "other ranks take part in the gathers to their end"

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.config import ParallelConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
@@ -50,7 +51,9 @@ def worker(connection: Connection) -> None:
     loads = Model()
     engine = WeightTransferEngineFactory.create_engine(
         WeightTransferConfig(backend="fabric"),
-        SimpleNamespace(parallel_config=None, model_config=SimpleNamespace(dtype=torch.bfloat16)),
+        SimpleNamespace(
+            parallel_config=ParallelConfig(), model_config=SimpleNamespace(dtype=torch.bfloat16)
+        ),
         torch.device("cpu"),
         loads,
     )

@@ -14,6 +14,7 @@ import msgspec
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.models import ModelConfig, config_from_hf, read_config
+from fabric_ray.models.kinds import ARCHITECTURES
 from fabric_ray.plan import Side
 from fabric_ray.weights.families.errors import InvalidRanks
 from fabric_ray.weights.trainers.megatron import local_tensors, megatron_side, unwrapped
@@ -39,7 +40,8 @@ def megatron_parts(
             ``config.json``, its folder, or a :class:`~fabric_ray.models.ModelConfig`.
 
     Raises:
-        InvalidArgument: it isn't a module of Megatron-Core, or has another layout than this finds.
+        InvalidArgument: it isn't a module of Megatron-Core, has another layout than this finds, or
+            computes otherwise than the model.
         FamilyError: the sizes don't fit the model.
         ModelError: the model isn't known.
     """
@@ -61,6 +63,7 @@ def megatron_parts(
     tensors = local_tensors(model)
     dtype = next(str(p.dtype) for part in parts for p in part.parameters())
     known = msgspec.structs.replace(_config(config), dtype=dtype.removeprefix("torch."))
+    _check_arithmetic(parts[0].config, known)
     side = megatron_side(
         known,
         parallel,
@@ -146,6 +149,22 @@ def _check_stages(parts: Sequence[Any], stages: list[int], parallel: Parallel, s
             f"it {said}; call WeightSource(local_tensors(model), side=megatron_side(config, "
             "Parallel(...), stages=[...])), from fabric_ray.weights.trainers"
         )
+
+
+def _check_arithmetic(config: Any, known: ModelConfig) -> None:
+    """RS-1: the same weights give other values under these settings of Megatron-Core's."""
+    architecture = ARCHITECTURES[known.kind]
+    expected = {"layernorm_zero_centered_gamma": architecture.centred_norms}
+    if not architecture.latent:
+        expected["rotary_interleaved"] = architecture.rotates_pairs
+    for field, wanted in expected.items():
+        found = bool(getattr(config, field, False))
+        if found != wanted:
+            raise InvalidArgument(
+                f"{field} of Megatron-Core's configuration is {found}, expected {wanted}, since "
+                f"weights of {known.kind} mean something else otherwise; train with "
+                f"{field}={wanted}"
+            )
 
 
 def _layers(parts: Sequence[torch.nn.Module]) -> Layers:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from fabric_ray.errors import InvalidArgument
 from fabric_ray.models.config import ModelConfig, parameter_dtype, parameter_shapes
 from fabric_ray.plan.types import Container, DType, Layout, Pad, Side, Tensor
 from fabric_ray.weights.families.errors import Indivisible, InvalidRanks
 from fabric_ray.weights.families.matching import Match, filled, match
 from fabric_ray.weights.families.placing import Grid, fuse
 from fabric_ray.weights.families.rules import Family
+from fabric_ray.weights.modules import inside
 from fabric_ray.weights.trainers.experts import experts_per_group
 from fabric_ray.weights.trainers.ranks import Parallel
 from fabric_ray.weights.trainers.tables import Experts, Layers, megatron_family
@@ -93,19 +93,8 @@ def unwrapped(
     """The parts of a rank's model, without wrappers; see :func:`local_tensors`."""
     import torch
 
-    found = []
-    for part in [model] if isinstance(model, torch.nn.Module) else model:
-        while isinstance(inner := getattr(part, "module", None), torch.nn.Module):
-            settings = getattr(part, "ddp_config", None)
-            if getattr(settings, "overlap_param_gather", False):
-                raise InvalidArgument(
-                    "the module gathers its parameters in the next forward pass "
-                    "(overlap_param_gather), and holds old ones until then; turn it off, or call "
-                    "start_param_sync(force_sync=True) after each step and give `model.module`"
-                )
-            part = inner
-        found.append(part)
-    return found
+    parts = [model] if isinstance(model, torch.nn.Module) else model
+    return [[part, *inside(part)][-1] for part in parts]
 
 
 class _Place(msgspec.Struct, frozen=True):

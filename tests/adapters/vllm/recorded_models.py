@@ -230,7 +230,7 @@ def stream(
         return str(error)
     reload = Reload(model, config)
     for name, tensor in tensors.items():
-        reload.load(name, tensor)
+        reload.load([(name, tensor)])
     reload.finish()
     return differing(tensors_of(model), expected)
 

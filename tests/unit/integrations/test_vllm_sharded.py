@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from fabric_ray.errors import FabricError, InvalidArgument, WeightSyncError
+from fabric_ray.errors import WeightSyncError
 from fabric_ray.integrations.load_recorder import BoxRead, LoadRecording, record
 from fabric_ray.integrations.vllm_kv_content import weights
 from fabric_ray.plan.dtensor import param_meta
 from fabric_ray.plan.report import side_from_param_meta
-from fabric_ray.weights import WeightSource
 from fabric_ray.weights.stacked import checkpoint_tensors
 from tests.processes import Other
 from tests.unit.integrations import vllm_fakes as fakes
 from tests.unit.integrations.vllm_ranks import Trained, rank
-
-BACKEND = "fabric_ray.integrations.vllm"
 
 
 def recording(
@@ -155,42 +150,6 @@ def test_the_checkpoint_of_stacked_experts_has_a_tensor_for_each() -> None:
     assert shapes((2, 8, 12), (2, 6, 8)).keys() == {"gate_up_proj", "down_proj"}
 
 
-@pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    for name, module in fakes.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, BACKEND, raising=False)
-    yield importlib.import_module(BACKEND)
-    sys.modules.pop(BACKEND, None)
-
-
-@pytest.fixture
-def server(backend: Any) -> Iterator[fakes.Server]:
-    made = fakes.Server(
-        backend.FabricWeightTransferEngine, backend.FabricUpdateInfo, backend.FabricInitInfo
-    )
-    yield made
-    made.worker.shutdown()
-    fakes._models.clear()
-
-
-@pytest.fixture
-def trainer(backend: Any, server: fakes.Server) -> Iterator[Any]:
-    opened = []
-
-    def make(source: Any, **options: Any) -> Any:
-        info = {"rank": 0, "workers": 1, "timeout": 20.0, **options}
-        made = backend.FabricTrainerWeightTransferEngine.trainer_init(
-            backend.FabricTrainerInitInfo(**info), client=server, source=source
-        )
-        opened.append(made)
-        return made
-
-    yield make
-    for each in opened:
-        each.shutdown()
-
-
 @pytest.mark.parametrize("wrap", [fakes.ModuleSource, lambda module: module])
 def test_rs_3_a_module_is_pushed_and_old_pages_never_answer_for_new_weights(
     server: fakes.Server, trainer: Any, wrap: Callable[[Any], Any]
@@ -319,47 +278,6 @@ def test_rs_3_a_worker_that_does_not_take_a_version_tells_the_trainer_and_fails_
     assert server.answer("prompt") == {1.0}
 
 
-def test_rs_1_what_a_model_lacks_is_named_before_any_push(
-    server: fakes.Server, trainer: Any
-) -> None:
-    module = Trained(1)
-    del module.l1.lower, module.l2.upper, module.l2.lower
-    with pytest.raises(FabricError, match=r"2 layers .* lack tensors .*: l1, l2; send every"):
-        trainer(module)
-    assert server.model.versions() == {0.0}
-    sender = trainer(module, leave=("l1", "l2"))
-    sender.send_weights()
-    assert server.answer("prompt") == {1.0, 0.0}
-
-
-@pytest.mark.parametrize("kind", ["parameter", "buffer"])
-def test_rs_1_a_router_whose_bias_does_not_come_is_named(
-    server: fakes.Server, trainer: Any, kind: str
-) -> None:
-    model, bias = server.model, torch.zeros(4)
-    if kind == "buffer":
-        model.l1.register_buffer("e_score_correction_bias", bias)
-    else:
-        model.l1.e_score_correction_bias = torch.nn.Parameter(bias)
-    module = Trained(1)
-    with pytest.raises(FabricError, match=r"1 layers .* lack tensors .*: l1; send every"):
-        trainer(module)
-    module.l1.register_buffer("e_score_correction_bias", torch.ones(4))
-    trainer(module).send_weights()
-    assert bias.tolist() == [1.0] * 4
-    assert server.answer("prompt") == {1.0}
-
-
-def test_rs_1_quantised_tensors_are_not_cast_into_a_model_that_is_not(
-    server: fakes.Server, trainer: Any
-) -> None:
-    module = Trained(1)
-    quantised = torch.zeros(2, 4, dtype=torch.float8_e4m3fn)
-    module.l1.upper = torch.nn.Parameter(quantised, requires_grad=False)
-    with pytest.raises(FabricError, match=r"`l1.upper` comes as torch.float8_e4m3fn.*scales"):
-        trainer(module)
-
-
 def test_tensors_that_the_model_has_no_use_for_are_left_and_whole_ones_arrive(
     server: fakes.Server, trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,14 +314,49 @@ def test_a_module_that_is_not_in_memory_of_the_host_is_streamed_by_vllms_own_sou
     assert source._module is module
 
 
-def test_workers_that_are_not_there_are_missed_at_once(trainer: Any) -> None:
-    with pytest.raises(WeightSyncError, match="1 of 2 workers of vLLM are ready for shards"):
-        trainer(Trained(1), workers=2, timeout=0.5)
+def test_rs_1_what_a_model_keeps_is_not_overwritten_by_a_version_that_is_not_in_use(
+    server: fakes.Server, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, kept = server.model.load_weights, []
+
+    def load(named: Any) -> None:
+        for name, tensor in named:
+            if name == "l2.extra":
+                kept[:] = [tensor]
+            else:
+                known([(name, tensor)])
+
+    monkeypatch.setattr(server.model, "load_weights", load)
+    module = Trained(1)
+    module.l2.extra = torch.nn.Parameter(torch.ones(4))
+    sender = trainer(module)
+    sender.send_weights()
+    module.turn_to(2)
+    server.never_resets = True
+    sender._sharded._info.timeout = 0.5
+    with pytest.raises(WeightSyncError, match=r"got success=false"):
+        sender.send_weights()
+    assert kept[0].tolist() == [1.0] * 4
 
 
-def test_a_rank_must_be_the_one_that_its_shards_are_numbered_by(trainer: Any) -> None:
-    with pytest.raises(InvalidArgument, match="rank is 1, expected 0"):
-        trainer(WeightSource({"a": torch.zeros(1)}, rank=0, name="other"), rank=1)
+def test_loaders_that_put_tensors_together_get_all_of_them_in_one_call(
+    server: fakes.Server, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = server.model.load_weights
+
+    def load(named: Any) -> None:
+        upper = {}
+        for name, tensor in named:
+            if name == "l1.upper":
+                upper[name] = tensor
+            elif name == "l1.lower":
+                known([("l1.upper", upper.pop("l1.upper") + tensor), (name, tensor)])
+            else:
+                known([(name, tensor)])
+
+    monkeypatch.setattr(server.model, "load_weights", load)
+    trainer(Trained(1)).send_weights()
+    assert server.model.l1.weight.tolist() == [[2.0] * 4] * 2 + [[1.0] * 4] * 2
 
 
 @pytest.mark.timeout(900)

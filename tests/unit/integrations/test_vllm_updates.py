@@ -19,28 +19,7 @@ from fabric_ray.errors import InvalidArgument, Unsupported, WeightSyncError
 from fabric_ray.integrations import vllm_plugin
 from fabric_ray.integrations.vllm_control import control_of
 from tests.unit.integrations import vllm_fakes as fakes
-
-BACKEND = "fabric_ray.integrations.vllm"
-
-
-@pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module over vLLM's parts that stand in for it."""
-    for name, module in fakes.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, BACKEND, raising=False)
-    yield importlib.import_module(BACKEND)
-    sys.modules.pop(BACKEND, None)
-
-
-@pytest.fixture
-def server(backend: Any) -> Iterator[fakes.Server]:
-    made = fakes.Server(
-        backend.FabricWeightTransferEngine, backend.FabricUpdateInfo, backend.FabricInitInfo
-    )
-    yield made
-    made.worker.shutdown()
-    fakes._models.clear()
+from tests.unit.integrations.conftest import BACKEND
 
 
 class Source(dict[str, Any]):
@@ -220,6 +199,61 @@ def test_rs_1_layers_that_an_update_leaves_out_are_named_unless_they_may_stay(
     assert server.answer("prompt") == {1.0, 0.0}
 
 
+def test_rs_1_a_layer_of_which_an_update_brings_a_part_and_that_may_stay_keeps_all_of_its_tensors(
+    server: fakes.Server, trainer: Any
+) -> None:
+    bias = torch.zeros(4)
+    server.model.l1.e_score_correction_bias = torch.nn.Parameter(bias)  # loaded in place
+    sender = trainer(leave=("l1",))
+    del sender.source["l1.lower"]
+    sender.source["l1.e_score_correction_bias"] = torch.ones(4)
+    sender.send_weights()
+    assert server.model.l1.weight.unique().tolist() == bias.unique().tolist() == [0.0]
+    assert server.answer("prompt") == {1.0, 0.0}
+
+
+def test_rs_3_workers_that_are_not_counted_are_named_by_the_failed_update(
+    server: fakes.Server, trainer: Any
+) -> None:
+    server.add_worker()
+    with pytest.raises(WeightSyncError, match=r"more workers .* answer than `workers` says"):
+        trainer(timeout=1.0).send_weights()
+    assert server.paused
+
+
+def test_rs_1_tensors_that_are_tied_in_the_model_come_with_one_value(
+    server: fakes.Server, trainer: Any
+) -> None:
+    sender = trainer()
+    sender.source |= {"tied.weight": torch.ones(4, 4), "l0.weight": torch.ones(4, 4)}
+    sender.send_weights()
+    sender.source["tied.weight"] = torch.zeros(4, 4)
+    with pytest.raises(WeightSyncError, match=r"`tied.weight` and `l0.weight` are tied in"):
+        sender.send_weights()
+
+
+def test_layers_that_quantise_what_comes_take_plain_tensors(
+    server: fakes.Server, trainer: Any
+) -> None:
+    layer = server.model.l1
+    layer.weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.float8_e4m3fn), False)
+    layer.loads = torch.float32
+    sender = trainer()
+    del sender.source["l1.upper"], sender.source["l1.lower"]
+    sender.source["l1.weight"] = torch.ones(4, 4)
+    sender.send_weights()
+    assert layer.weight.float().unique().tolist() == [1.0]
+    layer.loads = torch.float8_e4m3fn
+    with pytest.raises(WeightSyncError, match=r"`l1.weight` comes as torch.float32 and fills"):
+        sender.send_weights()
+
+
+def test_rs_1_experts_that_move_are_refused(server: fakes.Server, trainer: Any) -> None:
+    server.worker.parallel_config.enable_eplb = True
+    with pytest.raises(Unsupported, match="got enable_eplb=True"):
+        trainer()
+
+
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
 def test_rs_1_a_router_whose_bias_does_not_come_is_named(
     server: fakes.Server, trainer: Any, kind: str
@@ -255,6 +289,29 @@ def test_rs_1_an_update_with_less_than_the_source_announced_is_refused_before_it
     with pytest.raises(InvalidArgument, match=r"did not yield 6 of its tensors.*`l0.upper`"):
         sender.send_weights()
     assert not server.paused
+
+
+@pytest.mark.parametrize("ranks", [True, False], ids=["several ranks", "one"])
+def test_rs_4_gathers_go_on_to_their_end_after_a_failure(
+    server: fakes.Server, trainer: Any, monkeypatch: pytest.MonkeyPatch, ranks: bool
+) -> None:
+    """Other ranks take part in them."""
+    gathered = []
+
+    class Gathered(Source):
+        def __iter__(self) -> Iterator[Any]:
+            for name, tensor in self.items():
+                gathered.append(name)
+                yield name, tensor
+
+    sender = trainer()
+    sender.source.__class__ = Gathered
+    monkeypatch.setattr("fabric_ray.integrations.vllm.has_group", lambda: ranks)
+    server.never_resets = True
+    sender._timeout = 0.3
+    with pytest.raises(WeightSyncError, match="success=false"):
+        sender.send_weights()
+    assert gathered == (list(fakes.tensors(1)) if ranks else [])
 
 
 def test_rs_1_an_update_without_tensors_is_no_update(backend: Any, server: fakes.Server) -> None:

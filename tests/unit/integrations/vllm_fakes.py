@@ -36,6 +36,7 @@ class _Worker:
         self.model, self.device = model, torch.device("cpu")
         self.model_config = SimpleNamespace(dtype=torch.float32)
         self.vllm_config = None
+        self.parallel_config = SimpleNamespace(enable_eplb=False)
 
 
 class _Trainer:
@@ -93,7 +94,9 @@ def initialize(model: torch.nn.Module) -> None:
             own = {name: p for name, p in own.items() if name not in SKIPPED}
             info.load_numel_total = sum(p.numel() for p in own.values())
             for name, parameter in own.items():
-                layer._parameters[name] = torch.nn.Parameter(parameter.data.to("meta"))
+                loads = getattr(layer, "loads", parameter.dtype)
+                empty = torch.empty_like(parameter, dtype=loads, device="meta")
+                layer._parameters[name] = torch.nn.Parameter(empty)
                 layer._parameters[name].weight_loader = deferred(layer, info)
 
 
@@ -258,6 +261,19 @@ class Server:
         self.loads = 0
         """Requests that wait for a connector's pages, and are admitted when the server runs."""
         self._infos = (init_info, update_info)
+        self._further: list[Any] = []
+
+    def add_worker(self) -> Model:
+        """Adds a worker; returns its model."""
+        model = Model()
+        _models.append(model)
+        self._further.append(type(self.worker)(model))
+        return model
+
+    def shutdown(self) -> None:
+        for worker in (self.worker, *self._further):
+            worker.shutdown()
+        _models.clear()
 
     def answer(self, prompt: str) -> set[float]:
         """The versions of the weights that a prompt's pages were computed with."""
@@ -286,7 +302,8 @@ class Server:
         self.paused, self.loads = False, 0
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self.worker.init_transfer_engine(self._infos[0](**init_info))
+        for worker in (self.worker, *self._further):
+            worker.init_transfer_engine(self._infos[0](**init_info))
 
     def start_weight_update(self) -> None:
         if self._weight_update_active:
@@ -297,7 +314,8 @@ class Server:
     def update_weights(self, update_info: dict[str, Any]) -> None:
         try:
             self.before_update()
-            self.worker.receive_weights(self._infos[1](**update_info))
+            for worker in (self.worker, *self._further):
+                worker.receive_weights(self._infos[1](**update_info))
         except BaseException:
             self._weight_update_active = False
             raise

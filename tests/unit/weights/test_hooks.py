@@ -107,7 +107,17 @@ def test_a_failing_hook_is_named_and_the_rest_is_asked(open_sync, what: str, sta
     assert set(caught.value.failed) == {"rollout 1"}
     assert sync.version == 2
     assert list(sync.broken(set(), before=2)) == []
-    assert [engine.asked for engine in engines] == [AROUND, AROUND]
+    assert [engine.asked[:4] for engine in engines] == [AROUND[:4], AROUND[:4]]
+    # RS-1: an engine with old caches or derived tensors doesn't go on.
+    assert engines[0].generating
+    assert engines[1].generating == (what == "continue")
+    engines[1].fails, sync.fault = set(), Fault("target_confirm", "rollout 1", "is not asked")
+    with pytest.raises(WeightSyncError, match="aborted"):
+        sync.push()
+    assert engines[1].generating == (what == "continue" and staged)
+    sync.fault = None
+    sync.push()
+    assert engines[1].generating
 
 
 def test_rs_3_a_rollout_that_cannot_pause_keeps_its_version_and_goes_on(open_sync) -> None:
