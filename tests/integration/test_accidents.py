@@ -295,6 +295,9 @@ def test_every_use_of_a_closed_engine_says_so(open_engine: Callable[..., Transfe
         lambda: a.send(peer, b"x").wait(10),
         lambda: a.barrier(group, 1).wait(10),
         lambda: a.watch(print),
+        lambda: a.receive(print),
+        lambda: a.counter(),
+        lambda: a.drain(),
         lambda: counter.expect(1).wait(10),
     ]
     for use in uses:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from fabric_ray import EngineAddress, Peer, Region, TransferEngine
-from fabric_ray.errors import InvalidArgument, OutOfBounds, Refused, Stale
-from tests.processes import within
+from fabric_ray.errors import InvalidArgument, OutOfBounds, Refused
 
 Open = Callable[..., TransferEngine]
 
@@ -46,34 +45,6 @@ def test_mr_3_a_grant_is_for_its_part_and_its_peer(
     assert int(memory.numpy().sum()) == 7 * 512
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_mr_2_a_grant_ends_by_itself(open_engine: Open, transport: str) -> None:
-    owner, friend = open_engine("owner", transport=transport), open_engine(transport=transport)
-    memory = owner.alloc(4096)
-    grant, lasting = memory.grant(0, 64, ttl=0.02), memory.grant(ttl=1e6)
-
-    def write_for_ever() -> None:
-        while True:
-            write(friend, grant)
-
-    with pytest.raises(Stale):
-        write_for_ever()
-    with pytest.raises(Stale, match="its grant has ended"):
-        owner.write(grant, owner.import_region(lasting.descriptor()), 64)
-    write(friend, lasting)
-    assert lasting.nbytes == 4096
-
-
-async def test_revoking_a_region_ends_what_was_granted_from_it(open_engine: Open) -> None:
-    owner, friend = open_engine("owner"), open_engine("friend")
-    memory = owner.alloc(4096)
-    grant = memory.grant(0, 64)
-    write(friend, grant)
-    await memory.revoke()
-    with pytest.raises(Stale):
-        write(friend, grant)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
@@ -100,14 +71,3 @@ def test_a_file_is_granted_by_registering_its_part(open_engine: Open, tmp_path: 
     region = engine.register_file(tmp_path / "spill", nbytes=4096, create=True)
     with pytest.raises(InvalidArgument, match="register that part of the file"):
         region.grant(0, 64)
-
-
-def test_grants_that_come_and_go_leave_nothing(open_engine: Open) -> None:
-    owner, friend = open_engine("owner"), open_engine("friend")
-    memory = owner.alloc(4096)
-    before = owner.stats()["regions"]
-    for _ in range(300):
-        write(friend, memory.grant(0, 64, peer=friend.address, ttl=60))
-    within(30, "the end of all grants", lambda: owner.stats()["regions"] == before)
-    assert owner.stats()["retiring"] == 0
-    memory.deregister()

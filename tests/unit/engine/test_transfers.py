@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from fabric_ray import Batch, RegionDescriptor, TransferEngine, pages
-from fabric_ray.engine import EngineAddress, Region, RemoteRegion
-from fabric_ray.errors import Cancelled, EngineClosed, PeerError, PeerLost, Stale, TransferTimeout
+from fabric_ray import RegionDescriptor, TransferEngine
+from fabric_ray.engine import Region, RemoteRegion
+from fabric_ray.errors import EngineClosed, PeerError, PeerLost, TransferTimeout
 from tests.processes import within
 
 Pair = tuple[TransferEngine, TransferEngine]
@@ -30,19 +30,6 @@ def filled(engine: TransferEngine, nbytes: int) -> Region:
 def importing(engine: TransferEngine, region: Region) -> RemoteRegion:
     sent = pickle.dumps(region.descriptor())
     return engine.import_region(pickle.loads(sent))
-
-
-def test_a_write_arrives_and_counts(pair: Pair) -> None:
-    a, b = pair
-    src, dst = filled(a, 100_000), b.alloc(100_000)
-    counter = b.counter()
-    transfer = a.write(src, importing(a, dst), imm=counter.ref)
-    counter.wait(1, timeout=10)
-    assert (dst.numpy() == src.numpy()).all()
-    transfer.wait(10)
-    assert transfer.done()
-    assert transfer.exception() is None
-    assert counter.value == 1
 
 
 def test_one_completion_seen_in_five_ways(pair: Pair) -> None:
@@ -95,20 +82,6 @@ def test_awaiting_lets_other_tasks_run(pair: Pair) -> None:
     assert asyncio.run(main()) == 100
 
 
-def test_many_awaits_in_a_row(pair: Pair) -> None:
-    a, b = pair
-    src, dst = filled(a, 4096), b.alloc(4096)
-    there, counter = importing(a, dst), b.counter()
-
-    async def main() -> None:
-        for _ in range(300):
-            await a.write(src, there, imm=counter.ref)
-            await counter.expect(1)
-
-    asyncio.run(main())
-    assert counter.value == 300
-
-
 def test_an_await_that_waits_long_and_one_that_fails(pair: Pair) -> None:
     a, b = pair
     src, dst = filled(a, 64), b.alloc(64)
@@ -127,87 +100,6 @@ def test_an_await_that_waits_long_and_one_that_fails(pair: Pair) -> None:
         await transfer  # type: ignore[misc]
 
     asyncio.run(main())
-
-
-def test_a_callback_that_raises_is_reported_and_does_no_harm(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a, b = pair
-    reported = []
-    monkeypatch.setattr("sys.unraisablehook", lambda u: reported.append(u.exc_value))
-    src, dst = filled(a, 64), b.alloc(64)
-    there, counter = importing(a, dst), b.counter()
-    counter.expect(1).add_done_callback(lambda _: 1 / 0)
-    counter.expect(1).add_done_callback(lambda _: reported.append("second"))
-    for _ in range(2):
-        a.write(src, there, imm=counter.ref).wait(10)
-    within(10, "the second callback", lambda: "second" in reported)
-    assert isinstance(reported[0], ZeroDivisionError)
-
-
-def test_pages_shuffled_by_numpy_list_and_range(pair: Pair) -> None:
-    a, b = pair
-    n, size = 64, 512
-    src, dst = filled(a, n * size), b.alloc(n * size)
-    there, counter = importing(a, dst), b.counter()
-    order = np.random.default_rng(1).permutation(n)
-    for indices in (order, order.tolist(), range(n)):
-        dst.numpy()[:] = 0
-        a.write_pages(
-            size,
-            src,
-            pages(range(n), stride=size),
-            there,
-            pages(indices, stride=size),
-            imm=counter.ref,
-        ).wait(10)
-        counter.wait(n, timeout=10)
-        got = dst.numpy().reshape(n, size)[np.asarray(list(indices))]
-        assert (got == src.numpy().reshape(n, size)).all()
-
-
-def test_reads_pull(pair: Pair) -> None:
-    a, b = pair
-    remote, local = filled(b, 100_000), a.alloc(100_000)
-    there = importing(a, remote)
-    a.read(there, local).wait(10)
-    assert (local.numpy() == remote.numpy()).all()
-    a.read_pages(100, there, pages([7, 3], stride=100), local, pages([0, 1], stride=100)).wait(10)
-    assert (local.numpy()[:100] == remote.numpy()[700:800]).all()
-
-
-def test_a_batch_is_built_once_and_submitted_often(
-    open_engine: Callable[..., TransferEngine],
-) -> None:
-    a, b, c = (open_engine(n) for n in "abc")
-    src = filled(a, 1000)
-    targets = [b.alloc(1000), c.alloc(1000)]
-    counters = [b.counter(), c.counter()]
-    batch = Batch()
-    for dst, counter in zip(targets, counters, strict=True):
-        batch.write(src, importing(a, dst), imm=counter.ref)
-        batch.write(src[:10], importing(a, dst)[10:20], imm=counter.ref)
-    for round_ in range(1, 4):
-        a.submit(batch).wait(10)
-        for dst, counter in zip(targets, counters, strict=True):
-            counter.wait(2, timeout=10)
-            assert counter.value == 2 * round_
-            assert (dst.numpy()[10:20] == src.numpy()[:10]).all()
-
-
-def test_scatter_and_barrier(open_engine: Callable[..., TransferEngine]) -> None:
-    a, *others = (open_engine(n) for n in "abcd")
-    src = filled(a, 300)
-    regions = [e.alloc(100) for e in others]
-    imported = [importing(a, r) for r in regions]
-    group = a.peer_group([r.peer for r in imported])
-    parts = [(r, 0, 100 * i, 100) for i, r in enumerate(imported)]
-    a.scatter(src, parts, group=group, imm=3).wait(10)
-    a.barrier(group, 4).wait(10)
-    for i, (engine, region) in enumerate(zip(others, regions, strict=True)):
-        for imm in (3, 4):
-            engine.plain_counter(imm).wait(1, timeout=10)
-        assert (region.numpy() == src.numpy()[100 * i : 100 * i + 100]).all()
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -231,26 +123,6 @@ def test_a_group_that_has_lost_a_member_names_it_and_reaches_the_others(
             begin().wait(10)
         assert gone.value.peer == targets[0].peer.label
     c.plain_counter(3).wait(3, timeout=10)
-
-
-def test_messages_come_one_by_one(pair: Pair) -> None:
-    a, b = pair
-    peer = a.peer(EngineAddress.from_bytes(b.address.to_bytes()))
-    sent = [bytes([i]) * (i * 100) for i in range(50)]
-
-    async def main() -> list[bytes]:
-        got = []
-        transfers = [a.send(peer, m) for m in sent]
-        async for message in b.messages(count=4):
-            assert message.sender == a.id
-            got.append(message.data)
-            if len(got) == len(sent):
-                break
-        for t in transfers:
-            await t
-        return got
-
-    assert sorted(asyncio.run(main())) == sorted(sent)
 
 
 def test_a_watcher_sees_stores_from_anywhere(open_engine: Callable[..., TransferEngine]) -> None:
@@ -306,33 +178,6 @@ def test_a_peer_that_closes_ends_what_waits_for_it(pair: Pair) -> None:
         waiting.wait(10)
     assert lost.value.peer == there.peer.label
     assert isinstance(lost.value, ConnectionError)
-
-
-def test_mr_1_what_is_cancelled_says_when_its_buffers_are_free(pair: Pair) -> None:
-    a, b = pair
-    waiting = b.counter().expect(1)
-    waiting.cancel()
-    with pytest.raises(Cancelled, match="expectation"):
-        waiting.wait(10)
-    assert waiting.quiesced
-    src, dst = filled(a, 64 << 20), b.alloc(64 << 20)
-    there = importing(a, dst)
-    a.write(src, there).wait(10)
-    cancelled = 0
-    for _ in range(20):
-        transfer = a.write(src, there)
-        transfer.cancel()
-        assert transfer.wait_quiesced(10) is True
-        dst.numpy()[:] = 0xEE
-        cancelled += isinstance(transfer.exception(), Cancelled)
-        a.write(src, there, nbytes=8).wait(10)
-        assert (dst.numpy()[8:] == 0xEE).all()
-    assert cancelled > 0
-    transfer = a.write(src, there)
-    transfer.wait(10)
-    transfer.cancel()
-    assert transfer.exception() is None
-    assert transfer.quiesced
 
 
 def test_an_expectation_keeps_its_counter(pair: Pair) -> None:
@@ -409,51 +254,6 @@ def test_a_drained_engine_ends_what_it_has_begun_and_takes_nothing_new(pair: Pai
     drained.wait(10)
     assert there.value == 1
     a.drain().wait(10)
-
-
-def test_mr_2_a_revoked_region_is_stale_and_then_reusable(pair: Pair) -> None:
-    a, b = pair
-    src, dst = filled(a, 4096), b.alloc(4096)
-    remote = importing(a, dst)
-    a.write(src, remote).wait(10)
-    memory = dst.numpy()
-    revoked = dst.revoke()
-    revoked.wait(10)
-    assert revoked.quiesced
-    memory[:] = 0
-    with pytest.raises(Stale):
-        a.write(src, remote).wait(10)
-    assert not memory.any()
-    with pytest.raises(Stale):
-        b.write(dst, b.import_region(src.descriptor()))
-    dst.revoke().wait(10)
-
-
-def test_mr_2_one_writer_of_a_pool_is_shut_out_and_the_others_go_on(pair: Pair) -> None:
-    a, b = pair
-    pool, _ = b.empty(4096, torch.uint8)
-    ours, theirs = b.register(pool), b.register(pool)
-    src = filled(a, 4096)
-    shut_out, other = importing(a, ours), importing(a, theirs)
-    for target in (shut_out, other):
-        a.write(src, target).wait(10)
-    ours.revoke().wait(10)
-    pool.zero_()
-    with pytest.raises(Stale):
-        a.write(src, shut_out).wait(10)
-    assert not pool.any()
-    a.write(src, other).wait(10)
-    assert (pool.numpy() == src.numpy()).all()
-
-
-@pytest.mark.parametrize("priority", ["latency", "bulk", "background"])
-def test_every_priority_arrives(pair: Pair, priority: str) -> None:
-    a, b = pair
-    src, dst = filled(a, 20 << 20), b.alloc(20 << 20)
-    counter = b.counter()
-    a.write(src, importing(a, dst), imm=counter.ref, priority=priority)  # type: ignore[arg-type]
-    counter.wait(1, timeout=30)
-    assert (dst.numpy() == src.numpy()).all()
 
 
 def test_an_unknown_priority_is_named(pair: Pair) -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from fabric_ray import Batch, Counter, EngineConfig, Region, RemoteRegion, TransferEngine, pages
 from fabric_ray.errors import (
-    EngineClosed,
     InvalidArgument,
     OutOfBounds,
     PeerLost,
@@ -176,30 +175,6 @@ def test_memory_that_is_none(open_engine: Callable[..., TransferEngine]) -> None
 def test_indices_that_are_no_pages(indices: Any) -> None:
     with pytest.raises(InvalidArgument, match="page indices"):
         pages(indices, stride=1)
-
-
-def test_a_closed_engine_says_so_to_every_call(open_engine: Callable[..., TransferEngine]) -> None:
-    a, b = open_engine("a"), open_engine("b")
-    inbox, src = b.alloc(64), a.alloc(64)
-    there = a.import_region(inbox.descriptor())
-    counter = a.counter()
-    a.close()
-    a.close()
-    for call in (
-        lambda: a.alloc(64),
-        lambda: a.register(np.zeros(3)),
-        lambda: a.write(src, there),
-        lambda: a.peer(b.address),
-        lambda: a.import_region(inbox.descriptor()),
-        lambda: a.connect(there.peer),
-        lambda: a.counter(),
-        lambda: counter.wait(1),
-        lambda: a.receive(print),
-        lambda: a.watch(print),
-        lambda: a.drain(),
-    ):
-        with pytest.raises(EngineClosed):
-            call()
 
 
 def test_what_a_time_out_says_to_look_at(pair: tuple[TransferEngine, TransferEngine]) -> None:

@@ -18,7 +18,6 @@ from fabric_ray.kvcache import (
     CacheLayout,
     CacheTensor,
     Decoder,
-    Job,
     Place,
     Prefiller,
     RankCache,
@@ -159,51 +158,6 @@ def test_numbers_that_do_not_fit_are_refused_by_the_call_that_gives_them(
                 call(n)
 
 
-def test_a_cancelled_pull_says_so_and_is_released(stack: ExitStack) -> None:
-    prefill, decode = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
-    prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=TERMS))
-    decoder = stack.enter_context(Decoder(decode.ranks, terms=TERMS))
-    pull = decoder.pull(decoder.connect(prefiller.offer()), tokens=8, tables=[[0, 1]])
-    pull.cancel()
-    with pytest.raises(errors.PullCancelled):
-        pull.wait_ready(10)
-    pull.wait_released(10)
-    assert not pull.is_ready
-
-
-def test_a_prefiller_that_gives_up_says_why(stack: ExitStack) -> None:
-    prefill, decode = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
-    prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=TERMS))
-    decoder = stack.enter_context(Decoder(decode.ranks, terms=TERMS))
-    pull = decoder.pull(decoder.connect(prefiller.offer()), tokens=8, tables=[[0, 1]])
-
-    async def refuse() -> None:
-        async for job in prefiller.jobs():
-            job.fail("out of pages")
-            return
-
-    asyncio.run(asyncio.wait_for(refuse(), 10))
-    with pytest.raises(errors.PrefillFailed, match="out of pages") as error:
-        pull.wait_ready(10)
-    assert error.value.retryable
-    pull.wait_released(10)
-
-
-def test_a_payload_longer_than_any_links_messages_arrives_whole(stack: ExitStack) -> None:
-    terms = TERMS.model_copy(update={"max_message": 2 << 20, "silence": 30.0})
-    prefill, decode = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
-    prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=terms))
-    decoder = stack.enter_context(Decoder(decode.ranks, terms=terms))
-    prompt = msgspec.msgpack.encode([n * 7919 % 150_000 for n in range(200_000)])
-    to = decoder.connect(prefiller.offer())
-    pull = decoder.pull(to, tokens=8, tables=[[0, 1]], payload=prompt, timeout=30)
-    deadline = time.monotonic() + 30
-    while not (jobs := prefiller.take()):
-        assert time.monotonic() < deadline, f"no request came: {pull.error}"
-        time.sleep(0.001)
-    assert jobs[0].payload == prompt
-
-
 def test_what_is_wrong_with_a_request_is_said_before_anything_is_sent(stack: ExitStack) -> None:
     prefill, decode = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
     prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=TERMS))
@@ -254,81 +208,6 @@ def test_ends_that_are_garbage_collected_disconnect(stack: ExitStack) -> None:
     del decoder, pull
     gc.collect()
     assert gone() is None
-
-
-def test_a_timeline_says_when_each_layer_was_computed_posted_and_delivered(
-    stack: ExitStack,
-) -> None:
-    prefill, decode = Node(stack, "p", 2, 4, 8), Node(stack, "d", 1, 8, 6)
-    prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=PATIENT))
-    decoder = stack.enter_context(Decoder(decode.ranks, terms=PATIENT))
-    to = decoder.connect(prefiller.offer())
-
-    async def next_job() -> Job:
-        async for job in prefiller.jobs():
-            return job
-        raise AssertionError("the prefiller is closed")
-
-    pull = decoder.pull(to, tokens=11, tables=[[3, 1]], timeout=20)
-    job = asyncio.run(asyncio.wait_for(next_job(), 10))
-    begin = time.monotonic_ns()
-    job.accept([[5, 0, 2]])
-    for stop in (6, 11):
-        prefiller.begin([(job, stop)])
-        for layer in range(LAYERS):
-            prefiller.layer_done(layer)
-    job.finish()
-    job.wait_released(10)
-    pull.wait_ready(10)
-    end = time.monotonic_ns()
-    times = job.timeline()
-    assert [layer.layer for layer in times] == list(range(LAYERS))
-    before = begin
-    for at in times:
-        assert at.computed is not None
-        assert at.posted is not None
-        assert at.delivered is not None
-        assert before <= at.computed <= at.posted <= at.delivered <= end
-        before = at.computed
-
-    pull = decoder.pull(to, tokens=8, tables=[[0]], timeout=20)
-    job = asyncio.run(asyncio.wait_for(next_job(), 10))
-    job.accept([[0, 1]])
-    prefiller.begin([(job, 8)])
-    pull.cancel()
-    job.wait_released(10)
-    for _ in range(LAYERS):
-        prefiller.layer_done()
-    absent = {(at.computed, at.posted, at.delivered) for at in job.timeline()}
-    assert absent == {(None, None, None)}
-
-
-def test_layers_counted_without_a_begin_are_no_other_passes(stack: ExitStack) -> None:
-    prefill, decode = Node(stack, "p", 1, 4, 8), Node(stack, "d", 1, 4, 8)
-    prefiller = stack.enter_context(Prefiller(prefill.ranks, terms=PATIENT))
-    decoder = stack.enter_context(Decoder(decode.ranks, terms=PATIENT))
-    pull = decoder.pull(decoder.connect(prefiller.offer()), tokens=8, tables=[[6, 7]])
-
-    async def serve() -> None:
-        async for job in prefiller.jobs():
-            job.accept([[2, 3]])
-            for _ in range(LAYERS):
-                prefiller.layer_done()  # of a pass whose begin failed
-            prefiller.begin([(job, 8)])
-            for layer in range(LAYERS):
-                compute(prefill, layer, range(8), [2, 3], 4)
-                prefiller.layer_done()
-            job.finish()
-            return
-
-    asyncio.run(asyncio.wait_for(serve(), 10))
-    pull.wait_ready(10)
-    for layer in range(LAYERS):
-        for token in range(8):
-            got = decode.caches[0][layer, 6 + token // 4, 0, token % 4]
-            assert (got == value(layer, 0, token)).all()
-    with pytest.raises(InvalidArgument, match="counts only grow"):
-        prefiller.begin([], counted=1)
 
 
 def test_a_reader_that_left_does_not_take_the_next_one_s_word_along(stack: ExitStack) -> None:
