@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from fabric_ray import TransferEngine
-from fabric_ray.errors import FabricError, ForkedEngine, PeerLost, Stale, Unreachable
+from fabric_ray.errors import FabricError, PeerLost, Stale, Unreachable
 from tests.processes import Other, within
 
 MiB = 1 << 20
@@ -151,41 +150,6 @@ def test_ic_4_a_stopped_peer_costs_a_deadline_not_a_hang(
             message.wait(10)
         assert time.monotonic() - start < 5
         other.signal(signal.SIGCONT)
-
-
-def test_an_engine_does_not_survive_fork(open_engine: Callable[..., TransferEngine]) -> None:
-    a = open_engine()
-    region = a.alloc(64)
-    itself = a.peer(a.address)
-    refused = (
-        lambda: a.alloc(64),
-        region.deregister,
-        a.counter,
-        lambda: a.peer(a.address),
-        lambda: a.explain(itself),
-        lambda: a.receive(print),
-        lambda: a.watch(print),
-    )
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        for action in (*refused, a.close):
-            try:
-                action()
-                os.write(write, b"fine\n")
-            except ForkedEngine as e:
-                os.write(write, f"{e}\n".encode())
-            except BaseException as e:
-                os.write(write, f"{e!r}\n".encode())
-        os._exit(0)
-    os.waitpid(pid, 0)
-    *said, close, _ = os.read(read, 4000).decode().split("\n")
-    assert len(said) == len(refused)
-    assert all("one engine per process" in line for line in said), said
-    # So that a `with` block may end in the child as well; it ends nothing of the parent's.
-    assert close == "fine"
-    assert a.alloc(64).nbytes == 64
-    region.deregister()
 
 
 def churn(connection: Connection, transport: str) -> None:

@@ -12,7 +12,6 @@ from ray.experimental import set_target_for_ref
 
 import fabric_ray
 from fabric_ray.runtime.rdt import registration
-from fabric_ray.runtime.rdt.metadata import FabricCommunicator
 
 fabric_ray.register()  # the name must be known before a class uses it
 
@@ -117,14 +116,6 @@ class Peer:
         got = ray.get(refs[0])
         return float(given.sum()), got.data_ptr() == given.data_ptr()
 
-    def error_of(self, refs: list[Any]) -> tuple[str, str]:
-        """What a fetch ends with."""
-        try:
-            ray.get(refs[0])
-        except Exception as error:
-            return type(error).__name__, str(error)
-        return "", ""
-
     def held(self) -> tuple[int, int, int]:
         """Objects in Ray's store and ours, and regions that are registered."""
         store = ray._private.worker.global_worker.rdt_manager.rdt_store
@@ -135,15 +126,6 @@ class Peer:
 
     def wait(self) -> None:
         self.gate.wait(60)
-
-    @ray.method(concurrency_group="_ray_system_error")
-    def under_way(self) -> int:
-        return len(registration.transport().exchange().fetches)
-
-    @ray.method(concurrency_group="_ray_system_error")
-    def abort(self, obj_id: str) -> None:
-        """As Ray does when its patience is over."""
-        registration.transport().abort_transport(obj_id, FabricCommunicator())
 
 
 @ray.remote(num_cpus=0, enable_tensor_transport=True)

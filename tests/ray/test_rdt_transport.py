@@ -15,7 +15,6 @@ import pytest
 import ray
 import torch
 from ray.exceptions import (
-    ActorDiedError,
     GetTimeoutError,
     RayDirectTransportError,
     RayTaskError,
@@ -23,7 +22,6 @@ from ray.exceptions import (
 from ray.experimental import set_target_device_for_ref, set_target_for_ref, wait_tensor_freed
 
 import fabric_ray
-from fabric_ray.runtime import rdt
 from tests.ray.rdt_actors import Async, Peer, same, tree
 
 ROOT = Path(__file__).parents[2]
@@ -111,20 +109,6 @@ def test_memory_that_does_not_suit_is_refused(peers: list[Any]) -> None:
         ray.get(ref)
     set_target_device_for_ref(ref, "cpu")
     assert ray.get(ref).shape == (1000,)
-
-
-def test_registered_memory_and_memory_that_peers_map_are_read_like_any_other(
-    peers: list[Any],
-) -> None:
-    a = peers[0]
-    mapped = rdt.empty((300, 100), torch.float32).fill_(2)
-    rdt.register_memory(mapped)
-    try:
-        for part in (mapped, mapped[:10], mapped.t()):
-            ref = ray.put(part, _tensor_transport="fabric")
-            assert ray.get(a.total.remote(ref)) == 2 * part.numel()
-    finally:
-        rdt.deregister_memory(mapped)
 
 
 def test_everything_ends_with_the_last_reference(peers: list[Any]) -> None:
@@ -280,19 +264,6 @@ def test_registering_again_changes_nothing() -> None:
         fabric_ray.register()
 
 
-@pytest.mark.long
-def test_a_holder_that_is_killed_before_it_has_made_the_object_is_named_by_ray() -> None:
-    dying, reader = Peer.remote(), Peer.remote()
-    ray.get([dying.pid.remote(), reader.pid.remote()])
-    dying.wait.remote()
-    got = reader.is_tree.remote(dying.make.remote(1.0), 1.0)
-    ray.kill(dying)
-    with pytest.raises((ActorDiedError, RayTaskError)):
-        ray.get(got, timeout=120)
-    assert ray.get(reader.is_tree.remote(ray.put(tree(2.0), _tensor_transport="fabric"), 2.0))
-    ray.kill(reader)
-
-
 def test_rs_4_a_fetch_names_a_holder_that_was_killed() -> None:
     dying, reader, late = Peer.remote(), Peer.remote(), Peer.remote()
     who = ray.get(dying.id.remote())
@@ -322,27 +293,6 @@ def test_a_killed_reader_does_not_affect_other_readers(peers: list[Any]) -> None
 
 
 @pytest.mark.long
-def test_an_aborted_fetch_ends_and_both_actors_go_on() -> None:
-    holder, reader = Peer.remote(), Peer.remote()
-    ref = holder.make.remote(1.0)
-    ray.wait([ref])
-    pid = ray.get(holder.pid.remote())
-    ray.get(reader.pid.remote())
-    os.kill(pid, signal.SIGSTOP)  # it accepts no new connection
-    try:
-        got = reader.total.remote(ref)
-        assert until(lambda: ray.get(reader.under_way.remote()) > 0)
-        ray.get(reader.abort.remote(ref.hex()))
-        with pytest.raises(RayTaskError, match="Cancelled"):
-            ray.get(got, timeout=120)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert ray.get(reader.is_tree.remote(holder.make.remote(2.0), 2.0))
-    for actor in (holder, reader):
-        ray.kill(actor)
-
-
-@pytest.mark.long
 def test_a_restarted_actor_makes_and_takes_objects_again(peers: list[Any]) -> None:
     a = peers[0]
     actor = Peer.options(max_restarts=1, max_task_retries=3).remote()
@@ -355,25 +305,6 @@ def test_a_restarted_actor_makes_and_takes_objects_again(peers: list[Any]) -> No
     assert ray.get(actor.is_tree.remote(a.make.remote(3.0), 3.0))
     with pytest.raises(RayTaskError, match="produce the object again"):
         ray.get(a.total.remote(old), timeout=120)
-    ray.kill(actor)
-
-
-@pytest.mark.long
-def test_a_restarted_actor_that_registers_nothing_can_still_take_objects() -> None:
-    # Local classes travel by value, so that no module of theirs is imported.
-    @ray.remote(num_cpus=0, enable_tensor_transport=True)
-    class Forgetful:
-        def pid(self) -> int:
-            return os.getpid()
-
-        def total(self, tensor: Any) -> float:
-            return float(tensor.sum())
-
-    actor = Forgetful.options(max_restarts=1, max_task_retries=3).remote()
-    first = ray.get(actor.pid.remote())
-    os.kill(first, signal.SIGKILL)
-    assert ray.get(actor.pid.remote()) != first
-    assert ray.get(actor.total.remote(ray.put(torch.ones(9), _tensor_transport="fabric"))) == 9
     ray.kill(actor)
 
 

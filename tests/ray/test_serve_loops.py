@@ -14,9 +14,8 @@ import pytest
 from torch import Tensor
 
 from fabric_ray import observe
-from fabric_ray.inference.errors import InferenceError, PageMisuse
-from fabric_ray.inference.protocols import DecodeRow, OnLayer, PrefillChunk, Tail
-from fabric_ray.serve.instance import Instance
+from fabric_ray.inference.errors import PageMisuse
+from fabric_ray.inference.protocols import DecodeRow
 from fabric_ray.serve.messages import Emitted, Failed, Finished, Generate
 from tests.ray.serve_world import Around, expected, prompts, request, world
 
@@ -194,34 +193,6 @@ async def test_another_prefiller_computes_what_a_lost_one_did_not() -> None:
         assert [event for event in got if not isinstance(event, Finished)] == []
         assert [event.tokens for event in got] == expected(w.args, asked)  # type: ignore[union-attr]
         assert w.decode.stats()["retries"] > 0
-        await w.idle()
-
-
-async def test_a_pass_that_fails_ends_its_request_alone() -> None:
-    """Later prompts would be sent before they are computed if a broken pass's layers weren't
-    counted."""
-    bad = (13,) * 30
-
-    class Fragile(Around):
-        def prefill(self, chunk: PrefillChunk, on_layer: OnLayer) -> Tail | None:
-            def some_layers(layer: int) -> None:
-                if chunk.tokens[0] == 13 and layer == 1:
-                    raise InferenceError("the page tables were eaten")
-                on_layer(layer)
-
-            return self._engine.prefill(chunk, some_layers)
-
-    def make_fragile(instance: Instance) -> None:
-        instance.engine = Fragile(instance.engine)  # type: ignore[assignment]
-
-    async with world((), decode={"prefill_attempts": 2}) as w:
-        w.add_prefiller("p0", make_fragile)
-        asked = [request(i, p) for i, p in enumerate(prompts(8, seed=9))]
-        failed, *got = await asyncio.gather(w.ask(request(99, bad)), *(w.ask(r) for r in asked))
-        assert isinstance(failed, Failed)
-        assert failed.kind == "NoPrefill"
-        assert "the page tables were eaten" in failed.message
-        assert [event.tokens for event in got] == expected(w.args, asked)  # type: ignore[union-attr]
         await w.idle()
 
 

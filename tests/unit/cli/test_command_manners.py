@@ -104,6 +104,7 @@ def test_json_is_one_object_and_nothing_else(arguments: str) -> None:
         ("plan no-model --trainer fsdp=8 --rollout tp=4", Code.IMPOSSIBLE, "no-model"),
         ("simulate llama-3.1-8b --trainer x=8 --rollout tp=4", Code.IMPOSSIBLE, "x=8"),
         ("trace /no/such/file", Code.IMPOSSIBLE, "no flight records"),
+        (f"trace {__file__}", Code.IMPOSSIBLE, "no flight records"),
         ("demo weights --trainers 0", Code.IMPOSSIBLE, "trainers is 0; give at least 1"),
         ("demo weights --checkpoint /no/such/folder", Code.IMPOSSIBLE, "not a directory"),
         ("demo weights --address 127.0.0.1:1", Code.IMPOSSIBLE, "no Ray cluster answers at 127."),
@@ -157,10 +158,6 @@ def test_what_is_typed_wrongly_is_one_sentence_that_says_where_to_read(
 
 def test_the_version_is_the_packages() -> None:
     assert run("--version").output.strip() == __version__
-
-
-def test_a_nic_that_is_not_there_is_named() -> None:
-    assert "no_such_nic" in run("doctor", "--nics", "no_such_nic", "--budget", "1").output
 
 
 @pytest.mark.parametrize("group", [[], ["demo"]], ids=["", "demo"])

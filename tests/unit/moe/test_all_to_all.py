@@ -101,16 +101,3 @@ def test_buffers_are_explained_and_follow_from_the_sizes() -> None:
         for alls in (full, small):
             for sums in on_each(alls, lambda a: layer(a, x, idx, w, 4)):
                 assert torch.equal(sums, unsharded(x, idx, w))
-
-
-def test_rs_4_who_stalls_is_named_and_the_others_go_on() -> None:
-    with group(3, experts=6, topk=3, hidden=32, max_tokens=8, timeout=2.0) as alls:
-        x, idx, w = batch(5, 8, 6, 3, 32)
-        without = torch.where(idx < 4, idx, -1)  # rank 2 hosts the experts from 4 on
-        for _ in range(2):
-            for sums in on_each(alls[:2], lambda a: layer(a, x, idx, w, 4)):
-                assert torch.equal(sums, unsharded(x, without, w))
-        for a in alls[:2]:
-            assert [one.rank for one in a.lost] == [2]
-            assert "nothing of it has come" in a.lost[0].cause
-            assert a.present == (True, True, False)

@@ -52,29 +52,6 @@ def exchanged(
     a.combine_recv(w, out=out)
 
 
-@pytest.mark.parametrize("shared_rows", [None, 2])
-def test_each_replay_of_a_captured_exchange_is_one_with_what_lies_there_then(
-    host: Host, shared_rows: int | None
-) -> None:
-    with captured(host, private_rows=2, shared_rows=shared_rows) as ranks:
-
-        def work(a: AllToAll, graph: Graph) -> None:
-            x, idx, w = batch(a.rank, TOKENS, EXPERTS, TOPK, HIDDEN)
-            out = torch.zeros_like(x)
-            with graph.capture():
-                exchanged(a, x, idx, w, out)
-            assert torch.equal(out, unsharded(x, idx, w))
-            for turn in range(1, 5):
-                fresh = batch(10 * turn + a.rank, TOKENS, EXPERTS, TOPK, HIDDEN)
-                for here, new in zip((x, idx, w), fresh, strict=True):
-                    here.copy_(new)
-                graph.replay()
-                a.check()
-                assert torch.equal(out, unsharded(x, idx, w))
-
-        on_all(ranks, work)
-
-
 def test_a_captured_dispatch_alone_is_replayed_with_whole_exchanges_between(host: Host) -> None:
     with captured(host) as ranks:
 

@@ -6,7 +6,6 @@ The kernels run on the processor. Where a GPU would be asked to wait, a capture 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,93 +16,20 @@ from fabric_ray import errors
 from fabric_ray.moe import AllToAll, cast, pplx
 from fabric_ray.moe.autograd import Differentiable, combine, dispatch
 from fabric_ray.moe.deepep import Buffer
-from fabric_ray.moe.layer import ParallelExperts
 from tests.examples import by_turns
-from tests.host_graph import Graph
 from tests.host_kernels import Host
 from tests.moe_ranks import (
-    Expert,
     ThreadComm,
     batch,
     expert,
     on_all_ranks,
     on_ranks,
     rank_of,
-    unsharded,
 )
 
 EXPERTS, TOPK, M, HIDDEN = 6, 2, 5, 512
 KERNELS = [(True, True), (True, False, True)]
 """Which ranks have them."""
-
-
-@pytest.mark.parametrize("kernels", KERNELS, ids=str)
-def test_a_layer_has_the_bits_of_one_place_and_waits_for_nothing(
-    host: Host, kernels: tuple[bool, ...]
-) -> None:
-    def work(comm: ThreadComm) -> None:
-        graph = Graph() if kernels[comm.rank()] else None
-        launcher = None if graph is None else graph.launcher(host.another())
-        a = rank_of(
-            AllToAll, comm, experts=EXPERTS, topk=TOPK, hidden=HIDDEN, max_tokens=M,
-            launcher=launcher,
-        )  # fmt: skip
-        layer = ParallelExperts(a, Expert, max_tokens=M)
-        x, chosen, w = batch(comm.rank(), M, EXPERTS, TOPK, HIDDEN)
-        with nullcontext() if graph is None else graph.capture():
-            out = layer(x, chosen, w)
-        a.check()
-        assert torch.equal(out, unsharded(x, chosen, w))
-        for here, new in zip((x, chosen, w), batch(9, M, EXPERTS, TOPK, HIDDEN), strict=True):
-            here.copy_(new)
-        if graph is None:
-            out = layer(x, chosen, w)
-        else:
-            graph.replay()
-        a.check()
-        assert torch.equal(out, unsharded(x, chosen, w))
-
-    on_ranks(len(kernels), work)
-
-
-def gradients(kernels: tuple[bool, ...], host: Host, multiple: int) -> list[list[Tensor | None]]:
-    """Of tokens, weights and experts, through two layers."""
-
-    def work(comm: ThreadComm) -> list[Tensor | None]:
-        rank, ranks = comm.rank(), comm.size()
-        a = rank_of(
-            Differentiable, comm, experts=EXPERTS, topk=TOPK, hidden=8, max_tokens=M,
-            dtype=torch.float32, launcher=host.another() if kernels[rank] else None,
-        )  # fmt: skip
-        x, idx, w = batch(rank, M - rank, EXPERTS, TOPK, 8, torch.float32)
-        scales = torch.arange(1.0, EXPERTS // ranks + 1).requires_grad_()
-        x.requires_grad_()
-        w.requires_grad_()
-        found = x
-        for _ in range(2):
-            got = dispatch(a, found, idx, multiple=multiple)
-            local = got.experts()
-            each = torch.where(local < 0, 0.0, scales[local.clamp(min=0)])
-            found = found + combine(a, torch.tanh(got.x) * each[:, None], w)
-        found.square().sum().backward()
-        a.check()
-        return [found.detach(), x.grad, w.grad, scales.grad]
-
-    return on_ranks(len(kernels), work)
-
-
-@pytest.mark.parametrize("multiple", [1, 4])
-@pytest.mark.parametrize("kernels", KERNELS, ids=str)
-def test_gradients_have_the_bits_of_the_host(
-    host: Host, kernels: tuple[bool, ...], multiple: int
-) -> None:
-    wanted = gradients((False,) * len(kernels), host, multiple)
-    for ours, theirs in zip(gradients(kernels, host, multiple), wanted, strict=True):
-        *ours, of_scales = ours
-        *theirs, wanted_scales = theirs
-        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-        # A sum over rows, and there is room for more rows.
-        torch.testing.assert_close(of_scales, wanted_scales)
 
 
 @pytest.mark.parametrize("on_kernels", [False, True])
@@ -123,46 +49,6 @@ def test_rs_4_gradients_that_lack_a_part_are_told_of_before_they_are_used(
     a.weights.mask(1 - comm.rank(), "it fell silent")
     with pytest.raises(errors.PeerLost, match=r"rank . was lost .* it fell silent"):
         a.check()
-
-
-@pytest.mark.parametrize("fp8", [False, True])
-@on_all_ranks(2)
-def test_pplx_calls_are_captured_and_bounds_are_read_on_the_device(
-    comm: ThreadComm, host: Host, fp8: bool
-) -> None:
-    rank, ranks = comm.rank(), comm.size()
-    local, rows, graph = EXPERTS // ranks, M * ranks, Graph()
-    a = pplx.AllToAll.internode(
-        M, EXPERTS, TOPK, rank, ranks, 1, HIDDEN, HIDDEN * (1 if fp8 else 2),
-        HIDDEN // 16 * 4 if fp8 else 0, comm=comm, launcher=graph.launcher(host.another()),
-    )  # fmt: skip
-    x, idx, w = batch(rank, M, EXPERTS, TOPK, HIDDEN)
-    idx = idx.to(torch.int32)
-    bound = torch.tensor([M], dtype=torch.uint32)
-    counts = torch.empty(local, dtype=torch.int32)
-    dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
-    out_x = torch.empty(local, rows, HIDDEN, dtype=dtype)
-    out_scale = torch.empty(local, rows, HIDDEN // 16) if fp8 else None
-    out = torch.empty(M, HIDDEN, dtype=torch.bfloat16)
-    with graph.capture():
-        dp_x, dp_scale = cast.to_fp8(x, block=16) if fp8 else (x, None)
-        a.dispatch(counts, out_x, out_scale, dp_x, dp_scale, idx, bound, do_recv=False)
-        a.dispatch(counts, out_x, out_scale, dp_x, dp_scale, idx, bound, do_send=False)
-        there = out_x if out_scale is None else cast.back(out_x, out_scale)
-        y = torch.stack([expert(rank * local + i, part) for i, part in enumerate(there)])
-        a.combine(out, idx, w, y, bound)
-    for turn in range(4):
-        if turn:
-            fresh = batch(10 * turn + rank, M, EXPERTS, TOPK, HIDDEN)
-            for here, new in zip((x, idx, w), fresh, strict=True):
-                here.copy_(new)
-            bound.fill_(M - turn - rank)
-            graph.replay()
-        a.check()
-        n = int(bound)
-        seen = cast.back(*cast.to_fp8(x, block=16)) if fp8 else x
-        assert torch.equal(out, unsharded(seen, idx[:n], w))
-    a.destroy()
 
 
 @on_all_ranks(1)
@@ -260,50 +146,6 @@ def test_deepep_calls_return_what_they_do_on_the_host(
     for ours, theirs in zip(low_latency(kernels, host, form, hooks), wanted, strict=True):
         assert len(ours) == len(theirs)
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-
-
-@on_all_ranks(2)
-def test_deepep_calls_are_captured(comm: ThreadComm, host: Host) -> None:
-    """Two batches, hooks and statistics too: each replay is both exchanges."""
-    rank, graph = comm.rank(), Graph()
-    buffer = Buffer(low_latency_mode=True, comm=comm, launcher=graph.launcher(host.another()))
-    stats = torch.zeros(EXPERTS // 2, dtype=torch.int32)
-    given = [batch(rank + 5 * one, M, EXPERTS, TOPK, HIDDEN) for one in range(2)]
-
-    def both() -> list[Tensor]:
-        sent = [
-            buffer.low_latency_dispatch(x, idx, M, EXPERTS, stats, return_recv_hook=True)
-            for x, idx, _ in given
-        ]
-        out = []
-        for (_, idx, w), (recv, _, handle, _, hook) in zip(given, sent, strict=True):
-            assert hook is not None
-            hook()
-            y = buffer.get_next_low_latency_combine_buffer(handle)
-            y.copy_(answers(rank, recv))
-            out.append(buffer.low_latency_combine(y, idx, w, handle, zero_copy=True)[0])
-        return out
-
-    def right(out: list[Tensor]) -> None:
-        for (x, idx, w), sums in zip(given, out, strict=True):
-            seen = cast.back(*cast.to_fp8(x))
-            assert torch.equal(sums, unsharded(seen, idx, w))
-
-    right(both())
-    with graph.capture():
-        out = both()
-    right(out)
-    for turn in range(1, 4):
-        for one, tensors in enumerate(given):
-            fresh = batch(10 * turn + rank + 5 * one, M, EXPERTS, TOPK, HIDDEN)
-            for here, new in zip(tensors, fresh, strict=True):
-                here.copy_(new)
-        graph.replay()
-        buffer.check()
-        right(out)
-    counted = comm.all_gather(stats.numpy().tobytes())
-    assert any(counted)
-    buffer.destroy()
 
 
 @on_all_ranks(1)

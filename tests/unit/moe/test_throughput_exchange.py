@@ -2,45 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from fabric_ray import TransferEngine, errors
-from fabric_ray.moe import ThroughputAllToAll
+from fabric_ray import errors
 from fabric_ray.moe.comm import ranks_per_node
 from fabric_ray.moe.deepep import Buffer
 from tests.moe_ranks import ThreadComm, batch, on_all_ranks, on_ranks, unsharded
-from tests.throughput_ranks import HIDDEN, SOURCE, hierarchical, layer, throughput_rank
-
-
-@pytest.mark.parametrize(
-    ("nodes", "per_node", "transport"), [(2, 2, "shm"), (3, 1, "shm"), (1, 2, "shm"), (2, 1, "tcp")]
-)
-def test_sums_are_those_of_the_order_bit_by_bit(nodes: int, per_node: int, transport: str) -> None:
-    local, topk = 2, 4 if nodes * per_node > 2 else 3
-    experts = nodes * per_node * local
-
-    def work(comm: ThreadComm) -> None:
-        options: dict[str, Any] = {
-            "experts": experts,
-            "topk": topk,
-            "max_tokens": 64,
-            "ranks_per_node": per_node,
-            "parts": SOURCE,
-        }
-        one = throughput_rank(comm, transport, **options)
-        for turn, tokens in enumerate((40 + comm.rank(), 0, 64, 1)):
-            x, idx, w = batch(turn * 9 + comm.rank(), tokens, experts, topk, HIDDEN)
-            if turn == 2:
-                idx[:, 0], idx[:, 1:] = 1, -1
-            want = hierarchical(x, idx, w, local=local, per_node=per_node, nodes=nodes)
-            assert torch.equal(layer(one, x, idx, w), want)
-        assert one.lost == ()
-        assert one.traffic.rail_tokens == 0 or nodes > 1
-
-    on_ranks(nodes * per_node, work)
+from tests.throughput_ranks import HIDDEN, hierarchical, throughput_rank
 
 
 @on_all_ranks(2)
@@ -68,46 +37,6 @@ def test_what_is_wrong_is_refused_before_anything_is_sent(comm: ThreadComm) -> N
     ):
         with pytest.raises(errors.InvalidArgument, match=word):
             call()
-
-
-@on_all_ranks(4)
-def test_rs_4_a_masked_rank_ends_the_calls_of_all_by_its_name_and_is_left_out(
-    comm: ThreadComm,
-) -> None:
-    sizes = {"experts": 4, "topk": 2, "max_tokens": 8, "ranks_per_node": 2}
-    one = throughput_rank(comm, parts=SOURCE, **sizes)
-    x, idx, w = batch(comm.rank(), 5, 4, 2, HIDDEN)
-    if comm.rank() == 0:
-        one.mask(3, "its node is gone")
-        assert "its node is gone" in one.lost[0].cause
-    for _ in range(2 if comm.rank() == 3 else 1):
-        with pytest.raises(errors.PeerLost, match="rank 3"):
-            layer(one, x, idx, w)
-    assert [lost.rank for lost in one.lost][-1] == 3
-    if comm.rank() != 3:
-        assert one.present == (True, True, True, False)
-        kept = idx.masked_fill(idx == 3, -1)
-        want = hierarchical(x, kept, w, local=1, per_node=1, nodes=4)
-        assert torch.equal(layer(one, x, idx, w), want)
-        assert one.left_out == ((3,) if (idx == 3).any() else ())
-
-
-@on_all_ranks(2)
-def test_a_rank_that_is_none_from_the_beginning_is_left_out(comm: ThreadComm) -> None:
-    with TransferEngine(name=f"rank-{comm.rank()}") as engine:
-        one = ThroughputAllToAll(
-            engine, rank=comm.rank(), ranks=3, ranks_per_node=3, experts=3, topk=2,
-            hidden=HIDDEN, max_tokens=8, parts=SOURCE, timeout=60.0,
-        )  # fmt: skip
-        one.connect([*comm.all_gather(one.descriptor()), None])
-        comm.all_gather(b"")
-        x, idx, w = batch(comm.rank(), 5, 3, 2, HIDDEN)
-        kept = idx.masked_fill(idx == 2, -1)
-        want = hierarchical(x, kept, w, local=1, per_node=1, nodes=3)
-        assert torch.equal(layer(one, x, idx, w), want)
-        with pytest.raises(errors.InvalidArgument, match="mask it"):
-            one.connect([None, None, None])
-        comm.all_gather(b"")
 
 
 def test_deepeps_normal_calls_send_a_token_once_to_each_node() -> None:

@@ -275,34 +275,6 @@ def test_tables_keep_headings_and_numbers_whole_at_80_columns(
     assert not re.search(r"^\s*(us|ms|bytes|.B)\b", trace, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["top", "--once", "--interval", "0.1"], 1, "no process shows itself"),
-        (["trace"], 1, "no process shows itself"),
-        (["trace", "{file}"], 2, "has no flight records"),
-        (["trace", "/no/such/file"], 2, "has no flight records"),
-        (
-            ["trace", "{records}", "--out", "/no/such/folder/t"],
-            2,
-            "/no/such/folder/t: No such file",
-        ),
-    ],
-)
-def test_what_can_not_be_shown_is_one_sentence(
-    runs_in: Path, tmp_path: Path, arguments: list[str], code: int, words: str
-) -> None:
-    file = tmp_path / "else.json"
-    file.write_text("{}\n")
-    records = tmp_path / "records.json"
-    observe.dump(records)
-    result = run(*(a.format(file=file, records=records) for a in arguments))
-    assert result.exit_code == code
-    assert words in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
-    assert result.stdout == ""
-
-
 def test_a_request_without_a_record_is_reported(runs_in: Path, pair: Pair) -> None:
     moved(pair)
     observe.serve()

@@ -129,16 +129,6 @@ def test_memory_that_does_not_suit_is_refused_before_anything_is_read(
     assert all(not tensor.any() for tensor in given)
 
 
-def test_many_fetches_are_under_way_at_once(holder: Exchange, reader: Exchange) -> None:
-    tensors = [torch.full((100_000,), float(n)) for n in range(32)]
-    begun: list[Fetch] = []
-    for n, tensor in enumerate(tensors):
-        offer = holder.sources.add(str(n), [tensor])
-        begun.append(reader.fetches.start(str(n), offer, kinds([tensor])))
-    for one, tensor in zip(reversed(begun), reversed(tensors), strict=True):
-        assert torch.equal(one.wait(20)[0], tensor)
-
-
 def test_mr_2_an_object_that_was_freed_is_stale(holder: Exchange, reader: Exchange) -> None:
     tensor = torch.ones(BIG)
     offer = holder.sources.add("a", [tensor])
