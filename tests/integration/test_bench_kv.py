@@ -12,7 +12,6 @@ from io import StringIO
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
@@ -20,8 +19,8 @@ from typer.testing import CliRunner
 from benchmarks.kvcache.__main__ import app
 from benchmarks.kvcache.load import Load, Outcomes, load, row
 from benchmarks.kvcache.ttft import MODEL, ttft
-from benchmarks.kvcache.vllm import IDLE, METRICS, Turn, loads, measure, rows
-from benchmarks.kvcache.vllm_setups import Setup, cpu_seconds
+from benchmarks.kvcache.vllm import IDLE, Turn, loads, measure, rows
+from benchmarks.kvcache.vllm_setups import Setup
 from benchmarks.kvcache.watcher import watcher
 from fabric_ray.bench.record import Results
 from fabric_ray.bench.results import Family
@@ -168,15 +167,6 @@ def test_a_way_with_other_tokens_is_failed_and_not_ranked(results: Results) -> N
     assert [[one.contender for one in each] for each in failures] == [["nixl"]] * 3 * len(SMALL)
 
 
-def test_nixl_is_measured_alone_beside_the_plain_server(results: Results) -> None:
-    setups = [Memory("plain", "floor"), Memory("nixl", "peer")]
-    setups[1].handoff = "sequential"
-    measure(setups, SMALL, 2, results, tokens=4, block_bytes=4096, idle=0.01)
-    assert {key for key in results.rows if key != IDLE} == {
-        load.key(metric, "sequential") for load in SMALL for metric in METRICS
-    }
-
-
 def test_turns_before_an_interruption_are_kept_and_measured_again(results: Results) -> None:
     answers = iter(range(40))
 
@@ -195,23 +185,6 @@ def test_turns_before_an_interruption_are_kept_and_measured_again(results: Resul
     setups = [plain, Memory("fabric-ray", "ours")]
     measure(setups, SMALL, 2, again, tokens=4, block_bytes=4096, idle=0.01)
     assert all(found.complete for found in read(results.path).rows)
-
-
-def test_cpu_time_of_a_process_is_that_of_all_below_it_and_of_those_that_ended() -> None:
-    burn = "import time\nwhile time.process_time() < 0.3: pass\n"
-    wait = "print(flush=True)\ninput()"
-    tree = (
-        "import subprocess, sys\n"
-        f"subprocess.run([sys.executable, '-c', {burn!r}], check=True)\n"
-        f"subprocess.run([sys.executable, '-c', {burn + wait!r}], check=True)\n"
-    )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", tree], **pipes) as process:  # type: ignore[call-overload]
-        assert process.stdout.readline()
-        root = psutil.Process(process.pid)
-        used = sum(map(cpu_seconds, (root, *root.children(recursive=True))))
-        assert used >= 0.58  # ticks may be cut off
-        process.communicate(b"\n")
 
 
 @pytest.mark.parametrize(

@@ -12,28 +12,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import suites
-from benchmarks.contenders.fabric import FabricRust
 from benchmarks.contenders.fabric_kv import Shape
 from benchmarks.contenders.libfabric import FabTests, PingPong
 from benchmarks.contenders.programs import ProgramContender
 from benchmarks.contenders.registry import every
 from benchmarks.contenders.ucx import UcxPut
 from benchmarks.harness import data
-from benchmarks.harness.cases import KIB, MIB, Case
+from benchmarks.harness.cases import KIB, Case
 from benchmarks.harness.contender import Effort, Measurement
 from benchmarks.harness.remains import Remains
 from benchmarks.harness.schedule import Plan, operations_and_samples, run_cases
 from fabric_ray.bench import record, stats
 from fabric_ray.bench.record import Results
 from fabric_ray.bench.results import RowHeader, load, row_of_turns
-from fabric_ray.bench.table import size
 
 WRITE = Case(suite="write", operation="write", link="shm", bytes=4 * KIB, region=64 * KIB)
 PAGES = Case(suite="pages", operation="pages", link="shm", bytes=KIB, pages=8, region=64 * KIB)
@@ -73,23 +70,12 @@ def test_any_flipped_bit_is_a_fault(at: int, bit: int) -> None:
     assert fault("write", memory) is not None
 
 
-def test_the_prompt_of_deepseek_r1_is_61_layers_of_32_pages_of_144_kib() -> None:
-    shape = Shape.of(list(suites.kv(True))[-1])
-    assert (shape.layers, shape.layer_pages, shape.page_nbytes) == (61, 32, 144 * KIB)
-    assert shape.layout().buffers == (61 * 32 * 144 * KIB,)
-
-
 def test_cold_operations_walk_the_region_and_pages_meet_every_place_once() -> None:
     starts = [int(data.step(WRITE, number).sources[0]) for number in range(17)]
     assert starts == [*range(16), 0]
     places = list(itertools.chain(*(data.step(PAGES, number).targets for number in range(8))))
     assert sorted(places) == list(range(64))
     assert places != sorted(places)
-
-
-def test_hot_operations_stay_on_one_block() -> None:
-    hot = Case(suite="write", operation="write", link="shm", bytes=4 * KIB, temperature="hot")
-    assert {int(data.step(hot, number).sources[0]) for number in range(9)} == {0}
 
 
 def test_a_paired_ratio_cancels_drift_that_a_ratio_of_medians_would_show() -> None:
@@ -108,14 +94,6 @@ def test_a_turn_holds_at_least_one_operation_and_about_its_budget(
     assert 1 <= operations <= wanted
     assert samples >= 1
     assert operations * samples * seconds <= max(budget, seconds) * 1.001
-
-
-def test_figures_come_in_the_case_s_unit() -> None:
-    assert WRITE.header.value(4096e-9) == pytest.approx(1.0)
-    assert PAGES.header.value(8192e-9) == pytest.approx(1.0)
-    latency = Case(suite="latency", operation="latency", link="tcp", bytes=8, waiter="parked")
-    assert latency.header.value(36e-6) == pytest.approx(36.0)
-    assert [size(8), size(64 * KIB), size(256 * MIB)] == ["8B", "64KiB", "256MiB"]
 
 
 @pytest.mark.parametrize("quick", [False, True], ids=["full", "quick"])
@@ -213,11 +191,6 @@ def test_tables_can_be_pasted(tmp_path: Path, shown: Callable[[], str]) -> None:
     assert "| s/a  ms | 2 |  |  | peer 4 | 2.00x |  |  | size MB 3 |" in shown().splitlines()
 
 
-def test_percentiles_are_samples() -> None:
-    found = stats.spread([float(i) for i in range(1000)])
-    assert found == {"p50": 500, "p90": 900, "p99": 990, "p99.9": 999}
-
-
 UCX = """iterations,50.0_percentile_lat,avg_lat,overall_lat,avg_bw,overall_bw,avg_mr,overall_mr
 20000,0.130,0.146,0.151,52.36,52.36,6862408,6862408
 """
@@ -238,73 +211,6 @@ def test_figures_of_programs_are_read_from_their_own_columns(
     contender: ProgramContender, output: str, microseconds: float
 ) -> None:
     assert contender.seconds(output, WRITE) == pytest.approx(microseconds / 1e6)
-
-
-@pytest.mark.parametrize("contender", [UcxPut(), FabTests()], ids=lambda one: one.name)
-@pytest.mark.parametrize("output", ["", "connect() failed: Connection refused\n"])
-def test_output_without_a_figure_is_refused(contender: ProgramContender, output: str) -> None:
-    with pytest.raises((ValueError, IndexError)):
-        contender.seconds(output, WRITE)
-
-
-WINDOW = Case(suite="nics", operation="window", link="tcp", bytes=MIB, region=64 * MIB)
-HELP = {"1.17": "-B <src_port>", "2.6": "-B <src_port>\n-O <addr>   use the provided addr"}
-
-
-class Counting(FabricRust):
-    """Remembers how much it was told to move."""
-
-    def __init__(self, name: str, seconds: float) -> None:
-        super().__init__(name)
-        self.seconds = seconds
-        self.efforts: set[int] = set()
-
-    def supports(self, case: Case) -> bool:
-        return True
-
-    def start(self, case: Case) -> None:
-        return
-
-    def verify(self, case: Case) -> bool:
-        return True
-
-    def measure(self, case: Case, effort: Effort) -> Measurement:
-        self.efforts.add(effort.operations * effort.samples)
-        return Measurement(seconds=[self.seconds])
-
-
-def test_slow_and_fast_contenders_make_equally_many_writes_of_a_window(tmp_path: Path) -> None:
-    contenders = [Counting("slow", 1.0), Counting("fast", 1e-6)]
-    run_cases([WINDOW], contenders, Plan(turns=2), Results(tmp_path / "run.jsonl", {}, []))
-    assert [one.efforts for one in contenders] == [{WINDOW.operations}] * 2
-    assert WINDOW.operations % 64 == 0
-
-
-@pytest.mark.parametrize("version", HELP)
-def test_fabtests_stand_beside_writes_to_the_memory_that_they_use(
-    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / "fi_rma_bw"
-    program.write_text(f"#!/bin/sh\necho '{HELP[version]}' >&2\nexit 1\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("FABTESTS", str(tmp_path))
-    hot = msgspec.structs.replace(WINDOW, temperature="hot")
-    peer = FabTests()
-    assert peer.available() is None
-    assert (peer.supports(hot), peer.supports(WINDOW)) == (version == "1.17", version == "2.6")
-    assert peer.command(WINDOW, 7, 640, False)[:3] == [str(program), "-p", "tcp"]
-
-
-def test_a_folder_without_fabtests_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FABTESTS", str(tmp_path))
-    assert FabTests().available() == "fi_rma_bw is not installed"
-
-
-def test_fabtests_use_the_library_that_we_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FABRIC_RAY_LIBFABRIC", "/opt/libfabric/lib/libfabric.so.1")
-    assert FabTests().environment(WINDOW) == {"LD_LIBRARY_PATH": "/opt/libfabric/lib"}
-    monkeypatch.delenv("FABRIC_RAY_LIBFABRIC")
-    assert FabTests().environment(WINDOW) == {}
 
 
 LEAVES = """
