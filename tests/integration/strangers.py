@@ -36,31 +36,16 @@ def sealed(magic: bytes, body: bytes, version: int = 1) -> bytes:
     return magic + version.to_bytes(2, "little") + zlib.crc32(body).to_bytes(4, "little") + body
 
 
-def number(value: int) -> bytes:
-    """A number as it is written: seven bits a byte, the lowest first."""
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*out, value])
-
-
 def hello(
     to: str,
     *,
     protocol: tuple[int, int] = (1, 1),
     version: int = HANDSHAKE,
-    endpoints: tuple[tuple[int, bytes], ...] = (),
     secret: int = BY_TOKEN,
 ) -> bytes:
-    """The first message of a handshake, which offers the oldest and the newest version.
-
-    Args:
-        endpoints: numbers of transports, and what they say of where they listen.
-    """
+    """The first message of a handshake, which offers the oldest and the newest version."""
     transport = sealed(b"FRts", bytes(16) + bytes([0, 1]))
-    places = [number(kind) + number(len(data)) + data for kind, data in endpoints]
-    sender = bytes(16) + NAME + number(len(places)) + b"".join(places)
+    sender = bytes(16) + NAME + bytes(1)  # no endpoints
     body = bytes([0, *protocol]) + sender + bytes.fromhex(to) + bytes(32) + bytes([secret])
     return sealed(b"FRhs", body + bytes([len(transport)]) + transport, version)
 
@@ -96,47 +81,6 @@ class Stranger:
         return heard
 
 
-class Door:
-    """A socket where an engine ``x`` that was never opened would listen."""
-
-    def __init__(self, transport: str) -> None:
-        self.tcp = transport == "tcp"
-        self.id = os.urandom(16)
-        if self.tcp:
-            self.socket = socket.create_server(("127.0.0.1", 0))
-            port = self.socket.getsockname()[1]
-            # No address of its own, the port on loopback, and whose loopback that is.
-            place = b"\x00" + b"\x01" + number(port) + _host()
-            endpoint = sealed(b"FRte", place)
-        else:
-            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self.socket.bind(f"\0fabric-ray/{self.id.hex()}")
-            self.socket.listen()
-            endpoint = b""
-        endpoints = b"\x01" + bytes([int(self.tcp)]) + number(len(endpoint)) + endpoint
-        self.address = self.id + NAME + endpoints
-
-    def region(self, nbytes: int) -> bytes:
-        """A descriptor of a region there."""
-        key, rail_keys = number(1) + number(7), b"\x00"
-        return sealed(b"FRmr", self.address + key + number(0) + number(nbytes) + rail_keys)
-
-    def answer(self, message: bytes) -> bytes:
-        """Receives a handshake message, sends this one, and returns the reply."""
-        connection, _ = self.socket.accept()
-        with connection:
-            hear(connection, tcp=self.tcp)
-            say(connection, message, tcp=self.tcp)
-            return hear(connection, tcp=self.tcp)
-
-    def __enter__(self) -> Door:
-        self.socket.settimeout(10)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.socket.close()
-
-
 def say(connection: socket.socket, message: bytes, *, tcp: bool) -> None:
     connection.sendall(struct.pack("<I", len(message)) + message if tcp else message)
 
@@ -158,10 +102,3 @@ def mac(key: bytes, role: bytes, hello: bytes, welcome: bytes) -> bytes:
     """Over both messages as they came, each with its length before it."""
     said = b"".join(struct.pack("<Q", len(part)) + part for part in (role, hello, welcome))
     return hmac.new(key, said, hashlib.sha256).digest()
-
-
-def _host() -> bytes:
-    """What an engine calls this host and its network namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    namespace = os.readlink("/proc/self/ns/net")
-    return hashlib.sha256((boot + namespace).encode()).digest()[:16]

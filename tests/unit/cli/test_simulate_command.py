@@ -59,26 +59,12 @@ def test_without_costs_a_push_takes_its_bytes_over_the_busiest_nic() -> None:
     assert faster["seconds"] < 0.7 * told["seconds"]
 
 
-def test_a_stage_that_takes_longest_is_what_the_push_waits_for() -> None:
-    told = said(*LLAMA, "--costs", "h2d=3000")
-    assert told["tensors"] == 291
-    assert told["busy"]["h2d"] == pytest.approx(291 * 3e-3)
-    assert told["critical"]["h2d"] > 0.95 * told["seconds"]
-
-
 def test_every_request_of_the_plan_is_posted_once() -> None:
     push = options.push(*LLAMA[:1], LLAMA[2], LLAMA[4], "fp8:128x128")
     plan, _ = forecast(push)
     told = simulate(push, plan, Setting())
     requests = sum(plan.expected_pages(rank) for rank in plan.ranks("target"))
     assert told.requests * len(plan.ranks("source")) == pytest.approx(requests)
-
-
-def test_a_watermark_bounds_memory_and_costs_time() -> None:
-    free = ("--costs", FREE.replace("h2d=0", "h2d=1000"))
-    little, much = (said(*LLAMA, *free, "--watermark", w) for w in ("270", "4096"))
-    assert little["peak_nbytes"] <= 270 << 20 < much["peak_nbytes"]
-    assert little["seconds"] > 1.01 * much["seconds"]
 
 
 def test_gathering_takes_time_and_memory(experts: str) -> None:
@@ -92,11 +78,6 @@ def test_gathering_takes_time_and_memory(experts: str) -> None:
     each = costs.gather * costs.gathers
     assert whole["busy"]["gather"] == pytest.approx(whole["tensors"] * each)
     assert whole["tensors"] < 40
-
-
-def test_the_same_push_takes_the_same_time(experts: str) -> None:
-    ends = (experts, "--trainer", "fsdp=3", "--rollout", "tp=2,ep=2", "--nics", "4")
-    assert said(*ends) == said(*ends)
 
 
 def test_published_times_stand_beside_the_simulated() -> None:

@@ -229,6 +229,7 @@ def test_the_transport_is_visible_everywhere(open_engine: Callable[..., Transfer
         assert explanation.transport == transport
         assert {v.transport: v.chosen for v in explanation.verdicts}[transport]
         assert all(v.reason for v in explanation.verdicts)
+        assert any("; wire version 1; " in v.reason for v in explanation.verdicts if v.chosen)
     assert "not shm" in str(a.explain(a.peer(c.address)))
     assert {rail.transport for rail in a.rails()} >= {"shm", "tcp"}
     assert all(0 <= rail.under_way < rail.window for rail in a.rails())

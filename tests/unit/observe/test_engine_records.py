@@ -81,31 +81,6 @@ def test_records_after_a_cursor_are_only_the_new_ones(pair: Pair) -> None:
     assert a.records(second.cursor).transfers == ()
 
 
-def test_what_is_written_over_is_counted_as_missed(open_engine: Open) -> None:
-    a, b = open_engine("a", records=2), open_engine("b")
-    inbox = b.alloc(1 << 16)
-    there = a.import_region(inbox.descriptor())
-    src = a.alloc(1 << 16)
-    for _ in range(5):
-        a.write(src, there).wait(10)
-    records = a.records()
-    assert len(records.transfers) == 2
-    assert records.missed >= 3
-
-
-def test_without_records_an_engine_keeps_none_and_counts_all_the_same(open_engine: Open) -> None:
-    a, b = open_engine("a", records=0), open_engine("b", records=0)
-    inbox = b.alloc(1 << 16)
-    there = a.import_region(inbox.descriptor())
-    a.write(a.alloc(1 << 16), there, imm=3).wait(10)
-    b.plain_counter(3).wait(1, timeout=10)
-    assert a.records().transfers == ()
-    assert b.records().arrivals == ()
-    assert b.metrics().counted == 1
-    [peer] = a.metrics().peers
-    assert sum(t.nbytes for rail in peer.rails for t in rail.tallies) == 1 << 16
-
-
 def test_what_failed_says_why_and_what_goes_on_is_shown(open_engine: Open) -> None:
     a, b = open_engine("a", transport="tcp"), open_engine("b", transport="tcp")
     inbox = b.alloc(64)
