@@ -17,10 +17,11 @@ import torch
 
 from fabric_ray import Batch, Counter, Region, RemoteRegion, TransferEngine, pages
 from fabric_ray.errors import Cancelled, FabricError
+from tests.at_once import THREADS, at_once
 from tests.integration.one_of_many import PROCESSES, one_of_many
 from tests.processes import Other, within
 
-THREADS, ROUNDS = 32, 2
+ROUNDS = 2
 BYTES = 4096
 
 
@@ -230,27 +231,15 @@ def test_ic_3_all_public_calls_from_32_threads_at_once(
     b.receive(lambda message: None)
     there = a.import_region(inbox.descriptor())
     calls = [*set(CALLS.values()), *OTHERS]
-    errors: list[BaseException] = []
-    together = threading.Barrier(THREADS)
 
     def work(number: int) -> None:
         world = World(a, b, inbox, there, counter, tmp_path, number)
         draw = random.Random(number)
-        try:
-            together.wait(60)
-            for _ in range(ROUNDS):
-                for call in draw.sample(calls, len(calls)):
-                    call(world)
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(ROUNDS):
+            for call in draw.sample(calls, len(calls)):
+                call(world)
 
-    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(240)
-        assert not thread.is_alive(), "a thread hangs"
-    assert errors == []
+    at_once(work)
     counter.wait(THREADS * ROUNDS, timeout=60)
     assert counter.value == THREADS * ROUNDS
 
@@ -261,33 +250,24 @@ def test_closing_while_32_threads_call_ends_them_in_words(
     a, b = (open_engine(n, op_timeout=120.0) for n in "ab")
     inbox, counter = b.alloc(BYTES), b.counter()
     there = a.import_region(inbox.descriptor())
-    odd: list[BaseException] = []
     begun = threading.Semaphore(0)
 
     def work(number: int) -> None:
+        if number == 0:
+            for _ in range(THREADS - 1):
+                assert begun.acquire(timeout=120)
+            a.drain()
+            a.close()
+            return
         world = World(a, b, inbox, there, counter, tmp_path, number)
         calls = [write, read, submit, write_pages, grant, look]
         draw = random.Random(number)
-        try:
+        with suppress(FabricError):
             while True:
                 draw.choice(calls)(world)
                 begun.release()
-        except FabricError:
-            return
-        except BaseException as error:
-            odd.append(error)
 
-    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for _ in range(THREADS):
-        assert begun.acquire(timeout=120)
-    a.drain()
-    a.close()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive(), "a thread hangs"
-    assert odd == []
+    at_once(work)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

@@ -13,6 +13,7 @@ import pytest
 
 from fabric_ray import TransferEngine
 from fabric_ray.errors import EngineClosed
+from tests.at_once import at_once
 from tests.processes import Other, within
 
 THREADS = 16
@@ -53,28 +54,19 @@ class Churn:
         self.region, self.counter = receiver.alloc(4096), receiver.counter()
         self.lock = threading.Lock()
         self.engines = self.submitted = self.confirmed = 0
-        self.errors: list[BaseException] = []
 
     def let_go(self) -> None:
         del self.region, self.counter
 
     def run(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        threads = [threading.Thread(target=self._work, args=(i, end)) for i in range(THREADS)]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join(seconds + 30)
-            assert not t.is_alive(), "a thread hangs"
-        assert not self.errors
 
-    def _work(self, seed: int, end: float) -> None:
-        draw = random.Random(seed)
-        try:
+        def work(seed: int) -> None:
+            draw = random.Random(seed)
             while time.monotonic() < end:
                 self._open_write_close(draw)
-        except BaseException as e:
-            self.errors.append(e)
+
+        at_once(work, threads=THREADS, seconds=seconds + 30)
 
     def _open_write_close(self, draw: random.Random) -> None:
         with TransferEngine(name="brief", transport=self.transport) as engine:
