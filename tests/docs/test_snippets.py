@@ -33,7 +33,6 @@ SLOW = {
     "examples/kv_two_hosts.py",
     "examples/moe_symmetric.py",
     "examples/ray_actors.py",
-    "examples/ray_transport.py",
 }
 
 
