@@ -96,42 +96,6 @@ def buffer(engine: TransferEngine) -> np.ndarray[Any, Any]:
     return array
 
 
-def test_writes_and_reads_by_address(
-    engine: TransferEngine, buffer: np.ndarray[Any, Any], peer: Peer
-) -> None:
-    there, here = peer.add(SIZE), buffer.ctypes.data
-    assert engine.transfer_sync_write(peer.session, here, there, SIZE) == 0
-    assert np.array_equal(peer.bytes(), buffer)
-    sent = buffer.copy()
-    buffer[:] = 0
-    pieces = [0, 4096, SIZE - 100], [1000, 64, 100]
-    where = [here + at for at in pieces[0]], [there + at for at in pieces[0]], pieces[1]
-    assert engine.batch_transfer_sync_read(peer.session, *where) == 0
-    for at, nbytes in zip(*pieces, strict=True):
-        assert np.array_equal(buffer[at : at + nbytes], sent[at : at + nbytes])
-    assert int(np.count_nonzero(buffer)) <= sum(pieces[1]), "and nothing else"
-    assert engine.get_first_buffer_address(peer.session) == there
-    assert engine.send_probe(peer.session) == 0
-
-
-def test_transfers_that_are_asked_after(
-    engine: TransferEngine, buffer: np.ndarray[Any, Any], peer: Peer
-) -> None:
-    there, here = peer.add(SIZE), buffer.ctypes.data
-    number = engine.transfer_submit_write(peer.session, here, there, SIZE)
-    assert number > 0
-    within(10, "the write", lambda: engine.transfer_check_status(number) == 1)
-    assert engine.transfer_check_status(number) == -1, "it is forgotten"
-    half = SIZE // 2
-    numbers = [
-        engine.batch_transfer_async_read(peer.session, [here + at], [there + half], [half])
-        for at in (0, half)
-    ]
-    assert engine.get_batch_transfer_status(numbers) == 0
-    assert np.array_equal(buffer[:half], buffer[half:])
-    assert engine.get_batch_transfer_status(numbers) == -1
-
-
 def test_a_notification_comes_after_the_bytes(
     engine: TransferEngine, buffer: np.ndarray[Any, Any], peer: Peer
 ) -> None:
@@ -234,15 +198,6 @@ def test_peers_need_the_same_token(
             there = peer.add(64)
             assert engine.transfer_sync_write(peer.session, array.ctypes.data, there, 64) == code
     assert "FABRIC_RAY_TOKEN" in caplog.text
-
-
-def test_managed_buffers_are_registered_memory(transport: str, engine: TransferEngine) -> None:
-    at = engine.allocate_managed_buffer(4096)
-    assert engine.write_bytes_to_buffer(at, b"hello", 5) == 0
-    assert engine.read_bytes_from_buffer(at, 5) == b"hello"
-    assert engine.read_bytes_from_buffer(at, 5000) == b""
-    assert engine.free_managed_buffer(at, 4096) == 0
-    assert engine.write_bytes_to_buffer(at, b"hello", 5) == -1
 
 
 def test_rs_2_rdma_is_not_replaced_silently(

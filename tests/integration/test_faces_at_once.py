@@ -101,6 +101,7 @@ def asynchronously(w: Mooncake, number: int) -> None:
     assert len({one, two, three, 0}) == 4
     assert w.here.get_batch_transfer_status([one, two]) == 0
     within(60, "the write", lambda: w.here.transfer_check_status(three) == 1)
+    assert w.here.transfer_check_status(three) == -1, "it is forgotten"
     assert np.array_equal(ours, theirs)
     ours[:] = 0
     back = w.here.batch_transfer_async_read(w.peer, [here], [there], [SIZE])
@@ -114,6 +115,7 @@ def managed(w: Mooncake, number: int) -> None:
     assert at
     assert w.here.write_bytes_to_buffer(at, bytes([number]) * 64, 64) == 0
     assert w.here.read_bytes_from_buffer(at, 64) == bytes([number]) * 64
+    assert w.here.read_bytes_from_buffer(at, 65) == b"", "not all of it is registered"
     assert w.here.free_managed_buffer(at, 64) == 0
 
 

@@ -10,7 +10,6 @@ import torch
 
 from fabric_ray.demo.actors import same_bits
 from fabric_ray.demo.options import Rl as Options
-from fabric_ray.demo.rl.actors import covered
 from fabric_ray.demo.rl.outcome import Outcome, Update
 from fabric_ray.errors import InvalidArgument
 
@@ -77,12 +76,6 @@ def test_every_bit_of_a_tensor_is_compared() -> None:
     assert same_bits(nan, nan.clone())
     for other in (torch.tensor([torch.nan, -0.0]), nan.view(2, 1), nan.view(torch.int32)):
         assert not same_bits(nan, other)
-
-
-def test_covered_is_a_share_of_time() -> None:
-    assert covered((10.0, 20.0), [(0.0, 12.0), (15.0, 16.0), (19.0, 30.0)]) == pytest.approx(0.4)
-    assert covered((10.0, 20.0), []) == 0
-    assert covered((10.0, 10.0), [(0.0, 20.0)]) == 0
 
 
 @pytest.mark.parametrize("wrong", [{"steps": 3}, {"staleness": -1}, {"group": 1}, {"rollouts": 0}])
