@@ -141,17 +141,6 @@ def test_pages_let_go_first_are_evicted_first_and_ends_before_begins() -> None:
     pool.free(taken)
 
 
-def test_pages_of_a_match_are_not_evicted() -> None:
-    pool = PagePool(2, 2)
-    known(pool, [1, 2, 3, 4])
-    found = match(pool, page_keys([1, 2], 2))
-    assert len(found) == 1
-    pool.reserve(1)
-    with pytest.raises(OutOfPages, match="1 pages of group 'full' are needed and 0 of 2 are free"):
-        pool.reserve(1)
-    assert pool.find(page_keys([1, 2], 2)) == found
-
-
 def test_of_a_prefix_that_is_known_the_first_pages_are_kept() -> None:
     pool = PagePool(4, 2)
     first = pool.reserve(1)
@@ -163,22 +152,6 @@ def test_of_a_prefix_that_is_known_the_first_pages_are_kept() -> None:
     assert (pool.idle_pages, pool.find(key)) == (0, first)
     pool.free(first)
     assert pool.idle_pages == 1
-
-
-def test_held_pages_are_not_reserved() -> None:
-    pool = PagePool(2, 2)
-    pages = pool.reserve(2)
-    keys = page_keys([1, 2, 3, 4], 2)
-    pool.insert(keys, pages)
-    pool.hold(pages)
-    assert pool.find(keys) == []
-    assert (pool.free_pages, pool.held_pages, pool.owned_pages) == (0, 2, 0)
-    with pytest.raises(OutOfPages):
-        pool.reserve(1)
-    with pytest.raises(PageMisuse):
-        pool.free(pages)
-    pool.release(pages)
-    assert sorted(pool.reserve(2)) == [0, 1]
 
 
 def test_misuse_changes_nothing() -> None:
