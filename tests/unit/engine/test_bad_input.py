@@ -46,11 +46,6 @@ def test_writes_of_nothing(joined: tuple[Any, ...]) -> None:
 
 def test_pages_that_make_no_sense(joined: tuple[Any, ...]) -> None:
     a, _, src, _, there = joined
-    for indices in ([-1], [1 << 32], [0.5], [[1]], ["x"]):
-        with pytest.raises((InvalidArgument, ValueError)):
-            pages(indices, stride=64)
-    with pytest.raises(InvalidArgument):
-        pages([1], stride=-1)
     one, two = pages([0], stride=64), pages([0, 1], stride=64)
     with pytest.raises(InvalidArgument, match="as many indices"):
         a.write_pages(64, src, one, there, two)

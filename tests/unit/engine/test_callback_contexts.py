@@ -9,8 +9,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TypeVar
 
-import pytest
-
 from fabric_ray import Transfer, TransferEngine
 from fabric_ray.kvcache import Decoder, Job, Prefiller
 from fabric_ray.kvcache.errors import KvError
@@ -143,10 +141,3 @@ def test_callbacks_of_pulls_and_jobs_have_their_callers_contexts() -> None:
             give(hear)
             assert hear.names == ["ann", "bob", "unset"]
             assert NAME.get() == "unset"
-
-
-def test_what_isnt_callable_is_refused_by_name(
-    open_engine: Callable[..., TransferEngine],
-) -> None:
-    with pytest.raises(TypeError, match="must be callable, not int"):
-        open_engine().watch(7)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fabric_ray import TransferEngine
 from fabric_ray.engine import Region, RegionDescriptor, SymmetricMemory
-from fabric_ray.errors import FabricError, InvalidArgument, OutOfBounds, Stale
+from fabric_ray.errors import FabricError, InvalidArgument, OutOfBounds
 from tests.examples import examples
 
 Open = Callable[..., TransferEngine]
@@ -57,16 +57,6 @@ def test_every_rank_writes_to_every_rank_at_the_same_offset(three: Ranks) -> Non
             assert not region.numpy()[100 * rank + 16 : 100 * rank + 100].any()
 
 
-def test_here_is_what_others_reach(three: Ranks) -> None:
-    engines, _ = three
-    mine, other = one(three, 0), one(three, 1)
-    source = engines[1].alloc(8)
-    source.numpy()[:] = 7
-    engines[1].write(source, other.at(0, 64, 8)).wait(10)
-    assert (mine.here(64, 8).numpy() == 7).all()
-    assert not mine.here(72, 8).numpy().any()
-
-
 @settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rank=st.integers(-3, 6),
@@ -89,13 +79,6 @@ def test_mr_3_an_address_lies_inside_or_is_refused(
         with pytest.raises(OutOfBounds) as outside:
             memory.here(offset, nbytes)
         assert (outside.value.offset, outside.value.limit) == (offset, NBYTES)
-
-
-def test_a_rank_with_nothing_to_say_counts_all_the_same(three: Ranks) -> None:
-    engines, _ = three
-    memory = one(three, 0)
-    engines[0].write(engines[0].alloc(8), memory.at(1, NBYTES, 0), 0, imm=6).wait(10)
-    engines[1].plain_counter(6).wait(1, timeout=10)
 
 
 def test_a_rank_that_is_left_out_keeps_its_number(three: Ranks) -> None:
@@ -147,16 +130,6 @@ def test_parts_that_make_no_symmetric_memory(three: Ranks) -> None:
     ):
         with pytest.raises(InvalidArgument, match=why):
             SymmetricMemory(engine, region, descriptors)
-
-
-def test_mr_2_a_part_that_was_given_up_is_stale(three: Ranks) -> None:
-    engines, regions = three
-    memory = one(three, 0)
-    regions[1].deregister()
-    source = engines[0].alloc(8)
-    with pytest.raises(Stale):
-        engines[0].write(source, memory.at(1, 0, 8)).wait(10)
-    engines[0].write(source, memory.at(2, 0, 8)).wait(10)
 
 
 def test_a_part_of_a_region_will_do(three: Ranks) -> None:

@@ -170,7 +170,15 @@ def test_memory_that_is_none(open_engine: Callable[..., TransferEngine]) -> None
 
 @pytest.mark.parametrize(
     "indices",
-    [range(1 << 33), range(1 << 40, 2 + (1 << 40)), [[1], [2, 3]], np.zeros((2, 2), int), [True]],
+    [
+        range(1 << 33),
+        range(1 << 40, 2 + (1 << 40)),
+        [[1], [2, 3]],
+        np.zeros((2, 2), int),
+        [True],
+        [0.5],
+        ["x"],
+    ],
 )
 def test_indices_that_are_no_pages(indices: Any) -> None:
     with pytest.raises(InvalidArgument, match="page indices"):
