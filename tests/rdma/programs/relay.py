@@ -93,7 +93,7 @@ class World:
     def _accept(self, number: int, giver: int | None = None) -> PushTarget:
         fanout, name = self.fanout, f"rollout {number}"
         plan = fanout.inbound(number) if giver is None else fanout.copied_by(number, giver)
-        share = fanout.share("session", number, name, plan, self.plan.to_bytes())
+        share = fanout.share("session", number, name, plan, self.plan.to_bytes(), delta=False)
         return self.rollouts[number].accept(share)
 
     def push(self) -> None:

@@ -705,7 +705,12 @@ pub fn rs_1_no_read_ends_well_without_its_bytes(w: &mut dyn World) {
     for (h, to) in handles.iter().zip(&places) {
         match w.wait(h) {
             Ok(()) => assert!(to.get(0, n).unwrap() == bytes, "bytes are missing"),
-            Err(EngineError::PeerLost { .. } | EngineError::Unreachable { .. }) => {}
+            // Some transports end what was on one of several rails with that rail.
+            Err(
+                EngineError::PeerLost { .. }
+                | EngineError::RailLost { .. }
+                | EngineError::Unreachable { .. },
+            ) => {}
             other => panic!("{other:?}"),
         }
     }
