@@ -40,8 +40,10 @@ demo: $(DONE)/native
 # would build the engine once for each.
 TESTED_CRATES := --workspace --exclude fabric-microbench
 
-# BESIDE names targets that run beside the end of the build, most of which needs one core only.
+# BESIDE names targets that run beside the end of the build, most of which needs one core only; LAST, beside the last of
+# the tests.
 BESIDE ?=
+LAST ?=
 
 test: $(DONE)/tools
 	$(MAKE) --no-print-directory --jobs 2 build-rust-tests $(DONE)/venv
@@ -80,7 +82,7 @@ LANES := test-actors test-units test-guests test-experts test-serve test-process
 test-lanes: export FABRIC_RAY_LEFT_OUT = $(CURDIR)/$(DONE)/left-out
 test-lanes: $(DONE)/native-dev
 	@: >$(FABRIC_RAY_LEFT_OUT)
-	$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-rust $(LANES)
+	$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-rust $(LANES) $(LAST)
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-deaths test-chaos
 	@sort $(FABRIC_RAY_LEFT_OUT)
 
