@@ -65,7 +65,7 @@ def sanitized(tool: str, *files: str, chosen: str, seconds: float) -> Step:
 COMPILE = Step((sys.executable, "-c", WARM), 120)
 #: No longer than ``LIMIT`` together.
 STAGES: dict[str, tuple[Step, ...]] = {
-    "pushes": (checks("test_weight_pushes.py", seconds=200),),
+    "pushes": (checks("test_weight_pushes.py", "test_kv_stream.py", seconds=200),),
     "kernels": (COMPILE, checks("test_moe_kernels.py", "test_latencies.py", seconds=320)),
     "exchange": (
         COMPILE,

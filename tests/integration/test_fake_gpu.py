@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PUSHES, ENGINE = "tests/gpu/test_weight_pushes.py", "tests/gpu/test_gpu.py"
+PUSHES = ("tests/gpu/test_weight_pushes.py", "tests/gpu/test_kv_stream.py")
+ENGINE = "tests/gpu/test_gpu.py"
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 @pytest.mark.parametrize(
     "arguments",
     [
-        pytest.param((PUSHES,), id="weight pushes"),
+        pytest.param(PUSHES, id="pushes"),
         pytest.param((ENGINE, "-k", "ic_2 and shm"), id="staged writes"),
         pytest.param((ENGINE,), id="the engine", marks=pytest.mark.long),
     ],
