@@ -76,7 +76,7 @@ def check_delta(share: TargetShare, device: torch.device | None) -> None:
 
 
 def check_commit(version: int, in_use: int | None, confirmed: int | None, *, joining: bool) -> None:
-    """Raises WeightSyncError unless a version is newer than the one in use, and confirmed.
+    """Raises WeightSyncError unless a version is newer than the one in use, and confirmed (RS-3).
 
     Args:
         joining: a replica wrote the version, so it may equal the version in use.
