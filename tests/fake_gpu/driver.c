@@ -30,6 +30,8 @@ enum {
     NOT_SUPPORTED = 801,
 };
 
+enum { HOST = 1, UNIFIED = 4 };
+
 enum { MEMORY_TYPE = 2, BUFFER_ID = 7, IS_MANAGED = 8, DEVICE_ORDINAL = 9, IS_LEGACY_IPC = 10, RANGE_START = 11,
        RANGE_SIZE = 12, MEMPOOL_HANDLE = 17 };
 
@@ -60,6 +62,10 @@ struct event {
     int patience;
 };
 
+/* Host memory that the driver was told of. */
+static struct { uint64_t base, len; } known[MOST_ALLOCATIONS];
+static int count_of_known;
+
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct allocation allocations[MOST_ALLOCATIONS];
 static int count_of_allocations;
@@ -80,6 +86,30 @@ static struct allocation *find(uint64_t addr) {
         if (addr >= allocations[i].base && addr - allocations[i].base < allocations[i].len)
             return &allocations[i];
     return NULL;
+}
+
+static int is_known(uint64_t addr) {
+    for (int i = 0; i < count_of_known; i++)
+        if (addr >= known[i].base && addr - known[i].base < known[i].len)
+            return 1;
+    return 0;
+}
+
+static void know(void *ptr, uint64_t len) {
+    pthread_mutex_lock(&lock);
+    if (count_of_known == MOST_ALLOCATIONS)
+        die("too many registrations");
+    known[count_of_known].base = (uint64_t)ptr;
+    known[count_of_known++].len = len;
+    pthread_mutex_unlock(&lock);
+}
+
+static void unknow(void *ptr) {
+    pthread_mutex_lock(&lock);
+    for (int i = 0; i < count_of_known; i++)
+        if (known[i].base == (uint64_t)ptr)
+            known[i--] = known[--count_of_known];
+    pthread_mutex_unlock(&lock);
 }
 
 /* Where the bytes of a device address lie; an address of the host lies there. */
@@ -209,7 +239,7 @@ Result cuPointerGetAttributes(unsigned n, const int *attributes, void **data, De
         uint64_t value = 0;
         int bytes = 4;
         switch (attributes[i]) {
-        case MEMORY_TYPE: value = a ? 2 : 0; break;
+        case MEMORY_TYPE: value = a ? 2 : is_known(ptr); break;
         case BUFFER_ID: value = a ? (uint64_t)(a - allocations) + 1 : 0, bytes = 8; break;
         case DEVICE_ORDINAL: value = a ? 0 : (uint32_t)-2; break;
         case IS_LEGACY_IPC: value = a != NULL, bytes = 1; break;
@@ -291,12 +321,15 @@ Result cuIpcCloseMemHandle(DevicePtr ptr) { return cuMemFree_v2(ptr); }
 
 Result cuMemHostAlloc(void **ptr, size_t len, unsigned flags) {
     (void)flags;
-    return *ptr = aligned_alloc(PAGE, (len + PAGE - 1) / PAGE * PAGE), *ptr ? SUCCESS : INVALID_VALUE;
+    len = (len + PAGE - 1) / PAGE * PAGE;
+    if (!(*ptr = aligned_alloc(PAGE, len)))
+        return INVALID_VALUE;
+    return know(*ptr, len), SUCCESS;
 }
 
-Result cuMemFreeHost(void *ptr) { return free(ptr), SUCCESS; }
-Result cuMemHostRegister_v2(void *ptr, size_t len, unsigned flags) { return (void)ptr, (void)len, (void)flags, SUCCESS; }
-Result cuMemHostUnregister(void *ptr) { return (void)ptr, SUCCESS; }
+Result cuMemFreeHost(void *ptr) { return unknow(ptr), free(ptr), SUCCESS; }
+Result cuMemHostRegister_v2(void *ptr, size_t len, unsigned flags) { return (void)flags, know(ptr, len), SUCCESS; }
+Result cuMemHostUnregister(void *ptr) { return unknow(ptr), SUCCESS; }
 
 Result cuMemHostGetDevicePointer_v2(DevicePtr *on_device, void *ptr, unsigned flags) {
     (void)flags;
@@ -310,14 +343,54 @@ Result cuStreamCreate(struct stream **made, unsigned flags) {
     return *made = s, SUCCESS;
 }
 
+static void copy(uint64_t to, uint64_t from, uint64_t len, struct stream *stream) {
+    reach(from, len);
+    /* What is looked at before the end is neither the old bytes nor the new. */
+    memset(reach(to, len), 0xa5, len);
+    queue(stream, (struct op){.to = to, .from = from, .len = len});
+}
+
 Result cuMemcpyAsync(DevicePtr to, DevicePtr from, size_t len, struct stream *stream) {
     if (depth < 1)
         return INVALID_CONTEXT;
     pthread_mutex_lock(&lock);
-    reach(from, len);
-    /* Whoever looks before the end sees neither the old bytes nor the new. */
-    memset(reach(to, len), 0xa5, len);
-    queue(stream, (struct op){.to = to, .from = from, .len = len});
+    copy(to, from, len, stream);
+    pthread_mutex_unlock(&lock);
+    return SUCCESS;
+}
+
+struct place {
+    size_t x, y;
+    unsigned type;
+    void *host;
+    DevicePtr device;
+    void *array;
+    size_t pitch;
+};
+
+struct rows {
+    struct place from, to;
+    size_t width, height;
+};
+
+static uint64_t start(const struct place *place, size_t width) {
+    int unified = place->type == UNIFIED && (find(place->device) || is_known(place->device));
+    if (place->x || place->y || place->array || place->pitch < width)
+        die("rows that overlap, or a part of an array");
+    if (unified)
+        return place->device;
+    if (place->type != HOST || find((uint64_t)place->host))
+        die("rows of memory that is of another type");
+    return (uint64_t)place->host;
+}
+
+Result cuMemcpy2DAsync_v2(const struct rows *rows, struct stream *stream) {
+    if (depth < 1)
+        return INVALID_CONTEXT;
+    pthread_mutex_lock(&lock);
+    uint64_t from = start(&rows->from, rows->width), to = start(&rows->to, rows->width);
+    for (size_t i = 0; i < rows->height; i++)
+        copy(to + i * rows->to.pitch, from + i * rows->from.pitch, rows->width, stream);
     pthread_mutex_unlock(&lock);
     return SUCCESS;
 }

@@ -14,7 +14,7 @@ import torch
 
 from fabric_ray import TransferEngine
 from fabric_ray.errors import InvalidArgument, WeightSyncError
-from fabric_ray.plan import Container, DType, Leaf, Mesh, Replicate, Side, Tensor
+from fabric_ray.plan import Container, DType, Leaf, Mesh, Replicate, Shard, Side, Tensor
 from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
 from fabric_ray.weights.quant import Fp8, quantised_target
 from tests.unit.weights.local_sync import InProcess
@@ -80,9 +80,9 @@ class World:
         self._open.append(WeightSource(tensors, rank=0, name="trainer", engine=self.engine("t")))
         return self._open[-1]
 
-    def rollout(self, *args: Any, **options: Any) -> WeightTarget:
+    def rollout(self, *args: Any, rank: int = 0, **options: Any) -> WeightTarget:
         name = f"rollout {len(self.targets)}"
-        target = WeightTarget(*args, rank=0, name=name, engine=self.engine(name), **options)
+        target = WeightTarget(*args, rank=rank, name=name, engine=self.engine(name), **options)
         self._open.append(target)
         self.targets.append(target)
         return target
@@ -215,6 +215,24 @@ def test_rs_1_a_commit_waits_for_kernels_of_the_module() -> None:
         stream.synchronize()
         assert torch.equal(read.cpu(), before)
         assert_same(into, model)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_columns_arrive_as_rows_of_their_own(transport: str) -> None:
+    """Many short runs of a trainer's memory, each of them a row of a rollout's."""
+    dtype, shape = DType.of("float32"), (64, 96)
+    columns = Leaf(Tensor("w", shape, dtype), Mesh.line(range(3)), (Shard(1),))
+    model = on_gpu({"w": shape})
+    with world(transport) as w:
+        w.trainer(model)
+        for rank in range(3):
+            w.rollout(Side.of(3, [Container("w", dtype, columns)]), rank=rank, device="cuda")
+        sync = w.sync()
+        for version in (1, 2):
+            train(model, version)
+            sync.push()
+            for target, part in zip(w.targets, model["w"].chunk(3, dim=1), strict=True):
+                assert_same(target.weights, {"w": part})
 
 
 def test_tied_tensors_of_a_module_on_the_gpu_stay_tied() -> None:

@@ -42,6 +42,8 @@ pub mod pointer {
 
 pub const MEMORYTYPE_HOST: c_uint = 1;
 pub const MEMORYTYPE_DEVICE: c_uint = 2;
+/// An address that tells by itself where it is: of a device, or of host memory that the driver knows.
+pub const MEMORYTYPE_UNIFIED: c_uint = 4;
 
 pub const DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED: c_int = 116;
 pub const DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS: c_int = 117;
@@ -70,6 +72,28 @@ pub const FLUSH_TO_OWNER: c_int = 100;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IpcMemHandle(pub [u8; 64]);
+
+/// `CUDA_MEMCPY2D`: rows at constant distances.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct CopyRows {
+    pub from_x: usize,
+    pub from_y: usize,
+    pub from_type: c_uint,
+    pub from_host: *const c_void,
+    pub from_device: DevicePtr,
+    pub from_array: *mut c_void,
+    pub from_pitch: usize,
+    pub to_x: usize,
+    pub to_y: usize,
+    pub to_type: c_uint,
+    pub to_host: *mut c_void,
+    pub to_device: DevicePtr,
+    pub to_array: *mut c_void,
+    pub to_pitch: usize,
+    pub width: usize,
+    pub height: usize,
+}
 
 /// The driver's functions. All are thread-safe; those marked so use the thread's current context.
 #[derive(Clone, Copy, Debug)]
@@ -112,6 +136,7 @@ pub struct Cuda {
     pub host_unregister: unsafe extern "C" fn(*mut c_void) -> Result,
     pub host_device_pointer: unsafe extern "C" fn(*mut DevicePtr, *mut c_void, c_uint) -> Result,
     pub copy_async: unsafe extern "C" fn(DevicePtr, DevicePtr, usize, Stream) -> Result,
+    pub copy_rows_async: unsafe extern "C" fn(*const CopyRows, Stream) -> Result,
     /// Current context.
     pub stream_create: unsafe extern "C" fn(*mut Stream, c_uint) -> Result,
     pub stream_synchronize: unsafe extern "C" fn(Stream) -> Result,
@@ -165,6 +190,7 @@ impl Cuda {
                 host_unregister: library.get("cuMemHostUnregister")?,
                 host_device_pointer: library.get("cuMemHostGetDevicePointer_v2")?,
                 copy_async: library.get("cuMemcpyAsync")?,
+                copy_rows_async: library.get("cuMemcpy2DAsync_v2")?,
                 stream_create: library.get("cuStreamCreate")?,
                 stream_synchronize: library.get("cuStreamSynchronize")?,
                 stream_destroy: library.get("cuStreamDestroy_v2")?,

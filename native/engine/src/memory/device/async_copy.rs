@@ -20,6 +20,58 @@ pub(crate) struct CopyRange {
     pub len: usize,
 }
 
+/// Copies of the same length at constant distances, which the driver takes in one call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Rows {
+    first: CopyRange,
+    to_pitch: usize,
+    from_pitch: usize,
+    count: usize,
+}
+
+/// Distances that every device allows.
+const MAX_PITCH: usize = i32::MAX as usize;
+
+impl Rows {
+    /// The copies, in order, as few rows as follow each other.
+    fn of(pieces: &[CopyRange]) -> Vec<Self> {
+        let mut all: Vec<Self> = Vec::new();
+        for piece in pieces {
+            if !all.last_mut().is_some_and(|last| last.append(piece)) {
+                all.push(Self { first: *piece, to_pitch: 0, from_pitch: 0, count: 1 });
+            }
+        }
+        all
+    }
+
+    /// Whether a copy is the next of these rows; they have it then.
+    fn append(&mut self, next: &CopyRange) -> bool {
+        let distances =
+            (next.to.checked_sub(self.first.to), next.from.checked_sub(self.first.from));
+        let (Some(to), Some(from)) = distances else { return false };
+        let fits = match self.count {
+            // Rows must not overlap.
+            1 => (self.first.len..=MAX_PITCH).contains(&to.min(from)) && to.max(from) <= MAX_PITCH,
+            count => (to, from) == (count * self.to_pitch, count * self.from_pitch),
+        };
+        if next.len != self.first.len || next.len == 0 || !fits {
+            return false;
+        }
+        if self.count == 1 {
+            (self.to_pitch, self.from_pitch) = (to, from);
+        }
+        self.count += 1;
+        true
+    }
+
+    /// The one range that they are, if they follow each other without gaps at both ends.
+    fn range(&self) -> Option<CopyRange> {
+        let CopyRange { to, from, len } = self.first;
+        let dense = self.count == 1 || (self.to_pitch, self.from_pitch) == (len, len);
+        dense.then_some(CopyRange { to, from, len: len * self.count })
+    }
+}
+
 /// The engine's stream on one device. It is non-blocking, so it waits for no kernels.
 struct CopyStream {
     driver: &'static Driver,
@@ -58,10 +110,18 @@ impl CopyStream {
             }
         };
         let queue = || {
-            for p in pieces {
-                // SAFETY: the caller's ranges; the stream is ours.
-                let rc = unsafe { (table.copy_async)(p.to as u64, p.from as u64, p.len, stream) };
-                self.driver.check("cuMemcpyAsync", rc)?;
+            for rows in Rows::of(pieces) {
+                if let Some(p) = rows.range() {
+                    // SAFETY: the caller's ranges; the stream is ours.
+                    let rc =
+                        unsafe { (table.copy_async)(p.to as u64, p.from as u64, p.len, stream) };
+                    self.driver.check("cuMemcpyAsync", rc)?;
+                    continue;
+                }
+                let parameters = self.parameters(&rows)?;
+                // SAFETY: the caller's ranges, by rows; the stream is ours.
+                let rc = unsafe { (table.copy_rows_async)(&parameters, stream) };
+                self.driver.check("cuMemcpy2DAsync", rc)?;
             }
             // SAFETY: event and stream are ours.
             self.driver
@@ -77,6 +137,37 @@ impl CopyStream {
                 Err(e)
             }
         }
+    }
+
+    fn parameters(&self, rows: &Rows) -> Result<sys::CopyRows, DomainError> {
+        // Host memory that the driver doesn't know is named as such.
+        let place = |addr: usize| -> Result<(u32, usize, u64), DomainError> {
+            let [kind] = self.driver.attributes([sys::pointer::MEMORY_TYPE], addr as u64)?;
+            Ok(match kind as u32 {
+                0 => (sys::MEMORYTYPE_HOST, addr, 0),
+                _ => (sys::MEMORYTYPE_UNIFIED, 0, addr as u64),
+            })
+        };
+        let (from_type, from_host, from_device) = place(rows.first.from)?;
+        let (to_type, to_host, to_device) = place(rows.first.to)?;
+        Ok(sys::CopyRows {
+            from_x: 0,
+            from_y: 0,
+            from_type,
+            from_host: from_host as *const _,
+            from_device,
+            from_array: std::ptr::null_mut(),
+            from_pitch: rows.from_pitch,
+            to_x: 0,
+            to_y: 0,
+            to_type,
+            to_host: to_host as *mut _,
+            to_device,
+            to_array: std::ptr::null_mut(),
+            to_pitch: rows.to_pitch,
+            width: rows.first.len,
+            height: rows.count,
+        })
     }
 
     fn poll(&mut self, event: usize) -> Option<Result<(), DomainError>> {
@@ -261,4 +352,54 @@ pub(crate) unsafe fn copy_now(device: i32, pieces: &[CopyRange]) -> Result<(), D
     let result = unsafe { stream.start(pieces) }.and_then(|event| stream.wait(event));
     IDLE_STREAMS.lock().push(stream);
     result
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn expanded(rows: &Rows) -> Vec<CopyRange> {
+        let row = |i| CopyRange {
+            to: rows.first.to + i * rows.to_pitch,
+            from: rows.first.from + i * rows.from_pitch,
+            len: rows.first.len,
+        };
+        (0..rows.count).map(row).collect()
+    }
+
+    #[test]
+    fn the_columns_of_a_matrix_are_one_call_and_a_whole_matrix_is_one_range() {
+        let column = |i: usize| CopyRange { to: 384 * i, from: (1 << 20) + 1536 * i, len: 384 };
+        let pieces: Vec<_> = (0..2048).map(column).collect();
+        assert_eq!(Rows::of(&pieces).len(), 1);
+        let whole: Vec<_> = (0..2048)
+            .map(|i| CopyRange { to: 384 * i, from: (1 << 20) + 384 * i, len: 384 })
+            .collect();
+        let ranges: Vec<_> = Rows::of(&whole).iter().map(Rows::range).collect();
+        assert_eq!(ranges, [Some(CopyRange { to: 0, from: 1 << 20, len: 384 * 2048 })]);
+    }
+
+    proptest! {
+        #[test]
+        fn rows_are_the_same_copies_in_the_same_order_and_overlap_nowhere(
+            steps in proptest::collection::vec((0usize..4, 0usize..4, 1usize..3), 0..40),
+        ) {
+            let (mut to, mut from) = (1000, 5000);
+            let pieces: Vec<CopyRange> = steps
+                .iter()
+                .map(|(a, b, len)| {
+                    (to, from) = (to + 2 * a, from + 2 * b);
+                    CopyRange { to, from, len: *len }
+                })
+                .collect();
+            let rows = Rows::of(&pieces);
+            let same: Vec<CopyRange> = rows.iter().flat_map(expanded).collect();
+            prop_assert_eq!(same, pieces);
+            for r in rows.iter().filter(|r| r.count > 1) {
+                prop_assert!(r.to_pitch.min(r.from_pitch) >= r.first.len);
+            }
+        }
+    }
 }
