@@ -121,7 +121,7 @@ class StagingMemory(ReceiveMemory):
             flat = torch.from_numpy(array)
         else:
             array = _LentOnGpu(array)
-            flat = torch.as_tensor(array, device=self._device)
+            flat = torch.as_tensor(array, dtype=torch.uint8, device=self._device)
         loan = _Loan(weakref.ref(array), time.monotonic(), _caller())
         self._lent[container.name] = [*self._loans(container.name), loan]
         return _shaped(flat, container)
@@ -157,7 +157,9 @@ class StagingMemory(ReceiveMemory):
         """All containers as tensors. Commits don't wait for these, so they stay in the package."""
         import torch
 
-        flat, at = torch.as_tensor(self._memory), self.offsets
+        device = self._device or torch.device("cpu")
+        flat = torch.as_tensor(self._memory, dtype=torch.uint8, device=device)
+        at = self.offsets
         return {c.name: _shaped(flat[at[c.index] : at[c.index] + c.nbytes], c) for c in containers}
 
 

@@ -161,7 +161,7 @@ def _placed(adapter: Any, key: str, numbers: torch.Tensor, columns: int) -> Iter
             yield _Placed(name, tuple(found.shape), found)
         return
     shape = (*numbers.shape[:-1], columns)
-    across = torch.arange(columns, dtype=torch.int32)
+    across = torch.arange(columns, dtype=torch.int32, device="cpu")
     by_column = adapter.to_hf({key: across.expand(shape)})
     for name, found in adapter.to_hf({key: numbers.expand(shape)}).items():
         moved = by_column[name]
@@ -182,7 +182,7 @@ def _parts(name: str, shape: tuple[int, ...], placed: Sequence[_Placed]) -> list
     import torch
 
     numbers = torch.cat([each.numbers for each in placed])
-    every = torch.arange(len(numbers), dtype=torch.int32)
+    every = torch.arange(len(numbers), dtype=torch.int32, device="cpu")
     if len(placed) == 1 and placed[0].shape == shape and torch.equal(numbers, every):
         return [_Part(placed[0].name, shape, 0, len(numbers))]
     order = numbers.argsort()
@@ -190,7 +190,9 @@ def _parts(name: str, shape: tuple[int, ...], placed: Sequence[_Placed]) -> list
     if not matrices or not torch.equal(numbers[order], every):
         raise _unknown(name)
     of = torch.cat([torch.full_like(each.numbers, n) for n, each in enumerate(placed)])[order]
-    row = torch.cat([torch.arange(len(each.numbers)) for each in placed])[order]
+    row = torch.cat(
+        [torch.arange(len(each.numbers), dtype=torch.int64, device="cpu") for each in placed]
+    )[order]
     begins = (of[1:] != of[:-1]) | (row[1:] != row[:-1] + 1) | (every[1:] % shape[-2] == 0)
     cuts = [0, *(begins.nonzero().flatten() + 1).tolist(), len(numbers)]
     found = ((placed[int(of[a])], int(row[a]), b - a) for a, b in pairwise(cuts))
