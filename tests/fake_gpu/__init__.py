@@ -109,7 +109,7 @@ class GpuTensor(torch.Tensor):
         if to_host or func in _WAITING:
             _current().synchronize()
             return func(*_mapped(_seen, args), **_mapped(_seen, kwargs))
-        kwargs.pop("device", None), kwargs.pop("pin_memory", None)
+        kwargs = {key: kwargs[key] for key in kwargs.keys() - {"device", "pin_memory"}}
         # What comes from the host is copied at once.
         args, kwargs = _mapped(_kept, args), _mapped(_kept, kwargs)
         if func._schema.is_mutable:
@@ -126,7 +126,7 @@ _WAITING = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.def
 
 def _launch(func: Any, args: Any, kwargs: Any, out: Any) -> None:
     # Not the tensors: a kernel refers to memory, and to no object.
-    args, kwargs = _mapped(_seen, args), _mapped(_seen, kwargs)
+    args, kwargs, out = (_mapped(_seen, each) for each in (args, kwargs, out))
 
     def kernel() -> None:
         found = func(*args, **kwargs)
@@ -134,7 +134,6 @@ def _launch(func: Any, args: Any, kwargs: Any, out: Any) -> None:
             for to, made in zip(pytree.tree_leaves(out), pytree.tree_leaves(found), strict=True):
                 to.copy_(made)
 
-    out = _mapped(_seen, out)
     _current().launch(kernel)
 
 
