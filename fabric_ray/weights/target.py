@@ -14,6 +14,7 @@ from fabric_ray._native import Counter, Digest, EngineAddress, Peer, Transfer, d
 from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import FabricError, InvalidArgument, Stale, WeightSyncError
 from fabric_ray.plan import LocalContainer, Plan, Side
+from fabric_ray.weights import target_arguments as arguments
 from fabric_ray.weights.delta import DeltaInbox
 from fabric_ray.weights.destination import Destination, VersionSink
 from fabric_ray.weights.hooks import EngineHooks, Pause, run_commit_hooks
@@ -30,13 +31,6 @@ from fabric_ray.weights.report import (
     TargetShare,
 )
 from fabric_ray.weights.staging import StagingMemory, wait_for_readers
-from fabric_ray.weights.target_arguments import (
-    check_arguments,
-    check_commit,
-    check_delta,
-    gpu_of,
-    side_and_rank,
-)
 
 if TYPE_CHECKING:
     import torch
@@ -93,12 +87,12 @@ class WeightTarget:
     ) -> None:
         from fabric_ray.runtime import engine as process_engine
 
-        check_arguments(side, more, into)
-        self.side, self.rank = side_and_rank(side, rank, into)
+        arguments.check_arguments(side, more, into)
+        self.side, self.rank = arguments.side_and_rank(side, rank, into)
         self.name = name
         self.version: int | None = None
         """The version in use; ``None`` before the first."""
-        self._device = gpu_of(device)
+        self._device = arguments.gpu_of(device)
         self._engine = engine or process_engine()
         # With `into`, the version in use is in the module, so one staging memory is enough.
         self._staged = staged and into is None
@@ -174,7 +168,7 @@ class WeightTarget:
         """Takes this rank's share of the plan and allocates memory; returns the first push
         target."""
         self._stop_relay()
-        check_delta(share, self._device)
+        arguments.check_delta(share, self._device)
         if self._staging and share.containers == self._layout:
             # Writers of an earlier session may still write with the old key (MR-2).
             self._revoke()
@@ -309,7 +303,7 @@ class WeightTarget:
         Args:
             joining: a replica wrote the version, so it may equal the version in use.
         """
-        check_commit(version, self.version, self._prepared, joining=joining)
+        arguments.check_commit(version, self.version, self._prepared, joining=joining)
         # If this fails, the version stays decided, and this rollout keeps the version before.
         with self._gate.changing():
             self._pause.begin()

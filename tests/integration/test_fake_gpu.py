@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,6 @@ PUSHES = ("tests/gpu/test_weight_pushes.py", "tests/gpu/test_kv_stream.py")
 ENGINE = "tests/gpu/test_gpu.py"
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -705,12 +705,9 @@ pub fn rs_1_no_read_ends_well_without_its_bytes(w: &mut dyn World) {
     for (h, to) in handles.iter().zip(&places) {
         match w.wait(h) {
             Ok(()) => assert!(to.get(0, n).unwrap() == bytes, "bytes are missing"),
-            // Some transports end what was on one of several rails with that rail.
-            Err(
-                EngineError::PeerLost { .. }
-                | EngineError::RailLost { .. }
-                | EngineError::Unreachable { .. },
-            ) => {}
+            Err(EngineError::PeerLost { .. } | EngineError::Unreachable { .. }) => {}
+            // A transfer over libfabric ends with the rail that it is on (docs/nics.md).
+            Err(EngineError::RailLost { transport, .. }) if transport == "libfabric" => {}
             other => panic!("{other:?}"),
         }
     }
