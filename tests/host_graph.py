@@ -126,8 +126,11 @@ class _Launcher:
     def __init__(self, graph: Graph, under: Launcher) -> None:
         self._graph, self._under = graph, under
 
-    def launch(self, *launched: Any) -> None:
-        self._graph.launched(lambda: self._under.launch(*launched))
+    def launch(self, *launched: Any, **options: Any) -> None:
+        self._graph.launched(lambda: self._under.launch(*launched, **options))
+
+    def resident(self, *of: Any) -> int:
+        return self._under.resident(*of)
 
 
 def _again(

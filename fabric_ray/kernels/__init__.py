@@ -11,6 +11,7 @@ from fabric_ray.kernels.moe import MoeKernels
 from fabric_ray.kernels.moe_tables import Chunk, MoeSizes, Placement, Routing
 from fabric_ray.kernels.nvrtc import Nvrtc
 from fabric_ray.kernels.sources import ARCHITECTURES, Source, source, sources
+from fabric_ray.kernels.steps import Steps
 
 __all__ = [
     "ARCHITECTURES",
@@ -26,6 +27,7 @@ __all__ = [
     "Placement",
     "Routing",
     "Source",
+    "Steps",
     "Waited",
     "Words",
     "current_architecture",

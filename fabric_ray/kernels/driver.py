@@ -141,11 +141,19 @@ class Device:
         self,
         file: str,
         kernel: str,
-        grid: tuple[int, int],
+        blocks: int,
         threads: int,
         arguments: ctypes.Structure,
+        *,
+        together: bool = False,
     ) -> None:
-        """Launches a kernel; ``arguments`` is the struct that it takes."""
+        """Launches a kernel.
+
+        Args:
+            arguments: the struct that it takes.
+            together: begins when all blocks can run at a time, :meth:`resident` at most: they wait
+                for one another.
+        """
         import torch
 
         with torch.cuda.device(self.index):
@@ -156,5 +164,8 @@ class Device:
                     function = self._function(file, kernel)
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
             given = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-            x, y = grid
-            _call("cuLaunchKernel", function, x, y, 1, threads, 1, 1, 0, stream, given, None)
+            sizes = (blocks, 1, 1, threads, 1, 1, 0, stream, given)
+            if together:
+                _call("cuLaunchCooperativeKernel", function, *sizes)
+            else:
+                _call("cuLaunchKernel", function, *sizes, None)

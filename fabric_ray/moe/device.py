@@ -27,10 +27,12 @@ from fabric_ray.kernels import (
     MoeSizes,
     Placement,
     Routing,
+    Steps,
     channel,
     structs,
 )
 from fabric_ray.kernels.launch import Launcher
+from fabric_ray.kernels.steps import MEETING_WORDS
 from fabric_ray.moe.mailbox import DeviceEvent, Mailbox, Word
 from fabric_ray.moe.rows import check_rows
 from fabric_ray.moe.tokens import Dispatched, RowPart, check_wanted, given, room, sums
@@ -81,14 +83,16 @@ class DeviceSteps:
         self._native, self._memory, self._sizes = native, memory, sizes
         self._device = device = memory.device
         self._parts, self._hidden, self._answer_dtype = tuple(parts), hidden, answer_dtype
-        self._kernels = MoeKernels(launcher, sizes)
+        meeting = torch.zeros(MEETING_WORDS, dtype=torch.int64, device=device)
+        self._launches = Steps(launcher, meeting, most=sizes.out_rows)
+        self._kernels = MoeKernels(self._launches, sizes)
         self._phase = _Phase.IDLE
         self._fault: InvalidArgument | None = None
         self._tokens = self._room = 0
         self._caller = threading.Lock()
         self._direct = direct
 
-        self._box = box = Mailbox(native, rank, device, launcher)
+        self._box = box = Mailbox(native, rank, device, launcher, self._launches)
         self._own, self._row_stride, self._back_stride = native.own_rows
         note = box.mirror["note"]
         self._now = note[1:2].view(torch.int32)[:1]
@@ -107,18 +111,15 @@ class DeviceSteps:
         self._warm_up()
         fifo = (box.fifo.slots, box.fifo.capacity, box.fifo.pushers, box.fifo.completed)
         native.serve(fifo, box.words.data_ptr(), (box.host, box.pushers, memory), direct)
-        used = (box, memory, self._given, self._routing, self._placement)
+        used = (box, memory, meeting, self._given, self._routing, self._placement)
         self._used = _KernelResources(device, used)
         self._finalizer = weakref.finalize(self, _leave, native, self._used)
 
     def _warm_up(self) -> None:
         """Loads the torch kernels that are launched between ours: loading one later could wait for
         a kernel that waits itself."""
-        self._placement.counts.to(torch.int64)
         missing = torch.zeros(self._sizes.ranks, dtype=torch.uint8, device=self._device)
         self._single(missing, 1)
-        none = torch.ones(1, self._sizes.topk, dtype=torch.bool, device=self._device)
-        self._routing.row_of[:1].masked_fill_(~none, -1)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -192,8 +193,11 @@ class DeviceSteps:
         with self._in_phase("dispatch_recv", _Phase.DISPATCHED):
             total = self._most_rows(multiple, stride)
             tensors, _ = room(self._parts, total, x, self._device)
+            local = (self._sizes.local_experts,)
+            counts = torch.empty(local, dtype=torch.int64, device=self._device)
+            starts = torch.empty(local, dtype=torch.int64, device=self._device)
             with self._launching():
-                self._place(total, multiple, stride)
+                self._place(total, multiple, stride, counts=counts, starts=starts)
                 for turn in self._box.lots:
                     chunks, count = self._box.chunks("lot", Word.ROWS, turn)
                     into = [tensors[p.name] for p in self._parts]
@@ -201,14 +205,10 @@ class DeviceSteps:
                         self._placement, chunks, count, self._memory, self._row_stride, into
                     )
                     self._box.tell(DeviceEvent.HANDED_OUT)
-                dispatched = Dispatched(
-                    x=tensors.pop("x")[:total],
-                    parts=tensors,
-                    counts=self._placement.counts.to(torch.int64),
-                    starts=self._placement.starts[:-1].to(torch.int64),
-                )
             self._room, self._phase = total, _Phase.COLLECTED
-            return dispatched
+            return Dispatched(
+                x=tensors.pop("x")[:total], parts=tensors, counts=counts, starts=starts
+            )
 
     def combine_send(self, y: Tensor) -> None:
         """As :meth:`AllToAll.combine_send`."""
@@ -227,8 +227,10 @@ class DeviceSteps:
 
     def combine_answers(self) -> Tensor:
         """As :meth:`AllToAll.combine_answers`."""
-        with self._in_phase("combine_answers", _Phase.ANSWERED), self._launching():
-            return self._single(self._box.missing(self._sizes.ranks), self._tokens)
+        with self._in_phase("combine_answers", _Phase.ANSWERED):
+            with self._launching():
+                missing = self._box.missing(self._sizes.ranks)
+            return self._single(missing, self._tokens)
 
     def combine_recv(
         self,
@@ -248,9 +250,6 @@ class DeviceSteps:
                 check_wanted(wanted, (self._tokens, self._sizes.topk), self._device)
             with self._launching():
                 missing = self._box.missing(self._sizes.ranks)
-                if wanted is not None:
-                    # Rows without a token are skipped.
-                    self._routing.row_of[: self._tokens].masked_fill_(~wanted, -1)
                 self._kernels.sum(
                     self._answers(),
                     self._given,
@@ -258,6 +257,7 @@ class DeviceSteps:
                     out[: self._tokens],
                     weights=weights,
                     missing=missing,
+                    wanted=wanted,
                 )
                 self._box.tell(DeviceEvent.SUMMED)
             self._phase = _Phase.IDLE
@@ -313,7 +313,8 @@ class DeviceSteps:
         rest."""
         self._used.by_graph |= _is_captured(self._device)
         try:
-            yield
+            with self._launches.together():
+                yield
         except BaseException:
             self._native.leave()
             _settle(self._native, self._device)
@@ -345,8 +346,9 @@ class DeviceSteps:
         given(self._parts, parts, tokens, self._device)
         return tokens
 
-    def _place(self, room: int, multiple: int, stride: int | None) -> None:
-        """Where the rows of each source go, once they are known."""
+    def _place(self, room: int, multiple: int, stride: int | None, **takes: Tensor | None) -> None:
+        """Where the rows of each source go, once they are known; and what :meth:`MoeKernels.place`
+        takes besides."""
         incoming = self._box.fetch("incoming", Word.ROUTES, self._box.routed).view(torch.int32)
         ranks, local = self._sizes.ranks, self._sizes.local_experts
         self._kernels.place(
@@ -355,6 +357,7 @@ class DeviceSteps:
             room=room,
             multiple=multiple,
             stride=stride,
+            **takes,
         )
 
     def _single(self, missing: Tensor, tokens: int) -> Tensor:

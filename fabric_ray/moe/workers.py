@@ -215,7 +215,7 @@ class WorkerSteps:
             arguments.answers = _part(answers)
         arguments.call = call = self._native.begin_work()
         try:
-            self._launcher.launch(_FILE, self._kernel, (self._workers, 1), _THREADS, arguments)
+            self._launcher.launch(_FILE, self._kernel, self._workers, _THREADS, arguments)
             yield
         except BaseException:
             # Workers may still use these tensors after the caller has released them.

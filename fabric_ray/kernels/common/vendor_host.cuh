@@ -1,5 +1,6 @@
-// Processors: the threads of a block are threads, blocks run one after another. For checking what kernels do where
-// there is no GPU; nothing here is meant to be fast. `name_on_host` runs a kernel.
+// Processors: the threads of a block are threads. For checking what kernels do where there is no GPU; nothing here is
+// meant to be fast. `name_on_host` runs some blocks of a kernel, one after another. Blocks that wait for one another run
+// in libraries of their own: what the threads of a block share is static.
 #pragma once
 
 #include <atomic>
@@ -13,19 +14,20 @@
 #define FR_SHARED static
 #define FR_KERNEL(name, Params)                                                              \
   static void name##_body(const Params& p);                                                  \
-  extern "C" void name##_on_host(u32 blocks_x, u32 blocks_y, u32 threads, const void* p) {   \
-    fr::host::run(blocks_x, blocks_y, threads,                                               \
+  extern "C" void name##_on_host(u32 first, u32 end, u32 blocks, u32 threads, const void* p) { \
+    fr::host::run(first, end, blocks, threads,                                               \
                   [p] { name##_body(*static_cast<const Params*>(p)); });                     \
   }                                                                                          \
   extern "C" u64 name##_nbytes() { return sizeof(Params); }                                  \
   static void name##_body(const Params& p)
+#define FR_KERNEL_OF_TWO(name, Params) FR_KERNEL(name, Params)
 
 namespace fr {
 
 namespace host {
 
 struct Place {
-  u32 thread, threads, block, block_y, blocks;
+  u32 thread, threads, block, blocks;
   std::barrier<>* barrier;
   bool shares;  // it has met the other threads of its block
 };
@@ -33,18 +35,17 @@ struct Place {
 inline thread_local Place here;
 
 template <class Body>
-void run(u32 blocks_x, u32 blocks_y, u32 threads, Body body) {
+void run(u32 first, u32 end, u32 blocks, u32 threads, Body body) {
   std::barrier<> barrier(threads);
   std::vector<std::thread> all;
   for (u32 t = 0; t < threads; ++t)
     all.emplace_back([&, t] {
-      for (u32 y = 0; y < blocks_y; ++y)
-        for (u32 x = 0; x < blocks_x; ++x) {
-          here = {t, threads, x, y, blocks_x, &barrier, false};
-          body();
-          // What a block shares is the next one's, too.
-          if (here.shares) barrier.arrive_and_wait();
-        }
+      for (u32 block = first; block < end; ++block) {
+        here = {t, threads, block, blocks, &barrier, false};
+        body();
+        // What a block shares is the next one's, too.
+        if (here.shares) barrier.arrive_and_wait();
+      }
     });
   for (auto& one : all) one.join();
 }
@@ -57,7 +58,6 @@ constexpr u32 WARP = 4;
 inline u32 thread() { return host::here.thread; }
 inline u32 threads() { return host::here.threads; }
 inline u32 block() { return host::here.block; }
-inline u32 block_y() { return host::here.block_y; }
 inline u32 blocks() { return host::here.blocks; }
 inline void sync_block() {
   host::here.shares = true;
@@ -86,6 +86,10 @@ T shuffle(T value, u32 from) {
 inline u32 atomic_add(u32* word, u32 value) {
   return std::atomic_ref<u32>(*word).fetch_add(value);
 }
+inline u64 atomic_add(u64* word, u64 value) {
+  return std::atomic_ref<u64>(*word).fetch_add(value);
+}
+inline u64 arrive(u64* word) { return __atomic_fetch_add(word, 1, __ATOMIC_ACQ_REL); }
 inline u64 atomic_swap_if(u64* word, u64 old, u64 value) {
   std::atomic_ref<u64>(*word).compare_exchange_strong(old, value);
   return old;
@@ -115,6 +119,7 @@ inline void store_stream(Vec16* to, Vec16 v) { *to = v; }
 // Built with -ffp-contract=off.
 inline float add(float a, float b) { return a + b; }
 inline float multiply(float a, float b) { return a * b; }
+inline float divide(float a, float b) { return a / b; }
 
 template <class To, class From>
 To bits_as(From from) {

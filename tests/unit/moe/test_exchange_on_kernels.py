@@ -323,9 +323,12 @@ class Recorder:
         self._host = host
         self.launches: list[tuple[Any, ...]] = []
 
-    def launch(self, *launched: Any) -> None:
+    def launch(self, *launched: Any, **options: Any) -> None:
         self.launches.append(launched)
-        self._host.launch(*launched)
+        self._host.launch(*launched, **options)
+
+    def resident(self, *of: Any) -> int:
+        return self._host.resident(*of)
 
 
 def test_what_a_dispatch_waits_for_is_counted_where_a_graph_counts(host: Host) -> None:
@@ -340,7 +343,8 @@ def test_what_a_dispatch_waits_for_is_counted_where_a_graph_counts(host: Host) -
             recorder.launches.clear()
             a.dispatch_send(x, idx)
             _, _, _, _, arguments = recorder.launches[0]
-            words.append((arguments.over, arguments.values))
+            begin = arguments.step[0].arguments.begin
+            words.append((begin.over, begin.values))
             got = a.dispatch_recv()
             if combines:
                 a.combine_send(got.x)
