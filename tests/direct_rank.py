@@ -59,7 +59,12 @@ def is_straight(a: AllToAll) -> bool:
 
 
 def serve(
-    connection: Connection, rank: int, ranks: int, build: Path, dies_at: StepKind | None, private: int
+    connection: Connection,
+    rank: int,
+    ranks: int,
+    build: Path,
+    dies_at: StepKind | None,
+    private: int,
 ) -> None:
     """Exchanges by seeds, until it is told to stop, or dies."""
     launcher: Launcher = Host(build)

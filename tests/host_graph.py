@@ -112,6 +112,11 @@ class Graph:
         finally:
             self._captures = False
 
+    @property
+    def size(self) -> int:
+        """Launches, and operations of torch."""
+        return len(self._steps)
+
     def launched(self, launch: Callable[[], None]) -> None:
         if self._captures:
             self._steps.append(launch)

@@ -8,7 +8,6 @@ no call allocates or waits. Whether what came in made sense is a word on the dev
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 

@@ -222,7 +222,9 @@ class StepArguments(ctypes.Union):
 
     def set(self, arguments: ctypes.Structure) -> None:
         """Copies the struct of a step."""
-        ctypes.memmove(ctypes.addressof(self), ctypes.addressof(arguments), ctypes.sizeof(arguments))
+        ctypes.memmove(
+            ctypes.addressof(self), ctypes.addressof(arguments), ctypes.sizeof(arguments)
+        )
 
 
 class Step(ctypes.Structure):

@@ -22,7 +22,7 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.kernels import structs
 from fabric_ray.kernels.launch import Launcher
 from fabric_ray.moe import rows
-from fabric_ray.moe.device import gpu, room_on
+from fabric_ray.moe.device_memory import gpu, room_on
 from fabric_ray.moe.rows import check_rows
 from fabric_ray.moe.tokens import Dispatched, RowPart, given, room, sums
 

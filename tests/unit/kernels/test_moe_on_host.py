@@ -71,6 +71,17 @@ def test_rows_are_packed_whole_and_nothing_else_is_written(
     checks.check_pack(host, CPU, case, widths)
 
 
+@pytest.mark.parametrize(("scales", "powers_of_two"), checks.CASTS, ids=str)
+def test_tokens_are_cast_to_the_bits_of_torch(
+    host: Host, scales: torch.dtype, powers_of_two: bool
+) -> None:
+    checks.check_cast(host, CPU, scales, powers_of_two=powers_of_two)
+
+
+def test_steps_of_one_launch_see_what_all_blocks_have_done(host: Host) -> None:
+    checks.check_meetings(host.another(3), CPU)
+
+
 @pytest.mark.parametrize("order", checks.ORDERS, ids=str)
 @pytest.mark.parametrize("incoming", checks.ARRIVALS, ids=lambda a: f"{a.sum()} rows")
 def test_rows_go_to_their_experts_and_answers_back(

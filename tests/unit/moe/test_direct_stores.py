@@ -21,7 +21,7 @@ from fabric_ray import TransferEngine, errors
 from fabric_ray.kernels.launch import Launcher
 from fabric_ray.kernels.moe import STORED
 from fabric_ray.kernels.steps import StepKind
-from fabric_ray.moe import AllToAll, device
+from fabric_ray.moe import AllToAll, device, device_memory
 from tests.direct_rank import EXPERTS, HIDDEN, TOKENS, TOPK, is_straight, serve
 from tests.host_graph import Graph
 from tests.host_kernels import Host, single_steps
@@ -387,8 +387,9 @@ def test_a_graph_that_outlives_its_exchange_moves_nothing(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it uses is kept, every wait of its ends at once, its peer's rows stay as they are."""
-    monkeypatch.setattr(device, "_is_captured", lambda _: True)
-    monkeypatch.setattr(device, "_KEPT_FOR_GRAPHS", [])
+    monkeypatch.setattr(device_memory, "is_captured", lambda _: True)
+    monkeypatch.setattr(device, "is_captured", lambda _: True)
+    monkeypatch.setattr(device_memory, "_KEPT_FOR_GRAPHS", [])
     graphs = [Graph(), Graph()]
     room = 2 * TOKENS
     # A replay reads and writes them again.
