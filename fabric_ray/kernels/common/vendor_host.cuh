@@ -7,6 +7,7 @@
 #include <barrier>
 #include <chrono>
 #include <cstring>
+#include <deque>
 #include <thread>
 #include <vector>
 
@@ -24,11 +25,20 @@
 
 namespace fr {
 
+// Few: each lane is a thread, and no kernel counts on a number.
+#ifndef FR_HOST_WARP
+#define FR_HOST_WARP 4
+#endif
+constexpr u32 WARP = FR_HOST_WARP;
+
 namespace host {
+
+constexpr u32 MAX_WARPS = 64;
 
 struct Place {
   u32 thread, threads, block, blocks;
   std::barrier<>* barrier;
+  std::barrier<>* warp;
   bool shares;  // it has met the other threads of its block
 };
 
@@ -37,11 +47,14 @@ inline thread_local Place here;
 template <class Body>
 void run(u32 first, u32 end, u32 blocks, u32 threads, Body body) {
   std::barrier<> barrier(threads);
+  std::deque<std::barrier<>> warps;
+  for (u32 left = threads; left != 0; left -= left < WARP ? left : WARP)
+    warps.emplace_back(left < WARP ? left : WARP);
   std::vector<std::thread> all;
   for (u32 t = 0; t < threads; ++t)
     all.emplace_back([&, t] {
       for (u32 block = first; block < end; ++block) {
-        here = {t, threads, block, blocks, &barrier, false};
+        here = {t, threads, block, blocks, &barrier, &warps[t / WARP], false};
         body();
         // What a block shares is the next one's, too.
         if (here.shares) barrier.arrive_and_wait();
@@ -51,9 +64,6 @@ void run(u32 first, u32 end, u32 blocks, u32 threads, Body body) {
 }
 
 }  // namespace host
-
-// A block that uses warps is one warp.
-constexpr u32 WARP = 4;
 
 inline u32 thread() { return host::here.thread; }
 inline u32 threads() { return host::here.threads; }
@@ -65,22 +75,28 @@ inline void sync_block() {
 }
 
 inline u32 lane() { return thread() % WARP; }
+inline void sync_warp() {
+  host::here.shares = true;
+  host::here.warp->arrive_and_wait();
+}
 inline u64 ballot(bool what) {
-  static u64 votes;
-  sync_block();
-  std::atomic_ref<u64>(votes).store(0);
-  sync_block();
-  std::atomic_ref<u64>(votes).fetch_or(u64(what) << lane());
-  sync_block();
-  return std::atomic_ref<u64>(votes).load();
+  static u64 votes[host::MAX_WARPS];
+  std::atomic_ref<u64> own(votes[thread() / WARP]);
+  sync_warp();
+  own.store(0);
+  sync_warp();
+  own.fetch_or(u64(what) << lane());
+  sync_warp();
+  return own.load();
 }
 template <class T>
 T shuffle(T value, u32 from) {
-  static T values[WARP];
-  sync_block();
-  values[lane()] = value;
-  sync_block();
-  return values[from];
+  static T values[host::MAX_WARPS][WARP];
+  T* own = values[thread() / WARP];
+  sync_warp();
+  own[lane()] = value;
+  sync_warp();
+  return own[from];
 }
 
 inline u32 atomic_add(u32* word, u32 value) {
