@@ -130,7 +130,7 @@ def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.M
 def test_importing_kernels_needs_neither_torch_nor_a_compiler() -> None:
     program = (
         "import sys, fabric_ray.kernels as k\n"
-        "k.sources(); k.source('moe/sum.cu')\n"
+        "k.sources(); k.source('moe/steps.cu')\n"
         "maps = open('/proc/self/maps').read()\n"
         "print('torch' in sys.modules, 'nvrtc' in maps, 'libcuda' in maps)"
     )
@@ -149,7 +149,7 @@ def test_without_a_gpu_nothing_is_launched() -> None:
 
 
 def test_a_file_that_is_not_there_is_named() -> None:
-    with pytest.raises(InvalidArgument, match=r"moe/nothing\.cu; there are .*moe/sum\.cu"):
+    with pytest.raises(InvalidArgument, match=r"moe/nothing\.cu; there are .*moe/steps\.cu"):
         source("moe/nothing.cu")
 
 
@@ -191,7 +191,7 @@ COMPILE = """
 import sys
 from pathlib import Path
 from fabric_ray.kernels import Cache, source
-code = Cache(Path(sys.argv[1])).get(source("moe/routes.cu"), "sm_90a").code
+code = Cache(Path(sys.argv[1])).get(source("common/channel.cu"), "sm_90a").code
 print(len(code))
 """
 
@@ -204,7 +204,7 @@ def test_many_compilers_at_a_time_leave_one_whole_entry(compiler: Nvrtc, tmp_pat
 
     with ThreadPoolExecutor(4) as pool:
         lengths = {*pool.map(one, range(4))}
-    cached = Cache(tmp_path, compiler).get(source("moe/routes.cu"), "sm_90a")
+    cached = Cache(tmp_path, compiler).get(source("common/channel.cu"), "sm_90a")
     assert cached.cached
     assert lengths == {f"{len(cached.code)}\n"}
     assert len(list(tmp_path.iterdir())) == 1
