@@ -19,8 +19,7 @@ FR_DEVICE void sync_blocks(u64* word) {
   if (blocks() == 1) return;
   if (thread() == 0) {
     u64 all = blocks(), before = arrive(word), end = before - before % all + all;
-    Backoff backoff{32};
-    while (load_acquire(word) < end) backoff.rest();
+    while (load_acquire(word) < end) nap(32);
   }
   sync_block();
 }
