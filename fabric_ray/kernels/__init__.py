@@ -5,7 +5,7 @@ Nothing here needs a GPU, NVRTC or torch to be imported.
 
 from fabric_ray.kernels.cache import Cache, Compiled
 from fabric_ray.kernels.channel import Channel, Waited, Words
-from fabric_ray.kernels.driver import Device, current_architecture
+from fabric_ray.kernels.driver import Device, current_architecture, mappable
 from fabric_ray.kernels.launch import Launcher
 from fabric_ray.kernels.moe import MoeKernels
 from fabric_ray.kernels.moe_tables import Chunk, MoeSizes, Placement, Routing
@@ -31,6 +31,7 @@ __all__ = [
     "Waited",
     "Words",
     "current_architecture",
+    "mappable",
     "source",
     "sources",
 ]

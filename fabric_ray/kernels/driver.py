@@ -5,11 +5,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from typing import Any
+import weakref
+from typing import TYPE_CHECKING, Any
 
 from fabric_ray.errors import ResourceError
 from fabric_ray.kernels.cache import Cache
 from fabric_ray.kernels.sources import source
+
+if TYPE_CHECKING:
+    import torch
 
 
 @functools.cache
@@ -54,6 +58,62 @@ def current_architecture(device: int) -> str:
     return f"sm_{major}{minor}{'a' if major in (9, 10) else ''}"
 
 
+def _enter(index: int) -> None:
+    """Makes the context that torch uses on a GPU this thread's, if it has none yet."""
+    import torch
+
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    context = ctypes.c_void_p()
+    _call("cuCtxGetCurrent", ctypes.byref(context))
+    if not context.value:
+        device = ctypes.c_int()
+        _call("cuDeviceGet", ctypes.byref(device), index)
+        _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        _call("cuCtxSetCurrent", context)
+
+
+class _Allocation:
+    """Bytes of the driver's; freed with the last reference, after all work of the device."""
+
+    def __init__(self, nbytes: int, index: int) -> None:
+        import torch
+
+        address = ctypes.c_uint64()
+        with torch.cuda.device(index):
+            _enter(index)
+            _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address.value, False),
+            "strides": None,
+            "version": 3,
+        }
+        weakref.finalize(self, _free, address, index).atexit = False
+
+
+def _free(address: ctypes.c_uint64, index: int) -> None:
+    import torch
+
+    with torch.cuda.device(index):
+        _enter(index)
+        _call("cuMemFree_v2", address)
+
+
+def mappable(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Zero bytes that other processes of the host can map, however torch's allocator was set:
+    expandable segments and ``cudaMallocAsync`` have memory that they can't.
+
+    Raises:
+        ResourceError: the GPU has no room.
+    """
+    import torch
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    made: torch.Tensor = torch.as_tensor(_Allocation(nbytes, index), device=device)
+    return made.zero_()
+
+
 class Device:
     """One GPU, as a launcher: kernels are compiled, and loaded, when they are first launched.
 
@@ -74,19 +134,6 @@ class Device:
         self._functions: dict[tuple[str, str], ctypes.c_void_p] = {}
         self._modules: dict[str, ctypes.c_void_p] = {}
 
-    def _enter(self) -> None:
-        """Makes the context that torch uses this thread's, if it has none yet."""
-        import torch
-
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        context = ctypes.c_void_p()
-        _call("cuCtxGetCurrent", ctypes.byref(context))
-        if not context.value:
-            device = ctypes.c_int()
-            _call("cuDeviceGet", ctypes.byref(device), self.index)
-            _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-            _call("cuCtxSetCurrent", context)
-
     def load(self, file: str, *kernels: str) -> None:
         """Compiles a file of kernels, or finds it in the cache, and loads it.
 
@@ -103,7 +150,7 @@ class Device:
 
     def _load(self, file: str) -> None:
         if file not in self._modules:
-            self._enter()
+            _enter(self.index)
             code = self._cache.get(source(file), current_architecture(self.index)).code
             module = ctypes.c_void_p()
             _call("cuModuleLoadData", ctypes.byref(module), code)
@@ -126,7 +173,7 @@ class Device:
 
         blocks = ctypes.c_int()
         with self._lock, torch.cuda.device(self.index):
-            self._enter()
+            _enter(self.index)
             _call(
                 "cuOccupancyMaxActiveBlocksPerMultiprocessor",
                 ctypes.byref(blocks),
@@ -157,7 +204,7 @@ class Device:
         import torch
 
         with torch.cuda.device(self.index):
-            self._enter()
+            _enter(self.index)
             function = self._functions.get((file, kernel))
             if function is None:
                 with self._lock:

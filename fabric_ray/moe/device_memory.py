@@ -11,7 +11,7 @@ from torch import Tensor
 from fabric_ray._native import MoeExchange
 from fabric_ray.engine import Region, TransferEngine
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.kernels import Device, channel, structs
+from fabric_ray.kernels import Device, channel, mappable, structs
 from fabric_ray.moe.tokens import RowPart
 
 #: A command names its own rank in ten bits.
@@ -33,10 +33,10 @@ def check_sizes(ranks: int, parts: Sequence[RowPart]) -> None:
 
 
 def room_on(engine: TransferEngine, nbytes: int, device: torch.device) -> tuple[Tensor, Region]:
-    """Zero bytes on a device, registered with the engine; mappable for peers if on the host."""
+    """Zero bytes on a device that peers of this host can map, registered with the engine."""
     if device.type == "cpu":
         return engine.empty(nbytes, torch.uint8)
-    memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    memory = mappable(nbytes, device)
     return memory, engine.register(memory)
 
 
