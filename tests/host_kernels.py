@@ -128,7 +128,7 @@ class Host:
             run.result()
 
     def resident(self, file: str, kernel: str, threads: int) -> int:
-        return self._at_a_time
+        return 2 * self._at_a_time  # half of them are taken
 
     @functools.cache  # noqa: B019
     def _beside(self, blocks: int) -> list[Host]:

@@ -124,10 +124,11 @@ class Steps:
             self._launch(kernel, steps, self._at_a_time(kernel), together=True)
 
     def _at_a_time(self, kernel: str) -> int:
-        """Blocks of a launch: always as many, for the word that they meet by."""
+        """Blocks of a launch: always as many, for the word that they meet by; half of those that
+        fit, so that a launch on another stream fits beside one that waits."""
         if kernel not in self._blocks:
             resident = self._launcher.resident(FILE, kernel, _THREADS)
-            self._blocks[kernel] = max(1, min(resident, self._most))
+            self._blocks[kernel] = max(1, min(resident // 2, self._most))
         return self._blocks[kernel]
 
     def _launch(
