@@ -4,6 +4,7 @@
 // |---|---|
 // | FR_DEVICE, FR_SHARED | a device function; a variable that the threads of a block share |
 // | FR_KERNEL(name, Params) { ... p ... } | a kernel; its one argument is a struct of plain values, `p` |
+// | FR_KERNEL_OF_TWO | the same; two blocks of 256 threads fit beside one another |
 // | thread(), threads(), block(), blocks(), sync_block() | where a thread is, and its block's barrier |
 // | WARP, lane(), ballot(bool), shuffle(value, lane) | warps; all lanes take part |
 // | atomic_add, atomic_min, atomic_max, atomic_swap_if | on words that one device's threads share |
