@@ -214,6 +214,8 @@ class DeviceSteps:
                 torch.empty(n, x.width, dtype=x.dtype, device=self._device),
                 torch.empty(n, scales.width, dtype=scales.dtype, device=self._device),
             )
+            # A graph that is replayed when the exchange is gone casts still.
+            self._used.what = (*self._used.what, self._cast)
         values, scaled = self._cast
         return values[: len(out.x)], scaled[: len(out.x)]
 
