@@ -317,6 +317,7 @@ class DeviceSteps:
             if wanted is not None:
                 wants = (self._tokens, self._sizes.topk)
                 check_wanted(wanted, wants, self._device, experts=True)
+                wanted = wanted.contiguous()
             with self._launching():
                 missing = self._box.missing(self._sizes.ranks)
                 self._kernels.sum(

@@ -180,7 +180,7 @@ class LowLatency:
         stats = Statistics(None, waits)
         stats.check(self._exchanges.comm.size(), form, self._asynchronous(form))
         combined = _sums(out, len(indices), form)
-        weights, wanted = topk_weights, topk_idx.to(torch.int64).contiguous()
+        weights, wanted = topk_weights.contiguous(), topk_idx.to(torch.int64).contiguous()
         if not self._asynchronous(form):
             kept = topk_idx >= 0
             weights, wanted = torch.where(kept, weights, 0.0), kept | (indices < 0)
