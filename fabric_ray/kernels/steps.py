@@ -125,9 +125,10 @@ class Steps:
 
     def _at_a_time(self, kernel: str) -> int:
         """Blocks of a launch: always as many, for the word that they meet by; half of those that
-        fit, so that a launch on another stream fits beside one that waits."""
+        fit of the largest kernel, so that a launch of any other fits beside one that waits."""
         if kernel not in self._blocks:
-            resident = self._launcher.resident(FILE, kernel, _THREADS)
+            names = {kernel, _MOVES}
+            resident = min(self._launcher.resident(FILE, name, _THREADS) for name in names)
             self._blocks[kernel] = max(1, min(resident // 2, self._most))
         return self._blocks[kernel]
 
