@@ -6,6 +6,8 @@ import ctypes
 import functools
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fabric_ray.errors import ResourceError
@@ -14,6 +16,8 @@ from fabric_ray.kernels.sources import source
 
 if TYPE_CHECKING:
     import torch
+
+_CAPTURE_MODE_RELAXED = 2
 
 
 @functools.cache
@@ -72,6 +76,19 @@ def _enter(index: int) -> None:
         _call("cuCtxSetCurrent", context)
 
 
+@contextmanager
+def _apart_from_captures(index: int) -> Iterator[None]:
+    """What is called in it, in the context of a GPU, neither breaks the capture of a graph, of any
+    thread, nor is refused because of it."""
+    _enter(index)
+    mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+
+
 class _Allocation:
     """Bytes of the driver's; freed with the last reference, after all work of the device."""
 
@@ -79,9 +96,14 @@ class _Allocation:
         import torch
 
         address = ctypes.c_uint64()
-        with torch.cuda.device(index):
-            _enter(index)
-            _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+        given = (ctypes.byref(address), ctypes.c_size_t(nbytes))
+        with torch.cuda.device(index), _apart_from_captures(index):
+            try:
+                _call("cuMemAlloc_v2", *given)
+            except ResourceError:
+                # torch keeps what its tensors have freed.
+                torch.cuda.empty_cache()
+                _call("cuMemAlloc_v2", *given)
         self.__cuda_array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",
@@ -95,8 +117,7 @@ class _Allocation:
 def _free(address: ctypes.c_uint64, index: int) -> None:
     import torch
 
-    with torch.cuda.device(index):
-        _enter(index)
+    with torch.cuda.device(index), _apart_from_captures(index):
         _call("cuMemFree_v2", address)
 
 
