@@ -203,7 +203,7 @@ class Arrival:
 ARRIVALS = [
     np.zeros((4, 4), dtype=np.int32),
     np.array([[1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]], dtype=np.int32),
-    np.array([[3, 0, 9, 1], [20, 5, 0, 0], [0, 0, 0, 7], [1, 1, 1, 1]], dtype=np.int32),
+    np.array([[3, 2, 9, 1], [20, 5, 0, 0], [0, 0, 0, 7], [1, 1, 1, 1]], dtype=np.int32),
     np.array([[100, 100, 50, 50], [0, 0, 0, 300], [0] * 4, [75] * 4], dtype=np.int32),
 ]
 ORDERS: list[tuple[int, int | None]] = [(1, None), (16, None), (1, 475)]
@@ -242,7 +242,24 @@ def check_hand_out(
     chunks, count = arrival.tables(device)
     out = [torch.full((room, w), 0xEE, dtype=torch.uint8, device=device) for w in widths]
     region = arrival.region.to(device)
-    kernels.hand_out(placement, chunks, count, region, arrival.stride, out)
+    each, layout = order[1], None
+    if each is not None:
+        layout = torch.full((sizes.local_experts, sizes.ranks), -1, device=device)
+        # Again, for a layout.
+        kernels.place(
+            torch.from_numpy(incoming).to(device), placement, room=room, stride=each, layout=layout
+        )
+    kernels.hand_out(
+        placement, chunks, count, region, arrival.stride, out, layout=layout, stride=each
+    )
+    if each is not None and layout is not None:
+        came = np.zeros((sizes.local_experts, sizes.ranks), dtype=np.int64)
+        for chunk in arrival.chunks:
+            of = np.repeat(np.arange(sizes.local_experts), incoming[chunk.source])
+            if chunk.place is not None:
+                np.add.at(came, (of[chunk.first :][: chunk.rows], chunk.source), 1)
+        first = targets.T - starts[:-1, None]
+        same(layout, np.where(came > 0, first.astype(np.int64) << 32 | came, 0))
     wanted = torch.full((room, sum(widths)), 0xEE, dtype=torch.uint8)
     for to, place in arrival.rows(*order):
         wanted[to] = 0 if place is None else arrival.region[place : place + sum(widths)]
