@@ -64,7 +64,7 @@ class Steps:
     ) -> None:
         self._launcher, self._meeting, self._most = launcher, meeting, most
         self._blocks: dict[str, int] = {}
-        self._collects = False
+        self._collects = self.launched = False
         self._collected: list[structs.Step] = []
         self._kernel = _MOVES
 
@@ -107,8 +107,9 @@ class Steps:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Launches what is run in it at its end, and as one. Nothing of it if there is an error."""
-        self._collects = True
+        """Launches what is run in it at its end, and as one. Nothing of it if there is an error;
+        or a part, then :attr:`launched` is true."""
+        self._collects, self.launched = True, False
         try:
             yield
             self._flush()
@@ -121,6 +122,7 @@ class Steps:
         self._collected.clear()
         self._kernel = _MOVES
         if steps:
+            self.launched = True
             self._launch(kernel, steps, self._at_a_time(kernel), together=True)
 
     def _at_a_time(self, kernel: str) -> int:

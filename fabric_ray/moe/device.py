@@ -386,8 +386,9 @@ class DeviceSteps:
             with self._launches.together():
                 yield
         except BaseException:
-            self._native.leave()
-            settle(self._native, self._device)
+            if self._launches.launched:
+                self._native.leave()
+                settle(self._native, self._device)
             raise
 
     def _check_tokens(self, indices: Tensor, parts: Mapping[str, Tensor]) -> int:
