@@ -399,7 +399,7 @@ def test_a_call_that_is_refused_before_its_launch_can_be_made_again(
     by_rows = torch.empty(3, 5, 2)
     with pytest.raises(errors.InvalidArgument, match="each one's rows behind one another"):
         a.dispatch_recv_into(Room({"scales": by_rows}, counts, layout), 5)
-    with pytest.raises(errors.InvalidArgument, match="given are torch.int64"):
+    with pytest.raises(errors.InvalidArgument, match=r"given are torch\.int64"):
         a.dispatch_recv_into(Room({}, counts.long(), layout), 5)
     by_columns = torch.empty(3, 2, 5).transpose(1, 2)
     a.dispatch_recv_into(Room({"scales": by_columns}, counts, layout), 5)
