@@ -10,8 +10,9 @@ from typing import Any
 
 from fabric_ray import TransferEngine
 from fabric_ray.kernels.launch import Launcher
+from fabric_ray.kernels.steps import StepKind
 from fabric_ray.moe import AllToAll
-from tests.host_kernels import Host
+from tests.host_kernels import Host, single_steps
 from tests.moe_ranks import batch, layer
 from tests.processes import within
 
@@ -19,22 +20,36 @@ EXPERTS, TOPK, HIDDEN, TOKENS = 6, 3, 64, 16
 
 
 class Dying:
-    """Launches until it comes to a kernel for the second time: half of that, and ``kill -9``."""
+    """Launches step by step, until it comes to one of a kind for the second time: half of that, and
+    ``kill -9``."""
 
-    def __init__(self, launcher: Launcher, kernel: str) -> None:
-        self._launcher, self._kernel, self._left = launcher, kernel, 2
+    def __init__(self, launcher: Launcher, kind: StepKind) -> None:
+        self._launcher, self._kind, self._left = launcher, kind, 2
 
     def launch(
-        self, file: str, kernel: str, grid: tuple[int, int], threads: int, arguments: Any
+        self,
+        file: str,
+        kernel: str,
+        blocks: int,
+        threads: int,
+        arguments: Any,
+        *,
+        together: bool = False,
     ) -> None:
-        if kernel == self._kernel:
-            self._left -= 1
-            if self._left == 0:
-                rows = arguments.part[0] if kernel == "pack_rows" else arguments.answers
+        for one in single_steps(arguments):
+            step = one.step[0]
+            last = step.kind == self._kind and self._left == 1
+            self._left -= step.kind == self._kind
+            if last:
+                packs = self._kind == StepKind.PACK_ROWS
+                rows = step.arguments.pack.part[0] if packs else step.arguments.answers.answers
                 rows.width //= 2
-                self._launcher.launch(file, kernel, grid, threads, arguments)
+            self._launcher.launch(file, kernel, blocks, threads, one)
+            if last:
                 os.kill(os.getpid(), signal.SIGKILL)
-        self._launcher.launch(file, kernel, grid, threads, arguments)
+
+    def resident(self, file: str, kernel: str, threads: int) -> int:
+        return self._launcher.resident(file, kernel, threads)
 
 
 def is_straight(a: AllToAll) -> bool:
@@ -44,7 +59,12 @@ def is_straight(a: AllToAll) -> bool:
 
 
 def serve(
-    connection: Connection, rank: int, ranks: int, build: Path, dies_at: str | None, private: int
+    connection: Connection,
+    rank: int,
+    ranks: int,
+    build: Path,
+    dies_at: StepKind | None,
+    private: int,
 ) -> None:
     """Exchanges by seeds, until it is told to stop, or dies."""
     launcher: Launcher = Host(build)

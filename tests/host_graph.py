@@ -112,6 +112,11 @@ class Graph:
         finally:
             self._captures = False
 
+    @property
+    def size(self) -> int:
+        """Launches, and operations of torch."""
+        return len(self._steps)
+
     def launched(self, launch: Callable[[], None]) -> None:
         if self._captures:
             self._steps.append(launch)
@@ -126,8 +131,11 @@ class _Launcher:
     def __init__(self, graph: Graph, under: Launcher) -> None:
         self._graph, self._under = graph, under
 
-    def launch(self, *launched: Any) -> None:
-        self._graph.launched(lambda: self._under.launch(*launched))
+    def launch(self, *launched: Any, **options: Any) -> None:
+        self._graph.launched(lambda: self._under.launch(*launched, **options))
+
+    def resident(self, *of: Any) -> int:
+        return self._under.resident(*of)
 
 
 def _again(

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -73,20 +74,24 @@ class Host:
 
     What the threads of a block share is static there: who runs beside others in a process takes
     :meth:`another`. What is in the folder already isn't built again.
+
+    Args:
+        at_a_time: blocks of a launch that wait for one another.
     """
 
-    def __init__(self, build: Path) -> None:
+    def __init__(self, build: Path, at_a_time: int = 1) -> None:
         self._build = build
+        self._at_a_time = at_a_time
         self._copies = 0
         self._lock = threading.Lock()
 
-    def another(self) -> Host:
+    def another(self, at_a_time: int = 2) -> Host:
         """The same kernels, with memory of their own."""
         with self._lock:
             self._copies += 1
             folder = self._build / f"copy-{self._copies}"
         folder.mkdir()
-        return _Copy(folder, self)
+        return _Copy(folder, self, at_a_time)
 
     def built(self, file: str) -> Path:
         """The library of a file of kernels."""
@@ -105,23 +110,57 @@ class Host:
         self,
         file: str,
         kernel: str,
-        grid: tuple[int, int],
+        blocks: int,
+        threads: int,
+        arguments: ctypes.Structure,
+        *,
+        together: bool = False,
+    ) -> None:
+        if not together or blocks == 1:
+            self._run(file, kernel, range(blocks), blocks, threads, arguments)
+            return
+        with ThreadPoolExecutor(blocks) as pool:
+            runs = [
+                pool.submit(of._run, file, kernel, range(i, i + 1), blocks, threads, arguments)
+                for i, of in enumerate(self._beside(blocks))
+            ]
+        for run in runs:
+            run.result()
+
+    def resident(self, file: str, kernel: str, threads: int) -> int:
+        return 2 * self._at_a_time  # half of them are taken
+
+    @functools.cache  # noqa: B019
+    def _beside(self, blocks: int) -> list[Host]:
+        return [self, *(self.another() for _ in range(blocks - 1))]
+
+    def _run(
+        self,
+        file: str,
+        kernel: str,
+        run: range,
+        blocks: int,
         threads: int,
         arguments: ctypes.Structure,
     ) -> None:
         library = self.library(file)
         assert getattr(library, f"{kernel}_nbytes")() == ctypes.sizeof(arguments)
-        getattr(library, f"{kernel}_on_host")(*grid, min(threads, THREADS), ctypes.byref(arguments))
+        getattr(library, f"{kernel}_on_host")(
+            run.start, run.stop, blocks, min(threads, THREADS), ctypes.byref(arguments)
+        )
 
 
 class _Copy(Host):
-    def __init__(self, build: Path, original: Host) -> None:
-        super().__init__(build)
+    def __init__(self, build: Path, original: Host, at_a_time: int) -> None:
+        super().__init__(build, at_a_time)
         self._original = original
 
     def built(self, file: str) -> Path:
-        built = self._original.built(file)
-        return Path(shutil.copy(built, self._build / built.name))
+        with self._lock:
+            built = self._original.built(file)
+            own = self._build / built.name
+            # What is loaded from there is never written over.
+            return own if own.exists() else Path(shutil.copy(built, own))
 
 
 def exchange_kernels(build: Path) -> Host:
@@ -130,6 +169,14 @@ def exchange_kernels(build: Path) -> Host:
     for file in {**structs.ARGUMENTS, **ARGUMENTS}:
         host.built(file)
     return host
+
+
+def single_steps(arguments: structs.Steps) -> Iterator[structs.Steps]:
+    """The steps of a launch, as so many launches."""
+    for step in arguments.step[: arguments.n]:
+        one = structs.Steps(arguments.meeting, 1)
+        one.step[0] = step
+        yield one
 
 
 class Stream:
@@ -146,15 +193,17 @@ class Stream:
         self,
         file: str,
         kernel: str,
-        grid: tuple[int, int],
+        blocks: int,
         threads: int,
         arguments: ctypes.Structure,
+        *,
+        together: bool = False,
     ) -> None:
-        assert grid == (len(self._hosts), 1)
+        assert blocks == len(self._hosts)
         for i, (host, thread) in enumerate(zip(self._hosts, self._threads, strict=True)):
             of_block = type(arguments).from_buffer_copy(arguments)
             of_block.first = i
-            run = thread.submit(host.launch, file, kernel, (1, 1), threads, of_block)
+            run = thread.submit(host.launch, file, kernel, 1, threads, of_block)
             self._runs.append(run)
 
     def finish(self, timeout: float) -> None:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fabric_ray.kernels import Chunk, MoeKernels, MoeSizes, Placement, Routing
+from fabric_ray.kernels import Chunk, MoeKernels, MoeSizes, Placement, Routing, Steps
 from fabric_ray.kernels.launch import Launcher
+from fabric_ray.kernels.steps import MEETING_WORDS
+from fabric_ray.moe import cast
 
 NONE = -1
 
@@ -201,7 +203,7 @@ class Arrival:
 ARRIVALS = [
     np.zeros((4, 4), dtype=np.int32),
     np.array([[1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]], dtype=np.int32),
-    np.array([[3, 0, 9, 1], [20, 5, 0, 0], [0, 0, 0, 7], [1, 1, 1, 1]], dtype=np.int32),
+    np.array([[3, 2, 9, 1], [20, 5, 0, 0], [0, 0, 0, 7], [1, 1, 1, 1]], dtype=np.int32),
     np.array([[100, 100, 50, 50], [0, 0, 0, 300], [0] * 4, [75] * 4], dtype=np.int32),
 ]
 ORDERS: list[tuple[int, int | None]] = [(1, None), (16, None), (1, 475)]
@@ -240,7 +242,24 @@ def check_hand_out(
     chunks, count = arrival.tables(device)
     out = [torch.full((room, w), 0xEE, dtype=torch.uint8, device=device) for w in widths]
     region = arrival.region.to(device)
-    kernels.hand_out(placement, chunks, count, region, arrival.stride, out)
+    each, layout = order[1], None
+    if each is not None:
+        layout = torch.full((sizes.local_experts, sizes.ranks), -1, device=device)
+        # Again, for a layout.
+        kernels.place(
+            torch.from_numpy(incoming).to(device), placement, room=room, stride=each, layout=layout
+        )
+    kernels.hand_out(
+        placement, chunks, count, region, arrival.stride, out, layout=layout, stride=each
+    )
+    if each is not None and layout is not None:
+        came = np.zeros((sizes.local_experts, sizes.ranks), dtype=np.int64)
+        for chunk in arrival.chunks:
+            of = np.repeat(np.arange(sizes.local_experts), incoming[chunk.source])
+            if chunk.place is not None:
+                np.add.at(came, (of[chunk.first :][: chunk.rows], chunk.source), 1)
+        first = targets.T - starts[:-1, None]
+        same(layout, np.where(came > 0, first.astype(np.int64) << 32 | came, 0))
     wanted = torch.full((room, sum(widths)), 0xEE, dtype=torch.uint8)
     for to, place in arrival.rows(*order):
         wanted[to] = 0 if place is None else arrival.region[place : place + sum(widths)]
@@ -310,6 +329,68 @@ def check_sum(
     sums = summed(answers, wanted["row_of"], weights, taken, without)
     assert torch.equal(raw(out[: case.tokens].cpu()), raw(sums)), "not the same bits"
     assert bool((out[case.tokens :] == 7.0).all()), "more sums than tokens"
+
+
+CASTS = (
+    (torch.float32, False),
+    (torch.float32, True),
+    (torch.float8_e8m0fnu, True),
+    (torch.int32, True),
+)
+
+
+def check_cast(
+    launcher: Launcher, device: str, scales: torch.dtype, *, powers_of_two: bool
+) -> None:
+    """Every bfloat16, in blocks of one sign and size, in mixed ones, and beside what isn't finite:
+    the bits of torch."""
+    every = patterns(torch.bfloat16)
+    dice = torch.Generator().manual_seed(13)
+    mixed = every[torch.randperm(len(every), generator=dice)]
+    small = torch.randn(1 << 14, generator=dice).mul(0.02).to(torch.bfloat16)
+    x = torch.cat([every, mixed, small]).view(-1, 512).to(device)
+    form = cast.Fp8Form(128, scales, powers_of_two)
+    values, scaled = form.cast(x)
+    into = (torch.full_like(values, 1.0), torch.zeros_like(scaled))
+    sizes = MoeSizes(ranks=1, experts=1, topk=1, max_tokens=len(x))
+    MoeKernels(launcher, sizes).cast(x, into, block=128, powers_of_two=powers_of_two)
+    numbers = ~values.float().isnan()
+    assert torch.equal(into[0].float().isnan(), ~numbers)
+    assert torch.equal(raw(into[0])[numbers], raw(values)[numbers])
+    if scales != torch.float32:
+        assert torch.equal(raw(into[1]), raw(scaled))
+        return
+    there = ~scaled.isnan()
+    assert torch.equal(into[1].isnan(), ~there)
+    assert torch.equal(into[1][there], scaled[there])
+
+
+def check_meetings(launcher: Launcher, device: str) -> None:
+    """Routes of many tiles, rows packed by them and handed out, as one launch: each step reads what
+    all blocks have written in the one before."""
+    sizes = MoeSizes(ranks=1, experts=16, topk=3, max_tokens=700)
+    case = Case("meetings", sizes, 700, holes=0.2)
+    wanted = reference(case.indices(), sizes)
+    meeting = torch.zeros(MEETING_WORDS, dtype=torch.int64, device=device)
+    steps = Steps(launcher, meeting)
+    kernels = MoeKernels(steps, sizes)
+    routing, placement = Routing.empty(sizes, device), Placement.empty(sizes, device)
+    indices, now = case.indices().to(device), number(case.tokens, device)
+    x = torch.arange(700 * 12, dtype=torch.int32, device=device).view(700, 12)
+    own = torch.zeros(sizes.out_rows, 48, dtype=torch.uint8, device=device)
+    rows, one = len(wanted["token_of"]), number(1, device)
+    chunks = torch.tensor(Chunk.table([Chunk(0, 0, rows, 0)]), device=device)
+    by_expert = x.cpu()[torch.from_numpy(wanted["token_of"])]
+    for _ in range(20):
+        own.zero_()
+        routing.row_of.fill_(-1)
+        out = torch.zeros(rows, 12, dtype=torch.int32, device=device)
+        with steps.together():
+            kernels.route(indices, now, routing)
+            kernels.pack([x], now, routing, own)
+            kernels.place(routing.counts.view(1, -1), placement, room=rows)
+            kernels.hand_out(placement, chunks, one, own, 48, [out])
+        assert torch.equal(out.cpu(), by_expert)
 
 
 def patterns(dtype: torch.dtype) -> torch.Tensor:

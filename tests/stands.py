@@ -57,14 +57,17 @@ class OnProcessor:
         self._host = host.another()
         self.launcher: Launcher = self
 
-    def launch(self, *launched: Any) -> None:
+    def launch(self, *launched: Any, **options: Any) -> None:
         def launch() -> None:
-            self._host.launch(*launched)
+            self._host.launch(*launched, **options)
 
         if self._graphs:
             self._graphs[-1].launched(launch)
         else:
             launch()
+
+    def resident(self, *of: Any) -> int:
+        return self._host.resident(*of)
 
     def capture(self, work: Work) -> Work:
         graph = Graph()

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.kernels.launch import Launcher
+from fabric_ray.kernels.steps import StepKind, Steps
+from fabric_ray.kernels.structs import BeginExchange, FetchWords, Fifo, Patience, TellHost
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _FILE = "common/channel.cu"
-_MAILBOX = "moe/mailbox.cu"
 _WARP = 32
 _THREADS = 128
 _BLOCKS = 64
@@ -33,23 +34,10 @@ class Waited(enum.IntEnum):
     ABORTED = 2
 
 
-class _Patience(ctypes.Structure):
-    _fields_ = (("abort", _pointer), ("timeout_ns", _u64))
-
-
-class _Fifo(ctypes.Structure):
-    _fields_ = (
-        ("slots", _pointer),
-        ("pushers", _pointer),
-        ("completed", _pointer),
-        ("capacity", _u64),
-    )
-
-
 class _PushCommands(ctypes.Structure):
     _fields_ = (
-        ("fifo", _Fifo),
-        ("patience", _Patience),
+        ("fifo", Fifo),
+        ("patience", Patience),
         ("commands", _pointer),
         ("n", _pointer),
         ("at_once", _u32),
@@ -61,8 +49,8 @@ class _PushCommands(ctypes.Structure):
 
 class _AwaitCommand(ctypes.Structure):
     _fields_ = (
-        ("fifo", _Fifo),
-        ("patience", _Patience),
+        ("fifo", Fifo),
+        ("patience", Patience),
         ("index", _pointer),
         ("waited", _pointer),
     )
@@ -72,53 +60,9 @@ class _AwaitWord(ctypes.Structure):
     _fields_ = (
         ("word", _pointer),
         ("value", _pointer),
-        ("patience", _Patience),
+        ("patience", Patience),
         ("waited", _pointer),
         ("gate", _pointer),
-    )
-
-
-class _BeginExchange(ctypes.Structure):
-    _fields_ = (
-        ("patience", _Patience),
-        ("over", _pointer),
-        ("values", _pointer),
-        ("grows", _pointer),
-        ("waits", _u32),
-        ("tokens", _u32),
-        ("given", _pointer),
-        ("now", _pointer),
-        ("waited", _pointer),
-        ("gate", _pointer),
-    )
-
-
-class _FetchWords(ctypes.Structure):
-    _fields_ = (
-        ("patience", _Patience),
-        ("word", _pointer),
-        ("value", _pointer),
-        ("waited", _pointer),
-        ("gate", _pointer),
-        ("from_", _pointer),
-        ("to", _pointer),
-        ("words", _u64),
-        ("closed", _u64),
-    )
-
-
-class _TellHost(ctypes.Structure):
-    _fields_ = (
-        ("fifo", _Fifo),
-        ("patience", _Patience),
-        ("command", _u64 * 2),
-        ("gate", _pointer),
-        ("from_", _pointer),
-        ("to", _pointer),
-        ("words", _u64),
-        ("counter", _pointer),
-        ("index", _pointer),
-        ("waited", _pointer),
     )
 
 
@@ -128,11 +72,6 @@ ARGUMENTS: dict[str, dict[str, type[ctypes.Structure]]] = {
         "push_commands": _PushCommands,
         "await_command": _AwaitCommand,
         "await_word": _AwaitWord,
-    },
-    _MAILBOX: {
-        "begin_exchange": _BeginExchange,
-        "fetch_words": _FetchWords,
-        "tell_host": _TellHost,
     },
 }
 
@@ -182,6 +121,8 @@ class Channel:
         abort: address of an 8-byte word that the host sets to non-zero when a rank that the device
             waits for is lost.
         timeout: seconds until a wait ends by itself.
+        steps: runs :meth:`begin_exchange`, :meth:`fetch_words` and :meth:`tell_host`; each is a
+            launch without.
 
     Raises:
         InvalidArgument: a capacity that a FIFO can't have, or no time to wait.
@@ -194,6 +135,7 @@ class Channel:
         *,
         abort: int | None = None,
         timeout: float = 30.0,
+        steps: Steps | None = None,
     ) -> None:
         if fifo is not None and (fifo.capacity < _WARP or fifo.capacity & (fifo.capacity - 1)):
             raise InvalidArgument(
@@ -202,8 +144,9 @@ class Channel:
         if not 0 < timeout < 1e9:
             raise InvalidArgument(f"timeout is {timeout}; give seconds, more than 0")
         self._launcher = launcher
+        self._steps = steps or Steps(launcher)
         self._fifo = fifo
-        self._patience = _Patience(abort, int(timeout * 1e9))
+        self._patience = Patience(abort, int(timeout * 1e9))
 
     def push(
         self, commands: Tensor, n: Tensor, indices: Tensor, waited: Tensor, *, at_once: bool = True
@@ -234,7 +177,7 @@ class Channel:
             waited.data_ptr(),
         )
         blocks = max(1, min(-(-most // _THREADS), _BLOCKS))
-        self._launcher.launch(_FILE, "push_commands", (blocks, 1), _THREADS, arguments)
+        self._launcher.launch(_FILE, "push_commands", blocks, _THREADS, arguments)
 
     def wait_command(self, index: Tensor, waited: Tensor) -> None:
         """Waits until the command with this index (int64 ``[1]``) is completed; ``waited`` (int32
@@ -242,7 +185,7 @@ class Channel:
         arguments = _AwaitCommand(
             self._its_fifo(), self._patience, index.data_ptr(), waited.data_ptr()
         )
-        self._launcher.launch(_FILE, "await_command", (1, 1), _WARP, arguments)
+        self._launcher.launch(_FILE, "await_command", 1, _WARP, arguments)
 
     def wait_word(
         self, word: int, value: Tensor, waited: Tensor, *, gate: Tensor | None = None
@@ -258,7 +201,7 @@ class Channel:
             waited.data_ptr(),
             None if gate is None else gate.data_ptr(),
         )
-        self._launcher.launch(_FILE, "await_word", (1, 1), _WARP, arguments)
+        self._launcher.launch(_FILE, "await_word", 1, _WARP, arguments)
 
     def begin_exchange(
         self, over: int, waits: tuple[Tensor, Tensor], tokens: int, into: tuple[Tensor, Tensor],
@@ -277,7 +220,7 @@ class Channel:
         """
         values, grows = waits
         given, now = into
-        arguments = _BeginExchange(
+        arguments = BeginExchange(
             self._patience,
             over,
             values.data_ptr(),
@@ -289,7 +232,7 @@ class Channel:
             waited.data_ptr(),
             gate.data_ptr(),
         )
-        self._launcher.launch(_MAILBOX, "begin_exchange", (1, 1), _WARP, arguments)
+        self._steps.run(StepKind.BEGIN_EXCHANGE, arguments)
 
     def fetch_words(
         self, table: Tensor, into: Tensor, waited: Tensor, gate: Tensor,
@@ -307,7 +250,7 @@ class Channel:
         """
         if table.shape != into.shape or not (table.is_contiguous() and into.is_contiguous()):
             raise InvalidArgument("table and into [words], contiguous")
-        arguments = _FetchWords(
+        arguments = FetchWords(
             self._patience,
             word,
             None if value is None else value.data_ptr(),
@@ -318,8 +261,7 @@ class Channel:
             table.numel(),
             closed,
         )
-        threads = min(_THREADS, -(-max(1, table.numel()) // _WARP) * _WARP)
-        self._launcher.launch(_MAILBOX, "fetch_words", (1, 1), threads, arguments)
+        self._steps.run(StepKind.FETCH_WORDS, arguments)
 
     def tell_host(
         self, command: tuple[int, int], gate: Tensor, index: Tensor, waited: Tensor,
@@ -336,7 +278,7 @@ class Channel:
             counter: int64 ``[1]``, grows by one.
         """
         given, taken = (None, None) if note is None else note
-        arguments = _TellHost(
+        arguments = TellHost(
             self._its_fifo(),
             self._patience,
             (_u64 * 2)(*command),
@@ -348,12 +290,10 @@ class Channel:
             index.data_ptr(),
             waited.data_ptr(),
         )
-        words = 0 if given is None else given.numel()
-        threads = min(_THREADS, -(-max(1, words) // _WARP) * _WARP)
-        self._launcher.launch(_MAILBOX, "tell_host", (1, 1), threads, arguments)
+        self._steps.run(StepKind.TELL_HOST, arguments)
 
-    def _its_fifo(self) -> _Fifo:
+    def _its_fifo(self) -> Fifo:
         if self._fifo is None:
             raise InvalidArgument("this channel has no FIFO; give it one")
         fifo = self._fifo
-        return _Fifo(fifo.slots, fifo.pushers, fifo.completed, fifo.capacity)
+        return Fifo(fifo.slots, fifo.pushers, fifo.completed, fifo.capacity)

@@ -5,11 +5,19 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from typing import Any
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from fabric_ray.errors import ResourceError
 from fabric_ray.kernels.cache import Cache
 from fabric_ray.kernels.sources import source
+
+if TYPE_CHECKING:
+    import torch
+
+_CAPTURE_MODE_RELAXED = 2
 
 
 @functools.cache
@@ -54,6 +62,79 @@ def current_architecture(device: int) -> str:
     return f"sm_{major}{minor}{'a' if major in (9, 10) else ''}"
 
 
+def _enter(index: int) -> None:
+    """Makes the context that torch uses on a GPU this thread's, if it has none yet."""
+    import torch
+
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    context = ctypes.c_void_p()
+    _call("cuCtxGetCurrent", ctypes.byref(context))
+    if not context.value:
+        device = ctypes.c_int()
+        _call("cuDeviceGet", ctypes.byref(device), index)
+        _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        _call("cuCtxSetCurrent", context)
+
+
+@contextmanager
+def _apart_from_captures(index: int) -> Iterator[None]:
+    """What is called in it, in the context of a GPU, neither breaks the capture of a graph, of any
+    thread, nor is refused because of it."""
+    _enter(index)
+    mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+
+
+class _Allocation:
+    """Bytes of the driver's; freed with the last reference, after all work of the device."""
+
+    def __init__(self, nbytes: int, index: int) -> None:
+        import torch
+
+        address = ctypes.c_uint64()
+        given = (ctypes.byref(address), ctypes.c_size_t(nbytes))
+        with torch.cuda.device(index), _apart_from_captures(index):
+            try:
+                _call("cuMemAlloc_v2", *given)
+            except ResourceError:
+                # torch keeps what its tensors have freed.
+                torch.cuda.empty_cache()
+                _call("cuMemAlloc_v2", *given)
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address.value, False),
+            "strides": None,
+            "version": 3,
+        }
+        weakref.finalize(self, _free, address, index).atexit = False
+
+
+def _free(address: ctypes.c_uint64, index: int) -> None:
+    import torch
+
+    with torch.cuda.device(index), _apart_from_captures(index):
+        _call("cuMemFree_v2", address)
+
+
+def mappable(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Zero bytes that other processes of the host can map, however torch's allocator was set:
+    expandable segments and ``cudaMallocAsync`` have memory that they can't.
+
+    Raises:
+        ResourceError: the GPU has no room.
+    """
+    import torch
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    made: torch.Tensor = torch.as_tensor(_Allocation(nbytes, index), device=device)
+    return made.zero_()
+
+
 class Device:
     """One GPU, as a launcher: kernels are compiled, and loaded, when they are first launched.
 
@@ -74,19 +155,6 @@ class Device:
         self._functions: dict[tuple[str, str], ctypes.c_void_p] = {}
         self._modules: dict[str, ctypes.c_void_p] = {}
 
-    def _enter(self) -> None:
-        """Makes the context that torch uses this thread's, if it has none yet."""
-        import torch
-
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        context = ctypes.c_void_p()
-        _call("cuCtxGetCurrent", ctypes.byref(context))
-        if not context.value:
-            device = ctypes.c_int()
-            _call("cuDeviceGet", ctypes.byref(device), self.index)
-            _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-            _call("cuCtxSetCurrent", context)
-
     def load(self, file: str, *kernels: str) -> None:
         """Compiles a file of kernels, or finds it in the cache, and loads it.
 
@@ -103,7 +171,7 @@ class Device:
 
     def _load(self, file: str) -> None:
         if file not in self._modules:
-            self._enter()
+            _enter(self.index)
             code = self._cache.get(source(file), current_architecture(self.index)).code
             module = ctypes.c_void_p()
             _call("cuModuleLoadData", ctypes.byref(module), code)
@@ -126,7 +194,7 @@ class Device:
 
         blocks = ctypes.c_int()
         with self._lock, torch.cuda.device(self.index):
-            self._enter()
+            _enter(self.index)
             _call(
                 "cuOccupancyMaxActiveBlocksPerMultiprocessor",
                 ctypes.byref(blocks),
@@ -141,20 +209,31 @@ class Device:
         self,
         file: str,
         kernel: str,
-        grid: tuple[int, int],
+        blocks: int,
         threads: int,
         arguments: ctypes.Structure,
+        *,
+        together: bool = False,
     ) -> None:
-        """Launches a kernel; ``arguments`` is the struct that it takes."""
+        """Launches a kernel.
+
+        Args:
+            arguments: the struct that it takes.
+            together: begins when all blocks can run at a time, :meth:`resident` at most: they wait
+                for one another.
+        """
         import torch
 
         with torch.cuda.device(self.index):
-            self._enter()
+            _enter(self.index)
             function = self._functions.get((file, kernel))
             if function is None:
                 with self._lock:
                     function = self._function(file, kernel)
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
             given = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-            x, y = grid
-            _call("cuLaunchKernel", function, x, y, 1, threads, 1, 1, 0, stream, given, None)
+            sizes = (blocks, 1, 1, threads, 1, 1, 0, stream, given)
+            if together:
+                _call("cuLaunchCooperativeKernel", function, *sizes)
+            else:
+                _call("cuLaunchKernel", function, *sizes, None)

@@ -13,8 +13,15 @@ class Launcher(Protocol):
         self,
         file: str,
         kernel: str,
-        grid: tuple[int, int],
+        blocks: int,
         threads: int,
         arguments: ctypes.Structure,
+        *,
+        together: bool = False,
     ) -> None:
-        """Begins a kernel of a file: ``grid`` blocks of ``threads`` each."""
+        """Begins a kernel of a file, of so many blocks of ``threads`` each. ``together``: the
+        blocks wait for one another."""
+
+    def resident(self, file: str, kernel: str, threads: int) -> int:
+        """Blocks of a kernel that run at a time when nothing else does, so that they may wait for
+        one another."""

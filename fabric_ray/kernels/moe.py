@@ -8,7 +8,6 @@ no call allocates or waits. Whether what came in made sense is a word on the dev
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.kernels import structs
 from fabric_ray.kernels.launch import Launcher
 from fabric_ray.kernels.moe_tables import TILE, MoeSizes, Placement, Routing
+from fabric_ray.kernels.steps import StepKind, Steps
 from fabric_ray.kernels.structs import FLOATS, MAX_PARTS
 from fabric_ray.tensors import check_memory
 
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ALIGN = 16
+_E8M0 = 2
 #: In a chunk's place: it is an address, and not an offset in the region.
 STORED = 1 << 62
-_THREADS = 256
-#: Of a kernel of one block that goes through more tiles than these.
-_ALL_THREADS = 1024
-_FEW_TILES = 8
-#: Blocks that go round rows: a few for each multiprocessor of the largest GPU.
+#: So few tiles are counted by one block, which then needs to wait for no other.
+_FEW_TILES = 4
+#: Blocks that go round rows, at most: a few for each multiprocessor of the largest GPU.
 _BLOCKS = 2048
-_CHUNK_BLOCKS = 64
+#: Rows that a block copies at a time, one by each warp of a GPU.
+_ROWS = 8
 
 
 class MoeKernels:
     """The kernels, for exchanges of one size.
 
     Args:
-        launcher: :class:`~fabric_ray.kernels.Device`.
+        launcher: :class:`~fabric_ray.kernels.Device`; or what collects their steps.
     """
 
-    def __init__(self, launcher: Launcher, sizes: MoeSizes) -> None:
+    def __init__(self, launcher: Launcher | Steps, sizes: MoeSizes) -> None:
         self.sizes = sizes
-        self._launcher = launcher
+        self._steps = launcher if isinstance(launcher, Steps) else Steps(launcher)
 
     def route(self, indices: Tensor, tokens: Tensor, into: Routing) -> None:
         """Which row goes where: :meth:`count`, then :meth:`order`.
@@ -58,15 +58,20 @@ class MoeKernels:
     def count(self, indices: Tensor, tokens: Tensor, into: Routing) -> None:
         """How many rows there are for each expert, and whether all can be; of ``into`` all but
         ``token_of`` and ``row_of``."""
-        arguments, tiles = self._routing(indices, tokens, into)
-        self._launch("moe/routes.cu", "count_routes", (tiles, 1), arguments)
-        threads = _THREADS if tiles <= _FEW_TILES else _ALL_THREADS
-        self._launcher.launch("moe/routes.cu", "sum_routes", (1, 1), threads, arguments)
+        arguments, blocks = self._routing(indices, tokens, into)
+        self._steps.run(StepKind.COUNT_ROUTES, arguments, blocks)
+        self._steps.run(StepKind.SUM_ROUTES, arguments)
 
-    def order(self, indices: Tensor, tokens: Tensor, into: Routing) -> None:
-        """The place of each row, after :meth:`count` with the same arguments."""
-        arguments, tiles = self._routing(indices, tokens, into)
-        self._launch("moe/routes.cu", "place_routes", (tiles, 1), arguments)
+    def order(
+        self, indices: Tensor, tokens: Tensor, into: Routing, *, kept: Tensor | None = None
+    ) -> None:
+        """The place of each row, after :meth:`count` with the same arguments; ``kept`` takes the
+        indices of the tokens."""
+        arguments, blocks = self._routing(indices, tokens, into)
+        if kept is not None:
+            _expect("kept", kept, "int64", tuple(indices.shape))
+            arguments.kept = kept.data_ptr()
+        self._steps.run(StepKind.PLACE_ROUTES, arguments, blocks)
 
     def _routing(
         self, indices: Tensor, tokens: Tensor, into: Routing
@@ -92,7 +97,8 @@ class MoeKernels:
             into.row_of.data_ptr(),
             into.fault.data_ptr(),
         )
-        return arguments, max(1, -(-room * sizes.topk // TILE))
+        tiles = -(-room * sizes.topk // TILE)
+        return arguments, 1 if tiles <= _FEW_TILES else tiles
 
     def pack(
         self,
@@ -127,7 +133,7 @@ class MoeKernels:
             self.sizes.ranks,
         )
         blocks = min(arguments.max_tokens, _BLOCKS)
-        self._launch("moe/pack.cu", "pack_rows", (max(1, blocks), 1), arguments)
+        self._steps.run(StepKind.PACK_ROWS, arguments, max(2, blocks))
 
     def place(
         self,
@@ -137,6 +143,10 @@ class MoeKernels:
         room: int,
         multiple: int = 1,
         stride: int | None = None,
+        counts: Tensor | None = None,
+        starts: Tensor | None = None,
+        given: Tensor | None = None,
+        layout: Tensor | None = None,
     ) -> None:
         """Where the rows of all sources go.
 
@@ -146,6 +156,11 @@ class MoeKernels:
             room: rows that what is handed out to has.
             multiple: each expert's rows are filled up to a multiple, for a grouped GEMM.
             stride: each expert's rows begin at a multiple of this instead, for a batched GEMM.
+            counts: int64 ``[local experts]``, takes the rows of each.
+            starts: int64 ``[local experts]``, takes the first row of each.
+            given: int32 ``[local experts]``, takes the rows of each.
+            layout: int64 ``[local experts, ranks]``, takes the rows of each source and, in the
+                upper half, the first of them among the expert's; 0 for none. With ``stride``.
         """
         sizes = self.sizes
         local = sizes.local_experts
@@ -168,7 +183,19 @@ class MoeKernels:
             into.starts.data_ptr(),
             into.fault.data_ptr(),
         )
-        self._launch("moe/placing.cu", "place_rows", (1, 1), arguments)
+        takes = (
+            ("wide_totals", counts, "int64", (local,)),
+            ("wide_starts", starts, "int64", (local,)),
+            ("given", given, "int32", (local,)),
+            ("layout", layout, "int64", (local, sizes.ranks)),
+        )
+        for name, tensor, dtype, shape in takes:
+            if tensor is not None:
+                _expect(name, tensor, dtype, shape)
+                setattr(arguments, name, tensor.data_ptr())
+        if layout is not None and stride is None:
+            raise InvalidArgument("a layout needs a stride; give one")
+        self._steps.run(StepKind.PLACE_ROWS, arguments)
 
     def hand_out(
         self,
@@ -178,6 +205,9 @@ class MoeKernels:
         region: Tensor,
         row_stride: int,
         parts: Sequence[Tensor],
+        *,
+        layout: Tensor | None = None,
+        stride: int | None = None,
     ) -> None:
         """Rows that came to their experts; zeros for those that won't.
 
@@ -186,9 +216,12 @@ class MoeKernels:
             count: int32 ``[1]``, how many of them there are now.
             region: uint8, what the chunks lie in.
             row_stride: bytes from one row to the next there, a multiple of 16.
-            parts: ``[room, width]`` each, of any dtype.
+            parts: ``[room, width]`` each, of any dtype; or ``[local experts, rows, width]`` of one
+                or four bytes with each element's rows behind one another.
+            layout: as for :meth:`place`; loses rows that won't come.
+            stride: as for :meth:`place`; with ``layout``.
         """
-        given = [_part(f"part {i}", part) for i, part in enumerate(parts)]
+        given = [_part(f"part {i}", part, columns=True) for i, part in enumerate(parts)]
         _stride("row_stride", row_stride, sum(part.width for part in given))
         arguments = structs.HandOut(
             placement.places(),
@@ -197,7 +230,10 @@ class MoeKernels:
             row_stride,
             *_parts(given),
         )
-        self._launch("moe/move.cu", "hand_out", (self._rows(chunks), chunks.shape[0]), arguments)
+        arguments.sources = self.sizes.ranks
+        if layout is not None:
+            arguments.layout, arguments.each = layout.data_ptr(), stride or 1
+        self._steps.run(StepKind.HAND_OUT, arguments, self._rows(chunks))
 
     def pack_answers(
         self,
@@ -223,9 +259,7 @@ class MoeKernels:
         arguments = structs.PackAnswers(
             placement.places(), _chunks(chunks, count), given, region.data_ptr(), back_stride
         )
-        self._launch(
-            "moe/move.cu", "pack_answers", (self._rows(chunks), chunks.shape[0]), arguments
-        )
+        self._steps.run(StepKind.PACK_ANSWERS, arguments, self._rows(chunks))
 
     def sum(
         self,
@@ -236,6 +270,7 @@ class MoeKernels:
         *,
         weights: Tensor | None = None,
         missing: Tensor | None = None,
+        wanted: Tensor | None = None,
     ) -> None:
         """For each token the sum of the answers to its rows, in float32 and in its experts' order.
 
@@ -246,6 +281,8 @@ class MoeKernels:
             out: ``[max_tokens or fewer, elements]``, of any of the three.
             weights: float32 ``[max_tokens or fewer, topk]``; one each if ``None``.
             missing: uint8 ``[ranks]``, not zero for those whose answers don't come.
+            wanted: ``[max_tokens or fewer, topk]``, the answers that are summed: bool; or int64,
+                those that aren't negative.
         """
         sizes = self.sizes
         kinds = [FLOATS.get(_dtype(tensor)) for tensor in (answers, out)]
@@ -278,17 +315,53 @@ class MoeKernels:
             room.base,
             room.stride,
         )
-        blocks = max(1, min(min(rows), _BLOCKS))
-        self._launch("moe/sum.cu", f"sum_{kinds[0]}_{kinds[1]}", (blocks, 1), arguments)
+        if wanted is not None:
+            _expect("wanted", wanted, _dtype(wanted), (wanted.shape[0], sizes.topk))
+            name = "wanted" if _dtype(wanted) == "bool" else "experts"
+            setattr(arguments, name, wanted.data_ptr())
+            arguments.max_tokens = min(arguments.max_tokens, wanted.shape[0])
+        blocks = max(2, min(min(rows), _BLOCKS))
+        kernel = f"sum_{kinds[0]}_{kinds[1]}"
+        self._steps.run(StepKind.SUM_ANSWERS, arguments, blocks, kernel=kernel)
+
+    def cast(
+        self,
+        x: Tensor,
+        into: tuple[Tensor, Tensor],
+        *,
+        block: int,
+        powers_of_two: bool = False,
+        beside: bool = False,
+    ) -> None:
+        """Casts tokens as :func:`fabric_ray.moe.cast.to_fp8` does.
+
+        Args:
+            x: bfloat16 ``[tokens, hidden]``.
+            into: takes the tokens, float8_e4m3fn ``[tokens or more, hidden]``, and their scales,
+                ``[tokens or more, hidden / block]`` of float32 or float8_e8m0fnu, or a quarter as
+                many of int32.
+            block: elements that share a scale.
+            powers_of_two: as for ``to_fp8``.
+            beside: it needs nothing of what is collected before it.
+        """
+        values, scales = into
+        if _dtype(x) != "bfloat16":
+            raise InvalidArgument(f"tokens are {x.dtype}; give bfloat16")
+        wide = scales.shape[1] * (4 if _dtype(scales) == "int32" else 1)
+        if values.shape[1] != x.shape[1] or wide * block != x.shape[1]:
+            raise InvalidArgument(
+                f"tokens {tuple(x.shape)} in blocks of {block} don't go into "
+                f"{tuple(values.shape)} and scales {tuple(scales.shape)}"
+            )
+        scaled = int(powers_of_two) if _dtype(scales) == "float32" else _E8M0
+        parts = (_part("x", x), _part("values", values), _part("scales", scales))
+        arguments = structs.CastRows(*parts, x.shape[0], block, scaled)
+        blocks = max(2, min(-(-x.shape[0] * wide // _ROWS), _BLOCKS))
+        self._steps.run(StepKind.CAST_ROWS, arguments, blocks, beside=beside)
 
     def _rows(self, chunks: Tensor) -> int:
-        """Blocks for the rows of each chunk."""
-        return min(self.sizes.pair_rows, max(_CHUNK_BLOCKS, _BLOCKS // max(1, chunks.shape[0])))
-
-    def _launch(
-        self, file: str, kernel: str, grid: tuple[int, int], arguments: ctypes.Structure
-    ) -> None:
-        self._launcher.launch(file, kernel, grid, _THREADS, arguments)
+        """Blocks for the rows of chunks."""
+        return max(2, min(-(-self.sizes.pair_rows * chunks.shape[0] // _ROWS), _BLOCKS))
 
 
 def _dtype(tensor: Tensor) -> str:
@@ -311,8 +384,10 @@ def _one(name: str, tensor: Tensor) -> int:
     return tensor.data_ptr()
 
 
-def _part(name: str, tensor: Tensor) -> structs.Part:
+def _part(name: str, tensor: Tensor, *, columns: bool = False) -> structs.Part:
     check_memory(name, tensor)
+    if columns and tensor.ndim == 3:
+        return _by_columns(name, tensor)
     if tensor.ndim != 2:
         raise InvalidArgument(f"{name} of {tuple(tensor.shape)}: give [rows, elements]")
     (rows, width), size = tensor.shape, tensor.element_size()
@@ -321,6 +396,16 @@ def _part(name: str, tensor: Tensor) -> structs.Part:
     if stride < width or not _elements_adjoin(tensor):
         raise InvalidArgument(f"{name} of {tuple(tensor.shape)}: give rows of contiguous elements")
     return structs.Part(tensor.data_ptr(), stride * size, width * size)
+
+
+def _by_columns(name: str, tensor: Tensor) -> structs.Part:
+    (_, rows, width), size = tensor.shape, tensor.element_size()
+    if size not in (1, 4) or not tensor.transpose(1, 2).is_contiguous():
+        raise InvalidArgument(
+            f"{name} of {tensor.dtype} {tuple(tensor.shape)}: give elements of one or four bytes, "
+            "and each one's rows behind one another"
+        )
+    return structs.Part(tensor.data_ptr(), size, width * size, rows)
 
 
 def _elements_adjoin(tensor: Tensor) -> bool:

@@ -28,7 +28,7 @@ class Source:
 
 @functools.cache
 def sources() -> tuple[str, ...]:
-    """All files of kernels, by name: ``moe/routes.cu``."""
+    """All files of kernels, by name: ``moe/steps.cu``."""
     return tuple(sorted(path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.cu")))
 
 

@@ -13,7 +13,64 @@ _u32, _u64, _pointer = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p
 
 
 class Part(ctypes.Structure):
-    _fields_ = (("base", _pointer), ("stride", _u64), ("width", _u32), ("unused", _u32))
+    _fields_ = (("base", _pointer), ("stride", _u64), ("width", _u32), ("each", _u32))
+
+
+class Patience(ctypes.Structure):
+    _fields_ = (("abort", _pointer), ("timeout_ns", _u64))
+
+
+class Fifo(ctypes.Structure):
+    _fields_ = (
+        ("slots", _pointer),
+        ("pushers", _pointer),
+        ("completed", _pointer),
+        ("capacity", _u64),
+    )
+
+
+class BeginExchange(ctypes.Structure):
+    _fields_ = (
+        ("patience", Patience),
+        ("over", _pointer),
+        ("values", _pointer),
+        ("grows", _pointer),
+        ("waits", _u32),
+        ("tokens", _u32),
+        ("given", _pointer),
+        ("now", _pointer),
+        ("waited", _pointer),
+        ("gate", _pointer),
+    )
+
+
+class FetchWords(ctypes.Structure):
+    _fields_ = (
+        ("patience", Patience),
+        ("word", _pointer),
+        ("value", _pointer),
+        ("waited", _pointer),
+        ("gate", _pointer),
+        ("from_", _pointer),
+        ("to", _pointer),
+        ("words", _u64),
+        ("closed", _u64),
+    )
+
+
+class TellHost(ctypes.Structure):
+    _fields_ = (
+        ("fifo", Fifo),
+        ("patience", Patience),
+        ("command", _u64 * 2),
+        ("gate", _pointer),
+        ("from_", _pointer),
+        ("to", _pointer),
+        ("words", _u64),
+        ("counter", _pointer),
+        ("index", _pointer),
+        ("waited", _pointer),
+    )
 
 
 class Routing(ctypes.Structure):
@@ -32,6 +89,7 @@ class Routing(ctypes.Structure):
         ("token_of", _pointer),
         ("row_of", _pointer),
         ("fault", _pointer),
+        ("kept", _pointer),
     )
 
 
@@ -67,6 +125,10 @@ class Incoming(ctypes.Structure):
         ("totals", _pointer),
         ("starts", _pointer),
         ("fault", _pointer),
+        ("wide_totals", _pointer),
+        ("wide_starts", _pointer),
+        ("given", _pointer),
+        ("layout", _pointer),
     )
 
 
@@ -91,8 +153,11 @@ class HandOut(ctypes.Structure):
         ("region", _pointer),
         ("row_stride", _u64),
         ("parts", _u32),
-        ("unused", _u32),
+        ("sources", _u32),
         ("part", Part * MAX_PARTS),
+        ("layout", _pointer),
+        ("each", _u32),
+        ("unused", _u32),
     )
 
 
@@ -122,6 +187,60 @@ class WeightedSum(ctypes.Structure):
         ("weights_stride", _u64),
         ("out", _pointer),
         ("out_stride", _u64),
+        ("wanted", _pointer),
+        ("experts", _pointer),
+    )
+
+
+class CastRows(ctypes.Structure):
+    _fields_ = (
+        ("from_", Part),
+        ("to", Part),
+        ("scales", Part),
+        ("tokens", _u32),
+        ("each", _u32),
+        ("format", _u32),
+        ("unused", _u32),
+    )
+
+
+class StepArguments(ctypes.Union):
+    """What one of the steps takes."""
+
+    _fields_ = (
+        ("begin", BeginExchange),
+        ("fetch", FetchWords),
+        ("tell", TellHost),
+        ("routing", Routing),
+        ("pack", PackRows),
+        ("incoming", Incoming),
+        ("hand_out", HandOut),
+        ("answers", PackAnswers),
+        ("sum", WeightedSum),
+        ("cast", CastRows),
+    )
+
+    def set(self, arguments: ctypes.Structure) -> None:
+        """Copies the struct of a step."""
+        ctypes.memmove(
+            ctypes.addressof(self), ctypes.addressof(arguments), ctypes.sizeof(arguments)
+        )
+
+
+class Step(ctypes.Structure):
+    _fields_ = (("kind", _u32), ("flags", _u32), ("arguments", StepArguments))
+
+
+#: Steps of a launch, at most: a kernel's arguments take 4096 bytes.
+MAX_STEPS = 12
+
+
+class Steps(ctypes.Structure):
+    _fields_ = (
+        ("meeting", _pointer),
+        ("n", _u32),
+        ("unused", _u32),
+        ("step", Step * MAX_STEPS),
     )
 
 
@@ -151,10 +270,8 @@ class Work(ctypes.Structure):
 
 #: The struct that each kernel takes, by its file and name.
 ARGUMENTS: dict[str, dict[str, type[ctypes.Structure]]] = {
-    "moe/routes.cu": dict.fromkeys(("count_routes", "sum_routes", "place_routes"), Routing),
-    "moe/pack.cu": {"pack_rows": PackRows},
-    "moe/placing.cu": {"place_rows": Incoming},
-    "moe/move.cu": {"hand_out": HandOut, "pack_answers": PackAnswers},
     "moe/work.cu": {f"work_{a}": Work for a in FLOATS.values()},
-    "moe/sum.cu": {f"sum_{a}_{b}": WeightedSum for a in FLOATS.values() for b in FLOATS.values()},
+    "moe/steps.cu": dict.fromkeys(
+        ("run_steps", *(f"sum_{a}_{b}" for a in FLOATS.values() for b in FLOATS.values())), Steps
+    ),
 }

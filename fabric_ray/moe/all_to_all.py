@@ -12,9 +12,10 @@ from fabric_ray.engine import Region, TransferEngine
 from fabric_ray.errors import InvalidArgument, Unsupported
 from fabric_ray.kernels import Launcher, MoeSizes
 from fabric_ray.moe import rows, tokens
-from fabric_ray.moe.device import DeviceSteps, check_sizes, gpu, room_on
+from fabric_ray.moe.device import DeviceSteps
+from fabric_ray.moe.device_memory import check_sizes, gpu, room_on
 from fabric_ray.moe.exchange import RankExchange
-from fabric_ray.moe.tokens import SUMS, RankLoss, RowPart
+from fabric_ray.moe.tokens import SUMS, Dispatched, Outgoing, RankLoss, Room, RowPart
 
 
 class AllToAll(RankExchange):
@@ -280,13 +281,33 @@ class AllToAll(RankExchange):
         Raises:
             InvalidArgument: a tensor doesn't match, or dispatch_send is not next; nothing was sent.
         """
+        self.dispatch(Outgoing(x, indices, parts))
+
+    def dispatch(self, out: Outgoing) -> None:
+        """As :meth:`dispatch_send`; a device also casts tokens and keeps indices by its kernels."""
         if self._steps is not None:
-            self._steps.dispatch_send(indices, {"x": x, **parts})
+            self._steps.dispatch_send(out)
             return
-        experts = rows.indices(indices, self._topk)
-        given = tokens.given(self._parts, {"x": x, **parts}, len(experts))
+        experts = rows.indices(out.indices, self._topk)
+        parts = {"x": out.x, **out.parts}
+        if out.cast is not None:
+            parts["x"], parts["scales"] = out.cast.cast(out.x)
+        given = tokens.given(self._parts, parts, len(experts))
         self._native.dispatch_send(given, (experts.data_ptr(), experts.numel()))
         self._tokens = len(experts)
+        if out.kept is not None:
+            out.kept.copy_(experts)
+
+    def dispatch_recv_into(self, room: Room, stride: int) -> Dispatched:
+        """As ``dispatch_recv`` on a device, each expert's rows at a multiple of ``stride``.
+
+        Raises:
+            InvalidArgument: a tensor doesn't match, or dispatch_recv is not next.
+            Unsupported: no kernels do this rank's part.
+        """
+        if self._steps is None:
+            raise Unsupported("on the host dispatch_recv says what came; call that")
+        return self._steps.dispatch_recv(1, stride, room.tensors.get("x"), room)
 
     def combine_answers(self) -> Tensor:
         """Waits for the answers, and gives them one by one, ``[tokens, topk, hidden]``: zeros where
@@ -322,7 +343,8 @@ class AllToAll(RankExchange):
             weights: float32 ``[tokens, topk]``; one for each if ``None``.
             out: where to put the sums.
             dtype: of the sums: ``answer_dtype`` if ``None``.
-            wanted: bool ``[tokens, topk]``, the answers that are summed; all if ``None``.
+            wanted: bool ``[tokens, topk]``, the answers that are summed; all if ``None``. On a
+                device also int64: those that aren't negative.
 
         Raises:
             InvalidArgument: a tensor doesn't match, or combine_recv is not next.

@@ -20,6 +20,8 @@ In four bits (NVFP4) a block has 16 elements and an e4m3 scale, and callers give
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -39,6 +41,19 @@ _BIAS = 127
 _EXPONENTS = 0xFF
 PACKED = 4
 """Exponents in one packed word."""
+
+
+@dataclass(frozen=True)
+class Fp8Form:
+    """How :func:`to_fp8` casts tokens."""
+
+    block: int = 128
+    scales: torch.dtype = torch.float32
+    powers_of_two: bool = False
+
+    def cast(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """As :func:`to_fp8`."""
+        return to_fp8(x, block=self.block, scales=self.scales, powers_of_two=self.powers_of_two)
 
 
 def to_fp8(

@@ -19,27 +19,34 @@ import torch
 from torch import Tensor
 
 from fabric_ray._native import MoeExchange
-from fabric_ray.engine import Region, TransferEngine
 from fabric_ray.errors import Cancelled, InvalidArgument
 from fabric_ray.kernels import (
-    Device,
     MoeKernels,
     MoeSizes,
     Placement,
     Routing,
-    channel,
-    structs,
+    Steps,
 )
 from fabric_ray.kernels.launch import Launcher
+from fabric_ray.kernels.steps import MEETING_WORDS
+from fabric_ray.moe.device_memory import KernelResources, is_captured, leave, settle
 from fabric_ray.moe.mailbox import DeviceEvent, Mailbox, Word
 from fabric_ray.moe.rows import check_rows
-from fabric_ray.moe.tokens import Dispatched, RowPart, check_wanted, given, room, sums
+from fabric_ray.moe.tokens import (
+    Dispatched,
+    Outgoing,
+    Room,
+    RowPart,
+    check_wanted,
+    given,
+    room,
+    room_by_columns,
+    sums,
+)
 
 #: A device waits for so many timeouts: the host gives up a late rank after one. A device that waits
 #: longer has lost its host.
 _DEVICE_TIMEOUTS = 16
-#: A command names its own rank in ten bits.
-_MAX_RANKS = 1024
 
 
 class _Phase(enum.Enum):
@@ -81,14 +88,17 @@ class DeviceSteps:
         self._native, self._memory, self._sizes = native, memory, sizes
         self._device = device = memory.device
         self._parts, self._hidden, self._answer_dtype = tuple(parts), hidden, answer_dtype
-        self._kernels = MoeKernels(launcher, sizes)
+        meeting = torch.zeros(MEETING_WORDS, dtype=torch.int64, device=device)
+        self._launches = Steps(launcher, meeting, most=sizes.out_rows)
+        self._kernels = MoeKernels(self._launches, sizes)
         self._phase = _Phase.IDLE
         self._fault: InvalidArgument | None = None
         self._tokens = self._room = 0
+        self._cast: tuple[Tensor, Tensor] | None = None
         self._caller = threading.Lock()
         self._direct = direct
 
-        self._box = box = Mailbox(native, rank, device, launcher)
+        self._box = box = Mailbox(native, rank, device, launcher, self._launches)
         self._own, self._row_stride, self._back_stride = native.own_rows
         note = box.mirror["note"]
         self._now = note[1:2].view(torch.int32)[:1]
@@ -107,18 +117,15 @@ class DeviceSteps:
         self._warm_up()
         fifo = (box.fifo.slots, box.fifo.capacity, box.fifo.pushers, box.fifo.completed)
         native.serve(fifo, box.words.data_ptr(), (box.host, box.pushers, memory), direct)
-        used = (box, memory, self._given, self._routing, self._placement)
-        self._used = _KernelResources(device, used)
-        self._finalizer = weakref.finalize(self, _leave, native, self._used)
+        used = (box, memory, meeting, self._given, self._routing, self._placement)
+        self._used = KernelResources(device, used)
+        self._finalizer = weakref.finalize(self, leave, native, self._used)
 
     def _warm_up(self) -> None:
         """Loads the torch kernels that are launched between ours: loading one later could wait for
         a kernel that waits itself."""
-        self._placement.counts.to(torch.int64)
         missing = torch.zeros(self._sizes.ranks, dtype=torch.uint8, device=self._device)
         self._single(missing, 1)
-        none = torch.ones(1, self._sizes.topk, dtype=torch.bool, device=self._device)
-        self._routing.row_of[:1].masked_fill_(~none, -1)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -163,20 +170,54 @@ class DeviceSteps:
         self.check()
         return tuple(self._native.left_out)
 
-    def dispatch_send(self, indices: Tensor, parts: Mapping[str, Tensor]) -> None:
-        """As :meth:`AllToAll.dispatch_send`."""
+    def dispatch_send(self, out: Outgoing) -> None:
+        """As :meth:`AllToAll.dispatch`."""
         with self._in_phase("dispatch_send", _Phase.IDLE, _Phase.COLLECTED):
-            tokens = self._check_tokens(indices, parts)
-            indices = indices.to(torch.int64).contiguous()
+            parts = {"x": out.x, **out.parts}
+            if out.cast is not None:
+                parts["x"], parts["scales"] = self._cast_room(out)
+            tokens = self._check_tokens(out.indices, parts)
+            indices = out.indices.to(torch.int64).contiguous()
             with self._launching():
                 box = self._box
                 box.begin(tokens, self._given, self._now)
                 self._kernels.count(indices, self._now, self._routing)
                 # Peers wait for this event.
                 box.tell(DeviceEvent.BEGUN, note=True)
-                self._kernels.order(indices, self._now, self._routing)
+                self._kernels.order(indices, self._now, self._routing, kept=out.kept)
+                if out.cast is not None:
+                    self._kernels.cast(
+                        out.x,
+                        (parts["x"], parts["scales"]),
+                        block=out.cast.block,
+                        powers_of_two=out.cast.powers_of_two,
+                        beside=True,
+                    )
                 self._pack([parts[p.name] for p in self._parts])
             self._tokens, self._phase = tokens, _Phase.DISPATCHED
+
+    def _cast_room(self, out: Outgoing) -> tuple[Tensor, Tensor]:
+        """Where tokens are cast to, the same in each dispatch.
+
+        Raises:
+            InvalidArgument: the tokens can't be cast, or this exchange doesn't carry them so.
+        """
+        named = {part.name: part for part in self._parts}
+        x, scales, cast = named["x"], named.get("scales"), out.cast
+        self._check_indices(out.indices)
+        if cast is None or scales is None or scales.dtype != cast.scales:
+            raise InvalidArgument("this exchange carries no such scales; give it a part of them")
+        self._check("tokens", out.x, x.width, torch.bfloat16)
+        if self._cast is None:
+            n = self._sizes.max_tokens
+            self._cast = (
+                torch.empty(n, x.width, dtype=x.dtype, device=self._device),
+                torch.empty(n, scales.width, dtype=scales.dtype, device=self._device),
+            )
+            # A graph that is replayed when the exchange is gone casts still.
+            self._used.what = (*self._used.what, self._cast)
+        values, scaled = self._cast
+        return values[: len(out.x)], scaled[: len(out.x)]
 
     def _pack(self, given: Sequence[Tensor]) -> None:
         """Packs rows into the send buffer, or directly into the memory of peers within reach."""
@@ -186,29 +227,56 @@ class DeviceSteps:
         self._kernels.pack(given, self._now, self._routing, own, ways=ways)
         box.tell(DeviceEvent.PACKED)
 
-    def dispatch_recv(self, multiple: int, stride: int | None, x: Tensor | None) -> Dispatched:
+    def dispatch_recv(
+        self,
+        multiple: int,
+        stride: int | None,
+        x: Tensor | None,
+        into: Room | None = None,
+    ) -> Dispatched:
         """As :meth:`AllToAll.dispatch_recv`; the number of rows is not yet known, and there must be
         room for all that can."""
         with self._in_phase("dispatch_recv", _Phase.DISPATCHED):
             total = self._most_rows(multiple, stride)
-            tensors, _ = room(self._parts, total, x, self._device)
+            tensors = self._room_for(total, x, into)
+            takes = {} if into is None else {"given": into.counts, "layout": into.layout}
+            local = (self._sizes.local_experts,)
+            counts = torch.empty(local, dtype=torch.int64, device=self._device)
+            starts = torch.empty(local, dtype=torch.int64, device=self._device)
             with self._launching():
-                self._place(total, multiple, stride)
+                self._place(total, multiple, stride, counts=counts, starts=starts, **takes)
                 for turn in self._box.lots:
                     chunks, count = self._box.chunks("lot", Word.ROWS, turn)
-                    into = [tensors[p.name] for p in self._parts]
                     self._kernels.hand_out(
-                        self._placement, chunks, count, self._memory, self._row_stride, into
+                        self._placement,
+                        chunks,
+                        count,
+                        self._memory,
+                        self._row_stride,
+                        [tensors[p.name] for p in self._parts],
+                        layout=takes.get("layout"),
+                        stride=stride,
                     )
                     self._box.tell(DeviceEvent.HANDED_OUT)
-                dispatched = Dispatched(
-                    x=tensors.pop("x")[:total],
-                    parts=tensors,
-                    counts=self._placement.counts.to(torch.int64),
-                    starts=self._placement.starts[:-1].to(torch.int64),
-                )
             self._room, self._phase = total, _Phase.COLLECTED
-            return dispatched
+            return Dispatched(
+                x=tensors.pop("x")[:total], parts=tensors, counts=counts, starts=starts
+            )
+
+    def _room_for(self, total: int, x: Tensor | None, into: Room | None) -> dict[str, Tensor]:
+        """A tensor for each part."""
+        given = {} if into is None else into.tensors
+        own = [part for part in self._parts if part.name == "x" or part.name not in given]
+        tensors, _ = room(own, total, x, self._device)
+        for part in self._parts:
+            if part.name not in tensors:
+                tensor = given[part.name]
+                if tensor.ndim == 3:
+                    room_by_columns(part, tensor, total, self._device)
+                else:
+                    self._check(part.name, tensor, part.width, part.dtype, rows=total)
+                tensors[part.name] = tensor
+        return tensors
 
     def combine_send(self, y: Tensor) -> None:
         """As :meth:`AllToAll.combine_send`."""
@@ -227,8 +295,10 @@ class DeviceSteps:
 
     def combine_answers(self) -> Tensor:
         """As :meth:`AllToAll.combine_answers`."""
-        with self._in_phase("combine_answers", _Phase.ANSWERED), self._launching():
-            return self._single(self._box.missing(self._sizes.ranks), self._tokens)
+        with self._in_phase("combine_answers", _Phase.ANSWERED):
+            with self._launching():
+                missing = self._box.missing(self._sizes.ranks)
+            return self._single(missing, self._tokens)
 
     def combine_recv(
         self,
@@ -245,12 +315,11 @@ class DeviceSteps:
                 topk = self._sizes.topk
                 self._check("weights", weights, topk, torch.float32, rows=self._tokens)
             if wanted is not None:
-                check_wanted(wanted, (self._tokens, self._sizes.topk), self._device)
+                wants = (self._tokens, self._sizes.topk)
+                check_wanted(wanted, wants, self._device, experts=True)
+                wanted = wanted.contiguous()
             with self._launching():
                 missing = self._box.missing(self._sizes.ranks)
-                if wanted is not None:
-                    # Rows without a token are skipped.
-                    self._routing.row_of[: self._tokens].masked_fill_(~wanted, -1)
                 self._kernels.sum(
                     self._answers(),
                     self._given,
@@ -258,6 +327,7 @@ class DeviceSteps:
                     out[: self._tokens],
                     weights=weights,
                     missing=missing,
+                    wanted=wanted,
                 )
                 self._box.tell(DeviceEvent.SUMMED)
             self._phase = _Phase.IDLE
@@ -311,12 +381,14 @@ class DeviceSteps:
     def _launching(self) -> Iterator[None]:
         """Leaves the exchange if a call was launched only in part: later calls would wait for the
         rest."""
-        self._used.by_graph |= _is_captured(self._device)
+        self._used.by_graph |= is_captured(self._device)
         try:
-            yield
+            with self._launches.together():
+                yield
         except BaseException:
-            self._native.leave()
-            _settle(self._native, self._device)
+            if self._launches.launched:
+                self._native.leave()
+                settle(self._native, self._device)
             raise
 
     def _check_tokens(self, indices: Tensor, parts: Mapping[str, Tensor]) -> int:
@@ -325,6 +397,11 @@ class DeviceSteps:
         Raises:
             InvalidArgument: a tensor doesn't match.
         """
+        tokens = self._check_indices(indices)
+        given(self._parts, parts, tokens, self._device)
+        return tokens
+
+    def _check_indices(self, indices: Tensor) -> int:
         sizes = self._sizes
         if (
             indices.device != self._device
@@ -342,11 +419,11 @@ class DeviceSteps:
                 f"{tokens} tokens, and there is room for {sizes.max_tokens}; "
                 "send fewer at a time, or raise max_tokens"
             )
-        given(self._parts, parts, tokens, self._device)
         return tokens
 
-    def _place(self, room: int, multiple: int, stride: int | None) -> None:
-        """Where the rows of each source go, once they are known."""
+    def _place(self, room: int, multiple: int, stride: int | None, **takes: Tensor | None) -> None:
+        """Where the rows of each source go, once they are known; and what :meth:`MoeKernels.place`
+        takes besides."""
         incoming = self._box.fetch("incoming", Word.ROUTES, self._box.routed).view(torch.int32)
         ranks, local = self._sizes.ranks, self._sizes.local_experts
         self._kernels.place(
@@ -355,6 +432,7 @@ class DeviceSteps:
             room=room,
             multiple=multiple,
             stride=stride,
+            **takes,
         )
 
     def _single(self, missing: Tensor, tokens: int) -> Tensor:
@@ -394,75 +472,3 @@ class DeviceSteps:
 
     def _answers(self) -> Tensor:
         return self._rows(self._back_stride).view(self._answer_dtype)[:, : self._hidden]
-
-
-def check_sizes(ranks: int, parts: Sequence[RowPart]) -> None:
-    """That a device can take part.
-
-    Raises:
-        InvalidArgument: more ranks, or more parts of a token, than it can.
-    """
-    if ranks > _MAX_RANKS:
-        raise InvalidArgument(f"{ranks} ranks; on a device there are {_MAX_RANKS} at most")
-    if len(parts) > structs.MAX_PARTS:
-        raise InvalidArgument(
-            f"a token of {len(parts)} parts; a device takes {structs.MAX_PARTS}, x among them"
-        )
-
-
-def room_on(engine: TransferEngine, nbytes: int, device: torch.device) -> tuple[Tensor, Region]:
-    """Zero bytes on a device, registered with the engine; mappable for peers if on the host."""
-    if device.type == "cpu":
-        return engine.empty(nbytes, torch.uint8)
-    memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    return memory, engine.register(memory)
-
-
-def gpu(device: torch.device) -> Device:
-    """Launches on a GPU, all kernels of an exchange loaded.
-
-    Raises:
-        ResourceError: there is no such GPU.
-        CompileError: a kernel doesn't compile for it.
-    """
-    index = torch.cuda.current_device() if device.index is None else device.index
-    launcher = Device(index)
-    for file, kernels in {**structs.ARGUMENTS, **channel.ARGUMENTS}.items():
-        launcher.load(file, *kernels)
-    return launcher
-
-
-@dataclasses.dataclass
-class _KernelResources:
-    """Memory that launched kernels use."""
-
-    device: torch.device
-    what: tuple[object, ...]
-    by_graph: bool = False
-
-
-#: Memory of graphs that may be replayed after their exchange is gone: all their waits then end at
-#: once, and nothing moves.
-_KEPT_FOR_GRAPHS: list[_KernelResources] = []
-
-
-def _is_captured(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _leave(native: MoeExchange, used: _KernelResources) -> None:
-    """Ends the waits of launched kernels, and keeps their memory until they have ended."""
-    native.leave()
-    if used.by_graph:
-        _KEPT_FOR_GRAPHS.append(used)
-    _settle(native, used.device)
-
-
-def _settle(native: MoeExchange, device: torch.device) -> None:
-    """Waits until no kernel can store to peers' memory any more; does nothing while a graph is
-    captured."""
-    if _is_captured(device):
-        return
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    native.settled()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fabric_ray._native import MoeExchange
-from fabric_ray.kernels import Channel, Words
+from fabric_ray.kernels import Channel, Steps, Words
 from fabric_ray.kernels.channel import add_command
 from fabric_ray.kernels.launch import Launcher
 
@@ -48,12 +48,18 @@ class Mailbox:
         native: the exchange.
         device: what its kernels run on.
         launcher: launches there.
+        steps: collects what belongs to one launch.
     """
 
     def __init__(
-        self, native: MoeExchange, rank: int, device: torch.device, launcher: Launcher
+        self,
+        native: MoeExchange,
+        rank: int,
+        device: torch.device,
+        launcher: Launcher,
+        steps: Steps,
     ) -> None:
-        self._launcher = launcher
+        self._launcher, self._steps = launcher, steps
         words, (row_turns, answer_turns) = native.device_words, native.device_turns
         commands = 2 * (4 + row_turns + answer_turns)
         capacity = max(32, 1 << (commands - 1).bit_length())
@@ -88,7 +94,9 @@ class Mailbox:
     def set_timeout(self, seconds: float) -> None:
         """Sets the timeout of waits that are launched later."""
         abort = self._word(Word.ABORT)
-        self._channel = Channel(self._launcher, self.fifo, abort=abort, timeout=seconds)
+        self._channel = Channel(
+            self._launcher, self.fifo, abort=abort, timeout=seconds, steps=self._steps
+        )
 
     @property
     def aborted(self) -> bool:

@@ -13,7 +13,7 @@ from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe import rows, tokens
-from fabric_ray.moe.device import check_sizes
+from fabric_ray.moe.device_memory import check_sizes
 from fabric_ray.moe.exchange import RankExchange
 from fabric_ray.moe.tokens import SUMS, RankLoss, RowPart
 from fabric_ray.moe.workers import Memory, WorkerSteps, workers_on

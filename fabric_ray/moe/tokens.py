@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.moe import rows
+from fabric_ray.moe.cast import Fp8Form
 
 SUMS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 """What answers and sums may be."""
@@ -67,6 +68,37 @@ class Dispatched:
 
 
 @dataclass(frozen=True)
+class Outgoing:
+    """Tokens to be dispatched."""
+
+    x: Tensor
+    """``[tokens, token_width]``; bfloat16 ``[tokens, hidden]`` with ``cast``."""
+    indices: Tensor
+    """``[tokens, topk]``: the experts of each; -1 for none."""
+    parts: Mapping[str, Tensor]
+    """By name, ``[tokens, width]``; all but ``scales`` with ``cast``."""
+    cast: Fp8Form | None = None
+    """``x`` is cast on its way, and its scales are the part ``scales``."""
+    kept: Tensor | None = None
+    """int64 ``[tokens, topk]``, takes the indices."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where a device puts the tokens that come to it, each expert's rows in a part of their own."""
+
+    tensors: Mapping[str, Tensor]
+    """Parts by name, ``x`` among them: ``[rows, width]``; or ``[local experts, rows of each,
+    width]`` with each element's rows behind one another, of one or four bytes. Other parts get
+    tensors of their own."""
+    counts: Tensor
+    """int32 ``[local experts]``, takes the rows of each."""
+    layout: Tensor
+    """int64 ``[local experts, ranks]``, takes the rows of each source that came and, in the upper
+    half, the first of them among the expert's; 0 for none."""
+
+
+@dataclass(frozen=True)
 class RankLoss:
     """A rank that was lost."""
 
@@ -119,6 +151,21 @@ def given(
     return found
 
 
+def room_by_columns(part: RowPart, tensor: Tensor, total: int, device: torch.device) -> Tensor:
+    """``[local experts, rows of each, width]`` for ``total`` rows.
+
+    Raises:
+        InvalidArgument: it isn't.
+    """
+    shape = (tensor.shape[0] * tensor.shape[1], tensor.shape[2])
+    if (tensor.dtype, tensor.device, shape) != (part.dtype, device, (total, part.width)):
+        raise InvalidArgument(
+            f"{part.name} are {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; give "
+            f"{part.dtype} of {total} rows of {part.width} on {device}"
+        )
+    return tensor
+
+
 def room(
     parts: Sequence[RowPart], total: int, x: Tensor | None, device: torch.device = _HOST
 ) -> tuple[dict[str, Tensor], list[rows.Part]]:
@@ -150,12 +197,18 @@ def check_order(multiple: int, stride: int | None) -> None:
             raise InvalidArgument(f"{name} is {value}; give at least 1")
 
 
-def check_wanted(wanted: Tensor, shape: tuple[int, int], device: torch.device) -> None:
+def check_wanted(
+    wanted: Tensor, shape: tuple[int, int], device: torch.device, *, experts: bool = False
+) -> None:
     """
+    Args:
+        experts: it may be int64, the experts whose answers are.
+
     Raises:
         InvalidArgument: it doesn't say of each answer whether it is.
     """
-    if (wanted.shape, wanted.dtype, wanted.device) != (shape, torch.bool, device):
+    known = wanted.dtype == torch.bool or (experts and wanted.dtype == torch.int64)
+    if not known or (wanted.shape, wanted.device) != (shape, device):
         raise InvalidArgument(
             f"wanted is {wanted.dtype} {tuple(wanted.shape)} on {wanted.device}; give bool "
             f"{shape} on {device}"

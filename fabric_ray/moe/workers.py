@@ -22,7 +22,7 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.kernels import structs
 from fabric_ray.kernels.launch import Launcher
 from fabric_ray.moe import rows
-from fabric_ray.moe.device import gpu, room_on
+from fabric_ray.moe.device_memory import gpu, room_on
 from fabric_ray.moe.rows import check_rows
 from fabric_ray.moe.tokens import Dispatched, RowPart, given, room, sums
 
@@ -215,7 +215,7 @@ class WorkerSteps:
             arguments.answers = _part(answers)
         arguments.call = call = self._native.begin_work()
         try:
-            self._launcher.launch(_FILE, self._kernel, (self._workers, 1), _THREADS, arguments)
+            self._launcher.launch(_FILE, self._kernel, self._workers, _THREADS, arguments)
             yield
         except BaseException:
             # Workers may still use these tensors after the caller has released them.

@@ -15,7 +15,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -262,7 +262,11 @@ def _as_tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torc
         return _OF_HOST["as_tensor"](data, *args, device=device, **kwargs)
     dtype = {"|u1": torch.uint8, "<i8": torch.int64}[interface["typestr"]]
     (count,) = interface["shape"] or (1,)
-    flat = _bytes_at(interface["data"][0], count * dtype.itemsize, data).view(dtype)
+    address, nbytes = interface["data"][0], count * dtype.itemsize
+    seen = _driver.fake_bytes(ctypes.c_uint64(address))
+    if seen:  # an allocation that isn't torch's
+        _allocations[address] = _bytes_at(seen, nbytes, None)
+    flat = _bytes_at(address, nbytes, data).view(dtype)
     return _wrapped(flat.reshape(interface["shape"]))
 
 
@@ -344,6 +348,8 @@ def _kept(tensor: torch.Tensor) -> torch.Tensor:
 
 _OF_CUDA = {
     "is_available": lambda: True,
+    "init": lambda: None,
+    "device": lambda index: nullcontext(),
     "synchronize": _synchronize,
     "Stream": Stream,
     "Event": Event,

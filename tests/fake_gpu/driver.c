@@ -220,6 +220,7 @@ Result cuDeviceGetAttribute(int *value, int attribute, int device) {
 
 Result cuDevicePrimaryCtxRetain(void **made, int device) { return *made = context, device ? INVALID_VALUE : SUCCESS; }
 Result cuDevicePrimaryCtxRelease_v2(int device) { return device ? INVALID_VALUE : SUCCESS; }
+Result cuCtxGetCurrent(void **current) { return *current = context, SUCCESS; }
 Result cuCtxPushCurrent_v2(void *pushed) { return depth++, pushed == context ? SUCCESS : INVALID_CONTEXT; }
 Result cuCtxPopCurrent_v2(void **popped) { return *popped = context, depth-- > 0 ? SUCCESS : INVALID_CONTEXT; }
 
@@ -262,6 +263,8 @@ Result cuPointerSetAttribute(const void *value, int attribute, DevicePtr ptr) {
 Result cuMemGetAddressRange_v2(DevicePtr *base, size_t *size, DevicePtr ptr) {
     pthread_mutex_lock(&lock);
     struct allocation *a = find(ptr);
+    if (a && !a->bytes)
+        a = NULL;
     if (a)
         *base = a->base, *size = a->len;
     pthread_mutex_unlock(&lock);

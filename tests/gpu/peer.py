@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fabric_ray import TransferEngine
+from fabric_ray.kernels import mappable
 
 
 def pattern(seed: int, nbytes: int, device: str) -> torch.Tensor:
@@ -15,6 +16,15 @@ def pattern(seed: int, nbytes: int, device: str) -> torch.Tensor:
     words = torch.arange(-(-nbytes // 8), dtype=torch.int64, device=device)
     mixed = (words + seed) * 0x9E3779B97F4A7C1 ^ (words >> 7)
     return mixed.view(torch.uint8)[:nbytes].clone()
+
+
+def made(seed: int, nbytes: int, device: str) -> torch.Tensor:
+    """The pattern on a device; ``driver`` for GPU memory of the driver's."""
+    if device != "driver":
+        return pattern(seed, nbytes, device)
+    memory = mappable(nbytes, torch.device("cuda", torch.cuda.current_device()))
+    assert not memory.any()
+    return memory.copy_(pattern(seed, nbytes, "cuda"))
 
 
 def serve(connection: Connection, options: dict[str, Any]) -> None:
@@ -29,7 +39,7 @@ def serve(connection: Connection, options: dict[str, Any]) -> None:
         while True:
             match connection.recv():
                 case ("make", name, seed, nbytes, device):
-                    tensors[name] = pattern(seed, nbytes, device)
+                    tensors[name] = made(seed, nbytes, device)
                     _settle(device)
                     regions[name] = engine.register(tensors[name])
                     connection.send(regions[name].descriptor())

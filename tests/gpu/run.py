@@ -26,7 +26,7 @@ LIMIT = 520.0
 #: Where CUDA's tools lie that are not on the path.
 TOOLS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
 GPU = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-WARM = "import torch; from fabric_ray.moe.device import gpu; gpu(torch.device('cuda', 0))"
+WARM = "import torch; from fabric_ray.moe.device_memory import gpu; gpu(torch.device('cuda', 0))"
 
 
 @dataclass(frozen=True)

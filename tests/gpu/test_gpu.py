@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import os
 import pickle
 import subprocess
@@ -16,7 +18,8 @@ import pytest
 import torch
 
 from fabric_ray import TransferEngine, pages
-from fabric_ray.errors import FabricError, InvalidArgument, PeerLost, Stale
+from fabric_ray.errors import FabricError, InvalidArgument, PeerLost, ResourceError, Stale
+from fabric_ray.kernels import driver, mappable
 from tests.gpu.peer import pattern, serve
 from tests.processes import Other
 
@@ -226,14 +229,50 @@ def test_rs_4_a_killed_peer_ends_what_is_under_way(transport: str) -> None:
         assert torch.equal(tensor, pattern(1, SIZE, "cuda"))
 
 
+def into_driver_memory(transport: str) -> None:
+    """Bytes arrive in memory of the driver's by this transport's own way."""
+    with paired(transport) as pair:
+        _, src = pair.local(9, SIZE, "cuda")
+        dst = pair.remote("to", 6, SIZE, "driver")
+        counter = pair.other.ask(("count", "c"))
+        pair.engine.write(src, dst, imm=counter).wait(30)
+        same, _ = pair.other.ask(("holds", "c", 1, "to", 9, 0, SIZE), 60)
+        assert same
+        assert SAID[transport] in pair.explain(), pair.explain()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_memory_of_the_driver_takes_the_transports_own_way(transport: str) -> None:
+    into_driver_memory(transport)
+
+
+def test_memory_of_the_driver_is_free_with_its_last_reference() -> None:
+    memory = mappable(SIZE, torch.device("cuda", torch.cuda.current_device()))
+    found = (ctypes.c_uint64(), ctypes.c_size_t())
+    whose = (*map(ctypes.byref, found), ctypes.c_uint64(memory.data_ptr()))
+    torch.cuda.synchronize()
+    with TransferEngine() as engine:
+        region = engine.register(memory)
+        del memory
+        gc.collect()
+        driver._call("cuMemGetAddressRange_v2", *whose)
+        region.deregister()
+        del region
+
+    gc.collect()
+    with pytest.raises(ResourceError):
+        driver._call("cuMemGetAddressRange_v2", *whose)
+
+
 @pytest.mark.skipif(FAKE, reason="needs torch's allocators")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("allocator", ["expandable_segments:True", "backend:cudaMallocAsync"])
 def test_memory_that_other_processes_cannot_map_is_staged(transport: str, allocator: str) -> None:
-    """A process of its own, because the allocator is chosen once."""
+    """A process of its own, because the allocator is chosen once; memory of the driver's is as it
+    always is."""
     program = f"""
 import torch
-from tests.gpu.test_gpu import SIZE, paired, pattern, show
+from tests.gpu.test_gpu import SIZE, into_driver_memory, paired
 if __name__ == "__main__":
     with paired({transport!r}) as pair:
         _, src = pair.local(5, SIZE, "cuda")
@@ -243,6 +282,7 @@ if __name__ == "__main__":
         same, _ = pair.other.ask(("holds", "c", 1, "to", 5, 0, SIZE), 60)
         assert same
         assert "staged through pinned host memory" in pair.explain(), pair.explain()
+    into_driver_memory({transport!r})
 """
     env = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": allocator, "PYTHONPATH": os.getcwd()}
     path = f"/dev/shm/fabric-ray-gpu-{os.getpid()}.py"

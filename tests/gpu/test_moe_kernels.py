@@ -69,6 +69,17 @@ def test_every_number_is_rounded_as_the_processor_does(
     moe_kernels.check_rounding(device, GPU, *dtypes)
 
 
+@pytest.mark.parametrize(("scales", "powers_of_two"), moe_kernels.CASTS, ids=str)
+def test_tokens_are_cast_to_the_bits_of_torch(
+    device: Device, scales: torch.dtype, powers_of_two: bool
+) -> None:
+    moe_kernels.check_cast(device, GPU, scales, powers_of_two=powers_of_two)
+
+
+def test_steps_of_one_launch_see_what_all_blocks_have_done(device: Device) -> None:
+    moe_kernels.check_meetings(device, GPU)
+
+
 def test_a_captured_graph_serves_any_number_of_tokens(device: Device) -> None:
     """Captured once, replayed with other tokens, routes and chunks in the same buffers."""
     sizes = MoeSizes(ranks=1, experts=16, topk=3, max_tokens=100)

@@ -6,13 +6,15 @@
 namespace fr {
 
 constexpr u32 MAX_PARTS = 8;
+constexpr u32 MAX_TOPK = 256;
 
-// Rows in a tensor: `width` bytes each, `stride` bytes from one to the next.
+// Rows in a tensor: `width` bytes each, `stride` bytes from one to the next. Or, with `each`, by columns: so many rows
+// of an expert behind one another for each element of `stride` bytes, one or four.
 struct Part {
   u8* base;
   u64 stride;
   u32 width;
-  u32 unused;
+  u32 each;
 
   FR_DEVICE u8* row(u64 i) const { return base + i * stride; }
 };
@@ -120,6 +122,28 @@ FR_DEVICE void copy_row(Team team, u8* to, const u8* from, u32 nbytes) {
   else
     done = 0;
   copy_units<DEEP, u8>(team, to + done, from + done, nbytes - done);
+}
+
+template <class T>
+FR_DEVICE void column_units(Team team, const Part& part, u32 row, const u8* from) {
+  u32 n = part.width / sizeof(T), expert = row / part.each, place = row % part.each;
+  T* to = reinterpret_cast<T*>(part.base) + static_cast<u64>(expert) * n * part.each + place;
+  for (u32 i = team.index; i < n; i += team.size) {
+    T value{};
+    // A row's parts lie at any address.
+    u8* bytes = reinterpret_cast<u8*>(&value);
+#pragma unroll
+    for (u32 b = 0; b < sizeof(T); ++b) bytes[b] = from ? from[i * sizeof(T) + b] : 0;
+    to[static_cast<u64>(i) * part.each] = value;
+  }
+}
+
+// A row to its place by columns; zeros if `from` is null.
+FR_DEVICE void columns_of(Team team, const Part& part, u32 row, const u8* from) {
+  if (part.stride == 1)
+    column_units<u8>(team, part, row, from);
+  else
+    column_units<u32>(team, part, row, from);
 }
 
 FR_DEVICE void blank_row(Team team, u8* to, u32 nbytes) {

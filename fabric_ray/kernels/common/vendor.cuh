@@ -4,13 +4,15 @@
 // |---|---|
 // | FR_DEVICE, FR_SHARED | a device function; a variable that the threads of a block share |
 // | FR_KERNEL(name, Params) { ... p ... } | a kernel; its one argument is a struct of plain values, `p` |
-// | thread(), threads(), block(), block_y(), blocks(), sync_block() | where a thread is, and its block's barrier |
+// | FR_KERNEL_OF_TWO | the same; two blocks of 256 threads fit beside one another |
+// | thread(), threads(), block(), blocks(), sync_block() | where a thread is, and its block's barrier |
 // | WARP, lane(), ballot(bool), shuffle(value, lane) | warps; all lanes take part |
 // | atomic_add, atomic_min, atomic_max, atomic_swap_if | on words that one device's threads share |
+// | arrive(word) | adds one, and returns what was there; orders what blocks of this device did before and do after it |
 // | load_acquire, store_release, fence_system | order towards the host and other devices |
 // | load_device, load_system, store_pair_system | a device's word, or the host's, as it is now; a command's two words in one store |
 // | load_stream, store_stream | bytes that are touched once |
-// | add, multiply | rounded by themselves, never fused: sums have the same bits as the host's |
+// | add, multiply, divide | rounded by themselves, never fused: sums have the same bits as the host's |
 // | half_to_float, float_to_half | IEEE half precision, to nearest even |
 // | now_ns(), nap(ns) | a clock that all blocks share; gives way for about so long |
 #pragma once

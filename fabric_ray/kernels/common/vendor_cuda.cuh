@@ -3,7 +3,11 @@
 
 #define FR_DEVICE __device__ __forceinline__
 #define FR_SHARED __shared__
-#define FR_KERNEL(name, Params) extern "C" __global__ void name(const Params p)
+// Arguments are read where the driver puts them: a copy for each thread would be kilobytes.
+#define FR_KERNEL(name, Params) extern "C" __global__ void name(const __grid_constant__ Params p)
+// Two blocks of 256 threads fit on a multiprocessor: the compiler needn't spill registers for more.
+#define FR_KERNEL_OF_TWO(name, Params) \
+  extern "C" __global__ void __launch_bounds__(256, 2) name(const __grid_constant__ Params p)
 
 namespace fr {
 
@@ -12,7 +16,6 @@ constexpr u32 WARP = 32;
 FR_DEVICE u32 thread() { return threadIdx.x; }
 FR_DEVICE u32 threads() { return blockDim.x; }
 FR_DEVICE u32 block() { return blockIdx.x; }
-FR_DEVICE u32 block_y() { return blockIdx.y; }
 FR_DEVICE u32 blocks() { return gridDim.x; }
 FR_DEVICE void sync_block() { __syncthreads(); }
 
@@ -24,9 +27,16 @@ FR_DEVICE T shuffle(T value, u32 from) {
 }
 
 FR_DEVICE u32 atomic_add(u32* word, u32 value) { return atomicAdd(word, value); }
+FR_DEVICE u64 atomic_add(u64* word, u64 value) { return atomicAdd(word, value); }
 FR_DEVICE void atomic_min(u64* word, u64 value) { atomicMin(word, value); }
 FR_DEVICE void atomic_max(u64* word, u64 value) { atomicMax(word, value); }
 FR_DEVICE u64 atomic_swap_if(u64* word, u64 old, u64 value) { return atomicCAS(word, old, value); }
+
+FR_DEVICE u64 arrive(u64* word) {
+  u64 before;
+  asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], 1;" : "=l"(before) : "l"(word) : "memory");
+  return before;
+}
 
 FR_DEVICE u64 load_acquire(const u64* word) {
   u64 value;
@@ -74,6 +84,7 @@ FR_DEVICE void store_stream(Vec16* to, Vec16 v) {
 
 FR_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
 FR_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
+FR_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
 
 FR_DEVICE float half_to_float(u16 bits) {
   float value;

@@ -8,6 +8,7 @@
 #define FR_DEVICE __device__ __forceinline__
 #define FR_SHARED __shared__
 #define FR_KERNEL(name, Params) extern "C" __global__ void name(const Params p)
+#define FR_KERNEL_OF_TWO(name, Params) FR_KERNEL(name, Params)
 
 namespace fr {
 
@@ -16,7 +17,6 @@ constexpr u32 WARP = 64;
 FR_DEVICE u32 thread() { return threadIdx.x; }
 FR_DEVICE u32 threads() { return blockDim.x; }
 FR_DEVICE u32 block() { return blockIdx.x; }
-FR_DEVICE u32 block_y() { return blockIdx.y; }
 FR_DEVICE u32 blocks() { return gridDim.x; }
 FR_DEVICE void sync_block() { __syncthreads(); }
 
@@ -28,10 +28,14 @@ FR_DEVICE T shuffle(T value, u32 from) {
 }
 
 FR_DEVICE u32 atomic_add(u32* word, u32 value) { return atomicAdd(word, value); }
+FR_DEVICE u64 atomic_add(u64* word, u64 value) { return atomicAdd(word, value); }
 FR_DEVICE void atomic_min(u64* word, u64 value) { atomicMin(word, value); }
 FR_DEVICE void atomic_max(u64* word, u64 value) { atomicMax(word, value); }
 FR_DEVICE u64 atomic_swap_if(u64* word, u64 old, u64 value) { return atomicCAS(word, old, value); }
 
+FR_DEVICE u64 arrive(u64* word) {
+  return __hip_atomic_fetch_add(word, 1ull, __ATOMIC_ACQ_REL, __HIP_MEMORY_SCOPE_AGENT);
+}
 FR_DEVICE u64 load_acquire(const u64* word) {
   return __hip_atomic_load(word, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_SYSTEM);
 }
@@ -64,6 +68,7 @@ FR_DEVICE float multiply(float a, float b) {
 #pragma clang fp contract(off)
   return a * b;
 }
+FR_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
 
 FR_DEVICE float half_to_float(u16 bits) {
   return static_cast<float>(__builtin_bit_cast(_Float16, bits));

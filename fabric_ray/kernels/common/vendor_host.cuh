@@ -1,11 +1,13 @@
-// Processors: the threads of a block are threads, blocks run one after another. For checking what kernels do where
-// there is no GPU; nothing here is meant to be fast. `name_on_host` runs a kernel.
+// Processors: the threads of a block are threads. For checking what kernels do where there is no GPU; nothing here is
+// meant to be fast. `name_on_host` runs some blocks of a kernel, one after another. Blocks that wait for one another run
+// in libraries of their own: what the threads of a block share is static.
 #pragma once
 
 #include <atomic>
 #include <barrier>
 #include <chrono>
 #include <cstring>
+#include <deque>
 #include <thread>
 #include <vector>
 
@@ -13,51 +15,59 @@
 #define FR_SHARED static
 #define FR_KERNEL(name, Params)                                                              \
   static void name##_body(const Params& p);                                                  \
-  extern "C" void name##_on_host(u32 blocks_x, u32 blocks_y, u32 threads, const void* p) {   \
-    fr::host::run(blocks_x, blocks_y, threads,                                               \
+  extern "C" void name##_on_host(u32 first, u32 end, u32 blocks, u32 threads, const void* p) { \
+    fr::host::run(first, end, blocks, threads,                                               \
                   [p] { name##_body(*static_cast<const Params*>(p)); });                     \
   }                                                                                          \
   extern "C" u64 name##_nbytes() { return sizeof(Params); }                                  \
   static void name##_body(const Params& p)
+#define FR_KERNEL_OF_TWO(name, Params) FR_KERNEL(name, Params)
 
 namespace fr {
 
+// Few: each lane is a thread, and no kernel counts on a number.
+#ifndef FR_HOST_WARP
+#define FR_HOST_WARP 4
+#endif
+constexpr u32 WARP = FR_HOST_WARP;
+
 namespace host {
 
+constexpr u32 MAX_WARPS = 64;
+
 struct Place {
-  u32 thread, threads, block, block_y, blocks;
+  u32 thread, threads, block, blocks;
   std::barrier<>* barrier;
+  std::barrier<>* warp;
   bool shares;  // it has met the other threads of its block
 };
 
 inline thread_local Place here;
 
 template <class Body>
-void run(u32 blocks_x, u32 blocks_y, u32 threads, Body body) {
+void run(u32 first, u32 end, u32 blocks, u32 threads, Body body) {
   std::barrier<> barrier(threads);
+  std::deque<std::barrier<>> warps;
+  for (u32 left = threads; left != 0; left -= left < WARP ? left : WARP)
+    warps.emplace_back(left < WARP ? left : WARP);
   std::vector<std::thread> all;
   for (u32 t = 0; t < threads; ++t)
     all.emplace_back([&, t] {
-      for (u32 y = 0; y < blocks_y; ++y)
-        for (u32 x = 0; x < blocks_x; ++x) {
-          here = {t, threads, x, y, blocks_x, &barrier, false};
-          body();
-          // What a block shares is the next one's, too.
-          if (here.shares) barrier.arrive_and_wait();
-        }
+      for (u32 block = first; block < end; ++block) {
+        here = {t, threads, block, blocks, &barrier, &warps[t / WARP], false};
+        body();
+        // What a block shares is the next one's, too.
+        if (here.shares) barrier.arrive_and_wait();
+      }
     });
   for (auto& one : all) one.join();
 }
 
 }  // namespace host
 
-// A block that uses warps is one warp.
-constexpr u32 WARP = 4;
-
 inline u32 thread() { return host::here.thread; }
 inline u32 threads() { return host::here.threads; }
 inline u32 block() { return host::here.block; }
-inline u32 block_y() { return host::here.block_y; }
 inline u32 blocks() { return host::here.blocks; }
 inline void sync_block() {
   host::here.shares = true;
@@ -65,27 +75,37 @@ inline void sync_block() {
 }
 
 inline u32 lane() { return thread() % WARP; }
+inline void sync_warp() {
+  host::here.shares = true;
+  host::here.warp->arrive_and_wait();
+}
 inline u64 ballot(bool what) {
-  static u64 votes;
-  sync_block();
-  std::atomic_ref<u64>(votes).store(0);
-  sync_block();
-  std::atomic_ref<u64>(votes).fetch_or(u64(what) << lane());
-  sync_block();
-  return std::atomic_ref<u64>(votes).load();
+  static u64 votes[host::MAX_WARPS];
+  std::atomic_ref<u64> own(votes[thread() / WARP]);
+  sync_warp();
+  own.store(0);
+  sync_warp();
+  own.fetch_or(u64(what) << lane());
+  sync_warp();
+  return own.load();
 }
 template <class T>
 T shuffle(T value, u32 from) {
-  static T values[WARP];
-  sync_block();
-  values[lane()] = value;
-  sync_block();
-  return values[from];
+  static T values[host::MAX_WARPS][WARP];
+  T* own = values[thread() / WARP];
+  sync_warp();
+  own[lane()] = value;
+  sync_warp();
+  return own[from];
 }
 
 inline u32 atomic_add(u32* word, u32 value) {
   return std::atomic_ref<u32>(*word).fetch_add(value);
 }
+inline u64 atomic_add(u64* word, u64 value) {
+  return std::atomic_ref<u64>(*word).fetch_add(value);
+}
+inline u64 arrive(u64* word) { return __atomic_fetch_add(word, 1, __ATOMIC_ACQ_REL); }
 inline u64 atomic_swap_if(u64* word, u64 old, u64 value) {
   std::atomic_ref<u64>(*word).compare_exchange_strong(old, value);
   return old;
@@ -115,6 +135,7 @@ inline void store_stream(Vec16* to, Vec16 v) { *to = v; }
 // Built with -ffp-contract=off.
 inline float add(float a, float b) { return a + b; }
 inline float multiply(float a, float b) { return a * b; }
+inline float divide(float a, float b) { return a / b; }
 
 template <class To, class From>
 To bits_as(From from) {

@@ -20,6 +20,7 @@ from fabric_ray.moe.deepep.low_latency_form import BLOCK, Form, Statistics, chec
 from fabric_ray.moe.deepep.parcels import Tokens
 from fabric_ray.moe.deepep.sizes import PRIVATE_ROWS
 from fabric_ray.moe.rows import check_rows
+from fabric_ray.moe.tokens import Outgoing, Room
 
 ALIVE = 2
 """Dispatches whose routes lie ready, and hooks that may be waited for at a time."""
@@ -38,6 +39,9 @@ class Slot:
 
     form: Form
     exchange: AllToAll
+    origin: tuple[Tensor, Tensor]
+    """int32 ``[max_tokens, 1]`` each: this rank, from 1, for rows of a rank that is lost on the way
+    come as zeros; and the token's number."""
     handle: Handle | None = None
     pending: str | None = None
     """What the hook that was handed out last is for, until it is called."""
@@ -45,6 +49,11 @@ class Slot:
     def serves(self, handle: Handle) -> bool:
         """Whether the routes of a handle lie ready here."""
         return self.handle is not None and self.handle[0] is handle[0]
+
+    def origin_of(self, tokens: int) -> dict[str, Tensor]:
+        """The parts of that many tokens that say where they are from."""
+        source, number = self.origin
+        return {"source": source[:tokens], "number": number[:tokens]}
 
     @property
     def rows(self) -> int:
@@ -102,17 +111,16 @@ class LowLatency:
         stats.check(self._exchanges.comm.size(), form, self._asynchronous(form))
         slot = self._next(form)
         self._join(slot)
-        parts = {"origin": _origin(form, slot.exchange.rank, len(x))}
+        parts, fp8 = slot.origin_of(len(x)), None
         if form.four_bits and global_scale is not None:
             x, parts["scales"] = cast.to_nvfp4(x, global_scale)
         elif form.scales is not None:
-            x, parts["scales"] = cast.to_fp8(
-                x, block=BLOCK, scales=form.scales, powers_of_two=powers_of_two
-            )
-        slot.exchange.dispatch_send(x, topk_idx, **parts)
+            fp8 = cast.Fp8Form(BLOCK, form.scales, powers_of_two)
+        kept = torch.empty(topk_idx.shape, dtype=torch.int64, device=topk_idx.device)
+        slot.exchange.dispatch(Outgoing(x, topk_idx, parts, fp8, kept))
         received = _room(slot)
         slot.handle = received.handle
-        self._routes[received.handle[0]] = form, topk_idx.clone()
+        self._routes[received.handle[0]] = form, kept
         slot.pending = "low_latency_dispatch"
         self._phase[form] += 1
 
@@ -154,10 +162,9 @@ class LowLatency:
         for tensor in (x, topk_idx, topk_weights):
             if tensor.device != where:
                 raise InvalidArgument(f"a tensor lies on {tensor.device}; move it to {where}")
-        kept = topk_idx >= 0
         # Comparing tensors of a device would wait for it.
         if not self._asynchronous(form):
-            same = (topk_idx == indices) | ~kept
+            same = (topk_idx == indices) | (topk_idx < 0)
             if not same.all():
                 raise InvalidArgument(
                     "the experts of tokens aren't those of the dispatch; give the same topk_idx"
@@ -173,8 +180,10 @@ class LowLatency:
         stats = Statistics(None, waits)
         stats.check(self._exchanges.comm.size(), form, self._asynchronous(form))
         combined = _sums(out, len(indices), form)
-        weights = torch.where(kept, topk_weights, 0.0)
-        wanted = kept | (indices < 0)
+        weights, wanted = topk_weights.contiguous(), topk_idx.to(torch.int64).contiguous()
+        if not self._asynchronous(form):
+            kept = topk_idx >= 0
+            weights, wanted = torch.where(kept, weights, 0.0), kept | (indices < 0)
         slot = slot or self._again(handle, form, indices)
         keep(indices)
         self._join(slot)
@@ -197,7 +206,7 @@ class LowLatency:
         others have taken its place."""
         slot = self._next(form)
         self._join(slot)
-        x, parts = _nothing(form, slot.exchange.rank, len(indices))
+        x, parts = _nothing(slot, len(indices))
         slot.exchange.dispatch_send(x, indices, **parts)
         slot.handle = handle
         self._phase[form] += 1
@@ -301,7 +310,7 @@ class LowLatency:
                 device=form.device,
                 launcher=self._launcher,
             )
-            slots.append(Slot(form, exchange))
+            slots.append(Slot(form, exchange, _origin(form, exchange.rank)))
         needed = sum(slot.exchange.nbytes for slot in slots)
         if 0 < self._limit < needed:
             self._exchanges.forget([slot.exchange for slot in slots])
@@ -320,20 +329,18 @@ class LowLatency:
         return None
 
 
-def _origin(form: Form, rank: int, tokens: int) -> Tensor:
-    """Of each token its rank and number."""
-    origin = torch.empty(tokens, 2, dtype=torch.int32, device=form.device)
-    # From 1, for rows of a rank that is lost on the way come as zeros.
-    origin[:, 0].fill_(rank + 1)
-    origin[:, 1].copy_(torch.arange(tokens, dtype=torch.int32, device=form.device))
-    return origin
+def _origin(form: Form, rank: int) -> tuple[Tensor, Tensor]:
+    n, where = form.max_tokens, form.device
+    number = torch.arange(n, dtype=torch.int32, device=where)[:, None]
+    return torch.full((n, 1), rank + 1, dtype=torch.int32, device=where), number
 
 
-def _nothing(form: Form, rank: int, tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
+def _nothing(slot: Slot, tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Tokens of zeros, and what goes with them."""
-    parts = {"origin": _origin(form, rank, tokens)}
-    for part in form.parts[1:]:
-        parts[part.name] = torch.zeros(tokens, part.width, dtype=part.dtype, device=form.device)
+    form, parts = slot.form, slot.origin_of(tokens)
+    if form.scales is not None:
+        width = form.hidden // form.block
+        parts["scales"] = torch.zeros(tokens, width, dtype=form.scales, device=form.device)
     x = torch.zeros(tokens, form.width, dtype=torch.uint8, device=form.device)
     return x.to(form.dtype), parts
 
@@ -352,30 +359,38 @@ def _room(slot: Slot) -> Received:
             scales = by_column.transpose(1, 2)
     handle = (
         torch.empty(experts, room, dtype=torch.int32, device=where),
-        torch.zeros(experts, slot.exchange.ranks, dtype=torch.int64, device=where),
+        torch.empty(experts, slot.exchange.ranks, dtype=torch.int64, device=where),
         form.max_tokens,
         form.hidden,
         form.experts,
     )
     x = torch.empty(slot.shape, dtype=form.dtype, device=where)
-    counts = torch.zeros(experts, dtype=torch.int32, device=where)
+    counts = torch.empty(experts, dtype=torch.int32, device=where)
     return Received(x, scales, counts, handle)
 
 
 def _receive(slot: Slot, received: Received) -> None:
-    experts, room, _ = slot.shape
-    got = slot.exchange.dispatch_recv(stride=room, x=received.x.flatten(0, 1))
-    if received.scales is not None:
-        scales = got.parts["scales"].view(experts, room, -1)
-        if slot.form.four_bits:
-            cast.fill_tiles(received.scales, scales)
-        else:
-            received.scales.copy_(scales)
-    received.counts.copy_(got.counts)
+    experts, rows, _ = slot.shape
     src_info, layout = received.handle[:2]
-    origin = got.parts["origin"].view(experts, room, 2)
-    src_info.copy_(origin[:, :, 1])
-    layout.copy_(_layout(origin[:, :, 0], got.counts, slot.exchange.ranks))
+    scales, x = received.scales, received.x.flatten(0, 1)
+    if slot.exchange.asynchronous:
+        tensors = {"x": x, "number": src_info.view(-1, 1)}
+        if scales is not None and not slot.form.four_bits:
+            tensors["scales"] = scales
+        got = slot.exchange.dispatch_recv_into(Room(tensors, received.counts, layout), rows)
+    else:
+        got = slot.exchange.dispatch_recv(stride=rows, x=x)
+        received.counts.copy_(got.counts)
+        source, number = (got.parts[name].view(experts, rows) for name in ("source", "number"))
+        src_info.copy_(number)
+        layout.copy_(_layout(source, got.counts, slot.exchange.ranks))
+    if scales is None:
+        return
+    came = got.parts["scales"]
+    if slot.form.four_bits:
+        cast.fill_tiles(scales, came.view(experts, rows, -1))
+    elif came is not scales:
+        scales.copy_(came.view(experts, rows, -1))
 
 
 def _layout(origin: Tensor, counts: Tensor, ranks: int) -> Tensor:

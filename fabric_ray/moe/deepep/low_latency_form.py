@@ -55,7 +55,7 @@ class Form:
 
     @property
     def parts(self) -> list[RowPart]:
-        origin = [RowPart("origin", 2, torch.int32)]
+        origin = [RowPart("source", 1, torch.int32), RowPart("number", 1, torch.int32)]
         if self.scales is None:
             return origin
         return [*origin, RowPart("scales", self.hidden // self.block, self.scales)]
@@ -102,6 +102,11 @@ def check_tokens(x: Tensor, topk_idx: Tensor, form: Form) -> None:
     if topk_idx.ndim != 2 or len(topk_idx) != len(x):
         raise InvalidArgument(
             f"indices are {tuple(topk_idx.shape)} for {len(x)} tokens; give one row for each"
+        )
+    if len(x) > form.max_tokens:
+        raise InvalidArgument(
+            f"{len(x)} tokens, and there is room for {form.max_tokens}; send fewer at a time, or "
+            "raise num_max_dispatch_tokens_per_rank"
         )
     if topk_idx.device != x.device:
         raise InvalidArgument(

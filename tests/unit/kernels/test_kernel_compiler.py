@@ -31,14 +31,17 @@ BROKEN = Source("broken.cu", '#include "a.cuh"\n__global__ void f() { g(); }\n',
 SMALL = Source("small.cu", 'extern "C" __global__ void f(int* x) { *x = 1; }\n', ())
 
 
-#: So that four blocks of 256 threads fit beside one another: fewer keep too little on its way.
+#: So that four blocks of 256 threads fit beside one another: fewer keep too little on its way. Of
+#: steps that are one launch there are two, with more on its way in each.
 REGISTERS = 65536 // (4 * 256)
-#: In an ELF file of machine code: an attribute of two words, and the one that counts registers.
-TWO_WORDS, REGCOUNT = 4, 0x2F
+FEW_BLOCKS = {"moe/steps.cu": 2}
+#: In an ELF file of machine code: an attribute of two words; those that count registers, and bytes
+#: of a thread's stack.
+TWO_WORDS, REGCOUNT, FRAME_SIZE = 4, 0x2F, 0x11
 
 
-def registers(code: bytes) -> dict[str, int]:
-    """What a thread of each kernel takes, by the attributes in ``.nv.info``."""
+def attributes(code: bytes, wanted: int) -> dict[str, int]:
+    """An attribute of each kernel and function, from ``.nv.info``."""
 
     def words(form: str, at: int) -> tuple[int, ...]:
         return struct.unpack_from(f"<{form}", code, at)
@@ -59,7 +62,7 @@ def registers(code: bytes) -> dict[str, int]:
         at += 4
         if form != TWO_WORDS:
             continue
-        if attribute == REGCOUNT:
+        if attribute == wanted:
             symbol, count = words("II", at)
             name = text(places[of_symbols] + words("I", symbols + 24 * symbol)[0])
             taken[name] = count
@@ -92,10 +95,12 @@ def test_kernels_compile_for_every_architecture(
     code = Cache(tmp_path, compiler).get(source(file), architecture).code
     assert code.startswith(b"\x7fELF")
     kernels = {**structs.ARGUMENTS, **channel.ARGUMENTS}[file]
-    taken = registers(code)
+    taken = attributes(code, REGCOUNT)
     assert {*kernels} == {*taken}
+    # What doesn't fit into registers would lie in memory.
+    assert not any(attributes(code, FRAME_SIZE).values())
     if architecture == "sm_90a":
-        assert max(taken.values()) <= REGISTERS, taken
+        assert max(taken.values()) <= REGISTERS * 4 // FEW_BLOCKS.get(file, 4), taken
 
 
 def test_every_kernel_is_launched() -> None:
@@ -125,7 +130,7 @@ def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.M
 def test_importing_kernels_needs_neither_torch_nor_a_compiler() -> None:
     program = (
         "import sys, fabric_ray.kernels as k\n"
-        "k.sources(); k.source('moe/sum.cu')\n"
+        "k.sources(); k.source('moe/steps.cu')\n"
         "maps = open('/proc/self/maps').read()\n"
         "print('torch' in sys.modules, 'nvrtc' in maps, 'libcuda' in maps)"
     )
@@ -144,7 +149,7 @@ def test_without_a_gpu_nothing_is_launched() -> None:
 
 
 def test_a_file_that_is_not_there_is_named() -> None:
-    with pytest.raises(InvalidArgument, match=r"moe/nothing\.cu; there are .*moe/sum\.cu"):
+    with pytest.raises(InvalidArgument, match=r"moe/nothing\.cu; there are .*moe/steps\.cu"):
         source("moe/nothing.cu")
 
 
@@ -186,7 +191,7 @@ COMPILE = """
 import sys
 from pathlib import Path
 from fabric_ray.kernels import Cache, source
-code = Cache(Path(sys.argv[1])).get(source("moe/routes.cu"), "sm_90a").code
+code = Cache(Path(sys.argv[1])).get(source("common/channel.cu"), "sm_90a").code
 print(len(code))
 """
 
@@ -199,7 +204,7 @@ def test_many_compilers_at_a_time_leave_one_whole_entry(compiler: Nvrtc, tmp_pat
 
     with ThreadPoolExecutor(4) as pool:
         lengths = {*pool.map(one, range(4))}
-    cached = Cache(tmp_path, compiler).get(source("moe/routes.cu"), "sm_90a")
+    cached = Cache(tmp_path, compiler).get(source("common/channel.cu"), "sm_90a")
     assert cached.cached
     assert lengths == {f"{len(cached.code)}\n"}
     assert len(list(tmp_path.iterdir())) == 1

@@ -8,7 +8,8 @@ import torch
 
 from fabric_ray import TransferEngine
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.kernels import Chunk, MoeKernels, MoeSizes, Placement, Routing
+from fabric_ray.kernels import Chunk, MoeKernels, MoeSizes, Placement, Routing, Steps
+from fabric_ray.kernels.steps import MEETING_WORDS
 from fabric_ray.moe import AllToAll, RowPart
 from tests import moe_kernels as checks
 from tests.host_kernels import Host
@@ -69,6 +70,40 @@ def test_rows_are_packed_whole_and_nothing_else_is_written(
     host: Host, case: checks.Case, widths: tuple[tuple[int, torch.dtype], ...]
 ) -> None:
     checks.check_pack(host, CPU, case, widths)
+
+
+@pytest.mark.parametrize(("scales", "powers_of_two"), checks.CASTS, ids=str)
+def test_tokens_are_cast_to_the_bits_of_torch(
+    host: Host, scales: torch.dtype, powers_of_two: bool
+) -> None:
+    checks.check_cast(host, CPU, scales, powers_of_two=powers_of_two)
+
+
+def test_steps_of_one_launch_see_what_all_blocks_have_done(host: Host) -> None:
+    checks.check_meetings(host.another(3), CPU)
+
+
+def test_a_launch_of_any_kernel_fits_beside_one_that_waits() -> None:
+    """However the blocks of the first lie: an SM with three that sum has no room for one that
+    moves, of which two fit."""
+    blocks: list[int] = []
+
+    class Fits:
+        def launch(self, file: str, kernel: str, n: int, *_: object, **_options: object) -> None:
+            blocks.append(n)
+
+        def resident(self, file: str, kernel: str, threads: int) -> int:
+            return 132 * (2 if kernel == "run_steps" else 3)
+
+    sizes = MoeSizes(ranks=1, experts=1, topk=1, max_tokens=400)
+    steps = Steps(Fits(), torch.zeros(MEETING_WORDS, dtype=torch.int64))
+    kernels, routing = MoeKernels(steps, sizes), Routing.empty(sizes, CPU)
+    x, now = torch.zeros(400, 8, dtype=torch.bfloat16), checks.number(400, CPU)
+    with steps.together():
+        kernels.pack([x], now, routing, torch.zeros(400, 16, dtype=torch.uint8))
+    with steps.together():
+        kernels.sum(x, now, routing, torch.zeros_like(x))
+    assert blocks == [132, 132]
 
 
 @pytest.mark.parametrize("order", checks.ORDERS, ids=str)

@@ -69,7 +69,7 @@ class Desk:
             of_node_stride=32,
             totals=self.totals.data_ptr(),
         )
-        host.launch("moe/work.cu", "work_f32", (1, 1), 256, arguments)
+        host.launch("moe/work.cu", "work_f32", 1, 256, arguments)
 
     @property
     def done(self) -> int:

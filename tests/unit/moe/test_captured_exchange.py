@@ -6,6 +6,8 @@ launched and computed, refuses whatever reads a value back, and does it all agai
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from fabric_ray.moe import AllToAll
+from fabric_ray.moe import AllToAll, RowPart, cast, device, device_memory
+from fabric_ray.moe.tokens import Outgoing
 from tests.host_graph import Graph, Waits
 from tests.host_kernels import Host
-from tests.moe_ranks import batch, expert, unsharded
+from tests.moe_ranks import ThreadComm, batch, expert, on_ranks, rank_of, unsharded
 from tests.unit.moe.moe_ranks import joined, together
 
 RANKS, EXPERTS, TOPK, HIDDEN, TOKENS = 2, 4, 2, 16, 6
@@ -85,3 +88,40 @@ def test_nothing_of_a_device_can_be_asked_for_while_it_is_captured(host: Host) -
                         asks()
 
         on_all(ranks, work)
+
+
+def test_what_a_captured_dispatch_casts_to_is_kept_when_its_exchange_is_gone(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cast waits for nothing, so a replay that is too late does it still."""
+    for where in (device, device_memory):
+        monkeypatch.setattr(where, "is_captured", lambda _: True)
+    monkeypatch.setattr(device_memory, "_KEPT_FOR_GRAPHS", [])
+    launches: list[Callable[[], None]] = []
+    kernels = host.another()
+
+    class Replayed:
+        def launch(self, *launched: Any, **options: Any) -> None:
+            launches.append(lambda: kernels.launch(*launched, **options))
+            launches[-1]()
+
+        def resident(self, *of: Any) -> int:
+            return kernels.resident(*of)
+
+    x, idx, _ = batch(0, TOKENS, EXPERTS, TOPK, 256)
+
+    def work(comm: ThreadComm) -> tuple[weakref.ref[torch.Tensor], torch.Tensor]:
+        sizes = {"experts": EXPERTS, "topk": TOPK, "hidden": 256, "max_tokens": TOKENS}
+        parts = [RowPart("scales", 2, torch.float32)]
+        dtype, launcher = torch.float8_e4m3fn, Replayed()
+        a = rank_of(AllToAll, comm, dtype=dtype, parts=parts, launcher=launcher, **sizes)
+        a.dispatch(Outgoing(x, idx, {}, cast.Fp8Form()))
+        values = a._steps._cast[0]
+        a.close()
+        return weakref.ref(values), values.view(torch.uint8).zero_()
+
+    [(kept, written)] = on_ranks(1, work)
+    gc.collect()
+    assert kept() is not None, "a replay writes to memory that was freed"
+    launches[0]()
+    assert written.any()

@@ -20,10 +20,11 @@ from torch import Tensor
 from fabric_ray import TransferEngine, errors
 from fabric_ray.kernels.launch import Launcher
 from fabric_ray.kernels.moe import STORED
-from fabric_ray.moe import AllToAll, device
+from fabric_ray.kernels.steps import StepKind
+from fabric_ray.moe import AllToAll, device, device_memory
 from tests.direct_rank import EXPERTS, HIDDEN, TOKENS, TOPK, is_straight, serve
 from tests.host_graph import Graph
-from tests.host_kernels import Host
+from tests.host_kernels import Host, single_steps
 from tests.moe_ranks import batch, expert, layer, unsharded
 from tests.processes import Other, within
 from tests.unit.moe.moe_ranks import joined, on_each
@@ -175,32 +176,45 @@ def test_rs_2_explain_says_which_way_rows_go_and_why(host: Host) -> None:
 
 
 class Stalling:
-    """Launches, and stands still before the first kernel of a name that stores to a peer, until it
-    is let go."""
+    """Launches step by step, and stands still before the first of a kind that stores to a peer,
+    until it is let go."""
 
-    def __init__(self, host: Host, kernel: str) -> None:
-        self._host, self._kernel = host, kernel
+    def __init__(self, host: Host, kind: StepKind) -> None:
+        self._host, self._kind = host, kind
         self.stands, self.go = threading.Event(), threading.Event()
 
     def launch(
-        self, file: str, kernel: str, grid: tuple[int, int], threads: int, arguments: Any
+        self,
+        file: str,
+        kernel: str,
+        blocks: int,
+        threads: int,
+        arguments: Any,
+        *,
+        together: bool = False,
     ) -> None:
-        if kernel == self._kernel and self._stores(arguments):
-            self.stands.set()
-            assert self.go.wait(LIMIT)
-        self._host.launch(file, kernel, grid, threads, arguments)
+        for one in single_steps(arguments):
+            step = one.step[0]
+            if step.kind == self._kind and self._stores(step.arguments):
+                self.stands.set()
+                assert self.go.wait(LIMIT)
+            self._host.launch(file, kernel, blocks, threads, one)
+
+    def resident(self, file: str, kernel: str, threads: int) -> int:
+        return 1
 
     def _stores(self, arguments: Any) -> bool:
-        if self._kernel == "pack_rows":
-            return ctypes.c_uint64.from_address(arguments.ways).value > 0
-        n = ctypes.c_uint32.from_address(arguments.chunks.n).value
-        words = (ctypes.c_uint64 * (3 * n)).from_address(arguments.chunks.chunk)
+        if self._kind == StepKind.PACK_ROWS:
+            return ctypes.c_uint64.from_address(arguments.pack.ways).value > 0
+        chunks = arguments.answers.chunks
+        n = ctypes.c_uint32.from_address(chunks.n).value
+        words = (ctypes.c_uint64 * (3 * n)).from_address(chunks.chunk)
         return any(words[3 * i + 2] & STORED for i in range(n))
 
 
 @contextmanager
 def stalled_in(
-    host: Host, kernel: str
+    host: Host, kind: StepKind
 ) -> Iterator[tuple[TransferEngine, AllToAll, Callable[[], None]]]:
     """The engine of a rank that stands still in a kernel that stores to another; that one, which
     has masked it; and what lets it go on and end."""
@@ -208,7 +222,7 @@ def stalled_in(
     stalls: list[Stalling] = []
 
     def wrap(_: int, own: Host) -> Launcher:
-        stalls.append(Stalling(own, kernel))
+        stalls.append(Stalling(own, kind))
         return stalls[-1]
 
     with group(host, (DIRECT, PLAIN), wrap=wrap, engines=engines, timeout=LIMIT) as (stalled, a):
@@ -241,7 +255,7 @@ def stalled_in(
             stall.go.set()
 
 
-@pytest.mark.parametrize("kernel", ["pack_rows", "pack_answers"])
+@pytest.mark.parametrize("kernel", [StepKind.PACK_ROWS, StepKind.PACK_ANSWERS])
 def test_mr_1_memory_that_a_stalled_rank_may_store_to_is_not_used_again(
     host: Host, kernel: str
 ) -> None:
@@ -261,7 +275,7 @@ def test_mr_1_memory_that_a_stalled_rank_may_store_to_is_not_used_again(
 def test_mr_1_a_rank_that_comes_anew_is_shown_no_memory_that_its_earlier_kernel_stores_to(
     host: Host,
 ) -> None:
-    with stalled_in(host, "pack_rows") as (_, a, ends):
+    with stalled_in(host, StepKind.PACK_ROWS) as (_, a, ends):
         with pytest.raises(errors.NotQuiesced, match="rank 0"):
             a.descriptor(0)
         with TransferEngine(name="rank-0-new", transport="shm") as engine:
@@ -283,7 +297,7 @@ def test_mr_1_a_rank_that_comes_anew_is_shown_no_memory_that_its_earlier_kernel_
 
 
 def test_an_engine_that_is_closed_in_a_kernel_lets_go_when_that_has_ended(host: Host) -> None:
-    with stalled_in(host, "pack_rows") as (engine, a, ends):
+    with stalled_in(host, StepKind.PACK_ROWS) as (engine, a, ends):
         engine.close()
         x, idx, w = given(1)
         with pytest.raises(errors.NotQuiesced):
@@ -327,10 +341,10 @@ def test_mr_1_a_rank_that_stands_between_its_calls_lets_go_at_once(host: Host) -
 @pytest.mark.parametrize(
     ("kernel", "private"),
     [
-        ("pack_rows", 2),
-        ("pack_answers", 64),
-        pytest.param("pack_rows", 64, marks=pytest.mark.long),
-        pytest.param("pack_answers", 2, marks=pytest.mark.long),
+        (StepKind.PACK_ROWS, 2),
+        (StepKind.PACK_ANSWERS, 64),
+        pytest.param(StepKind.PACK_ROWS, 64, marks=pytest.mark.long),
+        pytest.param(StepKind.PACK_ANSWERS, 2, marks=pytest.mark.long),
     ],
 )
 def test_rs_4_a_rank_that_is_killed_while_it_stores_is_left_out(
@@ -373,8 +387,9 @@ def test_a_graph_that_outlives_its_exchange_moves_nothing(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it uses is kept, every wait of its ends at once, its peer's rows stay as they are."""
-    monkeypatch.setattr(device, "_is_captured", lambda _: True)
-    monkeypatch.setattr(device, "_KEPT_FOR_GRAPHS", [])
+    monkeypatch.setattr(device_memory, "is_captured", lambda _: True)
+    monkeypatch.setattr(device, "is_captured", lambda _: True)
+    monkeypatch.setattr(device_memory, "_KEPT_FOR_GRAPHS", [])
     graphs = [Graph(), Graph()]
     room = 2 * TOKENS
     # A replay reads and writes them again.

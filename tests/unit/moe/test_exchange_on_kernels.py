@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from fabric_ray import TransferEngine, errors
-from fabric_ray.moe import AllToAll, RowPart, device
+from fabric_ray.moe import AllToAll, RowPart, cast, device
+from fabric_ray.moe.tokens import Outgoing, Room
 from tests.host_kernels import Host
-from tests.moe_ranks import batch, layer, unsharded
+from tests.moe_ranks import ThreadComm, batch, layer, on_all_ranks, rank_of, unsharded
 from tests.unit.moe.moe_ranks import joined, on_each
 
 LIMIT = 60.0
@@ -277,7 +278,7 @@ def test_a_launch_that_fails_ends_the_exchange(host: Host, monkeypatch: pytest.M
         def fails(*_: object, **__: object) -> None:
             raise errors.ResourceError("no launch any more")
 
-        monkeypatch.setattr(steps._kernels, "pack", fails)
+        monkeypatch.setattr(steps._launches, "_launch", fails)
         with pytest.raises(errors.ResourceError):
             a.dispatch_send(x, idx)
         with pytest.raises(errors.Cancelled, match="closed"):
@@ -323,9 +324,12 @@ class Recorder:
         self._host = host
         self.launches: list[tuple[Any, ...]] = []
 
-    def launch(self, *launched: Any) -> None:
+    def launch(self, *launched: Any, **options: Any) -> None:
         self.launches.append(launched)
-        self._host.launch(*launched)
+        self._host.launch(*launched, **options)
+
+    def resident(self, *of: Any) -> int:
+        return self._host.resident(*of)
 
 
 def test_what_a_dispatch_waits_for_is_counted_where_a_graph_counts(host: Host) -> None:
@@ -340,7 +344,8 @@ def test_what_a_dispatch_waits_for_is_counted_where_a_graph_counts(host: Host) -
             recorder.launches.clear()
             a.dispatch_send(x, idx)
             _, _, _, _, arguments = recorder.launches[0]
-            words.append((arguments.over, arguments.values))
+            begin = arguments.step[0].arguments.begin
+            words.append((begin.over, begin.values))
             got = a.dispatch_recv()
             if combines:
                 a.combine_send(got.x)
@@ -377,3 +382,26 @@ def test_what_does_not_fit_is_refused_before_anything_is_launched(host: Host) ->
         with pytest.raises(errors.InvalidArgument, match="weights"):
             a.combine_recv(w.double())
         assert torch.equal(a.combine_recv(dtype=torch.float32), torch.where(idx >= 0, x.float(), 0))
+
+
+@on_all_ranks(1)
+def test_a_call_that_is_refused_before_its_launch_can_be_made_again(
+    comm: ThreadComm, host: Host
+) -> None:
+    parts = [RowPart("scales", 2, torch.float32)]
+    sizes = {"experts": 3, "topk": 2, "hidden": 256, "max_tokens": 5, "parts": parts}
+    a = rank_of(AllToAll, comm, dtype=torch.float8_e4m3fn, launcher=host.another(), **sizes)
+    x, idx, _ = batch(0, 5, 3, 2, 256)
+    with pytest.raises(errors.InvalidArgument, match="in blocks of 64"):
+        a.dispatch(Outgoing(x, idx, {}, cast.Fp8Form(64)))
+    a.dispatch(Outgoing(x, idx, {}, cast.Fp8Form(128)))
+    counts, layout = torch.empty(3, dtype=torch.int32), torch.empty(3, 1, dtype=torch.int64)
+    by_rows = torch.empty(3, 5, 2)
+    with pytest.raises(errors.InvalidArgument, match="each one's rows behind one another"):
+        a.dispatch_recv_into(Room({"scales": by_rows}, counts, layout), 5)
+    with pytest.raises(errors.InvalidArgument, match=r"given are torch\.int64"):
+        a.dispatch_recv_into(Room({}, counts.long(), layout), 5)
+    by_columns = torch.empty(3, 2, 5).transpose(1, 2)
+    a.dispatch_recv_into(Room({"scales": by_columns}, counts, layout), 5)
+    a.check()
+    assert counts.tolist() == [int((idx == e).sum()) for e in range(3)]

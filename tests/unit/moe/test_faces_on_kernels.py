@@ -17,6 +17,7 @@ from fabric_ray.moe import AllToAll, cast, pplx
 from fabric_ray.moe.autograd import Differentiable, combine, dispatch
 from fabric_ray.moe.deepep import Buffer
 from tests.examples import by_turns
+from tests.host_graph import Graph
 from tests.host_kernels import Host
 from tests.moe_ranks import (
     ThreadComm,
@@ -118,7 +119,8 @@ def low_latency(
                 y = answers(comm.rank(), recv)
                 less = idx.clone()
                 less[0, 0] = -1
-                out = buffer.low_latency_combine(y, less, w, handle, **options)
+                apart = w.repeat_interleave(2, 1)[:, ::2]
+                out = buffer.low_latency_combine(y, less, apart, handle, **options)
                 if out[2] is not None:
                     out[2]()
                 found += [out[0], counts, handle[1]]
@@ -148,6 +150,41 @@ def test_deepep_calls_return_what_they_do_on_the_host(
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
+def launched(buffer: Buffer, graph: Graph, form: dict[str, Any], given: Any) -> list[int]:
+    """Launches and operations of torch after each half of a dispatch and a combine."""
+    x, idx, w, y = given
+    options: dict[str, Any] = {"return_recv_hook": True}
+    _, _, handle, _, hook = buffer.low_latency_dispatch(x, idx, M, EXPERTS, **form, **options)
+    sizes = [graph.size]
+    hook()
+    sizes.append(graph.size)
+    combined, _, hook = buffer.low_latency_combine(y, idx, w, handle, **options)
+    sizes.append(graph.size)
+    hook()
+    assert combined.shape == (M, HIDDEN)
+    return [*sizes, graph.size]
+
+
+@pytest.mark.parametrize("form", FORMS[:3], ids=str)
+@on_all_ranks(1)
+def test_a_low_latency_call_is_two_launches_and_no_operation_of_torch(
+    comm: ThreadComm, host: Host, form: dict[str, Any]
+) -> None:
+    graph = Graph()
+    launcher = graph.launcher(host.another())
+    buffer = Buffer(low_latency_mode=True, comm=comm, launcher=launcher)
+    given = (
+        *batch(0, M, EXPERTS, TOPK, HIDDEN),
+        torch.zeros(EXPERTS, M, HIDDEN, dtype=torch.bfloat16),
+    )
+    launched(buffer, Graph(), form, given)  # makes the exchanges
+    with graph.capture():
+        assert launched(buffer, graph, form, given) == [1, 2, 3, 4]
+    graph.replay()
+    buffer.check()
+    buffer.destroy()
+
+
 @on_all_ranks(1)
 def test_tensors_of_a_normal_call_lie_together(comm: ThreadComm) -> None:
     buffer = Buffer(comm=comm)
@@ -172,13 +209,14 @@ def test_tensors_of_a_normal_call_lie_together(comm: ThreadComm) -> None:
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes wrong in a first half is known before the second one."""
-    receive = AllToAll.dispatch_recv
+    for name in ("dispatch_recv", "dispatch_recv_into"):
+        receive = getattr(AllToAll, name)
 
-    def later(self: AllToAll, **options: Any) -> Any:
-        self._finish()
-        return receive(self, **options)
+        def later(self: AllToAll, *given: Any, receive: Any = receive, **options: Any) -> Any:
+            self._finish()
+            return receive(self, *given, **options)
 
-    monkeypatch.setattr(AllToAll, "dispatch_recv", later)
+        monkeypatch.setattr(AllToAll, name, later)
 
 
 @pytest.mark.parametrize("hooks", [False, True])
@@ -302,6 +340,7 @@ def test_answers_that_are_not_wanted_are_skipped_and_not_multiplied_by_zero(
         a.combine_send(torch.where(nothing, float("nan"), got.x.float()).to(torch.bfloat16))
         with pytest.raises(errors.InvalidArgument, match=r"wanted is torch\.bool"):
             a.combine_recv(w, wanted=torch.ones(2, 3, dtype=torch.bool))
-        found = a.combine_recv(w, wanted=torch.tensor(wanted))[:, 0].float()
+        apart = torch.tensor(wanted).repeat_interleave(2, 1)[:, ::2]
+        found = a.combine_recv(w, wanted=apart)[:, 0].float()
         assert torch.equal(found.nan_to_num(9), torch.tensor(sums).float().nan_to_num(9))
     a.check()

@@ -226,8 +226,11 @@ def test_rs_4_a_call_that_waits_and_its_kernels_end_when_another_thread_masks(
 
 def test_rs_4_kernels_that_never_run_end_the_exchange_by_the_name_of_their_rank() -> None:
     class Nowhere:
-        def launch(self, *_: object) -> None:
+        def launch(self, *_: object, **_options: object) -> None:
             pass
+
+        def resident(self, *_: object) -> int:
+            return 1
 
     def work(comm: ThreadComm) -> None:
         options: dict[str, Any] = {**SMALL, "ranks_per_node": 1, "timeout": 0.5, "parts": SOURCE}
@@ -259,11 +262,11 @@ def test_a_launch_that_fails_leaves_the_exchange_as_it_was(host: Host) -> None:
     class Once(Stream):
         failed = False
 
-        def launch(self, *arguments: Any) -> None:
+        def launch(self, *arguments: Any, **options: Any) -> None:
             if not self.failed:
                 self.failed = True
                 raise errors.ResourceError("no launch now")
-            super().launch(*arguments)
+            super().launch(*arguments, **options)
 
     def work(comm: ThreadComm) -> None:
         stream = Once(host, 1)

@@ -507,7 +507,7 @@ fn unexpected(event: DeviceEvent, phase: Phase) -> String {
     )
 }
 
-/// A fault is four times its position among (token, k), plus a kind, as `moe/routes.cu` encodes it.
+/// A fault is four times its position among (token, k), plus a kind, as `moe/routes.cuh` encodes it.
 fn fault_text(fault: u64, topk: u32) -> String {
     let position = fault / 4;
     let (token, k) = (position / u64::from(topk), position % u64::from(topk));

@@ -3,15 +3,17 @@
 //
 // A stable counting sort over tiles of (token, k): the count of each tile, the sums over tiles and over experts, and
 // each row's place. No sum depends on which thread came first.
+#pragma once
+
+#include "common/blocks.cuh"
 #include "common/scan.cuh"
 
-using namespace fr;
+namespace fr {
 
 constexpr u32 TILE = 256;
-constexpr u64 NO_FAULT = ~0ull;
 
 // A fault is four times its position among (token, k), and one of these; the lowest is told.
-enum Fault : u64 { TOO_MANY_TOKENS = 0, NO_SUCH_EXPERT = 1, TWICE = 2 };
+enum RouteFault : u64 { TOO_MANY_TOKENS = 0, NO_SUCH_EXPERT = 1, TWICE = 2 };
 
 struct Routing {
   const i64* indices;  // [tokens, topk]; -1 for none
@@ -28,6 +30,7 @@ struct Routing {
   u32* token_of;     // of each row
   u32* row_of;       // [tokens, topk]
   u64* fault;
+  i64* kept;  // takes the indices; may be null
 
   FR_DEVICE u32 present() const { return *tokens < max_tokens ? *tokens : max_tokens; }
   FR_DEVICE u64 elements() const { return static_cast<u64>(present()) * topk; }
@@ -50,45 +53,50 @@ FR_DEVICE u32 expert_at(const Routing& p, u64 i, u64* fault) {
   return static_cast<u32>(expert);
 }
 
-FR_KERNEL(count_routes, Routing) {
-  FR_SHARED u32 tile[TILE];
+// How many rows of a tile go to each expert, and each one's place among them.
+FR_DEVICE void count_tile(const Routing& p, u64 tile) {
+  FR_SHARED u32 experts[TILE];
   FR_SHARED u64 lowest;
-  u64 begin = static_cast<u64>(block()) * TILE, n = p.elements();
-  if (begin >= n) return;
-  u32* counts = p.tile_counts + static_cast<u64>(block()) * p.experts;
+  u64 begin = tile * TILE, n = p.elements();
+  u32* counts = p.tile_counts + tile * p.experts;
+  sync_block();
   for (u32 expert = thread(); expert < p.experts; expert += threads()) counts[expert] = 0;
   if (thread() == 0) lowest = NO_FAULT;
   sync_block();
   for (u32 j = thread(); j < TILE; j += threads()) {
     u64 fault = NO_FAULT;
-    tile[j] = begin + j < n ? expert_at(p, begin + j, &fault) : NONE;
+    experts[j] = begin + j < n ? expert_at(p, begin + j, &fault) : NONE;
     if (fault != NO_FAULT) atomic_min(&lowest, fault);
   }
   sync_block();
   for (u32 j = thread(); j < TILE && begin + j < n; j += threads()) {
-    u32 expert = tile[j], before = 0;
+    u32 expert = experts[j], before = 0;
     if (expert != NONE) {
-      for (u32 m = 0; m < j; ++m) before += tile[m] == expert;
-      atomic_add(counts + expert, 1);
+      for (u32 m = 0; m < j; ++m) before += experts[m] == expert;
+      atomic_add(counts + expert, 1u);
     }
     p.row_of[begin + j] = expert == NONE ? NONE : before;
   }
-  if (thread() == 0) p.tile_faults[block()] = lowest;
+  if (thread() == 0) p.tile_faults[tile] = lowest;
+}
+
+FR_DEVICE void count_routes(const Routing& p, Blocks by) {
+  for (u64 tile = by.index; tile < p.tiles(); tile += by.n) count_tile(p, tile);
 }
 
 // Tiles whose counts a thread has on their way at a time.
-constexpr u32 AHEAD = 8;
+constexpr u32 TILES_AHEAD = 8;
 
 // Calls `each(place, n)` for the counts of one expert in some tiles, in their order.
 template <class Each>
 FR_DEVICE void each_tile(const Routing& p, u32 expert, u64 begin, u64 end, Each each) {
   u32* counts = p.tile_counts + expert;
-  for (u64 tile = begin; tile < end; tile += AHEAD) {
-    u32 n[AHEAD];
+  for (u64 tile = begin; tile < end; tile += TILES_AHEAD) {
+    u32 n[TILES_AHEAD];
 #pragma unroll
-    for (u32 j = 0; j < AHEAD; ++j) n[j] = tile + j < end ? counts[(tile + j) * p.experts] : 0;
+    for (u32 j = 0; j < TILES_AHEAD; ++j) n[j] = tile + j < end ? counts[(tile + j) * p.experts] : 0;
 #pragma unroll
-    for (u32 j = 0; j < AHEAD; ++j)
+    for (u32 j = 0; j < TILES_AHEAD; ++j)
       if (tile + j < end) each(counts + (tile + j) * p.experts, n[j]);
   }
 }
@@ -125,8 +133,9 @@ FR_DEVICE void sum_tiles(const Routing& p) {
 }
 
 // One block.
-FR_KERNEL(sum_routes, Routing) {
+FR_DEVICE void sum_routes(const Routing& p) {
   FR_SHARED u64 lowest;
+  sync_block();
   if (thread() == 0) lowest = *p.tokens > p.max_tokens ? u64(TOO_MANY_TOKENS) : NO_FAULT;
   sum_tiles(p);
   sync_block();
@@ -139,14 +148,16 @@ FR_KERNEL(sum_routes, Routing) {
   if (thread() == 0) *p.fault = lowest;
 }
 
-FR_KERNEL(place_routes, Routing) {
-  u64 n = p.elements();
-  for (u32 j = thread(); j < TILE; j += threads()) {
-    u64 i = static_cast<u64>(block()) * TILE + j;
-    if (i >= n || p.row_of[i] == NONE) continue;
+FR_DEVICE void place_routes(const Routing& p, Blocks by) {
+  u64 n = p.elements(), all = static_cast<u64>(by.n) * threads();
+  for (u64 i = static_cast<u64>(by.index) * threads() + thread(); i < n; i += all) {
+    if (p.kept) p.kept[i] = p.indices[i];
+    if (p.row_of[i] == NONE) continue;
     u64 expert = p.indices[i];
-    u32 row = p.starts[expert] + p.tile_counts[block() * static_cast<u64>(p.experts) + expert] + p.row_of[i];
+    u32 row = p.starts[expert] + p.tile_counts[i / TILE * p.experts + expert] + p.row_of[i];
     p.row_of[i] = row;
     p.token_of[row] = static_cast<u32>(i / p.topk);
   }
 }
+
+}  // namespace fr

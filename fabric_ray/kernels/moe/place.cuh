@@ -1,13 +1,13 @@
 // From the rows that each source has for each local expert to where every row goes.
+#pragma once
+
 #include "common/scan.cuh"
 #include "moe/placing.cuh"
 
-using namespace fr;
-
-constexpr u64 NO_FAULT = ~0ull;
+namespace fr {
 
 // A fault has its kind in the upper half and the rank or expert in the lower; the lowest is reported.
-enum Fault : u64 { SOURCE_HAS_TOO_MANY = 1, EXPERT_GETS_TOO_MANY = 2, NO_ROOM = 3 };
+enum PlaceFault : u64 { SOURCE_HAS_TOO_MANY = 1, EXPERT_GETS_TOO_MANY = 2, NO_ROOM = 3 };
 
 struct Incoming {
   const u32* counts;  // of each source, its rows for each local expert
@@ -23,29 +23,35 @@ struct Incoming {
   u32* totals;   // [experts]
   u32* starts;   // [experts + 1]: the first row of each expert, and all
   u64* fault;
+  i64* wide_totals;  // [experts], [experts]: totals and the first row of each once more; may be null
+  i64* wide_starts;
+  u32* given;   // [experts]: totals once more; may be null
+  u64* layout;  // [experts, sources]: a source's rows of an expert and, in the upper half, the first of
+                // them among the expert's, or zero; with `each` alone; may be null
 };
 
 // Counts that a thread has on their way at a time.
-constexpr u32 AHEAD = 16;
+constexpr u32 COUNTS_AHEAD = 16;
 
 // Calls `each(i, n)` for `n` words, `stride` words apart.
 template <class Each>
 FR_DEVICE void each_word(const u32* words, u64 stride, u32 n, Each each) {
-  for (u32 i = 0; i < n; i += AHEAD) {
-    u32 ahead[AHEAD];
+  for (u32 i = 0; i < n; i += COUNTS_AHEAD) {
+    u32 ahead[COUNTS_AHEAD];
 #pragma unroll
-    for (u32 j = 0; j < AHEAD; ++j) ahead[j] = i + j < n ? words[(i + j) * stride] : 0;
+    for (u32 j = 0; j < COUNTS_AHEAD; ++j) ahead[j] = i + j < n ? words[(i + j) * stride] : 0;
 #pragma unroll
-    for (u32 j = 0; j < AHEAD; ++j)
+    for (u32 j = 0; j < COUNTS_AHEAD; ++j)
       if (i + j < n) each(i + j, ahead[j]);
   }
 }
 
-FR_DEVICE u64 fault_of(Fault kind, u32 value) { return u64(kind) << 32 | value; }
+FR_DEVICE u64 fault_of(PlaceFault kind, u32 value) { return u64(kind) << 32 | value; }
 
 // What a peer says it sends is checked before anything is moved by it. One block.
-FR_KERNEL(place_rows, Incoming) {
+FR_DEVICE void place_rows(const Incoming& p) {
   FR_SHARED u64 lowest;
+  sync_block();
   if (thread() == 0) lowest = NO_FAULT;
   sync_block();
   for (u32 source = thread(); source < p.sources; source += threads()) {
@@ -75,8 +81,19 @@ FR_KERNEL(place_rows, Incoming) {
     return each != 0 ? each : (totals[i] + multiple - 1) / multiple * multiple;
   };
   running_sums(p.experts, size, p.starts);
-  for (u64 i = thread(); i < static_cast<u64>(p.sources) * p.experts; i += threads())
-    p.to[i] += p.starts[i % p.experts];
+  for (u64 i = thread(); i < static_cast<u64>(p.sources) * p.experts; i += threads()) {
+    u32 expert = i % p.experts, source = i / p.experts;
+    if (p.layout) {
+      u64 rows = p.counts[source * p.stride + expert];
+      p.layout[static_cast<u64>(expert) * p.sources + source] = rows ? static_cast<u64>(p.to[i]) << 32 | rows : 0;
+    }
+    p.to[i] += p.starts[expert];
+  }
+  for (u32 expert = thread(); expert < p.experts; expert += threads()) {
+    if (p.wide_totals) p.wide_totals[expert] = totals[expert];
+    if (p.wide_starts) p.wide_starts[expert] = p.starts[expert];
+    if (p.given) p.given[expert] = totals[expert];
+  }
   if (thread() != 0) return;
   u64 fault = lowest, rows = static_cast<u64>(each) * p.experts;
   if (each == 0)
@@ -84,3 +101,5 @@ FR_KERNEL(place_rows, Incoming) {
   if (fault == NO_FAULT && rows > p.room) fault = fault_of(NO_ROOM, static_cast<u32>(rows));
   *p.fault = fault;
 }
+
+}  // namespace fr

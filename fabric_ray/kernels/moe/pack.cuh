@@ -1,10 +1,11 @@
 // Tokens to where they are sent from, or straight to where they go: the parts of a row behind one another, rows in the
 // order of experts.
+#pragma once
+
+#include "common/blocks.cuh"
 #include "common/rows.cuh"
 
-using namespace fr;
-
-constexpr u32 MAX_TOPK = 256;
+namespace fr {
 
 // Where a rank's rows go: so many first ones to an address at that rank, all others to this rank's own memory.
 struct Way {
@@ -51,12 +52,12 @@ FR_DEVICE u64 place_of(const PackRows& p, u32 row) {
 }
 
 // Each token is read once, and written for each of its experts.
-FR_KERNEL(pack_rows, PackRows) {
+FR_DEVICE void pack_rows(const PackRows& p, Blocks by) {
   FR_SHARED u64 places[MAX_TOPK];
   bool straight = p.ways != nullptr && p.ways[0] != 0;
   u32 tokens = *p.tokens < p.max_tokens ? *p.tokens : p.max_tokens;
   u32 unit = unit_of(address(p.out));
-  for (u32 token = block(); token < tokens; token += blocks()) {
+  for (u32 token = by.index; token < tokens; token += by.n) {
     sync_block();
     for (u32 k = thread(); k < p.topk; k += threads())
       places[k] = place_of(p, p.row_of[static_cast<u64>(token) * p.topk + k]);
@@ -76,3 +77,5 @@ FR_KERNEL(pack_rows, PackRows) {
   // After this step the host may count rows that lie in peers' memory (IC-2).
   if (straight) fence_system();
 }
+
+}  // namespace fr

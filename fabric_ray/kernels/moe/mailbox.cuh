@@ -1,8 +1,9 @@
-// What an exchange on the device shares with its host: each is one launch, for a command comes no sooner than all that is
-// launched before it. One block each.
+// What an exchange on the device shares with its host: steps of one block, each after all before it.
+#pragma once
+
 #include "common/fifo.cuh"
 
-using namespace fr;
+namespace fr {
 
 struct BeginExchange {
   Patience patience;
@@ -18,7 +19,7 @@ struct BeginExchange {
 };
 
 // Waits are for the next exchange from now on; and the one before is over.
-FR_KERNEL(begin_exchange, BeginExchange) {
+FR_DEVICE void begin_exchange(const BeginExchange& p) {
   for (u32 i = thread(); i < p.waits; i += threads())
     if (i != 0) p.values[i] += p.grows[i];
   if (thread() != 0) return;
@@ -44,8 +45,9 @@ struct FetchWords {
   u64 closed;  // stands for each of them once a wait failed: they may be another exchange's (RS-1)
 };
 
-FR_KERNEL(fetch_words, FetchWords) {
+FR_DEVICE void fetch_words(const FetchWords& p) {
   FR_SHARED u64 open;
+  sync_block();
   if (thread() == 0) {
     if (p.word) {
       Waited waited = wait_at_least(p.word, *p.value, p.patience);
@@ -77,7 +79,7 @@ struct TellHost {
   u32* waited;
 };
 
-FR_KERNEL(tell_host, TellHost) {
+FR_DEVICE void tell_host(const TellHost& p) {
   for (u64 i = thread(); i < p.words; i += threads()) p.to[i] = p.from[i];
   fence_system();
   sync_block();
@@ -90,3 +92,5 @@ FR_KERNEL(tell_host, TellHost) {
   *p.waited = waited;
   if (p.counter) ++*p.counter;
 }
+
+}  // namespace fr

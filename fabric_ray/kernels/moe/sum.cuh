@@ -1,11 +1,12 @@
 // The weighted sum of the answers to each token: in 32-bit floats, products and sums rounded one by one, in the order
 // of a token's experts. The same bits as native/moe's, for any number of ranks.
+#pragma once
+
+#include "common/blocks.cuh"
 #include "common/floats.cuh"
 #include "common/rows.cuh"
 
-using namespace fr;
-
-constexpr u32 MAX_TOPK = 256;
+namespace fr {
 
 struct WeightedSum {
   const u8* answers;  // of each of this rank's rows
@@ -22,6 +23,12 @@ struct WeightedSum {
   u64 weights_stride;     // bytes
   u8* out;
   u64 out_stride;
+  const u8* wanted;    // [tokens, topk]: zero for answers that aren't summed; may be null
+  const i64* experts;  // [tokens, topk]: below zero for answers that aren't summed; may be null
+
+  FR_DEVICE bool wants(u64 i) const {
+    return !(wanted && wanted[i] == 0) && !(experts && experts[i] < 0);
+  }
 };
 
 // An answer that counts.
@@ -44,13 +51,20 @@ FR_DEVICE bool is_missing(const WeightedSum& p, u32 row) {
   return p.missing[low] != 0;
 }
 
-// A token's terms in the order of its experts; how many.
-FR_DEVICE u32 gather(const WeightedSum& p, u32 token, Term* terms) {
+// A token's terms in the order of its experts, and how many.
+struct Terms {
+  const Term* each;
+  u32 n;
+};
+
+FR_DEVICE Terms gather(const WeightedSum& p, u32 token) {
   FR_SHARED u32 rows[MAX_TOPK];
+  FR_SHARED Term terms[MAX_TOPK];
   sync_block();
   for (u32 k = thread(); k < p.topk; k += threads()) {
-    u32 row = p.row_of[static_cast<u64>(token) * p.topk + k];
-    rows[k] = row != NONE && is_missing(p, row) ? NONE : row;
+    u64 i = static_cast<u64>(token) * p.topk + k;
+    u32 row = p.row_of[i];
+    rows[k] = row != NONE && (is_missing(p, row) || !p.wants(i)) ? NONE : row;
   }
   sync_block();
   const u8* weights = reinterpret_cast<const u8*>(p.weights) + token * p.weights_stride;
@@ -64,11 +78,11 @@ FR_DEVICE u32 gather(const WeightedSum& p, u32 token, Term* terms) {
   u32 n = 0;
   for (u32 k = 0; k < p.topk; ++k) n += rows[k] != NONE;
   sync_block();
-  return n;
+  return Terms{terms, n};
 }
 
 // Answers of a token that are on their way at a time.
-constexpr u32 AHEAD = 8;
+constexpr u32 ANSWERS_AHEAD = 8;
 
 // 16 bytes of answers at a time.
 template <class In, class Out>
@@ -86,14 +100,14 @@ FR_DEVICE void sum_units(const Term* terms, u32 n, u8* out, u32 units) {
   };
   for (u32 i = thread(); i < units; i += threads()) {
     float sum[EACH] = {};
-    for (u32 first = 0; first < n; first += AHEAD) {
-      Unit ahead[AHEAD];
+    for (u32 first = 0; first < n; first += ANSWERS_AHEAD) {
+      Unit ahead[ANSWERS_AHEAD];
 #pragma unroll
-      for (u32 j = 0; j < AHEAD; ++j)
+      for (u32 j = 0; j < ANSWERS_AHEAD; ++j)
         if (first + j < n)
           ahead[j].whole = load_stream(reinterpret_cast<const Vec16*>(terms[first + j].answer) + i);
 #pragma unroll
-      for (u32 j = 0; j < AHEAD; ++j) {
+      for (u32 j = 0; j < ANSWERS_AHEAD; ++j) {
         if (first + j >= n) break;
 #pragma unroll
         for (u32 e = 0; e < EACH; ++e)
@@ -106,6 +120,7 @@ FR_DEVICE void sum_units(const Term* terms, u32 n, u8* out, u32 units) {
     if constexpr (WHOLE == 8)
       reinterpret_cast<Vec8*>(out)[i] = sums.half;
     else
+#pragma unroll
       for (u32 w = 0; w < WHOLE / 16; ++w)
         store_stream(reinterpret_cast<Vec16*>(out) + i * (WHOLE / 16) + w, sums.whole[w]);
   }
@@ -124,29 +139,17 @@ FR_DEVICE void sum_elements(const Term* terms, u32 n, u8* out, u32 begin, u32 en
 }
 
 template <class In, class Out>
-FR_DEVICE void weighted_sum(const WeightedSum& p) {
-  FR_SHARED Term terms[MAX_TOPK];
+FR_DEVICE void sum_answers(const WeightedSum& p, Blocks by) {
   constexpr u32 EACH = 16 / sizeof(typename In::Bits);
   u32 tokens = *p.tokens < p.max_tokens ? *p.tokens : p.max_tokens;
   u64 places = address(p.answers) | p.answers_stride | address(p.out) | p.out_stride;
   u32 units = unit_of(places) == 16 ? p.elements / EACH : 0;
-  for (u32 token = block(); token < tokens; token += blocks()) {
-    u32 n = gather(p, token, terms);
+  for (u32 token = by.index; token < tokens; token += by.n) {
+    Terms of = gather(p, token);
     u8* out = p.out + token * p.out_stride;
-    sum_units<In, Out>(terms, n, out, units);
-    sum_elements<In, Out>(terms, n, out, units * EACH, p.elements);
+    sum_units<In, Out>(of.each, of.n, out, units);
+    sum_elements<In, Out>(of.each, of.n, out, units * EACH, p.elements);
   }
 }
 
-#define FR_SUM(name, In, Out) \
-  FR_KERNEL(name, WeightedSum) { weighted_sum<In, Out>(p); }
-
-FR_SUM(sum_f32_f32, F32, F32)
-FR_SUM(sum_f32_bf16, F32, Bf16)
-FR_SUM(sum_f32_f16, F32, F16)
-FR_SUM(sum_bf16_f32, Bf16, F32)
-FR_SUM(sum_bf16_bf16, Bf16, Bf16)
-FR_SUM(sum_bf16_f16, Bf16, F16)
-FR_SUM(sum_f16_f32, F16, F32)
-FR_SUM(sum_f16_bf16, F16, Bf16)
-FR_SUM(sum_f16_f16, F16, F16)
+}  // namespace fr

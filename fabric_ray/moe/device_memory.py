@@ -1,0 +1,90 @@
+"""What kernels of an exchange need on a device: sizes, memory, kernels that are loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fabric_ray._native import MoeExchange
+from fabric_ray.engine import Region, TransferEngine
+from fabric_ray.errors import InvalidArgument
+from fabric_ray.kernels import Device, channel, mappable, structs
+from fabric_ray.moe.tokens import RowPart
+
+#: A command names its own rank in ten bits.
+_MAX_RANKS = 1024
+
+
+def check_sizes(ranks: int, parts: Sequence[RowPart]) -> None:
+    """That a device can take part.
+
+    Raises:
+        InvalidArgument: more ranks, or more parts of a token, than it can.
+    """
+    if ranks > _MAX_RANKS:
+        raise InvalidArgument(f"{ranks} ranks; on a device there are {_MAX_RANKS} at most")
+    if len(parts) > structs.MAX_PARTS:
+        raise InvalidArgument(
+            f"a token of {len(parts)} parts; a device takes {structs.MAX_PARTS}, x among them"
+        )
+
+
+def room_on(engine: TransferEngine, nbytes: int, device: torch.device) -> tuple[Tensor, Region]:
+    """Zero bytes on a device that peers of this host can map, registered with the engine."""
+    if device.type == "cpu":
+        return engine.empty(nbytes, torch.uint8)
+    memory = mappable(nbytes, device)
+    return memory, engine.register(memory)
+
+
+def gpu(device: torch.device) -> Device:
+    """Launches on a GPU, all kernels of an exchange loaded.
+
+    Raises:
+        ResourceError: there is no such GPU.
+        CompileError: a kernel doesn't compile for it.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    launcher = Device(index)
+    for file, kernels in {**structs.ARGUMENTS, **channel.ARGUMENTS}.items():
+        launcher.load(file, *kernels)
+    return launcher
+
+
+@dataclasses.dataclass
+class KernelResources:
+    """Memory that launched kernels use."""
+
+    device: torch.device
+    what: tuple[object, ...]
+    by_graph: bool = False
+
+
+#: Memory of graphs that may be replayed after their exchange is gone: all their waits then end at
+#: once, and nothing moves.
+_KEPT_FOR_GRAPHS: list[KernelResources] = []
+
+
+def is_captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def leave(native: MoeExchange, used: KernelResources) -> None:
+    """Ends the waits of launched kernels, and keeps their memory until they have ended."""
+    native.leave()
+    if used.by_graph:
+        _KEPT_FOR_GRAPHS.append(used)
+    settle(native, used.device)
+
+
+def settle(native: MoeExchange, device: torch.device) -> None:
+    """Waits until no kernel can store to peers' memory any more; does nothing while a graph is
+    captured."""
+    if is_captured(device):
+        return
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    native.settled()
