@@ -33,6 +33,7 @@ _driver: Any = None
 _lock = threading.RLock()
 # By address: the memory as kernels see it.
 _allocations: dict[int, torch.Tensor] = {}
+_of_torch: set[int] = set()
 _ALIGN, _SMALL, _SEGMENT = 512, 1 << 20, 2 << 20
 # The segment of small tensors, and the bytes of it that are used.
 _segment: tuple[int, int] | None = None
@@ -263,9 +264,10 @@ def _as_tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torc
     dtype = {"|u1": torch.uint8, "<i8": torch.int64}[interface["typestr"]]
     (count,) = interface["shape"] or (1,)
     address, nbytes = interface["data"][0], count * dtype.itemsize
-    seen = _driver.fake_bytes(ctypes.c_uint64(address))
-    if seen:  # an allocation that isn't torch's
-        _allocations[address] = _bytes_at(seen, nbytes, None)
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    whose = (ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+    if not _driver.cuMemGetAddressRange_v2(*whose) and base.value not in _of_torch:
+        _allocations[base.value] = _bytes_at(_driver.fake_bytes(base), size.value, None)
     flat = _bytes_at(address, nbytes, data).view(dtype)
     return _wrapped(flat.reshape(interface["shape"]))
 
@@ -295,6 +297,7 @@ def _allocate(nbytes: int) -> int:
     address = ctypes.c_uint64()
     assert _driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(nbytes)) == 0
     _allocations[address.value] = _bytes_at(_driver.fake_bytes(address), nbytes, None).fill_(0xEE)
+    _of_torch.add(address.value)
     return address.value
 
 

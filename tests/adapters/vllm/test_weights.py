@@ -9,7 +9,7 @@ import random
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -175,12 +175,20 @@ class Stand:
         found = answers(self.server)
         return sum(a == b for a, b in zip(found, self.expected[version], strict=True))
 
-    def wait_running(self, count: int) -> None:
-        """Returns when the server computes so many requests."""
+    def ask_running(self, pool: ThreadPoolExecutor) -> list[Future[dict[str, Any]]]:
+        """Long requests, all of which the server computes now. They are asked once more if it was
+        done with them before a look at it was answered."""
         deadline = time.monotonic() + 120
-        while self.server.metric("vllm:num_requests_running") < count:
+        while True:
+            asked = [pool.submit(self.server.complete, prompt, LONG) for prompt in RUNNING]
+            while not any(future.done() for future in asked):
+                if self.server.metric("vllm:num_requests_running") == len(asked):
+                    return asked
+                assert time.monotonic() < deadline, self.server.tail()
+                time.sleep(0.05)
+            for future in asked:
+                future.result()
             assert time.monotonic() < deadline, self.server.tail()
-            time.sleep(0.05)
 
     def is_paused(self) -> bool:
         return bool(json.loads(self.server.get("/is_paused"))["is_paused"])
@@ -230,8 +238,7 @@ def test_rs_3_after_one_call_old_prompts_are_answered_by_the_new_weights_while_r
         assert [sender.send(version) for version in (NEW, OLD)] == [None, None]
         assert stand.right(OLD) == 30
         alone = [stand.server.tokens(prompt, LONG) for prompt in RUNNING]
-        running = [pool.submit(stand.server.complete, prompt, LONG) for prompt in RUNNING]
-        stand.wait_running(len(RUNNING))
+        running = stand.ask_running(pool)
         assert sender.send(NEW) is None
         assert stand.right(NEW) == 30
         for prompt, old, future in zip(RUNNING, alone, running, strict=True):
@@ -295,8 +302,7 @@ def push_while_requests_run(
 ) -> None:
     """After each push every old prompt is answered by its version, and what ran goes on (RS-3)."""
     for version in versions:
-        running = [pool.submit(stand.server.complete, prompt, LONG) for prompt in RUNNING]
-        stand.wait_running(len(RUNNING))
+        running = stand.ask_running(pool)
         assert trainers.send(version)["error"] is None
         assert stand.right(version) == 30
         for future in running:
