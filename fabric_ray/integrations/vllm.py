@@ -37,7 +37,13 @@ from fabric_ray.integrations.vllm_control import (
 from fabric_ray.integrations.vllm_hello import Hello, Hellos, host_towards
 from fabric_ray.integrations.vllm_kv_content import WeightsUpdate
 from fabric_ray.integrations.vllm_plugin import check_version
-from fabric_ray.integrations.vllm_push import ShardedPush, full_source, has_group, shards_of
+from fabric_ray.integrations.vllm_push import (
+    ShardedPush,
+    full_source,
+    has_group,
+    refuse_shards,
+    shards_of,
+)
 from fabric_ray.integrations.vllm_recorded import refuse_lost, refuse_moved_experts
 from fabric_ray.integrations.vllm_reload import Reload, TieCheck, refuse_lossy_cast
 from fabric_ray.integrations.vllm_sharded import Commit, ShardedWorker
@@ -257,7 +263,11 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
             raise InvalidArgument(
                 f"pause: got {init_info.pause!r}, expected {' or '.join(map(repr, PAUSES))}"
             )
-        shards = shards_of(source, init_info.rank)
+        try:
+            shards = shards_of(source, init_info.rank)
+        except Exception as error:
+            refuse_shards(error, init_info.timeout)
+            raise
         if shards is None:
             source = full_source(source)
             _check_source(source)
@@ -324,7 +334,7 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
             self._engine = None
 
     def _open(self, info: FabricTrainerInitInfo) -> None:
-        self._server = control_of(self.client)
+        self._server = control_of(self.client, info.timeout)
         self._server.is_paused()
         self._engine = TransferEngine(**info.engine)
         self._outbox = Outbox(self._engine, BUCKET, timeout=info.timeout)

@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.processes import descriptors
 from tests.unit.integrations import vllm_fakes as fakes
 
 
@@ -35,9 +37,12 @@ class Trained(torch.nn.Module):
                 getattr(parameter, "_local_tensor", parameter).fill_(version)
 
 
-def rank(connection: Connection, number: int, ranks: int, port: int) -> None:
+def rank(connection: Connection, number: int, ranks: int, port: int, timeout: float = 60.0) -> None:
     """Takes a version to push, and ``dies``, the rank that is killed at its first write; answers
-    with the error, and on rank 0 whether the server is paused and the versions of its weights."""
+    with the error, and on rank 0 whether the server is paused and the versions of its weights.
+
+    ``None`` for a version has it make its end again so many times; it answers with the files and
+    the threads by which the process has grown."""
     for name, module in fakes.modules().items():
         sys.modules[name] = module
     backend: Any = importlib.import_module("fabric_ray.integrations.vllm")
@@ -46,14 +51,26 @@ def rank(connection: Connection, number: int, ranks: int, port: int) -> None:
     server = fakes.Server(
         backend.FabricWeightTransferEngine, backend.FabricUpdateInfo, backend.FabricInitInfo
     )
-    sender = backend.FabricTrainerWeightTransferEngine.trainer_init(
-        backend.FabricTrainerInitInfo(rank=number, workers=1, timeout=60.0),
-        client=server if number == 0 else None,
-        source=module,
-    )
+
+    def made() -> Any:
+        return backend.FabricTrainerWeightTransferEngine.trainer_init(
+            backend.FabricTrainerInitInfo(rank=number, workers=1, timeout=timeout),
+            client=server if number == 0 else None,
+            source=module,
+        )
+
+    sender = made()
     connection.send("ready")
     while True:
         version, dies = connection.recv()
+        if version is None:
+            grown: list[list[int]] = []
+            for _ in range(dies):
+                sender.shutdown()
+                sender = made()
+                grown.append([descriptors(), threading.active_count()])
+            connection.send([last - first for first, last in zip(grown[1], grown[-1], strict=True)])
+            continue
         module.turn_to(version)
         if dies == number:
             die_after_first_write()

@@ -1,0 +1,334 @@
+"""Connections of trainers to trainer 0, which leads them: every wait has a deadline.
+
+Collectives of a process group can't be used for this: their timeout is the group's own, it breaks
+the group, and it doesn't name the rank that is stuck.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import pickle
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import wait
+from typing import Any, NamedTuple, TypeVar
+
+from fabric_ray import rpc
+from fabric_ray.errors import DecodeError, HandshakeError
+from fabric_ray.integrations.vllm_hello import host_towards
+from fabric_ray.weights.calls import CallFailure
+
+T = TypeVar("T")
+
+LOST = (OSError, EOFError, DecodeError)
+"""What the end of a connection raises."""
+ENDED = "its connection ended; see whether its process has ended, or has closed its end"
+COMES, LEAVES = 0, -1
+"""Indices of a trainer's frames that answer no call of a run: it begins the run, it gave it up."""
+_KEY = "fabric-ray/trainers/"
+_LOOK_S = 0.1
+"""Between looks for trainers that have not connected, and for trainer 0."""
+_FRAME_S = 30.0
+"""For the rest of a frame that has begun to arrive."""
+_CONNECT_S = 5.0
+_HELLO_S = 5.0
+_SENDERS = 32
+
+
+class Frame(NamedTuple):
+    """What trainers tell each other."""
+
+    run: int
+    index: int
+    """Of the call in its run, from 1; the same for its answer."""
+    value: Any
+
+
+class _Address(NamedTuple):
+    """Where trainer 0 listens."""
+
+    hosts: tuple[str, ...]
+    port: int
+    secret: bytes
+
+
+class Link:
+    """One connection."""
+
+    def __init__(self, channel: rpc.Channel) -> None:
+        self._channel = channel
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    def send(self, frame: bytes, seconds: float) -> None:
+        """Sends a pickled frame."""
+        self._channel.within(seconds)
+        self._channel.send(frame)
+
+    def has_frame(self, until: float) -> bool:
+        """Whether a frame, or the end, comes before a time of ``time.monotonic()``."""
+        return bool(wait([self], max(0.0, until - time.monotonic())))
+
+    def receive(self) -> Frame:
+        """A frame that has begun to arrive."""
+        self._channel.within(_FRAME_S)
+        frame: Frame = pickle.loads(self._channel.receive())
+        return frame
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class Hub(rpc.Server):
+    """Trainer 0's end.
+
+    Args:
+        store: of the trainers' process group; tells them where this is.
+        timeout: seconds that the store may take.
+
+    Raises:
+        TimeoutError: the store takes longer.
+    """
+
+    def __init__(self, store: Any, timeout: float) -> None:
+        self._links: dict[int, Link] = {}
+        self._lost: dict[int, str] = {}
+        self._guard = threading.Lock()
+        self._ended = False
+        # Connections are made by threads, and used by the thread that leads.
+        self._new: dict[int, Link] = {}
+        secret = secrets.token_bytes(16)
+        host = _host_of(store)
+        super().__init__(lambda _: b"", key=secret, bind=[host] if _is_loopback(host) else [])
+        try:
+            own = (_own_address(host), "127.0.0.1")
+            address = pickle.dumps(_Address(own, self.port, secret))
+            _within(timeout, lambda: store.set(_key(store, 0), address))
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, ranks: Iterable[int], frame: Frame, seconds: float) -> None:
+        """Sends a frame to trainers that are connected; :meth:`collect` names those that don't take
+        it."""
+        self._adopt()
+        data = pickle.dumps(frame)
+
+        def one(rank: int) -> str | None:
+            try:
+                self._links[rank].send(data, seconds)
+            except TimeoutError:
+                return f"it did not take a call within {seconds:g} s; see whether it is stuck"
+            except LOST:
+                return ENDED
+            return None
+
+        linked = [rank for rank in ranks if rank in self._links]
+        # A trainer that is stuck takes no time from the others.
+        with ThreadPoolExecutor(_SENDERS) as pool:
+            for rank, cause in zip(linked, pool.map(one, linked), strict=True):
+                if cause is not None:
+                    self._drop(rank, cause)
+
+    def collect(
+        self, ranks: Iterable[int], run: int, index: int, deadline: float, late: str
+    ) -> dict[int, Any]:
+        """The answers to a call, by rank, or of trainers that come to a run; a :class:`CallFailure`
+        in place of each that is lost, gives up or comes too late.
+
+        Args:
+            deadline: by ``time.monotonic()``.
+            late: the cause where a trainer comes too late.
+        """
+        answers, waiting = dict[int, Any](), set(ranks)
+        while waiting:
+            self._adopt()
+            links = {self._links[rank]: rank for rank in waiting if rank in self._links}
+            unlinked = waiting.difference(links.values())
+            if index != COMES:
+                answers |= {rank: CallFailure(self._lost.get(rank, ENDED)) for rank in unlinked}
+                waiting -= unlinked
+                unlinked.clear()
+            left = max(0.0, deadline - time.monotonic())
+            ready = wait(list(links), min(left, _LOOK_S) if unlinked else left)
+            for rank in [rank for link, rank in links.items() if link in ready]:
+                try:
+                    frame = self._links[rank].receive()
+                except LOST:
+                    self._drop(rank, ENDED)
+                    answers[rank] = CallFailure(ENDED)
+                    waiting.discard(rank)
+                    continue
+                if frame.run == run and frame.index in (index, LEAVES):
+                    answers[rank] = frame.value
+                    waiting.discard(rank)
+            if not ready and time.monotonic() >= deadline:
+                return answers | dict.fromkeys(waiting, CallFailure(late))
+        return answers
+
+    def close(self) -> None:
+        """Ends all connections, and takes no more."""
+        super().close()
+        with self._guard:
+            self._ended = True
+        self._adopt()
+        for rank in list(self._links):
+            self._drop(rank, ENDED)
+
+    def _converse(self, channel: rpc.Channel) -> None:
+        channel.within(_HELLO_S)
+        rank = int.from_bytes(channel.receive(), "little")
+        channel.keep()
+        with self._guard:
+            if not self._ended:
+                replaced, self._new[rank] = self._new.get(rank), Link(channel)
+            else:
+                replaced = Link(channel)
+        if replaced is not None:
+            replaced.close()
+
+    def _adopt(self) -> None:
+        with self._guard:
+            new, self._new = self._new, {}
+        for rank, link in new.items():
+            self._drop(rank, ENDED)
+            self._lost.pop(rank, None)
+            self._links[rank] = link
+
+    def _drop(self, rank: int, cause: str) -> None:
+        if (link := self._links.pop(rank, None)) is not None:
+            link.close()
+            self._lost[rank] = cause
+
+
+class Spoke:
+    """Another trainer's end.
+
+    Args:
+        store: of the trainers' process group.
+        rank: of this trainer.
+        timeout: seconds that the store may take.
+
+    Raises:
+        TimeoutError: the store takes longer.
+    """
+
+    def __init__(self, store: Any, rank: int, timeout: float) -> None:
+        self._store, self._rank = store, rank
+        self._key = _within(timeout, lambda: _key(store, rank))
+        self._address: _Address | None = None
+        self._link: Link | None = None
+
+    def connect(self, until: float) -> Link:
+        """The connection to trainer 0, which is made anew when it was lost.
+
+        Args:
+            until: by ``time.monotonic()``.
+
+        Raises:
+            TimeoutError: trainer 0 did not listen in time.
+            OSError: it listens no more.
+        """
+        while self._link is None:
+            self._address = self._address or self._found(until)
+            if self._address is not None:
+                self._link = self._connected(self._address)
+            if self._link is None:
+                if time.monotonic() > until:
+                    raise TimeoutError
+                time.sleep(_LOOK_S)
+        return self._link
+
+    def close(self) -> None:
+        """Ends the connection."""
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def _found(self, until: float) -> _Address | None:
+        def look() -> bytes | None:
+            return self._store.get(self._key) if self._store.check([self._key]) else None
+
+        data = _within(max(_LOOK_S, until - time.monotonic()), look)
+        address: _Address | None = None if data is None else pickle.loads(data)
+        return address
+
+    def _connected(self, address: _Address) -> Link | None:
+        hosts = {*address.hosts, _host_of(self._store)} - {None}
+        refused = 0
+        for host in hosts:
+            try:
+                channel = rpc.open_channel(
+                    host, address.port, key=address.secret, timeout=_CONNECT_S
+                )
+                channel.send(self._rank.to_bytes(8, "little"))
+                return Link(channel)
+            except (ConnectionRefusedError, HandshakeError):
+                refused += 1
+            except LOST:
+                pass
+        if refused == len(hosts):
+            raise ConnectionRefusedError("trainer 0 has closed its end")
+        return None
+
+
+def store_of(group: Any) -> Any:
+    """The store of a process group; ``None`` is the process's first."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_process_group_store(group or dist.group.WORLD)
+
+
+def _key(store: Any, rank: int) -> str:
+    """Names the next end that a rank makes, and those that the other ranks make with it."""
+    return f"{_KEY}{store.add(f'{_KEY}made by {rank}', 1)}"
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """Makes a call of a store. Its client waits without limit for a host that is stopped."""
+    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((call(), None))
+        except Exception as error:
+            answers.put((None, error))
+
+    threading.Thread(target=run, name="fabric-store", daemon=True).start()
+    try:
+        value, error = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"the store did not answer within {seconds:g} s") from None
+    if error is not None:
+        raise error
+    result: T = value
+    return result
+
+
+def _host_of(store: Any) -> str | None:
+    """Of a store's server, as this process reaches it."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "host", None)
+
+
+def _is_loopback(host: str | None) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return False
+
+
+def _own_address(host: str | None) -> str:
+    """This host's address, as those reach it that reach ``host``."""
+    with suppress(OSError):
+        return host_towards(host or socket.gethostname())
+    return "127.0.0.1"

@@ -1,0 +1,111 @@
+"""A trainer rank in a process of its own, which makes the calls that it is told."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch.distributed as dist
+
+from fabric_ray.errors import FabricError
+from fabric_ray.integrations import collective_calls
+from fabric_ray.integrations.collective_calls import CollectiveCalls
+from fabric_ray.weights.calls import CallFailure
+from tests.processes import descriptors, within
+
+TIMEOUT = 3.0
+
+
+def echo(_: Any, name: str, value: Any) -> tuple[int, Any]:
+    return dist.get_rank(), value
+
+
+def size(_: Any, name: str, value: bytes) -> int:
+    return len(value)
+
+
+def stops(_: Any, name: str, rank: int) -> int:
+    """Stops the process of a rank until the test lets it go on."""
+    if rank == dist.get_rank():
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return dist.get_rank()
+
+
+def dies(_: Any, name: str, rank: int) -> int:
+    if rank == dist.get_rank():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return dist.get_rank()
+
+
+CALLS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (echo, size, stops, dies)}
+
+
+def rank(connection: Connection, number: int, ranks: int, store: str) -> None:
+    """Takes ``(what, *args)``; answers with the result, or with the error's text and its causes."""
+    collective_calls._GRACE_S = 1.0
+    dist.init_process_group("gloo", store, rank=number, world_size=ranks)
+    calls = CollectiveCalls(timeout=TIMEOUT)
+
+    def ask(function: str, value: Any) -> list[Any]:
+        asked = calls.ask(range(ranks), CALLS[function], [("", value)] * ranks, TIMEOUT)
+        return [a.cause if isinstance(a, CallFailure) else a for a in asked]
+
+    def lead_after_stop() -> list[Any]:
+        stops(None, "", 0)
+        return ask("echo", "late")
+
+    def lead_beside_a_stop(other: int) -> list[Any]:
+        ask("stops", other)
+        return ask("size", bytes(16 << 20))  # no kernel takes it whole
+
+    connection.send("ready")
+    while True:
+        try:
+            what, *args = connection.recv()
+        except EOFError:
+            return
+        try:
+            if what == "ask":
+                answer: Any = calls.run(lambda args=args: ask(*args))  # type: ignore[misc]
+            elif what == "lead after a stop":
+                answer = calls.run(lead_after_stop)
+            elif what == "ask after a stop":
+                answer = calls.run(lambda args=args: lead_beside_a_stop(*args))  # type: ignore[misc]
+            elif what == "fail":
+                failure = ValueError("no engine") if number == args[0] else None
+                answer = calls.run(lambda: "led", failure=failure)
+            else:
+                answer = remake(*args)
+        except Exception as error:
+            failed = error.fields.get("failed", {}) if isinstance(error, FabricError) else {}
+            answer = f"{type(error).__name__}: {error}", failed
+        connection.send(answer)
+
+
+def remake(times: int, closes: bool) -> tuple[int, int]:
+    """Makes ends and drops them; returns by how many files and threads the process has grown."""
+
+    def once() -> None:
+        made = CollectiveCalls(timeout=30.0)
+        made.run(lambda: made.ask(range(made.size), echo, [("", 1)] * made.size, 30.0))
+        if closes:
+            made.close()
+
+    once()
+    before: list[int] = []
+    for _ in range(times):
+        gc.collect()
+        before = before or [descriptors(), threading.active_count()]
+        once()
+    gc.collect()
+    after = [descriptors(), threading.active_count()]
+    with suppress(AssertionError):  # a connection's thread ends soon after it
+        within(5, "the end", lambda: threading.active_count() <= before[1])
+        after = [descriptors(), threading.active_count()]
+    return after[0] - before[0], after[1] - before[1]
