@@ -171,7 +171,9 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
         then. It may be open at some workers only; ``finish_weight_update`` would fail at the
         others, and in vLLM 0.32 later calls get the answers of earlier ones after that. vLLM gives
         this class no reference to its worker, which is among its callers."""
-        frame = inspect.currentframe()
+        own = inspect.currentframe()
+        frame = own and own.f_back
+        del own  # with its locals it would keep its callers' objects, in a cycle
         while frame is not None:
             worker = frame.f_locals.get("self")
             if getattr(worker, "weight_transfer_engine", None) is self:

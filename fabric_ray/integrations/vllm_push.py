@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import logging
+import weakref
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from contextlib import suppress
@@ -111,7 +112,8 @@ class ShardedPush:
         self.report: PushReport | None = None
         """Of the last push, on rank 0."""
         self._sync: WeightSync | None = None
-        self._calls = _Calls(info.timeout, self._quiesce, self._commit)
+        # Not by a cycle, which would keep the engine's files until it is collected.
+        self._calls = _Calls(info.timeout, weakref.proxy(self))
         self._engine: TransferEngine | None = None
         self._own: WeightSource | None = None
         failure: Exception | None = None
@@ -269,11 +271,9 @@ class _Calls(CollectiveCalls):
     """Calls trainers and workers. Versions change by vLLM's own calls, which reach all workers
     between two steps of their model (RS-3)."""
 
-    def __init__(
-        self, timeout: float, quiesce: Callable[[], None], commit: Callable[[str, int], None]
-    ) -> None:
+    def __init__(self, timeout: float, push: ShardedPush) -> None:
         super().__init__(timeout=timeout)
-        self._quiesce, self._commit = quiesce, commit
+        self._push = push
 
     def ask(
         self,
@@ -284,11 +284,11 @@ class _Calls(CollectiveCalls):
     ) -> list[Any]:
         failed: Exception | None = None
         if function is phases.target_quiesce and args[0][2] == "commit":
-            self._quiesce()
+            self._push._quiesce()
         if function is phases.target_commit:
             _, session, version = args[0]
             try:
-                self._commit(session, version)
+                self._push._commit(session, version)
             except Exception as error:
                 failed = error
         answers = super().ask(actors, function, args, timeout)

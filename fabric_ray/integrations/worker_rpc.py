@@ -44,8 +44,9 @@ class WorkerServer:
         self.session_id = f"{_SCHEME}{secret.hex()}@{host}:{self._server.port}"
 
     def close(self) -> None:
-        """Accepts no more callers."""
+        """Accepts no more callers, and releases what the functions refer to."""
         self._server.close()
+        self._functions = {}
 
     def _answer(self, request: bytes) -> bytes:
         try:

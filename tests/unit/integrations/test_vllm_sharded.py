@@ -417,8 +417,11 @@ def test_a_trainers_end_that_is_made_again_leaves_no_file_and_no_thread() -> Non
     ranks = _ranks()
     try:
         for each in ranks:
-            each.say((None, 8))
-        assert [each.hear(300.0) for each in ranks] == [[0, 0], [0, 0]]
+            each.say((None, 4))
+        for each in ranks:
+            files, threads = each.hear(300.0)
+            assert files <= 0
+            assert threads <= 0
     finally:
         for each in ranks:
             each.__exit__()

@@ -89,7 +89,7 @@ def rank(connection: Connection, number: int, ranks: int, store: str) -> None:
 
 
 def remake(times: int, closes: bool) -> tuple[int, int]:
-    """Makes ends and drops them; returns by how many files and threads the process has grown."""
+    """Makes ends and closes or drops them; returns by how much the process has grown."""
 
     def once() -> None:
         made = CollectiveCalls(timeout=30.0)
@@ -97,15 +97,27 @@ def remake(times: int, closes: bool) -> tuple[int, int]:
         if closes:
             made.close()
 
-    once()
-    before: list[int] = []
-    for _ in range(times):
-        gc.collect()
-        before = before or [descriptors(), threading.active_count()]
+    return growth(once, times)
+
+
+def growth(once: Callable[[], object], times: int) -> tuple[int, int]:
+    """By how many files and threads the process has grown after the second time, without the help
+    of the garbage collector."""
+
+    def has() -> tuple[int, int]:
+        return descriptors(), threading.active_count()
+
+    for _ in range(2):
         once()
     gc.collect()
-    after = [descriptors(), threading.active_count()]
-    with suppress(AssertionError):  # a connection's thread ends soon after it
-        within(5, "the end", lambda: threading.active_count() <= before[1])
-        after = [descriptors(), threading.active_count()]
-    return after[0] - before[0], after[1] - before[1]
+    gc.disable()
+    try:
+        before = has()
+        for _ in range(times):
+            once()
+        with suppress(AssertionError):  # what serves a connection ends soon after it
+            within(5, "the end", lambda: has() <= before)
+        files, threads = has()
+        return files - before[0], threads - before[1]
+    finally:
+        gc.enable()

@@ -6,7 +6,6 @@ import importlib
 import os
 import signal
 import sys
-import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -15,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.processes import descriptors
 from tests.unit.integrations import vllm_fakes as fakes
+from tests.unit.integrations.trainer_ranks import growth
 
 
 class Trained(torch.nn.Module):
@@ -41,8 +40,8 @@ def rank(connection: Connection, number: int, ranks: int, port: int, timeout: fl
     """Takes a version to push, and ``dies``, the rank that is killed at its first write; answers
     with the error, and on rank 0 whether the server is paused and the versions of its weights.
 
-    ``None`` for a version has it make its end again so many times; it answers with the files and
-    the threads by which the process has grown."""
+    ``None`` for a version has it push, and make its end again, so many times; it answers with the
+    files and the threads by which the process has grown."""
     for name, module in fakes.modules().items():
         sys.modules[name] = module
     backend: Any = importlib.import_module("fabric_ray.integrations.vllm")
@@ -64,12 +63,14 @@ def rank(connection: Connection, number: int, ranks: int, port: int, timeout: fl
     while True:
         version, dies = connection.recv()
         if version is None:
-            grown: list[list[int]] = []
-            for _ in range(dies):
+
+            def again() -> None:
+                nonlocal sender
+                sender.send_weights()
                 sender.shutdown()
                 sender = made()
-                grown.append([descriptors(), threading.active_count()])
-            connection.send([last - first for first, last in zip(grown[1], grown[-1], strict=True)])
+
+            connection.send(growth(again, dies))
             continue
         module.turn_to(version)
         if dies == number:
