@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from typing_extensions import Self
@@ -29,6 +30,7 @@ from fabric_ray.integrations.outbox import Outbox
 from fabric_ray.integrations.vllm_control import (
     PAUSES,
     UpdatePause,
+    call_seconds,
     control_of,
     explained,
     start_update,
@@ -310,6 +312,9 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
             raise
 
     def _stream(self) -> None:
+        if has_group():
+            # The other ranks are in the gathers then: the servers don't stand still for them.
+            self._tensors = chain(list(islice(self._tensors, 1)), self._tensors)
         self._update += 1
         self._is_old, self._call = True, None
         pause = UpdatePause(self._server, self._pause, self._timeout)
@@ -381,6 +386,13 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
                     failed=error.failed,
                 ) from call.exception()
             try:
+                seconds = call_seconds(self.client, self._timeout)
+                if not wait_for([call], seconds).done:
+                    raise WeightSyncError(
+                        f"vLLM did not end update_weights within {seconds:g} s after its workers "
+                        "had all tensors; see whether one is stuck",
+                        version=self._update,
+                    )
                 call.result()
             except Exception:
                 self._hellos.refuse_more(self._update)  # it waited for tensors that aren't sent

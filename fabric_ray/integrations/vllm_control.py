@@ -63,6 +63,16 @@ def control_of(client: Any, timeout: float) -> ServerControl:
     )
 
 
+def call_seconds(client: Any, timeout: float) -> float:
+    """How long a call of vLLM's client may take: a client over HTTP has its own timeout.
+
+    Args:
+        timeout: the trainer's.
+    """
+    own = getattr(client, "timeout", None)
+    return max(timeout, own) if isinstance(own, (int, float)) else timeout
+
+
 def discard_cached(
     server: ServerControl, timeout: float, let_run: Callable[[], object] = lambda: None
 ) -> None:

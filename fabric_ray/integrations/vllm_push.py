@@ -17,6 +17,7 @@ from fabric_ray.integrations import framework
 from fabric_ray.integrations.collective_calls import CollectiveCalls
 from fabric_ray.integrations.vllm_control import (
     UpdatePause,
+    call_seconds,
     control_of,
     explained,
     start_update,
@@ -204,7 +205,7 @@ class ShardedPush:
         assert self._engine is not None
         self._hellos = Hellos(self._engine, self._info.workers)
         call: Future[None] = Future()
-        self._calls.working("vLLM's init_weight_transfer_engine", self._info.timeout)
+        self._announce("vLLM's init_weight_transfer_engine")
         explained(self._client.init_weight_transfer_engine, told)
         call.set_result(None)
         self._calls.working("the wait for vLLM's workers", self._info.timeout)
@@ -222,7 +223,7 @@ class ShardedPush:
         self._flips = False
         try:
             self.report = self._sync.push()
-            self._calls.working("vLLM's reset of its caches", self._info.timeout)
+            self._announce("vLLM's reset of its caches")
             self._pause.discard()
         except BaseException as error:
             if not self._flips:
@@ -236,7 +237,7 @@ class ShardedPush:
 
     def _quiesce(self) -> None:
         """All bytes are confirmed: the servers stop until their workers have flipped."""
-        self._calls.working("vLLM's pause", self._info.timeout)
+        self._announce("vLLM's pause")
         try:
             self._pause.begin()
         except WeightSyncError:
@@ -247,11 +248,15 @@ class ShardedPush:
     def _commit(self, session: str, version: int) -> None:
         """Has all workers put a version into use, between vLLM's steps."""
         self._flips = True
-        self._calls.working("vLLM's start_weight_update", self._info.timeout)
+        self._announce("vLLM's start_weight_update")
         start_update(self._client)
-        self._calls.working("vLLM's update_weights", self._info.timeout)
+        self._announce("vLLM's update_weights")
         explained(self._client.update_weights, {"update": version, "session": session})
         explained(self._client.finish_weight_update)
+
+    def _announce(self, what: str) -> None:
+        """Tells the other ranks that vLLM is called."""
+        self._calls.working(what, call_seconds(self._client, self._info.timeout))
 
     def _ask(
         self, actors: Sequence[Any], function: Callable[..., Any], args: Sequence[tuple[Any, ...]]
