@@ -136,9 +136,9 @@ class Server:
                 channel = _prove_to_caller(_Wire(connection, _HANDSHAKE_S), self._key)
             finally:
                 self._unproven.release()
-            self._converse(channel)
+            self._serve_channel(channel)
 
-    def _converse(self, channel: Channel) -> None:
+    def _serve_channel(self, channel: Channel) -> None:
         """Serves a caller that has proven itself; its connection is closed afterwards."""
         channel.within(_EXCHANGE_S)
         request = channel.receive()

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from fabric_ray.errors import WeightSyncError
 from fabric_ray.integrations.trainer_links import (
-    COMES,
-    LEAVES,
+    ARRIVES,
+    GIVES_UP,
     LOST,
+    FollowerEnd,
     Frame,
-    Hub,
+    LeaderEnd,
     Link,
-    Spoke,
     store_of,
 )
 from fabric_ray.integrations.worker_rpc import WorkerClient
@@ -77,16 +77,16 @@ class CollectiveCalls:
         import torch.distributed as dist
 
         self.rank, self.size, self._timeout = 0, 1, timeout
-        self._hub: Hub | None = None
-        self._spoke: Spoke | None = None
+        self._leader: LeaderEnd | None = None
+        self._follower: FollowerEnd | None = None
         if dist.is_available() and dist.is_initialized():
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank:
-            self._spoke = Spoke(store_of(group), self.rank, timeout)
+            self._follower = FollowerEnd(store_of(group), self.rank, timeout)
         elif self.size > 1:
-            self._hub = Hub(store_of(group), timeout)
-        self._end = weakref.finalize(self, _close, self._hub or self._spoke)
-        self._runs = self._index = 0
+            self._leader = LeaderEnd(store_of(group), timeout)
+        self._end = weakref.finalize(self, _close, self._leader or self._follower)
+        self._runs = self._number = 0
         # What trainer 0 does: on rank 0 until when it has said so, on the others for how long.
         self._told: tuple[str, float] = ("", 0.0)
         self.version = 0
@@ -111,9 +111,9 @@ class CollectiveCalls:
             WeightSyncError: a rank did not come within the timeout, or failed; ``failed`` names it.
                 On the other ranks also, if ``lead`` raised on rank 0.
         """
-        self._runs, self._index, self._told = self._runs + 1, COMES, ("", 0.0)
-        if self._spoke is not None:
-            return self._follow(self._spoke, failure)
+        self._runs, self._number, self._told = self._runs + 1, ARRIVES, ("", 0.0)
+        if self._follower is not None:
+            return self._follow(self._follower, failure)
         try:
             self._await_others(failure)
             result = lead()
@@ -149,15 +149,15 @@ class CollectiveCalls:
             return self._call_workers(actors, function, args, timeout)
         calls = dict(zip(actors, map(_RemoteCall, [function] * len(args), args), strict=True))
         others = [rank for rank in calls if rank]
-        if self._hub is not None and others:
-            self._index += 1
+        if self._leader is not None and others:
+            self._number += 1
             for call, ranks in groupby(others, calls.__getitem__):
-                self._hub.send(ranks, Frame(self._runs, self._index, call), timeout)
+                self._leader.send(ranks, Frame(self._runs, self._number, call), timeout)
         deadline = time.monotonic() + timeout + _LATER_S
         answers: dict[int, Any] = {0: self._execute(calls[0])} if 0 in calls else {}
-        if self._hub is not None and others:
+        if self._leader is not None and others:
             late = f"it did not answer within {timeout:g} s; see whether it is stuck"
-            answers |= self._hub.collect(others, self._runs, self._index, deadline, late)
+            answers |= self._leader.collect(others, self._runs, self._number, deadline, late)
         return [answers[rank] for rank in actors]
 
     def _call_workers(
@@ -186,7 +186,7 @@ class CollectiveCalls:
             with suppress(WeightSyncError):
                 self._await_others(None)
             raise failure
-        if self._hub is None:
+        if self._leader is None:
             return
         self.working("the wait for the other trainers", self._timeout)
         late = (
@@ -194,7 +194,7 @@ class CollectiveCalls:
             "or raise the timeout"
         )
         deadline = time.monotonic() + self._timeout
-        came = self._hub.collect(range(1, self.size), self._runs, COMES, deadline, late)
+        came = self._leader.collect(range(1, self.size), self._runs, ARRIVES, deadline, late)
         failed = {f"trainer {r}": a.cause for r, a in sorted(came.items()) if a is not None}
         if failed:
             raise WeightSyncError(
@@ -204,22 +204,22 @@ class CollectiveCalls:
             )
 
     def _tell(self, word: _Working | _Finished) -> None:
-        if self._hub is not None:
-            self._index += 1
-            frame = Frame(self._runs, self._index, word)
-            self._hub.send(range(1, self.size), frame, _TELL_S)
+        if self._leader is not None:
+            self._number += 1
+            frame = Frame(self._runs, self._number, word)
+            self._leader.send(range(1, self.size), frame, _TELL_S)
 
-    def _follow(self, spoke: Spoke, failure: Exception | None) -> int:
+    def _follow(self, follower: FollowerEnd, failure: Exception | None) -> int:
         self._told = "", self._timeout
         try:
-            finished = self._until_finished(spoke, failure)
+            finished = self._until_finished(follower, failure)
         except _Late as error:
             raise self._late() from error
         except TimeoutError as error:  # within a frame
-            spoke.close()
+            follower.close()
             raise self._late() from error
         except (*LOST, RuntimeError) as error:
-            spoke.close()
+            follower.close()
             cause = f"its connection ended ({type(error).__name__}: {error})"
             raise WeightSyncError(
                 f"trainer 0 was lost: {cause}; see whether its process has ended, and start the "
@@ -236,21 +236,21 @@ class CollectiveCalls:
             )
         return self.version
 
-    def _until_finished(self, spoke: Spoke, failure: Exception | None) -> _Finished:
+    def _until_finished(self, follower: FollowerEnd, failure: Exception | None) -> _Finished:
         """Answers calls.
 
         Raises:
             _Late: trainer 0 is silent for longer than it said.
         """
-        link = spoke.connect(time.monotonic() + self._timeout + _GRACE_S)
+        link = follower.connect(time.monotonic() + self._timeout + _GRACE_S)
         link.send(
-            self._frame(COMES, failure and call_failure(failure)._replace(error=None)), _TELL_S
+            self._frame(ARRIVES, failure and call_failure(failure)._replace(error=None)), _TELL_S
         )
         while True:
             seconds = self._told[1]
             if not link.has_frame(time.monotonic() + seconds + _GRACE_S):
                 cause = f"it waited for trainer 0 for {seconds:g} s, and gave up"
-                link.send(self._frame(LEAVES, CallFailure(cause)), _TELL_S)
+                link.send(self._frame(GIVES_UP, CallFailure(cause)), _TELL_S)
                 raise _Late
             frame = link.receive()
             if frame.run < self._runs:
@@ -279,7 +279,7 @@ class CollectiveCalls:
     def _answer(self, link: Link, frame: Frame) -> None:
         # Behind a call that rank 0 still waits for, there is nothing.
         if not link.has_frame(0.0):
-            link.send(self._frame(frame.index, self._execute(frame.value)), self._timeout)
+            link.send(self._frame(frame.number, self._execute(frame.value)), self._timeout)
 
     def _execute(self, call: _RemoteCall) -> Any:
         name, *args = call.args
@@ -292,6 +292,6 @@ class CollectiveCalls:
         return pickle.dumps(Frame(self._runs, index, value))
 
 
-def _close(end: Hub | Spoke | None) -> None:
+def _close(end: LeaderEnd | FollowerEnd | None) -> None:
     if end is not None:
         end.close()

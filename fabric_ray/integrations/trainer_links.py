@@ -29,9 +29,10 @@ T = TypeVar("T")
 LOST = (OSError, EOFError, DecodeError)
 """What the end of a connection raises."""
 ENDED = "its connection ended; see whether its process has ended, or has closed its end"
-COMES, LEAVES = 0, -1
-"""Indices of a trainer's frames that answer no call of a run: it begins the run, it gave it up."""
+ARRIVES, GIVES_UP = 0, -1
+"""Numbers of a trainer's frames that answer no call of a run: it begins the run, it gave it up."""
 _KEY = "fabric-ray/trainers/"
+_LOOPBACK = "127.0.0.1"
 _LOOK_S = 0.1
 """Between looks for trainers that have not connected, and for trainer 0."""
 _FRAME_S = 30.0
@@ -45,7 +46,7 @@ class Frame(NamedTuple):
     """What trainers tell each other."""
 
     run: int
-    index: int
+    number: int
     """Of the call in its run, from 1; the same for its answer."""
     value: Any
 
@@ -53,7 +54,7 @@ class Frame(NamedTuple):
 class _Address(NamedTuple):
     """Where trainer 0 listens."""
 
-    hosts: tuple[str, ...]
+    host: str
     port: int
     secret: bytes
 
@@ -74,7 +75,7 @@ class Link:
 
     def has_frame(self, until: float) -> bool:
         """Whether a frame, or the end, comes before a time of ``time.monotonic()``."""
-        return bool(wait([self], max(0.0, until - time.monotonic())))
+        return bool(_ready([self], max(0.0, until - time.monotonic())))
 
     def receive(self) -> Frame:
         """A frame that has begun to arrive."""
@@ -86,7 +87,7 @@ class Link:
         self._channel.close()
 
 
-class Hub(rpc.Server):
+class LeaderEnd(rpc.Server):
     """Trainer 0's end.
 
     Args:
@@ -106,10 +107,9 @@ class Hub(rpc.Server):
         self._new: dict[int, Link] = {}
         secret = secrets.token_bytes(16)
         host = _host_of(store)
-        super().__init__(lambda _: b"", key=secret, bind=[host] if _is_loopback(host) else [])
+        super().__init__(lambda _: b"", key=secret, bind=_bound(host))
         try:
-            own = (_own_address(host), "127.0.0.1")
-            address = pickle.dumps(_Address(own, self.port, secret))
+            address = pickle.dumps(_Address(_own_address(host), self.port, secret))
             _within(timeout, lambda: store.set(_key(store, 0), address))
         except BaseException:
             self.close()
@@ -138,7 +138,7 @@ class Hub(rpc.Server):
                     self._drop(rank, cause)
 
     def collect(
-        self, ranks: Iterable[int], run: int, index: int, deadline: float, late: str
+        self, ranks: Iterable[int], run: int, number: int, deadline: float, late: str
     ) -> dict[int, Any]:
         """The answers to a call, by rank, or of trainers that come to a run; a :class:`CallFailure`
         in place of each that is lost, gives up or comes too late.
@@ -152,12 +152,12 @@ class Hub(rpc.Server):
             self._adopt()
             links = {self._links[rank]: rank for rank in waiting if rank in self._links}
             unlinked = waiting.difference(links.values())
-            if index != COMES:
+            if number != ARRIVES:
                 answers |= {rank: CallFailure(self._lost.get(rank, ENDED)) for rank in unlinked}
                 waiting -= unlinked
                 unlinked.clear()
             left = max(0.0, deadline - time.monotonic())
-            ready = wait(list(links), min(left, _LOOK_S) if unlinked else left)
+            ready = _ready(links, min(left, _LOOK_S) if unlinked else left)
             for rank in [rank for link, rank in links.items() if link in ready]:
                 try:
                     frame = self._links[rank].receive()
@@ -166,7 +166,7 @@ class Hub(rpc.Server):
                     answers[rank] = CallFailure(ENDED)
                     waiting.discard(rank)
                     continue
-                if frame.run == run and frame.index in (index, LEAVES):
+                if frame.run == run and frame.number in (number, GIVES_UP):
                     answers[rank] = frame.value
                     waiting.discard(rank)
             if not ready and time.monotonic() >= deadline:
@@ -182,7 +182,7 @@ class Hub(rpc.Server):
         for rank in list(self._links):
             self._drop(rank, ENDED)
 
-    def _converse(self, channel: rpc.Channel) -> None:
+    def _serve_channel(self, channel: rpc.Channel) -> None:
         channel.within(_HELLO_S)
         rank = int.from_bytes(channel.receive(), "little")
         channel.keep()
@@ -208,7 +208,7 @@ class Hub(rpc.Server):
             self._lost[rank] = cause
 
 
-class Spoke:
+class FollowerEnd:
     """Another trainer's end.
 
     Args:
@@ -261,7 +261,7 @@ class Spoke:
         return address
 
     def _connected(self, address: _Address) -> Link | None:
-        hosts = {*address.hosts, _host_of(self._store)} - {None}
+        hosts = dict.fromkeys((address.host, _host_of(self._store) or _LOOPBACK, _LOOPBACK))
         refused = 0
         for host in hosts:
             try:
@@ -281,10 +281,9 @@ class Spoke:
 
 def store_of(group: Any) -> Any:
     """The store of a process group; ``None`` is the process's first."""
-    import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
-    return distributed_c10d._get_process_group_store(group or dist.group.WORLD)
+    return distributed_c10d._get_process_group_store(group or distributed_c10d._get_default_group())
 
 
 def _key(store: Any, rank: int) -> str:
@@ -313,6 +312,12 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
     return result
 
 
+def _ready(links: Iterable[Link], seconds: float) -> list[Any]:
+    """Those of the connections at which there is something to read, or the end."""
+    given: list[Any] = list(links)
+    return wait(given, seconds)
+
+
 def _host_of(store: Any) -> str | None:
     """Of a store's server, as this process reaches it."""
     while hasattr(store, "underlying_store"):
@@ -320,15 +325,16 @@ def _host_of(store: Any) -> str | None:
     return getattr(store, "host", None)
 
 
-def _is_loopback(host: str | None) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
-    except ValueError:
-        return False
+def _bound(host: str | None) -> list[str]:
+    """Where to listen: on loopback if the store does, or else everywhere."""
+    with suppress(ValueError):
+        if host and (host == "localhost" or ipaddress.ip_address(host).is_loopback):
+            return [host]
+    return []
 
 
 def _own_address(host: str | None) -> str:
     """This host's address, as those reach it that reach ``host``."""
     with suppress(OSError):
         return host_towards(host or socket.gethostname())
-    return "127.0.0.1"
+    return _LOOPBACK
