@@ -19,7 +19,10 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
+
 from fabric_ray import rpc
+from fabric_ray.decoding import from_msgpack
 from fabric_ray.errors import DecodeError, HandshakeError
 from fabric_ray.integrations.vllm_hello import host_towards
 from fabric_ray.weights.calls import CallFailure
@@ -51,7 +54,7 @@ class Frame(NamedTuple):
     value: Any
 
 
-class _Address(NamedTuple):
+class _Address(msgspec.Struct, frozen=True):
     """Where trainer 0 listens."""
 
     host: str
@@ -109,7 +112,7 @@ class LeaderEnd(rpc.Server):
         host = _host_of(store)
         super().__init__(lambda _: b"", key=secret, bind=_bound(host))
         try:
-            address = pickle.dumps(_Address(_own_address(host), self.port, secret))
+            address = msgspec.msgpack.encode(_Address(_own_address(host), self.port, secret))
             _within(timeout, lambda: store.set(_key(store, 0), address))
         except BaseException:
             self.close()
@@ -257,8 +260,7 @@ class FollowerEnd:
             return self._store.get(self._key) if self._store.check([self._key]) else None
 
         data = _within(max(_LOOK_S, until - time.monotonic()), look)
-        address: _Address | None = None if data is None else pickle.loads(data)
-        return address
+        return None if data is None else from_msgpack(data, _Address)
 
     def _connected(self, address: _Address) -> Link | None:
         hosts = dict.fromkeys((address.host, _host_of(self._store) or _LOOPBACK, _LOOPBACK))

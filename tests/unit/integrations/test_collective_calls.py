@@ -36,11 +36,10 @@ class Trainers:
         return self.hear(*ALL)
 
 
-@pytest.fixture(params=["tcp", "file"])
+@pytest.fixture
 def trainers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trainers]:
-    store = (
-        f"tcp://127.0.0.1:{free_ports()[0]}" if request.param == "tcp" else f"file://{tmp_path}/s"
-    )
+    in_file = getattr(request, "param", "tcp") == "file"
+    store = f"file://{tmp_path}/s" if in_file else f"tcp://127.0.0.1:{free_ports()[0]}"
     made = Trainers(store)
     assert made.hear(*ALL) == ["ready"] * RANKS
     yield made
@@ -50,6 +49,7 @@ def trainers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trainer
         each.__exit__()
 
 
+@pytest.mark.parametrize("trainers", ["tcp", "file"], indirect=True)
 def test_rank_0_gets_the_answers_of_all_ranks(trainers: Trainers) -> None:
     for _ in range(2):
         assert trainers.ask("ask", "echo", "x") == [WELL, 0, 0]
@@ -82,6 +82,15 @@ def test_rs_4_a_trainer_that_is_stuck_in_a_call_is_named_and_the_next_run_has_it
     trainers.ranks[1].signal(signal.SIGCONT)
     assert trainers.hear(1) == [0]
     assert trainers.ask("ask", "echo", "x") == [WELL, 0, 0]
+
+
+def test_rs_3_a_trainer_makes_no_call_that_trainer_0_has_given_up(trainers: Trainers) -> None:
+    trainers.say("tally without", 1)
+    [answers, _] = trainers.hear(0, 2)
+    assert answers[::2] == [1, 1]
+    trainers.ranks[1].signal(signal.SIGCONT)
+    trainers.hear(1)
+    assert trainers.ask("ask", "tally", None)[0] == [2, 1, 2]
 
 
 def test_rs_4_trainer_0_that_is_stuck_is_named_and_leads_the_next_run(trainers: Trainers) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -422,6 +423,29 @@ def test_a_trainers_end_that_is_made_again_leaves_no_file_and_no_thread() -> Non
             files, threads = each.hear(300.0)
             assert files <= 0
             assert threads <= 0
+    finally:
+        for each in ranks:
+            each.__exit__()
+
+
+@pytest.mark.timeout(900)
+def test_rs_4_a_trainer_whose_module_is_refused_is_named_on_all_ranks() -> None:
+    ranks = _ranks()
+    try:
+        for refused in (1, 0):
+            start = time.monotonic()
+            for each in ranks:
+                each.say(("refused", refused))
+            errors = [each.hear(50.0) for each in ranks]
+            assert all("l0.upper" in error for error in errors)
+            assert errors[refused].startswith("InvalidArgument")
+            assert "WeightSyncError" in errors[1 - refused]
+            assert time.monotonic() - start < 60.0, "the others did not wait for it"
+            for each in ranks:
+                assert each.hear(100.0) == "ready"
+        for each in ranks:
+            each.say((2.0, None))
+        assert [each.hear(100.0)[0] for each in ranks] == [None, None]
     finally:
         for each in ranks:
             each.__exit__()

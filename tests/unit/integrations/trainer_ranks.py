@@ -19,7 +19,7 @@ from fabric_ray.integrations.collective_calls import CollectiveCalls
 from fabric_ray.weights.calls import CallFailure
 from tests.processes import descriptors, within
 
-TIMEOUT = 3.0
+TIMEOUT = 5.0
 
 
 def echo(_: Any, name: str, value: Any) -> tuple[int, Any]:
@@ -37,13 +37,26 @@ def stops(_: Any, name: str, rank: int) -> int:
     return dist.get_rank()
 
 
+def tally(_: Any, name: str, value: Any) -> int:
+    """How often this process was asked."""
+    global _tallied
+    _tallied += 1
+    return _tallied
+
+
+def process(_: Any, name: str, value: Any) -> int:
+    return os.getpid()
+
+
 def dies(_: Any, name: str, rank: int) -> int:
     if rank == dist.get_rank():
         os.kill(os.getpid(), signal.SIGKILL)
     return dist.get_rank()
 
 
-CALLS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (echo, size, stops, dies)}
+_tallied = 0
+_ASKED = echo, size, stops, tally, process, dies
+CALLS: dict[str, Callable[..., Any]] = {f.__name__: f for f in _ASKED}
 
 
 def rank(connection: Connection, number: int, ranks: int, store: str) -> None:
@@ -52,8 +65,8 @@ def rank(connection: Connection, number: int, ranks: int, store: str) -> None:
     dist.init_process_group("gloo", store, rank=number, world_size=ranks)
     calls = CollectiveCalls(timeout=TIMEOUT)
 
-    def ask(function: str, value: Any) -> list[Any]:
-        asked = calls.ask(range(ranks), CALLS[function], [("", value)] * ranks, TIMEOUT)
+    def ask(function: str, value: Any, timeout: float = TIMEOUT) -> list[Any]:
+        asked = calls.ask(range(ranks), CALLS[function], [("", value)] * ranks, timeout)
         return [a.cause if isinstance(a, CallFailure) else a for a in asked]
 
     def lead_after_stop() -> list[Any]:
@@ -62,7 +75,11 @@ def rank(connection: Connection, number: int, ranks: int, store: str) -> None:
 
     def lead_beside_a_stop(other: int) -> list[Any]:
         ask("stops", other)
-        return ask("size", bytes(16 << 20))  # no kernel takes it whole
+        return ask("size", bytes(16 << 20), 2 * TIMEOUT)  # no kernel takes it whole
+
+    def lead_without(other: int) -> list[Any]:
+        os.kill(ask("process", None)[other], signal.SIGSTOP)
+        return ask("tally", None)
 
     connection.send("ready")
     while True:
@@ -77,6 +94,8 @@ def rank(connection: Connection, number: int, ranks: int, store: str) -> None:
                 answer = calls.run(lead_after_stop)
             elif what == "ask after a stop":
                 answer = calls.run(lambda args=args: lead_beside_a_stop(*args))  # type: ignore[misc]
+            elif what == "tally without":
+                answer = calls.run(lambda args=args: lead_without(*args))  # type: ignore[misc]
             elif what == "fail":
                 failure = ValueError("no engine") if number == args[0] else None
                 answer = calls.run(lambda: "led", failure=failure)

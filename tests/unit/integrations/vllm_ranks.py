@@ -40,6 +40,9 @@ def rank(connection: Connection, number: int, ranks: int, port: int, timeout: fl
     """Takes a version to push, and ``dies``, the rank that is killed at its first write; answers
     with the error, and on rank 0 whether the server is paused and the versions of its weights.
 
+    ``"refused"`` for a version has it make its end again, with a module that is refused on the rank
+    ``dies``, and then once more; it answers with the error, and when it is ready.
+
     ``None`` for a version has it push, and make its end again, so many times; it answers with the
     files and the threads by which the process has grown."""
     for name, module in fakes.modules().items():
@@ -51,7 +54,7 @@ def rank(connection: Connection, number: int, ranks: int, port: int, timeout: fl
         backend.FabricWeightTransferEngine, backend.FabricUpdateInfo, backend.FabricInitInfo
     )
 
-    def made() -> Any:
+    def made(module: torch.nn.Module = module) -> Any:
         return backend.FabricTrainerWeightTransferEngine.trainer_init(
             backend.FabricTrainerInitInfo(rank=number, workers=1, timeout=timeout),
             client=server if number == 0 else None,
@@ -62,6 +65,17 @@ def rank(connection: Connection, number: int, ranks: int, port: int, timeout: fl
     connection.send("ready")
     while True:
         version, dies = connection.recv()
+        if version == "refused":
+            sender.shutdown()
+            two_of_a_name = Trained(0)
+            two_of_a_name.add_module("_orig_mod", Trained(0))
+            try:
+                made(two_of_a_name if number == dies else module)
+            except Exception as caught:
+                connection.send(f"{type(caught).__name__}: {caught}")
+            sender = made()
+            connection.send("ready")
+            continue
         if version is None:
 
             def again() -> None:
