@@ -277,7 +277,7 @@ class CollectiveCalls:
         )
 
     def _answer(self, link: Link, frame: Frame) -> None:
-        # Behind a call that rank 0 still waits for, there is nothing.
+        # RS-3: behind a call that rank 0 still waits for, there is nothing.
         if not link.has_frame(0.0):
             link.send(self._frame(frame.number, self._execute(frame.value)), self._timeout)
 
