@@ -101,7 +101,7 @@ class FabricTrainerInitInfo(_vllm.TrainerInitInfo):  # type: ignore[misc]
     """vLLM's workers, over all engines and their ranks."""
     timeout: float = 300.0
     """Seconds that trainers and workers may take for a phase of a push, or for a bucket of streamed
-    tensors."""
+    tensors; and that trainers wait for a rank that is late."""
     engine: dict[str, Any] = field(default_factory=dict, repr=False)
     """Fields of :class:`fabric_ray.EngineConfig`, for the trainer's engine and the workers'."""
     pause: Literal["keep", "abort"] = "keep"
