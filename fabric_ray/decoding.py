@@ -12,6 +12,8 @@ from typing import Any, TypeVar, overload
 
 import msgspec
 
+from fabric_ray.errors import DecodeError
+
 T = TypeVar("T")
 
 # What is run under it may come here again.
@@ -33,6 +35,25 @@ def from_msgpack(data: bytes | msgspec.Raw, type: Any) -> Any:
         with _lock:
             decoder = _msgpack[type] = msgspec.msgpack.Decoder(type)
     return decoder.decode(data)
+
+
+@overload
+def checked_msgpack(data: bytes | msgspec.Raw, type: type[T], what: str) -> T: ...
+@overload
+def checked_msgpack(data: bytes | msgspec.Raw, type: Any, what: str) -> Any: ...
+def checked_msgpack(data: bytes | msgspec.Raw, type: Any, what: str) -> Any:
+    """As :func:`from_msgpack`, of any bytes.
+
+    Args:
+        what: they should be, for the error.
+
+    Raises:
+        DecodeError: they are none.
+    """
+    try:
+        return from_msgpack(data, type)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise DecodeError(f"not {what}: {error}", what=what) from error
 
 
 @overload
