@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import groupby
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from fabric_ray.errors import WeightSyncError
-from fabric_ray.integrations.trainer_links import (
+from fabric_ray.integrations.named_functions import (
+    Function,
+    NamedFunctions,
+    phases_of,
+    result_type,
+)
+from fabric_ray.integrations.trainer_frames import (
     ARRIVES,
     GIVES_UP,
-    LOST,
-    FollowerEnd,
+    Answer,
+    Call,
+    Failed,
+    Finished,
     Frame,
-    LeaderEnd,
-    Link,
-    store_of,
+    FromLeader,
+    Working,
 )
+from fabric_ray.integrations.trainer_links import LOST, FollowerEnd, LeaderEnd, Link, store_of
 from fabric_ray.integrations.worker_rpc import WorkerClient
 from fabric_ray.weights.actor_group import causes, names
-from fabric_ray.weights.calls import CallFailure, call_failure
+from fabric_ray.weights.calls import call_failure
 
 T = TypeVar("T")
 
@@ -34,25 +41,7 @@ _LATER_S = 5.0
 _GRACE_S = 30.0
 _TELL_S = 5.0
 
-
-class _Finished(NamedTuple):
-    """Ends a run at the followers."""
-
-    version: int
-    error: str | None
-    failed: dict[str, str]
-
-
-class _RemoteCall(NamedTuple):
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-
-
-class _Working(NamedTuple):
-    """Rank 0 does something else, for so many seconds at most."""
-
-    what: str
-    seconds: float
+PHASES = phases_of("source")
 
 
 class _Late(Exception):
@@ -71,12 +60,20 @@ class CollectiveCalls:
     Args:
         group: of the trainers; by default the process's first.
         timeout: seconds that ranks wait for each other.
+        functions: those that ranks can be asked to call, by name.
     """
 
-    def __init__(self, group: Any = None, *, timeout: float) -> None:
+    def __init__(
+        self,
+        group: Any = None,
+        *,
+        timeout: float,
+        functions: Mapping[str, Function] = PHASES,
+    ) -> None:
         import torch.distributed as dist
 
         self.rank, self.size, self._timeout = 0, 1, timeout
+        self._functions = NamedFunctions(functions)
         self._leader: LeaderEnd | None = None
         self._follower: FollowerEnd | None = None
         if dist.is_available() and dist.is_initialized():
@@ -84,7 +81,7 @@ class CollectiveCalls:
         if self.rank:
             self._follower = FollowerEnd(store_of(group), self.rank, timeout)
         elif self.size > 1:
-            self._leader = LeaderEnd(store_of(group), timeout)
+            self._leader = LeaderEnd(store_of(group), self.size, timeout)
         self._end = weakref.finalize(self, _close, self._leader or self._follower)
         self._runs = self._number = 0
         # What trainer 0 does: on rank 0 until when it has said so, on the others for how long.
@@ -119,9 +116,9 @@ class CollectiveCalls:
             result = lead()
         except BaseException as error:
             failed = getattr(error, "fields", {}).get("failed", {})
-            self._tell(_Finished(self.version, f"{type(error).__name__}: {error}", failed))
+            self._tell(Finished(self.version, f"{type(error).__name__}: {error}", failed))
             raise
-        self._tell(_Finished(self.version, None, {}))
+        self._tell(Finished(self.version, None, {}))
         return result
 
     def share(self, value: Any) -> Any:
@@ -135,7 +132,7 @@ class CollectiveCalls:
         if what == said and now + seconds <= until:
             return
         self._told = what, now + seconds + _LATER_S
-        self._tell(_Working(what, seconds + _LATER_S))
+        self._tell(Working(what, seconds + _LATER_S))
 
     def ask(
         self,
@@ -147,17 +144,22 @@ class CollectiveCalls:
         """As :class:`fabric_ray.weights.calls.Calls`; all actors are ranks, or all are clients."""
         if not isinstance(actors[0], int):
             return self._call_workers(actors, function, args, timeout)
-        calls = dict(zip(actors, map(_RemoteCall, [function] * len(args), args), strict=True))
+        calls = dict(zip(actors, args, strict=True))
         others = [rank for rank in calls if rank]
         if self._leader is not None and others:
             self._number += 1
-            for call, ranks in groupby(others, calls.__getitem__):
+            for each, ranks in groupby(others, calls.__getitem__):
+                call = Call.of(function.__name__, each)
                 self._leader.send(ranks, Frame(self._runs, self._number, call), timeout)
         deadline = time.monotonic() + timeout + _LATER_S
-        answers: dict[int, Any] = {0: self._execute(calls[0])} if 0 in calls else {}
+        answers: dict[int, Any] = {}
+        if 0 in calls:
+            answers[0] = self._execute(function, *calls[0])
         if self._leader is not None and others:
             late = f"it did not answer within {timeout:g} s; see whether it is stuck"
-            answers |= self._leader.collect(others, self._runs, self._number, deadline, late)
+            answers |= self._leader.collect(
+                others, self._runs, self._number, deadline, late, type=result_type(function)
+            )
         return [answers[rank] for rank in actors]
 
     def _call_workers(
@@ -203,11 +205,10 @@ class CollectiveCalls:
                 failed=failed,
             )
 
-    def _tell(self, word: _Working | _Finished) -> None:
+    def _tell(self, word: Working | Finished) -> None:
         if self._leader is not None:
             self._number += 1
-            frame = Frame(self._runs, self._number, word)
-            self._leader.send(range(1, self.size), frame, _TELL_S)
+            self._leader.send(range(1, self.size), Frame(self._runs, self._number, word), _TELL_S)
 
     def _follow(self, follower: FollowerEnd, failure: Exception | None) -> int:
         self._told = "", self._timeout
@@ -236,35 +237,35 @@ class CollectiveCalls:
             )
         return self.version
 
-    def _until_finished(self, follower: FollowerEnd, failure: Exception | None) -> _Finished:
+    def _until_finished(self, follower: FollowerEnd, failure: Exception | None) -> Finished:
         """Answers calls.
 
         Raises:
             _Late: trainer 0 is silent for longer than it said.
+            DecodeError: it asks for what can't be asked.
         """
         link = follower.connect(time.monotonic() + self._timeout + _GRACE_S)
-        link.send(
-            self._frame(ARRIVES, failure and call_failure(failure)._replace(error=None)), _TELL_S
-        )
+        self._send(link, ARRIVES, _failed(failure) if failure else Answer.of(None), _TELL_S)
         while True:
             seconds = self._told[1]
             if not link.has_frame(time.monotonic() + seconds + _GRACE_S):
                 cause = f"it waited for trainer 0 for {seconds:g} s, and gave up"
-                link.send(self._frame(GIVES_UP, CallFailure(cause)), _TELL_S)
+                self._send(link, GIVES_UP, Failed(cause), _TELL_S)
                 raise _Late
-            frame = link.receive()
+            frame = link.receive(FromLeader)
             if frame.run < self._runs:
                 continue  # this rank gave it up
             if frame.run > self._runs:
                 raise _Late  # it connected when trainer 0 had given it up
-            if isinstance(frame.value, _Finished):
-                return frame.value
-            if isinstance(frame.value, _Working):
-                self._told = frame.value
+            word = frame.word
+            if isinstance(word, Finished):
+                return word
+            if isinstance(word, Working):
+                self._told = word.what, word.seconds
                 continue
-            self._answer(link, frame)
+            self._answer(link, frame.number, word)
             # Another rank may be slow to take the call, and to answer it.
-            self._told = frame.value.function.__name__, 2 * self._timeout + _LATER_S
+            self._told = word.function, 2 * self._timeout + _LATER_S
 
     def _late(self) -> WeightSyncError:
         what, seconds = self._told
@@ -276,20 +277,30 @@ class CollectiveCalls:
             failed={"trainer 0": cause},
         )
 
-    def _answer(self, link: Link, frame: Frame) -> None:
+    def _answer(self, link: Link, number: int, call: Call) -> None:
+        function, args = self._functions.named(call.function, call.args)
         # RS-3: behind a call that rank 0 still waits for, there is nothing.
         if not link.has_frame(0.0):
-            link.send(self._frame(frame.number, self._execute(frame.value)), self._timeout)
+            word: Answer | Failed
+            try:
+                word = Answer.of(function(None, self.name or call.name, *args))
+            except Exception as error:
+                word = _failed(error)
+            self._send(link, number, word, self._timeout)
 
-    def _execute(self, call: _RemoteCall) -> Any:
-        name, *args = call.args
+    def _execute(self, function: Function, name: str, *args: Any) -> Any:
         try:
-            return call.function(None, self.name or name, *args)
+            return function(None, self.name or name, *args)
         except Exception as error:
-            return call_failure(error)._replace(error=None)  # it may not pickle
+            return call_failure(error)._replace(error=None)
 
-    def _frame(self, index: int, value: Any) -> bytes:
-        return pickle.dumps(Frame(self._runs, index, value))
+    def _send(self, link: Link, number: int, word: Answer | Failed, seconds: float) -> None:
+        link.send(Frame(self._runs, number, word).encoded(), seconds)
+
+
+def _failed(error: Exception) -> Failed:
+    cause, kind, _ = call_failure(error)
+    return Failed(cause, kind)
 
 
 def _close(end: LeaderEnd | FollowerEnd | None) -> None:

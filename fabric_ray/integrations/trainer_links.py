@@ -7,9 +7,9 @@ the group, and it doesn't name the rank that is stuck.
 from __future__ import annotations
 
 import ipaddress
-import pickle
 import queue
 import secrets
+import select
 import socket
 import threading
 import time
@@ -17,13 +17,22 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import wait
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from fabric_ray import rpc
-from fabric_ray.decoding import from_msgpack
+from fabric_ray.decoding import checked_msgpack
 from fabric_ray.errors import DecodeError, HandshakeError
+from fabric_ray.integrations.trainer_frames import (
+    ARRIVES,
+    GIVES_UP,
+    Call,
+    Finished,
+    Frame,
+    FromFollower,
+    Working,
+)
 from fabric_ray.integrations.vllm_hello import host_towards
 from fabric_ray.weights.calls import CallFailure
 
@@ -32,8 +41,7 @@ T = TypeVar("T")
 LOST = (OSError, EOFError, DecodeError)
 """What the end of a connection raises."""
 ENDED = "its connection ended; see whether its process has ended, or has closed its end"
-ARRIVES, GIVES_UP = 0, -1
-"""Numbers of a trainer's frames that answer no call of a run: it begins the run, it gave it up."""
+REFUSED = "its connection was closed, since what it sent can't be decoded"
 _KEY = "fabric-ray/trainers/"
 _LOOPBACK = "127.0.0.1"
 _LOOK_S = 0.1
@@ -45,20 +53,11 @@ _HELLO_S = 5.0
 _SENDERS = 32
 
 
-class Frame(NamedTuple):
-    """What trainers tell each other."""
-
-    run: int
-    number: int
-    """Of the call in its run, from 1; the same for its answer."""
-    value: Any
-
-
 class _Address(msgspec.Struct, frozen=True):
     """Where trainer 0 listens."""
 
     host: str
-    port: int
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     secret: bytes
 
 
@@ -72,7 +71,6 @@ class Link:
         return self._channel.fileno()
 
     def send(self, frame: bytes, seconds: float) -> None:
-        """Sends a pickled frame."""
         self._channel.within(seconds)
         self._channel.send(frame)
 
@@ -80,11 +78,20 @@ class Link:
         """Whether a frame, or the end, comes before a time of ``time.monotonic()``."""
         return bool(_ready([self], max(0.0, until - time.monotonic())))
 
-    def receive(self) -> Frame:
-        """A frame that has begun to arrive."""
+    def has_ended(self) -> bool:
+        """Whether the other end has closed it; frames of before may still be unread."""
+        poll = select.poll()
+        poll.register(self._channel, select.POLLRDHUP)
+        return bool(poll.poll(0))
+
+    def receive(self, type: type[T]) -> T:
+        """A frame that has begun to arrive.
+
+        Raises:
+            DecodeError: it is none of that type.
+        """
         self._channel.within(_FRAME_S)
-        frame: Frame = pickle.loads(self._channel.receive())
-        return frame
+        return checked_msgpack(self._channel.receive(), type, "a trainer's frame")
 
     def close(self) -> None:
         self._channel.close()
@@ -95,13 +102,15 @@ class LeaderEnd(rpc.Server):
 
     Args:
         store: of the trainers' process group; tells them where this is.
+        size: of the group.
         timeout: seconds that the store may take.
 
     Raises:
         TimeoutError: the store takes longer.
     """
 
-    def __init__(self, store: Any, timeout: float) -> None:
+    def __init__(self, store: Any, size: int, timeout: float) -> None:
+        self._others = range(1, size)
         self._links: dict[int, Link] = {}
         self._lost: dict[int, str] = {}
         self._guard = threading.Lock()
@@ -118,11 +127,13 @@ class LeaderEnd(rpc.Server):
             self.close()
             raise
 
-    def send(self, ranks: Iterable[int], frame: Frame, seconds: float) -> None:
+    def send(
+        self, ranks: Iterable[int], frame: Frame[Call | Working | Finished], seconds: float
+    ) -> None:
         """Sends a frame to trainers that are connected; :meth:`collect` names those that don't take
         it."""
         self._adopt()
-        data = pickle.dumps(frame)
+        data = frame.encoded()
 
         def one(rank: int) -> str | None:
             try:
@@ -141,7 +152,14 @@ class LeaderEnd(rpc.Server):
                     self._drop(rank, cause)
 
     def collect(
-        self, ranks: Iterable[int], run: int, number: int, deadline: float, late: str
+        self,
+        ranks: Iterable[int],
+        run: int,
+        number: int,
+        deadline: float,
+        late: str,
+        *,
+        type: Any = None,
     ) -> dict[int, Any]:
         """The answers to a call, by rank, or of trainers that come to a run; a :class:`CallFailure`
         in place of each that is lost, gives up or comes too late.
@@ -149,6 +167,7 @@ class LeaderEnd(rpc.Server):
         Args:
             deadline: by ``time.monotonic()``.
             late: the cause where a trainer comes too late.
+            type: of the answers.
         """
         answers, waiting = dict[int, Any](), set(ranks)
         while waiting:
@@ -163,15 +182,15 @@ class LeaderEnd(rpc.Server):
             ready = _ready(links, min(left, _LOOK_S) if unlinked else left)
             for rank in [rank for link, rank in links.items() if link in ready]:
                 try:
-                    frame = self._links[rank].receive()
-                except LOST:
-                    self._drop(rank, ENDED)
-                    answers[rank] = CallFailure(ENDED)
-                    waiting.discard(rank)
-                    continue
-                if frame.run == run and frame.number in (number, GIVES_UP):
-                    answers[rank] = frame.value
-                    waiting.discard(rank)
+                    frame = self._links[rank].receive(FromFollower)
+                    if frame.run != run or frame.number not in (number, GIVES_UP):
+                        continue
+                    answers[rank] = frame.word.value(type)
+                except LOST as error:
+                    cause = f"{REFUSED}: {error}" if isinstance(error, DecodeError) else ENDED
+                    self._drop(rank, cause)
+                    answers[rank] = CallFailure(cause)
+                waiting.discard(rank)
             if not ready and time.monotonic() >= deadline:
                 return answers | dict.fromkeys(waiting, CallFailure(late))
         return answers
@@ -187,23 +206,20 @@ class LeaderEnd(rpc.Server):
 
     def _serve_channel(self, channel: rpc.Channel) -> None:
         channel.within(_HELLO_S)
-        rank = int.from_bytes(channel.receive(), "little")
-        channel.keep()
+        rank = checked_msgpack(channel.receive(), int, "a trainer's rank")
+        if rank not in self._others:
+            raise DecodeError(f"no other trainer has rank {rank}", what="a trainer's rank")
         with self._guard:
             if not self._ended:
-                replaced, self._new[rank] = self._new.get(rank), Link(channel)
-            else:
-                replaced = Link(channel)
-        if replaced is not None:
-            replaced.close()
+                channel.keep()
+                _replace(self._new, rank, Link(channel))
 
     def _adopt(self) -> None:
         with self._guard:
             new, self._new = self._new, {}
         for rank, link in new.items():
-            self._drop(rank, ENDED)
-            self._lost.pop(rank, None)
-            self._links[rank] = link
+            if _replace(self._links, rank, link):
+                self._lost.pop(rank, None)
 
     def _drop(self, rank: int, cause: str) -> None:
         if (link := self._links.pop(rank, None)) is not None:
@@ -260,7 +276,7 @@ class FollowerEnd:
             return self._store.get(self._key) if self._store.check([self._key]) else None
 
         data = _within(max(_LOOK_S, until - time.monotonic()), look)
-        return None if data is None else from_msgpack(data, _Address)
+        return None if data is None else checked_msgpack(data, _Address, "an address")
 
     def _connected(self, address: _Address) -> Link | None:
         hosts = dict.fromkeys((address.host, _host_of(self._store) or _LOOPBACK, _LOOPBACK))
@@ -270,7 +286,7 @@ class FollowerEnd:
                 channel = rpc.open_channel(
                     host, address.port, key=address.secret, timeout=_CONNECT_S
                 )
-                channel.send(self._rank.to_bytes(8, "little"))
+                channel.send(msgspec.msgpack.encode(self._rank))
                 return Link(channel)
             except (ConnectionRefusedError, HandshakeError):
                 refused += 1
@@ -279,6 +295,18 @@ class FollowerEnd:
         if refused == len(hosts):
             raise ConnectionRefusedError("trainer 0 has closed its end")
         return None
+
+
+def _replace(links: dict[int, Link], rank: int, link: Link) -> bool:
+    """Puts a connection in a rank's place, or closes it where the rank's own has not ended."""
+    old = links.get(rank)
+    if old is not None and not old.has_ended():
+        link.close()
+        return False
+    if old is not None:
+        old.close()
+    links[rank] = link
+    return True
 
 
 def store_of(group: Any) -> Any:

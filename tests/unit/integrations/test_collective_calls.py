@@ -127,6 +127,16 @@ def test_rs_4_a_trainer_that_reads_nothing_keeps_no_call_from_the_others(
     assert trainers.ask("ask", "echo", "x") == [WELL, 0, 0]
 
 
+def test_a_function_that_is_not_listed_is_made_on_no_other_rank(trainers: Trainers) -> None:
+    [own, one, two] = trainers.ask("ask", "unlisted", "x")
+    assert own[0] == 1
+    assert all("its connection ended" in cause for cause in own[1:])
+    for text, failed in (one, two):
+        assert "`unlisted` is no function that can be called here" in text
+        assert failed.keys() == {"trainer 0"}
+    assert trainers.ask("ask", "tally", "x")[0] == [2, 1, 1]
+
+
 @pytest.mark.parametrize("which", [0, 1])
 def test_rs_4_a_trainer_that_failed_before_the_run_fails_it_on_all_at_once(
     trainers: Trainers, which: int

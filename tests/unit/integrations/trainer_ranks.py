@@ -44,6 +44,11 @@ def tally(_: Any, name: str, value: Any) -> int:
     return _tallied
 
 
+def unlisted(_: Any, name: str, value: Any) -> int:
+    """No other rank can be asked to call it."""
+    return tally(None, name, value)
+
+
 def process(_: Any, name: str, value: Any) -> int:
     return os.getpid()
 
@@ -63,10 +68,11 @@ def rank(connection: Connection, number: int, ranks: int, store: str) -> None:
     """Takes ``(what, *args)``; answers with the result, or with the error's text and its causes."""
     collective_calls._GRACE_S = 1.0
     dist.init_process_group("gloo", store, rank=number, world_size=ranks)
-    calls = CollectiveCalls(timeout=TIMEOUT)
+    calls = CollectiveCalls(timeout=TIMEOUT, functions=CALLS)
 
     def ask(function: str, value: Any, timeout: float = TIMEOUT) -> list[Any]:
-        asked = calls.ask(range(ranks), CALLS[function], [("", value)] * ranks, timeout)
+        made = CALLS.get(function, unlisted)
+        asked = calls.ask(range(ranks), made, [("", value)] * ranks, timeout)
         return [a.cause if isinstance(a, CallFailure) else a for a in asked]
 
     def lead_after_stop() -> list[Any]:
@@ -111,7 +117,7 @@ def remake(times: int, closes: bool) -> tuple[int, int]:
     """Makes ends and closes or drops them; returns by how much the process has grown."""
 
     def once() -> None:
-        made = CollectiveCalls(timeout=30.0)
+        made = CollectiveCalls(timeout=30.0, functions=CALLS)
         made.run(lambda: made.ask(range(made.size), echo, [("", 1)] * made.size, 30.0))
         if closes:
             made.close()
