@@ -34,7 +34,7 @@ def from_msgpack(data: bytes | msgspec.Raw, type: Any) -> Any:
     if (decoder := _msgpack.get(type)) is None:
         with _lock:
             decoder = _msgpack[type] = msgspec.msgpack.Decoder(type)
-    return decoder.decode(data)
+    return _decoded(decoder, data)
 
 
 @overload
@@ -52,7 +52,7 @@ def checked_msgpack(data: bytes | msgspec.Raw, type: Any, what: str) -> Any:
     """
     try:
         return from_msgpack(data, type)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except msgspec.MsgspecError as error:
         raise DecodeError(f"not {what}: {error}", what=what) from error
 
 
@@ -68,7 +68,15 @@ def from_json(data: bytes, type: Any) -> Any:
     if (decoder := _json.get(type)) is None:
         with _lock:
             decoder = _json[type] = msgspec.json.Decoder(type)
-    return decoder.decode(data)
+    return _decoded(decoder, data)
+
+
+def _decoded(decoder: Any, data: Any) -> Any:
+    try:
+        return decoder.decode(data)
+    except (UnicodeDecodeError, RecursionError) as error:
+        # Text that is none, and what is nested too deeply, in fields that the type lacks, too.
+        raise msgspec.DecodeError(str(error)) from error
 
 
 @overload
