@@ -12,6 +12,8 @@ from typing import Any, TypeVar, overload
 
 import msgspec
 
+from fabric_ray.errors import DecodeError
+
 T = TypeVar("T")
 
 # What is run under it may come here again.
@@ -32,7 +34,26 @@ def from_msgpack(data: bytes | msgspec.Raw, type: Any) -> Any:
     if (decoder := _msgpack.get(type)) is None:
         with _lock:
             decoder = _msgpack[type] = msgspec.msgpack.Decoder(type)
-    return decoder.decode(data)
+    return _decoded(decoder, data)
+
+
+@overload
+def checked_msgpack(data: bytes | msgspec.Raw, type: type[T], what: str) -> T: ...
+@overload
+def checked_msgpack(data: bytes | msgspec.Raw, type: Any, what: str) -> Any: ...
+def checked_msgpack(data: bytes | msgspec.Raw, type: Any, what: str) -> Any:
+    """As :func:`from_msgpack`, of any bytes.
+
+    Args:
+        what: they should be, for the error.
+
+    Raises:
+        DecodeError: they are none.
+    """
+    try:
+        return from_msgpack(data, type)
+    except msgspec.MsgspecError as error:
+        raise DecodeError(f"not {what}: {error}", what=what) from error
 
 
 @overload
@@ -47,7 +68,15 @@ def from_json(data: bytes, type: Any) -> Any:
     if (decoder := _json.get(type)) is None:
         with _lock:
             decoder = _json[type] = msgspec.json.Decoder(type)
-    return decoder.decode(data)
+    return _decoded(decoder, data)
+
+
+def _decoded(decoder: Any, data: Any) -> Any:
+    try:
+        return decoder.decode(data)
+    except (UnicodeDecodeError, RecursionError) as error:
+        # Text that is none, and what is nested too deeply, in fields that the type lacks, too.
+        raise msgspec.DecodeError(str(error)) from error
 
 
 @overload

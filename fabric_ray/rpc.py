@@ -1,9 +1,9 @@
 """Requests and replies between processes, authenticated, by host and port.
 
-One request and one reply per connection, as bytes. With a key, both ends prove over TCP that they
-have it, the caller first, and every frame after that carries a MAC by a key of this connection
-alone. Without a key only processes of the same user on the same host are answered: over a Unix
-socket, where the kernel names the caller's user.
+One request and one reply per connection, as bytes, or a channel of frames. With a key, both ends
+prove over TCP that they have it, the caller first, and every frame after that carries a MAC by a
+key of this connection alone. Without a key only processes of the same user on the same host are
+answered: over a Unix socket, where the kernel names the caller's user.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fabric_ray.errors import (
     Unreachable,
 )
 
-_MAGIC = b"fabric-ray/ask/2"
+_MAGIC = b"fabric-ray/ask/3"
 _NONCE = 32
 _MAC = 32
 _MOST_BYTES = 256 << 20
@@ -136,14 +136,18 @@ class Server:
                 channel = _prove_to_caller(_Wire(connection, _HANDSHAKE_S), self._key)
             finally:
                 self._unproven.release()
-            channel.wire.within(_EXCHANGE_S)
-            request = channel.receive()
-            try:
-                reply = _DONE + self._answer(request)
-            except Exception as error:
-                reply = _FAILED + str(error).encode()
-            channel.wire.within(_EXCHANGE_S)
-            channel.send(reply)
+            self._serve_channel(channel)
+
+    def _serve_channel(self, channel: Channel) -> None:
+        """Serves a caller that has proven itself; its connection is closed afterwards."""
+        channel.within(_EXCHANGE_S)
+        request = channel.receive()
+        try:
+            reply = _DONE + self._answer(request)
+        except Exception as error:
+            reply = _FAILED + str(error).encode()
+        channel.within(_EXCHANGE_S)
+        channel.send(reply)
 
 
 def call(
@@ -159,8 +163,7 @@ def call(
     """
     peer = f"{host}:{port}"
     try:
-        with _connect(host, port, key, timeout) as connection:
-            channel = _prove_to_server(_Wire(connection, timeout), key, peer)
+        with open_channel(host, port, key=key, timeout=timeout) as channel:
             channel.send(request)
             reply = channel.receive()
     except TimeoutError as error:
@@ -183,6 +186,24 @@ def call(
     if reply[:1] != _DONE:
         raise Refused(f"{peer} refused: {reply[1:].decode(errors='replace')}", peer=peer)
     return reply[1:]
+
+
+def open_channel(host: str, port: int, *, key: bytes | None, timeout: float) -> Channel:
+    """A channel to the server that listens there, which has proven itself.
+
+    Args:
+        timeout: seconds, for what is sent and received, too, until :meth:`Channel.within`.
+
+    Raises:
+        HandshakeError: it has another key, or is another user's.
+        OSError, EOFError: no server listens there, or it hung up.
+    """
+    connection = _connect(host, port, key, timeout)
+    try:
+        return _prove_to_server(_Wire(connection, timeout), key, f"{host}:{port}")
+    except BaseException:
+        connection.close()
+        raise
 
 
 class _Wire:
@@ -217,36 +238,62 @@ class _Wire:
         self.connection.settimeout(left)
 
 
-class _Channel:
+class Channel:
     """Frames over a connection: a length, the bytes, and what authenticates them."""
 
     def __init__(self, wire: _Wire, key: bytes | None, *, calls: bool) -> None:
-        self.wire, self._key = wire, key
+        self._wire, self._key = wire, key
         self._out, self._in = (b"ask", b"answer") if calls else (b"answer", b"ask")
+        self._sent = self._received = 0
+
+    def __enter__(self) -> Channel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def within(self, seconds: float) -> None:
+        """Sets the deadline of what is sent and received, from now."""
+        self._wire.within(seconds)
+
+    def fileno(self) -> int:
+        return self._wire.connection.fileno()
+
+    def keep(self) -> None:
+        """Keeps the connection when a :class:`Server` has served it: the caller closes it."""
+        self._wire.connection = self._wire.connection.dup()
+
+    def close(self) -> None:
+        self._wire.connection.close()
 
     def send(self, body: bytes) -> None:
-        self.wire.send(struct.pack("<Q", len(body)) + body + self._mac(self._out, body))
+        mac = self._mac(self._out, self._sent, body)
+        self._sent += 1
+        self._wire.send(struct.pack("<Q", len(body)) + body + mac)
 
     def receive(self) -> bytes:
-        (nbytes,) = struct.unpack("<Q", self.wire.exactly(8))
+        (nbytes,) = struct.unpack("<Q", self._wire.exactly(8))
         if nbytes > _MOST_BYTES:
             raise DecodeError(f"a frame of {nbytes} bytes is longer than any can be")
-        body = self.wire.exactly(nbytes)
-        mac = self._mac(self._in, body)
-        if not hmac.compare_digest(mac, self.wire.exactly(len(mac))):
+        body = self._wire.exactly(nbytes)
+        mac = self._mac(self._in, self._received, body)
+        self._received += 1
+        if not hmac.compare_digest(mac, self._wire.exactly(len(mac))):
             raise DecodeError("a frame came changed")
         return body
 
-    def _mac(self, way: bytes, body: bytes) -> bytes:
-        # One frame each way: the way alone keeps one from being taken for the other.
-        return b"" if self._key is None else _sign(self._key, way, body)
+    def _mac(self, way: bytes, number: int, body: bytes) -> bytes:
+        # Way and number keep a frame from being taken for another of this connection.
+        if self._key is None:
+            return b""
+        return _sign(self._key, way, struct.pack("<Q", number), body)
 
 
-def _prove_to_server(wire: _Wire, key: bytes | None, peer: str) -> _Channel:
+def _prove_to_server(wire: _Wire, key: bytes | None, peer: str) -> Channel:
     if key is None:
         _check_same_user(wire.connection, peer)
         wire.send(_MAGIC)
-        return _Channel(wire, None, calls=True)
+        return Channel(wire, None, calls=True)
     mine = secrets.token_bytes(_NONCE)
     wire.send(_MAGIC + mine)
     theirs = wire.exactly(_NONCE)
@@ -255,16 +302,16 @@ def _prove_to_server(wire: _Wire, key: bytes | None, peer: str) -> _Channel:
         raise HandshakeError(
             f"{peer} knows another token; both ends need the same FABRIC_RAY_TOKEN", peer=peer
         )
-    return _Channel(wire, _sign(key, b"key", mine, theirs), calls=True)
+    return Channel(wire, _sign(key, b"key", mine, theirs), calls=True)
 
 
-def _prove_to_caller(wire: _Wire, key: bytes | None) -> _Channel:
+def _prove_to_caller(wire: _Wire, key: bytes | None) -> Channel:
     if key is None:
         _check_same_user(wire.connection, "the caller")
     if wire.exactly(len(_MAGIC)) != _MAGIC:
         raise HandshakeError("the caller speaks another protocol", peer="")
     if key is None:
-        return _Channel(wire, None, calls=False)
+        return Channel(wire, None, calls=False)
     theirs = wire.exactly(_NONCE)
     mine = secrets.token_bytes(_NONCE)
     wire.send(mine)
@@ -272,7 +319,7 @@ def _prove_to_caller(wire: _Wire, key: bytes | None) -> _Channel:
         raise HandshakeError("the peer knows another token", peer="")
     # Last: a stranger that connects gets no MAC to guess a token by.
     wire.send(_sign(key, b"answers", theirs, mine))
-    return _Channel(wire, _sign(key, b"key", theirs, mine), calls=False)
+    return Channel(wire, _sign(key, b"key", theirs, mine), calls=False)
 
 
 def _sign(key: bytes, *parts: bytes) -> bytes:

@@ -92,7 +92,7 @@ class UpdateWeightFabric:
         """Of the last push, on rank 0."""
         self._options = {"timeout": 60.0, **(options or {})}
         self._timeout = float(self._options["timeout"])
-        self._collective = CollectiveCalls(group())
+        self._collective = CollectiveCalls(group(), timeout=self._timeout)
         self.rank = self._collective.rank
         self._source = source(self)
         self._engines: Sequence[Any] = ()
@@ -227,6 +227,7 @@ class UpdateWeightFabric:
 
         from fabric_ray.runtime.causes import cause_of
 
+        self._collective.working("a call of the engines", self._timeout)
         deadline = time.monotonic() + self._timeout
         answers, failed = dict[str, Any](), dict[str, str]()
         for name, ref in refs.items():

@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from typing_extensions import Self
@@ -29,6 +30,7 @@ from fabric_ray.integrations.outbox import Outbox
 from fabric_ray.integrations.vllm_control import (
     PAUSES,
     UpdatePause,
+    call_seconds,
     control_of,
     explained,
     start_update,
@@ -37,7 +39,13 @@ from fabric_ray.integrations.vllm_control import (
 from fabric_ray.integrations.vllm_hello import Hello, Hellos, host_towards
 from fabric_ray.integrations.vllm_kv_content import WeightsUpdate
 from fabric_ray.integrations.vllm_plugin import check_version
-from fabric_ray.integrations.vllm_push import ShardedPush, full_source, has_group, shards_of
+from fabric_ray.integrations.vllm_push import (
+    ShardedPush,
+    full_source,
+    has_group,
+    refuse_shards,
+    shards_of,
+)
 from fabric_ray.integrations.vllm_recorded import refuse_lost, refuse_moved_experts
 from fabric_ray.integrations.vllm_reload import Reload, TieCheck, refuse_lossy_cast
 from fabric_ray.integrations.vllm_sharded import Commit, ShardedWorker
@@ -93,7 +101,7 @@ class FabricTrainerInitInfo(_vllm.TrainerInitInfo):  # type: ignore[misc]
     """vLLM's workers, over all engines and their ranks."""
     timeout: float = 300.0
     """Seconds that trainers and workers may take for a phase of a push, or for a bucket of streamed
-    tensors."""
+    tensors; and that trainers wait for a rank that is late."""
     engine: dict[str, Any] = field(default_factory=dict, repr=False)
     """Fields of :class:`fabric_ray.EngineConfig`, for the trainer's engine and the workers'."""
     pause: Literal["keep", "abort"] = "keep"
@@ -165,7 +173,9 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
         then. It may be open at some workers only; ``finish_weight_update`` would fail at the
         others, and in vLLM 0.32 later calls get the answers of earlier ones after that. vLLM gives
         this class no reference to its worker, which is among its callers."""
-        frame = inspect.currentframe()
+        own = inspect.currentframe()
+        frame = own and own.f_back
+        del own  # with its locals it would keep its callers' objects, in a cycle
         while frame is not None:
             worker = frame.f_locals.get("self")
             if getattr(worker, "weight_transfer_engine", None) is self:
@@ -257,7 +267,11 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
             raise InvalidArgument(
                 f"pause: got {init_info.pause!r}, expected {' or '.join(map(repr, PAUSES))}"
             )
-        shards = shards_of(source, init_info.rank)
+        try:
+            shards = shards_of(source, init_info.rank)
+        except Exception as error:
+            refuse_shards(error, init_info.timeout)
+            raise
         if shards is None:
             source = full_source(source)
             _check_source(source)
@@ -298,6 +312,9 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
             raise
 
     def _stream(self) -> None:
+        if has_group():
+            # The other ranks are in the gathers then: the servers don't stand still for them.
+            self._tensors = chain(list(islice(self._tensors, 1)), self._tensors)
         self._update += 1
         self._is_old, self._call = True, None
         pause = UpdatePause(self._server, self._pause, self._timeout)
@@ -324,7 +341,7 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
             self._engine = None
 
     def _open(self, info: FabricTrainerInitInfo) -> None:
-        self._server = control_of(self.client)
+        self._server = control_of(self.client, info.timeout)
         self._server.is_paused()
         self._engine = TransferEngine(**info.engine)
         self._outbox = Outbox(self._engine, BUCKET, timeout=info.timeout)
@@ -369,6 +386,13 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
                     failed=error.failed,
                 ) from call.exception()
             try:
+                seconds = call_seconds(self.client, self._timeout)
+                if not wait_for([call], seconds).done:
+                    raise WeightSyncError(
+                        f"vLLM did not end update_weights within {seconds:g} s after its workers "
+                        "had all tensors; see whether one is stuck",
+                        version=self._update,
+                    )
                 call.result()
             except Exception:
                 self._hellos.refuse_more(self._update)  # it waited for tensors that aren't sent

@@ -39,8 +39,11 @@ class ServerControl(Protocol):
     def resume_generation(self) -> None: ...
 
 
-def control_of(client: Any) -> ServerControl:
+def control_of(client: Any, timeout: float) -> ServerControl:
     """The control of the servers that a client talks to.
+
+    Args:
+        timeout: seconds that actors may take for a call; a client over HTTP has its own.
 
     Raises:
         InvalidArgument: the client can't pause its servers; the message names the missing calls.
@@ -52,12 +55,22 @@ def control_of(client: Any) -> ServerControl:
     if isinstance(getattr(client, "base_url", None), str):
         return _HttpControl(client.base_url, getattr(client, "timeout", 300.0))
     if isinstance(getattr(client, "handles", None), list):
-        return _ActorControl(client.handles)
+        return _ActorControl(client.handles, timeout)
     raise InvalidArgument(
         f"{type(client).__name__} can't pause its servers during an update: got a client without "
         f"{', '.join(missing)}; add these methods, or use HTTPVLLMWeightSyncClient or "
         "RayVLLMWeightSyncClient"
     )
+
+
+def call_seconds(client: Any, timeout: float) -> float:
+    """How long a call of vLLM's client may take: a client over HTTP has its own timeout.
+
+    Args:
+        timeout: the trainer's.
+    """
+    own = getattr(client, "timeout", None)
+    return max(timeout, own) if isinstance(own, (int, float)) else timeout
 
 
 def discard_cached(
@@ -226,7 +239,7 @@ class _HttpControl:
 class _ActorControl:
     """``AsyncLLM`` in Ray actors: each call is made to all."""
 
-    def __init__(self, handles: list[Any]) -> None:
+    def __init__(self, handles: list[Any], timeout: float) -> None:
         for handle in handles:
             missing = [name for name in _CALLS if not hasattr(handle, name)]
             if missing:
@@ -234,7 +247,7 @@ class _ActorControl:
                     f"{handle} can't pause during an update: got an actor without "
                     f"{', '.join(missing)}; make it of vllm.v1.engine.async_llm.AsyncLLM"
                 )
-        self._handles = handles
+        self._handles, self._timeout = handles, timeout
 
     def is_paused(self) -> bool:
         return any(self._call("is_paused"))
@@ -260,5 +273,11 @@ class _ActorControl:
         import ray
 
         calls = [getattr(handle, name).remote(*args, **options) for handle in self._handles]
+        _, late = ray.wait(calls, num_returns=len(calls), timeout=self._timeout)
+        if late:
+            stuck = " and ".join(f"server {calls.index(call)}" for call in late)
+            raise WeightSyncError(
+                f"{stuck} did not answer {name} within {self._timeout:g} s; see whether it is stuck"
+            )
         answers: list[Any] = ray.get(calls)
         return answers

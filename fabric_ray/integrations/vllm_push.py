@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import glob
 import logging
+import weakref
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
+from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ from fabric_ray.integrations import framework
 from fabric_ray.integrations.collective_calls import CollectiveCalls
 from fabric_ray.integrations.vllm_control import (
     UpdatePause,
+    call_seconds,
     control_of,
     explained,
     start_update,
@@ -76,6 +79,15 @@ def shards_of(source: Any, rank: int) -> Shards | None:
     return module
 
 
+def refuse_shards(error: Exception, timeout: float) -> None:
+    """Has the other ranks fail with this one, which they wait for."""
+    if has_group():
+        calls = CollectiveCalls(timeout=timeout)
+        with suppress(Exception):
+            calls.run(lambda: None, failure=error)
+        calls.close()
+
+
 def full_source(source: Any) -> Any:
     """The source of vLLM's interface that gathers a module's tensors, for a module."""
     import torch
@@ -101,7 +113,8 @@ class ShardedPush:
         self.report: PushReport | None = None
         """Of the last push, on rank 0."""
         self._sync: WeightSync | None = None
-        self._calls = _Calls(_group(), self._quiesce, self._commit)
+        # Not by a cycle, which would keep the engine's files until it is collected.
+        self._calls = _Calls(info.timeout, weakref.proxy(self))
         self._engine: TransferEngine | None = None
         self._own: WeightSource | None = None
         failure: Exception | None = None
@@ -110,7 +123,7 @@ class ShardedPush:
         except Exception as error:
             failure = error  # the other ranks wait for this one
         try:
-            self._calls.run(lambda: self._connect(failure))
+            self._calls.run(self._connect, failure=failure)
         except BaseException as error:
             self.close()
             if failure is not None:
@@ -126,14 +139,15 @@ class ShardedPush:
         self._calls.run(self._lead)
 
     def close(self) -> None:
-        """Releases the shards."""
+        """Releases the shards, and the connections among trainers."""
+        self._calls.close()
         if self._own is not None:
             self._own.close()
         if self._engine is not None:
             self._engine.close()
 
     def _open(self, shards: Shards) -> None:
-        name = f"vllm-{next(_NUMBERS)}"  # the same on all ranks, also after one has failed below
+        name = f"vllm-{next(_NUMBERS)}"
         if self._info.rank != self._calls.rank:
             raise InvalidArgument(
                 f"rank is {self._info.rank}, expected {self._calls.rank}; pass "
@@ -142,17 +156,16 @@ class ShardedPush:
         self._engine = engine = TransferEngine(**self._info.engine)
         if isinstance(shards, WeightSource):
             self._source = shards
-            return
-        self._own = WeightSource(shards, rank=self._info.rank, name=name, engine=engine)
-        self._source = self._own
+        else:
+            self._own = WeightSource(shards, rank=self._info.rank, name=name, engine=engine)
+            self._source = self._own
+        self._calls.name = self._source.name
 
-    def _connect(self, failure: Exception | None) -> None:
+    def _connect(self) -> None:
         """Tells workers what there is, asks what they need of it, and plans."""
-        if failure is not None:
-            raise failure
         assert self._engine is not None
         info = self._info
-        self._server = control_of(self._client)
+        self._server = control_of(self._client, self._info.timeout)
         self._server.is_paused()
         trainers = range(self._calls.size)
         metas = self._ask(trainers, phases.source_meta, [(self._source.name,)] * len(trainers))
@@ -192,8 +205,10 @@ class ShardedPush:
         assert self._engine is not None
         self._hellos = Hellos(self._engine, self._info.workers)
         call: Future[None] = Future()
+        self._announce("vLLM's init_weight_transfer_engine")
         explained(self._client.init_weight_transfer_engine, told)
         call.set_result(None)
+        self._calls.working("the wait for vLLM's workers", self._info.timeout)
         said, error = self._hellos.collect(0, call, self._info.timeout, what="shards")
         if error is not None:
             raise error
@@ -208,6 +223,7 @@ class ShardedPush:
         self._flips = False
         try:
             self.report = self._sync.push()
+            self._announce("vLLM's reset of its caches")
             self._pause.discard()
         except BaseException as error:
             if not self._flips:
@@ -221,6 +237,7 @@ class ShardedPush:
 
     def _quiesce(self) -> None:
         """All bytes are confirmed: the servers stop until their workers have flipped."""
+        self._announce("vLLM's pause")
         try:
             self._pause.begin()
         except WeightSyncError:
@@ -231,9 +248,15 @@ class ShardedPush:
     def _commit(self, session: str, version: int) -> None:
         """Has all workers put a version into use, between vLLM's steps."""
         self._flips = True
+        self._announce("vLLM's start_weight_update")
         start_update(self._client)
+        self._announce("vLLM's update_weights")
         explained(self._client.update_weights, {"update": version, "session": session})
         explained(self._client.finish_weight_update)
+
+    def _announce(self, what: str) -> None:
+        """Tells the other ranks that vLLM is called."""
+        self._calls.working(what, call_seconds(self._client, self._info.timeout))
 
     def _ask(
         self, actors: Sequence[Any], function: Callable[..., Any], args: Sequence[tuple[Any, ...]]
@@ -253,11 +276,9 @@ class _Calls(CollectiveCalls):
     """Calls trainers and workers. Versions change by vLLM's own calls, which reach all workers
     between two steps of their model (RS-3)."""
 
-    def __init__(
-        self, group: Any, quiesce: Callable[[], None], commit: Callable[[str, int], None]
-    ) -> None:
-        super().__init__(group)
-        self._quiesce, self._commit = quiesce, commit
+    def __init__(self, timeout: float, push: ShardedPush) -> None:
+        super().__init__(timeout=timeout)
+        self._push = push
 
     def ask(
         self,
@@ -268,11 +289,11 @@ class _Calls(CollectiveCalls):
     ) -> list[Any]:
         failed: Exception | None = None
         if function is phases.target_quiesce and args[0][2] == "commit":
-            self._quiesce()
+            self._push._quiesce()
         if function is phases.target_commit:
             _, session, version = args[0]
             try:
-                self._commit(session, version)
+                self._push._commit(session, version)
             except Exception as error:
                 failed = error
         answers = super().ask(actors, function, args, timeout)
@@ -281,13 +302,6 @@ class _Calls(CollectiveCalls):
         # A worker that has the version may stand beside one that has not.
         causes = (a.cause if isinstance(a, CallFailure) else "it is in use here" for a in answers)
         return [CallFailure(f"{cause}; vLLM's answer: {failed}", error=failed) for cause in causes]
-
-
-def _group() -> Any:
-    """A process group of all trainers that carries host memory, apart from the trainers' own."""
-    import torch.distributed as dist
-
-    return dist.new_group(backend="gloo") if has_group() else None
 
 
 def has_group() -> bool:

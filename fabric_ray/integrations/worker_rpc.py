@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import secrets
 import threading
-from collections.abc import Callable
-from typing import Any, get_type_hints
+from typing import Any
 
 import msgspec
 
 from fabric_ray import rpc
 from fabric_ray.decoding import from_msgpack
 from fabric_ray.errors import FabricError, HandshakeError, InvalidArgument, TransferTimeout
-from fabric_ray.weights import phases
+from fabric_ray.integrations.named_functions import (
+    Function,
+    NamedFunctions,
+    phases_of,
+    result_type,
+)
 from fabric_ray.weights.calls import DIED, CallFailure, call_failure
 
 _SCHEME = "fabric://"
-Function = Callable[..., Any]
-PHASES: dict[str, Function] = {
-    name: function
-    for name, function in vars(phases).items()
-    if name.startswith("target_") and inspect.isfunction(function)
-}
+PHASES = phases_of("target")
 
 
 class WorkerServer:
@@ -36,24 +34,23 @@ class WorkerServer:
     """
 
     def __init__(self, functions: dict[str, Function], host: str, name: str) -> None:
-        self._functions, self._name = functions, name
-        self._types = {name: _types(function) for name, function in functions.items()}
+        self._functions, self._name = NamedFunctions(functions), name
         self._one_at_a_time = threading.Lock()
         secret = secrets.token_bytes(16)
         self._server = rpc.Server(self._answer, key=secret, bind=[host])
         self.session_id = f"{_SCHEME}{secret.hex()}@{host}:{self._server.port}"
 
     def close(self) -> None:
-        """Accepts no more callers."""
+        """Accepts no more callers, and releases what the functions refer to."""
         self._server.close()
+        self._functions = NamedFunctions({})
 
     def _answer(self, request: bytes) -> bytes:
         try:
             name, args = from_msgpack(request, tuple[str, list[msgspec.Raw]])
-            types = self._types[name]
-            values = [from_msgpack(a, t) for a, t in zip(args, types, strict=False)]
+            function, values = self._functions.named(name, args)
             with self._one_at_a_time:
-                result = self._functions[name](None, self._name, *values)
+                result = function(None, self._name, *values)
             return msgspec.msgpack.encode((True, result))
         except Exception as error:
             cause, kind, _ = call_failure(error)
@@ -99,11 +96,4 @@ class WorkerClient:
         done, result = from_msgpack(answer, tuple[bool, msgspec.Raw])
         if not done:
             return CallFailure(*from_msgpack(result, tuple[str, str]))
-        return from_msgpack(result, get_type_hints(function)["return"])
-
-
-def _types(function: Function) -> list[Any]:
-    """The types of a phase's arguments after the actor and the name."""
-    hints = get_type_hints(function)
-    names = list(inspect.signature(function).parameters)
-    return [hints[name] for name in names[2:]]
+        return from_msgpack(result, result_type(function))

@@ -6,7 +6,6 @@ Torch is imported when a function is called, so planning itself never needs it.
 from __future__ import annotations
 
 import sys
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from fabric_ray.plan.errors import InvalidLayout, PlanError
@@ -62,7 +61,7 @@ def param_meta(name: str, tensor: torch.Tensor, *, rank: int | None = None) -> P
         name=name,
         shape=tuple(tensor.shape),
         dtype=_dtype(tensor),
-        mesh_ranks=_shared(tuple(mesh.mesh.flatten().tolist())),
+        mesh_ranks=tuple(mesh.mesh.flatten().tolist()),
         mesh_shape=tuple(mesh.mesh.shape),
         placements=_placements(name, sharded),
         local_shape=tuple(local.shape),
@@ -121,12 +120,6 @@ def from_module(
         for name, tensor in module.state_dict().items()
         if _is_tensor(tensor) and tensor.numel() and (buffers or name in parameters)
     ]
-
-
-@lru_cache(maxsize=256)
-def _shared(ranks: tuple[int, ...]) -> tuple[int, ...]:
-    """One object for equal meshes, so that thousands of reports hold and pickle it once."""
-    return ranks
 
 
 def _is_tensor(value: Any) -> bool:

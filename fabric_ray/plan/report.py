@@ -44,6 +44,9 @@ class ParamMeta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     adapters: tuple[str, ...] = ()
     """Adapters that each push adds to a copy of it."""
 
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "mesh_ranks", _shared(self.mesh_ranks))
+
     @property
     def mesh(self) -> Mesh:
         return Mesh(self.mesh_ranks, self.mesh_shape, self.mesh_names)
@@ -63,6 +66,12 @@ class ParamMeta(msgspec.Struct, frozen=True, array_like=True, gc=False):
         """Per dimension, start and length of each run of indices that ``rank`` holds."""
         position = self.mesh_ranks.index(rank)
         return local_runs(self.shape, self.mesh_shape, self.placements, position)
+
+
+@lru_cache(maxsize=256)
+def _shared(ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """One object for equal meshes, so that thousands of reports hold it once."""
+    return ranks
 
 
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:

@@ -19,13 +19,13 @@ from fabric_ray.weights.report import (
     SourceShare,
     TargetShare,
 )
-from fabric_ray.weights.sources import SOURCES
+from fabric_ray.weights.sources import SOURCES, TrainerMeta
 from fabric_ray.weights.target import TARGETS, WeightTarget
 
 _IN_ORDER = "pass WeightSync(trainers, rollouts) in this order"
 
 
-def source_meta(_: Any, name: str) -> tuple[int, Any, bytes]:
+def source_meta(_: Any, name: str) -> tuple[int, TrainerMeta, bytes]:
     if name in TARGETS and name not in SOURCES:
         raise InvalidArgument(
             f"it holds a WeightTarget called {name!r}, expected a WeightSource; {_IN_ORDER}"

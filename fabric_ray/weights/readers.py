@@ -72,6 +72,8 @@ class ReaderGate:
         """Refuses all further readers. Current readers keep their tensors."""
         with self._changed:
             self._ended = True
+            # They refer to their target, and with it to the engine, in a cycle.
+            self._held, self._holds = tuple, bool
             self._changed.notify_all()
 
     @contextmanager

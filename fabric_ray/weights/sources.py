@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from fabric_ray.errors import InvalidArgument
-from fabric_ray.plan import Side
+from fabric_ray.plan import ParamMeta, Side
 from fabric_ray.weights.registry import Registry
+from fabric_ray.weights.replica.sides import ReplicaMeta
 from fabric_ray.weights.report import PushTarget, Sent, SourceShare
 
 if TYPE_CHECKING:
     from fabric_ray.weights.conversion import Recipe
     from fabric_ray.weights.quant import Invitation
+
+TrainerMeta = list[ParamMeta] | bytes | ReplicaMeta
 
 
 class Source(Protocol):
@@ -21,8 +24,8 @@ class Source(Protocol):
     rank: int
     side: Side | None
 
-    def meta(self) -> tuple[int, Any, bytes]:
-        """Rank, metadata of the tensors, and engine address."""
+    def meta(self) -> tuple[int, TrainerMeta, bytes]:
+        """Rank, metadata of the tensors or the digest of the side, and engine address."""
 
     def convert(self, session: str, recipe: Recipe, *, again: bool = False) -> Invitation:
         """Prepares conversions to other dtypes."""

@@ -58,3 +58,21 @@ def test_what_is_none_of_a_type_is_refused(kind: Any) -> None:
     for decode, data in ((from_msgpack, b"\xc0"), (from_json, b"null"), (converted, None)):
         with pytest.raises(msgspec.ValidationError):
             decode(data, kind)  # type: ignore[operator]
+
+
+class Named(msgspec.Struct):
+    name: str
+
+
+@pytest.mark.parametrize(
+    ("decode", "data"),
+    [
+        (from_msgpack, b"\x82\xa4name\xa1a\xa4more" + b"\x91" * 100_000 + b"\xc0"),
+        (from_msgpack, b"\x81\xa4name\xa1\xff"),
+        (from_json, b'{"name": "a", "more": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+        (from_json, b'{"name": "\xff"}'),
+    ],
+)
+def test_nests_and_broken_text_are_errors_of_decoding(decode: Any, data: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode(data, Named)

@@ -52,7 +52,7 @@ def test_a_caller_with_another_key_is_refused(key: bytes | None, guarded: Server
 
 def test_a_caller_that_cannot_prove_its_key_gets_no_proof(guarded: Server) -> None:
     with socket.create_connection(("127.0.0.1", guarded.port), 5) as stranger:
-        stranger.sendall(b"fabric-ray/ask/2" + bytes(32))
+        stranger.sendall(b"fabric-ray/ask/3" + bytes(32))
         assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32
         stranger.settimeout(0.2)
         with pytest.raises(TimeoutError):
@@ -65,7 +65,7 @@ def test_a_caller_that_cannot_prove_its_key_gets_no_proof(guarded: Server) -> No
 def test_a_handshake_byte_by_byte_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rpc, "_HANDSHAKE_S", 0.5)
     server = Server(shout, key=b"a secret", bind=["127.0.0.1"])
-    handshake = b"fabric-ray/ask/2" + bytes(32)
+    handshake = b"fabric-ray/ask/3" + bytes(32)
     with socket.create_connection(("127.0.0.1", server.port), 5) as stranger:
         stranger.settimeout(0.1)
         for sent in range(len(handshake)):

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -35,12 +35,11 @@ _Version = npt.NDArray[np.int64]
 _Maxima = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class Invitation:
-    """Where a rank takes maxima; pickles."""
+class Invitation(msgspec.Struct, frozen=True):
+    """Where a rank takes maxima."""
 
-    descriptor: RegionDescriptor
-    counters: tuple[CounterRef, CounterRef]
+    region: bytes
+    counters: tuple[bytes, bytes]
     """Of even and of odd rounds."""
     slots: dict[int, tuple[int, int]]
     """Per partner, offset in a half and bytes."""
@@ -76,8 +75,8 @@ class EdgeExchange:
     def invitation(self) -> Invitation:
         """For the other ranks."""
         taken = self._region[: max(8, 2 * self._half)]
-        refs = (self._counters[0].ref, self._counters[1].ref)
-        return Invitation(taken.descriptor(), refs, self._incoming)
+        even, odd = (counter.ref.to_bytes() for counter in self._counters)
+        return Invitation(taken.descriptor().to_bytes(), (even, odd), self._incoming)
 
     def connect(self, invitations: Mapping[int, Invitation]) -> None:
         """Prepares the writes to all partners.
@@ -97,7 +96,7 @@ class EdgeExchange:
         self._batches = [Batch(), Batch()]
         for rank in self._edges.partners:
             invitation = invitations[rank]
-            region = self._engine.import_region(invitation.descriptor)
+            region = self._engine.import_region(RegionDescriptor.from_bytes(invitation.region))
             self._peers[rank] = region.peer
             offset, nbytes = invitation.slots[self._edges.rank]
             for parity, batch in enumerate(self._batches):
@@ -106,7 +105,7 @@ class EdgeExchange:
                 batch.write(
                     self._region[source : source + nbytes],
                     region.slice(parity * half + offset, nbytes),
-                    imm=invitation.counters[parity],
+                    imm=CounterRef.from_bytes(invitation.counters[parity]),
                 )
         self._broken = None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -69,24 +69,49 @@ def torchtitan_parts(
         InvalidArgument: the adapter does more to a parameter than to name it and to order its rows,
             or a parameter is a part of the model and doesn't say which.
     """
-    import torch
-
-    origins = _origins(adapter)
-    parts = [model] if isinstance(model, torch.nn.Module) else model
-    found = chain.from_iterable(named(part).tensors.items() for part in parts)
-    tensors = {name: tensor for name, tensor in found if name in origins}
-    side = side_from_param_meta(_reports([param_meta(n, t) for n, t in tensors.items()]))
+    tensors: dict[str, torch.Tensor] = {}
+    failure: Exception | None = None
+    try:
+        origins = _origins(adapter)
+        tensors = _tensors(model, origins)
+        own: list[ParamMeta] | str = [param_meta(n, t) for n, t in tensors.items()]
+    except Exception as error:
+        failure, own = error, f"{type(error).__name__}: {error}"
+    reports = _reports(own)
+    if failure is not None:
+        raise failure
+    side = side_from_param_meta(reports)
     made = (_made_of(container, origins[container.name]) for container in side.containers)
     return tensors, msgspec.structs.replace(side, containers=tuple(made))
 
 
-def _reports(own: list[ParamMeta]) -> dict[int, list[ParamMeta]]:
+def _tensors(model: Any, origins: Mapping[str, _Origin]) -> dict[str, torch.Tensor]:
+    import torch
+
+    parts = [model] if isinstance(model, torch.nn.Module) else model
+    found = chain.from_iterable(named(part).tensors.items() for part in parts)
+    return {name: tensor for name, tensor in found if name in origins}
+
+
+def _reports(own: list[ParamMeta] | str) -> dict[int, list[ParamMeta]]:
+    """What all trainers hold. One that failed tells the others, which wait for it.
+
+    Args:
+        own: of this rank, or why it failed.
+
+    Raises:
+        InvalidArgument: another rank failed; it is named.
+    """
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized()):
-        return {0: own}
-    reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, own)
+    reports: list[Any] = [own]
+    if dist.is_available() and dist.is_initialized():
+        reports = [None] * dist.get_world_size()
+        dist.all_gather_object(reports, own)
+    failed = {rank: cause for rank, cause in enumerate(reports) if isinstance(cause, str)}
+    if failed and not isinstance(own, str):
+        causes = "; ".join(f"rank {rank}: {cause}" for rank, cause in failed.items())
+        raise InvalidArgument(f"another trainer's module can't be described: {causes}")
     return dict(enumerate(reports))
 
 

@@ -60,7 +60,7 @@ class Servers:
 
         clients = [HTTPVLLMWeightSyncClient(url) for url in urls.split(",")]
         self.base_url = clients[0].base_url
-        self._ends = [(client, control_of(client)) for client in clients]
+        self._ends = [(client, control_of(client, 300.0)) for client in clients]
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any) -> Any:

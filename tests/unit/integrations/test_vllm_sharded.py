@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import socket
+import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from fabric_ray.integrations.vllm_kv_content import weights
 from fabric_ray.plan.dtensor import param_meta
 from fabric_ray.plan.report import side_from_param_meta
 from fabric_ray.weights.stacked import checkpoint_tensors
+from tests.ports import free_ports
 from tests.processes import Other
 from tests.unit.integrations import vllm_fakes as fakes
 from tests.unit.integrations.vllm_ranks import Trained, rank
@@ -359,15 +361,18 @@ def test_loaders_that_put_tensors_together_get_all_of_them_in_one_call(
     assert server.model.l1.weight.tolist() == [[2.0] * 4] * 2 + [[1.0] * 4] * 2
 
 
+def _ranks(*options: Any) -> list[Other]:
+    port, _ = free_ports()
+    ranks = [Other(rank, number, 2, port, *options) for number in range(2)]
+    for each in ranks:
+        assert each.hear(600.0) == "ready"
+    return ranks
+
+
 @pytest.mark.timeout(900)
 def test_rs_3_fsdp2_ranks_push_their_shards_and_one_that_is_killed_changes_nothing() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = [Other(rank, number, 2, port) for number in range(2)]
+    ranks = _ranks()
     try:
-        for each in ranks:
-            assert each.hear(600.0) == "ready"
         for version in (1.0, 2.0):
             for each in ranks:
                 each.say((version, None))
@@ -377,9 +382,70 @@ def test_rs_3_fsdp2_ranks_push_their_shards_and_one_that_is_killed_changes_nothi
         for each in ranks:
             each.say((3.0, 1))
         error, paused, versions = ranks[0].hear(100.0)
-        assert "the trainers' process group broke" in error
+        assert "trainer 1: its connection ended" in error
         assert not paused
         assert versions == {2.0}
+    finally:
+        for each in ranks:
+            each.__exit__()
+
+
+@pytest.mark.timeout(900)
+def test_rs_3_a_trainer_that_is_stopped_is_named_in_time_and_the_next_push_has_it() -> None:
+    ranks = _ranks(5.0)
+    try:
+        for each in ranks:
+            each.say((1.0, None))
+        assert [each.hear(100.0)[0] for each in ranks] == [None, None]
+        ranks[1].signal(signal.SIGSTOP)
+        ranks[0].say((2.0, None))
+        error, paused, versions = ranks[0].hear(60.0)
+        assert "trainer 1: it did not come within 5 s" in error
+        assert not paused
+        assert versions == {1.0}
+        ranks[1].signal(signal.SIGCONT)
+        assert "trainer 1: it did not come within 5 s" in ranks[1].ask((2.0, None), 60.0)[0]
+        for each in ranks:
+            each.say((2.0, None))
+        assert [each.hear(100.0)[0] for each in ranks] == [None, None]
+    finally:
+        for each in ranks:
+            each.__exit__()
+
+
+@pytest.mark.timeout(900)
+def test_a_trainers_end_that_is_made_again_leaves_no_file_and_no_thread() -> None:
+    ranks = _ranks()
+    try:
+        for each in ranks:
+            each.say((None, 4))
+        for each in ranks:
+            files, threads = each.hear(300.0)
+            assert files <= 0
+            assert threads <= 0
+    finally:
+        for each in ranks:
+            each.__exit__()
+
+
+@pytest.mark.timeout(900)
+def test_rs_4_a_trainer_whose_module_is_refused_is_named_on_all_ranks() -> None:
+    ranks = _ranks()
+    try:
+        for refused in (1, 0):
+            start = time.monotonic()
+            for each in ranks:
+                each.say(("refused", refused))
+            errors = [each.hear(50.0) for each in ranks]
+            assert all("l0.upper" in error for error in errors)
+            assert errors[refused].startswith("InvalidArgument")
+            assert "WeightSyncError" in errors[1 - refused]
+            assert time.monotonic() - start < 60.0, "the others did not wait for it"
+            for each in ranks:
+                assert each.hear(100.0) == "ready"
+        for each in ranks:
+            each.say((2.0, None))
+        assert [each.hear(100.0)[0] for each in ranks] == [None, None]
     finally:
         for each in ranks:
             each.__exit__()

@@ -314,6 +314,60 @@ def test_rs_4_gathers_go_on_to_their_end_after_a_failure(
     assert gathered == (list(fakes.tensors(1)) if ranks else [])
 
 
+def test_rs_4_servers_run_until_the_other_ranks_have_come_to_the_gathers(
+    server: fakes.Server, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused = []
+
+    class Gathered(Source):
+        def __iter__(self) -> Iterator[Any]:
+            for named in self.items():
+                paused.append(server.paused)
+                yield named
+
+    sender = trainer()
+    sender.source.__class__ = Gathered
+    monkeypatch.setattr("fabric_ray.integrations.vllm.has_group", lambda: True)
+    sender.send_weights()
+    assert paused == [False] + [True] * (len(paused) - 1)
+    assert server.answer("prompt") == {1.0}
+
+
+def test_rs_4_a_worker_that_does_not_end_an_update_is_noticed(
+    server: fakes.Server, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    update = server.update_weights
+
+    def stuck(info: dict[str, Any]) -> None:
+        update(info)
+        goes_on.wait(60)
+
+    monkeypatch.setattr(server, "update_weights", stuck)
+    sender = trainer(timeout=1.0)
+    with pytest.raises(WeightSyncError, match=r"did not end update_weights within 1 s.*paused"):
+        sender.send_weights()
+    goes_on.set()
+    assert server.paused
+
+
+def test_rs_4_a_server_actor_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = []
+
+    def wait(refs: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        seconds.append(timeout)
+        return refs[:1], refs[1:]
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(wait=wait))
+    call = SimpleNamespace(remote=lambda *args, **options: object())
+    names = "is_paused", "pause_generation", "reset_prefix_cache", "reset_encoder_cache"
+    handle = SimpleNamespace(**dict.fromkeys((*names, "resume_generation"), call))
+    control = control_of(SimpleNamespace(handles=[handle, handle]), 7.0)
+    with pytest.raises(WeightSyncError, match=r"server 1 did not answer pause_generation within 7"):
+        control.pause_generation("keep")
+    assert seconds == [7.0]
+
+
 def test_rs_1_an_update_without_tensors_is_no_update(backend: Any, server: fakes.Server) -> None:
     with pytest.raises(WeightSyncError, match="no tensor"):
         backend.Reload(server.model, None).finish()
@@ -350,7 +404,7 @@ def test_a_server_without_its_development_routes_is_told_how_to_start() -> None:
     http = HTTPServer(("127.0.0.1", 0), _Routes)
     threading.Thread(target=http.serve_forever, daemon=True).start()
     try:
-        control = control_of(SimpleNamespace(base_url=f"http://127.0.0.1:{http.server_port}"))
+        control = control_of(SimpleNamespace(base_url=f"http://127.0.0.1:{http.server_port}"), 5.0)
         with pytest.raises(Unsupported, match=r"/is_paused answered 404.*VLLM_SERVER_DEV_MODE=1"):
             control.is_paused()
         _Routes.routes = {

@@ -42,7 +42,8 @@ def test_unknown_functions_and_malformed_arguments_are_refused(server: WorkerSer
     def other(_: Any, name: str) -> None: ...
 
     client = WorkerClient(server.session_id)
-    assert client.ask(other, (), 5.0).kind == "KeyError"
+    assert client.ask(other, (), 5.0).kind == "DecodeError"
+    assert "takes 1 to 2 arguments, got 3" in client.ask(turn, (TARGET, 1, 2), 5.0).cause
     assert "Expected `object`" in client.ask(turn, ("no push_target",), 5.0).cause
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -28,6 +29,7 @@ from fabric_ray.plan import (
     InvalidLayout,
     Leaf,
     Mesh,
+    ParamMeta,
     Partial,
     PartialPlacement,
     Replicate,
@@ -263,9 +265,16 @@ def test_buffers_can_be_left_out():
     assert "norm.weight" in names
 
 
-def test_reports_of_one_mesh_name_its_ranks_once_even_when_pickled():
+@pytest.mark.parametrize(
+    "sent",
+    [
+        lambda metas: pickle.loads(pickle.dumps(metas)),
+        lambda metas: msgspec.msgpack.decode(msgspec.msgpack.encode(metas), type=list[ParamMeta]),
+    ],
+)
+def test_reports_of_one_mesh_hold_its_ranks_once_wherever_they_arrive(sent):
     with as_rank(3, WORLD):
         metas = from_module(fsdp(full_block()), rank=3, buffers=False)
-    arrived = pickle.loads(pickle.dumps(metas))
+    arrived = sent(metas)
     assert arrived == metas
     assert len({id(meta.mesh_ranks) for meta in arrived}) == 1

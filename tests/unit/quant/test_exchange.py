@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 import threading
 import time
 from collections.abc import Callable
 
+import msgspec
 import pytest
 import torch
 
 from fabric_ray import TransferEngine
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Container, DType, Leaf, Mesh, Replicate, Shard, Side, Tensor
-from fabric_ray.weights.quant import EdgeExchange, Edges, ExchangeFailed, Fp8, RankQuantiser
+from fabric_ray.weights.quant import (
+    EdgeExchange,
+    Edges,
+    ExchangeFailed,
+    Fp8,
+    Invitation,
+    RankQuantiser,
+)
 from tests.unit.quant.local import exchanged, held
 
 Open = Callable[..., TransferEngine]
@@ -56,7 +63,8 @@ def connected(side: Side, open_engine: Open, transport: str) -> list[Rank]:
         Rank(side, rank, open_engine(f"rank-{rank}", transport=transport)) for rank in side.ranks
     ]
     invitations = {
-        rank: pickle.loads(pickle.dumps(one.exchange.invitation)) for rank, one in enumerate(ranks)
+        rank: msgspec.convert(msgspec.to_builtins(one.exchange.invitation), Invitation)
+        for rank, one in enumerate(ranks)
     }
     for one in ranks:
         one.exchange.connect(invitations)

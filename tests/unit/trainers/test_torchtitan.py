@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
+from multiprocessing.connection import Connection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fabric_ray import TransferEngine
 from fabric_ray.errors import InvalidArgument
@@ -16,6 +19,7 @@ from fabric_ray.plan import Side
 from fabric_ray.plan.dtensor import container_from_dtensor
 from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
 from fabric_ray.weights.trainers import torchtitan_parts
+from tests.processes import Other
 from tests.unit.weights.local_sync import InProcess
 
 Tensors = dict[str, torch.Tensor]
@@ -130,3 +134,21 @@ def test_a_part_that_does_not_say_which_is_refused(model: Model) -> None:
     layer.qk.weight = torch.nn.Parameter(layer.qk.weight[:8].detach())
     with pytest.raises(InvalidArgument, match=r"`layers.1.qk.weight` is \[8, 8\], expected .*24"):
         torchtitan_parts(model, Adapter())
+
+
+def _rank(connection: Connection, rank: int, store: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    adapter = Adapter()
+    if rank:
+        adapter.model_config.build = lambda: 1 / 0
+    try:
+        torchtitan_parts(Model(), adapter)
+    except Exception as error:
+        connection.send(f"{type(error).__name__}: {error}")
+
+
+def test_rs_4_a_rank_that_fails_is_named_to_the_others_which_wait_for_it(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(Other(_rank, rank, f"{tmp_path}/store")) for rank in range(2)]
+        assert ranks[1].hear(120.0) == "ZeroDivisionError: division by zero"
+        assert "rank 1: ZeroDivisionError: division by zero" in ranks[0].hear(60.0)
