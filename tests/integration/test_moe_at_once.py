@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from fabric_ray.errors import FabricError, InvalidArgument
+from fabric_ray.errors import FabricError, InvalidArgument, Unsupported
 from fabric_ray.moe import AllToAll
+from fabric_ray.moe.tokens import Outgoing, Room
 from tests.at_once import at_once, unused
 from tests.processes import within
 from tests.unit.moe.test_all_to_all import batch, expert, group, unsharded
@@ -18,7 +19,10 @@ from tests.unit.moe.test_all_to_all import batch, expert, group, unsharded
 EXPERTS, TOPK, HIDDEN, TOKENS = 8, 3, 64, 17
 SIZES = {"experts": EXPERTS, "topk": TOPK, "hidden": HIDDEN, "max_tokens": TOKENS}
 
+OUT = Outgoing(*batch(0, TOKENS, EXPERTS, TOPK, HIDDEN)[:2], {})
+ROOM = Room({}, torch.empty(4, dtype=torch.int32), torch.empty(4, 2, dtype=torch.int64))
 TURNS: dict[str, Callable[[AllToAll], object]] = {
+    "dispatch": lambda a: a.dispatch(OUT),
     "dispatch_send": lambda a: a.dispatch_send(*batch(0, TOKENS, EXPERTS, TOPK, HIDDEN)[:2]),
     "dispatch_recv": lambda a: a.dispatch_recv(),
     "combine_send": lambda a: a.combine_send(torch.empty(0, HIDDEN, dtype=torch.bfloat16)),
@@ -26,7 +30,7 @@ TURNS: dict[str, Callable[[AllToAll], object]] = {
     "combine_recv": lambda a: a.combine_recv(),
     "finish": lambda a: a.finish(),
 }
-ANY_TIME = {"dispatch_send", "finish"}
+ANY_TIME = {"dispatch", "dispatch_send", "finish"}
 
 
 def look(a: AllToAll) -> None:
@@ -38,6 +42,8 @@ def look(a: AllToAll) -> None:
     assert a.local_experts == range(a.rank * 4, a.rank * 4 + 4)
     with pytest.raises(InvalidArgument, match="is present"):
         a.descriptor(1 - a.rank)
+    with pytest.raises(Unsupported):  # it has no device
+        a.dispatch_recv_into(ROOM, TOKENS)
 
 
 # Between or after exchanges alone; and what ends waits, which is tried below.
