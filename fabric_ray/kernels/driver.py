@@ -131,7 +131,9 @@ def mappable(nbytes: int, device: torch.device) -> torch.Tensor:
     import torch
 
     index = torch.cuda.current_device() if device.index is None else device.index
-    made: torch.Tensor = torch.as_tensor(_Allocation(nbytes, index), device=device)
+    made: torch.Tensor = torch.as_tensor(
+        _Allocation(nbytes, index), dtype=torch.uint8, device=device
+    )
     return made.zero_()
 
 
