@@ -4,52 +4,39 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from fabric_ray import TransferEngine
+from fabric_ray.kernels import structs
 from fabric_ray.kernels.launch import Launcher
 from fabric_ray.kernels.steps import StepKind
 from fabric_ray.moe import AllToAll
-from tests.host_kernels import Host, single_steps
+from tests.host_kernels import Host, StepByStep
 from tests.moe_ranks import batch, layer
 from tests.processes import within
 
 EXPERTS, TOPK, HIDDEN, TOKENS = 6, 3, 64, 16
 
 
-class Dying:
-    """Launches step by step, until it comes to one of a kind for the second time: half of that, and
-    ``kill -9``."""
+class Dying(StepByStep):
+    """Comes to a step of a kind for the second time, does half of that, and ``kill -9``."""
 
     def __init__(self, launcher: Launcher, kind: StepKind) -> None:
-        self._launcher, self._kind, self._left = launcher, kind, 2
+        super().__init__(launcher)
+        self._kind, self._left = kind, 2
 
-    def launch(
-        self,
-        file: str,
-        kernel: str,
-        blocks: int,
-        threads: int,
-        arguments: Any,
-        *,
-        together: bool = False,
-    ) -> None:
-        for one in single_steps(arguments):
-            step = one.step[0]
-            last = step.kind == self._kind and self._left == 1
-            self._left -= step.kind == self._kind
-            if last:
-                packs = self._kind == StepKind.PACK_ROWS
-                rows = step.arguments.pack.part[0] if packs else step.arguments.answers.answers
-                rows.width //= 2
-            self._launcher.launch(file, kernel, blocks, threads, one)
-            if last:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    def resident(self, file: str, kernel: str, threads: int) -> int:
-        return self._launcher.resident(file, kernel, threads)
+    def step(self, step: structs.Step, launch: Callable[[], None]) -> None:
+        last = step.kind == self._kind and self._left == 1
+        self._left -= step.kind == self._kind
+        if last:
+            packs = self._kind == StepKind.PACK_ROWS
+            rows = step.arguments.pack.part[0] if packs else step.arguments.answers.answers
+            rows.width //= 2
+        launch()
+        if last:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def is_straight(a: AllToAll) -> bool:

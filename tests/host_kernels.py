@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +20,7 @@ import pytest
 
 from fabric_ray.kernels import structs
 from fabric_ray.kernels.channel import ARGUMENTS
+from fabric_ray.kernels.launch import Launcher
 from fabric_ray.kernels.sources import FOLDER
 
 #: A warp there. Few, for each is a thread; none of the kernels counts on a number.
@@ -42,11 +43,16 @@ def _built(compiler: str) -> Path:
     return BUILD / digest.hexdigest()[:16]
 
 
+def cxx() -> str:
+    """The C++ compiler. Without one a test is skipped, and listed as left out: who builds the
+    project needs a C compiler alone."""
+    found = shutil.which("c++") or shutil.which("g++")
+    return found or pytest.skip("there is no C++ compiler here: install g++")
+
+
 def _compiled(file: str) -> Path:
     """The library of a file of kernels, built once for all processes that run tests."""
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("there is no C++ compiler here: install g++")
+    compiler = cxx()
     out = _built(compiler) / f"{Path(file).stem}.so"
     if not out.exists():
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -171,12 +177,34 @@ def exchange_kernels(build: Path) -> Host:
     return host
 
 
-def single_steps(arguments: structs.Steps) -> Iterator[structs.Steps]:
-    """The steps of a launch, as so many launches."""
-    for step in arguments.step[: arguments.n]:
-        one = structs.Steps(arguments.meeting, 1)
-        one.step[0] = step
-        yield one
+class StepByStep:
+    """Launches each step of a launch by itself, by way of :meth:`step`."""
+
+    def __init__(self, under: Launcher) -> None:
+        self._under = under
+
+    def launch(
+        self,
+        file: str,
+        kernel: str,
+        blocks: int,
+        threads: int,
+        arguments: Any,
+        *,
+        together: bool = False,
+    ) -> None:
+        for step in arguments.step[: arguments.n]:
+            one = structs.Steps(arguments.meeting, 1)
+            one.step[0] = step
+            launch = functools.partial(self._under.launch, file, kernel, blocks, threads, one)
+            self.step(one.step[0], launch)
+
+    def step(self, step: structs.Step, launch: Callable[[], None]) -> None:
+        """Launches a step."""
+        launch()
+
+    def resident(self, file: str, kernel: str, threads: int) -> int:
+        return self._under.resident(file, kernel, threads)
 
 
 class Stream:

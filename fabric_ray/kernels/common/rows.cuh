@@ -19,6 +19,19 @@ struct Part {
   FR_DEVICE u8* row(u64 i) const { return base + i * stride; }
 };
 
+// Of `n` owners, whose rows begin at `begins`, the last one that begins at or before a row.
+FR_DEVICE u32 owner_of(const u32* begins, u32 n, u64 row) {
+  u32 low = 0, high = n;
+  while (high - low > 1) {
+    u32 middle = (low + high) / 2;
+    if (begins[middle] <= row)
+      low = middle;
+    else
+      high = middle;
+  }
+  return low;
+}
+
 // Threads that share a row.
 struct Team {
   u32 index, size;

@@ -28,25 +28,12 @@ struct PackRows {
   u32 ranks;
 };
 
-// The last rank whose rows begin at or before this one.
-FR_DEVICE u32 rank_of(const PackRows& p, u32 row) {
-  u32 low = 0, high = p.ranks;
-  while (high - low > 1) {
-    u32 middle = (low + high) / 2;
-    if (p.first[middle] <= row)
-      low = middle;
-    else
-      high = middle;
-  }
-  return low;
-}
-
 // The address that a row goes to; 0 if it goes nowhere.
 FR_DEVICE u64 place_of(const PackRows& p, u32 row) {
   if (row == NONE) return 0;
   u64 home = address(p.out) + row * p.row_stride;
   if (p.ways == nullptr) return home;
-  u32 rank = rank_of(p, row), i = row - p.first[rank];
+  u32 rank = owner_of(p.first, p.ranks, row), i = row - p.first[rank];
   const Way way = reinterpret_cast<const Way*>(p.ways + 1)[rank];
   return i < way.rows ? way.to + i * p.row_stride : home;
 }

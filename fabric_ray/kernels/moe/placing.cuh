@@ -1,7 +1,7 @@
 // Where rows of all sources go: to experts, and among those of one expert by source, as native/moe's `Placing` has it.
 #pragma once
 
-#include "common/vendor.cuh"
+#include "common/rows.cuh"
 
 namespace fr {
 
@@ -17,16 +17,8 @@ struct Places {
   FR_DEVICE u32 of(u32 source, u64 row) const {
     const u32* begins = from + static_cast<u64>(source) * (experts + 1);
     if (row >= begins[experts]) return NONE;
-    // The last expert whose rows begin at or before this one.
-    u32 low = 0, high = experts;
-    while (high - low > 1) {
-      u32 middle = (low + high) / 2;
-      if (begins[middle] <= row)
-        low = middle;
-      else
-        high = middle;
-    }
-    return to[static_cast<u64>(source) * experts + low] + static_cast<u32>(row - begins[low]);
+    u32 expert = owner_of(begins, experts, row);
+    return to[static_cast<u64>(source) * experts + expert] + static_cast<u32>(row - begins[expert]);
   }
 };
 

@@ -38,17 +38,7 @@ struct Term {
 };
 
 FR_DEVICE bool is_missing(const WeightedSum& p, u32 row) {
-  if (!p.missing) return false;
-  // The last rank whose rows begin at or before this one.
-  u32 low = 0, high = p.ranks;
-  while (high - low > 1) {
-    u32 middle = (low + high) / 2;
-    if (p.first[middle] <= row)
-      low = middle;
-    else
-      high = middle;
-  }
-  return p.missing[low] != 0;
+  return p.missing && p.missing[owner_of(p.first, p.ranks, row)] != 0;
 }
 
 // A token's terms in the order of its experts, and how many.

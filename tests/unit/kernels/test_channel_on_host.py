@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from fabric_ray.kernels import Channel, Words
 from fabric_ray.kernels.channel import add_command
 from fabric_ray.kernels.sources import FOLDER
 from tests import channel_kernels as checks
-from tests.host_kernels import Host
+from tests.host_kernels import Host, cxx
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +115,7 @@ def test_the_layout_of_commands_is_the_proxys() -> None:
 
 
 def test_commands_are_encoded_as_the_proxy_decodes_them(tmp_path: Path) -> None:
-    compiler = shutil.which("c++") or pytest.skip("there is no C++ compiler here: install g++")
+    compiler = cxx()
     (tmp_path / "encode.cc").write_text(PROGRAM)
     out = tmp_path / "encode.so"
     subprocess.run(

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from fabric_ray import TransferEngine, errors
+from fabric_ray.kernels import structs
 from fabric_ray.kernels.launch import Launcher
 from fabric_ray.kernels.moe import STORED
 from fabric_ray.kernels.steps import StepKind
 from fabric_ray.moe import AllToAll, device, device_memory
 from tests.direct_rank import EXPERTS, HIDDEN, TOKENS, TOPK, is_straight, serve
 from tests.host_graph import Graph
-from tests.host_kernels import Host, single_steps
+from tests.host_kernels import Host, StepByStep
 from tests.moe_ranks import batch, expert, layer, unsharded
 from tests.processes import Other, within
 from tests.unit.moe.moe_ranks import joined, on_each
@@ -175,33 +176,19 @@ def test_rs_2_explain_says_which_way_rows_go_and_why(host: Host) -> None:
         )
 
 
-class Stalling:
-    """Launches step by step, and stands still before the first of a kind that stores to a peer,
-    until it is let go."""
+class Stalling(StepByStep):
+    """Stands still before the first step of a kind that stores to a peer, until it is let go."""
 
     def __init__(self, host: Host, kind: StepKind) -> None:
-        self._host, self._kind = host, kind
+        super().__init__(host)
+        self._kind = kind
         self.stands, self.go = threading.Event(), threading.Event()
 
-    def launch(
-        self,
-        file: str,
-        kernel: str,
-        blocks: int,
-        threads: int,
-        arguments: Any,
-        *,
-        together: bool = False,
-    ) -> None:
-        for one in single_steps(arguments):
-            step = one.step[0]
-            if step.kind == self._kind and self._stores(step.arguments):
-                self.stands.set()
-                assert self.go.wait(LIMIT)
-            self._host.launch(file, kernel, blocks, threads, one)
-
-    def resident(self, file: str, kernel: str, threads: int) -> int:
-        return 1
+    def step(self, step: structs.Step, launch: Callable[[], None]) -> None:
+        if step.kind == self._kind and self._stores(step.arguments):
+            self.stands.set()
+            assert self.go.wait(LIMIT)
+        launch()
 
     def _stores(self, arguments: Any) -> bool:
         if self._kind == StepKind.PACK_ROWS:
