@@ -87,10 +87,11 @@ impl AddressVector {
     }
 
     /// Removes an unused address from the library, so that the provider ends operations towards it,
-    /// if it does that.
+    /// if it can do that.
     pub fn abort(&mut self, i: usize, nic: &Nic, table: &ContextTable) {
         let Some(a) = self.all.get_mut(i).filter(|a| a.users == 0 && !a.removed) else { return };
-        if nic.aborts_on_remove() && table.uses_address(i) {
+        let ends_all = nic.closes_during_reads() || !table.reads_from(i);
+        if nic.aborts_on_remove() && ends_all && table.uses_address(i) {
             a.removed = true;
             nic.remove(a.addr);
         }

@@ -7,11 +7,14 @@
 //! registrations have ended, and only its own thread moved bytes. Its name is unlinked at once, so
 //! a process that ends earlier leaves nothing behind.
 
-use std::time::{Duration, Instant};
+use std::{
+    collections::HashMap,
+    time::{Duration, Instant},
+};
 
 use parking_lot::Mutex;
 
-use super::{raw::Nic, slots::Slots};
+use super::{raw::Nic, read_buffers::ReadBuffer, slots::Slots};
 
 /// Time until a closed endpoint is freed: longer than the default peer timeout.
 const CLOSE_AFTER: Duration = Duration::from_secs(10);
@@ -36,6 +39,14 @@ pub(super) fn opened(nic: &Nic) {
     if nic.shares_queues() {
         DEFERRED.lock().open += 1;
     }
+}
+
+/// Keeps an endpoint that can't be closed safely, and its memory, until the process ends. Only its
+/// own thread moved bytes, so nothing lands through it any more.
+pub(super) fn never_close(nic: Nic, mut slots: [Slots; 3], buffers: HashMap<u32, ReadBuffer>) {
+    slots.iter_mut().for_each(Slots::unregister);
+    tracing::warn!("a read is under way, so an endpoint of libfabric's tcp provider stays open");
+    std::mem::forget((nic, slots, buffers));
 }
 
 /// Closes an endpoint now or when it is safe, and frees its memory after that.

@@ -238,7 +238,8 @@ impl LibfabricDomain {
         let sent = unsafe { nic.send(self.addresses.addr(address), bytes, len, desc, scratch) };
         match sent {
             Ok(true) => {
-                let flight = InFlight { used_for, region: NO_REGION, address, len: len as u32 };
+                let (len, is_read) = (len as u32, false);
+                let flight = InFlight { used_for, region: NO_REGION, address, len, is_read };
                 self.table.launch(context, flight);
             }
             Ok(false) => {}

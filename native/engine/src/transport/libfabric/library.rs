@@ -19,6 +19,8 @@ const OLDEST: u32 = version(1, 14);
 /// The API version to request. From 1.18 on `efa` uses the device's RDMA for callers that request
 /// that version, and 1.20 supports dma-bufs; nothing newer is needed.
 const NEWEST: u32 = version(1, 20);
+/// The first version whose tcp provider ends a read once if its connection closes meanwhile.
+pub(super) const TCP_ENDS_READS_ONCE: u32 = version(1, 18);
 /// The first version with `FI_MR_DMABUF`.
 const DMABUF: u32 = version(1, 20);
 

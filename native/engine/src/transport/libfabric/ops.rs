@@ -1,8 +1,10 @@
 //! Operations under way, and the contexts that the library holds for them.
 
+use std::collections::HashMap;
+
 use slab::Slab;
 
-use super::raw::Contexts;
+use super::{raw::Contexts, read_buffers::ReadBuffer};
 use crate::{
     api::RegionKey,
     domain::{Count, DomainError, LinkId, Token},
@@ -34,6 +36,8 @@ pub(super) struct InFlight {
     pub address: usize,
     /// Bytes.
     pub len: u32,
+    /// Whether its bytes come from the peer.
+    pub is_read: bool,
 }
 
 /// An operation: complete when all its chunks are.
@@ -61,10 +65,17 @@ pub(super) struct ContextTable {
     free_slots: Vec<u32>,
     free: Vec<u32>,
     pub ops: Slab<Op>,
+    /// Buffers of reads, by context, where the provider needs them.
+    pub buffers: HashMap<u32, ReadBuffer>,
 }
 
-const IDLE: InFlight =
-    InFlight { used_for: ContextUse::Free, region: NO_REGION, address: usize::MAX, len: 0 };
+const IDLE: InFlight = InFlight {
+    used_for: ContextUse::Free,
+    region: NO_REGION,
+    address: usize::MAX,
+    len: 0,
+    is_read: false,
+};
 
 impl ContextTable {
     pub fn new(receives: u32, slots: u32, chunks: u32) -> Self {
@@ -77,6 +88,7 @@ impl ContextTable {
             free_slots: (receives..receives + slots).rev().collect(),
             free: (receives + slots..n).rev().collect(),
             ops: Slab::with_capacity(chunks as usize),
+            buffers: HashMap::new(),
         }
     }
 
@@ -169,6 +181,16 @@ impl ContextTable {
     /// Whether the library holds a transfer to an address.
     pub fn uses_address(&self, address: usize) -> bool {
         self.flights.iter().any(|f| f.used_for != ContextUse::Free && f.address == address)
+    }
+
+    /// Whether the library holds a read from an address.
+    pub fn reads_from(&self, address: usize) -> bool {
+        self.flights.iter().any(|f| f.is_read && f.address == address)
+    }
+
+    /// Whether the library holds a read.
+    pub fn reads(&self) -> bool {
+        self.flights.iter().any(|f| f.is_read)
     }
 
     /// Whether the library holds anything besides receives.

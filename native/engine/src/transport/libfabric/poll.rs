@@ -142,6 +142,12 @@ impl LibfabricDomain {
     fn on_completed(&mut self, context: u32, well: bool) -> InFlight {
         let now = self.now;
         let flight = self.table.land(context);
+        if let (Some(buffer), true) = (self.table.buffers.remove(&context), well) {
+            if matches!(flight.used_for, ContextUse::Op(_)) {
+                // SAFETY: the provider has reported the read as done, and `uses` still counts it.
+                unsafe { buffer.deliver() };
+            }
+        }
         self.on_chunk_done(flight.region);
         match flight.used_for {
             ContextUse::Op(op) => {

@@ -6,6 +6,7 @@ use super::{
     link::Link,
     ops::{ContextUse, InFlight, Op, NO_REGION},
     raw::Span,
+    read_buffers::ReadBuffer,
     shuffle::PostOrder,
     LibfabricDomain,
 };
@@ -242,13 +243,20 @@ impl LibfabricDomain {
                 (self.empty_span(id), Imm::weighted(*raw, *n).nth(i as usize), NO_REGION)
             }
         };
-        let span = span.ok_or_else(gone)?;
+        let mut span = span.ok_or_else(gone)?;
         let Some(link) = self.link(id) else { return Err(gone()) };
         let (addr, address) = (link.addr, link.address);
         let nic = self.nic.as_ref().ok_or_else(super::closed)?;
         let scratch_of = self.table.contexts.at(context);
+        let is_read = matches!(s.work, Work::Read { .. });
+        let mut buffer = None;
+        if is_read && !nic.closes_during_reads() {
+            let buffer = buffer.insert(ReadBuffer::new(span.local, span.len));
+            span.local = buffer.addr();
+        }
         // SAFETY: the local region, or the scratch slot, stays registered and allocated while
-        // `uses` counts this chunk; the context belongs to this chunk until it lands.
+        // `uses` counts this chunk, and the buffer until it lands; the context belongs to this
+        // chunk until then.
         let posted = unsafe {
             match s.work {
                 Work::Read { .. } => nic.read(addr, &span, scratch_of),
@@ -257,9 +265,10 @@ impl LibfabricDomain {
         }?;
         if posted {
             let len = s.work.chunk_bytes();
-            let flight =
-                InFlight { used_for: ContextUse::Op(s.op), region, address, len: len as u32 };
+            let (used_for, bytes) = (ContextUse::Op(s.op), len as u32);
+            let flight = InFlight { used_for, region, address, len: bytes, is_read };
             self.table.launch(context, flight);
+            self.table.buffers.extend(buffer.map(|b| (context, b)));
             self.regions.add_use(region);
             if let Some(link) = self.link(id) {
                 link.chunks += 1;

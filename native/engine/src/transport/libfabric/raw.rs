@@ -218,6 +218,13 @@ impl Nic {
         self.info.offer.provider.split(';').next() == Some("tcp") && library::cleanup_enabled()
     }
 
+    /// Whether connections can be closed while the bytes of a read arrive. The tcp provider before
+    /// 1.18 then ends the read twice, the second time from freed memory.
+    pub fn closes_during_reads(&self) -> bool {
+        let is_tcp = self.info.offer.provider.split(';').any(|p| p == "tcp");
+        !is_tcp || self.api.found >= library::TCP_ENDS_READS_ONCE
+    }
+
     /// Whether an address must never be removed: the shm provider (1.17 to 1.22 at least) keeps what
     /// it knew of the peer under the entry's number, and gives the number to the next address. A
     /// message to that one goes by the old peer's word, or through a null pointer if it is gone.

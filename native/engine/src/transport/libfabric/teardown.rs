@@ -4,7 +4,11 @@ use std::time::{Duration, Instant};
 
 use fabric_sys::libfabric::mr_mode;
 
-use super::{deferred_close, ops::ContextUse, LibfabricDomain, LinkEntry};
+use super::{
+    deferred_close,
+    ops::{ContextUse, NO_REGION},
+    LibfabricDomain, LinkEntry,
+};
 use crate::{
     domain::{excuse, Completion, DomainError, LinkId},
     time::Time,
@@ -90,13 +94,20 @@ impl LibfabricDomain {
         let ops = &self.table.ops;
         let mine: Vec<u32> =
             ops.iter().filter(|(_, o)| o.link == id).map(|(i, _)| i as u32).collect();
+        let (buffered, mut unused) = (!self.table.buffers.is_empty(), Vec::new());
         for flight in self.table.flights() {
             match flight.used_for {
-                ContextUse::Op(op) if mine.contains(&op) => flight.used_for = ContextUse::Orphan,
+                ContextUse::Op(op) if mine.contains(&op) => {
+                    flight.used_for = ContextUse::Orphan;
+                    if flight.is_read && buffered {
+                        unused.push(std::mem::replace(&mut flight.region, NO_REGION));
+                    }
+                }
                 ContextUse::Frame(of, _) if of == id => flight.used_for = ContextUse::Orphan,
                 _ => {}
             }
         }
+        unused.into_iter().for_each(|region| self.on_chunk_done(region));
         self.drop_partials(id);
         for op in mine {
             let Some(op) = self.table.ops.try_remove(op as usize) else { continue };
@@ -149,7 +160,12 @@ impl LibfabricDomain {
             self.regions.unregister();
         }
         let slots = [&mut self.rx, &mut self.tx, &mut self.scratch].map(|s| s.take());
-        deferred_close::close(nic, slots);
+        match nic.closes_during_reads() || !self.table.reads() {
+            true => deferred_close::close(nic, slots),
+            false => {
+                deferred_close::never_close(nic, slots, std::mem::take(&mut self.table.buffers))
+            }
+        }
         for index in self.regions.clear() {
             self.completions.push(Completion::RegionReleased { index });
         }
@@ -183,7 +199,7 @@ impl LibfabricDomain {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::{
         api::{EngineAddress, EngineConfig, EngineId, NicConfig},
@@ -191,7 +207,7 @@ mod tests {
         transport::libfabric::{discover, library},
     };
 
-    struct TestMessageRoom;
+    pub struct TestMessageRoom;
 
     impl MessageRoom for TestMessageRoom {
         fn admit(&self, _: usize) -> Admit {
@@ -200,7 +216,7 @@ mod tests {
     }
 
     /// A domain over TCP and its address.
-    fn open(id: u8) -> Result<(LibfabricDomain, EngineAddress), DomainError> {
+    pub fn open(id: u8) -> Result<(LibfabricDomain, EngineAddress), DomainError> {
         let nics =
             NicConfig { provider: Some("tcp;ofi_rxm".into()), max_rails: 1, ..Default::default() };
         let config = EngineConfig { nics, token: Some(vec![1]), ..Default::default() };

@@ -1,0 +1,163 @@
+//! Buffers for reads over connections that can't be closed while the bytes arrive: a read that has
+//! failed would write to its region later (MR-1). Bytes arrive in a buffer instead, and are copied
+//! when the read is done.
+
+use super::raw::Nic;
+
+/// Where the bytes of a chunk arrive.
+pub(super) struct ReadBuffer {
+    bytes: Vec<u8>,
+    /// Address in the local region.
+    dst: usize,
+}
+
+impl ReadBuffer {
+    /// A buffer for `len` bytes that are wanted at `dst`.
+    pub fn new(dst: usize, len: u64) -> Self {
+        Self { bytes: vec![0; len as usize], dst }
+    }
+
+    pub fn addr(&mut self) -> usize {
+        self.bytes.as_mut_ptr() as usize
+    }
+
+    /// Copies the bytes to the region.
+    ///
+    /// # Safety
+    /// All bytes have arrived, and the region is still registered and allocated.
+    pub unsafe fn deliver(self) {
+        // SAFETY: the engine has checked the bounds; the buffer is memory of its own.
+        unsafe {
+            std::ptr::copy_nonoverlapping(
+                self.bytes.as_ptr(),
+                self.dst as *mut u8,
+                self.bytes.len(),
+            );
+        }
+    }
+}
+
+impl Nic {
+    /// What may access memory after its peer is lost.
+    pub fn may_land_late(&self) -> Option<&'static str> {
+        match (self.aborts_on_remove(), self.closes_during_reads()) {
+            (false, _) => Some("operations under way"),
+            (true, false) => Some("writes under way beside reads"),
+            (true, true) => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::super::{
+        teardown::tests::{open, TestMessageRoom},
+        LibfabricDomain,
+    };
+    use crate::{
+        api::RegionKey,
+        domain::{
+            Completion, Data, Domain, DomainError, LinkId, LocalAddr, Post, Seq, Token, WorkRequest,
+        },
+        memory::{Backing, RegionMemory},
+        time::Time,
+    };
+
+    /// More than sockets hold.
+    const BYTES: usize = 32 << 20;
+    const KEY: RegionKey = RegionKey { index: 0, rkey: 7 };
+
+    fn poll(domain: &mut LibfabricDomain) -> Vec<Completion> {
+        let mut out = Vec::new();
+        domain.poll(Time::now(), &TestMessageRoom, &mut out);
+        out
+    }
+
+    fn up(out: &[Completion]) -> Option<LinkId> {
+        out.iter().find_map(|c| match c {
+            Completion::LinkUp { link, .. } => Some(*link),
+            _ => None,
+        })
+    }
+
+    fn failed(out: &[Completion]) -> bool {
+        out.iter().any(|c| matches!(c, Completion::Done { result: Err(_), .. }))
+    }
+
+    struct Reading {
+        a: LibfabricDomain,
+        b: LibfabricDomain,
+        link: LinkId,
+        /// Of each end.
+        memory: [Vec<u8>; 2],
+    }
+
+    /// Has `a` read from `b`, until the first bytes have arrived.
+    fn reading() -> Result<Reading, DomainError> {
+        let ((mut a, _), (mut b, address)) = (open(1)?, open(2)?);
+        let mut memory = [vec![0; BYTES], vec![7; BYTES]];
+        let [to, from] = memory.each_mut().map(|m| m.as_mut_ptr() as usize);
+        let region =
+            |base| Arc::new(RegionMemory::new(KEY, base, BYTES as u64, Backing::Foreign, None));
+        a.register(&region(to), None)?;
+        let remote_keys = b.register(&region(from), None)?;
+        a.connect(Time::now(), &address, 0)?;
+        let link = loop {
+            poll(&mut b);
+            if let Some(link) = up(&poll(&mut a)) {
+                break link;
+            }
+        };
+        let data = Data {
+            local: LocalAddr(to),
+            local_region: 0,
+            local_seq: Seq::at(0),
+            remote: KEY,
+            remote_keys: remote_keys.into_vec().into(),
+            remote_seq: Seq::at(0),
+            page_len: BYTES as u64,
+            pages: 1,
+        };
+        let posted = a.post(link, Token::default(), &WorkRequest::Read { data })?;
+        assert_eq!(posted, Post::Queued);
+        let begun = |a: &LibfabricDomain, to: &[u8]| {
+            to[0] != 0 || a.table.buffers.values().any(|b| b.bytes[0] != 0)
+        };
+        while !begun(&a, &memory[0]) {
+            poll(&mut b);
+            poll(&mut a);
+        }
+        assert!(a.table.reads(), "the read is done already");
+        Ok(Reading { a, b, link, memory })
+    }
+
+    #[test]
+    fn mr_1_a_read_that_is_cut_while_bytes_arrive_lands_no_more() {
+        let Reading { mut a, mut b, link, memory } = match reading() {
+            Ok(reading) => reading,
+            Err(e) => return eprintln!("skipped: {e}"),
+        };
+        a.close_link(link, DomainError::LinkDown("a test".into()), false);
+        let before = memory[0].iter().filter(|byte| **byte != 0).count();
+        assert!(failed(&poll(&mut a)));
+        for _ in 0..1000 {
+            poll(&mut b);
+            poll(&mut a);
+        }
+        assert_eq!(memory[0].iter().filter(|byte| **byte != 0).count(), before);
+    }
+
+    #[test]
+    fn rs_4_an_end_closes_while_the_bytes_of_a_read_arrive() {
+        let Reading { mut a, b: _b, memory, .. } = match reading() {
+            Ok(reading) => reading,
+            Err(e) => return eprintln!("skipped: {e}"),
+        };
+        // The peer makes no progress, so the read is still under way.
+        a.close();
+        assert!(failed(&poll(&mut a)));
+        drop((a, memory));
+    }
+}
