@@ -463,11 +463,11 @@ impl Domain for LibfabricDomain {
         let mut text = format!("{} ({}) to {}", o.domain, o.provider, l.remote.label());
         if !self.regions.by_nic {
             text.push_str("; CPUs move the bytes, this is not RDMA");
-            if let Some(late) = self.nic.as_ref().and_then(Nic::may_land_late) {
-                text.push_str(&format!(
-                    "; {late} when a peer is lost may land later: drop a buffer's \
+            if !self.nic.as_ref().is_some_and(Nic::cuts_off) {
+                text.push_str(
+                    "; writes under way when a peer is lost may land later: drop a buffer's \
                     region before you reuse its memory",
-                ));
+                );
             }
         }
         if self.nic.as_ref().is_some_and(|n| n.wait_fd.is_none()) {

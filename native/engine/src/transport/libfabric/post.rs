@@ -250,7 +250,7 @@ impl LibfabricDomain {
         let scratch_of = self.table.contexts.at(context);
         let is_read = matches!(s.work, Work::Read { .. });
         let mut buffer = None;
-        if is_read && !nic.closes_during_reads() {
+        if is_read && !self.regions.by_nic && !nic.cuts_off() {
             let buffer = buffer.insert(ReadBuffer::new(span.local, span.len));
             span.local = buffer.addr();
         }

@@ -215,10 +215,10 @@ pub(super) mod tests {
         }
     }
 
-    /// A domain over TCP and its address.
-    pub fn open(id: u8) -> Result<(LibfabricDomain, EngineAddress), DomainError> {
-        let nics =
-            NicConfig { provider: Some("tcp;ofi_rxm".into()), max_rails: 1, ..Default::default() };
+    /// A domain over a provider and its address.
+    pub fn open(id: u8, provider: &str) -> Result<(LibfabricDomain, EngineAddress), DomainError> {
+        let provider = Some(provider.into());
+        let nics = NicConfig { provider, max_rails: 1, ..Default::default() };
         let config = EngineConfig { nics, token: Some(vec![1]), ..Default::default() };
         let (api, id) = (library::get()?, EngineId([id; 16]));
         let info = discover::choose(&api, &config.nics, true)?.remove(0);
@@ -230,7 +230,8 @@ pub(super) mod tests {
 
     #[test]
     fn mr_1_a_closed_endpoint_sends_nothing_that_waited_for_the_provider() {
-        let ((mut domain, _), (_peer, address)) = match (open(1), open(2)) {
+        let tcp = "tcp;ofi_rxm";
+        let ((mut domain, _), (_peer, address)) = match (open(1, tcp), open(2, tcp)) {
             (Ok(one), Ok(other)) => (one, other),
             (Err(e), _) | (_, Err(e)) => return eprintln!("skipped: {e}"),
         };
