@@ -5,6 +5,7 @@ Of the one with vLLM's servers, what needs none of them.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -193,11 +194,24 @@ def test_turns_before_an_interruption_are_kept_and_measured_again(results: Resul
         (["--lengths", "64,many"], "expected numbers from 1 to"),
         (["--concurrent", "0"], "expected numbers from 1 to"),
         (["--pairs", "nixl,mooncake"], "got mooncake, expected fabric-ray, nixl or both"),
-        ([], "FABRIC_RAY_VLLM_PYTHON"),
     ],
 )
 def test_servers_that_cannot_be_had_are_named(arguments: list[str], said: str) -> None:
-    wide = {"FABRIC_RAY_VLLM_PYTHON": "/nonexistent/python", "COLUMNS": "400"}
-    done = CliRunner(env=wide).invoke(app, ["vllm", *arguments])
+    done = CliRunner(env={"COLUMNS": "400"}).invoke(app, ["vllm", *arguments])
     assert done.exit_code == 2, done.output
     assert said in done.stderr
+
+
+def test_an_environment_that_lacks_vllm_is_named() -> None:
+    # A process of its own: the variable is read once.
+    absent = {"FABRIC_RAY_VLLM_PYTHON": "/nonexistent/python", "COLUMNS": "400"}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.kvcache", "vllm"],
+        cwd=ROOT,
+        env={**os.environ, **absent},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stdout
+    assert "FABRIC_RAY_VLLM_PYTHON" in done.stderr
