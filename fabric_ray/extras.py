@@ -12,7 +12,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "ray": _RAY,
     "serve": (*_RAY, "ray[serve]>=2.60,<3", "pyyaml>=6,<7", "jinja2>=3.1,<4"),
     "verl": (*_RAY, "verl>=0.9.1,<0.10"),
-    "vllm": ("vllm>=0.32,<0.34",),
+    "vllm": ("vllm>=0.30,<0.34",),
     "cuda": ("nvidia-cuda-nvrtc>=13,<14",),
 }
 

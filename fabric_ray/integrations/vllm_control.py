@@ -53,7 +53,7 @@ def control_of(client: Any, timeout: float) -> ServerControl:
         control: ServerControl = client
         return control
     if isinstance(getattr(client, "base_url", None), str):
-        return _HttpControl(client.base_url, getattr(client, "timeout", 300.0))
+        return control_at(client.base_url, getattr(client, "timeout", 300.0))
     if isinstance(getattr(client, "handles", None), list):
         return _ActorControl(client.handles, timeout)
     raise InvalidArgument(
@@ -61,6 +61,15 @@ def control_of(client: Any, timeout: float) -> ServerControl:
         f"{', '.join(missing)}; add these methods, or use HTTPVLLMWeightSyncClient or "
         "RayVLLMWeightSyncClient"
     )
+
+
+def control_at(base_url: str, timeout: float) -> ServerControl:
+    """The control of a server by its routes.
+
+    Args:
+        timeout: seconds that the server may take for a call.
+    """
+    return _HttpControl(base_url, timeout)
 
 
 def call_seconds(client: Any, timeout: float) -> float:

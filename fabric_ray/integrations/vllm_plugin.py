@@ -18,7 +18,8 @@ CONNECTOR = "FabricRayConnector"
 CONNECTOR_MODULE = "fabric_ray.integrations.vllm_kv"
 
 _MODULE = "fabric_ray.integrations.vllm"
-_SUPPORTED = ("0.32", "0.33")
+# Of major version 0.
+_OLDEST, _NEWEST = 30, 33
 
 
 def check_version() -> None:
@@ -28,12 +29,12 @@ def check_version() -> None:
         MissingFramework: there is no vLLM.
     """
     version = framework("vllm.version", "vllm").__version__
-    minor = re.match(r"\d+\.\d+(?=\D|$)", version)
-    if minor is None or minor.group() not in _SUPPORTED:
+    minor = re.match(r"0\.(\d+)(?=\D|$)", version)
+    if minor is None or not _OLDEST <= int(minor[1]) <= _NEWEST:
         raise Unsupported(
             f"the weight transfer backend `fabric` does not fit this vLLM: got version {version}, "
-            f"expected {' or '.join(_SUPPORTED)}; install one of these: pip install "
-            f"'vllm>={_SUPPORTED[0]},<0.34'"
+            f"expected 0.{_OLDEST} to 0.{_NEWEST}; install one of these: pip install "
+            f"'vllm>=0.{_OLDEST},<0.{_NEWEST + 1}'"
         )
 
 

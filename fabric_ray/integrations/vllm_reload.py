@@ -233,7 +233,9 @@ class Reload:
         gaps with whatever memory holds."""
         layerwise = framework(f"{RELOAD}.layerwise", "vllm")
         skipped = framework(f"{RELOAD}.meta", "vllm").SKIP_LOAD_TENSORS
-        count = framework(f"{RELOAD}.utils", "vllm").get_tensor_load_numel
+        # vLLM 0.30 counts padding, too.
+        utils = framework(f"{RELOAD}.utils", "vllm")
+        count = getattr(utils, "get_tensor_load_numel", lambda tensor: tensor.numel())
         tied = self._tied()
         found = []
         for name, layer in self._model.named_modules():

@@ -149,7 +149,8 @@ def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         linear = getattr(layer, "cpu_linear", None)
         # Attention may have packed the weight of a plain one, which is among its tensors then.
         if linear and (linear is not torch.nn.functional.linear or layer.weight.numel()):
-            width = getattr(layer, "input_size_per_partition", None) or layer.input_size
+            widths = ("input_size_per_partition", "input_size", "embedding_dim")
+            width = next(size for name in widths if (size := getattr(layer, name, None)))
             ones = torch.eye(width, dtype=layer.weight.dtype)
             found[f"{path}()"] = linear(ones, layer.weight, None)
         if getattr(getattr(layer, "quant_method", None), "moe_kernel", None):

@@ -78,6 +78,8 @@ class Spec:
     """Of the model's weights."""
     kind: str = "llama"
     """Of model: a Llama, or one of those in ``tiny_hybrid.py``."""
+    program: tuple[str | Path, ...] = (PYTHON, "-m", "vllm.entrypoints.cli.main")
+    """That takes the arguments of ``vllm``."""
 
 
 class Server:
@@ -296,7 +298,7 @@ def _start(spec: Spec) -> Server:
     }
     with os.fdopen(handle, "wb") as log:
         process = subprocess.Popen(
-            [PYTHON, "-m", "vllm.entrypoints.cli.main", *arguments],
+            [*spec.program, *arguments],
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,

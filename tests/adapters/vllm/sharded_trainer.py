@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -102,6 +103,42 @@ def say(value: object) -> None:
     sys.stdout.flush()
 
 
+def run(
+    opened: Callable[[torch.nn.Module], Any],
+    sharded: Callable[[str], torch.nn.Module],
+    client: Servers | None = None,
+) -> None:
+    """Answers each line of the input.
+
+    Args:
+        opened: opens this rank's end for a module.
+        client: by whose calls this rank may die.
+    """
+    module: Any = None
+    sender: Any = None
+    for line in sys.stdin:
+        asked = json.loads(line)
+        error, nbytes, began = None, 0, 0.0
+        try:
+            if sender is None:
+                module = sharded(asked["checkpoint"])
+                sender = opened(module)
+            turn_to(module, asked["checkpoint"])
+            if asked["dies"] is not None:
+                assert client is not None
+                die(asked["dies"], client)
+            say(None)
+            began = time.monotonic()
+            sender.send_weights()
+            if sender._sharded is not None and dist.get_rank() == 0:
+                nbytes = sender._sharded.report.nbytes
+        except Exception as caught:
+            error = f"{type(caught).__name__}: {caught}"
+        if not began:
+            say(None)
+        say({"error": error, "bytes": nbytes, "seconds": time.monotonic() - began})
+
+
 def main(urls: str, options: dict[str, Any], rank: int, ranks: int, port: str) -> None:
     from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
 
@@ -110,33 +147,15 @@ def main(urls: str, options: dict[str, Any], rank: int, ranks: int, port: str) -
 
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     register()
-    module: Any = None
-    sender: Any = None
     client = Servers(urls)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        error, nbytes, began = None, 0, 0.0
-        try:
-            if sender is None:
-                module = sharded(asked["checkpoint"], ranks)
-                info = {"rank": rank, "workers": 1, "timeout": 120.0, **options}
-                sender = WeightTransferTrainerFactory.trainer_init(
-                    FabricTrainerInitInfo(**info),
-                    client=client,
-                    source=ModuleSource(module),
-                )
-            turn_to(module, asked["checkpoint"])
-            if asked["dies"] is not None:
-                die(asked["dies"], client)
-            say(None)
-            began = time.monotonic()
-            sender.send_weights()
-            nbytes = sender._sharded.report.nbytes if rank == 0 else 0
-        except Exception as caught:
-            error = f"{type(caught).__name__}: {caught}"
-        if not began:
-            say(None)
-        say({"error": error, "bytes": nbytes, "seconds": time.monotonic() - began})
+    info = {"rank": rank, "workers": 1, "timeout": 120.0, **options}
+
+    def opened(module: torch.nn.Module) -> Any:
+        return WeightTransferTrainerFactory.trainer_init(
+            FabricTrainerInitInfo(**info), client=client, source=ModuleSource(module)
+        )
+
+    run(opened, lambda checkpoint: sharded(checkpoint, ranks), client)
 
 
 if __name__ == "__main__":

@@ -32,15 +32,22 @@ TOKENS, LONG = 12, 1200
 class Process:
     """A trainer's, with vLLM's classes; it answers each line of JSON by one."""
 
-    def __init__(self, program: str, log: Path, *arguments: str) -> None:
+    def __init__(
+        self,
+        program: str,
+        log: Path,
+        *arguments: str,
+        python: Path = servers.PYTHON,
+        path: str = str(servers.ROOT),
+    ) -> None:
         self._log = open(log, "w+")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [servers.PYTHON, Path(__file__).with_name(program), *arguments],
+            [python, Path(__file__).with_name(program), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(servers.ROOT), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         )
 
     def say(self, value: object) -> None:
@@ -84,15 +91,24 @@ class ShardedTrainers:
 
     RANKS = 2
 
-    def __init__(self, *reached: Server, **options: Any) -> None:
+    def __init__(
+        self,
+        *reached: Server,
+        program: str = "sharded_trainer.py",
+        python: Path = servers.PYTHON,
+        path: str = str(servers.ROOT),
+        **options: Any,
+    ) -> None:
         port, server = str(servers.free_port()), reached[0]
         urls = ",".join(each.url for each in reached)
         self._kind = server.spec.kind
         self._ranks = [
             Process(
-                "sharded_trainer.py",
+                program,
                 server.log.with_suffix(f".trainer{rank}"),
                 *(urls, json.dumps(options), str(rank), str(self.RANKS), port),
+                python=python,
+                path=path,
             )
             for rank in range(self.RANKS)
         ]
