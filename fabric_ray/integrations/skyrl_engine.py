@@ -116,7 +116,12 @@ class FabricSkyrlTrainerEngine(FabricTrainerWeightTransferEngine):
                 "the module has PEFT adapters, which SkyRL writes to files; train without LoRA, or "
                 "let SkyRL send the adapters"
             )
-        super().send_weights()
+        try:
+            super().send_weights()
+        finally:
+            if self._sharded is not None:
+                # SkyRL may bring the module to the host until the next update.
+                self._sharded.release()
 
 
 def _with_shards(source: Any, rank: int) -> Any:

@@ -138,6 +138,10 @@ class ShardedPush:
         """
         self._calls.run(self._lead)
 
+    def release(self) -> None:
+        """Lets this rank's parameters move until the next push."""
+        self._source.release()
+
     def close(self) -> None:
         """Releases the shards, and the connections among trainers."""
         self._calls.close()

@@ -37,6 +37,12 @@ class LatestCallLock:
         with self._lock:
             yield check_latest
 
+    @contextmanager
+    def between_calls(self) -> Iterator[None]:
+        """Waits for the call that runs, and ends none."""
+        with self._lock:
+            yield
+
 
 class _OfSession(Protocol):
     @property

@@ -276,6 +276,15 @@ class WeightSource:
             sent = sending.result(spans)
             return sent if self._delta is None else self._delta.end(version, sent)
 
+    def release(self) -> None:
+        """Drops the registrations of parameters, which keep their memory; the next push makes them
+        anew. Call it between pushes where parameters move, as those that go to the host and come
+        back: else their memory on the GPU stays until the next push. A push that runs is waited
+        for."""
+        with self._calls_lock.between_calls():
+            self._routes.clear()
+            self._tensors.close()
+
     def close(self) -> None:
         """Drops all registrations."""
         SOURCES.remove(self.name, self)

@@ -80,6 +80,7 @@ def look(w: World, draw: random.Random) -> None:
         rank, _, address = source.meta()
         assert (source.rank, bool(address)) == (rank, True)
         assert source.temporary is None
+        source.release()
 
 
 def connect(w: World, draw: random.Random) -> None:

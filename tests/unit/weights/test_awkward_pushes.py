@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -223,6 +225,24 @@ def test_a_parameter_that_is_gone_is_not_pushed(few: Callable[..., Few]) -> None
     del tensors[0]["w"]
     with pytest.raises(WeightSyncError, match="`w` has been removed"):
         sync.push()
+
+
+def test_memory_of_released_parameters_goes_with_them(few: Callable[..., Few]) -> None:
+    array = np.zeros((64, 32), np.uint16)
+    module = torch.nn.Module()
+    module.w = torch.nn.Parameter(torch.from_numpy(array).view(torch.bfloat16))
+    memory = weakref.ref(array)
+    del array
+    setup = few([module], side_of({"w": (64, 32)}, 1, Replicate()))
+    sync = setup.controller()
+    sync.push()
+    module.w.data = moved = noise(64, 32)  # as a module that goes to another device
+    assert memory() is not None, "a registration keeps it"
+    setup.sources[0].release()
+    within(5.0, "the release of the memory", lambda: memory() is None)
+    sync.push()
+    with setup.target.reading() as weights:
+        assert torch.equal(weights["w"], moved)
 
 
 def test_routes_to_keys_of_the_past_are_forgotten(few: Callable[..., Few]) -> None:
