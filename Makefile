@@ -292,7 +292,7 @@ $(DONE)/vllm: $(DONE)/venv | $(DONE)/native-dev
 	@touch $@
 
 # SkyRL asks for Python 3.12. Its modules that are tested run with 3.11, too.
-$(DONE)/skyrl: $(DONE)/venv | $(DONE)/native-dev
+$(DONE)/skyrl: $(DONE)/venv tests/adapters/skyrl.txt | $(DONE)/native-dev
 	$(call vllm-environment,skyrl,0.30.0,-r tests/adapters/skyrl.txt)
 	$(BIN)/python -m pip --python build/skyrl/bin/python install --quiet --disable-pip-version-check --no-deps \
 		--ignore-requires-python skyrl==0.4.0

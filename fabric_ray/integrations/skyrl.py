@@ -1,8 +1,8 @@
 """Weight synchronisation of SkyRL by the backend ``fabric``.
 
 SkyRL chooses its backends in code, in the driver, in trainers and in inference servers. So each of
-its processes needs :func:`install` before it imports SkyRL. Ray runs it there where the job has
-:func:`runtime_env` as its hook::
+its processes calls :func:`install`. Ray has all workers of a job call it where :func:`runtime_env`
+is the job's hook::
 
     export RAY_RUNTIME_ENV_HOOK=fabric_ray.integrations.skyrl.runtime_env
 

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -126,7 +127,7 @@ class FabricSkyrlTrainerEngine(FabricTrainerWeightTransferEngine):
 
 def _with_shards(source: Any, rank: int) -> Any:
     """The module of a source, if its shards can be sent, and are what the source gathers."""
-    sources = framework("skyrl.backends.skyrl_train.weight_sync.sources", "skyrl")
+    sources = import_module("skyrl.backends.skyrl_train.weight_sync.sources")
     # A subclass may give other tensors than its module's. Shards have the module's names.
     if type(source) is not sources.FsdpWeightSource or source.weight_prefix:
         return source
@@ -139,6 +140,8 @@ class _Servers:
 
     SkyRL may pause generation around an update: then its servers stay paused.
     """
+
+    resumed_by = "SkyRL"
 
     def __init__(self, client: Any, urls: Sequence[str], timeout: float) -> None:
         self._client = client

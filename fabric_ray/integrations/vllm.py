@@ -329,7 +329,7 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
                 raise
             if not isinstance(error, Exception):
                 raise
-            raise stays_paused(error, self._update) from error
+            raise stays_paused(error, self._update, self._server) from error
         pause.end()
 
     def shutdown(self) -> None:

@@ -150,11 +150,23 @@ class UpdatePause:
         self._server.pause_generation(self._mode)
 
 
-def stays_paused(error: Exception, version: int) -> WeightSyncError:
-    """The error of an update after which workers may differ."""
+def stays_paused(error: Exception, version: int, server: ServerControl) -> WeightSyncError:
+    """The error of an update after which workers may differ.
+
+    Args:
+        server: a control of one whose servers another program resumes has its name,
+            ``resumed_by``.
+    """
+    parts = "workers may hold parts of two versions"
+    other = getattr(server, "resumed_by", None)
+    what = (
+        f"{parts}, and {other} resumes vLLM all the same; end the job, or restart the servers"
+        if other
+        else f"vLLM stays paused, because its {parts}; call send_weights() again, or restart the "
+        "server"
+    )
     return WeightSyncError(
-        f"update {version} failed after tensors were sent: {error}; vLLM stays paused, because its "
-        "workers may hold parts of two versions; call send_weights() again, or restart the server",
+        f"update {version} failed after tensors were sent: {error}; {what}",
         version=version,
         failed=getattr(error, "failed", {}),
     )

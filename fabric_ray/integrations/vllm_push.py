@@ -235,7 +235,7 @@ class ShardedPush:
                 raise
             if not isinstance(error, Exception):
                 raise
-            raise stays_paused(error, self._sync.version) from error
+            raise stays_paused(error, self._sync.version, self._server) from error
         self._calls.version = self._sync.version
         self._pause.end()
 

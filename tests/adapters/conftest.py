@@ -54,6 +54,8 @@ if os.environ.get("FABRIC_RAY_ADAPTERS") == "require":
         )
     if not servers.PYTHON.exists():
         raise pytest.UsageError(f"no vLLM at {servers.PYTHON}; remove .make/vllm")
+    if not servers.SKYRL_PYTHON.exists():
+        raise pytest.UsageError(f"no SkyRL at {servers.SKYRL_PYTHON}; remove .make/skyrl")
 
 
 @pytest.fixture(autouse=True)

@@ -52,7 +52,8 @@ def test_workers_of_a_job_have_the_backend_and_its_own_variables(cluster: list[s
     assert done.stdout.strip() == "('kept', 1)"
 
 
-def test_a_setup_hook_of_the_job_is_not_replaced() -> None:
+def test_a_setup_hook_of_the_job_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     assert runtime_env(None) == {
         "worker_process_setup_hook": "fabric_ray.integrations.skyrl.install"
     }

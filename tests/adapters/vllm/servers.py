@@ -35,6 +35,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PYTHON = Path(os.environ.get("FABRIC_RAY_VLLM_PYTHON") or ROOT / "build/vllm/bin/python")
+SKYRL_PYTHON = Path(os.environ.get("FABRIC_RAY_SKYRL_PYTHON") or ROOT / "build/skyrl/bin/python")
+"""Of an environment with SkyRL and the vLLM that it pins."""
 PORTS = range(8100, 8200)
 START = 1200.0
 """Seconds that a server has until it answers."""

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.adapters.vllm import servers
+from tests.adapters.vllm.servers import SKYRL_PYTHON as PYTHON
 from tests.adapters.vllm.servers import Spec
 from tests.adapters.vllm.test_weights import (
     BACKEND,
@@ -27,7 +28,6 @@ from tests.adapters.vllm.test_weights import (
     stand_of,
 )
 
-PYTHON = Path(os.environ.get("FABRIC_RAY_SKYRL_PYTHON") or servers.ROOT / "build/skyrl/bin/python")
 _EXTENSION = (
     "--worker-extension-cls",
     "skyrl.backends.skyrl_train.inference_servers.new_inference_worker_wrap.NewInferenceWorkerWrap",
@@ -35,14 +35,8 @@ _EXTENSION = (
 
 _SITE = Path(__file__).with_name("skyrl_site")
 
-pytestmark = [
-    *servers.needed,
-    pytest.mark.skipif(
-        not PYTHON.exists(),
-        reason=f"no SkyRL at {PYTHON}: run make test-adapters, or set FABRIC_RAY_SKYRL_PYTHON to "
-        "the Python of an environment that has it",
-    ),
-]
+# Where adapters must be tested, tests/adapters/conftest.py refuses to go on without SkyRL.
+pytestmark = servers.needed
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +115,18 @@ def test_what_an_update_would_miss_is_refused(
     assert all_right(stand, OLD)
 
 
+def run(program: str, *arguments: str) -> str:
+    """What a program says that imports SkyRL."""
+    done = subprocess.run(
+        [PYTHON, "-c", program, *arguments],
+        env={**os.environ, "PYTHONPATH": f"{servers.ROOT}:{_SITE}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return done.stdout + done.stderr
+
+
 _CHOICES = """
 import sys
 from skyrl.backends.skyrl_train.inference_servers.utils import build_vllm_cli_args
@@ -143,11 +149,37 @@ print("chosen", build_vllm_cli_args(config).weight_transfer_config.backend)
     ],
 )
 def test_skyrl_starts_servers_with_the_backend(backend: str, placement: str, said: str) -> None:
-    done = subprocess.run(
-        [PYTHON, "-c", _CHOICES, str(servers.tiny_model(OLD)), backend, placement],
-        env={**os.environ, "PYTHONPATH": f"{servers.ROOT}:{_SITE}"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert said in done.stdout + done.stderr, done.stderr[-3000:]
+    found = run(_CHOICES, str(servers.tiny_model(OLD)), backend, placement)
+    assert said in found, found[-3000:]
+
+
+# The server's address is of nothing, so whatever is opened fails.
+_ADAPTERS = """
+import sys
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+from skyrl.backends.skyrl_train.weight_sync.sources import FsdpWeightSource
+from skyrl.backends.skyrl_train.weight_sync.weight_senders import build_trainer_engine
+from skyrl.train.config import InferenceEngineConfig
+
+base = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+module = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"]))
+engine = build_trainer_engine(
+    ie_cfg=InferenceEngineConfig(weight_sync_backend="fabric"),
+    colocate_all=False,
+    rank=0,
+    inference_world_size=1,
+    source_factory=lambda dtype, _: FsdpWeightSource(module, dtype),
+    draft_source_factory=None,
+    server_urls=["http://127.0.0.1:9"],
+    data_parallel_size=1,
+)
+print("opened")
+engine.send_weights()
+"""
+
+
+def test_a_module_with_adapters_opens_nothing_and_is_never_sent() -> None:
+    found = run(_ADAPTERS, str(servers.tiny_model(OLD)))
+    assert "opened" in found, found[-3000:]
+    assert "Unsupported" in found.rpartition("opened")[2]

@@ -90,16 +90,18 @@ mod tests {
         memory: [Vec<u8>; 2],
     }
 
-    /// Has `a` read from `b`.
-    fn reading(provider: &str) -> Result<Reading, DomainError> {
-        let ((mut a, _), (mut b, address)) = (open(1, provider)?, open(2, provider)?);
+    /// Has `a` read from `b`; `None` where the provider is missing.
+    fn reading(provider: &str) -> Option<Reading> {
+        let skip = |e| eprintln!("skipped: {e}");
+        let (mut a, _) = open(1, provider).map_err(skip).ok()?;
+        let (mut b, address) = open(2, provider).map_err(skip).ok()?;
         let mut memory = [vec![0; BYTES], vec![7; BYTES]];
         let [to, from] = memory.each_mut().map(|m| m.as_mut_ptr() as usize);
         let region =
             |base| Arc::new(RegionMemory::new(KEY, base, BYTES as u64, Backing::Foreign, None));
-        a.register(&region(to), None)?;
-        let remote_keys = b.register(&region(from), None)?;
-        a.connect(Time::now(), &address, 0)?;
+        a.register(&region(to), None).unwrap();
+        let remote_keys = b.register(&region(from), None).unwrap();
+        a.connect(Time::now(), &address, 0).unwrap();
         let link = loop {
             poll(&mut b);
             if let Some(link) = up(&poll(&mut a)) {
@@ -116,9 +118,9 @@ mod tests {
             page_len: BYTES as u64,
             pages: 1,
         };
-        let posted = a.post(link, Token::default(), &WorkRequest::Read { data })?;
+        let posted = a.post(link, Token::default(), &WorkRequest::Read { data }).unwrap();
         assert_eq!(posted, Post::Queued);
-        Ok(Reading { a, b, link, memory })
+        Some(Reading { a, b, link, memory })
     }
 
     impl Reading {
@@ -152,28 +154,24 @@ mod tests {
 
     #[test]
     fn mr_1_a_read_that_is_cut_while_bytes_arrive_lands_no_more() {
-        let mut reading = match reading("tcp;ofi_rxm") {
-            Ok(reading) => reading,
-            Err(e) => return eprintln!("skipped: {e}"),
-        };
+        let Some(mut reading) = reading("tcp;ofi_rxm") else { return };
         reading.begin();
         reading.lands_nothing_when_cut();
     }
 
     #[test]
     fn mr_1_a_read_that_the_provider_keeps_lands_nothing() {
-        match reading("shm") {
-            Ok(reading) => reading.lands_nothing_when_cut(),
-            Err(e) => eprintln!("skipped: {e}"),
+        let Some(mut reading) = reading("shm") else { return };
+        // The peer is asked before the read is posted.
+        while !reading.a.table.reads() {
+            reading.poll();
         }
+        reading.lands_nothing_when_cut();
     }
 
     #[test]
     fn rs_4_an_end_closes_while_the_bytes_of_a_read_arrive() {
-        let mut reading = match reading("tcp;ofi_rxm") {
-            Ok(reading) => reading,
-            Err(e) => return eprintln!("skipped: {e}"),
-        };
+        let Some(mut reading) = reading("tcp;ofi_rxm") else { return };
         reading.begin();
         // The peer makes no progress, so the read is still under way.
         reading.a.close();
