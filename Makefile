@@ -90,8 +90,10 @@ test-lanes: $(DONE)/native-dev
 check: $(if $(CRATE),$(DONE)/tools,$(DONE)/native-dev)
 	$(if $(CRATE),cd native && cargo test --quiet -p $(CRATE) --lib --tests -- $(ARGS),$(BIN)/python -m pytest -q $(ARGS))
 
+# pytest-timeout ends a test in the interpreter; where that stands still, its process ends, with every thread's stack.
 $(LANES) test-deaths test-chaos: test-%: $(DONE)/native-dev
-	$(BIN)/python -m pytest -q -p no:cacheprovider $($(shell echo $* | tr a-z A-Z))
+	$(BIN)/python -m pytest -q -p no:cacheprovider -o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true \
+		$($(shell echo $* | tr a-z A-Z))
 
 # What make test leaves out for its length.
 test-long: $(DONE)/native-dev

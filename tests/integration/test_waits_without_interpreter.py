@@ -1,15 +1,19 @@
-"""No wait holds the GIL: other threads run Python meanwhile."""
+"""No wait holds the GIL, and no object of Python's ends under a lock of the engine."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 
+import numpy as np
 import pytest
 
 from fabric_ray import TransferEngine
+from fabric_ray.errors import EngineClosed
 from tests.processes import Other
 
 COUNTS = 1_000_000
@@ -78,3 +82,76 @@ def test_another_thread_counts_while_one_waits(waiting: Callable[[Connection], N
     with Other(waiting) as other:
         assert other.hear(120) == COUNTS
         assert other.hear(60) == "over"
+
+
+class CallsAtItsEnd:
+    """An object that an engine keeps, and whose end calls that engine, as Python code that runs at
+    the end of an object may, or code of other threads that have their turn then."""
+
+    def __init__(self, engine: TransferEngine, ended: threading.Event) -> None:
+        self.engine, self.ended = engine, ended
+
+    def __call__(self, *_: object) -> None:
+        pass
+
+    def __del__(self) -> None:
+        with contextlib.suppress(EngineClosed):
+            self.engine.receive(print)
+            self.engine.watch(print)
+            self.engine.alloc(8).deregister()
+        self.ended.set()
+
+
+class OwnedArray(np.ndarray):  # type: ignore[type-arg]
+    owner: CallsAtItsEnd
+
+
+def end_in(what: str, ended: threading.Event) -> None:
+    engine = TransferEngine(name="e")
+    if what == "a handler of messages":
+        engine.receive(CallsAtItsEnd(engine, ended))
+        engine.receive(print)
+    elif what == "a watcher":
+        engine.watch(CallsAtItsEnd(engine, ended))
+    elif what == "a watcher of an engine that closes":
+        watcher = engine.watch(CallsAtItsEnd(engine, ended))
+        engine.close()
+        del watcher
+    elif what == "a callback that was called":
+        engine.counter().expect(0).add_done_callback(CallsAtItsEnd(engine, ended))
+    elif what == "a callback of an engine that closes":
+        arrival = engine.counter().expect(1)
+        arrival.add_done_callback(CallsAtItsEnd(engine, ended))
+        engine.close()
+        del arrival
+    else:
+        array = np.zeros(64, np.uint8).view(OwnedArray)
+        array.owner = CallsAtItsEnd(engine, ended)
+        engine.register(array).deregister()
+        del array
+    assert ended.wait(60), "the object is kept"
+    engine.close()
+
+
+def objects_that_end(connection: Connection, what: str) -> None:
+    ended = threading.Event()
+    end_in(what, ended)
+    gc.collect()
+    connection.send("over")
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "a handler of messages",
+        "a watcher",
+        "a watcher of an engine that closes",
+        "a callback that was called",
+        "a callback of an engine that closes",
+        "registered memory",
+    ],
+)
+def test_what_the_engine_keeps_may_call_it_at_its_end(what: str) -> None:
+    # In another process: under a lock it would wait for itself, with the GIL.
+    with Other(objects_that_end, what) as other:
+        assert other.hear(120) == "over"

@@ -4,7 +4,10 @@ use std::ops::Deref;
 
 use pyo3::{exceptions::PyTypeError, intern, prelude::*, sync::PyOnceLock, types::PyTuple};
 
-use crate::{attach::attached, engine::without_span};
+use crate::{
+    attach::attached,
+    engine::{without_span, DeferredRelease},
+};
 
 static COPY_CONTEXT: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 
@@ -12,7 +15,9 @@ static COPY_CONTEXT: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 ///
 /// Engine threads make the calls. Each call has a copy of the context, so that no other call sees
 /// the variables it sets, and several threads may be in the function.
-pub struct Callback {
+pub struct Callback(DeferredRelease<Objects>);
+
+struct Objects {
     function: Py<PyAny>,
     context: Py<PyAny>,
 }
@@ -24,11 +29,26 @@ impl Callback {
     where
         F: for<'py> FnOnce(Python<'py>, &Py<PyAny>) -> PyResult<Bound<'py, PyTuple>>,
     {
-        attached(|py| {
-            if let Err(e) = args(py, &self.function).and_then(|args| self.run(&args)) {
-                e.write_unraisable(py, Some(self.function.bind(py)));
-            }
-        });
+        attached(|py| self.0.call(py, args));
+    }
+
+    /// As [`Self::call`], for the only call: the function ends with it.
+    pub fn call_once<F>(self, args: F)
+    where
+        F: for<'py> FnOnce(Python<'py>, &Py<PyAny>) -> PyResult<Bound<'py, PyTuple>>,
+    {
+        attached(|py| self.0.into_inner(py).call(py, args));
+    }
+}
+
+impl Objects {
+    fn call<'py, F>(&self, py: Python<'py>, args: F)
+    where
+        F: FnOnce(Python<'py>, &Py<PyAny>) -> PyResult<Bound<'py, PyTuple>>,
+    {
+        if let Err(e) = args(py, &self.function).and_then(|args| self.run(&args)) {
+            e.write_unraisable(py, Some(self.function.bind(py)));
+        }
     }
 
     fn run(&self, args: &Bound<'_, PyTuple>) -> PyResult<()> {
@@ -55,7 +75,7 @@ impl<'py> FromPyObject<'_, 'py> for RecurringCallback {
 
     fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         let callback = Callback::extract(value)?;
-        without_span(callback.context.bind(value.py()))?;
+        without_span(callback.0.context.bind(value.py()))?;
         Ok(Self(callback))
     }
 }
@@ -70,6 +90,7 @@ impl<'py> FromPyObject<'_, 'py> for Callback {
             return Err(PyTypeError::new_err(text));
         }
         let context = COPY_CONTEXT.import(value.py(), "contextvars", "copy_context")?.call0()?;
-        Ok(Self { function: value.to_owned().unbind(), context: context.unbind() })
+        let objects = Objects { function: value.to_owned().unbind(), context: context.unbind() };
+        Ok(Self(DeferredRelease::new(objects)))
     }
 }

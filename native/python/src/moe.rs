@@ -14,7 +14,7 @@ use pyo3::{prelude::*, types::PyBytes};
 
 use crate::{
     detached_drop::DetachedDrop,
-    engine::{checked_int, Engine, Region},
+    engine::{checked_int, DeferredRelease, Engine, Region},
     errors::{raise, OrRaise},
 };
 
@@ -187,7 +187,7 @@ impl MoeExchange {
         stores: bool,
     ) -> PyResult<()> {
         let (slots, capacity, pushers, completed) = fifo;
-        let keep = Arc::new(keep);
+        let keep = Arc::new(DeferredRelease::new(keep));
         let parts = device::Parts {
             slots: at(py, slots)?,
             capacity,

@@ -16,7 +16,7 @@ use pyo3::{prelude::*, types::PyBytes};
 
 use crate::{
     detached_drop::DetachedDrop,
-    engine::{checked_int, Engine, Region},
+    engine::{checked_int, DeferredRelease, Engine, Region},
     errors::OrRaise,
     moe::{at, float, integers, part, part_mut, placing, timeout, PartArg, PlacingResult},
 };
@@ -40,9 +40,10 @@ fn kernel_memory(
     let n = QueueLayout::new(spec, workers).or_raise(py)?.words;
     let (region, words, keep): (Bound<'_, Region>, usize, Py<PyAny>) =
         allocate.call1((nbytes, n))?.extract()?;
+    let keep = Arc::new(DeferredRelease::new(keep));
     // SAFETY: the Python caller gives so many zero words of its own, which `keep` holds; kernels
     // read and write them in turns with the host, in 8 bytes.
-    let words = unsafe { AtomicWords::over(at(py, words)?, n, Arc::new(keep)) };
+    let words = unsafe { AtomicWords::over(at(py, words)?, n, keep) };
     Ok(KernelMemory { region: region.get().0.clone(), words, workers })
 }
 

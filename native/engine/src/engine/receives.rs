@@ -61,7 +61,9 @@ impl Receives {
     /// Opens the pool, or replaces it: `count` messages of at most `max_len` bytes.
     pub fn open(&self, max_len: usize, count: u32, on_message: Arc<OnMessage>) {
         let free = Arc::new(AtomicI64::new(i64::from(count)));
-        *self.pool.write() = Some(Pool { max_len, free, on_message });
+        let before = self.pool.write().replace(Pool { max_len, free, on_message });
+        // Without the lock: the user's handler may take any lock as it ends.
+        drop(before);
     }
 
     pub fn deliver(&self, callbacks: &Callbacks, from: EngineId, message: Box<[u8]>) {
@@ -94,5 +96,32 @@ impl MessageRoom for Receives {
             Some(pool) if pool.free.load(SeqCst) <= 0 => Admit::Wait,
             Some(_) => Admit::Take,
         }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::{sync::mpsc, time::Duration};
+
+    use super::*;
+
+    /// What a user's handler owns, whose end looks at the pool.
+    struct LooksAtItsEnd(Arc<Receives>, mpsc::Sender<()>);
+
+    impl Drop for LooksAtItsEnd {
+        fn drop(&mut self) {
+            assert!(matches!(self.0.admit(1), Admit::Take));
+            let _ = self.1.send(());
+        }
+    }
+
+    #[test]
+    fn a_replaced_handler_ends_without_the_lock() {
+        let receives = Arc::new(Receives::new(Waker::default()));
+        let (ended, ends) = mpsc::channel();
+        let owned = LooksAtItsEnd(Arc::clone(&receives), ended);
+        receives.open(8, 1, Arc::new(move |_| _ = &owned));
+        std::thread::spawn(move || receives.open(8, 1, Arc::new(|_| ())));
+        ends.recv_timeout(Duration::from_secs(30)).expect("the end of the handler");
     }
 }

@@ -241,12 +241,12 @@ impl Watchers {
 
     pub fn close(&self) {
         let Ok(inner) = self.inner.get() else { return };
-        let thread = {
+        let (thread, watches) = {
             let mut state = inner.0.lock();
             state.closed = true;
-            state.watches.clear();
-            state.thread.take()
+            (state.thread.take(), std::mem::take(&mut state.watches))
         };
+        drop(watches);
         wake_thread(inner);
         if let Some(t) = thread {
             if t.thread().id() != std::thread::current().id() {
@@ -284,7 +284,10 @@ impl Watchers {
             if state.closed {
                 return;
             }
-            watches.clone_from(&state.watches);
+            let current = state.watches.clone();
+            // Without the lock: a user's callback may take any lock as it ends.
+            drop(state);
+            watches = current;
         }
     }
 }
@@ -312,5 +315,53 @@ impl Watch {
             tracing::error!("a watcher callback panicked; the engine goes on");
         }
         true
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    /// What a user's callback owns, whose end looks at the watchers.
+    struct LooksAtItsEnd(Watchers, mpsc::Sender<()>);
+
+    impl Drop for LooksAtItsEnd {
+        fn drop(&mut self) {
+            drop(self.0.add(Box::new(|_, _| ()), None));
+            let _ = self.1.send(());
+        }
+    }
+
+    fn watch(watchers: &Watchers) -> (Watcher, mpsc::Receiver<()>) {
+        let (ended, ends) = mpsc::channel();
+        let owned = LooksAtItsEnd(watchers.clone(), ended);
+        (watchers.add(Box::new(move |_, _| _ = &owned), None).unwrap(), ends)
+    }
+
+    #[test]
+    fn a_callback_ends_without_the_lock() {
+        let watchers = Watchers::default();
+        for closes in [false, true] {
+            let (watcher, ends) = watch(&watchers);
+            // The watching thread has the watch now, and drops it last.
+            watcher.store(1).unwrap();
+            while watcher.seen().0 == 0 {
+                std::thread::yield_now();
+            }
+            let theirs = watchers.clone();
+            std::thread::spawn(move || match closes {
+                true => {
+                    theirs.close();
+                    drop(watcher);
+                }
+                false => {
+                    drop(watcher);
+                    wake_thread(theirs.inner.get().unwrap());
+                }
+            });
+            ends.recv_timeout(Duration::from_secs(30)).expect("the end of the callback");
+        }
     }
 }

@@ -1,6 +1,7 @@
 //! Releases Python objects that the engine keeps alive, on a thread of its own.
 
 use std::{
+    ops::Deref,
     sync::{
         atomic::{AtomicBool, Ordering::SeqCst},
         mpsc, OnceLock,
@@ -13,34 +14,50 @@ use pyo3::prelude::*;
 /// Longest wait of the interpreter's exit for an object that is being released.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The owner of registered memory, released by another thread when this is dropped.
+/// Python objects that the engine owns, released by another thread when this is dropped.
 ///
-/// The engine drops it on its own threads, under locks that a holder of the GIL may wait for. PyO3
-/// alone would keep the object until the next call into this module.
-pub struct DeferredRelease(Option<Py<PyAny>>);
+/// The engine drops it under locks that a holder of the GIL may wait for. If the dropping thread has
+/// the GIL, the end of an object may run Python code, which lets another thread have it; if not,
+/// PyO3 alone would keep the objects until the next call into this module.
+pub struct DeferredRelease<T: Send + 'static>(Option<T>);
 
-impl DeferredRelease {
-    pub fn new(object: Py<PyAny>) -> Self {
-        Self(Some(object))
+impl<T: Send + 'static> DeferredRelease<T> {
+    pub fn new(objects: T) -> Self {
+        Self(Some(objects))
+    }
+
+    /// Gives the objects to a caller that has the GIL and no lock.
+    pub fn into_inner(mut self, _: Python<'_>) -> T {
+        self.0.take().expect("present until the drop")
     }
 }
 
-impl Drop for DeferredRelease {
+impl<T: Send + 'static> Deref for DeferredRelease<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        self.0.as_ref().expect("present until the drop")
+    }
+}
+
+impl<T: Send + 'static> Drop for DeferredRelease<T> {
     fn drop(&mut self) {
-        let Some(object) = self.0.take() else { return };
+        let Some(objects) = self.0.take() else { return };
         if ENDED.load(SeqCst) {
-            return std::mem::forget(object);
+            return std::mem::forget(objects);
         }
         match releaser() {
-            // A forked child has no such thread and leaks the object, as all of the engine.
-            Some(releaser) => drop(releaser.messages.send(ReleaseMessage::Release(object))),
-            None => drop(object),
+            // A forked child has no such thread and leaks the objects, as all of the engine.
+            Some(releaser) => {
+                drop(releaser.messages.send(ReleaseMessage::Release(Box::new(objects))))
+            }
+            None => drop(objects),
         }
     }
 }
 
 enum ReleaseMessage {
-    Release(Py<PyAny>),
+    Release(Box<dyn Send>),
     /// No message follows; the thread answers.
     End(mpsc::Sender<()>),
 }
@@ -60,11 +77,11 @@ fn releaser() -> Option<&'static Releaser> {
         let release = move || {
             for message in received {
                 match message {
-                    ReleaseMessage::Release(object) => {
+                    ReleaseMessage::Release(objects) => {
                         // Fails when the interpreter ends, and everything with it.
-                        let mut object = Some(object);
-                        Python::try_attach(|_| drop(object.take()));
-                        std::mem::forget(object);
+                        let mut objects = Some(objects);
+                        Python::try_attach(|_| drop(objects.take()));
+                        std::mem::forget(objects);
                     }
                     ReleaseMessage::End(answer) => {
                         let _ = answer.send(());

@@ -31,6 +31,7 @@ mod watcher;
 
 pub(crate) use self::{
     core::Engine,
+    deferred_release::DeferredRelease,
     memory::Region,
     span::{current as current_span, without as without_span},
     watcher::Watcher,

@@ -16,7 +16,9 @@ use pyo3::{
     types::PyDict,
 };
 
-use super::{queue::CompletionQueue, seconds, watcher::gpu_array};
+use super::{
+    deferred_release::DeferredRelease, queue::CompletionQueue, seconds, watcher::gpu_array,
+};
 use crate::{
     callback::Callback,
     errors::{raise, OrRaise},
@@ -104,11 +106,13 @@ impl Transfer {
 
     /// Calls `callback(self)` on the engine's callback thread when it is over, at once if it is.
     fn add_done_callback(slf: &Bound<'_, Self>, callback: Callback) {
-        let this = slf.clone().unbind();
+        let this = DeferredRelease::new(slf.clone().unbind());
         let handle = slf.get().handle.clone();
         // Detached: a callback may run on this thread if the engine is closed.
         slf.py().detach(|| {
-            handle.on_done(move |_| callback.call(|py, f| (f, this).into_pyobject(py)));
+            handle.on_done(move |_| {
+                callback.call_once(|py, f| (f, this.into_inner(py)).into_pyobject(py));
+            });
         });
     }
 
