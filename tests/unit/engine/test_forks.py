@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 
 from fabric_ray import TransferEngine
 from fabric_ray.errors import ForkedEngine
+from tests.processes import within
 
 TRANSPORTS: list[dict[str, str]] = [{"transport": "tcp"}, {"transport": "shm"}, {}]
 PATIENCE_S = 20
@@ -187,6 +189,25 @@ def test_a_child_opens_its_own_engine(pair: Pair) -> None:
     pair.written += 1
     pair.counter.wait(1, timeout=10)
     pair.write(5)
+
+
+class Tracked(np.ndarray):  # type: ignore[type-arg]
+    """Memory that a weak reference can follow."""
+
+
+def test_a_child_lets_go_of_what_its_own_engine_kept(pair: Pair) -> None:
+    pair.b.register(np.zeros(64, "u1")).deregister()  # the parent has released something
+
+    def release() -> str:
+        with TransferEngine() as own:
+            array = np.zeros(64, "u1").view(Tracked)
+            followed = weakref.ref(array)
+            own.register(array).deregister()
+            del array
+            within(30, "the release", lambda: followed() is None)
+        return "released"
+
+    assert in_child(release) == "'released'"
 
 
 def _work(pair: Pair, answers: Any) -> None:

@@ -1,6 +1,7 @@
 //! Runs user callbacks one after another, and never on a thread that moves bytes.
 
 use std::{
+    cell::Cell,
     panic::{catch_unwind, AssertUnwindSafe},
     sync::Arc,
     thread::JoinHandle,
@@ -23,15 +24,33 @@ struct Queue {
     jobs: Vec<Job>,
     /// The thread ends once the queue is empty.
     closed: bool,
-    /// The thread has ended: jobs run on the caller's thread.
-    over: bool,
     /// No thread: `drive` runs the jobs (simulator).
     manual: bool,
-    /// Started with the first job.
+    /// The thread runs, or is about to.
+    served: bool,
     thread: Option<JoinHandle<()>>,
 }
 
-/// The queue of one engine's callbacks. Its thread starts with the first callback.
+thread_local! {
+    static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether a user's callback runs on this thread.
+pub(super) fn in_callback() -> bool {
+    IN_CALLBACK.get()
+}
+
+/// Runs a user's callback; what it panics with is returned.
+pub(super) fn run_callback<R>(call: impl FnOnce() -> R) -> std::thread::Result<R> {
+    let outer = IN_CALLBACK.replace(true);
+    let result = catch_unwind(AssertUnwindSafe(call));
+    IN_CALLBACK.set(outer);
+    result
+}
+
+/// The queue of one engine's callbacks. A job may be queued under any lock: it never runs within
+/// `push`, for it may wait for that lock, or for a thread that does. The thread that runs jobs
+/// starts with the first one.
 #[derive(Clone, Default)]
 pub(crate) struct Callbacks {
     inner: Arc<(Mutex<Queue>, Condvar)>,
@@ -52,8 +71,8 @@ impl Callbacks {
         any
     }
 
-    /// Queues a job. After `close` it runs at once on the caller's thread, so that no completion is
-    /// lost.
+    /// Queues a job. After `close` a thread runs it that ends with the queue, so that no completion
+    /// is lost.
     pub fn push(&self, call: Call) {
         self.add(self.inner.0.lock(), Job::Call(call));
     }
@@ -72,31 +91,24 @@ impl Callbacks {
     }
 
     fn add(&self, mut q: MutexGuard<'_, Queue>, job: Job) {
-        if q.over {
-            drop(q);
-            return run(job);
-        }
         q.jobs.push(job);
-        if q.thread.is_none() && !q.manual && !q.closed {
+        if !q.served && !q.manual {
             let inner = Arc::clone(&self.inner);
             let spawned = std::thread::Builder::new()
                 .name("fabric-callback".into())
                 .spawn(move || serve(&inner));
             match spawned {
-                Ok(t) => q.thread = Some(t),
-                Err(e) => {
-                    tracing::error!(error = %e, "can't start the callback thread; callbacks run on the worker");
-                    let jobs = std::mem::take(&mut q.jobs);
-                    drop(q);
-                    jobs.into_iter().for_each(run);
-                    return;
-                }
+                Ok(t) => (q.thread, q.served) = (Some(t), true),
+                Err(e) => tracing::error!(
+                    error = %e,
+                    "can't start the callback thread: callbacks wait for the next one"
+                ),
             }
         }
         self.inner.1.notify_one();
     }
 
-    /// Runs what is queued, in order, and ends the thread.
+    /// Runs what is queued, in order, and ends the thread. One thread calls it, once.
     pub fn close(&self) {
         let (queue, wake) = &*self.inner;
         let thread = {
@@ -110,8 +122,6 @@ impl Callbacks {
             let _ = t.join();
         }
         while self.run_queued() {}
-        self.inner.0.lock().over = true;
-        self.run_queued();
     }
 }
 
@@ -121,6 +131,7 @@ fn serve((queue, wake): &(Mutex<Queue>, Condvar)) {
             let mut q = queue.lock();
             while q.jobs.is_empty() {
                 if q.closed {
+                    q.served = false;
                     return;
                 }
                 wake.wait(&mut q);
@@ -136,7 +147,7 @@ fn run(job: Job) {
         Job::Call(call) => call(),
         Job::Batch(batch, events) => batch.on_events(events),
     };
-    if catch_unwind(AssertUnwindSafe(call)).is_err() {
+    if run_callback(call).is_err() {
         tracing::error!("a completion callback panicked; the engine goes on");
     }
 }
@@ -146,6 +157,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::{api::EngineConfig, TransferEngine};
 
     #[test]
     fn close_runs_queued_callbacks_in_order() {
@@ -165,5 +177,93 @@ mod tests {
         }
         callbacks.close();
         assert_eq!(*seen.lock(), (0..8).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_job_that_is_queued_under_a_lock_may_take_that_lock() {
+        let (callbacks, lock) = (Callbacks::default(), Arc::new(Mutex::new(())));
+        let (done, all) = std::sync::mpsc::channel();
+        for closed in [false, true] {
+            if closed {
+                callbacks.close();
+            }
+            let (queue, lock, done) = (callbacks.clone(), Arc::clone(&lock), done.clone());
+            std::thread::spawn(move || {
+                let held = lock.lock();
+                let theirs = Arc::clone(&lock);
+                queue.push(Box::new(move || {
+                    drop(theirs.lock());
+                    let _ = done.send(());
+                }));
+                drop(held);
+            });
+            all.recv_timeout(Duration::from_secs(30)).expect("the end of the job");
+        }
+    }
+
+    #[test]
+    fn callbacks_that_close_their_engine_at_once_do_not_wait_for_each_other() {
+        for _ in 0..20 {
+            let engine = Arc::new(TransferEngine::open(EngineConfig::default()).unwrap());
+            let (together, (done, all)) =
+                (Arc::new(std::sync::Barrier::new(2)), std::sync::mpsc::channel());
+            let close = || {
+                let (engine, together, done) =
+                    (Arc::downgrade(&engine), Arc::clone(&together), done.clone());
+                move || {
+                    together.wait();
+                    if let Some(engine) = engine.upgrade() {
+                        engine.close();
+                    }
+                    let _ = done.send(());
+                }
+            };
+            let closes = close();
+            let watcher = engine.watch(move |_, _| closes()).unwrap();
+            watcher.store(1).unwrap();
+            let (closes, counter) = (close(), engine.counter().unwrap());
+            let pending = counter.expect(1, &[], Duration::MAX).unwrap();
+            pending.on_done(move |_| closes());
+            pending.cancel();
+            for _ in 0..2 {
+                all.recv_timeout(Duration::from_secs(30)).expect("both have closed it");
+            }
+        }
+    }
+
+    #[test]
+    fn a_call_beside_another_one_returns_when_the_engine_is_closed() {
+        let engine = Arc::new(TransferEngine::open(EngineConfig::default()).unwrap());
+        let ((begun, begins), (go, goes)) =
+            (std::sync::mpsc::channel(), std::sync::mpsc::channel::<()>());
+        let goes = Mutex::new(goes);
+        let watcher = engine.watch(move |_, _| {
+            let _ = begun.send(());
+            let _ = goes.lock().recv();
+        });
+        watcher.as_ref().unwrap().store(1).unwrap();
+        begins.recv().unwrap();
+        // A callback that runs as the engine closes may use it.
+        let (done, all) = std::sync::mpsc::channel();
+        let (pending, peer) = (engine.counter().unwrap(), engine.address().clone());
+        let (theirs, told) = (Arc::downgrade(&engine), done.clone());
+        pending.expect(1, &[], Duration::MAX).unwrap().on_done(move |result| {
+            if let Some(engine) = theirs.upgrade() {
+                assert!(engine.peer(&peer).is_err());
+            }
+            let _ = told.send(result);
+        });
+        let closers: Vec<_> = (0..2)
+            .map(|_| {
+                let engine = Arc::clone(&engine);
+                std::thread::spawn(move || engine.close())
+            })
+            .collect();
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(!closers.iter().any(std::thread::JoinHandle::is_finished));
+        drop(go);
+        let ended = all.recv_timeout(Duration::from_secs(30)).expect("the expectation ends");
+        assert!(matches!(ended, Err(crate::EngineError::Closed)), "{ended:?}");
+        closers.into_iter().for_each(|t| t.join().unwrap());
     }
 }

@@ -3,6 +3,7 @@
 
 mod bind;
 mod callbacks;
+mod closing;
 mod counters;
 mod driver;
 mod expectation_log;
@@ -25,14 +26,11 @@ mod telemetry;
 mod watcher;
 
 use std::{
-    sync::{
-        atomic::{AtomicU64, Ordering::SeqCst},
-        Arc, Weak,
-    },
+    sync::{atomic::AtomicU64, Arc, Weak},
     time::Duration,
 };
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 
 use self::{
     driver::{Core, Worker},
@@ -75,6 +73,8 @@ pub struct TransferEngine {
     takes_files: bool,
     segments: Segments,
     worker: Mutex<Option<Worker>>,
+    /// Set when `close` has returned.
+    closed: (Mutex<bool>, Condvar),
 }
 
 impl std::fmt::Debug for TransferEngine {
@@ -440,38 +440,6 @@ impl TransferEngine {
         PeerTransport { shared: Arc::downgrade(&self.shared), peer: peer.clone() }
     }
 
-    /// Refuses requests and expectations from now on, with [`EngineError::Draining`]. The handle is
-    /// done when everything that was submitted here has ended, by its deadline at the latest. Peers
-    /// can still write until the engine is closed, which is the next step.
-    pub fn drain(&self) -> Result<Handle> {
-        self.shared.check_open()?;
-        let pending = handle::HandleState::new(&self.shared);
-        let theirs = Arc::clone(&pending);
-        self.shared.draining.store(true, SeqCst);
-        self.shared.post(Box::new(move |core, shared| {
-            if core.closed {
-                return theirs.complete(Err(EngineError::Closed));
-            }
-            core.drains.push(theirs);
-            core.end_drains(shared);
-        }));
-        Ok(Handle::pending("drain", pending))
-    }
-
-    /// Closes the engine. It may be called more than once and from any thread, but not under a lock
-    /// that callbacks need. In a forked child it does nothing: the resources are the parent's.
-    pub fn close(&self) {
-        if self.shared.driver().is_err() {
-            return;
-        }
-        let worker = self.worker.lock().take();
-        self.shared.close();
-        if let Some(worker) = worker {
-            worker.stop(&self.shared);
-        }
-        self.shared.callbacks.close();
-    }
-
     /// Advances an engine that was opened without threads, and runs its callbacks; see
     /// [`Transports`].
     pub fn drive(&self, now: Time) -> bool {
@@ -484,11 +452,5 @@ impl TransferEngine {
     /// When `drive` must be called next even if nothing arrives.
     pub fn next_timer(&self) -> Time {
         self.shared.lock().map_or(Time::NEVER, |core| core.next_timer(&self.shared))
-    }
-}
-
-impl Drop for TransferEngine {
-    fn drop(&mut self) {
-        self.close();
     }
 }

@@ -92,7 +92,8 @@ impl TransferEngine {
         let worker = Worker::start(&shared, always, cpus, config.peer_timeout)?;
         let stage_foreign = config.stage_foreign;
         let (segments, worker) = (Segments::default(), Mutex::new(Some(worker)));
-        Ok(Self { shared, stage_foreign, takes_files: true, segments, worker })
+        let closed = Default::default();
+        Ok(Self { shared, stage_foreign, takes_files: true, segments, worker, closed })
     }
 
     /// Opens an engine without threads over the given domains. The caller drives it with
@@ -108,7 +109,14 @@ impl TransferEngine {
         let shared = Shared::new(address, driver, Clock::Manual(clock), limits, waker)?;
         let (segments, worker) = (Segments::default(), Mutex::new(None));
         let (stage_foreign, takes_files) = (false, false);
-        Ok(Self { shared, stage_foreign, takes_files, segments, worker })
+        Ok(Self {
+            shared,
+            stage_foreign,
+            takes_files,
+            segments,
+            worker,
+            closed: Default::default(),
+        })
     }
 }
 

@@ -68,8 +68,12 @@ impl Receives {
 
     pub fn deliver(&self, callbacks: &Callbacks, from: EngineId, message: Box<[u8]>) {
         let pool = self.pool.read();
-        let Some(pool) = &*pool else { return };
-        let (free, on_message) = (Arc::clone(&pool.free), Arc::clone(&pool.on_message));
+        let Some((free, on_message)) =
+            pool.as_ref().map(|pool| (Arc::clone(&pool.free), Arc::clone(&pool.on_message)))
+        else {
+            return;
+        };
+        drop(pool);
         free.fetch_sub(1, SeqCst);
         let waker = self.waker.clone();
         let delivery = Delivery { from, message, _slot: PoolSlot(free, waker) };

@@ -1,7 +1,7 @@
 //! Registers memory, so that peers can reach it.
 
 use std::{
-    collections::HashMap,
+    collections::{hash_map::Entry, HashMap},
     path::Path,
     sync::{atomic::Ordering::SeqCst, Arc, Weak},
 };
@@ -130,11 +130,14 @@ impl TransferEngine {
                 around.1, around.0
             )));
         };
+        // Dropped after the locks, if a part that is registered again keeps its first object.
+        let mut keep = keep;
         let mut segments = self.segments.lock();
         if let Some(known) = segments.get(&around) {
             if let (Some(region), Some(keeps)) = (known.region(), known.keeps.upgrade()) {
-                // A part that is registered again keeps its first `keep` object.
-                keeps.lock().entry((addr, len)).or_insert(keep);
+                if let Entry::Vacant(part) = keeps.lock().entry((addr, len)) {
+                    part.insert(keep.take());
+                }
                 return region.slice(offset, len);
             }
         }

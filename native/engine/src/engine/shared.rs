@@ -220,7 +220,9 @@ impl Shared {
     /// The allocation of this engine that a range lies in, if any.
     pub fn backing_of(&self, addr: usize, len: u64) -> Backing {
         let end = addr as u64 + len;
-        for memory in self.regions.lock().iter().filter_map(Weak::upgrade) {
+        // Each may be the last to be dropped here, and its owner's end may take any lock.
+        let memories: Vec<_> = self.regions.lock().iter().filter_map(Weak::upgrade).collect();
+        for memory in memories {
             if let Backing::Owned { allocation, .. } = &memory.backing {
                 let base = allocation.base();
                 if base <= addr && end <= base as u64 + allocation.len() {
@@ -396,10 +398,11 @@ impl Shared {
         }
     }
 
-    pub fn close(self: &Arc<Self>) {
-        let Ok(driver) = self.driver() else { return };
+    /// False if another call has begun it.
+    pub fn close(self: &Arc<Self>) -> bool {
+        let Ok(driver) = self.driver() else { return false };
         if self.closed.swap(true, SeqCst) {
-            return;
+            return false;
         }
         self.watchers.close();
         {
@@ -414,6 +417,7 @@ impl Shared {
         // All links are down: nothing can land any more.
         self.retiring.lock().iter_mut().for_each(|r| r.rails = 0);
         self.reap();
+        true
     }
 }
 

@@ -2,7 +2,6 @@
 //! watcher, fabric-lib §3.3).
 
 use std::{
-    panic::{catch_unwind, AssertUnwindSafe},
     sync::{
         atomic::{
             AtomicBool, AtomicU64,
@@ -16,6 +15,7 @@ use std::{
 
 use parking_lot::{Condvar, Mutex};
 
+use super::callbacks::run_callback;
 use crate::{memory::device::DeviceWord, process::ProcessLocal, EngineError, Result};
 
 type OnChange = Box<dyn Fn(u64, u64) + Send + Sync>;
@@ -185,8 +185,10 @@ impl Watcher {
 impl Drop for Watcher {
     fn drop(&mut self) {
         self.watch.dropped.store(true, SeqCst);
-        if let Ok((state, _)) = self.watchers.inner.get() {
-            state.lock().watches.retain(|w| !Arc::ptr_eq(w, &self.watch));
+        if let Ok(inner) = self.watchers.inner.get() {
+            inner.0.lock().watches.retain(|w| !Arc::ptr_eq(w, &self.watch));
+            // The watching thread lets go of the callback.
+            wake_thread(inner);
         }
     }
 }
@@ -311,7 +313,7 @@ impl Watch {
         // Stored before the value, so that a reader never pairs the value with an older time.
         self.seen_at.store(self.begun.elapsed().as_nanos() as u64, Release);
         self.seen.store(new, Release);
-        if catch_unwind(AssertUnwindSafe(|| (self.on_change)(old, new))).is_err() {
+        if run_callback(|| (self.on_change)(old, new)).is_err() {
             tracing::error!("a watcher callback panicked; the engine goes on");
         }
         true
@@ -351,15 +353,11 @@ mod tests {
                 std::thread::yield_now();
             }
             let theirs = watchers.clone();
-            std::thread::spawn(move || match closes {
-                true => {
+            std::thread::spawn(move || {
+                if closes {
                     theirs.close();
-                    drop(watcher);
                 }
-                false => {
-                    drop(watcher);
-                    wake_thread(theirs.inner.get().unwrap());
-                }
+                drop(watcher);
             });
             ends.recv_timeout(Duration::from_secs(30)).expect("the end of the callback");
         }

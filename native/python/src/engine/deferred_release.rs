@@ -3,8 +3,8 @@
 use std::{
     ops::Deref,
     sync::{
-        atomic::{AtomicBool, Ordering::SeqCst},
-        mpsc, OnceLock,
+        atomic::{AtomicBool, AtomicPtr, Ordering::SeqCst},
+        mpsc,
     },
     time::Duration,
 };
@@ -46,8 +46,7 @@ impl<T: Send + 'static> Drop for DeferredRelease<T> {
         if ENDED.load(SeqCst) {
             return std::mem::forget(objects);
         }
-        match releaser() {
-            // A forked child has no such thread and leaks the objects, as all of the engine.
+        match Releaser::get() {
             Some(releaser) => {
                 drop(releaser.messages.send(ReleaseMessage::Release(Box::new(objects))))
             }
@@ -67,33 +66,59 @@ struct Releaser {
     process: u32,
 }
 
-static RELEASER: OnceLock<Option<Releaser>> = OnceLock::new();
+/// The releaser of this process, or of the one that forked it.
+static RELEASER: AtomicPtr<Releaser> = AtomicPtr::new(std::ptr::null_mut());
 /// The interpreter ends: objects are leaked from now on.
 static ENDED: AtomicBool = AtomicBool::new(false);
 
-fn releaser() -> Option<&'static Releaser> {
-    let start = || {
+impl Releaser {
+    /// The one of this process, if its thread has been started.
+    fn current() -> Option<&'static Self> {
+        // SAFETY: null, or a releaser that is never freed.
+        let releaser = unsafe { RELEASER.load(SeqCst).as_ref() };
+        releaser.filter(|r| r.process == std::process::id())
+    }
+
+    /// The one of this process; a forked child starts its own. Takes no lock, which another thread
+    /// might have held at the fork.
+    fn get() -> Option<&'static Self> {
+        if let Some(current) = Self::current() {
+            return Some(current);
+        }
         let (messages, received) = mpsc::channel();
-        let release = move || {
-            for message in received {
-                match message {
-                    ReleaseMessage::Release(objects) => {
-                        // Fails when the interpreter ends, and everything with it.
-                        let mut objects = Some(objects);
-                        Python::try_attach(|_| drop(objects.take()));
-                        std::mem::forget(objects);
-                    }
-                    ReleaseMessage::End(answer) => {
-                        let _ = answer.send(());
-                        return;
-                    }
-                }
+        let thread = std::thread::Builder::new()
+            .name("fabric-release".into())
+            .spawn(move || release(received));
+        thread.ok()?;
+        let before = RELEASER.load(SeqCst);
+        let new = Box::into_raw(Box::new(Self { messages, process: std::process::id() }));
+        // SAFETY: null, or a releaser that is never freed.
+        let theirs = unsafe { before.as_ref() };
+        if theirs.is_some_and(|r| r.process == std::process::id())
+            || RELEASER.compare_exchange(before, new, SeqCst, SeqCst).is_err()
+        {
+            // SAFETY: not handed out. Its thread ends with the sender.
+            drop(unsafe { Box::from_raw(new) });
+        }
+        Self::current()
+    }
+}
+
+fn release(received: mpsc::Receiver<ReleaseMessage>) {
+    for message in received {
+        match message {
+            ReleaseMessage::Release(objects) => {
+                // Fails when the interpreter ends, and everything with it.
+                let mut objects = Some(objects);
+                Python::try_attach(|_| drop(objects.take()));
+                std::mem::forget(objects);
             }
-        };
-        let thread = std::thread::Builder::new().name("fabric-release".into()).spawn(release);
-        thread.is_ok().then(|| Releaser { messages, process: std::process::id() })
-    };
-    RELEASER.get_or_init(start).as_ref()
+            ReleaseMessage::End(answer) => {
+                let _ = answer.send(());
+                return;
+            }
+        }
+    }
 }
 
 /// Waits until the thread has released all objects. If the interpreter ended in the middle of a
@@ -101,10 +126,7 @@ fn releaser() -> Option<&'static Releaser> {
 #[pyfunction]
 fn end_releases(py: Python<'_>) {
     ENDED.store(true, SeqCst);
-    let Some(Some(releaser)) = RELEASER.get() else { return };
-    if releaser.process != std::process::id() {
-        return;
-    }
+    let Some(releaser) = Releaser::current() else { return };
     let (answer, over) = mpsc::channel();
     if releaser.messages.send(ReleaseMessage::End(answer)).is_ok() {
         let _ = py.detach(move || over.recv_timeout(TIMEOUT));

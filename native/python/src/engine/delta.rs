@@ -157,6 +157,8 @@ pub(crate) struct DeltaEncoder {
     pieces: Vec<Piece>,
     /// Offset of each piece's last version in `base`.
     base_at: Vec<u64>,
+    /// Of `base`, whose lock is held while a push is encoded.
+    nbytes: u64,
     base: Mutex<Vec<u8>>,
 }
 
@@ -187,12 +189,12 @@ impl DeltaEncoder {
             nbytes += piece.nbytes();
         }
         // Not zeros: the first push would wait for the kernel to map their pages.
-        Self { pieces, base_at, base: Mutex::new(vec![u8::MAX; nbytes as usize]) }
+        Self { pieces, base_at, nbytes, base: Mutex::new(vec![u8::MAX; nbytes as usize]) }
     }
 
     #[getter]
-    fn nbytes(&self) -> usize {
-        self.base.lock().unwrap_or_else(PoisonError::into_inner).len()
+    fn nbytes(&self) -> u64 {
+        self.nbytes
     }
 
     #[allow(clippy::too_many_arguments)] // keyword arguments of a Python method
