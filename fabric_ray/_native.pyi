@@ -894,7 +894,8 @@ class Engine:
         """
     def close(self) -> None:
         """Ends everything: outstanding transfers fail with `EngineClosed`, peers see this engine
-        as lost. May be called more than once."""
+        as lost. May be called more than once: beside another call it returns when that is over, in
+        a callback at once."""
 
 # weights
 
