@@ -28,7 +28,7 @@ from tests.integration.bench_plain import Liar, Mortal, Plain, Spinner, built
 
 pytest.importorskip("torch", reason="gloo comes with torch: pip install '.[ray]'")
 
-DEAD = psutil.STATUS_ZOMBIE
+ENDED = {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
 ROOT = Path(__file__).resolve().parents[2]
 CASE = Case(suite="write", operation="write", link="tcp", bytes=64 * KIB, region=MIB)
 PLAN = Plan(turns=2, turn_seconds=0.01)
@@ -47,13 +47,20 @@ def command(out: Path, *only: str) -> list[str]:
     return [sys.executable, "-m", "benchmarks", "run", *options, *contenders, *patterns]
 
 
+def status(process: psutil.Process) -> str:
+    """Of a process that may have ended meanwhile."""
+    try:
+        return process.status()
+    except psutil.NoSuchProcess:
+        return psutil.STATUS_DEAD
+
+
 def marked(mark: str) -> list[psutil.Process]:
     """Living processes that inherited `mark`."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            alive = process.status() != psutil.STATUS_ZOMBIE
-            if alive and process.environ().get("FABRIC_BENCH_TEST") == mark:
+            if status(process) not in ENDED and process.environ().get("FABRIC_BENCH_TEST") == mark:
                 found.append(process)
     return found
 
@@ -150,7 +157,7 @@ def test_paused_contenders_use_no_processor_time() -> None:
     try:
         workers = [child for child in psutil.Process().children() if child not in others]
         assert len(workers) == 2
-        wait_until(lambda: {worker.status() for worker in workers} == {psutil.STATUS_STOPPED}, 30)
+        wait_until(lambda: {status(worker) for worker in workers} == {psutil.STATUS_STOPPED}, 30)
         before = [worker.cpu_times().user for worker in workers]
         time.sleep(0.3)
         assert [worker.cpu_times().user for worker in workers] == before
@@ -192,7 +199,7 @@ def test_our_receiving_process_ends_with_its_writer_even_while_it_spins() -> Non
             writer.kill()
             with pytest.raises(ContenderError, match="gone"):
                 turn.result(timeout=20)
-        wait_until(lambda: not receiver.is_running() or receiver.status() == DEAD, 30)
+        wait_until(lambda: status(receiver) in ENDED, 30)
     finally:
         ours.stop()
 
@@ -223,7 +230,7 @@ def test_an_interrupted_run_leaves_no_process(tmp_path: Path, number: signal.Sig
         cwd=ROOT,
         env=environment(mark),
     )
-    wait_until(lambda: any(one.status() == psutil.STATUS_STOPPED for one in marked(mark)), 60)
+    wait_until(lambda: any(status(one) == psutil.STATUS_STOPPED for one in marked(mark)), 60)
     run.send_signal(number)
     run.wait(timeout=15)
     wait_until(lambda: not marked(mark), 30)
