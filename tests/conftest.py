@@ -1,14 +1,11 @@
-"""Shared fixtures: engines that are closed for sure, and a count of what a test left behind."""
+"""Shared fixtures: engines that are closed for sure."""
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +13,6 @@ from hypothesis import settings
 
 from fabric_ray import TransferEngine
 from tests.examples import examples
-from tests.processes import shared_files
 
 # A machine that is busy elsewhere for a moment breaks no promise.
 settings.register_profile("patient", deadline=None, max_examples=examples(100))
@@ -78,30 +74,3 @@ def pair(
 ) -> tuple[TransferEngine, TransferEngine]:
     """Two engines that are joined by one transport."""
     return open_engine("a", transport=request.param), open_engine("b", transport=request.param)
-
-
-class Belongings:
-    """What a process holds that could leak."""
-
-    def __init__(self) -> None:
-        gc.collect()
-        self.fds = len(os.listdir("/proc/self/fd"))
-        # Python gives every native thread that has ever logged a dummy, and keeps it.
-        named = [t for t in threading.enumerate() if not isinstance(t, threading._DummyThread)]
-        self.threads = len(named), len(os.listdir("/proc/self/task"))
-        self.shm = shared_files()
-        self.maps = Path("/proc/self/maps").read_text().count("fabric-ray")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Belongings) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        return 0
-
-    def __repr__(self) -> str:
-        return f"Belongings({vars(self)})"
-
-
-@pytest.fixture
-def belongings() -> type[Belongings]:
-    return Belongings

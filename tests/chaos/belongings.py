@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -64,6 +65,18 @@ class Belongings:
         if self.maps > other.maps:
             more.append(f"{self.maps - other.maps} more mappings of shared memory")
         return "; ".join(more) or None
+
+    def nothing_more(self, seconds: float = 10.0) -> None:
+        """Waits until this process holds nothing that it did not hold then. What was held for
+        earlier tests may go meanwhile.
+
+        Raises:
+            AssertionError: it still does after so many seconds; names what.
+        """
+        deadline = time.monotonic() + seconds
+        while more := Belongings().more_than(self):
+            assert time.monotonic() < deadline, more
+            time.sleep(0.02)
 
 
 def _name(task: str) -> str | None:

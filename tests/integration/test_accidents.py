@@ -30,6 +30,7 @@ from fabric_ray.errors import (
     TransferTimeout,
     Unreachable,
 )
+from tests.chaos.belongings import Belongings
 from tests.processes import Other, descriptors, within
 
 TRANSPORTS = ["shm", "tcp"]
@@ -73,18 +74,16 @@ def test_a_full_dev_shm_is_nothing_to_the_engine() -> None:
     assert said == ["filler"]
 
 
-def test_more_memory_than_there_is(
-    open_engine: Callable[..., TransferEngine], belongings: Any
-) -> None:
+def test_more_memory_than_there_is(open_engine: Callable[..., TransferEngine]) -> None:
     engine = open_engine()
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    before = belongings()
+    before = Belongings()
     for nbytes in (2 * physical, 1 << 50):
         with pytest.raises(ResourceError, match="free memory, ask for less, or raise"):
             engine.alloc(nbytes)
     with pytest.raises(InvalidArgument, match="more than can exist"):
         engine.alloc(1 << 63)
-    assert belongings() == before
+    before.nothing_more()
     assert engine.alloc(4096).nbytes == 4096
 
 

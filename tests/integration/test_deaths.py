@@ -6,13 +6,13 @@ import signal
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
 
 import numpy as np
 import pytest
 
 from fabric_ray import TransferEngine
 from fabric_ray.errors import FabricError, PeerLost, Stale, Unreachable
+from tests.chaos.belongings import Belongings
 from tests.processes import Other, within
 
 MiB = 1 << 20
@@ -158,7 +158,7 @@ def churn(connection: Connection, transport: str) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_nothing_leaks_when_peers_come_and_go(
-    transport: str, belongings: Any, open_engine: Callable[..., TransferEngine]
+    transport: str, open_engine: Callable[..., TransferEngine]
 ) -> None:
     a = open_engine("a", transport=transport)
     src = a.alloc(MiB)
@@ -180,13 +180,13 @@ def test_nothing_leaks_when_peers_come_and_go(
                 lost.wait(10)
 
     round_()
-    before = belongings()
+    before = Belongings()
     for _ in range(3):
         round_()
-    within(10, f"{before} again", lambda: belongings() == before)
+    before.nothing_more()
 
 
-def test_nothing_leaks_when_engines_come_and_go(belongings: Any) -> None:
+def test_nothing_leaks_when_engines_come_and_go() -> None:
     def round_() -> None:
         with TransferEngine(name="a") as a, TransferEngine(name="b", transport="tcp") as b:
             for other in (a, b):
@@ -199,7 +199,7 @@ def test_nothing_leaks_when_engines_come_and_go(belongings: Any) -> None:
                 a.write(a.alloc(8), there[:8]).add_done_callback(lambda t: None)
 
     round_()
-    before = belongings()
+    before = Belongings()
     for _ in range(5):
         round_()
-    within(10, f"{before} again", lambda: belongings() == before)
+    before.nothing_more()

@@ -7,13 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
 
 import pytest
 
 from fabric_ray import TransferEngine
 from fabric_ray.errors import EngineClosed
 from tests.at_once import at_once
+from tests.chaos.belongings import Belongings
 from tests.processes import Other, within
 
 THREADS = 16
@@ -88,16 +88,16 @@ class Churn:
 @pytest.mark.long
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_ic_3_threads_that_open_write_and_close_count_right_and_leak_nothing(
-    transport: str, belongings: Any, open_engine: Callable[..., TransferEngine]
+    transport: str, open_engine: Callable[..., TransferEngine]
 ) -> None:
     receiver = open_engine("receiver", transport=transport)
     Churn(transport, receiver).run(0.3)
     time.sleep(2.5)  # half-open connections are given up after 2 s
-    before = belongings()
+    before = Belongings()
     churn = Churn(transport, receiver)
     churn.run(SECONDS)
     assert churn.engines > 2 * THREADS
     within(10, "the last counts", lambda: churn.counter.value >= churn.confirmed)
     assert churn.counter.value <= churn.submitted
     churn.let_go()
-    within(10, f"{before} again", lambda: belongings() == before)
+    before.nothing_more()
