@@ -130,12 +130,12 @@ def descriptors() -> int:
 
 
 def shared_files() -> list[str]:
-    """What engines of this user keep in /dev/shm, but for the key that is kept for all of them."""
+    """What lies in /dev/shm and was put there by a process of this user, but for the key that is
+    kept for all engines of a user. What others put there meanwhile is theirs."""
     user, found = os.geteuid(), []
     for entry in os.scandir("/dev/shm"):
         with contextlib.suppress(FileNotFoundError):  # it has just been removed
-            ours = entry.name.startswith("fabric-ray-") and entry.stat().st_uid == user
-            if ours and entry.name != f"fabric-ray-{user}-key":
+            if entry.stat().st_uid == user and entry.name != f"fabric-ray-{user}-key":
                 found.append(entry.name)
     return sorted(found)
 

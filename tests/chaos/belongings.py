@@ -66,17 +66,15 @@ class Belongings:
             more.append(f"{self.maps - other.maps} more mappings of shared memory")
         return "; ".join(more) or None
 
-    def nothing_more(self, seconds: float = 10.0) -> None:
-        """Waits until this process holds nothing that it did not hold then. What was held for
-        earlier tests may go meanwhile.
-
-        Raises:
-            AssertionError: it still does after so many seconds; names what.
-        """
+    def left(self, seconds: float) -> str | None:
+        """What this process holds that it did not hold then, if it still does after so many
+        seconds. What was held for earlier tests may go meanwhile."""
         deadline = time.monotonic() + seconds
         while more := Belongings().more_than(self):
-            assert time.monotonic() < deadline, more
+            if time.monotonic() > deadline:
+                return more
             time.sleep(0.02)
+        return None
 
 
 def _name(task: str) -> str | None:

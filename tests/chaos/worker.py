@@ -70,11 +70,8 @@ class Worker:
         self._forget()
         self.quiet.clear()
         self.stale.clear()
-        deadline = time.monotonic() + 8.0
-        while more := Belongings().more_than(self.before):
-            if time.monotonic() > deadline:
-                return [*wrong, f"leak: after its engine was closed, {more}"], in_use()
-            time.sleep(0.02)
+        if left := self.before.left(8.0):
+            wrong = [*wrong, f"leak: after its engine was closed, {left}"]
         return wrong, in_use()
 
     def _forget(self) -> None:

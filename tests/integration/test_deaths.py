@@ -183,7 +183,7 @@ def test_nothing_leaks_when_peers_come_and_go(
     before = Belongings()
     for _ in range(3):
         round_()
-    before.nothing_more()
+    assert before.left(10) is None
 
 
 def test_nothing_leaks_when_engines_come_and_go() -> None:
@@ -202,4 +202,4 @@ def test_nothing_leaks_when_engines_come_and_go() -> None:
     before = Belongings()
     for _ in range(5):
         round_()
-    before.nothing_more()
+    assert before.left(10) is None

@@ -100,4 +100,4 @@ def test_ic_3_threads_that_open_write_and_close_count_right_and_leak_nothing(
     within(10, "the last counts", lambda: churn.counter.value >= churn.confirmed)
     assert churn.counter.value <= churn.submitted
     churn.let_go()
-    before.nothing_more()
+    assert before.left(10) is None

@@ -18,7 +18,7 @@ def test_each_transport_is_measured_beside_its_floor() -> None:
     bench.measure(sizes=[4096], turns=1)  # what is loaded once
     before, told = Belongings(), []
     report = bench.measure(sizes=[4096, 1 << 20], turns=2, tell=told.append)
-    before.nothing_more()
+    assert Belongings().more_than(before) is None
     rows = {row.key: row for row in report.rows}
     for size in ("4KiB", "1MiB"):
         for transport, plain in (("shm", "copy"), ("tcp", "socket")):

@@ -50,9 +50,6 @@ class KvWorker:
         assert self._made is not None
         wrong = self._made.close()
         self._made = None
-        deadline = time.monotonic() + 8.0
-        while self._before is not None and (more := Belongings().more_than(self._before)):
-            if time.monotonic() > deadline:
-                return [*wrong, f"leak: after its engines were closed, {more}"], in_use()
-            time.sleep(0.02)
+        if self._before is not None and (left := self._before.left(8.0)):
+            wrong = [*wrong, f"leak: after its engines were closed, {left}"]
         return wrong, in_use()

@@ -73,7 +73,7 @@ pub struct TransferEngine {
     takes_files: bool,
     segments: Segments,
     worker: Mutex<Option<Worker>>,
-    /// Set when `close` has returned.
+    /// Whether the engine is closed, for calls of `close` beside the first.
     closed: (Mutex<bool>, Condvar),
 }
 

@@ -108,7 +108,7 @@ impl Transfer {
     fn add_done_callback(slf: &Bound<'_, Self>, callback: Callback) {
         let this = DeferredRelease::new(slf.clone().unbind());
         let handle = slf.get().handle.clone();
-        // Detached: a callback may run on this thread if the engine is closed.
+        // Detached: the callback runs on this thread if the transfer is over.
         slf.py().detach(|| {
             handle.on_done(move |_| {
                 callback.call_once(|py, f| (f, this.into_inner(py)).into_pyobject(py));
