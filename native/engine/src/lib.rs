@@ -13,6 +13,7 @@ pub mod flight;
 #[doc(hidden)]
 pub mod fuzzing;
 mod group;
+pub mod locks;
 pub mod memory;
 mod process;
 pub mod simulation;
@@ -32,5 +33,5 @@ pub use engine::{
 pub use error::{EngineError, LostLink, Result};
 pub use group::TransportVerdict;
 pub use memory::file::FileOptions;
-pub use process::ProcessLocal;
+pub use process::{PerProcess, ProcessLocal};
 pub use time::Time;

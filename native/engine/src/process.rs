@@ -2,23 +2,12 @@
 //! queue pairs and locks stay the parent's. A child that read from them would take events that the
 //! parent must count once (IC-3).
 
-use std::{
-    mem::ManuallyDrop,
-    sync::{
-        atomic::{AtomicU32, Ordering::Relaxed},
-        Once,
-    },
-};
+use std::mem::ManuallyDrop;
+
+pub use fabric_sys::PerProcess;
+use fabric_sys::{count_forks, forks};
 
 use crate::{EngineError, Result};
-
-/// Number of forks between this process and the one that made the first [`ProcessLocal`]. A process
-/// id is not enough: a child in its own PID namespace may have its parent's.
-static FORKS: AtomicU32 = AtomicU32::new(0);
-
-extern "C" fn in_child() {
-    FORKS.fetch_add(1, Relaxed);
-}
 
 /// A value that only the process which made it may use.
 ///
@@ -34,18 +23,13 @@ pub struct ProcessLocal<T> {
 
 impl<T> ProcessLocal<T> {
     pub fn new(value: T) -> Self {
-        static ONCE: Once = Once::new();
-        ONCE.call_once(|| {
-            // SAFETY: the handler only adds to an atomic, which is safe in a forked child.
-            unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
-        });
         let owner = std::process::id();
-        Self { value: ManuallyDrop::new(value), forks: FORKS.load(Relaxed), owner }
+        Self { value: ManuallyDrop::new(value), forks: count_forks(), owner }
     }
 
     #[inline]
     fn is_local(&self) -> bool {
-        FORKS.load(Relaxed) == self.forks
+        forks() == self.forks
     }
 
     /// The value.

@@ -19,9 +19,9 @@ pub(crate) fn total_order() {
 }
 
 #[cfg(not(loom))]
-pub(crate) use crossbeam_queue::SegQueue as Queue;
+pub(crate) use crate::locks::{Mutex, MutexGuard};
 #[cfg(not(loom))]
-pub(crate) use parking_lot::{Mutex, MutexGuard};
+pub(crate) use crossbeam_queue::SegQueue as Queue;
 
 #[cfg(loom)]
 pub(crate) use checked::{Mutex, MutexGuard, Queue};

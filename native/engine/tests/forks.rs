@@ -113,3 +113,32 @@ fn mr_1_what_a_child_drops_stays_its_parents() {
         assert_eq!(counted.wait(TIMEOUT), Some(Ok(())), "{transport}");
     }
 }
+
+#[test]
+fn a_childs_own_engines_work_whatever_its_parents_threads_wait_for() {
+    let open = || TransferEngine::open(EngineConfig::default()).unwrap();
+    let parents: Vec<_> = (0..4).map(|_| open()).collect();
+    // All threads sleep.
+    std::thread::sleep(Duration::from_millis(50));
+    let engines_work = || {
+        for _ in 0..20 {
+            let (a, b) = (open(), open());
+            let (src, dst) = (a.alloc(64).unwrap(), b.alloc(64).unwrap());
+            let there = a.import(&dst.descriptor()).unwrap();
+            let op = Op::Write {
+                src: Local { region: &src, offset: 0 },
+                dst: Remote { region: &there, offset: 0 },
+                len: 64,
+                imm: None,
+            };
+            let sent = a.submit(&[op], Submit::default()).unwrap();
+            if sent.wait(TIMEOUT) != Some(Ok(())) {
+                return false;
+            }
+            (a.close(), b.close());
+        }
+        true
+    };
+    assert!(in_child(engines_work));
+    drop(parents);
+}

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use parking_lot::Mutex;
+use fabric_engine::locks::Mutex;
 
 /// Queued events and their receiver.
 ///

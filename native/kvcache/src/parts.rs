@@ -5,8 +5,7 @@
 
 use std::{borrow::Cow, cmp::Reverse, collections::BTreeMap, time::Duration};
 
-use fabric_engine::{api::EngineId, EngineError, Time, TransferEngine};
-use parking_lot::Mutex;
+use fabric_engine::{api::EngineId, locks::Mutex, EngineError, Time, TransferEngine};
 
 use crate::terms::Terms;
 

@@ -1,7 +1,9 @@
 //! Checks of a call's arguments against the shape of an exchange, before anything is sent.
 
-use fabric_engine::{EngineError, Result};
-use parking_lot::{Mutex, MutexGuard};
+use fabric_engine::{
+    locks::{Mutex, MutexGuard},
+    EngineError, Result,
+};
 
 use crate::{
     kernels::{Float, Part, PartMut},

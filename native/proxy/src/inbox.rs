@@ -8,8 +8,7 @@ use std::sync::{
     Arc,
 };
 
-use fabric_engine::{EngineError, Notify};
-use parking_lot::Mutex;
+use fabric_engine::{locks::Mutex, EngineError, Notify};
 
 use crate::{descriptor::ThreadDescriptor, Parker};
 

@@ -5,9 +5,8 @@ use std::sync::atomic::{
     Ordering::{AcqRel, Acquire, Relaxed},
 };
 
-use parking_lot::Mutex;
-
 use crate::ProxyError;
+use fabric_engine::locks::Mutex;
 
 /// Bit 0 of a rank's word is set while it takes part; the other bits are its incarnation.
 #[derive(Debug)]

@@ -9,8 +9,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use fabric_engine::{api::EngineConfig, EngineError, ProcessLocal, Region, Time, TransferEngine};
-use parking_lot::Mutex;
+use fabric_engine::{
+    api::EngineConfig, locks::Mutex, EngineError, ProcessLocal, Region, Time, TransferEngine,
+};
 
 use crate::{
     config::Config,

@@ -6,9 +6,12 @@
 use std::{
     collections::VecDeque,
     fmt::{self, Write},
-    sync::{Condvar, Mutex, MutexGuard, PoisonError},
 };
 
+use fabric_engine::{
+    locks::{Condvar, Mutex},
+    PerProcess,
+};
 use pyo3::{prelude::*, types::PyDict};
 use tracing::{
     field::{Field, Visit},
@@ -29,18 +32,11 @@ struct Record {
 struct RecordQueue {
     records: VecDeque<Record>,
     dropped: usize,
-    /// The process whose thread serves the queue; a forked child has no such thread.
-    served_by: Option<u32>,
+    /// Whether a thread serves the queue.
+    served: bool,
 }
 
-static RECORD_QUEUE: Mutex<RecordQueue> =
-    Mutex::new(RecordQueue { records: VecDeque::new(), dropped: 0, served_by: None });
-
-static RECORD_QUEUED: Condvar = Condvar::new();
-
-fn record_queue() -> MutexGuard<'static, RecordQueue> {
-    RECORD_QUEUE.lock().unwrap_or_else(PoisonError::into_inner)
-}
+static RECORDS: PerProcess<(Mutex<RecordQueue>, Condvar)> = PerProcess::empty();
 
 /// From now on the engine's events reach Python.
 pub fn install() {
@@ -99,30 +95,30 @@ impl Visit for FormattedEvent {
 }
 
 fn push(record: Record) {
-    let mut w = record_queue();
+    let (queue, queued) = RECORDS.get_or_default();
+    let mut w = queue.lock();
     if w.records.len() >= MAX_WAITING_RECORDS {
         w.dropped += 1;
         return;
     }
     w.records.push_back(record);
-    let here = Some(std::process::id());
-    if w.served_by != here {
-        let spawned = std::thread::Builder::new().name("fabric-log".into()).spawn(serve);
+    if !w.served {
+        let serve = move || serve(queue, queued);
         // Without a thread they wait for the next event.
-        w.served_by = spawned.ok().and(here);
+        w.served = std::thread::Builder::new().name("fabric-log".into()).spawn(serve).is_ok();
     }
     drop(w);
-    RECORD_QUEUED.notify_one();
+    queued.notify_one();
 }
 
-fn serve() {
+fn serve(queue: &Mutex<RecordQueue>, queued: &Condvar) {
     loop {
         let (record, dropped) = {
-            let mut w = record_queue();
+            let mut w = queue.lock();
             loop {
                 match w.records.pop_front() {
                     Some(record) => break (record, std::mem::take(&mut w.dropped)),
-                    None => w = RECORD_QUEUED.wait(w).unwrap_or_else(PoisonError::into_inner),
+                    None => queued.wait(&mut w),
                 }
             }
         };

@@ -9,7 +9,9 @@ pub mod gdrapi;
 pub mod ibverbs;
 pub mod libfabric;
 mod open;
+mod process;
 mod signals;
 
 pub use open::{Library, OpenError};
+pub use process::{count_forks, forks, PerProcess};
 pub use signals::keep_signals;

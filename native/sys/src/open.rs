@@ -5,7 +5,7 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use crate::keep_signals;
+use crate::{keep_signals, PerProcess};
 
 /// Why a library, or a symbol in it, can't be used.
 #[derive(Debug, Clone)]
@@ -26,9 +26,9 @@ impl std::error::Error for OpenError {}
 
 /// Keeps a library open forever, in a static, so that leak checkers don't report it.
 fn kept(library: libloading::Library) -> &'static libloading::Library {
-    static OPENED: Mutex<Vec<&'static libloading::Library>> = Mutex::new(Vec::new());
+    static OPENED: PerProcess<Mutex<Vec<&'static libloading::Library>>> = PerProcess::empty();
     let library: &'static libloading::Library = Box::leak(Box::new(library));
-    OPENED.lock().unwrap_or_else(PoisonError::into_inner).push(library);
+    OPENED.get_or_default().lock().unwrap_or_else(PoisonError::into_inner).push(library);
     library
 }
 

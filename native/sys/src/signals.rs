@@ -5,8 +5,10 @@
 use std::{
     ffi::c_void,
     mem::MaybeUninit,
-    sync::{Mutex, PoisonError},
+    sync::{Mutex, MutexGuard, PoisonError},
 };
+
+use crate::PerProcess;
 
 /// Signals have numbers from 1 to this. Those that can't be caught or belong to libc are skipped.
 const SIGNALS: i32 = 64;
@@ -15,16 +17,19 @@ const SIGNALS: i32 = 64;
 type Actions = Vec<Option<libc::sigaction>>;
 
 /// Number of running calls of [`keep_signals`].
+#[derive(Default)]
 struct RunningCalls {
     calls: u32,
     /// The actions before the first of them.
     before: Actions,
-    /// In a forked child the parent's calls don't run.
-    process: u32,
 }
 
-static RUNNING: Mutex<RunningCalls> =
-    Mutex::new(RunningCalls { calls: 0, before: Vec::new(), process: 0 });
+/// In a forked child the parent's calls don't run.
+static RUNNING: PerProcess<Mutex<RunningCalls>> = PerProcess::empty();
+
+fn running_calls() -> MutexGuard<'static, RunningCalls> {
+    RUNNING.get_or_default().lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Runs `f`, which may load and initialise libraries, then restores all signal handlers and this
 /// thread's signal mask. Calls may nest and run concurrently: each restores the handlers from
@@ -33,10 +38,9 @@ static RUNNING: Mutex<RunningCalls> =
 pub fn keep_signals<T>(f: impl FnOnce() -> T) -> T {
     let mask = mask();
     {
-        let mut running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
-        let process = std::process::id();
-        if running.calls == 0 || running.process != process {
-            *running = RunningCalls { calls: 0, before: actions(), process };
+        let mut running = running_calls();
+        if running.calls == 0 {
+            running.before = actions();
         }
         running.calls += 1;
     }
@@ -51,7 +55,7 @@ struct RestoreSignals(libc::sigset_t);
 
 impl Drop for RestoreSignals {
     fn drop(&mut self) {
-        let mut running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut running = running_calls();
         for ((signal, was), is) in (1..).zip(&running.before).zip(actions()) {
             let (Some(was), Some(is)) = (was, is) else { continue };
             if !is_same(was, &is) && !is_interpreters(is.sa_sigaction) {

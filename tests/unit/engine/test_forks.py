@@ -204,7 +204,7 @@ def test_a_child_lets_go_of_what_its_own_engine_kept(pair: Pair) -> None:
             followed = weakref.ref(array)
             own.register(array).deregister()
             del array
-            within(30, "the release", lambda: followed() is None)
+            within(10, "the release", lambda: followed() is None)
         return "released"
 
     assert in_child(release) == "'released'"

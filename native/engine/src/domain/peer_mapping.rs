@@ -9,9 +9,7 @@ use std::{
     },
 };
 
-use parking_lot::Mutex;
-
-use crate::process::ProcessLocal;
+use crate::{locks::Mutex, process::ProcessLocal};
 
 /// Keeps a peer's memory mapped.
 pub(crate) type KeepAlive = Arc<dyn Any + Send + Sync>;

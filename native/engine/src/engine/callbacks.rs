@@ -7,9 +7,8 @@ use std::{
     thread::JoinHandle,
 };
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
-
 use super::request_batch::{BatchEvent, RequestBatch};
+use crate::locks::{Condvar, Mutex, MutexGuard};
 
 type Call = Box<dyn FnOnce() + Send>;
 

@@ -12,14 +12,13 @@ use std::{
     time::Duration,
 };
 
-use parking_lot::Mutex;
-
 use super::{
     regions::{Region, RegionInner},
     register::RegionSpec,
 };
 use crate::{
     api::EngineId,
+    locks::Mutex,
     memory::{Backing, RegionMemory},
     time::Time,
     EngineError, Result,

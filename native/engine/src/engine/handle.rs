@@ -12,13 +12,13 @@ use std::{
     time::Duration,
 };
 
-use parking_lot::Mutex;
 use rustix::thread::futex;
 
 use super::{callbacks::Callbacks, Region, Shared};
 use crate::{
     api::Imm,
     group::{OperationCompletion, TransferKey},
+    locks::Mutex,
     time::Time,
     EngineError, Result,
 };

@@ -30,8 +30,6 @@ use std::{
     time::Duration,
 };
 
-use parking_lot::{Condvar, Mutex};
-
 use self::{
     driver::{Core, Worker},
     register::Segments,
@@ -40,6 +38,7 @@ use crate::{
     api::{CounterRef, EngineAddress, EngineId, Imm, RegionDescriptor, Span, TransportKind},
     domain::PeerMapping,
     group::TransportVerdict,
+    locks::{Condvar, Mutex},
     memory::device::DeviceWord,
     time::Time,
     EngineError, Result,

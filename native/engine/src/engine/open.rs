@@ -1,7 +1,5 @@
 use std::sync::{atomic::AtomicU64, Arc};
 
-use parking_lot::Mutex;
-
 use super::{
     driver::{GroupDriver, Worker},
     register::Segments,
@@ -12,6 +10,7 @@ use crate::{
     api::{EngineAddress, EngineConfig, EngineId, Requirement, Spin, TransportKind},
     domain::{Domain, DomainError},
     group::Policy,
+    locks::Mutex,
     memory::file::{FileBackend, FileQueue},
     transport,
     wake::Waker,

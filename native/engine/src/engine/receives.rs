@@ -5,12 +5,11 @@ use std::sync::{
     Arc,
 };
 
-use parking_lot::RwLock;
-
 use super::callbacks::Callbacks;
 use crate::{
     api::EngineId,
     domain::{Admit, MessageRoom},
+    locks::Mutex,
     wake::Waker,
 };
 
@@ -49,25 +48,25 @@ struct Pool {
 
 #[derive(Default)]
 pub(crate) struct Receives {
-    pool: RwLock<Option<Pool>>,
+    pool: Mutex<Option<Pool>>,
     waker: Waker,
 }
 
 impl Receives {
     pub fn new(waker: Waker) -> Self {
-        Self { pool: RwLock::default(), waker }
+        Self { pool: Mutex::default(), waker }
     }
 
     /// Opens the pool, or replaces it: `count` messages of at most `max_len` bytes.
     pub fn open(&self, max_len: usize, count: u32, on_message: Arc<OnMessage>) {
         let free = Arc::new(AtomicI64::new(i64::from(count)));
-        let before = self.pool.write().replace(Pool { max_len, free, on_message });
+        let before = self.pool.lock().replace(Pool { max_len, free, on_message });
         // Without the lock: the user's handler may take any lock as it ends.
         drop(before);
     }
 
     pub fn deliver(&self, callbacks: &Callbacks, from: EngineId, message: Box<[u8]>) {
-        let pool = self.pool.read();
+        let pool = self.pool.lock();
         let Some((free, on_message)) =
             pool.as_ref().map(|pool| (Arc::clone(&pool.free), Arc::clone(&pool.on_message)))
         else {
@@ -94,7 +93,7 @@ impl Drop for PoolSlot {
 
 impl MessageRoom for Receives {
     fn admit(&self, len: usize) -> Admit {
-        match &*self.pool.read() {
+        match &*self.pool.lock() {
             None => Admit::Wait,
             Some(pool) if len > pool.max_len => Admit::TooLong { limit: pool.max_len },
             Some(pool) if pool.free.load(SeqCst) <= 0 => Admit::Wait,

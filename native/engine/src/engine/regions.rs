@@ -6,11 +6,10 @@ use std::{
     time::Duration,
 };
 
-use parking_lot::Mutex;
-
 use super::{grants::Family, handle::HandleRef, peers::Peer, Handle, Shared};
 use crate::{
     api::{RailKeys, RegionDescriptor, RegionKey},
+    locks::Mutex,
     memory::{
         device::{copy_now, CopyRange, Location},
         Backing, RegionMemory,

@@ -6,8 +6,6 @@ use std::{
     sync::{atomic::Ordering::SeqCst, Arc, Weak},
 };
 
-use parking_lot::Mutex;
-
 use super::{
     grants::GrantScope,
     regions::{Region, RegionInner},
@@ -15,6 +13,7 @@ use super::{
 };
 use crate::{
     api::{RailKey, RegionKey},
+    locks::Mutex,
     memory::{
         device::{self, Location, MemoryKind},
         file::{FileMemory, FileOptions},

@@ -12,8 +12,6 @@ use std::{
     time::Duration,
 };
 
-use parking_lot::Mutex;
-
 use super::{
     callbacks::Callbacks, driver::Core, submit::CLOCK_READ_BYTES, Counter, Op, Peer, Quiescence,
     Region, Shared, Submit, TransferEngine,
@@ -21,6 +19,7 @@ use super::{
 use crate::{
     api::{Priority, Span},
     group::{OperationCompletion, PeerHold, Submitted},
+    locks::Mutex,
     EngineError, Result,
 };
 

@@ -11,8 +11,6 @@ use std::{
     time::Duration,
 };
 
-use parking_lot::Mutex;
-
 use super::{
     callbacks::Callbacks,
     counters::Counters,
@@ -26,6 +24,7 @@ use crate::{
     api::{EngineAddress, EngineId, Imm, Span, TransportKind},
     domain::{Count, RegionRelease},
     group::GroupEvents,
+    locks::Mutex,
     memory::{Backing, RegionIndex, RegionIndices, RegionMemory, FIRST_INTERNAL_INDEX},
     process::ProcessLocal,
     time::Time,

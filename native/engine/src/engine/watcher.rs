@@ -13,10 +13,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use parking_lot::{Condvar, Mutex};
-
 use super::callbacks::run_callback;
-use crate::{memory::device::DeviceWord, process::ProcessLocal, EngineError, Result};
+use crate::{
+    locks::{Condvar, Mutex},
+    memory::device::DeviceWord,
+    process::ProcessLocal,
+    EngineError, Result,
+};
 
 type OnChange = Box<dyn Fn(u64, u64) + Send + Sync>;
 

@@ -3,12 +3,12 @@ use std::{
     sync::{atomic::AtomicU32, Arc, OnceLock},
 };
 
-use parking_lot::Mutex;
-
 use super::{device::Location, Allocation, RegionIndex};
 use crate::{
     api::{EngineId, RailKeys, RegionKey},
     error::DomainError,
+    locks::Mutex,
+    process::PerProcess,
     time::Time,
 };
 
@@ -128,8 +128,8 @@ impl RegionBook {
     /// Leaks all regions (MR-1): bytes may still land in them. They stay reachable, so that leak
     /// checkers don't report them.
     pub fn keep_for_good(self) {
-        static KEPT: Mutex<Vec<RegionBook>> = Mutex::new(Vec::new());
-        KEPT.lock().push(self);
+        static KEPT: PerProcess<Mutex<Vec<RegionBook>>> = PerProcess::empty();
+        KEPT.get_or_default().lock().push(self);
     }
 
     pub fn insert(&mut self, region: &Arc<RegionMemory>) {

@@ -3,9 +3,8 @@
 
 use std::{collections::VecDeque, sync::Arc};
 
-use parking_lot::Mutex;
-
 use super::FIRST_INTERNAL_INDEX;
+use crate::locks::Mutex;
 
 /// Freed indices that are kept before the oldest is reused. Work inside this process that names the
 /// earlier region is over by then. A peer's old key is stale, because each region has a new random

@@ -10,12 +10,11 @@ use std::sync::{
     Arc, Weak,
 };
 
-use parking_lot::Mutex;
-
 use crate::{
     api::{EngineConfig, EngineId},
     domain::Domain,
     engine::{Region, TransferEngine, Transports},
+    locks::Mutex,
     time::Time,
     transport::sim::{Clock, Fault, Node, Port, SimConfig, SimDomain, Trace, TracedWork, World},
     Result,

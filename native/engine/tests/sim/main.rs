@@ -18,7 +18,7 @@ mod wire;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use case::Case;
-use parking_lot::Mutex;
+use fabric_engine::locks::Mutex;
 
 /// Schedules between two lines of progress.
 const PROGRESS: u64 = 50_000;

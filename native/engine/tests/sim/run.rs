@@ -4,11 +4,11 @@ use std::{sync::Arc, time::Duration};
 
 use fabric_engine::{
     api::{EngineConfig, Imm},
+    locks::Mutex,
     simulation::SimNet,
     transport::sim::Fault,
     Time, TransferEngine,
 };
-use parking_lot::Mutex;
 
 use crate::{
     case::{Case, Ns, COUNTERS, MS, PLAIN},

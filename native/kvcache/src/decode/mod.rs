@@ -13,9 +13,9 @@ use std::{
 
 use fabric_engine::{
     api::{CounterRef, EngineId, Span},
+    locks::Mutex,
     Counter, EngineError, Handle, Peer, Region, Result,
 };
-use parking_lot::Mutex;
 
 use self::state::{
     DecoderState, PendingPull, Phase, PrefillerInfo, PrefillerProcess, ProcessState, Session,

@@ -3,9 +3,9 @@
 use std::{sync::Arc, time::Duration};
 
 use fabric_engine::{
-    api::EngineConfig, simulation::SimNet, transport::sim::SimConfig, Op, Submit, TransferEngine,
+    api::EngineConfig, locks::Mutex, simulation::SimNet, transport::sim::SimConfig, Op, Submit,
+    TransferEngine,
 };
-use parking_lot::Mutex;
 
 use super::{Decoder, Event, Pull};
 use crate::{

@@ -3,10 +3,10 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use rustc_hash::FxHashMap;
 
 use crate::layout::{CacheGroup, CacheLayout};
+use fabric_engine::locks::Mutex;
 
 use super::cells::{Cells, MAX_TOKENS};
 use super::compare::{common_layers, held_heads, CommonLayers};

@@ -8,9 +8,9 @@ use std::{
 
 use fabric_engine::{
     api::{EngineId, Imm},
+    locks::Mutex,
     Handle, Peer, RemoteRegion,
 };
-use parking_lot::Mutex;
 
 use super::timeline::Timeline;
 use crate::{

@@ -6,8 +6,7 @@ use std::{
     time::Duration,
 };
 
-use fabric_engine::{api::EngineId, EngineError, Op, Peer, Submit};
-use parking_lot::Mutex;
+use fabric_engine::{api::EngineId, locks::Mutex, EngineError, Op, Peer, Submit};
 
 use super::{
     job::{DecoderInfo, GrantedRank, Job, Progress, RankLink, RequestKey},

@@ -13,8 +13,7 @@ use std::{
     sync::{atomic::AtomicU32, Arc, OnceLock},
 };
 
-use fabric_engine::{api::EngineId, EngineError, Region, Result, TransferEngine};
-use parking_lot::Mutex;
+use fabric_engine::{api::EngineId, locks::Mutex, EngineError, Region, Result, TransferEngine};
 
 pub use self::timeline::{LayerTimes, Timeline};
 use self::{

@@ -3,10 +3,9 @@
 use std::sync::Arc;
 
 use fabric_engine::{
-    api::EngineConfig, simulation::SimNet, transport::sim::SimConfig, Counter, Op, Region, Submit,
-    TransferEngine,
+    api::EngineConfig, locks::Mutex, simulation::SimNet, transport::sim::SimConfig, Counter, Op,
+    Region, Submit, TransferEngine,
 };
-use parking_lot::Mutex;
 
 use super::{JobEvent, Prefiller};
 use crate::{

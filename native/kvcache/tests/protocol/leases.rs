@@ -11,11 +11,10 @@ use std::{
 };
 
 use fabric_engine::{
-    api::EngineConfig, simulation::SimNet, transport::sim::SimConfig, EngineError, Time,
-    TransferEngine,
+    api::EngineConfig, locks::Mutex, simulation::SimNet, transport::sim::SimConfig, EngineError,
+    Time, TransferEngine,
 };
 use fabric_kvcache::{layout::CacheLayout, Decoder, LocalRank, Prefiller, Terms};
-use parking_lot::Mutex;
 
 use crate::{
     cache::{Cache, Shape},

@@ -13,7 +13,7 @@ mod run;
 
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
-use parking_lot::Mutex;
+use fabric_engine::locks::Mutex;
 
 /// Schedules between two lines that say how far it is.
 const PROGRESS: u64 = 5_000;

@@ -4,10 +4,10 @@ use std::{collections::HashMap, sync::Arc};
 
 use fabric_engine::{
     api::{EngineConfig, NicConfig, TransportKind},
+    locks::Mutex,
     Region, Result, TransferEngine,
 };
 use fabric_kvcache::{Decoder, Event, JobEvent, LocalRank, Prefiller, Pull, Terms};
-use parking_lot::Mutex;
 
 use crate::cache::{Cache, Shape};
 

@@ -5,8 +5,7 @@ use std::{
     time::Instant,
 };
 
-use fabric_engine::{EngineError, Result};
-use parking_lot::MutexGuard;
+use fabric_engine::{locks::MutexGuard, EngineError, Result};
 
 use super::{
     conditions::Condition,

@@ -5,8 +5,7 @@
 
 use std::{sync::Arc, time::Instant};
 
-use fabric_engine::Result;
-use parking_lot::MutexGuard;
+use fabric_engine::{locks::MutexGuard, Result};
 
 use super::{
     conditions::Condition,

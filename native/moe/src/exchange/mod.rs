@@ -24,8 +24,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use fabric_engine::{Counter, EngineError, Region, Result, TransferEngine};
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use fabric_engine::{
+    locks::{Condvar, Mutex, MutexGuard},
+    Counter, EngineError, Region, Result, TransferEngine,
+};
 
 use self::{command_thread::CommandThread, conditions::Condition, state::ExchangeState};
 pub use self::{

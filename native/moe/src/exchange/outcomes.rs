@@ -2,8 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use fabric_engine::{Outcome, Result};
-use parking_lot::MutexGuard;
+use fabric_engine::{locks::MutexGuard, Outcome, Result};
 
 use super::{
     actions::{Action, Operation, WritePurpose},

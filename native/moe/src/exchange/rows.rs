@@ -2,8 +2,7 @@
 
 use std::sync::Arc;
 
-use fabric_engine::Result;
-use parking_lot::MutexGuard;
+use fabric_engine::{locks::MutexGuard, Result};
 
 use super::{
     actions::Action,

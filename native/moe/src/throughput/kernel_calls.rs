@@ -3,9 +3,10 @@
 
 use std::{sync::Arc, time::Duration};
 
-use fabric_engine::{api::EngineConfig, EngineError, Region, Result, TransferEngine};
+use fabric_engine::{
+    api::EngineConfig, locks::MutexGuard, EngineError, Region, Result, TransferEngine,
+};
 use fabric_proxy::{raw::AtomicWords, Engines};
-use parking_lot::MutexGuard;
 
 use super::{
     admission::check_all_here,

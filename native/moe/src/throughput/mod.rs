@@ -48,9 +48,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use fabric_engine::{api::EngineConfig, EngineError, Result, Time};
+use fabric_engine::{
+    api::EngineConfig,
+    locks::{Mutex, MutexGuard},
+    EngineError, Result, Time,
+};
 use fabric_proxy::{Config, DeviceMemory, Engines, Event, Proxy, ProxyError};
-use parking_lot::{Mutex, MutexGuard};
 
 pub use self::{
     context::{Io, KernelIo},

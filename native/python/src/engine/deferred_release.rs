@@ -1,14 +1,16 @@
 //! Releases Python objects that the engine keeps alive, on a thread of its own.
 
 use std::{
+    mem,
     ops::Deref,
     sync::{
-        atomic::{AtomicBool, AtomicPtr, Ordering::SeqCst},
+        atomic::{AtomicBool, Ordering::SeqCst},
         mpsc,
     },
     time::Duration,
 };
 
+use fabric_engine::PerProcess;
 use pyo3::prelude::*;
 
 /// Longest wait of the interpreter's exit for an object that is being released.
@@ -44,14 +46,11 @@ impl<T: Send + 'static> Drop for DeferredRelease<T> {
     fn drop(&mut self) {
         let Some(objects) = self.0.take() else { return };
         if ENDED.load(SeqCst) {
-            return std::mem::forget(objects);
+            return mem::forget(objects);
         }
-        match Releaser::get() {
-            Some(releaser) => {
-                drop(releaser.messages.send(ReleaseMessage::Release(Box::new(objects))))
-            }
-            None => drop(objects),
-        }
+        let Some(releaser) = releaser() else { return drop(objects) };
+        // Fails once the interpreter ends.
+        releaser.send(ReleaseMessage::Release(Box::new(objects))).unwrap_or_else(mem::forget);
     }
 }
 
@@ -61,63 +60,35 @@ enum ReleaseMessage {
     End(mpsc::Sender<()>),
 }
 
-struct Releaser {
-    messages: mpsc::Sender<ReleaseMessage>,
-    process: u32,
-}
-
-/// The releaser of this process, or of the one that forked it.
-static RELEASER: AtomicPtr<Releaser> = AtomicPtr::new(std::ptr::null_mut());
+/// To the thread that releases; a forked child starts its own.
+static RELEASER: PerProcess<mpsc::Sender<ReleaseMessage>> = PerProcess::empty();
 /// The interpreter ends: objects are leaked from now on.
 static ENDED: AtomicBool = AtomicBool::new(false);
 
-impl Releaser {
-    /// The one of this process, if its thread has been started.
-    fn current() -> Option<&'static Self> {
-        // SAFETY: null, or a releaser that is never freed.
-        let releaser = unsafe { RELEASER.load(SeqCst).as_ref() };
-        releaser.filter(|r| r.process == std::process::id())
-    }
-
-    /// The one of this process; a forked child starts its own. Takes no lock, which another thread
-    /// might have held at the fork.
-    fn get() -> Option<&'static Self> {
-        if let Some(current) = Self::current() {
-            return Some(current);
-        }
+/// The releasing thread of this process; `None` if it can't be started.
+fn releaser() -> Option<&'static mpsc::Sender<ReleaseMessage>> {
+    RELEASER.get_or_try_init(|| {
         let (messages, received) = mpsc::channel();
-        let thread = std::thread::Builder::new()
-            .name("fabric-release".into())
-            .spawn(move || release(received));
-        thread.ok()?;
-        let before = RELEASER.load(SeqCst);
-        let new = Box::into_raw(Box::new(Self { messages, process: std::process::id() }));
-        // SAFETY: null, or a releaser that is never freed.
-        let theirs = unsafe { before.as_ref() };
-        if theirs.is_some_and(|r| r.process == std::process::id())
-            || RELEASER.compare_exchange(before, new, SeqCst, SeqCst).is_err()
-        {
-            // SAFETY: not handed out. Its thread ends with the sender.
-            drop(unsafe { Box::from_raw(new) });
-        }
-        Self::current()
-    }
+        // Ends with the sender.
+        let thread = std::thread::Builder::new().name("fabric-release".into());
+        thread.spawn(move || release(received)).ok().map(|_| messages)
+    })
 }
 
-fn release(received: mpsc::Receiver<ReleaseMessage>) {
-    for message in received {
-        match message {
-            ReleaseMessage::Release(objects) => {
-                // Fails when the interpreter ends, and everything with it.
-                let mut objects = Some(objects);
-                Python::try_attach(|_| drop(objects.take()));
-                std::mem::forget(objects);
-            }
-            ReleaseMessage::End(answer) => {
-                let _ = answer.send(());
-                return;
-            }
+/// Stays attached to the interpreter. An attachment takes a lock that a child which is forked
+/// meanwhile would find held for good, in Python 3.11 (`_PyEval_ReInitThreads`).
+fn release(mut received: mpsc::Receiver<ReleaseMessage>) {
+    // Fails when the interpreter ends, and everything with it.
+    let answer = Python::try_attach(|py| loop {
+        let next;
+        (next, received) = py.detach(move || (received.recv(), received));
+        match next.ok()? {
+            ReleaseMessage::Release(objects) => drop(objects),
+            ReleaseMessage::End(answer) => break Some(answer),
         }
+    });
+    if let Some(answer) = answer.flatten() {
+        let _ = answer.send(());
     }
 }
 
@@ -126,9 +97,9 @@ fn release(received: mpsc::Receiver<ReleaseMessage>) {
 #[pyfunction]
 fn end_releases(py: Python<'_>) {
     ENDED.store(true, SeqCst);
-    let Some(releaser) = Releaser::current() else { return };
+    let Some(releaser) = RELEASER.get() else { return };
     let (answer, over) = mpsc::channel();
-    if releaser.messages.send(ReleaseMessage::End(answer)).is_ok() {
+    if releaser.send(ReleaseMessage::End(answer)).is_ok() {
         let _ = py.detach(move || over.recv_timeout(TIMEOUT));
     }
 }

@@ -11,10 +11,12 @@ use std::{
     time::Duration,
 };
 
-use parking_lot::{Condvar, Mutex};
-
 use super::GroupDriver;
-use crate::{engine::Shared, time::Time};
+use crate::{
+    engine::Shared,
+    locks::{Condvar, Mutex},
+    time::Time,
+};
 
 /// Priority of the thread where the process may raise it. It runs for one round at a time.
 const NICE: i32 = -10;

@@ -6,7 +6,6 @@ use std::{
     time::Duration,
 };
 
-use parking_lot::Mutex;
 use rustix::{
     event::{epoll, eventfd, EventfdFlags},
     time::{
@@ -15,7 +14,7 @@ use rustix::{
     },
 };
 
-use crate::{domain::Domain, time::Time, EngineError, Result};
+use crate::{domain::Domain, locks::Mutex, time::Time, EngineError, Result};
 
 const KICK: u64 = u64::MAX;
 const TIMER: u64 = u64::MAX - 1;

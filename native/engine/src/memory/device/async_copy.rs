@@ -4,11 +4,11 @@
 use std::sync::Arc;
 
 use fabric_sys::cuda as sys;
-use parking_lot::Mutex;
 
 use super::{driver::Driver, Location};
 use crate::{
     error::DomainError,
+    locks::Mutex,
     memory::file::{FileQueue, FileWork},
 };
 

@@ -13,9 +13,8 @@ use fabric_sys::{
     cuda::{self as sys, Cuda, DevicePtr, IpcMemHandle},
     Library,
 };
-use parking_lot::Mutex;
 
-use crate::error::DomainError;
+use crate::{error::DomainError, locks::Mutex};
 
 /// An opened and initialised driver.
 #[derive(Debug)]

@@ -11,7 +11,6 @@ use std::{
     thread::JoinHandle,
 };
 
-use parking_lot::{Condvar, Mutex};
 use rustix::event::{eventfd, EventfdFlags};
 
 use super::{
@@ -19,7 +18,12 @@ use super::{
     ring::{Ring, DEPTH},
     FileMemory, FileWork,
 };
-use crate::{error::DomainError, memory::device::CopyRange, wake::Waker};
+use crate::{
+    error::DomainError,
+    locks::{Condvar, Mutex},
+    memory::device::CopyRange,
+    wake::Waker,
+};
 
 /// Work that waits for a thread.
 pub(super) struct Inbox {

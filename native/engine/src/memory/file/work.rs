@@ -8,11 +8,14 @@ use std::sync::{
     Arc,
 };
 
-use parking_lot::{Condvar, Mutex};
 use smallvec::SmallVec;
 
 use super::FileMemory;
-use crate::{error::DomainError, memory::device::CopyRange};
+use crate::{
+    error::DomainError,
+    locks::{Condvar, Mutex},
+    memory::device::CopyRange,
+};
 
 #[derive(Debug)]
 enum WorkState {

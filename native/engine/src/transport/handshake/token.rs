@@ -1,16 +1,13 @@
 //! Derives the handshake key from a token by Argon2id, so that guesses against a recorded mac are
 //! slow.
 
-use std::{
-    collections::HashMap,
-    sync::{LazyLock, Mutex, PoisonError},
-};
+use std::collections::HashMap;
 
 use argon2::{Algorithm, Argon2, Params, Version};
 use sha2::{Digest as _, Sha256};
 
 use super::messages::Digest;
-use crate::domain::DomainError;
+use crate::{domain::DomainError, locks::Mutex, process::PerProcess};
 
 /// Argon2id: KiB of memory, passes, lanes.
 const COST: (u32, u32, u32) = (19 << 10, 2, 1);
@@ -28,9 +25,9 @@ const STRONG_BITS: f64 = 128.0;
 /// [`DomainError::Unavailable`] if the function refuses its input.
 pub(crate) fn stretched(token: &[u8]) -> Result<Digest, DomainError> {
     // Keyed by digest, so that the table holds no token.
-    static KEYS: LazyLock<Mutex<HashMap<Digest, Digest>>> = LazyLock::new(Mutex::default);
+    static KEYS: PerProcess<Mutex<HashMap<Digest, Digest>>> = PerProcess::empty();
     let name: Digest = Sha256::digest(token).into();
-    let mut keys = KEYS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut keys = KEYS.get_or_default().lock();
     if let Some(key) = keys.get(&name) {
         return Ok(*key);
     }

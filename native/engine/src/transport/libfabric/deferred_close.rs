@@ -12,9 +12,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use parking_lot::Mutex;
-
 use super::{raw::Nic, read_buffers::ReadBuffer, slots::Slots};
+use crate::{locks::Mutex, process::PerProcess};
 
 /// Time until a closed endpoint is freed: longer than the default peer timeout.
 const CLOSE_AFTER: Duration = Duration::from_secs(10);
@@ -26,18 +25,19 @@ struct ClosedEndpoint {
     _slots: [Slots; 3],
 }
 
+#[derive(Default)]
 struct DeferredClose {
     /// Open endpoints with shared queues.
     open: usize,
     closed: Vec<ClosedEndpoint>,
 }
 
-static DEFERRED: Mutex<DeferredClose> = Mutex::new(DeferredClose { open: 0, closed: Vec::new() });
+static DEFERRED: PerProcess<Mutex<DeferredClose>> = PerProcess::empty();
 
 /// Counts an endpoint as open, until [`close`].
 pub(super) fn opened(nic: &Nic) {
     if nic.shares_queues() {
-        DEFERRED.lock().open += 1;
+        DEFERRED.get_or_default().lock().open += 1;
     }
 }
 
@@ -52,7 +52,7 @@ pub(super) fn never_close(nic: Nic, mut slots: [Slots; 3], buffers: HashMap<u32,
 /// Closes an endpoint now or when it is safe, and frees its memory after that.
 pub(super) fn close(nic: Nic, mut slots: [Slots; 3]) {
     slots.iter_mut().for_each(Slots::unregister);
-    let mut deferred = DEFERRED.lock();
+    let mut deferred = DEFERRED.get_or_default().lock();
     if nic.shares_queues() {
         nic.unlink();
         deferred.open -= 1;

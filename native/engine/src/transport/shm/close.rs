@@ -5,7 +5,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use parking_lot::Mutex;
 use smallvec::smallvec;
 
 use super::{
@@ -15,21 +14,24 @@ use super::{
 };
 use crate::{
     domain::{DomainError, PeerMapping},
+    locks::Mutex,
+    process::PerProcess,
     time::Time,
 };
 
 /// Time that `close` waits for peers to release exported memory.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(1);
 
+type ClosedLink = (ControlSocket, Vec<Arc<PeerMapping>>);
+
 /// Connections of closed engines to peers whose memory a device may still store to.
-static CLOSED_WITH_STORES: Mutex<Vec<(ControlSocket, Vec<Arc<PeerMapping>>)>> =
-    Mutex::new(Vec::new());
+static CLOSED_WITH_STORES: PerProcess<Mutex<Vec<ClosedLink>>> = PerProcess::empty();
 
 /// Closes the connections over which nothing is stored any more. Called whenever a device has
 /// finished.
 pub(super) fn finish_closed_links() {
     let over: Vec<_> = {
-        let mut closed = CLOSED_WITH_STORES.lock();
+        let mut closed = CLOSED_WITH_STORES.get_or_default().lock();
         let is_over = |peer_mappings: &[Arc<PeerMapping>]| {
             peer_mappings.iter().all(|a| a.active_stores() == 0)
         };
@@ -78,7 +80,8 @@ impl ShmDomain {
                     );
                     let peer_mappings =
                         link.imports.peer_mappings_in_use().map(Arc::clone).collect();
-                    CLOSED_WITH_STORES.lock().push((link.control, peer_mappings));
+                    let closed = CLOSED_WITH_STORES.get_or_default();
+                    closed.lock().push((link.control, peer_mappings));
                 }
             }
         }

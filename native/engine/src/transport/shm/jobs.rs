@@ -14,7 +14,6 @@ use std::{
 };
 
 use crossbeam_queue::SegQueue;
-use parking_lot::{Condvar, Mutex};
 
 use super::{
     copies::{CopyTask, Operation},
@@ -22,6 +21,7 @@ use super::{
 };
 use crate::{
     domain::{Assist, Count, Data, DomainError, LinkId, Token},
+    locks::{Condvar, Mutex},
     memory::Copier,
     wake::Waker,
 };

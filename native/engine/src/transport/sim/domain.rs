@@ -1,7 +1,5 @@
 use std::sync::Arc;
 
-use parking_lot::Mutex;
-
 use super::{
     land::Job,
     node::{LinkEnd, Port},
@@ -14,6 +12,7 @@ use crate::{
         Admit, Caps, Completion, Domain, DomainError, LinkId, LinkName, MessageRoom, NicKeys,
         PeerMapping, Pinned, Post, Receipts, RegionRelease, Token, WorkRequest,
     },
+    locks::Mutex,
     memory::RegionMemory,
     time::Time,
 };

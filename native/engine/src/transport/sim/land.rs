@@ -2,8 +2,6 @@
 
 use std::sync::Arc;
 
-use parking_lot::Mutex;
-
 use super::{
     free_schedule,
     node::{LinkEnd, LinkEndState, Port, WaitingMessage},
@@ -15,6 +13,7 @@ use crate::{
         Completion, Count, Data, DomainError, LinkId, LinkName, PeerIdentity, Receipt, Token,
         WorkRequest,
     },
+    locks::Mutex,
 };
 
 /// Pages longer than this arrive in two halves, so that an early count is detected.

@@ -3,12 +3,11 @@
 
 use std::sync::{Arc, Weak};
 
-use parking_lot::Mutex;
-
 use super::{node::Port, wire::World};
 use crate::{
     api::{EngineId, RegionKey},
     domain::{Completion, KeepAlive, PeerMapping, RegionRelease},
+    locks::Mutex,
 };
 
 /// A mapping of a region by engine `by`.

@@ -59,7 +59,7 @@ impl<T: Send + 'static> HelperThreads<T> {
         while self.running[i] < MAX_THREADS[i] {
             let Some(job) = self.waiting[i].pop_front() else { return };
             // Shared, so that the job is kept if the thread does not start.
-            let slot = Arc::new(parking_lot::Mutex::new(Some(job)));
+            let slot = Arc::new(crate::locks::Mutex::new(Some(job)));
             let job = Arc::clone(&slot);
             let (report, event) = (self.report.clone(), Arc::clone(&self.event));
             let work = move || {
@@ -102,7 +102,7 @@ mod tests {
     fn strangers_that_block_delay_no_local_job() {
         let mut helper = HelperThreads::new().unwrap();
         let (open, shut) = mpsc::channel::<()>();
-        let shut = Arc::new(parking_lot::Mutex::new(shut));
+        let shut = Arc::new(crate::locks::Mutex::new(shut));
         for _ in 0..50 {
             let shut = Arc::clone(&shut);
             helper.run(JobOrigin::Stranger, move || {

@@ -8,10 +8,10 @@ mod scopes;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
 use explore::{explore, explore_one_by_one, walk, Explored};
-use parking_lot::Mutex;
 use scopes::Scope;
 
 use crate::env;
+use fabric_engine::locks::Mutex;
 
 /// Explores all scopes, two at a time.
 fn explore_all(scopes: &[Scope], most: usize) -> Vec<(String, Explored)> {

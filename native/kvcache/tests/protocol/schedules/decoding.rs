@@ -2,9 +2,8 @@
 
 use std::{collections::BTreeMap, ops::Range, sync::Arc, time::Duration};
 
-use fabric_engine::{EngineError, Region, TransferEngine};
+use fabric_engine::{locks::Mutex, EngineError, Region, TransferEngine};
 use fabric_kvcache::{Decoder, Event, LocalRank, Pull, Terms};
-use parking_lot::Mutex;
 
 use super::{faulty_delivery::FaultyDelivery, judge::Judge};
 use crate::{

@@ -7,8 +7,7 @@ use std::{
     sync::Arc,
 };
 
-use fabric_engine::{api::EngineId, TransferEngine};
-use parking_lot::Mutex;
+use fabric_engine::{api::EngineId, locks::Mutex, TransferEngine};
 
 use super::judge::Judge;
 

@@ -5,7 +5,7 @@ use std::sync::{
     Arc,
 };
 
-use parking_lot::Mutex;
+use fabric_engine::locks::Mutex;
 
 #[derive(Debug, Default)]
 pub struct Judge {

@@ -3,9 +3,8 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use fabric_engine::{EngineError, Region, TransferEngine};
+use fabric_engine::{locks::Mutex, EngineError, Region, TransferEngine};
 use fabric_kvcache::{wire::Offer, JobEvent, LocalRank, Prefiller, Terms};
-use parking_lot::Mutex;
 
 use super::{faulty_delivery::FaultyDelivery, judge::Judge};
 use crate::{

@@ -10,8 +10,7 @@ use std::{
     time::Duration,
 };
 
-use fabric_engine::{EngineError, Result, Time};
-use parking_lot::Mutex;
+use fabric_engine::{locks::Mutex, EngineError, Result, Time};
 
 use super::{Channel, Machine, Member, Phase, Signals};
 use crate::throughput::{
