@@ -106,9 +106,8 @@ impl Condvar {
     }
 
     pub fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
-        if let Some(held) = guard.held.take() {
-            guard.held = Some(self.0.wait(held).unwrap_or_else(PoisonError::into_inner));
-        }
+        let held = guard.held.take().expect("locked but for a wait or a call");
+        guard.held = Some(self.0.wait(held).unwrap_or_else(PoisonError::into_inner));
     }
 
     pub fn wait_for<T>(&self, guard: &mut MutexGuard<'_, T>, limit: Duration) -> WaitTimeoutResult {

@@ -37,7 +37,7 @@ mod checked {
         sync::atomic::{AtomicBool, Ordering::SeqCst},
     };
 
-    /// A mutex with the interface of parking_lot's. Not loom's own: that one blocks threads that
+    /// A mutex with the interface of `crate::locks`. Not loom's own: that one blocks threads that
     /// are about to `try_lock`, so that a failed attempt is hardly ever explored.
     #[derive(Debug)]
     pub struct Mutex<T> {

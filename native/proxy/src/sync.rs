@@ -15,26 +15,33 @@ mod fences {
         OnceLock,
     };
 
+    use fabric_engine::PerProcess;
     use rustix::thread::{membarrier, MembarrierCommand};
 
-    static FREE: OnceLock<bool> = OnceLock::new();
+    static FREE: PerProcess<OnceLock<bool>> = PerProcess::empty();
 
     /// Call before either side is used.
     pub(crate) fn prepare() {
-        FREE.get_or_init(|| membarrier(MembarrierCommand::RegisterPrivateExpedited).is_ok());
+        let free = FREE.get_or_default();
+        free.get_or_init(|| membarrier(MembarrierCommand::RegisterPrivateExpedited).is_ok());
+    }
+
+    #[inline]
+    fn is_free() -> bool {
+        FREE.get().and_then(OnceLock::get) == Some(&true)
     }
 
     #[inline]
     pub(crate) fn light() {
-        match FREE.get() {
-            Some(true) => compiler_fence(SeqCst),
-            _ => fence(SeqCst),
+        match is_free() {
+            true => compiler_fence(SeqCst),
+            false => fence(SeqCst),
         }
     }
 
     pub(crate) fn heavy() {
         fence(SeqCst);
-        if FREE.get() == Some(&true) {
+        if is_free() {
             // The process is registered, so the call cannot fail.
             let _ = membarrier(MembarrierCommand::PrivateExpedited);
         }

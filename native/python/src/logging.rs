@@ -18,6 +18,8 @@ use tracing::{
     span, Event, Level, Metadata, Subscriber,
 };
 
+use crate::attach::attached;
+
 const LOGGER: &str = "fabric_ray.native";
 /// Records that may wait; further ones are dropped and counted.
 const MAX_WAITING_RECORDS: usize = 1000;
@@ -123,7 +125,7 @@ fn serve(queue: &Mutex<RecordQueue>, queued: &Condvar) {
             }
         };
         // The interpreter has ended: there is no receiver.
-        Python::try_attach(|py| {
+        attached(|py| {
             if let Err(e) = hand_over(py, &record, dropped) {
                 e.write_unraisable(py, None);
             }

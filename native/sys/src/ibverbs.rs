@@ -10,7 +10,7 @@ use std::{ffi::c_char, sync::OnceLock};
 use libc::{c_int, c_void};
 pub use types::*;
 
-use crate::{Library, OpenError};
+use crate::{Library, OpenError, PerProcess};
 
 macro_rules! table {
     ($(fn $name:ident = $symbol:literal ($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)?;)*
@@ -84,8 +84,9 @@ const FORK_DISABLED: c_int = 0;
 impl Ibverbs {
     /// The library, opened at the first call, or why it can't be opened.
     pub fn get() -> Result<&'static Self, OpenError> {
-        static OPENED: OnceLock<Result<Ibverbs, OpenError>> = OnceLock::new();
+        static OPENED: PerProcess<OnceLock<Result<Ibverbs, OpenError>>> = PerProcess::empty();
         OPENED
+            .get_or_default()
             .get_or_init(|| {
                 let library = Library::open(&["libibverbs.so.1", "libibverbs.so"])?;
                 Self::load(library).inspect(Self::survive_forks)

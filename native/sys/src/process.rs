@@ -35,7 +35,8 @@ pub fn forks() -> u32 {
 /// A static with a value for each process.
 ///
 /// A forked child makes its own, because another thread may have held a lock in its parent's at the
-/// fork, for good. The parent's is leaked there.
+/// fork, for good. The parent's is leaked there. A child by `clone` or `_Fork`, which run no fork
+/// handlers, is not told from its parent.
 #[derive(Debug)]
 pub struct PerProcess<T> {
     current: AtomicPtr<OfProcess<T>>,
@@ -68,7 +69,8 @@ impl<T: Send + Sync> PerProcess<T> {
         if let Some(value) = self.get() {
             return Some(value);
         }
-        let new = Box::into_raw(Box::new(OfProcess { forks, value: make()? }));
+        let Some(value) = make() else { return self.get() };
+        let new = Box::into_raw(Box::new(OfProcess { forks, value }));
         if self.current.compare_exchange(before, new, SeqCst, SeqCst).is_err() {
             // SAFETY: not handed out.
             drop(unsafe { Box::from_raw(new) });
@@ -104,8 +106,8 @@ mod tests {
         }
         let mut status = 0;
         // SAFETY: waits for a child of this process.
-        unsafe { libc::waitpid(child, &raw mut status, 0) };
-        assert_eq!(status, 0);
+        let ended = unsafe { libc::waitpid(child, &raw mut status, 0) };
+        assert_eq!((ended, status), (child, 0));
         assert!(std::ptr::eq(VALUE.get_or_default(), VALUE.get().unwrap()));
         drop(held);
     }

@@ -104,6 +104,7 @@ impl Callbacks {
                 ),
             }
         }
+        drop(q);
         self.inner.1.notify_one();
     }
 

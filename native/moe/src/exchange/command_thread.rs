@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use fabric_engine::{EngineError, ProcessLocal, Result};
+use fabric_engine::{EngineError, PerProcess, ProcessLocal, Result};
 use fabric_proxy::{
     fifo::{fifo_in, Popper},
     raw::Area,
@@ -38,7 +38,7 @@ const SHORT_SLEEP: Duration = Duration::from_micros(10);
 /// Maximum number of ranks on one host: one per GPU.
 const RANKS_PER_HOST: u32 = 8;
 /// Polling ranks of this process, each counted with all ranks of its host.
-static POLLING: AtomicUsize = AtomicUsize::new(0);
+static POLLING: PerProcess<AtomicUsize> = PerProcess::empty();
 /// Interval of checks whether the device waits for a lost rank.
 const STUCK_CHECK: Duration = Duration::from_millis(5);
 
@@ -208,7 +208,8 @@ fn work(inner: &Arc<Inner>, mut popper: Popper, stop: &AtomicBool) {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     // The default slack makes each sleep 50 microseconds longer. An error is harmless.
     let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1_000));
-    let mut poller = Poller::new(&POLLING, inner.shape.ranks);
+    let polling = POLLING.get_or_default();
+    let mut poller = Poller::new(polling, inner.shape.ranks);
     let mut quiet_since = Instant::now();
     let (mut checked, mut blocked_since) = (quiet_since, None);
     while !stop.load(SeqCst) || inner.is_storing() {
@@ -225,7 +226,7 @@ fn work(inner: &Arc<Inner>, mut popper: Popper, stop: &AtomicBool) {
         }
         let quiet = quiet_since.elapsed();
         poller.set(quiet < IDLE);
-        match sleep_time(quiet, cores, POLLING.load(SeqCst)) {
+        match sleep_time(quiet, cores, polling.load(SeqCst)) {
             None => std::thread::yield_now(),
             Some(nap) => std::thread::sleep(nap),
         }

@@ -78,15 +78,20 @@ fn releaser() -> Option<&'static mpsc::Sender<ReleaseMessage>> {
 /// Stays attached to the interpreter. An attachment takes a lock that a child which is forked
 /// meanwhile would find held for good, in Python 3.11 (`_PyEval_ReInitThreads`).
 fn release(mut received: mpsc::Receiver<ReleaseMessage>) {
+    // Fails for a thread that is one too many.
+    let Ok(first) = received.recv() else { return };
+    let mut next = Some(first);
     // Fails when the interpreter ends, and everything with it.
     let answer = Python::try_attach(|py| loop {
-        let next;
-        (next, received) = py.detach(move || (received.recv(), received));
-        match next.ok()? {
+        match next.take()? {
             ReleaseMessage::Release(objects) => drop(objects),
             ReleaseMessage::End(answer) => break Some(answer),
         }
+        let message;
+        (message, received) = py.detach(move || (received.recv(), received));
+        next = message.ok();
     });
+    mem::forget(next);
     if let Some(answer) = answer.flatten() {
         let _ = answer.send(());
     }
@@ -97,7 +102,8 @@ fn release(mut received: mpsc::Receiver<ReleaseMessage>) {
 #[pyfunction]
 fn end_releases(py: Python<'_>) {
     ENDED.store(true, SeqCst);
-    let Some(releaser) = RELEASER.get() else { return };
+    // If there is none, one without a thread takes its place.
+    let Some(releaser) = RELEASER.get_or_try_init(|| Some(mpsc::channel().0)) else { return };
     let (answer, over) = mpsc::channel();
     if releaser.send(ReleaseMessage::End(answer)).is_ok() {
         let _ = py.detach(move || over.recv_timeout(TIMEOUT));

@@ -1,7 +1,10 @@
 //! A lock that no thread waits for on a fast path. A thread that finds it taken leaves a command in
 //! the inbox. The holder runs the command before, or right after, it unlocks.
 
-use crate::sync::{total_order, Mutex, MutexGuard, Queue};
+use crate::sync::{
+    atomic::{AtomicU32, Ordering::SeqCst},
+    total_order, Mutex, MutexGuard, Queue,
+};
 
 /// Execution of a command by the holder of the lock.
 pub(crate) trait CarryOut<T, C> {
@@ -12,6 +15,8 @@ pub(crate) trait CarryOut<T, C> {
 pub(crate) struct CombiningLock<T, C> {
     state: Mutex<T>,
     inbox: Queue<C>,
+    /// Threads in `lock`. One that unlocks and would lock again at once leaves them their turn.
+    waiting: AtomicU32,
 }
 
 /// The held lock. Dropping it empties the inbox.
@@ -23,15 +28,26 @@ pub(crate) struct CombiningGuard<'a, T, C, D: CarryOut<T, C>> {
 
 impl<T, C> CombiningLock<T, C> {
     pub fn new(state: T) -> Self {
-        Self { state: Mutex::new(state), inbox: Queue::new() }
+        Self { state: Mutex::new(state), inbox: Queue::new(), waiting: AtomicU32::new(0) }
     }
 
     pub fn lock<D: CarryOut<T, C>>(&self, duty: D) -> CombiningGuard<'_, T, C, D> {
-        CombiningGuard { state: Some(self.state.lock()), lock: self, duty }
+        let state = self.state.try_lock().unwrap_or_else(|| {
+            self.waiting.fetch_add(1, SeqCst);
+            let state = self.state.lock();
+            self.waiting.fetch_sub(1, SeqCst);
+            state
+        });
+        CombiningGuard { state: Some(state), lock: self, duty }
     }
 
+    /// Fails also while a thread waits in [`lock`](Self::lock): that one holds the lock next, and does
+    /// what a holder does.
     #[inline]
     pub fn try_lock<D: CarryOut<T, C>>(&self, duty: D) -> Option<CombiningGuard<'_, T, C, D>> {
+        if self.waiting.load(SeqCst) > 0 {
+            return None;
+        }
         let state = self.state.try_lock()?;
         Some(CombiningGuard { state: Some(state), lock: self, duty })
     }
@@ -117,6 +133,23 @@ mod loom_tests {
             // No thread takes the lock any more, so every command must have run.
             assert!(lock.inbox.is_empty());
             assert_eq!(*lock.state.lock(), 11);
+        });
+    }
+
+    #[test]
+    fn a_thread_that_waits_runs_what_is_left_behind_meanwhile() {
+        let mut model = loom::model::Builder::new();
+        model.preemption_bound = Some(2);
+        model.check(|| {
+            let lock = Arc::new(CombiningLock::new(0));
+            let theirs = Arc::clone(&lock);
+            let other = thread::spawn(move || drop(theirs.lock(Add)));
+            let held = lock.lock(Add);
+            drop(held);
+            lock.post(Add, 1);
+            other.join().unwrap();
+            assert!(lock.inbox.is_empty());
+            assert_eq!(*lock.state.lock(), 1);
         });
     }
 

@@ -10,8 +10,9 @@ use std::{
 };
 
 use fabric_sys::{
+    count_forks,
     cuda::{self as sys, Cuda, DevicePtr, IpcMemHandle},
-    Library,
+    forks, Library,
 };
 
 use crate::{error::DomainError, locks::Mutex};
@@ -23,8 +24,8 @@ pub(crate) struct Driver {
     pub(super) devices: Vec<Device>,
     /// Primary contexts, retained for the life of the process: one for each device, once used.
     contexts: Mutex<Vec<Option<usize>>>,
-    /// The process that initialised the driver. In a forked child no call works.
-    process: u32,
+    /// Forks before it was initialised. In a child of a later one no call works.
+    forks: u32,
 }
 
 /// A GPU that this process sees.
@@ -45,7 +46,7 @@ impl Driver {
     /// The driver, if this process has started CUDA already.
     pub fn in_use() -> Option<&'static Self> {
         if let Some(driver) = DRIVER.get() {
-            return (driver.process == std::process::id()).then_some(driver);
+            return (driver.forks == forks()).then_some(driver);
         }
         let table = Cuda::load(&Library::loaded(sys::NAMES)?).ok()?;
         let mut count = 0;
@@ -59,7 +60,7 @@ impl Driver {
     /// The driver, started if need be.
     pub fn open() -> Result<&'static Self, DomainError> {
         if let Some(driver) = DRIVER.get() {
-            if driver.process == std::process::id() {
+            if driver.forks == forks() {
                 return Ok(driver);
             }
             let why = "CUDA can't be used after a fork: start processes by spawn";
@@ -90,8 +91,8 @@ impl Driver {
         }
         let devices = (0..count).map(|i| Device::of(&table, i)).collect::<Result<Vec<_>, _>>()?;
         let contexts = Mutex::new(vec![None; devices.len()]);
-        let process = std::process::id();
-        Ok(DRIVER.get_or_init(|| Self { table, devices, contexts, process }))
+        let forks = count_forks();
+        Ok(DRIVER.get_or_init(|| Self { table, devices, contexts, forks }))
     }
 
     pub fn device(&self, ordinal: i32) -> Result<&Device, DomainError> {

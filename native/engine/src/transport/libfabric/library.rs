@@ -7,7 +7,7 @@ use fabric_sys::{
     Library,
 };
 
-use crate::domain::DomainError;
+use crate::{domain::DomainError, process::PerProcess};
 
 /// Path of another library than the system's.
 const PATH_VAR: &str = "FABRIC_RAY_LIBFABRIC";
@@ -37,8 +37,8 @@ pub(super) struct Api {
 
 /// The library, or why it is missing.
 pub(super) fn get() -> Result<Api, DomainError> {
-    static API: OnceLock<Result<Api, String>> = OnceLock::new();
-    let api = API.get_or_init(|| {
+    static API: PerProcess<OnceLock<Result<Api, String>>> = PerProcess::empty();
+    let api = API.get_or_default().get_or_init(|| {
         let path = std::env::var(PATH_VAR).ok().filter(|p| !p.is_empty());
         // Once per process: the path must live as long as the library, which is forever.
         let path: Option<&'static str> = path.map(|p| &*p.leak());
@@ -55,8 +55,8 @@ const NO_CACHE: [(&str, &str); 2] =
 
 /// Whether the cleanup setting is in force; the user may have disabled it.
 pub(super) fn cleanup_enabled() -> bool {
-    static YES: OnceLock<bool> = OnceLock::new();
-    *YES.get_or_init(|| {
+    static YES: PerProcess<OnceLock<bool>> = PerProcess::empty();
+    *YES.get_or_default().get_or_init(|| {
         let set = std::env::var(CLEANUP_VAR).unwrap_or_default().to_lowercase();
         matches!(set.as_str(), "1" | "on" | "true" | "yes")
     })
