@@ -3,7 +3,8 @@
 Run this, then examples/serve_llm/ask.sh.
 
 It goes on until Ctrl-C; with ``--once`` it asks itself and ends. Without ``--model`` it makes a
-tiny Llama with random weights, whose words are w4, w5, ... On GPUs leave out what says CPU.
+tiny Llama with random weights, whose words are w4, w5, ... For GPUs see
+"Ray Serve LLM" in docs/integrations.md.
 """
 
 import argparse

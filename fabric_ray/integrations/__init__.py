@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from importlib import import_module
 from typing import Any
 
@@ -13,8 +14,8 @@ class MissingFramework(FabricError, ImportError):
     """A package that an integration plugs into isn't installed; the message names the extra."""
 
 
-def framework(module: str, extra: str) -> Any:
-    """Imports a framework's module.
+def framework(module: str, extra: str, package: str | None = None) -> Any:
+    """Imports a framework's module. `package` brings it if none of `extra` does.
 
     Raises:
         MissingFramework: it can't be imported; how to install it, and why it failed.
@@ -22,9 +23,10 @@ def framework(module: str, extra: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise MissingFramework(
-            f"`{module}` can't be imported ({error}); {how_to_install(extra)}"
-        ) from error
+        how = (
+            f"run: {shlex.join(['pip', 'install', package])}" if package else how_to_install(extra)
+        )
+        raise MissingFramework(f"`{module}` can't be imported ({error}); {how}") from error
 
 
 __all__ = ["MissingFramework", "framework"]

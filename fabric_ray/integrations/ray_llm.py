@@ -27,10 +27,12 @@ from fabric_ray.errors import InvalidArgument
 from fabric_ray.integrations import framework
 from fabric_ray.integrations.vllm_plugin import CONNECTOR
 
-_base: Any = framework("ray.llm._internal.serve.engines.vllm.kv_transfer.base", "ray")
-_factory: Any = framework("ray.llm._internal.serve.engines.vllm.kv_transfer.factory", "ray")
+_PACKAGE = "ray[serve,llm]==2.60.0"
+_KV_TRANSFER = "ray.llm._internal.serve.engines.vllm.kv_transfer"
+_base: Any = framework(f"{_KV_TRANSFER}.base", "serve", _PACKAGE)
+_factory: Any = framework(f"{_KV_TRANSFER}.factory", "serve", _PACKAGE)
 
-build_pd_openai_app: Any = framework("ray.serve.llm", "ray").build_pd_openai_app
+build_pd_openai_app: Any = framework("ray.serve.llm", "serve", _PACKAGE).build_pd_openai_app
 
 
 class FabricRayConnectorBackend(_base.BaseConnectorBackend):  # type: ignore[misc]
@@ -91,8 +93,8 @@ class FabricRayConnectorBackend(_base.BaseConnectorBackend):  # type: ignore[mis
         offer = (peer or {}).get("remote_offer")
         if offer is None:
             raise InvalidArgument(
-                "the prefill replica published no offer; give prefill_config the same kv_connector "
-                "as decode_config"
+                "the prefill replica published no offer; name FabricRayConnector as kv_connector "
+                "in prefill_config and in decode_config (MultiConnector publishes none)"
             )
         decode = request.model_copy(deep=True)
         decode.kv_transfer_params |= {"do_remote_prefill": True, "remote_offer": offer}

@@ -68,4 +68,4 @@ def load() -> None:
     try:
         register()
     except Unsupported as error:
-        logger.warning("weight updates only, not the KV connector: %s", error)
+        logger.warning("the KV connector can be used, weight updates can't: %s", error)

@@ -22,6 +22,16 @@ def test_a_missing_framework_is_named_with_its_extra(
         importlib.import_module(module)
 
 
+def test_a_missing_ray_serve_llm_is_named_with_its_packages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray.llm", None)
+    module = "fabric_ray.integrations.ray_llm"
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(MissingFramework, match=r"pip install 'ray\[serve,llm\]=="):
+        importlib.import_module(module)
+
+
 def test_where_miles_is_missing_it_is_said_where_to_install_the_updater(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
