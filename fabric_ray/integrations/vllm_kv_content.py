@@ -36,6 +36,9 @@ def _told(config: Any) -> Iterator[str]:
         else:
             text = json.dumps(overrides, sort_keys=True, default=str)
         yield f"hf_overrides={text}"
+    # Of requests vLLM's hashes of images tell it.
+    if kwargs := getattr(config.multimodal_config, "mm_processor_kwargs", None):
+        yield f"mm_processor_kwargs={json.dumps(kwargs, sort_keys=True, default=str)}"
     # A checkpoint that is quantised itself brings its scales along.
     if config.quantization and getattr(hf, "quantization_config", None) is None:
         yield f"quantization={config.quantization}"

@@ -121,6 +121,7 @@ class KvScheduler:
         self._prefills: dict[str, _Prefill] = {}
         self._local: dict[str, int] = {}
         self._loading: dict[str, _Named] = {}
+        self._ending: set[str] = set()  # of those, the cancelled ones
         self._names: dict[str, _Named] = {}
         self._coming: set[_Named] = set()
         self._loaded: OrderedDict[_Named, None] = OrderedDict()
@@ -147,7 +148,8 @@ class KvScheduler:
         """A request has come, and vLLM hasn't looked for its hits yet, which must not be beyond
         what is computed. Its prefiller keeps the pages while it waits for blocks here."""
         params = request.kv_transfer_params or {}
-        if params.get("do_remote_decode") and self._produces:
+        is_sent = params.get("do_remote_decode") and self._produces
+        if is_sent and request.request_id not in self._held:
             self._prefill_of(request)
         offer = params.get("remote_offer")
         if self._consumes and params.get("do_remote_prefill") and isinstance(offer, str):
@@ -327,6 +329,7 @@ class KvScheduler:
         if number in self._loading:
             # vLLM holds the blocks of a request that waits, until the worker reports it.
             self._next.cancelled.append(number)
+            self._ending.add(number)
         if not params.get("do_remote_decode") or not self._produces or number in self._held:
             return False, None
         prefill = self._prefills.pop(number, None)
@@ -395,16 +398,18 @@ class KvScheduler:
         """All workers have reported the end of transfers."""
         self.freed(dict.fromkeys(sent or (), self._ranks))
         for number in received or ():
+            self._ending.discard(number)
             if (transfer := self._loading.pop(number, None)) is not None:
                 self._coming.discard(transfer)
                 remember(self._loaded, transfer, None)
 
     @property
     def busy(self) -> bool:
-        """Whether workers must be asked on: steps alone bring their reports. Blocks that stay for
+        """Whether workers must be asked on: steps alone bring their reports. A request that loads
+        is vLLM's own work, unless vLLM is paused, when it must come to rest. Blocks that stay for
         long are asked about when vLLM wakes for something else, at most once in ``_ASKING``."""
         step, now = self._next, time.monotonic()
-        if self._loading or step.ready or step.failed or step.cancelled:
+        if self._ending or step.ready or step.failed or step.cancelled:
             return True
         if not self._held:
             return False

@@ -30,6 +30,8 @@ class _Transfer:
     """One request's blocks, and the decoders that ask for them, perhaps before it is scheduled."""
 
     ready: Ready | None = None
+    weights: str = ""
+    """Those that its pages are computed with."""
     computed: bool = False
     """Whether all of its tokens are in the pages."""
     waiting: list[tuple[Job, Claim]] = field(default_factory=list)
@@ -287,6 +289,7 @@ class Sender:
             self._over.pop(key, None)
             transfer = self._kept(key)
             transfer.ready, transfer.computed = ready, False
+            transfer.weights = weights()
 
     def _current(self, ready: Ready) -> _Transfer | None:
         """The transfer of a request, unless it is over or its blocks were taken from it."""
@@ -310,11 +313,15 @@ class Sender:
                 return []
             waiting, transfer.waiting = transfer.waiting, []
             computed = ready.tokens if transfer.computed else ready.computed
+            made_with = transfer.weights
             transfer.taken += [job for job, _ in waiting]
         taken = []
         for job, claim in waiting:
             try:
-                self._accept(job, claim, ready, computed)
+                self._check(job, claim, ready, made_with)
+                tables = self._cache.tables(ready.tables, job.tokens)
+                job.accept(tables, computed=min(computed, job.tokens))
+                job.finish()
             except InvalidArgument as error:
                 job.fail(str(error))
             except Cancelled:
@@ -323,7 +330,7 @@ class Sender:
                 taken.append(job)
         return taken
 
-    def _accept(self, job: Job, claim: Claim, ready: Ready, computed: int) -> None:
+    def _check(self, job: Job, claim: Claim, ready: Ready, made_with: str) -> None:
         # A state is of one moment. Decoders with windows compute the last token without having
         # loaded it, those with several draft modules some more. Of a window no other pages are
         # kept.
@@ -337,13 +344,16 @@ class Sender:
                 f"transfer {ready.transfer} is of another prompt of {ready.tokens} tokens; give "
                 "each request a transfer_id of its own"
             )
-        if claim.weights != weights():
+        if made_with != weights():
+            raise InvalidArgument(
+                f"the pages of transfer {ready.transfer} are of the weights before the prefiller's "
+                "update; send the prompt to it again"
+            )
+        if claim.weights != made_with:
             raise InvalidArgument(
                 f"the prefiller computes with weights {weights() or 'as loaded'}, the decoder with "
                 f"{claim.weights or 'as loaded'}; update both before requests go on"
             )
-        job.accept(self._cache.tables(ready.tables, job.tokens), computed=min(computed, job.tokens))
-        job.finish()
 
     def _fail(self, key: str, why: str) -> None:
         with self._lock:

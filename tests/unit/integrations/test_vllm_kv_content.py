@@ -18,7 +18,8 @@ def config(rope: Any = None, hf: Any = None, **told: Any) -> Any:
     """A ``ModelConfig`` of vLLM, as far as it is looked at."""
     text = Fields(rope_parameters=rope)
     made = Fields(get_text_config=lambda: text, **(hf or {}))
-    given = {"hf_overrides": {}, "quantization": None, "max_model_len": 8192} | told
+    given = {"hf_overrides": {}, "quantization": None, "max_model_len": 8192}
+    given |= {"multimodal_config": None} | told
     return Fields(hf_config=made, **given)
 
 
@@ -36,6 +37,10 @@ def test_a_server_that_was_told_nothing_names_its_checkpoint() -> None:
         (config(LONG, max_model_len=4096), config(LONG, max_model_len=131072)),
         (config({"full": LONG}, max_model_len=4096), config({"full": LONG})),
         (config(), config(quantization="fp8")),
+        (
+            config(multimodal_config=Fields(mm_processor_kwargs=None)),
+            config(multimodal_config=Fields(mm_processor_kwargs={"do_normalize": False})),
+        ),
         (config(), config(hf_overrides={"rope_parameters": {"rope_type": "yarn"}})),
         (config(), config(hf_overrides=test_a_server_that_was_told_nothing_names_its_checkpoint)),
         (

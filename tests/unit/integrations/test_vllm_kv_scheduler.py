@@ -43,7 +43,9 @@ class Steps:
 
     def admit(self, name: str, tokens: int, *tables: list[int]) -> None:
         """A request is new, or resumed after a preemption."""
-        made = self.requests.setdefault(name, request(name, tokens))
+        if (made := self.requests.get(name)) is None:
+            made = self.requests[name] = request(name, tokens)
+            self.scheduler.queued(made)
         self.tables[name] = tables
         self.scheduler.allocated(made, tables, 0)
 
@@ -147,14 +149,18 @@ def test_mr_1_blocks_of_a_prompt_are_kept_until_all_workers_say_that_they_are_se
 
 def test_mr_1_a_request_with_the_id_of_one_whose_blocks_are_held_is_not_sent() -> None:
     steps, pool = windowed()
-    for tables in ([1, 2, 3, 4], [11, 12, 13, 14]), ([5, 6, 7, 8], [15, 16, 17, 18]):
+    others = [5, 6, 7, 8], [15, 16, 17, 18]
+    for tables in ([1, 2, 3, 4], [11, 12, 13, 14]), others:
         steps.admit("a", 14, *tables)
         assert bool(steps.step({"a": (0, 14)})) == (1 in tables[0])
-        params = steps.scheduler.finished(steps.requests["a"], tables)[1]
+        params = steps.scheduler.finished(steps.requests.pop("a"), tables)[1]
         assert bool(params) == (1 in tables[0])
     assert pool.used() == [1, 2, 3, 4, 11, 12, 13, 14]
     steps.scheduler.freed({"a": 1})
     assert pool.used() == []
+    # The id is free again.
+    steps.admit("a", 14, *others)
+    assert steps.step({"a": (0, 14)})
 
 
 def test_blocks_that_stay_ask_for_steps_for_a_second_and_when_vllm_wakes_later(
@@ -245,6 +251,21 @@ def test_an_instance_takes_and_holds_pages_by_its_role_only() -> None:
 def test_rs_1_a_request_for_the_logits_of_its_prompt_computes_it() -> None:
     scheduler = KvScheduler(groups=GROUPS, engine="")
     assert scheduler.matched(wanted(prompt_logits=True), 0) == (0, False)
+
+
+def test_a_load_keeps_no_paused_engine_from_coming_to_rest() -> None:
+    """vLLM makes steps for a request that waits for pages, unless it is paused. One that it has
+    cancelled is the connector's alone."""
+    steps, made = Steps(), wanted()
+    scheduler = steps.scheduler
+    scheduler.matched(made, 0)
+    scheduler.allocated(made, [[1, 2, 3]], 10)
+    assert not scheduler.busy
+    scheduler.finished(made, [[1, 2, 3]])
+    steps.step({})
+    assert scheduler.busy
+    scheduler.over(None, {"a"})
+    assert not scheduler.busy
 
 
 def test_several_answers_to_one_prompt_load_its_pages_once() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fabric_ray import TransferEngine
 from fabric_ray.errors import NotQuiesced
-from fabric_ray.integrations import vllm_kv_send
+from fabric_ray.integrations import vllm_kv_content, vllm_kv_send
 from fabric_ray.integrations.vllm_kv_groups import LayerGroup
 from fabric_ray.integrations.vllm_kv_layout import Shards, WorkerCache, worker_cache
 from fabric_ray.integrations.vllm_kv_plan import Claim, Ready, digest
@@ -166,7 +166,7 @@ def test_rs_1_a_layer_is_announced_when_it_and_all_before_it_are_written(hooks: 
 
 
 class Pair:
-    """A sender, and a decoder that has asked it for the pages of a prompt."""
+    """A sender, and a decoder that asks it for the pages of a prompt, at once or when told."""
 
     def __init__(
         self,
@@ -174,20 +174,25 @@ class Pair:
         *,
         then: Callable[[Callable[[], object]], None],
         lease: float,
-        weights: str = "",
+        weights: str | None = "",
     ) -> None:
         _, rank, cache = end(stack, "p")
         self.sender = Sender(Prefiller([rank], terms=TERMS), cache, then=then, lease=lease)
         stack.callback(self.sender.close)
         _, rank, _ = end(stack, "d")
-        decoder = stack.enter_context(Decoder([rank], terms=TERMS))
-        self.pull: Pull = decoder.pull(
-            decoder.connect(self.sender.offer()),
+        self._decoder = stack.enter_context(Decoder([rank], terms=TERMS))
+        self.ready = Ready("r", "t", digest(PROMPT), len(PROMPT), 0, ((4, 5),))
+        if weights is not None:
+            self.ask(weights)
+
+    def ask(self, weights: str) -> None:
+        """As a decoder that computes with these weights."""
+        self.pull: Pull = self._decoder.pull(
+            self._decoder.connect(self.sender.offer()),
             tokens=len(PROMPT),
             tables=[[0, 1]],
             payload=Claim("t", digest(PROMPT), "attempt", 1, weights).encoded(),
         )
-        self.ready = Ready("r", "t", digest(PROMPT), len(PROMPT), 0, ((4, 5),))
         within(10, "the request", lambda: "t" in self.sender._transfers)
 
 
@@ -241,5 +246,20 @@ def test_rs_1_a_decoder_with_other_weights_gets_no_pages(stack: ExitStack) -> No
     pair.sender.begin([pair.ready])
     pair.sender.end()
     with pytest.raises(errors.PrefillFailed, match="as loaded, the decoder with v2; update both"):
+        pair.pull.wait_ready(10)
+    pair.pull.wait_released(10)
+
+
+@pytest.mark.parametrize("weights", ["", "v2"])
+def test_rs_1_pages_of_earlier_weights_are_not_sent(
+    weights: str, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update comes after a prefill whose request goes on: its pages are the old weights'."""
+    pair = Pair(stack, then=at_once, lease=3600.0, weights=None)
+    pair.sender.begin([pair.ready])
+    pair.sender.end()
+    monkeypatch.setattr(vllm_kv_content._weights, "fingerprint", "v2")
+    pair.ask(weights)
+    with pytest.raises(errors.PrefillFailed, match="before the prefiller's"):
         pair.pull.wait_ready(10)
     pair.pull.wait_released(10)
