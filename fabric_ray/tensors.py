@@ -53,11 +53,17 @@ def resolved(what: str, tensor: Tensor) -> Tensor:
 def wait_for_kernels(tensors: Iterable[Tensor]) -> None:
     """Waits for the kernels that were launched on the tensors' devices, on any stream: they may
     still read or write these. A copy is ordered behind the kernels of the current stream alone.
+    Pinned memory of the host may be the target of a copy from any GPU (``non_blocking=True``).
     """
     import torch
 
-    for device in {tensor.device for tensor in tensors}:
-        if device.type not in ("cpu", "meta"):
+    tensors = list(tensors)
+    devices = {tensor.device for tensor in tensors} - {torch.device("meta")}
+    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if started and any(t.device.type == "cpu" and t.is_pinned() for t in tensors):
+        devices |= {torch.device("cuda", i) for i in range(torch.cuda.device_count())}
+    for device in devices:
+        if device.type != "cpu":
             torch.get_device_module(device).synchronize(device)
 
 

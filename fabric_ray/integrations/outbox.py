@@ -29,7 +29,7 @@ from fabric_ray.integrations.bucket_header import (
     slot_bytes,
     write_header,
 )
-from fabric_ray.tensors import resolved
+from fabric_ray.tensors import resolved, wait_for_kernels
 
 if TYPE_CHECKING:
     import torch
@@ -86,6 +86,8 @@ class Outbox:
             return
         import torch
 
+        if tensor.device.type == "cpu":
+            wait_for_kernels([tensor])
         data = resolved(f"`{name}`", tensor).contiguous().reshape(-1).view(torch.uint8)
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
         # In one piece if it can be: then it is used where it lies.

@@ -46,7 +46,7 @@ from fabric_ray.integrations.vllm_push import (
     refuse_shards,
     shards_of,
 )
-from fabric_ray.integrations.vllm_recorded import refuse_lost, refuse_moved_experts
+from fabric_ray.integrations.vllm_recorded import refuse_lost, refuse_moved_experts, refuse_stores
 from fabric_ray.integrations.vllm_reload import Reload, TieCheck, refuse_lossy_cast
 from fabric_ray.integrations.vllm_sharded import Commit, ShardedWorker
 
@@ -143,6 +143,7 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
             self._open_sharded(init_info.tensors, init_info.host)
             return
         refuse_moved_experts(self.parallel_config)
+        refuse_stores(self.vllm_config)
         with _vllm_config.set_current_vllm_config(self.vllm_config):
             refuse_lost(self.model, self.model_config, init_info.tensors)
         receiver = f"vllm worker {self._engine.id[:8]}"
@@ -154,6 +155,7 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
         assert self._engine is not None
         try:
             refuse_moved_experts(self.parallel_config)
+            refuse_stores(self.vllm_config)
             with _vllm_config.set_current_vllm_config(self.vllm_config):
                 self._sharded = ShardedWorker(
                     self.model,

@@ -24,6 +24,7 @@ from fabric_ray.integrations.load_recorder import (
     StridedView,
     record,
 )
+from fabric_ray.integrations.vllm_plugin import CONNECTOR
 from fabric_ray.integrations.vllm_reload import (
     RELOAD,
     Reload,
@@ -194,6 +195,49 @@ def refuse_moved_experts(config: Any) -> None:
             "they are at the start: got enable_eplb=True, expected False; start vLLM without "
             "--enable-eplb"
         )
+
+
+def refuse_stores(config: Any) -> None:
+    """Refuses a server whose connectors keep what the old weights computed.
+
+    Args:
+        config: vLLM's.
+
+    Raises:
+        Unsupported: vLLM resets the caches of connectors that can (``reset_cache``), and takes the
+            others' for reset. Requests would be answered from pages of earlier weights (RS-1).
+    """
+    if config.ec_transfer_config is not None:
+        raise Unsupported(
+            "vLLM does not discard what an encoder cache connector has of earlier weights: got "
+            f"ec_connector={config.ec_transfer_config.ec_connector!r}, expected none; start vLLM "
+            "without --ec-transfer-config"
+        )
+    if config.kv_transfer_config is None:
+        return
+    factory = framework("vllm.distributed.kv_transfer.kv_connector.factory", "vllm")
+    base = framework("vllm.distributed.kv_transfer.kv_connector.v1.base", "vllm")
+    for name, connector in _connectors(factory.KVConnectorFactory, config.kv_transfer_config):
+        resets = connector.reset_cache is not base.KVConnectorBase_V1.reset_cache
+        if name != CONNECTOR and not resets:  # ours compares the weights at both ends
+            raise Unsupported(
+                "vLLM does not discard what this KV connector has of earlier weights: got "
+                f"kv_connector={name!r}, expected {CONNECTOR} or one that has reset_cache; start "
+                "vLLM with another --kv-transfer-config"
+            )
+
+
+def _connectors(factory: Any, config: Any) -> Iterator[tuple[str, Any]]:
+    """The connectors of a ``KVTransferConfig``, by name: those in a MultiConnector too."""
+    if config.kv_connector is None:
+        return
+    connector = factory.get_connector_class(config)
+    inner = config.kv_connector_extra_config.get("connectors")
+    if connector.__name__ != "MultiConnector" or inner is None:
+        yield config.kv_connector, connector
+        return
+    for each in inner:
+        yield from _connectors(factory, type(config)(**{"engine_id": config.engine_id, **each}))
 
 
 def target_side(needs: Sequence[Sequence[Need]], tensors: Mapping[str, Tensor]) -> Side:

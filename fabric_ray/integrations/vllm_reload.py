@@ -143,7 +143,7 @@ class Reload:
                     filled = views[f"{path}.{name}" if path else name]
                     count = sum(math.prod(view.shape) for view in filled)
                     info.load_numel += min(count, tensor.numel())
-            if 0 < info.load_numel < info.load_numel_total and not _is_padded(layer, info):
+            if 0 < info.load_numel < info.load_numel_total and not _is_vocabulary(layer, info):
                 partly.add(path)
         return partly
 
@@ -243,7 +243,7 @@ class Reload:
             # Scales of attention have defaults.
             if not info.can_load() or layerwise.is_deferred_attention_layer(layer):
                 continue
-            if layer in tied or _is_padded(layer, info):
+            if layer in tied or _is_vocabulary(layer, info):
                 continue
             parameters = layer.named_parameters(recurse=False)
             total = sum(count(tensor) for key, tensor in parameters if key not in skipped)
@@ -259,7 +259,7 @@ class Reload:
         for layer, info in infos.items():
             if not info.can_load():
                 new |= {id(tensor) for tensor in layer.parameters(recurse=False)}
-            elif _is_padded(layer, info):
+            elif _is_vocabulary(layer, info):
                 new |= {id(tensor) for tensor in info.kernel_tensors[0].values()}
         return {
             layer
@@ -366,9 +366,17 @@ def _process_experts(method: Any, layer: torch.nn.Module) -> None:
         step(layer)
 
 
-def _is_padded(layer: torch.nn.Module, info: Any) -> bool:
-    """Whether a layer is a vocabulary that has come; no checkpoint has the rows that pad it."""
-    return info.load_numel > 0 and hasattr(layer, "num_embeddings_padded")
+def _is_vocabulary(layer: Any, info: Any) -> bool:
+    """Whether a layer is a vocabulary of which all has come but the rows that pad it, which no
+    checkpoint has."""
+    if info.load_numel == 0 or not hasattr(layer, "num_embeddings_padded"):
+        return False
+    layerwise = framework(f"{RELOAD}.layerwise", "vllm")
+    skipped = framework(f"{RELOAD}.meta", "vllm").SKIP_LOAD_TENSORS
+    rows, own = layer.num_embeddings_per_partition, layer.shard_indices.num_org_elements
+    tensors = layerwise.get_layer_tensors(layer).items()
+    least = sum(tensor.numel() * own // rows for name, tensor in tensors if name not in skipped)
+    return bool(info.load_numel >= least)
 
 
 def shared_parameters(model: torch.nn.Module) -> list[list[str]]:

@@ -67,7 +67,8 @@ class ReceiveMemory:
         else:
             import torch
 
-            self._memory = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device)
+            # Padding is never written.
+            self._memory = torch.zeros(max(nbytes, 1), dtype=torch.uint8, device=device)
             # The allocator may have freed memory that kernels still use.
             wait_for_kernels([self._memory])
         self._engine = engine

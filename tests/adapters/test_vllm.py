@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config.kv_transfer import KVTransferConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer import (
     ModuleSource,
@@ -24,9 +25,10 @@ from vllm.distributed.weight_transfer import (
     WeightTransferTrainerFactory,
 )
 
-from fabric_ray.errors import InvalidArgument, WeightSyncError
+from fabric_ray.errors import InvalidArgument, Unsupported, WeightSyncError
 from fabric_ray.integrations import vllm
 from fabric_ray.integrations.vllm_plugin import load, register
+from fabric_ray.integrations.vllm_recorded import refuse_stores
 from tests.adapters.vllm_workers import Client, Model, model, worker
 from tests.processes import Other
 
@@ -203,3 +205,38 @@ def test_rs_4_a_killed_worker_is_named_and_the_others_have_all(workers) -> None:
     sender.shutdown()
     assert client.answers()[0] is None
     assert workers[0].ask(("wrong", 5)) == []
+
+
+def _served_with(*connectors: str) -> Any:
+    """vLLM's configuration of a server with these KV connectors."""
+    load()
+    each = [{"kv_connector": name, "kv_role": "kv_both"} for name in connectors]
+    several = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+    chosen = (
+        each[0]
+        if len(each) == 1
+        else {**several, "kv_connector_extra_config": {"connectors": each}}
+    )
+    return SimpleNamespace(kv_transfer_config=KVTransferConfig(**chosen), ec_transfer_config=None)
+
+
+@pytest.mark.parametrize(
+    "connectors", [("ExampleConnector",), ("FabricRayConnector", "ExampleConnector")]
+)
+def test_rs_1_connectors_that_keep_pages_of_earlier_weights_are_refused(
+    connectors: tuple[str, ...],
+) -> None:
+    with pytest.raises(Unsupported, match="got kv_connector='ExampleConnector'"):
+        refuse_stores(_served_with(*connectors))
+
+
+@pytest.mark.parametrize(
+    "connectors",
+    [
+        ("FabricRayConnector",),
+        ("OffloadingConnector",),
+        ("FabricRayConnector", "OffloadingConnector"),
+    ],
+)
+def test_connectors_that_discard_their_pages_are_taken(connectors: tuple[str, ...]) -> None:
+    refuse_stores(_served_with(*connectors))

@@ -248,6 +248,33 @@ def test_layers_that_quantise_what_comes_take_plain_tensors(
         sender.send_weights()
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_rs_1_a_vocabulary_may_lack_what_pads_it_and_no_more(
+    biased: bool, server: fakes.Server, trainer: Any
+) -> None:
+    layer: Any = server.model.l1
+    layer.num_embeddings_padded = layer.num_embeddings_per_partition = 4
+    layer.shard_indices = SimpleNamespace(num_org_elements=2)
+    if biased:
+        layer.bias = torch.nn.Parameter(torch.zeros(4))
+    sender = trainer()
+    del sender.source["l1.lower"]
+    if biased:
+        with pytest.raises(WeightSyncError, match="l1"):
+            sender.send_weights()
+    else:
+        sender.send_weights()
+
+
+def test_rs_1_an_encoder_cache_that_is_not_discarded_is_refused(
+    server: fakes.Server, trainer: Any
+) -> None:
+    kept = SimpleNamespace(ec_connector="ECExampleConnector")
+    server.worker.vllm_config.ec_transfer_config = kept
+    with pytest.raises(Unsupported, match="got ec_connector='ECExampleConnector'"):
+        trainer()
+
+
 def test_rs_1_experts_that_move_are_refused(server: fakes.Server, trainer: Any) -> None:
     server.worker.parallel_config.enable_eplb = True
     with pytest.raises(Unsupported, match="got enable_eplb=True"):

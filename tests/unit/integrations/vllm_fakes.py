@@ -35,7 +35,7 @@ class _Worker:
     def __init__(self, model: torch.nn.Module) -> None:
         self.model, self.device = model, torch.device("cpu")
         self.model_config = SimpleNamespace(dtype=torch.float32)
-        self.vllm_config = None
+        self.vllm_config = SimpleNamespace(kv_transfer_config=None, ec_transfer_config=None)
         self.parallel_config = SimpleNamespace(enable_eplb=False)
 
 
