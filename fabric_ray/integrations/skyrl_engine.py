@@ -148,6 +148,7 @@ class _Servers:
         self._controls = [control_at(url, timeout) for url in urls]
         self._others_paused = self._own_pause = False
         away = [url for url in urls if urlsplit(url).hostname not in _LOOPBACK]
+        self.urls = tuple(urls)
         self.base_url = (away or urls)[0]
         """One of them, by which they reach this host."""
         self.close = client.close

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,9 +30,10 @@ from fabric_ray.integrations.outbox import Outbox
 from fabric_ray.integrations.vllm_control import (
     PAUSES,
     UpdatePause,
-    call_seconds,
+    begin_call,
+    call_client,
     control_of,
-    explained,
+    end_call,
     start_update,
     stays_paused,
 )
@@ -362,47 +363,34 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
             ],
         }
         try:
-            explained(self.client.init_weight_transfer_engine, told)
+            call_client(self.client, info.timeout, "init_weight_transfer_engine", told)
         except BaseException:
             self.shutdown()
             raise
 
     def _push(self) -> None:
         """One update by vLLM's calls; the workers have all of it when this returns."""
-        start_update(self.client)
+        start_update(self.client, self._timeout)
         # The workers' end of it blocks until all has arrived, so it runs beside the sending.
-        beside = ThreadPoolExecutor(1, "fabric-vllm-update")
+        self._call = call = begin_call(self.client, "update_weights", {"update": self._update})
+        invitations = self._invitations(call)
         try:
-            update = {"update": self._update}
-            self._call = call = beside.submit(explained, self.client.update_weights, update)
-            invitations = self._invitations(call)
-            try:
-                self._send(invitations)
-            except WeightSyncError as error:
-                wait_for([call], _CAUSE_S)
-                if not (call.done() and call.exception()):
-                    raise
-                raise WeightSyncError(
-                    f"{error}; vLLM's answer: {call.exception()}",
-                    version=self._update,
-                    failed=error.failed,
-                ) from call.exception()
-            try:
-                seconds = call_seconds(self.client, self._timeout)
-                if not wait_for([call], seconds).done:
-                    raise WeightSyncError(
-                        f"vLLM did not end update_weights within {seconds:g} s after its workers "
-                        "had all tensors; see whether one is stuck",
-                        version=self._update,
-                    )
-                call.result()
-            except Exception:
-                self._hellos.refuse_more(self._update)  # it waited for tensors that aren't sent
+            self._send(invitations)
+        except WeightSyncError as error:
+            wait_for([call], _CAUSE_S)
+            if not (call.done() and call.exception()):
                 raise
-        finally:
-            # After a failure here the call may take as long as the client lets it.
-            beside.shutdown(wait=False)
-        explained(self.client.finish_weight_update)
+            raise WeightSyncError(
+                f"{error}; vLLM's answer: {call.exception()}",
+                version=self._update,
+                failed=error.failed,
+            ) from call.exception()
+        try:
+            end_call(call, self.client, self._timeout, "update_weights")
+        except Exception:
+            self._hellos.refuse_more(self._update)  # it waited for tensors that aren't sent
+            raise
+        call_client(self.client, self._timeout, "finish_weight_update")
 
     def _is_over(self) -> bool:
         """Whether no worker takes part in the update any more."""

@@ -5,8 +5,11 @@ vLLM's clients have the calls of the update itself. These are on the same server
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -172,23 +175,82 @@ def stays_paused(error: Exception, version: int, server: ServerControl) -> Weigh
     )
 
 
-def start_update(client: Any) -> None:
+def start_update(client: Any, timeout: float) -> None:
     """Starts an update at all workers. An earlier one may be open at some of them: its trainer has
     died, or another worker has failed. vLLM starts none beside it, so it is finished first; that
     changes no weights.
 
+    Args:
+        timeout: as for :func:`call_client`.
+
     Raises:
-        WeightSyncError: the server answered with an error; the message has what it said.
+        WeightSyncError: as for :func:`call_client`.
     """
+    call = begin_call(client, "start_weight_update")
     try:
-        explained(client.start_weight_update)
+        end_call(call, client, timeout, "start_weight_update")
     except Exception:
+        if not call.done():
+            raise  # a stuck worker answers no further call
         with suppress(Exception):  # of workers that have none open
-            client.finish_weight_update()
-        explained(client.start_weight_update)
+            call_client(client, timeout, "finish_weight_update")
+        call_client(client, timeout, "start_weight_update")
 
 
-def explained(call: Callable[..., Any], *args: Any) -> Any:
+def call_client(client: Any, timeout: float, name: str, *args: Any) -> Any:
+    """Makes a call of vLLM's client, which may wait for its servers without a limit of its own.
+
+    Args:
+        timeout: the trainer's; see :func:`call_seconds`.
+        name: of the client's method.
+
+    Raises:
+        WeightSyncError: the servers did not end the call in time; the message names both. Or one
+            answered with an error; the message has what it said.
+    """
+    return end_call(begin_call(client, name, *args), client, timeout, name)
+
+
+def begin_call(client: Any, name: str, *args: Any) -> Future[Any]:
+    """Begins a call of vLLM's client, on a thread of its own. A call that never ends does not keep
+    the process from ending."""
+    call: Future[Any] = Future()
+    # No closure, which would be a cycle with the error that the call ends with.
+    threading.Thread(
+        target=_run, args=(call, getattr(client, name), args), name=f"fabric-{name}", daemon=True
+    ).start()
+    return call
+
+
+def end_call(call: Future[Any], client: Any, timeout: float, name: str) -> Any:
+    """The result of a call that was begun; arguments and errors as for :func:`call_client`."""
+    seconds = call_seconds(client, timeout)
+    if not wait_for([call], seconds).done:
+        raise WeightSyncError(
+            f"{' and '.join(server_names(client))} did not end {name} within {seconds:g} s; see "
+            "whether a worker is stuck there, or raise the timeout"
+        )
+    return call.result()
+
+
+def server_names(client: Any) -> list[str]:
+    """The servers of a client, as errors name them."""
+    if isinstance(handles := getattr(client, "handles", None), list):
+        return [f"server {number}" for number in range(len(handles))]
+    url = getattr(client, "base_url", None)
+    return list(getattr(client, "urls", [url if isinstance(url, str) else "vLLM"]))
+
+
+def _run(call: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        call.set_result(_explained(function, *args))
+    except BaseException as error:
+        call.set_exception(error)
+    finally:
+        del call
+
+
+def _explained(call: Callable[..., Any], *args: Any) -> Any:
     """Makes a call of vLLM's client.
 
     Raises:

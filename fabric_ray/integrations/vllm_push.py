@@ -17,9 +17,9 @@ from fabric_ray.integrations import framework
 from fabric_ray.integrations.collective_calls import CollectiveCalls
 from fabric_ray.integrations.vllm_control import (
     UpdatePause,
+    call_client,
     call_seconds,
     control_of,
-    explained,
     start_update,
     stays_paused,
 )
@@ -209,8 +209,7 @@ class ShardedPush:
         assert self._engine is not None
         self._hellos = Hellos(self._engine, self._info.workers)
         call: Future[None] = Future()
-        self._announce("vLLM's init_weight_transfer_engine")
-        explained(self._client.init_weight_transfer_engine, told)
+        self._call_client("init_weight_transfer_engine", told)
         call.set_result(None)
         self._calls.working("the wait for vLLM's workers", self._info.timeout)
         said, error = self._hellos.collect(0, call, self._info.timeout, what="shards")
@@ -253,10 +252,13 @@ class ShardedPush:
         """Has all workers put a version into use, between vLLM's steps."""
         self._flips = True
         self._announce("vLLM's start_weight_update")
-        start_update(self._client)
-        self._announce("vLLM's update_weights")
-        explained(self._client.update_weights, {"update": version, "session": session})
-        explained(self._client.finish_weight_update)
+        start_update(self._client, self._info.timeout)
+        self._call_client("update_weights", {"update": version, "session": session})
+        self._call_client("finish_weight_update")
+
+    def _call_client(self, name: str, *args: Any) -> None:
+        self._announce(f"vLLM's {name}")
+        call_client(self._client, self._info.timeout, name, *args)
 
     def _announce(self, what: str) -> None:
         """Tells the other ranks that vLLM is called."""
