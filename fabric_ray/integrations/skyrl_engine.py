@@ -6,8 +6,7 @@ Imports vLLM, as SkyRL's own does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar
@@ -22,7 +21,7 @@ from fabric_ray.integrations.vllm import (
     FabricTrainerInitInfo,
     FabricTrainerWeightTransferEngine,
 )
-from fabric_ray.integrations.vllm_control import ServerControl, control_at
+from fabric_ray.integrations.vllm_control import ServerGroup, control_at
 from fabric_ray.integrations.vllm_push import shards_of
 
 logger = logging.getLogger(__name__)
@@ -135,18 +134,13 @@ def _with_shards(source: Any, rank: int) -> Any:
     return source if shards_of(module, rank) is None else module
 
 
-class _Servers:
-    """SkyRL's client, and the control of its servers.
-
-    SkyRL may pause generation around an update: then its servers stay paused.
-    """
+class _Servers(ServerGroup):
+    """SkyRL's client, and its servers. Those that SkyRL pauses around an update stay paused."""
 
     resumed_by = "SkyRL"
 
     def __init__(self, client: Any, urls: Sequence[str], timeout: float) -> None:
-        self._client = client
-        self._controls = [control_at(url, timeout) for url in urls]
-        self._others_paused = self._own_pause = False
+        super().__init__({url: control_at(url, timeout) for url in urls}, timeout)
         away = [url for url in urls if urlsplit(url).hostname not in _LOOPBACK]
         self.urls = tuple(urls)
         self.base_url = (away or urls)[0]
@@ -159,28 +153,3 @@ class _Servers:
             "finish_weight_update",
         ):
             setattr(self, name, getattr(client, name))
-
-    def is_paused(self) -> bool:
-        paused = any(self._all(lambda server: server.is_paused()))
-        self._others_paused = paused and not self._own_pause
-        return paused
-
-    def pause_generation(self, mode: str) -> None:
-        self._own_pause = not self._others_paused
-        self._all(lambda server: server.pause_generation(mode))
-
-    def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
-        asked = (reset_running_requests, reset_connector)
-        return all(self._all(lambda server: server.reset_prefix_cache(*asked)))
-
-    def reset_encoder_cache(self) -> None:
-        self._all(lambda server: server.reset_encoder_cache())
-
-    def resume_generation(self) -> None:
-        if not self._others_paused:
-            self._all(lambda server: server.resume_generation())
-            self._own_pause = False
-
-    def _all(self, call: Callable[[ServerControl], Any]) -> list[Any]:
-        with ThreadPoolExecutor(len(self._controls)) as pool:
-            return list(pool.map(call, self._controls))

@@ -102,7 +102,8 @@ class FabricTrainerInitInfo(_vllm.TrainerInitInfo):  # type: ignore[misc]
     """vLLM's workers, over all engines and their ranks."""
     timeout: float = 300.0
     """Seconds that trainers and workers may take for a phase of a push, or for a bucket of streamed
-    tensors; and that trainers wait for a rank that is late."""
+    tensors; that trainers wait for a rank that is late; and that vLLM may take for a call, unless
+    its client has a longer timeout."""
     engine: dict[str, Any] = field(default_factory=dict, repr=False)
     """Fields of :class:`fabric_ray.EngineConfig`, for the trainer's engine and the workers'."""
     pause: Literal["keep", "abort"] = "keep"
@@ -291,8 +292,9 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
         cached pages, puts the weights into use, and resumes the servers. Streamed tensors are sent
         while the servers are paused.
 
-        Servers go on with the old weights if it fails before workers put anything into use, unless
-        they were paused before. They stay paused if it fails later.
+        Servers go on with the old weights if it fails before workers put anything into use. They
+        stay paused if it fails later, and are resumed by the next call. Servers that others have
+        paused before stay paused.
 
         Raises:
             WeightSyncError: workers that did not get everything; ``failed`` names them.
@@ -320,7 +322,7 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
             self._tensors = chain(list(islice(self._tensors, 1)), self._tensors)
         self._update += 1
         self._is_old, self._call = True, None
-        pause = UpdatePause(self._server, self._pause, self._timeout)
+        pause = UpdatePause(self._servers, self._pause, self._timeout)
         try:
             pause.begin()
             self._push()
@@ -332,7 +334,7 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
                 raise
             if not isinstance(error, Exception):
                 raise
-            raise stays_paused(error, self._update, self._server) from error
+            raise stays_paused(error, self._update, self._servers) from error
         pause.end()
 
     def shutdown(self) -> None:
@@ -344,8 +346,8 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
             self._engine = None
 
     def _open(self, info: FabricTrainerInitInfo) -> None:
-        self._server = control_of(self.client, info.timeout)
-        self._server.is_paused()
+        self._servers = control_of(self.client, info.timeout)
+        self._servers.paused()
         self._engine = TransferEngine(**info.engine)
         self._outbox = Outbox(self._engine, BUCKET, timeout=info.timeout)
         self._workers, self._timeout, self._update = info.workers, info.timeout, 0

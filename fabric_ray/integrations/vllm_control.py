@@ -5,15 +5,18 @@ vLLM's clients have the calls of the update itself. These are on the same server
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from typing import Any, Protocol
 
 from fabric_ray.errors import InvalidArgument, Unsupported, WeightSyncError
+
+logger = logging.getLogger(__name__)
 
 PAUSES = ("keep", "abort")
 _CALLS = (
@@ -29,7 +32,7 @@ _RUN_S = 0.2
 
 
 class ServerControl(Protocol):
-    """What a client must have beside vLLM's four calls; the names are those of ``AsyncLLM``."""
+    """A server's calls around an update; the names are those of ``AsyncLLM``."""
 
     def is_paused(self) -> bool: ...
 
@@ -42,28 +45,79 @@ class ServerControl(Protocol):
     def resume_generation(self) -> None: ...
 
 
-def control_of(client: Any, timeout: float) -> ServerControl:
-    """The control of the servers that a client talks to.
+class ServerGroup:
+    """The servers that a client talks to. A call is made at all of them at once.
 
     Args:
-        timeout: seconds that actors may take for a call; a client over HTTP has its own.
+        controls: of the servers, by the names that errors have.
+        timeout: seconds that a server may take for a call.
+    """
+
+    resumed_by: str | None = None
+    """The program that resumes the servers, whatever came of an update."""
+
+    def __init__(self, controls: Mapping[str, ServerControl], timeout: float) -> None:
+        self._controls, self._timeout = dict(controls), timeout
+        self.paused_here: Set[str] = frozenset()
+        """Servers that an update of this client has paused, and that are not resumed yet."""
+
+    @property
+    def names(self) -> Set[str]:
+        return self._controls.keys()
+
+    def paused(self) -> set[str]:
+        """The servers that are paused."""
+        return {server for server, is_paused in self.call("is_paused").items() if is_paused}
+
+    def call(self, name: str, *args: Any, at: Set[str] | None = None) -> dict[str, Any]:
+        """Calls a method of :class:`ServerControl`; returns the answers by server.
+
+        Args:
+            at: the servers; ``None`` for all.
+
+        Raises:
+            WeightSyncError: servers did not answer in time; the message names them.
+        """
+        calls = {
+            server: begin_call(control, name, *args)
+            for server, control in self._controls.items()
+            if at is None or server in at
+        }
+        if late := wait_for(calls.values(), self._timeout).not_done:
+            stuck = " and ".join(server for server, call in calls.items() if call in late)
+            raise WeightSyncError(
+                f"{stuck} did not answer {name} within {self._timeout:g} s; see whether it is stuck"
+            )
+        return {server: call.result() for server, call in calls.items()}
+
+
+def control_of(client: Any, timeout: float) -> ServerGroup:
+    """The servers that a client talks to.
+
+    Args:
+        timeout: as for :func:`call_client`.
 
     Raises:
         InvalidArgument: the client can't pause its servers; the message names the missing calls.
     """
+    if isinstance(client, ServerGroup):
+        return client
+    controls: Sequence[ServerControl]
     missing = [name for name in _CALLS if not callable(getattr(client, name, None))]
+    names, seconds = server_names(client), call_seconds(client, timeout)
     if not missing:
-        control: ServerControl = client
-        return control
+        return ServerGroup({" and ".join(names): client}, seconds)
     if isinstance(getattr(client, "base_url", None), str):
-        return control_at(client.base_url, getattr(client, "timeout", 300.0))
-    if isinstance(getattr(client, "handles", None), list):
-        return _ActorControl(client.handles, timeout)
-    raise InvalidArgument(
-        f"{type(client).__name__} can't pause its servers during an update: got a client without "
-        f"{', '.join(missing)}; add these methods, or use HTTPVLLMWeightSyncClient or "
-        "RayVLLMWeightSyncClient"
-    )
+        controls = [control_at(client.base_url, getattr(client, "timeout", 300.0))]
+    elif isinstance(getattr(client, "handles", None), list):
+        controls = [_ActorControl(handle) for handle in client.handles]
+    else:
+        raise InvalidArgument(
+            f"{type(client).__name__} can't pause its servers during an update: got a client "
+            f"without {', '.join(missing)}; add these methods, or use HTTPVLLMWeightSyncClient or "
+            "RayVLLMWeightSyncClient"
+        )
+    return ServerGroup(dict(zip(names, controls, strict=True)), seconds)
 
 
 def control_at(base_url: str, timeout: float) -> ServerControl:
@@ -86,20 +140,20 @@ def call_seconds(client: Any, timeout: float) -> float:
 
 
 def discard_cached(
-    server: ServerControl, timeout: float, let_run: Callable[[], object] = lambda: None
+    servers: ServerGroup, timeout: float, let_run: Callable[[], object] = lambda: None
 ) -> None:
     """Discards everything that was computed with the present weights (RS-3). Running requests
     compute their tokens' pages again when they go on.
 
     Args:
-        let_run: called before each further attempt, between which the server may run.
+        let_run: called before each further attempt, between which the servers may run.
 
     Raises:
         WeightSyncError: vLLM still holds blocks after ``timeout`` seconds.
     """
     deadline = time.monotonic() + timeout
     # Blocks that a KV connector sends or loads can't be discarded yet.
-    while not server.reset_prefix_cache(True, True):
+    while not all(servers.call("reset_prefix_cache", True, True).values()):
         if time.monotonic() >= deadline:
             raise WeightSyncError(
                 f"vLLM did not reset its prefix cache: got success=false for {timeout:.3g} s, "
@@ -108,60 +162,68 @@ def discard_cached(
             )
         let_run()
         time.sleep(_RETRY_S)
-    server.reset_encoder_cache()
+    servers.call("reset_encoder_cache")
 
 
 class UpdatePause:
-    """The pause of servers around a change of weights.
+    """The pause of servers around a change of weights. Servers that others have paused stay so.
 
     Args:
         mode: what running requests do: ``keep`` or ``abort``.
         timeout: seconds that vLLM may take to discard what was computed.
     """
 
-    def __init__(self, server: ServerControl, mode: str, timeout: float) -> None:
-        self._server, self._mode, self._timeout = server, mode, timeout
-        self._was_paused = server.is_paused()
-        self._began = False
+    def __init__(self, servers: ServerGroup, mode: str, timeout: float) -> None:
+        self._servers, self._mode, self._timeout = servers, mode, timeout
+        self._ran: Set[str] = frozenset()
 
     def begin(self) -> None:
         """Pauses the servers, and discards what was computed with the old weights."""
-        self._began = True
-        self._server.pause_generation(self._mode)
-        let_run = (lambda: None) if self._was_paused else self._let_loads_end
-        discard_cached(self._server, self._timeout, let_run)
+        servers = self._servers
+        paused = servers.paused()
+        self._ran = servers.names - paused
+        # An update that failed may have left some paused, with parts of two versions.
+        servers.paused_here = servers.paused_here & paused | self._ran
+        servers.call("pause_generation", self._mode)
+        discard_cached(servers, self._timeout, self._let_loads_end)
 
     def discard(self) -> None:
         """Discards again: another client may have resumed a server in between."""
-        discard_cached(self._server, self._timeout)
+        discard_cached(self._servers, self._timeout)
 
     def end(self) -> None:
-        """Resumes the servers, which have all of one version."""
-        self._server.resume_generation()
+        """Resumes the servers, which have all of one version; not those that others have paused:
+        their memory may be asleep."""
+        servers = self._servers
+        servers.call("resume_generation", at=servers.paused_here)
+        others = sorted(servers.names - servers.paused_here)
+        servers.paused_here = frozenset()
+        if others and servers.resumed_by is None:
+            logger.warning(
+                "%s was paused before the update, and stays paused; POST /resume, or call "
+                "resume_generation()",
+                " and ".join(others),
+            )
 
     def cancel(self) -> None:
-        """Resumes the servers, which have the old weights, unless they were paused before."""
-        if self._began and not self._was_paused:
-            with suppress(Exception):
-                self._server.resume_generation()
+        """Resumes the servers that ran before: they have the old weights."""
+        with suppress(Exception):
+            self._servers.call("resume_generation", at=self._ran)
+            self._servers.paused_here -= self._ran
 
     def _let_loads_end(self) -> None:
         """A paused vLLM keeps the blocks of requests that wait for a connector's pages; running, it
         admits them, and can take their blocks back."""
-        self._server.resume_generation()
-        time.sleep(_RUN_S)
-        self._server.pause_generation(self._mode)
+        if self._ran:
+            self._servers.call("resume_generation", at=self._ran)
+            time.sleep(_RUN_S)
+            self._servers.call("pause_generation", self._mode, at=self._ran)
 
 
-def stays_paused(error: Exception, version: int, server: ServerControl) -> WeightSyncError:
-    """The error of an update after which workers may differ.
-
-    Args:
-        server: a control of one whose servers another program resumes has its name,
-            ``resumed_by``.
-    """
+def stays_paused(error: Exception, version: int, servers: ServerGroup) -> WeightSyncError:
+    """The error of an update after which workers may differ."""
     parts = "workers may hold parts of two versions"
-    other = getattr(server, "resumed_by", None)
+    other = servers.resumed_by
     what = (
         f"{parts}, and {other} resumes vLLM all the same; end the job, or restart the servers"
         if other
@@ -320,20 +382,19 @@ class _HttpControl:
 
 
 class _ActorControl:
-    """``AsyncLLM`` in Ray actors: each call is made to all."""
+    """``AsyncLLM`` in a Ray actor."""
 
-    def __init__(self, handles: list[Any], timeout: float) -> None:
-        for handle in handles:
-            missing = [name for name in _CALLS if not hasattr(handle, name)]
-            if missing:
-                raise InvalidArgument(
-                    f"{handle} can't pause during an update: got an actor without "
-                    f"{', '.join(missing)}; make it of vllm.v1.engine.async_llm.AsyncLLM"
-                )
-        self._handles, self._timeout = handles, timeout
+    def __init__(self, handle: Any) -> None:
+        missing = [name for name in _CALLS if not hasattr(handle, name)]
+        if missing:
+            raise InvalidArgument(
+                f"{handle} can't pause during an update: got an actor without "
+                f"{', '.join(missing)}; make it of vllm.v1.engine.async_llm.AsyncLLM"
+            )
+        self._handle = handle
 
     def is_paused(self) -> bool:
-        return any(self._call("is_paused"))
+        return bool(self._call("is_paused"))
 
     def pause_generation(self, mode: str) -> None:
         self._call("pause_generation", mode=mode, clear_cache=False)
@@ -342,7 +403,7 @@ class _ActorControl:
         import ray
 
         try:
-            return all(self._call("reset_prefix_cache", reset_running_requests, reset_connector))
+            return bool(self._call("reset_prefix_cache", reset_running_requests, reset_connector))
         except ray.exceptions.RayTaskError:  # the same as over HTTP
             return False
 
@@ -352,15 +413,7 @@ class _ActorControl:
     def resume_generation(self) -> None:
         self._call("resume_generation")
 
-    def _call(self, name: str, *args: Any, **options: Any) -> list[Any]:
+    def _call(self, name: str, *args: Any, **options: Any) -> Any:
         import ray
 
-        calls = [getattr(handle, name).remote(*args, **options) for handle in self._handles]
-        _, late = ray.wait(calls, num_returns=len(calls), timeout=self._timeout)
-        if late:
-            stuck = " and ".join(f"server {calls.index(call)}" for call in late)
-            raise WeightSyncError(
-                f"{stuck} did not answer {name} within {self._timeout:g} s; see whether it is stuck"
-            )
-        answers: list[Any] = ray.get(calls)
-        return answers
+        return ray.get(getattr(self._handle, name).remote(*args, **options))

@@ -169,8 +169,8 @@ class ShardedPush:
         """Tells workers what there is, asks what they need of it, and plans."""
         assert self._engine is not None
         info = self._info
-        self._server = control_of(self._client, self._info.timeout)
-        self._server.is_paused()
+        self._servers = control_of(self._client, self._info.timeout)
+        self._servers.paused()
         trainers = range(self._calls.size)
         metas = self._ask(trainers, phases.source_meta, [(self._source.name,)] * len(trainers))
         reports = [report for _, report, _ in metas]
@@ -222,7 +222,7 @@ class ShardedPush:
         if self._sync is None:
             raise InvalidArgument("the workers are not connected; call trainer_init again")
         self._hellos.refuse_more(0)  # it may have come late
-        self._pause = UpdatePause(self._server, self._info.pause, self._info.timeout)
+        self._pause = UpdatePause(self._servers, self._info.pause, self._info.timeout)
         self._flips = False
         try:
             self.report = self._sync.push()
@@ -234,7 +234,7 @@ class ShardedPush:
                 raise
             if not isinstance(error, Exception):
                 raise
-            raise stays_paused(error, self._sync.version, self._server) from error
+            raise stays_paused(error, self._sync.version, self._servers) from error
         self._calls.version = self._sync.version
         self._pause.end()
 

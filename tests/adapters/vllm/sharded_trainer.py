@@ -57,11 +57,11 @@ class Servers:
     def __init__(self, urls: str) -> None:
         from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
 
-        from fabric_ray.integrations.vllm_control import control_of
+        from fabric_ray.integrations.vllm_control import control_at
 
         clients = [HTTPVLLMWeightSyncClient(url) for url in urls.split(",")]
         self.base_url = clients[0].base_url
-        self._ends = [(client, control_of(client, 300.0)) for client in clients]
+        self._ends = [(client, control_at(client.base_url, 300.0)) for client in clients]
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any) -> Any:

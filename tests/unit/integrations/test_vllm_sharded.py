@@ -250,15 +250,14 @@ def test_rs_3_a_server_whose_worker_failed_to_flip_stays_paused_until_it_has_one
     assert server.answer("prompt") == {4.0}
 
 
-@pytest.mark.parametrize(
-    "name", ["start_weight_update", "update_weights", "finish_weight_update"]
-)
+@pytest.mark.parametrize("name", ["start_weight_update", "update_weights", "finish_weight_update"])
 def test_rs_4_a_worker_that_does_not_end_a_call_is_noticed_and_the_server_is_named(
     server: fakes.Server, trainer: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     goes_on = threading.Event()
     server.base_url = "http://127.0.0.1:1"  # type: ignore[attr-defined]
     sender = trainer(Trained(1), timeout=3.0)
+    server.timeout = 0.0
     monkeypatch.setattr(server, name, lambda *_: goes_on.wait(60))
     said = rf"127.0.0.1:1 did not end {name} within 3 s; see .* vLLM stays paused"
     start = time.monotonic()
@@ -273,6 +272,7 @@ def test_rs_4_a_worker_that_does_not_open_its_end_is_noticed(
     server: fakes.Server, trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_on = threading.Event()
+    server.timeout = 0.0
     monkeypatch.setattr(server, "init_weight_transfer_engine", lambda _: goes_on.wait(60))
     with pytest.raises(WeightSyncError, match="not end init_weight_transfer_engine within 1 s"):
         trainer(Trained(1), timeout=1.0)

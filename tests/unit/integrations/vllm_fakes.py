@@ -258,6 +258,8 @@ class Server:
         self._weight_update_active = False
         self.before_update = lambda: None
         self.never_resets = False
+        self.timeout = 30.0
+        """Seconds that a call may take, as of vLLM's client over HTTP."""
         self.loads = 0
         """Requests that wait for a connector's pages, and are admitted when the server runs."""
         self._infos = (init_info, update_info)
