@@ -105,7 +105,7 @@ class FabricSkyrlTrainerEngine(FabricTrainerWeightTransferEngine):
         )
         return made
 
-    def send_weights(self) -> None:
+    def send_weights(self, weight_version: str | None = None) -> None:
         """As for :class:`FabricTrainerWeightTransferEngine`.
 
         Raises:
@@ -117,7 +117,7 @@ class FabricSkyrlTrainerEngine(FabricTrainerWeightTransferEngine):
                 "let SkyRL send the adapters"
             )
         try:
-            super().send_weights()
+            super().send_weights(weight_version)
         finally:
             if self._sharded is not None:
                 # SkyRL may bring the module to the host until the next update.

@@ -36,6 +36,7 @@ from fabric_ray.integrations.vllm_control import (
     end_call,
     start_update,
     stays_paused,
+    version_fields,
 )
 from fabric_ray.integrations.vllm_hello import Hello, Hellos, host_towards
 from fabric_ray.integrations.vllm_kv_content import WeightsUpdate
@@ -90,6 +91,8 @@ class FabricUpdateInfo(_vllm.WeightTransferUpdateInfo):  # type: ignore[misc]
     update: int
     session: str | None = None
     """Of the shards that have been confirmed; ``None`` where whole tensors are streamed."""
+    weight_version: str | None = None
+    """The user's name of the version, if there is one."""
 
 
 @dataclass
@@ -202,7 +205,8 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
             FabricError: it was lost, or was silent for too long.
         """
         if update_info.session is not None and self._sharded is not None:
-            self._sharded.commit(Commit(update_info.session, update_info.update))
+            commit = Commit(update_info.session, update_info.update)
+            self._sharded.commit(commit, update_info.weight_version)
             return
         if self._engine is None or self._inbox is None or update_info.session is not None:
             raise InvalidArgument("no trainer is known here; call init_transfer_engine first")
@@ -219,10 +223,12 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
                     if not own:
                         reload.begin()  # which gives parameters the dtypes that are loaded
                         own = dict(self.model.named_parameters())
+                        update.begin(update_info.weight_version or "")
                     kept = own[name].dtype if name in own else None
                     refuse_lossy_cast(self.model_config, name, tensor.dtype, kept)
                     ties.see(name, tensor)
-                    update.add(name, tensor)
+                    if update_info.weight_version is None:
+                        update.add(name, tensor)
                     reload.load([(name, tensor.to(self.device, copy=True))])
                 else:
                     settle([step])
@@ -287,7 +293,7 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
             made._open(init_info)
         return made
 
-    def send_weights(self) -> None:
+    def send_weights(self, weight_version: str | None = None) -> None:
         """Has all workers load the source's weights: sends, pauses the servers, discards their
         cached pages, puts the weights into use, and resumes the servers. Streamed tensors are sent
         while the servers are paused.
@@ -296,19 +302,26 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
         stay paused if it fails later, and are resumed by the next call. Servers that others have
         paused before stay paused.
 
+        Args:
+            weight_version: names the version: vLLM's answers have it in ``weight_versions``, and
+                its KV connector takes pages of servers that got the same. Each version needs
+                another, and all ranks and all senders of one version give the same. Without it
+                servers of two senders of shards refuse each other's pages.
+
         Raises:
+            InvalidArgument: vLLM or the client can't take ``weight_version``.
             WeightSyncError: workers that did not get everything; ``failed`` names them.
             Unsupported: the server has no routes for updates; the message says how to start it.
         """
         if self._sharded is not None:
-            self._sharded.send()
+            self._sharded.send(weight_version)
             return
         self._tensors = _full_tensors(self.source)
         if self._engine is None:
             deque(self._tensors, maxlen=0)
             return
         try:
-            self._stream()
+            self._stream(weight_version)
         except Exception:
             if has_group():
                 # RS-4: the other ranks are in the gathers, and would wait for this one.
@@ -316,7 +329,8 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
                     deque(self._tensors, maxlen=0)
             raise
 
-    def _stream(self) -> None:
+    def _stream(self, weight_version: str | None) -> None:
+        self._version_fields = version_fields(self.client, weight_version)
         if has_group():
             # The other ranks are in the gathers then: the servers don't stand still for them.
             self._tensors = chain(list(islice(self._tensors, 1)), self._tensors)
@@ -374,7 +388,8 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
         """One update by vLLM's calls; the workers have all of it when this returns."""
         start_update(self.client, self._timeout)
         # The workers' end of it blocks until all has arrived, so it runs beside the sending.
-        self._call = call = begin_call(self.client, "update_weights", {"update": self._update})
+        update = {"update": self._update, **self._version_fields}
+        self._call = call = begin_call(self.client, "update_weights", update)
         invitations = self._invitations(call)
         try:
             self._send(invitations)
@@ -392,7 +407,8 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
         except Exception:
             self._hellos.refuse_more(self._update)  # it waited for tensors that aren't sent
             raise
-        call_client(self.client, self._timeout, "finish_weight_update")
+        version = self._version_fields.values()
+        call_client(self.client, self._timeout, "finish_weight_update", *version)
 
     def _is_over(self) -> bool:
         """Whether no worker takes part in the update any more."""

@@ -5,6 +5,7 @@ vLLM's clients have the calls of the update itself. These are on the same server
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 import time
@@ -293,6 +294,29 @@ def end_call(call: Future[Any], client: Any, timeout: float, name: str) -> Any:
             "whether a worker is stuck there, or raise the timeout"
         )
     return call.result()
+
+
+def version_fields(client: Any, weight_version: str | None) -> dict[str, str]:
+    """What vLLM is told of an update that has a version of the user's: one field or none.
+
+    Raises:
+        InvalidArgument: vLLM can't take the version, or the client does not.
+    """
+    if weight_version is None:
+        return {}
+    if not isinstance(weight_version, str) or not weight_version:
+        raise InvalidArgument(
+            f"weight_version: got {weight_version!r}, expected a str that is not empty, such as "
+            "'step 12'"
+        )
+    try:
+        inspect.signature(client.finish_weight_update).bind(weight_version)
+    except TypeError as error:
+        raise InvalidArgument(
+            f"{type(client).__name__}.finish_weight_update takes no weight_version, got "
+            f"{weight_version!r}; add the parameter to the client, or leave weight_version out"
+        ) from error
+    return {"weight_version": weight_version}
 
 
 def server_names(client: Any) -> list[str]:

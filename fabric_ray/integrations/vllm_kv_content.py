@@ -91,7 +91,7 @@ class WeightsUpdate:
 
         Args:
             version: names the update at all processes that get it, where no process has whole
-                tensors to :meth:`add`.
+                tensors to :meth:`add`, or the user names it; given once.
         """
         if not self._began:
             self._began = True

@@ -22,6 +22,7 @@ from fabric_ray.integrations.vllm_control import (
     control_of,
     start_update,
     stays_paused,
+    version_fields,
 )
 from fabric_ray.integrations.vllm_hello import MORE_S, Hellos, own_host
 from fabric_ray.integrations.vllm_recorded import target_side
@@ -130,13 +131,17 @@ class ShardedPush:
                 raise failure from error
             raise
 
-    def send(self) -> None:
+    def send(self, weight_version: str | None = None) -> None:
         """Pushes the next version, and has all workers put it into use.
 
+        Args:
+            weight_version: what vLLM and its KV connector call it; rank 0's is taken.
+
         Raises:
+            InvalidArgument: on rank 0: vLLM can't take ``weight_version``.
             WeightSyncError: on every rank; ``failed`` maps trainers and workers to causes.
         """
-        self._calls.run(self._lead)
+        self._calls.run(lambda: self._lead(weight_version))
 
     def release(self) -> None:
         """Lets this rank's parameters move until the next push."""
@@ -218,9 +223,10 @@ class ShardedPush:
         self._hellos.refuse_more(0, wait=MORE_S)
         return [WorkerClient(text.decode()) for text in said]
 
-    def _lead(self) -> None:
+    def _lead(self, weight_version: str | None) -> None:
         if self._sync is None:
             raise InvalidArgument("the workers are not connected; call trainer_init again")
+        self._version_fields = version_fields(self._client, weight_version)
         self._hellos.refuse_more(0)  # it may have come late
         self._pause = UpdatePause(self._servers, self._info.pause, self._info.timeout)
         self._flips = False
@@ -253,8 +259,9 @@ class ShardedPush:
         self._flips = True
         self._announce("vLLM's start_weight_update")
         start_update(self._client, self._info.timeout)
-        self._call_client("update_weights", {"update": version, "session": session})
-        self._call_client("finish_weight_update")
+        update = {"update": version, "session": session, **self._version_fields}
+        self._call_client("update_weights", update)
+        self._call_client("finish_weight_update", *self._version_fields.values())
 
     def _call_client(self, name: str, *args: Any) -> None:
         self._announce(f"vLLM's {name}")

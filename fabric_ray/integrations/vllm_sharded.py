@@ -92,13 +92,16 @@ class ShardedWorker:
         self.session_id = self._server.session_id
         """By which the trainer calls this worker."""
 
-    def commit(self, commit: Commit) -> None:
+    def commit(self, commit: Commit, weight_version: str | None = None) -> None:
         """Puts a confirmed version into use, in the thread in which the model computes (RS-3).
 
         It raises nothing: the trainer asks each worker for the outcome. When a call fails at one of
         several workers, vLLM 0.32 gives later calls the answers of earlier ones.
+
+        Args:
+            weight_version: the user's name of the version; other sessions may give the same.
         """
-        self._sink.fingerprint = f"{commit.session} {commit.version}"
+        self._sink.fingerprint = weight_version or f"{commit.session} {commit.version}"
         args = (self._name, commit.session, commit.version)
         try:
             self._committed = commit, phases.target_commit(None, *args)

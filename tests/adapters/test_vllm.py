@@ -82,8 +82,12 @@ def test_the_classes_have_the_shapes_of_the_published_ones() -> None:
         assert issubclass(ours, theirs)
         assert not inspect.isabstract(ours)
         for name in {*theirs.__abstractmethods__, "shutdown"}:
-            shapes = [list(inspect.signature(getattr(c, name)).parameters) for c in (ours, theirs)]
-            assert shapes[0] == shapes[1], name
+            own, published = (
+                list(inspect.signature(getattr(c, name)).parameters.values())
+                for c in (ours, theirs)
+            )
+            assert [p.name for p in own[: len(published)]] == [p.name for p in published], name
+            assert all(p.default is None for p in own[len(published) :]), name
     assert WeightTransferEngineFactory._registry["fabric"]() is vllm.FabricWeightTransferEngine
     plain = {n for n in dir(VLLMWeightSyncClient) if not n.startswith("_")}
     assert plain <= set(dir(Client)), "the test's client has all that a client has"

@@ -170,6 +170,17 @@ def test_rs_3_a_module_is_pushed_and_old_pages_never_answer_for_new_weights(
     assert not any("unfinished" in name for name in names)
 
 
+def test_a_version_that_is_given_is_vllms_and_names_the_weights_of_all_senders(
+    server: fakes.Server, trainer: Any
+) -> None:
+    for version in ("step 1", "step 2"):
+        sender = trainer(Trained(1))  # as for the server of the decoders, too
+        sender.send_weights(version)
+        assert server.weight_version == version
+        assert weights() == fakes.named_weights(version)
+        sender.shutdown()
+
+
 def test_rs_1_every_tensor_arrives_where_it_belongs(server: fakes.Server, trainer: Any) -> None:
     module = Trained(1)
     sender = trainer(module)

@@ -18,6 +18,7 @@ import torch
 from fabric_ray.errors import InvalidArgument, Unsupported, WeightSyncError
 from fabric_ray.integrations import vllm_plugin
 from fabric_ray.integrations.vllm_control import control_at
+from fabric_ray.integrations.vllm_kv_content import weights
 from tests.unit.integrations import vllm_fakes as fakes
 from tests.unit.integrations.conftest import BACKEND
 
@@ -71,6 +72,25 @@ def test_rs_3_old_pages_never_answer_for_new_weights(
         assert server.answer("prompt") == {version} != old
     assert server.calls.count(pause) == 3
     assert "encoder" in server.calls
+
+
+def test_a_version_that_is_given_is_vllms_and_names_the_weights(
+    server: fakes.Server, trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = trainer()
+    sender.send_weights()
+    assert server.weight_version == "default"
+    sender.send_weights("step 1")
+    assert server.weight_version == "step 1"
+    assert weights() == fakes.named_weights("step 1")
+    server.calls.clear()
+    for wrong in (7, ""):
+        with pytest.raises(InvalidArgument, match=r"weight_version: got .*expected a str"):
+            sender.send_weights(wrong)
+    monkeypatch.setattr(server, "finish_weight_update", server.worker.finish_weight_update)
+    with pytest.raises(InvalidArgument, match=r"Server.finish_weight_update takes no weight_ver"):
+        sender.send_weights("step 2")
+    assert not server.calls, "it was not paused"
 
 
 def test_rs_1_experts_are_packed_by_each_update(server: fakes.Server, trainer: Any) -> None:

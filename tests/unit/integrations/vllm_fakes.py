@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from fabric_ray.integrations.vllm_kv_content import WeightsUpdate, weights
+
 SKIPPED = {"e_score_correction_bias"}
 
 
@@ -258,6 +260,7 @@ class Server:
         self._weight_update_active = False
         self.before_update = lambda: None
         self.never_resets = False
+        self.weight_version = "default"
         self.timeout = 30.0
         """Seconds that a call may take, as of vLLM's client over HTTP."""
         self.loads = 0
@@ -327,3 +330,14 @@ class Server:
             raise RuntimeError("finish_weight_update called without a matching start_weight_update")
         self._weight_update_active = False
         self.worker.finish_weight_update()
+        if weight_version is not None:
+            assert self.paused, "no token of the old weights has the new version"
+            self.weight_version = weight_version
+
+
+def named_weights(version: str) -> str:
+    """What the KV connector calls weights of a version that the user has named."""
+    update = WeightsUpdate()
+    update.begin(version)
+    update.finish()
+    return weights()
