@@ -142,7 +142,6 @@ class _Servers(ServerGroup):
     def __init__(self, client: Any, urls: Sequence[str], timeout: float) -> None:
         super().__init__({url: control_at(url, timeout) for url in urls}, timeout)
         away = [url for url in urls if urlsplit(url).hostname not in _LOOPBACK]
-        self.urls = tuple(urls)
         self.base_url = (away or urls)[0]
         """One of them, by which they reach this host."""
         self.close = client.close

@@ -321,10 +321,12 @@ def version_fields(client: Any, weight_version: str | None) -> dict[str, str]:
 
 def server_names(client: Any) -> list[str]:
     """The servers of a client, as errors name them."""
+    if isinstance(client, ServerGroup):
+        return list(client.names)
     if isinstance(handles := getattr(client, "handles", None), list):
         return [f"server {number}" for number in range(len(handles))]
     url = getattr(client, "base_url", None)
-    return list(getattr(client, "urls", [url if isinstance(url, str) else "vLLM"]))
+    return [url if isinstance(url, str) else "vLLM"]
 
 
 def _run(call: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
