@@ -86,6 +86,7 @@ class Outbox:
             return
         import torch
 
+        # A GPU's tensor is copied behind the kernels of its stream.
         if tensor.device.type == "cpu":
             wait_for_kernels([tensor])
         data = resolved(f"`{name}`", tensor).contiguous().reshape(-1).view(torch.uint8)

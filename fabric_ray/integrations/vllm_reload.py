@@ -233,9 +233,6 @@ class Reload:
         gaps with whatever memory holds."""
         layerwise = framework(f"{RELOAD}.layerwise", "vllm")
         skipped = framework(f"{RELOAD}.meta", "vllm").SKIP_LOAD_TENSORS
-        # vLLM 0.30 counts padding, too.
-        utils = framework(f"{RELOAD}.utils", "vllm")
-        count = getattr(utils, "get_tensor_load_numel", lambda tensor: tensor.numel())
         tied = self._tied()
         found = []
         for name, layer in self._model.named_modules():
@@ -246,7 +243,7 @@ class Reload:
             if layer in tied or _is_vocabulary(layer, info):
                 continue
             parameters = layer.named_parameters(recurse=False)
-            total = sum(count(tensor) for key, tensor in parameters if key not in skipped)
+            total = sum(_load_numel(tensor) for key, tensor in parameters if key not in skipped)
             if info.load_numel < total:
                 found.append(name)
         return found
@@ -375,8 +372,15 @@ def _is_vocabulary(layer: Any, info: Any) -> bool:
     skipped = framework(f"{RELOAD}.meta", "vllm").SKIP_LOAD_TENSORS
     rows, own = layer.num_embeddings_per_partition, layer.shard_indices.num_org_elements
     tensors = layerwise.get_layer_tensors(layer).items()
-    least = sum(tensor.numel() * own // rows for name, tensor in tensors if name not in skipped)
-    return bool(info.load_numel >= least)
+    counts = (_load_numel(tensor) for name, tensor in tensors if name not in skipped)
+    return bool(info.load_numel >= sum(count * own // rows for count in counts))
+
+
+def _load_numel(tensor: torch.Tensor) -> int:
+    """The elements that a checkpoint has of a tensor; vLLM 0.30 counts padding, too."""
+    utils = framework(f"{RELOAD}.utils", "vllm")
+    count = getattr(utils, "get_tensor_load_numel", lambda tensor: tensor.numel())
+    return int(count(tensor))
 
 
 def shared_parameters(model: torch.nn.Module) -> list[list[str]]:

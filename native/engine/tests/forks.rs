@@ -3,9 +3,9 @@
 use std::time::{Duration, Instant};
 
 use fabric_engine::{
-    api::{EngineConfig, TransportKind},
+    api::{EngineConfig, Imm, TransportKind},
     locks::Mutex,
-    EngineError, Local, Op, Remote, Submit, TransferEngine,
+    EngineError, Local, Op, Region, Remote, RemoteRegion, Submit, TransferEngine,
 };
 
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -34,6 +34,12 @@ fn in_child(act: impl FnOnce() -> bool) -> bool {
     status == 0
 }
 
+/// A write of the whole region `src` to the begin of `there`.
+fn write<'a>(src: &'a Region, there: &'a RemoteRegion, imm: Option<Imm>) -> Op<'a> {
+    let (src, len) = (Local { region: src, offset: 0 }, src.len());
+    Op::Write { src, dst: Remote { region: there, offset: 0 }, len, imm }
+}
+
 fn forked<T>(result: Result<T, EngineError>) -> bool {
     matches!(result, Err(EngineError::Forked { .. }))
 }
@@ -49,12 +55,7 @@ fn ic_3_a_child_by_fork_moves_nothing_of_its_parents() {
         let (a, b) = (open(), open());
         let (src, dst) = (a.alloc(4096).unwrap(), b.alloc(4096).unwrap());
         let (there, counter) = (a.import(&dst.descriptor()).unwrap(), b.counter().unwrap());
-        let op = || Op::Write {
-            src: Local { region: &src, offset: 0 },
-            dst: Remote { region: &there, offset: 0 },
-            len: 4096,
-            imm: Some(counter.imm()),
-        };
+        let op = || write(&src, &there, Some(counter.imm()));
         let write = |n: u64| {
             let sent = a.submit(&[op()], Submit::default()).unwrap();
             assert_eq!(sent.wait(TIMEOUT), Some(Ok(())), "{transport}: write {n}");
@@ -101,11 +102,8 @@ fn mr_1_what_a_child_drops_stays_its_parents() {
         let (there, counter) = (a.import(&dst.descriptor()).unwrap(), b.counter().unwrap());
         let imm = Some(counter.imm());
         let all = std::cell::Cell::new(Some((b, dst, counter)));
-        let write = |from: &fabric_engine::Region| {
-            let src = Local { region: from, offset: 0 };
-            let dst = Remote { region: &there, offset: 0 };
-            let op = Op::Write { src, dst, len: 4096, imm };
-            let sent = a.submit(&[op], Submit::default()).unwrap();
+        let write = |from: &Region| {
+            let sent = a.submit(&[write(from, &there, imm)], Submit::default()).unwrap();
             assert_eq!(sent.wait(TIMEOUT), Some(Ok(())), "{transport}");
         };
         write(&src);
@@ -132,13 +130,7 @@ fn a_childs_own_engines_work_whatever_its_parents_threads_wait_for() {
             let (a, b) = (open(), open());
             let (src, dst) = (a.alloc(64).unwrap(), b.alloc(64).unwrap());
             let there = a.import(&dst.descriptor()).unwrap();
-            let op = Op::Write {
-                src: Local { region: &src, offset: 0 },
-                dst: Remote { region: &there, offset: 0 },
-                len: 64,
-                imm: None,
-            };
-            let sent = a.submit(&[op], Submit::default()).unwrap();
+            let sent = a.submit(&[write(&src, &there, None)], Submit::default()).unwrap();
             if sent.wait(TIMEOUT / 4) != Some(Ok(())) {
                 return false;
             }
