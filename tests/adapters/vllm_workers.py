@@ -52,7 +52,10 @@ def worker(connection: Connection) -> None:
     engine = WeightTransferEngineFactory.create_engine(
         WeightTransferConfig(backend="fabric"),
         SimpleNamespace(
-            parallel_config=ParallelConfig(), model_config=SimpleNamespace(dtype=torch.bfloat16)
+            parallel_config=ParallelConfig(),
+            model_config=SimpleNamespace(dtype=torch.bfloat16),
+            kv_transfer_config=None,
+            ec_transfer_config=None,
         ),
         torch.device("cpu"),
         loads,
