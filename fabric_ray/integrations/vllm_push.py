@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import logging
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
@@ -29,10 +29,11 @@ from fabric_ray.integrations.vllm_recorded import target_side
 from fabric_ray.integrations.vllm_reload import untied
 from fabric_ray.integrations.vllm_sharded import WorkerNeeds, target_needs, target_open
 from fabric_ray.integrations.worker_rpc import WorkerClient
-from fabric_ray.plan import ParamMeta, Side
+from fabric_ray.plan import DType, ParamMeta, Side, Tensor
 from fabric_ray.plan.leaving import tensor_names
 from fabric_ray.weights import PushReport, WeightSource, WeightSync, phases
 from fabric_ray.weights.calls import CallFailure
+from fabric_ray.weights.casts import found_casts
 from fabric_ray.weights.modules import named
 from fabric_ray.weights.sides import source_side
 from fabric_ray.weights.stacked import checkpoint_tensors
@@ -194,15 +195,20 @@ class ShardedPush:
         answers = self._ask(workers, target_needs, [("",)] * len(workers))
         needs: list[WorkerNeeds] = list(answers)
         _check_ties(reports, {pair for each in needs for pair in each.tied})
-        target = target_side([each.needs for each in needs], tensors)
+        boxes = [each.needs for each in needs]
+        target = target_side(boxes, _as_taken(tensors, needs))
+        source = source_side(reports, lambda: _side(given), target)
+        formats = found_casts(source, target)
+        if not formats:  # workers cast what they must
+            target = target_side(boxes, tensors)
         places = [("", target, rank) for rank in range(len(workers))]
         self._ask(workers, target_open, places)
-        source = source_side(reports, lambda: _side(given), target)
         self._sync = WeightSync(
             trainers,
             workers,
             name=self._source.name,
             leave=_left(source, target),
+            formats=formats,
             digest=True,
             timeout=info.timeout,
             calls=self._calls,
@@ -332,6 +338,17 @@ def _side(given: Side | None) -> Side:
     if given is None:
         raise InvalidArgument("trainer 0 has no side, and others have; give all the same")
     return given
+
+
+def _as_taken(tensors: Mapping[str, Tensor], needs: Sequence[WorkerNeeds]) -> Mapping[str, Tensor]:
+    """The checkpoint's tensors, in bfloat16 where all workers that need one take no more of it."""
+    rounded = {name for each in needs for name in each.rounded}
+    for each in needs:
+        rounded -= {need.tensor for need in each.needs} - set(each.rounded)
+    return {
+        name: Tensor(name, tensor.shape, DType.of("bfloat16")) if name in rounded else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _check_ties(reports: Sequence[list[ParamMeta] | bytes], tied: Set[tuple[str, str]]) -> None:

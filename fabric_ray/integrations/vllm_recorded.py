@@ -65,6 +65,8 @@ class RecordedModel:
     """Of the checkpoint's tensors."""
     tied: list[tuple[str, str]] = field(default_factory=list)
     """Tensors of the checkpoint for which the model has one memory."""
+    rounded: list[str] = field(default_factory=list)
+    """Tensors in float32 of which the loader takes bfloat16 values alone."""
 
     @property
     def needs(self) -> list[Need]:
@@ -138,6 +140,7 @@ def record_model(
             for path in reload.check():
                 made.landings.pop(path, None)
     made.tied = _tied(made, found)
+    made.rounded = _rounded(made, found, metas, targets)
     return made
 
 
@@ -330,6 +333,28 @@ def _tied(made: RecordedModel, found: LoadRecording) -> list[tuple[str, str]]:
                     (t, same) for t in tensors for same in made.shapes if may_fill(same, left)
                 }
     return sorted((a, b) for a, b in pairs if a != b)
+
+
+def _rounded(
+    made: RecordedModel,
+    found: LoadRecording,
+    metas: Mapping[str, torch.Tensor],
+    targets: Mapping[str, torch.Tensor],
+) -> list[str]:
+    import torch
+
+    taken: dict[str, set[torch.dtype]] = defaultdict(set)
+    for landing in found.landings:
+        if landing.read is not None:
+            dtypes = (*landing.read.casts, targets[landing.target].dtype)
+            taken[landing.read.tensor].add(dtypes[0])
+    return [
+        name
+        for name, dtypes in taken.items()
+        if name not in made.whole
+        and dtypes == {torch.bfloat16}
+        and metas[name].dtype == torch.float32
+    ]
 
 
 def _tensors(landings: Sequence[Landing]) -> set[str]:

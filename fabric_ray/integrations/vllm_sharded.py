@@ -40,6 +40,8 @@ class WorkerNeeds(msgspec.Struct, frozen=True):
     """Tensors that it needs whole, and why."""
     tied: list[tuple[str, str]]
     """Tensors that are one in its model."""
+    rounded: list[str]
+    """Tensors in float32 of which it takes bfloat16 values alone."""
 
 
 class Commit(msgspec.Struct, frozen=True):
@@ -117,7 +119,8 @@ class ShardedWorker:
             self._target = None
 
     def _needs(self, _: Any, name: str) -> WorkerNeeds:
-        return WorkerNeeds(self._recorded.needs, self._recorded.whole, self._recorded.tied)
+        found = self._recorded
+        return WorkerNeeds(found.needs, found.whole, found.tied, found.rounded)
 
     def _open(self, _: Any, name: str, side: Side, rank: int) -> None:
         if self._target is not None:

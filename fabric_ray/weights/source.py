@@ -34,6 +34,8 @@ from fabric_ray.weights.steps import Step, Unit, steps, temporary_nbytes
 if TYPE_CHECKING:
     import torch
 
+_WATERMARK = 256 << 20
+
 
 class WeightSource:
     """This rank's shards of a model, ready to be pushed.
@@ -54,7 +56,8 @@ class WeightSource:
         name: distinguishes the models of one process.
         engine: by default the process's own, :func:`fabric_ray.runtime.engine`.
         watermark: bytes of temporary memory of a push: for converted tensors, and up to 8 MiB of
-            it for requests and scratch memory.
+            it for requests and scratch memory. By default 256 MiB, or what the largest tensor
+            needs.
 
     Raises:
         InvalidArgument: a parameter can't be pushed; the error names it.
@@ -69,7 +72,7 @@ class WeightSource:
         side: Side | None = None,
         name: str = "default",
         engine: TransferEngine | None = None,
-        watermark: int = 256 << 20,
+        watermark: int | None = None,
     ) -> None:
         from fabric_ray.runtime import engine as process_engine
 
@@ -90,7 +93,7 @@ class WeightSource:
             check_describes_itself(tensors)
         if side is not None and rank not in side.ranks:
             raise InvalidArgument(f"rank {rank} is not among the side's ranks {side.ranks}")
-        if watermark < 1:
+        if watermark is not None and watermark < 1:
             raise InvalidArgument(f"watermark must be >= 1 byte, got {watermark}")
         self.rank = rank
         self.side = side
@@ -175,7 +178,8 @@ class WeightSource:
             units += self._computed(containers)
             self._share = self._delta = self._ring = None
             self._routes.clear()
-            self._steps = steps(plan.for_source(self.rank), units, self.watermark)
+            watermark = self.watermark or max(_WATERMARK, *(unit.nbytes for unit in units), 0)
+            self._steps = steps(plan.for_source(self.rank), units, watermark)
             sent = (c.src_container for s in self._steps for c in chain(*s.copies.values()))
             self._read = frozenset(share.containers[container] for container in set(sent))
             if self._conversion is not None:

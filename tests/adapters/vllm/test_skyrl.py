@@ -33,6 +33,9 @@ _EXTENSION = (
     "skyrl.backends.skyrl_train.inference_servers.new_inference_worker_wrap.NewInferenceWorkerWrap",
 )
 
+_ELEMENTS = 3_410_176
+"""Of the tiny model."""
+
 _SITE = Path(__file__).with_name("skyrl_site")
 
 # Where adapters must be tested, tests/adapters/conftest.py refuses to go on without SkyRL.
@@ -78,7 +81,8 @@ def test_rs_3_skyrl_trainers_update_skyrl_servers(stand: Stand, streams: bool) -
         for version in (NEW, OLD):
             said = trainers.send(version)
             assert said["error"] is None
-            assert (said["bytes"] > 0) is not streams
+            # To each of two servers, and in their bfloat16.
+            assert said["bytes"] == (0 if streams else 2 * 2 * _ELEMENTS)
             assert all_right(stand, version)
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from fabric_ray.errors import WeightSyncError
-from fabric_ray.integrations.load_recorder import BoxRead, LoadRecording, record
 from fabric_ray.integrations.vllm_kv_content import weights
 from fabric_ray.plan.dtensor import param_meta
 from fabric_ray.plan.report import side_from_param_meta
@@ -21,120 +20,6 @@ from tests.ports import free_ports
 from tests.processes import Other
 from tests.unit.integrations import vllm_fakes as fakes
 from tests.unit.integrations.vllm_ranks import Trained, rank
-
-
-def recording(
-    load: Callable[[str, torch.Tensor], object],
-    targets: dict[str, torch.Tensor],
-    **tensors: torch.Tensor,
-) -> LoadRecording:
-    def loads(named: Iterator[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in named:
-            load(name, tensor)
-
-    return record(loads, {name: tensor.to("meta") for name, tensor in tensors.items()}, targets)
-
-
-def replayed(found: LoadRecording, tensors: dict[str, torch.Tensor], into: torch.Tensor) -> None:
-    """Fills a parameter from the boxes alone, each in the middle of a memory."""
-
-    def box(read: BoxRead) -> torch.Tensor:
-        part = tensors[read.tensor][tuple(slice(at, at + size) for at, size in read.box)]
-        memory = torch.full((part.numel() + 10,), torch.nan, dtype=part.dtype)
-        memory[5:-5] = part.flatten()
-        return memory[5:-5].view(part.shape)
-
-    for landing in found.landings:
-        landing.fill(into, box)
-
-
-LOADERS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
-    "rows": lambda p, t: p.data.narrow(0, 2, 4).copy_(t.narrow(0, 4, 4)[:, :6]),
-    "transposed": lambda p, t: p.data.copy_(t.t()[1:7, :6]),
-    "by heads": lambda p, t: p.data.view(2, 3, 6).copy_(t[:6, 2:].view(2, 3, 6)),
-    "a cloned transpose": lambda p, t: p.data.copy_(t.t().contiguous()[2:, :6]),
-    "a cast on the way": lambda p, t: p.copy_(t.to(torch.bfloat16)[1:7, 1:7]),
-    "every other": lambda p, t: p.data[:4, :4].copy_(t[::2, 1::2]),
-    "chunks": lambda p, t: p.data[:, :4].copy_(t.chunk(2, dim=1)[1][:6]),
-    "broadcast": lambda p, t: p.data.copy_(t[3, :6]),
-    "reshaped over rows": lambda p, t: p.data.copy_(t.reshape(-1)[10:46].view(6, 6)),
-    "a clone that is reshaped": lambda p, t: p.data.copy_(
-        t.t().contiguous().view(4, 2, 8)[1:, :, 2:].reshape(6, 6)
-    ),
-    "a constant in its place": lambda p, t: p.data.copy_(t.zero_()[1:7, :6]),
-    "a constant beside it": lambda p, t: (p[:2].data.copy_(t[:2, :6]), p[2:].data.fill_(7)),
-}
-
-
-@pytest.mark.parametrize("name", LOADERS)
-def test_what_a_recorded_loader_fills_has_the_bits_that_the_loader_gives(name: str) -> None:
-    load, tensor = LOADERS[name], torch.randn(8, 8)
-    expected, got = torch.zeros(6, 6), torch.zeros(6, 6)
-    load(expected, tensor.clone())
-    target = torch.empty(6, 6, device="meta")
-    found = recording(lambda _, given: load(target, given), {"p": target}, t=tensor)
-    assert not found.whole
-    replayed(found, {"t": tensor}, got)
-    assert torch.equal(got, expected)
-
-
-def test_a_worker_needs_no_more_of_a_tensor_than_its_loader_reads() -> None:
-    target = torch.empty(2, 8, device="meta")
-    found = recording(lambda _, t: target.copy_(t[4:6]), {"p": target}, t=torch.zeros(64, 8))
-    [landing] = found.landings
-    assert landing.read is not None
-    assert landing.read.box == ((4, 2), (0, 8))
-
-
-@pytest.mark.parametrize(
-    ("load", "why"),
-    [
-        (lambda p, t: p.data.copy_(t + 1), "computes with it"),
-        (lambda p, t: p.data.copy_(torch.cat([t[:1], t[1:]])), "computes with it"),
-        (lambda p, t: p.data.add_(t), "runs aten.add_"),
-        (lambda p, t: p.data.copy_(t) if t.max() > 0 else None, "needs its values"),
-        (lambda p, t: (p.data.copy_(t), p.data.copy_(-p.data)), "computes with it"),
-        (lambda p, t: p.data.copy_(t.view(torch.int32).view(torch.float32).clone()), "computes"),
-        (lambda p, t: torch.zeros(2, 2).copy_(t), "copies it to a buffer"),
-    ],
-)
-def test_a_tensor_that_a_loader_computes_with_is_named_and_the_others_are_recorded(
-    load: Callable[..., object], why: str
-) -> None:
-    targets = {name: torch.empty(2, 2, device="meta") for name in "abc"}
-
-    def loads(name: str, tensor: torch.Tensor) -> None:
-        if name == "b":
-            load(targets[name], tensor)
-        else:
-            targets[name].data.copy_(tensor)
-
-    if why == "computes":  # views as other dtypes of one size
-        with pytest.raises(AssertionError):
-            assert recording(loads, targets, b=torch.zeros(2, 2)).whole
-        return
-    found = recording(loads, targets, **{name: torch.zeros(2, 2) for name in "abc"})
-    assert list(found.whole) == ["b"]
-    assert why in found.whole["b"]
-    assert {each.target for each in found.landings} >= {"a", "c"}
-
-
-def test_a_loader_never_writes_to_memory_while_it_is_recorded() -> None:
-    target = torch.ones(4)
-
-    def load(_: str, tensor: torch.Tensor) -> None:
-        target.data.copy_(tensor)
-        target.data.fill_(3)
-        target.data.mul_(tensor)
-
-    recording(load, {"p": target}, t=torch.zeros(4))
-    assert target.tolist() == [1.0] * 4
-
-
-def test_a_tensor_that_the_model_keeps_comes_whole() -> None:
-    kept = []
-    found = recording(lambda _, tensor: kept.append(tensor), {}, t=torch.zeros(4))
-    assert found.whole == {"t": "the model keeps it"}
 
 
 def test_the_checkpoint_of_stacked_experts_has_a_tensor_for_each() -> None:
@@ -196,6 +81,27 @@ def test_rs_1_every_tensor_arrives_where_it_belongs(server: fakes.Server, traine
                 server.model.get_submodule(name).weight, torch.cat([own.upper, own.lower])
             )
         assert torch.equal(server.model.tied.packed, server.model.l0.weight)
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_float32_trainers_send_bfloat16_where_all_workers_round(
+    server: fakes.Server, trainer: Any, both: bool
+) -> None:
+    models = [server.model, server.add_worker()]
+    for model in models if both else models[:1]:
+        model.l1.weight.data = model.l1.weight.data.bfloat16()
+    module = Trained(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    sender = trainer(module, workers=2)
+    sender.send_weights()
+    for model in models:
+        for name in ("l0", "l1", "l2"):
+            own, got = module.get_submodule(name), model.get_submodule(name).weight
+            assert torch.equal(got, torch.cat([own.upper, own.lower]).to(got.dtype))
+    saved = 2 * models[0].l1.weight.nbytes if both else 0
+    assert sender._sharded.report.nbytes == 2 * 3 * 64 - saved
 
 
 @pytest.mark.parametrize("reruns", [False, True])

@@ -115,7 +115,7 @@ def finalize(model: torch.nn.Module, config: Any) -> None:
 def materialize(layer: torch.nn.Module, info: Info) -> None:
     for name, parameter in layer._parameters.items():
         if parameter is not None and parameter.is_meta:
-            memory = torch.full(parameter.shape, float("nan"))
+            memory = torch.full(parameter.shape, float("nan"), dtype=parameter.dtype)
             layer._parameters[name] = torch.nn.Parameter(memory)
 
 

@@ -12,6 +12,7 @@ from fabric_ray import TransferEngine
 from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.plan import Side
 from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
+from fabric_ray.weights import source as weight_source
 from fabric_ray.weights.quant import Cast, Format, Fp8, Int8, quantised_target
 from tests.unit.weights.local_sync import InProcess
 from tests.unit.weights.quantised_model import (
@@ -37,7 +38,7 @@ FORMATS: list[Format] = [
 
 
 class Setup:
-    def __init__(self, fmt: Format, watermark: int, target: Side, digest: bool) -> None:
+    def __init__(self, fmt: Format, watermark: int | None, target: Side, digest: bool) -> None:
         self.engines: list[TransferEngine] = []
         self.tensors = [
             {n: shard(full(n, 0), n, r).clone() for n in SHAPES} for r in range(TRAINERS)
@@ -92,7 +93,7 @@ class Setup:
 def set_up() -> Iterator[Callable[..., Setup]]:
     made = []
 
-    def make(fmt: Format, *, watermark: int = 1 << 20, digest: bool = True) -> Setup:
+    def make(fmt: Format, *, watermark: int | None = 1 << 20, digest: bool = True) -> Setup:
         made.append(Setup(fmt, watermark, whole(ROLLOUTS), digest))
         return made[-1]
 
@@ -133,6 +134,17 @@ def test_a_tensor_above_the_watermark_is_refused_by_name_before_anything_is_sent
     setup = set_up(Cast("float32"), watermark=256)
     with pytest.raises(WeightSyncError, match=r"layers\.\d\.weight` needs .* raise the watermark"):
         setup.sync.connect()
+
+
+def test_the_default_watermark_has_room_for_the_largest_tensor(
+    set_up: Callable[..., Setup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_source, "_WATERMARK", 16)
+    fmt = Cast("float32")
+    setup = set_up(fmt, watermark=None)
+    setup.train(1)
+    setup.sync.push()
+    assert wrong(setup, fmt, 1) == []
 
 
 def test_an_inconvertible_tensor_is_named_is_not_committed_and_the_next_version_arrives(
