@@ -84,7 +84,7 @@ def test_rs_1_every_tensor_arrives_where_it_belongs(server: fakes.Server, traine
 
 
 @pytest.mark.parametrize("both", [True, False])
-def test_float32_trainers_send_bfloat16_where_all_workers_round(
+def test_rs_1_float32_trainers_send_bfloat16_where_all_workers_round(
     server: fakes.Server, trainer: Any, both: bool
 ) -> None:
     models = [server.model, server.add_worker()]
