@@ -71,12 +71,25 @@ def on_all(side: Side, rollouts: int) -> Side:
 
 
 def check_describes_itself(model: Any) -> None:
-    """Refuses modules of Megatron-Core whose tensors are parts of a model: plain tensors count as
-    whole, so one rank's part would be taken for all (RS-1).
+    """Refuses modules whose plain tensors are parts of a model: plain tensors count as whole, so
+    one rank's part would be taken for all (RS-1).
 
     Raises:
-        InvalidArgument: the module is one; the error names the parallel sizes.
+        InvalidArgument: Megatron-Core or transformers made it so; the error names the sizes.
     """
+    _refuse_megatron(model)
+    for part in model.modules() if hasattr(model, "modules") else ():
+        # Transformers 5.10 gives layers plain parts and this mark; 5.19 makes DTensors.
+        mesh = vars(part).get("_hf_device_mesh")
+        if mesh is not None and mesh.size() > 1:
+            raise InvalidArgument(
+                f"transformers has divided the module over {mesh.size()} ranks (tp_plan), and its "
+                "tensors don't say which part of the model they are; divide it with FSDP2 or with "
+                "torch's parallelize_module, whose tensors are DTensors, or give a side"
+            )
+
+
+def _refuse_megatron(model: Any) -> None:
     state = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized() or not _is_megatron(model):
         return

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fabric_ray import TransferEngine
+from fabric_ray.errors import InvalidArgument
 from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
 from tests.adapters.trainer_processes import Processes, serve
 from tests.processes import Other
@@ -105,6 +106,35 @@ def train(connection: Any, rank: int, store: str, name: str, kind: str) -> None:
     serve(connection, WeightSource(model, engine=engine))
     engine.close()
     dist.destroy_process_group()
+
+
+def divide(connection: Any, rank: int, store: str, folder: str) -> None:
+    """A rank of a model that transformers itself divides; says how each end refuses it."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
+    with TransferEngine(transport="shm") as engine:
+        for end in (lambda: WeightSource(model, engine=engine), lambda: WeightTarget(into=model)):
+            try:
+                connection.send(str(end()))
+            except InvalidArgument as error:
+                connection.send(error)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_rs_1_parts_of_a_model_are_not_taken_for_all_of_it(tmp_path: Path, name: str) -> None:
+    model_of(name, 1).save_pretrained(tmp_path / "model")
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                Other(divide, rank, str(tmp_path / "store"), str(tmp_path / "model"))
+            )
+            for rank in range(RANKS)
+        ]
+        for rank in ranks:
+            for _ in range(2):
+                with pytest.raises(InvalidArgument, match="divided the module over 2 ranks"):
+                    rank.hear(180)
 
 
 @pytest.mark.parametrize(("kind", "name"), TRAINERS)
