@@ -111,8 +111,11 @@ class Adapters:
 def trained(shown: Any, known: Any) -> Any:
     """A module's tensor, or the shard that is known of it while FSDP shows the whole: that may be
     of an earlier step, and the shard is what is trained (RS-1)."""
-    gathered = hasattr(known, "full_tensor") and not hasattr(shown, "full_tensor")
-    return known if gathered and known.shape == shown.shape else shown
+    if not hasattr(known, "full_tensor") or known.shape != shown.shape:
+        return shown
+    # Over tensor parallelism FSDP shows a DTensor on the dimensions of the mesh that are not its.
+    gathered = not hasattr(shown, "full_tensor") or shown.device_mesh.ndim < known.device_mesh.ndim
+    return known if gathered else shown
 
 
 def merge_of(path: str, layer: Any, weight: Any) -> Merge | None:

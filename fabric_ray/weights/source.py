@@ -22,6 +22,7 @@ from fabric_ray.weights.delta import DeltaSender
 from fabric_ray.weights.latest_call import LatestCallLock, require_session
 from fabric_ray.weights.local import check_local
 from fabric_ray.weights.memory import allocate
+from fabric_ray.weights.modules import reshard
 from fabric_ray.weights.quant import Invitation
 from fabric_ray.weights.report import PushTarget, Sent, SourceShare, Span
 from fabric_ray.weights.request_cache import RequestCache, rotated
@@ -100,6 +101,7 @@ class WeightSource:
         self.name = name
         self.watermark = watermark
         self._engine = engine or process_engine()
+        reshard(tensors)
         self._tensors = SourceTensors(tensors, self._engine, rank)
         self._share: SourceShare | None = None
         self._conversion: Conversion | None = None

@@ -12,6 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from fabric_ray import TransferEngine
 from fabric_ray.errors import InvalidArgument
@@ -130,20 +135,28 @@ def test_without_a_side_there_must_be_a_module(open_engine: Callable[..., Transf
         WeightTarget(engine=open_engine())
 
 
-def filled_by_pushes(connection: Any, store: str) -> None:
-    """Pushes to a module of FSDP2, before passes and after; says whether each pass computes with
-    what was pushed last."""
+def divide(module: torch.nn.Sequential, *, tensor_parallel: bool) -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    if tensor_parallel:
+        parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    for part in (module[0], module):
+        fully_shard(part, mesh=mesh["dp"])
+
+
+def filled_by_pushes(connection: Any, store: str, tensor_parallel: bool) -> None:
+    """Pushes from and to modules of FSDP2, before passes and after; says whether each pass computes
+    with what was pushed last."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     torch.manual_seed(0)
     trained, rollout = (
         torch.nn.Sequential(torch.nn.Linear(8, 6, bias=False), torch.nn.Linear(6, 4))
         for _ in range(2)
     )
-    mesh = init_device_mesh("cpu", (1,))
-    for part in (rollout[0], rollout):
-        fully_shard(part, mesh=mesh)
+    for module in (trained, rollout):
+        divide(module, tensor_parallel=tensor_parallel)
     x = torch.randn(3, 8)
-    rollout(x)  # FSDP leaves the outermost parameters gathered
+    for module in (trained, rollout):
+        module(x)  # FSDP leaves the outermost parameters gathered
     with (
         TransferEngine(transport="shm") as sends,
         TransferEngine(transport="shm") as receives,
@@ -153,8 +166,10 @@ def filled_by_pushes(connection: Any, store: str) -> None:
         sync = WeightSync(["t"], ["r"], calls=InProcess(), digest=True)
         for _ in range(3):
             with torch.no_grad():
+                trained.reshard()  # as a backward pass does
                 for parameter in trained.parameters():
-                    parameter.normal_()
+                    parameter.to_local().normal_()
+                trained(x)
                 sync.push()
                 right = [torch.equal(rollout(x), trained(x))]
                 rollout.reshard()
@@ -163,6 +178,9 @@ def filled_by_pushes(connection: Any, store: str) -> None:
     dist.destroy_process_group()
 
 
-def test_rs_1_a_module_that_fsdp_has_gathered_computes_with_what_was_pushed(tmp_path: Path) -> None:
-    with Other(filled_by_pushes, str(tmp_path / "store")) as rollout:
+@pytest.mark.parametrize("tensor_parallel", [False, True])
+def test_rs_1_a_module_that_fsdp_has_gathered_computes_with_what_was_pushed(
+    tmp_path: Path, tensor_parallel: bool
+) -> None:
+    with Other(filled_by_pushes, str(tmp_path / "store"), tensor_parallel) as rollout:
         assert [rollout.hear(120.0) for _ in range(3)] == [[True, True]] * 3
