@@ -137,10 +137,12 @@ def ties(tensors: Mapping[str, Any]) -> dict[str, str]:
     found = {}
     for name, tensor in tensors.items():
         local = getattr(tensor, "_local_tensor", tensor)
-        if not local.numel() or not local.data_ptr():  # freed memory has no address
+        if local.numel() and not local.data_ptr():  # freed memory has no address
             continue
+        # A rank may have no part of a tensor that is divided.
+        at = local.data_ptr() if local.numel() else id(tensor)
         seen = (local.dtype, tuple(local.shape), local.stride(), tuple(tensor.shape))
-        key = (local.data_ptr(), *seen, str(getattr(tensor, "placements", "")))
+        key = (at, *seen, str(getattr(tensor, "placements", "")))
         if (same := first.setdefault(key, name)) != name:
             found[name] = same
     return found

@@ -366,6 +366,15 @@ def test_shards_of_adapted_weights_are_those_of_the_merged_whole(pushes: Pushes)
     assert torch.equal(pushes.targets[0].weights["q_proj.weight"], full.merged())
 
 
+def test_a_tie_is_seen_where_a_rank_has_no_part_of_it(pushes: Pushes) -> None:
+    whole, models = TIED["model.embed_tokens.weight"], [Tied() for _ in range(4)]
+    parts = shards({"w": whole}, 4, lambda _: [Shard(0)], (4,))  # of six rows
+    for model, part in zip(models, parts, strict=True):
+        model.lm_head.weight = model.model["embed_tokens"].weight = torch.nn.Parameter(part["w"])
+    pushes.sync(models, whole_side(TIED)).push()
+    assert torch.equal(pushes.targets[0].weights["model.embed_tokens.weight"], whole)
+
+
 CONFIG = SMALL["qwen3_moe"]
 FULL = noise(CONFIG)
 
