@@ -62,6 +62,7 @@ class Outbox:
         Raises:
             InvalidArgument: a receiver has buckets of another size.
         """
+        self._to = []
         for invitation in invitations:
             if invitation.bucket != self._bucket:
                 raise InvalidArgument(

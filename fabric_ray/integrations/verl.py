@@ -120,8 +120,8 @@ class FabricCheckpointEngine(_verl.CheckpointEngine):  # type: ignore[misc]
             WeightSyncError: rollouts that did not get everything; ``failed`` names them.
         """
         tensors, empty = _each(weights), True
-        self._outbox.begin(self._receivers, global_steps)
         try:
+            self._outbox.begin(self._receivers, global_steps)
             async for name, tensor in tensors:
                 if ".base_layer." in name:  # RS-1: verl sends no adapters by checkpoint engines
                     raise InvalidArgument(

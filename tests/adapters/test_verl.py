@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl.utils import device as verl_device
 
 from fabric_ray import TransferEngine
-from fabric_ray.errors import InvalidArgument, WeightSyncError
+from fabric_ray.errors import InvalidArgument, ResourceError, WeightSyncError
 from fabric_ray.integrations.verl import FabricCheckpointEngine
 from tests.adapters.verl_actors import CONFIG, Rollout, Trainer
 
@@ -203,3 +204,25 @@ def test_rs_1_an_update_that_would_leave_out_what_is_trained_fails_at_both_ends(
             assert isinstance(error, kind)
             assert re.search(why, str(error))
         assert gathered == list(sent), "other ranks take part in the gathers to their end"
+
+
+def test_rs_4_a_trainer_without_room_takes_part_in_the_gathers_to_their_end() -> None:
+    gathered = []
+
+    def gathering() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in ("a", "b"):
+            gathered.append(name)
+            yield name, torch.ones(2)
+
+    def full(nbytes: int) -> Any:
+        raise ResourceError(f"no {nbytes} bytes are left")
+
+    with TransferEngine(transport="shm") as engine, TransferEngine(transport="shm") as other:
+        ends = [FabricCheckpointEngine(1 << 20, is_master=True, engine=engine)]
+        ends.append(FabricCheckpointEngine(1 << 20, engine=other))
+        sides = FabricCheckpointEngine.build_topology(1, 1, [end.prepare() for end in ends])
+        ends[0].init_process_group(**{name: values[0] for name, values in sides[0].items()})
+        ends[0]._outbox._engine = SimpleNamespace(alloc=full)
+        with pytest.raises(ResourceError):
+            asyncio.run(ends[0].send_weights(gathering()))
+        assert gathered == ["a", "b"]
