@@ -31,7 +31,7 @@ from fabric_ray.integrations.vllm_kv_fetch import Fetcher
 from fabric_ray.integrations.vllm_kv_groups import layer_groups
 from fabric_ray.integrations.vllm_kv_layout import Shards, WorkerCache, worker_cache
 from fabric_ray.integrations.vllm_kv_plan import Step
-from fabric_ray.integrations.vllm_kv_probe import page_form
+from fabric_ray.integrations.vllm_kv_probe import PageForm, page_form
 from fabric_ray.integrations.vllm_kv_scheduler import KvScheduler, check
 from fabric_ray.integrations.vllm_kv_send import Sender
 from fabric_ray.integrations.vllm_kv_stream import Stream
@@ -176,6 +176,7 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
         self._sender: Sender | None = None
         self._fetcher: Fetcher | None = None
         self._stream: Stream | None = None
+        self._forms: dict[str, PageForm] = {}
 
     # A worker's half
 
@@ -194,7 +195,7 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
             groups=self._groups,
             shards=shards,
             model=self._model(),
-            form=lambda name: page_form(name, layers.get(name), kv_caches[name], dtype),
+            form=lambda name: self._form(name, layers.get(name), kv_caches[name], dtype),
             shared={
                 name: target
                 for name in kv_caches
@@ -227,6 +228,13 @@ class FabricRayConnector(*_bases):  # type: ignore[misc]
                 zeroes=self._zeroes,
                 on_release=self._released.set,
             )
+
+    def _form(self, name: str, layer: Any, cache: torch.Tensor, dtype: torch.dtype) -> PageForm:
+        """The form of a layer's pages, found once: caches come back from sleep before the scales
+        with which a layer writes to them."""
+        if name not in self._forms:
+            self._forms[name] = page_form(name, layer, cache, dtype)
+        return self._forms[name]
 
     def unregister_kv_caches(self) -> None:
         if self._sender is not None:

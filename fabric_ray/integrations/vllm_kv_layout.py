@@ -175,6 +175,7 @@ def worker_cache(
                 tensors=parts,
                 # Of the tokens before the next one, that sees itself too.
                 window=of.look_back,
+                block_tokens=None if of.is_state else of.block_tokens,
                 is_state=of.is_state,
             )
         )

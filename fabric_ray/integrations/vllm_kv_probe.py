@@ -56,7 +56,9 @@ def page_form(name: str, layer: Any, tensor: torch.Tensor, dtype: torch.dtype) -
     """
     backend = getattr(layer, "attn_backend", None)
     writer = type(layer).__name__ if backend is None else backend.get_name()
-    unknown = PageForm(tokens=False, heads=False, content=f"of {writer}")
+    # Caches of several formats are bytes for torch.
+    stored = getattr(layer, "kv_cache_dtype", dtype)
+    unknown = PageForm(tokens=False, heads=False, content=f"of {writer}, {stored}")
     if layer is None:
         return unknown
     saved = tensor[0].clone()

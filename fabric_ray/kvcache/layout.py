@@ -51,6 +51,9 @@ class CacheGroup(msgspec.Struct, frozen=True):
     tensors: tuple[CacheTensor, ...]
     window: int | None = None
     """Sliding window of these layers, in tokens; ``None`` for full attention."""
+    block_tokens: int | None = None
+    """Tokens of the blocks that the engine gives requests, and reuses as a whole: of a block that a
+    window begins in, all pages are sent. ``None`` where pages are reused one by one."""
     is_state: bool = False
     """Whether the layers are recurrent: a request has one page, with the state after all of its
     tokens. Such a page counts as one token."""

@@ -91,7 +91,6 @@ PAIRS: dict[str, tuple[list[Layer], dict[str, Any], dict[str, Any], dict[str, An
     "tp 1 to 2, other layouts": (SAME, {}, {"tp": 2}, {"layout": "LBNHC"}),
     "tp 4 to 2, layers in blocks": (SAME, {"tp": 4}, {"tp": 2}, {"layout": "BLHNC"}),
     "larger blocks to smaller": (SAME, {"block": 16}, {}, {}),
-    "smaller blocks to larger": (SAME, {}, {"block": 16}, {}),
     "kernels' blocks": (SAME, {"block": 16}, {"block": 16}, {"kernel_block": 4}),
     "pages of other sizes": (
         [dataclasses.replace(each, head=8 if each.window else 16) for each in SAME], {}, {}, {},
@@ -129,6 +128,40 @@ def test_a_decoder_has_all_that_its_tokens_see(name: str) -> None:
             assert d.computed[number] == 1
             released(p, d, free=FREE)
         right(p, d)
+
+
+@pytest.mark.parametrize("window", [17, 32, 33])
+@pytest.mark.parametrize("ours", [{"block": 16}, {"block": 32}], ids=str)
+def test_rs_1_the_block_that_a_window_begins_in_comes_whole(
+    window: int, ours: dict[str, Any]
+) -> None:
+    """The decoder's prefix cache gives it to a later request as a whole."""
+    layers = pattern(window)
+    p = Instance(config("kv_producer", **ours), layers=layers, blocks=BLOCKS, kernel_block=8)
+    theirs = config("kv_consumer", block=16, retention=None)
+    d = Instance(theirs, layers=layers, blocks=BLOCKS, kernel_block=8)
+    with instances(p, d):
+        for number, length in enumerate((41, 48, 57, 64, 65)):
+            prompt = [(17 * i + length) % 900 for i in range(length)]
+            name = f"{number}"
+            d.add(name, prompt, prefill(p, name, prompt, transfer_id=name))
+            served(d, name, prompt, p)
+            shared = prompt[: length // 16 * 16]
+            d.add(f"later {name}", [*shared, 7], {})
+            pump("the later one", lambda name=name: f"later {name}" in d.ended, d)
+            assert d.computed[f"later {name}"] == 1, "the rest is cached"
+            released(p, d, free=FREE)
+        right(p, d)
+
+
+def test_rs_1_blocks_of_which_the_prefiller_gives_parts_back_are_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    p, d = pair(SAME, {"block": 8}, {"block": 16})
+    with instances(p, d), caplog.at_level(logging.WARNING):
+        d.add("d", PROMPT, prefill(p, "p", PROMPT))
+        pump("the refusal", lambda: "d" in d.ended, d, p)
+    assert "block_tokens: 8" in caplog.text
 
 
 def test_vllms_hybrid_manager_stays_on() -> None:

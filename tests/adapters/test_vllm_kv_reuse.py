@@ -140,6 +140,21 @@ def test_rs_1_a_vllm_that_sleeps_without_telling_connectors_is_refused(
         Instance(sleeps)
 
 
+def test_caches_that_come_back_from_sleep_before_the_scales_are_what_they_were() -> None:
+    p, d = Instance(config("kv_producer")), Instance(config("kv_consumer"))
+    with instances(p, d):
+        connector = d.workers[0].kv_connector
+        connector.unregister_kv_caches()
+        layers = connector._vllm_config.compilation_config.static_forward_context
+        for layer in layers.values():
+            # As a layer writes whose scales have been discarded.
+            layer.impl.do_kv_cache_update = lambda *args: args[3].fill_(torch.nan)
+        connector.restore_kv_caches()
+        d.add("d", PROMPT, prefill(p))
+        served(d, "d", PROMPT, p)
+        released(p, d)
+
+
 @pytest.mark.parametrize("offer", [["x"], {"a": 1}, 7])
 def test_rs_4_an_offer_of_another_type_fails_its_request_alone(offer: object) -> None:
     d = Instance(config("kv_consumer"))

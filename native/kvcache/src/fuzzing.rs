@@ -61,6 +61,7 @@ pub(crate) mod tests {
             layers: vec![0],
             page_tokens: 4,
             is_state: false,
+            block_tokens: None,
             pages: 8,
             window: Some(6),
             tensors: vec![tensor],

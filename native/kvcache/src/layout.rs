@@ -41,6 +41,10 @@ pub struct CacheGroup {
     pub pages: u32,
     /// Tokens that these layers look back; `None` for all of them.
     pub window: Option<u32>,
+    /// Tokens of the blocks that the engine gives requests, and reuses as a whole. Of a block that
+    /// a window begins in, all pages are needed. `None` where pages are reused one by one.
+    #[serde(default)]
+    pub block_tokens: Option<u32>,
     /// Whether its layers are recurrent: a request has one page, with the state after all of its
     /// tokens. Such pages count as one token.
     #[serde(default)]
@@ -86,6 +90,13 @@ impl CacheGroup {
             true => tokens.min(1),
             false => tokens.div_ceil(u64::from(self.page_tokens)),
         }
+    }
+
+    /// The first token of a request that is needed: the first that the next token sees, or the
+    /// first of its block (RS-1).
+    pub fn first_needed(&self, tokens: u64) -> u64 {
+        let seen = self.window.map_or(0, |window| tokens.saturating_sub(window.into()));
+        seen - seen % u64::from(self.block_tokens.unwrap_or(1))
     }
 
     /// Whether so many leading tokens are whole pages, which need not be sent; a state is sent

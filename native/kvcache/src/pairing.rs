@@ -161,9 +161,10 @@ impl Pairing {
     /// `tokens.start`.
     ///
     /// These are the cells that hold a token of `tokens`, and of a group with a window one of the
-    /// prompt's last `window`. A window counts the token that looks back: neither the next token
-    /// nor the prompt's last, should it be computed again, sees further. Cells are sent whole, the
-    /// last one too, whose rest is unused memory of the same pages. A group of states has one cell.
+    /// prompt's last `window`, or of the block in which the target keeps the first of these. A
+    /// window counts the token that looks back: neither the next token nor the prompt's last,
+    /// should it be computed again, sees further. Cells are sent whole, the last one too, whose
+    /// rest is unused memory of the same pages. A group of states has one cell.
     ///
     /// # Errors
     /// The prefix is longer than the prompt or ends within a page of the target.
@@ -177,12 +178,11 @@ impl Pairing {
         if have != n && !group.target[0].is_whole_pages(have) {
             return Err(RequestError::PartPage { group: group.name.clone(), have, page_tokens });
         }
-        let seen = group.source[0].window.map_or(0, |w| n.saturating_sub(w.into()));
         let end = group.until(n);
         if have == n {
             return Ok(end..end);
         }
-        Ok(group.cells.at(have.max(seen))..end)
+        Ok(group.cells.at(have.max(group.target[0].first_needed(n)))..end)
     }
 
     /// The end of the cells that are complete when `done` of `tokens` tokens are computed: those of

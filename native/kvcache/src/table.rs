@@ -33,9 +33,8 @@ pub(crate) fn check(group: &CacheGroup, tokens: u64, table: &[u32]) -> Result<()
             ),
         });
     }
-    let seen = group.window.map_or(0, |window| tokens.saturating_sub(window.into()));
     let mut used = FxHashSet::default();
-    for &number in &table[(seen / page) as usize..] {
+    for &number in &table[(group.first_needed(tokens) / page) as usize..] {
         if number >= group.pages {
             return Err(format!("page {number} of {} pages", group.pages));
         }

@@ -140,6 +140,7 @@ fn rank(name: &str, options: &Options) -> TextResult<(CacheLayout, LocalRank)> {
         layers: (0..LAYERS as u32).collect(),
         page_tokens: 1,
         is_state: false,
+        block_tokens: None,
         pages: TOKENS as u32,
         window: None,
         tensors: vec![tensor],

@@ -56,6 +56,8 @@ pub enum LayoutProblem {
          strides in bytes, of pages, heads and tokens each beyond what the smaller ones span"
     )]
     Overlap { what: &'static str, stride: u64, needed: u64 },
+    #[error("blocks of {block} tokens aren't whole pages of {page}; give both in tokens")]
+    Block { block: u32, page: u32 },
     #[error("a page with a state counts as one token and has no window; leave both so")]
     State,
     #[error(
@@ -145,6 +147,11 @@ impl CacheGroup {
         positive("the number of tokens of a page", self.page_tokens)?;
         positive("the number of pages", self.pages)?;
         positive("the window", self.window.unwrap_or(1))?;
+        let (block, page) = (self.block_tokens.unwrap_or(self.page_tokens), self.page_tokens);
+        positive("the number of tokens of a block", block)?;
+        if block % page != 0 {
+            return Err(LayoutProblem::Block { block, page }.into());
+        }
         if self.is_state && (self.page_tokens != 1 || self.window.is_some()) {
             return Err(LayoutProblem::State.into());
         }

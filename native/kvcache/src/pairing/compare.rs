@@ -123,6 +123,11 @@ pub(super) fn differences(source: &[CacheLayout], target: &[CacheLayout]) -> Vec
     } else {
         pair.layouts(one, other);
     }
+    for common in common_layers(one, other) {
+        if let Some(group) = other.groups.get(common.target) {
+            pair.blocks(&one.groups[common.source], group);
+        }
+    }
     for (side, ranks) in [(Side::Source, source), (Side::Target, target)] {
         coverage(side, ranks, &mut found);
     }
@@ -168,8 +173,7 @@ impl LayoutComparison<'_> {
 
     fn groups(&mut self, a: &CacheGroup, b: &CacheGroup) {
         let of = format!("group {:?}", a.name);
-        let window = |w: &Option<u32>| w.map_or("none".to_string(), |w| w.to_string());
-        self.same(&format!("{of}, window"), &a.window, &b.window, window);
+        self.same(&format!("{of}, window"), &a.window, &b.window, or_none);
         let kind = |is_state: &bool| if *is_state { "states" } else { "tokens" }.to_string();
         self.same(&format!("{of}, pages of"), &a.is_state, &b.is_state, kind);
         let names = |g: &CacheGroup| {
@@ -191,8 +195,24 @@ impl LayoutComparison<'_> {
         for (one, other) in paired_groups(a, b) {
             let field = format!("group {:?}, page_tokens", one.name);
             self.same(&field, &one.page_tokens, &other.page_tokens, u32::to_string);
+            let field = format!("group {:?}, block_tokens", one.name);
+            self.same(&field, &one.block_tokens, &other.block_tokens, or_none);
         }
     }
+
+    /// A source gives blocks before a window back. So it has all of each block that the target
+    /// needs only where its own begin at no other tokens than these.
+    fn blocks(&mut self, source: &CacheGroup, target: &CacheGroup) {
+        let Some(needed) = target.window.and(target.block_tokens) else { return };
+        if !source.block_tokens.is_some_and(|tokens| tokens.is_multiple_of(needed)) {
+            let field = format!("group {:?}, block_tokens", source.name);
+            self.same(&field, &source.block_tokens, &target.block_tokens, or_none);
+        }
+    }
+}
+
+fn or_none(tokens: &Option<u32>) -> String {
+    tokens.map_or("none".to_string(), |tokens| tokens.to_string())
 }
 
 /// Groups of the same name and number.

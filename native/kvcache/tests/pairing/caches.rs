@@ -32,6 +32,7 @@ pub use Dim::{Head, Layer, Page, Tensor, Token};
 #[derive(Clone, Debug)]
 pub struct Form {
     pub page_tokens: u32,
+    pub block_tokens: Option<u32>,
     pub pages: u32,
     /// From the outermost to the innermost.
     pub order: Vec<Dim>,
@@ -49,6 +50,7 @@ impl Form {
     pub fn dense(page_tokens: u32, pages: u32, order: [Dim; 5]) -> Self {
         Self {
             page_tokens,
+            block_tokens: None,
             pages,
             order: order.to_vec(),
             gaps: vec![0; 5],
@@ -106,6 +108,7 @@ fn group(
         layers: model.layers.clone(),
         page_tokens: form.page_tokens,
         is_state: model.is_state,
+        block_tokens: form.block_tokens,
         pages: form.pages,
         window: model.window,
         tensors,
@@ -228,6 +231,7 @@ pub fn forms(pages: u32) -> impl Strategy<Value = Form> {
     (1u32..9, order, gaps, flags).prop_map(
         move |(page_tokens, order, gaps, (split, reversed, swapped))| Form {
             page_tokens,
+            block_tokens: None,
             pages,
             order,
             gaps,

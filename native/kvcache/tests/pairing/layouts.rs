@@ -59,6 +59,8 @@ fn problems_are_named_with_their_place() {
     says(group(|g| g.page_tokens = 1 << 17), &["tokens of a page", "65536"]);
     says(group(|g| g.pages = 0), &["number of pages is zero"]);
     says(group(|g| g.window = Some(0)), &["window is zero"]);
+    says(group(|g| g.block_tokens = Some(0)), &["tokens of a block is zero"]);
+    says(group(|g| g.block_tokens = Some(3)), &["blocks of 3 tokens", "pages of 8"]);
     says(group(|g| g.is_state = true), &["counts as one token"]);
     says(group(|g| g.tensors[1].name = "k".into()), &["\"k\" appears twice"]);
     says(value(|t| t.heads = 0), &[tensor, "heads is zero"]);
@@ -152,6 +154,7 @@ fn neighbours() -> impl Strategy<Value = CacheLayout> {
                 layers: vec![0, 1],
                 page_tokens: tokens,
                 is_state: false,
+                block_tokens: None,
                 pages,
                 window: None,
                 tensors: vec![
@@ -256,7 +259,7 @@ proptest! {
     #[test]
     fn any_numbers_never_panic(
         of in instances(),
-        changes in prop::collection::vec((0usize..12, number()), 1..4),
+        changes in prop::collection::vec((0usize..13, number()), 1..4),
         tokens in number(),
         salt in any::<u64>(),
     ) {
@@ -276,6 +279,7 @@ proptest! {
                 8 => tensor.head_stride = n,
                 9 => tensor.token_stride = n,
                 10 => tensor.places[0].offset = n,
+                11 => group.block_tokens = Some(n as u32),
                 _ => layout.buffers.iter_mut().for_each(|len| *len = n),
             }
         }

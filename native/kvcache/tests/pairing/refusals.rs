@@ -229,6 +229,44 @@ fn the_last_tokens_within_the_window_are_sent() {
     assert_eq!(pairing.cells(0, 0..44).unwrap(), 0..8);
 }
 
+fn in_blocks(page_tokens: u32, block_tokens: Option<u32>) -> [CacheLayout; 1] {
+    let (model, form) = sliding();
+    let form = Form { page_tokens, block_tokens, ..form };
+    [cache(&[(model, form)], |heads| (0, heads))]
+}
+
+#[test]
+fn of_the_block_that_a_window_begins_in_all_pages_are_sent() {
+    // Pages of 8 in blocks of 16, a window of 20: of 44 tokens 24 to 43 are seen.
+    let one = in_blocks(8, Some(16));
+    let pairing = Pairing::new(&one, &one).unwrap();
+    assert_eq!(pairing.cells(0, 0..44).unwrap(), 2..6);
+    assert_eq!(pairing.cells(0, 0..51).unwrap(), 2..7);
+    assert_eq!(pairing.cells(0, 0..52).unwrap(), 4..7);
+    assert_eq!(pairing.cells(0, 24..44).unwrap(), 3..6);
+    let pairing = Pairing::new(&in_blocks(8, Some(32)), &one).unwrap();
+    assert_eq!(pairing.cells(0, 0..44).unwrap(), 2..6);
+}
+
+#[test]
+fn a_source_that_gives_back_parts_of_the_blocks_of_a_target_is_refused() {
+    let target = in_blocks(8, Some(16));
+    for (block, shown) in [(Some(8), "8"), (Some(24), "24"), (None, "none")] {
+        let said = Pairing::new(&in_blocks(8, block), &target).unwrap_err().to_string();
+        let wanted = format!("block_tokens: {shown} (source rank 0), 16 (target rank 0)");
+        assert!(said.contains(&wanted), "{said}");
+    }
+    let mut ranks = [in_blocks(8, Some(16)), in_blocks(8, Some(32))].concat();
+    assert!(Pairing::new(&target, &ranks).is_err(), "ranks of a side are alike");
+    for rank in &mut ranks {
+        rank.groups[0].window = None;
+        rank.groups[0].block_tokens = Some(16);
+    }
+    let mut smaller = in_blocks(8, Some(8));
+    smaller[0].groups[0].window = None;
+    Pairing::new(&smaller, &ranks).unwrap();
+}
+
 #[test]
 fn a_state_is_sent_when_all_tokens_are_computed() {
     let (model, mut form) = full();

@@ -6,6 +6,8 @@ use fabric_engine::api::{PageIndices, Pages};
 use fabric_kvcache::layout::{BufferOffset, CacheLayout};
 use fabric_kvcache::pairing::{Link, PagedWrite, Pairing, Side};
 
+use crate::caches::{Form, Model};
+
 /// A byte of a source rank: rank, buffer, offset.
 pub type Origin = (usize, u32, u64);
 
@@ -170,12 +172,22 @@ pub fn check(
     assert_eq!(rest, 0, "bytes came that were not requested");
 }
 
+/// The first token that the next one sees, or the first of the block that a form has it in.
+pub fn first_needed(model: &Model, form: &Form, tokens: u64) -> u64 {
+    let mut first = tokens - tokens.min(model.window.unwrap_or(u32::MAX).into());
+    while !first.is_multiple_of(u64::from(form.block_tokens.unwrap_or(1))) {
+        first -= 1;
+    }
+    first
+}
+
 /// The tokens of whole cells that hold what is needed, by the page sizes alone.
 pub fn sent_tokens(
     pairing: &Pairing,
     group: usize,
     tokens: Range<u64>,
-    window: Option<u32>,
+    model: &Model,
+    target: &Form,
 ) -> Range<u64> {
     let sizes = [Side::Source, Side::Target]
         .map(|side| u64::from(pairing.page_tokens(group, side).unwrap()));
@@ -184,7 +196,7 @@ pub fn sent_tokens(
     if have == n {
         return n..n;
     }
-    let mut start = have.max(window.map_or(0, |w| n.saturating_sub(w.into())));
+    let mut start = have.max(first_needed(model, target, n));
     while !boundary(start) {
         start -= 1;
     }

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 
 use crate::caches::{cache, forms, instance, models, Form, Model};
-use crate::replay::{sent_tokens, Request};
+use crate::replay::{first_needed, sent_tokens, Request};
 
 /// How the heads are given to an instance's ranks.
 #[derive(Clone, Debug)]
@@ -29,11 +29,16 @@ pub struct Instances {
 
 pub fn instances() -> impl Strategy<Value = Instances> {
     let groups = prop::collection::vec((models(), forms(48), forms(48)), 1..3);
-    (groups, holdings(), holdings()).prop_map(|(mut groups, source, target)| {
+    let blocks = prop::collection::vec(prop::option::of(1u32..4), 2);
+    (groups, blocks, holdings(), holdings()).prop_map(|(mut groups, blocks, source, target)| {
         for (i, (model, source, target)) in groups.iter_mut().enumerate() {
             model.name = format!("g{i}");
             if model.is_state {
                 (source.page_tokens, target.page_tokens) = (1, 1);
+            } else if let Some(pages) = blocks[i] {
+                let needed = pages * target.page_tokens;
+                target.block_tokens = Some(needed);
+                source.block_tokens = Some(needed * source.page_tokens);
             }
         }
         Instances { groups, source, target }
@@ -58,7 +63,7 @@ impl Instances {
     pub fn sent(&self, pairing: &Pairing, tokens: &Range<u64>) -> Vec<Range<u64>> {
         let of = |(g, group): (usize, &(Model, Form, Form))| match group.0.is_state {
             true => 0..u64::from(tokens.start < tokens.end),
-            false => sent_tokens(pairing, g, tokens.clone(), group.0.window),
+            false => sent_tokens(pairing, g, tokens.clone(), &group.0, &group.2),
         };
         self.groups.iter().enumerate().map(of).collect()
     }
@@ -106,7 +111,7 @@ pub fn request(of: &Instances, (salt, tokens, have, chunks, seed): Choices) -> R
         if model.is_state {
             return vec![pages[0]];
         }
-        let first = have.max(model.window.map_or(0, |w| n.saturating_sub(w.into())));
+        let first = have.max(first_needed(model, form, n));
         let page_tokens = u64::from(form.page_tokens);
         pages.truncate(n.div_ceil(page_tokens) as usize);
         pages[..(first / page_tokens) as usize].fill(u32::MAX);

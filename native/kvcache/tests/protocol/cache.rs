@@ -40,6 +40,7 @@ impl Shape {
             layers: (0..self.layers).collect(),
             page_tokens,
             is_state: false,
+            block_tokens: None,
             pages,
             window: self.window,
             tensors: vec![tensor("k", 0), tensor("v", one)],
