@@ -8,4 +8,5 @@ curl --silent --show-error --fail-with-body --noproxy '*' "$url/v1/completions" 
 echo
 curl --silent --show-error --fail-with-body --no-buffer --noproxy '*' "$url/v1/chat/completions" \
     -H 'Content-Type: application/json' \
-    -d '{"model": "model", "messages": [{"role": "user", "content": "w5 w6 w7 w8"}], "max_tokens": 16, "stream": true}'
+    -d '{"model": "model", "messages": [{"role": "user", "content": "w5 w6 w7 w8"}], "max_tokens": 16, "temperature": 0,
+    "stream": true}'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 import urllib.error
 from collections.abc import Iterator
@@ -46,6 +47,21 @@ def test_completions_equal_a_plain_servers_whole_and_streamed(app: App, plain: S
     while (hits := external_hits()) < wanted:
         assert time.monotonic() < deadline, f"{hits} tokens of {wanted}\n{app.tail()}"
         time.sleep(1)
+
+
+def test_the_example_asks_for_a_completion_and_a_streamed_chat(app: App, plain: Server) -> None:
+    script = servers.ROOT / "examples/serve_llm/ask.sh"
+    said = subprocess.run(["sh", script, app.url], capture_output=True, text=True, timeout=300)
+    completion, *events = said.stdout.splitlines()
+    body = {"model": servers.MODEL, "max_tokens": 16, "temperature": 0}
+    text = "w5 w6 w7 w8"
+    wanted = plain.post("/v1/completions", {**body, "prompt": text})["choices"][0]["text"]
+    assert json.loads(completion)["choices"][0]["text"] == wanted
+    messages = [{"role": "user", "content": text}]
+    wanted = plain.post("/v1/chat/completions", {**body, "messages": messages})["choices"][0]
+    chunks = [json.loads(e.removeprefix("data: ")) for e in events if e.startswith("data: {")]
+    deltas = (chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"])
+    assert "".join(each.get("content") or "" for each in deltas) == wanted["message"]["content"]
 
 
 def test_requests_with_the_same_id_get_each_their_own_pages(app: App, plain: Server) -> None:
