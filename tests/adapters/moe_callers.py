@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fabric_ray.compat import shim_path
 from fabric_ray.moe import cast
+from tests.adapters.moe_callers_torchtitan import torchtitan_elastic, torchtitan_hybrid
 from tests.adapters.moe_callers_vllm import (
     vllm_high_throughput,
     vllm_low_latency,
@@ -316,6 +317,8 @@ CALLERS: dict[str, Callable[[Rank], None]] = {
         sglang_pplx,
         megatron_flex,
         megatron_hybrid,
+        torchtitan_elastic,
+        torchtitan_hybrid,
     )
 }
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -34,6 +36,15 @@ def indices_to_map(
         probs = torch.zeros(shape, dtype=torch.float32, device=where)
         probs = probs.scatter(1, at, topk_weights.float())[:, :-1]
     return routes[:, :-1].contiguous(), probs
+
+
+@dataclass(frozen=True)
+class BufferConfig:
+    """The sizes that a :class:`HybridEPBuffer` was made for, in DeepEP's names."""
+
+    hidden_dim: int
+    max_num_of_tokens_per_rank: int
+    num_of_experts_per_rank: int
 
 
 class HybridEPBuffer:
@@ -82,6 +93,10 @@ class HybridEPBuffer:
         self.local_rank, self.node_rank = self.rank % per_node, self.rank // per_node
         self.num_of_nodes = self.group_size // per_node
         self._local = num_local_experts
+        self.configurer = SimpleNamespace(
+            buffer_config=BufferConfig(hidden_dim, max_num_of_tokens_per_rank, num_local_experts)
+        )
+        """Callers read the sizes in its ``buffer_config``, to see whether this buffer suffices."""
 
     def empty_jit_cache(self) -> None:
         """Nothing: kernels are compiled where they run."""
