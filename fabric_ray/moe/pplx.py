@@ -164,7 +164,8 @@ class AllToAll:
             out_expert_x: ``[local experts, rows, hidden]``; each expert's from its beginning. On a
                 device there are as many rows as can come, ``max_num_tokens * world_size``, or
                 ``dp_size`` times less.
-            out_expert_x_scale: ``[local experts, rows, scales]`` if there are scales.
+            out_expert_x_scale: ``[local experts, rows, scales]`` if there are scales; rows that
+                nothing comes for keep what they have.
             dp_x: ``[tokens, hidden]``, of the bytes the exchange was made for.
             dp_x_scale: ``[tokens, scales]``, likewise.
             indices: integers ``[tokens, experts_per_token]``; unsigned ones too.
@@ -201,8 +202,7 @@ class AllToAll:
             got = self._exchange.dispatch_recv(stride=self._rows, x=room)
             out_expert_num_tokens.copy_(got.counts)
             if out_expert_x_scale is not None and self._scale_bytes:
-                scales = got.parts["scale"].view(out_expert_x_scale.dtype)
-                out_expert_x_scale.copy_(scales.view(out_expert_x_scale.shape))
+                got.copy_part("scale", out_expert_x_scale)
             self._exchanges.check_whole()
 
     def combine(

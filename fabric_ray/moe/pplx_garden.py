@@ -150,7 +150,8 @@ class P2PAllToAll:
             out_expert_num_tokens: int32 ``[local experts]``: rows of each.
             out_expert_x: ``[rows, hidden]``: each expert's rows begin at a multiple of
                 ``expert_padding``. On a device there is room for all rows that can come.
-            out_expert_x_scale: ``[rows, scales]`` if there are scales; any strides.
+            out_expert_x_scale: ``[rows, scales]`` if there are scales; any strides. Rows that
+                nothing comes for keep what they have.
             dp_x: ``[tokens, hidden]``.
             dp_x_scale: ``[tokens, scales]``, likewise.
             indices: integers ``[tokens, experts]``; unsigned ones too.
@@ -175,8 +176,7 @@ class P2PAllToAll:
             got = self._exchange.dispatch_recv(multiple=self._padding, x=out_expert_x)
             out_expert_num_tokens.copy_(got.counts)
             if out_expert_x_scale is not None:
-                scale = got.parts["scale"]
-                out_expert_x_scale[: len(scale)] = scale
+                got.copy_part("scale", out_expert_x_scale[: len(got.parts["scale"])])
             self._exchanges.check_whole()
 
     def combine(

@@ -66,6 +66,14 @@ class Dispatched:
         expert = torch.searchsorted(starts, row, right=True) - 1
         return torch.where(row - starts[expert] < counts[expert], expert, -1)
 
+    def copy_part(self, name: str, into: Tensor) -> None:
+        """Copies a part's rows into ``[rows, width]`` or ``[local experts, rows of each, width]``
+        of any dtype and strides, where padding rows keep what they have; on the tokens' device,
+        without waiting for it."""
+        came = self.parts[name].view(into.dtype).view(into.shape)
+        there = (self.experts() >= 0).view(into.shape[:-1])
+        into.copy_(torch.where(there[..., None], came, into))
+
 
 @dataclass(frozen=True)
 class Outgoing:

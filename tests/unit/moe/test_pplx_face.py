@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fabric_ray import errors
 from fabric_ray.moe import cast
 from fabric_ray.moe.pplx import AllToAll
+from tests.host_kernels import Host
 from tests.moe_ranks import ThreadComm, batch, expert, on_all_ranks, on_ranks, unsharded
 from tests.processes import Other
 
@@ -34,7 +35,15 @@ def made(rank: int, ranks: int, *, fp8: bool = False, dp: int = 1, **options: An
 
 
 def layer(
-    a: AllToAll, rank: int, ranks: int, tokens: int, *, fp8: bool, split: bool, dp: int = 1
+    a: AllToAll,
+    rank: int,
+    ranks: int,
+    tokens: int,
+    *,
+    fp8: bool,
+    split: bool,
+    dp: int = 1,
+    beyond: float = 7.0,
 ) -> None:
     seed = rank // dp + tokens
     x, _, w = batch(seed, M, EXPERTS, TOPK, HIDDEN)
@@ -45,7 +54,7 @@ def layer(
     dp_x, dp_scale, out_scale = x, None, None
     if fp8:
         dp_x, dp_scale = cast.to_fp8(x, block=16)
-        out_scale = torch.empty(local, rows, HIDDEN // 16)
+        out_scale = torch.full((local, rows, HIDDEN // 16), 7.0)
         x = cast.back(dp_x, dp_scale)
     out_x = torch.empty(local, rows, HIDDEN, dtype=dp_x.dtype)
     out = torch.full((M, HIDDEN), 7.0, dtype=torch.bfloat16)
@@ -53,6 +62,9 @@ def layer(
     halves = [(True, False), (False, True)] if split else [(True, True)]
     for send, receive in halves:
         a.dispatch(counts, out_x, out_scale, dp_x, dp_scale, idx, bound, send, receive)
+    if out_scale is not None:
+        # Callers clear what fills up, for experts to read.
+        assert all((out_scale[i, n:] == 7).all() for i, n in enumerate(counts.tolist()))
     there = out_x if out_scale is None else cast.back(out_x, out_scale)
     y = torch.full(there.shape, float("nan"), dtype=torch.bfloat16)
     for number, count in enumerate(counts.tolist()):
@@ -61,7 +73,7 @@ def layer(
         a.combine(out, idx, w, y, bound, do_send=send, do_recv=receive)
     want = unsharded(x[:tokens], idx[:tokens].to(torch.int64), w)
     assert torch.equal(out[:tokens], want)
-    assert (out[tokens:] == 7).all()
+    assert (out[tokens:] == beyond).all()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -72,6 +84,18 @@ def test_a_layer_is_that_of_one_place_bit_by_bit(ranks: int, fp8: bool) -> None:
         for tokens, split in [(M, False), (0, True), (1, False), (5, True)]:
             layer(a, comm.rank(), ranks, tokens, fp8=fp8, split=split)
         a.destroy()
+        a.destroy()
+
+    on_ranks(ranks, work)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_kernels_make_the_same_layer(ranks: int, host: Host) -> None:
+    def work(comm: ThreadComm) -> None:
+        a = made(comm.rank(), ranks, fp8=True, comm=comm, launcher=host.another())
+        for tokens, split in [(M, False), (5, True)]:
+            layer(a, comm.rank(), ranks, tokens, fp8=True, split=split, beyond=0.0)
+        a.check()
         a.destroy()
 
     on_ranks(ranks, work)

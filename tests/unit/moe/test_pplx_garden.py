@@ -72,7 +72,7 @@ def test_a_layer_is_that_of_its_own_test(
             counts = torch.empty(local, dtype=torch.int32)
             out_x = torch.zeros(room, HIDDEN, dtype=dtype)
             # By columns, as a grouped GEMM reads them.
-            out_scale = torch.zeros(scales, room).T if scales else None
+            out_scale = torch.full((scales, room), 7.0).T if scales else None
             halves = [(True, False), (False, True)] if split else [(True, True)]
             sent = scale if scales else None
             for send, receive in halves:
@@ -87,7 +87,10 @@ def test_a_layer_is_that_of_its_own_test(
                 there = [(one[2].long() == first + number).any(1) for one in every]
                 wanted = torch.cat([one[0][of] for one, of in zip(every, there, strict=True)])
                 assert came == {tuple(row.tolist()) for row in wanted}
-                begin = -(-(begin + count) // padding) * padding
+                end = begin + count
+                begin = -(-end // padding) * padding
+                if out_scale is not None:
+                    assert (out_scale[end:begin] == 7).all()
             y = act(out_x, out_scale).to(dtype)
             out = torch.full((M, HIDDEN), 3.0).to(dtype)
             for send, receive in halves:
