@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -163,3 +164,25 @@ def test_what_is_wrong_is_named() -> None:
     buffer.destroy()
     with pytest.raises(errors.PeerLost, match="rank 1 did not connect"):
         StoreComm(dist.HashStore(), 0, 2, timeout=0.2).all_gather(b"")
+
+
+@pytest.mark.parametrize("present", [(0, 1), (1, 2), (0,), (2,)])
+def test_ranks_connect_after_an_attempt_that_failed(present: tuple[int, ...]) -> None:
+    store, ranks = dist.HashStore(), 3
+
+    def fail(rank: int) -> None:
+        with pytest.raises(errors.PeerLost, match=r"did not connect within 0\.3 s"):
+            StoreComm(store, rank, ranks, timeout=0.3).all_gather(b"of an attempt that failed")
+
+    with ThreadPoolExecutor(ranks) as pool:
+        list(pool.map(fail, present))
+
+    for turn in range(2):
+        last = (2, 0)[turn]  # rank 0 comes before the others, or behind them
+
+        def work(rank: int, turn: int = turn, last: int = last) -> None:
+            time.sleep(0.1 * (rank == last))
+            comm = StoreComm(store, rank, ranks, timeout=20)
+            assert comm.all_gather(bytes([turn, rank])) == [bytes([turn, r]) for r in range(ranks)]
+
+        on_threads(ranks, work)
