@@ -296,28 +296,31 @@ class LowLatency:
 
     def _make(self, form: Form) -> list[Slot]:
         # Both at once: a rank that dies later can't take part in making the second one.
-        slots = []
-        for _ in range(ALIVE):
-            exchange = self._exchanges.make(
-                experts=form.experts,
-                topk=form.topk,
-                hidden=form.hidden,
-                max_tokens=form.max_tokens,
-                dtype=form.dtype,
-                token_width=form.width,
-                parts=form.parts,
-                private_rows=PRIVATE_ROWS,
-                device=form.device,
-                launcher=self._launcher,
-            )
-            slots.append(Slot(form, exchange, _origin(form, exchange.rank)))
-        needed = sum(slot.exchange.nbytes for slot in slots)
-        if 0 < self._limit < needed:
+        slots: list[Slot] = []
+        try:
+            for _ in range(ALIVE):
+                exchange = self._exchanges.make(
+                    experts=form.experts,
+                    topk=form.topk,
+                    hidden=form.hidden,
+                    max_tokens=form.max_tokens,
+                    dtype=form.dtype,
+                    token_width=form.width,
+                    parts=form.parts,
+                    private_rows=PRIVATE_ROWS,
+                    device=form.device,
+                    launcher=self._launcher,
+                )
+                slots.append(Slot(form, exchange, _origin(form, exchange.rank)))
+            needed = sum(slot.exchange.nbytes for slot in slots)
+            if 0 < self._limit < needed:
+                raise InvalidArgument(
+                    f"low-latency calls for {form.max_tokens} tokens take {needed:,} bytes, and "
+                    f"num_rdma_bytes is {self._limit:,}; see get_low_latency_rdma_size_hint"
+                )
+        except BaseException:
             self._exchanges.forget([slot.exchange for slot in slots])
-            raise InvalidArgument(
-                f"low-latency calls for {form.max_tokens} tokens take {needed:,} bytes, and "
-                f"num_rdma_bytes is {self._limit:,}; see get_low_latency_rdma_size_hint"
-            )
+            raise
         return slots
 
     def _slot_of(self, handle: Handle) -> Slot | None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabric_ray import errors
-from fabric_ray.moe import cast
+from fabric_ray.moe import AllToAll, cast
 from fabric_ray.moe.deepep import Buffer, EventHandle, EventOverlap, topk_idx_t
 from tests.moe_ranks import ThreadComm, batch, expert, on_all_ranks, on_ranks, unsharded
 
@@ -358,6 +358,36 @@ def test_ranks_that_disagree_raise_and_none_waits() -> None:
     for text in on_ranks(3, work):
         assert "16" in text
         assert "32" in text
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_exchanges_that_are_not_all_made_are_forgotten(
+    which: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the two that dispatches alternate between has no memory on one rank."""
+    descriptor, made = AllToAll.descriptor, [0, 0]
+
+    def work(comm: ThreadComm) -> None:
+        buffer, me = low_latency(comm), comm.rank()
+        before = buffer.explain()
+        comm.all_gather(b"")
+
+        def fails(self: AllToAll, only: int | None = None) -> bytes:
+            made[self.rank] += 1
+            if self.rank == 1 and made[1] == which + 1:
+                raise errors.InvalidArgument("there is no memory")
+            return descriptor(self, only)
+
+        monkeypatch.setattr(AllToAll, "descriptor", fails)
+        comm.all_gather(b"")
+        x, idx, _ = batch(me, M, EXPERTS, TOPK, 48)
+        with pytest.raises(errors.FabricError, match="there is no memory"):
+            buffer.low_latency_dispatch(x, idx, M, EXPERTS, use_fp8=False)
+        assert buffer.explain() == before
+        buffer.low_latency_dispatch(x, idx, M, EXPERTS, use_fp8=False)
+        buffer.destroy()
+
+    on_ranks(2, work)
 
 
 @settings(max_examples=12, deadline=None)
