@@ -3,113 +3,24 @@ store connects and that may become more or fewer."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, MutableMapping
-from datetime import timedelta
 from typing import Any, TypeAlias
-from uuid import uuid4
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fabric_ray.engine import TransferEngine
-from fabric_ray.errors import InvalidArgument, PeerLost, Unsupported
+from fabric_ray.errors import InvalidArgument, Unsupported
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe import deepep
 from fabric_ray.moe.deepep.event import EventOverlap
 from fabric_ray.moe.deepep.parcels import Tokens
-
-_CONNECT_S = 300.0
-_POLL_S = 0.02
-_CLOSED = "-"
-"""In place of an open generation."""
+from fabric_ray.moe.store_comm import AloneComm, StoreComm
 
 Handle: TypeAlias = tuple[Tensor, Tensor, int, int]
 """As DeepEP's, without the number of experts."""
 Hook: TypeAlias = Callable[[], None]
-
-
-class StoreComm:
-    """Ranks from 0 to ``size`` that gather through a ``torch.distributed`` store.
-
-    All of them make it together, any number of times. What an attempt that failed left in the store
-    is not read: rank 0 opens a generation of keys for each attempt, which the other ranks enter.
-
-    Raises:
-        PeerLost: a rank doesn't come within the timeout.
-    """
-
-    def __init__(self, store: Any, rank: int, size: int, timeout: float = _CONNECT_S) -> None:
-        self._store, self._rank, self._size = store, rank, size
-        self._timeout = timeout
-        self._round = 0
-        self._prefix = ""
-        base = f"fabric_ray/nixl_ep/{size}"
-        if rank == 0:
-            self._open(base)
-        else:
-            self._enter(base)
-
-    def _open(self, base: str) -> None:
-        """Opens a generation until all ranks are in it; this rank's own key tells them so."""
-        self._prefix = f"{base}/{uuid4().hex}"
-        self._store.set(f"{base}/open", self._prefix)
-        try:
-            for rank in range(1, self._size):
-                self._wait(rank)
-        finally:
-            self._store.set(f"{base}/open", _CLOSED)
-        self._store.set(self._key(0), b"+")
-
-    def _enter(self, base: str) -> None:
-        """Enters the open generation, or a later one as long as rank 0 didn't see all ranks."""
-        until = time.monotonic() + self._timeout
-        while not (self._prefix and self._store.check([self._key(0)])):
-            if self._store.check([f"{base}/open"]):
-                found = bytes(self._store.get(f"{base}/open")).decode()
-                if found not in (_CLOSED, self._prefix):
-                    self._prefix = found
-                    self._store.set(self._key(self._rank), b"+")
-            if time.monotonic() > until:
-                if self._prefix:
-                    self._store.delete_key(self._key(self._rank))
-                raise self._lost(0, "it ended, or waits for another rank")
-            time.sleep(_POLL_S)
-
-    def _key(self, rank: int) -> str:
-        return f"{self._prefix}/{self._round}/{rank}"
-
-    def _wait(self, rank: int) -> None:
-        try:
-            self._store.wait([self._key(rank)], timedelta(seconds=self._timeout))
-        except RuntimeError as error:
-            raise self._lost(rank, str(error)) from error
-
-    def _lost(self, rank: int, cause: str) -> PeerLost:
-        return PeerLost(
-            f"rank {rank} did not connect within {self._timeout:g} s: {cause}; look for a "
-            "rank that ended",
-            peer=f"rank {rank}",
-        )
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return self._size
-
-    def all_gather(self, value: bytes) -> list[bytes]:
-        before = self._key(self._rank)
-        self._round += 1
-        self._store.set(self._key(self._rank), b"+" + value)
-        found = []
-        for rank in range(self._size):
-            self._wait(rank)
-            found.append(bytes(self._store.get(self._key(rank)))[1:])
-        # All ranks that are in this round have read the one before.
-        self._store.delete_key(before)
-        return found
 
 
 class Buffer:
@@ -162,6 +73,10 @@ class Buffer:
         self._narrow: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()
         self._inactive: set[int] = set()
         """Ranks of the staged buffer that are masked still."""
+        self._by_hand: set[int] = set()
+        """Ranks that the caller masked since the last call."""
+        self._alone: deepep.Buffer | None = None
+        """This rank's calls while all others are in ``_by_hand``."""
 
     is_sm90_compiled = staticmethod(deepep.Buffer.is_sm90_compiled)
     set_num_sms = staticmethod(deepep.Buffer.set_num_sms)
@@ -224,28 +139,50 @@ class Buffer:
         self._use(self._made(len(remain)))
 
     def update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Masks a rank, or takes it back as :meth:`Buffer.low_latency_update_mask_buffer` of DeepEP
-        does: all connected ranks take back together, each as many."""
+        """Masks a rank from the next call on, or takes it back.
+
+        While all other ranks are masked, calls are this rank's alone: the others needn't know, and
+        this rank takes them back by itself. Otherwise ranks are taken back as
+        :meth:`Buffer.low_latency_update_mask_buffer` of DeepEP does: by all connected ranks
+        together, each as many.
+
+        Raises:
+            InvalidArgument: there is no such rank; or it is this one, to be masked.
+        """
         if rank_to_mask in self._inactive:
             if not mask:
                 self._inactive.discard(rank_to_mask)
                 if not self._inactive and self._staged is not None:
                     self._use(self._staged)
             return
-        self._there.low_latency_update_mask_buffer(rank_to_mask, mask)
+        connected = self._connected
+        if mask:
+            if rank_to_mask == self.rank or not 0 <= rank_to_mask < connected.group_size:
+                raise InvalidArgument(
+                    f"rank {rank_to_mask} is no other rank of {connected.group_size}"
+                )
+            if rank_to_mask not in connected.lost:
+                self._by_hand.add(rank_to_mask)
+        elif rank_to_mask in self._by_hand:
+            self._drop_alone()
+            self._by_hand.discard(rank_to_mask)
+        else:
+            connected.low_latency_update_mask_buffer(rank_to_mask)
 
     def query_mask_buffer(self, mask_status: Tensor) -> None:
         """Puts 0 for ranks that take part into int32 ``[ranks]``, and 1 for others."""
-        size = self._there.group_size
-        connected = torch.empty(size, dtype=torch.int32, device="cpu")
-        self._there.low_latency_query_mask_buffer(connected)
+        connected = self._connected
+        masked = self._by_hand | set(connected.lost)
+        active = [r for r in range(min(connected.group_size, len(mask_status))) if r not in masked]
         status = torch.ones(len(mask_status), dtype=torch.int32, device="cpu")
-        status[:size] = connected[: len(status)]
+        status[active] = 0
         mask_status.copy_(status)
 
     def clean_mask_buffer(self) -> None:
         """Takes all connected ranks back, on all of them together."""
-        self._there.low_latency_clean_mask_buffer()
+        self._drop_alone()
+        self._by_hand.clear()
+        self._connected.low_latency_clean_mask_buffer()
 
     def clean_buffer(self, *_: Any) -> None:
         """Nothing: calls leave nothing behind that others would read."""
@@ -257,10 +194,10 @@ class Buffer:
     def destroy(self) -> None:
         """Frees the buffers when other ranks have what this one has for them; those that are gone
         are not waited for."""
-        for buffer in (self._staged, self._buffer):
+        for buffer in (self._alone, self._staged, self._buffer):
             if buffer is not None:
                 buffer.leave()
-        self._staged = self._buffer = None
+        self._alone = self._staged = self._buffer = None
 
     # Low-latency calls
 
@@ -378,21 +315,49 @@ class Buffer:
 
     def get_local_buffer_tensor(self, *args: Any, **options: Any) -> Tensor:
         """As DeepEP's: memory of the caller alone."""
-        return self._there.get_local_buffer_tensor(*args, **options)
+        return self._connected.get_local_buffer_tensor(*args, **options)
 
     @property
-    def _there(self) -> deepep.Buffer:
+    def _connected(self) -> deepep.Buffer:
+        """The buffer of all connected ranks."""
         if self._buffer is None:
             raise InvalidArgument("no rank is connected; call connect_ranks")
         return self._buffer
+
+    @property
+    def _there(self) -> deepep.Buffer:
+        """The buffer that calls go to: this rank's alone while all others are masked by hand, or
+        that of the connected ranks, which hears of masks now. Waits there would give this rank up
+        while it is alone, and it could be taken back by all of them only."""
+        connected = self._connected
+        if not self._by_hand:
+            return connected
+        others = set(range(connected.group_size)) - {self.rank}
+        if self._by_hand | set(connected.lost) != others:
+            for rank in self._by_hand:
+                connected.low_latency_update_mask_buffer(rank, mask=True)
+            self._by_hand.clear()
+            return connected
+        if self._alone is None:
+            self._alone = self._made(connected.group_size, alone=True)
+            for rank in others:
+                self._alone.low_latency_update_mask_buffer(rank, mask=True)
+        return self._alone
+
+    def _drop_alone(self) -> None:
+        alone, self._alone = self._alone, None
+        if alone is not None:
+            alone.leave()
 
     @staticmethod
     def _size(buffer: deepep.Buffer | None) -> int:
         return 0 if buffer is None else buffer.group_size
 
-    def _made(self, size: int) -> deepep.Buffer:
+    def _made(self, size: int, *, alone: bool = False) -> deepep.Buffer:
         comm = self.comm
-        if self.tcp_store_group is not None:
+        if alone:
+            comm = AloneComm(self.rank, size)
+        elif self.tcp_store_group is not None:
             comm = StoreComm(self.tcp_store_group, self.rank, size)
         group = self.group if comm is None else None
         return deepep.Buffer(
@@ -403,6 +368,7 @@ class Buffer:
             comm=comm,
             enable_shrink=self.low_latency_mode,
             timeout=self.timeout_ms / 1000,
+            ranks_per_node=size if alone else None,
             **self._options,
         )
 
@@ -410,6 +376,8 @@ class Buffer:
         """Goes on with another buffer."""
         before, self._buffer = self._buffer, buffer
         self._staged, self._inactive = None, set()
+        self._drop_alone()
+        self._by_hand.clear()
         if before is not None:
             before.leave()
 

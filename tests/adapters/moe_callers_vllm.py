@@ -35,16 +35,15 @@ class Manager:
         self.rank, self.world_size = cpu_group.rank(), cpu_group.size()
 
 
-def vllm_managers() -> dict[str, Any]:
+def vllm_managers(**parallel: int) -> dict[str, Any]:
     base = "vllm.distributed.device_communicators"
     names = run(
         module(f"{base}.base_device_communicator", ""),
         {"threading": threading, "WeakValueDictionary": __import__("weakref").WeakValueDictionary},
         "Cache",
     )
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(enable_fault_tolerance=True, enable_elastic_ep=False)
-    )
+    options = {"enable_fault_tolerance": True, "enable_elastic_ep": bool(parallel), **parallel}
+    config = SimpleNamespace(parallel_config=SimpleNamespace(**options))
     given = names | {
         "torch": torch,
         "dist": dist,
@@ -283,10 +282,16 @@ def vllm_second_interface(me: Rank) -> None:
 
 
 def vllm_nixl(me: Rank) -> None:
+    """All ranks but the last serve while that one joins and warms up alone; then all of them."""
     found, delegate = vllm_classes("nixl_ep")
-    kind = vllm_managers()["NixlEPAll2AllManager"]
-    store, hidden = dist.PrefixStore("vllm", me.store), 2048
-    manager = kind(me.group, SimpleNamespace(store=store))
+    few, hidden = me.ranks - 1, 2048
+    of_few = dist.new_group(range(few))
+    joins = me.rank == few
+    kind = vllm_managers(
+        elastic_ep_max_dp_size=me.ranks, data_parallel_size=me.ranks if joins else few
+    )["NixlEPAll2AllManager"]
+    shared = SimpleNamespace(store=dist.PrefixStore("vllm", me.store))
+    manager = kind(me.group if joins else of_few, shared)
     buffer = manager.get_handle(
         {
             "max_num_tokens_per_dp_rank": M,
@@ -295,21 +300,44 @@ def vllm_nixl(me: Rank) -> None:
         }
     )
     kind._mask = torch.zeros(me.ranks, dtype=torch.int32)
-    for turn, fp8 in enumerate([True, False]):
-        calls = found["NixlEPPrepareAndFinalize"](
-            buffer, M, me.ranks, EXPERTS, use_fp8_dispatch=fp8
-        )
-        x, idx, w = me.batch(turn, hidden)
-        rows, scales, meta, _, _ = calls.prepare(x, w, idx, EXPERTS, None, False, quantisation(fp8))
-        rows = cast.back(rows, scales) if fp8 else rows
-        out = torch.empty_like(x)
-        calls.finalize(out, me.batched(rows, meta.expert_num_tokens), w, idx, False, delegate)
-        assert torch.equal(out, unsharded(seen(x, fp8), idx, w))
-        assert not manager.query_fault()
-        dist.barrier()
+
+    def passes(ranks: range, turns: int) -> None:
+        """Layers of the experts of some ranks."""
+        here = range(ranks.start * me.local, ranks.stop * me.local)
+        for turn in range(turns):
+            fp8 = turn % 2 == 0
+            calls = found["NixlEPPrepareAndFinalize"](
+                buffer, M, me.ranks, EXPERTS, use_fp8_dispatch=fp8
+            )
+            x, idx, w = me.batch(turn, hidden)
+            answered = torch.where((idx >= here.start) & (idx < here.stop), idx, -1)
+            # A rank that warms up names experts of masked ranks too.
+            idx = idx if joins else answered
+            rows, scales, meta, _, _ = calls.prepare(
+                x, w, idx, EXPERTS, None, False, quantisation(fp8)
+            )
+            rows = cast.back(rows, scales) if fp8 else rows
+            out = torch.empty_like(x)
+            calls.finalize(out, me.batched(rows, meta.expert_num_tokens), w, idx, False, delegate)
+            assert torch.equal(out, unsharded(seen(x, fp8), answered, w))
+
+    if joins:
         with manager.mask_remote_ranks():
-            assert manager.query_active_mask().sum() == me.ranks - 1
+            assert manager.query_active_mask().sum() == few
+            passes(range(few, me.ranks), 2)
+        assert not manager.query_active_mask().any()
+    else:
+        passes(range(few), 2)
+        manager = kind(me.group, shared)
+        manager.stage_ep_size()
+        passes(range(few), 3)
+    dist.barrier()
+    if not joins:
         manager.commit_ep_size()
-        manager.clean_buffers()
+    passes(range(me.ranks), 2)
+    assert not manager.query_fault()
+    dist.barrier()
+    manager.clean_buffers()
+    passes(range(me.ranks), 1)
     manager.destroy()
     buffer.destroy()

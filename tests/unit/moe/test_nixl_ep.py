@@ -13,7 +13,9 @@ import torch.distributed as dist
 
 from fabric_ray import errors
 from fabric_ray.moe import cast
-from fabric_ray.moe.nixl_ep import Buffer, StoreComm
+from fabric_ray.moe.nixl_ep import Buffer
+from fabric_ray.moe.store_comm import StoreComm
+from tests.host_kernels import Host
 from tests.moe_ranks import batch, expert, unsharded
 
 EACH, TOPK, M, HIDDEN = 2, 3, 8, 512
@@ -98,23 +100,32 @@ def test_ranks_join_and_leave_at_the_end(room: int | None) -> None:
     on_threads(many, both)
 
 
+def alone(buffer: Buffer, ranks: int) -> None:
+    """One pass of one of as many ranks, without the others' experts."""
+    first = buffer.rank * EACH
+    x, idx, w = batch(buffer.rank, M, ranks * EACH, TOPK, HIDDEN)
+    rows, counts, handle, _, _ = buffer.dispatch(x, idx, M, use_fp8=False)
+    assert isinstance(rows, torch.Tensor)
+    assert rows.shape == (EACH, M * ranks, HIDDEN)
+    y = torch.zeros_like(rows)
+    for number, count in enumerate(counts.tolist()):
+        y[number, :count] = expert(first + number, rows[number, :count])
+    out, _, _ = buffer.combine(y, idx, w, handle)
+    here = (idx >= first) & (idx < first + EACH)
+    assert torch.equal(out, unsharded(x, torch.where(here, idx, -1), w))
+
+
 def test_ranks_that_mask_all_others_run_alone_and_come_back() -> None:
     """As vLLM does while it warms up one rank."""
-    store, alone = dist.HashStore(), threading.Barrier(2)
+    store, met = dist.HashStore(), threading.Barrier(2)
 
     def work(rank: int) -> None:
         buffer = made(rank, store, 2)
         buffer.connect_ranks([0, 1])
         layer(buffer, 0, 2, None)
-        alone.wait(60)
+        met.wait(60)
         buffer.update_mask_buffer(1 - rank, mask=True)
-        x, idx, w = batch(rank, M, 4, TOPK, HIDDEN)
-        rows, counts, handle, _, _ = buffer.dispatch(x, idx, M, use_fp8=False)
-        y = torch.zeros_like(rows)
-        for number, count in enumerate(counts.tolist()):
-            y[number, :count] = expert(rank * EACH + number, rows[number, :count])
-        out, _, _ = buffer.combine(y, idx, w, handle)
-        assert torch.equal(out, unsharded(x, torch.where(idx // EACH == rank, idx, -1), w))
+        alone(buffer, 2)
         buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).zero_()
         buffer.update_mask_buffer(1 - rank, mask=False)
         layer(buffer, 1, 2, None)
@@ -123,6 +134,76 @@ def test_ranks_that_mask_all_others_run_alone_and_come_back() -> None:
         buffer.destroy()
 
     on_threads(2, work)
+
+
+@pytest.mark.parametrize("on_kernels", [False, True])
+def test_a_rank_that_joins_runs_alone_while_the_others_serve(on_kernels: bool, host: Host) -> None:
+    """As vLLM warms up a new worker: it masks all others and takes them back without them."""
+    store, few, many, new = dist.HashStore(), 2, 3, 2
+    warm, committed = threading.Event(), threading.Barrier(many)
+
+    def work(rank: int) -> None:
+        launcher = host.another() if on_kernels else None
+        buffer = made(rank, store, many, timeout_ms=20_000, launcher=launcher)
+        status = torch.empty(many, dtype=torch.int32)
+        if rank == new:
+            buffer.connect_ranks(range(many))
+            for _ in range(2):
+                for other in range(few):
+                    buffer.update_mask_buffer(other, mask=True)
+                buffer.query_mask_buffer(status)
+                assert status.tolist() == [1, 1, 0]
+                alone(buffer, many)
+                buffer.barrier()
+                for other in range(few):
+                    buffer.update_mask_buffer(other, mask=False)
+                buffer.query_mask_buffer(status)
+                assert status.tolist() == [0, 0, 0]
+            warm.set()
+        else:
+            buffer.connect_ranks(range(few))
+            buffer.connect_ranks([new], activate=False)
+            for turn in range(3):
+                layer(buffer, turn, few, None)
+            assert warm.wait(30)
+            layer(buffer, 3, few, None)
+            buffer.update_mask_buffer(new, mask=False)
+        committed.wait(60)
+        for turn in (4, 5):
+            layer(buffer, turn, many, None, fp8=turn == 5)
+        buffer.barrier()
+        buffer.destroy()
+
+    on_threads(many, work)
+
+
+def test_a_rank_that_is_masked_by_hand_is_left_out_from_the_next_call_on() -> None:
+    store, met, ranks = dist.HashStore(), threading.Barrier(3), 3
+
+    def work(rank: int) -> None:
+        buffer = made(rank, store, ranks)
+        buffer.connect_ranks(range(ranks))
+        layer(buffer, 0, ranks, None)
+        met.wait(60)
+        if rank < 2:
+            for wrong in (rank, ranks, -1):
+                with pytest.raises(errors.InvalidArgument, match="is no other rank of 3"):
+                    buffer.update_mask_buffer(wrong, mask=True)
+            buffer.update_mask_buffer(2, mask=True)
+            x, idx, w = batch(rank, M, ranks * EACH, TOPK, HIDDEN)
+            rows, counts, handle, event, _ = buffer.dispatch(x, idx, M, use_fp8=False)
+            y = torch.zeros_like(rows)
+            for number, count in enumerate(counts.tolist()):
+                y[number, :count] = expert(rank * EACH + number, rows[number, :count])
+            out, event, _ = buffer.combine(y, idx, w, handle)
+            assert event.left_out == {2}
+            assert torch.equal(out, unsharded(x, torch.where(idx < 2 * EACH, idx, -1), w))
+        met.wait(60)
+        buffer.update_mask_buffer(2, mask=False)  # together: calls have left it out
+        layer(buffer, 1, ranks, None)
+        buffer.destroy()
+
+    on_threads(ranks, work)
 
 
 def test_high_throughput_calls_are_deepeps() -> None:
