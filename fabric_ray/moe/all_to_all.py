@@ -160,6 +160,12 @@ class AllToAll(RankExchange):
         rows come is known on the device alone."""
         return self._steps is not None
 
+    @property
+    def captured(self) -> bool:
+        """Whether a CUDA graph has calls of this exchange: its replays are no calls of another one
+        that takes its place."""
+        return self._steps is not None and self._steps.captured
+
     def explain(self) -> str:
         """What the buffers are for, what makes them as large as they are, and which way rows go
         to each other rank, how many went that way, and why."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fabric_ray.engine import TransferEngine
-from fabric_ray.errors import FabricError, HandshakeError, InvalidArgument, PeerLost
+from fabric_ray.errors import FabricError, HandshakeError, InvalidArgument, PeerLost, Unsupported
 from fabric_ray.moe.all_to_all import AllToAll
 from fabric_ray.moe.throughput import ThroughputAllToAll
 
@@ -162,6 +162,15 @@ def ranks_per_node(comm: Comm) -> int:
     alike = all(len({*node}) == 1 and len(node) == size for node in nodes)
     apart = len({node[0] for node in nodes}) == len(nodes)
     return size if alike and apart else len(hosts)
+
+
+def used_by_graphs(ranks: Sequence[int]) -> Unsupported:
+    """What is wrong with other exchanges in place of those that ranks' CUDA graphs use."""
+    return Unsupported(
+        f"CUDA graphs of ranks {[*ranks]} have calls of exchanges that this call would replace, "
+        "and their replays would give zeros; destroy the graphs and the buffer, make another "
+        "buffer on all ranks, and capture again"
+    )
 
 
 class Exchanges:
@@ -318,20 +327,30 @@ class Exchanges:
             exchange.mask(rank, masked[rank])
         return frozenset(masked)
 
+    @property
+    def captured(self) -> bool:
+        """Whether CUDA graphs have calls of these exchanges."""
+        with self._lock:
+            return any(isinstance(one, AllToAll) and one.captured for one in self._made)
+
     def restore(self, rank: int | None = None) -> bool:
         """Takes masked ranks back: one of them, or all. All ranks call it together, those that come
         back too. Whether anything changed; all exchanges are gone then, with what they had lost,
         and new ones are made when they are needed.
 
         Raises:
+            Unsupported: CUDA graphs of a rank have calls of the exchanges. All ranks raise it, and
+                nothing has changed.
             PeerLost: a rank doesn't answer: the group's timeout passed, or a rank ended.
         """
         ranks = range(self.comm.size())
         mine = self.masked
-        said = self.comm.all_gather(bytes(r in mine for r in ranks))
+        said = self.comm.all_gather(bytes([*(r in mine for r in ranks), self.captured]))
         back = {r for r in ranks if any(one[r] for one in said) and rank in (None, r)}
         if not back:
             return False
+        if captured := [r for r in ranks if said[r][-1]]:
+            raise used_by_graphs(captured)
         for one in self._drop():
             one.close()
         with self._lock:

@@ -121,6 +121,11 @@ class DeviceSteps:
         self._used = KernelResources(device, used)
         self._finalizer = weakref.finalize(self, leave, native, self._used)
 
+    @property
+    def captured(self) -> bool:
+        """As :attr:`AllToAll.captured`."""
+        return self._used.by_graph
+
     def _warm_up(self) -> None:
         """Loads the torch kernels that are launched between ours: loading one later could wait for
         a kernel that waits itself."""

@@ -14,6 +14,7 @@ from fabric_ray.engine import TransferEngine
 from fabric_ray.errors import InvalidArgument, Unsupported
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe import deepep
+from fabric_ray.moe.comm import agree, comm_of, used_by_graphs
 from fabric_ray.moe.deepep.event import EventOverlap
 from fabric_ray.moe.deepep.parcels import Tokens
 from fabric_ray.moe.store_comm import AloneComm, StoreComm
@@ -112,6 +113,8 @@ class Buffer:
 
         Raises:
             InvalidArgument: they don't follow the connected ones; or there is no room for them.
+            Unsupported: CUDA graphs have calls of this buffer; other ranks raise
+                ``HandshakeError``.
             PeerLost: a rank does not connect.
         """
         before = set(range(self._size(self._buffer)))
@@ -132,6 +135,7 @@ class Buffer:
 
         Raises:
             InvalidArgument: other ranks would be left in between.
+            Unsupported: as :meth:`connect_ranks`.
         """
         remain = set(range(self._size(self._buffer))) - set(remote_ranks)
         if remain != set(range(len(remain))) or self.rank not in remain:
@@ -148,9 +152,12 @@ class Buffer:
 
         Raises:
             InvalidArgument: there is no such rank; or it is this one, to be masked.
+            Unsupported: CUDA graphs have calls of the buffer that another would take the place of.
         """
         if rank_to_mask in self._inactive:
             if not mask:
+                if self._captured:
+                    raise used_by_graphs([self.rank])
                 self._inactive.discard(rank_to_mask)
                 if not self._inactive and self._staged is not None:
                     self._use(self._staged)
@@ -164,6 +171,8 @@ class Buffer:
             if rank_to_mask not in connected.lost:
                 self._by_hand.add(rank_to_mask)
         elif rank_to_mask in self._by_hand:
+            if self._alone is not None and self._alone.captured:
+                raise used_by_graphs([self.rank])
             self._drop_alone()
             self._by_hand.discard(rank_to_mask)
         else:
@@ -180,8 +189,8 @@ class Buffer:
 
     def clean_mask_buffer(self) -> None:
         """Takes all connected ranks back, on all of them together."""
-        self._drop_alone()
-        self._by_hand.clear()
+        for rank in sorted(self._by_hand):
+            self.update_mask_buffer(rank, mask=False)
         self._connected.low_latency_clean_mask_buffer()
 
     def clean_buffer(self, *_: Any) -> None:
@@ -344,6 +353,11 @@ class Buffer:
                 self._alone.low_latency_update_mask_buffer(rank, mask=True)
         return self._alone
 
+    @property
+    def _captured(self) -> bool:
+        """Whether CUDA graphs have calls of buffers that another would take the place of."""
+        return any(one is not None and one.captured for one in (self._buffer, self._alone))
+
     def _drop_alone(self) -> None:
         alone, self._alone = self._alone, None
         if alone is not None:
@@ -354,14 +368,17 @@ class Buffer:
         return 0 if buffer is None else buffer.group_size
 
     def _made(self, size: int, *, alone: bool = False) -> deepep.Buffer:
-        comm = self.comm
+        comm: Any = self.comm
         if alone:
             comm = AloneComm(self.rank, size)
         elif self.tcp_store_group is not None:
             comm = StoreComm(self.tcp_store_group, self.rank, size)
-        group = self.group if comm is None else None
+        comm = comm_of(self.group if comm is None else None, comm)
+        if not alone:
+            # No rank goes on to another buffer if one can't.
+            agree(comm.all_gather, used_by_graphs([self.rank]) if self._captured else b"")
         return deepep.Buffer(
-            group,
+            None,
             self.num_nvl_bytes,
             self.num_rdma_bytes,
             self.low_latency_mode,

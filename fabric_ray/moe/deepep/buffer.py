@@ -364,6 +364,7 @@ class Buffer(NormalCalls):
 
         Raises:
             InvalidArgument: there is no such rank; or it is this one, to be masked.
+            Unsupported: CUDA graphs of a rank have calls of this buffer. All ranks raise it.
             PeerLost: a rank that should come back doesn't answer.
         """
         if mask:
@@ -389,6 +390,11 @@ class Buffer(NormalCalls):
         self._restore(None)
 
     # All calls
+
+    @property
+    def captured(self) -> bool:
+        """Whether CUDA graphs have calls of this buffer."""
+        return self._exchanges.captured
 
     def barrier(self) -> None:
         """Waits for all ranks that take part.

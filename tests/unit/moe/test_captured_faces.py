@@ -1,0 +1,150 @@
+"""Calls of familiar faces in CUDA graphs, whose replays need the exchanges of the capture."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fabric_ray import errors
+from fabric_ray.moe import device, nixl_ep
+from fabric_ray.moe.deepep import Buffer
+from tests.host_kernels import Host
+from tests.moe_ranks import ThreadComm, batch, on_ranks
+
+EXPERTS, EACH, TOPK, M, HIDDEN = 6, 2, 2, 5, 512
+Capture: TypeAlias = Callable[[], Any]
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> Capture:
+    """A capture of the calls of this thread."""
+    threads: set[int] = set()
+    monkeypatch.setattr(device, "is_captured", lambda _: threading.get_ident() in threads)
+
+    @contextmanager
+    def capture() -> Iterator[None]:
+        threads.add(threading.get_ident())
+        yield
+        threads.discard(threading.get_ident())
+
+    return capture
+
+
+def low_latency(buffer: Any, rank: int, experts: int = EXPERTS) -> None:
+    x, idx, w = batch(rank, M, experts, TOPK, HIDDEN)
+    rows, _, handle, *_ = buffer.low_latency_dispatch(x, idx, M, experts, use_fp8=False)
+    buffer.low_latency_combine(rows, idx, w, handle)
+
+
+def test_ranks_are_not_taken_back_while_a_graph_of_any_rank_has_calls(
+    host: Host, captured: Capture
+) -> None:
+    def work(comm: ThreadComm) -> None:
+        me, launcher = comm.rank(), host.another()
+        buffer = Buffer(low_latency_mode=True, enable_shrink=True, comm=comm, launcher=launcher)
+        low_latency(buffer, me)
+        buffer.low_latency_update_mask_buffer(1 - me, mask=True)
+        buffer.low_latency_update_mask_buffer(1 - me, mask=False)
+        with captured() if me else nullcontext():
+            low_latency(buffer, me)
+        buffer.low_latency_clean_mask_buffer()  # no rank comes back
+        low_latency(buffer, me)
+        comm.all_gather(b"")
+        buffer.low_latency_update_mask_buffer(1 - me, mask=True)
+        there = buffer.explain()
+        for take_back in (
+            buffer.low_latency_clean_mask_buffer,
+            lambda: buffer.low_latency_update_mask_buffer(1 - me, mask=False),
+        ):
+            with pytest.raises(errors.Unsupported, match=r"graphs of ranks \[1\] .*capture again"):
+                take_back()
+        assert buffer.explain() == there
+        assert [*buffer.lost] == [1 - me]
+        buffer.destroy()
+
+    on_ranks(2, work)
+
+
+def joined(host: Host, rank: int, store: Any, ranks: range) -> nixl_ep.Buffer:
+    buffer = nixl_ep.Buffer(rank=rank, tcp_store_group=store, launcher=host.another())
+    buffer.update_memory_buffers(3, EACH, 0)
+    buffer.connect_ranks(ranks)
+    return buffer
+
+
+def on_threads(ranks: int, work: Callable[[int], None]) -> None:
+    with ThreadPoolExecutor(ranks) as pool:
+        list(pool.map(work, range(ranks)))
+
+
+def test_no_rank_joins_while_a_graph_of_any_rank_has_calls(host: Host, captured: Capture) -> None:
+    store = dist.HashStore()
+
+    def work(rank: int) -> None:
+        if rank == 2:
+            with pytest.raises(errors.HandshakeError, match="rank 1 could not take part: CUDA"):
+                joined(host, rank, store, range(3))
+            return
+        buffer = joined(host, rank, store, range(2))
+        with captured() if rank else nullcontext():
+            low_latency(buffer, rank, 2 * EACH)
+        refusal: Any = errors.Unsupported if rank else errors.HandshakeError
+        with pytest.raises(refusal, match=r"graphs of ranks \[1\] have calls"):
+            buffer.connect_ranks([2], activate=False)
+        low_latency(buffer, rank, 2 * EACH)
+        buffer.destroy()
+
+    on_threads(3, work)
+
+
+def test_a_rank_that_joined_takes_no_part_while_a_graph_has_calls_without_it(
+    host: Host, captured: Capture
+) -> None:
+    store, met = dist.HashStore(), threading.Barrier(2)
+
+    def work(rank: int) -> None:
+        buffer = joined(host, rank, store, range(rank + 1))
+        if not rank:
+            low_latency(buffer, rank, EACH)
+            buffer.connect_ranks([1], activate=False)
+            with captured():
+                low_latency(buffer, rank, EACH)
+            with pytest.raises(errors.Unsupported, match=r"graphs of ranks \[0\] have calls"):
+                buffer.update_mask_buffer(1, mask=False)
+            low_latency(buffer, rank, EACH)
+        met.wait(60)
+        buffer.destroy()
+
+    on_threads(2, work)
+
+
+def test_calls_of_a_rank_alone_that_a_graph_has_are_not_those_with_others(
+    host: Host, captured: Capture
+) -> None:
+    store, status = dist.HashStore(), torch.empty(2, dtype=torch.int32)
+
+    def work(rank: int) -> None:
+        buffer = joined(host, rank, store, range(2))
+        buffer.update_mask_buffer(1 - rank, mask=True)
+        with captured():
+            low_latency(buffer, rank, 2 * EACH)
+        for take_back in (
+            lambda: buffer.update_mask_buffer(1 - rank, mask=False),
+            buffer.clean_mask_buffer,
+        ):
+            with pytest.raises(errors.Unsupported, match=f"graphs of ranks .{rank}. have calls"):
+                take_back()
+        if not rank:
+            buffer.query_mask_buffer(status)
+            assert status.tolist() == [0, 1]
+        low_latency(buffer, rank, 2 * EACH)
+        buffer.destroy()
+
+    on_threads(2, work)
