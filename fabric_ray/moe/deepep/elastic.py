@@ -17,7 +17,7 @@ from fabric_ray.moe.deepep.elastic_memory import Engram, Ring, Sessions
 from fabric_ray.moe.deepep.event import EventOverlap, Streams, behind
 from fabric_ray.moe.deepep.layout import EPHandle, by_columns, slots_of
 from fabric_ray.moe.deepep.parcels import Tokens, form_of, padded
-from fabric_ray.moe.deepep.shared_calls import ranks_of_a_node, wait_for
+from fabric_ray.moe.deepep.shared_calls import check_counted, ranks_of_a_node, wait_for
 from fabric_ray.moe.deepep.sizes import MAX_TOPK, exchange_nbytes, up
 from fabric_ray.moe.rows import check_rows, check_statistics
 
@@ -218,7 +218,8 @@ class ElasticBuffer(ElasticCalls):
             expert_alignment: what the counts of experts are rounded up to.
             handle: of an earlier dispatch, to send other tokens the same way; another
                 ``num_experts``, ``expert_alignment`` or layout is an error.
-            do_cpu_sync: if false, results have room for all rows that can come.
+            do_cpu_sync: if false, results have room for all rows that can come; this call waits for
+                a device all the same.
             do_expand: one slot for each expert of a token; what fills up is zero.
             use_tma_aligned_col_major_sf: scales lie by columns.
 
@@ -229,11 +230,14 @@ class ElasticBuffer(ElasticCalls):
 
         Raises:
             InvalidArgument: what doesn't fit, before tokens are sent.
+            Unsupported: a CUDA graph is captured, and there is no handle, or ``do_expand``.
             PeerLost: a rank was lost, then or before.
         """
+        tokens, scales = x if isinstance(x, tuple) else (x, None)
+        if handle is None or do_expand:
+            check_counted(tokens.device)
         wait_for(previous_event, previous_event_before_epilogue)
         stats = cumulative_local_expert_recv_stats
-        tokens, scales = x if isinstance(x, tuple) else (x, None)
         experts = num_experts if handle is None else handle.num_experts
         if stats is not None and experts is not None:
             check_statistics(stats, experts // self.num_ranks, torch.int32, tokens.device)

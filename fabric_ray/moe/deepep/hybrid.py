@@ -13,6 +13,7 @@ from torch import Tensor
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.moe.deepep.elastic import ElasticBuffer
 from fabric_ray.moe.deepep.layout import EPHandle
+from fabric_ray.moe.deepep.shared_calls import check_counted
 
 Handle: TypeAlias = tuple[Any, ...]
 """Of :meth:`HybridEPBuffer.dispatch` seven values, of ``dispatch_with_permute`` eleven, in DeepEP's
@@ -179,7 +180,8 @@ class HybridEPBuffer:
         Args:
             num_permuted_tokens: rows of the results, at least those that come; these if ``None``.
             pad_multiple: what each expert's rows are filled up to.
-            non_blocking: the counts stay on the device; takes ``num_permuted_tokens``.
+            non_blocking: the counts stay on the device, though this call waits for it; takes
+                ``num_permuted_tokens``.
 
         Returns:
             The tokens, ``[rows, hidden]``; their weights ``[rows]`` or ``None``; their scales or
@@ -291,6 +293,7 @@ class HybridEPBuffer:
                     f"routing_map is {given}; give bool "
                     f"[{len(hidden)}, {self._local * self.group_size}], or a handle"
                 )
+            check_counted(hidden.device)
             width, most = self._agreed(routing_map)
             idx, weights = _indices(routing_map, probs, width)
             got, _, came, way, _ = self._buffer.dispatch(

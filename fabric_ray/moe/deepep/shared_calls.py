@@ -11,6 +11,7 @@ from fabric_ray.moe.comm import ranks_per_node as nodes_of
 from fabric_ray.moe.deepep import ways
 from fabric_ray.moe.deepep.event import EventOverlap, Streams, captured
 from fabric_ray.moe.deepep.normal import Normal
+from fabric_ray.moe.device_memory import is_captured
 
 
 class SharedCalls:
@@ -65,6 +66,20 @@ def wait_for(*events: EventOverlap | None) -> None:
     for event in events:
         if event is not None:
             event.current_stream_wait()
+
+
+def check_counted(device: torch.device) -> None:
+    """That a call which waits for the number of rows that come may do so.
+
+    Raises:
+        Unsupported: a CUDA graph is captured on the device.
+    """
+    if is_captured(device):
+        raise Unsupported(
+            "this dispatch can't be captured: it waits for the number of rows that come, with "
+            "do_cpu_sync=False and non_blocking=True too; leave it out of CUDA graphs, or use "
+            "Buffer's low-latency calls"
+        )
 
 
 def ranks_of_a_node(comm: Comm, given: int | None) -> int:

@@ -11,12 +11,15 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fabric_ray import errors
 from fabric_ray.moe import device, nixl_ep
-from fabric_ray.moe.deepep import Buffer
+from fabric_ray.moe.deepep import Buffer, ElasticBuffer, HybridEPBuffer, shared_calls
+from fabric_ray.moe.deepep.hybrid import indices_to_map
+from tests.host_graph import Graph
 from tests.host_kernels import Host
-from tests.moe_ranks import ThreadComm, batch, on_ranks
+from tests.moe_ranks import ThreadComm, batch, on_all_ranks, on_ranks
 
 EXPERTS, EACH, TOPK, M, HIDDEN = 6, 2, 2, 5, 512
 Capture: TypeAlias = Callable[[], Any]
@@ -26,7 +29,8 @@ Capture: TypeAlias = Callable[[], Any]
 def captured(monkeypatch: pytest.MonkeyPatch) -> Capture:
     """A capture of the calls of this thread."""
     threads: set[int] = set()
-    monkeypatch.setattr(device, "is_captured", lambda _: threading.get_ident() in threads)
+    for where in (device, shared_calls):
+        monkeypatch.setattr(where, "is_captured", lambda _: threading.get_ident() in threads)
 
     @contextmanager
     def capture() -> Iterator[None]:
@@ -148,3 +152,50 @@ def test_calls_of_a_rank_alone_that_a_graph_has_are_not_those_with_others(
         buffer.destroy()
 
     on_threads(2, work)
+
+
+@on_all_ranks(1)
+def test_a_dispatch_that_waits_for_a_device_is_refused_before_anything_is_launched(
+    comm: ThreadComm, host: Host, captured: Capture
+) -> None:
+    graph = Graph()
+    launcher = graph.launcher(host.another())
+    buffer = ElasticBuffer(comm=comm, num_max_tokens_per_rank=M, launcher=launcher)
+    x, idx, w = batch(0, M, EXPERTS, TOPK, HIDDEN)
+    hybrid = HybridEPBuffer(comm, HIDDEN, M, EXPERTS, launcher=launcher)
+    routes, probs = indices_to_map(idx, w, M, EXPERTS)
+    permuted = {"routing_map": routes, "probs": probs, "num_permuted_tokens": M * TOPK}
+
+    def forward(expand: bool) -> Tensor:
+        rows, _, _, handle, _ = buffer.dispatch(
+            x, idx, w, num_experts=EXPERTS, do_cpu_sync=False, do_expand=expand
+        )
+        assert isinstance(rows, Tensor)
+        sums, _, _ = buffer.combine(rows, handle)
+        return sums
+
+    for expand in (False, True):
+        sums = forward(expand)
+        with captured(), graph.capture():
+            with pytest.raises(errors.Unsupported, match="do_cpu_sync=False"):
+                forward(expand)
+            with pytest.raises(errors.Unsupported, match="non_blocking=True"):
+                hybrid.dispatch_with_permute(hidden=x, non_blocking=True, **permuted)
+        assert graph.size == 0
+        assert torch.equal(forward(expand), sums)
+    # By a handle the number is known.
+    rows, *_, handle, _ = buffer.dispatch(x, idx, num_experts=EXPERTS, do_cpu_sync=False)
+    assert isinstance(rows, Tensor)
+    buffer.combine(rows, handle)
+    repeated, *_ = buffer.dispatch(x, handle=handle)  # makes the exchange
+    assert isinstance(repeated, Tensor)
+    buffer.combine(repeated, handle)
+    with captured(), graph.capture():
+        again, *_ = buffer.dispatch(x, handle=handle)
+        assert isinstance(again, Tensor)
+        sums, _, _ = buffer.combine(again, handle)
+    graph.replay()
+    buffer.check()
+    assert torch.equal(again, rows)
+    buffer.destroy()
+    hybrid.destroy()
