@@ -15,7 +15,8 @@ from fabric_ray.errors import InvalidArgument, Unsupported
 from fabric_ray.kernels import Launcher
 from fabric_ray.moe import deepep
 from fabric_ray.moe.comm import agree, comm_of, used_by_graphs
-from fabric_ray.moe.deepep.event import EventOverlap
+from fabric_ray.moe.deepep.event import EventOverlap, keep
+from fabric_ray.moe.deepep.low_latency import Received
 from fabric_ray.moe.deepep.parcels import Tokens
 from fabric_ray.moe.store_comm import AloneComm, StoreComm
 
@@ -233,28 +234,34 @@ class Buffer:
             raise InvalidArgument(
                 f"num_experts is {room}; give a multiple of {self._each} from {experts} on"
             )
-        got, counts, handle, event, hook = there.low_latency_dispatch(
-            x, topk_idx, most, experts, *args, **options
-        )
         if room == experts:
+            got, counts, handle, event, hook = there.low_latency_dispatch(
+                x, topk_idx, most, experts, *args, **options
+            )
             return got, counts, handle[:4], event, hook
-        ranks = room // self._each
-        narrow = [*got] if isinstance(got, tuple) else [got]
-        wide = [_wide(one, most * ranks) for one in (*narrow, handle[0])]
-        wide.append(_wide(handle[1], ranks))
-        self._narrow[wide[-2]] = handle
+        ranks, wide = room // self._each, list[Tensor]()
 
-        def receive() -> None:
-            if hook is not None:
-                hook()
-            for one, into in zip((*narrow, *handle[:2]), wide, strict=True):
-                into[:, : one.shape[1]] = one
+        def copies(received: Received) -> Hook:
+            narrow = [received.x, *received.handle[:2]]
+            if received.scales is not None:
+                narrow.append(received.scales)
+            rows = (most * ranks, most * ranks, ranks, most * ranks)
+            wide.extend(_wide(*one) for one in zip(narrow, rows, strict=False))
 
-        if hook is None:
-            receive()
-        received = wide[0] if len(narrow) == 1 else (wide[0], wide[1])
-        back = (wide[-2], wide[-1], most, handle[3])
-        return received, counts, back, event, None if hook is None else receive
+            def copy() -> None:
+                for one, into in zip(narrow, wide, strict=True):
+                    into[:, : one.shape[1]] = one
+                keep(*wide)
+
+            return copy
+
+        _, counts, handle, event, hook = there.low_latency_dispatch(
+            x, topk_idx, most, experts, *args, copies=copies, **options
+        )
+        tokens, source, layout, *scales = wide
+        self._narrow[source] = handle
+        received: Tokens = (tokens, scales[0]) if scales else tokens
+        return received, counts, (source, layout, most, handle[3]), event, hook
 
     dispatch = low_latency_dispatch
 

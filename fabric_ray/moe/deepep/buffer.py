@@ -213,6 +213,7 @@ class Buffer(NormalCalls):
         x_global_scale: Tensor | None = None,
         use_nvfp4: bool = False,
         use_ue8m0_for_sf: bool = False,
+        copies: low_latency.Copies | None = None,
     ) -> tuple[Tokens, Tensor, low_latency.Handle, EventOverlap, Hook | None]:
         """Sends each token to each of its experts; the hooks of two calls may be waited for.
 
@@ -233,6 +234,7 @@ class Buffer(NormalCalls):
             x_global_scale: float32, with ``use_nvfp4``: what scales are multiplied by, the same on
                 all ranks. The first element is used.
             use_ue8m0_for_sf: unsupported: scales of ``use_nvfp4`` are e4m3.
+            copies: of NIXL-EP's ``Buffer``, which copies results.
 
         Returns:
             ``[local experts, M * ranks, hidden]``, with scales if ``use_fp8``: float32
@@ -271,8 +273,9 @@ class Buffer(NormalCalls):
 
         def sent() -> tuple[low_latency.Received, Hook]:
             return self._low_latency.dispatch(
-                x, topk_idx, form, stats, powers_of_two=round_scale, global_scale=x_global_scale
-            )
+                x, topk_idx, form, stats, powers_of_two=round_scale, global_scale=x_global_scale,
+                copies=copies,
+            )  # fmt: skip
 
         given = (x, topk_idx, stats.counts, x_global_scale)
         used = tuple(one for one in given if one is not None)

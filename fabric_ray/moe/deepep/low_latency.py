@@ -82,6 +82,11 @@ class Received:
         return (self.x.permute(1, 2, 0) if self.x.dtype == torch.uint8 else self.x), self.scales
 
 
+Copies: TypeAlias = Callable[[Received], Hook]
+"""Makes room for copies of a dispatch's results before anything is sent; the hook copies them when
+they are filled, on the stream that fills them."""
+
+
 class LowLatency:
     """One rank's low-latency calls. Dispatches alternate between two exchanges, as in DeepEP, so
     that two batches may overlap."""
@@ -105,6 +110,7 @@ class LowLatency:
         *,
         powers_of_two: bool = False,
         global_scale: Tensor | None = None,
+        copies: Copies | None = None,
     ) -> tuple[Received, Hook]:
         """Sends; the hook receives."""
         check_tokens(x, topk_idx, form)
@@ -117,8 +123,9 @@ class LowLatency:
         elif form.scales is not None:
             fp8 = cast.Fp8Form(BLOCK, form.scales, powers_of_two)
         kept = torch.empty(topk_idx.shape, dtype=torch.int64, device=topk_idx.device)
-        slot.exchange.dispatch(Outgoing(x, topk_idx, parts, fp8, kept))
         received = _room(slot)
+        copy = None if copies is None else copies(received)
+        slot.exchange.dispatch(Outgoing(x, topk_idx, parts, fp8, kept))
         slot.handle = received.handle
         self._routes[received.handle[0]] = form, kept
         slot.pending = "low_latency_dispatch"
@@ -133,6 +140,8 @@ class LowLatency:
                 keep(received.x, received.counts, *received.handle[:2])
                 if received.scales is not None:
                     keep(received.scales)
+                if copy is not None:
+                    copy()
                 stats.add(received.counts, slot.exchange)
 
         return received, hook

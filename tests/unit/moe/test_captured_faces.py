@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fabric_ray import errors
-from fabric_ray.moe import device, nixl_ep
-from fabric_ray.moe.deepep import Buffer, ElasticBuffer, HybridEPBuffer, shared_calls
+from fabric_ray.moe import cast, device, nixl_ep
+from fabric_ray.moe.deepep import Buffer, ElasticBuffer, EventHandle, HybridEPBuffer, shared_calls
+from fabric_ray.moe.deepep import buffer as deepep_buffer
 from fabric_ray.moe.deepep.hybrid import indices_to_map
 from tests.host_graph import Graph
 from tests.host_kernels import Host
@@ -199,3 +200,63 @@ def test_a_dispatch_that_waits_for_a_device_is_refused_before_anything_is_launch
     assert torch.equal(again, rows)
     buffer.destroy()
     hybrid.destroy()
+
+
+class Placed:
+    """A launcher that notes behind which steps of a graph it launches."""
+
+    def __init__(self, graph: Graph, host: Host) -> None:
+        self._graph, self._under, self.at = graph, graph.launcher(host.another()), 0
+
+    def launch(self, *launched: Any, **options: Any) -> None:
+        self.at = self._graph.size
+        self._under.launch(*launched, **options)
+
+    def resident(self, *of: Any) -> int:
+        return self._under.resident(*of)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_results_with_room_for_more_ranks_are_filled_by_the_call(
+    fp8: bool, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hook may run on another stream, and an event may be waited for by one: what is launched
+    for results stands before the place that they mark."""
+    graph, marks = Graph(), list[int]()
+    launcher = Placed(graph, host)
+
+    class Event(EventHandle):
+        def __init__(self) -> None:
+            marks.append(graph.size)
+            super().__init__()
+
+    monkeypatch.setattr(deepep_buffer, "EventHandle", Event)
+    buffer = nixl_ep.Buffer(rank=0, tcp_store_group=dist.HashStore(), launcher=launcher)
+    buffer.update_memory_buffers(3, EACH, 0)
+    buffer.connect_ranks([0])
+    x, idx, w = batch(0, M, EACH, TOPK, HIDDEN)
+
+    def dispatch(**options: Any) -> Any:
+        return buffer.dispatch(x, idx, M, 3 * EACH, use_fp8=fp8, **options)
+
+    def combine(got: Any, handle: Any) -> None:
+        rows = cast.back(*got) if fp8 else got
+        assert rows.shape == (EACH, 3 * M, HIDDEN)
+        out, _, _ = buffer.combine(rows, idx, w, handle)
+        seen = cast.back(*cast.to_fp8(x)) if fp8 else x
+        wanted = (seen.float() * torch.where(idx < 0, 0.0, w).sum(1, keepdim=True)).to(out.dtype)
+        torch.testing.assert_close(out, wanted, rtol=0.02, atol=0.02)
+
+    for _ in range(2):
+        got, _, handle, _, _ = dispatch()  # makes the exchanges
+        combine(got, handle)
+    with graph.capture():
+        got, _, handle, _, hook = dispatch(return_recv_hook=True)
+        assert graph.size == launcher.at + 1, "something follows the launch that the hook marks"
+        hook()
+    combine(got, handle)
+    with graph.capture():
+        got, _, handle, _, _ = dispatch(async_finish=True)
+        assert marks == [graph.size], "something follows the event"
+    combine(got, handle)
+    buffer.destroy()
