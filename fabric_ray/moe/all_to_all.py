@@ -56,6 +56,8 @@ class AllToAll(RankExchange):
         device: the GPU that tokens and answers lie on; the host if ``None``. Each rank on a GPU
             has a stream of its own.
         launcher: launches kernels on ``device``, in place of that GPU.
+        expert_rows: rows that an expert can get in one exchange, for kernels to have room for; of
+            all tokens of all ranks if ``None``.
         direct: kernels store rows and answers straight to the memory of peers that they reach
             (NVLink and the GPU itself, by ``cuda_ipc``); :meth:`explain` names these peers. If
             there are more rows than ``private_rows``, ``dispatch_send`` then waits on the device
@@ -89,6 +91,7 @@ class AllToAll(RankExchange):
         timeout: float = 30.0,
         device: torch.device | str | None = None,
         launcher: Launcher | None = None,
+        expert_rows: int | None = None,
         direct: bool = True,
     ) -> None:
         limits = {"ranks": ranks, "experts": experts, "topk": topk, "hidden": hidden}
@@ -150,6 +153,7 @@ class AllToAll(RankExchange):
                 answer_dtype=answer_dtype,
                 launcher=launcher,
                 timeout=timeout,
+                expert_rows=expert_rows or ranks * max_tokens,
                 direct=direct,
             )
         self.set_timeout(timeout)

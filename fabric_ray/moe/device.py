@@ -68,6 +68,7 @@ class DeviceSteps:
         answer_dtype: of answers, with ``hidden`` elements.
         launcher: launches on the device of ``memory``.
         timeout: seconds after which a rank that others wait for is given up.
+        expert_rows: rows that an expert can get.
         direct: kernels store to the memory of peers that they can reach.
     """
 
@@ -83,6 +84,7 @@ class DeviceSteps:
         answer_dtype: torch.dtype,
         launcher: Launcher,
         timeout: float,
+        expert_rows: int,
         direct: bool,
     ) -> None:
         self._native, self._memory, self._sizes = native, memory, sizes
@@ -96,7 +98,7 @@ class DeviceSteps:
         self._tokens = self._room = 0
         self._cast: tuple[Tensor, Tensor] | None = None
         self._caller = threading.Lock()
-        self._direct = direct
+        self._direct, self._expert_rows = direct, expert_rows
 
         self._box = box = Mailbox(native, rank, device, launcher, self._launches)
         self._own, self._row_stride, self._back_stride = native.own_rows
@@ -460,7 +462,7 @@ class DeviceSteps:
             InvalidArgument: an expert may get more than its stride.
         """
         sizes = self._sizes
-        each, local = sizes.ranks * sizes.max_tokens, sizes.local_experts
+        each, local = self._expert_rows, sizes.local_experts
         if stride is None:
             filled = -(-each // multiple) * multiple
             return min(local * filled, sizes.ranks * sizes.pair_rows + local * (multiple - 1))

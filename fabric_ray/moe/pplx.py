@@ -87,6 +87,7 @@ class AllToAll:
             dtype=self._bits,
             parts=parts,
             answer_dtype=out_dtype,
+            expert_rows=self._shared.of_all,
             **where,
         )
 
@@ -188,6 +189,7 @@ class AllToAll:
             parts = self._scales(dp_x_scale, len(dp_x))
             asynchronous = self._exchange.asynchronous
             tokens = bound(bound_m, len(dp_x), asynchronous)
+            self._shared.check(tokens)
             experts = experts_within(bound_m, indices[: len(dp_x)], asynchronous)
             mine = self._shared.mine
             self._exchange.dispatch_send(

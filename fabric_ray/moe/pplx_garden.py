@@ -128,6 +128,7 @@ class P2PAllToAll:
             parts=parts,
             answer_dtype=out_dtype,
             private_rows=private,
+            expert_rows=self._shared.of_all,
             **where,
         )
 
@@ -169,6 +170,7 @@ class P2PAllToAll:
         if do_send:
             experts = experts_within(bound_m, indices, self._exchange.asynchronous)
             tokens = len(experts)
+            self._shared.check(tokens)
             mine = self._shared.mine
             parts = {} if dp_x_scale is None else {"scale": mine(dp_x_scale[:tokens].contiguous())}
             self._exchange.dispatch_send(mine(dp_x[:tokens]), mine(experts), **parts)

@@ -36,6 +36,9 @@ class SharedTokens:
         self._ranks, self._place = ranks, rank % ranks
         self.most = -(-max_tokens // ranks)
         """Tokens that one of them dispatches, at most."""
+        self.of_all = size // ranks * max_tokens
+        """Tokens that all ranks dispatch, at most."""
+        self._max_tokens = max_tokens
         if ranks > 1:
             self._exchange = exchanges.make(
                 experts=size,
@@ -54,6 +57,16 @@ class SharedTokens:
     def alone(self) -> bool:
         """Whether each rank has tokens of its own."""
         return self._ranks == 1
+
+    def check(self, tokens: int) -> None:
+        """
+        Raises:
+            InvalidArgument: more tokens than ``max_tokens``: other ranks have no room for them.
+        """
+        if tokens > self._max_tokens:
+            raise InvalidArgument(
+                f"{tokens} tokens, and max_num_tokens is {self._max_tokens}; send fewer at a time"
+            )
 
     def mine(self, tensor: Tensor) -> Tensor:
         """The rows of tokens that this rank dispatches."""

@@ -89,12 +89,12 @@ def test_a_layer_is_that_of_one_place_bit_by_bit(ranks: int, fp8: bool) -> None:
     on_ranks(ranks, work)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_kernels_make_the_same_layer(ranks: int, host: Host) -> None:
+@pytest.mark.parametrize(("ranks", "dp"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_kernels_make_the_same_layer(ranks: int, dp: int, host: Host) -> None:
     def work(comm: ThreadComm) -> None:
-        a = made(comm.rank(), ranks, fp8=True, comm=comm, launcher=host.another())
+        a = made(comm.rank(), ranks, fp8=True, dp=dp, comm=comm, launcher=host.another())
         for tokens, split in [(M, False), (5, True)]:
-            layer(a, comm.rank(), ranks, tokens, fp8=True, split=split, beyond=0.0)
+            layer(a, comm.rank(), ranks, tokens, fp8=True, split=split, dp=dp, beyond=0.0)
         a.check()
         a.destroy()
 
@@ -110,6 +110,18 @@ def test_ranks_that_share_tokens_all_get_the_sums(ranks: int, dp: int) -> None:
         a.destroy()
 
     on_ranks(ranks, work)
+
+
+@on_all_ranks(2)
+def test_ranks_that_share_tokens_have_no_more_than_there_is_room_for(comm: ThreadComm) -> None:
+    a = made(comm.rank(), 2, dp=2, comm=comm)
+    x, idx, _ = batch(0, M + 1, EXPERTS, TOPK, HIDDEN)
+    counts = torch.empty(4, dtype=torch.int32)
+    room = torch.empty(4, M, HIDDEN, dtype=torch.bfloat16)
+    with pytest.raises(errors.InvalidArgument, match="10 tokens, and max_num_tokens is 9"):
+        a.dispatch(counts, room, None, x, None, idx)
+    a.dispatch(counts, room, None, x[:M], None, idx[:M])
+    a.destroy()
 
 
 @on_all_ranks(2)
