@@ -113,8 +113,8 @@ class Buffer(NormalCalls):
         self._normal = normal.Normal(self._exchanges, max_tokens, ranks_per_node, launcher, workers)
         self._low_latency = low_latency.LowLatency(self._exchanges, num_rdma_bytes, launcher)
         self._streams = Streams()
-        self._own: dict[bool, Tensor] = {}
-        """What :meth:`get_local_buffer_tensor` gives out."""
+        self._own: Tensor | None = None
+        """What :meth:`get_local_buffer_tensor` gives out of ``num_nvl_bytes``."""
 
     # What has no rank
 
@@ -166,22 +166,25 @@ class Buffer(NormalCalls):
         offset: int = 0,
         use_rdma_buffer: bool = False,
     ) -> Tensor:
-        """Memory of ``num_nvl_bytes``, or ``num_rdma_bytes``, for the caller alone: on the GPU that
+        """Memory of ``num_nvl_bytes``, the same at each call, for the caller alone: on the GPU that
         is current at the first call, or on the host. Exchanges have memory of their own, and need
         no cleaning.
 
         Args:
             size: of the tensor; all elements there are if ``None``.
             offset: elements before it.
+            use_rdma_buffer: ``num_rdma_bytes`` of zeros instead, others at each call: callers clear
+                them to recover, and the GPU has better use for as much memory until then.
 
         Raises:
             InvalidArgument: ``size`` is beyond the end.
         """
         nbytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
-        if use_rdma_buffer not in self._own:
+        if use_rdma_buffer or (whole := self._own) is None:
             where = "cuda" if torch.cuda.is_available() else "cpu"
-            self._own[use_rdma_buffer] = torch.zeros(nbytes, dtype=torch.uint8, device=where)
-        whole = self._own[use_rdma_buffer]
+            whole = torch.zeros(nbytes, dtype=torch.uint8, device=where)
+        if not use_rdma_buffer:
+            self._own = whole
         usable = nbytes // dtype.itemsize * dtype.itemsize
         elements = whole[:usable].view(dtype)[offset:]
         if size is None:
@@ -412,7 +415,7 @@ class Buffer(NormalCalls):
         here."""
         self._exchanges.leave()
         self._low_latency.restart()
-        self._own.clear()
+        self._own = None
 
     def destroy(self) -> None:
         """Frees the buffers when all ranks are here and their devices are done; a second call does
@@ -425,7 +428,7 @@ class Buffer(NormalCalls):
             self._exchanges.close()
         finally:
             self._low_latency.restart()
-            self._own.clear()
+            self._own = None
 
     def _run(
         self,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fabric_ray import TransferEngine, errors
 from fabric_ray.moe import cast
@@ -200,6 +201,9 @@ def test_a_buffer_gives_out_memory_of_its_own(comm: ThreadComm) -> None:
     recv, counts, handle, _, _ = buffer.low_latency_dispatch(x, idx, M, EXPERTS, use_fp8=False)
     whole.zero_()
     assert whole.shape == (1 << 20,)
+    memory = StorageWeakRef(whole.untyped_storage())
+    del whole
+    assert memory.expired(), "memory that a caller cleared is kept"
     sums, _, _ = buffer.low_latency_combine(experts(buffer, recv, counts), idx, w, handle)
     assert torch.equal(sums, unsharded(x, idx, w))
     part = buffer.get_local_buffer_tensor(torch.float32, torch.Size([2, 3]), offset=4)
