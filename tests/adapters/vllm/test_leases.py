@@ -58,11 +58,10 @@ def test_pages_wait_while_their_request_is_in_the_decoders_queue() -> None:
         first = d.stream([5, 6, 7], LONG)
         next(first)
         others = [pool.submit(list, first), pool.submit(d.tokens, [8, 9, 10], LONG)]
-        asked = []
+        asked, began = [], time.monotonic()
         for prompt in prompts:
             params = router.prefill(prompt, uuid.uuid4().hex)
             asked.append(pool.submit(d.tokens, prompt, TOKENS, params))
-        began = time.monotonic()
         for other in others:
             other.result()
         seconds = time.monotonic() - began
