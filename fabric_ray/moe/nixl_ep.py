@@ -75,10 +75,12 @@ class Buffer:
         self._narrow: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()
         self._inactive: set[int] = set()
         """Ranks of the staged buffer that are masked still."""
+        self._is_new = True
+        """Whether this rank has sent nothing in ``_buffer``: no other rank waits for it there."""
         self._by_hand: set[int] = set()
-        """Ranks that the caller masked since the last call."""
+        """Ranks that the caller has masked for a rank that is new."""
         self._alone: deepep.Buffer | None = None
-        """This rank's calls while all others are in ``_by_hand``."""
+        """Calls of a rank that is new, while all others are in ``_by_hand``."""
 
     is_sm90_compiled = staticmethod(deepep.Buffer.is_sm90_compiled)
     set_num_sms = staticmethod(deepep.Buffer.set_num_sms)
@@ -144,10 +146,10 @@ class Buffer:
         self._use(self._made(len(remain)))
 
     def update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Masks a rank from the next call on, or takes it back.
+        """Masks a rank, or takes it back.
 
-        While all other ranks are masked, calls are this rank's alone: the others needn't know, and
-        this rank takes them back by itself. Otherwise ranks are taken back as
+        A rank that masks all others before its first call runs alone: the others needn't know, and
+        it takes them back by itself. Otherwise ranks are taken back as
         :meth:`Buffer.low_latency_update_mask_buffer` of DeepEP does: by all connected ranks
         together, each as many.
 
@@ -169,7 +171,9 @@ class Buffer:
                 raise InvalidArgument(
                     f"rank {rank_to_mask} is no other rank of {connected.group_size}"
                 )
-            if rank_to_mask not in connected.lost:
+            if not self._is_new:
+                connected.low_latency_update_mask_buffer(rank_to_mask, mask=True)
+            elif rank_to_mask not in connected.lost:
                 self._by_hand.add(rank_to_mask)
         elif rank_to_mask in self._by_hand:
             if self._alone is not None and self._alone.captured:
@@ -199,7 +203,7 @@ class Buffer:
 
     def barrier(self) -> None:
         """Waits for all ranks that take part."""
-        self._there.barrier()
+        self._of_calls.barrier()
 
     def destroy(self) -> None:
         """Frees the buffers when other ranks have what this one has for them; those that are gone
@@ -227,7 +231,7 @@ class Buffer:
         """
         if options.get("use_nvfp4"):
             raise Unsupported("NIXL-EP's tokens go as bfloat16 or fp8; leave use_nvfp4 out")
-        there, most = self._there, num_max_dispatch_tokens_per_rank
+        there, most = self._begun(), num_max_dispatch_tokens_per_rank
         experts = there.group_size * self._each
         room = num_experts or experts
         if room < experts or room % self._each:
@@ -278,23 +282,25 @@ class Buffer:
         found = self._handle_of(handle)
         if len(found[0][0]) < x.shape[1]:
             x = x[:, : len(found[0][0])].contiguous()
-        return self._there.low_latency_combine(x, topk_idx, topk_weights, found, *args, **options)
+        return self._of_calls.low_latency_combine(
+            x, topk_idx, topk_weights, found, *args, **options
+        )
 
     combine = low_latency_combine
 
     def get_next_combine_buffer(self, handle: Handle) -> Tensor:
         """As DeepEP's; with room for the connected ranks."""
-        return self._there.get_next_low_latency_combine_buffer(self._handle_of(handle))
+        return self._of_calls.get_next_low_latency_combine_buffer(self._handle_of(handle))
 
     def _handle_of(self, handle: Handle) -> Any:
         """DeepEP's handle."""
-        return self._narrow.get(handle[0]) or (*handle, self._there.group_size * self._each)
+        return self._narrow.get(handle[0]) or (*handle, self._of_calls.group_size * self._each)
 
     # High-throughput calls
 
     def get_dispatch_layout(self, *args: Any, **options: Any) -> Any:
         """As DeepEP's."""
-        return self._there.get_dispatch_layout(*args, **options)
+        return self._of_calls.get_dispatch_layout(*args, **options)
 
     def ht_dispatch(
         self,
@@ -313,7 +319,7 @@ class Buffer:
         allocate_on_comm_stream: bool = False,
     ) -> Any:
         """As DeepEP's ``dispatch``, without its ``num_worst_tokens``."""
-        return self._there.dispatch(
+        return self._begun().dispatch(
             x, handle, num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank,
             num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, 0, config,
             previous_event, async_finish, allocate_on_comm_stream,
@@ -321,13 +327,13 @@ class Buffer:
 
     def ht_combine(self, *args: Any, **options: Any) -> Any:
         """As DeepEP's ``combine``."""
-        return self._there.combine(*args, **options)
+        return self._of_calls.combine(*args, **options)
 
     # Memory and events
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """As DeepEP's."""
-        return self._there.get_comm_stream()
+        return self._of_calls.get_comm_stream()
 
     def get_local_buffer_tensor(self, *args: Any, **options: Any) -> Tensor:
         """As DeepEP's: memory of the caller alone."""
@@ -341,24 +347,25 @@ class Buffer:
         return self._buffer
 
     @property
-    def _there(self) -> deepep.Buffer:
-        """The buffer that calls go to: this rank's alone while all others are masked by hand, or
-        that of the connected ranks, which hears of masks now. Waits there would give this rank up
-        while it is alone, and it could be taken back by all of them only."""
+    def _of_calls(self) -> deepep.Buffer:
+        """The buffer that calls go to: that of the connected ranks, or this rank's alone."""
         connected = self._connected
-        if not self._by_hand:
-            return connected
         others = set(range(connected.group_size)) - {self.rank}
-        if self._by_hand | set(connected.lost) != others:
-            for rank in self._by_hand:
-                connected.low_latency_update_mask_buffer(rank, mask=True)
-            self._by_hand.clear()
-            return connected
-        if self._alone is None:
-            self._alone = self._made(connected.group_size, alone=True)
-            for rank in others:
-                self._alone.low_latency_update_mask_buffer(rank, mask=True)
-        return self._alone
+        if self._by_hand and self._by_hand | set(connected.lost) == others:
+            if self._alone is None:
+                self._alone = self._made(connected.group_size, alone=True)
+                for rank in others:
+                    self._alone.low_latency_update_mask_buffer(rank, mask=True)
+            return self._alone
+        while self._by_hand:
+            connected.low_latency_update_mask_buffer(self._by_hand.pop(), mask=True)
+        return connected
+
+    def _begun(self) -> deepep.Buffer:
+        """The buffer that a dispatch goes to."""
+        found = self._of_calls
+        self._is_new &= found is not self._buffer
+        return found
 
     @property
     def _captured(self) -> bool:
@@ -399,7 +406,7 @@ class Buffer:
     def _use(self, buffer: deepep.Buffer) -> None:
         """Goes on with another buffer."""
         before, self._buffer = self._buffer, buffer
-        self._staged, self._inactive = None, set()
+        self._staged, self._inactive, self._is_new = None, set(), True
         self._drop_alone()
         self._by_hand.clear()
         if before is not None:

@@ -41,8 +41,10 @@ class StoreComm:
         self._prefix = f"{base}/{uuid4().hex}"
         self._store.set(f"{base}/open", self._prefix)
         try:
-            for rank in range(1, self._size):
-                self._wait(rank)
+            others = [self._key(rank) for rank in range(1, self._size)]
+            while not self._store.check(others):  # one of them may have given up since it came
+                for rank in range(1, self._size):
+                    self._wait(rank)
         finally:
             self._store.set(f"{base}/open", _CLOSED)
         self._store.set(self._key(0), b"+")

@@ -206,6 +206,32 @@ def test_a_rank_that_is_masked_by_hand_is_left_out_from_the_next_call_on() -> No
     on_threads(ranks, work)
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_ranks_that_mask_each_other_in_the_middle_come_back_together(both: bool) -> None:
+    store, met = dist.HashStore(), threading.Barrier(2)
+
+    def work(rank: int) -> None:
+        buffer = made(rank, store, 2, timeout_ms=1000)
+        buffer.connect_ranks([0, 1])
+        x, idx, w = batch(rank, M, 2 * EACH, TOPK, HIDDEN)
+        rows, counts, handle, _, _ = buffer.dispatch(x, idx, M, use_fp8=False)
+        y = torch.zeros_like(rows)
+        for number, count in enumerate(counts.tolist()):
+            y[number, :count] = expert(rank * EACH + number, rows[number, :count])
+        met.wait(60)
+        if both or not rank:  # the other one notices that nothing comes
+            buffer.update_mask_buffer(1 - rank, mask=True)
+            out, event, _ = buffer.combine(y, idx, w, handle)
+            assert event.left_out == {1 - rank}
+        alone(buffer, 2)
+        met.wait(60)
+        buffer.update_mask_buffer(1 - rank, mask=False)
+        layer(buffer, 1, 2, None)
+        buffer.destroy()
+
+    on_threads(2, work)
+
+
 def test_high_throughput_calls_are_deepeps() -> None:
     store = dist.HashStore()
 
