@@ -70,9 +70,10 @@ class Dispatched:
         """Copies a part's rows into ``[rows, width]`` or ``[local experts, rows of each, width]``
         of any dtype and strides, where padding rows keep what they have; on the tokens' device,
         without waiting for it."""
-        came = self.parts[name].view(into.dtype).view(into.shape)
+        kept = into.contiguous().view(torch.uint8)
+        came = self.parts[name].view(torch.uint8).view(kept.shape)
         there = (self.experts() >= 0).view(into.shape[:-1])
-        into.copy_(torch.where(there[..., None], came, into))
+        into.copy_(torch.where(there[..., None], came, kept).view(into.dtype))
 
 
 @dataclass(frozen=True)

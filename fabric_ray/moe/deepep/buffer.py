@@ -173,8 +173,8 @@ class Buffer(NormalCalls):
         Args:
             size: of the tensor; all elements there are if ``None``.
             offset: elements before it.
-            use_rdma_buffer: ``num_rdma_bytes`` of zeros instead, others at each call: callers clear
-                them to recover, and the GPU has better use for as much memory until then.
+            use_rdma_buffer: ``num_rdma_bytes`` of zeros instead, which are allocated at each call
+                and not kept: callers only clear them, to recover.
 
         Raises:
             InvalidArgument: ``size`` is beyond the end.
