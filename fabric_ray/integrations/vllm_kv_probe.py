@@ -56,9 +56,10 @@ def page_form(name: str, layer: Any, tensor: torch.Tensor, dtype: torch.dtype) -
     """
     backend = getattr(layer, "attn_backend", None)
     writer = type(layer).__name__ if backend is None else backend.get_name()
-    # Caches of several formats are bytes for torch.
-    stored = getattr(layer, "kv_cache_dtype", dtype)
-    unknown = PageForm(tokens=False, heads=False, content=f"of {writer}, {stored}")
+    stored = ""
+    if tensor.element_size() == 1:  # of several formats, all of which may be bytes for torch
+        stored = f", {getattr(layer, 'kv_cache_dtype', dtype)}".replace("fp8_e4m3", "fp8")
+    unknown = PageForm(tokens=False, heads=False, content=f"of {writer}{stored}")
     if layer is None:
         return unknown
     saved = tensor[0].clone()
