@@ -198,7 +198,7 @@ class ShardedPush:
         boxes = [each.needs for each in needs]
         target = target_side(boxes, _as_taken(tensors, needs))
         source = source_side(reports, lambda: _side(given), target)
-        formats = found_casts(source, target)
+        formats = found_casts(source, target) if self._source.is_on_one_device else {}
         if not formats:  # workers cast what they must
             target = target_side(boxes, tensors)
         places = [("", target, rank) for rank in range(len(workers))]

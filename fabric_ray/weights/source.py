@@ -122,6 +122,11 @@ class WeightSource:
         ``connect``, and where no tensor needs preparation."""
         return None if self._ring is None else self._ring[0]
 
+    @property
+    def is_on_one_device(self) -> bool:
+        """Whether all tensors are, as conversions need it."""
+        return len({tensor.device for tensor in self._tensors.tensors.values()}) == 1
+
     def meta(self) -> tuple[int, list[ParamMeta] | bytes, bytes]:
         """This source's metadata for the controller: rank, shards (or the digest of ``side``), and
         engine address.
