@@ -221,7 +221,7 @@ def test_ranks_that_mask_each_other_in_the_middle_come_back_together(both: bool)
         met.wait(60)
         if both or not rank:  # the other one notices that nothing comes
             buffer.update_mask_buffer(1 - rank, mask=True)
-            out, event, _ = buffer.combine(y, idx, w, handle)
+            _, event, _ = buffer.combine(y, idx, w, handle)
             assert event.left_out == {1 - rank}
         alone(buffer, 2)
         met.wait(60)
