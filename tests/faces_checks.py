@@ -79,6 +79,10 @@ def check_deepep(others: Sequence[Other], how: str) -> None:
             assert torch.equal(sums, wanted(seed, fp8=True))
 
 
+def check_masks(others: Sequence[Other]) -> None:
+    assert run(others, "masks")[0] == [0, 1]
+
+
 def check_normal_calls(others: Sequence[Other], per_node: int) -> None:
     def on_host(comm: ThreadComm) -> Any:
         with TransferEngine(name=f"host-{comm.rank()}", transport="shm") as engine:

@@ -18,6 +18,7 @@ from fabric_ray.moe.comm import agree, comm_of, used_by_graphs
 from fabric_ray.moe.deepep.event import EventOverlap, keep
 from fabric_ray.moe.deepep.low_latency import Received
 from fabric_ray.moe.deepep.parcels import Tokens
+from fabric_ray.moe.deepep.shared_calls import wait_for_losses
 from fabric_ray.moe.store_comm import AloneComm, StoreComm
 
 Handle: TypeAlias = tuple[Tensor, Tensor, int, int]
@@ -184,8 +185,15 @@ class Buffer:
             connected.low_latency_update_mask_buffer(rank_to_mask)
 
     def query_mask_buffer(self, mask_status: Tensor) -> None:
-        """Puts 0 for ranks that take part into int32 ``[ranks]``, and 1 for others."""
+        """Puts 0 for ranks that take part into int32 ``[ranks]``, and 1 for others.
+
+        Of a GPU, it waits for the calls before it on the current stream.
+
+        Raises:
+            Unsupported: a CUDA graph is captured.
+        """
         connected = self._connected
+        wait_for_losses(mask_status.device)
         masked = self._by_hand | set(connected.lost)
         active = [r for r in range(min(connected.group_size, len(mask_status))) if r not in masked]
         status = torch.ones(len(mask_status), dtype=torch.int32, device="cpu")

@@ -155,6 +155,31 @@ def deepep(comm: PipeComm, engine: TransferEngine, stand: Stand, how: str) -> li
     return found
 
 
+def masks(comm: PipeComm, engine: TransferEngine, stand: Stand) -> list[int]:
+    """What rank 0's masks say right behind calls in which the last rank took no part."""
+    buffer = Buffer(
+        low_latency_mode=True, comm=comm, engine=engine, timeout=1.0, launcher=stand.launcher,
+        enable_shrink=True,
+    )  # fmt: skip
+    x, idx, w = (t.to(stand.device) for t in batch(comm.rank(), M, EXPERTS, TOPK, HIDDEN))
+    status = torch.zeros(comm.size(), dtype=torch.int32, device=stand.device)
+
+    def step() -> None:
+        recv, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, M, EXPERTS)
+        buffer.low_latency_combine(answers(recv, comm.rank()), idx, w, handle)
+
+    step()
+    stand.finish()
+    comm.all_gather(b"")
+    if not comm.rank():
+        step()
+        buffer.low_latency_query_mask_buffer(status)
+    comm.all_gather(b"")
+    found: list[int] = status.tolist()
+    buffer.destroy()
+    return found
+
+
 def normal_calls(
     comm: Any, engine: TransferEngine, stand: Stand, per_node: int
 ) -> list[Tensor | None]:
@@ -239,6 +264,8 @@ def serve(
                     done = gradients(comm, engine, stand)
                 case ("deepep", how):
                     done = deepep(comm, engine, stand, how)
+                case ("masks",):
+                    done = masks(comm, engine, stand)
                 case ("normal", per_node):
                     done = normal_calls(comm, engine, stand, per_node)
                 case ("pplx", tokens):

@@ -65,6 +65,10 @@ def test_deepep_calls_have_the_sums_of_one_place(others: list[Other], how: str) 
     faces_checks.check_deepep(others, how)
 
 
+def test_masks_tell_of_a_rank_that_was_lost_in_the_calls_before(others: list[Other]) -> None:
+    faces_checks.check_masks(others)
+
+
 @pytest.mark.parametrize("per_node", [2, 1])
 def test_deepep_normal_calls_have_the_bits_of_the_host(others: list[Other], per_node: int) -> None:
     faces_checks.check_normal_calls(others, per_node)

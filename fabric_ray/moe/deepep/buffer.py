@@ -17,7 +17,7 @@ from fabric_ray.moe.deepep.event import EventHandle, EventOverlap, Streams
 from fabric_ray.moe.deepep.low_latency_form import Form, Statistics
 from fabric_ray.moe.deepep.normal_calls import NormalCalls
 from fabric_ray.moe.deepep.parcels import Tokens
-from fabric_ray.moe.deepep.shared_calls import ranks_of_a_node
+from fabric_ray.moe.deepep.shared_calls import ranks_of_a_node, wait_for_losses
 from fabric_ray.moe.deepep.signals import Signals
 from fabric_ray.moe.deepep.sizes import Config, low_latency_nbytes
 
@@ -381,12 +381,20 @@ class Buffer(NormalCalls):
         self._restore(rank_to_mask)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
-        """Puts 1 for ranks that were masked or lost into int32 ``[ranks]``, 0 for others."""
+        """Puts 1 for ranks that were masked or lost into int32 ``[ranks]``, 0 for others.
+
+        Of a GPU, it waits for the calls before it on the current stream.
+
+        Raises:
+            InvalidArgument: it has another dtype or shape.
+            Unsupported: a CUDA graph is captured.
+        """
         if mask_status.shape != (self.group_size,) or mask_status.dtype != torch.int32:
             raise InvalidArgument(
                 f"mask_status is {mask_status.dtype} {tuple(mask_status.shape)}; give int32 "
                 f"[{self.group_size}]"
             )
+        wait_for_losses(mask_status.device)
         masked = self._exchanges.masked
         ranks_to_evict = [int(r in masked) for r in range(self.group_size)]
         mask_status.copy_(torch.tensor(ranks_to_evict, dtype=torch.int32, device="cpu"))

@@ -82,6 +82,22 @@ def check_counted(device: torch.device) -> None:
         )
 
 
+def wait_for_losses(device: torch.device) -> None:
+    """Waits for what is before a call on the current stream, since ranks may be lost there.
+
+    Raises:
+        Unsupported: a CUDA graph is captured on the device.
+    """
+    if device.type != "cuda":
+        return
+    if is_captured(device):
+        raise Unsupported(
+            "masks can't be queried in a CUDA graph: the host knows them when kernels have run; "
+            "query them after the replay, on its stream"
+        )
+    torch.cuda.current_stream(device).synchronize()
+
+
 def ranks_of_a_node(comm: Comm, given: int | None) -> int:
     """Those that are given, or by the hosts' names; all ranks call it together.
 

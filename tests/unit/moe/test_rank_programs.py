@@ -69,6 +69,10 @@ def test_deepep_calls_have_the_sums_of_one_place(faces: list[Other], how: str) -
     faces_checks.check_deepep(faces, how)
 
 
+def test_masks_tell_of_a_rank_that_was_lost_in_the_calls_before(faces: list[Other]) -> None:
+    faces_checks.check_masks(faces)
+
+
 @pytest.mark.parametrize("tokens", [faces_checks.M, 0])
 def test_pplx_calls_read_their_bound_where_it_lies(faces: list[Other], tokens: int) -> None:
     faces_checks.check_pplx(faces, tokens)
