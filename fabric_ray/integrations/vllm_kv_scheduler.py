@@ -330,7 +330,12 @@ class KvScheduler:
             # vLLM holds the blocks of a request that waits, until the worker reports it.
             self._next.cancelled.append(number)
             self._ending.add(number)
-        if not params.get("do_remote_decode") or not self._produces or number in self._held:
+        if not params.get("do_remote_decode") or not self._produces:
+            return False, None
+        if number in self._held:
+            why = "the pages of an earlier request of its id are held"
+            # Without the id: by that the worker knows the earlier one's transfer.
+            self._next.failed.append(Failed("", _transfer(request), why, held=False))
             return False, None
         prefill = self._prefills.pop(number, None)
         if prefill and prefill.ready and not self._covers(tables, prefill.tokens):

@@ -140,6 +140,21 @@ def test_rs_1_a_vllm_that_sleeps_without_telling_connectors_is_refused(
         Instance(sleeps)
 
 
+def test_rs_4_a_request_whose_id_is_held_tells_its_decoder() -> None:
+    p, d = Instance(config("kv_producer")), Instance(config("kv_consumer"))
+    with instances(p, d):
+        asked = known(p, d)
+        earlier = prefill(p, "p", PROMPT, transfer_id="earlier")
+        d.add("d", PROMPT[:20], {**asked, "transfer_id": "later"})
+        d.step()
+        prefill(p, "p", PROMPT[:20], transfer_id="later")
+        pump("the failure", lambda: "d" in d.ended, d, p)
+        assert d.ended["d"].finish_reason.name == "ERROR"
+        d.add("e", PROMPT, earlier)
+        served(d, "e", PROMPT, p)
+        released(p, d)
+
+
 def test_caches_that_come_back_from_sleep_before_the_scales_are_what_they_were() -> None:
     p, d = Instance(config("kv_producer")), Instance(config("kv_consumer"))
     with instances(p, d):
