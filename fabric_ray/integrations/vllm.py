@@ -214,7 +214,7 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
         steps = self._inbox.receive(self._trainer, update_info.update)
         reload = Reload(self.model, self.model_config, self._leave)
         own: dict[str, torch.Tensor] = {}
-        update, ties = WeightsUpdate(), TieCheck(self.model)
+        update, ties = WeightsUpdate(partial=bool(self._leave)), TieCheck(self.model)
         try:
             for step in steps:
                 if isinstance(step, tuple):

@@ -65,6 +65,8 @@ class _Weights:
 
     def __init__(self) -> None:
         self.fingerprint = ""
+        self.whole = ""
+        """Of the last update of all layers."""
 
 
 _weights = _Weights()
@@ -80,9 +82,13 @@ class WeightsUpdate:
     """Takes the fingerprint of an update, by its name or tensor by tensor, in any order.
 
     From the first tensor to :meth:`finish` the weights are like no other process's.
+
+    Args:
+        partial: whether it may leave layers out, which keep what the last whole update gave them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, partial: bool = False) -> None:
+        self._partial = partial
         self._sum = 0
         self._began = False
 
@@ -96,6 +102,8 @@ class WeightsUpdate:
         if not self._began:
             self._began = True
             _weights.fingerprint = f"unfinished {secrets.token_hex(8)}"
+            if not self._partial:
+                _weights.whole = _weights.fingerprint
         named = hashlib.blake2b(version.encode(), digest_size=16).digest()
         self._sum += int.from_bytes(named, "little") if version else 0
 
@@ -119,5 +127,11 @@ class WeightsUpdate:
 
     def finish(self) -> None:
         """All of the update is in use."""
-        if self._began:
-            _weights.fingerprint = f"{self._sum % (1 << 128):032x}"
+        if not self._began:
+            return
+        found = f"{self._sum % (1 << 128):032x}"
+        if not self._partial:
+            _weights.whole = found
+        elif _weights.whole:
+            found = f"{found} over {_weights.whole}"
+        _weights.fingerprint = found

@@ -64,8 +64,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_kv_content, "_weights", vllm_kv_content._Weights())
 
 
-def loaded(tensors: dict[str, torch.Tensor]) -> str:
-    update = WeightsUpdate()
+def loaded(tensors: dict[str, torch.Tensor], *, partial: bool = False) -> str:
+    update = WeightsUpdate(partial=partial)
     for name, tensor in tensors.items():
         update.add(name, tensor)
     update.finish()
@@ -114,3 +114,23 @@ def test_rs_1_weights_of_an_update_that_was_left_are_like_no_others() -> None:
     WeightsUpdate().add("a", torch.ones(1))
     assert left != weights()
     assert loaded(some()) not in (left, "")
+
+
+def test_rs_1_what_a_partial_update_leaves_out_is_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def after(*updates: tuple[dict[str, torch.Tensor], bool]) -> str:
+        """The weights of a process that got these."""
+        monkeypatch.setattr(vllm_kv_content, "_weights", vllm_kv_content._Weights())
+        return [loaded(tensors, partial=partial) for tensors, partial in updates][-1]
+
+    whole, part, later = (some(), False), ({"b": torch.ones(4)}, True), ({"b": torch.ones(1)}, True)
+    assert after(part) == after(later, part)
+    assert after(whole, part) == after(whole, later, part) != after(part)
+    assert after(whole, part, whole) == after(whole) != after(whole, part)
+
+    def failed() -> str:
+        WeightsUpdate().begin()
+        return loaded(*part[:1], partial=True)
+
+    assert len({after(part), failed(), failed()}) == 3
