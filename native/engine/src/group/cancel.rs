@@ -8,7 +8,6 @@ impl Group {
     /// Ends a transfer whose deadline has passed.
     pub(super) fn expire(&mut self, now: Time, key: TransferKey) {
         let Some(transfer) = self.transfers.get_mut(key.slot as usize) else { return };
-        self.deadlines.remove(&(transfer.deadline, key));
         let route = &self.peers[transfer.peer as usize];
         let error = EngineError::Timeout {
             op: transfer.name,

@@ -4,15 +4,13 @@
 //! receiver answers with the sender's credit. The next request replaces a lost one. Senders of less
 //! neither request nor wait. Transports without group frames have no credits.
 
-use std::{
-    collections::{BTreeSet, HashMap},
-    time::Duration,
-};
+use std::{collections::HashMap, time::Duration};
 
 use super::{
     messages::GroupMessage,
     policy::admit::credit,
     route::{PeerKey, PeerState},
+    timers::Timer,
     Group, Rails,
 };
 use crate::{domain::Receipts, time::Time};
@@ -29,19 +27,12 @@ const SENDER_EXPIRY: Duration = Duration::from_millis(350);
 pub(super) struct Credits {
     /// Peers that send much to this engine, and when they last asked.
     senders: HashMap<PeerKey, Time>,
-    /// When this engine asks its receivers again.
-    asking: BTreeSet<(Time, PeerKey)>,
 }
 
 impl Credits {
-    pub fn next(&self) -> Time {
-        self.asking.first().map_or(Time::NEVER, |(at, _)| *at)
-    }
-
     /// Forgets a lost peer.
     pub fn forget(&mut self, peer: PeerKey) {
         self.senders.remove(&peer);
-        self.asking.retain(|(_, p)| *p != peer);
     }
 }
 
@@ -50,30 +41,25 @@ impl Group {
     #[inline]
     pub(super) fn seek_credit(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) {
         let route = &mut self.peers[peer as usize];
-        if !route.asking && route.under_way.total() >= CREDIT_THRESHOLD {
-            route.asking = true;
-            self.credits.asking.insert((now.after(REQUEST_INTERVAL), peer));
+        if route.ask_at == Time::NEVER && route.under_way.total() >= CREDIT_THRESHOLD {
+            route.ask_at = now.after(REQUEST_INTERVAL);
+            self.timers.set(route.ask_at, Timer::Credit(peer));
             self.send_message(peer, &GroupMessage::Want(true), rails);
         }
     }
 
-    /// Repeats due requests for credit, or reports that no more is needed.
-    pub(super) fn ask_again(&mut self, now: Time, rails: &mut Rails) {
-        while let Some((at, peer)) = self.credits.asking.first().copied().filter(|(t, _)| *t <= now)
-        {
-            self.credits.asking.remove(&(at, peer));
-            let route = &mut self.peers[peer as usize];
-            route.asking = route.under_way.total() > 0 || !route.backlog.is_empty();
-            let wants = route.asking;
-            match wants {
-                true => _ = self.credits.asking.insert((now.after(REQUEST_INTERVAL), peer)),
-                false => {
-                    route.credit = u64::MAX;
-                    route.backlog.try_again();
-                }
-            }
-            self.send_message(peer, &GroupMessage::Want(wants), rails);
+    /// Repeats a request for credit, or reports that no more is needed.
+    pub(super) fn ask_again(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) {
+        let route = &mut self.peers[peer as usize];
+        let wants = route.under_way.total() > 0 || !route.backlog.is_empty();
+        if wants {
+            route.ask_at = now.after(REQUEST_INTERVAL);
+            self.timers.set(route.ask_at, Timer::Credit(peer));
+        } else {
+            (route.ask_at, route.credit) = (Time::NEVER, u64::MAX);
+            route.backlog.try_again();
         }
+        self.send_message(peer, &GroupMessage::Want(wants), rails);
     }
 
     /// Handles a peer's request for credit, or its end.
@@ -93,7 +79,7 @@ impl Group {
 
     pub(super) fn on_credit(&mut self, peer: PeerKey, bytes: u64) {
         let route = &mut self.peers[peer as usize];
-        if route.asking {
+        if route.ask_at != Time::NEVER {
             // One slice may always be under way, so no sender stops altogether.
             route.credit = bytes;
             route.backlog.try_again();

@@ -15,6 +15,7 @@ use super::{
     messages::{Arrived, GroupMessage, MAX_NUMBERS},
     route::{ActiveLink, PeerKey, PeerState, Route},
     slices::BoundOp,
+    timers::Timer,
     Group, GroupEvents, Rails, TransferKey,
 };
 use crate::{
@@ -163,7 +164,7 @@ impl Group {
             let n = lost.len();
             tracing::debug!(peer = %self.peers[peer as usize].address.label(), n, "slices are unresolved");
             let until = now.after(self.policy.peer_timeout);
-            self.resolve_deadlines.insert((until, peer));
+            self.timers.set(until, Timer::Receipts(peer));
             let most = if kind == Receipts::Numbered { MAX_NUMBERS } else { usize::MAX };
             let healing = &mut self.peers[peer as usize].healing;
             let mut lost = lost.into_iter().peekable();

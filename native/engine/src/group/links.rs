@@ -2,6 +2,7 @@
 
 use super::{
     route::{PeerKey, PeerState},
+    timers::Timer,
     Group, GroupEvents, Rails,
 };
 use crate::{
@@ -55,7 +56,7 @@ impl Group {
                 Ok(link) => route.attempts.try_pair(pair, link),
                 Err(e) => {
                     tracing::debug!(peer = %route.address.label(), error = %e, "rail still down");
-                    self.probe_times.insert((route.rail_probes.on_lost(now, pair), peer));
+                    self.timers.set(route.rail_probes.on_lost(now, pair), Timer::Probe(peer));
                 }
             }
         }
@@ -80,7 +81,7 @@ impl Group {
                 } else if down.ours && route.would_use(down.pair, rails) {
                     let device = rails[rail].device();
                     tracing::warn!(peer = %route.address.label(), %device, %cause, "rail lost");
-                    self.probe_times.insert((route.rail_probes.on_lost(now, down.pair), peer));
+                    self.timers.set(route.rail_probes.on_lost(now, down.pair), Timer::Probe(peer));
                 }
             }
             self.on_link_lost(now, peer, (&down, &cause), (receipt, &unfinished), rails);
@@ -101,7 +102,7 @@ impl Group {
                 route.attempts.refused(rails, rail, cause);
                 if route.would_use(pair, rails) {
                     // Other rails reach the peer; this rail is probed in the background.
-                    self.probe_times.insert((route.rail_probes.on_lost(now, pair), peer));
+                    self.timers.set(route.rail_probes.on_lost(now, pair), Timer::Probe(peer));
                 }
             }
             PeerState::Idle | PeerState::Lost => {}
@@ -128,11 +129,11 @@ impl Group {
         }
         tracing::debug!(peer = %route.address.label(), %cause, "the last link is lost; connecting anew");
         // The next transport may carry no group frames.
-        (route.asking, route.credit) = (false, u64::MAX);
+        route.credit = u64::MAX;
         // A loss must be reported within `peer_timeout`, and the link has used a part of it.
         let until = now.after(self.policy.peer_timeout * 2 / 5);
         (route.reviving, route.reviving_until) = (Some(error), until);
-        self.resolve_deadlines.insert((until, peer));
+        self.timers.set(until, Timer::Receipts(peer));
         self.connect(now, peer, rails, events);
     }
 
@@ -158,7 +159,8 @@ impl Group {
     fn lose(&mut self, peer: PeerKey, error: EngineError, events: &dyn GroupEvents) {
         let route = &mut self.peers[peer as usize];
         (route.state, route.since) = (PeerState::Lost, self.recorder.now);
-        (route.asking, route.credit) = (false, u64::MAX);
+        self.timers.stop(route.ask_at, Timer::Credit(peer));
+        (route.ask_at, route.credit) = (Time::NEVER, u64::MAX);
         self.credits.forget(peer);
         route.lost = Some(error.clone());
         let id = route.address.id;
@@ -170,8 +172,7 @@ impl Group {
             transfer.waiting -= 1;
             transfer.fail(error.clone());
         }
-        let undecided = self.verdicts.iter().map(|(_, key)| *key);
-        keys.extend(undecided.filter(|key| {
+        keys.extend(self.timers.verdicts().filter(|key| {
             let transfer = self.transfers.get_mut(key.slot as usize);
             let transfer = transfer.filter(|t| t.serial == key.serial);
             transfer.is_some_and(|t| t.peer_was_lost(peer, &error))

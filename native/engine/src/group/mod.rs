@@ -21,6 +21,7 @@ mod recorder;
 mod route;
 mod slices;
 mod spray;
+mod timers;
 mod transfer;
 mod view;
 
@@ -55,6 +56,7 @@ pub use route::TransportVerdict;
 pub(crate) use route::{PeerHold, PeerKey};
 use slices::{post_slices, PostOutcome};
 pub(crate) use slices::{BoundOp, SharedCount};
+use timers::{Timer, Timers};
 use transfer::Transfer;
 pub(crate) use transfer::TransferKey;
 
@@ -122,23 +124,17 @@ pub(crate) struct Group {
     peers: Peers,
     links: HashMap<(usize, LinkId), PeerKey>,
     transfers: Slab<Transfer>,
-    deadlines: BTreeSet<(Time, TransferKey)>,
-    /// When lost rails are probed.
-    probe_times: BTreeSet<(Time, PeerKey)>,
-    /// Deadlines for the receipts of lost links.
-    resolve_deadlines: BTreeSet<(Time, PeerKey)>,
+    timers: Timers,
     ledger: Ledger,
     credits: Credits,
-    /// When links are checked for stalls.
-    look_at: Time,
-    /// When a lost rail counts as lost alone, not with its peer.
-    verdicts: BTreeSet<(Time, TransferKey)>,
+    /// Whether [`Timer::Stalls`] is set.
+    checks_stalls: bool,
     policy: Policy,
     /// Operations in backlogs.
     backlogged: usize,
     /// Peers with a backlog; some may have become empty.
     waiters: BTreeSet<PeerKey>,
-    /// When a backlog may move although nothing completes.
+    /// When a backlog may move although nothing completes; found anew by each `progress`.
     move_at: Time,
     /// The peer whose backlog moves first.
     first: usize,
@@ -148,9 +144,8 @@ pub(crate) struct Group {
 impl Group {
     pub fn new(policy: Policy) -> Self {
         let ledger = Ledger::new(policy.rail_window);
-        let (look_at, move_at) = (Time::NEVER, Time::NEVER);
         let recorder = Recorder::new(policy.records);
-        Self { policy, ledger, look_at, move_at, recorder, ..Self::default() }
+        Self { policy, ledger, move_at: Time::NEVER, recorder, ..Self::default() }
     }
 
     /// Begins a request. The caller then `push`es its operations and `seal`s it.
@@ -248,7 +243,7 @@ impl Group {
         transfer.timeout = timeout;
         if transfer.deadline != Time::NEVER {
             // The request has a result by then (IC-4).
-            self.deadlines.insert((transfer.deadline, key));
+            self.timers.set(transfer.deadline, Timer::Deadline(key));
         }
         Submitted::Pending(key)
     }
@@ -318,7 +313,7 @@ impl Group {
                 let peer_info = (description, peer.version);
                 route.up(now, RailPair { rail, endpoint }, (link, name), peer_info, rails);
                 for pair in route.take_failed(rails) {
-                    self.probe_times.insert((route.rail_probes.on_lost(now, pair), key));
+                    self.timers.set(route.rail_probes.on_lost(now, pair), Timer::Probe(key));
                 }
                 self.query_lost_links(now, key, rails);
                 self.drain_backlog(now, key, rails);
@@ -367,39 +362,19 @@ impl Group {
                 moved |= self.drain_backlog(now, key, rails);
             }
         }
-        while let Some((_, key)) = self.deadlines.first().copied().filter(|(t, _)| *t <= now) {
+        while let Some((_, timer)) = self.timers.due(now) {
             moved = true;
-            self.expire(now, key);
-        }
-        while let Some((at, key)) = self.verdicts.first().copied().filter(|(t, _)| *t <= now) {
-            moved = true;
-            self.verdicts.remove(&(at, key));
-            if let Some(transfer) = self.transfers.get_mut(key.slot as usize) {
-                if transfer.serial == key.serial && transfer.undecided.take().is_some() {
-                    self.settle(key);
+            match timer {
+                Timer::Deadline(key) => self.expire(now, key),
+                Timer::Verdict(key) => self.decide(key),
+                Timer::Probe(peer) => self.probe_lost_rails(now, peer, rails),
+                Timer::Credit(peer) => self.ask_again(now, peer, rails),
+                Timer::Stalls => self.look(now, rails),
+                Timer::Receipts(peer) => {
+                    self.expire_unresolved(now, peer, rails);
+                    self.end_revival(now, peer, rails, events);
                 }
             }
-        }
-        while let Some((at, peer)) = self.probe_times.first().copied().filter(|(t, _)| *t <= now) {
-            moved = true;
-            self.probe_times.remove(&(at, peer));
-            self.probe_lost_rails(now, peer, rails);
-        }
-        if self.credits.next() <= now {
-            moved = true;
-            self.ask_again(now, rails);
-        }
-        if self.look_at <= now {
-            moved = true;
-            self.look(now, rails);
-        }
-        while let Some((at, peer)) =
-            self.resolve_deadlines.first().copied().filter(|(t, _)| *t <= now)
-        {
-            moved = true;
-            self.resolve_deadlines.remove(&(at, peer));
-            self.expire_unresolved(now, peer, rails);
-            self.end_revival(now, peer, rails, events);
         }
         moved
     }
@@ -412,13 +387,11 @@ impl Group {
             route.state = PeerState::Lost;
         }
         self.backlogged = 0;
-        self.deadlines.clear();
-        self.probe_times.clear();
-        self.verdicts.clear();
-        self.resolve_deadlines.clear();
+        self.timers.clear();
+        self.checks_stalls = false;
         self.ledger.clear();
         self.credits = Credits::default();
-        (self.look_at, self.move_at) = (Time::NEVER, Time::NEVER);
+        self.move_at = Time::NEVER;
         for mut transfer in std::mem::take(&mut self.transfers) {
             // What is under way may still land at its peer.
             transfer.1.unproven |= transfer.1.outstanding > 0;
@@ -499,9 +472,18 @@ impl Group {
         if matches!(error, EngineError::RailLost { .. }) && transfer.error.is_none() {
             let at = now.after(self.policy.peer_timeout);
             transfer.undecided = Some((peer, at));
-            self.verdicts.insert((at, key));
+            self.timers.set(at, Timer::Verdict(key));
         }
         transfer.fail(error);
+    }
+
+    /// Takes a lost rail of a transfer as lost alone: its peer was not lost in time.
+    fn decide(&mut self, key: TransferKey) {
+        let transfer = self.transfers.get_mut(key.slot as usize);
+        let transfer = transfer.filter(|t| t.serial == key.serial);
+        if transfer.is_some_and(|t| t.undecided.take().is_some()) {
+            self.settle(key);
+        }
     }
 
     /// Delivers the result of a transfer and forgets it, if nothing of it is left.
@@ -512,7 +494,7 @@ impl Group {
         }
         let transfer = &mut self.transfers[key.slot as usize];
         if transfer.sealed && transfer.is_over() {
-            self.deadlines.remove(&(transfer.deadline, key));
+            self.timers.stop(transfer.deadline, Timer::Deadline(key));
             self.recorder.ended(transfer, false);
             self.transfers.remove(key.slot as usize).deliver();
         }

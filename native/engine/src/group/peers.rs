@@ -170,8 +170,7 @@ impl Group {
             |key| recorded.contains(&key),
         );
         gone.iter().for_each(|key| self.credits.forget(*key));
-        self.probe_times.retain(|(_, peer)| !gone.contains(peer));
-        self.resolve_deadlines.retain(|(_, peer)| !gone.contains(peer));
+        self.timers.forget(&gone);
         self.waiters.retain(|peer| !gone.contains(peer));
     }
 }

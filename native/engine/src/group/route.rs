@@ -102,8 +102,8 @@ pub(super) struct Route {
     pub under_way: ByClass,
     /// Bytes that the peer permits to be under way.
     pub credit: u64,
-    /// This engine has asked the peer for credit.
-    pub asking: bool,
+    /// When credit is requested again; never if none is wanted.
+    pub ask_at: Time,
     pub healing: Healing,
     pub tally: PeerTally,
     /// The error to report unless a new link comes up; set when the last link was lost.
@@ -132,7 +132,7 @@ impl Route {
             backlog: Backlog::default(),
             under_way: ByClass::default(),
             credit: u64::MAX,
-            asking: false,
+            ask_at: Time::NEVER,
             healing: Healing::default(),
             tally: PeerTally::default(),
             reviving: None,

@@ -13,6 +13,7 @@ use super::{
         stall,
     },
     route::{ActiveLink, PeerKey, PeerState},
+    timers::Timer,
     Group, Rails,
 };
 use crate::{
@@ -156,8 +157,9 @@ impl Group {
     /// credit.
     #[inline]
     pub(super) fn posted(&mut self, now: Time, peer: PeerKey, rails: &mut Rails) {
-        if self.look_at == Time::NEVER && self.peers[peer as usize].active().len() > 1 {
-            self.look_at = now.after(STALL_CHECK_INTERVAL);
+        if !self.checks_stalls && self.peers[peer as usize].active().len() > 1 {
+            self.checks_stalls = true;
+            self.timers.set(now.after(STALL_CHECK_INTERVAL), Timer::Stalls);
         }
         self.seek_credit(now, peer, rails);
     }
@@ -191,7 +193,10 @@ impl Group {
                 }
             }
         }
-        self.look_at = if busy { now.after(STALL_CHECK_INTERVAL) } else { Time::NEVER };
+        self.checks_stalls = busy;
+        if busy {
+            self.timers.set(now.after(STALL_CHECK_INTERVAL), Timer::Stalls);
+        }
     }
 }
 

@@ -16,17 +16,7 @@ use crate::{
 
 impl Group {
     pub fn next_deadline(&self) -> Time {
-        let first = self.deadlines.first().map_or(Time::NEVER, |(t, _)| *t);
-        let probes = self.probe_times.first().map_or(Time::NEVER, |(t, _)| *t);
-        let verdicts = self.verdicts.first().map_or(Time::NEVER, |(t, _)| *t);
-        let next_deadline = self.resolve_deadlines.first().map_or(Time::NEVER, |(t, _)| *t);
-        first
-            .min(probes)
-            .min(verdicts)
-            .min(next_deadline)
-            .min(self.look_at)
-            .min(self.move_at)
-            .min(self.credits.next())
+        self.timers.next().min(self.move_at)
     }
 
     /// Sets the window of a rail, because other processes of this host share the NIC.
