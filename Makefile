@@ -53,11 +53,11 @@ test: $(DONE)/tools
 build-rust-tests: $(DONE)/tools
 	cd native && cargo test $(TESTED_CRATES) --quiet --no-run
 
-# A quarter of the random schedules, and of the examples of property tests, that are drawn by default; make test-long
-# draws all.
-test-rust: export FABRIC_SIM_RUNS ?= 5000
-test-rust: export FABRIC_MOE_SCHEDULES ?= 100
-test-lanes: export FABRIC_RAY_EXAMPLES_DIVISOR ?= 4
+# A tenth of the random schedules, and an eighth of the examples of property tests, that are drawn by default;
+# make test-long draws all.
+test-rust: export FABRIC_SIM_RUNS ?= 2000
+test-rust: export FABRIC_MOE_SCHEDULES ?= 40
+test-lanes: export FABRIC_RAY_EXAMPLES_DIVISOR ?= 8
 test-rust: $(DONE)/tools
 	cd native && MAKEFLAGS= cargo test $(TESTED_CRATES) --quiet
 
@@ -82,7 +82,7 @@ LANES := test-actors test-units test-guests test-experts test-serve test-process
 test-lanes: export FABRIC_RAY_LEFT_OUT = $(CURDIR)/$(DONE)/left-out
 test-lanes: $(DONE)/native-dev
 	@: >$(FABRIC_RAY_LEFT_OUT)
-	$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-rust $(LANES) $(LAST)
+	$(MAKE) --no-print-directory --jobs 4 --output-sync=target test-rust $(LANES) $(LAST)
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-deaths test-chaos
 	@sort $(FABRIC_RAY_LEFT_OUT)
 

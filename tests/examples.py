@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 _DIVISOR = int(os.environ.get("FABRIC_RAY_EXAMPLES_DIVISOR", "1"))
-_FEWEST = 10
+_FEWEST = 5
 
 
 def examples(count: int) -> int:
-    """``count``, divided by ``FABRIC_RAY_EXAMPLES_DIVISOR``, but 10 at least if ``count`` is.
+    """``count``, divided by ``FABRIC_RAY_EXAMPLES_DIVISOR``, but 5 at least if ``count`` is.
 
     ``make test`` sets the divisor; ``make test-long`` draws all examples.
     """

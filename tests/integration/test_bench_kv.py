@@ -168,6 +168,7 @@ def test_a_way_with_other_tokens_is_failed_and_not_ranked(results: Results) -> N
     assert [[one.contender for one in each] for each in failures] == [["nixl"]] * 3 * len(SMALL)
 
 
+@pytest.mark.long
 def test_turns_before_an_interruption_are_kept_and_measured_again(results: Results) -> None:
     answers = iter(range(40))
 
@@ -202,6 +203,7 @@ def test_servers_that_cannot_be_had_are_named(arguments: list[str], said: str) -
     assert said in done.stderr
 
 
+@pytest.mark.long
 def test_an_environment_that_lacks_vllm_is_named() -> None:
     # A process of its own: the variable is read once.
     absent = {"FABRIC_RAY_VLLM_PYTHON": "/nonexistent/python", "COLUMNS": "400"}

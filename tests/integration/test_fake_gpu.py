@@ -18,7 +18,6 @@ ENGINE = "tests/gpu/test_gpu.py"
     "arguments",
     [
         pytest.param(PUSHES, id="pushes"),
-        pytest.param((ENGINE, "-k", "ic_2 and shm"), id="staged writes"),
         pytest.param((ENGINE,), id="the engine", marks=pytest.mark.long),
     ],
 )

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from fabric_ray import Counter, RemoteRegion, TransferEngine, observe
 from fabric_ray.observe import chrome, client, prometheus
 from tests.at_once import THREADS, at_once, attributes
@@ -101,6 +103,7 @@ def test_every_public_call_of_observe_is_made() -> None:
     assert set(observe.__all__) <= attributes(__file__) | VALUES
 
 
+@pytest.mark.long
 def test_32_threads_look_while_they_transfer(
     open_engine: Callable[..., TransferEngine], tmp_path: Path
 ) -> None:

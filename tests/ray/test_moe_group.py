@@ -167,6 +167,7 @@ def test_what_can_not_be_is_refused_before_anything_is_started(group: ExpertGrou
     check(group.forward(prompts(2)), prompts(2))
 
 
+@pytest.mark.long
 def test_a_closed_group_leaves_no_actor_and_no_place(cluster: list[str]) -> None:
     group = ExpertGroup(BUILD, **{**OPTIONS, "ranks": 1})
     pid = group.members[0].pid

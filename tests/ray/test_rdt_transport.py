@@ -264,6 +264,7 @@ def test_registering_again_changes_nothing() -> None:
         fabric_ray.register()
 
 
+@pytest.mark.long
 def test_rs_4_a_fetch_names_a_holder_that_was_killed() -> None:
     dying, reader, late = Peer.remote(), Peer.remote(), Peer.remote()
     who = ray.get(dying.id.remote())

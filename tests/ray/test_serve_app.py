@@ -251,6 +251,7 @@ def test_a_client_that_hangs_up_frees_its_pages(app: LocalApp) -> None:
     assert sum(replica.get("cancelled", 0) for replica in after) == before + 1
 
 
+@pytest.mark.long
 def test_too_many_requests_are_turned_away_and_told_when_to_return(app: LocalApp) -> None:
     asked = prompts(40, seed=2)
     with ThreadPoolExecutor(40) as pool:
@@ -298,6 +299,7 @@ def test_connections_that_send_no_body_keep_no_request_out(app: LocalApp) -> Non
     within(30, "forgetting", lambda: router_count(app, "reading") == 0)
 
 
+@pytest.mark.long
 def test_health_fails_while_no_request_can_be_taken(app: LocalApp) -> None:
     with ThreadPoolExecutor(ARGS.router.max_requests) as pool:
         asked = prompts(ARGS.router.max_requests, seed=9)

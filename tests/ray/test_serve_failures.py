@@ -65,6 +65,7 @@ def failed(end: object, kind: str) -> str:
     return end.message
 
 
+@pytest.mark.long
 async def test_the_last_attempt_raises_all_causes_and_waits_for_no_pages() -> None:
     """MR-1: the prefiller that hangs keeps its pages, and the decoder has no others here."""
     decode = {"cache": {"pages": 6}, "prefill_timeout": 0.3, "queue_timeout": 0.3}
@@ -80,6 +81,7 @@ async def test_the_last_attempt_raises_all_causes_and_waits_for_no_pages() -> No
             await w.idle()
 
 
+@pytest.mark.long
 async def test_a_prefiller_that_missed_a_deadline_is_asked_again_only_if_there_is_no_other() -> (
     None
 ):

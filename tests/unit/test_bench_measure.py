@@ -14,6 +14,7 @@ from fabric_ray.errors import FabricError, InvalidArgument
 from tests.chaos.belongings import Belongings
 
 
+@pytest.mark.long
 def test_each_transport_is_measured_beside_its_floor() -> None:
     bench.measure(sizes=[4096], turns=1)  # what is loaded once
     before, told = Belongings(), []

@@ -15,6 +15,7 @@ pytest.importorskip("matplotlib", reason="reports have plots: pip install '.[ray
 SVG = "{http://www.w3.org/2000/svg}"
 
 
+@pytest.mark.long
 def test_the_command_draws_curves(tmp_path: Path) -> None:
     page = tmp_path / "bench.html"
     asked = ["bench", "--sizes", "16KiB,64KiB", "--turns", "1", "--transports", "tcp"]

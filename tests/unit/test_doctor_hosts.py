@@ -96,6 +96,7 @@ def test_bytes_go_both_ways_over_every_transport_and_both_are_told(
             assert finding.speed.bytes_per_s > 0 < finding.speed.latency_us
 
 
+@pytest.mark.long
 def test_bytes_that_were_changed_on_their_way_are_a_failure(pool: ThreadPoolExecutor) -> None:
     class Faulty(Host):
         def _check(self) -> Checked:
@@ -114,6 +115,7 @@ def test_bytes_that_were_changed_on_their_way_are_a_failure(pool: ThreadPoolExec
     assert all("differ" in f.detail for f in wrong)
 
 
+@pytest.mark.long
 def test_a_token_that_differs_is_named_and_the_doctor_waits_on(pool: ThreadPoolExecutor) -> None:
     with Host(token=b"of one") as host:
         told = waiting(pool, host)
@@ -172,6 +174,7 @@ def test_a_second_visitor_that_leaves_does_not_end_the_first_visit(
         assert told.result(30).findings == ()
 
 
+@pytest.mark.long
 def test_messages_that_cannot_be_decoded_do_not_end_the_wait(pool: ThreadPoolExecutor) -> None:
     with Host() as host:
         told = waiting(pool, host)

@@ -92,6 +92,7 @@ def test_published_times_stand_beside_the_simulated() -> None:
     assert all(published(options.push(*row[:4])) == row for row in PUBLISHED)
 
 
+@pytest.mark.long
 def test_the_page_has_the_published_pushes_of_other_engines() -> None:
     rows = [
         [cell.strip().strip("`") for cell in line.strip("|").split("|")]

@@ -32,6 +32,7 @@ def alone() -> dict[str, list[list[int]]]:
     }
 
 
+@pytest.mark.long
 @settings(max_examples=15, deadline=None)
 @given(
     name=st.sampled_from(sorted(TINY)),

@@ -84,6 +84,7 @@ def test_rs_4_a_trainer_that_is_stuck_in_a_call_is_named_and_the_next_run_has_it
     assert trainers.ask("ask", "echo", "x") == [WELL, 0, 0]
 
 
+@pytest.mark.long
 def test_rs_3_a_trainer_makes_no_call_that_trainer_0_has_given_up(trainers: Trainers) -> None:
     trainers.say("tally without", 1)
     [answers, _] = trainers.hear(0, 2)
@@ -106,6 +107,7 @@ def test_rs_4_trainer_0_that_is_stuck_is_named_and_leads_the_next_run(trainers: 
     assert trainers.ask("ask", "echo", "x") == [WELL, 0, 0]
 
 
+@pytest.mark.long
 def test_rs_4_the_store_may_be_stuck_before_the_first_run(trainers: Trainers) -> None:
     trainers.ranks[0].signal(signal.SIGSTOP)
     trainers.say("ask", "echo", "x")
@@ -115,6 +117,7 @@ def test_rs_4_the_store_may_be_stuck_before_the_first_run(trainers: Trainers) ->
     trainers.ranks[0].signal(signal.SIGCONT)
 
 
+@pytest.mark.long
 def test_rs_4_a_trainer_that_reads_nothing_keeps_no_call_from_the_others(
     trainers: Trainers,
 ) -> None:

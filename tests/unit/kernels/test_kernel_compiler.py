@@ -80,9 +80,9 @@ def compiler() -> Nvrtc:
 
 @pytest.mark.parametrize(
     "architecture",
-    # By every change for the oldest, and for the one whose registers are counted.
+    # By every change for the one whose registers are counted.
     [
-        pytest.param(name, marks=[] if name in {"sm_80", "sm_90a"} else [pytest.mark.long])
+        pytest.param(name, marks=[] if name == "sm_90a" else [pytest.mark.long])
         for name in ARCHITECTURES
     ],
 )
@@ -196,6 +196,7 @@ print(len(code))
 """
 
 
+@pytest.mark.long
 def test_many_compilers_at_a_time_leave_one_whole_entry(compiler: Nvrtc, tmp_path: Path) -> None:
     def one(_: int) -> str:
         command = [sys.executable, "-c", COMPILE, str(tmp_path)]

@@ -63,6 +63,7 @@ def test_a_handle_is_combined_any_number_of_times(ranks: int, hooks: bool) -> No
     on_ranks(ranks, work)
 
 
+@pytest.mark.long
 @on_all_ranks(2)
 def test_a_combine_waits_for_the_signals_of_a_gemm(comm: ThreadComm) -> None:
     buffer = low_latency(comm, timeout=3.0)

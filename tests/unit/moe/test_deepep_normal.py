@@ -13,6 +13,7 @@ from fabric_ray import errors
 from fabric_ray.moe import cast
 from fabric_ray.moe.comm import GroupComm
 from fabric_ray.moe.deepep import Buffer, Handle
+from tests.examples import by_turns
 from tests.host_kernels import Host, launching
 from tests.moe_ranks import ThreadComm, batch, expert, on_all_ranks, on_ranks, unsharded
 from tests.processes import Other
@@ -111,8 +112,7 @@ def buffer_of(host: Host, comm: ThreadComm, on_kernels: str, per_node: int | Non
     return Buffer(None, comm=comm, ranks_per_node=per_node, **options)
 
 
-@pytest.mark.parametrize("on_kernels", ["no", "all", "1"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("ranks", "on_kernels"), by_turns([1, 2, 4], ["no", "all", "1"]))
 def test_a_layer_is_that_of_one_place_bit_by_bit(ranks: int, on_kernels: str, host: Host) -> None:
     def work(comm: ThreadComm) -> None:
         buffer = buffer_of(host, comm, on_kernels)

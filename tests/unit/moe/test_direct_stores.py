@@ -24,6 +24,7 @@ from fabric_ray.kernels.moe import STORED
 from fabric_ray.kernels.steps import StepKind
 from fabric_ray.moe import AllToAll, device, device_memory
 from tests.direct_rank import EXPERTS, HIDDEN, TOKENS, TOPK, is_straight, serve
+from tests.examples import by_turns
 from tests.host_graph import Graph
 from tests.host_kernels import Host, StepByStep
 from tests.moe_ranks import batch, expert, layer, unsharded
@@ -70,8 +71,7 @@ MIXES = [
 ]
 
 
-@pytest.mark.parametrize("private", [0, 2, 64])
-@pytest.mark.parametrize("kinds", MIXES, ids="-".join)
+@pytest.mark.parametrize(("kinds", "private"), by_turns(MIXES, [0, 2, 64]), ids=str)
 def test_ranks_that_store_and_ranks_that_do_not_are_one_exchange(
     host: Host, kinds: tuple[str, ...], private: int
 ) -> None:

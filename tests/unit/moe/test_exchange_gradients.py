@@ -78,6 +78,7 @@ PLACES = [(1, None), (2, None), (3, None), (1, 1), (2, 1), (2, 2), (3, 1), (4, 2
 """Ranks, and how many of them are a node in the high-throughput mode."""
 
 
+@pytest.mark.long
 @settings(max_examples=examples(32), deadline=None)
 @given(
     place=st.sampled_from(PLACES),

@@ -133,6 +133,7 @@ def test_a_push_after_a_failed_one_is_whole(
     assert not both.differ()
 
 
+@pytest.mark.long
 def test_a_reader_keeps_its_version_while_changes_arrive(pair: Callable[..., Pair]) -> None:
     both = pair()
     both.train(1.0, 0)

@@ -366,6 +366,7 @@ def test_an_abort_passes_nothing_on_any_more(open_engine: Callable[..., Transfer
     assert passed.value == 0
 
 
+@pytest.mark.long
 def test_a_replica_that_the_version_did_not_reach_is_named(
     open_sync: Callable[..., LocalSync],
 ) -> None:
