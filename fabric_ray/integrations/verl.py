@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 _verl: Any = framework("verl.checkpoint_engine", "verl")
 _accelerators: Any = framework("verl.utils.device", "verl")
 
-_ROUTER_BIAS = "e_score_correction_bias"
+# By which experts are chosen, as checkpoints call them.
+_ROUTER_BIASES = ("e_score_correction_bias", "expert_bias", "router_bias")
 
 
 @_verl.CheckpointEngineRegistry.register("fabric")
@@ -44,8 +45,9 @@ class FabricCheckpointEngine(_verl.CheckpointEngine):  # type: ignore[misc]
     Args:
         bucket_size: bytes of a bucket; a sender and a receiver keep two each, in host memory.
         is_master: whether this is the trainers' rank 0. verl tells trainers, and not rollouts.
-        rollout_dtype: what floating-point tensors are sent as; ``None`` sends them as they are.
-            Biases by which experts are chosen are always sent as they are.
+        rollout_dtype: what floating-point tensors are sent as: the rollouts' dtype, which halves
+            the bytes of float32 masters. ``None`` sends them as they are. Biases by which experts
+            are chosen are always sent as they are.
         timeout: seconds that the other end may take for a bucket.
         engine: by default the process's own, :func:`fabric_ray.runtime.engine`.
         options: for that one, fields of :class:`fabric_ray.EngineConfig`.
@@ -56,7 +58,7 @@ class FabricCheckpointEngine(_verl.CheckpointEngine):  # type: ignore[misc]
         bucket_size: int,
         is_master: bool | None = None,
         *,
-        rollout_dtype: torch.dtype | str | None = "bfloat16",
+        rollout_dtype: torch.dtype | str | None = None,
         timeout: float = 300.0,
         engine: TransferEngine | None = None,
         **options: Any,
@@ -180,14 +182,14 @@ class FabricCheckpointEngine(_verl.CheckpointEngine):  # type: ignore[misc]
         import torch
 
         # RS-1: steps of such a bias are smaller than what bfloat16 can tell apart.
-        if self._dtype in (None, tensor.dtype) or name.endswith(_ROUTER_BIAS):
+        if self._dtype in (None, tensor.dtype) or name.endswith(_ROUTER_BIASES):
             return tensor
         coded = tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool
         if coded or (tensor.is_floating_point() and not plain_dtype(tensor.dtype)):
             raise InvalidArgument(
                 f"`{name}` is {tensor.dtype}, and a cast to {self._dtype} would lose its scales; "
-                "give the unquantised tensor; set rollout_dtype to None (null) only where the "
-                "rollouts hold the same codes, and their scales are sent too"
+                "give the unquantised tensor; leave rollout_dtype out only where the rollouts "
+                "hold the same codes, and their scales are sent too"
             )
         if not tensor.is_floating_point():
             return tensor

@@ -146,21 +146,38 @@ def test_tensors_are_on_the_accelerator_of_the_rollout(monkeypatch: pytest.Monke
                 end.finalize()
 
 
+def caster(engine: TransferEngine) -> FabricCheckpointEngine:
+    return FabricCheckpointEngine(1 << 20, is_master=True, engine=engine, rollout_dtype="bfloat16")
+
+
 def test_rs_1_codes_of_one_byte_are_not_cast() -> None:
     with TransferEngine(transport="shm") as engine:
-        sender = FabricCheckpointEngine(1 << 20, is_master=True, engine=engine)
+        sender = caster(engine)
         for code in (torch.int8, torch.uint8, torch.float8_e4m3fn):
             with pytest.raises(InvalidArgument, match=f"`w` is {code}.*would lose its scales"):
                 sender._cast("w", torch.zeros(4, dtype=code))
         assert sender._cast("w", torch.zeros(4, dtype=torch.bool)).dtype == torch.bool
 
 
-def test_biases_by_which_experts_are_chosen_keep_their_bits() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rs_1_a_rollout_of_another_dtype_gets_every_bit_where_none_is_named(
+    dtype: torch.dtype,
+) -> None:
+    weight = torch.tensor([1 + 2**-10], dtype=dtype)  # bfloat16 has 2**-7 here
     with TransferEngine(transport="shm") as engine:
         sender = FabricCheckpointEngine(1 << 20, is_master=True, engine=engine)
+        assert torch.equal(sender._cast("w", weight).to(torch.float16), weight.half())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mlp.gate.e_score_correction_bias", "feed_forward.expert_bias", "moe.router_bias"],
+)
+def test_biases_by_which_experts_are_chosen_keep_their_bits(name: str) -> None:
+    with TransferEngine(transport="shm") as engine:
+        sender = caster(engine)
         bias = torch.tensor([8.001, 8.002])
-        sent = sender._cast("model.layers.3.mlp.gate.e_score_correction_bias", bias)
-        assert torch.equal(sent, bias)
+        assert torch.equal(sender._cast(f"model.layers.3.{name}", bias), bias)
         assert sender._cast("model.layers.3.mlp.gate.weight", bias).dtype == torch.bfloat16
 
 

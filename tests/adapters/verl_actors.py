@@ -19,7 +19,7 @@ CONFIG = CheckpointEngineConfig(
     backend="fabric",
     update_weights_bucket_megabytes=1,
     custom_backend_module="fabric_ray.integrations.verl",
-    engine_kwargs={"fabric": {"timeout": 20.0}},
+    engine_kwargs={"fabric": {"timeout": 20.0, "rollout_dtype": "bfloat16"}},
 )
 
 
