@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from fabric_ray.engine import TransferEngine
-from fabric_ray.errors import InvalidArgument
+from fabric_ray.errors import InvalidArgument, Unsupported
 from fabric_ray.integrations.worker_rpc import PHASES, WorkerServer
 from fabric_ray.plan import Side
 from fabric_ray.tensors import check_memory
@@ -17,6 +18,15 @@ if TYPE_CHECKING:
     import torch
 
 WeightsInfo = dict[str, tuple[int, int, int]]
+
+_HARMLESS: dict[str, Any] = {
+    "enable_eplb": False,
+    "init_expert_location": "trivial",
+    "hicache_storage_backend": None,
+    "dp_size": 1,
+    "enable_dp_attention": False,
+}
+"""Fields of SGLang's ``ServerArgs`` by which pushes would be lost, with their defaults."""
 
 
 class FabricWorker:
@@ -97,13 +107,36 @@ def attach(runner: Any, layout: Callable[[int], Side], **options: Any) -> Fabric
         runner: SGLang's ``ModelRunner``, or what has its attributes ``model``, ``tp_rank`` and
             ``tp_size``.
         options: of :class:`FabricWorker`.
+
+    Raises:
+        Unsupported: SGLang moves experts, keeps pages of old weights, or does not tell trainers of
+            all workers; or the runner is a draft model's.
     """
+    if why := "; ".join(_reasons_against(runner)):
+        raise Unsupported(f"SGLang's worker can't be attached: {why}")
     weights = _Parameters(runner.model)
     worker = FabricWorker(weights, layout, rank=runner.tp_rank, ranks=runner.tp_size, **options)
     runner.remote_instance_transfer_engine_session_id = worker.session_id
     runner.remote_instance_transfer_engine_weight_info = worker.weights_info
     runner._register_to_engine_info_bootstrap()
     return worker
+
+
+def _reasons_against(runner: Any) -> Iterator[str]:
+    """RS-1: why a worker would go on with other weights than the trainers'."""
+    args = SimpleNamespace(**_HARMLESS | vars(getattr(runner, "server_args", SimpleNamespace())))
+    if args.enable_eplb or args.init_expert_location != "trivial":
+        yield "EPLB and init_expert_location put experts where no push expects them"
+    if args.hicache_storage_backend is not None:
+        yield "hicache_storage_backend keeps pages that were computed with old weights"
+    replicated = args.dp_size > 1 and not args.enable_dp_attention
+    if replicated or getattr(runner, "pp_size", 1) > 1:
+        yield (
+            "SGLang names one worker for each TP rank, and pipeline stages and replicas have the "
+            "same; set pp_size to 1, and dp_size to 1 or enable_dp_attention"
+        )
+    if getattr(runner, "is_draft_worker", False):
+        yield "a draft model gets no pushes; attach the runner of the model that it drafts for"
 
 
 class _Parameters(Mapping[str, "torch.Tensor"]):

@@ -70,6 +70,19 @@ def names(tree: ast.AST) -> set[str]:
     return found | {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
+def defaults(tree: ast.AST, owner: str) -> dict[str, Any]:
+    """The fields of one of its dataclasses that have plain defaults, with these."""
+    return {
+        field.target.id: field.value.value
+        for klass in ast.walk(tree)
+        if isinstance(klass, ast.ClassDef) and klass.name == owner
+        for field in klass.body
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(field.value, ast.Constant)
+    }
+
+
 def remote_calls(function: ast.FunctionDef) -> list[str]:
     """The methods of Ray actors that it calls, in order."""
     calls = [

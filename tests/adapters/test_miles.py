@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from fabric_ray.integrations.miles import UpdateWeightFabric
-from tests.adapters.sources import method, module, names, parameters, remote_calls
+from fabric_ray.integrations.sglang import _HARMLESS
+from tests.adapters.sources import defaults, method, module, names, parameters, remote_calls
 from tests.ray.miles_actors import Engine
 
 BACKENDS = "miles.backends.megatron_utils"
@@ -80,5 +81,8 @@ def test_sglangs_model_runner_has_what_attach_uses() -> None:
         "remote_instance_transfer_engine_session_id",
         "remote_instance_transfer_engine_weight_info",
     } <= names(method(runner, "ModelRunner", "__init__")) | names(runner)
+    made = method(runner, "ModelRunner", "__init__")
+    assert {"pp_size", "is_draft_worker", "server_args"} <= {n for n, _ in parameters(made)}
+    assert _HARMLESS.items() <= defaults(module("sglang.srt.server_args"), "ServerArgs").items()
     told = method(runner, "ModelRunner", "_register_to_engine_info_bootstrap")
     assert parameters(told) == [("self", False)]

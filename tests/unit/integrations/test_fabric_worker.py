@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from fabric_ray import TransferEngine
+from fabric_ray.errors import Unsupported
 from fabric_ray.integrations.sglang import FabricWorker, attach, target_open
 from fabric_ray.integrations.worker_rpc import WorkerClient
 from fabric_ray.plan import Container, DType, Leaf, Mesh, Shard, Side, Tensor
@@ -71,6 +74,35 @@ def test_a_model_runner_reports_the_worker_as_its_session(engine: TransferEngine
     info = {"weight": (weight.data_ptr(), 6, 2)}
     assert runner.remote_instance_transfer_engine_weight_info == info
     assert opened(worker, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("runner", "server_args", "why"),
+    [
+        ({}, {"enable_eplb": True}, "EPLB"),
+        ({}, {"init_expert_location": "counts.json"}, "init_expert_location"),
+        ({}, {"hicache_storage_backend": "file"}, "hicache_storage_backend"),
+        ({}, {"dp_size": 2}, "enable_dp_attention"),
+        ({"pp_size": 2}, {}, "pp_size"),
+        ({"is_draft_worker": True}, {}, "draft"),
+    ],
+    ids=lambda value: next(iter(value), "") if isinstance(value, dict) else "",
+)
+def test_rs_1_workers_that_would_keep_other_weights_are_refused(
+    engine: TransferEngine, runner: dict[str, Any], server_args: dict[str, Any], why: str
+) -> None:
+    refused = Runner()
+    vars(refused).update(runner, server_args=SimpleNamespace(**server_args))
+    with pytest.raises(Unsupported, match=why):
+        attach(refused, lambda engines: layout(engines, "weight"), engine=engine)
+    assert not refused.registered
+
+
+def test_replicas_that_share_attention_alone_are_attached(engine: TransferEngine) -> None:
+    runner: Any = Runner()
+    runner.server_args = SimpleNamespace(dp_size=2, enable_dp_attention=True)
+    attach(runner, lambda engines: layout(engines, "weight"), engine=engine).close()
+    assert runner.registered
 
 
 def test_rs_1_parameters_that_sglang_replaces_get_the_next_version(engine: TransferEngine) -> None:
