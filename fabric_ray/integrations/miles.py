@@ -99,7 +99,8 @@ class UpdateWeightFabric:
         self._counts: Sequence[int] = ()
         self._workers: list[WorkerClient] = []
         self._sync: WeightSync | None = None
-        self._unpacked = False
+        self._torn: set[Any] = set()
+        """Engines that have no version whole, and stand still until they get one."""
 
     def connect_rollout_engines(
         self,
@@ -137,6 +138,9 @@ class UpdateWeightFabric:
 
     def _connect(self) -> int:
         self._sync = None
+        self._torn.intersection_update(self._engines)
+        if self._packs:
+            self._pause()  # what is packed fits no layout
         refs = {
             f"rank {rank} of engine {i}": engine.get_remote_instance_transfer_engine_info.remote(
                 rank=rank
@@ -162,44 +166,64 @@ class UpdateWeightFabric:
     def _push(self) -> None:
         if self._sync is None:
             raise InvalidArgument("no engines are connected; call connect_rollout_engines first")
-        everyone = range(len(self._engines))
         version = self._collective.version + 1
+        self._pause()
         try:
-            self._pause()
             self.report = self._sync.push(version)
         except Exception as error:
             decided = self._sync.version == version
-            whole = [i for i in everyone if not (decided and self._missed(i, error))]
             if decided:
                 self._collective.version = version
-            if failed := self._go_on(whole, version if decided else None):
-                logger.error("engines stand still after a push that failed: %s", failed)
+                self._torn = {e for i, e in enumerate(self._engines) if self._missed(i, error)}
+            self._recover(version if decided else None)
             raise
-        self._collective.version = version
-        _raise(self._go_on(everyone, version), "go on")
+        self._collective.version, self._torn = version, set()
+        _raise(self._go_on(version), "go on")
+
+    @property
+    def _packs(self) -> bool:
+        """Whether SGLang packs weights, and has to be asked to unpack them to be loaded."""
+        return (self.quantization_config or {}).get("quant_method") == "compressed-tensors"
 
     def _pause(self) -> None:
+        try:
+            self._stop()
+        except Exception:
+            self._recover(None)
+            raise
+
+    def _stop(self) -> None:
         everyone, mode = range(len(self._engines)), self.args.pause_generation_mode
         _raise(self._tell(everyone, "pause_generation", mode=mode), "pause")
         if mode != "in_place":
             _raise(self._tell(everyone, "flush_cache"), "flush its cache")
-        # Weights that the engine has packed are unpacked to be loaded.
-        if (self.quantization_config or {}).get("quant_method") == "compressed-tensors":
-            self._unpacked = True
+        else:
+            # RS-3: SGLang answers that before its schedulers have stopped, and this after.
+            _raise(self._tell(everyone, "post_process_weights"), "come to rest")
+        if self._packs:
+            # SGLang unpacks by a change of shapes, and can't pack the same again.
+            self._torn.update(self._engines)
             _raise(self._process(everyone, before=True), "unpack its weights")
 
-    def _go_on(self, engines: Iterable[int], version: int | None) -> dict[str, str]:
-        """Continues engines with the new version, if any; engines without it stay paused."""
+    def _recover(self, version: int | None) -> None:
+        """Continues the engines that have a version whole after a push that failed."""
+        failed = self._go_on(version)
+        torn = {f"engine {i}" for i, engine in enumerate(self._engines) if engine in self._torn}
+        if still := torn | failed.keys():
+            logger.error("%s stand still after a push that failed: %s", sorted(still), failed)
+
+    def _go_on(self, version: int | None) -> dict[str, str]:
+        """Continues engines with the new version, if any; those that can't stay paused."""
         failed: dict[str, str] = {}
 
         def left() -> list[int]:
-            return [i for i in engines if f"engine {i}" not in failed]
+            whole = [i for i, engine in enumerate(self._engines) if engine not in self._torn]
+            return [i for i in whole if f"engine {i}" not in failed]
 
         if version is not None:
             failed |= self._tell(left(), "update_weight_version", weight_version=str(version))
-        if version is not None or self._unpacked:
             failed |= self._process(left(), before=False)
-            self._unpacked = False
+            self._torn |= {e for i, e in enumerate(self._engines) if f"engine {i}" in failed}
         return failed | self._tell(left(), "continue_generation")
 
     def _process(self, engines: Iterable[int], *, before: bool) -> dict[str, str]:

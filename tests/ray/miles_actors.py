@@ -53,7 +53,7 @@ class Trainer:
             [],
             weights_getter=lambda: self.weights,
             model_name="llama",
-            quantization_config={"quant_method": "compressed-tensors"},
+            quantization_config=None,
             source=lambda updater: WeightSource(
                 dict(updater.weights_getter()), rank=updater.rank, engine=engine()
             ),
