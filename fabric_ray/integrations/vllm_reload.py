@@ -206,7 +206,7 @@ class Reload:
                     info.reset()
 
     def _note_biases(self, names: Iterable[str]) -> None:
-        self._biases |= {name for name in names if name.endswith(_ROUTER_BIAS)}
+        self._biases |= {name for name in names if name.endswith("bias")}
 
     def _check_lacking(self) -> list[str]:
         """Returns the lacking layers that may keep old weights; raises if there are others."""
@@ -269,13 +269,16 @@ class Reload:
 
     def _without_bias(self) -> list[str]:
         """Routers whose bias did not come."""
-        names: dict[int, list[str]] = defaultdict(list)  # a router and its experts have the same
+        # A router and its experts have the same, which some routers call `expert_bias`.
+        names: dict[int, list[str]] = defaultdict(list)
         named = (self._model.named_parameters, self._model.named_buffers)
         for name, tensor in chain(*(each(remove_duplicate=False) for each in named)):
-            if name.endswith(_ROUTER_BIAS):
+            if name.endswith("bias"):
                 names[id(tensor)].append(name)
         found = []
         for own in names.values():
+            if not any(name.endswith(_ROUTER_BIAS) for name in own):
+                continue
             layers = [name.rpartition(".")[0] for name in own]
             came = any(_is_same(name, other) for name in own for other in self._biases)
             left = any(fnmatchcase(layer, p) for layer in layers for p in self._leave)

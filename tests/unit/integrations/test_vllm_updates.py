@@ -339,6 +339,19 @@ def test_rs_1_a_router_whose_bias_does_not_come_is_named(
     assert not server.paused
 
 
+def test_routers_may_call_the_bias_of_their_experts_as_they_like(
+    server: fakes.Server, trainer: Any
+) -> None:
+    bias = torch.nn.Parameter(torch.zeros(4))
+    server.model.router, server.model.experts = torch.nn.Module(), torch.nn.Module()
+    server.model.router.expert_bias = server.model.experts.e_score_correction_bias = bias
+    sender = trainer()
+    sender.source["router.expert_bias"] = torch.ones(4)
+    sender.send_weights()
+    assert bias.tolist() == [1.0] * 4
+    assert not server.paused
+
+
 def test_rs_1_an_update_with_less_than_the_source_announced_is_refused_before_its_end(
     server: fakes.Server, trainer: Any
 ) -> None:

@@ -61,6 +61,11 @@ class Info:
         self.__init__()  # type: ignore[misc]
 
 
+def first_parameter(layer: torch.nn.Module) -> torch.nn.Parameter:
+    """What checkpoint tensors of the layer are loaded to."""
+    return next(layer.parameters(recurse=False))
+
+
 def copy_rows(parameter: torch.Tensor, rows: torch.Tensor, start: int) -> None:
     """How a parameter is loaded."""
     parameter.data[start : start + len(rows)].copy_(rows)
@@ -123,7 +128,7 @@ def process(layer: torch.nn.Module, info: Info) -> None:
     """Puts what has been loaded into the tensors that kernels use."""
     materialize(layer, info)
     for rows, start in info.loaded_weights:
-        copy_rows(layer.weight, rows, start)
+        copy_rows(first_parameter(layer), rows, start)
     if hasattr(layer, "quant_method"):
         layer.quant_method.process_weights_after_loading(layer)
     for name, kernel in info.kernel_tensors[0].items():
@@ -187,9 +192,10 @@ class Model(torch.nn.Module):
                 layer.e_score_correction_bias.data.copy_(tensor)
                 continue
             start = 2 if name.endswith("lower") else 0
-            loader = getattr(layer.weight, "weight_loader", None)
+            parameter = first_parameter(layer)
+            loader = getattr(parameter, "weight_loader", None)
             if loader is not None:
-                loader(layer.weight, tensor, start)
+                loader(parameter, tensor, start)
 
     def versions(self) -> set[float]:
         """Versions of all weights; ``nan`` for weights that were never written."""
