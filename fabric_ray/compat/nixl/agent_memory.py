@@ -123,21 +123,22 @@ class AgentMemory:
 
     def register_memory(
         self, reg_list: Any, mem_type: str | None = None, backends: Sequence[str] = ()
-    ) -> nixlRegDList | None:
+    ) -> nixlRegDList:
         """Registers all of these tensors, tuples or descriptors, or none; the caller keeps the
         memory until it is deregistered. Until then tensors refuse to move (MR-1), as those of
         :meth:`TransferEngine.register` do.
 
         Raises:
+            TypeError: what :meth:`get_reg_descs` makes no list of.
             nixlNotSupportedError: neither DRAM nor VRAM.
         """
         descs = self.get_reg_descs(reg_list, mem_type)
         if descs is None:
-            return None
+            raise TypeError("no list of descriptors can be made of that")
         check_supported(descs)
         self._dropped.release()
         engine, done = self._engine, list[tuple[int, Region]]()
-        for first, nbytes, _ in descs.rows().tolist():
+        for first, nbytes in descs.ranges():
             try:
                 keep = descs.fixed.get(first)
                 done.append((first, engine.register_address(first, nbytes, keep=keep)))
@@ -158,7 +159,7 @@ class AgentMemory:
         """
         self._dropped.release()
         failed: FabricError | None = None
-        for first, nbytes, _ in dereg_list.rows().tolist():
+        for first, nbytes in dereg_list.ranges():
             region = self._registered.take(first, nbytes)
             if region is None:
                 failed = nixlNotFoundError(f"{nbytes} bytes at {first:#x} were not registered")
@@ -210,7 +211,7 @@ class AgentMemory:
             nixlNotFoundError: memory that is not registered.
         """
         memory = list[Memory]()
-        for first, nbytes, _ in descs.rows().tolist():
+        for first, nbytes in descs.ranges():
             side = self._side(None, np.array([[first, nbytes, 0]], dtype=np.int64))
             places, _ = side.take()
             region = side.space.regions[int(places.region[0])]

@@ -68,6 +68,10 @@ class DescriptorList:
             self._added = []
         return self._rows
 
+    def ranges(self) -> list[tuple[int, int]]:
+        """First addresses and bytes, without those of empty tensors."""
+        return [(first, nbytes) for first, nbytes, _ in self.rows().tolist() if nbytes]
+
     def getType(self) -> nixl_mem_t:
         return self._type
 

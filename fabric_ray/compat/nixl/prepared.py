@@ -55,8 +55,13 @@ class Prepared(Generic[R]):
             raise nixlInvalidParamError("a run of blocks has one at least")
         self._ends = np.cumsum(count)
         whose = "this agent" if owner is None else f"agent {owner!r}"
+        spans = (count - 1) * self._stride + self._nbytes
+        self._at = Locations(np.zeros_like(one), np.zeros_like(one))
+        some = self._nbytes > 0  # an empty tensor lies nowhere
         try:
-            self._at = space.find(table[:, 0], (count - 1) * self._stride + self._nbytes, whose)
+            self._at.region[some], self._at.offset[some] = space.find(
+                table[some, 0], spans[some], whose
+            )
         except OutOfBounds as error:
             raise nixlNotFoundError(str(error)) from error
 

@@ -112,11 +112,13 @@ def test_registering_all_or_nothing() -> None:
     agent = nixl_agent("careful")
     memory = np.zeros(4096, dtype=np.uint8)
     at = memory.ctypes.data
-    good, bad = (at, 4096, 0, ""), (at, 0, 0, "")
+    good, bad = (at, 4096, 0, ""), (0, 4096, 0, "")
     with pytest.raises(nixlInvalidParamError):
         agent.register_memory([good, bad], "DRAM")
     descs = agent.get_reg_descs([good], "DRAM")
     assert descs is not None
     with pytest.raises(nixlNotFoundError):
         agent.deregister_memory(descs)
-    agent.deregister_memory(agent.register_memory(descs) or descs)
+    agent.deregister_memory(agent.register_memory(descs))
+    with pytest.raises(TypeError):
+        agent.register_memory([at], "DRAM")

@@ -10,6 +10,7 @@ import pytest
 
 from fabric_ray.compat.nixl import agent as module
 from fabric_ray.compat.nixl import nixl_agent, nixl_agent_config
+from tests.processes import within
 
 SIZE = 4096
 
@@ -78,6 +79,33 @@ def test_a_request_of_no_bytes_is_done_at_once_and_notifies(
         assert agent.get_new_notifs() == {"alone": [b"empty"]}
     assert agent.get_xfer_telemetry(handle).totalBytes == 0
     agent.release_xfer_handle(handle)
+
+
+def test_an_empty_tensor_is_moved_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setenv("FABRIC_RAY_TRANSPORT", "shm")
+    holder, reader = nixl_agent("holder"), nixl_agent("reader")
+    theirs = [torch.arange(10.0), torch.empty(0), torch.ones(3)]
+    ours = [torch.zeros_like(tensor) for tensor in theirs]
+
+    def register(agent: nixl_agent, tensors: list[Any]) -> list[Any]:
+        """As Ray's transport does it, one storage after the other."""
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        rows = [[(s.data_ptr(), s.nbytes(), 0, "")] for s in storages]
+        return [agent.register_memory(row, "cpu") for row in rows]
+
+    register(holder, theirs)
+    registered = register(reader, ours)
+    reader.add_remote_agent(holder.get_agent_metadata())
+    part = holder.get_partial_agent_metadata(holder.get_reg_descs(theirs))
+    assert reader.add_remote_agent(part) == b"holder"
+    sides = [reader.get_xfer_descs(tensors) for tensors in (ours, theirs)]
+    handle = reader.initialize_xfer("READ", *sides, "holder")
+    reader.transfer(handle)
+    within(20, "the transfer", lambda: reader.check_xfer_state(handle) == "DONE")
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    for descs in registered:
+        reader.deregister_memory(descs)
 
 
 def test_unread_notifications_are_kept_up_to_a_bound(
