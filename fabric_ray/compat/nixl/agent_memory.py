@@ -199,8 +199,9 @@ class AgentMemory:
 
     def get_agent_metadata(self) -> bytes:
         """What others need to reach all that is registered now."""
-        _, regions = self._registered.listed()
-        return self._metadata([_described(first, region) for first, region in regions], whole=True)
+        changes, regions = self._registered.listed()
+        memory = [_described(first, region) for first, region in regions]
+        return self._metadata(memory, whole=True, changes=changes)
 
     def get_partial_agent_metadata(
         self, descs: nixlRegDList, inc_conn_info: bool = False, backends: Sequence[str] = ()
@@ -307,9 +308,11 @@ class AgentMemory:
         mirrored = Remote.loaded(self._engine, Metadata.from_bytes(self.get_agent_metadata()), None)
         return Prepared(name, mirrored.space, rows)
 
-    def _metadata(self, memory: list[Memory], *, whole: bool, address: bool = True) -> bytes:
+    def _metadata(
+        self, memory: list[Memory], *, whole: bool, address: bool = True, changes: int = 0
+    ) -> bytes:
         own = self._engine.address.to_bytes() if address else b""
-        return Metadata.of(self.name, own, whole, memory).to_bytes()
+        return Metadata.of(self.name, own, whole, memory, changes).to_bytes()
 
 
 def _described(first: int, region: Region) -> Memory:

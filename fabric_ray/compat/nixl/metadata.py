@@ -36,13 +36,17 @@ class Metadata(msgspec.Struct, frozen=True, array_like=True):
     whole: bool
     """Whether this is all that the agent has; a part adds to what is known."""
     memory: list[Memory]
+    changes: int = 0
+    """Registrations and their ends before: of two that are whole, the newer has more."""
 
     def to_bytes(self) -> bytes:
         return msgspec.msgpack.encode(self)
 
     @classmethod
-    def of(cls, name: str, address: bytes, whole: bool, memory: list[Memory]) -> Metadata:
-        return cls(_MAGIC, _VERSION, name, address, whole, memory)
+    def of(
+        cls, name: str, address: bytes, whole: bool, memory: list[Memory], changes: int
+    ) -> Metadata:
+        return cls(_MAGIC, _VERSION, name, address, whole, memory, changes)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Metadata:
@@ -69,6 +73,7 @@ class Remote:
 
     Args:
         generation: identifies the whole metadata; later parts of it keep the generation.
+        changes: of the whole metadata.
     """
 
     def __init__(
@@ -77,9 +82,10 @@ class Remote:
         address: bytes,
         memory: dict[tuple[int, int], bytes],
         generation: object,
+        changes: int,
     ) -> None:
         self._engine, self._address, self._memory = engine, address, memory
-        self.generation = generation
+        self.generation, self._changes = generation, changes
         self.peer: Peer = engine.peer(EngineAddress.from_bytes(address))
 
     @functools.cached_property
@@ -91,7 +97,8 @@ class Remote:
 
     @classmethod
     def loaded(cls, engine: TransferEngine, metadata: Metadata, known: Remote | None) -> Remote:
-        """The agent with what the metadata adds; a new incarnation of it begins anew.
+        """The agent with what the metadata adds; a new incarnation of it begins anew. What it told
+        before `known` adds nothing: the rest was deregistered.
 
         Raises:
             nixlNotFoundError: a part of an agent of which no address is known.
@@ -104,13 +111,17 @@ class Remote:
                 "info first"
             )
         memory = {(m.first, m.nbytes): m.descriptor for m in metadata.memory}
-        generation = object()
-        if known is not None and known._address == address and not metadata.whole:
-            memory, generation = known._memory | memory, known.generation
+        generation, changes = object(), metadata.changes if metadata.whole else 0
+        if known is not None and known._address == address:
+            if not metadata.whole:
+                memory, generation = known._memory | memory, known.generation
+                changes = known._changes
+            elif changes < known._changes:
+                return known
         try:
             for descriptor in memory.values():
                 RegionDescriptor.from_bytes(descriptor)
-            return cls(engine, address, memory, generation)
+            return cls(engine, address, memory, generation, changes)
         except DecodeError as error:
             raise nixlMismatchError(f"metadata of {metadata.name!r} is broken: {error}") from error
 
@@ -121,12 +132,22 @@ class RemoteAgents:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loaded: dict[str, Remote] = {}
+        self._replaced: set[str] = set()
+        """Incarnations in whose place a later one was loaded."""
 
     def load(self, engine: TransferEngine, metadata: Metadata) -> None:
         """Learns of an agent, or more of it; raises what :meth:`Remote.loaded` does."""
         with self._lock:
             known = self._loaded.get(metadata.name)
-            self._loaded[metadata.name] = Remote.loaded(engine, metadata, known)
+            loaded = self._loaded[metadata.name] = Remote.loaded(engine, metadata, known)
+            if known is not None:
+                self._replaced.add(known.peer.id)
+            self._replaced.discard(loaded.peer.id)
+
+    def is_replaced(self, incarnation: str) -> bool:
+        """Whether another incarnation of that agent was loaded in its place."""
+        with self._lock:
+            return incarnation in self._replaced
 
     def get(self, name: str) -> Remote | None:
         with self._lock:

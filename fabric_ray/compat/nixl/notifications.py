@@ -113,8 +113,8 @@ class Notifications:
         except msgspec.MsgspecError as error:
             _log.warning("a notification was dropped: %s", error)
             return
-        known = self._remotes.get(said.agent)
-        if said.agent == self._name or (known is not None and known.peer.id != message.sender):
+        # An agent that has restarted may notify before its new metadata is here.
+        if said.agent == self._name or self._remotes.is_replaced(message.sender):
             _log.warning("a notification was dropped: its sender is not agent %r", said.agent)
             return
         if (whole := self._partial.add(message.sender, said)) is not None:

@@ -1,4 +1,4 @@
-"""Notifications between two NIXL agents: long ones, and those of agents that restarted."""
+"""Two NIXL agents in one process: notifications, and metadata that comes late."""
 
 from __future__ import annotations
 
@@ -69,3 +69,34 @@ def test_parts_come_in_any_order_and_those_without_the_rest_are_bounded(
     assert add("b", 1, 2) is None, "the oldest was dropped"
     assert add("c", 2, 1) is None
     assert add("c", 2, 2) == b"012"
+
+
+def test_an_agent_that_has_restarted_is_heard_and_its_earlier_incarnation_is_not() -> None:
+    sender, receiver = pair()
+    receiver.add_remote_agent(sender.get_agent_metadata())
+    again = nixl_agent("sender")
+    again.add_remote_agent(receiver.get_agent_metadata())
+    again.send_notif("receiver", b"new")
+    assert heard(receiver, 1) == [b"new"]
+    receiver.add_remote_agent(again.get_agent_metadata())
+    sender.send_notif("receiver", b"old")
+    again.send_notif("receiver", b"new again")
+    assert heard(receiver, 1) == [b"new again"]
+
+
+def test_older_metadata_takes_nothing_away() -> None:
+    sender, receiver = nixl_agent("sender"), nixl_agent("receiver")
+    array = np.zeros(128, dtype=np.uint8)
+    halves = [(array.ctypes.data + at, 64, 0, "") for at in (0, 64)]
+    [first, second] = [receiver.get_reg_descs([half], "DRAM") for half in halves]
+    receiver.register_memory(first)
+    older = receiver.get_agent_metadata()
+    receiver.register_memory(second)
+    # A thread that fetches an earlier object of Ray's adds what came with that object.
+    for metadata in (receiver.get_agent_metadata(), older):
+        sender.add_remote_agent(metadata)
+    assert sender.check_remote_metadata("receiver", second.trim())
+    receiver.deregister_memory(second)
+    sender.add_remote_agent(receiver.get_agent_metadata())
+    assert sender.check_remote_metadata("receiver", first.trim())
+    assert not sender.check_remote_metadata("receiver", second.trim())
