@@ -101,8 +101,9 @@ def copies(
     op: Op,
     local: tuple[Prepared[Region], Indices],
     remote: tuple[Prepared[RemoteRegion], Indices],
-) -> tuple[Batch, int, int]:
-    """The copies between descriptors of two sides, and how many bytes and descriptors they are.
+) -> tuple[Batch, int, int, list[Region]]:
+    """The copies between descriptors of two sides, how many bytes and descriptors they are, and
+    the local regions.
 
     Raises:
         nixlInvalidParamError: descriptors that don't fit one another.
@@ -118,4 +119,5 @@ def copies(
     sides = (local[0].space.regions, here), (remote[0].space.regions, there)
     with as_nixl_errors():
         add_copies(batch, op, *sides, nbytes)
-    return batch, int(nbytes.sum()), len(nbytes)
+    used = [local[0].space.regions[i] for i in np.unique(here.region[nbytes > 0])]
+    return batch, int(nbytes.sum()), len(nbytes), used

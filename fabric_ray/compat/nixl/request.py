@@ -15,12 +15,13 @@ from fabric_ray.compat.nixl.status import (
     nixlBackendError,
     nixlInvalidParamError,
     nixlNotAllowedError,
+    nixlNotFoundError,
     nixlNotPostedError,
     nixlRemoteDisconnectError,
     nixlRepostActiveError,
 )
-from fabric_ray.engine import Batch, Transfer, TransferEngine
-from fabric_ray.errors import FabricError
+from fabric_ray.engine import Batch, Region, Transfer, TransferEngine
+from fabric_ray.errors import FabricError, Stale
 
 if TYPE_CHECKING:
     from fabric_ray.compat.nixl.agent import nixl_agent
@@ -47,7 +48,7 @@ class Request:
     """What is copied where, and which agent is told. For any thread.
 
     Args:
-        copies: the batch, its bytes, its descriptors.
+        copies: the batch, its bytes, its descriptors, and the local regions.
         notify: tells the remote agent.
         message: what it is told when nothing else is said at the post; nothing if empty.
         backend: the name of its backend.
@@ -57,14 +58,14 @@ class Request:
     def __init__(
         self,
         engine: TransferEngine,
-        copies: tuple[Batch, int, int],
+        copies: tuple[Batch, int, int, list[Region]],
         notify: Notify,
         message: bytes,
         backend: str,
         on_disconnect: Callable[[], None] | None = None,
     ) -> None:
         self._engine, self._notify, self._on_disconnect = engine, notify, on_disconnect
-        self._batch, self._nbytes, self._count = copies
+        self._batch, self._nbytes, self._count, self._regions = copies
         self.message, self.backend = message, backend
         self._lock = threading.Lock()
         self._transfer: Transfer | EmptyTransfer | None = None
@@ -79,6 +80,7 @@ class Request:
 
         Raises:
             nixlRepostActiveError: it is under way.
+            nixlNotFoundError: local memory of it was deregistered.
             NixlError: it can't be sent.
         """
         with self._lock:
@@ -178,6 +180,8 @@ class Request:
             self._over = True
 
     def _as_nixl(self, error: FabricError) -> NixlError:
+        if isinstance(error, Stale) and any(map(_has_ended, self._regions)):
+            return nixlNotFoundError(str(error), **error.fields)  # the other agent isn't lost
         found = as_nixl(error)
         if self._on_disconnect is not None and isinstance(found, nixlRemoteDisconnectError):
             self._on_disconnect()
@@ -188,6 +192,14 @@ class Request:
         if self._lock.acquire(blocking=False):
             self._lock.release()
             self._advance(transfer)
+
+
+def _has_ended(region: Region) -> bool:
+    try:
+        region.sync()
+    except Stale:
+        return True
+    return False
 
 
 def _microseconds(seconds: float) -> int:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fabric_ray.compat.nixl import nixl_agent, notifications
-from fabric_ray.compat.nixl.bindings import nixlInvalidParamError
+from fabric_ray.compat.nixl.bindings import nixlInvalidParamError, nixlNotFoundError
 from fabric_ray.compat.nixl.notifications import PartialNotifications, _Notification
 from tests.processes import within
 
@@ -100,3 +100,26 @@ def test_older_metadata_takes_nothing_away() -> None:
     sender.add_remote_agent(receiver.get_agent_metadata())
     assert sender.check_remote_metadata("receiver", first.trim())
     assert not sender.check_remote_metadata("receiver", second.trim())
+
+
+def test_an_agent_is_not_forgotten_for_memory_that_was_deregistered_here() -> None:
+    here, there = np.ones(64, dtype=np.uint8), np.zeros(64, dtype=np.uint8)
+    sender, receiver = nixl_agent("sender"), nixl_agent("receiver")
+    registered = sender.register_memory([(here.ctypes.data, 64, 0, "")], "DRAM")
+    receiver.register_memory([(there.ctypes.data, 64, 0, "")], "DRAM")
+    sender.add_remote_agent(receiver.get_agent_metadata())
+    remote = sender.prep_xfer_dlist("receiver", [(there.ctypes.data, 64, 0)], "DRAM")
+    stale = sender.prep_xfer_dlist("", registered.trim())
+    handle = sender.make_prepped_xfer("WRITE", stale, [0], remote, [0])
+    sender.deregister_memory(registered)
+    for again in (handle, sender.make_prepped_xfer("WRITE", stale, [0], remote, [0])):
+        with pytest.raises(nixlNotFoundError, match="local region"):
+            sender.transfer(again)
+    assert sender.check_remote_metadata("receiver")
+    assert not there.any()
+    sender.register_memory(registered)
+    local = sender.prep_xfer_dlist("", registered.trim())
+    handle = sender.make_prepped_xfer("WRITE", local, [0], remote, [0])
+    sender.transfer(handle)
+    within(20, "the transfer", lambda: sender.check_xfer_state(handle) == "DONE")
+    assert there.all()
