@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fabric_ray._native import Pages
+from fabric_ray._native import Engine, Pages
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.tensors import check_memory
 
@@ -180,6 +180,15 @@ def segment_of(obj: Any, addr: int, nbytes: int) -> tuple[int, int]:
         return addr, nbytes
     storage = obj.untyped_storage()
     return storage.data_ptr(), storage.nbytes()
+
+
+def is_free_here(engine: Engine, quiesced: bool | None) -> bool:
+    """Whether no transfer in this state touches memory of this process any more (MR-1).
+
+    Where ``quiesced`` is ``None`` a link was lost. Its work ends at this end before the loss is
+    reported, and may still land at the other; libfabric alone cannot end it.
+    """
+    return quiesced is True or (quiesced is None and "libfabric" not in engine.address.transports)
 
 
 def pages(indices: ArrayLike | Iterable[int], *, stride: int, offset: int = 0) -> Pages:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from fabric_ray.compat.nixl import nixl_agent, nixl_agent_config
 from fabric_ray.compat.nixl.bindings import (
+    nixlBackendError,
     nixlInvalidParamError,
     nixlNotFoundError,
     nixlNotPostedError,
@@ -236,6 +238,27 @@ def test_rs_4_a_dead_agent_is_an_error_and_its_successor_is_usable_at_once(
         array[:] = 0
         read(again.at)
         assert np.array_equal(array, again.bytes())
+
+
+@pytest.mark.parametrize(
+    ("op", "error"), [("READ", nixlRemoteDisconnectError), ("WRITE", nixlBackendError)]
+)
+def test_rs_4_a_transfer_with_an_agent_that_fell_silent_is_released(
+    op: str, error: type[Exception], array: Array, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FABRIC_RAY_TRANSPORT", "tcp")
+    agent = agent_of("initiator", array)
+    with Other(serve, "tcp", agent.get_agent_metadata()) as other:
+        target = Target(other)
+        agent.add_remote_agent(target.metadata)
+        sides = descs(agent, (array.ctypes.data, SIZE)), descs(agent, (target.at, SIZE))
+        move(agent, agent.initialize_xfer(op, *sides, "target"))
+        other.signal(signal.SIGSTOP)
+        handle = agent.initialize_xfer(op, *sides, "target")
+        with pytest.raises(error):
+            move(agent, handle)
+        agent.release_xfer_handle(handle)
+        agent.deregister_memory(agent.get_reg_descs([(array.ctypes.data, SIZE, 0, "")], "DRAM"))
 
 
 def test_parts_of_metadata_add_up(transport: str) -> None:

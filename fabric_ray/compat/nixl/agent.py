@@ -218,7 +218,7 @@ class nixl_agent(AgentMemory):
         return handle._request.backend
 
     def release_xfer_handle(self, handle: nixl_xfer_handle) -> None:
-        """Cancels it if it is under way; returns when nothing of it can land any more.
+        """Cancels it if it is under way; returns when it touches no memory of this process any more.
 
         Raises:
             nixlBackendError: that can't be shown; keep its buffers.
@@ -305,6 +305,7 @@ class nixl_agent(AgentMemory):
         owner, lost = remote[0].owner or "", remote[0].remote
         request = Request(
             self._engine,
+            op,
             batch,
             self._notifications.notifier(self._engine, owner),
             encoded(message),

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from fabric_ray.compat.addresses import EmptyTransfer, submit
+from fabric_ray.compat.addresses import EmptyTransfer, Op, submit
 from fabric_ray.compat.nixl.status import (
     NixlError,
     as_nixl,
@@ -21,6 +21,7 @@ from fabric_ray.compat.nixl.status import (
     nixlRepostActiveError,
 )
 from fabric_ray.engine import Batch, Region, Transfer, TransferEngine
+from fabric_ray.engine.memory import is_free_here
 from fabric_ray.errors import FabricError, Stale
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Request:
     def __init__(
         self,
         engine: TransferEngine,
+        op: Op,
         copies: tuple[Batch, int, int, list[Region]],
         notify: Notify,
         message: bytes,
@@ -65,7 +67,7 @@ class Request:
         on_disconnect: Callable[[], None] | None = None,
     ) -> None:
         self._engine, self._notify, self._on_disconnect = engine, notify, on_disconnect
-        self._batch, self._nbytes, self._count, self._regions = copies
+        self._op, (self._batch, self._nbytes, self._count, self._regions) = op, copies
         self.message, self.backend = message, backend
         self._lock = threading.Lock()
         self._transfer: Transfer | EmptyTransfer | None = None
@@ -116,7 +118,7 @@ class Request:
         return self._over
 
     def cancel(self) -> None:
-        """Returns when nothing of it can land any more.
+        """Returns when it touches no memory of this process any more.
 
         Raises:
             nixlBackendError: that can't be shown; its buffers must be kept, and this tried again.
@@ -126,7 +128,7 @@ class Request:
             if transfer is None:
                 return
             transfer.cancel()
-        if transfer.wait_quiesced(_QUIESCE_S) is not True:
+        if not is_free_here(self._engine, transfer.wait_quiesced(_QUIESCE_S)):
             raise nixlBackendError(
                 "bytes of the cancelled request may still land; keep its buffers, and release it "
                 "again later or close the agent"
@@ -174,8 +176,10 @@ class Request:
                 quiesced = transfer.quiesced
                 if quiesced is False:
                     return
-                found = self._as_nixl(error)
-                self._error = found if quiesced else _may_land(error)
+                found, landed = self._as_nixl(error), quiesced
+                if self._op == "read":
+                    landed = is_free_here(self._engine, quiesced)
+                self._error = found if landed else _may_land(error)
             self._ended = time.perf_counter()
             self._over = True
 

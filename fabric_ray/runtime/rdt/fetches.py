@@ -12,6 +12,7 @@ from weakref import WeakSet
 import torch
 
 from fabric_ray.engine import Batch, Region, RegionDescriptor, Transfer, TransferEngine
+from fabric_ray.engine.memory import is_free_here
 from fabric_ray.errors import Cancelled, FabricError, InvalidArgument
 from fabric_ray.runtime.rdt.offer import Offer
 from fabric_ray.runtime.rdt.pool import Pool
@@ -28,8 +29,14 @@ class Fetch:
     """The tensors of one object, on their way."""
 
     def __init__(
-        self, obj_id: str, offer: Offer, tensors: list[torch.Tensor], transfer: Transfer | None
+        self,
+        engine: TransferEngine,
+        obj_id: str,
+        offer: Offer,
+        tensors: list[torch.Tensor],
+        transfer: Transfer | None,
     ) -> None:
+        self._engine = engine
         self.obj_id = obj_id
         self.offer = offer
         self.tensors = tensors
@@ -66,12 +73,14 @@ class Fetch:
 
     def wait_settled(self) -> bool:
         """Waits a moment for :attr:`settled`, and returns it."""
-        return self._transfer is None or self._transfer.wait_quiesced(_QUIET_S) is True
+        if self._transfer is not None:
+            self._transfer.wait_quiesced(_QUIET_S)
+        return self.settled
 
     @property
     def settled(self) -> bool:
         """Whether no byte of it can land any more (MR-1)."""
-        return self._transfer is None or self._transfer.quiesced is True
+        return self._transfer is None or is_free_here(self._engine, self._transfer.quiesced)
 
 
 class Fetches:
@@ -140,7 +149,7 @@ class Fetches:
         wait_for_kernels(into or ())
         _wait_for_stream(tensors)
         transfer = self._engine.submit(batch, timeout=self._timeout) if len(batch) else None
-        fetch = Fetch(obj_id, offer, tensors, transfer)
+        fetch = Fetch(self._engine, obj_id, offer, tensors, transfer)
         with self._lock:
             aborted = self._aborted.pop(obj_id, 0.0) > time.monotonic()
             if not aborted:

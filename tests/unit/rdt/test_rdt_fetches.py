@@ -300,3 +300,18 @@ def test_rs_4_a_holder_that_is_killed_in_the_middle_is_named(over_tcp: Exchange)
         other.kill()
         with pytest.raises(PeerLost, match="other"):
             begun.wait(20)
+
+
+def test_rs_4_memory_of_a_fetch_from_a_holder_that_fell_silent_is_free_again() -> None:
+    kind = [((BIG,), torch.float32)]
+    with Other(hold) as other, TransferEngine(transport="tcp", peer_timeout=1) as engine:
+        reader = Exchange(engine, Holder("reader", "here", 1), timeout=60, idle=64 << 20)
+        offer = Offer.from_bytes(other.hear())
+        reader.fetches.start("a", offer, kind).wait(20)
+        other.signal(signal.SIGSTOP)
+        begun = reader.fetches.start("a", offer, kind)
+        with pytest.raises(PeerLost) as caught:
+            begun.wait(20)
+        assert "may still land" not in str(caught.value)
+        reader.fetches.end(begun)
+        assert len(reader.fetches) == 0
