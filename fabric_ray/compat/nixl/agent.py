@@ -218,7 +218,7 @@ class nixl_agent(AgentMemory):
         return handle._request.backend
 
     def release_xfer_handle(self, handle: nixl_xfer_handle) -> None:
-        """Cancels it if it is under way; returns when it touches no memory of this process any more.
+        """Cancels it if it is under way; returns when it touches no memory of this process.
 
         Raises:
             nixlBackendError: that can't be shown; keep its buffers.
