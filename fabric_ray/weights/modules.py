@@ -7,7 +7,7 @@ names. Only this module removes them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from fabric_ray.errors import InvalidArgument
@@ -31,6 +31,15 @@ class Named(NamedTuple):
     """By name of the tensor to which active adapters are added."""
 
 
+class Found(dict[str, Any]):
+    """Tensors of modules by name; ``again`` looks them up anew, since a module that is moved has
+    other buffers (RS-1)."""
+
+    def __init__(self, again: Callable[[], Mapping[str, Any]]) -> None:
+        super().__init__(again())
+        self.again = again
+
+
 def named(source: torch.nn.Module | Mapping[str, Any]) -> Named:
     """A module's tensors, or those of a mapping, by their names in the plain model.
 
@@ -38,7 +47,7 @@ def named(source: torch.nn.Module | Mapping[str, Any]) -> Named:
         InvalidArgument: names that collide, or adapters that can't be merged.
     """
     if isinstance(source, Mapping):
-        return Named(plain_names(source), {})
+        return Named(plain_names(source.again() if isinstance(source, Found) else source), {})
     return of_module(source)
 
 

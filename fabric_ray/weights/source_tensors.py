@@ -16,7 +16,7 @@ from fabric_ray.plan.dtensor import param_meta
 from fabric_ray.tensors import check_memory, is_lazy, wait_for_kernels
 from fabric_ray.weights.adapters import Adapters, Factors, add, trained
 from fabric_ray.weights.changes import ChangeCheck
-from fabric_ray.weights.modules import named, ties
+from fabric_ray.weights.modules import Found, named, ties
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ class SourceTensors:
         """Looks the parameters up again, since a module's may be replaced or removed."""
         found, merges = named(self._source)
         self._adapters.see(merges)
-        if not isinstance(self._source, Mapping):
+        if isinstance(self._source, Found) or not isinstance(self._source, Mapping):
             known = self.tensors
             found = {param: trained(tensor, known.get(param)) for param, tensor in found.items()}
         self.tensors = found

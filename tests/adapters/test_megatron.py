@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -44,6 +45,7 @@ WIDE = "tp-cp-ep-pp-dp"
 """The order of Megatron-Core's ``use_tp_pp_dp_mapping``."""
 SIZES = {
     "tp": Parallel(tp=2),
+    "one kv head": Parallel(tp=2),
     "pp": Parallel(pp=2),
     "cp": Parallel(cp=2),
     "dp": Parallel(dp=2),
@@ -142,6 +144,8 @@ def looked_at(kind: str, axis: str, rank: int) -> str:
     from megatron.core import parallel_state
 
     sizes, config = SIZES[axis], CONFIGS[kind]
+    if axis == "one kv head":
+        config = msgspec.structs.replace(config, kv_heads=1)
     parallel_state.initialize_model_parallel(
         sizes.tp,
         sizes.pp,

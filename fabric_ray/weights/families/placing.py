@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import product
 
 import msgspec
 
@@ -132,23 +133,27 @@ def _vocab(tensor: Tensor, cut: Vocab, grid: Grid) -> Layout:
 
 
 def _interleave(config: ModelConfig, tensors: Sequence[Tensor], grid: Grid) -> Layout:
-    """Per key/value head a share of every tensor, equal numbers of heads on the ranks."""
-    heads = config.kv_heads
+    """Per key/value head a share of every tensor; all these rows are cut evenly, between heads or
+    within one where there are fewer of them than ranks."""
+    heads, ways = config.kv_heads, grid.ways
+    each, more = divmod(sum(tensor.shape[0] for tensor in tensors), ways)
     for tensor in tensors:
-        if heads % grid.ways or tensor.shape[0] % heads:
+        if (heads % ways and ways % heads) or more or tensor.shape[0] % heads:
             raise Indivisible(
                 f"the {heads} kv heads that {tensor.name} is interleaved by can't be shared evenly "
-                f"by {grid.ways} ranks; use a tp that divides them",
+                f"by {ways} ranks; use a tp that divides them, or a multiple",
                 family=config.kind,
                 parameter=tensor.name,
             )
-    parts = []
-    for head in range(heads):
-        position = head * grid.ways // heads
-        owner = grid.part(range(position, position + 1))
-        for tensor in tensors:
-            each = tensor.shape[0] // heads
-            parts.append(_rows(tensor, head * each, each, owner))
+    parts, at = [], 0
+    for head, tensor in product(range(heads), tensors):
+        size = tensor.shape[0] // heads
+        begin, end = head * size, (head + 1) * size
+        while begin < end:
+            count = min(end - begin, each - at % each)
+            owner = grid.part(range(at // each, at // each + 1))
+            parts.append(_rows(tensor, begin, count, owner))
+            begin, at = begin + count, at + count
     return Concat(0, tuple(parts))
 
 

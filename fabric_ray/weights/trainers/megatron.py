@@ -17,7 +17,7 @@ from fabric_ray.weights.families.errors import Indivisible, InvalidRanks
 from fabric_ray.weights.families.matching import Match, filled, match
 from fabric_ray.weights.families.placing import Grid, fuse
 from fabric_ray.weights.families.rules import Family
-from fabric_ray.weights.modules import inside
+from fabric_ray.weights.modules import Found, inside
 from fabric_ray.weights.trainers.experts import experts_per_group
 from fabric_ray.weights.trainers.ranks import Parallel
 from fabric_ray.weights.trainers.tables import Experts, Layers, megatron_family
@@ -69,6 +69,9 @@ def local_tensors(
 ) -> dict[str, torch.Tensor]:
     """A rank's parameters and routers' biases, by the names that :func:`megatron_side` gives them.
 
+    A source of them looks them up again for each push. Routers' biases become float32, as they do
+    in a forward pass.
+
     Args:
         model: the rank's module, or its parts under virtual pipeline parallelism. Wrappers that
             call what they hold ``module`` are looked through.
@@ -77,13 +80,18 @@ def local_tensors(
         InvalidArgument: a wrapper gathers parameters in the next forward pass, and has old ones
             until then.
     """
-    parts = unwrapped(model)
+    return Found(lambda: _held(unwrapped(model)))
+
+
+def _held(parts: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     out: dict[str, torch.Tensor] = {}
     for index, part in enumerate(parts):
         prefix = f"model{index}." if len(parts) > 1 else ""
         out |= {prefix + name: tensor for name, tensor in part.named_parameters()}
-        biases = (n for n in part.named_buffers() if n[0].endswith(".router.expert_bias"))
-        out |= {prefix + name: tensor for name, tensor in biases}
+        for name, bias in part.named_buffers():
+            if name.endswith(".router.expert_bias"):
+                bias.data = bias.data.float()
+                out[prefix + name] = bias
     return out
 
 

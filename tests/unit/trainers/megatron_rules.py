@@ -119,7 +119,7 @@ class Rank:
         """Query groups behind each other: a group's queries, its key, its value."""
         groups = [self.full[f"{hf}{x}_proj.{kind}"] for x in "qkv"]
         by_group = [t.view(self.c.kv_heads, -1, *t.shape[1:]) for t in groups]
-        return torch.cat(by_group, dim=1).chunk(self.sizes.tp)[self.at["tp"]].flatten(0, 1)
+        return torch.cat(by_group, dim=1).flatten(0, 1).chunk(self.sizes.tp)[self.at["tp"]]
 
     def _latent_attention(self, hf: str) -> Iterator[tuple[str, Tensor]]:
         if f"{hf}q_a_proj.weight" in self.full:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fabric_ray import TransferEngine
 from fabric_ray.models import ModelConfig
 from fabric_ray.plan import Side, plan
 from fabric_ray.weights.families import (
@@ -25,6 +27,7 @@ from fabric_ray.weights.families import (
 )
 from fabric_ray.weights.local import check_local
 from fabric_ray.weights.reference import expected_containers
+from fabric_ray.weights.source_tensors import SourceTensors
 from fabric_ray.weights.trainers import Parallel, local_tensors, megatron_family, megatron_side
 from tests.examples import examples
 from tests.unit.families.pushes import Memory, assert_same, noise, pushed, raw
@@ -35,6 +38,7 @@ MODELS = {
     name: msgspec.structs.replace(config, dtype="bfloat16")
     for name, config in (SMALL | LAID_OUT | FROM_PUBLISHED).items()
 }
+MODELS["one kv head"] = small("llama", kv_heads=1, qkv_bias=True, dtype="bfloat16")
 MODELS["many kv heads"] = small("llama", kv_heads=4, qkv_bias=True, dtype="bfloat16")
 FULL = {name: noise(config) for name, config in MODELS.items()}
 ENGINES = [(1, 1), (2, 1), (2, 2), (4, 2)]
@@ -133,7 +137,7 @@ class Wrapped(nn.Module):
 def test_local_tensors_are_those_of_the_innermost_modules():
     router = nn.Module()
     router.register_parameter("weight", nn.Parameter(torch.ones(2, 2)))
-    router.register_buffer("expert_bias", torch.ones(2))
+    router.register_buffer("expert_bias", torch.ones(2, dtype=torch.bfloat16))
     router.register_buffer("local_tokens_per_expert", torch.ones(2))
     core = nn.ModuleDict({"mlp": nn.ModuleDict({"router": router})})
     names = {"mlp.router.weight", "mlp.router.expert_bias"}
@@ -141,6 +145,19 @@ def test_local_tensors_are_those_of_the_innermost_modules():
     parts = local_tensors([Wrapped(core), core])
     assert parts.keys() == {f"model{i}.{name}" for i in range(2) for name in names}
     assert parts["model1.mlp.router.weight"] is router.weight
+    assert parts["model0.mlp.router.expert_bias"].dtype == torch.float32
+
+
+def test_a_source_follows_a_module_that_is_moved(open_engine: Callable[..., TransferEngine]):
+    """`Module.to` gives a module other buffers, as offloading does."""
+    router = nn.Module()
+    router.register_buffer("expert_bias", torch.ones(2))
+    core = nn.ModuleDict({"mlp": nn.ModuleDict({"router": router})})
+    source = SourceTensors(local_tensors(core), open_engine())
+    core._apply(torch.clone)
+    router.expert_bias.fill_(3)
+    source.refresh()
+    assert source.local("mlp.router.expert_bias").tolist() == [3, 3]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +182,7 @@ def test_parallel_sizes_that_mean_nothing(sizes, words):
         ("llama", {"pp": 2}, {}, Indivisible, "3 layers can't be shared evenly by pp=2"),
         ("llama", {"pp": 2}, {"stages": [1, 1]}, InvalidRanks, "add up to 3 layers"),
         ("llama", {"pp": 2}, {"stages": [3]}, InvalidRanks, "must be 2 numbers"),
-        ("llama", {"tp": 4}, {}, Indivisible, "the 2 kv heads .*q_proj.* by 4 ranks"),
+        ("llama", {"tp": 3}, {}, Indivisible, "the 2 kv heads .*q_proj.* by 3 ranks"),
         ("deepseek_v3", {"tp": 8}, {}, Indivisible, "q_b_proj.* by 8 ranks without cutting a head"),
         ("qwen3_moe", {"dp": 4, "ep": 4}, {}, Indivisible, "6 experts .* by ep=4"),
         ("llama", {"dp": 4, "ep": 4}, {}, InvalidRanks, "llama has no experts .*use ep=1"),
