@@ -142,6 +142,8 @@ def train(connection: Any, rank: int, store: str, axis: str) -> None:
                 ac_config=None,
                 dump_folder="",
             )
+            if model.enable_weight_tying:  # parallelizing unties; `init_states` then does this
+                model.tok_embeddings.weight = model.lm_head.weight
         tensors, side = torchtitan_parts(model, adapter)
         serve(connection, WeightSource(tensors, side=side, engine=engine))
     engine.close()

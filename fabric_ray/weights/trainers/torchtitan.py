@@ -20,7 +20,7 @@ import msgspec
 from fabric_ray.errors import InvalidArgument
 from fabric_ray.plan import Container, Leaf, ParamMeta, Side, Tensor, side_from_param_meta
 from fabric_ray.plan.dtensor import param_meta
-from fabric_ray.weights.modules import named
+from fabric_ray.weights.modules import Found, named, reshard, ties
 from fabric_ray.weights.stacked import Rows, made_of
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def torchtitan_parts(
     """A rank's tensors, and what every rank holds: ``WeightSource(tensors, side=side)``.
 
     All trainers call it together, since they tell each other what they hold. What the adapter
-    leaves out, such as a tied head, is left out.
+    leaves out, such as a tied head, is left out. A source looks the tensors up again for each push.
 
     Args:
         model: the rank's module, or its parts under pipeline parallelism.
@@ -67,13 +67,20 @@ def torchtitan_parts(
 
     Raises:
         InvalidArgument: the adapter does more to a parameter than to name it and to order its rows,
-            or a parameter is a part of the model and doesn't say which.
+            or leaves one out that is trained; or a parameter is a part of the model and doesn't say
+            which.
     """
+    import torch
+
     tensors: dict[str, torch.Tensor] = {}
     failure: Exception | None = None
     try:
         origins = _origins(adapter)
-        tensors = _tensors(model, origins)
+        parts = [model] if isinstance(model, torch.nn.Module) else list(model)
+        for part in parts:
+            reshard(part)
+        _check_left_out(_named(parts), origins)
+        tensors = Found(lambda: {n: t for n, t in _named(parts).items() if n in origins})
         own: list[ParamMeta] | str = [param_meta(n, t) for n, t in tensors.items()]
     except Exception as error:
         failure, own = error, f"{type(error).__name__}: {error}"
@@ -85,12 +92,20 @@ def torchtitan_parts(
     return tensors, msgspec.structs.replace(side, containers=tuple(made))
 
 
-def _tensors(model: Any, origins: Mapping[str, _Origin]) -> dict[str, torch.Tensor]:
-    import torch
+def _named(parts: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    return dict(chain.from_iterable(named(part).tensors.items() for part in parts))
 
-    parts = [model] if isinstance(model, torch.nn.Module) else model
-    found = chain.from_iterable(named(part).tensors.items() for part in parts)
-    return {name: tensor for name, tensor in found if name in origins}
+
+def _check_left_out(tensors: Mapping[str, torch.Tensor], origins: Mapping[str, _Origin]) -> None:
+    """Refuses parameters that are trained and never sent, such as those of LoRA (RS-1)."""
+    first = ties(tensors)
+    sent = {first.get(name, name) for name in tensors if name in origins}
+    for name, tensor in tensors.items():
+        if tensor.requires_grad and first.get(name, name) not in sent:
+            raise InvalidArgument(
+                f"the adapter leaves out `{name}`, which is trained: rollouts would compute without "
+                "it; gather whole tensors with a ReplicaSource, merged where it is LoRA's"
+            )
 
 
 def _reports(own: list[ParamMeta] | str) -> dict[int, list[ParamMeta]]:

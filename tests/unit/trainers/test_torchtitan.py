@@ -49,8 +49,9 @@ class Model(torch.nn.Module):
         super().__init__()
         self.layers = torch.nn.ModuleDict({"0": Layer(), "1": Layer()})
         self.norm = torch.nn.LayerNorm(8, bias=False)
+        self.embed = torch.nn.Embedding(6, 8)
         self.head = torch.nn.Linear(8, 6, bias=False)
-        self.head.weight = torch.nn.Parameter(torch.randn(6, 8))
+        self.head.weight = self.embed.weight
 
 
 class Adapter:
@@ -83,7 +84,8 @@ def test_a_module_arrives_as_its_adapter_converts_it(
 ) -> None:
     tensors, side = torchtitan_parts(model, Adapter())
     held = {"qk.weight", "head.weight", "experts.w", "bias"}
-    assert {*tensors} == {"norm.weight", *(f"layers.{n}.{own}" for n in range(2) for own in held)}
+    layers = {f"layers.{n}.{own}" for n in range(2) for own in held}
+    assert {*tensors} == {"norm.weight", "embed.weight", *layers}
     wanted = Adapter().to_hf(model.state_dict())
     containers = [container_from_dtensor(name, t.contiguous()) for name, t in wanted.items()]
     needed = Side.of(1, containers)
@@ -97,6 +99,7 @@ def test_a_module_arrives_as_its_adapter_converts_it(
             sync.push()
             with target.reading() as weights:
                 assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
+            model._apply(torch.clone)  # as `Module.to` gives it other buffers
             with torch.no_grad():
                 for tensor in (*model.parameters(), *model.buffers()):
                     tensor.normal_()
@@ -133,6 +136,18 @@ def test_a_part_that_does_not_say_which_is_refused(model: Model) -> None:
     layer = model.get_submodule("layers.1")
     layer.qk.weight = torch.nn.Parameter(layer.qk.weight[:8].detach())
     with pytest.raises(InvalidArgument, match=r"`layers.1.qk.weight` is \[8, 8\], expected .*24"):
+        torchtitan_parts(model, Adapter())
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_parameter_that_is_left_out_and_trained_is_refused(model: Model, trained: bool) -> None:
+    """As torchtitan's LoRA, which its adapters leave out."""
+    layer = model.get_submodule("layers.1.head")
+    layer.lora_a = torch.nn.Linear(8, 2, bias=False).requires_grad_(trained)
+    if not trained:
+        torchtitan_parts(model, Adapter())
+        return
+    with pytest.raises(InvalidArgument, match=r"leaves out `layers.1.head.lora_a.weight`"):
         torchtitan_parts(model, Adapter())
 
 
