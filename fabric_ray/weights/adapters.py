@@ -205,8 +205,11 @@ def _problem(layer: Any, adapter: str, weight: Any) -> str | None:
         return f"is {type(variant).__name__ if variant else 'DoRA'}, expected plain LoRA"
     if getattr(layer, "lora_bias", {}).get(adapter):
         return "has a bias of its own (lora_bias=True), expected plain LoRA"
-    factors = _factors(layer, adapter)
-    if weight is None or hasattr(layer, "parameter_name"):
+    try:
+        factors = _factors(layer, adapter)
+    except AttributeError:  # a convolution's, or AdaLoRA's
+        factors = None
+    if factors is None or weight is None or hasattr(layer, "parameter_name"):
         return f"belongs to no weight of a linear layer or an embedding ({type(layer).__name__})"
     if factors.a.ndim != 2 or factors.b.ndim != 2 or tuple(weight.shape) != factors.shape:
         found = f"{list(factors.b.shape)} @ {list(factors.a.shape)}"

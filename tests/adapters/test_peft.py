@@ -110,6 +110,22 @@ def test_other_adapters_are_refused_by_name(
         SourceTensors(peft.get_peft_model(Model(torch.float32), ia3), open_engine())
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        peft.LoraConfig(target_modules=["0"]),
+        peft.AdaLoraConfig(target_modules=["1"], total_step=10),
+    ],
+    ids=["convolution", "AdaLoRA"],
+)
+def test_factors_of_another_form_are_refused_by_name(
+    open_engine: Callable[..., TransferEngine], config: Any
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(4, 4))
+    with pytest.raises(InvalidArgument, match=r"`default` of `.*[01]` belongs to no weight of a li"):
+        SourceTensors(peft.get_peft_model(model, config), open_engine())
+
+
 def test_disabled_adapters_are_refused(open_engine: Callable[..., TransferEngine]) -> None:
     model = peft.get_peft_model(Model(torch.float32), peft.LoraConfig(target_modules=["q_proj"]))
     held = SourceTensors(model, open_engine())
