@@ -19,7 +19,7 @@ from fabric_ray.weights import WeightSource
 from fabric_ray.weights.families import target_side
 from fabric_ray.weights.local import check_local
 from fabric_ray.weights.trainers import Parallel, local_tensors, megatron_side
-from fabric_ray.weights.trainers.looking import megatron_parts
+from fabric_ray.weights.trainers.looking import _layers, megatron_parts
 from tests.processes import Other
 
 _SMALL: dict[str, Any] = {
@@ -54,11 +54,15 @@ SIZES = {
     "vpp": Parallel(pp=2, vpp=2),
     "uneven": Parallel(pp=2),
     "custom": Parallel(pp=2),
+    "no layers": Parallel(pp=2),
     "pp, dp": Parallel(pp=2, dp=2, order=WIDE),
 }
-STAGES = {"uneven": [1, 3], "custom": [3, 1]}
-CUSTOM = [["embedding", "decoder", "decoder", "decoder"], ["decoder", "loss"]]
-"""A layout of a pipeline, as Megatron-Core takes it."""
+STAGES = {"uneven": [1, 3], "custom": [3, 1], "no layers": [0, 4]}
+CUSTOM = {
+    "custom": [["embedding", "decoder", "decoder", "decoder"], ["decoder", "loss"]],
+    "no layers": [["embedding"], ["decoder", "decoder", "decoder", "decoder", "loss"]],
+}
+"""Layouts of a pipeline, as Megatron-Core takes them."""
 
 
 def megatron(config: ModelConfig, axis: str, part: int) -> Any:
@@ -99,7 +103,7 @@ def megatron(config: ModelConfig, axis: str, part: int) -> Any:
         pipeline_dtype=torch.float32,
         virtual_pipeline_model_parallel_size=virtual,
         num_layers_in_first_pipeline_stage=STAGES[axis][0] if axis == "uneven" else None,
-        pipeline_model_parallel_layout=CUSTOM if axis == "custom" else None,
+        pipeline_model_parallel_layout=CUSTOM.get(axis),
         **moe,
     )
     spec = get_gpt_layer_local_spec(
@@ -205,6 +209,19 @@ def test_a_side_says_what_megatron_holds_and_is_found_by_looking(
                 else:
                     assert "Megatron-Core's with " in refusal, (kind, axis)
                     assert "WeightSource(model, config=config)" in refusal
+
+
+def test_a_stage_without_layers_says_what_they_would_be_made_of() -> None:
+    """By the specification that the module keeps; Transformer Engine needs a GPU."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
+    stage: Any = torch.nn.Module()
+    stage.transformer_layer_spec = spec
+    assert _layers([stage]) == "local"
+    engine = type("TENorm", (), {"__module__": "megatron.core.extensions.transformer_engine"})
+    spec.submodules.input_layernorm = engine
+    assert _layers([stage]) == "te"
 
 
 def test_a_module_that_holds_old_parameters_until_the_next_pass_is_refused() -> None:

@@ -169,7 +169,9 @@ def _check_arithmetic(config: Any, known: ModelConfig) -> None:
 
 def _layers(parts: Sequence[torch.nn.Module]) -> Layers:
     modules = (type(module).__module__ for part in parts for module in part.modules())
-    return "te" if any("transformer_engine" in name for name in modules) else "local"
+    # A stage without layers has what they would be made of.
+    specs = (repr(getattr(part, "transformer_layer_spec", None)) for part in parts)
+    return "te" if any("transformer_engine" in name for name in (*modules, *specs)) else "local"
 
 
 def _experts(tensors: Mapping[str, Any], config: Any) -> Experts:
