@@ -184,6 +184,8 @@ def looked_at(kind: str, axis: str, rank: int) -> str:
         with pytest.raises(InvalidArgument, match=f"{field} .* is True, expected False"):
             WeightSource(model, config=config)
         setattr(parts[0].config, field, False)
+    with pytest.raises(InvalidArgument, match="share_embeddings_and_output_weights is False"):
+        WeightSource(model, config=msgspec.structs.replace(config, tied=True))
     try:
         WeightSource(parts[0]).close()
         return ""

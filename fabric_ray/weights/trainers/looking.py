@@ -64,6 +64,7 @@ def megatron_parts(
     dtype = next(str(p.dtype) for part in parts for p in part.parameters())
     known = msgspec.structs.replace(_config(config), dtype=dtype.removeprefix("torch."))
     _check_arithmetic(parts[0].config, known)
+    _check_tied(parts[0], known)
     side = megatron_side(
         known,
         parallel,
@@ -165,6 +166,16 @@ def _check_arithmetic(config: Any, known: ModelConfig) -> None:
                 f"weights of {known.kind} mean something else otherwise; train with "
                 f"{field}={wanted}"
             )
+
+
+def _check_tied(part: Any, known: ModelConfig) -> None:
+    """RS-1: else a head that is trained by itself would be taken for the embedding's copy."""
+    if known.tied and not part.share_embeddings_and_output_weights:
+        raise InvalidArgument(
+            f"this {known.kind} ties its head to its embedding, and Megatron-Core's module does "
+            "not (share_embeddings_and_output_weights is False); train with it True, or give a "
+            "config of which tie_word_embeddings is false"
+        )
 
 
 def _layers(parts: Sequence[torch.nn.Module]) -> Layers:

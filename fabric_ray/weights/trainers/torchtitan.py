@@ -103,8 +103,8 @@ def _check_left_out(tensors: Mapping[str, torch.Tensor], origins: Mapping[str, _
     for name, tensor in tensors.items():
         if tensor.requires_grad and first.get(name, name) not in sent:
             raise InvalidArgument(
-                f"the adapter leaves out `{name}`, which is trained: rollouts would compute without "
-                "it; gather whole tensors with a ReplicaSource, merged where it is LoRA's"
+                f"the adapter leaves out `{name}`, which is trained: rollouts would compute "
+                "without it; gather whole tensors with a ReplicaSource, merged where it is LoRA's"
             )
 
 
