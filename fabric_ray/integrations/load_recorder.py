@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -144,7 +144,14 @@ def record(
                 with recorder:
                     load(feed())
             except _UnrecordableError as error:
-                recorder.give_up((recorder.current,), str(error))
+                is_known = error.names <= recorder.found.whole.keys()
+                recorder.give_up(error.names, str(error))
+                if recorder.current not in error.names and not is_known:
+                    # The loader had taken others before it filled this one.
+                    recorder.found.landings.clear()
+                    waiting.clear()
+                    waiting.extend(name for name in tensors if name not in recorder.found.whole)
+                    continue
             if len(waiting) == before:
                 break
     landed = {landing.tensor for landing in recorder.found.landings}
@@ -155,7 +162,11 @@ def record(
 
 
 class _UnrecordableError(Exception):
-    """Ends a loader that asks for values."""
+    """Ends a loader that asks for values of tensors."""
+
+    def __init__(self, names: frozenset[str], why: str) -> None:
+        super().__init__(why)
+        self.names = names
 
 
 class _Clone(NamedTuple):
@@ -181,6 +192,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._constants: dict[int, float] = {}
         """Tensors of the checkpoint that the loader has filled, by storage."""
         self._lost: dict[int, frozenset[str]] = {}
+        self._filled: dict[int, set[str]] = defaultdict(set)
+        """The checkpoint's tensors that have gone to a parameter, by its storage."""
         # Addresses name storages, so none may be freed.
         self._kept: list[Any] = []
 
@@ -214,7 +227,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if any(_storage(each) in self._targets for each in given):
                 return args[0]
         if names and any(each.is_meta for each in given) and _NEED_VALUES & set(func.tags):
-            raise _UnrecordableError(f"its loader runs {func}, which needs its values")
+            raise _UnrecordableError(names, f"its loader runs {func}, which needs its values")
         result = func(*args, **kwargs)
         for made in _tensors_in((result,)):
             key = _storage(made)
@@ -236,8 +249,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 key = self._clones[key].source
             if key in self._tensors:
                 found.add(self._tensors[key][0])
-            elif key in self._targets and self.current:
-                found.add(self.current)
+            elif key in self._targets:
+                # Not by what came last: a loader may take more tensors before it fills the first.
+                found |= self._filled.get(key) or {self.current} - {""}
             found |= self._lost.get(key, frozenset())
         return frozenset(found)
 
@@ -276,7 +290,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         names = self._names((source,))
         key = _storage(target)
-        if key not in self._targets:
+        if key in self._targets:
+            self._filled[key] |= names
+        else:
             # A buffer of the loader's own.
             names |= self._names((target,))
             if not names:
@@ -291,8 +307,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return target
         read = self._read(source.expand(target.shape))
         if read is None or target.dtype != self._targets[key][1].dtype:
-            names = names or frozenset({self.current})
-            self.give_up(names, "its loader computes with it")
+            self.give_up(names or self._names((target,)), "its loader computes with it")
         elif target.numel():
             self.found.landings.append(self._landing(target, read))
         return target

@@ -104,6 +104,32 @@ def test_a_tensor_that_a_loader_computes_with_is_named_and_the_others_are_record
     assert {each.target for each in found.landings} >= {"a", "c"}
 
 
+@pytest.mark.parametrize(
+    ("load", "why"),
+    [
+        (lambda p, t: (p.data.copy_(t), p.data.copy_(-p.data)), "computes with it"),
+        (lambda p, t: (p.data.copy_(t), p.data.mul_(2)), "runs aten.mul_"),
+        (lambda p, t: p.data.fill_(t[0, 0].item()), "needs its values"),
+    ],
+)
+def test_rs_1_a_loader_that_takes_all_tensors_first_is_recorded_by_what_it_fills(
+    load: Callable[..., object], why: str
+) -> None:
+    targets = {name: torch.empty(2, 2, device="meta") for name in "abc"}
+
+    def loads(named: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in list(named):
+            if name == "b":
+                load(targets[name], tensor)
+            else:
+                targets[name].data.copy_(tensor)
+
+    found = record(loads, {name: torch.zeros(2, 2, device="meta") for name in "abc"}, targets)
+    assert list(found.whole) == ["b"]
+    assert why in found.whole["b"]
+    assert [each.target for each in found.landings if each.target != "b"] == ["a", "c"]
+
+
 def test_a_loader_never_writes_to_memory_while_it_is_recorded() -> None:
     target = torch.ones(4)
 
