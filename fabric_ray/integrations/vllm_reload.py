@@ -52,6 +52,7 @@ class Reload:
         if not self._began:
             self._began = True
             framework(RELOAD, "vllm").initialize_layerwise_reload(self._model)
+            _keep_constants(self._model)
             self._kept = {path: _in_place(layer) for path, layer in self._leavable()}
             self._steps.enter_context(_kernel_steps(self._model, self._config.dtype))
 
@@ -291,6 +292,20 @@ def _in_place(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Copies of the tensors that a reload leaves in a layer, and loaders write to."""
     tensors = framework(f"{RELOAD}.utils", "vllm").get_layer_tensors(layer)
     return {name: t.detach().clone() for name, t in tensors.items() if not t.is_meta}
+
+
+def _keep_constants(model: torch.nn.Module) -> None:
+    """Gives buffers their values: checkpoints may lack those that a model computes when it is made,
+    and vLLM's reload would take whatever memory holds (RS-1)."""
+    layerwise = framework(f"{RELOAD}.layerwise", "vllm")
+    for layer in model.modules():
+        kernel = layerwise.get_layerwise_info(layer).kernel_tensors
+        for name, value in kernel[1].items() if kernel else ():
+            own = layer._buffers.get(name)
+            same = own is not None and (own.shape, own.dtype) == (value.shape, value.dtype)
+            if same and own.is_meta and name not in layer._non_persistent_buffers_set:
+                layer._buffers[name] = value.detach().clone()
+                layer._buffers[name].__dict__ |= own.__dict__  # its loader
 
 
 def _forget_loaded(layer: torch.nn.Module) -> None:

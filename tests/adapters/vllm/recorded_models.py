@@ -29,6 +29,8 @@ _COMMON: dict[str, Any] = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
+# Of a model when it is made. Trainers that send parameters alone don't send them.
+_CONSTANTS = ("inv_freq", ".beta", ".eps")
 _EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 _LATENT: dict[str, Any] = {
     **_COMMON,
@@ -61,6 +63,8 @@ def configuration(kind: str) -> Any:
         return hf.LlamaConfig(**{**_COMMON, "tie_word_embeddings": True})
     if kind == "qwen3":
         return hf.Qwen3Config(**_COMMON)
+    if kind == "apertus":
+        return hf.ApertusConfig(**_COMMON)
     if kind == "qwen3_moe":
         return hf.Qwen3MoeConfig(**_COMMON, **_EXPERTS, num_experts=4)
     if kind == "deepseek_v2":
@@ -94,10 +98,18 @@ def checkpoint(folder: Path, kind: str, seed: int) -> Path:
         model = AutoModelForCausalLM.from_config(configuration(kind), dtype=dtype_of(kind))
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
-                if "inv_freq" not in name:
+                if not name.endswith(_CONSTANTS):
                     tensor.normal_()
         model.save_pretrained(at)
     return at
+
+
+def sent(at: Path) -> dict[str, torch.Tensor]:
+    """What a trainer sends of a checkpoint."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(at / "model.safetensors")
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(_CONSTANTS)}
 
 
 def load(at: Path, ranks: int, experts: bool, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -172,7 +184,6 @@ def experts_output(layer: Any) -> torch.Tensor:
 
 def compare(folder: Path, kind: str, ranks: int, experts: bool) -> dict[str, Any]:
     """Fills a model of other weights by its recorded loader."""
-    from safetensors.torch import load_file
     from vllm.config import set_current_vllm_config
 
     from fabric_ray.integrations.vllm_recorded import record_model
@@ -182,7 +193,7 @@ def compare(folder: Path, kind: str, ranks: int, experts: bool) -> dict[str, Any
     old, new = (folder / f"{kind}-{seed}" for seed in (1, 2))
     model, config = load(old, ranks, experts, dtype_of(kind))
     expected, _ = load(new, ranks, experts, dtype_of(kind))
-    arrived = load_file(new / "model.safetensors")
+    arrived = sent(new)
     tensors = {
         name: Tensor(name, tuple(t.shape), DType.of(str(t.dtype).removeprefix("torch.")))
         for name, t in arrived.items()
@@ -217,13 +228,11 @@ def stream(
     model: torch.nn.Module, config: Any, at: Path, expected: dict[str, torch.Tensor]
 ) -> list[str] | str:
     """Reloads whole tensors; what differs then, or the error."""
-    from safetensors.torch import load_file
-
     from fabric_ray.errors import Unsupported
     from fabric_ray.integrations.vllm_recorded import refuse_lost
     from fabric_ray.integrations.vllm_reload import Reload
 
-    tensors = load_file(at / "model.safetensors")
+    tensors = sent(at)
     told = [(name, str(t.dtype).removeprefix("torch."), t.shape) for name, t in tensors.items()]
     try:
         refuse_lost(model, config, told)

@@ -16,7 +16,7 @@ from tests.adapters.vllm import servers
 
 pytestmark = servers.needed
 
-DENSE = ("llama", "tied", "qwen3", "gemma3")
+DENSE = ("llama", "tied", "qwen3", "gemma3", "apertus")
 # First, because vLLM makes its group of expert parallelism for the first model of a process.
 EXPERTS = ("qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 
