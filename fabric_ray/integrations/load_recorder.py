@@ -11,8 +11,11 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from types import new_class
 from typing import Any, NamedTuple
 
 import torch
@@ -131,13 +134,13 @@ def record(
     def feed() -> Iterator[tuple[str, torch.Tensor]]:
         while waiting:
             name = waiting.popleft()
-            given = tensors[name].detach()
+            given = tensors[name].detach().as_subclass(_disguised(torch.Tensor))
             alive[name] = weakref.ref(given)
             recorder.follow(name, given)
             yield name, given
             del given
 
-    with torch.no_grad():
+    with torch.no_grad(), _all_disguised(targets.values()):
         while waiting:
             before = len(waiting)
             try:
@@ -159,6 +162,25 @@ def record(
         if given() is not None and name not in landed:
             recorder.give_up((name,), "the model keeps it")
     return recorder.found
+
+
+@cache
+def _disguised(kind: type[torch.Tensor]) -> type[torch.Tensor]:
+    """A class of tensors without memory that don't say so: some loaders fill further tensors only
+    where there is memory (RS-1)."""
+    return new_class(kind.__name__, (kind,), exec_body=lambda body: body.update(is_meta=False))
+
+
+@contextmanager
+def _all_disguised(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    kinds = [(tensor, type(tensor)) for tensor in tensors if tensor.is_meta]
+    for tensor, kind in kinds:
+        tensor.__class__ = _disguised(kind)
+    try:
+        yield
+    finally:
+        for tensor, kind in kinds:
+            tensor.__class__ = kind
 
 
 class _UnrecordableError(Exception):
@@ -226,7 +248,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.give_up(names, f"its loader runs {func}")
             if any(_storage(each) in self._targets for each in given):
                 return args[0]
-        if names and any(each.is_meta for each in given) and _NEED_VALUES & set(func.tags):
+        has_memory = all(each.device.type != "meta" for each in given)
+        if names and not has_memory and _NEED_VALUES & set(func.tags):
             raise _UnrecordableError(names, f"its loader runs {func}, which needs its values")
         result = func(*args, **kwargs)
         for made in _tensors_in((result,)):

@@ -142,6 +142,28 @@ def test_a_loader_never_writes_to_memory_while_it_is_recorded() -> None:
     assert target.tolist() == [1.0] * 4
 
 
+@pytest.mark.parametrize("looks_at", ["parameter", "tensor"])
+def test_rs_1_a_loader_that_fills_a_further_tensor_where_there_is_memory_comes_whole(
+    looks_at: str,
+) -> None:
+    further = torch.ones(2)
+    targets: dict[str, torch.Tensor] = {
+        name: torch.nn.Parameter(torch.empty(2, 2, device="meta")) for name in "ab"
+    }
+
+    def load(name: str, tensor: torch.Tensor) -> None:
+        assert isinstance(targets[name], torch.nn.Parameter)
+        targets[name].data.copy_(tensor)
+        without = targets[name] if looks_at == "parameter" else tensor[:1]
+        if name == "a" and not without.is_meta:
+            further.copy_(tensor[0])
+
+    found = recording(load, targets, a=torch.zeros(2, 2), b=torch.zeros(2, 2))
+    assert list(found.whole) == ["a"]
+    assert further.tolist() == [1.0, 1.0]
+    assert all(type(p) is torch.nn.Parameter and p.is_meta for p in targets.values())
+
+
 def test_a_tensor_that_the_model_keeps_comes_whole() -> None:
     kept = []
     found = recording(lambda _, tensor: kept.append(tensor), {}, t=torch.zeros(4))
