@@ -24,9 +24,9 @@ from fabric_ray.integrations.load_recorder import (
     StridedView,
     record,
 )
+from fabric_ray.integrations.vllm_computed import RELOAD
 from fabric_ray.integrations.vllm_plugin import CONNECTOR
 from fabric_ray.integrations.vllm_reload import (
-    RELOAD,
     Reload,
     may_fill,
     refuse_lossy_cast,

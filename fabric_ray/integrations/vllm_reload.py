@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.integrations import framework
+from fabric_ray.integrations.vllm_computed import RELOAD, keep_constants, renew_computed
 
 if TYPE_CHECKING:
     import torch
 
     from fabric_ray.integrations.load_recorder import BoxRead, Landing, StridedView
 
-RELOAD = "vllm.model_executor.model_loader.reload"
 _NAMED = 8
 # Routers' biases are loaded in place and left out of vLLM's counts, like tensors that no checkpoint
 # has.
@@ -52,7 +52,7 @@ class Reload:
         if not self._began:
             self._began = True
             framework(RELOAD, "vllm").initialize_layerwise_reload(self._model)
-            _keep_constants(self._model)
+            keep_constants(self._model)
             self._kept = {path: _in_place(layer) for path, layer in self._leavable()}
             self._steps.enter_context(_kernel_steps(self._model, self._config.dtype))
 
@@ -191,6 +191,8 @@ class Reload:
         self._keep_packed()
         with _default_dtype(self._config.dtype):
             framework(RELOAD, "vllm").finalize_layerwise_reload(self._model, self._config)
+        for layer in self._model.modules():
+            renew_computed(layer)
         self._steps.close()
 
     def _keep_packed(self) -> None:
@@ -292,20 +294,6 @@ def _in_place(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Copies of the tensors that a reload leaves in a layer, and loaders write to."""
     tensors = framework(f"{RELOAD}.utils", "vllm").get_layer_tensors(layer)
     return {name: t.detach().clone() for name, t in tensors.items() if not t.is_meta}
-
-
-def _keep_constants(model: torch.nn.Module) -> None:
-    """Gives buffers their values: checkpoints may lack those that a model computes when it is made,
-    and vLLM's reload would take whatever memory holds (RS-1)."""
-    layerwise = framework(f"{RELOAD}.layerwise", "vllm")
-    for layer in model.modules():
-        kernel = layerwise.get_layerwise_info(layer).kernel_tensors
-        for name, value in kernel[1].items() if kernel else ():
-            own = layer._buffers.get(name)
-            same = own is not None and (own.shape, own.dtype) == (value.shape, value.dtype)
-            if same and own.is_meta and name not in layer._non_persistent_buffers_set:
-                layer._buffers[name] = value.detach().clone()
-                layer._buffers[name].__dict__ |= own.__dict__  # its loader
 
 
 def _forget_loaded(layer: torch.nn.Module) -> None:

@@ -21,8 +21,8 @@ DENSE = ("llama", "tied", "qwen3", "gemma3", "apertus")
 EXPERTS = ("qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 
 
-def compared(ranks: int, *kinds: str) -> list[dict[str, dict[str, Any]]]:
-    """By rank and kind, what ``recorded_models.py`` says."""
+def answered(program: str, *arguments: str) -> Any:
+    """What a program beside this file prints at last."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(servers.ROOT),
@@ -32,14 +32,20 @@ def compared(ranks: int, *kinds: str) -> list[dict[str, dict[str, Any]]]:
         "VLLM_LOGGING_LEVEL": "ERROR",
         "OMP_NUM_THREADS": "1",
     }
-    with TemporaryDirectory(prefix="fabric-ray-recorded-") as folder:
-        program = Path(__file__).with_name("recorded_models.py")
-        command = [str(servers.PYTHON), str(program), folder, str(ranks), *kinds]
-        ran = subprocess.run(
-            command, capture_output=True, text=True, check=False, env=environment, timeout=1800
-        )
+    command = [str(servers.PYTHON), str(Path(__file__).with_name(program)), *arguments]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, timeout=1800
+    )
     assert ran.returncode == 0, ran.stderr[-4000:]
-    answers: list[dict[str, dict[str, Any]]] = json.loads(ran.stdout.splitlines()[-1])
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def compared(ranks: int, *kinds: str) -> list[dict[str, dict[str, Any]]]:
+    """By rank and kind, what ``recorded_models.py`` says."""
+    with TemporaryDirectory(prefix="fabric-ray-recorded-") as folder:
+        answers: list[dict[str, dict[str, Any]]] = answered(
+            "recorded_models.py", folder, str(ranks), *kinds
+        )
     return answers
 
 
@@ -71,3 +77,7 @@ def test_rs_1_a_recorded_loader_fills_a_model_with_the_bits_of_a_load(
         whole = answers[0][kind]["of"]
         # Norms, routers and the like lie on all ranks.
         assert whole <= needed < 1.3 * whole + 30_000, kind
+
+
+def test_rs_1_layers_keep_nothing_that_they_have_computed_of_earlier_weights() -> None:
+    assert answered("computed_layers.py") == {"old": [], "moved": []}
