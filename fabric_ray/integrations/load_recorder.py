@@ -11,11 +11,9 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
-from types import new_class
 from typing import Any, NamedTuple
 
 import torch
@@ -134,13 +132,13 @@ def record(
     def feed() -> Iterator[tuple[str, torch.Tensor]]:
         while waiting:
             name = waiting.popleft()
-            given = tensors[name].detach().as_subclass(_disguised(torch.Tensor))
+            given = tensors[name].detach()
             alive[name] = weakref.ref(given)
             recorder.follow(name, given)
             yield name, given
             del given
 
-    with torch.no_grad(), _all_disguised(targets.values()):
+    with torch.no_grad(), _none_is_meta():
         while waiting:
             before = len(waiting)
             try:
@@ -164,23 +162,15 @@ def record(
     return recorder.found
 
 
-@cache
-def _disguised(kind: type[torch.Tensor]) -> type[torch.Tensor]:
-    """A class of tensors without memory that don't say so: some loaders fill further tensors only
-    where there is memory (RS-1)."""
-    return new_class(kind.__name__, (kind,), exec_body=lambda body: body.update(is_meta=False))
-
-
 @contextmanager
-def _all_disguised(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    kinds = [(tensor, type(tensor)) for tensor in tensors if tensor.is_meta]
-    for tensor, kind in kinds:
-        tensor.__class__ = _disguised(kind)
+def _none_is_meta() -> Iterator[None]:
+    """Has no tensor say that it lacks memory: some loaders fill further tensors only where there is
+    memory (RS-1). Classes of tensors stay, which loaders look at."""
+    torch.Tensor.is_meta = property(lambda tensor: False)  # type: ignore[assignment]
     try:
         yield
     finally:
-        for tensor, kind in kinds:
-            tensor.__class__ = kind
+        del torch.Tensor.is_meta
 
 
 class _UnrecordableError(Exception):
