@@ -19,10 +19,11 @@ def keep_constants(model: torch.nn.Module) -> None:
         kernel = layerwise.get_layerwise_info(layer).kernel_tensors
         for name, value in kernel[1].items() if kernel else ():
             own = layer._buffers.get(name)
-            same = own is not None and (own.shape, own.dtype) == (value.shape, value.dtype)
-            if same and own.is_meta and name not in layer._non_persistent_buffers_set:
-                layer._buffers[name] = value.detach().clone()
-                layer._buffers[name].__dict__ |= own.__dict__  # its loader
+            if own is None or not own.is_meta or name in layer._non_persistent_buffers_set:
+                continue
+            if (own.shape, own.dtype) == (value.shape, value.dtype):
+                layer._buffers[name] = kept = value.detach().clone()
+                kept.__dict__ |= own.__dict__  # its loader
 
 
 def renew_computed(layer: Any) -> None:
