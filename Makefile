@@ -26,6 +26,9 @@ $(TESTED): export FABRIC_PERF = $(CURDIR)/native/target/debug/fabric-perf
 # Ray starts workers at nice 15: beside tests that compute, actors would stand still.
 export RAY_worker_niceness ?= 0
 
+# Dozens of processes share the cores: a second thread of torch in each spins more than it computes.
+$(TESTED): export OMP_NUM_THREADS ?= 1
+
 NATIVE := $(shell find native -name target -prune -o \( -name '*.rs' -o -name Cargo.toml -o -name Cargo.lock \) -print)
 
 .PHONY: demo test check build-rust-tests test-rust test-lanes test-chaos test-deaths test-processes test-actors test-serve test-guests test-units test-experts test-others test-pages test-notebooks test-long test-rdma test-adapters test-all chaos bench lint lint-python lint-native docs wheel wheel-demo fuzz loom mutations soak sanitize \

@@ -176,7 +176,7 @@ class Request:
                 quiesced = transfer.quiesced
                 if quiesced is False:
                     return
-                found, landed = self._as_nixl(error), quiesced
+                found, landed = self._as_nixl(error), quiesced is True
                 if self._op == "read":
                     landed = is_free_here(self._engine, quiesced)
                 self._error = found if landed else _may_land(error)

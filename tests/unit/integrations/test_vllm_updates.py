@@ -339,9 +339,7 @@ def test_rs_1_a_router_whose_bias_does_not_come_is_named(
     assert not server.paused
 
 
-def test_routers_may_call_the_bias_of_their_experts_as_they_like(
-    server: fakes.Server, trainer: Any
-) -> None:
+def test_routers_may_name_the_bias_of_experts(server: fakes.Server, trainer: Any) -> None:
     bias = torch.nn.Parameter(torch.zeros(4))
     server.model.router, server.model.experts = torch.nn.Module(), torch.nn.Module()
     server.model.router.expert_bias = server.model.experts.e_score_correction_bias = bias
