@@ -14,13 +14,11 @@ import pytest
 from tests.rdma.binaries import cases_of, native_test
 from tests.rdma.boot import guest_run, need_guest
 
-# What every run must show: a peer that dies, a key that is wrong, a rail that fails, a NIC that two
-# processes use.
+# What every run must show: a peer that dies, and a key that is wrong. Seconds of an emulated CPU are
+# many here, so `make test-rdma` has the rest.
 ALWAYS = (
     "faults::mr_2_a_forged_key_fails_alone_and_the_link_is_made_anew",
     "peers::rs_4_a_peer_killed_mid_transfer_ends_everything_in_time",
-    "rails::rs_4_the_link_of_an_own_rail_fails_and_returns",
-    "shares::processes_share_a_nic_and_a_dead_process_has_no_share",
 )
 MODULES = ("faults", "limits", "peers", "rails", "registrations", "shares")
 _RAILS = 2
@@ -48,7 +46,7 @@ def _run(tests: list[str], folder: Path, timeout: float) -> None:
 
 
 @pytest.mark.rdma
-def test_a_dead_peer_a_forged_key_a_lost_rail_and_a_shared_nic(tmp_path: Path) -> None:
+def test_a_dead_peer_and_a_forged_key(tmp_path: Path) -> None:
     _run(list(ALWAYS), tmp_path, timeout=300)
 
 
