@@ -9,6 +9,7 @@ value can't be recorded: such a tensor is named, and its loader needs the whole 
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -149,7 +150,7 @@ def record(
                 recorder.give_up(error.names, str(error))
                 if recorder.current not in error.names and not is_known:
                     # The loader had taken others before it filled this one.
-                    recorder.found.landings.clear()
+                    recorder.begin_again()
                     waiting.clear()
                     waiting.extend(name for name in tensors if name not in recorder.found.whole)
                     continue
@@ -162,15 +163,19 @@ def record(
     return recorder.found
 
 
+_no_tensor_is_meta = threading.Lock()
+
+
 @contextmanager
 def _none_is_meta() -> Iterator[None]:
     """Has no tensor say that it lacks memory: some loaders fill further tensors only where there is
     memory (RS-1). Classes of tensors stay, which loaders look at."""
-    torch.Tensor.is_meta = property(lambda tensor: False)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del torch.Tensor.is_meta
+    with _no_tensor_is_meta:
+        torch.Tensor.is_meta = property(lambda tensor: False)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            del torch.Tensor.is_meta
 
 
 class _UnrecordableError(Exception):
@@ -214,6 +219,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.current = name
         # Not the tensor itself: a model that keeps it is noticed.
         self._tensors[_storage(tensor)] = (name, tensor.detach())
+
+    def begin_again(self) -> None:
+        """Forgets what the loader has done, before it runs anew."""
+        self.found.landings.clear()
+        for known in (self._constants, self._lost, self._filled):
+            known.clear()
 
     def give_up(self, names: Sequence[str] | frozenset[str], why: str) -> None:
         for name in names:

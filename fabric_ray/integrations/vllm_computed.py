@@ -28,8 +28,9 @@ def keep_constants(model: torch.nn.Module) -> None:
 
 def renew_computed(layer: Any) -> None:
     """Computes again what a layer has computed of its weights in its first step and keeps (RS-1).
-    CUDA graphs have its address, so it stays in its memory."""
-    with torch.no_grad():
+    CUDA graphs have its address, so it stays in its memory. A step makes inference tensors, which
+    can't be written outside inference mode."""
+    with torch.inference_mode():
         if getattr(layer, "update_cache", None) is False:  # FourierRotaryEmbedding
             layer.cos_sin_cache.copy_(layer._compute_cos_sin_cache())
         if (gates := getattr(layer, "_combined_gate_weight", None)) is not None:  # MoERunner

@@ -188,12 +188,12 @@ class Reload:
         self._finalize()
 
     def _finalize(self) -> None:
-        self._keep_packed()
-        with _default_dtype(self._config.dtype):
-            framework(RELOAD, "vllm").finalize_layerwise_reload(self._model, self._config)
-        for layer in self._model.modules():
-            renew_computed(layer)
-        self._steps.close()
+        with self._steps:
+            self._keep_packed()
+            with _default_dtype(self._config.dtype):
+                framework(RELOAD, "vllm").finalize_layerwise_reload(self._model, self._config)
+            for layer in self._model.modules():
+                renew_computed(layer)
 
     def _keep_packed(self) -> None:
         """Leaves layers of attention as they are that have packed and released a parameter of

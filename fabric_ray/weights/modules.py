@@ -35,9 +35,13 @@ class Found(dict[str, Any]):
     """Tensors of modules by name; ``again`` looks them up anew, since a module that is moved has
     other buffers (RS-1)."""
 
-    def __init__(self, again: Callable[[], Mapping[str, Any]]) -> None:
-        super().__init__(again())
-        self.again = again
+    def __init__(self, look: Callable[[], Mapping[str, Any]]) -> None:
+        super().__init__(look())
+        self._look = look
+
+    def again(self) -> dict[str, Any]:
+        now = self._look()
+        return {name: now.get(name, tensor) for name, tensor in self.items()}
 
 
 def named(source: torch.nn.Module | Mapping[str, Any]) -> Named:
@@ -47,7 +51,7 @@ def named(source: torch.nn.Module | Mapping[str, Any]) -> Named:
         InvalidArgument: names that collide, or adapters that can't be merged.
     """
     if isinstance(source, Mapping):
-        return Named(plain_names(source.again() if isinstance(source, Found) else source), {})
+        return Named(plain_names(source), {})
     return of_module(source)
 
 

@@ -56,7 +56,8 @@ class SourceTensors:
 
     def refresh(self) -> None:
         """Looks the parameters up again, since a module's may be replaced or removed."""
-        found, merges = named(self._source)
+        source = self._source
+        found, merges = named(source.again() if isinstance(source, Found) else source)
         self._adapters.see(merges)
         if isinstance(self._source, Found) or not isinstance(self._source, Mapping):
             known = self.tensors

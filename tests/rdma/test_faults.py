@@ -14,8 +14,8 @@ import pytest
 from tests.rdma.binaries import cases_of, native_test
 from tests.rdma.boot import guest_run, need_guest
 
-# What every run must show: a peer that dies, and a key that is wrong. Seconds of an emulated CPU are
-# many here, so `make test-rdma` has the rest.
+# What every run must show: a peer that dies, and a key that is wrong. A guest is slow, so `make
+# test-rdma` has the rest.
 ALWAYS = (
     "faults::mr_2_a_forged_key_fails_alone_and_the_link_is_made_anew",
     "peers::rs_4_a_peer_killed_mid_transfer_ends_everything_in_time",

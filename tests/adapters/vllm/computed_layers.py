@@ -77,7 +77,8 @@ def main() -> None:
         record_metadata_for_reloading(model)
         weights = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
         model.load_weights((name, torch.randn(p.shape)) for name, p in weights.items())
-        before = model.step()
+        with torch.inference_mode():  # as vLLM's workers
+            before = model.step()
         addresses = {name: tensor.data_ptr() for name, tensor in before.items()}
         reload = Reload(model, SimpleNamespace(dtype=torch.float32))
         reload.load(weights.items())

@@ -150,13 +150,16 @@ def test_local_tensors_are_those_of_the_innermost_modules():
 
 def test_a_source_follows_a_module_that_is_moved(open_engine: Callable[..., TransferEngine]):
     """`Module.to` gives a module other buffers, as offloading does."""
-    router = nn.Module()
+    router = nn.Linear(2, 2)
     router.register_buffer("expert_bias", torch.ones(2))
     core = nn.ModuleDict({"mlp": nn.ModuleDict({"router": router})})
-    source = SourceTensors(local_tensors(core), open_engine())
+    tensors = local_tensors(core)
+    del tensors["mlp.router.bias"]
+    source = SourceTensors(tensors, open_engine())
     core._apply(torch.clone)
     router.expert_bias.fill_(3)
     source.refresh()
+    assert source.tensors.keys() == {"mlp.router.weight", "mlp.router.expert_bias"}
     assert source.local("mlp.router.expert_bias").tolist() == [3, 3]
 
 
