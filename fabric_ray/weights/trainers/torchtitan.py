@@ -7,6 +7,7 @@ here it converts numbers of rows instead of weights, and so says which row lies 
 
 from __future__ import annotations
 
+import logging
 import math
 from bisect import bisect_right
 from collections import defaultdict
@@ -25,6 +26,8 @@ from fabric_ray.weights.stacked import Rows, made_of
 
 if TYPE_CHECKING:
     import torch
+
+_log = logging.getLogger(__name__)
 
 
 class _Part(NamedTuple):
@@ -106,6 +109,13 @@ def _check_left_out(tensors: Mapping[str, torch.Tensor], origins: Mapping[str, _
                 f"the adapter leaves out `{name}`, which is trained: rollouts would compute "
                 "without it; gather whole tensors with a ReplicaSource, merged where it is LoRA's"
             )
+    biases = [name for name in tensors if name.endswith("expert_bias") and name not in origins]
+    if biases:
+        _log.warning(
+            "the adapter leaves out %s: rollouts choose other experts than this model once the "
+            "bias is not zero; train without it (load_balance_coeff=None)",
+            ", ".join(biases[:2]) + (f" and {len(biases) - 2} more" if len(biases) > 2 else ""),
+        )
 
 
 def _reports(own: list[ParamMeta] | str) -> dict[int, list[ParamMeta]]:

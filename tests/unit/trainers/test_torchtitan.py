@@ -151,6 +151,17 @@ def test_a_parameter_that_is_left_out_and_trained_is_refused(model: Model, train
         torchtitan_parts(model, Adapter())
 
 
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_routers_bias_that_is_left_out_is_told(
+    model: Model, has_bias: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As torchtitan's adapter of Qwen3-MoE leaves it out."""
+    if has_bias:
+        model.get_submodule("layers.1").register_buffer("expert_bias", torch.zeros(2))
+    torchtitan_parts(model, Adapter())
+    assert ("layers.1.expert_bias" in caplog.text) == has_bias
+
+
 def _rank(connection: Connection, rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     adapter = Adapter()
