@@ -37,7 +37,6 @@ FP4_BLOCK = 16
 _TILE, _LANES = (128, 4), (32, 4)
 """Rows and scales of a tile as the matrix units of sm_100 load it, and how its rows lie there."""
 _MANTISSA = 23
-_BIAS = 127
 _EXPONENTS = 0xFF
 PACKED = 4
 """Exponents in one packed word."""

@@ -44,6 +44,13 @@ class Found(dict[str, Any]):
         return {name: now.get(name, tensor) for name, tensor in self.items()}
 
 
+def current(
+    source: torch.nn.Module | Mapping[str, Any],
+) -> torch.nn.Module | Mapping[str, Any]:
+    """A module, or the tensors that a mapping has by now."""
+    return source.again() if isinstance(source, Found) else source
+
+
 def named(source: torch.nn.Module | Mapping[str, Any]) -> Named:
     """A module's tensors, or those of a mapping, by their names in the plain model.
 

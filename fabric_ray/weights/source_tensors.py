@@ -16,7 +16,7 @@ from fabric_ray.plan.dtensor import param_meta
 from fabric_ray.tensors import check_memory, is_lazy, wait_for_kernels
 from fabric_ray.weights.adapters import Adapters, Factors, add, trained
 from fabric_ray.weights.changes import ChangeCheck
-from fabric_ray.weights.modules import Found, named, ties
+from fabric_ray.weights.modules import Found, current, named, ties
 
 if TYPE_CHECKING:
     import torch
@@ -56,8 +56,7 @@ class SourceTensors:
 
     def refresh(self) -> None:
         """Looks the parameters up again, since a module's may be replaced or removed."""
-        source = self._source
-        found, merges = named(source.again() if isinstance(source, Found) else source)
+        found, merges = named(current(self._source))
         self._adapters.see(merges)
         if isinstance(self._source, Found) or not isinstance(self._source, Mapping):
             known = self.tensors

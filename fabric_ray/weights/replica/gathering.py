@@ -16,7 +16,7 @@ from fabric_ray.tensors import check_memory, resolved, wait_for_kernels
 from fabric_ray.weights.adapters import Adapters, add, trained
 from fabric_ray.weights.changes import ChangeCheck
 from fabric_ray.weights.local import describe_tensor
-from fabric_ray.weights.modules import named, ties
+from fabric_ray.weights.modules import current, named, reshard, ties
 from fabric_ray.weights.quant import Formats
 from fabric_ray.weights.replica.converting import Converting, described
 
@@ -62,6 +62,7 @@ class Gathering:
             return self._whole
 
     def _announced(self) -> dict[str, Tensor]:
+        reshard(self._weights)
         # By map, which keeps hold of no tensor while it asks for the next.
         tensors = self._gathered() if self._is_function else self._named()
         wholes = list(starmap(described, tensors))
@@ -104,7 +105,7 @@ class Gathering:
 
     def _named(self) -> Iterable[tuple[str, torch.Tensor]]:
         assert isinstance(self._weights, (torch.nn.Module, Mapping)), "functions name nothing"
-        found, merges = named(self._weights)
+        found, merges = named(current(self._weights))
         self._adapters.see(merges)
         for name, tensor in found.items():
             local = getattr(tensor, "_local_tensor", tensor)

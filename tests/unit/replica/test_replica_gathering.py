@@ -16,11 +16,14 @@ from tests.on_device import on_device, on_wait
 from tests.unit.plan.fake_group import as_rank
 
 
-def test_while_fsdp_shows_whole_parameters_their_shards_are_gathered() -> None:
+@pytest.mark.parametrize("from_the_first", [True, False])
+def test_while_fsdp_shows_whole_parameters_their_shards_are_gathered(from_the_first: bool) -> None:
     with as_rank(0, 1):
         module: Any = torch.nn.Linear(4, 3, bias=False)
         fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
         shards = module.weight
+        if from_the_first:
+            module.unshard()
         gathering = Gathering(module, {}, 0)
         gathering.whole()
         for step in (1, 2):
