@@ -142,6 +142,7 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
         self._engine = TransferEngine(**init_info.engine)
         self._trainer = bytes.fromhex(init_info.trainer)
         self._leave = init_info.leave
+        self._brought = frozenset(n for n, *_ in init_info.tensors) if init_info.leave else None
         self._peer = self._engine.peer(EngineAddress.from_bytes(self._trainer))
         self._engine.connect(self._peer)
         if init_info.host is not None:
@@ -214,7 +215,7 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
         steps = self._inbox.receive(self._trainer, update_info.update)
         reload = Reload(self.model, self.model_config, self._leave)
         own: dict[str, torch.Tensor] = {}
-        update, ties = WeightsUpdate(partial=bool(self._leave)), TieCheck(self.model)
+        update, ties = WeightsUpdate(brought=self._brought), TieCheck(self.model)
         try:
             for step in steps:
                 if isinstance(step, tuple):

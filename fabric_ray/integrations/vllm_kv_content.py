@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -65,8 +65,22 @@ class _Weights:
 
     def __init__(self) -> None:
         self.fingerprint = ""
-        self.whole = ""
-        """Of the last update of all layers."""
+        self.updates: list[tuple[Set[str] | None, str]] = []
+        """Updates that left something in the weights: what each brought, and its fingerprint."""
+
+    def put(self, brought: Set[str] | None, found: str) -> None:
+        """Adds an update, and drops those that it has replaced.
+
+        Args:
+            brought: names of its tensors; ``None`` if it left nothing out.
+        """
+        self.updates = [
+            (other, by)
+            for other, by in self.updates
+            if brought is not None and (other is None or not other <= brought)
+        ]
+        self.updates.append((brought, found))
+        self.fingerprint = " over ".join(by for _, by in reversed(self.updates))
 
 
 _weights = _Weights()
@@ -84,11 +98,12 @@ class WeightsUpdate:
     From the first tensor to :meth:`finish` the weights are like no other process's.
 
     Args:
-        partial: whether it may leave layers out, which keep what the last whole update gave them.
+        brought: names of what it brings, the same at all processes that get it, if it may leave
+            layers out: those keep what earlier updates gave them.
     """
 
-    def __init__(self, *, partial: bool = False) -> None:
-        self._partial = partial
+    def __init__(self, *, brought: Set[str] | None = None) -> None:
+        self._brought = brought
         self._sum = 0
         self._began = False
 
@@ -101,9 +116,7 @@ class WeightsUpdate:
         """
         if not self._began:
             self._began = True
-            _weights.fingerprint = f"unfinished {secrets.token_hex(8)}"
-            if not self._partial:
-                _weights.whole = _weights.fingerprint
+            _weights.put(self._brought, f"unfinished {secrets.token_hex(8)}")
         named = hashlib.blake2b(version.encode(), digest_size=16).digest()
         self._sum += int.from_bytes(named, "little") if version else 0
 
@@ -127,11 +140,5 @@ class WeightsUpdate:
 
     def finish(self) -> None:
         """All of the update is in use."""
-        if not self._began:
-            return
-        found = f"{self._sum % (1 << 128):032x}"
-        if not self._partial:
-            _weights.whole = found
-        elif _weights.whole:
-            found = f"{found} over {_weights.whole}"
-        _weights.fingerprint = found
+        if self._began:
+            _weights.put(self._brought, f"{self._sum % (1 << 128):032x}")

@@ -169,7 +169,7 @@ class _ModelSink(VersionSink):
 
     def copy(self, arrived: Mapping[str, torch.Tensor]) -> None:
         reload = Reload(self._recorded.model, self._config, self._leave)
-        update = WeightsUpdate(partial=bool(self._leave))
+        update = WeightsUpdate(brought=frozenset(self._recorded.shapes) if self._leave else None)
         self.partly_filled = True
         update.begin(self.fingerprint)
         try:

@@ -97,6 +97,8 @@ class Session:
         # The latest of each rollout.
         self._push_targets: dict[int, PushTarget] = {}
         self._inbound_plans: dict[int, InboundPlan] = {}
+        # Joined without a copy: a version there may be another controller's of the same number.
+        self._strange: set[int] = set()
 
     @property
     def plan_nbytes(self) -> int:
@@ -173,6 +175,7 @@ class Session:
         self.decided = True
         commits = self._rollouts.same_args(self._id, version)
         self._push_targets, failed = self._rollouts.call(phases.target_commit, commits)
+        self._strange -= self._push_targets.keys()
         self.version = version
         clock.lap("commit")
         if self._spare and self._push_targets:
@@ -207,7 +210,8 @@ class Session:
         ]
         targets = self._push_targets
         able = [n for n in replicas if targets[n].usable]
-        givers = [n for n in able if self.version and targets[n].version == self.version]
+        own = [n for n in able if n not in self._strange]
+        givers = [n for n in own if self.version and targets[n].version == self.version]
         for giver in givers:
             try:
                 self._copy_from(giver, number)
@@ -218,6 +222,7 @@ class Session:
             else:
                 return giver
         self._accept({number: self.fanout.inbound(number)})
+        self._strange.add(number)
         return None
 
     def _copy_from(self, giver: int, number: int) -> None:
@@ -254,6 +259,7 @@ class Session:
     def forget(self, number: int) -> None:
         """Removes a rollout."""
         self.fanout.leave(number)
+        self._strange.discard(number)
         self._push_targets.pop(number, None)
         self._inbound_plans.pop(number, None)
 
@@ -396,8 +402,11 @@ class Session:
         self._push_targets, failed = self._rollouts.call(phases.target_abort, args)
         hooks = self._failed_hooks()
         named = {**hooks, **error.fields.get("failed", {}), **failed}
-        text = f"version {version} was aborted; all live rollouts stay at {self.version}: "
-        text += str(error) + (f"; then {causes(hooks)}" if hooks else "")
+        text = f"version {version} was aborted; all live rollouts stay at {self.version}"
+        for number, target in self._push_targets.items():
+            if (target.version or 0) != self.version:
+                text += f", {self._rollouts.label(number)} at {target.version or 'none'}"
+        text += f": {error}" + (f"; then {causes(hooks)}" if hooks else "")
         return WeightSyncError(text, version=version, failed=named)
 
     def _name_failures(

@@ -108,7 +108,7 @@ class WeightSync:
         # Serialises calls: actors run one phase at a time.
         self._lock = threading.RLock()
         self.version = 0
-        """The version in use at all rollouts; 0 before the first."""
+        """The latest version in use at a rollout; 0 before the first."""
 
     @property
     def plan(self) -> Plan:

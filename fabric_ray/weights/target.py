@@ -228,7 +228,8 @@ class WeightTarget:
         RelayWriter(
             self._engine, share.containers, staging.region, staging.offsets, push_target
         ).send(timeout)
-        return None if share.plan is None else self._digest(staging).compute()
+        # Trainers may have cut the replica's pages in another way than this rollout's.
+        return None if share.plan is None else self._digest(staging, push_target.rank).compute()
 
     def confirm(
         self,
@@ -488,9 +489,11 @@ class WeightTarget:
     def _offsets(self, staging: StagingMemory) -> tuple[int, ...]:
         return tuple(staging.offsets.get(i, -1) for i in range(len(self._routed().inbound.stripes)))
 
-    def _digest(self, staging: StagingMemory) -> Digest:
+    def _digest(self, staging: StagingMemory, plan_rank: int | None = None) -> Digest:
+        """Of this rollout's memory, by the pages of a plan rank that holds the same."""
         share = self._routed()
+        rank = share.plan_rank if plan_rank is None else plan_rank
         if share.plan is None:
             raise InvalidArgument("digests were not asked for at connect")
-        copies = Plan.from_bytes(share.plan).for_target(share.plan_rank)
+        copies = Plan.from_bytes(share.plan).for_target(rank)
         return digest_copies(list(copies), staging.region, self._offsets(staging))

@@ -65,7 +65,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loaded(tensors: dict[str, torch.Tensor], *, partial: bool = False) -> str:
-    update = WeightsUpdate(partial=partial)
+    update = WeightsUpdate(brought=frozenset(tensors) if partial else None)
     for name, tensor in tensors.items():
         update.add(name, tensor)
     update.finish()
@@ -128,6 +128,10 @@ def test_rs_1_what_a_partial_update_leaves_out_is_told_apart(
     assert after(part) == after(later, part)
     assert after(whole, part) == after(whole, later, part) != after(part)
     assert after(whole, part, whole) == after(whole) != after(whole, part)
+    other = {"a": torch.ones(2)}, True
+    assert after(other, part) != after(part)
+    assert after(whole, other, part) != after(whole, part) == after(whole, later, part)
+    assert after(other, ({**other[0], **part[0]}, True)) == after(({**other[0], **part[0]}, True))
 
     def failed() -> str:
         WeightsUpdate().begin()

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import given
 
 from fabric_ray import TransferEngine
 from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.plan import LocalContainer
+from fabric_ray.weights import WeightSource, WeightSync, WeightTarget
 from fabric_ray.weights.relay import Relay, RelayWriter
 from fabric_ray.weights.relay_groups import STRIPES, RelayGroups
 from fabric_ray.weights.report import PushTarget
 from fabric_ray.weights.stripes import containers_of, stripes
 from tests.processes import within
-from tests.unit.weights.local_sync import Fault, LocalSync, expected, side
+from tests.unit.weights.local_sync import Fault, InProcess, LocalSync, expected, side
 
 
 @given(st.integers(1, 40), st.lists(st.tuples(st.booleans(), st.integers(0, 1000)), max_size=20))
@@ -179,6 +182,65 @@ def test_a_rollout_without_a_replica_to_copy_from_gets_the_next_version(
     sync.push()
     assert sync.targets[2].version == 2
     assert list(sync.broken(set(), before=2)) == []
+
+
+def test_rs_1_a_version_of_another_controller_is_not_given_on(
+    open_sync: Callable[..., LocalSync],
+) -> None:
+    sync = open_sync()
+    sync.drop(1)
+    assert sync.join(sync.another(1)).giver is None
+    # Another controller has brought it to a version of the same number.
+    sync.targets[-1].version = 1
+    sync._session._push_targets[2] = sync.targets[-1].abort()  # type: ignore[union-attr]
+    assert sync.join(sync.another(1)).giver is None
+    sync.push()
+    assert sync.join(sync.another(1)).giver == 2, "it has this controller's version now"
+    assert list(sync.broken(set(), before=2)) == []
+
+
+@pytest.mark.parametrize("options", [{"digest": True}, {"delta": True}], ids=str)
+def test_a_rollout_joins_a_replica_to_which_trainers_write_in_other_pieces(
+    open_engine: Callable[..., TransferEngine], options: dict[str, bool]
+) -> None:
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(
+            torch.nn.Linear(300, 1000), torch.nn.Linear(1000, 300)
+        ).bfloat16()
+
+    engines = [open_engine(transport="shm") for _ in range(5)]
+    trained, replicas = model(), [model() for _ in range(3)]
+    ends = [WeightSource(trained, rank=i, name=f"source {i}", engine=engines[i]) for i in range(2)]
+    for i, replica in enumerate(replicas):
+        ends.append(WeightTarget(into=replica, name=f"replica {i}", engine=engines[2 + i]))  # type: ignore[arg-type]
+    with contextlib.ExitStack() as closing:
+        for end in ends:
+            closing.callback(end.close)
+        sync = WeightSync(
+            ["source 0", "source 1"], ["replica 0", "replica 1"], calls=InProcess(), **options
+        )
+        sync.push()
+        pieces = [
+            [(copy.dst_container, copy.dst_offset, copy.run) for copy in sync.plan.for_target(rank)]
+            for rank in range(2)
+        ]
+        assert sorted(pieces[0]) != sorted(pieces[1])
+        sync.drop(1)
+        assert sync.join("replica 2").giver == 0
+        for parameter, wanted in zip(replicas[2].parameters(), trained.parameters(), strict=True):
+            assert torch.equal(parameter, wanted)
+
+
+def test_rs_3_a_failed_push_names_the_rollouts_that_are_at_an_older_version(
+    open_sync: Callable[..., LocalSync],
+) -> None:
+    sync = open_sync()
+    sync.fault = Fault("target_commit", "rollout 1", "is not asked")
+    with pytest.raises(WeightSyncError, match="rollout 1"):
+        sync.push()
+    sync.fault = Fault("source_push", "trainer 0", "is not asked")
+    with pytest.raises(WeightSyncError, match="all live rollouts stay at 2, rollout 1 at 1: "):
+        sync.push()
 
 
 @pytest.mark.parametrize("stage", ["target_accept", "target_give", "target_confirm"])
