@@ -85,7 +85,7 @@ LANES := test-actors test-units test-guests test-experts test-serve test-process
 test-lanes: export FABRIC_RAY_LEFT_OUT = $(CURDIR)/$(DONE)/left-out
 test-lanes: $(DONE)/native-dev
 	@: >$(FABRIC_RAY_LEFT_OUT)
-	$(MAKE) --no-print-directory --jobs 4 --output-sync=target test-rust $(LANES) $(LAST)
+	$(MAKE) --no-print-directory --jobs 3 --output-sync=target test-rust $(LANES) $(LAST)
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target test-deaths test-chaos
 	@sort $(FABRIC_RAY_LEFT_OUT)
 
