@@ -129,6 +129,7 @@ class FabricWeightTransferEngine(_vllm.WeightTransferEngine):  # type: ignore[mi
     _inbox: Inbox | None = None
     _sharded: ShardedWorker | None = None
     _leave: Sequence[str] = ()
+    _brought: frozenset[str] | None = None
 
     def init_transfer_engine(self, init_info: FabricInitInfo) -> None:
         """Opens this worker's engine, in place of one for an earlier trainer.
