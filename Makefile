@@ -100,7 +100,7 @@ $(LANES) test-deaths test-chaos: test-%: $(DONE)/native-dev
 
 # What make test leaves out for its length.
 test-long: $(DONE)/native-dev
-	$(if $(ARGS),,cd native && cargo test $(TESTED_CRATES) --quiet schedules)
+	$(if $(ARGS),,cd native && cargo test $(TESTED_CRATES) --quiet -- schedules pruned_orders tokens_flow_on)
 	$(if $(ARGS),,cd native && cargo clippy -p fabric-microbench --all-targets --quiet -- -D warnings)
 	$(BIN)/python -m pytest -q -m "long or hypothesis" $(ARGS)
 

@@ -16,7 +16,7 @@ from fabric_ray.tensors import check_memory, resolved, wait_for_kernels
 from fabric_ray.weights.adapters import Adapters, add, trained
 from fabric_ray.weights.changes import ChangeCheck
 from fabric_ray.weights.local import describe_tensor
-from fabric_ray.weights.modules import current, named, reshard, ties
+from fabric_ray.weights.modules import Found, current, named, reshard, ties
 from fabric_ray.weights.quant import Formats
 from fabric_ray.weights.replica.converting import Converting, described
 
@@ -110,7 +110,7 @@ class Gathering:
         for name, tensor in found.items():
             local = getattr(tensor, "_local_tensor", tensor)
             check_memory(f"parameter `{name}`", local, lazy=True)
-        if isinstance(self._weights, torch.nn.Module):
+        if isinstance(self._weights, (torch.nn.Module, Found)):
             found = {name: trained(t, self._shards.get(name)) for name, t in found.items()}
             self._shards = {name: t for name, t in found.items() if _is_sharded(t)}
         tied = ties({name: t for name, t in found.items() if name not in self._adapters})

@@ -61,8 +61,8 @@ from fabric_ray._native import survey
 def handlers():
     with open("/proc/self/status") as status:
         masks = [line.split() for line in status if line.startswith(("SigBlk", "SigIgn", "SigCgt"))]
-        # Of those above, the C library takes some for itself when the first thread begins.
-        return {name: int(mask, 16) & (1 << 31) - 1 for name, mask in masks}
+        # The C library takes 32 and 33 for itself when the first thread begins.
+        return {name: int(mask, 16) & ~(3 << 31) for name, mask in masks}
 
 class Stop(BaseException):
     pass

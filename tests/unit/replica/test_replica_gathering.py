@@ -17,7 +17,9 @@ from tests.unit.plan.fake_group import as_rank
 
 
 @pytest.mark.parametrize("from_the_first", [True, False])
-def test_while_fsdp_shows_whole_parameters_their_shards_are_gathered(from_the_first: bool) -> None:
+def test_rs_1_while_fsdp_shows_whole_parameters_their_shards_are_gathered(
+    from_the_first: bool,
+) -> None:
     with as_rank(0, 1):
         module: Any = torch.nn.Linear(4, 3, bias=False)
         fully_shard(module, mesh=init_device_mesh("cpu", (1,)))

@@ -148,7 +148,7 @@ def test_local_tensors_are_those_of_the_innermost_modules():
     assert parts["model0.mlp.router.expert_bias"].dtype == torch.float32
 
 
-def test_a_source_follows_a_module_that_is_moved(open_engine: Callable[..., TransferEngine]):
+def test_rs_1_a_source_follows_a_module_that_is_moved(open_engine: Callable[..., TransferEngine]):
     """`Module.to` gives a module other buffers, as offloading does."""
     router = nn.Linear(2, 2)
     router.register_buffer("expert_bias", torch.ones(2))

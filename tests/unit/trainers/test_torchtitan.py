@@ -140,7 +140,9 @@ def test_a_part_that_does_not_say_which_is_refused(model: Model) -> None:
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_a_parameter_that_is_left_out_and_trained_is_refused(model: Model, trained: bool) -> None:
+def test_rs_1_a_parameter_that_is_left_out_and_trained_is_refused(
+    model: Model, trained: bool
+) -> None:
     """As torchtitan's LoRA, which its adapters leave out."""
     layer = model.get_submodule("layers.1.head")
     layer.lora_a = torch.nn.Linear(8, 2, bias=False).requires_grad_(trained)

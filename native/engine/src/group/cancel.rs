@@ -1,5 +1,5 @@
-//! Ends transfers before all their work is over: their deadline has passed, or the caller
-//! cancelled.
+//! Ends transfers before all their work is over: their deadline has passed, the caller cancelled,
+//! or a lost rail is taken as lost alone.
 
 use super::{route::PeerState, Group, TransferKey};
 use crate::{time::Time, EngineError};
@@ -31,6 +31,15 @@ impl Group {
         transfer.end_early(error);
         transfer.flight.notified(now);
         self.settle(key);
+    }
+
+    /// Takes a lost rail of a transfer as lost alone: its peer was not lost in time.
+    pub(super) fn decide(&mut self, key: TransferKey) {
+        let transfer = self.transfers.get_mut(key.slot as usize);
+        let transfer = transfer.filter(|t| t.serial == key.serial);
+        if transfer.is_some_and(|t| t.undecided.take().is_some()) {
+            self.settle(key);
+        }
     }
 
     /// Cancels a transfer. Work under way keeps its memory until it is over (MR-1).

@@ -362,7 +362,7 @@ impl Group {
                 moved |= self.drain_backlog(now, key, rails);
             }
         }
-        while let Some((_, timer)) = self.timers.due(now) {
+        while let Some(timer) = self.timers.due(now) {
             moved = true;
             match timer {
                 Timer::Deadline(key) => self.expire(now, key),
@@ -475,15 +475,6 @@ impl Group {
             self.timers.set(at, Timer::Verdict(key));
         }
         transfer.fail(error);
-    }
-
-    /// Takes a lost rail of a transfer as lost alone: its peer was not lost in time.
-    fn decide(&mut self, key: TransferKey) {
-        let transfer = self.transfers.get_mut(key.slot as usize);
-        let transfer = transfer.filter(|t| t.serial == key.serial);
-        if transfer.is_some_and(|t| t.undecided.take().is_some()) {
-            self.settle(key);
-        }
     }
 
     /// Delivers the result of a transfer and forgets it, if nothing of it is left.

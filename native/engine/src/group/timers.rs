@@ -47,9 +47,9 @@ impl Timers {
     }
 
     /// Takes the first timer that is due.
-    pub fn due(&mut self, now: Time) -> Option<(Time, Timer)> {
+    pub fn due(&mut self, now: Time) -> Option<Timer> {
         self.0.first().filter(|(at, _)| *at <= now)?;
-        self.0.pop_first()
+        self.0.pop_first().map(|(_, timer)| timer)
     }
 
     /// Transfers whose verdict is awaited.

@@ -58,7 +58,9 @@ fn every_order_at_small_scope_keeps_the_promises() {
 /// The state is a digest of what engines have seen: equal states must have equal continuations.
 #[test]
 fn pruned_orders_equal_explored_orders() {
-    for scope in scopes::small().iter().filter(|s| s.budget.losses == 1).take(4) {
+    let scopes = scopes::small();
+    let most = if env("FABRIC_SIM_RUNS", 20_000) < 20_000 { 4 } else { 8 };
+    for scope in scopes.iter().filter(|s| s.budget.losses == 1).take(most) {
         let (pruned, each) = (explore(scope, usize::MAX), explore_one_by_one(scope));
         assert_eq!(pruned.orders, each.orders, "{}", scope.name);
         assert_eq!((pruned.states, pruned.longest), (each.states, each.longest), "{}", scope.name);
