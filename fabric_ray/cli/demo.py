@@ -34,7 +34,6 @@ app = typer.Typer(
     \b
     Examples:
       fabric-ray demo weights            # trainers push weights into rollouts
-      fabric-ray demo rl                 # a loop that learns while it pushes
       fabric-ray demo kvcache            # prefill and decode apart, behind Ray Serve
       fabric-ray demo moe                # experts on many ranks, one of which dies
       fabric-ray demo weights --help     # what each can be asked for
@@ -99,22 +98,6 @@ def weights(asked: options.Weights, as_json: bool) -> None:
       fabric-ray demo weights --json | jq .verified
     """
     _run("weights", asked, as_json, working("start"))
-
-
-@_command(options.Rl, "A loop that learns while it pushes.")
-def rl(asked: options.Rl, as_json: bool) -> None:
-    """A small transformer learns to sort digits by asynchronous reinforcement learning.
-
-    Rollouts generate while trainers learn and push. Verified: every version's bits on every
-    rollout, every sample's log-probabilities, its staleness, and that the reward rose.
-
-    \b
-    Examples:
-      fabric-ray demo rl                       # a minute; the reward rises from 0 to nearly 1
-      fabric-ray demo rl --staleness 0         # rollouts wait for every version
-      fabric-ray demo rl --steps 20 --json | jq .verified
-    """
-    _run("rl.loop", asked, as_json)
 
 
 @_command(options.KvCache, "Prefill and decode apart, behind Ray Serve.")

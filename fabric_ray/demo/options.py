@@ -52,39 +52,6 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-class Rl(msgspec.Struct, frozen=True, kw_only=True):
-    """See ``fabric-ray demo rl --help``."""
-
-    steps: Annotated[int, "Updates; each is pushed as a version."] = 120
-    staleness: Annotated[int, "Versions that a sample may be behind the trainers."] = 1
-    trainers: Trainers = 2
-    rollouts: Annotated[int, "Rollouts: engines of their own."] = 2
-    prompts: int = 8
-    """Of a batch that a rollout draws at once."""
-    group: int = 8
-    """Samples of each prompt."""
-    batches: int = 4
-    """That each trainer takes for an update."""
-    digits: int = 6
-    lr: float = 3e-3
-    clip: float = 0.2
-    transport: Transport = "auto"
-    seed: Annotated[int, "Of weights, prompts and samples."] = 0
-    output: Output = Path("demo-output")
-    address: Address = None
-
-    def check(self) -> None:
-        """Raises InvalidArgument for what can't be run, before anything is started."""
-        # Rewards have quarters, and a sample is compared with the others of its group.
-        least = {"steps": 4, "staleness": 0, "group": 2}
-        check_least(self, trainers=1, rollouts=1, prompts=1, batches=1, digits=1, **least)
-
-    @property
-    def samples(self) -> int:
-        """That one update learns from, on all trainers."""
-        return self.trainers * self.batches * self.prompts * self.group
-
-
 class KvCache(msgspec.Struct, frozen=True, kw_only=True):
     """See ``fabric-ray demo kvcache --help``."""
 

@@ -51,6 +51,7 @@ from fabric_ray.integrations.vllm_push import (
 from fabric_ray.integrations.vllm_recorded import refuse_lost, refuse_moved_experts, refuse_stores
 from fabric_ray.integrations.vllm_reload import Reload, TieCheck, refuse_lossy_cast
 from fabric_ray.integrations.vllm_sharded import Commit, ShardedWorker
+from fabric_ray.weights import PushReport
 
 if TYPE_CHECKING:
     import torch
@@ -352,6 +353,12 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
                 raise
             raise stays_paused(error, self._update, self._servers) from error
         pause.end()
+
+    @property
+    def report(self) -> PushReport | None:
+        """Of the last push of shards, at rank 0: bytes, seconds and paths. ``None`` before it, at
+        other ranks, and where tensors are streamed."""
+        return None if self._sharded is None else self._sharded.report
 
     def shutdown(self) -> None:
         if self._sharded is not None:

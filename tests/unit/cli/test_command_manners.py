@@ -27,7 +27,7 @@ from fabric_ray.cli.main import app
 
 ROOT = Path(__file__).parents[3]
 COMMANDS = ["doctor", "topo", "bench", "plan", "simulate", "trace", "top"]
-DEMOS = ["demo weights", "demo rl", "demo kvcache", "demo moe"]
+DEMOS = ["demo weights", "demo kvcache", "demo moe"]
 PROGRAM = (sys.executable, "-c", "from fabric_ray.cli.main import app; app()")
 
 
@@ -108,7 +108,6 @@ def test_json_is_one_object_and_nothing_else(arguments: str) -> None:
         ("demo weights --trainers 0", Code.IMPOSSIBLE, "trainers is 0; give at least 1"),
         ("demo weights --checkpoint /no/such/folder", Code.IMPOSSIBLE, "not a directory"),
         ("demo weights --address 127.0.0.1:1", Code.IMPOSSIBLE, "no Ray cluster answers at 127."),
-        ("demo rl --steps 0", Code.IMPOSSIBLE, "steps"),
         ("demo kvcache --clients 0", Code.IMPOSSIBLE, "one client"),
         ("demo moe --ranks 1", Code.IMPOSSIBLE, "ranks is 1"),
         ("demo moe --tokens 0", Code.IMPOSSIBLE, "tokens is 0"),
@@ -246,10 +245,9 @@ def test_packages_that_are_missing_are_named_with_the_command_that_installs_them
 
 def test_an_output_folder_that_takes_no_files_is_told_before_anything_runs() -> None:
     pytest.importorskip("ray", reason="pip install '.[ray]'")
-    for demo in ("weights", "rl"):
-        result = run("demo", demo, "--output", "/proc/self/fdinfo")
-        assert result.exit_code == Code.IMPOSSIBLE
-        assert result.stderr.strip() == "fabric-ray: /proc/self/fdinfo: No such file or directory"
+    result = run("demo", "weights", "--output", "/proc/self/fdinfo")
+    assert result.exit_code == Code.IMPOSSIBLE
+    assert result.stderr.strip() == "fabric-ray: /proc/self/fdinfo: No such file or directory"
 
 
 def test_a_program_that_is_missing_is_a_fault_of_ours_and_shown_as_one(

@@ -1,1 +1,0 @@
-"""Asynchronous reinforcement learning: rollouts generate while trainers learn and push weights."""
