@@ -121,6 +121,7 @@ test-adapters: $(DONE)/native-dev $(DONE)/adapters $(if $(FABRIC_RAY_VLLM_PYTHON
 # Every test there is, with none skipped for a missing guest or package: a release needs it green.
 test-all: export FABRIC_RAY_DOCS = require
 test-all: export FABRIC_RAY_KV_REQUESTS ?= 10000
+test-all: export FABRIC_RAY_PUSHES ?= 100
 test-all:
 	$(MAKE) --no-print-directory test
 	$(MAKE) --no-print-directory test-long

@@ -7,9 +7,11 @@ import random
 import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from tests.adapters.vllm import servers
+from tests.adapters.vllm.servers import Server
 from tests.adapters.vllm.test_weights import (
     NEW,
     OLD,
@@ -89,3 +91,28 @@ def test_rs_3_a_server_that_is_killed_leaves_the_others_with_one_version(stand: 
         for version in (OLD, NEW):
             assert trainers.send(version)["error"] is None
             assert stand.right(version) == 30
+
+
+def test_rs_3_a_worker_that_is_killed_ends_its_server_and_no_trainer_waits(stand: Stand) -> None:
+    with sharded_trainers(stand.server, workers=WORKERS, timeout=30.0) as trainers:
+        first = trainers.send(OLD)
+        assert first["error"] is None
+        moment = random.uniform(0.0, 1.2 * first["seconds"])
+        trainers.begin(NEW)
+        time.sleep(moment)
+        kill_worker(stand.server)
+        error = trainers.end()["error"]
+    stand.server.process.wait(120.0)
+    if error is None:
+        assert moment > 0.5 * first["seconds"], "the push was over before"
+
+
+def kill_worker(server: Server) -> None:
+    """Kills one of the processes that hold its model."""
+    workers = [
+        child
+        for child in psutil.Process(server.process.pid).children(recursive=True)
+        if child.cmdline()[:1] and child.cmdline()[0].startswith("VLLM::Worker")
+    ]
+    assert len(workers) == WORKERS
+    random.choice(workers).kill()
