@@ -28,7 +28,7 @@ from fabric_ray.integrations.vllm_computed import RELOAD
 from fabric_ray.integrations.vllm_plugin import CONNECTOR
 from fabric_ray.integrations.vllm_reload import (
     Reload,
-    may_fill,
+    names_filling,
     refuse_lossy_cast,
     shared_parameters,
 )
@@ -329,9 +329,8 @@ def _tied(made: RecordedModel, found: LoadRecording) -> list[tuple[str, str]]:
             # Loaders leave out a further name, if the checkpoint has it.
             one, left = (a, name) if a else (b, first)
             if not (a and b) and len(tensors := {*one.values()}) == 1:
-                pairs |= {
-                    (t, same) for t in tensors for same in made.shapes if may_fill(same, left)
-                }
+                same = [each for each in names_filling(left) if each in made.shapes]
+                pairs |= {(t, each) for t in tensors for each in same}
     return sorted((a, b) for a, b in pairs if a != b)
 
 

@@ -397,17 +397,23 @@ def shared_parameters(model: torch.nn.Module) -> list[list[str]]:
     return [same for same in names.values() if len(same) > 1]
 
 
-def may_fill(name: str, own: str) -> bool:
-    """Whether a tensor of the checkpoint has a parameter's name, but for a prefix that the model
-    has."""
-    return f".{own}".endswith(f".{name}")
+def names_filling(own: str) -> Iterator[str]:
+    """The names that a tensor of the checkpoint may have for a parameter: its own, also without the
+    prefix that the model has."""
+    yield own
+    for at, character in enumerate(own):
+        if character == ".":
+            yield own[at + 1 :]
 
 
 class TieCheck:
     """RS-1: parameters that are one in a model get one value from an update."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._shared = shared_parameters(model)
+        self._groups: dict[str, set[int]] = defaultdict(set)
+        for number, names in enumerate(shared_parameters(model)):
+            for name in (each for own in names for each in names_filling(own)):
+                self._groups[name].add(number)
         self._seen: dict[int, tuple[str, bytes]] = {}
 
     def see(self, name: str, tensor: torch.Tensor) -> None:
@@ -419,12 +425,11 @@ class TieCheck:
         Raises:
             WeightSyncError: another name of the parameter came with another value.
         """
-        for number, names in enumerate(self._shared):
-            if any(may_fill(name, own) for own in names):
-                value = _digest(tensor)
-                first, known = self._seen.setdefault(number, (name, value))
-                if known != value:
-                    raise WeightSyncError(untied(first, name))
+        for number in self._groups.get(name, ()):
+            value = _digest(tensor)
+            first, known = self._seen.setdefault(number, (name, value))
+            if known != value:
+                raise WeightSyncError(untied(first, name))
 
 
 def untied(name: str, other: str) -> str:
