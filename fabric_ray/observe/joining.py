@@ -9,7 +9,8 @@ can't be told apart, and they are taken in their order: ``exact`` says whether i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from math import inf
 
 import msgspec
 
@@ -18,8 +19,9 @@ from fabric_ray.engine import EngineRecords
 from fabric_ray.engine.observability import Arrival, Expected, Part, TransferRecord
 from fabric_ray.observe.process import ProcessRecords
 
-# A poll notes when it began: what it sees may have come that much later.
-_SLACK_NS = 50_000
+# How far the wall clocks of two hosts of one site may be apart. Processes of one boot need nothing:
+# they share a clock, read before a write is posted and after a poll has found its count.
+_HOST_SKEW_NS = 50_000
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -82,6 +84,7 @@ class _End(msgspec.Struct, frozen=True, eq=False):
 
     place: Place
     records: EngineRecords
+    boot: str
     offset: int
 
     def wall(self, at: int | None) -> int | None:
@@ -125,7 +128,7 @@ def _ends(processes: Iterable[ProcessRecords]) -> Iterator[_End]:
         offset = offsets.setdefault(process.at.boot, process.at.wall - process.at.monotonic)
         for records in process.engines:
             place = Place(records.id, records.name, process.pid, process.host)
-            yield _End(place, records, offset)
+            yield _End(place, records, process.at.boot, offset)
 
 
 def _received(owner: _End, imm: int, claims: list[_Claim]) -> dict[int, Received]:
@@ -137,26 +140,31 @@ def _received(owner: _End, imm: int, claims: list[_Claim]) -> dict[int, Received
     def done(claim: _Claim) -> int:
         return (claim.record.all_posted or 0) + claim.writer.offset
 
+    def wire(claim: _Claim) -> int:
+        return (claim.record.wire or 0) + claim.writer.offset
+
+    def earliest(claim: _Claim) -> int:
+        return posted(claim) - (_HOST_SKEW_NS if claim.writer.boot != owner.boot else 0)
+
     claims.sort(key=lambda claim: (done(claim), claim.record.id, claim.index))
     arrivals = _Arrivals([a for a in owner.records.arrivals if a.imm == imm], owner.offset)
     waits = [e for e in owner.records.expectations if e.imm == imm and e.failure is None]
+    spans = [arrivals.take(c.part.counts, not_before=earliest(c)) for c in claims]
+    ends = [max(span[1], wire(c)) if span else inf for c, span in zip(claims, spans, strict=True)]
+    met = _overlapping([(posted(c), end) for c, end in zip(claims, ends, strict=True)])
     found: dict[int, Received] = {}
-    latest = 0
-    for claim in claims:
-        span = arrivals.take(claim.part.counts, not_before=posted(claim) - _SLACK_NS)
+    for claim, span, overlaps in zip(claims, spans, met, strict=True):
         if span is None:
-            break
+            continue
         first, last = span
         wait = _expectation(waits, last - owner.offset)
-        alone = posted(claim) > latest and claim.record.weight == 1
-        latest = max(latest, last, (claim.record.wire or 0) + claim.writer.offset)
         found[id(claim)] = Received(
             at=owner.place,
             first=first,
             last=last,
             delivered=owner.wall(wait.notified) if wait else None,
             span=wait.span if wait else 0,
-            exact=alone,
+            exact=not overlaps and claim.record.weight == 1,
         )
     return found
 
@@ -183,6 +191,19 @@ class _Arrivals:
             if here == taken:
                 self._at += 1
         return (first, last) if first is not None and last is not None and counts == 0 else None
+
+
+def _overlapping(intervals: Sequence[tuple[int, float]]) -> list[bool]:
+    """Which of these have a moment in common with another one."""
+    overlaps = [False] * len(intervals)
+    last = None
+    for i in sorted(range(len(intervals)), key=lambda i: intervals[i]):
+        begin, end = intervals[i]
+        if last is not None and begin <= intervals[last][1]:
+            overlaps[i] = overlaps[last] = True
+        if last is None or end > intervals[last][1]:
+            last = i
+    return overlaps
 
 
 def _expectation(waits: list[Expected], counted: int) -> Expected | None:

@@ -63,7 +63,15 @@ def _boot() -> str:
 
 def clock() -> Clock:
     """Now."""
-    return Clock(_boot(), time.monotonic_ns(), time.time_ns())
+    # A thread that loses its core between two reads would move all its records on the wall clock.
+    _, monotonic, wall = min(_read_clocks() for _ in range(3))
+    return Clock(_boot(), monotonic, wall)
+
+
+def _read_clocks() -> tuple[int, int, int]:
+    """How long the reads took, and both clocks."""
+    before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+    return after - before, (before + after) // 2, wall
 
 
 def _command() -> str:

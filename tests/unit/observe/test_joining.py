@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import chain, repeat
+from types import SimpleNamespace
+
 import pytest
 
 from fabric_ray.engine import EngineRecords
 from fabric_ray.engine.observability import Arrival, Event, Expected, Part, TransferRecord
 from fabric_ray.observe import Clock, ProcessRecords, join, story
 from fabric_ray.observe.chrome import trace
+from fabric_ray.observe.process import clock
 
 MS = 1_000_000
 IMM = 5 << 12
@@ -80,7 +84,7 @@ def test_writes_that_overlap_are_taken_in_their_order_and_say_so() -> None:
     assert second.received
     assert (first.received.first, first.received.last) == (2 * MS, int(2.2 * MS))
     assert (second.received.first, second.received.last) == (int(2.2 * MS), 3 * MS)
-    assert (first.received.exact, second.received.exact) == (True, False)
+    assert (first.received.exact, second.received.exact) == (False, False)
 
 
 def test_counts_from_before_a_write_are_not_its_own() -> None:
@@ -89,6 +93,24 @@ def test_counts_from_before_a_write_are_not_its_own() -> None:
     [flight] = join([process(1, a, b)])
     assert flight.received
     assert flight.received.last == 12 * MS
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_count_just_before_a_write_can_be_its_own_only_on_another_host(own: bool) -> None:
+    a = engine("a", (write(7, 10),))
+    b = engine("b", arrivals=(counted(10.99), counted(12)))
+    [flight] = join([process(1, a), process(2, b, boot="y" if own else "x")])
+    assert flight.received
+    assert flight.received.last == int((10.99 if own else 12) * MS)
+
+
+def test_a_write_that_overlaps_a_later_one_that_was_not_counted_is_not_exact() -> None:
+    a = engine("a", (write(1, 0), write(2, 1), write(3, 20)))
+    b = engine("b", arrivals=(counted(2.5),))
+    received = [flight.received for flight in join([process(1, a, b)])]
+    assert received[0]
+    assert not received[0].exact
+    assert received[1:] == [None, None]
 
 
 @pytest.mark.parametrize("arrivals", [(), (counted(2),)])
@@ -110,6 +132,23 @@ def test_hosts_are_laid_over_each_other_by_their_wall_clocks() -> None:
     [flight] = join([a, b])
     assert flight.received
     assert (flight.queued, flight.received.last) == (1000 * MS, 1002 * MS)
+
+
+def test_a_core_lost_between_two_reads_of_the_clocks_moves_no_records(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = chain([50, 5 * MS], repeat(50))
+    now = 0
+
+    def read() -> int:
+        nonlocal now
+        now += next(steps)
+        return now
+
+    clocks = SimpleNamespace(monotonic_ns=read, time_ns=lambda: read() + 1000 * MS)
+    monkeypatch.setattr("fabric_ray.observe.process.time", clocks)
+    at = clock()
+    assert at.wall - at.monotonic == 1000 * MS
 
 
 def test_one_that_stands_for_many_is_never_exact() -> None:

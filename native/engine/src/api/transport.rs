@@ -18,8 +18,6 @@ struct Traits {
     optional: bool,
     /// Whether only tests and measurements use it: errors don't propose it.
     internal: bool,
-    /// Whether its poll copies bytes, which takes long enough to show in timestamps.
-    moves_bytes_in_poll: bool,
 }
 
 const PLAIN: Traits = Traits {
@@ -30,7 +28,6 @@ const PLAIN: Traits = Traits {
     listens: false,
     optional: false,
     internal: false,
-    moves_bytes_in_poll: false,
 };
 
 /// A row for each transport: its number on the wire, its name and its traits. `transport::open`
@@ -93,7 +90,7 @@ macro_rules! transports {
 transports! {
     Shm = 0, "shm", Traits { default_order: Some(1), ..PLAIN };
     Tcp = 1, "tcp", Traits {
-        default_order: Some(4), fallback: true, listens: true, moves_bytes_in_poll: true, ..PLAIN
+        default_order: Some(4), fallback: true, listens: true, ..PLAIN
     };
     Sim = 2, "sim", Traits { internal: true, ..PLAIN };
     Null = 3, "null", Traits { internal: true, ..PLAIN };
@@ -145,10 +142,6 @@ impl TransportKind {
     /// Whether many machines lack it.
     pub(crate) fn is_optional(self) -> bool {
         self.traits().optional
-    }
-
-    pub(crate) fn moves_bytes_in_poll(self) -> bool {
-        self.traits().moves_bytes_in_poll
     }
 }
 

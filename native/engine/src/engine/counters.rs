@@ -334,9 +334,10 @@ impl Counters {
         }
     }
 
-    /// Fails the expectations whose deadline has passed; true if there were any.
-    pub fn expire(&self, now: Time) -> bool {
-        if now < self.next_deadline() {
+    /// Fails the expectations whose deadline had passed by `began`, before the last poll; true if
+    /// there were any. `now` is the time of their end.
+    pub fn expire(&self, (began, now): (Time, Time)) -> bool {
+        if began < self.next_deadline() {
             return false;
         }
         self.next_expiry.store(u64::MAX, SeqCst);
@@ -344,7 +345,7 @@ impl Counters {
         let mut failed = false;
         self.each_watched(|imm, cell| {
             cell.fail((now, &self.log, imm), |e| {
-                if e.deadline > now {
+                if e.deadline > began {
                     next = next.min(e.deadline);
                     return None;
                 }

@@ -21,7 +21,7 @@ use super::{
     Handle, HandleRef, Peer, Region,
 };
 use crate::{
-    api::{EngineAddress, EngineId, Imm, Span, TransportKind},
+    api::{EngineAddress, EngineId, Imm, Span},
     domain::{Count, RegionRelease},
     group::GroupEvents,
     locks::Mutex,
@@ -136,16 +136,6 @@ impl Shared {
         match &self.clock {
             Clock::Machine => Time::now(),
             Clock::Manual(t) => Time(t.load(SeqCst)),
-        }
-    }
-
-    /// The time of the events that a poll reports, if the round began at `began`. A poll that moves
-    /// bytes through sockets takes long, so the clock is read again.
-    #[inline]
-    pub fn seen(&self, began: Time, kind: TransportKind) -> Time {
-        match (&self.clock, kind) {
-            (Clock::Machine, kind) if kind.moves_bytes_in_poll() => Time::now(),
-            _ => began,
         }
     }
 

@@ -393,11 +393,16 @@ impl Group {
         }
     }
 
-    /// Gives up on answers that have not come.
-    pub(super) fn expire_unresolved(&mut self, now: Time, peer: PeerKey, rails: &Rails) {
+    /// Gives up on answers that had not come by `began`.
+    pub(super) fn expire_unresolved(
+        &mut self,
+        (began, now): (Time, Time),
+        peer: PeerKey,
+        rails: &Rails,
+    ) {
         let unresolved = &mut self.peers[peer as usize].healing.unresolved;
         let (late, waiting): (Vec<_>, Vec<_>) =
-            std::mem::take(unresolved).into_iter().partition(|l| l.until <= now);
+            std::mem::take(unresolved).into_iter().partition(|l| l.until <= began);
         *unresolved = waiting;
         for l in late {
             let why = format!("{}; what had arrived could not be found out in time", l.cause);

@@ -331,8 +331,18 @@ impl Group {
         }
     }
 
-    /// Posts backlogs and expires deadlines. Called after each poll.
-    pub fn progress(&mut self, now: Time, rails: &mut Rails, events: &dyn GroupEvents) -> bool {
+    /// Whether `progress` has to post, or a timer was due at `began`.
+    pub fn is_due(&self, began: Time) -> bool {
+        self.backlogged > 0 || self.timers.next() <= began
+    }
+
+    /// Posts backlogs, and handles the timers that were due at `began`, before the last poll.
+    pub fn progress(
+        &mut self,
+        (began, now): (Time, Time),
+        rails: &mut Rails,
+        events: &dyn GroupEvents,
+    ) -> bool {
         let mut moved = false;
         self.recorder.set_now(now);
         self.move_at = Time::NEVER;
@@ -362,21 +372,7 @@ impl Group {
                 moved |= self.drain_backlog(now, key, rails);
             }
         }
-        while let Some(timer) = self.timers.due(now) {
-            moved = true;
-            match timer {
-                Timer::Deadline(key) => self.expire(now, key),
-                Timer::Verdict(key) => self.decide(key),
-                Timer::Probe(peer) => self.probe_lost_rails(now, peer, rails),
-                Timer::Credit(peer) => self.ask_again(now, peer, rails),
-                Timer::Stalls => self.look(now, rails),
-                Timer::Receipts(peer) => {
-                    self.expire_unresolved(now, peer, rails);
-                    self.end_revival(now, peer, rails, events);
-                }
-            }
-        }
-        moved
+        moved | self.handle_timers((began, now), rails, events)
     }
 
     /// Fails all transfers and forgets all links.

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, HashSet};
 
-use super::{PeerKey, TransferKey};
+use super::{Group, GroupEvents, PeerKey, Rails, TransferKey};
 use crate::time::Time;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -67,5 +67,34 @@ impl Timers {
 
     pub fn clear(&mut self) {
         self.0.clear();
+    }
+}
+
+impl Group {
+    /// Handles the timers that were due at `began`, before the last poll; true if there were any.
+    /// What is given up for nothing having come is judged by `began`: `now` would count time in
+    /// which it may have come unseen.
+    pub(super) fn handle_timers(
+        &mut self,
+        (began, now): (Time, Time),
+        rails: &mut Rails,
+        events: &dyn GroupEvents,
+    ) -> bool {
+        let mut any = false;
+        while let Some(timer) = self.timers.due(began) {
+            any = true;
+            match timer {
+                Timer::Deadline(key) => self.expire(now, key),
+                Timer::Verdict(key) => self.decide(key),
+                Timer::Probe(peer) => self.probe_lost_rails(now, peer, rails),
+                Timer::Credit(peer) => self.ask_again(now, peer, rails),
+                Timer::Stalls => self.look(began, rails),
+                Timer::Receipts(peer) => {
+                    self.expire_unresolved((began, now), peer, rails);
+                    self.end_revival(began, peer, rails, events);
+                }
+            }
+        }
+        any
     }
 }

@@ -21,6 +21,7 @@ mod flight;
 mod peer_mappings;
 mod request_batches;
 mod segments;
+mod slow_polls;
 mod staging;
 mod topology;
 mod wakeups;

@@ -66,30 +66,36 @@ pub(crate) struct Core {
 impl Core {
     /// One round: polls every domain, handles its completions, posts backlogs, expires deadlines.
     fn drive(&mut self, shared: &Shared) -> bool {
-        let now = Time::now();
-        self.drive_at(now, shared)
+        let began = Time::now();
+        self.drive_at(began, shared)
     }
 
-    pub(crate) fn drive_at(&mut self, now: Time, shared: &Shared) -> bool {
-        let mut moved = false;
-        self.heartbeats.on_driven(now);
+    /// One round that began at `began`. A poll takes long if it moves bytes or the thread loses its
+    /// core, so what it found has the time after it: no event is recorded before its cause.
+    /// Timers keep `began`: what came by then has been found, and no timer fires early.
+    pub(crate) fn drive_at(&mut self, began: Time, shared: &Shared) -> bool {
+        let (mut now, mut moved) = (began, false);
+        self.heartbeats.on_driven(began);
         for rail in 0..self.domains.len() {
-            moved |= self.domains[rail].poll(now, &shared.receives, &mut self.completions);
+            moved |= self.domains[rail].poll(began, &shared.receives, &mut self.completions);
             if self.completions.is_empty() {
                 continue;
             }
-            let seen = shared.seen(now, self.domains[rail].kind());
+            now = shared.now();
             let mut completions = std::mem::take(&mut self.completions);
             for c in completions.drain(..) {
                 if matches!(c, Completion::LinkUp { .. }) {
                     self.heartbeats.set_needed(true);
                 }
-                self.group.on_completion(seen, rail, c, &mut self.domains, shared);
+                self.group.on_completion(now, rail, c, &mut self.domains, shared);
             }
             self.completions = completions;
         }
-        moved |= self.group.progress(now, &mut self.domains, shared);
-        moved |= shared.counters.expire(now);
+        if self.group.is_due(began) || shared.counters.next_deadline() <= began {
+            now = shared.now();
+        }
+        moved |= self.group.progress((began, now), &mut self.domains, shared);
+        moved |= shared.counters.expire((began, now));
         moved |= shared.leases.end(now);
         for (rail, share) in &mut self.shares {
             share.publish(now, self.group.demand(*rail));
