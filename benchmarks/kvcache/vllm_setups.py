@@ -43,7 +43,7 @@ _SETTINGS = ("--block-size", str(BLOCK), "--kv-cache-memory-bytes", str(256 * MI
 """Connectors touch all of the cache."""
 _SERVER_BYTES = 1.6e9
 """Memory that a server takes: an API server and an engine, each with torch."""
-_ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Has vLLM run the worker in the engine's process."""
 _THREADS = 64
 """Of this process, for the prefills of concurrent hand-offs."""
@@ -195,7 +195,7 @@ def serving(named: Collection[str]) -> Iterator[list[Setup]]:
         ContenderError: there is too little memory, or a server doesn't start.
     """
     roles = ("kv_producer", "kv_consumer")
-    specs = [Spec(FLOOR, _SETTINGS, _ONE_PROCESS)]
+    specs = [Spec(FLOOR, _SETTINGS, ONE_PROCESS)]
     for name in named:
         specs += [_fabric(role) if name == OURS else _nixl(role) for role in roles]
     free, needed = _available(), len(specs) * _SERVER_BYTES
@@ -233,7 +233,7 @@ def _available() -> int:
 
 
 def _fabric(role: str) -> Spec:
-    return Spec(f"fabric-{role}", (*_SETTINGS, *servers.kv_transfer(role)), _ONE_PROCESS)
+    return Spec(f"fabric-{role}", (*_SETTINGS, *servers.kv_transfer(role)), ONE_PROCESS)
 
 
 def _nixl(role: str) -> Spec:
@@ -242,7 +242,7 @@ def _nixl(role: str) -> Spec:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     environment = {
-        **_ONE_PROCESS,
+        **ONE_PROCESS,
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
     }

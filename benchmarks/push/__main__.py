@@ -16,8 +16,8 @@ from ray.exceptions import RayError
 from benchmarks.push.contenders import MIB, PEERS, Contender, World
 from benchmarks.push.delta import measure
 from benchmarks.push.tiny import overhead
-from fabric_ray.bench.record import Results, Resume, Turns, recorded
-from fabric_ray.bench.results import Failure, RowHeader, row_of_turns
+from fabric_ray.bench.record import Results, Resume, Turns, errors_told, recorded
+from fabric_ray.bench.results import ContenderError, Failure, RowHeader, row_of_turns
 from fabric_ray.bench.turns import Entry, take_turns
 from fabric_ray.models import ModelConfig
 
@@ -93,6 +93,29 @@ def delta(
     with recorded("push-delta", resume) as results:
         for row in measure(layers, gbps, shares, turns, results.say):
             results.add(row)
+
+
+@app.command()
+def vllm(
+    layers: Annotated[int, typer.Option(help="20 make 390 MB in bf16", min=1)] = 20,
+    turns: Turns = 5,
+    backends: Annotated[bool, typer.Option(help="Also try vLLM's own, which need GPUs")] = True,
+    resume: Resume = None,
+) -> None:
+    """A real vLLM server on CPUs, from two FSDP2 ranks: our paths beside vLLM's own."""
+    from benchmarks.kvcache.vllm_setups import versions
+    from benchmarks.push.vllm_updates import measure, try_backends
+    from tests.adapters.vllm import servers
+
+    if servers.MISSING is not None:
+        raise typer.BadParameter(servers.MISSING)
+    with errors_told(2, ContenderError):
+        found = versions()
+    options = {**found, "layers": str(layers), "turns": str(turns)}
+    with recorded("push-vllm", resume, options=options) as results:
+        measure(layers, turns, results)
+        if backends:
+            try_backends(results)
 
 
 def _beside(

@@ -53,16 +53,35 @@ class Mark:
         self._status = _status()
         self._known = {m.inode for m in _regions()}
 
-    def peak(self, own: int | None = None) -> tuple[int, int]:
-        """The most bytes since, and what of it lies in the region at the address ``own``."""
+    def peak(self, own: int | None = None, *, mapped: bool = False) -> tuple[int, int]:
+        """The most bytes since, and what of it lies in the region at the address ``own``.
+
+        Args:
+            mapped: counts all regions that this process has mapped, whose ever they are.
+        """
         status, regions = _status(), list(_regions())
         mine = {m.inode for m in regions if own is not None and own in m.addresses}
         ring = sum(m.resident for m in regions if m.inode in mine)
         ours = self._known | mine
         # Mapped pages stay, so that all of them were there at the peak.
-        peers = sum(m.resident for m in regions if m.inode not in ours)
+        peers = sum(m.resident for m in regions if not mapped and m.inode not in ours)
         code = status["RssFile"] - self._status["RssFile"]
         return status["VmHWM"] - self._status["VmRSS"] - code - peers, ring
+
+
+class WorkerMemory:
+    """What vLLM's worker says of its memory: methods for ``/collective_rpc``, which it has by
+    ``--worker-extension-cls``."""
+
+    _mark: Mark
+
+    def mark_memory(self) -> None:
+        """From here on memory counts."""
+        self._mark = Mark()
+
+    def peak_memory(self) -> int:
+        """The most bytes since, with what trainers write into."""
+        return self._mark.peak(mapped=True)[0]
 
 
 class _Mapping(msgspec.Struct, frozen=True):

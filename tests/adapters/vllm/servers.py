@@ -23,12 +23,12 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp, mkstemp
+from tempfile import TemporaryDirectory, mkdtemp, mkstemp
 from typing import Any
 
 import pytest
@@ -80,6 +80,8 @@ class Spec:
     """Of the model's weights."""
     kind: str = "llama"
     """Of model: a Llama, or one of those in ``tiny_hybrid.py``."""
+    checkpoint: Path | None = None
+    """In place of that of the seed and the kind."""
     program: tuple[str | Path, ...] = (PYTHON, "-m", "vllm.entrypoints.cli.main")
     """That takes the arguments of ``vllm``."""
 
@@ -224,6 +226,7 @@ class ServerError(AssertionError):
     """A server didn't do what was asked; carries the end of its log."""
 
     def __init__(self, what: str, server: Server) -> None:
+        self.log = server.log
         super().__init__(f"{what}\n--- {server.log}:\n{server.tail()}")
 
 
@@ -258,6 +261,51 @@ def tiny_model(seed: int = 1, kind: str = "llama") -> Path:
     return folder
 
 
+class Process:
+    """A trainer's, with vLLM's classes; it answers each line of JSON by one."""
+
+    def __init__(self, command: Sequence[str | Path], log: Path, path: str = str(ROOT)) -> None:
+        self._log = open(log, "w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        )
+
+    def say(self, value: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(value) + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> Any:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("> "):
+                return json.loads(line[2:])
+        self._log.seek(0)
+        raise AssertionError(f"the trainer has ended: {self._log.read()[-2000:]}")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait(30)
+
+
+@contextmanager
+def plugin_path() -> Iterator[str]:
+    """What an installation has beside the package: the entry point that vLLM loads."""
+    with TemporaryDirectory(prefix="fabric-ray-plugin-") as folder:
+        info = Path(folder) / "fabric_ray-0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fabric-ray\nVersion: 0\n")
+        (info / "entry_points.txt").write_text(
+            "[vllm.general_plugins]\nfabric = fabric_ray.integrations.vllm_plugin:load\n"
+        )
+        yield f"{ROOT}:{folder}"
+
+
 PATIENT = {"lease": 600.0, "timeout": 600.0, "terms": {"silence": 120.0}}
 """Limits of the connector where servers spin on all cores, and may stand still for a minute."""
 
@@ -280,7 +328,7 @@ def _start(spec: Spec) -> Server:
     handle, name = mkstemp(prefix=f"vllm-{spec.name}-", suffix=".log")
     arguments = [
         "serve",
-        str(tiny_model(spec.seed, spec.kind)),
+        str(spec.checkpoint or tiny_model(spec.seed, spec.kind)),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--served-model-name", MODEL, "--seed", "0"),
         *("--dtype", "float32", "--max-model-len", str(CONTEXT), "--enforce-eager"),

@@ -14,7 +14,7 @@ import pytest
 
 from tests.adapters.vllm import servers
 from tests.adapters.vllm.servers import SKYRL_PYTHON as PYTHON
-from tests.adapters.vllm.servers import Spec
+from tests.adapters.vllm.servers import Spec, plugin_path
 from tests.adapters.vllm.test_weights import (
     BACKEND,
     BLOCKS,
@@ -23,7 +23,6 @@ from tests.adapters.vllm.test_weights import (
     ShardedTrainers,
     Stand,
     answers,
-    plugin_path,
     sharded_trainers,
     stand_of,
 )

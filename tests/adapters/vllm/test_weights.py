@@ -4,22 +4,19 @@ of one version."""
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
 from tests.adapters.vllm import servers
-from tests.adapters.vllm.servers import Server, Spec, tiny_model
+from tests.adapters.vllm.servers import Process, Server, Spec, plugin_path, tiny_model
 
 pytestmark = servers.needed
 
@@ -27,45 +24,7 @@ OLD, NEW = 1, 2
 BLOCKS = ("--block-size", "32")
 BACKEND = ("--weight-transfer-config", '{"backend": "fabric"}')
 TOKENS, LONG = 12, 1200
-
-
-class Process:
-    """A trainer's, with vLLM's classes; it answers each line of JSON by one."""
-
-    def __init__(
-        self,
-        program: str,
-        log: Path,
-        *arguments: str,
-        python: Path = servers.PYTHON,
-        path: str = str(servers.ROOT),
-    ) -> None:
-        self._log = open(log, "w+")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [python, Path(__file__).with_name(program), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        )
-
-    def say(self, value: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(value) + "\n")
-        self._process.stdin.flush()
-
-    def hear(self) -> Any:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("> "):
-                return json.loads(line[2:])
-        self._log.seek(0)
-        raise AssertionError(f"the trainer has ended: {self._log.read()[-2000:]}")
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait(30)
+HERE = Path(__file__).parent
 
 
 class Trainer(Process):
@@ -73,7 +32,8 @@ class Trainer(Process):
 
     def __init__(self, server: Server, options: dict[str, Any]) -> None:
         log = server.log.with_suffix(".trainer")
-        super().__init__("trainer.py", log, server.url, json.dumps(options))
+        command = (servers.PYTHON, HERE / "trainer.py", server.url, json.dumps(options))
+        super().__init__(command, log)
         self._kind = server.spec.kind
 
     def send(
@@ -99,16 +59,14 @@ class ShardedTrainers:
         path: str = str(servers.ROOT),
         **options: Any,
     ) -> None:
-        port, server = str(servers.free_port()), reached[0]
+        ranks, server = (str(self.RANKS), str(servers.free_port())), reached[0]
         urls = ",".join(each.url for each in reached)
         self._kind = server.spec.kind
         self._ranks = [
             Process(
-                program,
+                (python, HERE / program, urls, json.dumps(options), str(rank), *ranks),
                 server.log.with_suffix(f".trainer{rank}"),
-                *(urls, json.dumps(options), str(rank), str(self.RANKS), port),
-                python=python,
-                path=path,
+                path,
             )
             for rank in range(self.RANKS)
         ]
@@ -154,19 +112,6 @@ def trainer(server: Server, **options: Any) -> Iterator[Trainer]:
         yield made
     finally:
         made.close()
-
-
-@contextmanager
-def plugin_path() -> Iterator[str]:
-    """What an installation has beside the package: the entry point that vLLM loads."""
-    with TemporaryDirectory(prefix="fabric-ray-plugin-") as folder:
-        info = Path(folder) / "fabric_ray-0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fabric-ray\nVersion: 0\n")
-        (info / "entry_points.txt").write_text(
-            "[vllm.general_plugins]\nfabric = fabric_ray.integrations.vllm_plugin:load\n"
-        )
-        yield f"{servers.ROOT}:{folder}"
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
