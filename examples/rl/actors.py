@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import socket
 import tempfile
 import time
 from pathlib import Path
@@ -43,11 +42,11 @@ class Options(NamedTuple):
     seed: int
     digits: int = 6
     prompts: int = 16
-    """Of a batch that a rollout draws at once."""
+    """Number of prompts of a batch, which a rollout draws at once."""
     group: int = 8
-    """Samples of each prompt."""
+    """Number of samples of each prompt."""
     batches: int = 2
-    """That each trainer takes for an update."""
+    """Number of batches that each trainer takes for an update."""
     lr: float = 3e-3
     clip: float = 0.2
 
@@ -68,22 +67,22 @@ class Trainer:
         # Whole weights of versions that samples may still come from, the oldest first.
         self._pushed: dict[int, dict[str, Tensor]] = {}
 
-    def offer(self) -> tuple[str, int]:
-        """Where the ranks of ``torch.distributed`` can meet, on rank 0's node."""
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return ray.util.get_node_ip_address(), free.getsockname()[1]
+    def serve(self) -> tuple[str, int]:
+        """Opens the store where the ranks of ``torch.distributed`` meet, at rank 0."""
+        host, world = ray.util.get_node_ip_address(), self._options.trainers
+        self._store = dist.TCPStore(host, 0, world, is_master=True, wait_for_workers=False)
+        return host, self._store.port
 
     def start(self, store: tuple[str, int], rollouts: list[Any]) -> None:
         """Joins the other ranks, shards the policy and connects it to the rollouts."""
-        options, (host, port) = self._options, store
+        options = self._options
         with tempfile.TemporaryDirectory() as folder:
             task.write_model(Path(folder), options.seed)
             self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
             self._whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        dist.init_process_group(
-            "gloo", f"tcp://{host}:{port}", rank=self._rank, world_size=options.trainers
-        )
+        world = options.trainers
+        met = dist.TCPStore(*store, world) if self._rank else self._store
+        dist.init_process_group("gloo", store=met, rank=self._rank, world_size=world)
         mesh = init_device_mesh("cpu", (options.trainers,))
         for layer in self._model.model.layers:
             fully_shard(layer, mesh=mesh)

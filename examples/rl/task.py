@@ -6,6 +6,7 @@ computed, so the reward is exact.
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,12 @@ from torch import Tensor
 
 Logits = Callable[[Tensor], Tensor]
 """From token ids ``[batch, positions]`` to logits ``[batch, positions, vocabulary]``."""
+
+TOLERANCE = 1e-4
+"""Of log-probabilities: both ends compute in float32, in another order."""
+RISE = 0.1
+"""By how much the mean reward of the last quarter must pass that of the first; rewards go from 0 to
+1, and a quarter's mean varies by some hundredths."""
 
 DIGITS = 10
 SEPARATOR = DIGITS
@@ -78,6 +85,47 @@ def readable(tokens: Tensor) -> str:
     return " ".join(WORDS[token] for token in tokens.tolist())
 
 
+class Update(NamedTuple):
+    """One step of the trainers, and the version that came of it."""
+
+    version: int
+    """The one that every rollout runs after it."""
+    reward: float
+    """Mean of the samples that it learned from."""
+    staleness: dict[int, int]
+    """Tokens by how many versions they were behind."""
+    crossed: int
+    """See :attr:`Samples.crossed`."""
+    mismatch: float
+    """The largest difference between a rollout's log-probability of a token, and that by the
+    weights that were pushed under the version which drew the token."""
+    seconds: float
+    push_seconds: float
+    """From the call until vLLM goes on."""
+
+
+def checks(updates: list[Update], bound: int) -> dict[str, bool]:
+    """What has to hold of a run, by name.
+
+    Args:
+        bound: versions that a token may be behind.
+    """
+    before, after = quarters(updates)
+    return {
+        # Not a number is no agreement.
+        "logprobs_agree": all(update.mismatch <= TOLERANCE for update in updates),
+        "staleness_bounded": all(max(update.staleness) <= bound for update in updates),
+        "reward_rose": after - before >= RISE,
+    }
+
+
+def quarters(updates: list[Update]) -> tuple[float, float]:
+    """Mean reward of the first and of the last quarter of the updates."""
+    rewards = [update.reward for update in updates]
+    quarter = max(1, len(rewards) // 4)
+    return statistics.fmean(rewards[:quarter]), statistics.fmean(rewards[-quarter:])
+
+
 class Samples(NamedTuple):
     """A batch that one rollout drew; samples of one prompt are neighbours."""
 
@@ -94,6 +142,11 @@ class Samples(NamedTuple):
     def version(self) -> int:
         """The oldest that drew a token."""
         return int(self.versions.min())
+
+    @property
+    def crossed(self) -> int:
+        """Samples with tokens of two versions: a push came in the middle of their request."""
+        return int((self.versions.amin(1) < self.versions.amax(1)).sum())
 
 
 class SampleBuffer:

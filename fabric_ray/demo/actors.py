@@ -74,11 +74,11 @@ class PlainCopy:
             nbytes -= n
 
 
-def spread(actor: type, **options: Any) -> Any:
+def spread(actor: type) -> Any:
     """The actor's class for Ray, which puts actors on all nodes; ``remote`` makes one."""
     # No CPUs are asked for: the demo has to fit on any machine. Ray's types lack some options.
     remote: Any = ray.remote
-    return remote(num_cpus=0, scheduling_strategy="SPREAD", **options)(actor)
+    return remote(num_cpus=0, scheduling_strategy="SPREAD")(actor)
 
 
 @contextmanager
@@ -109,9 +109,6 @@ class Trainer:
         seed: of weights and data.
     """
 
-    STD = 0.02
-    """Of weights that are drawn."""
-
     def __init__(
         self,
         rank: int,
@@ -140,7 +137,7 @@ class Trainer:
         """Joins the others, and takes this rank's shards of the first weights."""
         address, port = store
         fsdp.join(rank=self.rank, world=self.world, address=address, port=port, store=self._store)
-        first = InitialWeights(self.config, seed=self._seed, std=self.STD)
+        first = InitialWeights(self.config, seed=self._seed, std=0.02)
         source = Checkpoint(checkpoint) if checkpoint else first
         self.model = fsdp.sharded_model(self.config, fsdp.make_mesh(), source)
         self._optimizer = fsdp.make_optimizer(self.model)
@@ -185,13 +182,12 @@ class Rollout:
     """One rank.
 
     Args:
-        rank: 0 to ``engines * tp - 1``.
+        rank: 0 to ``tp - 1``.
         tp: ranks of an engine.
         ep: groups of them that own whole experts.
         config: the model.
         transport: of the engine.
         staged: see :class:`fabric_ray.weights.WeightTarget`.
-        engines: replicas of the model.
     """
 
     def __init__(
@@ -203,30 +199,24 @@ class Rollout:
         *,
         transport: str,
         staged: bool = True,
-        engines: int = 1,
     ) -> None:
         torch.set_num_threads(1)
         self.rank, self.tp, self.ep, self.config = rank, tp, ep, config
         engine = runtime.engine(name=f"rollout-{rank}", transport=transport)
-        side = target_side(config, tp=tp, ep=ep, ranks=range(tp * engines))
+        side = target_side(config, tp=tp, ep=ep, ranks=range(tp))
         self.target = WeightTarget(side, rank=rank, engine=engine, staged=staged)
         self._seen: int | None = None
 
-    def check(self, reference: Path | Mapping[str, torch.Tensor]) -> Checked:
-        """Compares every byte with what the trainers' whole tensors say.
-
-        Args:
-            reference: these tensors, or the directory of a checkpoint of them.
-        """
-        whole = Checkpoint(reference) if isinstance(reference, Path) else reference
+    def check(self, reference: Path) -> Checked:
+        """Compares every byte with the directory of a checkpoint of the trainers' whole tensors."""
         with self.target.reading() as weights:
-            return self._check(dict(weights), whole)
+            return self._check(dict(weights), Checkpoint(reference))
 
     def _check(self, held: dict[str, torch.Tensor], whole: Mapping[str, torch.Tensor]) -> Checked:
         nbytes, checksum = 0, 0
         wrong = []
-        rank = self.rank % self.tp
-        for name, tensor in iter_expected(self.config, whole, tp=self.tp, ep=self.ep, rank=rank):
+        expected = iter_expected(self.config, whole, tp=self.tp, ep=self.ep, rank=self.rank)
+        for name, tensor in expected:
             found = held.pop(name, None)
             if found is None or not same_bits(found, tensor):
                 wrong.append(name)

@@ -356,8 +356,8 @@ class FabricTrainerWeightTransferEngine(_vllm.TrainerWeightTransferEngine):  # t
 
     @property
     def report(self) -> PushReport | None:
-        """Of the last push of shards, at rank 0: bytes, seconds and paths. ``None`` before it, at
-        other ranks, and where tensors are streamed."""
+        """Of the last push of shards that succeeded, at rank 0: bytes, seconds and paths. ``None``
+        before it, at other ranks, and where tensors are streamed."""
         return None if self._sharded is None else self._sharded.report
 
     def shutdown(self) -> None:

@@ -46,7 +46,8 @@ class Received(msgspec.Struct, frozen=True):
     span: int
     """Of the request that expected them; 0 for none."""
     exact: bool
-    """No other write to the same counter was under way at the same time."""
+    """No other write to the same counter that was recorded was under way at the same time, and none
+    was left out of the records as a sample."""
 
 
 class Flight(msgspec.Struct, frozen=True):
@@ -143,15 +144,22 @@ def _received(owner: _End, imm: int, claims: list[_Claim]) -> dict[int, Received
     def wire(claim: _Claim) -> int:
         return (claim.record.wire or 0) + claim.writer.offset
 
+    def skew(claim: _Claim) -> int:
+        return _HOST_SKEW_NS if claim.writer.boot != owner.boot else 0
+
     def earliest(claim: _Claim) -> int:
-        return posted(claim) - (_HOST_SKEW_NS if claim.writer.boot != owner.boot else 0)
+        return posted(claim) - skew(claim)
 
     claims.sort(key=lambda claim: (done(claim), claim.record.id, claim.index))
     arrivals = _Arrivals([a for a in owner.records.arrivals if a.imm == imm], owner.offset)
     waits = [e for e in owner.records.expectations if e.imm == imm and e.failure is None]
     spans = [arrivals.take(c.part.counts, not_before=earliest(c)) for c in claims]
-    ends = [max(span[1], wire(c)) if span else inf for c, span in zip(claims, spans, strict=True)]
-    met = _overlapping([(posted(c), end) for c, end in zip(claims, ends, strict=True)])
+    ends = [
+        max(span[1], wire(c) + skew(c)) if span else inf
+        for c, span in zip(claims, spans, strict=True)
+    ]
+    met = _overlapping([(earliest(c), end) for c, end in zip(claims, ends, strict=True)])
+    sampled = any(claim.record.weight > 1 for claim in claims)
     found: dict[int, Received] = {}
     for claim, span, overlaps in zip(claims, spans, met, strict=True):
         if span is None:
@@ -164,7 +172,7 @@ def _received(owner: _End, imm: int, claims: list[_Claim]) -> dict[int, Received
             last=last,
             delivered=owner.wall(wait.notified) if wait else None,
             span=wait.span if wait else 0,
-            exact=not overlaps and claim.record.weight == 1,
+            exact=not overlaps and not sampled,
         )
     return found
 

@@ -130,8 +130,8 @@ def run(
             say(None)
             began = time.monotonic()
             sender.send_weights()
-            if sender._sharded is not None and dist.get_rank() == 0:
-                nbytes = sender._sharded.report.nbytes
+            if sender.report is not None:
+                nbytes = sender.report.nbytes
         except Exception as caught:
             error = f"{type(caught).__name__}: {caught}"
         if not began:

@@ -23,9 +23,11 @@ def run(*arguments: str) -> dict[str, Any]:
             capture_output=True,
             text=True,
             check=False,
+            timeout=840,
         )
     assert done.stdout, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout)
+    assert done.returncode == (0 if found["verified"] else 1)
     return found
 
 
@@ -41,6 +43,7 @@ def test_rs_3_vllm_draws_each_token_by_the_version_that_it_names_while_trainers_
     assert found["verified"] is True
     assert [update["version"] for update in found["updates"]] == list(range(2, 42))
     assert found["bytes_of_a_push"] > 0
+    assert found["samples_of_two_versions"] > 0
 
 
 @pytest.mark.timeout(600)

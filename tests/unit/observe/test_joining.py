@@ -50,7 +50,7 @@ def engine(
     expectations: tuple[Expected, ...] = (),
     events: tuple[Event, ...] = (),
 ) -> EngineRecords:
-    names = {"a": "writer", "b": "receiver"}
+    names = {"a": "writer", "b": "receiver", "c": "other"}
     cursor, rails = (0, 0, 0, 0), (("verbs", "mlx5_0"),)
     return EngineRecords(
         id, names[id], cursor, 0, names, rails, transfers, arrivals, expectations, events
@@ -156,6 +156,20 @@ def test_one_that_stands_for_many_is_never_exact() -> None:
     [flight] = join([process(1, a, engine("b", arrivals=(counted(2),)))])
     assert flight.received
     assert not flight.received.exact
+
+
+def test_none_is_exact_beside_one_that_stands_for_many() -> None:
+    a = engine("a", (write(1, 0), write(2, 50, weight=16)))
+    flights = join([process(1, a, engine("b", arrivals=(counted(2), counted(52))))])
+    assert [f.received and f.received.exact for f in flights] == [False, False]
+
+
+def test_writes_of_two_hosts_within_the_difference_of_their_clocks_are_not_exact() -> None:
+    a = process(1, engine("a", (write(1, 0),)), boot="x")
+    c = process(2, engine("c", (write(1, 2.01),)), boot="z")
+    b = process(3, engine("b", arrivals=(counted(2), counted(4.01))), boot="y")
+    flights = join([a, b, c])
+    assert [f.received and f.received.exact for f in flights] == [False, False]
 
 
 def test_a_story_has_what_was_asked_and_what_was_written_for_it() -> None:

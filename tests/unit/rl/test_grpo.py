@@ -3,6 +3,7 @@ from samples that are older than agreed, and none are lost uncounted."""
 
 from __future__ import annotations
 
+import math
 import random
 import runpy
 from pathlib import Path
@@ -88,6 +89,31 @@ def test_a_fresh_batch_takes_the_place_of_the_oldest() -> None:
     buffer = filled(1, 1, 2, batches=2, staleness=1)
     assert buffer.discarded == ROWS
     assert [b.version for b in buffer.take(2)] == [1, 2]
+
+
+def test_samples_of_two_versions_are_counted() -> None:
+    assert batch(2, 2).crossed == 0
+    assert batch(1, 2).crossed == ROWS
+
+
+def update(reward: float, **fields: Any) -> Any:
+    values = {"staleness": {0: 1, 1: 1}, "crossed": 0, "mismatch": 1e-6, **fields}
+    return task.Update(version=2, reward=reward, seconds=1.0, push_seconds=0.1, **values)
+
+
+@pytest.mark.parametrize(
+    ("last", "fails"),
+    [
+        (update(0.4), None),
+        (update(0.25), "reward_rose"),
+        (update(0.4, mismatch=1e-3), "logprobs_agree"),
+        (update(0.4, mismatch=math.nan), "logprobs_agree"),
+        (update(0.4, staleness={2: 1}), "staleness_bounded"),
+    ],
+)
+def test_one_fault_is_enough(last: Any, fails: str | None) -> None:
+    found = task.checks([update(0.2)] * 3 + [last], 1)
+    assert [name for name, holds in found.items() if not holds] == ([fails] if fails else [])
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])

@@ -81,7 +81,7 @@ impl Core {
             if self.completions.is_empty() {
                 continue;
             }
-            now = shared.now();
+            now = shared.now().max(began);
             let mut completions = std::mem::take(&mut self.completions);
             for c in completions.drain(..) {
                 if matches!(c, Completion::LinkUp { .. }) {
@@ -92,11 +92,11 @@ impl Core {
             self.completions = completions;
         }
         if self.group.is_due(began) || shared.counters.next_deadline() <= began {
-            now = shared.now();
+            now = shared.now().max(began);
         }
         moved |= self.group.progress((began, now), &mut self.domains, shared);
         moved |= shared.counters.expire((began, now));
-        moved |= shared.leases.end(now);
+        moved |= shared.leases.end(began);
         for (rail, share) in &mut self.shares {
             share.publish(now, self.group.demand(*rail));
             self.group.limit(*rail, share.window(self.rail_window, Priority::Bulk));
