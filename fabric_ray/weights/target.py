@@ -312,14 +312,14 @@ class WeightTarget:
                 self._gate.check_unread()  # the pause hook may have read
                 if self._into is not None:
                     self._into.check(self._layout, self.rank)
+                wait_for_readers(self._staging)
             except FabricError:
                 self._pause.end()
                 raise
-            self._live = self._next
+            live = self._next
             if self._into is not None:
-                self._into.copy(self._staging[self._live].views(self._layout))
-            wait_for_readers(self._staging)
-            self.version, self._prepared = version, None
+                self._into.copy(self._staging[live].views(self._layout))
+            self._live, self.version, self._prepared = live, version, None
             self._torn = self._announced = False
             failed = run_commit_hooks(self._hooks, self._engine_hooks, version, self.weights)
             self._outdated = any(failed)  # RS-1: the engine would give other tokens

@@ -14,7 +14,7 @@ from fabric_ray.errors import InvalidArgument, WeightSyncError
 from fabric_ray.weights.report import Sent
 from fabric_ray.weights.step_sender import StepSender
 from tests.chaos.faults import reset_sockets
-from tests.unit.weights.local_sync import Fault, LocalSync, values
+from tests.unit.weights.local_sync import Fault, LocalSync, is_version, values
 
 STEPS = {
     "target_begin": "rollout",
@@ -67,6 +67,28 @@ def test_rs_3_bytes_that_did_not_come_are_no_version(
         sync.push()
     assert list(sync.broken(set(caught.value.failed), before=1)) == []
     assert sync.version == 1, "RS-3: only what every rollout has confirmed is a version"
+
+
+def test_rs_3_a_commit_that_fails_leaves_the_version_before_in_use(
+    open_sync: Callable[..., LocalSync], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = open_sync(timeout=1.0)
+    sync.train(2)
+
+    def lose(_: object) -> None:
+        raise RuntimeError("the device is lost")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fabric_ray.weights.target.wait_for_readers", lose)
+        with pytest.raises(WeightSyncError, match="the device is lost"):
+            sync.push()
+    for target in sync.targets:
+        assert target.version == 1
+        with target.reading() as weights:
+            assert is_version(weights, target.rank, 1), "RS-3: with the bytes of that version"
+    sync.train(3)
+    assert sync.push(3).version == 3
+    assert list(sync.broken(set(), before=3)) == []
 
 
 def test_rs_3_changed_bytes_are_not_committed(open_sync: Callable[..., LocalSync]) -> None:
