@@ -48,8 +48,9 @@ class FabricRayConnectorBackend(_base.BaseConnectorBackend):  # type: ignore[mis
         if self.kv_transfer_config.get("kv_role") == "kv_consumer":
             return
         self._folder = TemporaryDirectory(prefix="fabric-ray-")
-        extra = self.kv_transfer_config.setdefault("kv_connector_extra_config", {})
-        extra["offer_file"] = str(Path(self._folder.name, "offer"))
+        extra = self.kv_transfer_config.get("kv_connector_extra_config") or {}
+        offer_file = str(Path(self._folder.name, "offer"))
+        self.kv_transfer_config["kv_connector_extra_config"] = {**extra, "offer_file": offer_file}
 
     def replica_metadata(self) -> dict[str, Any]:
         """Of a prefill replica whose engine has started; Serve asks once.
@@ -86,8 +87,15 @@ class FabricRayConnectorBackend(_base.BaseConnectorBackend):  # type: ignore[mis
         answers or the prompt's logits are asked for.
 
         Raises:
-            InvalidArgument: the prefill replica published no offer.
+            InvalidArgument: the prefill replica published no offer, or this engine loads no pages:
+                it would compute every prompt once more.
         """
+        role = self.kv_transfer_config.get("kv_role")
+        if role == "kv_producer":
+            raise InvalidArgument(
+                "this replica decodes, and its engine loads no pages: got kv_role='kv_producer' in "
+                "decode_config, expected kv_consumer or kv_both"
+            )
         if request.kv_transfer_params is None:
             return request.model_copy(deep=True)
         offer = (peer or {}).get("remote_offer")
@@ -105,9 +113,11 @@ def _is_one(request: Any) -> bool:
     """Whether both engines make one request of it, with the same prompt, whose pages suffice."""
     inputs = sum(_inputs(getattr(request, name, None)) for name in ("prompt", "prompt_embeds"))
     logits = request.prompt_logprobs is not None or request.echo
+    # vLLM makes requests of its own for beams, without the parameters.
+    searches = getattr(request, "use_beam_search", False)
     # -1 is what max_tokens leaves, and that differs.
     is_cut = request.truncate_prompt_tokens == -1
-    return inputs <= 1 and (request.n or 1) == 1 and not logits and not is_cut
+    return inputs <= 1 and (request.n or 1) == 1 and not (logits or searches or is_cut)
 
 
 def _inputs(given: Any) -> int:

@@ -182,7 +182,7 @@ class UpdatePause:
         """Pauses the servers, and discards what was computed with the old weights."""
         servers = self._servers
         paused = servers.paused()
-        self._ran = servers.names - paused
+        self._ran |= servers.names - paused
         # An update that failed may have left some paused, with parts of two versions.
         servers.paused_here = servers.paused_here & paused | self._ran
         servers.call("pause_generation", self._mode)

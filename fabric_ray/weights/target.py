@@ -12,7 +12,7 @@ import msgspec
 from fabric_ray import observe
 from fabric_ray._native import Counter, Digest, EngineAddress, Peer, Transfer, digest_copies
 from fabric_ray.engine import TransferEngine
-from fabric_ray.errors import FabricError, InvalidArgument, Stale, WeightSyncError
+from fabric_ray.errors import InvalidArgument, Stale, WeightSyncError
 from fabric_ray.plan import LocalContainer, Plan, Side
 from fabric_ray.weights import target_arguments as arguments
 from fabric_ray.weights.delta import DeltaInbox
@@ -177,35 +177,27 @@ class WeightTarget:
             with self._gate.changing():
                 if self._into is not None:
                     self._into.check(share.containers, self.rank)
-                self._layout = share.containers
-                self._containers = {c.name: c for c in share.containers}
                 copies = 2 if self._staged else 1
-                self._staging = [self._new_staging() for _ in range(copies)]
+                made = (self._engine, share.containers, self._device)
+                staging = [StagingMemory(*made) for _ in range(copies)]  # it may fail
                 self.version, self._live = None, 0
+                self._layout, self._staging = share.containers, staging
+                self._containers = {c.name: c for c in share.containers}
         self._share, self._announced, self._prepared = share, False, None
-        offsets = self._offsets(self._staging[0])
-        self._inbox = DeltaInbox.of(self._engine, share, offsets)
-        for writer in self._writers():
-            self._engine.connect(writer)
-        return self._push_target()
+        self._inbox = DeltaInbox.of(self._engine, share, self._offsets(self._staging[0]))
+        return self._connected()
 
     def set_inbound(self, inbound: InboundPlan) -> PushTarget:
         """Replaces the writers of this rollout."""
         self._share = msgspec.structs.replace(self._routed(), inbound=inbound)
-        for writer in self._writers():
-            self._engine.connect(writer)
-        return self._push_target()
+        return self._connected()
 
     def pass_on(self, children: Sequence[PushTarget], *, timeout: float = 60.0) -> None:
         """Relays the next version to replicas while it arrives."""
         share = self._routed()
         staging = self._staging[self._next]
-        to = [
-            RelayWriter(
-                self._engine, share.containers, staging.region, staging.offsets, push_target
-            )
-            for push_target in children
-        ]
+        memory = self._engine, share.containers, staging.region, staging.offsets
+        to = [RelayWriter(*memory, push_target) for push_target in children]
         # Trainers are not watched here: the controller notices their end first.
         writers = list(self._writers()) if share.inbound.relayed else []
         self._relay = Relay(self._arrivals(writers, timeout), to, timeout)
@@ -307,22 +299,22 @@ class WeightTarget:
         arguments.check_commit(version, self.version, self._prepared, joining=joining)
         # If this fails, the version stays decided, and this rollout keeps the version before.
         with self._gate.changing():
-            self._pause.begin()
             try:
+                self._pause.begin()
                 self._gate.check_unread()  # the pause hook may have read
+                wait_for_readers(self._staging)
+                live = self._next
                 if self._into is not None:
                     self._into.check(self._layout, self.rank)
-                wait_for_readers(self._staging)
-            except FabricError:
-                self._pause.end()
+                    self._into.copy(self._staging[live].views(self._layout))
+            except BaseException:
+                self._continue_if_whole()
                 raise
-            live = self._next
-            if self._into is not None:
-                self._into.copy(self._staging[live].views(self._layout))
             self._live, self.version, self._prepared = live, version, None
             self._torn = self._announced = False
+            self._outdated = True  # RS-1: until all hooks have run, the engine gives other tokens
             failed = run_commit_hooks(self._hooks, self._engine_hooks, version, self.weights)
-            self._outdated = any(failed)  # RS-1: the engine would give other tokens
+            self._outdated = any(failed)
             failed += [] if self._outdated else [self._pause.end()]
             hook = ", ".join(cause for cause in failed if cause) or None
             return msgspec.structs.replace(self._push_target(), hook=hook)
@@ -344,11 +336,16 @@ class WeightTarget:
         elif self._announced:
             self._torn = False
         self._announced = False
-        self._revoke()
-        self._gate.open()
-        mixed = self._outdated or (self._into is not None and self._into.partly_filled)
-        failed = None if self._torn or mixed else self._pause.end()
-        return msgspec.structs.replace(self._push_target(), hook=failed)
+        try:
+            self._revoke()
+        finally:
+            self._gate.open()
+        return msgspec.structs.replace(self._push_target(), hook=self._continue_if_whole())
+
+    def _continue_if_whole(self) -> str | None:
+        """Continues generation if the weights in use allow it (RS-3); returns why that failed."""
+        mixed = self._torn if self._into is None else self._into.partly_filled
+        return None if self._outdated or mixed else self._pause.end()
 
     def check_session(self, session: str) -> None:
         """Raises Stale if another controller has connected since."""
@@ -418,9 +415,6 @@ class WeightTarget:
             raise InvalidArgument("this rollout has no plan; call WeightSync.connect() again")
         return self._share
 
-    def _new_staging(self) -> StagingMemory:
-        return StagingMemory(self._engine, self._layout, self._device)
-
     def _stop_relay(self) -> None:
         if self._relay is not None:
             self._relay.cancel()
@@ -455,12 +449,17 @@ class WeightTarget:
             "a trainer may still write to memory of this rollout; %s was replaced",
             self._staging[at].region,
         )
-        self._staging[at] = self._new_staging()
+        self._staging[at] = StagingMemory(self._engine, self._layout, self._device)
         self._torn = not self._staged and self.version is not None
 
     @property
     def _next(self) -> int:
         return (self._live + 1) % len(self._staging) if self.version is not None else 0
+
+    def _connected(self) -> PushTarget:
+        for writer in self._writers():
+            self._engine.connect(writer)
+        return self._push_target()
 
     def _writers(self) -> Iterator[Peer]:
         for address in self._routed().inbound.writers:
@@ -495,5 +494,5 @@ class WeightTarget:
         rank = share.plan_rank if plan_rank is None else plan_rank
         if share.plan is None:
             raise InvalidArgument("digests were not asked for at connect")
-        copies = Plan.from_bytes(share.plan).for_target(rank)
-        return digest_copies(list(copies), staging.region, self._offsets(staging))
+        copies = list(Plan.from_bytes(share.plan).for_target(rank))
+        return digest_copies(copies, staging.region, self._offsets(staging))

@@ -10,7 +10,14 @@ import torch
 
 from fabric_ray.errors import WeightSyncError
 from fabric_ray.weights import EngineHooks, WeightTarget
-from tests.unit.weights.local_sync import ROLLOUTS, Fault, LocalSync, expected
+from tests.unit.weights.local_sync import (
+    ROLLOUTS,
+    Fault,
+    LocalSync,
+    Module,
+    expected,
+    is_version,
+)
 
 AROUND = ["pause", "post_process", "flush", "version", "continue"]
 
@@ -199,3 +206,79 @@ def test_an_engine_that_joins_pauses_before_it_is_given_a_version(open_sync, sta
     with pytest.raises(WeightSyncError, match="a hook failed at rollout 5: flush_cache"):
         sync.join(failing)
     assert sync.rollouts == (0, 1, 2, 3, 4), "it has no part in anything"
+
+
+def lose(*_: object) -> None:
+    raise RuntimeError("the device is lost")
+
+
+@pytest.mark.parametrize("into", [False, True])
+def test_rs_3_a_commit_that_fails_before_it_changes_anything_lets_the_engine_go_on(
+    open_sync, monkeypatch: pytest.MonkeyPatch, into: bool
+) -> None:
+    modules = [Module(), Module()]
+    sync, engines = open_sync(**{"into": modules.__getitem__} if into else {})
+    with monkeypatch.context() as patched:
+        patched.setattr("fabric_ray.weights.target.wait_for_readers", lose)
+        with pytest.raises(WeightSyncError, match="the device is lost"):
+            sync.push()
+    assert [engine.asked for engine in engines] == [["pause", "continue"]] * 2
+    for target, module in zip(sync.targets, modules, strict=True):
+        assert target.version == 1
+        with target.reading() as weights:
+            assert is_version(weights, target.rank, 1), "RS-3: with the bytes of that version"
+        assert not into or torch.equal(module.norm, expected(target.rank, 1)["norm"])
+    sync.train(3)
+    assert sync.push(3).version == 3
+    assert list(sync.broken(set(), before=3)) == []
+
+
+def test_rs_3_an_engine_with_parts_of_two_versions_stands_still_whatever_fails_next(
+    open_sync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = [Module(), Module()]
+    sync, engines = open_sync(into=modules.__getitem__)
+
+    def copy_half(arrived: Any) -> None:
+        module.partly_filled = True
+        module.tensors()["w"].copy_(arrived["w"])
+        lose()
+
+    def refuse(_: object) -> None:
+        raise WeightSyncError("not today")
+
+    module = sync.targets[0]._into
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "copy", copy_half)
+        with pytest.raises(WeightSyncError, match="the device is lost"):
+            sync.push()
+    with monkeypatch.context() as patched:
+        patched.setattr("fabric_ray.weights.target.wait_for_readers", refuse)
+        with pytest.raises(WeightSyncError, match="not today"):
+            sync.push()
+    assert not engines[0].generating
+    sync.train(4)
+    sync.push()
+    assert engines[0].generating
+    assert torch.equal(modules[0].norm, expected(0, 4)["norm"])
+
+
+def test_rs_1_an_engine_whose_hooks_were_interrupted_stands_still_until_the_next_version(
+    open_sync, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync, engines = open_sync()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engines[0], "flush_cache", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            sync.push()
+    sync.fault = Fault("source_push", "trainer 0", "is not asked")
+    with pytest.raises(WeightSyncError, match="aborted"):
+        sync.push()
+    assert not engines[0].generating, "its caches are of the version before"
+    sync.fault = None
+    sync.push()
+    assert engines[0].generating

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -69,26 +70,48 @@ def test_rs_3_bytes_that_did_not_come_are_no_version(
     assert sync.version == 1, "RS-3: only what every rollout has confirmed is a version"
 
 
-def test_rs_3_a_commit_that_fails_leaves_the_version_before_in_use(
+def test_rs_1_a_layout_for_which_there_is_no_memory_leaves_the_version_in_use_as_it_was(
     open_sync: Callable[..., LocalSync], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync = open_sync(timeout=1.0)
-    sync.train(2)
+    target = open_sync().targets[1]
+    first, second = target._layout
+    other = tuple(
+        msgspec.structs.replace(container, index=index)
+        for container, index in ((second, first.index), (first, second.index))
+    )
+    share = msgspec.structs.replace(target._share, session="another", containers=other)
 
-    def lose(_: object) -> None:
-        raise RuntimeError("the device is lost")
+    def allocate(*_: object) -> None:
+        raise MemoryError("no room")
 
     with monkeypatch.context() as patched:
-        patched.setattr("fabric_ray.weights.target.wait_for_readers", lose)
-        with pytest.raises(WeightSyncError, match="the device is lost"):
-            sync.push()
-    for target in sync.targets:
-        assert target.version == 1
-        with target.reading() as weights:
-            assert is_version(weights, target.rank, 1), "RS-3: with the bytes of that version"
-    sync.train(3)
-    assert sync.push(3).version == 3
-    assert list(sync.broken(set(), before=3)) == []
+        patched.setattr("fabric_ray.weights.target.StagingMemory", allocate)
+        with pytest.raises(MemoryError):
+            target.accept(share)
+    with target.reading() as weights:
+        assert is_version(weights, 1, 1)
+    target.accept(share)
+    assert target.version is None
+    ends = {c.index: target._staging[0].offsets[c.index] + c.nbytes for c in other}
+    assert ends[first.index] <= target._staging[0].offsets[second.index]
+
+
+def test_an_abort_that_fails_admits_readers(
+    open_sync: Callable[..., LocalSync], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = open_sync(timeout=30.0)
+    target = sync.targets[0]
+    target.quiesce("commit", 600.0)
+
+    def refuse(_: object) -> None:
+        raise OSError("no memory can be pinned")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(target), "_revoke", refuse)
+        with pytest.raises(OSError, match="pinned"):
+            target.abort()
+    with target.reading() as weights:
+        assert is_version(weights, 0, 1)
 
 
 def test_rs_3_changed_bytes_are_not_committed(open_sync: Callable[..., LocalSync]) -> None:
