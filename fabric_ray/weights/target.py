@@ -274,7 +274,7 @@ class WeightTarget:
         if self._into is not None:
             self._into.check(self._layout, self.rank)
             self._into.check_ties(staging.views(self._layout))
-        with self.calls_lock.acquire():
+        with self.calls_lock.between_calls():
             if self._counters is not counters:  # it was aborted meanwhile
                 raise Stale(OUTDATED)
             self._relay, self._prepared = None, version
@@ -423,7 +423,7 @@ class WeightTarget:
     def _apply(self, sent: Arrival, counters: list[Counter]) -> bool:
         """Applies changes to the version in use; returns whether its bytes are the trainers'."""
         # RS-1: an abort waits for this, and nothing is written to the memory after it.
-        with self.calls_lock.acquire():
+        with self.calls_lock.between_calls():
             if self._counters is not counters or self._inbox is None:
                 raise Stale(OUTDATED)
             base, target = self._staging[self._live], self._staging[self._next]

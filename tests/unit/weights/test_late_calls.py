@@ -218,3 +218,49 @@ def test_rs_1_weights_that_one_call_changes_are_changed_by_no_other() -> None:
         assert gate._is_closed, "the first still changes them"
     with gate.changing():
         pass
+
+
+def test_rs_3_a_confirm_that_an_abort_waits_for_does_not_end_the_abort(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = LocalSync(delta=True, timeout=20.0)
+    request.addfinalizer(sync.close)
+    for version in (1, 2):
+        sync.train(version)
+        sync.push()
+    target, applying, go_on = sync.targets[0], threading.Event(), threading.Event()
+    late: list[tuple[Any, ...]] = []
+    call = sync._call
+
+    def lose(who: str, function: Callable[..., Any], extra: tuple[Any, ...]) -> Any:
+        if who == "rollout 0" and function in (phases.target_confirm, phases.target_abort):
+            late.append(extra)
+            raise ConnectionError("it did not answer")
+        return call(who, function, extra)
+
+    for tensor in sync.tensors[0].values():
+        tensor.view(-1)[0] = 77
+    monkeypatch.setattr(sync, "_call", lose)
+    with pytest.raises(WeightSyncError):
+        sync.push()
+    confirm, abort, *_ = late
+    apply = target._inbox.apply
+
+    def slow(*args: Any) -> bool:
+        applying.set()
+        assert go_on.wait(20)
+        return apply(*args)
+
+    monkeypatch.setattr(target._inbox, "apply", slow)
+    with ThreadPoolExecutor(2) as pool:
+        confirmed = pool.submit(phases.target_confirm, None, "rollout 0", *confirm)
+        assert applying.wait(20)
+        before = target.calls_lock.latest
+        aborted = pool.submit(phases.target_abort, None, "rollout 0", *abort)
+        while target.calls_lock.latest is before:
+            time.sleep(0.01)
+        go_on.set()
+        assert aborted.result(20).version == 2
+        with suppress(Stale):
+            confirmed.result(20)
+    assert target._prepared is None
